@@ -1,0 +1,43 @@
+"""``python -m ds_bench VERB``, also installed as ``ds-compare``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from . import __version__
+from .units import format_count, format_millions
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one verb and returns its exit code."""
+    parser = argparse.ArgumentParser(prog="ds_bench", description="Which DeepSpeed configuration should I train with?")
+    parser.add_argument("--version", action="version", version=__version__)
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
+    verbs.add_parser("models", help="list the built-in models with their counted parameters")
+    parser.parse_args(arguments)
+    return list_models()
+
+
+def list_models() -> int:
+    """Prints every preset with parameters counted from its architecture."""
+    from .models import find_preset, preset_names
+
+    print(
+        f"{'preset':<30} {'architecture':<12} {'parameters':>16} {'':>9} "
+        f"{'layers':>6} {'hidden':>6} {'vocab':>8} {'positions':>9}"
+    )
+    for name in preset_names():
+        facts = find_preset(name)
+        if facts is not None:
+            print(
+                f"{facts.name:<30} {facts.model_type:<12} {format_count(facts.parameters):>16} "
+                f"{format_millions(facts.parameters):>9} {facts.layers:>6} {facts.hidden_size:>6} "
+                f"{facts.vocabulary_size:>8} {facts.max_positions or '':>9}"
+            )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

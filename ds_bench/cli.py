@@ -1,0 +1,71 @@
+"""Entry of both scripts: the one place that catches errors and picks the exit code."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from .errors import DsBenchError, UsageError
+from .flags import Family, Options, parse
+from .spec import Strategy
+
+
+def main(
+    family: Family,
+    make_config: Callable[[Strategy, int, int], dict[str, Any]],
+    arguments: Sequence[str] | None = None,
+) -> int:
+    """Runs a comparison script. ``make_config``: the script's own ``create_deepspeed_config``, by strategy."""
+    prog = Path(sys.argv[0]).name
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        options = _with_resumed_flags(family, prog, given)
+        if _not_rank_zero(os.environ):
+            return 0
+        _forget_launcher(os.environ)
+        from .comparison import run_comparison
+
+        return run_comparison(options, make_config, given)
+    except DsBenchError as error:
+        print(f"{prog}: {error}", file=sys.stderr)
+        return error.exit_code
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return 0
+
+
+def _with_resumed_flags(family: Family, prog: str, given: list[str]) -> Options:
+    """With ``--resume`` the earlier run's flags come first, and those given now override them."""
+    options = parse(family, prog, given)
+    if options.resume is None:
+        return options
+    from .store import RunStore
+
+    earlier = RunStore.open(options.resume).load_run()
+    if earlier.get("family") != family:
+        raise UsageError(f"--resume {options.resume} is of the other script", remedy="use the script that started it")
+    flags = [str(flag) for flag in earlier.get("arguments", [])]
+    return parse(family, prog, [*flags, *given])
+
+
+def _not_rank_zero(environ: os._Environ[str]) -> bool:
+    """Started by habit under a launcher, every rank but the first leaves quietly."""
+    return environ.get("RANK", environ.get("LOCAL_RANK", "0")) not in ("", "0")
+
+
+def _forget_launcher(environ: os._Environ[str]) -> None:
+    """What a launcher around us set would mislead the launches of ours; WORLD_SIZE stays as the number of ranks."""
+    for name in (
+        "RANK",
+        "LOCAL_RANK",
+        "LOCAL_SIZE",
+        "LOCAL_WORLD_SIZE",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        "CROSS_RANK",
+        "CROSS_SIZE",
+    ):
+        environ.pop(name, None)

@@ -1,0 +1,229 @@
+"""One comparison from Options to exit code: the way through the house, read aloud."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from . import __version__, analysis, environment, flops, gpus, ops, placement, plan, preflight, runner, tables
+from .errors import UsageError
+from .flags import Options
+from .launch import Launcher, Limits
+from .launch.deepspeed import DeepSpeedLauncher, launch_command
+from .launch.warm import WarmLauncher
+from .modelsource import ModelChoice, find_model
+from .progress import Reporter
+from .record import INTERRUPTED, TrialRecord
+from .rows import flat_rows, with_comparison
+from .spec import Placement, Trial
+from .store import RunStore
+
+OK, NONE_SUCCEEDED, INTERRUPTED_CODE = 0, 1, 130
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Situation:
+    """What is known before trials are made: model, machine, and the strategies' configurations."""
+
+    options: Options
+    choice: ModelChoice
+    place: Placement
+    drafts: Sequence[plan.Draft]
+    variables: dict[str, str]
+
+
+def run_comparison(options: Options, make_config: plan.MakeConfig, arguments: Sequence[str]) -> int:
+    """Plans, readies, runs, saves and shows. Returns the exit code; raises DsBenchError before any work."""
+    situation = look_around(options, make_config)
+    if options.dry_run:
+        return dry_run(situation)
+    store = RunStore.open(options.resume) if options.resume else RunStore.create(options.output_dir, options.family)
+    with runner.interruptible():
+        try:
+            return _compare(situation, store, arguments)
+        except KeyboardInterrupt:  # before the first trial or between two: what is finished is on disk
+            print("interrupted", file=sys.stderr)
+            return INTERRUPTED_CODE
+
+
+def look_around(options: Options, make_config: plan.MakeConfig) -> Situation:
+    """Everything that can be wrong with the request, found before any work."""
+    if options.output_dir.exists() and not options.output_dir.is_dir():
+        raise UsageError(f"--output-dir {options.output_dir} is not a folder", remedy="give a folder")
+    drafts = plan.drafts(options, make_config)
+    place = placement.decide(options, os.environ, gpus.NvmlQuery())
+    variables = preflight.rank_environment(place, os.environ, None)
+    choice = find_model(
+        options.model,
+        factory=options.model_factory is not None,
+        trust_remote_code=options.trust_remote_code,
+        environment=variables,
+    )
+    plan.seq_length(options, choice)
+    variables = preflight.rank_environment(place, os.environ, choice.model_type)
+    return Situation(options=options, choice=choice, place=place, drafts=drafts, variables=variables)
+
+
+def dry_run(situation: Situation) -> int:
+    """Prints each trial's configuration and command."""
+    import json
+
+    trials = plan.make_trials(situation.options, situation.choice, situation.place, situation.drafts, {}, {})
+    for trial in trials:
+        command = launch_command(trial.placement, Path("TRIAL_FOLDER"))
+        print(f"# {trial.trial_id}: {trial.strategy.label}")
+        if trial.unsupported:
+            print(f"# Unsupported: {trial.unsupported}")
+        print(json.dumps(trial.ds_config, indent=2))
+        print(" ".join(["python", *command[1:]]) + "\n")
+    return OK
+
+
+def _compare(situation: Situation, store: RunStore, arguments: Sequence[str]) -> int:
+    options, place = situation.options, situation.place
+    facts = environment.capture()
+    say = _quiet if options.quiet else lambda text: print(text, file=sys.stderr, flush=True)
+    caveats = _check_nvme(situation)
+    states = preflight.build_ops(place, situation.drafts, situation.variables, say)
+    trials = plan.make_trials(options, situation.choice, place, situation.drafts, states, caveats)
+    ready = ",".join(op for op, state in states.items() if state.ready)
+    situation = replace(situation, variables={**situation.variables, "DS_BENCH_PRELOAD_OPS": ready})
+    launcher, why_cold = choose_launcher(situation, trials, say)
+    notes = preflight.run_notes(place, facts) + ([why_cold] if why_cold else [])
+    _save_run(store, options, arguments, facts, trials, notes)
+    level = 0 if options.quiet else 2 if options.verbose else 1
+    todo = runner.missing(trials, store.records(), options.retry)
+    reporter = Reporter(sys.stderr, todo, level)
+    view = _View(situation, trials, facts)
+    try:
+        for finished in runner.run(todo, launcher, store, reporter.begin):
+            store.write_rows(flat_rows(view.summaries(store.records())))
+            reporter.end(finished)
+    finally:
+        reporter.close()
+    return _finish(options, store, view, notes)
+
+
+def _quiet(_text: str) -> None:
+    return None
+
+
+def _check_nvme(situation: Situation) -> dict[str, str]:
+    """Caveats by strategy; raises where the path cannot be used."""
+    path = situation.options.nvme_path
+    users = [draft.strategy.name for draft in situation.drafts if draft.strategy.uses_nvme]
+    if path is None or not users:
+        return {}
+    if situation.options.family == "offload" and "nvme" not in situation.options.strategies:
+        print("note: --nvme-path is given, so the nvme strategy is added", file=sys.stderr)
+    caveat = preflight.check_nvme_path(path, situation.choice)
+    return {} if caveat is None else dict.fromkeys(users, caveat)
+
+
+def choose_launcher(
+    situation: Situation, trials: Sequence[Trial], say: Callable[[str], None]
+) -> tuple[Launcher, str | None]:
+    """The launcher asked for; cold with a note where ranks may not be forked warm."""
+    options, place = situation.options, situation.place
+    limits = Limits(timeout_seconds=options.timeout, stall_timeout_seconds=options.stall_timeout)
+    devices = gpus.visible_indices(os.environ, gpus.NvmlQuery()) if place.accelerator == "cuda" else None
+    cold = DeepSpeedLauncher(situation.variables, limits, device_indices=devices)
+    if place.launcher == "deepspeed" or all(trial.unsupported for trial in trials):
+        return cold, None
+    warm = WarmLauncher(situation.variables, limits)
+    say("loading torch, DeepSpeed and Transformers once, for every trial …")
+    reason = warm.prepare()
+    if reason is None:
+        return warm, None
+    if options.launcher == "warm":
+        raise UsageError(f"--launcher warm is not safe here: {reason}", remedy="use --launcher deepspeed")
+    return cold, f"cold launch: the preloaded server may not be forked, {reason}"
+
+
+def _save_run(
+    store: RunStore,
+    options: Options,
+    arguments: Sequence[str],
+    facts: environment.Environment,
+    trials: Sequence[Trial],
+    notes: Sequence[str],
+) -> None:
+    store.save_run(
+        {
+            "ds_bench_version": __version__,
+            "family": options.family,
+            "arguments": list(arguments),
+            "environment": facts.to_dict(),
+            "ops_cache": str(ops.cache_folder(trials[0].placement.accelerator)),
+            "notes": list(notes),
+            "trials": [{"key": trial.key, **trial.to_dict()} for trial in trials],
+        }
+    )
+
+
+class _View:
+    """Records seen as summaries, with what only the run knows: model facts and the device's peak."""
+
+    def __init__(self, situation: Situation, trials: Sequence[Trial], facts: environment.Environment) -> None:
+        self._situation, self._trials = situation, trials
+        name = facts.gpus[0].name if facts.gpus and situation.place.accelerator == "cuda" else None
+        asked = situation.options.peak_tflops
+        precision = trials[0].workload.precision
+        self._peak = asked * 1e12 if asked else (flops.peak_flops(name, precision) if name else None)
+        self.unknown_peak = None if self._peak or name is None else name
+
+    def summaries(self, records: Sequence[TrialRecord]) -> list[analysis.Summary]:
+        latest = runner.latest(self._trials, records)
+        return [analysis.summarise(entry, self._situation.choice.facts, self._peak) for entry in latest]
+
+
+def _finish(options: Options, store: RunStore, view: _View, notes: Sequence[str]) -> int:
+    summaries = with_comparison(view.summaries(store.records()))
+    rows = flat_rows(summaries)
+    store.write_rows(rows)
+    if view.unknown_peak:
+        notes = [*notes, f"no peak rate known for {view.unknown_peak}: MFU left out; --peak-tflops gives it"]
+    show(options, summaries, rows, notes)
+    if not options.quiet:
+        print(f"\nJSON {store.json_path}\nCSV  {store.csv_path}\nrun  {store.folder}", file=sys.stderr)
+    return exit_code(options, summaries)
+
+
+def show(
+    options: Options, summaries: Sequence[analysis.Summary], rows: Sequence[dict[str, Any]], notes: Sequence[str]
+) -> None:
+    """The summary on standard output, in the format asked for."""
+    if options.format == "json":
+        print(tables.as_json(rows))
+    elif options.format == "markdown":
+        print(tables.markdown(title(summaries), summaries, notes))
+    else:
+        tables.print_table(title(summaries), summaries, notes, sys.stdout)
+
+
+def title(summaries: Sequence[analysis.Summary]) -> str:
+    """What was trained on what, in one line."""
+    if not summaries:
+        return "nothing was run"
+    work, place = summaries[0].record.trial.workload, summaries[0].record.trial.placement
+    device = next((rank.device_name for s in summaries for rank in s.record.ranks), place.accelerator)
+    unit = "GPU" if place.accelerator == "cuda" else "CPU rank"
+    return (
+        f"{work.model} · {work.precision} · micro-batch {work.batch_size} × {work.seq_length} tokens"
+        f"{f' × {work.grad_accum} accumulated' if work.grad_accum > 1 else ''} · "
+        f"{place.num_gpus} {unit}{'s' if place.num_gpus > 1 else ''} ({device}) · {work.num_steps} steps"
+    )
+
+
+def exit_code(options: Options, summaries: Sequence[analysis.Summary]) -> int:
+    """0 a row succeeded, 1 none did, 130 interrupted; with --strict 1 when any failed."""
+    outcomes = [summary.record.outcome for summary in summaries]
+    if any(outcome.status == INTERRUPTED for outcome in outcomes):
+        return INTERRUPTED_CODE
+    if options.strict and not all(outcome.success for outcome in outcomes):
+        return NONE_SUCCEEDED
+    return OK if any(outcome.success for outcome in outcomes) else NONE_SUCCEEDED

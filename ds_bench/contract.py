@@ -1,0 +1,180 @@
+"""The files between the parent and the ranks of one trial.
+
+In: ``trial.json`` (what to do), ``ds_config.json``. Out, per rank N: ``rank<N>.json``, written
+whole or not at all and as the rank's last act; ``rank<N>.beat`` (progress, 48 bytes rewritten in
+place); ``rank<N>.log`` (output that nobody parses); ``rank<N>.stacks`` (on request). The leader
+of the trial adds a line to ``exits.jsonl`` for every rank that ended.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from .spec import Trial
+
+PHASES = ("hello", "import", "build", "init", "warmup", "forward", "backward", "step", "inspect", "write", "exit")
+"""What a rank does, in order; forward, backward and step repeat."""
+
+TRIAL_FILE = "trial.json"
+CONFIG_FILE = "ds_config.json"
+EXITS_FILE = "exits.jsonl"
+LEADER_LOG = "leader.log"
+
+
+def rank_file(folder: Path, rank: int) -> Path:
+    return folder / f"rank{rank}.json"
+
+
+def beat_file(folder: Path, rank: int) -> Path:
+    return folder / f"rank{rank}.beat"
+
+
+def log_file(folder: Path, rank: int) -> Path:
+    return folder / f"rank{rank}.log"
+
+
+def stacks_file(folder: Path, rank: int) -> Path:
+    return folder / f"rank{rank}.stacks"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Assignment:
+    """What the ranks of a trial are told: the whole of trial.json."""
+
+    trial: Trial
+    rendezvous: str | None
+    """``file://…`` on one node; None where the launcher's environment says where to meet."""
+    scratch_id: str
+    """Digits that name this trial's shared-memory segments (used as MASTER_PORT, never bound)."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Variables set in every rank before torch is used."""
+    swap_folder: str | None = None
+    """Private folder for NVMe swapping."""
+
+    def save(self, folder: Path, config: Mapping[str, Any]) -> None:
+        """Writes trial.json and ds_config.json into the trial's folder."""
+        write_json(folder / CONFIG_FILE, config)
+        write_json(folder / TRIAL_FILE, asdict(self))
+
+    @classmethod
+    def load(cls, folder: Path) -> Assignment:
+        data = json.loads((folder / TRIAL_FILE).read_text())
+        data["trial"] = Trial.from_dict(data["trial"])
+        return cls(**data)
+
+
+def write_json(path: Path, data: object) -> None:
+    """Whole or not at all: temporary name, fsync, rename. NaN and infinities are refused (ValueError)."""
+    write_text(path, json.dumps(data, indent=1, allow_nan=False, ensure_ascii=False) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Whole or not at all: temporary name, fsync, rename."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("w", encoding="utf-8", errors="backslashreplace", newline="") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def append_line(path: Path, data: object) -> None:
+    """One JSON line, synced to disk before returning. NaN and infinities are refused (ValueError)."""
+    line = json.dumps(data, allow_nan=False, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n"
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    try:
+        os.write(descriptor, line)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+_BEAT = struct.Struct("<qdqqdq")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Beat:
+    """The last sign of life of a rank."""
+
+    pid: int
+    time: float
+    """Seconds since the epoch."""
+    phase: str
+    step: int
+    """Optimizer steps finished, warm-up included; -1 before the first."""
+    last_step_seconds: float | None
+
+
+class BeatWriter:
+    """A rank's side: one small write in place per change, cheap enough for the timed loop (about 2 µs)."""
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self._file = os.open(beat_file(folder, rank), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        self._pid = os.getpid()
+        self.phase = "hello"
+        self.step = -1
+        self._last_step_seconds = 0.0
+        self._count = 0
+        self.beat("hello")
+
+    def beat(self, phase: str, step: int | None = None, last_step_seconds: float | None = None) -> None:
+        """Tells that ``phase`` begins; ``step`` optimizer steps are done."""
+        self.phase = phase
+        if step is not None:
+            self.step = step
+        if last_step_seconds is not None:
+            self._last_step_seconds = last_step_seconds
+        self._count += 1
+        record = _BEAT.pack(
+            self._pid, time.time(), PHASES.index(phase), self.step, self._last_step_seconds, self._count
+        )
+        os.pwrite(self._file, record, 0)
+
+
+def read_beat(folder: Path, rank: int) -> Beat | None:
+    """The parent's side; None before hello or while torn."""
+    try:
+        data = beat_file(folder, rank).read_bytes()
+        pid, when, phase, step, last, _ = _BEAT.unpack(data)
+        return Beat(pid=pid, time=when, phase=PHASES[phase], step=step, last_step_seconds=last or None)
+    except (OSError, struct.error, IndexError):
+        return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankExit:
+    """How a process of the trial ended, as its leader saw it."""
+
+    rank: int | None
+    """None for a launcher that hides its ranks."""
+    pid: int
+    code: int | None
+    """Exit code; None when ended by a signal."""
+    signal: int | None
+    time: float
+    """Seconds since the epoch."""
+
+
+def read_exits(folder: Path) -> list[RankExit]:
+    """What the leader wrote so far; torn or foreign lines are left out."""
+    exits = []
+    try:
+        lines = (folder / EXITS_FILE).read_text(errors="replace").splitlines()
+    except OSError:
+        return []
+    for line in lines:
+        try:
+            exits.append(RankExit(**json.loads(line)))
+        except (ValueError, TypeError):
+            continue
+    return exits

@@ -1,0 +1,298 @@
+"""The facts of host, cards and packages stored with every run, so that two results can be compared, or refused.
+
+Read without importing torch or DeepSpeed. A fact that cannot be had is ``None``. Environment variables that steer
+the training are kept too, with whatever looks like a secret taken out *before* it is stored: see :func:`looks_secret`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import sys
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from . import hostmemory, units
+from .gpus import GpuFacts, GpuQuery, NvmlQuery, select_visible
+from .hostmemory import ROOT, read_text
+
+REDACTED = "<redacted>"
+
+PACKAGES = (
+    "torch", "deepspeed", "transformers", "accelerate", "psutil", "pandas", "numpy", "nvidia-ml-py", "triton",
+)  # fmt: skip
+
+_PREFIXES = (
+    "DS_", "DEEPSPEED_", "NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "OMP_", "MKL_", "KMP_", "CUDA_", "HF_",
+    "TRANSFORMERS_",
+)  # fmt: skip
+# Of Slurm's hundred variables, those that say what was granted.
+_SLURM = (
+    "SLURM_JOB_ID", "SLURM_JOB_PARTITION", "SLURM_NNODES", "SLURM_NTASKS", "SLURM_CPUS_PER_TASK", "SLURM_GPUS_ON_NODE",
+    "SLURM_MEM_PER_NODE",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Environment:
+    """One host as a run found it, before the first trial."""
+
+    hostname: str
+    """The node's name."""
+    operating_system: str | None = None
+    """Name and version of the distribution."""
+    kernel: str | None = None
+    """Release of the kernel."""
+    machine: str | None = None
+    """Instruction set, e.g. ``x86_64``."""
+    python_version: str | None = None
+    """Version of the interpreter."""
+    cpu_model: str | None = None
+    """The processor, as the kernel names it."""
+    logical_cores: int
+    """Hardware threads this process may run on (its affinity), not the machine's."""
+    physical_cores: int | None = None
+    """Cores those threads belong to."""
+    cpu_quota_cores: float | None = None
+    """Cores' worth of time the cgroup grants; ``None`` without a quota."""
+    numa_nodes: int | None = None
+    """NUMA nodes of the machine."""
+    host_memory_bytes: int | None = None
+    """Memory of the machine."""
+    swap_total_bytes: int | None = None
+    """Swap space of the machine."""
+    swap_used_bytes: int | None = None
+    """Swap space in use by everybody: above zero, the machine had been short of memory."""
+    cgroup_memory_limit_bytes: int | None = None
+    """The tightest memory limit on this process; ``None`` without one."""
+    cgroup_memory_peak_bytes: int | None = None
+    """The most that cgroup ever held, page cache included; not the use of this run."""
+    shm_bytes: int | None = None
+    """Size of ``/dev/shm``, through which ranks of one node talk."""
+    packages: Mapping[str, str] = field(default_factory=dict)
+    """Version of each installed package among :data:`PACKAGES`; one that is not installed is absent."""
+    torch_cuda_version: str | None = None
+    """CUDA version torch was built for; ``None`` for a CPU build."""
+    gpu_driver_version: str | None = None
+    """Version of the NVIDIA driver."""
+    gpus: tuple[GpuFacts, ...] = ()
+    """Cards that ``CUDA_VISIBLE_DEVICES`` leaves, in its order."""
+    variables: Mapping[str, str] = field(default_factory=dict)
+    """Environment variables that steer training, secrets redacted."""
+
+    def __post_init__(self) -> None:
+        if self.logical_cores < 1:
+            raise ValueError(f"logical_cores must be at least 1, not {self.logical_cores}")
+        for name in ("host_memory_bytes", "swap_total_bytes", "swap_used_bytes", "cgroup_memory_limit_bytes"):
+            if (getattr(self, name) or 0) < 0:
+                raise ValueError(f"{name} must not be negative, not {getattr(self, name)}")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values, as ``json.loads`` would give them back."""
+        plain: dict[str, Any] = _as_lists(dataclasses.asdict(self))
+        return plain
+
+    @classmethod
+    def from_dict(cls, plain: Mapping[str, Any]) -> Environment:
+        """The inverse of :meth:`to_dict`. Raises TypeError, AttributeError or ValueError on other shapes."""
+        fields = {name: _as_tuples(value) for name, value in plain.items()}
+        return cls(**{**fields, "gpus": tuple(GpuFacts(**gpu) for gpu in fields.get("gpus", ()))})
+
+
+def capture(environ: Mapping[str, str] | None = None, query: GpuQuery | None = None, root: Path = ROOT) -> Environment:
+    """The environment now: of this process, or as tests inject it."""
+    environ = os.environ if environ is None else environ
+    inventory = (NvmlQuery() if query is None else query).read()
+    system = os.uname()
+    return Environment(
+        hostname=system.nodename,
+        operating_system=_operating_system(),
+        kernel=system.release,
+        machine=system.machine,
+        python_version=sys.version.split()[0],
+        **_processor(root),
+        host_memory_bytes=hostmemory.host_memory_bytes(root),
+        swap_total_bytes=hostmemory.swap_total_bytes(root),
+        swap_used_bytes=hostmemory.swap_used_bytes(root),
+        cgroup_memory_limit_bytes=hostmemory.cgroup_limit_bytes(root),
+        cgroup_memory_peak_bytes=hostmemory.cgroup_peak_bytes(root),
+        shm_bytes=_file_system_bytes(root / "dev/shm"),
+        packages=package_versions(),
+        torch_cuda_version=torch_cuda_version(),
+        gpu_driver_version=inventory.driver_version,
+        gpus=select_visible(environ, inventory.gpus),
+        variables=steering_variables(environ),
+    )
+
+
+def comparable(a: Environment, b: Environment) -> list[str]:
+    """What forbids comparing results of two environments, e.g. ``torch 2.13.0 against 2.11.0``; empty if nothing.
+
+    A fact known on one side only is a difference: what was not seen cannot be vouched for.
+    """
+    pairs = [(label, read(a), read(b)) for label, read in _COMPARED]
+    return [f"{label} {left or 'none'} against {right or 'none'}" for label, left, right in pairs if left != right]
+
+
+def _cards(environment: Environment) -> str:
+    kinds = Counter(
+        f"{gpu.name or 'unnamed'} ({units.format_bytes(gpu.memory_total_bytes)}{', MIG' if gpu.mig else ''})"
+        for gpu in environment.gpus
+    )
+    return ", ".join(f"{count} x {kind}" for kind, count in sorted(kinds.items()))
+
+
+_COMPARED: tuple[tuple[str, Callable[[Environment], object]], ...] = (
+    ("GPUs", _cards),
+    ("CPU", lambda environment: environment.cpu_model),
+    ("logical cores", lambda environment: environment.logical_cores),
+    ("physical cores", lambda environment: environment.physical_cores),
+    ("CPU quota", lambda environment: environment.cpu_quota_cores),
+    ("torch", lambda environment: environment.packages.get("torch")),
+    ("deepspeed", lambda environment: environment.packages.get("deepspeed")),
+    ("transformers", lambda environment: environment.packages.get("transformers")),
+    ("CUDA", lambda environment: environment.torch_cuda_version),
+    ("GPU driver", lambda environment: environment.gpu_driver_version),
+)
+
+
+def package_versions() -> dict[str, str]:
+    """Versions from the installed metadata; nothing is imported."""
+    from importlib import metadata
+
+    versions: dict[str, str] = {}
+    for name in PACKAGES:
+        try:
+            versions[name] = metadata.version(name)
+        except (metadata.PackageNotFoundError, KeyError):  # absent, or the remains of a broken installation
+            continue
+    return {name: version for name, version in versions.items() if version}
+
+
+def torch_cuda_version() -> str | None:
+    """The CUDA version in ``torch/version.py``, read as text: importing torch takes seconds."""
+    from importlib.util import find_spec
+
+    try:
+        spec = find_spec("torch")
+    except (ImportError, ValueError):
+        return None
+    text = read_text(Path(spec.origin).with_name("version.py")) if spec and spec.origin else None
+    found = re.search(r"""^cuda\b[^=\n]*=\s*['"]([^'"\n]+)['"]""", text or "", re.MULTILINE)
+    return found[1] if found else None
+
+
+def steering_variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """The variables that steer training, by name; secrets redacted, bytes that are no UTF-8 spelled out."""
+    names = sorted(name for name in environ if name.startswith(_PREFIXES) or name in _SLURM)
+    return {name: REDACTED if looks_secret(name, environ[name]) else _printable(environ[name]) for name in names}
+
+
+# Patterns stay text, which re compiles once when first used: importing this module must cost nothing.
+_SECRET_NAME = r"(?i)token|key|secret|passw|passphrase|_pass\b|pwd|credential|auth|bearer|jwt|cookie"
+_SECRET_VALUE = r"""(?xs)
+    (?:^|[\s"'=:,;])(?:hf_|sk-|gh[oprsu]_|github_pat_|glpat-|xox[a-z]-|AKIA|ASIA|AIza|nvapi-)  # issuers' marks
+    |eyJ[\w-]*\.      # JSON web token
+    |[\w+/]{32,}={1,2}(?:\W|$)  # padded base64, also one that begins like a path
+    |-----BEGIN
+    |:.*@             # user:password@host, with or without a scheme
+    |://.*\?          # a signed address carries its signature in the query
+    |(?i:bearer\s|(?:token|key|secret|passw\w*|pwd|credentials?|auth\w*|sig)["']?\s*[=:])
+    |[0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}"""
+_LONGEST_SETTING = 4096  # characters; beyond, a value is a document, and the patterns would take seconds over it
+_CARD_NAME = r"\b(?:GPU|MIG)-[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}\b"
+
+
+def looks_secret(name: str, value: str) -> bool:
+    """Whether a variable may hold a token, key, password or other credential, by its name or by its value.
+
+    Made to err on the side of hiding: a hidden setting costs a reader a question, a stored token is a leak. A short
+    or wordlike password under an innocent name cannot be told from a setting, nor a rare key from a path.
+    """
+    if re.search(_SECRET_NAME, name) or len(value) > _LONGEST_SETTING:
+        return bool(value)
+    value = re.sub(_CARD_NAME, "", value)
+    return bool(re.search(_SECRET_VALUE, value)) or _looks_random(value)
+
+
+def _looks_random(value: str) -> bool:
+    """Words and paths have separators and keep to one kind of letter; keys are long runs that mix kinds."""
+    unbroken = re.findall(r"[A-Za-z0-9+=]{20,}", value)
+    # With the separators of base64 in it; a run that starts inside a path is a path.
+    broken = re.findall(r"(?<![\w./~+-])[\w+-][\w+/-]{31,}", value)
+    return any(_kinds(run) >= 2 for run in unbroken) or any(_kinds(run) == 3 or _humps(run) > 3 for run in broken)
+
+
+def _kinds(run: str) -> int:
+    return sum(bool(re.search(kind, run)) for kind in ("[a-z]", "[A-Z]", "[0-9]"))
+
+
+def _humps(run: str) -> int:
+    """Capitals within words: few in a name, a quarter of a random text."""
+    return len(re.findall("[a-z][A-Z]", run))
+
+
+def _printable(value: str) -> str:
+    return value.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+def _operating_system() -> str | None:
+    import platform
+
+    try:
+        return platform.freedesktop_os_release().get("PRETTY_NAME")
+    except OSError:
+        return None
+
+
+def _processor(root: Path) -> dict[str, Any]:
+    """The fields of :class:`Environment` that tell of the processor."""
+    allowed = sorted(os.sched_getaffinity(0))
+    nodes = [path for path in (root / "sys/devices/system/node").glob("node*") if path.name[4:].isdecimal()]
+    return {
+        "cpu_model": cpu_model(root),
+        "logical_cores": len(allowed),
+        "physical_cores": _physical_cores(allowed, root),
+        "cpu_quota_cores": hostmemory.cgroup_cpu_cores(root),
+        "numa_nodes": len(nodes) or None,
+    }
+
+
+def cpu_model(root: Path = ROOT) -> str | None:
+    """``model name`` of the first processor; on ARM, which has none, the maker's and the part's number."""
+    lines = (line.partition(":") for line in (read_text(root / "proc/cpuinfo") or "").splitlines())
+    facts = {name.strip(): value.strip() for name, _, value in lines}
+    if "CPU part" in facts and "model name" not in facts:
+        return f"ARM implementer {facts.get('CPU implementer', '?')} part {facts['CPU part']}"
+    return facts.get("model name") or None
+
+
+def _physical_cores(allowed: list[int], root: Path) -> int | None:
+    """Threads of one core list the same siblings."""
+    cores = {read_text(root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list") for cpu in allowed}
+    return None if None in cores else len(cores)
+
+
+def _file_system_bytes(path: Path) -> int | None:
+    try:
+        facts = os.statvfs(path)
+    except OSError:
+        return None
+    return facts.f_blocks * facts.f_frsize
+
+
+def _as_lists(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _as_lists(inner) for name, inner in value.items()}
+    return [_as_lists(inner) for inner in value] if isinstance(value, tuple | list) else value
+
+
+def _as_tuples(value: Any) -> Any:
+    """Lists as tuples, also inside the list of cards; a mapping stays one."""
+    if isinstance(value, dict):
+        return {name: _as_tuples(inner) for name, inner in value.items()}
+    return tuple(_as_tuples(inner) for inner in value) if isinstance(value, list) else value

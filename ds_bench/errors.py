@@ -1,0 +1,35 @@
+"""The mistakes a user can make, as exceptions.
+
+::
+
+    DsBenchError                 one line and its remedy; never a traceback
+    ├── UsageError               a flag, a value or a file the user gave is wrong (exit 2)
+    └── PreflightError           this machine is not ready for the plan (exit 2)
+
+The failure of a *trial* is not an exception but a value: see ``record.Outcome``.
+"""
+
+from __future__ import annotations
+
+
+class DsBenchError(Exception):
+    """Something the user can mend. ``str()`` gives one line: what is wrong, and the remedy."""
+
+    exit_code = 2
+
+    def __init__(self, problem: str, *, remedy: str = "") -> None:
+        super().__init__(problem)
+        self.problem = problem
+        self.remedy = remedy
+
+    def __str__(self) -> str:
+        line = f"{self.problem} ({self.remedy})" if self.remedy else self.problem
+        return " ".join(line.split())
+
+
+class UsageError(DsBenchError):
+    """A flag, value or file given by the user cannot be used."""
+
+
+class PreflightError(DsBenchError):
+    """The machine is not ready for what the plan needs."""

@@ -1,0 +1,319 @@
+"""The flags of both scripts and what they mean: one parser, one frozen Options.
+
+Every flag is checked here as far as it can be alone; the line for a bad value names the flag, the
+value and the remedy.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NoReturn
+
+from .dsconfig import OPTIMIZERS
+from .errors import UsageError
+from .strategies import OFFLOAD_NAMES
+from .units import from_gb
+
+Family = Literal["zero", "offload"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What the user asked for; field names are those of the flags."""
+
+    family: Family
+    model: str
+    batch_size: int
+    seq_length: int | None
+    """None: 512, or the model's positions where it has fewer."""
+    num_steps: int
+    warmup_steps: int
+    output_dir: Path
+    grad_accum: int
+    stages: tuple[int, ...]
+    strategies: tuple[str, ...]
+    stage: int
+    nvme_path: Path | None
+    num_gpus: int | None
+    accelerator: str
+    precision: str
+    launcher: str
+    hostfile: Path | None
+    repeats: int
+    seed: int
+    timeout: float
+    stall_timeout: float
+    activation_checkpointing: bool
+    optimizer: str | None
+    ds_config: Path | None
+    set: tuple[str, ...]
+    model_factory: str | None
+    trust_remote_code: bool
+    cpu_memory_limit: float | None
+    gpu_memory_limit: float | None
+    peak_tflops: float | None
+    resume: Path | None
+    retry: tuple[str, ...]
+    dry_run: bool
+    format: str
+    quiet: bool
+    verbose: bool
+    strict: bool
+
+    @property
+    def cpu_memory_limit_bytes(self) -> int | None:
+        return None if self.cpu_memory_limit is None else from_gb(self.cpu_memory_limit)
+
+    @property
+    def gpu_memory_limit_bytes(self) -> int | None:
+        return None if self.gpu_memory_limit is None else from_gb(self.gpu_memory_limit)
+
+
+def _whole(minimum: int) -> Callable[[str], int]:
+    def convert(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = minimum - 1
+        if value < minimum:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of {minimum} or more")
+        return value
+
+    return convert
+
+
+def _positive(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return value
+
+
+def _factory(text: str) -> str:
+    module, _, function = text.partition(":")
+    if not module or not function:
+        raise argparse.ArgumentTypeError(f"{text!r} is not package.module:function")
+    return text
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(message, remedy=f"see {self.prog} --help")
+
+
+_ZERO_TEXT = """Compares ZeRO stages on one model: trains it for a few steps under each stage,
+every stage in a process tree of its own, and writes a table, JSON and CSV."""
+_OFFLOAD_TEXT = """Compares offload strategies on one model: trains it for a few steps under each
+strategy, every one in a process tree of its own, and writes a table, JSON and CSV."""
+_ZERO_EXAMPLES = """examples:
+  %(prog)s --model tiny --seq-length 128
+  %(prog)s --model gpt2 --batch-size 4
+  %(prog)s --model facebook/opt-1.3b --batch-size 8 --seq-length 512 --num-steps 50 --stages 0 1 2 3
+  %(prog)s --model gpt2 --repeats 3 --set zero_optimization.overlap_comm=false
+  %(prog)s --resume results/runs/zero_20261121_093000 --retry Timeout
+
+exit codes: 0 a row succeeded, 1 none did, 2 usage or preflight, 130 interrupted"""
+_OFFLOAD_EXAMPLES = """examples:
+  %(prog)s --model gpt2 --batch-size 4 --strategies none cpu_optimizer cpu_full
+  %(prog)s --model meta-llama/Llama-2-7b-hf --batch-size 2 --nvme-path /mnt/nvme
+  %(prog)s --model gpt2 --stage 2 --strategies none cpu_optimizer
+
+exit codes: 0 a row succeeded, 1 none did, 2 usage or preflight, 130 interrupted"""
+
+
+def build_parser(family: Family, prog: str) -> argparse.ArgumentParser:
+    """The parser of one script."""
+    zero = family == "zero"
+    parser = _Parser(
+        prog=prog,
+        description=_ZERO_TEXT if zero else _OFFLOAD_TEXT,
+        epilog=_ZERO_EXAMPLES if zero else _OFFLOAD_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    _add_workload(parser)
+    _add_strategies(parser, zero)
+    _add_placement(parser)
+    _add_config(parser)
+    _add_run(parser)
+    parser.add_argument("--local_rank", "--local-rank", type=int, default=None, help=argparse.SUPPRESS)
+    return parser
+
+
+def _add_workload(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("what is trained")
+    add = group.add_argument
+    add("--model", default="gpt2", metavar="NAME", help="preset, local path or Hub name (default: gpt2)")
+    add("--batch-size", type=_whole(1), default=4, metavar="N", help="micro-batch per GPU, in sequences (default: 4)")
+    add(
+        "--seq-length",
+        type=_whole(1),
+        default=None,
+        metavar="N",
+        help="tokens per sequence (default: 512, or the model's positions where it has fewer)",
+    )
+    add("--grad-accum", type=_whole(1), default=1, metavar="N", help="micro-batches per optimizer step (default: 1)")
+    add("--num-steps", type=_whole(1), default=20, metavar="N", help="measured optimizer steps (default: 20)")
+    add(
+        "--warmup-steps",
+        type=_whole(0),
+        default=5,
+        metavar="N",
+        help="steps run first and left out of every statistic (default: 5)",
+    )
+    add(
+        "--precision",
+        choices=("auto", "bf16", "fp16", "fp32"),
+        default="auto",
+        help="number format (default: auto = bf16 where the device has it)",
+    )
+    add("--activation-checkpointing", action="store_true", help="recompute activations in the backward pass")
+    add("--optimizer", choices=OPTIMIZERS, default=None, help="optimizer of every row (default: AdamW)")
+    add("--seed", type=_whole(0), default=42, metavar="N", help="seed of weights and data (default: 42)")
+    add(
+        "--model-factory",
+        type=_factory,
+        default=None,
+        metavar="PKG.MOD:FN",
+        help="function that returns your own model",
+    )
+    add("--trust-remote-code", action="store_true", help="run modelling code that comes with the model")
+
+
+def _add_strategies(parser: argparse.ArgumentParser, zero: bool) -> None:
+    group = parser.add_argument_group("what is compared")
+    add = group.add_argument
+    if zero:
+        add(
+            "--stages",
+            type=int,
+            nargs="+",
+            choices=(0, 1, 2, 3),
+            default=[0, 1, 2, 3],
+            help="ZeRO stages, in this order (default: 0 1 2 3)",
+        )
+    else:
+        add(
+            "--strategies",
+            nargs="+",
+            choices=OFFLOAD_NAMES,
+            default=["none", "cpu_optimizer", "cpu_full"],
+            help="offload strategies, in this order (default: none cpu_optimizer cpu_full)",
+        )
+        add("--stage", type=int, choices=(1, 2, 3), default=3, help="ZeRO stage of every strategy (default: 3)")
+    add(
+        "--nvme-path",
+        type=Path,
+        default=None,
+        metavar="DIR",
+        help="folder on the NVMe disk" + ("" if zero else "; adds the nvme strategy when it is not named"),
+    )
+    add("--repeats", type=_whole(1), default=1, metavar="R", help="runs of every row, interleaved (default: 1)")
+
+
+def _add_placement(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("on what")
+    add = group.add_argument
+    add(
+        "--num-gpus",
+        type=_whole(1),
+        default=None,
+        metavar="N",
+        help="GPUs, or CPU ranks (default: all GPUs, or 1 rank)",
+    )
+    add("--accelerator", choices=("auto", "cuda", "cpu"), default="auto", help="device type (default: auto)")
+    add(
+        "--launcher",
+        choices=("auto", "warm", "deepspeed"),
+        default="auto",
+        help="warm: ranks forked from one preloaded process; deepspeed: its launcher for every trial (default: auto)",
+    )
+    add("--hostfile", type=Path, default=None, metavar="FILE", help="DeepSpeed hostfile, for several nodes")
+    add(
+        "--cpu-memory-limit", type=_positive, default=None, metavar="GB", help="limit of each rank's data, in GB (2^30)"
+    )
+    add(
+        "--gpu-memory-limit",
+        type=_positive,
+        default=None,
+        metavar="GB",
+        help="emulate a card of this size, in GB (2^30)",
+    )
+    add("--peak-tflops", type=_positive, default=None, metavar="T", help="dense peak of one device, for MFU")
+
+
+def _add_config(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("DeepSpeed configuration")
+    add = group.add_argument
+    add("--ds-config", type=Path, default=None, metavar="FILE", help="JSON laid over every generated configuration")
+    add(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY.PATH=VALUE",
+        help="one value laid over every configuration, e.g. zero_optimization.overlap_comm=false; repeatable",
+    )
+
+
+def _add_run(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("the run")
+    add = group.add_argument
+    add(
+        "--output-dir",
+        type=Path,
+        default=Path("results"),
+        metavar="DIR",
+        help="created when missing (default: results)",
+    )
+    add("--timeout", type=_positive, default=3600.0, metavar="SECONDS", help="per trial (default: 3600)")
+    add(
+        "--stall-timeout",
+        type=_positive,
+        default=600.0,
+        metavar="SECONDS",
+        help="end a trial without sign of life for so long (default: 600)",
+    )
+    add(
+        "--resume",
+        type=Path,
+        default=None,
+        metavar="RUN_DIR",
+        help="run what is missing of an earlier run, with its flags",
+    )
+    add("--retry", default="", metavar="CLASS,...", help="with --resume: also rows that ended so, e.g. Timeout,OOM")
+    add("--dry-run", action="store_true", help="print each trial's configuration and command, run nothing")
+    add("--format", choices=("table", "markdown", "json"), default="table", help="of the summary (default: table)")
+    add("--quiet", action="store_true", help="the summary only")
+    add("--verbose", action="store_true", help="also every trial's caveats and files as they come")
+    add("--strict", action="store_true", help="exit 1 when any row failed")
+
+
+def to_options(family: Family, values: argparse.Namespace) -> Options:
+    """The parsed flags as Options, with what two flags must agree on checked. Raises UsageError."""
+    given: dict[str, Any] = vars(values).copy()
+    given.pop("local_rank")
+    given["retry"] = tuple(name.strip() for name in given["retry"].split(",") if name.strip())
+    for name in ("stages", "strategies", "set"):
+        given[name] = tuple(dict.fromkeys(given.get(name, ())))
+    given.setdefault("stage", 3)
+    if given["model_factory"] is not None:
+        given["model"] = given["model_factory"]
+    options = Options(family=family, **given)
+    if options.quiet and options.verbose:
+        raise UsageError("--quiet and --verbose together", remedy="give one of them")
+    if options.retry and options.resume is None:
+        raise UsageError("--retry without --resume", remedy="add --resume RUN_DIR")
+    if options.launcher == "warm" and options.hostfile is not None:
+        raise UsageError("--launcher warm works on one node", remedy="leave --launcher out, or drop --hostfile")
+    return options
+
+
+def parse(family: Family, prog: str, arguments: Sequence[str]) -> Options:
+    """Flags to Options. Raises UsageError with one line; exits 0 on --help."""
+    return to_options(family, build_parser(family, prog).parse_args(list(arguments)))

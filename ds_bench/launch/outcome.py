@@ -1,0 +1,228 @@
+"""How a trial ended: from the evidence of its files to one status (metrics.md, "How a trial ends").
+
+Success is one thing: every rank's file is present, complete and valid. The root cause of anything
+else is picked by class, then by time, never by rank: survivors of a dead rank die of broken
+collectives, and must not hide it.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .. import record
+from ..contract import RankExit, log_file, rank_file, read_beat, read_exits
+from ..record import Outcome, RankFailure, RankMeasurement
+from ..units import format_bytes, format_duration
+from .watch import Ending, Limits
+
+_STATUS_OF_KIND = {"device_oom": record.OOM, "host_oom": record.OOM_HOST, "disk_full": record.OOM_DISK}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evidence:
+    """All that is known of a trial once it has ended."""
+
+    folder: Path
+    world_size: int
+    ending: Ending | None
+    """None: interrupted by the user."""
+    limits: Limits
+    host_ran_out: bool
+    """The cgroup's oom_kill count rose while the trial ran."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Findings:
+    """The outcome and what the ranks reported."""
+
+    outcome: Outcome
+    measurements: tuple[RankMeasurement, ...] = ()
+    failures: tuple[RankFailure, ...] = ()
+    caveats: tuple[str, ...] = ()
+
+
+def conclude(evidence: Evidence) -> Findings:
+    """Reads the trial's files and decides."""
+    measurements, failures, broken = _read_ranks(evidence)
+    if len(measurements) == evidence.world_size:
+        return Findings(
+            outcome=Outcome(status=record.SUCCESS), measurements=measurements, caveats=_exit_caveats(evidence)
+        )
+    outcome = (
+        _of_resources(failures, evidence)
+        or _of_the_user(evidence)
+        or _of_signals(evidence)
+        or _of_the_clock(evidence)
+        or _of_exceptions(failures, evidence)
+        or _of_missing_files(evidence, broken)
+    )
+    return Findings(outcome=outcome, failures=failures)
+
+
+def _read_ranks(
+    evidence: Evidence,
+) -> tuple[tuple[RankMeasurement, ...], tuple[RankFailure, ...], dict[int, str]]:
+    """Valid measurements, reported failures by time, and what is wrong with other files by rank."""
+    measurements, failures, broken = [], [], {}
+    for rank in range(evidence.world_size):
+        path = rank_file(evidence.folder, rank)
+        if not path.exists():
+            continue
+        try:
+            data = _load(path)
+            if "failure" in data:
+                failures.append(RankFailure.from_dict(data["failure"]))
+            else:
+                measurement = RankMeasurement.from_dict(data["measurement"])
+                if measurement.rank != rank or measurement.world_size != evidence.world_size:
+                    raise ValueError(f"is of rank {measurement.rank} of {measurement.world_size}")
+                measurements.append(measurement)
+        except (ValueError, TypeError, KeyError, OSError) as error:
+            broken[rank] = f"{path.name} is not a valid rank file: {error}"
+    return tuple(measurements), tuple(sorted(failures, key=lambda failure: failure.time)), broken
+
+
+def _load(path: Path) -> Mapping[str, Any]:
+    def refuse(constant: str) -> float:
+        raise ValueError(f"{constant} is not a measured number")
+
+    data = json.loads(path.read_text(encoding="utf-8"), parse_constant=refuse)
+    if not isinstance(data, dict):
+        raise TypeError("not an object")
+    return data
+
+
+def _exit_caveats(evidence: Evidence) -> tuple[str, ...]:
+    if evidence.ending == "hung_at_exit":
+        return (f"hung at exit: ended {evidence.limits.exit_grace_seconds:.0f} s after its results were written",)
+    bad = [entry for entry in read_exits(evidence.folder) if entry.signal is not None or entry.code]
+    if bad:
+        how = f"signal {_signal_name(bad[0].signal)}" if bad[0].signal else f"code {bad[0].code}"
+        return (f"ended with {how} after its results were written",)
+    return ()
+
+
+def _finish(evidence: Evidence, status: str, rank: int | None, phase: str | None, error: str, **more: Any) -> Outcome:
+    log = log_file(evidence.folder, rank) if rank is not None else None
+    where = [f"phase {phase}" if phase else "", f"rank {rank}" if rank is not None else "", f"log {log}" if log else ""]
+    details = "; ".join([error, *filter(None, where)])
+    return Outcome(status=status, error=error, phase=phase, rank=rank, details=details, **more)
+
+
+def _of_resources(failures: tuple[RankFailure, ...], evidence: Evidence) -> Outcome | None:
+    """A rank itself says that memory or disk ran out: the first to say so is the cause."""
+    for failure in failures:
+        if failure.kind in _STATUS_OF_KIND:
+            asked = f", asked {format_bytes(failure.requested_bytes)}" if failure.requested_bytes else ""
+            free = f", free {format_bytes(failure.free_bytes)}" if failure.free_bytes is not None else ""
+            return _finish(
+                evidence,
+                _STATUS_OF_KIND[failure.kind],
+                failure.rank,
+                failure.phase,
+                f"{failure.error_class} in {failure.phase}{asked}{free}: {failure.message}",
+                requested_bytes=failure.requested_bytes,
+                free_bytes=failure.free_bytes,
+            )
+    return None
+
+
+def _of_the_user(evidence: Evidence) -> Outcome | None:
+    if evidence.ending is not None:
+        return None
+    return _finish(evidence, record.INTERRUPTED, None, _last_phase(evidence, 0), "interrupted while it ran")
+
+
+def _of_signals(evidence: Evidence) -> Outcome | None:
+    """The first rank that a signal ended, other than those we sent when ending the trial."""
+    exits = [entry for entry in read_exits(evidence.folder) if (number := _signal_of(entry)) and number not in (15, 2)]
+    missing = [e for e in exits if e.rank is None or not rank_file(evidence.folder, e.rank).exists()]
+    if evidence.ending in ("timeout", "stalled") or not missing:
+        return None
+    first = min(missing, key=lambda entry: entry.time)
+    number = _signal_of(first)
+    phase = _last_phase(evidence, first.rank)
+    name = _signal_name(number)
+    if number == signal.SIGKILL and evidence.host_ran_out:
+        text = "the kernel killed it for memory (the cgroup's oom_kill count rose)"
+        return _finish(evidence, record.OOM_HOST, first.rank, phase, text)
+    if number == signal.SIGKILL:
+        return _finish(evidence, record.KILLED, first.rank, phase, f"killed by {name}, with no sign of lack of memory")
+    if number in (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE):
+        return _finish(evidence, record.CRASHED, first.rank, phase, f"crashed with {name}")
+    return _finish(evidence, record.KILLED, first.rank, phase, f"killed by {name}")
+
+
+def _signal_of(entry: RankExit) -> int | None:
+    """The signal behind an exit, also where the deepspeed launcher passes it on as 256 - number."""
+    if entry.signal is not None:
+        return entry.signal
+    if entry.rank is None and entry.code is not None and 256 - 64 < entry.code < 256:
+        return 256 - entry.code
+    return None
+
+
+def _signal_name(number: int | None) -> str:
+    try:
+        return signal.Signals(number or 0).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def _of_the_clock(evidence: Evidence) -> Outcome | None:
+    if evidence.ending not in ("timeout", "stalled"):
+        return None
+    limits = evidence.limits
+    rank = _slowest_rank(evidence)
+    text = (
+        f"still running after {format_duration(limits.timeout_seconds)} (--timeout)"
+        if evidence.ending == "timeout"
+        else f"no sign of life for {format_duration(limits.stall_timeout_seconds)} (--stall-timeout)"
+    )
+    stacks = f"stacks of every rank in {evidence.folder}/rank*.stacks"
+    return _finish(evidence, record.TIMEOUT, rank, _last_phase(evidence, rank), f"{text}; {stacks}")
+
+
+def _of_exceptions(failures: tuple[RankFailure, ...], evidence: Evidence) -> Outcome | None:
+    """The first exception; one that says a peer was lost only where nothing else is known."""
+    exits = {entry.rank for entry in read_exits(evidence.folder)}
+    reported = {failure.rank for failure in failures}
+    silent = {rank for rank in exits if rank is not None} - reported
+    causes = [failure for failure in failures if failure.kind != "peer_lost"]
+    if not causes and silent:
+        return None
+    for failure in causes or failures:
+        text = f"{failure.error_class} in {failure.phase}: {failure.message}"
+        status = failure.error_class if failure.error_class.isidentifier() else record.CRASHED
+        return _finish(evidence, status, failure.rank, failure.phase, text)
+    return None
+
+
+def _of_missing_files(evidence: Evidence, broken: Mapping[int, str]) -> Outcome:
+    for rank, problem in sorted(broken.items()):
+        return _finish(evidence, record.CRASHED, rank, _last_phase(evidence, rank), problem)
+    missing = [rank for rank in range(evidence.world_size) if not rank_file(evidence.folder, rank).exists()]
+    exits = {entry.rank: entry for entry in read_exits(evidence.folder)}
+    rank = next((rank for rank in missing if rank in exits), missing[0])
+    phase, entry = _last_phase(evidence, rank), exits.get(rank) or exits.get(None)
+    code = f"exit code {entry.code}" if entry is not None and entry.code is not None else "no exit code seen"
+    said = "before saying hello" if phase is None else "without writing its file"
+    return _finish(evidence, record.CRASHED, rank, phase, f"rank {rank} ended {said} ({code})")
+
+
+def _last_phase(evidence: Evidence, rank: int | None) -> str | None:
+    beat = read_beat(evidence.folder, rank) if rank is not None else None
+    return beat.phase if beat is not None else None
+
+
+def _slowest_rank(evidence: Evidence) -> int | None:
+    """The rank whose last sign of life is the oldest; one that never gave any comes first."""
+    beats = {rank: read_beat(evidence.folder, rank) for rank in range(evidence.world_size)}
+    ages = {rank: beat.time if beat is not None else 0.0 for rank, beat in beats.items()}
+    unfinished = {rank: age for rank, age in ages.items() if not rank_file(evidence.folder, rank).exists()}
+    return min(unfinished, key=lambda rank: unfinished[rank], default=None)

@@ -1,0 +1,55 @@
+"""What a trial leaves outside its folder: swap files and shared-memory segments; and their removal."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+import socket
+from pathlib import Path
+
+from ..contract import Assignment
+from ..spec import Trial
+from .processes import alive
+
+_SWAP_PREFIX = "ds_bench_swap"
+
+
+def new_scratch_id() -> str:
+    """Digits that no other trial on this machine uses."""
+    return str(secrets.randbelow(9 * 10**8) + 10**8)
+
+
+def swap_folder(trial: Trial, scratch_id: str) -> str | None:
+    """The private folder for this trial's swap files; None where nothing swaps.
+
+    The name carries host and process, so that a later run can tell that its owner is gone.
+    """
+    if trial.placement.nvme_path is None or not trial.strategy.uses_nvme:
+        return None
+    name = f"{_SWAP_PREFIX}.{socket.gethostname()}.{os.getpid()}.{scratch_id}"
+    return str(Path(trial.placement.nvme_path).resolve() / name)
+
+
+def remove_scratch(assignment: Assignment) -> None:
+    """Removes swap folder, shared-memory segments and rendezvous file; what is gone already is fine."""
+    if assignment.swap_folder is not None:
+        shutil.rmtree(assignment.swap_folder, ignore_errors=True)
+    # DeepSpeed never unlinks these: shm.cpp names them buffer, user, MASTER_ADDR, MASTER_PORT, rank.
+    for segment in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_{assignment.scratch_id}_*"):
+        with contextlib.suppress(OSError):
+            segment.unlink()
+    if assignment.rendezvous is not None:
+        Path(assignment.rendezvous.removeprefix("file://")).unlink(missing_ok=True)
+
+
+def remove_abandoned_swap(nvme_path: Path) -> list[str]:
+    """Removes swap folders whose owner on this host no longer lives. Returns their names."""
+    removed = []
+    for folder in nvme_path.glob(f"{_SWAP_PREFIX}.{socket.gethostname()}.*.*"):
+        owner = folder.name.split(".")[-2]
+        if owner.isdigit() and not alive(int(owner)):
+            shutil.rmtree(folder, ignore_errors=True)
+            removed.append(folder.name)
+    return removed

@@ -1,0 +1,121 @@
+"""The part of a launch that both launchers share: assign, start, watch, end, conclude."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Protocol
+
+from .. import hostmemory
+from ..contract import Assignment
+from ..dsconfig import with_swap_folder
+from ..record import TrialRecord
+from ..spec import LauncherName, Trial
+from . import processes
+from .outcome import Evidence, conclude
+from .scratch import new_scratch_id, remove_scratch, swap_folder
+from .watch import Ending, Limits, Listener, watch
+
+
+class Leader(Protocol):
+    """A started trial: the process that leads its session."""
+
+    pid: int
+
+    def wait(self, seconds: float) -> bool:
+        """Waits at most so long; True once it has ended."""
+        ...
+
+
+Start = Callable[[Trial, Path], Leader]
+
+
+def run_trial(
+    trial: Trial,
+    folder: Path,
+    listen: Listener,
+    *,
+    limits: Limits,
+    environment: Mapping[str, str],
+    start: Start,
+    launch: LauncherName,
+    meet_by_file: bool = True,
+) -> TrialRecord:
+    """Runs one trial through ``start`` and records how it ended.
+
+    A KeyboardInterrupt becomes a record with status Interrupted; any other exception passes
+    through. Either way the tree is ended first.
+    """
+    processes.adopt_orphans()
+    assignment = _assign(trial, environment, meet_by_file)
+    assignment.save(folder, with_swap_folder(trial.ds_config, assignment.swap_folder or ""))
+    started_at, clock = datetime.now(UTC).isoformat(timespec="seconds"), time.monotonic()
+    kills = hostmemory.cgroup_oom_kill_count()
+    earlier = processes.descendants()
+    ending: Ending | None = None
+    start_seconds: float | None = None
+    interruption: BaseException | None = None
+    leader = None
+    try:
+        leader = start(trial, folder)
+        ending, start_seconds = watch(folder, trial.placement.num_gpus, limits, leader.wait, listen)
+    except BaseException as error:  # whatever happens here, the tree must end first
+        interruption = error
+    left = _end(leader, earlier, limits, hurry=interruption is not None)
+    remove_scratch(assignment)
+    if interruption is not None and not isinstance(interruption, KeyboardInterrupt):
+        raise interruption
+    findings = conclude(
+        Evidence(
+            folder=folder,
+            world_size=trial.placement.num_gpus,
+            ending=ending,
+            limits=limits,
+            host_ran_out=_rose(kills, hostmemory.cgroup_oom_kill_count()),
+        )
+    )
+    caveats = (*trial.caveats, *findings.caveats)
+    if left:
+        caveats += (f"processes {sorted(left)} could not be ended",)
+    return TrialRecord(
+        trial=trial,
+        outcome=findings.outcome,
+        ranks=findings.measurements,
+        failures=findings.failures,
+        launch=launch,
+        started_at=started_at,
+        wall_seconds=time.monotonic() - clock,
+        start_seconds=start_seconds,
+        caveats=caveats,
+    )
+
+
+def _assign(trial: Trial, environment: Mapping[str, str], meet_by_file: bool) -> Assignment:
+    scratch_id = new_scratch_id()
+    meeting = Path(tempfile.gettempdir()) / f"ds_bench_meet_{os.getuid()}_{scratch_id}"
+    swap = swap_folder(trial, scratch_id)
+    if swap is not None:
+        Path(swap).mkdir()
+    return Assignment(
+        trial=trial,
+        rendezvous=f"file://{meeting}" if meet_by_file else None,
+        scratch_id=scratch_id,
+        environment=environment,
+        swap_folder=swap,
+    )
+
+
+def _end(leader: Leader | None, earlier: set[int], limits: Limits, *, hurry: bool) -> set[int]:
+    grace = min(limits.kill_grace_seconds, 2.0) if hurry else limits.kill_grace_seconds
+    left = processes.end_tree(leader.pid if leader else None, earlier=earlier, grace_seconds=grace)
+    if leader is not None:
+        leader.wait(1.0)
+    return left
+
+
+def _rose(before: int | None, after: int | None) -> bool:
+    return before is not None and after is not None and after > before

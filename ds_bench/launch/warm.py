@@ -1,0 +1,132 @@
+"""Warm launch: the ranks of each trial are forked from one server that has loaded everything.
+
+The server is the standard library's ``multiprocessing`` forkserver with ``worker.preload`` in its
+preload list. It must never touch a GPU; a probe proves that before the first trial.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import multiprocessing
+import os
+import tempfile
+import warnings
+from collections.abc import Iterator, Mapping
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+
+from ..record import TrialRecord
+from ..spec import Trial
+from .trial import run_trial
+from .watch import Limits, Listener
+
+_PRELOAD = "ds_bench.worker.preload"
+_RANK = "ds_bench.worker.rank"
+
+
+class WarmLauncher:
+    """Single node. ``environment`` is fixed for the server's life: it is read when libraries load."""
+
+    def __init__(self, environment: Mapping[str, str], limits: Limits) -> None:
+        self._environment = dict(environment)
+        self._limits = limits
+        self._context = multiprocessing.get_context("forkserver")
+
+    def prepare(self, timeout_seconds: float = 300.0) -> str | None:
+        """Starts the server. Returns None when ranks may be forked from it, else the reason why not."""
+        self._context.set_forkserver_preload([_PRELOAD])
+        with tempfile.TemporaryDirectory(prefix="ds_bench_probe_") as folder:
+            answer = Path(folder) / "probe.json"
+            with _variables(self._environment):
+                probe = self._context.Process(target=_probe, args=(str(answer),), daemon=True)
+                probe.start()
+            probe.join(timeout_seconds)
+            if probe.is_alive():
+                probe.kill()
+                return f"the preloaded server did not answer in {timeout_seconds:.0f} s"
+            if not answer.exists():
+                return f"the preloaded server failed (exit code {probe.exitcode})"
+            reason = json.loads(answer.read_text())["reason"]
+            return None if reason is None else str(reason)
+
+    def launch(self, trial: Trial, folder: Path, listen: Listener) -> TrialRecord:
+        """See ``Launcher``."""
+        return run_trial(
+            trial,
+            folder,
+            listen,
+            limits=self._limits,
+            environment={},
+            start=self._start,
+            launch="warm",
+        )
+
+    def _start(self, trial: Trial, folder: Path) -> _ForkedLeader:
+        arguments = (str(folder), trial.placement.num_gpus)
+        with _variables(self._environment):  # only matters where the server has to be started anew
+            process = self._context.Process(target=_lead, args=arguments, daemon=False)
+            process.start()
+        return _ForkedLeader(process)
+
+
+class _ForkedLeader:
+    def __init__(self, process: ForkServerProcess) -> None:
+        self._process = process
+        self.pid = process.pid or 0
+
+    def wait(self, seconds: float) -> bool:
+        self._process.join(seconds)
+        return not self._process.is_alive()
+
+
+@contextlib.contextmanager
+def _variables(environment: Mapping[str, str]) -> Iterator[None]:
+    """These variables set for a moment: a started server inherits them."""
+    before = {name: os.environ.get(name) for name in environment}
+    os.environ.update(environment)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def _worker(name: str) -> object:
+    import importlib
+
+    return importlib.import_module(name)
+
+
+def _probe(answer: str) -> None:
+    """Runs in a process forked from the server: may it fork ranks?"""
+    reason = None
+    preload = _worker(_PRELOAD)
+    files = getattr(preload, "GPU_FILES", None)
+    missing = getattr(preload, "MISSING", [])
+    if files:
+        reason = f"it holds {', '.join(files)} open after preloading"
+    elif "torch" in missing or "deepspeed" in missing or "ds_bench.worker.session" in missing:
+        reason = f"it could not import {', '.join(missing)}"
+    elif os.environ.get("DS_ACCELERATOR") != "cpu":
+        torch = _worker("torch")
+        if torch.cuda._is_in_bad_fork():  # type: ignore[attr-defined]
+            reason = "CUDA was initialised in it"
+    Path(answer).write_text(json.dumps({"reason": reason}))
+
+
+def _lead(folder: str, world_size: int) -> None:
+    """Runs in a process forked from the server: becomes the leader of a trial."""
+    from .leader import lead_forked_ranks
+
+    warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 on fork with threads: none runs yet
+
+    def run_rank(path: Path, rank: int, size: int) -> int:
+        worker = _worker(_RANK)
+        code: int = worker.run(path, rank=rank, local_rank=rank, world_size=size)  # type: ignore[attr-defined]
+        return code
+
+    lead_forked_ranks(Path(folder), world_size, run_rank)

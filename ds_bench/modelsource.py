@@ -1,0 +1,98 @@
+"""From the name a user gives to a model: preset, local path, Hub, or a factory of their own.
+
+Presets need nothing. Anything else is looked up with Transformers in a child process, since this
+one never loads torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from . import models
+from .errors import UsageError
+from .spec import ModelSource
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelChoice:
+    """A model that exists, as far as can be told before it is built."""
+
+    name: str
+    source: ModelSource
+    model_type: str | None = None
+    config: Mapping[str, Any]
+    """Arguments for ``AutoConfig.for_model``; empty where the model is read from its source."""
+    facts: models.ModelFacts | None = None
+    """Counted sizes; None for a factory and for architectures without arithmetic."""
+    largest_parameter: int | None = None
+    max_positions: int | None = None
+
+
+def find_model(name: str, *, factory: bool, trust_remote_code: bool, environment: Mapping[str, str]) -> ModelChoice:
+    """The model of that name. Raises UsageError with one line where there is none."""
+    if factory:
+        return ModelChoice(name=name, source="factory", config={})
+    preset = models.find_preset(name)
+    if preset is not None:
+        return ModelChoice(
+            name=preset.name,
+            source="preset",
+            model_type=preset.model_type,
+            config=preset.config,
+            facts=preset,
+            largest_parameter=preset.largest_parameter,
+            max_positions=preset.max_positions,
+        )
+    return _look_up(name, trust_remote_code, environment)
+
+
+def _look_up(name: str, trust_remote_code: bool, environment: Mapping[str, str]) -> ModelChoice:
+    local = Path(name).is_dir()
+    answer = _ask_transformers(name, trust_remote_code, environment)
+    if "error" in answer:
+        similar = models.similar_presets(name)
+        hint = f"nearest presets: {', '.join(similar)}" if similar else "python -m ds_bench models lists the presets"
+        where = "cannot be read" if local else "is no preset, no local folder, and the Hub did not give it"
+        raise UsageError(f"--model {name} {where}: {answer['error']}", remedy=hint)
+    return ModelChoice(
+        name=str(Path(name).resolve()) if local else name,
+        source="local" if local else "hub",
+        model_type=answer["model_type"],
+        config={},
+        facts=_facts(name, answer),
+        largest_parameter=answer["largest_parameter"],
+        max_positions=answer["max_positions"],
+    )
+
+
+def _ask_transformers(name: str, trust_remote_code: bool, environment: Mapping[str, str]) -> dict[str, Any]:
+    command = [sys.executable, "-m", "ds_bench.worker.resolve", name]
+    if trust_remote_code:
+        command.append("--trust-remote-code")
+    try:
+        done = subprocess.run(
+            command,
+            env={**os.environ, **environment},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=300,
+            check=False,
+        )
+        answer = json.loads(done.stdout.splitlines()[-1])
+    except (subprocess.TimeoutExpired, ValueError, IndexError):
+        return {"error": "Transformers did not answer"}
+    return dict(answer)
+
+
+def _facts(name: str, answer: Mapping[str, Any]) -> models.ModelFacts | None:
+    with contextlib.suppress(UsageError, ValueError):
+        return models.facts_from_config(name, answer["model_type"], answer["config"])
+    return None

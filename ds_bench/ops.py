@@ -1,0 +1,194 @@
+"""DeepSpeed's compiled ops, ready before the first trial, in a cache of ours.
+
+DeepSpeed compiles an op on first use: minutes, inside whatever happens to run. And a build that is
+killed leaves a zero-byte ``lock`` on which every later build and load waits for ever
+(torch/utils/file_baton.py). So the ops that a plan needs are built here, with a timeout, by one
+process at a time, and locks that no process holds open are removed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import importlib.metadata
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from .errors import PreflightError
+from .launch import processes
+from .spec import Accelerator
+from .units import format_duration
+
+CPU_ADAM, FUSED_ADAM, ASYNC_IO, SHARED_MEMORY = (
+    "CPUAdamBuilder",
+    "FusedAdamBuilder",
+    "AsyncIOBuilder",
+    "ShareMemCommBuilder",
+)
+_OPTIMIZER_OPS = {"adam": CPU_ADAM, "adamw": CPU_ADAM, "adagrad": "CPUAdagradBuilder", "lion": "CPULionBuilder"}
+REMEDIES = {
+    ASYNC_IO: "install libaio's headers: apt-get install libaio-dev, or dnf install libaio-devel",
+    CPU_ADAM: "install a C++ compiler and ninja: apt-get install g++, pip install ninja",
+    FUSED_ADAM: "install the CUDA toolkit of torch's CUDA version and set CUDA_HOME",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpState:
+    """Whether one op can be used here."""
+
+    op: str
+    """DeepSpeed's builder class."""
+    ready: bool
+    reason: str = ""
+    """Why not."""
+    seconds: float = 0.0
+    """Time to build and load; under a few seconds where it was built before."""
+
+
+def needed_ops(accelerator: Accelerator, configs: Iterable[Mapping[str, object]]) -> list[str]:
+    """The ops that trials with these DeepSpeed configurations load, in build order."""
+    from .dsconfig import offload_device
+
+    needed = [SHARED_MEMORY] if accelerator == "cpu" else []
+    for config in configs:
+        optimizer = config.get("optimizer")
+        kind = str(optimizer.get("type", "")).lower() if isinstance(optimizer, Mapping) else ""
+        if offload_device(config, "offload_optimizer") and kind in _OPTIMIZER_OPS:
+            needed.append(_OPTIMIZER_OPS[kind])
+        if "nvme" in (offload_device(config, "offload_optimizer"), offload_device(config, "offload_param")):
+            needed.append(ASYNC_IO)
+    return list(dict.fromkeys(needed))
+
+
+def cache_folder(accelerator: Accelerator) -> Path:
+    """One folder per Python, torch, DeepSpeed, accelerator and processor: ops do not mix."""
+    configured = os.environ.get("DS_BENCH_OPS_CACHE")
+    root = Path(configured) if configured else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    parts = [
+        sysconfig.get_python_version(),
+        *(f"{name}{_version(name)}" for name in ("torch", "deepspeed")),
+        accelerator,
+        _processor(),
+    ]
+    return root / "ds_bench" / "ops" / "_".join(parts)
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        raise PreflightError(f"{package} is not installed", remedy="pip install -r requirements.txt") from None
+
+
+def _processor() -> str:
+    """Ops are compiled for the instruction set of the machine that builds them (-march=native)."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith(("flags", "Features")):
+                return hashlib.sha256(line.encode()).hexdigest()[:8]
+    return "cpu"
+
+
+def stale_locks(folder: Path) -> list[Path]:
+    """Build locks that no process holds open."""
+    locks = list(folder.glob("*/lock"))
+    if not locks:
+        return []
+    held = set()
+    for link in Path("/proc").glob("[0-9]*/fd/*"):
+        with contextlib.suppress(OSError):
+            held.add(str(link.readlink()))
+    return [lock for lock in locks if str(lock.resolve()) not in held]
+
+
+def remove_stale_locks(folder: Path) -> list[Path]:
+    """Removes them; returns what was removed."""
+    removed = stale_locks(folder)
+    for lock in removed:
+        lock.unlink(missing_ok=True)
+    return removed
+
+
+def prepare_ops(
+    names: Iterable[str],
+    folder: Path,
+    environment: Mapping[str, str],
+    *,
+    timeout_seconds: float = 1800.0,
+    say: Callable[[str], None],
+) -> dict[str, OpState]:
+    """Builds each op in a process of its own unless it is built; never raises for an op that fails."""
+    folder.mkdir(parents=True, exist_ok=True)
+    states = {}
+    with _only_builder(folder, say):
+        for lock in remove_stale_locks(folder):
+            say(f"removed a stale build lock: {lock}")
+        for name in names:
+            marker = folder / f"{name}.ready"
+            if marker.exists():
+                states[name] = OpState(op=name, ready=True)
+                continue
+            say(f"building DeepSpeed's {name.removesuffix('Builder')} op (once, minutes on few cores) …")
+            states[name] = _build(name, folder, environment, timeout_seconds)
+            if states[name].ready:
+                marker.touch()
+                say(f"built {name.removesuffix('Builder')} in {format_duration(states[name].seconds)}")
+            else:
+                remove_stale_locks(folder)
+    return states
+
+
+@contextlib.contextmanager
+def _only_builder(folder: Path, say: Callable[[str], None]) -> Iterator[None]:
+    """One builder per cache; the kernel releases the lock however its holder ends."""
+    with (folder / "builder").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            say("waiting for another run that builds ops …")
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _build(name: str, folder: Path, environment: Mapping[str, str], timeout_seconds: float) -> OpState:
+    log = folder / f"{name}.log"
+    earlier = processes.descendants()
+    start = time.monotonic()
+    with log.open("wb") as errors:
+        child = subprocess.Popen(
+            [sys.executable, "-m", "ds_bench.worker.ops", name],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            env={**os.environ, **environment, "TORCH_EXTENSIONS_DIR": str(folder)},
+            start_new_session=True,
+            preexec_fn=processes.die_with_parent,
+        )
+        try:
+            output, _ = child.communicate(timeout=timeout_seconds)
+        except subprocess.TimeoutExpired:
+            reason = f"the build took longer than {format_duration(timeout_seconds)}; log {log}"
+            return OpState(op=name, ready=False, reason=reason, seconds=time.monotonic() - start)
+        finally:
+            processes.end_tree(child.pid, earlier=earlier, grace_seconds=2.0)
+            child.wait()
+    return _read_answer(name, output, log, child.returncode)
+
+
+def _read_answer(name: str, output: bytes, log: Path, code: int) -> OpState:
+    try:
+        answer = json.loads(output.splitlines()[-1])
+    except (ValueError, IndexError):
+        return OpState(op=name, ready=False, reason=f"the build ended with code {code}; log {log}")
+    ready = answer["state"] == "ready"
+    reason = "" if ready else f"{answer['reason']}; log {log}"
+    return OpState(op=name, ready=ready, reason=reason, seconds=answer["seconds"])

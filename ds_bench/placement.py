@@ -1,0 +1,116 @@
+"""On what a comparison runs: which accelerator, how many ranks, which number formats. Without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from . import environment, gpus
+from .errors import UsageError
+from .flags import Options
+from .spec import Accelerator, LauncherName, Placement, Precision
+
+_AMPERE = (8, 0)
+"""First compute capability with bf16 arithmetic."""
+
+
+def decide(options: Options, environ: Mapping[str, str], query: gpus.GpuQuery) -> Placement:
+    """The placement that the flags and this machine give. Raises UsageError where they disagree."""
+    visible = gpus.select_visible(environ, query.read().gpus)
+    accelerator = _accelerator(options.accelerator, len(visible))
+    return Placement(
+        accelerator=accelerator,
+        num_gpus=_ranks(options, environ, accelerator, len(visible)),
+        launcher=_launcher(options),
+        hostfile=None if options.hostfile is None else str(options.hostfile.resolve()),
+        nvme_path=None if options.nvme_path is None else str(options.nvme_path.resolve()),
+        cpu_memory_limit_bytes=options.cpu_memory_limit_bytes,
+        gpu_memory_limit_bytes=options.gpu_memory_limit_bytes,
+        supported_precisions=_precisions(accelerator, visible),
+    )
+
+
+def _accelerator(asked: str, visible: int) -> Accelerator:
+    torch_cuda = environment.torch_cuda_version()
+    if asked == "cpu" or (asked == "auto" and (visible == 0 or torch_cuda is None)):
+        return "cpu"
+    if torch_cuda is None:
+        raise UsageError("--accelerator cuda, but the installed torch is a CPU build", remedy="install torch for CUDA")
+    if visible == 0:
+        raise UsageError(
+            "--accelerator cuda, but no GPU is visible",
+            remedy="check nvidia-smi and CUDA_VISIBLE_DEVICES, or --accelerator cpu",
+        )
+    return "cuda"
+
+
+def _ranks(options: Options, environ: Mapping[str, str], accelerator: Accelerator, visible: int) -> int:
+    if options.hostfile is not None:
+        slots = sum(read_hostfile(options.hostfile).values())
+        if options.num_gpus not in (None, slots):
+            raise UsageError(
+                f"--num-gpus {options.num_gpus}, but the hostfile has {slots} slots", remedy="leave --num-gpus out"
+            )
+        return slots
+    started = environ.get("WORLD_SIZE", "")
+    asked = options.num_gpus or (int(started) if started.isdigit() and int(started) > 0 else None)
+    if accelerator == "cpu":
+        return asked or 1
+    if asked is not None and asked > visible:
+        raise UsageError(f"--num-gpus {asked}, but {visible} are visible", remedy=f"give {visible} or less")
+    return asked or visible
+
+
+def _launcher(options: Options) -> LauncherName:
+    if options.launcher == "deepspeed" or options.hostfile is not None:
+        return "deepspeed"
+    return "warm"
+
+
+def _precisions(accelerator: Accelerator, visible: tuple[gpus.GpuFacts, ...]) -> tuple[Precision, ...]:
+    if accelerator == "cpu":
+        return ("bf16", "fp16", "fp32") if _cpu_has_fp16() else ("bf16", "fp32")
+    capabilities = [gpu.compute_capability for gpu in visible if gpu.compute_capability is not None]
+    if capabilities and min(capabilities) < _AMPERE:
+        return ("fp16", "fp32")
+    return ("bf16", "fp16", "fp32")
+
+
+def _cpu_has_fp16() -> bool:
+    try:
+        words = Path("/proc/cpuinfo").read_text().split()
+    except OSError:
+        return False
+    return "avx512_fp16" in words or "amx_fp16" in words
+
+
+def choose_precision(asked: str, placement: Placement) -> Precision:
+    """``auto``: the first of bf16, fp16, fp32 that the device trains in."""
+    for precision in placement.supported_precisions:
+        if asked in ("auto", precision):
+            return precision
+    if asked == "bf16":
+        return "bf16"  # not supported: every row says Unsupported, with the remedy
+    return "fp16" if asked == "fp16" else "fp32"
+
+
+def read_hostfile(path: Path) -> dict[str, int]:
+    """Host → slots (launcher/runner.py: ``host slots=N``, # comments). Raises UsageError naming the line."""
+    try:
+        lines = path.read_text().splitlines()
+    except OSError as error:
+        raise UsageError(f"--hostfile {path}: {error.strerror}", remedy="give a readable file") from None
+    hosts: dict[str, int] = {}
+    for number, line in enumerate(lines, 1):
+        words = line.partition("#")[0].split()
+        if not words:
+            continue
+        name, slots = words[0], words[1].removeprefix("slots=") if len(words) == 2 else ""
+        if not slots.isdigit() or int(slots) < 1 or name in hosts:
+            raise UsageError(
+                f"--hostfile {path}, line {number}: {line.strip()!r}", remedy="write: host slots=N, each host once"
+            )
+        hosts[name] = int(slots)
+    if not hosts:
+        raise UsageError(f"--hostfile {path} names no host", remedy="write: host slots=N")
+    return hosts

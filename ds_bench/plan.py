@@ -1,0 +1,186 @@
+"""Pure: from Options and what is known of model and machine to the ordered list of trials."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from . import dsconfig, ops, strategies
+from .errors import UsageError
+from .flags import Options
+from .modelsource import ModelChoice
+from .placement import choose_precision
+from .spec import Placement, Strategy, Trial, Workload
+
+MakeConfig = Callable[[Strategy, int, int], dict[str, Any]]
+"""(strategy, micro-batch, accumulation) → what the user's ``create_deepspeed_config`` returns."""
+
+DEFAULT_SEQ_LENGTH = 512
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Draft:
+    """A strategy with the configuration the user wants for it, not yet completed for this machine."""
+
+    strategy: Strategy
+    config: Mapping[str, Any]
+
+
+def seq_length(options: Options, choice: ModelChoice) -> int:
+    """The sequence length to train at. Raises UsageError beyond the model's positions."""
+    positions = choice.max_positions
+    if options.seq_length is None:
+        return min(DEFAULT_SEQ_LENGTH, positions or DEFAULT_SEQ_LENGTH)
+    if positions is not None and options.seq_length > positions:
+        raise UsageError(
+            f"--seq-length {options.seq_length} is beyond the {positions} positions of {choice.name}",
+            remedy=f"give {positions} or less",
+        )
+    return options.seq_length
+
+
+def workload(options: Options, choice: ModelChoice, placement: Placement) -> Workload:
+    """What every trial trains."""
+    return Workload(
+        model=choice.name,
+        model_source=choice.source,
+        model_type=choice.model_type,
+        model_config=choice.config,
+        batch_size=options.batch_size,
+        seq_length=seq_length(options, choice),
+        grad_accum=options.grad_accum,
+        num_steps=options.num_steps,
+        warmup_steps=options.warmup_steps,
+        precision=choose_precision(options.precision, placement),
+        activation_checkpointing=options.activation_checkpointing,
+        seed=options.seed,
+        trust_remote_code=options.trust_remote_code,
+    )
+
+
+def asked_strategies(options: Options) -> list[Strategy]:
+    """The strategies to compare, in order. Raises UsageError for nvme without a path."""
+    if options.family == "zero":
+        return [strategies.ZERO_STAGES[stage] for stage in options.stages]
+    names = list(options.strategies)
+    if "nvme" in names and options.nvme_path is None:
+        raise UsageError("--strategies nvme needs a disk", remedy="add --nvme-path DIR, or leave nvme out")
+    if options.nvme_path is not None and "nvme" not in names:
+        names.append("nvme")
+    return [strategies.offload_strategy(name, options.stage) for name in names]
+
+
+def drafts(options: Options, make_config: MakeConfig) -> list[Draft]:
+    """Every strategy with its configuration: made by the user's function, then overlaid by flags."""
+    changes = _overlay_file(options.ds_config)
+    for text in options.set:
+        changes = dsconfig.overlay(changes, dsconfig.parse_set(text))
+    result = []
+    for strategy in asked_strategies(options):
+        config = make_config(strategy, options.batch_size, options.grad_accum)
+        if not isinstance(config, dict):
+            raise UsageError(f"create_deepspeed_config returned {type(config).__name__}", remedy="return a dict")
+        if options.optimizer is not None:
+            config = dsconfig.with_optimizer(config, options.optimizer)
+        config = dsconfig.overlay(config, _with_total(config, changes))
+        dsconfig.check_keys(config)
+        result.append(Draft(strategy=strategy, config=config))
+    return result
+
+
+def _with_total(config: Mapping[str, Any], changes: Mapping[str, Any]) -> Mapping[str, Any]:
+    """An overlay that changes the batch drops the generated total, which is then made anew."""
+    batch_keys = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    if "train_batch_size" in changes or not any(key in changes for key in batch_keys):
+        return changes
+    return {**changes, "train_batch_size": None} if "train_batch_size" in config else changes
+
+
+def _overlay_file(path: Path | None) -> dict[str, Any]:
+    if path is None:
+        return {}
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"--ds-config {path}: {error.strerror}", remedy="give a readable JSON file") from None
+    except ValueError as error:
+        raise UsageError(
+            f"--ds-config {path} is not JSON: {error}", remedy="remove comments and trailing commas"
+        ) from None
+    if not isinstance(data, dict):
+        raise UsageError(f"--ds-config {path} is not a JSON object", remedy="write {…}")
+    found = next(_autos(data), None)
+    if found is not None:
+        raise UsageError(
+            f'--ds-config {path}: {found} is "auto"', remedy="only the Trainer fills that in; give a value"
+        )
+    return data
+
+
+def _autos(data: Mapping[str, Any], prefix: str = "") -> Any:
+    for key, value in data.items():
+        if value == "auto":
+            yield prefix + key
+        elif isinstance(value, dict):
+            yield from _autos(value, f"{prefix}{key}.")
+
+
+def make_trials(
+    options: Options,
+    choice: ModelChoice,
+    placement: Placement,
+    wanted: Sequence[Draft],
+    op_states: Mapping[str, ops.OpState],
+    caveats: Mapping[str, str],
+) -> list[Trial]:
+    """The trials, interleaved (A B C, A B C). ``caveats``: by strategy name, known before it runs."""
+    asked = workload(options, choice, placement)
+    fused = op_states.get(ops.FUSED_ADAM)
+    torch_adam = placement.accelerator == "cpu" or (fused is not None and not fused.ready)
+    made: list[Trial] = []
+    for repeat in range(options.repeats):
+        for draft in wanted:
+            config = dsconfig.complete(
+                draft.config, asked, placement, torch_adam=torch_adam, largest_parameter=choice.largest_parameter
+            )
+            name = f"{len(made):02d}_{draft.strategy.name}" + (f"_r{repeat}" if options.repeats > 1 else "")
+            made.append(
+                Trial(
+                    trial_id=name,
+                    repeat=repeat,
+                    strategy=draft.strategy,
+                    workload=asked,
+                    placement=placement,
+                    ds_config=config,
+                    unsupported=dsconfig.refusal(config, placement) or _missing_op(config, placement, op_states),
+                    caveats=tuple(_known(draft.strategy, config, fused, caveats)),
+                )
+            )
+    return made
+
+
+def _missing_op(config: Mapping[str, Any], placement: Placement, states: Mapping[str, ops.OpState]) -> str | None:
+    for op in ops.needed_ops(placement.accelerator, [config]):
+        state = states.get(op)
+        if state is not None and not state.ready:
+            remedy = ops.REMEDIES.get(op, "see the build log")
+            return f"DeepSpeed's {op.removesuffix('Builder')} op is not to be had here: {state.reason}; {remedy}"
+    return None
+
+
+def _known(
+    strategy: Strategy, config: Mapping[str, Any], fused: ops.OpState | None, caveats: Mapping[str, str]
+) -> list[str]:
+    known = []
+    if strategy.name in caveats:
+        known.append(caveats[strategy.name])
+    if fused is not None and not fused.ready and not dsconfig.offload_device(config, "offload_optimizer"):
+        known.append(f"torch's AdamW instead of DeepSpeed's FusedAdam, which does not build here: {fused.reason}")
+    if config.get("comms_logger") is not None:
+        known.append("comms_logger is in the config: its presence makes every collective synchronous")
+    if config.get("wall_clock_breakdown"):
+        known.append("wall_clock_breakdown is on: it synchronises the device in every micro-step")
+    return known

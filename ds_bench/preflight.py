@@ -1,0 +1,135 @@
+"""What must be so before the first trial: the NVMe path, its space, the ops, other users of the card."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from . import dsconfig, environment, ops
+from .errors import PreflightError
+from .launch.scratch import remove_abandoned_swap
+from .modelsource import ModelChoice
+from .plan import Draft
+from .spec import Placement
+from .units import format_bytes
+
+_NOT_A_DISK = {"tmpfs": "memory", "ramfs": "memory", "overlay": "a container's overlay"}
+_NETWORK = ("nfs", "nfs4", "cifs", "smb3", "lustre", "fuse", "ceph", "9p", "virtiofs")
+
+
+def check_nvme_path(path: Path, choice: ModelChoice) -> str | None:
+    """Checks the folder for swapping; sweeps what dead runs left in it. Returns a caveat on what it really is.
+
+    Raises PreflightError where it is missing, not writable or too small.
+    """
+    if not path.is_dir():
+        raise PreflightError(f"--nvme-path {path} is not a folder", remedy="create it on the NVMe disk")
+    try:
+        with tempfile.TemporaryFile(dir=path):
+            pass
+    except OSError as error:
+        raise PreflightError(
+            f"--nvme-path {path} cannot be written: {error.strerror}", remedy="give a folder that you may write to"
+        ) from None
+    remove_abandoned_swap(path)
+    _check_space(path, choice)
+    kind = file_system(path)
+    if kind in _NOT_A_DISK:
+        return f"--nvme-path is {_NOT_A_DISK[kind]} ({kind}), not an NVMe disk"
+    if kind is not None and kind.startswith(_NETWORK):
+        return f"--nvme-path is on a network or shared file system ({kind}), not a local NVMe disk"
+    return None
+
+
+def _check_space(path: Path, choice: ModelChoice) -> None:
+    free = shutil.disk_usage(path).free
+    need = swap_bytes(choice)
+    if free < need:
+        raise PreflightError(
+            f"--nvme-path {path} has {format_bytes(free)} free; {choice.name} needs about {format_bytes(need)}",
+            remedy="free some space, or give another disk",
+        )
+
+
+def swap_bytes(choice: ModelChoice) -> int:
+    """Bytes on disk while training: fp32 weight and two Adam moments (12) and the 16-bit parameter (2) each."""
+    return 14 * choice.facts.parameters if choice.facts is not None else 0
+
+
+def file_system(path: Path) -> str | None:
+    """The type of the file system that holds ``path`` (/proc/self/mountinfo, proc(5))."""
+    target = str(path.resolve())
+    best, kind = "", None
+    try:
+        lines = Path("/proc/self/mountinfo").read_text().splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        fields, _, rest = line.partition(" - ")
+        mount = fields.split()[4].replace("\\040", " ")
+        inside = target == mount or target.startswith(mount.rstrip("/") + "/")
+        if inside and len(mount) >= len(best):
+            best, kind = mount, rest.split()[0]
+    return kind
+
+
+def build_ops(
+    placement: Placement, drafts: Sequence[Draft], base_environment: Mapping[str, str], say: Callable[[str], None]
+) -> dict[str, ops.OpState]:
+    """The state of every op that the drafts need, built ahead where it can be."""
+    runnable = [draft.config for draft in drafts if dsconfig.refusal(draft.config, placement) is None]
+    names = ops.needed_ops(placement.accelerator, runnable)
+    if placement.accelerator == "cuda":
+        names.append(ops.FUSED_ADAM)
+    folder = ops.cache_folder(placement.accelerator)
+    return ops.prepare_ops(names, folder, base_environment, say=say)
+
+
+def rank_environment(placement: Placement, environ: Mapping[str, str], preload_model: str | None) -> dict[str, str]:
+    """Variables every process of every trial gets, the same for warm and cold launch."""
+    here = str(Path(__file__).resolve().parent.parent)
+    path = os.pathsep.join(dict.fromkeys([here, str(Path.cwd()), *filter(None, [environ.get("PYTHONPATH")])]))
+    variables = {
+        "DS_ACCELERATOR": placement.accelerator,
+        "TORCH_EXTENSIONS_DIR": str(ops.cache_folder(placement.accelerator)),
+        "PYTHONPATH": path,
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+        "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    if preload_model is not None:
+        variables["DS_BENCH_PRELOAD"] = f"transformers.models.{preload_model}.modeling_{preload_model}"
+    if placement.hostfile is None:  # one node: nothing listens to the outside
+        variables |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "TP_SOCKET_IFNAME": "lo"}
+    if "OMP_NUM_THREADS" not in environ:
+        cores = len(os.sched_getaffinity(0))
+        variables["OMP_NUM_THREADS"] = str(max(1, cores // _local_ranks(placement)))
+    return variables
+
+
+def _local_ranks(placement: Placement) -> int:
+    from .placement import read_hostfile
+
+    if placement.hostfile is None:
+        return placement.num_gpus
+    return max(read_hostfile(Path(placement.hostfile)).values())
+
+
+def run_notes(placement: Placement, facts: environment.Environment) -> list[str]:
+    """What holds for every row of the run and a reader must know."""
+    notes = []
+    if placement.accelerator == "cpu":
+        notes.append("CPU accelerator: these figures say nothing about GPUs")
+    if placement.num_gpus == 1:
+        notes.append("one GPU or rank: stages 1 to 3 have nobody to partition with, so they save no model states")
+    for gpu in facts.gpus if placement.accelerator == "cuda" else ():
+        if gpu.other_processes:
+            notes.append(
+                f"GPU {gpu.index} is also used by {len(gpu.other_processes)} other process(es): numbers suffer"
+            )
+    if facts.swap_used_bytes:
+        notes.append(f"the host has {format_bytes(facts.swap_used_bytes)} swapped out")
+    return notes

@@ -1,0 +1,66 @@
+"""The main path: for each trial launch, save, yield."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from . import record
+from .launch import Launcher, Listener
+from .record import Outcome, TrialRecord
+from .spec import Trial
+from .store import RunStore
+
+Observe = Callable[[Trial], Listener]
+"""Called as a trial begins; what it returns is told of the trial's progress."""
+
+
+def run(trials: Sequence[Trial], launcher: Launcher, store: RunStore, observe: Observe) -> Iterator[TrialRecord]:
+    """Runs the trials in order, each saved before it is yielded. Ends early after an interruption."""
+    for trial in trials:
+        listen = observe(trial)
+        finished = (
+            _refused(trial) if trial.unsupported else launcher.launch(trial, store.trial_folder(trial.trial_id), listen)
+        )
+        store.append(finished)
+        yield finished
+        if finished.outcome.status == record.INTERRUPTED:
+            return
+
+
+def _refused(trial: Trial) -> TrialRecord:
+    outcome = Outcome(status=record.UNSUPPORTED, error=trial.unsupported, details=trial.unsupported)
+    return TrialRecord(trial=trial, outcome=outcome, caveats=trial.caveats)
+
+
+def missing(trials: Sequence[Trial], done: Sequence[TrialRecord], retry: Sequence[str]) -> list[Trial]:
+    """The trials without a record, by hash; those interrupted, or ended as ``retry`` says, count as missing."""
+    again = {record.INTERRUPTED.lower(), *(status.lower() for status in retry)}
+    finished = {entry.trial.key for entry in done if entry.outcome.status.lower() not in again}
+    return [trial for trial in trials if trial.key not in finished]
+
+
+def latest(trials: Sequence[Trial], records: Sequence[TrialRecord]) -> list[TrialRecord]:
+    """The last record of each trial, in the order of the trials; others follow as they were written."""
+    by_key = {entry.trial.key: entry for entry in records}
+    ordered = [by_key.pop(trial.key) for trial in trials if trial.key in by_key]
+    return ordered + list(by_key.values())
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """SIGTERM and SIGHUP act like Ctrl-C; after the first signal the others are ignored while we clear up."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+    def once(_number: int, _frame: object) -> None:
+        for number in numbers:
+            signal.signal(number, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    before = {number: signal.signal(number, once) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,159 @@
+"""The run directory: the only module that knows where results lie.
+
+::
+
+    <output-dir>/
+      zero_comparison_<YYYYmmdd_HHMMSS>.json   flat rows, rewritten whole after every trial
+      zero_comparison_<YYYYmmdd_HHMMSS>.csv    the same rows and columns
+      runs/zero_<YYYYmmdd_HHMMSS>/
+        run.json                               what was asked, where, with what versions
+        records.jsonl                          one record per trial, appended and synced
+        trials/<trial id>/                     trial.json, ds_config.json, rank files, logs
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from .contract import append_line, write_json, write_text
+from .errors import PreflightError, UsageError
+from .record import SCHEMA_VERSION, TrialRecord
+
+RUN_FILE = "run.json"
+RECORDS_FILE = "records.jsonl"
+_FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunStore:
+    """One run on disk."""
+
+    folder: Path
+    """``<output-dir>/runs/<id>``."""
+    json_path: Path
+    csv_path: Path
+
+    @classmethod
+    def create(cls, output_dir: Path, family: str) -> RunStore:
+        """Claims a name that no other run has, waiting for the next second where it must.
+
+        ``family``: ``zero`` or ``offload``. Raises PreflightError where the folder cannot be written.
+        """
+        runs = output_dir / "runs"
+        try:
+            runs.mkdir(parents=True, exist_ok=True)
+            while True:
+                store = cls._named(output_dir, family, datetime.now().strftime("%Y%m%d_%H%M%S"))
+                if store._claim():
+                    return store
+                time.sleep(0.1)
+        except OSError as error:
+            raise PreflightError(
+                f"--output-dir {output_dir} cannot be written: {error.strerror or error}",
+                remedy="give a folder that you may write to",
+            ) from None
+
+    @classmethod
+    def _named(cls, output_dir: Path, family: str, stamp: str) -> RunStore:
+        stem = output_dir / f"{family}_comparison_{stamp}"
+        return cls(
+            folder=output_dir / "runs" / f"{family}_{stamp}",
+            json_path=stem.with_name(stem.name + ".json"),
+            csv_path=stem.with_name(stem.name + ".csv"),
+        )
+
+    def _claim(self) -> bool:
+        if self.json_path.exists() or self.csv_path.exists():
+            return False
+        try:
+            self.folder.mkdir()  # atomic: two runs in one second get different seconds
+        except FileExistsError:
+            return False
+        return True
+
+    @classmethod
+    def open(cls, folder: Path) -> RunStore:
+        """An earlier run, for ``--resume``. Raises UsageError where there is none."""
+        if not (folder / RUN_FILE).is_file():
+            raise UsageError(f"--resume {folder}: no {RUN_FILE} there", remedy="give a folder below <output-dir>/runs")
+        family, _, stamp = folder.resolve().name.partition("_")
+        return cls._named(folder.resolve().parent.parent, family, stamp)
+
+    def save_run(self, facts: Mapping[str, Any]) -> None:
+        """What was asked and where: run.json."""
+        write_json(self.folder / RUN_FILE, {"schema_version": SCHEMA_VERSION, **facts})
+
+    def load_run(self) -> dict[str, Any]:
+        """run.json. Raises UsageError where it is damaged or of a newer version."""
+        try:
+            data = json.loads((self.folder / RUN_FILE).read_text())
+            version = data["schema_version"]
+        except (OSError, ValueError, KeyError, TypeError):
+            raise UsageError(f"{self.folder / RUN_FILE} is damaged", remedy="start a new run") from None
+        if version > SCHEMA_VERSION:
+            raise UsageError(f"{self.folder} was written by a newer version", remedy="upgrade ds_bench")
+        return dict(data)
+
+    def trial_folder(self, trial_id: str) -> Path:
+        """A fresh folder for a trial's files; an earlier attempt is kept under another name."""
+        folder = self.folder / "trials" / trial_id
+        attempt = 1
+        while folder.exists():
+            attempt += 1
+            folder = self.folder / "trials" / f"{trial_id}_attempt{attempt}"
+        folder.mkdir(parents=True)
+        return folder
+
+    def append(self, record: TrialRecord) -> None:
+        """Adds a finished trial, on disk when this returns."""
+        append_line(self.folder / RECORDS_FILE, record.to_dict())
+
+    def records(self) -> list[TrialRecord]:
+        """All finished trials in order; a line torn by a crash is left out."""
+        try:
+            lines = (self.folder / RECORDS_FILE).read_text(encoding="utf-8").splitlines()
+        except OSError:
+            return []
+        records = []
+        for line in lines:
+            try:
+                records.append(TrialRecord.from_dict(json.loads(line)))
+            except (ValueError, TypeError, KeyError):
+                continue
+        return records
+
+    def write_rows(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Rewrites the flat JSON and CSV, each whole or not at all."""
+        finite = [{name: _finite(value) for name, value in row.items()} for row in rows]
+        write_json(self.json_path, finite)
+        write_text(self.csv_path, csv_text(finite))
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def csv_text(rows: Iterable[Mapping[str, Any]]) -> str:
+    """CSV with a header; None is an empty cell, and text that a spreadsheet would run as a formula is quoted."""
+    rows = list(rows)
+    buffer = io.StringIO()
+    if rows:
+        writer = csv.DictWriter(buffer, fieldnames=list(rows[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows({name: _cell(value) for name, value in row.items()} for row in rows)
+    return buffer.getvalue()
+
+
+def _cell(value: Any) -> Any:
+    if isinstance(value, str) and value.startswith(_FORMULA_STARTS):
+        return "'" + value
+    return "" if value is None else value

@@ -1,0 +1,36 @@
+"""The catalogue of strategies: data, not code.
+
+Offload strategies exist at more than one stage (``--stage``); the table holds what is offloaded,
+and :func:`offload_strategy` puts a stage to it.
+"""
+
+from __future__ import annotations
+
+from .spec import Device, Strategy
+
+ZERO_STAGES: dict[int, Strategy] = {
+    stage: Strategy(name=f"zero{stage}", label=f"ZeRO-{stage}", stage=stage) for stage in (0, 1, 2, 3)
+}
+"""The strategies of ``zero_stage_comparison.py`` by stage."""
+
+_OFFLOADS: dict[str, tuple[str, Device, Device]] = {
+    "none": ("no offload", "none", "none"),
+    "cpu_optimizer": ("optimizer → CPU", "cpu", "none"),
+    "cpu_full": ("optimizer + parameters → CPU", "cpu", "cpu"),
+    "nvme": ("optimizer + parameters → NVMe", "nvme", "nvme"),
+}
+
+OFFLOAD_NAMES: tuple[str, ...] = tuple(_OFFLOADS)
+"""What ``--strategies`` of ``offload_comparison.py`` takes."""
+
+
+def offload_strategy(name: str, stage: int = 3) -> Strategy:
+    """The offload strategy of that name at a ZeRO stage. Raises KeyError for an unknown name."""
+    label, optimizer_device, param_device = _OFFLOADS[name]
+    return Strategy(
+        name=name,
+        label=label if stage == 3 else f"{label} (ZeRO-{stage})",
+        stage=stage,
+        offload_optimizer=optimizer_device,
+        offload_param=param_device,
+    )

@@ -1,0 +1,90 @@
+"""The only place where bytes, seconds and counts become text, or units of another scale.
+
+GB means 2**30 bytes throughout, as the field prints it (metrics.md, "Units").
+A missing value is ``None`` and renders as an em dash.
+"""
+
+from __future__ import annotations
+
+BYTES_PER_GB = 2**30
+BYTES_PER_MB = 2**20
+MISSING = "—"
+
+
+def to_gb(count_bytes: float | None) -> float | None:
+    """Bytes to GB (2**30), unrounded; ``None`` stays ``None``."""
+    return None if count_bytes is None else count_bytes / BYTES_PER_GB
+
+
+def from_gb(count_gb: float) -> int:
+    """GB (2**30) to whole bytes."""
+    return int(count_gb * BYTES_PER_GB)
+
+
+def to_ms(seconds: float | None) -> float | None:
+    """Seconds to milliseconds, unrounded; ``None`` stays ``None``."""
+    return None if seconds is None else seconds * 1000.0
+
+
+def format_bytes(count_bytes: float | None) -> str:
+    """``1.25 GB``, ``310 MB``, ``12 KB``, ``17 B``; powers of 1024."""
+    if count_bytes is None:
+        return MISSING
+    for size, name in ((BYTES_PER_GB, "GB"), (BYTES_PER_MB, "MB"), (2**10, "KB")):
+        if abs(count_bytes) >= size:
+            value = count_bytes / size
+            return f"{value:.0f} {name}" if value >= 100 else f"{value:.2f} {name}"
+    return f"{count_bytes:.0f} B"
+
+
+def format_gb(count_bytes: float | None) -> str:
+    """The number of GB with two decimals and no unit, for a column headed GB."""
+    return MISSING if count_bytes is None else f"{count_bytes / BYTES_PER_GB:.2f}"
+
+
+def format_ms(seconds: float | None) -> str:
+    """Milliseconds without unit: more digits for smaller values."""
+    if seconds is None:
+        return MISSING
+    milliseconds = seconds * 1000.0
+    return f"{milliseconds:,.1f}" if milliseconds >= 10 else f"{milliseconds:.2f}"
+
+
+def format_duration(seconds: float | None) -> str:
+    """``0.4 s``, ``12 s``, ``3 min 20 s``, ``2 h 5 min``."""
+    if seconds is None:
+        return MISSING
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600} h {whole % 3600 // 60} min"
+
+
+def format_count(count: float | None) -> str:
+    """Thousands separated by commas: ``124,439,808``."""
+    return MISSING if count is None else f"{count:,.0f}"
+
+
+def format_millions(count: float | None) -> str:
+    """Large counts in short: ``124.4 M``, ``6.74 B``, ``950 K``."""
+    if count is None:
+        return MISSING
+    for size, name in ((10**9, "B"), (10**6, "M"), (10**3, "K")):
+        if abs(count) >= size:
+            value = count / size
+            return f"{value:.1f} {name}" if value >= 100 else f"{value:.2f} {name}"
+    return f"{count:.0f}"
+
+
+def format_ratio(ratio: float | None) -> str:
+    """``1.00x`` against a baseline."""
+    return MISSING if ratio is None else f"{ratio:.2f}x"
+
+
+def format_percent(fraction: float | None, *, digits: int = 1) -> str:
+    """A fraction as percent: 0.123 → ``12.3 %``."""
+    return MISSING if fraction is None else f"{fraction * 100:.{digits}f} %"

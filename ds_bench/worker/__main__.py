@@ -1,0 +1,27 @@
+"""A rank started by a launcher, or by hand for debugging: ``python -m ds_bench.worker TRIAL_FOLDER``.
+
+The launcher's RANK, LOCAL_RANK and WORLD_SIZE say which rank; without them it is rank 0 of 1.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from ..launch.processes import die_with_parent
+from .rank import run
+
+
+def main() -> int:
+    die_with_parent()
+    return run(
+        Path(sys.argv[-1]),
+        rank=int(os.environ.get("RANK", "0")),
+        local_rank=int(os.environ.get("LOCAL_RANK", "0")),
+        world_size=int(os.environ.get("WORLD_SIZE", "1")),
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

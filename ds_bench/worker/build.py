@@ -1,0 +1,145 @@
+"""The model of a workload, with random weights that are the same under every strategy.
+
+Nothing is downloaded. Stage 3 builds inside ``deepspeed.zero.Init`` (Transformers enters it when
+an ``HfDeepSpeedConfig`` is alive), the other stages straight on the device in the training
+precision. The two draw random numbers in different orders, so every matrix is drawn again
+afterwards from a generator seeded by its own name: without that, losses of different stages could
+not be compared.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import zlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ..spec import Workload
+
+_INIT_STD = 0.02
+"""Standard deviation of every matrix, GPT-2's own; speed does not depend on it."""
+
+
+def training_dtype(config: Mapping[str, Any]) -> torch.dtype:
+    """The number format of the parameters, as the DeepSpeed configuration says."""
+    if config.get("bf16", {}).get("enabled"):
+        return torch.bfloat16
+    if config.get("fp16", {}).get("enabled"):
+        return torch.float16
+    return torch.float32
+
+
+def keep_alive_for_stage3(config: Mapping[str, Any]) -> object | None:
+    """The object that makes Transformers build partitioned weights at stage 3; hold it while training."""
+    if config.get("zero_optimization", {}).get("stage") != 3:
+        return None
+    from transformers.integrations import HfDeepSpeedConfig
+
+    alive: object = HfDeepSpeedConfig(dict(config))
+    return alive
+
+
+def build_model(workload: Workload, config: Mapping[str, Any], device: torch.device) -> torch.nn.Module:
+    """The model in training mode; partitioned at stage 3, on ``device`` otherwise."""
+    torch.manual_seed(workload.seed)
+    dtype = training_dtype(config)
+    stage3 = config.get("zero_optimization", {}).get("stage") == 3
+    if workload.model_source == "factory":
+        model = _from_factory(workload, config, dtype, device, stage3)
+    else:
+        model = _from_transformers(workload, dtype, device, stage3)
+        redraw_weights(model, workload.seed)
+    model.train()
+    if workload.activation_checkpointing:
+        _enable_checkpointing(model)
+    return model
+
+
+def _from_transformers(workload: Workload, dtype: torch.dtype, device: torch.device, stage3: bool) -> torch.nn.Module:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    if workload.model_source == "preset":
+        model_config = AutoConfig.for_model(workload.model_type, **workload.model_config)
+    else:
+        model_config = AutoConfig.from_pretrained(workload.model, trust_remote_code=workload.trust_remote_code)
+    model_config.use_cache = False
+    _import_modelling_module(model_config)
+    place = contextlib.nullcontext() if stage3 else device
+    with place:
+        model: torch.nn.Module = AutoModelForCausalLM.from_config(
+            model_config, dtype=dtype, trust_remote_code=workload.trust_remote_code
+        )
+    return model
+
+
+def _import_modelling_module(model_config: Any) -> None:
+    # zero.Init patches constructors; a first import inside it fails with a torch signature error.
+    with contextlib.suppress(Exception):
+        importlib.import_module(type(model_config).__module__.replace("configuration_", "modeling_"))
+
+
+def _from_factory(
+    workload: Workload, config: Mapping[str, Any], dtype: torch.dtype, device: torch.device, stage3: bool
+) -> torch.nn.Module:
+    module_name, _, function_name = workload.model.partition(":")
+    factory = getattr(importlib.import_module(module_name), function_name)
+    if not stage3:
+        with device:
+            model = factory()
+        return model.to(device=device, dtype=dtype) if isinstance(model, torch.nn.Module) else _not_a_model(model)
+    import deepspeed
+
+    with deepspeed.zero.Init(config_dict_or_path=dict(config), dtype=dtype):
+        model = factory()
+    return model if isinstance(model, torch.nn.Module) else _not_a_model(model)
+
+
+def _not_a_model(value: object) -> torch.nn.Module:
+    raise TypeError(f"the model factory returned {type(value).__name__}, not a torch.nn.Module")
+
+
+def redraw_weights(model: torch.nn.Module, seed: int) -> None:
+    """Every parameter of two or more dimensions from N(0, 0.02²), seeded by ``seed`` and its name."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            shape = getattr(parameter, "ds_shape", parameter.shape)
+            if len(shape) < 2:
+                continue
+            with _whole(parameter):
+                generator = torch.Generator(device=parameter.device)
+                generator.manual_seed(seed * 1_000_003 + zlib.crc32(name.encode()))
+                parameter.normal_(0.0, _INIT_STD, generator=generator)
+
+
+def _whole(parameter: torch.nn.Parameter) -> contextlib.AbstractContextManager[Any]:
+    if not hasattr(parameter, "ds_id"):
+        return contextlib.nullcontext()
+    import deepspeed
+
+    gathered: contextlib.AbstractContextManager[Any] = deepspeed.zero.GatheredParameters([parameter], modifier_rank=0)
+    return gathered
+
+
+def _enable_checkpointing(model: torch.nn.Module) -> None:
+    enable = getattr(model, "gradient_checkpointing_enable", None)
+    if enable is None:
+        raise TypeError(f"{type(model).__name__} has no gradient_checkpointing_enable: no activation checkpointing")
+    # DeepSpeed's own activation_checkpointing block does nothing for Transformers models.
+    enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+
+def parameter_sizes(model: torch.nn.Module) -> list[int]:
+    """Elements of every parameter of the whole model, shared ones once, partitioned or not."""
+    return [int(getattr(parameter, "ds_numel", parameter.numel())) for parameter in model.parameters()]
+
+
+def vocabulary_size(model: torch.nn.Module) -> int:
+    """Token ids run below this; from the model's config or its ``vocab_size``. Raises TypeError without."""
+    for holder in (getattr(model, "config", None), model):
+        size = getattr(holder, "vocab_size", None)
+        if isinstance(size, int) and size > 0:
+            return size
+    raise TypeError("the model has neither config.vocab_size nor vocab_size, so no tokens can be drawn for it")

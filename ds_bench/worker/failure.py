@@ -1,0 +1,77 @@
+"""What an exception in a rank means: the kind of failure, and the bytes asked and free.
+
+Texts are those of torch 2.11-2.13 and DeepSpeed 0.19.8; each pattern has a test that raises the
+real thing, or its text where no card is at hand.
+"""
+
+from __future__ import annotations
+
+import errno
+import re
+import time
+import traceback
+
+from ..record import RankFailure
+
+_DEVICE_OOM = re.compile(
+    r"CUDA out of memory|HIP out of memory|CUDA error: out of memory|CUBLAS_STATUS_ALLOC_FAILED|"
+    r"CUDNN_STATUS_ALLOC_FAILED|cudaErrorMemoryAllocation|cudaMalloc failed: out of memory|"
+    r"NCCL.*(?:Cuda failure 2|out of memory)",
+    re.IGNORECASE | re.DOTALL,
+)
+_HOST_OOM = re.compile(
+    r"DefaultCPUAllocator: (?:can't|not enough)|Cannot allocate memory|std::bad_alloc|unable to mmap|"
+    r"cudaHostAlloc.*(?:failed|out of memory)|Unable to allocate .* for an array",
+    re.IGNORECASE | re.DOTALL,
+)
+_PEER_LOST = re.compile(
+    r"Connection closed by peer|Connection reset by peer|Broken pipe|Connection refused|"
+    r"\[.*gloo.*\].*(?:Timed out|Read error|Connection)|"
+    r"NCCL (?:error|communicator was aborted)|ncclRemoteError|ncclSystemError|ncclUnhandledCudaError|"
+    r"Socket Timeout|wait timeout|ProcessGroup.*(?:timed? ?out|abort)",
+    re.IGNORECASE | re.DOTALL,
+)
+_SIZE = re.compile(r"([\d.]+) (GiB|MiB|KiB|bytes|B)\b")
+_SCALE = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "bytes": 1, "B": 1}
+
+
+def kind_of(error: BaseException) -> str:
+    """``device_oom``, ``host_oom``, ``disk_full``, ``peer_lost`` or ``other``."""
+    name, text = type(error).__name__, str(error)
+    if name == "OutOfMemoryError" or _DEVICE_OOM.search(text):
+        return "device_oom"
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return "disk_full"
+    if "No space left on device" in text:
+        return "disk_full"
+    if isinstance(error, MemoryError) or _HOST_OOM.search(text):
+        return "host_oom"
+    if isinstance(error, OSError) and error.errno == errno.ENOMEM:
+        return "host_oom"
+    if name in ("DistBackendError", "DistNetworkError", "DistStoreError") or _PEER_LOST.search(text):
+        return "peer_lost"
+    return "other"
+
+
+def _size_after(text: str, words: str) -> int | None:
+    found = re.search(words + r"\s+" + _SIZE.pattern, text)
+    return int(float(found.group(1)) * _SCALE[found.group(2)]) if found else None
+
+
+def describe(error: BaseException, *, rank: int, phase: str, step: int | None) -> RankFailure:
+    """The failure as the rank reports it. ``phase`` is what the rank was doing."""
+    text = str(error)
+    lines = text.strip().splitlines()
+    first = lines[0] if lines else ""
+    return RankFailure(
+        rank=rank,
+        error_class=type(error).__name__,
+        message=first[:500],
+        phase=phase,
+        time=time.time(),
+        kind=kind_of(error),
+        requested_bytes=_size_after(text, "(?:Tried to allocate|you tried to allocate)"),
+        free_bytes=_size_after(text, "of which"),
+        traceback="".join(traceback.format_exception(error))[-20000:],
+        step=step,
+    )

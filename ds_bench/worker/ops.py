@@ -1,0 +1,39 @@
+"""Builds DeepSpeed's compiled ops in a process of its own: ``python -m ds_bench.worker.ops NAME…``.
+
+Prints one JSON line per op: ``{"op", "state": "ready" | "unsupported" | "failed", "seconds", "reason"}``.
+The names are DeepSpeed's builder classes (``CPUAdamBuilder``).
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from typing import Any
+
+
+def build(name: str) -> dict[str, Any]:
+    """Compiles and loads one op, or says why it cannot be."""
+    from deepspeed.accelerator import get_accelerator
+
+    start = time.monotonic()
+    builder = get_accelerator().create_op_builder(name)
+    if builder is None or type(builder).__name__ == "NotImplementedBuilder":
+        return {"op": name, "state": "unsupported", "seconds": 0.0, "reason": "does not exist for this accelerator"}
+    try:
+        if not builder.is_compatible(verbose=True):
+            reason = str(getattr(builder, "error_log", "") or "not compatible with this system")
+            return {"op": name, "state": "unsupported", "seconds": time.monotonic() - start, "reason": reason}
+        builder.load(verbose=False)
+    except BaseException as error:  # compilers fail in many ways, SystemExit among them
+        lines = [line for line in str(error).splitlines() if "error" in line.lower()] or [str(error)]
+        reason = f"{type(error).__name__}: {lines[0][:300]}"
+        return {"op": name, "state": "failed", "seconds": time.monotonic() - start, "reason": reason}
+    return {"op": name, "state": "ready", "seconds": time.monotonic() - start, "reason": ""}
+
+
+if __name__ == "__main__":
+    out = sys.stdout
+    sys.stdout = sys.stderr  # builders print; the answer alone goes to stdout
+    for op in sys.argv[1:]:
+        print(json.dumps(build(op)), file=out, flush=True)

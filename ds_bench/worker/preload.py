@@ -1,0 +1,90 @@
+"""Importing this loads what every rank needs, so that forked ranks find it in memory.
+
+For the forkserver's preload list, which can only import. Besides torch, DeepSpeed and
+Transformers come the modules they load on first use (some 670 were seen to load inside
+``deepspeed.initialize``), and on the CPU accelerator the compiled ops. No GPU is touched: the
+proof is left in ``GPU_FILES``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import sys
+
+from ..launch.processes import die_with_parent, open_gpu_files
+
+MODULES = (
+    "torch",
+    "torch.distributed",
+    "torch._dynamo",
+    "torch._inductor.compile_fx",
+    "torch._inductor.utils",
+    "torch.utils.cpp_extension",
+    "deepspeed",
+    "deepspeed.runtime.zero.stage3",
+    "deepspeed.runtime.zero.stage_1_and_2",
+    "deepspeed.runtime.zero.muon.original_muon",
+    "deepspeed.runtime.zero.muon.muon_optimizer",
+    "deepspeed.runtime.superoffload.superoffload_stage3",
+    "deepspeed.runtime.bf16_optimizer",
+    "deepspeed.runtime.fp16.fused_optimizer",
+    "deepspeed.runtime.fp16.unfused_optimizer",
+    "deepspeed.module_inject.auto_ep_layer",
+    "deepspeed.module_inject.auto_ep_presets",
+    "deepspeed.moe.ep_repack",
+    "deepspeed.ops.adam",
+    "deepspeed.ops.op_builder.all_ops",
+    "deepspeed.utils.pin_memory",
+    "deepspeed.comm.mori",
+    "transformers",
+    "transformers.modeling_utils",
+    "transformers.integrations.deepspeed",
+    "transformers.models.auto.modeling_auto",
+    "accelerate",
+    "networkx",
+    "cpuinfo",
+    "setuptools",
+    "distutils.ccompiler",
+    "ds_bench.worker.session",
+)
+
+
+def _load(names: tuple[str, ...]) -> list[str]:
+    """Imports each module; returns the names that could not be."""
+    missing = []
+    for name in names:
+        try:
+            importlib.import_module(name)
+        except Exception:  # an optional part that does not import here is loaded, or fails, in the rank
+            missing.append(name)
+    return missing
+
+
+def _load_ops(names: tuple[str, ...]) -> None:
+    from deepspeed.accelerator import get_accelerator
+
+    for name in names:
+        with contextlib.suppress(Exception):
+            get_accelerator().create_op_builder(name).load(verbose=False)
+
+
+def _close_nvml() -> None:
+    """DeepSpeed and torch open NVML on import; it holds device files. Ranks open it again themselves."""
+    with contextlib.suppress(Exception):
+        import pynvml
+
+        for _ in range(16):  # reference-counted; raises when the last one is gone
+            pynvml.nvmlShutdown()
+
+
+die_with_parent()
+MISSING = _load(MODULES + tuple(filter(None, os.environ.get("DS_BENCH_PRELOAD", "").split(","))))
+if os.environ.get("DS_ACCELERATOR") == "cpu":
+    _load_ops(tuple(filter(None, os.environ.get("DS_BENCH_PRELOAD_OPS", "").split(","))))
+else:
+    _close_nvml()
+GPU_FILES = open_gpu_files()
+"""GPU device files this server holds open after preloading; ranks are forked from it only when empty."""
+sys.stdout.flush()

@@ -1,0 +1,179 @@
+"""Build, initialise, warm up, measure, inspect: what a rank does between hello and its file."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed
+
+from ..contract import Assignment, BeatWriter
+from ..spec import Placement
+from . import build, ledger, memory, train
+from .resolved import resolved_config
+
+
+def measure(assignment: Assignment, config: dict[str, Any], beat: BeatWriter) -> dict[str, Any]:
+    """The fields of a RankMeasurement, as plain JSON values. Raises whatever torch or DeepSpeed raises."""
+    trial = assignment.trial
+    accelerator, workload = trial.placement.accelerator, trial.workload
+    device = _take_device(trial.placement)
+    beat.beat("build")
+    _meet(assignment, accelerator)
+    with _stopwatch() as building:
+        alive = build.keep_alive_for_stage3(config)
+        model = build.build_model(workload, config, device)
+        sizes = build.parameter_sizes(model)
+    beat.beat("init")
+    with _stopwatch() as initialising:
+        trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        engine, *_ = deepspeed.initialize(model=model, model_parameters=trainable, config=config)
+        train.synchronize(accelerator)
+    trainer = _trainer(engine, model, assignment, device, beat)
+    init_peak = memory.device_init_peak(accelerator)
+    life_peak = memory.status_bytes("VmHWM")
+    can_reset = memory.reset_host_peak()
+
+    beat.beat("warmup", 0)
+    samples = train.Samples(warmup_step_seconds=train.warm_up(trainer, workload.warmup_steps))
+    retries, io_before = memory.alloc_retries(accelerator), memory.io_bytes()
+    if accelerator == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    train.measure(trainer, workload.num_steps, torch.distributed.barrier, samples)
+    io_after = memory.io_bytes()
+    device_facts = memory.device_facts(accelerator, retries)
+    host_facts = dict(memory.host_facts(life_peak))
+    if not can_reset:
+        host_facts["host_peak_steps_bytes"] = None
+
+    beat.beat("inspect")
+    inspected = _inspect(trainer, assignment)
+    del alive
+    return {
+        "rank": torch.distributed.get_rank(),
+        "world_size": torch.distributed.get_world_size(),
+        "device_name": torch.cuda.get_device_name() if accelerator == "cuda" else "cpu",
+        "torch_version": str(torch.__version__),
+        "deepspeed_version": str(deepspeed.__version__),
+        **_engine_facts(engine),
+        "parameter_count": sum(sizes),
+        "largest_parameter": max(sizes),
+        "step_seconds": samples.step_seconds,
+        "warmup_step_seconds": samples.warmup_step_seconds,
+        "window_seconds": samples.window_seconds,
+        "losses": samples.losses,
+        "skipped_steps": samples.skipped_steps,
+        "build_seconds": building(),
+        "init_seconds": initialising(),
+        "first_step_seconds": (samples.warmup_step_seconds or samples.step_seconds)[0],
+        "gpu_init_peak_bytes": init_peak,
+        **device_facts,
+        **host_facts,
+        **_io_facts(assignment, io_before, io_after),
+        **inspected,
+    }
+
+
+@contextlib.contextmanager
+def _stopwatch() -> Iterator[Any]:
+    start = time.perf_counter()
+    end: list[float] = []
+    yield lambda: end[0] - start
+    end.append(time.perf_counter())
+
+
+def _take_device(placement: Placement) -> torch.device:
+    """This rank's device; on CUDA the current one from here on, with the emulated card size set."""
+    if placement.accelerator == "cpu":
+        return torch.device("cpu")
+    local_rank = int(os.environ["LOCAL_RANK"])
+    torch.cuda.set_device(local_rank)
+    if placement.gpu_memory_limit_bytes is not None:
+        total = torch.cuda.get_device_properties(local_rank).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, placement.gpu_memory_limit_bytes / total))
+    return torch.device("cuda", local_rank)
+
+
+def _meet(assignment: Assignment, accelerator: str) -> None:
+    backend = "nccl" if accelerator == "cuda" else None
+    if assignment.rendezvous is None:
+        deepspeed.init_distributed(dist_backend=backend)
+        return
+    deepspeed.init_distributed(
+        dist_backend=backend,
+        init_method=assignment.rendezvous,
+        rank=int(os.environ["RANK"]),
+        world_size=int(os.environ["WORLD_SIZE"]),
+    )
+
+
+def _trainer(
+    engine: Any, model: torch.nn.Module, assignment: Assignment, device: torch.device, beat: BeatWriter
+) -> train.Trainer:
+    workload = assignment.trial.workload
+    steps = workload.warmup_steps + workload.num_steps
+    batches = train.make_batches(
+        batch_size=int(engine.train_micro_batch_size_per_gpu()),
+        seq_length=workload.seq_length,
+        vocabulary=build.vocabulary_size(model),
+        seed=workload.seed,
+        rank=torch.distributed.get_rank(),
+        count=steps * int(engine.gradient_accumulation_steps()),
+        device=device,
+    )
+    return train.Trainer(engine, batches, assignment.trial.placement.accelerator, beat)
+
+
+def _engine_facts(engine: Any) -> dict[str, Any]:
+    wrapper = engine.optimizer
+    return {
+        "micro_batch_size": int(engine.train_micro_batch_size_per_gpu()),
+        "grad_accum": int(engine.gradient_accumulation_steps()),
+        "data_parallel_size": int(getattr(engine, "dp_world_size", torch.distributed.get_world_size())),
+        "optimizer_class": type(getattr(wrapper, "optimizer", wrapper)).__name__,
+        "engine_optimizer_class": type(wrapper).__name__,
+        "resolved_config": resolved_config(engine),
+    }
+
+
+def _io_facts(
+    assignment: Assignment, before: tuple[int, int] | None, after: tuple[int, int] | None
+) -> dict[str, int | None]:
+    if assignment.swap_folder is None or before is None or after is None:
+        return {}
+    return {"nvme_read_bytes": after[0] - before[0], "nvme_written_bytes": after[1] - before[1]}
+
+
+def _inspect(trainer: train.Trainer, assignment: Assignment) -> dict[str, Any]:
+    """Phases and ledger from extra steps after the window; they never touch the headline numbers."""
+    phases = train.phase_seconds(trainer)
+    engine = trainer.engine
+    batch = next(trainer._batches)
+    loss, activations = ledger.with_activations(
+        lambda: train.loss_of(engine(**batch)), list(engine.module.parameters())
+    )
+    engine.backward(loss)
+    del loss
+    before_step = ledger.take(engine)
+    engine.step()
+    for _ in range(trainer.grad_accum - 1):
+        train.micro_step(trainer, lambda _name, _seconds: None)
+    after_step = ledger.take(engine)
+    peak = ledger.peak_of(before_step.ledger, after_step.ledger)
+    for tier, size in activations.items():
+        peak.setdefault(tier, {})["activations"] = size
+    rank = torch.distributed.get_rank()
+    stored = ledger.swapped_bytes(assignment.swap_folder, rank)
+    if stored:
+        peak["nvme"] = stored
+    return {
+        "phase_seconds": phases,
+        "ledger": peak,
+        "pinned_bytes": after_step.pinned_bytes,
+        "nvme_stored_bytes": sum(stored.values()) if assignment.swap_folder else None,
+    }

@@ -1,0 +1,186 @@
+"""The measured loop: warm-up, window, and a separate synchronised pass that explains.
+
+A step is one optimizer step: ``grad_accum`` micro-batches forward and backward, then the update.
+Nothing is synchronised inside the window that plain DeepSpeed training would not synchronise.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import cycle
+from typing import Any
+
+import torch
+
+from ..contract import BeatWriter
+
+Batch = dict[str, torch.Tensor]
+_POOL = 64
+"""Different micro-batches held on the device; reused in order when a run needs more."""
+_MAX_EXTRA_WARMUP = 64
+"""Steps waited at most for fp16's loss scale to settle."""
+
+
+def make_batches(
+    *, batch_size: int, seq_length: int, vocabulary: int, seed: int, rank: int, count: int, device: torch.device
+) -> list[Batch]:
+    """``count`` micro-batches (64 at most) of random tokens, ids (batch, seq), labels the same ids."""
+    generator = torch.Generator().manual_seed(seed * 100_003 + rank)
+    batches = []
+    for _ in range(min(count, _POOL)):
+        ids = torch.randint(0, vocabulary, (batch_size, seq_length), generator=generator).to(device)
+        batches.append({"input_ids": ids, "labels": ids})
+    return batches
+
+
+def loss_of(output: Any) -> torch.Tensor:
+    """The loss in what a model returned: ``.loss``, the first of a tuple, or the tensor itself."""
+    loss = getattr(output, "loss", None)
+    if loss is None:
+        loss = output[0] if isinstance(output, (tuple, list)) else output
+    if not isinstance(loss, torch.Tensor):
+        raise TypeError(f"the model returned {type(output).__name__} without a loss")
+    return loss
+
+
+class StepClock:
+    """Marks between steps: device events on CUDA, so that timing adds no synchronisation; else the clock."""
+
+    def __init__(self, accelerator: str) -> None:
+        self._cuda = accelerator == "cuda"
+        self._marks: list[Any] = []
+
+    def mark(self) -> None:
+        if self._cuda:
+            event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            event.record()
+            self._marks.append(event)
+        else:
+            self._marks.append(time.perf_counter())
+
+    def seconds(self) -> list[float]:
+        """Between one mark and the next; synchronises the device first on CUDA."""
+        if self._cuda:
+            torch.cuda.synchronize()
+            return [a.elapsed_time(b) / 1000.0 for a, b in zip(self._marks, self._marks[1:], strict=False)]
+        return [b - a for a, b in zip(self._marks, self._marks[1:], strict=False)]
+
+
+def synchronize(accelerator: str) -> None:
+    if accelerator == "cuda":
+        torch.cuda.synchronize()
+
+
+@dataclass(slots=True)
+class Samples:
+    """Raw samples of one rank; seconds per optimizer step, mean loss per step."""
+
+    warmup_step_seconds: list[float] = field(default_factory=list)
+    step_seconds: list[float] = field(default_factory=list)
+    window_seconds: float = 0.0
+    losses: list[float | None] = field(default_factory=list)
+    skipped_steps: int = 0
+
+
+class Trainer:
+    """An engine, its data and its heartbeat; knows how to take one optimizer step."""
+
+    def __init__(self, engine: Any, batches: list[Batch], accelerator: str, beat: BeatWriter) -> None:
+        self.engine = engine
+        self.accelerator = accelerator
+        self.grad_accum = int(engine.gradient_accumulation_steps())
+        self._batches: Iterator[Batch] = cycle(batches)
+        self._beat = beat
+        self._losses: list[list[torch.Tensor]] = []
+        self._done = 0
+
+    def step(self) -> None:
+        """One optimizer step: every micro-batch forward and backward, then the update."""
+        losses = []
+        for _ in range(self.grad_accum):
+            self._beat.beat("forward", self._done)
+            loss = loss_of(self.engine(**next(self._batches)))
+            self._beat.beat("backward")
+            self.engine.backward(loss)
+            self._beat.beat("step")
+            self.engine.step()
+            losses.append(loss.detach())
+        self._losses.append(losses)
+        self._done += 1
+
+    @property
+    def skipped(self) -> int:
+        return int(getattr(self.engine, "skipped_steps", 0))
+
+    def losses(self) -> list[float | None]:
+        """Mean over the micro-batches of each step so far; None where not finite."""
+        means = [float(torch.stack([loss.float() for loss in step]).mean()) for step in self._losses]
+        return [mean if math.isfinite(mean) else None for mean in means]
+
+    def timed(self, steps: int) -> list[float]:
+        """Seconds of each of ``steps`` steps."""
+        clock = StepClock(self.accelerator)
+        clock.mark()
+        before = time.perf_counter()
+        for _ in range(steps):
+            self.step()
+            clock.mark()
+            now = time.perf_counter()
+            self._beat.beat("step", self._done, now - before)
+            before = now
+        return clock.seconds()
+
+
+def warm_up(trainer: Trainer, steps: int) -> list[float]:
+    """``steps`` steps, then more while fp16's loss scale lets the optimizer skip every one of them."""
+    seconds = trainer.timed(steps) if steps else []
+    for _ in range(_MAX_EXTRA_WARMUP):
+        if trainer.skipped < len(seconds) or trainer.skipped == 0:
+            break
+        seconds += trainer.timed(1)
+    return seconds
+
+
+def measure(trainer: Trainer, steps: int, barrier: Callable[[], None], samples: Samples) -> None:
+    """The measured window: ranks start together; synchronised before its first and after its last step."""
+    skipped_before = trainer.skipped
+    barrier()
+    synchronize(trainer.accelerator)
+    start = time.perf_counter()
+    samples.step_seconds = trainer.timed(steps)
+    synchronize(trainer.accelerator)
+    samples.window_seconds = time.perf_counter() - start
+    samples.skipped_steps = trainer.skipped - skipped_before
+    samples.losses = trainer.losses()
+
+
+def phase_seconds(trainer: Trainer, steps: int = 2) -> dict[str, float]:
+    """Mean seconds per optimizer step in forward, backward and step, synchronised around each.
+
+    Slower than the measured steps, since nothing overlaps; never part of the headline numbers.
+    """
+    totals = {"forward": 0.0, "backward": 0.0, "step": 0.0}
+    for _ in range(steps):
+        for _ in range(trainer.grad_accum):
+            micro_step(trainer, lambda name, seconds: totals.__setitem__(name, totals[name] + seconds))
+    return {name: total / steps for name, total in totals.items()}
+
+
+def micro_step(trainer: Trainer, report: Callable[[str, float], None]) -> None:
+    """One micro-batch with the device synchronised around forward, backward and step."""
+    engine, batch = trainer.engine, next(trainer._batches)
+    loss: list[torch.Tensor] = []
+    parts: dict[str, Callable[[], Any]] = {
+        "forward": lambda: loss.append(loss_of(engine(**batch))),
+        "backward": lambda: engine.backward(loss[0]),
+        "step": engine.step,
+    }
+    for name, part in parts.items():
+        synchronize(trainer.accelerator)
+        start = time.perf_counter()
+        part()
+        synchronize(trainer.accelerator)
+        report(name, time.perf_counter() - start)

@@ -1,0 +1,23 @@
+#!/usr/bin/env python3
+"""Compares offload strategies on one model: ``python offload_comparison.py --help``."""
+
+import sys
+from typing import Any
+
+from ds_bench import cli, dsconfig
+from ds_bench.spec import Strategy
+
+
+def create_deepspeed_config(strategy: Strategy, batch_size: int, grad_accum: int = 1) -> dict[str, Any]:
+    """The DeepSpeed configuration of one offload strategy, for one GPU. Edit it here: every trial uses what it returns.
+
+    ``strategy.name`` is none, cpu_optimizer, cpu_full or nvme; ``strategy.stage`` its ZeRO stage.
+    World size, precision, the NVMe folder and its buffers are filled in afterwards where left open.
+    """
+    config = dsconfig.base_config(strategy, batch_size, grad_accum)
+    # For example: config["zero_optimization"]["offload_optimizer"]["pin_memory"] = False
+    return config  # noqa: RET504
+
+
+if __name__ == "__main__":
+    sys.exit(cli.main("offload", create_deepspeed_config))

@@ -1,0 +1,26 @@
+#!/usr/bin/env python3
+"""Compares ZeRO stages 0 to 3 on one model: ``python zero_stage_comparison.py --help``."""
+
+import sys
+from typing import Any
+
+from ds_bench import cli, dsconfig, strategies
+from ds_bench.spec import Strategy
+
+
+def create_deepspeed_config(stage: int, batch_size: int, grad_accum: int = 1) -> dict[str, Any]:
+    """The DeepSpeed configuration of one stage, for one GPU. Edit it here: every trial uses what it returns.
+
+    World size and precision are filled in afterwards where this leaves them open.
+    """
+    config = dsconfig.base_config(strategies.ZERO_STAGES[stage], batch_size, grad_accum)
+    # For example: config["zero_optimization"]["reduce_bucket_size"] = 50_000_000
+    return config  # noqa: RET504
+
+
+def _by_strategy(strategy: Strategy, batch_size: int, grad_accum: int) -> dict[str, Any]:
+    return create_deepspeed_config(strategy.stage, batch_size, grad_accum)
+
+
+if __name__ == "__main__":
+    sys.exit(cli.main("zero", _by_strategy))
