@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from . import flops
+from .dsconfig import uses_nvme
 from .models import ModelFacts
 from .record import RankMeasurement, TrialRecord
 from .spec import Workload
@@ -62,9 +63,14 @@ class Summary:
 
     @property
     def gpu_fraction(self) -> float | None:
-        """Peak reserved memory as a fraction of the card: what is nearest to running out."""
-        used = self.gpu_peak_reserved_bytes or self.gpu_peak_bytes
-        return used / self.gpu_total_bytes if used is not None and self.gpu_total_bytes else None
+        """Peak reserved memory as a fraction of the card, real or emulated, on the rank nearest to running out."""
+        limit = self.record.trial.placement.gpu_memory_limit_bytes
+        fractions = []
+        for rank in self.record.ranks:
+            used = rank.gpu_peak_reserved_bytes or rank.gpu_peak_bytes
+            if used is not None and rank.gpu_total_bytes:
+                fractions.append(used / min(rank.gpu_total_bytes, limit or rank.gpu_total_bytes))
+        return max(fractions, default=None)
 
 
 def summarise(record: TrialRecord, facts: ModelFacts | None, peak_flops: float | None) -> Summary:
@@ -151,7 +157,9 @@ def _per_step(ranks: Sequence[RankMeasurement], name: str) -> float | None:
 def _mean_losses(ranks: Sequence[RankMeasurement]) -> tuple[float | None, ...]:
     """Per step the mean over ranks; None where any rank's is not finite."""
     steps = zip(*(rank.losses for rank in ranks), strict=False)
-    return tuple(None if None in step else statistics.fmean(filter(None.__ne__, step)) for step in steps)
+    return tuple(
+        None if None in step else statistics.fmean(loss for loss in step if loss is not None) for step in steps
+    )
 
 
 def _own_caveats(record: TrialRecord, slowest: RankMeasurement, mfu: float | None) -> list[str]:
@@ -202,7 +210,7 @@ def _batch(workload: Workload, rank: RankMeasurement) -> str | None:
 
 
 def _swapped_nothing(record: TrialRecord) -> str | None:
-    if not record.trial.strategy.uses_nvme:
+    if not uses_nvme(record.trial.ds_config):
         return None
     stored = sum(_known(record.ranks, "nvme_stored_bytes"))
     moved = sum(_known(record.ranks, "nvme_read_bytes")) + sum(_known(record.ranks, "nvme_written_bytes"))
@@ -217,7 +225,9 @@ def _swapped_nothing(record: TrialRecord) -> str | None:
 
 
 def _skipped(rank: RankMeasurement) -> str | None:
-    return f"{rank.skipped_steps} measured steps were skipped by fp16 loss scaling" if rank.skipped_steps else None
+    if not rank.skipped_steps:
+        return None
+    return f"{rank.skipped_steps} measured steps were skipped by the optimizer (overflow or NaN in gradients)"
 
 
 def _lost(record: TrialRecord) -> str | None:
@@ -268,8 +278,9 @@ def _has_stage0_quirk(summary: Summary) -> bool:
 
 
 def _loss_difference(a: Summary, b: Summary) -> float | None:
-    """Largest relative difference in the first steps; None where batches differ, so losses do not compare."""
-    same = (a.micro_batch_size, a.grad_accum, a.data_parallel_size) == (
+    """Largest relative difference in the first steps; None where the workload or the batch differs."""
+    same = (a.record.trial.workload, a.micro_batch_size, a.grad_accum, a.data_parallel_size) == (
+        b.record.trial.workload,
         b.micro_batch_size,
         b.grad_accum,
         b.data_parallel_size,

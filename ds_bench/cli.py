@@ -22,13 +22,13 @@ def main(
     prog = Path(sys.argv[0]).name
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        options = _with_resumed_flags(family, prog, given)
+        options, kept = _with_resumed_flags(family, prog, given)
         if _not_rank_zero(os.environ):
             return 0
         _forget_launcher(os.environ)
         from .comparison import run_comparison
 
-        return run_comparison(options, make_config, given)
+        return run_comparison(options, make_config, kept)
     except DsBenchError as error:
         print(f"{prog}: {error}", file=sys.stderr)
         return error.exit_code
@@ -37,18 +37,18 @@ def main(
         return 0
 
 
-def _with_resumed_flags(family: Family, prog: str, given: list[str]) -> Options:
-    """With ``--resume`` the earlier run's flags come first, and those given now override them."""
+def _with_resumed_flags(family: Family, prog: str, given: list[str]) -> tuple[Options, list[str]]:
+    """The options, and the flags the run is kept with: on ``--resume`` those it began with, overridden for now."""
     options = parse(family, prog, given)
     if options.resume is None:
-        return options
+        return options, given
     from .store import RunStore
 
     earlier = RunStore.open(options.resume).load_run()
     if earlier.get("family") != family:
         raise UsageError(f"--resume {options.resume} is of the other script", remedy="use the script that started it")
     flags = [str(flag) for flag in earlier.get("arguments", [])]
-    return parse(family, prog, [*flags, *given])
+    return parse(family, prog, [*flags, *given]), flags
 
 
 def _not_rank_zero(environ: os._Environ[str]) -> bool:
@@ -57,7 +57,9 @@ def _not_rank_zero(environ: os._Environ[str]) -> bool:
 
 
 def _forget_launcher(environ: os._Environ[str]) -> None:
-    """What a launcher around us set would mislead the launches of ours; WORLD_SIZE stays as the number of ranks."""
+    """What a launcher around us set would mislead ours; its WORLD_SIZE stays, as the number of ranks asked for."""
+    if "RANK" not in environ and "LOCAL_RANK" not in environ:
+        environ.pop("WORLD_SIZE", None)
     for name in (
         "RANK",
         "LOCAL_RANK",

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from . import __version__, analysis, environment, flops, gpus, ops, placement, plan, preflight, runner, tables
+from . import __version__, analysis, dsconfig, environment, flops, gpus, ops, placement, plan, preflight, runner, tables
 from .errors import UsageError
 from .flags import Options
 from .launch import Launcher, Limits
@@ -34,6 +34,9 @@ class Situation:
     place: Placement
     drafts: Sequence[plan.Draft]
     variables: dict[str, str]
+    """Of every process of every trial."""
+    caveats: dict[str, str]
+    """By strategy, known before it runs."""
 
 
 def run_comparison(options: Options, make_config: plan.MakeConfig, arguments: Sequence[str]) -> int:
@@ -65,14 +68,19 @@ def look_around(options: Options, make_config: plan.MakeConfig) -> Situation:
     )
     plan.seq_length(options, choice)
     variables = preflight.rank_environment(place, os.environ, choice.model_type)
-    return Situation(options=options, choice=choice, place=place, drafts=drafts, variables=variables)
+    if choice.source == "hub":  # looked up and cached just now: ranks need not ask again
+        variables["HF_HUB_OFFLINE"] = "1"
+    caveats = _check_nvme(options, drafts, choice)
+    return Situation(options=options, choice=choice, place=place, drafts=drafts, variables=variables, caveats=caveats)
 
 
 def dry_run(situation: Situation) -> int:
     """Prints each trial's configuration and command."""
     import json
 
-    trials = plan.make_trials(situation.options, situation.choice, situation.place, situation.drafts, {}, {})
+    trials = plan.make_trials(
+        situation.options, situation.choice, situation.place, situation.drafts, {}, situation.caveats
+    )
     for trial in trials:
         command = launch_command(trial.placement, Path("TRIAL_FOLDER"))
         print(f"# {trial.trial_id}: {trial.strategy.label}")
@@ -87,9 +95,8 @@ def _compare(situation: Situation, store: RunStore, arguments: Sequence[str]) ->
     options, place = situation.options, situation.place
     facts = environment.capture()
     say = _quiet if options.quiet else lambda text: print(text, file=sys.stderr, flush=True)
-    caveats = _check_nvme(situation)
     states = preflight.build_ops(place, situation.drafts, situation.variables, say)
-    trials = plan.make_trials(options, situation.choice, place, situation.drafts, states, caveats)
+    trials = plan.make_trials(options, situation.choice, place, situation.drafts, states, situation.caveats)
     ready = ",".join(op for op, state in states.items() if state.ready)
     situation = replace(situation, variables={**situation.variables, "DS_BENCH_PRELOAD_OPS": ready})
     launcher, why_cold = choose_launcher(situation, trials, say)
@@ -112,15 +119,14 @@ def _quiet(_text: str) -> None:
     return None
 
 
-def _check_nvme(situation: Situation) -> dict[str, str]:
+def _check_nvme(options: Options, drafts: Sequence[plan.Draft], choice: ModelChoice) -> dict[str, str]:
     """Caveats by strategy; raises where the path cannot be used."""
-    path = situation.options.nvme_path
-    users = [draft.strategy.name for draft in situation.drafts if draft.strategy.uses_nvme]
-    if path is None or not users:
+    users = [draft.strategy.name for draft in drafts if dsconfig.uses_nvme(draft.config)]
+    if options.nvme_path is None or not users:
         return {}
-    if situation.options.family == "offload" and "nvme" not in situation.options.strategies:
+    caveat = preflight.check_nvme_path(options.nvme_path, choice)
+    if options.family == "offload" and "nvme" not in options.strategies:
         print("note: --nvme-path is given, so the nvme strategy is added", file=sys.stderr)
-    caveat = preflight.check_nvme_path(path, situation.choice)
     return {} if caveat is None else dict.fromkeys(users, caveat)
 
 

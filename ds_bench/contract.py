@@ -65,7 +65,7 @@ class Assignment:
 
     @classmethod
     def load(cls, folder: Path) -> Assignment:
-        data = json.loads((folder / TRIAL_FILE).read_text())
+        data = json.loads((folder / TRIAL_FILE).read_text(encoding="utf-8"))
         data["trial"] = Trial.from_dict(data["trial"])
         return cls(**data)
 

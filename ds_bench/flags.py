@@ -8,68 +8,15 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, NoReturn
 
 from .dsconfig import OPTIMIZERS
 from .errors import UsageError
+from .options import Family, Options
 from .strategies import OFFLOAD_NAMES
-from .units import from_gb
 
-Family = Literal["zero", "offload"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
-    """What the user asked for; field names are those of the flags."""
-
-    family: Family
-    model: str
-    batch_size: int
-    seq_length: int | None
-    """None: 512, or the model's positions where it has fewer."""
-    num_steps: int
-    warmup_steps: int
-    output_dir: Path
-    grad_accum: int
-    stages: tuple[int, ...]
-    strategies: tuple[str, ...]
-    stage: int
-    nvme_path: Path | None
-    num_gpus: int | None
-    accelerator: str
-    precision: str
-    launcher: str
-    hostfile: Path | None
-    repeats: int
-    seed: int
-    timeout: float
-    stall_timeout: float
-    activation_checkpointing: bool
-    optimizer: str | None
-    ds_config: Path | None
-    set: tuple[str, ...]
-    model_factory: str | None
-    trust_remote_code: bool
-    cpu_memory_limit: float | None
-    gpu_memory_limit: float | None
-    peak_tflops: float | None
-    resume: Path | None
-    retry: tuple[str, ...]
-    dry_run: bool
-    format: str
-    quiet: bool
-    verbose: bool
-    strict: bool
-
-    @property
-    def cpu_memory_limit_bytes(self) -> int | None:
-        return None if self.cpu_memory_limit is None else from_gb(self.cpu_memory_limit)
-
-    @property
-    def gpu_memory_limit_bytes(self) -> int | None:
-        return None if self.gpu_memory_limit is None else from_gb(self.gpu_memory_limit)
+__all__ = ["Family", "Options", "build_parser", "parse", "to_options"]
 
 
 def _whole(minimum: int) -> Callable[[str], int]:
@@ -299,8 +246,9 @@ def to_options(family: Family, values: argparse.Namespace) -> Options:
     given: dict[str, Any] = vars(values).copy()
     given.pop("local_rank")
     given["retry"] = tuple(name.strip() for name in given["retry"].split(",") if name.strip())
-    for name in ("stages", "strategies", "set"):
+    for name in ("stages", "strategies"):
         given[name] = tuple(dict.fromkeys(given.get(name, ())))
+    given["set"] = tuple(given["set"])  # in order, repeated or not: the last one decides
     given.setdefault("stage", 3)
     if given["model_factory"] is not None:
         given["model"] = given["model_factory"]

@@ -104,6 +104,11 @@ def cgroup_oom_kill_count(root: Path = ROOT) -> int | None:
     return next((count for count in counts if count is not None), None)
 
 
+def host_oom_kill_count(root: Path = ROOT) -> int | None:
+    """How many processes the kernel of this host has killed for memory since it started (/proc/vmstat, oom_kill)."""
+    return _table(root / "proc/vmstat").get("oom_kill")
+
+
 def cgroup_cpu_cores(root: Path = ROOT) -> float | None:
     """Cores' worth of time the tightest CPU quota grants; ``None`` without one. Says nothing of affinity."""
     _, groups = _groups(root, "cpu")

@@ -29,7 +29,7 @@ class ModelChoice:
     source: ModelSource
     model_type: str | None = None
     config: Mapping[str, Any]
-    """Arguments for ``AutoConfig.for_model``; empty where the model is read from its source."""
+    """A preset's arguments for ``AutoConfig.for_model``; a local model's ``path``; else empty."""
     facts: models.ModelFacts | None = None
     """Counted sizes; None for a factory and for architectures without arithmetic."""
     largest_parameter: int | None = None
@@ -63,10 +63,10 @@ def _look_up(name: str, trust_remote_code: bool, environment: Mapping[str, str])
         where = "cannot be read" if local else "is no preset, no local folder, and the Hub did not give it"
         raise UsageError(f"--model {name} {where}: {answer['error']}", remedy=hint)
     return ModelChoice(
-        name=str(Path(name).resolve()) if local else name,
+        name=name,
         source="local" if local else "hub",
         model_type=answer["model_type"],
-        config={},
+        config={"path": str(Path(name).resolve())} if local else {},
         facts=_facts(name, answer),
         largest_parameter=answer["largest_parameter"],
         max_positions=answer["max_positions"],

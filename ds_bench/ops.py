@@ -56,7 +56,7 @@ class OpState:
 
 def needed_ops(accelerator: Accelerator, configs: Iterable[Mapping[str, object]]) -> list[str]:
     """The ops that trials with these DeepSpeed configurations load, in build order."""
-    from .dsconfig import offload_device
+    from .dsconfig import offload_device, uses_nvme
 
     needed = [SHARED_MEMORY] if accelerator == "cpu" else []
     for config in configs:
@@ -64,7 +64,7 @@ def needed_ops(accelerator: Accelerator, configs: Iterable[Mapping[str, object]]
         kind = str(optimizer.get("type", "")).lower() if isinstance(optimizer, Mapping) else ""
         if offload_device(config, "offload_optimizer") and kind in _OPTIMIZER_OPS:
             needed.append(_OPTIMIZER_OPS[kind])
-        if "nvme" in (offload_device(config, "offload_optimizer"), offload_device(config, "offload_param")):
+        if uses_nvme(config):
             needed.append(ASYNC_IO)
     return list(dict.fromkeys(needed))
 
@@ -161,6 +161,7 @@ def _only_builder(folder: Path, say: Callable[[str], None]) -> Iterator[None]:
 
 def _build(name: str, folder: Path, environment: Mapping[str, str], timeout_seconds: float) -> OpState:
     log = folder / f"{name}.log"
+    processes.adopt_orphans()  # a compiler whose builder has died is still found below this process
     earlier = processes.descendants()
     start = time.monotonic()
     with log.open("wb") as errors:
@@ -181,14 +182,16 @@ def _build(name: str, folder: Path, environment: Mapping[str, str], timeout_seco
         finally:
             processes.end_tree(child.pid, earlier=earlier, grace_seconds=2.0)
             child.wait()
+            if child.stdout is not None:
+                child.stdout.close()
     return _read_answer(name, output, log, child.returncode)
 
 
 def _read_answer(name: str, output: bytes, log: Path, code: int) -> OpState:
     try:
         answer = json.loads(output.splitlines()[-1])
-    except (ValueError, IndexError):
+        ready, seconds = answer["state"] == "ready", float(answer["seconds"])
+        reason = "" if ready else f"{answer['reason']}; log {log}"
+    except (ValueError, IndexError, KeyError, TypeError):
         return OpState(op=name, ready=False, reason=f"the build ended with code {code}; log {log}")
-    ready = answer["state"] == "ready"
-    reason = "" if ready else f"{answer['reason']}; log {log}"
-    return OpState(op=name, ready=ready, reason=reason, seconds=answer["seconds"])
+    return OpState(op=name, ready=ready, reason=reason, seconds=seconds)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from . import environment, gpus
 from .errors import UsageError
-from .flags import Options
+from .options import Options
 from .spec import Accelerator, LauncherName, Placement, Precision
 
 _AMPERE = (8, 0)
@@ -18,6 +18,8 @@ def decide(options: Options, environ: Mapping[str, str], query: gpus.GpuQuery) -
     """The placement that the flags and this machine give. Raises UsageError where they disagree."""
     visible = gpus.select_visible(environ, query.read().gpus)
     accelerator = _accelerator(options.accelerator, len(visible))
+    if accelerator == "cpu" and options.gpu_memory_limit is not None:
+        raise UsageError("--gpu-memory-limit, but no GPU is used", remedy="use --cpu-memory-limit on a CPU")
     return Placement(
         accelerator=accelerator,
         num_gpus=_ranks(options, environ, accelerator, len(visible)),
@@ -53,7 +55,7 @@ def _ranks(options: Options, environ: Mapping[str, str], accelerator: Accelerato
             )
         return slots
     started = environ.get("WORLD_SIZE", "")
-    asked = options.num_gpus or (int(started) if started.isdigit() and int(started) > 0 else None)
+    asked = options.num_gpus or (int(started) if started.isdecimal() and int(started) > 0 else None)
     if accelerator == "cpu":
         return asked or 1
     if asked is not None and asked > visible:
@@ -97,7 +99,7 @@ def choose_precision(asked: str, placement: Placement) -> Precision:
 def read_hostfile(path: Path) -> dict[str, int]:
     """Host → slots (launcher/runner.py: ``host slots=N``, # comments). Raises UsageError naming the line."""
     try:
-        lines = path.read_text().splitlines()
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError as error:
         raise UsageError(f"--hostfile {path}: {error.strerror}", remedy="give a readable file") from None
     hosts: dict[str, int] = {}
@@ -105,8 +107,8 @@ def read_hostfile(path: Path) -> dict[str, int]:
         words = line.partition("#")[0].split()
         if not words:
             continue
-        name, slots = words[0], words[1].removeprefix("slots=") if len(words) == 2 else ""
-        if not slots.isdigit() or int(slots) < 1 or name in hosts:
+        name, (key, _, slots) = words[0], (words[1] if len(words) == 2 else "").partition("=")
+        if key != "slots" or not slots.isdecimal() or int(slots) < 1 or name in hosts:
             raise UsageError(
                 f"--hostfile {path}, line {number}: {line.strip()!r}", remedy="write: host slots=N, each host once"
             )

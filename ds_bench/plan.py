@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from . import dsconfig, ops, strategies
+from . import dsconfig, dskeys, noops, ops, strategies
 from .errors import UsageError
-from .flags import Options
 from .modelsource import ModelChoice
+from .options import Options
 from .placement import choose_precision
 from .spec import Placement, Strategy, Trial, Workload
 
@@ -75,9 +75,7 @@ def asked_strategies(options: Options) -> list[Strategy]:
 
 def drafts(options: Options, make_config: MakeConfig) -> list[Draft]:
     """Every strategy with its configuration: made by the user's function, then overlaid by flags."""
-    changes = _overlay_file(options.ds_config)
-    for text in options.set:
-        changes = dsconfig.overlay(changes, dsconfig.parse_set(text))
+    layers = [_overlay_file(options.ds_config), *map(dsconfig.parse_set, options.set)]
     result = []
     for strategy in asked_strategies(options):
         config = make_config(strategy, options.batch_size, options.grad_accum)
@@ -85,18 +83,34 @@ def drafts(options: Options, make_config: MakeConfig) -> list[Draft]:
             raise UsageError(f"create_deepspeed_config returned {type(config).__name__}", remedy="return a dict")
         if options.optimizer is not None:
             config = dsconfig.with_optimizer(config, options.optimizer)
-        config = dsconfig.overlay(config, _with_total(config, changes))
-        dsconfig.check_keys(config)
+        config = _plain(_overlaid(config, layers))
+        dskeys.check_keys(config)
         result.append(Draft(strategy=strategy, config=config))
     return result
 
 
-def _with_total(config: Mapping[str, Any], changes: Mapping[str, Any]) -> Mapping[str, Any]:
-    """An overlay that changes the batch drops the generated total, which is then made anew."""
-    batch_keys = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-    if "train_batch_size" in changes or not any(key in changes for key in batch_keys):
-        return changes
-    return {**changes, "train_batch_size": None} if "train_batch_size" in config else changes
+def _overlaid(config: Mapping[str, Any], layers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """``config`` with each layer over it; a change of the batch drops the generated total, which is then made anew."""
+    result = dict(config)
+    changed = {key for layer in layers for key in layer}
+    if changed & {"train_micro_batch_size_per_gpu", "gradient_accumulation_steps"} and (
+        "train_batch_size" not in changed
+    ):
+        result.pop("train_batch_size", None)
+    for layer in layers:
+        result = dsconfig.overlay(result, layer)
+    return result
+
+
+def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The same in JSON's own types. Raises UsageError where it holds anything else (NaN, a torch.dtype)."""
+    try:
+        return dict(json.loads(json.dumps(config, allow_nan=False)))
+    except (TypeError, ValueError) as error:
+        raise UsageError(
+            f"the DeepSpeed config cannot be written as JSON: {error}",
+            remedy="keep to text, finite numbers, true, false, lists and objects",
+        ) from None
 
 
 def _overlay_file(path: Path | None) -> dict[str, Any]:
@@ -155,11 +169,18 @@ def make_trials(
                     workload=asked,
                     placement=placement,
                     ds_config=config,
-                    unsupported=dsconfig.refusal(config, placement) or _missing_op(config, placement, op_states),
-                    caveats=tuple(_known(draft.strategy, config, fused, caveats)),
+                    unsupported=_refusal(config, placement, op_states),
+                    caveats=(
+                        *_known(draft.strategy, asked, config, fused, caveats),
+                        *noops.inactive(config, asked, placement),
+                    ),
                 )
             )
     return made
+
+
+def _refusal(config: Mapping[str, Any], placement: Placement, states: Mapping[str, ops.OpState]) -> str | None:
+    return dsconfig.refusal(config, placement) or noops.refusal(config) or _missing_op(config, placement, states)
 
 
 def _missing_op(config: Mapping[str, Any], placement: Placement, states: Mapping[str, ops.OpState]) -> str | None:
@@ -172,15 +193,33 @@ def _missing_op(config: Mapping[str, Any], placement: Placement, states: Mapping
 
 
 def _known(
-    strategy: Strategy, config: Mapping[str, Any], fused: ops.OpState | None, caveats: Mapping[str, str]
+    strategy: Strategy,
+    asked: Workload,
+    config: Mapping[str, Any],
+    fused: ops.OpState | None,
+    caveats: Mapping[str, str],
 ) -> list[str]:
-    known = []
+    known = _departures(strategy, asked, config)
     if strategy.name in caveats:
         known.append(caveats[strategy.name])
     if fused is not None and not fused.ready and not dsconfig.offload_device(config, "offload_optimizer"):
         known.append(f"torch's AdamW instead of DeepSpeed's FusedAdam, which does not build here: {fused.reason}")
-    if config.get("comms_logger") is not None:
-        known.append("comms_logger is in the config: its presence makes every collective synchronous")
-    if config.get("wall_clock_breakdown"):
-        known.append("wall_clock_breakdown is on: it synchronises the device in every micro-step")
     return known
+
+
+def _departures(strategy: Strategy, asked: Workload, config: Mapping[str, Any]) -> list[str]:
+    """Where an edit of the configuration made something else of the row than its columns say."""
+    zero = config.get("zero_optimization", {})
+    precision = next((name for name in ("bf16", "fp16") if config.get(name, {}).get("enabled")), "fp32")
+    device = dsconfig.offload_device
+    pairs = [
+        ("ZeRO stage", zero.get("stage", 0), strategy.stage),
+        ("optimizer offload", device(config, "offload_optimizer") or "none", strategy.offload_optimizer),
+        ("parameter offload", device(config, "offload_param") or "none", strategy.offload_param),
+        ("precision", asked.precision if "torch_autocast" in config else precision, asked.precision),
+    ]
+    return [
+        f"ran {what} {used}, as the DeepSpeed config says, not this row's {named}"
+        for what, used, named in pairs
+        if used != named
+    ]

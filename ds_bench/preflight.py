@@ -55,8 +55,8 @@ def _check_space(path: Path, choice: ModelChoice) -> None:
 
 
 def swap_bytes(choice: ModelChoice) -> int:
-    """Bytes on disk while training: fp32 weight and two Adam moments (12) and the 16-bit parameter (2) each."""
-    return 14 * choice.facts.parameters if choice.facts is not None else 0
+    """Bytes on disk while training: fp32 weight, gradient and two moments (16) and 16-bit weight (2) per parameter."""
+    return 18 * choice.facts.parameters if choice.facts is not None else 0
 
 
 def file_system(path: Path) -> str | None:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from .analysis import Summary, compare_losses
+from .dsconfig import uses_nvme
 from .record import SUCCESS
 from .units import to_gb, to_ms
 
@@ -41,7 +42,7 @@ def _ledger_columns() -> list[Column]:
         def value(summary: Summary) -> float | None:
             if tier == "gpu" and summary.record.trial.placement.accelerator == "cpu":
                 return None
-            if tier == "nvme" and not summary.record.trial.strategy.uses_nvme:
+            if tier == "nvme" and not uses_nvme(summary.record.trial.ds_config):
                 return None
             return _ledger_gb(summary, tier, category)
 

@@ -37,7 +37,7 @@ class Workload:
     model_type: str | None = None
     """Transformers' architecture name (``gpt2``); None for a factory."""
     model_config: Mapping[str, Any] = field(default_factory=dict)
-    """Architecture facts given to ``AutoConfig.for_model``; empty for a factory."""
+    """A preset's arguments for ``AutoConfig.for_model``; a local model's ``path``; else empty."""
     batch_size: int = 4
     """Micro-batch: sequences per GPU in one forward pass."""
     seq_length: int = 512

@@ -13,10 +13,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import io
 import json
 import math
+import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,7 +32,7 @@ from .record import SCHEMA_VERSION, TrialRecord
 
 RUN_FILE = "run.json"
 RECORDS_FILE = "records.jsonl"
-_FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r")
+_FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\n")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,10 +97,12 @@ class RunStore:
     def load_run(self) -> dict[str, Any]:
         """run.json. Raises UsageError where it is damaged or of a newer version."""
         try:
-            data = json.loads((self.folder / RUN_FILE).read_text())
+            data = json.loads((self.folder / RUN_FILE).read_text(encoding="utf-8"))
             version = data["schema_version"]
         except (OSError, ValueError, KeyError, TypeError):
             raise UsageError(f"{self.folder / RUN_FILE} is damaged", remedy="start a new run") from None
+        if not isinstance(version, int):
+            raise UsageError(f"{self.folder / RUN_FILE} is damaged", remedy="start a new run")
         if version > SCHEMA_VERSION:
             raise UsageError(f"{self.folder} was written by a newer version", remedy="upgrade ds_bench")
         return dict(data)
@@ -115,12 +119,14 @@ class RunStore:
 
     def append(self, record: TrialRecord) -> None:
         """Adds a finished trial, on disk when this returns."""
-        append_line(self.folder / RECORDS_FILE, record.to_dict())
+        path = self.folder / RECORDS_FILE
+        _close_torn_line(path)
+        append_line(path, record.to_dict())
 
     def records(self) -> list[TrialRecord]:
         """All finished trials in order; a line torn by a crash is left out."""
         try:
-            lines = (self.folder / RECORDS_FILE).read_text(encoding="utf-8").splitlines()
+            lines = (self.folder / RECORDS_FILE).read_bytes().split(b"\n")
         except OSError:
             return []
         records = []
@@ -136,6 +142,15 @@ class RunStore:
         finite = [{name: _finite(value) for name, value in row.items()} for row in rows]
         write_json(self.json_path, finite)
         write_text(self.csv_path, csv_text(finite))
+
+
+def _close_torn_line(path: Path) -> None:
+    """Ends a last line that a crash tore, so that the next record does not share its fate."""
+    with contextlib.suppress(FileNotFoundError), path.open("rb+") as file:
+        end = file.seek(0, os.SEEK_END)
+        file.seek(max(0, end - 1))
+        if file.read(1) not in (b"", b"\n"):
+            file.write(b"\n")
 
 
 def _finite(value: Any) -> Any:
@@ -154,6 +169,7 @@ def csv_text(rows: Iterable[Mapping[str, Any]]) -> str:
 
 
 def _cell(value: Any) -> Any:
-    if isinstance(value, str) and value.startswith(_FORMULA_STARTS):
-        return "'" + value
+    if isinstance(value, str):
+        value = value.replace("\r\n", "\n").replace("\r", "\n")  # which Python before 3.13 leaves unquoted
+        return "'" + value if value.startswith(_FORMULA_STARTS) else value
     return "" if value is None else value

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import IO, Any
 
 from . import units
@@ -28,20 +28,33 @@ HEADINGS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """One strategy in the table, its repeats taken together."""
+    """One configuration in the table, its repeats taken together."""
 
     cells: tuple[str, ...]
     success: bool
 
 
 def lines(summaries: Sequence[Summary], notes: Sequence[str]) -> list[Line]:
-    """One line per strategy in order of appearance. ``notes``: all caveats; their numbers go in the last column."""
+    """One line per configuration, its repeats together, in order of appearance.
+
+    ``notes``: all caveats; their numbers go in the last column.
+    """
     groups: dict[str, list[Summary]] = {}
     for summary in summaries:
-        groups.setdefault(summary.record.trial.strategy.name, []).append(summary)
+        groups.setdefault(replace(summary.record.trial, repeat=0).key, []).append(summary)
     first = next(iter(groups.values()), [])
     baseline = _median(first, "tokens_per_second")
-    return [_line(group, baseline, notes) for group in groups.values()]
+    return [_line(group, baseline if _alike(group, first) else None, notes) for group in groups.values()]
+
+
+def _alike(group: Sequence[Summary], first: Sequence[Summary]) -> bool:
+    """Whether a ratio of the two means anything: a resumed run may hold rows of another workload."""
+    a, b = group[0].record, first[0].record
+    return (a.trial.workload, a.trial.placement, a.method_version) == (
+        b.trial.workload,
+        b.trial.placement,
+        b.method_version,
+    )
 
 
 def _line(group: Sequence[Summary], baseline: float | None, notes: Sequence[str]) -> Line:
@@ -160,7 +173,8 @@ def markdown(title: str, summaries: Sequence[Summary], run_notes: Sequence[str])
 
 
 def _escape(text: str) -> str:
-    return text.replace("|", "\\|").replace("<", "&lt;").replace("\n", " ")
+    text = " ".join(text.splitlines()).replace("\\", "\\\\")
+    return text.replace("|", "\\|").replace("<", "&lt;")
 
 
 def as_json(rows: Sequence[dict[str, Any]]) -> str:

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from ..contract import LEADER_LOG
 from ..record import TrialRecord
 from ..spec import Placement, Trial
 from .processes import die_with_parent
@@ -39,25 +41,24 @@ class DeepSpeedLauncher:
             folder,
             listen,
             limits=self._limits,
-            environment={},
+            environment={name: value for name, value in self._environment.items() if name != "PYTHONPATH"},
             start=self._start,
             launch="deepspeed",
             meet_by_file=trial.placement.hostfile is None,
         )
 
     def _start(self, trial: Trial, folder: Path) -> _SpawnedLeader:
-        import os
-
         command = launch_command(trial.placement, folder, self._devices)
-        process = subprocess.Popen(
-            [sys.executable, "-m", "ds_bench.launch.leader", str(folder), json.dumps(command)],
-            env={**os.environ, **self._environment},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=(folder / "leader.log").open("ab"),
-            start_new_session=True,
-            preexec_fn=die_with_parent,
-        )
+        with (folder / LEADER_LOG).open("ab") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "ds_bench.launch.leader", str(folder), json.dumps(command)],
+                env={**os.environ, **self._environment},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                preexec_fn=die_with_parent,
+            )
         return _SpawnedLeader(process)
 
 

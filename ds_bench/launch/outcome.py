@@ -32,8 +32,10 @@ class Evidence:
     ending: Ending | None
     """None: interrupted by the user."""
     limits: Limits
-    host_ran_out: bool
-    """The cgroup's oom_kill count rose while the trial ran."""
+    host_ran_out: bool = False
+    """The kernel's count of processes killed for memory rose while the trial ran."""
+    disk_full: bool = False
+    """The file system of the swap folder had no room left when the trial ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,9 +58,10 @@ def conclude(evidence: Evidence) -> Findings:
     outcome = (
         _of_resources(failures, evidence)
         or _of_the_user(evidence)
-        or _of_signals(evidence)
+        or _of_the_disk(evidence)
+        or _of_signals(failures, evidence)
         or _of_the_clock(evidence)
-        or _of_exceptions(failures, evidence)
+        or _of_exceptions(failures, broken, evidence)
         or _of_missing_files(evidence, broken)
     )
     return Findings(outcome=outcome, failures=failures)
@@ -138,24 +141,44 @@ def _of_the_user(evidence: Evidence) -> Outcome | None:
     return _finish(evidence, record.INTERRUPTED, None, _last_phase(evidence, 0), "interrupted while it ran")
 
 
-def _of_signals(evidence: Evidence) -> Outcome | None:
-    """The first rank that a signal ended, other than those we sent when ending the trial."""
-    exits = [entry for entry in read_exits(evidence.folder) if (number := _signal_of(entry)) and number not in (15, 2)]
-    missing = [e for e in exits if e.rank is None or not rank_file(evidence.folder, e.rank).exists()]
-    if evidence.ending in ("timeout", "stalled") or not missing:
+def _of_the_disk(evidence: Evidence) -> Outcome | None:
+    """A full disk ends a rank by an assertion of DeepSpeed's I/O library, which names no cause."""
+    if not evidence.disk_full:
         return None
-    first = min(missing, key=lambda entry: entry.time)
+    ended = min(read_exits(evidence.folder), key=lambda entry: entry.time, default=None)
+    rank = ended.rank if ended is not None else None
+    return _finish(evidence, record.OOM_DISK, rank, _last_phase(evidence, rank), "no space left in the swap folder")
+
+
+def _of_signals(failures: tuple[RankFailure, ...], evidence: Evidence) -> Outcome | None:
+    """The first rank that a signal ended: not one we sent to end the trial, nor one that followed an exception."""
+    exits = _without_file(evidence)
+    signs = [failure.time for failure in failures] + [entry.time for entry in exits]
+    # After the first sign of failure the other ranks are given this long; only then do we send signals.
+    ours = min(signs, default=0.0) + evidence.limits.failure_grace_seconds
+    raised = min((failure.time for failure in failures if failure.kind != "peer_lost"), default=ours)
+    # A launcher ends a while after the rank whose signal it passes on.
+    ended = [e for e in exits if _signal_of(e) and e.time < (ours if e.rank is None else min(ours, raised))]
+    if evidence.ending in ("timeout", "stalled") or not ended:
+        return None
+    first = min(ended, key=lambda entry: entry.time)
     number = _signal_of(first)
     phase = _last_phase(evidence, first.rank)
     name = _signal_name(number)
     if number == signal.SIGKILL and evidence.host_ran_out:
-        text = "the kernel killed it for memory (the cgroup's oom_kill count rose)"
+        text = "the kernel killed it for memory (its oom_kill count rose)"
         return _finish(evidence, record.OOM_HOST, first.rank, phase, text)
     if number == signal.SIGKILL:
         return _finish(evidence, record.KILLED, first.rank, phase, f"killed by {name}, with no sign of lack of memory")
     if number in (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE):
         return _finish(evidence, record.CRASHED, first.rank, phase, f"crashed with {name}")
     return _finish(evidence, record.KILLED, first.rank, phase, f"killed by {name}")
+
+
+def _without_file(evidence: Evidence) -> list[RankExit]:
+    """Processes that ended and left no rank file; a launcher, which hides its ranks, is always among them."""
+    exits = read_exits(evidence.folder)
+    return [entry for entry in exits if entry.rank is None or not rank_file(evidence.folder, entry.rank).exists()]
 
 
 def _signal_of(entry: RankExit) -> int | None:
@@ -188,17 +211,16 @@ def _of_the_clock(evidence: Evidence) -> Outcome | None:
     return _finish(evidence, record.TIMEOUT, rank, _last_phase(evidence, rank), f"{text}; {stacks}")
 
 
-def _of_exceptions(failures: tuple[RankFailure, ...], evidence: Evidence) -> Outcome | None:
+def _of_exceptions(failures: tuple[RankFailure, ...], broken: Mapping[int, str], evidence: Evidence) -> Outcome | None:
     """The first exception; one that says a peer was lost only where nothing else is known."""
-    exits = {entry.rank for entry in read_exits(evidence.folder)}
-    reported = {failure.rank for failure in failures}
-    silent = {rank for rank in exits if rank is not None} - reported
+    silent = [entry for entry in _without_file(evidence) if entry.rank is not None]
     causes = [failure for failure in failures if failure.kind != "peer_lost"]
-    if not causes and silent:
+    if not causes and (silent or broken):
         return None
     for failure in causes or failures:
         text = f"{failure.error_class} in {failure.phase}: {failure.message}"
-        status = failure.error_class if failure.error_class.isidentifier() else record.CRASHED
+        own = failure.error_class.isidentifier() and failure.error_class not in record.STATUSES
+        status = failure.error_class if own else record.CRASHED
         return _finish(evidence, status, failure.rank, failure.phase, text)
     return None
 

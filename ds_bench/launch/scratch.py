@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import secrets
 import shutil
 import socket
+import tempfile
 from pathlib import Path
 
 from ..contract import Assignment
+from ..dsconfig import uses_nvme
 from ..spec import Trial
 from .processes import alive
 
@@ -26,10 +29,22 @@ def swap_folder(trial: Trial, scratch_id: str) -> str | None:
 
     The name carries host and process, so that a later run can tell that its owner is gone.
     """
-    if trial.placement.nvme_path is None or not trial.strategy.uses_nvme:
+    if trial.placement.nvme_path is None or not uses_nvme(trial.ds_config):
         return None
     name = f"{_SWAP_PREFIX}.{socket.gethostname()}.{os.getpid()}.{scratch_id}"
     return str(Path(trial.placement.nvme_path).resolve() / name)
+
+
+def disk_is_full(folder: str | None) -> bool:
+    """Whether the file system of a swap folder has no room for 8 MiB more."""
+    if folder is None:
+        return False
+    try:
+        with tempfile.TemporaryFile(dir=folder) as probe:
+            os.posix_fallocate(probe.fileno(), 0, 8 * 2**20)
+    except OSError as error:
+        return error.errno in (errno.ENOSPC, errno.EDQUOT)
+    return False
 
 
 def remove_scratch(assignment: Assignment) -> None:

@@ -17,7 +17,7 @@ from ..record import TrialRecord
 from ..spec import LauncherName, Trial
 from . import processes
 from .outcome import Evidence, conclude
-from .scratch import new_scratch_id, remove_scratch, swap_folder
+from .scratch import disk_is_full, new_scratch_id, remove_scratch, swap_folder
 from .watch import Ending, Limits, Listener, watch
 
 
@@ -54,7 +54,7 @@ def run_trial(
     assignment = _assign(trial, environment, meet_by_file)
     assignment.save(folder, with_swap_folder(trial.ds_config, assignment.swap_folder or ""))
     started_at, clock = datetime.now(UTC).isoformat(timespec="seconds"), time.monotonic()
-    kills = hostmemory.cgroup_oom_kill_count()
+    kills = _kernel_kills()
     earlier = processes.descendants()
     ending: Ending | None = None
     start_seconds: float | None = None
@@ -66,6 +66,7 @@ def run_trial(
     except BaseException as error:  # whatever happens here, the tree must end first
         interruption = error
     left = _end(leader, earlier, limits, hurry=interruption is not None)
+    disk_full = disk_is_full(assignment.swap_folder)
     remove_scratch(assignment)
     if interruption is not None and not isinstance(interruption, KeyboardInterrupt):
         raise interruption
@@ -75,7 +76,8 @@ def run_trial(
             world_size=trial.placement.num_gpus,
             ending=ending,
             limits=limits,
-            host_ran_out=_rose(kills, hostmemory.cgroup_oom_kill_count()),
+            host_ran_out=_kernel_kills() > kills,
+            disk_full=disk_full,
         )
     )
     caveats = (*trial.caveats, *findings.caveats)
@@ -117,5 +119,6 @@ def _end(leader: Leader | None, earlier: set[int], limits: Limits, *, hurry: boo
     return left
 
 
-def _rose(before: int | None, after: int | None) -> bool:
-    return before is not None and after is not None and after > before
+def _kernel_kills() -> int:
+    """Processes the kernel has killed for memory so far, in this cgroup and on this host."""
+    return (hostmemory.cgroup_oom_kill_count() or 0) + (hostmemory.host_oom_kill_count() or 0)

@@ -64,7 +64,8 @@ def _from_transformers(workload: Workload, dtype: torch.dtype, device: torch.dev
     if workload.model_source == "preset":
         model_config = AutoConfig.for_model(workload.model_type, **workload.model_config)
     else:
-        model_config = AutoConfig.from_pretrained(workload.model, trust_remote_code=workload.trust_remote_code)
+        source = workload.model_config.get("path", workload.model)
+        model_config = AutoConfig.from_pretrained(source, trust_remote_code=workload.trust_remote_code)
     model_config.use_cache = False
     _import_modelling_module(model_config)
     place = contextlib.nullcontext() if stage3 else device

@@ -108,6 +108,8 @@ def take(engine: Any, *, others: bool = True) -> Count:
     count.claim("gradients", _gradients(wrapper, base, parameters))
     count.claim("deepspeed_buffers", tensors_in(vars(wrapper) if wrapper is not base else {}))
     count.claim("deepspeed_buffers", tensors_in({k: v for k, v in vars(engine).items() if k != "module"}, depth=4))
+    swappers = {id(swapper): swapper for p in parameters if (swapper := getattr(p, "nvme_swapper", None)) is not None}
+    count.claim("deepspeed_buffers", tensors_in(swappers))
     if others:
         live = (item for item in gc.get_objects() if issubclass(type(item), torch.Tensor))
         count.claim("other", live)
@@ -126,6 +128,8 @@ def _gradients(wrapper: Any, base: Any, parameters: list[torch.nn.Parameter]) ->
     yield from (parameter.grad for parameter in parameters if parameter.grad is not None)
     for group in getattr(base, "param_groups", ()):
         yield from (p.grad for p in group["params"] if isinstance(p, torch.Tensor) and p.grad is not None)
+    for name in _STATE_NAMES:
+        yield from (m.grad for m in tensors_in(getattr(wrapper, name, None)) if m.grad is not None)
     for name in _GRADIENT_NAMES:
         yield from tensors_in(getattr(wrapper, name, None))
     yield from tensors_in(getattr(wrapper, "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition", None))

@@ -84,15 +84,18 @@ def alloc_retries(accelerator: str) -> int:
     return int(torch.cuda.memory_stats().get("num_alloc_retries", 0))
 
 
-def device_facts(accelerator: str, retries_before: int) -> Mapping[str, Any]:
-    """The ``gpu_*`` fields of a RankMeasurement after the last measured step; empty without a GPU."""
+def device_facts(accelerator: str, retries_before: int, limit_bytes: int | None) -> Mapping[str, Any]:
+    """The ``gpu_*`` fields of a RankMeasurement after the last measured step; empty without a GPU.
+
+    ``limit_bytes``: size of the emulated card, which then counts as the card's.
+    """
     if accelerator != "cuda":
         return {}
     import torch
 
     free, total = torch.cuda.mem_get_info()
     return {
-        "gpu_total_bytes": total,
+        "gpu_total_bytes": min(total, limit_bytes or total),
         "gpu_peak_bytes": torch.cuda.max_memory_allocated(),
         "gpu_peak_reserved_bytes": torch.cuda.max_memory_reserved(),
         "gpu_allocated_bytes": torch.cuda.memory_allocated(),

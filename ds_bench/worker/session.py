@@ -46,7 +46,7 @@ def measure(assignment: Assignment, config: dict[str, Any], beat: BeatWriter) ->
         torch.cuda.reset_peak_memory_stats()
     train.measure(trainer, workload.num_steps, torch.distributed.barrier, samples)
     io_after = memory.io_bytes()
-    device_facts = memory.device_facts(accelerator, retries)
+    device_facts = memory.device_facts(accelerator, retries, trial.placement.gpu_memory_limit_bytes)
     host_facts = dict(memory.host_facts(life_peak))
     if not can_reset:
         host_facts["host_peak_steps_bytes"] = None

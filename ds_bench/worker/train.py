@@ -112,7 +112,13 @@ class Trainer:
         self._done += 1
 
     @property
+    def scales_loss(self) -> bool:
+        """Whether fp16's dynamic loss scale may skip steps."""
+        return bool(self.engine.fp16_enabled() and self.engine.dynamic_loss_scale())
+
+    @property
     def skipped(self) -> int:
+        """Steps the optimizer has skipped so far, for overflow or NaN gradients."""
         return int(getattr(self.engine, "skipped_steps", 0))
 
     def losses(self) -> list[float | None]:
@@ -135,10 +141,10 @@ class Trainer:
 
 
 def warm_up(trainer: Trainer, steps: int) -> list[float]:
-    """``steps`` steps, then more while fp16's loss scale lets the optimizer skip every one of them."""
+    """``steps`` steps; with fp16's dynamic loss scale more, until the optimizer has taken a real one."""
     seconds = trainer.timed(steps) if steps else []
-    for _ in range(_MAX_EXTRA_WARMUP):
-        if trainer.skipped < len(seconds) or trainer.skipped == 0:
+    for _ in range(_MAX_EXTRA_WARMUP if trainer.scales_loss else 0):
+        if trainer.skipped < len(seconds):
             break
         seconds += trainer.timed(1)
     return seconds

@@ -1,0 +1,180 @@
+"""Does the product's harness change what it measures? Its step time beside that of a bare DeepSpeed loop.
+
+Measured: ``avg_step_time_ms`` of one configuration in ``bare_loop.py``, started by DeepSpeed's
+launcher, and in ``zero_stage_comparison.py``, by turns. Both read the same ds_config.json and get
+the same model, batch, thread count, ops cache and network variables; only the harness differs.
+The median of the per-round ratios product/bare should be 1 within its own spread.
+
+Not measured: start-up (``overhead.py``), memory, throughput; and the figures of a shared machine
+carry its noise in both columns. There is no pass or fail: exit code 0 says that every run worked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import harness
+from harness import BenchError, Setting
+
+from ds_bench.contract import write_json
+from ds_bench.errors import DsBenchError
+
+LAUNCHERS = {"warm": ("warm",), "deepspeed": ("deepspeed",), "both": ("warm", "deepspeed")}
+_BUSY = 0.1
+"""Share of all cores in use by others above which the figures are said to be noisy."""
+Round = dict[str, float]
+"""Seconds per optimizer step: ``bare``, and one entry per launcher of the product."""
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    harness.add_setting_flags(parser, num_steps=50)
+    parser.add_argument("--stage", type=int, choices=(0, 1, 2, 3), default=2, help="ZeRO stage (default: 2)")
+    parser.add_argument("--num-gpus", type=int, default=None, metavar="N", help="default: all GPUs, or 1 CPU rank")
+    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="of each, by turns (default: 5)")
+    parser.add_argument("--launcher", choices=tuple(LAUNCHERS), default="warm", help="of the product (default: warm)")
+    parser.add_argument("--timeout", type=float, default=1800.0, metavar="SECONDS", help="per run (default: 1800)")
+    return parser.parse_args(arguments)
+
+
+class Bench:
+    """One setting, run by turns in a scratch folder."""
+
+    def __init__(self, setting: Setting, stage: int, scratch: Path, timeout_seconds: float) -> None:
+        self.setting, _, self._variables = harness.decide(setting)
+        self._stage, self._scratch, self._timeout = stage, scratch, timeout_seconds
+        self._count = 0
+        self.ds_config: dict[str, Any] = {}
+        self.busy_before: list[float] = []
+        """Share of all cores in use by others, just before each run."""
+
+    def prepare(self) -> None:
+        """An untimed run of the product: it builds the ops and writes the configuration that both sides read."""
+        folder = self._new_name("prepare")
+        harness.run_product(self.setting, [self._stage], "warm", folder, timeout_seconds=self._timeout)
+        self._config_path = harness.ds_config_path(folder, self._stage)
+        self.ds_config = json.loads(self._config_path.read_text())
+
+    def bare(self) -> float:
+        """Seconds per step in the bare loop."""
+        self.busy_before.append(harness.busy_fraction())
+        result, log, port = self._new_name("bare.json"), self._new_name("bare.log"), harness.free_port()
+        command = harness.bare_command(self.setting, self._config_path, port, result)
+        try:
+            harness.timed(command, self._variables, log, "the bare loop", self._timeout)
+        except BenchError:
+            if not result.exists():
+                raise
+            # Seen once in fifty runs: torch aborts while the interpreter shuts down, after the result was written.
+            print("note: the bare loop ended badly after its measurement", file=sys.stderr)
+        finally:
+            harness.remove_shared_memory(port)
+        if not result.exists():
+            raise BenchError(f"the bare loop wrote no result\n{harness.tail(log)}")
+        found = json.loads(result.read_text())
+        self._check_device(found["device"])
+        return float(found["step_seconds"])
+
+    def product(self, launcher: str) -> float:
+        """Seconds per step as the product's flat row has them."""
+        self.busy_before.append(harness.busy_fraction())
+        folder = self._new_name(launcher)
+        run = harness.run_product(self.setting, [self._stage], launcher, folder, timeout_seconds=self._timeout)
+        path = harness.ds_config_path(folder, self._stage)
+        if json.loads(path.read_text()) != self.ds_config:
+            raise BenchError("the product's ds_config.json changed between two runs of the same setting")
+        row = run.rows[0]
+        if row["launch"] != launcher:
+            raise BenchError(f"the product launched {row['launch']}, not {launcher}")
+        self._check_device(row["accelerator"])
+        return float(row["avg_step_time_ms"]) / 1000
+
+    def _check_device(self, device: str) -> None:
+        if device != self.setting.accelerator:
+            raise BenchError(f"a run trained on {device}, not on {self.setting.accelerator}")
+
+    def _new_name(self, name: str) -> Path:
+        self._count += 1
+        return self._scratch / f"{self._count:03d}_{name}"
+
+
+def run_rounds(bench: Bench, rounds: int, launchers: Sequence[str]) -> list[Round]:
+    """Bare, product, bare, product, …; each round is printed as it ends."""
+    print("round    bare ms" + "".join(f"{name + ' ms':>14}   ratio" for name in launchers))
+    done = []
+    for number in range(1, rounds + 1):
+        seen: Round = {"bare": bench.bare()}
+        line = f"{number:5d} {seen['bare'] * 1000:10.3f}"
+        for name in launchers:
+            seen[name] = bench.product(name)
+            line += f"{seen[name] * 1000:14.3f} {seen[name] / seen['bare']:7.3f}"
+        print(line, flush=True)
+        done.append(seen)
+    return done
+
+
+def summarise(rounds: Sequence[Round], launchers: Sequence[str]) -> dict[str, dict[str, float]]:
+    """Per launcher the median, least and greatest of the per-round ratios product/bare, and that of the fastest rounds.
+
+    Other users of the machine only ever add time, so where rounds spread widely the fastest ones tell more.
+    """
+    summary = {}
+    fastest = {name: min(seen[name] for seen in rounds) for name in ("bare", *launchers)}
+    for name in launchers:
+        ratios = [seen[name] / seen["bare"] for seen in rounds]
+        ends = {"min": min(ratios), "max": max(ratios), "of_fastest": fastest[name] / fastest["bare"]}
+        summary[name] = {"median": median(ratios), **ends}
+    return summary
+
+
+def spread(seconds: Sequence[float]) -> float:
+    """(greatest − least) / median: what one column alone moves between rounds."""
+    return (max(seconds) - min(seconds)) / median(seconds)
+
+
+def show(rounds: Sequence[Round], summary: dict[str, dict[str, float]], busy: Sequence[float]) -> None:
+    for name, ratio in summary.items():
+        text = f"product ({name}) / bare: median {ratio['median']:.3f}, min {ratio['min']:.3f}, max {ratio['max']:.3f}"
+        print(f"{text} over {len(rounds)} rounds; fastest / fastest {ratio['of_fastest']:.3f}")
+    columns = ", ".join(f"{name} {spread([seen[name] for seen in rounds]):.1%}" for name in rounds[0])
+    print(f"spread between rounds, (max - min) / median: {columns}")
+    if max(busy) > _BUSY:
+        print(f"others used up to {max(busy):.0%} of all cores just before a run: these ratios carry their noise")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    args = parse(arguments)
+    launchers = LAUNCHERS[args.launcher]
+    with tempfile.TemporaryDirectory(prefix="ds_bench_fidelity_") as scratch:
+        bench = Bench(harness.setting_of(args), args.stage, Path(scratch), args.timeout)
+        setting, facts = bench.setting, harness.machine_facts(bench.setting)
+        shape = f"micro-batch {setting.batch_size} × {setting.seq_length}"
+        steps = f"{setting.num_steps} steps after {setting.warmup_steps}"
+        print(f"fidelity: {setting.model}, ZeRO-{args.stage}, {shape}, {setting.device_word}, {steps}")
+        print(harness.facts_line(facts), flush=True)
+        bench.prepare()
+        rounds = run_rounds(bench, args.rounds, launchers)
+    summary = summarise(rounds, launchers)
+    show(rounds, summary, bench.busy_before)
+    if args.output is not None:
+        asked = {"setting": asdict(setting), "stage": args.stage, "machine": facts, "ds_config": bench.ds_config}
+        seen = {"step_seconds": rounds, "ratio_to_bare": summary, "busy_before": bench.busy_before}
+        write_json(args.output, {**asked, **seen})
+    return 0
+
+
+if __name__ == "__main__":
+    harness.end_on_sigterm()
+    try:
+        sys.exit(main())
+    except (BenchError, DsBenchError) as error:
+        print(f"fidelity: {error}", file=sys.stderr)
+        sys.exit(1)

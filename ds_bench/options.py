@@ -1,0 +1,63 @@
+"""What the user asked for, as one frozen value; ``flags`` makes it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from .units import from_gb
+
+Family = Literal["zero", "offload"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What the user asked for; field names are those of the flags."""
+
+    family: Family
+    model: str
+    batch_size: int
+    seq_length: int | None
+    """None: 512, or the model's positions where it has fewer."""
+    num_steps: int
+    warmup_steps: int
+    output_dir: Path
+    grad_accum: int
+    stages: tuple[int, ...]
+    strategies: tuple[str, ...]
+    stage: int
+    nvme_path: Path | None
+    num_gpus: int | None
+    accelerator: str
+    precision: str
+    launcher: str
+    hostfile: Path | None
+    repeats: int
+    seed: int
+    timeout: float
+    stall_timeout: float
+    activation_checkpointing: bool
+    optimizer: str | None
+    ds_config: Path | None
+    set: tuple[str, ...]
+    model_factory: str | None
+    trust_remote_code: bool
+    cpu_memory_limit: float | None
+    gpu_memory_limit: float | None
+    peak_tflops: float | None
+    resume: Path | None
+    retry: tuple[str, ...]
+    dry_run: bool
+    format: str
+    quiet: bool
+    verbose: bool
+    strict: bool
+
+    @property
+    def cpu_memory_limit_bytes(self) -> int | None:
+        return None if self.cpu_memory_limit is None else from_gb(self.cpu_memory_limit)
+
+    @property
+    def gpu_memory_limit_bytes(self) -> int | None:
+        return None if self.gpu_memory_limit is None else from_gb(self.gpu_memory_limit)

@@ -1,0 +1,253 @@
+"""Stand-ins for tests: valid instances of every stage boundary, a launcher without processes, cards without a driver.
+
+Every builder gives something valid; a test names only what it is about.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from ds_bench import dsconfig, record, strategies
+from ds_bench.flags import Options, parse
+from ds_bench.gpus import GpuFacts, GpuInventory
+from ds_bench.launch import Listener, Progress
+from ds_bench.models import find_preset
+from ds_bench.modelsource import ModelChoice
+from ds_bench.record import Outcome, RankFailure, RankMeasurement, TrialRecord
+from ds_bench.spec import Placement, Strategy, Trial, Workload
+
+GB = 2**30
+
+
+def workload(**changes: Any) -> Workload:
+    """Ten steps of batch 4 × 128 tokens on the tiny preset."""
+    facts = find_preset("tiny")
+    assert facts is not None
+    values: dict[str, Any] = {
+        "model": "tiny",
+        "model_source": "preset",
+        "model_type": facts.model_type,
+        "model_config": facts.config,
+        "batch_size": 4,
+        "seq_length": 128,
+        "num_steps": 10,
+        "warmup_steps": 2,
+        "precision": "bf16",
+    }
+    return Workload(**{**values, **changes})
+
+
+def placement(**changes: Any) -> Placement:
+    """One CPU rank."""
+    return Placement(**{"accelerator": "cpu", "num_gpus": 1, **changes})
+
+
+def zero(stage: int) -> Strategy:
+    return strategies.ZERO_STAGES[stage]
+
+
+def offload(name: str, stage: int = 3) -> Strategy:
+    return strategies.offload_strategy(name, stage)
+
+
+def trial(
+    strategy: Strategy | None = None,
+    *,
+    on: Placement | None = None,
+    of: Workload | None = None,
+    **changes: Any,
+) -> Trial:
+    """One trial of ``strategy`` (ZeRO-0 by default) with the configuration that would really be used."""
+    strategy, on, of = strategy or zero(0), on or placement(), of or workload()
+    config = dsconfig.complete(
+        dsconfig.base_config(strategy, of.batch_size, of.grad_accum), of, on, torch_adam=True, largest_parameter=1000
+    )
+    values: dict[str, Any] = {
+        "trial_id": f"00_{strategy.name}",
+        "repeat": 0,
+        "strategy": strategy,
+        "workload": of,
+        "placement": on,
+        "ds_config": config,
+    }
+    return Trial(**{**values, **changes})
+
+
+def measurement(of: Trial | None = None, *, step_seconds: Sequence[float] = (), **changes: Any) -> RankMeasurement:
+    """What rank 0 of a trial saw: steps of 0.1 s, losses that fall from 7."""
+    of = of or trial()
+    steps = tuple(step_seconds) or (0.1,) * of.workload.num_steps
+    warmup = (0.5,) * of.workload.warmup_steps
+    on_gpu = of.placement.accelerator == "cuda"
+    values: dict[str, Any] = {
+        "rank": 0,
+        "world_size": of.placement.num_gpus,
+        "hostname": "node-0",
+        "pid": 4321,
+        "device_name": "NVIDIA H100 80GB HBM3" if on_gpu else "cpu",
+        "torch_version": "2.13.0",
+        "deepspeed_version": "0.19.8",
+        "micro_batch_size": of.workload.batch_size,
+        "grad_accum": of.workload.grad_accum,
+        "data_parallel_size": of.placement.num_gpus,
+        "optimizer_class": "AdamW",
+        "engine_optimizer_class": "DeepSpeedZeroOptimizer",
+        "parameter_count": 1_000_000,
+        "largest_parameter": 500_000,
+        "resolved_config": {"train_batch_size": 4},
+        "step_seconds": steps,
+        "warmup_step_seconds": warmup,
+        "window_seconds": sum(steps),
+        "losses": tuple(7.0 - 0.01 * step for step in range(len(warmup) + len(steps))),
+        "skipped_steps": 0,
+        "import_seconds": 0.01,
+        "build_seconds": 0.2,
+        "init_seconds": 0.3,
+        "first_step_seconds": (warmup or steps)[0],
+        "host_peak_bytes": 2 * GB,
+        "phase_seconds": {"forward": 0.03, "backward": 0.05, "step": 0.02},
+    }
+    if on_gpu:
+        values |= {
+            "gpu_total_bytes": 80 * GB,
+            "gpu_init_peak_bytes": 3 * GB,
+            "gpu_peak_bytes": 8 * GB,
+            "gpu_peak_reserved_bytes": 10 * GB,
+            "gpu_allocated_bytes": 5 * GB,
+            "gpu_reserved_bytes": 9 * GB,
+            "gpu_device_used_bytes": 11 * GB,
+            "gpu_alloc_retries": 0,
+        }
+    return RankMeasurement(**{**values, **changes})
+
+
+def success(of: Trial | None = None, *, step_seconds: Sequence[float] = (), **changes: Any) -> TrialRecord:
+    """A trial that ended well, with one measurement per rank; ``changes`` apply to every rank."""
+    of = of or trial()
+    first = measurement(of, step_seconds=step_seconds, **changes)
+    ranks = tuple(replace(first, rank=rank, pid=4321 + rank) for rank in range(of.placement.num_gpus))
+    return TrialRecord(
+        trial=of,
+        outcome=Outcome(status=record.SUCCESS),
+        ranks=ranks,
+        launch="warm",
+        started_at="2026-11-21T09:30:00+00:00",
+        wall_seconds=12.5,
+        start_seconds=4.5,
+        caveats=of.caveats,
+    )
+
+
+def failure(of: Trial | None = None, status: str = record.OOM, **changes: Any) -> TrialRecord:
+    """A trial that did not end well."""
+    of = of or trial()
+    values: dict[str, Any] = {
+        "error": f"{status} in backward: asked 2.00 GB",
+        "details": f"{status} in backward: asked 2.00 GB; phase backward; rank 0; log /run/rank0.log",
+        "phase": "backward",
+        "rank": 0,
+    }
+    outcome = Outcome(status=status, **{**values, **changes})
+    return TrialRecord(trial=of, outcome=outcome, launch="warm", wall_seconds=3.0, caveats=of.caveats)
+
+
+def rank_failure(**changes: Any) -> RankFailure:
+    """An exception of rank 0 in the backward pass of step 3, at time 100."""
+    values: dict[str, Any] = {
+        "rank": 0,
+        "error_class": "RuntimeError",
+        "message": "shapes do not match",
+        "phase": "backward",
+        "time": 100.0,
+        "step": 3,
+    }
+    return RankFailure(**{**values, **changes})
+
+
+def measured_file(seen: RankMeasurement) -> dict[str, Any]:
+    """The contents of a rank file after success."""
+    return {"measurement": asdict(seen)}
+
+
+def failed_file(seen: RankFailure) -> dict[str, Any]:
+    """The contents of a rank file after an exception."""
+    return {"failure": asdict(seen)}
+
+
+def options(family: str = "zero", *arguments: str) -> Options:
+    """The Options that these flags give."""
+    return parse(family, f"{family}.py", arguments)  # type: ignore[arg-type]
+
+
+def choice(name: str = "tiny", **changes: Any) -> ModelChoice:
+    """A preset as ``find_model`` would give it."""
+    facts = find_preset(name)
+    assert facts is not None
+    found = ModelChoice(
+        name=facts.name,
+        source="preset",
+        model_type=facts.model_type,
+        config=facts.config,
+        facts=facts,
+        largest_parameter=facts.largest_parameter,
+        max_positions=facts.max_positions,
+    )
+    return replace(found, **changes)
+
+
+def make_config(strategy: Strategy, batch_size: int, grad_accum: int = 1) -> dict[str, Any]:
+    """What the scripts' own function returns before anyone edits it."""
+    return dsconfig.base_config(strategy, batch_size, grad_accum)
+
+
+Scripted = str | BaseException | Callable[[Trial], TrialRecord]
+
+
+class FakeLauncher:
+    """A Launcher without processes: plays a script, one entry per trial, and succeeds where it has none.
+
+    An entry is a status, a function that makes the record, or an exception to raise. ``Interrupted``
+    is what a real launcher makes of Ctrl-C.
+    """
+
+    def __init__(self, *script: Scripted, by_strategy: Mapping[str, Scripted] | None = None) -> None:
+        self._script = list(script)
+        self._by_strategy = dict(by_strategy or {})
+        self.launched: list[Trial] = []
+        self.folders: list[Path] = []
+
+    def launch(self, trial: Trial, folder: Path, listen: Listener) -> TrialRecord:
+        """See ``ds_bench.launch.Launcher``."""
+        self.launched.append(trial)
+        self.folders.append(folder)
+        listen(Progress(phase="forward", step=1, last_step_seconds=0.1, elapsed_seconds=1.0))
+        entry: Scripted = self._script.pop(0) if self._script else self._by_strategy.get(trial.strategy.name, "Success")
+        if isinstance(entry, BaseException):
+            raise entry
+        if callable(entry):
+            return entry(trial)
+        return success(trial) if entry == record.SUCCESS else failure(trial, entry)
+
+
+class FakeQuery:
+    """A host with ``cards`` alike, or those given."""
+
+    def __init__(self, cards: int = 0, *, gpus: Sequence[GpuFacts] = (), capability: tuple[int, int] = (9, 0)) -> None:
+        made = (
+            GpuFacts(
+                index=index,
+                name="NVIDIA H100 80GB HBM3",
+                uuid=f"GPU-{index}{index}{index}",
+                compute_capability=capability,
+                memory_total_bytes=80 * GB,
+            )
+            for index in range(cards)
+        )
+        self.inventory = GpuInventory(driver_version="580.65", gpus=tuple(gpus) or tuple(made))
+
+    def read(self) -> GpuInventory:
+        """See ``ds_bench.gpus.GpuQuery``."""
+        return self.inventory

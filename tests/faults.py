@@ -1,0 +1,184 @@
+"""Model factories that end a trial in every way a trial can end; each runs inside real rank processes.
+
+Given to the scripts as ``--model-factory faults:NAME``. The model is small and plain: what matters
+is what goes wrong, on which rank, in which step.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+RANK = int(os.environ.get("RANK", "0"))
+
+
+class Tiny(torch.nn.Module):
+    """A token classifier; ``act(step)`` is called in every forward pass."""
+
+    vocab_size = 50
+
+    def __init__(self, act: Callable[[int], None] | None = None) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(self.vocab_size, 16)
+        self.head = torch.nn.Linear(16, self.vocab_size)
+        self._act = act
+        self._calls = 0
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        if self._act is not None:
+            self._act(self._calls)
+        self._calls += 1
+        logits = self.head(self.embedding(input_ids))
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
+
+
+def _rank() -> int:
+    return int(os.environ["RANK"])
+
+
+def fine() -> Tiny:
+    return Tiny()
+
+
+def device_oom_on_rank_1() -> Tiny:
+    """Rank 1 runs out of device memory in step 2 while rank 0 waits for it in a collective."""
+
+    def act(step: int) -> None:
+        if _rank() == 1 and step == 2:
+            raise torch.OutOfMemoryError(
+                "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.10 GiB "
+                "of which 1.50 GiB is free."
+            )
+
+    return Tiny(act)
+
+
+def device_oom_on_rank_0_after_lost_peer() -> Tiny:
+    """Rank 0 says first that its peer is gone; rank 1 says a little later that memory ran out."""
+
+    def act(step: int) -> None:
+        if _rank() == 0 and step == 2:
+            raise RuntimeError("Connection closed by peer [127.0.0.1]:1")
+        if _rank() == 1 and step == 2:
+            time.sleep(0.5)
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB.")
+
+    return Tiny(act)
+
+
+def host_allocation_beyond_limit() -> Tiny:
+    """Asks torch's CPU allocator for more than any limit in use here; the refusal is the kernel's."""
+
+    def act(step: int) -> None:
+        if step == 1:
+            torch.empty(64 * 2**30, dtype=torch.uint8).fill_(1)
+
+    return Tiny(act)
+
+
+def killed() -> Tiny:
+    def act(step: int) -> None:
+        if _rank() == 0 and step == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return Tiny(act)
+
+
+def segfault() -> Tiny:
+    def act(step: int) -> None:
+        if _rank() == 0 and step == 2:
+            ctypes.string_at(0)
+
+    return Tiny(act)
+
+
+def raises_value_error() -> Tiny:
+    def act(step: int) -> None:
+        if step == 2:
+            raise ValueError("the model does not like this batch")
+
+    return Tiny(act)
+
+
+def leaves_quietly() -> Tiny:
+    """Ends with code 0 in the middle, without a word."""
+
+    def act(step: int) -> None:
+        if step == 2:
+            os._exit(0)
+
+    return Tiny(act)
+
+
+def hangs() -> Tiny:
+    def act(step: int) -> None:
+        if _rank() == 0 and step == 2:
+            time.sleep(10_000)
+
+    return Tiny(act)
+
+
+def hangs_ignoring_sigterm() -> Tiny:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    return hangs()
+
+
+def hangs_at_exit() -> Tiny:
+    """Writes its result, then never ends."""
+    os._exit = lambda _code: time.sleep(10_000)  # type: ignore[assignment]
+    return Tiny()
+
+
+def writes_garbage() -> Tiny:
+    from ds_bench.worker import rank
+
+    rank.write_json = lambda path, _data: path.write_text("\x00\x01 not json")  # type: ignore[assignment]
+    return Tiny()
+
+
+def writes_half_a_file() -> Tiny:
+    from ds_bench.worker import rank
+
+    rank.write_json = lambda path, _data: path.write_text('{"measurement": {"rank": 0, ')  # type: ignore[assignment]
+    return Tiny()
+
+
+def leaves_a_stubborn_grandchild() -> Tiny:
+    """Starts a process of its own session that ignores SIGTERM and would live for hours."""
+    code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(10000)"
+    child = subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
+    if marker := os.environ.get("DS_BENCH_TEST_MARKER"):
+        Path(marker).write_text(str(child.pid))
+    return Tiny()
+
+
+def loses_its_loss() -> Tiny:
+    """The loss becomes NaN."""
+
+    class Lost(Tiny):
+        def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            return super().forward(input_ids, labels) * float("nan")
+
+    return Lost()
+
+
+def not_a_model() -> str:
+    return "a string"
+
+
+def hangs_at_stage_2() -> Tiny:
+    """Works at stage 1; hangs at stages 2 and 3, unless FAULTS_MENDED is set."""
+    import gc
+
+    from ds_bench.contract import Assignment
+
+    stages = [o.trial.strategy.stage for o in gc.get_objects() if type(o) is Assignment]
+    return fine() if stages == [1] or os.environ.get("FAULTS_MENDED") else hangs()

@@ -1,0 +1,448 @@
+"""Every number by hand once, its laws by search, and every caveat a reader must see or must not see."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import fakes
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ds_bench.analysis import Summary, compare_losses, summarise
+from ds_bench.models import find_preset
+from ds_bench.record import RankMeasurement, TrialRecord
+from ds_bench.rows import with_comparison
+
+CUDA = fakes.placement(accelerator="cuda", num_gpus=1)
+PAIR = fakes.placement(accelerator="cuda", num_gpus=2)
+GB = 2**30
+
+seconds = st.lists(st.floats(1e-4, 100), min_size=1, max_size=30)
+quick = settings(deadline=None)
+
+
+def record_of(*ranks: RankMeasurement, **changes: Any) -> TrialRecord:
+    """A success of these ranks, whatever the trial says."""
+    trial = fakes.trial(on=replace(CUDA, num_gpus=len(ranks)), **changes)
+    numbered = tuple(replace(rank, rank=number, world_size=len(ranks)) for number, rank in enumerate(ranks))
+    return replace(fakes.success(trial), ranks=numbered)
+
+
+def summary(*ranks: RankMeasurement, **changes: Any) -> Summary:
+    return summarise(record_of(*ranks, **changes), None, None)
+
+
+def seen(**changes: Any) -> RankMeasurement:
+    return fakes.measurement(fakes.trial(on=CUDA), **changes)
+
+
+def caveats(**changes: Any) -> str:
+    return " | ".join(summary(seen(**changes)).caveats)
+
+
+# ------------------------------------------------------------------ throughput
+
+
+def test_throughput_by_hand() -> None:
+    """2 sequences × 100 tokens × 3 micro-batches × 4 ranks = 2400 tokens in a step of 0.5 s: 4800 tokens/s."""
+    of = fakes.workload(batch_size=2, seq_length=100, grad_accum=3, num_steps=2)
+    trial = fakes.trial(of=of, on=replace(CUDA, num_gpus=4))
+    found = summarise(fakes.success(trial, step_seconds=[0.4, 0.6]), None, None)
+    assert found.step_seconds == pytest.approx(0.5)
+    assert found.samples_per_second == pytest.approx(48)
+    assert found.tokens_per_second == pytest.approx(4800)
+    assert found.tokens_per_second_per_gpu == pytest.approx(1200)
+
+
+def test_on_one_gpu_without_accumulation_it_is_batch_times_sequence_by_time() -> None:
+    found = summary(seen(step_seconds=[0.25] * 10))
+    assert found.tokens_per_second == pytest.approx(4 * 128 / 0.25)
+
+
+def test_the_step_time_is_the_window_by_the_steps_and_not_the_mean_of_the_samples() -> None:
+    """Device events may add up to less than the synchronised window; the window is what passed."""
+    found = summary(seen(step_seconds=[0.1] * 10, window_seconds=1.5))
+    assert found.step_seconds == pytest.approx(0.15)
+
+
+def test_the_spread_is_the_sample_standard_deviation() -> None:
+    found = summary(seen(step_seconds=[0.1, 0.2, 0.3]))
+    assert found.step_seconds_std == pytest.approx(0.1)
+    assert summary(seen(step_seconds=[0.1])).step_seconds_std is None
+
+
+@quick
+@given(steps=seconds, ranks=st.integers(1, 64))
+def test_throughput_scales_with_the_world_size_and_per_gpu_stays(steps: list[float], ranks: int) -> None:
+    one = summarise(fakes.success(fakes.trial(on=CUDA), step_seconds=steps), None, None)
+    trial = fakes.trial(on=replace(CUDA, num_gpus=ranks))
+    many = summarise(fakes.success(trial, step_seconds=steps), None, None)
+    assert one.tokens_per_second is not None
+    assert many.tokens_per_second == pytest.approx(ranks * one.tokens_per_second)
+    assert many.tokens_per_second_per_gpu == pytest.approx(one.tokens_per_second_per_gpu)
+
+
+@quick
+@given(steps=seconds, factor=st.floats(0.01, 100))
+def test_steps_that_take_longer_lower_the_throughput_by_the_same_factor(steps: list[float], factor: float) -> None:
+    slow, fast = summary(seen(step_seconds=[s * factor for s in steps])), summary(seen(step_seconds=steps))
+    assert slow.tokens_per_second is not None
+    assert slow.tokens_per_second * factor == pytest.approx(fast.tokens_per_second)
+
+
+@quick
+@given(
+    warmup=st.lists(st.floats(1e-4, 1e4), max_size=20),
+    first=st.floats(0, 1e4),
+    start=st.floats(0, 1e4),
+)
+def test_warm_up_steps_are_in_no_statistic(warmup: list[float], first: float, start: float) -> None:
+    plain = summary(seen())
+    other = summary(seen(warmup_step_seconds=tuple(warmup), first_step_seconds=first, init_seconds=start))
+    assert replace(other, record=plain.record) == plain
+
+
+@quick
+@given(steps=seconds, order=st.randoms())
+def test_the_order_of_steps_changes_neither_time_nor_spread(steps: list[float], order: Any) -> None:
+    shuffled = steps.copy()
+    order.shuffle(shuffled)
+    a, b = summary(seen(step_seconds=steps)), summary(seen(step_seconds=shuffled))
+    assert a.step_seconds == pytest.approx(b.step_seconds)
+    assert a.step_seconds_std == pytest.approx(b.step_seconds_std, abs=1e-12)
+
+
+@pytest.mark.parametrize("slow", [0, 1, 2])
+def test_the_slowest_rank_decides_wherever_it_sits(slow: int) -> None:
+    ranks = [seen(step_seconds=[0.3 if rank == slow else 0.1] * 10, data_parallel_size=3) for rank in range(3)]
+    found = summary(*ranks)
+    assert found.step_seconds == pytest.approx(0.3)
+    assert found.tokens_per_second == pytest.approx(4 * 128 * 3 / 0.3)
+
+
+def test_model_parallel_ranks_do_not_multiply_the_batch() -> None:
+    found = summary(*[seen(data_parallel_size=1)] * 2)
+    assert found.tokens_per_second == pytest.approx(4 * 128 / 0.1)
+    assert found.tokens_per_second_per_gpu == pytest.approx(4 * 128 / 0.1 / 2)
+
+
+def test_batch_and_accumulation_are_those_the_engine_ran() -> None:
+    found = summary(seen(micro_batch_size=8, grad_accum=2))
+    assert found.tokens_per_second == pytest.approx(8 * 2 * 128 / 0.1)
+    assert (found.micro_batch_size, found.grad_accum) == (8, 2)
+    assert "ran micro-batch 8 × accumulation 2, as the DeepSpeed config says, not the flags' 4 × 1" in found.caveats
+
+
+def test_a_trial_that_measured_nothing_has_no_number_but_keeps_its_caveats() -> None:
+    failed = replace(fakes.failure(), caveats=("known before",))
+    found = summarise(failed, find_preset("gpt2"), 1e15)
+    assert found == Summary(record=failed, caveats=("known before",))
+    assert found.gpu_fraction is None
+
+
+# ------------------------------------------------------------------ FLOPs and MFU
+
+
+def test_mfu_by_hand() -> None:
+    """GPT-2: 6 × 123 532 032 matmul weights + 12 × 12 × 12 × 64 × 128 = 755 347 968 FLOPs a token.
+
+    1000 tokens/s on one device are 0.7553 TFLOP/s; of a peak of 10 TFLOP/s, 7.55 %.
+    """
+    facts = find_preset("gpt2")
+    assert facts is not None
+    assert facts.matmul_parameters == 123_532_032
+    entry = record_of(seen(step_seconds=[4 * 128 / 1000] * 10))
+    found = summarise(entry, facts, 10e12)
+    assert found.tokens_per_second_per_gpu == pytest.approx(1000)
+    assert found.model_tflops_per_gpu == pytest.approx(0.755347968)
+    assert found.mfu == pytest.approx(0.0755347968)
+
+
+def test_mfu_is_per_gpu_and_does_not_grow_with_their_number() -> None:
+    facts = find_preset("gpt2")
+    one = summarise(fakes.success(fakes.trial(on=CUDA)), facts, 1e15)
+    eight = summarise(fakes.success(fakes.trial(on=replace(CUDA, num_gpus=8))), facts, 1e15)
+    assert eight.mfu == pytest.approx(one.mfu)
+
+
+def test_without_a_peak_there_is_no_mfu_but_tflops() -> None:
+    found = summarise(fakes.success(), find_preset("gpt2"), None)
+    assert found.mfu is None
+    assert found.model_tflops_per_gpu is not None
+
+
+def test_without_a_known_architecture_there_is_neither() -> None:
+    found = summarise(fakes.success(), None, 1e15)
+    assert (found.mfu, found.model_tflops_per_gpu) == (None, None)
+
+
+def test_an_mfu_above_100_percent_is_called_an_error_of_accounting() -> None:
+    facts = find_preset("gpt2")
+    assert any("error of accounting" in each for each in summarise(fakes.success(), facts, 1e9).caveats)
+    assert not any("accounting" in each for each in summarise(fakes.success(), facts, 1e15).caveats)
+
+
+# ------------------------------------------------------------------ memory
+
+
+def test_device_memory_is_the_worst_ranks() -> None:
+    found = summary(seen(gpu_peak_bytes=3 * GB), seen(gpu_peak_bytes=9 * GB), seen(gpu_peak_bytes=5 * GB))
+    assert found.gpu_peak_bytes == 9 * GB
+
+
+def test_host_memory_is_the_sum_over_the_ranks_of_the_fullest_node() -> None:
+    ranks = [
+        seen(hostname="a", host_peak_bytes=1),
+        seen(hostname="a", host_peak_bytes=2),
+        seen(hostname="b", host_peak_bytes=10),
+    ]
+    assert summary(*ranks).host_peak_bytes == 10
+    assert summary(*ranks[:2]).host_peak_bytes == 3
+
+
+def test_a_sum_over_ranks_one_of_which_is_silent_is_not_guessed() -> None:
+    assert summary(seen(host_peak_bytes=1), seen(host_peak_bytes=None)).host_peak_bytes is None
+
+
+def test_the_share_of_the_card_is_of_reserved_memory_since_that_is_nearest_to_running_out() -> None:
+    found = summary(seen(gpu_peak_bytes=8 * GB, gpu_peak_reserved_bytes=20 * GB, gpu_total_bytes=80 * GB))
+    assert found.gpu_fraction == 0.25
+
+
+def test_the_share_of_the_card_is_the_fullest_cards_and_not_of_the_largest_one() -> None:
+    small = seen(gpu_peak_reserved_bytes=38 * GB, gpu_total_bytes=40 * GB)
+    large = seen(gpu_peak_reserved_bytes=40 * GB, gpu_total_bytes=80 * GB)
+    assert summary(large, small).gpu_fraction == 0.95
+
+
+def test_the_share_of_an_emulated_card_is_of_its_emulated_size() -> None:
+    trial = fakes.trial(on=replace(CUDA, gpu_memory_limit_bytes=20 * GB))
+    found = summarise(fakes.success(trial, gpu_peak_reserved_bytes=19 * GB, gpu_total_bytes=80 * GB), None, None)
+    assert found.gpu_fraction == 0.95
+
+
+@pytest.mark.parametrize("missing", ["gpu_total_bytes", "both"])
+def test_without_a_card_there_is_no_share_of_it(missing: str) -> None:
+    gone: dict[str, Any] = {"gpu_total_bytes": None}
+    if missing == "both":
+        gone = {"gpu_peak_reserved_bytes": None, "gpu_peak_bytes": None}
+    assert summary(seen(**gone)).gpu_fraction is None
+
+
+def test_disk_traffic_is_per_step_and_of_the_whole_job() -> None:
+    found = summary(*[seen(nvme_read_bytes=100, nvme_written_bytes=0, nvme_stored_bytes=7)] * 2)
+    assert (found.nvme_read_bytes_per_step, found.nvme_written_bytes_per_step) == (20, 0)
+    assert found.nvme_stored_bytes == 14
+
+
+# ------------------------------------------------------------------ caveats of one row
+
+
+def test_a_quiet_row_has_no_caveat() -> None:
+    assert caveats() == ""
+
+
+@pytest.mark.parametrize(("last", "said"), [(0.10, False), (0.105, False), (0.13, True)])
+def test_a_spread_above_5_percent_is_called_unstable_with_the_remedy(last: float, said: bool) -> None:
+    text = caveats(step_seconds=[0.1, last] * 5)
+    assert ("unstable" in text) is said
+    assert ("--num-steps" in text) is said
+
+
+@pytest.mark.parametrize(("second", "said"), [(0.104, False), (0.096, False), (0.106, True), (0.094, True)])
+def test_halves_more_than_5_percent_apart_are_called_not_steady(second: float, said: bool) -> None:
+    text = caveats(step_seconds=[0.1] * 5 + [second] * 5)
+    assert ("not steady" in text) is said
+
+
+def test_one_outlier_does_not_make_the_halves_differ() -> None:
+    """Medians: a single hiccup is a matter of spread, not of warm-up."""
+    text = caveats(step_seconds=[0.1] * 9 + [0.5])
+    assert "unstable" in text
+    assert "not steady" not in text
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3])
+def test_too_few_steps_are_not_judged_by_halves(steps: int) -> None:
+    assert "not steady" not in caveats(step_seconds=[0.1 * (n + 1) for n in range(steps)])
+
+
+def test_a_single_step_is_not_judged_at_all() -> None:
+    assert caveats(step_seconds=[0.1]) == ""
+
+
+def test_skipped_steps_are_counted_and_said() -> None:
+    assert "3 measured steps were skipped" in caveats(skipped_steps=3)
+
+
+def test_allocator_retries_on_any_rank_are_said() -> None:
+    found = summary(seen(gpu_alloc_retries=0), seen(gpu_alloc_retries=2))
+    assert any("allocator retried" in each for each in found.caveats)
+
+
+def test_a_loss_that_is_no_number_is_said_and_its_mean_is_null() -> None:
+    found = summary(seen(losses=(7.0, None)), seen(losses=(5.0, 5.0)))
+    assert found.losses == (6.0, None)
+    assert any("loss is not finite" in each for each in found.caveats)
+
+
+def test_a_loss_of_zero_is_a_loss() -> None:
+    found = summary(seen(losses=(0.0, 0.0)), seen(losses=(1.0, 0.0)))
+    assert found.losses == (0.5, 0.0)
+    assert not any("finite" in each for each in found.caveats)
+
+
+@quick
+@given(st.lists(st.lists(st.floats(-1e3, 1e3), min_size=4, max_size=4), min_size=1, max_size=5))
+def test_the_loss_of_a_step_is_the_mean_over_ranks(losses: list[list[float]]) -> None:
+    found = summary(*(seen(losses=tuple(each)) for each in losses))
+    means = [math.fsum(step) / len(losses) for step in zip(*losses, strict=True)]
+    assert list(found.losses) == pytest.approx(means, abs=1e-9)
+
+
+def test_what_a_rank_says_of_itself_is_said_once() -> None:
+    found = summary(seen(notes=("no smaps",)), seen(notes=("no smaps",)))
+    assert list(found.caveats).count("no smaps") == 1
+
+
+def test_what_was_known_before_the_trial_comes_first() -> None:
+    entry = replace(fakes.success(fakes.trial(on=CUDA), skipped_steps=1), caveats=("known before",))
+    assert summarise(entry, None, None).caveats[0] == "known before"
+
+
+@pytest.mark.parametrize(("held", "said"), [(49, False), (51, True)])
+def test_buffers_that_are_most_of_the_memory_are_said(held: int, said: bool) -> None:
+    ledger = {"gpu": {"parameters": 100 - held, "deepspeed_buffers": held}}
+    assert ("reduce_bucket_size" in caveats(ledger=ledger)) is said
+
+
+# ------------------------------------------------------------------ NVMe that is none
+
+
+def swapping(**changes: Any) -> str:
+    trial = fakes.trial(fakes.offload("nvme"), on=replace(CUDA, nvme_path="/d"))
+    return " | ".join(summarise(fakes.success(trial, **changes), None, None).caveats)
+
+
+@pytest.mark.parametrize("stored", [0, None])
+def test_an_nvme_row_that_swapped_nothing_is_called_no_nvme_offload(stored: int | None) -> None:
+    text = swapping(nvme_stored_bytes=stored, nvme_read_bytes=0, nvme_written_bytes=0)
+    assert "nothing was swapped" in text
+    assert "1048576 bytes" in text
+
+
+def test_an_nvme_row_whose_bytes_never_reached_a_disk_is_said() -> None:
+    assert "no bytes reached the disk" in swapping(nvme_stored_bytes=GB, nvme_read_bytes=0, nvme_written_bytes=0)
+
+
+def test_an_nvme_row_that_swapped_is_quiet() -> None:
+    assert swapping(nvme_stored_bytes=GB, nvme_read_bytes=1, nvme_written_bytes=1) == ""
+
+
+def test_a_row_without_nvme_is_not_asked_about_it() -> None:
+    assert "swapped" not in caveats(nvme_stored_bytes=None)
+
+
+def test_a_row_edited_to_use_nvme_is_asked_about_it() -> None:
+    config = fakes.trial(fakes.offload("nvme"), on=replace(CUDA, nvme_path="/d")).ds_config
+    trial = fakes.trial(fakes.zero(3), on=replace(CUDA, nvme_path="/d"), ds_config=config)
+    assert any("nothing was swapped" in each for each in summarise(fakes.success(trial), None, None).caveats)
+
+
+# ------------------------------------------------------------------ losses beside each other
+
+
+def losing(stage: int, *losses: float | None, precision: str = "bf16", **changes: Any) -> Summary:
+    """A row of a stage with these losses."""
+    of = changes.pop("of", fakes.workload(precision=precision))
+    trial = fakes.trial(fakes.zero(stage), on=CUDA, of=of)
+    return summarise(fakes.success(trial, losses=losses, **changes), None, None)
+
+
+QUIRK = {"engine_optimizer_class": "FP16_UnfusedOptimizer"}
+
+
+def test_equal_losses_raise_no_caveat() -> None:
+    assert compare_losses([losing(stage, 7.0, 6.9) for stage in (0, 1, 2, 3)]) == {}
+
+
+def test_a_wrong_configuration_is_found_by_its_loss() -> None:
+    """Seen: a stage-3 model built without the Transformers integration starts at 85 instead of 6.9."""
+    found = compare_losses([losing(1, 6.9, 6.8), losing(3, 85.0, 80.0)])
+    assert list(found) == [1]
+    assert "from ZeRO-1's" in found[1]
+    assert "do not use this row" in found[1]
+
+
+@pytest.mark.parametrize(
+    ("precision", "factor", "said"),
+    [
+        ("fp32", 1.0001, False),
+        ("fp32", 1.001, True),
+        ("bf16", 1.004, False),
+        ("bf16", 1.01, True),
+        ("fp16", 1.01, True),
+    ],
+)
+def test_rounding_is_allowed_as_far_as_the_precision_goes(precision: str, factor: float, said: bool) -> None:
+    found = compare_losses([losing(1, 7.0, precision=precision), losing(2, 7.0 * factor, precision=precision)])
+    assert (1 in found) is said
+
+
+def test_the_quirk_of_stage_0_in_16_bit_is_known_and_named_and_is_no_reference() -> None:
+    found = compare_losses([losing(0, 7.2, 7.1, **QUIRK), losing(1, 7.0, 6.9), losing(2, 7.0, 6.9)])
+    assert list(found) == [0]
+    assert "known quirk" in found[0]
+    assert "do not use" not in found[0]
+
+
+def test_stage_0_without_the_quirks_wrapper_is_judged_like_any_other() -> None:
+    found = compare_losses([losing(1, 7.0), losing(0, 7.2)])
+    assert "do not use this row" in found[1]
+
+
+def test_stage_0_with_the_wrapper_but_the_same_losses_is_quiet() -> None:
+    assert compare_losses([losing(0, 7.0, **QUIRK), losing(1, 7.0)]) == {}
+
+
+def test_stage_0_alone_has_nothing_to_be_compared_with() -> None:
+    assert compare_losses([losing(0, 7.2, **QUIRK)]) == {}
+    assert compare_losses([]) == {}
+
+
+def test_a_loss_that_drifts_off_late_is_rounding_that_grew() -> None:
+    """Two right configurations part ways after many steps; only the first ten are judged."""
+    early, late = [7.0] * 10, [7.0] * 10
+    assert compare_losses([losing(1, *early, 7.0), losing(2, *late, 9.0)]) == {}
+
+
+def test_rows_of_other_batches_or_workloads_are_not_compared_by_loss() -> None:
+    reference = losing(1, 7.0)
+    assert compare_losses([reference, losing(2, 9.0, micro_batch_size=8)]) == {}
+    assert compare_losses([reference, losing(2, 9.0, of=fakes.workload(seq_length=256))]) == {}
+
+
+def test_a_row_that_lost_its_loss_is_neither_reference_nor_judged_here() -> None:
+    found = compare_losses([losing(1, None, 7.0), losing(2, 7.0, 6.9), losing(3, 7.0, 6.9)])
+    assert found == {}
+
+
+def test_failed_rows_do_not_disturb_the_comparison_or_shift_its_caveats() -> None:
+    failed = summarise(fakes.failure(fakes.trial(fakes.zero(1))), None, None)
+    found = compare_losses([failed, losing(2, 7.0), losing(3, 85.0)])
+    assert list(found) == [2]
+
+
+def test_caveats_of_comparison_are_added_to_the_right_row_and_the_others_stay() -> None:
+    before = [losing(1, 7.0), losing(3, 85.0)]
+    after = with_comparison(before)
+    assert after[0] == before[0]
+    assert "do not use this row" in after[1].caveats[-1]
+
+
+def test_a_loss_of_zero_is_compared_without_dividing_by_it() -> None:
+    assert compare_losses([losing(1, 0.0), losing(2, 0.0)]) == {}
+    assert list(compare_losses([losing(1, 0.0), losing(2, 1.0)])) == [1]

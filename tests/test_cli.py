@@ -1,0 +1,125 @@
+"""The scripts' first second: bad input gets one line with the remedy and exit 2, before any work."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+ZERO, OFFLOAD = "zero_stage_comparison.py", "offload_comparison.py"
+
+
+def run(script: str, *arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    clean = {name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
+    return subprocess.run(
+        [sys.executable, str(ROOT / script), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        cwd=cwd,
+        env={**clean, **environment},
+    )
+
+
+BAD_INPUT = [
+    (ZERO, ("--batch-size", "0"), ("--batch-size", "'0'", "1 or more")),
+    (ZERO, ("--batch-size", "many"), ("--batch-size", "'many'")),
+    (ZERO, ("--num-steps", "-3"), ("--num-steps", "'-3'")),
+    (ZERO, ("--model", "tiny", "--seq-length", "257"), ("--seq-length 257", "256 positions", "256 or less")),
+    (ZERO, ("--stages", "4"), ("--stages", "4")),
+    (ZERO, ("--model-factory", "nocolon"), ("--model-factory", "package.module:function")),
+    (ZERO, ("--set", "zero_optimization"), ("--set", "key.path=value")),
+    (ZERO, ("--set", "gradient_cliping=1"), ("gradient_cliping", "gradient_clipping")),
+    (ZERO, ("--ds-config", "absent.json"), ("--ds-config absent.json", "No such file")),
+    (ZERO, ("--resume", "absent"), ("--resume absent", "run.json")),
+    (ZERO, ("--retry", "OOM"), ("--retry", "--resume")),
+    (ZERO, ("--accelerator", "cpu", "--gpu-memory-limit", "8"), ("--gpu-memory-limit", "--cpu-memory-limit")),
+    (ZERO, ("--timeout", "0"), ("--timeout", "above 0")),
+    (ZERO, ("--hostfile", "absent"), ("--hostfile absent",)),
+    (ZERO, ("--output-dir", "/proc/nowhere", "--model", "tiny"), ("--output-dir /proc/nowhere", "may write")),
+    (OFFLOAD, ("--strategies", "nvme"), ("nvme", "--nvme-path")),
+    (OFFLOAD, ("--model", "tiny", "--nvme-path", "absent"), ("--nvme-path", "not a folder")),
+    (OFFLOAD, ("--model", "tiny", "--nvme-path", "/proc"), ("--nvme-path /proc", "cannot be written")),
+    (OFFLOAD, ("--strategies", "gpu_full"), ("--strategies", "gpu_full")),
+]
+
+
+@pytest.mark.parametrize(("script", "arguments", "words"), BAD_INPUT, ids=lambda value: str(value)[:40])
+def test_bad_input_is_one_line_with_flag_value_and_remedy_and_exit_2(
+    script: str, arguments: tuple[str, ...], words: tuple[str, ...], tmp_path: Path
+) -> None:
+    done = run(script, *arguments, cwd=tmp_path)
+    assert done.returncode == 2, done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1, done.stderr
+    assert all(word in done.stderr for word in words), done.stderr
+    assert "Traceback" not in done.stderr
+    assert not list(tmp_path.rglob("rank*"))
+
+
+def test_a_model_that_exists_nowhere_is_one_line_that_names_the_nearest_presets(tmp_path: Path) -> None:
+    done = run(ZERO, "--model", "meta-llama/Llama-2-7b", cwd=tmp_path, HF_HUB_OFFLINE="1")
+    assert done.returncode == 2
+    assert len(done.stderr.strip().splitlines()) == 1, done.stderr
+    assert "meta-llama/Llama-2-7b-hf" in done.stderr
+    assert not (tmp_path / "results").exists()
+
+
+def test_a_rank_other_than_the_first_under_a_launcher_leaves_quietly(tmp_path: Path) -> None:
+    done = run(ZERO, "--model", "tiny", "--local_rank=1", cwd=tmp_path, RANK="1", LOCAL_RANK="1", WORLD_SIZE="2")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_rank_zero_under_a_launcher_takes_its_world_size(tmp_path: Path) -> None:
+    arguments = ("--model", "tiny", "--accelerator", "cpu", "--dry-run", "--stages", "1")
+    done = run(ZERO, *arguments, cwd=tmp_path, RANK="0", LOCAL_RANK="0", WORLD_SIZE="3")
+    assert '"train_batch_size": 12' in done.stdout
+
+
+def test_a_left_over_world_size_without_a_rank_means_nothing(tmp_path: Path) -> None:
+    arguments = ("--model", "tiny", "--accelerator", "cpu", "--dry-run", "--stages", "1")
+    assert '"train_batch_size": 4' in run(ZERO, *arguments, cwd=tmp_path, WORLD_SIZE="3").stdout
+
+
+def test_dry_run_prints_every_configuration_and_command_and_writes_nothing(tmp_path: Path) -> None:
+    done = run(OFFLOAD, "--model", "tiny", "--accelerator", "cpu", "--num-gpus", "2", "--dry-run", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("deepspeed.launcher.runner") == 3
+    blocks = [text[: text.rindex("}") + 1] for text in done.stdout.split("# 0") if "{" in text]
+    configs = [json.loads(block[block.index("{") :]) for block in blocks]
+    assert [config["train_batch_size"] for config in configs] == [8, 8, 8]
+    assert configs[2]["zero_optimization"]["offload_param"]["device"] == "cpu"
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("script", [ZERO, OFFLOAD])
+def test_help_tells_purpose_defaults_units_and_examples(script: str, tmp_path: Path) -> None:
+    done = run(script, "--help", cwd=tmp_path)
+    assert done.returncode == 0
+    for word in ("examples:", "exit codes:", "--batch-size", "default: 4", "SECONDS", "GB", "process tree"):
+        assert word in done.stdout
+
+
+def test_models_lists_every_preset_with_counted_parameters(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "ds_bench", "models"], capture_output=True, text=True, check=True, cwd=ROOT, timeout=60
+    )
+    assert "124,439,808" in done.stdout
+    assert "meta-llama/Llama-2-70b-hf" in done.stdout
+
+
+def test_a_closed_pipe_is_no_traceback(tmp_path: Path) -> None:
+    done = subprocess.run(
+        f"{sys.executable} {ROOT / ZERO} --model tiny --accelerator cpu --dry-run | head -1",
+        shell=True,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert "Traceback" not in done.stderr

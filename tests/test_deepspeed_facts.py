@@ -1,0 +1,122 @@
+"""What this program relies on in the installed DeepSpeed, pinned: a new version that changes it fails here first."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ds_bench import dsconfig, strategies
+
+_ASK = """
+import json, sys
+import deepspeed
+from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+out = sys.stdout; sys.stdout = sys.stderr
+zero = DeepSpeedZeroConfig(stage=3, offload_optimizer={"device": "cpu"}, offload_param={"device": "cpu"})
+def raises(config):
+    try:
+        DeepSpeedConfig({"train_batch_size": 1, **config})
+    except Exception as error:
+        return type(error).__name__
+    return None
+answer = {
+    "version": deepspeed.__version__,
+    "gradient_clipping": DeepSpeedConfig({"train_batch_size": 1}).gradient_clipping,
+    "pin_memory": [zero.offload_optimizer.pin_memory, zero.offload_param.pin_memory],
+    "overlap_comm": [DeepSpeedZeroConfig(stage=stage).overlap_comm for stage in range(4)],
+    "defaults": DeepSpeedZeroConfig(stage=3).model_dump(mode="json"),
+    "max_in_cpu": zero.offload_param.max_in_cpu,
+    "mics": raises({"zero_optimization": {"stage": 3, "mics_shard_size": 2}}),
+    "typo_in_block": raises({"zero_optimization": {"stage": 1, "overlap_com": True}}),
+    "typo_at_top": raises({"gradient_cliping": 1.0}),
+    "comms_logger": DeepSpeedConfig({"train_batch_size": 1, "comms_logger": {"enabled": False}})
+    .comms_config.comms_logger_enabled,
+}
+print(json.dumps(answer), file=out)
+"""
+
+
+@pytest.fixture(scope="module")
+def facts() -> dict[str, Any]:
+    done = subprocess.run(
+        [sys.executable, "-c", _ASK],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env={**os.environ, "DS_ACCELERATOR": "cpu", "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"},
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return answer
+
+
+def source(path: str) -> str:
+    spec = importlib.util.find_spec("deepspeed")
+    assert spec is not None
+    assert spec.origin is not None
+    return (Path(spec.origin).parent / path).read_text()
+
+
+def test_the_defaults_we_write_out_are_the_installed_ones(facts: dict[str, Any]) -> None:
+    config = dsconfig.base_config(strategies.offload_strategy("cpu_full"), 1)
+    assert config["gradient_clipping"] == facts["gradient_clipping"]
+    written = {key: value for key, value in config["zero_optimization"].items() if not key.startswith("offload")}
+    default = {**facts["defaults"], **{f"stage3_{key}": value for key, value in facts["defaults"].items()}}
+    assert {key: default[key] for key in written} == written
+    assert facts["pin_memory"] == [True, True]
+
+
+def test_communication_overlaps_by_default_at_stage_3_only(facts: dict[str, Any]) -> None:
+    assert facts["overlap_comm"] == [False, False, False, True]
+    for stage in (1, 2, 3):
+        block = dsconfig.zero_block(strategies.ZERO_STAGES[stage])
+        assert block["overlap_comm"] == facts["overlap_comm"][stage]
+
+
+def test_a_typo_is_refused_inside_a_block_and_accepted_at_the_top(facts: dict[str, Any]) -> None:
+    assert facts["typo_in_block"] == "ValidationError"
+    assert facts["typo_at_top"] is None
+
+
+def test_removed_features_raise(facts: dict[str, Any]) -> None:
+    assert facts["mics"] == "DeepSpeedConfigError"
+
+
+def test_the_presence_of_comms_logger_turns_it_on(facts: dict[str, Any]) -> None:
+    assert facts["comms_logger"] is True
+
+
+def test_parameters_would_stay_in_memory_by_default_when_offloaded_to_nvme(facts: dict[str, Any]) -> None:
+    assert facts["max_in_cpu"] == 1_000_000_000
+
+
+def test_stages_1_and_2_offload_to_the_cpu_whatever_the_device() -> None:
+    text = source("runtime/zero/stage_1_and_2.py")
+    assert "OffloadDeviceEnum.nvme" not in text
+    assert "swap_tensor" not in text
+
+
+def test_shared_memory_segments_have_the_name_that_we_remove() -> None:
+    text = source("ops/csrc/cpu/comm/shm.cpp")
+    assert '#define SHM_BUFFER_NAME "deepspeed_allreduce_buffer"' in text
+    assert re.search(r'"%s_%d_%s_%s",\s*SHM_BUFFER_NAME,\s*getuid\(\),\s*addr_string,\s*port_string', text)
+
+
+def test_swap_files_lie_where_the_ledger_looks() -> None:
+    text = source("runtime/swap_tensor/partitioned_param_swapper.py")
+    assert "'zero_stage_3', f'{torch_dtype_string}params'" in text
+    assert "'optimizer'" in source("runtime/swap_tensor/optimizer_utils.py")
+
+
+def test_the_launcher_passes_a_signal_on_as_256_minus_its_number() -> None:
+    assert "if result.returncode > 0:" in source("launcher/runner.py")

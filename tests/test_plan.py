@@ -1,0 +1,421 @@
+"""From flags to ordered trials, and every request that cannot be meant refused before any work."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import fakes
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ds_bench import ops, plan
+from ds_bench.errors import UsageError
+from ds_bench.modelsource import ModelChoice
+from ds_bench.ops import OpState
+from ds_bench.options import Options
+from ds_bench.spec import Placement, Strategy, Trial
+
+BROKEN_FUSED = {ops.FUSED_ADAM: OpState(op=ops.FUSED_ADAM, ready=False, reason="no nvcc")}
+
+
+def trials(
+    options: Options,
+    *,
+    on: Placement | None = None,
+    make: plan.MakeConfig = fakes.make_config,
+    states: Mapping[str, OpState] | None = None,
+    caveats: Mapping[str, str] | None = None,
+    of: ModelChoice | None = None,
+) -> list[Trial]:
+    on = on or fakes.placement(nvme_path=None if options.nvme_path is None else str(options.nvme_path))
+    drafts = plan.drafts(options, make)
+    return plan.make_trials(options, of or fakes.choice(), on, drafts, states or {}, caveats or {})
+
+
+def config_of(*arguments: str, make: plan.MakeConfig = fakes.make_config) -> dict[str, Any]:
+    """The configuration of the only trial that these flags give."""
+    (trial,) = trials(fakes.options("zero", "--stages", "3", *arguments), make=make)
+    return dict(trial.ds_config)
+
+
+# ------------------------------------------------------------------ order
+
+
+@settings(deadline=None)
+@given(stages=st.lists(st.integers(0, 3), min_size=1, max_size=4, unique=True), repeats=st.integers(1, 4))
+def test_repeats_are_interleaved_so_that_heat_and_cache_favour_no_row(stages: list[int], repeats: int) -> None:
+    options = fakes.options("zero", "--stages", *map(str, stages), "--repeats", str(repeats))
+    made = trials(options)
+    assert [trial.strategy.stage for trial in made] == stages * repeats
+    assert [trial.repeat for trial in made] == [repeat for repeat in range(repeats) for _ in stages]
+
+
+def test_three_strategies_twice_run_a_b_c_a_b_c() -> None:
+    made = trials(fakes.options("offload", "--repeats", "2"))
+    assert [trial.strategy.name for trial in made] == ["none", "cpu_optimizer", "cpu_full"] * 2
+
+
+def test_trial_ids_sort_in_the_order_of_running_and_are_unique() -> None:
+    ids = [trial.trial_id for trial in trials(fakes.options("zero", "--repeats", "3"))]
+    assert ids == sorted(ids)
+    assert len(set(ids)) == 12
+    assert ids[0] == "00_zero0_r0"
+    assert trials(fakes.options("zero"))[0].trial_id == "00_zero0"
+
+
+def test_no_two_trials_of_a_plan_share_a_key() -> None:
+    made = trials(fakes.options("zero", "--repeats", "3"))
+    assert len({trial.key for trial in made}) == len(made)
+
+
+def test_the_same_request_makes_the_same_keys_so_that_it_can_be_resumed() -> None:
+    options = fakes.options("zero", "--repeats", "2", "--set", "gradient_clipping=0.5")
+    assert [trial.key for trial in trials(options)] == [trial.key for trial in trials(options)]
+
+
+# ------------------------------------------------------------------ strategies
+
+
+def names(*arguments: str) -> list[str]:
+    return [strategy.name for strategy in plan.asked_strategies(fakes.options("offload", *arguments))]
+
+
+def test_a_path_appends_nvme_where_it_is_not_named() -> None:
+    assert names("--nvme-path", "/d") == ["none", "cpu_optimizer", "cpu_full", "nvme"]
+
+
+def test_a_path_leaves_nvme_where_it_is_named() -> None:
+    assert names("--nvme-path", "/d", "--strategies", "nvme", "none") == ["nvme", "none"]
+
+
+def test_nvme_without_a_path_is_refused_with_both_ways_out() -> None:
+    with pytest.raises(UsageError, match=r"--strategies nvme needs a disk \(add --nvme-path DIR, or leave nvme out\)"):
+        names("--strategies", "none", "nvme")
+
+
+def test_a_path_adds_nothing_to_a_comparison_of_stages() -> None:
+    options = fakes.options("zero", "--nvme-path", "/d")
+    assert [strategy.name for strategy in plan.asked_strategies(options)] == ["zero0", "zero1", "zero2", "zero3"]
+
+
+def test_the_stage_asked_for_is_that_of_every_offload_row() -> None:
+    made = trials(fakes.options("offload", "--stage", "2"))
+    assert {trial.ds_config["zero_optimization"]["stage"] for trial in made} == {2}
+
+
+# ------------------------------------------------------------------ rows that cannot run
+
+
+def test_what_deepspeed_would_not_do_is_a_row_with_a_reason_and_the_others_stay() -> None:
+    made = trials(fakes.options("offload", "--stage", "2"))
+    refused = {trial.strategy.name: trial.unsupported for trial in made}
+    assert refused["none"] is None
+    assert refused["cpu_optimizer"] is None
+    assert "use --stage 3" in (refused["cpu_full"] or "")
+
+
+@pytest.mark.parametrize(
+    ("op", "name", "remedy"),
+    [(ops.CPU_ADAM, "cpu_optimizer", "install a C++ compiler"), (ops.ASYNC_IO, "nvme", "apt-get install libaio-dev")],
+)
+def test_a_row_whose_op_does_not_build_is_unsupported_with_reason_and_remedy(op: str, name: str, remedy: str) -> None:
+    states = {op: OpState(op=op, ready=False, reason="g++ is missing")}
+    options = fakes.options("offload", "--strategies", "none", name, "--nvme-path", "/d")
+    refused = {trial.strategy.name: trial.unsupported for trial in trials(options, states=states)}
+    assert refused["none"] is None
+    assert "g++ is missing" in (refused[name] or "")
+    assert remedy in (refused[name] or "")
+
+
+def test_an_op_nobody_asked_about_stops_no_row() -> None:
+    states = {ops.ASYNC_IO: OpState(op=ops.ASYNC_IO, ready=False, reason="no libaio")}
+    assert all(trial.unsupported is None for trial in trials(fakes.options("offload"), states=states))
+
+
+def test_bf16_on_a_card_without_it_is_unsupported_in_every_row() -> None:
+    volta = fakes.placement(accelerator="cuda", supported_precisions=("fp16", "fp32"))
+    made = trials(fakes.options("zero", "--precision", "bf16"), on=volta)
+    assert all("use --precision fp32" in (trial.unsupported or "") for trial in made)
+    assert {trial.workload.precision for trial in trials(fakes.options("zero"), on=volta)} == {"fp16"}
+
+
+# ------------------------------------------------------------------ torch's AdamW instead of DeepSpeed's
+
+
+def test_a_fused_adam_that_does_not_build_is_replaced_and_said() -> None:
+    gpu = fakes.placement(accelerator="cuda")
+    (trial,) = trials(fakes.options("zero", "--stages", "1"), on=gpu, states=BROKEN_FUSED)
+    assert trial.ds_config["optimizer"]["params"]["torch_adam"] is True
+    assert any("no nvcc" in caveat for caveat in trial.caveats)
+    assert trial.unsupported is None
+
+
+def test_a_fused_adam_that_builds_is_used_without_a_word() -> None:
+    gpu = fakes.placement(accelerator="cuda")
+    ready = {ops.FUSED_ADAM: OpState(op=ops.FUSED_ADAM, ready=True)}
+    (trial,) = trials(fakes.options("zero", "--stages", "1"), on=gpu, states=ready)
+    assert "torch_adam" not in trial.ds_config["optimizer"]["params"]
+    assert trial.caveats == ()
+
+
+def test_an_offloaded_optimizer_has_nothing_to_do_with_fused_adam() -> None:
+    gpu = fakes.placement(accelerator="cuda")
+    (trial,) = trials(fakes.options("offload", "--strategies", "cpu_optimizer"), on=gpu, states=BROKEN_FUSED)
+    assert trial.caveats == ()
+
+
+# ------------------------------------------------------------------ caveats known before running
+
+
+def test_what_is_known_of_the_disk_is_said_of_the_rows_that_use_it_only() -> None:
+    options = fakes.options("offload", "--nvme-path", "/d")
+    said = {t.strategy.name: t.caveats for t in trials(options, caveats={"nvme": "it is an overlay"})}
+    assert said == {"none": (), "cpu_optimizer": (), "cpu_full": (), "nvme": ("it is an overlay",)}
+
+
+@pytest.mark.parametrize("setting", ["comms_logger={}", "wall_clock_breakdown=true"])
+def test_a_setting_that_slows_what_is_measured_is_said(setting: str) -> None:
+    (trial,) = trials(fakes.options("zero", "--stages", "1", "--set", setting))
+    assert any("synchron" in caveat for caveat in trial.caveats)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--set", "zero_optimization.stage=1"], "ran ZeRO stage 1, as the DeepSpeed config says, not this row's 3"),
+        (['--set=zero_optimization.offload_optimizer={"device": "cpu"}'], "ran optimizer offload cpu"),
+        (["--set", 'zero_optimization.offload_param={"device": "cpu"}'], "ran parameter offload cpu"),
+        (["--set", "fp16.enabled=true", "--precision", "bf16"], "ran precision fp16"),
+        (["--set", "bf16.enabled=false", "--precision", "bf16"], "ran precision fp32"),
+    ],
+)
+def test_a_row_that_is_not_what_its_columns_say_says_so(arguments: list[str], said: str) -> None:
+    (trial,) = trials(fakes.options("zero", "--stages", "3", *arguments))
+    assert len(trial.caveats) == 1
+    assert said in trial.caveats[0]
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("family", ["zero", "offload"])
+def test_a_row_that_is_what_its_columns_say_says_nothing(family: str, precision: str) -> None:
+    assert {t.caveats for t in trials(fakes.options(family, "--precision", precision))} == {()}
+
+
+# ------------------------------------------------------------------ sequence length
+
+
+def test_a_sequence_beyond_the_models_positions_is_refused_with_what_is_allowed() -> None:
+    options = fakes.options("zero", "--seq-length", "1025")
+    with pytest.raises(
+        UsageError, match=r"--seq-length 1025 is beyond the 1024 positions of gpt2 \(give 1024 or less\)"
+    ):
+        plan.seq_length(options, fakes.choice("gpt2"))
+
+
+def test_a_sequence_of_all_positions_is_allowed() -> None:
+    assert plan.seq_length(fakes.options("zero", "--seq-length", "1024"), fakes.choice("gpt2")) == 1024
+
+
+def test_the_default_sequence_is_512_or_the_positions_where_there_are_fewer() -> None:
+    assert plan.seq_length(fakes.options("zero"), fakes.choice("gpt2")) == 512
+    assert plan.seq_length(fakes.options("zero"), fakes.choice(max_positions=64)) == 64
+    assert plan.seq_length(fakes.options("zero"), fakes.choice(max_positions=None)) == 512
+
+
+def test_a_model_of_unknown_positions_takes_any_sequence() -> None:
+    assert plan.seq_length(fakes.options("zero", "--seq-length", "99999"), fakes.choice(max_positions=None)) == 99999
+
+
+# ------------------------------------------------------------------ --ds-config
+
+
+def write(tmp_path: Path, text: str) -> str:
+    path = tmp_path / "overlay.json"
+    path.write_text(text, encoding="utf-8")
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{", "is not JSON"),
+        ('{"a": 1,}', "remove comments and trailing commas"),
+        ("// hello\n{}", "is not JSON"),
+        ("[]", "is not a JSON object"),
+        ("3", "is not a JSON object"),
+        ("", "is not JSON"),
+        ('{"train_batch_size": "auto"}', 'train_batch_size is "auto"'),
+        ('{"zero_optimization": {"reduce_bucket_size": "auto"}}', 'zero_optimization.reduce_bucket_size is "auto"'),
+        ('{"gradient_cliping": 1}', "did you mean 'gradient_clipping'"),
+        ('{"gradient_clipping": NaN}', "cannot be written as JSON"),
+        ('{"gradient_clipping": 1e999}', "cannot be written as JSON"),
+    ],
+)
+def test_a_config_file_that_cannot_be_meant_is_refused_in_one_line(tmp_path: Path, text: str, said: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        config_of("--ds-config", write(tmp_path, text))
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_config_file_that_is_not_text_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "f").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(UsageError, match="is not JSON"):
+        config_of("--ds-config", str(tmp_path / "f"))
+
+
+@pytest.mark.parametrize("path", ["missing.json", "."])
+def test_a_config_file_that_is_not_there_is_refused_by_its_name(tmp_path: Path, path: str) -> None:
+    with pytest.raises(UsageError, match=r"--ds-config .*give a readable JSON file") as caught:
+        config_of("--ds-config", str(tmp_path / path))
+    assert str(tmp_path / path) in str(caught.value)
+
+
+def test_a_config_file_is_laid_over_every_row_and_a_setting_over_that(tmp_path: Path) -> None:
+    path = write(tmp_path, json.dumps({"gradient_clipping": 0.5, "zero_optimization": {"reduce_bucket_size": 9}}))
+    options = fakes.options("zero", "--ds-config", path, "--set", "gradient_clipping=0.1")
+    made = trials(options)
+    assert {trial.ds_config["gradient_clipping"] for trial in made} == {0.1}
+    assert {trial.ds_config["zero_optimization"]["reduce_bucket_size"] for trial in made} == {9}
+    assert [trial.ds_config["zero_optimization"]["stage"] for trial in made] == [0, 1, 2, 3]
+
+
+# ------------------------------------------------------------------ --set
+
+
+def test_the_last_of_two_settings_decides_whatever_came_between() -> None:
+    assert config_of("--set", "gradient_clipping=1", "--set", "gradient_clipping=2")["gradient_clipping"] == 2
+    again = [f"--set=gradient_clipping={value}" for value in (1, 2, 1)]
+    assert config_of(*again)["gradient_clipping"] == 1
+
+
+@pytest.mark.parametrize("more", [[], ["--set", "zero_optimization.reduce_scatter=false"]])
+def test_a_setting_of_null_takes_the_key_out(more: list[str]) -> None:
+    """The more so when another setting touches the same block: null must not be lost on the way."""
+    assert "gradient_clipping" not in config_of(*more, "--set", "gradient_clipping=null")
+    zero = config_of(*more, "--set", "zero_optimization.overlap_comm=null")["zero_optimization"]
+    assert "overlap_comm" not in zero
+
+
+def test_a_null_in_the_file_takes_the_key_out_too(tmp_path: Path) -> None:
+    path = write(tmp_path, '{"gradient_clipping": null}')
+    assert "gradient_clipping" not in config_of("--ds-config", path, "--set", "steps_per_print=5")
+
+
+@pytest.mark.parametrize("setting", ["", "gradient_clipping", "=1", "zero_optimization..stage=1"])
+def test_a_setting_that_is_none_is_refused(setting: str) -> None:
+    with pytest.raises(UsageError, match=r"is not key\.path=value"):
+        config_of("--set", setting)
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("bf17.enabled=true", "did you mean 'bf16'"),
+        ("bf16=true", "not an object"),
+        ("optimizer=SGD", "not an object"),
+        ("gradient_clipping=NaN", "cannot be written as JSON"),
+        ("gradient_clipping=Infinity", "cannot be written as JSON"),
+    ],
+)
+def test_a_setting_that_would_be_ignored_or_break_a_file_is_refused(setting: str, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        config_of("--set", setting)
+
+
+def test_another_micro_batch_makes_the_total_anew() -> None:
+    config = config_of("--batch-size", "4", "--set", "train_micro_batch_size_per_gpu=6")
+    assert (config["train_micro_batch_size_per_gpu"], config["train_batch_size"]) == (6, 6)
+    config = config_of("--set", "gradient_accumulation_steps=3")
+    assert (config["gradient_accumulation_steps"], config["train_batch_size"]) == (3, 12)
+
+
+def test_a_total_that_contradicts_the_micro_batch_is_refused_wherever_each_was_given(tmp_path: Path) -> None:
+    path = write(tmp_path, '{"train_batch_size": 16}')
+    with pytest.raises(UsageError, match="train_batch_size 16 is neither"):
+        config_of("--ds-config", path, "--set", "train_micro_batch_size_per_gpu=3")
+    with pytest.raises(UsageError, match="train_batch_size 5 is neither"):
+        config_of("--set", "train_batch_size=5")
+
+
+# ------------------------------------------------------------------ the user's own function
+
+
+def test_an_edit_of_the_users_function_is_in_every_trial() -> None:
+    def edited(strategy: Strategy, batch_size: int, grad_accum: int = 1) -> dict[str, Any]:
+        config = fakes.make_config(strategy, batch_size, grad_accum)
+        config["zero_optimization"]["reduce_bucket_size"] = 50_000_000
+        return config
+
+    made = trials(fakes.options("zero", "--repeats", "2"), make=edited)
+    assert {trial.ds_config["zero_optimization"]["reduce_bucket_size"] for trial in made} == {50_000_000}
+
+
+def test_the_users_function_is_given_the_flags() -> None:
+    given_: list[tuple[str, int, int]] = []
+
+    def spy(strategy: Strategy, batch_size: int, grad_accum: int = 1) -> dict[str, Any]:
+        given_.append((strategy.name, batch_size, grad_accum))
+        return fakes.make_config(strategy, batch_size, grad_accum)
+
+    plan.drafts(fakes.options("zero", "--stages", "0", "2", "--batch-size", "8", "--grad-accum", "2"), spy)
+    assert given_ == [("zero0", 8, 2), ("zero2", 8, 2)]
+
+
+@pytest.mark.parametrize("returned", [None, [], "config.json"])
+def test_a_function_that_returns_no_dict_is_refused(returned: Any) -> None:
+    with pytest.raises(UsageError, match=f"create_deepspeed_config returned {type(returned).__name__}"):
+        plan.drafts(fakes.options("zero"), lambda *_: returned)
+
+
+@pytest.mark.parametrize("value", [{1, 2}, object(), float("nan"), Path("/x")], ids=["set", "object", "nan", "path"])
+def test_a_function_that_returns_what_no_file_can_hold_is_refused_before_any_work(value: Any) -> None:
+    def odd(strategy: Strategy, batch_size: int, grad_accum: int = 1) -> dict[str, Any]:
+        return {**fakes.make_config(strategy, batch_size, grad_accum), "scheduler": {"params": value}}
+
+    with pytest.raises(UsageError, match="cannot be written as JSON"):
+        plan.drafts(fakes.options("zero"), odd)
+
+
+def test_one_dict_returned_for_every_stage_is_not_changed_by_planning() -> None:
+    shared = fakes.make_config(fakes.zero(1), 4)
+    before = json.dumps(shared)
+    trials(fakes.options("zero", "--set", "gradient_clipping=9"), make=lambda *_: shared)
+    assert json.dumps(shared) == before
+
+
+def test_a_trial_keeps_its_config_through_json_even_if_the_function_used_tuples() -> None:
+    def tuples(strategy: Strategy, batch_size: int, grad_accum: int = 1) -> dict[str, Any]:
+        config = fakes.make_config(strategy, batch_size, grad_accum)
+        config["optimizer"]["params"]["betas"] = (0.9, 0.95)
+        return config
+
+    (trial,) = trials(fakes.options("zero", "--stages", "1"), make=tuples)
+    assert Trial.from_dict(json.loads(json.dumps(trial.to_dict()))) == trial
+
+
+# ------------------------------------------------------------------ the workload
+
+
+def test_the_workload_is_what_the_flags_say_and_the_same_in_every_trial() -> None:
+    options = fakes.options(
+        "zero", "--batch-size", "2", "--grad-accum", "3", "--num-steps", "7", "--warmup-steps", "0", "--seed", "5",
+        "--seq-length", "64", "--precision", "fp32", "--activation-checkpointing", "--trust-remote-code",
+    )  # fmt: skip
+    workloads = [trial.workload for trial in trials(options)]
+    assert all(work == workloads[0] for work in workloads)
+    work = workloads[0]
+    assert (work.batch_size, work.grad_accum, work.num_steps, work.warmup_steps, work.seed) == (2, 3, 7, 0, 5)
+    assert (work.seq_length, work.precision) == (64, "fp32")
+    assert work.activation_checkpointing
+    assert work.trust_remote_code
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "Adagrad", "Adam"])
+def test_the_optimizer_asked_for_is_that_of_every_row(optimizer: str) -> None:
+    made: Sequence[Trial] = trials(fakes.options("zero", "--optimizer", optimizer))
+    assert {trial.ds_config["optimizer"]["type"] for trial in made} == {optimizer}

@@ -1,0 +1,185 @@
+"""What a trial leaves outside its folder is private, is found again by name, and is removed and nothing else."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import fakes
+import pytest
+
+from ds_bench.contract import Assignment
+from ds_bench.launch.scratch import (
+    disk_is_full,
+    new_scratch_id,
+    remove_abandoned_swap,
+    remove_scratch,
+    swap_folder,
+)
+from ds_bench.spec import Trial
+
+
+def swapping(nvme_path: Path | None) -> Trial:
+    path = None if nvme_path is None else str(nvme_path)
+    return fakes.trial(fakes.offload("nvme"), on=fakes.placement(nvme_path=path))
+
+
+def assignment(**changes: object) -> Assignment:
+    made = Assignment(trial=fakes.trial(), rendezvous=None, scratch_id="123456789")
+    return replace(made, **changes)  # type: ignore[arg-type]
+
+
+def dead_pid() -> int:
+    """The process id of a process that has ended and was collected."""
+    child = subprocess.Popen([sys.executable, "-c", ""])
+    child.wait()
+    return child.pid
+
+
+def test_scratch_ids_are_nine_digits_so_that_they_pass_for_a_port_and_differ() -> None:
+    ids = {new_scratch_id() for _ in range(200)}
+    assert len(ids) == 200
+    assert all(each.isdecimal() and len(each) == 9 for each in ids)
+
+
+# ------------------------------------------------------------------ the swap folder
+
+
+def test_the_swap_folder_lies_on_the_disk_and_carries_host_process_and_trial(tmp_path: Path) -> None:
+    folder = swap_folder(swapping(tmp_path), "123456789")
+    assert folder == str(tmp_path / f"ds_bench_swap.{socket.gethostname()}.{os.getpid()}.123456789")
+
+
+def test_two_trials_never_share_a_swap_folder(tmp_path: Path) -> None:
+    trial = swapping(tmp_path)
+    assert swap_folder(trial, new_scratch_id()) != swap_folder(trial, new_scratch_id())
+
+
+def test_a_trial_that_swaps_nothing_gets_no_folder(tmp_path: Path) -> None:
+    on = fakes.placement(nvme_path=str(tmp_path))
+    assert swap_folder(fakes.trial(fakes.offload("cpu_full"), on=on), "1") is None
+    assert swap_folder(swapping(None), "1") is None
+
+
+def test_a_trial_whose_config_was_edited_to_swap_gets_one(tmp_path: Path) -> None:
+    """Else its swap path would be empty, and DeepSpeed would swap into whatever folder it stands in."""
+    edited = replace(
+        fakes.trial(fakes.zero(3), on=fakes.placement(nvme_path=str(tmp_path))),
+        ds_config=swapping(tmp_path).ds_config,
+    )
+    assert swap_folder(edited, "1") is not None
+
+
+# ------------------------------------------------------------------ removing one's own
+
+
+def test_a_trials_swap_folder_is_removed_with_all_that_is_in_it(tmp_path: Path) -> None:
+    mine, other = tmp_path / "mine", tmp_path / "other"
+    (mine / "zero_stage_3" / "rank0").mkdir(parents=True)
+    (mine / "zero_stage_3" / "rank0" / "1.tensor.swp").write_bytes(b"x")
+    other.mkdir()
+    remove_scratch(assignment(swap_folder=str(mine)))
+    assert [path.name for path in tmp_path.iterdir()] == ["other"]
+
+
+def test_a_trials_meeting_file_is_removed(tmp_path: Path) -> None:
+    meeting = tmp_path / "meet"
+    meeting.write_text("")
+    remove_scratch(assignment(rendezvous=f"file://{meeting}"))
+    assert not meeting.exists()
+
+
+@pytest.mark.skipif(not os.access("/dev/shm", os.W_OK), reason="no shared memory here")
+def test_a_trials_shared_memory_is_removed_and_another_trials_is_not() -> None:
+    mine, other = new_scratch_id(), new_scratch_id()
+    segments = [Path(f"/dev/shm/deepspeed_allreduce_buffer_test_{number}_0") for number in (mine, other)]
+    for segment in segments:
+        segment.write_bytes(b"x")
+    try:
+        remove_scratch(assignment(scratch_id=mine))
+        assert [segment.exists() for segment in segments] == [False, True]
+    finally:
+        for segment in segments:
+            segment.unlink(missing_ok=True)
+
+
+def test_what_is_gone_already_is_no_error(tmp_path: Path) -> None:
+    everything = assignment(swap_folder=str(tmp_path / "a"), rendezvous=f"file://{tmp_path / 'b'}")
+    remove_scratch(everything)
+    remove_scratch(everything)
+    remove_scratch(assignment())
+    assert list(tmp_path.iterdir()) == []
+
+
+# ------------------------------------------------------------------ removing what dead runs left
+
+
+def abandoned(disk: Path, *, host: str | None = None, pid: int | str, number: str = "123456789") -> Path:
+    folder = disk / f"ds_bench_swap.{host or socket.gethostname()}.{pid}.{number}"
+    folder.mkdir()
+    (folder / "1.tensor.swp").write_bytes(b"x")
+    return folder
+
+
+def test_the_folder_of_a_dead_run_is_removed(tmp_path: Path) -> None:
+    folder = abandoned(tmp_path, pid=dead_pid())
+    assert remove_abandoned_swap(tmp_path) == [folder.name]
+    assert not folder.exists()
+
+
+def test_the_folder_of_a_living_run_is_kept(tmp_path: Path) -> None:
+    folder = abandoned(tmp_path, pid=os.getpid())
+    assert remove_abandoned_swap(tmp_path) == []
+    assert folder.exists()
+
+
+def test_the_folder_of_another_host_is_kept_since_nobody_here_knows_whether_it_lives(tmp_path: Path) -> None:
+    folder = abandoned(tmp_path, host="another-node", pid=dead_pid())
+    assert remove_abandoned_swap(tmp_path) == []
+    assert folder.exists()
+
+
+@pytest.mark.parametrize("name", ["models", "ds_bench_swap", "ds_bench_swap.txt", "my_ds_bench_swap.h.1.2"])
+def test_what_is_not_ours_is_kept(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).mkdir()
+    remove_abandoned_swap(tmp_path)
+    assert (tmp_path / name).exists()
+
+
+def test_a_folder_whose_owner_is_no_number_is_kept(tmp_path: Path) -> None:
+    folder = abandoned(tmp_path, pid="somebody")
+    assert remove_abandoned_swap(tmp_path) == []
+    assert folder.exists()
+
+
+def test_a_host_name_with_dots_does_not_hide_the_owner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "gethostname", lambda: "node-7.cluster.example")
+    dead, living = abandoned(tmp_path, pid=dead_pid()), abandoned(tmp_path, pid=os.getpid())
+    assert remove_abandoned_swap(tmp_path) == [dead.name]
+    assert living.exists()
+
+
+# ------------------------------------------------------------------ a full disk
+
+
+def test_a_disk_with_room_is_not_full_and_is_left_as_it_was(tmp_path: Path) -> None:
+    assert not disk_is_full(str(tmp_path))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("number", [28, 122])
+def test_a_disk_without_room_or_quota_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    def refuse(*_: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    assert disk_is_full(str(tmp_path))
+
+
+def test_what_cannot_be_told_is_not_called_full(tmp_path: Path) -> None:
+    assert not disk_is_full(None)
+    assert not disk_is_full(str(tmp_path / "gone"))
