@@ -32,9 +32,6 @@ def main(
     except DsBenchError as error:
         print(f"{prog}: {error}", file=sys.stderr)
         return error.exit_code
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        return 0
 
 
 def _with_resumed_flags(family: Family, prog: str, given: list[str]) -> tuple[Options, list[str]]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -81,19 +82,22 @@ def dry_run(situation: Situation) -> int:
     trials = plan.make_trials(
         situation.options, situation.choice, situation.place, situation.drafts, {}, situation.caveats
     )
-    for trial in trials:
-        command = launch_command(trial.placement, Path("TRIAL_FOLDER"))
-        print(f"# {trial.trial_id}: {trial.strategy.label}")
-        if trial.unsupported:
-            print(f"# Unsupported: {trial.unsupported}")
-        print(json.dumps(trial.ds_config, indent=2))
-        print(" ".join(["python", *command[1:]]) + "\n")
+    with _pipe_may_close():
+        for trial in trials:
+            command = launch_command(trial.placement, Path("TRIAL_FOLDER"))
+            print(f"# {trial.trial_id}: {trial.strategy.label}")
+            if trial.unsupported:
+                print(f"# Unsupported: {trial.unsupported}")
+            print(json.dumps(trial.ds_config, indent=2))
+            print(" ".join(["python", *command[1:]]) + "\n")
     return OK
 
 
 def _compare(situation: Situation, store: RunStore, arguments: Sequence[str]) -> int:
     options, place = situation.options, situation.place
     facts = environment.capture()
+    if options.resume is not None:
+        _require_same_machine(store, facts)
     say = _quiet if options.quiet else lambda text: print(text, file=sys.stderr, flush=True)
     states = preflight.build_ops(place, situation.drafts, situation.variables, say)
     trials = plan.make_trials(options, situation.choice, place, situation.drafts, states, situation.caveats)
@@ -113,6 +117,19 @@ def _compare(situation: Situation, store: RunStore, arguments: Sequence[str]) ->
     finally:
         reporter.close()
     return _finish(options, store, view, notes)
+
+
+def _require_same_machine(store: RunStore, facts: environment.Environment) -> None:
+    """Rows of other hardware or versions do not belong in one result."""
+    try:
+        earlier = environment.Environment.from_dict(store.load_run()["environment"])
+    except (KeyError, TypeError, ValueError, AttributeError):
+        raise UsageError(f"{store.folder} has no readable environment", remedy="start a new run") from None
+    differences = environment.comparable(earlier, facts)
+    if differences:
+        raise UsageError(
+            f"--resume {store.folder}: not the same machine: {'; '.join(differences)}", remedy="start a new run"
+        )
 
 
 def _quiet(_text: str) -> None:
@@ -203,6 +220,23 @@ def show(
     options: Options, summaries: Sequence[analysis.Summary], rows: Sequence[dict[str, Any]], notes: Sequence[str]
 ) -> None:
     """The summary on standard output, in the format asked for."""
+    with _pipe_may_close():
+        _show(options, summaries, rows, notes)
+
+
+@contextmanager
+def _pipe_may_close() -> Iterator[None]:
+    """A reader that has seen enough (``| head``) is no error."""
+    try:
+        yield
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _show(
+    options: Options, summaries: Sequence[analysis.Summary], rows: Sequence[dict[str, Any]], notes: Sequence[str]
+) -> None:
     if options.format == "json":
         print(tables.as_json(rows))
     elif options.format == "markdown":

@@ -150,6 +150,10 @@ class RankFailure:
     step: int | None = None
     """0-based step in which it happened, warm-up included."""
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.time, (int, float)) or not math.isfinite(self.time):
+            raise ValueError("time must be a finite number")
+
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> RankFailure:
         """From a rank file. Raises TypeError on any other shape."""

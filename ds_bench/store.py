@@ -19,6 +19,7 @@ import io
 import json
 import math
 import os
+import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -53,6 +54,8 @@ class RunStore:
         runs = output_dir / "runs"
         try:
             runs.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=output_dir):
+                pass
             while True:
                 store = cls._named(output_dir, family, datetime.now().strftime("%Y%m%d_%H%M%S"))
                 if store._claim():

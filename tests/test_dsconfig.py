@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_bench import dsconfig, dskeys, strategies
+from ds_bench import dsconfig, dskeys, noops, strategies
 from ds_bench.errors import UsageError
 from ds_bench.spec import Placement, Strategy, Workload
 
@@ -332,6 +332,86 @@ def test_a_precision_this_device_lacks_is_refused_with_the_remedy() -> None:
 @pytest.mark.parametrize(("name", "stage"), [("cpu_full", 2), ("nvme", 1), ("cpu_optimizer", 0)])
 def test_a_refusal_ends_with_what_to_do(name: str, stage: int) -> None:
     assert "; use" in (refusal(fakes.offload(name, stage)) or "")
+
+
+# ------------------------------------------------------------------ blocks that lack here what they need
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        {"compile": {"deepcompile": True}},
+        {"tensor_parallel": {"autotp_size": 2}},
+        {"sequence_parallel_size": 2},
+        {"expert_parallel": {"enabled": True}},
+        {"hybrid_engine": {"enabled": True}},
+        {"autotuning": {"enabled": True}},
+        {"data_efficiency": {"enabled": True}},
+        {"pipeline": {}},
+    ],
+    ids=lambda block: next(iter(block)),
+)
+def test_a_block_that_would_do_nothing_here_is_refused_with_the_remedy(block: dict[str, Any]) -> None:
+    assert "remove" in (noops.refusal(complete({**dsconfig.base_config(fakes.zero(3), 4), **block})) or "")
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        {},
+        {"compile": {"deepcompile": False}},
+        {"tensor_parallel": {"autotp_size": 1}},
+        {"sequence_parallel_size": 1},
+        {"expert_parallel": {"enabled": False}},
+        {"autotuning": None},
+    ],
+)
+def test_a_block_that_is_switched_off_is_not_refused(block: dict[str, Any]) -> None:
+    assert noops.refusal(complete({**dsconfig.base_config(fakes.zero(3), 4), **block})) is None
+
+
+def inactive(strategy: Strategy, on: Placement | None = None, of: Workload | None = None, **changes: Any) -> list[str]:
+    config = complete(dsconfig.overlay(dsconfig.base_config(strategy, 4), changes))
+    return noops.inactive(config, of or fakes.workload(), on or fakes.placement())
+
+
+@pytest.mark.parametrize("strategy", EVERY_STRATEGY, ids=lambda s: s.name)
+def test_nothing_in_the_catalogue_is_inactive_or_slows_what_is_measured(strategy: Strategy) -> None:
+    assert inactive(strategy) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"zero_optimization": {"offload_optimizer": {"ratio": 0.5}}}, "ratio below 1 has no effect"),
+        ({"zero_optimization": {"zero_quantized_gradients": True}}, "zero_quantized_gradients has no effect"),
+        ({"activation_checkpointing": {}}, "use --activation-checkpointing"),
+        ({"comms_logger": {"enabled": False}}, "makes every collective synchronous"),
+        ({"wall_clock_breakdown": True}, "synchronises the device"),
+        ({"flops_profiler": {"enabled": True}}, "instruments a step"),
+        ({"timers": {"throughput": {"enabled": True}}}, "the throughput timer"),
+        ({"aio": {"thread_count": 4}}, "intra_op_parallelism"),
+    ],
+)
+def test_what_changes_nothing_or_slows_the_steps_is_said_beside_the_row(changes: dict[str, Any], said: str) -> None:
+    found = inactive(fakes.offload("cpu_optimizer"), **changes)
+    assert len(found) == 1
+    assert said in found[0]
+
+
+def test_super_offload_below_stage_3_is_said_and_at_stage_3_is_not() -> None:
+    changes = {"zero_optimization": {"offload_optimizer": {"super_offload": True}}}
+    assert any("super_offload" in each for each in inactive(fakes.offload("cpu_optimizer", 2), **changes))
+    assert inactive(fakes.offload("cpu_optimizer", 3), **changes) == []
+
+
+def test_what_has_an_effect_after_all_is_not_said() -> None:
+    split = {"zero_optimization": {"sub_group_size": 10**6, "offload_optimizer": {"ratio": 0.5}}}
+    assert inactive(fakes.offload("cpu_optimizer"), **split) == []
+    quantized = {"zero_optimization": {"zero_quantized_gradients": True}}
+    assert inactive(fakes.zero(3), fakes.placement(hostfile="/hosts"), **quantized) == []
+    own = fakes.workload(model="my.models:build", model_source="factory", model_type=None, model_config={})
+    assert inactive(fakes.zero(3), of=own, activation_checkpointing={}) == []
 
 
 # ------------------------------------------------------------------ keys DeepSpeed would ignore

@@ -155,7 +155,7 @@ def test_csv_and_json_hold_the_same_rows(shared: Shared) -> None:
 
 def test_the_line_that_copes_with_a_cpu_run_finds_a_stage(shared: Shared) -> None:
     frame = pandas.DataFrame(rows_of(shared(*ZERO_FP32)[3]))
-    memory = frame["gpu_peak_gb"].fillna(frame["cpu_used_gb"]).astype(float)
+    memory = frame["gpu_peak_gb"].astype(float).fillna(frame["cpu_used_gb"])
     frame["efficiency"] = frame["throughput_tokens_per_sec"] / memory
     assert int(frame.loc[frame["efficiency"].idxmax()]["stage"]) in (0, 1, 2, 3)
 

@@ -75,8 +75,8 @@ def launch_command(placement: Placement, folder: Path, devices: Sequence[int] | 
         command += ["--include", "localhost:" + ",".join(map(str, devices[: placement.num_gpus]))]
     else:
         command += ["--num_gpus", str(placement.num_gpus)]
-    if placement.hostfile is None:
-        command += ["--master_addr", "127.0.0.1", "--master_port", str(_free_port())]
+    if placement.hostfile is None:  # and not the hostfile that may lie at the launcher's default path
+        command += ["--hostfile", os.devnull, "--master_addr", "127.0.0.1", "--master_port", str(_free_port())]
     return [*command, "--module", "ds_bench.worker", str(folder)]
 
 

@@ -181,6 +181,11 @@ def _without_file(evidence: Evidence) -> list[RankExit]:
     return [entry for entry in exits if entry.rank is None or not rank_file(evidence.folder, entry.rank).exists()]
 
 
+def _some_rank_is_missing(evidence: Evidence) -> bool:
+    """A launcher hides which rank died: then only the missing file tells."""
+    return not all(rank_file(evidence.folder, rank).exists() for rank in range(evidence.world_size))
+
+
 def _signal_of(entry: RankExit) -> int | None:
     """The signal behind an exit, also where the deepspeed launcher passes it on as 256 - number."""
     if entry.signal is not None:
@@ -213,7 +218,7 @@ def _of_the_clock(evidence: Evidence) -> Outcome | None:
 
 def _of_exceptions(failures: tuple[RankFailure, ...], broken: Mapping[int, str], evidence: Evidence) -> Outcome | None:
     """The first exception; one that says a peer was lost only where nothing else is known."""
-    silent = [entry for entry in _without_file(evidence) if entry.rank is not None]
+    silent = any(entry.rank is not None or _some_rank_is_missing(evidence) for entry in _without_file(evidence))
     causes = [failure for failure in failures if failure.kind != "peer_lost"]
     if not causes and (silent or broken):
         return None
