@@ -73,7 +73,7 @@ class Bench:
         except BenchError:
             if not result.exists():
                 raise
-            # Seen once in fifty runs: torch aborts while the interpreter shuts down, after the result was written.
+            # Seen in 2 of some 40 runs: "terminate called without an active exception" as the interpreter shuts down.
             print("note: the bare loop ended badly after its measurement", file=sys.stderr)
         finally:
             harness.remove_shared_memory(port)

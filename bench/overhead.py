@@ -96,7 +96,7 @@ class Bench:
             shlex.join(harness.bare_command(self.setting, config, port, result))
             for config, result in zip(configs, results, strict=True)
         ]
-        # A stage is judged by its result, not by its exit code: torch may abort while it shuts down.
+        # A stage is judged by its result, not by its exit code: the interpreter may abort as it shuts down.
         command = ["bash", "-c", "\n".join([*lines, "true"])]
         try:
             wall = harness.timed(command, self._variables, folder / "log", "the shell loop", self._timeout)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from . import flops
-from .dsconfig import uses_nvme
+from .dsconfig import offload_device, uses_nvme
 from .models import ModelFacts
 from .record import RankMeasurement, TrialRecord
 from .spec import Workload
@@ -218,6 +218,11 @@ def _swapped_nothing(record: TrialRecord) -> str | None:
     if stored == 0:
         return (
             f"nothing was swapped: DeepSpeed keeps tensors under {block} bytes in memory; this row is not NVMe offload"
+        )
+    parameters = sum(rank.ledger.get("nvme", {}).get("parameters", 0) for rank in record.ranks)
+    if offload_device(record.trial.ds_config, "offload_param") == "nvme" and parameters == 0:
+        return (
+            f"the parameters stayed in memory: every partition of one is under {block} bytes; only the optimizer swaps"
         )
     if moved == 0:
         return "no bytes reached the disk in the measured steps: the path is memory or cache, not NVMe"

@@ -324,6 +324,7 @@ def test_buffers_that_are_most_of_the_memory_are_said(held: int, said: bool) -> 
 
 def swapping(**changes: Any) -> str:
     trial = fakes.trial(fakes.offload("nvme"), on=replace(CUDA, nvme_path="/d"))
+    changes.setdefault("ledger", {"nvme": {"parameters": 1, "optimizer_states": 1}})
     return " | ".join(summarise(fakes.success(trial, **changes), None, None).caveats)
 
 
@@ -336,6 +337,13 @@ def test_an_nvme_row_that_swapped_nothing_is_called_no_nvme_offload(stored: int 
 
 def test_an_nvme_row_whose_bytes_never_reached_a_disk_is_said() -> None:
     assert "no bytes reached the disk" in swapping(nvme_stored_bytes=GB, nvme_read_bytes=0, nvme_written_bytes=0)
+
+
+def test_an_nvme_row_whose_parameters_stayed_in_memory_says_so() -> None:
+    text = swapping(
+        nvme_stored_bytes=GB, nvme_read_bytes=1, nvme_written_bytes=1, ledger={"nvme": {"optimizer_states": 1}}
+    )
+    assert "parameters stayed in memory" in text
 
 
 def test_an_nvme_row_that_swapped_is_quiet() -> None:

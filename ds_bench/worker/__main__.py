@@ -24,4 +24,9 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    # Libraries' exit handlers have been seen to abort the process after its work was done, which would make the
+    # launcher end the other ranks.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
