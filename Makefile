@@ -15,6 +15,7 @@ demo: $(STAMP)
 	$(BIN)/python zero_stage_comparison.py --model tiny --batch-size 4 --seq-length 128
 
 test: $(STAMP)
+	$(BIN)/python -m ds_bench ops
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 lint: $(STAMP)

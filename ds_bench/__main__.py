@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
 from . import __version__
+from .errors import DsBenchError
 from .units import format_count, format_millions
 
 
@@ -16,8 +18,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=__version__)
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     verbs.add_parser("models", help="list the built-in models with their counted parameters")
-    parser.parse_args(arguments)
-    return list_models()
+    verbs.add_parser("ops", help="build the DeepSpeed ops that comparisons on this machine use, ahead of time")
+    verb = parser.parse_args(arguments).verb
+    try:
+        return {"models": list_models, "ops": build_ops}[verb]()
+    except DsBenchError as error:
+        print(f"ds_bench: {error}", file=sys.stderr)
+        return error.exit_code
+
+
+def build_ops() -> int:
+    """Builds what is not built yet, and says of each op whether it can be used. Returns 0 when one at least can."""
+    from . import gpus, ops, placement, preflight
+
+    place = placement.here(os.environ, gpus.NvmlQuery())
+    names = [ops.SHARED_MEMORY] if place.accelerator == "cpu" else [ops.FUSED_ADAM]
+    folder = ops.cache_folder(place.accelerator)
+    variables = preflight.rank_environment(place, os.environ, None)
+    states = ops.prepare_ops([*names, ops.CPU_ADAM, ops.ASYNC_IO], folder, variables, say=print)
+    for name, state in states.items():
+        remedy = ops.REMEDIES.get(name, "see the build log")
+        print(f"{name.removesuffix('Builder'):<14} {'ready' if state.ready else f'{state.reason}; {remedy}'}")
+    return 0 if any(state.ready for state in states.values()) else 1
 
 
 def list_models() -> int:

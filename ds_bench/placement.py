@@ -32,6 +32,13 @@ def decide(options: Options, environ: Mapping[str, str], query: gpus.GpuQuery) -
     )
 
 
+def here(environ: Mapping[str, str], query: gpus.GpuQuery) -> Placement:
+    """The placement of this machine when nothing is asked for: every GPU, or one CPU rank."""
+    visible = gpus.select_visible(environ, query.read().gpus)
+    accelerator = _accelerator("auto", len(visible))
+    return Placement(accelerator=accelerator, num_gpus=len(visible) if accelerator == "cuda" else 1)
+
+
 def _accelerator(asked: str, visible: int) -> Accelerator:
     torch_cuda = environment.torch_cuda_version()
     if asked == "cpu" or (asked == "auto" and (visible == 0 or torch_cuda is None)):

@@ -113,6 +113,24 @@ def test_models_lists_every_preset_with_counted_parameters(tmp_path: Path) -> No
     assert "meta-llama/Llama-2-70b-hf" in done.stdout
 
 
+def test_ops_says_of_each_op_whether_it_can_be_used(tmp_path: Path) -> None:
+    """With a compiler that fails: the reason and the remedy of each, and exit 1."""
+    environment = {**os.environ, "DS_BENCH_OPS_CACHE": str(tmp_path), "CXX": "/bin/false", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [sys.executable, "-m", "ds_bench", "ops"],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT,
+        timeout=200,
+        env=environment,
+    )
+    assert done.returncode == 1, done.stdout
+    lines = done.stdout.splitlines()[-3:]
+    assert [line.split()[0] for line in lines] == ["ShareMemComm", "CPUAdam", "AsyncIO"]
+    assert all("log " in line and "; " in line for line in lines), lines
+
+
 def test_a_closed_pipe_is_no_traceback(tmp_path: Path) -> None:
     done = subprocess.run(
         f"{sys.executable} {ROOT / ZERO} --model tiny --accelerator cpu --dry-run | head -1",
