@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from . import __version__
 from .errors import DsBenchError
@@ -33,8 +34,8 @@ def build_ops() -> int:
 
     place = placement.here(os.environ, gpus.NvmlQuery())
     names = [ops.SHARED_MEMORY] if place.accelerator == "cpu" else [ops.FUSED_ADAM]
-    folder = ops.cache_folder(place.accelerator)
     variables = preflight.rank_environment(place, os.environ, None)
+    folder = Path(variables["TORCH_EXTENSIONS_DIR"])
     states = ops.prepare_ops([*names, ops.CPU_ADAM, ops.ASYNC_IO], folder, variables, say=print)
     for name, state in states.items():
         remedy = ops.REMEDIES.get(name, "see the build log")

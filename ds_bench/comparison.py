@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from . import __version__, analysis, dsconfig, environment, flops, gpus, ops, placement, plan, preflight, runner, tables
+from . import __version__, analysis, dsconfig, environment, flops, gpus, placement, plan, preflight, runner, tables
 from .errors import UsageError
 from .flags import Options
 from .launch import Launcher, Limits
@@ -181,7 +181,6 @@ def _save_run(
             "family": options.family,
             "arguments": list(arguments),
             "environment": facts.to_dict(),
-            "ops_cache": str(ops.cache_folder(trials[0].placement.accelerator)),
             "notes": list(notes),
             "trials": [{"key": trial.key, **trial.to_dict()} for trial in trials],
         }

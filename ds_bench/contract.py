@@ -1,7 +1,8 @@
 """The files between the parent and the ranks of one trial.
 
 In: ``trial.json`` (what to do), ``ds_config.json``. Out, per rank N: ``rank<N>.json``, written
-whole or not at all and as the rank's last act; ``rank<N>.beat`` (progress, 48 bytes rewritten in
+whole or not at all and as the rank's last act (``rank<N>.measured.json`` before it, should what
+follows the measured window fail); ``rank<N>.beat`` (progress, 48 bytes rewritten in
 place); ``rank<N>.log`` (output that nobody parses); ``rank<N>.stacks`` (on request). The leader
 of the trial adds a line to ``exits.jsonl`` for every rank that ended.
 """
@@ -30,6 +31,11 @@ LEADER_LOG = "leader.log"
 
 def rank_file(folder: Path, rank: int) -> Path:
     return folder / f"rank{rank}.json"
+
+
+def measured_file(folder: Path, rank: int) -> Path:
+    """What ``rank<N>.json`` will hold, but for the inspection that follows the measured window."""
+    return folder / f"rank{rank}.measured.json"
 
 
 def beat_file(folder: Path, rank: int) -> Path:

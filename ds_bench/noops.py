@@ -61,7 +61,10 @@ def inactive(config: Config, workload: Workload, placement: Placement) -> list[s
         "aio.thread_count is not read since DeepSpeed 0.16.4; the key is intra_op_parallelism": "thread_count"
         in _block(config, "aio"),
     }
-    return [text for text, applies in checks.items() if applies]
+    found = [text for text, applies in checks.items() if applies]
+    if placement.accelerator == "cuda" and placement.cpu_memory_limit_bytes is not None:
+        found.append("--cpu-memory-limit does not count page-locked memory, which offloading uses on GPUs")
+    return found
 
 
 def _block(config: Config, name: str) -> Config:

@@ -69,8 +69,22 @@ def needed_ops(accelerator: Accelerator, configs: Iterable[Mapping[str, object]]
     return list(dict.fromkeys(needed))
 
 
-def cache_folder(accelerator: Accelerator) -> Path:
-    """One folder per Python, torch, DeepSpeed, accelerator and processor: ops do not mix."""
+def fused_ops(configs: Iterable[Mapping[str, object]]) -> list[str]:
+    """The ops of optimizers that stay on a GPU."""
+    from .dsconfig import offload_device
+
+    fused = {"adam": FUSED_ADAM, "adamw": FUSED_ADAM, "lion": "FusedLionBuilder"}
+    kinds = []
+    for config in configs:
+        optimizer = config.get("optimizer")
+        kind = str(optimizer.get("type", "")).lower() if isinstance(optimizer, Mapping) else ""
+        if kind in fused and not offload_device(config, "offload_optimizer"):
+            kinds.append(fused[kind])
+    return list(dict.fromkeys(kinds))
+
+
+def cache_folder(accelerator: Accelerator, architectures: str | None = None) -> Path:
+    """One folder per Python, torch, DeepSpeed, accelerator, processor and CUDA architectures: ops do not mix."""
     configured = os.environ.get("DS_BENCH_OPS_CACHE")
     root = Path(configured) if configured else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     parts = [
@@ -78,6 +92,7 @@ def cache_folder(accelerator: Accelerator) -> Path:
         *(f"{name}{_version(name)}" for name in ("torch", "deepspeed")),
         accelerator,
         _processor(),
+        *([architectures.replace(";", "+")] if architectures else []),
     ]
     return root / "ds_bench" / "ops" / "_".join(parts)
 

@@ -18,6 +18,8 @@ def decide(options: Options, environ: Mapping[str, str], query: gpus.GpuQuery) -
     """The placement that the flags and this machine give. Raises UsageError where they disagree."""
     visible = gpus.select_visible(environ, query.read().gpus)
     accelerator = _accelerator(options.accelerator, len(visible))
+    if accelerator == "cuda" and environ.get("CUDA_VISIBLE_DEVICES", "").startswith("MIG-"):
+        raise UsageError("CUDA_VISIBLE_DEVICES names a MIG instance", remedy="give whole GPUs; MIG is not supported")
     if accelerator == "cpu" and options.gpu_memory_limit is not None:
         raise UsageError("--gpu-memory-limit, but no GPU is used", remedy="use --cpu-memory-limit on a CPU")
     return Placement(

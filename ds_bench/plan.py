@@ -203,7 +203,10 @@ def _known(
     if strategy.name in caveats:
         known.append(caveats[strategy.name])
     if fused is not None and not fused.ready and not dsconfig.offload_device(config, "offload_optimizer"):
-        known.append(f"torch's AdamW instead of DeepSpeed's FusedAdam, which does not build here: {fused.reason}")
+        known.append(
+            "torch's AdamW instead of DeepSpeed's FusedAdam, which does not build here (stage 0 in 16 bit then also "
+            f"has another wrapper): {fused.reason}"
+        )
     return known
 
 

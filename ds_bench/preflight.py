@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from . import dsconfig, environment, ops
+from . import dsconfig, environment, gpus, ops
 from .errors import PreflightError
 from .launch.scratch import remove_abandoned_swap
 from .modelsource import ModelChoice
@@ -83,9 +84,8 @@ def build_ops(
     runnable = [draft.config for draft in drafts if dsconfig.refusal(draft.config, placement) is None]
     names = ops.needed_ops(placement.accelerator, runnable)
     if placement.accelerator == "cuda":
-        names.append(ops.FUSED_ADAM)
-    folder = ops.cache_folder(placement.accelerator)
-    return ops.prepare_ops(names, folder, base_environment, say=say)
+        names += ops.fused_ops(runnable)
+    return ops.prepare_ops(names, Path(base_environment["TORCH_EXTENSIONS_DIR"]), base_environment, say=say)
 
 
 def rank_environment(placement: Placement, environ: Mapping[str, str], preload_model: str | None) -> dict[str, str]:
@@ -94,20 +94,54 @@ def rank_environment(placement: Placement, environ: Mapping[str, str], preload_m
     path = os.pathsep.join(dict.fromkeys([here, str(Path.cwd()), *filter(None, [environ.get("PYTHONPATH")])]))
     variables = {
         "DS_ACCELERATOR": placement.accelerator,
-        "TORCH_EXTENSIONS_DIR": str(ops.cache_folder(placement.accelerator)),
         "PYTHONPATH": path,
+        # ninja lies beside the interpreter of a virtual environment, which need not be activated.
+        "PATH": os.pathsep.join([str(Path(sys.executable).parent), environ.get("PATH", os.defpath)]),
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
         "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
         "TOKENIZERS_PARALLELISM": "false",
     }
     if preload_model is not None:
         variables["DS_BENCH_PRELOAD"] = f"transformers.models.{preload_model}.modeling_{preload_model}"
+    if placement.accelerator == "cuda":
+        variables |= cuda_environment(environ, gpus.NvmlQuery())
+    architectures = variables.get("TORCH_CUDA_ARCH_LIST") or environ.get("TORCH_CUDA_ARCH_LIST")
+    cuda_only = architectures if placement.accelerator == "cuda" else None
+    variables["TORCH_EXTENSIONS_DIR"] = str(ops.cache_folder(placement.accelerator, cuda_only))
     if placement.hostfile is None:  # one node: nothing listens to the outside
         variables |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "TP_SOCKET_IFNAME": "lo"}
     if "OMP_NUM_THREADS" not in environ:
         cores = len(os.sched_getaffinity(0))
         variables["OMP_NUM_THREADS"] = str(max(1, cores // _local_ranks(placement)))
     return variables
+
+
+def cuda_environment(environ: Mapping[str, str], query: gpus.GpuQuery) -> dict[str, str]:
+    """What builds of CUDA ops and DeepSpeed's NVML calls need, where the user has not said it."""
+    visible = gpus.select_visible(environ, query.read().gpus)
+    variables = {}
+    if environ.get("CUDA_VISIBLE_DEVICES", "").startswith("GPU-"):  # DeepSpeed reads integers only
+        variables["CUDA_VISIBLE_DEVICES"] = ",".join(str(gpu.index) for gpu in visible)
+    capabilities = sorted({gpu.compute_capability for gpu in visible if gpu.compute_capability is not None})
+    if capabilities and "TORCH_CUDA_ARCH_LIST" not in environ:  # one cache for these cards, no rebuild in a trial
+        variables["TORCH_CUDA_ARCH_LIST"] = ";".join(f"{major}.{minor}" for major, minor in capabilities)
+    stubs = Path(environ.get("CUDA_HOME", "/usr/local/cuda")) / "lib64" / "stubs"
+    if stubs.is_dir():  # libcuda.so to link against, where the driver's own is not on the linker's path
+        variables["LIBRARY_PATH"] = os.pathsep.join(filter(None, [environ.get("LIBRARY_PATH"), str(stubs)]))
+    headers = _wheel_headers()
+    toolkit = Path(environ.get("CUDA_HOME", "/usr/local/cuda")) / "include" / "cusparse.h"
+    if headers is not None and not toolkit.exists():
+        variables["CPATH"] = os.pathsep.join(filter(None, [environ.get("CPATH"), str(headers)]))
+    return variables
+
+
+def _wheel_headers() -> Path | None:
+    """CUDA's headers as torch's own wheels bring them, for toolkits that come without the math libraries."""
+    for folder in map(Path, sys.path):
+        found = next(iter(sorted(folder.glob("nvidia/cu1*/include"))), None) if folder.name == "site-packages" else None
+        if found is not None:
+            return found
+    return None
 
 
 def _local_ranks(placement: Placement) -> int:

@@ -170,6 +170,16 @@ def loses_its_loss() -> Tiny:
     return Lost()
 
 
+def fails_after_the_window() -> Tiny:
+    """One warm-up step and three measured ones work; the inspection that follows does not."""
+
+    def act(step: int) -> None:
+        if _rank() == 0 and step == 4:
+            raise RuntimeError("no room for an inspection")
+
+    return Tiny(act)
+
+
 def not_a_model() -> str:
     return "a string"
 

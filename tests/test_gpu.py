@@ -100,8 +100,8 @@ def test_warm_and_cold_launch_agree_on_step_time(run: Run) -> None:
     arguments = (*GPT2, "--num-steps", "30", "--stages", "2")
     warm = run("zero_stage_comparison.py", *arguments, "--launcher", "auto")[2][0]
     cold = run("zero_stage_comparison.py", *arguments, "--launcher", "deepspeed")[2][0]
-    assert warm["success"]
-    assert cold["success"]
+    assert (warm["success"], warm["launch"]) == (True, "warm")
+    assert (cold["success"], cold["launch"]) == (True, "deepspeed")
     assert warm["avg_step_time_ms"] == pytest.approx(cold["avg_step_time_ms"], rel=0.1)
 
 

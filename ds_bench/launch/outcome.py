@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import record
-from ..contract import RankExit, log_file, rank_file, read_beat, read_exits
+from ..contract import RankExit, log_file, measured_file, rank_file, read_beat, read_exits
 from ..record import Outcome, RankFailure, RankMeasurement
 from ..units import format_bytes, format_duration
 from .watch import Ending, Limits
@@ -55,6 +55,10 @@ def conclude(evidence: Evidence) -> Findings:
         return Findings(
             outcome=Outcome(status=record.SUCCESS), measurements=measurements, caveats=_exit_caveats(evidence)
         )
+    if evidence.ending is not None and not broken and (rescued := _measured_before_inspection(evidence)):
+        text = "what follows the measured window (ledger, phases) failed; the measured steps had finished"
+        success = Outcome(status=record.SUCCESS)
+        return Findings(outcome=success, measurements=rescued, failures=failures, caveats=(text,))
     outcome = (
         _of_resources(failures, evidence)
         or _of_the_user(evidence)
@@ -81,13 +85,28 @@ def _read_ranks(
             if "failure" in data:
                 failures.append(RankFailure.from_dict(data["failure"]))
             else:
-                measurement = RankMeasurement.from_dict(data["measurement"])
-                if measurement.rank != rank or measurement.world_size != evidence.world_size:
-                    raise ValueError(f"is of rank {measurement.rank} of {measurement.world_size}")
-                measurements.append(measurement)
+                measurements.append(_measurement(data, rank, evidence))
         except (ValueError, TypeError, KeyError, OSError) as error:
             broken[rank] = f"{path.name} is not a valid rank file: {error}"
     return tuple(measurements), tuple(sorted(failures, key=lambda failure: failure.time)), broken
+
+
+def _measured_before_inspection(evidence: Evidence) -> tuple[RankMeasurement, ...]:
+    """Every rank's measurement from before the inspection; empty unless all are there and valid."""
+    found = []
+    for rank in range(evidence.world_size):
+        try:
+            found.append(_measurement(_load(measured_file(evidence.folder, rank)), rank, evidence))
+        except (ValueError, TypeError, KeyError, OSError):
+            return ()
+    return tuple(found)
+
+
+def _measurement(data: Mapping[str, Any], rank: int, evidence: Evidence) -> RankMeasurement:
+    measurement = RankMeasurement.from_dict(data["measurement"])
+    if measurement.rank != rank or measurement.world_size != evidence.world_size:
+        raise ValueError(f"is of rank {measurement.rank} of {measurement.world_size}")
+    return measurement
 
 
 def _load(path: Path) -> Mapping[str, Any]:

@@ -10,6 +10,7 @@ import contextlib
 import json
 import multiprocessing
 import os
+import sys
 import tempfile
 import warnings
 from collections.abc import Iterator, Mapping
@@ -104,10 +105,13 @@ def _worker(name: str) -> object:
 def _probe(answer: str) -> None:
     """Runs in a process forked from the server: may it fork ranks?"""
     reason = None
+    shared = _PRELOAD in sys.modules
     preload = _worker(_PRELOAD)
     files = getattr(preload, "GPU_FILES", None)
     missing = getattr(preload, "MISSING", [])
-    if files:
+    if not shared:
+        reason = "it did not preload anything"
+    elif files:
         reason = f"it holds {', '.join(files)} open after preloading"
     elif "torch" in missing or "deepspeed" in missing or "ds_bench.worker.session" in missing:
         reason = f"it could not import {', '.join(missing)}"
@@ -122,7 +126,7 @@ def _lead(folder: str, world_size: int) -> None:
     """Runs in a process forked from the server: becomes the leader of a trial."""
     from .leader import lead_forked_ranks
 
-    warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 on fork with threads: none runs yet
+    warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 on fork beside an idle BLAS thread
 
     def run_rank(path: Path, rank: int, size: int) -> int:
         worker = _worker(_RANK)

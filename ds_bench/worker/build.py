@@ -36,10 +36,21 @@ def keep_alive_for_stage3(config: Mapping[str, Any]) -> object | None:
     """The object that makes Transformers build partitioned weights at stage 3; hold it while training."""
     if config.get("zero_optimization", {}).get("stage") != 3:
         return None
-    from transformers.integrations import HfDeepSpeedConfig
+    from transformers.integrations.deepspeed import set_hf_deepspeed_config
 
-    alive: object = HfDeepSpeedConfig(dict(config))
+    alive = _Stage3(dict(config))
+    set_hf_deepspeed_config(alive)
     return alive
+
+
+class _Stage3:
+    """What Transformers asks of its HfDeepSpeedConfig while it builds a model, without needing Accelerate."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        self.config = config
+
+    def is_zero3(self) -> bool:
+        return True
 
 
 def build_model(workload: Workload, config: Mapping[str, Any], device: torch.device) -> torch.nn.Module:
@@ -73,7 +84,17 @@ def _from_transformers(workload: Workload, dtype: torch.dtype, device: torch.dev
         model: torch.nn.Module = AutoModelForCausalLM.from_config(
             model_config, dtype=dtype, trust_remote_code=workload.trust_remote_code
         )
+    if stage3:
+        _restore_rotary_embeddings(model, device)
     return model
+
+
+def _restore_rotary_embeddings(model: torch.nn.Module, device: torch.device) -> None:
+    """Builds the rotary frequencies again outside ``zero.Init``, which before Transformers 5.18 made them 16-bit."""
+    for name, module in list(model.named_modules()):
+        frequencies, config = getattr(module, "inv_freq", None), getattr(module, "config", None)
+        if isinstance(frequencies, torch.Tensor) and config is not None and not list(module.parameters()):
+            model.set_submodule(name, type(module)(config).to(device))
 
 
 def _import_modelling_module(model_config: Any) -> None:

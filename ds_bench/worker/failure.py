@@ -14,7 +14,7 @@ import traceback
 from ..record import RankFailure
 
 _DEVICE_OOM = re.compile(
-    r"CUDA out of memory|HIP out of memory|CUDA error: out of memory|CUBLAS_STATUS_ALLOC_FAILED|"
+    r"CUDA out of memory|HIP out of memory|CUDA (?:driver )?error: out of memory|CUBLAS_STATUS_ALLOC_FAILED|"
     r"CUDNN_STATUS_ALLOC_FAILED|cudaErrorMemoryAllocation|cudaMalloc failed: out of memory|"
     r"NCCL.*(?:Cuda failure 2|out of memory)",
     re.IGNORECASE | re.DOTALL,
@@ -38,6 +38,8 @@ _SCALE = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "bytes": 1, "B": 1}
 def kind_of(error: BaseException) -> str:
     """``device_oom``, ``host_oom``, ``disk_full``, ``peer_lost`` or ``other``."""
     name, text = type(error).__name__, str(error)
+    if name != "OutOfMemoryError" and "error: out of memory" in text and _was_pinning(error):
+        return "host_oom"
     if name == "OutOfMemoryError" or _DEVICE_OOM.search(text):
         return "device_oom"
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -53,13 +55,22 @@ def kind_of(error: BaseException) -> str:
     return "other"
 
 
+def _was_pinning(error: BaseException) -> bool:
+    """Page-locked host memory ran out: CUDA words it like its own."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return any("pin_memory" in f"{frame.name} {frame.line}" for frame in frames)
+
+
 def _size_after(text: str, words: str) -> int | None:
     found = re.search(words + r"\s+" + _SIZE.pattern, text)
     return int(float(found.group(1)) * _SCALE[found.group(2)]) if found else None
 
 
-def describe(error: BaseException, *, rank: int, phase: str, step: int | None) -> RankFailure:
-    """The failure as the rank reports it. ``phase`` is what the rank was doing."""
+def describe(error: BaseException, *, rank: int, phase: str, step: int | None, emulated: bool = False) -> RankFailure:
+    """The failure as the rank reports it. ``phase`` is what the rank was doing.
+
+    ``emulated``: the card is made smaller than it is, so the free bytes in the text are not its own.
+    """
     text = str(error)
     lines = text.strip().splitlines()
     first = lines[0] if lines else ""
@@ -71,7 +82,7 @@ def describe(error: BaseException, *, rank: int, phase: str, step: int | None) -
         time=time.time(),
         kind=kind_of(error),
         requested_bytes=_size_after(text, "(?:Tried to allocate|you tried to allocate)"),
-        free_bytes=_size_after(text, "of which"),
+        free_bytes=None if emulated else _size_after(text, "of which"),
         traceback="".join(traceback.format_exception(error))[-20000:],
         step=step,
     )

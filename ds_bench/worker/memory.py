@@ -7,6 +7,7 @@ resident size there (accelerator/cpu_accelerator.py) and is not used.
 
 from __future__ import annotations
 
+import gc
 import resource
 from collections.abc import Mapping
 from pathlib import Path
@@ -71,6 +72,8 @@ def device_init_peak(accelerator: str) -> int | None:
     import torch
 
     peak = torch.cuda.max_memory_allocated()
+    gc.collect()
+    torch.cuda.empty_cache()  # blocks cached while building would count as reserved in the steps
     torch.cuda.reset_peak_memory_stats()
     return peak
 

@@ -7,6 +7,7 @@ The names are DeepSpeed's builder classes (``CPUAdamBuilder``).
 from __future__ import annotations
 
 import json
+import re
 import sys
 import time
 from typing import Any
@@ -26,8 +27,10 @@ def build(name: str) -> dict[str, Any]:
             return {"op": name, "state": "unsupported", "seconds": time.monotonic() - start, "reason": reason}
         builder.load(verbose=False)
     except BaseException as error:  # compilers fail in many ways, SystemExit among them
-        lines = [line for line in str(error).splitlines() if "error" in line.lower()] or [str(error)]
-        reason = f"{type(error).__name__}: {lines[0][:300]}"
+        text = str(error)
+        print(text, file=sys.stderr, flush=True)
+        told = [line for line in text.splitlines() if re.search(r"error:|cannot find -l|CUDA_HOME", line)]
+        reason = f"{type(error).__name__}: {(told or text.splitlines() or [''])[0].strip()[:300]}"
         return {"op": name, "state": "failed", "seconds": time.monotonic() - start, "reason": reason}
     return {"op": name, "state": "ready", "seconds": time.monotonic() - start, "reason": ""}
 

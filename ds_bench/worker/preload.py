@@ -75,7 +75,7 @@ def _close_nvml() -> None:
     with contextlib.suppress(Exception):
         import pynvml
 
-        for _ in range(16):  # reference-counted; raises when the last one is gone
+        for _ in range(256):  # reference-counted, several libraries open it; one call too many does no harm
             pynvml.nvmlShutdown()
 
 

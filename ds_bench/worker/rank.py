@@ -22,6 +22,7 @@ from ..contract import (
     Assignment,
     BeatWriter,
     log_file,
+    measured_file,
     rank_file,
     stacks_file,
     write_json,
@@ -39,13 +40,16 @@ def run(folder: Path, *, rank: int, local_rank: int, world_size: int) -> int:
     faulthandler.enable(stacks)
     faulthandler.register(signal.SIGUSR2, file=stacks, all_threads=True)
     beat = BeatWriter(folder, rank)
+    emulated = False
     try:
         assignment = Assignment.load(folder)
+        emulated = assignment.trial.placement.gpu_memory_limit_bytes is not None
         os.environ.update(rank_environment(assignment, rank, local_rank, world_size))
         result = _measure(folder, assignment, beat, started)
         code = 0
     except BaseException as error:  # a rank's end is always a value, KeyboardInterrupt and SystemExit too
-        failure = describe(error, rank=rank, phase=beat.phase, step=beat.step if beat.step >= 0 else None)
+        step = beat.step if beat.step >= 0 else None
+        failure = describe(error, rank=rank, phase=beat.phase, step=step, emulated=emulated)
         print(failure.traceback, file=sys.stderr, flush=True)
         result = {"failure": asdict(failure)}
         code = 1
@@ -92,16 +96,14 @@ def _measure(folder: Path, assignment: Assignment, beat: BeatWriter, started: fl
     imported = time.time()
     config = json.loads((folder / CONFIG_FILE).read_text())
     _seed_everything(trial)
-    measured = session.measure(assignment, config, beat)
+    own = {"hostname": socket.gethostname(), "pid": os.getpid(), "import_seconds": imported - started}
+
+    def keep(measured: dict[str, Any]) -> None:
+        write_json(measured_file(folder, measured["rank"]), {"measurement": {**measured, **own}})
+
+    measured = session.measure(assignment, config, beat, keep)
     beat.beat("write")
-    return {
-        "measurement": {
-            **measured,
-            "hostname": socket.gethostname(),
-            "pid": os.getpid(),
-            "import_seconds": imported - started,
-        }
-    }
+    return {"measurement": {**measured, **own}}
 
 
 def _seed_everything(trial: Trial) -> None:

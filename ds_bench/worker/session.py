@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import deepspeed
@@ -17,9 +17,14 @@ from ..spec import Placement
 from . import build, ledger, memory, train
 from .resolved import resolved_config
 
+Keep = Callable[[dict[str, Any]], None]
 
-def measure(assignment: Assignment, config: dict[str, Any], beat: BeatWriter) -> dict[str, Any]:
-    """The fields of a RankMeasurement, as plain JSON values. Raises whatever torch or DeepSpeed raises."""
+
+def measure(assignment: Assignment, config: dict[str, Any], beat: BeatWriter, keep: Keep) -> dict[str, Any]:
+    """The fields of a RankMeasurement, as plain JSON values. Raises whatever torch or DeepSpeed raises.
+
+    ``keep`` gets them before the inspection that follows the window, which must not lose what was measured.
+    """
     trial = assignment.trial
     accelerator, workload = trial.placement.accelerator, trial.workload
     device = _take_device(trial.placement)
@@ -51,10 +56,7 @@ def measure(assignment: Assignment, config: dict[str, Any], beat: BeatWriter) ->
     if not can_reset:
         host_facts["host_peak_steps_bytes"] = None
 
-    beat.beat("inspect")
-    inspected = _inspect(trainer, assignment)
-    del alive
-    return {
+    measured = {
         "rank": torch.distributed.get_rank(),
         "world_size": torch.distributed.get_world_size(),
         "device_name": torch.cuda.get_device_name() if accelerator == "cuda" else "cpu",
@@ -75,8 +77,12 @@ def measure(assignment: Assignment, config: dict[str, Any], beat: BeatWriter) ->
         **device_facts,
         **host_facts,
         **_io_facts(assignment, io_before, io_after),
-        **inspected,
     }
+    keep(measured)
+    beat.beat("inspect")
+    inspected = _inspect(trainer, assignment)
+    del alive
+    return {**measured, **inspected}
 
 
 @contextlib.contextmanager
@@ -93,10 +99,31 @@ def _take_device(placement: Placement) -> torch.device:
         return torch.device("cpu")
     local_rank = int(os.environ["LOCAL_RANK"])
     torch.cuda.set_device(local_rank)
+    _reopen_nvml()
     if placement.gpu_memory_limit_bytes is not None:
         total = torch.cuda.get_device_properties(local_rank).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, placement.gpu_memory_limit_bytes / total))
+        _tell_deepspeed_of_the_limit(placement.gpu_memory_limit_bytes)
     return torch.device("cuda", local_rank)
+
+
+def _tell_deepspeed_of_the_limit(limit_bytes: int) -> None:
+    """DeepSpeed flattens parameters on the card where it sees room there; it must see the emulated card's."""
+    device = deepspeed.accelerator.get_accelerator()
+    real = device.available_memory
+
+    def available_memory(device_index: int | None = None) -> int:
+        return min(int(real(device_index)), max(0, limit_bytes - torch.cuda.memory_allocated(device_index)))
+
+    device.available_memory = available_memory
+
+
+def _reopen_nvml() -> None:
+    """DeepSpeed asks NVML for free memory at stages 1 and 2; the preloaded server has closed it before the fork."""
+    from deepspeed.accelerator import cuda_accelerator
+
+    if cuda_accelerator.pynvml is not None:
+        cuda_accelerator.pynvml.nvmlInit()
 
 
 def _meet(assignment: Assignment, accelerator: str) -> None:
