@@ -2,28 +2,39 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
-from . import __version__, analysis, dsconfig, environment, flops, gpus, placement, plan, preflight, runner, tables
-from .errors import UsageError
+from . import (
+    __version__,
+    analysis,
+    dsconfig,
+    environment,
+    flops,
+    gpus,
+    interrupts,
+    placement,
+    plan,
+    preflight,
+    runner,
+    showing,
+)
+from .errors import DsBenchError, UsageError
 from .flags import Options
 from .launch import Launcher, Limits
 from .launch.deepspeed import DeepSpeedLauncher, launch_command
 from .launch.warm import WarmLauncher
 from .modelsource import ModelChoice, find_model
 from .progress import Reporter
-from .record import INTERRUPTED, TrialRecord
+from .record import TrialRecord
 from .rows import flat_rows, with_comparison
 from .spec import Placement, Trial
 from .store import RunStore
-
-OK, NONE_SUCCEEDED, INTERRUPTED_CODE = 0, 1, 130
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,23 +53,27 @@ class Situation:
 
 def run_comparison(options: Options, make_config: plan.MakeConfig, arguments: Sequence[str]) -> int:
     """Plans, readies, runs, saves and shows. Returns the exit code; raises DsBenchError before any work."""
-    situation = look_around(options, make_config)
-    if options.dry_run:
-        return dry_run(situation)
-    store = RunStore.open(options.resume) if options.resume else RunStore.create(options.output_dir, options.family)
-    with runner.interruptible():
+    with interrupts.interruptible():
         try:
-            return _compare(situation, store, arguments)
-        except KeyboardInterrupt:  # before the first trial or between two: what is finished is on disk
+            with interrupts.acting():
+                situation = look_around(options, make_config)
+            if options.dry_run:
+                return dry_run(situation)
+            store = (
+                RunStore.open(options.resume) if options.resume else RunStore.create(options.output_dir, options.family)
+            )
+            with store.held():
+                return _compare(situation, store, arguments)
+        except KeyboardInterrupt:  # before the first trial
             print("interrupted", file=sys.stderr)
-            return INTERRUPTED_CODE
+            return showing.INTERRUPTED_CODE
 
 
 def look_around(options: Options, make_config: plan.MakeConfig) -> Situation:
     """Everything that can be wrong with the request, found before any work."""
     if options.output_dir.exists() and not options.output_dir.is_dir():
         raise UsageError(f"--output-dir {options.output_dir} is not a folder", remedy="give a folder")
-    drafts = plan.drafts(options, make_config)
+    drafts = _usable(lambda: plan.drafts(options, make_config))
     place = placement.decide(options, os.environ, gpus.NvmlQuery())
     variables = preflight.rank_environment(place, os.environ, None)
     choice = find_model(
@@ -71,26 +86,40 @@ def look_around(options: Options, make_config: plan.MakeConfig) -> Situation:
     variables = preflight.rank_environment(place, os.environ, choice.model_type)
     if choice.source == "hub":  # looked up and cached just now: ranks need not ask again
         variables["HF_HUB_OFFLINE"] = "1"
+    _usable(lambda: plan.make_trials(options, choice, place, drafts, {}, {}))
     caveats = _check_nvme(options, drafts, choice)
     return Situation(options=options, choice=choice, place=place, drafts=drafts, variables=variables, caveats=caveats)
 
 
+Made = TypeVar("Made")
+
+
+def _usable(make: Callable[[], Made]) -> Made:
+    """Whatever a configuration of an odd shape, or the user's own function, raises becomes one line."""
+    try:
+        return make()
+    except DsBenchError:
+        raise
+    except Exception as error:
+        problem = f"the DeepSpeed configuration cannot be used: {type(error).__name__}: {error}"
+        raise UsageError(problem, remedy="check --ds-config, --set and create_deepspeed_config") from None
+
+
 def dry_run(situation: Situation) -> int:
     """Prints each trial's configuration and command."""
-    import json
-
     trials = plan.make_trials(
         situation.options, situation.choice, situation.place, situation.drafts, {}, situation.caveats
     )
-    with _pipe_may_close():
+    with showing.pipe_may_close():
         for trial in trials:
             command = launch_command(trial.placement, Path("TRIAL_FOLDER"))
-            print(f"# {trial.trial_id}: {trial.strategy.label}")
+            showing.print_text(f"# {trial.trial_id}: {trial.strategy.label}")
             if trial.unsupported:
-                print(f"# Unsupported: {trial.unsupported}")
+                showing.print_text(f"# Unsupported: {trial.unsupported}")
             print(json.dumps(trial.ds_config, indent=2))
+            showing.print_text("# the same ranks, started cold:")
             print(" ".join(["python", *command[1:]]) + "\n")
-    return OK
+    return showing.OK
 
 
 def _compare(situation: Situation, store: RunStore, arguments: Sequence[str]) -> int:
@@ -99,11 +128,15 @@ def _compare(situation: Situation, store: RunStore, arguments: Sequence[str]) ->
     if options.resume is not None:
         _require_same_machine(store, facts)
     say = _quiet if options.quiet else lambda text: print(text, file=sys.stderr, flush=True)
-    states = preflight.build_ops(place, situation.drafts, situation.variables, say)
+    with interrupts.acting():
+        states = preflight.build_ops(place, situation.drafts, situation.variables, say)
     trials = plan.make_trials(options, situation.choice, place, situation.drafts, states, situation.caveats)
     ready = ",".join(op for op, state in states.items() if state.ready)
     situation = replace(situation, variables={**situation.variables, "DS_BENCH_PRELOAD_OPS": ready})
-    launcher, why_cold = choose_launcher(situation, trials, say)
+    if options.resume is not None:
+        _require_same_workload(store, trials)
+    with interrupts.acting():
+        launcher, why_cold = choose_launcher(situation, trials, say)
     notes = preflight.run_notes(place, facts) + ([why_cold] if why_cold else [])
     _save_run(store, options, arguments, facts, trials, notes)
     level = 0 if options.quiet else 2 if options.verbose else 1
@@ -130,6 +163,16 @@ def _require_same_machine(store: RunStore, facts: environment.Environment) -> No
         raise UsageError(
             f"--resume {store.folder}: not the same machine: {'; '.join(differences)}", remedy="start a new run"
         )
+
+
+def _require_same_workload(store: RunStore, trials: Sequence[Trial]) -> None:
+    """One result holds one workload on one placement; more stages, strategies or repeats may be added."""
+    for stored in store.load_run().get("trials", []):
+        for name, value in trials[0].to_dict().items():
+            if name in ("workload", "placement") and json.loads(json.dumps(value)) != stored.get(name):
+                raise UsageError(
+                    f"--resume {store.folder}: another {name} than it began with", remedy="start a new run"
+                )
 
 
 def _quiet(_text: str) -> None:
@@ -193,76 +236,29 @@ class _View:
     def __init__(self, situation: Situation, trials: Sequence[Trial], facts: environment.Environment) -> None:
         self._situation, self._trials = situation, trials
         name = facts.gpus[0].name if facts.gpus and situation.place.accelerator == "cuda" else None
-        asked = situation.options.peak_tflops
-        precision = trials[0].workload.precision
-        self._peak = asked * 1e12 if asked else (flops.peak_flops(name, precision) if name else None)
-        self.unknown_peak = None if self._peak or name is None else name
+        self._device = name
+        known = situation.options.peak_tflops or (name and flops.peak_flops(name, trials[0].workload.precision))
+        self.unknown_peak = None if known else name
 
     def summaries(self, records: Sequence[TrialRecord]) -> list[analysis.Summary]:
         latest = runner.latest(self._trials, records)
-        return [analysis.summarise(entry, self._situation.choice.facts, self._peak) for entry in latest]
+        return [analysis.summarise(entry, self._situation.choice.facts, self._peak_of(entry)) for entry in latest]
+
+    def _peak_of(self, entry: TrialRecord) -> float | None:
+        """FLOP/s of one device in the precision that the row trained in."""
+        asked, name = self._situation.options.peak_tflops, self._device
+        if asked:
+            return asked * 1e12
+        return flops.peak_flops(name, entry.trial.workload.precision) if name else None
 
 
 def _finish(options: Options, store: RunStore, view: _View, notes: Sequence[str]) -> int:
-    summaries = with_comparison(view.summaries(store.records()))
-    rows = flat_rows(summaries)
+    measured = view.summaries(store.records())
+    rows, summaries = flat_rows(measured), with_comparison(measured)
     store.write_rows(rows)
     if view.unknown_peak:
         notes = [*notes, f"no peak rate known for {view.unknown_peak}: MFU left out; --peak-tflops gives it"]
-    show(options, summaries, rows, notes)
+    showing.show(options, summaries, rows, notes)
     if not options.quiet:
         print(f"\nJSON {store.json_path}\nCSV  {store.csv_path}\nrun  {store.folder}", file=sys.stderr)
-    return exit_code(options, summaries)
-
-
-def show(
-    options: Options, summaries: Sequence[analysis.Summary], rows: Sequence[dict[str, Any]], notes: Sequence[str]
-) -> None:
-    """The summary on standard output, in the format asked for."""
-    with _pipe_may_close():
-        _show(options, summaries, rows, notes)
-
-
-@contextmanager
-def _pipe_may_close() -> Iterator[None]:
-    """A reader that has seen enough (``| head``) is no error."""
-    try:
-        yield
-        sys.stdout.flush()
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def _show(
-    options: Options, summaries: Sequence[analysis.Summary], rows: Sequence[dict[str, Any]], notes: Sequence[str]
-) -> None:
-    if options.format == "json":
-        print(tables.as_json(rows))
-    elif options.format == "markdown":
-        print(tables.markdown(title(summaries), summaries, notes))
-    else:
-        tables.print_table(title(summaries), summaries, notes, sys.stdout)
-
-
-def title(summaries: Sequence[analysis.Summary]) -> str:
-    """What was trained on what, in one line."""
-    if not summaries:
-        return "nothing was run"
-    work, place = summaries[0].record.trial.workload, summaries[0].record.trial.placement
-    device = next((rank.device_name for s in summaries for rank in s.record.ranks), place.accelerator)
-    unit = "GPU" if place.accelerator == "cuda" else "CPU rank"
-    return (
-        f"{work.model} · {work.precision} · micro-batch {work.batch_size} × {work.seq_length} tokens"
-        f"{f' × {work.grad_accum} accumulated' if work.grad_accum > 1 else ''} · "
-        f"{place.num_gpus} {unit}{'s' if place.num_gpus > 1 else ''} ({device}) · {work.num_steps} steps"
-    )
-
-
-def exit_code(options: Options, summaries: Sequence[analysis.Summary]) -> int:
-    """0 a row succeeded, 1 none did, 130 interrupted; with --strict 1 when any failed."""
-    outcomes = [summary.record.outcome for summary in summaries]
-    if any(outcome.status == INTERRUPTED for outcome in outcomes):
-        return INTERRUPTED_CODE
-    if options.strict and not all(outcome.success for outcome in outcomes):
-        return NONE_SUCCEEDED
-    return OK if any(outcome.success for outcome in outcomes) else NONE_SUCCEEDED
+    return showing.exit_code(options, summaries)

@@ -18,6 +18,7 @@ from typing import Any
 
 from . import models
 from .errors import UsageError
+from .launch.processes import die_with_parent
 from .spec import ModelSource
 
 
@@ -82,6 +83,7 @@ def _ask_transformers(name: str, trust_remote_code: bool, environment: Mapping[s
             command,
             env={**os.environ, **environment},
             stdin=subprocess.DEVNULL,
+            preexec_fn=die_with_parent,
             capture_output=True,
             timeout=300,
             check=False,

@@ -92,6 +92,7 @@ def cache_folder(accelerator: Accelerator, architectures: str | None = None) -> 
         *(f"{name}{_version(name)}" for name in ("torch", "deepspeed")),
         accelerator,
         _processor(),
+        _build_tools(),
         *([architectures.replace(";", "+")] if architectures else []),
     ]
     return root / "ds_bench" / "ops" / "_".join(parts)
@@ -102,6 +103,15 @@ def _version(package: str) -> str:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         raise PreflightError(f"{package} is not installed", remedy="pip install -r requirements.txt") from None
+
+
+def _build_tools() -> str:
+    """Builds name absolute paths and are redone by another ninja: one cache per environment."""
+    try:
+        ninja = importlib.metadata.version("ninja")
+    except importlib.metadata.PackageNotFoundError:
+        ninja = "system"
+    return hashlib.sha256(f"{sys.prefix} {ninja}".encode()).hexdigest()[:8]
 
 
 def _processor() -> str:
@@ -142,7 +152,13 @@ def prepare_ops(
     say: Callable[[str], None],
 ) -> dict[str, OpState]:
     """Builds each op in a process of its own unless it is built; never raises for an op that fails."""
-    folder.mkdir(parents=True, exist_ok=True)
+    names = list(names)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise PreflightError(f"{folder} cannot be made: {error.strerror}", remedy="set DS_BENCH_OPS_CACHE") from None
+    if all((folder / f"{name}.ready").exists() for name in names) and not stale_locks(folder):
+        return {name: OpState(op=name, ready=True) for name in names}
     states = {}
     with _only_builder(folder, say):
         for lock in remove_stale_locks(folder):

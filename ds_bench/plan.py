@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from .errors import UsageError
 from .modelsource import ModelChoice
 from .options import Options
 from .placement import choose_precision
-from .spec import Placement, Strategy, Trial, Workload
+from .spec import Placement, Precision, Strategy, Trial, Workload
 
 MakeConfig = Callable[[Strategy, int, int], dict[str, Any]]
 """(strategy, micro-batch, accumulation) → what the user's ``create_deepspeed_config`` returns."""
@@ -85,8 +85,19 @@ def drafts(options: Options, make_config: MakeConfig) -> list[Draft]:
             config = dsconfig.with_optimizer(config, options.optimizer)
         config = _plain(_overlaid(config, layers))
         dskeys.check_keys(config)
+        _check_stage(strategy, config)
         result.append(Draft(strategy=strategy, config=config))
     return result
+
+
+def _check_stage(strategy: Strategy, config: Mapping[str, Any]) -> None:
+    """The stage is what a row is named by: a configuration that changes it would mislabel the row."""
+    stage = config.get("zero_optimization", {}).get("stage", 0)
+    if stage != strategy.stage:
+        raise UsageError(
+            f"the DeepSpeed config of {strategy.label} sets zero_optimization.stage to {stage!r}",
+            remedy="choose stages with --stages or --stage",
+        )
 
 
 def _overlaid(config: Mapping[str, Any], layers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -166,7 +177,7 @@ def make_trials(
                     trial_id=name,
                     repeat=repeat,
                     strategy=draft.strategy,
-                    workload=asked,
+                    workload=replace(asked, precision=_precision(config, asked)),
                     placement=placement,
                     ds_config=config,
                     unsupported=_refusal(config, placement, op_states),
@@ -210,16 +221,26 @@ def _known(
     return known
 
 
+def _precision(config: Mapping[str, Any], asked: Workload) -> Precision:
+    """The number format that the configuration gives the row."""
+    if "torch_autocast" in config:
+        return asked.precision
+    return "bf16" if _enabled(config, "bf16") else "fp16" if _enabled(config, "fp16") else "fp32"
+
+
+def _enabled(config: Mapping[str, Any], name: str) -> bool:
+    return bool(config.get(name, {}).get("enabled"))
+
+
 def _departures(strategy: Strategy, asked: Workload, config: Mapping[str, Any]) -> list[str]:
     """Where an edit of the configuration made something else of the row than its columns say."""
     zero = config.get("zero_optimization", {})
-    precision = next((name for name in ("bf16", "fp16") if config.get(name, {}).get("enabled")), "fp32")
     device = dsconfig.offload_device
     pairs = [
         ("ZeRO stage", zero.get("stage", 0), strategy.stage),
         ("optimizer offload", device(config, "offload_optimizer") or "none", strategy.offload_optimizer),
         ("parameter offload", device(config, "offload_param") or "none", strategy.offload_param),
-        ("precision", asked.precision if "torch_autocast" in config else precision, asked.precision),
+        ("precision", _precision(config, asked), asked.precision),
     ]
     return [
         f"ran {what} {used}, as the DeepSpeed config says, not this row's {named}"

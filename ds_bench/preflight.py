@@ -91,7 +91,7 @@ def build_ops(
 def rank_environment(placement: Placement, environ: Mapping[str, str], preload_model: str | None) -> dict[str, str]:
     """Variables every process of every trial gets, the same for warm and cold launch."""
     here = str(Path(__file__).resolve().parent.parent)
-    path = os.pathsep.join(dict.fromkeys([here, str(Path.cwd()), *filter(None, [environ.get("PYTHONPATH")])]))
+    path = os.pathsep.join([here, *filter(None, [environ.get("PYTHONPATH")])])
     variables = {
         "DS_ACCELERATOR": placement.accelerator,
         "PYTHONPATH": path,

@@ -10,6 +10,7 @@ from typing import Any
 
 from .analysis import Summary, compare_losses
 from .dsconfig import uses_nvme
+from .flops import MODEL_CONVENTION
 from .record import SUCCESS
 from .units import to_gb, to_ms
 
@@ -88,6 +89,10 @@ COLUMNS: list[Column] = [
     ("throughput_tokens_per_sec_per_gpu", lambda s: s.tokens_per_second_per_gpu),
     ("throughput_samples_per_sec", lambda s: s.samples_per_second),
     ("model_tflops_per_gpu", lambda s: s.model_tflops_per_gpu),
+    ("model_flops_per_token", lambda s: s.model_flops_per_token),
+    ("causal_flops_per_token", lambda s: s.causal_flops_per_token),
+    ("hardware_flops_per_token", lambda s: s.hardware_flops_per_token),
+    ("flops_convention", lambda s: None if s.model_flops_per_token is None else MODEL_CONVENTION),
     ("mfu", lambda s: s.mfu if s.mfu is not None and s.mfu <= 1 else None),
     ("first_loss", _first),
     ("final_loss", _last),

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 
-from . import record
+from . import interrupts, record
 from .launch import Launcher, Listener
 from .record import Outcome, TrialRecord
 from .spec import Trial
@@ -25,7 +23,7 @@ def run(trials: Sequence[Trial], launcher: Launcher, store: RunStore, observe: O
         )
         store.append(finished)
         yield finished
-        if finished.outcome.status == record.INTERRUPTED:
+        if finished.outcome.status == record.INTERRUPTED or interrupts.asked():
             return
 
 
@@ -46,21 +44,3 @@ def latest(trials: Sequence[Trial], records: Sequence[TrialRecord]) -> list[Tria
     by_key = {entry.trial.key: entry for entry in records}
     ordered = [by_key.pop(trial.key) for trial in trials if trial.key in by_key]
     return ordered + list(by_key.values())
-
-
-@contextmanager
-def interruptible() -> Iterator[None]:
-    """SIGTERM and SIGHUP act like Ctrl-C; after the first signal the others are ignored while we clear up."""
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-    def once(_number: int, _frame: object) -> None:
-        for number in numbers:
-            signal.signal(number, signal.SIG_IGN)
-        raise KeyboardInterrupt
-
-    before = {number: signal.signal(number, once) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -15,13 +15,15 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import fcntl
 import io
 import json
 import math
 import os
 import tempfile
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -92,6 +94,18 @@ class RunStore:
             raise UsageError(f"--resume {folder}: no {RUN_FILE} there", remedy="give a folder below <output-dir>/runs")
         family, _, stamp = folder.resolve().name.partition("_")
         return cls._named(folder.resolve().parent.parent, family, stamp)
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """One writer at a time; the kernel lets go however it ends. Raises UsageError where another runs."""
+        with (self.folder / ".lock").open("w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                raise UsageError(
+                    f"{self.folder} is being written by another run", remedy="wait for it to end"
+                ) from None
+            yield
 
     def save_run(self, facts: Mapping[str, Any]) -> None:
         """What was asked and where: run.json."""

@@ -177,9 +177,9 @@ def _escape(text: str) -> str:
     return text.replace("|", "\\|").replace("<", "&lt;")
 
 
-def as_json(rows: Sequence[dict[str, Any]]) -> str:
-    """The flat records, as in the file."""
-    return json.dumps(list(rows), indent=1, allow_nan=False, ensure_ascii=False)
+def as_json(rows: Sequence[dict[str, Any]], *, ascii_only: bool = False) -> str:
+    """The flat records, as in the file; with escapes for a stream that prints ASCII only."""
+    return json.dumps(list(rows), indent=1, allow_nan=False, ensure_ascii=ascii_only)
 
 
 __all__ = ["COLUMNS", "all_notes", "as_json", "ascii_only", "lines", "markdown", "print_table"]

@@ -23,7 +23,7 @@ LAYERS: tuple[frozenset[str], ...] = tuple(
     for layer in (
         "__main__ cli",
         "comparison",
-        "preflight progress",
+        "preflight progress showing",
         "tables runner",
         "rows plan",
         "analysis placement ops",
@@ -32,11 +32,11 @@ LAYERS: tuple[frozenset[str], ...] = tuple(
         "launch.outcome launch.leader",
         "launch",
         "launch.watch launch.scratch",
-        "flags store modelsource flops",
+        "flags store modelsource flops doubts",
         "options dskeys noops models contract",
         "dsconfig record environment models.families",
         "strategies",
-        "spec errors units gpus hostmemory launch.processes",
+        "spec errors units gpus hostmemory interrupts launch.processes",
     )
 )
 WORKER_MAY_IMPORT = {"contract", "record", "spec", "launch.processes"}

@@ -270,7 +270,7 @@ def test_one_run_at_a_time_builds_and_the_other_says_that_it_waits(workshop: Wor
     workshop.cache.mkdir()
     with (workshop.cache / "builder").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        waiting = threading.Thread(target=workshop.build)
+        waiting = threading.Thread(target=workshop.build, args=(ops.CPU_ADAM,))
         waiting.start()
         deadline = time.monotonic() + 10
         while not workshop.said and time.monotonic() < deadline:

@@ -186,7 +186,6 @@ def test_a_setting_that_slows_what_is_measured_is_said(setting: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--set", "zero_optimization.stage=1"], "ran ZeRO stage 1, as the DeepSpeed config says, not this row's 3"),
         (['--set=zero_optimization.offload_optimizer={"device": "cpu"}'], "ran optimizer offload cpu"),
         (["--set", 'zero_optimization.offload_param={"device": "cpu"}'], "ran parameter offload cpu"),
         (["--set", "fp16.enabled=true", "--precision", "bf16"], "ran precision fp16"),
@@ -197,6 +196,16 @@ def test_a_row_that_is_not_what_its_columns_say_says_so(arguments: list[str], sa
     (trial,) = trials(fakes.options("zero", "--stages", "3", *arguments))
     assert len(trial.caveats) == 1
     assert said in trial.caveats[0]
+
+
+def test_a_stage_changed_in_the_config_is_refused_since_it_would_mislabel_the_row() -> None:
+    with pytest.raises(UsageError, match=r"ZeRO-3 sets zero_optimization\.stage to 1 .*--stages"):
+        trials(fakes.options("zero", "--stages", "3", "--set", "zero_optimization.stage=1"))
+
+
+def test_the_precision_column_is_the_configs() -> None:
+    (trial,) = trials(fakes.options("zero", "--stages", "3", "--precision", "bf16", "--set", "bf16.enabled=false"))
+    assert trial.workload.precision == "fp32"
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
@@ -384,7 +393,7 @@ def test_a_function_that_returns_what_no_file_can_hold_is_refused_before_any_wor
 def test_one_dict_returned_for_every_stage_is_not_changed_by_planning() -> None:
     shared = fakes.make_config(fakes.zero(1), 4)
     before = json.dumps(shared)
-    trials(fakes.options("zero", "--set", "gradient_clipping=9"), make=lambda *_: shared)
+    trials(fakes.options("zero", "--stages", "1", "--set", "gradient_clipping=9"), make=lambda *_: shared)
     assert json.dumps(shared) == before
 
 

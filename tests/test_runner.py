@@ -16,7 +16,7 @@ import fakes
 import pytest
 from fakes import FakeLauncher, FakeQuery
 
-from ds_bench import cli, comparison, gpus, ops, preflight, record, runner
+from ds_bench import cli, comparison, gpus, interrupts, ops, preflight, record, runner
 from ds_bench.launch import Listener
 from ds_bench.record import TrialRecord
 from ds_bench.spec import Trial
@@ -181,26 +181,51 @@ def test_records_of_no_trial_of_the_plan_follow_and_are_not_lost() -> None:
 # ------------------------------------------------------------------ signals
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_is_an_interruption_once_and_a_second_one_does_not_disturb_the_clearing_up(number: int) -> None:
-    cleared = False
-    with runner.interruptible():
-        try:
-            os.kill(os.getpid(), number)
-            pytest.fail("the signal did nothing")
-        except KeyboardInterrupt:
-            for again in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-                os.kill(os.getpid(), again)
-            cleared = True
-    assert cleared
+def _signal_myself(number: int) -> bool:
+    os.kill(os.getpid(), number)
+    return True
+
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_signal_acts_where_we_wait(number: int) -> None:
+    went_on = False
+    with interrupts.interruptible(), pytest.raises(KeyboardInterrupt), interrupts.acting():
+        went_on = _signal_myself(number)
+    assert not went_on
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_signal_where_we_clear_up_is_remembered_and_acts_at_the_next_wait(number: int) -> None:
+    with interrupts.interruptible():
+        os.kill(os.getpid(), number)
+        os.kill(os.getpid(), number)
+        assert interrupts.asked()
+        with pytest.raises(KeyboardInterrupt), interrupts.acting():
+            pytest.fail("it went on")
+
+
+def test_an_interruption_during_a_trials_last_moments_stops_the_run_after_it_is_saved(tmp_path: Path) -> None:
+    class Interrupted(FakeLauncher):
+        def launch(self, *arguments: Any) -> TrialRecord:
+            os.kill(os.getpid(), signal.SIGINT)
+            return super().launch(*arguments)
+
+    store = RunStore.create(tmp_path, "zero")
+    todo = [fakes.trial(fakes.zero(stage)) for stage in (1, 2)]
+    with interrupts.interruptible():
+        finished = list(runner.run(todo, Interrupted(), store, lambda _trial: lambda _progress: None))
+    assert [entry.outcome.status for entry in finished] == ["Success"]
+    assert len(store.records()) == 1
 
 
 def test_afterwards_signals_mean_what_they_meant_before() -> None:
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = [signal.getsignal(number) for number in numbers]
-    with runner.interruptible():
-        assert [signal.getsignal(number) for number in numbers] != before
-    assert [signal.getsignal(number) for number in numbers] == before
+    before = [signal.getsignal(number) for number in SIGNALS]
+    with interrupts.interruptible():
+        assert [signal.getsignal(number) for number in SIGNALS] != before
+    assert [signal.getsignal(number) for number in SIGNALS] == before
 
 
 # ------------------------------------------------------------------ the whole way, from flags to exit code

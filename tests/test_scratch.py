@@ -22,6 +22,8 @@ from ds_bench.launch.scratch import (
 )
 from ds_bench.spec import Trial
 
+NAMESPACE = Path("/proc/self/ns/pid").stat().st_ino
+
 
 def swapping(nvme_path: Path | None) -> Trial:
     path = None if nvme_path is None else str(nvme_path)
@@ -51,7 +53,7 @@ def test_scratch_ids_are_nine_digits_so_that_they_pass_for_a_port_and_differ() -
 
 def test_the_swap_folder_lies_on_the_disk_and_carries_host_process_and_trial(tmp_path: Path) -> None:
     folder = swap_folder(swapping(tmp_path), "123456789")
-    assert folder == str(tmp_path / f"ds_bench_swap.{socket.gethostname()}.{os.getpid()}.123456789")
+    assert folder == str(tmp_path / f"ds_bench_swap.{socket.gethostname()}.{NAMESPACE}.{os.getpid()}.123456789")
 
 
 def test_two_trials_never_share_a_swap_folder(tmp_path: Path) -> None:
@@ -119,7 +121,7 @@ def test_what_is_gone_already_is_no_error(tmp_path: Path) -> None:
 
 
 def abandoned(disk: Path, *, host: str | None = None, pid: int | str, number: str = "123456789") -> Path:
-    folder = disk / f"ds_bench_swap.{host or socket.gethostname()}.{pid}.{number}"
+    folder = disk / f"ds_bench_swap.{host or socket.gethostname()}.{NAMESPACE}.{pid}.{number}"
     folder.mkdir()
     (folder / "1.tensor.swp").write_bytes(b"x")
     return folder

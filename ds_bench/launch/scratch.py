@@ -19,6 +19,15 @@ from .processes import alive
 _SWAP_PREFIX = "ds_bench_swap"
 
 
+def _owner_prefix() -> str:
+    """Host and process namespace: a process number means something only inside both."""
+    try:
+        namespace = Path("/proc/self/ns/pid").stat().st_ino
+    except OSError:
+        namespace = 0
+    return f"{_SWAP_PREFIX}.{socket.gethostname()}.{namespace}"
+
+
 def new_scratch_id() -> str:
     """Digits that no other trial on this machine uses."""
     return str(secrets.randbelow(9 * 10**8) + 10**8)
@@ -31,7 +40,7 @@ def swap_folder(trial: Trial, scratch_id: str) -> str | None:
     """
     if trial.placement.nvme_path is None or not uses_nvme(trial.ds_config):
         return None
-    name = f"{_SWAP_PREFIX}.{socket.gethostname()}.{os.getpid()}.{scratch_id}"
+    name = f"{_owner_prefix()}.{os.getpid()}.{scratch_id}"
     return str(Path(trial.placement.nvme_path).resolve() / name)
 
 
@@ -62,7 +71,7 @@ def remove_scratch(assignment: Assignment) -> None:
 def remove_abandoned_swap(nvme_path: Path) -> list[str]:
     """Removes swap folders whose owner on this host no longer lives. Returns their names."""
     removed = []
-    for folder in nvme_path.glob(f"{_SWAP_PREFIX}.{socket.gethostname()}.*.*"):
+    for folder in nvme_path.glob(f"{_owner_prefix()}.*.*"):
         owner = folder.name.split(".")[-2]
         if owner.isdigit() and not alive(int(owner)):
             shutil.rmtree(folder, ignore_errors=True)

@@ -13,6 +13,7 @@ from typing import Protocol
 from .. import hostmemory
 from ..contract import Assignment
 from ..dsconfig import with_swap_folder
+from ..interrupts import acting
 from ..record import TrialRecord
 from ..spec import LauncherName, Trial
 from . import processes
@@ -62,7 +63,8 @@ def run_trial(
     leader = None
     try:
         leader = start(trial, folder)
-        ending, start_seconds = watch(folder, trial.placement.num_gpus, limits, leader.wait, listen)
+        with acting():
+            ending, start_seconds = watch(folder, trial.placement.num_gpus, limits, leader.wait, listen)
     except BaseException as error:  # whatever happens here, the tree must end first
         interruption = error
     left = _end(leader, earlier, limits, hurry=interruption is not None)

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from ..record import TrialRecord
 from ..spec import Trial
+from . import processes
 from .trial import run_trial
 from .watch import Limits, Listener
 
@@ -30,12 +31,22 @@ class WarmLauncher:
     """Single node. ``environment`` is fixed for the server's life: it is read when libraries load."""
 
     def __init__(self, environment: Mapping[str, str], limits: Limits) -> None:
-        self._environment = dict(environment)
+        self._environment = {**environment, "DS_BENCH_PARENT": str(os.getpid())}
         self._limits = limits
         self._context = multiprocessing.get_context("forkserver")
 
     def prepare(self, timeout_seconds: float = 300.0) -> str | None:
         """Starts the server. Returns None when ranks may be forked from it, else the reason why not."""
+        earlier = processes.descendants()
+        try:
+            return self._probe(timeout_seconds)
+        except (EOFError, OSError) as error:
+            return f"the preloaded server did not start ({type(error).__name__})"
+        except BaseException:
+            processes.end_tree(None, earlier=earlier, grace_seconds=1.0)
+            raise
+
+    def _probe(self, timeout_seconds: float) -> str | None:
         self._context.set_forkserver_preload([_PRELOAD])
         with tempfile.TemporaryDirectory(prefix="ds_bench_probe_") as folder:
             answer = Path(folder) / "probe.json"

@@ -35,8 +35,11 @@ _SIZE = re.compile(r"([\d.]+) (GiB|MiB|KiB|bytes|B)\b")
 _SCALE = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "bytes": 1, "B": 1}
 
 
-def kind_of(error: BaseException) -> str:
-    """``device_oom``, ``host_oom``, ``disk_full``, ``peer_lost`` or ``other``."""
+def kind_of(error: BaseException, *, limited: bool = False) -> str:
+    """``device_oom``, ``host_oom``, ``disk_full``, ``peer_lost`` or ``other``.
+
+    ``limited``: host memory is limited, so a thread that cannot start means that it ran out.
+    """
     name, text = type(error).__name__, str(error)
     if name != "OutOfMemoryError" and "error: out of memory" in text and _was_pinning(error):
         return "host_oom"
@@ -49,6 +52,8 @@ def kind_of(error: BaseException) -> str:
     if isinstance(error, MemoryError) or _HOST_OOM.search(text):
         return "host_oom"
     if isinstance(error, OSError) and error.errno == errno.ENOMEM:
+        return "host_oom"
+    if limited and re.search(r"Resource temporarily unavailable|can't start new thread", text):
         return "host_oom"
     if name in ("DistBackendError", "DistNetworkError", "DistStoreError") or _PEER_LOST.search(text):
         return "peer_lost"
@@ -66,7 +71,9 @@ def _size_after(text: str, words: str) -> int | None:
     return int(float(found.group(1)) * _SCALE[found.group(2)]) if found else None
 
 
-def describe(error: BaseException, *, rank: int, phase: str, step: int | None, emulated: bool = False) -> RankFailure:
+def describe(
+    error: BaseException, *, rank: int, phase: str, step: int | None, emulated: bool = False, limited: bool = False
+) -> RankFailure:
     """The failure as the rank reports it. ``phase`` is what the rank was doing.
 
     ``emulated``: the card is made smaller than it is, so the free bytes in the text are not its own.
@@ -80,7 +87,7 @@ def describe(error: BaseException, *, rank: int, phase: str, step: int | None, e
         message=first[:500],
         phase=phase,
         time=time.time(),
-        kind=kind_of(error),
+        kind=kind_of(error, limited=limited),
         requested_bytes=_size_after(text, "(?:Tried to allocate|you tried to allocate)"),
         free_bytes=None if emulated else _size_after(text, "of which"),
         traceback="".join(traceback.format_exception(error))[-20000:],

@@ -7,10 +7,14 @@ The names are DeepSpeed's builder classes (``CPUAdamBuilder``).
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 import sys
 import time
 from typing import Any
+
+from ..launch.processes import die_with_parent
 
 
 def build(name: str) -> dict[str, Any]:
@@ -35,7 +39,14 @@ def build(name: str) -> dict[str, Any]:
     return {"op": name, "state": "ready", "seconds": time.monotonic() - start, "reason": ""}
 
 
+def _end_with_parent() -> None:
+    """When the program that asked dies, ninja and the compilers go too: they are of this process group."""
+    signal.signal(signal.SIGTERM, lambda *_: os.killpg(0, signal.SIGKILL))
+    die_with_parent(signal.SIGTERM)
+
+
 if __name__ == "__main__":
+    _end_with_parent()
     out = sys.stdout
     sys.stdout = sys.stderr  # builders print; the answer alone goes to stdout
     for op in sys.argv[1:]:

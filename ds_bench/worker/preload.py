@@ -57,7 +57,7 @@ def _load(names: tuple[str, ...]) -> list[str]:
     for name in names:
         try:
             importlib.import_module(name)
-        except Exception:  # an optional part that does not import here is loaded, or fails, in the rank
+        except BaseException:  # an optional part that does not import here is loaded, or fails, in the rank
             missing.append(name)
     return missing
 
@@ -80,6 +80,8 @@ def _close_nvml() -> None:
 
 
 die_with_parent()
+if os.environ.get("DS_BENCH_PARENT") not in (None, str(os.getppid())):  # it died before this line
+    os._exit(1)
 MISSING = _load(MODULES + tuple(filter(None, os.environ.get("DS_BENCH_PRELOAD", "").split(","))))
 if os.environ.get("DS_ACCELERATOR") == "cpu":
     _load_ops(tuple(filter(None, os.environ.get("DS_BENCH_PRELOAD_OPS", "").split(","))))

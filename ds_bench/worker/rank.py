@@ -40,16 +40,18 @@ def run(folder: Path, *, rank: int, local_rank: int, world_size: int) -> int:
     faulthandler.enable(stacks)
     faulthandler.register(signal.SIGUSR2, file=stacks, all_threads=True)
     beat = BeatWriter(folder, rank)
-    emulated = False
+    emulated = limited = False
     try:
         assignment = Assignment.load(folder)
         emulated = assignment.trial.placement.gpu_memory_limit_bytes is not None
+        limited = assignment.trial.placement.cpu_memory_limit_bytes is not None
         os.environ.update(rank_environment(assignment, rank, local_rank, world_size))
+        sys.path.append(str(Path.cwd()))  # for a user's factory; last, so that it hides nothing
         result = _measure(folder, assignment, beat, started)
         code = 0
     except BaseException as error:  # a rank's end is always a value, KeyboardInterrupt and SystemExit too
         step = beat.step if beat.step >= 0 else None
-        failure = describe(error, rank=rank, phase=beat.phase, step=step, emulated=emulated)
+        failure = describe(error, rank=rank, phase=beat.phase, step=step, emulated=emulated, limited=limited)
         print(failure.traceback, file=sys.stderr, flush=True)
         result = {"failure": asdict(failure)}
         code = 1

@@ -184,6 +184,8 @@ def _inspect(trainer: train.Trainer, assignment: Assignment) -> dict[str, Any]:
     loss, activations = ledger.with_activations(
         lambda: train.loss_of(engine(**batch)), list(engine.module.parameters())
     )
+    inside: list[ledger.Ledger] = []  # stages 1 and 2 hold their buckets only while backward runs
+    loss.register_hook(lambda _gradient: inside.append(ledger.take(engine, others=False).ledger))
     engine.backward(loss)
     del loss
     before_step = ledger.take(engine)
@@ -191,7 +193,7 @@ def _inspect(trainer: train.Trainer, assignment: Assignment) -> dict[str, Any]:
     for _ in range(trainer.grad_accum - 1):
         train.micro_step(trainer, lambda _name, _seconds: None)
     after_step = ledger.take(engine)
-    peak = ledger.peak_of(before_step.ledger, after_step.ledger)
+    peak = ledger.peak_of(*inside, before_step.ledger, after_step.ledger)
     for tier, size in activations.items():
         peak.setdefault(tier, {})["activations"] = size
     rank = torch.distributed.get_rank()
