@@ -115,7 +115,7 @@ def _bucket(record: TrialRecord) -> str | None:
         held = row.get("deepspeed_buffers", 0)
         if held > _BUCKET_SHARE * sum(row.values()):
             return (
-                f"DeepSpeed's buffers are most of the counted memory (reduce_bucket_size is {size:.0e} elements "
+                f"DeepSpeed's buffers are most of the counted memory (reduce_bucket_size is {size:,} elements "
                 "whatever the model); a smaller one saves it"
             )
     return None

@@ -178,10 +178,11 @@ def test_the_resolved_configuration_is_read_back_with_its_defaults(shared: Share
     assert resolved["zero_config"]["reduce_bucket_size"] == 500_000_000
 
 
-def test_the_ledger_explains_stage_3_by_its_gradient_bucket(shared: Shared) -> None:
-    row = rows_of(shared(*ZERO_BF16)[3])[3]
-    assert row["ledger_cpu_deepspeed_buffers_gb"] * 2**30 >= 1e9
-    assert "DeepSpeed's buffers are most of the counted memory" in row["caveats"]
+def test_the_ledger_explains_stages_1_to_3_by_their_gradient_bucket(shared: Shared) -> None:
+    """5e8 elements of 2 bytes; stages 1 and 2 hold it while backward runs, stage 3 always."""
+    for row in rows_of(shared(*ZERO_BF16)[3])[1:]:
+        assert row["ledger_cpu_deepspeed_buffers_gb"] * 2**30 >= 1e9
+        assert "DeepSpeed's buffers are most of the counted memory" in row["caveats"]
 
 
 def test_a_partitioned_optimizer_state_is_twelve_bytes_per_parameter_and_rank_share(shared: Shared) -> None:

@@ -105,6 +105,8 @@ def take(engine: Any, *, others: bool = True) -> Count:
     count.claim("parameters", parameters)
     count.claim("parameters", (getattr(parameter, "ds_tensor", None) for parameter in parameters))
     count.claim("optimizer_states", _master_and_states(wrapper, base))
+    # Before the gradients, which are views into the bucket while backward runs.
+    count.claim("deepspeed_buffers", tensors_in([b.buffer for b in getattr(wrapper, "ipg_buckets", {}).values()]))
     count.claim("gradients", _gradients(wrapper, base, parameters))
     count.claim("deepspeed_buffers", tensors_in(vars(wrapper) if wrapper is not base else {}))
     count.claim("deepspeed_buffers", tensors_in({k: v for k, v in vars(engine).items() if k != "module"}, depth=4))

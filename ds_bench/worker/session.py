@@ -176,6 +176,29 @@ def _io_facts(
     return {"nvme_read_bytes": after[0] - before[0], "nvme_written_bytes": after[1] - before[1]}
 
 
+@contextlib.contextmanager
+def _halfway_through_backward(engine: Any) -> Iterator[list[ledger.Ledger]]:
+    """A ledger from inside backward: stages 1 and 2 hold their gradient buckets only there (setup_buckets)."""
+    taken: list[ledger.Ledger] = []
+    if engine.zero_optimization_stage() == 3:  # its bucket lives on, and hooks on partitioned parameters do not
+        yield taken
+        return
+    trainable = [parameter for parameter in engine.module.parameters() if parameter.requires_grad]
+    seen: list[None] = []
+
+    def count(_gradient: torch.Tensor) -> None:
+        seen.append(None)
+        if len(seen) == max(2, len(trainable) // 2):
+            taken.append(ledger.take(engine, others=False).ledger)
+
+    handles = [parameter.register_hook(count) for parameter in trainable]
+    try:
+        yield taken
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
 def _inspect(trainer: train.Trainer, assignment: Assignment) -> dict[str, Any]:
     """Phases and ledger from extra steps after the window; they never touch the headline numbers."""
     phases = train.phase_seconds(trainer)
@@ -184,9 +207,8 @@ def _inspect(trainer: train.Trainer, assignment: Assignment) -> dict[str, Any]:
     loss, activations = ledger.with_activations(
         lambda: train.loss_of(engine(**batch)), list(engine.module.parameters())
     )
-    inside: list[ledger.Ledger] = []  # stages 1 and 2 hold their buckets only while backward runs
-    loss.register_hook(lambda _gradient: inside.append(ledger.take(engine, others=False).ledger))
-    engine.backward(loss)
+    with _halfway_through_backward(engine) as inside:
+        engine.backward(loss)
     del loss
     before_step = ledger.take(engine)
     engine.step()
