@@ -32,6 +32,9 @@ def main(
     except DsBenchError as error:
         print(f"{prog}: {error}", file=sys.stderr)
         return error.exit_code
+    except OSError as error:  # a disk that ran full, say: what was written before stays
+        print(f"{prog}: {error}", file=sys.stderr)
+        return 1
 
 
 def _with_resumed_flags(family: Family, prog: str, given: list[str]) -> tuple[Options, list[str]]:

@@ -390,7 +390,7 @@ def test_every_report_is_kept_in_order_of_time(scene: Scene) -> None:
 
 def test_a_trial_over_its_time_names_the_flag_the_rank_and_where_its_stacks_lie(scene: Scene) -> None:
     outcome = scene.reached(0, "backward").reached(1, "forward").outcome("timeout")
-    assert (outcome.status, outcome.rank, outcome.phase) == ("Timeout", 0, "backward")
+    assert (outcome.status, outcome.rank, outcome.phase) == ("Timeout", 1, "forward"), "the rank that came least far"
     assert "still running after 1 min 30 s (--timeout)" in (outcome.error or "")
     assert f"{scene.folder}/rank*.stacks" in (outcome.error or "")
 

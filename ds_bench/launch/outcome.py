@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import record
-from ..contract import RankExit, log_file, measured_file, rank_file, read_beat, read_exits
+from ..contract import PHASES, RankExit, log_file, measured_file, rank_file, read_beat, read_exits
 from ..record import Outcome, RankFailure, RankMeasurement
 from ..units import format_bytes, format_duration
 from .watch import Ending, Limits
@@ -267,8 +267,11 @@ def _last_phase(evidence: Evidence, rank: int | None) -> str | None:
 
 
 def _slowest_rank(evidence: Evidence) -> int | None:
-    """The rank whose last sign of life is the oldest; one that never gave any comes first."""
-    beats = {rank: read_beat(evidence.folder, rank) for rank in range(evidence.world_size)}
-    ages = {rank: beat.time if beat is not None else 0.0 for rank, beat in beats.items()}
-    unfinished = {rank: age for rank, age in ages.items() if not rank_file(evidence.folder, rank).exists()}
-    return min(unfinished, key=lambda rank: unfinished[rank], default=None)
+    """The unfinished rank that came least far, then the one silent for longest; one without a sign comes first."""
+
+    def progress(rank: int) -> tuple[int, int, float]:
+        beat = read_beat(evidence.folder, rank)
+        return (beat.step, PHASES.index(beat.phase), beat.time) if beat is not None else (-2, 0, 0.0)
+
+    unfinished = [r for r in range(evidence.world_size) if not rank_file(evidence.folder, r).exists()]
+    return min(unfinished, key=progress, default=None)
