@@ -54,14 +54,18 @@ class OpState:
     """Time to build and load; under a few seconds where it was built before."""
 
 
+def _optimizer_kind(config: Mapping[str, object]) -> str:
+    optimizer = config.get("optimizer")
+    return str(optimizer.get("type", "")).lower() if isinstance(optimizer, Mapping) else ""
+
+
 def needed_ops(accelerator: Accelerator, configs: Iterable[Mapping[str, object]]) -> list[str]:
     """The ops that trials with these DeepSpeed configurations load, in build order."""
     from .dsconfig import offload_device, uses_nvme
 
     needed = [SHARED_MEMORY] if accelerator == "cpu" else []
     for config in configs:
-        optimizer = config.get("optimizer")
-        kind = str(optimizer.get("type", "")).lower() if isinstance(optimizer, Mapping) else ""
+        kind = _optimizer_kind(config)
         if offload_device(config, "offload_optimizer") and kind in _OPTIMIZER_OPS:
             needed.append(_OPTIMIZER_OPS[kind])
         if uses_nvme(config):
@@ -76,8 +80,7 @@ def fused_ops(configs: Iterable[Mapping[str, object]]) -> list[str]:
     fused = {"adam": FUSED_ADAM, "adamw": FUSED_ADAM, "lion": "FusedLionBuilder"}
     kinds = []
     for config in configs:
-        optimizer = config.get("optimizer")
-        kind = str(optimizer.get("type", "")).lower() if isinstance(optimizer, Mapping) else ""
+        kind = _optimizer_kind(config)
         if kind in fused and not offload_device(config, "offload_optimizer"):
             kinds.append(fused[kind])
     return list(dict.fromkeys(kinds))

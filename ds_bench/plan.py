@@ -234,10 +234,8 @@ def _enabled(config: Mapping[str, Any], name: str) -> bool:
 
 def _departures(strategy: Strategy, asked: Workload, config: Mapping[str, Any]) -> list[str]:
     """Where an edit of the configuration made something else of the row than its columns say."""
-    zero = config.get("zero_optimization", {})
     device = dsconfig.offload_device
     pairs = [
-        ("ZeRO stage", zero.get("stage", 0), strategy.stage),
         ("optimizer offload", device(config, "offload_optimizer") or "none", strategy.offload_optimizer),
         ("parameter offload", device(config, "offload_param") or "none", strategy.offload_param),
         ("precision", _precision(config, asked), asked.precision),
