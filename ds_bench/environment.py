@@ -1,7 +1,7 @@
 """The facts of host, cards and packages stored with every run, so that two results can be compared, or refused.
 
 Read without importing torch or DeepSpeed. A fact that cannot be had is ``None``. Environment variables that steer
-the training are kept too, with whatever looks like a secret taken out *before* it is stored: see :func:`looks_secret`.
+the training are kept too, with whatever looks like a secret taken out *before* it is stored: see :mod:`redaction`.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from typing import Any
 from . import hostmemory, units
 from .gpus import GpuFacts, GpuQuery, NvmlQuery, select_visible
 from .hostmemory import ROOT, read_text
-
-REDACTED = "<redacted>"
+from .redaction import REDACTED, looks_secret
 
 PACKAGES = (
     "torch", "deepspeed", "transformers", "accelerate", "psutil", "pandas", "numpy", "nvidia-ml-py", "triton",
@@ -134,8 +133,42 @@ def comparable(a: Environment, b: Environment) -> list[str]:
 
     A fact known on one side only is a difference: what was not seen cannot be vouched for.
     """
-    pairs = [(label, read(a), read(b)) for label, read in _COMPARED]
+    return [*hardware_differences(a, b), *software_differences(a, b)]
+
+
+def hardware_differences(a: Environment, b: Environment) -> list[str]:
+    """Cards, processor and cores that differ: no ratio of throughputs means anything across them."""
+    return _differences(_HARDWARE, a, b)
+
+
+def software_differences(a: Environment, b: Environment) -> list[str]:
+    """Versions that differ: what a comparison before and after an upgrade is about."""
+    return _differences(_SOFTWARE, a, b)
+
+
+def setting_differences(a: Environment, b: Environment) -> list[str]:
+    """What does not forbid a comparison, yet may explain a change: Python, kernel, other packages, variables."""
+    settings = _differences(_SETTINGS, a, b)
+    names = sorted({*a.packages, *b.packages} - {"torch", "deepspeed", "transformers"})
+    packages = _differences(tuple((name, _package(name)) for name in names), a, b)
+    variables = sorted({*a.variables, *b.variables})
+    return settings + packages + _differences(tuple((name, _variable(name)) for name in variables), a, b)
+
+
+_Facts = tuple[tuple[str, Callable[[Environment], object]], ...]
+
+
+def _differences(facts: _Facts, a: Environment, b: Environment) -> list[str]:
+    pairs = [(label, read(a), read(b)) for label, read in facts]
     return [f"{label} {left or 'none'} against {right or 'none'}" for label, left, right in pairs if left != right]
+
+
+def _package(name: str) -> Callable[[Environment], object]:
+    return lambda environment: environment.packages.get(name)
+
+
+def _variable(name: str) -> Callable[[Environment], object]:
+    return lambda environment: environment.variables.get(name)
 
 
 def _cards(environment: Environment) -> str:
@@ -146,17 +179,28 @@ def _cards(environment: Environment) -> str:
     return ", ".join(f"{count} x {kind}" for kind, count in sorted(kinds.items()))
 
 
-_COMPARED: tuple[tuple[str, Callable[[Environment], object]], ...] = (
+_HARDWARE: _Facts = (
     ("GPUs", _cards),
     ("CPU", lambda environment: environment.cpu_model),
     ("logical cores", lambda environment: environment.logical_cores),
     ("physical cores", lambda environment: environment.physical_cores),
     ("CPU quota", lambda environment: environment.cpu_quota_cores),
+)
+_SOFTWARE: _Facts = (
     ("torch", lambda environment: environment.packages.get("torch")),
     ("deepspeed", lambda environment: environment.packages.get("deepspeed")),
     ("transformers", lambda environment: environment.packages.get("transformers")),
     ("CUDA", lambda environment: environment.torch_cuda_version),
     ("GPU driver", lambda environment: environment.gpu_driver_version),
+)
+_SETTINGS: _Facts = (
+    ("host", lambda environment: environment.hostname),
+    ("operating system", lambda environment: environment.operating_system),
+    ("kernel", lambda environment: environment.kernel),
+    ("Python", lambda environment: environment.python_version),
+    ("host memory", lambda environment: units.format_bytes(environment.host_memory_bytes)),
+    ("memory limit", lambda environment: units.format_bytes(environment.cgroup_memory_limit_bytes)),
+    ("NUMA nodes", lambda environment: environment.numa_nodes),
 )
 
 
@@ -190,50 +234,6 @@ def steering_variables(environ: Mapping[str, str]) -> dict[str, str]:
     """The variables that steer training, by name; secrets redacted, bytes that are no UTF-8 spelled out."""
     names = sorted(name for name in environ if name.startswith(_PREFIXES) or name in _SLURM)
     return {name: REDACTED if looks_secret(name, environ[name]) else _printable(environ[name]) for name in names}
-
-
-# Patterns stay text, which re compiles once when first used: importing this module must cost nothing.
-_SECRET_NAME = r"(?i)token|key|secret|passw|passphrase|_pass\b|pwd|credential|auth|bearer|jwt|cookie"
-_SECRET_VALUE = r"""(?xs)
-    (?:^|[\s"'=:,;])(?:hf_|sk-|gh[oprsu]_|github_pat_|glpat-|xox[a-z]-|AKIA|ASIA|AIza|nvapi-)  # issuers' marks
-    |eyJ[\w-]*\.      # JSON web token
-    |[\w+/]{32,}={1,2}(?:\W|$)  # padded base64, also one that begins like a path
-    |-----BEGIN
-    |:.*@             # user:password@host, with or without a scheme
-    |://.*\?          # a signed address carries its signature in the query
-    |(?i:bearer\s|(?:token|key|secret|passw\w*|pwd|credentials?|auth\w*|sig)["']?\s*[=:])
-    |[0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}"""
-_LONGEST_SETTING = 4096  # characters; beyond, a value is a document, and the patterns would take seconds over it
-_CARD_NAME = r"\b(?:GPU|MIG)-[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}\b"
-
-
-def looks_secret(name: str, value: str) -> bool:
-    """Whether a variable may hold a token, key, password or other credential, by its name or by its value.
-
-    Made to err on the side of hiding: a hidden setting costs a reader a question, a stored token is a leak. A short
-    or wordlike password under an innocent name cannot be told from a setting, nor a rare key from a path.
-    """
-    if re.search(_SECRET_NAME, name) or len(value) > _LONGEST_SETTING:
-        return bool(value)
-    value = re.sub(_CARD_NAME, "", value)
-    return bool(re.search(_SECRET_VALUE, value)) or _looks_random(value)
-
-
-def _looks_random(value: str) -> bool:
-    """Words and paths have separators and keep to one kind of letter; keys are long runs that mix kinds."""
-    unbroken = re.findall(r"[A-Za-z0-9+=]{20,}", value)
-    # With the separators of base64 in it; a run that starts inside a path is a path.
-    broken = re.findall(r"(?<![\w./~+-])[\w+-][\w+/-]{31,}", value)
-    return any(_kinds(run) >= 2 for run in unbroken) or any(_kinds(run) == 3 or _humps(run) > 3 for run in broken)
-
-
-def _kinds(run: str) -> int:
-    return sum(bool(re.search(kind, run)) for kind in ("[a-z]", "[A-Z]", "[0-9]"))
-
-
-def _humps(run: str) -> int:
-    """Capitals within words: few in a name, a quarter of a random text."""
-    return len(re.findall("[a-z][A-Z]", run))
 
 
 def _printable(value: str) -> str:

@@ -21,22 +21,16 @@ MOST_LINES = 300
 LAYERS: tuple[frozenset[str], ...] = tuple(
     frozenset(layer.split())
     for layer in (
-        "__main__ cli",
+        "cli",
         "comparison",
-        "preflight progress showing",
-        "tables runner",
-        "rows plan",
-        "analysis placement ops",
-        "launch.warm launch.deepspeed",
-        "launch.trial",
-        "launch.outcome launch.leader",
-        "launch",
-        "launch.watch launch.scratch",
-        "flags store modelsource flops doubts",
-        "options dskeys noops models contract",
-        "dsconfig record environment models.families",
-        "strategies",
-        "spec errors units gpus hostmemory interrupts launch.processes",
+        "progress showing",
+        "__main__ tables",
+        "launch.deepspeed launch.warm preflight rows",
+        "analysis launch.trial plan runner",
+        "flops launch launch.leader launch.outcome modelsource",
+        "doubts flags launch.scratch launch.watch models ops placement store",
+        "contract dsconfig dskeys environment models.families noops options record strategies",
+        "errors gpus hostmemory interrupts launch.processes redaction spec units",
     )
 )
 WORKER_MAY_IMPORT = {"contract", "record", "spec", "launch.processes"}

@@ -16,17 +16,19 @@ from hypothesis import strategies as st
 import ds_bench.environment
 from ds_bench.environment import (
     PACKAGES,
-    REDACTED,
     Environment,
     capture,
     comparable,
     cpu_model,
-    looks_secret,
+    hardware_differences,
     package_versions,
+    setting_differences,
+    software_differences,
     steering_variables,
     torch_cuda_version,
 )
 from ds_bench.gpus import GpuFacts, GpuInventory
+from ds_bench.redaction import REDACTED, looks_secret
 
 H200 = GpuFacts(
     index=0,
@@ -378,3 +380,22 @@ def test_what_does_not_bear_on_speed_does_not_forbid_comparing() -> None:
 
 def test_an_environment_compares_with_itself_after_storing() -> None:
     assert comparable(HOST, Environment.from_dict(HOST.to_dict())) == []
+
+
+def test_versions_and_hardware_are_told_apart() -> None:
+    other = replace(HOST, logical_cores=8, packages={**HOST.packages, "torch": "2.11.0"})
+    assert hardware_differences(HOST, other) == ["logical cores 16 against 8"]
+    assert software_differences(HOST, other) == ["torch 2.13.0 against 2.11.0"]
+    assert setting_differences(HOST, other) == []
+
+
+def test_what_may_explain_a_change_without_forbidding_a_comparison_is_named() -> None:
+    other = replace(
+        HOST, hostname="node-8", packages={**HOST.packages, "numpy": "2.3.0"}, variables={"OMP_NUM_THREADS": "4"}
+    )
+    assert comparable(HOST, other) == []
+    assert setting_differences(HOST, other) == [
+        "host node-7 against node-8",
+        "numpy 2.4.6 against 2.3.0",
+        "OMP_NUM_THREADS 8 against 4",
+    ]
