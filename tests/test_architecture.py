@@ -22,15 +22,16 @@ LAYERS: tuple[frozenset[str], ...] = tuple(
     frozenset(layer.split())
     for layer in (
         "cli",
-        "comparison",
-        "progress showing",
-        "__main__ tables",
-        "launch.deepspeed launch.warm preflight rows",
-        "analysis launch.trial plan runner",
-        "flops launch launch.leader launch.outcome modelsource",
+        "comparison prediction.fitplan prediction.hindsight",
+        "prediction.memory progress showing",
+        "__main__ prediction.sharded tables",
+        "launch.deepspeed launch.warm prediction.gathering prediction.replicated preflight rows",
+        "analysis launch.trial plan prediction.memorycase runner",
+        "flops launch launch.leader launch.outcome modelsource prediction.activations",
         "doubts flags launch.scratch launch.watch models ops placement store",
-        "contract dsconfig dskeys environment models.families noops options record strategies",
-        "errors gpus hostmemory interrupts launch.processes redaction spec units",
+        "contract dsconfig dskeys environment models.families noops options prediction.cards "
+        "prediction.estimators prediction.modelstates record strategies",
+        "errors gpus hostmemory interrupts launch.processes prediction redaction spec units",
     )
 )
 WORKER_MAY_IMPORT = {"contract", "record", "spec", "launch.processes"}

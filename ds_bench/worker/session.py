@@ -178,18 +178,24 @@ def _io_facts(
 
 @contextlib.contextmanager
 def _halfway_through_backward(engine: Any) -> Iterator[list[ledger.Ledger]]:
-    """A ledger from inside backward: stages 1 and 2 hold their gradient buckets only there (setup_buckets)."""
+    """A ledger from inside backward: stages 1 and 2 hold their gradient buckets only there (setup_buckets).
+
+    Taken halfway at stage 2, and at the last gradient below, where every gradient is kept until then.
+    """
     taken: list[ledger.Ledger] = []
     if engine.zero_optimization_stage() == 3:  # its bucket lives on, and hooks on partitioned parameters do not
         yield taken
         return
     trainable = [parameter for parameter in engine.module.parameters() if parameter.requires_grad]
+    moment = len(trainable) if engine.zero_optimization_stage() < 2 else max(2, len(trainable) // 2)
     seen: list[None] = []
 
-    def count(_gradient: torch.Tensor) -> None:
+    def count(gradient: torch.Tensor) -> None:
         seen.append(None)
-        if len(seen) == max(2, len(trainable) // 2):
-            taken.append(ledger.take(engine, others=False).ledger)
+        if len(seen) == moment:
+            inside = ledger.take(engine, others=False)
+            inside.claim("gradients", [gradient])  # not in its parameter yet
+            taken.append(inside.ledger)
 
     handles = [parameter.register_hook(count) for parameter in trainable]
     try:

@@ -1,0 +1,43 @@
+"""Makes the table of activations that ships with the package, so that predicting a preset needs no child process.
+
+    python bench/activation_table.py            writes the table (about two minutes on two cores)
+
+Run it again when a preset is added, or when torch or Transformers change what a layer saves.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from ds_bench import models
+from ds_bench.contract import write_json
+from ds_bench.prediction import activations
+
+TABLE = Path(activations.__file__).with_name("activations.json")
+
+
+def main() -> int:
+    requests = {}
+    for name in models.preset_names():
+        facts = models.find_preset(name)
+        assert facts is not None
+        window = activations.sliding_window(facts)
+        for length in (1, *([window] if window and window < (facts.max_positions or 0) else [])):
+            request = activations.request_for(facts, length)
+            requests[activations.request_key(request)] = request
+    answers = activations.ask(list(requests.values()), timeout_seconds=3600)
+    failed = [answer["error"] for answer in answers if "error" in answer]
+    for text in failed:
+        print(text, file=sys.stderr)
+    versions = {name: importlib.metadata.version(name) for name in ("torch", "transformers")}
+    write_json(TABLE, {"versions": versions, "architectures": dict(zip(requests, answers, strict=True))})
+    print(f"{len(answers)} architectures in {TABLE.name}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,220 @@
+"""Activations by measurement without memory: exact at depths and sizes that were not measured, and for every preset."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ds_bench.errors import UsageError
+from ds_bench.models import ModelFacts, facts_from_config, find_preset, preset_names
+from ds_bench.prediction import activations
+from ds_bench.prediction.activations import ModelProfile, Polynomial, profile_of, request_for
+
+GPT2: dict[str, Any] = {
+    "vocab_size": 503,
+    "n_positions": 256,
+    "n_embd": 48,
+    "n_layer": 4,
+    "n_head": 4,
+    "resid_pdrop": 0.0,
+    "embd_pdrop": 0.0,
+    "attn_pdrop": 0.0,
+    "tie_word_embeddings": True,
+}
+LLAMA: dict[str, Any] = {
+    "vocab_size": 509,
+    "hidden_size": 64,
+    "intermediate_size": 176,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": False,
+}
+SMALL = {"gpt2": GPT2, "llama": LLAMA}
+
+
+def preset(name: str) -> ModelFacts:
+    facts = find_preset(name)
+    assert facts is not None
+    return facts
+
+
+@pytest.fixture(scope="module")
+def profiles() -> dict[str, ModelProfile]:
+    """Two small architectures, measured at one and two layers by one child process."""
+    facts = [facts_from_config(name, name, config) for name, config in SMALL.items()]
+    answers = activations.ask([request_for(each, 64) for each in facts])
+    return {
+        each.name: ModelProfile.from_answer(each.name, each.layers, each.tied_embeddings, answer)
+        for each, answer in zip(facts, answers, strict=True)
+    }
+
+
+def test_a_polynomial_is_worked_by_hand() -> None:
+    # 3 layers, b = 2, s = 5: fixed 7 + 10·(2·5) = 107; a layer 1·5 + 2·(2·5²) = 105.
+    polynomial = Polynomial(fixed={"1": 7, "bs": 10}, per_layer={"s": 1, "bss": 2})
+    assert polynomial.bytes(3, 2, 5) == 107 + 3 * 105
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # Transformers renames gradient_checkpointing_enable
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("layers", [4, 6])
+@pytest.mark.parametrize("name", SMALL)
+def test_saved_bytes_are_exact_at_depths_and_sizes_not_measured(
+    name: str, layers: int, checkpointed: bool, profiles: dict[str, ModelProfile]
+) -> None:
+    """A real forward pass on the CPU, with the hook of a run's ledger."""
+    torch = pytest.importorskip("torch")
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from ds_bench.worker.ledger import with_activations
+
+    depth = {"n_layer" if name == "gpt2" else "num_hidden_layers": layers, "use_cache": False}
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(name, **{**SMALL[name], **depth}), dtype=torch.bfloat16
+    ).train()
+    if checkpointed:
+        _checkpoint(model)
+    ids = torch.randint(0, 500, (3, 80))
+    _, tiers = with_activations(lambda: model(input_ids=ids, labels=ids).loss, list(model.parameters()))
+    found = profiles[name].of("bf16")
+    assert (found.checkpointed if checkpointed else found.plain).bytes(layers, 3, 80) == tiers["cpu"]
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # Transformers renames gradient_checkpointing_enable
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("name", SMALL)
+def test_the_peak_of_a_whole_pass_is_saved_bytes_and_the_loss(
+    name: str, checkpointed: bool, profiles: dict[str, ModelProfile]
+) -> None:
+    """Forward and backward of four layers with every live tensor counted, where tokens outweigh gradients."""
+    pytest.importorskip("torch")
+    import torch
+
+    from ds_bench.worker import activations as worker
+
+    model = worker._build({"model_type": name, "config": SMALL[name]}, 4, torch.bfloat16)
+    if checkpointed:
+        _checkpoint(model)
+    with worker._mode_of(model), worker._Live() as live:
+        model(**worker._fake_batch(24, 200)).loss.backward()
+    found = profiles[name].of("bf16")
+    kept = found.checkpointed if checkpointed else found.plain
+    loss = found.loss.bytes(4, 24, 200) - found.plain.bytes(4, 24, 200)
+    assert kept.bytes(4, 24, 200) + loss == pytest.approx(live.peak, rel=0.02)
+
+
+def _checkpoint(model: Any) -> None:
+    from ds_bench.worker.build import _enable_checkpointing
+
+    _enable_checkpointing(model)
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_tensors_are_those_of_the_model_in_order_and_a_tied_head_is_none(
+    name: str, profiles: dict[str, ModelProfile]
+) -> None:
+    profile, facts = profiles[name], facts_from_config(name, name, SMALL[name])
+    assert profile.parameters == sum(profile.tensors) == facts.parameters
+    assert max(profile.tensors) == facts.largest_parameter
+    assert profile.tensors[0] == facts.vocabulary_size * facts.hidden_size
+    assert (profile.tensors[-1] == facts.vocabulary_size * facts.hidden_size) is not facts.tied_embeddings
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_checkpointing_keeps_one_residual_stream_per_layer(name: str, profiles: dict[str, ModelProfile]) -> None:
+    width = SMALL[name].get("n_embd") or SMALL[name]["hidden_size"]
+    assert profiles[name].of("bf16").checkpointed.layer_bytes(3, 80) == 2 * 3 * 80 * width
+
+
+def test_the_saved_bytes_of_known_layers_are_far_above_the_textbook(profiles: dict[str, ModelProfile]) -> None:
+    """In units of batch × sequence × width: the textbook's 34 was never Hugging Face's."""
+    gpt2 = profiles["gpt2"].of("bf16").plain.layer_bytes(1, 64) / (64 * 48)
+    llama = profiles["llama"].of("bf16").plain.layer_bytes(1, 64) / (64 * 64)
+    assert gpt2 == pytest.approx(56.5, abs=0.5)
+    assert 42 < llama < 48
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_every_preset_is_in_the_shipped_table(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_arguments: object, **_options: object) -> None:
+        raise AssertionError("a preset started a process")
+
+    monkeypatch.setattr(subprocess, "run", refuse)
+    monkeypatch.setattr(activations, "_kept", lambda _key: None)
+    profile = profile_of(preset(name), 4096)
+    assert profile.parameters == preset(name).parameters
+    for precision in ("bf16", "fp16", "fp32"):
+        found = profile.of(precision)
+        plain, checkpointed = (p.bytes(profile.layers, 1, 512) for p in (found.plain, found.checkpointed))
+        assert 0 < checkpointed < plain < found.loss.bytes(profile.layers, 1, 512)
+
+
+def test_the_loss_takes_its_logits_about_three_times_in_fp32() -> None:
+    """Log-softmax and both of its gradients, 4 bytes each, of which the first is saved."""
+    found = profile_of(preset("meta-llama/Llama-3.1-8B"), 1024).of("bf16")
+    extra = found.loss.bytes(32, 2, 1024) - found.plain.bytes(32, 2, 1024)
+    assert extra / (2 * 1024 * 128_256) == pytest.approx(8, rel=0.02)
+
+
+def test_a_sliding_window_changes_the_table_from_its_length_on() -> None:
+    facts = preset("mistralai/Mistral-7B-v0.1")
+    short, long = (profile_of(facts, length).of("bf16").plain for length in (4095, 4096))
+    assert not any("ss" in term for term in short.per_layer | short.fixed)
+    assert long.bytes(32, 1, 8192) > short.bytes(32, 1, 8192) + 8192**2
+
+
+@given(st.integers(1, 64), st.integers(1, 4096), st.integers(1, 100))
+def test_more_of_anything_is_more_bytes(batch: int, sequence: int, layers: int) -> None:
+    plain = profile_of(preset("gpt2"), 128).of("bf16").plain
+    here = plain.bytes(layers, batch, sequence)
+    assert here < plain.bytes(layers, batch + 1, sequence)
+    assert here < plain.bytes(layers, batch, sequence + 1)
+    assert here < plain.bytes(layers + 1, batch, sequence)
+
+
+def test_an_architecture_that_cannot_be_built_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(activations, "ask", lambda _requests: [{"error": "ValueError: no such thing"}])
+    facts = facts_from_config("mine", "gpt2", {**GPT2, "n_embd": 96})
+    with pytest.raises(UsageError, match=r"^the activations of mine cannot be measured: ValueError: no such thing"):
+        profile_of(facts, 64)
+
+
+def test_what_was_measured_once_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, profiles: dict[str, ModelProfile]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    asked = []
+
+    def answer(requests: list[Any]) -> list[Any]:
+        asked.extend(requests)
+        return _real_answers
+
+    facts = facts_from_config("gpt2", "gpt2", GPT2)
+    _real_answers = activations.ask([request_for(facts, 64)])
+    monkeypatch.setattr(activations, "ask", answer)
+    deeper = facts_from_config("gpt2", "gpt2", {**GPT2, "n_layer": 9})
+    assert profile_of(facts, 64) == profiles["gpt2"]
+    assert profile_of(deeper, 128).layers == 9  # another depth or length is no other architecture
+    assert len(asked) == 1
+
+
+def test_a_child_that_dies_leaves_its_last_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    (answer,) = activations.ask([{}])
+    assert answer["error"].startswith("the measuring process ended")
+
+
+def test_a_config_as_transformers_writes_it_asks_what_the_short_one_asks() -> None:
+    written = {**LLAMA, "model_type": "llama", "transformers_version": "5.0", "architectures": ["LlamaForCausalLM"]}
+    short, long = (request_for(facts_from_config("x", "llama", config), 64) for config in (LLAMA, written))
+    assert short == long

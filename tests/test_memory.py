@@ -1,0 +1,377 @@
+"""Prediction: small cases by hand, its laws, and the answers drawn from it. Real runs: test_prediction_real."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from fakes import failure, offload, placement, success, trial, workload, zero
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ds_bench.errors import UsageError
+from ds_bench.models import find_preset
+from ds_bench.prediction import cards, hindsight, memory
+from ds_bench.prediction.activations import Activations, ModelProfile, Polynomial, profile_of
+from ds_bench.prediction.estimators import deepspeed_estimates
+from ds_bench.prediction.fitplan import Change, Question, fits, max_batch, min_gpus, smallest_change
+from ds_bench.prediction.gathering import Gathered, gathered
+from ds_bench.prediction.memory import DOES_NOT_FIT, FITS, TIGHT, Prediction
+from ds_bench.prediction.memorycase import MemoryCase, ZeroSettings
+from ds_bench.prediction.replicated import owned_elements
+from ds_bench.spec import Strategy
+from ds_bench.strategies import ZERO_STAGES, offload_strategy
+
+GB = 2**30
+NO_BUCKETS = {"zero_optimization": {"reduce_bucket_size": 1, "stage3_prefetch_bucket_size": 0}}
+EVERY = [*ZERO_STAGES.values(), *(offload_strategy(name) for name in ("cpu_optimizer", "cpu_full", "nvme"))]
+
+TOY = ModelProfile(
+    name="toy",
+    layers=2,
+    before=(40,),
+    layer=(24, 6),
+    after=(40,),
+    tied_embeddings=False,
+    activations={
+        "bf16": Activations(
+            plain=Polynomial(fixed={"bs": 100}, per_layer={"bs": 1000}),
+            checkpointed=Polynomial(fixed={"bs": 100}, per_layer={"bs": 10}),
+            loss=Polynomial(fixed={"bs": 300}, per_layer={"bs": 1000}),
+        )
+    },
+)
+"""140 parameters: 40, (24, 6), (24, 6), 40."""
+
+
+def ask(strategy: Strategy, ranks: int = 2, *, model: ModelProfile = TOY, **work: Any) -> Question:
+    changes = NO_BUCKETS if strategy.stage else {}
+    return Question(
+        profile=model,
+        workload=workload(**{"batch_size": 1, "seq_length": 1, **work}),
+        placement=placement(accelerator="cuda", num_gpus=ranks, nvme_path="/nvme"),
+        strategy=strategy,
+        changes=changes,
+    )
+
+
+def llama(strategy: Strategy, ranks: int = 8, **work: Any) -> Question:
+    facts = find_preset("meta-llama/Llama-2-7b-hf")
+    assert facts is not None
+    question = ask(strategy, ranks, model=profile_of(facts, 2048), **{"seq_length": 2048, **work})
+    return replace(question, changes={})
+
+
+def case(ranks: int, *, model: ModelProfile = TOY, **settings_: Any) -> MemoryCase:
+    config = ask(zero(3), ranks, model=model).config()
+    found = replace(ZeroSettings.of(config), **settings_)
+    return MemoryCase(
+        profile=model, precision="bf16", data_parallel_size=ranks, grad_accum=1, accelerator="cuda", settings=found
+    )
+
+
+def test_stage_0_steps_with_24_bytes_per_parameter_when_fused() -> None:
+    # 2 + 12 + 2, and while the 16-bit gradients become one flat fp32 tensor a list and the copy of it: 8 more.
+    found = llama(zero(0), 1, seq_length=1).answer()
+    assert found.phase == "flatten"
+    assert found.gpu_bytes - memory.CONTEXT_BYTES == 24 * 6_738_415_616
+
+
+def test_stage_2_is_worked_by_hand() -> None:
+    """On 2 ranks 140 needs no padding: 70 each. Rank 0 touches 40, 24 and 6 and ends there, rank 1 has the rest."""
+    ledger = ask(zero(2)).answer().ledger["gpu"]
+    assert ledger["parameters"] == 280
+    assert ledger["optimizer_states"] == 12 * 70
+    assert ledger["gradients"] == 2 * 70
+    assert ledger["deepspeed_buffers"] == 2  # a bucket of one element
+    assert ledger["activations"] == 2100
+
+
+def test_a_tensor_on_the_border_of_two_ranks_has_its_gradient_on_both() -> None:
+    # 4 ranks: 144 with padding, 36 each. [0,36) touches 40; [36,72) 40, 24, 6 and 24 (begins at 70): 94;
+    # [72,108) 24, 6 and 40: 70; [108,144) 40 and 4 of padding.
+    assert owned_elements(TOY.tensors, 4) == 94
+
+
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=12), st.integers(1, 9))
+def test_owned_gradients_are_at_least_a_part_and_at_most_everything(tensors: list[int], ranks: int) -> None:
+    owned = owned_elements(tensors, ranks)
+    assert sum(tensors) / ranks <= owned <= sum(tensors) + 2 * ranks
+
+
+def test_one_rank_owns_every_gradient() -> None:
+    assert owned_elements(TOY.tensors, 1) == 140
+
+
+def test_the_loss_is_the_peak_where_activations_are_all() -> None:
+    found = ask(zero(3), 2, seq_length=1000).answer()
+    assert found.phase == "loss"
+    assert found.gpu["activations"] == 1000 * 2100
+    assert found.gpu["logits_and_loss"] == 1000 * 200
+
+
+def test_with_checkpointing_one_layer_is_recomputed_at_a_time() -> None:
+    found = ask(zero(3), 2, seq_length=1000, activation_checkpointing=True).answer()
+    assert found.ledger["gpu"]["activations"] == 1000 * 120
+    assert found.phase == "enter"
+    assert found.gpu["activations"] == 1000 * (2 * 10 + 1000)
+    assert found.activation_bytes == 1000 * 2100
+    assert found.checkpointed_activation_bytes == 1000 * 120
+
+
+def test_the_bucket_has_its_full_size_however_small_the_model() -> None:
+    question = replace(ask(zero(3)), changes={})
+    assert question.answer().ledger["gpu"]["deepspeed_buffers"] == 2 * 500_000_000
+
+
+def test_overlapping_communication_doubles_the_bucket() -> None:
+    changes = {"zero_optimization": {"overlap_comm": True, "reduce_bucket_size": 1000}}
+    assert replace(ask(zero(2)), changes=changes).answer().ledger["gpu"]["deepspeed_buffers"] == 2 * 2 * 1000
+
+
+def test_tensors_below_the_threshold_stay_gathered_with_their_padding() -> None:
+    # 3 ranks, threshold 24: 24 + 6 per layer stay, no padding; the two of 40 become 42 each when they are gathered.
+    found = gathered(case(3, persistence_elements=24, prefetch_elements=0, max_reuse_elements=0))
+    assert found == Gathered(persistent=60, peak=60 + 42)
+
+
+def test_one_gpu_gathers_nothing_unless_its_parameters_are_elsewhere() -> None:
+    assert gathered(case(1)) == Gathered(persistent=0, peak=0)
+    assert gathered(case(1, offload_param="cpu")).peak == 140
+
+
+def test_a_large_reuse_distance_keeps_a_small_model_gathered_whole() -> None:
+    assert gathered(case(2, persistence_elements=0)).peak == 140
+
+
+@given(st.integers(0, 200), st.integers(0, 200), st.integers(0, 50))
+def test_gathered_lies_between_the_largest_tensor_and_the_model(reuse: int, prefetch: int, threshold: int) -> None:
+    found = gathered(case(2, persistence_elements=threshold, prefetch_elements=prefetch, max_reuse_elements=reuse))
+    assert max(40, found.persistent) <= found.peak <= 140
+
+
+def test_host_memory_counts_every_rank_of_a_node_but_not_of_the_job() -> None:
+    one_node = replace(llama(offload("cpu_optimizer"), 16), ranks_per_node=16).answer()
+    two_nodes = replace(llama(offload("cpu_optimizer"), 16), ranks_per_node=8).answer()
+    assert one_node.host_bytes == 2 * two_nodes.host_bytes
+
+
+def test_pinned_memory_comes_in_powers_of_two() -> None:
+    host = llama(offload("cpu_full")).answer().host
+    assert host["pinned_rounding"] > 0
+    assert (host["parameters"] + host["pinned_rounding"]) > host["parameters"]
+
+
+def test_nothing_of_a_swapped_state_stays_in_host_memory() -> None:
+    found = llama(offload("nvme")).answer()
+    assert "optimizer_states" not in found.host
+    # 8 ranks: master, two moments and the fp32 gradient of 6.74 B parameters, and the 16-bit parameters.
+    assert found.nvme_bytes == pytest.approx(18 * 6_738_415_616, rel=0.01)
+
+
+def test_the_cpu_accelerator_has_no_gpu() -> None:
+    question = llama(offload("cpu_full"), 2)
+    on_cpu = replace(question, placement=replace(question.placement, accelerator="cpu")).answer()
+    assert on_cpu.gpu_bytes == 0
+    assert set(on_cpu.ledger) == {"cpu"}
+    assert "pinned_rounding" not in on_cpu.host
+
+
+@pytest.mark.parametrize(
+    ("used", "verdict"), [(899, FITS), (900, FITS), (901, TIGHT), (1000, TIGHT), (1001, DOES_NOT_FIT)]
+)
+def test_the_verdict_turns_at_nine_tenths_and_at_all_of_the_card(used: int, verdict: str) -> None:
+    assert prediction(gpu=used).verdict(1000) == verdict
+
+
+def test_the_worse_of_gpu_and_host_decides() -> None:
+    assert prediction(gpu=1, host=2000).verdict(1000, 1000) == DOES_NOT_FIT
+    assert prediction(gpu=1, host=2000).verdict(1000) == FITS
+
+
+def prediction(gpu: int = 0, host: int = 0) -> Prediction:
+    return Prediction(
+        gpu={"parameters": gpu},
+        host={"parameters": host},
+        nvme={},
+        phase="loss",
+        ledger={},
+        activation_bytes=0,
+        checkpointed_activation_bytes=0,
+        logits_and_loss_bytes=0,
+    )
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.sampled_from(EVERY), st.integers(1, 16), st.integers(1, 16))
+def test_a_larger_batch_never_takes_less(strategy: Strategy, batch: int, ranks: int) -> None:
+    small, large = (llama(strategy, ranks, batch_size=size).answer() for size in (batch, batch + 1))
+    assert small.gpu_bytes <= large.gpu_bytes
+
+
+@pytest.mark.parametrize("strategy", EVERY[1:], ids=lambda s: s.name)
+def test_more_gpus_never_take_more_each(strategy: Strategy) -> None:
+    found = [llama(strategy, ranks).answer().gpu_bytes for ranks in (2, 4, 8, 16, 64)]
+    assert found == sorted(found, reverse=True)
+
+
+def test_a_stage_higher_takes_less_on_eight_gpus() -> None:
+    found = [llama(zero(stage)).answer().gpu_bytes for stage in range(4)]
+    assert found == sorted(found, reverse=True)
+
+
+def test_min_gpus_is_enough_and_one_less_is_not() -> None:
+    question, card = llama(zero(3), 1), 40 * GB
+    count = min_gpus(question, card)
+    assert count is not None
+    assert 1 < count <= 8
+    for ranks, enough in ((count, True), (count - 1, False)):
+        there = replace(question, placement=replace(question.placement, num_gpus=ranks))
+        assert fits(there, card) is enough
+
+
+def test_no_number_of_gpus_helps_a_strategy_that_splits_nothing() -> None:
+    assert min_gpus(llama(zero(0)), 80 * GB) is None
+
+
+def test_max_batch_fits_and_one_more_does_not() -> None:
+    question, card = llama(zero(3)), 80 * GB
+    size = max_batch(question, card)
+    assert size is not None
+    for batch, enough in ((size, True), (size + 1, False)):
+        assert fits(replace(question, workload=replace(question.workload, batch_size=batch)), card) is enough
+
+
+def test_no_batch_fits_where_the_model_does_not() -> None:
+    assert max_batch(llama(zero(0)), 24 * GB) is None
+
+
+def test_a_plan_that_fits_needs_no_change() -> None:
+    assert smallest_change(llama(zero(3)), 80 * GB) is None
+
+
+def test_the_gentlest_change_comes_first() -> None:
+    change = smallest_change(llama(zero(3), 8, batch_size=6), 80 * GB)
+    assert isinstance(change, Change)
+    assert change.text == "activation checkpointing"
+    assert change.prediction.verdict(80 * GB) == FITS
+
+
+def test_where_one_change_is_not_enough_two_are_named() -> None:
+    change = smallest_change(llama(zero(1), 2, batch_size=8), 24 * GB)
+    assert change is not None
+    assert change.text.startswith("activation checkpointing, ")
+    assert change.prediction.verdict(24 * GB) != DOES_NOT_FIT
+
+
+def test_a_card_too_small_for_anything_gets_no_advice() -> None:
+    assert smallest_change(llama(zero(0)), 1 * GB // 4) is None
+
+
+def test_deepspeeds_own_figures_for_seven_billion_on_eight_gpus() -> None:
+    # 7e9 parameters, largest layer 4096 × 32000 = 131072000.
+    # Stage 2: 14e9 + 126e9 / 8. Stage 3: 4 × 131072000 + 126e9 / 8.
+    two = deepspeed_estimates(7 * 10**9, 131_072_000, 8, 8, zero(2))
+    three = deepspeed_estimates(7 * 10**9, 131_072_000, 8, 8, zero(3))
+    full = deepspeed_estimates(7 * 10**9, 131_072_000, 8, 8, offload("cpu_full"))
+    assert two is not None
+    assert three is not None
+    assert full is not None
+    assert two.gpu_bytes == 29_750_000_000
+    assert three.gpu_bytes == 524_288_000 + 15_750_000_000
+    assert (full.gpu_bytes, full.host_bytes) == (524_288_000, 189_000_000_000)  # 18 × 7e9 × 1.5
+
+
+def test_deepspeed_estimates_nothing_below_stage_2() -> None:
+    assert deepspeed_estimates(10**9, 10**6, 8, 8, zero(1)) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "gigabytes"),
+    [
+        ("80GB", 80),
+        ("24GiB", 24),
+        ("79.1", 79.1),
+        (" 16 gb ", 16),
+        ("H100", 79.1),
+        ("nvidia a100 80GB", 79.1),
+        ("4090", 23.5),
+    ],
+)
+def test_a_card_is_a_name_or_a_size(text: str, gigabytes: float) -> None:
+    assert cards.capacity(text) == pytest.approx(gigabytes * GB, rel=1e-9)
+
+
+@pytest.mark.parametrize("name", cards.names())
+def test_every_card_is_found_by_its_own_name(name: str) -> None:
+    assert 10 * GB < cards.capacity(name) < 300 * GB
+
+
+def test_a_name_that_two_cards_share_is_asked_back() -> None:
+    with pytest.raises(UsageError, match="may be A100-40GB or A100-80GB"):
+        cards.capacity("A100")
+
+
+@pytest.mark.parametrize("text", ["H300", "nan", "", "-5GB", "0GB", "80TB", "80GB 80GB"])
+def test_no_card_is_one_line(text: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        cards.capacity(text)
+    assert "\n" not in str(caught.value)
+    assert "80GB" in str(caught.value)
+
+
+def test_an_unknown_card_names_its_neighbours() -> None:
+    with pytest.raises(UsageError, match="H200"):
+        cards.capacity("H300")
+
+
+def test_the_parts_of_a_prediction_add_up_to_its_total() -> None:
+    found = llama(zero(3)).answer()
+    assert found.gpu_bytes == sum(found.gpu.values())
+    assert found.biggest == max(((size, name) for name, size in found.gpu.items()), default=None)[::-1]  # type: ignore[index]
+
+
+@pytest.mark.parametrize("value", ["auto", None])
+def test_what_deepspeed_reads_as_its_default_is_the_default(value: object) -> None:
+    question = replace(ask(zero(2)), changes={})
+    config = question.config()
+    config["zero_optimization"]["reduce_bucket_size"] = value
+    assert ZeroSettings.of(config) == ZeroSettings.of(question.config())
+
+
+def test_the_batch_and_precision_of_the_configuration_count() -> None:
+    question = llama(zero(3))
+    config = {**question.config(), "train_micro_batch_size_per_gpu": 2, "bf16": {"enabled": False}}
+    found = memory.predict(question.profile, question.workload, question.placement, config)
+    twice = llama(zero(3), batch_size=2, precision="fp32").answer()
+    assert found.gpu == twice.gpu
+
+
+def test_a_prediction_survives_its_json() -> None:
+    found = llama(offload("nvme")).answer()
+    assert Prediction.from_dict(json.loads(json.dumps(found.to_dict()))) == found
+
+
+@pytest.mark.parametrize(("ratio", "missed"), [(1.09, False), (1.11, True), (0.91, False), (0.89, True), (None, False)])
+def test_a_miss_is_more_than_a_tenth(ratio: float | None, missed: bool) -> None:
+    assert hindsight.is_miss(ratio) is missed
+
+
+def test_on_gpus_the_allocators_peak_is_what_was_predicted() -> None:
+    found = replace(prediction(gpu=900), gpu={"parameters": 900, "overhead": 5000})
+    seen = success(trial(), gpu_peak_bytes=1000)
+    lighter = replace(seen.ranks[0], rank=1, gpu_peak_bytes=800)
+    seen = replace(seen, ranks=(*seen.ranks, lighter))
+    assert hindsight.predicted_over_measured(found, seen) == pytest.approx(0.9)
+
+
+def test_without_a_gpu_the_ledger_is_what_was_predicted() -> None:
+    found = replace(prediction(), ledger={"cpu": {"parameters": 300, "gradients": 100}, "nvme": {"parameters": 100}})
+    seen = success(trial(), ledger={"cpu": {"parameters": 380, "other": 999}, "nvme": {"parameters": 20}})
+    assert hindsight.predicted_over_measured(found, seen) == pytest.approx(1.25)
+
+
+def test_a_failed_trial_has_nothing_to_compare() -> None:
+    assert hindsight.predicted_over_measured(prediction(), failure(trial())) is None
