@@ -1,65 +1,146 @@
-"""``python -m ds_bench VERB``, also installed as ``ds-compare``."""
+"""``python -m ds_bench VERB``, also installed as ``ds-compare``.
+
+Each verb is one function here that reads its flags and calls the module that does the work, imported only then.
+"""
 
 from __future__ import annotations
 
 import argparse
-import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from . import __version__
+from .argtypes import Parser, fraction, whole
+from .console import pipe_may_close
 from .errors import DsBenchError
-from .units import format_count, format_millions
+from .options import GOALS
+from .spec import PRECISIONS
+
+Verb = Callable[[argparse.Namespace], int]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one verb and returns its exit code."""
-    parser = argparse.ArgumentParser(prog="ds_bench", description="Which DeepSpeed configuration should I train with?")
-    parser.add_argument("--version", action="version", version=__version__)
-    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
-    verbs.add_parser("models", help="list the built-in models with their counted parameters")
-    verbs.add_parser("ops", help="build the DeepSpeed ops that comparisons on this machine use, ahead of time")
-    verb = parser.parse_args(arguments).verb
     try:
-        return {"models": list_models, "ops": build_ops}[verb]()
+        values = build_parser().parse_args(arguments)
+        verb: Verb = values.run
+        with pipe_may_close():
+            return verb(values)
     except DsBenchError as error:
         print(f"ds_bench: {error}", file=sys.stderr)
         return error.exit_code
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
 
 
-def build_ops() -> int:
-    """Builds what is not built yet, and says of each op whether it can be used. Returns 0 when one at least can."""
-    from . import gpus, ops, placement, preflight
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of all verbs; ``run`` of what it gives is the verb's function."""
+    parser = Parser(prog="ds_bench", description="Which DeepSpeed configuration should I train with?")
+    parser.add_argument("--version", action="version", version=__version__)
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB", parser_class=Parser)
+    _add_report(verbs.add_parser("report", help="show results again, several together, as text, HTML or plots"))
+    _add_compare(verbs.add_parser("compare", help="two results row by row, before and after a change"))
+    _add_baseline(verbs.add_parser("baseline", help="keep results as baselines; check others against them"))
+    _add_advice(verbs.add_parser("advice", help="when to use each strategy, and what it saves this model, by formula"))
+    verbs.add_parser("models", help="list the built-in models with their counted parameters").set_defaults(run=_models)
+    verbs.add_parser("ops", help="build the DeepSpeed ops that comparisons use, ahead of time").set_defaults(run=_ops)
+    return parser
 
-    place = placement.here(os.environ, gpus.NvmlQuery())
-    names = [ops.SHARED_MEMORY] if place.accelerator == "cpu" else [ops.FUSED_ADAM]
-    variables = preflight.rank_environment(place, os.environ, None)
-    folder = Path(variables["TORCH_EXTENSIONS_DIR"])
-    states = ops.prepare_ops([*names, ops.CPU_ADAM, ops.ASYNC_IO], folder, variables, say=print)
-    for name, state in states.items():
-        remedy = ops.REMEDIES.get(name, "see the build log")
-        print(f"{name.removesuffix('Builder'):<14} {'ready' if state.ready else f'{state.reason}; {remedy}'}")
-    return 0 if any(state.ready for state in states.values()) else 1
+
+_RESULT = "a run folder, its records.jsonl, or a zero_comparison_*.json or offload_comparison_*.json"
 
 
-def list_models() -> int:
-    """Prints every preset with parameters counted from its architecture."""
-    from .models import find_preset, preset_names
+def _add_results(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("results", nargs="+", type=Path, metavar="RUN_OR_JSON", help=_RESULT)
 
-    print(
-        f"{'preset':<30} {'architecture':<12} {'parameters':>16} {'':>9} "
-        f"{'layers':>6} {'hidden':>6} {'vocab':>8} {'positions':>9}"
+
+def _add_report(parser: argparse.ArgumentParser) -> None:
+    _add_results(parser)
+    parser.add_argument("--html", type=Path, default=None, metavar="FILE", help="one self-contained page")
+    parser.add_argument("--markdown", action="store_true", help="a block to paste into an issue, instead of the table")
+    parser.add_argument("--plots", type=Path, default=None, metavar="DIR", help="the pictures as PNG and SVG")
+    parser.add_argument("--relative-to", default=None, metavar="STRATEGY", help="row that ratios refer to")
+    parser.add_argument("--goal", choices=GOALS, default="balanced", help="of the recommendation (default: balanced)")
+    parser.add_argument(
+        "--export", default=None, metavar="STRATEGY", help="write that row's configuration to ds_config_STRATEGY/"
     )
-    for name in preset_names():
-        facts = find_preset(name)
-        if facts is not None:
-            print(
-                f"{facts.name:<30} {facts.model_type:<12} {format_count(facts.parameters):>16} "
-                f"{format_millions(facts.parameters):>9} {facts.layers:>6} {facts.hidden_size:>6} "
-                f"{facts.vocabulary_size:>8} {facts.max_positions or '':>9}"
-            )
-    return 0
+    parser.set_defaults(run=_report)
+
+
+def _add_compare(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("before", type=Path, help=_RESULT)
+    parser.add_argument("after", type=Path, help="likewise")
+    parser.set_defaults(run=_compare)
+
+
+def _add_baseline(parser: argparse.ArgumentParser) -> None:
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION", parser_class=Parser)
+    save = actions.add_parser("save", help="keep these results as the baselines of their names")
+    check = actions.add_parser("check", help="exit 3 when a result is worse than its baseline")
+    for action in (save, check):
+        _add_results(action)
+        action.add_argument(
+            "--baselines", type=Path, default=Path("baselines.json"), metavar="FILE", help="default: baselines.json"
+        )
+    save.add_argument(
+        "--tolerance", type=fraction, default=None, metavar="F", help="of these entries, 0 to 1 (default: 0.05)"
+    )
+    check.add_argument("--json", action="store_true", help="the verdicts as JSON")
+    save.set_defaults(run=_baseline_save)
+    check.set_defaults(run=_baseline_check)
+
+
+def _add_advice(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", default="gpt2", metavar="NAME", help="a built-in model (default: gpt2)")
+    parser.add_argument("--num-gpus", type=whole(1), default=1, metavar="N", help="default: 1")
+    parser.add_argument("--precision", choices=PRECISIONS, default="bf16", help="default: bf16")
+    parser.add_argument("--grad-accum", type=whole(1), default=1, metavar="N", help="default: 1")
+    parser.set_defaults(run=_advice)
+
+
+def _advice(values: argparse.Namespace) -> int:
+    from .listing import show_advice
+
+    return show_advice(values.model, values.num_gpus, values.precision, values.grad_accum)
+
+
+def _report(values: argparse.Namespace) -> int:
+    from .reporting import ReportOptions, report
+
+    names = ("html", "markdown", "plots", "relative_to", "goal", "export")
+    return report(ReportOptions(results=tuple(values.results), **{name: getattr(values, name) for name in names}))
+
+
+def _compare(values: argparse.Namespace) -> int:
+    from .versus import show_versus
+
+    return show_versus(values.before, values.after)
+
+
+def _baseline_save(values: argparse.Namespace) -> int:
+    from .baseline_verbs import save_command
+
+    return save_command(values.results, values.baselines, values.tolerance)
+
+
+def _baseline_check(values: argparse.Namespace) -> int:
+    from .baseline_verbs import check_command
+
+    return check_command(values.results, values.baselines, values.json)
+
+
+def _models(_values: argparse.Namespace) -> int:
+    from .listing import list_models
+
+    return list_models()
+
+
+def _ops(_values: argparse.Namespace) -> int:
+    from .listing import build_ops
+
+    return build_ops()
 
 
 if __name__ == "__main__":

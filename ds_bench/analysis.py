@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import statistics
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from . import flops
-from .doubts import known, own_caveats
+from . import doubts, flops
+from .caveats import Caveat, CaveatKind, typed
+from .doubts import known
+from .inference import spread
 from .models import ModelFacts
 from .record import RankMeasurement, TrialRecord
 
@@ -17,6 +19,10 @@ _LOSS_TOLERANCE = {"fp32": 2e-4, "bf16": 5e-3, "fp16": 5e-3}
 _QUIRK_TOLERANCE = 2e-5
 _QUIRK_LIMIT = 0.02
 """Beyond this the one Adam step too many does not explain a difference."""
+_QUIRK_TEXT = (
+    "loss differs by {difference:.2%}, a known quirk: at stage 0 in 16 bit DeepSpeed takes "
+    "an Adam step on zero gradients at initialisation (fp16/fused_optimizer.py)"
+)
 _STAGE0_WRAPPERS = ("FP16_UnfusedOptimizer", "FP16_Optimizer")
 
 
@@ -61,26 +67,23 @@ class Summary:
     micro_batch_size: int | None = None
     grad_accum: int | None = None
     data_parallel_size: int | None = None
-    caveats: tuple[str, ...] = ()
+    caveats: tuple[Caveat, ...] = ()
+    """What was known before it ran, then what its numbers say."""
 
     @property
     def gpu_fraction(self) -> float | None:
         """Peak reserved memory as a fraction of the card, real or emulated, on the rank nearest to running out."""
-        limit = self.record.trial.placement.gpu_memory_limit_bytes
-        fractions = []
-        for rank in self.record.ranks:
-            used = rank.gpu_peak_reserved_bytes or rank.gpu_peak_bytes
-            if used is not None and rank.gpu_total_bytes:
-                fractions.append(used / min(rank.gpu_total_bytes, limit or rank.gpu_total_bytes))
-        return max(fractions, default=None)
+        return doubts.gpu_fraction(self.record)
 
 
 def summarise(record: TrialRecord, facts: ModelFacts | None, peak_flops: float | None) -> Summary:
     """The numbers of one trial. ``peak_flops``: FLOP/s of one device in the trial's precision."""
+    written = doubts.written_caveats(record.caveats)
     if not record.ranks:
-        return Summary(record=record, caveats=record.caveats)
+        return Summary(record=record, caveats=tuple(written))
     slowest = max(record.ranks, key=lambda rank: rank.window_seconds)
     step = slowest.window_seconds / len(slowest.step_seconds)
+    deviation = spread(slowest.step_seconds)
     samples = slowest.micro_batch_size * slowest.grad_accum * slowest.data_parallel_size / step
     tokens = samples * record.trial.workload.seq_length
     per_gpu = tokens / slowest.world_size
@@ -89,7 +92,7 @@ def summarise(record: TrialRecord, facts: ModelFacts | None, peak_flops: float |
     return Summary(
         record=record,
         step_seconds=step,
-        step_seconds_std=statistics.stdev(slowest.step_seconds) if len(slowest.step_seconds) > 1 else None,
+        step_seconds_std=deviation,
         tokens_per_second=tokens,
         tokens_per_second_per_gpu=per_gpu,
         samples_per_second=samples,
@@ -106,7 +109,7 @@ def summarise(record: TrialRecord, facts: ModelFacts | None, peak_flops: float |
         micro_batch_size=slowest.micro_batch_size,
         grad_accum=slowest.grad_accum,
         data_parallel_size=slowest.data_parallel_size,
-        caveats=(*record.caveats, *own_caveats(record, slowest, mfu)),
+        caveats=tuple(dict.fromkeys([*written, *doubts.own_caveats(record, slowest, deviation, mfu)])),
     )
 
 
@@ -166,13 +169,24 @@ def _per_step(ranks: Sequence[RankMeasurement], name: str) -> float | None:
 
 def _mean_losses(ranks: Sequence[RankMeasurement]) -> tuple[float | None, ...]:
     """Per step the mean over ranks; None where any rank's is not finite."""
+    if len(ranks) == 1:
+        return ranks[0].losses
     steps = zip(*(rank.losses for rank in ranks), strict=False)
-    return tuple(
-        None if None in step else statistics.fmean(loss for loss in step if loss is not None) for step in steps
-    )
+    return tuple(None if None in step else math.fsum(step) / len(ranks) for step in steps)
 
 
-def compare_losses(summaries: Sequence[Summary]) -> dict[int, str]:
+def with_comparison(summaries: Sequence[Summary]) -> list[Summary]:
+    """The summaries with the caveats added that only show beside each other; a row that has one gets no second."""
+    extra = compare_losses(summaries)
+    return [
+        replace(summary, caveats=(*summary.caveats, extra[index]))
+        if index in extra and not any(caveat.kind is CaveatKind.LOSS_DIFFERS for caveat in summary.caveats)
+        else summary
+        for index, summary in enumerate(summaries)
+    ]
+
+
+def compare_losses(summaries: Sequence[Summary]) -> dict[int, Caveat]:
     """Caveats by position for rows whose losses leave the reference's: the first row without a known quirk."""
     comparable = [(i, s) for i, s in enumerate(summaries) if s.losses and None not in s.losses]
     reference = next((s for _, s in comparable if not _has_stage0_quirk(s)), None)
@@ -185,15 +199,13 @@ def compare_losses(summaries: Sequence[Summary]) -> dict[int, str]:
         if difference is None or summary is reference:
             continue
         if _has_stage0_quirk(summary) and _QUIRK_TOLERANCE < difference < _QUIRK_LIMIT:
-            found[index] = (
-                f"loss differs by {difference:.2%}, a known quirk: at stage 0 in 16 bit DeepSpeed takes "
-                "an Adam step on zero gradients at initialisation (fp16/fused_optimizer.py)"
-            )
+            found[index] = Caveat(kind=CaveatKind.LOSS_DIFFERS, text=_QUIRK_TEXT.format(difference=difference))
         elif difference > _LOSS_TOLERANCE[precision]:
-            found[index] = (
+            text = (
                 f"loss differs by {difference:.2%} from {reference.record.trial.strategy.label}'s: "
                 "more than rounding explains; do not use this row before you know why"
             )
+            found[index] = typed(CaveatKind.LOSS_DIFFERS, text, disqualifying=True)
     return found
 
 

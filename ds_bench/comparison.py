@@ -3,52 +3,34 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
 
 from . import (
     __version__,
     analysis,
-    dsconfig,
+    answer,
+    console,
     environment,
     flops,
-    gpus,
     interrupts,
-    placement,
     plan,
     preflight,
+    provenance,
     runner,
     showing,
 )
-from .errors import DsBenchError, UsageError
+from .errors import UsageError
 from .flags import Options
-from .launch import Launcher, Limits
-from .launch.deepspeed import DeepSpeedLauncher, launch_command
-from .launch.warm import WarmLauncher
-from .modelsource import ModelChoice, find_model
+from .launch.deepspeed import launch_command
 from .progress import Reporter
 from .record import TrialRecord
 from .rows import flat_rows, with_comparison
-from .spec import Placement, Trial
+from .situation import Situation, choose_launcher, look_around
+from .spec import Trial
 from .store import RunStore
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Situation:
-    """What is known before trials are made: model, machine, and the strategies' configurations."""
-
-    options: Options
-    choice: ModelChoice
-    place: Placement
-    drafts: Sequence[plan.Draft]
-    variables: dict[str, str]
-    """Of every process of every trial."""
-    caveats: dict[str, str]
-    """By strategy, known before it runs."""
 
 
 def run_comparison(options: Options, make_config: plan.MakeConfig, arguments: Sequence[str]) -> int:
@@ -69,55 +51,19 @@ def run_comparison(options: Options, make_config: plan.MakeConfig, arguments: Se
             return showing.INTERRUPTED_CODE
 
 
-def look_around(options: Options, make_config: plan.MakeConfig) -> Situation:
-    """Everything that can be wrong with the request, found before any work."""
-    if options.output_dir.exists() and not options.output_dir.is_dir():
-        raise UsageError(f"--output-dir {options.output_dir} is not a folder", remedy="give a folder")
-    drafts = _usable(lambda: plan.drafts(options, make_config))
-    place = placement.decide(options, os.environ, gpus.NvmlQuery())
-    variables = preflight.rank_environment(place, os.environ, None)
-    choice = find_model(
-        options.model,
-        factory=options.model_factory is not None,
-        trust_remote_code=options.trust_remote_code,
-        environment=variables,
-    )
-    plan.seq_length(options, choice)
-    variables = preflight.rank_environment(place, os.environ, choice.model_type)
-    if choice.source == "hub":  # looked up and cached just now: ranks need not ask again
-        variables["HF_HUB_OFFLINE"] = "1"
-    _usable(lambda: plan.make_trials(options, choice, place, drafts, {}, {}))
-    caveats = _check_nvme(options, drafts, choice)
-    return Situation(options=options, choice=choice, place=place, drafts=drafts, variables=variables, caveats=caveats)
-
-
-Made = TypeVar("Made")
-
-
-def _usable(make: Callable[[], Made]) -> Made:
-    """Whatever a configuration of an odd shape, or the user's own function, raises becomes one line."""
-    try:
-        return make()
-    except DsBenchError:
-        raise
-    except Exception as error:
-        problem = f"the DeepSpeed configuration cannot be used: {type(error).__name__}: {error}"
-        raise UsageError(problem, remedy="check --ds-config, --set and create_deepspeed_config") from None
-
-
 def dry_run(situation: Situation) -> int:
     """Prints each trial's configuration and command."""
     trials = plan.make_trials(
         situation.options, situation.choice, situation.place, situation.drafts, {}, situation.caveats
     )
-    with showing.pipe_may_close():
+    with console.pipe_may_close():
         for trial in trials:
             command = launch_command(trial.placement, Path("TRIAL_FOLDER"))
-            showing.print_text(f"# {trial.trial_id}: {trial.strategy.label}")
+            console.print_text(f"# {trial.trial_id}: {trial.strategy.label}")
             if trial.unsupported:
-                showing.print_text(f"# Unsupported: {trial.unsupported}")
+                console.print_text(f"# Unsupported: {trial.unsupported}")
             print(json.dumps(trial.ds_config, indent=2))
-            showing.print_text("# the same ranks, started cold:")
+            console.print_text("# the same ranks, started cold:")
             print(" ".join(["python", *command[1:]]) + "\n")
     return showing.OK
 
@@ -137,7 +83,7 @@ def _compare(situation: Situation, store: RunStore, arguments: Sequence[str]) ->
         _require_same_workload(store, trials)
     with interrupts.acting():
         launcher, why_cold = choose_launcher(situation, trials, say)
-    notes = preflight.run_notes(place, facts) + ([why_cold] if why_cold else [])
+    notes = [why_cold] if why_cold else []
     _save_run(store, options, arguments, facts, trials, notes)
     level = 0 if options.quiet else 2 if options.verbose else 1
     todo = runner.missing(trials, store.records(), options.retry)
@@ -149,7 +95,7 @@ def _compare(situation: Situation, store: RunStore, arguments: Sequence[str]) ->
             reporter.end(finished)
     finally:
         reporter.close()
-    return _finish(options, store, view, notes)
+    return _finish(options, store, view, notes, arguments)
 
 
 def _require_same_machine(store: RunStore, facts: environment.Environment) -> None:
@@ -179,37 +125,6 @@ def _quiet(_text: str) -> None:
     return None
 
 
-def _check_nvme(options: Options, drafts: Sequence[plan.Draft], choice: ModelChoice) -> dict[str, str]:
-    """Caveats by strategy; raises where the path cannot be used."""
-    users = [draft.strategy.name for draft in drafts if dsconfig.uses_nvme(draft.config)]
-    if options.nvme_path is None or not users:
-        return {}
-    caveat = preflight.check_nvme_path(options.nvme_path, choice)
-    if options.family == "offload" and "nvme" not in options.strategies:
-        print("note: --nvme-path is given, so the nvme strategy is added", file=sys.stderr)
-    return {} if caveat is None else dict.fromkeys(users, caveat)
-
-
-def choose_launcher(
-    situation: Situation, trials: Sequence[Trial], say: Callable[[str], None]
-) -> tuple[Launcher, str | None]:
-    """The launcher asked for; cold with a note where ranks may not be forked warm."""
-    options, place = situation.options, situation.place
-    limits = Limits(timeout_seconds=options.timeout, stall_timeout_seconds=options.stall_timeout)
-    devices = gpus.visible_indices(os.environ, gpus.NvmlQuery()) if place.accelerator == "cuda" else None
-    cold = DeepSpeedLauncher(situation.variables, limits, device_indices=devices)
-    if place.launcher == "deepspeed" or all(trial.unsupported for trial in trials):
-        return cold, None
-    warm = WarmLauncher(situation.variables, limits)
-    say("loading torch, DeepSpeed and Transformers once, for every trial …")
-    reason = warm.prepare()
-    if reason is None:
-        return warm, None
-    if options.launcher == "warm":
-        raise UsageError(f"--launcher warm is not safe here: {reason}", remedy="use --launcher deepspeed")
-    return cold, f"cold launch: the preloaded server may not be forked, {reason}"
-
-
 def _save_run(
     store: RunStore,
     options: Options,
@@ -231,10 +146,10 @@ def _save_run(
 
 
 class _View:
-    """Records seen as summaries, with what only the run knows: model facts and the device's peak."""
+    """Records seen as summaries and as an answer, with what only the run knows: model facts, the device's peak."""
 
     def __init__(self, situation: Situation, trials: Sequence[Trial], facts: environment.Environment) -> None:
-        self._situation, self._trials = situation, trials
+        self._situation, self._trials, self.facts = situation, trials, facts
         name = facts.gpus[0].name if facts.gpus and situation.place.accelerator == "cuda" else None
         self._device = name
         known = situation.options.peak_tflops or (name and flops.peak_flops(name, trials[0].workload.precision))
@@ -244,6 +159,19 @@ class _View:
         latest = runner.latest(self._trials, records)
         return [analysis.summarise(entry, self._situation.choice.facts, self._peak_of(entry)) for entry in latest]
 
+    def conclude(self, summaries: Sequence[analysis.Summary], notes: Sequence[str], command: str) -> answer.Answer:
+        asked = self._situation.options.relative_to
+        reached = asked if any(entry.record.trial.strategy.name == asked for entry in summaries) else None
+        return answer.of(
+            summaries,
+            goal=self._situation.options.goal,
+            relative_to=reached,  # an interruption may have come before that row
+            facts=self._situation.choice.facts,
+            notes=notes,
+            commands=[command],
+            environments=[self.facts],
+        )
+
     def _peak_of(self, entry: TrialRecord) -> float | None:
         """FLOP/s of one device in the precision that the row trained in."""
         asked, name = self._situation.options.peak_tflops, self._device
@@ -252,13 +180,17 @@ class _View:
         return flops.peak_flops(name, entry.trial.workload.precision) if name else None
 
 
-def _finish(options: Options, store: RunStore, view: _View, notes: Sequence[str]) -> int:
+def _finish(options: Options, store: RunStore, view: _View, notes: Sequence[str], arguments: Sequence[str]) -> int:
     measured = view.summaries(store.records())
     rows, summaries = flat_rows(measured), with_comparison(measured)
     store.write_rows(rows)
     if view.unknown_peak:
         notes = [*notes, f"no peak rate known for {view.unknown_peak}: MFU left out; --peak-tflops gives it"]
-    showing.show(options, summaries, rows, notes)
+    found = view.conclude(summaries, notes, provenance.command(options.family, arguments))
+    showing.show(options, found, rows)
+    folder = showing.write_configuration(options, found, store.folder, view.facts)
     if not options.quiet:
         print(f"\nJSON {store.json_path}\nCSV  {store.csv_path}\nrun  {store.folder}", file=sys.stderr)
+        if folder is not None:
+            print(f"configuration {folder}", file=sys.stderr)
     return showing.exit_code(options, summaries)

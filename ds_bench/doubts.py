@@ -5,15 +5,21 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
+from .caveats import Caveat, CaveatKind, note, typed
 from .dsconfig import offload_device, uses_nvme
 from .record import RankMeasurement, TrialRecord
 from .spec import Workload
+from .units import format_percent
 
 UNSTABLE_CV = 0.05
 """Coefficient of variation of step times above which a row is called unstable (metrics.md)."""
 NOT_STEADY = 0.05
 """Difference of the medians of both halves of the window above which a row is not steady (metrics.md)."""
+NEAR_CAPACITY = 0.95
+"""Fraction of the card above which a row is near running out (acceptance A22)."""
 _BUCKET_SHARE = 0.5
+_OPTIMIZER_FAMILIES = ("muon", "adagrad", "adam", "lion", "lamb", "sgd")
+"""As they occur in names of optimizers and of their classes; ``MuonWithAuxAdam`` is a Muon."""
 
 
 def known(ranks: Sequence[RankMeasurement], name: str) -> list[int]:
@@ -21,10 +27,35 @@ def known(ranks: Sequence[RankMeasurement], name: str) -> list[int]:
     return [value for rank in ranks if (value := getattr(rank, name)) is not None]
 
 
-def own_caveats(record: TrialRecord, slowest: RankMeasurement, mfu: float | None) -> list[str]:
-    """What one trial's numbers say about themselves."""
+def gpu_fraction(record: TrialRecord) -> float | None:
+    """Peak reserved memory as a fraction of the card, real or emulated, on the rank nearest to running out."""
+    limit = record.trial.placement.gpu_memory_limit_bytes
+    fractions = []
+    for rank in record.ranks:
+        used = rank.gpu_peak_reserved_bytes or rank.gpu_peak_bytes
+        if used is not None and rank.gpu_total_bytes:
+            fractions.append(used / min(rank.gpu_total_bytes, limit or rank.gpu_total_bytes))
+    return max(fractions, default=None)
+
+
+def written_caveats(texts: Sequence[str]) -> list[Caveat]:
+    """The free texts that plan, launcher or ranks wrote beside a trial, each once, by kind where it can be told."""
+    return [_of_text(text) for text in dict.fromkeys(texts)]
+
+
+def _of_text(text: str) -> Caveat:
+    if text.startswith("torch's AdamW instead of"):
+        return typed(CaveatKind.OTHER_OPTIMIZER, text)
+    another_row = text.startswith(("ran optimizer offload", "ran parameter offload"))
+    return note(text, disqualifying=another_row or text.startswith("--nvme-path is memory"))
+
+
+def own_caveats(
+    record: TrialRecord, slowest: RankMeasurement, deviation: float | None, mfu: float | None
+) -> list[Caveat]:
+    """What one trial's numbers say about themselves. ``deviation``: of the slowest rank's step times, in seconds."""
     checks = (
-        _spread(slowest.step_seconds),
+        _spread(slowest.step_seconds, deviation),
         _drift(slowest.step_seconds),
         _batch(record.trial.workload, slowest),
         _swapped_nothing(record),
@@ -32,44 +63,43 @@ def own_caveats(record: TrialRecord, slowest: RankMeasurement, mfu: float | None
         _lost(record),
         _bucket(record),
         _window(record),
-        "the allocator retried near the memory limit: throughput is not what it would be with room"
-        if any(rank.gpu_alloc_retries for rank in record.ranks)
-        else None,
-        f"MFU of {mfu:.0%} is an error of accounting (wrong peak?)" if mfu is not None and mfu > 1 else None,
+        _near_capacity(record),
+        _retried(record),
+        _optimizer(record, slowest),
+        note(f"MFU of {mfu:.0%} is an error of accounting (wrong peak?)") if mfu is not None and mfu > 1 else None,
     )
-    notes = [note for rank in record.ranks for note in rank.notes]
-    return [text for text in checks if text is not None] + list(dict.fromkeys(notes))
+    notes = [text for rank in record.ranks for text in rank.notes]
+    return [caveat for caveat in checks if caveat is not None] + written_caveats(notes)
 
 
-def _spread(seconds: Sequence[float]) -> str | None:
-    if len(seconds) < 2:
+def _spread(seconds: Sequence[float], deviation: float | None) -> Caveat | None:
+    if deviation is None or deviation <= UNSTABLE_CV * (sum(seconds) / len(seconds)):
         return None
-    variation = statistics.stdev(seconds) / statistics.fmean(seconds)
-    if variation <= UNSTABLE_CV:
-        return None
-    return f"unstable: step times vary by more than {UNSTABLE_CV:.0%}; use more --num-steps, or a quieter machine"
+    text = f"unstable: step times vary by more than {UNSTABLE_CV:.0%}; use more --num-steps, or a quieter machine"
+    return typed(CaveatKind.UNSTABLE, text)
 
 
-def _drift(seconds: Sequence[float]) -> str | None:
+def _drift(seconds: Sequence[float]) -> Caveat | None:
     if len(seconds) < 4:
         return None
     half = len(seconds) // 2
     first, second = statistics.median(seconds[:half]), statistics.median(seconds[-half:])
     if abs(second / first - 1) <= NOT_STEADY:
         return None
-    return f"not steady: the halves of the window differ by more than {NOT_STEADY:.0%}; use more --warmup-steps"
+    text = f"not steady: the halves of the window differ by more than {NOT_STEADY:.0%}; use more --warmup-steps"
+    return typed(CaveatKind.NOT_STEADY, text)
 
 
-def _batch(workload: Workload, rank: RankMeasurement) -> str | None:
+def _batch(workload: Workload, rank: RankMeasurement) -> Caveat | None:
     if (rank.micro_batch_size, rank.grad_accum) == (workload.batch_size, workload.grad_accum):
         return None
-    return (
+    return note(
         f"ran micro-batch {rank.micro_batch_size} × accumulation {rank.grad_accum}, as the DeepSpeed config says, "
         f"not the flags' {workload.batch_size} × {workload.grad_accum}"
     )
 
 
-def _swapped_nothing(record: TrialRecord) -> str | None:
+def _swapped_nothing(record: TrialRecord) -> Caveat | None:
     if not uses_nvme(record.trial.ds_config):
         return None
     stored = sum(known(record.ranks, "nvme_stored_bytes"))
@@ -77,45 +107,80 @@ def _swapped_nothing(record: TrialRecord) -> str | None:
     # DeepSpeed: the larger of 1 MiB and aio.block_size (swap_tensor/optimizer_utils.py, MIN_AIO_BYTES).
     block = max(2**20, int(record.trial.ds_config.get("aio", {}).get("block_size", 2**20)))
     if stored == 0:
-        return (
-            f"nothing was swapped: DeepSpeed keeps tensors under {block} bytes in memory; this row is not NVMe offload"
-        )
+        text = f"nothing was swapped: DeepSpeed keeps tensors under {block} bytes in memory"
+        return note(f"{text}; this row is not NVMe offload", disqualifying=True)
     parameters = sum(rank.ledger.get("nvme", {}).get("parameters", 0) for rank in record.ranks)
     if offload_device(record.trial.ds_config, "offload_param") == "nvme" and parameters == 0:
-        return (
-            f"the parameters stayed in memory: every partition of one is under {block} bytes; only the optimizer swaps"
-        )
+        text = f"the parameters stayed in memory: every partition of one is under {block} bytes"
+        return note(f"{text}; only the optimizer swaps")
     if moved == 0:
-        return "no bytes reached the disk in the measured steps: the path is memory or cache, not NVMe"
+        text = "no bytes reached the disk in the measured steps: the path is memory or cache, not NVMe"
+        return note(text, disqualifying=True)
     return None
 
 
-def _skipped(rank: RankMeasurement) -> str | None:
+def _skipped(rank: RankMeasurement) -> Caveat | None:
     if not rank.skipped_steps:
         return None
-    return f"{rank.skipped_steps} measured steps were skipped by the optimizer (overflow or NaN in gradients)"
+    text = f"{rank.skipped_steps} measured steps were skipped by the optimizer (overflow or NaN in gradients)"
+    return note(text, disqualifying=rank.skipped_steps >= len(rank.step_seconds))
 
 
-def _lost(record: TrialRecord) -> str | None:
-    finite = all(loss is not None for rank in record.ranks for loss in rank.losses)
-    return None if finite else "loss is not finite (NaN or infinity): a fast wrong configuration is no result"
+def _lost(record: TrialRecord) -> Caveat | None:
+    if all(None not in rank.losses for rank in record.ranks):
+        return None
+    text = "loss is not finite (NaN or infinity): a fast wrong configuration is no result"
+    return typed(CaveatKind.LOSS_DIFFERS, text, disqualifying=True)
 
 
-def _window(record: TrialRecord) -> str | None:
+def _window(record: TrialRecord) -> Caveat | None:
     work = record.trial.workload
     if work.warmup_steps == 0:
-        return "no warm-up: the first step, with all that happens once, is in the window; use --warmup-steps"
-    return "one measured step: nothing is known of its spread; use more --num-steps" if work.num_steps == 1 else None
+        return note("no warm-up: the first step, with all that happens once, is in the window; use --warmup-steps")
+    if work.num_steps == 1:
+        return note("one measured step: nothing is known of its spread; use more --num-steps")
+    return None
 
 
-def _bucket(record: TrialRecord) -> str | None:
+def _bucket(record: TrialRecord) -> Caveat | None:
     """DeepSpeed's default buckets are sized for large models; on a small one they are most of the memory."""
     size = record.trial.ds_config.get("zero_optimization", {}).get("reduce_bucket_size", 500_000_000)
     for row in record.ranks[0].ledger.values():
         held = row.get("deepspeed_buffers", 0)
         if held > _BUCKET_SHARE * sum(row.values()):
-            return (
+            text = (
                 f"DeepSpeed's buffers are most of the counted memory (reduce_bucket_size is {size:,} elements "
                 "whatever the model); a smaller one saves it"
             )
+            return typed(CaveatKind.BUCKET_DOMINATES, text)
     return None
+
+
+def _near_capacity(record: TrialRecord) -> Caveat | None:
+    fraction = gpu_fraction(record)
+    if fraction is None or fraction <= NEAR_CAPACITY:
+        return None
+    return typed(
+        CaveatKind.NEAR_CAPACITY, f"near capacity: {format_percent(fraction)} of the card was reserved at the peak"
+    )
+
+
+def _retried(record: TrialRecord) -> Caveat | None:
+    if not any(rank.gpu_alloc_retries for rank in record.ranks):
+        return None
+    text = "the allocator retried near the memory limit: throughput is not what it would be with room"
+    return typed(CaveatKind.ALLOCATOR_RETRIED, text)
+
+
+def _optimizer(record: TrialRecord, rank: RankMeasurement) -> Caveat | None:
+    """An optimizer of another kind than the one asked for; who implements it is no matter here."""
+    asked = str(record.trial.ds_config.get("optimizer", {}).get("type", ""))
+    wanted, used = _family(asked), _family(rank.optimizer_class)
+    if wanted is None or used is None or wanted == used:
+        return None
+    text = f"{rank.optimizer_class} stepped, not the {asked} that the DeepSpeed config asks for"
+    return typed(CaveatKind.OTHER_OPTIMIZER, text, disqualifying=True)
+
+
+def _family(name: str) -> str | None:
+    return next((family for family in _OPTIMIZER_FAMILIES if family in name.lower()), None)

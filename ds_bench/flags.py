@@ -7,51 +7,17 @@ value and the remedy.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
+from .argtypes import Parser, factory, positive, whole
 from .dsconfig import OPTIMIZERS
 from .errors import UsageError
-from .options import Family, Options
+from .options import GOALS, Family, Options
 from .strategies import OFFLOAD_NAMES
 
 __all__ = ["Family", "Options", "build_parser", "parse", "to_options"]
-
-
-def _whole(minimum: int) -> Callable[[str], int]:
-    def convert(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            value = minimum - 1
-        if value < minimum:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of {minimum} or more")
-        return value
-
-    return convert
-
-
-def _positive(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
-    return value
-
-
-def _factory(text: str) -> str:
-    module, _, function = text.partition(":")
-    if not module or not function:
-        raise argparse.ArgumentTypeError(f"{text!r} is not package.module:function")
-    return text
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(message, remedy=f"see {self.prog} --help")
 
 
 _ZERO_TEXT = """Compares ZeRO stages on one model: trains it for a few steps under each stage,
@@ -77,7 +43,7 @@ exit codes: 0 a row succeeded, 1 none did, 2 usage or preflight, 130 interrupted
 def build_parser(family: Family, prog: str) -> argparse.ArgumentParser:
     """The parser of one script."""
     zero = family == "zero"
-    parser = _Parser(
+    parser = Parser(
         prog=prog,
         description=_ZERO_TEXT if zero else _OFFLOAD_TEXT,
         epilog=_ZERO_EXAMPLES if zero else _OFFLOAD_EXAMPLES,
@@ -97,19 +63,19 @@ def _add_workload(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("what is trained")
     add = group.add_argument
     add("--model", default="gpt2", metavar="NAME", help="preset, local path or Hub name (default: gpt2)")
-    add("--batch-size", type=_whole(1), default=4, metavar="N", help="micro-batch per GPU, in sequences (default: 4)")
+    add("--batch-size", type=whole(1), default=4, metavar="N", help="micro-batch per GPU, in sequences (default: 4)")
     add(
         "--seq-length",
-        type=_whole(1),
+        type=whole(1),
         default=None,
         metavar="N",
         help="tokens per sequence (default: 512, or the model's positions where it has fewer)",
     )
-    add("--grad-accum", type=_whole(1), default=1, metavar="N", help="micro-batches per optimizer step (default: 1)")
-    add("--num-steps", type=_whole(1), default=20, metavar="N", help="measured optimizer steps (default: 20)")
+    add("--grad-accum", type=whole(1), default=1, metavar="N", help="micro-batches per optimizer step (default: 1)")
+    add("--num-steps", type=whole(1), default=20, metavar="N", help="measured optimizer steps (default: 20)")
     add(
         "--warmup-steps",
-        type=_whole(0),
+        type=whole(0),
         default=5,
         metavar="N",
         help="steps run first and left out of every statistic (default: 5)",
@@ -122,10 +88,10 @@ def _add_workload(parser: argparse.ArgumentParser) -> None:
     )
     add("--activation-checkpointing", action="store_true", help="recompute activations in the backward pass")
     add("--optimizer", choices=OPTIMIZERS, default=None, help="optimizer of every row (default: AdamW)")
-    add("--seed", type=_whole(0), default=42, metavar="N", help="seed of weights and data (default: 42)")
+    add("--seed", type=whole(0), default=42, metavar="N", help="seed of weights and data (default: 42)")
     add(
         "--model-factory",
-        type=_factory,
+        type=factory,
         default=None,
         metavar="PKG.MOD:FN",
         help="function that returns your own model",
@@ -161,7 +127,20 @@ def _add_strategies(parser: argparse.ArgumentParser, zero: bool) -> None:
         metavar="DIR",
         help="folder on the NVMe disk" + ("" if zero else "; adds the nvme strategy when it is not named"),
     )
-    add("--repeats", type=_whole(1), default=1, metavar="R", help="runs of every row, interleaved (default: 1)")
+    add("--repeats", type=whole(1), default=1, metavar="R", help="runs of every row, interleaved (default: 1)")
+    add("--relative-to", default=None, metavar="STRATEGY", help="row that ratios refer to (default: the first)")
+    add(
+        "--goal",
+        choices=GOALS,
+        default="balanced",
+        help="what the recommendation is for: the fastest row, the least memory, or both (default: balanced)",
+    )
+    add(
+        "--export",
+        default=None,
+        metavar="STRATEGY",
+        help="write this row's configuration for DeepSpeed, Trainer and Accelerate (default: the recommended row's)",
+    )
 
 
 def _add_placement(parser: argparse.ArgumentParser) -> None:
@@ -169,7 +148,7 @@ def _add_placement(parser: argparse.ArgumentParser) -> None:
     add = group.add_argument
     add(
         "--num-gpus",
-        type=_whole(1),
+        type=whole(1),
         default=None,
         metavar="N",
         help="GPUs, or CPU ranks (default: all GPUs, or 1 rank)",
@@ -182,17 +161,15 @@ def _add_placement(parser: argparse.ArgumentParser) -> None:
         help="warm: ranks forked from one preloaded process; deepspeed: its launcher for every trial (default: auto)",
     )
     add("--hostfile", type=Path, default=None, metavar="FILE", help="DeepSpeed hostfile, for several nodes")
-    add(
-        "--cpu-memory-limit", type=_positive, default=None, metavar="GB", help="limit of each rank's data, in GB (2^30)"
-    )
+    add("--cpu-memory-limit", type=positive, default=None, metavar="GB", help="limit of each rank's data, in GB (2^30)")
     add(
         "--gpu-memory-limit",
-        type=_positive,
+        type=positive,
         default=None,
         metavar="GB",
         help="emulate a card of this size, in GB (2^30)",
     )
-    add("--peak-tflops", type=_positive, default=None, metavar="T", help="dense peak of one device, for MFU")
+    add("--peak-tflops", type=positive, default=None, metavar="T", help="dense peak of one device, for MFU")
 
 
 def _add_config(parser: argparse.ArgumentParser) -> None:
@@ -218,10 +195,10 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="created when missing (default: results)",
     )
-    add("--timeout", type=_positive, default=3600.0, metavar="SECONDS", help="per trial (default: 3600)")
+    add("--timeout", type=positive, default=3600.0, metavar="SECONDS", help="per trial (default: 3600)")
     add(
         "--stall-timeout",
-        type=_positive,
+        type=positive,
         default=600.0,
         metavar="SECONDS",
         help="end a trial without sign of life for so long (default: 600)",
@@ -250,6 +227,8 @@ def to_options(family: Family, values: argparse.Namespace) -> Options:
         given[name] = tuple(dict.fromkeys(given.get(name, ())))
     given["set"] = tuple(given["set"])  # in order, repeated or not: the last one decides
     given.setdefault("stage", 3)
+    for name in ("relative_to", "export"):
+        given[name] = _row(name, given[name], given)
     if given["model_factory"] is not None:
         given["model"] = given["model_factory"]
     options = Options(family=family, **given)
@@ -260,6 +239,17 @@ def to_options(family: Family, values: argparse.Namespace) -> Options:
     if options.launcher == "warm" and options.hostfile is not None:
         raise UsageError("--launcher warm works on one node", remedy="leave --launcher out, or drop --hostfile")
     return options
+
+
+def _row(flag: str, text: str | None, given: dict[str, Any]) -> str | None:
+    """The name of the strategy that a flag means; a stage may be given as its number. Raises UsageError."""
+    names = tuple(f"zero{stage}" for stage in given["stages"]) or given["strategies"]
+    if given["nvme_path"] is not None and given["strategies"] and "nvme" not in names:
+        names = (*names, "nvme")
+    name = f"zero{text}" if text is not None and text.isdecimal() else text
+    if name is None or name in names:
+        return name
+    raise UsageError(f"--{flag.replace('_', '-')} {text}: no such row", remedy=f"one of {', '.join(names)}")
 
 
 def parse(family: Family, prog: str, arguments: Sequence[str]) -> Options:

@@ -9,6 +9,8 @@ from typing import Literal
 from .units import from_gb
 
 Family = Literal["zero", "offload"]
+GOALS = ("speed", "balanced", "memory")
+"""What a recommendation may be for (acceptance A22)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +36,11 @@ class Options:
     launcher: str
     hostfile: Path | None
     repeats: int
+    relative_to: str | None
+    """Name of the strategy that ratios refer to; None: the first row."""
+    goal: str
+    export: str | None
+    """Name of the strategy whose configuration is written out; None: the recommended one's."""
     seed: int
     timeout: float
     stall_timeout: float

@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from . import dsconfig, environment, gpus, ops
+from . import dsconfig, gpus, ops
 from .errors import PreflightError
 from .launch.scratch import remove_abandoned_swap
 from .modelsource import ModelChoice
@@ -150,20 +150,3 @@ def _local_ranks(placement: Placement) -> int:
     if placement.hostfile is None:
         return placement.num_gpus
     return max(read_hostfile(Path(placement.hostfile)).values())
-
-
-def run_notes(placement: Placement, facts: environment.Environment) -> list[str]:
-    """What holds for every row of the run and a reader must know."""
-    notes = []
-    if placement.accelerator == "cpu":
-        notes.append("CPU accelerator: these figures say nothing about GPUs")
-    if placement.num_gpus == 1:
-        notes.append("one GPU or rank: stages 1 to 3 have nobody to partition with, so they save no model states")
-    for gpu in facts.gpus if placement.accelerator == "cuda" else ():
-        if gpu.other_processes:
-            notes.append(
-                f"GPU {gpu.index} is also used by {len(gpu.other_processes)} other process(es): numbers suffer"
-            )
-    if facts.swap_used_bytes:
-        notes.append(f"the host has {format_bytes(facts.swap_used_bytes)} swapped out")
-    return notes

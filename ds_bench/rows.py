@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from .analysis import Summary, compare_losses
+from .analysis import Summary
+from .analysis import with_comparison as with_comparison
 from .dsconfig import uses_nvme
 from .flops import MODEL_CONVENTION
 from .record import SUCCESS
@@ -74,7 +75,7 @@ COLUMNS: list[Column] = [
     ("status", lambda s: status_text(s.record.outcome.status)),
     ("error", lambda s: s.record.outcome.error),
     ("error_details", lambda s: s.record.outcome.details),
-    ("caveats", lambda s: "; ".join(s.caveats) or None),
+    ("caveats", lambda s: "; ".join(caveat.text for caveat in s.caveats) or None),
     ("repeat", lambda s: s.record.trial.repeat),
     ("trial_id", lambda s: s.record.trial.trial_id),
     ("num_gpus", lambda s: s.record.trial.placement.num_gpus),
@@ -131,14 +132,3 @@ def status_text(status: str) -> str:
 def flat_rows(summaries: Sequence[Summary]) -> list[dict[str, Any]]:
     """One flat record per trial, every one with every key."""
     return [{name: get(summary) for name, get in COLUMNS} for summary in with_comparison(summaries)]
-
-
-def with_comparison(summaries: Sequence[Summary]) -> list[Summary]:
-    """The summaries with the caveats added that only show beside each other."""
-    from dataclasses import replace
-
-    extra = compare_losses(summaries)
-    return [
-        replace(summary, caveats=(*summary.caveats, extra[index])) if index in extra else summary
-        for index, summary in enumerate(summaries)
-    ]

@@ -1,65 +1,47 @@
-"""The end of a comparison: the summary on standard output, and the exit code."""
+"""The end of a run: the answer on standard output, the chosen configuration on disk, and the exit code."""
 
 from __future__ import annotations
 
-import os
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-from . import analysis, interrupts, tables
+from . import analysis, answer, console, export, interrupts, tables
+from .answer import Answer
+from .compare import StrategyResult
+from .environment import Environment
 from .options import Options
 from .record import INTERRUPTED
 
 OK, NONE_SUCCEEDED, INTERRUPTED_CODE = 0, 1, 130
 
 
-def show(
-    options: Options, summaries: Sequence[analysis.Summary], rows: Sequence[dict[str, Any]], notes: Sequence[str]
-) -> None:
-    """The summary on standard output, in the format asked for."""
-    with pipe_may_close():
-        _show(options, summaries, rows, notes)
+def show(options: Options, found: Answer, rows: Sequence[dict[str, Any]]) -> None:
+    """The answer on standard output, in the format asked for."""
+    with console.pipe_may_close():
+        if options.format == "json":
+            print(tables.as_json(rows, ascii_only=not console.prints("é", sys.stdout)))
+        elif options.format == "markdown":
+            console.print_text(answer.markdown(found))
+        else:
+            answer.print_answer(found, sys.stdout)
 
 
-@contextmanager
-def pipe_may_close() -> Iterator[None]:
-    """A reader that has seen enough (``| head``) is no error."""
-    try:
-        yield
-        sys.stdout.flush()
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+def write_configuration(options: Options, found: Answer, run_folder: Path, facts: Environment) -> Path | None:
+    """The recommended row's configuration, or that of ``--export``, ready to be used; its folder, None without one."""
+    row = _asked(options, found) if options.export else found.chosen
+    if row is None:
+        return None
+    folder = run_folder / (f"export_{row.strategy.name}" if options.export else "recommended")
+    folder.mkdir(exist_ok=True)
+    export.write_exports((row.successes or row.summaries)[-1].record, folder, facts)
+    return folder
 
 
-def _show(
-    options: Options, summaries: Sequence[analysis.Summary], rows: Sequence[dict[str, Any]], notes: Sequence[str]
-) -> None:
-    if options.format == "json":
-        print(tables.as_json(rows, ascii_only=not tables.prints("é", sys.stdout)))
-    elif options.format == "markdown":
-        print_text(tables.markdown(title(summaries), summaries, notes))
-    else:
-        tables.print_table(title(summaries), summaries, notes, sys.stdout)
-
-
-def print_text(text: str) -> None:
-    print(text if tables.prints(text, sys.stdout) else tables.ascii_only(text))
-
-
-def title(summaries: Sequence[analysis.Summary]) -> str:
-    """What was trained on what, in one line."""
-    if not summaries:
-        return "nothing was run"
-    work, place = summaries[0].record.trial.workload, summaries[0].record.trial.placement
-    device = next((rank.device_name for s in summaries for rank in s.record.ranks), place.accelerator)
-    unit = "GPU" if place.accelerator == "cuda" else "CPU rank"
-    return (
-        f"{work.model} · {work.precision} · micro-batch {work.batch_size} × {work.seq_length} tokens"
-        f"{f' × {work.grad_accum} accumulated' if work.grad_accum > 1 else ''} · "
-        f"{place.num_gpus} {unit}{'s' if place.num_gpus > 1 else ''} ({device}) · {work.num_steps} steps"
-    )
+def _asked(options: Options, found: Answer) -> StrategyResult | None:
+    """None where an interruption came before that row."""
+    return next((row for row in found.comparison.results if row.strategy.name == options.export), None)
 
 
 def exit_code(options: Options, summaries: Sequence[analysis.Summary]) -> int:

@@ -1,15 +1,15 @@
-"""Rows as text: the table that ends every run, in colour, ASCII, Markdown or JSON."""
+"""A comparison as text: the table that ends every run, in colour, ASCII, Markdown or JSON."""
 
 from __future__ import annotations
 
 import json
-import statistics
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import IO, Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import IO, Any, Literal
 
 from . import units
-from .analysis import Summary
+from .compare import Comparison, StrategyResult
+from .console import ascii_only, plain, prints
 from .rows import COLUMNS, status_text
 
 HEADINGS = (
@@ -19,11 +19,19 @@ HEADINGS = (
     "± ms",
     "Tokens/s",
     "Relative",
+    "95 % interval",
     "GPU peak GB",
     "of card",
     "CPU GB",
     "Notes",
 )
+_ALWAYS_SHOWN = HEADINGS.index("Relative")
+"""The last of the columns that are there even where nobody has a number."""
+_STATUS = HEADINGS.index("Status")
+_TEXT_COLUMNS = (HEADINGS.index("Strategy"), _STATUS, HEADINGS.index("Notes"))
+_MOST_DRAWN = 500
+"""Rows that rich draws; more are aligned by spaces alone."""
+NOT_TESTED = "not tested"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,147 +42,148 @@ class Line:
     success: bool
 
 
-def lines(summaries: Sequence[Summary], notes: Sequence[str]) -> list[Line]:
-    """One line per configuration, its repeats together, in order of appearance.
+def lines(comparison: Comparison, notes: Sequence[str]) -> list[Line]:
+    """One line per configuration, in order of appearance.
 
-    ``notes``: all caveats; their numbers go in the last column.
+    ``notes``: all of them; the numbers of a row's own go in its last column.
     """
-    groups: dict[str, list[Summary]] = {}
-    for summary in summaries:
-        groups.setdefault(replace(summary.record.trial, repeat=0).key, []).append(summary)
-    first = next(iter(groups.values()), [])
-    baseline = _median(first, "tokens_per_second")
-    return [_line(group, baseline if _alike(group, first) else None, notes) for group in groups.values()]
+    numbers = {text: number for number, text in enumerate(notes, 1)}
+    return [_line(row, comparison.baseline, numbers) for row in comparison.results]
 
 
-def _alike(group: Sequence[Summary], first: Sequence[Summary]) -> bool:
-    """Whether a ratio of the two means anything: a resumed run may hold rows of another workload."""
-    a, b = group[0].record, first[0].record
-    return (a.trial.workload, a.trial.placement, a.method_version) == (
-        b.trial.workload,
-        b.trial.placement,
-        b.method_version,
-    )
-
-
-def _line(group: Sequence[Summary], baseline: float | None, notes: Sequence[str]) -> Line:
-    good = [summary for summary in group if summary.record.outcome.success]
-    tokens = _median(good, "tokens_per_second")
-    fraction = _median(good, "gpu_fraction")
+def _line(row: StrategyResult, baseline: StrategyResult | None, numbers: Mapping[str, int]) -> Line:
     cells = (
-        group[0].record.trial.strategy.label,
-        _status(group, good),
-        units.format_ms(_median(good, "step_seconds")),
-        units.format_ms(_spread(good)),
-        units.format_count(tokens),
-        units.format_ratio(tokens / baseline if tokens and baseline else None),
-        units.format_gb(_median(good, "gpu_peak_bytes")),
-        units.format_percent(fraction, digits=0),
-        units.format_gb(_median(good, "host_peak_bytes")),
-        " ".join(str(notes.index(text) + 1) for text in _texts(group)),
+        row.label,
+        _status(row),
+        units.format_ms(row.step_seconds),
+        units.format_ms(row.step_seconds_spread),
+        units.format_count(row.tokens_per_second),
+        units.format_ratio(row.ratio),
+        _interval(row, baseline),
+        units.format_gb(row.gpu_peak_bytes),
+        units.format_percent(row.gpu_fraction, digits=0),
+        units.format_gb(row.host_peak_bytes),
+        " ".join(str(numbers[text]) for text in _texts(row) if text in numbers),
     )
-    return Line(cells=cells, success=bool(good))
+    return Line(cells=tuple(plain(cell) for cell in cells), success=row.succeeded)
 
 
-def _status(group: Sequence[Summary], good: Sequence[Summary]) -> str:
-    bad = [summary for summary in group if not summary.record.outcome.success]
-    status = status_text((bad or good)[0].record.outcome.status)
-    return status if len(group) == 1 or not bad or not good else f"{status} ({len(bad)} of {len(group)})"
+def _status(row: StrategyResult) -> str:
+    bad = [run for run in row.summaries if not run.record.outcome.success]
+    status = status_text((bad or row.summaries)[0].record.outcome.status)
+    return f"{status} ({len(bad)} of {len(row.summaries)})" if bad and row.succeeded else status
 
 
-def _median(group: Sequence[Summary], name: str) -> float | None:
-    values = [value for summary in group if (value := getattr(summary, name)) is not None]
-    return statistics.median(values) if values else None
+def _interval(row: StrategyResult, baseline: StrategyResult | None) -> str:
+    """Of the ratio. A row that has none, or is the one that the others are held against, has nothing to test."""
+    if row.ratio is None or (baseline is not None and row.key == baseline.key):
+        return units.MISSING
+    interval = row.ratio_interval
+    return NOT_TESTED if interval is None else f"[{interval.low:.2f}, {interval.high:.2f}]"
 
 
-def _spread(good: Sequence[Summary]) -> float | None:
-    """Between runs where there are several, else between the steps of the one."""
-    means = [summary.step_seconds for summary in good if summary.step_seconds is not None]
-    return statistics.stdev(means) if len(means) > 1 else (good[0].step_seconds_std if good else None)
+def _texts(row: StrategyResult) -> list[str]:
+    """What a row's last column refers to: its caveats with the remedy, why it has no ratio, how its runs failed."""
+    texts = [caveat.line for caveat in row.caveats]
+    if row.differences:
+        texts.append(f"no ratio, as rows differ: {'; '.join(row.differences)}")
+    outcomes = (run.record.outcome for run in row.summaries)
+    texts += [outcome.details for outcome in outcomes if not outcome.success and outcome.details]
+    return list(dict.fromkeys(plain(text) for text in texts))
 
 
-def _texts(group: Sequence[Summary]) -> list[str]:
-    texts = []
-    for summary in group:
-        texts += [*summary.caveats]
-        if not summary.record.outcome.success and summary.record.outcome.details:
-            texts.append(summary.record.outcome.details)
-    return list(dict.fromkeys(texts))
+def all_notes(comparison: Comparison) -> list[str]:
+    """What is to be said of rows, each text once, in order; their positions are the numbers in the table."""
+    return list(dict.fromkeys(text for row in comparison.results for text in _texts(row)))
 
 
-def all_notes(summaries: Sequence[Summary]) -> list[str]:
-    """Every caveat and cause of failure once, in order; their positions are the numbers in the table."""
-    return list(dict.fromkeys(text for summary in summaries for text in _texts([summary])))
+def _starred(comparison: Comparison, run_notes: Sequence[str]) -> list[str]:
+    """What holds for every row; a note of the run that says the same as a caveat is left out."""
+    said = {caveat.text for caveat in comparison.caveats}
+    texts = [caveat.line for caveat in comparison.caveats] + [note for note in run_notes if note not in said]
+    return list(dict.fromkeys(plain(text) for text in texts))
 
 
-def prints(text: str, stream: IO[str]) -> bool:
-    """Whether the stream's encoding can show the text."""
-    try:
-        text.encode(getattr(stream, "encoding", None) or "ascii")
-    except (UnicodeEncodeError, LookupError):
-        return False
-    return True
-
-
-_ASCII = {
-    "✅": "[ok]",
-    "❌": "[failed]",
-    "⏹️": "[stopped]",
-    "⏭️": "[skipped]",
-    "—": "-",
-    "→": "->",
-    "×": "x",
-    "±": "+/-",
-    "…": "...",
-}
-
-
-def ascii_only(text: str) -> str:
-    """The same in ASCII, for terminals that print nothing else."""
-    for sign, plain in _ASCII.items():
-        text = text.replace(sign, plain)
-    return text.encode("ascii", "replace").decode("ascii")
-
-
-def print_table(title: str, summaries: Sequence[Summary], run_notes: Sequence[str], stream: IO[str]) -> None:
+def print_table(title: str, comparison: Comparison, run_notes: Sequence[str], stream: IO[str]) -> None:
     """The summary table with its numbered notes. Columns that nobody measured are left out."""
-    from rich import box
     from rich.console import Console
-    from rich.table import Table
     from rich.text import Text
 
     fancy = prints("✅❌—→±", stream)
-    write = (lambda text: text) if fancy else ascii_only
-    notes = all_notes(summaries)
-    body = lines(summaries, notes)
-    shown = [i for i in range(len(HEADINGS)) if i < 6 or any(line.cells[i] not in ("", units.MISSING) for line in body)]
-    table = Table(title=Text(write(title)), title_justify="left", box=box.SIMPLE_HEAD if fancy else box.ASCII2)
+
+    def write(text: str) -> str:
+        return text if fancy and prints(text, stream) else ascii_only(text)
+
+    notes = all_notes(comparison)
+    body = lines(comparison, notes)
+    shown = _shown(body)
+    console = Console(
+        file=stream, width=None if stream.isatty() else 160, highlight=False, safe_box=not fancy, emoji=False
+    )
+    rows = [[write(line.cells[i]) for i in shown] for line in body]
+    if len(body) > _MOST_DRAWN:
+        _print_aligned(write(plain(title)), [write(HEADINGS[i]) for i in shown], rows, stream)
+    else:
+        console.print(_drawn(write(plain(title)), shown, rows, [line.success for line in body], fancy, write))
+    starred = (f"* {note}" for note in _starred(comparison, run_notes))
+    for note in [*(f"{number}. {note}" for number, note in enumerate(notes, 1)), *starred]:
+        console.print(Text(write(f"  {note}")), soft_wrap=True)
+
+
+def _drawn(
+    title: str,
+    shown: Sequence[int],
+    rows: Sequence[Sequence[str]],
+    good: Sequence[bool],
+    fancy: bool,
+    write: Callable[[str], str],
+) -> Any:
+    """The table as rich draws it: failures in red."""
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=Text(title), title_justify="left", box=box.SIMPLE_HEAD if fancy else box.ASCII2)
     for i in shown:
-        table.add_column(write(HEADINGS[i]), justify="left" if i in (0, 1, 9) else "right", no_wrap=i != 1)
-    for line in body:
-        table.add_row(*(Text(write(line.cells[i])) for i in shown), style=None if line.success else "red")
-    width = None if stream.isatty() else 160
-    console = Console(file=stream, width=width, highlight=False, safe_box=not fancy, emoji=False)
-    console.print(table)
-    for number, note in enumerate(notes, 1):
-        console.print(Text(write(f"  {number}. {note}")), soft_wrap=True)
-    for note in run_notes:
-        console.print(Text(write(f"  * {note}")), soft_wrap=True)
+        justify: Literal["left", "right"] = "left" if i in _TEXT_COLUMNS else "right"
+        table.add_column(Text(write(HEADINGS[i])), justify=justify, no_wrap=i != _STATUS)
+    for cells, success in zip(rows, good, strict=True):
+        table.add_row(*map(Text, cells), style=None if success else "red")
+    return table
 
 
-def markdown(title: str, summaries: Sequence[Summary], run_notes: Sequence[str]) -> str:
-    """The same as a Markdown block."""
-    notes = all_notes(summaries)
-    rows = [HEADINGS, tuple("---" for _ in HEADINGS), *(line.cells for line in lines(summaries, notes))]
-    table = "\n".join("| " + " | ".join(_escape(cell) for cell in row) + " |" for row in rows)
-    listed = "".join(f"\n{number}. {_escape(note)}" for number, note in enumerate(notes, 1))
-    starred = "".join(f"\n- {_escape(note)}" for note in run_notes)
-    return f"### {_escape(title)}\n\n{table}\n{listed}\n{starred}\n"
+def _print_aligned(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]], stream: IO[str]) -> None:
+    """Columns padded to their widest cell: rich takes a millisecond for a row, too long for a sweep of thousands."""
+    from rich.cells import cell_len
+
+    every = [headings, *rows]
+    widths = [max(cell_len(cells[i]) for cells in every) for i in range(len(headings))]
+    print(title, file=stream)
+    for cells in every:
+        padded = (cell + " " * (width - cell_len(cell)) for cell, width in zip(cells, widths, strict=True))
+        print("  ".join(padded).rstrip(), file=stream)
 
 
-def _escape(text: str) -> str:
-    text = " ".join(text.splitlines()).replace("\\", "\\\\")
-    return text.replace("|", "\\|").replace("<", "&lt;")
+def _shown(body: Sequence[Line]) -> list[int]:
+    """Columns that somebody measured."""
+    empty = ("", units.MISSING)
+    return [i for i in range(len(HEADINGS)) if i <= _ALWAYS_SHOWN or any(line.cells[i] not in empty for line in body)]
+
+
+def markdown(title: str, comparison: Comparison, run_notes: Sequence[str]) -> str:
+    """The same as a Markdown block, every column in it."""
+    notes = all_notes(comparison)
+    rows = [HEADINGS, tuple("---" for _ in HEADINGS), *(line.cells for line in lines(comparison, notes))]
+    table = "\n".join("| " + " | ".join(escaped(cell) for cell in row) + " |" for row in rows)
+    listed = "".join(f"\n{number}. {escaped(note)}" for number, note in enumerate(notes, 1))
+    starred = "".join(f"\n- {escaped(note)}" for note in _starred(comparison, run_notes))
+    return f"### {escaped(title)}\n\n{table}\n{listed}\n{starred}\n"
+
+
+def escaped(text: str) -> str:
+    """One line of Markdown that can open no cell, no tag and no link, and steers no terminal."""
+    text = plain(text).replace("\\", "\\\\")
+    return text.replace("|", "\\|").replace("<", "&lt;").replace("](", "]\\(")
 
 
 def as_json(rows: Sequence[dict[str, Any]], *, ascii_only: bool = False) -> str:
@@ -182,4 +191,16 @@ def as_json(rows: Sequence[dict[str, Any]], *, ascii_only: bool = False) -> str:
     return json.dumps(list(rows), indent=1, allow_nan=False, ensure_ascii=ascii_only)
 
 
-__all__ = ["COLUMNS", "all_notes", "as_json", "ascii_only", "lines", "markdown", "print_table"]
+__all__ = [
+    "COLUMNS",
+    "HEADINGS",
+    "Line",
+    "all_notes",
+    "as_json",
+    "ascii_only",
+    "escaped",
+    "lines",
+    "markdown",
+    "print_table",
+    "prints",
+]

@@ -22,7 +22,7 @@ from ds_bench.spec import Placement, Strategy, Trial, Workload
 
 ROOT = Path(__file__).resolve().parent.parent
 TESTS = ROOT / "tests"
-REAL = ("deepspeed", "nvme")
+REAL = ("deepspeed", "nvme", "browser")
 SHORT = Limits(
     timeout_seconds=120,
     stall_timeout_seconds=60,

@@ -11,13 +11,17 @@ from pathlib import Path
 from typing import Any
 
 from ds_bench import dsconfig, record, strategies
+from ds_bench.analysis import summarise
+from ds_bench.environment import Environment
 from ds_bench.flags import Options, parse
 from ds_bench.gpus import GpuFacts, GpuInventory
 from ds_bench.launch import Listener, Progress
 from ds_bench.models import find_preset
 from ds_bench.modelsource import ModelChoice
 from ds_bench.record import Outcome, RankFailure, RankMeasurement, TrialRecord
+from ds_bench.rows import flat_rows
 from ds_bench.spec import Placement, Strategy, Trial, Workload
+from ds_bench.store import RunStore
 
 GB = 2**30
 
@@ -251,3 +255,42 @@ class FakeQuery:
     def read(self) -> GpuInventory:
         """See ``ds_bench.gpus.GpuQuery``."""
         return self.inventory
+
+
+def environment(**changes: Any) -> Environment:
+    """A host with two H100s."""
+    values: dict[str, Any] = {
+        "hostname": "node-0",
+        "cpu_model": "AMD EPYC 9654",
+        "logical_cores": 16,
+        "host_memory_bytes": 256 * GB,
+        "packages": {"torch": "2.13.0", "deepspeed": "0.19.8", "transformers": "5.23.0"},
+        "gpus": FakeQuery(cards=2).inventory.gpus,
+    }
+    return Environment(**{**values, **changes})
+
+
+def write_run(
+    folder: Path,
+    records: Sequence[TrialRecord],
+    *,
+    on: Environment | None = None,
+    family: str = "zero",
+    arguments: Sequence[str] = ("--model", "tiny"),
+    notes: Sequence[str] = (),
+) -> RunStore:
+    """A finished run on disk, as a comparison script leaves it."""
+    store = RunStore.create(folder, family)
+    facts = {
+        "ds_bench_version": "0.0.0",
+        "family": family,
+        "arguments": list(arguments),
+        "environment": (on or environment()).to_dict(),
+        "notes": list(notes),
+        "trials": [{"key": entry.trial.key, **entry.trial.to_dict()} for entry in records],
+    }
+    store.save_run(facts)
+    for entry in records:
+        store.append(entry)
+    store.write_rows(flat_rows([summarise(entry, None, None) for entry in records]))
+    return store

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import fakes
@@ -11,7 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ds_bench import plan, preflight
 from ds_bench.analysis import Summary, compare_losses, summarise
+from ds_bench.caveats import Caveat, CaveatKind, note
 from ds_bench.models import find_preset
 from ds_bench.record import RankMeasurement, TrialRecord
 from ds_bench.rows import with_comparison
@@ -39,8 +42,12 @@ def seen(**changes: Any) -> RankMeasurement:
     return fakes.measurement(fakes.trial(on=CUDA), **changes)
 
 
+def texts(of: Summary) -> list[str]:
+    return [caveat.text for caveat in of.caveats]
+
+
 def caveats(**changes: Any) -> str:
-    return " | ".join(summary(seen(**changes)).caveats)
+    return " | ".join(texts(summary(seen(**changes))))
 
 
 # ------------------------------------------------------------------ throughput
@@ -133,13 +140,13 @@ def test_batch_and_accumulation_are_those_the_engine_ran() -> None:
     found = summary(seen(micro_batch_size=8, grad_accum=2))
     assert found.tokens_per_second == pytest.approx(8 * 2 * 128 / 0.1)
     assert (found.micro_batch_size, found.grad_accum) == (8, 2)
-    assert "ran micro-batch 8 × accumulation 2, as the DeepSpeed config says, not the flags' 4 × 1" in found.caveats
+    assert "ran micro-batch 8 × accumulation 2, as the DeepSpeed config says, not the flags' 4 × 1" in texts(found)
 
 
 def test_a_trial_that_measured_nothing_has_no_number_but_keeps_its_caveats() -> None:
     failed = replace(fakes.failure(), caveats=("known before",))
     found = summarise(failed, find_preset("gpt2"), 1e15)
-    assert found == Summary(record=failed, caveats=("known before",))
+    assert found == Summary(record=failed, caveats=(note("known before"),))
     assert found.gpu_fraction is None
 
 
@@ -181,8 +188,8 @@ def test_without_a_known_architecture_there_is_neither() -> None:
 
 def test_an_mfu_above_100_percent_is_called_an_error_of_accounting() -> None:
     facts = find_preset("gpt2")
-    assert any("error of accounting" in each for each in summarise(fakes.success(), facts, 1e9).caveats)
-    assert not any("accounting" in each for each in summarise(fakes.success(), facts, 1e15).caveats)
+    assert any("error of accounting" in each for each in texts(summarise(fakes.success(), facts, 1e9)))
+    assert not any("accounting" in each for each in texts(summarise(fakes.success(), facts, 1e15)))
 
 
 # ------------------------------------------------------------------ memory
@@ -280,19 +287,19 @@ def test_skipped_steps_are_counted_and_said() -> None:
 
 def test_allocator_retries_on_any_rank_are_said() -> None:
     found = summary(seen(gpu_alloc_retries=0), seen(gpu_alloc_retries=2))
-    assert any("allocator retried" in each for each in found.caveats)
+    assert any("allocator retried" in each for each in texts(found))
 
 
 def test_a_loss_that_is_no_number_is_said_and_its_mean_is_null() -> None:
     found = summary(seen(losses=(7.0, None)), seen(losses=(5.0, 5.0)))
     assert found.losses == (6.0, None)
-    assert any("loss is not finite" in each for each in found.caveats)
+    assert any("loss is not finite" in each for each in texts(found))
 
 
 def test_a_loss_of_zero_is_a_loss() -> None:
     found = summary(seen(losses=(0.0, 0.0)), seen(losses=(1.0, 0.0)))
     assert found.losses == (0.5, 0.0)
-    assert not any("finite" in each for each in found.caveats)
+    assert not any("finite" in each for each in texts(found))
 
 
 @quick
@@ -305,12 +312,12 @@ def test_the_loss_of_a_step_is_the_mean_over_ranks(losses: list[list[float]]) ->
 
 def test_what_a_rank_says_of_itself_is_said_once() -> None:
     found = summary(seen(notes=("no smaps",)), seen(notes=("no smaps",)))
-    assert list(found.caveats).count("no smaps") == 1
+    assert texts(found).count("no smaps") == 1
 
 
 def test_what_was_known_before_the_trial_comes_first() -> None:
     entry = replace(fakes.success(fakes.trial(on=CUDA), skipped_steps=1), caveats=("known before",))
-    assert summarise(entry, None, None).caveats[0] == "known before"
+    assert texts(summarise(entry, None, None))[0] == "known before"
 
 
 @pytest.mark.parametrize(("held", "said"), [(49, False), (51, True)])
@@ -319,13 +326,135 @@ def test_buffers_that_are_most_of_the_memory_are_said(held: int, said: bool) -> 
     assert ("reduce_bucket_size" in caveats(ledger=ledger)) is said
 
 
+# ------------------------------------------------------------------ the kinds of caveats and what they rule out
+
+
+def of_kind(found: Summary, kind: CaveatKind) -> list[Caveat]:
+    return [caveat for caveat in found.caveats if caveat.kind is kind]
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind"),
+    [
+        ({"step_seconds": [0.1, 0.2] * 5}, CaveatKind.UNSTABLE),
+        ({"step_seconds": [0.1] * 5 + [0.2] * 5}, CaveatKind.NOT_STEADY),
+        ({"gpu_alloc_retries": 1}, CaveatKind.ALLOCATOR_RETRIED),
+        ({"gpu_peak_reserved_bytes": 79 * GB}, CaveatKind.NEAR_CAPACITY),
+        ({"losses": (7.0, None)}, CaveatKind.LOSS_DIFFERS),
+        ({"optimizer_class": "SGD"}, CaveatKind.OTHER_OPTIMIZER),
+        ({"ledger": {"gpu": {"deepspeed_buffers": 9, "parameters": 1}}}, CaveatKind.BUCKET_DOMINATES),
+        ({"skipped_steps": 3}, CaveatKind.NOTE),
+        ({"micro_batch_size": 8}, CaveatKind.NOTE),
+        ({"notes": ("no smaps",)}, CaveatKind.NOTE),
+    ],
+)
+def test_every_doubt_has_its_kind(changes: dict[str, Any], kind: CaveatKind) -> None:
+    assert kind in {caveat.kind for caveat in summary(seen(**changes)).caveats}
+    assert kind not in {caveat.kind for caveat in summary(seen()).caveats}
+
+
+@pytest.mark.parametrize(("reserved", "said"), [(76.0, False), (76.1, True), (80.0, True)])
+def test_above_95_percent_of_the_card_is_near_capacity(reserved: float, said: bool) -> None:
+    """95 % of 80 GB are 76 GB, which is allowed itself."""
+    found = summary(seen(gpu_peak_reserved_bytes=int(reserved * GB)))
+    assert bool(of_kind(found, CaveatKind.NEAR_CAPACITY)) is said
+
+
+def test_near_capacity_names_the_share_and_what_to_do() -> None:
+    (caveat,) = of_kind(summary(seen(gpu_peak_reserved_bytes=78 * GB)), CaveatKind.NEAR_CAPACITY)
+    assert "97.5 %" in caveat.text
+    assert "--batch-size" in (caveat.next_step or "")
+    assert not caveat.disqualifying
+
+
+@pytest.mark.parametrize("used", ["AdamW", "Adam", "FusedAdam", "DeepSpeedCPUAdam", "ZenFlowCPUAdam"])
+def test_who_implements_adam_is_no_other_optimizer(used: str) -> None:
+    assert not of_kind(summary(seen(optimizer_class=used)), CaveatKind.OTHER_OPTIMIZER)
+
+
+@pytest.mark.parametrize(
+    ("asked", "used", "said"),
+    [
+        ("Lion", "DeepSpeedCPULion", False),
+        ("Lion", "AdamW", True),
+        ("Adagrad", "DeepSpeedCPUAdagrad", False),
+        ("Adagrad", "Adam", True),
+        ("Adam", "Adagrad", True),
+        ("Muon", "MuonWithAuxAdam", False),
+        ("AdamW", "MuonWithAuxAdam", True),
+        ("OneBitAdam", "OnebitAdam", False),
+        ("somebody.Own", "Own", False),
+        ("AdamW", "Own", False),
+    ],
+)
+def test_an_optimizer_of_another_kind_than_asked_for_is_said_and_rules_the_row_out(
+    asked: str, used: str, said: bool
+) -> None:
+    plain = fakes.trial(on=CUDA)
+    config = {**plain.ds_config, "optimizer": {"type": asked, "params": {}}}
+    found = summarise(fakes.success(replace(plain, ds_config=config), optimizer_class=used), None, None)
+    assert [caveat.disqualifying for caveat in of_kind(found, CaveatKind.OTHER_OPTIMIZER)] == [True] * said
+
+
+def test_a_configuration_without_an_optimizer_is_asked_nothing() -> None:
+    plain = fakes.trial(on=CUDA)
+    config = {name: value for name, value in plain.ds_config.items() if name != "optimizer"}
+    found = summarise(fakes.success(replace(plain, ds_config=config), optimizer_class="SGD"), None, None)
+    assert not of_kind(found, CaveatKind.OTHER_OPTIMIZER)
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "ruled_out"),
+    [
+        (
+            "torch's AdamW instead of DeepSpeed's FusedAdam, which does not build here",
+            CaveatKind.OTHER_OPTIMIZER,
+            False,
+        ),
+        ("ran optimizer offload none, as the DeepSpeed config says, not this row's cpu", CaveatKind.NOTE, True),
+        ("ran parameter offload none, as the DeepSpeed config says, not this row's nvme", CaveatKind.NOTE, True),
+        ("--nvme-path is memory (tmpfs), not an NVMe disk", CaveatKind.NOTE, True),
+        ("--nvme-path is a container's overlay (overlay), not an NVMe disk", CaveatKind.NOTE, False),
+        ("ran precision fp16, as the DeepSpeed config says, not this row's bf16", CaveatKind.NOTE, False),
+        ("hung at exit: ended 10 s after its results were written", CaveatKind.NOTE, False),
+    ],
+)
+def test_what_was_written_beside_a_record_is_typed(text: str, kind: CaveatKind, ruled_out: bool) -> None:
+    entry = replace(fakes.success(fakes.trial(on=CUDA)), caveats=(text,))
+    (caveat,) = summarise(entry, None, None).caveats
+    assert (caveat.kind, caveat.text, caveat.disqualifying) == (kind, text, ruled_out)
+
+
+def test_the_texts_of_plan_that_are_recognised_are_those_that_plan_writes() -> None:
+    """Guards the test above: the words are plan's and preflight's, and may change there."""
+    sources = "".join(Path(module.__file__ or "").read_text(encoding="utf-8") for module in (plan, preflight))
+    for words in ("torch's AdamW instead of", '"optimizer offload"', '"parameter offload"', "ran {what}"):
+        assert words in sources
+    assert preflight._NOT_A_DISK["tmpfs"] == "memory"
+
+
+@pytest.mark.parametrize(
+    ("changes", "ruled_out"),
+    [
+        ({"losses": (7.0, None)}, True),
+        ({"skipped_steps": 10}, True),
+        ({"skipped_steps": 9}, False),
+        ({"step_seconds": [0.1, 0.2] * 5}, False),
+        ({"gpu_alloc_retries": 7}, False),
+        ({"micro_batch_size": 8}, False),
+    ],
+)
+def test_only_a_row_that_did_not_train_what_was_asked_is_ruled_out(changes: dict[str, Any], ruled_out: bool) -> None:
+    assert any(caveat.disqualifying for caveat in summary(seen(**changes)).caveats) is ruled_out
+
+
 # ------------------------------------------------------------------ NVMe that is none
 
 
 def swapping(**changes: Any) -> str:
     trial = fakes.trial(fakes.offload("nvme"), on=replace(CUDA, nvme_path="/d"))
     changes.setdefault("ledger", {"nvme": {"parameters": 1, "optimizer_states": 1}})
-    return " | ".join(summarise(fakes.success(trial, **changes), None, None).caveats)
+    return " | ".join(texts(summarise(fakes.success(trial, **changes), None, None)))
 
 
 @pytest.mark.parametrize("stored", [0, None])
@@ -346,6 +475,21 @@ def test_an_nvme_row_whose_parameters_stayed_in_memory_says_so() -> None:
     assert "parameters stayed in memory" in text
 
 
+@pytest.mark.parametrize(
+    ("stored", "moved", "parameters", "ruled_out"), [(0, 0, 0, True), (GB, 0, 1, True), (GB, 1, 0, False)]
+)
+def test_an_nvme_row_that_never_used_the_disk_is_ruled_out(
+    stored: int, moved: int, parameters: int, ruled_out: bool
+) -> None:
+    trial = fakes.trial(fakes.offload("nvme"), on=replace(CUDA, nvme_path="/d"))
+    ledger = {"nvme": {"parameters": parameters, "optimizer_states": 1}}
+    entry = fakes.success(
+        trial, nvme_stored_bytes=stored, nvme_read_bytes=moved, nvme_written_bytes=moved, ledger=ledger
+    )
+    (caveat,) = summarise(entry, None, None).caveats
+    assert caveat.disqualifying is ruled_out
+
+
 def test_an_nvme_row_that_swapped_is_quiet() -> None:
     assert swapping(nvme_stored_bytes=GB, nvme_read_bytes=1, nvme_written_bytes=1) == ""
 
@@ -357,7 +501,7 @@ def test_a_row_without_nvme_is_not_asked_about_it() -> None:
 def test_a_row_edited_to_use_nvme_is_asked_about_it() -> None:
     config = fakes.trial(fakes.offload("nvme"), on=replace(CUDA, nvme_path="/d")).ds_config
     trial = fakes.trial(fakes.zero(3), on=replace(CUDA, nvme_path="/d"), ds_config=config)
-    assert any("nothing was swapped" in each for each in summarise(fakes.success(trial), None, None).caveats)
+    assert any("nothing was swapped" in each for each in texts(summarise(fakes.success(trial), None, None)))
 
 
 # ------------------------------------------------------------------ losses beside each other
@@ -381,8 +525,8 @@ def test_a_wrong_configuration_is_found_by_its_loss() -> None:
     """Seen: a stage-3 model built without the Transformers integration starts at 85 instead of 6.9."""
     found = compare_losses([losing(1, 6.9, 6.8), losing(3, 85.0, 80.0)])
     assert list(found) == [1]
-    assert "from ZeRO-1's" in found[1]
-    assert "do not use this row" in found[1]
+    assert "from ZeRO-1's" in found[1].text
+    assert "do not use this row" in found[1].text
 
 
 @pytest.mark.parametrize(
@@ -403,18 +547,28 @@ def test_rounding_is_allowed_as_far_as_the_precision_goes(precision: str, factor
 def test_the_quirk_of_stage_0_in_16_bit_is_known_and_named_and_is_no_reference() -> None:
     found = compare_losses([losing(0, 7.08, 7.0, **QUIRK), losing(1, 7.0, 6.9), losing(2, 7.0, 6.9)])
     assert list(found) == [0]
-    assert "known quirk" in found[0]
-    assert "do not use" not in found[0]
+    assert "known quirk" in found[0].text
+    assert "do not use" not in found[0].text
 
 
 def test_a_difference_the_quirk_cannot_explain_is_judged_like_any_other() -> None:
     found = compare_losses([losing(0, 10.5, **QUIRK), losing(1, 7.0)])
-    assert "do not use this row" in found[0]
+    assert "do not use this row" in found[0].text
+
+
+def test_a_loss_that_differs_rules_a_row_out_unless_the_quirk_explains_it() -> None:
+    found = compare_losses([losing(0, 7.08, **QUIRK), losing(1, 7.0), losing(3, 85.0)])
+    assert {place: (caveat.kind, caveat.disqualifying) for place, caveat in found.items()} == {
+        0: (CaveatKind.LOSS_DIFFERS, False),
+        2: (CaveatKind.LOSS_DIFFERS, True),
+    }
+    assert found[0].next_step is None
+    assert "fp32" in (found[2].next_step or "")
 
 
 def test_stage_0_without_the_quirks_wrapper_is_judged_like_any_other() -> None:
     found = compare_losses([losing(1, 7.0), losing(0, 7.2)])
-    assert "do not use this row" in found[1]
+    assert "do not use this row" in found[1].text
 
 
 def test_stage_0_with_the_wrapper_but_the_same_losses_is_quiet() -> None:
@@ -453,7 +607,8 @@ def test_caveats_of_comparison_are_added_to_the_right_row_and_the_others_stay() 
     before = [losing(1, 7.0), losing(3, 85.0)]
     after = with_comparison(before)
     assert after[0] == before[0]
-    assert "do not use this row" in after[1].caveats[-1]
+    assert "do not use this row" in after[1].caveats[-1].text
+    assert with_comparison(after) == after
 
 
 def test_a_loss_of_zero_is_compared_without_dividing_by_it() -> None:

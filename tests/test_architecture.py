@@ -21,17 +21,28 @@ MOST_LINES = 300
 LAYERS: tuple[frozenset[str], ...] = tuple(
     frozenset(layer.split())
     for layer in (
-        "cli",
-        "comparison prediction.fitplan prediction.hindsight",
-        "prediction.memory progress showing",
-        "__main__ prediction.sharded tables",
-        "launch.deepspeed launch.warm prediction.gathering prediction.replicated preflight rows",
-        "analysis launch.trial plan prediction.memorycase runner",
-        "flops launch launch.leader launch.outcome modelsource prediction.activations",
-        "doubts flags launch.scratch launch.watch models ops placement store",
-        "contract dsconfig dskeys environment models.families noops options prediction.cards "
-        "prediction.estimators prediction.modelstates record strategies",
-        "errors gpus hostmemory interrupts launch.processes prediction redaction spec units",
+        "benchmarks cli",
+        "__main__ comparison",
+        "reporting showing",
+        "answer",
+        "recommend",
+        "advising.headroom baseline_verbs",
+        "advising.remedies merging render.html_report render.plots versus",
+        "advising.changes baselines load prediction.fitplan prediction.hindsight progress render.pictures",
+        "advising.fitting advising.reasons prediction.memory reading.flatrow regression.baselinemeasures "
+        "render.overlays render.sections tables",
+        "compare export listing prediction.sharded reading.flatcells regression.baselineentry "
+        "regression.stepclock situation",
+        "circumstances export_readme launch.deepspeed launch.warm likeness prediction.gathering "
+        "prediction.replicated preflight regression.benchresult rows",
+        "advice analysis launch.trial plan prediction.memorycase runner",
+        "advising.rule flops launch launch.leader launch.outcome modelsource prediction.activations",
+        "doubts flags launch.scratch launch.watch models ops placement provenance reading.records "
+        "regression.baselinefile render.svgcharts store",
+        "argtypes contract dsconfig dskeys environment models.families noops options prediction.cards "
+        "prediction.estimators prediction.modelstates reading.strictjson record render.figures strategies",
+        "advising caveats console errors gpus hostmemory inference interrupts launch.processes prediction "
+        "reading reading.sameness reading.shapes redaction regression render render.svg spec units",
     )
 )
 WORKER_MAY_IMPORT = {"contract", "record", "spec", "launch.processes"}

@@ -111,7 +111,7 @@ def test_nan_loss_is_measured_and_said_to_be_no_result(launch: Launch) -> None:
     record = launch(fault="loses_its_loss")
     assert record.ranks[0].losses == (None,) * 4
     caveats = analysis.summarise(record, None, None).caveats
-    assert any("not finite" in caveat for caveat in caveats)
+    assert any("not finite" in caveat.text for caveat in caveats)
     json.dumps(record.to_dict(), allow_nan=False)
 
 

@@ -29,6 +29,9 @@ BOTH: dict[str, Any] = {
     "--trust-remote-code": False,
     "--nvme-path": None,
     "--repeats": 1,
+    "--relative-to": None,
+    "--goal": "balanced",
+    "--export": None,
     "--num-gpus": None,
     "--accelerator": "auto",
     "--launcher": "auto",
@@ -260,3 +263,26 @@ def test_a_flag_is_never_guessed_from_its_beginning() -> None:
 
 def test_the_fakes_go_the_same_way() -> None:
     assert fakes.options("zero", "--batch-size", "3").batch_size == 3
+
+
+def test_a_row_may_be_named_by_its_strategy_or_its_stage() -> None:
+    assert parse("zero", "zero.py", ["--relative-to", "2", "--export", "zero3"]).relative_to == "zero2"
+    assert parse("zero", "zero.py", ["--relative-to", "2", "--export", "3"]).export == "zero3"
+    assert parse("offload", "offload.py", ["--relative-to", "cpu_full"]).relative_to == "cpu_full"
+
+
+@pytest.mark.parametrize(
+    ("family", "flags", "rows"),
+    [
+        ("zero", ["--stages", "1", "2", "--relative-to", "0"], "one of zero1, zero2"),
+        ("zero", ["--export", "fastest"], "one of zero0, zero1, zero2, zero3"),
+        ("offload", ["--export", "nvme"], "one of none, cpu_optimizer, cpu_full"),
+    ],
+)
+def test_a_row_that_is_not_compared_is_refused_with_those_that_are(family: Family, flags: list[str], rows: str) -> None:
+    with pytest.raises(UsageError, match=rows):
+        parse(family, "script.py", flags)
+
+
+def test_the_row_that_an_nvme_path_adds_can_be_exported(tmp_path: Path) -> None:
+    assert parse("offload", "offload.py", ["--nvme-path", str(tmp_path), "--export", "nvme"]).export == "nvme"

@@ -401,3 +401,50 @@ def test_the_summary_alone_is_on_standard_output_in_the_form_asked_for(
         assert json.loads(out) == house.rows()
     else:
         assert ("| ZeRO-0 |" in out) is (form == "markdown")
+
+
+# ------------------------------------------------------------------ what the end of a run says and leaves
+
+
+def test_the_end_recommends_a_row_and_leaves_its_configuration(
+    house: House, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert house.run("--stages", "1", "3") == 0
+    assert "Recommendation (balanced): ZeRO-" in capsys.readouterr().out
+    (folder,) = (house.output / "runs").glob("*/recommended")
+    assert {path.name for path in folder.iterdir()} == {
+        "README.md",
+        "accelerate.yaml",
+        "ds_config.json",
+        "ds_config_accelerate.json",
+        "ds_config_trainer.json",
+    }
+
+
+def test_another_row_can_be_exported(house: House) -> None:
+    assert house.run("--export", "3") == 0
+    (folder,) = (house.output / "runs").glob("*/export_zero3")
+    config = json.loads((folder / "ds_config.json").read_text(encoding="utf-8"))
+    assert config["zero_optimization"]["stage"] == 3
+
+
+def test_ratios_refer_to_the_row_asked_for(house: House, capsys: pytest.CaptureFixture[str]) -> None:
+    slow = FakeLauncher(by_strategy={"zero3": lambda trial: fakes.success(trial, step_seconds=(0.2,) * 20)})
+    assert house.run("--stages", "1", "3", "--relative-to", "3", script=slow) == 0
+    out = capsys.readouterr().out
+    assert "2.00x" in out
+
+
+def test_an_interruption_before_the_row_that_ratios_refer_to_still_ends_with_a_table(
+    house: House, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert house.run("--relative-to", "3", script=FakeLauncher("Success", "Interrupted")) == 130
+    assert "ZeRO-0" in capsys.readouterr().out
+
+
+def test_a_run_in_which_all_failed_recommends_no_row_and_leaves_no_configuration(
+    house: House, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert house.run(script=FakeLauncher("OOM", "OOM", "OOM", "OOM")) == 1
+    assert "Recommendation (balanced): none" in capsys.readouterr().out
+    assert not list((house.output / "runs").glob("*/recommended"))

@@ -13,8 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_bench import record, tables
+from ds_bench import compare, record, tables
 from ds_bench.analysis import Summary, summarise
+from ds_bench.caveats import NEXT_STEPS, CaveatKind
+from ds_bench.compare import Comparison
 from ds_bench.record import TrialRecord
 from ds_bench.rows import flat_rows
 
@@ -31,9 +33,13 @@ def summaries(*records: TrialRecord) -> list[Summary]:
     return [summarise(each, None, None) for each in records]
 
 
+def compared(*records: TrialRecord, relative_to: str | None = None) -> Comparison:
+    return compare.build(summaries(*records), relative_to)
+
+
 def cells(*records: TrialRecord) -> list[dict[str, str]]:
     """The lines of the table, each by heading."""
-    found = summaries(*records)
+    found = compared(*records)
     return [
         dict(zip(tables.HEADINGS, line.cells, strict=True)) for line in tables.lines(found, tables.all_notes(found))
     ]
@@ -41,7 +47,7 @@ def cells(*records: TrialRecord) -> list[dict[str, str]]:
 
 def printed(*records: TrialRecord, encoding: str = "utf-8", notes: tuple[str, ...] = ()) -> str:
     stream = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
-    tables.print_table("a title · tiny", summaries(*records), notes, stream)
+    tables.print_table("a title · tiny", compared(*records), notes, stream)
     stream.flush()
     raw: bytes = stream.buffer.getvalue()  # type: ignore[attr-defined]
     return raw.decode(encoding)
@@ -143,7 +149,57 @@ def test_rows_of_another_configuration_are_lines_of_their_own() -> None:
     assert [line["Relative"] for line in lines] == ["1.00x", "0.50x"]
 
 
+# ------------------------------------------------------------------ the interval
+
+
+def repeated(stage: int, *seconds: float) -> list[TrialRecord]:
+    return [fakes.success(gpu(stage, repeat), step_seconds=[each] * 10) for repeat, each in enumerate(seconds)]
+
+
+def test_the_interval_of_a_ratio_by_hand() -> None:
+    """Logs of 1/0.19, 1/0.20, 1/0.21 against those of half the times: ratio 1/2 with a margin in the logs.
+
+    ln 0.19, ln 0.20, ln 0.21 = -1.660731, -1.609438, -1.560648: deviation 0.050049, standard error of the difference
+    0.050049 × √(2/3) = 0.040865, t of 4 degrees 2.776445, margin 0.113459: 0.5 × 0.89274 = 0.446 to
+    0.5 × 1.12015 = 0.560.
+    """
+    lines = cells(*repeated(0, 0.095, 0.1, 0.105), *repeated(1, 0.19, 0.2, 0.21))
+    assert [line["95 % interval"] for line in lines] == ["—", "[0.45, 0.56]"]
+
+
+def test_fewer_than_three_runs_are_called_not_tested_and_a_failed_row_is_not() -> None:
+    lines = cells(fakes.success(gpu(0)), fakes.success(gpu(1)), fakes.failure(gpu(2)))
+    assert [line["95 % interval"] for line in lines] == ["—", "not tested", "—"]
+
+
+def test_the_row_that_others_are_held_against_is_the_one_asked_for() -> None:
+    found = compared(fakes.success(gpu(0)), fakes.success(gpu(1)), relative_to="zero1")
+    column = COLUMN["95 % interval"]
+    assert [line.cells[column] for line in tables.lines(found, [])] == ["not tested", "—"]
+
+
 # ------------------------------------------------------------------ notes
+
+
+def test_a_note_says_what_to_do_next() -> None:
+    text = printed(fakes.success(gpu(1), gpu_alloc_retries=2))
+    assert "the allocator retried" in text
+    assert str(NEXT_STEPS[CaveatKind.ALLOCATOR_RETRIED]) in " ".join(text.split())
+
+
+def test_a_row_that_does_not_compare_says_why_it_has_no_ratio() -> None:
+    other = fakes.success(gpu(2), torch_version="2.11.0")
+    assert "1. no ratio, as rows differ: torch 2.13.0 against 2.11.0" in printed(fakes.success(gpu(1)), other)
+    assert [line["Notes"] for line in cells(fakes.success(gpu(1)), other)] == ["", "1"]
+
+
+def test_what_holds_for_every_row_is_starred_with_what_to_do_and_said_once() -> None:
+    twin = "CPU accelerator: these figures say nothing about GPUs"
+    text = printed(fakes.success(), notes=(twin, "cold launch"))
+    assert text.count(twin) == 1
+    assert f"* {twin}; {NEXT_STEPS[CaveatKind.CPU_ACCELERATOR]}" in text
+    assert "* cold launch" in text
+    assert tables.markdown("t", compared(fakes.success()), [twin]).count(twin) == 1
 
 
 def test_a_caveat_is_listed_once_and_numbered_in_every_row_that_has_it() -> None:
@@ -153,7 +209,7 @@ def test_a_caveat_is_listed_once_and_numbered_in_every_row_that_has_it() -> None
         fakes.success(gpu(1)),
         replace(fakes.success(gpu(2)), caveats=(shared, own)),
     ]
-    assert tables.all_notes(summaries(*found)) == [shared, own]
+    assert tables.all_notes(compared(*found)) == [shared, own]
     assert [line["Notes"] for line in cells(*found)] == ["1", "", "1 2"]
 
 
@@ -197,6 +253,36 @@ def test_any_text_can_be_made_ascii(text: str) -> None:
     assert tables.ascii_only(text).isascii()
 
 
+NASTY = "\x1b[31mred\x07\x9b2J\u202egnp.exe\ud800\r\n\u2028end"
+
+
+def test_no_text_of_a_user_or_a_model_steers_the_terminal() -> None:
+    entry = fakes.failure(
+        fakes.trial(replace(fakes.zero(1), label=NASTY), on=CUDA), status="Oops\x1b[2J", details=NASTY
+    )
+    entry = replace(entry, caveats=(f"note {NASTY}",))
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
+    found = compared(entry)
+    tables.print_table(NASTY, found, (f"run {NASTY}",), stream)
+    stream.flush()
+    for text in (
+        stream.buffer.getvalue().decode("utf-8"),  # type: ignore[attr-defined]
+        tables.markdown(NASTY, found, [NASTY]),
+    ):
+        assert "x1b[31mred" in text  # visible, not swallowed
+        assert not set(NASTY.replace("[31mred", "").replace("gnp.exe", "").replace("2J", "").replace("end", "")) & (
+            set(text) - {"\n"}
+        )
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.text(alphabet=st.characters(categories=["Cc", "Cf", "Cs", "Zl", "Zp", "Lu"]), max_size=12))
+def test_whatever_the_label_a_row_is_one_line_that_can_be_written(label: str) -> None:
+    trial = fakes.trial(replace(fakes.zero(1), label=f"a{label}"), on=CUDA)
+    text = printed(fakes.success(trial))
+    assert sum("✅ Success" in line for line in text.split("\n")) == 1
+
+
 def test_a_stream_without_an_encoding_is_taken_for_ascii() -> None:
     assert not tables.prints("✅", io.StringIO())
     assert tables.prints("ok", io.StringIO())
@@ -222,13 +308,48 @@ def test_a_status_is_never_cut_however_narrow_the_terminal(monkeypatch: pytest.M
     monkeypatch.setenv("COLUMNS", "60")
     monkeypatch.setenv("TERM", "dumb")
     stream = Terminal()
-    tables.print_table("t", summaries(fakes.success(gpu(1)), fakes.failure(gpu(2), "RuntimeError")), (), stream)
+    tables.print_table("t", compared(fakes.success(gpu(1)), fakes.failure(gpu(2), "RuntimeError")), (), stream)
     words = " ".join(re.sub(r"\x1b\[[0-9;]*m", "", stream.getvalue()).split())
     assert "RuntimeError" in words
     assert "5,120" in words
 
 
+# ------------------------------------------------------------------ thousands of rows
+
+
+def many(count: int) -> Comparison:
+    trial = gpu(1)
+    return compared(
+        *(
+            fakes.success(replace(trial, ds_config={**trial.ds_config, "gradient_clipping": number}))
+            for number in range(count)
+        )
+    )
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+def test_more_rows_than_are_drawn_are_aligned_and_hold_the_same_words(encoding: str) -> None:
+    found = many(501)
+    stream = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+    tables.print_table("t", found, (), stream)
+    stream.flush()
+    body = stream.buffer.getvalue().decode(encoding).splitlines()  # type: ignore[attr-defined]
+    assert body[0] == "t"
+    assert body[1].split()[:2] == ["Strategy", "Status"]
+    assert len({line.index("5,120") for line in body[2:503]}) == 1
+    shown = [" ".join(line.split()) for line in body[2:503]]
+    ok = "✅ Success" if encoding == "utf-8" else "[ok] Success"
+    assert shown[500].startswith(
+        f"ZeRO-1 (gradient_clipping 500) {ok} 100.0 0.00 5,120 1.00x not tested 8.00 12 % 2.00"
+    )
+
+
 # ------------------------------------------------------------------ Markdown
+
+
+def test_no_label_becomes_a_link_or_a_picture_in_an_issue() -> None:
+    trial = fakes.trial(replace(fakes.zero(1), label="![x](http://example.org/x.png)"), on=CUDA)
+    assert "](" not in tables.markdown("t", compared(fakes.success(trial)), [])
 
 
 def table_rows(text: str) -> list[str]:
@@ -241,7 +362,7 @@ def columns(line: str) -> int:
 
 
 def test_a_markdown_table_has_a_heading_a_rule_and_a_line_per_row() -> None:
-    text = tables.markdown("t", summaries(fakes.success(gpu(0)), fakes.failure(gpu(1))), ["run note"])
+    text = tables.markdown("t", compared(fakes.success(gpu(0)), fakes.failure(gpu(1))), ["run note"])
     assert len(table_rows(text)) == 4
     assert {columns(line) for line in table_rows(text)} == {len(tables.HEADINGS)}
     assert "| ZeRO-1 | ❌ OOM | — |" in text
@@ -252,14 +373,14 @@ def test_a_markdown_table_has_a_heading_a_rule_and_a_line_per_row() -> None:
 @given(label=st.text(alphabet="ab|<\\\n\r\x0b\u2028`*", max_size=12))
 def test_no_label_can_add_a_cell_or_a_line_to_a_markdown_table(label: str) -> None:
     trial = fakes.trial(replace(fakes.zero(1), label=label), on=CUDA)
-    text = tables.markdown("t", summaries(fakes.success(trial)), [])
+    text = tables.markdown("t", compared(fakes.success(trial)), [])
     assert {columns(line) for line in table_rows(text)} == {len(tables.HEADINGS)}
-    assert len(text.splitlines()) == len(tables.markdown("t", summaries(fakes.success()), []).splitlines())
+    assert len(text.splitlines()) == len(tables.markdown("t", compared(fakes.success()), []).splitlines())
     assert "<" not in text
 
 
 def test_a_note_with_a_pipe_or_a_tag_is_escaped() -> None:
-    text = tables.markdown("a|b", summaries(fakes.failure(gpu(1), details="<script>|x")), ["<b>"])
+    text = tables.markdown("a|b", compared(fakes.failure(gpu(1), details="<script>|x")), ["<b>"])
     assert "1. &lt;script>\\|x" in text
     assert "- &lt;b>" in text
     assert "### a\\|b" in text

@@ -1,0 +1,188 @@
+"""A trial that ran out of memory, as its record tells it: how much was missing, and what is known around it.
+
+Reads records and decides nothing; what could be done about it is ``changes``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from .. import record
+from ..compare import Comparison, StrategyResult
+from ..models import ModelFacts
+from ..record import TrialRecord
+from ..spec import Strategy, Trial, Workload
+from ..units import format_bytes
+
+Pool = Literal["device", "host", "both"]
+"""The memory that ran out. ``both``: the CPU accelerator, where the host's memory is also the device's."""
+
+_PHASES = {
+    "build": "while the model was built",
+    "init": "in deepspeed.initialize",
+    "warmup": "in the warm-up steps",
+    "forward": "in the forward pass",
+    "backward": "in the backward pass",
+    "step": "in the optimizer step",
+}
+
+
+_NEVER_TRIED = (record.SKIPPED, record.INTERRUPTED)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shortage:
+    """What one rank asked for and could not have."""
+
+    phase: str | None = None
+    """As in ``Outcome.phase``; None where unknown."""
+    requested_bytes: int | None = None
+    """Of the one allocation that failed: what follows it may need more."""
+    free_bytes: int | None = None
+
+    @property
+    def missing_bytes(self) -> int | None:
+        """Requested less free: the least that was missing. None unless both are known."""
+        if self.requested_bytes is None or self.free_bytes is None:
+            return None
+        return max(0, self.requested_bytes - self.free_bytes)
+
+    @property
+    def target_bytes(self) -> int | None:
+        """What a change must free for the allocation to succeed: without the free bytes, all that was requested."""
+        return self.requested_bytes if self.missing_bytes is None else self.missing_bytes
+
+    @property
+    def fragmented(self) -> bool:
+        """As much was free as was asked for, only not in one piece."""
+        return self.missing_bytes == 0
+
+    @property
+    def where(self) -> str:
+        """``in the optimizer step``; empty where unknown."""
+        return _PHASES.get(self.phase or "", f"in phase {self.phase}" if self.phase else "")
+
+    @property
+    def text(self) -> str:
+        """How much was missing, as far as is known."""
+        if self.fragmented:
+            asked, free = format_bytes(self.requested_bytes), format_bytes(self.free_bytes)
+            return f"{asked} asked with {free} free, but not in one piece"
+        if self.missing_bytes is not None:
+            return f"at least {format_bytes(self.missing_bytes)} short"
+        if self.requested_bytes is not None:
+            return f"{format_bytes(self.requested_bytes)} asked, free bytes not known"
+        return "how much was missing is not known"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """The configuration that did not fit, and what is known around it."""
+
+    workload: Workload
+    strategy: Strategy
+    data_parallel_size: int
+    ranks_per_node: int | None
+    """None on several nodes, where the record does not tell."""
+    micro_batch_size: int
+    parameters: int | None
+    """Elements of the whole model; None where unknown, and then nothing is said of model states."""
+    pool: Pool = "device"
+    facts: ModelFacts | None = None
+    activation_bytes: int | None = None
+    """Per rank, at this micro-batch, as another row's ledger counted them; None where no row did."""
+    host_capacity_bytes: int | None = None
+    failed: frozenset[tuple[int, str, str]] = frozenset()
+    """Arrangements (stage, optimizer's device, parameters' device) that ran and failed: not to be suggested."""
+    trained: frozenset[tuple[int, str, str]] = frozenset()
+    """Arrangements that trained, of the same work in the same place."""
+
+
+def arrangement(strategy: Strategy) -> tuple[int, str, str]:
+    """What decides where a strategy's bytes live, whatever it is called."""
+    return strategy.stage, strategy.offload_optimizer, strategy.offload_param
+
+
+def shortage_of(run: TrialRecord) -> Shortage:
+    """What its outcome says was asked and free."""
+    outcome = run.outcome
+    return Shortage(phase=outcome.phase, requested_bytes=outcome.requested_bytes, free_bytes=outcome.free_bytes)
+
+
+def setting_of(run: TrialRecord, comparison: Comparison, facts: ModelFacts | None = None) -> Setting:
+    """What is known of a run that did not fit, also from the rows beside it."""
+    trial = run.trial
+    batch = _micro_batch(run)
+    return Setting(
+        workload=trial.workload,
+        strategy=trial.strategy,
+        data_parallel_size=trial.placement.num_gpus,
+        ranks_per_node=None if trial.placement.hostfile else trial.placement.num_gpus,
+        micro_batch_size=batch,
+        parameters=parameters_of(comparison, run, facts),
+        pool=pool_of(run),
+        facts=facts,
+        activation_bytes=_activations(comparison, run, batch),
+        host_capacity_bytes=comparison.host_capacity_bytes,
+        failed=frozenset(arrangement(row.strategy) for row in _alike(comparison, trial) if not row.succeeded),
+        trained=frozenset(arrangement(row.strategy) for row in _alike(comparison, trial) if row.succeeded),
+    )
+
+
+def _alike(comparison: Comparison, trial: Trial) -> list[StrategyResult]:
+    """Rows that ran the same work in the same place, whatever came of it; the repeats of a row are alike."""
+    asked = (trial.workload, trial.placement)
+    found = []
+    for row in comparison.results:
+        ran = next((run.record for run in row.summaries if run.record.outcome.status not in _NEVER_TRIED), None)
+        if ran is not None and (ran.trial.workload, ran.trial.placement) == asked:
+            found.append(row)
+    return found
+
+
+def _micro_batch(run: TrialRecord) -> int:
+    """As DeepSpeed was told, which an edit of the configuration may have changed."""
+    told = run.trial.ds_config.get("train_micro_batch_size_per_gpu")
+    return told if isinstance(told, int) and told > 0 else run.trial.workload.batch_size
+
+
+def pool_of(run: TrialRecord) -> Pool:
+    """The memory that a run out of memory was out of."""
+    if run.trial.placement.accelerator == "cpu":
+        return "both"
+    return "host" if run.outcome.status == record.OOM_HOST else "device"
+
+
+def parameters_of(comparison: Comparison, run: TrialRecord, facts: ModelFacts | None) -> int | None:
+    """Elements of the model: counted by arithmetic, or by another row of the same model; None where neither was."""
+    if facts is not None:
+        return facts.parameters
+    others = (each.record for row in comparison.results for each in row.summaries)
+    counted = (
+        rank.parameter_count
+        for other in others
+        if other.trial.workload.model == run.trial.workload.model
+        for rank in other.ranks
+    )
+    return next(counted, None)
+
+
+def _activations(comparison: Comparison, run: TrialRecord, batch: int) -> int | None:
+    """The fullest rank's, of a row that trained the same at any micro-batch, scaled to this one: they are linear."""
+    tier = "cpu" if run.trial.placement.accelerator == "cpu" else "gpu"
+    for row in comparison.results:
+        for each in row.successes:
+            counted = [
+                size * batch // rank.micro_batch_size
+                for rank in each.record.ranks
+                if (size := rank.ledger.get(tier, {}).get("activations"))
+            ]
+            if counted and _same_activations(each.record, run):
+                return max(counted)
+    return None
+
+
+def _same_activations(a: TrialRecord, b: TrialRecord) -> bool:
+    names = ("model", "seq_length", "precision", "activation_checkpointing")
+    return all(getattr(a.trial.workload, name) == getattr(b.trial.workload, name) for name in names)

@@ -1,0 +1,49 @@
+"""Room on the card: how much larger a micro-batch a row could take, and what a row needs that is too full."""
+
+from __future__ import annotations
+
+from ..compare import Comparison, StrategyResult
+from ..doubts import NEAR_CAPACITY
+from ..models import ModelFacts
+from ..units import format_bytes, format_percent
+from . import remedies
+from .changes import changes
+from .fitting import Shortage, setting_of
+from .rule import COMFORTABLE
+
+_LEAVE_FREE = 0.10
+"""Fraction of the card that a suggested micro-batch is to leave, for what is not linear in it."""
+
+
+def larger_batch(row: StrategyResult, comparison: Comparison) -> str | None:
+    """The largest doubling of the micro-batch predicted to leave room; None where unknown, or where there is none.
+
+    Only activations grow with it, linearly; they must have been counted for this row.
+    """
+    capacity, fraction = comparison.device_capacity_bytes, row.gpu_fraction
+    if capacity is None or fraction is None or fraction >= COMFORTABLE:
+        return None
+    setting = setting_of(row.successes[0].record, comparison)
+    batch, each = setting.micro_batch_size, setting.activation_bytes
+    if not each:
+        return None
+    factor = 1
+    while fraction * capacity + each * (2 * factor - 1) <= (1 - _LEAVE_FREE) * capacity:
+        factor *= 2
+    if factor == 1:
+        return None
+    share = fraction + each * (factor - 1) / capacity
+    grown = f"about {format_percent(share, digits=0)} of the card by {row.label}'s ledger"
+    return f"there is room for more: try micro-batch {batch * factor} ({grown})"
+
+
+def too_full(row: StrategyResult, comparison: Comparison, facts: ModelFacts | None) -> str | None:
+    """What would bring a row that trained under the limit; None where its memory is not known."""
+    capacity = comparison.device_capacity_bytes
+    if row.gpu_fraction is None or capacity is None:
+        return None
+    excess = int((row.gpu_fraction - NEAR_CAPACITY) * capacity)
+    shortage = Shortage(requested_bytes=excess, free_bytes=0)
+    setting = setting_of(row.successes[0].record, comparison, facts)
+    head = f"{row.label} is {format_bytes(excess)} over {format_percent(NEAR_CAPACITY, digits=0)} of the card"
+    return f"{head}: {remedies.suggestion(changes(setting, shortage), shortage)}"

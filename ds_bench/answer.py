@@ -1,0 +1,119 @@
+"""What a set of rows comes to: the comparison, the recommendation, and where they come from; as text for a console
+or as a Markdown block for an issue. A run ends with it, and ``report`` makes it again from files."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import IO
+
+from . import compare, console, models, provenance, recommend, tables
+from .analysis import Summary
+from .compare import Comparison, StrategyResult
+from .environment import Environment
+from .recommend import Recommendation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """One table and what to make of it."""
+
+    title: str
+    """What was trained on what."""
+    comparison: Comparison
+    recommendation: Recommendation
+    goal: str
+    """speed, balanced or memory."""
+    notes: tuple[str, ...] = ()
+    """Of the run as a whole."""
+    commands: tuple[str, ...] = ()
+    """The lines that were typed; empty where the files do not tell."""
+    environments: tuple[Environment, ...] = ()
+    sources: tuple[str, ...] = ()
+    """The files it was made from; empty at the end of a run."""
+
+    @property
+    def chosen(self) -> StrategyResult | None:
+        """The recommended row."""
+        key = self.recommendation.key
+        return None if key is None else self.comparison.result(key)
+
+
+def of(
+    summaries: Sequence[Summary],
+    *,
+    goal: str = "balanced",
+    relative_to: str | None = None,
+    facts: models.ModelFacts | None = None,
+    notes: Sequence[str] = (),
+    commands: Sequence[str] = (),
+    environments: Sequence[Environment] = (),
+    sources: Sequence[str] = (),
+    heading: str | None = None,
+) -> Answer:
+    """The answer that rows of one workload give. ``facts`` of a preset are found without being given.
+
+    Raises UsageError where ``relative_to`` names no row.
+    """
+    comparison = compare.build(summaries, relative_to, environments=environments)
+    return Answer(
+        title=heading or title(summaries),
+        comparison=comparison,
+        recommendation=recommend.recommend(comparison, goal, facts or _preset(summaries)),
+        goal=goal,
+        notes=tuple(notes),
+        commands=tuple(dict.fromkeys(filter(None, commands))),
+        environments=tuple(environments),
+        sources=tuple(sources),
+    )
+
+
+def _preset(summaries: Sequence[Summary]) -> models.ModelFacts | None:
+    work = summaries[0].record.trial.workload if summaries else None
+    return models.find_preset(work.model) if work and work.model_source == "preset" else None
+
+
+def title(summaries: Sequence[Summary]) -> str:
+    """What was trained on what, in one line."""
+    if not summaries:
+        return "nothing was run"
+    work, place = summaries[0].record.trial.workload, summaries[0].record.trial.placement
+    device = next((rank.device_name for s in summaries for rank in s.record.ranks), place.accelerator)
+    unit = "GPU" if place.accelerator == "cuda" else "CPU rank"
+    return (
+        f"{work.model} · {work.precision} · micro-batch {work.batch_size} × {work.seq_length} tokens"
+        f"{f' × {work.grad_accum} accumulated' if work.grad_accum > 1 else ''} · "
+        f"{place.num_gpus} {unit}{'s' if place.num_gpus > 1 else ''} ({device}) · {work.num_steps} steps"
+    )
+
+
+def print_answer(answer: Answer, stream: IO[str]) -> None:
+    """The table, its notes and the recommendation."""
+    tables.print_table(answer.title, answer.comparison, answer.notes, stream)
+    print(file=stream)
+    for line in recommend.lines(answer.recommendation, answer.goal):
+        line = console.plain(line)
+        print(line if console.prints(line, stream) else console.ascii_only(line), file=stream)
+
+
+def markdown(answer: Answer) -> str:
+    """A block to paste into an issue: table, recommendation, set-up, exact command, versions."""
+    parts = [tables.markdown(answer.title, answer.comparison, answer.notes).rstrip()]
+    parts += ["**Recommendation**\n\n" + "\n".join(f"- {tables.escaped(line)}" for line in _recommended(answer))]
+    for environment in answer.environments:
+        parts.append("**Set-up** " + tables.escaped(provenance.one_line(environment)))
+    for line in answer.commands:
+        parts.append(f"**Command**\n\n{_fenced(line)}")
+    return "\n\n".join(parts) + "\n"
+
+
+def _recommended(answer: Answer) -> list[str]:
+    return recommend.lines(answer.recommendation, answer.goal)
+
+
+def _fenced(text: str) -> str:
+    """A code block whose fence no text can close."""
+    fence = "```"
+    while fence in text:
+        fence += "`"
+    return f"{fence}sh\n{console.plain(text)}\n{fence}"

@@ -1,0 +1,61 @@
+"""What a flag's text may be, checked one flag at a time, with one line for what it may not be."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import NoReturn
+
+from .errors import UsageError
+
+
+def whole(minimum: int) -> Callable[[str], int]:
+    """A whole number of ``minimum`` or more."""
+
+    def convert(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = minimum - 1
+        if value < minimum:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of {minimum} or more")
+        return value
+
+    return convert
+
+
+def positive(text: str) -> float:
+    """A finite number above 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return value
+
+
+def factory(text: str) -> str:
+    """``package.module:function``."""
+    module, _, function = text.partition(":")
+    if not module or not function:
+        raise argparse.ArgumentTypeError(f"{text!r} is not package.module:function")
+    return text
+
+
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, as everything else does."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(message, remedy=f"see {self.prog} --help")
+
+
+def fraction(text: str) -> float:
+    """A number from 0 up to, not including, 1."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 to below 1")
+    return value

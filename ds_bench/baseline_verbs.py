@@ -1,0 +1,146 @@
+"""The verbs ``baseline save`` and ``baseline check``: results read back, one line for each row, one exit code."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from . import baselines, compare, console, load, merging, units
+from .baselines import BaselineComparison
+from .errors import UsageError
+from .regression import baselinefile
+from .regression.benchresult import BenchmarkResult, of_runs
+
+OK, REGRESSION = 0, 3
+
+
+def save_command(paths: Sequence[Path], file: Path, tolerance: float | None) -> int:
+    """Keeps every row that succeeded as the baseline of its name. Raises UsageError where there is none; returns 0.
+
+    ``tolerance``: None keeps that of an earlier entry, else 0.05. A row whose figures are disqualified, such as one
+    whose loss is not finite, is left out and said.
+    """
+    found = results(paths)
+    _require_distinct(found)
+    fit = [result for result in found if _unfit(result) is None]
+    saved = baselines.save_results(fit, file, tolerance) if fit else []
+    with console.pipe_may_close():
+        for entry in saved:
+            console.print_text(f"saved {console.plain(entry.name)}: {_figures(entry)}")
+        for result in found:
+            if (reason := _unfit(result)) is not None:
+                console.print_text(f"not saved {console.plain(result.name)}: {console.plain(reason)}")
+    if not saved:
+        raise UsageError("nothing was saved: no row is fit to be a baseline", remedy="the lines above say why")
+    print(f"baselines {file}", file=sys.stderr)
+    return OK
+
+
+def check_command(paths: Sequence[Path], file: Path, as_json: bool) -> int:
+    """Every row against its baseline. Returns 3 when one regressed, else 0.
+
+    Raises UsageError, which is exit code 2, where the file of baselines is missing or bad, and, after the lines are
+    printed, where rows have baselines and not one of them compares: a gate that checked nothing is not passed.
+    """
+    found = results(paths)
+    if baselinefile.read(file) is None:
+        raise UsageError(f"--baselines {file}: no such file", remedy="make it with: baseline save RESULT")
+    verdicts = [baselines.compare_to_baseline(result, path=file) for result in found]
+    with console.pipe_may_close():
+        if as_json:
+            print(json.dumps(as_data(verdicts), indent=1, ensure_ascii=True, allow_nan=False))
+        else:
+            _print(verdicts)
+    if any(verdict.failed for verdict in verdicts):
+        return REGRESSION
+    _require_one_compared(verdicts)
+    return OK
+
+
+def results(paths: Sequence[Path]) -> list[BenchmarkResult]:
+    """One result per row of the files, repeats taken together. Raises UsageError."""
+    found = []
+    for group in merging.merge([load.load(path) for path in paths]):
+        environment = group.environments[0] if group.environments else None  # those of one group are alike
+        rows = compare.build(group.summaries, environments=group.environments).results
+        found += [of_runs(row.summaries, environment) for row in rows]
+    return found
+
+
+def _require_distinct(found: Sequence[BenchmarkResult]) -> None:
+    """Two rows of one name, such as one strategy with two DeepSpeed configurations, cannot both be the baseline."""
+    for number, result in enumerate(found):
+        if any(other.name == result.name for other in found[:number]):
+            problem = f"two rows are called {result.name}: they differ in steps, machine or DeepSpeed configuration"
+            raise UsageError(problem, remedy="save one result at a time, to a file each (--baselines)")
+
+
+def _unfit(result: BenchmarkResult) -> str | None:
+    """Why a result is no baseline; None where it is one."""
+    if not result.succeeded:
+        return f"{result.status}{f': {result.error}' if result.error else ''}"
+    if result.environment is None:
+        return "its hardware and versions are not known; give its run folder"
+    return result.doubts[0] if result.doubts else None
+
+
+def _figures(entry: baselines.BaselineEntry) -> str:
+    rate = f"{units.format_count(entry.throughput_tokens_per_sec)} tokens/s"
+    memory = None if entry.peak_memory_mb is None else entry.peak_memory_mb * units.BYTES_PER_MB
+    kind = "CPU" if entry.memory == "host" else "GPU"
+    tolerance = units.format_percent(entry.tolerance)
+    return f"{rate}, peak {kind} memory {units.format_bytes(memory)}, tolerance {tolerance}"
+
+
+def _print(verdicts: Sequence[BaselineComparison]) -> None:
+    for verdict in verdicts:
+        sign = "❌" if verdict.failed else "✅" if verdict.comparable and verdict.baseline else "—"
+        console.print_text(f"{sign} {console.plain(verdict.name)}: {console.plain(verdict.message)}")
+    console.print_text(_summary(verdicts))
+
+
+def _summary(verdicts: Sequence[BaselineComparison]) -> str:
+    """``2 compared, 1 of them a regression; 1 not comparable; 1 without a baseline``."""
+    compared = [verdict for verdict in verdicts if verdict.comparable and verdict.baseline is not None]
+    apart = sum(not verdict.comparable for verdict in verdicts)
+    new = sum(verdict.comparable and verdict.baseline is None for verdict in verdicts)
+    regressions = sum(verdict.failed for verdict in compared)
+    counts = [f"{len(compared)} compared, {regressions} regressed"]
+    counts += [f"{apart} not comparable"] if apart else []
+    return "; ".join([*counts, *([f"{new} without a baseline"] if new else [])])
+
+
+def as_data(verdicts: Sequence[BaselineComparison]) -> dict[str, Any]:
+    """For JSON: names that regressed, then every verdict."""
+    return {
+        "failed": [verdict.name for verdict in verdicts if verdict.failed],
+        "not_comparable": [verdict.name for verdict in verdicts if not verdict.comparable],
+        "entries": [_entry(verdict) for verdict in verdicts],
+    }
+
+
+def _entry(verdict: BaselineComparison) -> dict[str, Any]:
+    return {
+        "name": verdict.name,
+        "failed": verdict.failed,
+        "passed": verdict.passed,
+        "comparable": verdict.comparable,
+        "has_baseline": verdict.baseline is not None,
+        "regressions": list(verdict.regressions),
+        "throughput_ratio": verdict.throughput_ratio,
+        "memory_ratio": verdict.memory_ratio,
+        "message": verdict.message,
+    }
+
+
+def _require_one_compared(verdicts: Sequence[BaselineComparison]) -> None:
+    apart = [verdict for verdict in verdicts if not verdict.comparable]
+    compared = [verdict for verdict in verdicts if verdict.comparable and verdict.baseline is not None]
+    if apart and not compared:
+        raise UsageError(
+            console.plain(f"nothing was checked: {apart[0].name} is {apart[0].message}"),
+            remedy="measure both on one machine with the same versions, or save new baselines",
+        )

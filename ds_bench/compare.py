@@ -1,0 +1,258 @@
+"""Pure: from summaries of trials to a Comparison, one StrategyResult per configuration."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import Any
+
+from .analysis import Summary, with_comparison
+from .caveats import Caveat, note
+from .circumstances import whole_caveats
+from .environment import Environment
+from .errors import UsageError
+from .inference import RatioInterval, mean_interval, ratio_interval, spread
+from .likeness import differences, grouped, unique_labels
+from .spec import Strategy
+from .units import BYTES_PER_GB
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StrategyResult:
+    """One configuration, its repeats taken together. Whole job unless said otherwise; None where not measured."""
+
+    key: str
+    """Stable identity: the hash of the trial with repeat 0."""
+    label: str
+    """Short text for tables, unique within the comparison."""
+    strategy: Strategy
+    summaries: tuple[Summary, ...]
+    """Every run, failed ones included, in order."""
+    tokens_per_second: float | None = None
+    """Median of the successful runs' means."""
+    step_seconds: float | None = None
+    """Median of the successful runs' means."""
+    step_seconds_spread: float | None = None
+    """Standard deviation between runs where there are two or more, else between the steps of the one."""
+    interval: tuple[float, float] | None = None
+    """95 % confidence interval of the mean tokens/s, R >= 3 successful runs."""
+    ratio: float | None = None
+    """Throughput to the baseline's; None where the rows do not compare."""
+    ratio_interval: RatioInterval | None = None
+    """Welch on per-run means of the log ratio; None below three runs on either side ("not tested")."""
+    tokens_per_second_per_gb: float | None = None
+    """Tokens/s per GB (2**30) of peak device memory of the fullest rank; None on the CPU accelerator."""
+    gpu_peak_bytes: int | None = None
+    """The worst run's peak allocated on the worst rank."""
+    gpu_fraction: float | None = None
+    """The worst run's peak reserved as a fraction of the card."""
+    host_peak_bytes: int | None = None
+    """The worst run's peak resident memory of a node's ranks."""
+    gpu_difference_bytes: int | None = None
+    """Peak device memory less the baseline's."""
+    host_difference_bytes: int | None = None
+    caveats: tuple[Caveat, ...] = ()
+    """Of all its runs, each once."""
+    differences: tuple[str, ...] = ()
+    """Why this row does not compare with the baseline; empty where it does."""
+
+    @property
+    def successes(self) -> tuple[Summary, ...]:
+        return tuple(summary for summary in self.summaries if summary.record.outcome.success)
+
+    @property
+    def succeeded(self) -> bool:
+        """At least one run did."""
+        return bool(self.successes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """Rows in order of appearance, against one of them."""
+
+    results: tuple[StrategyResult, ...]
+    baseline: StrategyResult | None = None
+    """The row that ratios refer to: the first, or the one asked for; None where that row has no numbers."""
+    pareto_device: tuple[str, ...] = ()
+    """Keys of rows that no other row beats in both throughput and device memory."""
+    pareto_host: tuple[str, ...] = ()
+    """The same for (throughput, host memory); empty where no row keeps anything off the device and there is one."""
+    caveats: tuple[Caveat, ...] = ()
+    """Of the comparison as a whole: CPU accelerator, one GPU, too few repeats, environment."""
+    device_capacity_bytes: int | None = None
+    """Memory of the smallest card, real or emulated; None on the CPU accelerator."""
+    host_capacity_bytes: int | None = None
+    """Memory of the host or of the cgroup, whichever is less, where the environment is known."""
+
+    def result(self, key: str) -> StrategyResult:
+        """The row of that key. Raises KeyError."""
+        return next((row for row in self.results if row.key == key), None) or _no_row(key)
+
+
+def _no_row(key: str) -> StrategyResult:
+    raise KeyError(key)
+
+
+def build(
+    summaries: Sequence[Summary], relative_to: str | None = None, *, environments: Sequence[Environment] = ()
+) -> Comparison:
+    """Every repeat to its row, and every row against the first, or against ``relative_to``.
+
+    ``relative_to``: a strategy's name, a row's label, or ``zeroN``. Raises UsageError where no row is called that.
+    ``environments``: of the runs, in order. Where the baseline has no numbers there are no ratios, and rows are held
+    against the first that has for what forbids comparing them.
+    """
+    groups = grouped(with_comparison(summaries))
+    labels = unique_labels([_spokesman(group).record for group in groups.values()])
+    rows = [_row(key, label, group) for (key, group), label in zip(groups.items(), labels, strict=True)]
+    chosen = _chosen(rows, relative_to)
+    reference = chosen if chosen is None or chosen.succeeded else next((row for row in rows if row.succeeded), chosen)
+    baseline = reference if chosen is not None and chosen.succeeded else None
+    results = tuple(_related(row, baseline, reference) for row in rows)
+    return Comparison(
+        results=results,
+        baseline=next((row for row in results if baseline is not None and row.key == baseline.key), None),
+        pareto_device=_front([(row, row.gpu_peak_bytes) for row in results]),
+        pareto_host=_front([(row, row.host_peak_bytes) for row in results]) if _host_matters(results) else (),
+        caveats=(*whole_caveats(list(groups.values()), environments), *_no_baseline(chosen)),
+        device_capacity_bytes=_device_capacity(summaries, environments),
+        host_capacity_bytes=_host_capacity(environments),
+    )
+
+
+def is_called(strategy: Strategy, name: str) -> bool:
+    """Whether a user who writes ``name`` (``zero2``, ``ZeRO-2``, ``stage 2``, ``cpu_optimizer``) means it."""
+    wanted = _plain(name)
+    stage = () if strategy.offloads_optimizer else (f"zero{strategy.stage}", f"stage{strategy.stage}")
+    return wanted in (_plain(strategy.name), _plain(strategy.label), *stage)
+
+
+def _plain(name: str) -> str:
+    return "".join(letter for letter in name.casefold() if letter not in " -_")
+
+
+def _spokesman(group: Sequence[Summary]) -> Summary:
+    """The run that stands for its row: the first that was measured."""
+    return next((summary for summary in group if summary.record.outcome.success), group[0])
+
+
+def _row(key: str, label: str, group: Sequence[Summary]) -> StrategyResult:
+    """The row by itself, before it is held against another."""
+    good = [summary for summary in group if summary.record.outcome.success]
+    tokens, steps = _known(good, "tokens_per_second"), _known(good, "step_seconds")
+    speed, peak = _median(tokens), _most(good, "gpu_peak_bytes")
+    return StrategyResult(
+        key=key,
+        label=label,
+        strategy=group[0].record.trial.strategy,
+        summaries=tuple(group),
+        tokens_per_second=speed,
+        step_seconds=_median(steps),
+        step_seconds_spread=spread(steps) if len(steps) > 1 else next((run.step_seconds_std for run in good), None),
+        interval=mean_interval(tokens),
+        tokens_per_second_per_gb=speed / (peak / BYTES_PER_GB) if speed is not None and peak else None,
+        gpu_peak_bytes=peak,
+        gpu_fraction=_most(good, "gpu_fraction"),
+        host_peak_bytes=_most(good, "host_peak_bytes"),
+        caveats=_row_caveats(group, len(good)),
+    )
+
+
+def _row_caveats(group: Sequence[Summary], successes: int) -> tuple[Caveat, ...]:
+    failed = len(group) - successes
+    counted = [note(f"{failed} of {len(group)} runs failed")] if failed and successes else []
+    return tuple(dict.fromkeys([*(caveat for run in group for caveat in run.caveats), *counted]))
+
+
+def _known(group: Sequence[Summary], name: str) -> list[Any]:
+    return [value for run in group if (value := getattr(run, name)) is not None]
+
+
+def _median(values: Sequence[float]) -> float | None:
+    return statistics.median(values) if values else None
+
+
+def _most(group: Sequence[Summary], name: str) -> Any:
+    return max(_known(group, name), default=None)
+
+
+def _chosen(rows: Sequence[StrategyResult], relative_to: str | None) -> StrategyResult | None:
+    if relative_to is None or not rows:
+        return next(iter(rows), None)
+    exact = (row for row in rows if relative_to in (row.label, row.key))
+    found = next(exact, None) or next((row for row in rows if is_called(row.strategy, relative_to)), None)
+    if found is None:
+        choices = ", ".join(dict.fromkeys(row.strategy.name for row in rows))
+        raise UsageError(f"--relative-to {relative_to}: no row is called that", remedy=f"one of {choices}")
+    return found
+
+
+def _related(row: StrategyResult, baseline: StrategyResult | None, reference: StrategyResult | None) -> StrategyResult:
+    """The row held against the baseline; without one, only against what forbids comparing it."""
+    assert reference is not None  # there is a row, hence a first
+    forbidden = tuple(differences(_spokesman(reference.summaries).record, _spokesman(row.summaries).record))
+    if baseline is None or forbidden:
+        return replace(row, differences=forbidden)
+    ours, theirs = (_known(each.successes, "tokens_per_second") for each in (row, baseline))
+    return replace(
+        row,
+        ratio=_quotient(row.tokens_per_second, baseline.tokens_per_second),
+        ratio_interval=None if row.key == baseline.key else ratio_interval(ours, theirs),
+        gpu_difference_bytes=_less(row.gpu_peak_bytes, baseline.gpu_peak_bytes),
+        host_difference_bytes=_less(row.host_peak_bytes, baseline.host_peak_bytes),
+    )
+
+
+def _quotient(a: float | None, b: float | None) -> float | None:
+    return a / b if a is not None and b else None
+
+
+def _less(a: int | None, b: int | None) -> int | None:
+    return a - b if a is not None and b is not None else None
+
+
+def _front(rows: Sequence[tuple[StrategyResult, int | None]]) -> tuple[str, ...]:
+    """Keys of rows that none beats in both throughput and memory, in order of appearance; equals stay together."""
+    points = [
+        (-row.tokens_per_second, memory, row.key)
+        for row, memory in rows
+        if row.tokens_per_second is not None and memory is not None and not row.differences
+    ]
+    kept, least = set(), math.inf
+    for _, members in groupby(sorted(points), key=lambda point: point[0]):  # fastest first
+        group = list(members)
+        if group[0][1] < least:
+            least = group[0][1]
+            kept |= {key for _, memory, key in group if memory == least}
+    return tuple(key for _, _, key in points if key in kept)
+
+
+def _host_matters(rows: Sequence[StrategyResult]) -> bool:
+    """Something lives in host memory, or nothing else does."""
+    measured = [row for row in rows if row.succeeded]
+    offloads = any(row.strategy.offloads_optimizer or row.strategy.offload_param != "none" for row in measured)
+    return offloads or all(row.gpu_peak_bytes is None for row in measured)
+
+
+def _no_baseline(chosen: StrategyResult | None) -> list[Caveat]:
+    if chosen is None or chosen.succeeded:
+        return []
+    return [note(f"{chosen.label} has no numbers to be relative to: no ratios; --relative-to takes another row")]
+
+
+def _device_capacity(summaries: Sequence[Summary], environments: Sequence[Environment]) -> int | None:
+    """What ranks saw; where none got that far, the cards of the environments."""
+    on_cards = [each.record for each in summaries if each.record.trial.placement.accelerator == "cuda"]
+    seen = [rank.gpu_total_bytes for record in on_cards for rank in record.ranks]
+    if on_cards and not any(seen):
+        seen = [gpu.memory_total_bytes for environment in environments for gpu in environment.gpus]
+    limits = [record.trial.placement.gpu_memory_limit_bytes for record in on_cards]
+    return min((size for size in [*seen, *limits] if size), default=None)
+
+
+def _host_capacity(environments: Sequence[Environment]) -> int | None:
+    sizes = [(facts.host_memory_bytes, facts.cgroup_memory_limit_bytes) for facts in environments]
+    return min((size for pair in sizes for size in pair if size), default=None)

@@ -1,0 +1,116 @@
+"""The cells of a flat row: each of its column's type, and the one that joins all caveats taken apart again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..caveats import Caveat, CaveatKind, note, typed
+from ..rows import COLUMNS
+from .shapes import LARGEST
+
+_TEXTS = frozenset((
+    "strategy", "model", "status", "error", "error_details", "caveats", "trial_id", "accelerator", "device",
+    "precision", "optimizer", "launch", "flops_convention", "started_at",
+))  # fmt: skip
+_FLAGS = frozenset(("success", "activation_checkpointing"))
+_COUNTS = frozenset((
+    "stage", "batch_size", "seq_length", "grad_accum", "num_steps", "warmup_steps", "repeat", "num_gpus",
+    "data_parallel_size", "parameter_count", "model_flops_per_token", "causal_flops_per_token",
+    "hardware_flops_per_token", "gpu_alloc_retries", "skipped_steps", "method_version",
+))  # fmt: skip
+_NEEDED = (
+    "stage", "strategy", "model", "batch_size", "seq_length", "grad_accum", "num_steps", "warmup_steps", "success",
+    "status", "repeat", "num_gpus", "accelerator", "precision", "activation_checkpointing", "method_version",
+)  # fmt: skip
+_KNOWN = frozenset(name for name, _ in COLUMNS)
+_SIGNED = frozenset(("first_loss", "final_loss"))
+_SKIPPED = " measured steps were skipped"
+_CAVEATS: tuple[tuple[str, CaveatKind, bool], ...] = (
+    ("unstable: ", CaveatKind.UNSTABLE, False),
+    ("not steady: ", CaveatKind.NOT_STEADY, False),
+    ("near capacity: ", CaveatKind.NEAR_CAPACITY, False),
+    ("the allocator retried", CaveatKind.ALLOCATOR_RETRIED, False),
+    ("torch's AdamW instead of", CaveatKind.OTHER_OPTIMIZER, False),
+    ("DeepSpeed's buffers are most", CaveatKind.BUCKET_DOMINATES, False),
+    ("loss is not finite", CaveatKind.LOSS_DIFFERS, True),
+    ("no warm-up: ", CaveatKind.NOTE, False),
+    ("one measured step: ", CaveatKind.NOTE, False),
+    ("ran micro-batch", CaveatKind.NOTE, False),
+    ("the parameters stayed", CaveatKind.NOTE, False),
+    ("MFU of ", CaveatKind.NOTE, False),
+    ("ran optimizer offload", CaveatKind.NOTE, True),
+    ("ran parameter offload", CaveatKind.NOTE, True),
+    ("--nvme-path is memory", CaveatKind.NOTE, True),
+    ("nothing was swapped", CaveatKind.NOTE, True),
+    ("no bytes reached", CaveatKind.NOTE, True),
+)
+"""How the texts that ``doubts`` and ``analysis`` write begin, with their kind and whether they disqualify a row."""
+
+
+def check(row: Any) -> dict[str, Any]:
+    """The known columns of a row. Raises ValueError naming the column that is missing or of a wrong type."""
+    if not isinstance(row, dict):
+        raise ValueError(f"is {type(row).__name__}, not an object")
+    for name in _NEEDED:
+        if row.get(name) is None:
+            raise ValueError(f"has no {name}")
+    return {name: _checked(name, value) for name, value in row.items() if name in _KNOWN}
+
+
+def unknown_columns(row: Mapping[str, Any]) -> list[str]:
+    """Names that no column of ours has."""
+    return [name for name in row if name not in _KNOWN]
+
+
+def _checked(name: str, value: Any) -> Any:
+    """A value of its column's type; JSON's true is no number."""
+    if value is None:
+        return None
+    kinds, wanted = _kind_of(name)
+    if type(value) not in kinds:
+        raise ValueError(f"has a {name} that is not {wanted}")
+    if type(value) in (int, float) and not -LARGEST <= value <= LARGEST:
+        raise ValueError(f"has a {name} beyond all measure")
+    if type(value) in (int, float) and value < 0 and name not in _SIGNED:
+        raise ValueError(f"has a negative {name}")
+    return value
+
+
+def _kind_of(name: str) -> tuple[tuple[type, ...], str]:
+    if name in _TEXTS:
+        return (str,), "text"
+    if name in _FLAGS:
+        return (bool,), "true or false"
+    return ((int,), "a whole number") if name in _COUNTS else ((int, float), "a number")
+
+
+def caveats(text: str | None, num_steps: int) -> list[Caveat]:
+    """The caveats joined in one cell. Texts hold the joint too: a part that begins none of ours belongs to the last."""
+    parts: list[str] = []
+    for part in (text or "").split("; "):
+        if parts and _known_start(part) is None:
+            parts[-1] += f"; {part}"
+        else:
+            parts.append(part)
+    return [_typed(part, num_steps) for part in parts if part]
+
+
+def _typed(text: str, num_steps: int) -> Caveat:
+    kind, disqualifying = _known_start(text) or (CaveatKind.NOTE, False)
+    count, skipped, _ = text.partition(_SKIPPED)
+    if skipped and count.isdecimal() and len(count) < 10:
+        disqualifying = int(count) >= num_steps
+    return (
+        note(text) if kind is CaveatKind.NOTE and not disqualifying else typed(kind, text, disqualifying=disqualifying)
+    )
+
+
+def _known_start(text: str) -> tuple[CaveatKind, bool] | None:
+    if text.startswith("loss differs by"):
+        return CaveatKind.LOSS_DIFFERS, "a known quirk" not in text
+    if " stepped, not the " in text:
+        return CaveatKind.OTHER_OPTIMIZER, True
+    if _SKIPPED in text:
+        return CaveatKind.NOTE, False
+    return next(((kind, final) for start, kind, final in _CAVEATS if text.startswith(start)), None)

@@ -1,0 +1,238 @@
+"""Reading JSON that somebody else may have written, cut off or edited: what is wrong with it is said in one line.
+
+Only text and JSON values are known here; what they mean is for :mod:`shapes` and :mod:`load`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from ..errors import UsageError
+
+LARGEST_FILE_BYTES = 2**30
+"""No result is near it: fifty thousand records of two ranks each."""
+_BUFFER_BYTES = 2**20
+_MOST_SHARED = 64
+_GIVE = "give a run folder, or a result's .json"
+_BLANKS = " \t\n\r"
+_LITERALS = ("true", "false", "null", "NaN", "Infinity", "-Infinity")
+
+
+class NotJsonError(ValueError):
+    """The text is no JSON; ``str()`` says where and why, for the end of a sentence."""
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[BinaryIO]:
+    """A regular file. Raises UsageError for anything else; never waits for a pipe or a device."""
+    if "\0" in str(path):
+        raise UsageError(f"{path!s:.40} cannot be read: a name holds no null byte", remedy=_GIVE)
+    try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise UsageError(f"{path} is not a regular file", remedy=_GIVE)
+        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            facts = os.fstat(handle)
+            if not stat.S_ISREG(facts.st_mode) or facts.st_size > LARGEST_FILE_BYTES:
+                raise UsageError(f"{path} is larger than any result", remedy=_GIVE)
+            with os.fdopen(handle, "rb", buffering=_BUFFER_BYTES, closefd=False) as file:
+                yield file
+        finally:
+            os.close(handle)
+    except FileNotFoundError:
+        raise UsageError(f"{path}: no such file", remedy=_GIVE) from None
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror}", remedy="give a file that you may read") from None
+
+
+def read_bytes(path: Path) -> bytes:
+    """The contents of a regular file. Raises UsageError."""
+    with opened(path) as file:
+        return file.read()
+
+
+def read_lines(path: Path) -> Iterator[bytes]:
+    """The lines of a regular file, one in memory at a time. Raises UsageError."""
+    with opened(path) as file:
+        yield from file
+
+
+def decode(data: bytes) -> str:
+    """UTF-8 with or without a byte order mark. Raises NotJsonError for other encodings."""
+    if data.startswith((b"\xff\xfe", b"\xfe\xff")):
+        raise NotJsonError("is UTF-16, not UTF-8")
+    try:
+        return data.removeprefix(b"\xef\xbb\xbf").decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise NotJsonError(f"is not UTF-8 text (byte {error.start})") from None
+
+
+def read_json(path: Path, notes: list[str]) -> Any:
+    """The one JSON value in a file. Raises UsageError; ``notes`` receives what had to be mended."""
+    try:
+        return Reader().parse(decode(read_bytes(path)), str(path), notes)
+    except NotJsonError as error:
+        raise UsageError(f"{path} {error}", remedy="give a result as ds_bench wrote it, or copy it again") from None
+
+
+class _NotFinite:
+    """Stands for a NaN or Infinity token until its place is known."""
+
+
+_NOT_FINITE = _NotFinite()
+
+
+class Reader:
+    """Parses many texts alike. Objects under ``shared`` keys whose text is equal become one object, parsed once.
+
+    Records repeat their configurations word for word: most of their text need not be parsed again, nor be kept twice.
+    ``shared`` names the keys in the order in which the writer puts them, the last as often as it likes; a key in
+    another place is only not shared.
+    """
+
+    def __init__(self, shared: Sequence[str] = ()) -> None:
+        self._decoder = json.JSONDecoder(object_pairs_hook=self._object, parse_constant=self._constant)
+        self._needles = [(f', "{key}": {{', key == shared[-1]) for key in shared]
+        self._known: dict[str, dict[str, Any]] = {needle: {} for needle, _ in self._needles}
+        self._odd_text = False
+        self._repeated: list[str] = []
+        self._constants = 0
+        self._stand_ins: list[Any] = []
+
+    def parse(self, text: str, where: str, notes: list[str]) -> Any:
+        """The value of one text. Raises NotJsonError.
+
+        What had to be mended is said in ``notes``: NaN and Infinity become null, of a repeated key the last counts,
+        and half a surrogate pair, which no terminal can print, becomes U+FFFD.
+        """
+        value = self._sharing(text) if self._needles else None
+        if value is None:
+            value = self._plain(text)
+        if self._repeated:
+            keys = ", ".join(repr(_printable(key)) for key in dict.fromkeys(self._repeated))
+            notes.append(f"{where}: {keys} given more than once: the last counts")
+        if not (self._constants or self._odd_text):
+            return value
+        try:
+            return _mended(value, where, "", notes)
+        except RecursionError:
+            raise NotJsonError("is nested too deeply") from None
+
+    def _plain(self, text: str) -> Any:
+        self._begin([])
+        self._odd_text = _may_hold_surrogates(text)
+        start = len(text) - len(text.lstrip(_BLANKS))
+        try:
+            value, end = self._decoder.raw_decode(text, start)
+        except RecursionError:
+            raise NotJsonError("is nested too deeply") from None
+        except json.JSONDecodeError as error:
+            raise NotJsonError(_reason(text, error)) from None
+        except ValueError:
+            raise NotJsonError("holds a number of thousands of digits") from None
+        more = len(text) - len(text[end:].lstrip(_BLANKS))
+        if more < len(text):
+            raise NotJsonError(f"has more text after its end ({_place(text, more)})")
+        return value
+
+    def _sharing(self, text: str) -> Any:
+        """The value with known objects taken from memory; None where the text needs the plain way.
+
+        Each of them is replaced by ``NaN``, which the decoder asks about one by one, in order.
+        """
+        parts, stand_ins, at = [], [], 0
+        try:
+            for needle, again in self._needles:
+                while (found := text.find(needle, at)) >= 0:
+                    start = found + len(needle) - 1
+                    end, value = self._object_at(self._known[needle], text, start)
+                    parts += [text[at:start], "NaN"]
+                    stand_ins.append(value)
+                    at = end
+                    if not again:
+                        break
+            rest = "".join([*parts, text[at:]])
+            self._begin(stand_ins)
+            value = self._decoder.decode(rest)
+        except (ValueError, LookupError, RecursionError):
+            return None  # the plain way finds the same, and says it better
+        if self._constants != len(stand_ins):  # a NaN of the text's own
+            return None
+        self._constants = 0
+        self._odd_text = _may_hold_surrogates(rest)
+        return value
+
+    def _object_at(self, known: dict[str, Any], text: str, start: int) -> tuple[int, Any]:
+        """Where the object that begins there ends, and its value. Raises ValueError where it needs mending."""
+        for candidate, value in known.items():
+            if text.startswith(candidate, start):  # a whole object: nothing that follows can belong to it
+                return start + len(candidate), value
+        self._begin([])
+        value, end = self._decoder.raw_decode(text, start)
+        if self._repeated or self._constants or _may_hold_surrogates(text[start:end]):
+            raise NotJsonError("needs mending")
+        if len(known) >= _MOST_SHARED:
+            known.clear()
+        known[text[start:end]] = value
+        return end, value
+
+    def _begin(self, stand_ins: list[Any]) -> None:
+        self._repeated, self._constants, self._stand_ins = [], 0, stand_ins
+
+    def _object(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        made = dict(pairs)
+        if len(made) != len(pairs):
+            keys = [key for key, _ in pairs]
+            self._repeated += [key for key in made if keys.count(key) > 1]
+        return made
+
+    def _constant(self, _token: str) -> Any:
+        self._constants += 1
+        return self._stand_ins[self._constants - 1] if self._stand_ins else _NOT_FINITE
+
+
+def _may_hold_surrogates(text: str) -> bool:
+    return "\\ud" in text or "\\uD" in text
+
+
+def _reason(text: str, error: json.JSONDecodeError) -> str:
+    if not text.strip():
+        return "is empty"
+    rest = text[error.pos :].rstrip()
+    cut = (
+        not rest
+        or error.msg.startswith("Unterminated")
+        or (error.msg.startswith("Invalid \\") and len(rest) < len("\\u0000") + 1)
+        or any(word.startswith(rest) for word in _LITERALS)
+        or (rest[0] in ".eE" and not rest.strip(".eE+-"))  # of a number
+    )
+    return "ends in the middle: it was cut off" if cut else f"is not JSON: {error.msg} ({_place(text, error.pos)})"
+
+
+def _place(text: str, at: int) -> str:
+    return f"line {text.count(chr(10), 0, at) + 1} column {at - text.rfind(chr(10), 0, at)}"
+
+
+def _mended(value: Any, where: str, path: str, notes: list[str]) -> Any:
+    """The same with null for what is not finite and U+FFFD for half a surrogate pair."""
+    if isinstance(value, dict):
+        return {
+            _printable(key): _mended(item, where, f"{path}.{key}" if path else key, notes)
+            for key, item in value.items()
+        }
+    if isinstance(value, list):
+        return [_mended(item, where, f"{path}[{index}]", notes) for index, item in enumerate(value)]
+    if value is _NOT_FINITE:
+        notes.append(f"{where}: {_printable(path) or 'the value'} is not a finite number: taken as null")
+        return None
+    return _printable(value) if isinstance(value, str) else value
+
+
+def _printable(text: str) -> str:
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

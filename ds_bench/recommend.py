@@ -1,0 +1,218 @@
+"""From a comparison to a choice: which row to use, why, what it costs, and what to try next.
+
+The rule is ``rule``'s, the words are ``reasons``', what a failed row needs is ``remedies``'; here it is decided which
+rows may stand. Rows that do not compare with the others, or did not train what was asked, are never recommended.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from . import advice
+from .advising import reasons, remedies
+from .advising.headroom import larger_batch, too_full
+from .advising.reasons import ON_DEVICE, ON_HOST, Words
+from .advising.rule import Candidate, choose
+from .caveats import Caveat
+from .compare import Comparison, StrategyResult
+from .doubts import NEAR_CAPACITY
+from .models import ModelFacts
+from .options import GOALS as GOALS
+from .record import OOM
+from .units import format_percent
+
+_MOST_NAMED = 6
+"""Rows that get words of their own where many failed or were left out."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recommendation:
+    """What to use. Every text is one line, ready to print; none is escaped."""
+
+    choice: str | None
+    """Label of the row; None where nothing can be recommended."""
+    key: str | None
+    """The row's key in the comparison."""
+    reason: str
+    """Why, with the row's numbers and how sure they are; or why there is no choice. Names the rows left out."""
+    cost: str | None
+    """What it costs, and saves, against the fastest row that fits; None where it is that row."""
+    next_steps: tuple[str, ...]
+    """Most useful first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Field:
+    """Who may stand, and why the others may not."""
+
+    candidates: tuple[Candidate, ...]
+    """Rows that may stand, those too full included: the rule drops them."""
+    incomparable: tuple[str, ...]
+    """One sentence per row that does not compare with the others."""
+    left_out: tuple[str, ...]
+    """One sentence per row left out for another reason."""
+
+
+def recommend(comparison: Comparison, goal: str = "balanced", facts: ModelFacts | None = None) -> Recommendation:
+    """The row to use for that goal. ``facts``: of the model, for what formulas say of rows that failed.
+
+    Raises UsageError for a goal that is none of ``GOALS``.
+    """
+    words = ON_HOST if _on_cpu(comparison) else ON_DEVICE
+    field = _field(comparison, words)
+    choice = choose(field.candidates, goal)
+    if choice is None or (field.incomparable and len(field.candidates) < 2):
+        return _nothing(comparison, field, facts)
+    fitting = [candidate for candidate in field.candidates if candidate.fits]
+    return Recommendation(
+        choice=choice.label,
+        key=choice.key,
+        reason=_reason(choice, fitting, field, comparison, goal, words),
+        cost=reasons.cost(choice, fitting, words),
+        next_steps=_once(_next_steps(choice, comparison, goal, facts)),
+    )
+
+
+def lines(recommendation: Recommendation, goal: str = "balanced") -> list[str]:
+    """For a console: the choice, why, its cost, and each next step on a line of its own."""
+    found = [f"Recommendation ({goal}): {recommendation.choice or 'none'}", f"Why: {recommendation.reason}"]
+    if recommendation.cost is not None:
+        found.append(f"Cost: {recommendation.cost}")
+    return [*found, *(f"Next: {step}" for step in recommendation.next_steps)]
+
+
+def _field(comparison: Comparison, words: Words) -> _Field:
+    candidates, incomparable, left_out = [], [], []
+    for row in comparison.results:
+        if not row.succeeded or row.tokens_per_second is None:
+            continue
+        if row.differences:
+            incomparable.append(f"{row.label} does not compare with the others ({'; '.join(row.differences)})")
+        elif reason := _unfit(row):
+            left_out.append(f"{row.label} is left out: {reason}")
+        else:
+            candidates.append(candidate := _candidate(row, row.tokens_per_second, comparison, words))
+            if not candidate.fits:
+                share, limit = format_percent(candidate.fraction), format_percent(NEAR_CAPACITY, digits=0)
+                left_out.append(f"{row.label} is left out: {share} of {words.capacity}, above {limit}")
+    return _Field(candidates=tuple(candidates), incomparable=tuple(incomparable), left_out=tuple(left_out))
+
+
+def _unfit(row: StrategyResult) -> str | None:
+    """Why a row that has numbers is still not one to use."""
+    disqualifying = next((caveat.text for caveat in row.caveats if caveat.disqualifying), None)
+    short = sum(run.record.outcome.status in remedies.RAN_OUT for run in row.summaries)
+    return disqualifying or (f"{short} of its {len(row.summaries)} runs ran out of memory or disk" if short else None)
+
+
+def _candidate(row: StrategyResult, tokens_per_second: float, comparison: Comparison, words: Words) -> Candidate:
+    on_host, capacity = words is ON_HOST, comparison.host_capacity_bytes
+    host_fraction = row.host_peak_bytes / capacity if row.host_peak_bytes is not None and capacity else None
+    return Candidate(
+        label=row.label,
+        key=row.key,
+        tokens_per_second=tokens_per_second,
+        memory_bytes=row.host_peak_bytes if on_host else row.gpu_peak_bytes,
+        fraction=host_fraction if on_host else row.gpu_fraction,
+        offload_level=(row.strategy.offload_optimizer, row.strategy.offload_param),
+    )
+
+
+def _on_cpu(comparison: Comparison) -> bool:
+    """There is no card: every row ran on the CPU accelerator."""
+    placements = [run.record.trial.placement for row in comparison.results for run in row.summaries]
+    return bool(placements) and all(placement.accelerator == "cpu" for placement in placements)
+
+
+def _reason(
+    choice: Candidate, fitting: Sequence[Candidate], field: _Field, comparison: Comparison, goal: str, words: Words
+) -> str:
+    sentence = reasons.why(choice, fitting, goal, words)
+    doubt = reasons.noise(choice, fitting, comparison.results)
+    told = [sentence if doubt is None else f"{sentence}; {doubt}", *_named(field)]
+    if words is ON_HOST:
+        told.append("These are CPU ranks: nothing here is a statement about GPUs")
+    return ". ".join(told)
+
+
+def _nothing(comparison: Comparison, field: _Field, facts: ModelFacts | None) -> Recommendation:
+    told = [_why_nothing(comparison, field), *_named(field)]
+    return Recommendation(
+        choice=None, key=None, reason=". ".join(told), cost=None, next_steps=_once(_ways_out(comparison, field, facts))
+    )
+
+
+def _named(field: _Field) -> list[str]:
+    """The rows left out, those that do not compare first."""
+    told = [*field.incomparable, *field.left_out]
+    more = len(told) - _MOST_NAMED
+    return [*told[:_MOST_NAMED], f"{more} more rows are left out"] if more > 0 else told
+
+
+def _why_nothing(comparison: Comparison, field: _Field) -> str:
+    if not comparison.results:
+        return "There are no rows"
+    if field.incomparable:
+        return "There is no choice among rows that do not compare"
+    if field.left_out:
+        return "No row that trained can be recommended"
+    ends = [(row.label, run.outcome.status) for row in comparison.results if (run := remedies.failed_run(row))]
+    counts = Counter(status for _, status in ends)
+    named = [f"{label} {status}" for label, status in ends] if len(ends) <= _MOST_NAMED else None
+    return "No row trained: " + ", ".join(named or (f"{count} {status}" for status, count in counts.items()))
+
+
+def _ways_out(comparison: Comparison, field: _Field, facts: ModelFacts | None) -> Iterator[str]:
+    """What to do where there is no choice: the one smallest change first, then row by row."""
+    if not any(row.succeeded for row in comparison.results):
+        yield from filter(None, [remedies.smallest_change(comparison, facts)])
+    full = {candidate.key for candidate in field.candidates if not candidate.fits}
+    for row in comparison.results:
+        if row.key in full:
+            yield from filter(None, [too_full(row, comparison, facts)])
+    yield from _of_failures(comparison, facts)
+    yield from _of_caveats([caveat for row in comparison.results for caveat in row.caveats if caveat.disqualifying])
+    yield from _of_caveats(comparison.caveats)
+
+
+def _next_steps(choice: Candidate, comparison: Comparison, goal: str, facts: ModelFacts | None) -> Iterator[str]:
+    row = comparison.result(choice.key)
+    yield from _of_failures(comparison, facts)
+    yield from _of_caveats(row.caveats)
+    yield from filter(None, [larger_batch(row, comparison), _pattern(comparison, goal)])
+    yield from _of_caveats(comparison.caveats)
+
+
+def _of_failures(comparison: Comparison, facts: ModelFacts | None) -> Iterator[str]:
+    failed = [row for row in comparison.results if remedies.failed_run(row) is not None]
+    yield from filter(None, (remedies.remedy(row, comparison, facts) for row in failed[:_MOST_NAMED]))
+    if len(failed) > _MOST_NAMED:
+        yield f"{len(failed) - _MOST_NAMED} more rows failed: the table has their causes"
+
+
+def _of_caveats(caveats: Sequence[Caveat]) -> Iterator[str]:
+    yield from (caveat.next_step for caveat in caveats if caveat.next_step is not None)
+
+
+def _pattern(comparison: Comparison, goal: str) -> str | None:
+    """The rule of thumb for how full the fastest row without offload leaves the card, or for what ran out of memory."""
+    plain = [row for row in comparison.results if not row.strategy.offloads_optimizer and not row.differences]
+    if not plain or _on_cpu(comparison):
+        return None
+    trained = [row for row in plain if row.succeeded and row.tokens_per_second is not None]
+    short = [
+        run.trial.strategy.stage for row in plain if (run := remedies.failed_run(row)) and run.outcome.status == OOM
+    ]
+    best = max(trained, key=lambda row: row.tokens_per_second or 0.0, default=None)
+    return advice.pattern(
+        None if best is None else best.gpu_fraction,
+        goal=goal,
+        num_gpus=plain[0].summaries[0].record.trial.placement.num_gpus,
+        out_of_memory_stage=max(short, default=None),
+    )
+
+
+def _once(steps: Iterator[str]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(steps))

@@ -1,0 +1,99 @@
+"""What is known before trials are made: the model, the machine, the strategies' configurations, and how to launch."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from . import dsconfig, gpus, placement, plan, preflight
+from .errors import DsBenchError, UsageError
+from .launch import Launcher, Limits
+from .launch.deepspeed import DeepSpeedLauncher
+from .launch.warm import WarmLauncher
+from .modelsource import ModelChoice, find_model
+from .options import Options
+from .spec import Placement, Trial
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Situation:
+    """What is known before trials are made: model, machine, and the strategies' configurations."""
+
+    options: Options
+    choice: ModelChoice
+    place: Placement
+    drafts: Sequence[plan.Draft]
+    variables: dict[str, str]
+    """Of every process of every trial."""
+    caveats: dict[str, str]
+    """By strategy, known before it runs."""
+
+
+def look_around(options: Options, make_config: plan.MakeConfig) -> Situation:
+    """Everything that can be wrong with the request, found before any work."""
+    if options.output_dir.exists() and not options.output_dir.is_dir():
+        raise UsageError(f"--output-dir {options.output_dir} is not a folder", remedy="give a folder")
+    drafts = _usable(lambda: plan.drafts(options, make_config))
+    place = placement.decide(options, os.environ, gpus.NvmlQuery())
+    variables = preflight.rank_environment(place, os.environ, None)
+    choice = find_model(
+        options.model,
+        factory=options.model_factory is not None,
+        trust_remote_code=options.trust_remote_code,
+        environment=variables,
+    )
+    plan.seq_length(options, choice)
+    variables = preflight.rank_environment(place, os.environ, choice.model_type)
+    if choice.source == "hub":  # looked up and cached just now: ranks need not ask again
+        variables["HF_HUB_OFFLINE"] = "1"
+    _usable(lambda: plan.make_trials(options, choice, place, drafts, {}, {}))
+    caveats = _check_nvme(options, drafts, choice)
+    return Situation(options=options, choice=choice, place=place, drafts=drafts, variables=variables, caveats=caveats)
+
+
+Made = TypeVar("Made")
+
+
+def _usable(make: Callable[[], Made]) -> Made:
+    """Whatever a configuration of an odd shape, or the user's own function, raises becomes one line."""
+    try:
+        return make()
+    except DsBenchError:
+        raise
+    except Exception as error:
+        problem = f"the DeepSpeed configuration cannot be used: {type(error).__name__}: {error}"
+        raise UsageError(problem, remedy="check --ds-config, --set and create_deepspeed_config") from None
+
+
+def _check_nvme(options: Options, drafts: Sequence[plan.Draft], choice: ModelChoice) -> dict[str, str]:
+    """Caveats by strategy; raises where the path cannot be used."""
+    users = [draft.strategy.name for draft in drafts if dsconfig.uses_nvme(draft.config)]
+    if options.nvme_path is None or not users:
+        return {}
+    caveat = preflight.check_nvme_path(options.nvme_path, choice)
+    if options.family == "offload" and "nvme" not in options.strategies:
+        print("note: --nvme-path is given, so the nvme strategy is added", file=sys.stderr)
+    return {} if caveat is None else dict.fromkeys(users, caveat)
+
+
+def choose_launcher(
+    situation: Situation, trials: Sequence[Trial], say: Callable[[str], None]
+) -> tuple[Launcher, str | None]:
+    """The launcher asked for; cold with a note where ranks may not be forked warm."""
+    options, place = situation.options, situation.place
+    limits = Limits(timeout_seconds=options.timeout, stall_timeout_seconds=options.stall_timeout)
+    devices = gpus.visible_indices(os.environ, gpus.NvmlQuery()) if place.accelerator == "cuda" else None
+    cold = DeepSpeedLauncher(situation.variables, limits, device_indices=devices)
+    if place.launcher == "deepspeed" or all(trial.unsupported for trial in trials):
+        return cold, None
+    warm = WarmLauncher(situation.variables, limits)
+    say("loading torch, DeepSpeed and Transformers once, for every trial …")
+    reason = warm.prepare()
+    if reason is None:
+        return warm, None
+    if options.launcher == "warm":
+        raise UsageError(f"--launcher warm is not safe here: {reason}", remedy="use --launcher deepspeed")
+    return cold, f"cold launch: the preloaded server may not be forked, {reason}"

@@ -1,0 +1,254 @@
+"""Benchmarks from Python and under pytest-benchmark: real trials, and a stand-in where only pytest is in question."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import ROOT
+
+from ds_bench import flags
+from ds_bench.__main__ import build_parser
+from ds_bench.baselines import BaselineEntry, compare_to_baseline, load_baseline, save_baseline
+from ds_bench.benchmarks import BenchmarkConfig, BenchmarkFailedError, MemoryBenchmark, ThroughputBenchmark
+from ds_bench.errors import UsageError
+
+TINY = {"model_name": "tiny", "batch_size": 2, "seq_length": 64, "num_steps": 3, "warmup_steps": 1, "device": "cpu"}
+
+
+# ------------------------------------------------------------------ what is asked
+
+
+def test_the_defaults_are_the_documented_ones() -> None:
+    config = BenchmarkConfig("x")
+    assert (config.model_name, config.batch_size, config.seq_length) == ("gpt2", 4, 512)
+    assert (config.num_steps, config.warmup_steps) == (10, 2)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"batch_size": 0}, {"seq_length": -1}, {"num_steps": 0}, {"num_steps": 2.5}, {"warmup_steps": -1},
+        {"repeats": 0}, {"backend": "nccl"}, {"device": "tpu"}, {"strategy": "zero4"}, {"batch_size": True},
+    ],
+)  # fmt: skip
+def test_a_value_that_makes_no_sense_names_its_field(changes: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=f"^{next(iter(changes))} is "):
+        BenchmarkConfig("x", **changes)
+
+
+def test_a_benchmark_needs_a_name() -> None:
+    with pytest.raises(ValueError, match="must not be empty"):
+        ThroughputBenchmark(name="")
+    with pytest.raises(TypeError):
+        ThroughputBenchmark(model_name="tiny")
+
+
+def test_fields_may_be_laid_over_a_config() -> None:
+    bench = MemoryBenchmark(BenchmarkConfig("x", batch_size=8), seq_length=64)
+    assert (bench.config.name, bench.config.batch_size, bench.config.seq_length) == ("x", 8, 64)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "family", "rows"),
+    [("zero0", "zero", (0,)), ("zero3", "zero", (3,)), ("cpu_full", "offload", ("cpu_full",))],
+)
+def test_a_config_becomes_the_flags_of_the_script_that_has_its_strategy(
+    strategy: str, family: str, rows: tuple[Any, ...]
+) -> None:
+    config = BenchmarkConfig("x", strategy=strategy, repeats=3, arguments=("--grad-accum", "2"), **TINY)
+    options = flags.parse(config.family, "benchmark", config.flags())
+    assert config.family == family
+    assert (options.stages or options.strategies) == rows
+    assert (options.model, options.batch_size, options.seq_length) == ("tiny", 2, 64)
+    assert (options.num_steps, options.warmup_steps, options.repeats, options.grad_accum) == (3, 1, 3, 2)
+    assert (options.accelerator, options.launcher) == ("cpu", "deepspeed")
+
+
+def test_a_request_that_cannot_be_run_is_one_line_and_leaves_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with pytest.raises(UsageError, match="positions"):
+        ThroughputBenchmark(name="x", **{**TINY, "seq_length": 1_000_000}).run()
+    assert list(tmp_path.iterdir()) == []
+
+
+# ------------------------------------------------------------------ real trials
+
+
+@pytest.mark.deepspeed
+@pytest.mark.usefixtures("built_ops")
+def test_a_real_benchmark_is_measured_saved_and_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    path = tmp_path / "baselines.json"
+    result = ThroughputBenchmark(name="tiny", strategy="zero1", **TINY).run()
+    assert result.name == "tiny"
+    assert result.throughput_tokens_per_sec is not None
+    assert result.samples_per_sec == pytest.approx(result.throughput_tokens_per_sec / 64)
+    assert len(result.step_seconds) == 3
+    assert result.throughput_tokens_per_sec == pytest.approx(2 * 64 / (sum(result.step_seconds) / 3), rel=0.2)
+    assert result.memory == "host"
+    assert result.peak_memory_mb is not None
+    assert result.average_memory_mb is not None
+    assert 100 < result.average_memory_mb < result.peak_memory_mb < 10_000
+    assert list(tmp_path.iterdir()) == []  # nothing is left of a run that succeeded
+    save_baseline(BaselineEntry.of(result), path)
+    assert compare_to_baseline(result, path=path).passed is True
+    saved = load_baseline("tiny", path)
+    assert saved is not None
+    assert saved.environment is not None
+
+
+@pytest.mark.deepspeed
+@pytest.mark.usefixtures("built_ops")
+def test_a_run_that_fails_says_how_and_keeps_its_logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    bench = MemoryBenchmark(name="small", arguments=("--cpu-memory-limit", "0.05"), **TINY)
+    with pytest.raises(BenchmarkFailedError, match=r"^benchmark small failed: ") as caught:
+        bench.run()
+    kept = Path(str(caught.value).rpartition("logs in ")[2].rstrip(")"))
+    assert list(kept.glob("trials/*/rank0.log"))
+
+
+GUIDE = (ROOT / "docs" / "ci.md").read_text(encoding="utf-8")
+
+
+def blocks(language: str) -> list[str]:
+    """The guide's examples in one language."""
+    return [block.partition("```")[0] for block in GUIDE.split(f"```{language}\n")[1:]]
+
+
+def nested(folder: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """pytest on ``folder`` as a user runs it, warnings being errors."""
+    (folder / "pytest.ini").touch()
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-W", "error", "-p", "no:cacheprovider", *arguments],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **variables},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.mark.deepspeed
+@pytest.mark.usefixtures("built_ops")
+def test_the_guides_test_runs_and_pytest_benchmark_counts_the_steps_and_not_their_start(tmp_path: Path) -> None:
+    small = ", ".join(f"{name}={value!r}" for name, value in TINY.items())
+    (example,) = blocks("python")
+    example = example.replace(", batch_size=4, seq_length=512", "").replace('model_name="gpt2"', small)
+    (tmp_path / "test_speed.py").write_text(example)
+    done = nested(tmp_path, "--benchmark-enable", "--benchmark-json=F.json", "-k", "fast")
+    assert done.returncode == 0, done.stdout + done.stderr
+    (entry,) = json.loads((tmp_path / "F.json").read_text())["benchmarks"]
+    assert entry["options"]["timer"] == "step_clock"
+    assert entry["stats"]["rounds"] == 3
+    info = entry["extra_info"]
+    assert info["throughput_tokens_per_sec"] == pytest.approx(2 * 64 / entry["stats"]["mean"], rel=0.2)
+    assert info["peak_memory_mb"] > 100
+    assert (info["memory"], info["strategy"]) == ("host", "zero1")
+
+
+# ------------------------------------------------------------------ pytest-benchmark, with a stand-in for the trial
+
+_STAND_IN = """
+import os
+import pytest
+from ds_bench.benchmarks import BenchmarkResult, ThroughputBenchmark, run_under, step_clock
+
+class StandIn(ThroughputBenchmark):
+    runs = 0
+
+    def run(self):
+        StandIn.runs += 1
+        seconds = tuple(float(os.environ["STEP"]) + number / 1000 for number in range(4))
+        return BenchmarkResult(name="x", throughput_tokens_per_sec=5.0, peak_memory_mb=7.0, step_seconds=seconds)
+
+{mark}
+def test_speed(benchmark):
+    result = run_under(benchmark, StandIn(name="x", num_steps=2, repeats=2))
+    assert result.peak_memory_mb == 7.0
+    assert StandIn.runs == 1
+"""
+_MARK = "@pytest.mark.benchmark(timer=step_clock)"
+
+
+@pytest.fixture
+def stand_in(tmp_path: Path) -> Path:
+    """A folder with one test whose steps take STEP seconds and 0 to 3 ms more."""
+    (tmp_path / "test_speed.py").write_text(_STAND_IN.replace("{mark}", _MARK))
+    return tmp_path
+
+
+def test_every_step_of_every_run_is_a_round_and_nothing_is_timed_by_the_wall(stand_in: Path) -> None:
+    done = nested(stand_in, "--benchmark-enable", "--benchmark-json=F.json", STEP="50")
+    assert done.returncode == 0, done.stdout + done.stderr
+    (entry,) = json.loads((stand_in / "F.json").read_text())["benchmarks"]
+    assert entry["stats"]["data"] == [50.0, 50.001, 50.002, 50.003]
+    assert entry["stats"]["mean"] == pytest.approx(50.0015)
+    assert entry["group"] == "throughput"
+    assert entry["extra_info"]["throughput_tokens_per_sec"] == 5.0
+
+
+@pytest.mark.parametrize(("step", "code"), [("1.0", 0), ("1.04", 0), ("1.06", 1)])
+def test_compare_fail_looks_at_the_measured_step_time(stand_in: Path, step: str, code: int) -> None:
+    assert nested(stand_in, "--benchmark-enable", "--benchmark-save=before", STEP="1.0").returncode == 0
+    done = nested(stand_in, "--benchmark-enable", "--benchmark-compare", "--benchmark-compare-fail=mean:5%", STEP=step)
+    assert done.returncode == code, done.stdout + done.stderr
+    assert ("Performance has regressed" in done.stderr) is (code == 1)
+
+
+def test_with_benchmarks_disabled_the_benchmark_still_runs_once(stand_in: Path) -> None:
+    done = nested(stand_in, "--benchmark-disable", STEP="1")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_test_without_the_step_clock_is_stopped_before_anything_is_run(tmp_path: Path) -> None:
+    (tmp_path / "test_speed.py").write_text(_STAND_IN.replace("{mark}", ""))
+    done = nested(tmp_path, "--benchmark-enable", STEP="not even read")
+    assert done.returncode == 1
+    assert "would be timed by the wall clock" in done.stdout
+    assert "mark it @pytest.mark.benchmark(timer=ds_bench.benchmarks.step_clock)" in done.stdout
+
+
+def test_a_benchmark_that_fails_is_a_failed_test_and_in_no_json(stand_in: Path) -> None:
+    source = (stand_in / "test_speed.py").read_text().replace("StandIn.runs += 1", "raise ValueError('no luck')")
+    (stand_in / "test_speed.py").write_text(source)
+    done = nested(stand_in, "--benchmark-enable", "--benchmark-json=F.json", STEP="1")
+    assert done.returncode == 1
+    assert "no luck" in done.stdout
+    assert json.loads((stand_in / "F.json").read_text())["benchmarks"] == []
+
+
+# ------------------------------------------------------------------ the guide
+
+
+def test_the_guides_workflow_is_yaml_that_ends_with_the_check() -> None:
+    import yaml
+
+    (workflow,) = blocks("yaml")
+    steps = yaml.safe_load(workflow)["jobs"]["gpu"]["steps"]
+    commands = [step["run"] for step in steps if "run" in step]
+    assert commands[-1].startswith("python -m ds_bench baseline check ")
+
+
+def test_the_guides_commands_parse_as_they_stand() -> None:
+    commands = [line.partition("#")[0].split() for block in blocks("sh") for line in block.splitlines()]
+    scripts = [words[2:] for words in commands if words[1] == "zero_stage_comparison.py"]
+    verbs = [words[3:] for words in commands if words[2] == "ds_bench"]
+    assert len(scripts) == 1
+    assert flags.parse("zero", "zero", scripts[0]).repeats == 3
+    assert [build_parser().parse_args(words).action for words in verbs] == ["save", "check"]
+
+
+def test_the_guides_file_is_one_that_can_be_read(tmp_path: Path) -> None:
+    (tmp_path / "baselines.json").write_text(blocks("json")[0])
+    entry = load_baseline("gpt2/zero2", tmp_path / "baselines.json")
+    assert entry is not None
+    assert entry.set_by_hand

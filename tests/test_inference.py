@@ -1,0 +1,225 @@
+"""Intervals by hand and against published tables; false alarms and finds counted on runs whose truth is known."""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+from collections.abc import Callable
+
+import pytest
+from hypothesis import assume, example, given, settings
+from hypothesis import strategies as st
+
+from ds_bench.inference import RatioInterval, mean_interval, ratio_interval, spread, student_t_quantile
+
+speeds = st.lists(st.floats(1e-3, 1e9), min_size=3, max_size=12)
+quick = settings(deadline=None)
+
+# ------------------------------------------------------------------ Student's t
+
+# Abramowitz and Stegun, table 26.10, two-tailed 0.05, 0.01 and 0.001 (p = 0.975, 0.995, 0.9995); by df.
+PUBLISHED = {
+    1: (12.706, 63.657, 636.619),
+    2: (4.303, 9.925, 31.599),
+    3: (3.182, 5.841, 12.924),
+    4: (2.776, 4.604, 8.610),
+    5: (2.571, 4.032, 6.869),
+    8: (2.306, 3.355, 5.041),
+    10: (2.228, 3.169, 4.587),
+    20: (2.086, 2.845, 3.850),
+    30: (2.042, 2.750, 3.646),
+    60: (2.000, 2.660, 3.460),
+    120: (1.980, 2.617, 3.373),
+}
+
+
+@pytest.mark.parametrize("df", PUBLISHED)
+def test_quantiles_are_the_published_ones(df: int) -> None:
+    found = [student_t_quantile(p, df) for p in (0.975, 0.995, 0.9995)]
+    assert found == pytest.approx(PUBLISHED[df], abs=6e-4)
+
+
+@pytest.mark.parametrize("p", [0.6, 0.9, 0.975, 0.999])
+def test_with_one_degree_of_freedom_it_is_cauchys_quantile(p: float) -> None:
+    """Closed form: tan(π (p − 1/2))."""
+    assert student_t_quantile(p, 1) == pytest.approx(math.tan(math.pi * (p - 0.5)), rel=1e-10)
+
+
+@pytest.mark.parametrize("p", [0.6, 0.9, 0.975, 0.999])
+def test_with_two_degrees_of_freedom_it_is_the_closed_form(p: float) -> None:
+    """(2p − 1) / √(2 p (1 − p))."""
+    assert student_t_quantile(p, 2) == pytest.approx((2 * p - 1) / math.sqrt(2 * p * (1 - p)), rel=1e-10)
+
+
+@pytest.mark.parametrize("p", [0.51, 0.9, 0.975, 0.9999])
+def test_with_many_degrees_of_freedom_it_is_the_normal_quantile(p: float) -> None:
+    assert student_t_quantile(p, 1e7) == pytest.approx(statistics.NormalDist().inv_cdf(p), rel=1e-6)
+
+
+@quick
+@given(p=st.floats(0.51, 0.9999), df=st.floats(1, 500))
+def test_a_quantile_is_odd_about_the_median_and_falls_with_the_degrees_of_freedom(p: float, df: float) -> None:
+    found = student_t_quantile(p, df)
+    assert student_t_quantile(1 - p, df) == pytest.approx(-found, rel=1e-6)
+    assert student_t_quantile(p, df + 1) < found
+    assert student_t_quantile(0.5, df) == 0
+
+
+@pytest.mark.parametrize(("p", "df"), [(0, 3), (1, 3), (-0.1, 3), (math.nan, 3), (0.9, 0), (0.9, -1), (0.9, math.nan)])
+def test_what_is_no_probability_or_no_freedom_is_refused(p: float, df: float) -> None:
+    with pytest.raises(ValueError, match="between 0 and 1"):
+        student_t_quantile(p, df)
+
+
+# ------------------------------------------------------------------ spread
+
+
+@pytest.mark.parametrize("values", [[], [1.0]])
+def test_fewer_than_two_values_have_no_spread(values: list[float]) -> None:
+    assert spread(values) is None
+
+
+@quick
+@given(st.lists(st.floats(1e-4, 1e4), min_size=2, max_size=50))
+@example([1e9 + 4, 1e9 + 7, 1e9 + 13, 1e9 + 16])
+@example([0.1] * 10)
+def test_the_spread_is_that_of_the_standard_library(values: list[float]) -> None:
+    assert spread(values) == pytest.approx(statistics.stdev(values), rel=1e-9, abs=1e-15 * max(values))
+
+
+# ------------------------------------------------------------------ intervals by hand
+
+
+def test_a_mean_interval_by_hand() -> None:
+    """Runs 98, 100, 102: mean 100, deviation 2; t of two degrees is 4.3027; 4.3027 × 2 / √3 = 4.9683."""
+    assert mean_interval([98, 100, 102]) == pytest.approx((95.0317, 104.9683), abs=1e-4)
+
+
+def test_a_ratio_interval_by_hand() -> None:
+    """Logs of 90, 100, 110 against 180, 200, 220: the same spread, half the speed.
+
+    ln 90, ln 100, ln 110 = 4.499810, 4.605170, 4.700480: mean 4.601820, deviation 0.100377, hence variance of the
+    mean 0.0033585 on either side; standard error √0.006717 = 0.081957; 4 degrees of freedom, t = 2.776445;
+    margin 0.227549. Ratio 1/2, from 0.5 / 1.255519 = 0.398242 to 0.5 × 1.255519 = 0.627759.
+    """
+    found = ratio_interval([90, 100, 110], [180, 200, 220])
+    assert found is not None
+    assert found.ratio == pytest.approx(0.5)
+    assert found.degrees_of_freedom == pytest.approx(4)
+    assert (found.low, found.high) == pytest.approx((0.398242, 0.627759), abs=2e-5)
+    assert found.distinguishable
+
+
+def test_unequal_spreads_cost_degrees_of_freedom() -> None:
+    """Welch: where one side alone varies, its own degrees of freedom are all there are."""
+    found = ratio_interval([90, 100, 110], [200, 200, 200, 200, 200, 200])
+    assert found is not None
+    assert found.degrees_of_freedom == pytest.approx(2)
+
+
+@pytest.mark.parametrize(("runs", "others"), [(2, 3), (3, 2), (0, 3), (1, 1)])
+def test_fewer_than_three_runs_on_a_side_are_not_tested(runs: int, others: int) -> None:
+    assert ratio_interval([1.0] * runs, [1.0] * others) is None
+    assert mean_interval([1.0] * min(runs, others)) is None
+
+
+@pytest.mark.parametrize("bad", [0.0, -1.0, math.nan, math.inf])
+def test_what_is_no_throughput_is_not_tested(bad: float) -> None:
+    assert ratio_interval([1.0, 2.0, bad], [1.0, 2.0, 3.0]) is None
+    assert ratio_interval([1.0, 2.0, 3.0], [1.0, 2.0, bad]) is None
+    assert mean_interval([1.0, 2.0, bad]) is None
+
+
+def test_runs_that_do_not_vary_at_all_have_an_interval_without_width() -> None:
+    same = ratio_interval([100.0] * 3, [100.0] * 3)
+    faster = ratio_interval([200.0] * 3, [100.0] * 4)
+    assert same is not None
+    assert faster is not None
+    assert (same.low, same.ratio, same.high, same.distinguishable) == (1, 1, 1, False)
+    assert (faster.low, faster.high) == pytest.approx((2, 2))
+    assert faster.degrees_of_freedom == 5
+    assert mean_interval([100.0] * 3) == (100, 100)
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "said"), [(0.9, 0.99, True), (0.9, 1.0, False), (1.0, 1.1, False), (1.01, 1.1, True)]
+)
+def test_only_an_interval_that_leaves_out_1_distinguishes(low: float, high: float, said: bool) -> None:
+    assert RatioInterval(ratio=1.0, low=low, high=high, degrees_of_freedom=4).distinguishable is said
+
+
+# ------------------------------------------------------------------ laws
+
+
+def shape(found: RatioInterval | None) -> tuple[float, float, float]:
+    assert found is not None
+    assume(found.high < 1e200)
+    return found.low, found.ratio, found.high
+
+
+@quick
+@given(speeds, speeds, st.floats(1e-3, 1e3))
+def test_the_unit_of_throughput_does_not_matter(ours: list[float], theirs: list[float], unit: float) -> None:
+    scaled = ratio_interval([value * unit for value in ours], [value * unit for value in theirs])
+    assert shape(scaled) == pytest.approx(shape(ratio_interval(ours, theirs)), rel=1e-6)
+
+
+@quick
+@given(speeds, speeds)
+def test_against_each_other_swapped_everything_is_inverted(ours: list[float], theirs: list[float]) -> None:
+    low, ratio, high = shape(ratio_interval(ours, theirs))
+    assert shape(ratio_interval(theirs, ours)) == pytest.approx((1 / high, 1 / ratio, 1 / low), rel=1e-6)
+
+
+@quick
+@given(speeds, speeds)
+def test_the_ratio_lies_in_its_interval_and_more_confidence_is_wider(ours: list[float], theirs: list[float]) -> None:
+    low, ratio, high = shape(ratio_interval(ours, theirs))
+    wider_low, _, wider_high = shape(ratio_interval(ours, theirs, 0.99))
+    assert wider_low <= low <= ratio <= high <= wider_high
+
+
+# ------------------------------------------------------------------ simulation: how often it is wrong
+
+Runs = list[list[float]]
+RUN_SPREAD, STEP_SPREAD, STEPS = 0.01, 0.005, 20
+
+
+def simulate(random_numbers: random.Random, runs: int, speed: float) -> Runs:
+    """Step throughputs of ``runs`` runs: each run has a speed of its own, about which its steps vary less."""
+    own = [speed * math.exp(random_numbers.gauss(0, RUN_SPREAD)) for _ in range(runs)]
+    return [[mean * math.exp(random_numbers.gauss(0, STEP_SPREAD)) for _ in range(STEPS)] for mean in own]
+
+
+def means(runs: Runs) -> list[float]:
+    return [statistics.fmean(steps) for steps in runs]
+
+
+def pooled(runs: Runs) -> list[float]:
+    return [step for steps in runs for step in steps]
+
+
+def share_found(sample: Callable[[Runs], list[float]], runs: int, times: int, faster: float = 1.0) -> float:
+    """How often a difference is found between two strategies, one ``faster`` times as fast as the other."""
+    random_numbers = random.Random(20261121)
+    found = 0
+    for _ in range(times):
+        ours, theirs = simulate(random_numbers, runs, faster), simulate(random_numbers, runs, 1.0)
+        interval = ratio_interval(sample(ours), sample(theirs))
+        found += interval is not None and interval.distinguishable
+    return found / times
+
+
+@pytest.mark.parametrize("runs", [3, 5])
+def test_two_equal_strategies_are_told_apart_in_6_percent_at_most(runs: int) -> None:
+    assert share_found(means, runs, times=1500) <= 0.06
+
+
+def test_counting_steps_as_samples_would_tell_equal_strategies_apart_most_of_the_time() -> None:
+    assert share_found(pooled, 5, times=300) > 0.5
+
+
+def test_a_difference_of_5_percent_is_found_from_five_runs() -> None:
+    assert share_found(means, 5, times=300, faster=1.05) >= 0.9
+    assert share_found(means, 5, times=300, faster=0.95) >= 0.9

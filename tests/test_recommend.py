@@ -1,0 +1,452 @@
+"""The rule of acceptance A22 with its worked examples, its laws by search, and who may be recommended at all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import fakes
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ds_bench import recommend, record
+from ds_bench.analysis import Summary, summarise
+from ds_bench.compare import Comparison, build
+from ds_bench.errors import UsageError
+from ds_bench.models import find_preset
+from ds_bench.recommend import Candidate, Recommendation, choose
+from ds_bench.record import TrialRecord
+from ds_bench.spec import Strategy
+
+GB = 2**30
+CARD = 80
+TINY = find_preset("tiny")
+
+
+def row(
+    strategy: Strategy, gigabytes: float, tokens_per_second: float, *, cards: int = 1, repeat: int = 0, **more: Any
+) -> TrialRecord:
+    """A success with that peak on an 80 GB card and that throughput: 4 × 128 tokens per rank and step."""
+    trial = fakes.trial(strategy, on=fakes.placement(accelerator="cuda", num_gpus=cards), repeat=repeat)
+    step = 4 * 128 * cards / tokens_per_second
+    peak = int(gigabytes * GB)
+    return fakes.success(
+        trial,
+        step_seconds=[step] * 10,
+        **{"gpu_peak_bytes": peak, "gpu_peak_reserved_bytes": peak, "gpu_total_bytes": CARD * GB, **more},
+    )
+
+
+def on_cpu(strategy: Strategy, host_gb: float, tokens_per_second: float) -> TrialRecord:
+    trial = fakes.trial(strategy)
+    return fakes.success(trial, step_seconds=[512 / tokens_per_second] * 10, host_peak_bytes=int(host_gb * GB))
+
+
+def out_of_memory(strategy: Strategy, cards: int = 1, **more: Any) -> TrialRecord:
+    trial = fakes.trial(strategy, on=fakes.placement(accelerator="cuda", num_gpus=cards))
+    return fakes.failure(trial, record.OOM, **more)
+
+
+def summaries(*records: TrialRecord) -> list[Summary]:
+    return [summarise(each, TINY, None) for each in records]
+
+
+def compared(*records: TrialRecord) -> Comparison:
+    return build(summaries(*records))
+
+
+def answer(*records: TrialRecord, goal: str = "balanced") -> Recommendation:
+    return recommend.recommend(compared(*records), goal, TINY)
+
+
+def candidate(label: str, gigabytes: float, speed: float, level: tuple[str, str] = ("none", "none")) -> Candidate:
+    return Candidate(
+        label=label,
+        key=label,
+        tokens_per_second=speed,
+        memory_bytes=int(gigabytes * GB),
+        fraction=gigabytes / CARD,
+        offload_level=level,
+    )
+
+
+# ------------------------------------------------------------------ the four worked examples of A22
+
+CPU_OPTIMIZER, CPU_FULL, NVME = ("cpu", "none"), ("cpu", "cpu"), ("nvme", "nvme")
+
+
+def test_example_1_the_fastest_under_60_percent_is_kept() -> None:
+    """8.2 of 80 GB are 10.25 %: stage 0 stays, though stage 2 keeps 94 % of its speed with less."""
+    rows = [
+        candidate("z0", 8.2, 45_000),
+        candidate("z1", 8.2, 44_500),
+        candidate("z2", 6.8, 42_500),
+        candidate("z3", 4.5, 33_000),
+    ]
+    assert choose(rows) == rows[0]
+
+
+def test_example_2_above_60_percent_the_leanest_of_those_nearly_as_fast_is_taken() -> None:
+    """52 of 80 GB are 65 %; 90 % of 11,400 are 10,260, which stage 2 (10,500) reaches and stage 3 (8,700) does not."""
+    rows = [
+        candidate("z0", 52, 11_400),
+        candidate("z1", 38, 11_000),
+        candidate("z2", 28, 10_500),
+        candidate("z3", 18, 8_700),
+    ]
+    assert choose(rows) == rows[2]
+
+
+def test_example_3_other_offloads_do_not_stand_in_for_the_fastest() -> None:
+    """Without offload it ran out of memory; 68 of 80 GB are 85 %, and nobody else keeps only the optimizer away."""
+    rows = [
+        replace(candidate("none", 80, 6_000), succeeded=False),
+        candidate("cpu_optimizer", 68, 4_900, CPU_OPTIMIZER),
+        candidate("cpu_full", 42, 3_500, CPU_FULL),
+        candidate("nvme", 25, 2_400, NVME),
+    ]
+    assert choose(rows) == rows[1]
+
+
+def test_example_4_offload_is_not_taken_to_save_memory_that_is_not_short() -> None:
+    """72 of 80 GB are 90 %; with the optimizer away z3 keeps 95 % of its speed, but that is another offload level."""
+    rows = [
+        replace(candidate("z2", 80, 3_100), succeeded=False),
+        candidate("z3", 72, 3_000),
+        candidate("z3+cpu_optimizer", 58, 2_850, CPU_OPTIMIZER),
+        candidate("z3+nvme", 35, 1_700, ("nvme", "none")),
+    ]
+    assert choose(rows) == rows[1]
+
+
+def test_the_examples_come_out_alike_from_records() -> None:
+    zero, offload = fakes.zero, fakes.offload
+    examples = {
+        "ZeRO-0": [
+            row(zero(stage), gb, speed)
+            for stage, gb, speed in ((0, 8.2, 45_000), (1, 8.2, 44_500), (2, 6.8, 42_500), (3, 4.5, 33_000))
+        ],
+        "ZeRO-2": [
+            row(zero(stage), gb, speed, cards=4)
+            for stage, gb, speed in ((0, 52, 11_400), (1, 38, 11_000), (2, 28, 10_500), (3, 18, 8_700))
+        ],
+        "optimizer → CPU": [
+            out_of_memory(offload("none")),
+            row(offload("cpu_optimizer"), 68, 4_900),
+            row(offload("cpu_full"), 42, 3_500),
+            row(offload("nvme"), 25, 2_400, nvme_stored_bytes=GB, nvme_read_bytes=GB),
+        ],
+        "ZeRO-3": [
+            out_of_memory(zero(2), 8),
+            row(zero(3), 72, 3_000, cards=8),
+            row(offload("cpu_optimizer"), 58, 2_850, cards=8),
+            row(offload("nvme"), 35, 1_700, cards=8, nvme_stored_bytes=GB, nvme_read_bytes=GB),
+        ],
+    }
+    assert {label: answer(*records).choice for label, records in examples.items()} == {
+        label: label for label in examples
+    }
+
+
+# ------------------------------------------------------------------ edges of the rule
+
+
+@pytest.mark.parametrize(("gigabytes", "chosen"), [(47.9, "fast"), (48.0, "lean")])
+def test_at_60_percent_sharp_less_memory_begins_to_count(gigabytes: float, chosen: str) -> None:
+    found = choose([candidate("fast", gigabytes, 1000), candidate("lean", 20, 950)])
+    assert found is not None
+    assert found.label == chosen
+
+
+@pytest.mark.parametrize(("speed", "chosen"), [(900, "lean"), (899, "fast")])
+def test_a_row_with_90_percent_sharp_is_fast_enough(speed: float, chosen: str) -> None:
+    found = choose([candidate("fast", 60, 1000), candidate("lean", 20, speed)])
+    assert found is not None
+    assert found.label == chosen
+
+
+@pytest.mark.parametrize(("gigabytes", "fits"), [(76.0, True), (76.1, False)])
+def test_a_row_above_95_percent_of_the_card_drops_out(gigabytes: float, fits: bool) -> None:
+    assert (choose([candidate("only", gigabytes, 1000)], "speed") is not None) is fits
+
+
+def test_without_a_known_capacity_the_fastest_is_taken() -> None:
+    fast = replace(candidate("fast", 70, 1000), fraction=None)
+    assert choose([candidate("lean", 10, 990), fast]) == fast
+
+
+def test_equal_memory_is_decided_by_speed_and_equal_speed_by_memory() -> None:
+    rows = [candidate("slow", 10, 100), candidate("fast", 10, 200), candidate("big", 12, 200)]
+    assert choose(rows, "memory") == rows[1]
+    assert choose(rows, "speed") == rows[1]
+
+
+def test_a_row_whose_memory_is_not_known_is_not_called_the_leanest() -> None:
+    unknown = replace(candidate("unknown", 1, 500), memory_bytes=None)
+    assert choose([unknown, candidate("known", 40, 100)], "memory") == candidate("known", 40, 100)
+
+
+def test_an_unknown_goal_is_the_users_mistake_in_one_line() -> None:
+    with pytest.raises(UsageError, match="goal 'cheap' is not known"):
+        choose([candidate("a", 1, 1)], "cheap")
+
+
+def test_the_goals_are_those_of_the_flag() -> None:
+    assert recommend.GOALS == ("speed", "balanced", "memory")
+
+
+# ------------------------------------------------------------------ laws
+
+candidates = st.lists(
+    st.builds(
+        Candidate,
+        label=st.text("abc", min_size=1, max_size=3),
+        tokens_per_second=st.floats(1, 1e6),
+        memory_bytes=st.integers(1, 80 * GB),
+        fraction=st.none() | st.floats(0.001, 1),
+        offload_level=st.sampled_from([("none", "none"), CPU_OPTIMIZER, CPU_FULL, NVME]),
+        succeeded=st.booleans(),
+    ),
+    max_size=8,
+)
+quick = settings(deadline=None)
+
+
+@quick
+@given(candidates, st.sampled_from(recommend.GOALS))
+def test_the_choice_trained_and_fits_and_is_missing_only_when_no_row_does(rows: list[Candidate], goal: str) -> None:
+    found = choose(rows, goal)
+    able = [c for c in rows if c.succeeded and (c.fraction is None or c.fraction <= 0.95)]
+    assert found in able if able else found is None
+
+
+@quick
+@given(candidates)
+def test_speed_is_never_slower_and_memory_never_larger_than_the_other_goals(rows: list[Candidate]) -> None:
+    speed, middle, memory = (choose(rows, goal) for goal in recommend.GOALS)
+    if speed is not None and middle is not None and memory is not None:
+        assert speed.tokens_per_second >= middle.tokens_per_second
+        assert speed.tokens_per_second >= memory.tokens_per_second
+        assert (memory.memory_bytes or 0) <= min(middle.memory_bytes or 0, speed.memory_bytes or 0)
+
+
+@quick
+@given(candidates)
+def test_balanced_never_gives_up_more_than_a_tenth_of_the_speed_nor_takes_more_memory(rows: list[Candidate]) -> None:
+    speed, middle = choose(rows, "speed"), choose(rows)
+    if speed is not None and middle is not None:
+        assert middle.tokens_per_second >= 0.9 * speed.tokens_per_second * (1 - 1e-12)
+        assert (middle.memory_bytes or 0) <= (speed.memory_bytes or 0)
+        assert middle.offload_level == speed.offload_level
+
+
+@quick
+@given(candidates, st.randoms(use_true_random=False), st.sampled_from(recommend.GOALS))
+def test_the_order_of_rows_decides_nothing_but_exact_ties(rows: list[Candidate], chance: Any, goal: str) -> None:
+    shuffled = list(rows)
+    chance.shuffle(shuffled)
+    one, other = choose(rows, goal), choose(shuffled, goal)
+    assert (one is None) == (other is None)
+    if one is not None and other is not None and one != other:
+        assert (one.tokens_per_second, one.memory_bytes) == (other.tokens_per_second, other.memory_bytes)
+
+
+# ------------------------------------------------------------------ what is said
+
+
+def test_the_reason_holds_the_rows_numbers_and_their_units() -> None:
+    found = answer(row(fakes.zero(0), 8.2, 45_000), row(fakes.zero(2), 6.8, 42_500))
+    assert "ZeRO-0" in found.reason
+    for number in ("45,000 tokens/s", "8.20 GB of device memory", "10.2 % of the card", "60 %"):
+        assert number in found.reason
+    assert found.cost is None
+
+
+def test_the_cost_is_told_against_the_fastest() -> None:
+    """10,500 of 11,400 are 92.1 %, so 7.9 % slower; 52 − 28 = 24 GB saved."""
+    found = answer(row(fakes.zero(0), 52, 11_400), row(fakes.zero(2), 28, 10_500))
+    assert found.choice == "ZeRO-2"
+    assert found.cost == "7.9 % slower than ZeRO-0, saves 24.00 GB of device memory"
+    assert "92.1 % of ZeRO-0's 11,400 tokens/s" in found.reason
+
+
+def test_the_fastest_row_costs_nothing_and_the_leanest_is_priced_against_it() -> None:
+    """10,500 of 11,400 again; 30 − 10 = 20 GB."""
+    rows = row(fakes.zero(0), 30, 11_400), row(fakes.zero(2), 10, 10_500)
+    assert answer(*rows, goal="speed").cost is None
+    assert answer(*rows, goal="memory").cost == "7.9 % slower than ZeRO-0, saves 20.00 GB of device memory"
+
+
+def test_one_run_each_is_not_tested_and_says_so() -> None:
+    found = answer(row(fakes.zero(0), 8, 1000), row(fakes.zero(1), 8, 990))
+    assert "its lead over ZeRO-1 (1.0 %) is not tested: one run each" in found.reason
+    assert "use --repeats 3 or more" in found.next_steps
+
+
+def repeated(stage: int, gigabytes: float, speeds: Sequence[float]) -> list[TrialRecord]:
+    return [row(fakes.zero(stage), gigabytes, speed, repeat=number) for number, speed in enumerate(speeds)]
+
+
+def test_a_lead_inside_the_noise_is_said_to_be_and_the_leaner_row_is_named() -> None:
+    """Means 1003.3 and 1000 with spreads of 20: no test tells them apart. 8.0 − 6.5 GB = 1.5 GB."""
+    found = answer(*repeated(0, 8, [985, 1005, 1020]), *repeated(2, 6.5, [980, 1000, 1020]))
+    assert found.choice == "ZeRO-0"
+    assert "inside the noise of 3 runs each" in found.reason
+    assert "ZeRO-2 needs 1.50 GB less and cannot be told from it by speed" in found.reason
+
+
+def test_a_lead_beyond_the_noise_is_said_to_be_and_nothing_else_is_offered() -> None:
+    found = answer(*repeated(0, 8, [999, 1000, 1001]), *repeated(2, 6.5, [899, 900, 901]))
+    assert "its lead over ZeRO-2 (11.1 %) is more than the noise of 3 runs each" in found.reason
+    assert "cannot be told" not in found.reason
+
+
+def test_the_console_lines_name_goal_choice_reason_cost_and_steps() -> None:
+    found = answer(row(fakes.zero(0), 52, 11_400), row(fakes.zero(2), 28, 10_500))
+    first, why, cost, *steps = recommend.lines(found, "balanced")
+    assert first == "Recommendation (balanced): ZeRO-2"
+    assert why == f"Why: {found.reason}"
+    assert cost == f"Cost: {found.cost}"
+    assert steps == [f"Next: {step}" for step in found.next_steps]
+
+
+def test_without_a_choice_the_console_says_none() -> None:
+    assert recommend.lines(answer())[0] == "Recommendation (balanced): none"
+
+
+def test_every_text_is_one_line_also_where_an_error_was_many() -> None:
+    broken = fakes.failure(fakes.trial(fakes.zero(3)), "ValueError", error="one\ntwo\n\tthree")
+    found = answer(on_cpu(fakes.zero(0), 1, 100), broken)
+    assert all("\n" not in line for line in recommend.lines(found))
+    assert any("one two three" in step for step in found.next_steps)
+
+
+# ------------------------------------------------------------------ who may stand
+
+
+def test_rows_that_do_not_compare_are_not_weighed_against_each_other() -> None:
+    other = row(fakes.zero(2), 6, 99_000, torch_version="2.12.0")
+    found = answer(row(fakes.zero(0), 8, 45_000), other)
+    assert found.choice is None
+    assert found.key is None
+    assert "ZeRO-2 does not compare with the others (torch 2.13.0 against 2.12.0)" in found.reason
+
+
+def test_the_row_that_does_not_compare_is_left_out_by_name_where_others_do() -> None:
+    other = row(fakes.zero(2), 6, 99_000, torch_version="2.12.0")
+    found = answer(row(fakes.zero(0), 8, 45_000), row(fakes.zero(1), 8, 44_000), other)
+    assert found.choice == "ZeRO-0"
+    assert "ZeRO-2 does not compare" in found.reason
+
+
+def test_a_fast_wrong_row_is_left_out_and_its_fault_is_named() -> None:
+    wrong = row(fakes.zero(2), 6, 99_000, losses=(None,) * 12)
+    found = answer(row(fakes.zero(0), 8, 45_000), wrong)
+    assert found.choice == "ZeRO-0"
+    assert "ZeRO-2 is left out: loss is not finite" in found.reason
+
+
+def test_where_every_row_is_wrong_nothing_is_recommended() -> None:
+    found = answer(row(fakes.zero(0), 8, 45_000, losses=(None,) * 12))
+    assert found.choice is None
+    assert found.reason.startswith("No row that trained can be recommended")
+    assert any("--precision fp32" in step for step in found.next_steps)
+
+
+def test_a_row_that_ran_out_of_memory_once_in_three_is_left_out() -> None:
+    fails = replace(
+        out_of_memory(fakes.zero(0)), trial=replace(row(fakes.zero(0), 70, 1000).trial, repeat=2, trial_id="x")
+    )
+    found = answer(*repeated(0, 70, [1000, 1000]), fails, *repeated(2, 40, [800, 800, 800]))
+    assert found.choice == "ZeRO-2"
+    assert "ZeRO-0 is left out: 1 of its 3 runs ran out of memory or disk" in found.reason
+
+
+def test_the_key_leads_back_to_the_row() -> None:
+    comparison = compared(row(fakes.zero(0), 8, 900), row(fakes.zero(1), 8, 1000))
+    found = recommend.recommend(comparison)
+    assert found.key is not None
+    assert comparison.result(found.key).label == found.choice == "ZeRO-1"
+
+
+def test_a_full_card_is_no_choice_and_the_excess_is_told() -> None:
+    """78 of 80 GB; 95 % are 76, so 2 GB over."""
+    found = answer(row(fakes.zero(0), 78, 1000))
+    assert found.choice is None
+    assert "ZeRO-0 is left out: 97.5 % of the card, above 95 %" in found.reason
+    assert found.next_steps[0].startswith("ZeRO-0 is 2.00 GB over 95 % of the card")
+
+
+def test_no_rows_at_all_is_an_answer_too() -> None:
+    assert answer().reason == "There are no rows"
+    assert answer().next_steps == ()
+
+
+def test_no_row_trained_names_every_rows_end() -> None:
+    found = answer(out_of_memory(fakes.zero(0)), fakes.failure(out_of_memory(fakes.zero(1)).trial, record.TIMEOUT))
+    assert found.reason == "No row trained: ZeRO-0 OOM, ZeRO-1 Timeout"
+
+
+# ------------------------------------------------------------------ CPU ranks
+
+
+def test_on_the_cpu_accelerator_host_memory_is_weighed_and_gpus_are_not_spoken_of() -> None:
+    found = answer(on_cpu(fakes.zero(0), 3, 1000), on_cpu(fakes.zero(2), 2, 950))
+    assert found.choice == "ZeRO-0"  # nothing is known of the host's size: the fastest
+    assert "3.00 GB of host memory" in found.reason
+    assert "CPU ranks: nothing here is a statement about GPUs" in found.reason
+    assert "the card" not in " ".join(recommend.lines(found))
+
+
+def test_on_the_cpu_accelerator_a_full_host_counts_as_a_full_card_does() -> None:
+    """3 of 4 GB are 75 %; the slower row keeps 95 % of the speed with 1 GB less."""
+    comparison = replace(
+        compared(on_cpu(fakes.zero(0), 3, 1000), on_cpu(fakes.zero(2), 2, 950)), host_capacity_bytes=4 * GB
+    )
+    found = recommend.recommend(comparison)
+    assert found.choice == "ZeRO-2"
+    assert "1.00 GB of host memory" in (found.cost or "")
+    assert recommend.recommend(replace(comparison, host_capacity_bytes=100 * GB)).choice == "ZeRO-0"
+
+
+# ------------------------------------------------------------------ what to try next
+
+
+def test_room_on_the_card_is_told_as_a_micro_batch() -> None:
+    """20 of 80 GB with 8 GB of activations at micro-batch 4: ×4 adds 24 GB (44 GB, 55 %), ×8 adds 56 (76 > 72)."""
+    found = answer(row(fakes.zero(0), 20, 1000, ledger={"gpu": {"activations": 8 * GB}}))
+    assert "there is room for more: try micro-batch 16 (about 55 % of the card by ZeRO-0's ledger)" in found.next_steps
+
+
+def test_no_larger_batch_is_promised_where_activations_were_not_counted() -> None:
+    assert not any("room for more" in step for step in answer(row(fakes.zero(0), 20, 1000)).next_steps)
+
+
+def test_the_pattern_is_that_of_the_fastest_row_without_offload() -> None:
+    found = answer(row(fakes.zero(0), 70, 1000, cards=2), row(fakes.zero(2), 30, 990, cards=2))
+    assert "barely fits (87.5 % of the card): stage 2" in found.next_steps
+
+
+def test_many_failures_do_not_drown_the_answer() -> None:
+    records = [row(fakes.zero(0), 8, 1000)]
+    for number in range(12):
+        trial = fakes.trial(fakes.zero(3), on=records[0].trial.placement)
+        trial = replace(trial, ds_config={**trial.ds_config, "number": number})
+        records.append(fakes.failure(trial, record.KILLED))
+    steps = answer(*records).next_steps
+    assert "6 more rows failed: the table has their causes" in steps
+    assert sum("was killed" in step for step in steps) == 6
+
+
+def test_many_rows_without_success_or_comparison_are_counted_not_listed() -> None:
+    base = out_of_memory(fakes.zero(2))
+    trials = [replace(base.trial, ds_config={**base.trial.ds_config, "number": number}) for number in range(40)]
+    ends = [record.OOM if number < 30 else record.KILLED for number in range(40)]
+    found = answer(*(fakes.failure(trial, end) for trial, end in zip(trials, ends, strict=True)))
+    assert found.reason == "No row trained: 30 OOM, 10 Killed"
+    others = [row(fakes.zero(1), 8, 900, torch_version=f"2.{number}.0") for number in range(9)]
+    told = answer(row(fakes.zero(0), 8, 1000), row(fakes.zero(2), 8, 1100), *others).reason
+    assert told.count("does not compare") == 6
+    assert "3 more rows are left out" in told
