@@ -10,9 +10,8 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from . import __version__
-from .argtypes import Parser, fraction, whole
-from .console import pipe_may_close
+from . import __version__, console
+from .argtypes import Parser, fraction, positive, whole
 from .errors import DsBenchError
 from .options import GOALS
 from .spec import PRECISIONS
@@ -22,14 +21,18 @@ Verb = Callable[[argparse.Namespace], int]
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one verb and returns its exit code."""
+    console.have_streams()
     try:
         values = build_parser().parse_args(arguments)
         verb: Verb = values.run
-        with pipe_may_close():
+        with console.pipe_may_close():
             return verb(values)
     except DsBenchError as error:
         print(f"ds_bench: {error}", file=sys.stderr)
         return error.exit_code
+    except OSError as error:  # a disk or a pipe that takes no more
+        print(f"ds_bench: {error}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
@@ -40,6 +43,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser = Parser(prog="ds_bench", description="Which DeepSpeed configuration should I train with?")
     parser.add_argument("--version", action="version", version=__version__)
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB", parser_class=Parser)
+    _add_plan(verbs.add_parser("plan", help="predict each strategy's memory, without a GPU and without running"))
+    _add_doctor(verbs.add_parser("doctor", help="is this machine ready? each check with what mends it"))
     _add_report(verbs.add_parser("report", help="show results again, several together, as text, HTML or plots"))
     _add_compare(verbs.add_parser("compare", help="two results row by row, before and after a change"))
     _add_baseline(verbs.add_parser("baseline", help="keep results as baselines; check others against them"))
@@ -61,8 +66,10 @@ def _add_report(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--html", type=Path, default=None, metavar="FILE", help="one self-contained page")
     parser.add_argument("--markdown", action="store_true", help="a block to paste into an issue, instead of the table")
     parser.add_argument("--plots", type=Path, default=None, metavar="DIR", help="the pictures as PNG and SVG")
-    parser.add_argument("--relative-to", default=None, metavar="STRATEGY", help="row that ratios refer to")
-    parser.add_argument("--goal", choices=GOALS, default="balanced", help="of the recommendation (default: balanced)")
+    parser.add_argument(
+        "--relative-to", default=None, metavar="STRATEGY", help="row that ratios refer to (default: the run's own)"
+    )
+    parser.add_argument("--goal", choices=GOALS, default=None, help="of the recommendation (default: the run's own)")
     parser.add_argument(
         "--export", default=None, metavar="STRATEGY", help="write that row's configuration to ds_config_STRATEGY/"
     )
@@ -92,8 +99,52 @@ def _add_baseline(parser: argparse.ArgumentParser) -> None:
     check.set_defaults(run=_baseline_check)
 
 
+def _add_plan(parser: argparse.ArgumentParser) -> None:
+    from .forecast import CATALOGUE
+
+    add = parser.add_argument
+    add("--model", default="gpt2", metavar="NAME", help="preset, local path, or with --online a Hub name")
+    add("--num-gpus", type=whole(1), default=1, metavar="N", help="in the whole job (default: 1)")
+    add("--gpus-per-node", type=whole(1), default=None, metavar="N", help="default: all, 8 at most")
+    add("--gpu", default="80GB", metavar="CARD", help="a card's name or its memory (default: 80GB)")
+    add("--host-memory", type=positive, default=None, metavar="GB", help="of one node, to be kept to as well")
+    add("--batch-size", type=whole(1), default=4, metavar="N", help="micro-batch per GPU (default: 4)")
+    add("--seq-length", type=whole(1), default=None, metavar="N", help="default: 512, or the model's positions")
+    add("--grad-accum", type=whole(1), default=1, metavar="N", help="default: 1")
+    add("--precision", choices=PRECISIONS, default="bf16", help="default: bf16")
+    add("--activation-checkpointing", action="store_true", help="recompute activations in the backward pass")
+    add("--strategies", nargs="+", choices=("all", *CATALOGUE), default=["all"], help="default: all")
+    add("--min-gpus", action="store_true", help="how many GPUs each strategy needs")
+    add("--max-batch", action="store_true", help="the largest micro-batch of each strategy")
+    add("--online", action="store_true", help="ask the Hub for a model that is neither a preset nor a folder")
+    add("--trust-remote-code", action="store_true", help="run modelling code that comes with the model")
+    add("--json", action="store_true", help="bytes, for machines")
+    parser.set_defaults(run=_plan)
+
+
+def _plan(values: argparse.Namespace) -> int:
+    from .forecast import CATALOGUE, PlanOptions, plan_command
+
+    given = {name: value for name, value in vars(values).items() if name not in ("verb", "run")}
+    names = tuple(CATALOGUE) if "all" in values.strategies else tuple(dict.fromkeys(values.strategies))
+    return plan_command(PlanOptions(**{**given, "strategies": names}))
+
+
+def _add_doctor(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--nvme-path", type=Path, default=None, metavar="DIR", help="also check this disk's folder")
+    parser.add_argument("--build", action="store_true", help="build the ops that are not built yet (minutes)")
+    parser.add_argument("--json", action="store_true", help="a list of findings, for machines")
+    parser.set_defaults(run=_doctor)
+
+
+def _doctor(values: argparse.Namespace) -> int:
+    from .doctor import run
+
+    return run(values.nvme_path, values.build, values.json)
+
+
 def _add_advice(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", default="gpt2", metavar="NAME", help="a built-in model (default: gpt2)")
+    parser.add_argument("--model", default="gpt2", metavar="NAME", help="preset or local folder (default: gpt2)")
     parser.add_argument("--num-gpus", type=whole(1), default=1, metavar="N", help="default: 1")
     parser.add_argument("--precision", choices=PRECISIONS, default="bf16", help="default: bf16")
     parser.add_argument("--grad-accum", type=whole(1), default=1, metavar="N", help="default: 1")

@@ -5,14 +5,14 @@ Bytes are formulas for AdamW (``modelstates``), per rank and without activations
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from .advising.rule import COMFORTABLE
 from .doubts import NEAR_CAPACITY
 from .prediction.modelstates import element_bytes, model_states
 from .spec import Precision, Strategy
-from .strategies import ZERO_STAGES
+from .strategies import OFFLOAD_NAMES, ZERO_STAGES
 from .units import format_bytes, format_percent
 
 BARELY = 0.80
@@ -167,36 +167,99 @@ def _fetches(strategy: Strategy, grad_accum: int) -> int:
     return 1 if strategy.offload_param == "none" else 2 * grad_accum
 
 
-def pattern(
-    fraction: float | None,
-    *,
-    goal: str = "balanced",
-    num_gpus: int = 1,
-    out_of_memory_stage: int | None = None,
-) -> str | None:
-    """The rule of thumb for this situation; None where the situation is not known.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """What became of the stages without offload, and of the offloads, that were tried and are sound."""
 
-    ``fraction``: of the card, taken by the fastest row without offload. ``out_of_memory_stage``: the highest stage
-    without offload that ran out of device memory.
-    """
-    alone = num_gpus == 1
-    tail = " (on one GPU stages 1 to 3 partition nothing)" if alone else ""
-    if goal == "speed":
-        return f"speed is critical: the lowest stage that fits{tail}"
-    if goal == "memory":
-        return f"memory is critical: stage 3 with offload, cpu_optimizer first, then cpu_full and nvme{tail}"
-    if out_of_memory_stage is not None and (out_of_memory_stage >= 2 or alone):
-        what = "offload, cpu_optimizer first" if alone or out_of_memory_stage == 3 else "stage 3, or offload"
-        return f"stage {out_of_memory_stage} ran out of memory: {what}{tail}"
-    return None if fraction is None else _by_fraction(fraction, alone, tail)
+    fastest_stage: int | None = None
+    """Of the fastest row that trained; None where none did."""
+    fraction: float | None = None
+    """Of the card, that this row took; None where not known, or where its micro-batch was chosen to fill it."""
+    trained_stages: frozenset[int] = frozenset()
+    """That leave the card room, so that they can be used."""
+    out_of_memory_stages: frozenset[int] = frozenset()
+    """Of the rows that ran out of device memory; none of these is ever suggested."""
+    failed_offloads: frozenset[str] = frozenset()
+    """Names of offload strategies that ran out of memory or disk."""
+
+    @property
+    def failed(self) -> frozenset[int]:
+        """Stages of which no row trained."""
+        return self.out_of_memory_stages - self.trained_stages - {self.fastest_stage}
+
+    @property
+    def offloads(self) -> list[str]:
+        """Strategies still to try, the gentlest first."""
+        return [name for name in OFFLOAD_NAMES[1:] if name not in self.failed_offloads]
+
+    def next_stage(self, above: int) -> int | None:
+        """The lowest higher one that has not failed."""
+        return next((stage for stage in range(above + 1, 4) if stage not in self.failed), None)
 
 
-def _by_fraction(fraction: float, alone: bool, tail: str) -> str:
+def pattern(seen: Seen, *, goal: str = "balanced", num_gpus: int = 1) -> str | None:
+    """The rule of thumb for this situation (acceptance A23); None where there is none, or nothing is known."""
+    text = _PATTERNS[goal](seen, num_gpus == 1)
+    alone = " (on one GPU stages 1 to 3 partition nothing)" if num_gpus == 1 else ""
+    return None if text is None else text + alone
+
+
+def _speed(seen: Seen, _alone: bool) -> str:
+    fastest = seen.fastest_stage
+    if fastest is not None and any(stage < fastest for stage in seen.trained_stages):
+        return f"speed is critical: stage {fastest}, the fastest measured"
+    return "speed is critical: the lowest stage that fits"
+
+
+def _memory(seen: Seen, _alone: bool) -> str | None:
+    if not seen.offloads:
+        return None
+    first, *later = seen.offloads
+    then = f" first, then {' and '.join(later)}" if later else ""
+    return f"memory is critical: stage 3 with offload, {first}{then}"
+
+
+def _balanced(seen: Seen, alone: bool) -> str | None:
+    highest, fastest = max(seen.failed, default=None), seen.fastest_stage
+    if highest is not None and (fastest is None or (not alone and 2 <= highest < fastest)):
+        stage = None if alone else seen.next_stage(highest)
+        todo = _offload(seen) if stage is None else f"stage {stage}, or offload"
+        return f"stage {highest} ran out of memory: {todo}" if todo else None
+    return None if fastest is None or seen.fraction is None else _by_fraction(seen, fastest, seen.fraction, alone)
+
+
+_PATTERNS: Mapping[str, Callable[[Seen, bool], str | None]] = {
+    "speed": _speed,
+    "balanced": _balanced,
+    "memory": _memory,
+}
+
+
+def _by_fraction(seen: Seen, fastest: int, fraction: float, alone: bool) -> str | None:
     share = f"{format_percent(fraction)} of the card"
     if fraction < COMFORTABLE:
-        return f"fits comfortably ({share}): {'stage 0' if alone else 'stage 0 or 1'} is enough{tail}"
+        return f"fits comfortably ({share}): {_enough(seen, fastest, alone)}"
     if fraction < BARELY:
-        return f"fits ({share}): keep the lowest stage that does{tail}"
-    remedy = "--activation-checkpointing, a smaller micro-batch or cpu_optimizer" if alone else "stage 2"
+        return None
     words = "barely fits" if fraction <= NEAR_CAPACITY else "is about to run out"
-    return f"{words} ({share}): {remedy}{tail}"
+    if alone:
+        smaller = ["--activation-checkpointing", "a smaller micro-batch", *seen.offloads[:1]]
+        return f"{words} ({share}): {', '.join(smaller[:-1])} or {smaller[-1]}"
+    stage = seen.next_stage(max(fastest, 1))
+    remedy = _offload(seen) if stage is None else f"stage {stage}"
+    return f"{words} ({share}): {remedy}" if remedy else None
+
+
+def _enough(seen: Seen, fastest: int, alone: bool) -> str:
+    """The stage that fits, and why it is not a lower one where those ran out of memory."""
+    if fastest == 0 and not alone and 1 not in seen.failed:
+        return "stage 0 or 1 is enough"
+    if alone and 0 not in seen.failed:
+        return "stage 0 is enough"
+    lower = [str(stage) for stage in sorted(seen.failed) if stage < fastest]
+    why = f"; stage{'s'[: len(lower) > 1]} {' and '.join(lower)} ran out of memory" if lower else ""
+    return f"stage {fastest} is enough{why}"
+
+
+def _offload(seen: Seen) -> str:
+    return f"offload, {seen.offloads[0]} first" if seen.offloads else ""

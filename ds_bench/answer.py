@@ -57,7 +57,7 @@ def of(
     """
     comparison = compare.build(summaries, relative_to, environments=environments)
     return Answer(
-        title=heading or title(summaries),
+        title=heading or provenance.title(summaries),
         comparison=comparison,
         recommendation=recommend.recommend(comparison, goal, facts or _preset(summaries)),
         goal=goal,
@@ -71,20 +71,6 @@ def of(
 def _preset(summaries: Sequence[Summary]) -> models.ModelFacts | None:
     work = summaries[0].record.trial.workload if summaries else None
     return models.find_preset(work.model) if work and work.model_source == "preset" else None
-
-
-def title(summaries: Sequence[Summary]) -> str:
-    """What was trained on what, in one line."""
-    if not summaries:
-        return "nothing was run"
-    work, place = summaries[0].record.trial.workload, summaries[0].record.trial.placement
-    device = next((rank.device_name for s in summaries for rank in s.record.ranks), place.accelerator)
-    unit = "GPU" if place.accelerator == "cuda" else "CPU rank"
-    return (
-        f"{work.model} · {work.precision} · micro-batch {work.batch_size} × {work.seq_length} tokens"
-        f"{f' × {work.grad_accum} accumulated' if work.grad_accum > 1 else ''} · "
-        f"{place.num_gpus} {unit}{'s' if place.num_gpus > 1 else ''} ({device}) · {work.num_steps} steps"
-    )
 
 
 def print_answer(answer: Answer, stream: IO[str]) -> None:

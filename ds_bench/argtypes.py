@@ -24,6 +24,15 @@ def whole(minimum: int) -> Callable[[str], int]:
     return convert
 
 
+AUTO = "auto"
+
+
+def whole_or_auto(minimum: int) -> Callable[[str], int | str]:
+    """A whole number of ``minimum`` or more, or ``auto``."""
+    number = whole(minimum)
+    return lambda text: AUTO if text == AUTO else number(text)
+
+
 def positive(text: str) -> float:
     """A finite number above 0."""
     try:

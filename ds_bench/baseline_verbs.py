@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from . import baselines, compare, console, load, merging, units
+from . import baselines, compare, console, inference, load, merging, units
 from .baselines import BaselineComparison
+from .doubts import UNSTABLE_CV
 from .errors import UsageError
 from .regression import baselinefile
 from .regression.benchresult import BenchmarkResult, of_runs
@@ -35,8 +36,20 @@ def save_command(paths: Sequence[Path], file: Path, tolerance: float | None) -> 
                 console.print_text(f"not saved {console.plain(result.name)}: {console.plain(reason)}")
     if not saved:
         raise UsageError("nothing was saved: no row is fit to be a baseline", remedy="the lines above say why")
+    for entry in saved:
+        for text in _variation(entry):
+            print(f"warning: {console.plain(entry.name)}: {text}", file=sys.stderr)
     print(f"baselines {file}", file=sys.stderr)
     return OK
+
+
+def _variation(entry: baselines.BaselineEntry) -> Iterator[str]:
+    """Why changes will be hard to see against this baseline."""
+    for what, runs in (("tokens/s", entry.tokens_per_sec_runs), ("peak memory", entry.peak_memory_mb_runs)):
+        deviation = inference.spread(runs)
+        if deviation is not None and (variation := deviation * len(runs) / sum(runs)) > UNSTABLE_CV:
+            told = f"{what} of its {len(runs)} runs varies by {units.format_percent(variation)}"
+            yield f"{told}, which hides smaller changes; measure again on a quieter machine, or with more --repeats"
 
 
 def check_command(paths: Sequence[Path], file: Path, as_json: bool) -> int:
@@ -97,18 +110,25 @@ def _figures(entry: baselines.BaselineEntry) -> str:
 
 def _print(verdicts: Sequence[BaselineComparison]) -> None:
     for verdict in verdicts:
-        sign = "❌" if verdict.failed else "✅" if verdict.comparable and verdict.baseline else "—"
-        console.print_text(f"{sign} {console.plain(verdict.name)}: {console.plain(verdict.message)}")
+        console.print_text(f"{_sign(verdict)} {console.plain(verdict.name)}: {console.plain(verdict.message)}")
     console.print_text(_summary(verdicts))
 
 
+def _sign(verdict: BaselineComparison) -> str:
+    if verdict.failed or verdict.noisy:
+        return "❌" if verdict.failed else "noisy:"
+    return "✅" if verdict.comparable and verdict.baseline else "—"
+
+
 def _summary(verdicts: Sequence[BaselineComparison]) -> str:
-    """``2 compared, 1 of them a regression; 1 not comparable; 1 without a baseline``."""
+    """``3 compared, 1 regressed; 1 too noisy to judge; 1 not comparable; 1 without a baseline``."""
     compared = [verdict for verdict in verdicts if verdict.comparable and verdict.baseline is not None]
     apart = sum(not verdict.comparable for verdict in verdicts)
     new = sum(verdict.comparable and verdict.baseline is None for verdict in verdicts)
     regressions = sum(verdict.failed for verdict in compared)
     counts = [f"{len(compared)} compared, {regressions} regressed"]
+    noisy = sum(verdict.noisy for verdict in compared)
+    counts += [f"{noisy} too noisy to judge"] if noisy else []
     counts += [f"{apart} not comparable"] if apart else []
     return "; ".join([*counts, *([f"{new} without a baseline"] if new else [])])
 
@@ -130,6 +150,7 @@ def _entry(verdict: BaselineComparison) -> dict[str, Any]:
         "comparable": verdict.comparable,
         "has_baseline": verdict.baseline is not None,
         "regressions": list(verdict.regressions),
+        "noisy": verdict.noisy,
         "throughput_ratio": verdict.throughput_ratio,
         "memory_ratio": verdict.memory_ratio,
         "message": verdict.message,

@@ -30,6 +30,8 @@ __all__ = [
 ]
 
 DEFAULT_PATH = Path("baselines.json")
+_ANY_RISE, _ANY_FALL = 100.0, 0.9995
+"""Fractions of the baseline: where no smaller rise of memory, or fall of throughput, is seen, a number says no more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +50,9 @@ class BaselineComparison:
     memory_ratio: float | None = None
     """Peak memory to the baseline's."""
     regressions: tuple[str, ...] = ()
-    """Of ``throughput``, ``memory`` and ``status`` (it no longer runs)."""
+    """Of ``throughput``, ``memory`` and ``status`` (it no longer runs, or its loss is not finite and the like)."""
+    noisy: bool = False
+    """Passed, but its runs or the baseline's vary so much that a regression beyond the tolerance would go unseen."""
 
     @property
     def comparable(self) -> bool:
@@ -117,13 +121,20 @@ def compare_to_baseline(
     """
     baseline = load_baseline(result.name, path) if baseline is None else baseline
     if baseline is None:
-        ended = "" if result.succeeded else f"; it ended with {result.status}"
+        ended = f"; {_unusable(result)}" if _unusable(result) else ""
         return BaselineComparison(name=result.name, passed=True, message=f"no baseline of this name{ended}")
     differences = [*_obstacles(result, baseline)]
     if differences:
         text = f"not comparable with the baseline: {'; '.join(differences)}"
         return BaselineComparison(name=result.name, passed=None, message=text, baseline=baseline)
-    return _ended(result, baseline) if not result.succeeded else _judged(result, baseline)
+    return _spoiled(result, baseline) if _unusable(result) else _judged(result, baseline)
+
+
+def _unusable(result: BenchmarkResult) -> str | None:
+    """Why the result has no figures to judge: it failed, or a caveat says that they are not to be used."""
+    if not result.succeeded:
+        return f"it ended with {result.status}{f': {result.error}' if result.error else ''}"
+    return f"its figures are not to be used: {'; '.join(result.doubts)}" if result.doubts else None
 
 
 def _obstacles(result: BenchmarkResult, baseline: BaselineEntry) -> Iterator[str]:
@@ -144,10 +155,9 @@ def _obstacles(result: BenchmarkResult, baseline: BaselineEntry) -> Iterator[str
         yield "no figure is known on both sides"
 
 
-def _ended(result: BenchmarkResult, baseline: BaselineEntry) -> BaselineComparison:
-    """It ran when the baseline was saved, and does not now."""
-    reason = f": {result.error}" if result.error else ""
-    text = f"regression: it ended with {result.status}{reason}; the baseline ran"
+def _spoiled(result: BenchmarkResult, baseline: BaselineEntry) -> BaselineComparison:
+    """The baseline trained as it should, and this did not: worse than any figure could say."""
+    text = f"regression: {_unusable(result)}; the baseline ran"
     return BaselineComparison(name=result.name, passed=False, message=text, baseline=baseline, regressions=("status",))
 
 
@@ -155,7 +165,9 @@ def _judged(result: BenchmarkResult, baseline: BaselineEntry) -> BaselineCompari
     found = measures(result, baseline)
     regressions = tuple(each.kind for each in found if each.regressed(baseline.tolerance))
     ratios = {each.kind: each.ratio for each in found}
-    parts = [each.text(baseline.tolerance) for each in found] + [*_remarks(result, baseline, found)]
+    noisy = [each for each in found if each.noisy(baseline.tolerance)] if not regressions else []
+    parts = [each.text(baseline.tolerance) + _unseen(each if each in noisy else None) for each in found]
+    parts += _remarks(result, baseline, found)
     return BaselineComparison(
         name=result.name,
         passed=not regressions,
@@ -164,7 +176,17 @@ def _judged(result: BenchmarkResult, baseline: BaselineEntry) -> BaselineCompari
         throughput_ratio=ratios.get("throughput"),
         memory_ratio=ratios.get("memory"),
         regressions=regressions,
+        noisy=bool(noisy),
     )
+
+
+def _unseen(noisy: Measure | None) -> str:
+    """What a figure's noise hides; empty for one that is not noisy."""
+    if noisy is None or noisy.unseen is None:
+        return ""
+    if noisy.unseen > (_ANY_RISE if noisy.more_is_worse else _ANY_FALL):
+        return ", cannot see any change"
+    return f", cannot see changes below {units.format_percent(noisy.unseen)}"
 
 
 def _remarks(result: BenchmarkResult, baseline: BaselineEntry, found: Sequence[Measure]) -> Iterator[str]:
@@ -178,4 +200,3 @@ def _remarks(result: BenchmarkResult, baseline: BaselineEntry, found: Sequence[M
         yield "the DeepSpeed configuration is not the baseline's"
     if result.failed_runs:
         yield f"{result.failed_runs} run(s) failed"
-    yield from result.doubts

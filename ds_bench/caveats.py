@@ -23,6 +23,7 @@ class CaveatKind(StrEnum):
     OTHER_OPTIMIZER = "other_optimizer"
     ONE_GPU = "one_gpu"
     BUCKET_DOMINATES = "bucket_dominates"
+    PREDICTION_MISSED = "prediction_missed"
     ENVIRONMENT_DIFFERS = "environment_differs"
     CPU_ACCELERATOR = "cpu_accelerator"
     NOTE = "note"
@@ -47,6 +48,7 @@ NEXT_STEPS: Mapping[CaveatKind, str | None] = MappingProxyType(
         CaveatKind.OTHER_OPTIMIZER: "see why the op does not build: python -m ds_bench ops",
         CaveatKind.ONE_GPU: "use two GPUs or more to see what stages 1 to 3 save",
         CaveatKind.BUCKET_DOMINATES: "try --set zero_optimization.reduce_bucket_size=50000000",
+        CaveatKind.PREDICTION_MISSED: "believe the measurement; plan for this model with more room",
         CaveatKind.ENVIRONMENT_DIFFERS: "measure both again on one machine with the same versions",
         CaveatKind.CPU_ACCELERATOR: "run the same command where there is a GPU",
         CaveatKind.NOTE: None,
@@ -63,21 +65,24 @@ class Caveat:
     text: str
     """One line: what was seen, with the row's numbers."""
     next_step: str | None = None
-    """What to do about it; None where nothing can be done or the text says it."""
+    """What to do about it; None where nothing can be done."""
     disqualifying: bool = False
     """Such a row is never recommended (its loss differs, it did not train what was asked)."""
 
     @property
     def line(self) -> str:
         """The text and what to do about it."""
-        return self.text if self.next_step is None else f"{self.text}; {self.next_step}"
+        return self.text if self.unsaid_step is None else f"{self.text}; {self.unsaid_step}"
+
+    @property
+    def unsaid_step(self) -> str | None:
+        """The next step, where the text does not end with it already."""
+        return None if self.next_step is None or self.text.endswith(self.next_step) else self.next_step
 
 
 def typed(kind: CaveatKind, text: str, *, disqualifying: bool = False) -> Caveat:
-    """A caveat with its kind's next step, unless the text ends with it already."""
-    step = NEXT_STEPS[kind]
-    said = step is None or text.endswith(step)
-    return Caveat(kind=kind, text=text, next_step=None if said else step, disqualifying=disqualifying)
+    """A caveat with its kind's next step."""
+    return Caveat(kind=kind, text=text, next_step=NEXT_STEPS[kind], disqualifying=disqualifying)
 
 
 def note(text: str, *, disqualifying: bool = False) -> Caveat:

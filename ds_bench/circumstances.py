@@ -1,4 +1,5 @@
-"""Pure: what holds for a comparison as a whole and a reader must know before any of its rows.
+"""Pure: what holds for a comparison as a whole and a reader must know before any of its rows, and how much memory
+there was.
 
 Each caveat is of a kind that no single row can have: of the machine, of the number of runs, of what the number of GPUs
 lets a comparison show at all.
@@ -11,13 +12,10 @@ from collections.abc import Iterator, Sequence
 from .analysis import Summary
 from .caveats import Caveat, CaveatKind, typed
 from .environment import Environment, comparable
-from .gpus import GpuFacts
+from .gpus import GpuFacts, held_back
 from .inference import FEWEST_RUNS
 from .record import TrialRecord
 from .units import format_bytes
-
-_NOT_HELD_BACK = frozenset({"gpu_idle", "applications_clocks_setting", "sync_boost", "display_clock_setting"})
-"""Reasons for a clock below its maximum that are no fault: nothing to do, or a clock that somebody set."""
 
 
 def whole_caveats(rows: Sequence[Sequence[Summary]], environments: Sequence[Environment]) -> list[Caveat]:
@@ -77,7 +75,25 @@ def _of_card(gpu: GpuFacts) -> Iterator[Caveat]:
     if gpu.other_processes:
         text = f"GPU {gpu.index} is also used by {len(gpu.other_processes)} other process(es): numbers suffer"
         yield typed(CaveatKind.OTHER_PROCESS, text)
-    reasons = [reason for reason in gpu.throttle_reasons or () if reason not in _NOT_HELD_BACK]
-    if reasons:
+    if reasons := held_back(gpu):
         text = f"GPU {gpu.index} was held back before the first trial: {', '.join(reasons)}"
         yield typed(CaveatKind.CLOCKS_THROTTLED, text)
+
+
+def device_capacity_bytes(records: Sequence[TrialRecord], environments: Sequence[Environment]) -> int | None:
+    """Memory of the smallest card, real or emulated, that ranks saw; where none got that far, of the environments'.
+
+    None on the CPU accelerator.
+    """
+    on_cards = [record for record in records if record.trial.placement.accelerator == "cuda"]
+    seen = [rank.gpu_total_bytes for record in on_cards for rank in record.ranks]
+    if on_cards and not any(seen):
+        seen = [gpu.memory_total_bytes for environment in environments for gpu in environment.gpus]
+    limits = [record.trial.placement.gpu_memory_limit_bytes for record in on_cards]
+    return min((size for size in [*seen, *limits] if size), default=None)
+
+
+def host_capacity_bytes(environments: Sequence[Environment]) -> int | None:
+    """Memory of the host or of the cgroup, whichever is less; None where no environment tells."""
+    sizes = [(facts.host_memory_bytes, facts.cgroup_memory_limit_bytes) for facts in environments]
+    return min((size for pair in sizes for size in pair if size), default=None)

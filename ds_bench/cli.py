@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from . import console
 from .errors import DsBenchError, UsageError
 from .flags import Family, Options, parse
 from .spec import Strategy
@@ -21,6 +22,7 @@ def main(
     """Runs a comparison script. ``make_config``: the script's own ``create_deepspeed_config``, by strategy."""
     prog = Path(sys.argv[0]).name
     given = list(sys.argv[1:] if arguments is None else arguments)
+    console.have_streams()
     try:
         options, kept = _with_resumed_flags(family, prog, given)
         if _not_rank_zero(os.environ):

@@ -9,9 +9,10 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
+from . import doubts
 from .analysis import Summary, with_comparison
 from .caveats import Caveat, note
-from .circumstances import whole_caveats
+from .circumstances import device_capacity_bytes, host_capacity_bytes, whole_caveats
 from .environment import Environment
 from .errors import UsageError
 from .inference import RatioInterval, mean_interval, ratio_interval, spread
@@ -25,7 +26,8 @@ class StrategyResult:
     """One configuration, its repeats taken together. Whole job unless said otherwise; None where not measured."""
 
     key: str
-    """Stable identity: the hash of the trial with repeat 0."""
+    """The hash of the trial with repeat 0. Where runs of one trial do not compare with each other (another card, other
+    versions), the later rows have ``-2``, ``-3`` … behind it (``likeness.grouped``)."""
     label: str
     """Short text for tables, unique within the comparison."""
     strategy: Strategy
@@ -38,9 +40,10 @@ class StrategyResult:
     step_seconds_spread: float | None = None
     """Standard deviation between runs where there are two or more, else between the steps of the one."""
     interval: tuple[float, float] | None = None
-    """95 % confidence interval of the mean tokens/s, R >= 3 successful runs."""
+    """95 % confidence interval of the geometric mean tokens/s, R >= 3 successful runs."""
     ratio: float | None = None
-    """Throughput to the baseline's; None where the rows do not compare."""
+    """Throughput to the baseline's: of the geometric means of the runs where there is a ``ratio_interval``, which it
+    then lies in, else of the medians. None where the rows do not compare."""
     ratio_interval: RatioInterval | None = None
     """Welch on per-run means of the log ratio; None below three runs on either side ("not tested")."""
     tokens_per_second_per_gb: float | None = None
@@ -51,6 +54,8 @@ class StrategyResult:
     """The worst run's peak reserved as a fraction of the card."""
     host_peak_bytes: int | None = None
     """The worst run's peak resident memory of a node's ranks."""
+    predicted_over_measured: float | None = None
+    """Median over runs of the predicted memory to the measured."""
     gpu_difference_bytes: int | None = None
     """Peak device memory less the baseline's."""
     host_difference_bytes: int | None = None
@@ -68,6 +73,21 @@ class StrategyResult:
         """At least one run did."""
         return bool(self.successes)
 
+    @property
+    def at_largest_batch(self) -> bool:
+        """Its micro-batch is the largest with which it trains, and not one that was given."""
+        return self.summaries[0].record.trial.workload.batch_policy == "largest"
+
+    @property
+    def disqualification(self) -> str | None:
+        """Why its numbers are no result, though it has some; None for a sound row."""
+        return next((caveat.text for caveat in self.caveats if caveat.disqualifying), None)
+
+    @property
+    def sound(self) -> bool:
+        """It trained, and did what was asked."""
+        return self.succeeded and self.disqualification is None
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
@@ -75,9 +95,11 @@ class Comparison:
 
     results: tuple[StrategyResult, ...]
     baseline: StrategyResult | None = None
-    """The row that ratios refer to: the first, or the one asked for; None where that row has no numbers."""
+    """The row that ratios refer to: the one asked for, else the first, or where that is disqualified the first sound
+    one. None where that row has no numbers."""
     pareto_device: tuple[str, ...] = ()
-    """Keys of rows that no other row beats in both throughput and device memory."""
+    """Keys of rows that no other row beats in both throughput and device memory. Rows that are disqualified or do not
+    compare take no part."""
     pareto_host: tuple[str, ...] = ()
     """The same for (throughput, host memory); empty where no row keeps anything off the device and there is one."""
     caveats: tuple[Caveat, ...] = ()
@@ -101,15 +123,17 @@ def build(
 ) -> Comparison:
     """Every repeat to its row, and every row against the first, or against ``relative_to``.
 
-    ``relative_to``: a strategy's name, a row's label, or ``zeroN``. Raises UsageError where no row is called that.
-    ``environments``: of the runs, in order. Where the baseline has no numbers there are no ratios, and rows are held
-    against the first that has for what forbids comparing them.
+    A first row that is disqualified gives way to the first sound one. ``relative_to``: a strategy's name, a row's
+    label, or ``zeroN``. Raises UsageError where no row is called that. ``environments``: of the runs, in order. Where
+    the baseline has no numbers there are no ratios, and rows are held against the first that has for what forbids
+    comparing them.
     """
     groups = grouped(with_comparison(summaries))
     labels = unique_labels([_spokesman(group).record for group in groups.values()])
     rows = [_row(key, label, group) for (key, group), label in zip(groups.items(), labels, strict=True)]
-    chosen = _chosen(rows, relative_to)
-    reference = chosen if chosen is None or chosen.succeeded else next((row for row in rows if row.succeeded), chosen)
+    asked = _asked(rows, relative_to)
+    chosen = _sound_one(rows, asked) if relative_to is None else asked
+    reference = chosen if chosen is None or chosen.succeeded else _first_measured(rows, chosen)
     baseline = reference if chosen is not None and chosen.succeeded else None
     results = tuple(_related(row, baseline, reference) for row in rows)
     return Comparison(
@@ -117,9 +141,9 @@ def build(
         baseline=next((row for row in results if baseline is not None and row.key == baseline.key), None),
         pareto_device=_front([(row, row.gpu_peak_bytes) for row in results]),
         pareto_host=_front([(row, row.host_peak_bytes) for row in results]) if _host_matters(results) else (),
-        caveats=(*whole_caveats(list(groups.values()), environments), *_no_baseline(chosen)),
-        device_capacity_bytes=_device_capacity(summaries, environments),
-        host_capacity_bytes=_host_capacity(environments),
+        caveats=(*whole_caveats(list(groups.values()), environments), *_of_baseline(asked, chosen)),
+        device_capacity_bytes=device_capacity_bytes([each.record for each in summaries], environments),
+        host_capacity_bytes=host_capacity_bytes(environments),
     )
 
 
@@ -157,14 +181,17 @@ def _row(key: str, label: str, group: Sequence[Summary]) -> StrategyResult:
         gpu_peak_bytes=peak,
         gpu_fraction=_most(good, "gpu_fraction"),
         host_peak_bytes=_most(good, "host_peak_bytes"),
-        caveats=_row_caveats(group, len(good)),
+        predicted_over_measured=_median(_known(good, "predicted_over_measured")),
+        caveats=_row_caveats(group, tokens),
     )
 
 
-def _row_caveats(group: Sequence[Summary], successes: int) -> tuple[Caveat, ...]:
-    failed = len(group) - successes
-    counted = [note(f"{failed} of {len(group)} runs failed")] if failed and successes else []
-    return tuple(dict.fromkeys([*(caveat for run in group for caveat in run.caveats), *counted]))
+def _row_caveats(group: Sequence[Summary], means: Sequence[float]) -> tuple[Caveat, ...]:
+    failed = sum(not run.record.outcome.success for run in group)
+    counted = [note(f"{failed} of {len(group)} runs failed")] if 0 < failed < len(group) else []
+    varied = doubts.between_runs(means)
+    found = [*(caveat for run in group for caveat in run.caveats), *counted, *([varied] if varied else [])]
+    return tuple(dict.fromkeys(found))
 
 
 def _known(group: Sequence[Summary], name: str) -> list[Any]:
@@ -179,7 +206,7 @@ def _most(group: Sequence[Summary], name: str) -> Any:
     return max(_known(group, name), default=None)
 
 
-def _chosen(rows: Sequence[StrategyResult], relative_to: str | None) -> StrategyResult | None:
+def _asked(rows: Sequence[StrategyResult], relative_to: str | None) -> StrategyResult | None:
     if relative_to is None or not rows:
         return next(iter(rows), None)
     exact = (row for row in rows if relative_to in (row.label, row.key))
@@ -190,6 +217,18 @@ def _chosen(rows: Sequence[StrategyResult], relative_to: str | None) -> Strategy
     return found
 
 
+def _sound_one(rows: Sequence[StrategyResult], first: StrategyResult | None) -> StrategyResult | None:
+    """The first row, unless its numbers are no result and another's are."""
+    if first is None or not first.succeeded or first.sound:
+        return first
+    return next((row for row in rows if row.sound), first)
+
+
+def _first_measured(rows: Sequence[StrategyResult], chosen: StrategyResult) -> StrategyResult:
+    measured = [row for row in rows if row.succeeded]
+    return next((row for row in measured if row.sound), measured[0] if measured else chosen)
+
+
 def _related(row: StrategyResult, baseline: StrategyResult | None, reference: StrategyResult | None) -> StrategyResult:
     """The row held against the baseline; without one, only against what forbids comparing it."""
     assert reference is not None  # there is a row, hence a first
@@ -197,10 +236,11 @@ def _related(row: StrategyResult, baseline: StrategyResult | None, reference: St
     if baseline is None or forbidden:
         return replace(row, differences=forbidden)
     ours, theirs = (_known(each.successes, "tokens_per_second") for each in (row, baseline))
+    interval = None if row.key == baseline.key else ratio_interval(ours, theirs)
     return replace(
         row,
-        ratio=_quotient(row.tokens_per_second, baseline.tokens_per_second),
-        ratio_interval=None if row.key == baseline.key else ratio_interval(ours, theirs),
+        ratio=interval.ratio if interval else _quotient(row.tokens_per_second, baseline.tokens_per_second),
+        ratio_interval=interval,
         gpu_difference_bytes=_less(row.gpu_peak_bytes, baseline.gpu_peak_bytes),
         host_difference_bytes=_less(row.host_peak_bytes, baseline.host_peak_bytes),
     )
@@ -219,7 +259,7 @@ def _front(rows: Sequence[tuple[StrategyResult, int | None]]) -> tuple[str, ...]
     points = [
         (-row.tokens_per_second, memory, row.key)
         for row, memory in rows
-        if row.tokens_per_second is not None and memory is not None and not row.differences
+        if row.tokens_per_second is not None and memory is not None and row.sound and not row.differences
     ]
     kept, least = set(), math.inf
     for _, members in groupby(sorted(points), key=lambda point: point[0]):  # fastest first
@@ -237,22 +277,14 @@ def _host_matters(rows: Sequence[StrategyResult]) -> bool:
     return offloads or all(row.gpu_peak_bytes is None for row in measured)
 
 
-def _no_baseline(chosen: StrategyResult | None) -> list[Caveat]:
-    if chosen is None or chosen.succeeded:
+def _of_baseline(asked: StrategyResult | None, chosen: StrategyResult | None) -> list[Caveat]:
+    """What a reader must know of the row that ratios refer to."""
+    if asked is None or chosen is None:
         return []
-    return [note(f"{chosen.label} has no numbers to be relative to: no ratios; --relative-to takes another row")]
-
-
-def _device_capacity(summaries: Sequence[Summary], environments: Sequence[Environment]) -> int | None:
-    """What ranks saw; where none got that far, the cards of the environments."""
-    on_cards = [each.record for each in summaries if each.record.trial.placement.accelerator == "cuda"]
-    seen = [rank.gpu_total_bytes for record in on_cards for rank in record.ranks]
-    if on_cards and not any(seen):
-        seen = [gpu.memory_total_bytes for environment in environments for gpu in environment.gpus]
-    limits = [record.trial.placement.gpu_memory_limit_bytes for record in on_cards]
-    return min((size for size in [*seen, *limits] if size), default=None)
-
-
-def _host_capacity(environments: Sequence[Environment]) -> int | None:
-    sizes = [(facts.host_memory_bytes, facts.cgroup_memory_limit_bytes) for facts in environments]
-    return min((size for pair in sizes for size in pair if size), default=None)
+    if not chosen.succeeded:
+        return [note(f"{chosen.label} has no numbers to be relative to: no ratios; --relative-to takes another row")]
+    if asked.key != chosen.key:
+        return [note(f"ratios are relative to {chosen.label}, as {asked.label} is no result: {asked.disqualification}")]
+    if not chosen.sound:
+        return [note(f"ratios are relative to {chosen.label}, which is no result itself: {chosen.disqualification}")]
+    return []

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from . import (
     __version__,
     analysis,
     answer,
     console,
+    doctor,
     environment,
     flops,
+    foresight,
     interrupts,
+    largest,
     plan,
     preflight,
     provenance,
@@ -24,11 +28,12 @@ from . import (
 )
 from .errors import UsageError
 from .flags import Options
+from .launch import Launcher
 from .launch.deepspeed import launch_command
 from .progress import Reporter
 from .record import TrialRecord
 from .rows import flat_rows, with_comparison
-from .situation import Situation, choose_launcher, look_around
+from .situation import Planned, Situation, choose_launcher, look_around
 from .spec import Trial
 from .store import RunStore
 
@@ -41,6 +46,8 @@ def run_comparison(options: Options, make_config: plan.MakeConfig, arguments: Se
                 situation = look_around(options, make_config)
             if options.dry_run:
                 return dry_run(situation)
+            with interrupts.acting():
+                _require_ready(situation)
             store = (
                 RunStore.open(options.resume) if options.resume else RunStore.create(options.output_dir, options.family)
             )
@@ -49,6 +56,13 @@ def run_comparison(options: Options, make_config: plan.MakeConfig, arguments: Se
         except KeyboardInterrupt:  # before the first trial
             print("interrupted", file=sys.stderr)
             return showing.INTERRUPTED_CODE
+
+
+def _require_ready(situation: Situation) -> None:
+    """The part of the doctor that this plan needs. Raises PreflightError in second 0."""
+    configs = [draft.config for draft in situation.drafts]
+    findings = doctor.for_plan(situation.place, configs, choice=situation.choice)
+    doctor.require_ready(findings, sys.stderr, quiet=situation.options.quiet)
 
 
 def dry_run(situation: Situation) -> int:
@@ -76,15 +90,19 @@ def _compare(situation: Situation, store: RunStore, arguments: Sequence[str]) ->
     say = _quiet if options.quiet else lambda text: print(text, file=sys.stderr, flush=True)
     with interrupts.acting():
         states = preflight.build_ops(place, situation.drafts, situation.variables, say)
-    trials = plan.make_trials(options, situation.choice, place, situation.drafts, states, situation.caveats)
     ready = ",".join(op for op, state in states.items() if state.ready)
     situation = replace(situation, variables={**situation.variables, "DS_BENCH_PRELOAD_OPS": ready})
+    planned = Planned(situation, states, foresight.Room.of(facts, place))
+    trials = planned.trials(situation.drafts)
     if options.resume is not None:
-        _require_same_workload(store, trials)
+        _require_same_workload(store, trials, _FOUND if options.auto_batch else ())
     with interrupts.acting():
         launcher, why_cold = choose_launcher(situation, trials, say)
     notes = [why_cold] if why_cold else []
     _save_run(store, options, arguments, facts, trials, notes)
+    if options.auto_batch:
+        trials = planned.trials(_largest_drafts(planned, launcher, store, say))
+        _save_run(store, options, arguments, facts, trials, notes)
     level = 0 if options.quiet else 2 if options.verbose else 1
     todo = runner.missing(trials, store.records(), options.retry)
     reporter = Reporter(sys.stderr, todo, level)
@@ -96,6 +114,24 @@ def _compare(situation: Situation, store: RunStore, arguments: Sequence[str]) ->
     finally:
         reporter.close()
     return _finish(options, store, view, notes, arguments)
+
+
+def _largest_drafts(
+    planned: Planned, launcher: Launcher, store: RunStore, say: Callable[[str], None]
+) -> list[plan.Draft]:
+    """Every strategy at the largest micro-batch that trains, found by probes."""
+    situation = planned.situation
+    search = largest.Search(
+        options=situation.options,
+        make_config=situation.make_config,
+        make_trials=planned.trials,
+        launcher=launcher,
+        store=store,
+        profile=planned.profile,
+        room=planned.room,
+        say=say,
+    )
+    return largest.drafts(search, [draft.strategy for draft in situation.drafts])
 
 
 def _require_same_machine(store: RunStore, facts: environment.Environment) -> None:
@@ -111,14 +147,23 @@ def _require_same_machine(store: RunStore, facts: environment.Environment) -> No
         )
 
 
-def _require_same_workload(store: RunStore, trials: Sequence[Trial]) -> None:
+def _require_same_workload(store: RunStore, trials: Sequence[Trial], leave_out: Sequence[str]) -> None:
     """One result holds one workload on one placement; more stages, strategies or repeats may be added."""
+
+    def asked(part: Any) -> Any:
+        plain = json.loads(json.dumps(part))
+        return {key: value for key, value in plain.items() if key not in leave_out} if plain else plain
+
     for stored in store.load_run().get("trials", []):
-        for name, value in trials[0].to_dict().items():
-            if name in ("workload", "placement") and json.loads(json.dumps(value)) != stored.get(name):
+        for name in ("workload", "placement"):
+            if asked(trials[0].to_dict()[name]) != asked(stored.get(name)):
                 raise UsageError(
                     f"--resume {store.folder}: another {name} than it began with", remedy="start a new run"
                 )
+
+
+_FOUND = ("batch_size", "batch_policy")
+"""Fields of a workload that a search decides."""
 
 
 def _quiet(_text: str) -> None:

@@ -7,6 +7,7 @@ import sys
 import unicodedata
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import IO
 
 _ASCII = {
@@ -47,6 +48,13 @@ def plain(text: str) -> str:
 
 def _spelled(sign: str) -> str:
     return f"\\x{ord(sign):02x}" if unicodedata.category(sign) in ("Cc", "Cf", "Cs") and sign != "\u200d" else sign
+
+
+def have_streams() -> None:
+    """A process started with its output closed (``>&-``) gets one that swallows what is written."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115 - for the process's life
 
 
 def print_text(text: str) -> None:

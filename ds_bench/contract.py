@@ -82,7 +82,11 @@ def write_json(path: Path, data: object) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Whole or not at all: temporary name, fsync, rename."""
+    """Whole or not at all: temporary name, fsync, rename. A link keeps its target; a device or pipe is written to."""
+    path = path.resolve()
+    if path.exists() and not path.is_file():
+        path.write_text(text, encoding="utf-8", errors="backslashreplace", newline="")
+        return
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with temporary.open("w", encoding="utf-8", errors="backslashreplace", newline="") as file:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 
 from .caveats import Caveat, CaveatKind, note, typed
 from .dsconfig import offload_device, uses_nvme
+from .inference import spread
+from .prediction import hindsight
 from .record import RankMeasurement, TrialRecord
 from .spec import Workload
-from .units import format_percent
+from .units import format_percent, format_ratio
 
 UNSTABLE_CV = 0.05
 """Coefficient of variation of step times above which a row is called unstable (metrics.md)."""
@@ -18,6 +21,16 @@ NOT_STEADY = 0.05
 NEAR_CAPACITY = 0.95
 """Fraction of the card above which a row is near running out (acceptance A22)."""
 _BUCKET_SHARE = 0.5
+_SMALL_BUCKET = 50_000_000
+"""Elements; the size that the remedy asks for: at or below it there is nothing to advise."""
+_DEFAULT_BUCKET = 500_000_000
+_FEWEST_STEPS = 8
+"""Steps below which quartiles say too little to call one an outlier."""
+_FENCE = 3.0
+"""Interquartile ranges above the third quartile: Tukey's outer fence ("Exploratory Data Analysis", 1977)."""
+_LEAST_EXCESS = 1.25
+"""Times the median that an outlier takes at least: of steps that hardly vary, the fence finds every small blip."""
+_MOST_NAMED = 3
 _OPTIMIZER_FAMILIES = ("muon", "adagrad", "adam", "lion", "lamb", "sgd")
 """As they occur in names of optimizers and of their classes; ``MuonWithAuxAdam`` is a Muon."""
 
@@ -46,6 +59,8 @@ def written_caveats(texts: Sequence[str]) -> list[Caveat]:
 def _of_text(text: str) -> Caveat:
     if text.startswith("torch's AdamW instead of"):
         return typed(CaveatKind.OTHER_OPTIMIZER, text)
+    if text.startswith("GPU ") and "was held back" in text:
+        return typed(CaveatKind.CLOCKS_THROTTLED, text)
     another_row = text.startswith(("ran optimizer offload", "ran parameter offload"))
     return note(text, disqualifying=another_row or text.startswith("--nvme-path is memory"))
 
@@ -57,6 +72,7 @@ def own_caveats(
     checks = (
         _spread(slowest.step_seconds, deviation),
         _drift(slowest.step_seconds),
+        _outliers(slowest.step_seconds),
         _batch(record.trial.workload, slowest),
         _swapped_nothing(record),
         _skipped(slowest),
@@ -66,10 +82,18 @@ def own_caveats(
         _near_capacity(record),
         _retried(record),
         _optimizer(record, slowest),
+        _prediction(record),
         note(f"MFU of {mfu:.0%} is an error of accounting (wrong peak?)") if mfu is not None and mfu > 1 else None,
     )
     notes = [text for rank in record.ranks for text in rank.notes]
     return [caveat for caveat in checks if caveat is not None] + written_caveats(notes)
+
+
+def _prediction(record: TrialRecord) -> Caveat | None:
+    ratio = hindsight.of_record(record)
+    if ratio is None or not hindsight.is_miss(ratio):
+        return None
+    return typed(CaveatKind.PREDICTION_MISSED, f"memory was predicted as {ratio:.2f} of what was measured")
 
 
 def _spread(seconds: Sequence[float], deviation: float | None) -> Caveat | None:
@@ -88,6 +112,33 @@ def _drift(seconds: Sequence[float]) -> Caveat | None:
         return None
     text = f"not steady: the halves of the window differ by more than {NOT_STEADY:.0%}; use more --warmup-steps"
     return typed(CaveatKind.NOT_STEADY, text)
+
+
+def _outliers(seconds: Sequence[float]) -> Caveat | None:
+    """Counted and named, never dropped (metrics.md)."""
+    if len(seconds) < _FEWEST_STEPS:
+        return None
+    first, median, third = statistics.quantiles(seconds, n=4, method="inclusive")
+    fence = max(third + _FENCE * (third - first), _LEAST_EXCESS * median)
+    far = sorted((step for step in range(len(seconds)) if seconds[step] > fence), key=lambda step: -seconds[step])
+    if not far:
+        return None
+    named = [f"step {step + 1} ({format_ratio(seconds[step] / median)} the median)" for step in far[:_MOST_NAMED]]
+    more = [f"{len(far) - _MOST_NAMED} more"] if len(far) > _MOST_NAMED else []
+    text = f"outliers: {len(far)} of {len(seconds)} measured steps took far longer: {', '.join([*named, *more])}"
+    return note(f"{text}, all counted")
+
+
+def between_runs(means: Sequence[float]) -> Caveat | None:
+    """Whether the runs of one row vary too much. ``means``: one of each successful run, in any unit."""
+    deviation = spread(means)
+    if deviation is None:
+        return None
+    variation = deviation / (math.fsum(means) / len(means))
+    if variation <= UNSTABLE_CV:
+        return None
+    text = f"unstable: the means of {len(means)} runs vary by {format_percent(variation)}, more than {UNSTABLE_CV:.0%}"
+    return Caveat(kind=CaveatKind.UNSTABLE, text=text, next_step="use more --repeats, or a quieter machine")
 
 
 def _batch(workload: Workload, rank: RankMeasurement) -> Caveat | None:
@@ -144,16 +195,21 @@ def _window(record: TrialRecord) -> Caveat | None:
 
 def _bucket(record: TrialRecord) -> Caveat | None:
     """DeepSpeed's default buckets are sized for large models; on a small one they are most of the memory."""
-    size = record.trial.ds_config.get("zero_optimization", {}).get("reduce_bucket_size", 500_000_000)
-    for row in record.ranks[0].ledger.values():
-        held = row.get("deepspeed_buffers", 0)
-        if held > _BUCKET_SHARE * sum(row.values()):
-            text = (
-                f"DeepSpeed's buffers are most of the counted memory (reduce_bucket_size is {size:,} elements "
-                "whatever the model); a smaller one saves it"
-            )
-            return typed(CaveatKind.BUCKET_DOMINATES, text)
-    return None
+    size = record.trial.ds_config.get("zero_optimization", {}).get("reduce_bucket_size", _DEFAULT_BUCKET)
+    tier = "cpu" if record.trial.placement.accelerator == "cpu" else "gpu"
+    ledgers = [rank.ledger.get(tier, {}) for rank in record.ranks]
+    fullest = max(ledgers, key=lambda cells: sum(cells.values()))
+    held = fullest.get("deepspeed_buffers", 0)
+    if not isinstance(size, int | float) or size <= _SMALL_BUCKET or held <= _BUCKET_SHARE * sum(fullest.values()):
+        return None
+    text = (
+        f"DeepSpeed's buffers are most of the counted memory (reduce_bucket_size is {size:,.0f} elements "
+        "whatever the model)"
+    )
+    if tier == "cpu" and sum(fullest.values()) > max(known(record.ranks, "host_peak_bytes"), default=0):
+        return note(f"{text}; on the CPU hardly any of it became resident, on a GPU it would be held whole")
+    text += "; a smaller one saves it"
+    return typed(CaveatKind.BUCKET_DOMINATES, text)
 
 
 def _near_capacity(record: TrialRecord) -> Caveat | None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,11 @@ README_FILE = "README.md"
 
 _BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 _SCHEDULER_AUTO = ("warmup_max_lr", "warmup_num_steps", "total_num_steps")
+
+
+def folder_name(strategy: str) -> str:
+    """``ds_config_zero2``; a name read from a file may hold anything, and leads out of no folder."""
+    return f"ds_config_{re.sub(r'[^A-Za-z0-9_.-]+', '_', strategy)}"
 
 
 def write_exports(record: TrialRecord, folder: Path, environment: Environment | None = None) -> list[Path]:

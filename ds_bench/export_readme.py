@@ -67,7 +67,7 @@ def _verdict(record: TrialRecord) -> Iterator[str]:
     outcome = record.outcome
     if outcome.success:
         return
-    reason = record.trial.unsupported or outcome.error or "no reason was recorded"
+    reason = record.trial.unsupported or record.trial.skipped or outcome.error or "no reason was recorded"
     yield f"**This row did not train here** ({plain(outcome.status)}): {plain(reason)}."
 
 
@@ -162,7 +162,11 @@ def _measured(record: TrialRecord, environment: Environment | None) -> Iterator[
     yield f"- Hardware: {placement.num_gpus} {unit}{'s' if placement.num_gpus > 1 else ''}{devices}"
     yield f"- World size: {placement.num_gpus}"
     micro, accumulated = _batch(record.trial)
-    yield f"- Work: micro-batch {micro} × {work.seq_length} tokens per rank, {accumulated} per step, {work.precision}"
+    batches = "micro-batch" if accumulated == 1 else "micro-batches"
+    yield (
+        f"- Work: micro-batch {micro} × {work.seq_length} tokens per rank, {accumulated} {batches} per optimizer step, "
+        f"{work.precision}"
+    )
     yield f"- Activation checkpointing: {'on' if work.activation_checkpointing else 'off'}"
     yield from _results(record)
     yield f"- Versions: {_versions(record, environment)}"

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from .argtypes import Parser, factory, positive, whole
+from .argtypes import AUTO, Parser, factory, positive, whole, whole_or_auto
 from .dsconfig import OPTIMIZERS
 from .errors import UsageError
 from .options import GOALS, Family, Options
@@ -63,7 +63,14 @@ def _add_workload(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("what is trained")
     add = group.add_argument
     add("--model", default="gpt2", metavar="NAME", help="preset, local path or Hub name (default: gpt2)")
-    add("--batch-size", type=whole(1), default=4, metavar="N", help="micro-batch per GPU, in sequences (default: 4)")
+    add(
+        "--batch-size",
+        type=whole_or_auto(1),
+        default=4,
+        metavar="N",
+        help="micro-batch per GPU, in sequences; auto: each strategy's largest that trains (default: 4)",
+    )
+    add("--common-batch", action="store_true", help="with --batch-size auto: also all at the largest that all train")
     add(
         "--seq-length",
         type=whole(1),
@@ -211,6 +218,11 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
         help="run what is missing of an earlier run, with its flags",
     )
     add("--retry", default="", metavar="CLASS,...", help="with --resume: also rows that ended so, e.g. Timeout,OOM")
+    add(
+        "--skip-predicted-oom",
+        action="store_true",
+        help="leave out rows that are predicted not to fit; never one that may",
+    )
     add("--dry-run", action="store_true", help="print each trial's configuration and command, run nothing")
     add("--format", choices=("table", "markdown", "json"), default="table", help="of the summary (default: table)")
     add("--quiet", action="store_true", help="the summary only")
@@ -227,6 +239,11 @@ def to_options(family: Family, values: argparse.Namespace) -> Options:
         given[name] = tuple(dict.fromkeys(given.get(name, ())))
     given["set"] = tuple(given["set"])  # in order, repeated or not: the last one decides
     given.setdefault("stage", 3)
+    given["auto_batch"] = given["batch_size"] == AUTO
+    if given["auto_batch"]:
+        given["batch_size"] = 1
+    elif given["common_batch"]:
+        raise UsageError("--common-batch without --batch-size auto", remedy="add --batch-size auto")
     for name in ("relative_to", "export"):
         given[name] = _row(name, given[name], given)
     if given["model_factory"] is not None:
@@ -246,8 +263,11 @@ def _row(flag: str, text: str | None, given: dict[str, Any]) -> str | None:
     names = tuple(f"zero{stage}" for stage in given["stages"]) or given["strategies"]
     if given["nvme_path"] is not None and given["strategies"] and "nvme" not in names:
         names = (*names, "nvme")
-    name = f"zero{text}" if text is not None and text.isdecimal() else text
-    if name is None or name in names:
+    if text is None:
+        return None
+    plain = "".join(letter for letter in text.casefold() if letter not in " -")
+    name = f"zero{plain.removeprefix('stage')}" if plain.removeprefix("stage").isdecimal() else plain
+    if name in names:
         return name
     raise UsageError(f"--{flag.replace('_', '-')} {text}: no such row", remedy=f"one of {', '.join(names)}")
 

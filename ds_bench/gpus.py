@@ -233,6 +233,14 @@ _THROTTLE_REASONS = {
 }
 
 
+_HARMLESS = frozenset({"gpu_idle", "applications_clocks_setting", "sync_boost", "display_clock_setting"})
+
+
+def held_back(gpu: GpuFacts) -> tuple[str, ...]:
+    """Reasons for a clock below its maximum that are a fault; not an idle card, nor a clock that somebody set."""
+    return tuple(reason for reason in gpu.throttle_reasons or () if reason not in _HARMLESS)
+
+
 def _throttle_reasons(nvml: Any, card: Any) -> tuple[str, ...] | None:
     bits = _ask_either(
         nvml, "nvmlDeviceGetCurrentClocksEventReasons", "nvmlDeviceGetCurrentClocksThrottleReasons", card

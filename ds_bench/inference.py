@@ -73,13 +73,17 @@ def _exp(exponent: float) -> float:
 
 
 def mean_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float] | None:
-    """Student's interval of the mean of per-run means; None below three runs, or where one is no positive number."""
+    """Student's interval of the geometric mean of per-run means: on their logs, as the ratio's, so never below 0.
+
+    None below three runs, or where one is no positive finite number, or where the interval is wider than a float holds.
+    """
     if not _usable(values):
         return None
-    mean = math.fsum(values) / len(values)
-    deviation = spread(values) or 0.0
-    margin = student_t_quantile((1 + confidence) / 2, len(values) - 1) * deviation / math.sqrt(len(values))
-    return mean - margin, mean + margin
+    logs = [math.log(value) for value in values]
+    mean = statistics.fmean(logs)
+    margin = student_t_quantile((1 + confidence) / 2, len(logs) - 1) * (spread(logs) or 0.0) / math.sqrt(len(logs))
+    low, high = _exp(mean - margin), _exp(mean + margin)
+    return (low, high) if math.isfinite(high) else None
 
 
 def _usable(values: Sequence[float]) -> bool:

@@ -22,6 +22,7 @@ _FIELDS = {
 }
 _SAME_AS = {"micro_batch_size": "batch_size", "grad_accum": "grad_accum", "data_parallel_size": "num_gpus"}
 """What the engine ran, and the field that explains it where that differs already."""
+_parts = attrgetter("strategy", "workload", "placement", "ds_config")
 _workload_values = attrgetter(*_FIELDS["workload"])
 _dumps = json.JSONEncoder(sort_keys=True, default=str).encode
 
@@ -56,8 +57,12 @@ def grouped(summaries: Sequence[Summary]) -> dict[str, list[Summary]]:
     """
     groups: dict[str, list[Summary]] = {}
     variants: dict[str, list[tuple[object, ...]]] = {}
+    keys: dict[tuple[int, ...], str] = {}
     for summary in summaries:
-        key = row_key(summary.record)
+        same = tuple(map(id, _parts(summary.record.trial)))  # of records read from one file, repeats share these
+        if same not in keys:
+            keys[same] = row_key(summary.record)
+        key = keys[same]
         if summary.record.ranks:
             ran, seen = _ran(summary.record), variants.setdefault(key, [])
             if ran not in seen:
@@ -68,10 +73,15 @@ def grouped(summaries: Sequence[Summary]) -> dict[str, list[Summary]]:
     return groups
 
 
+_OWN_BATCH = ("batch_size", "micro_batch_size")
+"""May differ between rows that are each at their own largest micro-batch."""
+
+
 def differences(a: TrialRecord, b: TrialRecord) -> list[str]:
     """What forbids a ratio between two rows, e.g. ``batch_size 4 against 8``; empty where nothing does.
 
-    What only a run tells (versions, cards, the batch that the engine ran) is compared where both measured.
+    Rows each at their own largest micro-batch are compared at those. What only a run tells (versions, cards, the
+    batch that the engine ran) is compared where both measured.
     """
     found: Pairs = {}
     for part in ("workload", "placement"):
@@ -85,6 +95,8 @@ def differences(a: TrialRecord, b: TrialRecord) -> list[str]:
             found |= {name: pair for name, pair in ran.items() if _SAME_AS.get(name, name) not in found}
     elif a.method_version != b.method_version:
         found["method_version"] = (a.method_version, b.method_version)
+    if a.trial.workload.batch_policy == b.trial.workload.batch_policy == "largest":
+        found = {name: pair for name, pair in found.items() if name not in _OWN_BATCH}
     return [f"{name} {_shown(ours)} against {_shown(theirs)}" for name, (ours, theirs) in found.items()]
 
 

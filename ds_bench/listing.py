@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
-from . import advice, gpus, ops, placement, preflight, strategies
+from . import advice, console, gpus, modelsource, ops, placement, preflight, strategies
+from .advising.rule import COMFORTABLE
+from .doubts import NEAR_CAPACITY
 from .errors import UsageError
-from .models import find_preset, preset_names, similar_presets
+from .models import ModelFacts, find_preset, preset_names
 from .spec import Precision
-from .units import format_count, format_millions
+from .units import format_count, format_millions, format_percent
 
 
 def build_ops() -> int:
@@ -18,10 +21,11 @@ def build_ops() -> int:
     names = [ops.SHARED_MEMORY] if place.accelerator == "cpu" else [ops.FUSED_ADAM]
     variables = preflight.rank_environment(place, os.environ, None)
     folder = Path(variables["TORCH_EXTENSIONS_DIR"])
-    states = ops.prepare_ops([*names, ops.CPU_ADAM, ops.ASYNC_IO], folder, variables, say=print)
+    states = ops.prepare_ops([*names, ops.CPU_ADAM, ops.ASYNC_IO], folder, variables, say=console.print_text)
     for name, state in states.items():
         remedy = ops.REMEDIES.get(name, "see the build log")
-        print(f"{name.removesuffix('Builder'):<14} {'ready' if state.ready else f'{state.reason}; {remedy}'}")
+        told = "ready" if state.ready else f"{state.reason}; {remedy}"
+        console.print_text(f"{name.removesuffix('Builder'):<14} {told}")
     return 0 if any(state.ready for state in states.values()) else 1
 
 
@@ -34,7 +38,7 @@ def list_models() -> int:
     for name in preset_names():
         facts = find_preset(name)
         if facts is not None:
-            print(
+            console.print_text(
                 f"{facts.name:<30} {facts.model_type:<12} {format_count(facts.parameters):>16} "
                 f"{format_millions(facts.parameters):>9} {facts.layers:>6} {facts.hidden_size:>6} "
                 f"{facts.vocabulary_size:>8} {facts.max_positions or '':>9}"
@@ -44,16 +48,50 @@ def list_models() -> int:
 
 def show_advice(model: str, num_gpus: int, precision: Precision, grad_accum: int) -> int:
     """Prints for each strategy when to use it, what it saves and costs this model. Raises UsageError; returns 0."""
-    facts = find_preset(model)
-    if facts is None:
-        near = similar_presets(model)
-        remedy = f"did you mean {', '.join(near)}?" if near else "python -m ds_bench models lists them"
-        raise UsageError(f"--model {model} is not a built-in model", remedy=remedy)
+    facts = _facts(model)
     catalogue = [*strategies.ZERO_STAGES.values(), *map(strategies.offload_strategy, strategies.OFFLOAD_NAMES[1:])]
-    print(f"{facts.name}, {format_millions(facts.parameters)} parameters, {precision}, {num_gpus} GPU(s); by formula\n")
+    name = console.plain(facts.name)
+    console.print_text(
+        f"{name}, {format_millions(facts.parameters)} parameters, {precision}, {num_gpus} GPU(s); by formula\n"
+    )
     for strategy in catalogue:
         found = advice.advise(
             strategy, parameters=facts.parameters, num_gpus=num_gpus, precision=precision, grad_accum=grad_accum
         )
-        print("\n".join(advice.lines(found)))
+        console.print_text("\n".join(advice.lines(found)))
+    console.print_text("\n" + "\n".join(_patterns(num_gpus)))
     return 0
+
+
+def _patterns(num_gpus: int) -> Iterator[str]:
+    """The rules of thumb for any model (acceptance A23)."""
+    comfortable, barely, near = (
+        format_percent(share, digits=0) for share in (COMFORTABLE, advice.BARELY, NEAR_CAPACITY)
+    )
+    yield "Rules of thumb, by what a measured run shows:"
+    yield f"  fits comfortably (under {comfortable} of the card): stage 0 or 1"
+    yield f"  barely fits ({barely} to {near}): stage 2"
+    yield "  out of memory at stage 2: stage 3, or offload"
+    yield "  speed is critical: the lowest stage that fits"
+    yield "  memory is critical: stage 3 with offload"
+    if num_gpus == 1:
+        yield "On one GPU stages 1 to 3 partition nothing: activation checkpointing, a smaller micro-batch or offload"
+        yield "take the place of a higher stage there."
+
+
+def _facts(model: str) -> ModelFacts:
+    """Of a preset, a local folder, or what the Hub gave before: advice asks the network for nothing."""
+    offline = {"HF_HUB_OFFLINE": "1"}
+    try:
+        found = modelsource.find_model(model, factory=False, trust_remote_code=False, environment=offline).facts
+    except UsageError as error:
+        if Path(model).is_dir():
+            raise
+        more = "the folder of a model works too, and python -m ds_bench plan --online can ask the Hub"
+        raise UsageError(error.problem, remedy="; ".join(filter(None, [error.remedy, more]))) from None
+    if found is None:
+        raise UsageError(
+            f"--model {model}: its parameters cannot be counted without building it",
+            remedy="python -m ds_bench models lists the architectures that can",
+        )
+    return found

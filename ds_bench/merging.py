@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+from . import provenance
 from .analysis import Summary
 from .environment import Environment, comparable, setting_differences
 from .load import LoadedResult, identity
@@ -32,8 +33,12 @@ class MergedGroup:
     """In order of the results; repeats of one configuration are numbered through."""
     environments: tuple[Environment, ...]
     """Of the results that tell theirs, each once."""
-    arguments: tuple[tuple[str, ...], ...]
-    """Of the results that tell theirs, each once."""
+    commands: tuple[str, ...]
+    """The lines that were typed, ready for a shell, of the results that tell theirs, each once."""
+    family: str | None
+    """``zero`` or ``offload``: whose flags ``arguments`` are; None where no result tells its arguments."""
+    arguments: tuple[str, ...]
+    """Of the first result that tells them; empty where none does."""
     notes: tuple[str, ...]
     sources: tuple[Path, ...]
     """What the user named, as far as rows of it are in here."""
@@ -73,20 +78,6 @@ def merge(results: Sequence[LoadedResult]) -> tuple[MergedGroup, ...]:
     titles = _titles(drafts)
     return tuple(
         _group(draft, title, [*_apart(draft, drafts), *notes]) for draft, title in zip(drafts, titles, strict=True)
-    )
-
-
-def title(summaries: Sequence[Summary]) -> str:
-    """What was trained on what, in one line."""
-    if not summaries:
-        return "nothing was run"
-    work, place = summaries[0].record.trial.workload, summaries[0].record.trial.placement
-    device = next((rank.device_name for s in summaries for rank in s.record.ranks), place.accelerator)
-    accumulated = f" × {work.grad_accum} accumulated" if work.grad_accum > 1 else ""
-    unit = "GPU" if place.accelerator == "cuda" else "CPU rank"
-    return (
-        f"{work.model} · {work.precision} · micro-batch {work.batch_size} × {work.seq_length} tokens{accumulated} · "
-        f"{place.num_gpus} {unit}{'s' if place.num_gpus > 1 else ''} ({device}) · {work.num_steps} steps"
     )
 
 
@@ -149,7 +140,7 @@ def _device(summaries: Sequence[Summary]) -> str | None:
 
 def _alike(a: _Draft, b: _Draft) -> bool:
     """Whether they ask for the same: the rows' own part of being comparable."""
-    return a.workload == b.workload and a.placement == b.placement
+    return _shared(a.workload) == _shared(b.workload) and a.placement == b.placement
 
 
 def _between(a: _Draft, b: _Draft) -> list[str]:
@@ -168,9 +159,14 @@ def _known(environment: Environment | None) -> str:
 # ------------------------------------------------------------------ what tells groups apart
 
 
+def _shared(workload: Workload) -> Workload:
+    """What rows that belong together have in common: not the micro-batch where each has its own largest."""
+    return replace(workload, batch_size=1) if workload.batch_policy == "largest" else workload
+
+
 def _titles(drafts: Sequence[_Draft]) -> list[str]:
     """Each with what tells it from the first other group of the same name."""
-    plain = [title(draft.summaries) for draft in drafts]
+    plain = [provenance.title(draft.summaries) for draft in drafts]
     made = []
     for number, name in enumerate(plain):
         other = next((index for index, same in enumerate(plain) if same == name and index != number), None)
@@ -201,7 +197,8 @@ def _apart(draft: _Draft, drafts: Sequence[_Draft]) -> Iterator[str]:
     """Why rows of one workload were not pooled with another group's."""
     for other in drafts:
         if other is not draft and _alike(other, draft):
-            yield f"not pooled with {_listed(other)}: {'; '.join(_differences(draft, other))}"
+            found = "; ".join(_differences(draft, other))
+            yield f"not pooled with {_listed(other)}, and no ratio is given between the two, as these differ: {found}"
 
 
 def _listed(draft: _Draft) -> str:
@@ -216,15 +213,22 @@ def _group(draft: _Draft, heading: str, notes: Iterable[str]) -> MergedGroup:
     summaries = draft.summaries
     if len(results) > 1:
         summaries = _numbered(summaries)
+    told = next((result for result in results if _command(result)), None)
     said = [f"{result.source}: {text}" if len(results) > 1 else text for result in results for text in result.notes]
     return MergedGroup(
         title=heading,
         summaries=tuple(summaries),
         environments=tuple(_distinct(result.environment for result in results if result.environment)),
-        arguments=tuple(dict.fromkeys(result.arguments for result in results if result.arguments)),
+        commands=tuple(dict.fromkeys(line for result in results if (line := _command(result)))),
+        family=told.family if told else None,
+        arguments=told.arguments if told else (),
         notes=tuple(dict.fromkeys([*said, *_pooled(draft), *notes])),
         sources=tuple(dict.fromkeys(result.source for result in results)),
     )
+
+
+def _command(result: LoadedResult) -> str:
+    return provenance.command(result.family, result.arguments) if result.arguments else ""
 
 
 def _distinct(environments: Iterable[Environment]) -> list[Environment]:
@@ -240,11 +244,12 @@ def _pooled(draft: _Draft) -> Iterator[str]:
     if len(draft.results) < 2:
         return
     if draft.environment is None:
-        yield f"{_listed(draft)} do not tell their environments: taken to be of one machine"
+        yield f"{_listed(draft)} do not tell their environments: taken to be of one machine with the same versions"
         return
+    first = draft.results[0].source
     for result in draft.results[1:]:
-        if result.environment and (found := setting_differences(draft.environment, result.environment)):
-            yield f"{result.source} is pooled with {draft.results[0].source}, though these differ: {'; '.join(found)}"
+        if result.environment and (found := "; ".join(setting_differences(draft.environment, result.environment))):
+            yield f"{result.source} is pooled with {first}, though these differ and may widen the spread: {found}"
 
 
 def _numbered(summaries: Sequence[Summary]) -> list[Summary]:

@@ -20,6 +20,11 @@ class Options:
     family: Family
     model: str
     batch_size: int
+    """1 where it is searched for."""
+    auto_batch: bool
+    """Each strategy at the largest micro-batch that trains."""
+    common_batch: bool
+    """Also all at the largest that every strategy trains."""
     seq_length: int | None
     """None: 512, or the model's positions where it has fewer."""
     num_steps: int
@@ -55,6 +60,7 @@ class Options:
     peak_tflops: float | None
     resume: Path | None
     retry: tuple[str, ...]
+    skip_predicted_oom: bool
     dry_run: bool
     format: str
     quiet: bool

@@ -13,7 +13,7 @@ from .errors import UsageError
 from .modelsource import ModelChoice
 from .options import Options
 from .placement import choose_precision
-from .spec import Placement, Precision, Strategy, Trial, Workload
+from .spec import BatchPolicy, Placement, Precision, Strategy, Trial, Workload
 
 MakeConfig = Callable[[Strategy, int, int], dict[str, Any]]
 """(strategy, micro-batch, accumulation) → what the user's ``create_deepspeed_config`` returns."""
@@ -27,6 +27,9 @@ class Draft:
 
     strategy: Strategy
     config: Mapping[str, Any]
+    batch_size: int
+    """Micro-batch that the configuration was made for."""
+    batch_policy: BatchPolicy = "given"
 
 
 def seq_length(options: Options, choice: ModelChoice) -> int:
@@ -75,19 +78,23 @@ def asked_strategies(options: Options) -> list[Strategy]:
 
 def drafts(options: Options, make_config: MakeConfig) -> list[Draft]:
     """Every strategy with its configuration: made by the user's function, then overlaid by flags."""
+    return [draft_of(strategy, options.batch_size, options, make_config) for strategy in asked_strategies(options)]
+
+
+def draft_of(
+    strategy: Strategy, batch_size: int, options: Options, make_config: MakeConfig, policy: BatchPolicy = "given"
+) -> Draft:
+    """One strategy's, at this micro-batch."""
     layers = [_overlay_file(options.ds_config), *map(dsconfig.parse_set, options.set)]
-    result = []
-    for strategy in asked_strategies(options):
-        config = make_config(strategy, options.batch_size, options.grad_accum)
-        if not isinstance(config, dict):
-            raise UsageError(f"create_deepspeed_config returned {type(config).__name__}", remedy="return a dict")
-        if options.optimizer is not None:
-            config = dsconfig.with_optimizer(config, options.optimizer)
-        config = _plain(_overlaid(config, layers))
-        dskeys.check_keys(config)
-        _check_stage(strategy, config)
-        result.append(Draft(strategy=strategy, config=config))
-    return result
+    config = make_config(strategy, batch_size, options.grad_accum)
+    if not isinstance(config, dict):
+        raise UsageError(f"create_deepspeed_config returned {type(config).__name__}", remedy="return a dict")
+    if options.optimizer is not None:
+        config = dsconfig.with_optimizer(config, options.optimizer)
+    config = _plain(_overlaid(config, layers))
+    dskeys.check_keys(config)
+    _check_stage(strategy, config)
+    return Draft(strategy=strategy, config=config, batch_size=batch_size, batch_policy=policy)
 
 
 def _check_stage(strategy: Strategy, config: Mapping[str, Any]) -> None:
@@ -168,8 +175,9 @@ def make_trials(
     made: list[Trial] = []
     for repeat in range(options.repeats):
         for draft in wanted:
+            work = replace(asked, batch_size=draft.batch_size, batch_policy=draft.batch_policy)
             config = dsconfig.complete(
-                draft.config, asked, placement, torch_adam=torch_adam, largest_parameter=choice.largest_parameter
+                draft.config, work, placement, torch_adam=torch_adam, largest_parameter=choice.largest_parameter
             )
             name = f"{len(made):02d}_{draft.strategy.name}" + (f"_r{repeat}" if options.repeats > 1 else "")
             made.append(
@@ -177,13 +185,13 @@ def make_trials(
                     trial_id=name,
                     repeat=repeat,
                     strategy=draft.strategy,
-                    workload=replace(asked, precision=_precision(config, asked)),
+                    workload=replace(work, precision=_precision(config, work)),
                     placement=placement,
                     ds_config=config,
                     unsupported=_refusal(config, placement, op_states),
                     caveats=(
-                        *_known(draft.strategy, asked, config, fused, caveats),
-                        *noops.inactive(config, asked, placement),
+                        *_known(draft.strategy, work, config, fused, caveats),
+                        *noops.inactive(config, work, placement),
                     ),
                 )
             )

@@ -6,11 +6,11 @@ import time
 from collections.abc import Sequence
 from typing import IO, Any
 
+from .console import ascii_only, prints
 from .launch import Listener, Progress
 from .record import TrialRecord
 from .rows import status_text
 from .spec import Trial
-from .tables import ascii_only, prints
 from .units import format_duration
 
 _REFRESH_SECONDS = 1.0

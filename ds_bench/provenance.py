@@ -1,4 +1,4 @@
-"""Where a result comes from, in words: the machine, the versions, the exact command."""
+"""Where a result comes from, in words: what was trained on what, the machine, the versions, the exact command."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 
 from . import units
+from .analysis import Summary
 from .environment import Environment
 
 SCRIPTS: Mapping[str, str] = {"zero": "zero_stage_comparison.py", "offload": "offload_comparison.py"}
@@ -53,3 +54,18 @@ def _limit(environment: Environment) -> str | None:
 def one_line(environment: Environment) -> str:
     """The same in one line, for a block of Markdown."""
     return " · ".join(f"{label} {value}" for label, value in machine(environment).items())
+
+
+def title(summaries: Sequence[Summary]) -> str:
+    """What was trained on what, in one line."""
+    if not summaries:
+        return "nothing was run"
+    work, place = summaries[0].record.trial.workload, summaries[0].record.trial.placement
+    device = next((rank.device_name for s in summaries for rank in s.record.ranks), place.accelerator)
+    batch = "each row's largest micro-batch" if work.batch_policy == "largest" else f"micro-batch {work.batch_size}"
+    accumulated = f" × {work.grad_accum} accumulated" if work.grad_accum > 1 else ""
+    unit = "GPU" if place.accelerator == "cuda" else "CPU rank"
+    return (
+        f"{work.model} · {work.precision} · {batch} × {work.seq_length} tokens{accumulated} · "
+        f"{place.num_gpus} {unit}{'s' if place.num_gpus > 1 else ''} ({device}) · {work.num_steps} steps"
+    )

@@ -102,9 +102,9 @@ def _field(comparison: Comparison, words: Words) -> _Field:
 
 def _unfit(row: StrategyResult) -> str | None:
     """Why a row that has numbers is still not one to use."""
-    disqualifying = next((caveat.text for caveat in row.caveats if caveat.disqualifying), None)
     short = sum(run.record.outcome.status in remedies.RAN_OUT for run in row.summaries)
-    return disqualifying or (f"{short} of its {len(row.summaries)} runs ran out of memory or disk" if short else None)
+    ran_out = f"{short} of its {len(row.summaries)} runs ran out of memory or disk" if short else None
+    return row.disqualification or ran_out
 
 
 def _candidate(row: StrategyResult, tokens_per_second: float, comparison: Comparison, words: Words) -> Candidate:
@@ -117,6 +117,7 @@ def _candidate(row: StrategyResult, tokens_per_second: float, comparison: Compar
         memory_bytes=row.host_peak_bytes if on_host else row.gpu_peak_bytes,
         fraction=host_fraction if on_host else row.gpu_fraction,
         offload_level=(row.strategy.offload_optimizer, row.strategy.offload_param),
+        filled=row.at_largest_batch,
     )
 
 
@@ -198,19 +199,29 @@ def _of_caveats(caveats: Sequence[Caveat]) -> Iterator[str]:
 
 def _pattern(comparison: Comparison, goal: str) -> str | None:
     """The rule of thumb for how full the fastest row without offload leaves the card, or for what ran out of memory."""
-    plain = [row for row in comparison.results if not row.strategy.offloads_optimizer and not row.differences]
+    alike = [row for row in comparison.results if not row.differences]
+    plain = [row for row in alike if not row.strategy.offloads_optimizer]
     if not plain or _on_cpu(comparison):
         return None
-    trained = [row for row in plain if row.succeeded and row.tokens_per_second is not None]
-    short = [
-        run.trial.strategy.stage for row in plain if (run := remedies.failed_run(row)) and run.outcome.status == OOM
-    ]
-    best = max(trained, key=lambda row: row.tokens_per_second or 0.0, default=None)
-    return advice.pattern(
-        None if best is None else best.gpu_fraction,
-        goal=goal,
-        num_gpus=plain[0].summaries[0].record.trial.placement.num_gpus,
-        out_of_memory_stage=max(short, default=None),
+    placement = plain[0].summaries[0].record.trial.placement
+    return advice.pattern(_seen(plain, alike, goal), goal=goal, num_gpus=placement.num_gpus)
+
+
+def _seen(plain: Sequence[StrategyResult], alike: Sequence[StrategyResult], goal: str) -> advice.Seen:
+    trained = [row for row in plain if row.tokens_per_second is not None and _unfit(row) is None]
+    fitting = [row for row in trained if row.at_largest_batch or (row.gpu_fraction or 0.0) <= NEAR_CAPACITY]
+    best = max(fitting if goal == "speed" else trained, key=lambda row: row.tokens_per_second or 0.0, default=None)
+    ended = [(row.strategy, run.outcome.status) for row in alike if (run := remedies.failed_run(row)) is not None]
+    return advice.Seen(
+        fastest_stage=None if best is None else best.strategy.stage,
+        fraction=None if best is None or best.at_largest_batch else best.gpu_fraction,
+        trained_stages=frozenset(row.strategy.stage for row in fitting),
+        out_of_memory_stages=frozenset(
+            strategy.stage for strategy, status in ended if status == OOM and not strategy.offloads_optimizer
+        ),
+        failed_offloads=frozenset(
+            strategy.name for strategy, status in ended if status in remedies.RAN_OUT and strategy.offloads_optimizer
+        ),
     )
 
 

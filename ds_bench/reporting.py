@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from . import __version__, answer, compare, console, export, load, merging, provenance, recommend
+from . import __version__, answer, compare, console, export, flags, load, merging, overview, provenance, recommend
 from .analysis import Summary
 from .answer import Answer
+from .compare import StrategyResult
 from .contract import write_text
 from .errors import UsageError
+from .merging import MergedGroup
+from .reading.leastconfig import knows_config
 from .render import html_report
 
 
@@ -25,7 +30,9 @@ class ReportOptions:
     markdown: bool = False
     plots: Path | None = None
     relative_to: str | None = None
-    goal: str = "balanced"
+    """None: the row that the run itself referred to, else the first."""
+    goal: str | None = None
+    """None: the run's own, else balanced."""
     export: str | None = None
 
 
@@ -37,19 +44,31 @@ def report(options: ReportOptions) -> int:
         if number:
             print()
         _show(entry, options.markdown)
+    if side_by_side := _side_by_side(answers, options.markdown):
+        console.print_text(f"\n{side_by_side}")
     if options.html is not None:
         write_html(answers, options.html)
         _say(f"HTML {options.html}")
     if options.plots is not None:
-        from .render.plots import save_plots
-
-        for number, entry in enumerate(answers):
-            folder = options.plots if len(answers) == 1 else options.plots / f"{number + 1:02d}"
-            for path in save_plots(_section(entry), _made(folder)):
-                _say(f"plot {path}")
+        _plot(answers, options.plots)
     if options.export is not None:
         _export(answers, options.export)
     return 0
+
+
+def _plot(answers: Sequence[Answer], folder: Path) -> None:
+    """Raises UsageError where the pictures cannot be written."""
+    from .render.plots import save_plots
+
+    for number, entry in enumerate(answers):
+        mine = _made(folder if len(answers) == 1 else folder / f"{number + 1:02d}")
+        try:
+            written = save_plots(_section(entry), mine)
+        except OSError as error:
+            problem = f"--plots {mine}: {error.strerror or error}"
+            raise UsageError(problem, remedy="give a folder that you may write to") from None
+        for path in written:
+            _say(f"plot {path}")
 
 
 def _say(text: str) -> None:
@@ -61,6 +80,14 @@ def _show(entry: Answer, as_markdown: bool) -> None:
         console.print_text(answer.markdown(entry))
     else:
         answer.print_answer(entry, sys.stdout)
+
+
+def _side_by_side(answers: Sequence[Answer], as_markdown: bool) -> str:
+    entries = [
+        overview.Entry(title=entry.title, comparison=entry.comparison, environment=next(iter(entry.environments), None))
+        for entry in answers
+    ]
+    return overview.markdown(entries) if as_markdown else overview.text(entries)
 
 
 def _check_targets(options: ReportOptions) -> None:
@@ -82,25 +109,46 @@ def _made(folder: Path) -> Path:
     return folder
 
 
-def gather(paths: Sequence[Path], relative_to: str | None = None, goal: str = "balanced") -> list[Answer]:
-    """One answer per workload and machine, repeats from several files taken together. Raises UsageError."""
-    results = [load.load(path) for path in paths]
-    families = {result.arguments: result.family for result in results}
-    groups = merging.merge(results)
-    has_row = [_has_row(group.summaries, relative_to) for group in groups]
-    return [
-        answer.of(
-            group.summaries,
-            goal=goal,
-            relative_to=relative_to if has_row[number] or not any(has_row) else None,
-            notes=group.notes,
-            commands=[provenance.command(families.get(line), line) for line in group.arguments],
-            environments=group.environments,
-            sources=[str(source) for source in group.sources],
-            heading=group.title,
-        )
-        for number, group in enumerate(groups)
-    ]
+def gather(paths: Sequence[Path], relative_to: str | None = None, goal: str | None = None) -> list[Answer]:
+    """One answer per workload and machine, repeats from several files taken together. Raises UsageError.
+
+    What is None is as the results themselves were asked for, of a group's results by the first that tells.
+    """
+    groups = merging.merge([load.load(path) for path in paths])
+    wanted = None if relative_to is None else _row_name(relative_to)
+    known = any(_has_row(group.summaries, wanted) for group in groups)
+    return [_answer(group, wanted, goal, strict=not known) for group in groups]
+
+
+def _answer(group: MergedGroup, relative_to: str | None, goal: str | None, *, strict: bool) -> Answer:
+    """``strict``: a row that is not there is an error, since no other group has it either."""
+    own_goal, own_row = _own(group)
+    row = own_row if relative_to is None else relative_to
+    return answer.of(
+        group.summaries,
+        goal=goal or own_goal or "balanced",
+        relative_to=row if _has_row(group.summaries, row) or (strict and relative_to is not None) else None,
+        notes=group.notes,
+        commands=group.commands,
+        environments=group.environments,
+        sources=[str(source) for source in group.sources],
+        heading=group.title,
+    )
+
+
+def _own(group: MergedGroup) -> tuple[str | None, str | None]:
+    """The goal and the row that ratios refer to, as the run was asked; None where its flags do not tell."""
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):  # a --help among them, which no run has
+            asked = flags.parse("offload" if group.family == "offload" else "zero", "run", group.arguments)
+    except (UsageError, ValueError, SystemExit):  # of another version, or edited by hand
+        return None, None
+    return asked.goal, asked.relative_to
+
+
+def _row_name(text: str) -> str:
+    """``3`` is ZeRO stage 3, as it is to the scripts."""
+    return f"zero{text}" if text.isdecimal() else text
 
 
 def _has_row(summaries: Sequence[Summary], name: str | None) -> bool:
@@ -109,13 +157,16 @@ def _has_row(summaries: Sequence[Summary], name: str | None) -> bool:
 
 def write_html(answers: Sequence[Answer], path: Path) -> None:
     """One self-contained page. Raises UsageError where it cannot be written."""
-    environment = next((entry.environments[0] for entry in answers if entry.environments), None)
+    machines = [_machines(entry) for entry in answers]
+    one = len(set(map(str, machines))) == 1 and len(machines[0]) < 2
     page = html_report.render(
         html_report.Report(
             title=answers[0].title if len(answers) == 1 else f"{len(answers)} comparisons",
-            sections=tuple(_section(entry) for entry in answers),
+            sections=tuple(
+                _section(entry, None if one else mine) for entry, mine in zip(answers, machines, strict=True)
+            ),
             command="\n".join(dict.fromkeys(line for entry in answers for line in entry.commands)),
-            environment=provenance.machine(environment) if environment else {},
+            environment=next(iter(machines[0]), {}) if one else {},
             generated=f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC, ds_bench {__version__}",
         )
     )
@@ -125,26 +176,52 @@ def write_html(answers: Sequence[Answer], path: Path) -> None:
         raise UsageError(f"--html {path}: {error.strerror}", remedy="give a file that you may write") from None
 
 
-def _section(entry: Answer) -> html_report.ReportSection:
+def _machines(entry: Answer) -> tuple[dict[str, str], ...]:
+    """What a reader needs to know of each machine that the rows were measured on."""
+    found: list[dict[str, str]] = []
+    for environment in entry.environments:
+        if (told := provenance.machine(environment)) not in found:
+            found.append(told)
+    return tuple(found)
+
+
+def _section(entry: Answer, machines: tuple[dict[str, str], ...] | None = None) -> html_report.ReportSection:
     return html_report.ReportSection(
         title=entry.title,
         comparison=entry.comparison,
         recommendation=tuple(recommend.lines(entry.recommendation, entry.goal)),
         notes=entry.notes,
         sources=entry.sources,
+        environments=machines,
     )
 
 
 def _export(answers: Sequence[Answer], name: str) -> None:
-    """The configuration of that row, of the first answer that has it."""
-    for entry in answers:
-        for row in entry.comparison.results:
-            if name in (row.strategy.name, row.label):
-                record = (row.successes or row.summaries)[-1].record
-                environment = entry.environments[0] if entry.environments else None
-                folder = Path(f"ds_config_{row.strategy.name}")
-                for path in export.write_exports(record, _made(folder), environment):
-                    _say(f"config {path}")
-                return
-    names = dict.fromkeys(row.strategy.name for entry in answers for row in entry.comparison.results)
-    raise UsageError(f"--export {name}: no such row", remedy=f"one of {', '.join(names)}")
+    """The configuration of that row, of the first answer that tells it. Raises UsageError."""
+    asked = _called([(entry, row) for entry in answers for row in entry.comparison.results], name)
+    for entry, row in asked:
+        record = (row.successes or row.summaries)[-1].record
+        if knows_config(record.trial):
+            if len(asked) > 1:
+                origin = f"{row.label} of {entry.title} ({', '.join(entry.sources)})"
+                _say(console.plain(f"--export {name}: {len(asked)} rows are called that; taken from {origin}"))
+            folder = _made(Path(export.folder_name(row.strategy.name)))
+            for path in export.write_exports(record, folder, next(iter(entry.environments), None)):
+                _say(f"config {path}")
+            return
+    raise UsageError(
+        f"--export {name}: a flat JSON does not tell the configuration that ran", remedy="give the run folder"
+    )
+
+
+_Row = tuple[Answer, StrategyResult]
+
+
+def _called(rows: Sequence[_Row], name: str) -> list[_Row]:
+    """Those of exactly that name, else those that a user may mean by it. Raises UsageError where there is none."""
+    exact = [(entry, row) for entry, row in rows if name in (row.strategy.name, row.label)]
+    meant = exact or [(entry, row) for entry, row in rows if compare.is_called(row.strategy, _row_name(name))]
+    if not meant:
+        names = dict.fromkeys(row.strategy.name for _, row in rows)
+        raise UsageError(f"--export {name}: no such row", remedy=f"one of {', '.join(names)}")
+    return meant

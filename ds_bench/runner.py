@@ -18,9 +18,10 @@ def run(trials: Sequence[Trial], launcher: Launcher, store: RunStore, observe: O
     """Runs the trials in order, each saved before it is yielded. Ends early after an interruption."""
     for trial in trials:
         listen = observe(trial)
-        finished = (
-            _refused(trial) if trial.unsupported else launcher.launch(trial, store.trial_folder(trial.trial_id), listen)
-        )
+        if trial.not_launched:
+            finished = _refused(trial)
+        else:
+            finished = launcher.launch(trial, store.trial_folder(trial.trial_id), listen)
         store.append(finished)
         yield finished
         if finished.outcome.status == record.INTERRUPTED or interrupts.asked():
@@ -28,7 +29,10 @@ def run(trials: Sequence[Trial], launcher: Launcher, store: RunStore, observe: O
 
 
 def _refused(trial: Trial) -> TrialRecord:
-    outcome = Outcome(status=record.UNSUPPORTED, error=trial.unsupported, details=trial.unsupported)
+    status, reason = (
+        (record.UNSUPPORTED, trial.unsupported) if trial.unsupported is not None else (record.SKIPPED, trial.skipped)
+    )
+    outcome = Outcome(status=status, error=reason, details=reason)
     return TrialRecord(trial=trial, outcome=outcome, caveats=trial.caveats)
 
 

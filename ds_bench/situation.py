@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from . import dsconfig, gpus, placement, plan, preflight
+from . import dsconfig, foresight, gpus, ops, placement, plan, preflight
 from .errors import DsBenchError, UsageError
 from .launch import Launcher, Limits
+from .launch.clocks import ClockWatcher
 from .launch.deepspeed import DeepSpeedLauncher
 from .launch.warm import WarmLauncher
 from .modelsource import ModelChoice, find_model
@@ -30,6 +31,8 @@ class Situation:
     """Of every process of every trial."""
     caveats: dict[str, str]
     """By strategy, known before it runs."""
+    make_config: plan.MakeConfig
+    """The script's own ``create_deepspeed_config``."""
 
 
 def look_around(options: Options, make_config: plan.MakeConfig) -> Situation:
@@ -51,7 +54,30 @@ def look_around(options: Options, make_config: plan.MakeConfig) -> Situation:
         variables["HF_HUB_OFFLINE"] = "1"
     _usable(lambda: plan.make_trials(options, choice, place, drafts, {}, {}))
     caveats = _check_nvme(options, drafts, choice)
-    return Situation(options=options, choice=choice, place=place, drafts=drafts, variables=variables, caveats=caveats)
+    return Situation(
+        options=options,
+        choice=choice,
+        place=place,
+        drafts=drafts,
+        variables=variables,
+        caveats=caveats,
+        make_config=make_config,
+    )
+
+
+class Planned:
+    """From drafts to trials on this machine: completed, and with the memory they are predicted to take."""
+
+    def __init__(self, situation: Situation, op_states: Mapping[str, ops.OpState], room: foresight.Room) -> None:
+        self.situation, self.room, self._op_states = situation, room, op_states
+        length = plan.seq_length(situation.options, situation.choice)
+        self.profile = foresight.profile(situation.choice, length)
+
+    def trials(self, drafts: Sequence[plan.Draft]) -> list[Trial]:
+        """Interleaved; those that cannot fit marked where the user asked for it."""
+        known = self.situation
+        made = plan.make_trials(known.options, known.choice, known.place, drafts, self._op_states, known.caveats)
+        return foresight.foresee(made, self.profile, self.room, skip=known.options.skip_predicted_oom)
 
 
 Made = TypeVar("Made")
@@ -82,12 +108,21 @@ def _check_nvme(options: Options, drafts: Sequence[plan.Draft], choice: ModelCho
 def choose_launcher(
     situation: Situation, trials: Sequence[Trial], say: Callable[[str], None]
 ) -> tuple[Launcher, str | None]:
-    """The launcher asked for; cold with a note where ranks may not be forked warm."""
+    """The launcher asked for, which watches clocks on GPUs; cold with a note where ranks may not be forked warm."""
+    launcher, why_cold = _launcher(situation, trials, say)
+    place = situation.place
+    if place.accelerator == "cpu":
+        return launcher, why_cold
+    used = gpus.visible_indices(os.environ, gpus.NvmlQuery())[: place.num_gpus]
+    return ClockWatcher(launcher, gpus.NvmlQuery(), used), why_cold
+
+
+def _launcher(situation: Situation, trials: Sequence[Trial], say: Callable[[str], None]) -> tuple[Launcher, str | None]:
     options, place = situation.options, situation.place
     limits = Limits(timeout_seconds=options.timeout, stall_timeout_seconds=options.stall_timeout)
     devices = gpus.visible_indices(os.environ, gpus.NvmlQuery()) if place.accelerator == "cuda" else None
     cold = DeepSpeedLauncher(situation.variables, limits, device_indices=devices)
-    if place.launcher == "deepspeed" or all(trial.unsupported for trial in trials):
+    if place.launcher == "deepspeed" or all(trial.not_launched for trial in trials):
         return cold, None
     warm = WarmLauncher(situation.variables, limits)
     say("loading torch, DeepSpeed and Transformers once, for every trial …")

@@ -16,6 +16,7 @@ Device = Literal["none", "cpu", "nvme"]
 Accelerator = Literal["cuda", "cpu"]
 Precision = Literal["bf16", "fp16", "fp32"]
 LauncherName = Literal["warm", "deepspeed"]
+BatchPolicy = Literal["given", "largest"]
 ModelSource = Literal["preset", "local", "hub", "factory"]
 
 PRECISIONS: tuple[Precision, ...] = ("bf16", "fp16", "fp32")
@@ -40,6 +41,8 @@ class Workload:
     """A preset's arguments for ``AutoConfig.for_model``; a local model's ``path``; else empty."""
     batch_size: int = 4
     """Micro-batch: sequences per GPU in one forward pass."""
+    batch_policy: BatchPolicy = "given"
+    """``largest``: each strategy at its own largest micro-batch that trains, which such rows are compared at."""
     seq_length: int = 512
     """Tokens per sequence."""
     grad_accum: int = 1
@@ -133,8 +136,17 @@ class Trial:
     """The DeepSpeed configuration as given to ``deepspeed.initialize``, but for the swap folder."""
     unsupported: str | None = None
     """Why this cannot run here, with the remedy; such a trial is recorded and not launched."""
+    skipped: str | None = None
+    """Why it is predicted not to fit, where the user asked to leave such rows out; recorded and not launched."""
     caveats: tuple[str, ...] = ()
     """What is known about this row before it runs (an overlay file system, a fallback)."""
+    prediction: Mapping[str, Any] | None = None
+    """The memory it is predicted to take, as ``prediction.memory.Prediction.to_dict`` gives it."""
+
+    @property
+    def not_launched(self) -> bool:
+        """Whether it is known before it runs that it will not be."""
+        return self.unsupported is not None or self.skipped is not None
 
     @property
     def key(self) -> str:

@@ -8,6 +8,7 @@
       runs/zero_<YYYYmmdd_HHMMSS>/
         run.json                               what was asked, where, with what versions
         records.jsonl                          one record per trial, appended and synced
+        probes.jsonl                           likewise, of trials that looked for the largest micro-batch
         trials/<trial id>/                     trial.json, ds_config.json, rank files, logs
 """
 
@@ -35,6 +36,7 @@ from .record import SCHEMA_VERSION, TrialRecord
 
 RUN_FILE = "run.json"
 RECORDS_FILE = "records.jsonl"
+PROBES_FILE = "probes.jsonl"
 _FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\n")
 
 
@@ -140,10 +142,23 @@ class RunStore:
         _close_torn_line(path)
         append_line(path, record.to_dict())
 
+    def append_probe(self, probe: TrialRecord) -> None:
+        """Adds a trial that only looked for a micro-batch that fits: no row of the result."""
+        path = self.folder / PROBES_FILE
+        _close_torn_line(path)
+        append_line(path, probe.to_dict())
+
+    def probes(self) -> list[TrialRecord]:
+        """All probes in order."""
+        return self._read(PROBES_FILE)
+
     def records(self) -> list[TrialRecord]:
         """All finished trials in order; a line torn by a crash is left out."""
+        return self._read(RECORDS_FILE)
+
+    def _read(self, name: str) -> list[TrialRecord]:
         try:
-            lines = (self.folder / RECORDS_FILE).read_bytes().split(b"\n")
+            lines = (self.folder / name).read_bytes().split(b"\n")
         except OSError:
             return []
         records = []

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import IO, Any, Literal
 
 from . import units
 from .compare import Comparison, StrategyResult
 from .console import ascii_only, plain, prints
-from .rows import COLUMNS, status_text
+from .rows import status_text
 
 HEADINGS = (
     "Strategy",
@@ -22,15 +22,23 @@ HEADINGS = (
     "95 % interval",
     "GPU peak GB",
     "of card",
+    "Tok/s/GB",
     "CPU GB",
+    "Predicted",
     "Notes",
 )
 _ALWAYS_SHOWN = HEADINGS.index("Relative")
 """The last of the columns that are there even where nobody has a number."""
 _STATUS = HEADINGS.index("Status")
 _TEXT_COLUMNS = (HEADINGS.index("Strategy"), _STATUS, HEADINGS.index("Notes"))
+_WRAPPED = (HEADINGS.index("Strategy"), _STATUS)
+"""Columns that may be broken between words on a narrow terminal."""
+_EXTRAS = ("Predicted", "Tok/s/GB", "95 % interval")
+"""What a narrow terminal does without, in this order."""
 _MOST_DRAWN = 500
 """Rows that rich draws; more are aligned by spaces alone."""
+_UNBOUNDED = 10_000
+"""Columns of a terminal on which every table has room."""
 NOT_TESTED = "not tested"
 
 
@@ -62,7 +70,9 @@ def _line(row: StrategyResult, baseline: StrategyResult | None, numbers: Mapping
         _interval(row, baseline),
         units.format_gb(row.gpu_peak_bytes),
         units.format_percent(row.gpu_fraction, digits=0),
+        units.format_count(row.tokens_per_second_per_gb),
         units.format_gb(row.host_peak_bytes),
+        units.format_ratio(row.predicted_over_measured),
         " ".join(str(numbers[text]) for text in _texts(row) if text in numbers),
     )
     return Line(cells=tuple(plain(cell) for cell in cells), success=row.succeeded)
@@ -115,66 +125,103 @@ def print_table(title: str, comparison: Comparison, run_notes: Sequence[str], st
         return text if fancy and prints(text, stream) else ascii_only(text)
 
     notes = all_notes(comparison)
-    body = lines(comparison, notes)
-    shown = _shown(body)
+    body = [replace(line, cells=tuple(map(write, line.cells))) for line in lines(comparison, notes)]
     console = Console(
         file=stream, width=None if stream.isatty() else 160, highlight=False, safe_box=not fancy, emoji=False
     )
-    rows = [[write(line.cells[i]) for i in shown] for line in body]
-    if len(body) > _MOST_DRAWN:
-        _print_aligned(write(plain(title)), [write(HEADINGS[i]) for i in shown], rows, stream)
+    grid = _Grid(title=write(plain(title)), headings=tuple(map(write, HEADINGS)), body=body, fancy=fancy)
+    table, left_out = (None, []) if len(body) > _MOST_DRAWN else grid.fitted(console)
+    if table is None:
+        grid.print_aligned(stream)
     else:
-        console.print(_drawn(write(plain(title)), shown, rows, [line.success for line in body], fancy, write))
-    starred = (f"* {note}" for note in _starred(comparison, run_notes))
-    for note in [*(f"{number}. {note}" for number, note in enumerate(notes, 1)), *starred]:
+        console.print(table)
+    starred = _starred(comparison, run_notes)
+    starred += [f"no room for {', '.join(left_out)}: a wider terminal shows them"] if left_out else []
+    for note in [*(f"{number}. {note}" for number, note in enumerate(notes, 1)), *(f"* {note}" for note in starred)]:
         console.print(Text(write(f"  {note}")), soft_wrap=True)
 
 
-def _drawn(
-    title: str,
-    shown: Sequence[int],
-    rows: Sequence[Sequence[str]],
-    good: Sequence[bool],
-    fancy: bool,
-    write: Callable[[str], str],
-) -> Any:
-    """The table as rich draws it: failures in red."""
-    from rich import box
-    from rich.table import Table
-    from rich.text import Text
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Grid:
+    """The table before rich draws it; every text as the stream can print it."""
 
-    table = Table(title=Text(title), title_justify="left", box=box.SIMPLE_HEAD if fancy else box.ASCII2)
-    for i in shown:
-        justify: Literal["left", "right"] = "left" if i in _TEXT_COLUMNS else "right"
-        table.add_column(Text(write(HEADINGS[i])), justify=justify, no_wrap=i != _STATUS)
-    for cells, success in zip(rows, good, strict=True):
-        table.add_row(*map(Text, cells), style=None if success else "red")
-    return table
+    title: str
+    headings: tuple[str, ...]
+    body: Sequence[Line]
+    fancy: bool
 
+    def fitted(self, console: Any) -> tuple[Any, list[str]]:
+        """The table as the terminal has room for it, and the headings that it has none for; None where none fits."""
+        wide, shown = console.options.update(max_width=_UNBOUNDED), _shown(self.body)
+        table = self.drawn(shown)
+        if console.measure(table, options=wide).maximum <= console.width:
+            return table, []
+        for count in range(len(_EXTRAS) + 1):
+            kept = [i for i in shown if HEADINGS[i] not in _EXTRAS[:count]]
+            table = self.drawn(kept, narrow=True)
+            if console.measure(table, options=wide).minimum <= console.width:
+                return table, [self.headings[i] for i in shown if i not in kept]
+        return None, []
 
-def _print_aligned(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]], stream: IO[str]) -> None:
-    """Columns padded to their widest cell: rich takes a millisecond for a row, too long for a sweep of thousands."""
-    from rich.cells import cell_len
+    def drawn(self, shown: Sequence[int], *, narrow: bool = False) -> Any:
+        """Failures in red. ``narrow``: nothing to spare between columns, labels and headings may wrap."""
+        from rich import box
+        from rich.table import Table
+        from rich.text import Text
 
-    every = [headings, *rows]
-    widths = [max(cell_len(cells[i]) for cells in every) for i in range(len(headings))]
-    print(title, file=stream)
-    for cells in every:
-        padded = (cell + " " * (width - cell_len(cell)) for cell, width in zip(cells, widths, strict=True))
-        print("  ".join(padded).rstrip(), file=stream)
+        style, pad = box.SIMPLE_HEAD if self.fancy else box.ASCII2, 0 if narrow else 1
+        table = Table(title=Text(self.title), title_justify="left", box=style, pad_edge=not narrow, padding=(0, pad))
+        for i in shown:
+            justify: Literal["left", "right"] = "left" if i in _TEXT_COLUMNS else "right"
+            heading = self._stacked(i) if narrow else self.headings[i]
+            wraps = i in (_WRAPPED if narrow else (_STATUS,))
+            least = self._least(i, heading) if narrow else None
+            table.add_column(Text(heading), justify=justify, no_wrap=not wraps, min_width=least)
+        for line in self.body:
+            table.add_row(*(Text(line.cells[i]) for i in shown), style=None if line.success else "red")
+        return table
+
+    def _least(self, column: int, heading: str) -> int:
+        """Characters without which a word of the column would be cut."""
+        from rich.cells import cell_len
+
+        texts = [*heading.split("\n"), *(line.cells[column] for line in self.body)]
+        return max(
+            cell_len(part) for text in texts for part in (text.split() or [""] if column in _WRAPPED else [text])
+        )
+
+    def _stacked(self, column: int) -> str:
+        """On two lines where the heading is what makes the column wide."""
+        heading = self.headings[column]
+        widest = max((len(line.cells[column]) for line in self.body), default=0)
+        return "\n".join(heading.rsplit(" ", 1)) if len(heading) > widest else heading
+
+    def print_aligned(self, stream: IO[str]) -> None:
+        """Columns padded to their widest cell: rich takes a millisecond for a row, too long for thousands."""
+        from rich.cells import cell_len
+
+        shown = _shown(self.body)
+        every = [[cells[i] for i in shown] for cells in (self.headings, *(line.cells for line in self.body))]
+        widths = [max(map(cell_len, column)) for column in zip(*every, strict=True)]
+        print(self.title, file=stream)
+        for cells in every:
+            padded = (cell + " " * (width - cell_len(cell)) for cell, width in zip(cells, widths, strict=True))
+            print("  ".join(padded).rstrip(), file=stream)
 
 
 def _shown(body: Sequence[Line]) -> list[int]:
     """Columns that somebody measured."""
-    empty = ("", units.MISSING)
+    empty = ("", units.MISSING, ascii_only(units.MISSING))
     return [i for i in range(len(HEADINGS)) if i <= _ALWAYS_SHOWN or any(line.cells[i] not in empty for line in body)]
 
 
 def markdown(title: str, comparison: Comparison, run_notes: Sequence[str]) -> str:
-    """The same as a Markdown block, every column in it."""
+    """The same as a Markdown block."""
     notes = all_notes(comparison)
-    rows = [HEADINGS, tuple("---" for _ in HEADINGS), *(line.cells for line in lines(comparison, notes))]
-    table = "\n".join("| " + " | ".join(escaped(cell) for cell in row) + " |" for row in rows)
+    body = lines(comparison, notes)
+    rows = [HEADINGS, tuple("---" for _ in HEADINGS), *(line.cells for line in body)]
+    shown = _shown(body)
+    table = "\n".join("| " + " | ".join(escaped(row[i]) for i in shown) + " |" for row in rows)
     listed = "".join(f"\n{number}. {escaped(note)}" for number, note in enumerate(notes, 1))
     starred = "".join(f"\n- {escaped(note)}" for note in _starred(comparison, run_notes))
     return f"### {escaped(title)}\n\n{table}\n{listed}\n{starred}\n"
@@ -189,18 +236,3 @@ def escaped(text: str) -> str:
 def as_json(rows: Sequence[dict[str, Any]], *, ascii_only: bool = False) -> str:
     """The flat records, as in the file; with escapes for a stream that prints ASCII only."""
     return json.dumps(list(rows), indent=1, allow_nan=False, ensure_ascii=ascii_only)
-
-
-__all__ = [
-    "COLUMNS",
-    "HEADINGS",
-    "Line",
-    "all_notes",
-    "as_json",
-    "ascii_only",
-    "escaped",
-    "lines",
-    "markdown",
-    "print_table",
-    "prints",
-]

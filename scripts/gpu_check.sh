@@ -7,6 +7,7 @@
 #
 #   MODEL-zero, MODEL-offload   both comparisons of each model, NVMe among them when NVME_PATH is set
 #   fidelity                    bench/fidelity.py: the product beside a bare DeepSpeed loop, first model
+#   prediction                  bench/prediction.py: predicted against measured memory, first model
 #   launch-warm, launch-cold    the first model with each --launcher; step times and their ratio in summary.txt
 #   tests                       pytest -m gpu
 #
@@ -100,7 +101,7 @@ wanted() {
 
 step_names() {
     local model
-    echo fidelity launch-warm launch-cold tests
+    echo fidelity prediction launch-warm launch-cold tests
     for model in "${MODELS[@]##*/}"; do
         echo "$model-zero" "$model-offload"
     done
@@ -233,6 +234,12 @@ fidelity() {
         --rounds "$rounds" --launcher both --output "$WORK/fidelity/figures.json"
 }
 
+prediction() {
+    sizes_of "${FIRST_SHORT}_$ACCELERATOR"
+    step prediction 1800 "$PYTHON" "$ROOT/bench/prediction.py" --model "$FIRST" "${SIZES[@]}" "${DEVICES[@]}" \
+        --output "$WORK/prediction/figures.json"
+}
+
 launches() {
     compare launch-warm zero_stage_comparison.py "$FIRST" --launcher warm
     compare launch-cold zero_stage_comparison.py "$FIRST" --launcher deepspeed
@@ -258,6 +265,7 @@ run_steps() {
     local model
     zero "$FIRST"
     fidelity
+    prediction
     launches
     offload "$FIRST"
     tests

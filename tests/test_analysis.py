@@ -16,6 +16,7 @@ from ds_bench import plan, preflight
 from ds_bench.analysis import Summary, compare_losses, summarise
 from ds_bench.caveats import Caveat, CaveatKind, note
 from ds_bench.models import find_preset
+from ds_bench.reading import flatcells
 from ds_bench.record import RankMeasurement, TrialRecord
 from ds_bench.rows import with_comparison
 
@@ -200,6 +201,12 @@ def test_device_memory_is_the_worst_ranks() -> None:
     assert found.gpu_peak_bytes == 9 * GB
 
 
+def test_where_a_rank_did_not_report_the_fullest_node_is_not_known() -> None:
+    """Node b may hold more than a's 2 GB: one of its ranks says nothing."""
+    a, b = seen(host_peak_bytes=2 * GB, hostname="a"), seen(host_peak_bytes=GB, hostname="b")
+    assert summary(a, b, replace(b, host_peak_bytes=None)).host_peak_bytes is None
+
+
 def test_host_memory_is_the_sum_over_the_ranks_of_the_fullest_node() -> None:
     ranks = [
         seen(hostname="a", host_peak_bytes=1),
@@ -272,6 +279,44 @@ def test_one_outlier_does_not_make_the_halves_differ() -> None:
     assert "not steady" not in text
 
 
+def outliers(*seconds: float) -> str:
+    found = [text for text in texts(summary(seen(step_seconds=seconds))) if text.startswith("outliers")]
+    return " | ".join(found) or "none"
+
+
+def test_outliers_are_counted_and_the_slowest_three_are_named() -> None:
+    """More than three quarters take 0.10 s, so both quartiles do, and the fence is 1.25 × 0.10."""
+    steps = [0.1] * 24
+    for place, slow in ((2, 0.31), (5, 0.2), (8, 0.5), (11, 0.15), (19, 0.13)):
+        steps[place] = slow
+    assert outliers(*steps) == (
+        "outliers: 5 of 24 measured steps took far longer: step 9 (5.00x the median), step 3 (3.10x the median), "
+        "step 6 (2.00x the median), 2 more, all counted"
+    )
+
+
+@pytest.mark.parametrize(("last", "said"), [(0.27, False), (0.29, True)])
+def test_an_outlier_lies_beyond_three_interquartile_ranges_above_the_third_quartile(last: float, said: bool) -> None:
+    """Of nine values in order the quartiles are the third and the seventh: 0.12 and 0.16, so 0.16 + 3 × 0.04 = 0.28."""
+    steps = [0.10, 0.14, 0.12, 0.16, 0.10, 0.14, 0.12, 0.16, last]
+    assert (outliers(*steps) != "none") is said
+
+
+@pytest.mark.parametrize(
+    "steps", [[0.1] * 6 + [0.9], [0.1] * 19 + [0.124], [0.1, 0.2] * 10, [0.1] * 10 + [0.2] * 10, [0.1] * 19 + [0.01]]
+)
+def test_few_steps_small_blips_two_modes_and_fast_steps_are_no_outliers(steps: list[float]) -> None:
+    assert outliers(*steps) == "none"
+
+
+def test_outliers_neither_disqualify_nor_vanish_in_a_flat_row() -> None:
+    found = summary(seen(step_seconds=[0.1] * 9 + [0.5]))
+    (named,) = [caveat for caveat in found.caveats if caveat.text.startswith("outliers")]
+    assert (named.kind, named.disqualifying) == (CaveatKind.NOTE, False)
+    cell = "; ".join(["unstable: x", named.text, "not steady: y"])
+    assert flatcells.caveats(cell, 10)[1] == named
+
+
 @pytest.mark.parametrize("steps", [1, 2, 3])
 def test_too_few_steps_are_not_judged_by_halves(steps: int) -> None:
     assert "not steady" not in caveats(step_seconds=[0.1 * (n + 1) for n in range(steps)])
@@ -324,6 +369,40 @@ def test_what_was_known_before_the_trial_comes_first() -> None:
 def test_buffers_that_are_most_of_the_memory_are_said(held: int, said: bool) -> None:
     ledger = {"gpu": {"parameters": 100 - held, "deepspeed_buffers": held}}
     assert ("reduce_bucket_size" in caveats(ledger=ledger)) is said
+
+
+BUFFERS = {"parameters": 1, "deepspeed_buffers": 9}
+SOUND = {"parameters": 900, "deepspeed_buffers": 1}
+
+
+@pytest.mark.parametrize(
+    ("ledger", "said"),
+    [({"gpu": SOUND, "cpu": BUFFERS}, False), ({"gpu": BUFFERS, "cpu": SOUND}, True), ({"nvme": BUFFERS}, False)],
+)
+def test_on_a_gpu_only_buffers_on_the_device_are_weighed(ledger: dict[str, Any], said: bool) -> None:
+    assert ("reduce_bucket_size" in caveats(ledger=ledger)) is said
+
+
+def test_on_the_cpu_accelerator_buffers_in_host_memory_are_weighed() -> None:
+    found = summarise(fakes.success(ledger={"cpu": BUFFERS}), None, None)
+    assert any("reduce_bucket_size" in text for text in texts(found))
+
+
+def test_the_fullest_rank_decides_whether_buffers_dominate() -> None:
+    small, full = ({"gpu": {name: 1000 * size for name, size in BUFFERS.items()}}, {"gpu": {"parameters": 10**6}})
+    for order in ((small, full), (full, small)):
+        assert not of_kind(summary(*(seen(ledger=each) for each in order)), CaveatKind.BUCKET_DOMINATES)
+    large = {"gpu": {name: 10**6 * size for name, size in BUFFERS.items()}}
+    for order in ((large, full), (full, large)):
+        assert of_kind(summary(*(seen(ledger=each) for each in order)), CaveatKind.BUCKET_DOMINATES)
+
+
+@pytest.mark.parametrize(("size", "said"), [(1_000_000, False), (50_000_000, False), (50_000_001, True), (5e8, True)])
+def test_a_bucket_that_is_small_already_is_not_told_to_be_raised(size: float, said: bool) -> None:
+    plain = fakes.trial(fakes.zero(2), on=CUDA)
+    config = {**plain.ds_config, "zero_optimization": {"stage": 2, "reduce_bucket_size": size}}
+    found = summarise(fakes.success(replace(plain, ds_config=config), ledger={"gpu": BUFFERS}), None, None)
+    assert bool(of_kind(found, CaveatKind.BUCKET_DOMINATES)) is said
 
 
 # ------------------------------------------------------------------ the kinds of caveats and what they rule out

@@ -28,21 +28,26 @@ LAYERS: tuple[frozenset[str], ...] = tuple(
         "recommend",
         "advising.headroom baseline_verbs",
         "advising.remedies merging render.html_report render.plots versus",
-        "advising.changes baselines load prediction.fitplan prediction.hindsight progress render.pictures",
-        "advising.fitting advising.reasons prediction.memory reading.flatrow regression.baselinemeasures "
-        "render.overlays render.sections tables",
-        "compare export listing prediction.sharded reading.flatcells regression.baselineentry "
-        "regression.stepclock situation",
-        "circumstances export_readme launch.deepspeed launch.warm likeness prediction.gathering "
-        "prediction.replicated preflight regression.benchresult rows",
-        "advice analysis launch.trial plan prediction.memorycase runner",
-        "advising.rule flops launch launch.leader launch.outcome modelsource prediction.activations",
-        "doubts flags launch.scratch launch.watch models ops placement provenance reading.records "
-        "regression.baselinefile render.svgcharts store",
-        "argtypes contract dsconfig dskeys environment models.families noops options prediction.cards "
-        "prediction.estimators prediction.modelstates reading.strictjson record render.figures strategies",
-        "advising caveats console errors gpus hostmemory inference interrupts launch.processes prediction "
-        "reading reading.sameness reading.shapes redaction regression render render.svg spec units",
+        "advising.changes baselines load overview render.pictures rowpairs",
+        "advising.fitting advising.reasons export reading.flatrow regression.baselinemeasures render.overlays "
+        "render.sections tables",
+        "compare export_readme listing progress reading.flatcells regression.baselineentry regression.stepclock",
+        "advice circumstances likeness provenance regression.benchresult rows",
+        "advising.rule analysis",
+        "doubts forecast largest situation",
+        "foresight prediction.fitplan prediction.hindsight",
+        "doctor prediction.memory",
+        "checks.disk prediction.sharded",
+        "launch.deepspeed launch.warm prediction.gathering prediction.replicated preflight",
+        "launch.clocks launch.trial plan prediction.memorycase runner",
+        "checks.compiled flops launch launch.leader launch.outcome modelsource prediction.activations",
+        "checks.cards checks.host checks.hub checks.packages checks.tools flags launch.scratch launch.watch "
+        "models ops placement reading.records regression.baselinefile render.svgcharts store",
+        "argtypes checks contract dsconfig dskeys environment models.families noops options prediction.cards "
+        "prediction.estimators prediction.modelstates reading.leastconfig reading.strictjson record "
+        "render.figures strategies",
+        "advising batchsearch caveats console errors gpus hostmemory inference interrupts launch.processes "
+        "prediction reading reading.sameness reading.shapes redaction regression render render.svg spec units",
     )
 )
 WORKER_MAY_IMPORT = {"contract", "record", "spec", "launch.processes"}

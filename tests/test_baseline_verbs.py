@@ -135,6 +135,72 @@ def test_repeats_are_runs_of_one_entry_and_tested_against_noise(
     assert "beyond the tolerance of 5.0 % but inside the noise" in capsys.readouterr().out
 
 
+def runs(folder: Path, *seconds: float) -> Path:
+    """One row whose runs take these seconds a step."""
+    return run(folder, *[ran(each, repeat=number) for number, each in enumerate(seconds)])
+
+
+def test_a_pass_that_rests_on_noise_alone_is_not_shown_as_a_pass(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Runs of 0.03, 0.3 and 3 s a step against steady 0.1 s: the median is a third of the speed.
+
+    Logs 2.303 apart: variance 2.303² = 5.302, /3 = 1.767, root 1.329; t(0.975; 2) = 4.303 gives 5.720 on the logs, so
+    a fall to e^-5.720 = 0.33 % of the speed and less would show: changes below 99.7 % do not.
+    """
+    path = tmp_path / "baselines.json"
+    save_command([runs(tmp_path / "before", 0.1, 0.1, 0.1)], path, None)
+    capsys.readouterr()
+    assert check_command([runs(tmp_path / "after", 0.03, 0.3, 3.0)], path, False) == 0
+    first, last = capsys.readouterr().out.splitlines()
+    assert first.startswith(f"noisy: {NAME}: passed: tokens/s 1,707 against 5,120 (-66.7 %)")
+    assert "cannot see changes below 99.7 %" in first
+    assert last == "1 compared, 0 regressed; 1 too noisy to judge"
+    check_command([runs(tmp_path / "again", 0.03, 0.3, 3.0)], path, True)
+    assert json.loads(capsys.readouterr().out)["entries"][0]["noisy"] is True
+
+
+def test_quiet_runs_within_the_tolerance_pass_without_a_warning(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "baselines.json"
+    save_command([runs(tmp_path / "before", 0.1, 0.1005, 0.0995)], path, None)
+    said = capsys.readouterr()
+    assert "warning" not in said.err
+    assert check_command([runs(tmp_path / "after", 0.1, 0.1005, 0.0995)], path, False) == 0
+    out = capsys.readouterr().out
+    assert "✅" in out
+    assert "noisy" not in out
+
+
+def test_a_row_faster_by_more_than_its_noise_is_not_noisy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Four times the speed, runs 10 % apart: a regression is ruled out, however wide the interval."""
+    path = tmp_path / "baselines.json"
+    save_command([runs(tmp_path / "before", 0.36, 0.4, 0.44)], path, None)
+    assert check_command([runs(tmp_path / "after", 0.09, 0.1, 0.11)], path, False) == 0
+    assert "noisy" not in capsys.readouterr().out
+
+
+def test_a_regression_larger_than_the_noise_is_a_regression_and_not_noisy(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "baselines.json"
+    save_command([runs(tmp_path / "before", 0.09, 0.1, 0.11)], path, None)
+    assert check_command([runs(tmp_path / "after", 0.36, 0.4, 0.44)], path, False) == 3
+    out = capsys.readouterr().out
+    assert "noisy" not in out
+    assert out.splitlines()[-1] == "1 compared, 1 regressed"
+
+
+def test_a_baseline_of_runs_that_vary_is_saved_with_a_warning(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """512 tokens in 0.09, 0.1 and 0.11 s: 5689, 5120, 4655 tokens/s; deviation 518 of a mean of 5155 is 10.1 %."""
+    assert save_command([runs(tmp_path / "out", 0.09, 0.1, 0.11)], tmp_path / "baselines.json", None) == 0
+    warning, _ = capsys.readouterr().err.splitlines()
+    assert warning.startswith(f"warning: {NAME}: tokens/s of its 3 runs varies by 10.1 %")
+
+
 def test_several_results_count_as_runs_of_one_entry(tmp_path: Path) -> None:
     path = tmp_path / "baselines.json"
     folders = [run(tmp_path / f"out{number}", ran(0.1 + number / 1000)) for number in range(3)]
@@ -154,6 +220,16 @@ def test_a_row_with_a_loss_that_is_not_finite_is_no_baseline(tmp_path: Path) -> 
     with pytest.raises(UsageError, match="nothing was saved"):
         save_command([run(tmp_path / "out", ran(losses=(None,) * 12))], path, None)
     assert not path.exists()
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_a_row_with_a_loss_that_is_not_finite_does_not_pass_its_check(
+    as_json: bool, saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert check_command([run(tmp_path / "out", ran(losses=(None,) * 12))], saved, as_json) == 3
+    out = capsys.readouterr().out
+    assert "loss is not finite" in out
+    assert '"status"' in out if as_json else "1 regressed" in out
 
 
 def test_a_flat_json_without_its_run_folder_is_no_baseline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -125,7 +125,7 @@ def test_a_writer_that_was_killed_stops_no_later_one(tmp_path: Path) -> None:
     program = f"""
 import os, signal
 from pathlib import Path
-from ds_bench import baselinefile
+from ds_bench.regression import baselinefile
 baselinefile.edit(Path({str(path)!r}), lambda entries: os.kill(os.getpid(), signal.SIGKILL))
 """
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=False)

@@ -151,6 +151,35 @@ def test_memory_beyond_the_tolerance_but_inside_the_noise_is_no_regression() -> 
     assert "inside the noise" in verdict.message
 
 
+def test_what_noise_hides_of_memory_is_told_as_a_rise() -> None:
+    # Logs of 800, 1000, 1200 lie 0.223 and 0.182 apart: variance 0.0412; those of 1000 thrice do not vary. Standard
+    # error √(0.0412 / 3) = 0.1172, t(0.975; 2) = 4.303: ± 0.504 on the logs, and e^0.504 = 1.656.
+    shaky = result(peak=1000, peak_memory_mb_runs=(800.0, 1000.0, 1200.0))
+    verdict = compare_to_baseline(shaky, entry(peak_memory_mb_runs=(1000.0,) * 3))
+    assert verdict.noisy
+    assert "cannot see changes below 65." in verdict.message
+
+
+def test_noise_beyond_every_measure_is_said_without_a_number() -> None:
+    wild = result(1000, tokens_per_sec_runs=(1e-300, 1000.0, 1e300))
+    verdict = compare_to_baseline(wild, entry(tokens_per_sec_runs=(1000.0,) * 3))
+    assert verdict.noisy
+    assert "cannot see any change" in verdict.message
+
+
+def test_noise_smaller_than_the_tolerance_is_none_to_warn_of() -> None:
+    # Logs 1 % apart: standard error 0.0058, t 4.303: ± 2.5 %, of which a fall of 3 % does not leave 5 % out for sure.
+    quiet = result(970, tokens_per_sec_runs=(960.3, 970.0, 979.7))
+    assert not compare_to_baseline(quiet, entry(tokens_per_sec_runs=(1000.0,) * 3)).noisy
+
+
+@given(runs=st.lists(st.floats(1.0, 1e6), min_size=3, max_size=6), tolerance=st.floats(0.0, 0.9))
+def test_a_noisy_verdict_has_passed_and_a_regression_is_never_noisy(runs: list[float], tolerance: float) -> None:
+    shaky = result(sorted(runs)[1], tokens_per_sec_runs=tuple(runs))
+    verdict = compare_to_baseline(shaky, entry(tolerance=tolerance, tokens_per_sec_runs=(900.0, 1000.0, 1100.0)))
+    assert verdict.passed is not False or not verdict.noisy
+
+
 def test_memory_that_does_not_vary_is_tested_too() -> None:
     grown = result(peak=1100, peak_memory_mb_runs=(1100.0,) * 3)
     verdict = compare_to_baseline(grown, entry(peak_memory_mb_runs=(1000.0,) * 3))
@@ -255,6 +284,17 @@ def test_a_benchmark_that_no_longer_runs_is_a_regression() -> None:
     assert "it ended with OOM: OOM in backward: asked 2.00 GB" in verdict.message
 
 
+def test_figures_with_a_disqualifying_caveat_are_a_regression_however_fast_they_are() -> None:
+    trial = fakes.trial(on=fakes.placement(accelerator="cuda"))
+    spoiled = fakes.success(trial, step_seconds=[0.001] * 10, losses=(None,) * 12)
+    verdict = compare_to_baseline(
+        of_runs([summarise(spoiled, None, None)], fakes.environment()), BaselineEntry.of(measured())
+    )
+    assert (verdict.passed, verdict.regressions) == (False, ("status",))
+    assert verdict.throughput_ratio is None
+    assert verdict.message.startswith("regression: its figures are not to be used: loss is not finite")
+
+
 @pytest.mark.parametrize("status", [record.INTERRUPTED, record.SKIPPED])
 def test_a_benchmark_that_was_not_let_run_is_not_a_regression(status: str) -> None:
     trial = fakes.trial(on=fakes.placement(accelerator="cuda"))
@@ -267,6 +307,12 @@ def test_a_failure_without_a_baseline_passes_with_both_facts_told(tmp_path: Path
     verdict = compare_to_baseline(failed, path=tmp_path / "b.json")
     assert verdict.passed is True
     assert verdict.message == "no baseline of this name; it ended with OOM"
+
+
+def test_a_disqualifying_caveat_without_a_baseline_passes_with_both_facts_told(tmp_path: Path) -> None:
+    verdict = compare_to_baseline(result(doubts=("loss is not finite",)), path=tmp_path / "b.json")
+    assert verdict.passed is True
+    assert verdict.message == "no baseline of this name; its figures are not to be used: loss is not finite"
 
 
 # ------------------------------------------------------------------ entries

@@ -25,7 +25,7 @@ def test_a_caveat_carries_the_next_step_of_its_kind(kind: CaveatKind) -> None:
 
 def test_a_remedy_that_the_text_ends_with_is_not_said_twice() -> None:
     caveat = typed(CaveatKind.NOT_STEADY, f"not steady: …; {NEXT_STEPS[CaveatKind.NOT_STEADY]}")
-    assert caveat.next_step is None
+    assert caveat.unsaid_step is None
     assert caveat.line == caveat.text
 
 

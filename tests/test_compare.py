@@ -110,7 +110,30 @@ def test_on_the_cpu_accelerator_there_is_no_throughput_per_gb_of_a_card() -> Non
 def test_each_caveat_of_several_runs_is_said_once() -> None:
     wobbly = [fakes.success(gpu(1, n), step_seconds=[0.1] * 9 + [0.5]) for n in range(3)]
     (row,) = rows(*wobbly)
-    assert [caveat.kind for caveat in row.caveats] == [CaveatKind.UNSTABLE]
+    assert [caveat.kind for caveat in row.caveats] == [CaveatKind.UNSTABLE, CaveatKind.NOTE]
+
+
+@pytest.mark.parametrize(("other", "said"), [(0.1073, False), (0.1074, True)])
+def test_runs_whose_means_vary_by_more_than_5_percent_are_called_unstable(other: float, said: bool) -> None:
+    """Of two values the deviation by the mean is √2 × (a − b) / (a + b), and of 1/a and 1/b the same.
+
+    0.1 and 0.1073 s: √2 × 0.0073 / 0.2073 = 4.980 %. 0.1 and 0.1074 s: √2 × 0.0074 / 0.2074 = 5.046 %.
+    """
+    (row,) = rows(*runs(1, 0.1, other))
+    assert [caveat.kind for caveat in row.caveats] == [CaveatKind.UNSTABLE] * said
+
+
+def test_what_varies_between_runs_is_said_with_its_size_and_what_to_do() -> None:
+    """√2 × 0.1 / 0.3 = 47.1 %."""
+    (row,) = rows(*runs(1, 0.1, 0.2))
+    (caveat,) = row.caveats
+    assert caveat.text == "unstable: the means of 2 runs vary by 47.1 %, more than 5%"
+    assert "--repeats" in (caveat.next_step or "")
+    assert not caveat.disqualifying
+
+
+def test_one_run_says_nothing_of_what_varies_between_runs() -> None:
+    assert rows(ran(1), fakes.failure(gpu(1, 1)))[0].caveats == (note("1 of 2 runs failed"),)
 
 
 def test_a_loss_that_differs_is_found_here_too_and_not_twice() -> None:
@@ -142,6 +165,23 @@ def test_three_runs_on_either_side_are_tested_and_fewer_are_not() -> None:
     assert interval.distinguishable
     assert enough[0].ratio_interval is None
     assert few[1].ratio_interval is None
+
+
+def test_a_tested_ratio_is_the_one_that_its_interval_is_of() -> None:
+    """Medians of 0.1, 0.1, 0.4 s and 0.2, 0.2, 0.2 s: 2. Geometric means: 0.2 / (0.1 × 4^(1/3)) = 1.2599."""
+    slow, fast = rows(*runs(0, 0.2, 0.2, 0.2), *runs(1, 0.1, 0.1, 0.4))
+    assert fast.ratio_interval is not None
+    assert fast.ratio == fast.ratio_interval.ratio == pytest.approx(1.2599, abs=1e-4)
+    assert slow.ratio == 1
+
+
+@quick
+@given(*[st.lists(st.floats(1e-2, 1e2), min_size=3, max_size=9)] * 2)
+def test_a_ratio_lies_in_its_interval(ours: list[float], theirs: list[float]) -> None:
+    _, row = rows(*runs(0, *theirs), *runs(1, *ours))
+    assert row.ratio is not None
+    assert row.ratio_interval is not None
+    assert row.ratio_interval.low <= row.ratio <= row.ratio_interval.high
 
 
 def test_a_failed_run_does_not_count_towards_three() -> None:
@@ -194,6 +234,39 @@ def test_a_baseline_without_success_gives_no_ratios_and_says_so() -> None:
     assert [row.ratio for row in comparison.results] == [None] * 3
     (said,) = [caveat for caveat in comparison.caveats if caveat.kind is CaveatKind.NOTE]
     assert "ZeRO-0 has no numbers" in said.text
+
+
+WRONG: dict[str, Any] = {"losses": (None,) * 12}
+
+
+def test_a_disqualified_first_row_gives_way_to_the_first_sound_one_and_that_is_said() -> None:
+    """A row whose loss is NaN is twice as fast as the next: its ratio is 2, nobody's ratio refers to it."""
+    comparison = compared(ran(0, 0.05, **WRONG), ran(1, 0.1), ran(2, 0.2))
+    assert comparison.baseline == comparison.results[1]
+    assert [row.ratio for row in comparison.results] == pytest.approx([2, 1, 0.5])
+    (said,) = [caveat for caveat in comparison.caveats if caveat.kind is CaveatKind.NOTE]
+    assert said.text.startswith("ratios are relative to ZeRO-1, as ZeRO-0 is no result: loss is not finite")
+
+
+def test_a_disqualified_row_that_is_asked_for_stays_the_baseline_with_a_caveat() -> None:
+    comparison = compared(ran(1, 0.1), ran(0, 0.05, **WRONG), relative_to="zero0")
+    assert comparison.baseline == comparison.results[1]
+    (said,) = [caveat for caveat in comparison.caveats if caveat.kind is CaveatKind.NOTE]
+    assert said.text.startswith("ratios are relative to ZeRO-0, which is no result itself: loss is not finite")
+
+
+def test_where_no_row_is_sound_the_first_stays_the_baseline_with_a_caveat() -> None:
+    comparison = compared(ran(0, **WRONG), ran(1, **WRONG), fakes.failure(gpu(2)))
+    assert comparison.baseline == comparison.results[0]
+    assert any("is no result itself" in caveat.text for caveat in comparison.caveats)
+
+
+def test_behind_a_failed_first_row_a_disqualified_one_decides_nothing() -> None:
+    odd = ran(1, torch_version="2.11.0", **WRONG)
+    assert [row.differences for row in rows(fakes.failure(gpu(0)), odd, ran(2))][1:] == [
+        ("torch 2.13.0 against 2.11.0",),
+        (),
+    ]
 
 
 def test_where_the_baseline_failed_rows_are_still_told_apart_that_do_not_compare() -> None:
@@ -280,6 +353,15 @@ def test_rows_without_numbers_or_of_another_workload_are_on_no_front() -> None:
     large = fakes.success(gpu(2, of=fakes.workload(batch_size=64)), step_seconds=[0.001] * 10)
     comparison = compared(ran(0), large, fakes.failure(gpu(3)))
     assert comparison.pareto_device == (comparison.results[0].key,)
+
+
+def test_a_disqualified_row_is_on_no_front_and_throws_nobody_off() -> None:
+    comparison = compared(
+        ran(1, 0.1, gpu_peak_bytes=8 * GB),
+        ran(0, 0.05, gpu_peak_bytes=GB, **WRONG),
+        ran(2, 0.2, gpu_peak_bytes=4 * GB),
+    )
+    assert comparison.pareto_device == (comparison.results[0].key, comparison.results[2].key)
 
 
 points = st.lists(st.tuples(st.integers(1, 6).map(float), st.integers(1, 6)), min_size=1, max_size=12)

@@ -288,3 +288,19 @@ def test_a_line_that_is_no_exit_is_left_out(tmp_path: Path, line: str) -> None:
 
 def test_without_a_file_nobody_has_ended(tmp_path: Path) -> None:
     assert read_exits(tmp_path) == []
+
+
+def test_a_link_keeps_its_target_and_a_device_stays_a_device(tmp_path: Path) -> None:
+    target, link = tmp_path / "target.json", tmp_path / "link.json"
+    link.symlink_to(target)
+    contract.write_text(link, "1")
+    assert link.is_symlink()
+    assert target.read_text() == "1"
+    contract.write_text(Path("/dev/null"), "1")
+    assert Path("/dev/null").is_char_device()
+
+
+def test_a_device_that_takes_nothing_is_an_oserror(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="No space left"):
+        contract.write_text(Path("/dev/full"), "1")
+    assert Path("/dev/full").is_char_device()

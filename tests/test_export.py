@@ -346,7 +346,7 @@ def test_the_readme_tells_what_was_measured_in_units(tmp_path: Path) -> None:
     assert "Throughput: 40,960 tokens/s" in readme
     assert "peak allocated 8.00 GB, reserved 10.00 GB" in readme
     assert "2 GPUs (NVIDIA H100 80GB HBM3)" in readme
-    assert "micro-batch 4 × 128 tokens per rank, 4 per step, bf16" in readme
+    assert "micro-batch 4 × 128 tokens per rank, 4 micro-batches per optimizer step, bf16" in readme
     assert "deepspeed 0.19.8, torch 2.13.0, transformers 5.23.0" in readme
     assert "set `train_batch_size` to 4 × 4 × ranks" in readme
     assert "`steps_per_print`, `wall_clock_breakdown`, `timers`: added for measuring" in readme
@@ -482,8 +482,37 @@ def test_a_record_read_back_from_disk_exports_the_same(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "config", [{}, {"optimizer": 5, "zero_optimization": "x", "bf16": [], "scheduler": {"params": 1}}]
 )
-def test_a_record_with_a_mangled_configuration_is_no_traceback(config: dict[str, Any], tmp_path: Path) -> None:
-    write(failure(replace(row(), ds_config=config)), tmp_path)
+def test_files_of_a_mangled_configuration_can_be_read_and_the_first_holds_it(
+    config: dict[str, Any], tmp_path: Path
+) -> None:
+    read = write(failure(replace(row(), ds_config=config)), tmp_path)
+    assert sorted(read) == sorted(FILES)
+    assert read["ds_config.json"] == config
+    assert all(isinstance(content, dict) for name, content in read.items() if name != "README.md")
+    told = read["accelerate.yaml"]["deepspeed_config"]
+    assert told["deepspeed_config_file"] == str(tmp_path / "ds_config_accelerate.json")
+    assert "This row did not train here" in read["README.md"]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "folder"),
+    [
+        ("zero2", "ds_config_zero2"),
+        ("../../etc", "ds_config_.._.._etc"),
+        ("/", "ds_config__"),
+        ("a\0b\\c d", "ds_config_a_b_c_d"),
+        ("cpu_optimizer-2.1", "ds_config_cpu_optimizer-2.1"),
+    ],
+)
+def test_the_folder_of_a_strategy_keeps_its_name_and_leads_nowhere_else(strategy: str, folder: str) -> None:
+    assert export.folder_name(strategy) == folder
+
+
+@given(st.text())
+def test_no_strategys_name_leads_out_of_the_folder_one_is_in(strategy: str) -> None:
+    name = export.folder_name(strategy)
+    assert Path(name).name == name
+    assert (Path("/here") / name).resolve().parent == Path("/here")
 
 
 # For real: the README's three commands, word for word, each with two steps of training on one CPU rank.

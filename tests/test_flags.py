@@ -17,6 +17,7 @@ from ds_bench.options import Options
 BOTH: dict[str, Any] = {
     "--model": "gpt2",
     "--batch-size": 4,
+    "--common-batch": False,
     "--seq-length": None,
     "--grad-accum": 1,
     "--num-steps": 20,
@@ -46,6 +47,7 @@ BOTH: dict[str, Any] = {
     "--stall-timeout": 600.0,
     "--resume": None,
     "--retry": "",
+    "--skip-predicted-oom": False,
     "--dry-run": False,
     "--format": "table",
     "--quiet": False,
@@ -268,6 +270,8 @@ def test_the_fakes_go_the_same_way() -> None:
 def test_a_row_may_be_named_by_its_strategy_or_its_stage() -> None:
     assert parse("zero", "zero.py", ["--relative-to", "2", "--export", "zero3"]).relative_to == "zero2"
     assert parse("zero", "zero.py", ["--relative-to", "2", "--export", "3"]).export == "zero3"
+    assert parse("zero", "zero.py", ["--relative-to", "ZeRO-2"]).relative_to == "zero2"
+    assert parse("zero", "zero.py", ["--relative-to", "stage 2"]).relative_to == "zero2"
     assert parse("offload", "offload.py", ["--relative-to", "cpu_full"]).relative_to == "cpu_full"
 
 

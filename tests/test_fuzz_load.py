@@ -5,6 +5,8 @@ Three hundred examples of each property here; ``HYPOTHESIS_PROFILE=nightly`` mak
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 from collections.abc import Callable
@@ -17,6 +19,7 @@ from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
 from ds_bench import load, merging
+from ds_bench.__main__ import main
 from ds_bench.errors import UsageError
 
 settings.register_profile("usual", max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -211,3 +214,59 @@ def test_no_damage_to_the_text_brings_the_loader_down(
     text = documents[kind].encode()
     text = damage(text, at % len(text), length, new)
     tried(flat(folder, text) if kind == "rows" else put(folder, **{kind: text}))
+
+
+def verbs(result: Path, good: Path, folder: Path) -> list[list[str]]:
+    """Every verb that reads results, as it is typed."""
+    this, other, baselines = str(result), str(good), str(folder / "baselines.json")
+    return [
+        ["report", this, other, "--markdown", "--export", "zero0"],
+        ["report", this, "--html", str(folder / "page.html"), "--goal", "memory"],
+        ["compare", this, other],
+        ["compare", other, this],
+        ["baseline", "save", this, "--baselines", str(folder / "new.json")],
+        ["baseline", "check", this, "--baselines", baselines],
+    ]
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that nobody damaged, and its baselines."""
+    made = tmp_path_factory.mktemp("good")
+    result = fakes.write_run(made / "results", ENTRIES).folder
+    assert main(["baseline", "save", str(result), "--baselines", str(made / "baselines.json")]) == 0
+    return result
+
+
+def exit_codes(result: Path, good: Path) -> set[int]:
+    """Of every verb; what they print goes nowhere."""
+    folder = good.parents[2]
+    (folder / "new.json").unlink(missing_ok=True)
+    with contextlib.chdir(folder), contextlib.redirect_stdout(io.StringIO()):
+        codes = set()
+        for arguments in verbs(result, good, folder):
+            said = io.StringIO()
+            with contextlib.redirect_stderr(said):
+                codes.add(code := main(arguments))
+            assert code != 2 or said.getvalue().strip().splitlines()[-1].startswith("ds_bench: ")
+    return codes
+
+
+def test_every_verb_takes_the_result_that_is_changed_here(folder: Path, good: Path) -> None:
+    assert exit_codes(good, good) == {0}
+    assert exit_codes(put(folder), good) == {0}
+
+
+@PROFILE
+@given(st.sampled_from(("records", "run", "rows")), st.data())
+def test_no_change_of_a_file_brings_a_verb_down(folder: Path, good: Path, kind: str, data: st.DataObject) -> None:
+    document = data.draw(changed({"records": RECORDS, "run": RUN, "rows": ROWS}[kind]))
+    if kind == "rows":
+        result = flat(folder, dumps(document))
+    elif kind == "run":
+        result = put(folder, run=dumps(document))
+    else:
+        result = put(folder, records="".join(f"{dumps(entry)}\n" for entry in document))
+    codes = exit_codes(result, good)
+    event(f"{kind}: {sorted(codes)}")
+    assert codes <= {0, 2, 3}

@@ -248,6 +248,44 @@ def test_several_models_stand_side_by_side_with_links_to_each() -> None:
     assert [attributes["href"] for tag, attributes in page.elements if tag == "a"][1:3] == ["#s1", "#s2"]
 
 
+def test_comparisons_of_two_machines_each_show_their_own() -> None:
+    here, there = (samples.section(samples.zero_comparison(), f"on {card}") for card in ("H100", "A100"))
+    page = page_of(
+        replace(here, environments=({"GPUs": "NVIDIA H100"}, {"GPUs": "NVIDIA H100 NVL"})),
+        replace(there, environments=({"GPUs": "NVIDIA A100"},)),
+        environment={},
+    )
+    sections = re.split(r"Made from", re.sub(r"\s+", " ", page.text()))
+    assert "NVIDIA H100 " in sections[0]
+    assert "NVIDIA H100 NVL" in sections[0]
+    assert "NVIDIA A100" not in sections[0]
+    assert "NVIDIA A100" in sections[1]
+    assert "each says its own above" in sections[2]
+    assert page.unbalanced == []
+
+
+def test_a_comparison_of_an_unknown_machine_says_so_among_others() -> None:
+    known = samples.section(samples.zero_comparison(), "known", environments=({"GPUs": "NVIDIA A100"},))
+    unknown = samples.section(samples.flat_comparison(), "unknown", environments=())
+    text = page_of(known, unknown, environment={}).text()
+    assert text.count("The environment is not known") == 1
+
+
+def test_text_of_a_sections_own_machine_is_only_text() -> None:
+    source = render(samples.report(samples.section(samples.zero_comparison(), environments=({EVIL: EVIL},))))
+    assert EVIL not in source
+    assert html.escape(EVIL) in source
+
+
+def test_a_configuration_that_nobody_knows_is_not_shown_as_the_one_that_ran() -> None:
+    told = samples.run(strategies.ZERO_STAGES[2], 0.1)
+    least = replace(told.record.trial, ds_config={"zero_optimization": {"stage": 2}})
+    flat = replace(told, record=replace(told.record, trial=least))
+    page = page_of(samples.section(samples.comparison(samples.row("ZeRO-2", flat))))
+    assert "DeepSpeed configurations" not in page.text()
+    assert [at for _, at in page.elements if "config" in (at.get("data-copies") or "")] == []
+
+
 def test_the_baseline_says_nothing_of_itself() -> None:
     page = page_of(samples.section(samples.zero_comparison()))
     assert "0 B" not in page.text()

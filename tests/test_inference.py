@@ -92,8 +92,30 @@ def test_the_spread_is_that_of_the_standard_library(values: list[float]) -> None
 
 
 def test_a_mean_interval_by_hand() -> None:
-    """Runs 98, 100, 102: mean 100, deviation 2; t of two degrees is 4.3027; 4.3027 × 2 / √3 = 4.9683."""
-    assert mean_interval([98, 100, 102]) == pytest.approx((95.0317, 104.9683), abs=1e-4)
+    """Logs of 98, 100, 102 are 4.584967, 4.605170, 4.624973: mean 4.605037, deviation 0.020003.
+
+    t of two degrees is 4.302653: margin 4.302653 × 0.020003 / √3 = 0.049691. The geometric mean is 99.98667; from
+    99.98667 / 1.050946 = 95.1397 to 99.98667 × 1.050946 = 105.0806.
+    """
+    assert mean_interval([98, 100, 102]) == pytest.approx((95.1397, 105.0806), abs=1e-3)
+
+
+@quick
+@given(speeds)
+def test_a_throughput_is_never_said_to_be_possibly_negative(values: list[float]) -> None:
+    found = mean_interval(values)
+    assume(found is not None)
+    assert found is not None
+    assert found[0] > 0
+    assert found[0] <= statistics.geometric_mean(values) * (1 + 1e-9)
+    assert found[1] >= statistics.geometric_mean(values) * (1 - 1e-9)
+
+
+def test_runs_that_vary_wildly_have_a_wide_interval_above_0() -> None:
+    """On the plain scale these runs would give -826 to 7,653 or the like."""
+    low, high = mean_interval([1500.0, 3500.0, 5240.0]) or (0.0, 0.0)
+    assert 0 < low < 1500
+    assert high > 5240
 
 
 def test_a_ratio_interval_by_hand() -> None:
@@ -139,7 +161,7 @@ def test_runs_that_do_not_vary_at_all_have_an_interval_without_width() -> None:
     assert (same.low, same.ratio, same.high, same.distinguishable) == (1, 1, 1, False)
     assert (faster.low, faster.high) == pytest.approx((2, 2))
     assert faster.degrees_of_freedom == 5
-    assert mean_interval([100.0] * 3) == (100, 100)
+    assert mean_interval([100.0] * 3) == pytest.approx((100, 100))
 
 
 @pytest.mark.parametrize(

@@ -106,6 +106,7 @@ OTHER_WORKLOADS: dict[str, Any] = {
     "model_source": "hub",
     "model_type": None,
     "batch_size": 8,
+    "batch_policy": "largest",
     "seq_length": 256,
     "grad_accum": 2,
     "num_steps": 11,

@@ -23,9 +23,11 @@ from ds_bench.environment import Environment
 from ds_bench.errors import UsageError
 from ds_bench.load import LoadedResult
 from ds_bench.reading import flatcells, flatrow, records, strictjson
+from ds_bench.reading.leastconfig import knows_config
 from ds_bench.reading.shapes import Builder, ShapeError
 from ds_bench.record import Outcome, TrialRecord
 from ds_bench.rows import COLUMNS, flat_rows
+from ds_bench.spec import Strategy
 from ds_bench.store import RunStore
 
 HERE = Path(__file__).resolve().parent
@@ -609,7 +611,7 @@ def test_a_flat_row_gives_the_same_row_again() -> None:
     """Every column that the file holds, to nine digits where milliseconds became seconds."""
     for row in json.loads(REFERENCE.read_text()):
         summary = flatrow.summary(flatcells.check(row))
-        again = {name: get(summary) for name, get in COLUMNS}
+        again = {name: get(summary) for name, get in COLUMNS if name in row}
         assert again == {name: pytest.approx(value, rel=1e-9) if isinstance(value, float) else value
                          for name, value in row.items()}  # fmt: skip
 
@@ -644,6 +646,23 @@ def test_a_row_written_and_read_back_gives_the_same_row(entry: TrialRecord) -> N
     assert again == {
         name: pytest.approx(value, rel=1e-9) if isinstance(value, float) else value for name, value in stored.items()
     }
+
+
+def test_how_far_a_prediction_was_off_comes_back_from_a_flat_row() -> None:
+    (summary,) = load.summarised([fakes.success()])
+    row = {name: get(replace(summary, predicted_over_measured=0.93)) for name, get in COLUMNS}
+    assert flatrow.summary(flatcells.check(row)).predicted_over_measured == 0.93
+
+
+@pytest.mark.parametrize(
+    "strategy", [fakes.zero(0), fakes.zero(3), fakes.offload("nvme"), fakes.offload("cpu_full", 2)]
+)
+def test_a_configuration_is_known_of_a_record_and_not_of_its_flat_row(strategy: Strategy) -> None:
+    entry = fakes.success(fakes.trial(strategy))
+    (row,) = flat_rows(load.summarised([entry]))
+    assert knows_config(entry.trial)
+    assert not knows_config(flatrow.summary(flatcells.check(row)).record.trial)
+    assert not knows_config(replace(entry.trial, ds_config={}))
 
 
 def test_a_flat_row_keeps_what_its_caveats_are_and_whether_they_disqualify_it() -> None:
@@ -715,7 +734,10 @@ def test_a_strategy_that_this_version_does_not_know_keeps_its_name(tmp_path: Pat
 def test_every_column_of_a_flat_row_has_a_type() -> None:
     for row in json.loads(REFERENCE.read_text()):
         assert flatcells.check(row) == row
-        assert list(row) == [name for name, _ in COLUMNS]
+        assert list(row) == [name for name, _ in COLUMNS if name in row]  # it was written before some of them
+    (row,) = flat_rows(load.summarised([fakes.success()]))
+    assert flatcells.check(row) == row
+    assert list(row) == [name for name, _ in COLUMNS]
 
 
 # ------------------------------------------------------------------ parsing and building
@@ -769,6 +791,88 @@ def test_one_and_true_are_told_apart_in_what_records_share() -> None:
     texts = ('{"x": 0, "a": {"k": ' + value + "}}" for value in ("1", "true", "1.0", "1"))
     values = [reader.parse(text, "x", [])["a"]["k"] for text in texts]
     assert [type(value) for value in values] == [int, bool, float, int]
+
+
+def told(reader: strictjson.Reader, text: str) -> tuple[str, list[str]]:
+    """What a reader makes of a text: the value or the reason, and the notes."""
+    notes: list[str] = []
+    try:
+        return repr(reader.parse(text, "here", notes)), notes
+    except strictjson.NotJsonError as error:
+        return str(error), notes
+
+
+def strict(shared: tuple[str, ...] = ()) -> strictjson.Reader:
+    """A reader as it is where the quick parser is not installed."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(strictjson, "_quick_parser", lambda: None)
+        return strictjson.Reader(shared)
+
+
+ODD_TEXTS = (
+    '{"a": 1, "a": 2}',
+    '{"x": {"k": 1, "k": 1}}',
+    '{"x": [0, {"k": 1, "k": 2}]}',
+    '{"x": {"k" : 1, "k": 2}}',
+    '{"x": {"k"\t: 1, "k": 2}, "y": "\\":"}',
+    '{"x": {"k": 1, "\\u006b": 2}}',
+    '{"x": 1, "a": {"k": 1}, "a": {"k": 1}}',
+    '{"x": {"": 0}, "a": {"k": 1}}',
+    '{"x": [{"": 0}], "a": {"": 0}}',
+    '{"x": 1, "a": {"": 0}, "y": {"": 0}}',
+    '{"x": {"": 0}, "y": {"": false}, "z": {"": 0.0}}',
+    '{"x": [NaN, Infinity, -Infinity], "a": {"k": 1}}',
+    '{"x": 1, "a": {"k": NaN}}',
+    '{"x": "\\ud800", "a": {"k": 1}}',
+    '{"x": "\\ud83d\\ude00", "a": {"k": "\\ude00"}}',
+    '{"x": 1e999, "y": -0, "z": -0.0, "a": {"k": 1e-400}}',
+    '{"x": ' + "9" * 4300 + "}",
+    '{"x": ' + "9" * 4301 + "}",
+    '{"x": 9223372036854775808, "a": {"k": -9223372036854775809}}',
+    '{"x": 0.1000000000000000055511151231257827, "y": 1.7976931348623159e308}',
+    "[" * 300 + "]" * 300,
+    '{"x": "\x01"}',
+    '{"x": 01}',
+    '{"x": 1,}',
+    '{"x": 1} {}',
+    "\ufeff{}",
+    "",
+)
+
+
+@pytest.mark.parametrize("text", ODD_TEXTS)
+def test_the_quick_parser_is_never_heard_where_the_strict_one_says_something_else(text: str) -> None:
+    assert strictjson.Reader()._parse is not None  # else there is nothing to compare
+    for shared in ((), ("a",), ("x", "a")):
+        for quick, slow in ((strictjson.Reader(shared), strict(shared)), (strictjson.Reader(shared), strict())):
+            assert [told(quick, text) for _ in range(2)] == [told(slow, text) for _ in range(2)]
+
+
+@given(
+    st.dictionaries(st.sampled_from("abxy"), JSON, max_size=4),
+    st.lists(st.tuples(st.integers(0, 400), st.sampled_from([*'{}[]",: \\0eNk-.\t\n', '"a": ', '{"": 0}', "NaN"]))),
+)
+def test_no_damage_to_a_text_makes_the_quick_parser_disagree_with_the_strict_one(
+    document: dict[str, Any], damage: list[tuple[int, str]]
+) -> None:
+    text = json.dumps({"first": 1, **document, "a": {"k": document}})
+    for place, inserted in damage:
+        text = text[:place] + inserted + text[place:]
+    assert told(strictjson.Reader(("a", "b")), text) == told(strict(), text)
+
+
+def test_a_run_is_read_alike_where_the_quick_parser_is_missing(run: RunStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    quick = load.load(run.folder)
+    monkeypatch.setattr(strictjson, "_quick_parser", lambda: None)
+    slow = load.load(run.folder)
+    assert (slow.records, slow.summaries, slow.notes) == (quick.records, quick.summaries, quick.notes)
+
+
+def test_planned_trials_that_repeat_an_object_share_it(run: RunStore) -> None:
+    first, second, third = records.read_run(run.folder / "run.json", []).trials
+    assert first["workload"] is second["workload"] is third["workload"]
+    assert first["placement"] is third["placement"]
+    assert first["strategy"] != second["strategy"]
 
 
 @given(st.builds(lambda seconds: fakes.success(step_seconds=seconds), st.lists(st.floats(1e-6, 1e6), min_size=1)))

@@ -30,6 +30,7 @@ def result(
     name: str = "a.json",
     arguments: Sequence[str] = (),
     notes: Sequence[str] = (),
+    family: str = "zero",
 ) -> LoadedResult:
     """A result as it is loaded; ``on`` None: it does not tell its environment."""
     return LoadedResult(
@@ -38,7 +39,7 @@ def result(
         rows=(),
         summaries=load.summarised(entries),
         environment=on,
-        family="zero",
+        family=family,
         arguments=tuple(arguments),
         notes=tuple(notes),
     )
@@ -91,7 +92,8 @@ def test_a_single_result_is_handed_on_as_it_is() -> None:
     one = result(run(1, 0.1), run(2, 0.2), arguments=("--model", "tiny"), notes=("cold launch",))
     (group,) = merging.merge([one])
     assert group.summaries == one.summaries
-    assert (group.arguments, group.notes, group.environments) == ((("--model", "tiny"),), ("cold launch",), (HOST,))
+    assert group.commands == ("python zero_stage_comparison.py --model tiny",)
+    assert (group.notes, group.environments) == (("cold launch",), (HOST,))
 
 
 def test_nothing_gives_no_group() -> None:
@@ -111,8 +113,19 @@ def test_notes_and_commands_of_pooled_results_are_kept_with_their_sources() -> N
             result(run(1, 0.2), name="b.json", arguments=("--stages", "1"), notes=("cold launch",)),
         ]
     )
-    assert group.arguments == (("--stages", "1"),)
+    assert group.commands == ("python zero_stage_comparison.py --stages 1",)
     assert group.notes == ("a.json: cold launch", "b.json: cold launch")
+
+
+def test_the_same_arguments_of_both_scripts_are_two_commands() -> None:
+    typed = ("--model", "tiny")
+    first = result(run(1, 0.1), arguments=typed)
+    second = result(run(2, 0.2), arguments=typed, name="b.json", family="offload")
+    (group,) = merging.merge([first, second])
+    assert group.commands == (
+        "python zero_stage_comparison.py --model tiny",
+        "python offload_comparison.py --model tiny",
+    )
 
 
 def test_what_may_explain_a_spread_between_pooled_results_is_noted() -> None:
@@ -164,7 +177,9 @@ def test_results_of_environments_that_differ_are_not_pooled_and_their_titles_say
     assert sources(groups) == [("a.json",), ("b.json",)]
     assert named in groups[1].title
     assert groups[0].title != groups[1].title
-    assert all("not pooled with" in " ".join(group.notes) for group in groups)
+    for group, other in zip(groups, ("b.json", "a.json"), strict=True):
+        (note,) = group.notes
+        assert note.startswith(f"not pooled with {other}, and no ratio is given between the two, as these differ: ")
 
 
 def test_a_title_names_three_differences_and_counts_the_rest() -> None:
@@ -183,7 +198,10 @@ def test_a_result_that_does_not_tell_its_environment_is_not_pooled_with_one_that
 
 def test_results_that_both_do_not_tell_are_pooled_with_a_warning() -> None:
     (group,) = merging.merge([result(run(1, 0.1), on=None), result(run(1, 0.2), on=None, name="b.json")])
-    assert any("do not tell their environments: taken to be of one machine" in note for note in group.notes)
+    assert any(
+        "do not tell their environments: taken to be of one machine with the same versions" in note
+        for note in group.notes
+    )
 
 
 def test_results_that_do_not_tell_are_not_pooled_across_cards() -> None:

@@ -10,7 +10,8 @@ import sample_reports as samples
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_bench.render import overlays, pictures
+from ds_bench.caveats import Caveat, CaveatKind
+from ds_bench.render import overlays, pictures, svgcharts
 from ds_bench.render.figures import BarChart, Chart, LineChart, ScatterChart, StackChart
 from ds_bench.spec import Placement
 
@@ -95,6 +96,33 @@ def test_a_row_has_the_same_style_in_every_overlay() -> None:
     assert len(styles) == overlays.MOST_OVERLAID
     assert all(len(found) == 1 for found in styles.values())
     assert "ZeRO-0 micro-batch 0" in styles
+
+
+def test_dots_that_take_no_part_are_crossed_out_and_named() -> None:
+    full = samples.zero_comparison()
+    lost = Caveat(kind=CaveatKind.LOSS_DIFFERS, text="loss is not finite", disqualifying=True)
+    first, second, third = full.results[0], full.results[1], full.results[2]
+    odd = replace(second, differences=("torch 2.13.0 against 2.11.0",))
+    wrong = replace(third, caveats=(lost,))
+    of = replace(full, results=(first, odd, wrong), pareto_device=(first.key,))
+    plot = chart(of, "pareto-device")
+    assert isinstance(plot, ScatterChart)
+    assert [(dot.label, dot.aside, dot.on_front) for dot in plot.dots] == [
+        ("ZeRO-0", False, True),
+        ("ZeRO-1 (not comparable)", True, False),
+        ("ZeRO-2 (disqualified)", True, False),
+    ]
+    assert "disqualified or not comparable" in plot.note
+    assert svgcharts.draw(plot, "u").count('class="whisker"') == 4  # each in the legend and in the plot
+    assert "disqualified or not comparable" not in chart(full, "pareto-device").note
+
+
+def test_a_bar_of_a_disqualified_row_says_so() -> None:
+    full = samples.zero_comparison()
+    lost = Caveat(kind=CaveatKind.LOSS_DIFFERS, text="loss is not finite", disqualifying=True)
+    bars = chart(replace(full, results=(full.results[0], replace(full.results[1], caveats=(lost,)))), "throughput")
+    assert isinstance(bars, BarChart)
+    assert [bar.label for bar in bars.bars] == ["ZeRO-0", "ZeRO-1 (disqualified)"]
 
 
 def test_no_pareto_plot_of_a_single_row() -> None:

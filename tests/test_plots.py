@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
 from pathlib import Path
 
 import fakes
@@ -55,6 +56,14 @@ def test_labels_that_mean_something_to_mathtext_xml_or_no_font_are_plain_text(tm
         if path.suffix == ".svg":
             ElementTree.fromstring(path.read_bytes())
     assert len(paths) == 12
+
+
+def test_dots_that_take_no_part_look_different(tmp_path: Path) -> None:
+    full = samples.flat_comparison()
+    odd = replace(full.results[1], differences=("torch 2.13.0 against 2.11.0",))
+    for name, of in (("plain", full), ("odd", replace(full, results=(full.results[0], odd)))):
+        save_plots(samples.section(of), tmp_path / name)
+    assert (tmp_path / "odd/pareto-device.svg").read_bytes() != (tmp_path / "plain/pareto-device.svg").read_bytes()
 
 
 def test_nothing_is_written_where_nothing_succeeded(tmp_path: Path) -> None:

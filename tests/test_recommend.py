@@ -429,6 +429,116 @@ def test_the_pattern_is_that_of_the_fastest_row_without_offload() -> None:
     assert "barely fits (87.5 % of the card): stage 2" in found.next_steps
 
 
+def test_no_next_step_names_a_stage_that_ran_out_of_memory() -> None:
+    """Four cards, stages 0 and 1 out of memory, stage 2 at 44 of 80 GB: 55 %."""
+    short = [out_of_memory(fakes.zero(stage), 4) for stage in (0, 1)]
+    found = answer(*short, row(fakes.zero(2), 44, 1000, cards=4))
+    (said,) = [step for step in found.next_steps if "fits comfortably" in step]
+    assert "stage 2 is enough; stages 0 and 1 ran out of memory" in said
+    assert not any("stage 0 or 1 is enough" in step for step in found.next_steps)
+
+
+def test_a_disqualified_row_sets_no_pattern() -> None:
+    """The fast wrong row leaves the card nearly empty; the sound one takes 70 of 80 GB."""
+    wrong = row(fakes.zero(1), 8, 9000, cards=2, losses=(None,) * 12)
+    found = answer(row(fakes.zero(0), 70, 1000, cards=2), wrong)
+    assert "barely fits (87.5 % of the card): stage 2" in found.next_steps
+    assert not any("fits comfortably" in step for step in found.next_steps)
+
+
+def test_the_pattern_of_speed_does_not_contradict_the_choice() -> None:
+    found = answer(row(fakes.zero(0), 30, 900, cards=2), row(fakes.zero(2), 20, 1000, cards=2), goal="speed")
+    assert found.choice == "ZeRO-2"
+    assert "speed is critical: stage 2, the fastest measured" in found.next_steps
+
+
+def test_an_offload_that_ran_out_is_not_the_first_to_try() -> None:
+    failed = fakes.failure(
+        fakes.trial(fakes.offload("cpu_optimizer"), on=fakes.placement(accelerator="cuda", num_gpus=2)), record.OOM_HOST
+    )
+    found = answer(row(fakes.zero(3), 70, 1000, cards=2), failed, goal="memory")
+    assert "memory is critical: stage 3 with offload, cpu_full first, then nvme" in found.next_steps
+
+
+# ------------------------------------------------------------------ each row at its own largest micro-batch
+
+
+def at_largest(stage: int, batch: int, gigabytes: float, speed: float, **more: Any) -> TrialRecord:
+    """A success whose micro-batch was searched for: ``speed`` tokens/s at that batch on two cards."""
+    work = fakes.workload(batch_size=batch, batch_policy="largest")
+    trial = fakes.trial(fakes.zero(stage), on=fakes.placement(accelerator="cuda", num_gpus=2), of=work)
+    peak = {"gpu_peak_bytes": int(gigabytes * GB), "gpu_peak_reserved_bytes": int(gigabytes * GB)}
+    return fakes.success(trial, step_seconds=[batch * 128 * 2 / speed] * 10, **peak, **more)
+
+
+def test_rows_at_their_own_largest_batch_are_weighed_though_each_fills_the_card() -> None:
+    """79 and 78 of 80 GB: more than 95 %, and meant to be; the faster one is taken, not the leaner."""
+    found = answer(at_largest(0, 4, 78, 950), at_largest(2, 16, 79, 1000))
+    assert found.choice == "ZeRO-2"
+    assert "it is at its own largest micro-batch" in found.reason
+    assert "left out" not in found.reason
+
+
+def test_rows_at_their_own_largest_batch_are_told_neither_a_larger_one_nor_a_higher_stage() -> None:
+    roomy = {"ledger": {"gpu": {"activations": GB}}}
+    found = answer(at_largest(0, 4, 20, 1000, **roomy), at_largest(2, 16, 70, 990))
+    assert found.choice == "ZeRO-0"
+    assert not any("room for more" in step or "fits" in step for step in found.next_steps)
+
+
+def test_a_row_at_its_largest_batch_that_ran_out_is_not_sent_to_one_that_ran_out_too() -> None:
+    def short(stage: int, batch: int) -> TrialRecord:
+        return fakes.failure(at_largest(stage, batch, 1, 1).trial, record.OOM, requested_bytes=1000, free_bytes=0)
+
+    found = answer(short(0, 1), short(1, 2), at_largest(2, 2, 70, 1000))
+    (first,) = [step for step in found.next_steps if step.startswith("ZeRO-0 ran out")]
+    assert "ZeRO-2" in first
+    assert "ZeRO-1" not in first
+
+
+# ------------------------------------------------------------------ rows that were predicted not to fit
+
+
+def skipped(strategy: Strategy, gigabytes: float, **changes: Any) -> TrialRecord:
+    """Never launched on 80 GB cards, as it is predicted to need that much of each."""
+    reason = "predicted to need much; leave out --skip-predicted-oom to try it"
+    on = fakes.placement(accelerator="cuda", num_gpus=4)
+    trial = fakes.trial(strategy, on=on, skipped=reason, prediction={"gpu": {"all": int(gigabytes * GB)}})
+    return fakes.failure(trial, record.SKIPPED, **{"error": reason, "details": reason, "phase": None, **changes})
+
+
+def test_a_skipped_row_is_told_how_to_try_it_and_what_is_predicted_to_fit() -> None:
+    """82 GB predicted, 80 there: 2 GB short. Of 2^30 elements' 12 GB of optimizer states ZeRO-1 moves 9."""
+    states = {"parameter_count": 2**30}
+    comparison = build(
+        [
+            summarise(each, None, None)
+            for each in (skipped(fakes.zero(0), 82), row(fakes.zero(3), 20, 1000, cards=4, **states))
+        ]
+    )
+    (step,) = [step for step in recommend.recommend(comparison).next_steps if "skipped" in step]
+    assert step.count("--skip-predicted-oom") == 1
+    assert "; or try ZeRO-1 (frees ≈ 9.00 GB by formula)" in step
+
+
+def test_where_all_rows_were_skipped_the_smallest_change_is_told_first() -> None:
+    environment = fakes.environment()
+    summary = [summarise(skipped(fakes.zero(0), 90), TINY, None)]
+    found = recommend.recommend(build(summary, environments=(environment,)), facts=TINY)
+    assert found.choice is None
+    assert found.next_steps[0].startswith("no single change is predicted to be enough")
+    assert "at least 10.00 GB short" in found.next_steps[0]
+    assert any("--skip-predicted-oom" in step for step in found.next_steps)
+
+
+@pytest.mark.parametrize("prediction", [None, {"gpu": None}, {"gpu": {"all": "much"}}, {"gpu": {}}])
+def test_a_skipped_row_without_a_usable_prediction_still_has_a_next_step(prediction: Any) -> None:
+    entry = skipped(fakes.zero(0), 1, error="by hand")
+    entry = replace(entry, trial=replace(entry.trial, prediction=prediction))
+    (step,) = answer(entry, row(fakes.zero(3), 20, 1000, cards=4)).next_steps[:1]
+    assert "leave out --skip-predicted-oom to try it, or try a smaller micro-batch" in step
+
+
 def test_many_failures_do_not_drown_the_answer() -> None:
     records = [row(fakes.zero(0), 8, 1000)]
     for number in range(12):

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_bench import compare, record, tables
+from ds_bench import compare, console, record, tables
 from ds_bench.analysis import Summary, summarise
 from ds_bench.caveats import NEXT_STEPS, CaveatKind
 from ds_bench.compare import Comparison
@@ -66,6 +66,7 @@ def test_a_line_by_hand() -> None:
     assert line["Relative"] == "1.00x"
     assert line["GPU peak GB"] == "8.00"
     assert line["of card"] == "12 %"
+    assert line["Tok/s/GB"] == "634"  # 5,069 by 8 GB
     assert line["CPU GB"] == "2.00"
 
 
@@ -250,7 +251,7 @@ def test_a_stream_that_does_not_gets_ascii_with_the_same_words(encoding: str) ->
 @settings(deadline=None)
 @given(st.text(max_size=30))
 def test_any_text_can_be_made_ascii(text: str) -> None:
-    assert tables.ascii_only(text).isascii()
+    assert console.ascii_only(text).isascii()
 
 
 NASTY = "\x1b[31mred\x07\x9b2J\u202egnp.exe\ud800\r\n\u2028end"
@@ -284,8 +285,8 @@ def test_whatever_the_label_a_row_is_one_line_that_can_be_written(label: str) ->
 
 
 def test_a_stream_without_an_encoding_is_taken_for_ascii() -> None:
-    assert not tables.prints("✅", io.StringIO())
-    assert tables.prints("ok", io.StringIO())
+    assert not console.prints("✅", io.StringIO())
+    assert console.prints("ok", io.StringIO())
 
 
 def test_brackets_in_a_message_are_not_taken_for_colours() -> None:
@@ -294,24 +295,75 @@ def test_brackets_in_a_message_are_not_taken_for_colours() -> None:
 
 
 def test_no_column_is_shown_that_nobody_measured() -> None:
-    assert "GPU peak" not in printed(fakes.success())
-    assert "GPU peak" in printed(fakes.success(gpu(1)))
+    for heading in ("GPU peak", "Tok/s/GB"):
+        assert heading not in printed(fakes.success())
+        assert heading in printed(fakes.success(gpu(1)))
+        assert heading not in tables.markdown("t", compared(fakes.success()), [])
+        assert heading in tables.markdown("t", compared(fakes.success(gpu(1))), [])
+
+
+class Terminal(io.StringIO):
+    encoding = "utf-8"
+
+    def isatty(self) -> bool:
+        return True
+
+
+def on_terminal(found: Comparison, columns: int, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setenv("TERM", "xterm")
+    stream = Terminal()
+    tables.print_table("t", found, (), stream)
+    return re.sub(r"\x1b\[[0-9;]*m", "", stream.getvalue())
+
+
+def usual(*strategies: Any) -> Comparison:
+    """Three runs each on 80 GB cards, with predictions, of steps of more than a second."""
+    full = {"gpu_peak_bytes": int(58.2 * GB), "gpu_peak_reserved_bytes": 65 * GB, "host_peak_bytes": 125 * GB}
+    found = []
+    for strategy in strategies:
+        for repeat in range(3):
+            entry = fakes.success(
+                fakes.trial(strategy, on=CUDA, repeat=repeat), step_seconds=[1.234 + 0.01 * repeat] * 10, **full
+            )
+            found.append(replace(summarise(entry, None, None), predicted_over_measured=0.98))
+    return compare.build(found)
+
+
+ZERO = tuple(fakes.zero(stage) for stage in range(4))
+OFFLOAD = tuple(map(fakes.offload, ("none", "cpu_optimizer", "cpu_full", "nvme")))
+
+
+@pytest.mark.parametrize("strategies", [ZERO, OFFLOAD], ids=["zero", "offload"])
+@pytest.mark.parametrize("columns", [120, 160])
+def test_a_usual_result_is_whole_on_a_terminal_of_120_columns(
+    strategies: Any, columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three runs, a prediction, every column: nothing is cut, nothing left out."""
+    text = on_terminal(usual(*strategies), columns, monkeypatch)
+    table = re.split(r"\n  (?:1\.|\*) ", text)[0]
+    assert "…" not in table
+    assert max(map(len, table.splitlines())) <= columns
+    for word in ("Tok/s/GB", "Predicted", "interval", "GPU peak", "1,244.0", "125.00", "0.98x", "81 %"):
+        assert word in table
+    assert "no room" not in text
+
+
+def test_a_narrow_terminal_does_without_the_extras_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = on_terminal(usual(*ZERO), 80, monkeypatch)
+    table = text.split("\n  * ")[0]
+    assert "…" not in table
+    assert all(word in table for word in ("ZeRO-3", "✅ Success", "Relative", "GPU peak", "81 %", "125.00"))
+    assert "Predicted" not in table
+    assert "no room for 95 % interval, Tok/s/GB, Predicted: a wider terminal shows them" in text
 
 
 def test_a_status_is_never_cut_however_narrow_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Terminal(io.StringIO):
-        encoding = "utf-8"
-
-        def isatty(self) -> bool:
-            return True
-
-    monkeypatch.setenv("COLUMNS", "60")
-    monkeypatch.setenv("TERM", "dumb")
-    stream = Terminal()
-    tables.print_table("t", compared(fakes.success(gpu(1)), fakes.failure(gpu(2), "RuntimeError")), (), stream)
-    words = " ".join(re.sub(r"\x1b\[[0-9;]*m", "", stream.getvalue()).split())
-    assert "RuntimeError" in words
-    assert "5,120" in words
+    found = compared(fakes.success(gpu(1)), fakes.failure(gpu(2), "RuntimeError"))
+    for columns in (20, 40, 60, 80):
+        words = " ".join(on_terminal(found, columns, monkeypatch).split())
+        for word in ("RuntimeError", "5,120", "ZeRO-2"):
+            assert word in words
 
 
 # ------------------------------------------------------------------ thousands of rows
@@ -340,7 +392,7 @@ def test_more_rows_than_are_drawn_are_aligned_and_hold_the_same_words(encoding: 
     shown = [" ".join(line.split()) for line in body[2:503]]
     ok = "✅ Success" if encoding == "utf-8" else "[ok] Success"
     assert shown[500].startswith(
-        f"ZeRO-1 (gradient_clipping 500) {ok} 100.0 0.00 5,120 1.00x not tested 8.00 12 % 2.00"
+        f"ZeRO-1 (gradient_clipping 500) {ok} 100.0 0.00 5,120 1.00x not tested 8.00 12 % 640 2.00"
     )
 
 
@@ -364,7 +416,7 @@ def columns(line: str) -> int:
 def test_a_markdown_table_has_a_heading_a_rule_and_a_line_per_row() -> None:
     text = tables.markdown("t", compared(fakes.success(gpu(0)), fakes.failure(gpu(1))), ["run note"])
     assert len(table_rows(text)) == 4
-    assert {columns(line) for line in table_rows(text)} == {len(tables.HEADINGS)}
+    assert {columns(line) for line in table_rows(text)} == {11}  # nobody has an interval, nobody was predicted
     assert "| ZeRO-1 | ❌ OOM | — |" in text
     assert "- run note" in text
 
@@ -374,7 +426,7 @@ def test_a_markdown_table_has_a_heading_a_rule_and_a_line_per_row() -> None:
 def test_no_label_can_add_a_cell_or_a_line_to_a_markdown_table(label: str) -> None:
     trial = fakes.trial(replace(fakes.zero(1), label=label), on=CUDA)
     text = tables.markdown("t", compared(fakes.success(trial)), [])
-    assert {columns(line) for line in table_rows(text)} == {len(tables.HEADINGS)}
+    assert {columns(line) for line in table_rows(text)} == {10}
     assert len(text.splitlines()) == len(tables.markdown("t", compared(fakes.success()), []).splitlines())
     assert "<" not in text
 

@@ -314,3 +314,16 @@ def test_a_resolved_configuration_is_plain_json_whatever_is_in_it() -> None:
         "c": [1, None, True],
         "d": [3.5],
     }
+
+
+def test_an_object_of_deepspeeds_own_is_told_by_its_fields_and_never_by_its_address() -> None:
+    class Config:
+        def __init__(self) -> None:
+            self.enabled = False
+            self.inner = object()
+
+    assert plain(Config()) == {"enabled": False, "inner": "<object object>"}
+    assert " at 0x" not in str(plain({"x": [Config(), object(), len, lambda: 1]}))
+    loop = Config()
+    loop.inner = loop
+    assert " at 0x" not in str(plain(loop))

@@ -5,7 +5,8 @@ Reads records and decides nothing; what could be done about it is ``changes``.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from .. import record
@@ -110,6 +111,16 @@ def shortage_of(run: TrialRecord) -> Shortage:
     return Shortage(phase=outcome.phase, requested_bytes=outcome.requested_bytes, free_bytes=outcome.free_bytes)
 
 
+def predicted_shortage(run: TrialRecord, comparison: Comparison) -> Shortage | None:
+    """What each card is predicted to lack for a trial that was skipped; None where it lacks nothing or is not known."""
+    tier, capacity = (run.trial.prediction or {}).get("gpu"), comparison.device_capacity_bytes
+    if run.outcome.status != record.SKIPPED or capacity is None or not isinstance(tier, Mapping):
+        return None
+    sizes = list(tier.values())
+    needed = sum(sizes) if all(isinstance(size, int) for size in sizes) else 0
+    return Shortage(requested_bytes=needed, free_bytes=capacity) if needed > capacity else None
+
+
 def setting_of(run: TrialRecord, comparison: Comparison, facts: ModelFacts | None = None) -> Setting:
     """What is known of a run that did not fit, also from the rows beside it."""
     trial = run.trial
@@ -131,14 +142,22 @@ def setting_of(run: TrialRecord, comparison: Comparison, facts: ModelFacts | Non
 
 
 def _alike(comparison: Comparison, trial: Trial) -> list[StrategyResult]:
-    """Rows that ran the same work in the same place, whatever came of it; the repeats of a row are alike."""
-    asked = (trial.workload, trial.placement)
+    """Rows that ran the same work in the same place, whatever came of it; the repeats of a row are alike.
+
+    So are rows that are each at their own largest micro-batch.
+    """
+    asked = (_work(trial), trial.placement)
     found = []
     for row in comparison.results:
         ran = next((run.record for run in row.summaries if run.record.outcome.status not in _NEVER_TRIED), None)
-        if ran is not None and (ran.trial.workload, ran.trial.placement) == asked:
+        if ran is not None and (_work(ran.trial), ran.trial.placement) == asked:
             found.append(row)
     return found
+
+
+def _work(trial: Trial) -> Workload:
+    work = trial.workload
+    return replace(work, batch_size=1) if work.batch_policy == "largest" else work
 
 
 def _micro_batch(run: TrialRecord) -> int:

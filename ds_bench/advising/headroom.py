@@ -18,10 +18,11 @@ _LEAVE_FREE = 0.10
 def larger_batch(row: StrategyResult, comparison: Comparison) -> str | None:
     """The largest doubling of the micro-batch predicted to leave room; None where unknown, or where there is none.
 
-    Only activations grow with it, linearly; they must have been counted for this row.
+    Only activations grow with it, linearly; they must have been counted for this row. A row at its own largest
+    micro-batch has had a larger one tried.
     """
     capacity, fraction = comparison.device_capacity_bytes, row.gpu_fraction
-    if capacity is None or fraction is None or fraction >= COMFORTABLE:
+    if capacity is None or fraction is None or fraction >= COMFORTABLE or row.at_largest_batch:
         return None
     setting = setting_of(row.successes[0].record, comparison)
     batch, each = setting.micro_batch_size, setting.activation_bytes
@@ -38,7 +39,10 @@ def larger_batch(row: StrategyResult, comparison: Comparison) -> str | None:
 
 
 def too_full(row: StrategyResult, comparison: Comparison, facts: ModelFacts | None) -> str | None:
-    """What would bring a row that trained under the limit; None where its memory is not known."""
+    """What is predicted to bring a row that trained with more than ``NEAR_CAPACITY`` of the card back under that.
+
+    None where its share of the card or the card's size is not known, as on the CPU accelerator.
+    """
     capacity = comparison.device_capacity_bytes
     if row.gpu_fraction is None or capacity is None:
         return None

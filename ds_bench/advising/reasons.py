@@ -51,6 +51,8 @@ def _why_balanced(choice: Candidate, fitting: Sequence[Candidate], numbers: str,
             f"({format_percent(best.fraction)})"
         )
     head = f"{choice.label} is the fastest of {_rows(fitting)}: {numbers}"
+    if choice.filled:
+        return f"{head}; it is at its own largest micro-batch, so how full {words.capacity} is weighs nothing"
     if choice.fraction is None:
         return f"{head}; how much of {words.capacity} that is cannot be told, so nothing is traded for memory"
     if choice.comfortable:

@@ -14,7 +14,7 @@ from ..prediction.modelstates import model_states
 from ..record import TrialRecord
 from ..units import format_bytes, format_duration
 from .changes import Change, changes, largest_saving, smallest_fit
-from .fitting import Shortage, parameters_of, pool_of, setting_of, shortage_of
+from .fitting import Shortage, parameters_of, pool_of, predicted_shortage, setting_of, shortage_of
 
 MEMORY_STATUSES = (record.OOM, record.OOM_HOST)
 RAN_OUT = (*MEMORY_STATUSES, record.OOM_DISK)
@@ -42,21 +42,24 @@ def remedy(row: StrategyResult, comparison: Comparison, facts: ModelFacts | None
 
 
 def smallest_change(comparison: Comparison, facts: ModelFacts | None = None) -> str | None:
-    """Of all rows that ran out of memory, the least intrusive change predicted to make one fit; None without such rows.
+    """Of all rows that ran out of memory or were predicted to, the least intrusive change predicted to make one fit.
 
-    Where none is predicted to: the largest saving, beside what was missing.
+    None without such rows. Where none is predicted to: the largest saving, beside what was missing.
     """
     runs = [(row, run) for row in comparison.results if (run := failed_run(row)) is not None]
-    short = [(row, run) for row, run in runs if run.outcome.status in MEMORY_STATUSES][:_MOST_ROWS]
-    cases = []
-    for row, run in short:
-        shortage = shortage_of(run)
-        cases.append((row, shortage, changes(setting_of(run, comparison, facts), shortage)))
+    lacking = [(row, run, short) for row, run in runs if (short := _shortage(run, comparison)) is not None]
+    cases = [
+        (row, short, changes(setting_of(run, comparison, facts), short)) for row, run, short in lacking[:_MOST_ROWS]
+    ]
     fits = [(fit, row) for row, missing, options in cases if (fit := smallest_fit(options, missing)) is not None]
     if fits:
         change, row = min(fits, key=lambda pair: (pair[0].intrusion, pair[0].frees_bytes or 0))
         return f"smallest change predicted to fit: {change.line}, starting from {row.label}"
     return _no_fit(cases)
+
+
+def _shortage(run: TrialRecord, comparison: Comparison) -> Shortage | None:
+    return shortage_of(run) if run.outcome.status in MEMORY_STATUSES else predicted_shortage(run, comparison)
 
 
 def _no_fit(cases: Sequence[tuple[StrategyResult, Shortage, list[Change]]]) -> str | None:
@@ -175,8 +178,13 @@ def _unsupported(row: StrategyResult, run: TrialRecord, *_: object) -> str:
     return f"{row.label} cannot run here: {cause(run)}"
 
 
-def _skipped(row: StrategyResult, run: TrialRecord, *_: object) -> str:
-    return f"{row.label} was skipped, not run: {cause(run)}"
+def _skipped(row: StrategyResult, run: TrialRecord, comparison: Comparison, facts: ModelFacts | None) -> str:
+    why, try_it = cause(run), "leave out --skip-predicted-oom to try it"
+    head = f"{row.label} was skipped, not run: {why}" + ("" if try_it in why else f"; {try_it}")
+    shortage = predicted_shortage(run, comparison)
+    if shortage is None:
+        return f"{head}, or try a smaller micro-batch, {_MORE}"
+    return f"{head}; or {suggestion(changes(setting_of(run, comparison, facts), shortage), shortage)}"
 
 
 def _interrupted(row: StrategyResult, run: TrialRecord, *_: object) -> str:

@@ -34,16 +34,18 @@ class Candidate:
     offload_level: tuple[str, str] = ("none", "none")
     """Where optimizer and parameters live; rows of different levels do not stand in for each other."""
     succeeded: bool = True
+    filled: bool = False
+    """Its micro-batch was chosen to fill the memory: how full that is says nothing about the strategy."""
 
     @property
     def fits(self) -> bool:
-        """Trained, and is not known to be within a hair of running out."""
-        return self.succeeded and (self.fraction is None or self.fraction <= NEAR_CAPACITY)
+        """Trained, and is not known to be within a hair of running out where it was not meant to be."""
+        return self.succeeded and (self.filled or self.fraction is None or self.fraction <= NEAR_CAPACITY)
 
     @property
     def comfortable(self) -> bool:
         """Nothing is gained by less memory, as far as is known."""
-        return self.fraction is None or self.fraction < COMFORTABLE
+        return self.filled or self.fraction is None or self.fraction < COMFORTABLE
 
 
 def choose(candidates: Sequence[Candidate], goal: str = "balanced") -> Candidate | None:

@@ -11,6 +11,16 @@ MISS_FRACTION = 0.10
 """A prediction further off than this deserves a caveat."""
 
 
+def of_record(record: TrialRecord) -> float | None:
+    """The same of the prediction that a record carries; None without one, or for one of another version's form."""
+    if record.trial.prediction is None:
+        return None
+    try:
+        return predicted_over_measured(Prediction.from_dict(record.trial.prediction), record)
+    except (TypeError, AttributeError):
+        return None
+
+
 def predicted_over_measured(prediction: Prediction, record: TrialRecord) -> float | None:
     """1.0 for a perfect prediction; None where nothing comparable was measured.
 

@@ -11,7 +11,7 @@ from .shapes import LARGEST
 
 _TEXTS = frozenset((
     "strategy", "model", "status", "error", "error_details", "caveats", "trial_id", "accelerator", "device",
-    "precision", "optimizer", "launch", "flops_convention", "started_at",
+    "precision", "batch_policy", "optimizer", "launch", "flops_convention", "started_at",
 ))  # fmt: skip
 _FLAGS = frozenset(("success", "activation_checkpointing"))
 _COUNTS = frozenset((
@@ -29,12 +29,15 @@ _SKIPPED = " measured steps were skipped"
 _CAVEATS: tuple[tuple[str, CaveatKind, bool], ...] = (
     ("unstable: ", CaveatKind.UNSTABLE, False),
     ("not steady: ", CaveatKind.NOT_STEADY, False),
+    ("outliers: ", CaveatKind.NOTE, False),
     ("near capacity: ", CaveatKind.NEAR_CAPACITY, False),
     ("the allocator retried", CaveatKind.ALLOCATOR_RETRIED, False),
     ("torch's AdamW instead of", CaveatKind.OTHER_OPTIMIZER, False),
     ("DeepSpeed's buffers are most", CaveatKind.BUCKET_DOMINATES, False),
     ("loss is not finite", CaveatKind.LOSS_DIFFERS, True),
     ("no warm-up: ", CaveatKind.NOTE, False),
+    ("memory was predicted as", CaveatKind.PREDICTION_MISSED, False),
+    ("GPU ", CaveatKind.CLOCKS_THROTTLED, False),
     ("one measured step: ", CaveatKind.NOTE, False),
     ("ran micro-batch", CaveatKind.NOTE, False),
     ("the parameters stayed", CaveatKind.NOTE, False),

@@ -17,6 +17,7 @@ from ..models import ModelFacts, find_preset
 from ..record import SUCCESS, Outcome, RankMeasurement, TrialRecord
 from ..spec import Placement, Strategy, Trial, Workload
 from . import flatcells
+from .leastconfig import least_config
 
 _MOST_LOSSES = 100_000
 """A series of losses is not drawn out beyond this, whatever number of steps a row claims."""
@@ -67,6 +68,7 @@ def _figures(row: Mapping[str, Any]) -> dict[str, Any]:
         "micro_batch_size": row["batch_size"],
         "grad_accum": row["grad_accum"],
         "data_parallel_size": read("data_parallel_size"),
+        "predicted_over_measured": read("predicted_over_measured"),
     }
 
 
@@ -126,7 +128,7 @@ def _trial(row: Mapping[str, Any]) -> Trial:
         strategy=strategy,
         workload=_workload(row),
         placement=_placement(row),
-        ds_config=_least_config(strategy),
+        ds_config=least_config(strategy),
     )
 
 
@@ -138,13 +140,6 @@ def _strategy(name: str, stage: int) -> Strategy:
     if name in strategies.OFFLOAD_NAMES:
         return strategies.offload_strategy(name, stage)
     return Strategy(name=name, label=name, stage=stage)
-
-
-def _least_config(strategy: Strategy) -> dict[str, Any]:
-    """What the strategy's name says of its configuration, and no more."""
-    devices = {"offload_optimizer": strategy.offload_optimizer, "offload_param": strategy.offload_param}
-    offloads = {name: {"device": device} for name, device in devices.items() if device != "none"}
-    return {"zero_optimization": {"stage": strategy.stage, **offloads}}
 
 
 @cache
@@ -162,6 +157,7 @@ def _workload(row: Mapping[str, Any]) -> Workload:
         model_type=facts.model_type if facts else None,
         model_config=facts.config if facts else {},
         batch_size=row["batch_size"],
+        batch_policy="largest" if row.get("batch_policy") == "largest" else "given",
         seq_length=row["seq_length"],
         grad_accum=row["grad_accum"],
         num_steps=row["num_steps"],

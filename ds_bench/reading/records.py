@@ -27,8 +27,10 @@ Migration = Callable[[Kind, dict[str, Any]], dict[str, Any]]
 MIGRATIONS: dict[int, Migration] = {}
 """Version → what makes the next one of a document of that version. Run in order; there is one version so far."""
 
-_SHARED = ("strategy", "workload", "placement", "ds_config", "resolved_config")
+_SHARED = ("strategy", "workload", "placement", "ds_config", "prediction", "outcome", "resolved_config")
 """What many records repeat word for word, in the order in which they hold it."""
+_OF_TRIALS = _SHARED[:5]
+"""Those of them that a planned trial has."""
 _PARTS = _SHARED[:4]
 """What, with the number of the repeat, makes a trial the one it is: ``Trial.key``."""
 _AS_WRITTEN = "give a result as ds_bench wrote it"
@@ -65,7 +67,7 @@ def read_run(path: Path, notes: list[str]) -> RunFacts:
     if not path.exists():
         notes.append(f"no {path.name}: environment, arguments and the order of the plan are not known")
         return RunFacts()
-    data = strictjson.read_json(path, notes)
+    data = strictjson.read_json(path, notes, _OF_TRIALS)
     if not isinstance(data, dict):
         raise UsageError(f"{path} is no JSON object", remedy=_AS_WRITTEN)
     data = _present(data, "run", str(path))
@@ -121,7 +123,7 @@ def read_records(path: Path, planned: Sequence[Mapping[str, Any]], notes: list[s
         lines += 1
         where = f"{path.name} line {count}"
         try:
-            data = reader.parse(strictjson.decode(line), where, notes)
+            data = reader.parse(strictjson.decode(line.rstrip()), where, notes)
         except NotJsonError as error:
             notes.append(f"{where} {error}: left out")
             continue
@@ -155,9 +157,10 @@ def _in_order(latest: dict[Any, TrialRecord], planned: Sequence[Any], notes: lis
     return (*ordered, *latest.values())
 
 
-def _identity(number: Numbering, trial: Mapping[str, Any]) -> tuple[int, ...]:
+def _identity(number: Numbering, trial: Mapping[str, Any]) -> tuple[Any, ...]:
     """Equal for records of one trial, as ``Trial.key`` is. ``trial``: its JSON object."""
-    return tuple(number(trial.get(part)) for part in ("repeat", *_PARTS))
+    repeat = trial.get("repeat")  # other in nearly every record, so not worth a number of its own
+    return repeat if type(repeat) is int else (number(repeat),), *[number(trial.get(part)) for part in _PARTS]
 
 
 def _present(data: dict[str, Any], kind: Kind, where: str) -> dict[str, Any]:

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
+_dumps = json.JSONEncoder(sort_keys=True, default=str).encode
+
 
 class Numbering:
     """The same number for equal values: JSON values, or dataclasses of them."""
@@ -22,6 +24,6 @@ class Numbering:
         entry = self._by_identity.get(id(value))
         if entry is None:
             plain = value if value is None or isinstance(value, Mapping | list | str | int | float) else asdict(value)
-            number = self._by_text.setdefault(json.dumps(plain, sort_keys=True, default=str), len(self._by_text))
+            number = self._by_text.setdefault(_dumps(plain), len(self._by_text))
             entry = self._by_identity[id(value)] = value, number  # holding it keeps its id its own
         return entry[1]

@@ -7,7 +7,7 @@ What a value means is not known here, beyond what ``__post_init__`` of its class
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import cache
 from operator import itemgetter
@@ -230,8 +230,9 @@ def _series(allowed: frozenset[type], check: Check | None) -> Check:
     def checked(value: list[Any]) -> tuple[Any, ...]:
         found = set(map(type, value))
         if check is not None or not found <= allowed:
-            return tuple(_item(allowed, check, f"[{index}]", item) for index, item in enumerate(value))
-        _bounded(found, value, lambda: dict(enumerate(value)))
+            return tuple([_item(allowed, check, f"[{index}]", item) for index, item in enumerate(value)])
+        if not _bounded(found, value):
+            raise _too_large(dict(enumerate(value)))
         return tuple(value)
 
     return checked
@@ -255,17 +256,17 @@ def _table(allowed: frozenset[type], check: Check | None) -> Check:
         found = set(map(type, value.values()))
         if check is not None or not found <= allowed:
             return {name: _item(allowed, check, name, item) for name, item in value.items()}
-        _bounded(found, value.values(), lambda: value)
+        if not _bounded(found, value.values()):
+            raise _too_large(value)
         return value
 
     return checked
 
 
-def _bounded(found: set[type], values: Any, named: Callable[[], Mapping[Any, Any]]) -> None:
-    """Raises ShapeError where a number is beyond all measure."""
+def _bounded(found: set[type], values: Collection[Any]) -> bool:
+    """Whether none of the numbers is beyond all measure. ``found``: the types among the values."""
     numbers = values if found <= _NUMBERS else [value for value in values if type(value) in _NUMBERS]
-    if numbers and _immense(numbers):
-        raise _too_large(named())
+    return not numbers or not _immense(numbers)
 
 
 def _immense(numbers: Iterable[float]) -> bool:

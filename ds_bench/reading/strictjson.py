@@ -8,8 +8,9 @@ from __future__ import annotations
 import json
 import os
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -21,6 +22,8 @@ _BUFFER_BYTES = 2**20
 _MOST_SHARED = 64
 _GIVE = "give a run folder, or a result's .json"
 _BLANKS = " \t\n\r"
+_STAND_IN, _STAND_IN_TEXT = {"": 0}, '{"": 0}'
+_CONTAINERS = frozenset((dict, list))
 _LITERALS = ("true", "false", "null", "NaN", "Infinity", "-Infinity")
 
 
@@ -73,10 +76,13 @@ def decode(data: bytes) -> str:
         raise NotJsonError(f"is not UTF-8 text (byte {error.start})") from None
 
 
-def read_json(path: Path, notes: list[str]) -> Any:
-    """The one JSON value in a file. Raises UsageError; ``notes`` receives what had to be mended."""
+def read_json(path: Path, notes: list[str], shared: Sequence[str] = ()) -> Any:
+    """The one JSON value in a file. Raises UsageError; ``notes`` receives what had to be mended.
+
+    ``shared``: as of :class:`Reader`, keys that come again and again.
+    """
     try:
-        return Reader().parse(decode(read_bytes(path)), str(path), notes)
+        return Reader(shared, shared).parse(decode(read_bytes(path)), str(path), notes)
     except NotJsonError as error:
         raise UsageError(f"{path} {error}", remedy="give a result as ds_bench wrote it, or copy it again") from None
 
@@ -92,18 +98,17 @@ class Reader:
     """Parses many texts alike. Objects under ``shared`` keys whose text is equal become one object, parsed once.
 
     Records repeat their configurations word for word: most of their text need not be parsed again, nor be kept twice.
-    ``shared`` names the keys in the order in which the writer puts them, the last as often as it likes; a key in
-    another place is only not shared.
+    ``shared`` names the keys in the order in which the writer puts them; those in ``again`` (if not given, the last)
+    come as often as they like. A key in another place is only not shared.
     """
 
-    def __init__(self, shared: Sequence[str] = ()) -> None:
+    def __init__(self, shared: Sequence[str] = (), again: Sequence[str] | None = None) -> None:
         self._decoder = json.JSONDecoder(object_pairs_hook=self._object, parse_constant=self._constant)
-        self._needles = [(f', "{key}": {{', key == shared[-1]) for key in shared]
-        self._known: dict[str, dict[str, Any]] = {needle: {} for needle, _ in self._needles}
-        self._odd_text = False
+        self._known: dict[str, dict[str, Any]] = {f' "{key}": {{': {} for key in shared}
+        self._again = frozenset(f' "{key}": {{' for key in (shared[-1:] if again is None else again))
+        self._parse = _quick_parser() or (self._unmended if shared else None)
         self._repeated: list[str] = []
         self._constants = 0
-        self._stand_ins: list[Any] = []
 
     def parse(self, text: str, where: str, notes: list[str]) -> Any:
         """The value of one text. Raises NotJsonError.
@@ -111,25 +116,25 @@ class Reader:
         What had to be mended is said in ``notes``: NaN and Infinity become null, of a repeated key the last counts,
         and half a surrogate pair, which no terminal can print, becomes U+FFFD.
         """
-        value = self._sharing(text) if self._needles else None
-        if value is None:
-            value = self._plain(text)
+        found = self._sharing(text)
+        return self._plain(text, where, notes) if found is None else found[0]
+
+    def _plain(self, text: str, where: str, notes: list[str]) -> Any:
+        value = self._whole(text)
         if self._repeated:
             keys = ", ".join(repr(_printable(key)) for key in dict.fromkeys(self._repeated))
             notes.append(f"{where}: {keys} given more than once: the last counts")
-        if not (self._constants or self._odd_text):
+        if not (self._constants or _may_hold_surrogates(text)):
             return value
         try:
             return _mended(value, where, "", notes)
         except RecursionError:
             raise NotJsonError("is nested too deeply") from None
 
-    def _plain(self, text: str) -> Any:
-        self._begin([])
-        self._odd_text = _may_hold_surrogates(text)
+    def _whole(self, text: str) -> Any:
         start = len(text) - len(text.lstrip(_BLANKS))
         try:
-            value, end = self._decoder.raw_decode(text, start)
+            value, end = self._decoded(text, start)
         except RecursionError:
             raise NotJsonError("is nested too deeply") from None
         except json.JSONDecodeError as error:
@@ -141,40 +146,47 @@ class Reader:
             raise NotJsonError(f"has more text after its end ({_place(text, more)})")
         return value
 
-    def _sharing(self, text: str) -> Any:
-        """The value with known objects taken from memory; None where the text needs the plain way.
+    def _sharing(self, text: str) -> tuple[Any] | None:
+        """The value, known objects in it taken from memory; None where the text needs the plain way.
 
-        Each of them is replaced by ``NaN``, which the decoder asks about one by one, in order.
+        That is where it is no JSON, where something must be mended, and where neither can be told at a glance: the
+        plain way then says it better. A key that is given twice is one less in the value than there are in the text.
         """
-        parts, stand_ins, at = [], [], 0
+        if self._parse is None:
+            return None
         try:
-            for needle, again in self._needles:
-                while (found := text.find(needle, at)) >= 0:
+            rest, objects = self._cut(text)
+            value = self._parse(rest)
+            keys = _put_back(value, objects)
+        except (ValueError, LookupError, RecursionError):
+            return None
+        if objects or keys != rest.count('":') or any(mark in rest and f"{mark}:" in rest for mark in _BLANKS):
+            return None
+        return (value,)
+
+    def _cut(self, text: str) -> tuple[str, list[Any]]:
+        """The text with a stand-in for each shared object, and those objects, the first last."""
+        parts, objects, at = [], [], 0
+        needles = list(self._known)
+        while needles:
+            met = []
+            for needle in needles:
+                if (found := text.find(needle, at)) >= 0:
                     start = found + len(needle) - 1
                     end, value = self._object_at(self._known[needle], text, start)
-                    parts += [text[at:start], "NaN"]
-                    stand_ins.append(value)
+                    parts += [text[at:start], _STAND_IN_TEXT]
+                    objects.append(value)
                     at = end
-                    if not again:
-                        break
-            rest = "".join([*parts, text[at:]])
-            self._begin(stand_ins)
-            value = self._decoder.decode(rest)
-        except (ValueError, LookupError, RecursionError):
-            return None  # the plain way finds the same, and says it better
-        if self._constants != len(stand_ins):  # a NaN of the text's own
-            return None
-        self._constants = 0
-        self._odd_text = _may_hold_surrogates(rest)
-        return value
+                    met.append(needle)
+            needles = [needle for needle in met if needle in self._again]
+        return "".join([*parts, text[at:]]), objects[::-1]
 
     def _object_at(self, known: dict[str, Any], text: str, start: int) -> tuple[int, Any]:
         """Where the object that begins there ends, and its value. Raises ValueError where it needs mending."""
         for candidate, value in known.items():
             if text.startswith(candidate, start):  # a whole object: nothing that follows can belong to it
                 return start + len(candidate), value
-        self._begin([])
-        value, end = self._decoder.raw_decode(text, start)
+        value, end = self._decoded(text, start)
         if self._repeated or self._constants or _may_hold_surrogates(text[start:end]):
             raise NotJsonError("needs mending")
         if len(known) >= _MOST_SHARED:
@@ -182,8 +194,16 @@ class Reader:
         known[text[start:end]] = value
         return end, value
 
-    def _begin(self, stand_ins: list[Any]) -> None:
-        self._repeated, self._constants, self._stand_ins = [], 0, stand_ins
+    def _unmended(self, text: str) -> Any:
+        """Raises ValueError where the value needs mending."""
+        value = self._whole(text)
+        if self._repeated or self._constants or _may_hold_surrogates(text):
+            raise NotJsonError("needs mending")
+        return value
+
+    def _decoded(self, text: str, start: int) -> tuple[Any, int]:
+        self._repeated, self._constants = [], 0
+        return self._decoder.raw_decode(text, start)
 
     def _object(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         made = dict(pairs)
@@ -194,7 +214,44 @@ class Reader:
 
     def _constant(self, _token: str) -> Any:
         self._constants += 1
-        return self._stand_ins[self._constants - 1] if self._stand_ins else _NOT_FINITE
+        return _NOT_FINITE
+
+
+@cache
+def _quick_parser() -> Callable[[str], Any] | None:
+    """A parser several times faster than the standard one, which it agrees with wherever it does not refuse.
+
+    It raises ValueError for NaN, Infinity and half surrogate pairs, and says nothing of repeated keys. DeepSpeed
+    brings it; None where it is missing.
+    """
+    try:
+        from pydantic_core import from_json
+    except ImportError:
+        return None
+    return partial(from_json, allow_inf_nan=False)
+
+
+def _put_back(value: Any, objects: list[Any]) -> int:
+    """Puts the objects, from the last on, in the places of their stand-ins; returns the number of keys met.
+
+    Lists that do not begin with an object or a list are passed by: what is missed there is missing in the number.
+    Raises IndexError where there are more stand-ins than objects.
+    """
+    if type(value) is list:
+        return sum(_put_back(item, objects) for item in value if type(item) in _CONTAINERS)
+    if type(value) is not dict:
+        return 0
+    keys = len(value)
+    for key, item in value.items():
+        if type(item) in _CONTAINERS:
+            if type(item) is list:
+                keys += _put_back(item, objects) if item and type(item[0]) in _CONTAINERS else 0
+            elif item == _STAND_IN:
+                value[key] = objects.pop()
+                keys += 1
+            else:
+                keys += _put_back(item, objects)
+    return keys
 
 
 def _may_hold_surrogates(text: str) -> bool:

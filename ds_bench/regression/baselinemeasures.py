@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -50,6 +51,23 @@ class Measure:
 
     def regressed(self, tolerance: float) -> bool:
         return self.beyond(tolerance) and self.above_noise
+
+    @property
+    def unseen(self) -> float | None:
+        """The largest change for the worse, as a fraction, that varies no more than the runs; None where not tested."""
+        if self.interval is None:
+            return None
+        centre, low, high = self.interval.ratio, self.interval.low, self.interval.high
+        if self.more_is_worse:
+            return centre / low - 1 if low > 0 else math.inf
+        return 1 - centre / high
+
+    def noisy(self, tolerance: float) -> bool:
+        """Whether a regression beyond the tolerance would go unseen, and what was measured does not rule one out."""
+        if self.interval is None or self.unseen is None or self.regressed(tolerance):
+            return False
+        worst = self.interval.high - 1 if self.more_is_worse else 1 - self.interval.low
+        return min(self.unseen, worst) > tolerance + _ROUNDING
 
     def text(self, tolerance: float) -> str:
         """``tokens/s 940 against 1,000 (-6.0 %), beyond the tolerance of 5.0 %``."""

@@ -14,7 +14,9 @@ from typing import Any, Literal
 
 from ..analysis import Summary
 from ..environment import Environment
+from ..reading.leastconfig import knows_config
 from ..record import SUCCESS
+from ..spec import Trial
 from ..units import BYTES_PER_MB
 
 Memory = Literal["gpu", "host"]
@@ -145,15 +147,14 @@ def workload_facts(summary: Summary) -> dict[str, Any]:
         "data_parallel_size": summary.data_parallel_size,
         "launch": record.launch,
         "method_version": record.method_version,
-        "ds_config": _digest(record.trial.ds_config),
+        "ds_config": _digest(record.trial),
     }
 
 
-def _digest(config: Mapping[str, Any]) -> str | None:
-    """None for what a flat row tells of a configuration, which is its stage and no more."""
-    if "optimizer" not in config and "train_micro_batch_size_per_gpu" not in config:
+def _digest(trial: Trial) -> str | None:
+    if not knows_config(trial):
         return None
-    return hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest()[:12]
+    return hashlib.sha256(json.dumps(trial.ds_config, sort_keys=True, default=str).encode()).hexdigest()[:12]
 
 
 def row_name(summary: Summary) -> str:

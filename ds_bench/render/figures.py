@@ -58,7 +58,7 @@ class Bar:
     label: str
     value: float
     interval: tuple[float, float] | None = None
-    """95 % confidence interval of the mean; None below three runs."""
+    """95 % confidence interval of the geometric mean; None below three runs."""
     runs: tuple[float, ...] = ()
     """Each successful run's mean."""
     baseline: bool = False
@@ -200,6 +200,8 @@ class Dot:
     on_front: bool
     style: int | None
     """As in Line; None for a row that the legend has no room for."""
+    aside: bool = False
+    """Disqualified or not comparable: shown, but held against no other."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

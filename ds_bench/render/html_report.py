@@ -31,7 +31,7 @@ class Report:
     command: str
     """The lines that were typed; empty where nobody knows."""
     environment: Mapping[str, str]
-    """Label → text, in reading order."""
+    """Label → text, in reading order; of all sections that do not tell their own."""
     generated: str
     """When and by which version."""
 
@@ -73,6 +73,7 @@ def _section(section: ReportSection, uid: str) -> dict[str, Any]:
         "doubts": doubts,
         "notes": [note for note in section.notes if note not in said],
         "sources": section.sources,
+        "environments": section.environments,
         "charts": [_chart(chart, f"{uid}-{chart.name}") for chart in found.charts],
         "left_out": found.left_out,
     }

@@ -37,6 +37,13 @@ def cut(rows: Sequence[StrategyResult], shown: Sequence[object]) -> str:
     return f"{len(shown)} of {len(rows)} rows are drawn: the baseline and the fastest."
 
 
+def marked(row: StrategyResult) -> str:
+    """The row's label, with why its numbers are not to be held against the others'."""
+    if row.differences:
+        return f"{row.label} (not comparable)"
+    return row.label if row.disqualification is None else f"{row.label} (disqualified)"
+
+
 def words(*sentences: str) -> str:
     return " ".join(sentence for sentence in sentences if sentence)
 

@@ -13,7 +13,7 @@ from ..compare import Comparison, StrategyResult
 from ..record import RankMeasurement
 from ..units import BYTES_PER_GB, format_bytes, to_gb, to_ms
 from .figures import Bar, BarChart, Chart, Dot, ScatterChart, Stack, StackChart
-from .overlays import MOST_BARS, cut, foremost, losses, overlaid, steps, typical, words
+from .overlays import MOST_BARS, cut, foremost, losses, marked, overlaid, steps, typical, words
 
 CATEGORIES = ("parameters", "gradients", "optimizer_states", "deepspeed_buffers", "activations", "other")
 PHASES = ("forward", "backward", "step")
@@ -70,7 +70,7 @@ def _throughput(rows: Sequence[StrategyResult], baseline: StrategyResult | None)
     kept = foremost(measured, baseline)
     bars = tuple(
         Bar(
-            label=f"{row.label} (not comparable)" if row.differences else row.label,
+            label=marked(row),
             value=row.tokens_per_second or 0.0,
             interval=row.interval,
             runs=tuple(run.tokens_per_second for run in row.successes if run.tokens_per_second is not None),
@@ -84,7 +84,9 @@ def _throughput(rows: Sequence[StrategyResult], baseline: StrategyResult | None)
 
 def _interval_note(bars: Sequence[Bar]) -> str:
     if any(bar.interval for bar in bars):
-        return "Bars are medians of the runs' means, whiskers 95 % confidence intervals, dots the runs."
+        return (
+            "Bars are medians of the runs' means, whiskers 95 % confidence intervals (geometric mean), dots the runs."
+        )
     if any(len(bar.runs) > 1 for bar in bars):
         return "Bars are medians of the runs' means, dots the runs; an interval needs three runs (--repeats 3)."
     return "One run each, so there is no interval; --repeats 3 gives one."
@@ -154,6 +156,9 @@ def _pareto(comparison: Comparison, shown: Mapping[str, int], kind: str) -> Char
         return None
     place = "device" if on_device else "host"
     others = "" if len(kept) <= len(shown) else "Grey dots are rows that the legend has no room for."
+    aside = (
+        "Crossed-out rows are disqualified or not comparable and take no part." if any(d.aside for d in kept) else ""
+    )
     return ScatterChart(
         name=f"pareto-{place}",
         title=f"Throughput against {place} memory",
@@ -162,7 +167,7 @@ def _pareto(comparison: Comparison, shown: Mapping[str, int], kind: str) -> Char
         dots=kept,
         capacity=to_gb(capacity),
         capacity_label="card" if on_device else "host",
-        note=words("Up and left is better; no row beats those on the line (filled) in both.", others),
+        note=words("Up and left is better; no row beats those on the line (filled) in both.", aside, others),
     )
 
 
@@ -170,7 +175,8 @@ def _dot(row: StrategyResult, on_device: bool, on_front: bool, style: int | None
     held = to_gb(row.gpu_peak_bytes if on_device else row.host_peak_bytes)
     if not row.succeeded or held is None or row.tokens_per_second is None:
         return None
-    return Dot(label=row.label, x=held, y=row.tokens_per_second, on_front=on_front, style=style)
+    label, aside = marked(row), bool(row.differences) or row.disqualification is not None
+    return Dot(label=label, x=held, y=row.tokens_per_second, on_front=on_front, style=style, aside=aside)
 
 
 def _phases(rows: Sequence[StrategyResult]) -> Chart | None:

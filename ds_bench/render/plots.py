@@ -180,6 +180,8 @@ def _lines(chart: LineChart, axes: Any) -> None:
 def _scatter(chart: ScatterChart, axes: Any) -> None:
     axes.plot([dot.x for dot in chart.front], [dot.y for dot in chart.front], "--", color="#57606a", linewidth=1)
     for dot in chart.dots:
+        if dot.aside:
+            axes.plot(dot.x, dot.y, "x", color="black", markersize=11, linestyle="none", zorder=3)
         if dot.style is None:
             axes.plot(dot.x, dot.y, ".", color="#57606a", alpha=0.6)
             continue

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from ..caveats import Caveat
 from ..compare import Comparison, StrategyResult
+from ..reading.leastconfig import knows_config
 from ..units import MISSING, format_bytes, format_count, format_gb, format_ms, format_percent, format_ratio
 
 NOT_TESTED = "not tested"
@@ -29,6 +30,8 @@ class ReportSection:
     """Of the run as a whole."""
     sources: tuple[str, ...] = ()
     """Files it was made from; empty at the end of a run."""
+    environments: tuple[Mapping[str, str], ...] | None = None
+    """Label → text of each, where they are not those of the whole page; empty where they are not known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,7 +218,7 @@ def _about(doubt: Doubt, rows: tuple[str, ...]) -> Doubt:
 
 def _of_caveat(caveat: Caveat) -> Doubt:
     kind = caveat.kind.value.replace("_", " ")
-    return Doubt(kind=kind, text=caveat.text, next_step=caveat.next_step, rows=(), serious=caveat.disqualifying)
+    return Doubt(kind=kind, text=caveat.text, next_step=caveat.unsaid_step, rows=(), serious=caveat.disqualifying)
 
 
 def _of_row(row: StrategyResult) -> list[Doubt]:
@@ -231,6 +234,7 @@ def _of_row(row: StrategyResult) -> list[Doubt]:
 
 
 def config(row: StrategyResult) -> str | None:
-    """The DeepSpeed configuration as JSON; None where the result does not hold it."""
-    found: Mapping[str, object] = row.summaries[-1].record.trial.ds_config if row.summaries else {}
-    return json.dumps(found, indent=2, ensure_ascii=False, default=str) if found else None
+    """The DeepSpeed configuration as JSON; None where the result does not hold it, as a flat JSON does not."""
+    if not row.summaries or not knows_config(trial := row.summaries[-1].record.trial):
+        return None
+    return json.dumps(trial.ds_config, indent=2, ensure_ascii=False, default=str)

@@ -6,7 +6,7 @@ import html
 from collections.abc import Sequence
 
 from . import svg
-from .figures import BarChart, Chart, LineChart, ScatterChart, Stack, StackChart, number
+from .figures import BarChart, Chart, Dot, LineChart, ScatterChart, Stack, StackChart, number
 from .svg import Scale, element, path, text
 
 WIDTH = 360.0
@@ -238,7 +238,7 @@ def _shade(chart: LineChart, x: Scale, y: Scale) -> list[str]:
 
 def _scatter(chart: ScatterChart) -> tuple[list[str], float]:
     named = [dot for dot in chart.dots if dot.style is not None]
-    legend, top = _legend([(dot.label, [_dot(dot.style or 0, 11, 5, dot.on_front)]) for dot in named])
+    legend, top = _legend([(dot.label, _mark(dot, 11, 5)) for dot in named])
     x = Scale(0.0, max(dot.x for dot in chart.dots) * 1.06 or 1.0, _PLOT_LEFT, _RIGHT - 4)
     y = Scale(0.0, max(dot.y for dot in chart.dots) * 1.08 or 1.0, top + 24 + _PLOT_HEIGHT, top + 24)
     parts = _frame(x, y, chart.horizontal, chart.axis)
@@ -250,12 +250,15 @@ def _scatter(chart: ScatterChart) -> tuple[list[str], float]:
         parts.append(text(at - 4, y.end + 12, chart.capacity_label, class_="end small strong"))
     parts.append(path([(x(dot.x), y(dot.y)) for dot in chart.front], class_="front"))
     for dot in sorted(chart.dots, key=lambda dot: (dot.style is not None, dot.on_front)):
-        mark = _dot(dot.style, x(dot.x), y(dot.y), dot.on_front)
-        parts.append(element("g", svg.tooltip(f"{dot.label}: {number(dot.x)} GB, {number(dot.y)} tokens/s"), mark))
+        marks = _mark(dot, x(dot.x), y(dot.y))
+        parts.append(element("g", svg.tooltip(f"{dot.label}: {number(dot.x)} GB, {number(dot.y)} tokens/s"), *marks))
     return [*legend, *parts], y.start + _AXIS_HEIGHT
 
 
-def _dot(style: int | None, x: float, y: float, filled: bool) -> str:
-    if style is None:
-        return element("circle", cx=x, cy=y, r=2.5, class_="dot other")
-    return svg.marker(style, x, y, 5.5, class_=f"dot s{style}{'' if filled else ' hollow'}")
+def _mark(dot: Dot, x: float, y: float) -> list[str]:
+    """Filled on the front, hollow off it; crossed out where the row takes no part."""
+    cross = [path([(x - 7, y - 7), (x + 7, y + 7)], class_="whisker")] if dot.aside else []
+    if dot.style is None:
+        return [element("circle", cx=x, cy=y, r=2.5, class_="dot other"), *cross]
+    filled = "" if dot.on_front else " hollow"
+    return [svg.marker(dot.style, x, y, 5.5, class_=f"dot s{dot.style}{filled}"), *cross]

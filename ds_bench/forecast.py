@@ -1,0 +1,256 @@
+"""The verb ``plan``: what every strategy would take of each GPU, of host memory and of NVMe, before anything runs.
+
+Runs nothing and, unless told to, downloads nothing. The figures are ``memory``'s; here they become rows and text.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from . import console, units
+from .errors import UsageError
+from .modelsource import ModelChoice, find_model
+from .prediction import cards, estimators, fitplan
+from .prediction.activations import ModelProfile, profile_of
+from .prediction.fitplan import Question
+from .prediction.memory import CONTEXT_BYTES, DOES_NOT_FIT, NCCL_BYTES, PROCESS_BYTES, Prediction
+from .spec import Placement, Precision, Strategy, Workload
+from .strategies import ZERO_STAGES, offload_strategy
+
+CATALOGUE: dict[str, Strategy] = {
+    **{strategy.name: strategy for strategy in ZERO_STAGES.values()},
+    **{name: offload_strategy(name) for name in ("cpu_optimizer", "cpu_full", "nvme")},
+}
+"""What ``--strategies`` takes, in the order of the table."""
+_MOST_TOKENS = 2**40
+"""Tokens of one micro-batch beyond which a request is a slip of the hand."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanOptions:
+    """What ``plan`` was asked; field names are those of the flags."""
+
+    model: str
+    num_gpus: int
+    gpu: str
+    gpus_per_node: int | None
+    host_memory: float | None
+    """GB (2**30) of one node."""
+    batch_size: int
+    seq_length: int | None
+    grad_accum: int
+    precision: Precision
+    activation_checkpointing: bool
+    strategies: tuple[str, ...]
+    min_gpus: bool
+    max_batch: bool
+    online: bool
+    trust_remote_code: bool
+    json: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One strategy."""
+
+    strategy: Strategy
+    prediction: Prediction
+    verdict: str
+    change: str | None
+    """The smallest change that would make it fit; None where it fits, or where none does."""
+    min_gpus: int | None = None
+    """None where not asked, or where no number of GPUs helps."""
+    max_batch: int | None = None
+    """None where not asked, or where one sequence does not fit."""
+    deepspeed: estimators.Estimate | None = None
+    """DeepSpeed's own estimator's figures; None for stages 0 and 1."""
+
+
+def plan_command(options: PlanOptions) -> int:
+    """Prints the table. Returns 0; raises UsageError."""
+    capacity = cards.capacity(options.gpu)
+    question = _question(options)
+    rows = [_row(options, replace(question, strategy=CATALOGUE[name]), capacity) for name in options.strategies]
+    if options.json:
+        print(json.dumps([_plain(row) for row in rows], indent=1, allow_nan=False))
+        return 0
+    for line in lines(options, question, capacity, rows):
+        console.print_text(console.plain(line))
+    return 0
+
+
+def _question(options: PlanOptions) -> Question:
+    if options.batch_size * (options.seq_length or 1) > _MOST_TOKENS:
+        raise UsageError(f"--batch-size {options.batch_size} is beyond any memory", remedy="give a smaller one")
+    choice = find_model(
+        options.model,
+        factory=False,
+        trust_remote_code=options.trust_remote_code,
+        environment={} if options.online else {"HF_HUB_OFFLINE": "1"},
+    )
+    profile = _profile(choice, options)
+    workload = Workload(
+        model=choice.name,
+        model_source=choice.source,
+        model_type=choice.model_type,
+        model_config=choice.config,
+        batch_size=options.batch_size,
+        seq_length=_seq_length(choice, options),
+        grad_accum=options.grad_accum,
+        precision=options.precision,
+        activation_checkpointing=options.activation_checkpointing,
+    )
+    place = Placement(accelerator="cuda", num_gpus=options.num_gpus, nvme_path="/nvme")
+    strategy = ZERO_STAGES[0]
+    return Question(
+        profile=profile,
+        workload=workload,
+        placement=place,
+        strategy=strategy,
+        ranks_per_node=options.gpus_per_node or 8,
+    )
+
+
+def _seq_length(choice: ModelChoice, options: PlanOptions) -> int:
+    positions = choice.max_positions
+    if options.seq_length is None:
+        return min(512, positions or 512)
+    if positions is not None and options.seq_length > positions:
+        raise UsageError(
+            f"--seq-length {options.seq_length} is beyond the {positions} positions of {choice.name}",
+            remedy=f"give {positions} or less",
+        )
+    return options.seq_length
+
+
+def _profile(choice: ModelChoice, options: PlanOptions) -> ModelProfile:
+    if choice.facts is None:
+        raise UsageError(
+            f"--model {choice.name}: an architecture that cannot be counted without building it",
+            remedy="measure it: zero_stage_comparison.py",
+        )
+    return profile_of(choice.facts, _seq_length(choice, options), path=choice.config.get("path"))
+
+
+def _row(options: PlanOptions, question: Question, capacity: int) -> Row:
+    host = None if options.host_memory is None else units.from_gb(options.host_memory)
+    prediction = question.answer()
+    change = fitplan.smallest_change(question, capacity, host)
+    return Row(
+        strategy=question.strategy,
+        prediction=prediction,
+        verdict=prediction.verdict(capacity, host),
+        change=None if change is None else change.text,
+        min_gpus=fitplan.min_gpus(question, capacity, host) if options.min_gpus else None,
+        max_batch=fitplan.max_batch(question, capacity, host) if options.max_batch else None,
+        deepspeed=estimators.deepspeed_estimates(
+            question.profile.parameters,
+            max(question.profile.tensors),
+            options.num_gpus,
+            min(options.num_gpus, question.ranks_per_node or options.num_gpus),
+            question.strategy,
+        ),
+    )
+
+
+def _plain(row: Row) -> dict[str, Any]:
+    """For machines: bytes, unrounded."""
+    return {
+        "strategy": row.strategy.name,
+        "stage": row.strategy.stage,
+        "verdict": row.verdict,
+        "gpu_bytes": dict(row.prediction.gpu),
+        "host_bytes_per_node": dict(row.prediction.host),
+        "nvme_bytes_per_node": dict(row.prediction.nvme),
+        "gpu_total_bytes": row.prediction.gpu_bytes,
+        "fullest_moment": row.prediction.phase,
+        "smallest_change": row.change,
+        "min_gpus": row.min_gpus,
+        "max_batch": row.max_batch,
+        "deepspeed_estimator_gpu_bytes": row.deepspeed.gpu_bytes if row.deepspeed else None,
+    }
+
+
+_CATEGORIES = (
+    ("Params", ("parameters", "gathered_parameters")),
+    ("Grads", ("gradients",)),
+    ("Optim", ("optimizer_states",)),
+    ("Buffers", ("deepspeed_buffers",)),
+    ("Activ", ("activations",)),
+    ("Loss", ("logits_and_loss",)),
+    ("Temp", ("temporaries", "pinned_rounding")),
+    ("Other", ("overhead",)),
+)
+"""Heading → categories of the prediction, per GPU at its fullest moment, GB."""
+
+
+def lines(options: PlanOptions, question: Question, capacity: int, rows: Sequence[Row]) -> Iterator[str]:
+    """The table and what must be known to read it."""
+    work, profile = question.workload, question.profile
+    yield (
+        f"{profile.name} · {units.format_millions(profile.parameters)} parameters · {work.precision} · micro-batch "
+        f"{work.batch_size} × {work.seq_length} tokens"
+        f"{' · activation checkpointing' if work.activation_checkpointing else ''} · {options.num_gpus} GPU"
+        f"{'s' if options.num_gpus > 1 else ''} of {units.format_bytes(capacity)} · predicted, nothing was run"
+    )
+    yield ""
+    yield from _aligned([_headings(options), *(_cells(options, row) for row in rows)])
+    yield ""
+    for row in rows:
+        yield f"{row.strategy.label}: {_in_words(row)}"
+    yield ""
+    yield from _notes(options)
+
+
+def _headings(options: PlanOptions) -> list[str]:
+    asked = [("GPUs needed", options.min_gpus), ("largest batch", options.max_batch)]
+    extra = [heading for heading, wanted in asked if wanted]
+    names = [heading for heading, _ in _CATEGORIES]
+    return ["Strategy", "Verdict", "GPU GB", *names, "Host GB", "NVMe GB", "DS says", *extra]
+
+
+def _cells(options: PlanOptions, row: Row) -> list[str]:
+    gpu = row.prediction.gpu
+    asked = [(row.min_gpus, options.min_gpus), (row.max_batch, options.max_batch)]
+    return [
+        row.strategy.label,
+        row.verdict,
+        units.format_gb(row.prediction.gpu_bytes),
+        *(units.format_gb(sum(gpu.get(name, 0) for name in names)) for _, names in _CATEGORIES),
+        units.format_gb(row.prediction.host_bytes),
+        units.format_gb(row.prediction.nvme_bytes or None),
+        units.format_gb(row.deepspeed.gpu_bytes if row.deepspeed else None),
+        *(units.format_count(value) for value, wanted in asked if wanted),
+    ]
+
+
+def _aligned(table: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Text left, numbers right."""
+    widths = [max(len(row[i]) for row in table) for i in range(len(table[0]))]
+    for row in table:
+        cells = [
+            cell.ljust(width) if i < 2 else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        yield "  ".join(cells).rstrip()
+
+
+def _in_words(row: Row) -> str:
+    name, size = row.prediction.biggest
+    text = f"{row.verdict}; most is {name.replace('_', ' ')} ({units.format_bytes(size)})"
+    if row.verdict != DOES_NOT_FIT:
+        return text
+    return f"{text}; {f'it would fit with {row.change}' if row.change else 'no change that was tried makes it fit'}"
+
+
+def _notes(options: PlanOptions) -> Iterator[str]:
+    other = units.format_bytes(CONTEXT_BYTES + (NCCL_BYTES if options.num_gpus > 1 else 0))
+    yield (
+        f"GB is 2^30 bytes, per GPU at its fullest moment; host and NVMe per node. Other ({other}) and "
+        f"{units.format_bytes(PROCESS_BYTES)} of host memory per rank are assumed, the rest is computed; above 90 % is "
+        "tight."
+    )
+    yield f"DS says: {estimators.WHY_THEY_DIFFER}"

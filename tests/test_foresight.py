@@ -1,0 +1,93 @@
+"""Predictions beside trials: stored, held against what was measured, and used to skip only what is hopeless."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import fakes
+import pytest
+
+from ds_bench import analysis, foresight
+from ds_bench.caveats import CaveatKind
+from ds_bench.foresight import Room
+from ds_bench.prediction import memory
+from ds_bench.spec import Trial
+
+GB = fakes.GB
+ON_GPUS = fakes.placement(accelerator="cuda", num_gpus=2)
+PROFILE = foresight.profile(fakes.choice("tiny"), 128)
+
+
+def foreseen(trial: Trial, room: Room, *, skip: bool = True) -> Trial:
+    (found,) = foresight.foresee([trial], PROFILE, room, skip=skip)
+    return found
+
+
+def need(trial: Trial) -> int:
+    prediction = foreseen(trial, Room(gpu_bytes=None, host_bytes=None)).prediction
+    assert prediction is not None
+    return memory.Prediction.from_dict(prediction).gpu_bytes
+
+
+def test_a_preset_is_known_at_once_and_a_factory_never() -> None:
+    assert PROFILE is not None
+    assert PROFILE.parameters == 557_568
+    assert foresight.profile(replace(fakes.choice(), facts=None), 128) is None
+
+
+def test_a_trial_carries_its_prediction_and_its_key_stays() -> None:
+    trial = fakes.trial(fakes.zero(2), on=ON_GPUS)
+    found = foreseen(trial, Room(gpu_bytes=80 * GB, host_bytes=None))
+    assert found.prediction is not None
+    assert found.skipped is None
+    assert found.key == trial.key
+    assert Trial.from_dict(found.to_dict()) == found
+
+
+def test_only_what_cannot_fit_is_skipped_and_only_where_asked() -> None:
+    trial = fakes.trial(fakes.zero(0), on=ON_GPUS)
+    size = need(trial)
+    assert foreseen(trial, Room(gpu_bytes=size - 1, host_bytes=None), skip=False).skipped is None
+    assert foreseen(trial, Room(gpu_bytes=size, host_bytes=None)).skipped is None  # tight
+    reason = foreseen(trial, Room(gpu_bytes=size - 1, host_bytes=None)).skipped
+    assert reason is not None
+    assert "--skip-predicted-oom" in reason
+
+
+def test_on_the_cpu_buffers_that_nobody_touches_are_no_reason_to_skip() -> None:
+    """At stage 1 the 1 GB bucket is most of the prediction, and hardly any of it becomes resident."""
+    trial = fakes.trial(fakes.zero(1))
+    assert foreseen(trial, Room(gpu_bytes=None, host_bytes=GB // 2)).skipped is None
+    assert foreseen(trial, Room(gpu_bytes=None, host_bytes=2**20)).skipped is not None
+
+
+def test_what_cannot_run_anyway_is_left_as_it_is() -> None:
+    trial = fakes.trial(unsupported="no libaio")
+    assert foreseen(trial, Room(gpu_bytes=1, host_bytes=1)) == trial
+
+
+def test_room_is_the_smallest_card_and_the_tightest_limit() -> None:
+    facts = fakes.environment(cgroup_memory_limit_bytes=64 * GB)
+    assert Room.of(facts, ON_GPUS) == Room(gpu_bytes=80 * GB, host_bytes=64 * GB)
+    small = replace(ON_GPUS, gpu_memory_limit_bytes=8 * GB)
+    assert Room.of(facts, small).gpu_bytes == 8 * GB
+    limited = fakes.placement(num_gpus=2, cpu_memory_limit_bytes=3 * GB)
+    assert Room.of(facts, limited) == Room(gpu_bytes=None, host_bytes=6 * GB)
+
+
+@pytest.mark.parametrize(("factor", "missed"), [(1.0, False), (1.08, False), (1.3, True), (0.7, True)])
+def test_a_miss_above_ten_percent_is_a_caveat(factor: float, missed: bool) -> None:
+    trial = foreseen(fakes.trial(fakes.zero(2), on=ON_GPUS), Room(gpu_bytes=None, host_bytes=None))
+    assert trial.prediction is not None
+    prediction = memory.Prediction.from_dict(trial.prediction)
+    predicted = prediction.gpu_bytes - prediction.gpu["overhead"]
+    summary = analysis.summarise(fakes.success(trial, gpu_peak_bytes=round(predicted / factor)), None, None)
+    assert summary.predicted_over_measured == pytest.approx(factor, rel=1e-6)
+    assert (CaveatKind.PREDICTION_MISSED in {caveat.kind for caveat in summary.caveats}) is missed
+
+
+def test_a_record_without_a_prediction_or_with_a_strange_one_has_no_ratio() -> None:
+    plain = fakes.success(fakes.trial(on=ON_GPUS))
+    assert analysis.summarise(plain, None, None).predicted_over_measured is None
+    strange = fakes.success(fakes.trial(on=ON_GPUS, prediction={"gpu": "much"}))
+    assert analysis.summarise(strange, None, None).predicted_over_measured is None

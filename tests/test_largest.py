@@ -1,0 +1,113 @@
+"""The search for the largest micro-batch, with scripted trials: few probes, failures kept, a row in every case."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import fakes
+import pytest
+from fakes import FakeLauncher
+
+from ds_bench import cli, comparison, gpus, ops, preflight
+from ds_bench.record import TrialRecord
+from ds_bench.spec import Trial
+
+Ends = Callable[[Trial], TrialRecord]
+
+
+def trains_up_to(sizes: dict[str, int], otherwise: str = "OOM") -> Ends:
+    def end(trial: Trial) -> TrialRecord:
+        fits = trial.workload.batch_size <= sizes[trial.strategy.name]
+        seconds = (0.1,) * trial.workload.num_steps
+        return fakes.success(trial, step_seconds=seconds) if fits else fakes.failure(trial, otherwise)
+
+    return end
+
+
+class Machine:
+    """A machine without processes; ``end`` says how each trial ends."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.output = folder / "out"
+        self.launcher = FakeLauncher()
+        ready = {op: ops.OpState(op=op, ready=True) for op in (ops.CPU_ADAM, ops.SHARED_MEMORY)}
+        monkeypatch.setattr(preflight, "build_ops", lambda *_: ready)
+        monkeypatch.setattr(comparison, "choose_launcher", lambda *_: (self.launcher, None))
+        monkeypatch.setattr(gpus, "NvmlQuery", fakes.FakeQuery)
+
+    def run(self, end: Ends, *arguments: str) -> int:
+        self.launcher = FakeLauncher(by_strategy={f"zero{stage}": end for stage in range(4)})
+        given = ["--model", "tiny", "--seq-length", "16", "--output-dir", str(self.output), "--quiet"]
+        return cli.main("zero", fakes.make_config, [*given, "--batch-size", "auto", *arguments])
+
+    def rows(self) -> list[dict[str, Any]]:
+        (path,) = self.output.glob("*_comparison_*.json")
+        rows: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))
+        return rows
+
+    def probes(self) -> list[dict[str, Any]]:
+        (path,) = self.output.glob("runs/*/probes.jsonl")
+        return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
+    return Machine(tmp_path, monkeypatch)
+
+
+def test_each_strategy_is_compared_at_its_own_largest(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
+    assert machine.run(trains_up_to({"zero1": 5, "zero3": 11}), "--stages", "1", "3") == 0
+    assert [(row["strategy"], row["batch_size"]) for row in machine.rows()] == [("zero1", 5), ("zero3", 11)]
+    out = capsys.readouterr().out
+    assert "each row's largest micro-batch" in out
+    assert "2.20x" in out  # 11 / 5 at equal step times: compared although the batches differ
+    assert "Recommendation (balanced): ZeRO-3" in out
+
+
+def test_failed_probes_are_kept_and_are_no_rows(machine: Machine) -> None:
+    machine.run(trains_up_to({"zero1": 5}), "--stages", "1")
+    assert len(machine.rows()) == 1
+    endings = {entry["outcome"]["status"] for entry in machine.probes()}
+    assert endings == {"OOM", "Success"}
+
+
+def test_the_common_micro_batch_is_compared_on_request(machine: Machine) -> None:
+    machine.run(trains_up_to({"zero1": 5, "zero3": 11}), "--stages", "1", "3", "--common-batch")
+    assert [(row["strategy"], row["batch_size"], row["batch_policy"]) for row in machine.rows()] == [
+        ("zero1", 5, "largest"),
+        ("zero3", 11, "largest"),
+        ("zero1", 5, "given"),
+        ("zero3", 5, "given"),
+    ]
+
+
+def test_where_nothing_trains_the_row_shows_why(machine: Machine) -> None:
+    assert machine.run(trains_up_to({"zero1": 0}), "--stages", "1") == 1
+    assert [(row["batch_size"], row["status"]) for row in machine.rows()] == [(1, "❌ OOM")]
+
+
+def test_a_failure_that_no_batch_mends_ends_the_search_at_once(machine: Machine) -> None:
+    assert machine.run(trains_up_to({"zero1": 0}, "RuntimeError"), "--stages", "1") == 1
+    assert len(machine.probes()) == 1
+    assert machine.rows()[0]["status"] == "❌ RuntimeError"
+
+
+def test_a_resumed_search_repeats_no_probe(machine: Machine) -> None:
+    machine.run(trains_up_to({"zero1": 5}), "--stages", "1")
+    before = len(machine.probes())
+    (folder,) = (machine.output / "runs").iterdir()
+    again = trains_up_to({"zero1": 5, "zero3": 5})
+    machine.launcher = FakeLauncher(by_strategy={f"zero{stage}": again for stage in range(4)})
+    assert cli.main("zero", fakes.make_config, ["--resume", str(folder), "--stages", "1", "3"]) == 0
+    assert [entry["trial"]["strategy"]["name"] for entry in machine.probes()[before:]] == ["zero3"] * (
+        len(machine.probes()) - before
+    )
+    assert [row["strategy"] for row in machine.rows()] == ["zero1", "zero3"]
+
+
+def test_the_common_batch_needs_a_search(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main("zero", fakes.make_config, ["--common-batch", "--output-dir", str(tmp_path)]) == 2
+    assert "--batch-size auto" in capsys.readouterr().err
