@@ -88,6 +88,7 @@ def summarise(record: TrialRecord, facts: ModelFacts | None, peak_flops: float |
     slowest = max(record.ranks, key=lambda rank: rank.window_seconds)
     step = slowest.window_seconds / len(slowest.step_seconds)
     deviation = spread(slowest.step_seconds)
+    ratio = hindsight.of_record(record)
     samples = slowest.micro_batch_size * slowest.grad_accum * slowest.data_parallel_size / step
     tokens = samples * record.trial.workload.seq_length
     per_gpu = tokens / slowest.world_size
@@ -113,8 +114,8 @@ def summarise(record: TrialRecord, facts: ModelFacts | None, peak_flops: float |
         micro_batch_size=slowest.micro_batch_size,
         grad_accum=slowest.grad_accum,
         data_parallel_size=slowest.data_parallel_size,
-        predicted_over_measured=hindsight.of_record(record),
-        caveats=tuple(dict.fromkeys([*written, *doubts.own_caveats(record, slowest, deviation, mfu)])),
+        predicted_over_measured=ratio,
+        caveats=tuple(dict.fromkeys([*written, *doubts.own_caveats(record, slowest, deviation, mfu, ratio)])),
     )
 
 

@@ -51,8 +51,9 @@ def _below(worst: int, start: int) -> int | None:
 
 
 def _stride(reached: int, start: int) -> int:
-    """A grain at first, then as far again as the walk has come."""
-    return max(abs(reached - start), grain(start))
+    """A grain upwards or downwards at first, then as far again as the walk has come, and from there in eighths."""
+    gone = abs(reached - start)
+    return grain(start) if gone == 0 else max(gone, start // 8, 1)
 
 
 def _between(best: int, worst: int) -> int:

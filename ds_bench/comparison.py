@@ -71,6 +71,8 @@ def dry_run(situation: Situation) -> int:
         situation.options, situation.choice, situation.place, situation.drafts, {}, situation.caveats
     )
     with console.pipe_may_close():
+        if situation.options.auto_batch:
+            print("# --batch-size auto: each micro-batch is found by probes when this is run; 1 stands for it here\n")
         for trial in trials:
             command = launch_command(trial.placement, Path("TRIAL_FOLDER"))
             console.print_text(f"# {trial.trial_id}: {trial.strategy.label}")
@@ -99,7 +101,7 @@ def _compare(situation: Situation, store: RunStore, arguments: Sequence[str]) ->
     with interrupts.acting():
         launcher, why_cold = choose_launcher(situation, trials, say)
     notes = [why_cold] if why_cold else []
-    _save_run(store, options, arguments, facts, trials, notes)
+    _save_run(store, options, arguments, facts, [] if options.auto_batch else trials, notes)
     if options.auto_batch:
         trials = planned.trials(_largest_drafts(planned, launcher, store, say))
         _save_run(store, options, arguments, facts, trials, notes)

@@ -66,7 +66,11 @@ def _of_text(text: str) -> Caveat:
 
 
 def own_caveats(
-    record: TrialRecord, slowest: RankMeasurement, deviation: float | None, mfu: float | None
+    record: TrialRecord,
+    slowest: RankMeasurement,
+    deviation: float | None,
+    mfu: float | None,
+    predicted_over_measured: float | None,
 ) -> list[Caveat]:
     """What one trial's numbers say about themselves. ``deviation``: of the slowest rank's step times, in seconds."""
     checks = (
@@ -82,15 +86,14 @@ def own_caveats(
         _near_capacity(record),
         _retried(record),
         _optimizer(record, slowest),
-        _prediction(record),
+        _prediction(predicted_over_measured),
         note(f"MFU of {mfu:.0%} is an error of accounting (wrong peak?)") if mfu is not None and mfu > 1 else None,
     )
     notes = [text for rank in record.ranks for text in rank.notes]
     return [caveat for caveat in checks if caveat is not None] + written_caveats(notes)
 
 
-def _prediction(record: TrialRecord) -> Caveat | None:
-    ratio = hindsight.of_record(record)
+def _prediction(ratio: float | None) -> Caveat | None:
     if ratio is None or not hindsight.is_miss(ratio):
         return None
     return typed(CaveatKind.PREDICTION_MISSED, f"memory was predicted as {ratio:.2f} of what was measured")

@@ -44,12 +44,18 @@ class Search:
     say: Callable[[str], None]
 
     def largest(self, strategy: Strategy) -> int:
-        """The largest micro-batch that trains; where none does, or probes fail for another cause, one that shows it."""
+        """The largest micro-batch that trains; where none does, or probes fail for another cause, one that shows it.
+
+        Raises KeyboardInterrupt where the user interrupts it; what is known by then is kept for ``--resume``.
+        """
         known = self._kept(strategy)
         start = self.start(strategy)
-        while (size := batchsearch.next_probe(known, start, LIMIT)) is not None and not interrupts.asked():
+        while (size := batchsearch.next_probe(known, start, LIMIT)) is not None:
             found = self._probe(strategy, size)
             status = found.outcome.status
+            if status == record.INTERRUPTED or interrupts.asked():
+                self.say(f"the search was interrupted at {strategy.label}; go on with --resume {self.store.folder}")
+                raise KeyboardInterrupt
             self.say(f"{strategy.label}: micro-batch {size} {'trains' if found.outcome.success else status}")
             if not found.outcome.success and status not in _DID_NOT_FIT:
                 return size

@@ -230,7 +230,9 @@ def markdown(title: str, comparison: Comparison, run_notes: Sequence[str]) -> st
 def escaped(text: str) -> str:
     """One line of Markdown that can open no cell, no tag and no link, and steers no terminal."""
     text = plain(text).replace("\\", "\\\\")
-    return text.replace("|", "\\|").replace("<", "&lt;").replace("](", "]\\(")
+    for sign in "|*`":
+        text = text.replace(sign, f"\\{sign}")
+    return text.replace("<", "&lt;").replace("](", "]\\(")
 
 
 def as_json(rows: Sequence[dict[str, Any]], *, ascii_only: bool = False) -> str:

@@ -111,3 +111,28 @@ def test_a_resumed_search_repeats_no_probe(machine: Machine) -> None:
 def test_the_common_batch_needs_a_search(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main("zero", fakes.make_config, ["--common-batch", "--output-dir", str(tmp_path)]) == 2
     assert "--batch-size auto" in capsys.readouterr().err
+
+
+def test_an_interrupted_search_runs_no_row_and_goes_on_with_resume(
+    machine: Machine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fits = trains_up_to({"zero1": 5, "zero3": 5})
+
+    def interrupted_at_zero3(trial: Trial) -> TrialRecord:
+        return fakes.failure(trial, "Interrupted") if trial.strategy.stage == 3 else fits(trial)
+
+    assert machine.run(interrupted_at_zero3, "--stages", "1", "3") == 130
+    assert not list(machine.output.glob("*_comparison_*.json"))
+    before = len(machine.probes())
+    (folder,) = (machine.output / "runs").iterdir()
+    machine.launcher = FakeLauncher(by_strategy={f"zero{stage}": fits for stage in range(4)})
+    assert cli.main("zero", fakes.make_config, ["--resume", str(folder)]) == 0
+    assert {entry["trial"]["strategy"]["name"] for entry in machine.probes()[before:]} == {"zero3"}
+    assert [row["batch_size"] for row in machine.rows()] == [5, 5]
+
+
+def test_a_dry_run_says_that_the_micro_batch_is_not_known_yet(
+    machine: Machine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert machine.run(trains_up_to({}), "--dry-run") == 0
+    assert "found by probes" in capsys.readouterr().out
