@@ -202,6 +202,10 @@ class TrialRecord:
     schema_version: int = SCHEMA_VERSION
     method_version: int = METHOD_VERSION
 
+    def __post_init__(self) -> None:
+        if self.outcome.success and not self.ranks:
+            raise ValueError("a trial that succeeded has a measurement of every rank")
+
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
         return asdict(self)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -503,3 +503,8 @@ def test_the_details_name_cause_phase_rank_and_log(scene: Scene) -> None:
     outcome = scene.failed(1, error_class="KeyError", message="'h'", phase="init").outcome()
     log = os.fspath(scene.folder / "rank1.log")
     assert outcome.details == f"KeyError in init: 'h'; phase init; rank 1; log {log}"
+
+
+def test_a_success_without_a_measurement_is_no_record() -> None:
+    with pytest.raises(ValueError, match="measurement of every rank"):
+        replace(fakes.success(), ranks=())
