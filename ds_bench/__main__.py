@@ -131,7 +131,7 @@ def _plan(values: argparse.Namespace) -> int:
 
 
 def _add_doctor(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--nvme-path", type=Path, default=None, metavar="DIR", help="also check this disk's folder")
+    parser.add_argument("--nvme-path", default=None, metavar="DIR", help="also check this disk's folder")
     parser.add_argument("--build", action="store_true", help="build the ops that are not built yet (minutes)")
     parser.add_argument("--json", action="store_true", help="a list of findings, for machines")
     parser.set_defaults(run=_doctor)

@@ -19,7 +19,7 @@ from typing import IO, Any
 
 from . import console, dsconfig, environment, gpus, ops, placement, preflight
 from .checks import Finding, Machine, attempt, cards, compiled, disk, host, hub, ok, packages, tools, warning
-from .errors import PreflightError
+from .errors import PreflightError, UsageError
 from .modelsource import ModelChoice
 from .spec import Placement
 
@@ -29,9 +29,14 @@ Groups = dict[str, list[Finding]]
 """Heading → findings, in the order of printing."""
 
 
-def run(nvme_path: Path | None, build: bool, as_json: bool) -> int:
-    """Looks at everything, builds ops where asked to, prints. Returns 2 where there is a problem, else 0."""
-    groups = gather(Machine(), nvme_path=nvme_path, build=build)
+def run(nvme_path: str | Path | None, build: bool, as_json: bool) -> int:
+    """Looks at everything, builds ops where asked to, prints. Returns 2 where there is a problem, else 0.
+
+    ``nvme_path``: as typed, since a Path of no text is the current folder. Raises UsageError where it is empty.
+    """
+    if nvme_path is not None and not str(nvme_path).strip():
+        raise UsageError("--nvme-path is empty", remedy="give a folder on the NVMe disk")
+    groups = gather(Machine(), nvme_path=None if nvme_path is None else Path(nvme_path), build=build)
     with console.pipe_may_close():
         if as_json:
             print(json.dumps(_plain(groups), indent=1))

@@ -27,6 +27,8 @@ CATALOGUE: dict[str, Strategy] = {
 """What ``--strategies`` takes, in the order of the table."""
 _MOST_TOKENS = 2**40
 """Tokens of one micro-batch beyond which a request is a slip of the hand."""
+_MOST_GPUS = 100_000
+"""Of one job, likewise."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,12 +63,16 @@ class Row:
     verdict: str
     change: str | None
     """The smallest change that would make it fit; None where it fits, or where none does."""
+    change_host_bytes: int | None = None
+    """Host memory per node that it then takes; None where it does not offload."""
+    decisive_tiers: tuple[str, ...] = ()
+    """``gpu`` and ``host``: what the verdict is due to; empty where it fits."""
     min_gpus: int | None = None
     """None where not asked, or where no number of GPUs helps."""
     max_batch: int | None = None
     """None where not asked, or where one sequence does not fit."""
     deepspeed: estimators.Estimate | None = None
-    """DeepSpeed's own estimator's figures; None for stages 0 and 1."""
+    """DeepSpeed's own estimator's figures; None for what it does not know."""
 
 
 def plan_command(options: PlanOptions) -> int:
@@ -85,11 +91,14 @@ def plan_command(options: PlanOptions) -> int:
 def _question(options: PlanOptions) -> Question:
     if options.batch_size * (options.seq_length or 1) > _MOST_TOKENS:
         raise UsageError(f"--batch-size {options.batch_size} is beyond any memory", remedy="give a smaller one")
+    if options.num_gpus > _MOST_GPUS:
+        raise UsageError(f"--num-gpus {options.num_gpus} is beyond any job", remedy=f"give {_MOST_GPUS} or fewer")
     choice = find_model(
         options.model,
         factory=False,
         trust_remote_code=options.trust_remote_code,
         environment={} if options.online else {"HF_HUB_OFFLINE": "1"},
+        not_asked=None if options.online else "plan asks the Hub only with --online",
     )
     profile = _profile(choice, options)
     workload = Workload(
@@ -135,8 +144,12 @@ def _profile(choice: ModelChoice, options: PlanOptions) -> ModelProfile:
     return profile_of(choice.facts, _seq_length(choice, options), path=choice.config.get("path"))
 
 
+def _host_capacity(options: PlanOptions) -> int | None:
+    return None if options.host_memory is None else units.from_gb(options.host_memory)
+
+
 def _row(options: PlanOptions, question: Question, capacity: int) -> Row:
-    host = None if options.host_memory is None else units.from_gb(options.host_memory)
+    host = _host_capacity(options)
     prediction = question.answer()
     change = fitplan.smallest_change(question, capacity, host)
     return Row(
@@ -144,6 +157,8 @@ def _row(options: PlanOptions, question: Question, capacity: int) -> Row:
         prediction=prediction,
         verdict=prediction.verdict(capacity, host),
         change=None if change is None else change.text,
+        change_host_bytes=change.prediction.host_bytes if change and _offloads(change.strategy) else None,
+        decisive_tiers=prediction.decisive_tiers(capacity, host),
         min_gpus=fitplan.min_gpus(question, capacity, host) if options.min_gpus else None,
         max_batch=fitplan.max_batch(question, capacity, host) if options.max_batch else None,
         deepspeed=estimators.deepspeed_estimates(
@@ -152,8 +167,13 @@ def _row(options: PlanOptions, question: Question, capacity: int) -> Row:
             options.num_gpus,
             min(options.num_gpus, question.ranks_per_node or options.num_gpus),
             question.strategy,
+            question.workload.precision,
         ),
     )
+
+
+def _offloads(strategy: Strategy) -> bool:
+    return strategy.offloads_optimizer or strategy.offload_param != "none"
 
 
 def _plain(row: Row) -> dict[str, Any]:
@@ -167,7 +187,9 @@ def _plain(row: Row) -> dict[str, Any]:
         "nvme_bytes_per_node": dict(row.prediction.nvme),
         "gpu_total_bytes": row.prediction.gpu_bytes,
         "fullest_moment": row.prediction.phase,
+        "exceeded": [f"{tier}_memory" for tier in row.decisive_tiers if row.verdict == DOES_NOT_FIT],
         "smallest_change": row.change,
+        "smallest_change_host_bytes_per_node": row.change_host_bytes,
         "min_gpus": row.min_gpus,
         "max_batch": row.max_batch,
         "deepspeed_estimator_gpu_bytes": row.deepspeed.gpu_bytes if row.deepspeed else None,
@@ -189,20 +211,22 @@ _CATEGORIES = (
 
 def lines(options: PlanOptions, question: Question, capacity: int, rows: Sequence[Row]) -> Iterator[str]:
     """The table and what must be known to read it."""
-    work, profile = question.workload, question.profile
+    work, profile, host = question.workload, question.profile, _host_capacity(options)
     yield (
         f"{profile.name} · {units.format_millions(profile.parameters)} parameters · {work.precision} · micro-batch "
         f"{work.batch_size} × {work.seq_length} tokens"
         f"{' · activation checkpointing' if work.activation_checkpointing else ''} · {options.num_gpus} GPU"
-        f"{'s' if options.num_gpus > 1 else ''} of {units.format_bytes(capacity)} · predicted, nothing was run"
+        f"{'s' if options.num_gpus > 1 else ''} of {units.format_bytes(capacity)}"
+        f"{'' if host is None else f' · nodes with {units.format_bytes(host)} of host memory'}"
+        " · predicted, nothing was run"
     )
     yield ""
     yield from _aligned([_headings(options), *(_cells(options, row) for row in rows)])
     yield ""
     for row in rows:
-        yield f"{row.strategy.label}: {_in_words(row)}"
+        yield f"{row.strategy.label}: {_in_words(row, host)}"
     yield ""
-    yield from _notes(options)
+    yield from _notes(options, question)
 
 
 def _headings(options: PlanOptions) -> list[str]:
@@ -214,7 +238,7 @@ def _headings(options: PlanOptions) -> list[str]:
 
 def _cells(options: PlanOptions, row: Row) -> list[str]:
     gpu = row.prediction.gpu
-    asked = [(row.min_gpus, options.min_gpus), (row.max_batch, options.max_batch)]
+    asked = [(units.format_count(row.min_gpus), options.min_gpus), (_largest(row.max_batch), options.max_batch)]
     return [
         row.strategy.label,
         row.verdict,
@@ -223,8 +247,13 @@ def _cells(options: PlanOptions, row: Row) -> list[str]:
         units.format_gb(row.prediction.host_bytes),
         units.format_gb(row.prediction.nvme_bytes or None),
         units.format_gb(row.deepspeed.gpu_bytes if row.deepspeed else None),
-        *(units.format_count(value) for value, wanted in asked if wanted),
+        *(text for text, wanted in asked if wanted),
     ]
+
+
+def _largest(batch: int | None) -> str:
+    """The search ends at a limit, beyond which nobody looked."""
+    return f"{'≥ ' if batch == fitplan.LARGEST_BATCH else ''}{units.format_count(batch)}"
 
 
 def _aligned(table: Sequence[Sequence[str]]) -> Iterator[str]:
@@ -238,19 +267,31 @@ def _aligned(table: Sequence[Sequence[str]]) -> Iterator[str]:
         yield "  ".join(cells).rstrip()
 
 
-def _in_words(row: Row) -> str:
-    name, size = row.prediction.biggest
-    text = f"{row.verdict}; most is {name.replace('_', ' ')} ({units.format_bytes(size)})"
+def _in_words(row: Row, host: int | None) -> str:
+    text = row.verdict + "; and".join(_most(row, tier, host) for tier in row.decisive_tiers or ("gpu",))
     if row.verdict != DOES_NOT_FIT:
         return text
-    return f"{text}; {f'it would fit with {row.change}' if row.change else 'no change that was tried makes it fit'}"
+    needs = f" ({units.format_bytes(row.change_host_bytes)} of host memory per node)" if row.change_host_bytes else ""
+    return (
+        f"{text}; {f'it would fit with {row.change}{needs}' if row.change else 'no change that was tried makes it fit'}"
+    )
 
 
-def _notes(options: PlanOptions) -> Iterator[str]:
+def _most(row: Row, tier: str, host: int | None) -> str:
+    name, size = row.prediction.biggest_in(tier)
+    most = f"most is {name.replace('_', ' ')} ({units.format_bytes(size)})"
+    if tier == "gpu":
+        return f"; {most}"
+    return f" in host memory: {units.format_bytes(row.prediction.host_bytes)} of {units.format_bytes(host)}, {most}"
+
+
+def _notes(options: PlanOptions, question: Question) -> Iterator[str]:
     other = units.format_bytes(CONTEXT_BYTES + (NCCL_BYTES if options.num_gpus > 1 else 0))
     yield (
         f"GB is 2^30 bytes, per GPU at its fullest moment; host and NVMe per node. Other ({other}) and "
         f"{units.format_bytes(PROCESS_BYTES)} of host memory per rank are assumed, the rest is computed; above 90 % is "
         "tight."
     )
+    if options.min_gpus:
+        yield f"GPUs needed: above one node whole nodes of {question.ranks_per_node}, or those given where they do."
     yield f"DS says: {estimators.WHY_THEY_DIFFER}"

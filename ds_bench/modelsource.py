@@ -37,8 +37,18 @@ class ModelChoice:
     max_positions: int | None = None
 
 
-def find_model(name: str, *, factory: bool, trust_remote_code: bool, environment: Mapping[str, str]) -> ModelChoice:
-    """The model of that name. Raises UsageError with one line where there is none."""
+def find_model(
+    name: str,
+    *,
+    factory: bool,
+    trust_remote_code: bool,
+    environment: Mapping[str, str],
+    not_asked: str | None = None,
+) -> ModelChoice:
+    """The model of that name. Raises UsageError with one line where there is none.
+
+    ``not_asked``: why ``environment`` keeps Transformers from asking the Hub, for that line; None where it may ask.
+    """
     if factory:
         return ModelChoice(name=name, source="factory", config={})
     preset = models.find_preset(name)
@@ -52,15 +62,17 @@ def find_model(name: str, *, factory: bool, trust_remote_code: bool, environment
             largest_parameter=preset.largest_parameter,
             max_positions=preset.max_positions,
         )
-    return _look_up(name, trust_remote_code, environment)
+    return _look_up(name, trust_remote_code, environment, not_asked)
 
 
-def _look_up(name: str, trust_remote_code: bool, environment: Mapping[str, str]) -> ModelChoice:
+def _look_up(name: str, trust_remote_code: bool, environment: Mapping[str, str], not_asked: str | None) -> ModelChoice:
     local = Path(name).is_dir()
     answer = _ask_transformers(name, trust_remote_code, environment)
     if "error" in answer:
         similar = models.similar_presets(name)
         hint = f"nearest presets: {', '.join(similar)}" if similar else "python -m ds_bench models lists the presets"
+        if not_asked is not None and not local and answer["error"].startswith("OSError"):  # not in the cache either
+            raise UsageError(f"--model {name} is no preset and no local folder, and {not_asked}", remedy=hint)
         where = "cannot be read" if local else "is no preset, no local folder, and the Hub did not give it"
         raise UsageError(f"--model {name} {where}: {answer['error']}", remedy=hint)
     return ModelChoice(

@@ -100,6 +100,21 @@ def test_a_compiler_named_by_cxx_is_the_one_looked_for() -> None:
     assert tools.can_build(there)
 
 
+@pytest.mark.parametrize(("variable", "name"), [("CC", "C compiler"), ("CXX", "C++ compiler")])
+def test_a_compiler_that_is_not_there_is_blamed_on_the_variable_that_names_it(variable: str, name: str) -> None:
+    there = machine(programs=without("/nonexist"), **{variable: "/nonexist"})
+    found = by_name(tools.check(there, "cpu", None))[name]
+    assert found.level != "ok"
+    assert f"/nonexist, which ${variable} names" in found.text
+    assert f"unset {variable}" in (found.remedy or "")
+
+
+def test_no_token_is_nothing_to_mend() -> None:
+    found = by_name(hub.check(machine(), reached))["Hub token"]
+    assert (found.level, found.remedy) == ("ok", None)
+    assert "cannot" not in found.text
+
+
 def test_a_cxx_with_an_open_quote_is_a_finding_and_no_traceback() -> None:
     found = by_name(tools.check(machine(CXX="'g++"), "cpu", None))
     assert "could not be read" in found["C++ compiler"].text

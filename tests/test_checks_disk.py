@@ -58,6 +58,7 @@ def test_a_file_in_place_of_a_folder_is_a_problem(tmp_path: Path) -> None:
     (found,) = looked(tmp_path / "file").values()
     assert found.level == "problem"
     assert "not a folder" in found.text
+    assert found.remedy == "give a folder on the NVMe disk"  # to create one there would fail
 
 
 def test_a_folder_that_is_not_there_is_a_problem(tmp_path: Path) -> None:

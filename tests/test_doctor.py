@@ -12,7 +12,7 @@ import pytest
 
 from ds_bench import doctor, dsconfig, environment, modelsource, ops, strategies
 from ds_bench.checks import Finding, Machine, disk, ok, packages, problem, tools, warning
-from ds_bench.errors import PreflightError
+from ds_bench.errors import PreflightError, UsageError
 from ds_bench.gpus import GpuFacts, GpuInventory
 from ds_bench.spec import Placement
 
@@ -166,6 +166,13 @@ def test_a_terminal_of_ascii_gets_ascii(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr("sys.stdout", io.TextIOWrapper(raw, encoding="ascii", write_through=True))
     run(monkeypatch, as_json=False)
     assert b"broken -> mend it" in raw.getvalue()
+
+
+@pytest.mark.parametrize("path", ["", "  "])
+def test_an_empty_path_is_refused_before_anything_is_looked_at(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "gather", lambda *_, **__: pytest.fail("looked all the same"))
+    with pytest.raises(UsageError, match="--nvme-path is empty"):
+        doctor.run(path, False, False)
 
 
 # ------------------------------------------------------------------ for a plan

@@ -63,6 +63,53 @@ def test_host_memory_is_kept_to_when_it_is_given(capsys: pytest.CaptureFixture[s
     assert tight["cpu_full"]["verdict"] == "does not fit"
 
 
+def text(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main(["plan", *arguments]) == 0
+    return capsys.readouterr().out
+
+
+OFFLOADED = ["--model", "meta-llama/Llama-2-7b-hf", "--num-gpus", "8", "--gpu", "H200", "--strategies", "cpu_full"]
+
+
+def test_too_little_host_memory_is_named_as_the_reason(capsys: pytest.CaptureFixture[str]) -> None:
+    out = text(capsys, *OFFLOADED, "--host-memory", "100")
+    assert "nodes with 100 GB of host memory" in out.splitlines()[0]
+    assert "does not fit in host memory: " in out
+    assert " of 100 GB, most is optimizer states" in out
+    both = text(capsys, *OFFLOADED, "--gpu", "4GB", "--host-memory", "100")
+    assert "does not fit; most is " in both
+    assert "; and in host memory: " in both
+    assert rows(capsys, "plan", *OFFLOADED, "--host-memory", "100")["cpu_full"]["exceeded"] == ["host_memory"]
+    assert rows(capsys, "plan", *OFFLOADED)["cpu_full"]["exceeded"] == []
+
+
+def test_an_offload_that_is_offered_tells_what_it_takes_of_the_host(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["--model", "meta-llama/Llama-2-7b-hf", "--gpu", "24GB", "--batch-size", "1", "--strategies", "zero3"]
+    offered = rows(capsys, "plan", *asked)["zero3"]
+    assert "CPU" in offered["smallest_change"]
+    assert offered["smallest_change_host_bytes_per_node"] > 12 * 6_738_415_616  # fp32 master and two moments
+    assert "of host memory per node)" in text(capsys, *asked)
+
+
+def test_whole_nodes_are_told_of_where_gpus_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "whole nodes of 4" in text(capsys, "--min-gpus", "--gpus-per-node", "4")
+    assert "whole nodes" not in text(capsys, "--gpus-per-node", "4")
+
+
+def test_deepspeeds_figures_are_left_out_where_its_estimators_know_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    key = "deepspeed_estimator_gpu_bytes"
+    bf16, fp32 = rows(capsys, "plan"), rows(capsys, "plan", "--precision", "fp32")
+    assert bf16["nvme"][key] is None
+    assert bf16["zero3"][key] is not None
+    assert {row[key] for row in fp32.values()} == {None}
+
+
+def test_a_batch_at_the_end_of_the_search_is_at_least_that(capsys: pytest.CaptureFixture[str]) -> None:
+    small = ["--seq-length", "1", "--strategies", "zero0", "--max-batch"]
+    assert "≥ 65,536" in text(capsys, *small, "--gpu", "9000GB")
+    assert "≥" not in text(capsys, *small, "--gpu", "16GB")
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -74,6 +121,8 @@ def test_host_memory_is_kept_to_when_it_is_given(capsys: pytest.CaptureFixture[s
         (["--strategies", "zero7"], ["zero7"]),
         (["--precision", "fp8"], ["fp8"]),
         (["--host-memory", "-1"], ["-1"]),
+        (["--num-gpus", "1000000000"], ["1000000000", "100000"]),
+        (["--model", "meta-llama/Llama-3.2-1B"], ["no preset and no local folder", "only with --online"]),
     ],
 )
 def test_what_cannot_be_answered_is_one_line_and_exit_2(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -99,6 +100,23 @@ def test_a_tensor_on_the_border_of_two_ranks_has_its_gradient_on_both() -> None:
 def test_owned_gradients_are_at_least_a_part_and_at_most_everything(tensors: list[int], ranks: int) -> None:
     owned = owned_elements(tensors, ranks)
     assert sum(tensors) / ranks <= owned <= sum(tensors) + 2 * ranks
+
+
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=12), st.integers(1, 40))
+def test_the_fullest_rank_is_found_without_looking_at_every_one(tensors: list[int], ranks: int) -> None:
+    part = -(-sum(tensors) // (2 * ranks)) * 2
+    most = 0
+    for start in range(0, part * ranks, part):
+        begins = [sum(tensors[:index]) for index in range(len(tensors))]
+        touched = [n for n, begin in zip(tensors, begins, strict=True) if begin < start + part and begin + n > start]
+        most = max(most, sum(touched) + max(0, start + part - max(start, sum(tensors))))
+    assert owned_elements(tensors, ranks) == most
+
+
+def test_a_billion_ranks_take_no_longer_than_a_few() -> None:
+    begin = time.monotonic()
+    owned_elements(TOY.tensors, 10**9)
+    assert time.monotonic() - begin < 1
 
 
 def test_one_rank_owns_every_gradient() -> None:
@@ -266,6 +284,83 @@ def test_where_one_change_is_not_enough_two_are_named() -> None:
     assert change.prediction.verdict(24 * GB) != DOES_NOT_FIT
 
 
+def gpt2(strategy: Strategy, ranks: int = 1, **work: Any) -> Question:
+    facts = find_preset("gpt2")
+    assert facts is not None
+    question = ask(strategy, ranks, model=profile_of(facts, 1024), **{"seq_length": 1024, **work})
+    return replace(question, changes={})
+
+
+def test_a_smaller_batch_that_fits_is_offered_though_one_more_would_be_tight() -> None:
+    question, card = gpt2(zero(0), batch_size=32), 14 * GB + GB * 6 // 10
+    tight, roomy = max_batch(question, card), max_batch(question, card, tight=False)
+    change = smallest_change(question, card)
+    assert tight is not None
+    assert roomy is not None
+    assert roomy < tight
+    assert change is not None
+    assert change.text == f"batch size {roomy}"
+    assert change.prediction.verdict(card) == FITS
+
+
+def test_a_change_of_two_is_named_before_one_of_three() -> None:
+    # A toy whose layers take 100 MB each of a sequence, but 1 MB with checkpointing.
+    heavy = Activations(
+        plain=Polynomial(fixed={}, per_layer={"bs": 100 * 2**20}),
+        checkpointed=Polynomial(fixed={}, per_layer={"bs": 2**20}),
+        loss=Polynomial(fixed={"bs": 150 * 2**20}, per_layer={"bs": 100 * 2**20}),
+    )
+    question = ask(zero(1), model=replace(TOY, activations={"bf16": heavy}), batch_size=64)
+    one = replace(question, workload=replace(question.workload, activation_checkpointing=True, batch_size=1))
+    change = smallest_change(question, int(one.answer().gpu_bytes * 1.12))
+    assert change is not None
+    assert change.text == "activation checkpointing, batch size 1"
+
+
+def test_gpus_needed_are_counted_in_nodes_of_the_size_there_is() -> None:
+    question = replace(llama(zero(3), 1), ranks_per_node=6)
+    count = min_gpus(question, 20 * GB)
+    assert count is not None
+    assert count > 6
+    assert count % 6 == 0
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.sampled_from(EVERY), st.integers(1, 40), st.integers(8, 80), st.sampled_from([1, 4, 6, 8]))
+def test_gpus_needed_never_contradict_the_verdict(strategy: Strategy, ranks: int, card_gb: int, node: int) -> None:
+    question, card, host = replace(llama(strategy, ranks), ranks_per_node=node), card_gb * GB, 300 * GB
+    if fits(question, card, host):
+        count = min_gpus(question, card, host)
+        assert count is not None
+        assert count <= ranks
+
+
+def test_where_too_many_ranks_fill_the_host_fewer_are_offered() -> None:
+    question, card = replace(llama(zero(3), 8), ranks_per_node=8), 192 * GB
+    host = question.answer().host_bytes * 3 // 4
+    change = smallest_change(question, card, host)
+    assert change is not None
+    assert change.text == "4 GPUs"
+    assert change.prediction.host_bytes <= host
+
+
+def test_a_later_stage_on_fewer_gpus_is_tried_where_the_host_is_short() -> None:
+    question, card = replace(llama(zero(0), 64), ranks_per_node=64), 22 * GB
+    change = smallest_change(question, card, 32 * GB)  # 64 processes take 96 GB
+    assert change is not None
+    assert "ZeRO-" in change.text
+    assert change.text.endswith("16 GPUs")
+
+
+def test_a_later_stage_together_with_more_gpus_is_tried() -> None:
+    question, card = llama(zero(0), 1), 22 * GB
+    change = smallest_change(question, card, 16 * GB)  # the host has no room for any offload
+    assert change is not None
+    assert "ZeRO-" in change.text
+    assert change.text.endswith("GPUs")
+    assert change.prediction.verdict(card, 16 * GB) != DOES_NOT_FIT
+
+
 def test_a_card_too_small_for_anything_gets_no_advice() -> None:
     assert smallest_change(llama(zero(0)), 1 * GB // 4) is None
 
@@ -284,6 +379,19 @@ def test_deepspeeds_own_figures_for_seven_billion_on_eight_gpus() -> None:
     assert (full.gpu_bytes, full.host_bytes) == (524_288_000, 189_000_000_000)  # 18 × 7e9 × 1.5
 
 
+def test_deepspeed_estimates_neither_nvme_nor_fp32() -> None:
+    assert deepspeed_estimates(10**9, 10**6, 8, 8, offload("nvme")) is None
+    assert deepspeed_estimates(10**9, 10**6, 8, 8, zero(3), "fp32") is None
+    assert deepspeed_estimates(10**9, 10**6, 8, 8, zero(3), "bf16") is not None
+
+
+def test_a_node_that_is_not_full_is_a_node_to_deepspeeds_estimator() -> None:
+    # 9 GPUs on nodes of 8 are 2 nodes: 18 × 10^9 / 2 × 1.5.
+    found = deepspeed_estimates(10**9, 10**6, 9, 8, offload("cpu_full"))
+    assert found is not None
+    assert found.host_bytes == 13_500_000_000
+
+
 def test_deepspeed_estimates_nothing_below_stage_2() -> None:
     assert deepspeed_estimates(10**9, 10**6, 8, 8, zero(1)) is None
 
@@ -298,6 +406,21 @@ def test_deepspeed_estimates_nothing_below_stage_2() -> None:
         ("H100", 79.1),
         ("nvidia a100 80GB", 79.1),
         ("4090", 23.5),
+        ("NVIDIA H100 80GB HBM3", 79.1),
+        ("NVIDIA H100 PCIe", 79.1),
+        ("NVIDIA H100 NVL", 93.0),
+        ("NVIDIA H200 NVL", 139.8),
+        ("H100-80GB", 79.1),
+        ("H100 80 GB", 79.1),
+        ("H100-SXM", 79.1),
+        ("H100-SXM5", 79.1),
+        ("NVIDIA A100-SXM4-80GB", 79.1),
+        ("NVIDIA A100-PCIE-40GB", 39.4),
+        ("Tesla V100-SXM2-32GB", 31.7),
+        ("NVIDIA RTX A6000", 47.4),
+        ("NVIDIA RTX 6000 Ada Generation", 47.4),
+        ("L40S-48GB", 44.4),
+        ("AMD Instinct MI300X", 192.0),
     ],
 )
 def test_a_card_is_a_name_or_a_size(text: str, gigabytes: float) -> None:
@@ -314,6 +437,25 @@ def test_a_name_that_two_cards_share_is_asked_back() -> None:
         cards.capacity("A100")
 
 
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("A100-SXM4", "may be A100-40GB or A100-80GB"),
+        ("MI300", "may be MI300X"),
+        ("H100-96GB", "no card known"),  # there is one, but not the H100 of the table
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", "no card known"),  # a slice is not the card
+        ("zzz", "H200"),
+        ("10001", "10,000 GB"),
+        ("9" * 400, "10,000 GB"),
+    ],
+)
+def test_a_card_that_is_not_certain_is_not_guessed(text: str, words: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        cards.capacity(text)
+    assert words in str(caught.value)
+    assert "cards.json" not in str(caught.value)
+
+
 @pytest.mark.parametrize("text", ["H300", "nan", "", "-5GB", "0GB", "80TB", "80GB 80GB"])
 def test_no_card_is_one_line(text: str) -> None:
     with pytest.raises(UsageError) as caught:
@@ -325,6 +467,16 @@ def test_no_card_is_one_line(text: str) -> None:
 def test_an_unknown_card_names_its_neighbours() -> None:
     with pytest.raises(UsageError, match="H200"):
         cards.capacity("H300")
+
+
+def test_the_tier_that_is_short_is_named_and_no_other() -> None:
+    found = llama(offload("cpu_full")).answer()
+    room, none = 2 * max(found.gpu_bytes, found.host_bytes), 1
+    assert found.decisive_tiers(room, room) == ()
+    assert found.decisive_tiers(room, none) == ("host",)
+    assert found.decisive_tiers(none, None) == ("gpu",)
+    assert found.decisive_tiers(none, none) == ("gpu", "host")
+    assert found.decisive_tiers(int(found.gpu_bytes * 1.05), none) == ("host",)  # tight is not why it does not fit
 
 
 def test_the_parts_of_a_prediction_add_up_to_its_total() -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import dsconfig, preflight, strategies
+from ..errors import PreflightError
 from ..hostmemory import read_text
 from ..launch.processes import die_with_parent
 from ..modelsource import ModelChoice
@@ -35,6 +36,8 @@ _NO_MODEL = ModelChoice(name="no model", source="factory", config={})
 
 def check(machine: Machine, path: Path, choice: ModelChoice | None = None) -> Iterator[Finding]:
     """All but the speed. Raises PreflightError where the folder cannot be used at all; ``choice``: the plan's model."""
+    if path.exists() and not path.is_dir():
+        raise PreflightError(f"--nvme-path {path} is a file, not a folder", remedy="give a folder on the NVMe disk")
     caveat = preflight.check_nvme_path(path, choice or _NO_MODEL)
     kind = preflight.file_system(path)
     if caveat is not None:

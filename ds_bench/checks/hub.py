@@ -77,7 +77,7 @@ def _token(machine: Machine) -> Finding:
     path = _token_file(machine)
     if path is not None and path.is_file() and path.stat().st_size > 0:
         return ok("Hub token", "present (the file that hf auth login writes)")
-    return ok("Hub token", "none: gated models cannot be had", "hf auth login, if you need one")
+    return ok("Hub token", "none: only gated models need one (hf auth login)")
 
 
 def _token_file(machine: Machine) -> Path | None:

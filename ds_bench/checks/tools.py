@@ -17,7 +17,7 @@ from . import Finding, Machine, ok, one_by_one, problem, warning
 
 # CUDA releases among which DeepSpeed lets the minor version differ (op_builder/builder.py, cuda_minor_mismatch_ok).
 MINORS_THAT_MIX = {10: range(3), 11: range(9), 12: (0, 1, 2, 3, 4, 5, 6, 8, 9)}
-_GCC = "apt-get install g++, or dnf install gcc-c++; or name another with CXX"
+_GCC = "apt-get install g++, or dnf install gcc-c++; or name another with "
 
 
 def check(machine: Machine, accelerator: Accelerator, torch_cuda: str | None) -> Iterator[Finding]:
@@ -43,7 +43,11 @@ def _cpp(machine: Machine) -> str:
 
 def c_compiler(machine: Machine) -> str | None:
     """The path of the C compiler that setuptools would use, as DeepSpeed does to look for libaio."""
-    return _path(machine, machine.environ.get("CC") or str(sysconfig.get_config_var("CC") or "cc"))
+    return _path(machine, _cc(machine))
+
+
+def _cc(machine: Machine) -> str:
+    return machine.environ.get("CC") or str(sysconfig.get_config_var("CC") or "cc")
 
 
 def _path(machine: Machine, command: str) -> str | None:
@@ -54,15 +58,30 @@ def _path(machine: Machine, command: str) -> str | None:
 def _cpp_compiler(machine: Machine) -> Finding:
     path = _path(machine, _cpp(machine))
     if path is None:
-        return problem("C++ compiler", f"{_cpp(machine)} is not found: no DeepSpeed op can be built or loaded", _GCC)
+        text = f"{_named(machine, 'CXX', _cpp(machine))} is not found: no DeepSpeed op can be built or loaded"
+        return problem("C++ compiler", text, _remedy(machine, "CXX"))
     return ok("C++ compiler", _version(machine, path))
 
 
 def _c_compiler(machine: Machine) -> Finding:
     path = c_compiler(machine)
     if path is None:
-        return warning("C compiler", "none is found: DeepSpeed cannot look for libaio, nor Triton compile", _GCC)
+        text = (
+            f"{_named(machine, 'CC', _cc(machine))} is not found: DeepSpeed cannot look for libaio, nor Triton compile"
+        )
+        return warning("C compiler", text, _remedy(machine, "CC"))
     return ok("C compiler", _version(machine, path))
+
+
+def _named(machine: Machine, variable: str, command: str) -> str:
+    """The command, and the variable where that names it."""
+    return f"{command}, which ${variable} names," if machine.environ.get(variable) else command
+
+
+def _remedy(machine: Machine, variable: str) -> str:
+    if machine.environ.get(variable):
+        return f"unset {variable}, or name a compiler with it that is there"
+    return _GCC + variable
 
 
 def _ninja(machine: Machine) -> Finding:

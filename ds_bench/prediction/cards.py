@@ -18,6 +18,12 @@ from ..errors import UsageError
 from ..units import from_gb
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:GB|GIB|G)?", re.IGNORECASE)
+_GIVEN_SIZE = re.compile(r"\b(\d+)[ -]?GI?B\b", re.IGNORECASE)
+_FORM = re.compile(r"\b(?:SXM\d?|PCIE|HBM\d?E?|NVL|OAM|GENERATION)\b", re.IGNORECASE)
+"""What a driver adds to a card's name without telling another size."""
+_MOST_GB = 10_000
+_USUAL = ["A100-80GB", "H100", "H200", "L40S", "MI300X", "RTX-4090"]
+"""Named where nothing is near."""
 
 
 def names() -> tuple[str, ...]:
@@ -28,32 +34,62 @@ def names() -> tuple[str, ...]:
 def capacity(text: str) -> int:
     """Bytes of a card's name, or of a size such as ``80GB``, ``24GiB`` or ``79.1``, always of 2**30 bytes.
 
-    A size is taken as it stands: ``80GB`` is 80 × 2**30, more than an "80 GB" card shows. Raises UsageError with the
-    nearest names for anything else.
+    A name may also be as nvidia-smi prints it: ``NVIDIA H100 80GB HBM3``. A size is taken as it stands: ``80GB`` is
+    80 × 2**30, more than an "80 GB" card shows. Raises UsageError with the nearest names for anything else.
     """
-    found = _matches(_plain(text))
+    found = _matches(text)
     if len(found) == 1:
         return from_gb(_table()[found[0]])
     if size := _SIZE.fullmatch(text.strip()):  # after the names, of which 4090 is one
-        return _positive(text, float(size[1]))
-    near = found or _near(text)
+        return _sensible(text, float(size[1]))
+    found = found or _begun(text)
+    near = found or _near(text) or _USUAL
     raise UsageError(
         f"--gpu {text!r} {'may be ' + ' or '.join(found) if found else 'is no card known here'}",
-        remedy=f"{'name one' if found else 'nearest: ' + ', '.join(near) if near else 'see the table in cards.json'}"
+        remedy=f"{'name one' if found else 'nearest: ' + ', '.join(near) if near != _USUAL else _known()}"
         ", or give its memory, such as --gpu 80GB",
     )
 
 
-def _positive(text: str, size_gb: float) -> int:
-    if size_gb <= 0:
-        raise UsageError(f"--gpu {text!r} is no memory", remedy="give a card or its memory, such as --gpu 80GB")
+def _known() -> str:
+    return f"known are {', '.join(_USUAL)} and {len(_table()) - len(_USUAL)} more"
+
+
+def _sensible(text: str, size_gb: float) -> int:
+    if not 0 < size_gb <= _MOST_GB:
+        why = "no memory" if size_gb <= 0 else f"beyond {_MOST_GB:,} GB"
+        shown = text if len(text) < 20 else f"{text[:20]}…"
+        raise UsageError(f"--gpu {shown!r} is {why}", remedy="give a card or its memory, such as --gpu 80GB")
     return from_gb(size_gb)
 
 
-def _matches(wanted: str) -> list[str]:
-    """The card of that name; else every card that the name begins, as ``A100`` begins two."""
-    exact = [name for name in _table() if _plain(name) == wanted or _plain(name) == f"rtx{wanted}"]
-    return exact or [name for name in _table() if re.match(rf"(?:rtx)?{re.escape(wanted)}(?:\d+gb)$", _plain(name))]
+def _matches(text: str) -> list[str]:
+    """The card of that name; else without its form factor; else without its size too, where that agrees.
+
+    Else every card that the name begins but for a size, as ``A100`` begins two.
+    """
+    bare = _FORM.sub(" ", text)
+    named, sizes = _GIVEN_SIZE.sub(" ", bare), _GIVEN_SIZE.findall(bare)
+    exact = _named(text) or _named(bare)
+    if exact or not _plain(named):
+        return exact
+    if sizes:
+        return [name for name in _named(named) if all(_agrees(_table()[name], float(size)) for size in sizes)]
+    return [name for name in _table() if re.fullmatch(rf"{re.escape(_plain(named))}\d+gb", _plain(name))]
+
+
+def _named(text: str) -> list[str]:
+    return [name for name in _table() if _plain(name) == _plain(text)]
+
+
+def _agrees(shown_gb: float, given_gb: float) -> bool:
+    """A card shows a little less than the size in its name."""
+    return 0.85 * given_gb <= shown_gb <= 1.02 * given_gb
+
+
+def _begun(text: str) -> list[str]:
+    wanted = _plain(_FORM.sub(" ", text))
+    return [name for name in _table() if _plain(name).startswith(wanted)] if len(wanted) >= 4 else []
 
 
 def _near(text: str) -> list[str]:
@@ -63,7 +99,7 @@ def _near(text: str) -> list[str]:
 
 def _plain(text: str) -> str:
     """Without what people write differently: case, maker, spaces and dashes."""
-    return re.sub(r"^(nvidia|amd|geforce|instinct|tesla)+|[^a-z0-9]", "", re.sub(r"[^a-z0-9]", "", text.casefold()))
+    return re.sub(r"^(nvidia|amd|geforce|instinct|tesla|rtx)+|[^a-z0-9]", "", re.sub(r"[^a-z0-9]", "", text.casefold()))
 
 
 @cache

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..spec import Strategy
+from ..spec import Precision, Strategy
 
 _FACTOR = 1.5
 """Their ``additional_buffer_factor``, for host memory alone."""
@@ -31,13 +31,20 @@ class Estimate:
 
 
 def deepspeed_estimates(
-    parameters: int, largest_layer: int, num_gpus: int, gpus_per_node: int, strategy: Strategy
+    parameters: int,
+    largest_layer: int,
+    num_gpus: int,
+    gpus_per_node: int,
+    strategy: Strategy,
+    precision: Precision = "bf16",
 ) -> Estimate | None:
-    """Their figures; None for stages 0 and 1, which they do not know. Offload to NVMe counts as to the CPU.
+    """Their figures; None for what they do not know: stages 0 and 1, offload to NVMe, fp32.
 
     ``largest_layer``: elements of the largest module's own parameters, for which the largest tensor stands.
     """
-    nodes = max(1, num_gpus // gpus_per_node)
+    if precision == "fp32" or "nvme" in (strategy.offload_optimizer, strategy.offload_param):
+        return None
+    nodes = -(-num_gpus // gpus_per_node)
     if strategy.stage == 2:
         return _stage2(parameters, num_gpus, gpus_per_node, offload=strategy.offloads_optimizer)
     if strategy.stage == 3:

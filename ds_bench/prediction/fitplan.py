@@ -13,11 +13,14 @@ from typing import Any
 from .. import dsconfig
 from ..spec import Placement, Strategy, Workload
 from .activations import ModelProfile
-from .memory import DOES_NOT_FIT, FITS, Prediction, predict
+from .memory import DOES_NOT_FIT, FITS, TIGHT, Prediction, predict
 
-_LARGEST_BATCH = 65536
+LARGEST_BATCH = 65536
+"""Where the search for a micro-batch ends: one that still fits is at least this large."""
 _NODE = 8
-"""GPUs of a usual node: larger jobs are counted in whole ones."""
+"""GPUs of a node where none is told."""
+_MOST_GPUS = 8192
+"""Beyond it no number of GPUs is tried."""
 _SMALL_BUCKET = 50_000_000
 """Elements: a tenth of DeepSpeed's default; smaller ones cost speed."""
 
@@ -60,6 +63,8 @@ class Change:
     text: str
     """In the user's words: ``activation checkpointing``, ``batch size 2``, ``16 GPUs``."""
     prediction: Prediction
+    strategy: Strategy
+    """The one that it leads to."""
 
 
 def fits(question: Question, gpu_bytes: int, host_bytes: int | None = None) -> bool:
@@ -68,17 +73,39 @@ def fits(question: Question, gpu_bytes: int, host_bytes: int | None = None) -> b
 
 
 def min_gpus(question: Question, gpu_bytes: int, host_bytes: int | None = None) -> int | None:
-    """The fewest GPUs with which it fits, whole nodes of 8 above that; None where no number of them helps."""
-    before = 0
-    for count in (2**doubling for doubling in range(14)):
+    """The fewest GPUs with which it fits, in whole nodes above one; None where no number of them helps.
+
+    Never more than were asked about where it fits with those.
+    """
+    found, asked = _fewest(question, gpu_bytes, host_bytes), question.placement.num_gpus
+    if (found is None or found > asked) and fits(question, gpu_bytes, host_bytes):
+        return asked
+    return found
+
+
+def _fewest(question: Question, gpu_bytes: int, host_bytes: int | None) -> int | None:
+    before, node = 0, question.ranks_per_node or _NODE
+    for count in _doubling(node):
         if fits(_on(question, count), gpu_bytes, host_bytes):
-            unit = 1 if count <= _NODE else _NODE
+            unit = 1 if count <= node else node
             good = partial(_fits_on, question, unit, gpu_bytes, host_bytes)
             return _first(before // unit, count // unit, good) * unit
         if question.strategy.stage == 0:
             return None  # every GPU holds everything
         before = count
     return None
+
+
+def _doubling(node: int) -> Iterator[int]:
+    """1, 2, 4 … below a node, then a node, two, four …"""
+    count = 1
+    while count < node:
+        yield count
+        count *= 2
+    count = node
+    while count <= max(node, _MOST_GPUS):
+        yield count
+        count *= 2
 
 
 def _fits_on(question: Question, unit: int, gpu_bytes: int, host_bytes: int | None, units: int) -> bool:
@@ -96,18 +123,22 @@ def _first(too_small: int, enough: int, good: Callable[[int], bool]) -> int:
     return enough
 
 
-def max_batch(question: Question, gpu_bytes: int, host_bytes: int | None = None) -> int | None:
-    """The largest micro-batch that fits; None where one sequence does not."""
+def max_batch(question: Question, gpu_bytes: int, host_bytes: int | None = None, *, tight: bool = True) -> int | None:
+    """The largest micro-batch that fits, up to LARGEST_BATCH; None where one sequence does not.
+
+    ``tight``: whether one that leaves it ``tight`` counts.
+    """
+    enough = (FITS, TIGHT) if tight else (FITS,)
 
     def too_large(size: int) -> bool:
-        return not fits(_with_batch(question, size), gpu_bytes, host_bytes)
+        return _with_batch(question, size).answer().verdict(gpu_bytes, host_bytes) not in enough
 
     if too_large(1):
         return None
     size = 1
-    while size < _LARGEST_BATCH and not too_large(2 * size):
+    while size < LARGEST_BATCH and not too_large(2 * size):
         size *= 2
-    return size if size >= _LARGEST_BATCH else _first(size, 2 * size, too_large) - 1
+    return size if size >= LARGEST_BATCH else _first(size, 2 * size, too_large) - 1
 
 
 def _with_batch(question: Question, size: int) -> Question:
@@ -118,8 +149,9 @@ def smallest_change(question: Question, gpu_bytes: int, host_bytes: int | None =
     """The first of the usual remedies, gentlest first, with which it fits; None where it fits already or none helps.
 
     In order: smaller buckets, activation checkpointing, a smaller micro-batch, the next ZeRO stages, offload of the
-    optimizer, of the parameters, both to NVMe, more GPUs; then the same on top of checkpointing, and of checkpointing
-    with a batch of one. One that makes it ``fits`` goes before one that leaves it ``tight``.
+    optimizer, of the parameters, both to NVMe, half the GPUs where the host is short of memory, more GPUs; then the
+    same on top of checkpointing, and of checkpointing with a batch of one; last, other GPUs at a later stage. One
+    that makes it ``fits`` goes before one that leaves it ``tight``.
     """
     if fits(question, gpu_bytes, host_bytes):
         return None
@@ -127,24 +159,38 @@ def smallest_change(question: Question, gpu_bytes: int, host_bytes: int | None =
     for text, changed in _combined(question, gpu_bytes, host_bytes):
         prediction = changed.answer()
         verdict = prediction.verdict(gpu_bytes, host_bytes)
+        change = Change(text=text, prediction=prediction, strategy=changed.strategy)
         if verdict == FITS:
-            return Change(text=text, prediction=prediction)
+            return change
         if verdict != DOES_NOT_FIT and tight is None:
-            tight = Change(text=text, prediction=prediction)
+            tight = change
     return tight
 
 
 def _combined(question: Question, gpu_bytes: int, host_bytes: int | None) -> Iterator[tuple[str, Question]]:
-    """Every remedy alone, then on top of the two that cost no more hardware."""
+    """Every remedy alone, then on top of the two that cost no more hardware; last, other GPUs at a later stage."""
     yield from _remedies(question, gpu_bytes, host_bytes)
+    for text, base in _bases(question):
+        yield text, base
+        yield from _on_top(text, _remedies(base, gpu_bytes, host_bytes))
+    for text, changed in _stronger(question):
+        yield from _on_top(text, _on_others(changed, gpu_bytes, host_bytes))
+    for text, base in _bases(question):
+        for other, changed in _stronger(base):
+            yield from _on_top(f"{text}, {other}", _on_others(changed, gpu_bytes, host_bytes))
+
+
+def _on_top(text: str, remedies: Iterator[tuple[str, Question]]) -> Iterator[tuple[str, Question]]:
+    return ((f"{text}, {other}", changed) for other, changed in remedies)
+
+
+def _bases(question: Question) -> Iterator[tuple[str, Question]]:
     text = ""
     if not question.workload.activation_checkpointing:
         text, question = "activation checkpointing", _checkpointed(question)
-        yield from ((f"{text}, {other}", changed) for other, changed in _remedies(question, gpu_bytes, host_bytes))
+        yield text, question
     if question.workload.batch_size > 1:
-        text = f"{text}, batch size 1" if text else "batch size 1"
-        question = _with_batch(question, 1)
-        yield from ((f"{text}, {other}", changed) for other, changed in _remedies(question, gpu_bytes, host_bytes))
+        yield f"{text}, batch size 1" if text else "batch size 1", _with_batch(question, 1)
 
 
 def _remedies(question: Question, gpu_bytes: int, host_bytes: int | None) -> Iterator[tuple[str, Question]]:
@@ -153,13 +199,31 @@ def _remedies(question: Question, gpu_bytes: int, host_bytes: int | None) -> Ite
         yield "reduce_bucket_size 5e7", replace(question, changes=_smaller_bucket(question.changes))
     if not workload.activation_checkpointing:
         yield "activation checkpointing", _checkpointed(question)
-    if workload.batch_size > 1 and (size := max_batch(question, gpu_bytes, host_bytes)):
+    if workload.batch_size > 1 and (size := _smaller_batch(question, gpu_bytes, host_bytes)):
         yield f"batch size {size}", _with_batch(question, size)
-    for other in _stronger(strategy):
-        yield other.label, replace(question, strategy=other)
-    count = min_gpus(question, gpu_bytes, host_bytes)
-    if count is not None and count > question.placement.num_gpus:
-        yield f"{count} GPUs", _on(question, count)
+    yield from _stronger(question)
+    yield from _on_others(question, gpu_bytes, host_bytes)
+
+
+def _smaller_batch(question: Question, gpu_bytes: int, host_bytes: int | None) -> int | None:
+    """The largest that fits with room to spare; where there is none, the largest that is tight."""
+    size = max_batch(question, gpu_bytes, host_bytes, tight=False)
+    return max_batch(question, gpu_bytes, host_bytes) if size is None else size
+
+
+def _on_others(question: Question, gpu_bytes: int, host_bytes: int | None) -> Iterator[tuple[str, Question]]:
+    """Other numbers of GPUs: fewer on a node short of memory, as each rank takes some of its own; else more."""
+    if host_bytes is not None and question.answer().host_bytes > host_bytes:
+        count = min(question.placement.num_gpus, question.ranks_per_node or question.placement.num_gpus)
+        while count := count // 2:
+            yield _gpus(count), _on(question, count)
+    needed = min_gpus(question, gpu_bytes, host_bytes)
+    if needed is not None and needed > question.placement.num_gpus:
+        yield _gpus(needed), _on(question, needed)
+
+
+def _gpus(count: int) -> str:
+    return f"{count} GPU{'' if count == 1 else 's'}"
 
 
 def _checkpointed(question: Question) -> Question:
@@ -170,17 +234,16 @@ def _smaller_bucket(changes: Mapping[str, Any]) -> dict[str, Any]:
     return dsconfig.overlay(changes, {"zero_optimization": {"reduce_bucket_size": _SMALL_BUCKET}})
 
 
-def _stronger(strategy: Strategy) -> Iterator[Strategy]:
+def _stronger(question: Question) -> Iterator[tuple[str, Question]]:
     """Strategies that keep less on the GPU, in the order of what they cost."""
     from ..strategies import ZERO_STAGES, offload_strategy
 
-    if not strategy.offloads_optimizer:
-        yield from (ZERO_STAGES[stage] for stage in range(strategy.stage + 1, 4))
-    for name in ("cpu_optimizer", "cpu_full", "nvme"):
-        other = offload_strategy(name)
-        if (other.offload_optimizer, other.offload_param, other.stage) != (
-            strategy.offload_optimizer,
-            strategy.offload_param,
-            strategy.stage,
-        ):
-            yield other
+    strategy = question.strategy
+    later = [] if strategy.offloads_optimizer else [ZERO_STAGES[stage] for stage in range(strategy.stage + 1, 4)]
+    for other in (*later, *map(offload_strategy, ("cpu_optimizer", "cpu_full", "nvme"))):
+        if _where(other) != _where(strategy):
+            yield other.label, replace(question, strategy=other)
+
+
+def _where(strategy: Strategy) -> tuple[str, str, int]:
+    return strategy.offload_optimizer, strategy.offload_param, strategy.stage

@@ -78,8 +78,18 @@ class Prediction:
     @property
     def biggest(self) -> tuple[str, int]:
         """The category that takes most per GPU, or in host memory where there is no GPU, and its bytes."""
-        row = self.gpu or self.host
+        return self.biggest_in("gpu" if self.gpu else "host")
+
+    def biggest_in(self, tier: str) -> tuple[str, int]:
+        """The category that takes most of the ``gpu`` or of the ``host``, and its bytes."""
+        row = self.gpu if tier == "gpu" else self.host
         return max(row.items(), key=lambda item: item[1])
+
+    def decisive_tiers(self, gpu_capacity_bytes: int | None, host_capacity_bytes: int | None = None) -> tuple[str, ...]:
+        """Of ``gpu`` and ``host`` those that alone would give the verdict; none where it ``fits``."""
+        verdict = self.verdict(gpu_capacity_bytes, host_capacity_bytes)
+        alone = {"gpu": self.verdict(gpu_capacity_bytes), "host": self.verdict(None, host_capacity_bytes)}
+        return tuple(tier for tier, found in alone.items() if found == verdict != FITS)
 
     def verdict(self, gpu_capacity_bytes: int | None, host_capacity_bytes: int | None = None) -> str:
         """``fits``, ``tight`` (above 90 %) or ``does not fit``, by the worse of the two; a capacity of None is none."""

@@ -61,7 +61,8 @@ def owned_elements(tensors: Sequence[int], data_parallel_size: int) -> int:
     ends = [0, *accumulate(tensors)]
     total = ends[-1]
     part, most = flat_elements(total, data_parallel_size) // data_parallel_size, 0
-    for rank in range(data_parallel_size):
+    # A rank within one tensor keeps no more than the rank where that tensor begins: only those, and the last, count.
+    for rank in {*(min(end // part, data_parallel_size - 1) for end in ends), data_parallel_size - 1}:
         start, stop = rank * part, (rank + 1) * part
         begin = ends[max(0, bisect_right(ends, start) - 1)]
         end = ends[min(bisect_left(ends, stop), len(tensors))]
