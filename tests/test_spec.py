@@ -108,7 +108,8 @@ def test_a_trial_with_a_field_of_another_program_is_no_trial() -> None:
 def _variants() -> list[Trial]:
     trial = everything()
     workloads = [
-        {"batch_size": 5}, {"batch_policy": "largest"}, {"seq_length": 129}, {"grad_accum": 4}, {"num_steps": 11}, {"warmup_steps": 3},
+        {"batch_policy": "largest"}, {"batch_size": 5},
+        {"seq_length": 129}, {"grad_accum": 4}, {"num_steps": 11}, {"warmup_steps": 3},
         {"precision": "fp32"}, {"activation_checkpointing": False}, {"seed": 8}, {"model": "gpt2"},
         {"trust_remote_code": True}, {"model_config": {"n_layer": 1}}, {"model_type": "opt"}, {"model_source": "hub"},
     ]  # fmt: skip
