@@ -33,7 +33,7 @@ from ds_bench.store import RunStore
 HERE = Path(__file__).resolve().parent
 SCHEMA1 = HERE / "data" / "schema1"
 SCHEMA1_RUN = SCHEMA1 / "runs" / "zero_20261121_093000"
-REFERENCE = HERE.parent / "results/reference/cpu_2cores_2026-11-21/zero_comparison_20261121_045703.json"
+REFERENCE = HERE.parent / "results/reference/cpu_2cores_2026-11-21/zero_comparison_20261121_154122.json"
 HOST = Environment(hostname="node-0", logical_cores=8, packages={"torch": "2.13.0"})
 
 
