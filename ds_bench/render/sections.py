@@ -103,7 +103,7 @@ COLUMNS: tuple[Column, ...] = (
         number=lambda row: row.tokens_per_second,
     ),
     Column(
-        heading="95\u00a0% interval",
+        heading="Tokens/s, 95\u00a0%",
         meaning="of the mean tokens/s, from three runs on",
         text=_interval,
         number=lambda row: None if row.interval is None else row.interval[0],
