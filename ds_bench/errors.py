@@ -4,7 +4,8 @@
 
     DsBenchError                 one line and its remedy; never a traceback
     ├── UsageError               a flag, a value or a file the user gave is wrong (exit 2)
-    └── PreflightError           this machine is not ready for the plan (exit 2)
+    ├── PreflightError           this machine is not ready for the plan (exit 2)
+    └── BenchmarkFailedError     a benchmark's run did not succeed (``benchmarks``; exit 1)
 
 The failure of a *trial* is not an exception but a value: see ``record.Outcome``.
 """
