@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from . import console, units
+from . import console, plan, units
 from .errors import UsageError
 from .modelsource import ModelChoice, find_model
 from .prediction import cards, estimators, fitplan
@@ -107,7 +107,7 @@ def _question(options: PlanOptions) -> Question:
         model_type=choice.model_type,
         model_config=choice.config,
         batch_size=options.batch_size,
-        seq_length=_seq_length(choice, options),
+        seq_length=plan.seq_length(options.seq_length, choice),
         grad_accum=options.grad_accum,
         precision=options.precision,
         activation_checkpointing=options.activation_checkpointing,
@@ -123,25 +123,13 @@ def _question(options: PlanOptions) -> Question:
     )
 
 
-def _seq_length(choice: ModelChoice, options: PlanOptions) -> int:
-    positions = choice.max_positions
-    if options.seq_length is None:
-        return min(512, positions or 512)
-    if positions is not None and options.seq_length > positions:
-        raise UsageError(
-            f"--seq-length {options.seq_length} is beyond the {positions} positions of {choice.name}",
-            remedy=f"give {positions} or less",
-        )
-    return options.seq_length
-
-
 def _profile(choice: ModelChoice, options: PlanOptions) -> ModelProfile:
     if choice.facts is None:
         raise UsageError(
             f"--model {choice.name}: an architecture that cannot be counted without building it",
             remedy="measure it: zero_stage_comparison.py",
         )
-    return profile_of(choice.facts, _seq_length(choice, options), path=choice.config.get("path"))
+    return profile_of(choice.facts, plan.seq_length(options.seq_length, choice), path=choice.config.get("path"))
 
 
 def _host_capacity(options: PlanOptions) -> int | None:

@@ -32,17 +32,17 @@ class Draft:
     batch_policy: BatchPolicy = "given"
 
 
-def seq_length(options: Options, choice: ModelChoice) -> int:
-    """The sequence length to train at. Raises UsageError beyond the model's positions."""
+def seq_length(asked: int | None, choice: ModelChoice) -> int:
+    """The sequence length to train at; ``asked``: by the flag. Raises UsageError beyond the model's positions."""
     positions = choice.max_positions
-    if options.seq_length is None:
+    if asked is None:
         return min(DEFAULT_SEQ_LENGTH, positions or DEFAULT_SEQ_LENGTH)
-    if positions is not None and options.seq_length > positions:
+    if positions is not None and asked > positions:
         raise UsageError(
-            f"--seq-length {options.seq_length} is beyond the {positions} positions of {choice.name}",
+            f"--seq-length {asked} is beyond the {positions} positions of {choice.name}",
             remedy=f"give {positions} or less",
         )
-    return options.seq_length
+    return asked
 
 
 def workload(options: Options, choice: ModelChoice, placement: Placement) -> Workload:
@@ -53,7 +53,7 @@ def workload(options: Options, choice: ModelChoice, placement: Placement) -> Wor
         model_type=choice.model_type,
         model_config=choice.config,
         batch_size=options.batch_size,
-        seq_length=seq_length(options, choice),
+        seq_length=seq_length(options.seq_length, choice),
         grad_accum=options.grad_accum,
         num_steps=options.num_steps,
         warmup_steps=options.warmup_steps,

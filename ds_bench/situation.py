@@ -48,7 +48,7 @@ def look_around(options: Options, make_config: plan.MakeConfig) -> Situation:
         trust_remote_code=options.trust_remote_code,
         environment=variables,
     )
-    plan.seq_length(options, choice)
+    plan.seq_length(options.seq_length, choice)
     variables = preflight.rank_environment(place, os.environ, choice.model_type)
     if choice.source == "hub":  # looked up and cached just now: ranks need not ask again
         variables["HF_HUB_OFFLINE"] = "1"
@@ -70,7 +70,7 @@ class Planned:
 
     def __init__(self, situation: Situation, op_states: Mapping[str, ops.OpState], room: foresight.Room) -> None:
         self.situation, self.room, self._op_states = situation, room, op_states
-        length = plan.seq_length(situation.options, situation.choice)
+        length = plan.seq_length(situation.options.seq_length, situation.choice)
         self.profile = foresight.profile(situation.choice, length)
 
     def trials(self, drafts: Sequence[plan.Draft]) -> list[Trial]:

@@ -222,21 +222,21 @@ def test_a_sequence_beyond_the_models_positions_is_refused_with_what_is_allowed(
     with pytest.raises(
         UsageError, match=r"--seq-length 1025 is beyond the 1024 positions of gpt2 \(give 1024 or less\)"
     ):
-        plan.seq_length(options, fakes.choice("gpt2"))
+        plan.seq_length(options.seq_length, fakes.choice("gpt2"))
 
 
 def test_a_sequence_of_all_positions_is_allowed() -> None:
-    assert plan.seq_length(fakes.options("zero", "--seq-length", "1024"), fakes.choice("gpt2")) == 1024
+    assert plan.seq_length(1024, fakes.choice("gpt2")) == 1024
 
 
 def test_the_default_sequence_is_512_or_the_positions_where_there_are_fewer() -> None:
-    assert plan.seq_length(fakes.options("zero"), fakes.choice("gpt2")) == 512
-    assert plan.seq_length(fakes.options("zero"), fakes.choice(max_positions=64)) == 64
-    assert plan.seq_length(fakes.options("zero"), fakes.choice(max_positions=None)) == 512
+    assert plan.seq_length(None, fakes.choice("gpt2")) == 512
+    assert plan.seq_length(None, fakes.choice(max_positions=64)) == 64
+    assert plan.seq_length(None, fakes.choice(max_positions=None)) == 512
 
 
 def test_a_model_of_unknown_positions_takes_any_sequence() -> None:
-    assert plan.seq_length(fakes.options("zero", "--seq-length", "99999"), fakes.choice(max_positions=None)) == 99999
+    assert plan.seq_length(99999, fakes.choice(max_positions=None)) == 99999
 
 
 # ------------------------------------------------------------------ --ds-config
