@@ -61,7 +61,9 @@ def run_comparison(options: Options, make_config: plan.MakeConfig, arguments: Se
 def _require_ready(situation: Situation) -> None:
     """The part of the doctor that this plan needs. Raises PreflightError in second 0."""
     configs = [draft.config for draft in situation.drafts]
-    findings = doctor.for_plan(situation.place, configs, choice=situation.choice)
+    trials = Planned(situation, {}, foresight.Room(gpu_bytes=None, host_bytes=None)).trials(situation.drafts)
+    need = foresight.host_need(trials) if situation.place.hostfile is None else None
+    findings = doctor.for_plan(situation.place, configs, choice=situation.choice, need_host_bytes=need)
     doctor.require_ready(findings, sys.stderr, quiet=situation.options.quiet)
 
 

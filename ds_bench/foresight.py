@@ -80,10 +80,21 @@ def _hopeless(prediction: Prediction, room: Room) -> str | None:
     gpu = prediction.gpu_bytes
     if room.gpu_bytes is not None and gpu > room.gpu_bytes:
         return _reason(gpu, room.gpu_bytes, "per GPU")
-    host = sum(size for name, size in prediction.host.items() if prediction.gpu or name not in _NOT_RESIDENT)
+    host = _resident(prediction)
     if room.host_bytes is not None and host > room.host_bytes:
         return _reason(host, room.host_bytes, "of host memory")
     return None
+
+
+def _resident(prediction: Prediction) -> int:
+    """Host memory of a node that will really be taken."""
+    return sum(size for name, size in prediction.host.items() if prediction.gpu or name not in _NOT_RESIDENT)
+
+
+def host_need(trials: Sequence[Trial]) -> int | None:
+    """The most host memory of one node that any of them is predicted to take; None where none has a prediction."""
+    known = [Prediction.from_dict(trial.prediction) for trial in trials if trial.prediction is not None]
+    return max((_resident(prediction) for prediction in known), default=None)
 
 
 def _reason(need: int, room: int, where: str) -> str:

@@ -91,3 +91,14 @@ def test_a_record_without_a_prediction_or_with_a_strange_one_has_no_ratio() -> N
     assert analysis.summarise(plain, None, None).predicted_over_measured is None
     strange = fakes.success(fakes.trial(on=ON_GPUS, prediction={"gpu": "much"}))
     assert analysis.summarise(strange, None, None).predicted_over_measured is None
+
+
+def test_the_host_memory_a_plan_needs_is_that_of_its_hungriest_row() -> None:
+    trials = [fakes.trial(fakes.offload(name), on=ON_GPUS) for name in ("none", "cpu_full")]
+    found = foresight.foresee(trials, PROFILE, Room(gpu_bytes=None, host_bytes=None), skip=False)
+    needs = [foresight.host_need([trial]) for trial in found]
+    assert needs[0] is not None
+    assert needs[1] is not None
+    assert needs[0] < needs[1]
+    assert foresight.host_need(found) == needs[1]
+    assert foresight.host_need(trials) is None
