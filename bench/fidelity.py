@@ -25,7 +25,6 @@ import harness
 from harness import BenchError, Setting
 
 from ds_bench.contract import write_json
-from ds_bench.errors import DsBenchError
 
 LAUNCHERS = {"warm": ("warm",), "deepspeed": ("deepspeed",), "both": ("warm", "deepspeed")}
 _BUSY = 0.1
@@ -172,9 +171,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    harness.end_on_sigterm()
-    try:
-        sys.exit(main())
-    except (BenchError, DsBenchError) as error:
-        print(f"fidelity: {error}", file=sys.stderr)
-        sys.exit(1)
+    harness.run("fidelity", main)

@@ -15,7 +15,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,6 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # run from a checkout, installed or not
 
 from ds_bench import environment, flags, gpus, models, placement, preflight  # noqa: E402
+from ds_bench.errors import DsBenchError  # noqa: E402
 from ds_bench.launch.processes import die_with_parent  # noqa: E402
 from ds_bench.spec import Placement  # noqa: E402
 
@@ -228,6 +229,16 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         except subprocess.TimeoutExpired:
             continue
     process.wait()
+
+
+def run(name: str, main: Callable[[], int]) -> NoReturn:
+    """A bench as a program: its exit code, or 1 with one line for what it could not do."""
+    end_on_sigterm()
+    try:
+        sys.exit(main())
+    except (BenchError, DsBenchError) as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        sys.exit(1)
 
 
 def remove_shared_memory(port: int) -> None:

@@ -36,7 +36,6 @@ import harness
 from harness import BenchError, Run, Setting
 
 from ds_bench.contract import Beat, read_beat, write_json
-from ds_bench.errors import DsBenchError
 
 STAGES = (0, 1, 2, 3)
 _TRAINING = ("forward", "backward", "step")
@@ -232,9 +231,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    harness.end_on_sigterm()
-    try:
-        sys.exit(main())
-    except (BenchError, DsBenchError) as error:
-        print(f"overhead: {error}", file=sys.stderr)
-        sys.exit(1)
+    harness.run("overhead", main)

@@ -22,7 +22,6 @@ from harness import BenchError
 
 from ds_bench import models
 from ds_bench.contract import write_json
-from ds_bench.errors import DsBenchError
 from ds_bench.prediction import memory
 from ds_bench.prediction.activations import profile_of
 from ds_bench.record import SUCCESS, TrialRecord
@@ -156,9 +155,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    harness.end_on_sigterm()
-    try:
-        sys.exit(main())
-    except (BenchError, DsBenchError) as error:
-        print(f"prediction: {error}", file=sys.stderr)
-        sys.exit(1)
+    harness.run("prediction", main)

@@ -13,6 +13,7 @@ from . import doubts
 from .analysis import Summary, with_comparison
 from .caveats import Caveat, note
 from .circumstances import device_capacity_bytes, host_capacity_bytes, whole_caveats
+from .doubts import known
 from .environment import Environment
 from .errors import UsageError
 from .inference import RatioInterval, mean_interval, ratio_interval, spread
@@ -166,7 +167,7 @@ def _spokesman(group: Sequence[Summary]) -> Summary:
 def _row(key: str, label: str, group: Sequence[Summary]) -> StrategyResult:
     """The row by itself, before it is held against another."""
     good = [summary for summary in group if summary.record.outcome.success]
-    tokens, steps = _known(good, "tokens_per_second"), _known(good, "step_seconds")
+    tokens, steps = known(good, "tokens_per_second"), known(good, "step_seconds")
     speed, peak = _median(tokens), _most(good, "gpu_peak_bytes")
     return StrategyResult(
         key=key,
@@ -181,7 +182,7 @@ def _row(key: str, label: str, group: Sequence[Summary]) -> StrategyResult:
         gpu_peak_bytes=peak,
         gpu_fraction=_most(good, "gpu_fraction"),
         host_peak_bytes=_most(good, "host_peak_bytes"),
-        predicted_over_measured=_median(_known(good, "predicted_over_measured")),
+        predicted_over_measured=_median(known(good, "predicted_over_measured")),
         caveats=_row_caveats(group, tokens),
     )
 
@@ -194,16 +195,12 @@ def _row_caveats(group: Sequence[Summary], means: Sequence[float]) -> tuple[Cave
     return tuple(dict.fromkeys(found))
 
 
-def _known(group: Sequence[Summary], name: str) -> list[Any]:
-    return [value for run in group if (value := getattr(run, name)) is not None]
-
-
 def _median(values: Sequence[float]) -> float | None:
     return statistics.median(values) if values else None
 
 
 def _most(group: Sequence[Summary], name: str) -> Any:
-    return max(_known(group, name), default=None)
+    return max(known(group, name), default=None)
 
 
 def _asked(rows: Sequence[StrategyResult], relative_to: str | None) -> StrategyResult | None:
@@ -235,7 +232,7 @@ def _related(row: StrategyResult, baseline: StrategyResult | None, reference: St
     forbidden = tuple(differences(_spokesman(reference.summaries).record, _spokesman(row.summaries).record))
     if baseline is None or forbidden:
         return replace(row, differences=forbidden)
-    ours, theirs = (_known(each.successes, "tokens_per_second") for each in (row, baseline))
+    ours, theirs = (known(each.successes, "tokens_per_second") for each in (row, baseline))
     interval = None if row.key == baseline.key else ratio_interval(ours, theirs)
     return replace(
         row,

@@ -30,6 +30,7 @@ from .errors import UsageError
 from .flags import Options
 from .launch import Launcher
 from .launch.deepspeed import launch_command
+from .prediction.activations import ModelProfile
 from .progress import Reporter
 from .record import TrialRecord
 from .rows import flat_rows, with_comparison
@@ -47,21 +48,23 @@ def run_comparison(options: Options, make_config: plan.MakeConfig, arguments: Se
             if options.dry_run:
                 return dry_run(situation)
             with interrupts.acting():
-                _require_ready(situation)
+                length = plan.seq_length(options.seq_length, situation.choice)
+                profile = foresight.profile(situation.choice, length)
+                _require_ready(situation, profile)
             store = (
                 RunStore.open(options.resume) if options.resume else RunStore.create(options.output_dir, options.family)
             )
             with store.held():
-                return _compare(situation, store, arguments)
+                return _compare(situation, profile, store, arguments)
         except KeyboardInterrupt:  # before the first trial
             print("interrupted", file=sys.stderr)
             return showing.INTERRUPTED_CODE
 
 
-def _require_ready(situation: Situation) -> None:
+def _require_ready(situation: Situation, profile: ModelProfile | None) -> None:
     """The part of the doctor that this plan needs. Raises PreflightError in second 0."""
     configs = [draft.config for draft in situation.drafts]
-    trials = Planned(situation, {}, foresight.Room(gpu_bytes=None, host_bytes=None)).trials(situation.drafts)
+    trials = Planned(situation, {}, foresight.Room(gpu_bytes=None, host_bytes=None), profile).trials(situation.drafts)
     need = foresight.host_need(trials) if situation.place.hostfile is None else None
     findings = doctor.for_plan(situation.place, configs, choice=situation.choice, need_host_bytes=need)
     doctor.require_ready(findings, sys.stderr, quiet=situation.options.quiet)
@@ -86,7 +89,7 @@ def dry_run(situation: Situation) -> int:
     return showing.OK
 
 
-def _compare(situation: Situation, store: RunStore, arguments: Sequence[str]) -> int:
+def _compare(situation: Situation, profile: ModelProfile | None, store: RunStore, arguments: Sequence[str]) -> int:
     options, place = situation.options, situation.place
     facts = environment.capture()
     if options.resume is not None:
@@ -96,7 +99,7 @@ def _compare(situation: Situation, store: RunStore, arguments: Sequence[str]) ->
         states = preflight.build_ops(place, situation.drafts, situation.variables, say)
     ready = ",".join(op for op, state in states.items() if state.ready)
     situation = replace(situation, variables={**situation.variables, "DS_BENCH_PRELOAD_OPS": ready})
-    planned = Planned(situation, states, foresight.Room.of(facts, place))
+    planned = Planned(situation, states, foresight.Room.of(facts, place), profile)
     trials = planned.trials(situation.drafts)
     if options.resume is not None:
         _require_same_workload(store, trials, _FOUND if options.auto_batch else ())

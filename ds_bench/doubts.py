@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
+from typing import Any
 
 from .caveats import Caveat, CaveatKind, note, typed
 from .dsconfig import offload_device, uses_nvme
@@ -35,9 +36,9 @@ _OPTIMIZER_FAMILIES = ("muon", "adagrad", "adam", "lion", "lamb", "sgd")
 """As they occur in names of optimizers and of their classes; ``MuonWithAuxAdam`` is a Muon."""
 
 
-def known(ranks: Sequence[RankMeasurement], name: str) -> list[int]:
-    """A field of the ranks, where measured."""
-    return [value for rank in ranks if (value := getattr(rank, name)) is not None]
+def known(measured: Sequence[object], name: str) -> list[Any]:
+    """A field of ranks, or of runs, where it was measured."""
+    return [value for each in measured if (value := getattr(each, name)) is not None]
 
 
 def gpu_fraction(record: TrialRecord) -> float | None:

@@ -16,6 +16,7 @@ from .launch.deepspeed import DeepSpeedLauncher
 from .launch.warm import WarmLauncher
 from .modelsource import ModelChoice, find_model
 from .options import Options
+from .prediction.activations import ModelProfile
 from .spec import Placement, Trial
 
 
@@ -68,10 +69,14 @@ def look_around(options: Options, make_config: plan.MakeConfig) -> Situation:
 class Planned:
     """From drafts to trials on this machine: completed, and with the memory they are predicted to take."""
 
-    def __init__(self, situation: Situation, op_states: Mapping[str, ops.OpState], room: foresight.Room) -> None:
-        self.situation, self.room, self._op_states = situation, room, op_states
-        length = plan.seq_length(situation.options.seq_length, situation.choice)
-        self.profile = foresight.profile(situation.choice, length)
+    def __init__(
+        self,
+        situation: Situation,
+        op_states: Mapping[str, ops.OpState],
+        room: foresight.Room,
+        profile: ModelProfile | None,
+    ) -> None:
+        self.situation, self.room, self.profile, self._op_states = situation, room, profile, op_states
 
     def trials(self, drafts: Sequence[plan.Draft]) -> list[Trial]:
         """Interleaved; those that cannot fit marked where the user asked for it."""

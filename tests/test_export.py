@@ -596,7 +596,8 @@ def run_command(words: list[str], folder: Path) -> dict[str, Any]:
     while "=" in words[0]:
         name, _, variables[name] = words.pop(0).partition("=")
     at, flag = (1, "--master_port") if words[0] == "deepspeed" else (2, "--main_process_port")
-    words[at:at] = [flag, str(free_port())]
+    port = free_port()
+    words[at:at] = [flag, str(port)]
     words[0] = str(Path(sys.executable).with_name(words[0]))
     process = subprocess.Popen(
         words, cwd=folder, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
@@ -607,6 +608,8 @@ def run_command(words: list[str], folder: Path) -> dict[str, Any]:
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
+        for segment in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_{port}_*"):
+            segment.unlink()  # DeepSpeed never does (ops/csrc/cpu/comm/shm.cpp)
     (line,) = [line for line in out.splitlines() if "REPORT " in line] or [pytest.fail(out[-4000:])]
     report: dict[str, Any] = json.loads(line.partition("REPORT ")[2])
     return report

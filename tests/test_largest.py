@@ -10,8 +10,9 @@ from typing import Any
 import fakes
 import pytest
 from fakes import FakeLauncher
+from house import House
 
-from ds_bench import cli, comparison, gpus, ops, preflight
+from ds_bench import cli
 from ds_bench.record import TrialRecord
 from ds_bench.spec import Trial
 
@@ -27,26 +28,12 @@ def trains_up_to(sizes: dict[str, int], otherwise: str = "OOM") -> Ends:
     return end
 
 
-class Machine:
-    """A machine without processes; ``end`` says how each trial ends."""
+class Machine(House):
+    """Searches; ``end`` says how each trial ends."""
 
-    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.output = folder / "out"
-        self.launcher = FakeLauncher()
-        ready = {op: ops.OpState(op=op, ready=True) for op in (ops.CPU_ADAM, ops.SHARED_MEMORY)}
-        monkeypatch.setattr(preflight, "build_ops", lambda *_: ready)
-        monkeypatch.setattr(comparison, "choose_launcher", lambda *_: (self.launcher, None))
-        monkeypatch.setattr(gpus, "NvmlQuery", fakes.FakeQuery)
-
-    def run(self, end: Ends, *arguments: str) -> int:
-        self.launcher = FakeLauncher(by_strategy={f"zero{stage}": end for stage in range(4)})
-        given = ["--model", "tiny", "--seq-length", "16", "--output-dir", str(self.output), "--quiet"]
-        return cli.main("zero", fakes.make_config, [*given, "--batch-size", "auto", *arguments])
-
-    def rows(self) -> list[dict[str, Any]]:
-        (path,) = self.output.glob("*_comparison_*.json")
-        rows: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))
-        return rows
+    def search(self, end: Ends, *arguments: str) -> int:
+        script = FakeLauncher(by_strategy={f"zero{stage}": end for stage in range(4)})
+        return self.run("--batch-size", "auto", *arguments, script=script)
 
     def probes(self) -> list[dict[str, Any]]:
         (path,) = self.output.glob("runs/*/probes.jsonl")
@@ -59,7 +46,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
 
 
 def test_each_strategy_is_compared_at_its_own_largest(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
-    assert machine.run(trains_up_to({"zero1": 5, "zero3": 11}), "--stages", "1", "3") == 0
+    assert machine.search(trains_up_to({"zero1": 5, "zero3": 11}), "--stages", "1", "3") == 0
     assert [(row["strategy"], row["batch_size"]) for row in machine.rows()] == [("zero1", 5), ("zero3", 11)]
     out = capsys.readouterr().out
     assert "each row's largest micro-batch" in out
@@ -68,14 +55,14 @@ def test_each_strategy_is_compared_at_its_own_largest(machine: Machine, capsys: 
 
 
 def test_failed_probes_are_kept_and_are_no_rows(machine: Machine) -> None:
-    machine.run(trains_up_to({"zero1": 5}), "--stages", "1")
+    machine.search(trains_up_to({"zero1": 5}), "--stages", "1")
     assert len(machine.rows()) == 1
     endings = {entry["outcome"]["status"] for entry in machine.probes()}
     assert endings == {"OOM", "Success"}
 
 
 def test_the_common_micro_batch_is_compared_on_request(machine: Machine) -> None:
-    machine.run(trains_up_to({"zero1": 5, "zero3": 11}), "--stages", "1", "3", "--common-batch")
+    machine.search(trains_up_to({"zero1": 5, "zero3": 11}), "--stages", "1", "3", "--common-batch")
     assert [(row["strategy"], row["batch_size"], row["batch_policy"]) for row in machine.rows()] == [
         ("zero1", 5, "largest"),
         ("zero3", 11, "largest"),
@@ -85,18 +72,18 @@ def test_the_common_micro_batch_is_compared_on_request(machine: Machine) -> None
 
 
 def test_where_nothing_trains_the_row_shows_why(machine: Machine) -> None:
-    assert machine.run(trains_up_to({"zero1": 0}), "--stages", "1") == 1
+    assert machine.search(trains_up_to({"zero1": 0}), "--stages", "1") == 1
     assert [(row["batch_size"], row["status"]) for row in machine.rows()] == [(1, "❌ OOM")]
 
 
 def test_a_failure_that_no_batch_mends_ends_the_search_at_once(machine: Machine) -> None:
-    assert machine.run(trains_up_to({"zero1": 0}, "RuntimeError"), "--stages", "1") == 1
+    assert machine.search(trains_up_to({"zero1": 0}, "RuntimeError"), "--stages", "1") == 1
     assert len(machine.probes()) == 1
     assert machine.rows()[0]["status"] == "❌ RuntimeError"
 
 
 def test_a_resumed_search_repeats_no_probe(machine: Machine) -> None:
-    machine.run(trains_up_to({"zero1": 5}), "--stages", "1")
+    machine.search(trains_up_to({"zero1": 5}), "--stages", "1")
     before = len(machine.probes())
     (folder,) = (machine.output / "runs").iterdir()
     again = trains_up_to({"zero1": 5, "zero3": 5})
@@ -121,7 +108,7 @@ def test_an_interrupted_search_runs_no_row_and_goes_on_with_resume(
     def interrupted_at_zero3(trial: Trial) -> TrialRecord:
         return fakes.failure(trial, "Interrupted") if trial.strategy.stage == 3 else fits(trial)
 
-    assert machine.run(interrupted_at_zero3, "--stages", "1", "3") == 130
+    assert machine.search(interrupted_at_zero3, "--stages", "1", "3") == 130
     assert not list(machine.output.glob("*_comparison_*.json"))
     before = len(machine.probes())
     (folder,) = (machine.output / "runs").iterdir()
@@ -134,5 +121,5 @@ def test_an_interrupted_search_runs_no_row_and_goes_on_with_resume(
 def test_a_dry_run_says_that_the_micro_batch_is_not_known_yet(
     machine: Machine, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert machine.run(trains_up_to({}), "--dry-run") == 0
+    assert machine.search(trains_up_to({}), "--dry-run") == 0
     assert "found by probes" in capsys.readouterr().out

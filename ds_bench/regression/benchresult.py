@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ..analysis import Summary
+from ..doubts import known
 from ..environment import Environment
 from ..reading.leastconfig import knows_config
 from ..record import SUCCESS
@@ -93,9 +94,9 @@ def _figures(good: Sequence[Summary]) -> dict[str, Any]:
     if not good:
         return {}
     on_gpu = good[-1].record.trial.placement.accelerator == "cuda"
-    peaks = _known(good, "gpu_peak_bytes" if on_gpu else "host_peak_bytes")
-    held = _known(good, "gpu_allocated_bytes" if on_gpu else "host_pss_bytes")
-    rates, samples = _known(good, "tokens_per_second"), _known(good, "samples_per_second")
+    peaks = known(good, "gpu_peak_bytes" if on_gpu else "host_peak_bytes")
+    held = known(good, "gpu_allocated_bytes" if on_gpu else "host_pss_bytes")
+    rates, samples = known(good, "tokens_per_second"), known(good, "samples_per_second")
     return {
         "throughput_tokens_per_sec": statistics.median(rates) if rates else None,
         "samples_per_sec": statistics.median(samples) if samples else None,
@@ -107,10 +108,6 @@ def _figures(good: Sequence[Summary]) -> dict[str, Any]:
         "step_seconds": tuple(second for run in good for second in _slowest(run)),
         "step_variation": max((each for run in good if (each := _variation(run)) is not None), default=None),
     }
-
-
-def _known(runs: Sequence[Summary], name: str) -> list[Any]:
-    return [value for run in runs if (value := getattr(run, name)) is not None]
 
 
 def _slowest(run: Summary) -> tuple[float, ...]:

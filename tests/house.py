@@ -1,0 +1,42 @@
+"""The whole way from flags to exit code on a machine without processes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import fakes
+import pytest
+from fakes import FakeLauncher, FakeQuery
+
+from ds_bench import cli, comparison, gpus, ops, preflight
+
+
+class House:
+    """A machine without processes: scripted trials, ops that are ready, no cards."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.output = folder / "out"
+        self.launcher = FakeLauncher()
+        ready = {op: ops.OpState(op=op, ready=True) for op in (ops.CPU_ADAM, ops.SHARED_MEMORY)}
+        monkeypatch.setattr(preflight, "build_ops", lambda *_: ready)
+        monkeypatch.setattr(comparison, "choose_launcher", lambda *_: (self.launcher, None))
+        monkeypatch.setattr(gpus, "NvmlQuery", FakeQuery)
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+            monkeypatch.delenv(name, raising=False)
+
+    def run(self, *arguments: str, script: FakeLauncher | None = None, family: Any = "zero") -> int:
+        self.launcher = script or FakeLauncher()
+        given = ["--model", "tiny", "--seq-length", "16", "--output-dir", str(self.output), "--quiet", *arguments]
+        return cli.main(family, fakes.make_config, given)
+
+    def resume(self, *arguments: str, script: FakeLauncher | None = None) -> int:
+        self.launcher = script or FakeLauncher()
+        (folder,) = (self.output / "runs").iterdir()
+        return cli.main("zero", fakes.make_config, ["--resume", str(folder), *arguments])
+
+    def rows(self) -> list[dict[str, Any]]:
+        (path,) = self.output.glob("*_comparison_*.json")
+        rows: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))
+        return rows
