@@ -7,6 +7,7 @@ STAMP := $(VENV)/installed
 .PHONY: demo test lint format bench clean
 
 $(STAMP): requirements.txt
+	PYTHON=$(PYTHON) scripts/install_system_packages.sh base
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check --requirement requirements.txt
 	touch $@
@@ -15,6 +16,7 @@ demo: $(STAMP)
 	$(BIN)/python zero_stage_comparison.py --model tiny --batch-size 4 --seq-length 128
 
 test: $(STAMP)
+	PYTHON=$(PYTHON) scripts/install_system_packages.sh test
 	$(BIN)/python -m ds_bench ops
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 

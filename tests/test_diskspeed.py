@@ -18,8 +18,6 @@ from ds_bench.checks import disk
 from ds_bench.launch import processes
 from ds_bench.spec import Placement
 
-pytestmark = pytest.mark.nvme
-
 MIB = 2**20
 
 
@@ -45,7 +43,7 @@ def measured(folder: Path, size: int, seconds: float = 5.0) -> dict[str, Any]:
     return answer
 
 
-@pytest.mark.usefixtures("async_io")
+@pytest.mark.nvme
 def test_a_real_disk_is_written_and_read_back_from_the_disk_itself(tmp_path: Path) -> None:
     if preflight.file_system(tmp_path) in ("tmpfs", "ramfs"):
         pytest.skip("temporary folders of this machine lie in memory")
@@ -58,24 +56,24 @@ def test_a_real_disk_is_written_and_read_back_from_the_disk_itself(tmp_path: Pat
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.usefixtures("async_io")
+@pytest.mark.nvme
 def test_time_that_runs_out_ends_the_measurement_before_the_size_does(tmp_path: Path) -> None:
     answer = measured(tmp_path, 2**40, seconds=0.0)
     assert answer["bytes"] == 64 * MIB
 
 
-@pytest.mark.usefixtures("async_io")
+@pytest.mark.nvme
 def test_memory_passed_off_as_a_disk_gives_an_error_or_says_that_nothing_came_from_a_disk() -> None:
     answer = measured(Path("/dev/shm"), 64 * MIB)
     assert "error" in answer or answer["from_disk"] is False
 
 
-@pytest.mark.usefixtures("async_io")
+@pytest.mark.nvme
 def test_a_folder_that_cannot_be_written_is_one_line_and_no_traceback() -> None:
     assert measured(Path("/proc/self"), 64 * MIB)["error"]
 
 
-@pytest.mark.usefixtures("async_io")
+@pytest.mark.nvme
 @pytest.mark.parametrize("number", [2, 15, 9])
 def test_nothing_is_left_on_the_disk_however_the_doctor_ends(tmp_path: Path, number: int) -> None:
     folder = tmp_path / "nvme"
@@ -121,5 +119,6 @@ def _open_files(pid: int) -> list[str]:
         return []
 
 
-def test_the_mark_of_a_built_op_is_where_the_doctor_looks_for_it(async_io: None) -> None:
+@pytest.mark.nvme
+def test_the_mark_of_a_built_op_is_where_the_doctor_looks_for_it() -> None:
     assert (Path(variables()["TORCH_EXTENSIONS_DIR"]) / f"{ops.ASYNC_IO}.ready").exists()

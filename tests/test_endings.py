@@ -212,7 +212,6 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.nvme
-@pytest.mark.usefixtures("async_io")
 def test_nvme_works_for_a_model_with_more_large_tensors_than_swap_buffers(launch: Launch, tmp_path: Path) -> None:
     tiny = find_preset("tiny")
     assert tiny is not None
@@ -248,7 +247,6 @@ def test_nvme_works_for_a_model_with_more_large_tensors_than_swap_buffers(launch
 
 
 @pytest.mark.nvme
-@pytest.mark.usefixtures("async_io")
 def test_a_full_swap_disk_is_oom_disk_and_nothing_stays_on_it(launch: Launch, small_disk: Path) -> None:
     tiny = find_preset("tiny")
     assert tiny is not None

@@ -160,7 +160,6 @@ def test_every_architecture_holds_what_was_predicted(
 
 
 @pytest.mark.nvme
-@pytest.mark.usefixtures("async_io")
 @pytest.mark.parametrize(("name", "ranks"), [("llama", 2), ("swapped", 1), ("swapped", 2), ("swapped", 3)])
 def test_nvme_holds_what_was_predicted_on_disk_and_in_memory(
     name: str, ranks: int, profiles: dict[str, ModelProfile], launch: Launch, tmp_path: Path

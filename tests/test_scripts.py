@@ -108,7 +108,6 @@ def test_bf16_losses_agree_from_stage_1_on_and_stage_0_has_its_explained_quirk(s
 
 
 @pytest.mark.nvme
-@pytest.mark.usefixtures("async_io")
 def test_all_offload_strategies_succeed_with_the_cpu_optimizer_named(shared: Shared) -> None:
     code, _, err, folder = shared(*OFFLOAD)
     rows = rows_of(folder)
@@ -120,7 +119,6 @@ def test_all_offload_strategies_succeed_with_the_cpu_optimizer_named(shared: Sha
 
 
 @pytest.mark.nvme
-@pytest.mark.usefixtures("async_io")
 def test_the_nvme_row_has_bytes_on_disk_and_leaves_none_behind(shared: Shared) -> None:
     folder = shared(*OFFLOAD)[3]
     row = rows_of(folder)[3]
@@ -129,7 +127,6 @@ def test_the_nvme_row_has_bytes_on_disk_and_leaves_none_behind(shared: Shared) -
 
 
 @pytest.mark.nvme
-@pytest.mark.usefixtures("async_io")
 def test_offload_losses_agree_with_no_offload(shared: Shared) -> None:
     finals = [row["final_loss"] for row in rows_of(shared(*OFFLOAD)[3])]
     assert max(finals) - min(finals) < 2e-2, finals
@@ -250,6 +247,7 @@ def test_resume_runs_what_is_missing_and_nothing_twice(start_script: Start) -> N
     assert out.count("✅") == 2
 
 
+@pytest.mark.nvme
 def test_a_killed_parent_takes_every_process_and_the_swap_folder_with_it(start_script: Start, tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()

@@ -1,0 +1,61 @@
+#!/usr/bin/env bash
+# Installs the system packages that `make demo` and `make test` need and that this machine lacks.
+#
+#   scripts/install_system_packages.sh base    a C++ compiler, Python's headers and its venv module
+#   scripts/install_system_packages.sh test    libaio's headers (NVMe rows), Chromium and its driver (the HTML report)
+#
+# It installs where it may: as root, with apt-get. Elsewhere one line says what to install. Without the packages of
+# `test` the tests that need them are skipped. Exit code: 1 where a package of `base` is missing, else 0.
+set -uo pipefail
+PYTHON=${PYTHON:-python3}
+
+has_header() { "${CXX:-c++}" -E -x c++ - <<<"#include <$1>" >/dev/null 2>&1; }
+has_venv() { "$PYTHON" -c 'import ensurepip, venv' >/dev/null 2>&1; }
+has_python_headers() {
+    "$PYTHON" -c 'import pathlib, sys, sysconfig
+sys.exit(not (pathlib.Path(sysconfig.get_path("include")) / "Python.h").is_file())' 2>/dev/null
+}
+has_browser() {
+    command -v chromedriver >/dev/null && { command -v chromium || command -v google-chrome; } >/dev/null
+}
+
+# The Debian packages of one group that are missing here, on one line.
+missing_packages() {
+    local -a missing=()
+    case $1 in
+    base)
+        command -v "${CXX:-c++}" >/dev/null || missing+=(g++)
+        has_venv || missing+=(python3-venv)
+        has_python_headers || missing+=(python3-dev)
+        ;;
+    test)
+        has_header libaio.h || missing+=(libaio-dev)
+        has_browser || missing+=(chromium chromium-driver fonts-dejavu-core)
+        ;;
+    *)
+        echo "usage: $0 base|test" >&2
+        exit 2
+        ;;
+    esac
+    echo "${missing[*]}"
+}
+
+group=${1:-}
+packages=$(missing_packages "$group") || exit 2
+if [[ -n $packages && $(id -u) == 0 ]] && command -v apt-get >/dev/null; then
+    echo "installing system packages: $packages" >&2
+    # shellcheck disable=SC2086  # one word per package
+    { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $packages; } \
+        >&2 </dev/null
+    packages=$(missing_packages "$group")
+fi
+[[ -z $packages ]] && exit 0
+case $group in
+base)
+    echo "missing system packages; install them first (Debian names): apt-get install $packages" >&2
+    exit 1
+    ;;
+test)
+    echo "the tests that need these are skipped; to run them (Debian names): apt-get install $packages" >&2
+    ;;
+esac
