@@ -232,8 +232,7 @@ def _related(row: StrategyResult, baseline: StrategyResult | None, reference: St
     forbidden = tuple(differences(_spokesman(reference.summaries).record, _spokesman(row.summaries).record))
     if baseline is None or forbidden:
         return replace(row, differences=forbidden)
-    ours, theirs = (known(each.successes, "tokens_per_second") for each in (row, baseline))
-    interval = None if row.key == baseline.key else ratio_interval(ours, theirs)
+    interval = None if row.key == baseline.key else ratio_between(row, baseline)
     return replace(
         row,
         ratio=interval.ratio if interval else _quotient(row.tokens_per_second, baseline.tokens_per_second),
@@ -241,6 +240,14 @@ def _related(row: StrategyResult, baseline: StrategyResult | None, reference: St
         gpu_difference_bytes=_less(row.gpu_peak_bytes, baseline.gpu_peak_bytes),
         host_difference_bytes=_less(row.host_peak_bytes, baseline.host_peak_bytes),
     )
+
+
+def ratio_between(row: StrategyResult, other: StrategyResult) -> RatioInterval | None:
+    """The ratio of the throughput of ``row`` to that of ``other`` with its 95 % interval.
+
+    None below three successful runs of either row.
+    """
+    return ratio_interval(known(row.successes, "tokens_per_second"), known(other.successes, "tokens_per_second"))
 
 
 def _quotient(a: float | None, b: float | None) -> float | None:
