@@ -96,8 +96,8 @@ class Comparison:
 
     results: tuple[StrategyResult, ...]
     baseline: StrategyResult | None = None
-    """The row that ratios refer to: the one asked for, else the first, or where that is disqualified the first sound
-    one. None where that row has no numbers."""
+    """The row that ratios refer to: the one asked for, else the first sound one, or where none is the first that has
+    numbers. None where the row asked for, or every row, has no numbers."""
     pareto_device: tuple[str, ...] = ()
     """Keys of rows that no other row beats in both throughput and device memory. Rows that are disqualified or do not
     compare take no part."""
@@ -124,17 +124,17 @@ def build(
 ) -> Comparison:
     """Every repeat to its row, and every row against the first, or against ``relative_to``.
 
-    A first row that is disqualified gives way to the first sound one. ``relative_to``: a strategy's name, a row's
-    label, or ``zeroN``. Raises UsageError where no row is called that. ``environments``: of the runs, in order. Where
-    the baseline has no numbers there are no ratios, and rows are held against the first that has for what forbids
-    comparing them.
+    A first row that failed or is disqualified gives way to the first sound one, or where none is sound to the first
+    that has numbers. ``relative_to``: a strategy's name, a row's label, or ``zeroN``. Raises UsageError where no row is
+    called that. ``environments``: of the runs, in order. Where the row asked for has no numbers there are no ratios,
+    and rows are held against the first that has for what forbids comparing them.
     """
     groups = grouped(with_comparison(summaries))
     labels = unique_labels([_spokesman(group).record for group in groups.values()])
     rows = [_row(key, label, group) for (key, group), label in zip(groups.items(), labels, strict=True)]
     asked = _asked(rows, relative_to)
-    chosen = _sound_one(rows, asked) if relative_to is None else asked
-    reference = chosen if chosen is None or chosen.succeeded else _first_measured(rows, chosen)
+    chosen = _first_good(rows, asked) if relative_to is None else asked
+    reference = chosen if chosen is None or chosen.succeeded else _first_good(rows, chosen)
     baseline = reference if chosen is not None and chosen.succeeded else None
     results = tuple(_related(row, baseline, reference) for row in rows)
     return Comparison(
@@ -214,16 +214,11 @@ def _asked(rows: Sequence[StrategyResult], relative_to: str | None) -> StrategyR
     return found
 
 
-def _sound_one(rows: Sequence[StrategyResult], first: StrategyResult | None) -> StrategyResult | None:
-    """The first row, unless its numbers are no result and another's are."""
-    if first is None or not first.succeeded or first.sound:
-        return first
-    return next((row for row in rows if row.sound), first)
-
-
-def _first_measured(rows: Sequence[StrategyResult], chosen: StrategyResult) -> StrategyResult:
-    measured = [row for row in rows if row.succeeded]
-    return next((row for row in measured if row.sound), measured[0] if measured else chosen)
+def _first_good(rows: Sequence[StrategyResult], first: StrategyResult | None) -> StrategyResult | None:
+    """``first`` where it is sound, else the first row that is; without one the first with numbers, ``first`` first."""
+    in_order = [*([] if first is None else [first]), *rows]
+    sound, measured = ([row for row in in_order if getattr(row, kind)] for kind in ("sound", "succeeded"))
+    return next(iter([*sound, *measured, *in_order]), None)
 
 
 def _related(row: StrategyResult, baseline: StrategyResult | None, reference: StrategyResult | None) -> StrategyResult:
@@ -288,7 +283,8 @@ def _of_baseline(asked: StrategyResult | None, chosen: StrategyResult | None) ->
     if not chosen.succeeded:
         return [note(f"{chosen.label} has no numbers to be relative to: no ratios; --relative-to takes another row")]
     if asked.key != chosen.key:
-        return [note(f"ratios are relative to {chosen.label}, as {asked.label} is no result: {asked.disqualification}")]
+        why = asked.disqualification or asked.summaries[0].record.outcome.status
+        return [note(f"ratios are relative to {chosen.label}, as {asked.label} is no result: {why}")]
     if not chosen.sound:
         return [note(f"ratios are relative to {chosen.label}, which is no result itself: {chosen.disqualification}")]
     return []

@@ -135,7 +135,7 @@ def _add_strategies(parser: argparse.ArgumentParser, zero: bool) -> None:
         help="folder on the NVMe disk" + ("" if zero else "; adds the nvme strategy when it is not named"),
     )
     add("--repeats", type=whole(1), default=1, metavar="R", help="runs of every row, interleaved (default: 1)")
-    add("--relative-to", default=None, metavar="STRATEGY", help="row that ratios refer to (default: the first)")
+    add("--relative-to", default=None, metavar="STRATEGY", help="row that ratios refer to (default: the first good one)")
     add(
         "--goal",
         choices=GOALS,

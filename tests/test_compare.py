@@ -228,8 +228,17 @@ def test_without_rows_there_is_an_empty_comparison_whatever_was_to_be_the_baseli
     assert build([], "zero1") == Comparison(results=())
 
 
-def test_a_baseline_without_success_gives_no_ratios_and_says_so() -> None:
-    comparison = compared(fakes.failure(gpu(0)), ran(1), ran(2))
+def test_behind_a_failed_first_row_ratios_refer_to_the_first_good_one_and_that_is_said() -> None:
+    """The usual case of a large model: ZeRO-0 does not fit, and the rows behind it are still to be compared."""
+    comparison = compared(fakes.failure(gpu(0)), ran(1, 0.05, **WRONG), ran(2, 0.1), ran(3, 0.2))
+    assert comparison.baseline == comparison.results[2]
+    assert [row.ratio for row in comparison.results] == [None, *map(pytest.approx, (2, 1, 0.5))]
+    (said,) = [caveat for caveat in comparison.caveats if caveat.kind is CaveatKind.NOTE]
+    assert said.text == "ratios are relative to ZeRO-2, as ZeRO-0 is no result: OOM"
+
+
+def test_a_failed_row_that_is_asked_for_gives_no_ratios_and_says_so() -> None:
+    comparison = compared(fakes.failure(gpu(0)), ran(1), ran(2), relative_to="zero0")
     assert comparison.baseline is None
     assert [row.ratio for row in comparison.results] == [None] * 3
     (said,) = [caveat for caveat in comparison.caveats if caveat.kind is CaveatKind.NOTE]
