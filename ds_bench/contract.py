@@ -63,6 +63,8 @@ class Assignment:
     """Variables set in every rank before torch is used."""
     swap_folder: str | None = None
     """Private folder for NVMe swapping."""
+    collective_timeout_seconds: float | None = None
+    """For one collective: longer than any limit of the trial, so that no library ends a rank before the parent does."""
 
     def save(self, folder: Path, config: Mapping[str, Any]) -> None:
         """Writes trial.json and ds_config.json into the trial's folder."""

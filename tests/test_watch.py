@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -14,6 +17,7 @@ import fakes
 import pytest
 
 from ds_bench.contract import BeatWriter, RankExit, append_line
+from ds_bench.launch import processes
 from ds_bench.launch import watch as module
 from ds_bench.launch.watch import Ending, Limits, Progress, watch
 
@@ -222,6 +226,63 @@ def test_a_beat_file_that_is_written_anew_without_news_is_a_sign_of_life(world: 
         world.at(second, lambda: world.beat(0, "import"))
     world.leader_ends(60)
     assert world.run(1)[0] == "ended"
+
+
+SILENT = {
+    # one step each 0.05 s; the process never beats
+    "allocates": "kept.append(bytearray(b'1') * (8 * 2**20))",
+    "allocates and frees": "kept[:] = [] if len(kept) > 8 else [*kept, bytearray(b'1') * (12 * 2**20)]",
+    "writes": "file.write(b'1' * (8 * 2**20)); file.flush(); os.fsync(file.fileno())",
+    "spins": "",
+}
+
+
+def counts_writes(folder: Path) -> bool:
+    before = processes.activity([os.getpid()]).disk_bytes
+    with (folder / "probe").open("wb") as file:
+        file.write(b"1" * 2**20)
+        file.flush()
+        os.fsync(file.fileno())
+    return processes.activity([os.getpid()]).disk_bytes >= before + 2**20
+
+
+@pytest.mark.parametrize("does", SILENT)
+def test_silent_ranks_live_while_they_fill_memory_or_move_bytes_but_not_by_spinning(does: str, tmp_path: Path) -> None:
+    if does == "writes" and not counts_writes(tmp_path):
+        pytest.skip("the file system of temporary folders is in memory, or its I/O is not counted")
+    program = f"""
+import os, time
+kept, file = [], open({str(tmp_path / "written")!r}, "wb")
+start = time.monotonic()
+while time.monotonic() - start < 3:
+    {SILENT[does]}
+    until = time.monotonic() + 0.05
+    while time.monotonic() < until: pass
+"""
+    child = subprocess.Popen([sys.executable, "-c", program])
+    limits = Limits(timeout_seconds=60, stall_timeout_seconds=1.2)
+
+    def wait(seconds: float) -> bool:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(seconds)
+        return child.poll() is not None
+
+    try:
+        ending, _ = watch(tmp_path, 1, limits, wait, lambda _progress: None)
+    finally:
+        child.kill()
+        child.wait()
+    assert ending == ("stalled" if does == "spins" else "ended")
+
+
+def test_a_rank_that_has_done_a_step_lives_by_its_beats_alone(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    grown = itertools.count(step=2**30)
+    growing = lambda _pids: processes.Activity(resident_bytes=next(grown), disk_bytes=0)  # noqa: E731
+    monkeypatch.setattr(module.processes, "activity", growing)
+    world.at(40, lambda: world.beat(0, "forward", 1))
+    ending, _, took = world.run(1)
+    assert ending == "stalled"
+    assert 60 <= took < 63
 
 
 @pytest.mark.parametrize("how", ["stalled", "timeout"])

@@ -5,6 +5,9 @@ from __future__ import annotations
 import errno
 import json
 import math
+import os
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -69,6 +72,34 @@ def test_weights_depend_on_seed_and_name_and_not_on_the_order_of_building() -> N
         build.redraw_weights(model, seed=3)
     assert torch.equal(a["x"].weight, b["x"].weight)
     assert not torch.equal(a["x"].weight, a["y"].weight)
+
+
+def test_every_parameter_that_is_drawn_anew_is_a_sign_of_life() -> None:
+    beats: list[None] = []
+    model = torch.nn.ModuleList([torch.nn.Linear(8, 8) for _ in range(3)])
+    build.redraw_weights(model, seed=3, alive=lambda: beats.append(None))
+    assert len(beats) == 6
+
+
+def test_no_collective_ends_before_the_trials_own_limits(tmp_path: Path) -> None:
+    """In a process group that DeepSpeed makes for itself too; torch's own default for NCCL is 10 minutes."""
+    program = f"""
+import os
+os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
+import torch.distributed
+from types import SimpleNamespace
+from ds_bench.worker import session
+session._meet(SimpleNamespace(rendezvous="file://{tmp_path}/meet", collective_timeout_seconds=7320.0), "cpu")
+groups = torch.distributed.distributed_c10d
+import deepspeed.comm
+for group in (None, deepspeed.comm.new_group([0])):
+    backend = (group or groups._get_default_group())._get_backend(torch.device("cpu"))
+    print(backend.options._timeout.total_seconds(), flush=True)
+print(groups._get_default_timeout("nccl").total_seconds())
+"""
+    variables = {**os.environ, "DS_ACCELERATOR": "cpu"}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=variables, check=False)
+    assert done.stdout.split()[-3:] == ["7320.0"] * 3, done.stderr
 
 
 def test_shared_parameters_are_counted_once() -> None:

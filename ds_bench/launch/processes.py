@@ -11,6 +11,7 @@ import os
 import signal
 import time
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
@@ -77,6 +78,30 @@ def alive(pid: int) -> bool:
     except (OSError, IndexError):
         return False
     return state not in ("Z", "X")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Activity:
+    """What processes hold and have moved; CPU time is left out, since a hung wait may spin."""
+
+    resident_bytes: int
+    """Resident memory of all of them at this moment."""
+    disk_bytes: int
+    """Read from and written to block devices by those that live, since each began."""
+
+
+def activity(pids: Iterable[int]) -> Activity:
+    """Sums over the processes that can be read; a process that has just ended counts nothing."""
+    import psutil
+
+    resident = disk = 0
+    for pid in pids:
+        with contextlib.suppress(psutil.Error):
+            process = psutil.Process(pid)
+            resident += process.memory_info().rss
+            counters = process.io_counters()
+            disk += counters.read_bytes + counters.write_bytes
+    return Activity(resident_bytes=resident, disk_bytes=disk)
 
 
 def send(pids: Iterable[int], number: int) -> None:

@@ -52,7 +52,7 @@ def run_trial(
     through. Either way the tree is ended first.
     """
     processes.adopt_orphans()
-    assignment = _assign(trial, environment, meet_by_file)
+    assignment = _assign(trial, environment, meet_by_file, limits)
     assignment.save(folder, with_swap_folder(trial.ds_config, assignment.swap_folder or ""))
     started_at, clock = datetime.now(UTC).isoformat(timespec="seconds"), time.monotonic()
     kills = _kernel_kills()
@@ -98,7 +98,12 @@ def run_trial(
     )
 
 
-def _assign(trial: Trial, environment: Mapping[str, str], meet_by_file: bool) -> Assignment:
+_COLLECTIVE_MARGIN_SECONDS = 120.0
+"""Beyond the limits of a trial: time for the parent to see that a limit is over, and to dump every rank's stacks."""
+_LONGEST_COLLECTIVE_SECONDS = 30 * 24 * 3600.0
+
+
+def _assign(trial: Trial, environment: Mapping[str, str], meet_by_file: bool, limits: Limits) -> Assignment:
     scratch_id = new_scratch_id()
     meeting = Path(tempfile.gettempdir()) / f"ds_bench_meet_{os.getuid()}_{scratch_id}"
     swap = swap_folder(trial, scratch_id)
@@ -110,6 +115,10 @@ def _assign(trial: Trial, environment: Mapping[str, str], meet_by_file: bool) ->
         scratch_id=scratch_id,
         environment=environment,
         swap_folder=swap,
+        collective_timeout_seconds=min(
+            max(limits.timeout_seconds, limits.stall_timeout_seconds) + _COLLECTIVE_MARGIN_SECONDS,
+            _LONGEST_COLLECTIVE_SECONDS,
+        ),
     )
 
 

@@ -15,6 +15,11 @@ from . import processes
 
 Ending = Literal["ended", "hung_at_exit", "rank_failed", "timeout", "stalled"]
 _POLL_SECONDS = 0.2
+_GROWTH_BYTES = 16 * 2**20
+"""Memory or I/O by which silent ranks have to grow to count as alive: more than a hung rank's log or caches do."""
+_LOOKS_PER_STALL = 4
+"""How often the growth of silent ranks is looked at within the stall timeout."""
+_LONGEST_BETWEEN_LOOKS_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +29,8 @@ class Limits:
     timeout_seconds: float = 3600.0
     """Whole trial."""
     stall_timeout_seconds: float = 600.0
-    """Without any sign of life from any rank."""
+    """Without any sign of life from any rank: a beat or, until each has done its first step, growth of what it holds
+    in memory or has moved to and from disks."""
     failure_grace_seconds: float = 5.0
     """For the other ranks to report after one has failed."""
     exit_grace_seconds: float = 10.0
@@ -72,6 +78,8 @@ class _Watcher:
         self._ranks = range(world_size)
         self._start = self._last_life = time.monotonic()
         self._beats: dict[int, Beat] = {}
+        self._lowest: processes.Activity | None = None
+        self._looked_at = self._start
         self._written_at: float | None = None
         self._failed_at: float | None = None
         self.start_seconds: float | None = None
@@ -97,9 +105,32 @@ class _Watcher:
             if beat is not None and beat != self._beats.get(rank):
                 self._beats[rank] = beat
                 self._last_life = now
+        self._look_for_growth(now)
         everyone = len(self._beats) == len(self._ranks)
         if self.start_seconds is None and everyone and all(beat.step >= 0 for beat in self._beats.values()):
             self.start_seconds = now - self._start
+
+    def _look_for_growth(self, now: float) -> None:
+        """Ranks that load, build or initialise are silent in libraries for minutes, but move bytes meanwhile."""
+        interval = min(self._limits.stall_timeout_seconds / _LOOKS_PER_STALL, _LONGEST_BETWEEN_LOOKS_SECONDS)
+        stepping = len(self._beats) == len(self._ranks) and all(beat.step >= 1 for beat in self._beats.values())
+        if stepping or now - self._looked_at < interval:
+            return
+        self._looked_at = now
+        seen = processes.activity(processes.descendants())
+        before = self._lowest
+        if before is None:
+            self._lowest = seen
+        elif (
+            seen.resident_bytes >= before.resident_bytes + _GROWTH_BYTES
+            or seen.disk_bytes >= before.disk_bytes + _GROWTH_BYTES
+        ):
+            self._last_life, self._lowest = now, seen
+        else:  # what was given back can grow again
+            self._lowest = processes.Activity(
+                resident_bytes=min(seen.resident_bytes, before.resident_bytes),
+                disk_bytes=min(seen.disk_bytes, before.disk_bytes),
+            )
 
     def _over_by_files(self, now: float) -> Ending | None:
         written = [rank for rank in self._ranks if rank_file(self._folder, rank).exists()]

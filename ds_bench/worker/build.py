@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -53,8 +53,10 @@ class _Stage3:
         return True
 
 
-def build_model(workload: Workload, config: Mapping[str, Any], device: torch.device) -> torch.nn.Module:
-    """The model in training mode; partitioned at stage 3, on ``device`` otherwise."""
+def build_model(
+    workload: Workload, config: Mapping[str, Any], device: torch.device, alive: Callable[[], None]
+) -> torch.nn.Module:
+    """The model in training mode; partitioned at stage 3, on ``device`` otherwise. ``alive``: called as it grows."""
     torch.manual_seed(workload.seed)
     dtype = training_dtype(config)
     stage3 = config.get("zero_optimization", {}).get("stage") == 3
@@ -62,7 +64,7 @@ def build_model(workload: Workload, config: Mapping[str, Any], device: torch.dev
         model = _from_factory(workload, config, dtype, device, stage3)
     else:
         model = _from_transformers(workload, dtype, device, stage3)
-        redraw_weights(model, workload.seed)
+        redraw_weights(model, workload.seed, alive)
     model.train()
     if workload.activation_checkpointing:
         _enable_checkpointing(model)
@@ -123,10 +125,14 @@ def _not_a_model(value: object) -> torch.nn.Module:
     raise TypeError(f"the model factory returned {type(value).__name__}, not a torch.nn.Module")
 
 
-def redraw_weights(model: torch.nn.Module, seed: int) -> None:
-    """Every parameter of two or more dimensions from N(0, 0.02²), seeded by ``seed`` and its name."""
+def redraw_weights(model: torch.nn.Module, seed: int, alive: Callable[[], None] = lambda: None) -> None:
+    """Every parameter of two or more dimensions from N(0, 0.02²), seeded by ``seed`` and its name.
+
+    ``alive`` is called before each parameter: at stage 3 gathering those of a large model takes minutes.
+    """
     with torch.no_grad():
         for name, parameter in model.named_parameters():
+            alive()
             shape = getattr(parameter, "ds_shape", parameter.shape)
             if len(shape) < 2:
                 continue

@@ -6,6 +6,7 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from typing import Any
 
 import deepspeed
@@ -32,7 +33,7 @@ def measure(assignment: Assignment, config: dict[str, Any], beat: BeatWriter, ke
     _meet(assignment, accelerator)
     with _stopwatch() as building:
         alive = build.keep_alive_for_stage3(config)
-        model = build.build_model(workload, config, device)
+        model = build.build_model(workload, config, device, lambda: beat.beat("build"))
         sizes = build.parameter_sizes(model)
     beat.beat("init")
     with _stopwatch() as initialising:
@@ -128,11 +129,17 @@ def _reopen_nvml() -> None:
 
 def _meet(assignment: Assignment, accelerator: str) -> None:
     backend = "nccl" if accelerator == "cuda" else None
+    limit = timedelta(seconds=assignment.collective_timeout_seconds or 3600.0)
+    # DeepSpeed passes no timeout to new_group (comm/torch.py), and its data-parallel group is one (utils/groups.py):
+    # torch would end every rank after its own default, 10 minutes with NCCL.
+    groups = torch.distributed.distributed_c10d
+    groups.default_pg_timeout = groups.default_pg_nccl_timeout = limit
     if assignment.rendezvous is None:
-        deepspeed.init_distributed(dist_backend=backend)
+        deepspeed.init_distributed(dist_backend=backend, timeout=limit)
         return
     deepspeed.init_distributed(
         dist_backend=backend,
+        timeout=limit,
         init_method=assignment.rendezvous,
         rank=int(os.environ["RANK"]),
         world_size=int(os.environ["WORLD_SIZE"]),

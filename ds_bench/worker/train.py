@@ -177,6 +177,7 @@ def phase_seconds(trainer: Trainer, steps: int = 2) -> dict[str, float]:
 
 def micro_step(trainer: Trainer, report: Callable[[str, float], None]) -> None:
     """One micro-batch with the device synchronised around forward, backward and step."""
+    trainer._beat.beat("inspect")
     engine, batch = trainer.engine, next(trainer._batches)
     loss: list[torch.Tensor] = []
     parts: dict[str, Callable[[], Any]] = {
