@@ -139,6 +139,17 @@ def test_with_checkpointing_one_layer_is_recomputed_at_a_time() -> None:
     assert found.checkpointed_activation_bytes == 1000 * 120
 
 
+@pytest.mark.parametrize(("stage", "copy_bytes"), [(2, 8 * 525_336_576), (3, 2 * 525_336_576 + 8 * 250_000_000)])
+def test_an_offloaded_gradient_is_copied_to_fp64_for_its_norm(stage: int, copy_bytes: int) -> None:
+    """Llama-3.1-8B's LM head of 128,256 × 4,096, on one GPU; stage 3 takes 250 million elements at a time."""
+    facts = find_preset("meta-llama/Llama-3.1-8B")
+    assert facts is not None
+    question = ask(offload("cpu_optimizer", stage), 1, model=profile_of(facts, 2048), seq_length=2048)
+    found = question.answer()
+    assert found.phase == "enter"
+    assert found.gpu["temporaries"] == 2 * 525_336_576 + copy_bytes
+
+
 def test_the_bucket_has_its_full_size_however_small_the_model() -> None:
     question = replace(ask(zero(3)), changes={})
     assert question.answer().ledger["gpu"]["deepspeed_buffers"] == 2 * 500_000_000

@@ -14,6 +14,8 @@ from ..spec import Accelerator, Precision
 from .activations import ModelProfile
 from .modelstates import Ledger, element_bytes
 
+NORM_BYTES = 8
+"""Per element: norms of gradients are taken in fp64 (zero/utils.py, get_norm_dtype)."""
 _MOMENTS = {"adam": 2, "adamw": 2, "lion": 1, "adagrad": 1, "sgd": 0}
 
 

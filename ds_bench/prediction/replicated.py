@@ -9,7 +9,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
 
-from .memorycase import MemoryCase, Phases, Tally
+from .memorycase import NORM_BYTES, MemoryCase, Phases, Tally
 from .modelstates import FP32_BYTES, Ledger, flat_elements
 
 _ENGINE_BUCKET_ELEMENTS = 500_000_000
@@ -70,9 +70,14 @@ def owned_elements(tensors: Sequence[int], data_parallel_size: int) -> int:
     return most
 
 
+def _norm_bytes(tensors: Sequence[int], part: int) -> int:
+    """Of the fp64 copy of one gradient, or of what a rank's part has of it, that its norm is taken of."""
+    return NORM_BYTES * min(part, max(tensors, default=0))
+
+
 def _partitioned(case: MemoryCase) -> Phases:
-    """Stage 1 keeps all gradients until the last is there, stage 2 those of its part. The step flattens its part,
-    then casts it to fp32 (zero/stage_1_and_2.py, step)."""
+    """Stage 1 keeps all gradients until the last is there, stage 2 those of its part. The step takes the norm of each
+    gradient in fp64 (get_grad_norm_direct), flattens its part, then casts it to fp32 (zero/stage_1_and_2.py, step)."""
     flat = flat_elements(case.profile.parameters, case.data_parallel_size)
     part = flat // case.data_parallel_size
     tally = Tally().add("gpu", "parameters", case.element * flat).add("gpu", "optimizer_states", case.state * part)
@@ -80,13 +85,14 @@ def _partitioned(case: MemoryCase) -> Phases:
     bucket = _bucket(case, case.accumulated if case.settings.stage == 1 else case.element)
     cast = FP32_BYTES * part if case.accumulated != FP32_BYTES else 0
     flattened = 0 if case.settings.stage == 2 and case.settings.fp32_accumulation else case.accumulated * part
+    norm = _norm_bytes(case.profile.tensors, part)
     return {
         "forward": tally.with_(("gpu", "gradients", 0 if case.grad_accum == 1 else every)),
         "backward": tally.with_(("gpu", "gradients", every), ("gpu", "deepspeed_buffers", bucket)),
         "reduced": tally.with_(
             ("gpu", "gradients", every), ("gpu", "deepspeed_buffers", bucket), ("gpu", "temporaries", extra)
         ),
-        "flatten": tally.with_(("gpu", "gradients", kept), ("gpu", "temporaries", flattened + cast)),
+        "flatten": tally.with_(("gpu", "gradients", kept), ("gpu", "temporaries", max(norm, flattened + cast))),
         "update": tally.with_(("gpu", "temporaries", (FP32_BYTES + case.torch_step) * part)),
     }
 
@@ -107,7 +113,9 @@ def _gradients(case: MemoryCase, part: int) -> tuple[int, int, int]:
 
 def _offloaded(case: MemoryCase) -> Phases:
     """Stages 1 and 2 with the optimizer on the host: the fp32 master and its gradient, a 16-bit copy of the updated
-    part, and one gradient of the largest tensor on either side (zero/stage_1_and_2.py, __init__)."""
+    part, and one gradient of the largest tensor on either side (zero/stage_1_and_2.py, __init__). As each gradient is
+    reduced, its norm is taken of an fp64 copy of what the rank's part has of it (set_norm_for_param_grad_in_gpu,
+    copy_grads_in_partition): of a tied embedding when backward has ended, of any other tensor within backward."""
     settings = case.settings
     flat = flat_elements(case.profile.parameters, case.data_parallel_size)
     part = flat // case.data_parallel_size
@@ -124,12 +132,18 @@ def _offloaded(case: MemoryCase) -> Phases:
         tally.add("gpu", "gradients", FP32_BYTES * part)
     every = case.accumulated * case.profile.parameters if settings.stage == 1 else 0
     bucket = ("gpu", "deepspeed_buffers", _bucket(case, case.accumulated if settings.stage == 1 else case.element))
-    backward = tally.with_(("gpu", "gradients", every), bucket, ("gpu", "temporaries", 0 if every else single))
+    tensors = case.profile.tensors
+    inner = _norm_bytes(tensors[1:] if case.profile.tied_embeddings else tensors, part)
+    own_gradient = 0 if every else single
+    backward = tally.with_(("gpu", "gradients", every), bucket, ("gpu", "temporaries", own_gradient + inner))
+    reduced = tally.with_(
+        ("gpu", "gradients", every), bucket, ("gpu", "temporaries", own_gradient + _norm_bytes(tensors, part))
+    )
     forward = tally.with_(("gpu", "gradients", every if case.grad_accum > 1 else 0))
     return {
         "forward": forward,
         "backward": backward,
-        "reduced": backward,
+        "reduced": reduced,
         "flatten": tally.ledger,
         "update": tally.ledger,
     }

@@ -5,11 +5,14 @@ Written from DeepSpeed 0.19.8; the paths are below its ``runtime/``.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from .gathering import gathered
-from .memorycase import MemoryCase, Phases, Tally
+from .memorycase import NORM_BYTES, MemoryCase, Phases, Tally
 from .modelstates import FP32_BYTES, partition_elements
+
+_NORM_PIECE_ELEMENTS = 250_000_000
+"""Elements whose norm is taken at once with the optimizer offloaded (zero/stage3.py, _constant_buffered_norm2)."""
 
 
 def phases(case: MemoryCase) -> Phases:
@@ -26,7 +29,7 @@ def phases(case: MemoryCase) -> Phases:
     forward = tally.with_(resting, moving)
     return {
         "forward": forward,
-        "backward": tally.with_(resting, moving, ("gpu", "temporaries", _in_flight(case))),
+        "backward": tally.with_(resting, moving, ("gpu", "temporaries", _in_flight(case) + _norm(case, parts))),
         "reduced": tally.with_(resting),
         **_step(case, groups, tally),
     }
@@ -166,14 +169,23 @@ def _in_flight(case: MemoryCase) -> int:
     return case.element * (max(case.profile.tensors) + copy)
 
 
+def _norm(case: MemoryCase, parts: Sequence[int]) -> int:
+    """With the optimizer offloaded, the largest part's gradient on the accelerator, and the fp64 copy of it, in pieces,
+    that its norm is taken of (zero/stage3.py, partition_grads, _constant_buffered_norm2)."""
+    if not case.settings.offload_optimizer:
+        return 0
+    return case.accumulated * max(parts) + NORM_BYTES * min(max(parts), _NORM_PIECE_ELEMENTS)
+
+
 def _step(case: MemoryCase, groups: list[list[int]], tally: Tally) -> Phases:
-    """One sub-group at a time: flattened, then cast to fp32 (zero/stage3.py, _prepare_fp32_grad_for_sub_group)."""
+    """The norm of one tensor's part at a time, in fp64 (zero/stage3.py, get_grad_norm_direct); then one sub-group at
+    a time: flattened, then cast to fp32 (_prepare_fp32_grad_for_sub_group)."""
     if case.settings.offload_optimizer:
         return {"flatten": tally.ledger, "update": tally.ledger}
-    largest = max(map(sum, groups))
+    largest, norm = max(map(sum, groups)), NORM_BYTES * max(part for group in groups for part in group)
     cast = FP32_BYTES if case.accumulated != FP32_BYTES else 0
     update = max(cast, case.accumulated) + case.torch_step
     return {
-        "flatten": tally.with_(("gpu", "temporaries", (case.accumulated + cast) * largest)),
+        "flatten": tally.with_(("gpu", "temporaries", max(norm, (case.accumulated + cast) * largest))),
         "update": tally.with_(("gpu", "temporaries", update * largest)),
     }
