@@ -2,10 +2,15 @@
 """Compares offload strategies on one model: ``python offload_comparison.py --help``."""
 
 import sys
-from typing import Any
 
-from ds_bench import cli, dsconfig
-from ds_bench.spec import Strategy
+try:
+    from typing import Any
+
+    from ds_bench import cli, dsconfig
+    from ds_bench.spec import Strategy
+except KeyboardInterrupt:  # Ctrl-C while this is loaded
+    print("interrupted", file=sys.stderr)
+    sys.exit(130)
 
 
 def create_deepspeed_config(strategy: Strategy, batch_size: int, grad_accum: int = 1) -> dict[str, Any]:

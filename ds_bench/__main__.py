@@ -5,16 +5,21 @@ Each verb is one function here that reads its flags and calls the module that do
 
 from __future__ import annotations
 
-import argparse
 import sys
-from collections.abc import Callable, Sequence
-from pathlib import Path
 
-from . import __version__, console
-from .argtypes import Parser, fraction, positive, whole
-from .errors import DsBenchError
-from .options import GOALS
-from .spec import PRECISIONS
+try:
+    import argparse
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    from . import __version__, console
+    from .argtypes import Parser, fraction, positive, whole
+    from .errors import DsBenchError
+    from .options import GOALS
+    from .spec import PRECISIONS
+except KeyboardInterrupt:  # Ctrl-C while this is loaded
+    print("interrupted", file=sys.stderr)
+    sys.exit(130)
 
 Verb = Callable[[argparse.Namespace], int]
 

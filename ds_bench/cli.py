@@ -23,20 +23,24 @@ def main(
     prog = Path(sys.argv[0]).name
     given = list(sys.argv[1:] if arguments is None else arguments)
     console.have_streams()
-    try:
-        options, kept = _with_resumed_flags(family, prog, given)
-        if _not_rank_zero(os.environ):
-            return 0
-        _forget_launcher(os.environ)
-        from .comparison import run_comparison
+    with console.stderr_may_break():
+        try:
+            options, kept = _with_resumed_flags(family, prog, given)
+            if _not_rank_zero(os.environ):
+                return 0
+            _forget_launcher(os.environ)
+            from .comparison import run_comparison
 
-        return run_comparison(options, make_config, kept)
-    except DsBenchError as error:
-        print(f"{prog}: {error}", file=sys.stderr)
-        return error.exit_code
-    except OSError as error:  # a disk that ran full, say: what was written before stays
-        print(f"{prog}: {error}", file=sys.stderr)
-        return 1
+            return run_comparison(options, make_config, kept)
+        except DsBenchError as error:
+            print(f"{prog}: {error}", file=sys.stderr)
+            return error.exit_code
+        except OSError as error:  # a disk that ran full, say: what was written before stays
+            print(f"{prog}: {error}", file=sys.stderr)
+            return 1
+        except KeyboardInterrupt:  # before or after the signals are handled
+            print("interrupted", file=sys.stderr)
+            return 130
 
 
 def _with_resumed_flags(family: Family, prog: str, given: list[str]) -> tuple[Options, list[str]]:

@@ -239,8 +239,8 @@ def _finish(options: Options, store: RunStore, view: _View, notes: Sequence[str]
     if view.unknown_peak:
         notes = [*notes, f"no peak rate known for {view.unknown_peak}: MFU left out; --peak-tflops gives it"]
     found = view.conclude(summaries, notes, provenance.command(options.family, arguments))
-    showing.show(options, found, rows)
     folder = showing.write_configuration(options, found, store.folder, view.facts)
+    showing.show(options, found, rows)  # last: standard output may be gone
     if not options.quiet:
         print(f"\nJSON {store.json_path}\nCSV  {store.csv_path}\nrun  {store.folder}", file=sys.stderr)
         if folder is not None:

@@ -7,8 +7,7 @@ import sys
 import unicodedata
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import IO
+from typing import IO, Any, TextIO, cast
 
 _ASCII = {
     "✅": "[ok]",
@@ -51,10 +50,56 @@ def _spelled(sign: str) -> str:
 
 
 def have_streams() -> None:
-    """A process started with its output closed (``>&-``) gets one that swallows what is written."""
-    for name in ("stdout", "stderr"):
+    """A process started with its input or output closed (``>&-``) gets /dev/null there, and so do its children."""
+    for descriptor in (0, 1, 2):
+        try:
+            os.fstat(descriptor)
+        except OSError:  # the lowest free number is this one
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+    for name, descriptor in (("stdout", 1), ("stderr", 2)):
         if getattr(sys, name) is None:
-            setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115 - for the process's life
+            setattr(sys, name, open(descriptor, "w", encoding="utf-8", closefd=False))  # noqa: SIM115
+
+
+@contextmanager
+def stderr_may_break() -> Iterator[None]:
+    """Progress that nobody reads any more (``2>&1 | head``, a full disk) is dropped and ends nothing."""
+    before = sys.stderr
+    sys.stderr = cast(TextIO, _DroppingStream(before))
+    try:
+        yield
+    finally:
+        sys.stderr = before
+
+
+class _DroppingStream:
+    """Passes text on until the first failure; from then on to /dev/null."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        try:
+            return self._stream.write(text)
+        except OSError:
+            _lead_nowhere(self._stream)
+            return len(text)
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except OSError:
+            _lead_nowhere(self._stream)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def _lead_nowhere(stream: TextIO) -> None:
+    """What the stream still holds, and all that follows, goes to /dev/null: else it would fail again at exit."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, stream.fileno())
+    os.close(null)
 
 
 def print_text(text: str) -> None:
@@ -64,9 +109,15 @@ def print_text(text: str) -> None:
 
 @contextmanager
 def pipe_may_close() -> Iterator[None]:
-    """A reader that has seen enough (``| head``) is no error."""
+    """A reader that has seen enough (``| head``) is no error; output that cannot be written otherwise is."""
     try:
         yield
         sys.stdout.flush()
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _lead_nowhere(sys.stdout)
+    except OSError:
+        try:
+            sys.stdout.flush()
+        except OSError:
+            _lead_nowhere(sys.stdout)
+        raise

@@ -22,7 +22,10 @@ def asked() -> bool:
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Handles the signals as described, for the length of the block."""
+    """Handles the signals as described, for the length of the block.
+
+    A signal that is ignored stays ignored: nohup and background jobs of a shell mean it so.
+    """
 
     def handle(_number: int, _frame: object) -> None:
         _state["asked"] = True
@@ -30,7 +33,8 @@ def interruptible() -> Iterator[None]:
             raise KeyboardInterrupt
 
     _state.update(asked=False, acting=0)
-    before = {number: signal.signal(number, handle) for number in _NUMBERS}
+    heeded = [number for number in _NUMBERS if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, handle) for number in heeded}
     try:
         yield
     finally:

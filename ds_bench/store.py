@@ -93,6 +93,9 @@ class RunStore:
     def open(cls, folder: Path) -> RunStore:
         """An earlier run, for ``--resume``. Raises UsageError where there is none."""
         if not (folder / RUN_FILE).is_file():
+            if folder.is_dir() and folder.resolve().parent.name == "runs":
+                problem = "nothing to resume, the run ended before it had settled what to run"
+                raise UsageError(f"--resume {folder}: {problem}", remedy="start it again")
             raise UsageError(f"--resume {folder}: no {RUN_FILE} there", remedy="give a folder below <output-dir>/runs")
         family, _, stamp = folder.resolve().name.partition("_")
         return cls._named(folder.resolve().parent.parent, family, stamp)

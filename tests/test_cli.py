@@ -17,7 +17,7 @@ ZERO, OFFLOAD = "zero_stage_comparison.py", "offload_comparison.py"
 def run(script: str, *arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     clean = {name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
     return subprocess.run(
-        [sys.executable, str(ROOT / script), *arguments],
+        [sys.executable, script if script == "-m" else str(ROOT / script), *arguments],
         capture_output=True,
         text=True,
         timeout=120,
@@ -141,3 +141,33 @@ def test_a_closed_pipe_is_no_traceback(tmp_path: Path) -> None:
         check=False,
     )
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("moment", ["argparse", "csv"])
+@pytest.mark.parametrize("command", [(ZERO, "--model", "tiny", "--accelerator", "cpu"), ("-m", "ds_bench", "models")])
+def test_ctrl_c_while_modules_are_loaded_is_one_line_and_exit_130(
+    moment: str, command: tuple[str, ...], tmp_path: Path
+) -> None:
+    """A module of that name, found first, presses it: argparse is loaded at once, csv by what the flags lead to."""
+    (tmp_path / f"{moment}.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\nwhile True: pass\n")
+    if command[0] == "-m" and moment == "csv":
+        command = ("-m", "ds_bench", "report", str(tmp_path))
+    path = os.pathsep.join([str(tmp_path), str(ROOT)])
+    done = run(command[0], *command[1:], cwd=tmp_path, PYTHONPATH=path)
+    assert (done.returncode, done.stderr) == (130, "interrupted\n")
+
+
+def test_closed_streams_are_no_error(tmp_path: Path) -> None:
+    command = f"{sys.executable} {ROOT / ZERO} --model tiny --accelerator cpu --dry-run <&- >&- 2>&-"
+    assert subprocess.run(command, shell=True, timeout=60, check=False, cwd=tmp_path).returncode == 0
+
+
+def test_a_run_that_had_settled_nothing_cannot_be_resumed_nor_reported_and_is_told_so_in_a_line(tmp_path: Path) -> None:
+    folder = tmp_path / "results" / "runs" / "zero_20261121_093000"
+    folder.mkdir(parents=True)
+    resumed = run(ZERO, "--resume", str(folder), cwd=tmp_path)
+    reported = run("-m", "ds_bench", "report", str(folder), cwd=tmp_path, PYTHONPATH=str(ROOT))
+    assert (resumed.returncode, reported.returncode) == (2, 2)
+    assert "nothing to resume" in resumed.stderr
+    assert "start it again" in resumed.stderr
+    assert len(resumed.stderr.splitlines()) == len(reported.stderr.splitlines()) == 1

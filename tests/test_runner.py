@@ -222,6 +222,19 @@ def test_an_interruption_during_a_trials_last_moments_stops_the_run_after_it_is_
     assert len(store.records()) == 1
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_a_signal_that_is_ignored_stays_ignored(number: int) -> None:
+    """As nohup and background jobs of a shell ask for."""
+    before = signal.signal(number, signal.SIG_IGN)
+    try:
+        with interrupts.interruptible(), interrupts.acting():
+            os.kill(os.getpid(), number)
+        assert not interrupts.asked()
+        assert signal.getsignal(number) is signal.SIG_IGN
+    finally:
+        signal.signal(number, before)
+
+
 def test_afterwards_signals_mean_what_they_meant_before() -> None:
     before = [signal.getsignal(number) for number in SIGNALS]
     with interrupts.interruptible():
@@ -420,3 +433,14 @@ def test_a_run_in_which_all_failed_recommends_no_row_and_leaves_no_configuration
     assert house.run(script=FakeLauncher("OOM", "OOM", "OOM", "OOM")) == 1
     assert "Recommendation (balanced): none" in capsys.readouterr().out
     assert not list((house.output / "runs").glob("*/recommended"))
+
+
+def test_output_that_cannot_be_written_costs_neither_the_files_nor_the_configuration(
+    house: House, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Path("/dev/full").open("w") as full, monkeypatch.context() as patched:
+        patched.setattr("sys.stdout", full)
+        assert house.run("--stages", "1", "3") == 1
+    assert "No space left on device" in capsys.readouterr().err
+    assert len(house.rows()) == 2
+    assert list((house.output / "runs").glob("*/recommended/ds_config.json"))
