@@ -8,9 +8,14 @@ from typing import NoReturn
 
 from .errors import UsageError
 
+_LARGEST = 10**9
+"""Beyond it lies no batch, step count, time in seconds or memory in GB; clocks and kernel limits overflow later."""
+MOST_RANKS = 2**16
+MOST_REPEATS = 1000
 
-def whole(minimum: int) -> Callable[[str], int]:
-    """A whole number of ``minimum`` or more."""
+
+def whole(minimum: int, maximum: int = _LARGEST) -> Callable[[str], int]:
+    """A whole number of ``minimum`` or more, up to ``maximum``."""
 
     def convert(text: str) -> int:
         try:
@@ -18,7 +23,9 @@ def whole(minimum: int) -> Callable[[str], int]:
         except ValueError:
             value = minimum - 1
         if value < minimum:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of {minimum} or more")
+            raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a whole number of {minimum} or more")
+        if value > maximum:
+            raise argparse.ArgumentTypeError(f"{text[:40]!r} is more than {maximum}")
         return value
 
     return convert
@@ -34,13 +41,15 @@ def whole_or_auto(minimum: int) -> Callable[[str], int | str]:
 
 
 def positive(text: str) -> float:
-    """A finite number above 0."""
+    """A number above 0 and of a size that seconds, GB and TFLOP/s can have."""
     try:
         value = float(text)
     except ValueError:
         value = 0.0
     if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a number above 0")
+    if value > _LARGEST:
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is more than {_LARGEST}")
     return value
 
 

@@ -159,7 +159,9 @@ def _require_same_workload(store: RunStore, trials: Sequence[Trial], leave_out: 
 
     def asked(part: Any) -> Any:
         plain = json.loads(json.dumps(part))
-        return {key: value for key, value in plain.items() if key not in leave_out} if plain else plain
+        return (
+            {key: value for key, value in plain.items() if key not in leave_out} if isinstance(plain, dict) else plain
+        )
 
     for stored in store.load_run().get("trials", []):
         for name in ("workload", "placement"):

@@ -9,7 +9,9 @@ of the trial adds a line to ``exits.jsonl`` for every rank that ended.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
 import os
 import struct
 import time
@@ -18,6 +20,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from . import files
+from .reading.shapes import Builder
 from .spec import Trial
 
 PHASES = ("hello", "import", "build", "init", "warmup", "forward", "backward", "step", "inspect", "write", "exit")
@@ -27,6 +31,8 @@ TRIAL_FILE = "trial.json"
 CONFIG_FILE = "ds_config.json"
 EXITS_FILE = "exits.jsonl"
 LEADER_LOG = "leader.log"
+_MOST_EXITS_BYTES = 2**22
+"""Tens of thousands of ranks."""
 
 
 def rank_file(folder: Path, rank: int) -> Path:
@@ -84,7 +90,10 @@ def write_json(path: Path, data: object) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Whole or not at all: temporary name, fsync, rename. A link keeps its target; a device or pipe is written to."""
+    """Whole or not at all: temporary name, fsync, rename. A link keeps its target; a device or pipe is written to.
+
+    Raises OSError naming the file.
+    """
     path = path.resolve()
     if path.exists() and not path.is_file():
         path.write_text(text, encoding="utf-8", errors="backslashreplace", newline="")
@@ -96,17 +105,30 @@ def write_text(path: Path, text: str) -> None:
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from None
     finally:
         temporary.unlink(missing_ok=True)
 
 
 def append_line(path: Path, data: object) -> None:
-    """One JSON line, synced to disk before returning. NaN and infinities are refused (ValueError)."""
+    """One JSON line, synced to disk before returning. NaN and infinities are refused (ValueError).
+
+    Raises OSError naming the file where the disk does not take the whole line; the file is then as it was before.
+    """
     line = json.dumps(data, allow_nan=False, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n"
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o644)
     try:
-        os.write(descriptor, line)
-        os.fsync(descriptor)
+        start = os.fstat(descriptor).st_size
+        try:
+            rest = memoryview(line)
+            while rest:  # a disk that fills takes a part first, and refuses the rest only when asked again
+                rest = rest[os.write(descriptor, rest) :]
+            os.fsync(descriptor)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                os.ftruncate(descriptor, start)
+            raise OSError(error.errno, error.strerror, str(path)) from None
     finally:
         os.close(descriptor)
 
@@ -156,11 +178,13 @@ class BeatWriter:
 def read_beat(folder: Path, rank: int) -> Beat | None:
     """The parent's side; None before hello or while torn."""
     try:
-        data = beat_file(folder, rank).read_bytes()
+        data = files.read_bytes(beat_file(folder, rank), _BEAT.size)
         pid, when, phase, step, last, _ = _BEAT.unpack(data)
-        return Beat(pid=pid, time=when, phase=PHASES[phase], step=step, last_step_seconds=last or None)
-    except (OSError, struct.error, IndexError):
+    except (OSError, struct.error):
         return None
+    if not (0 <= phase < len(PHASES) and math.isfinite(when) and math.isfinite(last)):
+        return None
+    return Beat(pid=pid, time=when, phase=PHASES[phase], step=step, last_step_seconds=last or None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,15 +202,16 @@ class RankExit:
 
 
 def read_exits(folder: Path) -> list[RankExit]:
-    """What the leader wrote so far; torn or foreign lines are left out."""
+    """What the leader wrote so far; torn or foreign lines are left out, and a file that no leader writes altogether."""
     exits = []
+    builder = Builder()
     try:
-        lines = (folder / EXITS_FILE).read_text(errors="replace").splitlines()
+        lines = files.read_bytes(folder / EXITS_FILE, _MOST_EXITS_BYTES).splitlines()
     except OSError:
         return []
     for line in lines:
         try:
-            exits.append(RankExit(**json.loads(line)))
-        except (ValueError, TypeError):
+            exits.append(builder.build(RankExit, json.loads(line)))
+        except (ValueError, RecursionError):
             continue
     return exits

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from .argtypes import AUTO, Parser, factory, positive, whole, whole_or_auto
+from .argtypes import AUTO, MOST_RANKS, MOST_REPEATS, Parser, factory, positive, whole, whole_or_auto
 from .dsconfig import OPTIMIZERS
 from .errors import UsageError
 from .options import GOALS, Family, Options
@@ -95,7 +95,7 @@ def _add_workload(parser: argparse.ArgumentParser) -> None:
     )
     add("--activation-checkpointing", action="store_true", help="recompute activations in the backward pass")
     add("--optimizer", choices=OPTIMIZERS, default=None, help="optimizer of every row (default: AdamW)")
-    add("--seed", type=whole(0), default=42, metavar="N", help="seed of weights and data (default: 42)")
+    add("--seed", type=whole(0, 2**32 - 1), default=42, metavar="N", help="seed of weights and data (default: 42)")
     add(
         "--model-factory",
         type=factory,
@@ -134,8 +134,16 @@ def _add_strategies(parser: argparse.ArgumentParser, zero: bool) -> None:
         metavar="DIR",
         help="folder on the NVMe disk" + ("" if zero else "; adds the nvme strategy when it is not named"),
     )
-    add("--repeats", type=whole(1), default=1, metavar="R", help="runs of every row, interleaved (default: 1)")
-    add("--relative-to", default=None, metavar="STRATEGY", help="row that ratios refer to (default: the first good one)")
+    add(
+        "--repeats",
+        type=whole(1, MOST_REPEATS),
+        default=1,
+        metavar="R",
+        help="runs of every row, interleaved (default: 1)",
+    )
+    add(
+        "--relative-to", default=None, metavar="STRATEGY", help="row that ratios refer to (default: the first good one)"
+    )
     add(
         "--goal",
         choices=GOALS,
@@ -155,7 +163,7 @@ def _add_placement(parser: argparse.ArgumentParser) -> None:
     add = group.add_argument
     add(
         "--num-gpus",
-        type=whole(1),
+        type=whole(1, MOST_RANKS),
         default=None,
         metavar="N",
         help="GPUs, or CPU ranks (default: all GPUs, or 1 rank)",

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from . import environment, gpus
+from . import environment, files, gpus
 from .errors import UsageError
 from .options import Options
 from .spec import Accelerator, LauncherName, Placement, Precision
 
 _AMPERE = (8, 0)
 """First compute capability with bf16 arithmetic."""
+_HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_SLOTS = re.compile(r"[1-9][0-9]{0,3}")
+_MOST_HOSTFILE_BYTES = 2**20
 
 
 def decide(options: Options, environ: Mapping[str, str], query: gpus.GpuQuery) -> Placement:
@@ -106,9 +110,12 @@ def choose_precision(asked: str, placement: Placement) -> Precision:
 
 
 def read_hostfile(path: Path) -> dict[str, int]:
-    """Host → slots (launcher/runner.py: ``host slots=N``, # comments). Raises UsageError naming the line."""
+    """Host → slots (launcher/runner.py: ``host slots=N``, # comments). Raises UsageError naming the line.
+
+    Names are passed to ssh, which would take one that begins with a dash for an option and run what it names.
+    """
     try:
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+        lines = files.read_bytes(path, _MOST_HOSTFILE_BYTES).decode("utf-8", "replace").splitlines()
     except OSError as error:
         raise UsageError(f"--hostfile {path}: {error.strerror}", remedy="give a readable file") from None
     hosts: dict[str, int] = {}
@@ -117,9 +124,11 @@ def read_hostfile(path: Path) -> dict[str, int]:
         if not words:
             continue
         name, (key, _, slots) = words[0], (words[1] if len(words) == 2 else "").partition("=")
-        if key != "slots" or not slots.isdecimal() or int(slots) < 1 or name in hosts:
+        if not _HOST.fullmatch(name) or key != "slots" or not _SLOTS.fullmatch(slots) or name in hosts:
             raise UsageError(
-                f"--hostfile {path}, line {number}: {line.strip()!r}", remedy="write: host slots=N, each host once"
+                f"--hostfile {path}, line {number}: {line.strip()[:80]!r}",
+                remedy="write: host slots=N, each host once, a name of letters, digits, dots, dashes and underscores, "
+                "N from 1 to 9999",
             )
         hosts[name] = int(slots)
     if not hosts:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from . import dsconfig, dskeys, noops, ops, strategies
+from . import dsconfig, dskeys, files, noops, ops, strategies
 from .errors import UsageError
 from .modelsource import ModelChoice
 from .options import Options
@@ -19,6 +19,7 @@ MakeConfig = Callable[[Strategy, int, int], dict[str, Any]]
 """(strategy, micro-batch, accumulation) → what the user's ``create_deepspeed_config`` returns."""
 
 DEFAULT_SEQ_LENGTH = 512
+_MOST_CONFIG_BYTES = 2**22
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,13 +136,15 @@ def _overlay_file(path: Path | None) -> dict[str, Any]:
     if path is None:
         return {}
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = json.loads(files.read_text(path, _MOST_CONFIG_BYTES))
     except OSError as error:
         raise UsageError(f"--ds-config {path}: {error.strerror}", remedy="give a readable JSON file") from None
     except ValueError as error:
         raise UsageError(
             f"--ds-config {path} is not JSON: {error}", remedy="remove comments and trailing commas"
         ) from None
+    except RecursionError:
+        raise UsageError(f"--ds-config {path} is nested too deeply", remedy="give a DeepSpeed configuration") from None
     if not isinstance(data, dict):
         raise UsageError(f"--ds-config {path} is not a JSON object", remedy="write {…}")
     found = next(_autos(data), None)

@@ -30,13 +30,17 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from . import files
 from .contract import append_line, write_json, write_text
 from .errors import PreflightError, UsageError
+from .reading.shapes import Builder
 from .record import SCHEMA_VERSION, TrialRecord
 
 RUN_FILE = "run.json"
 RECORDS_FILE = "records.jsonl"
 PROBES_FILE = "probes.jsonl"
+_MOST_BYTES = 2**30
+"""No run is near it: fifty thousand records of two ranks each."""
 _FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\n")
 
 
@@ -98,12 +102,26 @@ class RunStore:
                 raise UsageError(f"--resume {folder}: {problem}", remedy="start it again")
             raise UsageError(f"--resume {folder}: no {RUN_FILE} there", remedy="give a folder below <output-dir>/runs")
         family, _, stamp = folder.resolve().name.partition("_")
-        return cls._named(folder.resolve().parent.parent, family, stamp)
+        store = cls._named(folder.resolve().parent.parent, family, stamp)
+        store._refuse_links()
+        return store
+
+    def _refuse_links(self) -> None:
+        """A run folder that was downloaded may lead writers elsewhere: every file in it must be one of its own."""
+        written = ("recommended", "recommended/*", "export_*", "export_*/*", "trials")
+        names = {*self.folder.iterdir(), self.json_path, self.csv_path}
+        for path in sorted(names.union(*(self.folder.glob(pattern) for pattern in written))):
+            if path.is_symlink() or (path.exists() and not (path.is_file() or path.is_dir())):
+                raise UsageError(
+                    f"--resume {self.folder}: {path.name} is a link or no regular file, and would be written to",
+                    remedy="remove it, or start a new run",
+                )
 
     @contextmanager
     def held(self) -> Iterator[None]:
         """One writer at a time; the kernel lets go however it ends. Raises UsageError where another runs."""
-        with (self.folder / ".lock").open("w") as file:
+        lock = os.open(self.folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+        with os.fdopen(lock, "r+") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
@@ -119,11 +137,15 @@ class RunStore:
     def load_run(self) -> dict[str, Any]:
         """run.json. Raises UsageError where it is damaged or of a newer version."""
         try:
-            data = json.loads((self.folder / RUN_FILE).read_text(encoding="utf-8"))
+            data = json.loads(files.read_text(self.folder / RUN_FILE, _MOST_BYTES))
             version = data["schema_version"]
-        except (OSError, ValueError, KeyError, TypeError):
+            lists = data.get("arguments", []), data.get("trials", [])
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
             raise UsageError(f"{self.folder / RUN_FILE} is damaged", remedy="start a new run") from None
-        if not isinstance(version, int):
+        if not isinstance(version, int) or not all(
+            isinstance(values, list) and all(isinstance(value, kind) for value in values)
+            for values, kind in zip(lists, (str, dict), strict=True)
+        ):
             raise UsageError(f"{self.folder / RUN_FILE} is damaged", remedy="start a new run")
         if version > SCHEMA_VERSION:
             raise UsageError(f"{self.folder} was written by a newer version", remedy="upgrade ds_bench")
@@ -161,14 +183,14 @@ class RunStore:
 
     def _read(self, name: str) -> list[TrialRecord]:
         try:
-            lines = (self.folder / name).read_bytes().split(b"\n")
-        except OSError:
+            lines = files.read_bytes(self.folder / name, _MOST_BYTES).split(b"\n")
+        except FileNotFoundError:
             return []
-        records = []
+        records, builder = [], Builder()
         for line in lines:
             try:
-                records.append(TrialRecord.from_dict(json.loads(line)))
-            except (ValueError, TypeError, KeyError):
+                records.append(builder.build(TrialRecord, json.loads(line)))
+            except (ValueError, RecursionError):
                 continue
         return records
 

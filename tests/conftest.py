@@ -168,6 +168,20 @@ def start_script(tmp_path: Path) -> Iterator[Callable[..., Script]]:
             script.process.communicate()
 
 
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 12 MiB."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=12m", "tmpfs", str(folder)], capture_output=True, check=False
+    )
+    if done.returncode:
+        pytest.skip(f"cannot mount a small file system: {done.stderr.decode().strip()}")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
 def gone_within(pids: set[int], seconds: float) -> set[int]:
     """Which of the processes still live when time is up."""
     deadline = time.monotonic() + seconds

@@ -45,7 +45,7 @@ LAYERS: tuple[frozenset[str], ...] = tuple(
         "argtypes checks contract dsconfig dskeys environment models.families noops options prediction.cards "
         "prediction.estimators prediction.modelstates reading.leastconfig reading.strictjson record "
         "render.figures strategies",
-        "advising batchsearch caveats console errors gpus hostmemory inference interrupts launch.processes "
+        "advising batchsearch caveats console errors files gpus hostmemory inference interrupts launch.processes "
         "prediction reading reading.sameness reading.shapes redaction regression render render.svg spec units",
     )
 )

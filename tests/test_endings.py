@@ -6,11 +6,9 @@ import dataclasses
 import json
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -195,20 +193,6 @@ def test_a_rank_that_dies_before_hello_is_crashed_and_said_so(tmp_path: Path, mo
     outcome = cold_launcher().launch(make_trial(), tmp_path, lambda _progress: None).outcome
     assert outcome.status == "Crashed"
     assert "before saying hello (exit code 3)" in (outcome.error or "")
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 12 MiB."""
-    folder = tmp_path / "small"
-    folder.mkdir()
-    done = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=12m", "tmpfs", str(folder)], capture_output=True, check=False
-    )
-    if done.returncode:
-        pytest.skip(f"cannot mount a small file system: {done.stderr.decode().strip()}")
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True)
 
 
 @pytest.mark.nvme

@@ -7,6 +7,7 @@ nothing is left on the card or the disk.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -108,18 +109,15 @@ def _wait_for(folder: Path, children: dict[int, int | None]) -> None:
             continue
         waiting.discard(pid)
         code = os.waitstatus_to_exitcode(status)
-        append_line(
-            folder / EXITS_FILE,
-            asdict(
-                RankExit(
-                    rank=children[pid],
-                    pid=pid,
-                    code=code if code >= 0 else None,
-                    signal=-code if code < 0 else None,
-                    time=time.time(),
-                )
-            ),
+        ended = RankExit(
+            rank=children[pid],
+            pid=pid,
+            code=code if code >= 0 else None,
+            signal=-code if code < 0 else None,
+            time=time.time(),
         )
+        with contextlib.suppress(OSError):  # a full disk must not end the ranks that still train
+            append_line(folder / EXITS_FILE, asdict(ended))
 
 
 if __name__ == "__main__":

@@ -12,14 +12,18 @@ import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from .. import record
+from .. import files, record
 from ..contract import PHASES, RankExit, log_file, measured_file, rank_file, read_beat, read_exits
+from ..reading.shapes import Builder
 from ..record import Outcome, RankFailure, RankMeasurement
 from ..units import format_bytes, format_duration
 from .watch import Ending, Limits
 
+_MOST_RANK_BYTES = 2**26
+"""A million steps."""
+_NOT_VALID = (ValueError, TypeError, KeyError, OSError, RecursionError)
 _STATUS_OF_KIND = {"device_oom": record.OOM, "host_oom": record.OOM_HOST, "disk_full": record.OOM_DISK}
 
 
@@ -83,11 +87,12 @@ def _read_ranks(
         try:
             data = _load(path)
             if "failure" in data:
-                failures.append(RankFailure.from_dict(data["failure"]))
+                failures.append(_built(RankFailure, data["failure"]))
             else:
                 measurements.append(_measurement(data, rank, evidence))
-        except (ValueError, TypeError, KeyError, OSError) as error:
-            broken[rank] = f"{path.name} is not a valid rank file: {error}"
+        except _NOT_VALID as error:
+            reason = error.strerror if isinstance(error, OSError) else error
+            broken[rank] = f"{path.name} is not a valid rank file: {reason}"
     return tuple(measurements), tuple(sorted(failures, key=lambda failure: failure.time)), broken
 
 
@@ -97,13 +102,13 @@ def _measured_before_inspection(evidence: Evidence) -> tuple[RankMeasurement, ..
     for rank in range(evidence.world_size):
         try:
             found.append(_measurement(_load(measured_file(evidence.folder, rank)), rank, evidence))
-        except (ValueError, TypeError, KeyError, OSError):
+        except _NOT_VALID:
             return ()
     return tuple(found)
 
 
 def _measurement(data: Mapping[str, Any], rank: int, evidence: Evidence) -> RankMeasurement:
-    measurement = RankMeasurement.from_dict(data["measurement"])
+    measurement = _built(RankMeasurement, data["measurement"])
     if measurement.rank != rank or measurement.world_size != evidence.world_size:
         raise ValueError(f"is of rank {measurement.rank} of {measurement.world_size}")
     return measurement
@@ -113,10 +118,22 @@ def _load(path: Path) -> Mapping[str, Any]:
     def refuse(constant: str) -> float:
         raise ValueError(f"{constant} is not a measured number")
 
-    data = json.loads(path.read_text(encoding="utf-8"), parse_constant=refuse)
+    data = json.loads(files.read_text(path, _MOST_RANK_BYTES), parse_constant=refuse)
     if not isinstance(data, dict):
         raise TypeError("not an object")
     return data
+
+
+Reported = TypeVar("Reported", RankMeasurement, RankFailure)
+
+
+def _built(kind: type[Reported], data: Any) -> Reported:
+    """Checked against the types of its fields: a model's own code may write a rank's file. Raises ValueError."""
+    builder = Builder()
+    built = builder.build(kind, data)
+    if builder.ignored:
+        raise ValueError(f"unknown {', '.join(builder.ignored)}")
+    return built
 
 
 def _exit_caveats(evidence: Evidence) -> tuple[str, ...]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from .. import files
 from ..contract import Beat, beat_file, rank_file, read_beat, read_exits
 from . import processes
 
@@ -70,6 +72,15 @@ def watch(
             if ending in ("timeout", "stalled"):
                 watcher.dump_stacks()
             return ending, watcher.start_seconds
+
+
+def _beginning(path: Path) -> bytes:
+    """The first bytes of a rank's file; none where it is no regular file."""
+    try:
+        with files.opened(path, sys.maxsize) as file:
+            return file.read(64)
+    except OSError:
+        return b""
 
 
 class _Watcher:
@@ -147,7 +158,7 @@ class _Watcher:
         return any(entry.rank is not None and entry.rank not in written for entry in read_exits(self._folder))
 
     def _reported_failure(self, written: list[int]) -> bool:
-        return any(b'"failure"' in rank_file(self._folder, rank).read_bytes()[:64] for rank in written)
+        return any(b'"failure"' in _beginning(rank_file(self._folder, rank)) for rank in written)
 
     def _over_by_clock(self, now: float) -> Ending | None:
         if now - self._start > self._limits.timeout_seconds:

@@ -5,20 +5,19 @@ Only text and JSON values are known here; what they mean is for :mod:`shapes` an
 
 from __future__ import annotations
 
+import errno
 import json
-import os
-import stat
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from .. import files
 from ..errors import UsageError
 
 LARGEST_FILE_BYTES = 2**30
 """No result is near it: fifty thousand records of two ranks each."""
-_BUFFER_BYTES = 2**20
 _MOST_SHARED = 64
 _GIVE = "give a run folder, or a result's .json"
 _BLANKS = " \t\n\r"
@@ -34,23 +33,16 @@ class NotJsonError(ValueError):
 @contextmanager
 def opened(path: Path) -> Iterator[BinaryIO]:
     """A regular file. Raises UsageError for anything else; never waits for a pipe or a device."""
-    if "\0" in str(path):
-        raise UsageError(f"{path!s:.40} cannot be read: a name holds no null byte", remedy=_GIVE)
     try:
-        if not stat.S_ISREG(path.stat().st_mode):
-            raise UsageError(f"{path} is not a regular file", remedy=_GIVE)
-        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        try:
-            facts = os.fstat(handle)
-            if not stat.S_ISREG(facts.st_mode) or facts.st_size > LARGEST_FILE_BYTES:
-                raise UsageError(f"{path} is larger than any result", remedy=_GIVE)
-            with os.fdopen(handle, "rb", buffering=_BUFFER_BYTES, closefd=False) as file:
-                yield file
-        finally:
-            os.close(handle)
+        with files.opened(path, LARGEST_FILE_BYTES) as file:
+            yield file
     except FileNotFoundError:
         raise UsageError(f"{path}: no such file", remedy=_GIVE) from None
     except OSError as error:
+        if error.errno == errno.EFBIG:
+            raise UsageError(f"{path} is larger than any result", remedy=_GIVE) from None
+        if error.errno == errno.EINVAL:
+            raise UsageError(f"{path} {error.strerror}", remedy=_GIVE) from None
         raise UsageError(f"{path} cannot be read: {error.strerror}", remedy="give a file that you may read") from None
 
 

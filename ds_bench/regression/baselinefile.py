@@ -6,12 +6,14 @@ Only the file is known here; what stands in an entry is for :mod:`baselines`.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from .. import files
 from ..contract import write_json
 from ..errors import UsageError
 from ..reading.strictjson import NotJsonError, Reader, decode
@@ -46,16 +48,15 @@ def read(path: Path) -> Entries | None:
 def _bytes(path: Path) -> bytes | None:
     """None where there is no such file; never waits for a pipe or a device."""
     try:
-        if path.exists() and not path.is_file():
-            raise UsageError(f"{path} is not a regular file", remedy="give the file that baseline save wrote")
-        if path.stat().st_size > _LARGEST_BYTES:
-            raise UsageError(f"{path} is larger than any file of baselines", remedy=_REMEDY)
-        return path.read_bytes()
+        return files.read_bytes(path, _LARGEST_BYTES)
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as error:  # ValueError: a null byte in the name
-        reason = getattr(error, "strerror", None) or error
-        raise UsageError(f"{path} cannot be read: {reason}", remedy="give a file that you may read") from None
+    except OSError as error:
+        if error.errno == errno.EFBIG:
+            raise UsageError(f"{path} is larger than any file of baselines", remedy=_REMEDY) from None
+        if error.errno == errno.EINVAL:
+            raise UsageError(f"{path} is not a regular file", remedy="give the file that baseline save wrote") from None
+        raise UsageError(f"{path} cannot be read: {error.strerror}", remedy="give a file that you may read") from None
 
 
 def edit(path: Path, change: Callable[[Entries], Entries]) -> None:

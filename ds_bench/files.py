@@ -1,0 +1,51 @@
+"""Reading files that somebody else may have written: regular files only, up to a size, never waiting for a writer."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+_BUFFER_BYTES = 2**20
+
+
+@contextmanager
+def opened(path: Path, most_bytes: int) -> Iterator[BinaryIO]:
+    """A regular file of ``most_bytes`` or less, open for reading.
+
+    Raises OSError: EINVAL where it is a folder, pipe, socket or device; EILSEQ where the name holds a null byte;
+    EFBIG where it is larger.
+    """
+    if "\0" in str(path):
+        raise OSError(errno.EILSEQ, "a name holds no null byte", str(path))
+    if not stat.S_ISREG(path.stat().st_mode):  # to open a device may already act on it
+        raise OSError(errno.EINVAL, "is not a regular file", str(path))
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        facts = os.fstat(handle)
+        if not stat.S_ISREG(facts.st_mode):
+            raise OSError(errno.EINVAL, "is not a regular file", str(path))
+        if facts.st_size > most_bytes:
+            raise OSError(errno.EFBIG, f"is larger than {most_bytes} bytes", str(path))
+        with os.fdopen(handle, "rb", buffering=_BUFFER_BYTES, closefd=False) as file:
+            yield file
+    finally:
+        os.close(handle)
+
+
+def read_bytes(path: Path, most_bytes: int) -> bytes:
+    """The contents of a regular file. Raises OSError as :func:`opened` does, also where it grows past the limit."""
+    with opened(path, most_bytes) as file:
+        data = file.read(most_bytes + 1)
+    if len(data) > most_bytes:
+        raise OSError(errno.EFBIG, f"is larger than {most_bytes} bytes", str(path))
+    return data
+
+
+def read_text(path: Path, most_bytes: int) -> str:
+    """The same as UTF-8 text. Raises UnicodeDecodeError besides."""
+    return read_bytes(path, most_bytes).decode("utf-8")
