@@ -132,7 +132,7 @@ def _meet(assignment: Assignment, accelerator: str) -> None:
     limit = timedelta(seconds=assignment.collective_timeout_seconds or 3600.0)
     # DeepSpeed passes no timeout to new_group (comm/torch.py), and its data-parallel group is one (utils/groups.py):
     # torch would end every rank after its own default, 10 minutes with NCCL.
-    groups = torch.distributed.distributed_c10d
+    groups: Any = torch.distributed.distributed_c10d  # which exports neither name
     groups.default_pg_timeout = groups.default_pg_nccl_timeout = limit
     if assignment.rendezvous is None:
         deepspeed.init_distributed(dist_backend=backend, timeout=limit)
