@@ -70,7 +70,9 @@ class Summary:
     grad_accum: int | None = None
     data_parallel_size: int | None = None
     predicted_over_measured: float | None = None
-    """Predicted memory to measured (``prediction.hindsight``); None without a prediction."""
+    """Predicted GPU memory to measured (``prediction.hindsight``); None without a prediction or a GPU."""
+    predicted_over_ledger: float | None = None
+    """Predicted ledger to the counted one; None without a prediction or a ledger."""
     caveats: tuple[Caveat, ...] = ()
     """What was known before it ran, then what its numbers say."""
 
@@ -88,7 +90,7 @@ def summarise(record: TrialRecord, facts: ModelFacts | None, peak_flops: float |
     slowest = max(record.ranks, key=lambda rank: rank.window_seconds)
     step = slowest.window_seconds / len(slowest.step_seconds)
     deviation = spread(slowest.step_seconds)
-    ratio = hindsight.of_record(record)
+    of_measured, of_ledger = hindsight.of_record(record)
     samples = slowest.micro_batch_size * slowest.grad_accum * slowest.data_parallel_size / step
     tokens = samples * record.trial.workload.seq_length
     per_gpu = tokens / slowest.world_size
@@ -114,8 +116,11 @@ def summarise(record: TrialRecord, facts: ModelFacts | None, peak_flops: float |
         micro_batch_size=slowest.micro_batch_size,
         grad_accum=slowest.grad_accum,
         data_parallel_size=slowest.data_parallel_size,
-        predicted_over_measured=ratio,
-        caveats=tuple(dict.fromkeys([*written, *doubts.own_caveats(record, slowest, deviation, mfu, ratio)])),
+        predicted_over_measured=of_measured,
+        predicted_over_ledger=of_ledger,
+        caveats=tuple(
+            dict.fromkeys([*written, *doubts.own_caveats(record, slowest, deviation, mfu, of_measured, of_ledger)])
+        ),
     )
 
 

@@ -72,6 +72,7 @@ def own_caveats(
     deviation: float | None,
     mfu: float | None,
     predicted_over_measured: float | None,
+    predicted_over_ledger: float | None,
 ) -> list[Caveat]:
     """What one trial's numbers say about themselves. ``deviation``: of the slowest rank's step times, in seconds."""
     checks = (
@@ -87,17 +88,22 @@ def own_caveats(
         _near_capacity(record),
         _retried(record),
         _optimizer(record, slowest),
-        _prediction(predicted_over_measured),
+        _prediction(predicted_over_measured, predicted_over_ledger),
         note(f"MFU of {mfu:.0%} is an error of accounting (wrong peak?)") if mfu is not None and mfu > 1 else None,
     )
     notes = [text for rank in record.ranks for text in rank.notes]
     return [caveat for caveat in checks if caveat is not None] + written_caveats(notes)
 
 
-def _prediction(ratio: float | None) -> Caveat | None:
-    if ratio is None or not hindsight.is_miss(ratio):
+def _prediction(of_measured: float | None, of_ledger: float | None) -> Caveat | None:
+    """Of the GPU's peak; without a GPU of the tensors that the ledger counts."""
+    if of_measured is not None:
+        ratio, what = of_measured, "memory was predicted as {:.2f} of what was measured"
+    elif of_ledger is not None:
+        ratio, what = of_ledger, "the bytes of tensors were predicted as {:.2f} of those that the ledger counted"
+    else:
         return None
-    return typed(CaveatKind.PREDICTION_MISSED, f"memory was predicted as {ratio:.2f} of what was measured")
+    return typed(CaveatKind.PREDICTION_MISSED, what.format(ratio)) if hindsight.is_miss(ratio) else None
 
 
 def _spread(seconds: Sequence[float], deviation: float | None) -> Caveat | None:

@@ -118,6 +118,7 @@ COLUMNS: list[Column] = [
     ("wall_seconds", lambda s: s.record.wall_seconds),
     ("started_at", lambda s: s.record.started_at),
     ("method_version", lambda s: s.record.method_version),
+    ("predicted_over_ledger", lambda s: s.predicted_over_ledger),
 ]
 
 

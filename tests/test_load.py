@@ -612,6 +612,8 @@ def test_a_flat_row_gives_the_same_row_again() -> None:
     """Every column that the file holds, to nine digits where milliseconds became seconds."""
     for row in json.loads(REFERENCE.read_text()):
         summary = flatrow.summary(flatcells.check(row))
+        assert summary.predicted_over_ledger == row["predicted_over_measured"]  # where it stood before
+        row["predicted_over_measured"] = None
         again = {name: get(summary) for name, get in COLUMNS if name in row}
         assert again == {name: pytest.approx(value, rel=1e-9) if isinstance(value, float) else value
                          for name, value in row.items()}  # fmt: skip
@@ -652,7 +654,10 @@ def test_a_row_written_and_read_back_gives_the_same_row(entry: TrialRecord) -> N
 def test_how_far_a_prediction_was_off_comes_back_from_a_flat_row() -> None:
     (summary,) = load.summarised([fakes.success()])
     row = {name: get(replace(summary, predicted_over_measured=0.93)) for name, get in COLUMNS}
-    assert flatrow.summary(flatcells.check(row)).predicted_over_measured == 0.93
+    assert flatrow.summary(flatcells.check({**row, "accelerator": "cuda"})).predicted_over_measured == 0.93
+    before_the_ledgers_column = flatrow.summary(flatcells.check(row | {"predicted_over_ledger": None}))
+    assert before_the_ledgers_column.predicted_over_measured is None
+    assert before_the_ledgers_column.predicted_over_ledger == 0.93
 
 
 @pytest.mark.parametrize(

@@ -11,27 +11,38 @@ MISS_FRACTION = 0.10
 """A prediction further off than this deserves a caveat."""
 
 
-def of_record(record: TrialRecord) -> float | None:
-    """The same of the prediction that a record carries; None without one, or for one of another version's form."""
+def of_record(record: TrialRecord) -> tuple[float | None, float | None]:
+    """``predicted_over_measured`` and ``predicted_over_ledger`` of the prediction that a record carries.
+
+    None for both without a prediction, or with one of another version's form.
+    """
     if record.trial.prediction is None:
-        return None
+        return None, None
     try:
-        return predicted_over_measured(Prediction.from_dict(record.trial.prediction), record)
+        prediction = Prediction.from_dict(record.trial.prediction)
+        return predicted_over_measured(prediction, record), predicted_over_ledger(prediction, record)
     except (TypeError, AttributeError):
-        return None
+        return None, None
 
 
 def predicted_over_measured(prediction: Prediction, record: TrialRecord) -> float | None:
-    """1.0 for a perfect prediction; None where nothing comparable was measured.
+    """Predicted GPU memory to the allocator's peak in the training steps, both on the fullest rank.
 
-    On GPUs against the allocator's peak in the training steps on the fullest rank, the assumed overhead outside the
-    allocator left out. On the CPU accelerator against the ledger of the fullest rank, all tiers, ``other`` left out.
+    The overhead that is assumed outside the allocator is left out. None where no GPU's peak was measured: what the
+    processes of the CPU accelerator take of host memory is not predicted to the same meaning (untouched buffers are not
+    resident, and forked ranks share libraries), see ``predicted_over_ledger``.
     """
-    peaks = [rank.gpu_peak_bytes for rank in record.ranks if rank.gpu_peak_bytes]
-    if peaks:
-        return (prediction.gpu_bytes - prediction.gpu.get("overhead", 0)) / max(peaks)
-    measured = max((_total(rank.ledger) for rank in record.ranks), default=0)
-    return _total(prediction.ledger) / measured if measured else None
+    peak = max((rank.gpu_peak_bytes for rank in record.ranks if rank.gpu_peak_bytes), default=None)
+    return (prediction.gpu_bytes - prediction.gpu.get("overhead", 0)) / peak if peak else None
+
+
+def predicted_over_ledger(prediction: Prediction, record: TrialRecord) -> float | None:
+    """Predicted ledger to the ledger of the fullest rank: all tiers, the category ``other`` left out.
+
+    Bytes of tensors on either side, resident or not. None where no ledger was taken.
+    """
+    counted = max((_total(rank.ledger) for rank in record.ranks), default=0)
+    return _total(prediction.ledger) / counted if counted else None
 
 
 def _total(ledger: Mapping[str, Mapping[str, int]]) -> int:
@@ -39,6 +50,6 @@ def _total(ledger: Mapping[str, Mapping[str, int]]) -> int:
     return sum(size for row in rows for name, size in row.items() if name != "other")
 
 
-def is_miss(ratio: float | None) -> bool:
-    """Whether the prediction was more than 10 % off; not where there is nothing to compare."""
-    return ratio is not None and abs(ratio - 1) > MISS_FRACTION
+def is_miss(ratio: float) -> bool:
+    """Whether the prediction was more than 10 % off."""
+    return abs(ratio - 1) > MISS_FRACTION

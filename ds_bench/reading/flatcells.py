@@ -37,6 +37,7 @@ _CAVEATS: tuple[tuple[str, CaveatKind, bool], ...] = (
     ("loss is not finite", CaveatKind.LOSS_DIFFERS, True),
     ("no warm-up: ", CaveatKind.NOTE, False),
     ("memory was predicted as", CaveatKind.PREDICTION_MISSED, False),
+    ("the bytes of tensors were predicted as", CaveatKind.PREDICTION_MISSED, False),
     ("GPU ", CaveatKind.CLOCKS_THROTTLED, False),
     ("one measured step: ", CaveatKind.NOTE, False),
     ("ran micro-batch", CaveatKind.NOTE, False),

@@ -68,8 +68,16 @@ def _figures(row: Mapping[str, Any]) -> dict[str, Any]:
         "micro_batch_size": row["batch_size"],
         "grad_accum": row["grad_accum"],
         "data_parallel_size": read("data_parallel_size"),
-        "predicted_over_measured": read("predicted_over_measured"),
+        **_predicted(row),
     }
+
+
+def _predicted(row: Mapping[str, Any]) -> dict[str, float | None]:
+    """On the CPU accelerator files without the second column hold its value in the first."""
+    of_measured, of_ledger = row.get("predicted_over_measured"), row.get("predicted_over_ledger")
+    if row["accelerator"] == "cpu":
+        of_measured, of_ledger = None, of_measured if of_ledger is None else of_ledger
+    return {"predicted_over_measured": of_measured, "predicted_over_ledger": of_ledger}
 
 
 def efficiency(row: Mapping[str, Any]) -> dict[str, Any]:
