@@ -29,7 +29,16 @@ def real_host_refusal() -> BaseException:
     raise AssertionError("an exabyte was allocated")
 
 
+NCCL_CALLOC = torch.distributed.DistBackendError(
+    "NCCL error in: ../torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp:2049, unhandled cuda error (run with "
+    "NCCL_DEBUG=INFO for details), NCCL version 2.21.5\nncclUnhandledCudaError: Call to CUDA function failed.\n"
+    "Last error:\nFailed to CUDA calloc async 608 bytes"
+)
 KINDS = [
+    (NCCL_CALLOC, "device_oom"),
+    (RuntimeError("Triton Error [CUDA]: out of memory"), "device_oom"),
+    (RuntimeError("ncclUnhandledCudaError\nLast error:\nFailed to CUDA host alloc 1048576 bytes"), "host_oom"),
+    (RuntimeError("ncclUnhandledCudaError: Call to CUDA function failed."), "peer_lost"),
     (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB."), "device_oom"),
     (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), "device_oom"),
     (RuntimeError("CUDA error: out of memory"), "device_oom"),
@@ -58,6 +67,27 @@ def test_bytes_asked_and_free_are_read_from_an_out_of_memory_error() -> None:
     failure = describe(torch.OutOfMemoryError(text), rank=1, phase="backward", step=7)
     assert (failure.requested_bytes, failure.free_bytes) == (int(1.5 * 2**30), 512 * 2**20)
     assert (failure.rank, failure.phase, failure.step) == (1, "backward", 7)
+
+
+NO_HANDLE = RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`")
+
+
+@pytest.mark.parametrize(("free", "kind"), [(100 * 2**20, "device_oom"), (40 * 2**30, "other"), (None, "other")])
+def test_a_cublas_handle_that_cannot_be_made_is_a_lack_of_memory_where_little_is_free(
+    free: int | None, kind: str
+) -> None:
+    failure = describe(NO_HANDLE, rank=0, phase="forward", step=0, device_free_bytes=free)
+    assert (failure.kind, failure.free_bytes) == (kind, free)
+
+
+def test_what_a_text_says_was_free_goes_before_what_was_free_once_it_was_caught() -> None:
+    text = "CUDA out of memory. Tried to allocate 1.00 GiB. GPU 0 has 23.65 GiB of which 512.00 MiB is free."
+    failure = describe(torch.OutOfMemoryError(text), rank=0, phase="step", step=1, device_free_bytes=2**40)
+    assert failure.free_bytes == 512 * 2**20
+
+
+def test_nccl_names_the_bytes_it_could_not_get() -> None:
+    assert describe(NCCL_CALLOC, rank=0, phase="init", step=None).requested_bytes == 608
 
 
 def test_bytes_are_unknown_where_the_text_names_none() -> None:

@@ -16,12 +16,13 @@ from ..record import RankFailure
 _DEVICE_OOM = re.compile(
     r"CUDA out of memory|HIP out of memory|CUDA (?:driver )?error: out of memory|CUBLAS_STATUS_ALLOC_FAILED|"
     r"CUDNN_STATUS_ALLOC_FAILED|cudaErrorMemoryAllocation|cudaMalloc failed: out of memory|"
+    r"Triton Error \[CUDA\]: out of memory|Failed to CUDA (?:calloc|malloc)|"
     r"NCCL.*(?:Cuda failure 2|out of memory)",
     re.IGNORECASE | re.DOTALL,
 )
 _HOST_OOM = re.compile(
     r"DefaultCPUAllocator: (?:can't|not enough)|Cannot allocate memory|std::bad_alloc|unable to mmap|"
-    r"cudaHostAlloc.*(?:failed|out of memory)|Unable to allocate .* for an array",
+    r"cudaHostAlloc.*(?:failed|out of memory)|Failed to CUDA host alloc|Unable to allocate .* for an array",
     re.IGNORECASE | re.DOTALL,
 )
 _PEER_LOST = re.compile(
@@ -31,20 +32,26 @@ _PEER_LOST = re.compile(
     r"Socket Timeout|wait timeout|ProcessGroup.*(?:timed? ?out|abort)",
     re.IGNORECASE | re.DOTALL,
 )
+_CUBLAS_WITHOUT_MEMORY_BYTES = 2**30
+"""Free bytes below which a cuBLAS handle that cannot be made means that memory ran out: handle, workspace and the
+kernels that CUDA loads on first use take some hundred MB."""
 _SIZE = re.compile(r"([\d.]+) (GiB|MiB|KiB|bytes|B)\b")
 _SCALE = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "bytes": 1, "B": 1}
 
 
-def kind_of(error: BaseException, *, limited: bool = False) -> str:
+def kind_of(error: BaseException, *, limited: bool = False, device_free_bytes: int | None = None) -> str:
     """``device_oom``, ``host_oom``, ``disk_full``, ``peer_lost`` or ``other``.
 
     ``limited``: host memory is limited, so a thread that cannot start means that it ran out.
+    ``device_free_bytes``: free on the card when the error was caught; None where unknown.
     """
     name, text = type(error).__name__, str(error)
     if name != "OutOfMemoryError" and "error: out of memory" in text and _was_pinning(error):
         return "host_oom"
     if name == "OutOfMemoryError" or _DEVICE_OOM.search(text):
         return "device_oom"
+    if "CUBLAS_STATUS_NOT_INITIALIZED" in text and device_free_bytes is not None:
+        return "device_oom" if device_free_bytes < _CUBLAS_WITHOUT_MEMORY_BYTES else "other"
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return "disk_full"
     if "No space left on device" in text:
@@ -72,24 +79,35 @@ def _size_after(text: str, words: str) -> int | None:
 
 
 def describe(
-    error: BaseException, *, rank: int, phase: str, step: int | None, emulated: bool = False, limited: bool = False
+    error: BaseException,
+    *,
+    rank: int,
+    phase: str,
+    step: int | None,
+    emulated: bool = False,
+    limited: bool = False,
+    device_free_bytes: int | None = None,
 ) -> RankFailure:
     """The failure as the rank reports it. ``phase`` is what the rank was doing.
 
-    ``emulated``: the card is made smaller than it is, so the free bytes in the text are not its own.
+    ``emulated``: the card is made smaller than it is, so its free bytes are not those of the emulated one.
+    ``device_free_bytes``: free on the card when the error was caught; what the text says was earlier, and goes before.
     """
     text = str(error)
     lines = text.strip().splitlines()
     first = lines[0] if lines else ""
+    said_free = _size_after(text, "of which")
     return RankFailure(
         rank=rank,
         error_class=type(error).__name__,
         message=first[:500],
         phase=phase,
         time=time.time(),
-        kind=kind_of(error, limited=limited),
-        requested_bytes=_size_after(text, "(?:Tried to allocate|you tried to allocate)"),
-        free_bytes=None if emulated else _size_after(text, "of which"),
+        kind=kind_of(error, limited=limited, device_free_bytes=device_free_bytes),
+        requested_bytes=_size_after(
+            text, "(?:Tried to allocate|you tried to allocate|Failed to CUDA (?:calloc|malloc|host alloc)(?: async)?)"
+        ),
+        free_bytes=None if emulated else device_free_bytes if said_free is None else said_free,
         traceback="".join(traceback.format_exception(error))[-20000:],
         step=step,
     )

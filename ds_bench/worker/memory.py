@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import resource
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,15 @@ def io_bytes() -> tuple[int, int] | None:
 def limit_data_segment(limit_bytes: int) -> None:
     """Private writable memory of this process ends at ``limit_bytes`` (setrlimit(2), RLIMIT_DATA)."""
     resource.setrlimit(resource.RLIMIT_DATA, (limit_bytes, limit_bytes))
+
+
+def device_free_bytes() -> int | None:
+    """Free on this rank's card now, as the driver tells; None without CUDA in use, or where CUDA no longer answers."""
+    torch = sys.modules.get("torch")  # a rank that failed before importing it has no card
+    try:
+        return int(torch.cuda.mem_get_info()[0]) if torch is not None and torch.cuda.is_initialized() else None
+    except Exception:  # after some errors every call into CUDA fails
+        return None
 
 
 def device_init_peak(accelerator: str) -> int | None:

@@ -51,7 +51,15 @@ def run(folder: Path, *, rank: int, local_rank: int, world_size: int) -> int:
         code = 0
     except BaseException as error:  # a rank's end is always a value, KeyboardInterrupt and SystemExit too
         step = beat.step if beat.step >= 0 else None
-        failure = describe(error, rank=rank, phase=beat.phase, step=step, emulated=emulated, limited=limited)
+        failure = describe(
+            error,
+            rank=rank,
+            phase=beat.phase,
+            step=step,
+            emulated=emulated,
+            limited=limited,
+            device_free_bytes=memory.device_free_bytes(),
+        )
         print(failure.traceback, file=sys.stderr, flush=True)
         result = {"failure": asdict(failure)}
         code = 1
