@@ -23,8 +23,7 @@ def build_ops() -> int:
     folder = Path(variables["TORCH_EXTENSIONS_DIR"])
     states = ops.prepare_ops([*names, ops.CPU_ADAM, ops.ASYNC_IO], folder, variables, say=console.print_text)
     for name, state in states.items():
-        remedy = ops.REMEDIES.get(name, "see the build log")
-        told = "ready" if state.ready else f"{state.reason}; {remedy}"
+        told = "ready" if state.ready else f"{state.reason}; {ops.remedy_of(state.reason)}"
         console.print_text(f"{name.removesuffix('Builder'):<14} {told}")
     return 0 if any(state.ready for state in states.values()) else 1
 

@@ -14,6 +14,7 @@ import hashlib
 import importlib.metadata
 import json
 import os
+import re
 import subprocess
 import sys
 import sysconfig
@@ -34,11 +35,15 @@ CPU_ADAM, FUSED_ADAM, ASYNC_IO, SHARED_MEMORY = (
     "ShareMemCommBuilder",
 )
 _OPTIMIZER_OPS = {"adam": CPU_ADAM, "adamw": CPU_ADAM, "adagrad": "CPUAdagradBuilder", "lion": "CPULionBuilder"}
-REMEDIES = {
-    ASYNC_IO: "install libaio's headers: apt-get install libaio-dev, or dnf install libaio-devel",
-    CPU_ADAM: "install a C++ compiler and ninja: apt-get install g++, pip install ninja",
-    FUSED_ADAM: "install the CUDA toolkit of torch's CUDA version and set CUDA_HOME",
+NO_TOOLKIT = "there is no CUDA toolkit: CUDA_HOME is not set, and no nvcc is found"
+NO_LIBAIO = "libaio's header or library is not found"
+_REMEDIES = {
+    r"libaio|-laio\b": "install libaio's headers: apt-get install libaio-dev, or dnf install libaio-devel",
+    r"CUDA toolkit|CUDA_HOME|\bnvcc\b|-lcuda(?:rt)?\b": "install the CUDA toolkit of torch's CUDA version and set "
+    "CUDA_HOME",
+    r"[Nn]inja|[cg]\+\+": "install a C++ compiler and ninja: apt-get install g++, pip install ninja",
 }
+"""What a reason why an op is not to be had holds (a regular expression) → what helps; the first that matches."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +57,11 @@ class OpState:
     """Why not."""
     seconds: float = 0.0
     """Time to build and load; under a few seconds where it was built before."""
+
+
+def remedy_of(reason: str) -> str:
+    """What helps where an op is not to be had for this reason; where none is known, where to look."""
+    return next((remedy for cause, remedy in _REMEDIES.items() if re.search(cause, reason)), "see the build log")
 
 
 def _optimizer_kind(config: Mapping[str, object]) -> str:

@@ -209,8 +209,8 @@ def _missing_op(config: Mapping[str, Any], placement: Placement, states: Mapping
     for op in ops.needed_ops(placement.accelerator, [config]):
         state = states.get(op)
         if state is not None and not state.ready:
-            remedy = ops.REMEDIES.get(op, "see the build log")
-            return f"DeepSpeed's {op.removesuffix('Builder')} op is not to be had here: {state.reason}; {remedy}"
+            name = op.removesuffix("Builder")
+            return f"DeepSpeed's {name} op is not to be had here: {state.reason}; {ops.remedy_of(state.reason)}"
     return None
 
 

@@ -60,7 +60,8 @@ def require_async_io(request: pytest.FixtureRequest) -> None:
         return
     built_ops: dict[str, ops.OpState] = request.getfixturevalue("built_ops")
     if not built_ops[ops.ASYNC_IO].ready:
-        pytest.skip(f"no async_io op: {built_ops[ops.ASYNC_IO].reason}; {ops.REMEDIES[ops.ASYNC_IO]}")
+        reason = built_ops[ops.ASYNC_IO].reason
+        pytest.skip(f"no async_io op: {reason}; {ops.remedy_of(reason)}")
 
 
 Launch = Callable[..., TrialRecord]

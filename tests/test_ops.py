@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import os
 import signal
 import subprocess
 import sys
@@ -224,6 +225,31 @@ def test_an_op_that_fails_is_told_with_reason_and_log_and_the_next_is_built(work
     assert not state.ready
     assert state.reason == f"CalledProcessError: no g++; log {log}"
     assert "compiling AOpBuilder" in log.read_text()
+
+
+NO_TOOLKIT = """
+import torch.utils.cpp_extension
+from deepspeed.accelerator import get_accelerator
+from deepspeed.ops.op_builder.async_io import AsyncIOBuilder
+from deepspeed.ops.op_builder.pin_memory import PinMemoryBuilder
+torch.cuda.is_available = lambda: True
+torch.utils.cpp_extension.CUDA_HOME = None
+PinMemoryBuilder.load = lambda self, verbose=False: None
+AsyncIOBuilder.is_compatible = lambda self, verbose=False: True
+get_accelerator().create_op_builder = lambda name: AsyncIOBuilder()
+from ds_bench.worker import ops
+print(ops.build("AsyncIOBuilder")["reason"])
+"""
+
+
+def test_deepspeeds_type_error_without_a_cuda_toolkit_is_told_as_what_it_is(tmp_path: Path) -> None:
+    """DeepSpeed's own builder, as on a machine with a GPU and no CUDA_HOME."""
+    variables = {**os.environ, "DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": str(tmp_path)}
+    command = [sys.executable, "-c", NO_TOOLKIT]
+    done = subprocess.run(command, capture_output=True, text=True, env=variables, check=False)
+    assert "NoneType" in done.stderr
+    reason = done.stdout.splitlines()[-1]
+    assert ops.remedy_of(reason) == "install the CUDA toolkit of torch's CUDA version and set CUDA_HOME"
 
 
 def test_an_op_that_failed_is_tried_again_by_the_next_run(workshop: Workshop) -> None:

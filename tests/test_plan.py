@@ -119,16 +119,22 @@ def test_what_deepspeed_would_not_do_is_a_row_with_a_reason_and_the_others_stay(
 
 
 @pytest.mark.parametrize(
-    ("op", "name", "remedy"),
-    [(ops.CPU_ADAM, "cpu_optimizer", "install a C++ compiler"), (ops.ASYNC_IO, "nvme", "apt-get install libaio-dev")],
+    ("op", "name", "reason", "remedy"),
+    [
+        (ops.CPU_ADAM, "cpu_optimizer", "g++ is missing", "install a C++ compiler"),
+        (ops.ASYNC_IO, "nvme", "async_io requires the dev libaio .so object", "install libaio's headers"),
+        (ops.ASYNC_IO, "nvme", ops.NO_TOOLKIT, "install the CUDA toolkit"),
+        (ops.ASYNC_IO, "nvme", "CalledProcessError: error: a template", "see the build log"),
+    ],
 )
-def test_a_row_whose_op_does_not_build_is_unsupported_with_reason_and_remedy(op: str, name: str, remedy: str) -> None:
-    states = {op: OpState(op=op, ready=False, reason="g++ is missing")}
+def test_a_row_whose_op_does_not_build_is_unsupported_with_reason_and_remedy(
+    op: str, name: str, reason: str, remedy: str
+) -> None:
+    states = {op: OpState(op=op, ready=False, reason=reason)}
     options = fakes.options("offload", "--strategies", "none", name, "--nvme-path", "/d")
     refused = {trial.strategy.name: trial.unsupported for trial in trials(options, states=states)}
     assert refused["none"] is None
-    assert "g++ is missing" in (refused[name] or "")
-    assert remedy in (refused[name] or "")
+    assert f"{reason}; {remedy}" in (refused[name] or "")
 
 
 def test_an_op_nobody_asked_about_stops_no_row() -> None:

@@ -67,8 +67,8 @@ def title(op: str) -> str:
 def _built(state: ops.OpState, level: Level) -> Finding:
     if state.ready:
         return ok(title(state.op), "built")
-    remedy = ops.REMEDIES.get(state.op, "see the build log")
-    return Finding(name=title(state.op), level=level, text=f"cannot be built: {state.reason}", remedy=remedy)
+    text = f"cannot be built: {state.reason}"
+    return Finding(name=title(state.op), level=level, text=text, remedy=ops.remedy_of(state.reason))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,28 +90,28 @@ def _found(machine: Machine, needs: _Needs, folder: Path, level: Level) -> Findi
         return ok(name, "built")
     if _being_built(folder):
         return ok(name, "another run builds ops at this moment")
-    remedy = ops.REMEDIES.get(op, "see the build log")
     if not tools.can_build(machine):
         text = "cannot be built: a C++ compiler or ninja is missing"
         return Finding(name=name, level=level, text=text, remedy="see the tools above")
     lacking = _lacking(machine, needs)
     if lacking is not None:
-        return Finding(name=name, level=level, text=f"cannot be built: {lacking}", remedy=remedy)
+        return Finding(name=name, level=level, text=f"cannot be built: {lacking}", remedy=ops.remedy_of(lacking))
     log = folder / f"{op}.log"
     if log.exists():
-        return Finding(name=name, level=level, text=f"the last build failed: {log}", remedy=f"{remedy}; then {BUILD}")
+        return Finding(name=name, level=level, text=f"the last build failed: {log}", remedy=f"read it, then {BUILD}")
     return ok(name, "not built yet, but can be", f"{BUILD} builds it now; else the first comparison does")
 
 
 def _lacking(machine: Machine, needs: _Needs) -> str | None:
-    """What a build of this op would stop at, compiler and ninja apart."""
-    if tools.cuda_toolkit(machine, needs.accelerator, needs.torch_cuda).level == "problem":
-        return "the CUDA toolkit is not of torch's CUDA version"
+    """What a build of this op would stop at, compiler and ninja apart.
+
+    A toolkit of another version than torch's CUDA is left to the build: DeepSpeed compares the two only when it is
+    installed with ops built ahead (op_builder/builder.py, ``builder``), not when it loads one (``jit_load``).
+    """
     if needs.op == ops.ASYNC_IO and not has_libaio(machine):
-        return "libaio's header or library is not found"
-    if needs.op == ops.FUSED_ADAM and tools.toolkit_release(machine) is None:
-        return "there is no CUDA toolkit"
-    return None
+        return ops.NO_LIBAIO
+    links_cuda = needs.op in (ops.FUSED_ADAM, ops.ASYNC_IO) and needs.accelerator == "cuda"
+    return ops.NO_TOOLKIT if links_cuda and tools.toolkit_release(machine) is None else None
 
 
 def has_libaio(machine: Machine) -> bool:

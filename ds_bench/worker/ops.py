@@ -35,8 +35,19 @@ def build(name: str) -> dict[str, Any]:
         print(text, file=sys.stderr, flush=True)
         told = [line for line in text.splitlines() if re.search(r"error:|cannot find -l|CUDA_HOME", line)]
         reason = f"{type(error).__name__}: {(told or text.splitlines() or [''])[0].strip()[:300]}"
+        if _lacks_toolkit(builder):  # DeepSpeed joins paths to CUDA_HOME, which is None: a TypeError
+            reason = "there is no CUDA toolkit: CUDA_HOME is not set, and no nvcc is found"
         return {"op": name, "state": "failed", "seconds": time.monotonic() - start, "reason": reason}
     return {"op": name, "state": "ready", "seconds": time.monotonic() - start, "reason": ""}
+
+
+def _lacks_toolkit(builder: Any) -> bool:
+    """Whether an op is compiled or linked against CUDA where there is no CUDA toolkit (op_builder/builder.py)."""
+    import torch.utils.cpp_extension
+    from deepspeed.ops.op_builder.builder import CUDAOpBuilder
+
+    against_cuda = isinstance(builder, CUDAOpBuilder) and not builder.build_for_cpu
+    return against_cuda and torch.utils.cpp_extension.CUDA_HOME is None
 
 
 def _end_with_parent() -> None:
