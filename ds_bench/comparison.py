@@ -66,14 +66,20 @@ def _require_ready(situation: Situation, profile: ModelProfile | None) -> None:
     configs = [draft.config for draft in situation.drafts]
     trials = Planned(situation, {}, foresight.Room(gpu_bytes=None, host_bytes=None), profile).trials(situation.drafts)
     need = foresight.host_need(trials) if situation.place.hostfile is None else None
-    findings = doctor.for_plan(situation.place, configs, choice=situation.choice, need_host_bytes=need)
+    findings = doctor.for_plan(situation.place, configs, lacks_space=situation.lacks_space, need_host_bytes=need)
     doctor.require_ready(findings, sys.stderr, quiet=situation.options.quiet)
 
 
 def dry_run(situation: Situation) -> int:
     """Prints each trial's configuration and command."""
     trials = plan.make_trials(
-        situation.options, situation.choice, situation.place, situation.drafts, {}, situation.caveats
+        situation.options,
+        situation.choice,
+        situation.place,
+        situation.drafts,
+        {},
+        situation.caveats,
+        lacks_space=situation.lacks_space,
     )
     with console.pipe_may_close():
         if situation.options.auto_batch:

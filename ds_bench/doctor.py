@@ -20,7 +20,6 @@ from typing import IO, Any
 from . import console, dsconfig, environment, gpus, ops, placement, preflight
 from .checks import Finding, Machine, attempt, cards, compiled, disk, host, hub, ok, packages, tools, warning
 from .errors import PreflightError, UsageError
-from .modelsource import ModelChoice
 from .spec import Placement
 
 READY, NOT_READY = 0, 2
@@ -117,14 +116,15 @@ def for_plan(
     place: Placement,
     configs: Sequence[Mapping[str, Any]],
     *,
-    choice: ModelChoice,
+    lacks_space: str | None = None,
     need_host_bytes: int | None = None,
     machine: Machine | None = None,
 ) -> list[Finding]:
     """What could stop these configurations here: the doctor's findings without builds, speed or the Hub; 0.2 s.
 
     ``configs``: DeepSpeed's, one per row, of the rows that will be tried. ``need_host_bytes``: predicted for this
-    node. A tool that only some rows need is a warning: those rows then say Unsupported, and the others run.
+    node. ``lacks_space``: ``preflight.lack_of_space`` of the plan. What only some rows need is a warning: those rows
+    then say Unsupported, and the others run.
     """
     machine = Machine() if machine is None else machine
     torch_cuda, inventory = environment.torch_cuda_version(), machine.query.read()
@@ -139,7 +139,9 @@ def for_plan(
     found += attempt("host", lambda: host.check(machine, place, need_host_bytes))
     path = place.nvme_path
     if path is not None and any(map(dsconfig.uses_nvme, configs)):
-        found += attempt("NVMe path", lambda: disk.check(machine, Path(path), choice), failed="problem")
+        looked = attempt("NVMe path", lambda: disk.check(machine, Path(path)), failed="problem")
+        # A full disk stops the rows that swap to it, which the plan marks so, and no other.
+        found += looked if lacks_space is None else [_as_warning(finding) for finding in looked]
     return found
 
 

@@ -170,8 +170,13 @@ def make_trials(
     wanted: Sequence[Draft],
     op_states: Mapping[str, ops.OpState],
     caveats: Mapping[str, str],
+    *,
+    lacks_space: str | None = None,
 ) -> list[Trial]:
-    """The trials, interleaved (A B C, A B C). ``caveats``: by strategy name, known before it runs."""
+    """The trials, interleaved (A B C, A B C). ``caveats``: by strategy name, known before it runs.
+
+    ``lacks_space``: why rows that swap to NVMe cannot run.
+    """
     asked = workload(options, choice, placement)
     fused = op_states.get(ops.FUSED_ADAM)
     torch_adam = placement.accelerator == "cpu" or (fused is not None and not fused.ready)
@@ -191,7 +196,8 @@ def make_trials(
                     workload=replace(work, precision=_precision(config, work)),
                     placement=placement,
                     ds_config=config,
-                    unsupported=_refusal(config, placement, op_states),
+                    unsupported=_refusal(config, placement, op_states)
+                    or (lacks_space if dsconfig.uses_nvme(config) else None),
                     caveats=(
                         *_known(draft.strategy, work, config, fused, caveats),
                         *noops.inactive(config, work, placement),

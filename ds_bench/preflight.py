@@ -21,10 +21,10 @@ _NOT_A_DISK = {"tmpfs": "memory", "ramfs": "memory", "overlay": "a container's o
 _NETWORK = ("nfs", "nfs4", "cifs", "smb3", "lustre", "fuse", "ceph", "9p", "virtiofs")
 
 
-def check_nvme_path(path: Path, choice: ModelChoice) -> str | None:
+def check_nvme_path(path: Path) -> str | None:
     """Checks the folder for swapping; sweeps what dead runs left in it. Returns a caveat on what it really is.
 
-    Raises PreflightError where it is missing, not writable or too small.
+    Raises PreflightError where it is missing or not writable.
     """
     if not path.is_dir():
         raise PreflightError(f"--nvme-path {path} is not a folder", remedy="create it on the NVMe disk")
@@ -36,7 +36,6 @@ def check_nvme_path(path: Path, choice: ModelChoice) -> str | None:
             f"--nvme-path {path} cannot be written: {error.strerror}", remedy="give a folder that you may write to"
         ) from None
     remove_abandoned_swap(path)
-    _check_space(path, choice)
     kind = file_system(path)
     if kind in _NOT_A_DISK:
         return f"--nvme-path is {_NOT_A_DISK[kind]} ({kind}), not an NVMe disk"
@@ -45,14 +44,20 @@ def check_nvme_path(path: Path, choice: ModelChoice) -> str | None:
     return None
 
 
-def _check_space(path: Path, choice: ModelChoice) -> None:
+_LEAST_SWAP_BYTES = 8 * 2**20
+"""Free bytes that any row needs which swaps; below, a disk counts as full (``launch.scratch.disk_is_full``)."""
+
+
+def lack_of_space(path: Path, choice: ModelChoice) -> str | None:
+    """Why rows that swap to ``path`` cannot run, with the remedy; None where there is room, or the need is unknown."""
     free = shutil.disk_usage(path).free
-    need = swap_bytes(choice)
-    if free < need:
-        raise PreflightError(
-            f"--nvme-path {path} has {format_bytes(free)} free; {choice.name} needs about {format_bytes(need)}",
-            remedy="free some space, or give another disk",
-        )
+    need = max(swap_bytes(choice), _LEAST_SWAP_BYTES)
+    if free >= need:
+        return None
+    return (
+        f"--nvme-path {path} has {format_bytes(free)} free, and swapping {choice.name} needs about "
+        f"{format_bytes(need)}; free some space, or give another disk"
+    )
 
 
 def swap_bytes(choice: ModelChoice) -> int:

@@ -32,6 +32,8 @@ class Situation:
     """Of every process of every trial."""
     caveats: dict[str, str]
     """By strategy, known before it runs."""
+    lacks_space: str | None
+    """Why rows that swap to NVMe cannot run; None where they can, or there are none."""
     make_config: plan.MakeConfig
     """The script's own ``create_deepspeed_config``."""
 
@@ -54,7 +56,8 @@ def look_around(options: Options, make_config: plan.MakeConfig) -> Situation:
     if choice.source == "hub":  # looked up and cached just now: ranks need not ask again
         variables["HF_HUB_OFFLINE"] = "1"
     _usable(lambda: plan.make_trials(options, choice, place, drafts, {}, {}))
-    caveats = _check_nvme(options, drafts, choice)
+    caveats = _check_nvme(options, drafts)
+    swaps = options.nvme_path is not None and any(dsconfig.uses_nvme(draft.config) for draft in drafts)
     return Situation(
         options=options,
         choice=choice,
@@ -62,6 +65,7 @@ def look_around(options: Options, make_config: plan.MakeConfig) -> Situation:
         drafts=drafts,
         variables=variables,
         caveats=caveats,
+        lacks_space=preflight.lack_of_space(options.nvme_path, choice) if swaps and options.nvme_path else None,
         make_config=make_config,
     )
 
@@ -81,7 +85,15 @@ class Planned:
     def trials(self, drafts: Sequence[plan.Draft]) -> list[Trial]:
         """Interleaved; those that cannot fit marked where the user asked for it."""
         known = self.situation
-        made = plan.make_trials(known.options, known.choice, known.place, drafts, self._op_states, known.caveats)
+        made = plan.make_trials(
+            known.options,
+            known.choice,
+            known.place,
+            drafts,
+            self._op_states,
+            known.caveats,
+            lacks_space=known.lacks_space,
+        )
         return foresight.foresee(made, self.profile, self.room, skip=known.options.skip_predicted_oom)
 
 
@@ -99,12 +111,12 @@ def _usable(make: Callable[[], Made]) -> Made:
         raise UsageError(problem, remedy="check --ds-config, --set and create_deepspeed_config") from None
 
 
-def _check_nvme(options: Options, drafts: Sequence[plan.Draft], choice: ModelChoice) -> dict[str, str]:
+def _check_nvme(options: Options, drafts: Sequence[plan.Draft]) -> dict[str, str]:
     """Caveats by strategy; raises where the path cannot be used."""
     users = [draft.strategy.name for draft in drafts if dsconfig.uses_nvme(draft.config)]
     if options.nvme_path is None or not users:
         return {}
-    caveat = preflight.check_nvme_path(options.nvme_path, choice)
+    caveat = preflight.check_nvme_path(options.nvme_path)
     if options.family == "offload" and "nvme" not in options.strategies:
         print("note: --nvme-path is given, so the nvme strategy is added", file=sys.stderr)
     return {} if caveat is None else dict.fromkeys(users, caveat)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import time
@@ -10,14 +11,13 @@ from typing import Any
 
 import pytest
 
-from ds_bench import doctor, dsconfig, environment, modelsource, ops, strategies
+from ds_bench import doctor, dsconfig, environment, ops, strategies
 from ds_bench.checks import Finding, Machine, disk, ok, packages, problem, tools, warning
 from ds_bench.errors import PreflightError, UsageError
 from ds_bench.gpus import GpuFacts, GpuInventory
 from ds_bench.spec import Placement
 
 GROUPS = ["Packages", "Tools", "GPUs", "Host", "DeepSpeed ops", "NVMe", "Hugging Face Hub"]
-CHOICE = modelsource.ModelChoice(name="a model", source="factory", config={})
 CPU = Placement(accelerator="cpu")
 
 
@@ -183,7 +183,7 @@ def config(name: str) -> dict[str, Any]:
 
 
 def planned(*configs: dict[str, Any], place: Placement = CPU, **arguments: Any) -> dict[str, Finding]:
-    found = doctor.for_plan(place, configs, choice=CHOICE, **arguments)
+    found = doctor.for_plan(place, configs, **arguments)
     return {each.name: each for each in found}
 
 
@@ -212,6 +212,18 @@ def test_the_nvme_path_is_looked_at_only_where_a_row_uses_it(tmp_path: Path) -> 
     assert planned(config("nvme"), place=place)["NVMe path"].level == "problem"
 
 
+def test_a_full_disk_for_swapping_stops_only_the_rows_that_swap(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_space(_path: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(disk, "_write_directly", no_space)
+    place = Placement(accelerator="cpu", nvme_path=str(tmp_path))
+    assert planned(config("nvme"), place=place)["direct I/O"].level == "problem"
+    assert planned(config("nvme"), place=place, lacks_space="1 MB free")["direct I/O"].level == "warning"
+
+
 def test_cards_are_looked_at_only_where_the_plan_uses_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(environment, "torch_cuda_version", lambda: "12.8")
     cut = Machine(query=Cards(GpuFacts(index=0, mig=True)), environ={})
@@ -227,7 +239,7 @@ def test_a_deepspeed_that_is_too_old_ends_the_plan_in_second_0(monkeypatch: pyte
     monkeypatch.setattr(packages, "check", lambda: [problem("deepspeed", "0.14 is installed", "pip install it")])
     stream = io.StringIO()
     with pytest.raises(PreflightError, match="not ready: 1 problem"):
-        doctor.require_ready(doctor.for_plan(CPU, [config("none")], choice=CHOICE), stream)
+        doctor.require_ready(doctor.for_plan(CPU, [config("none")]), stream)
     assert "0.14 is installed -> pip install it" in stream.getvalue()
 
 

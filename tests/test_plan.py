@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_bench import ops, plan
+from ds_bench import foresight, ops, plan, preflight, situation
 from ds_bench.errors import UsageError
 from ds_bench.modelsource import ModelChoice
 from ds_bench.ops import OpState
@@ -135,6 +136,21 @@ def test_a_row_whose_op_does_not_build_is_unsupported_with_reason_and_remedy(
     refused = {trial.strategy.name: trial.unsupported for trial in trials(options, states=states)}
     assert refused["none"] is None
     assert f"{reason}; {remedy}" in (refused[name] or "")
+
+
+def test_too_little_space_for_swapping_refuses_that_row_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one_gb = shutil.disk_usage(tmp_path)._replace(free=2**30)
+    monkeypatch.setattr(preflight.shutil, "disk_usage", lambda _path: one_gb)
+    options = fakes.options("offload", "--model", "gpt2", "--nvme-path", str(tmp_path))
+    around = situation.look_around(options, fakes.make_config)
+    room = foresight.Room(gpu_bytes=None, host_bytes=None)
+    made = situation.Planned(around, {}, room, None).trials(around.drafts)
+    refused = {trial.strategy.name: trial.unsupported or "" for trial in made}
+    assert refused.pop("nvme") == (
+        f"--nvme-path {tmp_path} has 1.00 GB free, and swapping gpt2 needs about 2.09 GB; "
+        "free some space, or give another disk"
+    )
+    assert set(refused.values()) == {""}
 
 
 def test_an_op_nobody_asked_about_stops_no_row() -> None:

@@ -19,7 +19,6 @@ from .. import dsconfig, preflight, strategies
 from ..errors import PreflightError
 from ..hostmemory import read_text
 from ..launch.processes import die_with_parent
-from ..modelsource import ModelChoice
 from ..spec import Placement, Workload
 from ..units import format_bytes, format_millions, from_gb
 from . import Finding, Machine, ok, one_by_one, problem, unreadable, warning
@@ -31,14 +30,13 @@ _LEAST_BYTES, _MOST_BYTES = 64 * 2**20, 2**30
 _SECONDS_EACH_WAY = 5.0
 _TIMEOUT_SECONDS = 120.0
 _ALIGNMENT_BYTES = 4096
-_NO_MODEL = ModelChoice(name="no model", source="factory", config={})
 
 
-def check(machine: Machine, path: Path, choice: ModelChoice | None = None) -> Iterator[Finding]:
-    """All but the speed. Raises PreflightError where the folder cannot be used at all; ``choice``: the plan's model."""
+def check(machine: Machine, path: Path) -> Iterator[Finding]:
+    """All but the speed. Raises PreflightError where the folder cannot be used at all."""
     if path.exists() and not path.is_dir():
         raise PreflightError(f"--nvme-path {path} is a file, not a folder", remedy="give a folder on the NVMe disk")
-    caveat = preflight.check_nvme_path(path, choice or _NO_MODEL)
+    caveat = preflight.check_nvme_path(path)
     kind = preflight.file_system(path)
     if caveat is not None:
         yield warning("NVMe path", caveat, "give a folder on a local NVMe disk")
