@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from .argtypes import AUTO, MOST_RANKS, MOST_REPEATS, Parser, factory, positive, whole, whole_or_auto
+from .argtypes import AUTO, MOST_RANKS, MOST_REPEATS, Parser, factory, fraction, positive, whole, whole_or_auto
 from .dsconfig import OPTIMIZERS
 from .errors import UsageError
 from .options import GOALS, Family, Options
@@ -96,6 +96,13 @@ def _add_workload(parser: argparse.ArgumentParser) -> None:
     add("--activation-checkpointing", action="store_true", help="recompute activations in the backward pass")
     add("--optimizer", choices=OPTIMIZERS, default=None, help="optimizer of every row (default: AdamW)")
     add("--seed", type=whole(0, 2**32 - 1), default=42, metavar="N", help="seed of weights and data (default: 42)")
+    add(
+        "--dropout",
+        type=fraction,
+        default=None,
+        metavar="P",
+        help="probability of every dropout in the model, from 0 to below 1 (default: the model's own)",
+    )
     add(
         "--model-factory",
         type=factory,

@@ -89,6 +89,8 @@ def differences(a: TrialRecord, b: TrialRecord) -> list[str]:
         if ours != theirs:
             found |= _unequal({name: (getattr(ours, name), getattr(theirs, name)) for name in _FIELDS[part]})
     if a.ranks and b.ranks:
+        if None not in (a.ranks[0].dropout, b.ranks[0].dropout):
+            found.pop("dropout", None)  # asked for or the model's own: what ran decides
         left, right = _ran(a), _ran(b)
         if left != right:
             ran = _unequal(dict(zip(_RAN, zip(left, right, strict=True), strict=True)))
@@ -125,6 +127,7 @@ _RAN = (
     "deepspeed",
     "launch",
     "method_version",
+    "dropout",
 )
 """What decides a measurement and is known from the run alone."""
 
@@ -141,6 +144,7 @@ def _ran(record: TrialRecord) -> tuple[object, ...]:
         rank.deepspeed_version,
         record.launch,
         record.method_version,
+        rank.dropout,
     )
 
 
@@ -156,6 +160,7 @@ _LABEL_FACTS = {
     "seq_length": "{} tokens",
     "grad_accum": "{} accumulated",
     "precision": "{}",
+    "dropout": "dropout {}",
     "num_gpus": "{} ranks",
     "stage": "stage {}",
     "device": "{}",

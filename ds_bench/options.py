@@ -47,6 +47,8 @@ class Options:
     export: str | None
     """Name of the strategy whose configuration is written out; None: the recommended one's."""
     seed: int
+    dropout: float | None
+    """None: the model's own."""
     timeout: float
     stall_timeout: float
     activation_checkpointing: bool

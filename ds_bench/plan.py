@@ -62,6 +62,7 @@ def workload(options: Options, choice: ModelChoice, placement: Placement) -> Wor
         activation_checkpointing=options.activation_checkpointing,
         seed=options.seed,
         trust_remote_code=options.trust_remote_code,
+        dropout=options.dropout,
     )
 
 

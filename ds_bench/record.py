@@ -15,8 +15,11 @@ from .spec import Trial
 
 SCHEMA_VERSION = 1
 """Form of the stored records. History: 1 (2026-11) first form."""
-METHOD_VERSION = 1
-"""How numbers are measured; rows of different methods are not compared. History: 1 (2026-11) first method."""
+METHOD_VERSION = 2
+"""How numbers are measured; rows of different methods are not compared.
+
+History: 1 (2026-11) first method. 2 (2026-11-21) models train with their own dropout, not with none.
+"""
 
 Tier = Literal["gpu", "cpu", "nvme"]
 
@@ -111,6 +114,8 @@ class RankMeasurement:
     """tier → category → bytes, by counting storages once each (metrics.md, "Ledger")."""
     phase_seconds: Mapping[str, float] = field(default_factory=dict)
     """Per step, from a separate synchronised pass: forward, backward, step."""
+    dropout: float | None = None
+    """Greatest probability of any dropout in the model, as it was trained; 0 where it has none."""
     notes: tuple[str, ...] = ()
     """What the rank has to say about its own numbers."""
 

@@ -119,6 +119,7 @@ COLUMNS: list[Column] = [
     ("started_at", lambda s: s.record.started_at),
     ("method_version", lambda s: s.record.method_version),
     ("predicted_over_ledger", lambda s: s.predicted_over_ledger),
+    ("dropout", lambda s: s.record.ranks[0].dropout if s.record.ranks else s.record.trial.workload.dropout),
 ]
 
 

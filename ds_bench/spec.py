@@ -59,6 +59,8 @@ class Workload:
     """Seed of weights and data; the same in every trial."""
     trust_remote_code: bool = False
     """Run modelling code that comes with the model."""
+    dropout: float | None = None
+    """Probability of every dropout in the model, from 0 to below 1; None: the model's own."""
 
     def __post_init__(self) -> None:
         _require(bool(self.model), "model", self.model, "must not be empty")
@@ -67,6 +69,7 @@ class Workload:
             _require(value >= 1, name, value, "must be 1 or more")
         _require(self.warmup_steps >= 0, "warmup_steps", self.warmup_steps, "must be 0 or more")
         _require(self.precision in PRECISIONS, "precision", self.precision, f"must be one of {PRECISIONS}")
+        _require(self.dropout is None or 0 <= self.dropout < 1, "dropout", self.dropout, "must be from 0 to below 1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

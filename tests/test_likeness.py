@@ -115,6 +115,7 @@ OTHER_WORKLOADS: dict[str, Any] = {
     "activation_checkpointing": True,
     "seed": 7,
     "trust_remote_code": True,
+    "dropout": 0.0,
 }
 OTHER_PLACEMENTS: dict[str, Any] = {
     "accelerator": "cpu",
@@ -136,8 +137,8 @@ def test_every_field_of_workload_and_placement_is_tried_below() -> None:
 @pytest.mark.parametrize("name", OTHER_WORKLOADS)
 def test_a_difference_of_the_workload_is_named_once_with_both_values(name: str) -> None:
     theirs = gpu(of=fakes.workload(**{name: OTHER_WORKLOADS[name]}))
-    ours = getattr(gpu().workload, name)
-    shown = "none" if OTHER_WORKLOADS[name] is None else OTHER_WORKLOADS[name]
+    values = getattr(gpu().workload, name), OTHER_WORKLOADS[name]
+    ours, shown = ("none" if value is None else value for value in values)
     assert between(gpu(), theirs) == [f"{name} {ours} against {shown}"]
 
 
@@ -193,8 +194,9 @@ def test_one_card_of_another_kind_among_many_is_seen_and_the_order_of_ranks_is_n
 def test_another_method_or_launch_forbids_a_ratio_even_where_nothing_else_differs() -> None:
     entry = fakes.success(gpu())
     newer = replace(entry, method_version=entry.method_version + 1)
-    assert differences(entry, newer) == ["method_version 1 against 2"]
-    assert differences(fakes.failure(gpu()), newer) == ["method_version 1 against 2"]
+    versions = f"method_version {entry.method_version} against {newer.method_version}"
+    assert differences(entry, newer) == [versions]
+    assert differences(fakes.failure(gpu()), newer) == [versions]
     assert differences(entry, replace(entry, launch="deepspeed")) == ["launch warm against deepspeed"]
 
 
@@ -272,3 +274,13 @@ def test_labels_are_unique_whatever_the_rows(rows: list[tuple[str, int, float, b
     found = labels(*records)
     assert len(set(found)) == len(records)
     assert all(text.startswith(label) for text, (label, *_) in zip(found, rows, strict=True))
+
+
+def test_a_dropout_that_was_asked_for_and_the_same_as_the_models_own_are_alike() -> None:
+    """A flat row tells what ran and not whether a flag asked for it."""
+    own = fakes.success(gpu(), dropout=0.1)
+    asked = replace(gpu(), workload=fakes.workload(dropout=0.1))
+    assert differences(own, fakes.success(asked, dropout=0.1)) == []
+    without = replace(gpu(), workload=fakes.workload(dropout=0.0))
+    assert differences(own, fakes.success(without, dropout=0.0)) == ["dropout 0.1 against 0.0"]
+    assert differences(own, fakes.failure(without)) == ["dropout none against 0.0"]

@@ -17,7 +17,7 @@ from ds_bench.analysis import Summary
 from ds_bench.environment import Environment
 from ds_bench.load import LoadedResult
 from ds_bench.merging import MergedGroup
-from ds_bench.record import TrialRecord
+from ds_bench.record import METHOD_VERSION, TrialRecord
 from ds_bench.spec import Trial
 
 HOST = fakes.environment()
@@ -157,9 +157,9 @@ def test_other_placements_stand_side_by_side() -> None:
 
 
 def test_rows_of_another_method_of_measurement_stand_by_themselves() -> None:
-    later = replace(run(1, 0.2), method_version=2)
+    later = replace(run(1, 0.2), method_version=99)
     groups = merging.merge([result(run(1, 0.1)), result(later, name="b.json")])
-    assert groups[1].title.endswith("method of measurement 2 against 1")
+    assert groups[1].title.endswith(f"method of measurement 99 against {METHOD_VERSION}")
 
 
 @pytest.mark.parametrize(

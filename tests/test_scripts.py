@@ -99,6 +99,19 @@ def test_fp32_losses_agree_at_every_stage(shared: Shared) -> None:
     assert not any("loss differs" in (row["caveats"] or "") for row in rows)
 
 
+def test_the_models_own_dropout_is_trained_with_and_its_masks_are_the_same_in_every_row(
+    shared: Shared, start_script: Start
+) -> None:
+    with_dropout = rows_of(shared(*ZERO_FP32)[3])
+    without = start_script(*ZERO_FP32, "--dropout", "0", "--stages", "3")
+    assert without.wait()[0] == 0
+    assert [row["dropout"] for row in with_dropout] == [0.1] * 4
+    (row,) = without.rows()
+    assert row["dropout"] == 0
+    # Apart by far more than the rows with dropout are among themselves (see above): masks were drawn there.
+    assert abs(row["first_loss"] - with_dropout[3]["first_loss"]) > 3e-3
+
+
 def test_bf16_losses_agree_from_stage_1_on_and_stage_0_has_its_explained_quirk(shared: Shared) -> None:
     rows = rows_of(shared(*ZERO_BF16)[3])
     finals = [row["final_loss"] for row in rows[1:]]

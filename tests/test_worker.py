@@ -132,6 +132,27 @@ print(groups._get_default_timeout("nccl").total_seconds())
     assert done.stdout.split()[-3:] == ["7320.0"] * 3, done.stderr
 
 
+def test_a_dropout_is_set_in_configurations_modules_and_the_values_that_functions_get() -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    def built(dropout: float | None, **own: float) -> torch.nn.Module:
+        config = AutoConfig.for_model(
+            "opt", vocab_size=16, hidden_size=8, ffn_dim=8, num_hidden_layers=1, num_attention_heads=2, **own
+        )
+        if dropout is not None:
+            build._set_config_dropouts(config, dropout)
+        return AutoModelForCausalLM.from_config(config)
+
+    assert build.greatest_dropout(built(None)) == 0.1
+    assert build.greatest_dropout(built(None, attention_dropout=0.3)) == 0.3
+    assert build.greatest_dropout(built(0.0, layerdrop=0.5)) == 0.0
+    model = torch.nn.ModuleList([built(None), torch.nn.TransformerEncoderLayer(8, 2, 8, dropout=0.2)])
+    build.set_dropouts(model, 0.25)
+    assert {value for _, _, value in build._dropouts(model)} == {0.25}
+    assert model[1].dropout1.p == model[1].self_attn.dropout == 0.25
+    assert build.greatest_dropout(torch.nn.Linear(2, 2)) == 0.0
+
+
 def test_shared_parameters_are_counted_once() -> None:
     model = torch.nn.ModuleDict({"a": torch.nn.Linear(4, 4, bias=False), "b": torch.nn.Linear(4, 4, bias=False)})
     model["b"].weight = model["a"].weight

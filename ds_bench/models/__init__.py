@@ -2,8 +2,8 @@
 
 Weights do not matter for speed, so a preset is only the arguments for
 ``AutoConfig.for_model(model_type, **config)``; the JSON files beside this module hold them, one file per family.
-Two things differ from the published configs: every dropout is 0.0, so that the losses of two strategies can be
-compared step by step, and ``use_cache`` is off, because training reads no key-value cache.
+One thing differs from the published configs: ``use_cache`` is off, because training reads no key-value cache.
+Dropout is the family's own (0.1 for GPT-2 and OPT), as that is what a user trains with; ``--dropout`` changes it.
 
 Counts are those of Transformers 5 (``AutoModelForCausalLM.from_config``). Nothing here loads torch, and nothing
 here knows how many bytes an element takes.

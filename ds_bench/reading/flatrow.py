@@ -172,6 +172,7 @@ def _workload(row: Mapping[str, Any]) -> Workload:
         warmup_steps=row["warmup_steps"],
         precision=row["precision"],
         activation_checkpointing=row["activation_checkpointing"],
+        dropout=row.get("dropout"),
     )
 
 
@@ -233,6 +234,7 @@ def _rank(row: Mapping[str, Any]) -> RankMeasurement:
         nvme_stored_bytes=_bytes(row, "nvme_stored_gb"),
         ledger=_ledger(row),
         phase_seconds=_phases(row),
+        dropout=read("dropout"),
     )
 
 

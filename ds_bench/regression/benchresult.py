@@ -137,6 +137,7 @@ def workload_facts(summary: Summary) -> dict[str, Any]:
         "grad_accum": summary.grad_accum or work.grad_accum,
         "precision": work.precision,
         "activation_checkpointing": work.activation_checkpointing,
+        "dropout": rank.dropout if rank else work.dropout,
         "optimizer": (rank.optimizer_class or None) if rank else None,
         "accelerator": place.accelerator,
         "device": rank.device_name if rank else None,

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -65,6 +65,8 @@ def build_model(
     else:
         model = _from_transformers(workload, dtype, device, stage3)
         redraw_weights(model, workload.seed, alive)
+    if workload.dropout is not None:
+        set_dropouts(model, workload.dropout)
     model.train()
     if workload.activation_checkpointing:
         _enable_checkpointing(model)
@@ -80,6 +82,8 @@ def _from_transformers(workload: Workload, dtype: torch.dtype, device: torch.dev
         source = workload.model_config.get("path", workload.model)
         model_config = AutoConfig.from_pretrained(source, trust_remote_code=workload.trust_remote_code)
     model_config.use_cache = False
+    if workload.dropout is not None:
+        _set_config_dropouts(model_config, workload.dropout)
     _import_modelling_module(model_config)
     place = contextlib.nullcontext() if stage3 else device
     with place:
@@ -123,6 +127,40 @@ def _from_factory(
 
 def _not_a_model(value: object) -> torch.nn.Module:
     raise TypeError(f"the model factory returned {type(value).__name__}, not a torch.nn.Module")
+
+
+def _set_config_dropouts(config: Any, probability: float) -> None:
+    """Every dropout probability of a Transformers configuration and of those inside it, read as a model is built."""
+    for name, value in list(vars(config).items()):
+        if _is_dropout(name, value):
+            setattr(config, name, probability)
+        elif hasattr(value, "model_type"):
+            _set_config_dropouts(value, probability)
+
+
+def set_dropouts(model: torch.nn.Module, probability: float) -> None:
+    """Every dropout of a built model, modules and the probabilities that a forward pass hands to functions alike."""
+    for module, name, _ in _dropouts(model):
+        setattr(module, name, probability)
+
+
+def greatest_dropout(model: torch.nn.Module) -> float:
+    """The greatest probability of any dropout in the model; 0 where it has none."""
+    return max((float(value) for _, _, value in _dropouts(model)), default=0.0)
+
+
+def _dropouts(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, str, float]]:
+    """(module, attribute, probability) of every dropout: ``p`` of torch's modules, else floats named as dropouts."""
+    for module in model.modules():
+        if isinstance(module, torch.nn.modules.dropout._DropoutNd):
+            yield module, "p", module.p
+        else:
+            yield from ((module, name, value) for name, value in vars(module).items() if _is_dropout(name, value))
+
+
+def _is_dropout(name: str, value: object) -> bool:
+    """``attn_pdrop``, ``hidden_dropout_prob``, ``dropout``; not ``layerdrop``, which leaves out whole layers."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and ("dropout" in name or "pdrop" in name)
 
 
 def redraw_weights(model: torch.nn.Module, seed: int, alive: Callable[[], None] = lambda: None) -> None:

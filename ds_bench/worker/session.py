@@ -45,6 +45,8 @@ def measure(assignment: Assignment, config: dict[str, Any], beat: BeatWriter, ke
     life_peak = memory.status_bytes("VmHWM")
     can_reset = memory.reset_host_peak()
 
+    # Here and not before: stages draw differently while they build, and every row must drop the same elements.
+    torch.manual_seed(workload.seed + torch.distributed.get_rank())
     beat.beat("warmup", 0)
     samples = train.Samples(warmup_step_seconds=train.warm_up(trainer, workload.warmup_steps))
     retries, io_before = memory.alloc_retries(accelerator), memory.io_bytes()
@@ -66,6 +68,7 @@ def measure(assignment: Assignment, config: dict[str, Any], beat: BeatWriter, ke
         **_engine_facts(engine),
         "parameter_count": sum(sizes),
         "largest_parameter": max(sizes),
+        "dropout": build.greatest_dropout(model),
         "step_seconds": samples.step_seconds,
         "warmup_step_seconds": samples.warmup_step_seconds,
         "window_seconds": samples.window_seconds,
