@@ -33,13 +33,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with console.pipe_may_close():
             return verb(values)
     except DsBenchError as error:
-        print(f"ds_bench: {error}", file=sys.stderr)
+        console.print_text(f"ds_bench: {error}", sys.stderr)
         return error.exit_code
     except OSError as error:  # a disk or a pipe that takes no more
-        print(f"ds_bench: {error}", file=sys.stderr)
+        console.print_text(f"ds_bench: {error}", sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        console.print_text("interrupted", sys.stderr)
         return 130
 
 

@@ -76,10 +76,9 @@ def _preset(summaries: Sequence[Summary]) -> models.ModelFacts | None:
 def print_answer(answer: Answer, stream: IO[str]) -> None:
     """The table, its notes and the recommendation."""
     tables.print_table(answer.title, answer.comparison, answer.notes, stream)
-    print(file=stream)
+    console.print_text("", stream)
     for line in recommend.lines(answer.recommendation, answer.goal):
-        line = console.plain(line)
-        print(line if console.prints(line, stream) else console.ascii_only(line), file=stream)
+        console.print_text(line, stream)
 
 
 def markdown(answer: Answer) -> str:

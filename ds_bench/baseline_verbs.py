@@ -38,8 +38,8 @@ def save_command(paths: Sequence[Path], file: Path, tolerance: float | None) -> 
         raise UsageError("nothing was saved: no row is fit to be a baseline", remedy="the lines above say why")
     for entry in saved:
         for text in _variation(entry):
-            print(f"warning: {console.plain(entry.name)}: {text}", file=sys.stderr)
-    print(f"baselines {file}", file=sys.stderr)
+            console.print_text(f"warning: {entry.name}: {text}", sys.stderr)
+    console.print_text(f"baselines {file}", sys.stderr)
     return OK
 
 
@@ -64,7 +64,7 @@ def check_command(paths: Sequence[Path], file: Path, as_json: bool) -> int:
     verdicts = [baselines.compare_to_baseline(result, path=file) for result in found]
     with console.pipe_may_close():
         if as_json:
-            print(json.dumps(as_data(verdicts), indent=1, ensure_ascii=True, allow_nan=False))
+            console.print_json(json.dumps(as_data(verdicts), indent=1, ensure_ascii=True, allow_nan=False))
         else:
             _print(verdicts)
     if any(verdict.failed for verdict in verdicts):

@@ -20,7 +20,7 @@ def main(
     arguments: Sequence[str] | None = None,
 ) -> int:
     """Runs a comparison script. ``make_config``: the script's own ``create_deepspeed_config``, by strategy."""
-    prog = Path(sys.argv[0]).name
+    prog = console.plain(Path(sys.argv[0]).name)
     given = list(sys.argv[1:] if arguments is None else arguments)
     console.have_streams()
     with console.stderr_may_break():
@@ -33,13 +33,13 @@ def main(
 
             return run_comparison(options, make_config, kept)
         except DsBenchError as error:
-            print(f"{prog}: {error}", file=sys.stderr)
+            console.print_text(f"{prog}: {error}", sys.stderr)
             return error.exit_code
         except OSError as error:  # a disk that ran full, say: what was written before stays
-            print(f"{prog}: {error}", file=sys.stderr)
+            console.print_text(f"{prog}: {error}", sys.stderr)
             return 1
         except KeyboardInterrupt:  # before or after the signals are handled
-            print("interrupted", file=sys.stderr)
+            console.print_text("interrupted", sys.stderr)
             return 130
 
 

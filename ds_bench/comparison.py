@@ -57,7 +57,7 @@ def run_comparison(options: Options, make_config: plan.MakeConfig, arguments: Se
             with store.held():
                 return _compare(situation, profile, store, arguments)
         except KeyboardInterrupt:  # before the first trial
-            print("interrupted", file=sys.stderr)
+            console.print_text("interrupted", sys.stderr)
             return showing.INTERRUPTED_CODE
 
 
@@ -83,15 +83,17 @@ def dry_run(situation: Situation) -> int:
     )
     with console.pipe_may_close():
         if situation.options.auto_batch:
-            print("# --batch-size auto: each micro-batch is found by probes when this is run; 1 stands for it here\n")
+            console.print_text(
+                "# --batch-size auto: each micro-batch is found by probes when this is run; 1 stands for it here\n"
+            )
         for trial in trials:
             command = launch_command(trial.placement, Path("TRIAL_FOLDER"))
             console.print_text(f"# {trial.trial_id}: {trial.strategy.label}")
             if trial.unsupported:
                 console.print_text(f"# Unsupported: {trial.unsupported}")
-            print(json.dumps(trial.ds_config, indent=2))
+            console.print_json(json.dumps(trial.ds_config, indent=2))
             console.print_text("# the same ranks, started cold:")
-            print(" ".join(["python", *command[1:]]) + "\n")
+            console.print_text(" ".join(["python", *command[1:]]) + "\n")
     return showing.OK
 
 
@@ -100,7 +102,7 @@ def _compare(situation: Situation, profile: ModelProfile | None, store: RunStore
     facts = environment.capture()
     if options.resume is not None:
         _require_same_machine(store, facts)
-    say = _quiet if options.quiet else lambda text: print(text, file=sys.stderr, flush=True)
+    say = _quiet if options.quiet else lambda text: console.print_text(text, sys.stderr)
     with interrupts.acting():
         states = preflight.build_ops(place, situation.drafts, situation.variables, say)
     ready = ",".join(op for op, state in states.items() if state.ready)
@@ -250,7 +252,7 @@ def _finish(options: Options, store: RunStore, view: _View, notes: Sequence[str]
     folder = showing.write_configuration(options, found, store.folder, view.facts)
     showing.show(options, found, rows)  # last: standard output may be gone
     if not options.quiet:
-        print(f"\nJSON {store.json_path}\nCSV  {store.csv_path}\nrun  {store.folder}", file=sys.stderr)
+        console.print_text(f"\nJSON {store.json_path}\nCSV  {store.csv_path}\nrun  {store.folder}", sys.stderr)
         if folder is not None:
-            print(f"configuration {folder}", file=sys.stderr)
+            console.print_text(f"configuration {folder}", sys.stderr)
     return showing.exit_code(options, summaries)

@@ -1,7 +1,12 @@
-"""Text on its way to a terminal, a pipe or a file: what the stream cannot show is put otherwise."""
+"""The one way to a terminal: text from files must not steer it, and what the stream cannot show is put otherwise.
+
+Everything the parent prints goes through :func:`print_text` or :func:`print_json`, but for the tables that ``rich``
+draws from cells which :func:`plain` has made.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import unicodedata
@@ -42,11 +47,14 @@ def ascii_only(text: str) -> str:
 
 def plain(text: str) -> str:
     """Control characters spelled out, line breaks as spaces: a model's name must not steer the terminal."""
-    return "".join(_spelled(sign) for sign in " ".join(text.splitlines()))
+    if text.isprintable():
+        return text
+    return "".join(f"\\x{ord(sign):02x}" if _steers(sign) else sign for sign in " ".join(text.splitlines()))
 
 
-def _spelled(sign: str) -> str:
-    return f"\\x{ord(sign):02x}" if unicodedata.category(sign) in ("Cc", "Cf", "Cs") and sign != "\u200d" else sign
+def _steers(sign: str) -> bool:
+    """Control, direction and other invisible signs, half surrogates, line separators; not what joins emoji."""
+    return unicodedata.category(sign) in ("Cc", "Cf", "Cs", "Zl", "Zp") and sign != "\u200d"
 
 
 def have_streams() -> None:
@@ -102,9 +110,27 @@ def _lead_nowhere(stream: TextIO) -> None:
     os.close(null)
 
 
-def print_text(text: str) -> None:
-    """On standard output, in ASCII where it prints nothing else."""
-    print(text if prints(text, sys.stdout) else ascii_only(text))
+def print_text(text: str, stream: IO[str] | None = None) -> None:
+    """Prints lines, each as :func:`plain` shows it, in ASCII where the stream prints nothing else.
+
+    ``stream``: None is standard output.
+    """
+    stream = sys.stdout if stream is None else stream
+    shown = "\n".join(map(plain, text.split("\n")))
+    print(shown if prints(shown, stream) else ascii_only(shown), file=stream, flush=stream is not sys.stdout)
+
+
+def print_json(text: str) -> None:
+    """Prints JSON text on standard output; what would steer a terminal stays as an escape of JSON's own."""
+    escape = not prints("é", sys.stdout)
+    print(
+        "".join(
+            json.dumps(sign)[1:-1]
+            if (sign != "\n" and not sign.isprintable()) or (escape and not sign.isascii())
+            else sign
+            for sign in text
+        )
+    )
 
 
 @contextmanager

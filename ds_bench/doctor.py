@@ -38,7 +38,7 @@ def run(nvme_path: str | Path | None, build: bool, as_json: bool) -> int:
     groups = gather(Machine(), nvme_path=None if nvme_path is None else Path(nvme_path), build=build)
     with console.pipe_may_close():
         if as_json:
-            print(json.dumps(_plain(groups), indent=1))
+            console.print_json(json.dumps(_plain(groups), indent=1))
         else:
             for line in lines(groups):
                 console.print_text(line)
@@ -89,7 +89,7 @@ def _ops(
     states = None
     if build:
         names = list(compiled.users(place.accelerator))
-        states = ops.prepare_ops(names, folder, variables, say=lambda text: print(text, file=sys.stderr, flush=True))
+        states = ops.prepare_ops(names, folder, variables, say=lambda text: console.print_text(text, sys.stderr))
     yield from compiled.check(
         machine,
         place.accelerator,
@@ -154,8 +154,7 @@ def require_ready(findings: Iterable[Finding], stream: IO[str], *, quiet: bool =
     shown = [each for each in findings if each.level == "problem" or (each.level == "warning" and not quiet)]
     width = max((len(each.name) for each in shown), default=0)
     for finding in shown:
-        text = _line(finding, width)
-        print(text if console.prints(text, stream) else console.ascii_only(text), file=stream, flush=True)
+        console.print_text(_line(finding, width), stream)
     count = sum(finding.level == "problem" for finding in shown)
     if count:
         raise PreflightError(

@@ -81,10 +81,10 @@ def plan_command(options: PlanOptions) -> int:
     question = _question(options)
     rows = [_row(options, replace(question, strategy=CATALOGUE[name]), capacity) for name in options.strategies]
     if options.json:
-        print(json.dumps([_plain(row) for row in rows], indent=1, allow_nan=False))
+        console.print_json(json.dumps([_plain(row) for row in rows], indent=1, allow_nan=False))
         return 0
     for line in lines(options, question, capacity, rows):
-        console.print_text(console.plain(line))
+        console.print_text(line)
     return 0
 
 

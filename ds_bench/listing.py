@@ -30,7 +30,7 @@ def build_ops() -> int:
 
 def list_models() -> int:
     """Prints every preset with parameters counted from its architecture."""
-    print(
+    console.print_text(
         f"{'preset':<30} {'architecture':<12} {'parameters':>16} {'':>9} "
         f"{'layers':>6} {'hidden':>6} {'vocab':>8} {'positions':>9}"
     )

@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from typing import IO, Any
 
-from .console import ascii_only, prints
+from .console import ascii_only, plain, print_text, prints
 from .launch import Listener, Progress
 from .record import TrialRecord
 from .rows import status_text
@@ -36,7 +36,7 @@ class Reporter:
         """One line, unless quiet."""
         if self._level > 0:
             self._clear()
-            print(ascii_only(text) if self._plain else text, file=self._stream, flush=True)
+            print_text(text, self._stream)
 
     def begin(self, trial: Trial) -> Listener:
         """A trial starts; returns who is told of its progress."""
@@ -60,7 +60,7 @@ class Reporter:
                 return
             last = now
             text = f"{head} · {self._where(progress, trial, total)}{self._eta(progress, total)}"
-            self._show(ascii_only(text) if self._plain else text)
+            self._show(ascii_only(text) if self._plain else plain(text))
 
         return listen
 

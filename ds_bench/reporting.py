@@ -42,7 +42,7 @@ def report(options: ReportOptions) -> int:
     answers = gather(options.results, options.relative_to, options.goal)
     for number, entry in enumerate(answers):
         if number:
-            print()
+            console.print_text("")
         _show(entry, options.markdown)
     if side_by_side := _side_by_side(answers, options.markdown):
         console.print_text(f"\n{side_by_side}")
@@ -72,7 +72,7 @@ def _plot(answers: Sequence[Answer], folder: Path) -> None:
 
 
 def _say(text: str) -> None:
-    print(text, file=sys.stderr)
+    console.print_text(text, sys.stderr)
 
 
 def _show(entry: Answer, as_markdown: bool) -> None:
@@ -204,7 +204,7 @@ def _export(answers: Sequence[Answer], name: str) -> None:
         if knows_config(record.trial):
             if len(asked) > 1:
                 origin = f"{row.label} of {entry.title} ({', '.join(entry.sources)})"
-                _say(console.plain(f"--export {name}: {len(asked)} rows are called that; taken from {origin}"))
+                _say(f"--export {name}: {len(asked)} rows are called that; taken from {origin}")
             folder = _made(Path(export.folder_name(row.strategy.name)))
             for path in export.write_exports(record, folder, next(iter(entry.environments), None)):
                 _say(f"config {path}")

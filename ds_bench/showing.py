@@ -21,7 +21,7 @@ def show(options: Options, found: Answer, rows: Sequence[dict[str, Any]]) -> Non
     """The answer on standard output, in the format asked for."""
     with console.pipe_may_close():
         if options.format == "json":
-            print(tables.as_json(rows, ascii_only=not console.prints("é", sys.stdout)))
+            console.print_json(tables.as_json(rows))
         elif options.format == "markdown":
             console.print_text(answer.markdown(found))
         else:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from . import dsconfig, foresight, gpus, ops, placement, plan, preflight
+from . import console, dsconfig, foresight, gpus, ops, placement, plan, preflight
 from .errors import DsBenchError, UsageError
 from .launch import Launcher, Limits
 from .launch.clocks import ClockWatcher
@@ -118,7 +118,7 @@ def _check_nvme(options: Options, drafts: Sequence[plan.Draft]) -> dict[str, str
         return {}
     caveat = preflight.check_nvme_path(options.nvme_path)
     if options.family == "offload" and "nvme" not in options.strategies:
-        print("note: --nvme-path is given, so the nvme strategy is added", file=sys.stderr)
+        console.print_text("note: --nvme-path is given, so the nvme strategy is added", sys.stderr)
     return {} if caveat is None else dict.fromkeys(users, caveat)
 
 

@@ -9,7 +9,7 @@ from typing import IO, Any, Literal
 
 from . import units
 from .compare import Comparison, StrategyResult
-from .console import ascii_only, plain, prints
+from .console import ascii_only, plain, print_text, prints
 from .rows import status_text
 
 HEADINGS = (
@@ -203,10 +203,10 @@ class _Grid:
         shown = _shown(self.body)
         every = [[cells[i] for i in shown] for cells in (self.headings, *(line.cells for line in self.body))]
         widths = [max(map(cell_len, column)) for column in zip(*every, strict=True)]
-        print(self.title, file=stream)
+        print_text(self.title, stream)
         for cells in every:
             padded = (cell + " " * (width - cell_len(cell)) for cell, width in zip(cells, widths, strict=True))
-            print("  ".join(padded).rstrip(), file=stream)
+            print_text("  ".join(padded).rstrip(), stream)
 
 
 def _shown(body: Sequence[Line]) -> list[int]:
@@ -235,6 +235,6 @@ def escaped(text: str) -> str:
     return text.replace("<", "&lt;").replace("](", "]\\(")
 
 
-def as_json(rows: Sequence[dict[str, Any]], *, ascii_only: bool = False) -> str:
-    """The flat records, as in the file; with escapes for a stream that prints ASCII only."""
-    return json.dumps(list(rows), indent=1, allow_nan=False, ensure_ascii=ascii_only)
+def as_json(rows: Sequence[dict[str, Any]]) -> str:
+    """The flat records, as in the file."""
+    return json.dumps(list(rows), indent=1, allow_nan=False, ensure_ascii=False)

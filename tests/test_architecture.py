@@ -183,3 +183,13 @@ def test_no_shell_stands_between_us_and_a_command(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name in MODULES if MODULES[name].stat().st_size])
 def test_a_module_opens_with_what_it_is_for(name: str) -> None:
     assert ast.get_docstring(tree(name))
+
+
+@pytest.mark.parametrize("name", [name for name in PARENT if name != "console"])
+def test_nothing_reaches_the_terminal_but_through_the_console(name: str) -> None:
+    """Text from files would steer the terminal; only ``console`` escapes it."""
+    calls = [node for node in ast.walk(tree(name)) if isinstance(node, ast.Call)]
+    told = {ast.unparse(call.func) for call in calls if not all(isinstance(given, ast.Constant) for given in call.args)}
+    ways = {"print", "sys.stdout.write", "sys.stderr.write", "stream.write", "self._stream.write", "os.write"}
+    allowed = {"contract": {"os.write"}, "checks.disk": {"os.write"}}.get(name, set())  # files
+    assert ways & told - allowed == set()
