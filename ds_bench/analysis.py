@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
+from typing import Any
 
 from . import doubts, flops
 from .caveats import Caveat, CaveatKind, typed
@@ -14,6 +15,7 @@ from .inference import spread
 from .models import ModelFacts
 from .prediction import hindsight
 from .record import RankMeasurement, TrialRecord
+from .units import format_ratio
 
 _LOSS_STEPS = 10
 _LOSS_TOLERANCE = {"fp32": 2e-4, "bf16": 5e-3, "fp16": 5e-3}
@@ -25,6 +27,13 @@ _QUIRK_TEXT = (
     "loss differs by {difference:.2%}, a known quirk: at stage 0 in 16 bit DeepSpeed takes "
     "an Adam step on zero gradients at initialisation (fp16/fused_optimizer.py)"
 )
+_WEIGHT_TOLERANCE = {"fp32": 1e-2, "bf16": 2e-1, "fp16": 2e-1}
+"""Distance of two rows' changes of the weights, relative to the reference's, that rounding explains in 25 steps."""
+_WEIGHT_STEPS = 25
+"""Beyond so many steps the tolerance grows with their number, as rounding goes on to part right rows."""
+_QUIRK_WEIGHTS_APART = 0.4
+"""The same for the quirk of stage 0: its first updates are too small (0.74, 0.86, 0.91, … of what they should be)."""
+_ONLY_STAGE_3 = "loss parity was checked among rows of stage 3 alone, not against another stage"
 _STAGE0_WRAPPERS = ("FP16_UnfusedOptimizer", "FP16_Optimizer")
 
 
@@ -69,6 +78,14 @@ class Summary:
     micro_batch_size: int | None = None
     grad_accum: int | None = None
     data_parallel_size: int | None = None
+    repeated_loss: float | None = None
+    """Mean over ranks of the loss on each one's first batch after the last measured step."""
+    weight_change: tuple[float, ...] | None = None
+    """Count sketch of what training changed of the weights (worker/weightchange.py)."""
+    weight_change_norm: float | None = None
+    """Norm of that change over all weights, estimated from the sketch within some 10 %."""
+    weight_change_cosine: float | None = None
+    """Its cosine to the change of the row that this one is held against (``compare_losses``)."""
     predicted_over_measured: float | None = None
     """Predicted GPU memory to measured (``prediction.hindsight``); None without a prediction or a GPU."""
     predicted_over_ledger: float | None = None
@@ -95,6 +112,7 @@ def summarise(record: TrialRecord, facts: ModelFacts | None, peak_flops: float |
     tokens = samples * record.trial.workload.seq_length
     per_gpu = tokens / slowest.world_size
     work = record.trial.workload
+    change = _sum_of_sketches(record.ranks)
     tflops, mfu = _efficiency(facts, work.seq_length, per_gpu, peak_flops)
     return Summary(
         record=record,
@@ -113,6 +131,9 @@ def summarise(record: TrialRecord, facts: ModelFacts | None, peak_flops: float |
         nvme_read_bytes_per_step=_per_step(record.ranks, "nvme_read_bytes"),
         nvme_written_bytes_per_step=_per_step(record.ranks, "nvme_written_bytes"),
         losses=_mean_losses(record.ranks),
+        repeated_loss=_mean_repeated_loss(record.ranks),
+        weight_change=change,
+        weight_change_norm=None if change is None else math.hypot(*change),
         micro_batch_size=slowest.micro_batch_size,
         grad_accum=slowest.grad_accum,
         data_parallel_size=slowest.data_parallel_size,
@@ -191,38 +212,126 @@ def _mean_losses(ranks: Sequence[RankMeasurement]) -> tuple[float | None, ...]:
     return tuple(None if None in step else math.fsum(step) / count for step in steps)
 
 
+def _mean_repeated_loss(ranks: Sequence[RankMeasurement]) -> float | None:
+    values = known(ranks, "repeated_loss")
+    return math.fsum(values) / len(values) if len(values) == len(ranks) else None
+
+
+def _sum_of_sketches(ranks: Sequence[RankMeasurement]) -> tuple[float, ...] | None:
+    """The whole model's: each rank's is of its own share of the weights. None where a rank has none."""
+    sketches = known(ranks, "weight_change")
+    if len(sketches) < len(ranks) or len({len(each) for each in sketches}) != 1:
+        return None
+    return tuple(map(math.fsum, zip(*sketches, strict=True)))
+
+
 def with_comparison(summaries: Sequence[Summary]) -> list[Summary]:
-    """The summaries with the caveats added that only show beside each other; a row that has one gets no second."""
-    extra = compare_losses(summaries)
-    return [
-        replace(summary, caveats=(*summary.caveats, extra[index]))
-        if index in extra and not any(caveat.kind is CaveatKind.LOSS_DIFFERS for caveat in summary.caveats)
-        else summary
-        for index, summary in enumerate(summaries)
-    ]
+    """The summaries with what only shows beside each other; a row with a caveat about its loss gets no second."""
+    compared = list(summaries)
+    for group in _alike(summaries):
+        reference = _reference(group)
+        if reference is None:
+            continue
+        for index, summary in group:
+            compared[index] = replace(summary, weight_change_cosine=_cosine(reference, summary))
+        if len({each.record.trial.strategy.name for _, each in group}) > 1 and all(
+            each.record.trial.strategy.stage == 3 for _, each in group
+        ):
+            first = group[0][0]
+            only = typed(CaveatKind.NOTE, _ONLY_STAGE_3)
+            if only not in compared[first].caveats:
+                compared[first] = replace(compared[first], caveats=(*compared[first].caveats, only))
+    for index, caveat in compare_losses(summaries).items():
+        if not any(each.kind is CaveatKind.LOSS_DIFFERS for each in compared[index].caveats):
+            compared[index] = replace(compared[index], caveats=(*compared[index].caveats, caveat))
+    return compared
 
 
 def compare_losses(summaries: Sequence[Summary]) -> dict[int, Caveat]:
-    """Caveats by position for rows whose losses leave the reference's: the first row without a known quirk."""
-    comparable = [(i, s) for i, s in enumerate(summaries) if s.losses and None not in s.losses]
-    reference = next((s for _, s in comparable if not _has_stage0_quirk(s)), None)
-    if reference is None:
-        return {}
+    """Caveats by position for rows that did not train as the reference of their workload did.
+
+    The reference is the row that most other strategies agree with; among equals one that is not stage 3, then the
+    first. A row with a known quirk is none where there is another.
+    """
     found = {}
-    for index, summary in comparable:
-        difference = _loss_difference(reference, summary)
-        precision = summary.record.trial.workload.precision
-        if difference is None or summary is reference:
-            continue
-        if _has_stage0_quirk(summary) and _QUIRK_TOLERANCE < difference < _QUIRK_LIMIT:
-            found[index] = Caveat(kind=CaveatKind.LOSS_DIFFERS, text=_QUIRK_TEXT.format(difference=difference))
-        elif difference > _LOSS_TOLERANCE[precision]:
-            text = (
-                f"loss differs by {difference:.2%} from {reference.record.trial.strategy.label}'s: "
-                "more than rounding explains; do not use this row before you know why"
-            )
-            found[index] = typed(CaveatKind.LOSS_DIFFERS, text, disqualifying=True)
+    for group in _alike(summaries):
+        reference = _reference(group)
+        for index, summary in group:
+            caveat = None if reference is None or summary is reference else _disagreement(reference, summary)
+            if caveat is not None:
+                found[index] = caveat
     return found
+
+
+def _alike(summaries: Sequence[Summary]) -> list[list[tuple[int, Summary]]]:
+    """The rows that trained on the same batches, with their positions; rows without finite losses are in none."""
+    groups: list[list[tuple[int, Summary]]] = []
+    for index, summary in enumerate(summaries):
+        if not summary.losses or None in summary.losses:
+            continue
+        same = next((group for group in groups if _trained_alike(group[0][1], summary)), None)
+        if same is None:
+            groups.append(same := [])
+        same.append((index, summary))
+    return groups
+
+
+def _trained_alike(a: Summary, b: Summary) -> bool:
+    return (a.micro_batch_size, a.grad_accum, a.data_parallel_size, a.record.trial.workload) == (
+        b.micro_batch_size,
+        b.grad_accum,
+        b.data_parallel_size,
+        b.record.trial.workload,
+    )
+
+
+def _reference(group: Sequence[tuple[int, Summary]]) -> Summary | None:
+    """See compare_losses. One run speaks for each strategy; None where every row has the quirk."""
+    first_of: dict[str, Summary] = {}
+    for _, summary in group:
+        if not _has_stage0_quirk(summary):
+            first_of.setdefault(summary.record.trial.strategy.name, summary)
+    rows = list(first_of.values())
+    if len(rows) < 2:
+        return rows[0] if rows else None
+    agreeing = [sum(_disagreement(a, b) is None for b in rows) for a in rows]
+    return max(
+        zip(rows, agreeing, strict=True),
+        key=lambda pair: (pair[1], pair[0].record.trial.strategy.stage != 3),
+    )[0]
+
+
+def _disagreement(reference: Summary, summary: Summary) -> Caveat | None:
+    """What shows that a row did not train as the reference did; None where rounding explains all."""
+    quirk = _has_stage0_quirk(summary)
+    precision = summary.record.trial.workload.precision
+    label = reference.record.trial.strategy.label
+    difference = _loss_difference(reference, summary)
+    if difference > (_QUIRK_LIMIT if quirk else _LOSS_TOLERANCE[precision]):
+        text = f"loss differs by {difference:.2%} from {label}'s: more than rounding explains"
+        return _did_not_train_alike(text)
+    settings = _other_settings(reference, summary)
+    if settings is not None:
+        return _did_not_train_alike(f"trained differently from {label}: {settings}")
+    moved = _weights_apart(reference, summary)
+    if moved is not None and moved > (_QUIRK_WEIGHTS_APART if quirk else _weight_tolerance(summary)):
+        cosine = _cosine(reference, summary)
+        direction = "" if cosine is None else f" (the cosine of the two changes is {cosine:.4f})"
+        distance = f"its weights moved {_times_as_far(reference, summary)} as far{direction}"
+        return _did_not_train_alike(f"trained differently from {label}: {distance}; rounding does not explain it")
+    if quirk and difference > _QUIRK_TOLERANCE:
+        return Caveat(kind=CaveatKind.LOSS_DIFFERS, text=_QUIRK_TEXT.format(difference=difference))
+    again = _repeated_loss_difference(reference, summary)
+    if not quirk and again is not None and again > _LOSS_TOLERANCE[precision]:
+        return _did_not_train_alike(
+            f"trained differently from {label}: its loss on the first batch after training differs by {again:.2%}, "
+            "more than rounding explains"
+        )
+    return None
+
+
+def _did_not_train_alike(text: str) -> Caveat:
+    return typed(CaveatKind.LOSS_DIFFERS, f"{text}; do not use this row before you know why", disqualifying=True)
 
 
 def _has_stage0_quirk(summary: Summary) -> bool:
@@ -232,15 +341,76 @@ def _has_stage0_quirk(summary: Summary) -> bool:
     return stage == 0 and adam and rank.engine_optimizer_class in _STAGE0_WRAPPERS
 
 
-def _loss_difference(a: Summary, b: Summary) -> float | None:
-    """Largest relative difference in the first steps; None where the workload or the batch differs."""
-    same = (a.record.trial.workload, a.micro_batch_size, a.grad_accum, a.data_parallel_size) == (
-        b.record.trial.workload,
-        b.micro_batch_size,
-        b.grad_accum,
-        b.data_parallel_size,
-    )
+def _loss_difference(a: Summary, b: Summary) -> float:
+    """Largest relative difference in the first steps."""
     pairs = list(zip(a.losses, b.losses, strict=False))[:_LOSS_STEPS]
-    if not same or not pairs:
+    return max((abs(x - y) / max(abs(x), 1e-12) for x, y in pairs if x is not None and y is not None), default=0.0)
+
+
+def _repeated_loss_difference(a: Summary, b: Summary) -> float | None:
+    """Relative difference of the losses on the first batch after equally many steps."""
+    if a.repeated_loss is None or b.repeated_loss is None or len(a.losses) != len(b.losses):
         return None
-    return max([abs(x - y) / max(abs(x), 1e-12) for x, y in pairs if x is not None and y is not None])
+    return abs(a.repeated_loss - b.repeated_loss) / max(abs(a.repeated_loss), 1e-12)
+
+
+def _other_settings(reference: Summary, summary: Summary) -> str | None:
+    """The optimizer's settings that are not the reference's, as far as both were read back; None without any."""
+    classes = [each.record.ranks[0].optimizer_class for each in (reference, summary)]
+    families = [doubts.optimizer_family(name) for name in classes]
+    if None not in families and families[0] != families[1]:
+        return f"{classes[1]} stepped, not {classes[0]}"
+    theirs, own = (each.record.ranks[0].optimizer_settings or () for each in (reference, summary))
+    if len(theirs) != len(own) or len(reference.losses) != len(summary.losses):
+        return None
+    for before, now in zip(theirs, own, strict=True):
+        for name in before.keys() & now.keys():
+            if not _same_setting(before[name], now[name]):
+                return f"its optimizer has {name} {now[name]}, not {before[name]}"
+    return None
+
+
+def _same_setting(a: Any, b: Any) -> bool:
+    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
+        return len(a) == len(b) and all(map(_same_setting, a, b))
+    if isinstance(a, (int, float)) and isinstance(b, (int, float)):
+        return math.isclose(a, b, rel_tol=1e-6)
+    return bool(a == b)
+
+
+def _weights_apart(a: Summary, b: Summary) -> float | None:
+    """The norm of the difference of two rows' changes of the weights, relative to the first one's norm.
+
+    0 for equal changes; 1 where the second row's weights did not move; None where either was not measured, or where
+    they took another number of steps.
+    """
+    if a.weight_change is None or b.weight_change is None or len(a.losses) != len(b.losses):
+        return None
+    if len(a.weight_change) != len(b.weight_change):
+        return None
+    distance = math.dist(a.weight_change, b.weight_change)
+    norm = math.hypot(*a.weight_change)
+    if norm == 0.0:
+        return 0.0 if distance == 0.0 else math.inf
+    return distance / norm
+
+
+def _weight_tolerance(summary: Summary) -> float:
+    tolerance = _WEIGHT_TOLERANCE[summary.record.trial.workload.precision]
+    return tolerance * max(1.0, len(summary.losses) / _WEIGHT_STEPS)
+
+
+def _times_as_far(reference: Summary, summary: Summary) -> str:
+    norms = [math.hypot(*(each.weight_change or ())) for each in (reference, summary)]
+    return format_ratio(norms[1] / norms[0]) if norms[0] > 0 else "infinitely"
+
+
+def _cosine(reference: Summary, summary: Summary) -> float | None:
+    """The cosine between two rows' changes of the weights; None where either is unknown or nothing moved."""
+    if _weights_apart(reference, summary) is None:
+        return summary.weight_change_cosine
+    a, b = reference.weight_change or (), summary.weight_change or ()
+    product = math.hypot(*a) * math.hypot(*b)
+    if product == 0.0:
+        return None
+    return math.fsum(x * y for x, y in zip(a, b, strict=True)) / product

@@ -26,6 +26,8 @@ class CaveatKind(StrEnum):
     PREDICTION_MISSED = "prediction_missed"
     ENVIRONMENT_DIFFERS = "environment_differs"
     CPU_ACCELERATOR = "cpu_accelerator"
+    CPU_BUSY = "cpu_busy"
+    FIRST_LOSS = "first_loss"
     NOTE = "note"
     """What a rank, the launcher or the plan wrote down that is none of the above."""
 
@@ -51,6 +53,8 @@ NEXT_STEPS: Mapping[CaveatKind, str | None] = MappingProxyType(
         CaveatKind.PREDICTION_MISSED: "believe the measurement; plan for this model with more room",
         CaveatKind.ENVIRONMENT_DIFFERS: "measure both again on one machine with the same versions",
         CaveatKind.CPU_ACCELERATOR: "run the same command where there is a GPU",
+        CaveatKind.CPU_BUSY: "end the other programs, or wait for them, and measure again",
+        CaveatKind.FIRST_LOSS: "see how the model draws its weights: matrices of standard deviation 0.02 are usual",
         CaveatKind.NOTE: None,
     }
 )

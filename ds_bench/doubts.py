@@ -25,6 +25,20 @@ _BUCKET_SHARE = 0.5
 _SMALL_BUCKET = 50_000_000
 """Elements; the size that the remedy asks for: at or below it there is nothing to advise."""
 _DEFAULT_BUCKET = 500_000_000
+_HIGH_FIRST_LOSS = 0.5
+"""Excess over ln(V), relative, above which a first loss is named; above twice that the row is no result. Random
+logits of standard deviation s add s²/2: matrices of N(0, 0.02²) under a final norm give s² = 0.0004 × hidden size, in
+all 1.6 at the 8,192 of a 70B model (ln V is 9 to 12), 3.3 at 16,384. Embeddings of N(0, 1) tied to the head start at 44
+or 85."""
+_LEAST_EXCESS_LOSS = 2.0
+"""For small vocabularies, whose ln(V) is of the size of chance."""
+_LEAST_OTHER_CORES = 0.5
+"""Cores that other programs must use on average before a row counts as disturbed. What an otherwise idle machine does
+beside a trial is far less; a single busy loop beside two ranks on two cores gets about two thirds of a core."""
+_OTHER_CORES_SHARE = 0.05
+"""The same as a fraction of the cores, for large machines, where more runs in the background."""
+_MOST_THROTTLED = 0.05
+"""Fraction of a quota's periods (0.1 s each as a rule) that may end in a stop."""
 _FEWEST_STEPS = 8
 """Steps below which quartiles say too little to call one an outlier."""
 _FENCE = 3.0
@@ -83,6 +97,8 @@ def own_caveats(
         _swapped_nothing(record),
         _skipped(slowest),
         _lost(record),
+        _first_loss(record),
+        _busy_cpu(record),
         _bucket(record),
         _window(record),
         _near_capacity(record),
@@ -194,6 +210,47 @@ def _lost(record: TrialRecord) -> Caveat | None:
     return typed(CaveatKind.LOSS_DIFFERS, text, disqualifying=True)
 
 
+def _first_loss(record: TrialRecord) -> Caveat | None:
+    """A model that knows nothing loses ln(V) on random tokens; far above it, it is not initialised as it should be."""
+    ranks = [rank for rank in record.ranks if rank.losses and rank.losses[0] is not None]
+    vocabulary = min((rank.vocabulary_size for rank in ranks if rank.vocabulary_size), default=0)
+    if vocabulary < 2:
+        return None
+    first = math.fsum(rank.losses[0] or 0.0 for rank in ranks) / len(ranks)
+    expected = math.log(vocabulary)
+    if first - expected <= max(_HIGH_FIRST_LOSS * expected, _LEAST_EXCESS_LOSS):
+        return None
+    far = first - expected > 2 * max(_HIGH_FIRST_LOSS * expected, _LEAST_EXCESS_LOSS)
+    size = "far too large" if far else "too large"
+    text = f"the first loss is {first:.1f}, where ln(vocabulary) is {expected:.1f}: the weights begin {size}"
+    return typed(CaveatKind.FIRST_LOSS, text, disqualifying=far)
+
+
+def _busy_cpu(record: TrialRecord) -> Caveat | None:
+    """Whether other programs wanted processors that this trial wanted too, or a quota stopped it."""
+    nodes: dict[str, list[RankMeasurement]] = {}
+    for rank in record.ranks:
+        nodes.setdefault(rank.hostname, []).append(rank)
+    for ranks in nodes.values():
+        first = next((rank for rank in ranks if rank.cpu_other_cores is not None), None)
+        if first is None or not first.cpu_cores:
+            continue
+        cores, other = first.cpu_cores, first.cpu_other_cores or 0.0
+        wanted = first.cpu_own_cores or 0.0
+        if record.trial.placement.accelerator == "cpu":
+            wanted = max(wanted, float(sum(known(ranks, "cpu_threads"))))
+        if other >= max(_LEAST_OTHER_CORES, _OTHER_CORES_SHARE * cores) and wanted + other > cores:
+            text = f"the CPU was busy: other programs used {other:.1f} of {cores:g} cores while this row ran"
+            return typed(CaveatKind.CPU_BUSY, text, disqualifying=True)
+        if (first.cpu_throttled_fraction or 0.0) > _MOST_THROTTLED:
+            text = (
+                "the CPU was busy: the container's CPU quota stopped this row in "
+                f"{format_percent(first.cpu_throttled_fraction, digits=0)} of its periods"
+            )
+            return typed(CaveatKind.CPU_BUSY, text, disqualifying=True)
+    return None
+
+
 def _window(record: TrialRecord) -> Caveat | None:
     work = record.trial.workload
     if work.warmup_steps == 0:
@@ -241,12 +298,13 @@ def _retried(record: TrialRecord) -> Caveat | None:
 def _optimizer(record: TrialRecord, rank: RankMeasurement) -> Caveat | None:
     """An optimizer of another kind than the one asked for; who implements it is no matter here."""
     asked = str(record.trial.ds_config.get("optimizer", {}).get("type", ""))
-    wanted, used = _family(asked), _family(rank.optimizer_class)
+    wanted, used = optimizer_family(asked), optimizer_family(rank.optimizer_class)
     if wanted is None or used is None or wanted == used:
         return None
     text = f"{rank.optimizer_class} stepped, not the {asked} that the DeepSpeed config asks for"
     return typed(CaveatKind.OTHER_OPTIMIZER, text, disqualifying=True)
 
 
-def _family(name: str) -> str | None:
+def optimizer_family(name: str) -> str | None:
+    """``adam`` for Adam, AdamW and all that implement them, likewise for others; None for a name of none known."""
     return next((family for family in _OPTIMIZER_FAMILIES if family in name.lower()), None)

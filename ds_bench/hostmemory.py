@@ -1,4 +1,4 @@
-"""What the kernel lets this process use of the host: memory, and the share of the cores its cgroup grants.
+"""What the kernel lets this process use of the host, memory and cores, and how much of it is in use.
 
 Every figure is read from small files under ``/proc`` and ``/sys``; a figure the kernel does not tell is ``None``.
 Each function takes the root of the file system, so that a test can build a small one of its own.
@@ -9,7 +9,8 @@ binds. Above that (outside a container) nothing can be seen from here, so nothin
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Set
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
@@ -113,6 +114,42 @@ def cgroup_cpu_cores(root: Path = ROOT) -> float | None:
     """Cores' worth of time the tightest CPU quota grants; ``None`` without one. Says nothing of affinity."""
     _, groups = _groups(root, "cpu")
     return min((cores for group in groups if (cores := _quota_cores(group)) is not None), default=None)
+
+
+def usable_cores(root: Path = ROOT) -> float:
+    """Cores' worth of time this process may use: its affinity mask, and the CPU quota where that is less."""
+    allowed = float(len(os.sched_getaffinity(0)))
+    return min(allowed, cgroup_cpu_cores(root) or allowed)
+
+
+def cgroup_cpu_periods(root: Path = ROOT) -> tuple[int, int] | None:
+    """Periods in which a CPU quota was enforced so far, and in how many of them it stopped the cgroup.
+
+    Of the nearest cgroup with a quota; ``None`` without one.
+    """
+    _, groups = _groups(root, "cpu")
+    for group in groups:
+        counts = _table(group / "cpu.stat")
+        if _quota_cores(group) is not None and "nr_periods" in counts and "nr_throttled" in counts:
+            return counts["nr_periods"], counts["nr_throttled"]
+    return None
+
+
+def busy_cpu_seconds(cpus: Set[int], root: Path = ROOT) -> float | None:
+    """CPU time spent on these processors since the machine started, by every process and by the kernel.
+
+    What a hypervisor withheld from them (steal) counts as spent (/proc/stat, proc_stat(5)).
+    """
+    ticks = 0
+    found = set()
+    for line in (read_text(root / "proc/stat") or "").splitlines():
+        name, *values = line.split()
+        number = name.removeprefix("cpu")
+        if number.isdecimal() and int(number) in cpus and len(values) >= 8 and all(v.isdecimal() for v in values[:8]):
+            user, nice, system, _idle, _iowait, irq, softirq, steal = map(int, values[:8])
+            ticks += user + nice + system + irq + softirq + steal
+            found.add(int(number))
+    return ticks / os.sysconf("SC_CLK_TCK") if found == cpus else None
 
 
 def _quota_cores(group: Path) -> float | None:

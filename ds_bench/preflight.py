@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from . import dsconfig, gpus, ops
+from . import dsconfig, gpus, hostmemory, ops
 from .errors import PreflightError
 from .launch.scratch import remove_abandoned_swap
 from .modelsource import ModelChoice
@@ -18,6 +18,8 @@ from .spec import Placement
 from .units import format_bytes
 
 _NOT_A_DISK = {"tmpfs": "memory", "ramfs": "memory", "overlay": "a container's overlay"}
+_WAIT_VARIABLES = {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"}
+"""Of OpenMP 5, GNU's runtime (in torch's wheels) and Intel's and LLVM's; all three obey the first."""
 _NETWORK = ("nfs", "nfs4", "cifs", "smb3", "lustre", "fuse", "ceph", "9p", "virtiofs")
 
 
@@ -93,7 +95,9 @@ def build_ops(
     return ops.prepare_ops(names, Path(base_environment["TORCH_EXTENSIONS_DIR"]), base_environment, say=say)
 
 
-def rank_environment(placement: Placement, environ: Mapping[str, str], preload_model: str | None) -> dict[str, str]:
+def rank_environment(
+    placement: Placement, environ: Mapping[str, str], preload_model: str | None, root: Path = hostmemory.ROOT
+) -> dict[str, str]:
     """Variables every process of every trial gets, the same for warm and cold launch."""
     here = str(Path(__file__).resolve().parent.parent)
     path = os.pathsep.join([here, *filter(None, [environ.get("PYTHONPATH")])])
@@ -116,8 +120,10 @@ def rank_environment(placement: Placement, environ: Mapping[str, str], preload_m
     if placement.hostfile is None:  # one node: nothing listens to the outside
         variables |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "TP_SOCKET_IFNAME": "lo"}
     if "OMP_NUM_THREADS" not in environ:
-        cores = len(os.sched_getaffinity(0))
-        variables["OMP_NUM_THREADS"] = str(max(1, cores // _local_ranks(placement)))
+        variables["OMP_NUM_THREADS"] = str(max(1, int(hostmemory.usable_cores(root) / _local_ranks(placement))))
+    if placement.accelerator == "cpu" and not _WAIT_VARIABLES & environ.keys():
+        # Threads that spin between parallel regions take the cores from other ranks and from other programs.
+        variables["OMP_WAIT_POLICY"] = "passive"
     return variables
 
 

@@ -18,7 +18,8 @@ SCHEMA_VERSION = 1
 METHOD_VERSION = 2
 """How numbers are measured; rows of different methods are not compared.
 
-History: 1 (2026-11) first method. 2 (2026-11-21) models train with their own dropout, not with none.
+History: 1 (2026-11) first method. 2 (2026-11-21) models train with their own dropout, not with none; CPU ranks wait
+passively, with as many threads as the CPU quota leaves them.
 """
 
 Tier = Literal["gpu", "cpu", "nvme"]
@@ -116,6 +117,29 @@ class RankMeasurement:
     """Per step, from a separate synchronised pass: forward, backward, step."""
     dropout: float | None = None
     """Greatest probability of any dropout in the model, as it was trained; 0 where it has none."""
+    optimizer_settings: tuple[Mapping[str, Any], ...] | None = None
+    """Per group of parameters what the optimizer held after the last measured step: lr, betas, eps, weight_decay,
+    momentum, as far as it has them."""
+    vocabulary_size: int | None = None
+    """Tokens that the random batches were drawn from."""
+    repeated_loss: float | None = None
+    """Loss on this rank's first batch after the last measured step, without dropout."""
+    weight_change: tuple[float, ...] | None = None
+    """Count sketch of what training changed, of this rank's share of the weights (worker/weightchange.py). The sum
+    over ranks is that of the model."""
+    cpu_cores: float | None = None
+    """Cores' worth of time that this rank may use: the affinity mask, and the cgroup's CPU quota where that is less."""
+    cpu_threads: int | None = None
+    """Threads of one parallel region of torch."""
+    omp_wait_policy: str | None = None
+    """The variable ``OMP_WAIT_POLICY``: how threads wait for each other; None where it was not set."""
+    cpu_own_cores: float | None = None
+    """Cores in use, on average from the first warm-up step to the last measured step, by every process of the trial on
+    this node and by the programs that started it."""
+    cpu_other_cores: float | None = None
+    """Cores in use meanwhile by all else on the processors that this rank may use, and withheld by a hypervisor."""
+    cpu_throttled_fraction: float | None = None
+    """Fraction of the periods meanwhile in which the cgroup's CPU quota stopped its processes; None without a quota."""
     notes: tuple[str, ...] = ()
     """What the rank has to say about its own numbers."""
 
@@ -134,6 +158,9 @@ class RankMeasurement:
         values = dict(data)
         for name in ("step_seconds", "warmup_step_seconds", "losses", "notes"):
             values[name] = tuple(values.get(name, ()))
+        for name in ("optimizer_settings", "weight_change"):
+            if values.get(name) is not None:
+                values[name] = tuple(values[name])
         return cls(**values)
 
 

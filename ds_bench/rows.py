@@ -28,6 +28,11 @@ def _last(summary: Summary) -> float | None:
     return summary.losses[-1] if summary.losses else None
 
 
+def _other_cores(summary: Summary) -> float | None:
+    """Of the node with the most."""
+    return max((r.cpu_other_cores for r in summary.record.ranks if r.cpu_other_cores is not None), default=None)
+
+
 def _ledger_gb(summary: Summary, tier: str, category: str) -> float | None:
     """The fullest rank's bytes of one cell of the ledger; None where the trial has no ledger."""
     if not summary.record.ranks:
@@ -120,6 +125,11 @@ COLUMNS: list[Column] = [
     ("method_version", lambda s: s.record.method_version),
     ("predicted_over_ledger", lambda s: s.predicted_over_ledger),
     ("dropout", lambda s: s.record.ranks[0].dropout if s.record.ranks else s.record.trial.workload.dropout),
+    ("repeated_loss", lambda s: s.repeated_loss),
+    ("weight_change_norm", lambda s: s.weight_change_norm),
+    ("weight_change_cosine", lambda s: s.weight_change_cosine),
+    ("cpu_threads", lambda s: s.record.ranks[0].cpu_threads if s.record.ranks else None),
+    ("cpu_other_cores", _other_cores),
 ]
 
 

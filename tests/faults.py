@@ -84,6 +84,12 @@ def host_allocation_beyond_limit() -> Tiny:
     return Tiny(act)
 
 
+def on_this_machine_as_it_is() -> Tiny:
+    """Steps of 50 ms at least, and the kernel's own counters instead of those of an idle machine."""
+    os.environ["DS_BENCH_CPU_ROOT"] = "/"
+    return Tiny(lambda _step: time.sleep(0.05))
+
+
 def killed() -> Tiny:
     def act(step: int) -> None:
         if _rank() == 0 and step == 2:

@@ -49,7 +49,7 @@ LAYERS: tuple[frozenset[str], ...] = tuple(
         "prediction reading reading.sameness reading.shapes redaction regression render render.svg spec units",
     )
 )
-WORKER_MAY_IMPORT = {"contract", "record", "spec", "launch.processes"}
+WORKER_MAY_IMPORT = {"contract", "hostmemory", "record", "spec", "launch.processes"}
 HEAVY = {"torch", "deepspeed", "transformers", "accelerate"}
 
 

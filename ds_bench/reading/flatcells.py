@@ -17,14 +17,14 @@ _FLAGS = frozenset(("success", "activation_checkpointing"))
 _COUNTS = frozenset((
     "stage", "batch_size", "seq_length", "grad_accum", "num_steps", "warmup_steps", "repeat", "num_gpus",
     "data_parallel_size", "parameter_count", "model_flops_per_token", "causal_flops_per_token",
-    "hardware_flops_per_token", "gpu_alloc_retries", "skipped_steps", "method_version",
+    "hardware_flops_per_token", "gpu_alloc_retries", "skipped_steps", "method_version", "cpu_threads",
 ))  # fmt: skip
 _NEEDED = (
     "stage", "strategy", "model", "batch_size", "seq_length", "grad_accum", "num_steps", "warmup_steps", "success",
     "status", "repeat", "num_gpus", "accelerator", "precision", "activation_checkpointing", "method_version",
 )  # fmt: skip
 _KNOWN = frozenset(name for name, _ in COLUMNS)
-_SIGNED = frozenset(("first_loss", "final_loss"))
+_SIGNED = frozenset(("first_loss", "final_loss", "repeated_loss", "weight_change_cosine"))
 _SKIPPED = " measured steps were skipped"
 _CAVEATS: tuple[tuple[str, CaveatKind, bool], ...] = (
     ("unstable: ", CaveatKind.UNSTABLE, False),
@@ -35,6 +35,10 @@ _CAVEATS: tuple[tuple[str, CaveatKind, bool], ...] = (
     ("torch's AdamW instead of", CaveatKind.OTHER_OPTIMIZER, False),
     ("DeepSpeed's buffers are most", CaveatKind.BUCKET_DOMINATES, False),
     ("loss is not finite", CaveatKind.LOSS_DIFFERS, True),
+    ("loss parity was checked", CaveatKind.NOTE, False),
+    ("trained differently from", CaveatKind.LOSS_DIFFERS, True),
+    ("the CPU was busy", CaveatKind.CPU_BUSY, True),
+    ("the weights' change was not", CaveatKind.NOTE, False),
     ("no warm-up: ", CaveatKind.NOTE, False),
     ("memory was predicted as", CaveatKind.PREDICTION_MISSED, False),
     ("the bytes of tensors were predicted as", CaveatKind.PREDICTION_MISSED, False),
@@ -113,6 +117,8 @@ def _typed(text: str, num_steps: int) -> Caveat:
 def _known_start(text: str) -> tuple[CaveatKind, bool] | None:
     if text.startswith("loss differs by"):
         return CaveatKind.LOSS_DIFFERS, "a known quirk" not in text
+    if text.startswith("the first loss is"):
+        return CaveatKind.FIRST_LOSS, "far too large" in text
     if " stepped, not the " in text:
         return CaveatKind.OTHER_OPTIMIZER, True
     if _SKIPPED in text:

@@ -65,6 +65,9 @@ def _figures(row: Mapping[str, Any]) -> dict[str, Any]:
         "nvme_read_bytes_per_step": _exact_bytes(row, "nvme_read_gb_per_step"),
         "nvme_written_bytes_per_step": _exact_bytes(row, "nvme_written_gb_per_step"),
         "losses": _losses(row),
+        "repeated_loss": read("repeated_loss"),
+        "weight_change_norm": read("weight_change_norm"),
+        "weight_change_cosine": read("weight_change_cosine"),
         "micro_batch_size": row["batch_size"],
         "grad_accum": row["grad_accum"],
         "data_parallel_size": read("data_parallel_size"),
@@ -235,6 +238,8 @@ def _rank(row: Mapping[str, Any]) -> RankMeasurement:
         ledger=_ledger(row),
         phase_seconds=_phases(row),
         dropout=read("dropout"),
+        cpu_threads=read("cpu_threads"),
+        cpu_other_cores=read("cpu_other_cores"),
     )
 
 

@@ -16,7 +16,9 @@ import torch.distributed
 from ..contract import Assignment, BeatWriter
 from ..spec import Placement
 from . import build, ledger, memory, train
+from .cpuload import CpuReading, load_between
 from .resolved import resolved_config
+from .weightchange import WeightChange
 
 Keep = Callable[[dict[str, Any]], None]
 
@@ -43,16 +45,19 @@ def measure(assignment: Assignment, config: dict[str, Any], beat: BeatWriter, ke
     trainer = _trainer(engine, model, assignment, device, beat)
     init_peak = memory.device_init_peak(accelerator)
     life_peak = memory.status_bytes("VmHWM")
+    change = WeightChange(engine, beat)
     can_reset = memory.reset_host_peak()
 
     # Here and not before: stages draw differently while they build, and every row must drop the same elements.
     torch.manual_seed(workload.seed + torch.distributed.get_rank())
     beat.beat("warmup", 0)
+    cpu_before = CpuReading.take()
     samples = train.Samples(warmup_step_seconds=train.warm_up(trainer, workload.warmup_steps))
     retries, io_before = memory.alloc_retries(accelerator), memory.io_bytes()
     if accelerator == "cuda":
         torch.cuda.reset_peak_memory_stats()
     train.measure(trainer, workload.num_steps, torch.distributed.barrier, samples)
+    cpu_after = CpuReading.take()
     io_after = memory.io_bytes()
     device_facts = memory.device_facts(accelerator, retries, trial.placement.gpu_memory_limit_bytes)
     host_facts = dict(memory.host_facts(life_peak))
@@ -69,6 +74,8 @@ def measure(assignment: Assignment, config: dict[str, Any], beat: BeatWriter, ke
         "parameter_count": sum(sizes),
         "largest_parameter": max(sizes),
         "dropout": build.greatest_dropout(model),
+        "optimizer_settings": train.optimizer_settings(engine.optimizer),
+        "vocabulary_size": _vocabulary_size(model),
         "step_seconds": samples.step_seconds,
         "warmup_step_seconds": samples.warmup_step_seconds,
         "window_seconds": samples.window_seconds,
@@ -78,12 +85,15 @@ def measure(assignment: Assignment, config: dict[str, Any], beat: BeatWriter, ke
         "init_seconds": initialising(),
         "first_step_seconds": (samples.warmup_step_seconds or samples.step_seconds)[0],
         "gpu_init_peak_bytes": init_peak,
+        **load_between(cpu_before, cpu_after),
         **device_facts,
         **host_facts,
         **_io_facts(assignment, io_before, io_after),
     }
     keep(measured)
     beat.beat("inspect")
+    measured |= _effect(trainer, change)
+    keep(measured)
     inspected = _inspect(trainer, assignment)
     del alive
     return {**measured, **inspected}
@@ -164,6 +174,24 @@ def _trainer(
         device=device,
     )
     return train.Trainer(engine, batches, assignment.trial.placement.accelerator, beat)
+
+
+def _vocabulary_size(model: torch.nn.Module) -> int | None:
+    """The number of tokens that the random batches were drawn from; None for a model without."""
+    try:
+        return build.vocabulary_size(model)
+    except TypeError:
+        return None
+
+
+def _effect(trainer: train.Trainer, change: WeightChange) -> dict[str, Any]:
+    """What training did: how far the weights went, and the loss on the first batch again."""
+    sketch = change.since_start()
+    return {
+        "weight_change": sketch,
+        "repeated_loss": train.repeated_loss(trainer),
+        "notes": [] if change.note is None else [change.note],
+    }
 
 
 def _engine_facts(engine: Any) -> dict[str, Any]:

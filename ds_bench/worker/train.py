@@ -16,10 +16,12 @@ from typing import Any
 import torch
 
 from ..contract import BeatWriter
+from . import resolved
 
 Batch = dict[str, torch.Tensor]
 _POOL = 64
 """Different micro-batches held on the device; reused in order when a run needs more."""
+_OPTIMIZER_SETTINGS = ("lr", "betas", "eps", "weight_decay", "momentum")
 _MAX_EXTRA_WARMUP = 64
 """Steps waited at most for fp16's loss scale to settle."""
 
@@ -92,6 +94,7 @@ class Trainer:
         self.engine = engine
         self.accelerator = accelerator
         self.grad_accum = int(engine.gradient_accumulation_steps())
+        self.first_batch = batches[0]
         self._batches: Iterator[Batch] = cycle(batches)
         self._beat = beat
         self._losses: list[list[torch.Tensor]] = []
@@ -161,6 +164,31 @@ def measure(trainer: Trainer, steps: int, barrier: Callable[[], None], samples: 
     samples.window_seconds = time.perf_counter() - start
     samples.skipped_steps = trainer.skipped - skipped_before
     samples.losses = trainer.losses()
+
+
+def repeated_loss(trainer: Trainer) -> float | None:
+    """The loss on this rank's first batch, without dropout and without training on it.
+
+    None where not finite, and for a compiled engine, which would be compiled again for it.
+    """
+    if getattr(trainer.engine, "is_compiled", False):
+        return None
+    trainer.engine.eval()
+    try:
+        with torch.no_grad():
+            loss = float(loss_of(trainer.engine(**trainer.first_batch)))
+    finally:
+        trainer.engine.train()
+    return loss if math.isfinite(loss) else None
+
+
+def optimizer_settings(optimizer: Any) -> list[dict[str, Any]]:
+    """What each group of parameters is trained with by now, read back from the optimizer; empty without groups."""
+    groups = getattr(optimizer, "param_groups", None) or []
+    return [
+        {name: resolved.plain(group[name]) for name in _OPTIMIZER_SETTINGS if group.get(name) is not None}
+        for group in groups
+    ]
 
 
 def phase_seconds(trainer: Trainer, steps: int = 2) -> dict[str, float]:
