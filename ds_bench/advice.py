@@ -179,6 +179,8 @@ class Seen:
     """That leave the card room, so that they can be used."""
     out_of_memory_stages: frozenset[int] = frozenset()
     """Of the rows that ran out of device memory; none of these is ever suggested."""
+    full_stages: frozenset[int] = frozenset()
+    """Of the rows that trained and left the card too little room to be used; nor is any of these."""
     failed_offloads: frozenset[str] = frozenset()
     """Names of offload strategies that ran out of memory or disk."""
 
@@ -193,8 +195,8 @@ class Seen:
         return [name for name in OFFLOAD_NAMES[1:] if name not in self.failed_offloads]
 
     def next_stage(self, above: int) -> int | None:
-        """The lowest higher one that has not failed."""
-        return next((stage for stage in range(above + 1, 4) if stage not in self.failed), None)
+        """The lowest higher one that has not failed and is not too full."""
+        return next((stage for stage in range(above + 1, 4) if stage not in self.failed | self.full_stages), None)
 
 
 def pattern(seen: Seen, *, goal: str = "balanced", num_gpus: int = 1) -> str | None:
@@ -237,11 +239,12 @@ _PATTERNS: Mapping[str, Callable[[Seen, bool], str | None]] = {
 
 def _by_fraction(seen: Seen, fastest: int, fraction: float, alone: bool) -> str | None:
     share = f"{format_percent(fraction)} of the card"
+    row = f"ZeRO-{fastest}"
     if fraction < COMFORTABLE:
-        return f"fits comfortably ({share}): {_enough(seen, fastest, alone)}"
+        return f"{row} fits comfortably ({share}): {_enough(seen, fastest, alone)}"
     if fraction < BARELY:
         return None
-    words = "barely fits" if fraction <= NEAR_CAPACITY else "is about to run out"
+    words = f"{row} barely fits" if fraction <= NEAR_CAPACITY else f"{row} is about to run out of memory"
     if alone:
         smaller = ["--activation-checkpointing", "a smaller micro-batch", *seen.offloads[:1]]
         return f"{words} ({share}): {', '.join(smaller[:-1])} or {smaller[-1]}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import IO
+from typing import IO, Any
 
 from . import compare, console, models, provenance, recommend, tables
 from .analysis import Summary
@@ -37,6 +37,10 @@ class Answer:
         """The recommended row."""
         key = self.recommendation.key
         return None if key is None else self.comparison.result(key)
+
+    def recommendation_facts(self) -> dict[str, Any]:
+        """The recommendation with its goal in plain JSON values: decided or not, and the tied rows."""
+        return {"goal": self.goal, **self.recommendation.to_dict()}
 
 
 def of(

@@ -249,6 +249,7 @@ def _finish(options: Options, store: RunStore, view: _View, notes: Sequence[str]
     if view.unknown_peak:
         notes = [*notes, f"no peak rate known for {view.unknown_peak}: MFU left out; --peak-tflops gives it"]
     found = view.conclude(summaries, notes, provenance.command(options.family, arguments))
+    store.save_run({**store.load_run(), "recommendation": found.recommendation_facts()})
     folder = showing.write_configuration(options, found, store.folder, view.facts)
     showing.show(options, found, rows)  # last: standard output may be gone
     if not options.quiet:

@@ -7,20 +7,23 @@ rows may stand. Rows that do not compare with the others, or did not train what 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
 
-from . import advice
+from . import advice, dsconfig
 from .advising import reasons, remedies
 from .advising.headroom import larger_batch, too_full
 from .advising.reasons import ON_DEVICE, ON_HOST, Words
-from .advising.rule import Candidate, choose
+from .advising.rule import Candidate, Decision, IntervalOf, Speeds, decide, standing
+from .advising.rule import choose as choose
 from .caveats import Caveat
-from .compare import Comparison, StrategyResult
+from .compare import Comparison, StrategyResult, ratio_between
 from .doubts import NEAR_CAPACITY
 from .models import ModelFacts
 from .options import GOALS as GOALS
 from .record import OOM
+from .spec import Trial
 from .units import format_percent
 
 _MOST_NAMED = 6
@@ -41,6 +44,20 @@ class Recommendation:
     """What it costs, and saves, against the fastest row that fits; None where it is that row."""
     next_steps: tuple[str, ...]
     """Most useful first."""
+    tied: tuple[str, ...] = ()
+    """Labels of the rows that cannot be told from the fastest by speed; empty where that stands alone."""
+    undecided: tuple[str, ...] = ()
+    """Labels of the rows, the choice first, of which it matters which is faster, and the measurements do not tell;
+    empty where the choice is decided."""
+
+    @property
+    def decided(self) -> bool:
+        """Whether the measurements decide, as far as it matters. False too where there is no choice."""
+        return self.choice is not None and not self.undecided
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return {**asdict(self), "decided": self.decided}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,8 +68,8 @@ class _Field:
     """Rows that may stand, those too full included: the rule drops them."""
     incomparable: tuple[str, ...]
     """One sentence per row that does not compare with the others."""
-    left_out: tuple[str, ...]
-    """One sentence per row left out for another reason."""
+    left_out: tuple[tuple[str, Candidate | None], ...]
+    """One sentence per row left out for another reason, and the row where that is how full it is."""
 
 
 def recommend(comparison: Comparison, goal: str = "balanced", facts: ModelFacts | None = None) -> Recommendation:
@@ -62,41 +79,62 @@ def recommend(comparison: Comparison, goal: str = "balanced", facts: ModelFacts 
     """
     words = ON_HOST if _on_cpu(comparison) else ON_DEVICE
     field = _field(comparison, words)
-    choice = choose(field.candidates, goal)
-    if choice is None or (field.incomparable and len(field.candidates) < 2):
+    decision = decide(field.candidates, goal, _intervals(comparison))
+    if decision is None or (field.incomparable and len(field.candidates) < 2):
         return _nothing(comparison, field, facts)
-    fitting = [candidate for candidate in field.candidates if candidate.fits]
+    choice, fitting = decision.choice, [candidate for candidate in field.candidates if candidate.fits]
+    speeds = Speeds(candidates=fitting, interval_of=_intervals(comparison))
+    open_rows = [row.label for row in (choice, *decision.undecided)] if decision.undecided else []
     return Recommendation(
         choice=choice.label,
         key=choice.key,
-        reason=_reason(choice, fitting, field, comparison, goal, words),
-        cost=reasons.cost(choice, fitting, words),
-        next_steps=_once(_next_steps(choice, comparison, goal, facts)),
+        reason=_reason(decision, speeds, field, comparison, goal, words),
+        cost=reasons.cost(choice, speeds, words),
+        next_steps=_once(_next_steps(choice, open_rows, comparison, goal, facts)),
+        tied=tuple(candidate.label for candidate in decision.tied),
+        undecided=tuple(open_rows),
     )
 
 
 def lines(recommendation: Recommendation, goal: str = "balanced") -> list[str]:
     """For a console: the choice, why, its cost, and each next step on a line of its own."""
-    found = [f"Recommendation ({goal}): {recommendation.choice or 'none'}", f"Why: {recommendation.reason}"]
+    found = [f"Recommendation ({goal}): {_headline(recommendation)}", f"Why: {recommendation.reason}"]
     if recommendation.cost is not None:
         found.append(f"Cost: {recommendation.cost}")
     return [*found, *(f"Next: {step}" for step in recommendation.next_steps)]
 
 
+def _headline(recommendation: Recommendation) -> str:
+    if not recommendation.undecided:
+        return recommendation.choice or "none"
+    return f"undecided between {_listed(recommendation.undecided)}; until then {recommendation.choice}"
+
+
+def _listed(labels: Sequence[str]) -> str:
+    """``A, B and C``."""
+    return " and ".join([", ".join(labels[:-1]), labels[-1]]) if len(labels) > 1 else labels[0]
+
+
+def _intervals(comparison: Comparison) -> IntervalOf:
+    return lambda row, other: ratio_between(comparison.result(row.key), comparison.result(other.key))
+
+
 def _field(comparison: Comparison, words: Words) -> _Field:
-    candidates, incomparable, left_out = [], [], []
+    candidates: list[Candidate] = []
+    incomparable: list[str] = []
+    left_out: list[tuple[str, Candidate | None]] = []
     for row in comparison.results:
         if not row.succeeded or row.tokens_per_second is None:
             continue
         if row.differences:
             incomparable.append(f"{row.label} does not compare with the others ({'; '.join(row.differences)})")
         elif reason := _unfit(row):
-            left_out.append(f"{row.label} is left out: {reason}")
+            left_out.append((f"{row.label} is left out: {reason}", None))
         else:
             candidates.append(candidate := _candidate(row, row.tokens_per_second, comparison, words))
             if not candidate.fits:
                 share, limit = format_percent(candidate.fraction), format_percent(NEAR_CAPACITY, digits=0)
-                left_out.append(f"{row.label} is left out: {share} of {words.capacity}, above {limit}")
+                left_out.append((f"{row.label} is left out: {share} of {words.capacity}, above {limit}", candidate))
     return _Field(candidates=tuple(candidates), incomparable=tuple(incomparable), left_out=tuple(left_out))
 
 
@@ -117,8 +155,42 @@ def _candidate(row: StrategyResult, tokens_per_second: float, comparison: Compar
         memory_bytes=row.host_peak_bytes if on_host else row.gpu_peak_bytes,
         fraction=host_fraction if on_host else row.gpu_fraction,
         offload_level=(row.strategy.offload_optimizer, row.strategy.offload_param),
+        stage=row.strategy.stage,
+        changed_keys=_changed_keys(row.summaries[0].record.trial),
+        step_spread=_step_spread(row),
         filled=row.at_largest_batch,
     )
+
+
+def _changed_keys(trial: Trial) -> int:
+    """Values of the trial's DeepSpeed configuration that the strategy alone would not have given it."""
+    work = trial.workload
+    torch_adam = bool(((trial.ds_config.get("optimizer") or {}).get("params") or {}).get("torch_adam"))
+    own = dsconfig.complete(
+        dsconfig.base_config(trial.strategy, work.batch_size, work.grad_accum),
+        work,
+        trial.placement,
+        torch_adam=torch_adam,
+        largest_parameter=None,
+    )
+    return len(set(_leaves(own)) ^ set(_leaves(trial.ds_config)))
+
+
+def _leaves(block: Mapping[str, Any], path: str = "") -> Iterator[str]:
+    for key, value in block.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{path}{key}.")
+        else:
+            yield f"{path}{key}={value!r}"
+
+
+def _step_spread(row: StrategyResult) -> float:
+    """Relative standard deviation of the steps of the run that varied most, or between the runs where that is more."""
+    within = [
+        run.step_seconds_std / run.step_seconds for run in row.successes if run.step_seconds_std and run.step_seconds
+    ]
+    between = row.step_seconds_spread / row.step_seconds if row.step_seconds_spread and row.step_seconds else 0.0
+    return max([*within, between])
 
 
 def _on_cpu(comparison: Comparison) -> bool:
@@ -127,12 +199,12 @@ def _on_cpu(comparison: Comparison) -> bool:
     return bool(placements) and all(placement.accelerator == "cpu" for placement in placements)
 
 
-def _reason(
-    choice: Candidate, fitting: Sequence[Candidate], field: _Field, comparison: Comparison, goal: str, words: Words
-) -> str:
-    sentence = reasons.why(choice, fitting, goal, words)
-    doubt = reasons.noise(choice, fitting, comparison.results)
-    told = [sentence if doubt is None else f"{sentence}; {doubt}", *_named(field)]
+def _reason(decision: Decision, speeds: Speeds, field: _Field, comparison: Comparison, goal: str, words: Words) -> str:
+    runs = {row.key: len(row.successes) for row in comparison.results}
+    sentence = reasons.why(decision, speeds, goal, words)
+    doubt = reasons.noise(decision.choice, speeds, runs)
+    told = [sentence if doubt is None else f"{sentence}; {doubt}"]
+    told += _named(field, decision.choice, speeds)
     if words is ON_HOST:
         told.append("These are CPU ranks: nothing here is a statement about GPUs")
     return ". ".join(told)
@@ -145,9 +217,14 @@ def _nothing(comparison: Comparison, field: _Field, facts: ModelFacts | None) ->
     )
 
 
-def _named(field: _Field) -> list[str]:
-    """The rows left out, those that do not compare first."""
-    told = [*field.incomparable, *field.left_out]
+def _named(field: _Field, choice: Candidate | None = None, speeds: Speeds | None = None) -> list[str]:
+    """The rows left out, those that do not compare first; the too full ones with what that costs beside the choice."""
+    told = [*field.incomparable]
+    for sentence, row in field.left_out:
+        price = None
+        if row is not None and choice is not None and speeds is not None:
+            price = reasons.cost_of_leaving_out(row, choice, speeds)
+        told.append(sentence if price is None else f"{sentence}; {price}")
     more = len(told) - _MOST_NAMED
     return [*told[:_MOST_NAMED], f"{more} more rows are left out"] if more > 0 else told
 
@@ -178,12 +255,22 @@ def _ways_out(comparison: Comparison, field: _Field, facts: ModelFacts | None) -
     yield from _of_caveats(comparison.caveats)
 
 
-def _next_steps(choice: Candidate, comparison: Comparison, goal: str, facts: ModelFacts | None) -> Iterator[str]:
+def _next_steps(
+    choice: Candidate, open_rows: Sequence[str], comparison: Comparison, goal: str, facts: ModelFacts | None
+) -> Iterator[str]:
     row = comparison.result(choice.key)
+    if open_rows:
+        yield f"to decide between {_listed(open_rows)}, run them again with {_more_runs(comparison.result(choice.key))}"
     yield from _of_failures(comparison, facts)
     yield from _of_caveats(row.caveats)
     yield from filter(None, [larger_batch(row, comparison), _pattern(comparison, goal)])
     yield from _of_caveats(comparison.caveats)
+
+
+def _more_runs(row: StrategyResult) -> str:
+    """Flags that make differences visible that these runs do not show: at least five runs, and longer ones."""
+    runs, steps = len(row.successes), row.summaries[0].record.trial.workload.num_steps
+    return f"--repeats {max(5, 2 * runs)} --num-steps {max(50, steps)}"
 
 
 def _of_failures(comparison: Comparison, facts: ModelFacts | None) -> Iterator[str]:
@@ -204,13 +291,23 @@ def _pattern(comparison: Comparison, goal: str) -> str | None:
     if not plain or _on_cpu(comparison):
         return None
     placement = plain[0].summaries[0].record.trial.placement
-    return advice.pattern(_seen(plain, alike, goal), goal=goal, num_gpus=placement.num_gpus)
+    return advice.pattern(_seen(plain, alike, comparison, goal), goal=goal, num_gpus=placement.num_gpus)
 
 
-def _seen(plain: Sequence[StrategyResult], alike: Sequence[StrategyResult], goal: str) -> advice.Seen:
+def _standing(rows: Sequence[StrategyResult], comparison: Comparison) -> StrategyResult | None:
+    """The simplest of the rows that cannot be told from the fastest of these by speed."""
+    weighed = [_candidate(row, row.tokens_per_second or 0.0, comparison, ON_DEVICE) for row in rows]
+    if not weighed:
+        return None
+    return comparison.result(standing(Speeds(candidates=weighed, interval_of=_intervals(comparison))).key)
+
+
+def _seen(
+    plain: Sequence[StrategyResult], alike: Sequence[StrategyResult], comparison: Comparison, goal: str
+) -> advice.Seen:
     trained = [row for row in plain if row.tokens_per_second is not None and _unfit(row) is None]
     fitting = [row for row in trained if row.at_largest_batch or (row.gpu_fraction or 0.0) <= NEAR_CAPACITY]
-    best = max(fitting if goal == "speed" else trained, key=lambda row: row.tokens_per_second or 0.0, default=None)
+    best = _standing(fitting if goal == "speed" else trained, comparison)
     ended = [(row.strategy, run.outcome.status) for row in alike if (run := remedies.failed_run(row)) is not None]
     return advice.Seen(
         fastest_stage=None if best is None else best.strategy.stage,
@@ -219,6 +316,7 @@ def _seen(plain: Sequence[StrategyResult], alike: Sequence[StrategyResult], goal
         out_of_memory_stages=frozenset(
             strategy.stage for strategy, status in ended if status == OOM and not strategy.offloads_optimizer
         ),
+        full_stages=frozenset(row.strategy.stage for row in trained) - {row.strategy.stage for row in fitting},
         failed_offloads=frozenset(
             strategy.name for strategy, status in ended if status in remedies.RAN_OUT and strategy.offloads_optimizer
         ),

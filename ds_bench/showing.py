@@ -10,6 +10,7 @@ from typing import Any
 from . import analysis, answer, console, export, interrupts, tables
 from .answer import Answer
 from .compare import StrategyResult
+from .contract import write_json
 from .environment import Environment
 from .options import Options
 from .record import INTERRUPTED
@@ -36,6 +37,8 @@ def write_configuration(options: Options, found: Answer, run_folder: Path, facts
     folder = run_folder / (f"export_{row.strategy.name}" if options.export else "recommended")
     folder.mkdir(exist_ok=True)
     export.write_exports((row.successes or row.summaries)[-1].record, folder, facts)
+    if not options.export:
+        write_json(folder / "recommendation.json", found.recommendation_facts())
     return folder
 
 

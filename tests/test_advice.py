@@ -125,21 +125,22 @@ def said(fraction: float | None = None, stage: int | None = 0, *, num_gpus: int 
         fraction=fraction,
         trained_stages=frozenset(more.pop("trained", [] if stage is None else [stage])),
         out_of_memory_stages=frozenset(more.pop("short", [])),
+        full_stages=frozenset(more.pop("full", [])),
         failed_offloads=frozenset(more.pop("offloads", [])),
     )
     return pattern(seen, num_gpus=num_gpus, **more) or "nothing"
 
 
 def test_what_fits_comfortably_stays_at_stage_0_or_1() -> None:
-    assert said(0.1) == "fits comfortably (10.0 % of the card): stage 0 or 1 is enough"
-    assert said(0.599).startswith("fits comfortably")
-    assert not said(0.6).startswith("fits comfortably")
+    assert said(0.1) == "ZeRO-0 fits comfortably (10.0 % of the card): stage 0 or 1 is enough"
+    assert said(0.599).startswith("ZeRO-0 fits comfortably")
+    assert "fits comfortably" not in said(0.6)
 
 
 def test_where_only_stage_2_trained_and_is_comfortable_no_lower_stage_is_called_enough() -> None:
     """Stages 0 and 1 ran out of memory, stage 2 takes 55 % of the card."""
     assert said(0.55, 2, short=[0, 1]) == (
-        "fits comfortably (55.0 % of the card): stage 2 is enough; stages 0 and 1 ran out of memory"
+        "ZeRO-2 fits comfortably (55.0 % of the card): stage 2 is enough; stages 0 and 1 ran out of memory"
     )
 
 
@@ -154,8 +155,13 @@ def test_between_comfortable_and_barely_there_is_no_pattern() -> None:
 
 @pytest.mark.parametrize("fraction", [0.8, 0.9, 0.95])
 def test_what_barely_fits_goes_to_stage_2(fraction: float) -> None:
-    assert said(fraction).startswith("barely fits")
+    assert said(fraction).startswith("ZeRO-0 barely fits")
     assert said(fraction).endswith("stage 2")
+
+
+def test_a_card_about_to_run_out_is_said_of_a_row_and_not_sent_to_a_stage_as_full() -> None:
+    assert said(0.96) == "ZeRO-0 is about to run out of memory (96.0 % of the card): stage 2"
+    assert said(0.96, full=[2]).endswith(": stage 3")
 
 
 def test_what_barely_fits_at_stage_2_is_not_sent_to_stage_2() -> None:
@@ -197,7 +203,7 @@ def test_one_gpu_is_never_sent_to_a_higher_stage() -> None:
 
 def test_an_out_of_memory_at_a_low_stage_does_not_hide_how_full_the_others_are() -> None:
     """Stage 0 ran out where stage 1 fits: what counts is how full that is."""
-    assert said(0.4, 1, short=[0]).startswith("fits comfortably")
+    assert said(0.4, 1, short=[0]).startswith("ZeRO-1 fits comfortably")
 
 
 def test_nothing_known_is_nothing_said() -> None:

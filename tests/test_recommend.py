@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import random
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -174,7 +177,7 @@ def test_a_row_above_95_percent_of_the_card_drops_out(gigabytes: float, fits: bo
 
 def test_without_a_known_capacity_the_fastest_is_taken() -> None:
     fast = replace(candidate("fast", 70, 1000), fraction=None)
-    assert choose([candidate("lean", 10, 990), fast]) == fast
+    assert choose([candidate("lean", 10, 960), fast]) == fast
 
 
 def test_equal_memory_is_decided_by_speed_and_equal_speed_by_memory() -> None:
@@ -222,14 +225,18 @@ def test_the_choice_trained_and_fits_and_is_missing_only_when_no_row_does(rows: 
     assert found in able if able else found is None
 
 
+TIE = 1.03 * (1 + 1e-12)
+"""What differs by less is a tie where every row ran once."""
+
+
 @quick
 @given(candidates)
 def test_speed_is_never_slower_and_memory_never_larger_than_the_other_goals(rows: list[Candidate]) -> None:
     speed, middle, memory = (choose(rows, goal) for goal in recommend.GOALS)
     if speed is not None and middle is not None and memory is not None:
-        assert speed.tokens_per_second >= middle.tokens_per_second
-        assert speed.tokens_per_second >= memory.tokens_per_second
-        assert (memory.memory_bytes or 0) <= min(middle.memory_bytes or 0, speed.memory_bytes or 0)
+        assert speed.tokens_per_second * TIE >= middle.tokens_per_second
+        assert speed.tokens_per_second * TIE >= memory.tokens_per_second
+        assert (memory.memory_bytes or 0) <= TIE * min(middle.memory_bytes or 0, speed.memory_bytes or 0)
 
 
 @quick
@@ -238,7 +245,7 @@ def test_balanced_never_gives_up_more_than_a_tenth_of_the_speed_nor_takes_more_m
     speed, middle = choose(rows, "speed"), choose(rows)
     if speed is not None and middle is not None:
         assert middle.tokens_per_second >= 0.9 * speed.tokens_per_second * (1 - 1e-12)
-        assert (middle.memory_bytes or 0) <= (speed.memory_bytes or 0)
+        assert (middle.memory_bytes or 0) <= TIE * (speed.memory_bytes or 0)
         assert middle.offload_level == speed.offload_level
 
 
@@ -251,6 +258,95 @@ def test_the_order_of_rows_decides_nothing_but_exact_ties(rows: list[Candidate],
     assert (one is None) == (other is None)
     if one is not None and other is not None and one != other:
         assert (one.tokens_per_second, one.memory_bytes) == (other.tokens_per_second, other.memory_bytes)
+
+
+# ------------------------------------------------------------------ noise never decides
+
+
+def varied(strategy: Strategy, steps: Sequence[float], *, gigabytes: float = 8, repeat: int = 0) -> TrialRecord:
+    """A success with these step times on an 80 GB card."""
+    trial = fakes.trial(strategy, on=fakes.placement(accelerator="cuda", num_gpus=1), repeat=repeat)
+    peak = {"gpu_peak_bytes": int(gigabytes * GB), "gpu_peak_reserved_bytes": int(gigabytes * GB)}
+    swapped = {"nvme_stored_bytes": GB, "nvme_read_bytes": GB} if strategy.uses_nvme else {}
+    return fakes.success(trial, step_seconds=steps, **peak, **swapped)
+
+
+def test_a_disk_that_was_faster_within_the_spread_of_its_steps_is_not_recommended() -> None:
+    """172.6 ± 134.5 ms against 250 ms, one run each: 45 % faster, and nothing is known by it."""
+    disk = varied(fakes.offload("nvme"), [0.0381, 0.3071] * 5)
+    found = answer(varied(fakes.offload("none"), [0.25] * 10), disk)
+    assert found.choice == "no offload"
+    assert not found.decided
+    assert found.undecided == found.tied == ("no offload", "optimizer + parameters → NVMe")
+    assert recommend.lines(found)[0] == (
+        "Recommendation (balanced): undecided between no offload and optimizer + parameters → NVMe; "
+        "until then no offload"
+    )
+    assert "the simplest of the 2 rows that cannot be told from the fastest" in found.reason
+    assert found.cost is None
+    assert "run them again with --repeats 5 --num-steps 50" in found.next_steps[0]
+    assert found.to_dict()["decided"] is False
+
+
+def test_a_higher_stage_that_leads_by_less_than_3_percent_gives_way_to_the_simpler_row() -> None:
+    """0.6 %, untested: between rows that offload alike so small a difference matters to nobody."""
+    found = answer(row(fakes.zero(0), 8, 1000), row(fakes.zero(1), 8, 1006))
+    assert (found.choice, found.decided, found.tied) == ("ZeRO-0", True, ("ZeRO-0", "ZeRO-1"))
+    assert answer(row(fakes.zero(0), 8, 1000), row(fakes.zero(1), 8, 1035)).choice == "ZeRO-1"
+
+
+def test_offload_with_an_interval_that_holds_1_ties_with_none_and_three_tight_runs_decide() -> None:
+    def runs(offload: str, speeds: Sequence[float]) -> list[TrialRecord]:
+        strategy = fakes.offload(offload)
+        return [row(strategy, 8, speed, repeat=number) for number, speed in enumerate(speeds)]
+
+    wide = answer(*runs("none", [900, 1000, 1100]), *runs("cpu_optimizer", [800, 1050, 1300]))
+    assert (wide.choice, wide.decided) == ("no offload", False)
+    equal = answer(*runs("none", [1000, 1001, 1002]), *runs("cpu_optimizer", [1001, 1002, 1003]))
+    assert (equal.choice, equal.decided, len(equal.tied)) == ("no offload", True, 2)
+    slower = answer(*runs("none", [1000, 1001, 1002]), *runs("cpu_optimizer", [1101, 1102, 1103]))
+    assert (slower.choice, slower.decided, slower.tied) == ("optimizer → CPU", True, ())
+
+
+def test_stages_that_may_differ_by_more_than_memory_is_worth_are_undecided() -> None:
+    """Three runs with a spread of 10 %: a difference of a tenth is not ruled out."""
+    found = answer(*repeated(0, 8, [900, 1000, 1100]), *repeated(1, 8, [920, 1010, 1120]))
+    assert found.undecided == ("ZeRO-0", "ZeRO-1")
+
+
+def test_of_tied_rows_that_offload_alike_at_one_stage_the_one_with_fewer_keys_changed_is_taken() -> None:
+    plain = row(fakes.zero(1), 8, 1000)
+    zero = {**plain.trial.ds_config["zero_optimization"], "overlap_comm": True}
+    edited = replace(plain, trial=replace(plain.trial, ds_config={**plain.trial.ds_config, "zero_optimization": zero}))
+    for records in ((edited, plain), (plain, edited)):
+        comparison = compared(*records)
+        key = recommend.recommend(comparison).key
+        assert comparison.result(key or "").summaries[0].record.trial == plain.trial
+
+
+def test_memories_within_3_percent_are_left_to_speed_and_simplicity() -> None:
+    rows = [row(fakes.zero(stage), gb, 1000) for stage, gb in ((0, 8.0), (1, 7.9), (2, 12))]
+    assert answer(*rows, goal="memory").choice == "ZeRO-0"
+    assert "within 3 % of others" in answer(*rows, goal="memory").reason
+
+
+@pytest.mark.parametrize("runs", [1, 3, 5])
+def test_of_rows_that_are_equal_but_for_noise_the_same_is_chosen_in_95_percent_of_repetitions(runs: int) -> None:
+    """Run to run 2 % (none with one run, of which nothing tells it) and 20 % from step to step, in any goal."""
+    chance = random.Random(20261121)
+    strategies = [*(fakes.zero(stage) for stage in (0, 1, 2)), *map(fakes.offload, ("cpu_optimizer", "cpu_full"))]
+    made = [[varied(strategy, [0.1] * 10, repeat=repeat) for repeat in range(runs)] for strategy in strategies]
+
+    def again(like: TrialRecord) -> TrialRecord:
+        mean = 0.1 * math.exp(chance.gauss(0, 0.02 if runs > 1 else 0))
+        steps = tuple(mean * math.exp(chance.gauss(0, 0.2)) for _ in range(10))
+        return replace(like, ranks=(replace(like.ranks[0], step_seconds=steps, window_seconds=sum(steps)),))
+
+    chosen: Counter[str | None] = Counter()
+    for _ in range(100):
+        records = [again(each) for row_runs in made[: chance.choice((2, 3, 5))] for each in row_runs]
+        chosen[answer(*records, goal=chance.choice(recommend.GOALS)).choice] += 1
+    assert chosen["ZeRO-0"] >= 95, chosen
 
 
 # ------------------------------------------------------------------ what is said
@@ -379,6 +475,17 @@ def test_a_full_card_is_no_choice_and_the_excess_is_told() -> None:
     assert found.next_steps[0].startswith("ZeRO-0 is 2.00 GB over 95 % of the card")
 
 
+def test_a_faster_row_that_is_too_full_is_named_with_what_leaving_it_out_costs() -> None:
+    """1000 of 1250 tokens/s: a fifth of its speed; a lead of 1 % is none."""
+    found = answer(row(fakes.zero(0), 78, 1250), row(fakes.zero(2), 40, 1000))
+    assert (
+        "ZeRO-0 is left out: 97.5 % of the card, above 95 %; leaving it out costs 20.0 % of its speed" in found.reason
+    )
+    equal = answer(row(fakes.zero(0), 78, 1010), row(fakes.zero(2), 40, 1000))
+    assert "above 95 %; its lead in speed cannot be told from noise" in equal.reason
+    assert "leaving it out" not in answer(row(fakes.zero(0), 78, 900), row(fakes.zero(2), 40, 1000)).reason
+
+
 def test_no_rows_at_all_is_an_answer_too() -> None:
     assert answer().reason == "There are no rows"
     assert answer().next_steps == ()
@@ -426,7 +533,7 @@ def test_no_larger_batch_is_promised_where_activations_were_not_counted() -> Non
 
 def test_the_pattern_is_that_of_the_fastest_row_without_offload() -> None:
     found = answer(row(fakes.zero(0), 70, 1000, cards=2), row(fakes.zero(2), 30, 990, cards=2))
-    assert "barely fits (87.5 % of the card): stage 2" in found.next_steps
+    assert "ZeRO-0 barely fits (87.5 % of the card): stage 2" in found.next_steps
 
 
 def test_no_next_step_names_a_stage_that_ran_out_of_memory() -> None:
@@ -442,7 +549,7 @@ def test_a_disqualified_row_sets_no_pattern() -> None:
     """The fast wrong row leaves the card nearly empty; the sound one takes 70 of 80 GB."""
     wrong = row(fakes.zero(1), 8, 9000, cards=2, losses=(None,) * 12)
     found = answer(row(fakes.zero(0), 70, 1000, cards=2), wrong)
-    assert "barely fits (87.5 % of the card): stage 2" in found.next_steps
+    assert "ZeRO-0 barely fits (87.5 % of the card): stage 2" in found.next_steps
     assert not any("fits comfortably" in step for step in found.next_steps)
 
 

@@ -403,7 +403,11 @@ def test_the_end_recommends_a_row_and_leaves_its_configuration(
         "ds_config.json",
         "ds_config_accelerate.json",
         "ds_config_trainer.json",
+        "recommendation.json",
     }
+    told = json.loads((folder / "recommendation.json").read_text(encoding="utf-8"))
+    assert (told["choice"], told["decided"], told["tied"]) == ("ZeRO-1", True, ["ZeRO-1", "ZeRO-3"])
+    assert json.loads((folder.parent / "run.json").read_text(encoding="utf-8"))["recommendation"] == told
 
 
 def test_another_row_can_be_exported(house: House) -> None:

@@ -7,14 +7,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
-from ..compare import StrategyResult
-from ..inference import FEWEST_RUNS, ratio_interval
+from ..inference import FEWEST_RUNS
 from ..units import format_bytes, format_count, format_percent
-from .rule import COMFORTABLE, FAST_ENOUGH, Candidate, fastest, leanest, stand_ins
-
-Verdict = Literal["tested", "inside the noise", "not tested"]
+from .rule import (
+    COMFORTABLE,
+    FAST_ENOUGH,
+    LEAST_LEAD,
+    Candidate,
+    Decision,
+    Speeds,
+    fastest,
+    leanest,
+    nearly_leanest,
+    stand_ins,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,78 +36,84 @@ ON_DEVICE = Words()
 ON_HOST = Words(memory="host memory", capacity="the host's memory")
 
 
-def why(choice: Candidate, fitting: Sequence[Candidate], goal: str, words: Words) -> str:
+def why(decision: Decision, speeds: Speeds, goal: str, words: Words) -> str:
     """One sentence without its full stop: the part of the rule that chose the row, with its numbers."""
+    choice, fitting = decision.choice, speeds.candidates
     numbers = f"{_speed(choice)} tokens/s with {_memory(choice, words)}"
     if len(fitting) == 1:
         return f"{choice.label} is the only row that trained and fits: {numbers}"
     if goal == "memory":
-        return f"{choice.label} needs the least {words.memory} of {_rows(fitting)}: {numbers}"
-    if goal == "speed":
-        return f"{choice.label} is the fastest of {_rows(fitting)}: {numbers}"
-    return _why_balanced(choice, fitting, numbers, words)
+        near = len(nearly_leanest(fitting)) > 1
+        within = f", within {_whole(LEAST_LEAD)} of others," if near else ""
+        return f"{choice.label} needs the least {words.memory}{within} of {_rows(fitting)}: {numbers}"
+    head = f"{choice.label} is {_standing(decision, fitting)}: {numbers}"
+    return head if goal == "speed" else _why_balanced(decision, speeds, head, words)
 
 
-def _why_balanced(choice: Candidate, fitting: Sequence[Candidate], numbers: str, words: Words) -> str:
-    best = fastest(fitting)
+def _standing(decision: Decision, fitting: Sequence[Candidate]) -> str:
+    if decision.choice == decision.fastest:
+        return f"the fastest of {_rows(fitting)}"
+    count = len(decision.tied)
+    return f"the simplest of the {count} rows that cannot be told from the fastest, {decision.fastest.label}, by speed"
+
+
+def _why_balanced(decision: Decision, speeds: Speeds, head: str, words: Words) -> str:
+    choice, best = decision.choice, decision.stands
     if best != choice:
         return (
             f"{choice.label} needs the least {words.memory} of the rows that offload alike and reach "
-            f"{_whole(FAST_ENOUGH)} of the fastest: {numbers}, {format_percent(_share(choice, best))} of "
-            f"{best.label}'s {_speed(best)} tokens/s with {format_bytes(best.memory_bytes)} "
-            f"({format_percent(best.fraction)})"
+            f"{_whole(FAST_ENOUGH)} of {best.label}'s speed: {head.partition(': ')[2]}, "
+            f"{format_percent(_share(choice, best))} of {best.label}'s {_speed(best)} tokens/s with "
+            f"{format_bytes(best.memory_bytes)} ({format_percent(best.fraction)})"
         )
-    head = f"{choice.label} is the fastest of {_rows(fitting)}: {numbers}"
     if choice.filled:
         return f"{head}; it is at its own largest micro-batch, so how full {words.capacity} is weighs nothing"
     if choice.fraction is None:
         return f"{head}; how much of {words.capacity} that is cannot be told, so nothing is traded for memory"
     if choice.comfortable:
         return f"{head}, under the {_whole(COMFORTABLE)} from which less memory would be worth speed"
-    others = len(stand_ins(choice, fitting)) > 1
+    others = len(stand_ins(choice, speeds)) > 1
     rest = "and needs less" if others else f"and reaches {_whole(FAST_ENOUGH)} of its speed"
     return f"{head}; no other row offloads alike {rest}"
 
 
-def noise(choice: Candidate, fitting: Sequence[Candidate], rows: Sequence[StrategyResult]) -> str | None:
+def noise(choice: Candidate, speeds: Speeds, runs: Mapping[str, int]) -> str | None:
     """How sure the difference in speed is that was at stake; None where there is no second row.
 
-    At stake is the lead over the next fastest, or what the choice gives up against the fastest.
+    At stake is the lead over the next fastest, or what the choice gives up against the fastest. ``runs``: how many of
+    each row succeeded, by its key.
     """
-    rivals = [candidate for candidate in fitting if candidate.key != choice.key]
+    rivals = [candidate for candidate in speeds.candidates if candidate != choice]
     if not rivals:
         return None
-    runs, rival = {row.key: _means(row) for row in rows}, fastest(rivals)
+    rival = fastest(rivals)
     difference = choice.tokens_per_second / rival.tokens_per_second - 1
     kind = "lead over" if difference >= 0 else "lag behind"
-    verdict = _verdict_text(runs[choice.key], runs[rival.key])
+    verdict = _verdict_text(choice, rival, speeds, min(runs[choice.key], runs[rival.key]))
     text = f"its {kind} {rival.label} ({format_percent(abs(difference))}) is {verdict}"
-    lean = _lean_equal(choice, rivals, runs)
+    lean = _lean_equal(choice, rivals, speeds)
     return text if lean is None else f"{text}; {lean}"
 
 
-def _verdict_text(ours: Sequence[float], theirs: Sequence[float]) -> str:
-    runs, verdict = min(len(ours), len(theirs)), verdict_of(ours, theirs)
-    if verdict == "not tested":
-        each = "one run each" if runs == 1 else f"{runs} runs each"
+def _verdict_text(choice: Candidate, rival: Candidate, speeds: Speeds, runs: int) -> str:
+    each = "one run each" if runs == 1 else f"{runs} runs each"
+    if speeds.interval_of(choice, rival) is None:
         return f"not tested: {each}, {FEWEST_RUNS} are needed" if runs < FEWEST_RUNS else "not tested"
-    return f"{'more than' if verdict == 'tested' else 'inside'} the noise of {runs} runs each"
+    return f"{'more than' if speeds.differ(choice, rival) else 'inside'} the noise of {each}"
 
 
-def verdict_of(ours: Sequence[float], theirs: Sequence[float]) -> Verdict:
-    """Whether two rows differ in speed: Welch's interval of their ratio, on per-run means."""
-    interval = ratio_interval(ours, theirs)
-    if interval is None:
-        return "not tested"
-    return "tested" if interval.distinguishable else "inside the noise"
-
-
-def _lean_equal(choice: Candidate, rivals: Sequence[Candidate], runs: Mapping[str, Sequence[float]]) -> str | None:
+def _lean_equal(choice: Candidate, rivals: Sequence[Candidate], speeds: Speeds) -> str | None:
     """A row that needs less memory and cannot be told from the choice by its speed: the rule stands, but is told."""
     if choice.memory_bytes is None:
         return None
-    smaller = [c for c in rivals if c.memory_bytes is not None and c.memory_bytes < choice.memory_bytes]
-    equal = [c for c in smaller if verdict_of(runs[choice.key], runs[c.key]) == "inside the noise"]
+    equal = [
+        rival
+        for rival in rivals
+        if rival.memory_bytes is not None
+        and rival.memory_bytes * (1 + LEAST_LEAD) < choice.memory_bytes
+        and speeds.interval_of(choice, rival) is not None
+        and not speeds.differ(choice, rival)
+    ]
     if not equal:
         return None
     lean = leanest(equal)
@@ -108,20 +121,30 @@ def _lean_equal(choice: Candidate, rivals: Sequence[Candidate], runs: Mapping[st
     return f"{lean.label} needs {saved} less and cannot be told from it by speed: take it if memory matters"
 
 
-def cost(choice: Candidate, fitting: Sequence[Candidate], words: Words) -> str | None:
-    """What the choice gives up against the fastest row that fits, and what it saves; None where it is that row."""
-    best = fastest(fitting)
+def cost(choice: Candidate, speeds: Speeds, words: Words) -> str | None:
+    """What the choice gives up against the fastest row that fits, and what it saves; None where it is that row, or
+    where no difference can be told."""
+    best = fastest(speeds.candidates)
     if best == choice:
         return None
+    differ = speeds.differ(choice, best)
     slower = f"{format_percent(1 - _share(choice, best))} slower than {best.label}"
     if choice.memory_bytes is None or best.memory_bytes is None or choice.memory_bytes == best.memory_bytes:
-        return slower
-    return f"{slower}, saves {format_bytes(best.memory_bytes - choice.memory_bytes)} of {words.memory}"
+        return slower if differ else None
+    saved = best.memory_bytes - choice.memory_bytes
+    text = f"{'saves' if saved > 0 else 'takes'} {format_bytes(abs(saved))}{'' if saved > 0 else ' more'}"
+    if differ:
+        return f"{slower}, {text} of {words.memory}"
+    return f"{text} of {words.memory} against {best.label}, which cannot be told from it by speed"
 
 
-def _means(row: StrategyResult) -> list[float]:
-    """Tokens/s of every run that succeeded."""
-    return [mean for run in row.successes if (mean := run.tokens_per_second) is not None]
+def cost_of_leaving_out(row: Candidate, choice: Candidate, speeds: Speeds) -> str | None:
+    """What is lost where a row that is too full is not used; None where it is no faster than the choice."""
+    if row.tokens_per_second <= choice.tokens_per_second:
+        return None
+    if not speeds.differ(row, choice):
+        return "its lead in speed cannot be told from noise"
+    return f"leaving it out costs {format_percent(1 - _share(choice, row))} of its speed"
 
 
 def _rows(fitting: Sequence[Candidate]) -> str:

@@ -1,21 +1,27 @@
-"""The rule by which a row is chosen, on plain numbers (acceptance A22).
+"""The rule by which a row is chosen, on plain numbers; ``docs/choosing.md`` says it in words.
 
 Which rows may stand at all is ``recommend``'s to say.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ..doubts import NEAR_CAPACITY
 from ..errors import UsageError
+from ..inference import RatioInterval, student_t_quantile
 from ..options import GOALS
 
 COMFORTABLE = 0.60
 """Fraction of the memory below which the fastest row is kept."""
 FAST_ENOUGH = 0.90
 """Fraction of the fastest row's throughput from which less memory is preferred to it."""
+LEAST_LEAD = 0.03
+"""A lead in speed up to this fraction decides nothing below three runs, nor do memories that differ by less."""
+_DEVICES = ("none", "cpu", "nvme")
+"""From the simplest place of a tensor to the one that needs most around it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +39,11 @@ class Candidate:
     """Of the card that was reserved, or of the host's memory; None where the capacity is not known."""
     offload_level: tuple[str, str] = ("none", "none")
     """Where optimizer and parameters live; rows of different levels do not stand in for each other."""
+    stage: int = 0
+    changed_keys: int = 0
+    """Values of the DeepSpeed configuration that are not the strategy's own."""
+    step_spread: float = 0.0
+    """Relative standard deviation of its steps, or between its runs where that is more."""
     succeeded: bool = True
     filled: bool = False
     """Its micro-batch was chosen to fill the memory: how full that is says nothing about the strategy."""
@@ -47,16 +58,106 @@ class Candidate:
         """Nothing is gained by less memory, as far as is known."""
         return self.filled or self.fraction is None or self.fraction < COMFORTABLE
 
+    @property
+    def complexity(self) -> tuple[int, int, int, int]:
+        """Orders rows from the simplest: no offload before offload, lower stage before higher, fewer keys changed."""
+        optimizer, params = (_DEVICES.index(device) for device in self.offload_level)
+        return max(optimizer, params), optimizer + params, self.stage, self.changed_keys
 
-def choose(candidates: Sequence[Candidate], goal: str = "balanced") -> Candidate | None:
-    """The row to use; None where none fits. Exact ties go to the row that comes first.
+
+IntervalOf = Callable[[Candidate, Candidate], RatioInterval | None]
+"""The interval of the ratio of two rows' throughputs; None where they have too few runs."""
+
+
+def no_interval(_row: Candidate, _other: Candidate) -> None:
+    """Of rows of fewer than three runs each."""
+    return
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Speeds:
+    """What the measurements tell of the speeds of rows that are weighed together."""
+
+    candidates: Sequence[Candidate]
+    interval_of: IntervalOf = no_interval
+
+    def differ(self, row: Candidate, other: Candidate) -> bool:
+        """Whether the faster of the two can be told.
+
+        From three runs on the 95 % interval of their ratio must leave out 1, widened so that it holds for all rows
+        together (Bonferroni, over every other row: the fastest was picked by its luck too). With fewer runs the lead
+        must be more than the spread of their steps and more than ``LEAST_LEAD``.
+        """
+        interval = self.interval_of(row, other)
+        if interval is None:
+            return abs(math.log(row.tokens_per_second / other.tokens_per_second)) > math.log1p(_doubt(row, other))
+        if not interval.distinguishable:
+            return False
+        others, freedom = len(self.candidates) - 1, interval.degrees_of_freedom
+        quantile, widened = (student_t_quantile(1 - 0.025 / tests, freedom) for tests in (1, max(others, 1)))
+        return abs(math.log(interval.ratio)) > math.log(interval.high / interval.low) / 2 * widened / quantile
+
+    def undecided(self, row: Candidate, other: Candidate) -> bool:
+        """Whether it matters which of two tied rows is faster, and is not known.
+
+        Where they offload alike: a difference of as much as memory is worth (``FAST_ENOUGH``) is not ruled out. Where
+        not, one costs host memory or a disk: three runs or more must rule out even ``LEAST_LEAD``.
+        """
+        interval = self.interval_of(row, other)
+        possible = _doubt(row, other) if interval is None else _widest(interval) - 1
+        if row.offload_level != other.offload_level:
+            return interval is None or possible > LEAST_LEAD
+        return possible > 1 - FAST_ENOUGH
+
+    def tied(self, best: Candidate, rows: Sequence[Candidate]) -> list[Candidate]:
+        """Those of ``rows`` that cannot be told from ``best``, itself included where it is among them."""
+        return [row for row in rows if row == best or not self.differ(best, row)]
+
+
+def _doubt(row: Candidate, other: Candidate) -> float:
+    """Lead up to which one or two runs do not say which row is faster."""
+    return max(LEAST_LEAD, math.hypot(row.step_spread, other.step_spread))
+
+
+def _widest(interval: RatioInterval) -> float:
+    """The largest factor between two rows, whichever is the faster, that the interval holds."""
+    return max(interval.high, 1 / interval.low if interval.low > 0 else math.inf)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """The row to use, and the rows that speed alone does not tell from the fastest."""
+
+    choice: Candidate
+    fastest: Candidate
+    """By the measured speeds."""
+    stands: Candidate
+    """The simplest of the rows tied with the fastest: the one that the rule weighed in their place."""
+    tied: tuple[Candidate, ...] = ()
+    """Rows that cannot be told from the fastest, itself included; empty where it stands alone."""
+    undecided: tuple[Candidate, ...] = ()
+    """Of these, other than the choice, those of which it matters whether they are faster, and is not known."""
+
+
+def choose(
+    candidates: Sequence[Candidate], goal: str = "balanced", interval_of: IntervalOf = no_interval
+) -> Candidate | None:
+    """The row to use; None where none fits. Raises UsageError for a goal that is none of ``GOALS``."""
+    decision = decide(candidates, goal, interval_of)
+    return None if decision is None else decision.choice
+
+
+def decide(
+    candidates: Sequence[Candidate], goal: str = "balanced", interval_of: IntervalOf = no_interval
+) -> Decision | None:
+    """The row to use and how sure that is; None where none fits.
 
     Raises UsageError for a goal that is none of ``GOALS``.
     """
     if goal not in _RULES:
         raise UsageError(f"goal {goal!r} is not known", remedy=f"one of {', '.join(GOALS)}")
     fitting = [candidate for candidate in candidates if candidate.fits]
-    return _RULES[goal](fitting) if fitting else None
+    return _RULES[goal](Speeds(candidates=fitting, interval_of=interval_of)) if fitting else None
 
 
 def fastest(candidates: Sequence[Candidate]) -> Candidate:
@@ -69,27 +170,74 @@ def leanest(candidates: Sequence[Candidate]) -> Candidate:
     return min(candidates, key=lambda c: (_memory(c), -c.tokens_per_second))
 
 
-def balanced(candidates: Sequence[Candidate]) -> Candidate:
-    """The fastest if it is comfortable, else the leanest of those nearly as fast that offload alike."""
-    best = fastest(candidates)
-    return best if best.comfortable else leanest(stand_ins(best, candidates))
+def nearly_leanest(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Rows whose memory is within ``LEAST_LEAD`` of the least."""
+    least = _memory(leanest(candidates))
+    return [candidate for candidate in candidates if _memory(candidate) <= least * (1 + LEAST_LEAD)]
 
 
-def stand_ins(best: Candidate, candidates: Sequence[Candidate]) -> list[Candidate]:
+def stand_ins(best: Candidate, speeds: Speeds) -> list[Candidate]:
     """Rows at the offload level of ``best`` with nearly its throughput, itself among them."""
     return [
         c
-        for c in candidates
-        if c.offload_level == best.offload_level and c.tokens_per_second / best.tokens_per_second >= FAST_ENOUGH
+        for c in speeds.candidates
+        if c.offload_level == best.offload_level
+        and (c.tokens_per_second / best.tokens_per_second >= FAST_ENOUGH or not speeds.differ(best, c))
     ]
+
+
+def standing(speeds: Speeds) -> Candidate:
+    """The simplest of the rows that cannot be told from the fastest: the one that stands for them."""
+    return _simplest(speeds.tied(fastest(speeds.candidates), speeds.candidates))
+
+
+def _simplest(candidates: Sequence[Candidate]) -> Candidate:
+    return min(candidates, key=lambda c: (c.complexity, _memory(c), -c.tokens_per_second))
+
+
+def _fastest_decides(speeds: Speeds, rows: Sequence[Candidate]) -> Decision:
+    """Of ``rows`` the simplest that cannot be told from the fastest."""
+    best = fastest(rows)
+    tied = speeds.tied(best, rows)
+    return _decided(speeds, _simplest(tied), best, tied)
+
+
+def _decided(speeds: Speeds, choice: Candidate, best: Candidate, tied: Sequence[Candidate]) -> Decision:
+    stands = _simplest(tied)
+    weighed = choice if choice in tied else stands
+    return Decision(
+        choice=choice,
+        fastest=best,
+        stands=stands,
+        tied=tuple(tied) if len(tied) > 1 else (),
+        undecided=tuple(row for row in tied if row not in (choice, weighed) and speeds.undecided(row, weighed)),
+    )
+
+
+def _speed(speeds: Speeds) -> Decision:
+    return _fastest_decides(speeds, speeds.candidates)
+
+
+def _balanced(speeds: Speeds) -> Decision:
+    """The row that stands for the fastest if it is comfortable, else the leanest of those nearly as fast that offload
+    alike."""
+    found = _speed(speeds)
+    if found.stands.comfortable:
+        return found
+    choice = _memory_decides(speeds, stand_ins(found.stands, speeds)).choice
+    return _decided(speeds, choice, found.fastest, found.tied or (found.fastest,))
+
+
+def _memory_decides(speeds: Speeds, rows: Sequence[Candidate]) -> Decision:
+    return _fastest_decides(speeds, nearly_leanest(rows))
 
 
 def _memory(candidate: Candidate) -> float:
     return float("inf") if candidate.memory_bytes is None else candidate.memory_bytes
 
 
-_RULES: Mapping[str, Callable[[Sequence[Candidate]], Candidate]] = {
-    "speed": fastest,
-    "balanced": balanced,
-    "memory": leanest,
+_RULES: Mapping[str, Callable[[Speeds], Decision]] = {
+    "speed": _speed,
+    "balanced": _balanced,
+    "memory": lambda speeds: _memory_decides(speeds, speeds.candidates),
 }
