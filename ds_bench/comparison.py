@@ -65,7 +65,11 @@ def _require_ready(situation: Situation, profile: ModelProfile | None) -> None:
     """The part of the doctor that this plan needs. Raises PreflightError in second 0."""
     configs = [draft.config for draft in situation.drafts]
     trials = Planned(situation, {}, foresight.Room(gpu_bytes=None, host_bytes=None), profile).trials(situation.drafts)
-    need = foresight.host_need(trials) if situation.place.hostfile is None else None
+    need = None
+    if situation.place.hostfile is None:
+        need = foresight.host_need(trials)
+        if not situation.options.force:
+            foresight.require_host_memory(trials, foresight.node_memory_bytes())
     findings = doctor.for_plan(situation.place, configs, lacks_space=situation.lacks_space, need_host_bytes=need)
     doctor.require_ready(findings, sys.stderr, quiet=situation.options.quiet)
 

@@ -238,6 +238,11 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="leave out rows that are predicted not to fit; never one that may",
     )
+    add(
+        "--force",
+        action="store_true",
+        help="run also what is predicted to need far more host memory than there is",
+    )
     add("--dry-run", action="store_true", help="print each trial's configuration and command, run nothing")
     add("--format", choices=("table", "markdown", "json"), default="table", help="of the summary (default: table)")
     add("--quiet", action="store_true", help="the summary only")

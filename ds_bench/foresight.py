@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from . import hostmemory
 from .environment import Environment
-from .errors import DsBenchError
+from .errors import DsBenchError, PreflightError
 from .modelsource import ModelChoice
 from .prediction.activations import ModelProfile, profile_of
 from .prediction.memory import Prediction, predict
@@ -18,6 +19,8 @@ from .units import format_bytes
 
 _NOT_RESIDENT = ("deepspeed_buffers", "overhead")
 """On the CPU accelerator DeepSpeed's buffers are resident only where they were touched."""
+_FAR_BEYOND = 1.5
+"""A predicted need of more than so many times a node's memory is no matter of a prediction that is a little off."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +31,9 @@ class Room:
     """Of the smallest card used, real or emulated; None on the CPU accelerator."""
     host_bytes: int | None
     """Of this node, or of the tightest limit on this process."""
+    node_bytes: int | None = None
+    """Host memory of this node, or what the cgroup allows of it, whatever ``--cpu-memory-limit`` says: beyond that
+    limit a rank ends, beyond this the whole machine suffers. None: nothing is held against it."""
 
     @classmethod
     def of(cls, facts: Environment, place: Placement) -> Room:
@@ -41,7 +47,17 @@ class Room:
             None if limit is None else limit * place.num_gpus,
         )
         known = [size for size in hosts if size]
-        return cls(gpu_bytes=min(sizes) if cards and sizes else None, host_bytes=min(known, default=None))
+        return cls(
+            gpu_bytes=min(sizes) if cards and sizes else None,
+            host_bytes=min(known, default=None),
+            node_bytes=None if place.hostfile else min(filter(None, hosts[:2]), default=None),
+        )
+
+
+def node_memory_bytes() -> int | None:
+    """Memory of this machine, or of its cgroup where that is less; None where the kernel does not tell."""
+    known = [size for size in (hostmemory.host_memory_bytes(), hostmemory.cgroup_limit_bytes()) if size]
+    return min(known, default=None)
 
 
 def profile(choice: ModelChoice, seq_length: int) -> ModelProfile | None:
@@ -57,14 +73,38 @@ def profile(choice: ModelChoice, seq_length: int) -> ModelProfile | None:
         return None
 
 
-def foresee(trials: Sequence[Trial], known: ModelProfile | None, room: Room, *, skip: bool) -> list[Trial]:
-    """The trials with their predictions; with ``skip`` those that cannot fit are marked, never one that is tight."""
+def foresee(
+    trials: Sequence[Trial], known: ModelProfile | None, room: Room, *, skip: bool, force: bool = False
+) -> list[Trial]:
+    """The trials with their predictions; with ``skip`` those that cannot fit are marked, never one that is tight.
+
+    Those that need far more host memory than the node has are marked in any case, unless ``force``.
+    """
     if known is None:
         return list(trials)
-    return [_foreseen(trial, known, room, skip=skip) for trial in trials]
+    return [_foreseen(trial, known, room, skip=skip, force=force) for trial in trials]
 
 
-def _foreseen(trial: Trial, known: ModelProfile, room: Room, *, skip: bool) -> Trial:
+def require_host_memory(trials: Sequence[Trial], node_bytes: int | None) -> None:
+    """Raises PreflightError where every trial is predicted to need far more host memory than the node has."""
+    able = [trial for trial in trials if trial.unsupported is None]
+    needs = [host_need([trial]) for trial in able]
+    if node_bytes is None or not needs or not all(_far_beyond(need, node_bytes) for need in needs):
+        return
+    least = min(need for need in needs if need is not None)
+    raise PreflightError(
+        f"{able[0].workload.model} is predicted to need {format_bytes(least)} of host memory"
+        f"{' in the leanest row' if len({trial.strategy for trial in able}) > 1 else ''}, "
+        f"where this node has {format_bytes(node_bytes)}",
+        remedy="take a smaller --model, fewer ranks (--num-gpus) or another machine, or try it with --force",
+    )
+
+
+def _far_beyond(need: int | None, node_bytes: int | None) -> bool:
+    return need is not None and node_bytes is not None and need > _FAR_BEYOND * node_bytes
+
+
+def _foreseen(trial: Trial, known: ModelProfile, room: Room, *, skip: bool, force: bool) -> Trial:
     if trial.unsupported:
         return trial
     try:
@@ -72,6 +112,9 @@ def _foreseen(trial: Trial, known: ModelProfile, room: Room, *, skip: bool) -> T
     except (ValueError, KeyError, TypeError, ZeroDivisionError):  # a configuration of a shape the arithmetic lacks
         return trial
     reason = _hopeless(prediction, room) if skip else None
+    host = _resident(prediction)
+    if reason is None and not force and room.node_bytes is not None and _far_beyond(host, room.node_bytes):
+        reason = _needs(host, room.node_bytes, "of host memory") + "; --force tries it"
     return replace(trial, prediction=prediction.to_dict(), skipped=reason)
 
 
@@ -98,7 +141,8 @@ def host_need(trials: Sequence[Trial]) -> int | None:
 
 
 def _reason(need: int, room: int, where: str) -> str:
-    return (
-        f"predicted to need {format_bytes(need)} {where}, where there is {format_bytes(room)}; "
-        "leave out --skip-predicted-oom to try it"
-    )
+    return _needs(need, room, where) + "; leave out --skip-predicted-oom to try it"
+
+
+def _needs(need: int, room: int, where: str) -> str:
+    return f"predicted to need {format_bytes(need)} {where}, where there is {format_bytes(room)}"

@@ -63,6 +63,8 @@ class Options:
     resume: Path | None
     retry: tuple[str, ...]
     skip_predicted_oom: bool
+    force: bool
+    """Run also what is predicted to need far more host memory than there is."""
     dry_run: bool
     format: str
     quiet: bool

@@ -94,7 +94,8 @@ class Planned:
             known.caveats,
             lacks_space=known.lacks_space,
         )
-        return foresight.foresee(made, self.profile, self.room, skip=known.options.skip_predicted_oom)
+        options = known.options
+        return foresight.foresee(made, self.profile, self.room, skip=options.skip_predicted_oom, force=options.force)
 
 
 Made = TypeVar("Made")

@@ -49,6 +49,7 @@ BOTH: dict[str, Any] = {
     "--resume": None,
     "--retry": "",
     "--skip-predicted-oom": False,
+    "--force": False,
     "--dry-run": False,
     "--format": "table",
     "--quiet": False,

@@ -9,6 +9,7 @@ import pytest
 
 from ds_bench import analysis, foresight
 from ds_bench.caveats import CaveatKind
+from ds_bench.errors import PreflightError
 from ds_bench.foresight import Room
 from ds_bench.prediction import memory
 from ds_bench.spec import Trial
@@ -54,6 +55,42 @@ def test_only_what_cannot_fit_is_skipped_and_only_where_asked() -> None:
     assert "--skip-predicted-oom" in reason
 
 
+LLAMA = foresight.profile(fakes.choice("meta-llama/Llama-2-7b-hf"), 128)
+ON_CPU = fakes.workload(model="meta-llama/Llama-2-7b-hf")
+
+
+def test_a_model_far_beyond_the_hosts_memory_is_refused_in_one_line() -> None:
+    """Llama-2-7B on a CPU rank takes more than 100 GB at every stage: 24 GB are refused, 100 GB may be tried."""
+    none = Room(gpu_bytes=None, host_bytes=None)
+    trials = foresight.foresee([fakes.trial(fakes.zero(s), of=ON_CPU) for s in (0, 3)], LLAMA, none, skip=False)
+    with pytest.raises(PreflightError, match=r"predicted to need 1\d\d GB .* leanest row, .*24.00 GB") as refused:
+        foresight.require_host_memory(trials, 24 * GB)
+    assert "--force" in str(refused.value)
+    foresight.require_host_memory(trials, 100 * GB)
+    foresight.require_host_memory(trials, None)
+
+
+def test_a_tiny_model_is_never_refused_whatever_limit_its_ranks_have() -> None:
+    on = fakes.placement(num_gpus=2, cpu_memory_limit_bytes=2**20)
+    facts = fakes.environment(host_memory_bytes=2 * GB, cgroup_memory_limit_bytes=None)
+    trials = foresight.foresee([fakes.trial(fakes.zero(3), on=on)], PROFILE, Room.of(facts, on), skip=False)
+    assert trials[0].skipped is None
+    foresight.require_host_memory(trials, 2 * GB)
+
+
+def test_a_row_far_beyond_the_hosts_memory_is_left_out_where_others_fit() -> None:
+    """On cards of 80 GB: without offload little host memory is needed, with both offloaded more than 130 GB."""
+    work = fakes.workload(model="meta-llama/Llama-2-7b-hf")
+    trials = [fakes.trial(fakes.offload(name), on=ON_GPUS, of=work) for name in ("none", "cpu_full")]
+    room = Room(gpu_bytes=80 * GB, host_bytes=64 * GB, node_bytes=64 * GB)
+    first, second = foresight.foresee(trials, LLAMA, room, skip=False)
+    assert first.skipped is None
+    assert second.skipped is not None
+    assert "of host memory, where there is 64.00 GB; --force tries it" in second.skipped
+    foresight.require_host_memory([first, second], 64 * GB)
+    assert all(trial.skipped is None for trial in foresight.foresee(trials, LLAMA, room, skip=False, force=True))
+
+
 def test_on_the_cpu_buffers_that_nobody_touches_are_no_reason_to_skip() -> None:
     """At stage 1 the 1 GB bucket is most of the prediction, and hardly any of it becomes resident."""
     trial = fakes.trial(fakes.zero(1))
@@ -68,11 +105,11 @@ def test_what_cannot_run_anyway_is_left_as_it_is() -> None:
 
 def test_room_is_the_smallest_card_and_the_tightest_limit() -> None:
     facts = fakes.environment(cgroup_memory_limit_bytes=64 * GB)
-    assert Room.of(facts, ON_GPUS) == Room(gpu_bytes=80 * GB, host_bytes=64 * GB)
+    assert Room.of(facts, ON_GPUS) == Room(gpu_bytes=80 * GB, host_bytes=64 * GB, node_bytes=64 * GB)
     small = replace(ON_GPUS, gpu_memory_limit_bytes=8 * GB)
     assert Room.of(facts, small).gpu_bytes == 8 * GB
     limited = fakes.placement(num_gpus=2, cpu_memory_limit_bytes=3 * GB)
-    assert Room.of(facts, limited) == Room(gpu_bytes=None, host_bytes=6 * GB)
+    assert Room.of(facts, limited) == Room(gpu_bytes=None, host_bytes=6 * GB, node_bytes=64 * GB)
 
 
 @pytest.mark.parametrize(("factor", "missed"), [(1.0, False), (1.08, False), (1.3, True), (0.7, True)])

@@ -180,7 +180,8 @@ def _unsupported(row: StrategyResult, run: TrialRecord, *_: object) -> str:
 
 def _skipped(row: StrategyResult, run: TrialRecord, comparison: Comparison, facts: ModelFacts | None) -> str:
     why, try_it = cause(run), "leave out --skip-predicted-oom to try it"
-    head = f"{row.label} was skipped, not run: {why}" + ("" if try_it in why else f"; {try_it}")
+    told = try_it in why or "--force" in why
+    head = f"{row.label} was skipped, not run: {why}" + ("" if told else f"; {try_it}")
     shortage = predicted_shortage(run, comparison)
     if shortage is None:
         return f"{head}, or try a smaller micro-batch, {_MORE}"
