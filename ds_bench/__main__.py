@@ -13,7 +13,7 @@ try:
     from pathlib import Path
 
     from . import __version__, console
-    from .argtypes import Parser, fraction, positive, whole
+    from .argtypes import Parser, fraction, names_of, positive, whole
     from .errors import DsBenchError
     from .options import GOALS
     from .spec import PRECISIONS
@@ -98,6 +98,14 @@ def _add_baseline(parser: argparse.ArgumentParser) -> None:
         )
     save.add_argument(
         "--tolerance", type=fraction, default=None, metavar="F", help="of these entries, 0 to 1 (default: 0.05)"
+    )
+    check.add_argument(
+        "--fail-on",
+        type=names_of("regression", "missing", "unmatched", "noisy"),
+        default=("regression", "missing", "unmatched"),
+        metavar="REASON,...",
+        help="what exits 3: regression, missing (a row of the saved run that the result lacks), unmatched (a row "
+        "without a baseline), noisy (default: all but noisy)",
     )
     check.add_argument("--json", action="store_true", help="the verdicts as JSON")
     save.set_defaults(run=_baseline_save)
@@ -184,7 +192,7 @@ def _baseline_save(values: argparse.Namespace) -> int:
 def _baseline_check(values: argparse.Namespace) -> int:
     from .baseline_verbs import check_command
 
-    return check_command(values.results, values.baselines, values.json)
+    return check_command(values.results, values.baselines, values.json, values.fail_on)
 
 
 def _models(_values: argparse.Namespace) -> int:

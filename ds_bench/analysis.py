@@ -11,9 +11,11 @@ from typing import Any
 from . import doubts, flops
 from .caveats import Caveat, CaveatKind, typed
 from .doubts import known
+from .environment import Environment
 from .inference import spread
 from .models import ModelFacts
 from .prediction import hindsight
+from .reading.leastconfig import hash_config, knows_config
 from .record import RankMeasurement, TrialRecord
 from .units import format_ratio
 
@@ -92,6 +94,23 @@ class Summary:
     """Predicted ledger to the counted one; None without a prediction or a ledger."""
     caveats: tuple[Caveat, ...] = ()
     """What was known before it ran, then what its numbers say."""
+    environment: Environment | None = None
+    """Hardware and versions of the host it ran on; None where the result does not tell."""
+    num_nodes: int | None = None
+    """Hosts that the ranks ran on; None for a trial over a hostfile that measured nothing."""
+    run_id: str | None = None
+    """Name of the run's folder; None where the result does not tell."""
+    flat_config_hash: str | None = None
+    """``config_hash`` as a flat row tells it; None for a summary of a record."""
+
+    @property
+    def config_hash(self) -> str | None:
+        """The first 12 hexadecimal digits of the SHA-256 of the DeepSpeed configuration that ran, without its folders.
+
+        Equal for equal configurations on any machine. None where the result does not tell the configuration.
+        """
+        trial = self.record.trial
+        return hash_config(trial.ds_config) if knows_config(trial) else self.flat_config_hash
 
     @property
     def gpu_fraction(self) -> float | None:
@@ -103,7 +122,8 @@ def summarise(record: TrialRecord, facts: ModelFacts | None, peak_flops: float |
     """The numbers of one trial. ``peak_flops``: FLOP/s of one device in the trial's precision."""
     written = doubts.written_caveats(record.caveats)
     if not record.ranks:
-        return Summary(record=record, caveats=tuple(written))
+        alone = record.trial.placement.hostfile is None
+        return Summary(record=record, caveats=tuple(written), num_nodes=1 if alone else None)
     slowest = max(record.ranks, key=lambda rank: rank.window_seconds)
     step = slowest.window_seconds / len(slowest.step_seconds)
     deviation = spread(slowest.step_seconds)
@@ -137,6 +157,7 @@ def summarise(record: TrialRecord, facts: ModelFacts | None, peak_flops: float |
         micro_batch_size=slowest.micro_batch_size,
         grad_accum=slowest.grad_accum,
         data_parallel_size=slowest.data_parallel_size,
+        num_nodes=len({rank.hostname for rank in record.ranks}),
         predicted_over_measured=of_measured,
         predicted_over_ledger=of_ledger,
         caveats=tuple(
@@ -158,7 +179,7 @@ _GPU_FIELDS = (
 _gpu_values = attrgetter(*_GPU_FIELDS)
 
 
-def _flops_per_token(facts: ModelFacts | None, seq_length: int, checkpointing: bool) -> dict[str, int]:
+def _flops_per_token(facts: ModelFacts | None, seq_length: int, checkpointing: bool) -> dict[str, Any]:
     if facts is None:
         return {}
     return {
@@ -177,7 +198,7 @@ def _efficiency(
     return per_token * tokens_per_second_per_gpu / 1e12, flops.mfu(per_token, tokens_per_second_per_gpu, peak)
 
 
-def _worst(ranks: Sequence[RankMeasurement]) -> dict[str, int]:
+def _worst(ranks: Sequence[RankMeasurement]) -> dict[str, Any]:
     """The largest of each of ``_GPU_FIELDS``, where any rank measured it."""
     columns = zip(_GPU_FIELDS, zip(*map(_gpu_values, ranks), strict=True), strict=True)
     return {name: max(found) for name, values in columns if (found := [each for each in values if each is not None])}

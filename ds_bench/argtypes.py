@@ -61,6 +61,21 @@ def factory(text: str) -> str:
     return text
 
 
+def names_of(*choices: str) -> Callable[[str], tuple[str, ...]]:
+    """Names out of ``choices``, with commas between them."""
+
+    def convert(text: str) -> tuple[str, ...]:
+        names = tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+        for name in names:
+            if name not in choices:
+                raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(choices)}")
+        if not names:
+            raise argparse.ArgumentTypeError(f"{text!r} names none of {', '.join(choices)}")
+        return names
+
+    return convert
+
+
 class Parser(argparse.ArgumentParser):
     """Says what is wrong in one line, as everything else does."""
 

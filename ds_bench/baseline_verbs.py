@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,9 @@ from .regression import baselinefile
 from .regression.benchresult import BenchmarkResult, of_runs
 
 OK, REGRESSION = 0, 3
+FAIL_ON = ("regression", "missing", "unmatched", "noisy")
+"""What ``baseline check`` may fail on: a regression; a row of the saved run that the result lacks; a row without a
+baseline; a row whose noise hides a regression."""
 
 
 def save_command(paths: Sequence[Path], file: Path, tolerance: float | None) -> int:
@@ -52,25 +55,43 @@ def _variation(entry: baselines.BaselineEntry) -> Iterator[str]:
             yield f"{told}, which hides smaller changes; measure again on a quieter machine, or with more --repeats"
 
 
-def check_command(paths: Sequence[Path], file: Path, as_json: bool) -> int:
-    """Every row against its baseline. Returns 3 when one regressed, else 0.
+def check_command(paths: Sequence[Path], file: Path, as_json: bool, fail_on: Collection[str] = FAIL_ON[:-1]) -> int:
+    """Every row against its baseline. Returns 3 where one of ``fail_on`` holds for any of them, else 0.
 
     Raises UsageError, which is exit code 2, where the file of baselines is missing or bad, and, after the lines are
-    printed, where rows have baselines and not one of them compares: a gate that checked nothing is not passed.
+    printed, where no row could be judged: a gate that checked nothing is not passed.
     """
     found = results(paths)
     if baselinefile.read(file) is None:
         raise UsageError(f"--baselines {file}: no such file", remedy="make it with: baseline save RESULT")
     verdicts = [baselines.compare_to_baseline(result, path=file) for result in found]
+    verdicts += [_missing_verdict(entry) for entry in baselines.missing_baselines(found, file)]
+    failed = [verdict for verdict in verdicts if _reasons(verdict) & set(fail_on)]
     with console.pipe_may_close():
         if as_json:
-            console.print_json(json.dumps(as_data(verdicts), indent=1, ensure_ascii=True, allow_nan=False))
+            console.print_json(json.dumps(as_data(verdicts, fail_on), indent=1, ensure_ascii=True, allow_nan=False))
         else:
             _print(verdicts)
-    if any(verdict.failed for verdict in verdicts):
+    if failed:
         return REGRESSION
-    _require_one_compared(verdicts)
+    _require_one_judged(verdicts)
     return OK
+
+
+def _missing_verdict(entry: baselines.BaselineEntry) -> BaselineComparison:
+    text = "missing: the result has no such row, which the saved run had"
+    return BaselineComparison(name=entry.name, passed=False, message=text, baseline=entry, regressions=("missing",))
+
+
+def _reasons(verdict: BaselineComparison) -> set[str]:
+    """Those of ``FAIL_ON`` that hold for a row."""
+    found = {
+        "missing": "missing" in verdict.regressions,
+        "regression": verdict.failed and "missing" not in verdict.regressions,
+        "unmatched": verdict.baseline is None,
+        "noisy": verdict.noisy,
+    }
+    return {reason for reason, holds in found.items() if holds}
 
 
 def results(paths: Sequence[Path]) -> list[BenchmarkResult]:
@@ -125,27 +146,29 @@ def _summary(verdicts: Sequence[BaselineComparison]) -> str:
     compared = [verdict for verdict in verdicts if verdict.comparable and verdict.baseline is not None]
     apart = sum(not verdict.comparable for verdict in verdicts)
     new = sum(verdict.comparable and verdict.baseline is None for verdict in verdicts)
-    regressions = sum(verdict.failed for verdict in compared)
-    counts = [f"{len(compared)} compared, {regressions} regressed"]
+    missing = sum("missing" in verdict.regressions for verdict in compared)
+    regressions = sum(verdict.failed for verdict in compared) - missing
+    counts = [f"{len(compared) - missing} compared, {regressions} regressed"]
+    counts += [f"{missing} missing"] if missing else []
     noisy = sum(verdict.noisy for verdict in compared)
     counts += [f"{noisy} too noisy to judge"] if noisy else []
     counts += [f"{apart} not comparable"] if apart else []
     return "; ".join([*counts, *([f"{new} without a baseline"] if new else [])])
 
 
-def as_data(verdicts: Sequence[BaselineComparison]) -> dict[str, Any]:
-    """For JSON: names that regressed, then every verdict."""
+def as_data(verdicts: Sequence[BaselineComparison], fail_on: Collection[str] = FAIL_ON[:-1]) -> dict[str, Any]:
+    """For JSON: names of rows that fail the check, then every verdict. ``fail_on``: of ``FAIL_ON``."""
     return {
-        "failed": [verdict.name for verdict in verdicts if verdict.failed],
+        "failed": [verdict.name for verdict in verdicts if _reasons(verdict) & set(fail_on)],
         "not_comparable": [verdict.name for verdict in verdicts if not verdict.comparable],
-        "entries": [_entry(verdict) for verdict in verdicts],
+        "entries": [_entry(verdict, fail_on) for verdict in verdicts],
     }
 
 
-def _entry(verdict: BaselineComparison) -> dict[str, Any]:
+def _entry(verdict: BaselineComparison, fail_on: Collection[str]) -> dict[str, Any]:
     return {
         "name": verdict.name,
-        "failed": verdict.failed,
+        "failed": bool(_reasons(verdict) & set(fail_on)),
         "passed": verdict.passed,
         "comparable": verdict.comparable,
         "has_baseline": verdict.baseline is not None,
@@ -157,11 +180,19 @@ def _entry(verdict: BaselineComparison) -> dict[str, Any]:
     }
 
 
-def _require_one_compared(verdicts: Sequence[BaselineComparison]) -> None:
+def _require_one_judged(verdicts: Sequence[BaselineComparison]) -> None:
+    """Raises UsageError where rows have baselines and not one of them could be judged."""
     apart = [verdict for verdict in verdicts if not verdict.comparable]
-    compared = [verdict for verdict in verdicts if verdict.comparable and verdict.baseline is not None]
-    if apart and not compared:
+    noisy = [verdict for verdict in verdicts if verdict.noisy]
+    judged = [each for each in verdicts if each.comparable and each.baseline is not None and not each.noisy]
+    if judged or not (apart or noisy):
+        return
+    if apart:
         raise UsageError(
             console.plain(f"nothing was checked: {apart[0].name} is {apart[0].message}"),
             remedy="measure both on one machine with the same versions, or save new baselines",
         )
+    raise UsageError(
+        console.plain(f"nothing was checked: noise hides a regression in every row, {noisy[0].name} among them"),
+        remedy="measure both again with more --repeats, or on a quieter machine",
+    )

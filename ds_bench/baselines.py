@@ -6,9 +6,10 @@ allow a test, larger than the noise between runs. ``baselines.json`` is the file
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from . import units
 from .environment import comparable
@@ -25,6 +26,7 @@ __all__ = [
     "BaselineEntry",
     "compare_to_baseline",
     "load_baseline",
+    "missing_baselines",
     "save_baseline",
     "save_results",
 ]
@@ -50,7 +52,8 @@ class BaselineComparison:
     memory_ratio: float | None = None
     """Peak memory to the baseline's."""
     regressions: tuple[str, ...] = ()
-    """Of ``throughput``, ``memory`` and ``status`` (it no longer runs, or its loss is not finite and the like)."""
+    """Of ``throughput``, ``memory``, ``status`` (it no longer runs, or its loss is not finite and the like) and
+    ``missing`` (the result has no such row)."""
     noisy: bool = False
     """Passed, but its runs or the baseline's vary so much that a regression beyond the tolerance would go unseen."""
 
@@ -103,6 +106,35 @@ def load_baseline(name: str, path: Path | str = DEFAULT_PATH) -> BaselineEntry |
     """The entry of that name; None where there is none, or no file. Raises UsageError where it cannot be used."""
     entries = baselinefile.read(Path(path)) or {}
     return _entry(name, entries[name], path) if name in entries else None
+
+
+def missing_baselines(results: Sequence[BenchmarkResult], path: Path | str = DEFAULT_PATH) -> list[BaselineEntry]:
+    """The entries of the file that belong with these results and that none of them is named as.
+
+    An entry belongs with a result where both are of one saved run (``BaselineEntry.run_id``), or, in files that do not
+    tell, where both are of one script and one workload. A limit set by hand belongs with nothing. Raises UsageError
+    where the file cannot be used.
+    """
+    entries = [_entry(name, data, path) for name, data in (baselinefile.read(Path(path)) or {}).items()]
+    names = {result.name for result in results}
+    runs = {entry.run_id for entry in entries if entry.name in names and entry.run_id}
+    workloads = [_common_workload(result.workload) for result in results if result.workload]
+    return [
+        entry
+        for entry in entries
+        if entry.name not in names
+        and (
+            entry.run_id in runs
+            or (entry.run_id is None and entry.workload and _common_workload(entry.workload) in workloads)
+        )
+    ]
+
+
+def _common_workload(workload: Mapping[str, Any]) -> tuple[object, ...]:
+    """What rows of one result share: the script, and what was trained by how many."""
+    shared = ("model", "batch_size", "seq_length", "grad_accum", "precision", "activation_checkpointing", "num_gpus")
+    by_stage = workload.get("strategy") == f"zero{workload.get('stage')}"
+    return (by_stage, *(workload.get(key) for key in shared))
 
 
 def _entry(name: str, data: dict[str, object], path: Path | str) -> BaselineEntry:

@@ -125,7 +125,7 @@ def _compare(situation: Situation, profile: ModelProfile | None, store: RunStore
     level = 0 if options.quiet else 2 if options.verbose else 1
     todo = runner.missing(trials, store.records(), options.retry)
     reporter = Reporter(sys.stderr, todo, level)
-    view = _View(situation, trials, facts)
+    view = _View(situation, trials, facts, store.folder.name)
     try:
         for finished in runner.run(todo, launcher, store, reporter.begin):
             store.write_rows(flat_rows(view.summaries(store.records())))
@@ -214,8 +214,10 @@ def _save_run(
 class _View:
     """Records seen as summaries and as an answer, with what only the run knows: model facts, the device's peak."""
 
-    def __init__(self, situation: Situation, trials: Sequence[Trial], facts: environment.Environment) -> None:
-        self._situation, self._trials, self.facts = situation, trials, facts
+    def __init__(
+        self, situation: Situation, trials: Sequence[Trial], facts: environment.Environment, run_id: str
+    ) -> None:
+        self._situation, self._trials, self.facts, self._run_id = situation, trials, facts, run_id
         name = facts.gpus[0].name if facts.gpus and situation.place.accelerator == "cuda" else None
         self._device = name
         known = situation.options.peak_tflops or (name and flops.peak_flops(name, trials[0].workload.precision))
@@ -223,7 +225,8 @@ class _View:
 
     def summaries(self, records: Sequence[TrialRecord]) -> list[analysis.Summary]:
         latest = runner.latest(self._trials, records)
-        return [analysis.summarise(entry, self._situation.choice.facts, self._peak_of(entry)) for entry in latest]
+        made = [analysis.summarise(entry, self._situation.choice.facts, self._peak_of(entry)) for entry in latest]
+        return [replace(summary, environment=self.facts, run_id=self._run_id) for summary in made]
 
     def conclude(self, summaries: Sequence[analysis.Summary], notes: Sequence[str], command: str) -> answer.Answer:
         asked = self._situation.options.relative_to

@@ -41,7 +41,7 @@ class Environment:
     """One host as a run found it, before the first trial."""
 
     hostname: str
-    """The node's name."""
+    """The node's name; empty where a flat row or a baseline tells no more than hardware and versions."""
     operating_system: str | None = None
     """Name and version of the distribution."""
     kernel: str | None = None
@@ -89,6 +89,11 @@ class Environment:
         for name in ("host_memory_bytes", "swap_total_bytes", "swap_used_bytes", "cgroup_memory_limit_bytes"):
             if (getattr(self, name) or 0) < 0:
                 raise ValueError(f"{name} must not be negative, not {getattr(self, name)}")
+
+    @property
+    def complete(self) -> bool:
+        """Whether all facts were read from the host; else only those that decide whether results compare are known."""
+        return bool(self.hostname)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values, as ``json.loads`` would give them back."""
@@ -147,7 +152,12 @@ def software_differences(a: Environment, b: Environment) -> list[str]:
 
 
 def setting_differences(a: Environment, b: Environment) -> list[str]:
-    """What does not forbid a comparison, yet may explain a change: Python, kernel, other packages, variables."""
+    """What does not forbid a comparison, yet may explain a change: Python, kernel, other packages, variables.
+
+    Empty where one of the two is not complete: what was not kept is no difference.
+    """
+    if not (a.complete and b.complete):
+        return []
     settings = _differences(_SETTINGS, a, b)
     names = sorted({*a.packages, *b.packages} - {"torch", "deepspeed", "transformers"})
     packages = _differences(tuple((name, _package(name)) for name in names), a, b)

@@ -64,7 +64,8 @@ def grouped(summaries: Sequence[Summary]) -> dict[str, list[Summary]]:
             keys[same] = row_key(summary.record)
         key = keys[same]
         if summary.record.ranks:
-            ran, seen = _ran(summary.record), variants.setdefault(key, [])
+            ran = (*_ran(summary.record), summary.flat_config_hash)
+            seen = variants.setdefault(key, [])
             if ran not in seen:
                 seen.append(ran)
             number = seen.index(ran) + 1

@@ -153,7 +153,9 @@ def _run(folder: Path, source: Path) -> LoadedResult:
 
 def _from_records(source: Path, facts: RunFacts, file: Path, notes: list[str]) -> LoadedResult:
     entries = records.read_records(file, facts.trials, notes)
-    summaries = _summaries(source, entries, _peak_tflops(facts.arguments))
+    run_id = file.resolve().parent.name if facts.trials else None
+    made = _summaries(source, entries, _peak_tflops(facts.arguments))
+    summaries = tuple(replace(entry, environment=facts.environment, run_id=run_id) for entry in made)
     return LoadedResult(
         source=source,
         records=entries,
@@ -239,12 +241,13 @@ def _flat(path: Path, data: bytes) -> LoadedResult:
                 return run
             notes.append(f"{folder} holds other rows than {path.name}: the file is used")
     notes.append("flat rows only: no series of steps and no DeepSpeed configurations are known")
+    told = [entry.environment for entry in summaries]
     return LoadedResult(
         source=path,
         records=None,
         rows=tuple(rows),
         summaries=summaries,
-        environment=None,
+        environment=told[0] if all(each == told[0] for each in told) else None,
         family=named[1] if named else None,
         arguments=(),
         notes=tuple(_shortened(notes)),

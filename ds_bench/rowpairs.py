@@ -44,6 +44,8 @@ class Pair:
     """Of the DeepSpeed configuration and of what was resolved from it: what may explain a difference."""
     caveats: tuple[str, ...] = ()
     """Ready lines of what to know of either row, and of their losses beside each other."""
+    same_settings: bool = False
+    """Whether both results have the row, and nothing of its workload, placement and configuration differs."""
 
 
 def pairs(
@@ -78,13 +80,15 @@ def _pair(before: StrategyResult, after: StrategyResult, hardware: Sequence[str]
     different = [*hardware, *(text for text in found if _name(text) not in _CHANGES)]
     doubts = _doubts(before, after, alike=not different)
     obstacles = (*different, *(f"{side}: {caveat.text}" for side, caveat in doubts if caveat.disqualifying))
+    configuration = list(_changes(_spokesman(before), _spokesman(after)))
     changed = [text for text in found if _name(text) in _CHANGES and text not in software]
     pair = Pair(
         label=before.label,
         before=before,
         after=after,
         obstacles=obstacles,
-        changes=(*changed, *_changes(_spokesman(before).record, _spokesman(after).record)),
+        changes=(*changed, *configuration),
+        same_settings=not (found or configuration),
         caveats=tuple(f"{side}: {caveat.line}" for side, caveat in doubts if not caveat.disqualifying),
     )
     if obstacles or not before.tokens_per_second or not after.tokens_per_second:
@@ -110,8 +114,12 @@ def _spokesman(row: StrategyResult) -> Summary:
     return (row.successes or row.summaries)[0]
 
 
-def both_know(before: StrategyResult, after: StrategyResult) -> bool:
-    """Whether the DeepSpeed configurations of both rows are known."""
+def both_tell_config(before: StrategyResult, after: StrategyResult) -> bool:
+    """Whether the DeepSpeed configurations of both rows, or at least their hashes, are known."""
+    return all(_spokesman(row).config_hash is not None for row in (before, after))
+
+
+def _both_know(before: StrategyResult, after: StrategyResult) -> bool:
     return all(knows_config(_spokesman(row).record.trial) for row in (before, after))
 
 
@@ -123,7 +131,7 @@ def _name(difference: str) -> str:
 def _differences(before: StrategyResult, after: StrategyResult) -> list[str]:
     """What ``likeness`` finds between the rows; where one is of a flat JSON, in what flat rows tell of both."""
     a, b = _spokesman(before), _spokesman(after)
-    told = (a.record, b.record) if both_know(before, after) else (_as_flat(a), _as_flat(b))
+    told = (a.record, b.record) if _both_know(before, after) else (_as_flat(a), _as_flat(b))
     return [text for text in likeness.differences(*told) if _name(text) not in _OF_NO_MATTER]
 
 
@@ -150,12 +158,16 @@ def _without_wrapper(summary: Summary) -> Summary:
     return replace(summary, record=replace(summary.record, ranks=ranks))
 
 
-def _changes(a: TrialRecord, b: TrialRecord) -> Iterator[str]:
+def _changes(before: Summary, after: Summary) -> Iterator[str]:
     """What may explain a change and is known of each row alone: its optimizer, each key of its configuration."""
+    a, b = before.record, after.record
     optimizers = [record.ranks[0].optimizer_class if record.ranks else "" for record in (a, b)]
     if all(optimizers) and optimizers[0] != optimizers[1]:
         yield f"optimizer {optimizers[0]} against {optimizers[1]}"
     if not (knows_config(a.trial) and knows_config(b.trial)):
+        hashes = before.config_hash, after.config_hash
+        if None not in hashes and hashes[0] != hashes[1]:
+            yield "the DeepSpeed configuration (its hash alone is known)"
         return
     asked = list(_config_changes("", a.trial.ds_config, b.trial.ds_config))
     yield from asked

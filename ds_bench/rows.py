@@ -11,7 +11,9 @@ from typing import Any
 from .analysis import Summary
 from .analysis import with_comparison as with_comparison
 from .dsconfig import uses_nvme
+from .environment import Environment
 from .flops import MODEL_CONVENTION
+from .gpus import GpuFacts
 from .record import SUCCESS
 from .units import to_gb, to_ms
 
@@ -59,6 +61,18 @@ def _ledger_columns() -> list[Column]:
     cells += [("nvme", "parameters"), ("nvme", "optimizer_states")]
     return [(f"ledger_{tier}_{category}_gb", cell(tier, category)) for tier, category in cells]
 
+
+def _of_environment(read: Callable[[Environment], Any]) -> Callable[[Summary], Any]:
+    """The value of a column that tells hardware or versions; None where the result does not tell its environment."""
+    return lambda summary: None if summary.environment is None else read(summary.environment)
+
+
+def _card_name(gpu: GpuFacts) -> str:
+    return f"{gpu.name or 'unnamed'}{MIG_SUFFIX if gpu.mig else ''}"
+
+
+MIG_SUFFIX = " (MIG)"
+"""Behind the name of a card that is cut into MIG instances."""
 
 COLUMNS: list[Column] = [
     ("stage", lambda s: s.record.trial.strategy.stage),
@@ -130,6 +144,21 @@ COLUMNS: list[Column] = [
     ("weight_change_cosine", lambda s: s.weight_change_cosine),
     ("cpu_threads", lambda s: s.record.ranks[0].cpu_threads if s.record.ranks else None),
     ("cpu_other_cores", _other_cores),
+    ("num_nodes", lambda s: s.num_nodes),
+    ("run_id", lambda s: s.run_id),
+    ("config_hash", lambda s: s.config_hash),
+    ("gpu_name", _of_environment(lambda e: " + ".join(sorted({_card_name(gpu) for gpu in e.gpus})) or None)),
+    ("gpu_count", _of_environment(lambda e: len(e.gpus))),
+    ("gpu_memory_gb", _of_environment(lambda e: to_gb(min((g.memory_total_bytes or 0 for g in e.gpus), default=None)))),
+    ("cpu_model", _of_environment(lambda e: e.cpu_model)),
+    ("cpu_logical_cores", _of_environment(lambda e: e.logical_cores)),
+    ("cpu_physical_cores", _of_environment(lambda e: e.physical_cores)),
+    ("cpu_quota_cores", _of_environment(lambda e: e.cpu_quota_cores)),
+    ("torch_version", _of_environment(lambda e: e.packages.get("torch"))),
+    ("deepspeed_version", _of_environment(lambda e: e.packages.get("deepspeed"))),
+    ("transformers_version", _of_environment(lambda e: e.packages.get("transformers"))),
+    ("cuda_version", _of_environment(lambda e: e.torch_cuda_version)),
+    ("gpu_driver_version", _of_environment(lambda e: e.gpu_driver_version)),
 ]
 
 

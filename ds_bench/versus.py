@@ -16,7 +16,7 @@ from .compare import StrategyResult
 from .environment import Environment
 from .inference import RatioInterval
 from .load import LoadedResult
-from .rowpairs import ABSENT, Pair, both_know, pairs
+from .rowpairs import ABSENT, Pair, both_tell_config, pairs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +25,7 @@ class Versus:
 
     pairs: tuple[Pair, ...]
     hardware: tuple[str, ...]
-    """Differences that forbid every ratio."""
+    """Differences of the hosts, or that one of them is not known: they forbid every ratio."""
     software: tuple[str, ...]
     """Versions that differ."""
     settings: tuple[str, ...]
@@ -40,6 +40,9 @@ def versus(before: LoadedResult, after: LoadedResult) -> Versus:
     """Every row of either result, and what their machines differ in."""
     a, b = before.environment, after.environment
     hardware = _of(environment.hardware_differences, a, b)
+    silent = [str(result.source) for result in (before, after) if result.environment is None]
+    if silent:
+        hardware = (f"{' and '.join(silent)} does not tell hardware and versions; give the run folder",)
     software = _of(environment.software_differences, a, b)
     found = tuple(pairs(before.summaries, after.summaries, hardware, software))
     return Versus(
@@ -48,7 +51,9 @@ def versus(before: LoadedResult, after: LoadedResult) -> Versus:
         software=software,
         settings=_of(environment.setting_differences, a, b),
         unknown=a is None or b is None,
-        configs_unknown=any(pair.before and pair.after and not both_know(pair.before, pair.after) for pair in found),
+        configs_unknown=any(
+            pair.before and pair.after and not both_tell_config(pair.before, pair.after) for pair in found
+        ),
     )
 
 
@@ -61,7 +66,7 @@ def lines(found: Versus) -> Iterator[str]:
     width = max((len(pair.label) for pair in found.pairs), default=0)
     for pair in found.pairs:
         yield f"{pair.label:<{width}}  {_numbers(pair)}"
-        for why in pair.obstacles:
+        for why in pair.obstacles if not found.unknown else pair.obstacles[1:]:  # the first is said once, below
             yield f"{'':<{width}}    no ratio: {why}"
         for change in pair.changes:
             yield f"{'':<{width}}    changed: {change}"
@@ -69,16 +74,15 @@ def lines(found: Versus) -> Iterator[str]:
             yield f"{'':<{width}}    {caveat}"
     yield ""
     for heading, differences in (
-        ("hardware differs, so no ratio is given", found.hardware),
+        ("no ratio is given" if found.unknown else "hardware differs, so no ratio is given", found.hardware),
         ("versions differ", found.software),
         ("other differences", found.settings),
     ):
         if differences:
             yield f"{heading}: {'; '.join(differences)}"
-    if found.unknown:
-        yield "a result does not tell its environment: only the devices' names are compared, no versions"
-    elif not (found.hardware or found.software or found.settings):
-        yield "same hardware, versions and settings"
+    if not (found.hardware or found.software):
+        same = not found.settings and not found.configs_unknown and all(pair.same_settings for pair in found.pairs)
+        yield "same hardware, versions and settings" if same else "same hardware and versions"
     if found.configs_unknown:
         yield "a result does not tell its DeepSpeed configurations: what changed in them is not known"
 

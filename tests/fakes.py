@@ -292,5 +292,7 @@ def write_run(
     store.save_run(facts)
     for entry in records:
         store.append(entry)
-    store.write_rows(flat_rows([summarise(entry, None, None) for entry in records]))
+    made = (summarise(entry, None, None) for entry in records)
+    host, run_id = on or environment(), store.folder.name
+    store.write_rows(flat_rows([replace(summary, environment=host, run_id=run_id) for summary in made]))
     return store

@@ -147,7 +147,7 @@ def test_batch_and_accumulation_are_those_the_engine_ran() -> None:
 def test_a_trial_that_measured_nothing_has_no_number_but_keeps_its_caveats() -> None:
     failed = replace(fakes.failure(), caveats=("known before",))
     found = summarise(failed, find_preset("gpt2"), 1e15)
-    assert found == Summary(record=failed, caveats=(note("known before"),))
+    assert found == Summary(record=failed, caveats=(note("known before"),), num_nodes=1)
     assert found.gpu_fraction is None
 
 

@@ -79,7 +79,7 @@ def test_a_row_that_no_longer_runs_is_a_regression(saved: Path, tmp_path: Path) 
 def test_json_tells_failed_for_every_entry(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert check_command([run(tmp_path / "after", ran(0.12), ran(stage=2))], saved, True) == 3
     data = json.loads(capsys.readouterr().out)
-    assert data["failed"] == [NAME]
+    assert data["failed"] == [NAME, "tiny/zero2/seq128"]
     slow, new = data["entries"]
     assert slow["name"] == NAME
     assert slow["failed"] is True
@@ -87,13 +87,16 @@ def test_json_tells_failed_for_every_entry(saved: Path, tmp_path: Path, capsys: 
     assert slow["regressions"] == ["throughput"]
     assert slow["throughput_ratio"] == pytest.approx(0.1 / 0.12)
     assert "beyond the tolerance" in slow["message"]
-    assert (new["failed"], new["comparable"], new["has_baseline"]) == (False, True, False)
+    assert (new["failed"], new["comparable"], new["has_baseline"]) == (True, True, False)
 
 
-def test_a_row_without_a_baseline_passes_and_is_said(
+def test_a_row_without_a_baseline_fails_the_check_unless_that_is_left_out(
     saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert check_command([run(tmp_path / "after", ran(stage=3))], saved, False) == 0
+    folder = run(tmp_path / "after", ran(stage=3))
+    assert check_command([folder], saved, False) == 3
+    capsys.readouterr()
+    assert check_command([folder], saved, False, ["regression", "missing"]) == 0
     out = capsys.readouterr().out
     assert "tiny/zero3/seq128: no baseline of this name" in out
     assert out.splitlines()[-1] == "0 compared, 0 regressed; 1 without a baseline"
@@ -131,7 +134,8 @@ def test_repeats_are_runs_of_one_entry_and_tested_against_noise(
     after = [ran(seconds, repeat=number) for number, seconds in enumerate((0.09, 0.11, 0.14))]
     save_command([run(tmp_path / "before", *before)], path, None)
     assert len(json.loads(path.read_text())[NAME]["tokens_per_sec_runs"]) == 3
-    assert check_command([run(tmp_path / "after", *after)], path, False) == 0
+    with pytest.raises(UsageError, match="noise hides a regression in every row"):
+        check_command([run(tmp_path / "after", *after)], path, False)
     assert "beyond the tolerance of 5.0 % but inside the noise" in capsys.readouterr().out
 
 
@@ -151,12 +155,14 @@ def test_a_pass_that_rests_on_noise_alone_is_not_shown_as_a_pass(
     path = tmp_path / "baselines.json"
     save_command([runs(tmp_path / "before", 0.1, 0.1, 0.1)], path, None)
     capsys.readouterr()
-    assert check_command([runs(tmp_path / "after", 0.03, 0.3, 3.0)], path, False) == 0
+    noisy = runs(tmp_path / "after", 0.03, 0.3, 3.0)
+    with pytest.raises(UsageError, match="noise hides a regression in every row"):
+        check_command([noisy], path, False)
     first, last = capsys.readouterr().out.splitlines()
     assert first.startswith(f"noisy: {NAME}: passed: tokens/s 1,707 against 5,120 (-66.7 %)")
     assert "cannot see changes below 99.7 %" in first
     assert last == "1 compared, 0 regressed; 1 too noisy to judge"
-    check_command([runs(tmp_path / "again", 0.03, 0.3, 3.0)], path, True)
+    assert check_command([noisy], path, True, ["noisy"]) == 3
     assert json.loads(capsys.readouterr().out)["entries"][0]["noisy"] is True
 
 
@@ -232,9 +238,43 @@ def test_a_row_with_a_loss_that_is_not_finite_does_not_pass_its_check(
     assert '"status"' in out if as_json else "1 regressed" in out
 
 
-def test_a_flat_json_without_its_run_folder_is_no_baseline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_flat_json_alone_is_saved_and_checked_like_its_run(tmp_path: Path) -> None:
+    path, copied = tmp_path / "baselines.json", tmp_path / "copied.json"
+    stored = fakes.write_run(tmp_path / "out", [ran()])
+    copied.write_text(stored.json_path.read_text())
+    assert save_command([copied], path, None) == 0
+    assert check_command([stored.folder], path, False) == 0
+    assert check_command([copied], path, False) == 0
+    assert check_command([run(tmp_path / "after", ran(0.2))], path, False) == 3
+
+
+def test_a_row_that_a_saved_run_had_and_the_result_lacks_fails_the_check(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "baselines.json"
+    save_command([run(tmp_path / "before", ran(), ran(stage=2))], path, None)
+    other = fakes.trial(fakes.zero(1), on=fakes.placement(accelerator="cuda"), of=fakes.workload(seq_length=64))
+    save_command(
+        [run(tmp_path / "elsewhere", fakes.success(other), family="offload")], path, None
+    )  # of another run: not expected
+    fewer = run(tmp_path / "after", ran())
+    capsys.readouterr()
+    assert check_command([fewer], path, False) == 3
+    out = capsys.readouterr().out
+    assert "❌ tiny/zero2/seq128: missing: the result has no such row" in out
+    assert out.splitlines()[-1] == "1 compared, 0 regressed; 1 missing"
+    assert check_command([fewer], path, False, ["regression", "unmatched"]) == 0
+    entries = json.loads(path.read_text())  # a file written before runs were kept
+    path.write_text(json.dumps({name: {**entry, "run_id": None} for name, entry in entries.items()}))
+    assert check_command([fewer], path, False) == 3
+
+
+def test_a_flat_json_that_does_not_tell_its_machine_is_no_baseline(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     copied = tmp_path / "copied.json"
-    copied.write_text(fakes.write_run(tmp_path / "out", [ran()]).json_path.read_text())
+    rows = json.loads(fakes.write_run(tmp_path / "out", [ran()]).json_path.read_text())
+    copied.write_text(json.dumps([{**row, "cpu_logical_cores": None} for row in rows]))
     with pytest.raises(UsageError, match="nothing was saved"):
         save_command([copied], tmp_path / "baselines.json", None)
     assert "its hardware and versions are not known; give its run folder" in capsys.readouterr().out

@@ -51,7 +51,9 @@ def save(folder: Path, *entries: TrialRecord, arguments: tuple[str, ...] = ("--m
     )
     for entry in entries:
         stored.append(entry)
-    stored.write_rows(flat_rows(load.summarised(entries)) if entries else [])
+    made = load.summarised(entries) if entries else ()
+    run_id = stored.folder.name
+    stored.write_rows(flat_rows([replace(summary, environment=HOST, run_id=run_id) for summary in made]))
     return stored
 
 
@@ -123,7 +125,7 @@ def test_a_flat_json_without_its_run_folder_gives_its_rows(run: RunStore, tmp_pa
     alone.write_bytes(run.json_path.read_bytes())
     result = load.load(alone)
     assert result.records is None
-    assert result.environment is None
+    assert result.environment == replace(HOST, hostname="")
     assert list(result.rows) == json.loads(alone.read_text())
     assert [entry.tokens_per_second for entry in result.summaries[:2]] == [pytest.approx(5120), pytest.approx(2560)]
     assert any("flat rows only" in note for note in result.notes)

@@ -78,6 +78,7 @@ def test_what_was_not_measured_is_null_and_never_a_number(status: str) -> None:
     (row,) = rows(fakes.failure(fakes.trial(fakes.zero(1), on=CUDA), status))
     assert {row[name] for name in MEASURED} == {None}
     asked = {"stage", "batch_size", "seq_length", "grad_accum", "num_steps", "warmup_steps", "repeat", "num_gpus"}
+    asked |= {"num_nodes"}
     numbers = {name for name, value in row.items() if type(value) in (int, float)}
     assert numbers - asked == {"wall_seconds", "method_version"}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -134,32 +135,44 @@ def test_the_text_reads_row_by_row(tmp_path: Path, capsys: pytest.CaptureFixture
     assert last == "same hardware, versions and settings"
 
 
-def flat(folder: Path, entries: list[TrialRecord]) -> LoadedResult:
-    """What a flat JSON tells that was copied away from its run folder."""
+def flat(folder: Path, entries: list[TrialRecord], on: Environment | None = None, *, old: bool = False) -> LoadedResult:
+    """What a flat JSON tells that was copied away from its run folder; ``old``: written before it told its machine."""
     copy = folder / f"{folder.name}_copy.json"
     folder.mkdir()
-    copy.write_bytes(fakes.write_run(folder / "out", entries).json_path.read_bytes())
+    rows = json.loads(fakes.write_run(folder / "out", entries, on=on).json_path.read_text())
+    kept = list(rows[0])[: list(rows[0]).index("num_nodes")] if old else list(rows[0])
+    copy.write_text(json.dumps([{name: row[name] for name in kept} for row in rows]))
     return load(copy)
 
 
-def on_device(name: str, seconds: float, **changes: Any) -> list[TrialRecord]:
-    return [fakes.success(trial(), step_seconds=(seconds,) * 10, device_name=name, **changes)]
-
-
-def test_flat_results_of_two_kinds_of_card_have_no_ratio_though_neither_tells_its_machine(tmp_path: Path) -> None:
-    found = versus(
-        flat(tmp_path / "a", on_device("NVIDIA A100", 0.2)), flat(tmp_path / "b", on_device("NVIDIA H200", 0.1))
-    )
+def test_results_that_do_not_tell_their_machine_have_no_ratio_and_one_line_says_why(tmp_path: Path) -> None:
+    found = versus(flat(tmp_path / "a", runs(2, 0.2), old=True), flat(tmp_path / "b", runs(2, 0.1)))
     assert found.unknown
     assert found.pairs[0].ratio is None
-    assert found.pairs[0].obstacles == ("device 1 x NVIDIA A100 against 1 x NVIDIA H200",)
+    (said,) = [line for line in lines(found) if "no ratio" in line]
+    assert "a_copy.json does not tell hardware and versions" in said
+    assert not any("same hardware" in line for line in lines(found))
+
+
+def test_flat_results_of_two_cpu_models_have_no_ratio(tmp_path: Path) -> None:
+    other = fakes.environment(cpu_model="Intel Xeon")
+    found = versus(flat(tmp_path / "a", runs(2, 0.2)), flat(tmp_path / "b", runs(2, 0.1), other))
+    assert found.pairs[0].ratio is None
+    assert found.hardware == ("CPU AMD EPYC 9654 against Intel Xeon",)
 
 
 def test_flat_results_of_one_kind_of_card_have_a_ratio_and_no_changes_made_up(tmp_path: Path) -> None:
     found = versus(flat(tmp_path / "a", runs(2, 0.2)), flat(tmp_path / "b", runs(2, 0.1)))
     assert found.pairs[0].ratio == pytest.approx(2)
     assert found.pairs[0].changes == ()
-    assert any("DeepSpeed configurations: what changed in them is not known" in line for line in lines(found))
+    assert list(lines(found))[-1] == "same hardware, versions and settings"
+
+
+def test_flat_results_of_two_configurations_say_that_they_differ(tmp_path: Path) -> None:
+    changed = [replace(r, trial=replace(r.trial, ds_config={**r.trial.ds_config, "x": 1})) for r in runs(2, 0.1)]
+    found = versus(flat(tmp_path / "a", runs(2, 0.2)), flat(tmp_path / "b", changed))
+    assert found.pairs[0].changes == ("the DeepSpeed configuration (its hash alone is known)",)
+    assert list(lines(found))[-1] == "same hardware and versions"
 
 
 @pytest.mark.parametrize(
@@ -229,7 +242,7 @@ def test_versions_that_the_environments_tell_are_not_told_again_in_each_row(tmp_
     silent = replace(load(tmp_path / "a" / "runs" / _only(tmp_path / "a" / "runs")), environment=None)
     (pair,) = versus(silent, load(tmp_path / "b" / "runs" / _only(tmp_path / "b" / "runs"))).pairs
     assert pair.changes == ("torch 2.13.0 against 2.14.0",)
-    assert pair.ratio == pytest.approx(2)
+    assert pair.ratio is None
 
 
 def _only(folder: Path) -> str:

@@ -11,13 +11,16 @@ from .shapes import LARGEST
 
 _TEXTS = frozenset((
     "strategy", "model", "status", "error", "error_details", "caveats", "trial_id", "accelerator", "device",
-    "precision", "batch_policy", "optimizer", "launch", "flops_convention", "started_at",
+    "precision", "batch_policy", "optimizer", "launch", "flops_convention", "started_at", "run_id", "config_hash",
+    "gpu_name", "cpu_model", "torch_version", "deepspeed_version", "transformers_version", "cuda_version",
+    "gpu_driver_version",
 ))  # fmt: skip
 _FLAGS = frozenset(("success", "activation_checkpointing"))
 _COUNTS = frozenset((
     "stage", "batch_size", "seq_length", "grad_accum", "num_steps", "warmup_steps", "repeat", "num_gpus",
     "data_parallel_size", "parameter_count", "model_flops_per_token", "causal_flops_per_token",
-    "hardware_flops_per_token", "gpu_alloc_retries", "skipped_steps", "method_version", "cpu_threads",
+    "hardware_flops_per_token", "gpu_alloc_retries", "skipped_steps", "method_version", "num_nodes", "gpu_count",
+    "cpu_threads", "cpu_logical_cores", "cpu_physical_cores",
 ))  # fmt: skip
 _NEEDED = (
     "stage", "strategy", "model", "batch_size", "seq_length", "grad_accum", "num_steps", "warmup_steps", "success",

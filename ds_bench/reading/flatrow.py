@@ -13,12 +13,17 @@ from typing import Any
 
 from .. import strategies, units
 from ..analysis import Summary
+from ..environment import Environment
+from ..gpus import GpuFacts
 from ..models import ModelFacts, find_preset
 from ..record import SUCCESS, Outcome, RankMeasurement, TrialRecord
+from ..rows import MIG_SUFFIX
 from ..spec import Placement, Strategy, Trial, Workload
 from . import flatcells
 from .leastconfig import least_config
 
+_MOST_CARDS = 1024
+"""A host is not read to have more cards than this, whatever a row claims."""
 _MOST_LOSSES = 100_000
 """A series of losses is not drawn out beyond this, whatever number of steps a row claims."""
 
@@ -43,8 +48,44 @@ def summary(row: Mapping[str, Any]) -> Summary:
         start_seconds=row.get("start_seconds"),
         method_version=row["method_version"],
     )
-    made = Summary(record=record, caveats=tuple(flatcells.caveats(row.get("caveats"), row["num_steps"])))
+    made = Summary(
+        record=record,
+        caveats=tuple(flatcells.caveats(row.get("caveats"), row["num_steps"])),
+        environment=_environment(row),
+        num_nodes=row.get("num_nodes"),
+        run_id=row.get("run_id"),
+        flat_config_hash=row.get("config_hash"),
+    )
     return replace(made, **_figures(row)) if ranks else made
+
+
+def _environment(row: Mapping[str, Any]) -> Environment | None:
+    """The hardware and versions that the row tells, which are all that decide whether results compare.
+
+    None where it tells none. Cards of several kinds come back as one kind, which no host has: such rows compare with
+    rows like themselves alone.
+    """
+    if not row.get("cpu_logical_cores"):
+        return None
+    name, memory_bytes = row.get("gpu_name"), _bytes(row, "gpu_memory_gb")
+    card = GpuFacts(
+        index=0,
+        name=name and name.removesuffix(MIG_SUFFIX),
+        memory_total_bytes=memory_bytes,
+        mig=bool(name and name.endswith(MIG_SUFFIX)),
+    )
+    packages = {package: row.get(f"{package}_version") for package in ("torch", "deepspeed", "transformers")}
+    return Environment(
+        hostname="",
+        cpu_model=row.get("cpu_model"),
+        logical_cores=row["cpu_logical_cores"],
+        physical_cores=row.get("cpu_physical_cores"),
+        cpu_quota_cores=row.get("cpu_quota_cores"),
+        packages={package: version for package, version in packages.items() if version},
+        torch_cuda_version=row.get("cuda_version"),
+        gpu_driver_version=row.get("gpu_driver_version"),
+        gpus=tuple(replace(card, index=index) for index in range(min(row.get("gpu_count") or 0, _MOST_CARDS))),
+    )
 
 
 def _figures(row: Mapping[str, Any]) -> dict[str, Any]:

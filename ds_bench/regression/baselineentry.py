@@ -26,7 +26,7 @@ _GPU = ("name", "memory_total_bytes", "mig")
 _FIGURES = ("throughput_tokens_per_sec", "peak_memory_mb", "samples_per_sec", "average_memory_mb")
 _SHARED = (
     "throughput_tokens_per_sec", "peak_memory_mb", "samples_per_sec", "average_memory_mb", "memory",
-    "tokens_per_sec_runs", "peak_memory_mb_runs", "step_variation", "workload", "environment",
+    "tokens_per_sec_runs", "peak_memory_mb_runs", "step_variation", "workload", "environment", "run_id",
 )  # fmt: skip
 
 
@@ -66,6 +66,8 @@ class BaselineEntry:
     """What has to be the same (``benchresult.workload_facts``)."""
     environment: Environment | None = None
     """Hardware and versions that have to be the same."""
+    run_id: str | None = None
+    """Of the run that was saved: its rows are expected together in a result that is checked."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
@@ -81,6 +83,8 @@ class BaselineEntry:
                 raise ValueError(f"{key} must be a list of numbers")
         if self.step_variation is not None and not (_is_number(self.step_variation) and self.step_variation >= 0):
             raise ValueError(f"step_variation is {self.step_variation!r}: must be a number of 0 or more, or null")
+        if not isinstance(self.run_id, str | None):
+            raise ValueError(f"run_id is {self.run_id!r}: must be a text, or null")
         if self.memory not in ("gpu", "host", None):
             raise ValueError(f"memory is {self.memory!r}: must be gpu or host")
 

@@ -5,8 +5,6 @@ MB is 2**20 bytes here, as GB is 2**30 elsewhere. What a baseline does with it i
 
 from __future__ import annotations
 
-import hashlib
-import json
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,9 +13,7 @@ from typing import Any, Literal
 from ..analysis import Summary
 from ..doubts import known
 from ..environment import Environment
-from ..reading.leastconfig import knows_config
 from ..record import SUCCESS
-from ..spec import Trial
 from ..units import BYTES_PER_MB
 
 Memory = Literal["gpu", "host"]
@@ -58,6 +54,8 @@ class BenchmarkResult:
     workload: Mapping[str, Any] = field(default_factory=dict)
     """What was trained, how and by how many; empty where the result does not tell."""
     environment: Environment | None = None
+    run_id: str | None = None
+    """Of the run that it is of, the first of several; rows of one run are expected together in later results."""
 
     @property
     def succeeded(self) -> bool:
@@ -86,6 +84,7 @@ def of_runs(
         doubts=tuple(dict.fromkeys(doubt.text for run in good for doubt in run.caveats if doubt.disqualifying)),
         workload=workload_facts(spokesman),
         environment=environment,
+        run_id=next((run.run_id for run in summaries if run.run_id), None),
     )
 
 
@@ -145,14 +144,8 @@ def workload_facts(summary: Summary) -> dict[str, Any]:
         "data_parallel_size": summary.data_parallel_size,
         "launch": record.launch,
         "method_version": record.method_version,
-        "ds_config": _digest(record.trial),
+        "ds_config": summary.config_hash,
     }
-
-
-def _digest(trial: Trial) -> str | None:
-    if not knows_config(trial):
-        return None
-    return hashlib.sha256(json.dumps(trial.ds_config, sort_keys=True, default=str).encode()).hexdigest()[:12]
 
 
 def row_name(summary: Summary) -> str:
