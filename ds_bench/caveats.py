@@ -28,6 +28,7 @@ class CaveatKind(StrEnum):
     CPU_ACCELERATOR = "cpu_accelerator"
     CPU_BUSY = "cpu_busy"
     FIRST_LOSS = "first_loss"
+    SHORT_WINDOW = "short_window"
     NOTE = "note"
     """What a rank, the launcher or the plan wrote down that is none of the above."""
 
@@ -55,6 +56,7 @@ NEXT_STEPS: Mapping[CaveatKind, str | None] = MappingProxyType(
         CaveatKind.CPU_ACCELERATOR: "run the same command where there is a GPU",
         CaveatKind.CPU_BUSY: "end the other programs, or wait for them, and measure again",
         CaveatKind.FIRST_LOSS: "see how the model draws its weights: matrices of standard deviation 0.02 are usual",
+        CaveatKind.SHORT_WINDOW: "use more --num-steps",
         CaveatKind.NOTE: None,
     }
 )

@@ -17,11 +17,13 @@ from .inference import FEWEST_RUNS
 from .record import TrialRecord
 from .units import format_bytes
 
+_SHORT_WINDOW_SECONDS = 2.0
+
 
 def whole_caveats(rows: Sequence[Sequence[Summary]], environments: Sequence[Environment]) -> list[Caveat]:
     """Of all rows together, each a sequence of its runs; each caveat once."""
     records = [summary.record for row in rows for summary in row]
-    found = [*_of_placement(records), *_of_repeats(rows), *_of_environments(environments)]
+    found = [*_of_placement(records), *_of_windows(records), *_of_repeats(rows), *_of_environments(environments)]
     cards = max((_cards_used(record) for record in records), default=0)
     for environment in environments:
         found += _of_machine(environment, cards)
@@ -34,6 +36,17 @@ def _of_placement(records: Sequence[TrialRecord]) -> Iterator[Caveat]:
     if any(record.trial.strategy.stage > 0 and _partitions(record) == 1 for record in records):
         text = "one GPU or rank: stages 1 to 3 have nobody to partition with, so they save no model states"
         yield typed(CaveatKind.ONE_GPU, text)
+
+
+def _of_windows(records: Sequence[TrialRecord]) -> Iterator[Caveat]:
+    on_cards = [record for record in records if record.trial.placement.accelerator == "cuda"]
+    windows = [max(rank.window_seconds for rank in record.ranks) for record in on_cards if record.ranks]
+    if windows and min(windows) < _SHORT_WINDOW_SECONDS:
+        text = (
+            f"the shortest measured window is {min(windows):.2f} s: below {_SHORT_WINDOW_SECONDS:.0f} s the clock of a "
+            "card under load still moves, and one pause of the host weighs much"
+        )
+        yield typed(CaveatKind.SHORT_WINDOW, text)
 
 
 def _partitions(record: TrialRecord) -> int:

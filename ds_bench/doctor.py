@@ -132,6 +132,8 @@ def for_plan(
     if place.accelerator == "cuda":
         found += attempt("GPU driver", lambda: packages.check_driver(inventory.driver_version, torch_cuda))
         found += attempt("GPUs", lambda: cards.check(machine, inventory, torch_cuda))
+    elif not inventory.gpus and cards.has_amd_gpu(machine.root):
+        found.append(warning("GPUs", f"{cards.NO_ROCM}: this runs on the CPU", "run where there is an NVIDIA GPU"))
     needing = [bool(ops.needed_ops(place.accelerator, [config])) for config in configs]
     if any(needing) or place.accelerator == "cuda":
         built_with = attempt("tools", lambda: tools.check(machine, place.accelerator, torch_cuda))

@@ -228,7 +228,17 @@ def package_versions() -> dict[str, str]:
 
 
 def torch_cuda_version() -> str | None:
-    """The CUDA version in ``torch/version.py``, read as text: importing torch takes seconds."""
+    """The CUDA version torch was built for; None for another build. Read as text: importing torch takes seconds."""
+    return _torch_built_for("cuda")
+
+
+def torch_rocm_version() -> str | None:
+    """The ROCm (HIP) version torch was built for; None for another build."""
+    return _torch_built_for("hip")
+
+
+def _torch_built_for(platform: str) -> str | None:
+    """A name's value in ``torch/version.py``."""
     from importlib.util import find_spec
 
     try:
@@ -236,7 +246,7 @@ def torch_cuda_version() -> str | None:
     except (ImportError, ValueError):
         return None
     text = read_text(Path(spec.origin).with_name("version.py")) if spec and spec.origin else None
-    found = re.search(r"""^cuda\b[^=\n]*=\s*['"]([^'"\n]+)['"]""", text or "", re.MULTILINE)
+    found = re.search(rf"""^{platform}\b[^=\n]*=\s*['"]([^'"\n]+)['"]""", text or "", re.MULTILINE)
     return found[1] if found else None
 
 

@@ -45,6 +45,8 @@ class GpuFacts:
     """Temperature of the chip."""
     power_limit_watts: float | None = None
     """The limit in force, the least of all that apply."""
+    default_power_limit_watts: float | None = None
+    """The limit the card is shipped with."""
     persistence_mode: bool | None = None
     """Whether the driver stays loaded when nobody uses the card; where it does not, each trial pays for loading."""
     throttle_reasons: tuple[str, ...] | None = None
@@ -193,6 +195,7 @@ def _facts(nvml: Any, index: int) -> GpuFacts:
     memory = _ask(nvml, "nvmlDeviceGetMemoryInfo", card)
     capability = _ask(nvml, "nvmlDeviceGetCudaComputeCapability", card)
     power_milliwatts = _ask(nvml, "nvmlDeviceGetEnforcedPowerLimit", card)
+    default_milliwatts = _ask(nvml, "nvmlDeviceGetPowerManagementDefaultLimit", card)
     mig_modes = _ask(nvml, "nvmlDeviceGetMigMode", card)
     return GpuFacts(
         index=index,
@@ -208,6 +211,7 @@ def _facts(nvml: Any, index: int) -> GpuFacts:
             nvml, "nvmlDeviceGetTemperatureV", "nvmlDeviceGetTemperature", card, _SENSOR_CHIP
         ),
         power_limit_watts=None if power_milliwatts is None else power_milliwatts / 1000,
+        default_power_limit_watts=None if default_milliwatts is None else default_milliwatts / 1000,
         persistence_mode=_flag(_ask(nvml, "nvmlDeviceGetPersistenceMode", card)),
         throttle_reasons=_throttle_reasons(nvml, card),
         other_processes=_other_processes(nvml, card),
@@ -237,8 +241,14 @@ _HARMLESS = frozenset({"gpu_idle", "applications_clocks_setting", "sync_boost", 
 
 
 def held_back(gpu: GpuFacts) -> tuple[str, ...]:
-    """Reasons for a clock below its maximum that are a fault; not an idle card, nor a clock that somebody set."""
-    return tuple(reason for reason in gpu.throttle_reasons or () if reason not in _HARMLESS)
+    """Reasons for a clock below its maximum that are a fault; not an idle card, nor a clock that somebody set.
+
+    ``sw_power_cap`` is how an H100 or H200 runs under load; it is a fault only where the limit was lowered.
+    """
+    limit, default = gpu.power_limit_watts, gpu.default_power_limit_watts
+    lowered = limit is not None and default is not None and limit < default
+    harmless = _HARMLESS if lowered else _HARMLESS | {"sw_power_cap"}
+    return tuple(reason for reason in gpu.throttle_reasons or () if reason not in harmless)
 
 
 def _throttle_reasons(nvml: Any, card: Any) -> tuple[str, ...] | None:

@@ -20,6 +20,11 @@ _MOST_HOSTFILE_BYTES = 2**20
 
 def decide(options: Options, environ: Mapping[str, str], query: gpus.GpuQuery) -> Placement:
     """The placement that the flags and this machine give. Raises UsageError where they disagree."""
+    if options.accelerator != "cpu" and (rocm := environment.torch_rocm_version()) is not None:
+        raise UsageError(
+            f"the installed torch is for ROCm {rocm}, which is not supported",
+            remedy="install torch for CUDA and run on NVIDIA GPUs, or --accelerator cpu",
+        )
     visible = gpus.select_visible(environ, query.read().gpus)
     accelerator = _accelerator(options.accelerator, len(visible))
     if accelerator == "cuda" and environ.get("CUDA_VISIBLE_DEVICES", "").startswith("MIG-"):

@@ -229,6 +229,8 @@ class TrialRecord:
     """From the launch to the proof that no process is left."""
     start_seconds: float | None = None
     """From the launch to the first warm-up step."""
+    gpu_free_start_bytes: int | None = None
+    """Free on the fullest card of the job just before the launch; None without GPUs or where NVML does not tell."""
     caveats: tuple[str, ...] = ()
     """What a reader must know before using this row."""
     schema_version: int = SCHEMA_VERSION

@@ -11,7 +11,7 @@ from typing import TypeVar
 from . import console, dsconfig, foresight, gpus, ops, placement, plan, preflight
 from .errors import DsBenchError, UsageError
 from .launch import Launcher, Limits
-from .launch.clocks import ClockWatcher
+from .launch.cardwatch import CardWatcher
 from .launch.deepspeed import DeepSpeedLauncher
 from .launch.warm import WarmLauncher
 from .modelsource import ModelChoice, find_model
@@ -126,13 +126,13 @@ def _check_nvme(options: Options, drafts: Sequence[plan.Draft]) -> dict[str, str
 def choose_launcher(
     situation: Situation, trials: Sequence[Trial], say: Callable[[str], None]
 ) -> tuple[Launcher, str | None]:
-    """The launcher asked for, which watches clocks on GPUs; cold with a note where ranks may not be forked warm."""
+    """The launcher asked for, which watches the cards on GPUs; cold with a note where ranks may not be forked warm."""
     launcher, why_cold = _launcher(situation, trials, say)
     place = situation.place
     if place.accelerator == "cpu":
         return launcher, why_cold
     used = gpus.visible_indices(os.environ, gpus.NvmlQuery())[: place.num_gpus]
-    return ClockWatcher(launcher, gpus.NvmlQuery(), used), why_cold
+    return CardWatcher(launcher, gpus.NvmlQuery(), used), why_cold
 
 
 def _launcher(situation: Situation, trials: Sequence[Trial], say: Callable[[str], None]) -> tuple[Launcher, str | None]:

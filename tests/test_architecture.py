@@ -38,7 +38,7 @@ LAYERS: tuple[frozenset[str], ...] = tuple(
         "doctor prediction.memory",
         "checks.disk prediction.sharded",
         "launch.deepspeed launch.warm prediction.gathering prediction.replicated preflight",
-        "launch.clocks launch.trial plan prediction.memorycase runner",
+        "launch.cardwatch launch.trial plan prediction.memorycase runner",
         "checks.compiled flops launch launch.leader launch.outcome modelsource prediction.activations",
         "checks.cards checks.host checks.hub checks.packages checks.tools flags launch.scratch launch.watch "
         "models ops placement reading.records regression.baselinefile render.svgcharts store",

@@ -222,6 +222,7 @@ def card(index: int = 0, **facts: Any) -> GpuFacts:
         "max_sm_clock_mhz": 1980,
         "persistence_mode": True,
         "throttle_reasons": ("gpu_idle",),
+        "default_power_limit_watts": 700.0,
         "other_processes": (),
         "mig": False,
     }

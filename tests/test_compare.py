@@ -420,8 +420,16 @@ def kinds(comparison: Comparison) -> dict[CaveatKind, Caveat]:
 
 def test_a_tested_comparison_on_quiet_cards_has_no_caveat() -> None:
     quiet = fakes.environment()
-    comparison = compared(*runs(0, 0.1, 0.1, 0.1), *runs(1, 0.1, 0.1, 0.1), on=(quiet, quiet))
+    comparison = compared(*runs(0, 0.3, 0.3, 0.3), *runs(1, 0.25, 0.25, 0.25), on=(quiet, quiet))
     assert comparison.caveats == ()
+
+
+@pytest.mark.parametrize(
+    ("seconds", "on", "told"), [(0.19, CUDA, True), (0.21, CUDA, False), (0.1, fakes.placement(num_gpus=2), False)]
+)
+def test_a_window_on_a_gpu_below_two_seconds_is_told(seconds: float, on: Any, told: bool) -> None:
+    short = fakes.success(gpu(1, on=on), step_seconds=[seconds] * 10)
+    assert (CaveatKind.SHORT_WINDOW in kinds(compared(short))) is told
 
 
 def test_too_few_repeats_are_said_with_the_remedy() -> None:

@@ -231,6 +231,15 @@ def test_cards_are_looked_at_only_where_the_plan_uses_them(monkeypatch: pytest.M
     assert planned(config("none"), place=Placement(accelerator="cuda"), machine=cut)["GPU 0 MIG"].level == "problem"
 
 
+def test_an_amd_gpu_is_said_to_be_unsupported(tmp_path: Path) -> None:
+    (tmp_path / "dev").mkdir()
+    there = Machine(root=tmp_path, query=Cards(), environ={})
+    assert "GPUs" not in planned(config("none"), machine=there)
+    (tmp_path / "dev/kfd").touch()
+    assert "ROCm is not supported: this runs on the CPU" in planned(config("none"), machine=there)["GPUs"].text
+    assert "ROCm is not supported" in doctor.gather(there)["GPUs"][0].text
+
+
 def test_host_memory_is_held_against_what_the_plan_needs() -> None:
     assert planned(config("cpu_full"), need_host_bytes=2**60)["host memory"].level == "warning"
 

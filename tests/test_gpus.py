@@ -42,6 +42,7 @@ class FakeNvml:
             "nvmlDeviceGetMaxClockInfo": 1980,
             "nvmlDeviceGetTemperatureV": 41,
             "nvmlDeviceGetEnforcedPowerLimit": 700_000,
+            "nvmlDeviceGetPowerManagementDefaultLimit": 700_000,
             "nvmlDeviceGetPersistenceMode": 1,
             "nvmlDeviceGetCurrentClocksEventReasons": 0,
             "nvmlDeviceGetComputeRunningProcesses": [
@@ -103,6 +104,7 @@ def test_every_fact_of_a_card_arrives_in_the_unit_its_name_says() -> None:
         temperature_celsius=41,
         power_limit_watts=700.0,
         persistence_mode=True,
+        default_power_limit_watts=700.0,
         throttle_reasons=(),
         other_processes=((12, None), (77, 3 * GB)),
         mig=False,

@@ -52,6 +52,16 @@ def test_cuda_asked_of_a_torch_for_cpus_is_refused(torch_for_cpu: None) -> None:
         place("--accelerator", "cuda")
 
 
+@pytest.mark.parametrize("asked", ["auto", "cuda"])
+def test_torch_for_rocm_is_refused_instead_of_running_on_the_cpu(
+    torch_for_cpu: None, asked: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(environment, "torch_rocm_version", lambda: "6.4.43482")
+    with pytest.raises(UsageError, match=r"torch is for ROCm 6.4.43482, which is not supported"):
+        place("--accelerator", asked, cards=0)
+    assert place("--accelerator", "cpu", cards=0).accelerator == "cpu"
+
+
 def test_cuda_asked_of_a_host_without_cards_is_refused_with_both_ways_out() -> None:
     with pytest.raises(UsageError, match=r"no GPU is visible .*CUDA_VISIBLE_DEVICES, or --accelerator cpu"):
         place("--accelerator", "cuda", cards=0)

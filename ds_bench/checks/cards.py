@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
-from ..gpus import GpuFacts, GpuInventory, select_visible
-from ..hostmemory import read_text
+from ..gpus import GpuFacts, GpuInventory, held_back, select_visible
+from ..hostmemory import ROOT, read_text
 from ..units import format_bytes
 from . import Finding, Machine, ok, problem, unreadable, warning
 
-# Reasons that nobody needs to mend: an idle card is slow on purpose; the others are settings or follow from load.
-_NO_FAULT = {"gpu_idle", "applications_clocks_setting", "sync_boost", "display_clock_setting"}
 _MOST_UNSEEN = 0.05
 """Share of a card that the driver may take for itself; beyond, somebody uses it whom we cannot see."""
+
+
+NO_ROCM = "an AMD GPU is here, and ROCm is not supported"
+
+
+def has_amd_gpu(root: Path = ROOT) -> bool:
+    """Whether the kernel offers an AMD GPU for computing (``/dev/kfd``)."""
+    return (root / "dev/kfd").exists()
 
 
 def check(machine: Machine, inventory: GpuInventory, torch_cuda: str | None) -> Iterator[Finding]:
@@ -33,6 +40,8 @@ def check(machine: Machine, inventory: GpuInventory, torch_cuda: str | None) -> 
 
 
 def _none_visible(machine: Machine, inventory: GpuInventory) -> Finding:
+    if has_amd_gpu(machine.root) and not inventory.gpus:
+        return warning("GPUs", f"{NO_ROCM}: comparisons run on the CPU", "run where there is an NVIDIA GPU")
     if inventory.gpus:
         text = f"CUDA_VISIBLE_DEVICES={machine.environ.get('CUDA_VISIBLE_DEVICES')!r} hides all {len(inventory.gpus)}"
         return warning("GPUs", f"{text}: comparisons run on the CPU", "unset it, or name cards by index or UUID")
@@ -99,7 +108,7 @@ def _clocks(gpu: GpuFacts) -> Finding:
     now = "unknown" if gpu.sm_clock_mhz is None else f"{gpu.sm_clock_mhz}"
     highest = "unknown" if gpu.max_sm_clock_mhz is None else f"{gpu.max_sm_clock_mhz}"
     text = f"{now} of {highest} MHz" + (", idle" if "gpu_idle" in gpu.throttle_reasons else "")
-    faults = [reason for reason in gpu.throttle_reasons if reason not in _NO_FAULT]
+    faults = held_back(gpu)
     if not faults:
         return ok(name, f"{text}, not throttled")
     heat = "" if gpu.temperature_celsius is None else f" at {gpu.temperature_celsius} degrees Celsius"

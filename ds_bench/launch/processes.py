@@ -12,6 +12,7 @@ import signal
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
@@ -39,15 +40,34 @@ def adopt_orphans() -> None:
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
-def open_gpu_files(pid: int | str = "self") -> list[str]:
-    """GPU device files a process holds open: a process forked from it could not use the GPU safely."""
+def open_gpu_files(process: Path = Path("/proc/self")) -> list[str]:
+    """Device files of computing on a GPU that a process holds open: one forked from it could not use the GPU safely.
+
+    NVML's own (``/dev/nvidiactl``, ``/dev/nvidia0``) are not among them: it opens them to look, and makes no context.
+    """
     found = set()
-    for link in Path(f"/proc/{pid}/fd").glob("*"):
+    for link in process.glob("fd/*"):
         with contextlib.suppress(OSError):
             target = str(link.readlink())
-            if target.startswith(("/dev/nvidia", "/dev/kfd", "/dev/dri/render")):
+            if target.startswith(("/dev/nvidia-uvm", "/dev/kfd", "/dev/dri/render")):
                 found.add(target)
     return sorted(found)
+
+
+_CUDA_ERROR_NOT_INITIALIZED = 3
+
+
+def cuda_is_initialised() -> bool:
+    """Whether this process has initialised the CUDA driver, which no process forked from it could then use.
+
+    Asked of the driver's library itself, where it is loaded: before ``cuInit`` every call answers 3
+    (CUDA Driver API, CUDA_ERROR_NOT_INITIALIZED).
+    """
+    try:
+        driver = ctypes.CDLL("libcuda.so.1", mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+        return int(driver.cuDeviceGetCount(ctypes.byref(ctypes.c_int()))) != _CUDA_ERROR_NOT_INITIALIZED
+    except (OSError, AttributeError):  # not loaded, or not the driver
+        return False
 
 
 def descendants(pid: int | None = None) -> set[int]:
@@ -72,12 +92,21 @@ def session_members(session: int) -> set[int]:
 
 
 def alive(pid: int) -> bool:
-    """Whether the process exists and is no zombie."""
+    """Whether a thread of the process runs. One whose first thread has ended is a zombie while its others live on."""
+    process = Path(f"/proc/{pid}")
     try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
+        threads = chain([process / "stat"], process.glob("task/*/stat"))
+        return any(_state(thread) not in ("Z", "X", "") for thread in threads)
+    except OSError:  # it ended meanwhile
         return False
-    return state not in ("Z", "X")
+
+
+def _state(stat: Path) -> str:
+    """The letter of proc(5); empty where the thread has just gone."""
+    try:
+        return stat.read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -124,6 +124,8 @@ def _probe(answer: str) -> None:
         reason = "it did not preload anything"
     elif files:
         reason = f"it holds {', '.join(files)} open after preloading"
+    elif getattr(preload, "CUDA_INITIALISED", False):
+        reason = "the CUDA driver was initialised in it"
     elif "torch" in missing or "deepspeed" in missing or "ds_bench.worker.session" in missing:
         reason = f"it could not import {', '.join(missing)}"
     elif os.environ.get("DS_ACCELERATOR") != "cpu":

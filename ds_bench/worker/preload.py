@@ -3,7 +3,7 @@
 For the forkserver's preload list, which can only import. Besides torch, DeepSpeed and
 Transformers come the modules they load on first use (some 670 were seen to load inside
 ``deepspeed.initialize``), and on the CPU accelerator the compiled ops. No GPU is touched: the
-proof is left in ``GPU_FILES``.
+proof is left in ``GPU_FILES`` and ``CUDA_INITIALISED``.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import importlib
 import os
 import sys
 
-from ..launch.processes import die_with_parent, open_gpu_files
+from ..launch.processes import cuda_is_initialised, die_with_parent, open_gpu_files
 
 MODULES = (
     "torch",
@@ -71,7 +71,7 @@ def _load_ops(names: tuple[str, ...]) -> None:
 
 
 def _close_nvml() -> None:
-    """DeepSpeed and torch open NVML on import; it holds device files. Ranks open it again themselves."""
+    """DeepSpeed and torch open NVML on import. Ranks open it again themselves."""
     with contextlib.suppress(Exception):
         import pynvml
 
@@ -88,5 +88,7 @@ if os.environ.get("DS_ACCELERATOR") == "cpu":
 else:
     _close_nvml()
 GPU_FILES = open_gpu_files()
-"""GPU device files this server holds open after preloading; ranks are forked from it only when empty."""
+"""Device files of computing on a GPU that this server holds open after preloading; ranks are forked only when empty."""
+CUDA_INITIALISED = cuda_is_initialised()
+"""Whether preloading has initialised the CUDA driver; ranks are forked only when not."""
 sys.stdout.flush()
