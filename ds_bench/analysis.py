@@ -102,6 +102,8 @@ class Summary:
     """Name of the run's folder; None where the result does not tell."""
     flat_config_hash: str | None = None
     """``config_hash`` as a flat row tells it; None for a summary of a record."""
+    round: int | None = None
+    """Number of the round in which it ran, where several results are taken together; None: its trial's ``repeat``."""
 
     @property
     def config_hash(self) -> str | None:

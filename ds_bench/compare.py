@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any
 
@@ -16,7 +16,7 @@ from .circumstances import device_capacity_bytes, host_capacity_bytes, whole_cav
 from .doubts import known
 from .environment import Environment
 from .errors import UsageError
-from .inference import RatioInterval, mean_interval, ratio_interval, spread
+from .inference import RatioInterval, RowRatios, Run, geometric_mean, mean_interval, ratio_interval, spread
 from .likeness import differences, grouped, unique_labels
 from .spec import Strategy
 from .units import BYTES_PER_GB
@@ -35,18 +35,17 @@ class StrategyResult:
     summaries: tuple[Summary, ...]
     """Every run, failed ones included, in order."""
     tokens_per_second: float | None = None
-    """Median of the successful runs' means."""
+    """Geometric mean of the successful runs' means."""
     step_seconds: float | None = None
-    """Median of the successful runs' means."""
+    """Geometric mean of the successful runs' means."""
     step_seconds_spread: float | None = None
     """Standard deviation between runs where there are two or more, else between the steps of the one."""
     interval: tuple[float, float] | None = None
     """95 % confidence interval of the geometric mean tokens/s, R >= 3 successful runs."""
     ratio: float | None = None
-    """Throughput to the baseline's: of the geometric means of the runs where there is a ``ratio_interval``, which it
-    then lies in, else of the medians. None where the rows do not compare."""
+    """Of ``tokens_per_second`` to the baseline's. None where the rows do not compare."""
     ratio_interval: RatioInterval | None = None
-    """Welch on per-run means of the log ratio; None below three runs on either side ("not tested")."""
+    """Of that ratio (``inference.RowRatios``); None below three runs on either side ("not tested")."""
     tokens_per_second_per_gb: float | None = None
     """Tokens/s per GB (2**30) of peak device memory of the fullest rank; None on the CPU accelerator."""
     gpu_peak_bytes: int | None = None
@@ -64,6 +63,8 @@ class StrategyResult:
     """Of all its runs, each once."""
     differences: tuple[str, ...] = ()
     """Why this row does not compare with the baseline; empty where it does."""
+    ratios: RowRatios | None = field(default=None, compare=False, repr=False)
+    """Between this row and the others that compare with it; shared by them. None where it does not compare."""
 
     @property
     def successes(self) -> tuple[Summary, ...]:
@@ -136,7 +137,7 @@ def build(
     chosen = _first_good(rows, asked) if relative_to is None else asked
     reference = chosen if chosen is None or chosen.succeeded else _first_good(rows, chosen)
     baseline = reference if chosen is not None and chosen.succeeded else None
-    results = tuple(_related(row, baseline, reference) for row in rows)
+    results = tuple(_related(rows, baseline, reference))
     return Comparison(
         results=results,
         baseline=next((row for row in results if baseline is not None and row.key == baseline.key), None),
@@ -168,14 +169,14 @@ def _row(key: str, label: str, group: Sequence[Summary]) -> StrategyResult:
     """The row by itself, before it is held against another."""
     good = [summary for summary in group if summary.record.outcome.success]
     tokens, steps = known(good, "tokens_per_second"), known(good, "step_seconds")
-    speed, peak = _median(tokens), _most(good, "gpu_peak_bytes")
+    speed, peak = geometric_mean(tokens), _most(good, "gpu_peak_bytes")
     return StrategyResult(
         key=key,
         label=label,
         strategy=group[0].record.trial.strategy,
         summaries=tuple(group),
         tokens_per_second=speed,
-        step_seconds=_median(steps),
+        step_seconds=geometric_mean(steps),
         step_seconds_spread=spread(steps) if len(steps) > 1 else next((run.step_seconds_std for run in good), None),
         interval=mean_interval(tokens),
         tokens_per_second_per_gb=speed / (peak / BYTES_PER_GB) if speed is not None and peak else None,
@@ -221,28 +222,75 @@ def _first_good(rows: Sequence[StrategyResult], first: StrategyResult | None) ->
     return next(iter([*sound, *measured, *in_order]), None)
 
 
-def _related(row: StrategyResult, baseline: StrategyResult | None, reference: StrategyResult | None) -> StrategyResult:
-    """The row held against the baseline; without one, only against what forbids comparing it."""
-    assert reference is not None  # there is a row, hence a first
-    forbidden = tuple(differences(_spokesman(reference.summaries).record, _spokesman(row.summaries).record))
-    if baseline is None or forbidden:
-        return replace(row, differences=forbidden)
-    interval = None if row.key == baseline.key else ratio_between(row, baseline)
+def _related(
+    rows: Sequence[StrategyResult], baseline: StrategyResult | None, reference: StrategyResult | None
+) -> Iterator[StrategyResult]:
+    """Every row held against the baseline; without one, only against what forbids comparing it."""
+    if reference is None:
+        return
+    first = _spokesman(reference.summaries).record
+    forbidden = {row.key: tuple(differences(first, _spokesman(row.summaries).record)) for row in rows}
+    alike = [row for row in rows if not forbidden[row.key]]
+    ratios = RowRatios(_runs(alike), None if baseline is None else baseline.key)
+    for row in rows:
+        if forbidden[row.key]:
+            yield replace(row, differences=forbidden[row.key])
+            continue
+        row = replace(row, ratios=ratios)
+        yield row if baseline is None else _against(row, baseline, ratios)
+
+
+def _against(row: StrategyResult, baseline: StrategyResult, ratios: RowRatios) -> StrategyResult:
     return replace(
         row,
-        ratio=interval.ratio if interval else _quotient(row.tokens_per_second, baseline.tokens_per_second),
-        ratio_interval=interval,
+        ratio=_quotient(row.tokens_per_second, baseline.tokens_per_second),
+        ratio_interval=_judged(ratios.between(row.key, baseline.key), row),
         gpu_difference_bytes=_less(row.gpu_peak_bytes, baseline.gpu_peak_bytes),
         host_difference_bytes=_less(row.host_peak_bytes, baseline.host_peak_bytes),
     )
 
 
-def ratio_between(row: StrategyResult, other: StrategyResult) -> RatioInterval | None:
-    """The ratio of the throughput of ``row`` to that of ``other`` with its 95 % interval.
+def _runs(rows: Sequence[StrategyResult]) -> dict[str, list[Run]]:
+    """Every row's successful runs, each at its place in the order in which all of them were started.
 
-    None below three successful runs of either row.
+    ``started_at`` has seconds, so runs of one second go by round and by their place in it; where neither is told, as in
+    results of earlier versions, they share a place.
     """
-    return ratio_interval(known(row.successes, "tokens_per_second"), known(other.successes, "tokens_per_second"))
+    moments = {}
+    for run in (run for row in rows for run in row.successes):
+        trial = run.record.trial
+        moments[id(run)] = run.record.started_at or "", _round(run), trial.round_position or 0
+    places = {moment: place for place, moment in enumerate(sorted(set(moments.values())))}
+    return {
+        row.key: [
+            Run(mean=run.tokens_per_second, round=_round(run), place=places[moments[id(run)]])
+            for run in row.successes
+            if run.tokens_per_second is not None
+        ]
+        for row in rows
+    }
+
+
+def _round(run: Summary) -> int:
+    return run.record.trial.repeat if run.round is None else run.round
+
+
+def ratio_between(row: StrategyResult, other: StrategyResult) -> RatioInterval | None:
+    """The ratio of the throughput of ``row`` to that of ``other`` with its interval.
+
+    Rows of one comparison are told apart by all its runs, each held to the level that keeps false differences among all
+    rows to 5 % (``inference.RowRatios.between``); rows of two comparisons by their own runs alone, at 95 %. None below
+    three successful runs of either row, for a row and itself, and where rows of one comparison do not compare.
+    """
+    if row.ratios is not None and row.ratios is other.ratios:
+        return _judged(row.ratios.between(row.key, other.key), row)
+    ours, theirs = (known(each.successes, "tokens_per_second") for each in (row, other))
+    return _judged(ratio_interval(ours, theirs), row)
+
+
+def _judged(interval: RatioInterval | None, row: StrategyResult) -> RatioInterval | None:
+    on_cpu = row.summaries[0].record.trial.placement.accelerator == "cpu"
+    return interval.on_shared_processor if interval is not None and on_cpu else interval
 
 
 def _quotient(a: float | None, b: float | None) -> float | None:

@@ -55,12 +55,15 @@ class _Draft:
     device: str | None
     summaries: list[Summary] = field(default_factory=list)
     results: list[LoadedResult] = field(default_factory=list)
+    rounds: list[tuple[int, int]] = field(default_factory=list)
+    """Of each summary: which result's round it ran in, and the number of that round there."""
 
     def add(self, summary: Summary, result: LoadedResult) -> None:
-        """``summary``: a row of ``result``."""
+        """``summary``: a row of ``result``, which comes after all rows of the results before it."""
         self.summaries.append(summary)
-        if all(known is not result for known in self.results):
+        if not self.results or self.results[-1] is not result:
             self.results.append(result)
+        self.rounds.append((len(self.results), summary.record.trial.repeat))
 
 
 def merge(results: Sequence[LoadedResult]) -> tuple[MergedGroup, ...]:
@@ -212,7 +215,7 @@ def _group(draft: _Draft, heading: str, notes: Iterable[str]) -> MergedGroup:
     results = draft.results
     summaries = draft.summaries
     if len(results) > 1:
-        summaries = _numbered(summaries)
+        summaries = _numbered(summaries, draft.rounds)
     told = next((result for result in results if _command(result)), None)
     said = [f"{result.source}: {text}" if len(results) > 1 else text for result in results for text in result.notes]
     return MergedGroup(
@@ -252,12 +255,17 @@ def _pooled(draft: _Draft) -> Iterator[str]:
             yield f"{result.source} is pooled with {first}, though these differ and may widen the spread: {found}"
 
 
-def _numbered(summaries: Sequence[Summary]) -> list[Summary]:
-    """Repeats of one configuration numbered through, so that no two trials have one key."""
+def _numbered(summaries: Sequence[Summary], rounds: Sequence[tuple[int, int]]) -> list[Summary]:
+    """Repeats of one configuration numbered through, so that no two trials have one key; rounds likewise.
+
+    Rounds of two results are two rounds, as nothing else ran beside them.
+    """
+    round_numbers = {each: place for place, each in enumerate(sorted(set(rounds)))}
     number = Numbering()
     seen: dict[tuple[int, ...], int] = {}
     made = []
-    for summary in summaries:
+    for summary, its_round in zip(summaries, rounds, strict=True):
+        summary = replace(summary, round=round_numbers[its_round])
         trial = summary.record.trial
         key = tuple(map(number, (trial.strategy, trial.workload, trial.placement, trial.ds_config)))
         repeat = seen[key] = seen.get(key, -1) + 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -174,7 +175,7 @@ def make_trials(
     *,
     lacks_space: str | None = None,
 ) -> list[Trial]:
-    """The trials, interleaved (A B C, A B C). ``caveats``: by strategy name, known before it runs.
+    """The trials in the order in which they run. ``caveats``: by strategy name, known before it runs.
 
     ``lacks_space``: why rows that swap to NVMe cannot run.
     """
@@ -183,7 +184,7 @@ def make_trials(
     torch_adam = placement.accelerator == "cpu" or (fused is not None and not fused.ready)
     made: list[Trial] = []
     for repeat in range(options.repeats):
-        for draft in wanted:
+        for position, draft in enumerate(ordered_for_round(wanted, options.seed, repeat)):
             work = replace(asked, batch_size=draft.batch_size, batch_policy=draft.batch_policy)
             config = dsconfig.complete(
                 draft.config, work, placement, torch_adam=torch_adam, largest_parameter=choice.largest_parameter
@@ -193,6 +194,7 @@ def make_trials(
                 Trial(
                     trial_id=name,
                     repeat=repeat,
+                    round_position=position,
                     strategy=draft.strategy,
                     workload=replace(work, precision=_precision(config, work)),
                     placement=placement,
@@ -206,6 +208,22 @@ def make_trials(
                 )
             )
     return made
+
+
+def ordered_for_round(wanted: Sequence[Draft], seed: int, number: int) -> list[Draft]:
+    """The drafts in the order of round ``number``, from 0 on: rotated and reversed, so that drift favours none.
+
+    Rounds go in pairs, the second of which is the first reversed: no row is early or late on the whole. The first pair
+    begins as written, each further one at another row; the seed and the rows' names say at which. The order of a round
+    does not depend on how many there are, so that a resumed run goes on with the plan that it began with.
+    """
+    names = [f"{draft.strategy.name} {draft.batch_size}" for draft in wanted]
+    shuffled = sorted(
+        range(1, len(names)), key=lambda place: hashlib.sha256(f"{seed} {names[place]}".encode()).digest()
+    )
+    start = [0, *shuffled][number // 2 % max(len(names), 1)]
+    order = [*wanted[start:], *wanted[:start]]
+    return order[::-1] if number % 2 else order
 
 
 def _refusal(config: Mapping[str, Any], placement: Placement, states: Mapping[str, ops.OpState]) -> str | None:

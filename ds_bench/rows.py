@@ -159,6 +159,7 @@ COLUMNS: list[Column] = [
     ("transformers_version", _of_environment(lambda e: e.packages.get("transformers"))),
     ("cuda_version", _of_environment(lambda e: e.torch_cuda_version)),
     ("gpu_driver_version", _of_environment(lambda e: e.gpu_driver_version)),
+    ("round_position", lambda s: s.record.trial.round_position),
 ]
 
 

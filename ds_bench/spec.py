@@ -145,6 +145,8 @@ class Trial:
     """What is known about this row before it runs (an overlay file system, a fallback)."""
     prediction: Mapping[str, Any] | None = None
     """The memory it is predicted to take, as ``prediction.memory.Prediction.to_dict`` gives it."""
+    round_position: int | None = None
+    """0-based place in the order of its round; None where it was not recorded."""
 
     @property
     def not_launched(self) -> bool:

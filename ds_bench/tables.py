@@ -89,7 +89,9 @@ def _interval(row: StrategyResult, baseline: StrategyResult | None) -> str:
     if row.ratio is None or (baseline is not None and row.key == baseline.key):
         return units.MISSING
     interval = row.ratio_interval
-    return NOT_TESTED if interval is None else f"[{interval.low:.2f}, {interval.high:.2f}]"
+    if interval is None:
+        return NOT_TESTED
+    return f"[{interval.low:.2f}, {interval.high:.2f}]{' too wide' if interval.too_wide else ''}"
 
 
 def _texts(row: StrategyResult) -> list[str]:

@@ -6,12 +6,28 @@ import math
 import random
 import statistics
 from collections.abc import Callable
+from typing import Any
 
+import fakes
+import numpy as np
 import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from ds_bench.inference import RatioInterval, mean_interval, ratio_interval, spread, student_t_quantile
+from ds_bench.inference import (
+    LogDifference,
+    RatioInterval,
+    RowRatios,
+    Run,
+    RunDesign,
+    holm_levels,
+    mean_interval,
+    ratio_interval,
+    spread,
+    student_t_quantile,
+    variance_ratio_quantile,
+)
+from ds_bench.plan import Draft, ordered_for_round
 
 speeds = st.lists(st.floats(1e-3, 1e9), min_size=3, max_size=12)
 quick = settings(deadline=None)
@@ -245,3 +261,220 @@ def test_counting_steps_as_samples_would_tell_equal_strategies_apart_most_of_the
 def test_a_difference_of_5_percent_is_found_from_five_runs() -> None:
     assert share_found(means, 5, times=300, faster=1.05) >= 0.9
     assert share_found(means, 5, times=300, faster=0.95) >= 0.9
+
+
+# ------------------------------------------------------------------ simulation: rows of one comparison
+
+STAGES = 4
+NOISE_LEVEL = 0.01
+"""Standard deviation of the log of a run's mean, as quiet machines show it."""
+SETS, SEEDS = 200, 20
+"""Sets of figures for each seed of the order: 4,000 in all."""
+Figures = Any
+"""Logs of runs' means, a line for each set, in the order in which the runs ran."""
+
+
+def wandering(numbers: np.random.Generator, count: int) -> Figures:
+    return np.cumsum(numbers.standard_normal((SETS, count)), axis=1)
+
+
+def autocorrelated(numbers: np.random.Generator, count: int) -> Figures:
+    figures = numbers.standard_normal((SETS, count))
+    for place in range(1, count):
+        figures[:, place] = 0.8 * figures[:, place - 1] + 0.6 * figures[:, place]
+    return figures
+
+
+def drifting(numbers: np.random.Generator, count: int) -> Figures:
+    return numbers.standard_normal((SETS, count)) + np.arange(count)
+
+
+NOISES: dict[str, Callable[[np.random.Generator, int], Figures]] = {
+    "independent": lambda numbers, count: numbers.standard_normal((SETS, count)),
+    "autocorrelated": autocorrelated,
+    "a random walk": wandering,
+    "a linear drift": drifting,
+    "heavy tails": lambda numbers, count: numbers.standard_t(3, (SETS, count)) / math.sqrt(3),
+}
+
+
+def planned(runs: int, seed: int) -> list[tuple[int, int]]:
+    """Row and round of each run, in the order in which a comparison of four stages runs them."""
+    drafts = [Draft(strategy=fakes.zero(stage), config={}, batch_size=4) for stage in range(STAGES)]
+    return [(d.strategy.stage, number) for number in range(runs) for d in ordered_for_round(drafts, seed, number)]
+
+
+def as_written(runs: int, _seed: int) -> list[tuple[int, int]]:
+    """A B C D, A B C D: as earlier versions ran them."""
+    return [(stage, number) for number in range(runs) for stage in range(STAGES)]
+
+
+def found_by(differences: list[list[LogDifference]]) -> Any:
+    """Which rows Holm's method tells from the first, for each set; ``differences`` by row."""
+    probabilities = [
+        [d.probability if abs(d.plain) > 2 * d.standard_error else 1.0 for d in row] for row in differences
+    ]  # two standard errors are never enough
+    return np.array([[p <= level for p, level in zip(each, holm_levels(each), strict=True)]
+                     for each in zip(*probabilities, strict=True)])  # fmt: skip
+
+
+def false_alarms_and_finds(
+    noise: str, runs: int, *, order: Callable[[int, int], list[tuple[int, int]]] = planned, lost: int = 0
+) -> tuple[float, float, float]:
+    """Shares of sets with a false difference where all rows are equal and where one is 5 % faster; finds of that one.
+
+    ``lost``: runs, the last of the second row, that failed.
+    """
+    alarms = alarms_beside = finds = 0.0
+    for seed in range(SEEDS):
+        ran = order(runs, seed)
+        gone = [place for place, (row, _) in enumerate(ran) if row == 1][runs - lost :]
+        places = [place for place in range(len(ran)) if place not in gone]
+        figures = NOISE_LEVEL * NOISES[noise](np.random.default_rng(seed), len(ran))[:, places]
+        rows = np.array([ran[place][0] for place in places])
+        design = RunDesign(rows, [ran[place][1] for place in places], places)
+        faster = 1 + seed % (STAGES - 1)
+        for gain in (0.0, 0.05):
+            fit = design.fit(figures + math.log1p(gain) * (rows == faster))
+            found = found_by([fit.differences(row, 0) for row in range(1, STAGES)])
+            if gain:
+                finds += found[:, faster - 1].sum()
+                alarms_beside += np.delete(found, faster - 1, axis=1).any(axis=1).sum()
+            else:
+                alarms += found.any(axis=1).sum()
+    return tuple(count / (SETS * SEEDS) for count in (alarms, alarms_beside, finds))  # type: ignore[return-value]
+
+
+def finds_of_welch(noise: str, runs: int) -> float:
+    """Of the same 5 %, by an interval for that row alone, the runs in the order as written."""
+    found = 0
+    for seed in range(SEEDS):
+        ran = as_written(runs, seed)
+        figures = NOISE_LEVEL * NOISES[noise](np.random.default_rng(seed), len(ran))
+        rows, faster = np.array([row for row, _ in ran]), 1 + seed % (STAGES - 1)
+        speeds = np.exp(figures + math.log1p(0.05) * (rows == faster))
+        for ours, theirs in zip(speeds[:, rows == faster].tolist(), speeds[:, rows == 0].tolist(), strict=True):
+            interval = ratio_interval(ours, theirs)
+            found += interval is not None and interval.distinguishable
+    return found / (SETS * SEEDS)
+
+
+@pytest.mark.parametrize("runs", [3, 5])
+@pytest.mark.parametrize("noise", NOISES)
+def test_false_differences_are_rare_among_all_rows_and_true_ones_found_as_often_as_by_welch(
+    noise: str, runs: int
+) -> None:
+    """Welch's interval for each row by itself finds one in a hundred more at most, at 9 to 12 % of false alarms."""
+    among_equals, beside_a_faster_row, finds = false_alarms_and_finds(noise, runs)
+    assert among_equals <= 0.06
+    assert beside_a_faster_row <= 0.06
+    assert finds >= finds_of_welch(noise, runs) - 0.01
+
+
+@pytest.mark.parametrize("noise", NOISES)
+def test_results_that_ran_in_the_written_order_show_as_few_false_differences(noise: str) -> None:
+    assert max(false_alarms_and_finds(noise, 3, order=as_written)[:2]) <= 0.06
+
+
+@pytest.mark.parametrize("noise", NOISES)
+def test_runs_that_failed_leave_false_differences_rare(noise: str) -> None:
+    assert max(false_alarms_and_finds(noise, 5, lost=2)[:2]) <= 0.06
+
+
+# ------------------------------------------------------------------ rows of one comparison by hand
+
+
+def table(rows: dict[str, list[float]], baseline: str | None = "a", *, order: str = "") -> RowRatios:
+    """Every row a run in each round; ``order``: names of rows in the order of running, else all of a round at once."""
+    places = {each: place for place, each in enumerate(zip(order, _rounds_of(order), strict=True))}
+    runs = {
+        name: [Run(mean=mean, round=n, place=places.get((name, n), n)) for n, mean in enumerate(means)]
+        for name, means in rows.items()
+    }
+    return RowRatios(runs, baseline)
+
+
+def _rounds_of(order: str) -> list[int]:
+    return [order[:place].count(name) for place, name in enumerate(order)]
+
+
+def test_a_drift_that_is_no_noise_widens_no_interval() -> None:
+    """Each run is 10 % slower than the one before, and b twice as fast as a: nothing is left over."""
+    speeds = {"a": [1.1**-place for place in (0, 3)], "b": [2 * 1.1**-place for place in (1, 2)]}
+    for name, place in (("a", 4), ("b", 5)):
+        speeds[name].append((2 if name == "b" else 1) * 1.1**-place)
+    found = table(speeds, order="abbaab").between("b", "a")
+    assert found is not None
+    assert found.low <= found.ratio <= found.high
+    assert found.ratio == pytest.approx(2 * 1.1 ** (-1 / 3))  # of the geometric means, as the table prints it
+    assert found.high == pytest.approx(2)  # with the trend taken out
+
+
+def test_a_row_that_varies_far_more_than_the_others_hides_nothing_of_them() -> None:
+    quiet = {name: [speed * (1 + 0.001 * n) for n in (0, 2, 1, 0, 1)] for name, speed in (("a", 100.0), ("b", 102.0))}
+    noisy = {**quiet, "c": [50.0, 210.0, 90.0, 160.0, 70.0]}
+    for rows in (quiet, noisy):
+        found = table(rows).between("b", "a")
+        assert found is not None
+        assert found.distinguishable
+        assert found.high - found.low < 0.02
+    wide = table(noisy).between("c", "a")
+    assert wide is not None
+    assert not wide.distinguishable
+    assert wide.high > 2
+
+
+def test_holms_levels_by_hand() -> None:
+    """Ordered: 0.01 ≤ 0.05/4, 0.013 ≤ 0.05/3, 0.03 > 0.05/2: the third is not found, nor is the last."""
+    assert holm_levels([0.03, 0.01, 0.04, 0.013]) == pytest.approx([0.025, 0.0125, 0.025, 0.05 / 3])
+    assert holm_levels([]) == []
+
+
+@quick
+@given(st.lists(st.lists(st.floats(90, 110), min_size=3, max_size=3), min_size=2, max_size=5))
+def test_an_interval_leaves_out_1_exactly_where_holms_method_finds_a_difference(means: list[list[float]]) -> None:
+    names = "abcde"[: len(means)]
+    found = table(dict(zip(names, means, strict=True)))
+    design = RunDesign(
+        [row for row, own in enumerate(means) for _ in own], [0, 1, 2] * len(means), [0, 1, 2] * len(means)
+    )
+    fit = design.fit([[math.log(mean) for own in means for mean in own]])
+    probabilities = [fit.differences(row, 0)[0].probability for row in range(1, len(means))]
+    for name, p, level in zip(names[1:], probabilities, holm_levels(probabilities), strict=True):
+        interval = found.between(name, "a")
+        assert interval is not None
+        assume(abs(p - level) > 1e-9)
+        assert interval.distinguishable is (p < level)
+        inverse = found.between("a", name)
+        assert inverse is not None
+        assert (inverse.low, inverse.high) == pytest.approx((1 / interval.high, 1 / interval.low))
+
+
+def test_two_rows_of_which_none_is_the_baseline_are_held_to_one_level_for_all_others() -> None:
+    found = table({name: [100.0, 101.0, 99.0 + n] for n, name in enumerate("abcd")}, None).between("b", "c")
+    assert found is not None
+    assert found.confidence == pytest.approx(1 - 0.05 / 3)
+
+
+@pytest.mark.parametrize("bad", [[1.0, 2.0], [1.0, 2.0, 0.0], []])
+def test_a_row_that_cannot_be_tested_takes_no_part(bad: list[float]) -> None:
+    found = table({"a": [100.0, 101.0, 102.0], "b": [50.0, 51.0, 50.0], "bad": bad})
+    assert found.between("bad", "a") is None
+    assert found.between("a", "a") is None
+    assert found.between("b", "a") == table({"a": [100.0, 101.0, 102.0], "b": [50.0, 51.0, 50.0]}).between("b", "a")
+
+
+def test_quantiles_of_a_ratio_of_variances_are_the_published_ones() -> None:
+    """Pearson and Hartley, "Biometrika tables for statisticians" I, table 18."""
+    found = [variance_ratio_quantile(p, *df) for p, df in ((0.95, (3, 10)), (0.99, (2, 6)), (0.99, (10, 30)))]
+    assert found == pytest.approx([3.71, 10.92, 2.98], abs=5e-3)
+
+
+@pytest.mark.parametrize(("low", "high", "said"), [(2.26, 109.08, False), (1.1, 2.1, True), (1.1, 2.3, False)])
+def test_on_a_shared_processor_an_interval_beyond_a_factor_of_two_decides_nothing(
+    low: float, high: float, said: bool
+) -> None:
+    found = RatioInterval(ratio=1.5, low=low, high=high, degrees_of_freedom=4)
+    assert found.distinguishable
+    assert found.on_shared_processor.distinguishable is said
+    assert found.on_shared_processor.inverse.distinguishable is said

@@ -46,18 +46,44 @@ def config_of(*arguments: str, make: plan.MakeConfig = fakes.make_config) -> dic
 # ------------------------------------------------------------------ order
 
 
+def order(*arguments: str) -> list[list[int]]:
+    """Stages in the order of running, round by round."""
+    rounds: dict[int, list[int]] = {}
+    for trial in trials(fakes.options("zero", *arguments)):
+        mine = rounds.setdefault(trial.repeat, [])
+        assert trial.round_position == len(mine)
+        mine.append(trial.strategy.stage)
+    return list(rounds.values())
+
+
 @settings(deadline=None)
-@given(stages=st.lists(st.integers(0, 3), min_size=1, max_size=4, unique=True), repeats=st.integers(1, 4))
-def test_repeats_are_interleaved_so_that_heat_and_cache_favour_no_row(stages: list[int], repeats: int) -> None:
-    options = fakes.options("zero", "--stages", *map(str, stages), "--repeats", str(repeats))
-    made = trials(options)
-    assert [trial.strategy.stage for trial in made] == stages * repeats
-    assert [trial.repeat for trial in made] == [repeat for repeat in range(repeats) for _ in stages]
+@given(
+    stages=st.lists(st.integers(0, 3), min_size=1, max_size=4, unique=True),
+    repeats=st.integers(1, 9),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_the_order_of_rounds_is_counterbalanced_so_that_drift_favours_no_row(
+    stages: list[int], repeats: int, seed: int
+) -> None:
+    """Each round is a rotation of the order as written or its reverse; in each pair all rows are equally late."""
+    flags = "--stages", *map(str, stages), "--seed", str(seed)
+    rounds = order(*flags, "--repeats", str(repeats))
+    assert rounds[0] == stages
+    turns = [[*stages[start:], *stages[:start]] for start in range(len(stages))]
+    assert all(each in turns or each[::-1] in turns for each in rounds)
+    assert all(second == first[::-1] for first, second in zip(rounds[::2], rounds[1::2], strict=False))
+    starts = [each[0] for each in rounds[::2]]
+    assert len(set(starts)) == min(len(starts), len(stages))
+    assert rounds == order(*flags, "--repeats", "9")[:repeats]
 
 
-def test_three_strategies_twice_run_a_b_c_a_b_c() -> None:
-    made = trials(fakes.options("offload", "--repeats", "2"))
-    assert [trial.strategy.name for trial in made] == ["none", "cpu_optimizer", "cpu_full"] * 2
+def test_the_seed_decides_at_which_row_later_rounds_begin() -> None:
+    assert len({str(order("--repeats", "5", "--seed", str(seed))) for seed in range(30)}) == 6
+
+
+def test_rows_that_are_added_leave_the_order_of_the_others_in_the_first_two_rounds() -> None:
+    few, all_rows = (order("--repeats", "2", "--stages", *stages) for stages in (("1", "3"), ("0", "1", "2", "3")))
+    assert [[stage for stage in each if stage in (1, 3)] for each in all_rows] == few
 
 
 def test_trial_ids_sort_in_the_order_of_running_and_are_unique() -> None:

@@ -329,10 +329,10 @@ def test_a_run_of_one_script_is_not_resumed_by_the_other(house: House, capsys: p
     assert "is of the other script" in capsys.readouterr().err
 
 
-def test_repeats_run_interleaved_through_the_whole_house(house: House) -> None:
+def test_repeats_run_counterbalanced_through_the_whole_house(house: House) -> None:
     house.run("--repeats", "2", "--stages", "1", "2")
-    assert [trial.strategy.stage for trial in house.launcher.launched] == [1, 2, 1, 2]
-    assert [(row["stage"], row["repeat"]) for row in house.rows()] == [(1, 0), (2, 0), (1, 1), (2, 1)]
+    assert [trial.strategy.stage for trial in house.launcher.launched] == [1, 2, 2, 1]
+    assert [(row["stage"], row["repeat"]) for row in house.rows()] == [(1, 0), (2, 0), (2, 1), (1, 1)]
 
 
 @pytest.mark.parametrize(

@@ -211,7 +211,7 @@ def test_repeats_are_interleaved_and_each_run_is_a_row(start_script: Start) -> N
     script = start_script("zero_stage_comparison.py", *SMALL, "--stages", "0", "1", "--repeats", "2")
     code, out, err = script.wait()
     assert code == 0, err
-    assert [(row["stage"], row["repeat"]) for row in script.rows()] == [(0, 0), (1, 0), (0, 1), (1, 1)]
+    assert [(row["stage"], row["repeat"]) for row in script.rows()] == [(0, 0), (1, 0), (1, 1), (0, 1)]
     assert [line.split()[0] for line in out.splitlines() if line.startswith("  ZeRO-")] == ["ZeRO-0", "ZeRO-1"]
 
 

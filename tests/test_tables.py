@@ -158,14 +158,15 @@ def repeated(stage: int, *seconds: float) -> list[TrialRecord]:
 
 
 def test_the_interval_of_a_ratio_by_hand() -> None:
-    """Logs of 1/0.19, 1/0.20, 1/0.21 against those of half the times: ratio 1/2 with a margin in the logs.
+    """Half the speed in three rounds, the one getting slower as the other gets faster: there is no common trend.
 
-    ln 0.19, ln 0.20, ln 0.21 = -1.660731, -1.609438, -1.560648: deviation 0.050049, standard error of the difference
-    0.050049 × √(2/3) = 0.040865, t of 4 degrees 2.776445, margin 0.113459: 0.5 × 0.89274 = 0.446 to
-    0.5 × 1.12015 = 0.560.
+    ln 0.095, ln 0.1, ln 0.105 deviate by 0.050049 from their mean, as the logs of twice the times do. Squares of both
+    rows 4 × 0.050049² = 0.0100196, of 6 - 2 - 1 = 3 degrees of freedom: standard error of the difference
+    √(0.0100196 / 3 × 2 / 3) = 0.047187, t of 3 degrees 3.182446, margin 0.150171: 0.5 × 0.86056 = 0.430 to
+    0.5 × 1.16203 = 0.581.
     """
-    lines = cells(*repeated(0, 0.095, 0.1, 0.105), *repeated(1, 0.19, 0.2, 0.21))
-    assert [line["95 % interval"] for line in lines] == ["—", "[0.45, 0.56]"]
+    lines = cells(*repeated(0, 0.095, 0.1, 0.105), *repeated(1, 0.21, 0.2, 0.19))
+    assert [line["95 % interval"] for line in lines] == ["—", "[0.43, 0.58]"]
 
 
 def test_fewer_than_three_runs_are_called_not_tested_and_a_failed_row_is_not() -> None:

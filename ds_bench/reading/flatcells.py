@@ -21,6 +21,7 @@ _COUNTS = frozenset((
     "data_parallel_size", "parameter_count", "model_flops_per_token", "causal_flops_per_token",
     "hardware_flops_per_token", "gpu_alloc_retries", "skipped_steps", "method_version", "num_nodes", "gpu_count",
     "cpu_threads", "cpu_logical_cores", "cpu_physical_cores",
+    "round_position",
 ))  # fmt: skip
 _NEEDED = (
     "stage", "strategy", "model", "batch_size", "seq_length", "grad_accum", "num_steps", "warmup_steps", "success",

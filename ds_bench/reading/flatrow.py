@@ -177,6 +177,7 @@ def _trial(row: Mapping[str, Any]) -> Trial:
     return Trial(
         trial_id=row.get("trial_id") or f"{strategy.name}_r{row['repeat']}",
         repeat=row["repeat"],
+        round_position=row.get("round_position"),
         strategy=strategy,
         workload=_workload(row),
         placement=_placement(row),
