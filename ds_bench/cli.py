@@ -8,9 +8,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from . import console
+from . import console, models
 from .errors import DsBenchError, UsageError
 from .flags import Family, Options, parse
+from .redaction import REDACTED, redacted_arguments
 from .spec import Strategy
 
 
@@ -31,7 +32,7 @@ def main(
             _forget_launcher(os.environ)
             from .comparison import run_comparison
 
-            return run_comparison(options, make_config, kept)
+            return run_comparison(options, make_config, redacted_arguments(kept))
         except DsBenchError as error:
             console.print_text(f"{prog}: {error}", sys.stderr)
             return error.exit_code
@@ -54,7 +55,48 @@ def _with_resumed_flags(family: Family, prog: str, given: list[str]) -> tuple[Op
     if earlier.get("family") != family:
         raise UsageError(f"--resume {options.resume} is of the other script", remedy="use the script that started it")
     flags = [str(flag) for flag in earlier.get("arguments", [])]
-    return parse(family, prog, [*flags, *given]), flags
+    whole = parse(family, prog, [*_told(flags, options), *given])
+    _require_said_again(whole, options)
+    return whole, flags
+
+
+def _told(flags: list[str], options: Options) -> list[str]:
+    """The flags that the run began with, but for redacted settings, which must be said again. Raises UsageError."""
+    again = {text.partition("=")[0] for text in options.set}
+    kept: list[str] = []
+    for flag in flags:
+        if REDACTED not in flag:
+            kept.append(flag)
+            continue
+        key = flag.removeprefix("--set=").partition("=")[0]
+        if key not in again:
+            raise UsageError(
+                f"--resume {options.resume}: the value of {key} may be a credential and was not kept",
+                remedy=f"say it again: --set {key}=VALUE",
+            )
+        if kept[-1:] == ["--set"]:
+            kept.pop()
+    return kept
+
+
+def _require_said_again(whole: Options, typed: Options) -> None:
+    """A run folder may come from somebody else: what runs code or reaches other machines is not taken from it alone.
+
+    ``whole``: with the flags that the folder holds; ``typed``: of this command alone. Raises UsageError.
+    """
+    local = models.find_preset(whole.model) is None and Path(whole.model).is_dir()
+    needed = {
+        "--trust-remote-code": (whole.trust_remote_code, typed.trust_remote_code),
+        f"--model-factory {whole.model_factory}": (whole.model_factory, typed.model_factory),
+        f"--model {whole.model}": (whole.model if local else typed.model, typed.model),
+        f"--hostfile {whole.hostfile}": (whole.hostfile, typed.hostfile),
+    }
+    missing = [flag for flag, (value, given) in needed.items() if value and value != given]
+    if missing:
+        raise UsageError(
+            f"--resume {whole.resume}: a run folder alone does not start code or other machines",
+            remedy=f"if you trust it, say again: {' '.join(missing)}",
+        )
 
 
 def _not_rank_zero(environ: os._Environ[str]) -> bool:

@@ -43,6 +43,8 @@ def run_comparison(options: Options, make_config: plan.MakeConfig, arguments: Se
     """Plans, readies, runs, saves and shows. Returns the exit code; raises DsBenchError before any work."""
     with interrupts.interruptible():
         try:
+            if options.resume is not None:  # before anything that the folder names is looked at
+                _require_same_machine(RunStore.open(options.resume), environment.capture())
             with interrupts.acting():
                 situation = look_around(options, make_config)
             if options.dry_run:
@@ -95,7 +97,7 @@ def dry_run(situation: Situation) -> int:
             console.print_text(f"# {trial.trial_id}: {trial.strategy.label}")
             if trial.unsupported:
                 console.print_text(f"# Unsupported: {trial.unsupported}")
-            console.print_json(json.dumps(trial.ds_config, indent=2))
+            console.print_json(json.dumps(trial.to_dict()["ds_config"], indent=2))
             console.print_text("# the same ranks, started cold:")
             console.print_text(" ".join(["python", *command[1:]]) + "\n")
     return showing.OK
@@ -104,8 +106,6 @@ def dry_run(situation: Situation) -> int:
 def _compare(situation: Situation, profile: ModelProfile | None, store: RunStore, arguments: Sequence[str]) -> int:
     options, place = situation.options, situation.place
     facts = environment.capture()
-    if options.resume is not None:
-        _require_same_machine(store, facts)
     say = _quiet if options.quiet else lambda text: console.print_text(text, sys.stderr)
     with interrupts.acting():
         states = preflight.build_ops(place, situation.drafts, situation.variables, say)

@@ -73,9 +73,12 @@ class Assignment:
     """For one collective: longer than any limit of the trial, so that no library ends a rank before the parent does."""
 
     def save(self, folder: Path, config: Mapping[str, Any]) -> None:
-        """Writes trial.json and ds_config.json into the trial's folder."""
-        write_json(folder / CONFIG_FILE, config)
-        write_json(folder / TRIAL_FILE, asdict(self))
+        """Writes trial.json and ds_config.json into the trial's folder.
+
+        ds_config.json, for the user alone to read, is the only file that holds the configuration's credentials.
+        """
+        write_json(folder / CONFIG_FILE, config, mode=0o600)
+        write_json(folder / TRIAL_FILE, {**asdict(self), "trial": self.trial.to_dict()})
 
     @classmethod
     def load(cls, folder: Path) -> Assignment:
@@ -84,15 +87,15 @@ class Assignment:
         return cls(**data)
 
 
-def write_json(path: Path, data: object) -> None:
+def write_json(path: Path, data: object, mode: int = 0o666) -> None:
     """Whole or not at all: temporary name, fsync, rename. NaN and infinities are refused (ValueError)."""
-    write_text(path, json.dumps(data, indent=1, allow_nan=False, ensure_ascii=False) + "\n")
+    write_text(path, json.dumps(data, indent=1, allow_nan=False, ensure_ascii=False) + "\n", mode)
 
 
-def write_text(path: Path, text: str) -> None:
+def write_text(path: Path, text: str, mode: int = 0o666) -> None:
     """Whole or not at all: temporary name, fsync, rename. A link keeps its target; a device or pipe is written to.
 
-    Raises OSError naming the file.
+    ``mode``: permissions, less what the umask takes. Raises OSError naming the file.
     """
     path = path.resolve()
     if path.exists() and not path.is_file():
@@ -100,7 +103,8 @@ def write_text(path: Path, text: str) -> None:
         return
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with temporary.open("w", encoding="utf-8", errors="backslashreplace", newline="") as file:
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, mode)
+        with os.fdopen(descriptor, "w", encoding="utf-8", errors="backslashreplace", newline="") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())

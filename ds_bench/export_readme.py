@@ -14,6 +14,7 @@ from typing import Any
 from . import analysis, dsconfig, provenance, units
 from .environment import Environment
 from .record import TrialRecord
+from .redaction import REDACTED, redacted_keys
 from .spec import Placement, Trial
 
 Config = Mapping[str, Any]
@@ -220,6 +221,8 @@ def _batch(trial: Trial) -> tuple[object, object]:
 
 
 def _keys(raw: Config, accelerate: Config, placement: Placement) -> Iterator[str]:
+    for key in redacted_keys(raw):
+        yield f"- {code(key)}: may be a credential and was not kept; put your own in place of {code(REDACTED)}."
     own = [key for key, value in OWN_KEYS.items() if raw.get(key) == value]
     if own:
         yield f"- {', '.join(map(code, own))}: added for measuring (no printing, no timers); remove at will."

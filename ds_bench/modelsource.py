@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -18,7 +17,7 @@ from typing import Any
 
 from . import models
 from .errors import UsageError
-from .launch.processes import die_with_parent
+from .launch.processes import child_environment, die_with_parent
 from .spec import ModelSource
 
 
@@ -93,7 +92,7 @@ def _ask_transformers(name: str, trust_remote_code: bool, environment: Mapping[s
     try:
         done = subprocess.run(
             command,
-            env={**os.environ, **environment},
+            env=child_environment(environment),
             stdin=subprocess.DEVNULL,
             preexec_fn=die_with_parent,
             capture_output=True,

@@ -214,7 +214,7 @@ def _build(name: str, folder: Path, environment: Mapping[str, str], timeout_seco
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=errors,
-            env={**os.environ, **environment, "TORCH_EXTENSIONS_DIR": str(folder)},
+            env=processes.child_environment({**environment, "TORCH_EXTENSIONS_DIR": str(folder)}),
             start_new_session=True,
             preexec_fn=processes.die_with_parent,
         )

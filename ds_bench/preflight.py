@@ -100,10 +100,12 @@ def rank_environment(
 ) -> dict[str, str]:
     """Variables every process of every trial gets, the same for warm and cold launch."""
     here = str(Path(__file__).resolve().parent.parent)
-    path = os.pathsep.join([here, *filter(None, [environ.get("PYTHONPATH")])])
+    # An empty part would be the current folder.
+    path = os.pathsep.join([here, *filter(None, environ.get("PYTHONPATH", "").split(os.pathsep))])
     variables = {
         "DS_ACCELERATOR": placement.accelerator,
         "PYTHONPATH": path,
+        "PYTHONSAFEPATH": "1",  # a random.py in the current folder must not run in every process
         # ninja lies beside the interpreter of a virtual environment, which need not be activated.
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), environ.get("PATH", os.defpath)]),
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",

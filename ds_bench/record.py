@@ -241,8 +241,8 @@ class TrialRecord:
             raise ValueError("a trial that succeeded has a measurement of every rank")
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
-        return asdict(self)
+        """Plain JSON values, for files: credentials in the configuration are redacted."""
+        return {**asdict(self), "trial": self.trial.to_dict()}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> TrialRecord:

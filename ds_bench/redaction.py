@@ -1,8 +1,12 @@
-"""Keeps credentials out of what is stored: whether an environment variable may hold one."""
+"""Keeps credentials out of what is stored: environment variables, DeepSpeed configurations, typed flags."""
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+from typing import Any
 
 REDACTED = "<redacted>"
 
@@ -17,6 +21,7 @@ _SECRET_VALUE = r"""(?xs)
     |://.*\?          # a signed address carries its signature in the query
     |(?i:bearer\s|(?:token|key|secret|passw\w*|pwd|credentials?|auth\w*|sig)["']?\s*[=:])
     |[0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}"""
+_ADDRESS_CREDENTIALS = r"(://)[^/@\s]+@"
 _LONGEST_SETTING = 4096  # characters; beyond, a value is a document, and the patterns would take seconds over it
 _CARD_NAME = r"\b(?:GPU|MIG)-[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}\b"
 
@@ -31,6 +36,81 @@ def looks_secret(name: str, value: str) -> bool:
         return bool(value)
     value = re.sub(_CARD_NAME, "", value)
     return bool(re.search(_SECRET_VALUE, value)) or _looks_random(value)
+
+
+def redacted_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A DeepSpeed configuration with :data:`REDACTED` for every text that may be a credential, by its path or value.
+
+    What was redacted before stays as it is.
+    """
+    return {name: _redacted(name, value) for name, value in config.items()}
+
+
+def _redacted(path: str, value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _redacted(f"{path}.{name}", item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_redacted(path, item) for item in value]
+    return REDACTED if isinstance(value, str) and _is_secret(path, value) else value
+
+
+@lru_cache(maxsize=4096)
+def _is_secret(path: str, value: str) -> bool:
+    return looks_secret(path, value)
+
+
+def redacted_keys(config: Mapping[str, Any]) -> list[str]:
+    """The paths, as ``--set`` takes them, of what was redacted in a configuration."""
+    return [path for path, value in _texts("", config) if value == REDACTED]
+
+
+def secrets_of(config: Mapping[str, Any]) -> list[str]:
+    """The texts in a configuration that may be credentials, the longest first; none that was redacted."""
+    found = {value for path, value in _texts("", config) if value and value != REDACTED and _is_secret(path, value)}
+    return sorted(found, key=len, reverse=True)
+
+
+def _texts(path: str, value: Any) -> Iterator[tuple[str, str]]:
+    if isinstance(value, Mapping):
+        for name, item in value.items():
+            yield from _texts(f"{path}.{name}" if path else str(name), item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _texts(path, item)
+    elif isinstance(value, str):
+        yield path, value
+
+
+def without(text: str, secrets: Sequence[str]) -> str:
+    """A text in which each of these is replaced."""
+    for secret in secrets:
+        text = text.replace(secret, REDACTED)
+    return text
+
+
+def redacted_arguments(arguments: Sequence[str]) -> list[str]:
+    """A typed command without values of ``--set`` that may be credentials, and without those in addresses."""
+    kept: list[str] = []
+    for argument in arguments:
+        head, value = ("--set=", argument[6:]) if argument.startswith("--set=") else ("", argument)
+        path, equals, setting = value.partition("=")
+        if (head or kept[-1:] == ["--set"]) and equals:
+            kept.append(f"{head}{path}={_redacted_setting(path, setting)}")
+        else:
+            kept.append(re.sub(_ADDRESS_CREDENTIALS, rf"\1{REDACTED}@", argument))
+    return kept
+
+
+def _redacted_setting(path: str, setting: str) -> str:
+    """The value of one ``--set``, which may be JSON."""
+    try:
+        value = json.loads(setting)
+    except (ValueError, RecursionError):
+        value = setting
+    redacted = _redacted(path, value)
+    if redacted == value:
+        return setting
+    return redacted if isinstance(redacted, str) else json.dumps(redacted)
 
 
 def _looks_random(value: str) -> bool:

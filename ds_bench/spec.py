@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from .redaction import redacted_config
+
 Device = Literal["none", "cpu", "nvme"]
 Accelerator = Literal["cuda", "cpu"]
 Precision = Literal["bf16", "fp16", "fp32"]
@@ -155,20 +157,20 @@ class Trial:
 
     @property
     def key(self) -> str:
-        """Hash over everything that decides the measurement; ``--resume`` matches by it."""
+        """Hash over everything that decides the measurement; ``--resume`` matches by it. Credentials do not."""
         facts = {
             "repeat": self.repeat,
             "strategy": asdict(self.strategy),
             "workload": asdict(self.workload),
             "placement": asdict(self.placement),
-            "ds_config": self.ds_config,
+            "ds_config": redacted_config(self.ds_config),
         }
         text = json.dumps(facts, sort_keys=True, default=str)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
-        return asdict(self)
+        """Plain JSON values, for files: credentials in the configuration are redacted."""
+        return {**asdict(self), "ds_config": redacted_config(self.ds_config)}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Trial:

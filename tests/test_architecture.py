@@ -46,10 +46,11 @@ LAYERS: tuple[frozenset[str], ...] = tuple(
         "prediction.estimators prediction.modelstates reading.leastconfig reading.strictjson record "
         "render.figures strategies",
         "advising batchsearch caveats console errors files gpus hostmemory inference interrupts launch.processes "
-        "prediction reading reading.sameness reading.shapes redaction regression render render.svg spec units",
+        "prediction reading reading.sameness reading.shapes regression render render.svg spec units",
+        "redaction",
     )
 )
-WORKER_MAY_IMPORT = {"contract", "hostmemory", "record", "spec", "launch.processes"}
+WORKER_MAY_IMPORT = {"contract", "hostmemory", "record", "redaction", "spec", "launch.processes"}
 HEAVY = {"torch", "deepspeed", "transformers", "accelerate"}
 
 

@@ -18,7 +18,7 @@ from typing import Any
 from .. import dsconfig, preflight, strategies
 from ..errors import PreflightError
 from ..hostmemory import read_text
-from ..launch.processes import die_with_parent
+from ..launch.processes import child_environment, die_with_parent
 from ..spec import Placement, Workload
 from ..units import format_bytes, format_millions, from_gb
 from . import Finding, Machine, ok, one_by_one, problem, unreadable, warning
@@ -135,7 +135,7 @@ def _measure(path: Path, settings: Mapping[str, Any], variables: Mapping[str, st
     try:
         done = subprocess.run(
             command,
-            env={**os.environ, **variables},
+            env=child_environment(variables),
             stdin=subprocess.DEVNULL,
             capture_output=True,
             timeout=_TIMEOUT_SECONDS,

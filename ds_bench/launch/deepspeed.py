@@ -19,7 +19,7 @@ from pathlib import Path
 from ..contract import LEADER_LOG
 from ..record import TrialRecord
 from ..spec import Placement, Trial
-from .processes import die_with_parent
+from .processes import child_environment, die_with_parent
 from .trial import run_trial
 from .watch import Limits, Listener
 
@@ -52,7 +52,7 @@ class DeepSpeedLauncher:
         with (folder / LEADER_LOG).open("ab") as log:
             process = subprocess.Popen(
                 [sys.executable, "-m", "ds_bench.launch.leader", str(folder), json.dumps(command)],
-                env={**os.environ, **self._environment},
+                env=child_environment(self._environment),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

@@ -10,7 +10,7 @@ import ctypes
 import os
 import signal
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -25,6 +25,15 @@ def _prctl(option: int, value: int) -> bool:
         return bool(libc.prctl(option, value, 0, 0, 0) == 0)
     except (OSError, AttributeError):  # not Linux
         return False
+
+
+def child_environment(changes: Mapping[str, str]) -> dict[str, str]:
+    """Variables of a Python process started here: it finds this package, and nothing in the current folder."""
+    variables = {**os.environ, **changes}
+    package = str(Path(__file__).resolve().parent.parent.parent)
+    # An empty part would be the current folder.
+    path = dict.fromkeys([package, *filter(None, variables.get("PYTHONPATH", "").split(os.pathsep))])
+    return {**variables, "PYTHONPATH": os.pathsep.join(path), "PYTHONSAFEPATH": "1"}
 
 
 def die_with_parent(number: int = signal.SIGKILL) -> None:

@@ -22,7 +22,7 @@ from typing import Any
 
 from ..contract import write_json
 from ..errors import UsageError
-from ..launch.processes import die_with_parent
+from ..launch.processes import child_environment, die_with_parent
 from ..models import ModelFacts
 from ..spec import Precision
 
@@ -199,7 +199,7 @@ def ask(requests: Sequence[Mapping[str, Any]], timeout_seconds: float = 600) -> 
     done = subprocess.run(
         [sys.executable, "-m", "ds_bench.worker.activations"],
         input="".join(json.dumps(request) + "\n" for request in requests).encode(),
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "TRANSFORMERS_VERBOSITY": "error"},
+        env=child_environment({"CUDA_VISIBLE_DEVICES": "", "TRANSFORMERS_VERBOSITY": "error"}),
         preexec_fn=die_with_parent,
         capture_output=True,
         timeout=timeout_seconds,

@@ -5,18 +5,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import json
+import logging
 import os
 import random
 import signal
 import socket
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from .. import redaction
 from ..contract import (
     CONFIG_FILE,
     Assignment,
@@ -60,6 +63,13 @@ def run(folder: Path, *, rank: int, local_rank: int, world_size: int) -> int:
             limited=limited,
             device_free_bytes=memory.device_free_bytes(),
         )
+        with contextlib.suppress(OSError, ValueError):
+            secrets = redaction.secrets_of(_config(folder))
+            failure = replace(
+                failure,
+                message=redaction.without(failure.message, secrets),
+                traceback=redaction.without(failure.traceback, secrets),
+            )
         print(failure.traceback, file=sys.stderr, flush=True)
         result = {"failure": asdict(failure)}
         code = 1
@@ -104,7 +114,15 @@ def _measure(folder: Path, assignment: Assignment, beat: BeatWriter, started: fl
     from . import session
 
     imported = time.time()
-    config = json.loads((folder / CONFIG_FILE).read_text())
+    config = _config(folder)
+    secrets = redaction.secrets_of(config)
+    if secrets:  # DeepSpeed logs its whole configuration
+
+        def hide(said: logging.LogRecord) -> bool:
+            said.msg, said.args = redaction.without(said.getMessage(), secrets), None
+            return True
+
+        logging.getLogger("DeepSpeed").addFilter(hide)
     _seed_everything(trial)
     own = {"hostname": socket.gethostname(), "pid": os.getpid(), "import_seconds": imported - started}
 
@@ -114,6 +132,10 @@ def _measure(folder: Path, assignment: Assignment, beat: BeatWriter, started: fl
     measured = session.measure(assignment, config, beat, keep)
     beat.beat("write")
     return {"measurement": {**measured, **own}}
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    return dict(json.loads((folder / CONFIG_FILE).read_text()))
 
 
 def _seed_everything(trial: Trial) -> None:

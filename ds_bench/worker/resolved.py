@@ -8,13 +8,15 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from ..redaction import redacted_config
+
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
 def resolved_config(engine: Any) -> dict[str, Any]:
-    """Every public value of ``engine._config`` (runtime/config.py) as plain JSON values."""
+    """Every public value of ``engine._config`` (runtime/config.py) as plain JSON values, credentials redacted."""
     values = {name: value for name, value in vars(engine._config).items() if not name.startswith("_")}
-    return {name: plain(value) for name, value in sorted(values.items())}
+    return redacted_config({name: plain(value) for name, value in sorted(values.items())})
 
 
 def plain(value: Any, depth: int = 8) -> Any:
