@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import IO, Any
 
-from . import compare, console, models, provenance, recommend, tables
+from . import compare, console, provenance, recommend, tables
 from .analysis import Summary
 from .compare import Comparison, StrategyResult
 from .environment import Environment
@@ -48,14 +48,13 @@ def of(
     *,
     goal: str = "balanced",
     relative_to: str | None = None,
-    facts: models.ModelFacts | None = None,
     notes: Sequence[str] = (),
     commands: Sequence[str] = (),
     environments: Sequence[Environment] = (),
     sources: Sequence[str] = (),
     heading: str | None = None,
 ) -> Answer:
-    """The answer that rows of one workload give. ``facts`` of a preset are found without being given.
+    """The answer that rows of one workload give.
 
     Raises UsageError where ``relative_to`` names no row.
     """
@@ -63,18 +62,13 @@ def of(
     return Answer(
         title=heading or provenance.title(summaries),
         comparison=comparison,
-        recommendation=recommend.recommend(comparison, goal, facts or _preset(summaries)),
+        recommendation=recommend.recommend(comparison, goal),
         goal=goal,
         notes=tuple(notes),
         commands=tuple(dict.fromkeys(filter(None, commands))),
         environments=tuple(environments),
         sources=tuple(sources),
     )
-
-
-def _preset(summaries: Sequence[Summary]) -> models.ModelFacts | None:
-    work = summaries[0].record.trial.workload if summaries else None
-    return models.find_preset(work.model) if work and work.model_source == "preset" else None
 
 
 def print_answer(answer: Answer, stream: IO[str]) -> None:

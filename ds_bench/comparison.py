@@ -235,7 +235,6 @@ class _View:
             summaries,
             goal=self._situation.options.goal,
             relative_to=reached,  # an interruption may have come before that row
-            facts=self._situation.choice.facts,
             notes=notes,
             commands=[command],
             environments=[self.facts],

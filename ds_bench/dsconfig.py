@@ -251,6 +251,38 @@ def _refused_precision(config: Mapping[str, Any], placement: Placement) -> str |
     return None
 
 
+def changes_of(config: Mapping[str, Any], strategy: Strategy, workload: Workload, placement: Placement) -> Config:
+    """What a completed configuration says that the strategy alone would not have given it; its batch is left out.
+
+    Laid over another strategy's configuration it makes the same changes there.
+    """
+    optimizer = config.get("optimizer")
+    params = optimizer.get("params") if isinstance(optimizer, Mapping) else None
+    torch_adam = bool(params.get("torch_adam")) if isinstance(params, Mapping) else False
+    base = base_config(strategy, workload.batch_size, workload.grad_accum)
+    own = complete(base, workload, placement, torch_adam=torch_adam, largest_parameter=None)
+    changed = _difference(config, own)
+    for key in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
+        changed.pop(key, None)
+    if isinstance(block := changed.get("zero_optimization"), dict):
+        for key in ("stage", "offload_optimizer", "offload_param"):
+            block.pop(key, None)
+    return {key: value for key, value in changed.items() if value != {}}
+
+
+def _difference(config: Mapping[str, Any], base: Mapping[str, Any]) -> Config:
+    """The values of ``config`` that ``base`` has not, block by block."""
+    found: Config = {}
+    for key, value in config.items():
+        below = base.get(key)
+        if isinstance(value, Mapping) and isinstance(below, Mapping):
+            inner = _difference(value, below)
+            found |= {key: inner} if inner else {}
+        elif key not in base or value != below:
+            found[key] = copy.deepcopy(value)
+    return found
+
+
 def overlay(config: Mapping[str, Any], changes: Mapping[str, Any]) -> Config:
     """``changes`` laid over ``config``, block by block; a value of None removes the key, at any depth."""
     merged: Config = copy.deepcopy(dict(config))

@@ -6,12 +6,14 @@ The prediction is stored beside the measurement, so that every run checks it (``
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
-from . import hostmemory
+from . import dsconfig, hostmemory
 from .environment import Environment
 from .errors import DsBenchError, PreflightError
 from .modelsource import ModelChoice
+from .prediction import fitplan
 from .prediction.activations import ModelProfile, profile_of
 from .prediction.memory import Prediction, predict
 from .spec import Placement, Trial
@@ -82,7 +84,31 @@ def foresee(
     """
     if known is None:
         return list(trials)
-    return [_foreseen(trial, known, room, skip=skip, force=force) for trial in trials]
+    others: dict[str, list[dict[str, Any]]] = {}  # repeats of a row share theirs
+    found = []
+    for trial in trials:
+        key = replace(trial, repeat=0).key
+        if key not in others:
+            others[key] = _alternatives(trial, known)
+        found.append(_foreseen(trial, known, room, others[key], skip=skip, force=force))
+    return found
+
+
+def _alternatives(trial: Trial, known: ModelProfile) -> list[dict[str, Any]]:
+    """What other configurations of the same work would take, plain, for advice after the run."""
+    work, config = trial.workload, trial.ds_config
+    try:
+        question = fitplan.Question(
+            profile=known,
+            workload=replace(work, batch_size=int(config.get("train_micro_batch_size_per_gpu", work.batch_size))),
+            placement=replace(trial.placement, nvme_path=trial.placement.nvme_path or "/nvme"),
+            strategy=trial.strategy,
+            changes=dsconfig.changes_of(config, trial.strategy, work, trial.placement),
+            torch_adam=bool(config["optimizer"]["params"].get("torch_adam")),
+        )
+        return [asdict(each) for each in fitplan.alternatives(question)]
+    except (DsBenchError, ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError):
+        return []  # a configuration of a shape the arithmetic lacks
 
 
 def require_host_memory(trials: Sequence[Trial], node_bytes: int | None) -> None:
@@ -104,7 +130,9 @@ def _far_beyond(need: int | None, node_bytes: int | None) -> bool:
     return need is not None and node_bytes is not None and need > _FAR_BEYOND * node_bytes
 
 
-def _foreseen(trial: Trial, known: ModelProfile, room: Room, *, skip: bool, force: bool) -> Trial:
+def _foreseen(
+    trial: Trial, known: ModelProfile, room: Room, others: list[dict[str, Any]], *, skip: bool, force: bool
+) -> Trial:
     if trial.unsupported:
         return trial
     try:
@@ -115,7 +143,7 @@ def _foreseen(trial: Trial, known: ModelProfile, room: Room, *, skip: bool, forc
     host = _resident(prediction)
     if reason is None and not force and room.node_bytes is not None and _far_beyond(host, room.node_bytes):
         reason = _needs(host, room.node_bytes, "of host memory") + "; --force tries it"
-    return replace(trial, prediction=prediction.to_dict(), skipped=reason)
+    return replace(trial, prediction=prediction.to_dict() | {"alternatives": others}, skipped=reason)
 
 
 def _hopeless(prediction: Prediction, room: Room) -> str | None:

@@ -20,7 +20,6 @@ from .advising.rule import choose as choose
 from .caveats import Caveat
 from .compare import Comparison, StrategyResult, ratio_between
 from .doubts import NEAR_CAPACITY
-from .models import ModelFacts
 from .options import GOALS as GOALS
 from .record import OOM
 from .spec import Trial
@@ -72,8 +71,8 @@ class _Field:
     """One sentence per row left out for another reason, and the row where that is how full it is."""
 
 
-def recommend(comparison: Comparison, goal: str = "balanced", facts: ModelFacts | None = None) -> Recommendation:
-    """The row to use for that goal. ``facts``: of the model, for what formulas say of rows that failed.
+def recommend(comparison: Comparison, goal: str = "balanced") -> Recommendation:
+    """The row to use for that goal.
 
     Raises UsageError for a goal that is none of ``GOALS``.
     """
@@ -81,7 +80,7 @@ def recommend(comparison: Comparison, goal: str = "balanced", facts: ModelFacts 
     field = _field(comparison, words)
     decision = decide(field.candidates, goal, _intervals(comparison))
     if decision is None or (field.incomparable and len(field.candidates) < 2):
-        return _nothing(comparison, field, facts)
+        return _nothing(comparison, field)
     choice, fitting = decision.choice, [candidate for candidate in field.candidates if candidate.fits]
     speeds = Speeds(candidates=fitting, interval_of=_intervals(comparison))
     open_rows = [row.label for row in (choice, *decision.undecided)] if decision.undecided else []
@@ -90,7 +89,7 @@ def recommend(comparison: Comparison, goal: str = "balanced", facts: ModelFacts 
         key=choice.key,
         reason=_reason(decision, speeds, field, comparison, goal, words),
         cost=reasons.cost(choice, speeds, words),
-        next_steps=_once(_next_steps(choice, open_rows, comparison, goal, facts)),
+        next_steps=_once(_next_steps(choice, open_rows, comparison, goal)),
         tied=tuple(candidate.label for candidate in decision.tied),
         undecided=tuple(open_rows),
     )
@@ -164,24 +163,16 @@ def _candidate(row: StrategyResult, tokens_per_second: float, comparison: Compar
 
 def _changed_keys(trial: Trial) -> int:
     """Values of the trial's DeepSpeed configuration that the strategy alone would not have given it."""
-    work = trial.workload
-    torch_adam = bool(((trial.ds_config.get("optimizer") or {}).get("params") or {}).get("torch_adam"))
-    own = dsconfig.complete(
-        dsconfig.base_config(trial.strategy, work.batch_size, work.grad_accum),
-        work,
-        trial.placement,
-        torch_adam=torch_adam,
-        largest_parameter=None,
-    )
-    return len(set(_leaves(own)) ^ set(_leaves(trial.ds_config)))
+    changes = dsconfig.changes_of(trial.ds_config, trial.strategy, trial.workload, trial.placement)
+    return sum(1 for _ in _leaves(changes))
 
 
-def _leaves(block: Mapping[str, Any], path: str = "") -> Iterator[str]:
-    for key, value in block.items():
+def _leaves(block: Mapping[str, Any]) -> Iterator[Any]:
+    for value in block.values():
         if isinstance(value, Mapping):
-            yield from _leaves(value, f"{path}{key}.")
+            yield from _leaves(value)
         else:
-            yield f"{path}{key}={value!r}"
+            yield value
 
 
 def _step_spread(row: StrategyResult) -> float:
@@ -210,10 +201,10 @@ def _reason(decision: Decision, speeds: Speeds, field: _Field, comparison: Compa
     return ". ".join(told)
 
 
-def _nothing(comparison: Comparison, field: _Field, facts: ModelFacts | None) -> Recommendation:
+def _nothing(comparison: Comparison, field: _Field) -> Recommendation:
     told = [_why_nothing(comparison, field), *_named(field)]
     return Recommendation(
-        choice=None, key=None, reason=". ".join(told), cost=None, next_steps=_once(_ways_out(comparison, field, facts))
+        choice=None, key=None, reason=". ".join(told), cost=None, next_steps=_once(_ways_out(comparison, field))
     )
 
 
@@ -242,26 +233,24 @@ def _why_nothing(comparison: Comparison, field: _Field) -> str:
     return "No row trained: " + ", ".join(named or (f"{count} {status}" for status, count in counts.items()))
 
 
-def _ways_out(comparison: Comparison, field: _Field, facts: ModelFacts | None) -> Iterator[str]:
+def _ways_out(comparison: Comparison, field: _Field) -> Iterator[str]:
     """What to do where there is no choice: the one smallest change first, then row by row."""
     if not any(row.succeeded for row in comparison.results):
-        yield from filter(None, [remedies.smallest_change(comparison, facts)])
+        yield from filter(None, [remedies.smallest_change(comparison)])
     full = {candidate.key for candidate in field.candidates if not candidate.fits}
     for row in comparison.results:
         if row.key in full:
-            yield from filter(None, [too_full(row, comparison, facts)])
-    yield from _of_failures(comparison, facts)
+            yield from filter(None, [too_full(row, comparison)])
+    yield from _of_failures(comparison)
     yield from _of_caveats([caveat for row in comparison.results for caveat in row.caveats if caveat.disqualifying])
     yield from _of_caveats(comparison.caveats)
 
 
-def _next_steps(
-    choice: Candidate, open_rows: Sequence[str], comparison: Comparison, goal: str, facts: ModelFacts | None
-) -> Iterator[str]:
+def _next_steps(choice: Candidate, open_rows: Sequence[str], comparison: Comparison, goal: str) -> Iterator[str]:
     row = comparison.result(choice.key)
     if open_rows:
         yield f"to decide between {_listed(open_rows)}, run them again with {_more_runs(comparison.result(choice.key))}"
-    yield from _of_failures(comparison, facts)
+    yield from _of_failures(comparison)
     yield from _of_caveats(row.caveats)
     yield from filter(None, [larger_batch(row, comparison), _pattern(comparison, goal)])
     yield from _of_caveats(comparison.caveats)
@@ -273,9 +262,9 @@ def _more_runs(row: StrategyResult) -> str:
     return f"--repeats {max(5, 2 * runs)} --num-steps {max(50, steps)}"
 
 
-def _of_failures(comparison: Comparison, facts: ModelFacts | None) -> Iterator[str]:
+def _of_failures(comparison: Comparison) -> Iterator[str]:
     failed = [row for row in comparison.results if remedies.failed_run(row) is not None]
-    yield from filter(None, (remedies.remedy(row, comparison, facts) for row in failed[:_MOST_NAMED]))
+    yield from filter(None, (remedies.remedy(row, comparison) for row in failed[:_MOST_NAMED]))
     if len(failed) > _MOST_NAMED:
         yield f"{len(failed) - _MOST_NAMED} more rows failed: the table has their causes"
 

@@ -61,7 +61,7 @@ def compared(*records: TrialRecord) -> Comparison:
 
 
 def answer(*records: TrialRecord, goal: str = "balanced") -> Recommendation:
-    return recommend.recommend(compared(*records), goal, TINY)
+    return recommend.recommend(compared(*records), goal)
 
 
 def candidate(label: str, gigabytes: float, speed: float, level: tuple[str, str] = ("none", "none")) -> Candidate:
@@ -593,16 +593,6 @@ def test_rows_at_their_own_largest_batch_are_told_neither_a_larger_one_nor_a_hig
     assert not any("room for more" in step or "fits" in step for step in found.next_steps)
 
 
-def test_a_row_at_its_largest_batch_that_ran_out_is_not_sent_to_one_that_ran_out_too() -> None:
-    def short(stage: int, batch: int) -> TrialRecord:
-        return fakes.failure(at_largest(stage, batch, 1, 1).trial, record.OOM, requested_bytes=1000, free_bytes=0)
-
-    found = answer(short(0, 1), short(1, 2), at_largest(2, 2, 70, 1000))
-    (first,) = [step for step in found.next_steps if step.startswith("ZeRO-0 ran out")]
-    assert "ZeRO-2" in first
-    assert "ZeRO-1" not in first
-
-
 # ------------------------------------------------------------------ rows that were predicted not to fit
 
 
@@ -612,30 +602,6 @@ def skipped(strategy: Strategy, gigabytes: float, **changes: Any) -> TrialRecord
     on = fakes.placement(accelerator="cuda", num_gpus=4)
     trial = fakes.trial(strategy, on=on, skipped=reason, prediction={"gpu": {"all": int(gigabytes * GB)}})
     return fakes.failure(trial, record.SKIPPED, **{"error": reason, "details": reason, "phase": None, **changes})
-
-
-def test_a_skipped_row_is_told_how_to_try_it_and_what_is_predicted_to_fit() -> None:
-    """82 GB predicted, 80 there: 2 GB short. Of 2^30 elements' 12 GB of optimizer states ZeRO-1 moves 9."""
-    states = {"parameter_count": 2**30}
-    comparison = build(
-        [
-            summarise(each, None, None)
-            for each in (skipped(fakes.zero(0), 82), row(fakes.zero(3), 20, 1000, cards=4, **states))
-        ]
-    )
-    (step,) = [step for step in recommend.recommend(comparison).next_steps if "skipped" in step]
-    assert step.count("--skip-predicted-oom") == 1
-    assert "; or try ZeRO-1 (frees ≈ 9.00 GB by formula)" in step
-
-
-def test_where_all_rows_were_skipped_the_smallest_change_is_told_first() -> None:
-    environment = fakes.environment()
-    summary = [summarise(skipped(fakes.zero(0), 90), TINY, None)]
-    found = recommend.recommend(build(summary, environments=(environment,)), facts=TINY)
-    assert found.choice is None
-    assert found.next_steps[0].startswith("no single change is predicted to be enough")
-    assert "at least 10.00 GB short" in found.next_steps[0]
-    assert any("--skip-predicted-oom" in step for step in found.next_steps)
 
 
 @pytest.mark.parametrize("prediction", [None, {"gpu": None}, {"gpu": {"all": "much"}}, {"gpu": {}}])

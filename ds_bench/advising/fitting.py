@@ -11,7 +11,6 @@ from typing import Literal
 
 from .. import record
 from ..compare import Comparison, StrategyResult
-from ..models import ModelFacts
 from ..record import TrialRecord
 from ..spec import Strategy, Trial, Workload
 from ..units import format_bytes
@@ -77,29 +76,6 @@ class Shortage:
         return "how much was missing is not known"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
-    """The configuration that did not fit, and what is known around it."""
-
-    workload: Workload
-    strategy: Strategy
-    data_parallel_size: int
-    ranks_per_node: int | None
-    """None on several nodes, where the record does not tell."""
-    micro_batch_size: int
-    parameters: int | None
-    """Elements of the whole model; None where unknown, and then nothing is said of model states."""
-    pool: Pool = "device"
-    facts: ModelFacts | None = None
-    activation_bytes: int | None = None
-    """Per rank, at this micro-batch, as another row's ledger counted them; None where no row did."""
-    host_capacity_bytes: int | None = None
-    failed: frozenset[tuple[int, str, str]] = frozenset()
-    """Arrangements (stage, optimizer's device, parameters' device) that ran and failed: not to be suggested."""
-    trained: frozenset[tuple[int, str, str]] = frozenset()
-    """Arrangements that trained, of the same work in the same place."""
-
-
 def arrangement(strategy: Strategy) -> tuple[int, str, str]:
     """What decides where a strategy's bytes live, whatever it is called."""
     return strategy.stage, strategy.offload_optimizer, strategy.offload_param
@@ -121,27 +97,7 @@ def predicted_shortage(run: TrialRecord, comparison: Comparison) -> Shortage | N
     return Shortage(requested_bytes=needed, free_bytes=capacity) if needed > capacity else None
 
 
-def setting_of(run: TrialRecord, comparison: Comparison, facts: ModelFacts | None = None) -> Setting:
-    """What is known of a run that did not fit, also from the rows beside it."""
-    trial = run.trial
-    batch = _micro_batch(run)
-    return Setting(
-        workload=trial.workload,
-        strategy=trial.strategy,
-        data_parallel_size=trial.placement.num_gpus,
-        ranks_per_node=None if trial.placement.hostfile else trial.placement.num_gpus,
-        micro_batch_size=batch,
-        parameters=parameters_of(comparison, run, facts),
-        pool=pool_of(run),
-        facts=facts,
-        activation_bytes=_activations(comparison, run, batch),
-        host_capacity_bytes=comparison.host_capacity_bytes,
-        failed=frozenset(arrangement(row.strategy) for row in _alike(comparison, trial) if not row.succeeded),
-        trained=frozenset(arrangement(row.strategy) for row in _alike(comparison, trial) if row.succeeded),
-    )
-
-
-def _alike(comparison: Comparison, trial: Trial) -> list[StrategyResult]:
+def alike(comparison: Comparison, trial: Trial) -> list[StrategyResult]:
     """Rows that ran the same work in the same place, whatever came of it; the repeats of a row are alike.
 
     So are rows that are each at their own largest micro-batch.
@@ -160,12 +116,6 @@ def _work(trial: Trial) -> Workload:
     return replace(work, batch_size=1) if work.batch_policy == "largest" else work
 
 
-def _micro_batch(run: TrialRecord) -> int:
-    """As DeepSpeed was told, which an edit of the configuration may have changed."""
-    told = run.trial.ds_config.get("train_micro_batch_size_per_gpu")
-    return told if isinstance(told, int) and told > 0 else run.trial.workload.batch_size
-
-
 def pool_of(run: TrialRecord) -> Pool:
     """The memory that a run out of memory was out of."""
     if run.trial.placement.accelerator == "cpu":
@@ -173,21 +123,7 @@ def pool_of(run: TrialRecord) -> Pool:
     return "host" if run.outcome.status == record.OOM_HOST else "device"
 
 
-def parameters_of(comparison: Comparison, run: TrialRecord, facts: ModelFacts | None) -> int | None:
-    """Elements of the model: counted by arithmetic, or by another row of the same model; None where neither was."""
-    if facts is not None:
-        return facts.parameters
-    others = (each.record for row in comparison.results for each in row.summaries)
-    counted = (
-        rank.parameter_count
-        for other in others
-        if other.trial.workload.model == run.trial.workload.model
-        for rank in other.ranks
-    )
-    return next(counted, None)
-
-
-def _activations(comparison: Comparison, run: TrialRecord, batch: int) -> int | None:
+def measured_activations(comparison: Comparison, run: TrialRecord, batch: int) -> int | None:
     """The fullest rank's, of a row that trained the same at any micro-batch, scaled to this one: they are linear."""
     tier = "cpu" if run.trial.placement.accelerator == "cpu" else "gpu"
     for row in comparison.results:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from ..compare import Comparison, StrategyResult
 from ..doubts import NEAR_CAPACITY
-from ..models import ModelFacts
 from ..units import format_bytes, format_percent
 from . import remedies
-from .changes import changes
-from .fitting import Shortage, setting_of
+from .changes import case_of
+from .fitting import Shortage, measured_activations
 from .rule import COMFORTABLE
 
 _LEAVE_FREE = 0.10
@@ -24,8 +23,9 @@ def larger_batch(row: StrategyResult, comparison: Comparison) -> str | None:
     capacity, fraction = comparison.device_capacity_bytes, row.gpu_fraction
     if capacity is None or fraction is None or fraction >= COMFORTABLE or row.at_largest_batch:
         return None
-    setting = setting_of(row.successes[0].record, comparison)
-    batch, each = setting.micro_batch_size, setting.activation_bytes
+    run = row.successes[0].record
+    batch = run.ranks[0].micro_batch_size
+    each = measured_activations(comparison, run, batch)
     if not each:
         return None
     factor = 1
@@ -38,7 +38,7 @@ def larger_batch(row: StrategyResult, comparison: Comparison) -> str | None:
     return f"there is room for more: try micro-batch {batch * factor} ({grown})"
 
 
-def too_full(row: StrategyResult, comparison: Comparison, facts: ModelFacts | None) -> str | None:
+def too_full(row: StrategyResult, comparison: Comparison) -> str | None:
     """What is predicted to bring a row that trained with more than ``NEAR_CAPACITY`` of the card back under that.
 
     None where its share of the card or the card's size is not known, as on the CPU accelerator.
@@ -47,7 +47,6 @@ def too_full(row: StrategyResult, comparison: Comparison, facts: ModelFacts | No
     if row.gpu_fraction is None or capacity is None:
         return None
     excess = int((row.gpu_fraction - NEAR_CAPACITY) * capacity)
-    shortage = Shortage(requested_bytes=excess, free_bytes=0)
-    setting = setting_of(row.successes[0].record, comparison, facts)
+    case = case_of(row.successes[0].record, comparison, Shortage(requested_bytes=excess, free_bytes=0))
     head = f"{row.label} is {format_bytes(excess)} over {format_percent(NEAR_CAPACITY, digits=0)} of the card"
-    return f"{head}: {remedies.suggestion(changes(setting, shortage), shortage)}"
+    return f"{head}: {remedies.suggested(case)}"

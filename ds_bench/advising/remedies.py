@@ -1,20 +1,18 @@
 """What to do about a row that failed: one line for each way a trial can end, with the numbers its record has.
 
-What would make it fit is computed by ``fitting``; here the record is read and the line is put together.
+What would make it fit is ``changes``' to say; here the record is read and the line is put together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 from .. import record
 from ..compare import Comparison, StrategyResult
-from ..models import ModelFacts
-from ..prediction.modelstates import model_states
 from ..record import TrialRecord
 from ..units import format_bytes, format_duration
-from .changes import Change, changes, largest_saving, smallest_fit
-from .fitting import Shortage, parameters_of, pool_of, predicted_shortage, setting_of, shortage_of
+from .changes import Case, case_of, described, gentlest, suggestion
+from .fitting import Shortage, pool_of, predicted_shortage, shortage_of
 
 MEMORY_STATUSES = (record.OOM, record.OOM_HOST)
 RAN_OUT = (*MEMORY_STATUSES, record.OOM_DISK)
@@ -31,88 +29,68 @@ def failed_run(row: StrategyResult) -> TrialRecord | None:
     return next(short, None) or next(iter(runs), None)
 
 
-def remedy(row: StrategyResult, comparison: Comparison, facts: ModelFacts | None = None) -> str | None:
+def remedy(row: StrategyResult, comparison: Comparison) -> str | None:
     """What happened to the row and what to try; None where no run of it failed."""
     run = failed_run(row)
     if run is None:
         return None
     if run.outcome.status in MEMORY_STATUSES:
-        return _out_of_memory(row, run, comparison, facts)
-    return _BY_STATUS.get(run.outcome.status, _raised)(row, run, comparison, facts)
+        return _out_of_memory(row, run, comparison)
+    return _BY_STATUS.get(run.outcome.status, _raised)(row, run, comparison)
 
 
-def smallest_change(comparison: Comparison, facts: ModelFacts | None = None) -> str | None:
-    """Of all rows that ran out of memory or were predicted to, the least intrusive change predicted to make one fit.
+def smallest_change(comparison: Comparison) -> str | None:
+    """Of all rows that ran out of memory or were predicted to, the least change predicted to make one fit.
 
-    None without such rows. Where none is predicted to: the largest saving, beside what was missing.
+    None without such rows. Where none is predicted to fit: that, and what is known of the first.
     """
     runs = [(row, run) for row in comparison.results if (run := failed_run(row)) is not None]
     lacking = [(row, run, short) for row, run in runs if (short := _shortage(run, comparison)) is not None]
-    cases = [
-        (row, short, changes(setting_of(run, comparison, facts), short)) for row, run, short in lacking[:_MOST_ROWS]
-    ]
-    fits = [(fit, row) for row, missing, options in cases if (fit := smallest_fit(options, missing)) is not None]
-    if fits:
-        change, row = min(fits, key=lambda pair: (pair[0].intrusion, pair[0].frees_bytes or 0))
-        return f"smallest change predicted to fit: {change.line}, starting from {row.label}"
-    return _no_fit(cases)
+    if not lacking:
+        return None
+    found = [(row, case_of(run, comparison, short)) for row, run, short in lacking[:_MOST_ROWS]]
+    cases = [(row, case) for row, case in found if case is not None]
+    if best := gentlest(cases):
+        change, row, case = best
+        return f"smallest change predicted to fit: {described(change, case)}, starting from {row.label}"
+    if not any(case.alternatives for _, case in cases):
+        return f"no change can be predicted to fit from these records: {suggested(None)}"
+    row, case = cases[0]
+    return f"{row.label}: {suggested(case)}"
+
+
+def suggested(case: Case | None) -> str:
+    """What is predicted to make a configuration fit, or what to try where its record carries no prediction."""
+    if case is not None:
+        return suggestion(case, _MORE)
+    return (
+        f"try a smaller micro-batch, --activation-checkpointing, a higher stage, offload, {_MORE} "
+        "(what each would free is not known: the record carries no prediction)"
+    )
 
 
 def _shortage(run: TrialRecord, comparison: Comparison) -> Shortage | None:
     return shortage_of(run) if run.outcome.status in MEMORY_STATUSES else predicted_shortage(run, comparison)
 
 
-def _no_fit(cases: Sequence[tuple[StrategyResult, Shortage, list[Change]]]) -> str | None:
-    savings = [(most, row, short) for row, short, options in cases if (most := largest_saving(options)) is not None]
-    if savings:
-        most, row, short = max(savings, key=lambda entry: entry[0].frees_bytes or 0)
-        saving = f"the largest saving is {most.line}, starting from {row.label}"
-        return f"no single change is predicted to be enough: {saving}, {short.text}; try it with {_MORE}"
-    return (
-        f"no change can be predicted to fit from these records: try a smaller micro-batch, {_MORE}" if cases else None
-    )
-
-
-def _out_of_memory(row: StrategyResult, run: TrialRecord, comparison: Comparison, facts: ModelFacts | None) -> str:
+def _out_of_memory(row: StrategyResult, run: TrialRecord, comparison: Comparison) -> str:
     shortage = shortage_of(run)
     pool = pool_of(run)
     what = "device memory" if pool == "device" else "host memory"
     head = " ".join(filter(None, [f"{row.label} ran out of {what}", shortage.where]))
     parts = [f"{head}, {shortage.text}"]
     if pool != "device":
-        parts += _host_numbers(run, comparison, facts)
+        parts += _host_numbers(run, comparison)
     if shortage.fragmented and pool == "device":
         return "; ".join([*parts, "set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, or lower --batch-size"])
-    options = changes(setting_of(run, comparison, facts), shortage)
-    return f"{'; '.join(parts)}: {suggestion(options, shortage)}"
+    return f"{'; '.join(parts)}: {suggested(case_of(run, comparison, shortage))}"
 
 
-def suggestion(options: Sequence[Change], shortage: Shortage) -> str:
-    """The least intrusive change that is predicted to be enough, and one of another kind beside it."""
-    fit, need = smallest_fit(options, shortage), shortage.target_bytes or 0
-    if fit is not None:
-        other = next((each for each in options if each.intrusion != fit.intrusion and each.may_free(need)), None)
-        return f"try {fit.line}" + (f" or {other.line}" if other is not None else "")
-    unknown = next((each for each in options if each.frees_bytes is None), None)
-    most = largest_saving(options)
-    if shortage.target_bytes is None and options:
-        return "try " + " or ".join(each.line for each in _one_of_each(options)[:2])
-    if most is not None:
-        also = f"; or try {unknown.line}" if unknown is not None else ""
-        return f"no single change is predicted to be enough, the most is {most.line}; try it with {_MORE}{also}"
-    return f"try {unknown.line}, {_MORE}" if unknown is not None else f"try {_MORE}"
-
-
-def _one_of_each(options: Sequence[Change]) -> list[Change]:
-    return list({change.intrusion: change for change in reversed(options)}.values())[::-1]
-
-
-def _host_numbers(run: TrialRecord, comparison: Comparison, facts: ModelFacts | None) -> list[str]:
-    """What of the host's memory the model states take, by formula, and what there is."""
+def _host_numbers(run: TrialRecord, comparison: Comparison) -> list[str]:
+    """What of the host's memory the run was predicted to take, and what there is."""
     found = []
-    size = _states(run, comparison, facts, ("gpu", "cpu") if pool_of(run) == "both" else ("cpu",))
-    if size:
-        found.append(f"its model states take {format_bytes(size)} of it by formula")
+    if size := _predicted(run, "host"):
+        found.append(f"it is predicted to take {format_bytes(size)} of it")
     if comparison.host_capacity_bytes is not None:
         found.append(f"the host has {format_bytes(comparison.host_capacity_bytes)}")
     limit = run.trial.placement.cpu_memory_limit_bytes
@@ -121,13 +99,11 @@ def _host_numbers(run: TrialRecord, comparison: Comparison, facts: ModelFacts | 
     return found
 
 
-def _states(run: TrialRecord, comparison: Comparison, facts: ModelFacts | None, tiers: Sequence[str]) -> int | None:
-    """Model states of all ranks in these tiers, by formula; None where the model's size is unknown."""
-    parameters, ranks = parameters_of(comparison, run, facts), run.trial.placement.num_gpus
-    if parameters is None:
-        return None
-    ledger = model_states(parameters, ranks, run.trial.strategy, run.trial.workload.precision)
-    return ranks * sum(size for tier in tiers for size in ledger.get(tier, {}).values())
+def _predicted(run: TrialRecord, tier: str) -> int | None:
+    """Bytes that the record's prediction has for ``gpu``, ``host`` or ``nvme`` of a node; None without one."""
+    row = (run.trial.prediction or {}).get(tier)
+    sizes = list(row.values()) if isinstance(row, Mapping) else []
+    return sum(sizes) if sizes and all(isinstance(size, int) for size in sizes) else None
 
 
 def cause(run: TrialRecord) -> str:
@@ -140,12 +116,16 @@ def _where(run: TrialRecord) -> str:
     return f" in phase {run.outcome.phase}" if run.outcome.phase else ""
 
 
-_Remedy = Callable[[StrategyResult, TrialRecord, Comparison, ModelFacts | None], str]
+_Remedy = Callable[[StrategyResult, TrialRecord, Comparison], str]
 
 
-def _disk(row: StrategyResult, run: TrialRecord, comparison: Comparison, facts: ModelFacts | None) -> str:
-    size = _states(run, comparison, facts, ("nvme",))
-    need = f"its swap files take {format_bytes(size)} by formula" if size else "how much its swap files take is unknown"
+def _disk(row: StrategyResult, run: TrialRecord, *_: object) -> str:
+    size = _predicted(run, "nvme")
+    need = (
+        f"its swap files are predicted to take {format_bytes(size)}"
+        if size
+        else "how much its swap files take is unknown"
+    )
     return f"{row.label} filled the disk ({need}): free that much, give another --nvme-path, or try cpu_full"
 
 
@@ -178,25 +158,25 @@ def _unsupported(row: StrategyResult, run: TrialRecord, *_: object) -> str:
     return f"{row.label} cannot run here: {cause(run)}"
 
 
-def _skipped(row: StrategyResult, run: TrialRecord, comparison: Comparison, facts: ModelFacts | None) -> str:
+def _skipped(row: StrategyResult, run: TrialRecord, comparison: Comparison) -> str:
     why, try_it = cause(run), "leave out --skip-predicted-oom to try it"
     told = try_it in why or "--force" in why
     head = f"{row.label} was skipped, not run: {why}" + ("" if told else f"; {try_it}")
     shortage = predicted_shortage(run, comparison)
     if shortage is None:
         return f"{head}, or try a smaller micro-batch, {_MORE}"
-    return f"{head}; or {suggestion(changes(setting_of(run, comparison, facts), shortage), shortage)}"
+    return f"{head}; or {suggested(case_of(run, comparison, shortage))}"
 
 
 def _interrupted(row: StrategyResult, run: TrialRecord, *_: object) -> str:
     return f"{row.label} was interrupted{_where(run)}: --resume with the run's folder goes on from there"
 
 
-def _raised(row: StrategyResult, run: TrialRecord, comparison: Comparison, facts: ModelFacts | None) -> str:
+def _raised(row: StrategyResult, run: TrialRecord, *_: object) -> str:
     """An exception of some class in a rank."""
     line = f"{row.label} failed with {run.outcome.status}{_where(run)} ({cause(run)}): read the traceback in its log"
     if run.trial.strategy.uses_nvme:
-        size = _states(run, comparison, facts, ("nvme",))
+        size = _predicted(run, "nvme")
         need = f" with {format_bytes(size)} free" if size else ""
         line += f"; check that --nvme-path is a writable folder on a real disk{need}"
     return line

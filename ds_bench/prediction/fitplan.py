@@ -67,6 +67,73 @@ class Change:
     """The one that it leads to."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alternative:
+    """A change as a record carries it: what it would take, whatever there is. Plain values only."""
+
+    text: str
+    rank: int
+    """0 for the gentlest."""
+    gpu_bytes: int
+    host_bytes: int
+    """Per node."""
+    stage: int
+    offload_optimizer: str
+    offload_param: str
+    strategy_alone: bool
+    """Nothing but the strategy differs."""
+
+    @property
+    def arrangement(self) -> tuple[int, str, str]:
+        """What decides where a strategy's bytes live, whatever it is called."""
+        return self.stage, self.offload_optimizer, self.offload_param
+
+
+def alternatives(question: Question) -> list[Alternative]:
+    """The changes that may help with what each would take, gentlest first, for advice that is given after the run.
+
+    Left out is what takes no less than the configuration as it is, or than a gentler change that is not a mere change
+    of strategy (which the run may have shown to fail). Halves of the micro-batch stand for any smaller one, and
+    doublings of the GPUs for any larger number.
+    """
+    now = question.answer()
+    weighed = [(now.gpu_bytes, now.host_bytes)]
+    kept = []
+    for rank, (text, changed) in enumerate(_combined(question, _halves, _more_gpus)):
+        answer = changed.answer()
+        if any(gpu <= answer.gpu_bytes and host <= answer.host_bytes for gpu, host in weighed):
+            continue
+        alone = changed == replace(question, strategy=changed.strategy)
+        if not alone:
+            weighed.append((answer.gpu_bytes, answer.host_bytes))
+        kept.append(
+            Alternative(
+                text=text,
+                rank=rank,
+                gpu_bytes=answer.gpu_bytes,
+                host_bytes=answer.host_bytes,
+                stage=changed.strategy.stage,
+                offload_optimizer=changed.strategy.offload_optimizer,
+                offload_param=changed.strategy.offload_param,
+                strategy_alone=alone,
+            )
+        )
+    return kept
+
+
+def _halves(question: Question) -> Iterator[int]:
+    size = question.workload.batch_size
+    while size := size // 2:
+        yield size
+
+
+def _more_gpus(question: Question) -> Iterator[tuple[str, Question]]:
+    if question.strategy.stage:
+        for factor in (2, 4, 8):
+            count = factor * question.placement.num_gpus
+            yield _gpus(count), _on(question, count)
+
+
 def fits(question: Question, gpu_bytes: int, host_bytes: int | None = None) -> bool:
     """Whether the verdict is anything but ``does not fit``."""
     return question.answer().verdict(gpu_bytes, host_bytes) != DOES_NOT_FIT
@@ -156,7 +223,9 @@ def smallest_change(question: Question, gpu_bytes: int, host_bytes: int | None =
     if fits(question, gpu_bytes, host_bytes):
         return None
     tight: Change | None = None
-    for text, changed in _combined(question, gpu_bytes, host_bytes):
+    smaller = partial(_smaller_batch, gpu_bytes=gpu_bytes, host_bytes=host_bytes)
+    others = partial(_on_others, gpu_bytes=gpu_bytes, host_bytes=host_bytes)
+    for text, changed in _combined(question, smaller, others):
         prediction = changed.answer()
         verdict = prediction.verdict(gpu_bytes, host_bytes)
         change = Change(text=text, prediction=prediction, strategy=changed.strategy)
@@ -167,17 +236,25 @@ def smallest_change(question: Question, gpu_bytes: int, host_bytes: int | None =
     return tight
 
 
-def _combined(question: Question, gpu_bytes: int, host_bytes: int | None) -> Iterator[tuple[str, Question]]:
-    """Every remedy alone, then on top of the two that cost no more hardware; last, other GPUs at a later stage."""
-    yield from _remedies(question, gpu_bytes, host_bytes)
+_Changed = Iterator[tuple[str, Question]]
+
+
+def _combined(
+    question: Question, smaller: Callable[[Question], Iterator[int]], others: Callable[[Question], _Changed]
+) -> _Changed:
+    """Every remedy alone, then on top of the two that cost no more hardware; last, other GPUs at a later stage.
+
+    ``smaller``: micro-batches to try. ``others``: the same on other numbers of GPUs.
+    """
+    yield from _remedies(question, smaller, others)
     for text, base in _bases(question):
         yield text, base
-        yield from _on_top(text, _remedies(base, gpu_bytes, host_bytes))
+        yield from _on_top(text, _remedies(base, smaller, others))
     for text, changed in _stronger(question):
-        yield from _on_top(text, _on_others(changed, gpu_bytes, host_bytes))
+        yield from _on_top(text, others(changed))
     for text, base in _bases(question):
         for other, changed in _stronger(base):
-            yield from _on_top(f"{text}, {other}", _on_others(changed, gpu_bytes, host_bytes))
+            yield from _on_top(f"{text}, {other}", others(changed))
 
 
 def _on_top(text: str, remedies: Iterator[tuple[str, Question]]) -> Iterator[tuple[str, Question]]:
@@ -193,22 +270,25 @@ def _bases(question: Question) -> Iterator[tuple[str, Question]]:
         yield f"{text}, batch size 1" if text else "batch size 1", _with_batch(question, 1)
 
 
-def _remedies(question: Question, gpu_bytes: int, host_bytes: int | None) -> Iterator[tuple[str, Question]]:
+def _remedies(
+    question: Question, smaller: Callable[[Question], Iterator[int]], others: Callable[[Question], _Changed]
+) -> _Changed:
     strategy, workload = question.strategy, question.workload
     if strategy.stage:
         yield "reduce_bucket_size 5e7", replace(question, changes=_smaller_bucket(question.changes))
     if not workload.activation_checkpointing:
         yield "activation checkpointing", _checkpointed(question)
-    if workload.batch_size > 1 and (size := _smaller_batch(question, gpu_bytes, host_bytes)):
+    for size in smaller(question):
         yield f"batch size {size}", _with_batch(question, size)
     yield from _stronger(question)
-    yield from _on_others(question, gpu_bytes, host_bytes)
+    yield from others(question)
 
 
-def _smaller_batch(question: Question, gpu_bytes: int, host_bytes: int | None) -> int | None:
-    """The largest that fits with room to spare; where there is none, the largest that is tight."""
-    size = max_batch(question, gpu_bytes, host_bytes, tight=False)
-    return max_batch(question, gpu_bytes, host_bytes) if size is None else size
+def _smaller_batch(question: Question, gpu_bytes: int, host_bytes: int | None) -> Iterator[int]:
+    """The largest that fits with room to spare; where there is none, the largest that is tight; at most one."""
+    if question.workload.batch_size > 1:
+        size = max_batch(question, gpu_bytes, host_bytes, tight=False) or max_batch(question, gpu_bytes, host_bytes)
+        yield from filter(None, [size])
 
 
 def _on_others(question: Question, gpu_bytes: int, host_bytes: int | None) -> Iterator[tuple[str, Question]]:

@@ -59,6 +59,8 @@ class Prediction:
     """Likewise with it."""
     logits_and_loss_bytes: int
     """Temporaries of logits and loss per GPU, beside the activations."""
+    alternatives: tuple[Mapping[str, Any], ...] = ()
+    """What other configurations of the same work would take, for advice after the run (``fitplan.Alternative``)."""
 
     @property
     def gpu_bytes(self) -> int:
@@ -108,7 +110,7 @@ class Prediction:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Prediction:
         """The inverse of :meth:`to_dict`. Raises TypeError on other shapes."""
-        return cls(**dict(data))
+        return cls(**{**data, "alternatives": tuple(data.get("alternatives", ()))})
 
 
 def predict(
