@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from ..doubts import NEAR_CAPACITY
 from ..errors import UsageError
-from ..inference import RatioInterval, student_t_quantile
+from ..inference import RatioInterval
 from ..options import GOALS
 
 COMFORTABLE = 0.60
@@ -84,18 +84,14 @@ class Speeds:
     def differ(self, row: Candidate, other: Candidate) -> bool:
         """Whether the faster of the two can be told.
 
-        From three runs on the 95 % interval of their ratio must leave out 1, widened so that it holds for all rows
-        together (Bonferroni, over every other row: the fastest was picked by its luck too). With fewer runs the lead
-        must be more than the spread of their steps and more than ``LEAST_LEAD``.
+        From three runs on their interval must leave out 1 (``compare.ratio_between`` holds it to all rows together: the
+        fastest was picked by its luck too). With fewer runs the lead must be more than the spread of their steps and
+        more than ``LEAST_LEAD``.
         """
         interval = self.interval_of(row, other)
-        if interval is None:
-            return abs(math.log(row.tokens_per_second / other.tokens_per_second)) > math.log1p(_doubt(row, other))
-        if not interval.distinguishable:
-            return False
-        others, freedom = len(self.candidates) - 1, interval.degrees_of_freedom
-        quantile, widened = (student_t_quantile(1 - 0.025 / tests, freedom) for tests in (1, max(others, 1)))
-        return abs(math.log(interval.ratio)) > math.log(interval.high / interval.low) / 2 * widened / quantile
+        if interval is not None:
+            return interval.distinguishable
+        return abs(math.log(row.tokens_per_second / other.tokens_per_second)) > math.log1p(_doubt(row, other))
 
     def undecided(self, row: Candidate, other: Candidate) -> bool:
         """Whether it matters which of two tied rows is faster, and is not known.
