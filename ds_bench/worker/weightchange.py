@@ -6,7 +6,7 @@ in it. The sketch is linear, so that of the change is the difference of two, and
 what the ranks hold. No rank gathers anything or waits for another: each reads its own fp32 master weights where
 DeepSpeed keeps them.
 
-Cost: one pass over the rank's own share of the weights, twice, in pieces of 2 MB; the heartbeat goes on. A pass is
+Cost: one pass over the rank's own share of the weights, twice, in pieces of 0.5 MB; the heartbeat goes on. A pass is
 given up with a note when it takes longer than ``MOST_SECONDS``, or would swap in more than ``MOST_SWAPPED_ELEMENTS``.
 """
 
@@ -25,10 +25,11 @@ from ..contract import BeatWriter
 DIMENSIONS = 256
 """Sums in a sketch: a norm taken from it is within some 10 % (√(2/256) is 0.09), the same error in every row."""
 MOST_SECONDS = 60.0
-"""Longest time that one pass over a rank's weights may take."""
+"""Longest time that one pass over a rank's weights may take. One core was seen to read some 300 million a second: 23 s
+for the 7 billion of one rank whose optimizer is on the CPU, 29 s for an eighth of 70 billion."""
 MOST_SWAPPED_ELEMENTS = 250_000_000
 """Weights read back from a disk at most; DeepSpeed reads both moments with each (12 bytes, 3 GB in all)."""
-_PERIOD = 1024 * DIMENSIONS
+_PERIOD = 256 * DIMENSIONS
 _SIGN_SEED = 2002
 _DIGITS = 9
 
@@ -85,7 +86,9 @@ def sketch(parts: Iterator[Fragment], beat: BeatWriter | None = None) -> torch.T
                 signed = values[done : done + taken].double() * signs[place : place + taken]
                 lead, rows = place % DIMENSIONS, -(-(place % DIMENSIONS + taken) // DIMENSIONS)
                 padding = (lead, rows * DIMENSIONS - lead - taken)
-                sums += torch.nn.functional.pad(signed, padding).view(rows, DIMENSIONS).sum(0)
+                if padding != (0, 0):
+                    signed = torch.nn.functional.pad(signed, padding)
+                sums += signed.view(rows, DIMENSIONS).sum(0)
                 place, done = (place + taken) % _PERIOD, done + taken
                 if time.monotonic() > deadline:
                     raise NotReadError(f"reading them took longer than {MOST_SECONDS:.0f} s")
