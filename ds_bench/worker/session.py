@@ -92,7 +92,9 @@ def measure(assignment: Assignment, config: dict[str, Any], beat: BeatWriter, ke
     }
     keep(measured)
     beat.beat("inspect")
-    measured |= _effect(trainer, change)
+    measured |= {"weight_change": change.since_start(), "repeated_loss": train.repeated_loss(trainer)}
+    if change.note is not None:
+        measured["notes"] = [*measured.get("notes", ()), change.note]
     keep(measured)
     inspected = _inspect(trainer, assignment)
     del alive
@@ -182,16 +184,6 @@ def _vocabulary_size(model: torch.nn.Module) -> int | None:
         return build.vocabulary_size(model)
     except TypeError:
         return None
-
-
-def _effect(trainer: train.Trainer, change: WeightChange) -> dict[str, Any]:
-    """What training did: how far the weights went, and the loss on the first batch again."""
-    sketch = change.since_start()
-    return {
-        "weight_change": sketch,
-        "repeated_loss": train.repeated_loss(trainer),
-        "notes": [] if change.note is None else [change.note],
-    }
 
 
 def _engine_facts(engine: Any) -> dict[str, Any]:
