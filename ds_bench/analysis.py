@@ -25,16 +25,22 @@ _LOSS_TOLERANCE = {"fp32": 2e-4, "bf16": 5e-3, "fp16": 5e-3}
 _QUIRK_TOLERANCE = 2e-5
 _QUIRK_LIMIT = 0.02
 """Beyond this the one Adam step too many does not explain a difference."""
-_QUIRK_TEXT = (
-    "loss differs by {difference:.2%}, a known quirk: at stage 0 in 16 bit DeepSpeed takes "
-    "an Adam step on zero gradients at initialisation (fp16/fused_optimizer.py)"
+_QUIRK = (
+    "a known quirk: at stage 0 in 16 bit DeepSpeed takes an Adam step on zero gradients at initialisation "
+    "(fp16/fused_optimizer.py)"
 )
-_WEIGHT_TOLERANCE = {"fp32": 1e-2, "bf16": 2e-1, "fp16": 2e-1}
-"""Distance of two rows' changes of the weights, relative to the reference's, that rounding explains in 25 steps."""
+_WEIGHT_TOLERANCE = {"fp32": 2e-3, "bf16": 5e-2, "fp16": 5e-2}
+"""Distance of two rows' changes of the weights, relative to the reference's, that rounding explains in 25 steps.
+
+Seen on the CPU (``tiny``, 12 steps, stages 0 to 3 and offload): at most 6.5e-5 in fp32, 0.015 in bf16. Beta 1 of 0.8
+for 0.9 gives 0.105, a doubled learning rate 1.0. Smaller mistakes (beta 2, weight decay) are lost in the rounding of
+bf16 and show in the optimizer's settings alone.
+"""
 _WEIGHT_STEPS = 25
-"""Beyond so many steps the tolerance grows with their number, as rounding goes on to part right rows."""
-_QUIRK_WEIGHTS_APART = 0.4
-"""The same for the quirk of stage 0: its first updates are too small (0.74, 0.86, 0.91, … of what they should be)."""
+"""Beyond so many steps the tolerances grow with their number, as rounding goes on to part right rows."""
+_QUIRK_WEIGHTS_APART = 0.3
+"""The same for the quirk of stage 0: its first update is 0.74 of the right one, the next 0.86, 0.91 (0.26 apart after
+one step, 0.10 after twelve)."""
 _ONLY_STAGE_3 = "loss parity was checked among rows of stage 3 alone, not against another stage"
 _STAGE0_WRAPPERS = ("FP16_UnfusedOptimizer", "FP16_Optimizer")
 
@@ -336,20 +342,22 @@ def _disagreement(reference: Summary, summary: Summary) -> Caveat | None:
     settings = _other_settings(reference, summary)
     if settings is not None:
         return _did_not_train_alike(f"trained differently from {label}: {settings}")
-    moved = _weights_apart(reference, summary)
-    if moved is not None and moved > (_QUIRK_WEIGHTS_APART if quirk else _weight_tolerance(summary)):
+    apart = _weights_apart(reference, summary) or 0.0
+    growth = max(1.0, len(summary.losses) / _WEIGHT_STEPS)
+    explained = _WEIGHT_TOLERANCE[precision] * growth
+    moved = f"trained differently from {label}: its weights moved {_times_as_far(reference, summary)} as far"
+    if apart > (_QUIRK_WEIGHTS_APART if quirk else explained):
         cosine = _cosine(reference, summary)
         direction = "" if cosine is None else f" (the cosine of the two changes is {cosine:.4f})"
-        distance = f"its weights moved {_times_as_far(reference, summary)} as far{direction}"
-        return _did_not_train_alike(f"trained differently from {label}: {distance}; rounding does not explain it")
-    if quirk and difference > _QUIRK_TOLERANCE:
-        return Caveat(kind=CaveatKind.LOSS_DIFFERS, text=_QUIRK_TEXT.format(difference=difference))
-    again = _repeated_loss_difference(reference, summary)
-    if not quirk and again is not None and again > _LOSS_TOLERANCE[precision]:
-        return _did_not_train_alike(
-            f"trained differently from {label}: its loss on the first batch after training differs by {again:.2%}, "
-            "more than rounding explains"
-        )
+        return _did_not_train_alike(f"{moved}{direction}; rounding does not explain it")
+    if quirk:
+        if difference > _QUIRK_TOLERANCE:
+            return Caveat(kind=CaveatKind.LOSS_DIFFERS, text=f"loss differs by {difference:.2%}, {_QUIRK}")
+        return Caveat(kind=CaveatKind.LOSS_DIFFERS, text=f"{moved}, {_QUIRK}") if apart > explained else None
+    again = _repeated_loss_difference(reference, summary) or 0.0
+    if again > _LOSS_TOLERANCE[precision] * growth:
+        text = f"its loss on the first batch after training differs by {again:.2%}, more than rounding explains"
+        return _did_not_train_alike(f"trained differently from {label}: {text}")
     return None
 
 
@@ -371,10 +379,10 @@ def _loss_difference(a: Summary, b: Summary) -> float:
 
 
 def _repeated_loss_difference(a: Summary, b: Summary) -> float | None:
-    """Relative difference of the losses on the first batch after equally many steps."""
+    """Difference of the losses on the first batch after equally many steps, relative to the loss that it began with."""
     if a.repeated_loss is None or b.repeated_loss is None or len(a.losses) != len(b.losses):
         return None
-    return abs(a.repeated_loss - b.repeated_loss) / max(abs(a.repeated_loss), 1e-12)
+    return abs(a.repeated_loss - b.repeated_loss) / max(abs(a.losses[0] or 0.0), 1e-12)
 
 
 def _other_settings(reference: Summary, summary: Summary) -> str | None:
@@ -418,13 +426,8 @@ def _weights_apart(a: Summary, b: Summary) -> float | None:
     return distance / norm
 
 
-def _weight_tolerance(summary: Summary) -> float:
-    tolerance = _WEIGHT_TOLERANCE[summary.record.trial.workload.precision]
-    return tolerance * max(1.0, len(summary.losses) / _WEIGHT_STEPS)
-
-
 def _times_as_far(reference: Summary, summary: Summary) -> str:
-    norms = [math.hypot(*(each.weight_change or ())) for each in (reference, summary)]
+    norms = [each.weight_change_norm or 0.0 for each in (reference, summary)]
     return format_ratio(norms[1] / norms[0]) if norms[0] > 0 else "infinitely"
 
 

@@ -152,9 +152,17 @@ def test_a_sketch_is_of_the_tensors_and_not_of_how_ranks_hold_them() -> None:
     assert abs(float(whole @ other)) < 0.3 * norm**2
 
 
-def row(stage: int, change: tuple[float, ...] | None, losses: tuple[float, ...] = (7.0, 6.9), **of: Any) -> Summary:
-    strategy = replace(strategies.ZERO_STAGES[stage], **of)
-    record = fakes.success(fakes.trial(strategy, of=WORKLOAD), losses=losses, weight_change=change)
+def row(
+    stage: int,
+    change: tuple[float, ...] | None,
+    losses: tuple[float, ...] = (7.0, 6.9),
+    *,
+    name: str | None = None,
+    **seen: Any,
+) -> Summary:
+    strategy = strategies.ZERO_STAGES[stage]
+    strategy = replace(strategy, name=name or strategy.name)
+    record = fakes.success(fakes.trial(strategy, of=WORKLOAD), losses=losses, weight_change=change, **seen)
     return summarise(record, None, None)
 
 
@@ -169,6 +177,16 @@ def test_the_reference_is_what_most_rows_agree_on_and_never_a_lone_stage_3() -> 
     assert disqualified(row(1, wrong), row(2, right), row(3, right)) == [0]
     again = [row(1, wrong), row(1, wrong), row(2, right), row(3, right)]
     assert disqualified(*again) == [0, 1], "repeats of one row are one voice"
+
+
+def test_the_quirk_of_stage_0_explains_weights_that_moved_somewhat_less_and_no_more() -> None:
+    wrapper = {"engine_optimizer_class": "FP16_UnfusedOptimizer"}
+    right = row(1, (1.0, 2.0))
+    (caveat,) = with_comparison([row(0, (0.9, 1.8), **wrapper), right])[0].caveats
+    assert "0.90x as far, a known quirk" in caveat.text
+    assert not caveat.disqualifying
+    assert disqualified(row(0, (2.0, 4.0), **wrapper), right) == [0]
+    assert disqualified(right, row(0, (0.9, 1.8))) == [1]
 
 
 def test_rows_of_stage_3_alone_say_that_no_other_stage_was_beside_them() -> None:

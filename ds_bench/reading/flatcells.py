@@ -40,7 +40,6 @@ _CAVEATS: tuple[tuple[str, CaveatKind, bool], ...] = (
     ("DeepSpeed's buffers are most", CaveatKind.BUCKET_DOMINATES, False),
     ("loss is not finite", CaveatKind.LOSS_DIFFERS, True),
     ("loss parity was checked", CaveatKind.NOTE, False),
-    ("trained differently from", CaveatKind.LOSS_DIFFERS, True),
     ("the CPU was busy", CaveatKind.CPU_BUSY, True),
     ("the weights' change was not", CaveatKind.NOTE, False),
     ("no warm-up: ", CaveatKind.NOTE, False),
@@ -119,7 +118,7 @@ def _typed(text: str, num_steps: int) -> Caveat:
 
 
 def _known_start(text: str) -> tuple[CaveatKind, bool] | None:
-    if text.startswith("loss differs by"):
+    if text.startswith(("loss differs by", "trained differently from")):
         return CaveatKind.LOSS_DIFFERS, "a known quirk" not in text
     if text.startswith("the first loss is"):
         return CaveatKind.FIRST_LOSS, "far too large" in text
