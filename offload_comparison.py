@@ -1,6 +1,8 @@
 #!/usr/bin/env python3
 """Compares offload strategies on one model: ``python offload_comparison.py --help``."""
 
+from __future__ import annotations  # a pasted function may name types that are not imported
+
 import sys
 
 try:

@@ -1,6 +1,8 @@
 #!/usr/bin/env python3
 """Compares ZeRO stages 0 to 3 on one model: ``python zero_stage_comparison.py --help``."""
 
+from __future__ import annotations  # a pasted function may name types that are not imported
+
 import sys
 
 try:

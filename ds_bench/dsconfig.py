@@ -109,7 +109,7 @@ def _complete_batch(config: Config, num_gpus: int) -> None:
     if total not in (micro * accum, micro * accum * num_gpus):
         raise UsageError(
             f"train_batch_size {total} is neither {micro} × {accum} (one GPU) nor {micro} × {accum} × {num_gpus} GPUs",
-            remedy="leave train_batch_size out, or make the three batch keys agree",
+            remedy="leave train_batch_size out, or make it agree with the other keys and --batch-size, --grad-accum",
         )
     config["gradient_accumulation_steps"] = accum
     config["train_batch_size"] = micro * accum * num_gpus

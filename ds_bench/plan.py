@@ -94,10 +94,18 @@ def draft_of(
         raise UsageError(f"create_deepspeed_config returned {type(config).__name__}", remedy="return a dict")
     if options.optimizer is not None:
         config = dsconfig.with_optimizer(config, options.optimizer)
-    config = _plain(_overlaid(config, layers))
+    config = _filled_in(_plain(_overlaid(config, layers)), strategy, batch_size, options.grad_accum)
     dskeys.check_keys(config)
     _check_stage(strategy, config)
     return Draft(strategy=strategy, config=config, batch_size=batch_size, batch_policy=policy)
+
+
+def _filled_in(config: dict[str, Any], strategy: Strategy, batch_size: int, grad_accum: int) -> dict[str, Any]:
+    """The same with the batch keys and the stage that it leaves out, as the flags and the row have them."""
+    if "train_micro_batch_size_per_gpu" not in config:
+        config = {"gradient_accumulation_steps": grad_accum, **config, "train_micro_batch_size_per_gpu": batch_size}
+    zero = config.get("zero_optimization", {})
+    return {**config, "zero_optimization": {"stage": strategy.stage, **zero}} if isinstance(zero, dict) else config
 
 
 def _check_stage(strategy: Strategy, config: Mapping[str, Any]) -> None:

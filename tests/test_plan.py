@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +24,7 @@ from ds_bench.ops import OpState
 from ds_bench.options import Options
 from ds_bench.spec import Placement, Strategy, Trial
 
+ROOT = Path(__file__).resolve().parent.parent
 BROKEN_FUSED = {ops.FUSED_ADAM: OpState(op=ops.FUSED_ADAM, ready=False, reason="no nvcc")}
 
 
@@ -421,6 +426,65 @@ def test_the_users_function_is_given_the_flags() -> None:
 
     plan.drafts(fakes.options("zero", "--stages", "0", "2", "--batch-size", "8", "--grad-accum", "2"), spy)
     assert given_ == [("zero0", 8, 2), ("zero2", 8, 2)]
+
+
+PASTED = """
+def create_deepspeed_config(stage: int, batch_size: int, gradient_accumulation_steps: int = 1) -> Dict[str, Any]:
+    config: Dict[str, Any] = {
+        "train_batch_size": batch_size * gradient_accumulation_steps,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+        "fp16": {"enabled": False},
+        "zero_optimization": {"overlap_comm": False, "reduce_bucket_size": 5e8},
+    }
+    return config
+"""
+
+
+@pytest.mark.parametrize("left_out", [(), ("train_batch_size",), ("zero_optimization",)])
+def test_the_usual_snippet_pasted_into_the_script_works(left_out: tuple[str, ...], tmp_path: Path) -> None:
+    """Without imports of its annotations, without a micro-batch, without a stage."""
+    text = (ROOT / "zero_stage_comparison.py").read_text()
+    start, end = text.index("def create_deepspeed_config"), text.index("def _by_strategy")
+    script = tmp_path / "zero_stage_comparison.py"
+    pasted = PASTED
+    for key in left_out:
+        pasted = pasted.replace("    return config", f"    del config[{key!r}]\n    return config")
+    script.write_text(f"{text[:start]}{pasted}\n\n{text[end:]}")
+    flags = "--model tiny --batch-size 2 --grad-accum 3 --num-gpus 2 --accelerator cpu --dry-run"
+    done = subprocess.run(
+        [sys.executable, script, *flags.split()],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert re.findall(r'"train_batch_size": (\d+)', done.stdout) == ["12"] * 4
+    assert re.findall(r'"train_micro_batch_size_per_gpu": (\d+)', done.stdout) == ["2"] * 4
+    assert re.findall(r'"gradient_accumulation_steps": (\d+)', done.stdout) == ["3"] * 4
+    assert re.findall(r'"stage": (\d)', done.stdout) == ["0", "1", "2", "3"]
+
+
+def test_a_total_alone_that_contradicts_the_flags_is_refused_in_one_line() -> None:
+    def other(strategy: Strategy, batch_size: int, grad_accum: int = 1) -> dict[str, Any]:
+        return {"train_batch_size": 17, "optimizer": {"type": "AdamW"}, "zero_optimization": {}}
+
+    with pytest.raises(UsageError, match=r"train_batch_size 17 .* agree with .* --batch-size, --grad-accum"):
+        trials(fakes.options("zero"), make=other)
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("zero_optimization.overlap_com=true", "zero_optimization.overlap_com, .*did you mean 'overlap_comm'"),
+        ("zero_optimization.offload_param.pin=true", "zero_optimization.offload_param.pin, .*it knows buffer_count"),
+        ("bf16.enable=true", "bf16.enable, .*did you mean 'enabled'"),
+    ],
+)
+def test_a_nested_key_that_deepspeed_refuses_is_named_before_any_trial(setting: str, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        config_of("--set", setting)
 
 
 @pytest.mark.parametrize("returned", [None, [], "config.json"])

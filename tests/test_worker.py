@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import importlib
 import json
 import math
 import os
@@ -52,6 +53,24 @@ KINDS = [
     (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), "other"),
     (KeyError("out of order"), "other"),
 ]
+
+
+def test_a_failure_of_pydantic_names_the_field_and_the_reason() -> None:
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    with pytest.raises(ValueError, match="overlap_com") as caught:
+        DeepSpeedZeroConfig(stage=1, overlap_com=True)
+    message = describe(caught.value, rank=0, phase="init", step=None).message
+    assert message.startswith("1 validation error for DeepSpeedZeroConfig: overlap_com: Extra inputs are not permitted")
+
+
+def test_a_bare_assert_is_told_by_its_source_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own_check.py").write_text("def check(size):\n    assert size % 2 == 0\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(AssertionError) as caught:
+        importlib.import_module("own_check").check(3)
+    message = describe(caught.value, rank=0, phase="init", step=None).message
+    assert message == f"assert size % 2 == 0 ({tmp_path}/own_check.py:2)"
 
 
 @pytest.mark.parametrize(("error", "kind"), KINDS, ids=lambda value: str(value)[:30])

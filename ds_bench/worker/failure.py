@@ -78,6 +78,17 @@ def _size_after(text: str, words: str) -> int | None:
     return int(float(found.group(1)) * _SCALE[found.group(2)]) if found else None
 
 
+def _message(error: BaseException) -> str:
+    """One line that tells the cause: of pydantic's report the field too, and where nothing is said, the source line."""
+    lines = str(error).strip().splitlines()
+    if not lines:
+        frames = traceback.extract_tb(error.__traceback__)
+        return f"{frames[-1].line} ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    if type(error).__name__ == "ValidationError" and len(lines) > 2:
+        return f"{lines[0]}: {lines[1]}: {lines[2].strip()}"
+    return lines[0]
+
+
 def describe(
     error: BaseException,
     *,
@@ -94,13 +105,11 @@ def describe(
     ``device_free_bytes``: free on the card when the error was caught; what the text says was earlier, and goes before.
     """
     text = str(error)
-    lines = text.strip().splitlines()
-    first = lines[0] if lines else ""
     said_free = _size_after(text, "of which")
     return RankFailure(
         rank=rank,
         error_class=type(error).__name__,
-        message=first[:500],
+        message=_message(error)[:500],
         phase=phase,
         time=time.time(),
         kind=kind_of(error, limited=limited, device_free_bytes=device_free_bytes),
