@@ -14,7 +14,7 @@ from . import compare, likeness
 from .analysis import Summary, compare_losses
 from .caveats import Caveat
 from .compare import StrategyResult
-from .inference import RatioInterval, ratio_interval
+from .inference import RatioInterval
 from .reading import flatrow
 from .reading.leastconfig import knows_config
 from .record import TrialRecord
@@ -94,7 +94,7 @@ def _pair(before: StrategyResult, after: StrategyResult, hardware: Sequence[str]
     if obstacles or not before.tokens_per_second or not after.tokens_per_second:
         return pair
     ratio = after.tokens_per_second / before.tokens_per_second
-    return replace(pair, ratio=ratio, interval=ratio_interval(_runs(after), _runs(before)))
+    return replace(pair, ratio=ratio, interval=compare.ratio_between(after, before))
 
 
 def _doubts(before: StrategyResult, after: StrategyResult, *, alike: bool) -> list[tuple[str, Caveat]]:
@@ -103,10 +103,6 @@ def _doubts(before: StrategyResult, after: StrategyResult, *, alike: bool) -> li
     found = [(side, caveat) for side, caveats in sides.items() for caveat in caveats]
     loss = _loss_caveat(before, after) if alike else None
     return found if loss is None else [*found, ("after against before", loss)]
-
-
-def _runs(row: StrategyResult) -> list[float]:
-    return [run.tokens_per_second for run in row.successes if run.tokens_per_second is not None]
 
 
 def _spokesman(row: StrategyResult) -> Summary:

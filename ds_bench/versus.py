@@ -109,7 +109,8 @@ def _row(row: StrategyResult | None) -> str:
 def _tested(interval: RatioInterval | None) -> str:
     if interval is None:
         return "(not tested: fewer than three runs)"
-    verdict = "" if interval.distinguishable else ", inside the noise"
+    verdict = ", too wide to decide anything" if interval.too_wide else ", inside the noise"
+    verdict = "" if interval.distinguishable else verdict
     return f"(95 % interval {interval.low:.2f} to {interval.high:.2f}{verdict})"
 
 

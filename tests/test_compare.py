@@ -1,4 +1,4 @@
-"""Rows against their baseline: medians by hand, ratios only where they mean something, fronts that nobody beats."""
+"""Rows against their baseline: means by hand, ratios only where they mean something, fronts that nobody beats."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from ds_bench.analysis import Summary, summarise
 from ds_bench.caveats import Caveat, CaveatKind, note
-from ds_bench.compare import Comparison, StrategyResult, build, is_called
+from ds_bench.compare import Comparison, StrategyResult, build, is_called, ratio_between
 from ds_bench.environment import Environment
 from ds_bench.errors import UsageError
 from ds_bench.gpus import GpuFacts
@@ -53,7 +53,7 @@ def rows(*records: TrialRecord, **changes: Any) -> tuple[StrategyResult, ...]:
 
 
 def test_a_row_by_hand() -> None:
-    """1024 tokens in 0.1, 0.2 and 0.4 s are 10 240, 5120 and 2560 tokens/s: median 5120, 640 for each of 8 GB.
+    """1024 tokens in 0.1, 0.2 and 0.4 s are 10 240, 5120 and 2560 tokens/s: geometric mean 5120, 640 for each of 8 GB.
 
     Deviation of the step times: mean 0.2333, squares 0.01778, 0.00111, 0.02778 by 2: 0.02333, root 0.15275.
     """
@@ -183,6 +183,73 @@ def test_a_ratio_lies_in_its_interval(ours: list[float], theirs: list[float]) ->
     assert row.ratio is not None
     assert row.ratio_interval is not None
     assert row.ratio_interval.low <= row.ratio <= row.ratio_interval.high
+
+
+def test_two_runs_have_the_ratio_of_their_geometric_means_too() -> None:
+    """√(0.1 × 0.4) = 0.2 s against 0.3 s; medians would be 0.25 s."""
+    slow, fast = rows(ran(0, 0.3), *runs(1, 0.1, 0.4))
+    assert fast.ratio == pytest.approx(1.5)
+    assert fast.ratio == pytest.approx((fast.tokens_per_second or 0) / (slow.tokens_per_second or 1))
+    assert fast.step_seconds == pytest.approx(0.2)
+
+
+def test_the_interval_between_two_rows_is_the_tables_and_uses_the_runs_of_all() -> None:
+    """a, b and c vary alike: all nine runs tell the noise, and c against b is held to one level for both others."""
+    seconds = {0: (0.100, 0.103, 0.101), 1: (0.111, 0.110, 0.113), 2: (0.122, 0.120, 0.121)}
+    a, b, c = rows(*(record for stage, own in seconds.items() for record in runs(stage, *own)))
+    assert ratio_between(b, a) == b.ratio_interval
+    between = ratio_between(c, b)
+    assert between is not None
+    assert between.degrees_of_freedom == 9 - 3 - 1
+    assert between.confidence == pytest.approx(0.975)
+    assert between.distinguishable
+    inverse = ratio_between(a, b)
+    assert inverse is not None
+    assert b.ratio_interval is not None
+    assert inverse.ratio == pytest.approx(1 / b.ratio_interval.ratio)
+    assert ratio_between(a, a) is None
+
+
+def test_rows_of_two_comparisons_are_held_against_each_other_by_their_own_runs() -> None:
+    (before,), (after,) = rows(*runs(1, 0.100, 0.101, 0.102)), rows(*runs(1, 0.110, 0.111, 0.112))
+    found = ratio_between(after, before)
+    assert found is not None
+    assert found.degrees_of_freedom == pytest.approx(4, abs=0.1)
+    assert found.confidence == pytest.approx(0.95)
+
+
+def test_the_trend_is_that_of_the_order_in_which_runs_really_ran() -> None:
+    """Each run 5 % slower than the one before, in the order a b, b a, a b: that is no noise."""
+    moments = {(0, 0): 0, (1, 0): 1, (1, 1): 2, (0, 1): 3, (0, 2): 4, (1, 2): 5}
+    records = [
+        replace(ran(stage, (1 + stage) * 0.1 * 1.05**moment, repeat), started_at=f"2026-11-21T09:00:{moment:02}+00:00")
+        for (stage, repeat), moment in sorted(moments.items())
+    ]
+    _, b = rows(*records)
+    assert b.ratio_interval is not None
+    assert b.ratio_interval.low <= 0.5 <= b.ratio_interval.high
+    assert b.ratio_interval.high - b.ratio_interval.low < 0.01
+
+
+def test_on_the_cpu_accelerator_an_interval_beyond_a_factor_of_two_decides_nothing() -> None:
+    """As a busy machine gave it: 521, 1326 and 217 ms against 24, 19 and 16; cards leave it as it is."""
+
+    def busy(on: Any) -> StrategyResult:
+        seconds = {0: (0.521, 1.326, 0.217), 3: (0.024, 0.016, 0.019)}
+        records = [
+            fakes.success(gpu(stage, repeat, on=on), step_seconds=[each] * 10)
+            for stage, own in seconds.items()
+            for repeat, each in enumerate(own)
+        ]
+        return rows(*records)[1]
+
+    on_cpu, on_cards = busy(fakes.placement()), busy(CUDA)
+    assert on_cpu.ratio_interval is not None
+    assert on_cards.ratio_interval is not None
+    assert on_cpu.ratio_interval.low > 1
+    assert on_cpu.ratio_interval.high > 2 * on_cpu.ratio_interval.low
+    assert not on_cpu.ratio_interval.distinguishable
+    assert on_cards.ratio_interval.distinguishable
 
 
 def test_a_failed_run_does_not_count_towards_three() -> None:

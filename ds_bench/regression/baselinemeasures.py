@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from .. import units
@@ -47,6 +47,8 @@ class Measure:
         """Whether runs vary too little to explain it; taken to be so where nothing can be tested."""
         if self.interval is None:
             return True
+        if self.interval.too_wide:
+            return False
         return self.interval.low > 1 if self.more_is_worse else self.interval.high < 1
 
     def regressed(self, tolerance: float) -> bool:
@@ -89,6 +91,12 @@ def _signed(ratio: float) -> str:
     return f"{(ratio - 1) * 100:+.1f} %"
 
 
+def _tested(result: BenchmarkResult, runs: Sequence[float], runs_before: Sequence[float]) -> RatioInterval | None:
+    """The interval of the ratio; of a result of the CPU accelerator, one that is too wide decides nothing."""
+    interval = ratio_interval(runs, runs_before)
+    return interval.on_shared_processor if interval is not None and result.memory == "host" else interval
+
+
 def measures(result: BenchmarkResult, baseline: BaselineEntry) -> list[Measure]:
     """Throughput and peak memory, as far as both sides know them."""
     memory = {"gpu": "peak GPU memory", "host": "peak CPU memory", None: "peak memory"}
@@ -98,7 +106,7 @@ def measures(result: BenchmarkResult, baseline: BaselineEntry) -> list[Measure]:
         found.append(
             Measure(
                 kind="throughput", label="tokens/s", value=rate, base=rate_before, more_is_worse=False,
-                interval=ratio_interval(result.tokens_per_sec_runs, baseline.tokens_per_sec_runs),
+                interval=_tested(result, result.tokens_per_sec_runs, baseline.tokens_per_sec_runs),
                 show=units.format_count,
             )
         )  # fmt: skip
@@ -107,7 +115,7 @@ def measures(result: BenchmarkResult, baseline: BaselineEntry) -> list[Measure]:
         found.append(
             Measure(
                 kind="memory", label=memory[result.memory], value=peak, base=peak_before, more_is_worse=True,
-                interval=ratio_interval(result.peak_memory_mb_runs, baseline.peak_memory_mb_runs),
+                interval=_tested(result, result.peak_memory_mb_runs, baseline.peak_memory_mb_runs),
                 show=lambda count_mb: units.format_bytes(count_mb * units.BYTES_PER_MB),
             )
         )  # fmt: skip

@@ -13,6 +13,7 @@ from typing import Any, Literal
 from ..analysis import Summary
 from ..doubts import known
 from ..environment import Environment
+from ..inference import geometric_mean
 from ..record import SUCCESS
 from ..units import BYTES_PER_MB
 
@@ -26,9 +27,9 @@ class BenchmarkResult:
     name: str
     """What its baseline is called."""
     throughput_tokens_per_sec: float | None = None
-    """Median of the successful runs' means."""
+    """Geometric mean of the successful runs' means."""
     samples_per_sec: float | None = None
-    """Sequences per second, the median likewise."""
+    """Sequences per second, the mean likewise."""
     peak_memory_mb: float | None = None
     """Highest of the runs: peak allocated on the worst GPU in the measured steps; on the CPU accelerator, which has no
     GPU memory, the peak resident memory of a node's ranks."""
@@ -97,8 +98,8 @@ def _figures(good: Sequence[Summary]) -> dict[str, Any]:
     held = known(good, "gpu_allocated_bytes" if on_gpu else "host_pss_bytes")
     rates, samples = known(good, "tokens_per_second"), known(good, "samples_per_second")
     return {
-        "throughput_tokens_per_sec": statistics.median(rates) if rates else None,
-        "samples_per_sec": statistics.median(samples) if samples else None,
+        "throughput_tokens_per_sec": geometric_mean(rates),
+        "samples_per_sec": geometric_mean(samples),
         "peak_memory_mb": max(peaks) / BYTES_PER_MB if peaks else None,
         "average_memory_mb": statistics.fmean(held) / BYTES_PER_MB if held else None,
         "memory": "gpu" if on_gpu else "host",

@@ -49,7 +49,7 @@ def words(*sentences: str) -> str:
 
 
 def typical(row: StrategyResult) -> Summary:
-    """The run nearest to the row's median."""
+    """The run nearest to the row's mean."""
     middle = row.tokens_per_second or 0.0
     return min(row.successes, key=lambda run: abs((run.tokens_per_second or 0.0) - middle))
 

@@ -84,11 +84,9 @@ def _throughput(rows: Sequence[StrategyResult], baseline: StrategyResult | None)
 
 def _interval_note(bars: Sequence[Bar]) -> str:
     if any(bar.interval for bar in bars):
-        return (
-            "Bars are medians of the runs' means, whiskers 95 % confidence intervals (geometric mean), dots the runs."
-        )
+        return "Bars are geometric means of the runs' means, whiskers their 95 % confidence intervals, dots the runs."
     if any(len(bar.runs) > 1 for bar in bars):
-        return "Bars are medians of the runs' means, dots the runs; an interval needs three runs (--repeats 3)."
+        return "Bars are geometric means of the runs' means, dots the runs; an interval needs three runs (--repeats 3)."
     return "One run each, so there is no interval; --repeats 3 gives one."
 
 

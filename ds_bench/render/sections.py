@@ -63,7 +63,9 @@ def _ratio_interval(row: StrategyResult) -> str:
     if row.ratio is None:
         return MISSING
     found = row.ratio_interval
-    return NOT_TESTED if found is None else f"{found.low:.3f} to {found.high:.3f}"
+    if found is None:
+        return NOT_TESTED
+    return f"{found.low:.3f} to {found.high:.3f}{', too wide' if found.too_wide else ''}"
 
 
 def _final_loss(row: StrategyResult) -> float | None:
@@ -86,7 +88,7 @@ def _mfu(row: StrategyResult) -> float | None:
 COLUMNS: tuple[Column, ...] = (
     Column(
         heading="Step\u00a0ms",
-        meaning="milliseconds per optimizer step, slowest rank, median of the runs",
+        meaning="milliseconds per optimizer step, slowest rank, geometric mean of the runs",
         text=lambda row: format_ms(row.step_seconds),
         number=lambda row: row.step_seconds,
     ),
@@ -98,7 +100,7 @@ COLUMNS: tuple[Column, ...] = (
     ),
     Column(
         heading="Tokens/s",
-        meaning="throughput of the whole job, median of the runs",
+        meaning="throughput of the whole job, geometric mean of the runs",
         text=lambda row: format_count(row.tokens_per_second),
         number=lambda row: row.tokens_per_second,
     ),
