@@ -120,6 +120,21 @@ def test_a_figure_that_only_one_side_knows_is_not_judged() -> None:
 # ------------------------------------------------------------------ noise
 
 
+@pytest.mark.parametrize(("memory", "passed"), [("host", True), ("gpu", False)])
+def test_on_the_cpu_accelerator_an_interval_beyond_a_factor_of_two_fails_no_gate(memory: Any, passed: bool) -> None:
+    """300 against 1,000, from 0.11 to 0.82 of it."""
+    busy = result(300, tokens_per_sec_runs=(200.0, 300.0, 450.0), memory=memory)
+    verdict = compare_to_baseline(busy, entry(tokens_per_sec_runs=(999.0, 1000.0, 1001.0)))
+    assert verdict.passed is passed
+    assert ("inside the noise" in verdict.message) is passed
+
+
+def test_runs_of_a_row_have_the_geometric_mean_that_its_table_prints() -> None:
+    """0.1, 0.1 and 0.8 s: the geometric mean is 0.2 s, the median 0.1 s."""
+    slow = [summary(step_seconds=[seconds] * 10) for seconds in (0.1, 0.1, 0.8)]
+    assert of_runs(slow).throughput_tokens_per_sec == pytest.approx(0.5 * (slow[0].tokens_per_second or 0))
+
+
 def test_a_fall_beyond_the_tolerance_but_inside_the_noise_is_no_regression_and_said_to_be_so() -> None:
     # means of logs: 1000 ± 20 % against 900 ± 20 %: three runs each, standard error of the log ratio about 0.16,
     # t at about 4 degrees of freedom 2.78: ± 0.45 around ln 0.9 = -0.105, so 1 is inside

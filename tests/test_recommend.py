@@ -399,6 +399,14 @@ def test_a_lead_beyond_the_noise_is_said_to_be_and_nothing_else_is_offered() -> 
     assert "cannot be told" not in found.reason
 
 
+def test_the_lead_that_is_stated_is_the_ratio_that_the_table_prints() -> None:
+    """Geometric means 1004.1 and 997.0, ratio 1.0072; medians would say 0.0 %, means 1.1 %."""
+    records = [*repeated(2, 8, [1000, 990, 1001]), *repeated(0, 8, [1000, 1125, 900])]
+    _, chosen = compared(*records).results
+    assert chosen.ratio == pytest.approx(1.0072, abs=1e-4)
+    assert "its lead over ZeRO-2 (0.7 %)" in answer(*records).reason
+
+
 def test_the_console_lines_name_goal_choice_reason_cost_and_steps() -> None:
     found = answer(row(fakes.zero(0), 52, 11_400), row(fakes.zero(2), 28, 10_500))
     first, why, cost, *steps = recommend.lines(found, "balanced")
