@@ -30,6 +30,7 @@ from .errors import UsageError
 from .flags import Options
 from .launch import Launcher
 from .launch.deepspeed import launch_command
+from .launch.scratch import remove_abandoned
 from .prediction.activations import ModelProfile
 from .progress import Reporter
 from .record import TrialRecord
@@ -49,6 +50,7 @@ def run_comparison(options: Options, make_config: plan.MakeConfig, arguments: Se
                 situation = look_around(options, make_config)
             if options.dry_run:
                 return dry_run(situation)
+            remove_abandoned()
             with interrupts.acting():
                 length = plan.seq_length(options.seq_length, situation.choice)
                 profile = foresight.profile(situation.choice, length)
@@ -56,8 +58,8 @@ def run_comparison(options: Options, make_config: plan.MakeConfig, arguments: Se
             store = (
                 RunStore.open(options.resume) if options.resume else RunStore.create(options.output_dir, options.family)
             )
-            with store.held():
-                return _compare(situation, profile, store, arguments)
+            with store.held() as note:
+                return _compare(situation, profile, store, arguments, [note] if note else [])
         except KeyboardInterrupt:  # before the first trial
             console.print_text("interrupted", sys.stderr)
             return showing.INTERRUPTED_CODE
@@ -103,7 +105,13 @@ def dry_run(situation: Situation) -> int:
     return showing.OK
 
 
-def _compare(situation: Situation, profile: ModelProfile | None, store: RunStore, arguments: Sequence[str]) -> int:
+def _compare(
+    situation: Situation,
+    profile: ModelProfile | None,
+    store: RunStore,
+    arguments: Sequence[str],
+    notes: Sequence[str],
+) -> int:
     options, place = situation.options, situation.place
     facts = environment.capture()
     say = _quiet if options.quiet else lambda text: console.print_text(text, sys.stderr)
@@ -117,7 +125,7 @@ def _compare(situation: Situation, profile: ModelProfile | None, store: RunStore
         _require_same_workload(store, trials, _FOUND if options.auto_batch else ())
     with interrupts.acting():
         launcher, why_cold = choose_launcher(situation, trials, say)
-    notes = [why_cold] if why_cold else []
+    notes = [*notes, *([why_cold] if why_cold else [])]
     _save_run(store, options, arguments, facts, [] if options.auto_batch else trials, notes)
     if options.auto_batch:
         trials = planned.trials(_largest_drafts(planned, launcher, store, say))

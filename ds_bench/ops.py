@@ -15,9 +15,13 @@ import importlib.metadata
 import json
 import os
 import re
+import shutil
+import signal
+import stat
 import subprocess
 import sys
 import sysconfig
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -97,9 +101,11 @@ def fused_ops(configs: Iterable[Mapping[str, object]]) -> list[str]:
 
 
 def cache_folder(accelerator: Accelerator, architectures: str | None = None) -> Path:
-    """One folder per Python, torch, DeepSpeed, accelerator, processor and CUDA architectures: ops do not mix."""
-    configured = os.environ.get("DS_BENCH_OPS_CACHE")
-    root = Path(configured) if configured else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    """One folder per Python, torch, DeepSpeed, accelerator, processor and CUDA architectures: ops do not mix.
+
+    Loading an op writes beside it (a lock, ninja's log). Where DS_BENCH_OPS_CACHE or the home cannot be written, as a
+    cache that a group shares, the next of :func:`cache_roots` that can be takes its place.
+    """
     parts = [
         sysconfig.get_python_version(),
         *(f"{name}{_version(name)}" for name in ("torch", "deepspeed")),
@@ -108,7 +114,39 @@ def cache_folder(accelerator: Accelerator, architectures: str | None = None) -> 
         _build_tools(),
         *([architectures.replace(";", "+")] if architectures else []),
     ]
-    return root / "ds_bench" / "ops" / "_".join(parts)
+    folders = [root / "ds_bench" / "ops" / "_".join(parts) for root in cache_roots()]
+    return next((folder for folder in folders if _can_write(folder)), folders[0])
+
+
+def cache_roots() -> list[Path]:
+    """Where this user's caches may lie: as configured, in the home, and for one without a home in the temporary folder.
+
+    The last is left out where it is another user's: compiled code is loaded from it.
+    """
+    configured = [os.environ.get("DS_BENCH_OPS_CACHE"), os.environ.get("XDG_CACHE_HOME")]
+    roots = [Path(name).absolute() for name in configured if name]
+    with contextlib.suppress(RuntimeError):  # no HOME, and no entry for this user
+        roots.append(Path.home() / ".cache")
+    own = Path(tempfile.gettempdir()) / f"ds_bench_cache_{os.getuid()}"
+    if not any(map(_can_write, roots)):
+        with contextlib.suppress(OSError):
+            own.mkdir(mode=0o700, exist_ok=True)
+    if (found := _status(own)) and found.st_uid == os.getuid() and stat.S_IMODE(found.st_mode) == 0o700:
+        roots.append(own)
+    return roots or [own]
+
+
+def _status(path: Path) -> os.stat_result | None:
+    try:
+        return path.lstat()
+    except OSError:
+        return None
+
+
+def _can_write(folder: Path) -> bool:
+    """Whether the folder, or where there is none yet the nearest one above it, can be written."""
+    nearest = next(place for place in (folder, *folder.parents) if place.exists())
+    return os.access(nearest, os.W_OK | os.X_OK)
 
 
 def _version(package: str) -> str:
@@ -138,14 +176,41 @@ def _processor() -> str:
 
 def stale_locks(folder: Path) -> list[Path]:
     """Build locks that no process holds open."""
-    locks = list(folder.glob("*/lock"))
-    if not locks:
-        return []
-    held = set()
-    for link in Path("/proc").glob("[0-9]*/fd/*"):
-        with contextlib.suppress(OSError):
-            held.add(str(link.readlink()))
-    return [lock for lock in locks if str(lock.resolve()) not in held]
+    locks = {lock: _is_open(lock) for lock in folder.glob("*/lock")}
+    if None in locks.values():
+        visible = set()
+        for link in Path("/proc").glob("[0-9]*/fd/*"):
+            with contextlib.suppress(OSError):
+                visible.add(str(link.readlink()))
+        for lock in [lock for lock, is_open in locks.items() if is_open is None]:
+            found = _status(lock)
+            old = found is not None and time.time() - found.st_mtime > _LOADING_SECONDS
+            locks[lock] = str(lock.resolve()) in visible or not old
+    return [lock for lock, is_open in locks.items() if not is_open]
+
+
+_LOADING_SECONDS = 60.0
+"""Longer than an op that was built before takes to load, which needs its lock too."""
+
+
+def _is_open(path: Path) -> bool | None:
+    """Whether any process of this machine has the file open, those of containers too, which /proc may not show.
+
+    The kernel grants a write lease on a file that nobody else has open (fcntl(2), F_SETLEASE). None where it grants
+    none at all: another user's file, or a file system of a network.
+    """
+    try:
+        with path.open("rb") as file:
+            fcntl.fcntl(file, fcntl.F_SETSIG, signal.SIGURG)  # breaking a lease kills its holder by default
+            fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+            fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+    except BlockingIOError:
+        return True
+    except FileNotFoundError:  # let go since it was listed
+        return True
+    except OSError:
+        return None
+    return False
 
 
 def remove_stale_locks(folder: Path) -> list[Path]:
@@ -170,6 +235,7 @@ def prepare_ops(
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise PreflightError(f"{folder} cannot be made: {error.strerror}", remedy="set DS_BENCH_OPS_CACHE") from None
+    _take_over(folder, names)
     if all((folder / f"{name}.ready").exists() for name in names) and not stale_locks(folder):
         return {name: OpState(op=name, ready=True) for name in names}
     states = {}
@@ -191,15 +257,26 @@ def prepare_ops(
     return states
 
 
+def _take_over(folder: Path, names: Iterable[str]) -> None:
+    """Copies what a cache that cannot be written holds, file times too, by which ninja decides."""
+    shared = cache_roots()[0] / "ds_bench" / "ops" / folder.name
+    missing = [name for name in names if not (folder / f"{name}.ready").exists()]
+    if shared != folder and any((shared / f"{name}.ready").exists() for name in missing):
+        with contextlib.suppress(OSError):  # what could not be copied is built
+            shutil.copytree(shared, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("lock", "builder"))
+
+
 @contextlib.contextmanager
 def _only_builder(folder: Path, say: Callable[[str], None]) -> Iterator[None]:
     """One builder per cache; the kernel releases the lock however its holder ends."""
     with (folder / "builder").open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except BlockingIOError:
             say("waiting for another run that builds ops …")
             fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError as error:
+            say(f"{folder} cannot be locked ({error.strerror}): do not build ops in two runs at once")
         yield
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pwd
 import shutil
 import sys
 import tempfile
@@ -112,6 +113,7 @@ def rank_environment(
         "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
         "TOKENIZERS_PARALLELISM": "false",
     }
+    variables |= _identity(environ)
     if preload_model is not None:
         variables["DS_BENCH_PRELOAD"] = f"transformers.models.{preload_model}.modeling_{preload_model}"
     if placement.accelerator == "cuda":
@@ -127,6 +129,17 @@ def rank_environment(
         # Threads that spin between parallel regions take the cores from other ranks and from other programs.
         variables["OMP_WAIT_POLICY"] = "passive"
     return variables
+
+
+def _identity(environ: Mapping[str, str]) -> dict[str, str]:
+    """A name and a home for a user without an entry (a container's ``--user``): libraries ask for them on import."""
+    try:
+        pwd.getpwuid(os.getuid())
+    except KeyError:
+        home = {} if environ.get("HOME") else {"HOME": str(ops.cache_roots()[-1])}
+        name = {} if environ.get("USER") else {"USER": f"uid{os.getuid()}"}
+        return {**name, **home}
+    return {}
 
 
 def cuda_environment(environ: Mapping[str, str], query: gpus.GpuQuery) -> dict[str, str]:

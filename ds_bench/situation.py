@@ -142,7 +142,7 @@ def _launcher(situation: Situation, trials: Sequence[Trial], say: Callable[[str]
     cold = DeepSpeedLauncher(situation.variables, limits, device_indices=devices)
     if place.launcher == "deepspeed" or all(trial.not_launched for trial in trials):
         return cold, None
-    warm = WarmLauncher(situation.variables, limits)
+    warm = WarmLauncher(situation.variables, limits, otherwise=None if options.launcher == "warm" else cold)
     say("loading torch, DeepSpeed and Transformers once, for every trial …")
     reason = warm.prepare()
     if reason is None:

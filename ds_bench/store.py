@@ -118,17 +118,23 @@ class RunStore:
                 )
 
     @contextmanager
-    def held(self) -> Iterator[None]:
-        """One writer at a time; the kernel lets go however it ends. Raises UsageError where another runs."""
+    def held(self) -> Iterator[str | None]:
+        """One writer at a time; the kernel lets go however it ends. Raises UsageError where another runs.
+
+        Gives None, or a note where this file system has no locks and another run would not be noticed.
+        """
         lock = os.open(self.folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
         with os.fdopen(lock, "r+") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
+            except BlockingIOError:
                 raise UsageError(
                     f"{self.folder} is being written by another run", remedy="wait for it to end"
                 ) from None
-            yield
+            except OSError as error:
+                yield f"the run folder cannot be locked ({error.strerror}): a second run in it would not be noticed"
+                return
+            yield None
 
     def save_run(self, facts: Mapping[str, Any]) -> None:
         """What was asked and where: run.json."""

@@ -171,3 +171,18 @@ def test_a_run_that_had_settled_nothing_cannot_be_resumed_nor_reported_and_is_to
     assert "nothing to resume" in resumed.stderr
     assert "start it again" in resumed.stderr
     assert len(resumed.stderr.splitlines()) == len(reported.stderr.splitlines()) == 1
+
+
+def test_shared_memory_that_cannot_be_written_is_told_before_any_work(tmp_path: Path) -> None:
+    """Ranks on CPUs would wait for each other for ever."""
+    read_only = "mount -o remount,ro,bind /dev/shm || exit 77"
+    asked = f"{sys.executable} {ROOT / ZERO} --model tiny --accelerator cpu --num-gpus 2"
+    command = ["unshare", "--mount", "sh", "-c", f"mount --bind /dev/shm /dev/shm; {read_only}; {asked}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, cwd=tmp_path)
+    if done.returncode in (1, 77):
+        pytest.skip(f"no mounts of its own for this user: {done.stderr}")
+    assert done.returncode == 2, done.stderr
+    finding, end = done.stderr.splitlines()
+    assert "/dev/shm cannot be written" in finding
+    assert "--tmpfs /dev/shm" in finding
+    assert "not ready: 1 problem" in end

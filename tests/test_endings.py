@@ -9,15 +9,17 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from conftest import SHORT, Launch, make_trial
 
 from ds_bench import analysis, preflight, strategies
-from ds_bench.contract import read_beat
+from ds_bench.contract import Beat, read_beat
+from ds_bench.launch import Limits, processes
 from ds_bench.launch import deepspeed as cold
-from ds_bench.launch import processes
+from ds_bench.launch.warm import WarmLauncher
 from ds_bench.models import facts_from_config, find_preset
 from ds_bench.spec import Workload
 
@@ -124,19 +126,46 @@ def test_a_failure_after_the_window_keeps_what_was_measured_with_a_caveat(launch
 def test_a_leader_that_is_killed_takes_its_ranks_with_it(launch: Launch, tmp_path: Path) -> None:
     before = processes.descendants()
 
-    def kill_the_leader() -> None:
-        beat = None
-        while beat is None or beat.step < 1:
-            time.sleep(0.05)
-            beat = read_beat(tmp_path / "trial", 0)
-        os.kill(os.getsid(beat.pid), signal.SIGKILL)
-
-    killer = threading.Thread(target=kill_the_leader)
+    killer = threading.Thread(target=kill_when_it_trains, args=(tmp_path / "trial", lambda beat: os.getsid(beat.pid)))
     killer.start()
     outcome = launch(fault="hangs").outcome
     killer.join()
     assert outcome.status == "Crashed"
     assert processes.descendants() <= before
+
+
+def test_a_killed_server_costs_the_row_that_ran_and_is_started_anew_for_the_next(
+    server: Callable[[Limits], WarmLauncher], tmp_path: Path
+) -> None:
+    launcher = server(SHORT)
+    for attempt, fault in enumerate(("hangs", "hangs", "fine")):  # the server that was started anew is killed too
+        folder = tmp_path / str(attempt)
+        folder.mkdir()
+        killer = threading.Thread(
+            target=kill_when_it_trains, args=(folder, lambda beat: parent_of(os.getsid(beat.pid)))
+        )
+        if fault == "hangs":
+            killer.start()
+        outcome = launcher.launch(make_trial(fault=fault), folder, lambda _progress: None).outcome
+        if fault == "hangs":
+            killer.join()
+            assert (outcome.status, outcome.rank) == ("Killed", None)
+            assert "preloaded server" in (outcome.error or "")
+    assert outcome.status == "Success"
+
+
+def kill_when_it_trains(folder: Path, choose: Callable[[Beat], int]) -> None:
+    deadline = time.monotonic() + 100
+    while time.monotonic() < deadline:
+        time.sleep(0.05)
+        beat = read_beat(folder, 0)
+        if beat is not None and beat.step >= 1:
+            os.kill(choose(beat), signal.SIGKILL)
+            return
+
+
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 def cold_launcher() -> cold.DeepSpeedLauncher:

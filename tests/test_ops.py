@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import signal
@@ -311,3 +312,57 @@ def test_one_run_at_a_time_builds_and_the_other_says_that_it_waits(workshop: Wor
 def test_no_ops_are_no_builds(workshop: Workshop) -> None:
     assert workshop.build() == {}
     assert workshop.calls == []
+
+
+# ------------------------------------------------------------------ shared caches, containers, no locks
+
+
+def in_namespace(*flags: str, script: str) -> str:
+    """What a shell script prints in namespaces of its own; skips where they are not allowed."""
+    command = ["unshare", *flags, "--fork", "sh", "-ec", script]
+    if subprocess.run([*command[:-1], "true"], capture_output=True, check=False).returncode:
+        pytest.skip("no namespaces of its own for this user")
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_a_lock_that_a_process_of_another_namespace_holds_is_not_stale(tmp_path: Path) -> None:
+    lock = tmp_path / "cpu_adam" / "lock"
+    lock.parent.mkdir()
+    program = f"from pathlib import Path; from ds_bench import ops; print(ops.stale_locks(Path('{tmp_path}')))"
+    script = f'{sys.executable} -c "{program}"'
+    with lock.open("x"):  # by this process, which the new namespace does not show
+        assert in_namespace("--pid", "--mount-proc", script=script) == "[]"
+    assert ops.stale_locks(tmp_path) == [lock]
+
+
+def test_a_cache_that_cannot_be_written_is_taken_over_and_nothing_is_built_twice(tmp_path: Path) -> None:
+    shared, home = tmp_path / "shared", tmp_path / "home"
+    built = shared / "ds_bench" / "ops" / ops.cache_folder("cpu").name
+    (built / "a_op").mkdir(parents=True)
+    (built / "a_op" / "a_op.so").write_text("compiled")
+    (built / "AOpBuilder.ready").touch()
+    program = (
+        "from ds_bench import ops; folder = ops.cache_folder('cpu');"
+        "states = ops.prepare_ops(['AOpBuilder'], folder, {}, say=print);"
+        "print(folder, states['AOpBuilder'].ready, (folder / 'a_op' / 'a_op.so').read_text())"
+    )
+    told = in_namespace(
+        "--mount",
+        script=f"mount --bind {shared} {shared}; mount -o remount,ro,bind {shared};"
+        f'DS_BENCH_OPS_CACHE={shared} XDG_CACHE_HOME={home} {sys.executable} -c "{program}"',
+    )
+    assert told == f"{home}/ds_bench/ops/{built.name} True compiled"
+
+
+def test_a_cache_on_a_file_system_without_locks_is_built_in_with_a_note(
+    workshop: Workshop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    assert workshop.build("AOpBuilder")["AOpBuilder"].ready
+    assert any("cannot be locked (No locks available)" in line for line in workshop.said)
+
+
+def no_locks(*_: object) -> None:
+    raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import subprocess
@@ -13,9 +14,11 @@ import fakes
 import pytest
 
 from ds_bench.contract import Assignment
+from ds_bench.launch.processes import start_ticks
 from ds_bench.launch.scratch import (
     disk_is_full,
     new_scratch_id,
+    remove_abandoned,
     remove_abandoned_swap,
     remove_scratch,
     swap_folder,
@@ -53,7 +56,8 @@ def test_scratch_ids_are_nine_digits_so_that_they_pass_for_a_port_and_differ() -
 
 def test_the_swap_folder_lies_on_the_disk_and_carries_host_process_and_trial(tmp_path: Path) -> None:
     folder = swap_folder(swapping(tmp_path), "123456789")
-    assert folder == str(tmp_path / f"ds_bench_swap.{socket.gethostname()}.{NAMESPACE}.{os.getpid()}.123456789")
+    me = f"{os.getpid()}-{start_ticks(os.getpid())}"
+    assert folder == str(tmp_path / f"ds_bench_swap.{socket.gethostname()}.{NAMESPACE}.{me}.123456789")
 
 
 def test_two_trials_never_share_a_swap_folder(tmp_path: Path) -> None:
@@ -163,6 +167,75 @@ def test_a_host_name_with_dots_does_not_hide_the_owner(tmp_path: Path, monkeypat
     dead, living = abandoned(tmp_path, pid=dead_pid()), abandoned(tmp_path, pid=os.getpid())
     assert remove_abandoned_swap(tmp_path) == [dead.name]
     assert living.exists()
+
+
+def test_a_number_that_another_process_has_got_since_is_a_dead_owner(tmp_path: Path) -> None:
+    reused = abandoned(tmp_path, pid=f"{os.getpid()}-1")
+    living = abandoned(tmp_path, pid=f"{os.getpid()}-{start_ticks(os.getpid())}")
+    assert remove_abandoned_swap(tmp_path) == [reused.name]
+    assert living.exists()
+
+
+# ------------------------------------------------------------------ what killed runs left in memory and /tmp
+
+OWNER = """
+import glob, os, sys, time
+from pathlib import Path
+from ds_bench.launch import scratch
+meeting, number = Path(sys.argv[1]), sys.argv[2]
+segment = Path(f"/dev/shm/deepspeed_allreduce_buffer_test_{number}_0")
+scratch.note_owned(glob.escape(str(meeting)), scratch.shared_memory(number), sys.argv[3])
+meeting.write_text("")
+segment.write_text("")
+print(flush=True)
+time.sleep(100)
+"""
+
+
+@pytest.mark.skipif(not os.access("/dev/shm", os.W_OK), reason="no shared memory here")
+def test_what_a_killed_process_had_noted_is_removed_and_nothing_of_the_living_or_of_others(tmp_path: Path) -> None:
+    foreign = tmp_path / "results"  # noted, but by its name nothing that a run makes for a while
+    foreign.mkdir()
+    numbers, files = [new_scratch_id(), new_scratch_id()], []
+    owners = []
+    for number in numbers:
+        meeting = tmp_path / f"ds_bench_meet_{number}"
+        command = [sys.executable, "-c", OWNER, str(meeting), number, str(foreign)]
+        owners.append(subprocess.Popen(command, stdout=subprocess.PIPE))
+        files.append({meeting, Path(f"/dev/shm/deepspeed_allreduce_buffer_test_{number}_0")})
+    stranger = Path(f"/dev/shm/deepspeed_allreduce_buffer_test_{new_scratch_id()}_0")
+    stranger.write_text("")
+    try:
+        for owner in owners:
+            assert owner.stdout is not None
+            owner.stdout.readline()
+        owners[0].kill()
+        owners[0].wait()
+        assert files[0] <= set(remove_abandoned())
+        assert not any(path.exists() for path in files[0])
+        assert all(path.exists() for path in (*files[1], stranger, foreign))
+        assert remove_abandoned() == []
+    finally:
+        for owner in owners:
+            owner.kill()
+            owner.communicate()
+        stranger.unlink()
+        remove_abandoned()
+    assert not any(path.exists() for path in files[1])
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a file to another user")
+def test_a_note_that_another_user_left_is_not_followed(tmp_path: Path) -> None:
+    target = tmp_path / "pymp-precious"
+    target.mkdir()
+    note = Path(f"/dev/shm/ds_bench_owner.{socket.gethostname()}.{NAMESPACE}.{dead_pid()}-1")
+    note.write_text(json.dumps([str(target)]) + "\n")
+    os.chown(note, 54321, 54321)
+    try:
+        remove_abandoned()
+        assert target.exists()
+    finally:
+        note.unlink()
 
 
 # ------------------------------------------------------------------ a full disk

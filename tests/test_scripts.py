@@ -20,6 +20,7 @@ from conftest import ROOT, Script, gone_within
 
 from ds_bench import ops
 from ds_bench.launch import processes
+from ds_bench.launch.scratch import remove_abandoned
 
 pytestmark = [pytest.mark.deepspeed, pytest.mark.usefixtures("built_ops")]
 
@@ -285,6 +286,21 @@ def test_a_killed_parent_takes_every_process_and_the_swap_folder_with_it(start_s
     assert list(disk.iterdir()) == []
 
 
+def test_a_cold_trial_ends_when_its_parent_and_its_leader_are_killed_together(start_script: Start) -> None:
+    """Nothing above the deepspeed launcher is left then to end it."""
+    fault = ("--model-factory", "faults:hangs_at_stage_2", "--stages", "2", "--launcher", "deepspeed")
+    script = start_script("zero_stage_comparison.py", *FAULT, *fault)
+    script.wait_for(lambda: len([beat for beat in script.beats("00_zero2") if beat.stat().st_size]) == 2)
+    tree = processes.descendants(script.process.pid)
+    (leader,) = [pid for pid in tree if b"ds_bench.launch.leader" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    assert len(tree) >= 5, "leader, runner, launcher and two ranks"
+    script.process.kill()
+    os.kill(leader, signal.SIGKILL)
+    script.wait()
+    assert gone_within(tree, 15) == set()
+    assert any("deepspeed_allreduce_buffer" in path.name for path in remove_abandoned())
+
+
 def test_a_stale_build_lock_does_not_hang_the_run(start_script: Start) -> None:
     lock = next(path for path in ops.cache_folder("cpu").iterdir() if path.is_dir()) / "lock"
     lock.touch()
@@ -413,3 +429,29 @@ def test_the_terminal_shows_row_step_and_last_step_while_a_trial_runs(tmp_path: 
     assert "/100" in text
     assert "last step" in text
     assert "left" in text
+
+
+def test_an_unknown_user_with_an_odd_temporary_folder_and_closed_output_gets_its_result(
+    tmp_path: Path, built_ops: object
+) -> None:
+    """Such a user a container's ``--user`` makes: no entry, no home; here with the right to read what root has."""
+    rights = "+dac_override,+dac_read_search"
+    user = ["setpriv", "--reuid=54321", "--clear-groups", f"--inh-caps={rights}", f"--ambient-caps={rights}"]
+    if subprocess.run([*user, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("only root can become another user")
+    (tmp_path / "50% ?#").mkdir()
+    tmp_path.chmod(0o777)
+    clean = {name: value for name, value in os.environ.items() if name not in ("HOME", "USER", "LOGNAME")}
+    root = ops.cache_folder("cpu").parent.parent.parent
+    command = [*user, sys.executable, str(ROOT / "zero_stage_comparison.py"), *SMALL, "--accelerator", "cpu"]
+    done = subprocess.run(
+        ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", *command, "--num-gpus", "2", "--stages", "1"],
+        cwd=tmp_path,
+        env={**clean, "TMPDIR": "50% ?#", "DS_BENCH_OPS_CACHE": str(root)},
+        timeout=300,
+        check=False,
+    )
+    (row,) = rows_of(tmp_path / "results")
+    assert row["status"] == "✅ Success", row["error_details"]
+    assert done.returncode == 0
+    assert list((tmp_path / "50% ?#").iterdir()) == []

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import csv
+import errno
+import fcntl
 import io
 import json
 import os
@@ -376,3 +378,18 @@ def test_a_record_is_on_disk_when_append_returns(run: RunStore, monkeypatch: pyt
     monkeypatch.setattr(contract.os, "fsync", lambda fd: (synced.append(os.fstat(fd).st_ino), real(fd))[1])
     run.append(fakes.success())
     assert (run.folder / "records.jsonl").stat().st_ino in synced
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK])
+def test_a_folder_that_cannot_be_locked_is_written_all_the_same_with_a_note(
+    run: RunStore, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    with run.held() as note:
+        assert note is None
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with run.held() as note:
+        assert note is not None
+        assert os.strerror(number) in note

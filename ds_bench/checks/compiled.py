@@ -127,7 +127,7 @@ def has_libaio(machine: Machine) -> bool:
 
 def _being_built(folder: Path) -> bool:
     """Whether a builder holds the cache (see ``ops.prepare_ops``)."""
-    with contextlib.suppress(FileNotFoundError), (folder / "builder").open() as file:
+    with contextlib.suppress(OSError), (folder / "builder").open() as file:
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:

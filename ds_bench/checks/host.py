@@ -74,6 +74,12 @@ def _shared_memory(machine: Machine, place: Placement) -> Finding:
     size, free = facts.f_blocks * facts.f_frsize, facts.f_bavail * facts.f_frsize
     text = f"/dev/shm has {format_bytes(free)} of {format_bytes(size)} free"
     bigger = "start the container with --shm-size=1g or more, or --ipc=host; or remove old files from /dev/shm"
+    if not os.access(machine.root / "dev/shm", os.W_OK):
+        writable = "mount it writable: start the container without --read-only, or with --tmpfs /dev/shm:rw,size=1g"
+        if place.accelerator == "cpu":
+            return problem("shared memory", "/dev/shm cannot be written: CPU ranks would wait for each other", writable)
+        if place.num_gpus > 1:
+            return warning("shared memory", "/dev/shm cannot be written, which NCCL may need", writable)
     ranks = place.num_gpus if place.hostfile is None else 1  # how many of them run on this node is not known here
     need = ranks * SHM_BYTES_PER_CPU_RANK
     if place.accelerator == "cpu" and free < need:

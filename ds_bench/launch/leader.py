@@ -51,7 +51,8 @@ def _be_rank(folder: Path, rank: int, world_size: int, run_rank: Callable[[Path,
 def lead_command(folder: Path, command: list[str]) -> int:
     """Cold: runs a launcher's command and waits. Returns its code."""
     _become_leader(folder)
-    child = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=processes.die_with_parent)
+    environment = {**os.environ, processes.LEADER_VARIABLE: str(os.getpid())}
+    child = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environment, preexec_fn=processes.die_with_parent)
     _wait_for(folder, {child.pid: None})
     return 0
 

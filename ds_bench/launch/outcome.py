@@ -40,6 +40,8 @@ class Evidence:
     """The kernel's count of processes killed for memory rose while the trial ran."""
     disk_full: bool = False
     """The file system of the swap folder had no room left when the trial ended."""
+    server_died: bool = False
+    """The preloaded server, with which its ranks die, was gone when the trial ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +68,7 @@ def conclude(evidence: Evidence) -> Findings:
     outcome = (
         _of_resources(failures, evidence)
         or _of_the_user(evidence)
+        or _of_the_server(evidence)
         or _of_the_disk(evidence)
         or _of_signals(failures, evidence)
         or _of_the_clock(evidence)
@@ -175,6 +178,18 @@ def _of_the_user(evidence: Evidence) -> Outcome | None:
     if evidence.ending is not None:
         return None
     return _finish(evidence, record.INTERRUPTED, None, _last_phase(evidence, 0), "interrupted while it ran")
+
+
+def _of_the_server(evidence: Evidence) -> Outcome | None:
+    """The ranks' end follows from the server's, and tells nothing."""
+    if not evidence.server_died:
+        return None
+    phase = _last_phase(evidence, 0)
+    if evidence.host_ran_out:
+        text = "the kernel killed the preloaded server or a rank for memory (its oom_kill count rose)"
+        return _finish(evidence, record.OOM_HOST, None, phase, text)
+    text = "the preloaded server, from which its ranks are forked, was ended from outside while it ran"
+    return _finish(evidence, record.KILLED, None, phase, text)
 
 
 def _of_the_disk(evidence: Evidence) -> Outcome | None:

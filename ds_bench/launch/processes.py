@@ -8,7 +8,9 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import select
 import signal
+import threading
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -42,6 +44,36 @@ def die_with_parent(number: int = signal.SIGKILL) -> None:
     _prctl(_PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:  # it died before the call
         os.kill(os.getpid(), number)
+
+
+LEADER_VARIABLE = "DS_BENCH_LEADER"
+"""Process id of the leader of the trial, for the ranks that a launcher on its node starts."""
+
+
+def die_with_leader() -> None:
+    """This process gets SIGKILL when the leader of its trial dies, whatever stands between the two of them.
+
+    A launcher that outlives both its own parents would go on training otherwise. Where no leader is named, on other
+    nodes, the leader of this session takes its place if it lives. A thread sleeps in the kernel until then
+    (pidfd_open(2)): it takes no time from the trial.
+    """
+    named = os.environ.get(LEADER_VARIABLE)
+    leader = int(named) if named else os.getsid(0)
+    if named and not alive(leader):
+        os.kill(os.getpid(), signal.SIGKILL)
+    if leader != os.getpid() and alive(leader):
+        threading.Thread(target=_die_after, args=(leader,), name="watches the leader", daemon=True).start()
+
+
+def _die_after(leader: int) -> None:
+    try:
+        ended = select.poll()
+        ended.register(os.pidfd_open(leader), select.POLLIN)
+        ended.poll()
+    except OSError:  # an old kernel, a sandbox, or the leader is gone and collected
+        while alive(leader):
+            time.sleep(1.0)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def adopt_orphans() -> None:
@@ -116,6 +148,17 @@ def _state(stat: Path) -> str:
         return stat.read_text().rpartition(")")[2].split()[0]
     except (OSError, IndexError):
         return ""
+
+
+def start_ticks(pid: int) -> int | None:
+    """When the process started, in clock ticks since the machine did: no two of one number share it (proc(5), stat).
+
+    None where it does not exist.
+    """
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    except (OSError, IndexError):
+        return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

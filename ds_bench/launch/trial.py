@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
+import glob
 import time
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
@@ -18,7 +17,15 @@ from ..record import TrialRecord
 from ..spec import LauncherName, Trial
 from . import processes
 from .outcome import Evidence, conclude
-from .scratch import disk_is_full, new_scratch_id, remove_scratch, swap_folder
+from .scratch import (
+    disk_is_full,
+    meeting_file,
+    new_scratch_id,
+    note_owned,
+    remove_scratch,
+    shared_memory,
+    swap_folder,
+)
 from .watch import Ending, Limits, Listener, watch
 
 
@@ -45,8 +52,11 @@ def run_trial(
     start: Start,
     launch: LauncherName,
     meet_by_file: bool = True,
+    server_lives: Callable[[], bool] = lambda: True,
 ) -> TrialRecord:
     """Runs one trial through ``start`` and records how it ended.
+
+    ``server_lives``: whether the process that the ranks are forked from, and die with, still runs.
 
     A KeyboardInterrupt becomes a record with status Interrupted; any other exception passes
     through. Either way the tree is ended first.
@@ -80,6 +90,7 @@ def run_trial(
             limits=limits,
             host_ran_out=_kernel_kills() > kills,
             disk_full=disk_full,
+            server_died=not server_lives(),
         )
     )
     caveats = (*trial.caveats, *findings.caveats)
@@ -105,7 +116,8 @@ _LONGEST_COLLECTIVE_SECONDS = 30 * 24 * 3600.0
 
 def _assign(trial: Trial, environment: Mapping[str, str], meet_by_file: bool, limits: Limits) -> Assignment:
     scratch_id = new_scratch_id()
-    meeting = Path(tempfile.gettempdir()) / f"ds_bench_meet_{os.getuid()}_{scratch_id}"
+    meeting = meeting_file(scratch_id)
+    note_owned(glob.escape(str(meeting)), shared_memory(scratch_id))
     swap = swap_folder(trial, scratch_id)
     if swap is not None:
         Path(swap).mkdir()

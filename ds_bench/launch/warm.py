@@ -7,19 +7,22 @@ preload list. It must never touch a GPU; a probe proves that before the first tr
 from __future__ import annotations
 
 import contextlib
+import glob
 import json
-import multiprocessing
+import multiprocessing.util
 import os
 import sys
-import tempfile
 import warnings
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from multiprocessing import resource_tracker
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
-from ..record import TrialRecord
+from ..record import CRASHED, Outcome, TrialRecord
 from ..spec import Trial
-from . import processes
+from . import Launcher, processes
+from .scratch import note_owned
 from .trial import run_trial
 from .watch import Limits, Listener
 
@@ -27,13 +30,27 @@ _PRELOAD = "ds_bench.worker.preload"
 _RANK = "ds_bench.worker.rank"
 
 
-class WarmLauncher:
-    """Single node. ``environment`` is fixed for the server's life: it is read when libraries load."""
+_STARTS = 3
+"""How often a trial is started anew because the server died before it had begun."""
 
-    def __init__(self, environment: Mapping[str, str], limits: Limits) -> None:
+
+class _ServerDiedError(Exception):
+    """The server went away while it was asked to fork a trial's leader."""
+
+
+class WarmLauncher:
+    """Single node. ``environment`` is fixed for the server's life: it is read when libraries load.
+
+    A server that is killed is started and proven anew before the next trial. Where that fails, trials go through
+    ``otherwise``, with a caveat; without one they are Crashed.
+    """
+
+    def __init__(self, environment: Mapping[str, str], limits: Limits, otherwise: Launcher | None = None) -> None:
         self._environment = {**environment, "DS_BENCH_PARENT": str(os.getpid())}
         self._limits = limits
+        self._otherwise = otherwise
         self._context = multiprocessing.get_context("forkserver")
+        self._server: int | None = None
 
     def prepare(self, timeout_seconds: float = 300.0) -> str | None:
         """Starts the server. Returns None when ranks may be forked from it, else the reason why not."""
@@ -47,39 +64,69 @@ class WarmLauncher:
             raise
 
     def _probe(self, timeout_seconds: float) -> str | None:
+        _ensure_tracker()
         self._context.set_forkserver_preload([_PRELOAD])
-        with tempfile.TemporaryDirectory(prefix="ds_bench_probe_") as folder:
-            answer = Path(folder) / "probe.json"
-            with _variables(self._environment):
-                probe = self._context.Process(target=_probe, args=(str(answer),), daemon=True)
-                probe.start()
-            probe.join(timeout_seconds)
-            if probe.is_alive():
-                probe.kill()
-                return f"the preloaded server did not answer in {timeout_seconds:.0f} s"
-            if not answer.exists():
-                return f"the preloaded server failed (exit code {probe.exitcode})"
-            reason = json.loads(answer.read_text())["reason"]
-            return None if reason is None else str(reason)
+        folder = multiprocessing.util.get_temp_dir()
+        note_owned(glob.escape(folder))
+        answer = Path(folder) / "probe.json"
+        answer.unlink(missing_ok=True)
+        with _variables(self._environment):
+            probe = self._context.Process(target=_probe, args=(str(answer),), daemon=True)
+            probe.start()
+        probe.join(timeout_seconds)
+        if probe.is_alive():
+            probe.kill()
+            return f"the preloaded server did not answer in {timeout_seconds:.0f} s"
+        if not answer.exists():
+            return f"the preloaded server failed (exit code {probe.exitcode})"
+        told = json.loads(answer.read_text())
+        self._server = told["server"]
+        return None if told["reason"] is None else str(told["reason"])
 
     def launch(self, trial: Trial, folder: Path, listen: Listener) -> TrialRecord:
         """See ``Launcher``."""
-        return run_trial(
-            trial,
-            folder,
-            listen,
-            limits=self._limits,
-            environment={},
-            start=self._start,
-            launch="warm",
-        )
+        reason: str | None = "the preloaded server died as often as it was started"
+        for _ in range(_STARTS):
+            # Before the trial, not in it: what runs before is left alone when the trial's processes are ended.
+            _ensure_tracker()
+            if not self._server_lives() and (reason := self.prepare()) is not None:
+                break
+            try:
+                return run_trial(
+                    trial,
+                    folder,
+                    listen,
+                    limits=self._limits,
+                    environment={},
+                    start=self._start,
+                    launch="warm",
+                    server_lives=self._server_lives,
+                )
+            except _ServerDiedError:
+                for file in folder.iterdir():  # of a leader that was forked all the same
+                    file.unlink()
+        return self._launch_otherwise(trial, folder, listen, f"the preloaded server may not be forked, {reason}")
+
+    def _server_lives(self) -> bool:
+        return self._server is not None and processes.alive(self._server)
 
     def _start(self, trial: Trial, folder: Path) -> _ForkedLeader:
-        arguments = (str(folder), trial.placement.num_gpus)
-        with _variables(self._environment):  # only matters where the server has to be started anew
-            process = self._context.Process(target=_lead, args=arguments, daemon=False)
-            process.start()
+        process = self._context.Process(target=_lead, args=(str(folder), trial.placement.num_gpus), daemon=False)
+        try:
+            if self._server_lives():  # else a new one would be started here, unproven and as a part of the trial
+                process.start()
+        except (EOFError, OSError) as error:
+            raise _ServerDiedError from error
+        if not self._server_lives():
+            raise _ServerDiedError
         return _ForkedLeader(process)
+
+    def _launch_otherwise(self, trial: Trial, folder: Path, listen: Listener, reason: str) -> TrialRecord:
+        if self._otherwise is not None:
+            found = self._otherwise.launch(trial, folder, listen)
+            return replace(found, caveats=(*found.caveats, f"cold launch: {reason}"))
+        outcome = Outcome(status=CRASHED, error=reason, details=reason)
+        return TrialRecord(trial=trial, outcome=outcome, launch="warm", caveats=trial.caveats)
 
 
 class _ForkedLeader:
@@ -90,6 +137,13 @@ class _ForkedLeader:
     def wait(self, seconds: float) -> bool:
         self._process.join(seconds)
         return not self._process.is_alive()
+
+
+def _ensure_tracker() -> None:
+    """multiprocessing's helper process runs; one that was killed is replaced, without the warning for developers."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        resource_tracker.ensure_running()
 
 
 @contextlib.contextmanager
@@ -132,7 +186,7 @@ def _probe(answer: str) -> None:
         torch = _worker("torch")
         if torch.cuda._is_in_bad_fork():  # type: ignore[attr-defined]
             reason = "CUDA was initialised in it"
-    Path(answer).write_text(json.dumps({"reason": reason}))
+    Path(answer).write_text(json.dumps({"reason": reason, "server": os.getppid()}))
 
 
 def _lead(folder: str, world_size: int) -> None:

@@ -175,7 +175,7 @@ def _kept_file(key: str) -> Path:
 
 
 def _kept(key: str) -> dict[str, Any] | None:
-    with contextlib.suppress(OSError, ValueError, importlib.metadata.PackageNotFoundError):
+    with contextlib.suppress(OSError, ValueError, RuntimeError, importlib.metadata.PackageNotFoundError):
         return dict(json.loads(_kept_file(key).read_text(encoding="utf-8")))
     return None
 
@@ -187,7 +187,9 @@ def _measured(name: str, key: str, request: Mapping[str, Any]) -> dict[str, Any]
             f"the activations of {name} cannot be measured: {answer['error']}",
             remedy="run it: the ledger of a run measures them",
         )
-    with contextlib.suppress(OSError):  # a home that cannot be written to costs the time again, no more
+    with contextlib.suppress(
+        OSError, RuntimeError
+    ):  # a home that is not or cannot be written to costs the time again, no more
         path = _kept_file(key)
         path.parent.mkdir(parents=True, exist_ok=True)
         write_json(path, answer)

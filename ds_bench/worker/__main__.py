@@ -9,12 +9,13 @@ import os
 import sys
 from pathlib import Path
 
-from ..launch.processes import die_with_parent
+from ..launch.processes import die_with_leader, die_with_parent
 from .rank import run
 
 
 def main() -> int:
     die_with_parent()
+    die_with_leader()
     return run(
         Path(sys.argv[-1]),
         rank=int(os.environ.get("RANK", "0")),

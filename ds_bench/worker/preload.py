@@ -91,4 +91,5 @@ GPU_FILES = open_gpu_files()
 """Device files of computing on a GPU that this server holds open after preloading; ranks are forked only when empty."""
 CUDA_INITIALISED = cuda_is_initialised()
 """Whether preloading has initialised the CUDA driver; ranks are forked only when not."""
-sys.stdout.flush()
+with contextlib.suppress(OSError):  # a pipe whose reader has gone
+    sys.stdout.flush()

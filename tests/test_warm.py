@@ -1,0 +1,26 @@
+"""The preloaded server of warm launch is killed at every moment of a trial's life; ranks without torch stand in."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from conftest import ROOT, TESTS
+
+
+def test_a_server_that_is_killed_costs_the_trial_that_runs_and_no_later_one(tmp_path: Path) -> None:
+    path = os.pathsep.join(map(str, (TESTS, ROOT)))
+    done = subprocess.run(
+        [sys.executable, str(TESTS / "warm_stub.py"), str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == ["Success", "Killed", "Killed", "Success", "Success", "Success"]
+    assert done.stderr == ""

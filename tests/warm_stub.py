@@ -1,0 +1,94 @@
+"""In place of ``ds_bench.worker.preload``: a server without torch, whose ranks measure nothing or train for ever.
+
+Run as a program, it kills the server in, between and at the start of trials, and prints how each ended.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import threading
+import time
+import types
+from collections.abc import Callable
+from pathlib import Path
+
+from ds_bench.contract import BeatWriter, rank_file, read_beat
+
+GPU_FILES: list[str] = []
+MISSING: list[str] = []
+
+
+def run(folder: Path, *, rank: int, local_rank: int, world_size: int) -> int:
+    """A rank: beats for ever where the trial is called so, else writes its file."""
+    import fakes
+
+    BeatWriter(folder, rank).beat("step", 1)
+    if folder.name.startswith("endless"):
+        time.sleep(1000)
+    trial = fakes.trial(on=fakes.placement(num_gpus=world_size))
+    rank_file(folder, rank).write_text(json.dumps(fakes.measured_file(fakes.measurement(trial, rank=rank))))
+    return 0
+
+
+def _processes(word: bytes) -> list[int]:
+    from ds_bench.launch import processes
+
+    return [pid for pid in processes.descendants() if word in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
+def main(base: Path) -> None:
+    import fakes
+
+    from ds_bench.launch import Limits, processes, warm
+
+    warm._PRELOAD = "warm_stub"
+    launcher = warm.WarmLauncher({"DS_ACCELERATOR": "cpu"}, Limits(kill_grace_seconds=1))
+
+    def launch(name: str, during: Callable[[], None] | None = None) -> str:
+        folder = base / name
+        folder.mkdir()
+        before = processes.descendants() - set(_processes(b"multiprocessing"))
+
+        def act() -> None:
+            while read_beat(folder, 0) is None:
+                time.sleep(0.01)
+            assert during is not None
+            during()
+
+        thread = threading.Thread(target=act, daemon=True)
+        if during is not None:
+            thread.start()
+        record = launcher.launch(fakes.trial(on=fakes.placement(num_gpus=2)), folder, lambda _progress: None)
+        assert processes.descendants() - set(_processes(b"multiprocessing")) <= before, "a process is left"
+        return record.outcome.status
+
+    def kill(word: bytes) -> None:
+        processes.send(_processes(word), signal.SIGKILL)
+
+    told = [launch("first")]
+    told += [launch("endless_1", lambda: kill(b"forkserver")), launch("endless_2", lambda: kill(b"multiprocessing"))]
+    told.append(launch("after"))
+    kill(b"multiprocessing")
+    told.append(launch("killed_between"))
+    start = warm.WarmLauncher._start
+    deaths = iter([True, True, False])
+
+    def dying(self: warm.WarmLauncher, *arguments: object) -> object:
+        if next(deaths):
+            kill(b"forkserver")
+        return start(self, *arguments)  # type: ignore[arg-type]
+
+    warm.WarmLauncher._start = dying  # type: ignore[assignment]
+    told.append(launch("killed_as_it_is_asked"))
+    print(json.dumps(told))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
+else:
+    sys.modules["ds_bench.worker.preload"] = sys.modules[__name__]
+    worker = types.ModuleType("ds_bench.worker.rank")
+    worker.run = run  # type: ignore[attr-defined]
+    sys.modules["ds_bench.worker.rank"] = worker
