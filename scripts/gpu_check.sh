@@ -1,26 +1,39 @@
 #!/usr/bin/env bash
-# Measures on your GPUs what this repository claims, and gathers it in one small, flat folder.
+# Measures on your GPUs what this repository claims, in chunks of at most nine minutes, into one small archive.
 #
-#   scripts/gpu_check.sh [OUT_DIR]          default: results/gpu_check_<gpu>_<date>
+#   scripts/gpu_check.sh [OUT_DIR]          default: results/gpu_check_<gpu>_<date>, and OUT_DIR.tar.gz beside it
 #
-# Steps, the most telling first; MODEL is the last part of a model's name (gpt2, opt-1.3b, Llama-2-7b-hf):
+# One chunk after another, the most telling first, each with the same OUT_DIR, to which a chunk adds:
 #
+#   STEPS="probe gpt2-zero gpt2-offload"   STEPS="tests prediction"   STEPS=fidelity   STEPS="launch opt-1.3b"
+#   STEPS=llama2-7b-zero
+#
+# Steps; MODEL is a model's short name (gpt2, opt-1.3b, llama2-7b):
+#
+#   probe                       versions, op builds with times, may ranks be forked; then ten steps of each stage, tiny
 #   MODEL-zero, MODEL-offload   both comparisons of each model, NVMe among them when NVME_PATH is set
 #   fidelity                    bench/fidelity.py: the product beside a bare DeepSpeed loop, first model
 #   prediction                  bench/prediction.py: predicted against measured memory, first model
-#   launch-warm, launch-cold    the first model with each --launcher; step times and their ratio in summary.txt
+#   launch-warm, launch-cold    the first model with each --launcher
 #   tests                       pytest -m gpu
 #
-# A step that fails does not stop the others; OUT_DIR/steps.json has each one's exit code, start and duration.
-# Run again with the same OUT_DIR, the script adds to it. Host name, home, serial numbers and UUIDs are left out.
+# Every step is capped by its own limit and by what is left of the budget. What a step has written is gathered and the
+# archive made anew after each step and when the script is ended, so a chunk that is cut short keeps what it finished.
+# At the end the script prints predicted against measured, warm against cold, fidelity, and what to report.
+# Host name, home, serial numbers and UUIDs are left out. OUT_DIR/steps.json has each step's exit code and seconds.
 # Exit code: 0 when every step that was run ended with 0, 1 otherwise, 2 where no GPU is visible.
+#
+# Nothing is downloaded: models are built from presets. Missing packages may lie as wheels in WHEELS, or in a folder
+# that PYTHONPATH names.
 #
 # Environment, all optional:
 #   PYTHON            the interpreter              (.venv/bin/python, else python3)
+#   WHEELS            folder of wheels to install, without network, into a folder of this run's own
 #   STEPS             only these, e.g. "gpt2 fidelity"; "gpt2" stands for gpt2-zero and gpt2-offload
 #   NVME_PATH         folder on an NVMe disk
 #   NUM_GPUS          GPUs to use                  (all)
-#   BUDGET_SECONDS    starts no step after that; the step then running gets what is left
+#   BUDGET_SECONDS    of this chunk                (540)
+#   ARCHIVE           file                         (OUT_DIR.tar.gz)
 #   GPU_CHECK_MODELS  presets                      (gpt2 facebook/opt-1.3b meta-llama/Llama-2-7b-hf)
 #   GPU_CHECK_ACCELERATOR=cpu  exercises the plumbing without a GPU, in small sizes; the output is labelled CPU
 set -uo pipefail
@@ -29,10 +42,12 @@ ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 ACCELERATOR=${GPU_CHECK_ACCELERATOR:-cuda}
 read -r -a MODELS <<<"${GPU_CHECK_MODELS:-gpt2 facebook/opt-1.3b meta-llama/Llama-2-7b-hf}"
 FIRST=${MODELS[0]}
-FIRST_SHORT=${FIRST##*/}
-BUDGET_SECONDS=${BUDGET_SECONDS:-}
+BUDGET_SECONDS=${BUDGET_SECONDS:-540}
 LOG_BYTES=200000
 FAILED=0
+RUNNING=
+STEP=
+export HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1
 
 find_python() {
     if [[ -n ${PYTHON:-} ]]; then
@@ -43,6 +58,25 @@ find_python() {
         PYTHON=python3
     fi
 }
+
+install_wheels() {
+    [[ -n ${WHEELS:-} ]] || return 0
+    "$PYTHON" -m pip install -q --no-index --no-deps --no-compile --target "$WORK/site" "$WHEELS"/*.whl || exit 2
+    export PYTHONPATH=$WORK/site${PYTHONPATH:+:$PYTHONPATH}
+}
+
+require_packages() {
+    "$PYTHON" - <<'PY' || exit 2
+import importlib.util, sys
+names = ("torch", "deepspeed", "transformers", "accelerate", "pydantic", "psutil", "pynvml", "rich")
+missing = [name for name in names if importlib.util.find_spec(name) is None]
+if missing:
+    sys.exit(f"gpu_check: {sys.executable} lacks {', '.join(missing)}: name wheels with WHEELS, or a folder with PYTHONPATH")
+PY
+}
+
+# "meta-llama/Llama-2-7b-hf" to "llama2-7b"
+short_of() { basename "$1" | tr '[:upper:]' '[:lower:]' | sed -E 's/-hf$//; s/^llama-([0-9])/llama\1/'; }
 
 # The name of the first visible GPU; nothing where there is none, or no torch for it.
 gpu_name() {
@@ -101,9 +135,9 @@ wanted() {
 
 step_names() {
     local model
-    echo fidelity prediction launch-warm launch-cold tests
-    for model in "${MODELS[@]##*/}"; do
-        echo "$model-zero" "$model-offload"
+    echo probe probe-stages fidelity prediction launch-warm launch-cold tests
+    for model in "${MODELS[@]}"; do
+        echo "$(short_of "$model")-zero" "$(short_of "$model")-offload"
     done
 }
 
@@ -120,10 +154,8 @@ check_steps() {
     done
 }
 
-seconds_left() {
-    [[ -z $BUDGET_SECONDS ]] && echo 999999 && return
-    echo $((BUDGET_SECONDS - SECONDS))
-}
+# Of the budget, less what gathering and the report take.
+seconds_left() { echo $((BUDGET_SECONDS - SECONDS - 15)); }
 
 # record STEP STARTED SECONDS CODE LIMIT: into steps.json, in place of an earlier entry of that name.
 record() {
@@ -155,7 +187,7 @@ step() {
     shift 2
     wanted "$name" || return 0
     left=$(seconds_left)
-    if ((left < 30)); then
+    if ((left < 20)); then
         say "$name: not started, the budget is spent"
         record "$name" "" "" "" ""
         return 0
@@ -163,20 +195,51 @@ step() {
     ((limit > left)) && limit=$left
     started=$(date -u +%Y-%m-%dT%H:%M:%SZ)
     begin=$SECONDS
+    STEP=$name
     echo "== $name (at most $limit s)"
     mkdir -p "$WORK/$name"
-    # In the foreground, so that Ctrl-C reaches the command; each clears up its own children.
-    timeout --foreground -k 60 "$limit" "$@" 2>&1 | tee "$WORK/$name/log"
-    code=${PIPESTATUS[0]}
+    # In the background, so that a signal to this script is acted on at once; timeout ends the command's own group.
+    timeout -k 10 "$limit" "$@" > >(tee "$WORK/$name/log") 2>&1 &
+    RUNNING=$!
+    wait "$RUNNING"
+    code=$?
+    RUNNING=
+    sleep 0.3 # tee writes the last lines
     record "$name" "$started" $((SECONDS - begin)) "$code" "$limit"
     gather "$name"
+    STEP=
     say "$name: exit code $code after $((SECONDS - begin)) s$(meaning "$name" "$code")"
     ((code == 0)) || FAILED=1
+    archive
+}
+
+# OUT_DIR as one file, whole or not at all.
+archive() {
+    tar -C "$(dirname "$OUT")" -czf "$ARCHIVE.tmp" "$(basename "$OUT")" && mv "$ARCHIVE.tmp" "$ARCHIVE"
+}
+
+# However this script ends, what has been measured is in the archive.
+finish() {
+    if [[ -n $RUNNING ]]; then
+        kill -TERM "$RUNNING" 2>/dev/null
+        for _ in {1..50}; do
+            kill -0 "$RUNNING" 2>/dev/null || break
+            sleep 0.1
+        done
+        kill -KILL "$RUNNING" 2>/dev/null
+    fi
+    if [[ -n $STEP ]]; then
+        gather "$STEP"
+        say "$STEP: cut short"
+    fi
+    archive
+    rm -rf "$WORK"
 }
 
 # The files of a step worth keeping, under the step's name.
 gather() {
     local name=$1 file run
+    [[ -e $WORK/$name/log ]] || return 0
     tail -c "$LOG_BYTES" "$WORK/$name/log" >"$OUT/$name.log"
     for file in "$WORK/$name"/*_comparison_*.json "$WORK/$name"/*_comparison_*.csv; do
         [[ -e $file ]] && cp "$file" "$OUT/$name.${file##*.}"
@@ -194,13 +257,10 @@ gather() {
 
 # Batch, sequence and steps of a model, as flags in SIZES; the time limit of one comparison in LIMIT.
 sizes_of() {
-    LIMIT=1800
+    LIMIT=520
     case $1 in
         *_cpu) SIZES=(--batch-size 2 --seq-length 64 --num-steps 5 --warmup-steps 2) ;;
-        Llama-2-7b-hf_*)
-            SIZES=(--batch-size 1 --seq-length 512 --num-steps 10 --warmup-steps 3)
-            LIMIT=3600
-            ;;
+        llama2-7b_*) SIZES=(--batch-size 1 --seq-length 512 --num-steps 10 --warmup-steps 3) ;;
         opt-1.3b_*) SIZES=(--batch-size 8 --seq-length 512 --num-steps 20 --warmup-steps 5) ;;
         *) SIZES=(--batch-size 4 --seq-length 512 --num-steps 50 --warmup-steps 10) ;;
     esac
@@ -210,65 +270,136 @@ sizes_of() {
 compare() {
     local name=$1 script=$2 model=$3
     shift 3
-    sizes_of "${model##*/}_$ACCELERATOR"
+    sizes_of "$(short_of "$model")_$ACCELERATOR"
     step "$name" "$LIMIT" "$PYTHON" "$ROOT/$script" --model "$model" "${SIZES[@]}" "${DEVICES[@]}" \
         --output-dir "$WORK/$name" "$@"
 }
 
-zero() { compare "${1##*/}-zero" zero_stage_comparison.py "$1"; }
+zero() {
+    local stages=(0 1 2 3)
+    # Of 7 B parameters on one card of 140 GB stage 0 is predicted to take 151 GB, 1 and 2 alike 139 GB: 3 comes first.
+    [[ $(short_of "$1") == llama2-7b ]] && stages=(3 2)
+    compare "$(short_of "$1")-zero" zero_stage_comparison.py "$1" --stages "${stages[@]}"
+}
+
+host_gb() { awk '/^MemTotal/ {print int($2 / 1048576)}' /proc/meminfo; }
 
 offload() {
+    if [[ $(short_of "$1") == llama2-7b ]] && (($(host_gb) < 160)) && [[ " ${STEPS:-} " != *" llama2-7b-offload "* ]]; then
+        wanted llama2-7b-offload && say "llama2-7b-offload: left out, predicted to need 137 GB of host memory"
+        return 0
+    fi
     local strategies=(none cpu_optimizer cpu_full) nvme=()
     if [[ -n ${NVME_PATH:-} ]]; then
         strategies+=(nvme)
         nvme=(--nvme-path "$NVME_PATH")
     fi
-    compare "${1##*/}-offload" offload_comparison.py "$1" --strategies "${strategies[@]}" "${nvme[@]}"
+    compare "$(short_of "$1")-offload" offload_comparison.py "$1" --strategies "${strategies[@]}" "${nvme[@]}"
 }
 
 fidelity() {
     local rounds=5
     [[ $ACCELERATOR == cpu ]] && rounds=1
-    sizes_of "${FIRST_SHORT}_$ACCELERATOR"
-    step fidelity 1800 "$PYTHON" "$ROOT/bench/fidelity.py" --model "$FIRST" "${SIZES[@]}" "${DEVICES[@]}" \
+    sizes_of "$(short_of "$FIRST")_$ACCELERATOR"
+    step fidelity 520 "$PYTHON" "$ROOT/bench/fidelity.py" --model "$FIRST" "${SIZES[@]}" "${DEVICES[@]}" \
         --rounds "$rounds" --launcher both --output "$WORK/fidelity/figures.json"
 }
 
 prediction() {
-    sizes_of "${FIRST_SHORT}_$ACCELERATOR"
-    step prediction 1800 "$PYTHON" "$ROOT/bench/prediction.py" --model "$FIRST" "${SIZES[@]}" "${DEVICES[@]}" \
+    sizes_of "$(short_of "$FIRST")_$ACCELERATOR"
+    step prediction 300 "$PYTHON" "$ROOT/bench/prediction.py" --model "$FIRST" "${SIZES[@]}" "${DEVICES[@]}" \
         --output "$WORK/prediction/figures.json"
 }
 
 launches() {
     compare launch-warm zero_stage_comparison.py "$FIRST" --launcher warm
     compare launch-cold zero_stage_comparison.py "$FIRST" --launcher deepspeed
-    [[ -e $OUT/launch-warm.json && -e $OUT/launch-cold.json ]] && show_launches | tee -a "$OUT/summary.txt"
-    return 0
 }
 
-show_launches() {
-    "$PYTHON" - "$OUT/launch-warm.json" "$OUT/launch-cold.json" <<'PY'
+probe() {
+    step probe 400 "$PYTHON" "$ROOT/scripts/gpu_probe.py" --accelerator "$ACCELERATOR" \
+        --output "$WORK/probe/figures.json"
+    SIZES=(--batch-size 2 --seq-length 32 --num-steps 10 --warmup-steps 2)
+    step probe-stages 240 "$PYTHON" "$ROOT/zero_stage_comparison.py" --model tiny "${SIZES[@]}" "${DEVICES[@]}" \
+        --output-dir "$WORK/probe-stages"
+}
+
+# What the files in OUT_DIR say, all chunks together.
+report() {
+    "$PYTHON" - "$OUT" <<'PY'
 import json, sys
-warm, cold = ({row["strategy"]: row for row in json.load(open(path)) if row["success"]} for path in sys.argv[1:])
-print("step time by launch    warm ms    cold ms  warm/cold   start warm s   start cold s")
+from pathlib import Path
+out = Path(sys.argv[1])
+
+def load(path):
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+
+def number(value, form):
+    return "-" if value is None else format(value, form)
+
+tables = {}
+for path in sorted(out.glob("*.json")):
+    rows = load(path)
+    if isinstance(rows, list) and rows and "strategy" in rows[0]:
+        tables[path.stem] = rows
+steps = load(out / "steps.json") or []
+probe = load(out / "probe.json")
+if probe:
+    fork = probe.get("fork") or {}
+    print("\nprobe")
+    print("  ranks may be forked: " + ("not asked" if not fork else "yes" if fork["refused"] is None else f"no, {fork['refused']}"))
+    for name, state in probe.items():
+        if name.endswith("Builder"):
+            print(f"  {name:<20} {'built' if state['ready'] else 'not built'} in {state['seconds']:.0f} s {state['reason']}")
+if tables:
+    print("\nstep                 strategy        status       ms/step   peak GB  predicted/measured  caveats")
+for name, rows in tables.items():
+    for row in rows:
+        print(f"{name:<20} {row['strategy']:<15} {row['status']:<12} {number(row.get('avg_step_time_ms'), '8.2f'):>8}  "
+              f"{number(row.get('gpu_peak_gb'), '8.2f'):>8}  {number(row.get('predicted_over_measured') or row.get('predicted_over_ledger'), '.3f'):>18}  "
+              f"{(row.get('caveats') or '')[:80]}")
+pairs = (load(out / "prediction.json") or {}).get("pairs", [])
+far = [pair for pair in pairs if pair.get("measured_bytes") and not 0.9 < pair["predicted_bytes"] / pair["measured_bytes"] < 1.1]
+if pairs:
+    print(f"\nprediction: {len(pairs)} cells, {len(far)} off by more than 10 %")
+    for pair in far:
+        sizes = pair["predicted_bytes"] / 2**30, pair["measured_bytes"] / 2**30
+        print(f"  {pair['strategy']:<34} {pair['what']:<26} predicted {sizes[0]:8.3f} GB, measured {sizes[1]:8.3f} GB")
+warm, cold = ({row["strategy"]: row for row in tables.get(name, []) if row["success"]} for name in ("launch-warm", "launch-cold"))
+if warm and cold:
+    print("\nlaunch               warm ms    cold ms  warm/cold   start warm s   start cold s")
 for name in [name for name in warm if name in cold]:
     a, b = warm[name], cold[name]
-    times = a["avg_step_time_ms"], b["avg_step_time_ms"], a["avg_step_time_ms"] / b["avg_step_time_ms"]
-    print(f"{name:<20} {times[0]:9.2f}  {times[1]:9.2f}  {times[2]:9.3f}   {a['start_seconds']:12.1f}   {b['start_seconds']:12.1f}")
+    times = a["avg_step_time_ms"], b["avg_step_time_ms"]
+    print(f"{name:<18} {times[0]:9.2f}  {times[1]:9.2f}  {times[0] / times[1]:9.3f}   "
+          f"{number(a.get('start_seconds'), '12.1f'):>12}   {number(b.get('start_seconds'), '12.1f'):>12}")
+ratios = (load(out / "fidelity.json") or {}).get("ratio_to_bare") or {}
+for name, ratio in ratios.items():
+    print(f"\nfidelity: product ({name}) / bare loop {ratio['median']:.3f} ({ratio['min']:.3f} to {ratio['max']:.3f})")
+print("\nto report")
+bad = [f"step {step['name']} ended with {step['exit_code']}" for step in steps if step.get("exit_code")]
+bad += [f"step {step['name']} was not started" for step in steps if step.get("skipped")]
+bad += [f"{name}: {row['strategy']} {row['status']} {row.get('error') or ''}"[:200] for name, rows in tables.items() for row in rows if not row["success"]]
+bad += [f"prediction off: {pair['strategy']}, {pair['what']}" for pair in far]
+bad += [f"ranks may not be forked: {probe['fork']['refused']}"] if probe and (probe.get("fork") or {}).get("refused") else []
+print("\n".join(f"  {line}" for line in bad) or "  nothing failed, nothing is off by more than 10 %")
 PY
 }
 
-tests() { step tests 1800 "$PYTHON" -m pytest -m gpu -p no:cacheprovider --junit-xml "$WORK/tests/junit.xml"; }
+tests() { step tests 400 "$PYTHON" -m pytest -m gpu -p no:cacheprovider --junit-xml "$WORK/tests/junit.xml"; }
 
 run_steps() {
     local model
+    probe
     zero "$FIRST"
-    fidelity
-    prediction
-    launches
     offload "$FIRST"
     tests
+    prediction
+    fidelity
+    launches
     for model in "${MODELS[@]:1}"; do
         zero "$model"
         offload "$model"
@@ -278,13 +409,15 @@ run_steps() {
 conclude() {
     local kept
     kept="results/reference/${DEVICE}_$(date -u +%Y%m%d)"
+    report | tee "$OUT/report.txt"
     say ""
     if [[ $ACCELERATOR == cpu ]]; then
         say "CPU run of the plumbing: these figures say nothing about GPUs; nothing here is to be committed."
     else
+        say "archive: $ARCHIVE"
         say "To keep: mkdir -p $kept && cp $OUT/* $kept/ && git add $kept    ($(du -sh "$OUT" | cut -f1))"
     fi
-    scrub "$OUT/summary.txt"
+    scrub "$OUT/summary.txt" "$OUT/report.txt"
 }
 
 find_python
@@ -293,9 +426,13 @@ require_device
 OUT=${1:-$ROOT/results/gpu_check_${DEVICE}_$(date -u +%Y%m%d)}
 mkdir -p "$OUT" || exit 2
 OUT=$(cd "$OUT" && pwd)
+ARCHIVE=$(realpath -m "${ARCHIVE:-$OUT.tar.gz}")
 WORK=$(mktemp -d) || exit 2
-trap 'rm -rf "$WORK"' EXIT
-trap 'exit 130' INT TERM
+trap finish EXIT
+trap 'exit 143' TERM HUP
+trap 'exit 130' INT
+install_wheels
+require_packages
 cd "$ROOT" || exit 2
 DEVICES=(--accelerator "$ACCELERATOR")
 [[ -n ${NUM_GPUS:-} ]] && DEVICES+=(--num-gpus "$NUM_GPUS")

@@ -105,6 +105,66 @@ def test_warm_and_cold_launch_agree_on_step_time(run: Run) -> None:
     assert warm["avg_step_time_ms"] == pytest.approx(cold["avg_step_time_ms"], rel=0.1)
 
 
+def test_a_card_that_is_really_full_is_oom_and_says_what_was_free(run: Run) -> None:
+    many = ("--model", "gpt2", "--batch-size", "16384", "--seq-length", "1024", "--num-steps", "1", "--stages", "1")
+    _, _, rows = run("zero_stage_comparison.py", *many)
+    assert rows[0]["status"] == "❌ OOM"
+    assert "free" in rows[0]["error_details"]
+
+
+def test_nccl_waits_as_long_as_the_trial_in_every_group(tmp_path: Path) -> None:
+    program = f"""
+import os
+os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
+import torch, torch.distributed
+from types import SimpleNamespace
+from ds_bench.worker import session
+session._meet(SimpleNamespace(rendezvous="file://{tmp_path}/meet", collective_timeout_seconds=7320.0), "cuda")
+import deepspeed.comm
+for group in (torch.distributed.group.WORLD, deepspeed.comm.new_group([0])):
+    print(group._get_backend(torch.device("cuda")).options._timeout.total_seconds(), flush=True)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.stdout.split()[-2:] == ["7320.0"] * 2, done.stderr
+
+
+def test_preloading_leaves_the_driver_uninitialised() -> None:
+    """Why ranks may be forked warm; NVML's own device files may be open."""
+    program = "from ds_bench.worker import preload; print(preload.GPU_FILES, preload.CUDA_INITIALISED)"
+    variables = {**os.environ, "DS_ACCELERATOR": "cuda", "DS_BENCH_PARENT": str(os.getpid())}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=variables, check=False)
+    assert done.stdout.splitlines()[-1] == "[] False", done.stderr
+
+
+def test_a_driver_in_use_is_seen() -> None:
+    program = (
+        "import torch; torch.zeros(1, device='cuda'); from ds_bench.launch import processes as p; "
+        "print(p.cuda_is_initialised(), any('uvm' in name for name in p.open_gpu_files()))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["True", "True"]
+
+
+def test_the_card_is_free_again_when_the_next_trial_begins(tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "zero_stage_comparison.py"), "--accelerator", "cuda", "--num-gpus", "1"]
+    subprocess.run([*command, *GPT2, "--output-dir", str(tmp_path)], check=True, timeout=550, capture_output=True)
+    (path,) = tmp_path.glob("runs/*/records.jsonl")
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    free = [record["gpu_free_start_bytes"] for record in records]
+    assert max(free) - min(free) < 2**29
+    assert not any("less of the card was free" in text for record in records for text in record["caveats"])
+
+
+def test_a_power_cap_at_the_default_limit_is_no_caveat(run: Run) -> None:
+    lowered = [
+        gpu
+        for gpu in gpus.NvmlQuery().read().gpus
+        if (gpu.power_limit_watts or 0) < (gpu.default_power_limit_watts or 0)
+    ]
+    rows = run("zero_stage_comparison.py", *GPT2)[2]
+    assert lowered or not any("sw_power_cap" in (row["caveats"] or "") for row in rows)
+
+
 def test_no_process_of_a_trial_stays_on_the_card(run: Run, tmp_path: Path) -> None:
     run("zero_stage_comparison.py", *GPT2)
     for gpu in gpus.select_visible(os.environ, gpus.NvmlQuery().read().gpus):

@@ -1,0 +1,54 @@
+"""What the first minutes on a GPU must tell: versions, whether ranks may be forked, op builds with their times.
+
+    python scripts/gpu_probe.py --output FILE.json [--accelerator cpu]
+
+Never fails for what it finds: each answer stands in the file, written anew after every one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from ds_bench import environment, gpus, ops, preflight
+from ds_bench.contract import write_json
+from ds_bench.launch import Limits
+from ds_bench.launch.warm import WarmLauncher
+from ds_bench.spec import Placement
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--output", type=Path, required=True, metavar="FILE.json")
+    parser.add_argument("--accelerator", choices=("cuda", "cpu"), default="cuda")
+    args = parser.parse_args()
+    found: dict[str, Any] = {"environment": environment.capture().to_dict()}
+    cards = [gpu.index for gpu in gpus.NvmlQuery().read().gpus]
+    place = Placement(accelerator=args.accelerator, num_gpus=1)
+    variables = preflight.rank_environment(place, os.environ, "gpt2")
+
+    def keep(name: str, answer: object) -> None:
+        found[name] = answer
+        print(f"{name}: {answer}", flush=True)
+        write_json(args.output, found)
+
+    keep("cards", cards)
+    device_op = ops.FUSED_ADAM if args.accelerator == "cuda" else ops.SHARED_MEMORY
+    folder = Path(variables["TORCH_EXTENSIONS_DIR"])
+    for name in (device_op, ops.CPU_ADAM, ops.ASYNC_IO):
+        (state,) = ops.prepare_ops([name], folder, variables, timeout_seconds=240, say=print).values()
+        keep(name, {"ready": state.ready, "seconds": state.seconds, "reason": state.reason})
+    start = time.monotonic()
+    refused = WarmLauncher(variables, Limits()).prepare()
+    keep("fork", {"refused": refused, "seconds": time.monotonic() - start})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
