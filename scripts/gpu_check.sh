@@ -222,11 +222,11 @@ archive() {
 finish() {
     if [[ -n $RUNNING ]]; then
         kill -TERM "$RUNNING" 2>/dev/null
-        for _ in {1..50}; do
+        for _ in {1..80}; do
             kill -0 "$RUNNING" 2>/dev/null || break
             sleep 0.1
         done
-        kill -KILL "$RUNNING" 2>/dev/null
+        kill -KILL -- "-$RUNNING" 2>/dev/null # timeout leads a group of its own
     fi
     if [[ -n $STEP ]]; then
         gather "$STEP"
