@@ -191,6 +191,9 @@ def _row(key: str, label: str, group: Sequence[Summary]) -> StrategyResult:
 def _row_caveats(group: Sequence[Summary], means: Sequence[float]) -> tuple[Caveat, ...]:
     failed = sum(not run.record.outcome.success for run in group)
     counted = [note(f"{failed} of {len(group)} runs failed")] if 0 < failed < len(group) else []
+    _, *others = dict.fromkeys(run.record.trial.strategy.label for run in group)
+    if others:
+        counted.append(note(f"the same configuration also ran as {', '.join(others)}: one row, not {len(others) + 1}"))
     varied = doubts.between_runs(means)
     found = [*(caveat for run in group for caveat in run.caveats), *counted, *([varied] if varied else [])]
     return tuple(dict.fromkeys(found))

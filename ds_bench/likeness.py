@@ -52,16 +52,19 @@ def _workload_text(workload: Workload) -> str:
 def grouped(summaries: Sequence[Summary]) -> dict[str, list[Summary]]:
     """By key, in order of appearance: the repeats of each row.
 
+    Trials of one configuration and workload on one placement are one row, whatever their strategies are called: it has
+    the key of the first.
     Runs of one row that do not compare with each other (another card, other versions) are kept apart, the later
     ones under ``<key>-2`` and so on; a run that measured nothing stays with the first.
     """
     groups: dict[str, list[Summary]] = {}
     variants: dict[str, list[tuple[object, ...]]] = {}
     keys: dict[tuple[int, ...], str] = {}
+    alike: dict[tuple[object, ...], str] = {}
     for summary in summaries:
         same = tuple(map(id, _parts(summary.record.trial)))  # of records read from one file, repeats share these
         if same not in keys:
-            keys[same] = row_key(summary.record)
+            keys[same] = alike.setdefault(_content(summary), row_key(summary.record))
         key = keys[same]
         if summary.record.ranks:
             ran = (*_ran(summary.record), summary.flat_config_hash)
@@ -72,6 +75,13 @@ def grouped(summaries: Sequence[Summary]) -> dict[str, list[Summary]]:
             key = key if number == 1 else f"{key}-{number}"
         groups.setdefault(key, []).append(summary)
     return groups
+
+
+def _content(summary: Summary) -> tuple[object, ...]:
+    """What a trial is, but for its strategy's name; with that where the configuration is not known."""
+    trial, config = summary.record.trial, summary.config_hash
+    told = row_key(summary.record) if config is None else config
+    return told, _flat_text(trial.placement), _workload_text(trial.workload)
 
 
 _OWN_BATCH = ("batch_size", "micro_batch_size")
