@@ -14,7 +14,7 @@ import pytest
 import torch
 from conftest import SHORT, make_trial
 
-from ds_bench import ops, strategies
+from ds_bench import strategies
 from ds_bench.analysis import Summary, summarise, with_comparison
 from ds_bench.caveats import Caveat, CaveatKind
 from ds_bench.launch import Limits
@@ -30,7 +30,6 @@ HONEST = {
     "zero2_cpu_optimizer": strategies.offload_strategy("cpu_optimizer", 2),
     "cpu_optimizer": strategies.offload_strategy("cpu_optimizer", 3),
     "cpu_full": strategies.offload_strategy("cpu_full", 3),
-    "nvme": strategies.offload_strategy("nvme", 3),
 }
 MISTAKES: Mapping[str, dict[str, Any]] = {
     "learning rate 0": {"params": {"lr": 0.0}},
@@ -56,20 +55,12 @@ Trained = dict[str, TrialRecord]
 @pytest.fixture(scope="module")
 def trained(
     server: Callable[[Limits], WarmLauncher],
-    built_ops: dict[str, ops.OpState],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Trained:
-    """The record of every honest strategy that runs here, and of every mistake made at stage 2."""
-    disk = tmp_path_factory.mktemp("disk")
+    """The record of every honest strategy, and of every mistake made at stage 2."""
     trials = {
-        name: make_trial(
-            replace(strategy, name=name, label=name),
-            workload=WORKLOAD,
-            largest_parameter=2_000_000,
-            **({"nvme_path": str(disk)} if name == "nvme" else {}),
-        )
+        name: make_trial(replace(strategy, name=name, label=name), workload=WORKLOAD, largest_parameter=2_000_000)
         for name, strategy in HONEST.items()
-        if name != "nvme" or built_ops[ops.ASYNC_IO].ready
     }
     trials |= {name: of_mistake(wrong, strategies.ZERO_STAGES[2]) for name, wrong in MISTAKES.items()}
     records = {}

@@ -27,8 +27,6 @@ DIMENSIONS = 256
 MOST_SECONDS = 60.0
 """Longest time that one pass over a rank's weights may take. One core was seen to read some 300 million a second: 23 s
 for the 7 billion of one rank whose optimizer is on the CPU, 29 s for an eighth of 70 billion."""
-MOST_SWAPPED_ELEMENTS = 250_000_000
-"""Weights read back from a disk at most; DeepSpeed reads both moments with each (12 bytes, 3 GB in all)."""
 _PERIOD = 256 * DIMENSIONS
 _SIGN_SEED = 2002
 _DIGITS = 9
@@ -140,20 +138,14 @@ def _linked_fragments(engine: Any, names: dict[int, str]) -> Iterator[Fragment]:
 
 
 def _partitions(wrapper: Any, names: dict[int, str]) -> Iterator[Fragment]:
-    """Stage 3: this rank's slice of each parameter, sub-group by sub-group, swapped in where it lies on a disk."""
-    sizes = [sum(parameter.partition_numel() for parameter in group) for group in wrapper.fp16_groups]
-    swapped = [wrapper._swappable_optimizer_subgroup(index) for index in range(len(sizes))]
-    if sum(size for size, on_disk in zip(sizes, swapped, strict=True) if on_disk) > MOST_SWAPPED_ELEMENTS:
-        raise NotReadError(f"more than {MOST_SWAPPED_ELEMENTS:,} of them lie on a disk")
-    for index, group in enumerate(wrapper.fp16_groups):
-        if swapped[index]:
-            wrapper._optimizer_states_and_gradient_swap_in(index)
-        flat, offset = wrapper.fp32_partitioned_groups_flat[index].detach(), 0
+    """Stage 3: this rank's slice of each parameter, sub-group by sub-group."""
+    if any(wrapper._swappable_optimizer_subgroup(index) for index in range(len(wrapper.fp16_groups))):
+        raise NotReadError("they lie on a disk")
+    for group, flat in zip(wrapper.fp16_groups, wrapper.fp32_partitioned_groups_flat, strict=True):
+        offset = 0
         for parameter in group:
             size = parameter.partition_numel()
             start = parameter.ds_zero_partition_rank * size
             own = max(0, min(size, parameter.ds_numel - start))  # the last slices are padded
-            yield names[id(parameter)], start, flat[offset : offset + own]
+            yield names[id(parameter)], start, flat.detach()[offset : offset + own]
             offset += size
-        if swapped[index]:
-            wrapper._release_swap_buffers(index)
