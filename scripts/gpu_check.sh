@@ -389,7 +389,7 @@ print("\n".join(f"  {line}" for line in bad) or "  nothing failed, nothing is of
 PY
 }
 
-tests() { step tests 400 "$PYTHON" -m pytest -m gpu -p no:cacheprovider --junit-xml "$WORK/tests/junit.xml"; }
+tests() { step tests 400 "$PYTHON" -m pytest "$ROOT/tests/test_gpu.py" -m gpu -p no:cacheprovider --junit-xml "$WORK/tests/junit.xml"; }
 
 run_steps() {
     local model
