@@ -169,7 +169,15 @@ def test_changes_of_the_users_own_are_kept_in_what_is_predicted_of_other_strateg
 
 
 def test_a_record_without_a_prediction_is_told_what_to_try_without_numbers() -> None:
-    for prediction in (None, {"gpu": {"all": 3}}, {"gpu": None, "alternatives": 7}):
+    whole = dict(planned(fakes.zero(0)).prediction or {})
+    odd = {**whole, "alternatives": [{**whole["alternatives"][0], "gpu_bytes": "much"}]}
+    for prediction in (
+        None,
+        {"gpu": {"all": 3}},
+        {"gpu": None, "alternatives": 7},
+        odd,
+        {**whole, "activation_bytes": "x"},
+    ):
         run = failed()
         said = line(replace(run, trial=replace(run.trial, prediction=prediction)))
         assert "--activation-checkpointing" in said

@@ -48,6 +48,12 @@ def case_of(run: TrialRecord, comparison: Comparison, shortage: Shortage) -> Cas
         sizes = prediction.gpu_bytes, prediction.host_bytes
     except (TypeError, ValueError, AttributeError):
         return None
+    told = [prediction.activation_bytes, prediction.checkpointed_activation_bytes]
+    told += [size for each in found for size in (each.gpu_bytes, each.host_bytes, each.rank)]
+    if not all(size is None or isinstance(size, int) for size in told) or not all(
+        isinstance(e.text, str) for e in found
+    ):
+        return None  # a file that somebody else wrote
     rows = alike(comparison, run.trial)
     good = {arrangement(row.strategy) for row in rows if _has_room(row)}
     bad = {arrangement(row.strategy) for row in rows} - good
