@@ -191,17 +191,17 @@ def test_parameters_have_the_format_that_the_configuration_says(config: dict[str
     assert build.training_dtype(config) is dtype
 
 
-def batches(**changes: Any) -> list[train.Batch]:
+def batches(make_batch: build.MakeBatch | None = None, **changes: Any) -> list[train.Batch]:
     arguments: dict[str, Any] = {
         "batch_size": 3,
         "seq_length": 5,
-        "vocabulary": 11,
         "seed": 1,
         "rank": 0,
         "count": 4,
         "device": torch.device("cpu"),
+        "dtype": torch.bfloat16,
     }
-    return train.make_batches(**{**arguments, **changes})
+    return train.make_batches(make_batch or train.random_tokens(11), **{**arguments, **changes})
 
 
 def test_data_is_the_same_for_one_rank_and_seed_and_other_for_another_rank() -> None:
@@ -218,6 +218,23 @@ def test_tokens_lie_inside_the_vocabulary_and_labels_are_the_same_ids() -> None:
         assert int(batch["input_ids"].min()) >= 0
         assert int(batch["input_ids"].max()) < 11
         assert batch["labels"] is batch["input_ids"]
+
+
+def test_batches_of_a_factorys_own_are_cast_differ_by_rank_and_are_not_more_than_fit() -> None:
+    def images(batch_size: int, _seq_length: int, generator: torch.Generator) -> train.Batch:
+        return {"pixels": torch.randn(batch_size, 2**23, generator=generator), "labels": torch.arange(batch_size)}
+
+    made, other = batches(images, count=64), batches(images, count=1, rank=1)
+    assert len(made) == 6  # 48 MB each in bf16: 256 MB are passed with the sixth
+    assert (made[0]["pixels"].dtype, made[0]["labels"].dtype) == (torch.bfloat16, torch.int64)
+    assert not torch.equal(made[0]["pixels"], other[0]["pixels"])
+
+
+def test_what_is_no_batch_of_so_many_samples_is_refused() -> None:
+    with pytest.raises(ValueError, match="no tensor of 3 samples"):
+        batches(lambda *_asked: {"x": torch.zeros(2, 3)})
+    with pytest.raises(TypeError, match="dict of tensors"):
+        batches(lambda *_asked: torch.zeros(3, 3))  # type: ignore[arg-type, return-value]
 
 
 class FakeEngine:

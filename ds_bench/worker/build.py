@@ -1,10 +1,15 @@
 """The model of a workload, with random weights that are the same under every strategy.
 
-Nothing is downloaded. Stage 3 builds inside ``deepspeed.zero.Init`` (Transformers enters it when
-an ``HfDeepSpeedConfig`` is alive), the other stages straight on the device in the training
-precision. The two draw random numbers in different orders, so every matrix is drawn again
-afterwards from a generator seeded by its own name: without that, losses of different stages could
-not be compared.
+Nothing is downloaded. At stage 3 a preset, local or Hub model is built inside
+``deepspeed.zero.Init`` (Transformers enters it when an ``HfDeepSpeedConfig`` is alive), so that no
+rank ever holds it whole; at the other stages straight on the device in the training precision. The
+two draw random numbers in different orders, so every matrix is drawn again afterwards from a
+generator seeded by its own name: without that, losses of different stages could not be compared.
+
+A factory's model keeps the weights that its own code draws. It is built whole in every rank's host
+memory at every stage, cast, and then moved to the device or, at stage 3, partitioned tensor by
+tensor: code that was not written for ``zero.Init`` reads and copies weights while it builds, which
+a partitioned tensor has none of.
 """
 
 from __future__ import annotations
@@ -13,6 +18,7 @@ import contextlib
 import importlib
 import zlib
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,19 +38,23 @@ def training_dtype(config: Mapping[str, Any]) -> torch.dtype:
     return torch.float32
 
 
-def keep_alive_for_stage3(config: Mapping[str, Any]) -> object | None:
-    """The object that makes Transformers build partitioned weights at stage 3; hold it while training."""
-    if config.get("zero_optimization", {}).get("stage") != 3:
-        return None
-    from transformers.integrations.deepspeed import set_hf_deepspeed_config
+MakeBatch = Callable[[int, int, torch.Generator], Mapping[str, torch.Tensor]]
+"""(samples, sequence length, a CPU generator to draw from) → the keyword arguments of one forward pass."""
 
-    alive = _Stage3(dict(config))
-    set_hf_deepspeed_config(alive)
-    return alive
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BuiltModel:
+    """A model in training mode: partitioned at stage 3, on the device otherwise."""
+
+    module: torch.nn.Module
+    make_batch: MakeBatch | None
+    """A factory's own function for its data; None: random tokens of the model's vocabulary."""
+    stage3: object | None
+    """By which Transformers knows that weights are partitioned; to be held while training."""
 
 
 class _Stage3:
-    """What Transformers asks of its HfDeepSpeedConfig while it builds a model, without needing Accelerate."""
+    """What Transformers asks of its HfDeepSpeedConfig, without needing Accelerate."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         self.config = config
@@ -53,24 +63,44 @@ class _Stage3:
         return True
 
 
+def _tell_transformers(config: Mapping[str, Any]) -> object:
+    """From here on Transformers partitions what it builds, while the returned object lives."""
+    from transformers.integrations.deepspeed import set_hf_deepspeed_config
+
+    stage3 = _Stage3(dict(config))
+    set_hf_deepspeed_config(stage3)
+    return stage3
+
+
 def build_model(
     workload: Workload, config: Mapping[str, Any], device: torch.device, alive: Callable[[], None]
-) -> torch.nn.Module:
-    """The model in training mode; partitioned at stage 3, on ``device`` otherwise. ``alive``: called as it grows."""
+) -> BuiltModel:
+    """The model of a workload, with the same weights at every stage. ``alive`` is called as it grows.
+
+    Raises what the model's own code raises; TypeError where a factory returns something else than a model.
+    """
     torch.manual_seed(workload.seed)
     dtype = training_dtype(config)
-    stage3 = config.get("zero_optimization", {}).get("stage") == 3
+    at_stage3 = config.get("zero_optimization", {}).get("stage") == 3
+    make_batch, stage3 = None, None
     if workload.model_source == "factory":
-        model = _from_factory(workload, config, dtype, device, stage3)
+        module, make_batch = _call_factory(workload.model)
+        module.to(dtype=dtype)
+        if at_stage3:
+            _partition(module, config, dtype, device)
+            stage3 = _tell_transformers(config)
+        else:
+            module.to(device=device)
     else:
-        model = _from_transformers(workload, dtype, device, stage3)
-        redraw_weights(model, workload.seed, alive)
+        stage3 = _tell_transformers(config) if at_stage3 else None
+        module = _from_transformers(workload, dtype, device, at_stage3)
+        redraw_weights(module, workload.seed, alive)
     if workload.dropout is not None:
-        set_dropouts(model, workload.dropout)
-    model.train()
+        set_dropouts(module, workload.dropout)
+    module.train()
     if workload.activation_checkpointing:
-        _enable_checkpointing(model)
-    return model
+        _enable_checkpointing(module)
+    return BuiltModel(module=module, make_batch=make_batch, stage3=stage3)
 
 
 def _from_transformers(workload: Workload, dtype: torch.dtype, device: torch.device, stage3: bool) -> torch.nn.Module:
@@ -109,24 +139,27 @@ def _import_modelling_module(model_config: Any) -> None:
         importlib.import_module(type(model_config).__module__.replace("configuration_", "modeling_"))
 
 
-def _from_factory(
-    workload: Workload, config: Mapping[str, Any], dtype: torch.dtype, device: torch.device, stage3: bool
-) -> torch.nn.Module:
-    module_name, _, function_name = workload.model.partition(":")
-    factory = getattr(importlib.import_module(module_name), function_name)
-    if not stage3:
-        with device:
-            model = factory()
-        return model.to(device=device, dtype=dtype) if isinstance(model, torch.nn.Module) else _not_a_model(model)
+def _call_factory(name: str) -> tuple[torch.nn.Module, MakeBatch | None]:
+    """The model that ``package.module:function`` returns, alone or with a function that makes its batches."""
+    module_name, _, function_name = name.partition(":")
+    made = getattr(importlib.import_module(module_name), function_name)()
+    model, make_batch = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"the model factory returned {type(model).__name__}, not a torch.nn.Module")
+    if make_batch is not None and not callable(make_batch):
+        raise TypeError(f"the model factory returned a module and {type(make_batch).__name__}, not a function")
+    return model, make_batch
+
+
+def _partition(model: torch.nn.Module, config: Mapping[str, Any], dtype: torch.dtype, device: torch.device) -> None:
+    """Splits every parameter among the ranks; only one at a time is whole on ``device``. Buffers move there whole."""
     import deepspeed
 
-    with deepspeed.zero.Init(config_dict_or_path=dict(config), dtype=dtype):
-        model = factory()
-    return model if isinstance(model, torch.nn.Module) else _not_a_model(model)
-
-
-def _not_a_model(value: object) -> torch.nn.Module:
-    raise TypeError(f"the model factory returned {type(value).__name__}, not a torch.nn.Module")
+    deepspeed.zero.Init(module=model, config_dict_or_path=dict(config), dtype=dtype)
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = buffer.to(device)
 
 
 def _set_config_dropouts(config: Any, probability: float) -> None:
@@ -208,4 +241,7 @@ def vocabulary_size(model: torch.nn.Module) -> int:
         size = getattr(holder, "vocab_size", None)
         if isinstance(size, int) and size > 0:
             return size
-    raise TypeError("the model has neither config.vocab_size nor vocab_size, so no tokens can be drawn for it")
+    raise TypeError(
+        "the model has neither config.vocab_size nor vocab_size, so no tokens can be drawn for it: "
+        "let its factory return (model, make_batch)"
+    )

@@ -34,15 +34,15 @@ def measure(assignment: Assignment, config: dict[str, Any], beat: BeatWriter, ke
     beat.beat("build")
     _meet(assignment, accelerator)
     with _stopwatch() as building:
-        alive = build.keep_alive_for_stage3(config)
-        model = build.build_model(workload, config, device, lambda: beat.beat("build"))
+        built = build.build_model(workload, config, device, lambda: beat.beat("build"))
+        model = built.module
         sizes = build.parameter_sizes(model)
     beat.beat("init")
     with _stopwatch() as initialising:
         trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
         engine, *_ = deepspeed.initialize(model=model, model_parameters=trainable, config=config)
         train.synchronize(accelerator)
-    trainer = _trainer(engine, model, assignment, device, beat)
+    trainer = _trainer(engine, built, config, assignment, device, beat)
     init_peak = memory.device_init_peak(accelerator)
     life_peak = memory.status_bytes("VmHWM")
     change = WeightChange(engine, beat)
@@ -75,7 +75,8 @@ def measure(assignment: Assignment, config: dict[str, Any], beat: BeatWriter, ke
         "largest_parameter": max(sizes),
         "dropout": build.greatest_dropout(model),
         "optimizer_settings": train.optimizer_settings(engine.optimizer),
-        "vocabulary_size": _vocabulary_size(model),
+        "vocabulary_size": None if built.make_batch else build.vocabulary_size(model),
+        "notes": _notes(built, workload.seq_length),
         "step_seconds": samples.step_seconds,
         "warmup_step_seconds": samples.warmup_step_seconds,
         "window_seconds": samples.window_seconds,
@@ -97,8 +98,14 @@ def measure(assignment: Assignment, config: dict[str, Any], beat: BeatWriter, ke
         measured["notes"] = [*measured.get("notes", ()), change.note]
     keep(measured)
     inspected = _inspect(trainer, assignment)
-    del alive
+    del built
     return {**measured, **inspected}
+
+
+def _notes(built: build.BuiltModel, seq_length: int) -> list[str]:
+    if built.make_batch is None:
+        return []
+    return [f"the factory makes its own batches: a sample counts as {seq_length} tokens, whatever it holds"]
 
 
 @contextlib.contextmanager
@@ -162,28 +169,25 @@ def _meet(assignment: Assignment, accelerator: str) -> None:
 
 
 def _trainer(
-    engine: Any, model: torch.nn.Module, assignment: Assignment, device: torch.device, beat: BeatWriter
+    engine: Any,
+    built: build.BuiltModel,
+    config: dict[str, Any],
+    assignment: Assignment,
+    device: torch.device,
+    beat: BeatWriter,
 ) -> train.Trainer:
     workload = assignment.trial.workload
-    steps = workload.warmup_steps + workload.num_steps
     batches = train.make_batches(
+        built.make_batch or train.random_tokens(build.vocabulary_size(built.module)),
         batch_size=int(engine.train_micro_batch_size_per_gpu()),
         seq_length=workload.seq_length,
-        vocabulary=build.vocabulary_size(model),
         seed=workload.seed,
         rank=torch.distributed.get_rank(),
-        count=steps * int(engine.gradient_accumulation_steps()),
+        count=(workload.warmup_steps + workload.num_steps) * int(engine.gradient_accumulation_steps()),
         device=device,
+        dtype=build.training_dtype(config),
     )
     return train.Trainer(engine, batches, assignment.trial.placement.accelerator, beat)
-
-
-def _vocabulary_size(model: torch.nn.Module) -> int | None:
-    """The number of tokens that the random batches were drawn from; None for a model without."""
-    try:
-        return build.vocabulary_size(model)
-    except TypeError:
-        return None
 
 
 def _engine_facts(engine: Any) -> dict[str, Any]:

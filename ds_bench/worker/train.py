@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import cycle
 from typing import Any
@@ -17,25 +17,65 @@ import torch
 
 from ..contract import BeatWriter
 from . import resolved
+from .build import MakeBatch
 
 Batch = dict[str, torch.Tensor]
 _POOL = 64
 """Different micro-batches held on the device; reused in order when a run needs more."""
 _OPTIMIZER_SETTINGS = ("lr", "betas", "eps", "weight_decay", "momentum")
+_POOL_BYTES = 256 * 2**20
+"""Above this no further micro-batch is held: images are large."""
 _MAX_EXTRA_WARMUP = 64
 """Steps waited at most for fp16's loss scale to settle."""
 
 
+def random_tokens(vocabulary: int) -> MakeBatch:
+    """A function that makes batches of random tokens: ids of shape (samples, sequence length), labels the same ids."""
+
+    def make_batch(batch_size: int, seq_length: int, generator: torch.Generator) -> Batch:
+        ids = torch.randint(0, vocabulary, (batch_size, seq_length), generator=generator)
+        return {"input_ids": ids, "labels": ids}
+
+    return make_batch
+
+
 def make_batches(
-    *, batch_size: int, seq_length: int, vocabulary: int, seed: int, rank: int, count: int, device: torch.device
+    make_batch: MakeBatch,
+    *,
+    batch_size: int,
+    seq_length: int,
+    seed: int,
+    rank: int,
+    count: int,
+    device: torch.device,
+    dtype: torch.dtype,
 ) -> list[Batch]:
-    """``count`` micro-batches (64 at most) of random tokens, ids (batch, seq), labels the same ids."""
+    """``count`` micro-batches (64 and 256 MB at most, one at least) on the device, from a generator of this rank's.
+
+    Floating-point tensors are given the training ``dtype``. Raises TypeError or ValueError for what is no batch of
+    ``batch_size`` samples: throughput would count samples that are not there.
+    """
     generator = torch.Generator().manual_seed(seed * 100_003 + rank)
-    batches = []
-    for _ in range(min(count, _POOL)):
-        ids = torch.randint(0, vocabulary, (batch_size, seq_length), generator=generator).to(device)
-        batches.append({"input_ids": ids, "labels": ids})
+    batches: list[Batch] = []
+    held = 0
+    while len(batches) < min(count, _POOL) and (not batches or held < _POOL_BYTES):
+        made = make_batch(batch_size, seq_length, generator)
+        if not isinstance(made, Mapping) or not all(isinstance(value, torch.Tensor) for value in made.values()):
+            raise TypeError("the factory's make_batch must return a dict of tensors, the arguments of the model")
+        if not any(value.shape[:1] == (batch_size,) for value in made.values()):
+            raise ValueError(f"the factory's make_batch returned no tensor of {batch_size} samples, as it was asked to")
+        batches.append(_on_device(made, device, dtype))
+        held += sum(value.nbytes for value in batches[-1].values())
     return batches
+
+
+def _on_device(batch: Mapping[str, torch.Tensor], device: torch.device, dtype: torch.dtype) -> Batch:
+    """One copy of each tensor, however many names it has."""
+    moved = {
+        id(value): value.to(device=device, dtype=dtype if value.is_floating_point() else value.dtype)
+        for value in batch.values()
+    }
+    return {name: moved[id(value)] for name, value in batch.items()}
 
 
 def loss_of(output: Any) -> torch.Tensor:
