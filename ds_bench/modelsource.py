@@ -1,7 +1,10 @@
 """From the name a user gives to a model: preset, local path, Hub, or a factory of their own.
 
 Presets need nothing. Anything else is looked up with Transformers in a child process, since this
-one never loads torch.
+one never loads torch; a factory is imported there. A folder or Hub name is trained only as the very
+class that its ``architectures`` names: without a head (``GPT2Model``) or with another one
+(``BartForConditionalGeneration``) it is another model, of other parameters or without a loss. One
+that names none is trained as the causal language model of its type.
 """
 
 from __future__ import annotations
@@ -49,6 +52,7 @@ def find_model(
     ``not_asked``: why ``environment`` keeps Transformers from asking the Hub, for that line; None where it may ask.
     """
     if factory:
+        _check_factory(name, environment)
         return ModelChoice(name=name, source="factory", config={})
     preset = models.find_preset(name)
     if preset is not None:
@@ -64,9 +68,19 @@ def find_model(
     return _look_up(name, trust_remote_code, environment, not_asked)
 
 
+def _check_factory(name: str, environment: Mapping[str, str]) -> None:
+    """Imports the factory in a child process, which every rank would do. Raises UsageError where that fails."""
+    answer = _ask_child(name, "--factory", environment)
+    if "error" in answer:
+        raise UsageError(
+            f"--model-factory {name} cannot be imported: {answer['error']}",
+            remedy="give package.module:function as Python imports it from the current folder",
+        )
+
+
 def _look_up(name: str, trust_remote_code: bool, environment: Mapping[str, str], not_asked: str | None) -> ModelChoice:
     local = Path(name).is_dir()
-    answer = _ask_transformers(name, trust_remote_code, environment)
+    answer = _ask_child(name, "--trust-remote-code" if trust_remote_code else None, environment)
     if "error" in answer:
         similar = models.similar_presets(name)
         hint = f"nearest presets: {', '.join(similar)}" if similar else "python -m ds_bench models lists the presets"
@@ -74,6 +88,12 @@ def _look_up(name: str, trust_remote_code: bool, environment: Mapping[str, str],
             raise UsageError(f"--model {name} is no preset and no local folder, and {not_asked}", remedy=hint)
         where = "cannot be read" if local else "is no preset, no local folder, and the Hub did not give it"
         raise UsageError(f"--model {name} {where}: {answer['error']}", remedy=hint)
+    declared, built = answer["architectures"], answer["built_architecture"]
+    if declared and built not in declared:
+        raise UsageError(
+            f"--model {name} is a {', '.join(declared)}, and what would train is a {built}, another model",
+            remedy="let a function of your own build it, with --model-factory package.module:function",
+        )
     return ModelChoice(
         name=name,
         source="local" if local else "hub",
@@ -85,10 +105,9 @@ def _look_up(name: str, trust_remote_code: bool, environment: Mapping[str, str],
     )
 
 
-def _ask_transformers(name: str, trust_remote_code: bool, environment: Mapping[str, str]) -> dict[str, Any]:
-    command = [sys.executable, "-m", "ds_bench.worker.resolve", name]
-    if trust_remote_code:
-        command.append("--trust-remote-code")
+def _ask_child(name: str, flag: str | None, environment: Mapping[str, str]) -> dict[str, Any]:
+    """The answer of ``worker.resolve``; ``error`` in it says why there is no other."""
+    command = [sys.executable, "-m", "ds_bench.worker.resolve", name, *([flag] if flag else [])]
     try:
         done = subprocess.run(
             command,
@@ -101,7 +120,7 @@ def _ask_transformers(name: str, trust_remote_code: bool, environment: Mapping[s
         )
         answer = json.loads(done.stdout.splitlines()[-1])
     except (subprocess.TimeoutExpired, ValueError, IndexError):
-        return {"error": "Transformers did not answer"}
+        return {"error": "the process that looks it up did not answer"}
     return dict(answer)
 
 

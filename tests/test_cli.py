@@ -34,6 +34,7 @@ BAD_INPUT = [
     (ZERO, ("--model", "tiny", "--seq-length", "257"), ("--seq-length 257", "256 positions", "256 or less")),
     (ZERO, ("--stages", "4"), ("--stages", "4")),
     (ZERO, ("--model-factory", "nocolon"), ("--model-factory", "package.module:function")),
+    (ZERO, ("--model-factory", "nowhere:build"), ("--model-factory nowhere:build", "No module named 'nowhere'")),
     (ZERO, ("--set", "zero_optimization"), ("--set", "key.path=value")),
     (ZERO, ("--set", "gradient_cliping=1"), ("gradient_cliping", "gradient_clipping")),
     (ZERO, ("--ds-config", "absent.json"), ("--ds-config absent.json", "No such file")),
