@@ -291,6 +291,8 @@ def test_a_cold_trial_ends_when_its_parent_and_its_leader_are_killed_together(st
     fault = ("--model-factory", "faults:hangs_at_stage_2", "--stages", "2", "--launcher", "deepspeed")
     script = start_script("zero_stage_comparison.py", *FAULT, *fault)
     script.wait_for(lambda: len([beat for beat in script.beats("00_zero2") if beat.stat().st_size]) == 2)
+    number = json.loads((script.beats("00_zero2")[0].parent / "trial.json").read_text())["scratch_id"]
+    script.wait_for(lambda: any(Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_{number}_*")))
     tree = processes.descendants(script.process.pid)
     (leader,) = [pid for pid in tree if b"ds_bench.launch.leader" in Path(f"/proc/{pid}/cmdline").read_bytes()]
     assert len(tree) >= 5, "leader, runner, launcher and two ranks"
@@ -298,7 +300,7 @@ def test_a_cold_trial_ends_when_its_parent_and_its_leader_are_killed_together(st
     os.kill(leader, signal.SIGKILL)
     script.wait()
     assert gone_within(tree, 15) == set()
-    assert any("deepspeed_allreduce_buffer" in path.name for path in remove_abandoned())
+    assert any(number in path.name for path in remove_abandoned())
 
 
 def test_a_stale_build_lock_does_not_hang_the_run(start_script: Start) -> None:
