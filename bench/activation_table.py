@@ -1,13 +1,15 @@
 """Makes the table of activations that ships with the package, so that predicting a preset needs no child process.
 
-    python bench/activation_table.py            writes the table (about two minutes on two cores)
+    python bench/activation_table.py            writes the table (some minutes on two cores)
 
-Run it again when a preset is added, or when torch or Transformers change what a layer saves.
+Presets with dropout are measured with it, as either accelerator keeps it, and without. Run it again when a preset is
+added, or when torch or Transformers change what a layer saves.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
+import itertools
 import sys
 from pathlib import Path
 
@@ -26,8 +28,9 @@ def main() -> int:
         facts = models.find_preset(name)
         assert facts is not None
         window = activations.sliding_window(facts)
-        for length in (1, *([window] if window and window < (facts.max_positions or 0) else [])):
-            request = activations.request_for(facts, length)
+        lengths = (1, *([window] if window and window < (facts.max_positions or 0) else []))
+        for length, accelerator, dropout in itertools.product(lengths, ("cuda", "cpu"), (None, 0.0)):
+            request = activations.request_for(facts, length, accelerator=accelerator, dropout=dropout)
             requests[activations.request_key(request)] = request
     answers = activations.ask(list(requests.values()), timeout_seconds=3600)
     failed = [answer["error"] for answer in answers if "error" in answer]

@@ -83,7 +83,8 @@ def pairs(record: TrialRecord) -> list[Pair]:
     facts = models.find_preset(trial.workload.model)
     if facts is None:
         raise BenchError(f"{trial.workload.model} is no preset")
-    profile = profile_of(facts, trial.workload.seq_length)
+    work = trial.workload
+    profile = profile_of(facts, work.seq_length, accelerator=trial.placement.accelerator, dropout=work.dropout)
     found = memory.predict(profile, trial.workload, trial.placement, trial.ds_config)
     cells: dict[tuple[str, str], int] = {}
     for rank in record.ranks:

@@ -86,7 +86,8 @@ def _prediction(trial: Trial) -> Json:
     facts = models.find_preset(trial.workload.model)
     if facts is None:
         raise BenchError(f"{trial.workload.model} is no preset")
-    profile = profile_of(facts, trial.workload.seq_length)
+    work = trial.workload
+    profile = profile_of(facts, work.seq_length, accelerator=trial.placement.accelerator, dropout=work.dropout)
     return memory.predict(profile, trial.workload, trial.placement, trial.ds_config).to_dict()
 
 

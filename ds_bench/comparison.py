@@ -53,7 +53,14 @@ def run_comparison(options: Options, make_config: plan.MakeConfig, arguments: Se
             remove_abandoned()
             with interrupts.acting():
                 length = plan.seq_length(options.seq_length, situation.choice)
-                profile = foresight.profile(situation.choice, length)
+                profile = foresight.profile(
+                    situation.choice,
+                    length,
+                    situation.place.accelerator,
+                    dropout=options.dropout,
+                    trust_remote_code=options.trust_remote_code,
+                    environment=situation.variables,
+                )
                 _require_ready(situation, profile)
             store = (
                 RunStore.open(options.resume) if options.resume else RunStore.create(options.output_dir, options.family)
@@ -65,7 +72,7 @@ def run_comparison(options: Options, make_config: plan.MakeConfig, arguments: Se
             return showing.INTERRUPTED_CODE
 
 
-def _require_ready(situation: Situation, profile: ModelProfile | None) -> None:
+def _require_ready(situation: Situation, profile: ModelProfile | foresight.Unpredicted) -> None:
     """The part of the doctor that this plan needs. Raises PreflightError in second 0."""
     configs = [draft.config for draft in situation.drafts]
     trials = Planned(situation, {}, foresight.Room(gpu_bytes=None, host_bytes=None), profile).trials(situation.drafts)
@@ -107,7 +114,7 @@ def dry_run(situation: Situation) -> int:
 
 def _compare(
     situation: Situation,
-    profile: ModelProfile | None,
+    profile: ModelProfile | foresight.Unpredicted,
     store: RunStore,
     arguments: Sequence[str],
     notes: Sequence[str],

@@ -10,11 +10,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from . import console, plan, units
+from . import console, foresight, plan, units
 from .errors import UsageError
 from .modelsource import ModelChoice, find_model
 from .prediction import cards, estimators, fitplan
-from .prediction.activations import ModelProfile, profile_of
+from .prediction.activations import ModelProfile
 from .prediction.fitplan import Question
 from .prediction.memory import CONTEXT_BYTES, DOES_NOT_FIT, NCCL_BYTES, PROCESS_BYTES, Prediction
 from .spec import Placement, Precision, Strategy, Workload
@@ -124,12 +124,11 @@ def _question(options: PlanOptions) -> Question:
 
 
 def _profile(choice: ModelChoice, options: PlanOptions) -> ModelProfile:
-    if choice.facts is None:
-        raise UsageError(
-            f"--model {choice.name}: an architecture that cannot be counted without building it",
-            remedy="measure it: zero_stage_comparison.py",
-        )
-    return profile_of(choice.facts, plan.seq_length(options.seq_length, choice), path=choice.config.get("path"))
+    length = plan.seq_length(options.seq_length, choice)
+    found = foresight.profile(choice, length, "cuda", trust_remote_code=options.trust_remote_code)
+    if isinstance(found, foresight.Unpredicted):
+        raise UsageError(f"--model {choice.name}: {found.reason}", remedy="measure it: zero_stage_comparison.py")
+    return found
 
 
 def _host_capacity(options: PlanOptions) -> int | None:
@@ -225,18 +224,22 @@ def _headings(options: PlanOptions) -> list[str]:
 
 
 def _cells(options: PlanOptions, row: Row) -> list[str]:
-    gpu = row.prediction.gpu
     asked = [(units.format_count(row.min_gpus), options.min_gpus), (_largest(row.max_batch), options.max_batch)]
     return [
         row.strategy.label,
         row.verdict,
         units.format_gb(row.prediction.gpu_bytes),
-        *(units.format_gb(sum(gpu.get(name, 0) for name in names)) for _, names in _CATEGORIES),
+        *(_cell(row.prediction, names) for _, names in _CATEGORIES),
         units.format_gb(row.prediction.host_bytes),
         units.format_gb(row.prediction.nvme_bytes or None),
         units.format_gb(row.deepspeed.gpu_bytes if row.deepspeed else None),
         *(text for text, wanted in asked if wanted),
     ]
+
+
+def _cell(prediction: Prediction, names: Sequence[str]) -> str:
+    unknown = prediction.unknown is not None and names[0] in ("activations", "logits_and_loss")
+    return units.MISSING if unknown else units.format_gb(sum(prediction.gpu.get(name, 0) for name in names))
 
 
 def _largest(batch: int | None) -> str:
@@ -256,6 +259,8 @@ def _aligned(table: Sequence[Sequence[str]]) -> Iterator[str]:
 
 
 def _in_words(row: Row, host: int | None) -> str:
+    if row.prediction.unknown is not None:
+        return f"{row.verdict}, activations not counted in the figures: {row.prediction.unknown}"
     text = row.verdict + "; and".join(_most(row, tier, host) for tier in row.decisive_tiers or ("gpu",))
     if row.verdict != DOES_NOT_FIT:
         return text

@@ -5,18 +5,20 @@ The prediction is stored beside the measurement, so that every run checks it (``
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from . import dsconfig, hostmemory
 from .environment import Environment
-from .errors import DsBenchError, PreflightError
+from .errors import DsBenchError, PreflightError, UsageError
+from .models import ModelFacts
 from .modelsource import ModelChoice
 from .prediction import fitplan
-from .prediction.activations import ModelProfile, profile_of
+from .prediction.activations import ModelProfile, profile_of, profile_of_any
 from .prediction.memory import Prediction, predict
-from .spec import Placement, Trial
+from .spec import Accelerator, Placement, Trial
 from .units import format_bytes
 
 _NOT_RESIDENT = ("deepspeed_buffers", "overhead")
@@ -62,28 +64,61 @@ def node_memory_bytes() -> int | None:
     return min(known, default=None)
 
 
-def profile(choice: ModelChoice, seq_length: int) -> ModelProfile | None:
-    """What prediction needs of a model: at once for a preset, else measured once by a child process.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unpredicted:
+    """A model whose memory nothing is known of."""
 
-    None for a model factory, and for what cannot be counted or measured: a run must not end for want of a prediction.
+    reason: str
+
+
+def profile(
+    choice: ModelChoice,
+    seq_length: int,
+    accelerator: Accelerator,
+    *,
+    dropout: float | None = None,
+    trust_remote_code: bool = False,
+    environment: Mapping[str, str] | None = None,
+) -> ModelProfile | Unpredicted:
+    """What prediction needs of a model: at once for a preset, else measured by a child process.
+
+    ``dropout``: None for the model's own. ``environment``: variables of the trials' processes, for a model that is
+    built as they build it. Never raises: a run must not end for want of a prediction.
     """
-    if choice.facts is None:
-        return None
     try:
-        return profile_of(choice.facts, seq_length, path=choice.config.get("path"))
-    except (DsBenchError, OSError, ValueError, KeyError, TypeError):
-        return None
+        if choice.facts is not None and _has_one_kind_of_layer(choice.facts):
+            with contextlib.suppress(UsageError):  # then perhaps as it is
+                return profile_of(choice.facts, seq_length, accelerator=accelerator, dropout=dropout)
+        return profile_of_any(
+            str(choice.config.get("path", choice.name)),
+            "factory" if choice.source == "factory" else "path",
+            seq_length,
+            accelerator=accelerator,
+            dropout=dropout,
+            trust_remote_code=trust_remote_code,
+            environment=environment,
+        )
+    except UsageError as error:
+        return Unpredicted(reason=error.problem)
+    except (DsBenchError, OSError, ValueError, KeyError, TypeError) as error:
+        return Unpredicted(reason=f"{type(error).__name__}: {error}")
+
+
+def _has_one_kind_of_layer(facts: ModelFacts) -> bool:
+    kinds = facts.config.get("layer_types")
+    return not isinstance(kinds, list) or len(set(map(str, kinds))) < 2
 
 
 def foresee(
-    trials: Sequence[Trial], known: ModelProfile | None, room: Room, *, skip: bool, force: bool = False
+    trials: Sequence[Trial], known: ModelProfile | Unpredicted, room: Room, *, skip: bool, force: bool = False
 ) -> list[Trial]:
-    """The trials with their predictions; with ``skip`` those that cannot fit are marked, never one that is tight.
+    """The trials with their predictions, or with why they have none.
 
-    Those that need far more host memory than the node has are marked in any case, unless ``force``.
+    With ``skip`` those that cannot fit are marked, never one that is tight. Those that need far more host memory than
+    the node has are marked in any case, unless ``force``.
     """
-    if known is None:
-        return list(trials)
+    if isinstance(known, Unpredicted):
+        return [_told(trial, f"memory is not predicted: {known.reason}") for trial in trials]
     others: dict[str, list[dict[str, Any]]] = {}  # repeats of a row share theirs
     found = []
     for trial in trials:
@@ -130,6 +165,10 @@ def _far_beyond(need: int | None, node_bytes: int | None) -> bool:
     return need is not None and node_bytes is not None and need > _FAR_BEYOND * node_bytes
 
 
+def _told(trial: Trial, why: str) -> Trial:
+    return trial if trial.unsupported else replace(trial, caveats=(*trial.caveats, why))
+
+
 def _foreseen(
     trial: Trial, known: ModelProfile, room: Room, others: list[dict[str, Any]], *, skip: bool, force: bool
 ) -> Trial:
@@ -137,8 +176,10 @@ def _foreseen(
         return trial
     try:
         prediction = predict(known, trial.workload, trial.placement, trial.ds_config)
-    except (ValueError, KeyError, TypeError, ZeroDivisionError):  # a configuration of a shape the arithmetic lacks
-        return trial
+    except (ValueError, KeyError, TypeError, ZeroDivisionError) as error:
+        return _told(trial, f"memory is not predicted: the configuration's {type(error).__name__} ({error})")
+    if prediction.unknown is not None:
+        trial = _told(trial, f"activations are not predicted, the rest is: {prediction.unknown}")
     reason = _hopeless(prediction, room) if skip else None
     host = _resident(prediction)
     if reason is None and not force and room.node_bytes is not None and _far_beyond(host, room.node_bytes):

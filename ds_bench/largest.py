@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from . import batchsearch, foresight, interrupts, plan, record
-from .foresight import Room
+from .foresight import Room, Unpredicted
 from .launch import Launcher
 from .options import Options
 from .plan import Draft, MakeConfig
@@ -39,7 +39,7 @@ class Search:
     make_trials: MakeTrials
     launcher: Launcher
     store: RunStore
-    profile: ModelProfile | None
+    profile: ModelProfile | Unpredicted
     room: Room
     say: Callable[[str], None]
 
@@ -64,7 +64,7 @@ class Search:
 
     def start(self, strategy: Strategy) -> int:
         """The largest that is predicted to fit; 1 where there is no prediction."""
-        if self.profile is None:
+        if isinstance(self.profile, Unpredicted):
             return 1
         low, high = 1, LIMIT + 1
         while high - low > 1:

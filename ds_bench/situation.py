@@ -78,7 +78,7 @@ class Planned:
         situation: Situation,
         op_states: Mapping[str, ops.OpState],
         room: foresight.Room,
-        profile: ModelProfile | None,
+        profile: ModelProfile | foresight.Unpredicted,
     ) -> None:
         self.situation, self.room, self.profile, self._op_states = situation, room, profile, op_states
 

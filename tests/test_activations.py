@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from ds_bench.errors import UsageError
 from ds_bench.models import ModelFacts, facts_from_config, find_preset, preset_names
 from ds_bench.prediction import activations
-from ds_bench.prediction.activations import ModelProfile, Polynomial, profile_of, request_for
+from ds_bench.prediction.activations import ModelProfile, Polynomial, profile_of, profile_of_any, request_for
 
 GPT2: dict[str, Any] = {
     "vocab_size": 503,
@@ -101,7 +101,8 @@ def test_the_peak_of_a_whole_pass_is_saved_bytes_and_the_loss(
 
     from ds_bench.worker import activations as worker
 
-    model = worker._build({"model_type": name, "config": SMALL[name]}, 4, torch.bfloat16)
+    worker._adapt_transformers()
+    model = worker._build_layers({"model_type": name, "config": SMALL[name]}, 4, torch.bfloat16)
     if checkpointed:
         _checkpoint(model)
     with worker._mode_of(model), worker._Live() as live:
@@ -183,7 +184,7 @@ def test_more_of_anything_is_more_bytes(batch: int, sequence: int, layers: int) 
 
 def test_an_architecture_that_cannot_be_built_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(activations, "ask", lambda _requests: [{"error": "ValueError: no such thing"}])
+    monkeypatch.setattr(activations, "ask", lambda _requests, **_: [{"error": "ValueError: no such thing"}])
     facts = facts_from_config("mine", "gpt2", {**GPT2, "n_embd": 96})
     with pytest.raises(UsageError, match=r"^the activations of mine cannot be measured: ValueError: no such thing"):
         profile_of(facts, 64)
@@ -195,7 +196,7 @@ def test_what_was_measured_once_is_kept(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     asked = []
 
-    def answer(requests: list[Any]) -> list[Any]:
+    def answer(requests: list[Any], **_options: object) -> list[Any]:
         asked.extend(requests)
         return _real_answers
 
@@ -212,6 +213,102 @@ def test_a_child_that_dies_leaves_its_last_word(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(sys, "executable", "/bin/false")
     (answer,) = activations.ask([{}])
     assert answer["error"].startswith("the measuring process ended")
+
+
+_FAMILY = {
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 128,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "gemma": {**_FAMILY, "num_key_value_heads": 2, "head_dim": 16},
+    "gemma2": {**_FAMILY, "num_key_value_heads": 2, "head_dim": 16, "sliding_window": 32},
+    "phi": {**_FAMILY, "resid_pdrop": 0.1},
+    "phi3": {**_FAMILY, "num_key_value_heads": 2},
+    "gpt_neox": {**_FAMILY, "attention_dropout": 0.1, "hidden_dropout": 0.1},
+    "falcon": {**_FAMILY, "new_decoder_architecture": False},
+    "mamba": {"vocab_size": 512, "hidden_size": 64, "num_hidden_layers": 3, "state_size": 8},
+}
+"""Without arithmetic of ours: layers of two kinds (gemma2), dropout (phi, gpt_neox), no attention (mamba)."""
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # Transformers renames gradient_checkpointing_enable
+def test_any_family_that_transformers_builds_is_counted_from_its_folder(tmp_path: Path) -> None:
+    """Against a real forward pass on the CPU, at a depth, batch and length that were not measured."""
+    torch = pytest.importorskip("torch")
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from ds_bench.worker.ledger import with_activations
+
+    for name, config in FAMILIES.items():
+        AutoConfig.for_model(name, **config).save_pretrained(tmp_path / name)
+    wanted = {"accelerator": "cpu", "sequences": [16, 32, 48], "precisions": ["bf16"]}
+    answers = activations.ask([{**wanted, "path": str(tmp_path / name)} for name in FAMILIES])
+    for name, answer in zip(FAMILIES, answers, strict=True):
+        assert "error" not in answer, (name, answer["error"])
+        profile = ModelProfile.from_answer(name, 0, False, answer)
+        read = AutoConfig.from_pretrained(tmp_path / name)
+        read.use_cache = False
+        model = AutoModelForCausalLM.from_config(read, dtype=torch.bfloat16).train()
+        assert profile.tensors == tuple(parameter.numel() for parameter in model.parameters()), name
+        found = profile.of("bf16")
+        assert found is not None
+        ids = torch.randint(0, 500, (3, 40))
+        for counted in (found.plain, found.checkpointed):
+            _, tiers = with_activations(lambda: model(input_ids=ids, labels=ids).loss, list(model.parameters()))  # noqa: B023
+            assert counted is not None
+            assert counted.bytes(profile.layers, 3, 40) == pytest.approx(tiers["cpu"], rel=0.001), name
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_dropout_is_counted_as_the_accelerator_keeps_it() -> None:
+    torch = pytest.importorskip("torch")
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from ds_bench.worker.ledger import with_activations
+
+    own = {key: value for key, value in GPT2.items() if "pdrop" not in key}
+    facts = facts_from_config("gpt2", "gpt2", own)
+    requests = [
+        request_for(facts, 64, accelerator="cpu"),
+        request_for(facts, 64, accelerator="cuda"),
+        request_for(facts, 64, dropout=0.0),
+    ]
+    cpu, cuda, none = (
+        ModelProfile.from_answer("gpt2", 4, True, answer).of("bf16") for answer in activations.ask(requests)
+    )
+    assert cpu is not None
+    assert cuda is not None
+    assert none is not None
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt2", **own, use_cache=False), dtype=torch.bfloat16)
+    ids = torch.randint(0, 500, (3, 80))
+    _, tiers = with_activations(lambda: model.train()(input_ids=ids, labels=ids).loss, list(model.parameters()))
+    assert cpu.plain.bytes(4, 3, 80) == tiers["cpu"]
+    # A mask of one byte behind the attention, behind the MLP and behind the embedding; no scores.
+    masks = cuda.plain.bytes(4, 3, 80) - none.plain.bytes(4, 3, 80)
+    assert masks == (2 * 4 + 1) * 3 * 80 * 48
+
+
+def test_a_child_that_hangs_is_ended_and_what_it_told_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torch")
+    (tmp_path / "hanging.py").write_text(
+        "import time, torch\n"
+        "class Hanging(torch.nn.Linear):\n"
+        "    def forward(self, *_, **__): time.sleep(600)\n"
+        "def make(): return Hanging(3, 5)\n"
+    )
+    monkeypatch.setattr(activations.ask, "__defaults__", (45, None))
+    profile = profile_of_any("hanging:make", "factory", 64, environment={"PYTHONPATH": str(tmp_path)})
+    assert profile.tensors == (15, 5)
+    assert profile.unknown == "counting took more than 45 s"
+    assert profile.of("bf16") is None
 
 
 def test_a_config_as_transformers_writes_it_asks_what_the_short_one_asks() -> None:

@@ -73,7 +73,7 @@ def test_nothing_known_is_said_to_be_unknown() -> None:
 # ------------------------------------------------------------------ what the record's own prediction says
 
 LLAMA = "meta-llama/Llama-2-7b-hf"
-PROFILE = foresight.profile(fakes.choice(LLAMA), 2048)
+PROFILE = foresight.profile(fakes.choice(LLAMA), 2048, "cuda")
 HOST = fakes.environment(host_memory_bytes=256 * GB)
 
 

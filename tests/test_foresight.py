@@ -10,13 +10,15 @@ import pytest
 from ds_bench import analysis, foresight
 from ds_bench.caveats import CaveatKind
 from ds_bench.errors import PreflightError
-from ds_bench.foresight import Room
+from ds_bench.foresight import Room, Unpredicted
+from ds_bench.modelsource import ModelChoice
 from ds_bench.prediction import memory
+from ds_bench.prediction.activations import ModelProfile
 from ds_bench.spec import Trial
 
 GB = fakes.GB
 ON_GPUS = fakes.placement(accelerator="cuda", num_gpus=2)
-PROFILE = foresight.profile(fakes.choice("tiny"), 128)
+PROFILE = foresight.profile(fakes.choice("tiny"), 128, "cuda", dropout=0.0)
 
 
 def foreseen(trial: Trial, room: Room, *, skip: bool = True) -> Trial:
@@ -30,10 +32,46 @@ def need(trial: Trial) -> int:
     return memory.Prediction.from_dict(prediction).gpu_bytes
 
 
-def test_a_preset_is_known_at_once_and_a_factory_never() -> None:
-    assert PROFILE is not None
+def test_a_preset_is_known_at_once() -> None:
+    assert isinstance(PROFILE, ModelProfile)
     assert PROFILE.parameters == 557_568
-    assert foresight.profile(replace(fakes.choice(), facts=None), 128) is None
+
+
+def test_a_row_without_a_prediction_says_why() -> None:
+    choice = ModelChoice(name="no_such_module:make", source="factory", config={})
+    known = foresight.profile(choice, 128, "cpu")
+    assert isinstance(known, Unpredicted)
+    (trial,) = foresight.foresee([fakes.trial()], known, Room(gpu_bytes=None, host_bytes=None), skip=True)
+    assert trial.prediction is None
+    assert trial.caveats[-1].startswith("memory is not predicted: ")
+    assert "No module named 'no_such_module'" in trial.caveats[-1]
+    summary = analysis.summarise(fakes.success(trial), None, None)
+    assert any("no_such_module" in caveat.text for caveat in summary.caveats)
+
+
+def test_unknown_activations_leave_the_rest_predicted_and_never_fit() -> None:
+    assert isinstance(PROFILE, ModelProfile)
+    without = replace(PROFILE, activations={}, unknown="no fake kernel")
+    room = Room(gpu_bytes=80 * GB, host_bytes=None)
+    (trial,) = foresight.foresee([fakes.trial(fakes.zero(2), on=ON_GPUS)], without, room, skip=True)
+    assert trial.caveats == ("activations are not predicted, the rest is: no fake kernel",)
+    assert trial.prediction is not None
+    found = memory.Prediction.from_dict(trial.prediction)
+    assert (found.activation_bytes, found.verdict(80 * GB)) == (None, memory.UNKNOWN)
+    assert found.verdict(1) == memory.DOES_NOT_FIT
+    assert found.ledger["gpu"]["optimizer_states"] == 12 * 557_568 // 2
+    summary = analysis.summarise(fakes.success(trial, gpu_peak_bytes=GB), None, None)
+    assert summary.predicted_over_measured is None
+
+
+def test_frozen_parameters_have_no_gradient_and_no_state() -> None:
+    assert isinstance(PROFILE, ModelProfile)
+    adapter = replace(PROFILE, frozen_parameters=1_000_000)
+    for stage, part in ((0, 1_000_000), (2, 1_000_000), (3, 500_000)):
+        trial = fakes.trial(fakes.zero(stage), on=ON_GPUS)
+        plain, more = (memory.predict(known, trial.workload, ON_GPUS, trial.ds_config) for known in (PROFILE, adapter))
+        grown = {name: more.ledger["gpu"][name] - size for name, size in plain.ledger["gpu"].items()}
+        assert {name: size for name, size in grown.items() if size} == {"parameters": 2 * part}
 
 
 def test_a_trial_carries_its_prediction_and_its_key_stays() -> None:
@@ -55,7 +93,7 @@ def test_only_what_cannot_fit_is_skipped_and_only_where_asked() -> None:
     assert "--skip-predicted-oom" in reason
 
 
-LLAMA = foresight.profile(fakes.choice("meta-llama/Llama-2-7b-hf"), 128)
+LLAMA = foresight.profile(fakes.choice("meta-llama/Llama-2-7b-hf"), 128, "cpu")
 ON_CPU = fakes.workload(model="meta-llama/Llama-2-7b-hf")
 
 

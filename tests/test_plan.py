@@ -175,7 +175,8 @@ def test_too_little_space_for_swapping_refuses_that_row_alone(tmp_path: Path, mo
     options = fakes.options("offload", "--model", "gpt2", "--nvme-path", str(tmp_path))
     around = situation.look_around(options, fakes.make_config)
     room = foresight.Room(gpu_bytes=None, host_bytes=None)
-    made = situation.Planned(around, {}, room, None).trials(around.drafts)
+    unknown = foresight.Unpredicted(reason="not asked for")
+    made = situation.Planned(around, {}, room, unknown).trials(around.drafts)
     refused = {trial.strategy.name: trial.unsupported or "" for trial in made}
     assert refused.pop("nvme") == (
         f"--nvme-path {tmp_path} has 1.00 GB free, and swapping gpt2 needs about 2.09 GB; "

@@ -41,7 +41,7 @@ class Case:
 
 
 def case_of(run: TrialRecord, comparison: Comparison, shortage: Shortage) -> Case | None:
-    """The case of a run that did not fit; None where its record carries no prediction of this form."""
+    """The case of a run that did not fit; None where its record has no whole prediction of this form."""
     try:
         prediction = Prediction.from_dict(run.trial.prediction or {})
         found = tuple(Alternative(**each) for each in prediction.alternatives)
@@ -54,6 +54,8 @@ def case_of(run: TrialRecord, comparison: Comparison, shortage: Shortage) -> Cas
         isinstance(e.text, str) for e in found
     ):
         return None  # a file that somebody else wrote
+    if prediction.unknown is not None:  # what would fit is not known without the activations
+        return None
     rows = alike(comparison, run.trial)
     good = {arrangement(row.strategy) for row in rows if _has_room(row)}
     bad = {arrangement(row.strategy) for row in rows} - good

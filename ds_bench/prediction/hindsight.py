@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from ..record import TrialRecord
 from .memory import Prediction
@@ -28,10 +28,12 @@ def of_record(record: TrialRecord) -> tuple[float | None, float | None]:
 def predicted_over_measured(prediction: Prediction, record: TrialRecord) -> float | None:
     """Predicted GPU memory to the allocator's peak in the training steps, both on the fullest rank.
 
-    The overhead that is assumed outside the allocator is left out. None where no GPU's peak was measured: what the
-    processes of the CPU accelerator take of host memory is not predicted to the same meaning (untouched buffers are not
-    resident, and forked ranks share libraries), see ``predicted_over_ledger``.
+    The overhead that is assumed outside the allocator is left out. None without predicted activations, and where no
+    GPU's peak was measured: what the processes of the CPU accelerator take of host memory is not predicted to the same
+    meaning (untouched buffers are not resident, and forked ranks share libraries), see ``predicted_over_ledger``.
     """
+    if prediction.unknown is not None:
+        return None
     peak = max((rank.gpu_peak_bytes for rank in record.ranks if rank.gpu_peak_bytes), default=None)
     return (prediction.gpu_bytes - prediction.gpu.get("overhead", 0)) / peak if peak else None
 
@@ -39,15 +41,16 @@ def predicted_over_measured(prediction: Prediction, record: TrialRecord) -> floa
 def predicted_over_ledger(prediction: Prediction, record: TrialRecord) -> float | None:
     """Predicted ledger to the ledger of the fullest rank: all tiers, the category ``other`` left out.
 
-    Bytes of tensors on either side, resident or not. None where no ledger was taken.
+    Bytes of tensors on either side, resident or not; without activations where they are not predicted. None where no
+    ledger was taken.
     """
-    counted = max((_total(rank.ledger) for rank in record.ranks), default=0)
-    return _total(prediction.ledger) / counted if counted else None
+    left_out = ("other",) if prediction.unknown is None else ("other", "activations")
+    counted = max((_total(rank.ledger, left_out) for rank in record.ranks), default=0)
+    return _total(prediction.ledger, left_out) / counted if counted else None
 
 
-def _total(ledger: Mapping[str, Mapping[str, int]]) -> int:
-    rows = ledger.values()
-    return sum(size for row in rows for name, size in row.items() if name != "other")
+def _total(ledger: Mapping[str, Mapping[str, int]], left_out: Sequence[str]) -> int:
+    return sum(size for row in ledger.values() for name, size in row.items() if name not in left_out)
 
 
 def is_miss(ratio: float) -> bool:

@@ -16,7 +16,7 @@ from ..spec import Placement, Precision, Workload
 from ..units import from_gb
 from . import replicated, sharded
 from .activations import ModelProfile
-from .memorycase import MemoryCase, Phases, ZeroSettings
+from .memorycase import MemoryCase, Phases, Tally, ZeroSettings
 from .modelstates import Ledger
 
 CONTEXT_BYTES = from_gb(0.75)
@@ -31,7 +31,7 @@ TIGHT_FRACTION = 0.9
 """A prediction above this share of the memory is ``tight``: fragmentation and what a layer needs while it runs are not
 in the prediction."""
 
-FITS, TIGHT, DOES_NOT_FIT = "fits", "tight", "does not fit"
+FITS, TIGHT, DOES_NOT_FIT, UNKNOWN = "fits", "tight", "does not fit", "not known"
 
 _UNSEEN = ("temporaries", "gathered_parameters", "logits_and_loss", "pinned_rounding", "overhead")
 """Categories that the ledger of a run does not have: too short-lived, or no tensors."""
@@ -53,12 +53,14 @@ class Prediction:
     ``update``."""
     ledger: Mapping[str, Mapping[str, int]]
     """One rank's tier → category → bytes, to hold against ``RankMeasurement.ledger``."""
-    activation_bytes: int
-    """Saved for backward per GPU without activation checkpointing."""
-    checkpointed_activation_bytes: int
-    """Likewise with it."""
-    logits_and_loss_bytes: int
-    """Temporaries of logits and loss per GPU, beside the activations."""
+    activation_bytes: int | None
+    """Saved for backward per GPU without activation checkpointing; None where they are not known."""
+    checkpointed_activation_bytes: int | None
+    """Likewise with it; None also for a model that cannot checkpoint."""
+    logits_and_loss_bytes: int | None
+    """Temporaries of logits and loss per GPU, beside the activations; None where they are not known."""
+    unknown: str | None = None
+    """Why activations, logits and loss are not in the figures; None where they are."""
     alternatives: tuple[Mapping[str, Any], ...] = ()
     """What other configurations of the same work would take, for advice after the run (``fitplan.Alternative``)."""
 
@@ -94,13 +96,18 @@ class Prediction:
         return tuple(tier for tier, found in alone.items() if found == verdict != FITS)
 
     def verdict(self, gpu_capacity_bytes: int | None, host_capacity_bytes: int | None = None) -> str:
-        """``fits``, ``tight`` (above 90 %) or ``does not fit``, by the worse of the two; a capacity of None is none."""
+        """``fits``, ``tight`` (above 90 %) or ``does not fit``, by the worse of the two; a capacity of None is none.
+
+        ``not known`` where what is known would fit, and activations are not known.
+        """
         shares = [
             used / capacity
             for used, capacity in ((self.gpu_bytes, gpu_capacity_bytes), (self.host_bytes, host_capacity_bytes))
             if capacity is not None
         ]
         share = max(shares, default=0.0)
+        if share <= 1 and self.unknown is not None:
+            return UNKNOWN
         return DOES_NOT_FIT if share > 1 else TIGHT if share > TIGHT_FRACTION else FITS
 
     def to_dict(self) -> dict[str, Any]:
@@ -127,7 +134,7 @@ def predict(
     """
     case = _case(profile, workload, placement, ds_config)
     batch = int(ds_config.get("train_micro_batch_size_per_gpu", workload.batch_size))
-    bare = _phases(case)
+    bare = {name: _with_frozen(case, ledger) for name, ledger in _phases(case).items()}
     sizes = _Activations.of(case, batch, workload.seq_length, checkpointed=workload.activation_checkpointing)
     moments = _moments(case, bare, sizes)
     if placement.accelerator == "cpu":
@@ -138,16 +145,18 @@ def predict(
     ranks = min(placement.num_gpus, ranks_per_node or placement.num_gpus)
     fullest_host = max((ledger.get("cpu", {}) for ledger in moments.values()), key=lambda row: sum(row.values()))
     seen = _seen(moments)
-    seen.setdefault(tier, {})["activations"] = sizes.saved
+    if sizes.unknown is None:
+        seen.setdefault(tier, {})["activations"] = sizes.saved
     return Prediction(
         gpu={} if tier == "cpu" else {**moments[phase]["gpu"], "overhead": _overhead(placement)},
         host={name: ranks * size for name, size in {**fullest_host, "overhead": process}.items()},
         nvme={name: ranks * size for name, size in moments[phase].get("nvme", {}).items()},
         phase=phase,
         ledger=seen,
-        activation_bytes=sizes.plain,
+        activation_bytes=None if sizes.unknown else sizes.plain,
         checkpointed_activation_bytes=sizes.checkpointed,
-        logits_and_loss_bytes=sizes.logits_and_loss,
+        logits_and_loss_bytes=None if sizes.unknown else sizes.logits_and_loss,
+        unknown=sizes.unknown,
     )
 
 
@@ -155,6 +164,13 @@ def predict(
 def _phases(case: MemoryCase) -> Phases:
     """Remembered, because searches ask for many batches of the same case; not to be written to."""
     return sharded.phases(case) if case.settings.stage == 3 else replicated.phases(case)
+
+
+def _with_frozen(case: MemoryCase, ledger: Ledger) -> Ledger:
+    """Parameters that are not trained are on every rank, at stage 3 split among the ranks, where the others are too."""
+    count = case.profile.frozen_parameters
+    part = -(-count // case.data_parallel_size) if case.settings.stage == 3 else count
+    return Tally(ledger).add(case.settings.offload_param or "gpu", "parameters", case.element * part).ledger
 
 
 def _case(profile: ModelProfile, workload: Workload, placement: Placement, ds_config: Mapping[str, Any]) -> MemoryCase:
@@ -178,27 +194,33 @@ def _precision(workload: Workload, ds_config: Mapping[str, Any]) -> Precision:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Activations:
-    """One micro-batch on one rank, in bytes."""
+    """One micro-batch on one rank, in bytes; 0 where they are not known."""
 
-    plain: int
-    checkpointed: int
-    saved: int
+    plain: int = 0
+    checkpointed: int | None = None
+    saved: int = 0
     """The one of the two that the workload asks for."""
-    logits_and_loss: int
-    layers: int
+    logits_and_loss: int = 0
+    layers: int = 0
     """Of ``saved``, what the layers hold while backward runs through the last of them."""
-    one_layer: int
+    one_layer: int = 0
     """One layer's without checkpointing: what is there while one is recomputed, or the last to be left."""
+    unknown: str | None = None
 
     @classmethod
     def of(cls, case: MemoryCase, batch: int, sequence: int, *, checkpointed: bool) -> _Activations:
         found, layers = case.profile.of(case.precision), case.profile.layers
+        if found is None:
+            return cls(unknown=case.profile.unknown or f"not measured in {case.precision}")
         kept = found.checkpointed if checkpointed else found.plain
-        one_layer = found.plain.layer_bytes(batch, sequence)
+        if kept is None:
+            return cls(unknown="this model has no activation checkpointing")
+        largest = found.largest_layer
+        one_layer = largest.fixed_bytes(batch, sequence) if largest else found.plain.layer_bytes(batch, sequence)
         plain = found.plain.bytes(layers, batch, sequence)
         return cls(
             plain=plain,
-            checkpointed=found.checkpointed.bytes(layers, batch, sequence),
+            checkpointed=None if found.checkpointed is None else found.checkpointed.bytes(layers, batch, sequence),
             saved=kept.bytes(layers, batch, sequence),
             logits_and_loss=max(0, found.loss.bytes(layers, batch, sequence) - plain),
             layers=layers * kept.layer_bytes(batch, sequence) + (one_layer if checkpointed else 0),

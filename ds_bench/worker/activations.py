@@ -1,26 +1,37 @@
 """Measures what a model keeps for its backward pass, without memory: ``python -m ds_bench.worker.activations``.
 
-One JSON request per line on standard input, one JSON answer per line on standard output. A model of one and of two
-layers is built under ``FakeTensorMode`` (shapes and storages, no bytes) on the CPU device, in its final number format;
-a saved-tensor hook counts the storages that autograd keeps, as the ledger of a real run does. From six sizes of batch
-and sequence follow the coefficients of a polynomial in both, and from two depths those per layer. Not for measuring a
-real run: that is ``ledger``.
+One JSON request per line on standard input. The model is built under ``FakeTensorMode`` (shapes and storages, no bytes)
+on the CPU device, in its final number format; a saved-tensor hook counts the storages that autograd keeps, as the
+ledger of a real run does. From six sizes of batch and sequence follow the coefficients of a polynomial in both.
+
+A request with a ``config`` is of a family whose tensors are known by arithmetic: one and two layers are built, from
+which follow the polynomials per layer. Any other names a folder, a model on the Hub or a factory: it is built whole,
+its tensors are answered at once (a line with ``partial``), then all but two blocks of each kind are taken out, and
+what the second of each kind keeps stands for the others. Every request ends with one line: the answer, or ``error``.
+
+What CUDA keeps differs from the CPU in two ways, which ``_AsOnCuda`` imitates. Not for measuring a real run: that is
+``ledger``.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
 import torch
 from torch._subclasses import FakeTensorMode
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
+
+from . import build, train
 
 TERMS = ("1", "s", "ss", "b", "bs", "bss")
 """Monomials in micro-batch b and sequence length s, as ``activations.Polynomial`` reads them."""
@@ -29,24 +40,54 @@ BATCHES = (2, 3)
 LOSS_BATCHES = (512, 1024)
 """Many tokens, so that the logits outweigh the LM head's own gradient, which is no temporary of the loss."""
 SEQUENCES = (16, 32, 48)
-_ATTENTION_DROPOUTS = ("attn_pdrop", "attention_dropout")
-"""With it the CPU's attention keeps every score, which CUDA's does not: left out."""
+_LARGE_PART = 0.1
+"""Of a model's parameters, from which on a list of modules is taken for its blocks."""
 _FORMATS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
-def measure(request: Mapping[str, Any]) -> dict[str, Any]:
-    """The answer to one request: tensor sizes and, per number format, the three polynomials. See ``activations``."""
+Answer = dict[str, Any]
+
+
+def measure(request: Mapping[str, Any], tell: Callable[[Answer], None]) -> Answer:
+    """The answer to one request: tensor sizes and, per number format, the polynomials. See ``activations``.
+
+    ``tell``: gets what is known before the forward passes begin.
+    """
+    as_there = _AsOnCuda() if request.get("accelerator", "cuda") == "cuda" else contextlib.nullcontext()
     sequences = tuple(request.get("sequences") or SEQUENCES)
-    shallow, deep = (_names_and_sizes(_build(request, depth, torch.bfloat16)) for depth in (1, 2))
-    answer: dict[str, Any] = {"tensors": _split(shallow, deep), "formats": {}}
+    if request.get("config") is None:
+        return _measure_whole(request, sequences, as_there, tell)
+    shallow, deep = (_names_and_sizes(_build_layers(request, depth, torch.bfloat16)) for depth in (1, 2))
+    answer: Answer = {"tensors": _split(shallow, deep), "formats": {}}
     for precision in request["precisions"]:
         dtype = _FORMATS[precision]
-        depths = [_fits(_build(request, depth, dtype), sequences) for depth in (1, 2)]
+        with as_there:
+            depths = [_fits(_build_layers(request, depth, dtype), sequences) for depth in (1, 2)]
         answer["formats"][precision] = {name: _by_layer(*(fit[name] for fit in depths)) for name in depths[0]}
     return answer
 
 
-def _config(request: Mapping[str, Any], layers: int) -> Any:
+class _AsOnCuda(TorchFunctionMode):
+    """Keeps what CUDA's kernels keep: of dropout a mask of one byte per element (native_dropout), where the CPU keeps
+    one of the number format; of fused attention no scores, which the CPU keeps where attention has dropout."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if function is torch.nn.functional.dropout:
+            given = _arguments(("input", "p", "training", "inplace"), args, {"p": 0.5, "training": True, **kwargs})
+            if given["training"] and 0 < given["p"] < 1:
+                return torch.native_dropout(given["input"], given["p"], True)[0]
+        if function is torch.nn.functional.scaled_dot_product_attention:
+            given = _arguments(("query", "key", "value", "attn_mask", "dropout_p", "is_causal"), args, kwargs)
+            return function(**{**given, "dropout_p": 0.0})
+        return function(*args, **kwargs)
+
+
+def _arguments(names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    return {**kwargs, **dict(zip(names, args, strict=False))}
+
+
+def _config_of_depth(request: Mapping[str, Any], layers: int) -> Any:
     from transformers import AutoConfig
 
     if request.get("path"):
@@ -57,28 +98,51 @@ def _config(request: Mapping[str, Any], layers: int) -> Any:
     if isinstance(kinds := getattr(config, "layer_types", None), list):
         config.layer_types = kinds[:layers]
     config.use_cache = False
-    for name in _ATTENTION_DROPOUTS:
-        if getattr(config, name, 0.0):
-            setattr(config, name, 0.0)
     return config
 
 
-def _build(request: Mapping[str, Any], layers: int, dtype: torch.dtype) -> torch.nn.Module:
-    from transformers import AutoModelForCausalLM, masking_utils
+def _build_layers(request: Mapping[str, Any], layers: int, dtype: torch.dtype) -> torch.nn.Module:
+    return _build(request, dtype, lambda: _config_of_depth(request, layers))
+
+
+def _build(request: Mapping[str, Any], dtype: torch.dtype, make_config: Callable[[], Any]) -> torch.nn.Module:
+    """The model on fake tensors in training mode. ``make_config``: not called for a factory."""
+    with FakeTensorMode():
+        if request.get("factory"):
+            module_name, _, function_name = request["factory"].partition(":")
+            model: torch.nn.Module = getattr(importlib.import_module(module_name), function_name)().to(dtype=dtype)
+        else:
+            model = _from_config(make_config(), dtype, trusted=bool(request.get("trust_remote_code", False)))
+    if request.get("dropout") is not None:
+        build.set_dropouts(model, request["dropout"])
+    return model.train()
+
+
+def _from_config(config: Any, dtype: torch.dtype, *, trusted: bool) -> torch.nn.Module:
+    from transformers import AutoModelForCausalLM
     from transformers.initialization import no_init_weights
+
+    config.use_cache = False
+    with no_init_weights():
+        model: torch.nn.Module = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trusted)
+        model.tie_weights()  # type: ignore[operator]
+    return model
+
+
+def _adapt_transformers() -> None:
+    """Takes out what looks into values, which fake tensors have not."""
+    from transformers import masking_utils
     from transformers.integrations import moe
 
     # Real runs find no packed sequences in the position ids and so need no mask; fake ids cannot be looked into.
     masking_utils.find_packed_sequence_indices = lambda *_args, **_kwargs: None
-    if dtype is torch.float32:  # the shape rule of grouped_mm knows 16-bit only; the fallback saves the same tensors
-        moe._can_use_grouped_mm = lambda *_args, **_kwargs: False
-    trusted = bool(request.get("trust_remote_code", False))
-    with FakeTensorMode(), no_init_weights():
-        model: torch.nn.Module = AutoModelForCausalLM.from_config(
-            _config(request, layers), dtype=dtype, trust_remote_code=trusted
-        )
-        model.tie_weights()  # type: ignore[operator]
-    return model.train()
+    known = moe._can_use_grouped_mm
+
+    def can_use_grouped_mm(given: torch.Tensor, *args: Any, **kwargs: Any) -> bool:
+        # The shape rule of grouped_mm knows 16-bit only; the fallback saves the same tensors.
+        return given.dtype is not torch.float32 and bool(known(given, *args, **kwargs))
+
+    moe._can_use_grouped_mm = can_use_grouped_mm
 
 
 def _names_and_sizes(model: torch.nn.Module) -> list[tuple[str, int]]:
@@ -95,6 +159,181 @@ def _split(shallow: list[tuple[str, int]], deep: list[tuple[str, int]]) -> dict[
     sizes = [size for _, size in deep]
     per_layer = last - first
     return {"before": sizes[: first - per_layer], "layer": sizes[first:last], "after": sizes[last:]}
+
+
+def _measure_whole(
+    request: Mapping[str, Any],
+    sequences: tuple[int, ...],
+    as_there: contextlib.AbstractContextManager[Any],
+    tell: Callable[[Answer], None],
+) -> Answer:
+    """Of a model that is built as a run builds it."""
+
+    def make_config() -> Any:
+        from transformers import AutoConfig
+
+        return AutoConfig.from_pretrained(request["path"], trust_remote_code=request.get("trust_remote_code", False))
+
+    model = _build(request, torch.bfloat16, make_config)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    answer: Answer = {
+        "tensors": {"before": [parameter.numel() for parameter in trained], "layer": [], "after": []},
+        "frozen": sum(parameter.numel() for parameter in model.parameters() if not parameter.requires_grad),
+        "tied": _is_tied(model),
+        "layers": max(1, len(_blocks(model))),
+        "formats": {},
+    }
+    tell(answer)
+    for precision in request["precisions"]:
+        dtype = _FORMATS[precision]
+        blocks = _Blocks(model if dtype is torch.bfloat16 else _build(request, dtype, make_config))
+        with as_there:
+            answer["formats"][precision] = _whole_fits(blocks, sequences)
+    return answer
+
+
+def _is_tied(model: torch.nn.Module) -> bool:
+    """Whether the first tensor is input embedding and LM head at once."""
+    with contextlib.suppress(Exception):  # a model of another library need not have either
+        first, head = next(model.parameters()), model.get_output_embeddings()  # type: ignore[operator]
+        return head is not None and head.weight is first
+    return False
+
+
+def _blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """The blocks that a model repeats: members of its large lists of modules that lie in no other."""
+    whole = sum(parameter.numel() for parameter in model.parameters())
+    found: list[torch.nn.Module] = []
+    inside: set[int] = set()
+    for module in model.modules():
+        if not isinstance(module, torch.nn.ModuleList) or id(module) in inside:
+            continue
+        if sum(parameter.numel() for parameter in module.parameters()) >= _LARGE_PART * whole:
+            inside.update(map(id, module.modules()))
+            found.extend(module)
+    return found
+
+
+class _Blocks:
+    """A model with at most two blocks of each kind left, and what each of them keeps."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.model = model
+        every = _blocks(model)
+        self.count = max(1, len(every))
+        self.left, self.stands_for = _shorten(model, every)
+        """Blocks that are left; of how many each is the measure: the first of a kind, which keeps what all share, of
+        none where there is a second."""
+        self._current = 0
+        for number, block in enumerate(self.left):
+            block.register_forward_hook(lambda *_given, number=number: setattr(self, "_current", number + 1))
+
+    def saved_bytes(self, batch: int, sequence: int) -> list[int]:
+        """Bytes saved up to the end of each block, from the end of the one before it on; last, behind all of them."""
+        self._current = 0
+        shares = [0] * (len(self.left) + 1)
+
+        def claim(size: int) -> None:
+            shares[self._current] += size
+
+        _saved_bytes(self.model, batch, sequence, claim)
+        return shares
+
+
+def _shorten(model: torch.nn.Module, every: list[torch.nn.Module]) -> tuple[list[torch.nn.Module], list[int]]:
+    """Takes blocks out, where the model is one of Transformers with a single list of them, whose loop bears it."""
+    config = getattr(model, "config", None)
+    lists = [m for m in model.modules() if isinstance(m, torch.nn.ModuleList) and every and list(m) == every]
+    depth = next((name for name in ("num_hidden_layers", "n_layer") if getattr(config, name, None) == len(every)), None)
+    if config is None or len(lists) != 1 or depth is None:
+        return every, [1] * len(every)
+    types = getattr(config, "layer_types", None)
+    kinds = [_kind(block, types[number] if types else None) for number, block in enumerate(every)]
+    seen: dict[Any, list[int]] = {}
+    for number, kind in enumerate(kinds):
+        seen.setdefault(kind, []).append(number)
+    left = sorted(number for numbers in seen.values() for number in numbers[:2])
+    stands_for = {numbers[:2][-1]: len(numbers) for numbers in seen.values()}
+    blocks = lists[0]
+    for number in sorted(set(range(len(every))) - set(left), reverse=True):
+        del blocks[number]
+    setattr(config, depth, len(left))
+    with contextlib.suppress(AttributeError):  # where it follows from the depth
+        config.layer_types = [types[number] for number in left] if types else types
+    return [every[number] for number in left], [stands_for.get(number, 0) for number in left]
+
+
+def _kind(block: torch.nn.Module, named: str | None) -> Any:
+    """Blocks of one kind keep the same: equal classes inside, equal tensors, equal numbers but the block's own."""
+    modules = tuple(
+        (type(module).__name__, tuple(sorted((k, v) for k, v in vars(module).items() if _tells(k, v))))
+        for module in block.modules()
+    )
+    return named, modules, tuple((name, tuple(tensor.shape)) for name, tensor in block.named_parameters())
+
+
+def _tells(name: str, value: object) -> bool:
+    return isinstance(value, bool | int | float | str) and name not in ("layer_idx", "layer_id", "layer_number", "idx")
+
+
+def _whole_fits(blocks: _Blocks, sequences: tuple[int, ...]) -> dict[str, Any]:
+    sizes = [(batch, sequence) for batch in BATCHES for sequence in sequences]
+    large = [(batch, sequence) for batch in LOSS_BATCHES for sequence in sequences]
+    plain = _Saved.of(blocks, sizes)
+    peak = _fit(large, [_loss_peak_bytes(blocks.model, *size) for size in large])
+    fits: dict[str, Any] = {
+        "plain": plain.by_layer(blocks.count),
+        "loss": plain.by_layer(blocks.count, _sum([(1, peak), (-1, plain.measured)])),
+        "largest_layer": {"fixed": _named(plain.largest_block), "per_layer": {}},
+    }
+    enable = getattr(blocks.model, "gradient_checkpointing_enable", None)
+    if enable is not None:
+        enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        fits["checkpointed"] = _Saved.of(blocks, sizes).by_layer(blocks.count)
+    return fits
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Saved:
+    """Coefficients of bytes saved."""
+
+    measured: list[Fraction]
+    """Of the shortened model."""
+    total: list[Fraction]
+    """Of the whole model."""
+    in_blocks: list[Fraction]
+    """Of ``total``, what the blocks keep."""
+    largest_block: list[Fraction]
+
+    @classmethod
+    def of(cls, blocks: _Blocks, sizes: list[tuple[int, int]]) -> _Saved:
+        counted = [blocks.saved_bytes(*size) for size in sizes]
+        shares = [_fit(sizes, [each[number] for each in counted]) for number in range(len(blocks.left))]
+        measured = _fit(sizes, [sum(each) for each in counted])
+        weighed = list(zip(blocks.stands_for, shares, strict=True))
+        last = [share for weight, share in weighed if weight] or [measured]
+        return cls(
+            measured=measured,
+            total=_sum([(1, measured), *((max(0, weight - 2), share) for weight, share in weighed)]),
+            in_blocks=_sum(weighed) if weighed else measured,
+            largest_block=max(last, key=lambda share: _evaluate(share, *sizes[-1])),
+        )
+
+    def by_layer(self, layers: int, extra: list[Fraction] | None = None) -> dict[str, Any]:
+        """``fixed`` + layers × ``per_layer``, the blocks' mean. ``extra``: further bytes that are no block's."""
+        fixed = _sum([(1, self.total), (-1, self.in_blocks), *([(1, extra)] if extra else [])])
+        return {"fixed": _named(fixed), "per_layer": _named([value / layers for value in self.in_blocks])}
+
+
+def _sum(weighed: Iterable[tuple[int, list[Fraction]]]) -> list[Fraction]:
+    total = [Fraction(0)] * len(TERMS)
+    for weight, values in weighed:
+        total = [a + weight * b for a, b in zip(total, values, strict=True)]
+    return total
+
+
+def _evaluate(coefficients: list[Fraction], batch: int, sequence: int) -> Fraction:
+    return sum((a * b for a, b in zip(coefficients, _monomials(batch, sequence), strict=True)), Fraction(0))
 
 
 def _fits(model: torch.nn.Module, sequences: tuple[int, ...]) -> dict[str, list[Fraction]]:
@@ -117,16 +356,22 @@ def _mode_of(model: torch.nn.Module) -> FakeTensorMode:
     return mode
 
 
-def _saved_bytes(model: torch.nn.Module, batch: int, sequence: int) -> int:
-    """Bytes of the storages autograd saves in one forward pass that are not parameters, as ``ledger`` counts them."""
+def _saved_bytes(
+    model: torch.nn.Module, batch: int, sequence: int, claim: Callable[[int], None] = lambda _size: None
+) -> int:
+    """Bytes of the storages autograd saves in one forward pass that are not parameters, as ``ledger`` counts them.
+
+    ``claim``: gets the bytes of each as it is saved.
+    """
     known = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
     saved: dict[int, torch.UntypedStorage] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         base = tensor._base if tensor._base is not None else tensor
         storage = tensor.untyped_storage()
-        if not isinstance(base, torch.nn.Parameter) and storage._cdata not in known:
+        if not isinstance(base, torch.nn.Parameter) and storage._cdata not in known | saved.keys():
             saved[storage._cdata] = storage
+            claim(int(storage.nbytes()))
         return tensor
 
     with _mode_of(model), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
@@ -182,8 +427,7 @@ def _loss_peak_bytes(model: torch.nn.Module, batch: int, sequence: int) -> int:
     with _mode_of(model), _Live() as live:
         inputs = _fake_batch(batch, sequence)
         with _hooks(model, stop), contextlib.suppress(_FirstGradientError):
-            loss = model(**inputs).loss
-            loss.backward()
+            train.loss_of(model(**inputs)).backward()  # type: ignore[no-untyped-call]
     return int(live.peak)
 
 
@@ -233,13 +477,24 @@ def _named(values: list[Fraction]) -> dict[str, float | int]:
 def main() -> None:
     out = sys.stdout
     sys.stdout = sys.stderr
+
+    def write(answer: Answer) -> None:
+        print(json.dumps(answer), file=out, flush=True)
+
+    _adapt_transformers()
     for line in sys.stdin:
+        known: Answer = {}
+
+        def tell(partial: Answer, known: Answer = known) -> None:
+            known.update(partial)
+            write({"partial": partial})
+
         try:
-            answer = measure(json.loads(line))
+            answer = measure(json.loads(line), tell)
         except Exception as error:
             lines = [text.strip() for text in str(error).splitlines() if text.strip()]
-            answer = {"error": f"{type(error).__name__}: {lines[0][:300] if lines else ''}"}
-        print(json.dumps(answer), file=out, flush=True)
+            answer = {**known, "error": f"{type(error).__name__}: {lines[0][:300] if lines else ''}"}
+        write(answer)
 
 
 if __name__ == "__main__":
