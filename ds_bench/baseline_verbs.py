@@ -17,8 +17,8 @@ from .regression.benchresult import BenchmarkResult, of_runs
 
 OK, REGRESSION = 0, 3
 FAIL_ON = ("regression", "missing", "unmatched", "noisy")
-"""What ``baseline check`` may fail on: a regression; a row of the saved run that the result lacks; a row without a
-baseline; a row whose noise hides a regression."""
+"""What ``baseline check`` may fail on: a regression; a row of the saved run that the result lacks; a row that trained
+and has no baseline; a row whose noise hides a regression."""
 
 
 def save_command(paths: Sequence[Path], file: Path, tolerance: float | None) -> int:
@@ -88,7 +88,7 @@ def _reasons(verdict: BaselineComparison) -> set[str]:
     found = {
         "missing": "missing" in verdict.regressions,
         "regression": verdict.failed and "missing" not in verdict.regressions,
-        "unmatched": verdict.baseline is None,
+        "unmatched": verdict.unmatched,
         "noisy": verdict.noisy,
     }
     return {reason for reason, holds in found.items() if holds}

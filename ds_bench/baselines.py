@@ -54,6 +54,8 @@ class BaselineComparison:
     regressions: tuple[str, ...] = ()
     """Of ``throughput``, ``memory``, ``status`` (it no longer runs, or its loss is not finite and the like) and
     ``missing`` (the result has no such row)."""
+    unmatched: bool = False
+    """The row trained and has no baseline of its name: nothing guards it. A row that failed needs none."""
     noisy: bool = False
     """Passed, but its runs or the baseline's vary so much that a regression beyond the tolerance would go unseen."""
 
@@ -154,7 +156,9 @@ def compare_to_baseline(
     baseline = load_baseline(result.name, path) if baseline is None else baseline
     if baseline is None:
         ended = f"; {_unusable(result)}" if _unusable(result) else ""
-        return BaselineComparison(name=result.name, passed=True, message=f"no baseline of this name{ended}")
+        return BaselineComparison(
+            name=result.name, passed=True, message=f"no baseline of this name{ended}", unmatched=not ended
+        )
     differences = [*_obstacles(result, baseline)]
     if differences:
         text = f"not comparable with the baseline: {'; '.join(differences)}"

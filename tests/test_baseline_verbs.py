@@ -238,6 +238,12 @@ def test_a_row_with_a_loss_that_is_not_finite_does_not_pass_its_check(
     assert '"status"' in out if as_json else "1 regressed" in out
 
 
+def test_a_row_that_had_failed_when_it_was_to_be_saved_and_fails_still_needs_no_baseline(tmp_path: Path) -> None:
+    path, folder = tmp_path / "baselines.json", run(tmp_path / "out", ran(), failed(stage=0))
+    save_command([folder], path, None)
+    assert check_command([folder], path, False) == 0
+
+
 def test_a_flat_json_alone_is_saved_and_checked_like_its_run(tmp_path: Path) -> None:
     path, copied = tmp_path / "baselines.json", tmp_path / "copied.json"
     stored = fakes.write_run(tmp_path / "out", [ran()])
