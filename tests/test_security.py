@@ -230,12 +230,9 @@ def test_no_file_of_a_real_run_holds_a_credential_but_the_configuration_of_its_t
         *("--model", "tiny", "--batch-size", "2", "--seq-length", "16", "--num-steps", "2", "--warmup-steps", "1"),
         *("--stages", "1", "--set", f"comet.api_key={KEY}", "--set", "comet.enabled=false"),
         *("--set", f"tensorboard.job_name=s3://user:{KEY}@bucket"),
-        DEEPSPEED_LOG_LEVEL="info",
     )
     code, out, err = script.wait()
     assert code == 0, err
     assert KEY not in out + err
     holders = [path for path in script.output_dir.rglob("*") if path.is_file() and KEY.encode() in path.read_bytes()]
     assert [path.name for path in holders] == ["ds_config.json"]
-    log = next(script.output_dir.rglob("rank0.log")).read_text()
-    assert "api_key" in log

@@ -116,7 +116,7 @@ def _measure(folder: Path, assignment: Assignment, beat: BeatWriter, started: fl
     imported = time.time()
     config = _config(folder)
     secrets = redaction.secrets_of(config)
-    if secrets:  # DeepSpeed logs its whole configuration
+    if secrets:  # DeepSpeed logs its whole configuration at level INFO
 
         def hide(said: logging.LogRecord) -> bool:
             said.msg, said.args = redaction.without(said.getMessage(), secrets), None
