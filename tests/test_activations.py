@@ -296,6 +296,47 @@ def test_dropout_is_counted_as_the_accelerator_keeps_it() -> None:
     assert masks == (2 * 4 + 1) * 3 * 80 * 48
 
 
+def test_a_factory_with_batches_of_its_own_is_counted_and_its_frozen_parameters_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch = pytest.importorskip("torch")
+    from ds_bench.worker.ledger import with_activations
+
+    (tmp_path / "own_model.py").write_text(
+        "import torch\n"
+        "class Own(torch.nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.first = torch.nn.Linear(8, 16).requires_grad_(False)\n"
+        "        self.blocks = torch.nn.ModuleList(torch.nn.Linear(16, 16) for _ in range(4))\n"
+        "        self.dropout = torch.nn.Dropout(0.1)\n"
+        "    def forward(self, pixels):\n"
+        "        x = self.first(pixels)\n"
+        "        for block in self.blocks:\n"
+        "            x = self.dropout(torch.relu(block(x)))\n"
+        "        return x.pow(2).mean()\n"
+        "def batch(samples, _length, generator):\n"
+        "    return {'pixels': torch.rand(samples, 8, generator=generator)}\n"
+        "def make(): return Own(), batch\n"
+    )
+    profile = profile_of_any(
+        "own_model:make", "factory", 64, accelerator="cpu", environment={"PYTHONPATH": str(tmp_path)}
+    )
+    assert profile.unknown is None
+    assert (profile.layers, profile.parameters, profile.frozen_parameters) == (4, 4 * (256 + 16), 8 * 16 + 16)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    import own_model  # type: ignore[import-not-found]
+
+    model, batch = own_model.make()
+    model = model.to(torch.bfloat16)
+    pixels = batch(7, 64, torch.Generator())["pixels"].to(torch.bfloat16)
+    _, tiers = with_activations(lambda: model(pixels), list(model.parameters()))
+    found = profile.of("bf16")
+    assert found is not None
+    assert found.checkpointed is None
+    assert found.plain.bytes(4, 7, 64) == tiers["cpu"]
+
+
 def test_a_child_that_hangs_is_ended_and_what_it_told_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torch")
     (tmp_path / "hanging.py").write_text(

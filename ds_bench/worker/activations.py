@@ -16,7 +16,6 @@ What CUDA keeps differs from the CPU in two ways, which ``_AsOnCuda`` imitates. 
 from __future__ import annotations
 
 import contextlib
-import importlib
 import json
 import sys
 import weakref
@@ -102,20 +101,44 @@ def _config_of_depth(request: Mapping[str, Any], layers: int) -> Any:
 
 
 def _build_layers(request: Mapping[str, Any], layers: int, dtype: torch.dtype) -> torch.nn.Module:
-    return _build(request, dtype, lambda: _config_of_depth(request, layers))
+    return _build(request, dtype, lambda: _config_of_depth(request, layers))[0]
 
 
-def _build(request: Mapping[str, Any], dtype: torch.dtype, make_config: Callable[[], Any]) -> torch.nn.Module:
-    """The model on fake tensors in training mode. ``make_config``: not called for a factory."""
+def _build(
+    request: Mapping[str, Any], dtype: torch.dtype, make_config: Callable[[], Any]
+) -> tuple[torch.nn.Module, build.MakeBatch | None]:
+    """The model on fake tensors in training mode, and a factory's own function for batches.
+
+    ``make_config``: not called for a factory.
+    """
+    make_batch = None
     with FakeTensorMode():
         if request.get("factory"):
-            module_name, _, function_name = request["factory"].partition(":")
-            model: torch.nn.Module = getattr(importlib.import_module(module_name), function_name)().to(dtype=dtype)
+            model, make_batch = build.call_factory(request["factory"])
+            _cast(model, dtype)
         else:
             model = _from_config(make_config(), dtype, trusted=bool(request.get("trust_remote_code", False)))
     if request.get("dropout") is not None:
         build.set_dropouts(model, request["dropout"])
-    return model.train()
+    return model.train(), make_batch
+
+
+def _cast(model: torch.nn.Module, dtype: torch.dtype) -> None:
+    """What ``Module.to(dtype=…)`` does, which swaps tensors in place and cannot with fake ones."""
+    made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # holds the old one, whose identity would be given again
+    for module in model.modules():
+        for held in (module._parameters, module._buffers):
+            for name, tensor in held.items():
+                if tensor is None or not tensor.is_floating_point():
+                    continue
+                if id(tensor) not in made:
+                    cast = tensor.detach().to(dtype)
+                    is_parameter = isinstance(tensor, torch.nn.Parameter)
+                    made[id(tensor)] = (
+                        tensor,
+                        torch.nn.Parameter(cast, requires_grad=tensor.requires_grad) if is_parameter else cast,
+                    )
+                held[name] = made[id(tensor)][1]  # type: ignore[assignment]
 
 
 def _from_config(config: Any, dtype: torch.dtype, *, trusted: bool) -> torch.nn.Module:
@@ -174,7 +197,7 @@ def _measure_whole(
 
         return AutoConfig.from_pretrained(request["path"], trust_remote_code=request.get("trust_remote_code", False))
 
-    model = _build(request, torch.bfloat16, make_config)
+    model, make_batch = _build(request, torch.bfloat16, make_config)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     answer: Answer = {
         "tensors": {"before": [parameter.numel() for parameter in trained], "layer": [], "after": []},
@@ -186,7 +209,9 @@ def _measure_whole(
     tell(answer)
     for precision in request["precisions"]:
         dtype = _FORMATS[precision]
-        blocks = _Blocks(model if dtype is torch.bfloat16 else _build(request, dtype, make_config))
+        if dtype is not torch.bfloat16:
+            model, make_batch = _build(request, dtype, make_config)
+        blocks = _Blocks(model, make_batch)
         with as_there:
             answer["formats"][precision] = _whole_fits(blocks, sequences)
     return answer
@@ -217,8 +242,8 @@ def _blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
 class _Blocks:
     """A model with at most two blocks of each kind left, and what each of them keeps."""
 
-    def __init__(self, model: torch.nn.Module) -> None:
-        self.model = model
+    def __init__(self, model: torch.nn.Module, make_batch: build.MakeBatch | None) -> None:
+        self.model, self.make_batch = model, make_batch
         every = _blocks(model)
         self.count = max(1, len(every))
         self.left, self.stands_for = _shorten(model, every)
@@ -236,7 +261,7 @@ class _Blocks:
         def claim(size: int) -> None:
             shares[self._current] += size
 
-        _saved_bytes(self.model, batch, sequence, claim)
+        _saved_bytes(self.model, batch, sequence, claim, self.make_batch)
         return shares
 
 
@@ -280,15 +305,14 @@ def _whole_fits(blocks: _Blocks, sequences: tuple[int, ...]) -> dict[str, Any]:
     sizes = [(batch, sequence) for batch in BATCHES for sequence in sequences]
     large = [(batch, sequence) for batch in LOSS_BATCHES for sequence in sequences]
     plain = _Saved.of(blocks, sizes)
-    peak = _fit(large, [_loss_peak_bytes(blocks.model, *size) for size in large])
+    peak = _fit(large, [_loss_peak_bytes(blocks.model, *size, blocks.make_batch) for size in large])
     fits: dict[str, Any] = {
         "plain": plain.by_layer(blocks.count),
         "loss": plain.by_layer(blocks.count, _sum([(1, peak), (-1, plain.measured)])),
         "largest_layer": {"fixed": _named(plain.largest_block), "per_layer": {}},
     }
-    enable = getattr(blocks.model, "gradient_checkpointing_enable", None)
-    if enable is not None:
-        enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    with contextlib.suppress(Exception):  # not every model can; a run that asks for it says so
+        blocks.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # type: ignore[operator]
         fits["checkpointed"] = _Saved.of(blocks, sizes).by_layer(blocks.count)
     return fits
 
@@ -346,7 +370,15 @@ def _fits(model: torch.nn.Module, sequences: tuple[int, ...]) -> dict[str, list[
     return fits
 
 
-def _fake_batch(batch: int, sequence: int) -> dict[str, torch.Tensor]:
+def _fake_batch(
+    batch: int, sequence: int, model: torch.nn.Module | None = None, make_batch: build.MakeBatch | None = None
+) -> dict[str, torch.Tensor]:
+    """Token ids, or what a factory makes for its ``model``."""
+    if model is not None and make_batch is not None:
+        dtype, device = next(model.parameters()).dtype, torch.device("cpu")
+        return train.make_batches(
+            make_batch, batch_size=batch, seq_length=sequence, seed=0, rank=0, count=1, device=device, dtype=dtype
+        )[0]
     ids = torch.zeros((batch, sequence), dtype=torch.long)
     return {"input_ids": ids, "labels": ids}
 
@@ -357,7 +389,11 @@ def _mode_of(model: torch.nn.Module) -> FakeTensorMode:
 
 
 def _saved_bytes(
-    model: torch.nn.Module, batch: int, sequence: int, claim: Callable[[int], None] = lambda _size: None
+    model: torch.nn.Module,
+    batch: int,
+    sequence: int,
+    claim: Callable[[int], None] = lambda _size: None,
+    make_batch: build.MakeBatch | None = None,
 ) -> int:
     """Bytes of the storages autograd saves in one forward pass that are not parameters, as ``ledger`` counts them.
 
@@ -375,7 +411,7 @@ def _saved_bytes(
         return tensor
 
     with _mode_of(model), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        output = model(**_fake_batch(batch, sequence))
+        output = model(**_fake_batch(batch, sequence, model, make_batch))
     del output
     return sum(int(storage.nbytes()) for storage in saved.values())
 
@@ -418,14 +454,16 @@ class _FirstGradientError(Exception):
     """Backward has come to the first parameter: the loss and its temporaries are behind it."""
 
 
-def _loss_peak_bytes(model: torch.nn.Module, batch: int, sequence: int) -> int:
+def _loss_peak_bytes(
+    model: torch.nn.Module, batch: int, sequence: int, make_batch: build.MakeBatch | None = None
+) -> int:
     """Peak of live activations and temporaries from the first operation to the first parameter's gradient."""
 
     def stop(_gradient: torch.Tensor) -> None:
         raise _FirstGradientError
 
     with _mode_of(model), _Live() as live:
-        inputs = _fake_batch(batch, sequence)
+        inputs = _fake_batch(batch, sequence, model, make_batch)
         with _hooks(model, stop), contextlib.suppress(_FirstGradientError):
             train.loss_of(model(**inputs)).backward()  # type: ignore[no-untyped-call]
     return int(live.peak)
@@ -436,6 +474,7 @@ def _hooks(model: torch.nn.Module, call: Callable[[torch.Tensor], None]) -> Iter
     handles = [
         parameter.register_hook(call)  # type: ignore[no-untyped-call]
         for parameter in model.parameters()
+        if parameter.requires_grad
     ]
     try:
         yield

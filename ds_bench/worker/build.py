@@ -84,7 +84,7 @@ def build_model(
     at_stage3 = config.get("zero_optimization", {}).get("stage") == 3
     make_batch, stage3 = None, None
     if workload.model_source == "factory":
-        module, make_batch = _call_factory(workload.model)
+        module, make_batch = call_factory(workload.model)
         module.to(dtype=dtype)
         if at_stage3:
             _partition(module, config, dtype, device)
@@ -139,7 +139,7 @@ def _import_modelling_module(model_config: Any) -> None:
         importlib.import_module(type(model_config).__module__.replace("configuration_", "modeling_"))
 
 
-def _call_factory(name: str) -> tuple[torch.nn.Module, MakeBatch | None]:
+def call_factory(name: str) -> tuple[torch.nn.Module, MakeBatch | None]:
     """The model that ``package.module:function`` returns, alone or with a function that makes its batches."""
     module_name, _, function_name = name.partition(":")
     made = getattr(importlib.import_module(module_name), function_name)()
