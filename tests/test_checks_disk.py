@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -222,15 +223,13 @@ def test_what_is_measured_is_what_the_nvme_strategy_trains_with(tmp_path: Path) 
     ("program", "said"),
     [("print('nonsense')", "ended with code 0"), ("print('[1]')", "code 0"), ("raise SystemExit(3)", "code 3")],
 )
-def test_a_child_that_answers_nonsense_or_dies_is_a_problem(tmp_path: Path, program: str, said: str) -> None:
-    worker = tmp_path / "fake/ds_bench/worker"
-    worker.mkdir(parents=True)
-    for folder in (worker, worker.parent):
-        (folder / "__init__.py").touch()
-    (worker / "diskspeed.py").write_text(program)
-    # An editable installation would go before a path of ours: the folder it starts in goes before both.
-    with pytest.MonkeyPatch.context() as here:
-        here.chdir(tmp_path / "fake")
-        (found,) = disk.check_speed(tmp_path, {"PYTHONPATH": ""})
+def test_a_child_that_answers_nonsense_or_dies_is_a_problem(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str, said: str
+) -> None:
+    interpreter = tmp_path / "python"
+    interpreter.write_text(f'#!/bin/sh\nexec {sys.executable} -c "{program}"\n')
+    interpreter.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(interpreter))
+    (found,) = disk.check_speed(tmp_path, {"PYTHONPATH": ""})
     assert found.level == "problem"
     assert said in found.text
