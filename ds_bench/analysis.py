@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any
@@ -41,6 +41,7 @@ _WEIGHT_STEPS = 25
 _QUIRK_WEIGHTS_APART = 0.3
 """The same for the quirk of stage 0: its first update is 0.74 of the right one, the next 0.86, 0.91 (0.26 apart after
 one step, 0.10 after twelve)."""
+_ONE_OPTIMIZER = "--set optimizer.params.torch_adam=true compares all rows with torch's AdamW"
 _ONLY_STAGE_3 = "loss parity was checked among rows of stage 3 alone, not against another stage"
 _STAGE0_WRAPPERS = ("FP16_UnfusedOptimizer", "FP16_Optimizer")
 
@@ -270,10 +271,29 @@ def with_comparison(summaries: Sequence[Summary]) -> list[Summary]:
             only = typed(CaveatKind.NOTE, _ONLY_STAGE_3)
             if only not in compared[first].caveats:
                 compared[first] = replace(compared[first], caveats=(*compared[first].caveats, only))
+        for index, caveat in _other_optimizers(group):
+            if caveat not in compared[index].caveats:
+                compared[index] = replace(compared[index], caveats=(*compared[index].caveats, caveat))
     for index, caveat in compare_losses(summaries).items():
         if not any(each.kind is CaveatKind.LOSS_DIFFERS for each in compared[index].caveats):
             compared[index] = replace(compared[index], caveats=(*compared[index].caveats, caveat))
     return compared
+
+
+def _other_optimizers(group: Sequence[tuple[int, Summary]]) -> Iterator[tuple[int, Caveat]]:
+    """Of rows on the CPU accelerator that step with another implementation of Adam than the first does.
+
+    There offload moves nothing, and the implementations alone can make such a row the faster.
+    """
+    first = group[0][1].record
+    theirs = first.ranks[0].optimizer_class
+    if first.trial.placement.accelerator != "cpu" or doubts.optimizer_family(theirs) != "adam":
+        return
+    for index, summary in group:
+        own = summary.record.ranks[0].optimizer_class
+        if own != theirs and doubts.optimizer_family(own) == "adam":
+            text = f"{own} steps here, {theirs} in {first.trial.strategy.label}: a difference in speed is partly theirs"
+            yield index, Caveat(kind=CaveatKind.NOTE, text=f"{text}; {_ONE_OPTIMIZER}", next_step=_ONE_OPTIMIZER)
 
 
 def compare_losses(summaries: Sequence[Summary]) -> dict[int, Caveat]:

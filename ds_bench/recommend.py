@@ -44,7 +44,7 @@ class Recommendation:
     next_steps: tuple[str, ...]
     """Most useful first."""
     tied: tuple[str, ...] = ()
-    """Labels of the rows that cannot be told from the fastest by speed; empty where that stands alone."""
+    """Labels of the rows that tie with the fastest (docs/choosing.md); empty where that stands alone."""
     undecided: tuple[str, ...] = ()
     """Labels of the rows, the choice first, of which it matters which is faster, and the measurements do not tell;
     empty where the choice is decided."""

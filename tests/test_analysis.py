@@ -16,9 +16,9 @@ from ds_bench import plan, preflight
 from ds_bench.analysis import Summary, compare_losses, summarise
 from ds_bench.caveats import Caveat, CaveatKind, note
 from ds_bench.models import find_preset
-from ds_bench.reading import flatcells
+from ds_bench.reading import flatcells, flatrow
 from ds_bench.record import RankMeasurement, TrialRecord
-from ds_bench.rows import with_comparison
+from ds_bench.rows import flat_rows, with_comparison
 
 CUDA = fakes.placement(accelerator="cuda", num_gpus=1)
 PAIR = fakes.placement(accelerator="cuda", num_gpus=2)
@@ -688,6 +688,29 @@ def test_caveats_of_comparison_are_added_to_the_right_row_and_the_others_stay() 
     assert after[0] == before[0]
     assert "do not use this row" in after[1].caveats[-1].text
     assert with_comparison(after) == after
+
+
+def test_rows_on_the_cpu_that_step_with_another_adam_say_so_and_how_to_compare_with_one() -> None:
+    def rows(accelerator: str) -> list[Summary]:
+        on = fakes.placement(accelerator=accelerator)
+        classes = {"none": "AdamW", "cpu_optimizer": "DeepSpeedCPUAdam"}
+        made = (
+            fakes.success(fakes.trial(fakes.offload(name), on=on), optimizer_class=used)
+            for name, used in classes.items()
+        )
+        return with_comparison([summarise(record, None, None) for record in made])
+
+    plain, offloaded = rows("cpu")
+    (told,) = (each for each in offloaded.caveats if each not in plain.caveats)
+    assert told.line == (
+        "DeepSpeedCPUAdam steps here, AdamW in no offload: a difference in speed is partly theirs; "
+        "--set optimizer.params.torch_adam=true compares all rows with torch's AdamW"
+    )
+    assert not told.disqualifying
+    assert with_comparison([plain, offloaded]) == [plain, offloaded]
+    (flat,) = flat_rows([offloaded])
+    assert told.text in [each.text for each in flatrow.summary(flatcells.check(flat)).caveats]
+    assert not any("steps here" in each.text for row in rows("cuda") for each in row.caveats)
 
 
 def test_a_loss_of_zero_is_compared_without_dividing_by_it() -> None:

@@ -295,7 +295,7 @@ def test_a_higher_stage_that_leads_by_less_than_3_percent_gives_way_to_the_simpl
     assert answer(row(fakes.zero(0), 8, 1000), row(fakes.zero(1), 8, 1035)).choice == "ZeRO-1"
 
 
-def test_offload_with_an_interval_that_holds_1_ties_with_none_and_three_tight_runs_decide() -> None:
+def test_offload_ties_with_none_where_the_interval_holds_1_or_the_lead_is_below_3_percent() -> None:
     def runs(offload: str, speeds: Sequence[float]) -> list[TrialRecord]:
         strategy = fakes.offload(offload)
         return [row(strategy, 8, speed, repeat=number) for number, speed in enumerate(speeds)]
@@ -304,6 +304,10 @@ def test_offload_with_an_interval_that_holds_1_ties_with_none_and_three_tight_ru
     assert (wide.choice, wide.decided) == ("no offload", False)
     equal = answer(*runs("none", [1000, 1002, 1001]), *runs("cpu_optimizer", [1001, 1001, 1003]))
     assert (equal.choice, equal.decided, len(equal.tied)) == ("no offload", True, 2)
+    near = answer(*runs("none", [1000, 1000.1, 1000.2]), *runs("cpu_optimizer", [1020, 1020.1, 1020.2]))
+    assert (near.choice, near.decided, len(near.tied)) == ("no offload", True, 2)
+    assert "no offload is within 3 % of the fastest, optimizer → CPU, and offloads less" in near.reason
+    assert "lag behind optimizer → CPU (2.0 %) is more than the noise" in near.reason
     slower = answer(*runs("none", [1000, 1001, 1002]), *runs("cpu_optimizer", [1101, 1102, 1103]))
     assert (slower.choice, slower.decided, slower.tied) == ("optimizer → CPU", True, ())
 

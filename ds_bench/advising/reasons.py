@@ -46,15 +46,18 @@ def why(decision: Decision, speeds: Speeds, goal: str, words: Words) -> str:
         near = len(nearly_leanest(fitting)) > 1
         within = f", within {_whole(LEAST_LEAD)} of others," if near else ""
         return f"{choice.label} needs the least {words.memory}{within} of {_rows(fitting)}: {numbers}"
-    head = f"{choice.label} is {_standing(decision, fitting)}: {numbers}"
+    head = f"{choice.label} is {_standing(decision, speeds)}: {numbers}"
     return head if goal == "speed" else _why_balanced(decision, speeds, head, words)
 
 
-def _standing(decision: Decision, fitting: Sequence[Candidate]) -> str:
-    if decision.choice == decision.fastest:
-        return f"the fastest of {_rows(fitting)}"
+def _standing(decision: Decision, speeds: Speeds) -> str:
+    best = decision.fastest
+    if decision.choice == best:
+        return f"the fastest of {_rows(speeds.candidates)}"
+    if speeds.differ(decision.choice, best):
+        return f"within {_whole(LEAST_LEAD)} of the fastest, {best.label}, and offloads less"
     count = len(decision.tied)
-    return f"the simplest of the {count} rows that cannot be told from the fastest, {decision.fastest.label}, by speed"
+    return f"the simplest of the {count} rows that cannot be told from the fastest, {best.label}, by speed"
 
 
 def _why_balanced(decision: Decision, speeds: Speeds, head: str, words: Words) -> str:

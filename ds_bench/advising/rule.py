@@ -19,7 +19,8 @@ COMFORTABLE = 0.60
 FAST_ENOUGH = 0.90
 """Fraction of the fastest row's throughput from which less memory is preferred to it."""
 LEAST_LEAD = 0.03
-"""A lead in speed up to this fraction decides nothing below three runs, nor do memories that differ by less."""
+"""A lead in speed up to this fraction decides nothing below three runs, nor ever for more offload; memories that differ
+by less are equal."""
 _DEVICES = ("none", "cpu", "nvme")
 """From the simplest place of a tensor to the one that needs most around it."""
 
@@ -106,8 +107,16 @@ class Speeds:
         return possible > 1 - FAST_ENOUGH
 
     def tied(self, best: Candidate, rows: Sequence[Candidate]) -> list[Candidate]:
-        """Those of ``rows`` that cannot be told from ``best``, itself included where it is among them."""
-        return [row for row in rows if row == best or not self.differ(best, row)]
+        """Those of ``rows`` that cannot be told from ``best``, itself included where it is among them.
+
+        So are rows within ``LEAST_LEAD`` of it that offload less: a smaller lead is not worth host memory or a disk.
+        """
+        return [row for row in rows if row == best or not self.differ(best, row) or _nearly_with_less(row, best)]
+
+
+def _nearly_with_less(row: Candidate, best: Candidate) -> bool:
+    lead = math.log(best.tokens_per_second / row.tokens_per_second)
+    return row.complexity[:2] < best.complexity[:2] and lead <= math.log1p(LEAST_LEAD)
 
 
 def _doubt(row: Candidate, other: Candidate) -> float:
@@ -130,7 +139,7 @@ class Decision:
     stands: Candidate
     """The simplest of the rows tied with the fastest: the one that the rule weighed in their place."""
     tied: tuple[Candidate, ...] = ()
-    """Rows that cannot be told from the fastest, itself included; empty where it stands alone."""
+    """Rows that tie with the fastest (``Speeds.tied``), itself included; empty where it stands alone."""
     undecided: tuple[Candidate, ...] = ()
     """Of these, other than the choice, those of which it matters whether they are faster, and is not known."""
 

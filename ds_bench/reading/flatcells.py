@@ -124,6 +124,6 @@ def _known_start(text: str) -> tuple[CaveatKind, bool] | None:
         return CaveatKind.FIRST_LOSS, "far too large" in text
     if " stepped, not the " in text:
         return CaveatKind.OTHER_OPTIMIZER, True
-    if _SKIPPED in text:
+    if _SKIPPED in text or " steps here, " in text:
         return CaveatKind.NOTE, False
     return next(((kind, final) for start, kind, final in _CAVEATS if text.startswith(start)), None)

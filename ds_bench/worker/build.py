@@ -16,9 +16,11 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import sys
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -140,7 +142,12 @@ def _import_modelling_module(model_config: Any) -> None:
 
 
 def call_factory(name: str) -> tuple[torch.nn.Module, MakeBatch | None]:
-    """The model that ``package.module:function`` returns, alone or with a function that makes its batches."""
+    """The model that ``package.module:function`` returns, alone or with a function that makes its batches.
+
+    It is imported as from the current folder, which comes last in the search path, so that it hides nothing.
+    """
+    if (here := str(Path.cwd())) not in sys.path:
+        sys.path.append(here)
     module_name, _, function_name = name.partition(":")
     made = getattr(importlib.import_module(module_name), function_name)()
     model, make_batch = made if isinstance(made, tuple) and len(made) == 2 else (made, None)

@@ -49,7 +49,6 @@ def run(folder: Path, *, rank: int, local_rank: int, world_size: int) -> int:
         emulated = assignment.trial.placement.gpu_memory_limit_bytes is not None
         limited = assignment.trial.placement.cpu_memory_limit_bytes is not None
         os.environ.update(rank_environment(assignment, rank, local_rank, world_size))
-        sys.path.append(str(Path.cwd()))  # for a user's factory; last, so that it hides nothing
         result = _measure(folder, assignment, beat, started)
         code = 0
     except BaseException as error:  # a rank's end is always a value, KeyboardInterrupt and SystemExit too
