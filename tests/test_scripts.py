@@ -109,8 +109,8 @@ def test_the_models_own_dropout_is_trained_with_and_its_masks_are_the_same_in_ev
     assert [row["dropout"] for row in with_dropout] == [0.1] * 4
     (row,) = without.rows()
     assert row["dropout"] == 0
-    # Apart by far more than the rows with dropout are among themselves (see above): masks were drawn there.
-    assert abs(row["first_loss"] - with_dropout[3]["first_loss"]) > 3e-3
+    first = [row["first_loss"] for row in with_dropout]
+    assert max(first) - min(first) < abs(row["first_loss"] - first[3]) / 10  # what masks change, and no row has its own
 
 
 def test_bf16_losses_agree_from_stage_1_on_and_stage_0_has_its_explained_quirk(shared: Shared) -> None:
