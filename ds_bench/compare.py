@@ -76,6 +76,11 @@ class StrategyResult:
         return bool(self.successes)
 
     @property
+    def optimizer(self) -> str | None:
+        """The class that really stepped; None where no run succeeded."""
+        return next((run.record.ranks[0].optimizer_class for run in self.successes if run.record.ranks), None)
+
+    @property
     def at_largest_batch(self) -> bool:
         """Its micro-batch is the largest with which it trains, and not one that was given."""
         return self.summaries[0].record.trial.workload.batch_policy == "largest"
@@ -292,8 +297,11 @@ def ratio_between(row: StrategyResult, other: StrategyResult) -> RatioInterval |
 
 
 def _judged(interval: RatioInterval | None, row: StrategyResult) -> RatioInterval | None:
-    on_cpu = row.summaries[0].record.trial.placement.accelerator == "cpu"
-    return interval.on_shared_processor if interval is not None and on_cpu else interval
+    return interval.on_shared_processor if interval is not None and _on_cpu(row) else interval
+
+
+def _on_cpu(row: StrategyResult) -> bool:
+    return row.summaries[0].record.trial.placement.accelerator == "cpu"
 
 
 def _quotient(a: float | None, b: float | None) -> float | None:

@@ -158,6 +158,7 @@ def _candidate(row: StrategyResult, tokens_per_second: float, comparison: Compar
         changed_keys=_changed_keys(row.summaries[0].record.trial),
         step_spread=_step_spread(row),
         filled=row.at_largest_batch,
+        optimizer=row.optimizer or "" if on_host else "",
     )
 
 
@@ -195,6 +196,13 @@ def _reason(decision: Decision, speeds: Speeds, field: _Field, comparison: Compa
     sentence = reasons.why(decision, speeds, goal, words)
     doubt = reasons.noise(decision.choice, speeds, runs)
     told = [sentence if doubt is None else f"{sentence}; {doubt}"]
+    others = [row for row in speeds.candidates if row.optimizer != decision.choice.optimizer]
+    if others:
+        steps = f"steps with {others[0].optimizer}" if len(others) == 1 else "step with other optimizers"
+        told.append(
+            f"{_listed([row.label for row in others])} {steps} and not with {decision.choice.optimizer}: "
+            f"on CPU ranks no choice is made between optimizers by speed"
+        )
     told += _named(field, decision.choice, speeds)
     if words is ON_HOST:
         told.append("These are CPU ranks: nothing here is a statement about GPUs")

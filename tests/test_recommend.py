@@ -42,9 +42,14 @@ def row(
     )
 
 
-def on_cpu(strategy: Strategy, host_gb: float, tokens_per_second: float) -> TrialRecord:
-    trial = fakes.trial(strategy)
-    return fakes.success(trial, step_seconds=[512 / tokens_per_second] * 10, host_peak_bytes=int(host_gb * GB))
+def on_cpu(strategy: Strategy, host_gb: float, tokens_per_second: float, repeat: int = 0) -> TrialRecord:
+    """With the optimizer that DeepSpeed takes there."""
+    return fakes.success(
+        fakes.trial(strategy, repeat=repeat),
+        step_seconds=[512 / tokens_per_second] * 10,
+        host_peak_bytes=int(host_gb * GB),
+        optimizer_class="AdamW" if strategy.offload_optimizer == "none" else "DeepSpeedCPUAdam",
+    )
 
 
 def out_of_memory(strategy: Strategy, cards: int = 1, **more: Any) -> TrialRecord:
@@ -137,14 +142,14 @@ def test_the_examples_come_out_alike_from_records() -> None:
         ],
         "optimizer → CPU": [
             out_of_memory(offload("none")),
-            row(offload("cpu_optimizer"), 68, 4_900),
+            row(fakes.offload("cpu_optimizer"), 68, 4_900),
             row(offload("cpu_full"), 42, 3_500),
             row(offload("nvme"), 25, 2_400, nvme_stored_bytes=GB, nvme_read_bytes=GB),
         ],
         "ZeRO-3": [
             out_of_memory(zero(2), 8),
             row(zero(3), 72, 3_000, cards=8),
-            row(offload("cpu_optimizer"), 58, 2_850, cards=8),
+            row(fakes.offload("cpu_optimizer"), 58, 2_850, cards=8),
             row(offload("nvme"), 35, 1_700, cards=8, nvme_stored_bytes=GB, nvme_read_bytes=GB),
         ],
     }
@@ -528,6 +533,34 @@ def test_on_the_cpu_accelerator_a_full_host_counts_as_a_full_card_does() -> None
     assert found.choice == "ZeRO-2"
     assert "1.00 GB of host memory" in (found.cost or "")
     assert recommend.recommend(replace(comparison, host_capacity_bytes=100 * GB)).choice == "ZeRO-0"
+
+
+@pytest.mark.parametrize("goal", ["speed", "balanced", "memory"])
+def test_on_the_cpu_accelerator_no_choice_is_made_between_optimizers_by_speed(goal: str) -> None:
+    """Three quiet runs each: offload four times as fast, as its optimizer is another program."""
+    speeds = {fakes.zero(0): 900.0, fakes.zero(3): 1000.0, fakes.offload("cpu_optimizer"): 4000.0}
+    runs = [
+        on_cpu(strategy, 2, speed * (1 + 0.001 * repeat), repeat)
+        for strategy, speed in speeds.items()
+        for repeat in range(3)
+    ]
+    comparison = compared(*runs)
+    found = recommend.recommend(comparison, goal)
+    assert found.choice == "ZeRO-3"  # faster than ZeRO-0 with the same optimizer
+    assert found.decided
+    assert not found.tied
+    assert "the fastest of the 2 rows that fit and step with AdamW" in found.reason or goal == "memory"
+    offloaded = comparison.results[2].label
+    assert f"{offloaded} steps with DeepSpeedCPUAdam and not with AdamW: on CPU ranks no choice" in found.reason
+    assert "behind" not in found.reason
+    assert found.cost is None
+    assert recommend.recommend(compared(*runs[6:]), goal).choice == offloaded  # nothing else to choose from
+
+
+def test_on_a_gpu_the_optimizer_of_an_offloaded_row_is_part_of_its_speed() -> None:
+    fast = row(fakes.offload("cpu_optimizer"), 8, 4000, optimizer_class="DeepSpeedCPUAdam")
+    comparison = compared(row(fakes.zero(3), 8, 1000, optimizer_class="FusedAdam"), fast)
+    assert recommend.recommend(comparison, "speed").choice == comparison.results[1].label
 
 
 # ------------------------------------------------------------------ what to try next

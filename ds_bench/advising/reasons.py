@@ -53,7 +53,9 @@ def why(decision: Decision, speeds: Speeds, goal: str, words: Words) -> str:
 def _standing(decision: Decision, speeds: Speeds) -> str:
     best = decision.fastest
     if decision.choice == best:
-        return f"the fastest of {_rows(speeds.candidates)}"
+        alike = speeds.alike(best)
+        stepped = "" if len(alike) == len(speeds.candidates) else f" and step with {best.optimizer}"
+        return f"the fastest of {_rows(alike)}{stepped}" if len(alike) > 1 else f"the only row to fit{stepped}"
     if speeds.differ(decision.choice, best):
         return f"within {_whole(LEAST_LEAD)} of the fastest, {best.label}, and offloads less"
     count = len(decision.tied)
@@ -81,12 +83,12 @@ def _why_balanced(decision: Decision, speeds: Speeds, head: str, words: Words) -
 
 
 def noise(choice: Candidate, speeds: Speeds, runs: Mapping[str, int]) -> str | None:
-    """How sure the difference in speed is that was at stake; None where there is no second row.
+    """How sure the difference in speed is that was at stake; None where there is no second row to tell from it.
 
     At stake is the lead over the next fastest, or what the choice gives up against the fastest. ``runs``: how many of
     each row succeeded, by its key.
     """
-    rivals = [candidate for candidate in speeds.candidates if candidate != choice]
+    rivals = [candidate for candidate in speeds.alike(choice) if candidate != choice]
     if not rivals:
         return None
     rival = fastest(rivals)
@@ -127,7 +129,7 @@ def _lean_equal(choice: Candidate, rivals: Sequence[Candidate], speeds: Speeds) 
 def cost(choice: Candidate, speeds: Speeds, words: Words) -> str | None:
     """What the choice gives up against the fastest row that fits, and what it saves; None where it is that row, or
     where no difference can be told."""
-    best = fastest(speeds.candidates)
+    best = fastest(speeds.alike(choice))
     if best == choice:
         return None
     differ = speeds.differ(choice, best)
@@ -142,8 +144,9 @@ def cost(choice: Candidate, speeds: Speeds, words: Words) -> str | None:
 
 
 def cost_of_leaving_out(row: Candidate, choice: Candidate, speeds: Speeds) -> str | None:
-    """What is lost where a row that is too full is not used; None where it is no faster than the choice."""
-    if row.tokens_per_second <= choice.tokens_per_second:
+    """What is lost where a row that is too full is not used; None where it is no faster than the choice, or stepped
+    with another optimizer."""
+    if row.tokens_per_second <= choice.tokens_per_second or row.optimizer != choice.optimizer:
         return None
     if not speeds.differ(row, choice):
         return "its lead in speed cannot be told from noise"

@@ -48,6 +48,8 @@ class Candidate:
     succeeded: bool = True
     filled: bool = False
     """Its micro-batch was chosen to fill the memory: how full that is says nothing about the strategy."""
+    optimizer: str = ""
+    """The class that stepped, where rows of different ones are not told apart by speed (on the CPU accelerator)."""
 
     @property
     def fits(self) -> bool:
@@ -106,6 +108,10 @@ class Speeds:
             return interval is None or possible > LEAST_LEAD
         return possible > 1 - FAST_ENOUGH
 
+    def alike(self, row: Candidate) -> list[Candidate]:
+        """The candidates that stepped with the optimizer of ``row``, so that speed tells them apart."""
+        return _with_optimizer_of(row, self.candidates)
+
     def tied(self, best: Candidate, rows: Sequence[Candidate]) -> list[Candidate]:
         """Those of ``rows`` that cannot be told from ``best``, itself included where it is among them.
 
@@ -117,6 +123,10 @@ class Speeds:
 def _nearly_with_less(row: Candidate, best: Candidate) -> bool:
     lead = math.log(best.tokens_per_second / row.tokens_per_second)
     return row.complexity[:2] < best.complexity[:2] and lead <= math.log1p(LEAST_LEAD)
+
+
+def _with_optimizer_of(row: Candidate, rows: Sequence[Candidate]) -> list[Candidate]:
+    return [each for each in rows if each.optimizer == row.optimizer]
 
 
 def _doubt(row: Candidate, other: Candidate) -> float:
@@ -185,7 +195,7 @@ def stand_ins(best: Candidate, speeds: Speeds) -> list[Candidate]:
     """Rows at the offload level of ``best`` with nearly its throughput, itself among them."""
     return [
         c
-        for c in speeds.candidates
+        for c in speeds.alike(best)
         if c.offload_level == best.offload_level
         and (c.tokens_per_second / best.tokens_per_second >= FAST_ENOUGH or not speeds.differ(best, c))
     ]
@@ -193,7 +203,7 @@ def stand_ins(best: Candidate, speeds: Speeds) -> list[Candidate]:
 
 def standing(speeds: Speeds) -> Candidate:
     """The simplest of the rows that cannot be told from the fastest: the one that stands for them."""
-    return _simplest(speeds.tied(fastest(speeds.candidates), speeds.candidates))
+    return _speed(speeds).stands
 
 
 def _simplest(candidates: Sequence[Candidate]) -> Candidate:
@@ -201,9 +211,13 @@ def _simplest(candidates: Sequence[Candidate]) -> Candidate:
 
 
 def _fastest_decides(speeds: Speeds, rows: Sequence[Candidate]) -> Decision:
-    """Of ``rows`` the simplest that cannot be told from the fastest."""
-    best = fastest(rows)
-    tied = speeds.tied(best, rows)
+    """Of ``rows`` the simplest that cannot be told from the fastest.
+
+    Rows that stepped with another optimizer than the simplest of all take no part: their speed is the optimizer's too.
+    """
+    weighed = _with_optimizer_of(_simplest(rows), rows)
+    best = fastest(weighed)
+    tied = speeds.tied(best, weighed)
     return _decided(speeds, _simplest(tied), best, tied)
 
 
