@@ -173,6 +173,8 @@ class Seen:
 
     fastest_stage: int | None = None
     """Of the fastest row that trained; None where none did."""
+    fastest_label: str | None = None
+    """What that row is called in its comparison; None: by its stage."""
     fraction: float | None = None
     """Of the card, that this row took; None where not known, or where its micro-batch was chosen to fill it."""
     trained_stages: frozenset[int] = frozenset()
@@ -239,7 +241,7 @@ _PATTERNS: Mapping[str, Callable[[Seen, bool], str | None]] = {
 
 def _by_fraction(seen: Seen, fastest: int, fraction: float, alone: bool) -> str | None:
     share = f"{format_percent(fraction)} of the card"
-    row = f"ZeRO-{fastest}"
+    row = seen.fastest_label or f"ZeRO-{fastest}"
     if fraction < COMFORTABLE:
         return f"{row} fits comfortably ({share}): {_enough(seen, fastest, alone)}"
     if fraction < BARELY:

@@ -40,13 +40,19 @@ def _of_placement(records: Sequence[TrialRecord]) -> Iterator[Caveat]:
 
 def _of_windows(records: Sequence[TrialRecord]) -> Iterator[Caveat]:
     on_cards = [record for record in records if record.trial.placement.accelerator == "cuda"]
-    windows = [max(rank.window_seconds for rank in record.ranks) for record in on_cards if record.ranks]
+    windows = [_window_seconds(record) for record in on_cards if record.ranks]
     if windows and min(windows) < _SHORT_WINDOW_SECONDS:
         text = (
             f"the shortest measured window is {min(windows):.2f} s: below {_SHORT_WINDOW_SECONDS:.0f} s the clock of a "
             "card under load still moves, and one pause of the host weighs much"
         )
         yield typed(CaveatKind.SHORT_WINDOW, text)
+
+
+def _window_seconds(record: TrialRecord) -> float:
+    """Of all measured steps on the slowest rank; a record that was read from a flat row holds one mean step."""
+    slowest = max(record.ranks, key=lambda rank: rank.window_seconds)
+    return slowest.window_seconds / len(slowest.step_seconds) * record.trial.workload.num_steps
 
 
 def _partitions(record: TrialRecord) -> int:

@@ -11,7 +11,7 @@ from typing import Any
 
 from . import doubts
 from .analysis import Summary, with_comparison
-from .caveats import Caveat, note
+from .caveats import Caveat, CaveatKind, note
 from .circumstances import device_capacity_bytes, host_capacity_bytes, whole_caveats
 from .doubts import known
 from .environment import Environment
@@ -148,7 +148,7 @@ def build(
         baseline=next((row for row in results if baseline is not None and row.key == baseline.key), None),
         pareto_device=_front([(row, row.gpu_peak_bytes) for row in results]),
         pareto_host=_front([(row, row.host_peak_bytes) for row in results]) if _host_matters(results) else (),
-        caveats=(*whole_caveats(list(groups.values()), environments), *_of_baseline(asked, chosen)),
+        caveats=(*whole_caveats(list(groups.values()), environments), *_of_baseline(asked, chosen, rows)),
         device_capacity_bytes=device_capacity_bytes([each.record for each in summaries], environments),
         host_capacity_bytes=host_capacity_bytes(environments),
     )
@@ -200,8 +200,21 @@ def _row_caveats(group: Sequence[Summary], means: Sequence[float]) -> tuple[Cave
     if others:
         counted.append(note(f"the same configuration also ran as {', '.join(others)}: one row, not {len(others) + 1}"))
     varied = doubts.between_runs(means)
-    found = [*(caveat for run in group for caveat in run.caveats), *counted, *([varied] if varied else [])]
+    found = [*_of_runs(group), *counted, *([varied] if varied else [])]
     return tuple(dict.fromkeys(found))
+
+
+def _of_runs(group: Sequence[Summary]) -> Iterator[Caveat]:
+    """The runs' own caveats; that the CPU was busy once, as in the run in which it was busiest."""
+    busy = [
+        (max(known(run.record.ranks, "cpu_other_cores"), default=0.0), caveat)
+        for run in group
+        for caveat in run.caveats
+        if caveat.kind is CaveatKind.CPU_BUSY
+    ]
+    _, worst = max(busy, key=lambda pair: pair[0], default=(0.0, None))
+    for run in group:
+        yield from (caveat for caveat in run.caveats if caveat.kind is not CaveatKind.CPU_BUSY or caveat == worst)
 
 
 def _median(values: Sequence[float]) -> float | None:
@@ -335,9 +348,11 @@ def _host_matters(rows: Sequence[StrategyResult]) -> bool:
     return offloads or all(row.gpu_peak_bytes is None for row in measured)
 
 
-def _of_baseline(asked: StrategyResult | None, chosen: StrategyResult | None) -> list[Caveat]:
-    """What a reader must know of the row that ratios refer to."""
-    if asked is None or chosen is None:
+def _of_baseline(
+    asked: StrategyResult | None, chosen: StrategyResult | None, rows: Sequence[StrategyResult]
+) -> list[Caveat]:
+    """What a reader must know of the row that ratios refer to; nothing where no row has numbers."""
+    if asked is None or chosen is None or not any(row.succeeded for row in rows):
         return []
     if not chosen.succeeded:
         return [note(f"{chosen.label} has no numbers to be relative to: no ratios; --relative-to takes another row")]

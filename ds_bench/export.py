@@ -41,14 +41,17 @@ def folder_name(strategy: str) -> str:
     return f"ds_config_{re.sub(r'[^A-Za-z0-9_.-]+', '_', strategy)}"
 
 
-def write_exports(record: TrialRecord, folder: Path, environment: Environment | None = None) -> list[Path]:
+def write_exports(
+    record: TrialRecord, folder: Path, environment: Environment | None = None, doubt: str | None = None
+) -> list[Path]:
     """Writes the five files, replacing older ones whole; returns their paths.
 
-    A row that failed is written too, and its README says so. Raises UsageError where the folder cannot be
-    written, or the configuration holds NaN or an infinity.
+    ``doubt``: a line for the head of its README, where it is not decided that this is the row to use. A row that failed
+    is written too, and its README says so. Raises UsageError where the folder cannot be written, or the configuration
+    holds NaN or an infinity.
     """
     raw, trainer, accelerate = raw_config(record), trainer_config(record), accelerate_config(record)
-    readme = export_readme.readme(record, raw, trainer, accelerate, trainer_arguments(record), environment)
+    readme = export_readme.readme(record, raw, trainer, accelerate, trainer_arguments(record), environment, doubt)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         yaml = accelerate_yaml(record, folder.resolve() / ACCELERATE_FILE)

@@ -46,8 +46,9 @@ def readme(
     accelerate: Config,
     arguments: Mapping[str, str],
     environment: Environment | None,
+    doubt: str | None = None,
 ) -> str:
-    """The whole file. ``arguments``: TrainingArguments by name, as on a command line."""
+    """The whole file. ``arguments``: TrainingArguments by name, as on a command line. ``doubt``: for the head."""
     trial = record.trial
     title = f"# DeepSpeed configuration of {code(trial.strategy.label)} for {code(trial.workload.model)}"
     sections = {
@@ -57,7 +58,7 @@ def readme(
         "Keys to know": _keys(raw, accelerate, trial.placement),
         "What to know of this row": (f"- {plain(caveat)}" for caveat in record.caveats),
     }
-    parts = [title, *_verdict(record)]
+    parts = [title, *([f"**{plain(doubt)}**"] if doubt else []), *_verdict(record)]
     for heading, lines in sections.items():
         text = "\n".join(lines)
         parts += [f"## {heading}", text] if text else []

@@ -308,6 +308,7 @@ def _seen(
     ended = [(row.strategy, run.outcome.status) for row in alike if (run := remedies.failed_run(row)) is not None]
     return advice.Seen(
         fastest_stage=None if best is None else best.strategy.stage,
+        fastest_label=None if best is None else best.label,
         fraction=None if best is None or best.at_largest_batch else best.gpu_fraction,
         trained_stages=frozenset(row.strategy.stage for row in fitting),
         out_of_memory_stages=frozenset(

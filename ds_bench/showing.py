@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from . import analysis, answer, console, export, interrupts, tables
+from . import analysis, answer, console, export, interrupts, recommend, tables
 from .answer import Answer
 from .compare import StrategyResult
 from .contract import write_json
@@ -36,7 +36,10 @@ def write_configuration(options: Options, found: Answer, run_folder: Path, facts
         return None
     folder = run_folder / (f"export_{row.strategy.name}" if options.export else "recommended")
     folder.mkdir(exist_ok=True)
-    export.write_exports((row.successes or row.summaries)[-1].record, folder, facts)
+    doubt = None
+    if not options.export and not found.recommendation.decided:
+        doubt = recommend.lines(found.recommendation, found.goal)[0]
+    export.write_exports((row.successes or row.summaries)[-1].record, folder, facts, doubt)
     if not options.export:
         write_json(folder / "recommendation.json", found.recommendation_facts())
     return folder

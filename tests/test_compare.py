@@ -19,8 +19,9 @@ from ds_bench.environment import Environment
 from ds_bench.errors import UsageError
 from ds_bench.gpus import GpuFacts
 from ds_bench.likeness import row_key
+from ds_bench.reading import flatcells, flatrow
 from ds_bench.record import TrialRecord
-from ds_bench.rows import with_comparison
+from ds_bench.rows import flat_rows, with_comparison
 from ds_bench.spec import Trial
 
 CUDA = fakes.placement(accelerator="cuda", num_gpus=2)
@@ -311,6 +312,8 @@ def test_a_failed_row_that_is_asked_for_gives_no_ratios_and_says_so() -> None:
     assert [row.ratio for row in comparison.results] == [None] * 3
     (said,) = [caveat for caveat in comparison.caveats if caveat.kind is CaveatKind.NOTE]
     assert "ZeRO-0 has no numbers" in said.text
+    nothing = compared(fakes.failure(gpu(0)), fakes.failure(gpu(1)))  # no other row could be asked for either
+    assert not [caveat for caveat in nothing.caveats if caveat.kind is CaveatKind.NOTE]
 
 
 def test_one_configuration_under_two_names_is_one_row_that_says_so() -> None:
@@ -508,6 +511,9 @@ def test_a_tested_comparison_on_quiet_cards_has_no_caveat() -> None:
 def test_a_window_on_a_gpu_below_two_seconds_is_told(seconds: float, on: Any, told: bool) -> None:
     short = fakes.success(gpu(1, on=on), step_seconds=[seconds] * 10)
     assert (CaveatKind.SHORT_WINDOW in kinds(compared(short))) is told
+    (flat,) = flat_rows([summarise(short, None, None)])  # tells the mean step and the number of steps
+    again = build([flatrow.summary(flatcells.check(flat))])
+    assert kinds(again).get(CaveatKind.SHORT_WINDOW) == kinds(compared(short)).get(CaveatKind.SHORT_WINDOW)
 
 
 def test_too_few_repeats_are_said_with_the_remedy() -> None:

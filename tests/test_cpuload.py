@@ -13,7 +13,7 @@ import pytest
 from conftest import Launch
 from test_hostmemory import place, write
 
-from ds_bench import analysis, hostmemory, preflight
+from ds_bench import analysis, compare, hostmemory, preflight
 from ds_bench.analysis import summarise
 from ds_bench.caveats import Caveat, CaveatKind
 from ds_bench.spec import Placement
@@ -121,6 +121,18 @@ def test_a_row_that_shared_its_processors_is_no_result() -> None:
     assert busy("cuda", cpu_cores=16.0, cpu_threads=8, cpu_own_cores=2.0, cpu_other_cores=6.0) == []
     assert busy("cuda", cpu_cores=16.0, cpu_threads=8, cpu_own_cores=12.0, cpu_other_cores=6.0)
     assert busy(cpu_other_cores=None, cpu_own_cores=None) == []
+
+
+def test_several_busy_runs_of_a_row_are_one_caveat_with_the_busiest() -> None:
+    values = {"cpu_cores": 2.0, "cpu_threads": 2}
+    runs = [
+        fakes.success(fakes.trial(repeat=repeat), **values, cpu_other_cores=other)
+        for repeat, other in enumerate((0.9, 1.4, 1.1))
+    ]
+    (row,) = compare.build([summarise(run, None, None) for run in runs]).results
+    assert [caveat.text for caveat in row.caveats if caveat.kind is CaveatKind.CPU_BUSY] == [
+        "the CPU was busy: other programs used 1.4 of 2 cores while this row ran"
+    ]
 
 
 def test_a_row_that_a_quota_stopped_is_no_result() -> None:

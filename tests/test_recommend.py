@@ -581,6 +581,12 @@ def test_the_pattern_is_that_of_the_fastest_row_without_offload() -> None:
     assert "ZeRO-0 barely fits (87.5 % of the card): stage 2" in found.next_steps
 
 
+def test_the_pattern_calls_the_row_what_the_table_calls_it() -> None:
+    found = answer(row(fakes.offload("none"), 20, 1000), row(fakes.offload("cpu_full"), 10, 500))
+    assert any(step.startswith("no offload fits comfortably") for step in found.next_steps)
+    assert not any("ZeRO-" in step for step in found.next_steps)
+
+
 def test_no_next_step_names_a_stage_that_ran_out_of_memory() -> None:
     """Four cards, stages 0 and 1 out of memory, stage 2 at 44 of 80 GB: 55 %."""
     short = [out_of_memory(fakes.zero(stage), 4) for stage in (0, 1)]

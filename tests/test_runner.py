@@ -410,6 +410,17 @@ def test_the_end_recommends_a_row_and_leaves_its_configuration(
     assert json.loads((folder.parent / "run.json").read_text(encoding="utf-8"))["recommendation"] == told
 
 
+def test_where_it_is_undecided_the_readme_of_the_configuration_says_so_first(house: House) -> None:
+    def unsteady(trial: Trial) -> TrialRecord:
+        return fakes.success(trial, step_seconds=(0.05, 0.15) * (trial.workload.num_steps // 2))
+
+    script = FakeLauncher(by_strategy={"zero1": unsteady, "zero3": unsteady})
+    assert house.run("--stages", "1", "3", script=script) == 0
+    (readme,) = (house.output / "runs").glob("*/recommended/README.md")
+    _, said, *_ = readme.read_text(encoding="utf-8").split("\n\n")
+    assert said == "**Recommendation (balanced): undecided between ZeRO-1 and ZeRO-3; until then ZeRO-1**"
+
+
 def test_another_row_can_be_exported(house: House) -> None:
     assert house.run("--export", "3") == 0
     (folder,) = (house.output / "runs").glob("*/export_zero3")
