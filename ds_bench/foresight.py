@@ -153,11 +153,12 @@ def require_host_memory(trials: Sequence[Trial], node_bytes: int | None) -> None
     if node_bytes is None or not needs or not all(_far_beyond(need, node_bytes) for need in needs):
         return
     least = min(need for need in needs if need is not None)
+    fewer = "fewer ranks (--num-gpus) " if able[0].placement.num_gpus > 1 else ""
     raise PreflightError(
         f"{able[0].workload.model} is predicted to need {format_bytes(least)} of host memory"
         f"{' in the leanest row' if len({trial.strategy for trial in able}) > 1 else ''}, "
         f"where this node has {format_bytes(node_bytes)}",
-        remedy="take a smaller --model, fewer ranks (--num-gpus) or another machine, or try it with --force",
+        remedy=f"take a smaller --model, {fewer}or another machine, or try it with --force",
     )
 
 

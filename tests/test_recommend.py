@@ -313,6 +313,12 @@ def test_offload_ties_with_none_where_the_interval_holds_1_or_the_lead_is_below_
     assert (near.choice, near.decided, len(near.tied)) == ("no offload", True, 2)
     assert "no offload is within 3 % of the fastest, optimizer → CPU, and offloads less" in near.reason
     assert "lag behind optimizer → CPU (2.0 %) is more than the noise" in near.reason
+    full = [
+        row(fakes.offload(name), gb, speed + number / 10, repeat=number)
+        for number in range(3)
+        for name, gb, speed in (("none", 70, 1000), ("cpu_optimizer", 30, 1020))
+    ]
+    assert answer(*full).choice == "optimizer → CPU"  # the faster row, and device memory is short
     slower = answer(*runs("none", [1000, 1001, 1002]), *runs("cpu_optimizer", [1101, 1102, 1103]))
     assert (slower.choice, slower.decided, slower.tied) == ("optimizer → CPU", True, ())
 

@@ -19,8 +19,8 @@ COMFORTABLE = 0.60
 FAST_ENOUGH = 0.90
 """Fraction of the fastest row's throughput from which less memory is preferred to it."""
 LEAST_LEAD = 0.03
-"""A lead in speed up to this fraction decides nothing below three runs, nor ever for more offload; memories that differ
-by less are equal."""
+"""A lead in speed up to this fraction decides nothing below three runs, nor ever for offload where memory is not
+short; memories that differ by less are equal."""
 _DEVICES = ("none", "cpu", "nvme")
 """From the simplest place of a tensor to the one that needs most around it."""
 
@@ -115,14 +115,15 @@ class Speeds:
     def tied(self, best: Candidate, rows: Sequence[Candidate]) -> list[Candidate]:
         """Those of ``rows`` that cannot be told from ``best``, itself included where it is among them.
 
-        So are rows within ``LEAST_LEAD`` of it that offload less: a smaller lead is not worth host memory or a disk.
+        So are rows within ``LEAST_LEAD`` of it that offload less and leave room: where device memory is not short, so
+        small a lead is not worth host memory or a disk.
         """
         return [row for row in rows if row == best or not self.differ(best, row) or _nearly_with_less(row, best)]
 
 
 def _nearly_with_less(row: Candidate, best: Candidate) -> bool:
     lead = math.log(best.tokens_per_second / row.tokens_per_second)
-    return row.complexity[:2] < best.complexity[:2] and lead <= math.log1p(LEAST_LEAD)
+    return row.complexity[:2] < best.complexity[:2] and row.comfortable and lead <= math.log1p(LEAST_LEAD)
 
 
 def _with_optimizer_of(row: Candidate, rows: Sequence[Candidate]) -> list[Candidate]:
