@@ -372,7 +372,7 @@ def _disagreement(reference: Summary, summary: Summary) -> Caveat | None:
         return _did_not_train_alike(f"{moved}{direction}; rounding does not explain it")
     if quirk:
         if difference > _QUIRK_TOLERANCE:
-            return Caveat(kind=CaveatKind.LOSS_DIFFERS, text=f"loss differs by {difference:.2%}, {_QUIRK}")
+            return Caveat(kind=CaveatKind.LOSS_DIFFERS, text=f"loss differs by {difference:.3%}, {_QUIRK}")
         return Caveat(kind=CaveatKind.LOSS_DIFFERS, text=f"{moved}, {_QUIRK}") if apart > explained else None
     again = _repeated_loss_difference(reference, summary) or 0.0
     if again > _LOSS_TOLERANCE[precision] * growth:

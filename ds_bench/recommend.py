@@ -272,7 +272,13 @@ def _more_runs(row: StrategyResult) -> str:
 
 def _of_failures(comparison: Comparison) -> Iterator[str]:
     failed = [row for row in comparison.results if remedies.failed_run(row) is not None]
-    yield from filter(None, (remedies.remedy(row, comparison) for row in failed[:_MOST_NAMED]))
+    labels_of: dict[str, list[str]] = {}  # by what is said of each
+    for row in failed[:_MOST_NAMED]:
+        if text := remedies.remedy(row, comparison):
+            labels_of.setdefault(text.removeprefix(row.label), []).append(row.label)
+    for said, labels in labels_of.items():
+        several = f" were {said[5:]}" if said.startswith(" was ") else said
+        yield _listed(labels) + (several if len(labels) > 1 else said)
     if len(failed) > _MOST_NAMED:
         yield f"{len(failed) - _MOST_NAMED} more rows failed: the table has their causes"
 

@@ -669,6 +669,22 @@ def test_a_skipped_row_without_a_usable_prediction_still_has_a_next_step(predict
     assert "leave out --skip-predicted-oom to try it, or try a smaller micro-batch" in step
 
 
+def test_rows_of_which_the_same_is_to_be_said_share_a_line() -> None:
+    def kept_out(status: str) -> list[str]:
+        found = answer(
+            *(out_of_memory(fakes.zero(stage)) if status == record.OOM else killed(stage) for stage in (0, 1))
+        )
+        return [step for step in found.next_steps if step.startswith("ZeRO-")]
+
+    def killed(stage: int) -> TrialRecord:
+        return fakes.failure(fakes.trial(fakes.zero(stage)), record.KILLED)
+
+    (short,) = kept_out(record.OOM)
+    assert short.startswith("ZeRO-0 and ZeRO-1 ran out of device memory in the backward pass")
+    (ended,) = kept_out(record.KILLED)
+    assert ended.startswith("ZeRO-0 and ZeRO-1 were killed in phase backward")
+
+
 def test_many_failures_do_not_drown_the_answer() -> None:
     records = [row(fakes.zero(0), 8, 1000)]
     for number in range(12):
@@ -677,7 +693,8 @@ def test_many_failures_do_not_drown_the_answer() -> None:
         records.append(fakes.failure(trial, record.KILLED))
     steps = answer(*records).next_steps
     assert "6 more rows failed: the table has their causes" in steps
-    assert sum("was killed" in step for step in steps) == 6
+    (killed,) = [step for step in steps if "were killed" in step]
+    assert killed.count("ZeRO-3") == 6
 
 
 def test_many_rows_without_success_or_comparison_are_counted_not_listed() -> None:

@@ -7,7 +7,7 @@ what the ranks hold. No rank gathers anything or waits for another: each reads i
 DeepSpeed keeps them.
 
 Cost: one pass over the rank's own share of the weights, twice, in pieces of 0.5 MB; the heartbeat goes on. A pass is
-given up with a note when it takes longer than ``MOST_SECONDS``, or would swap in more than ``MOST_SWAPPED_ELEMENTS``.
+given up with a note when it takes longer than ``MOST_SECONDS``; weights that lie on a disk are not read.
 """
 
 from __future__ import annotations
