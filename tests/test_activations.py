@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import TESTS
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -334,6 +335,17 @@ def test_a_factory_with_batches_of_its_own_is_counted_and_its_frozen_parameters_
     assert found is not None
     assert found.checkpointed is None
     assert found.plain.bytes(4, 7, 64) == tiers["cpu"]
+
+
+def test_factories_whose_code_ties_converts_or_draws_weights_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("peft")
+    monkeypatch.chdir(TESTS)
+    gpt2, lora, vit = (profile_of_any(f"factories:{name}", "factory", 64) for name in ("gpt2", "lora", "vit"))
+    assert gpt2.tied_embeddings
+    assert gpt2.parameters == 1000 * 32 + 64 * 32 + 2 * (12 * 32**2 + 13 * 32) + 2 * 32
+    assert lora.frozen_parameters == gpt2.parameters  # its adapters convert weights while they are built
+    assert lora.parameters == 2 * 4 * (32 + 3 * 32)
+    assert [profile.unknown for profile in (gpt2, lora, vit)] == [None] * 3  # vit draws from a truncated normal
 
 
 def test_a_child_that_hangs_is_ended_and_what_it_told_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -114,8 +114,7 @@ def _build(
     make_batch = None
     with FakeTensorMode():
         if request.get("factory"):
-            model, make_batch = build.call_factory(request["factory"])
-            _cast(model, dtype)
+            model, make_batch = _from_factory(request["factory"], dtype)
         else:
             model = _from_config(make_config(), dtype, trusted=bool(request.get("trust_remote_code", False)))
     if request.get("dropout") is not None:
@@ -123,22 +122,43 @@ def _build(
     return model.train(), make_batch
 
 
-def _cast(model: torch.nn.Module, dtype: torch.dtype) -> None:
-    """What ``Module.to(dtype=…)`` does, which swaps tensors in place and cannot with fake ones."""
-    made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # holds the old one, whose identity would be given again
-    for module in model.modules():
-        for held in (module._parameters, module._buffers):
-            for name, tensor in held.items():
-                if tensor is None or not tensor.is_floating_point():
-                    continue
-                if id(tensor) not in made:
-                    cast = tensor.detach().to(dtype)
-                    is_parameter = isinstance(tensor, torch.nn.Parameter)
-                    made[id(tensor)] = (
-                        tensor,
-                        torch.nn.Parameter(cast, requires_grad=tensor.requires_grad) if is_parameter else cast,
-                    )
-                held[name] = made[id(tensor)][1]  # type: ignore[assignment]
+def _from_factory(name: str, dtype: torch.dtype) -> tuple[torch.nn.Module, build.MakeBatch | None]:
+    """What a factory returns, in this number format, without the values that initialisation draws."""
+    from transformers import PreTrainedModel
+    from transformers.initialization import no_init_weights
+
+    with no_init_weights(), _conversion_of_fakes():
+        model, make_batch = build.call_factory(name)
+        for module in model.modules():
+            if isinstance(module, PreTrainedModel):
+                module.tie_weights()  # which its constructor leaves to the initialisation
+        return model.to(dtype=dtype), make_batch
+
+
+@contextlib.contextmanager
+def _conversion_of_fakes() -> Iterator[None]:
+    """``Module.to`` swaps tensors in place and cannot with fake ones: here it puts new parameters in their places."""
+    converted: dict[int, tuple[torch.nn.Parameter, torch.nn.Parameter]] = {}  # by the first of each: ties stay
+    original = torch.nn.Module._apply
+
+    def apply(module: torch.nn.Module, function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        for child in module.children() if recurse else ():
+            child._apply(function)  # type: ignore[no-untyped-call]
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                if id(parameter) not in converted:
+                    made = torch.nn.Parameter(function(parameter.detach()), parameter.requires_grad)
+                    converted[id(parameter)] = parameter, made
+                module._parameters[name] = converted[id(parameter)][1]
+        for name, buffer in module._buffers.items():
+            module._buffers[name] = None if buffer is None else function(buffer)
+        return module
+
+    torch.nn.Module._apply = apply  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.nn.Module._apply = original  # type: ignore[method-assign]
 
 
 def _from_config(config: Any, dtype: torch.dtype, *, trusted: bool) -> torch.nn.Module:
