@@ -71,6 +71,12 @@ def _card_name(gpu: GpuFacts) -> str:
     return f"{gpu.name or 'unnamed'}{MIG_SUFFIX if gpu.mig else ''}"
 
 
+def _least_card_gb(environment: Environment) -> float | None:
+    """None without cards, or where one of them does not tell its memory."""
+    sizes = [gpu.memory_total_bytes for gpu in environment.gpus]
+    return to_gb(min((size for size in sizes if size is not None), default=None)) if None not in sizes else None
+
+
 MIG_SUFFIX = " (MIG)"
 """Behind the name of a card that is cut into MIG instances."""
 
@@ -149,7 +155,7 @@ COLUMNS: list[Column] = [
     ("config_hash", lambda s: s.config_hash),
     ("gpu_name", _of_environment(lambda e: " + ".join(sorted({_card_name(gpu) for gpu in e.gpus})) or None)),
     ("gpu_count", _of_environment(lambda e: len(e.gpus))),
-    ("gpu_memory_gb", _of_environment(lambda e: to_gb(min((g.memory_total_bytes or 0 for g in e.gpus), default=None)))),
+    ("gpu_memory_gb", _of_environment(_least_card_gb)),
     ("cpu_model", _of_environment(lambda e: e.cpu_model)),
     ("cpu_logical_cores", _of_environment(lambda e: e.logical_cores)),
     ("cpu_physical_cores", _of_environment(lambda e: e.physical_cores)),

@@ -42,7 +42,7 @@ def versus(before: LoadedResult, after: LoadedResult) -> Versus:
     hardware = _of(environment.hardware_differences, a, b)
     silent = [str(result.source) for result in (before, after) if result.environment is None]
     if silent:
-        hardware = (f"{' and '.join(silent)} does not tell hardware and versions; give the run folder",)
+        hardware = (f"hardware and versions are not known of {' and '.join(silent)}; give the run folder",)
     software = _of(environment.software_differences, a, b)
     found = tuple(pairs(before.summaries, after.summaries, hardware, software))
     return Versus(
@@ -66,7 +66,9 @@ def lines(found: Versus) -> Iterator[str]:
     width = max((len(pair.label) for pair in found.pairs), default=0)
     for pair in found.pairs:
         yield f"{pair.label:<{width}}  {_numbers(pair)}"
-        for why in pair.obstacles if not found.unknown else pair.obstacles[1:]:  # the first is said once, below
+        for why in pair.obstacles:
+            if found.unknown and why in found.hardware:  # said once, below
+                continue
             yield f"{'':<{width}}    no ratio: {why}"
         for change in pair.changes:
             yield f"{'':<{width}}    changed: {change}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from ds_bench.record import TrialRecord
 from ds_bench.rows import COLUMNS, flat_rows, status_text
 from ds_bench.store import RunStore
 
-# A15, letter by letter.
+# Columns that other programs read: neither a name nor an order may change.
 KEYS = [
     "stage", "strategy", "model", "batch_size", "seq_length", "grad_accum", "num_steps", "warmup_steps",
     "avg_step_time_ms", "std_step_time_ms", "throughput_tokens_per_sec", "gpu_peak_gb", "gpu_allocated_gb",
@@ -246,3 +247,10 @@ def test_the_csv_reads_back_as_the_same_table(tmp_path: Path) -> None:
     assert list(from_csv.columns) == list(from_json.columns)
     assert from_csv["stage"].tolist() == [0, 1, 2, 3]
     assert from_csv["throughput_tokens_per_sec"].tolist()[1:] == from_json["throughput_tokens_per_sec"].tolist()[1:]
+
+
+def test_the_memory_of_cards_is_null_where_one_does_not_tell_it() -> None:
+    known, silent = fakes.environment().gpus
+    for cards, gigabytes in (((known, silent), 80.0), ((known, replace(silent, memory_total_bytes=None)), None)):
+        summary = replace(summarise(fakes.success(), None, None), environment=fakes.environment(gpus=cards))
+        assert flat_rows([summary])[0]["gpu_memory_gb"] == gigabytes

@@ -150,8 +150,15 @@ def test_results_that_do_not_tell_their_machine_have_no_ratio_and_one_line_says_
     assert found.unknown
     assert found.pairs[0].ratio is None
     (said,) = [line for line in lines(found) if "no ratio" in line]
-    assert "a_copy.json does not tell hardware and versions" in said
+    assert "hardware and versions are not known of" in said
     assert not any("same hardware" in line for line in lines(found))
+
+
+def test_a_row_of_one_side_alone_is_told_where_a_machine_is_not_known_too(tmp_path: Path) -> None:
+    found = versus(flat(tmp_path / "a", runs(2, 0.2), old=True), flat(tmp_path / "b", runs(3, 0.1)))
+    said = "\n".join(lines(found))
+    assert "no ratio: after: no such row" in said
+    assert "no ratio: before: no such row" in said
 
 
 def test_flat_results_of_two_cpu_models_have_no_ratio(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ds_bench.contract import BeatWriter, rank_file, read_beat
+from ds_bench.record import TrialRecord
 
 GPU_FILES: list[str] = []
 MISSING: list[str] = []
@@ -46,7 +47,9 @@ def main(base: Path) -> None:
     warm._PRELOAD = "warm_stub"
     launcher = warm.WarmLauncher({"DS_ACCELERATOR": "cpu"}, Limits(kill_grace_seconds=1))
 
-    def launch(name: str, during: Callable[[], None] | None = None) -> str:
+    told: list[str] = []
+
+    def launch(name: str, during: Callable[[], None] | None = None) -> TrialRecord:
         folder = base / name
         folder.mkdir()
         before = processes.descendants() - set(_processes(b"multiprocessing"))
@@ -62,18 +65,20 @@ def main(base: Path) -> None:
             thread.start()
         record = launcher.launch(fakes.trial(on=fakes.placement(num_gpus=2)), folder, lambda _progress: None)
         assert processes.descendants() - set(_processes(b"multiprocessing")) <= before, "a process is left"
-        return record.outcome.status
+        told.append(record.outcome.status)
+        return record
 
     def kill(word: bytes) -> None:
         processes.send(_processes(word), signal.SIGKILL)
 
-    told = [launch("first")]
-    told += [launch("endless_1", lambda: kill(b"forkserver")), launch("endless_2", lambda: kill(b"multiprocessing"))]
-    told.append(launch("after"))
+    launch("first")
+    launch("endless_1", lambda: kill(b"forkserver"))
+    launch("endless_2", lambda: kill(b"multiprocessing"))
+    launch("after")
     kill(b"multiprocessing")
-    told.append(launch("killed_between"))
+    launch("killed_between")
     start = warm.WarmLauncher._start
-    deaths = iter([True, True, False])
+    deaths = iter([True, True, False, True, True, True])
 
     def dying(self: warm.WarmLauncher, *arguments: object) -> object:
         if next(deaths):
@@ -81,8 +86,9 @@ def main(base: Path) -> None:
         return start(self, *arguments)  # type: ignore[arg-type]
 
     warm.WarmLauncher._start = dying  # type: ignore[assignment]
-    told.append(launch("killed_as_it_is_asked"))
-    print(json.dumps(told))
+    launch("killed_as_it_is_asked")
+    given_up = launch("killed_whenever_it_is_asked")
+    print(json.dumps([*told, given_up.outcome.error]))
 
 
 if __name__ == "__main__":

@@ -85,11 +85,13 @@ class WarmLauncher:
 
     def launch(self, trial: Trial, folder: Path, listen: Listener) -> TrialRecord:
         """See ``Launcher``."""
-        reason: str | None = "the preloaded server died as often as it was started"
+        reason = "it died as often as it was started"
         for _ in range(_STARTS):
             # Before the trial, not in it: what runs before is left alone when the trial's processes are ended.
             _ensure_tracker()
-            if not self._server_lives() and (reason := self.prepare()) is not None:
+            forbidden = None if self._server_lives() else self.prepare()
+            if forbidden is not None:
+                reason = forbidden
                 break
             try:
                 return run_trial(
