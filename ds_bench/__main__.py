@@ -15,7 +15,7 @@ try:
     from . import __version__, console
     from .argtypes import Parser, fraction, names_of, positive, whole
     from .errors import DsBenchError
-    from .options import GOALS
+    from .options import FAIL_ON, FAIL_ON_DEFAULT, GOALS
     from .spec import PRECISIONS
 except KeyboardInterrupt:  # Ctrl-C while this is loaded
     print("interrupted", file=sys.stderr)
@@ -101,8 +101,8 @@ def _add_baseline(parser: argparse.ArgumentParser) -> None:
     )
     check.add_argument(
         "--fail-on",
-        type=names_of("regression", "missing", "unmatched", "noisy"),
-        default=("regression", "missing", "unmatched"),
+        type=names_of(*FAIL_ON),
+        default=FAIL_ON_DEFAULT,
         metavar="REASON,...",
         help="what exits 3: regression, missing (a row of the saved run that the result lacks), unmatched (a row "
         "without a baseline), noisy (default: all but noisy)",

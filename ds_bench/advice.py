@@ -16,7 +16,7 @@ from .strategies import OFFLOAD_NAMES, ZERO_STAGES
 from .units import format_bytes, format_percent
 
 BARELY = 0.80
-"""Fraction of the card from which a configuration barely fits (acceptance A23)."""
+"""Fraction of the card from which a configuration barely fits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,7 +202,7 @@ class Seen:
 
 
 def pattern(seen: Seen, *, goal: str = "balanced", num_gpus: int = 1) -> str | None:
-    """The rule of thumb for this situation (acceptance A23); None where there is none, or nothing is known."""
+    """The rule of thumb for this situation; None where there is none, or nothing is known."""
     text = _PATTERNS[goal](seen, num_gpus == 1)
     alone = " (on one GPU stages 1 to 3 partition nothing)" if num_gpus == 1 else ""
     return None if text is None else text + alone

@@ -48,7 +48,7 @@ _STAGE0_WRAPPERS = ("FP16_UnfusedOptimizer", "FP16_Optimizer")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """The numbers of one trial, whole job unless said otherwise; None where not measured (metrics.md)."""
+    """The numbers of one trial, whole job unless said otherwise; None where not measured."""
 
     record: TrialRecord
     step_seconds: float | None = None

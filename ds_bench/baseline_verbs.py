@@ -12,13 +12,11 @@ from . import baselines, compare, console, inference, load, merging, units
 from .baselines import BaselineComparison
 from .doubts import UNSTABLE_CV
 from .errors import UsageError
+from .options import FAIL_ON_DEFAULT
 from .regression import baselinefile
 from .regression.benchresult import BenchmarkResult, of_runs
 
 OK, REGRESSION = 0, 3
-FAIL_ON = ("regression", "missing", "unmatched", "noisy")
-"""What ``baseline check`` may fail on: a regression; a row of the saved run that the result lacks; a row that trained
-and has no baseline; a row whose noise hides a regression."""
 
 
 def save_command(paths: Sequence[Path], file: Path, tolerance: float | None) -> int:
@@ -55,7 +53,7 @@ def _variation(entry: baselines.BaselineEntry) -> Iterator[str]:
             yield f"{told}, which hides smaller changes; measure again on a quieter machine, or with more --repeats"
 
 
-def check_command(paths: Sequence[Path], file: Path, as_json: bool, fail_on: Collection[str] = FAIL_ON[:-1]) -> int:
+def check_command(paths: Sequence[Path], file: Path, as_json: bool, fail_on: Collection[str] = FAIL_ON_DEFAULT) -> int:
     """Every row against its baseline. Returns 3 where one of ``fail_on`` holds for any of them, else 0.
 
     Raises UsageError, which is exit code 2, where the file of baselines is missing or bad, and, after the lines are
@@ -156,7 +154,7 @@ def _summary(verdicts: Sequence[BaselineComparison]) -> str:
     return "; ".join([*counts, *([f"{new} without a baseline"] if new else [])])
 
 
-def as_data(verdicts: Sequence[BaselineComparison], fail_on: Collection[str] = FAIL_ON[:-1]) -> dict[str, Any]:
+def as_data(verdicts: Sequence[BaselineComparison], fail_on: Collection[str] = FAIL_ON_DEFAULT) -> dict[str, Any]:
     """For JSON: names of rows that fail the check, then every verdict. ``fail_on``: of ``FAIL_ON``."""
     return {
         "failed": [verdict.name for verdict in verdicts if _reasons(verdict) & set(fail_on)],

@@ -1,7 +1,7 @@
 """Benchmarks from Python and under pytest: one configuration, trained for a few steps by real DeepSpeed processes.
 
 A benchmark is one row of a comparison script and goes the same way (:mod:`comparison`), so its figures mean the same
-(metrics.md). How it stands in pytest-benchmark's table is for :mod:`stepclock`.
+(README.md). How it stands in pytest-benchmark's table is for :mod:`stepclock`.
 """
 
 from __future__ import annotations

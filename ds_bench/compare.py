@@ -86,6 +86,11 @@ class StrategyResult:
         return self.summaries[0].record.trial.workload.batch_policy == "largest"
 
     @property
+    def leaves_room(self) -> bool:
+        """Uses no more than ``NEAR_CAPACITY`` of the card, or what it uses is not known, or was chosen to fill it."""
+        return self.at_largest_batch or (self.gpu_fraction or 0.0) <= doubts.NEAR_CAPACITY
+
+    @property
     def disqualification(self) -> str | None:
         """Why its numbers are no result, though it has some; None for a sound row."""
         return next((caveat.text for caveat in self.caveats if caveat.disqualifying), None)

@@ -16,11 +16,11 @@ from .spec import Workload
 from .units import format_percent, format_ratio
 
 UNSTABLE_CV = 0.05
-"""Coefficient of variation of step times above which a row is called unstable (metrics.md)."""
+"""Coefficient of variation of step times above which a row is called unstable."""
 NOT_STEADY = 0.05
-"""Difference of the medians of both halves of the window above which a row is not steady (metrics.md)."""
+"""Difference of the medians of both halves of the window above which a row is not steady."""
 NEAR_CAPACITY = 0.95
-"""Fraction of the card above which a row is near running out (acceptance A22)."""
+"""Fraction of the card above which a row is near running out."""
 _BUCKET_SHARE = 0.5
 _SMALL_BUCKET = 50_000_000
 """Elements; the size that the remedy asks for: at or below it there is nothing to advise."""
@@ -141,7 +141,7 @@ def _drift(seconds: Sequence[float]) -> Caveat | None:
 
 
 def _outliers(seconds: Sequence[float]) -> Caveat | None:
-    """Counted and named, never dropped (metrics.md)."""
+    """Counted and named, never dropped."""
     if len(seconds) < _FEWEST_STEPS:
         return None
     first, median, third = statistics.quantiles(seconds, n=4, method="inclusive")

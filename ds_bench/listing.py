@@ -63,7 +63,7 @@ def show_advice(model: str, num_gpus: int, precision: Precision, grad_accum: int
 
 
 def _patterns(num_gpus: int) -> Iterator[str]:
-    """The rules of thumb for any model (acceptance A23)."""
+    """The rules of thumb for any model."""
     comfortable, barely, near = (
         format_percent(share, digits=0) for share in (COMFORTABLE, advice.BARELY, NEAR_CAPACITY)
     )

@@ -10,7 +10,11 @@ from .units import from_gb
 
 Family = Literal["zero", "offload"]
 GOALS = ("speed", "balanced", "memory")
-"""What a recommendation may be for (acceptance A22)."""
+"""What a recommendation may be for (docs/choosing.md)."""
+FAIL_ON = ("regression", "missing", "unmatched", "noisy")
+"""What ``baseline check`` may fail on: a regression; a row of the saved run that the result lacks; a row that trained
+and has no baseline; a row whose noise hides a regression."""
+FAIL_ON_DEFAULT = ("regression", "missing", "unmatched")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +46,7 @@ class Options:
     hostfile: Path | None
     repeats: int
     relative_to: str | None
-    """Name of the strategy that ratios refer to; None: the first row."""
+    """Name of the strategy that ratios refer to; None: the first good row."""
     goal: str
     export: str | None
     """Name of the strategy whose configuration is written out; None: the recommended one's."""

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from . import dsconfig, gpus, hostmemory, ops
 from .errors import PreflightError
+from .launch.processes import import_variables
 from .launch.scratch import remove_abandoned_swap
 from .modelsource import ModelChoice
 from .plan import Draft
@@ -100,13 +101,9 @@ def rank_environment(
     placement: Placement, environ: Mapping[str, str], preload_model: str | None, root: Path = hostmemory.ROOT
 ) -> dict[str, str]:
     """Variables every process of every trial gets, the same for warm and cold launch."""
-    here = str(Path(__file__).resolve().parent.parent)
-    # An empty part would be the current folder.
-    path = os.pathsep.join([here, *filter(None, environ.get("PYTHONPATH", "").split(os.pathsep))])
     variables = {
         "DS_ACCELERATOR": placement.accelerator,
-        "PYTHONPATH": path,
-        "PYTHONSAFEPATH": "1",  # a random.py in the current folder must not run in every process
+        **import_variables(environ.get("PYTHONPATH", "")),
         # ninja lies beside the interpreter of a virtual environment, which need not be activated.
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), environ.get("PATH", os.defpath)]),
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",

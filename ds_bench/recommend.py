@@ -309,7 +309,7 @@ def _seen(
     plain: Sequence[StrategyResult], alike: Sequence[StrategyResult], comparison: Comparison, goal: str
 ) -> advice.Seen:
     trained = [row for row in plain if row.tokens_per_second is not None and _unfit(row) is None]
-    fitting = [row for row in trained if row.at_largest_batch or (row.gpu_fraction or 0.0) <= NEAR_CAPACITY]
+    fitting = [row for row in trained if row.leaves_room]
     best = _standing(fitting if goal == "speed" else trained, comparison)
     ended = [(row.strategy, run.outcome.status) for row in alike if (run := remedies.failed_run(row)) is not None]
     return advice.Seen(

@@ -35,7 +35,7 @@ UNSUPPORTED = "Unsupported"
 SKIPPED = "Skipped"
 INTERRUPTED = "Interrupted"
 STATUSES = (SUCCESS, OOM, OOM_HOST, OOM_DISK, KILLED, TIMEOUT, CRASHED, UNSUPPORTED, SKIPPED, INTERRUPTED)
-"""Besides these, a status is the class name of an exception raised in a rank (metrics.md)."""
+"""Besides these, a status is the class name of an exception raised in a rank (README.md, "How a trial ends")."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +112,7 @@ class RankMeasurement:
     """Read from block devices in the measured steps (kernel I/O counters)."""
     nvme_written_bytes: int | None = None
     ledger: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
-    """tier → category → bytes, by counting storages once each (metrics.md, "Ledger")."""
+    """tier → category → bytes, by counting storages once each."""
     phase_seconds: Mapping[str, float] = field(default_factory=dict)
     """Per step, from a separate synchronised pass: forward, backward, step."""
     dropout: float | None = None

@@ -1,6 +1,6 @@
 """The only place where bytes, seconds and counts become text, or units of another scale.
 
-GB means 2**30 bytes throughout, as the field prints it (metrics.md, "Units").
+GB means 2**30 bytes throughout, as the field prints it (README.md).
 A missing value is ``None`` and renders as an em dash.
 """
 

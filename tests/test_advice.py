@@ -1,4 +1,4 @@
-"""Advice for a user's own model and number of GPUs: numbers by hand, and the five patterns (acceptance A21, A23)."""
+"""Advice for a user's own model and number of GPUs: numbers by hand, and the five patterns."""
 
 from __future__ import annotations
 

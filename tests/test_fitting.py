@@ -1,4 +1,4 @@
-"""What was missing, what each change would free, and one proper line for every way a trial can end (A22, A24)."""
+"""What was missing, what each change would free, and one proper line for every way a trial can end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rule of acceptance A22 with its worked examples, its laws by search, and who may be recommended at all."""
+"""The rule of docs/choosing.md with worked examples, its laws by search, and who may be recommended at all."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def candidate(label: str, gigabytes: float, speed: float, level: tuple[str, str]
     )
 
 
-# ------------------------------------------------------------------ the four worked examples of A22
+# ------------------------------------------------------------------ four worked examples
 
 CPU_OPTIMIZER, CPU_FULL, NVME = ("cpu", "none"), ("cpu", "cpu"), ("nvme", "nvme")
 

@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.deepspeed, pytest.mark.usefixtures("built_ops")]
 Start = Callable[..., Script]
 SMALL = ("--model", "tiny", "--batch-size", "2", "--seq-length", "32", "--num-steps", "6", "--warmup-steps", "2")
 FAULT = ("--batch-size", "2", "--seq-length", "8", "--num-steps", "3", "--warmup-steps", "1", "--num-gpus", "2")
-A15 = [
+AGREED_COLUMNS = [
     "stage",
     "strategy",
     "model",
@@ -148,7 +148,7 @@ def test_offload_losses_agree_with_no_offload(shared: Shared) -> None:
 
 def test_every_row_has_every_key_and_cpu_runs_have_no_gpu_figures(shared: Shared) -> None:
     rows = rows_of(shared(*ZERO_FP32)[3])
-    assert set(A15) <= set(rows[0])
+    assert set(AGREED_COLUMNS) <= set(rows[0])
     assert all(list(row) == list(rows[0]) for row in rows)
     assert all(row[key] is None for row in rows for key in ("gpu_peak_gb", "gpu_allocated_gb", "gpu_reserved_gb"))
     assert all(row["cpu_used_gb"] > 0.1 for row in rows)

@@ -20,7 +20,7 @@ def test_no_zero_stage_offloads_anything() -> None:
     assert {(s.offload_optimizer, s.offload_param) for s in ZERO_STAGES.values()} == {("none", "none")}
 
 
-def test_the_offload_strategies_are_those_of_the_acceptance_list() -> None:
+def test_the_offload_strategies_and_their_order() -> None:
     assert OFFLOAD_NAMES == ("none", "cpu_optimizer", "cpu_full", "nvme")
 
 

@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ..compare import Comparison, StrategyResult
-from ..doubts import NEAR_CAPACITY
 from ..prediction.fitplan import Alternative
 from ..prediction.memory import TIGHT_FRACTION, Prediction
 from ..record import TrialRecord
@@ -57,7 +56,7 @@ def case_of(run: TrialRecord, comparison: Comparison, shortage: Shortage) -> Cas
     if prediction.unknown is not None:  # what would fit is not known without the activations
         return None
     rows = alike(comparison, run.trial)
-    good = {arrangement(row.strategy) for row in rows if _has_room(row)}
+    good = {arrangement(row.strategy) for row in rows if row.sound and row.leaves_room}
     bad = {arrangement(row.strategy) for row in rows} - good
     device, host = comparison.device_capacity_bytes, comparison.host_capacity_bytes
     on_device = pool_of(run) == "device"
@@ -70,10 +69,6 @@ def case_of(run: TrialRecord, comparison: Comparison, shortage: Shortage) -> Cas
         host_limit_bytes=_limit(sizes[1], host, Shortage() if on_device else shortage),
         trained=frozenset(good),
     )
-
-
-def _has_room(row: StrategyResult) -> bool:
-    return row.sound and (row.at_largest_batch or (row.gpu_fraction or 0.0) <= NEAR_CAPACITY)
 
 
 def _limit(predicted: int, capacity: int | None, shortage: Shortage) -> int | None:

@@ -32,10 +32,17 @@ def _prctl(option: int, value: int) -> bool:
 def child_environment(changes: Mapping[str, str]) -> dict[str, str]:
     """Variables of a Python process started here: it finds this package, and nothing in the current folder."""
     variables = {**os.environ, **changes}
+    return {**variables, **import_variables(variables.get("PYTHONPATH", ""))}
+
+
+def import_variables(python_path: str) -> dict[str, str]:
+    """Where a Python process looks for modules: this package and ``python_path``; never the current folder.
+
+    A ``random.py`` there would run in every process.
+    """
     package = str(Path(__file__).resolve().parent.parent.parent)
-    # An empty part would be the current folder.
-    path = dict.fromkeys([package, *filter(None, variables.get("PYTHONPATH", "").split(os.pathsep))])
-    return {**variables, "PYTHONPATH": os.pathsep.join(path), "PYTHONSAFEPATH": "1"}
+    path = dict.fromkeys([package, *filter(None, python_path.split(os.pathsep))])  # an empty part is the current folder
+    return {"PYTHONPATH": os.pathsep.join(path), "PYTHONSAFEPATH": "1"}
 
 
 def die_with_parent(number: int = signal.SIGKILL) -> None:
@@ -136,18 +143,21 @@ def alive(pid: int) -> bool:
     """Whether a thread of the process runs. One whose first thread has ended is a zombie while its others live on."""
     process = Path(f"/proc/{pid}")
     try:
-        threads = chain([process / "stat"], process.glob("task/*/stat"))
-        return any(_state(thread) not in ("Z", "X", "") for thread in threads)
+        threads = map(stat_values, chain([process / "stat"], process.glob("task/*/stat")))
+        return any(values and values[0] not in ("Z", "X") for values in threads)
     except OSError:  # it ended meanwhile
         return False
 
 
-def _state(stat: Path) -> str:
-    """The letter of proc(5); empty where the thread has just gone."""
+def stat_values(stat: Path) -> list[str]:
+    """The values of a process or thread from its state on, which is 0 here and field 3 in proc_pid_stat(5).
+
+    None of them where it has ended.
+    """
     try:
-        return stat.read_text().rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        return ""
+        return stat.read_text().rpartition(")")[2].split()  # behind the name, which may hold anything
+    except OSError:
+        return []
 
 
 def start_ticks(pid: int) -> int | None:
@@ -155,10 +165,8 @@ def start_ticks(pid: int) -> int | None:
 
     None where it does not exist.
     """
-    try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
-    except (OSError, IndexError):
-        return None
+    values = stat_values(Path(f"/proc/{pid}/stat"))
+    return int(values[19]) if values else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

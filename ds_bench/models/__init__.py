@@ -37,7 +37,7 @@ class ModelFacts:
     parameters: int
     """Trainable elements; a tensor shared by input embedding and LM head counts once, inactive experts count."""
     matmul_parameters: int
-    """N_matmul of metrics.md: weight elements one token is multiplied with. The LM head counts once, tied or not.
+    """Weight elements that one token is multiplied with. The LM head counts once, tied or not.
 
     Left out: input embedding (a look-up), position embeddings, biases, norms, and the experts a token does not visit.
     """

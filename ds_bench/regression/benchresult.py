@@ -46,7 +46,7 @@ class BenchmarkResult:
     step_variation: float | None = None
     """Coefficient of variation of step times inside a run, the largest of the runs: a rough guide to noise."""
     status: str = SUCCESS
-    """How the last failed run ended where none succeeded (metrics.md, "How a trial ends")."""
+    """How the last failed run ended where none succeeded (README.md, "How a trial ends")."""
     error: str | None = None
     """One line on that."""
     failed_runs: int = 0

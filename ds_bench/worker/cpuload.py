@@ -6,7 +6,6 @@ processes and of those that asked for it. No load average: that one still rememb
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 
 from .. import hostmemory
+from ..launch.processes import stat_values
 
 ROOT_VARIABLE = "DS_BENCH_CPU_ROOT"
 """Names a folder with a ``proc/stat`` to read in place of the kernel's: tests make an idle or a busy machine so."""
@@ -72,9 +72,7 @@ def own_cpu_seconds() -> float:
     ticks: dict[int, tuple[int, int]] = {}
     in_session = set()
     for entry in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError, ValueError, IndexError):
-            # Behind the name, which may hold anything (proc_stat(5)): 1 ppid, 3 session, 11 to 14 utime to cstime.
-            values = (entry / "stat").read_text().rpartition(")")[2].split()
+        if values := stat_values(entry / "stat"):  # 1 ppid, 3 session, 11 to 14 utime, stime, cutime, cstime
             pid = int(entry.name)
             parents[pid] = int(values[1])
             ticks[pid] = int(values[11]) + int(values[12]), int(values[13]) + int(values[14])
