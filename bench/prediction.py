@@ -22,7 +22,7 @@ from harness import BenchError
 
 from ds_bench import models
 from ds_bench.contract import write_json
-from ds_bench.prediction import memory
+from ds_bench.prediction import hindsight, memory
 from ds_bench.prediction.activations import profile_of
 from ds_bench.record import SUCCESS, TrialRecord
 from ds_bench.units import format_bytes, format_ratio
@@ -108,6 +108,7 @@ def _peaks(record: TrialRecord, found: memory.Prediction) -> list[Pair]:
     label, inside = record.trial.strategy.label, found.gpu_bytes - found.gpu.get("overhead", 0)
     seen = {
         "gpu peak allocated": (inside, [rank.gpu_peak_bytes for rank in record.ranks]),
+        "gpu outside the allocator": (found.gpu.get("overhead", 0), [hindsight.outside_allocator(record)]),
         "gpu used on the card": (found.gpu_bytes, [rank.gpu_device_used_bytes for rank in record.ranks]),
     }
     result = [

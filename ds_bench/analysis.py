@@ -76,6 +76,8 @@ class Summary:
     gpu_device_used_bytes: int | None = None
     gpu_alloc_retries: int | None = None
     """All ``gpu_*``: the worst rank."""
+    gpu_outside_allocator_bytes: int | None = None
+    """In use on the card beyond torch's allocator after the last measured step (``hindsight.outside_allocator``)."""
     host_peak_bytes: int | None = None
     """Sum over the ranks of one node of their peak resident size."""
     host_pss_bytes: int | None = None
@@ -154,6 +156,7 @@ def summarise(record: TrialRecord, facts: ModelFacts | None, peak_flops: float |
         model_tflops_per_gpu=tflops,
         mfu=mfu,
         **_worst(record.ranks),
+        gpu_outside_allocator_bytes=hindsight.outside_allocator(record),
         host_peak_bytes=_total_per_node(record.ranks, "host_peak_bytes"),
         host_pss_bytes=_total_per_node(record.ranks, "host_pss_bytes"),
         nvme_stored_bytes=_total(record.ranks, "nvme_stored_bytes"),

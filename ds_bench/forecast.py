@@ -16,7 +16,7 @@ from .modelsource import ModelChoice, find_model
 from .prediction import cards, estimators, fitplan
 from .prediction.activations import ModelProfile
 from .prediction.fitplan import Question
-from .prediction.memory import CONTEXT_BYTES, DOES_NOT_FIT, NCCL_BYTES, PROCESS_BYTES, Prediction
+from .prediction.memory import CONTEXT_BYTES, DOES_NOT_FIT, NCCL_BYTES, NCCL_RANGE_BYTES, PROCESS_BYTES, Prediction
 from .spec import Placement, Precision, Strategy, Workload
 from .strategies import ZERO_STAGES, offload_strategy
 
@@ -285,6 +285,12 @@ def _notes(options: PlanOptions, question: Question) -> Iterator[str]:
         f"{units.format_bytes(PROCESS_BYTES)} of host memory per rank are assumed, the rest is computed; above 90 % is "
         "tight."
     )
+    if options.num_gpus > 1:
+        low, high = (units.format_bytes(size) for size in NCCL_RANGE_BYTES)
+        yield (
+            f"Of Other {units.format_bytes(NCCL_BYTES)} are NCCL's: {low} to {high} per communicator are reported, so "
+            f"measure where a card is nearly full (gpu_outside_allocator_gb of a run)."
+        )
     if options.min_gpus:
         yield f"GPUs needed: above one node whole nodes of {question.ranks_per_node}, or those given where they do."
     yield f"DS says: {estimators.WHY_THEY_DIFFER}"

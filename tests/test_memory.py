@@ -532,6 +532,17 @@ def test_on_gpus_the_allocators_peak_is_what_was_predicted() -> None:
     assert hindsight.predicted_over_measured(found, seen) == pytest.approx(0.9)
 
 
+def test_what_is_assumed_outside_the_allocator_is_measured_on_the_fullest_rank() -> None:
+    """In use 11 GB with 9 GB reserved at that moment, and a peak of 10; on the other rank half a GB more."""
+    pair = success(trial(on=placement(accelerator="cuda", num_gpus=2)))
+    other = replace(pair.ranks[1], gpu_device_used_bytes=int(11.5 * 2**30))
+    (row,) = flat_rows([summarise(replace(pair, ranks=(pair.ranks[0], other)), None, None)])
+    assert row["gpu_outside_allocator_gb"] == 2.5
+    assert hindsight.outside_allocator(success(trial())) is None
+    low, high = memory.NCCL_RANGE_BYTES
+    assert low < memory.NCCL_BYTES < high
+
+
 def test_without_a_gpu_only_the_ledger_is_compared() -> None:
     """What stands beside it in the table is the processes' resident memory, which was not what is predicted."""
     found = replace(prediction(), ledger={"cpu": {"parameters": 300, "gradients": 100}, "nvme": {"parameters": 100}})

@@ -49,6 +49,20 @@ def predicted_over_ledger(prediction: Prediction, record: TrialRecord) -> float 
     return _total(prediction.ledger, left_out) / counted if counted else None
 
 
+def outside_allocator(record: TrialRecord) -> int | None:
+    """Bytes in use on the card beyond what torch's allocator had reserved, after the last measured step.
+
+    CUDA's context, NCCL, and any other process on the card: what ``overhead`` of a prediction assumes, if there is no
+    other process. Of the rank with the most; None without a GPU.
+    """
+    sizes = [
+        max(0, rank.gpu_device_used_bytes - rank.gpu_reserved_bytes)
+        for rank in record.ranks
+        if rank.gpu_device_used_bytes is not None and rank.gpu_reserved_bytes is not None
+    ]
+    return max(sizes, default=None)
+
+
 def _total(ledger: Mapping[str, Mapping[str, int]], left_out: Sequence[str]) -> int:
     return sum(size for row in ledger.values() for name, size in row.items() if name not in left_out)
 

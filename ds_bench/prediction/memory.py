@@ -21,8 +21,11 @@ from .modelstates import Ledger
 
 CONTEXT_BYTES = from_gb(0.75)
 """Assumed per GPU: CUDA context, kernels and cuBLAS workspaces, outside torch's allocator."""
-NCCL_BYTES = from_gb(0.5)
-"""Assumed per GPU where there are several: NCCL's channels and buffers."""
+NCCL_BYTES = from_gb(1.2)
+"""Assumed per GPU where there are several: channels and buffers of one NCCL communicator. It depends on the number of
+ranks, their links and NCCL's version."""
+NCCL_RANGE_BYTES = from_gb(0.7), from_gb(1.6)
+"""What users have reported per communicator; ``NCCL_BYTES`` lies in the middle."""
 PROCESS_BYTES = from_gb(1.5)
 """Assumed host memory per rank of a GPU job: Python, torch and CUDA's libraries before the model is built."""
 CPU_PROCESS_BYTES = from_gb(0.4)

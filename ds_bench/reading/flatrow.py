@@ -100,6 +100,7 @@ def _figures(row: Mapping[str, Any]) -> dict[str, Any]:
         **efficiency(row),
         **{name: _bytes(row, column) for name, column in _GPU_BYTES.items()},
         "gpu_alloc_retries": read("gpu_alloc_retries"),
+        "gpu_outside_allocator_bytes": _bytes(row, "gpu_outside_allocator_gb"),
         "host_peak_bytes": _bytes(row, "cpu_used_gb"),
         "host_pss_bytes": _bytes(row, "cpu_pss_gb"),
         "nvme_stored_bytes": _bytes(row, "nvme_stored_gb"),
