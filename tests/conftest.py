@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -30,6 +31,12 @@ SHORT = Limits(
     exit_grace_seconds=2,
     kill_grace_seconds=2,
 )
+
+
+def pytest_configure() -> None:
+    """A shell's background job ignores Ctrl-C, and nohup the hangup; the scripts would leave that so, as they should."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @pytest.hookimpl(wrapper=True)
