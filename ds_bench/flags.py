@@ -146,7 +146,7 @@ def _add_strategies(parser: argparse.ArgumentParser, zero: bool) -> None:
         type=whole(1, MOST_REPEATS),
         default=1,
         metavar="R",
-        help="runs of every row, interleaved (default: 1)",
+        help="runs of every row, in rounds whose order is rotated and reversed (default: 1)",
     )
     add(
         "--relative-to", default=None, metavar="STRATEGY", help="row that ratios refer to (default: the first good one)"
@@ -230,7 +230,7 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
         type=Path,
         default=None,
         metavar="RUN_DIR",
-        help="run what is missing of an earlier run, with its flags",
+        help="run what is missing of an earlier run on the same machine, with its flags",
     )
     add("--retry", default="", metavar="CLASS,...", help="with --resume: also rows that ended so, e.g. Timeout,OOM")
     add(

@@ -1,4 +1,4 @@
-"""The rules of the house, read off the sources: who imports whom, what is never called."""
+"""The rules of the code, read off the sources: who imports whom, what is never called."""
 
 from __future__ import annotations
 
