@@ -55,12 +55,12 @@ def _with_resumed_flags(family: Family, prog: str, given: list[str]) -> tuple[Op
     if earlier.get("family") != family:
         raise UsageError(f"--resume {options.resume} is of the other script", remedy="use the script that started it")
     flags = [str(flag) for flag in earlier.get("arguments", [])]
-    whole = parse(family, prog, [*_told(flags, options), *given])
+    whole = parse(family, prog, [*_kept_flags(flags, options), *given])
     _require_said_again(whole, options)
     return whole, flags
 
 
-def _told(flags: list[str], options: Options) -> list[str]:
+def _kept_flags(flags: list[str], options: Options) -> list[str]:
     """The flags that the run began with, but for redacted settings, which must be said again. Raises UsageError."""
     again = {text.partition("=")[0] for text in options.set}
     kept: list[str] = []

@@ -1,4 +1,4 @@
-"""The one way to a terminal: text from files must not steer it, and what the stream cannot show is put otherwise.
+"""Prints text: control characters from files do not reach the terminal, and a stream of ASCII gets ASCII.
 
 Everything the parent prints goes through :func:`print_text` or :func:`print_json`, but for the tables that ``rich``
 draws from cells which :func:`plain` has made.
@@ -49,11 +49,11 @@ def plain(text: str) -> str:
     """Control characters spelled out, line breaks as spaces: a model's name must not steer the terminal."""
     if text.isprintable():
         return text
-    return "".join(f"\\x{ord(sign):02x}" if _steers(sign) else sign for sign in " ".join(text.splitlines()))
+    return "".join(f"\\x{ord(sign):02x}" if _is_control(sign) else sign for sign in " ".join(text.splitlines()))
 
 
-def _steers(sign: str) -> bool:
-    """Control, direction and other invisible signs, half surrogates, line separators; not what joins emoji."""
+def _is_control(sign: str) -> bool:
+    """Control, direction and other invisible characters, half surrogates, line separators; not what joins emoji."""
     return unicodedata.category(sign) in ("Cc", "Cf", "Cs", "Zl", "Zp") and sign != "\u200d"
 
 
@@ -90,21 +90,21 @@ class _DroppingStream:
         try:
             return self._stream.write(text)
         except OSError:
-            _lead_nowhere(self._stream)
+            _discard_writes(self._stream)
             return len(text)
 
     def flush(self) -> None:
         try:
             self._stream.flush()
         except OSError:
-            _lead_nowhere(self._stream)
+            _discard_writes(self._stream)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
 
-def _lead_nowhere(stream: TextIO) -> None:
-    """What the stream still holds, and all that follows, goes to /dev/null: else it would fail again at exit."""
+def _discard_writes(stream: TextIO) -> None:
+    """Sends what the stream still holds, and all that follows, to /dev/null: it would fail again at exit."""
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, stream.fileno())
     os.close(null)
@@ -121,7 +121,7 @@ def print_text(text: str, stream: IO[str] | None = None) -> None:
 
 
 def print_json(text: str) -> None:
-    """Prints JSON text on standard output; what would steer a terminal stays as an escape of JSON's own."""
+    """Prints JSON text on standard output; control characters are written as JSON escapes."""
     escape = not prints("é", sys.stdout)
     print(
         "".join(
@@ -135,15 +135,15 @@ def print_json(text: str) -> None:
 
 @contextmanager
 def pipe_may_close() -> Iterator[None]:
-    """A reader that has seen enough (``| head``) is no error; output that cannot be written otherwise is."""
+    """A reader that closes the pipe (``| head``) is no error; any other failure to write is raised."""
     try:
         yield
         sys.stdout.flush()
     except BrokenPipeError:
-        _lead_nowhere(sys.stdout)
+        _discard_writes(sys.stdout)
     except OSError:
         try:
             sys.stdout.flush()
         except OSError:
-            _lead_nowhere(sys.stdout)
+            _discard_writes(sys.stdout)
         raise

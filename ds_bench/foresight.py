@@ -24,7 +24,7 @@ from .units import format_bytes
 _NOT_RESIDENT = ("deepspeed_buffers", "overhead")
 """On the CPU accelerator DeepSpeed's buffers are resident only where they were touched."""
 _FAR_BEYOND = 1.5
-"""A predicted need of more than so many times a node's memory is no matter of a prediction that is a little off."""
+"""Times a node's memory above which a predicted need is refused: far more than predictions are off by."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,7 +118,7 @@ def foresee(
     the node has are marked in any case, unless ``force``.
     """
     if isinstance(known, Unpredicted):
-        return [_told(trial, f"memory is not predicted: {known.reason}") for trial in trials]
+        return [_with_caveat(trial, f"memory is not predicted: {known.reason}") for trial in trials]
     others: dict[str, list[dict[str, Any]]] = {}  # repeats of a row share theirs
     found = []
     for trial in trials:
@@ -166,7 +166,7 @@ def _far_beyond(need: int | None, node_bytes: int | None) -> bool:
     return need is not None and node_bytes is not None and need > _FAR_BEYOND * node_bytes
 
 
-def _told(trial: Trial, why: str) -> Trial:
+def _with_caveat(trial: Trial, why: str) -> Trial:
     return trial if trial.unsupported else replace(trial, caveats=(*trial.caveats, why))
 
 
@@ -178,9 +178,9 @@ def _foreseen(
     try:
         prediction = predict(known, trial.workload, trial.placement, trial.ds_config)
     except (ValueError, KeyError, TypeError, ZeroDivisionError) as error:
-        return _told(trial, f"memory is not predicted: the configuration's {type(error).__name__} ({error})")
+        return _with_caveat(trial, f"memory is not predicted: the configuration's {type(error).__name__} ({error})")
     if prediction.unknown is not None:
-        trial = _told(trial, f"activations are not predicted, the rest is: {prediction.unknown}")
+        trial = _with_caveat(trial, f"activations are not predicted, the rest is: {prediction.unknown}")
     reason = _hopeless(prediction, room) if skip else None
     host = _resident(prediction)
     if reason is None and not force and room.node_bytes is not None and _far_beyond(host, room.node_bytes):

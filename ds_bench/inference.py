@@ -20,13 +20,13 @@ FEWEST_RUNS = 3
 ERROR_RATE = 0.05
 """Of all tables whose rows are equal, the share in which some difference is claimed at most."""
 _EVIDENCE = 0.01
-"""Probability below which rounds, or the spread of one row, are not taken to be like the others by chance."""
+"""Significance level of the tests whether rounds differ, and whether one row varies more than the others."""
 _FEWEST_FREEDOMS = 4
 """Degrees of freedom that must be left for rounds to be taken as blocks."""
 _MOST_ROUNDS = 200
 """Rounds beyond which they are not taken as blocks: the trend alone is fitted."""
 _WIDEST = 2.0
-"""Times that an interval on a shared processor may span and still decide something."""
+"""Ratio of its ends above which an interval on a shared processor decides nothing."""
 _SMALLEST = 1e-300
 """Stands for a zero denominator in Lentz's method."""
 

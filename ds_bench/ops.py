@@ -47,7 +47,7 @@ _REMEDIES = {
     "CUDA_HOME",
     r"[Nn]inja|[cg]\+\+": "install a C++ compiler and ninja: apt-get install g++, pip install ninja",
 }
-"""What a reason why an op is not to be had holds (a regular expression) → what helps; the first that matches."""
+"""Regular expression found in the reason why an op is missing → remedy; the first that matches counts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +64,7 @@ class OpState:
 
 
 def remedy_of(reason: str) -> str:
-    """What helps where an op is not to be had for this reason; where none is known, where to look."""
+    """The remedy where an op is missing for this reason; where none is known, where to look."""
     return next((remedy for cause, remedy in _REMEDIES.items() if re.search(cause, reason)), "see the build log")
 
 
@@ -235,7 +235,7 @@ def prepare_ops(
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise PreflightError(f"{folder} cannot be made: {error.strerror}", remedy="set DS_BENCH_OPS_CACHE") from None
-    _take_over(folder, names)
+    _copy_shared_cache(folder, names)
     if all((folder / f"{name}.ready").exists() for name in names) and not stale_locks(folder):
         return {name: OpState(op=name, ready=True) for name in names}
     states = {}
@@ -257,7 +257,7 @@ def prepare_ops(
     return states
 
 
-def _take_over(folder: Path, names: Iterable[str]) -> None:
+def _copy_shared_cache(folder: Path, names: Iterable[str]) -> None:
     """Copies what a cache that cannot be written holds, file times too, by which ninja decides."""
     shared = cache_roots()[0] / "ds_bench" / "ops" / folder.name
     missing = [name for name in names if not (folder / f"{name}.ready").exists()]

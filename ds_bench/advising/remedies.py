@@ -60,7 +60,7 @@ def smallest_change(comparison: Comparison) -> str | None:
 
 
 def suggested(case: Case | None) -> str:
-    """What is predicted to make a configuration fit, or what to try where its record carries no prediction."""
+    """The changes predicted to make a configuration fit; general ones where its record has no prediction."""
     if case is not None:
         return suggestion(case, _MORE)
     return (

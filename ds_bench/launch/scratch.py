@@ -33,7 +33,7 @@ _REMOVABLE = ("deepspeed_allreduce_buffer_", "ds_bench_meet_", "pymp-")
 """How the names begin of what may be noted; nothing else is removed, whatever a file says."""
 
 
-def _here() -> str:
+def _host_and_namespace() -> str:
     """Host and process namespace: a process number means something only inside both."""
     try:
         namespace = Path("/proc/self/ns/pid").stat().st_ino
@@ -42,12 +42,12 @@ def _here() -> str:
     return f"{socket.gethostname()}.{namespace}"
 
 
-def _me() -> str:
+def _own_process() -> str:
     return f"{os.getpid()}-{start_ticks(os.getpid())}"
 
 
 def _is_gone(owner: str) -> bool:
-    """Whether a process of this host and namespace, as :func:`_me` names it, no longer lives; False where unknown."""
+    """Whether a process of this host and namespace, as :func:`_own_process` names it, has ended; False if unknown."""
     pid, _, started = owner.partition("-")
     if not pid.isdecimal():
         return False
@@ -64,7 +64,7 @@ def note_owned(*patterns: str) -> None:
     Where neither shared memory nor the temporary folder can be written, nothing is noted.
     """
     for folder in _owner_folders()[:1]:
-        path = folder / f"{_OWNER_PREFIX}.{_here()}.{_me()}"
+        path = folder / f"{_OWNER_PREFIX}.{_host_and_namespace()}.{_own_process()}"
         if not path.exists():
             atexit.register(path.unlink, missing_ok=True)
         with contextlib.suppress(OSError):
@@ -75,7 +75,7 @@ def remove_abandoned() -> list[Path]:
     """Removes what this user's processes of this host have noted and no longer live to remove. Returns what it was."""
     removed: list[Path] = []
     for folder in _owner_folders():
-        for entry in folder.glob(f"{_OWNER_PREFIX}.{glob.escape(_here())}.*"):
+        for entry in folder.glob(f"{_OWNER_PREFIX}.{glob.escape(_host_and_namespace())}.*"):
             owner = entry.name.rpartition(".")[2]
             with contextlib.suppress(OSError, ValueError, TypeError):
                 if not _is_gone(owner) or not _is_mine(entry, stat.S_ISREG):
@@ -134,7 +134,7 @@ def swap_folder(trial: Trial, scratch_id: str) -> str | None:
     """
     if trial.placement.nvme_path is None or not uses_nvme(trial.ds_config):
         return None
-    name = f"{_SWAP_PREFIX}.{_here()}.{_me()}.{scratch_id}"
+    name = f"{_SWAP_PREFIX}.{_host_and_namespace()}.{_own_process()}.{scratch_id}"
     return str(Path(trial.placement.nvme_path).resolve() / name)
 
 
@@ -163,7 +163,7 @@ def remove_scratch(assignment: Assignment) -> None:
 def remove_abandoned_swap(nvme_path: Path) -> list[str]:
     """Removes swap folders whose owner on this host no longer lives. Returns their names."""
     removed = []
-    for folder in nvme_path.glob(f"{_SWAP_PREFIX}.{glob.escape(_here())}.*.*"):
+    for folder in nvme_path.glob(f"{_SWAP_PREFIX}.{glob.escape(_host_and_namespace())}.*.*"):
         if _is_gone(folder.name.split(".")[-2]):
             shutil.rmtree(folder, ignore_errors=True)
             removed.append(folder.name)

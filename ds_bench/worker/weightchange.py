@@ -2,9 +2,9 @@
 
 A count sketch (Charikar, Chen, Farach-Colton, "Finding frequent items in data streams", 2002): every weight is
 multiplied by a fixed sign and added to one of ``DIMENSIONS`` sums, both chosen by the name of its tensor and its place
-in it. The sketch is linear, so that of the change is the difference of two, and that of the whole model is the sum of
-what the ranks hold. No rank gathers anything or waits for another: each reads its own fp32 master weights where
-DeepSpeed keeps them.
+in it. The sketch is linear: the sketch of the change is the difference of two sketches, and the sketch of the whole
+model is the sum of those of the ranks. No rank gathers anything or waits for another: each reads its own fp32 master
+weights where DeepSpeed keeps them.
 
 Cost: one pass over the rank's own share of the weights, twice, in pieces of 0.5 MB; the heartbeat goes on. A pass is
 given up with a note when it takes longer than ``MOST_SECONDS``; weights that lie on a disk are not read.
