@@ -184,11 +184,11 @@ class Workshop:
     def __init__(self, root: Path) -> None:
         self.cache = root / "cache"
         self.said: list[str] = []
-        worker = root / "ds_bench" / "worker"
-        worker.mkdir(parents=True)
-        for package in (worker, worker.parent):
-            (package / "__init__.py").touch()
-        (worker / "ops.py").write_text(BUILDER)
+        (root / "builder.py").write_text(BUILDER)
+        self.interpreter = root / "python"
+        """Called as ``python -m ds_bench.worker.ops NAME``."""
+        self.interpreter.write_text(f'#!/bin/sh\nexec {sys.executable} {root / "builder.py"} "$3"\n')
+        self.interpreter.chmod(0o755)
 
     def build(self, *names: str, mode: str = "ready", timeout: float = 60) -> dict[str, ops.OpState]:
         variables = {"FAKE_BUILD": mode, "PYTHONPATH": ""}
@@ -202,8 +202,8 @@ class Workshop:
 
 @pytest.fixture
 def workshop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Workshop]:
-    monkeypatch.chdir(tmp_path)  # where ``python -m`` looks first
     made = Workshop(tmp_path)
+    monkeypatch.setattr(sys, "executable", str(made.interpreter))
     before = processes.descendants()
     yield made
     assert processes.descendants() <= before, "a builder is left"
