@@ -34,7 +34,7 @@ SHORT = Limits(
 
 
 def pytest_configure() -> None:
-    """A shell's background job ignores Ctrl-C, and nohup the hangup; scripts would leave that so, as they should."""
+    """A shell's background job ignores Ctrl-C, and nohup the hangup; the scripts rightly leave what is ignored."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
