@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 import ds_bench
-from ds_bench import dsconfig, strategies
+from ds_bench import dsconfig, preflight, strategies
+from ds_bench.spec import Placement
 
 _ASK = """
 import json, sys
@@ -191,6 +192,8 @@ print(json.dumps(answer), file=out)
 """
 
 
+@pytest.mark.deepspeed
+@pytest.mark.usefixtures("built_ops")
 def test_a_built_module_is_partitioned_with_its_weights_ties_and_frozen_parameters_as_they_were(tmp_path: Path) -> None:
     """What a model factory's model relies on at stage 3 (partition_parameters.py, ``Init(module=…)``)."""
     done = subprocess.run(
@@ -199,7 +202,7 @@ def test_a_built_module_is_partitioned_with_its_weights_ties_and_frozen_paramete
         text=True,
         timeout=120,
         check=False,
-        env={**os.environ, "DS_ACCELERATOR": "cpu"},
+        env={**os.environ, **preflight.rank_environment(Placement(accelerator="cpu"), os.environ, None)},
     )
     assert done.returncode == 0, done.stderr[-2000:]
     answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
