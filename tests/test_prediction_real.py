@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from conftest import Launch, make_trial
 from fakes import offload, zero
+from test_activations import FAMILIES
 
 from ds_bench.models import ModelFacts, facts_from_config
 from ds_bench.prediction import activations
@@ -48,6 +49,8 @@ _GPT2 = {
 _MIXTRAL = {**_LLAMA, "hidden_size": 32, "intermediate_size": 80, "num_local_experts": 4, "num_experts_per_tok": 2}
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("gpt2", _GPT2),
+    # Its own dropout, 0.1: masks, and on the CPU the scores of attention.
+    "gpt2-dropout": ("gpt2", {key: value for key, value in _GPT2.items() if "pdrop" not in key}),
     "llama": ("llama", {**_LLAMA, "tie_word_embeddings": False}),
     "llama-tied": ("llama", {**_LLAMA, "tie_word_embeddings": True}),
     "mixtral": ("mixtral", {**_MIXTRAL, "tie_word_embeddings": False}),
@@ -70,7 +73,7 @@ BUCKET = 100_000
 @pytest.fixture(scope="module")
 def profiles() -> dict[str, ModelProfile]:
     facts = {name: _facts(name) for name in ARCHITECTURES}
-    answers = activations.ask([request_for(each, 16) for each in facts.values()])
+    answers = activations.ask([request_for(each, 16, accelerator="cpu") for each in facts.values()])
     return {
         name: ModelProfile.from_answer(name, each.layers, each.tied_embeddings, answer)
         for (name, each), answer in zip(facts.items(), answers, strict=True)
@@ -166,6 +169,7 @@ def test_whole_gradients_are_as_many_as_was_predicted(
         ("gpt2", "zero0"),  # biases and norms, a tied embedding
         ("gpt2", "zero3"),
         ("gpt2", "cpu_optimizer-2"),
+        ("gpt2-dropout", "zero2"),
         ("llama-tied", "zero1"),
         ("llama-tied", "zero2"),
         ("llama-tied", "cpu_full"),
@@ -181,6 +185,36 @@ def test_every_architecture_holds_what_was_predicted(
 ) -> None:
     trial = _trial(name, STRATEGIES[strategy], 2)
     check(trial, profiles[name], launch(trial))
+
+
+@pytest.mark.parametrize(("name", "stage"), [("gemma2", 2), ("phi", 3), ("gpt_neox", 2), ("falcon", 3)])
+def test_a_family_without_arithmetic_of_ours_holds_what_was_predicted(
+    name: str, stage: int, launch: Launch, tmp_path: Path
+) -> None:
+    """From its folder, as Transformers writes and builds it, with its own dropout."""
+    from transformers import AutoConfig
+
+    folder = tmp_path / name
+    AutoConfig.for_model(name, **FAMILIES[name]).save_pretrained(folder)
+    profile = activations.profile_of_any(str(folder), "path", 16, accelerator="cpu")
+    workload = Workload(
+        model=str(folder),
+        model_source="local",
+        model_config={"path": str(folder)},
+        batch_size=2,
+        seq_length=16,
+        num_steps=1,
+        warmup_steps=1,
+    )
+    buckets = {"reduce_bucket_size": BUCKET, "allgather_bucket_size": BUCKET}
+    trial = make_trial(
+        zero(stage),
+        workload=workload,
+        changes={"zero_optimization": {**buckets, "stage3_param_persistence_threshold": 5000}},
+        largest_parameter=max(profile.tensors),
+        num_gpus=1,
+    )
+    check(trial, profile, launch(trial))
 
 
 @pytest.mark.nvme
