@@ -253,7 +253,9 @@ def test_resume_runs_what_is_missing_and_nothing_twice(start_script: Start) -> N
     script.process.send_signal(signal.SIGINT)
     assert script.wait(60)[0] == 130
     (folder,) = script.output_dir.glob("runs/*")
-    resumed = start_script("zero_stage_comparison.py", "--resume", str(folder), FAULTS_MENDED="1")
+    # A run folder alone starts no code: the factory is said again.
+    again = ("--model-factory", "faults:hangs_at_stage_2")
+    resumed = start_script("zero_stage_comparison.py", "--resume", str(folder), *again, FAULTS_MENDED="1")
     code, out, err = resumed.wait()
     assert code == 0, err
     assert [row["status"] for row in script.rows()] == ["✅ Success", "✅ Success"]
