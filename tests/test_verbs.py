@@ -433,7 +433,7 @@ def test_a_terminal_of_ascii_alone_is_no_error(verb: str) -> None:
 def test_advice_for_an_unknown_name_tells_where_else_a_model_may_come_from(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ds_bench.modelsource._ask_transformers", lambda *_: {"error": "not here"})
+    monkeypatch.setattr("ds_bench.modelsource._ask_child", lambda *_: {"error": "not here"})
     assert main(["advice", "--model", "gpt9"]) == 2
     (line,) = capsys.readouterr().err.strip().splitlines()
     assert "nearest presets: gpt2" in line
@@ -443,7 +443,7 @@ def test_advice_for_an_unknown_name_tells_where_else_a_model_may_come_from(
 def test_a_folder_that_advice_cannot_read_is_not_told_to_be_a_folder(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ds_bench.modelsource._ask_transformers", lambda *_: {"error": "no config.json"})
+    monkeypatch.setattr("ds_bench.modelsource._ask_child", lambda *_: {"error": "no config.json"})
     assert main(["advice", "--model", str(tmp_path)]) == 2
     said = capsys.readouterr().err
     assert "no config.json" in said

@@ -231,7 +231,7 @@ def test_a_beat_file_that_is_written_anew_without_news_is_a_sign_of_life(world: 
 SILENT = {
     # one step each 0.05 s; the process never beats
     "allocates": "kept.append(bytearray(b'1') * (8 * 2**20))",
-    "allocates and frees": "kept[:] = [] if len(kept) > 8 else [*kept, bytearray(b'1') * (12 * 2**20)]",
+    "allocates and frees": "kept[:] = [] if len(kept) > 24 else [*kept, bytearray(b'1') * (12 * 2**20)]",
     "writes": "file.write(b'1' * (8 * 2**20)); file.flush(); os.fsync(file.fileno())",
     "spins": "",
 }

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import glob
+import importlib
 import json
 import multiprocessing.util
 import os
@@ -18,6 +19,7 @@ from dataclasses import replace
 from multiprocessing import resource_tracker
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
+from typing import Any
 
 from ..record import CRASHED, Outcome, TrialRecord
 from ..spec import Trial
@@ -56,7 +58,11 @@ class WarmLauncher:
         """Starts the server. Returns None when ranks may be forked from it, else the reason why not."""
         earlier = processes.descendants()
         try:
-            return self._probe(timeout_seconds)
+            try:
+                return self._probe(timeout_seconds)
+            except ChildProcessError:
+                _forget_server()
+                return self._probe(timeout_seconds)
         except (EOFError, OSError) as error:
             return f"the preloaded server did not start ({type(error).__name__})"
         except BaseException:
@@ -92,7 +98,9 @@ class WarmLauncher:
             forbidden = None if self._server_lives() else self.prepare()
             if forbidden is not None:
                 reason = forbidden
-                break
+                if self._server_lives():  # it is there and may not be forked
+                    break
+                continue
             try:
                 return run_trial(
                     trial,
@@ -163,9 +171,19 @@ def _variables(environment: Mapping[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _worker(name: str) -> object:
-    import importlib
+def _forget_server() -> None:
+    """Lets the standard library start its server anew.
 
+    It asks by waitpid whether its server lives, and fails for good where the dead server was already collected, as the
+    ending of a trial does with what it adopted (multiprocessing/forkserver.py, ``ensure_running``).
+    """
+    server: Any = importlib.import_module("multiprocessing.forkserver")._forkserver
+    with contextlib.suppress(OSError, TypeError):
+        os.close(server._forkserver_alive_fd)
+    server._forkserver_pid = server._forkserver_alive_fd = server._forkserver_address = None
+
+
+def _worker(name: str) -> object:
     return importlib.import_module(name)
 
 
