@@ -2,35 +2,29 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
-from ds_bench import dsconfig, ops, preflight, strategies
+from ds_bench import ops, preflight
 from ds_bench.launch import Limits, processes
 from ds_bench.launch.warm import WarmLauncher
 from ds_bench.record import TrialRecord
-from ds_bench.spec import Placement, Strategy, Trial, Workload
+from ds_bench.spec import Placement, Trial
+from tests.support.real_trials import ROOT, SHORT, SUPPORT, Launch, Script, make_trial
 
-ROOT = Path(__file__).resolve().parent.parent
-TESTS = ROOT / "tests"
+# Examples that are slow to draw on a busy machine say nothing about the code.
+settings.register_profile("any_machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any_machine")
+
 REAL = ("deepspeed", "nvme", "browser")
-SHORT = Limits(
-    timeout_seconds=120,
-    stall_timeout_seconds=60,
-    failure_grace_seconds=3,
-    exit_grace_seconds=2,
-    kill_grace_seconds=2,
-)
 
 
 def pytest_configure() -> None:
@@ -83,38 +77,14 @@ def require_async_io(request: pytest.FixtureRequest) -> None:
         pytest.skip(f"no async_io op: {reason}; {ops.remedy_of(reason)}")
 
 
-Launch = Callable[..., TrialRecord]
-
-
 @pytest.fixture(scope="session")
 def server(built_ops: dict[str, ops.OpState]) -> Callable[[Limits], WarmLauncher]:
     """Launchers of one preloaded server, by limits."""
     variables = preflight.rank_environment(Placement(accelerator="cpu", num_gpus=2), os.environ, "gpt2")
-    variables["PYTHONPATH"] = os.pathsep.join([str(TESTS), variables["PYTHONPATH"]])
+    variables["PYTHONPATH"] = os.pathsep.join([str(SUPPORT), variables["PYTHONPATH"]])
     variables["DS_BENCH_PRELOAD_OPS"] = ",".join(op for op, state in built_ops.items() if state.ready)
     assert WarmLauncher(variables, SHORT).prepare() is None
     return lambda limits: WarmLauncher(variables, limits)
-
-
-def make_trial(
-    strategy: Strategy | None = None,
-    *,
-    fault: str = "fine",
-    num_steps: int = 3,
-    workload: Workload | None = None,
-    changes: dict[str, Any] | None = None,
-    largest_parameter: int | None = None,
-    **placement: Any,
-) -> Trial:
-    """A trial of two CPU ranks; of ``faults.<fault>`` unless a workload is given."""
-    strategy = strategy or strategies.ZERO_STAGES[1]
-    place = Placement(**{"accelerator": "cpu", "num_gpus": 2, **placement})
-    work = workload or Workload(
-        model=f"faults:{fault}", model_source="factory", batch_size=2, seq_length=8, num_steps=num_steps, warmup_steps=1
-    )
-    base = dsconfig.overlay(dsconfig.base_config(strategy, work.batch_size, work.grad_accum), changes or {})
-    config = dsconfig.complete(base, work, place, torch_adam=True, largest_parameter=largest_parameter)
-    return Trial(trial_id="t", repeat=0, strategy=strategy, workload=work, placement=place, ds_config=config)
 
 
 @pytest.fixture
@@ -132,35 +102,6 @@ def launch(server: Callable[[Limits], WarmLauncher], tmp_path: Path) -> Launch:
     return go
 
 
-@dataclass
-class Script:
-    """A comparison script as a user starts it."""
-
-    process: subprocess.Popen[str]
-    output_dir: Path
-
-    def wait(self, seconds: float = 300) -> tuple[int, str, str]:
-        """(exit code, standard output, standard error)."""
-        out, err = self.process.communicate(timeout=seconds)
-        return self.process.returncode, out, err
-
-    def wait_for(self, condition: Callable[[], bool], seconds: float = 120) -> None:
-        """Until something is so; fails when the script ends before, or time runs out."""
-        deadline = time.monotonic() + seconds
-        while not condition():
-            assert self.process.poll() is None, f"ended early: {self.process.communicate()}"
-            assert time.monotonic() < deadline, "took too long"
-            time.sleep(0.05)
-
-    def rows(self) -> list[dict[str, Any]]:
-        (path,) = self.output_dir.glob("*_comparison_*.json")
-        rows: list[dict[str, Any]] = json.loads(path.read_text())
-        return rows
-
-    def beats(self, trial_id: str) -> list[Path]:
-        return sorted(self.output_dir.glob(f"runs/*/trials/{trial_id}*/rank*.beat"))
-
-
 @pytest.fixture
 def start_script(tmp_path: Path) -> Iterator[Callable[..., Script]]:
     """Starts a script in a process group of its own, like a shell does; ends it with the test."""
@@ -168,7 +109,7 @@ def start_script(tmp_path: Path) -> Iterator[Callable[..., Script]]:
 
     def start(name: str, *arguments: str, output_dir: Path | None = None, **environment: str) -> Script:
         folder = output_dir or tmp_path / "out"
-        path = os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
+        path = os.pathsep.join([str(SUPPORT), *filter(None, [os.environ.get("PYTHONPATH")])])
         process = subprocess.Popen(
             [sys.executable, str(ROOT / name), "--output-dir", str(folder), "--accelerator", "cpu", *arguments],
             stdout=subprocess.PIPE,
@@ -200,11 +141,3 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         pytest.skip(f"cannot mount a small file system: {done.stderr.decode().strip()}")
     yield folder
     subprocess.run(["umount", str(folder)], check=True)
-
-
-def gone_within(pids: set[int], seconds: float) -> set[int]:
-    """Which of the processes still live when time is up."""
-    deadline = time.monotonic() + seconds
-    while (left := {pid for pid in pids if processes.alive(pid)}) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return left

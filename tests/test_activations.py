@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import TESTS
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,6 +15,8 @@ from ds_bench.errors import UsageError
 from ds_bench.models import ModelFacts, facts_from_config, find_preset, preset_names
 from ds_bench.prediction import activations
 from ds_bench.prediction.activations import ModelProfile, Polynomial, profile_of, profile_of_any, request_for
+from tests.support.model_families import FAMILIES
+from tests.support.real_trials import SUPPORT
 
 GPT2: dict[str, Any] = {
     "vocab_size": 503,
@@ -216,29 +217,6 @@ def test_a_child_that_dies_leaves_its_last_word(monkeypatch: pytest.MonkeyPatch)
     assert answer["error"].startswith("the measuring process ended")
 
 
-_FAMILY = {
-    "vocab_size": 512,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 5,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 128,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-    "pad_token_id": 0,
-}
-FAMILIES: dict[str, dict[str, Any]] = {
-    "gemma": {**_FAMILY, "num_key_value_heads": 2, "head_dim": 16},
-    "gemma2": {**_FAMILY, "num_key_value_heads": 2, "head_dim": 16, "sliding_window": 32},
-    "phi": {**_FAMILY, "resid_pdrop": 0.1},
-    "phi3": {**_FAMILY, "num_key_value_heads": 2},
-    "gpt_neox": {**_FAMILY, "attention_dropout": 0.1, "hidden_dropout": 0.1},
-    "falcon": {**_FAMILY, "new_decoder_architecture": False},
-    "mamba": {"vocab_size": 512, "hidden_size": 64, "num_hidden_layers": 3, "state_size": 8},
-}
-"""Without arithmetic of ours: layers of two kinds (gemma2), dropout (phi, gpt_neox), no attention (mamba)."""
-
-
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # Transformers renames gradient_checkpointing_enable
 def test_any_family_that_transformers_builds_is_counted_from_its_folder(tmp_path: Path) -> None:
     """Against a real forward pass on the CPU, at a depth, batch and length that were not measured."""
@@ -339,7 +317,7 @@ def test_a_factory_with_batches_of_its_own_is_counted_and_its_frozen_parameters_
 
 def test_factories_whose_code_ties_converts_or_draws_weights_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("peft")
-    monkeypatch.chdir(TESTS)
+    monkeypatch.chdir(SUPPORT)
     gpt2, lora, vit = (profile_of_any(f"factories:{name}", "factory", 64) for name in ("gpt2", "lora", "vit"))
     assert gpt2.tied_embeddings
     assert gpt2.parameters == 1000 * 32 + 64 * 32 + 2 * (12 * 32**2 + 13 * 32) + 2 * 32

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from typing import Any
 
-import fakes
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,6 +13,7 @@ from ds_bench import advice
 from ds_bench.advice import Seen, advise, pattern
 from ds_bench.prediction.modelstates import model_states
 from ds_bench.spec import Strategy
+from tests.support import fakes
 
 GB = 2**30
 BILLION = 2**30

@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import fakes
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -19,6 +18,7 @@ from ds_bench.models import find_preset
 from ds_bench.reading import flatcells, flatrow
 from ds_bench.record import RankMeasurement, TrialRecord
 from ds_bench.rows import flat_rows, with_comparison
+from tests.support import fakes
 
 CUDA = fakes.placement(accelerator="cuda", num_gpus=1)
 PAIR = fakes.placement(accelerator="cuda", num_gpus=2)

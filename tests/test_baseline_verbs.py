@@ -8,14 +8,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import fakes
 import pytest
-from conftest import ROOT
 
 from ds_bench import record
 from ds_bench.baseline_verbs import check_command, save_command
 from ds_bench.errors import UsageError
 from ds_bench.record import TrialRecord
+from tests.support import fakes
+from tests.support.real_trials import ROOT
 
 NAME = "tiny/zero1/seq128"
 

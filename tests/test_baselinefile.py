@@ -11,12 +11,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_bench.errors import UsageError
 from ds_bench.regression import baselinefile
+from tests.support.real_trials import ROOT
 
 
 def test_there_is_nothing_in_a_file_that_does_not_exist(tmp_path: Path) -> None:

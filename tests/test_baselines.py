@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import fakes
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,6 +16,7 @@ from ds_bench.analysis import Summary, summarise
 from ds_bench.baselines import BaselineEntry, compare_to_baseline, load_baseline, save_baseline
 from ds_bench.errors import UsageError
 from ds_bench.regression.benchresult import BenchmarkResult, of_runs, row_name
+from tests.support import fakes
 
 GB = fakes.GB
 

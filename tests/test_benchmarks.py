@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ROOT
 
 from ds_bench import flags
 from ds_bench.__main__ import build_parser
 from ds_bench.baselines import BaselineEntry, compare_to_baseline, load_baseline, save_baseline
 from ds_bench.benchmarks import BenchmarkConfig, BenchmarkFailedError, MemoryBenchmark, ThroughputBenchmark
 from ds_bench.errors import UsageError
+from tests.support.real_trials import ROOT
 
 TINY = {"model_name": "tiny", "batch_size": 2, "seq_length": 64, "num_steps": 3, "warmup_steps": 1, "device": "cpu"}
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-import fakes
 import pytest
 
 from ds_bench.gpus import GpuInventory
@@ -13,6 +12,7 @@ from ds_bench.launch import Listener, Progress
 from ds_bench.launch.cardwatch import CardWatcher
 from ds_bench.record import TrialRecord
 from ds_bench.spec import Trial
+from tests.support import fakes
 
 
 class Steps:

@@ -9,7 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
+
+from tests.support.real_trials import ROOT
 
 ZERO, OFFLOAD = "zero_stage_comparison.py", "offload_comparison.py"
 

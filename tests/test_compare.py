@@ -7,7 +7,6 @@ import time
 from dataclasses import replace
 from typing import Any
 
-import fakes
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -23,6 +22,7 @@ from ds_bench.reading import flatcells, flatrow
 from ds_bench.record import TrialRecord
 from ds_bench.rows import flat_rows, with_comparison
 from ds_bench.spec import Trial
+from tests.support import fakes
 
 CUDA = fakes.placement(accelerator="cuda", num_gpus=2)
 GB = 2**30

@@ -12,7 +12,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import fakes
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -30,6 +29,7 @@ from ds_bench.contract import (
     write_json,
     write_text,
 )
+from tests.support import fakes
 
 ASSIGNMENT = Assignment(
     trial=fakes.trial(fakes.offload("nvme"), on=fakes.placement(num_gpus=2, nvme_path="/mnt/nvmé"), caveats=("a",)),

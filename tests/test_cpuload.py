@@ -8,16 +8,16 @@ import subprocess
 import sys
 from pathlib import Path
 
-import fakes
 import pytest
-from conftest import Launch
-from test_hostmemory import place, write
 
 from ds_bench import analysis, compare, hostmemory, preflight
 from ds_bench.analysis import summarise
 from ds_bench.caveats import Caveat, CaveatKind
 from ds_bench.spec import Placement
 from ds_bench.worker.cpuload import CpuReading, load_between, own_cpu_seconds
+from tests.support import fakes
+from tests.support.cgroups import place, write
+from tests.support.real_trials import Launch
 
 CPUS = frozenset(os.sched_getaffinity(0))
 TWO_RANKS = Placement(accelerator="cpu", num_gpus=2)

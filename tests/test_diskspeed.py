@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import gone_within
 
 from ds_bench import ops, preflight
 from ds_bench.checks import disk
 from ds_bench.launch import processes
 from ds_bench.spec import Placement
+from tests.support.real_trials import gone_within
 
 MIB = 2**20
 

@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import fakes
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -17,8 +16,9 @@ from hypothesis import strategies as st
 from ds_bench import dsconfig, dskeys, noops, strategies
 from ds_bench.errors import UsageError
 from ds_bench.spec import Placement, Strategy, Workload
+from tests.support import fakes
+from tests.support.real_trials import ROOT
 
-SCRIPTS = Path(__file__).resolve().parent.parent
 BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 EVERY_STRATEGY = [*strategies.ZERO_STAGES.values(), *map(strategies.offload_strategy, strategies.OFFLOAD_NAMES)]
 CUDA = Placement(accelerator="cuda", num_gpus=1, nvme_path="/mnt/nvme")
@@ -99,7 +99,7 @@ def offload_script(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def _script(name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(SCRIPTS))
+    monkeypatch.syspath_prepend(str(ROOT))
     monkeypatch.delitem(sys.modules, name, raising=False)
     return importlib.import_module(name)
 
@@ -127,7 +127,7 @@ def config_device(strategy: Strategy) -> str:
 
 @pytest.mark.parametrize("script", ["zero_stage_comparison.py", "offload_comparison.py"])
 def test_the_config_function_stands_near_the_top_of_the_script(script: str) -> None:
-    lines = (SCRIPTS / script).read_text(encoding="utf-8").splitlines()
+    lines = (ROOT / script).read_text(encoding="utf-8").splitlines()
     assert next(n for n, line in enumerate(lines, 1) if line.startswith("def create_deepspeed_config(")) <= 20
 
 

@@ -13,7 +13,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import SHORT, Launch, make_trial
 
 from ds_bench import analysis, preflight, strategies
 from ds_bench.contract import Beat, read_beat
@@ -22,6 +21,7 @@ from ds_bench.launch import deepspeed as cold
 from ds_bench.launch.warm import WarmLauncher
 from ds_bench.models import facts_from_config, find_preset
 from ds_bench.spec import Workload
+from tests.support.real_trials import SHORT, SUPPORT, Launch, make_trial
 
 pytestmark = [pytest.mark.deepspeed, pytest.mark.usefixtures("built_ops")]
 
@@ -195,7 +195,7 @@ def test_the_deepspeed_launcher_runs_the_same_trial(tmp_path: Path) -> None:
 def test_a_deepspeed_launcher_that_is_killed_is_a_row_and_leaves_no_rank(tmp_path: Path) -> None:
     """The launcher itself would leave orphans, and could even end with code 0."""
     before = processes.descendants()
-    os.environ["PYTHONPATH"] = str(Path(__file__).parent)
+    os.environ["PYTHONPATH"] = str(SUPPORT)
 
     def kill_the_launcher() -> None:
         beat = None

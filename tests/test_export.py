@@ -18,7 +18,6 @@ from typing import Any
 
 import pytest
 import yaml
-from fakes import GB, failure, offload, placement, success, workload, zero
 from hypothesis import given
 from hypothesis import strategies as st
 from markdown_it import MarkdownIt
@@ -29,8 +28,9 @@ from ds_bench.errors import UsageError
 from ds_bench.ops import OpState
 from ds_bench.record import TrialRecord
 from ds_bench.spec import Placement, Strategy, Trial
+from tests.support.fakes import GB, failure, offload, placement, success, workload, zero
+from tests.support.real_trials import SUPPORT
 
-TESTS = Path(__file__).resolve().parent
 NVME = "/mnt/nvme"
 FILES = ["ds_config.json", "ds_config_trainer.json", "ds_config_accelerate.json", "accelerate.yaml", "README.md"]
 
@@ -132,7 +132,7 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]
         words[words.index("--deepspeed") : words.index("--deepspeed") + 2] = []
         jobs.append({"folder": str(folder), "world": trial.placement.num_gpus, "trainer_command": words})
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(TESTS / "export_probe.py")],
+        [sys.executable, "-W", "ignore", str(SUPPORT / "export_probe.py")],
         input=json.dumps(jobs),
         env={**scrubbed(), "DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1"},
         capture_output=True,

@@ -7,13 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import SHORT, make_trial
 
 from ds_bench import strategies
 from ds_bench.launch import Limits
 from ds_bench.launch.warm import WarmLauncher
 from ds_bench.record import RankMeasurement
 from ds_bench.spec import Strategy, Workload
+from tests.support.real_trials import SHORT, make_trial
 
 pytestmark = pytest.mark.deepspeed
 

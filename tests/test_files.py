@@ -9,10 +9,7 @@ import sys
 import time
 from pathlib import Path
 
-import fakes
 import pytest
-from fakes import FakeLauncher
-from house import House
 
 from ds_bench.contract import BeatWriter, append_line, read_beat, read_exits, write_json
 from ds_bench.launch import Listener
@@ -20,6 +17,10 @@ from ds_bench.launch.outcome import Evidence, conclude
 from ds_bench.launch.watch import Limits, watch
 from ds_bench.record import TrialRecord
 from ds_bench.spec import Trial
+from tests.support import fakes
+from tests.support.fakes import FakeLauncher
+from tests.support.real_trials import ROOT, SUPPORT
+from tests.support.scripted_run import House
 
 PARENT_SECONDS = 20
 """No file of a rank is worth more of the parent's time."""
@@ -159,8 +160,6 @@ def test_a_measurement_with_a_text_for_bytes_is_no_measurement(tmp_path: Path) -
 
 # ------------------------------------------------------------------ what a user gives
 
-ROOT = Path(__file__).resolve().parent.parent
-
 
 @pytest.fixture
 def given(tmp_path: Path) -> Path:
@@ -205,7 +204,7 @@ PLAIN = ("--timeout", "--stall-timeout", "--cpu-memory-limit", "--gpu-memory-lim
 REFUSED_FLAGS = """
 import contextlib, io, json, sys
 from ds_bench import __main__, cli
-import fakes
+from tests.support import fakes
 for line in json.load(sys.stdin):
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
@@ -229,7 +228,7 @@ def refused(lines: list[list[str]], cwd: Path) -> list[tuple[list[str], object, 
         text=True,
         timeout=180,
         cwd=cwd,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(SUPPORT)])},
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import fakes
 import pytest
 
 from ds_bench import dsconfig, foresight, record
@@ -19,6 +18,7 @@ from ds_bench.foresight import Room
 from ds_bench.recommend import recommend
 from ds_bench.record import TrialRecord
 from ds_bench.spec import Strategy, Trial
+from tests.support import fakes
 
 GB = 2**30
 BILLION = 2**30

@@ -7,12 +7,12 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-import fakes
 import pytest
 
 from ds_bench.errors import UsageError
 from ds_bench.flags import Family, build_parser, parse
 from ds_bench.options import Options
+from tests.support import fakes
 
 BOTH: dict[str, Any] = {
     "--model": "gpt2",

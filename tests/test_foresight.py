@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import fakes
 import pytest
 
 from ds_bench import analysis, foresight
@@ -15,6 +14,7 @@ from ds_bench.modelsource import ModelChoice
 from ds_bench.prediction import memory
 from ds_bench.prediction.activations import ModelProfile
 from ds_bench.spec import Trial
+from tests.support import fakes
 
 GB = fakes.GB
 ON_GPUS = fakes.placement(accelerator="cuda", num_gpus=2)

@@ -13,7 +13,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import fakes
 import pytest
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
@@ -21,6 +20,7 @@ from hypothesis import strategies as st
 from ds_bench import load, merging
 from ds_bench.__main__ import main
 from ds_bench.errors import UsageError
+from tests.support import fakes
 
 settings.register_profile("usual", max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("nightly", settings.get_profile("usual"), max_examples=10_000)

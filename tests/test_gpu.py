@@ -12,9 +12,9 @@ from typing import Any
 
 import pandas
 import pytest
-from conftest import ROOT
 
 from ds_bench import environment, gpus
+from tests.support.real_trials import ROOT
 
 _USABLE = gpus.visible_gpu_count(os.environ, gpus.NvmlQuery()) > 0 and environment.torch_cuda_version() is not None
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not _USABLE, reason="no GPU, or torch is a CPU build")]

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ROOT, gone_within
 
 from ds_bench.launch import processes
+from tests.support.real_trials import ROOT, gone_within
 
 ROW = {
     "strategy": "zero3",

@@ -5,15 +5,10 @@ from pathlib import Path
 import pytest
 
 from ds_bench import hostmemory
+from tests.support.cgroups import V2_MOUNT, place, write
 
 GB = 2**30
-V2_MOUNT = "30 24 0:26 {inside} /sys/fs/cgroup rw,nosuid - cgroup2 cgroup2 rw,nsdelegate"
 V1_MOUNT = "35 31 0:32 {inside} /sys/fs/cgroup/memory rw,relatime - cgroup cgroup rw,memory"
-
-
-def write(path: Path, content: object) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(f"{content}\n")
 
 
 @pytest.fixture
@@ -21,11 +16,6 @@ def root(tmp_path: Path) -> Path:
     """A machine of 64 GB, 40 of them available, without cgroups."""
     write(tmp_path / "proc/meminfo", f"MemTotal: {64 * 2**20} kB\nMemFree: 5 kB\nMemAvailable: {40 * 2**20} kB")
     return tmp_path
-
-
-def place(root: Path, own: str, mount: str = V2_MOUNT, inside: str = "/") -> None:
-    write(root / "proc/self/cgroup", own)
-    write(root / "proc/self/mountinfo", mount.format(inside=inside))
 
 
 def test_a_limit_of_max_is_no_limit(root: Path) -> None:

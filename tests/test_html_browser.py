@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import sample_reports as samples
 
 from ds_bench.render.html_report import render
+from tests.support import sample_reports as samples
 
 pytestmark = pytest.mark.browser
 

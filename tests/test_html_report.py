@@ -10,13 +10,13 @@ from collections import Counter
 from dataclasses import replace
 from html.parser import HTMLParser
 
-import fakes
 import pytest
-import sample_reports as samples
 
 from ds_bench import strategies
 from ds_bench.caveats import Caveat, CaveatKind
 from ds_bench.render.html_report import Report, render
+from tests.support import fakes
+from tests.support import sample_reports as samples
 
 EVIL = "<script>alert(1)</script>"
 QUOTES = "a\"b'c</style></script></svg><!-- ]]> {{ 7*7 }} {% raw %}"

@@ -8,7 +8,6 @@ import statistics
 from collections.abc import Callable
 from typing import Any
 
-import fakes
 import numpy as np
 import pytest
 from hypothesis import assume, example, given, settings
@@ -28,6 +27,7 @@ from ds_bench.inference import (
     variance_ratio_quantile,
 )
 from ds_bench.plan import Draft, ordered_for_round
+from tests.support import fakes
 
 speeds = st.lists(st.floats(1e-3, 1e9), min_size=3, max_size=12)
 quick = settings(deadline=None)

@@ -7,14 +7,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import fakes
 import pytest
-from fakes import FakeLauncher
-from house import House
 
 from ds_bench import cli
 from ds_bench.record import TrialRecord
 from ds_bench.spec import Trial
+from tests.support import fakes
+from tests.support.fakes import FakeLauncher
+from tests.support.scripted_run import House
 
 Ends = Callable[[Trial], TrialRecord]
 

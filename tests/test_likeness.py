@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import fields, replace
 from typing import Any
 
-import fakes
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,6 +13,7 @@ from ds_bench.analysis import Summary, summarise
 from ds_bench.likeness import differences, grouped, row_key, unique_labels
 from ds_bench.record import TrialRecord
 from ds_bench.spec import Placement, Trial, Workload
+from tests.support import fakes
 
 CUDA = fakes.placement(accelerator="cuda", num_gpus=2)
 quick = settings(deadline=None)

@@ -12,7 +12,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import fakes
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -29,8 +28,10 @@ from ds_bench.record import Outcome, TrialRecord
 from ds_bench.rows import COLUMNS, flat_rows
 from ds_bench.spec import Strategy
 from ds_bench.store import RunStore
+from tests.support import fakes
+from tests.support.real_trials import ROOT
 
-HERE = Path(__file__).resolve().parent
+HERE = ROOT / "tests"
 SCHEMA1 = HERE / "data" / "schema1"
 SCHEMA1_RUN = SCHEMA1 / "runs" / "zero_20261121_093000"
 REFERENCE = HERE.parent / "results/reference/cpu_2cores_2026-11-21/zero_comparison_20261121_154122.json"

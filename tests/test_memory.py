@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from fakes import failure, offload, placement, success, trial, workload, zero
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -26,6 +25,7 @@ from ds_bench.prediction.replicated import owned_elements
 from ds_bench.rows import flat_rows
 from ds_bench.spec import Strategy
 from ds_bench.strategies import ZERO_STAGES, offload_strategy
+from tests.support.fakes import failure, offload, placement, success, trial, workload, zero
 
 GB = 2**30
 NO_BUCKETS = {"zero_optimization": {"reduce_bucket_size": 1, "stage3_prefetch_bucket_size": 0}}

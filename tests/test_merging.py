@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import fakes
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -19,6 +18,7 @@ from ds_bench.load import LoadedResult
 from ds_bench.merging import MergedGroup
 from ds_bench.record import METHOD_VERSION, TrialRecord
 from ds_bench.spec import Trial
+from tests.support import fakes
 
 HOST = fakes.environment()
 CUDA = fakes.placement(accelerator="cuda", num_gpus=2)

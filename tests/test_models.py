@@ -9,7 +9,6 @@ import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,8 +17,7 @@ from hypothesis import strategies as st
 
 from ds_bench.errors import UsageError
 from ds_bench.models import ModelFacts, facts_from_config, find_preset, preset_names, similar_presets
-
-ROOT = Path(__file__).resolve().parent.parent
+from tests.support.real_trials import ROOT
 
 PUBLISHED_PARAMETERS = {
     "gpt2": 124_439_808,

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from fakes import offload, zero
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_bench.prediction.modelstates import flat_elements, model_states, partition_elements
 from ds_bench.spec import PRECISIONS, Precision
+from tests.support.fakes import offload, zero
 
 PARAMETERS = st.integers(1, 10**12)
 RANKS = st.integers(1, 1024)

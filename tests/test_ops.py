@@ -14,13 +14,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import fakes
 import pytest
 
 from ds_bench import dsconfig, ops
 from ds_bench.errors import PreflightError
 from ds_bench.launch import processes
 from ds_bench.spec import Strategy
+from tests.support import fakes
 
 # ------------------------------------------------------------------ what is needed
 

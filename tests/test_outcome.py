@@ -10,7 +10,6 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-import fakes
 import pytest
 
 from ds_bench import record
@@ -18,6 +17,7 @@ from ds_bench.contract import PHASES, BeatWriter, RankExit, append_line, write_j
 from ds_bench.launch.outcome import Evidence, Findings, conclude
 from ds_bench.launch.watch import Ending, Limits
 from ds_bench.record import Outcome
+from tests.support import fakes
 
 LIMITS = Limits(timeout_seconds=90, stall_timeout_seconds=30, failure_grace_seconds=5, exit_grace_seconds=10)
 PAIR = fakes.trial(on=fakes.placement(num_gpus=2))

@@ -9,10 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import fakes
 import pytest
 import torch
-from conftest import SHORT, make_trial
 
 from ds_bench import strategies
 from ds_bench.analysis import Summary, summarise, with_comparison
@@ -22,6 +20,8 @@ from ds_bench.launch.warm import WarmLauncher
 from ds_bench.record import TrialRecord
 from ds_bench.spec import Strategy, Trial
 from ds_bench.worker import weightchange
+from tests.support import fakes
+from tests.support.real_trials import SHORT, make_trial
 
 WORKLOAD = fakes.workload(batch_size=2, seq_length=32)
 HONEST = {

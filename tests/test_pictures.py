@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import fakes
 import pytest
-import sample_reports as samples
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,6 +12,8 @@ from ds_bench.caveats import Caveat, CaveatKind
 from ds_bench.render import overlays, pictures, svgcharts
 from ds_bench.render.figures import BarChart, Chart, LineChart, ScatterChart, StackChart
 from ds_bench.spec import Placement
+from tests.support import fakes
+from tests.support import sample_reports as samples
 
 GB = fakes.GB
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import fakes
 import pytest
 
 from ds_bench import environment, placement
@@ -13,6 +12,7 @@ from ds_bench.errors import UsageError
 from ds_bench.gpus import GpuFacts
 from ds_bench.placement import choose_precision, decide, read_hostfile
 from ds_bench.spec import Placement
+from tests.support import fakes
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import fakes
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -23,8 +22,9 @@ from ds_bench.modelsource import ModelChoice
 from ds_bench.ops import OpState
 from ds_bench.options import Options
 from ds_bench.spec import Placement, Strategy, Trial
+from tests.support import fakes
+from tests.support.real_trials import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
 BROKEN_FUSED = {ops.FUSED_ADAM: OpState(op=ops.FUSED_ADAM, ready=False, reason="no nvcc")}
 
 

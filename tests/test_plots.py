@@ -6,10 +6,9 @@ import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
 from pathlib import Path
 
-import fakes
-import sample_reports as samples
-
 from ds_bench.render.plots import save_plots
+from tests.support import fakes
+from tests.support import sample_reports as samples
 
 PNG = b"\x89PNG\r\n\x1a\n"
 

@@ -11,9 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Launch, make_trial
-from fakes import offload, zero
-from test_activations import FAMILIES
 
 from ds_bench.models import ModelFacts, facts_from_config
 from ds_bench.prediction import activations
@@ -21,6 +18,9 @@ from ds_bench.prediction.activations import ModelProfile, request_for
 from ds_bench.prediction.memory import predict
 from ds_bench.record import SUCCESS, TrialRecord
 from ds_bench.spec import Strategy, Trial, Workload
+from tests.support.fakes import offload, zero
+from tests.support.model_families import FAMILIES
+from tests.support.real_trials import Launch, make_trial
 
 pytestmark = pytest.mark.deepspeed
 

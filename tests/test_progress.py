@@ -7,13 +7,13 @@ import re
 from dataclasses import replace
 from typing import Any
 
-import fakes
 import pytest
 
 from ds_bench import progress as module
 from ds_bench.launch import Progress
 from ds_bench.progress import Reporter
 from ds_bench.spec import Trial
+from tests.support import fakes
 
 QUIET, NORMAL, VERBOSE = 0, 1, 2
 

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import fakes
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -22,6 +21,7 @@ from ds_bench.models import find_preset
 from ds_bench.recommend import Candidate, Recommendation, choose
 from ds_bench.record import TrialRecord
 from ds_bench.spec import Strategy
+from tests.support import fakes
 
 GB = 2**30
 CARD = 80

@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import fakes
 import pandas as pd
 import pytest
 
@@ -16,6 +15,8 @@ from ds_bench.analysis import Summary, summarise
 from ds_bench.record import TrialRecord
 from ds_bench.rows import COLUMNS, flat_rows, status_text
 from ds_bench.store import RunStore
+from tests.support import fakes
+from tests.support.real_trials import ROOT
 
 # Columns that other programs read: neither a name nor an order may change.
 KEYS = [
@@ -231,7 +232,7 @@ def test_a_failed_row_is_never_the_best_one(tmp_path: Path) -> None:
 def test_on_a_cpu_run_the_line_that_copes_finds_the_fastest(tmp_path: Path) -> None:
     """Word for word the README's."""
     line = "df['gpu_peak_gb'].astype(float).fillna(df['cpu_used_gb'])"
-    assert line in (Path(__file__).resolve().parent.parent / "README.md").read_text(encoding="utf-8")
+    assert line in (ROOT / "README.md").read_text(encoding="utf-8")
     records = [fakes.success(fakes.trial(fakes.zero(s)), step_seconds=[0.1 + 0.01 * s] * 10) for s in (0, 1)]
     df = pd.DataFrame(json.loads(result_file(tmp_path, records).read_text()))
     assert df["gpu_peak_gb"].isna().all()

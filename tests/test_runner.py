@@ -12,16 +12,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import fakes
 import pytest
-from fakes import FakeLauncher
-from house import House
 
 from ds_bench import interrupts, record, runner
 from ds_bench.launch import Listener
 from ds_bench.record import TrialRecord
 from ds_bench.spec import Trial
 from ds_bench.store import RunStore
+from tests.support import fakes
+from tests.support.fakes import FakeLauncher
+from tests.support.scripted_run import House
 
 
 @pytest.fixture

@@ -10,7 +10,6 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-import fakes
 import pytest
 
 from ds_bench.contract import Assignment
@@ -24,6 +23,7 @@ from ds_bench.launch.scratch import (
     swap_folder,
 )
 from ds_bench.spec import Trial
+from tests.support import fakes
 
 NAMESPACE = Path("/proc/self/ns/pid").stat().st_ino
 

@@ -16,11 +16,11 @@ from typing import Any
 
 import pandas
 import pytest
-from conftest import ROOT, Script, gone_within
 
 from ds_bench import ops
 from ds_bench.launch import processes
 from ds_bench.launch.scratch import remove_abandoned
+from tests.support.real_trials import ROOT, Script, gone_within
 
 pytestmark = [pytest.mark.deepspeed, pytest.mark.usefixtures("built_ops")]
 

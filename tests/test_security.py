@@ -9,15 +9,15 @@ import subprocess
 import sys
 from pathlib import Path
 
-import fakes
 import pytest
-from conftest import ROOT, Script
-from house import House
 
 from ds_bench import modelsource
 from ds_bench.contract import Assignment
 from ds_bench.launch.processes import child_environment
 from ds_bench.redaction import REDACTED, redacted_arguments, redacted_config, redacted_keys, secrets_of
+from tests.support import fakes
+from tests.support.real_trials import ROOT, SUPPORT, Script
+from tests.support.scripted_run import House
 
 
 @pytest.fixture
@@ -141,7 +141,7 @@ def test_modules_of_the_current_folder_do_not_run_in_ranks_and_a_factory_there_d
     command = [sys.executable, str(ROOT / "zero_stage_comparison.py"), "--accelerator", "cpu", "--launcher", launcher]
     command += ["--model-factory", "own:make", "--stages", "0", "--batch-size", "2", "--seq-length", "8"]
     command += ["--num-steps", "2", "--warmup-steps", "1", "--output-dir", str(tmp_path / "out"), "--quiet"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "tests")}
+    environment = {**os.environ, "PYTHONPATH": str(SUPPORT)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr + done.stdout
     assert not (hostile / "hit").exists(), (hostile / "hit").read_text()

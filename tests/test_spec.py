@@ -7,10 +7,10 @@ import json
 from dataclasses import replace
 from typing import Any
 
-import fakes
 import pytest
 
 from ds_bench.spec import Placement, Strategy, Trial, Workload
+from tests.support import fakes
 
 
 @pytest.mark.parametrize("name", ["batch_size", "seq_length", "grad_accum", "num_steps"])

@@ -15,7 +15,6 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import fakes
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -26,6 +25,7 @@ from ds_bench.errors import PreflightError, UsageError
 from ds_bench.record import SCHEMA_VERSION, TrialRecord
 from ds_bench.rows import flat_rows
 from ds_bench.store import RunStore, csv_text
+from tests.support import fakes
 
 
 @pytest.fixture

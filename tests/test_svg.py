@@ -7,12 +7,12 @@ import re
 import xml.etree.ElementTree as ElementTree
 
 import pytest
-import sample_reports as samples
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_bench.render import pictures, svg, svgcharts
 from ds_bench.render.figures import Bar, BarChart, Line, LineChart, Stack, StackChart
+from tests.support import sample_reports as samples
 
 PRINTABLE = st.text(st.characters(exclude_categories=("Cs", "Cc")), max_size=60)
 

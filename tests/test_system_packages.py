@@ -5,7 +5,9 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
-SCRIPT = Path(__file__).resolve().parent.parent / "scripts" / "install_system_packages.sh"
+from tests.support.real_trials import ROOT
+
+SCRIPT = ROOT / "scripts" / "install_system_packages.sh"
 
 
 def run_script(folder: Path, group: str, commands: dict[str, str]) -> subprocess.CompletedProcess[str]:

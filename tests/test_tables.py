@@ -8,7 +8,6 @@ import re
 from dataclasses import replace
 from typing import Any
 
-import fakes
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -19,6 +18,7 @@ from ds_bench.caveats import NEXT_STEPS, CaveatKind
 from ds_bench.compare import Comparison
 from ds_bench.record import TrialRecord
 from ds_bench.rows import flat_rows
+from tests.support import fakes
 
 CUDA = fakes.placement(accelerator="cuda")
 GB = 2**30

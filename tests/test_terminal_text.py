@@ -14,16 +14,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import fakes
 import pytest
-from house import House
 
 from ds_bench import __main__, cli
 from ds_bench.errors import DsBenchError
 from ds_bench.load import load
 from ds_bench.progress import Reporter
+from tests.support import fakes
+from tests.support.real_trials import ROOT, SUPPORT
+from tests.support.scripted_run import House
 
-ROOT = Path(__file__).resolve().parent.parent
 EVIL = "\x1b]52;c;ZWNobw==\x07\x1b[31m\u202edne\u2066\u0000\x9b2J\r\u2028\x85\ud800\U000e0041"
 """A clipboard write, a colour, two changes of direction, NUL, C1, line ends of other kinds, half a surrogate, a tag."""
 OUR_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
@@ -161,8 +161,9 @@ def test_no_error_repeats_a_flag_a_name_or_a_file_as_it_is(
 
 def test_the_name_of_the_program_is_spelled_out_too(tmp_path: Path) -> None:
     script = tmp_path / "a\x1b[31m\u202eb.py"
-    script.write_text("import sys, fakes\nfrom ds_bench import cli\nsys.exit(cli.main('zero', fakes.make_config))\n")
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
+    imports = "import sys\nfrom tests.support import fakes\nfrom ds_bench import cli\n"
+    script.write_text(imports + "sys.exit(cli.main('zero', fakes.make_config))\n")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(SUPPORT)])}
     for flag in ("--help", "--nonsense"):
         done = subprocess.run([sys.executable, script, flag], capture_output=True, check=False, env=environment)
         text = (done.stdout + done.stderr).decode()

@@ -10,12 +10,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import fakes
 import pytest
-from conftest import ROOT
 
 from ds_bench.__main__ import main
 from ds_bench.record import TrialRecord
+from tests.support import fakes
+from tests.support.real_trials import ROOT
 
 GPUS = fakes.placement(accelerator="cuda", num_gpus=2)
 MEMORY = {0: 40, 1: 30, 2: 20, 3: 10}

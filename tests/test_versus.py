@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import fakes
 import pytest
 
 from ds_bench.environment import Environment
@@ -15,6 +14,7 @@ from ds_bench.load import LoadedResult, load
 from ds_bench.record import METHOD_VERSION, TrialRecord
 from ds_bench.spec import Trial
 from ds_bench.versus import Versus, lines, show_versus, versus
+from tests.support import fakes
 
 GPUS = fakes.placement(accelerator="cuda", num_gpus=2)
 

@@ -8,13 +8,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-from conftest import ROOT, TESTS
+from tests.support.real_trials import ROOT, SUPPORT
 
 
 def test_a_server_that_is_killed_costs_the_trial_that_runs_and_no_later_one(tmp_path: Path) -> None:
-    path = os.pathsep.join(map(str, (TESTS, ROOT)))
+    path = os.pathsep.join(map(str, (SUPPORT, ROOT)))
     done = subprocess.run(
-        [sys.executable, str(TESTS / "warm_stub.py"), str(tmp_path)],
+        [sys.executable, str(SUPPORT / "warm_stub.py"), str(tmp_path)],
         env={**os.environ, "PYTHONPATH": path},
         capture_output=True,
         text=True,

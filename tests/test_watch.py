@@ -13,13 +13,13 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
-import fakes
 import pytest
 
 from ds_bench.contract import BeatWriter, RankExit, append_line
 from ds_bench.launch import processes
 from ds_bench.launch import watch as module
 from ds_bench.launch.watch import Ending, Limits, Progress, watch
+from tests.support import fakes
 
 LIMITS = Limits(timeout_seconds=100, stall_timeout_seconds=20, failure_grace_seconds=5, exit_grace_seconds=10)
 PAIR = fakes.trial(on=fakes.placement(num_gpus=2))

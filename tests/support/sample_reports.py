@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import fakes
-
 from ds_bench import analysis, strategies
 from ds_bench.analysis import Summary
 from ds_bench.caveats import Caveat, CaveatKind
@@ -16,6 +14,7 @@ from ds_bench.compare import Comparison, StrategyResult
 from ds_bench.inference import RatioInterval
 from ds_bench.render.html_report import Report, ReportSection
 from ds_bench.spec import Placement, Strategy, Workload
+from tests.support import fakes
 
 GB = fakes.GB
 CARD = Placement(accelerator="cuda", num_gpus=1)

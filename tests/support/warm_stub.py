@@ -23,7 +23,7 @@ MISSING: list[str] = []
 
 def run(folder: Path, *, rank: int, local_rank: int, world_size: int) -> int:
     """A rank: beats for ever where the trial is called so, else writes its file."""
-    import fakes
+    from tests.support import fakes
 
     BeatWriter(folder, rank).beat("step", 1)
     if folder.name.startswith("endless"):
@@ -40,9 +40,8 @@ def _processes(word: bytes) -> list[int]:
 
 
 def main(base: Path) -> None:
-    import fakes
-
     from ds_bench.launch import Limits, processes, warm
+    from tests.support import fakes
 
     warm._PRELOAD = "warm_stub"
     launcher = warm.WarmLauncher({"DS_ACCELERATOR": "cpu"}, Limits(kill_grace_seconds=1))

@@ -6,11 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-import fakes
 import pytest
-from fakes import FakeLauncher, FakeQuery
 
 from ds_bench import cli, comparison, gpus, ops, preflight
+from tests.support import fakes
+from tests.support.fakes import FakeLauncher, FakeQuery
 
 
 class House:

@@ -1,0 +1,87 @@
+"""What the tests with real processes share: a trial of two CPU ranks, time limits, and a script as a user starts it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ds_bench import dsconfig, strategies
+from ds_bench.launch import Limits, processes
+from ds_bench.record import TrialRecord
+from ds_bench.spec import Placement, Strategy, Trial, Workload
+
+ROOT = Path(__file__).resolve().parents[2]
+SUPPORT = ROOT / "tests" / "support"
+"""Folder of the model factories ``faults`` and ``factories``; ranks find them on PYTHONPATH."""
+SHORT = Limits(
+    timeout_seconds=120,
+    stall_timeout_seconds=60,
+    failure_grace_seconds=3,
+    exit_grace_seconds=2,
+    kill_grace_seconds=2,
+)
+
+Launch = Callable[..., TrialRecord]
+
+
+def make_trial(
+    strategy: Strategy | None = None,
+    *,
+    fault: str = "fine",
+    num_steps: int = 3,
+    workload: Workload | None = None,
+    changes: dict[str, Any] | None = None,
+    largest_parameter: int | None = None,
+    **placement: Any,
+) -> Trial:
+    """A trial of two CPU ranks; of ``faults.<fault>`` unless a workload is given."""
+    strategy = strategy or strategies.ZERO_STAGES[1]
+    place = Placement(**{"accelerator": "cpu", "num_gpus": 2, **placement})
+    work = workload or Workload(
+        model=f"faults:{fault}", model_source="factory", batch_size=2, seq_length=8, num_steps=num_steps, warmup_steps=1
+    )
+    base = dsconfig.overlay(dsconfig.base_config(strategy, work.batch_size, work.grad_accum), changes or {})
+    config = dsconfig.complete(base, work, place, torch_adam=True, largest_parameter=largest_parameter)
+    return Trial(trial_id="t", repeat=0, strategy=strategy, workload=work, placement=place, ds_config=config)
+
+
+@dataclass
+class Script:
+    """A comparison script as a user starts it."""
+
+    process: subprocess.Popen[str]
+    output_dir: Path
+
+    def wait(self, seconds: float = 300) -> tuple[int, str, str]:
+        """(exit code, standard output, standard error)."""
+        out, err = self.process.communicate(timeout=seconds)
+        return self.process.returncode, out, err
+
+    def wait_for(self, condition: Callable[[], bool], seconds: float = 120) -> None:
+        """Until something is so; fails when the script ends before, or time runs out."""
+        deadline = time.monotonic() + seconds
+        while not condition():
+            assert self.process.poll() is None, f"ended early: {self.process.communicate()}"
+            assert time.monotonic() < deadline, "took too long"
+            time.sleep(0.05)
+
+    def rows(self) -> list[dict[str, Any]]:
+        (path,) = self.output_dir.glob("*_comparison_*.json")
+        rows: list[dict[str, Any]] = json.loads(path.read_text())
+        return rows
+
+    def beats(self, trial_id: str) -> list[Path]:
+        return sorted(self.output_dir.glob(f"runs/*/trials/{trial_id}*/rank*.beat"))
+
+
+def gone_within(pids: set[int], seconds: float) -> set[int]:
+    """Which of the processes still live when time is up."""
+    deadline = time.monotonic() + seconds
+    while (left := {pid for pid in pids if processes.alive(pid)}) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return left
