@@ -89,7 +89,12 @@ class Assignment:
 
 def write_json(path: Path, data: object, mode: int = 0o666) -> None:
     """Whole or not at all: temporary name, fsync, rename. NaN and infinities are refused (ValueError)."""
-    write_text(path, json.dumps(data, indent=1, allow_nan=False, ensure_ascii=False) + "\n", mode)
+    write_text(path, json_text(data), mode)
+
+
+def json_text(data: object) -> str:
+    """The text of a JSON file. NaN and infinities are refused (ValueError)."""
+    return json.dumps(data, indent=1, allow_nan=False, ensure_ascii=False) + "\n"
 
 
 def write_text(path: Path, text: str, mode: int = 0o666) -> None:
@@ -97,22 +102,43 @@ def write_text(path: Path, text: str, mode: int = 0o666) -> None:
 
     ``mode``: permissions, less what the umask takes. Raises OSError naming the file.
     """
-    path = path.resolve()
-    if path.exists() and not path.is_file():
-        path.write_text(text, encoding="utf-8", errors="backslashreplace", newline="")
-        return
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    write_texts({path: text}, mode)
+
+
+def write_texts(texts: Mapping[Path, str], mode: int = 0o666) -> None:
+    """Several files as :func:`write_text` writes one; none is replaced before all are on disk.
+
+    So a disk that fills leaves every one as it was, and only the moment between two renames can part them.
+    """
+    renames: list[tuple[Path, Path]] = []
+    target = Path()
     try:
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, mode)
-        with os.fdopen(descriptor, "w", encoding="utf-8", errors="backslashreplace", newline="") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
+        for path, text in texts.items():
+            target = path.resolve()
+            if target.exists() and not target.is_file():
+                target.write_text(text, encoding="utf-8", errors="backslashreplace", newline="")
+                continue
+            temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+            renames.append((temporary, target))
+            descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, mode)
+            with os.fdopen(descriptor, "w", encoding="utf-8", errors="backslashreplace", newline="") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+        for temporary, target in renames:
+            temporary.replace(target)
     except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from None
+        raise OSError(error.errno, error.strerror, str(target)) from None
     finally:
-        temporary.unlink(missing_ok=True)
+        for temporary, _ in renames:
+            temporary.unlink(missing_ok=True)
+
+
+def remove_temporaries(folder: Path, name: str) -> None:
+    """Removes what killed writers of files called ``name``, a pattern, left there. Nobody may be writing them now."""
+    for temporary in folder.glob(f".{name}.*.tmp"):
+        if temporary.name.split(".")[-2].isdecimal() and temporary.is_file():
+            temporary.unlink(missing_ok=True)
 
 
 def append_line(path: Path, data: object) -> None:

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from . import console, dsconfig, foresight, gpus, ops, placement, plan, preflight
 from .errors import DsBenchError, UsageError
-from .launch import Launcher, Limits
+from .launch import Launcher, Limits, scratch
 from .launch.cardwatch import CardWatcher
 from .launch.deepspeed import DeepSpeedLauncher
 from .launch.warm import WarmLauncher
@@ -55,6 +55,8 @@ def look_around(options: Options, make_config: plan.MakeConfig) -> Situation:
     variables = preflight.rank_environment(place, os.environ, choice.model_type)
     if choice.source == "hub":  # looked up and cached just now: ranks need not ask again
         variables["HF_HUB_OFFLINE"] = "1"
+    if place.hostfile is None:  # other nodes do not have the folder
+        variables |= scratch.temporary_folder_variables(os.environ)
     _usable(lambda: plan.make_trials(options, choice, place, drafts, {}, {}))
     caveats = _check_nvme(options, drafts)
     swaps = options.nvme_path is not None and any(dsconfig.uses_nvme(draft.config) for draft in drafts)

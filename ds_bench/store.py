@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from . import files
-from .contract import append_line, write_json, write_text
+from .contract import append_line, json_text, remove_temporaries, write_json, write_texts
 from .errors import PreflightError, UsageError
 from .reading.shapes import Builder
 from .record import SCHEMA_VERSION, TrialRecord
@@ -134,6 +134,9 @@ class RunStore:
             except OSError as error:
                 yield f"the run folder cannot be locked ({error.strerror}): a second run in it would not be noticed"
                 return
+            remove_temporaries(self.json_path.parent, f"{self.json_path.stem}.*")
+            for folder in (self.folder, *self.folder.glob("*/")):
+                remove_temporaries(folder, "*")
             yield None
 
     def save_run(self, facts: Mapping[str, Any]) -> None:
@@ -201,10 +204,9 @@ class RunStore:
         return records
 
     def write_rows(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Rewrites the flat JSON and CSV, each whole or not at all."""
+        """Rewrites the flat JSON and CSV, each whole or not at all, and both at once."""
         finite = [{name: _finite(value) for name, value in row.items()} for row in rows]
-        write_json(self.json_path, finite)
-        write_text(self.csv_path, csv_text(finite))
+        write_texts({self.json_path: json_text(finite), self.csv_path: csv_text(finite)})
 
 
 def _close_torn_line(path: Path) -> None:

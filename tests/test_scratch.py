@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -222,6 +223,33 @@ def test_what_a_killed_process_had_noted_is_removed_and_nothing_of_the_living_or
         stranger.unlink()
         remove_abandoned()
     assert not any(path.exists() for path in files[1])
+
+
+COMPILER = """
+import os, subprocess, sys, time
+from ds_bench.launch import scratch
+program = "import tempfile, time; print(tempfile.mkdtemp(), flush=True); time.sleep(100)"
+environment = {**os.environ, **scratch.temporary_folder_variables({})}
+child = subprocess.Popen([sys.executable, "-c", program], env=environment, stdout=subprocess.PIPE, text=True)
+print(child.pid, child.stdout.readline().strip(), environment["TORCHINDUCTOR_CACHE_DIR"], flush=True)
+time.sleep(100)
+"""
+
+
+def test_temporary_files_of_a_killed_compiler_are_removed_with_the_folder_of_its_run(tmp_path: Path) -> None:
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    run = subprocess.Popen([sys.executable, "-c", COMPILER], env=environment, stdout=subprocess.PIPE, text=True)
+    assert run.stdout is not None
+    with run.stdout:
+        compiler, temporary, cache = run.stdout.readline().split()
+    for pid in (run.pid, int(compiler)):
+        os.kill(pid, signal.SIGKILL)
+    run.wait()
+    assert Path(temporary).is_dir()
+    assert tmp_path in Path(temporary).parents
+    remove_abandoned()
+    assert list(tmp_path.iterdir()) == []
+    assert Path(cache).parent == tmp_path, "what is compiled once is there for the next run"
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can give a file to another user")

@@ -9,7 +9,9 @@ import io
 import json
 import os
 import re
+import signal
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -146,6 +148,52 @@ def test_a_write_that_fails_leaves_the_old_file_and_no_litter(run: RunStore, mon
     assert sorted(path.name for path in run.json_path.parent.iterdir()) == sorted(
         [run.json_path.name, run.csv_path.name, "runs"]
     )
+
+
+def test_a_disk_that_fills_between_the_two_tables_leaves_both_as_they_were(
+    run: RunStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run.write_rows(rows_of(fakes.success()))
+    before = run.json_path.read_bytes(), run.csv_path.read_bytes()
+    calls: list[int] = []
+
+    def fill_after_the_first(descriptor: int) -> None:
+        calls.append(descriptor)
+        if len(calls) > 1:
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(contract.os, "fsync", fill_after_the_first)
+    with pytest.raises(OSError, match="No space") as caught:
+        run.write_rows(rows_of(fakes.failure()))
+    assert caught.value.filename == str(run.csv_path)
+    assert (run.json_path.read_bytes(), run.csv_path.read_bytes()) == before
+
+
+def test_what_a_killed_writer_left_is_removed_by_the_next_that_holds_the_run(
+    run: RunStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stranger = run.json_path.with_name(".zero_comparison_20200101_000000.json.7.tmp")  # of a run that may live
+    stranger.touch()
+    (run.folder / "recommended").mkdir()
+    written: list[Callable[[], None]] = [
+        lambda: run.write_rows(rows_of(fakes.success())),
+        lambda: run.save_run({}),
+        lambda: contract.write_json(run.folder / "recommended" / "ds_config.json", {}),
+    ]
+    monkeypatch.setattr(contract.os, "fsync", lambda _descriptor: os.kill(os.getpid(), signal.SIGKILL))
+    for write in written:
+        child = os.fork()
+        if child == 0:
+            write()
+            os._exit(0)
+        assert os.WIFSIGNALED(os.waitpid(child, 0)[1])
+
+    def temporaries() -> list[Path]:
+        return list(run.json_path.parent.rglob("*.tmp"))
+
+    assert len(temporaries()) == 1 + len(written)
+    with run.held():
+        assert temporaries() == [stranger]
 
 
 def test_rows_that_no_file_can_hold_leave_the_old_file(run: RunStore) -> None:

@@ -12,13 +12,14 @@ import contextlib
 import errno
 import glob
 import json
+import multiprocessing.util
 import os
 import secrets
 import shutil
 import socket
 import stat
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from ..contract import Assignment, append_line
@@ -69,6 +70,27 @@ def note_owned(*patterns: str) -> None:
             atexit.register(path.unlink, missing_ok=True)
         with contextlib.suppress(OSError):
             append_line(path, list(patterns))
+
+
+def temporary_folder() -> str:
+    """A folder of this process for temporary files, multiprocessing's own, removed when it ends; noted."""
+    folder = multiprocessing.util.get_temp_dir()
+    note_owned(glob.escape(folder))
+    return folder
+
+
+def temporary_folder_variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """Variables that send the temporary files of this process's children into :func:`temporary_folder`.
+
+    Compilers leave theirs when they are killed, and so does DeepSpeed's import, which compiles to learn which libraries
+    there are (op_builder/builder.py, ``has_function``). torch's cache of compiled code, which is to outlive the run,
+    stays outside (torch/_inductor/runtime/cache_dir_utils.py).
+    """
+    cache = Path(tempfile.gettempdir()).absolute() / f"torchinductor_{os.getuid()}"
+    return {
+        "TMPDIR": temporary_folder(),
+        "TORCHINDUCTOR_CACHE_DIR": environ.get("TORCHINDUCTOR_CACHE_DIR", str(cache)),
+    }
 
 
 def remove_abandoned() -> list[Path]:

@@ -7,10 +7,9 @@ preload list. It must never touch a GPU; a probe proves that before the first tr
 from __future__ import annotations
 
 import contextlib
-import glob
 import importlib
 import json
-import multiprocessing.util
+import multiprocessing
 import os
 import sys
 import warnings
@@ -24,7 +23,7 @@ from typing import Any
 from ..record import CRASHED, Outcome, TrialRecord
 from ..spec import Trial
 from . import Launcher, processes
-from .scratch import note_owned
+from .scratch import temporary_folder
 from .trial import run_trial
 from .watch import Limits, Listener
 
@@ -72,9 +71,7 @@ class WarmLauncher:
     def _probe(self, timeout_seconds: float) -> str | None:
         _ensure_tracker()
         self._context.set_forkserver_preload([_PRELOAD])
-        folder = multiprocessing.util.get_temp_dir()
-        note_owned(glob.escape(folder))
-        answer = Path(folder) / "probe.json"
+        answer = Path(temporary_folder()) / "probe.json"
         answer.unlink(missing_ok=True)
         with _variables(self._environment):
             probe = self._context.Process(target=_probe, args=(str(answer),), daemon=True)
