@@ -54,12 +54,15 @@ class WarmLauncher:
         self._server: int | None = None
 
     def prepare(self, timeout_seconds: float = 300.0) -> str | None:
-        """Starts the server. Returns None when ranks may be forked from it, else the reason why not."""
+        """Starts the server, once more where it dies while it loads.
+
+        Returns None when ranks may be forked from it, else the reason why not.
+        """
         earlier = processes.descendants()
         try:
             try:
                 return self._probe(timeout_seconds)
-            except ChildProcessError:
+            except (EOFError, OSError):
                 _forget_server()
                 return self._probe(timeout_seconds)
         except (EOFError, OSError) as error:

@@ -6,6 +6,7 @@ Run as a program, it kills the server in, between and at the start of trials, an
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
 import threading
@@ -44,7 +45,15 @@ def main(base: Path) -> None:
     from tests.support import fakes
 
     warm._PRELOAD = "warm_stub"
-    launcher = warm.WarmLauncher({"DS_ACCELERATOR": "cpu"}, Limits(kill_grace_seconds=1))
+    loads = base / "loads"
+    loads.write_text("2")
+    variables = {"DS_ACCELERATOR": "cpu", "DEATHS_WHILE_LOADING": str(loads)}
+    launcher = warm.WarmLauncher(variables, Limits(kill_grace_seconds=1))
+    refused = launcher.prepare()
+    assert refused is not None
+    assert refused.startswith("the preloaded server did not start (")
+    loads.write_text("1")
+    assert launcher.prepare() is None, "it is started again once"
 
     told: list[str] = []
 
@@ -93,6 +102,11 @@ def main(base: Path) -> None:
 if __name__ == "__main__":
     main(Path(sys.argv[1]))
 else:
+    if (loads := Path(os.environ.get("DEATHS_WHILE_LOADING", os.devnull))).is_file():
+        left = int(loads.read_text())
+        loads.write_text(str(max(0, left - 1)))
+        if left:
+            os.kill(os.getpid(), signal.SIGKILL)
     sys.modules["ds_bench.worker.preload"] = sys.modules[__name__]
     worker = types.ModuleType("ds_bench.worker.rank")
     worker.run = run  # type: ignore[attr-defined]
