@@ -123,10 +123,10 @@ class RankMeasurement:
     vocabulary_size: int | None = None
     """Tokens that the random batches were drawn from."""
     repeated_loss: float | None = None
-    """Loss on this rank's first batch after the last measured step, without dropout."""
+    """Loss on this rank's first batch at the end of the trial, without dropout: after the inspection's steps."""
     weight_change: tuple[float, ...] | None = None
-    """Count sketch of what training changed, of this rank's share of the weights (worker/weightchange.py). The sum
-    over ranks is that of the model."""
+    """Count sketch of what training changed by the end of the trial, of this rank's share of the weights
+    (worker/weightchange.py). The sum over ranks is that of the model."""
     cpu_cores: float | None = None
     """Cores' worth of time that this rank may use: the affinity mask, and the cgroup's CPU quota where that is less."""
     cpu_threads: int | None = None

@@ -126,6 +126,42 @@ def test_the_same_training_moves_the_weights_the_same_way_however_they_are_split
         assert row.repeated_loss < (row.losses[0] or 0.0)
 
 
+@pytest.mark.nvme
+def test_what_lies_on_nvme_trains_exactly_like_what_is_offloaded_to_memory(
+    server: Callable[[Limits], WarmLauncher], tmp_path: Path
+) -> None:
+    """The weights are read before the first step and after the last: neither disturbs what DeepSpeed swaps."""
+    large = {**WORKLOAD.model_config, "vocab_size": 8192, "n_embd": 256}  # partitions under 1 MB stay in memory
+    work = replace(WORKLOAD, model="large", model_config=large)
+    sub_groups = {"sub_group_size": 600_000}
+    pipelined = {"pipeline_read": True, "pipeline_write": True, "buffer_count": 12}
+    records = {}
+    for name, offload, changes in (
+        ("memory", "cpu_full", sub_groups),
+        ("nvme", "nvme", sub_groups),
+        ("pipelined", "nvme", {**sub_groups, "offload_optimizer": pipelined}),
+    ):
+        disk, folder = tmp_path / f"{name}_disk", tmp_path / name
+        disk.mkdir()
+        folder.mkdir()
+        trial = make_trial(
+            strategies.offload_strategy(offload, 3),
+            workload=work,
+            changes={"zero_optimization": changes},
+            largest_parameter=8192 * 256,
+            nvme_path=str(disk),
+        )
+        records[name] = server(SHORT).launch(trial, folder, lambda _progress: None)
+        assert records[name].outcome.success, records[name].outcome
+    memory = records.pop("memory")
+    for record in records.values():
+        for rank, other in zip(record.ranks, memory.ranks, strict=True):
+            assert rank.ledger["nvme"].keys() == {"optimizer_states", "parameters"}
+            assert rank.losses == other.losses
+            assert rank.repeated_loss == pytest.approx(other.repeated_loss, rel=1e-6)
+            assert rank.weight_change == pytest.approx(other.weight_change, rel=1e-6, abs=1e-9)
+
+
 def test_a_sketch_is_of_the_tensors_and_not_of_how_ranks_hold_them() -> None:
     values = torch.randn(700_000, generator=torch.Generator().manual_seed(1))
     whole = weightchange.sketch(iter([("a", 0, values), ("b", 0, values[:5])]))

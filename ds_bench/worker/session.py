@@ -93,13 +93,15 @@ def measure(assignment: Assignment, config: dict[str, Any], beat: BeatWriter, ke
     }
     keep(measured)
     beat.beat("inspect")
+    measured |= _inspect(trainer, assignment)
+    keep(measured)
+    # Last of all: where parameters lie on a disk, DeepSpeed fails in the next step after a forward pass that no
+    # backward pass followed.
     measured |= {"weight_change": change.since_start(), "repeated_loss": train.repeated_loss(trainer)}
     if change.note is not None:
-        measured["notes"] = [*measured.get("notes", ()), change.note]
-    keep(measured)
-    inspected = _inspect(trainer, assignment)
+        measured["notes"] = [*measured["notes"], change.note]
     del built
-    return {**measured, **inspected}
+    return measured
 
 
 def _notes(built: build.BuiltModel, seq_length: int) -> list[str]:

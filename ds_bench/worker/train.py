@@ -209,11 +209,9 @@ def measure(trainer: Trainer, steps: int, barrier: Callable[[], None], samples: 
 def repeated_loss(trainer: Trainer) -> float | None:
     """The loss on this rank's first batch, without dropout and without training on it.
 
-    None where not finite; for a compiled engine, which would be compiled again for it; and where parameters are swapped
-    to a disk: there DeepSpeed fails in the next step after a forward pass that no backward pass followed.
+    None where not finite, and for a compiled engine, which would be compiled again for it.
     """
-    swaps = any(getattr(each, "nvme_swapper", None) is not None for each in trainer.engine.module.parameters())
-    if swaps or getattr(trainer.engine, "is_compiled", False):
+    if getattr(trainer.engine, "is_compiled", False):
         return None
     trainer.engine.eval()
     try:

@@ -7,11 +7,13 @@ model is the sum of those of the ranks. No rank gathers anything or waits for an
 weights where DeepSpeed keeps them.
 
 Cost: one pass over the rank's own share of the weights, twice, in pieces of 0.5 MB; the heartbeat goes on. A pass is
-given up with a note when it takes longer than ``MOST_SECONDS``; weights that lie on a disk are not read.
+given up with a note when it takes longer than ``MOST_SECONDS``. Weights on a disk are read through DeepSpeed's own
+buffers, one sub-group after another.
 """
 
 from __future__ import annotations
 
+import contextlib
 import time
 import zlib
 from collections.abc import Iterator
@@ -139,13 +141,26 @@ def _linked_fragments(engine: Any, names: dict[int, str]) -> Iterator[Fragment]:
 
 def _partitions(wrapper: Any, names: dict[int, str]) -> Iterator[Fragment]:
     """Stage 3: this rank's slice of each parameter, sub-group by sub-group."""
-    if any(wrapper._swappable_optimizer_subgroup(index) for index in range(len(wrapper.fp16_groups))):
-        raise NotReadError("they lie on a disk")
-    for group, flat in zip(wrapper.fp16_groups, wrapper.fp32_partitioned_groups_flat, strict=True):
-        offset = 0
-        for parameter in group:
-            size = parameter.partition_numel()
-            start = parameter.ds_zero_partition_rank * size
-            own = max(0, min(size, parameter.ds_numel - start))  # the last slices are padded
-            yield names[id(parameter)], start, flat.detach()[offset : offset + own]
-            offset += size
+    for index, (group, flat) in enumerate(zip(wrapper.fp16_groups, wrapper.fp32_partitioned_groups_flat, strict=True)):
+        with _in_memory(wrapper, index, flat):
+            offset = 0
+            for parameter in group:
+                size = parameter.partition_numel()
+                start = parameter.ds_zero_partition_rank * size
+                own = max(0, min(size, parameter.ds_numel - start))  # the last slices are padded
+                yield names[id(parameter)], start, flat.detach()[offset : offset + own]
+                offset += size
+
+
+@contextlib.contextmanager
+def _in_memory(wrapper: Any, index: int, flat: torch.Tensor) -> Iterator[None]:
+    """Stage 3: a sub-group whose optimizer state lies on a disk is in memory for as long as this lasts."""
+    if not wrapper._swappable_optimizer_subgroup(index):
+        yield
+        return
+    # No next sub-group is read ahead: where reading is given up before that one, training would find the wrong one.
+    wrapper.optimizer_swapper.swap_in_optimizer_state(parameter=flat, async_parameter=None)
+    try:
+        yield
+    finally:
+        wrapper._release_swap_buffers(index)
