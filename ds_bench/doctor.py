@@ -107,7 +107,7 @@ def _nvme(machine: Machine, path: Path | None, variables: Mapping[str, str]) -> 
     if any(finding.level == "problem" for finding in found):
         return found
     folder = variables.get("TORCH_EXTENSIONS_DIR")
-    if folder is None or not (Path(folder) / f"{ops.ASYNC_IO}.ready").exists():
+    if folder is None or not ops.is_built(ops.ASYNC_IO, Path(folder)):
         return [*found, warning("NVMe speed", "not measured: DeepSpeed's AsyncIO op is not built", compiled.BUILD)]
     return [*found, *attempt("NVMe speed", lambda: disk.check_speed(path, variables))]
 

@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from .contract import write_json
 from .errors import PreflightError
 from .launch import processes
 from .spec import Accelerator
@@ -236,32 +237,39 @@ def prepare_ops(
     except OSError as error:
         raise PreflightError(f"{folder} cannot be made: {error.strerror}", remedy="set DS_BENCH_OPS_CACHE") from None
     _copy_shared_cache(folder, names)
-    if all((folder / f"{name}.ready").exists() for name in names) and not stale_locks(folder):
+    if all(is_built(name, folder) for name in names) and not stale_locks(folder):
         return {name: OpState(op=name, ready=True) for name in names}
     states = {}
     with _only_builder(folder, say):
         for lock in remove_stale_locks(folder):
             say(f"removed a stale build lock: {lock}")
         for name in names:
-            marker = folder / f"{name}.ready"
-            if marker.exists():
+            if is_built(name, folder):
                 states[name] = OpState(op=name, ready=True)
                 continue
             say(f"building DeepSpeed's {name.removesuffix('Builder')} op (once, minutes on few cores) …")
             states[name] = _build(name, folder, environment, timeout_seconds)
             if states[name].ready:
-                marker.touch()
                 say(f"built {name.removesuffix('Builder')} in {format_duration(states[name].seconds)}")
             else:
                 remove_stale_locks(folder)
     return states
 
 
+def is_built(name: str, folder: Path) -> bool:
+    """Whether an earlier run built this op here and every library that it loaded from this folder is still there."""
+    try:
+        libraries = json.loads((folder / f"{name}.ready").read_text())
+        return isinstance(libraries, list) and all((folder / str(library)).is_file() for library in libraries)
+    except (OSError, ValueError):
+        return False
+
+
 def _copy_shared_cache(folder: Path, names: Iterable[str]) -> None:
     """Copies what a cache that cannot be written holds, file times too, by which ninja decides."""
     shared = cache_roots()[0] / "ds_bench" / "ops" / folder.name
-    missing = [name for name in names if not (folder / f"{name}.ready").exists()]
-    if shared != folder and any((shared / f"{name}.ready").exists() for name in missing):
+    missing = [name for name in names if not is_built(name, folder)]
+    if shared != folder and any(is_built(name, shared) for name in missing):
         with contextlib.suppress(OSError):  # what could not be copied is built
             shutil.copytree(shared, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("lock", "builder"))
 
@@ -312,6 +320,8 @@ def _read_answer(name: str, output: bytes, log: Path, code: int) -> OpState:
     try:
         answer = json.loads(output.splitlines()[-1])
         ready, seconds = answer["state"] == "ready", float(answer["seconds"])
+        if ready:
+            write_json(log.with_suffix(".ready"), answer["libraries"])
         reason = "" if ready else f"{answer['reason']}; log {log}"
     except (ValueError, IndexError, KeyError, TypeError):
         return OpState(op=name, ready=False, reason=f"the build ended with code {code}; log {log}")

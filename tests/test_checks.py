@@ -206,7 +206,7 @@ def test_each_op_names_the_strategies_that_need_it() -> None:
 
 
 def test_an_op_with_our_mark_is_built_and_one_without_can_be(tmp_path: Path) -> None:
-    (tmp_path / f"{ops.CPU_ADAM}.ready").touch()
+    (tmp_path / f"{ops.CPU_ADAM}.ready").write_text("[]")
     found = compiled_ops(machine(), tmp_path)
     assert found["CPUAdam op"].text.startswith("built")
     assert found["CPUAdam op"].remedy is None

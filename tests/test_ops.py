@@ -153,7 +153,8 @@ name = sys.argv[1]
 cache = pathlib.Path(os.environ["TORCH_EXTENSIONS_DIR"])
 (cache / "calls").open("a").write(name + "\\n")
 print("compiling", name, file=sys.stderr)
-answer = {"op": name, "state": "ready", "seconds": 1.5, "reason": ""}
+library = f"{name}/{name}.so"
+answer = {"op": name, "state": "ready", "seconds": 1.5, "reason": "", "libraries": [library]}
 mode = os.environ["FAKE_BUILD"]
 if mode == "hang":
     (cache / name).mkdir()
@@ -167,11 +168,15 @@ elif mode == "killed":
     held = open(cache / name / "lock", "w")
     os.kill(os.getpid(), signal.SIGKILL)
 elif mode == "noisy":
+    (cache / name).mkdir(exist_ok=True)
+    (cache / library).touch()
     print("ninja: build stopped")
     print(json.dumps(answer))
 elif mode == "failed":
     print(json.dumps({**answer, "state": "failed", "reason": "CalledProcessError: no g++"}))
 elif mode == "ready":
+    (cache / name).mkdir(exist_ok=True)
+    (cache / library).touch()
     print(json.dumps(answer))
 else:
     print(mode)
@@ -251,6 +256,16 @@ def test_deepspeeds_type_error_without_a_cuda_toolkit_is_told_as_what_it_is(tmp_
     assert "NoneType" in done.stderr
     reason = done.stdout.splitlines()[-1]
     assert ops.remedy_of(reason) == "install the CUDA toolkit of torch's CUDA version and set CUDA_HOME"
+
+
+def test_a_mark_without_the_library_that_was_built_is_not_believed(workshop: Workshop) -> None:
+    workshop.build("AOpBuilder")
+    (workshop.cache / "AOpBuilder" / "AOpBuilder.so").unlink()
+    assert not workshop.build("AOpBuilder", mode="failed")["AOpBuilder"].ready
+    assert workshop.build("AOpBuilder")["AOpBuilder"].ready
+    (workshop.cache / "AOpBuilder.ready").write_text("")  # of a release that wrote nothing in it
+    workshop.build("AOpBuilder")
+    assert workshop.calls == ["AOpBuilder"] * 4
 
 
 def test_an_op_that_failed_is_tried_again_by_the_next_run(workshop: Workshop) -> None:
@@ -342,7 +357,7 @@ def test_a_cache_that_cannot_be_written_is_taken_over_and_nothing_is_built_twice
     built = shared / "ds_bench" / "ops" / ops.cache_folder("cpu").name
     (built / "a_op").mkdir(parents=True)
     (built / "a_op" / "a_op.so").write_text("compiled")
-    (built / "AOpBuilder.ready").touch()
+    (built / "AOpBuilder.ready").write_text('["a_op/a_op.so"]')
     program = (
         "from ds_bench import ops; folder = ops.cache_folder('cpu');"
         "states = ops.prepare_ops(['AOpBuilder'], folder, {}, say=print);"

@@ -86,7 +86,7 @@ class _Needs:
 def _found(machine: Machine, needs: _Needs, folder: Path, level: Level) -> Finding:
     """What the cache and the tools say of an op, without building it."""
     op, name = needs.op, title(needs.op)
-    if (folder / f"{op}.ready").exists():
+    if ops.is_built(op, folder):
         return ok(name, "built")
     if _being_built(folder):
         return ok(name, "another run builds ops at this moment")

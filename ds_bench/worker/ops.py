@@ -1,7 +1,8 @@
 """Builds DeepSpeed's compiled ops in a process of its own: ``python -m ds_bench.worker.ops NAME…``.
 
-Prints one JSON line per op: ``{"op", "state": "ready" | "unsupported" | "failed", "seconds", "reason"}``.
-The names are DeepSpeed's builder classes (``CPUAdamBuilder``).
+Prints one JSON line per op: ``{"op", "state": "ready" | "unsupported" | "failed", "seconds", "reason"}``, and of one
+that is ready ``"libraries"``: the files that it loaded from the folder of built ops, relative to it. The names are
+DeepSpeed's builder classes (``CPUAdamBuilder``).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import re
 import signal
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 from ..launch.processes import die_with_parent
@@ -38,7 +40,15 @@ def build(name: str) -> dict[str, Any]:
         if _lacks_toolkit(builder):  # DeepSpeed joins paths to CUDA_HOME, which is None: a TypeError
             reason = "there is no CUDA toolkit: CUDA_HOME is not set, and no nvcc is found"
         return {"op": name, "state": "failed", "seconds": time.monotonic() - start, "reason": reason}
-    return {"op": name, "state": "ready", "seconds": time.monotonic() - start, "reason": ""}
+    seconds = time.monotonic() - start
+    return {"op": name, "state": "ready", "seconds": seconds, "reason": "", "libraries": _loaded_libraries()}
+
+
+def _loaded_libraries() -> list[str]:
+    folder = Path(os.environ["TORCH_EXTENSIONS_DIR"]).resolve()
+    mapped = (line.split(maxsplit=5)[5:] for line in Path("/proc/self/maps").read_text().splitlines())
+    libraries = {Path(path[0]) for path in mapped if path and path[0].endswith(".so")}
+    return sorted(str(each.relative_to(folder)) for each in libraries if each.is_relative_to(folder))
 
 
 def _lacks_toolkit(builder: Any) -> bool:
