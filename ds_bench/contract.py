@@ -71,6 +71,8 @@ class Assignment:
     """Private folder for NVMe swapping."""
     collective_timeout_seconds: float | None = None
     """For one collective: longer than any limit of the trial, so that no library ends a rank before the parent does."""
+    working_folder: str | None = None
+    """Where the ranks work, which is not where a launcher starts them; None for where they are started."""
 
     def save(self, folder: Path, config: Mapping[str, Any]) -> None:
         """Writes trial.json and ds_config.json into the trial's folder.

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from ds_bench import analysis, preflight, strategies
-from ds_bench.contract import Beat, read_beat
+from ds_bench.contract import Assignment, Beat, read_beat
 from ds_bench.launch import Limits, processes
 from ds_bench.launch import deepspeed as cold
 from ds_bench.launch.warm import WarmLauncher
@@ -215,6 +215,32 @@ def test_a_deepspeed_launcher_that_is_killed_is_a_row_and_leaves_no_rank(tmp_pat
         del os.environ["PYTHONPATH"]
     assert record.outcome.status in ("Crashed", "Killed"), record.outcome
     assert processes.descendants() <= before
+
+
+def test_with_several_nodes_no_module_of_the_current_folder_reaches_a_remote_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DeepSpeed's own launcher, with stand-ins for ssh and pdsh that keep what would run on the nodes."""
+    tools, here, folder, remote = (tmp_path / name for name in ("tools", "here", "trial", "remote"))
+    for each in (tools, here, folder):
+        each.mkdir()
+    (tools / "ssh").write_text("#!/bin/sh\necho 127.0.0.1\n")
+    (tools / "pdsh").write_text(f'#!/bin/sh\necho "$@" > {remote}\n')
+    for tool in tools.iterdir():
+        tool.chmod(0o755)
+    hostfile = tmp_path / "hostfile"
+    hostfile.write_text("node1 slots=1\nnode2 slots=1\n")
+    monkeypatch.chdir(here)
+    Path("random.py").write_text("raise SystemExit('a module of the current folder runs')")
+    launcher = cold_launcher()
+    launcher._environment["PATH"] = f"{tools}:{launcher._environment['PATH']}"
+    launcher.launch(make_trial(hostfile=str(hostfile)), Path("../trial"), lambda _progress: None)
+    command = remote.read_text()
+    assert str(here) not in command
+    assert "export PYTHONSAFEPATH=1;" in command
+    assert f"cd {folder};" in command
+    assert command.split()[-1] == str(folder)
+    assert Assignment.load(folder).working_folder == str(here)
 
 
 def test_a_rank_that_dies_before_hello_is_crashed_and_said_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

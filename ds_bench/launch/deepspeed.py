@@ -48,7 +48,7 @@ class DeepSpeedLauncher:
         )
 
     def _start(self, trial: Trial, folder: Path) -> _SpawnedLeader:
-        command = launch_command(trial.placement, folder, self._devices)
+        command = launch_command(trial.placement, folder.resolve(), self._devices)
         with (folder / LEADER_LOG).open("ab") as log:
             process = subprocess.Popen(
                 [sys.executable, "-m", "ds_bench.launch.leader", str(folder), json.dumps(command)],

@@ -52,7 +52,15 @@ def lead_command(folder: Path, command: list[str]) -> int:
     """Cold: runs a launcher's command and waits. Returns its code."""
     _become_leader(folder)
     environment = {**os.environ, processes.LEADER_VARIABLE: str(os.getpid())}
-    child = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environment, preexec_fn=processes.die_with_parent)
+    child = subprocess.Popen(
+        command,
+        # With several nodes the launcher puts its folder first on PYTHONPATH (launcher/runner.py): were it the user's,
+        # a random.py there would run in every rank.
+        cwd=folder,
+        stdin=subprocess.DEVNULL,
+        env=environment,
+        preexec_fn=processes.die_with_parent,
+    )
     _wait_for(folder, {child.pid: None})
     return 0
 

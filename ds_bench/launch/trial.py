@@ -131,6 +131,7 @@ def _assign(trial: Trial, environment: Mapping[str, str], meet_by_file: bool, li
             max(limits.timeout_seconds, limits.stall_timeout_seconds) + _COLLECTIVE_MARGIN_SECONDS,
             _LONGEST_COLLECTIVE_SECONDS,
         ),
+        working_folder=str(Path.cwd()),
     )
 
 

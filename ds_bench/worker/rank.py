@@ -49,6 +49,9 @@ def run(folder: Path, *, rank: int, local_rank: int, world_size: int) -> int:
         emulated = assignment.trial.placement.gpu_memory_limit_bytes is not None
         limited = assignment.trial.placement.cpu_memory_limit_bytes is not None
         os.environ.update(rank_environment(assignment, rank, local_rank, world_size))
+        if assignment.working_folder is not None:
+            with contextlib.suppress(FileNotFoundError):  # of another node, which may lack it
+                os.chdir(assignment.working_folder)
         result = _measure(folder, assignment, beat, started)
         code = 0
     except BaseException as error:  # a rank's end is always a value, KeyboardInterrupt and SystemExit too
