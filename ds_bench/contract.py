@@ -110,7 +110,7 @@ def write_text(path: Path, text: str, mode: int = 0o666) -> None:
 def write_texts(texts: Mapping[Path, str], mode: int = 0o666) -> None:
     """Several files as :func:`write_text` writes one; none is replaced before all are on disk.
 
-    So a disk that fills leaves every one as it was, and only the moment between two renames can part them.
+    So a disk that fills leaves every one as it was; only a kill between two renames leaves some new and some old.
     """
     renames: list[tuple[Path, Path]] = []
     target = Path()
