@@ -361,6 +361,21 @@ for name, rows in tables.items():
         print(f"{name:<20} {row['strategy']:<15} {row['status']:<12} {number(row.get('avg_step_time_ms'), '8.2f'):>8}  "
               f"{number(row.get('gpu_peak_gb'), '8.2f'):>8}  {number(row.get('predicted_over_measured') or row.get('predicted_over_ledger'), '.3f'):>18}  "
               f"{(row.get('caveats') or '')[:80]}")
+beside = {}  # GB in use beside torch's allocator, by number of GPUs
+for rows in tables.values():
+    for row in rows:
+        if row.get("gpu_outside_allocator_gb") is not None:
+            beside.setdefault(row["num_gpus"], []).append(row["gpu_outside_allocator_gb"])
+if beside:
+    from ds_bench.prediction.memory import CONTEXT_BYTES, NCCL_BYTES
+    print("\nGPU memory in use beside torch's allocator (used - reserved), per world size")
+context = max(beside.get(1, [])) if 1 in beside else None
+for count, sizes in sorted(beside.items()):
+    assumed = (CONTEXT_BYTES + (NCCL_BYTES if count > 1 else 0)) / 2**30
+    constant = "CONTEXT_BYTES" if count == 1 else "NCCL_BYTES"
+    value = max(sizes) - (0 if count == 1 else CONTEXT_BYTES / 2**30 if context is None else context)
+    print(f"  {count} GPUs: {min(sizes):.2f} to {max(sizes):.2f} GB measured, {assumed:.2f} assumed; "
+          f"set {constant} (ds_bench/prediction/memory.py) to from_gb({max(0, value):.2f})")
 pairs = (load(out / "prediction.json") or {}).get("pairs", [])
 far = [pair for pair in pairs if pair.get("measured_bytes") and not 0.9 < pair["predicted_bytes"] / pair["measured_bytes"] < 1.1]
 if pairs:
