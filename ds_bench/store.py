@@ -135,7 +135,7 @@ class RunStore:
                 yield f"the run folder cannot be locked ({error.strerror}): a second run in it would not be noticed"
                 return
             remove_temporaries(self.json_path.parent, f"{self.json_path.stem}.*")
-            for folder in (self.folder, *self.folder.glob("*/")):
+            for folder in self.folder.glob("**/"):
                 remove_temporaries(folder, "*")
             yield None
 

@@ -175,10 +175,12 @@ def test_what_a_killed_writer_left_is_removed_by_the_next_that_holds_the_run(
     stranger = run.json_path.with_name(".zero_comparison_20200101_000000.json.7.tmp")  # of a run that may live
     stranger.touch()
     (run.folder / "recommended").mkdir()
+    trial_folder = run.trial_folder("00_zero0_r0")
     written: list[Callable[[], None]] = [
         lambda: run.write_rows(rows_of(fakes.success())),
         lambda: run.save_run({}),
         lambda: contract.write_json(run.folder / "recommended" / "ds_config.json", {}),
+        lambda: contract.write_json(trial_folder / "rank0.json", {}),
     ]
     monkeypatch.setattr(contract.os, "fsync", lambda _descriptor: os.kill(os.getpid(), signal.SIGKILL))
     for write in written:

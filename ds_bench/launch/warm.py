@@ -52,6 +52,8 @@ class WarmLauncher:
         self._otherwise = otherwise
         self._context = multiprocessing.get_context("forkserver")
         self._server: int | None = None
+        # multiprocessing replaces its helper process wherever it finds it killed, with a warning for developers.
+        warnings.filterwarnings("ignore", "resource_tracker: process died unexpectedly", UserWarning)
 
     def prepare(self, timeout_seconds: float = 300.0) -> str | None:
         """Starts the server, once more where it dies while it loads.
@@ -72,7 +74,7 @@ class WarmLauncher:
             raise
 
     def _probe(self, timeout_seconds: float) -> str | None:
-        _ensure_tracker()
+        resource_tracker.ensure_running()
         self._context.set_forkserver_preload([_PRELOAD])
         answer = Path(temporary_folder()) / "probe.json"
         answer.unlink(missing_ok=True)
@@ -94,7 +96,7 @@ class WarmLauncher:
         reason = "it died as often as it was started"
         for _ in range(_STARTS):
             # Before the trial, not in it: what runs before is left alone when the trial's processes are ended.
-            _ensure_tracker()
+            resource_tracker.ensure_running()
             forbidden = None if self._server_lives() else self.prepare()
             if forbidden is not None:
                 reason = forbidden
@@ -147,13 +149,6 @@ class _ForkedLeader:
     def wait(self, seconds: float) -> bool:
         self._process.join(seconds)
         return not self._process.is_alive()
-
-
-def _ensure_tracker() -> None:
-    """multiprocessing's helper process runs; one that was killed is replaced, without the warning for developers."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        resource_tracker.ensure_running()
 
 
 @contextlib.contextmanager

@@ -77,7 +77,10 @@ def main(base: Path) -> None:
         return record
 
     def kill(word: bytes) -> None:
-        processes.send(_processes(word), signal.SIGKILL)
+        victims = _processes(word)
+        processes.send(victims, signal.SIGKILL)
+        while any(map(processes.alive, victims)):
+            time.sleep(0.01)
 
     launch("first")
     launch("endless_1", lambda: kill(b"forkserver"))
@@ -86,11 +89,10 @@ def main(base: Path) -> None:
     kill(b"multiprocessing")
     launch("killed_between")
     start = warm.WarmLauncher._start
-    deaths = iter([True, True, False, True, True, True])
+    victims = iter([b"forkserver", b"forkserver", b"resource_tracker", b"forkserver", b"forkserver", b"forkserver"])
 
     def dying(self: warm.WarmLauncher, *arguments: object) -> object:
-        if next(deaths):
-            kill(b"forkserver")
+        kill(next(victims))
         return start(self, *arguments)  # type: ignore[arg-type]
 
     warm.WarmLauncher._start = dying  # type: ignore[assignment]
