@@ -8,8 +8,9 @@ import sys
 try:
     from typing import Any
 
-    from ds_bench import cli, dsconfig
-    from ds_bench.spec import Strategy
+    from ds_bench.cli import script
+    from ds_bench.config import deepspeed_config
+    from ds_bench.config.spec import Strategy
 except KeyboardInterrupt:  # Ctrl-C while this is loaded
     print("interrupted", file=sys.stderr)
     sys.exit(130)
@@ -21,10 +22,10 @@ def create_deepspeed_config(strategy: Strategy, batch_size: int, grad_accum: int
     ``strategy.name`` is none, cpu_optimizer, cpu_full or nvme; ``strategy.stage`` its ZeRO stage.
     World size, precision, the NVMe folder and its buffers are filled in afterwards where left open.
     """
-    config = dsconfig.base_config(strategy, batch_size, grad_accum)
+    config = deepspeed_config.base_config(strategy, batch_size, grad_accum)
     # For example: config["zero_optimization"]["offload_optimizer"]["pin_memory"] = False
     return config  # noqa: RET504
 
 
 if __name__ == "__main__":
-    sys.exit(cli.main("offload", create_deepspeed_config))
+    sys.exit(script.main("offload", create_deepspeed_config))

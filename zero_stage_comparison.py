@@ -8,8 +8,9 @@ import sys
 try:
     from typing import Any
 
-    from ds_bench import cli, dsconfig, strategies
-    from ds_bench.spec import Strategy
+    from ds_bench.cli import script
+    from ds_bench.config import deepspeed_config, strategies
+    from ds_bench.config.spec import Strategy
 except KeyboardInterrupt:  # Ctrl-C while this is loaded
     print("interrupted", file=sys.stderr)
     sys.exit(130)
@@ -20,7 +21,7 @@ def create_deepspeed_config(stage: int, batch_size: int, grad_accum: int = 1) ->
 
     World size and precision are filled in afterwards where this leaves them open.
     """
-    config = dsconfig.base_config(strategies.ZERO_STAGES[stage], batch_size, grad_accum)
+    config = deepspeed_config.base_config(strategies.ZERO_STAGES[stage], batch_size, grad_accum)
     # For example: config["zero_optimization"]["reduce_bucket_size"] = 50_000_000
     return config  # noqa: RET504
 
@@ -30,4 +31,4 @@ def _by_strategy(strategy: Strategy, batch_size: int, grad_accum: int) -> dict[s
 
 
 if __name__ == "__main__":
-    sys.exit(cli.main("zero", _by_strategy))
+    sys.exit(script.main("zero", _by_strategy))

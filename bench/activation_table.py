@@ -15,24 +15,24 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from ds_bench import models
-from ds_bench.contract import write_json
-from ds_bench.prediction import activations
+from ds_bench.models import presets
+from ds_bench.prediction import model_profile
+from ds_bench.records.rank_files import write_json
 
-TABLE = Path(activations.__file__).with_name("activations.json")
+TABLE = Path(model_profile.__file__).with_name("activations.json")
 
 
 def main() -> int:
     requests = {}
-    for name in models.preset_names():
-        facts = models.find_preset(name)
+    for name in presets.preset_names():
+        facts = presets.find_preset(name)
         assert facts is not None
-        window = activations.sliding_window(facts)
+        window = model_profile.sliding_window(facts)
         lengths = (1, *([window] if window and window < (facts.max_positions or 0) else []))
         for length, accelerator, dropout in itertools.product(lengths, ("cuda", "cpu"), (None, 0.0)):
-            request = activations.request_for(facts, length, accelerator=accelerator, dropout=dropout)
-            requests[activations.request_key(request)] = request
-    answers = activations.ask(list(requests.values()), timeout_seconds=3600)
+            request = model_profile.request_for(facts, length, accelerator=accelerator, dropout=dropout)
+            requests[model_profile.request_key(request)] = request
+    answers = model_profile.ask(list(requests.values()), timeout_seconds=3600)
     failed = [answer["error"] for answer in answers if "error" in answer]
     for text in failed:
         print(text, file=sys.stderr)

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.integrations import HfDeepSpeedConfig
 
-from ds_bench.models import find_preset
+from ds_bench.models.presets import find_preset
 
 POOL = 64  # micro-batches, used again and again
 

@@ -18,8 +18,8 @@ from pathlib import Path
 
 import harness
 
+from ds_bench.batch_search import LIMIT
 from ds_bench.batchsearch import largest, next_probe
-from ds_bench.largest import LIMIT
 
 
 def plain_doubling(answer: int) -> int:

@@ -24,10 +24,14 @@ from typing import Any, NoReturn
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # run from a checkout, installed or not
 
-from ds_bench import environment, flags, gpus, models, placement, preflight  # noqa: E402
+from ds_bench.cli import arguments as flags  # noqa: E402
+from ds_bench.config import placement  # noqa: E402
+from ds_bench.config.spec import Placement  # noqa: E402
 from ds_bench.errors import DsBenchError  # noqa: E402
-from ds_bench.launch.processes import die_with_parent  # noqa: E402
-from ds_bench.spec import Placement  # noqa: E402
+from ds_bench.launch import rank_environment  # noqa: E402
+from ds_bench.models import presets  # noqa: E402
+from ds_bench.system import environment, gpus  # noqa: E402
+from ds_bench.system.processes import die_with_parent  # noqa: E402
 
 PRODUCT = ROOT / "zero_stage_comparison.py"
 BARE_LOOP = ROOT / "bench" / "bare_loop.py"
@@ -117,13 +121,13 @@ def decide(setting: Setting) -> tuple[Setting, Placement, dict[str, str]]:
 
     Raises BenchError for a model that is no preset, UsageError where flags and machine disagree.
     """
-    facts = models.find_preset(setting.model)
+    facts = presets.find_preset(setting.model)
     if facts is None:
         raise BenchError(f"--model {setting.model} is no preset; the bare loop builds presets only")
     options = flags.parse("zero", PRODUCT.name, setting.flags())
     place = placement.decide(options, os.environ, gpus.NvmlQuery())
     settled = replace(setting, accelerator=place.accelerator, num_gpus=place.num_gpus)
-    return settled, place, preflight.rank_environment(place, os.environ, facts.model_type)
+    return settled, place, rank_environment.rank_environment(place, os.environ, facts.model_type)
 
 
 def product_command(setting: Setting, stages: Sequence[int], launcher: str, output_dir: Path) -> list[str]:

@@ -35,7 +35,7 @@ from typing import Any
 import harness
 from harness import BenchError, Run, Setting
 
-from ds_bench.contract import Beat, read_beat, write_json
+from ds_bench.records.rank_files import Beat, read_beat, write_json
 
 STAGES = (0, 1, 2, 3)
 _TRAINING = ("forward", "backward", "step")

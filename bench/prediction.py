@@ -20,11 +20,11 @@ from pathlib import Path
 import harness
 from harness import BenchError
 
-from ds_bench import models
-from ds_bench.contract import write_json
+from ds_bench.models import presets
 from ds_bench.prediction import hindsight, memory
-from ds_bench.prediction.activations import profile_of
-from ds_bench.record import SUCCESS, TrialRecord
+from ds_bench.prediction.model_profile import profile_of
+from ds_bench.records.rank_files import write_json
+from ds_bench.records.schema import SUCCESS, TrialRecord
 from ds_bench.units import format_bytes, format_ratio
 
 _OFFLOADS = ("cpu_optimizer", "cpu_full", "nvme")
@@ -80,7 +80,7 @@ def records(folder: Path) -> list[TrialRecord]:
 def pairs(record: TrialRecord) -> list[Pair]:
     """Every cell of the fullest rank's ledger, and on GPUs the peaks."""
     trial = record.trial
-    facts = models.find_preset(trial.workload.model)
+    facts = presets.find_preset(trial.workload.model)
     if facts is None:
         raise BenchError(f"{trial.workload.model} is no preset")
     work = trial.workload

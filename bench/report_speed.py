@@ -28,12 +28,12 @@ from typing import Any
 import harness
 from harness import BenchError
 
-from ds_bench import models
-from ds_bench.contract import write_json
+from ds_bench.config.spec import Trial
+from ds_bench.models import presets
 from ds_bench.prediction import memory
-from ds_bench.prediction.activations import profile_of
-from ds_bench.spec import Trial
-from ds_bench.store import RECORDS_FILE, RUN_FILE
+from ds_bench.prediction.model_profile import profile_of
+from ds_bench.records.rank_files import write_json
+from ds_bench.records.run_folder import RECORDS_FILE, RUN_FILE
 
 Json = dict[str, Any]
 
@@ -83,7 +83,7 @@ def _template(stage: int) -> Json:
 
 
 def _prediction(trial: Trial) -> Json:
-    facts = models.find_preset(trial.workload.model)
+    facts = presets.find_preset(trial.workload.model)
     if facts is None:
         raise BenchError(f"{trial.workload.model} is no preset")
     work = trial.workload

@@ -15,15 +15,18 @@ from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from . import comparison, dsconfig, flags, load
+from . import run as comparison
+from .analysis import load_results
+from .baselines import result as benchresult
+from .baselines.result import BenchmarkResult
+from .baselines.step_clock import run_under, step_clock
+from .cli import arguments as flags
+from .config import deepspeed_config
+from .config.options import Family
+from .config.spec import Strategy
+from .config.strategies import OFFLOAD_NAMES, ZERO_STAGES
 from .errors import DsBenchError
-from .options import Family
-from .regression import benchresult
-from .regression.benchresult import BenchmarkResult
-from .regression.stepclock import run_under, step_clock
-from .showing import INTERRUPTED_CODE
-from .spec import Strategy
-from .strategies import OFFLOAD_NAMES, ZERO_STAGES
+from .report.end_of_run import INTERRUPTED_CODE
 
 __all__ = [
     "BenchmarkConfig",
@@ -153,7 +156,7 @@ def measure(config: BenchmarkConfig) -> BenchmarkResult:
     folder = Path(tempfile.mkdtemp(prefix="ds_bench_benchmark_"))
     try:
         run = _compared(config, [*config.flags(), "--quiet", "--format", "json", "--output-dir", str(folder)])
-        loaded = load.load(run)
+        loaded = load_results.load(run)
     except BaseException:
         shutil.rmtree(folder)
         raise
@@ -176,7 +179,7 @@ def _compared(config: BenchmarkConfig, arguments: list[str]) -> Path:
 
 
 def _make_config(strategy: Strategy, batch_size: int, grad_accum: int) -> dict[str, Any]:
-    return dsconfig.base_config(strategy, batch_size, grad_accum)
+    return deepspeed_config.base_config(strategy, batch_size, grad_accum)
 
 
 def _failure(result: BenchmarkResult, config: BenchmarkConfig) -> str:

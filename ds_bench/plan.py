@@ -9,12 +9,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from . import dsconfig, dskeys, files, noops, ops, strategies
+from .config import deepspeed_config, known_keys, strategies, validation
+from .config.options import Options
+from .config.placement import choose_precision
+from .config.spec import BatchPolicy, Placement, Precision, Strategy, Trial, Workload
 from .errors import UsageError
-from .modelsource import ModelChoice
-from .options import Options
-from .placement import choose_precision
-from .spec import BatchPolicy, Placement, Precision, Strategy, Trial, Workload
+from .launch import ops
+from .models.lookup import ModelChoice
+from .system import files
 
 MakeConfig = Callable[[Strategy, int, int], dict[str, Any]]
 """(strategy, micro-batch, accumulation) → what the user's ``create_deepspeed_config`` returns."""
@@ -88,14 +90,14 @@ def draft_of(
     strategy: Strategy, batch_size: int, options: Options, make_config: MakeConfig, policy: BatchPolicy = "given"
 ) -> Draft:
     """One strategy's, at this micro-batch."""
-    layers = [_overlay_file(options.ds_config), *map(dsconfig.parse_set, options.set)]
+    layers = [_overlay_file(options.ds_config), *map(deepspeed_config.parse_set, options.set)]
     config = make_config(strategy, batch_size, options.grad_accum)
     if not isinstance(config, dict):
         raise UsageError(f"create_deepspeed_config returned {type(config).__name__}", remedy="return a dict")
     if options.optimizer is not None:
-        config = dsconfig.with_optimizer(config, options.optimizer)
+        config = deepspeed_config.with_optimizer(config, options.optimizer)
     config = _filled_in(_plain(_overlaid(config, layers)), strategy, batch_size, options.grad_accum)
-    dskeys.check_keys(config)
+    known_keys.check_keys(config)
     _check_stage(strategy, config)
     return Draft(strategy=strategy, config=config, batch_size=batch_size, batch_policy=policy)
 
@@ -127,7 +129,7 @@ def _overlaid(config: Mapping[str, Any], layers: Sequence[Mapping[str, Any]]) ->
     ):
         result.pop("train_batch_size", None)
     for layer in layers:
-        result = dsconfig.overlay(result, layer)
+        result = deepspeed_config.overlay(result, layer)
     return result
 
 
@@ -194,7 +196,7 @@ def make_trials(
     for repeat in range(options.repeats):
         for position, draft in enumerate(ordered_for_round(wanted, options.seed, repeat)):
             work = replace(asked, batch_size=draft.batch_size, batch_policy=draft.batch_policy)
-            config = dsconfig.complete(
+            config = deepspeed_config.complete(
                 draft.config, work, placement, torch_adam=torch_adam, largest_parameter=choice.largest_parameter
             )
             name = f"{len(made):02d}_{draft.strategy.name}" + (f"_r{repeat}" if options.repeats > 1 else "")
@@ -208,10 +210,10 @@ def make_trials(
                     placement=placement,
                     ds_config=config,
                     unsupported=_refusal(config, placement, op_states)
-                    or (lacks_space if dsconfig.uses_nvme(config) else None),
+                    or (lacks_space if deepspeed_config.uses_nvme(config) else None),
                     caveats=(
                         *_known(draft.strategy, work, config, fused, caveats),
-                        *noops.inactive(config, work, placement),
+                        *validation.inactive(config, work, placement),
                     ),
                 )
             )
@@ -235,7 +237,11 @@ def ordered_for_round(wanted: Sequence[Draft], seed: int, number: int) -> list[D
 
 
 def _refusal(config: Mapping[str, Any], placement: Placement, states: Mapping[str, ops.OpState]) -> str | None:
-    return dsconfig.refusal(config, placement) or noops.refusal(config) or _missing_op(config, placement, states)
+    return (
+        deepspeed_config.refusal(config, placement)
+        or validation.refusal(config)
+        or _missing_op(config, placement, states)
+    )
 
 
 def _missing_op(config: Mapping[str, Any], placement: Placement, states: Mapping[str, ops.OpState]) -> str | None:
@@ -257,7 +263,7 @@ def _known(
     known = _departures(strategy, asked, config)
     if strategy.name in caveats:
         known.append(caveats[strategy.name])
-    if fused is not None and not fused.ready and not dsconfig.offload_device(config, "offload_optimizer"):
+    if fused is not None and not fused.ready and not deepspeed_config.offload_device(config, "offload_optimizer"):
         known.append(
             "torch's AdamW instead of DeepSpeed's FusedAdam, which does not build here (stage 0 in 16 bit then also "
             f"has another wrapper): {fused.reason}"
@@ -278,7 +284,7 @@ def _enabled(config: Mapping[str, Any], name: str) -> bool:
 
 def _departures(strategy: Strategy, asked: Workload, config: Mapping[str, Any]) -> list[str]:
     """Where an edit of the configuration made something else of the row than its columns say."""
-    device = dsconfig.offload_device
+    device = deepspeed_config.offload_device
     pairs = [
         ("optimizer offload", device(config, "offload_optimizer") or "none", strategy.offload_optimizer),
         ("parameter offload", device(config, "offload_param") or "none", strategy.offload_param),

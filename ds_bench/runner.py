@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from . import interrupts, record
+from .config.spec import Trial
 from .launch import Launcher, Listener
-from .record import Outcome, TrialRecord
-from .spec import Trial
-from .store import RunStore
+from .records import schema
+from .records.run_folder import RunStore
+from .records.schema import Outcome, TrialRecord
+from .system import signals
 
 Observe = Callable[[Trial], Listener]
 """Called as a trial begins; what it returns is told of the trial's progress."""
@@ -24,13 +25,13 @@ def run(trials: Sequence[Trial], launcher: Launcher, store: RunStore, observe: O
             finished = launcher.launch(trial, store.trial_folder(trial.trial_id), listen)
         store.append(finished)
         yield finished
-        if finished.outcome.status == record.INTERRUPTED or interrupts.asked():
+        if finished.outcome.status == schema.INTERRUPTED or signals.asked():
             return
 
 
 def _refused(trial: Trial) -> TrialRecord:
     status, reason = (
-        (record.UNSUPPORTED, trial.unsupported) if trial.unsupported is not None else (record.SKIPPED, trial.skipped)
+        (schema.UNSUPPORTED, trial.unsupported) if trial.unsupported is not None else (schema.SKIPPED, trial.skipped)
     )
     outcome = Outcome(status=status, error=reason, details=reason)
     return TrialRecord(trial=trial, outcome=outcome, caveats=trial.caveats)
@@ -38,7 +39,7 @@ def _refused(trial: Trial) -> TrialRecord:
 
 def missing(trials: Sequence[Trial], done: Sequence[TrialRecord], retry: Sequence[str]) -> list[Trial]:
     """The trials without a record, by hash; those interrupted, or ended as ``retry`` says, count as missing."""
-    again = {record.INTERRUPTED.lower(), *(status.lower() for status in retry)}
+    again = {schema.INTERRUPTED.lower(), *(status.lower() for status in retry)}
     finished = {entry.trial.key for entry in done if entry.outcome.status.lower() not in again}
     return [trial for trial in trials if trial.key not in finished]
 

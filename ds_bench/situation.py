@@ -8,16 +8,19 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from . import console, dsconfig, foresight, gpus, ops, placement, plan, preflight
+from . import plan
+from .config import deepspeed_config, placement
+from .config.options import Options
+from .config.spec import Placement, Trial
 from .errors import DsBenchError, UsageError
-from .launch import Launcher, Limits, scratch
-from .launch.cardwatch import CardWatcher
+from .launch import Launcher, Limits, ops, rank_environment, scratch
 from .launch.deepspeed import DeepSpeedLauncher
+from .launch.gpu_monitor import CardWatcher
 from .launch.warm import WarmLauncher
-from .modelsource import ModelChoice, find_model
-from .options import Options
-from .prediction.activations import ModelProfile
-from .spec import Placement, Trial
+from .models.lookup import ModelChoice, find_model
+from .prediction import trial_predictions
+from .prediction.model_profile import ModelProfile
+from .system import gpus, terminal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +47,7 @@ def look_around(options: Options, make_config: plan.MakeConfig) -> Situation:
         raise UsageError(f"--output-dir {options.output_dir} is not a folder", remedy="give a folder")
     drafts = _usable(lambda: plan.drafts(options, make_config))
     place = placement.decide(options, os.environ, gpus.NvmlQuery())
-    variables = preflight.rank_environment(place, os.environ, None)
+    variables = rank_environment.rank_environment(place, os.environ, None)
     choice = find_model(
         options.model,
         factory=options.model_factory is not None,
@@ -52,14 +55,14 @@ def look_around(options: Options, make_config: plan.MakeConfig) -> Situation:
         environment=variables,
     )
     plan.seq_length(options.seq_length, choice)
-    variables = preflight.rank_environment(place, os.environ, choice.model_type)
+    variables = rank_environment.rank_environment(place, os.environ, choice.model_type)
     if choice.source == "hub":  # looked up and cached just now: ranks need not ask again
         variables["HF_HUB_OFFLINE"] = "1"
     if place.hostfile is None:  # other nodes do not have the folder
         variables |= scratch.temporary_folder_variables(os.environ)
     _usable(lambda: plan.make_trials(options, choice, place, drafts, {}, {}))
     caveats = _check_nvme(options, drafts)
-    swaps = options.nvme_path is not None and any(dsconfig.uses_nvme(draft.config) for draft in drafts)
+    swaps = options.nvme_path is not None and any(deepspeed_config.uses_nvme(draft.config) for draft in drafts)
     return Situation(
         options=options,
         choice=choice,
@@ -67,7 +70,7 @@ def look_around(options: Options, make_config: plan.MakeConfig) -> Situation:
         drafts=drafts,
         variables=variables,
         caveats=caveats,
-        lacks_space=preflight.lack_of_space(options.nvme_path, choice) if swaps and options.nvme_path else None,
+        lacks_space=rank_environment.lack_of_space(options.nvme_path, choice) if swaps and options.nvme_path else None,
         make_config=make_config,
     )
 
@@ -79,8 +82,8 @@ class Planned:
         self,
         situation: Situation,
         op_states: Mapping[str, ops.OpState],
-        room: foresight.Room,
-        profile: ModelProfile | foresight.Unpredicted,
+        room: trial_predictions.Room,
+        profile: ModelProfile | trial_predictions.Unpredicted,
     ) -> None:
         self.situation, self.room, self.profile, self._op_states = situation, room, profile, op_states
 
@@ -97,7 +100,9 @@ class Planned:
             lacks_space=known.lacks_space,
         )
         options = known.options
-        return foresight.foresee(made, self.profile, self.room, skip=options.skip_predicted_oom, force=options.force)
+        return trial_predictions.foresee(
+            made, self.profile, self.room, skip=options.skip_predicted_oom, force=options.force
+        )
 
 
 Made = TypeVar("Made")
@@ -116,12 +121,12 @@ def _usable(make: Callable[[], Made]) -> Made:
 
 def _check_nvme(options: Options, drafts: Sequence[plan.Draft]) -> dict[str, str]:
     """Caveats by strategy; raises where the path cannot be used."""
-    users = [draft.strategy.name for draft in drafts if dsconfig.uses_nvme(draft.config)]
+    users = [draft.strategy.name for draft in drafts if deepspeed_config.uses_nvme(draft.config)]
     if options.nvme_path is None or not users:
         return {}
-    caveat = preflight.check_nvme_path(options.nvme_path)
+    caveat = rank_environment.check_nvme_path(options.nvme_path)
     if options.family == "offload" and "nvme" not in options.strategies:
-        console.print_text("note: --nvme-path is given, so the nvme strategy is added", sys.stderr)
+        terminal.print_text("note: --nvme-path is given, so the nvme strategy is added", sys.stderr)
     return {} if caveat is None else dict.fromkeys(users, caveat)
 
 

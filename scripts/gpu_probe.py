@@ -16,11 +16,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from ds_bench import environment, gpus, ops, preflight
-from ds_bench.contract import write_json
-from ds_bench.launch import Limits
+from ds_bench.config.spec import Placement
+from ds_bench.launch import Limits, ops, rank_environment
 from ds_bench.launch.warm import WarmLauncher
-from ds_bench.spec import Placement
+from ds_bench.records.rank_files import write_json
+from ds_bench.system import environment, gpus
 
 
 def main() -> int:
@@ -31,7 +31,7 @@ def main() -> int:
     found: dict[str, Any] = {"environment": environment.capture().to_dict()}
     cards = [gpu.index for gpu in gpus.NvmlQuery().read().gpus]
     place = Placement(accelerator=args.accelerator, num_gpus=1)
-    variables = preflight.rank_environment(place, os.environ, "gpt2")
+    variables = rank_environment.rank_environment(place, os.environ, "gpt2")
 
     def keep(name: str, answer: object) -> None:
         found[name] = answer

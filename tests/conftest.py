@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-from ds_bench import ops, preflight
-from ds_bench.launch import Limits, processes
+from ds_bench.config.spec import Placement, Trial
+from ds_bench.launch import Limits, ops, rank_environment
 from ds_bench.launch.warm import WarmLauncher
-from ds_bench.record import TrialRecord
-from ds_bench.spec import Placement, Trial
+from ds_bench.records.schema import TrialRecord
+from ds_bench.system import processes
 from tests.support.real_trials import ROOT, SHORT, SUPPORT, Launch, Script, make_trial
 
 # Examples that are slow to draw on a busy machine say nothing about the code.
@@ -58,7 +58,7 @@ def idle_machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 @pytest.fixture(scope="session")
 def built_ops() -> dict[str, ops.OpState]:
     """DeepSpeed's ops for the CPU accelerator, built once into the user's cache."""
-    variables = preflight.rank_environment(Placement(accelerator="cpu"), os.environ, None)
+    variables = rank_environment.rank_environment(Placement(accelerator="cpu"), os.environ, None)
     names = (ops.SHARED_MEMORY, ops.CPU_ADAM, ops.ASYNC_IO)
     states = ops.prepare_ops(names, ops.cache_folder("cpu"), variables, say=lambda text: print(text, flush=True))
     assert states[ops.SHARED_MEMORY].ready, states[ops.SHARED_MEMORY].reason
@@ -80,7 +80,7 @@ def require_async_io(request: pytest.FixtureRequest) -> None:
 @pytest.fixture(scope="session")
 def server(built_ops: dict[str, ops.OpState]) -> Callable[[Limits], WarmLauncher]:
     """Launchers of one preloaded server, by limits."""
-    variables = preflight.rank_environment(Placement(accelerator="cpu", num_gpus=2), os.environ, "gpt2")
+    variables = rank_environment.rank_environment(Placement(accelerator="cpu", num_gpus=2), os.environ, "gpt2")
     variables["PYTHONPATH"] = os.pathsep.join([str(SUPPORT), variables["PYTHONPATH"]])
     variables["DS_BENCH_PRELOAD_OPS"] = ",".join(op for op, state in built_ops.items() if state.ready)
     assert WarmLauncher(variables, SHORT).prepare() is None

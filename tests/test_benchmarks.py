@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from ds_bench import flags
-from ds_bench.__main__ import build_parser
-from ds_bench.baselines import BaselineEntry, compare_to_baseline, load_baseline, save_baseline
+from ds_bench.baselines.check import BaselineEntry, compare_to_baseline, load_baseline, save_baseline
 from ds_bench.benchmarks import BenchmarkConfig, BenchmarkFailedError, MemoryBenchmark, ThroughputBenchmark
+from ds_bench.cli import arguments as flags
+from ds_bench.cli.commands import build_parser
 from ds_bench.errors import UsageError
 from tests.support.real_trials import ROOT
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Protocol
 
-from ..record import TrialRecord
-from ..spec import Trial
-from .watch import Limits, Listener, Progress
+from ..config.spec import Trial
+from ..records.schema import TrialRecord
+from .monitor import Limits, Listener, Progress
 
 __all__ = ["Launcher", "Limits", "Listener", "Progress"]
 

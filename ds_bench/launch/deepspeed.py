@@ -16,12 +16,12 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from ..contract import LEADER_LOG
-from ..record import TrialRecord
-from ..spec import Placement, Trial
-from .processes import child_environment, die_with_parent
+from ..config.spec import Placement, Trial
+from ..records.rank_files import LEADER_LOG
+from ..records.schema import TrialRecord
+from ..system.processes import child_environment, die_with_parent
+from .monitor import Limits, Listener
 from .trial import run_trial
-from .watch import Limits, Listener
 
 
 class DeepSpeedLauncher:

@@ -18,8 +18,8 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
-from ..contract import EXITS_FILE, LEADER_LOG, Assignment, RankExit, append_line
-from . import processes
+from ..records.rank_files import EXITS_FILE, LEADER_LOG, Assignment, RankExit, append_line
+from ..system import processes
 from .scratch import remove_scratch
 
 

@@ -14,17 +14,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from .. import files, record
-from ..contract import PHASES, RankExit, log_file, measured_file, rank_file, read_beat, read_exits
-from ..reading.shapes import Builder
-from ..record import Outcome, RankFailure, RankMeasurement
+from ..records import schema
+from ..records.rank_files import PHASES, RankExit, log_file, measured_file, rank_file, read_beat, read_exits
+from ..records.schema import Outcome, RankFailure, RankMeasurement
+from ..records.shapes import Builder
+from ..system import files
 from ..units import format_bytes, format_duration
-from .watch import Ending, Limits
+from .monitor import Ending, Limits
 
 _MOST_RANK_BYTES = 2**26
 """A million steps."""
 _NOT_VALID = (ValueError, TypeError, KeyError, OSError, RecursionError)
-_STATUS_OF_KIND = {"device_oom": record.OOM, "host_oom": record.OOM_HOST, "disk_full": record.OOM_DISK}
+_STATUS_OF_KIND = {"device_oom": schema.OOM, "host_oom": schema.OOM_HOST, "disk_full": schema.OOM_DISK}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,11 +60,11 @@ def conclude(evidence: Evidence) -> Findings:
     measurements, failures, broken = _read_ranks(evidence)
     if len(measurements) == evidence.world_size:
         return Findings(
-            outcome=Outcome(status=record.SUCCESS), measurements=measurements, caveats=_exit_caveats(evidence)
+            outcome=Outcome(status=schema.SUCCESS), measurements=measurements, caveats=_exit_caveats(evidence)
         )
     if evidence.ending is not None and not broken and (rescued := _measured_before_inspection(evidence)):
         text = "what follows the measured window (ledger, phases) failed; the measured steps had finished"
-        success = Outcome(status=record.SUCCESS)
+        success = Outcome(status=schema.SUCCESS)
         return Findings(outcome=success, measurements=rescued, failures=failures, caveats=(text,))
     outcome = (
         _of_resources(failures, evidence)
@@ -177,7 +178,7 @@ def _of_resources(failures: tuple[RankFailure, ...], evidence: Evidence) -> Outc
 def _of_the_user(evidence: Evidence) -> Outcome | None:
     if evidence.ending is not None:
         return None
-    return _finish(evidence, record.INTERRUPTED, None, _last_phase(evidence, 0), "interrupted while it ran")
+    return _finish(evidence, schema.INTERRUPTED, None, _last_phase(evidence, 0), "interrupted while it ran")
 
 
 def _of_the_server(evidence: Evidence) -> Outcome | None:
@@ -187,9 +188,9 @@ def _of_the_server(evidence: Evidence) -> Outcome | None:
     phase = _last_phase(evidence, 0)
     if evidence.host_ran_out:
         text = "the kernel killed the preloaded server or a rank for memory (its oom_kill count rose)"
-        return _finish(evidence, record.OOM_HOST, None, phase, text)
+        return _finish(evidence, schema.OOM_HOST, None, phase, text)
     text = "the preloaded server, from which its ranks are forked, was ended from outside while it ran"
-    return _finish(evidence, record.KILLED, None, phase, text)
+    return _finish(evidence, schema.KILLED, None, phase, text)
 
 
 def _of_the_disk(evidence: Evidence) -> Outcome | None:
@@ -198,7 +199,7 @@ def _of_the_disk(evidence: Evidence) -> Outcome | None:
         return None
     ended = min(read_exits(evidence.folder), key=lambda entry: entry.time, default=None)
     rank = ended.rank if ended is not None else None
-    return _finish(evidence, record.OOM_DISK, rank, _last_phase(evidence, rank), "no space left in the swap folder")
+    return _finish(evidence, schema.OOM_DISK, rank, _last_phase(evidence, rank), "no space left in the swap folder")
 
 
 def _of_signals(failures: tuple[RankFailure, ...], evidence: Evidence) -> Outcome | None:
@@ -218,12 +219,12 @@ def _of_signals(failures: tuple[RankFailure, ...], evidence: Evidence) -> Outcom
     name = _signal_name(number)
     if number == signal.SIGKILL and evidence.host_ran_out:
         text = "the kernel killed it for memory (its oom_kill count rose)"
-        return _finish(evidence, record.OOM_HOST, first.rank, phase, text)
+        return _finish(evidence, schema.OOM_HOST, first.rank, phase, text)
     if number == signal.SIGKILL:
-        return _finish(evidence, record.KILLED, first.rank, phase, f"killed by {name}, with no sign of lack of memory")
+        return _finish(evidence, schema.KILLED, first.rank, phase, f"killed by {name}, with no sign of lack of memory")
     if number in (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE):
-        return _finish(evidence, record.CRASHED, first.rank, phase, f"crashed with {name}")
-    return _finish(evidence, record.KILLED, first.rank, phase, f"killed by {name}")
+        return _finish(evidence, schema.CRASHED, first.rank, phase, f"crashed with {name}")
+    return _finish(evidence, schema.KILLED, first.rank, phase, f"killed by {name}")
 
 
 def _without_file(evidence: Evidence) -> list[RankExit]:
@@ -264,7 +265,7 @@ def _of_the_clock(evidence: Evidence) -> Outcome | None:
         else f"no sign of life for {format_duration(limits.stall_timeout_seconds)} (--stall-timeout)"
     )
     stacks = f"stacks of every rank in {evidence.folder}/rank*.stacks"
-    return _finish(evidence, record.TIMEOUT, rank, _last_phase(evidence, rank), f"{text}; {stacks}")
+    return _finish(evidence, schema.TIMEOUT, rank, _last_phase(evidence, rank), f"{text}; {stacks}")
 
 
 def _of_exceptions(failures: tuple[RankFailure, ...], broken: Mapping[int, str], evidence: Evidence) -> Outcome | None:
@@ -275,22 +276,22 @@ def _of_exceptions(failures: tuple[RankFailure, ...], broken: Mapping[int, str],
         return None
     for failure in causes or failures:
         text = f"{failure.error_class} in {failure.phase}: {failure.message}"
-        own = failure.error_class.isidentifier() and failure.error_class not in record.STATUSES
-        status = failure.error_class if own else record.CRASHED
+        own = failure.error_class.isidentifier() and failure.error_class not in schema.STATUSES
+        status = failure.error_class if own else schema.CRASHED
         return _finish(evidence, status, failure.rank, failure.phase, text)
     return None
 
 
 def _of_missing_files(evidence: Evidence, broken: Mapping[int, str]) -> Outcome:
     for rank, problem in sorted(broken.items()):
-        return _finish(evidence, record.CRASHED, rank, _last_phase(evidence, rank), problem)
+        return _finish(evidence, schema.CRASHED, rank, _last_phase(evidence, rank), problem)
     missing = [rank for rank in range(evidence.world_size) if not rank_file(evidence.folder, rank).exists()]
     exits = {entry.rank: entry for entry in read_exits(evidence.folder)}
     rank = next((rank for rank in missing if rank in exits), missing[0])
     phase, entry = _last_phase(evidence, rank), exits.get(rank) or exits.get(None)
     code = f"exit code {entry.code}" if entry is not None and entry.code is not None else "no exit code seen"
     said = "before saying hello" if phase is None else "without writing its file"
-    return _finish(evidence, record.CRASHED, rank, phase, f"rank {rank} ended {said} ({code})")
+    return _finish(evidence, schema.CRASHED, rank, phase, f"rank {rank} ended {said} ({code})")
 
 
 def _last_phase(evidence: Evidence, rank: int | None) -> str | None:

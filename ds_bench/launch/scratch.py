@@ -22,10 +22,10 @@ import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from ..contract import Assignment, append_line
-from ..dsconfig import uses_nvme
-from ..spec import Trial
-from .processes import alive, start_ticks
+from ..config.deepspeed_config import uses_nvme
+from ..config.spec import Trial
+from ..records.rank_files import Assignment, append_line
+from ..system.processes import alive, start_ticks
 
 _SWAP_PREFIX = "ds_bench_swap"
 _OWNER_PREFIX = "ds_bench_owner"

@@ -9,13 +9,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Protocol
 
-from .. import hostmemory
-from ..contract import Assignment
-from ..dsconfig import with_swap_folder
-from ..interrupts import acting
-from ..record import TrialRecord
-from ..spec import LauncherName, Trial
-from . import processes
+from ..config.deepspeed_config import with_swap_folder
+from ..config.spec import LauncherName, Trial
+from ..records.rank_files import Assignment
+from ..records.schema import TrialRecord
+from ..system import host_memory, processes
+from ..system.signals import acting
+from .monitor import Ending, Limits, Listener, watch
 from .outcome import Evidence, conclude
 from .scratch import (
     disk_is_full,
@@ -26,7 +26,6 @@ from .scratch import (
     shared_memory,
     swap_folder,
 )
-from .watch import Ending, Limits, Listener, watch
 
 
 class Leader(Protocol):
@@ -145,4 +144,4 @@ def _end(leader: Leader | None, earlier: set[int], limits: Limits, *, hurry: boo
 
 def _kernel_kills() -> int:
     """Processes the kernel has killed for memory so far, in this cgroup and on this host."""
-    return (hostmemory.cgroup_oom_kill_count() or 0) + (hostmemory.host_oom_kill_count() or 0)
+    return (host_memory.cgroup_oom_kill_count() or 0) + (host_memory.host_oom_kill_count() or 0)

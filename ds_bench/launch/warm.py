@@ -20,12 +20,13 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
-from ..record import CRASHED, Outcome, TrialRecord
-from ..spec import Trial
-from . import Launcher, processes
+from ..config.spec import Trial
+from ..records.schema import CRASHED, Outcome, TrialRecord
+from ..system import processes
+from . import Launcher
+from .monitor import Limits, Listener
 from .scratch import temporary_folder
 from .trial import run_trial
-from .watch import Limits, Listener
 
 _PRELOAD = "ds_bench.worker.preload"
 _RANK = "ds_bench.worker.rank"
@@ -195,7 +196,7 @@ def _probe(answer: str) -> None:
         reason = f"it holds {', '.join(files)} open after preloading"
     elif getattr(preload, "CUDA_INITIALISED", False):
         reason = "the CUDA driver was initialised in it"
-    elif "torch" in missing or "deepspeed" in missing or "ds_bench.worker.session" in missing:
+    elif "torch" in missing or "deepspeed" in missing or "ds_bench.worker.measure" in missing:
         reason = f"it could not import {', '.join(missing)}"
     elif os.environ.get("DS_ACCELERATOR") != "cpu":
         torch = _worker("torch")

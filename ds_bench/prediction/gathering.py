@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from .memorycase import MemoryCase
+from .inputs import MemoryCase
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

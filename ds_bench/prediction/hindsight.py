@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from ..record import TrialRecord
+from ..records.schema import TrialRecord
 from .memory import Prediction
 
 MISS_FRACTION = 0.10

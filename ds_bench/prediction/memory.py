@@ -12,12 +12,12 @@ from dataclasses import asdict, dataclass
 from functools import lru_cache
 from typing import Any
 
-from ..spec import Placement, Precision, Workload
+from ..config.spec import Placement, Precision, Workload
 from ..units import from_gb
-from . import replicated, sharded
-from .activations import ModelProfile
-from .memorycase import MemoryCase, Phases, Tally, ZeroSettings
-from .modelstates import Ledger
+from . import stage_3, stages_0_to_2
+from .inputs import MemoryCase, Phases, Tally, ZeroSettings
+from .model_profile import ModelProfile
+from .model_states import Ledger
 
 CONTEXT_BYTES = from_gb(0.75)
 """Assumed per GPU: CUDA context, kernels and cuBLAS workspaces, outside torch's allocator."""
@@ -166,7 +166,7 @@ def predict(
 @lru_cache(maxsize=512)
 def _phases(case: MemoryCase) -> Phases:
     """Remembered, because searches ask for many batches of the same case; not to be written to."""
-    return sharded.phases(case) if case.settings.stage == 3 else replicated.phases(case)
+    return stage_3.phases(case) if case.settings.stage == 3 else stages_0_to_2.phases(case)
 
 
 def _with_frozen(case: MemoryCase, ledger: Ledger) -> Ledger:

@@ -9,7 +9,7 @@ import os
 import sys
 from pathlib import Path
 
-from ..launch.processes import die_with_leader, die_with_parent
+from ..system.processes import die_with_leader, die_with_parent
 from .rank import run
 
 

@@ -11,7 +11,7 @@ import re
 import time
 import traceback
 
-from ..record import RankFailure
+from ..records.schema import RankFailure
 
 _DEVICE_OOM = re.compile(
     r"CUDA out of memory|HIP out of memory|CUDA (?:driver )?error: out of memory|CUBLAS_STATUS_ALLOC_FAILED|"

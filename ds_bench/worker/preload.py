@@ -13,7 +13,7 @@ import importlib
 import os
 import sys
 
-from ..launch.processes import cuda_is_initialised, die_with_parent, open_gpu_files
+from ..system.processes import cuda_is_initialised, die_with_parent, open_gpu_files
 
 MODULES = (
     "torch",
@@ -47,7 +47,7 @@ MODULES = (
     "cpuinfo",
     "setuptools",
     "distutils.ccompiler",
-    "ds_bench.worker.session",
+    "ds_bench.worker.measure",
 )
 
 

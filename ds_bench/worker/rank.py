@@ -19,8 +19,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from .. import redaction
-from ..contract import (
+from ..config.spec import Trial
+from ..records.rank_files import (
     CONFIG_FILE,
     Assignment,
     BeatWriter,
@@ -30,7 +30,7 @@ from ..contract import (
     stacks_file,
     write_json,
 )
-from ..spec import Trial
+from ..system import redaction
 from . import memory
 from .failure import describe
 
@@ -113,7 +113,7 @@ def _measure(folder: Path, assignment: Assignment, beat: BeatWriter, started: fl
     if trial.placement.cpu_memory_limit_bytes is not None:
         memory.limit_data_segment(trial.placement.cpu_memory_limit_bytes)
     beat.beat("import")
-    from . import session
+    from . import measure
 
     imported = time.time()
     config = _config(folder)
@@ -131,7 +131,7 @@ def _measure(folder: Path, assignment: Assignment, beat: BeatWriter, started: fl
     def keep(measured: dict[str, Any]) -> None:
         write_json(measured_file(folder, measured["rank"]), {"measurement": {**measured, **own}})
 
-    measured = session.measure(assignment, config, beat, keep)
+    measured = measure.measure(assignment, config, beat, keep)
     beat.beat("write")
     return {"measurement": {**measured, **own}}
 

@@ -10,18 +10,19 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from ds_bench import dsconfig, record, strategies
-from ds_bench.analysis import summarise
-from ds_bench.environment import Environment
-from ds_bench.flags import Options, parse
-from ds_bench.gpus import GpuFacts, GpuInventory
+from ds_bench.analysis.flat_rows import flat_rows
+from ds_bench.analysis.summary import summarise
+from ds_bench.cli.arguments import Options, parse
+from ds_bench.config import deepspeed_config, strategies
+from ds_bench.config.spec import Placement, Strategy, Trial, Workload
 from ds_bench.launch import Listener, Progress
-from ds_bench.models import find_preset
-from ds_bench.modelsource import ModelChoice
-from ds_bench.record import Outcome, RankFailure, RankMeasurement, TrialRecord
-from ds_bench.rows import flat_rows
-from ds_bench.spec import Placement, Strategy, Trial, Workload
-from ds_bench.store import RunStore
+from ds_bench.models.lookup import ModelChoice
+from ds_bench.models.presets import find_preset
+from ds_bench.records import schema
+from ds_bench.records.run_folder import RunStore
+from ds_bench.records.schema import Outcome, RankFailure, RankMeasurement, TrialRecord
+from ds_bench.system.environment import Environment
+from ds_bench.system.gpus import GpuFacts, GpuInventory
 
 GB = 2**30
 
@@ -66,8 +67,12 @@ def trial(
 ) -> Trial:
     """One trial of ``strategy`` (ZeRO-0 by default) with the configuration that would really be used."""
     strategy, on, of = strategy or zero(0), on or placement(), of or workload()
-    config = dsconfig.complete(
-        dsconfig.base_config(strategy, of.batch_size, of.grad_accum), of, on, torch_adam=True, largest_parameter=1000
+    config = deepspeed_config.complete(
+        deepspeed_config.base_config(strategy, of.batch_size, of.grad_accum),
+        of,
+        on,
+        torch_adam=True,
+        largest_parameter=1000,
     )
     values: dict[str, Any] = {
         "trial_id": f"00_{strategy.name}",
@@ -135,7 +140,7 @@ def success(of: Trial | None = None, *, step_seconds: Sequence[float] = (), **ch
     ranks = tuple(replace(first, rank=rank, pid=4321 + rank) for rank in range(of.placement.num_gpus))
     return TrialRecord(
         trial=of,
-        outcome=Outcome(status=record.SUCCESS),
+        outcome=Outcome(status=schema.SUCCESS),
         ranks=ranks,
         launch="warm",
         started_at="2026-11-21T09:30:00+00:00",
@@ -145,7 +150,7 @@ def success(of: Trial | None = None, *, step_seconds: Sequence[float] = (), **ch
     )
 
 
-def failure(of: Trial | None = None, status: str = record.OOM, **changes: Any) -> TrialRecord:
+def failure(of: Trial | None = None, status: str = schema.OOM, **changes: Any) -> TrialRecord:
     """A trial that did not end well."""
     of = of or trial()
     values: dict[str, Any] = {
@@ -204,7 +209,7 @@ def choice(name: str = "tiny", **changes: Any) -> ModelChoice:
 
 def make_config(strategy: Strategy, batch_size: int, grad_accum: int = 1) -> dict[str, Any]:
     """What the scripts' own function returns before anyone edits it."""
-    return dsconfig.base_config(strategy, batch_size, grad_accum)
+    return deepspeed_config.base_config(strategy, batch_size, grad_accum)
 
 
 Scripted = str | BaseException | Callable[[Trial], TrialRecord]
@@ -233,7 +238,7 @@ class FakeLauncher:
             raise entry
         if callable(entry):
             return entry(trial)
-        return success(trial) if entry == record.SUCCESS else failure(trial, entry)
+        return success(trial) if entry == schema.SUCCESS else failure(trial, entry)
 
 
 class FakeQuery:
@@ -253,7 +258,7 @@ class FakeQuery:
         self.inventory = GpuInventory(driver_version="580.65", gpus=tuple(gpus) or tuple(made))
 
     def read(self) -> GpuInventory:
-        """See ``ds_bench.gpus.GpuQuery``."""
+        """See ``ds_bench.system.gpus.GpuQuery``."""
         return self.inventory
 
 

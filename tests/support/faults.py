@@ -194,7 +194,7 @@ def hangs_at_stage_2() -> Tiny:
     """Works at stage 1; hangs at stages 2 and 3, unless FAULTS_MENDED is set."""
     import gc
 
-    from ds_bench.contract import Assignment
+    from ds_bench.records.rank_files import Assignment
 
     stages = [o.trial.strategy.stage for o in gc.get_objects() if type(o) is Assignment]
     return fine() if stages == [1] or os.environ.get("FAULTS_MENDED") else hangs()

@@ -7,13 +7,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from ds_bench import analysis, strategies
-from ds_bench.analysis import Summary
-from ds_bench.caveats import Caveat, CaveatKind
-from ds_bench.compare import Comparison, StrategyResult
-from ds_bench.inference import RatioInterval
-from ds_bench.render.html_report import Report, ReportSection
-from ds_bench.spec import Placement, Strategy, Workload
+from ds_bench.analysis import summary
+from ds_bench.analysis.caveats import Caveat, CaveatKind
+from ds_bench.analysis.comparison import Comparison, StrategyResult
+from ds_bench.analysis.intervals import RatioInterval
+from ds_bench.analysis.summary import Summary
+from ds_bench.config import strategies
+from ds_bench.config.spec import Placement, Strategy, Workload
+from ds_bench.report.html_report import Report, ReportSection
 from tests.support import fakes
 
 GB = fakes.GB
@@ -46,12 +47,12 @@ def run(strategy: Strategy, seconds: float, *, peak: float = 8, repeat: int = 0,
         "gpu_peak_reserved_bytes": int(peak * 1.1 * GB),
         "phase_seconds": {"forward": seconds * 0.3, "backward": seconds * 0.55, "step": seconds * 0.25},
     }
-    return analysis.summarise(fakes.success(trial, step_seconds=steps, **{**values, **changes}), None, None)
+    return summary.summarise(fakes.success(trial, step_seconds=steps, **{**values, **changes}), None, None)
 
 
 def failed(strategy: Strategy, **changes: Any) -> Summary:
     trial = fakes.trial(strategy, on=CARD)
-    return analysis.summarise(fakes.failure(trial, **changes), None, None)
+    return summary.summarise(fakes.failure(trial, **changes), None, None)
 
 
 def row(label: str, *runs: Summary, **changes: Any) -> StrategyResult:

@@ -8,7 +8,10 @@ from typing import Any
 
 import pytest
 
-from ds_bench import cli, comparison, gpus, ops, preflight
+from ds_bench import run as comparison
+from ds_bench.cli import script as cli
+from ds_bench.launch import ops, rank_environment
+from ds_bench.system import gpus
 from tests.support import fakes
 from tests.support.fakes import FakeLauncher, FakeQuery
 
@@ -20,7 +23,7 @@ class House:
         self.output = folder / "out"
         self.launcher = FakeLauncher()
         ready = {op: ops.OpState(op=op, ready=True) for op in (ops.CPU_ADAM, ops.SHARED_MEMORY)}
-        monkeypatch.setattr(preflight, "build_ops", lambda *_: ready)
+        monkeypatch.setattr(rank_environment, "build_ops", lambda *_: ready)
         monkeypatch.setattr(comparison, "choose_launcher", lambda *_: (self.launcher, None))
         monkeypatch.setattr(gpus, "NvmlQuery", FakeQuery)
         for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):

@@ -15,8 +15,8 @@ import types
 from collections.abc import Callable
 from pathlib import Path
 
-from ds_bench.contract import BeatWriter, rank_file, read_beat
-from ds_bench.record import TrialRecord
+from ds_bench.records.rank_files import BeatWriter, rank_file, read_beat
+from ds_bench.records.schema import TrialRecord
 
 GPU_FILES: list[str] = []
 MISSING: list[str] = []
@@ -35,13 +35,14 @@ def run(folder: Path, *, rank: int, local_rank: int, world_size: int) -> int:
 
 
 def _processes(word: bytes) -> list[int]:
-    from ds_bench.launch import processes
+    from ds_bench.system import processes
 
     return [pid for pid in processes.descendants() if word in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
 def main(base: Path) -> None:
-    from ds_bench.launch import Limits, processes, warm
+    from ds_bench.launch import Limits, warm
+    from ds_bench.system import processes
     from tests.support import fakes
 
     warm._PRELOAD = "warm_stub"

@@ -1,0 +1,1 @@
+"""From records to a comparison of rows; pure functions, no processes."""

@@ -1,0 +1,302 @@
+"""A flat row read back: what a result's JSON tells without its run folder.
+
+Figures, status and caveats are there; the series of step times and losses, and the DeepSpeed configuration, are not.
+The inverse of ``rows.COLUMNS`` as far as those columns go: the summary made here gives the same row again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+from .. import units
+from ..config import strategies
+from ..config.minimal_config import least_config
+from ..config.spec import Placement, Strategy, Trial, Workload
+from ..models.presets import ModelFacts, find_preset
+from ..records.schema import SUCCESS, Outcome, RankMeasurement, TrialRecord
+from ..system.environment import Environment
+from ..system.gpus import GpuFacts
+from . import flat_cells
+from .flat_rows import MIG_SUFFIX
+from .summary import Summary
+
+_MOST_CARDS = 1024
+"""A host is not read to have more cards than this, whatever a row claims."""
+_MOST_LOSSES = 100_000
+"""A series of losses is not drawn out beyond this, whatever number of steps a row claims."""
+
+
+def summary(row: Mapping[str, Any]) -> Summary:
+    """The summary that a checked row came from, as far as it tells. Raises ValueError where its values are impossible.
+
+    The figures of the whole job stand in one rank, the worst. ``step_seconds`` of that rank is the mean, once;
+    losses between the first and the last are None.
+    """
+    trial = _trial(row)
+    ranks = () if row.get("avg_step_time_ms") is None else (_rank(row),)
+    if ranks and not row.get("throughput_tokens_per_sec"):
+        raise ValueError("has a step time and no throughput_tokens_per_sec")
+    record = TrialRecord(
+        trial=trial,
+        outcome=_outcome(row),
+        ranks=ranks,
+        launch=row.get("launch"),
+        started_at=row.get("started_at"),
+        wall_seconds=row.get("wall_seconds"),
+        start_seconds=row.get("start_seconds"),
+        method_version=row["method_version"],
+    )
+    made = Summary(
+        record=record,
+        caveats=tuple(flat_cells.caveats(row.get("caveats"), row["num_steps"])),
+        environment=_environment(row),
+        num_nodes=row.get("num_nodes"),
+        run_id=row.get("run_id"),
+        flat_config_hash=row.get("config_hash"),
+    )
+    return replace(made, **_figures(row)) if ranks else made
+
+
+def _environment(row: Mapping[str, Any]) -> Environment | None:
+    """The hardware and versions that the row tells, which are all that decide whether results compare.
+
+    None where it tells none. Cards of several kinds come back as one kind, which no host has: such rows compare with
+    rows like themselves alone.
+    """
+    if not row.get("cpu_logical_cores"):
+        return None
+    name, memory_bytes = row.get("gpu_name"), _bytes(row, "gpu_memory_gb")
+    card = GpuFacts(
+        index=0,
+        name=name and name.removesuffix(MIG_SUFFIX),
+        memory_total_bytes=memory_bytes,
+        mig=bool(name and name.endswith(MIG_SUFFIX)),
+    )
+    packages = {package: row.get(f"{package}_version") for package in ("torch", "deepspeed", "transformers")}
+    return Environment(
+        hostname="",
+        cpu_model=row.get("cpu_model"),
+        logical_cores=row["cpu_logical_cores"],
+        physical_cores=row.get("cpu_physical_cores"),
+        cpu_quota_cores=row.get("cpu_quota_cores"),
+        packages={package: version for package, version in packages.items() if version},
+        torch_cuda_version=row.get("cuda_version"),
+        gpu_driver_version=row.get("gpu_driver_version"),
+        gpus=tuple(replace(card, index=index) for index in range(min(row.get("gpu_count") or 0, _MOST_CARDS))),
+    )
+
+
+def _figures(row: Mapping[str, Any]) -> dict[str, Any]:
+    """What ``analysis.summarise`` would have computed."""
+    read = row.get
+    return {
+        "step_seconds": _seconds(row, "avg_step_time_ms"),
+        "step_seconds_std": _seconds(row, "std_step_time_ms"),
+        "tokens_per_second": read("throughput_tokens_per_sec"),
+        "tokens_per_second_per_gpu": read("throughput_tokens_per_sec_per_gpu"),
+        "samples_per_second": read("throughput_samples_per_sec"),
+        **efficiency(row),
+        **{name: _bytes(row, column) for name, column in _GPU_BYTES.items()},
+        "gpu_alloc_retries": read("gpu_alloc_retries"),
+        "gpu_outside_allocator_bytes": _bytes(row, "gpu_outside_allocator_gb"),
+        "host_peak_bytes": _bytes(row, "cpu_used_gb"),
+        "host_pss_bytes": _bytes(row, "cpu_pss_gb"),
+        "nvme_stored_bytes": _bytes(row, "nvme_stored_gb"),
+        "nvme_read_bytes_per_step": _exact_bytes(row, "nvme_read_gb_per_step"),
+        "nvme_written_bytes_per_step": _exact_bytes(row, "nvme_written_gb_per_step"),
+        "losses": _losses(row),
+        "repeated_loss": read("repeated_loss"),
+        "weight_change_norm": read("weight_change_norm"),
+        "weight_change_cosine": read("weight_change_cosine"),
+        "micro_batch_size": row["batch_size"],
+        "grad_accum": row["grad_accum"],
+        "data_parallel_size": read("data_parallel_size"),
+        **_predicted(row),
+    }
+
+
+def _predicted(row: Mapping[str, Any]) -> dict[str, float | None]:
+    """On the CPU accelerator files without the second column hold its value in the first."""
+    of_measured, of_ledger = row.get("predicted_over_measured"), row.get("predicted_over_ledger")
+    if row["accelerator"] == "cpu":
+        of_measured, of_ledger = None, of_measured if of_ledger is None else of_ledger
+    return {"predicted_over_measured": of_measured, "predicted_over_ledger": of_ledger}
+
+
+def efficiency(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The figures that need the model's shape: fields of a Summary."""
+    names = ("model_flops_per_token", "causal_flops_per_token", "hardware_flops_per_token", "model_tflops_per_gpu")
+    return {name: row.get(name) for name in (*names, "mfu")}
+
+
+_GPU_BYTES = {
+    "gpu_total_bytes": "gpu_total_gb",
+    "gpu_init_peak_bytes": "gpu_init_peak_gb",
+    "gpu_peak_bytes": "gpu_peak_gb",
+    "gpu_peak_reserved_bytes": "gpu_peak_reserved_gb",
+    "gpu_allocated_bytes": "gpu_allocated_gb",
+    "gpu_reserved_bytes": "gpu_reserved_gb",
+    "gpu_device_used_bytes": "gpu_device_used_gb",
+}
+
+
+def _exact_bytes(row: Mapping[str, Any], column: str) -> float | None:
+    value = row.get(column)
+    return None if value is None else value * units.BYTES_PER_GB
+
+
+def _bytes(row: Mapping[str, Any], column: str) -> int | None:
+    exact = _exact_bytes(row, column)
+    return None if exact is None else round(exact)
+
+
+def _seconds(row: Mapping[str, Any], column: str) -> float | None:
+    value = row.get(column)
+    return None if value is None else value / 1000.0
+
+
+def _losses(row: Mapping[str, Any]) -> tuple[float | None, ...]:
+    first, last = row.get("first_loss"), row.get("final_loss")
+    if first is None and last is None:
+        return ()
+    steps = min(row["num_steps"] + row["warmup_steps"], _MOST_LOSSES)
+    return (first, *[None] * (steps - 2), last) if steps > 1 else (first,)
+
+
+def _outcome(row: Mapping[str, Any]) -> Outcome:
+    sign, _, rest = row["status"].partition(" ")
+    status = row["status"] if sign[:1].isalnum() else rest
+    if not status or (status == SUCCESS) != row["success"]:
+        raise ValueError(f"says success {str(row['success']).lower()} and status {row['status']}")
+    return Outcome(status=status, error=row.get("error"), details=row.get("error_details"))
+
+
+def _trial(row: Mapping[str, Any]) -> Trial:
+    strategy = _strategy(row["strategy"], row["stage"])
+    return Trial(
+        trial_id=row.get("trial_id") or f"{strategy.name}_r{row['repeat']}",
+        repeat=row["repeat"],
+        round_position=row.get("round_position"),
+        strategy=strategy,
+        workload=_workload(row),
+        placement=_placement(row),
+        ds_config=least_config(strategy),
+    )
+
+
+def _strategy(name: str, stage: int) -> Strategy:
+    """From the catalogue; a row of a newer one keeps its name and stage."""
+    known = strategies.ZERO_STAGES.get(stage)
+    if known is not None and known.name == name:
+        return known
+    if name in strategies.OFFLOAD_NAMES:
+        return strategies.offload_strategy(name, stage)
+    return Strategy(name=name, label=name, stage=stage)
+
+
+@cache
+def _preset(name: str) -> ModelFacts | None:
+    return find_preset(name)
+
+
+def _workload(row: Mapping[str, Any]) -> Workload:
+    """A name that is no preset's was a module's function, or else looked up: the row does not tell where."""
+    facts = _preset(row["model"])
+    elsewhere = "factory" if ":" in row["model"] else "hub"
+    return Workload(
+        model=row["model"],
+        model_source="preset" if facts else elsewhere,  # type: ignore[arg-type]
+        model_type=facts.model_type if facts else None,
+        model_config=facts.config if facts else {},
+        batch_size=row["batch_size"],
+        batch_policy="largest" if row.get("batch_policy") == "largest" else "given",
+        seq_length=row["seq_length"],
+        grad_accum=row["grad_accum"],
+        num_steps=row["num_steps"],
+        warmup_steps=row["warmup_steps"],
+        precision=row["precision"],
+        activation_checkpointing=row["activation_checkpointing"],
+        dropout=row.get("dropout"),
+    )
+
+
+def _placement(row: Mapping[str, Any]) -> Placement:
+    if row["accelerator"] not in ("cuda", "cpu"):
+        raise ValueError(f"has the accelerator {row['accelerator']!r}, which is neither cuda nor cpu")
+    return Placement(
+        accelerator=row["accelerator"],
+        num_gpus=row["num_gpus"],
+        launcher="deepspeed" if row.get("launch") == "deepspeed" else "warm",
+        gpu_memory_limit_bytes=_emulated(row),
+    )
+
+
+def _emulated(row: Mapping[str, Any]) -> int | None:
+    """The size of an emulated card: what ``gpu_percent`` refers to where that is less than the real one."""
+    total, percent = row.get("gpu_total_gb"), row.get("gpu_percent")
+    used = row.get("gpu_peak_reserved_gb") or row.get("gpu_peak_gb")
+    if not total or not percent or not used:
+        return None
+    card = used / (percent / 100)
+    return round(card * units.BYTES_PER_GB) if card < total * (1 - 1e-6) else None
+
+
+def _rank(row: Mapping[str, Any]) -> RankMeasurement:
+    step = row["avg_step_time_ms"] / 1000.0
+    read = row.get
+    facts = _preset(row["model"])
+    cards: dict[str, Any] = {name: _bytes(row, column) for name, column in _GPU_BYTES.items()}
+    return RankMeasurement(
+        rank=0,
+        world_size=row["num_gpus"],
+        hostname="",
+        pid=0,
+        device_name=read("device") or row["accelerator"],
+        torch_version="",
+        deepspeed_version="",
+        micro_batch_size=row["batch_size"],
+        grad_accum=row["grad_accum"],
+        data_parallel_size=read("data_parallel_size") or row["num_gpus"],
+        optimizer_class=read("optimizer") or "",
+        engine_optimizer_class="",
+        parameter_count=read("parameter_count") or 0,
+        largest_parameter=facts.largest_parameter if facts else 0,
+        resolved_config={},
+        step_seconds=(step,),
+        warmup_step_seconds=(),
+        window_seconds=step,
+        losses=_losses(row),
+        skipped_steps=read("skipped_steps") or 0,
+        import_seconds=0.0,
+        build_seconds=0.0,
+        init_seconds=0.0,
+        first_step_seconds=None,
+        **cards,
+        gpu_alloc_retries=read("gpu_alloc_retries"),
+        host_peak_bytes=_bytes(row, "cpu_used_gb"),
+        host_pss_bytes=_bytes(row, "cpu_pss_gb"),
+        nvme_stored_bytes=_bytes(row, "nvme_stored_gb"),
+        ledger=_ledger(row),
+        phase_seconds=_phases(row),
+        dropout=read("dropout"),
+        cpu_threads=read("cpu_threads"),
+        cpu_other_cores=read("cpu_other_cores"),
+    )
+
+
+def _ledger(row: Mapping[str, Any]) -> dict[str, dict[str, int]]:
+    found: dict[str, dict[str, int]] = {}
+    for name in row:
+        prefix, tier, category = [*name.split("_", 2), "", ""][:3]
+        held = _bytes(row, name) if prefix == "ledger" else None
+        if held is not None:
+            found.setdefault(tier, {})[category.removesuffix("_gb")] = held
+    return found
+
+
+def _phases(row: Mapping[str, Any]) -> dict[str, float]:
+    found = {name: _seconds(row, f"phase_{name}_ms") for name in ("forward", "backward", "step")}
+    return {name: seconds for name, seconds in found.items() if seconds is not None}

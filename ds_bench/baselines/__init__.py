@@ -1,0 +1,23 @@
+"""Baselines by name and the regression gate: public names for programs and tests of a user's own."""
+
+from .check import (
+    DEFAULT_PATH,
+    BaselineComparison,
+    compare_to_baseline,
+    load_baseline,
+    missing_baselines,
+    save_baseline,
+    save_results,
+)
+from .entry import BaselineEntry
+
+__all__ = [
+    "DEFAULT_PATH",
+    "BaselineComparison",
+    "BaselineEntry",
+    "compare_to_baseline",
+    "load_baseline",
+    "missing_baselines",
+    "save_baseline",
+    "save_results",
+]

@@ -1,0 +1,170 @@
+"""What one benchmark measured, under the name by which it is compared with its baseline: runs of one row, reduced.
+
+MB is 2**20 bytes here, as GB is 2**30 elsewhere. What a baseline does with it is for :mod:`baselines`.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from ..analysis.intervals import geometric_mean
+from ..analysis.summary import Summary
+from ..analysis.trial_caveats import known
+from ..records.schema import SUCCESS
+from ..system.environment import Environment
+from ..units import BYTES_PER_MB
+
+Memory = Literal["gpu", "host"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchmarkResult:
+    """One benchmark, its runs taken together. None where not measured; whole job unless said otherwise."""
+
+    name: str
+    """What its baseline is called."""
+    throughput_tokens_per_sec: float | None = None
+    """Geometric mean of the successful runs' means."""
+    samples_per_sec: float | None = None
+    """Sequences per second, the mean likewise."""
+    peak_memory_mb: float | None = None
+    """Highest of the runs: peak allocated on the worst GPU in the measured steps; on the CPU accelerator, which has no
+    GPU memory, the peak resident memory of a node's ranks."""
+    average_memory_mb: float | None = None
+    """Mean over the runs of what is held after the last measured step, when activations are freed: allocated on the
+    worst GPU; on the CPU accelerator the ranks' proportional set size. It is no average over time."""
+    memory: Memory | None = None
+    """Whose memory that is; None where the result does not tell."""
+    tokens_per_sec_runs: tuple[float, ...] = ()
+    """Mean of every successful run: what a difference is tested with."""
+    peak_memory_mb_runs: tuple[float, ...] = ()
+    step_seconds: tuple[float, ...] = ()
+    """Measured optimizer steps on the slowest rank, run after run."""
+    step_variation: float | None = None
+    """Coefficient of variation of step times inside a run, the largest of the runs: a rough guide to noise."""
+    status: str = SUCCESS
+    """How the last failed run ended where none succeeded (README.md, "How a trial ends")."""
+    error: str | None = None
+    """One line on that."""
+    failed_runs: int = 0
+    doubts: tuple[str, ...] = ()
+    """Caveats that disqualify the figures: a loss that is not finite, a strategy that did not run as named."""
+    workload: Mapping[str, Any] = field(default_factory=dict)
+    """What was trained, how and by how many; empty where the result does not tell."""
+    environment: Environment | None = None
+    run_id: str | None = None
+    """Of the run that it is of, the first of several; rows of one run are expected together in later results."""
+
+    @property
+    def succeeded(self) -> bool:
+        return self.status == SUCCESS
+
+    @property
+    def device(self) -> str | None:
+        """The accelerator's name as the driver gives it."""
+        return self.workload.get("device")
+
+
+def of_runs(
+    summaries: Sequence[Summary], environment: Environment | None = None, name: str | None = None
+) -> BenchmarkResult:
+    """The runs of one row as one result. ``name``: instead of the row's own. Raises ValueError without any run."""
+    if not summaries:
+        raise ValueError("summaries must hold one run at least")
+    good = [summary for summary in summaries if summary.record.outcome.success]
+    spokesman = (good or summaries)[-1]
+    return BenchmarkResult(
+        name=name or row_name(spokesman),
+        **_figures(good),
+        status=spokesman.record.outcome.status,
+        error=spokesman.record.outcome.error,
+        failed_runs=len(summaries) - len(good),
+        doubts=tuple(dict.fromkeys(doubt.text for run in good for doubt in run.caveats if doubt.disqualifying)),
+        workload=workload_facts(spokesman),
+        environment=environment,
+        run_id=next((run.run_id for run in summaries if run.run_id), None),
+    )
+
+
+def _figures(good: Sequence[Summary]) -> dict[str, Any]:
+    """Fields of a BenchmarkResult from successful runs; nothing without any."""
+    if not good:
+        return {}
+    on_gpu = good[-1].record.trial.placement.accelerator == "cuda"
+    peaks = known(good, "gpu_peak_bytes" if on_gpu else "host_peak_bytes")
+    held = known(good, "gpu_allocated_bytes" if on_gpu else "host_pss_bytes")
+    rates, samples = known(good, "tokens_per_second"), known(good, "samples_per_second")
+    return {
+        "throughput_tokens_per_sec": geometric_mean(rates),
+        "samples_per_sec": geometric_mean(samples),
+        "peak_memory_mb": max(peaks) / BYTES_PER_MB if peaks else None,
+        "average_memory_mb": statistics.fmean(held) / BYTES_PER_MB if held else None,
+        "memory": "gpu" if on_gpu else "host",
+        "tokens_per_sec_runs": tuple(rates),
+        "peak_memory_mb_runs": tuple(peak / BYTES_PER_MB for peak in peaks),
+        "step_seconds": tuple(second for run in good for second in _slowest(run)),
+        "step_variation": max((each for run in good if (each := _variation(run)) is not None), default=None),
+    }
+
+
+def _slowest(run: Summary) -> tuple[float, ...]:
+    return max(run.record.ranks, key=lambda rank: rank.window_seconds).step_seconds
+
+
+def _variation(run: Summary) -> float | None:
+    return run.step_seconds_std / run.step_seconds if run.step_seconds_std is not None and run.step_seconds else None
+
+
+def workload_facts(summary: Summary) -> dict[str, Any]:
+    """What must be the same for two rows to measure the same thing; None where a failed row does not tell.
+
+    The number of steps is not here: more of them measure the same quantity better. ``ds_config`` is a digest, by which
+    a change of the DeepSpeed configuration is noticed.
+    """
+    record = summary.record
+    work, place, strategy = record.trial.workload, record.trial.placement, record.trial.strategy
+    rank = record.ranks[0] if record.ranks else None
+    return {
+        "model": work.model,
+        "parameter_count": (rank.parameter_count or None) if rank else None,
+        "strategy": strategy.name,
+        "stage": strategy.stage,
+        "batch_size": summary.micro_batch_size or work.batch_size,
+        "seq_length": work.seq_length,
+        "grad_accum": summary.grad_accum or work.grad_accum,
+        "precision": work.precision,
+        "activation_checkpointing": work.activation_checkpointing,
+        "dropout": rank.dropout if rank else work.dropout,
+        "optimizer": (rank.optimizer_class or None) if rank else None,
+        "accelerator": place.accelerator,
+        "device": rank.device_name if rank else None,
+        "num_gpus": place.num_gpus,
+        "data_parallel_size": summary.data_parallel_size,
+        "launch": record.launch,
+        "method_version": record.method_version,
+        "ds_config": summary.config_hash,
+    }
+
+
+def row_name(summary: Summary) -> str:
+    """``<model>/<strategy>``, then where the row departs from the scripts' defaults ``/batch8-seq1024-4ranks``.
+
+    Made of the row alone, so that it does not change with what stands beside it. Hardware, versions and the DeepSpeed
+    configuration are left out: a change of those must meet the old baseline, not miss it.
+    """
+    facts = workload_facts(summary)
+    by_stage = facts["strategy"] == f"zero{facts['stage']}"
+    departures = (
+        (f"batch{facts['batch_size']}", facts["batch_size"] != 4),
+        (f"seq{facts['seq_length']}", facts["seq_length"] != 512),
+        (f"accum{facts['grad_accum']}", facts["grad_accum"] != 1),
+        (facts["precision"], facts["precision"] != "bf16"),
+        ("checkpointing", facts["activation_checkpointing"]),
+        (f"stage{facts['stage']}", not by_stage and facts["stage"] != 3),
+        (f"{facts['num_gpus']}ranks", facts["num_gpus"] != 1),
+    )
+    told = "-".join(text for text, departs in departures if departs)
+    return "/".join([facts["model"], facts["strategy"], *([told] if told else [])])

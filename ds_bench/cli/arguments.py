@@ -1,0 +1,297 @@
+"""The flags of both scripts and what they mean: one parser, one frozen Options.
+
+Every flag is checked here as far as it can be alone; the line for a bad value names the flag, the
+value and the remedy.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ..config.deepspeed_config import OPTIMIZERS
+from ..config.options import GOALS, Family, Options
+from ..config.strategies import OFFLOAD_NAMES
+from ..errors import UsageError
+from .argument_types import AUTO, MOST_RANKS, MOST_REPEATS, Parser, factory, fraction, positive, whole, whole_or_auto
+
+__all__ = ["Family", "Options", "build_parser", "parse", "to_options"]
+
+
+_ZERO_TEXT = """Compares ZeRO stages on one model: trains it for a few steps under each stage,
+every stage in a process tree of its own, and writes a table, JSON and CSV."""
+_OFFLOAD_TEXT = """Compares offload strategies on one model: trains it for a few steps under each
+strategy, every one in a process tree of its own, and writes a table, JSON and CSV."""
+_ZERO_EXAMPLES = """examples:
+  %(prog)s --model tiny --seq-length 128
+  %(prog)s --model gpt2 --batch-size 4
+  %(prog)s --model facebook/opt-1.3b --batch-size 8 --seq-length 512 --num-steps 50 --stages 0 1 2 3
+  %(prog)s --model gpt2 --repeats 3 --set zero_optimization.overlap_comm=false
+  %(prog)s --resume results/runs/zero_20261121_093000 --retry Timeout
+
+exit codes: 0 a row succeeded, 1 none did, 2 usage or preflight, 130 interrupted"""
+_OFFLOAD_EXAMPLES = """examples:
+  %(prog)s --model gpt2 --batch-size 4 --strategies none cpu_optimizer cpu_full
+  %(prog)s --model meta-llama/Llama-2-7b-hf --batch-size 2 --nvme-path /mnt/nvme
+  %(prog)s --model gpt2 --stage 2 --strategies none cpu_optimizer
+
+exit codes: 0 a row succeeded, 1 none did, 2 usage or preflight, 130 interrupted"""
+
+
+def build_parser(family: Family, prog: str) -> argparse.ArgumentParser:
+    """The parser of one script."""
+    zero = family == "zero"
+    parser = Parser(
+        prog=prog,
+        description=_ZERO_TEXT if zero else _OFFLOAD_TEXT,
+        epilog=_ZERO_EXAMPLES if zero else _OFFLOAD_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    _add_workload(parser)
+    _add_strategies(parser, zero)
+    _add_placement(parser)
+    _add_config(parser)
+    _add_run(parser)
+    parser.add_argument("--local_rank", "--local-rank", type=int, default=None, help=argparse.SUPPRESS)
+    return parser
+
+
+def _add_workload(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("what is trained")
+    add = group.add_argument
+    add("--model", default="gpt2", metavar="NAME", help="preset, local path or Hub name (default: gpt2)")
+    add(
+        "--batch-size",
+        type=whole_or_auto(1),
+        default=4,
+        metavar="N",
+        help="micro-batch per GPU, in sequences; auto: each strategy's largest that trains (default: 4)",
+    )
+    add("--common-batch", action="store_true", help="with --batch-size auto: also all at the largest that all train")
+    add(
+        "--seq-length",
+        type=whole(1),
+        default=None,
+        metavar="N",
+        help="tokens per sequence (default: 512, or the model's positions where it has fewer)",
+    )
+    add("--grad-accum", type=whole(1), default=1, metavar="N", help="micro-batches per optimizer step (default: 1)")
+    add("--num-steps", type=whole(1), default=20, metavar="N", help="measured optimizer steps (default: 20)")
+    add(
+        "--warmup-steps",
+        type=whole(0),
+        default=5,
+        metavar="N",
+        help="steps run first and left out of every statistic (default: 5)",
+    )
+    add(
+        "--precision",
+        choices=("auto", "bf16", "fp16", "fp32"),
+        default="auto",
+        help="number format (default: auto = bf16 where the device has it)",
+    )
+    add("--activation-checkpointing", action="store_true", help="recompute activations in the backward pass")
+    add("--optimizer", choices=OPTIMIZERS, default=None, help="optimizer of every row (default: AdamW)")
+    add("--seed", type=whole(0, 2**32 - 1), default=42, metavar="N", help="seed of weights and data (default: 42)")
+    add(
+        "--dropout",
+        type=fraction,
+        default=None,
+        metavar="P",
+        help="probability of every dropout in the model, from 0 to below 1 (default: the model's own)",
+    )
+    add(
+        "--model-factory",
+        type=factory,
+        default=None,
+        metavar="PKG.MOD:FN",
+        help="function that returns your own model",
+    )
+    add("--trust-remote-code", action="store_true", help="run modelling code that comes with the model")
+
+
+def _add_strategies(parser: argparse.ArgumentParser, zero: bool) -> None:
+    group = parser.add_argument_group("what is compared")
+    add = group.add_argument
+    if zero:
+        add(
+            "--stages",
+            type=int,
+            nargs="+",
+            choices=(0, 1, 2, 3),
+            default=[0, 1, 2, 3],
+            help="ZeRO stages, in this order (default: 0 1 2 3)",
+        )
+    else:
+        add(
+            "--strategies",
+            nargs="+",
+            choices=OFFLOAD_NAMES,
+            default=["none", "cpu_optimizer", "cpu_full"],
+            help="offload strategies, in this order (default: none cpu_optimizer cpu_full)",
+        )
+        add("--stage", type=int, choices=(1, 2, 3), default=3, help="ZeRO stage of every strategy (default: 3)")
+    add(
+        "--nvme-path",
+        type=Path,
+        default=None,
+        metavar="DIR",
+        help="folder on the NVMe disk" + ("" if zero else "; adds the nvme strategy when it is not named"),
+    )
+    add(
+        "--repeats",
+        type=whole(1, MOST_REPEATS),
+        default=1,
+        metavar="R",
+        help="runs of every row, in rounds whose order is rotated and reversed (default: 1)",
+    )
+    add(
+        "--relative-to", default=None, metavar="STRATEGY", help="row that ratios refer to (default: the first good one)"
+    )
+    add(
+        "--goal",
+        choices=GOALS,
+        default="balanced",
+        help="what the recommendation is for: the fastest row, the least memory, or both (default: balanced)",
+    )
+    add(
+        "--export",
+        default=None,
+        metavar="STRATEGY",
+        help="write this row's configuration for DeepSpeed, Trainer and Accelerate (default: the recommended row's)",
+    )
+
+
+def _add_placement(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("on what")
+    add = group.add_argument
+    add(
+        "--num-gpus",
+        type=whole(1, MOST_RANKS),
+        default=None,
+        metavar="N",
+        help="GPUs, or CPU ranks (default: all GPUs, or 1 rank)",
+    )
+    add("--accelerator", choices=("auto", "cuda", "cpu"), default="auto", help="device type (default: auto)")
+    add(
+        "--launcher",
+        choices=("auto", "warm", "deepspeed"),
+        default="auto",
+        help="warm: ranks forked from one preloaded process; deepspeed: its launcher for every trial (default: auto)",
+    )
+    add("--hostfile", type=Path, default=None, metavar="FILE", help="DeepSpeed hostfile, for several nodes")
+    add("--cpu-memory-limit", type=positive, default=None, metavar="GB", help="limit of each rank's data, in GB (2^30)")
+    add(
+        "--gpu-memory-limit",
+        type=positive,
+        default=None,
+        metavar="GB",
+        help="emulate a card of this size, in GB (2^30)",
+    )
+    add("--peak-tflops", type=positive, default=None, metavar="T", help="dense peak of one device, for MFU")
+
+
+def _add_config(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("DeepSpeed configuration")
+    add = group.add_argument
+    add("--ds-config", type=Path, default=None, metavar="FILE", help="JSON laid over every generated configuration")
+    add(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY.PATH=VALUE",
+        help="one value laid over every configuration, e.g. zero_optimization.overlap_comm=false; repeatable",
+    )
+
+
+def _add_run(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("the run")
+    add = group.add_argument
+    add(
+        "--output-dir",
+        type=Path,
+        default=Path("results"),
+        metavar="DIR",
+        help="created when missing (default: results)",
+    )
+    add("--timeout", type=positive, default=3600.0, metavar="SECONDS", help="per trial (default: 3600)")
+    add(
+        "--stall-timeout",
+        type=positive,
+        default=600.0,
+        metavar="SECONDS",
+        help="end a trial without sign of life for so long (default: 600)",
+    )
+    add(
+        "--resume",
+        type=Path,
+        default=None,
+        metavar="RUN_DIR",
+        help="run what is missing of an earlier run on the same machine, with its flags",
+    )
+    add("--retry", default="", metavar="CLASS,...", help="with --resume: also rows that ended so, e.g. Timeout,OOM")
+    add(
+        "--skip-predicted-oom",
+        action="store_true",
+        help="leave out rows that are predicted not to fit; never one that may",
+    )
+    add(
+        "--force",
+        action="store_true",
+        help="run also what is predicted to need far more host memory than there is",
+    )
+    add("--dry-run", action="store_true", help="print each trial's configuration and command, run nothing")
+    add("--format", choices=("table", "markdown", "json"), default="table", help="of the summary (default: table)")
+    add("--quiet", action="store_true", help="the summary only")
+    add("--verbose", action="store_true", help="also every trial's caveats and files as they come")
+    add("--strict", action="store_true", help="exit 1 when any row failed")
+
+
+def to_options(family: Family, values: argparse.Namespace) -> Options:
+    """The parsed flags as Options, with what two flags must agree on checked. Raises UsageError."""
+    given: dict[str, Any] = vars(values).copy()
+    given.pop("local_rank")
+    given["retry"] = tuple(name.strip() for name in given["retry"].split(",") if name.strip())
+    for name in ("stages", "strategies"):
+        given[name] = tuple(dict.fromkeys(given.get(name, ())))
+    given["set"] = tuple(given["set"])  # in order, repeated or not: the last one decides
+    given.setdefault("stage", 3)
+    given["auto_batch"] = given["batch_size"] == AUTO
+    if given["auto_batch"]:
+        given["batch_size"] = 1
+    elif given["common_batch"]:
+        raise UsageError("--common-batch without --batch-size auto", remedy="add --batch-size auto")
+    for name in ("relative_to", "export"):
+        given[name] = _row(name, given[name], given)
+    if given["model_factory"] is not None:
+        given["model"] = given["model_factory"]
+    options = Options(family=family, **given)
+    if options.quiet and options.verbose:
+        raise UsageError("--quiet and --verbose together", remedy="give one of them")
+    if options.retry and options.resume is None:
+        raise UsageError("--retry without --resume", remedy="add --resume RUN_DIR")
+    if options.launcher == "warm" and options.hostfile is not None:
+        raise UsageError("--launcher warm works on one node", remedy="leave --launcher out, or drop --hostfile")
+    return options
+
+
+def _row(flag: str, text: str | None, given: dict[str, Any]) -> str | None:
+    """The name of the strategy that a flag means; a stage may be given as its number. Raises UsageError."""
+    names = tuple(f"zero{stage}" for stage in given["stages"]) or given["strategies"]
+    if given["nvme_path"] is not None and given["strategies"] and "nvme" not in names:
+        names = (*names, "nvme")
+    if text is None:
+        return None
+    plain = "".join(letter for letter in text.casefold() if letter not in " -")
+    name = f"zero{plain.removeprefix('stage')}" if plain.removeprefix("stage").isdecimal() else plain
+    if name in names:
+        return name
+    raise UsageError(f"--{flag.replace('_', '-')} {text}: no such row", remedy=f"one of {', '.join(names)}")
+
+
+def parse(family: Family, prog: str, arguments: Sequence[str]) -> Options:
+    """Flags to Options. Raises UsageError with one line; exits 0 on --help."""
+    return to_options(family, build_parser(family, prog).parse_args(list(arguments)))

@@ -1,0 +1,208 @@
+"""``python -m ds_bench VERB``, also installed as ``ds-compare``.
+
+Each verb is one function here that reads its flags and calls the module that does the work, imported only then.
+"""
+
+from __future__ import annotations
+
+import sys
+
+try:
+    import argparse
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    from .. import __version__
+    from ..config.options import FAIL_ON, FAIL_ON_DEFAULT, GOALS
+    from ..config.spec import PRECISIONS
+    from ..errors import DsBenchError
+    from ..system import terminal
+    from .argument_types import Parser, fraction, names_of, positive, whole
+except KeyboardInterrupt:  # Ctrl-C while this is loaded
+    print("interrupted", file=sys.stderr)
+    sys.exit(130)
+
+Verb = Callable[[argparse.Namespace], int]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one verb and returns its exit code."""
+    terminal.have_streams()
+    try:
+        values = build_parser().parse_args(arguments)
+        verb: Verb = values.run
+        with terminal.pipe_may_close():
+            return verb(values)
+    except DsBenchError as error:
+        terminal.print_text(f"ds_bench: {error}", sys.stderr)
+        return error.exit_code
+    except OSError as error:  # a disk or a pipe that takes no more
+        terminal.print_text(f"ds_bench: {error}", sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        terminal.print_text("interrupted", sys.stderr)
+        return 130
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of all verbs; ``run`` of what it gives is the verb's function."""
+    parser = Parser(prog="ds_bench", description="Which DeepSpeed configuration should I train with?")
+    parser.add_argument("--version", action="version", version=__version__)
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB", parser_class=Parser)
+    _add_plan(verbs.add_parser("plan", help="predict each strategy's memory, without a GPU and without running"))
+    _add_doctor(verbs.add_parser("doctor", help="is this machine ready? each check with what mends it"))
+    _add_report(verbs.add_parser("report", help="show results again, several together, as text, HTML or plots"))
+    _add_compare(verbs.add_parser("compare", help="two results row by row, before and after a change"))
+    _add_baseline(verbs.add_parser("baseline", help="keep results as baselines; check others against them"))
+    _add_advice(verbs.add_parser("advice", help="when to use each strategy, and what it saves this model, by formula"))
+    verbs.add_parser("models", help="list the built-in models with their counted parameters").set_defaults(run=_models)
+    verbs.add_parser("ops", help="build the DeepSpeed ops that comparisons use, ahead of time").set_defaults(run=_ops)
+    return parser
+
+
+_RESULT = "a run folder, its records.jsonl, or a zero_comparison_*.json or offload_comparison_*.json"
+
+
+def _add_results(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("results", nargs="+", type=Path, metavar="RUN_OR_JSON", help=_RESULT)
+
+
+def _add_report(parser: argparse.ArgumentParser) -> None:
+    _add_results(parser)
+    parser.add_argument("--html", type=Path, default=None, metavar="FILE", help="one self-contained page")
+    parser.add_argument("--markdown", action="store_true", help="a block to paste into an issue, instead of the table")
+    parser.add_argument("--plots", type=Path, default=None, metavar="DIR", help="the pictures as PNG and SVG")
+    parser.add_argument(
+        "--relative-to", default=None, metavar="STRATEGY", help="row that ratios refer to (default: the run's own)"
+    )
+    parser.add_argument("--goal", choices=GOALS, default=None, help="of the recommendation (default: the run's own)")
+    parser.add_argument(
+        "--export", default=None, metavar="STRATEGY", help="write that row's configuration to ds_config_STRATEGY/"
+    )
+    parser.set_defaults(run=_report)
+
+
+def _add_compare(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("before", type=Path, help=_RESULT)
+    parser.add_argument("after", type=Path, help="likewise")
+    parser.set_defaults(run=_compare)
+
+
+def _add_baseline(parser: argparse.ArgumentParser) -> None:
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION", parser_class=Parser)
+    save = actions.add_parser("save", help="keep these results as the baselines of their names")
+    check = actions.add_parser("check", help="exit 3 when a result is worse than its baseline")
+    for action in (save, check):
+        _add_results(action)
+        action.add_argument(
+            "--baselines", type=Path, default=Path("baselines.json"), metavar="FILE", help="default: baselines.json"
+        )
+    save.add_argument(
+        "--tolerance", type=fraction, default=None, metavar="F", help="of these entries, 0 to 1 (default: 0.05)"
+    )
+    check.add_argument(
+        "--fail-on",
+        type=names_of(*FAIL_ON),
+        default=FAIL_ON_DEFAULT,
+        metavar="REASON,...",
+        help="what exits 3: regression, missing (a row of the saved run that the result lacks), unmatched (a row "
+        "without a baseline), noisy (default: all but noisy)",
+    )
+    check.add_argument("--json", action="store_true", help="the verdicts as JSON")
+    save.set_defaults(run=_baseline_save)
+    check.set_defaults(run=_baseline_check)
+
+
+def _add_plan(parser: argparse.ArgumentParser) -> None:
+    from .plan import CATALOGUE
+
+    add = parser.add_argument
+    add("--model", default="gpt2", metavar="NAME", help="preset, local path, or with --online a Hub name")
+    add("--num-gpus", type=whole(1), default=1, metavar="N", help="in the whole job (default: 1)")
+    add("--gpus-per-node", type=whole(1), default=None, metavar="N", help="default: all, 8 at most")
+    add("--gpu", default="80GB", metavar="CARD", help="a card's name or its memory (default: 80GB)")
+    add("--host-memory", type=positive, default=None, metavar="GB", help="of one node, to be kept to as well")
+    add("--batch-size", type=whole(1), default=4, metavar="N", help="micro-batch per GPU (default: 4)")
+    add("--seq-length", type=whole(1), default=None, metavar="N", help="default: 512, or the model's positions")
+    add("--grad-accum", type=whole(1), default=1, metavar="N", help="default: 1")
+    add("--precision", choices=PRECISIONS, default="bf16", help="default: bf16")
+    add("--activation-checkpointing", action="store_true", help="recompute activations in the backward pass")
+    add("--strategies", nargs="+", choices=("all", *CATALOGUE), default=["all"], help="default: all")
+    add("--min-gpus", action="store_true", help="how many GPUs each strategy needs")
+    add("--max-batch", action="store_true", help="the largest micro-batch of each strategy")
+    add("--online", action="store_true", help="ask the Hub for a model that is neither a preset nor a folder")
+    add("--trust-remote-code", action="store_true", help="run modelling code that comes with the model")
+    add("--json", action="store_true", help="bytes, for machines")
+    parser.set_defaults(run=_plan)
+
+
+def _plan(values: argparse.Namespace) -> int:
+    from .plan import CATALOGUE, PlanOptions, plan_command
+
+    given = {name: value for name, value in vars(values).items() if name not in ("verb", "run")}
+    names = tuple(CATALOGUE) if "all" in values.strategies else tuple(dict.fromkeys(values.strategies))
+    return plan_command(PlanOptions(**{**given, "strategies": names}))
+
+
+def _add_doctor(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--nvme-path", default=None, metavar="DIR", help="also check this disk's folder")
+    parser.add_argument("--build", action="store_true", help="build the ops that are not built yet (minutes)")
+    parser.add_argument("--json", action="store_true", help="a list of findings, for machines")
+    parser.set_defaults(run=_doctor)
+
+
+def _doctor(values: argparse.Namespace) -> int:
+    from ..doctor.run import run
+
+    return run(values.nvme_path, values.build, values.json)
+
+
+def _add_advice(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", default="gpt2", metavar="NAME", help="preset or local folder (default: gpt2)")
+    parser.add_argument("--num-gpus", type=whole(1), default=1, metavar="N", help="default: 1")
+    parser.add_argument("--precision", choices=PRECISIONS, default="bf16", help="default: bf16")
+    parser.add_argument("--grad-accum", type=whole(1), default=1, metavar="N", help="default: 1")
+    parser.set_defaults(run=_advice)
+
+
+def _advice(values: argparse.Namespace) -> int:
+    from .listing import show_advice
+
+    return show_advice(values.model, values.num_gpus, values.precision, values.grad_accum)
+
+
+def _report(values: argparse.Namespace) -> int:
+    from .report import ReportOptions, report
+
+    names = ("html", "markdown", "plots", "relative_to", "goal", "export")
+    return report(ReportOptions(results=tuple(values.results), **{name: getattr(values, name) for name in names}))
+
+
+def _compare(values: argparse.Namespace) -> int:
+    from .compare import show_versus
+
+    return show_versus(values.before, values.after)
+
+
+def _baseline_save(values: argparse.Namespace) -> int:
+    from .baseline import save_command
+
+    return save_command(values.results, values.baselines, values.tolerance)
+
+
+def _baseline_check(values: argparse.Namespace) -> int:
+    from .baseline import check_command
+
+    return check_command(values.results, values.baselines, values.json, values.fail_on)
+
+
+def _models(_values: argparse.Namespace) -> int:
+    from .listing import list_models
+
+    return list_models()
+
+
+def _ops(_values: argparse.Namespace) -> int:
+    from .listing import build_ops
+
+    return build_ops()

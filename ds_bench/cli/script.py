@@ -1,0 +1,122 @@
+"""Entry of both scripts: the one place that catches errors and picks the exit code."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..config.spec import Strategy
+from ..errors import DsBenchError, UsageError
+from ..models import presets
+from ..system import terminal
+from ..system.redaction import REDACTED, redacted_arguments
+from .arguments import Family, Options, parse
+
+
+def main(
+    family: Family,
+    make_config: Callable[[Strategy, int, int], dict[str, Any]],
+    arguments: Sequence[str] | None = None,
+) -> int:
+    """Runs a comparison script. ``make_config``: the script's own ``create_deepspeed_config``, by strategy."""
+    prog = terminal.plain(Path(sys.argv[0]).name)
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    terminal.have_streams()
+    with terminal.stderr_may_break():
+        try:
+            options, kept = _with_resumed_flags(family, prog, given)
+            if _not_rank_zero(os.environ):
+                return 0
+            _forget_launcher(os.environ)
+            from ..run import run_comparison
+
+            return run_comparison(options, make_config, redacted_arguments(kept))
+        except DsBenchError as error:
+            terminal.print_text(f"{prog}: {error}", sys.stderr)
+            return error.exit_code
+        except OSError as error:  # a disk that ran full, say: what was written before stays
+            terminal.print_text(f"{prog}: {error}", sys.stderr)
+            return 1
+        except KeyboardInterrupt:  # before or after the signals are handled
+            terminal.print_text("interrupted", sys.stderr)
+            return 130
+
+
+def _with_resumed_flags(family: Family, prog: str, given: list[str]) -> tuple[Options, list[str]]:
+    """The options, and the flags the run is kept with: on ``--resume`` those it began with, overridden for now."""
+    options = parse(family, prog, given)
+    if options.resume is None:
+        return options, given
+    from ..records.run_folder import RunStore
+
+    earlier = RunStore.open(options.resume).load_run()
+    if earlier.get("family") != family:
+        raise UsageError(f"--resume {options.resume} is of the other script", remedy="use the script that started it")
+    flags = [str(flag) for flag in earlier.get("arguments", [])]
+    whole = parse(family, prog, [*_kept_flags(flags, options), *given])
+    _require_said_again(whole, options)
+    return whole, flags
+
+
+def _kept_flags(flags: list[str], options: Options) -> list[str]:
+    """The flags that the run began with, but for redacted settings, which must be said again. Raises UsageError."""
+    again = {text.partition("=")[0] for text in options.set}
+    kept: list[str] = []
+    for flag in flags:
+        if REDACTED not in flag:
+            kept.append(flag)
+            continue
+        key = flag.removeprefix("--set=").partition("=")[0]
+        if key not in again:
+            raise UsageError(
+                f"--resume {options.resume}: the value of {key} may be a credential and was not kept",
+                remedy=f"say it again: --set {key}=VALUE",
+            )
+        if kept[-1:] == ["--set"]:
+            kept.pop()
+    return kept
+
+
+def _require_said_again(whole: Options, typed: Options) -> None:
+    """A run folder may come from somebody else: what runs code or reaches other machines is not taken from it alone.
+
+    ``whole``: with the flags that the folder holds; ``typed``: of this command alone. Raises UsageError.
+    """
+    local = presets.find_preset(whole.model) is None and Path(whole.model).is_dir()
+    needed = {
+        "--trust-remote-code": (whole.trust_remote_code, typed.trust_remote_code),
+        f"--model-factory {whole.model_factory}": (whole.model_factory, typed.model_factory),
+        f"--model {whole.model}": (whole.model if local else typed.model, typed.model),
+        f"--hostfile {whole.hostfile}": (whole.hostfile, typed.hostfile),
+    }
+    missing = [flag for flag, (value, given) in needed.items() if value and value != given]
+    if missing:
+        raise UsageError(
+            f"--resume {whole.resume}: a run folder alone does not start code or other machines",
+            remedy=f"if you trust it, say again: {' '.join(missing)}",
+        )
+
+
+def _not_rank_zero(environ: os._Environ[str]) -> bool:
+    """Started by habit under a launcher, every rank but the first leaves quietly."""
+    return environ.get("RANK", environ.get("LOCAL_RANK", "0")) not in ("", "0")
+
+
+def _forget_launcher(environ: os._Environ[str]) -> None:
+    """What a launcher around us set would mislead ours; its WORLD_SIZE stays, as the number of ranks asked for."""
+    if "RANK" not in environ and "LOCAL_RANK" not in environ:
+        environ.pop("WORLD_SIZE", None)
+    for name in (
+        "RANK",
+        "LOCAL_RANK",
+        "LOCAL_SIZE",
+        "LOCAL_WORLD_SIZE",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        "CROSS_RANK",
+        "CROSS_SIZE",
+    ):
+        environ.pop(name, None)

@@ -1,0 +1,176 @@
+"""The folder for NVMe offload: what disk it is, whether DeepSpeed can use it, its room and its speed."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import mmap
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from ..config import deepspeed_config, strategies
+from ..config.spec import Placement, Workload
+from ..errors import PreflightError
+from ..launch import rank_environment
+from ..system.host_memory import read_text
+from ..system.processes import child_environment, die_with_parent
+from ..units import format_bytes, format_millions, from_gb
+from .findings import Finding, Machine, ok, one_by_one, problem, unreadable, warning
+
+SWAP_BYTES_PER_PARAMETER = 18
+"""As ``preflight.swap_bytes`` counts them; a test holds the two together."""
+_SLOW_BYTES_PER_SECOND = from_gb(5.0)
+_LEAST_BYTES, _MOST_BYTES = 64 * 2**20, 2**30
+_SECONDS_EACH_WAY = 5.0
+_TIMEOUT_SECONDS = 120.0
+_ALIGNMENT_BYTES = 4096
+
+
+def check(machine: Machine, path: Path) -> Iterator[Finding]:
+    """All but the speed. Raises PreflightError where the folder cannot be used at all."""
+    if path.exists() and not path.is_dir():
+        raise PreflightError(f"--nvme-path {path} is a file, not a folder", remedy="give a folder on the NVMe disk")
+    caveat = rank_environment.check_nvme_path(path)
+    kind = rank_environment.file_system(path)
+    if caveat is not None:
+        yield warning("NVMe path", caveat, "give a folder on a local NVMe disk")
+    elif kind is None:
+        yield unreadable("NVMe path", "/proc/self/mountinfo does not tell the file system")
+    else:
+        yield ok("NVMe path", f"{path}, {kind}, can be written")
+    yield from one_by_one(
+        {
+            "NVMe space": lambda: _space(path),
+            "NVMe disk": lambda: _device(machine, path),
+            "direct I/O": lambda: _direct(path),
+        }
+    )
+
+
+def _space(path: Path) -> Finding:
+    free = shutil.disk_usage(path).free
+    parameters = free // SWAP_BYTES_PER_PARAMETER
+    text = f"{format_bytes(free)} free: room for a model of {format_millions(parameters)} parameters"
+    if parameters < 10**9:
+        return warning("NVMe space", text, "free some space: NVMe offload is for models that fit nowhere else")
+    return ok("NVMe space", text)
+
+
+def _device(machine: Machine, path: Path) -> Finding:
+    """The disks below the folder, as far as the kernel shows them under /sys."""
+    number = path.stat().st_dev
+    entry = machine.root / f"sys/dev/block/{os.major(number)}:{os.minor(number)}"
+    if not entry.exists():
+        return unreadable("NVMe disk", "this file system shows no block device")
+    device = entry.resolve()
+    disk = device.parent if (device / "partition").exists() else device
+    members = sorted(member.name for member in disk.glob("slaves/*")) or [disk.name]
+    rotational = (read_text(disk / "queue/rotational") or "").strip()
+    text = disk.name if members == [disk.name] else f"{disk.name} of {', '.join(members)}"
+    if all(name.startswith("nvme") for name in members):
+        return ok("NVMe disk", text)
+    remedy = "offload to a local NVMe disk, or read the figures as this disk's"
+    if rotational == "1":
+        return warning("NVMe disk", f"{text} is rotational, or a virtual disk that says so", remedy)
+    return warning("NVMe disk", f"{text} is no NVMe disk" + ("" if rotational == "0" else ", or hides it"), remedy)
+
+
+def _direct(path: Path) -> Finding:
+    """Whether the file system takes O_DIRECT, with which DeepSpeed opens every swap file (csrc/aio)."""
+    try:
+        _write_directly(path)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return problem(
+                "direct I/O", "could not be tried: the disk is full", "free some space, or give another disk"
+            )
+        text = f"files cannot be opened and written with O_DIRECT ({error.strerror}), and DeepSpeed does nothing else"
+        return problem("direct I/O", text, "give a folder on a local disk with ext4 or xfs")
+    return ok("direct I/O", "works")
+
+
+def _write_directly(path: Path) -> None:
+    with tempfile.TemporaryFile(dir=path) as file, mmap.mmap(-1, _ALIGNMENT_BYTES) as page:
+        descriptor = os.open(f"/proc/self/fd/{file.fileno()}", os.O_WRONLY | os.O_DIRECT)
+        try:
+            os.write(descriptor, page)
+        finally:
+            os.close(descriptor)
+
+
+def check_speed(path: Path, variables: Mapping[str, str]) -> Iterator[Finding]:
+    """Starts the measurement; ``variables`` name the cache in which the async_io op is built."""
+    free = shutil.disk_usage(path).free
+    size = min(_MOST_BYTES, free // 4)
+    if size < _LEAST_BYTES:
+        yield warning(
+            "NVMe speed", f"not measured: {format_bytes(free)} free is too little to write", "free some space"
+        )
+        return
+    aio = configured_aio(path)
+    answer = _measure(path, {**aio, "bytes": size, "seconds": _SECONDS_EACH_WAY}, variables)
+    yield judged(answer, aio)
+
+
+def configured_aio(path: Path) -> dict[str, Any]:
+    """The ``aio`` block that the nvme strategy trains with."""
+    config = deepspeed_config.complete(
+        deepspeed_config.base_config(strategies.offload_strategy("nvme"), 1),
+        Workload(model="any", model_source="preset"),
+        Placement(accelerator="cpu", nvme_path=str(path)),
+        torch_adam=True,
+        largest_parameter=None,
+    )
+    return dict(config["aio"])
+
+
+def _measure(path: Path, settings: Mapping[str, Any], variables: Mapping[str, str]) -> dict[str, Any]:
+    command = [sys.executable, "-m", "ds_bench.worker.disk_speed", str(path.resolve()), json.dumps(settings)]
+    try:
+        done = subprocess.run(
+            command,
+            env=child_environment(variables),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=_TIMEOUT_SECONDS,
+            check=False,
+            preexec_fn=die_with_parent,
+        )
+    except subprocess.TimeoutExpired:
+        return {"error": f"the disk did not answer within {_TIMEOUT_SECONDS:.0f} s"}
+    with contextlib.suppress(ValueError, IndexError):
+        answer = json.loads(done.stdout.splitlines()[-1])
+        if isinstance(answer, dict):
+            return answer
+    return {"error": f"the measurement ended with code {done.returncode}"}
+
+
+def judged(answer: Mapping[str, Any], aio: Mapping[str, Any]) -> Finding:
+    """What the child has measured, as a finding."""
+    if "error" in answer:
+        return problem("NVMe speed", f"DeepSpeed cannot use the folder: {answer['error']}", "give another folder")
+    read, write = float(answer["read_bytes_per_second"]), float(answer["write_bytes_per_second"])
+    text = (
+        f"reads {format_bytes(read)}/s, writes {format_bytes(write)}/s in sequence "
+        f"(DeepSpeed's async I/O, blocks of {format_bytes(aio['block_size'])}, queue depth {aio['queue_depth']}, "
+        f"{aio['intra_op_parallelism']} thread(s), {format_bytes(answer['bytes'])})"
+    )
+    if answer.get("from_disk") is False:
+        remedy = "do not trust the reading speed; give a folder on a local disk with ext4 or xfs"
+        return warning("NVMe speed", f"{text}; part of it was read from a cache, not from the disk", remedy)
+    slow = [way for way, speed in (("reading", read), ("writing", write)) if speed < _SLOW_BYTES_PER_SECOND]
+    if slow:
+        remedy = (
+            "NVMe rows will wait for the disk: use a faster one or several as RAID 0, or try --set aio.queue_depth=32"
+        )
+        return warning(
+            "NVMe speed", f"{text}; {' and '.join(slow)} below {format_bytes(_SLOW_BYTES_PER_SECOND)}/s", remedy
+        )
+    return ok("NVMe speed", text)

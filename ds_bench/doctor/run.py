@@ -1,0 +1,200 @@
+"""Is this machine ready? The verb ``doctor``, and the part of it that a plan needs before its first trial.
+
+What is looked at stands in :mod:`checks`, one module per subject. Here: which checks, in which order, how their
+findings are printed, and the exit code: 0 without a problem (warnings are none), 2 with one. Only this node is
+looked at, whatever a hostfile names.
+
+What ``preflight`` and ``ops`` check is called, not repeated: the folder for NVMe offload with its space and file
+system (``preflight.check_nvme_path``), builds and stale locks (``ops.prepare_ops``, ``ops.stale_locks``).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from ..config import deepspeed_config, placement
+from ..config.spec import Placement
+from ..errors import PreflightError, UsageError
+from ..launch import ops, rank_environment
+from ..system import environment, gpus, terminal
+from . import compilers, host, hub, nvme, packages
+from . import gpus as cards
+from . import ops as compiled
+from .findings import Finding, Machine, attempt, ok, warning
+
+READY, NOT_READY = 0, 2
+
+Groups = dict[str, list[Finding]]
+"""Heading → findings, in the order of printing."""
+
+
+def run(nvme_path: str | Path | None, build: bool, as_json: bool) -> int:
+    """Looks at everything, builds ops where asked to, prints. Returns 2 where there is a problem, else 0.
+
+    ``nvme_path``: as typed, since a Path of no text is the current folder. Raises UsageError where it is empty.
+    """
+    if nvme_path is not None and not str(nvme_path).strip():
+        raise UsageError("--nvme-path is empty", remedy="give a folder on the NVMe disk")
+    groups = gather(Machine(), nvme_path=None if nvme_path is None else Path(nvme_path), build=build)
+    with terminal.pipe_may_close():
+        if as_json:
+            terminal.print_json(json.dumps(_plain(groups), indent=1))
+        else:
+            for line in lines(groups):
+                terminal.print_text(line)
+    return exit_code(groups)
+
+
+def exit_code(groups: Groups) -> int:
+    return NOT_READY if any(finding.level == "problem" for finding in _all(groups)) else READY
+
+
+def gather(machine: Machine, *, nvme_path: Path | None = None, build: bool = False) -> Groups:
+    """Every check. Never raises for the state of the machine."""
+    torch_cuda, inventory = environment.torch_cuda_version(), machine.query.read()
+    place = placement.here(machine.environ, _Known(inventory))
+    groups = {
+        "Packages": [
+            *attempt("packages", packages.check),
+            *attempt("GPU driver", lambda: packages.check_driver(inventory.driver_version, torch_cuda)),
+        ],
+        "Tools": attempt("tools", lambda: compilers.check(machine, place.accelerator, torch_cuda)),
+        "GPUs": attempt("GPUs", lambda: cards.check(machine, inventory, torch_cuda)),
+        "Host": attempt("host", lambda: host.check(machine, place)),
+    }
+    variables: dict[str, str] = {}
+    groups["DeepSpeed ops"] = attempt("ops", lambda: _ops(machine, place, nvme_path is not None, build, variables))
+    groups["NVMe"] = _nvme(machine, nvme_path, variables)
+    groups["Hugging Face Hub"] = attempt("Hub", lambda: hub.check(machine))
+    return groups
+
+
+class _Known:
+    """Cards that have been read already."""
+
+    def __init__(self, inventory: gpus.GpuInventory) -> None:
+        self._inventory = inventory
+
+    def read(self) -> gpus.GpuInventory:
+        return self._inventory
+
+
+def _ops(
+    machine: Machine, place: Placement, nvme_asked: bool, build: bool, variables: dict[str, str]
+) -> Iterator[Finding]:
+    """Also fills in the ``variables`` that any process needs which uses the ops."""
+    variables.update(rank_environment.rank_environment(place, machine.environ, None))
+    folder = Path(variables["TORCH_EXTENSIONS_DIR"])
+    yield from compiled.check_locks(machine, folder)
+    states = None
+    if build:
+        names = list(compiled.users(place.accelerator))
+        states = ops.prepare_ops(names, folder, variables, say=lambda text: terminal.print_text(text, sys.stderr))
+    yield from compiled.check(
+        machine,
+        place.accelerator,
+        folder,
+        torch_cuda=environment.torch_cuda_version(),
+        nvme_asked=nvme_asked,
+        states=states,
+    )
+
+
+def _nvme(machine: Machine, path: Path | None, variables: Mapping[str, str]) -> list[Finding]:
+    if path is None:
+        return [ok("NVMe path", "not looked at", "--nvme-path DIR checks a folder for NVMe offload and its speed")]
+    found = attempt("NVMe path", lambda: nvme.check(machine, path), failed="problem")
+    if any(finding.level == "problem" for finding in found):
+        return found
+    folder = variables.get("TORCH_EXTENSIONS_DIR")
+    if folder is None or not ops.is_built(ops.ASYNC_IO, Path(folder)):
+        return [*found, warning("NVMe speed", "not measured: DeepSpeed's AsyncIO op is not built", compiled.BUILD)]
+    return [*found, *attempt("NVMe speed", lambda: nvme.check_speed(path, variables))]
+
+
+def for_plan(
+    place: Placement,
+    configs: Sequence[Mapping[str, Any]],
+    *,
+    lacks_space: str | None = None,
+    need_host_bytes: int | None = None,
+    machine: Machine | None = None,
+) -> list[Finding]:
+    """What could stop these configurations here: the doctor's findings without builds, speed or the Hub; 0.2 s.
+
+    ``configs``: DeepSpeed's, one per row, of the rows that will be tried. ``need_host_bytes``: predicted for this
+    node. ``lacks_space``: ``preflight.lack_of_space`` of the plan. What only some rows need is a warning: those rows
+    then say Unsupported, and the others run.
+    """
+    machine = Machine() if machine is None else machine
+    torch_cuda, inventory = environment.torch_cuda_version(), machine.query.read()
+    found = attempt("packages", packages.check)
+    if place.accelerator == "cuda":
+        found += attempt("GPU driver", lambda: packages.check_driver(inventory.driver_version, torch_cuda))
+        found += attempt("GPUs", lambda: cards.check(machine, inventory, torch_cuda))
+    elif not inventory.gpus and cards.has_amd_gpu(machine.root):
+        found.append(warning("GPUs", f"{cards.NO_ROCM}: this runs on the CPU", "run where there is an NVIDIA GPU"))
+    needing = [bool(ops.needed_ops(place.accelerator, [config])) for config in configs]
+    if any(needing) or place.accelerator == "cuda":
+        built_with = attempt("tools", lambda: compilers.check(machine, place.accelerator, torch_cuda))
+        found += built_with if needing and all(needing) else [_as_warning(finding) for finding in built_with]
+    found += attempt("host", lambda: host.check(machine, place, need_host_bytes))
+    path = place.nvme_path
+    if path is not None and any(map(deepspeed_config.uses_nvme, configs)):
+        looked = attempt("NVMe path", lambda: nvme.check(machine, Path(path)), failed="problem")
+        # A full disk stops the rows that swap to it, which the plan marks so, and no other.
+        found += looked if lacks_space is None else [_as_warning(finding) for finding in looked]
+    return found
+
+
+def _as_warning(finding: Finding) -> Finding:
+    return dataclasses.replace(finding, level="warning") if finding.level == "problem" else finding
+
+
+def require_ready(findings: Iterable[Finding], stream: IO[str], *, quiet: bool = False) -> None:
+    """Prints warnings and problems, problems alone where ``quiet``. Raises PreflightError where there is a problem."""
+    shown = [each for each in findings if each.level == "problem" or (each.level == "warning" and not quiet)]
+    width = max((len(each.name) for each in shown), default=0)
+    for finding in shown:
+        terminal.print_text(_line(finding, width), stream)
+    count = sum(finding.level == "problem" for finding in shown)
+    if count:
+        raise PreflightError(
+            f"this machine is not ready: {_counted(count, 'problem')}", remedy="python -m ds_bench doctor tells more"
+        )
+
+
+def lines(groups: Groups) -> Iterator[str]:
+    """The doctor's answer: a heading per group, a line per finding, and the sum at the end."""
+    width = max((len(finding.name) for finding in _all(groups)), default=0)
+    for heading, findings in groups.items():
+        yield heading
+        for finding in findings:
+            yield _line(finding, width)
+        yield ""
+    levels = [finding.level for finding in _all(groups)]
+    problems, warnings = levels.count("problem"), levels.count("warning")
+    verdict = "not ready" if problems else "ready"
+    yield f"{verdict}: {_counted(problems, 'problem')}, {_counted(warnings, 'warning')}"
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count or 'no'} {noun}{'' if count == 1 else 's'}"
+
+
+def _line(finding: Finding, width: int) -> str:
+    remedy = f" → {finding.remedy}" if finding.remedy else ""
+    return terminal.plain(f"  {finding.level:<7}  {finding.name:<{width}}  {finding.text}{remedy}")
+
+
+def _all(groups: Groups) -> list[Finding]:
+    return [finding for findings in groups.values() for finding in findings]
+
+
+def _plain(groups: Groups) -> list[dict[str, str | None]]:
+    return [{"group": heading, **dataclasses.asdict(finding)} for heading, found in groups.items() for finding in found]

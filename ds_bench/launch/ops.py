@@ -1,0 +1,328 @@
+"""DeepSpeed's compiled ops, ready before the first trial, in a cache of ours.
+
+DeepSpeed compiles an op on first use: minutes, inside whatever happens to run. And a build that is
+killed leaves a zero-byte ``lock`` on which every later build and load waits for ever
+(torch/utils/file_baton.py). So the ops that a plan needs are built here, with a timeout, by one
+process at a time, and locks that no process holds open are removed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import importlib.metadata
+import json
+import os
+import re
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..config.spec import Accelerator
+from ..errors import PreflightError
+from ..records.rank_files import write_json
+from ..system import processes
+from ..units import format_duration
+
+CPU_ADAM, FUSED_ADAM, ASYNC_IO, SHARED_MEMORY = (
+    "CPUAdamBuilder",
+    "FusedAdamBuilder",
+    "AsyncIOBuilder",
+    "ShareMemCommBuilder",
+)
+_OPTIMIZER_OPS = {"adam": CPU_ADAM, "adamw": CPU_ADAM, "adagrad": "CPUAdagradBuilder", "lion": "CPULionBuilder"}
+NO_TOOLKIT = "there is no CUDA toolkit: CUDA_HOME is not set, and no nvcc is found"
+NO_LIBAIO = "libaio's header or library is not found"
+_REMEDIES = {
+    r"libaio|-laio\b": "install libaio's headers: apt-get install libaio-dev, or dnf install libaio-devel",
+    r"CUDA toolkit|CUDA_HOME|\bnvcc\b|-lcuda(?:rt)?\b": "install the CUDA toolkit of torch's CUDA version and set "
+    "CUDA_HOME",
+    r"[Nn]inja|[cg]\+\+": "install a C++ compiler and ninja: apt-get install g++, pip install ninja",
+}
+"""Regular expression found in the reason why an op is missing → remedy; the first that matches counts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpState:
+    """Whether one op can be used here."""
+
+    op: str
+    """DeepSpeed's builder class."""
+    ready: bool
+    reason: str = ""
+    """Why not."""
+    seconds: float = 0.0
+    """Time to build and load; under a few seconds where it was built before."""
+
+
+def remedy_of(reason: str) -> str:
+    """The remedy where an op is missing for this reason; where none is known, where to look."""
+    return next((remedy for cause, remedy in _REMEDIES.items() if re.search(cause, reason)), "see the build log")
+
+
+def _optimizer_kind(config: Mapping[str, object]) -> str:
+    optimizer = config.get("optimizer")
+    return str(optimizer.get("type", "")).lower() if isinstance(optimizer, Mapping) else ""
+
+
+def needed_ops(accelerator: Accelerator, configs: Iterable[Mapping[str, object]]) -> list[str]:
+    """The ops that trials with these DeepSpeed configurations load, in build order."""
+    from ..config.deepspeed_config import offload_device, uses_nvme
+
+    needed = [SHARED_MEMORY] if accelerator == "cpu" else []
+    for config in configs:
+        kind = _optimizer_kind(config)
+        if offload_device(config, "offload_optimizer") and kind in _OPTIMIZER_OPS:
+            needed.append(_OPTIMIZER_OPS[kind])
+        if uses_nvme(config):
+            needed.append(ASYNC_IO)
+    return list(dict.fromkeys(needed))
+
+
+def fused_ops(configs: Iterable[Mapping[str, object]]) -> list[str]:
+    """The ops of optimizers that stay on a GPU."""
+    from ..config.deepspeed_config import offload_device
+
+    fused = {"adam": FUSED_ADAM, "adamw": FUSED_ADAM, "lion": "FusedLionBuilder"}
+    kinds = []
+    for config in configs:
+        kind = _optimizer_kind(config)
+        if kind in fused and not offload_device(config, "offload_optimizer"):
+            kinds.append(fused[kind])
+    return list(dict.fromkeys(kinds))
+
+
+def cache_folder(accelerator: Accelerator, architectures: str | None = None) -> Path:
+    """One folder per Python, torch, DeepSpeed, accelerator, processor and CUDA architectures: ops do not mix.
+
+    Loading an op writes beside it (a lock, ninja's log). Where DS_BENCH_OPS_CACHE or the home cannot be written, as a
+    cache that a group shares, the next of :func:`cache_roots` that can be takes its place.
+    """
+    parts = [
+        sysconfig.get_python_version(),
+        *(f"{name}{_version(name)}" for name in ("torch", "deepspeed")),
+        accelerator,
+        _processor(),
+        _build_tools(),
+        *([architectures.replace(";", "+")] if architectures else []),
+    ]
+    folders = [root / "ds_bench" / "ops" / "_".join(parts) for root in cache_roots()]
+    return next((folder for folder in folders if _can_write(folder)), folders[0])
+
+
+def cache_roots() -> list[Path]:
+    """Where this user's caches may lie: as configured, in the home, and for one without a home in the temporary folder.
+
+    The last is left out where it is another user's: compiled code is loaded from it.
+    """
+    configured = [os.environ.get("DS_BENCH_OPS_CACHE"), os.environ.get("XDG_CACHE_HOME")]
+    roots = [Path(name).absolute() for name in configured if name]
+    with contextlib.suppress(RuntimeError):  # no HOME, and no entry for this user
+        roots.append(Path.home() / ".cache")
+    own = Path(tempfile.gettempdir()) / f"ds_bench_cache_{os.getuid()}"
+    if not any(map(_can_write, roots)):
+        with contextlib.suppress(OSError):
+            own.mkdir(mode=0o700, exist_ok=True)
+    if (found := _status(own)) and found.st_uid == os.getuid() and stat.S_IMODE(found.st_mode) == 0o700:
+        roots.append(own)
+    return roots or [own]
+
+
+def _status(path: Path) -> os.stat_result | None:
+    try:
+        return path.lstat()
+    except OSError:
+        return None
+
+
+def _can_write(folder: Path) -> bool:
+    """Whether the folder, or where there is none yet the nearest one above it, can be written."""
+    nearest = next(place for place in (folder, *folder.parents) if place.exists())
+    return os.access(nearest, os.W_OK | os.X_OK)
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        raise PreflightError(f"{package} is not installed", remedy="pip install -r requirements.txt") from None
+
+
+def _build_tools() -> str:
+    """Builds name absolute paths and are redone by another ninja: one cache per environment."""
+    try:
+        ninja = importlib.metadata.version("ninja")
+    except importlib.metadata.PackageNotFoundError:
+        ninja = "system"
+    return hashlib.sha256(f"{sys.prefix} {ninja}".encode()).hexdigest()[:8]
+
+
+def _processor() -> str:
+    """Ops are compiled for the instruction set of the machine that builds them (-march=native)."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith(("flags", "Features")):
+                return hashlib.sha256(line.encode()).hexdigest()[:8]
+    return "cpu"
+
+
+def stale_locks(folder: Path) -> list[Path]:
+    """Build locks that no process holds open."""
+    locks = {lock: _is_open(lock) for lock in folder.glob("*/lock")}
+    if None in locks.values():
+        visible = set()
+        for link in Path("/proc").glob("[0-9]*/fd/*"):
+            with contextlib.suppress(OSError):
+                visible.add(str(link.readlink()))
+        for lock in [lock for lock, is_open in locks.items() if is_open is None]:
+            found = _status(lock)
+            old = found is not None and time.time() - found.st_mtime > _LOADING_SECONDS
+            locks[lock] = str(lock.resolve()) in visible or not old
+    return [lock for lock, is_open in locks.items() if not is_open]
+
+
+_LOADING_SECONDS = 60.0
+"""Longer than an op that was built before takes to load, which needs its lock too."""
+
+
+def _is_open(path: Path) -> bool | None:
+    """Whether any process of this machine has the file open, those of containers too, which /proc may not show.
+
+    The kernel grants a write lease on a file that nobody else has open (fcntl(2), F_SETLEASE). None where it grants
+    none at all: another user's file, or a file system of a network.
+    """
+    try:
+        with path.open("rb") as file:
+            fcntl.fcntl(file, fcntl.F_SETSIG, signal.SIGURG)  # breaking a lease kills its holder by default
+            fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+            fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+    except BlockingIOError:
+        return True
+    except FileNotFoundError:  # let go since it was listed
+        return True
+    except OSError:
+        return None
+    return False
+
+
+def remove_stale_locks(folder: Path) -> list[Path]:
+    """Removes them; returns what was removed."""
+    removed = stale_locks(folder)
+    for lock in removed:
+        lock.unlink(missing_ok=True)
+    return removed
+
+
+def prepare_ops(
+    names: Iterable[str],
+    folder: Path,
+    environment: Mapping[str, str],
+    *,
+    timeout_seconds: float = 1800.0,
+    say: Callable[[str], None],
+) -> dict[str, OpState]:
+    """Builds each op in a process of its own unless it is built; never raises for an op that fails."""
+    names = list(names)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise PreflightError(f"{folder} cannot be made: {error.strerror}", remedy="set DS_BENCH_OPS_CACHE") from None
+    _copy_shared_cache(folder, names)
+    if all(is_built(name, folder) for name in names) and not stale_locks(folder):
+        return {name: OpState(op=name, ready=True) for name in names}
+    states = {}
+    with _only_builder(folder, say):
+        for lock in remove_stale_locks(folder):
+            say(f"removed a stale build lock: {lock}")
+        for name in names:
+            if is_built(name, folder):
+                states[name] = OpState(op=name, ready=True)
+                continue
+            say(f"building DeepSpeed's {name.removesuffix('Builder')} op (once, minutes on few cores) …")
+            states[name] = _build(name, folder, environment, timeout_seconds)
+            if states[name].ready:
+                say(f"built {name.removesuffix('Builder')} in {format_duration(states[name].seconds)}")
+            else:
+                remove_stale_locks(folder)
+    return states
+
+
+def is_built(name: str, folder: Path) -> bool:
+    """Whether an earlier run built this op here and every library that it loaded from this folder is still there."""
+    try:
+        libraries = json.loads((folder / f"{name}.ready").read_text())
+        return isinstance(libraries, list) and all((folder / str(library)).is_file() for library in libraries)
+    except (OSError, ValueError):
+        return False
+
+
+def _copy_shared_cache(folder: Path, names: Iterable[str]) -> None:
+    """Copies what a cache that cannot be written holds, file times too, by which ninja decides."""
+    shared = cache_roots()[0] / "ds_bench" / "ops" / folder.name
+    missing = [name for name in names if not is_built(name, folder)]
+    if shared != folder and any(is_built(name, shared) for name in missing):
+        with contextlib.suppress(OSError):  # what could not be copied is built
+            shutil.copytree(shared, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("lock", "builder"))
+
+
+@contextlib.contextmanager
+def _only_builder(folder: Path, say: Callable[[str], None]) -> Iterator[None]:
+    """One builder per cache; the kernel releases the lock however its holder ends."""
+    with (folder / "builder").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            say("waiting for another run that builds ops …")
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError as error:
+            say(f"{folder} cannot be locked ({error.strerror}): do not build ops in two runs at once")
+        yield
+
+
+def _build(name: str, folder: Path, environment: Mapping[str, str], timeout_seconds: float) -> OpState:
+    log = folder / f"{name}.log"
+    processes.adopt_orphans()  # a compiler whose builder has died is still found below this process
+    earlier = processes.descendants()
+    start = time.monotonic()
+    with log.open("wb") as errors:
+        child = subprocess.Popen(
+            [sys.executable, "-m", "ds_bench.worker.build_op", name],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            env=processes.child_environment({**environment, "TORCH_EXTENSIONS_DIR": str(folder)}),
+            start_new_session=True,
+            preexec_fn=processes.die_with_parent,
+        )
+        try:
+            output, _ = child.communicate(timeout=timeout_seconds)
+        except subprocess.TimeoutExpired:
+            reason = f"the build took longer than {format_duration(timeout_seconds)}; log {log}"
+            return OpState(op=name, ready=False, reason=reason, seconds=time.monotonic() - start)
+        finally:
+            processes.end_tree(child.pid, earlier=earlier, grace_seconds=2.0)
+            child.wait()
+            if child.stdout is not None:
+                child.stdout.close()
+    return _read_answer(name, output, log, child.returncode)
+
+
+def _read_answer(name: str, output: bytes, log: Path, code: int) -> OpState:
+    try:
+        answer = json.loads(output.splitlines()[-1])
+        ready, seconds = answer["state"] == "ready", float(answer["seconds"])
+        if ready:
+            write_json(log.with_suffix(".ready"), answer["libraries"])
+        reason = "" if ready else f"{answer['reason']}; log {log}"
+    except (ValueError, IndexError, KeyError, TypeError):
+        return OpState(op=name, ready=False, reason=f"the build ended with code {code}; log {log}")
+    return OpState(op=name, ready=ready, reason=reason, seconds=seconds)

@@ -1,0 +1,170 @@
+"""What decides where bytes live: the model, the ranks, and the DeepSpeed configuration as its defaults complete it.
+
+Only facts and small arithmetic; ``replicated`` (stages 0 to 2) and ``sharded`` (stage 3) make ledgers of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..config.deepspeed_config import offload_device
+from ..config.spec import Accelerator, Precision
+from .model_profile import ModelProfile
+from .model_states import Ledger, element_bytes
+
+NORM_BYTES = 8
+"""Per element: norms of gradients are taken in fp64 (zero/utils.py, get_norm_dtype)."""
+_MOMENTS = {"adam": 2, "adamw": 2, "lion": 1, "adagrad": 1, "sgd": 0}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ZeroSettings:
+    """The keys of a DeepSpeed configuration that decide about memory, with DeepSpeed's defaults (zero/config.py)."""
+
+    stage: int
+    offload_optimizer: str | None
+    """``cpu``, ``nvme`` or None; stages 1 and 2 treat NVMe as CPU."""
+    offload_param: str | None
+    """``cpu``, ``nvme`` or None; stage 3 only."""
+    moments: int
+    """fp32 tensors the optimizer keeps beside the weights."""
+    torch_optimizer: bool
+    """Whether torch's own AdamW steps on the accelerator, which needs room of its own; else DeepSpeed's fused one."""
+    fp32_accumulation: bool
+    """``data_types.grad_accum_dtype`` is fp32."""
+    contiguous_gradients: bool
+    overlap_comm: bool
+    reduce_bucket_elements: int
+    prefetch_elements: int
+    persistence_elements: int
+    """Tensors of up to so many elements stay gathered at stage 3."""
+    max_live_elements: int
+    max_reuse_elements: int
+    sub_group_elements: int
+    """Elements of the rank's part updated at once at stage 3; 0 for no limit."""
+    pin_optimizer: bool
+    pin_param: bool
+    offload_ratio: float
+    """Share of the sub-groups that ``offload_optimizer`` moves."""
+    optimizer_buffers: int
+    """Swap buffers of the largest sub-group's size."""
+    param_buffers: int
+    param_buffer_elements: int
+    max_in_cpu_elements: int
+    """Parameters kept in host memory although offloaded to NVMe."""
+    swap_threshold_bytes: int
+    """Smaller tensors are not swapped: the larger of 1 MiB and ``aio.block_size`` (swap_tensor/optimizer_utils.py)."""
+    swap_alignment_bytes: int
+    """Swapped tensors are padded to it: 1024 bytes per I/O thread."""
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> ZeroSettings:
+        """Read from a configuration as ``dsconfig.complete`` makes it."""
+        zero: Mapping[str, Any] = config.get("zero_optimization") or {}
+        optimizer: Mapping[str, Any] = zero.get("offload_optimizer") or {}
+        param: Mapping[str, Any] = zero.get("offload_param") or {}
+        aio: Mapping[str, Any] = config.get("aio") or {}
+        stage = _number(zero, "stage", 0)
+        kind = str((config.get("optimizer") or {}).get("type", "adamw")).lower()
+        torch_adam = bool((config.get("optimizer") or {}).get("params", {}).get("torch_adam", False))
+        return cls(
+            stage=stage,
+            offload_optimizer=offload_device(config, "offload_optimizer"),
+            offload_param=offload_device(config, "offload_param") if stage == 3 else None,
+            moments=_MOMENTS.get(kind, 2),
+            torch_optimizer=torch_adam or kind not in ("adam", "adamw", "lion"),
+            fp32_accumulation=(config.get("data_types") or {}).get("grad_accum_dtype") == "fp32",
+            contiguous_gradients=bool(zero.get("contiguous_gradients", True)),
+            overlap_comm=bool(stage == 3 if zero.get("overlap_comm") is None else zero["overlap_comm"]),
+            reduce_bucket_elements=_number(zero, "reduce_bucket_size", 5e8),
+            prefetch_elements=_number(zero, "stage3_prefetch_bucket_size", 5e7),
+            persistence_elements=_number(zero, "stage3_param_persistence_threshold", 1e5),
+            max_live_elements=_number(zero, "stage3_max_live_parameters", 1e9),
+            max_reuse_elements=_number(zero, "stage3_max_reuse_distance", 1e9),
+            sub_group_elements=_number(zero, "sub_group_size", 1e9),
+            pin_optimizer=bool(optimizer.get("pin_memory", True)),
+            pin_param=bool(param.get("pin_memory", True)),
+            offload_ratio=float(optimizer.get("ratio", 1.0)),
+            optimizer_buffers=_number(optimizer, "buffer_count", 4),
+            param_buffers=_number(param, "buffer_count", 5),
+            param_buffer_elements=_number(param, "buffer_size", 1e8),
+            max_in_cpu_elements=_number(param, "max_in_cpu", 1e9),
+            swap_threshold_bytes=max(2**20, _number(aio, "block_size", 2**20)),
+            swap_alignment_bytes=1024 * _number(aio, "intra_op_parallelism", 1),
+        )
+
+
+def _number(block: Mapping[str, Any], key: str, default: float) -> int:
+    """The key's whole number; the default where it has none, as DeepSpeed reads ``"auto"`` (config_utils.py)."""
+    value = block.get(key)
+    return int(value if isinstance(value, (int, float)) else default)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryCase:
+    """One rank's question: this model, this precision, so many ranks, these settings."""
+
+    profile: ModelProfile
+    precision: Precision
+    data_parallel_size: int
+    grad_accum: int
+    """Micro-batches per optimizer step."""
+    accelerator: Accelerator
+    settings: ZeroSettings
+
+    @property
+    def element(self) -> int:
+        """Bytes of a parameter."""
+        return element_bytes(self.precision)
+
+    @property
+    def accumulated(self) -> int:
+        """Bytes of an accumulated gradient's element."""
+        return 4 if self.settings.fp32_accumulation else self.element
+
+    @property
+    def state(self) -> int:
+        """Bytes per element that the rank updates: the fp32 master, where there is one, and the moments."""
+        has_master = self.settings.stage > 0 or self.precision != "fp32"
+        return 4 * (self.settings.moments + has_master)
+
+    @property
+    def torch_step(self) -> int:
+        """Bytes per updated element that torch's multi-tensor Adam takes for a square root (torch/optim/adam.py)."""
+        on_gpu = self.accelerator == "cuda" and not self.settings.offload_optimizer
+        return 4 if on_gpu and self.settings.torch_optimizer else 0
+
+
+class Tally:
+    """Adds up a ledger."""
+
+    def __init__(self, start: Ledger | None = None) -> None:
+        self.ledger: Ledger = {tier: dict(row) for tier, row in (start or {}).items()}
+
+    def add(self, tier: str, category: str, count_bytes: int) -> Tally:
+        """Adds bytes to one cell; nothing where there are none."""
+        if count_bytes:
+            row = self.ledger.setdefault(tier, {})
+            row[category] = row.get(category, 0) + count_bytes
+        return self
+
+    def pinned(self, category: str, count_bytes: int, *, pinned: bool) -> Tally:
+        """Host memory in one piece. torch's pinned allocator takes whole powers of two (CachingHostAllocator)."""
+        self.add("cpu", category, count_bytes)
+        if pinned and count_bytes > 1:
+            self.add("cpu", "pinned_rounding", (1 << (count_bytes - 1).bit_length()) - count_bytes)
+        return self
+
+    def with_(self, *entries: tuple[str, str, int]) -> Ledger:
+        """A copy of the ledger with further (tier, category, bytes)."""
+        copy = Tally(self.ledger)
+        for entry in entries:
+            copy.add(*entry)
+        return copy.ledger
+
+
+Phases = dict[str, Ledger]
+"""``forward``, ``backward``, ``reduced`` (after backward), ``flatten`` and ``update`` (in the step) → one rank's ledger
+without activations."""

@@ -1,0 +1,100 @@
+"""Model states by formula: the bytes of parameters, gradients and optimizer states that a strategy keeps per rank.
+
+Written from DeepSpeed 0.19.8; the paths are below its ``runtime/``. With AdamW, gradients accumulated in the number
+format of the parameters (``engine.py``, get_data_types). Not here: DeepSpeed's own buffers, gathered parameters and
+what a step needs on top (``replicated``, ``sharded``).
+
+====== ================================================================================================================
+stage  who says so
+====== ================================================================================================================
+0      fp32: torch's optimizer alone, which keeps no second copy (``engine.py``, _do_optimizer_sanity_check). 16 bit:
+       an fp32 master of everything (``fp16/unfused_optimizer.py``, ``fp16/fused_optimizer.py``, __init__)
+1, 2   the flat parameters are padded to twice the ranks (``zero/stage_1_and_2.py``, nccl_start_alignment_factor); each
+       rank clones its part as fp32 master, in fp32 training as well (single_partition_of_fp32_groups)
+3      every tensor is padded to the ranks by itself (``zero/partition_parameters.py``, _padding_size); the master is
+       a copy in fp32 training as well, since ``tensor.device == self.device`` compares a device with a string
+       (``zero/stage3.py``, _create_fp32_partitions)
+====== ================================================================================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ..config.spec import Precision, Strategy
+
+Ledger = dict[str, dict[str, int]]
+"""tier (``gpu``, ``cpu``, ``nvme``) → category → bytes per rank."""
+
+FP32_BYTES = 4
+_MOMENTS = 2
+
+
+def element_bytes(precision: Precision) -> int:
+    """Bytes of a parameter."""
+    return 4 if precision == "fp32" else 2
+
+
+def flat_elements(parameters: int, data_parallel_size: int) -> int:
+    """Stages 1 and 2: elements of the flat parameters, padded to a multiple of twice the ranks."""
+    unit = 2 * data_parallel_size
+    return -(-parameters // unit) * unit
+
+
+def partition_elements(tensors: Iterable[int], data_parallel_size: int) -> int:
+    """Stage 3: elements that one rank holds when every tensor is padded to the ranks by itself."""
+    return sum(-(-elements // data_parallel_size) for elements in tensors)
+
+
+def optimizer_bytes(stage: int, precision: Precision) -> int:
+    """Bytes per element that the rank updates: fp32 master and two Adam moments, or in fp32 stage 0 the moments."""
+    copies = _MOMENTS if stage == 0 and precision == "fp32" else _MOMENTS + 1
+    return FP32_BYTES * copies
+
+
+def model_states(parameters: int, data_parallel_size: int, strategy: Strategy, precision: Precision) -> Ledger:
+    """Bytes per rank in steady state between steps, gradients at the size they have when they are resident.
+
+    ``parameters``: elements of the whole model, taken as one tensor: stage 3 pads every tensor, under one element per
+    tensor and rank more than this. Tiers that hold nothing are left out. Optimizer offload keeps an fp32 gradient of
+    the rank's part for good (initialize_optimizer_states of both), stage 3 the accumulated one beside it
+    (grad_partitions_flat_buffer); stage 1 keeps every gradient on the GPU until the last is there.
+    """
+    whole = flat_elements(parameters, data_parallel_size) if strategy.stage in (1, 2) else parameters
+    part = -(-whole // data_parallel_size) if strategy.stage else whole
+    size, home = element_bytes(precision), _home(strategy)
+    ledger: Ledger = {}
+    for tier, category, count in (
+        *_parameters(strategy, size * whole, size * part),
+        *_gradients(strategy, size * parameters, size * part, FP32_BYTES * part),
+        (home, "optimizer_states", optimizer_bytes(strategy.stage, precision) * part),
+    ):
+        row = ledger.setdefault(tier, {})
+        row[category] = row.get(category, 0) + count
+    return ledger
+
+
+_Cell = tuple[str, str, int]
+
+
+def _home(strategy: Strategy) -> str:
+    """Where the optimizer lives; stages 1 and 2 run NVMe as CPU offload (``zero/stage_1_and_2.py``, __init__)."""
+    if strategy.offload_optimizer == "none" or strategy.stage == 0:
+        return "gpu"
+    return strategy.offload_optimizer if strategy.stage == 3 else "cpu"
+
+
+def _parameters(strategy: Strategy, whole: int, part: int) -> list[_Cell]:
+    if strategy.stage < 3:
+        return [("gpu", "parameters", whole)]
+    return [("gpu" if strategy.offload_param == "none" else strategy.offload_param, "parameters", part)]
+
+
+def _gradients(strategy: Strategy, every: int, part: int, fp32: int) -> list[_Cell]:
+    home = _home(strategy)
+    if home == "gpu":
+        return [("gpu", "gradients", part if strategy.stage >= 2 else every)]
+    waiting: list[_Cell] = [(home, "gradients", fp32)]
+    if strategy.stage == 1:
+        waiting.append(("gpu", "gradients", every))
+    return [*waiting, ("cpu", "gradients", part)] if strategy.stage == 3 else waiting

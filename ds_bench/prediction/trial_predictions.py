@@ -1,0 +1,219 @@
+"""Each planned trial with its predicted memory, and a refusal where it cannot fit and the user does not want to see it.
+
+The prediction is stored beside the measurement, so that every run checks it (``prediction.hindsight``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from ..config import deepspeed_config
+from ..config.spec import Accelerator, Placement, Trial
+from ..errors import DsBenchError, PreflightError, UsageError
+from ..models.lookup import ModelChoice
+from ..models.presets import ModelFacts
+from ..system import host_memory
+from ..system.environment import Environment
+from ..units import format_bytes
+from . import what_if
+from .memory import Prediction, predict
+from .model_profile import ModelProfile, profile_of, profile_of_any
+
+_NOT_RESIDENT = ("deepspeed_buffers", "overhead")
+"""On the CPU accelerator DeepSpeed's buffers are resident only where they were touched."""
+_FAR_BEYOND = 1.5
+"""Times a node's memory above which a predicted need is refused: far more than predictions are off by."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Room:
+    """The memory there is."""
+
+    gpu_bytes: int | None
+    """Of the smallest card used, real or emulated; None on the CPU accelerator."""
+    host_bytes: int | None
+    """Of this node, or of the tightest limit on this process."""
+    node_bytes: int | None = None
+    """Host memory of this node, or what the cgroup allows of it, whatever ``--cpu-memory-limit`` says: beyond that
+    limit a rank ends, beyond this the whole machine suffers. None: nothing is held against it."""
+
+    @classmethod
+    def of(cls, facts: Environment, place: Placement) -> Room:
+        """As the environment and the flags tell."""
+        cards = [gpu.memory_total_bytes for gpu in facts.gpus[: place.num_gpus]] if place.accelerator == "cuda" else []
+        sizes = [size for size in (*cards, place.gpu_memory_limit_bytes) if size]
+        limit = place.cpu_memory_limit_bytes
+        hosts = (
+            facts.host_memory_bytes,
+            facts.cgroup_memory_limit_bytes,
+            None if limit is None else limit * place.num_gpus,
+        )
+        known = [size for size in hosts if size]
+        return cls(
+            gpu_bytes=min(sizes) if cards and sizes else None,
+            host_bytes=min(known, default=None),
+            node_bytes=None if place.hostfile else min(filter(None, hosts[:2]), default=None),
+        )
+
+
+def node_memory_bytes() -> int | None:
+    """Memory of this machine, or of its cgroup where that is less; None where the kernel does not tell."""
+    known = [size for size in (host_memory.host_memory_bytes(), host_memory.cgroup_limit_bytes()) if size]
+    return min(known, default=None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unpredicted:
+    """A model whose memory nothing is known of."""
+
+    reason: str
+
+
+def profile(
+    choice: ModelChoice,
+    seq_length: int,
+    accelerator: Accelerator,
+    *,
+    dropout: float | None = None,
+    trust_remote_code: bool = False,
+    environment: Mapping[str, str] | None = None,
+) -> ModelProfile | Unpredicted:
+    """What prediction needs of a model: at once for a preset, else measured by a child process.
+
+    ``dropout``: None for the model's own. ``environment``: variables of the trials' processes, for a model that is
+    built as they build it. Never raises: a run must not end for want of a prediction.
+    """
+    try:
+        if choice.facts is not None and _has_one_kind_of_layer(choice.facts):
+            with contextlib.suppress(UsageError):  # then perhaps as it is
+                return profile_of(choice.facts, seq_length, accelerator=accelerator, dropout=dropout)
+        return profile_of_any(
+            str(choice.config.get("path", choice.name)),
+            "factory" if choice.source == "factory" else "path",
+            seq_length,
+            accelerator=accelerator,
+            dropout=dropout,
+            trust_remote_code=trust_remote_code,
+            environment=environment,
+        )
+    except UsageError as error:
+        return Unpredicted(reason=error.problem)
+    except (DsBenchError, OSError, ValueError, KeyError, TypeError) as error:
+        return Unpredicted(reason=f"{type(error).__name__}: {error}")
+
+
+def _has_one_kind_of_layer(facts: ModelFacts) -> bool:
+    kinds = facts.config.get("layer_types")
+    return not isinstance(kinds, list) or len(set(map(str, kinds))) < 2
+
+
+def foresee(
+    trials: Sequence[Trial], known: ModelProfile | Unpredicted, room: Room, *, skip: bool, force: bool = False
+) -> list[Trial]:
+    """The trials with their predictions, or with why they have none.
+
+    With ``skip`` those that cannot fit are marked, never one that is tight. Those that need far more host memory than
+    the node has are marked in any case, unless ``force``.
+    """
+    if isinstance(known, Unpredicted):
+        return [_with_caveat(trial, f"memory is not predicted: {known.reason}") for trial in trials]
+    others: dict[str, list[dict[str, Any]]] = {}  # repeats of a row share theirs
+    found = []
+    for trial in trials:
+        key = replace(trial, repeat=0).key
+        if key not in others:
+            others[key] = _alternatives(trial, known)
+        found.append(_foreseen(trial, known, room, others[key], skip=skip, force=force))
+    return found
+
+
+def _alternatives(trial: Trial, known: ModelProfile) -> list[dict[str, Any]]:
+    """What other configurations of the same work would take, plain, for advice after the run."""
+    work, config = trial.workload, trial.ds_config
+    try:
+        question = what_if.Question(
+            profile=known,
+            workload=replace(work, batch_size=int(config.get("train_micro_batch_size_per_gpu", work.batch_size))),
+            placement=replace(trial.placement, nvme_path=trial.placement.nvme_path or "/nvme"),
+            strategy=trial.strategy,
+            changes=deepspeed_config.changes_of(config, trial.strategy, work, trial.placement),
+            torch_adam=bool(config["optimizer"]["params"].get("torch_adam")),
+        )
+        return [asdict(each) for each in what_if.alternatives(question)]
+    except (DsBenchError, ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError):
+        return []  # a configuration of a shape the arithmetic lacks
+
+
+def require_host_memory(trials: Sequence[Trial], node_bytes: int | None) -> None:
+    """Raises PreflightError where every trial is predicted to need far more host memory than the node has."""
+    able = [trial for trial in trials if trial.unsupported is None]
+    needs = [host_need([trial]) for trial in able]
+    if node_bytes is None or not needs or not all(_far_beyond(need, node_bytes) for need in needs):
+        return
+    least = min(need for need in needs if need is not None)
+    fewer = "fewer ranks (--num-gpus) " if able[0].placement.num_gpus > 1 else ""
+    raise PreflightError(
+        f"{able[0].workload.model} is predicted to need {format_bytes(least)} of host memory"
+        f"{' in the leanest row' if len({trial.strategy for trial in able}) > 1 else ''}, "
+        f"where this node has {format_bytes(node_bytes)}",
+        remedy=f"take a smaller --model, {fewer}or another machine, or try it with --force",
+    )
+
+
+def _far_beyond(need: int | None, node_bytes: int | None) -> bool:
+    return need is not None and node_bytes is not None and need > _FAR_BEYOND * node_bytes
+
+
+def _with_caveat(trial: Trial, why: str) -> Trial:
+    return trial if trial.unsupported else replace(trial, caveats=(*trial.caveats, why))
+
+
+def _foreseen(
+    trial: Trial, known: ModelProfile, room: Room, others: list[dict[str, Any]], *, skip: bool, force: bool
+) -> Trial:
+    if trial.unsupported:
+        return trial
+    try:
+        prediction = predict(known, trial.workload, trial.placement, trial.ds_config)
+    except (ValueError, KeyError, TypeError, ZeroDivisionError) as error:
+        return _with_caveat(trial, f"memory is not predicted: the configuration's {type(error).__name__} ({error})")
+    if prediction.unknown is not None:
+        trial = _with_caveat(trial, f"activations are not predicted, the rest is: {prediction.unknown}")
+    reason = _hopeless(prediction, room) if skip else None
+    host = _resident(prediction)
+    if reason is None and not force and room.node_bytes is not None and _far_beyond(host, room.node_bytes):
+        reason = _needs(host, room.node_bytes, "of host memory") + "; --force tries it"
+    return replace(trial, prediction=prediction.to_dict() | {"alternatives": others}, skipped=reason)
+
+
+def _hopeless(prediction: Prediction, room: Room) -> str | None:
+    """Why it cannot fit; None where it may."""
+    gpu = prediction.gpu_bytes
+    if room.gpu_bytes is not None and gpu > room.gpu_bytes:
+        return _reason(gpu, room.gpu_bytes, "per GPU")
+    host = _resident(prediction)
+    if room.host_bytes is not None and host > room.host_bytes:
+        return _reason(host, room.host_bytes, "of host memory")
+    return None
+
+
+def _resident(prediction: Prediction) -> int:
+    """Host memory of a node that will really be taken."""
+    return sum(size for name, size in prediction.host.items() if prediction.gpu or name not in _NOT_RESIDENT)
+
+
+def host_need(trials: Sequence[Trial]) -> int | None:
+    """The most host memory of one node that any of them is predicted to take; None where none has a prediction."""
+    known = [Prediction.from_dict(trial.prediction) for trial in trials if trial.prediction is not None]
+    return max((_resident(prediction) for prediction in known), default=None)
+
+
+def _reason(need: int, room: int, where: str) -> str:
+    return _needs(need, room, where) + "; leave out --skip-predicted-oom to try it"
+
+
+def _needs(need: int, room: int, where: str) -> str:
+    return f"predicted to need {format_bytes(need)} {where}, where there is {format_bytes(room)}"

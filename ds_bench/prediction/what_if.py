@@ -1,0 +1,329 @@
+"""Before a run: does it fit, how many GPUs does it need, how large may the batch be, and what change would help most.
+
+Asks ``memory.predict`` again and again with other questions; knows no formula of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+from ..config import deepspeed_config
+from ..config.spec import Placement, Strategy, Workload
+from .memory import DOES_NOT_FIT, FITS, TIGHT, Prediction, predict
+from .model_profile import ModelProfile
+
+LARGEST_BATCH = 65536
+"""Where the search for a micro-batch ends: one that still fits is at least this large."""
+_NODE = 8
+"""GPUs of a node where none is told."""
+_MOST_GPUS = 8192
+"""Beyond it no number of GPUs is tried."""
+_SMALL_BUCKET = 50_000_000
+"""Elements: a tenth of DeepSpeed's default; smaller ones cost speed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """One planned trial."""
+
+    profile: ModelProfile
+    workload: Workload
+    placement: Placement
+    strategy: Strategy
+    ranks_per_node: int | None = None
+    """GPUs of one node; all of them on one where None."""
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    """Laid over the strategy's DeepSpeed configuration."""
+    torch_adam: bool = False
+    """Whether torch's AdamW steps where the optimizer is not offloaded (``dsconfig.complete``)."""
+
+    def config(self) -> deepspeed_config.Config:
+        """The DeepSpeed configuration that the trial would run with."""
+        base = deepspeed_config.base_config(self.strategy, self.workload.batch_size, self.workload.grad_accum)
+        return deepspeed_config.complete(
+            deepspeed_config.overlay(base, self.changes),
+            self.workload,
+            self.placement,
+            torch_adam=self.torch_adam,
+            largest_parameter=max(self.profile.tensors),
+        )
+
+    def answer(self) -> Prediction:
+        """What it takes."""
+        return predict(self.profile, self.workload, self.placement, self.config(), ranks_per_node=self.ranks_per_node)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """One thing to do differently, and what comes of it."""
+
+    text: str
+    """In the user's words: ``activation checkpointing``, ``batch size 2``, ``16 GPUs``."""
+    prediction: Prediction
+    strategy: Strategy
+    """The one that it leads to."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alternative:
+    """A change as a record carries it: what it would take, whatever there is. Plain values only."""
+
+    text: str
+    rank: int
+    """0 for the gentlest."""
+    gpu_bytes: int
+    host_bytes: int
+    """Per node."""
+    stage: int
+    offload_optimizer: str
+    offload_param: str
+    strategy_alone: bool
+    """Nothing but the strategy differs."""
+
+    @property
+    def arrangement(self) -> tuple[int, str, str]:
+        """What decides where a strategy's bytes live, whatever it is called."""
+        return self.stage, self.offload_optimizer, self.offload_param
+
+
+def alternatives(question: Question) -> list[Alternative]:
+    """The changes that may help with what each would take, gentlest first, for advice that is given after the run.
+
+    Left out is what takes no less than the configuration as it is, or than a gentler change that is not a mere change
+    of strategy (which the run may have shown to fail). Halves of the micro-batch stand for any smaller one, and
+    doublings of the GPUs for any larger number.
+    """
+    now = question.answer()
+    weighed = [(now.gpu_bytes, now.host_bytes)]
+    kept = []
+    for rank, (text, changed) in enumerate(_combined(question, _halves, _more_gpus)):
+        answer = changed.answer()
+        if any(gpu <= answer.gpu_bytes and host <= answer.host_bytes for gpu, host in weighed):
+            continue
+        alone = changed == replace(question, strategy=changed.strategy)
+        if not alone:
+            weighed.append((answer.gpu_bytes, answer.host_bytes))
+        kept.append(
+            Alternative(
+                text=text,
+                rank=rank,
+                gpu_bytes=answer.gpu_bytes,
+                host_bytes=answer.host_bytes,
+                stage=changed.strategy.stage,
+                offload_optimizer=changed.strategy.offload_optimizer,
+                offload_param=changed.strategy.offload_param,
+                strategy_alone=alone,
+            )
+        )
+    return kept
+
+
+def _halves(question: Question) -> Iterator[int]:
+    size = question.workload.batch_size
+    while size := size // 2:
+        yield size
+
+
+def _more_gpus(question: Question) -> Iterator[tuple[str, Question]]:
+    if question.strategy.stage:
+        for factor in (2, 4, 8):
+            count = factor * question.placement.num_gpus
+            yield _gpus(count), _on(question, count)
+
+
+def fits(question: Question, gpu_bytes: int, host_bytes: int | None = None) -> bool:
+    """Whether the verdict is anything but ``does not fit``."""
+    return question.answer().verdict(gpu_bytes, host_bytes) != DOES_NOT_FIT
+
+
+def min_gpus(question: Question, gpu_bytes: int, host_bytes: int | None = None) -> int | None:
+    """The fewest GPUs with which it fits, in whole nodes above one; None where no number of them helps.
+
+    Never more than were asked about where it fits with those.
+    """
+    found, asked = _fewest(question, gpu_bytes, host_bytes), question.placement.num_gpus
+    if (found is None or found > asked) and fits(question, gpu_bytes, host_bytes):
+        return asked
+    return found
+
+
+def _fewest(question: Question, gpu_bytes: int, host_bytes: int | None) -> int | None:
+    before, node = 0, question.ranks_per_node or _NODE
+    for count in _doubling(node):
+        if fits(_on(question, count), gpu_bytes, host_bytes):
+            unit = 1 if count <= node else node
+            good = partial(_fits_on, question, unit, gpu_bytes, host_bytes)
+            return _first(before // unit, count // unit, good) * unit
+        if question.strategy.stage == 0:
+            return None  # every GPU holds everything
+        before = count
+    return None
+
+
+def _doubling(node: int) -> Iterator[int]:
+    """1, 2, 4 … below a node, then a node, two, four …"""
+    count = 1
+    while count < node:
+        yield count
+        count *= 2
+    count = node
+    while count <= max(node, _MOST_GPUS):
+        yield count
+        count *= 2
+
+
+def _fits_on(question: Question, unit: int, gpu_bytes: int, host_bytes: int | None, units: int) -> bool:
+    return fits(_on(question, unit * units), gpu_bytes, host_bytes)
+
+
+def _on(question: Question, count: int) -> Question:
+    return replace(question, placement=replace(question.placement, num_gpus=count))
+
+
+def _first(too_small: int, enough: int, good: Callable[[int], bool]) -> int:
+    while enough - too_small > 1:
+        middle = (too_small + enough) // 2
+        too_small, enough = (too_small, middle) if good(middle) else (middle, enough)
+    return enough
+
+
+def max_batch(question: Question, gpu_bytes: int, host_bytes: int | None = None, *, tight: bool = True) -> int | None:
+    """The largest micro-batch that fits, up to LARGEST_BATCH; None where one sequence does not.
+
+    ``tight``: whether one that leaves it ``tight`` counts.
+    """
+    enough = (FITS, TIGHT) if tight else (FITS,)
+
+    def too_large(size: int) -> bool:
+        return _with_batch(question, size).answer().verdict(gpu_bytes, host_bytes) not in enough
+
+    if too_large(1):
+        return None
+    size = 1
+    while size < LARGEST_BATCH and not too_large(2 * size):
+        size *= 2
+    return size if size >= LARGEST_BATCH else _first(size, 2 * size, too_large) - 1
+
+
+def _with_batch(question: Question, size: int) -> Question:
+    return replace(question, workload=replace(question.workload, batch_size=size))
+
+
+def smallest_change(question: Question, gpu_bytes: int, host_bytes: int | None = None) -> Change | None:
+    """The first of the usual remedies, gentlest first, with which it fits; None where it fits already or none helps.
+
+    In order: smaller buckets, activation checkpointing, a smaller micro-batch, the next ZeRO stages, offload of the
+    optimizer, of the parameters, both to NVMe, half the GPUs where the host is short of memory, more GPUs; then the
+    same on top of checkpointing, and of checkpointing with a batch of one; last, other GPUs at a later stage. One
+    that makes it ``fits`` goes before one that leaves it ``tight``.
+    """
+    if fits(question, gpu_bytes, host_bytes):
+        return None
+    tight: Change | None = None
+    smaller = partial(_smaller_batch, gpu_bytes=gpu_bytes, host_bytes=host_bytes)
+    others = partial(_on_others, gpu_bytes=gpu_bytes, host_bytes=host_bytes)
+    for text, changed in _combined(question, smaller, others):
+        prediction = changed.answer()
+        verdict = prediction.verdict(gpu_bytes, host_bytes)
+        change = Change(text=text, prediction=prediction, strategy=changed.strategy)
+        if verdict == FITS:
+            return change
+        if verdict != DOES_NOT_FIT and tight is None:
+            tight = change
+    return tight
+
+
+_Changed = Iterator[tuple[str, Question]]
+
+
+def _combined(
+    question: Question, smaller: Callable[[Question], Iterator[int]], others: Callable[[Question], _Changed]
+) -> _Changed:
+    """Every remedy alone, then on top of the two that cost no more hardware; last, other GPUs at a later stage.
+
+    ``smaller``: micro-batches to try. ``others``: the same on other numbers of GPUs.
+    """
+    yield from _remedies(question, smaller, others)
+    for text, base in _bases(question):
+        yield text, base
+        yield from _on_top(text, _remedies(base, smaller, others))
+    for text, changed in _stronger(question):
+        yield from _on_top(text, others(changed))
+    for text, base in _bases(question):
+        for other, changed in _stronger(base):
+            yield from _on_top(f"{text}, {other}", others(changed))
+
+
+def _on_top(text: str, remedies: Iterator[tuple[str, Question]]) -> Iterator[tuple[str, Question]]:
+    return ((f"{text}, {other}", changed) for other, changed in remedies)
+
+
+def _bases(question: Question) -> Iterator[tuple[str, Question]]:
+    text = ""
+    if not question.workload.activation_checkpointing:
+        text, question = "activation checkpointing", _checkpointed(question)
+        yield text, question
+    if question.workload.batch_size > 1:
+        yield f"{text}, batch size 1" if text else "batch size 1", _with_batch(question, 1)
+
+
+def _remedies(
+    question: Question, smaller: Callable[[Question], Iterator[int]], others: Callable[[Question], _Changed]
+) -> _Changed:
+    strategy, workload = question.strategy, question.workload
+    if strategy.stage:
+        yield "reduce_bucket_size 5e7", replace(question, changes=_smaller_bucket(question.changes))
+    if not workload.activation_checkpointing:
+        yield "activation checkpointing", _checkpointed(question)
+    for size in smaller(question):
+        yield f"batch size {size}", _with_batch(question, size)
+    yield from _stronger(question)
+    yield from others(question)
+
+
+def _smaller_batch(question: Question, gpu_bytes: int, host_bytes: int | None) -> Iterator[int]:
+    """The largest that fits with room to spare; where there is none, the largest that is tight; at most one."""
+    if question.workload.batch_size > 1:
+        size = max_batch(question, gpu_bytes, host_bytes, tight=False) or max_batch(question, gpu_bytes, host_bytes)
+        yield from filter(None, [size])
+
+
+def _on_others(question: Question, gpu_bytes: int, host_bytes: int | None) -> Iterator[tuple[str, Question]]:
+    """Other numbers of GPUs: fewer on a node short of memory, as each rank takes some of its own; else more."""
+    if host_bytes is not None and question.answer().host_bytes > host_bytes:
+        count = min(question.placement.num_gpus, question.ranks_per_node or question.placement.num_gpus)
+        while count := count // 2:
+            yield _gpus(count), _on(question, count)
+    needed = min_gpus(question, gpu_bytes, host_bytes)
+    if needed is not None and needed > question.placement.num_gpus:
+        yield _gpus(needed), _on(question, needed)
+
+
+def _gpus(count: int) -> str:
+    return f"{count} GPU{'' if count == 1 else 's'}"
+
+
+def _checkpointed(question: Question) -> Question:
+    return replace(question, workload=replace(question.workload, activation_checkpointing=True))
+
+
+def _smaller_bucket(changes: Mapping[str, Any]) -> dict[str, Any]:
+    return deepspeed_config.overlay(changes, {"zero_optimization": {"reduce_bucket_size": _SMALL_BUCKET}})
+
+
+def _stronger(question: Question) -> Iterator[tuple[str, Question]]:
+    """Strategies that keep less on the GPU, in the order of what they cost."""
+    from ..config.strategies import ZERO_STAGES, offload_strategy
+
+    strategy = question.strategy
+    later = [] if strategy.offloads_optimizer else [ZERO_STAGES[stage] for stage in range(strategy.stage + 1, 4)]
+    for other in (*later, *map(offload_strategy, ("cpu_optimizer", "cpu_full", "nvme"))):
+        if _where(other) != _where(strategy):
+            yield other.label, replace(question, strategy=other)
+
+
+def _where(strategy: Strategy) -> tuple[str, str, int]:
+    return strategy.offload_optimizer, strategy.offload_param, strategy.stage

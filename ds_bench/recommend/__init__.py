@@ -1,0 +1,1 @@
+"""Which row to use, why, and what to try next."""

@@ -1,0 +1,178 @@
+"""The sentences of a recommendation: why a row was chosen, how sure that is, and what it costs.
+
+Nothing is decided here. Numbers are those of the rows; whether two of them differ in speed is tested by runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ..analysis.intervals import FEWEST_RUNS
+from ..units import format_bytes, format_count, format_percent
+from .rule import (
+    COMFORTABLE,
+    FAST_ENOUGH,
+    LEAST_LEAD,
+    Candidate,
+    Decision,
+    Speeds,
+    fastest,
+    leanest,
+    nearly_leanest,
+    stand_ins,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Words:
+    """What the memory is called that the rule weighed."""
+
+    memory: str = "device memory"
+    capacity: str = "the card"
+
+
+ON_DEVICE = Words()
+ON_HOST = Words(memory="host memory", capacity="the host's memory")
+
+
+def why(decision: Decision, speeds: Speeds, goal: str, words: Words) -> str:
+    """One sentence without its full stop: the part of the rule that chose the row, with its numbers."""
+    choice, fitting = decision.choice, speeds.candidates
+    numbers = f"{_speed(choice)} tokens/s with {_memory(choice, words)}"
+    if len(fitting) == 1:
+        return f"{choice.label} is the only row that trained and fits: {numbers}"
+    if goal == "memory":
+        near = len(nearly_leanest(fitting)) > 1
+        within = f", within {_whole(LEAST_LEAD)} of others," if near else ""
+        return f"{choice.label} needs the least {words.memory}{within} of {_rows(fitting)}: {numbers}"
+    head = f"{choice.label} is {_standing(decision, speeds)}: {numbers}"
+    return head if goal == "speed" else _why_balanced(decision, speeds, head, words)
+
+
+def _standing(decision: Decision, speeds: Speeds) -> str:
+    best = decision.fastest
+    if decision.choice == best:
+        alike = speeds.alike(best)
+        stepped = "" if len(alike) == len(speeds.candidates) else f" and step with {best.optimizer}"
+        return f"the fastest of {_rows(alike)}{stepped}" if len(alike) > 1 else f"the only row to fit{stepped}"
+    if speeds.differ(decision.choice, best):
+        return f"within {_whole(LEAST_LEAD)} of the fastest, {best.label}, and offloads less"
+    count = len(decision.tied)
+    return f"the simplest of the {count} rows that cannot be told from the fastest, {best.label}, by speed"
+
+
+def _why_balanced(decision: Decision, speeds: Speeds, head: str, words: Words) -> str:
+    choice, best = decision.choice, decision.stands
+    if best != choice:
+        return (
+            f"{choice.label} needs the least {words.memory} of the rows that offload alike and reach "
+            f"{_whole(FAST_ENOUGH)} of {best.label}'s speed: {head.partition(': ')[2]}, "
+            f"{format_percent(_share(choice, best))} of {best.label}'s {_speed(best)} tokens/s with "
+            f"{format_bytes(best.memory_bytes)} ({format_percent(best.fraction)})"
+        )
+    if choice.filled:
+        return f"{head}; it is at its own largest micro-batch, so how full {words.capacity} is weighs nothing"
+    if choice.fraction is None:
+        return f"{head}; how much of {words.capacity} that is cannot be told, so nothing is traded for memory"
+    if choice.comfortable:
+        return f"{head}, under the {_whole(COMFORTABLE)} from which less memory would be worth speed"
+    others = len(stand_ins(choice, speeds)) > 1
+    rest = "and needs less" if others else f"and reaches {_whole(FAST_ENOUGH)} of its speed"
+    return f"{head}; no other row offloads alike {rest}"
+
+
+def noise(choice: Candidate, speeds: Speeds, runs: Mapping[str, int]) -> str | None:
+    """How sure the difference in speed is that was at stake; None where there is no second row to tell from it.
+
+    At stake is the lead over the next fastest, or what the choice gives up against the fastest. ``runs``: how many of
+    each row succeeded, by its key.
+    """
+    rivals = [candidate for candidate in speeds.alike(choice) if candidate != choice]
+    if not rivals:
+        return None
+    rival = fastest(rivals)
+    difference = choice.tokens_per_second / rival.tokens_per_second - 1
+    kind = "lead over" if difference >= 0 else "lag behind"
+    verdict = _verdict_text(choice, rival, speeds, min(runs[choice.key], runs[rival.key]))
+    text = f"its {kind} {rival.label} ({format_percent(abs(difference))}) is {verdict}"
+    lean = _lean_equal(choice, rivals, speeds)
+    return text if lean is None else f"{text}; {lean}"
+
+
+def _verdict_text(choice: Candidate, rival: Candidate, speeds: Speeds, runs: int) -> str:
+    each = "one run each" if runs == 1 else f"{runs} runs each"
+    if speeds.interval_of(choice, rival) is None:
+        return f"not tested: {each}, {FEWEST_RUNS} are needed" if runs < FEWEST_RUNS else "not tested"
+    return f"{'more than' if speeds.differ(choice, rival) else 'inside'} the noise of {each}"
+
+
+def _lean_equal(choice: Candidate, rivals: Sequence[Candidate], speeds: Speeds) -> str | None:
+    """A row that needs less memory and cannot be told from the choice by its speed: the rule stands, but is told."""
+    if choice.memory_bytes is None:
+        return None
+    equal = [
+        rival
+        for rival in rivals
+        if rival.memory_bytes is not None
+        and rival.memory_bytes * (1 + LEAST_LEAD) < choice.memory_bytes
+        and speeds.interval_of(choice, rival) is not None
+        and not speeds.differ(choice, rival)
+    ]
+    if not equal:
+        return None
+    lean = leanest(equal)
+    saved = format_bytes(choice.memory_bytes - (lean.memory_bytes or 0))
+    return f"{lean.label} needs {saved} less and cannot be told from it by speed: take it if memory matters"
+
+
+def cost(choice: Candidate, speeds: Speeds, words: Words) -> str | None:
+    """What the choice gives up against the fastest row that fits, and what it saves; None where it is that row, or
+    where no difference can be told."""
+    best = fastest(speeds.alike(choice))
+    if best == choice:
+        return None
+    differ = speeds.differ(choice, best)
+    slower = f"{format_percent(1 - _share(choice, best))} slower than {best.label}"
+    if choice.memory_bytes is None or best.memory_bytes is None or choice.memory_bytes == best.memory_bytes:
+        return slower if differ else None
+    saved = best.memory_bytes - choice.memory_bytes
+    text = f"{'saves' if saved > 0 else 'takes'} {format_bytes(abs(saved))}{'' if saved > 0 else ' more'}"
+    if differ:
+        return f"{slower}, {text} of {words.memory}"
+    return f"{text} of {words.memory} against {best.label}, which cannot be told from it by speed"
+
+
+def cost_of_leaving_out(row: Candidate, choice: Candidate, speeds: Speeds) -> str | None:
+    """What is lost where a row that is too full is not used; None where it is no faster than the choice, or stepped
+    with another optimizer."""
+    if row.tokens_per_second <= choice.tokens_per_second or row.optimizer != choice.optimizer:
+        return None
+    if not speeds.differ(row, choice):
+        return "its lead in speed cannot be told from noise"
+    return f"leaving it out costs {format_percent(1 - _share(choice, row))} of its speed"
+
+
+def _rows(fitting: Sequence[Candidate]) -> str:
+    return f"the {len(fitting)} rows that fit"
+
+
+def _share(choice: Candidate, best: Candidate) -> float:
+    return choice.tokens_per_second / best.tokens_per_second
+
+
+def _whole(fraction: float) -> str:
+    return format_percent(fraction, digits=0)
+
+
+def _speed(candidate: Candidate) -> str:
+    """Digits enough to tell slow rows apart."""
+    speed = candidate.tokens_per_second
+    return format_count(speed) if speed >= 100 else f"{speed:.3g}"
+
+
+def _memory(candidate: Candidate, words: Words) -> str:
+    if candidate.memory_bytes is None:
+        return f"{words.memory} not measured"
+    part = "" if candidate.fraction is None else f" ({format_percent(candidate.fraction)} of {words.capacity})"
+    return f"{format_bytes(candidate.memory_bytes)} of {words.memory}{part}"

@@ -1,0 +1,249 @@
+"""The files between the parent and the ranks of one trial.
+
+In: ``trial.json`` (what to do), ``ds_config.json``. Out, per rank N: ``rank<N>.json``, written
+whole or not at all and as the rank's last act (``rank<N>.measured.json`` before it, should what
+follows the measured window fail); ``rank<N>.beat`` (progress, 48 bytes rewritten in
+place); ``rank<N>.log`` (output that nobody parses); ``rank<N>.stacks`` (on request). The leader
+of the trial adds a line to ``exits.jsonl`` for every rank that ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import struct
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..config.spec import Trial
+from ..system import files
+from .shapes import Builder
+
+PHASES = ("hello", "import", "build", "init", "warmup", "forward", "backward", "step", "inspect", "write", "exit")
+"""What a rank does, in order; forward, backward and step repeat."""
+
+TRIAL_FILE = "trial.json"
+CONFIG_FILE = "ds_config.json"
+EXITS_FILE = "exits.jsonl"
+LEADER_LOG = "leader.log"
+_MOST_EXITS_BYTES = 2**22
+"""Tens of thousands of ranks."""
+
+
+def rank_file(folder: Path, rank: int) -> Path:
+    return folder / f"rank{rank}.json"
+
+
+def measured_file(folder: Path, rank: int) -> Path:
+    """What ``rank<N>.json`` will hold, but for the inspection that follows the measured window."""
+    return folder / f"rank{rank}.measured.json"
+
+
+def beat_file(folder: Path, rank: int) -> Path:
+    return folder / f"rank{rank}.beat"
+
+
+def log_file(folder: Path, rank: int) -> Path:
+    return folder / f"rank{rank}.log"
+
+
+def stacks_file(folder: Path, rank: int) -> Path:
+    return folder / f"rank{rank}.stacks"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Assignment:
+    """What the ranks of a trial are told: the whole of trial.json."""
+
+    trial: Trial
+    rendezvous: str | None
+    """``file://…`` on one node; None where the launcher's environment says where to meet."""
+    scratch_id: str
+    """Digits that name this trial's shared-memory segments (used as MASTER_PORT, never bound)."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Variables set in every rank before torch is used."""
+    swap_folder: str | None = None
+    """Private folder for NVMe swapping."""
+    collective_timeout_seconds: float | None = None
+    """For one collective: longer than any limit of the trial, so that no library ends a rank before the parent does."""
+    working_folder: str | None = None
+    """Where the ranks work, which is not where a launcher starts them; None for where they are started."""
+
+    def save(self, folder: Path, config: Mapping[str, Any]) -> None:
+        """Writes trial.json and ds_config.json into the trial's folder.
+
+        ds_config.json, for the user alone to read, is the only file that holds the configuration's credentials.
+        """
+        write_json(folder / CONFIG_FILE, config, mode=0o600)
+        write_json(folder / TRIAL_FILE, {**asdict(self), "trial": self.trial.to_dict()})
+
+    @classmethod
+    def load(cls, folder: Path) -> Assignment:
+        data = json.loads((folder / TRIAL_FILE).read_text(encoding="utf-8"))
+        data["trial"] = Trial.from_dict(data["trial"])
+        return cls(**data)
+
+
+def write_json(path: Path, data: object, mode: int = 0o666) -> None:
+    """Whole or not at all: temporary name, fsync, rename. NaN and infinities are refused (ValueError)."""
+    write_text(path, json_text(data), mode)
+
+
+def json_text(data: object) -> str:
+    """The text of a JSON file. NaN and infinities are refused (ValueError)."""
+    return json.dumps(data, indent=1, allow_nan=False, ensure_ascii=False) + "\n"
+
+
+def write_text(path: Path, text: str, mode: int = 0o666) -> None:
+    """Whole or not at all: temporary name, fsync, rename. A link keeps its target; a device or pipe is written to.
+
+    ``mode``: permissions, less what the umask takes. Raises OSError naming the file.
+    """
+    write_texts({path: text}, mode)
+
+
+def write_texts(texts: Mapping[Path, str], mode: int = 0o666) -> None:
+    """Several files as :func:`write_text` writes one; none is replaced before all are on disk.
+
+    So a disk that fills leaves every one as it was; only a kill between two renames leaves some new and some old.
+    """
+    renames: list[tuple[Path, Path]] = []
+    target = Path()
+    try:
+        for path, text in texts.items():
+            target = path.resolve()
+            if target.exists() and not target.is_file():
+                target.write_text(text, encoding="utf-8", errors="backslashreplace", newline="")
+                continue
+            temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+            renames.append((temporary, target))
+            descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, mode)
+            with os.fdopen(descriptor, "w", encoding="utf-8", errors="backslashreplace", newline="") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+        for temporary, target in renames:
+            temporary.replace(target)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(target)) from None
+    finally:
+        for temporary, _ in renames:
+            temporary.unlink(missing_ok=True)
+
+
+def remove_temporaries(folder: Path, name: str) -> None:
+    """Removes what killed writers of files called ``name``, a pattern, left there. Nobody may be writing them now."""
+    for temporary in folder.glob(f".{name}.*.tmp"):
+        if temporary.name.split(".")[-2].isdecimal() and temporary.is_file():
+            temporary.unlink(missing_ok=True)
+
+
+def append_line(path: Path, data: object) -> None:
+    """One JSON line, synced to disk before returning. NaN and infinities are refused (ValueError).
+
+    Raises OSError naming the file where the disk does not take the whole line; the file is then as it was before.
+    """
+    line = json.dumps(data, allow_nan=False, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n"
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o644)
+    try:
+        start = os.fstat(descriptor).st_size
+        try:
+            rest = memoryview(line)
+            while rest:  # a disk that fills takes a part first, and refuses the rest only when asked again
+                rest = rest[os.write(descriptor, rest) :]
+            os.fsync(descriptor)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                os.ftruncate(descriptor, start)
+            raise OSError(error.errno, error.strerror, str(path)) from None
+    finally:
+        os.close(descriptor)
+
+
+_BEAT = struct.Struct("<qdqqdq")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Beat:
+    """The last sign of life of a rank."""
+
+    pid: int
+    time: float
+    """Seconds since the epoch."""
+    phase: str
+    step: int
+    """Optimizer steps finished, warm-up included; -1 before the first."""
+    last_step_seconds: float | None
+
+
+class BeatWriter:
+    """A rank's side: one small write in place per change, cheap enough for the timed loop (about 2 µs)."""
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self._file = os.open(beat_file(folder, rank), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        self._pid = os.getpid()
+        self.phase = "hello"
+        self.step = -1
+        self._last_step_seconds = 0.0
+        self._count = 0
+        self.beat("hello")
+
+    def beat(self, phase: str, step: int | None = None, last_step_seconds: float | None = None) -> None:
+        """Tells that ``phase`` begins; ``step`` optimizer steps are done."""
+        self.phase = phase
+        if step is not None:
+            self.step = step
+        if last_step_seconds is not None:
+            self._last_step_seconds = last_step_seconds
+        self._count += 1
+        record = _BEAT.pack(
+            self._pid, time.time(), PHASES.index(phase), self.step, self._last_step_seconds, self._count
+        )
+        os.pwrite(self._file, record, 0)
+
+
+def read_beat(folder: Path, rank: int) -> Beat | None:
+    """The parent's side; None before hello or while torn."""
+    try:
+        data = files.read_bytes(beat_file(folder, rank), _BEAT.size)
+        pid, when, phase, step, last, _ = _BEAT.unpack(data)
+    except (OSError, struct.error):
+        return None
+    if not (0 <= phase < len(PHASES) and math.isfinite(when) and math.isfinite(last)):
+        return None
+    return Beat(pid=pid, time=when, phase=PHASES[phase], step=step, last_step_seconds=last or None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankExit:
+    """How a process of the trial ended, as its leader saw it."""
+
+    rank: int | None
+    """None for a launcher that hides its ranks."""
+    pid: int
+    code: int | None
+    """Exit code; None when ended by a signal."""
+    signal: int | None
+    time: float
+    """Seconds since the epoch."""
+
+
+def read_exits(folder: Path) -> list[RankExit]:
+    """What the leader wrote so far; torn or foreign lines are left out, and a file that no leader writes altogether."""
+    exits = []
+    builder = Builder()
+    try:
+        lines = files.read_bytes(folder / EXITS_FILE, _MOST_EXITS_BYTES).splitlines()
+    except OSError:
+        return []
+    for line in lines:
+        try:
+            exits.append(builder.build(RankExit, json.loads(line)))
+        except (ValueError, RecursionError):
+            continue
+    return exits

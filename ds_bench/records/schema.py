@@ -1,0 +1,256 @@
+"""What was seen: one RankMeasurement per rank, an Outcome, and the TrialRecord of both.
+
+Samples are kept, nothing is derived or rounded here (``analysis`` derives, ``tables`` rounds).
+Bytes and seconds carry their unit in the name. ``None`` means "could not be had".
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, Literal
+
+from ..config.spec import Trial
+
+SCHEMA_VERSION = 1
+"""Form of the stored records. History: 1 (2026-11) first form."""
+METHOD_VERSION = 2
+"""How numbers are measured; rows of different methods are not compared.
+
+History: 1 (2026-11) first method. 2 (2026-11-21) models train with their own dropout, not with none; CPU ranks wait
+passively, with as many threads as the CPU quota leaves them.
+"""
+
+Tier = Literal["gpu", "cpu", "nvme"]
+
+SUCCESS = "Success"
+OOM = "OOM"
+OOM_HOST = "OOM (host)"
+OOM_DISK = "OOM (disk)"
+KILLED = "Killed"
+TIMEOUT = "Timeout"
+CRASHED = "Crashed"
+UNSUPPORTED = "Unsupported"
+SKIPPED = "Skipped"
+INTERRUPTED = "Interrupted"
+STATUSES = (SUCCESS, OOM, OOM_HOST, OOM_DISK, KILLED, TIMEOUT, CRASHED, UNSUPPORTED, SKIPPED, INTERRUPTED)
+"""Besides these, a status is the class name of an exception raised in a rank (README.md, "How a trial ends")."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankMeasurement:
+    """What one rank saw of one trial. Per rank unless said otherwise."""
+
+    rank: int
+    world_size: int
+    hostname: str
+    pid: int
+    device_name: str
+    """As the driver names it, or the CPU accelerator's ``cpu``."""
+    torch_version: str
+    deepspeed_version: str
+    micro_batch_size: int
+    """Read back from the engine."""
+    grad_accum: int
+    """Read back from the engine."""
+    data_parallel_size: int
+    """Read back from the engine."""
+    optimizer_class: str
+    """The class that really stepped: ``FusedAdam``, ``AdamW``, ``DeepSpeedCPUAdam``."""
+    engine_optimizer_class: str
+    """DeepSpeed's wrapper around it."""
+    parameter_count: int
+    """Elements of all parameters of the whole model, shared ones once."""
+    largest_parameter: int
+    """Elements in the largest single parameter."""
+    resolved_config: Mapping[str, Any]
+    """The configuration as the engine resolved it."""
+    step_seconds: tuple[float, ...]
+    """Measured optimizer steps, in order."""
+    warmup_step_seconds: tuple[float, ...]
+    """Steps before the window; in no statistic."""
+    window_seconds: float
+    """Device-synchronised wall from before the first measured step to after the last."""
+    losses: tuple[float | None, ...]
+    """Mean loss over this rank's micro-batches, warm-up steps first; None where not finite."""
+    skipped_steps: int
+    """Measured steps the optimizer skipped (fp16 overflow)."""
+    import_seconds: float
+    """From the start of the rank until torch and DeepSpeed are there; near 0 when forked warm."""
+    build_seconds: float
+    init_seconds: float
+    """``deepspeed.initialize``."""
+    first_step_seconds: float | None
+    """The first step of all, with what compiles or allocates on first use."""
+    gpu_total_bytes: int | None = None
+    gpu_init_peak_bytes: int | None = None
+    """Peak allocated while the model and the engine were built."""
+    gpu_peak_bytes: int | None = None
+    """Peak allocated in the measured steps (``max_memory_allocated``)."""
+    gpu_peak_reserved_bytes: int | None = None
+    gpu_allocated_bytes: int | None = None
+    """Allocated after the last measured step."""
+    gpu_reserved_bytes: int | None = None
+    gpu_device_used_bytes: int | None = None
+    """In use on the whole card after the last measured step, other processes included."""
+    gpu_alloc_retries: int | None = None
+    """Times the allocator had to flush its cache and retry during the measured steps."""
+    host_peak_bytes: int | None = None
+    """Peak resident size of this rank over its whole life (VmHWM)."""
+    host_peak_steps_bytes: int | None = None
+    """Peak resident size from the first warm-up step on."""
+    host_pss_bytes: int | None = None
+    """Proportional set size after the last measured step: shared pages divided among their users."""
+    host_shared_bytes: int | None = None
+    """Resident pages shared with other processes after the last measured step."""
+    pinned_bytes: int | None = None
+    """Page-locked host memory, as DeepSpeed's tracker or the kernel tells."""
+    nvme_stored_bytes: int | None = None
+    """Size of this trial's swap files (whole node), after the last measured step."""
+    nvme_read_bytes: int | None = None
+    """Read from block devices in the measured steps (kernel I/O counters)."""
+    nvme_written_bytes: int | None = None
+    ledger: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    """tier → category → bytes, by counting storages once each."""
+    phase_seconds: Mapping[str, float] = field(default_factory=dict)
+    """Per step, from a separate synchronised pass: forward, backward, step."""
+    dropout: float | None = None
+    """Greatest probability of any dropout in the model, as it was trained; 0 where it has none."""
+    optimizer_settings: tuple[Mapping[str, Any], ...] | None = None
+    """Per group of parameters what the optimizer held after the last measured step: lr, betas, eps, weight_decay,
+    momentum, as far as it has them."""
+    vocabulary_size: int | None = None
+    """Tokens that the random batches were drawn from."""
+    repeated_loss: float | None = None
+    """Loss on this rank's first batch at the end of the trial, without dropout: after the inspection's steps."""
+    weight_change: tuple[float, ...] | None = None
+    """Count sketch of what training changed by the end of the trial, of this rank's share of the weights
+    (worker/weightchange.py). The sum over ranks is that of the model."""
+    cpu_cores: float | None = None
+    """Cores' worth of time that this rank may use: the affinity mask, and the cgroup's CPU quota where that is less."""
+    cpu_threads: int | None = None
+    """Threads of one parallel region of torch."""
+    omp_wait_policy: str | None = None
+    """The variable ``OMP_WAIT_POLICY``: how threads wait for each other; None where it was not set."""
+    cpu_own_cores: float | None = None
+    """Cores in use, on average from the first warm-up step to the last measured step, by every process of the trial on
+    this node and by the programs that started it."""
+    cpu_other_cores: float | None = None
+    """Cores in use meanwhile by all else on the processors that this rank may use, and withheld by a hypervisor."""
+    cpu_throttled_fraction: float | None = None
+    """Fraction of the periods meanwhile in which the cgroup's CPU quota stopped its processes; None without a quota."""
+    notes: tuple[str, ...] = ()
+    """What the rank has to say about its own numbers."""
+
+    def __post_init__(self) -> None:
+        if not self.step_seconds or not all(math.isfinite(s) and s > 0 for s in self.step_seconds):
+            raise ValueError("step_seconds must be positive and finite, one at least")
+        if not (math.isfinite(self.window_seconds) and self.window_seconds > 0):
+            raise ValueError("window_seconds must be positive and finite")
+        for name in ("micro_batch_size", "grad_accum", "data_parallel_size", "world_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be 1 or more")
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> RankMeasurement:
+        """From a rank file. Raises TypeError, KeyError or ValueError on any other shape."""
+        values = dict(data)
+        for name in ("step_seconds", "warmup_step_seconds", "losses", "notes"):
+            values[name] = tuple(values.get(name, ()))
+        for name in ("optimizer_settings", "weight_change"):
+            if values.get(name) is not None:
+                values[name] = tuple(values[name])
+        return cls(**values)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankFailure:
+    """What a rank reported of its own end, before anything was made of it."""
+
+    rank: int
+    error_class: str
+    message: str
+    phase: str
+    time: float
+    """Seconds since the epoch, on the rank's node."""
+    kind: str = "other"
+    """``device_oom``, ``host_oom``, ``disk_full``, ``peer_lost`` (a broken collective) or ``other``."""
+    requested_bytes: int | None = None
+    free_bytes: int | None = None
+    traceback: str = ""
+    step: int | None = None
+    """0-based step in which it happened, warm-up included."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.time, (int, float)) or not math.isfinite(self.time):
+            raise ValueError("time must be a finite number")
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> RankFailure:
+        """From a rank file. Raises TypeError on any other shape."""
+        return cls(**dict(data))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """How a trial ended: one root cause, chosen by class and time."""
+
+    status: str
+    error: str | None = None
+    """One line: what happened."""
+    phase: str | None = None
+    """import, build, init, warmup, forward, backward, step, inspect, exit; None where unknown."""
+    rank: int | None = None
+    """The rank of the root cause."""
+    details: str | None = None
+    """Cause, phase, rank and log path in one text, for ``error_details``."""
+    requested_bytes: int | None = None
+    free_bytes: int | None = None
+
+    @property
+    def success(self) -> bool:
+        return self.status == SUCCESS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrialRecord:
+    """One trial and all that was seen of it: a line of records.jsonl."""
+
+    trial: Trial
+    outcome: Outcome
+    ranks: tuple[RankMeasurement, ...] = ()
+    failures: tuple[RankFailure, ...] = ()
+    launch: str | None = None
+    """``warm``, ``deepspeed`` or None where nothing was launched."""
+    started_at: str | None = None
+    """ISO 8601, UTC."""
+    wall_seconds: float | None = None
+    """From the launch to the proof that no process is left."""
+    start_seconds: float | None = None
+    """From the launch to the first warm-up step."""
+    gpu_free_start_bytes: int | None = None
+    """Free on the fullest card of the job just before the launch; None without GPUs or where NVML does not tell."""
+    caveats: tuple[str, ...] = ()
+    """What a reader must know before using this row."""
+    schema_version: int = SCHEMA_VERSION
+    method_version: int = METHOD_VERSION
+
+    def __post_init__(self) -> None:
+        if self.outcome.success and not self.ranks:
+            raise ValueError("a trial that succeeded has a measurement of every rank")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values, for files: credentials in the configuration are redacted."""
+        return {**asdict(self), "trial": self.trial.to_dict()}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> TrialRecord:
+        """The inverse of :meth:`to_dict`. Raises TypeError, KeyError or ValueError on other shapes."""
+        values = {name.name: data[name.name] for name in fields(cls) if name.name in data}
+        values["trial"] = Trial.from_dict(values["trial"])
+        values["outcome"] = Outcome(**values["outcome"])
+        values["ranks"] = tuple(RankMeasurement.from_dict(rank) for rank in values.get("ranks", ()))
+        values["failures"] = tuple(RankFailure.from_dict(failure) for failure in values.get("failures", ()))
+        values["caveats"] = tuple(values.get("caveats", ()))
+        return cls(**values)

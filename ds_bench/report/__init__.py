@@ -1,0 +1,1 @@
+"""What the user sees and keeps: tables, Markdown, HTML page, charts, exported configurations."""

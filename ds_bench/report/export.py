@@ -1,0 +1,224 @@
+"""A row as files that train with it: for DeepSpeed itself, the Hugging Face Trainer and Accelerate (rule A20).
+
+Values come from what ran, never from what would be better: choosing the row is ``recommend``'s. The Trainer's file
+says "auto" only where the Trainer would otherwise refuse a value that differs from its arguments; buckets and
+thresholds stay numbers, since the Trainer's own are derived from the hidden size and are not those measured.
+
+Sources: DeepSpeed 0.19.8 ``runtime/config.py``; Transformers 5 ``integrations/deepspeed.py``
+(``trainer_config_process``); Accelerate 1 ``utils/dataclasses.py`` (``DeepSpeedPlugin``), ``utils/launch.py``.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ..config import deepspeed_config
+from ..config.deepspeed_config import Config
+from ..config.placement import read_hostfile
+from ..config.spec import Placement
+from ..errors import UsageError
+from ..records.rank_files import write_json, write_text
+from ..records.schema import TrialRecord
+from ..system.environment import Environment
+from . import export_readme
+
+RAW_FILE = "ds_config.json"
+TRAINER_FILE = "ds_config_trainer.json"
+ACCELERATE_FILE = "ds_config_accelerate.json"
+YAML_FILE = "accelerate.yaml"
+README_FILE = "README.md"
+
+_BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+_SCHEDULER_AUTO = ("warmup_max_lr", "warmup_num_steps", "total_num_steps")
+
+
+def folder_name(strategy: str) -> str:
+    """``ds_config_zero2``; a name read from a file may hold anything, and leads out of no folder."""
+    return f"ds_config_{re.sub(r'[^A-Za-z0-9_.-]+', '_', strategy)}"
+
+
+def write_exports(
+    record: TrialRecord, folder: Path, environment: Environment | None = None, doubt: str | None = None
+) -> list[Path]:
+    """Writes the five files, replacing older ones whole; returns their paths.
+
+    ``doubt``: a line for the head of its README, where it is not decided that this is the row to use. A row that failed
+    is written too, and its README says so. Raises UsageError where the folder cannot be written, or the configuration
+    holds NaN or an infinity.
+    """
+    raw, trainer, accelerate = raw_config(record), trainer_config(record), accelerate_config(record)
+    readme = export_readme.readme(record, raw, trainer, accelerate, trainer_arguments(record), environment, doubt)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        yaml = accelerate_yaml(record, folder.resolve() / ACCELERATE_FILE)
+        write_json(folder / RAW_FILE, raw)
+        write_json(folder / TRAINER_FILE, trainer)
+        write_json(folder / ACCELERATE_FILE, accelerate)
+        write_text(folder / YAML_FILE, yaml)
+        write_text(folder / README_FILE, readme)
+    except OSError as error:
+        problem = f"cannot write the configurations to {folder}: {error.strerror or error}"
+        raise UsageError(problem, remedy="give a folder that you may write to") from None
+    except ValueError as error:  # json's for NaN and infinities; mkdir's for a NUL in the name
+        raise UsageError(f"cannot export this row: {error}", remedy="mend the value or the folder's name") from None
+    return [folder / name for name in (RAW_FILE, TRAINER_FILE, ACCELERATE_FILE, YAML_FILE, README_FILE)]
+
+
+def raw_config(record: TrialRecord) -> Config:
+    """What ran, for ``deepspeed.initialize``: the user's NVMe folder; defaults that differ by version written out."""
+    trial = record.trial
+    config: Config = copy.deepcopy(dict(trial.ds_config))
+    if trial.placement.nvme_path is not None:
+        config = deepspeed_config.with_swap_folder(config, trial.placement.nvme_path)
+    _spell_out_defaults(config, record.ranks[0].resolved_config if record.ranks else {})
+    return config
+
+
+def _spell_out_defaults(config: Config, resolved: Mapping[str, Any]) -> None:
+    """Keys whose default DeepSpeed has changed between versions, where the row left them to it."""
+    _take(config, resolved, "gradient_clipping")
+    zero, resolved_zero = _block(config, "zero_optimization"), _block(resolved, "zero_config")
+    if zero.get("stage", 0) != 0:
+        _take(zero, resolved_zero, "overlap_comm")
+    for key in ("offload_optimizer", "offload_param"):
+        if deepspeed_config.offload_device(config, key):
+            _take(zero[key], _block(resolved_zero, key), "pin_memory")
+
+
+def _take(into: Any, resolved: Mapping[str, Any], key: str) -> None:
+    if key not in into and resolved.get(key) is not None:
+        into[key] = resolved[key]
+
+
+def trainer_config(record: TrialRecord) -> Config:
+    """For ``TrainingArguments(deepspeed=…)``: "auto" where that fills in, literals for all that was measured."""
+    config = raw_config(record)
+    config.update(dict.fromkeys(_BATCH_KEYS, "auto"))
+    config["gradient_clipping"] = "auto"
+    config.setdefault("zero_optimization", {"stage": 0})
+    for precision in ("bf16", "fp16"):
+        config[precision] = {**_block(config, precision), "enabled": "auto"}
+    params = _block(_block(config, "optimizer"), "params")
+    params.update(dict.fromkeys(_fillable(params), "auto"))
+    warmup = _block(_block(config, "scheduler"), "params")
+    warmup.update({key: "auto" for key in _SCHEDULER_AUTO if key in warmup})
+    return config
+
+
+def _fillable(params: Mapping[str, Any]) -> list[str]:
+    """Of the optimizer's parameters, those that are of the Trainer's form; another form it refuses, and rightly."""
+    betas = params.get("betas")
+    found = [key for key in ("lr", "eps", "weight_decay") if _is_number(params.get(key))]
+    if isinstance(betas, list | tuple) and len(betas) == 2 and all(map(_is_number, betas)):
+        found.append("betas")
+    return found
+
+
+def trainer_arguments(record: TrialRecord) -> dict[str, str]:
+    """TrainingArguments that make the "auto" values what ran: name → value as on a command line."""
+    config, work = raw_config(record), record.trial.workload
+    params = _block(_block(config, "optimizer"), "params")
+    warmup = _block(_block(config, "scheduler"), "params")
+    fillable = _fillable(params)
+    arguments: dict[str, Any] = {
+        "per_device_train_batch_size": config.get("train_micro_batch_size_per_gpu", work.batch_size),
+        "gradient_accumulation_steps": config.get("gradient_accumulation_steps", work.grad_accum),
+        # A scheduler's maximum is the rate that is trained with, whatever the optimizer was made with.
+        "learning_rate": warmup.get("warmup_max_lr", params["lr"] if "lr" in fillable else None),
+        "weight_decay": params["weight_decay"] if "weight_decay" in fillable else None,
+        "adam_beta1": params["betas"][0] if "betas" in fillable else None,
+        "adam_beta2": params["betas"][1] if "betas" in fillable else None,
+        "adam_epsilon": params["eps"] if "eps" in fillable else None,
+        "max_grad_norm": config.get("gradient_clipping"),
+        "warmup_steps": warmup.get("warmup_num_steps"),
+        "bf16": _block(config, "bf16").get("enabled") or None,
+        "fp16": _block(config, "fp16").get("enabled") or None,
+        "use_cpu": True if record.trial.placement.accelerator == "cpu" else None,
+        "gradient_checkpointing": work.activation_checkpointing or None,
+        "gradient_checkpointing_kwargs": {"use_reentrant": False} if work.activation_checkpointing else None,
+    }
+    return {name: _argument(value) for name, value in arguments.items() if value is not None}
+
+
+def _argument(value: Any) -> str:
+    return json.dumps(value) if isinstance(value, bool | dict | list) else str(value)
+
+
+def accelerate_config(record: TrialRecord) -> Config:
+    """For ``accelerate.yaml``: the user's code makes optimizer and scheduler; the total follows the world size."""
+    config = raw_config(record)
+    kind = export_readme.optimizer_kind(config)
+    config.pop("optimizer", None)
+    config.pop("scheduler", None)
+    config["train_batch_size"] = "auto"
+    config.setdefault("zero_optimization", {"stage": 0})
+    if deepspeed_config.offload_device(config, "offload_optimizer") and kind not in ("adam", "adamw"):
+        # Accelerate would put DeepSpeedCPUAdam in the place of any other optimizer (utils/deepspeed.py).
+        config["zero_force_ds_cpu_optimizer"] = False
+    return config
+
+
+def accelerate_yaml(record: TrialRecord, config_file: Path) -> str:
+    """For ``accelerate launch --config_file``: processes and files only, as nothing of the JSON may be said twice."""
+    placement = record.trial.placement
+    stage = _block(record.trial.ds_config, "zero_optimization").get("stage", 0)
+    deepspeed: dict[str, str | int | bool] = {
+        "deepspeed_config_file": str(config_file),
+        "zero3_init_flag": stage == 3,
+    }
+    if placement.hostfile is not None:
+        deepspeed |= {"deepspeed_hostfile": placement.hostfile, "deepspeed_multinode_launcher": "pdsh"}
+    top: dict[str, str | int | bool] = {
+        "compute_environment": "LOCAL_MACHINE",
+        "distributed_type": "DEEPSPEED",
+        "machine_rank": 0,
+        "main_training_function": "main",
+        "num_machines": _node_count(record, placement),
+        "num_processes": placement.num_gpus,
+        "use_cpu": False,
+    }
+    lines = [f"{name}: {_yaml_scalar(value)}" for name, value in top.items()]
+    lines += ["deepspeed_config:", *(f"  {name}: {_yaml_scalar(value)}" for name, value in deepspeed.items())]
+    return "\n".join(lines) + "\n"
+
+
+def _node_count(record: TrialRecord, placement: Placement) -> int:
+    if placement.hostfile is None:
+        return 1
+    seen = {rank.hostname for rank in record.ranks}
+    if seen:
+        return len(seen)
+    try:
+        return len(read_hostfile(Path(placement.hostfile)))
+    except UsageError:  # a row from another machine; the README says to check the count
+        return 1
+
+
+def _yaml_scalar(value: str | int | bool) -> str:
+    """A double-quoted YAML scalar for text, so that no name or path can be read as anything else."""
+    if not isinstance(value, str):
+        return json.dumps(value)
+    return '"' + "".join(map(_yaml_character, value)) + '"'
+
+
+def _yaml_character(character: str) -> str:
+    if character in '"\\':
+        return "\\" + character
+    if character.isprintable():
+        return character
+    return f"\\U{ord(character):08X}"
+
+
+def _block(config: Mapping[str, Any], name: str) -> Any:
+    """The mapping at ``name``, to be read or changed in place; an empty one of nobody's where there is none."""
+    value = config.get(name)
+    return value if isinstance(value, dict) else {}
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -1,0 +1,270 @@
+"""The README that lies beside exported configurations: how to use each, what was measured with them, what to change.
+
+Only text is made here; ``export`` makes the configurations. Names that users or models chose are shown as code,
+escaped, so that none of them can end a line or open markup.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from .. import units
+from ..analysis import provenance, summary
+from ..config import deepspeed_config
+from ..config.spec import Placement, Trial
+from ..records.schema import TrialRecord
+from ..system.environment import Environment
+from ..system.redaction import REDACTED, redacted_keys
+
+Config = Mapping[str, Any]
+
+_SCRIPT = "train.py"
+
+OWN_KEYS: Config = {
+    "steps_per_print": 2**31 - 1,
+    "wall_clock_breakdown": False,
+    "timers": {"throughput": {"enabled": False}},
+}
+"""What ``dsconfig.complete`` adds for the sake of measuring; nothing of it changes what is trained."""
+
+_ON_CPU = {"adagrad": "deepspeed.ops.adagrad.DeepSpeedCPUAdagrad", "lion": "deepspeed.ops.lion.DeepSpeedCPULion"}
+_ON_DEVICE = {
+    "adam": "deepspeed.ops.adam.FusedAdam",
+    "adamw": "deepspeed.ops.adam.FusedAdam",
+    "adagrad": "torch.optim.Adagrad",
+    "lion": "deepspeed.ops.lion.FusedLion",
+    "lamb": "deepspeed.ops.lamb.FusedLamb",
+}
+"""The class that DeepSpeed 0.19.8 makes of an optimizer's name (``runtime/engine.py``); else ``torch.optim``'s."""
+
+
+def readme(
+    record: TrialRecord,
+    raw: Config,
+    trainer: Config,
+    accelerate: Config,
+    arguments: Mapping[str, str],
+    environment: Environment | None,
+    doubt: str | None = None,
+) -> str:
+    """The whole file. ``arguments``: TrainingArguments by name, as on a command line. ``doubt``: for the head."""
+    trial = record.trial
+    title = f"# DeepSpeed configuration of {code(trial.strategy.label)} for {code(trial.workload.model)}"
+    sections = {
+        "How to use it": _usage(record, raw, accelerate, arguments),
+        f"What it was {'measured' if record.outcome.success else 'tried'} with": _measured(record, environment),
+        "For another world size": _world_size(trial, trainer),
+        "Keys to know": _keys(raw, accelerate, trial.placement),
+        "What to know of this row": (f"- {plain(caveat)}" for caveat in record.caveats),
+    }
+    parts = [title, *([f"**{plain(doubt)}**"] if doubt else []), *_verdict(record)]
+    for heading, lines in sections.items():
+        text = "\n".join(lines)
+        parts += [f"## {heading}", text] if text else []
+    return "\n\n".join(parts) + "\n"
+
+
+def _verdict(record: TrialRecord) -> Iterator[str]:
+    outcome = record.outcome
+    if outcome.success:
+        return
+    reason = record.trial.unsupported or record.trial.skipped or outcome.error or "no reason was recorded"
+    yield f"**This row did not train here** ({plain(outcome.status)}): {plain(reason)}."
+
+
+def _usage(record: TrialRecord, raw: Config, accelerate: Config, arguments: Mapping[str, str]) -> Iterator[str]:
+    yield f"Run these from this folder; `{_SCRIPT}` stands for your script.\n"
+    placement = record.trial.placement
+    launcher = _launcher(placement)
+    ran = "what ran" if record.outcome.success else "what was tried"
+    yield f"- `ds_config.json`: exactly {ran}, for a script with `deepspeed.add_config_arguments(parser)` and"
+    yield "  `deepspeed.initialize(args=args, model=model, model_parameters=model.parameters())`."
+    yield from _command([*launcher, _SCRIPT, "--deepspeed", "--deepspeed_config", "ds_config.json"])
+    flags = [word for name, value in arguments.items() for word in (f"--{name}", value)]
+    yield '- `ds_config_trainer.json`: for the Hugging Face Trainer, which fills in "auto" from its TrainingArguments;'
+    yield "  with other values than these it trains something else."
+    yield from _command([*launcher, _SCRIPT, "--deepspeed", "ds_config_trainer.json", *flags])
+    yield from (f"  {line}" for line in _refused_by_trainer(raw))
+    yield "- `accelerate.yaml` and `ds_config_accelerate.json`: for Accelerate; the optimizer is made in your code:"
+    yield f"  {_optimizer(raw, accelerate)}"
+    yield from _command([*_device(placement), "accelerate", "launch", "--config_file", "accelerate.yaml", _SCRIPT])
+    yield "  `accelerate.yaml` names the JSON by its absolute path: change it when you move this folder."
+    yield from _places(placement)
+
+
+def _device(placement: Placement) -> list[str]:
+    return ["DS_ACCELERATOR=cpu"] if placement.accelerator == "cpu" else []
+
+
+def _launcher(placement: Placement) -> list[str]:
+    device = _device(placement)
+    if placement.hostfile is not None:
+        return [*device, "deepspeed", "--hostfile", placement.hostfile]
+    return [*device, "deepspeed", "--num_gpus", str(placement.num_gpus)]
+
+
+def _command(words: list[str]) -> Iterator[str]:
+    text = " ".join(word if word.startswith("DS_ACCELERATOR=") else _shell(word) for word in words)
+    fence = _fence(text, 3)
+    yield f"\n  {fence}sh\n  {text}\n  {fence}\n"
+
+
+def _shell(word: str) -> str:
+    """One word of a bash command on one line, whatever is in it."""
+    return shlex.quote(word) if word.isprintable() else "$'" + _escaped(word).replace("'", "\\'") + "'"
+
+
+def _refused_by_trainer(raw: Config) -> Iterator[str]:
+    params = _block(_block(raw, "optimizer"), "params")
+    for key, fits in (("eps", int | float), ("betas", list | tuple)):
+        if key in params and not isinstance(params[key], fits):
+            yield f"The Trainer refuses this form of `optimizer.params.{key}`: remove the block and use `--optim`."
+
+
+def _optimizer(raw: Config, accelerate: Config) -> str:
+    kind, offloaded = optimizer_kind(raw), bool(deepspeed_config.offload_device(raw, "offload_optimizer"))
+    name = str(_block(raw, "optimizer").get("type", ""))
+    if kind == "muon":
+        return "copy the `optimizer` block of `ds_config.json` into it and use `accelerate.utils.DummyOptim`."
+    params = dict(_block(_block(raw, "optimizer"), "params"))
+    on_torch = bool(params.pop("torch_adam", False))
+    decoupled = kind == "adamw" or params.get("adam_w_mode", True)
+    if kind in ("adam", "adamw") and (offloaded or on_torch):
+        maker = "torch.optim.AdamW" if decoupled else "torch.optim.Adam"
+        params.pop("adam_w_mode", None)
+    else:
+        maker = (_ON_CPU if offloaded else _ON_DEVICE).get(kind, f"torch.optim.{name}")
+    given = "".join(f", {key}={value!r}" for key, value in params.items())
+    swapped = offloaded and accelerate.get("zero_force_ds_cpu_optimizer", True)
+    return f"{code(f'{maker}(model.parameters(){given})')}" + (
+        ", which Accelerate replaces by DeepSpeed's CPU version." if swapped else "."
+    )
+
+
+def optimizer_kind(config: Config) -> str:
+    """The optimizer's name as DeepSpeed compares it; empty where the configuration names none."""
+    return str(_block(config, "optimizer").get("type", "")).lower()
+
+
+def _places(placement: Placement) -> Iterator[str]:
+    if placement.hostfile is not None:
+        yield f"- Several nodes: {code(placement.hostfile)} holds one line `host slots=GPUS` per node."
+        yield "  In `accelerate.yaml`, `num_machines` is the count of those and `num_processes` the sum of the slots,"
+        yield "  of which Accelerate wants the same number on each node."
+    if placement.accelerator == "cpu" and placement.num_gpus > 1:
+        yield "- On the CPU Accelerate runs DeepSpeed with one rank only: set `num_processes: 1`, or use GPUs."
+
+
+def _measured(record: TrialRecord, environment: Environment | None) -> Iterator[str]:
+    work, placement = record.trial.workload, record.trial.placement
+    unit = "GPU" if placement.accelerator == "cuda" else "CPU rank"
+    names = sorted({rank.device_name for rank in record.ranks if placement.accelerator == "cuda"})
+    devices = f" ({plain(', '.join(names))})" if names else ""
+    yield f"- Hardware: {placement.num_gpus} {unit}{'s' if placement.num_gpus > 1 else ''}{devices}"
+    yield f"- World size: {placement.num_gpus}"
+    micro, accumulated = _batch(record.trial)
+    batches = "micro-batch" if accumulated == 1 else "micro-batches"
+    yield (
+        f"- Work: micro-batch {micro} × {work.seq_length} tokens per rank, {accumulated} {batches} per optimizer step, "
+        f"{work.precision}"
+    )
+    yield f"- Activation checkpointing: {'on' if work.activation_checkpointing else 'off'}"
+    yield from _results(record)
+    yield f"- Versions: {_versions(record, environment)}"
+    if record.started_at is not None:
+        yield f"- Started at: {plain(record.started_at)}"
+    if environment is not None:
+        known = provenance.machine(environment)
+        yield from (f"- {label}: {plain(text)}" for label, text in known.items() if label not in environment.packages)
+
+
+def _results(record: TrialRecord) -> Iterator[str]:
+    if not record.outcome.success or not record.ranks:
+        return
+    seen = summary.summarise(record, None, None)
+    yield f"- Throughput: {units.format_count(seen.tokens_per_second)} tokens/s (all ranks together)"
+    steps = len(record.ranks[0].step_seconds)
+    yield f"- Step time: {units.format_ms(seen.step_seconds)} ms, mean of {steps} steps on the slowest rank"
+    if seen.gpu_peak_bytes is not None:
+        reserved = units.format_bytes(seen.gpu_peak_reserved_bytes)
+        yield f"- GPU memory, worst rank: peak allocated {units.format_bytes(seen.gpu_peak_bytes)}, reserved {reserved}"
+    if seen.host_peak_bytes is not None:
+        yield f"- Host memory, peak resident size of a node's ranks: {units.format_bytes(seen.host_peak_bytes)}"
+    if seen.nvme_stored_bytes is not None:
+        yield f"- On NVMe: {units.format_bytes(seen.nvme_stored_bytes)}"
+
+
+def _versions(record: TrialRecord, environment: Environment | None) -> str:
+    known = dict(environment.packages) if environment is not None else {}
+    if record.ranks:
+        known |= {"torch": record.ranks[0].torch_version, "deepspeed": record.ranks[0].deepspeed_version}
+    return ", ".join(f"{name} {plain(version)}" for name, version in sorted(known.items())) or "not recorded"
+
+
+def _world_size(trial: Trial, trainer: Config) -> Iterator[str]:
+    micro, accumulated = _batch(trial)
+    yield f"- `ds_config.json`: set `train_batch_size` to {micro} × {accumulated} × ranks, or DeepSpeed refuses it."
+    yield "- Trainer: nothing in the file; start it with another number of GPUs."
+    yield "- Accelerate: `num_processes` in `accelerate.yaml`, or `--num_processes`."
+    stage = _block(trainer, "zero_optimization").get("stage", 0)
+    if stage != 0:
+        yield "- Memory per rank depends on how many share the model states, throughput on their links: measure again."
+
+
+def _batch(trial: Trial) -> tuple[object, object]:
+    """Micro-batch and accumulation as configured, which a user may have set apart from the flags."""
+    config, work = trial.ds_config, trial.workload
+    return (
+        config.get("train_micro_batch_size_per_gpu", work.batch_size),
+        config.get("gradient_accumulation_steps", work.grad_accum),
+    )
+
+
+def _keys(raw: Config, accelerate: Config, placement: Placement) -> Iterator[str]:
+    for key in redacted_keys(raw):
+        yield f"- {code(key)}: may be a credential and was not kept; put your own in place of {code(REDACTED)}."
+    own = [key for key, value in OWN_KEYS.items() if raw.get(key) == value]
+    if own:
+        yield f"- {', '.join(map(code, own))}: added for measuring (no printing, no timers); remove at will."
+    if _block(_block(raw, "optimizer"), "params").get("torch_adam"):
+        yield "- `optimizer.params.torch_adam`: torch's AdamW stepped; remove it where DeepSpeed's FusedAdam builds."
+    if raw.get("zero_allow_untested_optimizer"):
+        yield "- `zero_allow_untested_optimizer`: DeepSpeed wants it for this optimizer."
+    if "zero_force_ds_cpu_optimizer" in accelerate and "zero_force_ds_cpu_optimizer" not in raw:
+        yield "- `zero_force_ds_cpu_optimizer`: keeps Accelerate from putting CPU Adam in your optimizer's place."
+    if deepspeed_config.uses_nvme(raw):
+        path = code(placement.nvme_path or "not given")
+        yield f"- `nvme_path`: {path}; two jobs must not share it, and swap files stay there."
+        yield "- `buffer_size` holds the largest parameter of this model: another model needs its own."
+
+
+def code(text: str) -> str:
+    """An inline code span on one line: nothing in it is markup, and it ends where it should."""
+    shown = _escaped(text) if not text.isprintable() else text
+    fence = _fence(shown, 1)
+    pad = " " if shown.startswith("`") or shown.endswith("`") else ""
+    return f"{fence}{pad}{shown}{pad}{fence}"
+
+
+def plain(text: object) -> str:
+    """Text on one line, with what Markdown and HTML would read as markup escaped."""
+    line = " ".join(str(text).split())
+    shown = line if line.isprintable() else _escaped(line)
+    return "".join(f"\\{character}" if character in "\\`*_~[]<>&|#" else character for character in shown)
+
+
+def _escaped(text: str) -> str:
+    return "".join(character if character.isprintable() else json.dumps(character)[1:-1] for character in text)
+
+
+def _fence(text: str, least: int) -> str:
+    longest = max((len(run) for run in "".join(c if c == "`" else " " for c in text).split()), default=0)
+    return "`" * max(least, longest + 1)
+
+
+def _block(config: Config, name: str) -> Config:
+    value = config.get(name)
+    return value if isinstance(value, Mapping) else {}

@@ -1,0 +1,274 @@
+"""One comparison from Options to exit code: the way through the house, read aloud."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from . import __version__, batch_search, plan, runner
+from .analysis import flops, provenance
+from .analysis import summary as analysis
+from .analysis.flat_rows import flat_rows, with_comparison
+from .cli.arguments import Options
+from .config.spec import Trial
+from .doctor import run
+from .errors import UsageError
+from .launch import Launcher, rank_environment
+from .launch.deepspeed import launch_command
+from .launch.scratch import remove_abandoned
+from .prediction import trial_predictions
+from .prediction.model_profile import ModelProfile
+from .records.run_folder import RunStore
+from .records.schema import TrialRecord
+from .report import comparison_report, end_of_run
+from .report.progress import Reporter
+from .situation import Planned, Situation, choose_launcher, look_around
+from .system import environment, signals, terminal
+
+
+def run_comparison(options: Options, make_config: plan.MakeConfig, arguments: Sequence[str]) -> int:
+    """Plans, readies, runs, saves and shows. Returns the exit code; raises DsBenchError before any work."""
+    with signals.interruptible():
+        try:
+            if options.resume is not None:  # before anything that the folder names is looked at
+                _require_same_machine(RunStore.open(options.resume), environment.capture())
+            with signals.acting():
+                situation = look_around(options, make_config)
+            if options.dry_run:
+                return dry_run(situation)
+            remove_abandoned()
+            with signals.acting():
+                length = plan.seq_length(options.seq_length, situation.choice)
+                profile = trial_predictions.profile(
+                    situation.choice,
+                    length,
+                    situation.place.accelerator,
+                    dropout=options.dropout,
+                    trust_remote_code=options.trust_remote_code,
+                    environment=situation.variables,
+                )
+                _require_ready(situation, profile)
+            store = (
+                RunStore.open(options.resume) if options.resume else RunStore.create(options.output_dir, options.family)
+            )
+            with store.held() as note:
+                return _compare(situation, profile, store, arguments, [note] if note else [])
+        except KeyboardInterrupt:  # before the first trial
+            terminal.print_text("interrupted", sys.stderr)
+            return end_of_run.INTERRUPTED_CODE
+
+
+def _require_ready(situation: Situation, profile: ModelProfile | trial_predictions.Unpredicted) -> None:
+    """The part of the doctor that this plan needs. Raises PreflightError in second 0."""
+    configs = [draft.config for draft in situation.drafts]
+    trials = Planned(situation, {}, trial_predictions.Room(gpu_bytes=None, host_bytes=None), profile).trials(
+        situation.drafts
+    )
+    need = None
+    if situation.place.hostfile is None:
+        need = trial_predictions.host_need(trials)
+        if not situation.options.force:
+            trial_predictions.require_host_memory(trials, trial_predictions.node_memory_bytes())
+    findings = run.for_plan(situation.place, configs, lacks_space=situation.lacks_space, need_host_bytes=need)
+    run.require_ready(findings, sys.stderr, quiet=situation.options.quiet)
+
+
+def dry_run(situation: Situation) -> int:
+    """Prints each trial's configuration and command."""
+    trials = plan.make_trials(
+        situation.options,
+        situation.choice,
+        situation.place,
+        situation.drafts,
+        {},
+        situation.caveats,
+        lacks_space=situation.lacks_space,
+    )
+    with terminal.pipe_may_close():
+        if situation.options.auto_batch:
+            terminal.print_text(
+                "# --batch-size auto: each micro-batch is found by probes when this is run; 1 stands for it here\n"
+            )
+        for trial in trials:
+            command = launch_command(trial.placement, Path("TRIAL_FOLDER"))
+            terminal.print_text(f"# {trial.trial_id}: {trial.strategy.label}")
+            if trial.unsupported:
+                terminal.print_text(f"# Unsupported: {trial.unsupported}")
+            terminal.print_json(json.dumps(trial.to_dict()["ds_config"], indent=2))
+            terminal.print_text("# the same ranks, started cold:")
+            terminal.print_text(" ".join(["python", *command[1:]]) + "\n")
+    return end_of_run.OK
+
+
+def _compare(
+    situation: Situation,
+    profile: ModelProfile | trial_predictions.Unpredicted,
+    store: RunStore,
+    arguments: Sequence[str],
+    notes: Sequence[str],
+) -> int:
+    options, place = situation.options, situation.place
+    facts = environment.capture()
+    say = _quiet if options.quiet else lambda text: terminal.print_text(text, sys.stderr)
+    with signals.acting():
+        states = rank_environment.build_ops(place, situation.drafts, situation.variables, say)
+    ready = ",".join(op for op, state in states.items() if state.ready)
+    situation = replace(situation, variables={**situation.variables, "DS_BENCH_PRELOAD_OPS": ready})
+    planned = Planned(situation, states, trial_predictions.Room.of(facts, place), profile)
+    trials = planned.trials(situation.drafts)
+    if options.resume is not None:
+        _require_same_workload(store, trials, _FOUND if options.auto_batch else ())
+    with signals.acting():
+        launcher, why_cold = choose_launcher(situation, trials, say)
+    notes = [*notes, *([why_cold] if why_cold else [])]
+    _save_run(store, options, arguments, facts, [] if options.auto_batch else trials, notes)
+    if options.auto_batch:
+        trials = planned.trials(_largest_drafts(planned, launcher, store, say))
+        _save_run(store, options, arguments, facts, trials, notes)
+    level = 0 if options.quiet else 2 if options.verbose else 1
+    todo = runner.missing(trials, store.records(), options.retry)
+    reporter = Reporter(sys.stderr, todo, level)
+    view = _View(situation, trials, facts, store.folder.name)
+    try:
+        for finished in runner.run(todo, launcher, store, reporter.begin):
+            store.write_rows(flat_rows(view.summaries(store.records())))
+            reporter.end(finished)
+    finally:
+        reporter.close()
+    return _finish(options, store, view, notes, arguments)
+
+
+def _largest_drafts(
+    planned: Planned, launcher: Launcher, store: RunStore, say: Callable[[str], None]
+) -> list[plan.Draft]:
+    """Every strategy at the largest micro-batch that trains, found by probes."""
+    situation = planned.situation
+    search = batch_search.Search(
+        options=situation.options,
+        make_config=situation.make_config,
+        make_trials=planned.trials,
+        launcher=launcher,
+        store=store,
+        profile=planned.profile,
+        room=planned.room,
+        say=say,
+    )
+    return batch_search.drafts(search, [draft.strategy for draft in situation.drafts])
+
+
+def _require_same_machine(store: RunStore, facts: environment.Environment) -> None:
+    """Rows of other hardware or versions do not belong in one result."""
+    try:
+        earlier = environment.Environment.from_dict(store.load_run()["environment"])
+    except (KeyError, TypeError, ValueError, AttributeError):
+        raise UsageError(f"{store.folder} has no readable environment", remedy="start a new run") from None
+    differences = environment.comparable(earlier, facts)
+    if differences:
+        raise UsageError(
+            f"--resume {store.folder}: not the same machine: {'; '.join(differences)}", remedy="start a new run"
+        )
+
+
+def _require_same_workload(store: RunStore, trials: Sequence[Trial], leave_out: Sequence[str]) -> None:
+    """One result holds one workload on one placement; more stages, strategies or repeats may be added."""
+
+    def asked(part: Any) -> Any:
+        plain = json.loads(json.dumps(part))
+        return (
+            {key: value for key, value in plain.items() if key not in leave_out} if isinstance(plain, dict) else plain
+        )
+
+    for stored in store.load_run().get("trials", []):
+        for name in ("workload", "placement"):
+            if asked(trials[0].to_dict()[name]) != asked(stored.get(name)):
+                raise UsageError(
+                    f"--resume {store.folder}: another {name} than it began with", remedy="start a new run"
+                )
+
+
+_FOUND = ("batch_size", "batch_policy")
+"""Fields of a workload that a search decides."""
+
+
+def _quiet(_text: str) -> None:
+    return None
+
+
+def _save_run(
+    store: RunStore,
+    options: Options,
+    arguments: Sequence[str],
+    facts: environment.Environment,
+    trials: Sequence[Trial],
+    notes: Sequence[str],
+) -> None:
+    store.save_run(
+        {
+            "ds_bench_version": __version__,
+            "family": options.family,
+            "arguments": list(arguments),
+            "environment": facts.to_dict(),
+            "notes": list(notes),
+            "trials": [{"key": trial.key, **trial.to_dict()} for trial in trials],
+        }
+    )
+
+
+class _View:
+    """Records seen as summaries and as an answer, with what only the run knows: model facts, the device's peak."""
+
+    def __init__(
+        self, situation: Situation, trials: Sequence[Trial], facts: environment.Environment, run_id: str
+    ) -> None:
+        self._situation, self._trials, self.facts, self._run_id = situation, trials, facts, run_id
+        name = facts.gpus[0].name if facts.gpus and situation.place.accelerator == "cuda" else None
+        self._device = name
+        known = situation.options.peak_tflops or (name and flops.peak_flops(name, trials[0].workload.precision))
+        self.unknown_peak = None if known else name
+
+    def summaries(self, records: Sequence[TrialRecord]) -> list[analysis.Summary]:
+        latest = runner.latest(self._trials, records)
+        made = [analysis.summarise(entry, self._situation.choice.facts, self._peak_of(entry)) for entry in latest]
+        return [replace(summary, environment=self.facts, run_id=self._run_id) for summary in made]
+
+    def conclude(
+        self, summaries: Sequence[analysis.Summary], notes: Sequence[str], command: str
+    ) -> comparison_report.Answer:
+        asked = self._situation.options.relative_to
+        reached = asked if any(entry.record.trial.strategy.name == asked for entry in summaries) else None
+        return comparison_report.of(
+            summaries,
+            goal=self._situation.options.goal,
+            relative_to=reached,  # an interruption may have come before that row
+            notes=notes,
+            commands=[command],
+            environments=[self.facts],
+        )
+
+    def _peak_of(self, entry: TrialRecord) -> float | None:
+        """FLOP/s of one device in the precision that the row trained in."""
+        asked, name = self._situation.options.peak_tflops, self._device
+        if asked:
+            return asked * 1e12
+        return flops.peak_flops(name, entry.trial.workload.precision) if name else None
+
+
+def _finish(options: Options, store: RunStore, view: _View, notes: Sequence[str], arguments: Sequence[str]) -> int:
+    measured = view.summaries(store.records())
+    rows, summaries = flat_rows(measured), with_comparison(measured)
+    store.write_rows(rows)
+    if view.unknown_peak:
+        notes = [*notes, f"no peak rate known for {view.unknown_peak}: MFU left out; --peak-tflops gives it"]
+    found = view.conclude(summaries, notes, provenance.command(options.family, arguments))
+    store.save_run({**store.load_run(), "recommendation": found.recommendation_facts()})
+    folder = end_of_run.write_configuration(options, found, store.folder, view.facts)
+    end_of_run.show(options, found, rows)  # last: standard output may be gone
+    if not options.quiet:
+        terminal.print_text(f"\nJSON {store.json_path}\nCSV  {store.csv_path}\nrun  {store.folder}", sys.stderr)
+        if folder is not None:
+            terminal.print_text(f"configuration {folder}", sys.stderr)
+    return end_of_run.exit_code(options, summaries)

@@ -1,0 +1,1 @@
+"""What this machine has: facts only, no judgement."""

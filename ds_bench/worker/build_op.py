@@ -1,0 +1,74 @@
+"""Builds DeepSpeed's compiled ops in a process of its own: ``python -m ds_bench.worker.build_op NAME…``.
+
+Prints one JSON line per op: ``{"op", "state": "ready" | "unsupported" | "failed", "seconds", "reason"}``, and of one
+that is ready ``"libraries"``: the files that it loaded from the folder of built ops, relative to it. The names are
+DeepSpeed's builder classes (``CPUAdamBuilder``).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from ..system.processes import die_with_parent
+
+
+def build(name: str) -> dict[str, Any]:
+    """Compiles and loads one op, or says why it cannot be."""
+    from deepspeed.accelerator import get_accelerator
+
+    start = time.monotonic()
+    builder = get_accelerator().create_op_builder(name)
+    if builder is None or type(builder).__name__ == "NotImplementedBuilder":
+        return {"op": name, "state": "unsupported", "seconds": 0.0, "reason": "does not exist for this accelerator"}
+    try:
+        if not builder.is_compatible(verbose=True):
+            reason = str(getattr(builder, "error_log", "") or "not compatible with this system")
+            return {"op": name, "state": "unsupported", "seconds": time.monotonic() - start, "reason": reason}
+        builder.load(verbose=False)
+    except BaseException as error:  # compilers fail in many ways, SystemExit among them
+        text = str(error)
+        print(text, file=sys.stderr, flush=True)
+        told = [line for line in text.splitlines() if re.search(r"error:|cannot find -l|CUDA_HOME", line)]
+        reason = f"{type(error).__name__}: {(told or text.splitlines() or [''])[0].strip()[:300]}"
+        if _lacks_toolkit(builder):  # DeepSpeed joins paths to CUDA_HOME, which is None: a TypeError
+            reason = "there is no CUDA toolkit: CUDA_HOME is not set, and no nvcc is found"
+        return {"op": name, "state": "failed", "seconds": time.monotonic() - start, "reason": reason}
+    seconds = time.monotonic() - start
+    return {"op": name, "state": "ready", "seconds": seconds, "reason": "", "libraries": _loaded_libraries()}
+
+
+def _loaded_libraries() -> list[str]:
+    folder = Path(os.environ["TORCH_EXTENSIONS_DIR"]).resolve()
+    mapped = (line.split(maxsplit=5)[5:] for line in Path("/proc/self/maps").read_text().splitlines())
+    libraries = {Path(path[0]) for path in mapped if path and path[0].endswith(".so")}
+    return sorted(str(each.relative_to(folder)) for each in libraries if each.is_relative_to(folder))
+
+
+def _lacks_toolkit(builder: Any) -> bool:
+    """Whether an op is compiled or linked against CUDA where there is no CUDA toolkit (op_builder/builder.py)."""
+    import torch.utils.cpp_extension
+    from deepspeed.ops.op_builder.builder import CUDAOpBuilder
+
+    against_cuda = isinstance(builder, CUDAOpBuilder) and not builder.build_for_cpu
+    return against_cuda and torch.utils.cpp_extension.CUDA_HOME is None
+
+
+def _end_with_parent() -> None:
+    """When the program that asked dies, ninja and the compilers go too: they are of this process group."""
+    signal.signal(signal.SIGTERM, lambda *_: os.killpg(0, signal.SIGKILL))
+    die_with_parent(signal.SIGTERM)
+
+
+if __name__ == "__main__":
+    _end_with_parent()
+    out = sys.stdout
+    sys.stdout = sys.stderr  # builders print; the answer alone goes to stdout
+    for op in sys.argv[1:]:
+        print(json.dumps(build(op)), file=out, flush=True)

@@ -1,0 +1,86 @@
+"""What other programs took of the processors while a rank trained, and whether a quota stopped it.
+
+CPU time of every process on the processors that this rank may use, from the kernel, less that of this trial's
+processes and of those that asked for it. No load average: that one still remembers our own previous trial.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..system import host_memory
+from ..system.processes import stat_values
+
+ROOT_VARIABLE = "DS_BENCH_CPU_ROOT"
+"""Names a folder with a ``proc/stat`` to read in place of the kernel's: tests make an idle or a busy machine so."""
+LEAST_SECONDS = 0.2
+"""Below this nothing is said: the kernel counts in ticks of 10 ms on each processor."""
+
+
+@dataclass(frozen=True, slots=True)
+class CpuReading:
+    """The kernel's counters at one moment."""
+
+    monotonic_seconds: float
+    cpus: frozenset[int]
+    busy_seconds: float | None
+    own_seconds: float
+    periods: tuple[int, int] | None
+
+    @classmethod
+    def take(cls) -> CpuReading:
+        root = Path(os.environ.get(ROOT_VARIABLE, "/"))
+        cpus = frozenset(os.sched_getaffinity(0))
+        return cls(
+            monotonic_seconds=time.monotonic(),
+            cpus=cpus,
+            busy_seconds=host_memory.busy_cpu_seconds(cpus, root),
+            own_seconds=own_cpu_seconds(),
+            periods=host_memory.cgroup_cpu_periods(root),
+        )
+
+
+def load_between(before: CpuReading, after: CpuReading) -> dict[str, Any]:
+    """The ``cpu_*`` fields of a RankMeasurement; those of the whole node are None where it cannot be told."""
+    seconds = after.monotonic_seconds - before.monotonic_seconds
+    own = after.own_seconds - before.own_seconds
+    fields: dict[str, Any] = {
+        "cpu_cores": host_memory.usable_cores(),
+        "cpu_threads": torch.get_num_threads(),
+        "omp_wait_policy": os.environ.get("OMP_WAIT_POLICY"),
+    }
+    if seconds < LEAST_SECONDS or before.busy_seconds is None or after.busy_seconds is None:
+        return fields
+    fields["cpu_own_cores"] = own / seconds
+    fields["cpu_other_cores"] = max(0.0, after.busy_seconds - before.busy_seconds - own) / seconds
+    if before.periods is not None and after.periods is not None:
+        periods = after.periods[0] - before.periods[0]
+        fields["cpu_throttled_fraction"] = (after.periods[1] - before.periods[1]) / periods if periods > 0 else 0.0
+    return fields
+
+
+def own_cpu_seconds() -> float:
+    """CPU time so far of the processes of this trial (those of this session) and of the programs that started it."""
+    session, own = os.getsid(0), os.getpid()
+    parents: dict[int, int] = {}
+    ticks: dict[int, tuple[int, int]] = {}
+    in_session = set()
+    for entry in Path("/proc").glob("[0-9]*"):
+        if values := stat_values(entry / "stat"):  # 1 ppid, 3 session, 11 to 14 utime, stime, cutime, cstime
+            pid = int(entry.name)
+            parents[pid] = int(values[1])
+            ticks[pid] = int(values[11]) + int(values[12]), int(values[13]) + int(values[14])
+            if int(values[3]) == session:
+                in_session.add(pid)
+    total = sum(sum(ticks[pid]) for pid in in_session)
+    ancestor = parents.get(own, 0)
+    while ancestor in parents:
+        total += ticks[ancestor][0] if ancestor not in in_session else 0
+        ancestor = parents[ancestor]
+    return total / os.sysconf("SC_CLK_TCK")

@@ -1,0 +1,254 @@
+"""The model of a workload, with random weights that are the same under every strategy.
+
+Nothing is downloaded. At stage 3 a preset, local or Hub model is built inside
+``deepspeed.zero.Init`` (Transformers enters it when an ``HfDeepSpeedConfig`` is alive), so that no
+rank ever holds it whole; at the other stages straight on the device in the training precision. The
+two draw random numbers in different orders, so every matrix is drawn again afterwards from a
+generator seeded by its own name: without that, losses of different stages could not be compared.
+
+A factory's model keeps the weights that its own code draws. It is built whole in every rank's host
+memory at every stage, cast, and then moved to the device or, at stage 3, partitioned tensor by
+tensor: code that was not written for ``zero.Init`` reads and copies weights while it builds, which
+a partitioned tensor has none of.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import sys
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..config.spec import Workload
+
+_INIT_STD = 0.02
+"""Standard deviation of every matrix, GPT-2's own; speed does not depend on it."""
+
+
+def training_dtype(config: Mapping[str, Any]) -> torch.dtype:
+    """The number format of the parameters, as the DeepSpeed configuration says."""
+    if config.get("bf16", {}).get("enabled"):
+        return torch.bfloat16
+    if config.get("fp16", {}).get("enabled"):
+        return torch.float16
+    return torch.float32
+
+
+MakeBatch = Callable[[int, int, torch.Generator], Mapping[str, torch.Tensor]]
+"""(samples, sequence length, a CPU generator to draw from) → the keyword arguments of one forward pass."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BuiltModel:
+    """A model in training mode: partitioned at stage 3, on the device otherwise."""
+
+    module: torch.nn.Module
+    make_batch: MakeBatch | None
+    """A factory's own function for its data; None: random tokens of the model's vocabulary."""
+    stage3: object | None
+    """By which Transformers knows that weights are partitioned; to be held while training."""
+
+
+class _Stage3:
+    """What Transformers asks of its HfDeepSpeedConfig, without needing Accelerate."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        self.config = config
+
+    def is_zero3(self) -> bool:
+        return True
+
+
+def _tell_transformers(config: Mapping[str, Any]) -> object:
+    """From here on Transformers partitions what it builds, while the returned object lives."""
+    from transformers.integrations.deepspeed import set_hf_deepspeed_config
+
+    stage3 = _Stage3(dict(config))
+    set_hf_deepspeed_config(stage3)
+    return stage3
+
+
+def build_model(
+    workload: Workload, config: Mapping[str, Any], device: torch.device, alive: Callable[[], None]
+) -> BuiltModel:
+    """The model of a workload, with the same weights at every stage. ``alive`` is called as it grows.
+
+    Raises what the model's own code raises; TypeError where a factory returns something else than a model.
+    """
+    torch.manual_seed(workload.seed)
+    dtype = training_dtype(config)
+    at_stage3 = config.get("zero_optimization", {}).get("stage") == 3
+    make_batch, stage3 = None, None
+    if workload.model_source == "factory":
+        module, make_batch = call_factory(workload.model)
+        module.to(dtype=dtype)
+        if at_stage3:
+            _partition(module, config, dtype, device)
+            stage3 = _tell_transformers(config)
+        else:
+            module.to(device=device)
+    else:
+        stage3 = _tell_transformers(config) if at_stage3 else None
+        module = _from_transformers(workload, dtype, device, at_stage3)
+        redraw_weights(module, workload.seed, alive)
+    if workload.dropout is not None:
+        set_dropouts(module, workload.dropout)
+    module.train()
+    if workload.activation_checkpointing:
+        _enable_checkpointing(module)
+    return BuiltModel(module=module, make_batch=make_batch, stage3=stage3)
+
+
+def _from_transformers(workload: Workload, dtype: torch.dtype, device: torch.device, stage3: bool) -> torch.nn.Module:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    if workload.model_source == "preset":
+        model_config = AutoConfig.for_model(workload.model_type, **workload.model_config)
+    else:
+        source = workload.model_config.get("path", workload.model)
+        model_config = AutoConfig.from_pretrained(source, trust_remote_code=workload.trust_remote_code)
+    model_config.use_cache = False
+    if workload.dropout is not None:
+        _set_config_dropouts(model_config, workload.dropout)
+    _import_modelling_module(model_config)
+    place = contextlib.nullcontext() if stage3 else device
+    with place:
+        model: torch.nn.Module = AutoModelForCausalLM.from_config(
+            model_config, dtype=dtype, trust_remote_code=workload.trust_remote_code
+        )
+    if stage3:
+        _restore_rotary_embeddings(model, device)
+    return model
+
+
+def _restore_rotary_embeddings(model: torch.nn.Module, device: torch.device) -> None:
+    """Builds the rotary frequencies again outside ``zero.Init``, which before Transformers 5.18 made them 16-bit."""
+    for name, module in list(model.named_modules()):
+        frequencies, config = getattr(module, "inv_freq", None), getattr(module, "config", None)
+        if isinstance(frequencies, torch.Tensor) and config is not None and not list(module.parameters()):
+            model.set_submodule(name, type(module)(config).to(device))
+
+
+def _import_modelling_module(model_config: Any) -> None:
+    # zero.Init patches constructors; a first import inside it fails with a torch signature error.
+    with contextlib.suppress(Exception):
+        importlib.import_module(type(model_config).__module__.replace("configuration_", "modeling_"))
+
+
+def call_factory(name: str) -> tuple[torch.nn.Module, MakeBatch | None]:
+    """The model that ``package.module:function`` returns, alone or with a function that makes its batches.
+
+    It is imported as from the current folder, which comes last in the search path, so that it hides nothing.
+    """
+    if (here := str(Path.cwd())) not in sys.path:
+        sys.path.append(here)
+    module_name, _, function_name = name.partition(":")
+    made = getattr(importlib.import_module(module_name), function_name)()
+    model, make_batch = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"the model factory returned {type(model).__name__}, not a torch.nn.Module")
+    if make_batch is not None and not callable(make_batch):
+        raise TypeError(f"the model factory returned a module and {type(make_batch).__name__}, not a function")
+    return model, make_batch
+
+
+def _partition(model: torch.nn.Module, config: Mapping[str, Any], dtype: torch.dtype, device: torch.device) -> None:
+    """Splits every parameter among the ranks; only one at a time is whole on ``device``. Buffers move there whole."""
+    import deepspeed
+
+    deepspeed.zero.Init(module=model, config_dict_or_path=dict(config), dtype=dtype)
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = buffer.to(device)
+
+
+def _set_config_dropouts(config: Any, probability: float) -> None:
+    """Every dropout probability of a Transformers configuration and of those inside it, read as a model is built."""
+    for name, value in list(vars(config).items()):
+        if _is_dropout(name, value):
+            setattr(config, name, probability)
+        elif hasattr(value, "model_type"):
+            _set_config_dropouts(value, probability)
+
+
+def set_dropouts(model: torch.nn.Module, probability: float) -> None:
+    """Every dropout of a built model, modules and the probabilities that a forward pass hands to functions alike."""
+    for module, name, _ in _dropouts(model):
+        setattr(module, name, probability)
+
+
+def greatest_dropout(model: torch.nn.Module) -> float:
+    """The greatest probability of any dropout in the model; 0 where it has none."""
+    return max((float(value) for _, _, value in _dropouts(model)), default=0.0)
+
+
+def _dropouts(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, str, float]]:
+    """(module, attribute, probability) of every dropout: ``p`` of torch's modules, else floats named as dropouts."""
+    for module in model.modules():
+        if isinstance(module, torch.nn.modules.dropout._DropoutNd):
+            yield module, "p", module.p
+        else:
+            yield from ((module, name, value) for name, value in vars(module).items() if _is_dropout(name, value))
+
+
+def _is_dropout(name: str, value: object) -> bool:
+    """``attn_pdrop``, ``hidden_dropout_prob``, ``dropout``; not ``layerdrop``, which leaves out whole layers."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and ("dropout" in name or "pdrop" in name)
+
+
+def redraw_weights(model: torch.nn.Module, seed: int, alive: Callable[[], None] = lambda: None) -> None:
+    """Every parameter of two or more dimensions from N(0, 0.02²), seeded by ``seed`` and its name.
+
+    ``alive`` is called before each parameter: at stage 3 gathering those of a large model takes minutes.
+    """
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            alive()
+            shape = getattr(parameter, "ds_shape", parameter.shape)
+            if len(shape) < 2:
+                continue
+            with _whole(parameter):
+                generator = torch.Generator(device=parameter.device)
+                generator.manual_seed(seed * 1_000_003 + zlib.crc32(name.encode()))
+                parameter.normal_(0.0, _INIT_STD, generator=generator)
+
+
+def _whole(parameter: torch.nn.Parameter) -> contextlib.AbstractContextManager[Any]:
+    if not hasattr(parameter, "ds_id"):
+        return contextlib.nullcontext()
+    import deepspeed
+
+    gathered: contextlib.AbstractContextManager[Any] = deepspeed.zero.GatheredParameters([parameter], modifier_rank=0)
+    return gathered
+
+
+def _enable_checkpointing(model: torch.nn.Module) -> None:
+    enable = getattr(model, "gradient_checkpointing_enable", None)
+    if enable is None:
+        raise TypeError(f"{type(model).__name__} has no gradient_checkpointing_enable: no activation checkpointing")
+    # DeepSpeed's own activation_checkpointing block does nothing for Transformers models.
+    enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+
+def parameter_sizes(model: torch.nn.Module) -> list[int]:
+    """Elements of every parameter of the whole model, shared ones once, partitioned or not."""
+    return [int(getattr(parameter, "ds_numel", parameter.numel())) for parameter in model.parameters()]
+
+
+def vocabulary_size(model: torch.nn.Module) -> int:
+    """Token ids run below this; from the model's config or its ``vocab_size``. Raises TypeError without."""
+    for holder in (getattr(model, "config", None), model):
+        size = getattr(holder, "vocab_size", None)
+        if isinstance(size, int) and size > 0:
+            return size
+    raise TypeError(
+        "the model has neither config.vocab_size nor vocab_size, so no tokens can be drawn for it: "
+        "let its factory return (model, make_batch)"
+    )

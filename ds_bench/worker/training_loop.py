@@ -1,0 +1,261 @@
+"""The measured loop: warm-up, window, and a separate synchronised pass that explains.
+
+A step is one optimizer step: ``grad_accum`` micro-batches forward and backward, then the update.
+Nothing is synchronised inside the window that plain DeepSpeed training would not synchronise.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import cycle
+from typing import Any
+
+import torch
+
+from ..records.rank_files import BeatWriter
+from . import resolved_config
+from .model import MakeBatch
+
+Batch = dict[str, torch.Tensor]
+_POOL = 64
+"""Different micro-batches held on the device; reused in order when a run needs more."""
+_OPTIMIZER_SETTINGS = ("lr", "betas", "eps", "weight_decay", "momentum")
+_POOL_BYTES = 256 * 2**20
+"""Above this no further micro-batch is held: images are large."""
+_MAX_EXTRA_WARMUP = 64
+"""Steps waited at most for fp16's loss scale to settle."""
+
+
+def random_tokens(vocabulary: int) -> MakeBatch:
+    """A function that makes batches of random tokens: ids of shape (samples, sequence length), labels the same ids."""
+
+    def make_batch(batch_size: int, seq_length: int, generator: torch.Generator) -> Batch:
+        ids = torch.randint(0, vocabulary, (batch_size, seq_length), generator=generator)
+        return {"input_ids": ids, "labels": ids}
+
+    return make_batch
+
+
+def make_batches(
+    make_batch: MakeBatch,
+    *,
+    batch_size: int,
+    seq_length: int,
+    seed: int,
+    rank: int,
+    count: int,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> list[Batch]:
+    """``count`` micro-batches (64 and 256 MB at most, one at least) on the device, from a generator of this rank's.
+
+    Floating-point tensors are given the training ``dtype``. Raises TypeError or ValueError for what is no batch of
+    ``batch_size`` samples: throughput would count samples that are not there.
+    """
+    generator = torch.Generator().manual_seed(seed * 100_003 + rank)
+    batches: list[Batch] = []
+    held = 0
+    while len(batches) < min(count, _POOL) and (not batches or held < _POOL_BYTES):
+        made = make_batch(batch_size, seq_length, generator)
+        if not isinstance(made, Mapping) or not all(isinstance(value, torch.Tensor) for value in made.values()):
+            raise TypeError("the factory's make_batch must return a dict of tensors, the arguments of the model")
+        if not any(value.shape[:1] == (batch_size,) for value in made.values()):
+            raise ValueError(f"the factory's make_batch returned no tensor of {batch_size} samples, as it was asked to")
+        batches.append(_on_device(made, device, dtype))
+        held += sum(value.nbytes for value in batches[-1].values())
+    return batches
+
+
+def _on_device(batch: Mapping[str, torch.Tensor], device: torch.device, dtype: torch.dtype) -> Batch:
+    """One copy of each tensor, however many names it has."""
+    moved = {
+        id(value): value.to(device=device, dtype=dtype if value.is_floating_point() else value.dtype)
+        for value in batch.values()
+    }
+    return {name: moved[id(value)] for name, value in batch.items()}
+
+
+def loss_of(output: Any) -> torch.Tensor:
+    """The loss in what a model returned: ``.loss``, the first of a tuple, or the tensor itself."""
+    loss = getattr(output, "loss", None)
+    if loss is None:
+        loss = output[0] if isinstance(output, (tuple, list)) else output
+    if not isinstance(loss, torch.Tensor):
+        raise TypeError(f"the model returned {type(output).__name__} without a loss")
+    return loss
+
+
+class StepClock:
+    """Marks between steps: device events on CUDA, so that timing adds no synchronisation; else the clock."""
+
+    def __init__(self, accelerator: str) -> None:
+        self._cuda = accelerator == "cuda"
+        self._marks: list[Any] = []
+
+    def mark(self) -> None:
+        if self._cuda:
+            event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            event.record()
+            self._marks.append(event)
+        else:
+            self._marks.append(time.perf_counter())
+
+    def seconds(self) -> list[float]:
+        """Between one mark and the next; synchronises the device first on CUDA."""
+        if self._cuda:
+            torch.cuda.synchronize()
+            return [a.elapsed_time(b) / 1000.0 for a, b in zip(self._marks, self._marks[1:], strict=False)]
+        return [b - a for a, b in zip(self._marks, self._marks[1:], strict=False)]
+
+
+def synchronize(accelerator: str) -> None:
+    if accelerator == "cuda":
+        torch.cuda.synchronize()
+
+
+@dataclass(slots=True)
+class Samples:
+    """Raw samples of one rank; seconds per optimizer step, mean loss per step."""
+
+    warmup_step_seconds: list[float] = field(default_factory=list)
+    step_seconds: list[float] = field(default_factory=list)
+    window_seconds: float = 0.0
+    losses: list[float | None] = field(default_factory=list)
+    skipped_steps: int = 0
+
+
+class Trainer:
+    """An engine, its data and its heartbeat; knows how to take one optimizer step."""
+
+    def __init__(self, engine: Any, batches: list[Batch], accelerator: str, beat: BeatWriter) -> None:
+        self.engine = engine
+        self.accelerator = accelerator
+        self.grad_accum = int(engine.gradient_accumulation_steps())
+        self.first_batch = batches[0]
+        self._batches: Iterator[Batch] = cycle(batches)
+        self._beat = beat
+        self._losses: list[list[torch.Tensor]] = []
+        self._done = 0
+
+    def step(self) -> None:
+        """One optimizer step: every micro-batch forward and backward, then the update."""
+        losses = []
+        for _ in range(self.grad_accum):
+            self._beat.beat("forward", self._done)
+            loss = loss_of(self.engine(**next(self._batches)))
+            self._beat.beat("backward")
+            self.engine.backward(loss)
+            self._beat.beat("step")
+            self.engine.step()
+            losses.append(loss.detach())
+        self._losses.append(losses)
+        self._done += 1
+
+    @property
+    def scales_loss(self) -> bool:
+        """Whether fp16's dynamic loss scale may skip steps."""
+        return bool(self.engine.fp16_enabled() and self.engine.dynamic_loss_scale())
+
+    @property
+    def skipped(self) -> int:
+        """Steps the optimizer has skipped so far, for overflow or NaN gradients."""
+        return int(getattr(self.engine, "skipped_steps", 0))
+
+    def losses(self) -> list[float | None]:
+        """Mean over the micro-batches of each step so far; None where not finite."""
+        means = [float(torch.stack([loss.float() for loss in step]).mean()) for step in self._losses]
+        return [mean if math.isfinite(mean) else None for mean in means]
+
+    def timed(self, steps: int) -> list[float]:
+        """Seconds of each of ``steps`` steps."""
+        clock = StepClock(self.accelerator)
+        clock.mark()
+        before = time.perf_counter()
+        for _ in range(steps):
+            self.step()
+            clock.mark()
+            now = time.perf_counter()
+            self._beat.beat("step", self._done, now - before)
+            before = now
+        return clock.seconds()
+
+
+def warm_up(trainer: Trainer, steps: int) -> list[float]:
+    """``steps`` steps; with fp16's dynamic loss scale more, until the optimizer has taken a real one."""
+    seconds = trainer.timed(steps) if steps else []
+    for _ in range(_MAX_EXTRA_WARMUP if trainer.scales_loss else 0):
+        if trainer.skipped < len(seconds):
+            break
+        seconds += trainer.timed(1)
+    return seconds
+
+
+def measure(trainer: Trainer, steps: int, barrier: Callable[[], None], samples: Samples) -> None:
+    """The measured window: ranks start together; synchronised before its first and after its last step."""
+    skipped_before = trainer.skipped
+    barrier()
+    synchronize(trainer.accelerator)
+    start = time.perf_counter()
+    samples.step_seconds = trainer.timed(steps)
+    synchronize(trainer.accelerator)
+    samples.window_seconds = time.perf_counter() - start
+    samples.skipped_steps = trainer.skipped - skipped_before
+    samples.losses = trainer.losses()
+
+
+def repeated_loss(trainer: Trainer) -> float | None:
+    """The loss on this rank's first batch, without dropout and without training on it.
+
+    None where not finite, and for a compiled engine, which would be compiled again for it.
+    """
+    if getattr(trainer.engine, "is_compiled", False):
+        return None
+    trainer.engine.eval()
+    try:
+        with torch.no_grad():
+            loss = float(loss_of(trainer.engine(**trainer.first_batch)))
+    finally:
+        trainer.engine.train()
+    return loss if math.isfinite(loss) else None
+
+
+def optimizer_settings(optimizer: Any) -> list[dict[str, Any]]:
+    """What each group of parameters is trained with by now, read back from the optimizer; empty without groups."""
+    groups = getattr(optimizer, "param_groups", None) or []
+    return [
+        {name: resolved_config.plain(group[name]) for name in _OPTIMIZER_SETTINGS if group.get(name) is not None}
+        for group in groups
+    ]
+
+
+def phase_seconds(trainer: Trainer, steps: int = 2) -> dict[str, float]:
+    """Mean seconds per optimizer step in forward, backward and step, synchronised around each.
+
+    Slower than the measured steps, since nothing overlaps; never part of the headline numbers.
+    """
+    totals = {"forward": 0.0, "backward": 0.0, "step": 0.0}
+    for _ in range(steps):
+        for _ in range(trainer.grad_accum):
+            micro_step(trainer, lambda name, seconds: totals.__setitem__(name, totals[name] + seconds))
+    return {name: total / steps for name, total in totals.items()}
+
+
+def micro_step(trainer: Trainer, report: Callable[[str, float], None]) -> None:
+    """One micro-batch with the device synchronised around forward, backward and step."""
+    trainer._beat.beat("inspect")
+    engine, batch = trainer.engine, next(trainer._batches)
+    loss: list[torch.Tensor] = []
+    parts: dict[str, Callable[[], Any]] = {
+        "forward": lambda: loss.append(loss_of(engine(**batch))),
+        "backward": lambda: engine.backward(loss[0]),
+        "step": engine.step,
+    }
+    for name, part in parts.items():
+        synchronize(trainer.accelerator)
+        start = time.perf_counter()
+        part()
+        synchronize(trainer.accelerator)
+        report(name, time.perf_counter() - start)

@@ -1,0 +1,637 @@
+"""Rows against their baseline: means by hand, ratios only where they mean something, fronts that nobody beats."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ds_bench.analysis import flat_cells, flat_reader
+from ds_bench.analysis.caveats import Caveat, CaveatKind, note
+from ds_bench.analysis.comparability import row_key
+from ds_bench.analysis.comparison import Comparison, StrategyResult, build, is_called, ratio_between
+from ds_bench.analysis.flat_rows import flat_rows, with_comparison
+from ds_bench.analysis.summary import Summary, summarise
+from ds_bench.config.spec import Trial
+from ds_bench.errors import UsageError
+from ds_bench.records.schema import TrialRecord
+from ds_bench.system.environment import Environment
+from ds_bench.system.gpus import GpuFacts
+from tests.support import fakes
+
+CUDA = fakes.placement(accelerator="cuda", num_gpus=2)
+GB = 2**30
+quick = settings(deadline=None)
+
+
+def gpu(stage: int = 1, repeat: int = 0, **changes: Any) -> Trial:
+    return fakes.trial(fakes.zero(stage), on=changes.pop("on", CUDA), repeat=repeat, **changes)
+
+
+def ran(stage: int, seconds: float = 0.1, repeat: int = 0, **changes: Any) -> TrialRecord:
+    """A run whose steps all take ``seconds``: 1024 tokens a step on two cards."""
+    return fakes.success(gpu(stage, repeat), step_seconds=[seconds] * 10, **changes)
+
+
+def runs(stage: int, *seconds: float) -> list[TrialRecord]:
+    return [ran(stage, each, repeat) for repeat, each in enumerate(seconds)]
+
+
+def compared(*records: TrialRecord, relative_to: str | None = None, on: tuple[Environment, ...] = ()) -> Comparison:
+    return build([summarise(each, None, None) for each in records], relative_to, environments=on)
+
+
+def rows(*records: TrialRecord, **changes: Any) -> tuple[StrategyResult, ...]:
+    return compared(*records, **changes).results
+
+
+# ------------------------------------------------------------------ one row
+
+
+def test_a_row_by_hand() -> None:
+    """1024 tokens in 0.1, 0.2 and 0.4 s are 10 240, 5120 and 2560 tokens/s: geometric mean 5120, 640 for each of 8 GB.
+
+    Deviation of the step times: mean 0.2333, squares 0.01778, 0.00111, 0.02778 by 2: 0.02333, root 0.15275.
+    """
+    (row,) = rows(*runs(2, 0.1, 0.2, 0.4))
+    assert (row.label, row.key) == ("ZeRO-2", row_key(ran(2)))
+    assert row.tokens_per_second == pytest.approx(5120)
+    assert row.step_seconds == pytest.approx(0.2)
+    assert row.step_seconds_spread == pytest.approx(0.15275, abs=1e-5)
+    assert row.tokens_per_second_per_gb == pytest.approx(640)
+    assert row.ratio == 1
+    assert row.interval is not None
+    assert row.interval[0] < 5120 < row.interval[1]
+
+
+def test_one_run_has_the_spread_of_its_steps_and_no_interval() -> None:
+    (row,) = rows(fakes.success(gpu(), step_seconds=[0.1, 0.2, 0.3]))
+    assert row.step_seconds_spread == pytest.approx(0.1)
+    assert row.interval is None
+
+
+def test_memory_is_the_worst_runs_and_not_the_medians() -> None:
+    """Whoever runs out once has run out."""
+    peaks = [
+        ran(1, repeat=n, gpu_peak_bytes=p * GB, gpu_peak_reserved_bytes=p * GB, host_peak_bytes=p)
+        for n, p in enumerate((8, 40, 9))
+    ]
+    (row,) = rows(*peaks)
+    assert (row.gpu_peak_bytes, row.gpu_fraction, row.host_peak_bytes) == (40 * GB, 0.5, 80)
+
+
+def test_a_run_that_failed_takes_no_part_in_the_numbers_and_is_counted() -> None:
+    (row,) = rows(ran(1, 0.1), fakes.failure(gpu(1, 1)), ran(1, 0.3, 2))
+    assert row.tokens_per_second == pytest.approx(1024 / math.sqrt(0.1 * 0.3))
+    assert len(row.summaries) == 3
+    assert row.succeeded
+    assert note("1 of 3 runs failed") in row.caveats
+
+
+def test_a_row_that_always_failed_has_no_number_and_is_not_counted_out() -> None:
+    _, row = rows(ran(0), fakes.failure(gpu(1)))
+    numbers = ("tokens_per_second", "step_seconds", "step_seconds_spread", "interval", "ratio", "ratio_interval",
+               "tokens_per_second_per_gb", "gpu_peak_bytes", "gpu_fraction", "host_peak_bytes",
+               "gpu_difference_bytes", "host_difference_bytes")  # fmt: skip
+    assert {getattr(row, name) for name in numbers} == {None}
+    assert row.caveats == ()
+    assert not row.succeeded
+
+
+def test_on_the_cpu_accelerator_there_is_no_throughput_per_gb_of_a_card() -> None:
+    (row,) = rows(fakes.success())
+    assert (row.tokens_per_second_per_gb, row.gpu_peak_bytes) == (None, None)
+    assert row.host_peak_bytes == 2 * GB
+
+
+def test_each_caveat_of_several_runs_is_said_once() -> None:
+    wobbly = [fakes.success(gpu(1, n), step_seconds=[0.1] * 9 + [0.5]) for n in range(3)]
+    (row,) = rows(*wobbly)
+    assert [caveat.kind for caveat in row.caveats] == [CaveatKind.UNSTABLE, CaveatKind.NOTE]
+
+
+@pytest.mark.parametrize(("other", "said"), [(0.1073, False), (0.1074, True)])
+def test_runs_whose_means_vary_by_more_than_5_percent_are_called_unstable(other: float, said: bool) -> None:
+    """Of two values the deviation by the mean is √2 × (a − b) / (a + b), and of 1/a and 1/b the same.
+
+    0.1 and 0.1073 s: √2 × 0.0073 / 0.2073 = 4.980 %. 0.1 and 0.1074 s: √2 × 0.0074 / 0.2074 = 5.046 %.
+    """
+    (row,) = rows(*runs(1, 0.1, other))
+    assert [caveat.kind for caveat in row.caveats] == [CaveatKind.UNSTABLE] * said
+
+
+def test_what_varies_between_runs_is_said_with_its_size_and_what_to_do() -> None:
+    """√2 × 0.1 / 0.3 = 47.1 %."""
+    (row,) = rows(*runs(1, 0.1, 0.2))
+    (caveat,) = row.caveats
+    assert caveat.text == "unstable: the means of 2 runs vary by 47.1 %, more than 5%"
+    assert "--repeats" in (caveat.next_step or "")
+    assert not caveat.disqualifying
+
+
+def test_one_run_says_nothing_of_what_varies_between_runs() -> None:
+    assert rows(ran(1), fakes.failure(gpu(1, 1)))[0].caveats == (note("1 of 2 runs failed"),)
+
+
+def test_a_loss_that_differs_is_found_here_too_and_not_twice() -> None:
+    plain = [summarise(each, None, None) for each in (ran(1), ran(3, losses=(85.0,) * 12))]
+    for given_summaries in (plain, with_comparison(plain)):
+        found = build(given_summaries).results[1].caveats
+        assert [(caveat.kind, caveat.disqualifying) for caveat in found] == [(CaveatKind.LOSS_DIFFERS, True)]
+
+
+# ------------------------------------------------------------------ against the baseline
+
+
+def test_a_ratio_and_differences_of_memory_by_hand() -> None:
+    _, row = rows(
+        ran(0, 0.1, gpu_peak_bytes=10 * GB, host_peak_bytes=GB),
+        ran(3, 0.125, gpu_peak_bytes=4 * GB, host_peak_bytes=GB),
+    )
+    assert row.ratio == pytest.approx(0.8)
+    assert (row.gpu_difference_bytes, row.host_difference_bytes) == (-6 * GB, 0)
+    assert row.ratio_interval is None
+
+
+def test_three_runs_on_either_side_are_tested_and_fewer_are_not() -> None:
+    enough = rows(*runs(0, 0.100, 0.101, 0.102), *runs(1, 0.200, 0.201, 0.202))
+    few = rows(*runs(0, 0.100, 0.101), *runs(1, 0.200, 0.201, 0.202))
+    interval = enough[1].ratio_interval
+    assert interval is not None
+    assert interval.low < 0.5025 < interval.high
+    assert interval.distinguishable
+    assert enough[0].ratio_interval is None
+    assert few[1].ratio_interval is None
+
+
+def test_a_tested_ratio_is_the_one_that_its_interval_is_of() -> None:
+    """Medians of 0.1, 0.1, 0.4 s and 0.2, 0.2, 0.2 s: 2. Geometric means: 0.2 / (0.1 × 4^(1/3)) = 1.2599."""
+    slow, fast = rows(*runs(0, 0.2, 0.2, 0.2), *runs(1, 0.1, 0.1, 0.4))
+    assert fast.ratio_interval is not None
+    assert fast.ratio == fast.ratio_interval.ratio == pytest.approx(1.2599, abs=1e-4)
+    assert slow.ratio == 1
+
+
+@quick
+@given(*[st.lists(st.floats(1e-2, 1e2), min_size=3, max_size=9)] * 2)
+def test_a_ratio_lies_in_its_interval(ours: list[float], theirs: list[float]) -> None:
+    _, row = rows(*runs(0, *theirs), *runs(1, *ours))
+    assert row.ratio is not None
+    assert row.ratio_interval is not None
+    assert row.ratio_interval.low <= row.ratio <= row.ratio_interval.high
+
+
+def test_two_runs_have_the_ratio_of_their_geometric_means_too() -> None:
+    """√(0.1 × 0.4) = 0.2 s against 0.3 s; medians would be 0.25 s."""
+    slow, fast = rows(ran(0, 0.3), *runs(1, 0.1, 0.4))
+    assert fast.ratio == pytest.approx(1.5)
+    assert fast.ratio == pytest.approx((fast.tokens_per_second or 0) / (slow.tokens_per_second or 1))
+    assert fast.step_seconds == pytest.approx(0.2)
+
+
+def test_the_interval_between_two_rows_is_the_tables_and_uses_the_runs_of_all() -> None:
+    """a, b and c vary alike: all nine runs tell the noise, and c against b is held to one level for both others."""
+    seconds = {0: (0.100, 0.103, 0.101), 1: (0.111, 0.110, 0.113), 2: (0.122, 0.120, 0.121)}
+    a, b, c = rows(*(record for stage, own in seconds.items() for record in runs(stage, *own)))
+    assert ratio_between(b, a) == b.ratio_interval
+    between = ratio_between(c, b)
+    assert between is not None
+    assert between.degrees_of_freedom == 9 - 3 - 1
+    assert between.confidence == pytest.approx(0.975)
+    assert between.distinguishable
+    inverse = ratio_between(a, b)
+    assert inverse is not None
+    assert b.ratio_interval is not None
+    assert inverse.ratio == pytest.approx(1 / b.ratio_interval.ratio)
+    assert ratio_between(a, a) is None
+
+
+def test_rows_of_two_comparisons_are_held_against_each_other_by_their_own_runs() -> None:
+    (before,), (after,) = rows(*runs(1, 0.100, 0.101, 0.102)), rows(*runs(1, 0.110, 0.111, 0.112))
+    found = ratio_between(after, before)
+    assert found is not None
+    assert found.degrees_of_freedom == pytest.approx(4, abs=0.1)
+    assert found.confidence == pytest.approx(0.95)
+
+
+def test_the_trend_is_that_of_the_order_in_which_runs_really_ran() -> None:
+    """Each run 5 % slower than the one before, in the order a b, b a, a b: that is no noise."""
+    moments = {(0, 0): 0, (1, 0): 1, (1, 1): 2, (0, 1): 3, (0, 2): 4, (1, 2): 5}
+    records = [
+        replace(ran(stage, (1 + stage) * 0.1 * 1.05**moment, repeat), started_at=f"2026-11-21T09:00:{moment:02}+00:00")
+        for (stage, repeat), moment in sorted(moments.items())
+    ]
+    _, b = rows(*records)
+    assert b.ratio_interval is not None
+    assert b.ratio_interval.low <= 0.5 <= b.ratio_interval.high
+    assert b.ratio_interval.high - b.ratio_interval.low < 0.01
+
+
+def test_on_the_cpu_accelerator_an_interval_beyond_a_factor_of_two_decides_nothing() -> None:
+    """As a busy machine gave it: 521, 1326 and 217 ms against 24, 19 and 16; cards leave it as it is."""
+
+    def busy(on: Any) -> StrategyResult:
+        seconds = {0: (0.521, 1.326, 0.217), 3: (0.024, 0.016, 0.019)}
+        records = [
+            fakes.success(gpu(stage, repeat, on=on), step_seconds=[each] * 10)
+            for stage, own in seconds.items()
+            for repeat, each in enumerate(own)
+        ]
+        return rows(*records)[1]
+
+    on_cpu, on_cards = busy(fakes.placement()), busy(CUDA)
+    assert on_cpu.ratio_interval is not None
+    assert on_cards.ratio_interval is not None
+    assert on_cpu.ratio_interval.low > 1
+    assert on_cpu.ratio_interval.high > 2 * on_cpu.ratio_interval.low
+    assert not on_cpu.ratio_interval.distinguishable
+    assert on_cards.ratio_interval.distinguishable
+
+
+def test_a_failed_run_does_not_count_towards_three() -> None:
+    _, row = rows(*runs(0, 0.1, 0.1, 0.1), *runs(1, 0.2, 0.2), fakes.failure(gpu(1, 2)))
+    assert row.ratio_interval is None
+
+
+@pytest.mark.parametrize("name", ["zero2", "ZeRO-2", "zero-2", "stage 2", "stage2"])
+def test_any_row_can_be_the_baseline_by_any_of_its_names(name: str) -> None:
+    comparison = compared(*(ran(stage, 0.1 * (stage + 1)) for stage in (0, 1, 2)), relative_to=name)
+    assert comparison.baseline == comparison.results[2]
+    assert [row.ratio for row in comparison.results] == pytest.approx([3, 1.5, 1])
+
+
+def test_a_row_is_found_by_its_own_label_before_the_strategies_name() -> None:
+    records = [fakes.success(gpu(1, of=fakes.workload(batch_size=size))) for size in (1, 8)]
+    comparison = compared(*records, relative_to="ZeRO-1 (micro-batch 8)")
+    assert comparison.baseline == comparison.results[1]
+
+
+def test_an_unknown_baseline_is_a_usage_error_that_names_the_choices() -> None:
+    with pytest.raises(UsageError, match=r"--relative-to zero7.*one of zero0, zero3"):
+        compared(ran(0), ran(3), relative_to="zero7")
+
+
+@pytest.mark.parametrize(
+    ("strategy", "name", "meant"),
+    [
+        (fakes.zero(3), "zero3", True),
+        (fakes.offload("cpu_optimizer"), "cpu_optimizer", True),
+        (fakes.offload("cpu_optimizer"), "cpu-optimizer", True),
+        (fakes.offload("cpu_optimizer"), "zero3", False),
+        (fakes.offload("none"), "none", True),
+        (fakes.offload("none"), "stage 3", True),
+        (fakes.zero(3), "3", False),
+        (fakes.zero(3), "", False),
+    ],
+)
+def test_a_strategy_is_called_by_its_name_its_label_or_its_stage(strategy: Any, name: str, meant: bool) -> None:
+    assert is_called(strategy, name) is meant
+
+
+def test_without_rows_there_is_an_empty_comparison_whatever_was_to_be_the_baseline() -> None:
+    assert build([], "zero1") == Comparison(results=())
+
+
+def test_behind_a_failed_first_row_ratios_refer_to_the_first_good_one_and_that_is_said() -> None:
+    """The usual case of a large model: ZeRO-0 does not fit, and the rows behind it are still to be compared."""
+    comparison = compared(fakes.failure(gpu(0)), ran(1, 0.05, **WRONG), ran(2, 0.1), ran(3, 0.2))
+    assert comparison.baseline == comparison.results[2]
+    assert [row.ratio for row in comparison.results] == [None, *map(pytest.approx, (2, 1, 0.5))]
+    (said,) = [caveat for caveat in comparison.caveats if caveat.kind is CaveatKind.NOTE]
+    assert said.text == "ratios are relative to ZeRO-2, as ZeRO-0 is no result: OOM"
+
+
+def test_a_failed_row_that_is_asked_for_gives_no_ratios_and_says_so() -> None:
+    comparison = compared(fakes.failure(gpu(0)), ran(1), ran(2), relative_to="zero0")
+    assert comparison.baseline is None
+    assert [row.ratio for row in comparison.results] == [None] * 3
+    (said,) = [caveat for caveat in comparison.caveats if caveat.kind is CaveatKind.NOTE]
+    assert "ZeRO-0 has no numbers" in said.text
+    nothing = compared(fakes.failure(gpu(0)), fakes.failure(gpu(1)))  # no other row could be asked for either
+    assert not [caveat for caveat in nothing.caveats if caveat.kind is CaveatKind.NOTE]
+
+
+def test_one_configuration_under_two_names_is_one_row_that_says_so() -> None:
+    """ZeRO-3 of one script is "no offload" of the other; a change of one value makes it another row."""
+    first = ran(3, 0.1)
+    trial = replace(first.trial, strategy=fakes.offload("none"), repeat=1)
+    other = replace(trial, ds_config={**trial.ds_config, "gradient_clipping": 0.5})
+    found = rows(first, fakes.success(trial, step_seconds=[0.1] * 10), fakes.success(other, step_seconds=[0.1] * 10))
+    assert [(row.label, len(row.summaries)) for row in found] == [("ZeRO-3", 2), ("no offload", 1)]
+    assert "the same configuration also ran as no offload: one row, not 2" in [each.text for each in found[0].caveats]
+
+
+WRONG: dict[str, Any] = {"losses": (None,) * 12}
+
+
+def test_a_disqualified_first_row_gives_way_to_the_first_sound_one_and_that_is_said() -> None:
+    """A row whose loss is NaN is twice as fast as the next: its ratio is 2, nobody's ratio refers to it."""
+    comparison = compared(ran(0, 0.05, **WRONG), ran(1, 0.1), ran(2, 0.2))
+    assert comparison.baseline == comparison.results[1]
+    assert [row.ratio for row in comparison.results] == pytest.approx([2, 1, 0.5])
+    (said,) = [caveat for caveat in comparison.caveats if caveat.kind is CaveatKind.NOTE]
+    assert said.text.startswith("ratios are relative to ZeRO-1, as ZeRO-0 is no result: loss is not finite")
+
+
+def test_a_disqualified_row_that_is_asked_for_stays_the_baseline_with_a_caveat() -> None:
+    comparison = compared(ran(1, 0.1), ran(0, 0.05, **WRONG), relative_to="zero0")
+    assert comparison.baseline == comparison.results[1]
+    (said,) = [caveat for caveat in comparison.caveats if caveat.kind is CaveatKind.NOTE]
+    assert said.text.startswith("ratios are relative to ZeRO-0, which is no result itself: loss is not finite")
+
+
+def test_where_no_row_is_sound_the_first_stays_the_baseline_with_a_caveat() -> None:
+    comparison = compared(ran(0, **WRONG), ran(1, **WRONG), fakes.failure(gpu(2)))
+    assert comparison.baseline == comparison.results[0]
+    assert any("is no result itself" in caveat.text for caveat in comparison.caveats)
+
+
+def test_behind_a_failed_first_row_a_disqualified_one_decides_nothing() -> None:
+    odd = ran(1, torch_version="2.11.0", **WRONG)
+    assert [row.differences for row in rows(fakes.failure(gpu(0)), odd, ran(2))][1:] == [
+        ("torch 2.13.0 against 2.11.0",),
+        (),
+    ]
+
+
+def test_where_the_baseline_failed_rows_are_still_told_apart_that_do_not_compare() -> None:
+    large = fakes.success(gpu(2, of=fakes.workload(batch_size=64)))
+    found = rows(fakes.failure(gpu(0)), ran(1), large)
+    assert [row.differences for row in found] == [(), (), ("batch_size 4 against 64",)]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        fakes.success(gpu(2, of=fakes.workload(batch_size=8))),
+        fakes.success(gpu(2), micro_batch_size=8),
+        fakes.success(gpu(2, on=replace(CUDA, num_gpus=4))),
+        fakes.success(gpu(2), torch_version="2.11.0"),
+        replace(fakes.success(gpu(2)), method_version=99),
+    ],
+)
+def test_rows_that_do_not_compare_get_neither_ratio_nor_difference_of_memory(other: TrialRecord) -> None:
+    _, row = rows(ran(0), other)
+    assert row.differences
+    assert row.tokens_per_second is not None
+    assert (row.ratio, row.ratio_interval, row.gpu_difference_bytes, row.host_difference_bytes) == (None,) * 4
+
+
+def test_results_are_in_order_of_appearance_with_labels_of_their_own_and_found_by_key() -> None:
+    large = fakes.success(gpu(1, of=fakes.workload(batch_size=64)))
+    comparison = compared(ran(3), ran(1), large, ran(3, repeat=1))
+    assert [row.label for row in comparison.results] == ["ZeRO-3", "ZeRO-1 (micro-batch 4)", "ZeRO-1 (micro-batch 64)"]
+    for row in comparison.results:
+        assert comparison.result(row.key) is row
+    with pytest.raises(KeyError):
+        comparison.result("nothing")
+
+
+speeds = st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=4)
+
+
+@quick
+@given(speeds, speeds, st.floats(1e-2, 1e2))
+def test_a_machine_twice_as_slow_changes_no_ratio(ours: list[float], theirs: list[float], slower: float) -> None:
+    _, row = rows(*runs(0, *ours), *runs(1, *theirs))
+    _, again = rows(*runs(0, *(s * slower for s in ours)), *runs(1, *(s * slower for s in theirs)))
+    assert again.ratio == pytest.approx(row.ratio)
+    assert (again.ratio_interval is None) is (row.ratio_interval is None)
+    if again.ratio_interval is not None and row.ratio_interval is not None:
+        assert again.ratio_interval.low == pytest.approx(row.ratio_interval.low, rel=1e-6)
+
+
+@quick
+@given(speeds, speeds)
+def test_the_other_row_as_baseline_inverts_the_ratio(ours: list[float], theirs: list[float]) -> None:
+    records = [*runs(0, *ours), *runs(1, *theirs)]
+    forward, backward = rows(*records)[1].ratio, rows(*records, relative_to="zero1")[0].ratio
+    assert forward is not None
+    assert backward == pytest.approx(1 / forward)
+
+
+# ------------------------------------------------------------------ the fronts
+
+
+def bare(index: int, tokens: float | None, peak: int | None, host: int | None = None, **changes: Any) -> Summary:
+    """A row with these numbers and no others."""
+    trial = gpu(1, of=fakes.workload(), ds_config={"n": index})
+    return Summary(
+        record=fakes.success(trial), tokens_per_second=tokens, gpu_peak_bytes=peak, host_peak_bytes=host, **changes
+    )
+
+
+def front(*points: tuple[float | None, int | None]) -> list[int]:
+    """Positions of the points on the device front."""
+    comparison = build([bare(index, *point) for index, point in enumerate(points)])
+    keys = [row.key for row in comparison.results]
+    return [keys.index(key) for key in comparison.pareto_device]
+
+
+def test_a_front_by_hand() -> None:
+    """Slower and larger than another: off. Slower and smaller: on. Equal in both: both on."""
+    assert front((100, 80), (90, 60), (80, 70), (70, 50), (90, 60), (90, 61), (100, 81)) == [0, 1, 3, 4]
+
+
+def test_rows_without_numbers_or_of_another_workload_are_on_no_front() -> None:
+    assert front((100, 80), (200, None), (None, 1)) == [0]
+    large = fakes.success(gpu(2, of=fakes.workload(batch_size=64)), step_seconds=[0.001] * 10)
+    comparison = compared(ran(0), large, fakes.failure(gpu(3)))
+    assert comparison.pareto_device == (comparison.results[0].key,)
+
+
+def test_a_disqualified_row_is_on_no_front_and_throws_nobody_off() -> None:
+    comparison = compared(
+        ran(1, 0.1, gpu_peak_bytes=8 * GB),
+        ran(0, 0.05, gpu_peak_bytes=GB, **WRONG),
+        ran(2, 0.2, gpu_peak_bytes=4 * GB),
+    )
+    assert comparison.pareto_device == (comparison.results[0].key, comparison.results[2].key)
+
+
+points = st.lists(st.tuples(st.integers(1, 6).map(float), st.integers(1, 6)), min_size=1, max_size=12)
+
+
+@quick
+@given(points)
+def test_something_is_on_the_front_and_nothing_on_it_is_beaten(given_points: list[tuple[float, int]]) -> None:
+    kept = front(*given_points)
+    assert kept
+
+    def beaten(by: tuple[float, int], it: tuple[float, int]) -> bool:
+        return by[0] >= it[0] and by[1] <= it[1] and by != it
+
+    on = {index for index, it in enumerate(given_points) if not any(beaten(by, it) for by in given_points)}
+    assert set(kept) == on
+
+
+def test_host_memory_has_a_front_where_something_lives_there() -> None:
+    def offloaded(name: str, seconds: float, host: int) -> TrialRecord:
+        trial = fakes.trial(fakes.offload(name), on=CUDA)
+        return fakes.success(trial, step_seconds=[seconds] * 10, host_peak_bytes=host)
+
+    comparison = compared(offloaded("none", 0.1, 5), offloaded("cpu_optimizer", 0.2, 9), offloaded("cpu_full", 0.3, 4))
+    first, _, third = (row.key for row in comparison.results)
+    assert comparison.pareto_host == (first, third)
+
+
+def test_where_all_stays_on_the_card_host_memory_has_no_front() -> None:
+    comparison = compared(ran(0), ran(1))
+    assert comparison.pareto_host == ()
+    assert len(comparison.pareto_device) == 2
+
+
+def test_on_the_cpu_accelerator_the_front_is_of_host_memory_alone() -> None:
+    comparison = compared(fakes.success(fakes.trial(fakes.zero(0))), fakes.success(fakes.trial(fakes.zero(1))))
+    assert comparison.pareto_device == ()
+    assert len(comparison.pareto_host) == 2
+
+
+# ------------------------------------------------------------------ of the comparison as a whole
+
+
+def kinds(comparison: Comparison) -> dict[CaveatKind, Caveat]:
+    return {caveat.kind: caveat for caveat in comparison.caveats}
+
+
+def test_a_tested_comparison_on_quiet_cards_has_no_caveat() -> None:
+    quiet = fakes.environment()
+    comparison = compared(*runs(0, 0.3, 0.3, 0.3), *runs(1, 0.25, 0.25, 0.25), on=(quiet, quiet))
+    assert comparison.caveats == ()
+
+
+@pytest.mark.parametrize(
+    ("seconds", "on", "told"), [(0.19, CUDA, True), (0.21, CUDA, False), (0.1, fakes.placement(num_gpus=2), False)]
+)
+def test_a_window_on_a_gpu_below_two_seconds_is_told(seconds: float, on: Any, told: bool) -> None:
+    short = fakes.success(gpu(1, on=on), step_seconds=[seconds] * 10)
+    assert (CaveatKind.SHORT_WINDOW in kinds(compared(short))) is told
+    (flat,) = flat_rows([summarise(short, None, None)])  # tells the mean step and the number of steps
+    again = build([flat_reader.summary(flat_cells.check(flat))])
+    assert kinds(again).get(CaveatKind.SHORT_WINDOW) == kinds(compared(short)).get(CaveatKind.SHORT_WINDOW)
+
+
+def test_too_few_repeats_are_said_with_the_remedy() -> None:
+    caveat = kinds(compared(ran(0), ran(1)))[CaveatKind.TOO_FEW_REPEATS]
+    assert "not tested" in caveat.text
+    assert "--repeats 3" in (caveat.next_step or "")
+
+
+def test_where_only_some_rows_have_too_few_runs_they_are_counted() -> None:
+    comparison = compared(*runs(0, 0.1, 0.1, 0.1), *runs(1, 0.1, 0.1), fakes.failure(gpu(1, 2)))
+    assert kinds(comparison)[CaveatKind.TOO_FEW_REPEATS].text.startswith("1 of 2 rows have fewer than 3")
+
+
+def test_one_row_with_numbers_has_no_difference_to_test() -> None:
+    assert CaveatKind.TOO_FEW_REPEATS not in kinds(compared(ran(0), fakes.failure(gpu(1))))
+
+
+@pytest.mark.parametrize(
+    ("records", "said"),
+    [
+        ([fakes.success(gpu(1, on=replace(CUDA, num_gpus=1)))], True),
+        ([fakes.failure(gpu(3, on=replace(CUDA, num_gpus=1)))], True),
+        ([fakes.success(gpu(1), data_parallel_size=1)], True),
+        ([fakes.success(gpu(0, on=replace(CUDA, num_gpus=1)))], False),
+        ([fakes.success(gpu(3))], False),
+    ],
+)
+def test_stages_that_have_nobody_to_partition_with_are_said(records: list[TrialRecord], said: bool) -> None:
+    assert (CaveatKind.ONE_GPU in kinds(compared(*records))) is said
+
+
+def test_figures_of_the_cpu_accelerator_are_said_to_say_nothing_about_gpus() -> None:
+    assert CaveatKind.CPU_ACCELERATOR in kinds(compared(fakes.success()))
+    assert CaveatKind.CPU_ACCELERATOR not in kinds(compared(ran(0)))
+
+
+def card(index: int = 0, **changes: Any) -> GpuFacts:
+    return GpuFacts(index=index, name="NVIDIA H100 80GB HBM3", memory_total_bytes=80 * GB, **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind", "said"),
+    [
+        ({"gpus": (card(other_processes=((7, None), (8, GB))),)}, CaveatKind.OTHER_PROCESS, True),
+        ({"gpus": (card(other_processes=()),)}, CaveatKind.OTHER_PROCESS, False),
+        ({"gpus": (card(other_processes=None),)}, CaveatKind.OTHER_PROCESS, False),
+        ({"gpus": (card(), card(1), card(2, other_processes=((7, 1),)))}, CaveatKind.OTHER_PROCESS, False),
+        ({"gpus": (card(throttle_reasons=("gpu_idle", "hw_thermal_slowdown")),)}, CaveatKind.CLOCKS_THROTTLED, True),
+        ({"gpus": (card(throttle_reasons=("gpu_idle",)),)}, CaveatKind.CLOCKS_THROTTLED, False),
+        ({"gpus": (card(throttle_reasons=("applications_clocks_setting",)),)}, CaveatKind.CLOCKS_THROTTLED, False),
+        ({"gpus": (card(throttle_reasons=None),)}, CaveatKind.CLOCKS_THROTTLED, False),
+        ({"swap_used_bytes": 3 * GB}, CaveatKind.SWAP_USED, True),
+        ({"swap_used_bytes": 0}, CaveatKind.SWAP_USED, False),
+        ({"swap_used_bytes": None}, CaveatKind.SWAP_USED, False),
+    ],
+)
+def test_what_disturbs_the_machine_is_said_of_the_cards_that_were_used(
+    changes: dict[str, Any], kind: CaveatKind, said: bool
+) -> None:
+    found = kinds(compared(ran(0), on=(fakes.environment(**changes),)))
+    assert (kind in found) is said
+    if said:
+        assert found[kind].next_step
+
+
+def test_cards_that_a_cpu_run_did_not_use_are_no_matter() -> None:
+    busy = fakes.environment(gpus=(card(other_processes=((7, 1),)),))
+    assert CaveatKind.OTHER_PROCESS not in kinds(compared(fakes.success(), on=(busy,)))
+
+
+def test_environments_that_do_not_compare_are_named_by_their_differences() -> None:
+    here = fakes.environment()
+    there = fakes.environment(packages={**here.packages, "torch": "2.11.0"})
+    found = kinds(compared(ran(0), on=(here, here, there)))[CaveatKind.ENVIRONMENT_DIFFERS]
+    assert "torch 2.13.0 against 2.11.0" in found.text
+
+
+# ------------------------------------------------------------------ capacities
+
+
+def test_the_capacity_is_the_smallest_cards_real_or_emulated() -> None:
+    small = fakes.success(gpu(1), gpu_total_bytes=40 * GB)
+    emulated = fakes.success(gpu(2, on=replace(CUDA, gpu_memory_limit_bytes=20 * GB)))
+    assert compared(ran(0)).device_capacity_bytes == 80 * GB
+    assert compared(ran(0), small).device_capacity_bytes == 40 * GB
+    assert compared(ran(0), small, emulated).device_capacity_bytes == 20 * GB
+
+
+def test_where_no_rank_got_far_enough_the_environment_tells_the_card() -> None:
+    assert compared(fakes.failure(gpu(0)), on=(fakes.environment(),)).device_capacity_bytes == 80 * GB
+    assert compared(fakes.failure(gpu(0))).device_capacity_bytes is None
+    assert compared(fakes.success(), on=(fakes.environment(),)).device_capacity_bytes is None
+
+
+@pytest.mark.parametrize(
+    ("host", "cgroup", "capacity"),
+    [(256 * GB, None, 256 * GB), (256 * GB, 64 * GB, 64 * GB), (None, None, None), (None, GB, GB)],
+)
+def test_the_hosts_capacity_is_the_tighter_of_machine_and_cgroup(
+    host: int | None, cgroup: int | None, capacity: int | None
+) -> None:
+    facts = fakes.environment(host_memory_bytes=host, cgroup_memory_limit_bytes=cgroup)
+    assert compared(ran(0), on=(facts,)).host_capacity_bytes == capacity
+    assert compared(ran(0)).host_capacity_bytes is None
+
+
+# ------------------------------------------------------------------ speed
+
+
+def test_ten_thousand_runs_are_compared_in_a_second_or_so() -> None:
+    """Far from the bound on any machine, unless something became quadratic."""
+    trial = gpu(1)
+    trials = [
+        replace(trial, repeat=n % 3, ds_config={**trial.ds_config, "gradient_clipping": n // 3}) for n in range(10_000)
+    ]
+    first = fakes.success(trial)
+    summaries = [summarise(replace(first, trial=each), None, None) for each in trials]
+    start = time.process_time()
+    comparison = build(summaries)
+    assert time.process_time() - start < 5
+    assert len(comparison.results) == 3334

@@ -1,0 +1,257 @@
+"""The flat records: every key in every row, null where nothing was measured, and the analysis people paste."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+
+from ds_bench.analysis.flat_rows import COLUMNS, flat_rows, status_text
+from ds_bench.analysis.summary import Summary, summarise
+from ds_bench.records import schema
+from ds_bench.records.run_folder import RunStore
+from ds_bench.records.schema import TrialRecord
+from tests.support import fakes
+from tests.support.real_trials import ROOT
+
+# Columns that other programs read: neither a name nor an order may change.
+KEYS = [
+    "stage", "strategy", "model", "batch_size", "seq_length", "grad_accum", "num_steps", "warmup_steps",
+    "avg_step_time_ms", "std_step_time_ms", "throughput_tokens_per_sec", "gpu_peak_gb", "gpu_allocated_gb",
+    "gpu_reserved_gb", "cpu_used_gb", "success", "status", "error", "error_details",
+]  # fmt: skip
+MEASURED = [name for name in KEYS if name.endswith(("_ms", "_per_sec", "_gb"))]
+CUDA = fakes.placement(accelerator="cuda", num_gpus=2)
+GB = 2**30
+
+
+def rows(*records: TrialRecord) -> list[dict[str, Any]]:
+    return flat_rows([summarise(each, None, None) for each in records])
+
+
+def gpu_run() -> list[TrialRecord]:
+    """Four stages on two cards: faster the lower, smaller the higher; stage 0 ran out of memory."""
+    records = [fakes.failure(fakes.trial(fakes.zero(0), on=CUDA))]
+    for stage, seconds, peak in ((1, 0.10, 9), (2, 0.11, 6), (3, 0.15, 5)):
+        trial = fakes.trial(fakes.zero(stage), on=CUDA)
+        records.append(fakes.success(trial, step_seconds=[seconds] * 10, gpu_peak_bytes=peak * GB))
+    return records
+
+
+EVERY_ENDING = [
+    fakes.success(fakes.trial(fakes.zero(2))),
+    fakes.success(fakes.trial(fakes.zero(3), on=CUDA)),
+    fakes.success(fakes.trial(fakes.offload("nvme"), on=fakes.placement(nvme_path="/d"))),
+    *(fakes.failure(fakes.trial(fakes.zero(1)), status) for status in (*schema.STATUSES[1:], "RuntimeError")),
+]
+
+
+@pytest.mark.parametrize("entry", EVERY_ENDING, ids=lambda entry: entry.outcome.status)
+def test_every_row_has_every_key_whatever_came_of_the_trial(entry: TrialRecord) -> None:
+    (row,) = rows(entry)
+    assert list(row)[: len(KEYS)] == KEYS
+    assert list(row) == [name for name, _ in COLUMNS]
+
+
+@pytest.mark.parametrize("entry", EVERY_ENDING, ids=lambda entry: entry.outcome.status)
+def test_the_stage_is_a_whole_number_in_every_row(entry: TrialRecord) -> None:
+    (row,) = rows(entry)
+    assert type(row["stage"]) is int
+    assert row["stage"] == entry.trial.strategy.stage
+
+
+def test_no_two_columns_share_a_name() -> None:
+    names = [name for name, _ in COLUMNS]
+    assert len(set(names)) == len(names)
+
+
+def test_every_value_is_flat_and_json() -> None:
+    for row in rows(*EVERY_ENDING):
+        assert all(isinstance(value, str | int | float | bool | None) for value in row.values())
+    assert json.loads(json.dumps(rows(*EVERY_ENDING), allow_nan=False)) == rows(*EVERY_ENDING)
+
+
+@pytest.mark.parametrize("status", [*schema.STATUSES[1:], "ValueError"])
+def test_what_was_not_measured_is_null_and_never_a_number(status: str) -> None:
+    (row,) = rows(fakes.failure(fakes.trial(fakes.zero(1), on=CUDA), status))
+    assert {row[name] for name in MEASURED} == {None}
+    asked = {"stage", "batch_size", "seq_length", "grad_accum", "num_steps", "warmup_steps", "repeat", "num_gpus"}
+    asked |= {"num_nodes"}
+    numbers = {name for name, value in row.items() if type(value) in (int, float)}
+    assert numbers - asked == {"wall_seconds", "method_version"}
+
+
+def test_a_trial_that_was_never_launched_took_no_time() -> None:
+    entry = TrialRecord(trial=fakes.trial(), outcome=schema.Outcome(status=schema.UNSUPPORTED, error="no libaio"))
+    (row,) = rows(entry)
+    assert (row["wall_seconds"], row["start_seconds"], row["launch"]) == (None, None, None)
+    assert row["error"] == "no libaio"
+
+
+def test_a_failed_row_keeps_its_cause_with_phase_rank_and_log() -> None:
+    (row,) = rows(fakes.failure())
+    assert row["success"] is False
+    assert row["status"] == "❌ OOM"
+    assert row["error"] == "OOM in backward: asked 2.00 GB"
+    assert all(part in row["error_details"] for part in ("phase backward", "rank 0", "log /run/rank0.log"))
+
+
+def test_a_good_row_has_no_error() -> None:
+    (row,) = rows(fakes.success())
+    assert (row["success"], row["status"], row["error"], row["error_details"]) == (True, "✅ Success", None, None)
+
+
+@pytest.mark.parametrize(
+    ("status", "text"),
+    [("Success", "✅ Success"), ("OOM", "❌ OOM"), ("RuntimeError", "❌ RuntimeError"), ("OOM (host)", "❌ OOM (host)"),
+     ("Skipped", "⏭️ Skipped"), ("Interrupted", "⏹️ Interrupted")],
+)  # fmt: skip
+def test_a_status_is_a_sign_and_a_word(status: str, text: str) -> None:
+    assert status_text(status) == text
+
+
+# ------------------------------------------------------------------ units
+
+
+def test_times_are_milliseconds_and_memory_is_powers_of_two() -> None:
+    trial = fakes.trial(fakes.zero(1), on=CUDA)
+    (row,) = rows(fakes.success(trial, step_seconds=[0.2] * 10, gpu_peak_bytes=3 * GB // 2, host_peak_bytes=GB))
+    assert row["avg_step_time_ms"] == pytest.approx(200)
+    assert row["std_step_time_ms"] == 0
+    assert row["gpu_peak_gb"] == 1.5
+    assert row["cpu_used_gb"] == 2.0  # two ranks of one node
+
+
+def test_numbers_are_not_rounded_in_the_record() -> None:
+    (row,) = rows(fakes.success(step_seconds=[1 / 7] * 10))
+    assert row["avg_step_time_ms"] == sum([1 / 7] * 10) / 10 * 1000
+
+
+def test_the_phases_are_the_slowest_ranks() -> None:
+    (row,) = rows(fakes.success(phase_seconds={"forward": 0.25}))
+    assert (row["phase_forward_ms"], row["phase_backward_ms"]) == (250, None)
+
+
+# ------------------------------------------------------------------ no GPU, no GPU numbers
+
+
+def test_on_a_cpu_run_every_gpu_column_is_null_and_memory_is_not_passed_off() -> None:
+    cpu = fakes.success(ledger={"cpu": {"parameters": 5 * GB}})
+    (row,) = rows(cpu)
+    gpu = {name: value for name, value in row.items() if name.startswith(("gpu_", "ledger_gpu_"))}
+    assert len(gpu) > 6
+    assert set(gpu.values()) == {None}
+    assert row["cpu_used_gb"] == 2.0
+    assert row["ledger_cpu_parameters_gb"] == 5.0
+
+
+def test_the_ledger_of_the_fullest_rank_is_shown_and_empty_cells_are_zero() -> None:
+    (row,) = rows(fakes.success(fakes.trial(fakes.zero(1), on=CUDA), ledger={"gpu": {"parameters": GB}}))
+    assert (row["ledger_gpu_parameters_gb"], row["ledger_gpu_gradients_gb"]) == (1.0, 0.0)
+    assert row["ledger_nvme_parameters_gb"] is None
+
+
+def test_without_a_ledger_its_cells_are_null_and_not_zero() -> None:
+    (row,) = rows(fakes.success(fakes.trial(fakes.zero(1), on=CUDA), ledger={}))
+    assert {value for name, value in row.items() if name.startswith("ledger_")} == {None}
+
+
+def test_the_nvme_columns_belong_to_rows_that_swap_whatever_their_strategy_is_called() -> None:
+    on = fakes.placement(nvme_path="/d")
+    swapping = fakes.trial(fakes.offload("nvme"), on=on)
+    renamed = fakes.trial(fakes.zero(3), on=on, ds_config=swapping.ds_config)
+    ledger = {"nvme": {"parameters": GB}}
+    cells = [
+        row["ledger_nvme_parameters_gb"]
+        for row in rows(*(fakes.success(t, ledger=ledger) for t in (swapping, renamed)))
+    ]
+    assert cells == [1.0, 1.0]
+
+
+# ------------------------------------------------------------------ what the engine really ran
+
+
+def test_batch_and_accumulation_are_the_engines_and_not_the_flags() -> None:
+    (row,) = rows(fakes.success(micro_batch_size=6, grad_accum=3))
+    assert (row["batch_size"], row["grad_accum"]) == (6, 3)
+    assert "ran micro-batch 6 × accumulation 3" in row["caveats"]
+
+
+def test_a_failed_row_shows_the_batch_that_was_asked_for() -> None:
+    (row,) = rows(fakes.failure(fakes.trial(of=fakes.workload(batch_size=7, grad_accum=2))))
+    assert (row["batch_size"], row["grad_accum"]) == (7, 2)
+
+
+@pytest.mark.parametrize(("mfu", "shown"), [(0.4, 0.4), (1.0, 1.0), (5.63, None), (None, None)])
+def test_an_mfu_above_100_percent_is_no_result(mfu: float | None, shown: float | None) -> None:
+    (row,) = flat_rows([Summary(record=fakes.success(), mfu=mfu)])
+    assert row["mfu"] == shown
+
+
+def test_losses_are_the_first_and_the_last_of_the_whole_training() -> None:
+    (row,) = rows(fakes.success(losses=(7.0, 6.0, 5.0)))
+    assert (row["first_loss"], row["final_loss"]) == (7.0, 5.0)
+
+
+# ------------------------------------------------------------------ A16: what people paste
+
+
+def result_file(tmp_path: Path, records: list[TrialRecord]) -> Path:
+    store = RunStore.create(tmp_path, "zero")
+    store.write_rows(rows(*records))
+    return store.json_path
+
+
+def test_the_common_analysis_runs_unmodified_on_a_gpu_result(tmp_path: Path) -> None:
+    with result_file(tmp_path, gpu_run()).open() as f:
+        results = json.load(f)
+    df = pd.DataFrame(results)
+    df["efficiency"] = df["throughput_tokens_per_sec"] / df["gpu_peak_gb"]
+    best = df.loc[df["efficiency"].idxmax()]["stage"]
+    # Per GB: stage 1 gives 10240/9, stage 2 9309/6, stage 3 6827/5 tokens per second.
+    assert f"{best}" == "2"
+
+
+def test_the_common_analysis_runs_when_every_stage_worked(tmp_path: Path) -> None:
+    df = pd.DataFrame(json.loads(result_file(tmp_path, gpu_run()[1:]).read_text()))
+    assert df["stage"].dtype.kind == "i"
+    assert df["gpu_peak_gb"].dtype.kind == "f"
+    assert list(df["success"]) == [True, True, True]
+
+
+def test_a_failed_row_is_never_the_best_one(tmp_path: Path) -> None:
+    df = pd.DataFrame(json.loads(result_file(tmp_path, gpu_run()).read_text()))
+    assert df["throughput_tokens_per_sec"].idxmax() == 1
+    assert df["throughput_tokens_per_sec"].isna().tolist() == [True, False, False, False]
+
+
+def test_on_a_cpu_run_the_line_that_copes_finds_the_fastest(tmp_path: Path) -> None:
+    """Word for word the README's."""
+    line = "df['gpu_peak_gb'].astype(float).fillna(df['cpu_used_gb'])"
+    assert line in (ROOT / "README.md").read_text(encoding="utf-8")
+    records = [fakes.success(fakes.trial(fakes.zero(s)), step_seconds=[0.1 + 0.01 * s] * 10) for s in (0, 1)]
+    df = pd.DataFrame(json.loads(result_file(tmp_path, records).read_text()))
+    assert df["gpu_peak_gb"].isna().all()
+    memory = df["gpu_peak_gb"].astype(float).fillna(df["cpu_used_gb"])
+    df["efficiency"] = df["throughput_tokens_per_sec"] / memory
+    assert df.loc[df["efficiency"].idxmax()]["stage"] == 0
+
+
+def test_the_csv_reads_back_as_the_same_table(tmp_path: Path) -> None:
+    store = RunStore.create(tmp_path, "zero")
+    store.write_rows(rows(*gpu_run()))
+    from_json, from_csv = pd.DataFrame(json.loads(store.json_path.read_text())), pd.read_csv(store.csv_path)
+    assert list(from_csv.columns) == list(from_json.columns)
+    assert from_csv["stage"].tolist() == [0, 1, 2, 3]
+    assert from_csv["throughput_tokens_per_sec"].tolist()[1:] == from_json["throughput_tokens_per_sec"].tolist()[1:]
+
+
+def test_the_memory_of_cards_is_null_where_one_does_not_tell_it() -> None:
+    known, silent = fakes.environment().gpus
+    for cards, gigabytes in (((known, silent), 80.0), ((known, replace(silent, memory_total_bytes=None)), None)):
+        summary = replace(summarise(fakes.success(), None, None), environment=fakes.environment(gpus=cards))
+        assert flat_rows([summary])[0]["gpu_memory_gb"] == gigabytes

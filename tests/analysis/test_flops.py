@@ -1,0 +1,288 @@
+"""FLOPs by hand and by law; device names as they are reported, and as they try to deceive."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import ds_bench
+from ds_bench.analysis.flops import (
+    CAUSAL_CONVENTION,
+    HARDWARE_CONVENTION,
+    MODEL_CONVENTION,
+    PEAK_PRECISIONS,
+    causal_flops_per_token,
+    hardware_flops_per_token,
+    mfu,
+    model_flops_per_token,
+    peak_flops,
+)
+from ds_bench.models.presets import ModelFacts, find_preset
+
+DEVICES = Path(ds_bench.__path__[0], "system", "devices.json")
+TABLE: list[dict[str, Any]] = json.loads(DEVICES.read_text(encoding="utf-8"))
+
+sequences = st.integers(1, 2**20)
+
+
+def preset(name: str) -> ModelFacts:
+    facts = find_preset(name)
+    assert facts is not None
+    return facts
+
+
+@st.composite
+def models(draw: st.DrawFn) -> ModelFacts:
+    count = draw(st.integers(1, 10**12))
+    return replace(
+        preset("tiny"),
+        parameters=count,
+        matmul_parameters=draw(st.integers(1, count)),
+        largest_parameter=1,
+        layers=draw(st.integers(1, 200)),
+        attention_heads=draw(st.integers(1, 256)),
+        head_dim=draw(st.integers(1, 512)),
+    )
+
+
+# Hand-worked
+
+
+def test_model_flops_of_tiny_are_those_counted_by_hand() -> None:
+    # N_matmul 521,216; 2 layers, 4 heads of 32, 256 tokens: 3,127,296 + 786,432.
+    assert model_flops_per_token(preset("tiny"), 256) == 6 * 521_216 + 12 * 2 * 4 * 32 * 256 == 3_913_728
+
+
+def test_causal_flops_of_tiny_are_those_counted_by_hand() -> None:
+    assert causal_flops_per_token(preset("tiny"), 256) == 3_127_296 + 393_216
+
+
+def test_checkpointing_makes_tiny_do_one_more_forward_pass() -> None:
+    forward = 2 * 521_216 + 4 * 2 * 4 * 32 * 256
+    assert hardware_flops_per_token(preset("tiny"), 256, True) == 3_913_728 + forward
+
+
+def test_heads_wider_than_the_model_count_with_their_own_width() -> None:
+    facts = preset("Qwen/Qwen3-0.6B")  # 16 heads of 128 in a model 1024 wide
+    assert model_flops_per_token(facts, 1000) - 6 * facts.matmul_parameters == 12 * 28 * 16 * 128 * 1000
+
+
+def test_mixtral_works_like_a_thirteen_billion_model_though_it_holds_forty_seven() -> None:
+    facts = preset("mistralai/Mixtral-8x7B-v0.1")
+    assert 12.5e9 < model_flops_per_token(facts, 1) / 6 < 13e9 < facts.parameters
+
+
+# Laws
+
+
+@given(models(), sequences)
+def test_the_causal_count_lacks_exactly_half_of_the_attention(facts: ModelFacts, length: int) -> None:
+    weights = 6 * facts.matmul_parameters
+    attention = model_flops_per_token(facts, length) - weights
+    assert 2 * (causal_flops_per_token(facts, length) - weights) == attention > 0
+
+
+@given(models(), sequences)
+def test_full_checkpointing_costs_exactly_a_third_more(facts: ModelFacts, length: int) -> None:
+    assert 3 * hardware_flops_per_token(facts, length, True) == 4 * model_flops_per_token(facts, length)
+
+
+@given(models(), sequences)
+def test_without_checkpointing_the_hardware_does_the_models_work_only(facts: ModelFacts, length: int) -> None:
+    assert hardware_flops_per_token(facts, length, False) == model_flops_per_token(facts, length)
+
+
+@given(models(), sequences, st.integers(2, 10))
+def test_attention_work_grows_linearly_with_layers_heads_and_length(facts: ModelFacts, length: int, times: int) -> None:
+    def attention(model: ModelFacts, tokens: int) -> int:
+        return model_flops_per_token(model, tokens) - 6 * model.matmul_parameters
+
+    grown = [
+        attention(replace(facts, layers=times * facts.layers), length),
+        attention(replace(facts, attention_heads=times * facts.attention_heads), length),
+        attention(replace(facts, head_dim=times * facts.head_dim), length),
+        attention(facts, times * length),
+    ]
+    assert grown == [times * attention(facts, length)] * 4
+
+
+@pytest.mark.parametrize("length", [0, -1])
+def test_a_sequence_without_tokens_is_refused(length: int) -> None:
+    with pytest.raises(ValueError, match="seq_length"):
+        model_flops_per_token(preset("tiny"), length)
+
+
+def test_the_three_conventions_are_told_apart() -> None:
+    assert len({MODEL_CONVENTION, CAUSAL_CONVENTION, HARDWARE_CONVENTION}) == 3
+
+
+# Utilisation
+
+
+def test_half_of_the_peak_is_an_mfu_of_one_half() -> None:
+    assert mfu(6e9, 26_000, 312e12) == pytest.approx(0.5)
+
+
+def test_without_a_peak_there_is_no_mfu() -> None:
+    assert mfu(6e9, 26_000, None) is None
+
+
+def test_an_mfu_over_one_is_returned_for_the_caller_to_flag() -> None:
+    assert mfu(6e9, 104_000, 312e12) == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize("peak", [0.0, -1.0])
+def test_a_peak_of_nothing_is_refused(peak: float) -> None:
+    with pytest.raises(ValueError, match="peak"):
+        mfu(6e9, 26_000, peak)
+
+
+@given(st.floats(1, 1e15), st.floats(1e-3, 1e9), st.floats(1e9, 1e18))
+def test_mfu_scales_with_throughput(flops: float, tokens: float, peak: float) -> None:
+    once, twice = mfu(flops, tokens, peak), mfu(flops, 2 * tokens, peak)
+    assert once is not None
+    assert twice == pytest.approx(2 * once)
+
+
+# Devices
+
+
+@pytest.mark.parametrize(
+    ("device", "bf16_tflops"),
+    [
+        ("NVIDIA A100-SXM4-80GB", 312.0),
+        ("NVIDIA A100-SXM4-40GB", 312.0),
+        ("A100-SXM4-40GB", 312.0),
+        ("NVIDIA A100-PCIE-40GB", 312.0),
+        ("NVIDIA A100 80GB PCIe", 312.0),
+        ("NVIDIA H100 80GB HBM3", 989.4),
+        ("NVIDIA H100 PCIe", 756.0),
+        ("NVIDIA H100 NVL", 835.5),
+        ("NVIDIA H200", 989.4),
+        ("NVIDIA H200 NVL", 835.5),
+        ("NVIDIA H20", 148.0),
+        ("NVIDIA GH200 480GB", 989.4),
+        ("NVIDIA GH200 144G HBM3e", 989.4),
+        ("NVIDIA B200", 2250.0),
+        ("NVIDIA GB200", 2500.0),
+        ("NVIDIA L4", 121.0),
+        ("NVIDIA L40", 181.05),
+        ("NVIDIA L40S", 362.05),
+        ("NVIDIA A10", 125.0),
+        ("NVIDIA A10G", 70.0),
+        ("NVIDIA A30", 165.0),
+        ("NVIDIA A40", 149.7),
+        ("NVIDIA RTX A6000", 154.8),
+        ("NVIDIA RTX 6000 Ada Generation", 364.2),
+        ("NVIDIA GeForce RTX 3090", 71.2),
+        ("NVIDIA GeForce RTX 4090", 165.2),
+        ("NVIDIA GeForce RTX 5090", 209.5),
+        ("AMD Instinct MI250X", 191.5),
+        ("AMD Instinct MI300X", 1307.4),
+        ("AMD Instinct MI325X", 1307.4),
+    ],
+)
+def test_a_device_has_its_own_dense_bf16_rate(device: str, bf16_tflops: float) -> None:
+    assert peak_flops(device, "bf16") == bf16_tflops * 1e12
+
+
+@pytest.mark.parametrize(
+    "device",
+    [
+        "",
+        "cpu",
+        "NVIDIA",
+        "NVIDIA A100-SXM4-40GB MIG 1g.5gb",  # a slice has a slice's rate
+        "NVIDIA H100 80GB HBM3 MIG 3g.40gb",
+        "GRID A100-10C",  # virtual GPUs
+        "NVIDIA A10-4Q",
+        "NVIDIA L40S-48Q",
+        "NVIDIA GeForce RTX 4090 Laptop GPU",  # another chip under the same number
+        "NVIDIA GeForce RTX 4090 D",
+        "NVIDIA GeForce RTX 3090 Ti",
+        "NVIDIA A100-SXM-64GB",  # Leonardo's
+        "NVIDIA A100X",
+        "NVIDIA A10M",
+        "NVIDIA A16",
+        "NVIDIA L40G",
+        "NVIDIA H800",
+        "NVIDIA H100 80GB HBM2e",
+        "NVIDIA H100 PCIe Something",  # must not fall back to the faster H100
+        "Tesla V100-SXM3-32GB",
+        "Quadro RTX 6000",
+        "NVIDIA RTX 6000",
+        "NVIDIA GeForce RTX 4080",
+        "NVIDIA GB10",
+        "NVIDIA B2000",
+        "AMD Instinct MI300A",
+        "AMD Instinct MI250X / MI250",
+        "Intel(R) Data Center GPU Max 1550",
+    ],
+)
+@pytest.mark.parametrize("precision", PEAK_PRECISIONS)
+def test_a_device_that_only_resembles_a_known_one_has_no_peak(device: str, precision: str) -> None:
+    assert peak_flops(device, precision) is None
+
+
+@pytest.mark.parametrize(
+    ("device", "fp16_tflops"),
+    [("Tesla V100-SXM2-16GB", 125.0), ("Tesla V100-PCIE-32GB", 112.0), ("Tesla V100S-PCIE-32GB", 130.0)],
+)
+def test_volta_boards_differ_in_fp16(device: str, fp16_tflops: float) -> None:
+    assert peak_flops(device, "fp16") == fp16_tflops * 1e12
+
+
+@pytest.mark.parametrize("device", ["Tesla V100-SXM2-16GB", "Tesla T4"])
+def test_a_device_without_bf16_units_has_no_bf16_peak(device: str) -> None:
+    assert peak_flops(device, "bf16") is None
+
+
+def test_fp32_is_counted_without_tensor_cores_and_tf32_with() -> None:
+    assert peak_flops("NVIDIA A100-SXM4-80GB", "fp32") == 19.5e12
+    assert peak_flops("NVIDIA A100-SXM4-80GB", "tf32") == 156e12
+
+
+def test_the_letter_case_of_a_device_name_does_not_matter() -> None:
+    assert peak_flops("nvidia a100-sxm4-80gb", "bf16") == 312e12
+
+
+def test_an_unknown_precision_is_refused() -> None:
+    with pytest.raises(ValueError, match="int8"):
+        peak_flops("NVIDIA A100-SXM4-80GB", "int8")
+
+
+@given(st.text())
+def test_any_text_is_a_device_name_that_is_known_or_not(name: str) -> None:
+    assert peak_flops(name, "bf16") is None or peak_flops(name, "fp16") is not None
+
+
+@pytest.mark.parametrize("row", TABLE, ids=[row["name"] for row in TABLE])
+def test_each_row_of_the_table_is_reached_by_its_own_name(row: dict[str, Any]) -> None:
+    found = {each: peak_flops(row["name"], each) for each in PEAK_PRECISIONS}
+    assert found == {
+        each: None if row[f"{each}_tflops"] is None else row[f"{each}_tflops"] * 1e12 for each in PEAK_PRECISIONS
+    }
+
+
+@pytest.mark.parametrize("row", TABLE, ids=[row["name"] for row in TABLE])
+def test_each_row_says_where_its_rates_come_from(row: dict[str, Any]) -> None:
+    assert len(row["source"]) > 10
+
+
+@pytest.mark.parametrize(
+    "row", [row for row in TABLE if row["tf32_tflops"]], ids=[row["name"] for row in TABLE if row["tf32_tflops"]]
+)
+def test_no_row_mixes_dense_with_sparse_rates(row: dict[str, Any]) -> None:
+    # Every device that has both does bf16 at twice the rate of tf32; a sparse number among them would show.
+    assert row["bf16_tflops"] == row["fp16_tflops"] == pytest.approx(2 * row["tf32_tflops"], rel=0.05)
+
+
+def test_no_device_is_listed_twice() -> None:
+    names = [row["name"].casefold() for row in TABLE]
+    assert len(set(names)) == len(names)

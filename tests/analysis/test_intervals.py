@@ -1,0 +1,480 @@
+"""Intervals by hand and against published tables; false alarms and finds counted on runs whose truth is known."""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import assume, example, given, settings
+from hypothesis import strategies as st
+
+from ds_bench.analysis.intervals import (
+    LogDifference,
+    RatioInterval,
+    RowRatios,
+    Run,
+    RunDesign,
+    holm_levels,
+    mean_interval,
+    ratio_interval,
+    spread,
+    student_t_quantile,
+    variance_ratio_quantile,
+)
+from ds_bench.plan import Draft, ordered_for_round
+from tests.support import fakes
+
+speeds = st.lists(st.floats(1e-3, 1e9), min_size=3, max_size=12)
+quick = settings(deadline=None)
+
+# ------------------------------------------------------------------ Student's t
+
+# Abramowitz and Stegun, table 26.10, two-tailed 0.05, 0.01 and 0.001 (p = 0.975, 0.995, 0.9995); by df.
+PUBLISHED = {
+    1: (12.706, 63.657, 636.619),
+    2: (4.303, 9.925, 31.599),
+    3: (3.182, 5.841, 12.924),
+    4: (2.776, 4.604, 8.610),
+    5: (2.571, 4.032, 6.869),
+    8: (2.306, 3.355, 5.041),
+    10: (2.228, 3.169, 4.587),
+    20: (2.086, 2.845, 3.850),
+    30: (2.042, 2.750, 3.646),
+    60: (2.000, 2.660, 3.460),
+    120: (1.980, 2.617, 3.373),
+}
+
+
+@pytest.mark.parametrize("df", PUBLISHED)
+def test_quantiles_are_the_published_ones(df: int) -> None:
+    found = [student_t_quantile(p, df) for p in (0.975, 0.995, 0.9995)]
+    assert found == pytest.approx(PUBLISHED[df], abs=6e-4)
+
+
+@pytest.mark.parametrize("p", [0.6, 0.9, 0.975, 0.999])
+def test_with_one_degree_of_freedom_it_is_cauchys_quantile(p: float) -> None:
+    """Closed form: tan(π (p − 1/2))."""
+    assert student_t_quantile(p, 1) == pytest.approx(math.tan(math.pi * (p - 0.5)), rel=1e-10)
+
+
+@pytest.mark.parametrize("p", [0.6, 0.9, 0.975, 0.999])
+def test_with_two_degrees_of_freedom_it_is_the_closed_form(p: float) -> None:
+    """(2p − 1) / √(2 p (1 − p))."""
+    assert student_t_quantile(p, 2) == pytest.approx((2 * p - 1) / math.sqrt(2 * p * (1 - p)), rel=1e-10)
+
+
+@pytest.mark.parametrize("p", [0.51, 0.9, 0.975, 0.9999])
+def test_with_many_degrees_of_freedom_it_is_the_normal_quantile(p: float) -> None:
+    assert student_t_quantile(p, 1e7) == pytest.approx(statistics.NormalDist().inv_cdf(p), rel=1e-6)
+
+
+@quick
+@given(p=st.floats(0.51, 0.9999), df=st.floats(1, 500))
+def test_a_quantile_is_odd_about_the_median_and_falls_with_the_degrees_of_freedom(p: float, df: float) -> None:
+    found = student_t_quantile(p, df)
+    assert student_t_quantile(1 - p, df) == pytest.approx(-found, rel=1e-6)
+    assert student_t_quantile(p, df + 1) < found
+    assert student_t_quantile(0.5, df) == 0
+
+
+@pytest.mark.parametrize(("p", "df"), [(0, 3), (1, 3), (-0.1, 3), (math.nan, 3), (0.9, 0), (0.9, -1), (0.9, math.nan)])
+def test_what_is_no_probability_or_no_freedom_is_refused(p: float, df: float) -> None:
+    with pytest.raises(ValueError, match="between 0 and 1"):
+        student_t_quantile(p, df)
+
+
+# ------------------------------------------------------------------ spread
+
+
+@pytest.mark.parametrize("values", [[], [1.0]])
+def test_fewer_than_two_values_have_no_spread(values: list[float]) -> None:
+    assert spread(values) is None
+
+
+@quick
+@given(st.lists(st.floats(1e-4, 1e4), min_size=2, max_size=50))
+@example([1e9 + 4, 1e9 + 7, 1e9 + 13, 1e9 + 16])
+@example([0.1] * 10)
+def test_the_spread_is_that_of_the_standard_library(values: list[float]) -> None:
+    assert spread(values) == pytest.approx(statistics.stdev(values), rel=1e-9, abs=1e-15 * max(values))
+
+
+# ------------------------------------------------------------------ intervals by hand
+
+
+def test_a_mean_interval_by_hand() -> None:
+    """Logs of 98, 100, 102 are 4.584967, 4.605170, 4.624973: mean 4.605037, deviation 0.020003.
+
+    t of two degrees is 4.302653: margin 4.302653 × 0.020003 / √3 = 0.049691. The geometric mean is 99.98667; from
+    99.98667 / 1.050946 = 95.1397 to 99.98667 × 1.050946 = 105.0806.
+    """
+    assert mean_interval([98, 100, 102]) == pytest.approx((95.1397, 105.0806), abs=1e-3)
+
+
+@quick
+@given(speeds)
+def test_a_throughput_is_never_said_to_be_possibly_negative(values: list[float]) -> None:
+    found = mean_interval(values)
+    assume(found is not None)
+    assert found is not None
+    assert found[0] > 0
+    assert found[0] <= statistics.geometric_mean(values) * (1 + 1e-9)
+    assert found[1] >= statistics.geometric_mean(values) * (1 - 1e-9)
+
+
+def test_runs_that_vary_wildly_have_a_wide_interval_above_0() -> None:
+    """On the plain scale these runs would give -826 to 7,653 or the like."""
+    low, high = mean_interval([1500.0, 3500.0, 5240.0]) or (0.0, 0.0)
+    assert 0 < low < 1500
+    assert high > 5240
+
+
+def test_a_ratio_interval_by_hand() -> None:
+    """Logs of 90, 100, 110 against 180, 200, 220: the same spread, half the speed.
+
+    ln 90, ln 100, ln 110 = 4.499810, 4.605170, 4.700480: mean 4.601820, deviation 0.100377, hence variance of the
+    mean 0.0033585 on either side; standard error √0.006717 = 0.081957; 4 degrees of freedom, t = 2.776445;
+    margin 0.227549. Ratio 1/2, from 0.5 / 1.255519 = 0.398242 to 0.5 × 1.255519 = 0.627759.
+    """
+    found = ratio_interval([90, 100, 110], [180, 200, 220])
+    assert found is not None
+    assert found.ratio == pytest.approx(0.5)
+    assert found.degrees_of_freedom == pytest.approx(4)
+    assert (found.low, found.high) == pytest.approx((0.398242, 0.627759), abs=2e-5)
+    assert found.distinguishable
+
+
+def test_unequal_spreads_cost_degrees_of_freedom() -> None:
+    """Welch: where one side alone varies, its own degrees of freedom are all there are."""
+    found = ratio_interval([90, 100, 110], [200, 200, 200, 200, 200, 200])
+    assert found is not None
+    assert found.degrees_of_freedom == pytest.approx(2)
+
+
+@pytest.mark.parametrize(("runs", "others"), [(2, 3), (3, 2), (0, 3), (1, 1)])
+def test_fewer_than_three_runs_on_a_side_are_not_tested(runs: int, others: int) -> None:
+    assert ratio_interval([1.0] * runs, [1.0] * others) is None
+    assert mean_interval([1.0] * min(runs, others)) is None
+
+
+@pytest.mark.parametrize("bad", [0.0, -1.0, math.nan, math.inf])
+def test_what_is_no_throughput_is_not_tested(bad: float) -> None:
+    assert ratio_interval([1.0, 2.0, bad], [1.0, 2.0, 3.0]) is None
+    assert ratio_interval([1.0, 2.0, 3.0], [1.0, 2.0, bad]) is None
+    assert mean_interval([1.0, 2.0, bad]) is None
+
+
+def test_runs_that_do_not_vary_at_all_have_an_interval_without_width() -> None:
+    same = ratio_interval([100.0] * 3, [100.0] * 3)
+    faster = ratio_interval([200.0] * 3, [100.0] * 4)
+    assert same is not None
+    assert faster is not None
+    assert (same.low, same.ratio, same.high, same.distinguishable) == (1, 1, 1, False)
+    assert (faster.low, faster.high) == pytest.approx((2, 2))
+    assert faster.degrees_of_freedom == 5
+    assert mean_interval([100.0] * 3) == pytest.approx((100, 100))
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "said"), [(0.9, 0.99, True), (0.9, 1.0, False), (1.0, 1.1, False), (1.01, 1.1, True)]
+)
+def test_only_an_interval_that_leaves_out_1_distinguishes(low: float, high: float, said: bool) -> None:
+    assert RatioInterval(ratio=1.0, low=low, high=high, degrees_of_freedom=4).distinguishable is said
+
+
+# ------------------------------------------------------------------ laws
+
+
+def shape(found: RatioInterval | None) -> tuple[float, float, float]:
+    assert found is not None
+    assume(found.high < 1e200)
+    return found.low, found.ratio, found.high
+
+
+@quick
+@given(speeds, speeds, st.floats(1e-3, 1e3))
+def test_the_unit_of_throughput_does_not_matter(ours: list[float], theirs: list[float], unit: float) -> None:
+    scaled = ratio_interval([value * unit for value in ours], [value * unit for value in theirs])
+    assert shape(scaled) == pytest.approx(shape(ratio_interval(ours, theirs)), rel=1e-6)
+
+
+@quick
+@given(speeds, speeds)
+def test_against_each_other_swapped_everything_is_inverted(ours: list[float], theirs: list[float]) -> None:
+    low, ratio, high = shape(ratio_interval(ours, theirs))
+    assert shape(ratio_interval(theirs, ours)) == pytest.approx((1 / high, 1 / ratio, 1 / low), rel=1e-6)
+
+
+@quick
+@given(speeds, speeds)
+def test_the_ratio_lies_in_its_interval_and_more_confidence_is_wider(ours: list[float], theirs: list[float]) -> None:
+    low, ratio, high = shape(ratio_interval(ours, theirs))
+    wider_low, _, wider_high = shape(ratio_interval(ours, theirs, 0.99))
+    assert wider_low <= low <= ratio <= high <= wider_high
+
+
+# ------------------------------------------------------------------ simulation: how often it is wrong
+
+Runs = list[list[float]]
+RUN_SPREAD, STEP_SPREAD, STEPS = 0.01, 0.005, 20
+
+
+def simulate(random_numbers: random.Random, runs: int, speed: float) -> Runs:
+    """Step throughputs of ``runs`` runs: each run has a speed of its own, about which its steps vary less."""
+    own = [speed * math.exp(random_numbers.gauss(0, RUN_SPREAD)) for _ in range(runs)]
+    return [[mean * math.exp(random_numbers.gauss(0, STEP_SPREAD)) for _ in range(STEPS)] for mean in own]
+
+
+def means(runs: Runs) -> list[float]:
+    return [statistics.fmean(steps) for steps in runs]
+
+
+def pooled(runs: Runs) -> list[float]:
+    return [step for steps in runs for step in steps]
+
+
+def share_found(sample: Callable[[Runs], list[float]], runs: int, times: int, faster: float = 1.0) -> float:
+    """How often a difference is found between two strategies, one ``faster`` times as fast as the other."""
+    random_numbers = random.Random(20261121)
+    found = 0
+    for _ in range(times):
+        ours, theirs = simulate(random_numbers, runs, faster), simulate(random_numbers, runs, 1.0)
+        interval = ratio_interval(sample(ours), sample(theirs))
+        found += interval is not None and interval.distinguishable
+    return found / times
+
+
+@pytest.mark.parametrize("runs", [3, 5])
+def test_two_equal_strategies_are_told_apart_in_6_percent_at_most(runs: int) -> None:
+    assert share_found(means, runs, times=1500) <= 0.06
+
+
+def test_counting_steps_as_samples_would_tell_equal_strategies_apart_most_of_the_time() -> None:
+    assert share_found(pooled, 5, times=300) > 0.5
+
+
+def test_a_difference_of_5_percent_is_found_from_five_runs() -> None:
+    assert share_found(means, 5, times=300, faster=1.05) >= 0.9
+    assert share_found(means, 5, times=300, faster=0.95) >= 0.9
+
+
+# ------------------------------------------------------------------ simulation: rows of one comparison
+
+STAGES = 4
+NOISE_LEVEL = 0.01
+"""Standard deviation of the log of a run's mean, as quiet machines show it."""
+SETS, SEEDS = 200, 20
+"""Sets of figures for each seed of the order: 4,000 in all."""
+Figures = Any
+"""Logs of runs' means, a line for each set, in the order in which the runs ran."""
+
+
+def wandering(numbers: np.random.Generator, count: int) -> Figures:
+    return np.cumsum(numbers.standard_normal((SETS, count)), axis=1)
+
+
+def autocorrelated(numbers: np.random.Generator, count: int) -> Figures:
+    figures = numbers.standard_normal((SETS, count))
+    for place in range(1, count):
+        figures[:, place] = 0.8 * figures[:, place - 1] + 0.6 * figures[:, place]
+    return figures
+
+
+def drifting(numbers: np.random.Generator, count: int) -> Figures:
+    return numbers.standard_normal((SETS, count)) + np.arange(count)
+
+
+NOISES: dict[str, Callable[[np.random.Generator, int], Figures]] = {
+    "independent": lambda numbers, count: numbers.standard_normal((SETS, count)),
+    "autocorrelated": autocorrelated,
+    "a random walk": wandering,
+    "a linear drift": drifting,
+    "heavy tails": lambda numbers, count: numbers.standard_t(3, (SETS, count)) / math.sqrt(3),
+}
+
+
+def planned(runs: int, seed: int) -> list[tuple[int, int]]:
+    """Row and round of each run, in the order in which a comparison of four stages runs them."""
+    drafts = [Draft(strategy=fakes.zero(stage), config={}, batch_size=4) for stage in range(STAGES)]
+    return [(d.strategy.stage, number) for number in range(runs) for d in ordered_for_round(drafts, seed, number)]
+
+
+def as_written(runs: int, _seed: int) -> list[tuple[int, int]]:
+    """A B C D, A B C D: as earlier versions ran them."""
+    return [(stage, number) for number in range(runs) for stage in range(STAGES)]
+
+
+def found_by(differences: list[list[LogDifference]]) -> Any:
+    """Which rows Holm's method tells from the first, for each set; ``differences`` by row."""
+    probabilities = [
+        [d.probability if abs(d.plain) > 2 * d.standard_error else 1.0 for d in row] for row in differences
+    ]  # two standard errors are never enough
+    return np.array([[p <= level for p, level in zip(each, holm_levels(each), strict=True)]
+                     for each in zip(*probabilities, strict=True)])  # fmt: skip
+
+
+def false_alarms_and_finds(
+    noise: str, runs: int, *, order: Callable[[int, int], list[tuple[int, int]]] = planned, lost: int = 0
+) -> tuple[float, float, float]:
+    """Shares of sets with a false difference where all rows are equal and where one is 5 % faster; finds of that one.
+
+    ``lost``: runs, the last of the second row, that failed.
+    """
+    alarms = alarms_beside = finds = 0.0
+    for seed in range(SEEDS):
+        ran = order(runs, seed)
+        gone = [place for place, (row, _) in enumerate(ran) if row == 1][runs - lost :]
+        places = [place for place in range(len(ran)) if place not in gone]
+        figures = NOISE_LEVEL * NOISES[noise](np.random.default_rng(seed), len(ran))[:, places]
+        rows = np.array([ran[place][0] for place in places])
+        design = RunDesign(rows, [ran[place][1] for place in places], places)
+        faster = 1 + seed % (STAGES - 1)
+        for gain in (0.0, 0.05):
+            fit = design.fit(figures + math.log1p(gain) * (rows == faster))
+            found = found_by([fit.differences(row, 0) for row in range(1, STAGES)])
+            if gain:
+                finds += found[:, faster - 1].sum()
+                alarms_beside += np.delete(found, faster - 1, axis=1).any(axis=1).sum()
+            else:
+                alarms += found.any(axis=1).sum()
+    return tuple(count / (SETS * SEEDS) for count in (alarms, alarms_beside, finds))  # type: ignore[return-value]
+
+
+def finds_of_welch(noise: str, runs: int) -> float:
+    """Of the same 5 %, by an interval for that row alone, the runs in the order as written."""
+    found = 0
+    for seed in range(SEEDS):
+        ran = as_written(runs, seed)
+        figures = NOISE_LEVEL * NOISES[noise](np.random.default_rng(seed), len(ran))
+        rows, faster = np.array([row for row, _ in ran]), 1 + seed % (STAGES - 1)
+        speeds = np.exp(figures + math.log1p(0.05) * (rows == faster))
+        for ours, theirs in zip(speeds[:, rows == faster].tolist(), speeds[:, rows == 0].tolist(), strict=True):
+            interval = ratio_interval(ours, theirs)
+            found += interval is not None and interval.distinguishable
+    return found / (SETS * SEEDS)
+
+
+@pytest.mark.parametrize("runs", [3, 5])
+@pytest.mark.parametrize("noise", NOISES)
+def test_false_differences_are_rare_among_all_rows_and_true_ones_found_as_often_as_by_welch(
+    noise: str, runs: int
+) -> None:
+    """Welch's interval for each row by itself finds one in a hundred more at most, at 9 to 12 % of false alarms."""
+    among_equals, beside_a_faster_row, finds = false_alarms_and_finds(noise, runs)
+    assert among_equals <= 0.06
+    assert beside_a_faster_row <= 0.06
+    assert finds >= finds_of_welch(noise, runs) - 0.01
+
+
+@pytest.mark.parametrize("noise", NOISES)
+def test_results_that_ran_in_the_written_order_show_as_few_false_differences(noise: str) -> None:
+    assert max(false_alarms_and_finds(noise, 3, order=as_written)[:2]) <= 0.06
+
+
+@pytest.mark.parametrize("noise", NOISES)
+def test_runs_that_failed_leave_false_differences_rare(noise: str) -> None:
+    assert max(false_alarms_and_finds(noise, 5, lost=2)[:2]) <= 0.06
+
+
+# ------------------------------------------------------------------ rows of one comparison by hand
+
+
+def table(rows: dict[str, list[float]], baseline: str | None = "a", *, order: str = "") -> RowRatios:
+    """Every row a run in each round; ``order``: names of rows in the order of running, else all of a round at once."""
+    places = {each: place for place, each in enumerate(zip(order, _rounds_of(order), strict=True))}
+    runs = {
+        name: [Run(mean=mean, round=n, place=places.get((name, n), n)) for n, mean in enumerate(means)]
+        for name, means in rows.items()
+    }
+    return RowRatios(runs, baseline)
+
+
+def _rounds_of(order: str) -> list[int]:
+    return [order[:place].count(name) for place, name in enumerate(order)]
+
+
+def test_a_drift_that_is_no_noise_widens_no_interval() -> None:
+    """Each run is 10 % slower than the one before, and b twice as fast as a: nothing is left over."""
+    speeds = {"a": [1.1**-place for place in (0, 3)], "b": [2 * 1.1**-place for place in (1, 2)]}
+    for name, place in (("a", 4), ("b", 5)):
+        speeds[name].append((2 if name == "b" else 1) * 1.1**-place)
+    found = table(speeds, order="abbaab").between("b", "a")
+    assert found is not None
+    assert found.low <= found.ratio <= found.high
+    assert found.ratio == pytest.approx(2 * 1.1 ** (-1 / 3))  # of the geometric means, as the table prints it
+    assert found.high == pytest.approx(2)  # with the trend taken out
+
+
+def test_a_row_that_varies_far_more_than_the_others_hides_nothing_of_them() -> None:
+    quiet = {name: [speed * (1 + 0.001 * n) for n in (0, 2, 1, 0, 1)] for name, speed in (("a", 100.0), ("b", 102.0))}
+    noisy = {**quiet, "c": [50.0, 210.0, 90.0, 160.0, 70.0]}
+    for rows in (quiet, noisy):
+        found = table(rows).between("b", "a")
+        assert found is not None
+        assert found.distinguishable
+        assert found.high - found.low < 0.02
+    wide = table(noisy).between("c", "a")
+    assert wide is not None
+    assert not wide.distinguishable
+    assert wide.high > 2
+
+
+def test_holms_levels_by_hand() -> None:
+    """Ordered: 0.01 ≤ 0.05/4, 0.013 ≤ 0.05/3, 0.03 > 0.05/2: the third is not found, nor is the last."""
+    assert holm_levels([0.03, 0.01, 0.04, 0.013]) == pytest.approx([0.025, 0.0125, 0.025, 0.05 / 3])
+    assert holm_levels([]) == []
+
+
+@quick
+@given(st.lists(st.lists(st.floats(90, 110), min_size=3, max_size=3), min_size=2, max_size=5))
+def test_an_interval_leaves_out_1_exactly_where_holms_method_finds_a_difference(means: list[list[float]]) -> None:
+    names = "abcde"[: len(means)]
+    found = table(dict(zip(names, means, strict=True)))
+    design = RunDesign(
+        [row for row, own in enumerate(means) for _ in own], [0, 1, 2] * len(means), [0, 1, 2] * len(means)
+    )
+    fit = design.fit([[math.log(mean) for own in means for mean in own]])
+    probabilities = [fit.differences(row, 0)[0].probability for row in range(1, len(means))]
+    for name, p, level in zip(names[1:], probabilities, holm_levels(probabilities), strict=True):
+        interval = found.between(name, "a")
+        assert interval is not None
+        assume(abs(p - level) > 1e-9)
+        assert interval.distinguishable is (p < level)
+        inverse = found.between("a", name)
+        assert inverse is not None
+        assert (inverse.low, inverse.high) == pytest.approx((1 / interval.high, 1 / interval.low))
+
+
+def test_two_rows_of_which_none_is_the_baseline_are_held_to_one_level_for_all_others() -> None:
+    found = table({name: [100.0, 101.0, 99.0 + n] for n, name in enumerate("abcd")}, None).between("b", "c")
+    assert found is not None
+    assert found.confidence == pytest.approx(1 - 0.05 / 3)
+
+
+@pytest.mark.parametrize("bad", [[1.0, 2.0], [1.0, 2.0, 0.0], []])
+def test_a_row_that_cannot_be_tested_takes_no_part(bad: list[float]) -> None:
+    found = table({"a": [100.0, 101.0, 102.0], "b": [50.0, 51.0, 50.0], "bad": bad})
+    assert found.between("bad", "a") is None
+    assert found.between("a", "a") is None
+    assert found.between("b", "a") == table({"a": [100.0, 101.0, 102.0], "b": [50.0, 51.0, 50.0]}).between("b", "a")
+
+
+def test_quantiles_of_a_ratio_of_variances_are_the_published_ones() -> None:
+    """Pearson and Hartley, "Biometrika tables for statisticians" I, table 18."""
+    found = [variance_ratio_quantile(p, *df) for p, df in ((0.95, (3, 10)), (0.99, (2, 6)), (0.99, (10, 30)))]
+    assert found == pytest.approx([3.71, 10.92, 2.98], abs=5e-3)
+
+
+@pytest.mark.parametrize(("low", "high", "said"), [(2.26, 109.08, False), (1.1, 2.1, True), (1.1, 2.3, False)])
+def test_on_a_shared_processor_an_interval_beyond_a_factor_of_two_decides_nothing(
+    low: float, high: float, said: bool
+) -> None:
+    found = RatioInterval(ratio=1.5, low=low, high=high, degrees_of_freedom=4)
+    assert found.distinguishable
+    assert found.on_shared_processor.distinguishable is said
+    assert found.on_shared_processor.inverse.distinguishable is said

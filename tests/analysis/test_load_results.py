@@ -1,0 +1,916 @@
+"""Results read back: every way of naming one, and every way in which its files can be wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ds_bench.analysis import flat_cells, flat_reader, load_results
+from ds_bench.analysis.caveats import CaveatKind
+from ds_bench.analysis.flat_rows import COLUMNS, flat_rows
+from ds_bench.analysis.load_results import LoadedResult
+from ds_bench.config.minimal_config import knows_config
+from ds_bench.config.spec import Strategy
+from ds_bench.errors import UsageError
+from ds_bench.records import reader as records
+from ds_bench.records import schema, strict_json
+from ds_bench.records.run_folder import RunStore
+from ds_bench.records.schema import Outcome, TrialRecord
+from ds_bench.records.shapes import Builder, ShapeError
+from ds_bench.system import environment
+from ds_bench.system.environment import Environment
+from tests.support import fakes
+from tests.support.real_trials import ROOT
+
+HERE = ROOT / "tests"
+SCHEMA1 = HERE / "data" / "schema1"
+SCHEMA1_RUN = SCHEMA1 / "runs" / "zero_20261121_093000"
+REFERENCE = HERE.parent / "results/reference/cpu_2cores_2026-11-21/zero_comparison_20261121_154122.json"
+HOST = Environment(hostname="node-0", logical_cores=8, packages={"torch": "2.13.0"})
+
+
+def save(folder: Path, *entries: TrialRecord, arguments: tuple[str, ...] = ("--model", "tiny")) -> RunStore:
+    """A finished run with these records, as a comparison leaves it."""
+    stored = RunStore.create(folder, "zero")
+    stored.save_run(
+        {
+            "family": "zero",
+            "arguments": list(arguments),
+            "environment": HOST.to_dict(),
+            "notes": ["a note of the run"],
+            "trials": [{"key": entry.trial.key, **entry.trial.to_dict()} for entry in entries],
+        }
+    )
+    for entry in entries:
+        stored.append(entry)
+    made = load_results.summarised(entries) if entries else ()
+    run_id = stored.folder.name
+    stored.write_rows(flat_rows([replace(summary, environment=HOST, run_id=run_id) for summary in made]))
+    return stored
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunStore:
+    """ZeRO-0 and ZeRO-2 that trained, and ZeRO-3 that ran out of memory."""
+    return save(
+        tmp_path,
+        fakes.success(fakes.trial(fakes.zero(0))),
+        fakes.success(fakes.trial(fakes.zero(2)), step_seconds=[0.2] * 10),
+        fakes.failure(fakes.trial(fakes.zero(3))),
+    )
+
+
+def lines(stored: RunStore) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (stored.folder / "records.jsonl").read_text().splitlines()]
+
+
+def put_lines(stored: RunStore, *entries: Any) -> None:
+    texts = [entry if isinstance(entry, str) else json.dumps(entry) for entry in entries]
+    (stored.folder / "records.jsonl").write_text("".join(text + "\n" for text in texts))
+
+
+def labels(result: LoadedResult) -> list[str]:
+    return [entry.record.trial.strategy.label for entry in result.summaries]
+
+
+def refusal(path: Path) -> str:
+    """The one line that a bad result gets."""
+    with pytest.raises(UsageError) as caught:
+        load_results.load(path)
+    text = str(caught.value)
+    assert "\n" not in text
+    assert caught.value.remedy
+    return text
+
+
+# ------------------------------------------------------------------ ways of naming a result
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        lambda stored: stored.folder,
+        lambda stored: stored.folder / "records.jsonl",
+        lambda stored: stored.folder / "run.json",
+        lambda stored: stored.json_path,
+    ],
+    ids=["run folder", "records.jsonl", "run.json", "flat JSON"],
+)
+def test_every_name_of_a_run_gives_its_records_environment_and_arguments(
+    run: RunStore, name: Callable[[RunStore], Path]
+) -> None:
+    result = load_results.load(name(run))
+    assert result.records == tuple(run.records())
+    assert result.source == name(run)
+    assert (result.environment, result.family, result.arguments) == (HOST, "zero", ("--model", "tiny"))
+    assert result.notes == ("a note of the run",)
+    assert labels(result) == ["ZeRO-0", "ZeRO-2", "ZeRO-3"]
+
+
+def test_the_summaries_are_those_that_the_run_itself_showed(run: RunStore) -> None:
+    shown = json.loads(run.json_path.read_text())
+    assert [dict(row) for row in load_results.load(run.folder).rows] == shown
+
+
+def test_a_flat_json_without_its_run_folder_gives_its_rows(run: RunStore, tmp_path: Path) -> None:
+    alone = tmp_path / "elsewhere.json"
+    alone.write_bytes(run.json_path.read_bytes())
+    result = load_results.load(alone)
+    assert result.records is None
+    assert result.environment == replace(HOST, hostname="")
+    assert list(result.rows) == json.loads(alone.read_text())
+    assert [entry.tokens_per_second for entry in result.summaries[:2]] == [pytest.approx(5120), pytest.approx(2560)]
+    assert any("flat rows only" in note for note in result.notes)
+
+
+def test_a_flat_json_whose_run_folder_holds_other_rows_is_read_by_itself(run: RunStore) -> None:
+    put_lines(run, *lines(run)[:2])
+    result = load_results.load(run.json_path)
+    assert result.records is None
+    assert labels(result) == ["ZeRO-0", "ZeRO-2", "ZeRO-3"]
+    assert any("other rows" in note for note in result.notes)
+
+
+def test_a_flat_json_whose_run_folder_is_damaged_is_read_by_itself(run: RunStore) -> None:
+    put_lines(run, "garbage")
+    result = load_results.load(run.json_path)
+    assert len(result.summaries) == 3
+    assert any("cannot be used" in note for note in result.notes)
+
+
+def test_records_alone_do_without_run_json_and_say_so(run: RunStore) -> None:
+    (run.folder / "run.json").unlink()
+    result = load_results.load(run.folder)
+    assert result.environment is None
+    assert len(result.summaries) == 3
+    assert any("run.json" in note for note in result.notes)
+
+
+def test_another_jsonl_does_not_borrow_the_run_json_beside_it(run: RunStore) -> None:
+    copy = run.folder / "other.jsonl"
+    copy.write_bytes((run.folder / "records.jsonl").read_bytes())
+    assert load_results.load(copy).environment is None
+
+
+def test_of_two_attempts_at_a_trial_the_last_counts(run: RunStore) -> None:
+    retried = fakes.success(fakes.trial(fakes.zero(3)))
+    run.append(retried)
+    result = load_results.load(run.folder)
+    assert labels(result) == ["ZeRO-0", "ZeRO-2", "ZeRO-3"]
+    assert result.records is not None
+    assert result.records[2] == retried
+
+
+def test_rows_stand_in_the_order_of_the_plan_whatever_order_they_ended_in(run: RunStore) -> None:
+    put_lines(run, *reversed(lines(run)))
+    assert labels(load_results.load(run.folder)) == ["ZeRO-0", "ZeRO-2", "ZeRO-3"]
+
+
+def test_a_run_that_did_not_end_says_how_many_trials_are_missing(run: RunStore) -> None:
+    put_lines(run, lines(run)[0])
+    assert "2 of the 3 planned trials have no record: the run did not end" in load_results.load(run.folder).notes
+
+
+def test_a_peak_rate_that_the_user_gave_is_used_again(tmp_path: Path) -> None:
+    on = fakes.placement(accelerator="cuda")
+    entry = fakes.success(fakes.trial(fakes.zero(1), on=on), device_name="Card of tomorrow")
+    for number, (arguments, peak) in enumerate(
+        [(("--peak-tflops", "100", "--model", "tiny"), 100), (("--peak-tflops=250",), 250), (("--model", "tiny"), None)]
+    ):
+        summary = load_results.load(save(tmp_path / str(number), entry, arguments=arguments).folder).summaries[0]
+        assert summary.model_tflops_per_gpu is not None
+        assert summary.mfu == (peak and pytest.approx(summary.model_tflops_per_gpu / peak))
+
+
+def test_a_model_that_is_no_preset_keeps_the_flops_that_its_run_wrote(tmp_path: Path) -> None:
+    of = fakes.workload(model="pkg.mod:make", model_source="factory", model_type=None, model_config={})
+    stored = save(tmp_path, fakes.success(fakes.trial(of=of)))
+    rows = json.loads(stored.json_path.read_text())
+    rows[0] |= {"model_flops_per_token": 600, "model_tflops_per_gpu": 3.0}
+    stored.write_rows(rows)
+    summary = load_results.load(stored.folder).summaries[0]
+    assert (summary.model_flops_per_token, summary.model_tflops_per_gpu) == (600, 3.0)
+
+
+def test_a_preset_s_name_does_not_make_a_preset_of_a_local_model(tmp_path: Path) -> None:
+    local = fakes.workload(model_source="local", model_config={"path": "tiny"})
+    stored = save(tmp_path, fakes.success(fakes.trial()), fakes.success(fakes.trial(of=local)))
+    stored.json_path.unlink()
+    preset, other = load_results.load(stored.folder).summaries
+    assert preset.model_flops_per_token is not None
+    assert other.model_flops_per_token is None
+
+
+def test_a_thousand_records_are_read_in_little_time_and_their_configurations_kept_once(tmp_path: Path) -> None:
+    """About 0.25 s on one core of 2024; the limit is for a busy machine."""
+    of = fakes.workload(num_steps=20)
+    made = [fakes.trial(fakes.zero(number % 4), on=fakes.placement(num_gpus=2), of=of) for number in range(4)]
+    config = {f"section_{number}": {"enabled": False, "size": number} for number in range(100)}
+    entries = [fakes.success(each, resolved_config=config) for each in made]
+    path = tmp_path / "many.jsonl"
+    with path.open("w") as file:
+        for number in range(1000):
+            data = entries[number % 4].to_dict()
+            data["trial"]["repeat"] = number
+            data["wall_seconds"] = number / 7
+            file.write(json.dumps(data) + "\n")
+    begun = time.process_time()
+    result = load_results.load(path)
+    assert time.process_time() - begun < 2
+    assert result.records is not None
+    assert len({id(rank.resolved_config) for entry in result.records for rank in entry.ranks}) == 1
+    assert len({id(entry.trial.ds_config) for entry in result.records}) == 4
+
+
+# ------------------------------------------------------------------ the kept fixture
+
+
+def test_the_kept_result_of_schema_1_is_still_read() -> None:
+    """Never rewritten: when the schema moves on, this is the older file."""
+    result = load_results.load(SCHEMA1_RUN)
+    assert result.records is not None
+    assert [entry.outcome.status for entry in result.records] == [
+        "Success",
+        "Success",
+        "Success",
+        "OOM (host)",
+        "Unsupported",
+    ]
+    # 2 ranks x 2 sequences x 32 tokens a step
+    assert [entry.tokens_per_second and entry.tokens_per_second * entry.step_seconds for entry in result.summaries] == [
+        pytest.approx(128)
+    ] * 3 + [None] * 2
+    assert result.summaries[0].losses[0] == pytest.approx(6.9395, abs=0.05)
+    assert result.environment is not None
+    assert result.environment.packages["deepspeed"] == "0.19.8"
+    assert result.notes == ("CPU accelerator: these figures say nothing about GPUs",)
+
+
+def test_the_kept_flat_json_of_schema_1_agrees_with_its_run() -> None:
+    assert (
+        load_results.load(SCHEMA1 / "zero_comparison_20261121_093000.json").records
+        == load_results.load(SCHEMA1_RUN).records
+    )
+
+
+# ------------------------------------------------------------------ versions
+
+
+def test_a_newer_schema_is_refused_with_what_to_do(run: RunStore) -> None:
+    put_lines(run, *({**entry, "schema_version": schema.SCHEMA_VERSION + 1} for entry in lines(run)))
+    assert "written by a newer version" in (text := refusal(run.folder))
+    assert "upgrade" in text
+
+
+def test_a_newer_run_json_is_refused_with_what_to_do(run: RunStore) -> None:
+    data = json.loads((run.folder / "run.json").read_text())
+    (run.folder / "run.json").write_text(json.dumps({**data, "schema_version": 99}))
+    assert "written by a newer version" in refusal(run.folder)
+
+
+@pytest.mark.parametrize("version", [None, "1", True, 0, -1, 1.0])
+def test_a_schema_that_is_no_version_is_refused(run: RunStore, version: object) -> None:
+    put_lines(run, {**lines(run)[0], "schema_version": version})
+    assert "schema_version" in refusal(run.folder)
+
+
+def test_an_older_schema_is_migrated_step_by_step(run: RunStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Schema 3, where 1 called the wall time ``seconds`` and 2 counted it in milliseconds."""
+
+    def to_2(kind: records.Kind, data: dict[str, Any]) -> dict[str, Any]:
+        if kind == "record":
+            data["wall_milliseconds"] = data.pop("seconds") * 1000
+        return data
+
+    def to_3(kind: records.Kind, data: dict[str, Any]) -> dict[str, Any]:
+        if kind == "record":
+            data["wall_seconds"] = data.pop("wall_milliseconds") / 1000
+        return data
+
+    old = []
+    for entry in lines(run):
+        del entry["wall_seconds"]
+        old.append({**entry, "seconds": 7.5})
+    put_lines(run, *old)
+    monkeypatch.setattr(records, "SCHEMA_VERSION", 3)
+    monkeypatch.setattr(records, "MIGRATIONS", {1: to_2, 2: to_3})
+    result = load_results.load(run.folder)
+    assert result.records is not None
+    assert [entry.wall_seconds for entry in result.records] == [7.5] * 3
+    assert {entry.schema_version for entry in result.records} == {3}
+
+
+def test_a_schema_that_no_migration_takes_on_is_refused(run: RunStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(records, "SCHEMA_VERSION", 2)
+    assert "too old" in refusal(run.folder)
+
+
+# ------------------------------------------------------------------ damaged records
+
+
+def test_a_torn_last_line_is_left_out_with_a_note(run: RunStore) -> None:
+    path = run.folder / "records.jsonl"
+    path.write_bytes(path.read_bytes()[:-100])
+    result = load_results.load(run.folder)
+    assert labels(result) == ["ZeRO-0", "ZeRO-2"]
+    assert "records.jsonl line 3 ends in the middle: it was cut off: left out" in result.notes
+
+
+def test_a_line_that_a_crash_filled_with_zeros_is_left_out_with_a_note(run: RunStore) -> None:
+    first, *rest = lines(run)
+    put_lines(run, first, "\0" * 512, *rest)
+    result = load_results.load(run.folder)
+    assert len(result.summaries) == 3
+    assert any("line 2" in note for note in result.notes)
+
+
+def test_records_of_which_no_line_can_be_read_are_refused(run: RunStore) -> None:
+    put_lines(run, "stage,strategy,model", "0,zero0,tiny")
+    assert "no line of" in refusal(run.folder)
+
+
+@pytest.mark.parametrize("content", ["", "\n\n", "   \n"])
+def test_records_without_a_line_have_no_rows(run: RunStore, content: str) -> None:
+    (run.folder / "records.jsonl").write_text(content)
+    assert "no rows" in refusal(run.folder)
+
+
+def test_a_run_without_records_says_that_nothing_had_finished(run: RunStore) -> None:
+    (run.folder / "records.jsonl").unlink()
+    assert "no trial had finished" in refusal(run.folder)
+
+
+def test_a_missing_key_is_named_with_its_record(run: RunStore) -> None:
+    first, second, third = lines(run)
+    del second["ranks"][0]["step_seconds"]
+    put_lines(run, first, second, third)
+    text = refusal(run.folder)
+    assert "line 2 (00_zero2): ranks[0].step_seconds is missing" in text
+
+
+def test_unknown_keys_are_left_out_with_a_note(run: RunStore) -> None:
+    first, *rest = lines(run)
+    first["mood"] = "good"
+    first["trial"]["strategy"]["colour"] = "blue"
+    put_lines(run, first, *rest)
+    result = load_results.load(run.folder)
+    assert result.records is not None
+    assert fakes.success(fakes.trial(fakes.zero(0))) in result.records
+    assert "records.jsonl: unknown keys left out: TrialRecord.mood, Strategy.colour" in result.notes
+
+
+WRONG: list[tuple[tuple[str | int, ...], Any, str]] = [
+    (("ranks", 0, "world_size"), True, "ranks[0].world_size is true, not a whole number"),
+    (("ranks", 0, "world_size"), 1.5, "ranks[0].world_size is 1.5, not a whole number"),
+    (("ranks", 0, "world_size"), 0, "world_size must be 1 or more"),
+    (("ranks", 0, "hostname"), None, "ranks[0].hostname is null, not text"),
+    (("ranks", 0, "step_seconds", 3), True, "ranks[0].step_seconds[3] is true, not a number"),
+    (("ranks", 0, "step_seconds", 3), "0.1", "ranks[0].step_seconds[3] is '0.1', not a number"),
+    (("ranks", 0, "step_seconds"), [], "step_seconds must be positive"),
+    (("ranks", 0, "losses", 1), [], "ranks[0].losses[1] is a list, not a number or null"),
+    (("ranks", 0, "ledger"), {"cpu": {"parameters": "much"}}, "ranks[0].ledger.cpu.parameters is 'much'"),
+    (("ranks", 0, "ledger"), {"cpu": 3}, "ranks[0].ledger.cpu is 3, not an object"),
+    (("ranks", 0, "gpu_peak_bytes"), 10**400, "ranks[0].gpu_peak_bytes is a number beyond all measure"),
+    (("ranks", 0, "phase_seconds"), {"step": 10**400}, "ranks[0].phase_seconds.step is a number beyond"),
+    (("ranks",), {}, "ranks is an object, not a list"),
+    (("outcome",), None, "outcome is null, not an object"),
+    (("outcome", "status"), 3, "outcome.status is 3, not text"),
+    (("trial", "repeat"), False, "trial.repeat is false, not a whole number"),
+    (("trial", "strategy", "stage"), 7, "trial.strategy is not usable: stage is 7"),
+    (("trial", "strategy", "offload_param"), "tape", "trial.strategy.offload_param is 'tape', not one of none"),
+    (("trial", "workload", "batch_size"), 0, "trial.workload is not usable: batch_size is 0"),
+    (("trial", "placement", "accelerator"), "abacus", "trial.placement.accelerator is 'abacus'"),
+    (("trial", "placement", "supported_precisions"), ["int2"], "trial.placement.supported_precisions[0] is 'int2'"),
+    (("trial", "ds_config"), [], "trial.ds_config is a list, not an object"),
+    (("trial",), "00_zero0", "trial is '00_zero0', not an object"),
+    (("caveats",), [None], "caveats[0] is null, not text"),
+]
+
+
+@pytest.mark.parametrize(("path", "value", "expected"), WRONG, ids=[str(index) for index in range(len(WRONG))])
+def test_a_value_of_the_wrong_type_is_named_with_its_place(
+    run: RunStore, path: tuple[str | int, ...], value: Any, expected: str
+) -> None:
+    first, *rest = lines(run)
+    target: Any = first
+    for step in path[:-1]:
+        target = target[step]
+    target[path[-1]] = value
+    put_lines(run, first, *rest)
+    assert expected in (text := refusal(run.folder))
+    assert "line 1" in text
+
+
+def test_a_configuration_that_makes_no_sense_is_named_with_its_trial(run: RunStore) -> None:
+    first, *rest = lines(run)
+    first["trial"]["ds_config"]["optimizer"] = "AdamW"
+    put_lines(run, first, *rest)
+    assert "00_zero0" in refusal(run.folder)
+
+
+def test_a_configuration_nested_without_end_is_refused(run: RunStore) -> None:
+    first, *rest = lines(run)
+    deep: dict[str, Any] = {}
+    for _ in range(100):
+        deep = {"a": deep}
+    first["trial"]["ds_config"] = deep
+    put_lines(run, first, *rest)
+    assert "nested too deeply" in refusal(run.folder)
+
+
+def test_nan_becomes_null_with_a_note_that_names_the_field(run: RunStore) -> None:
+    first, *rest = lines(run)
+    first["ranks"][0]["losses"][4] = float("nan")
+    put_lines(run, first, *rest)
+    result = load_results.load(run.folder)
+    assert result.summaries[0].losses[4] is None
+    assert "records.jsonl line 1: ranks[0].losses[4] is not a finite number: taken as null" in result.notes
+
+
+def test_infinity_where_a_number_is_needed_is_refused(run: RunStore) -> None:
+    first, *rest = lines(run)
+    first["ranks"][0]["window_seconds"] = float("inf")
+    put_lines(run, first, *rest)
+    assert "window_seconds is null, not a number" in refusal(run.folder)
+
+
+def test_a_number_too_large_for_a_float_is_refused(run: RunStore) -> None:
+    put_lines(run, re.sub(r'"window_seconds": [\d.]+', '"window_seconds": 1e999', json.dumps(lines(run)[0])))
+    assert "ranks[0].window_seconds is a number beyond all measure" in refusal(run.folder)
+
+
+def test_of_a_key_given_twice_the_last_counts_with_a_note(run: RunStore) -> None:
+    text = json.dumps(lines(run)[0]).replace('"launch": "warm"', '"launch": "warm", "launch": "deepspeed"')
+    put_lines(run, text)
+    result = load_results.load(run.folder)
+    assert result.records is not None
+    assert result.records[0].launch == "deepspeed"
+    assert "records.jsonl line 1: 'launch' given more than once: the last counts" in result.notes
+
+
+def test_half_a_surrogate_pair_can_be_printed_afterwards(run: RunStore) -> None:
+    first, *rest = lines(run)
+    first["outcome"]["error"] = "odd \ud83d name, whole \U0001f600"
+    put_lines(run, first, *rest)
+    result = load_results.load(run.folder)
+    assert result.records is not None
+    assert result.records[0].outcome.error == "odd \ufffd name, whole \U0001f600"
+
+
+def test_a_run_json_with_odd_extras_costs_only_those(run: RunStore) -> None:
+    data = json.loads((run.folder / "run.json").read_text())
+    data |= {"arguments": [1, 2], "notes": "none", "environment": {"hostname": "node-0"}, "trials": {"a": 1}}
+    (run.folder / "run.json").write_text(json.dumps(data))
+    result = load_results.load(run.folder)
+    assert (result.arguments, result.environment, len(result.summaries)) == ((), None, 3)
+    assert any("logical_cores is missing" in note for note in result.notes)
+
+
+def test_cards_of_a_stored_environment_come_back_whole(run: RunStore) -> None:
+    cards = fakes.FakeQuery(2).inventory.gpus
+    busy = replace(HOST, gpus=(replace(cards[0], other_processes=((7, None), (8, 2**30))), cards[1]))
+    data = json.loads((run.folder / "run.json").read_text())
+    (run.folder / "run.json").write_text(json.dumps({**data, "environment": busy.to_dict()}))
+    assert load_results.load(run.folder).environment == busy
+
+
+def test_all_rows_failed_is_a_result(tmp_path: Path) -> None:
+    stored = save(tmp_path, *(fakes.failure(fakes.trial(fakes.zero(stage))) for stage in (0, 1)))
+    for path in (stored.folder, stored.json_path):
+        assert [entry.record.outcome.status for entry in load_results.load(path).summaries] == ["OOM", "OOM"]
+
+
+def test_one_row_is_a_result(tmp_path: Path) -> None:
+    stored = save(tmp_path, fakes.success())
+    assert len(load_results.load(stored.folder).summaries) == len(load_results.load(stored.json_path).summaries) == 1
+
+
+# ------------------------------------------------------------------ things that are no result
+
+
+def test_what_is_not_there_is_said_to_be_missing(tmp_path: Path) -> None:
+    for name in ("nothing", "nothing.json", "nothing.csv", "run.json", "records.jsonl", "x.jsonl"):
+        assert "no such file" in refusal(tmp_path / name)
+
+
+def test_a_name_that_no_file_can_have_is_refused() -> None:
+    assert "cannot be read" in refusal(Path("a" * 5000))
+    assert "cannot be read" in refusal(Path("nul\0byte"))
+
+
+def test_a_folder_without_a_run_points_to_a_result_inside(run: RunStore, tmp_path: Path) -> None:
+    assert str(run.json_path) in refusal(tmp_path)
+    assert str(run.folder) in refusal(run.folder.parent)
+    (tmp_path / "empty").mkdir()
+    assert "holds no run.json" in refusal(tmp_path / "empty")
+
+
+def test_a_csv_is_told_apart_and_its_json_is_named(run: RunStore, tmp_path: Path) -> None:
+    assert str(run.json_path) in refusal(run.csv_path)
+    lonely = tmp_path / "lonely.csv"
+    lonely.write_bytes(run.csv_path.read_bytes())
+    assert "give the .json beside it" in refusal(lonely)
+    renamed = tmp_path / "renamed.json"
+    renamed.write_bytes(run.csv_path.read_bytes())
+    assert "is the CSV of a result" in refusal(renamed)
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (b"", "is empty"),
+        (b"  \n ", "is empty"),
+        (b"[]", "has no rows"),
+        (b"{}", "no list of rows"),
+        (b"null", "no list of rows"),
+        (b"[1]", "row 1 is int, not an object"),
+        (b'[{"stage": 0', "ends in the middle: it was cut off"),
+        (b"[tru", "ends in the middle"),
+        (b"# Title\n", "is not JSON: Expecting value (line 1 column 1)"),
+        (b"[]\n[]\n", "has more text after its end (line 2 column 1)"),
+        (b"\xff\xfe[\x00]\x00", "is UTF-16"),
+        (b"[\x80]", "is not UTF-8 text (byte 1)"),
+        (b"[" * 100_000, "nested too deeply"),
+        (b"[" * 100_000 + b"]" * 100_000, "nested too deeply"),
+        (b"[" + b"9" * 5000 + b"]", "thousands of digits"),
+    ],
+)
+def test_a_file_that_is_no_result_gets_one_line(tmp_path: Path, content: bytes, expected: str) -> None:
+    path = tmp_path / "result.json"
+    path.write_bytes(content)
+    assert expected in refusal(path)
+
+
+@pytest.mark.parametrize("cut", range(1, 1200, 7))
+def test_a_flat_json_cut_anywhere_says_so(cut: int, tmp_path: Path) -> None:
+    text = json.dumps(json.loads(REFERENCE.read_text())[:1])[:-1]
+    path = tmp_path / "cut.json"
+    path.write_text(text[: len(text) - cut])
+    assert "cut off" in refusal(path)
+
+
+def test_a_byte_order_mark_does_no_harm(run: RunStore, tmp_path: Path) -> None:
+    path = tmp_path / "edited.json"
+    path.write_bytes(b"\xef\xbb\xbf" + run.json_path.read_bytes())
+    assert len(load_results.load(path).summaries) == 3
+    records_file = run.folder / "records.jsonl"
+    records_file.write_bytes(b"\xef\xbb\xbf" + records_file.read_bytes())
+    assert len(load_results.load(run.folder).summaries) == 3
+
+
+def test_a_pipe_a_socket_and_a_device_are_refused_without_waiting(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.json")
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(tmp_path / "s.json"))
+        begun = time.monotonic()
+        for path in (tmp_path / "pipe.json", tmp_path / "s.json", Path("/dev/zero")):
+            assert "not a regular file" in refusal(path)
+    assert time.monotonic() - begun < 5
+
+
+def test_a_pipe_in_the_place_of_records_is_refused_without_waiting(run: RunStore) -> None:
+    (run.folder / "records.jsonl").unlink()
+    os.mkfifo(run.folder / "records.jsonl")
+    assert "not a regular file" in refusal(run.folder)
+
+
+def test_a_file_larger_than_any_result_is_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "huge.json"
+    with path.open("wb") as file:
+        file.truncate(strict_json.LARGEST_FILE_BYTES + 1)
+    assert "larger than any result" in refusal(path)
+
+
+# ------------------------------------------------------------------ flat rows
+
+
+def flat(tmp_path: Path, **changes: Any) -> Path:
+    """A flat JSON of one row with some cells changed; ``...`` takes a cell away."""
+    row = json.loads(REFERENCE.read_text())[0] | changes
+    path = tmp_path / "row.json"
+    path.write_text(json.dumps([{name: value for name, value in row.items() if value is not ...}]))
+    return path
+
+
+def test_the_reference_result_is_read_from_its_flat_json_alone() -> None:
+    result = load_results.load(REFERENCE)
+    rows = json.loads(REFERENCE.read_text())
+    assert result.family == "zero"
+    assert [entry.tokens_per_second for entry in result.summaries] == [row["throughput_tokens_per_sec"] for row in rows]
+    first = result.summaries[0]
+    assert first.step_seconds == pytest.approx(rows[0]["avg_step_time_ms"] / 1000)
+    assert first.host_peak_bytes == round(rows[0]["cpu_used_gb"] * 2**30)
+    assert (first.losses[0], first.losses[-1]) == (rows[0]["first_loss"], rows[0]["final_loss"])
+    assert len(first.losses) == 60  # 10 warm-up steps and 50 measured
+    assert first.record.ranks[0].ledger["cpu"]["parameters"] == 1115136
+
+
+def test_a_flat_row_gives_the_same_row_again() -> None:
+    """Every column that the file holds, to nine digits where milliseconds became seconds."""
+    for row in json.loads(REFERENCE.read_text()):
+        summary = flat_reader.summary(flat_cells.check(row))
+        assert summary.predicted_over_ledger == row["predicted_over_measured"]  # where it stood before
+        row["predicted_over_measured"] = None
+        again = {name: get(summary) for name, get in COLUMNS if name in row}
+        assert again == {name: pytest.approx(value, rel=1e-9) if isinstance(value, float) else value
+                         for name, value in row.items()}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        fakes.success(fakes.trial(fakes.zero(3), on=fakes.placement(accelerator="cuda", num_gpus=2))),
+        fakes.success(
+            fakes.trial(on=fakes.placement(accelerator="cuda", gpu_memory_limit_bytes=12 * fakes.GB)),
+            ledger={"gpu": {"parameters": 2**20, "other": 3}, "cpu": {}},
+        ),
+        fakes.success(
+            fakes.trial(fakes.offload("nvme"), on=fakes.placement(accelerator="cuda", nvme_path="/mnt/disk")),
+            nvme_stored_bytes=3 * fakes.GB,
+            nvme_read_bytes=7 * fakes.GB,
+            nvme_written_bytes=5,
+            ledger={"nvme": {"optimizer_states": 2**30}},
+        ),
+        fakes.success(fakes.trial(of=fakes.workload(num_steps=1, warmup_steps=0)), gpu_alloc_retries=3),
+        fakes.success(losses=(None,) * 12),
+        fakes.failure(status=schema.OOM_HOST),
+        fakes.failure(fakes.trial(fakes.offload("cpu_full", 2)), status="RuntimeError", error="it; broke; twice"),
+        TrialRecord(trial=fakes.trial(fakes.zero(1)), outcome=Outcome(status=schema.UNSUPPORTED, error="no")),
+    ],
+    ids=["cuda", "emulated card", "nvme", "one step", "nan", "host memory", "odd error", "refused"],
+)
+def test_a_row_written_and_read_back_gives_the_same_row(entry: TrialRecord) -> None:
+    (row,) = flat_rows(load_results.summarised([entry]))
+    stored = json.loads(json.dumps(row))
+    again = {name: get(flat_reader.summary(flat_cells.check(stored))) for name, get in COLUMNS}
+    assert again == {
+        name: pytest.approx(value, rel=1e-9) if isinstance(value, float) else value for name, value in stored.items()
+    }
+
+
+def test_how_far_a_prediction_was_off_comes_back_from_a_flat_row() -> None:
+    (summary,) = load_results.summarised([fakes.success()])
+    row = {name: get(replace(summary, predicted_over_measured=0.93)) for name, get in COLUMNS}
+    assert flat_reader.summary(flat_cells.check({**row, "accelerator": "cuda"})).predicted_over_measured == 0.93
+    before_the_ledgers_column = flat_reader.summary(flat_cells.check(row | {"predicted_over_ledger": None}))
+    assert before_the_ledgers_column.predicted_over_measured is None
+    assert before_the_ledgers_column.predicted_over_ledger == 0.93
+
+
+@pytest.mark.parametrize(
+    "strategy", [fakes.zero(0), fakes.zero(3), fakes.offload("nvme"), fakes.offload("cpu_full", 2)]
+)
+def test_a_configuration_is_known_of_a_record_and_not_of_its_flat_row(strategy: Strategy) -> None:
+    entry = fakes.success(fakes.trial(strategy))
+    (row,) = flat_rows(load_results.summarised([entry]))
+    assert knows_config(entry.trial)
+    assert not knows_config(flat_reader.summary(flat_cells.check(row)).record.trial)
+    assert not knows_config(replace(entry.trial, ds_config={}))
+
+
+def test_a_flat_row_keeps_what_its_caveats_are_and_whether_they_disqualify_it() -> None:
+    on = fakes.placement(accelerator="cuda")
+    entries = [
+        fakes.success(fakes.trial(fakes.zero(2), on=on), step_seconds=[0.1] * 5 + [0.3] * 5, gpu_alloc_retries=2),
+        fakes.success(fakes.trial(fakes.zero(1), on=on), losses=tuple(9.0 - step for step in range(12))),
+        fakes.success(fakes.trial(fakes.zero(3), on=on), gpu_peak_reserved_bytes=79 * fakes.GB, optimizer_class="SGD"),
+        fakes.success(fakes.trial(fakes.offload("nvme"), on=replace(on, nvme_path="/mnt")), nvme_stored_bytes=0),
+        fakes.success(fakes.trial(on=on), losses=(None,) * 12, skipped_steps=10, notes=("odd; very odd",)),
+    ]
+    for summary in load_results.summarised(entries):
+        (row,) = [{name: get(summary) for name, get in COLUMNS}]
+        seen = flat_cells.caveats(row["caveats"], summary.record.trial.workload.num_steps)
+        assert "; ".join(caveat.text for caveat in seen) == row["caveats"]
+        for caveat in summary.caveats:
+            if caveat.kind is not CaveatKind.NOTE:
+                assert (caveat.kind, caveat.disqualifying) in {(each.kind, each.disqualifying) for each in seen}
+        assert any(each.disqualifying for each in seen) == any(each.disqualifying for each in summary.caveats)
+
+
+@given(st.lists(st.text(alphabet="ab;: ", min_size=1)))
+def test_taking_caveats_apart_loses_nothing(texts: list[str]) -> None:
+    joined = "; ".join(["unstable: x", *texts])
+    assert "; ".join(caveat.text for caveat in flat_cells.caveats(joined, 10)) == joined
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"stage": ...}, "row 1 has no stage"),
+        ({"stage": True}, "row 1 has a stage that is not a whole number"),
+        ({"stage": "2"}, "row 1 has a stage that is not a whole number"),
+        ({"stage": 9}, "row 1 is not usable: stage is 9"),
+        ({"success": 1}, "row 1 has a success that is not true or false"),
+        ({"success": False}, "says success false and status ✅ Success"),
+        ({"status": ""}, "says success true and status"),
+        ({"throughput_tokens_per_sec": -1.0}, "has a negative throughput_tokens_per_sec"),
+        ({"throughput_tokens_per_sec": 0}, "no throughput_tokens_per_sec"),
+        ({"throughput_tokens_per_sec": 10**400}, "has a throughput_tokens_per_sec beyond all measure"),
+        ({"avg_step_time_ms": "fast"}, "has a avg_step_time_ms that is not a number"),
+        ({"avg_step_time_ms": 0}, "must be positive and finite"),
+        ({"model": 7}, "has a model that is not text"),
+        ({"model": ""}, "model is ''"),
+        ({"precision": "int2"}, "precision is 'int2'"),
+        ({"accelerator": "abacus"}, "neither cuda nor cpu"),
+        ({"num_gpus": 0}, "num_gpus is 0: must be 1 or more"),
+    ],
+)
+def test_a_flat_row_with_an_impossible_cell_is_named(tmp_path: Path, changes: dict[str, Any], expected: str) -> None:
+    assert expected in refusal(flat(tmp_path, **changes))
+
+
+def test_a_flat_row_may_lack_columns_that_are_not_needed_and_have_more(tmp_path: Path) -> None:
+    result = load_results.load(flat(tmp_path, cpu_pss_gb=..., ledger_cpu_other_gb=..., device=None, horoscope="fine"))
+    assert result.summaries[0].host_pss_bytes is None
+    assert "row.json: unknown columns left out: horoscope" in result.notes
+
+
+def test_a_flat_row_that_claims_endless_steps_costs_no_endless_memory(tmp_path: Path) -> None:
+    assert len(load_results.load(flat(tmp_path, num_steps=10**30)).summaries[0].losses) == 100_000
+
+
+def test_a_strategy_that_this_version_does_not_know_keeps_its_name(tmp_path: Path) -> None:
+    strategy = load_results.load(flat(tmp_path, strategy="zero4", stage=3)).summaries[0].record.trial.strategy
+    assert (strategy.name, strategy.label, strategy.stage) == ("zero4", "zero4", 3)
+
+
+def test_every_column_of_a_flat_row_has_a_type() -> None:
+    for row in json.loads(REFERENCE.read_text()):
+        assert flat_cells.check(row) == row
+        assert list(row) == [name for name, _ in COLUMNS if name in row]  # it was written before some of them
+    (row,) = flat_rows(load_results.summarised([fakes.success()]))
+    assert flat_cells.check(row) == row
+    assert list(row) == [name for name, _ in COLUMNS]
+
+
+# ------------------------------------------------------------------ parsing and building
+
+
+def test_records_that_repeat_an_object_share_it(run: RunStore) -> None:
+    result = load_results.load(run.folder)
+    assert result.records is not None
+    first, second, _ = result.records
+    assert first.trial.workload is second.trial.workload
+    assert first.trial.strategy is not second.trial.strategy
+    assert first.trial.ds_config != second.trial.ds_config
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.sampled_from(["a", "b", "c", "NaN", '"x']) | st.text(), inner),
+    max_leaves=12,
+)
+
+
+@given(st.lists(st.dictionaries(st.sampled_from("abcd"), JSON), max_size=5))
+def test_sharing_objects_gives_what_parsing_gives(documents: list[Any]) -> None:
+    reader = strict_json.Reader(("a", "b", "c"))
+    for document in documents * 2:
+        text = json.dumps({"first": 1, **document})
+        shared, plain = reader.parse(text, "x", []), strict_json.Reader().parse(text, "x", [])
+        assert json.dumps(shared) == json.dumps(plain)
+        if "\\ud" not in text:
+            assert plain == json.loads(text, parse_constant=lambda _: None)
+
+
+def test_a_key_repeated_inside_a_shared_object_is_told_every_time() -> None:
+    reader = strict_json.Reader(("a",))
+    for _ in range(2):
+        notes: list[str] = []
+        assert reader.parse('{"x": 1, "a": {"k": 1, "k": 2}}', "here", notes) == {"x": 1, "a": {"k": 2}}
+        assert notes == ["here: 'k' given more than once: the last counts"]
+
+
+def test_text_that_looks_like_a_shared_object_is_left_alone() -> None:
+    reader = strict_json.Reader(("a",))
+    documents = [{"x": 1, "a": {"k": 1}}, {"x": ', "a": {"k": 1}', "a": {"k": 1}}, {"x": "NaN", "a": {"k": 1}}]
+    for document in documents * 2:
+        assert reader.parse(json.dumps(document), "x", []) == document
+
+
+def test_one_and_true_are_told_apart_in_what_records_share() -> None:
+    """``==`` does not; a configuration read from one record must not stand in for the other's."""
+    reader = strict_json.Reader(("a",))
+    texts = ('{"x": 0, "a": {"k": ' + value + "}}" for value in ("1", "true", "1.0", "1"))
+    values = [reader.parse(text, "x", [])["a"]["k"] for text in texts]
+    assert [type(value) for value in values] == [int, bool, float, int]
+
+
+def told(reader: strict_json.Reader, text: str) -> tuple[str, list[str]]:
+    """What a reader makes of a text: the value or the reason, and the notes."""
+    notes: list[str] = []
+    try:
+        return repr(reader.parse(text, "here", notes)), notes
+    except strict_json.NotJsonError as error:
+        return str(error), notes
+
+
+def strict(shared: tuple[str, ...] = ()) -> strict_json.Reader:
+    """A reader as it is where the quick parser is not installed."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(strict_json, "_quick_parser", lambda: None)
+        return strict_json.Reader(shared)
+
+
+ODD_TEXTS = (
+    '{"a": 1, "a": 2}',
+    '{"x": {"k": 1, "k": 1}}',
+    '{"x": [0, {"k": 1, "k": 2}]}',
+    '{"x": {"k" : 1, "k": 2}}',
+    '{"x": {"k"\t: 1, "k": 2}, "y": "\\":"}',
+    '{"x": {"k": 1, "\\u006b": 2}}',
+    '{"x": 1, "a": {"k": 1}, "a": {"k": 1}}',
+    '{"x": {"": 0}, "a": {"k": 1}}',
+    '{"x": [{"": 0}], "a": {"": 0}}',
+    '{"x": 1, "a": {"": 0}, "y": {"": 0}}',
+    '{"x": {"": 0}, "y": {"": false}, "z": {"": 0.0}}',
+    '{"x": [NaN, Infinity, -Infinity], "a": {"k": 1}}',
+    '{"x": 1, "a": {"k": NaN}}',
+    '{"x": "\\ud800", "a": {"k": 1}}',
+    '{"x": "\\ud83d\\ude00", "a": {"k": "\\ude00"}}',
+    '{"x": 1e999, "y": -0, "z": -0.0, "a": {"k": 1e-400}}',
+    '{"x": ' + "9" * 4300 + "}",
+    '{"x": ' + "9" * 4301 + "}",
+    '{"x": 9223372036854775808, "a": {"k": -9223372036854775809}}',
+    '{"x": 0.1000000000000000055511151231257827, "y": 1.7976931348623159e308}',
+    "[" * 300 + "]" * 300,
+    '{"x": "\x01"}',
+    '{"x": 01}',
+    '{"x": 1,}',
+    '{"x": 1} {}',
+    "\ufeff{}",
+    "",
+)
+
+
+@pytest.mark.parametrize("text", ODD_TEXTS)
+def test_the_quick_parser_is_never_heard_where_the_strict_one_says_something_else(text: str) -> None:
+    assert strict_json.Reader()._parse is not None  # else there is nothing to compare
+    for shared in ((), ("a",), ("x", "a")):
+        for quick, slow in ((strict_json.Reader(shared), strict(shared)), (strict_json.Reader(shared), strict())):
+            assert [told(quick, text) for _ in range(2)] == [told(slow, text) for _ in range(2)]
+
+
+@given(
+    st.dictionaries(st.sampled_from("abxy"), JSON, max_size=4),
+    st.lists(st.tuples(st.integers(0, 400), st.sampled_from([*'{}[]",: \\0eNk-.\t\n', '"a": ', '{"": 0}', "NaN"]))),
+)
+def test_no_damage_to_a_text_makes_the_quick_parser_disagree_with_the_strict_one(
+    document: dict[str, Any], damage: list[tuple[int, str]]
+) -> None:
+    text = json.dumps({"first": 1, **document, "a": {"k": document}})
+    for place, inserted in damage:
+        text = text[:place] + inserted + text[place:]
+    assert told(strict_json.Reader(("a", "b")), text) == told(strict(), text)
+
+
+def test_a_run_is_read_alike_where_the_quick_parser_is_missing(run: RunStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    quick = load_results.load(run.folder)
+    monkeypatch.setattr(strict_json, "_quick_parser", lambda: None)
+    slow = load_results.load(run.folder)
+    assert (slow.records, slow.summaries, slow.notes) == (quick.records, quick.summaries, quick.notes)
+
+
+def test_planned_trials_that_repeat_an_object_share_it(run: RunStore) -> None:
+    first, second, third = records.read_run(run.folder / "run.json", []).trials
+    assert first["workload"] is second["workload"] is third["workload"]
+    assert first["placement"] is third["placement"]
+    assert first["strategy"] != second["strategy"]
+
+
+@given(st.builds(lambda seconds: fakes.success(step_seconds=seconds), st.lists(st.floats(1e-6, 1e6), min_size=1)))
+def test_a_record_written_and_built_again_is_the_same(entry: TrialRecord) -> None:
+    assert Builder().build(TrialRecord, json.loads(json.dumps(entry.to_dict()))) == entry
+
+
+def test_building_agrees_with_the_records_own_reader() -> None:
+    for line in (SCHEMA1_RUN / "records.jsonl").read_text().splitlines():
+        assert Builder().build(TrialRecord, json.loads(line)) == TrialRecord.from_dict(json.loads(line))
+
+
+def test_what_was_built_of_one_shape_does_not_excuse_the_next() -> None:
+    """The plan for a shape is remembered; a value of the same type can still be wrong."""
+    builder = Builder()
+    good = json.loads(json.dumps(asdict(fakes.measurement())))
+    builder.build(schema.RankMeasurement, good)
+    with pytest.raises(ShapeError, match="world_size"):
+        builder.build(schema.RankMeasurement, {**good, "world_size": 10**400})
+    with pytest.raises(ShapeError, match=r"step_seconds\[0\] is true"):
+        builder.build(schema.RankMeasurement, {**good, "step_seconds": [True]})
+
+
+def test_environments_stay_comparable_after_a_round_trip(run: RunStore) -> None:
+    loaded = load_results.load(run.folder).environment
+    assert loaded is not None
+    assert environment.comparable(loaded, HOST) == []

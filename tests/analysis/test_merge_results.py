@@ -1,0 +1,314 @@
+"""Several results as one: what is pooled, what is kept apart, and what counts only once."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ds_bench.analysis import comparison, load_results, merge_results
+from ds_bench.analysis.load_results import LoadedResult
+from ds_bench.analysis.merge_results import MergedGroup
+from ds_bench.analysis.summary import Summary
+from ds_bench.config.spec import Trial
+from ds_bench.records.schema import METHOD_VERSION, TrialRecord
+from ds_bench.system.environment import Environment
+from tests.support import fakes
+
+HOST = fakes.environment()
+CUDA = fakes.placement(accelerator="cuda", num_gpus=2)
+
+
+def result(
+    *entries: TrialRecord,
+    on: Environment | None = HOST,
+    name: str = "a.json",
+    arguments: Sequence[str] = (),
+    notes: Sequence[str] = (),
+    family: str = "zero",
+) -> LoadedResult:
+    """A result as it is loaded; ``on`` None: it does not tell its environment."""
+    return LoadedResult(
+        source=Path(name),
+        records=entries,
+        rows=(),
+        summaries=load_results.summarised(entries),
+        environment=on,
+        family=family,
+        arguments=tuple(arguments),
+        notes=tuple(notes),
+    )
+
+
+def run(stage: int, seconds: float, repeat: int = 0, **of: object) -> TrialRecord:
+    """A repeat of a ZeRO stage; its second of launch is told by its speed, so that no two are one."""
+    trial = fakes.trial(fakes.zero(stage), on=CUDA, of=fakes.workload(**of), repeat=repeat)
+    return replace(fakes.success(trial, step_seconds=[seconds] * 10), wall_seconds=100 * seconds)
+
+
+def trials(group: MergedGroup) -> list[Trial]:
+    return [entry.record.trial for entry in group.summaries]
+
+
+def sources(groups: Sequence[MergedGroup]) -> list[tuple[str, ...]]:
+    return [tuple(map(str, group.sources)) for group in groups]
+
+
+# ------------------------------------------------------------------ pooling
+
+
+def test_repeats_of_two_results_are_runs_of_one_row() -> None:
+    """4 x 128 tokens on each of 2 cards in 0.1 s and in 0.2 s: 10240 and 5120 tokens/s, √(10240 × 5120) = 7240.8."""
+    (group,) = merge_results.merge([result(run(1, 0.1)), result(run(1, 0.2), name="b.json")])
+    (row,) = comparison.build(group.summaries, environments=group.environments).results
+    assert [round(each.tokens_per_second or 0) for each in row.summaries] == [10240, 5120]
+    assert row.tokens_per_second == pytest.approx(7240.773)
+    assert sources([group]) == [("a.json", "b.json")]
+
+
+def test_repeats_are_numbered_through_so_that_no_two_trials_have_one_key() -> None:
+    first = result(run(1, 0.10), run(2, 0.11), run(1, 0.12, 1), run(2, 0.13, 1))
+    second = result(run(1, 0.14), run(1, 0.15, 1), run(3, 0.16), name="b.json")
+    (group,) = merge_results.merge([first, second])
+    found = [(trial.strategy.stage, trial.repeat) for trial in trials(group)]
+    assert found == [(1, 0), (2, 0), (1, 1), (2, 1), (1, 2), (1, 3), (3, 0)]
+    assert len({trial.key for trial in trials(group)}) == 7
+
+
+def test_rounds_of_two_results_are_rounds_of_their_own() -> None:
+    """Row 2 is missing from the second result: its run in the third is no neighbour of row 1's in the second."""
+    results = [
+        result(*(run(stage, 0.1 + number / 100) for stage in stages), name=f"{number}.json")
+        for number, stages in enumerate(((1, 2), (1,), (1, 2)))
+    ]
+    (group,) = merge_results.merge(results)
+    assert [(trial.strategy.stage, trial.repeat) for trial in trials(group)] == [(1, 0), (2, 0), (1, 1), (1, 2), (2, 1)]
+    assert [summary.round for summary in group.summaries] == [0, 0, 1, 2, 2]
+
+
+def test_rows_with_other_configurations_are_numbered_by_themselves() -> None:
+    plain = run(2, 0.1)
+    config = {**plain.trial.ds_config, "gradient_clipping": 0.5}
+    other = replace(run(2, 0.2), trial=replace(plain.trial, ds_config=config))
+    (group,) = merge_results.merge([result(plain), result(other, name="b.json")])
+    assert [trial.repeat for trial in trials(group)] == [0, 0]
+
+
+def test_a_single_result_is_handed_on_as_it_is() -> None:
+    one = result(run(1, 0.1), run(2, 0.2), arguments=("--model", "tiny"), notes=("cold launch",))
+    (group,) = merge_results.merge([one])
+    assert group.summaries == one.summaries
+    assert group.commands == ("python zero_stage_comparison.py --model tiny",)
+    assert (group.notes, group.environments) == (("cold launch",), (HOST,))
+
+
+def test_nothing_gives_no_group() -> None:
+    assert merge_results.merge([]) == ()
+
+
+def test_failed_runs_are_pooled_with_those_that_trained() -> None:
+    failed = replace(fakes.failure(run(1, 0.1).trial), wall_seconds=9.0)
+    (group,) = merge_results.merge([result(run(1, 0.1)), result(failed, name="b.json")])
+    assert [entry.record.outcome.status for entry in group.summaries] == ["Success", "OOM"]
+
+
+def test_notes_and_commands_of_pooled_results_are_kept_with_their_sources() -> None:
+    (group,) = merge_results.merge(
+        [
+            result(run(1, 0.1), arguments=("--stages", "1"), notes=("cold launch",)),
+            result(run(1, 0.2), name="b.json", arguments=("--stages", "1"), notes=("cold launch",)),
+        ]
+    )
+    assert group.commands == ("python zero_stage_comparison.py --stages 1",)
+    assert group.notes == ("a.json: cold launch", "b.json: cold launch")
+
+
+def test_the_same_arguments_of_both_scripts_are_two_commands() -> None:
+    typed = ("--model", "tiny")
+    first = result(run(1, 0.1), arguments=typed)
+    second = result(run(2, 0.2), arguments=typed, name="b.json", family="offload")
+    (group,) = merge_results.merge([first, second])
+    assert group.commands == (
+        "python zero_stage_comparison.py --model tiny",
+        "python offload_comparison.py --model tiny",
+    )
+
+
+def test_what_may_explain_a_spread_between_pooled_results_is_noted() -> None:
+    moved = replace(HOST, hostname="node-1")
+    (group,) = merge_results.merge([result(run(1, 0.1)), result(run(1, 0.2), on=moved, name="b.json")])
+    assert group.environments == (HOST, moved)
+    assert any("b.json is pooled with a.json" in note and "host node-0 against node-1" in note for note in group.notes)
+
+
+# ------------------------------------------------------------------ kept apart
+
+
+@pytest.mark.parametrize(
+    "change", [{"model": "gpt2"}, {"seq_length": 64}, {"num_steps": 20}, {"precision": "fp32"}, {"seed": 7}]
+)
+def test_other_workloads_stand_side_by_side(change: dict[str, object]) -> None:
+    groups = merge_results.merge([result(run(1, 0.1)), result(run(1, 0.2, **change), name="b.json")])
+    assert sources(groups) == [("a.json",), ("b.json",)]
+    assert len({group.title for group in groups}) == 2
+
+
+def test_other_placements_stand_side_by_side() -> None:
+    alone = replace(run(1, 0.2), trial=replace(run(1, 0.2).trial, placement=replace(CUDA, num_gpus=1)))
+    groups = merge_results.merge([result(run(1, 0.1)), result(alone, name="b.json")])
+    assert [group.title.split(" · ")[3] for group in groups] == [
+        "2 GPUs (NVIDIA H100 80GB HBM3)",
+        "1 GPU (NVIDIA H100 80GB HBM3)",
+    ]
+
+
+def test_rows_of_another_method_of_measurement_stand_by_themselves() -> None:
+    later = replace(run(1, 0.2), method_version=99)
+    groups = merge_results.merge([result(run(1, 0.1)), result(later, name="b.json")])
+    assert groups[1].title.endswith(f"method of measurement 99 against {METHOD_VERSION}")
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        (replace(HOST, packages={**HOST.packages, "torch": "2.11.0"}), "torch 2.11.0 against 2.13.0"),
+        (replace(HOST, gpus=fakes.FakeQuery(cards=1).inventory.gpus), "GPUs 1 x NVIDIA H100 80GB HBM3"),
+        (replace(HOST, cpu_model="Xeon"), "CPU Xeon against AMD EPYC 9654"),
+    ],
+)
+def test_results_of_environments_that_differ_are_not_pooled_and_their_titles_say_why(
+    changed: Environment, named: str
+) -> None:
+    groups = merge_results.merge([result(run(1, 0.1)), result(run(1, 0.2), on=changed, name="b.json")])
+    assert sources(groups) == [("a.json",), ("b.json",)]
+    assert named in groups[1].title
+    assert groups[0].title != groups[1].title
+    for group, other in zip(groups, ("b.json", "a.json"), strict=True):
+        (note,) = group.notes
+        assert note.startswith(f"not pooled with {other}, and no ratio is given between the two, as these differ: ")
+
+
+def test_a_title_names_three_differences_and_counts_the_rest() -> None:
+    packages = {"torch": "2.11.0", "deepspeed": "0.18.0", "transformers": "4.0.0"}
+    other = replace(HOST, packages=packages, cpu_model="Xeon", logical_cores=2)
+    groups = merge_results.merge([result(run(1, 0.1)), result(run(1, 0.2), on=other, name="b.json")])
+    assert groups[1].title.endswith("2 more differences")
+    assert any("transformers 4.0.0 against 5.23.0" in note for note in groups[1].notes)
+
+
+def test_a_result_that_does_not_tell_its_environment_is_not_pooled_with_one_that_does() -> None:
+    groups = merge_results.merge([result(run(1, 0.1)), result(run(1, 0.2), on=None, name="b.json")])
+    assert sources(groups) == [("a.json",), ("b.json",)]
+    assert "environment not known" in groups[1].title
+
+
+def test_results_that_both_do_not_tell_are_pooled_with_a_warning() -> None:
+    (group,) = merge_results.merge([result(run(1, 0.1), on=None), result(run(1, 0.2), on=None, name="b.json")])
+    assert any(
+        "do not tell their environments: taken to be of one machine with the same versions" in note
+        for note in group.notes
+    )
+
+
+def test_results_that_do_not_tell_are_not_pooled_across_cards() -> None:
+    elsewhere = fakes.success(run(1, 0.2).trial, step_seconds=[0.2] * 10, device_name="NVIDIA L4")
+    groups = merge_results.merge([result(run(1, 0.1), on=None), result(elsewhere, on=None, name="b.json")])
+    assert len(groups) == 2
+
+
+def test_a_third_result_joins_the_group_it_belongs_to() -> None:
+    old = replace(HOST, packages={"torch": "2.11.0"})
+    groups = merge_results.merge(
+        [
+            result(run(1, 0.1)),
+            result(run(1, 0.2), on=old, name="b.json"),
+            result(run(1, 0.3), on=replace(HOST, hostname="node-1"), name="c.json"),
+        ]
+    )
+    assert sources(groups) == [("a.json", "c.json"), ("b.json",)]
+
+
+# ------------------------------------------------------------------ once each
+
+
+def test_one_result_given_twice_counts_once_with_a_note() -> None:
+    one = result(run(1, 0.1), run(2, 0.2))
+    (group,) = merge_results.merge([one, one])
+    assert group.summaries == one.summaries
+    assert "a.json: 2 rows are already in a.json: counted once" in group.notes
+
+
+@pytest.mark.parametrize("flat_first", [True, False])
+def test_a_flat_json_and_its_own_run_folder_count_once_and_the_records_are_kept(
+    tmp_path: Path, flat_first: bool
+) -> None:
+    failed = replace(fakes.failure(run(3, 0.1).trial), started_at="2026-11-21T09:30:00+00:00")
+    stored = fakes.write_run(tmp_path / "results", [run(1, 0.1), run(2, 0.2), failed])
+    (tmp_path / "sent").mkdir()
+    lonely = Path(shutil.copy(stored.json_path, tmp_path / "sent"))
+    loaded = [load_results.load(path) for path in ((lonely, stored.folder) if flat_first else (stored.folder, lonely))]
+    (group,) = merge_results.merge(loaded)
+    assert [len(entry.record.ranks) for entry in group.summaries] == [2, 2, 0]
+    assert group.sources == (stored.folder,)
+    assert any("3 rows are already in" in note for note in group.notes)
+
+
+def test_a_run_that_was_resumed_adds_only_what_its_older_copy_lacks() -> None:
+    first, second = run(1, 0.1), run(2, 0.2)
+    (group,) = merge_results.merge([result(first), result(first, second, name="b.json")])
+    assert [trial.strategy.stage for trial in trials(group)] == [1, 2]
+    assert [trial.repeat for trial in trials(group)] == [0, 0]
+
+
+def test_two_runs_of_one_command_are_two_runs() -> None:
+    again = replace(run(1, 0.1), started_at="2026-11-21T10:30:00+00:00")
+    (group,) = merge_results.merge([result(run(1, 0.1)), result(again, name="b.json")])
+    assert [trial.repeat for trial in trials(group)] == [0, 1]
+
+
+def stages_and_seconds() -> st.SearchStrategy[list[list[tuple[int, int]]]]:
+    return st.lists(
+        st.lists(st.tuples(st.sampled_from((0, 1, 2)), st.integers(1, 40)), min_size=1, max_size=4),
+        min_size=1,
+        max_size=4,
+    )
+
+
+@settings(deadline=None, max_examples=50)
+@given(stages_and_seconds())
+def test_whatever_is_merged_no_run_is_lost_and_none_counts_twice(files: list[list[tuple[int, int]]]) -> None:
+    """Runs with the same stage and speed are the same run here, in whichever files they are."""
+    results = [
+        result(*(run(stage, ticks / 100) for stage, ticks in dict.fromkeys(entries)), name=f"{number}.json")
+        for number, entries in enumerate(files)
+    ]
+    (group,) = merge_results.merge(results)
+    seen = sorted(
+        (entry.record.trial.strategy.stage, round((entry.step_seconds or 0) * 100)) for entry in group.summaries
+    )
+    assert seen == sorted({run for entries in files for run in entries})
+    if len(group.sources) > 1:
+        assert len({trial.key for trial in trials(group)}) == len(seen)
+
+
+def test_ten_results_of_a_thousand_rows_are_merged_in_little_time() -> None:
+    import time
+
+    results = []
+    for number in range(10):
+        entries = [run(number % 3, 0.1, repeat) for repeat in range(3)]
+        shared = load_results.summarised(entries)
+        many: list[Summary] = []
+        for copy in range(334):
+            for entry in shared:
+                record = replace(entry.record, wall_seconds=float(f"{number}.{copy:04d}"))
+                many.append(replace(entry, record=record))
+        results.append(replace(result(name=f"{number}.json"), summaries=tuple(many)))
+    begun = time.process_time()
+    merge_results.merge(results)
+    assert time.process_time() - begun < 3

@@ -1,0 +1,43 @@
+"""Where a result comes from, in words."""
+
+from __future__ import annotations
+
+import shlex
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ds_bench.analysis import provenance
+from ds_bench.system.environment import Environment
+
+HOST = Environment(
+    hostname="node-7",
+    cpu_model="AMD EPYC 9654",
+    logical_cores=16,
+    physical_cores=8,
+    cpu_quota_cores=2.5,
+    host_memory_bytes=64 * 2**30,
+    packages={"torch": "2.13.0"},
+)
+
+
+@given(st.lists(st.text(min_size=1), max_size=5))
+def test_the_command_comes_back_from_a_shell_as_it_was_typed(arguments: list[str]) -> None:
+    line = provenance.command("zero", arguments)
+    assert shlex.split(line) == ["python", "zero_stage_comparison.py", *arguments]
+
+
+def test_an_unknown_family_has_no_command() -> None:
+    assert provenance.command(None, ["--model", "gpt2"]) == ""
+
+
+def test_facts_that_are_not_known_are_left_out() -> None:
+    facts = provenance.machine(HOST)
+    assert facts == {
+        "GPUs": "none",
+        "CPU": "AMD EPYC 9654",
+        "cores": "16 threads on 8 cores, quota 2.5",
+        "host memory": "64.00 GB",
+        "torch": "2.13.0",
+    }
+    assert provenance.one_line(HOST).startswith("GPUs none · CPU AMD EPYC 9654 · ")

@@ -1,0 +1,295 @@
+"""The command lines people type: what parses, what it means, and the one line for what cannot be meant."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ds_bench.cli.arguments import Family, build_parser, parse
+from ds_bench.config.options import Options
+from ds_bench.errors import UsageError
+from tests.support import fakes
+
+BOTH: dict[str, Any] = {
+    "--model": "gpt2",
+    "--batch-size": 4,
+    "--common-batch": False,
+    "--seq-length": None,
+    "--grad-accum": 1,
+    "--num-steps": 20,
+    "--warmup-steps": 5,
+    "--precision": "auto",
+    "--activation-checkpointing": False,
+    "--optimizer": None,
+    "--seed": 42,
+    "--dropout": None,
+    "--model-factory": None,
+    "--trust-remote-code": False,
+    "--nvme-path": None,
+    "--repeats": 1,
+    "--relative-to": None,
+    "--goal": "balanced",
+    "--export": None,
+    "--num-gpus": None,
+    "--accelerator": "auto",
+    "--launcher": "auto",
+    "--hostfile": None,
+    "--cpu-memory-limit": None,
+    "--gpu-memory-limit": None,
+    "--peak-tflops": None,
+    "--ds-config": None,
+    "--set": [],
+    "--output-dir": Path("results"),
+    "--timeout": 3600.0,
+    "--stall-timeout": 600.0,
+    "--resume": None,
+    "--retry": "",
+    "--skip-predicted-oom": False,
+    "--force": False,
+    "--dry-run": False,
+    "--format": "table",
+    "--quiet": False,
+    "--verbose": False,
+    "--strict": False,
+    "--local_rank": None,
+    "--local-rank": None,
+}
+OWN: dict[Family, dict[str, Any]] = {
+    "zero": {"--stages": [0, 1, 2, 3]},
+    "offload": {"--strategies": ["none", "cpu_optimizer", "cpu_full"], "--stage": 3},
+}
+
+
+@pytest.mark.parametrize("family", ["zero", "offload"])
+def test_the_flag_set_and_its_defaults_are_frozen(family: Family) -> None:
+    """A flag that changes its name or its default breaks what people have written down."""
+    actions = [a for a in build_parser(family, "x")._actions if not isinstance(a, argparse._HelpAction)]
+    assert {name: action.default for action in actions for name in action.option_strings} == {**BOTH, **OWN[family]}
+
+
+@pytest.mark.parametrize("family", ["zero", "offload"])
+def test_every_flag_that_is_shown_has_a_help_text(family: Family) -> None:
+    assert [action.option_strings for action in build_parser(family, "x")._actions if not action.help] == []
+
+
+def zero(line: str) -> Options:
+    return parse("zero", "zero_stage_comparison.py", shlex.split(line))
+
+
+def offload(line: str) -> Options:
+    return parse("offload", "offload_comparison.py", shlex.split(line))
+
+
+# ------------------------------------------------------------------ A3, word for word
+
+
+def test_the_line_gpt2_with_batch_4() -> None:
+    options = zero("--model gpt2 --batch-size 4")
+    assert (options.model, options.batch_size, options.stages) == ("gpt2", 4, (0, 1, 2, 3))
+
+
+def test_the_line_llama_2_with_batch_2() -> None:
+    options = zero("--model meta-llama/Llama-2-7b-hf --batch-size 2")
+    assert (options.model, options.batch_size) == ("meta-llama/Llama-2-7b-hf", 2)
+
+
+def test_the_line_opt_with_everything() -> None:
+    options = zero("--model facebook/opt-1.3b --batch-size 8 --seq-length 512 --num-steps 50 --stages 0 1 2 3")
+    assert (options.model, options.batch_size, options.seq_length) == ("facebook/opt-1.3b", 8, 512)
+    assert (options.num_steps, options.stages) == (50, (0, 1, 2, 3))
+
+
+def test_the_line_with_more_steps() -> None:
+    options = zero("--warmup-steps 10 --num-steps 50")
+    assert (options.warmup_steps, options.num_steps, options.model) == (10, 50, "gpt2")
+
+
+def test_the_line_offload_with_three_strategies() -> None:
+    options = offload("--model gpt2 --batch-size 4 --strategies none cpu_optimizer cpu_full")
+    assert options.strategies == ("none", "cpu_optimizer", "cpu_full")
+    assert options.nvme_path is None
+
+
+def test_the_line_offload_with_a_disk() -> None:
+    options = offload(
+        "--model meta-llama/Llama-2-7b-hf --batch-size 2 --nvme-path DIR --strategies none cpu_optimizer cpu_full nvme"
+    )
+    assert options.strategies == ("none", "cpu_optimizer", "cpu_full", "nvme")
+    assert options.nvme_path == Path("DIR")
+
+
+@pytest.mark.parametrize("model", ["gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"])
+def test_the_shell_loops_over_gpt2_sizes(model: str) -> None:
+    assert offload(f"--model {model}").model == zero(f"--model {model}").model == model
+
+
+# ------------------------------------------------------------------ A4 to A13, by meaning
+
+
+def test_no_flags_at_all_mean_the_documented_defaults() -> None:
+    options = zero("")
+    assert (options.model, options.batch_size, options.grad_accum) == ("gpt2", 4, 1)
+    assert (options.num_steps, options.warmup_steps, options.output_dir) == (20, 5, Path("results"))
+    assert options.seq_length is None  # 512, or fewer where the model has fewer: see test_plan
+    assert offload("").strategies == ("none", "cpu_optimizer", "cpu_full")
+
+
+def test_a_strategy_or_stage_named_twice_is_run_once_in_the_order_named() -> None:
+    assert zero("--stages 2 0 2 0 1").stages == (2, 0, 1)
+    assert offload("--strategies cpu_full none cpu_full").strategies == ("cpu_full", "none")
+
+
+def test_settings_keep_their_order_and_repetition_since_the_last_one_decides() -> None:
+    assert zero("--set a=1 --set a=2 --set a=1").set == ("a=1", "a=2", "a=1")
+
+
+def test_a_retry_list_is_split_at_commas_and_trimmed() -> None:
+    assert zero("--resume r --retry 'Timeout, OOM (host),,'").retry == ("Timeout", "OOM (host)")
+
+
+def test_limits_in_gb_are_powers_of_two() -> None:
+    options = zero("--cpu-memory-limit 1.5 --gpu-memory-limit 40")
+    assert options.cpu_memory_limit_bytes == 1.5 * 2**30
+    assert options.gpu_memory_limit_bytes == 40 * 2**30
+    assert zero("").cpu_memory_limit_bytes is None
+
+
+def test_a_model_of_ones_own_goes_under_its_own_name() -> None:
+    options = zero("--model-factory my.models:build")
+    assert (options.model, options.model_factory) == ("my.models:build", "my.models:build")
+
+
+@pytest.mark.parametrize("flag", ["--local_rank=3", "--local-rank 3"])
+def test_the_flag_a_launcher_adds_is_accepted_and_means_nothing(flag: str) -> None:
+    assert zero(flag) == zero("")
+
+
+@pytest.mark.parametrize("line", ["--help", "-h"])
+def test_help_ends_well_and_shows_defaults_and_exit_codes(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        zero(line)
+    assert caught.value.code == 0
+    text = capsys.readouterr().out
+    assert "default: 20" in text
+    assert "130 interrupted" in text
+    assert "local_rank" not in text
+
+
+def test_options_cannot_be_changed_afterwards() -> None:
+    options = zero("")
+    with pytest.raises(AttributeError):
+        options.model = "other"  # type: ignore[misc]
+
+
+# ------------------------------------------------------------------ what cannot be meant
+
+
+@pytest.mark.parametrize(
+    ("line", "flag", "value"),
+    [
+        ("--batch-size 0", "--batch-size", "'0'"),
+        ("--batch-size -4", "--batch-size", "'-4'"),
+        ("--batch-size 2.5", "--batch-size", "'2.5'"),
+        ("--batch-size many", "--batch-size", "'many'"),
+        ("--batch-size ''", "--batch-size", "''"),
+        ("--seq-length 0", "--seq-length", "'0'"),
+        ("--num-steps 0", "--num-steps", "'0'"),
+        ("--warmup-steps -1", "--warmup-steps", "'-1'"),
+        ("--grad-accum 0", "--grad-accum", "'0'"),
+        ("--repeats 0", "--repeats", "'0'"),
+        ("--num-gpus 0", "--num-gpus", "'0'"),
+        ("--seed -1", "--seed", "'-1'"),
+        ("--dropout 1", "--dropout", "'1'"),
+        ("--stages 4", "--stages", "4"),
+        ("--stages two", "--stages", "two"),
+        ("--stages", "--stages", ""),
+        ("--precision fp8", "--precision", "fp8"),
+        ("--optimizer adamw", "--optimizer", "adamw"),
+        ("--accelerator tpu", "--accelerator", "tpu"),
+        ("--launcher slurm", "--launcher", "slurm"),
+        ("--timeout 0", "--timeout", "'0'"),
+        ("--timeout nan", "--timeout", "'nan'"),
+        ("--timeout inf", "--timeout", "'inf'"),
+        ("--stall-timeout soon", "--stall-timeout", "'soon'"),
+        ("--cpu-memory-limit -1", "--cpu-memory-limit", "'-1'"),
+        ("--gpu-memory-limit 0", "--gpu-memory-limit", "'0'"),
+        ("--peak-tflops x", "--peak-tflops", "'x'"),
+        ("--model-factory models.build", "--model-factory", "'models.build'"),
+        ("--model-factory :build", "--model-factory", "':build'"),
+        ("--format csv", "--format", "csv"),
+        ("--model", "--model", ""),
+        ("--batch_size 4", "--batch_size", "4"),
+        ("--batch 4", "--batch", "4"),
+        ("--strategies none", "--strategies", "none"),
+        ("gpt2", "gpt2", ""),
+    ],
+)
+def test_a_bad_value_is_one_line_with_flag_value_and_remedy(line: str, flag: str, value: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        zero(line)
+    text = str(caught.value)
+    assert flag in text
+    assert value in text
+    assert "see zero_stage_comparison.py --help" in text
+    assert "\n" not in text
+    assert caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize("line", ["--strategies cpu", "--strategies", "--stage 0", "--stages 0"])
+def test_a_strategy_that_does_not_exist_is_a_usage_error(line: str) -> None:
+    with pytest.raises(UsageError, match=r"offload_comparison\.py --help"):
+        offload(line)
+
+
+@pytest.mark.parametrize(
+    ("line", "said", "remedy"),
+    [
+        ("--quiet --verbose", "--quiet and --verbose together", "give one of them"),
+        ("--retry OOM", "--retry without --resume", "add --resume RUN_DIR"),
+        ("--launcher warm --hostfile h", "--launcher warm works on one node", "drop --hostfile"),
+    ],
+)
+def test_two_flags_that_contradict_each_other_are_refused_with_the_way_out(line: str, said: str, remedy: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        zero(line)
+    assert said in str(caught.value)
+    assert remedy in caught.value.remedy
+
+
+def test_a_flag_is_never_guessed_from_its_beginning() -> None:
+    """With abbreviations, adding a flag would change what an old line means."""
+    with pytest.raises(UsageError, match="unrecognized arguments: --num-step"):
+        zero("--num-step 5")
+
+
+def test_the_fakes_go_the_same_way() -> None:
+    assert fakes.options("zero", "--batch-size", "3").batch_size == 3
+
+
+def test_a_row_may_be_named_by_its_strategy_or_its_stage() -> None:
+    assert parse("zero", "zero.py", ["--relative-to", "2", "--export", "zero3"]).relative_to == "zero2"
+    assert parse("zero", "zero.py", ["--relative-to", "2", "--export", "3"]).export == "zero3"
+    assert parse("zero", "zero.py", ["--relative-to", "ZeRO-2"]).relative_to == "zero2"
+    assert parse("zero", "zero.py", ["--relative-to", "stage 2"]).relative_to == "zero2"
+    assert parse("offload", "offload.py", ["--relative-to", "cpu_full"]).relative_to == "cpu_full"
+
+
+@pytest.mark.parametrize(
+    ("family", "flags", "rows"),
+    [
+        ("zero", ["--stages", "1", "2", "--relative-to", "0"], "one of zero1, zero2"),
+        ("zero", ["--export", "fastest"], "one of zero0, zero1, zero2, zero3"),
+        ("offload", ["--export", "nvme"], "one of none, cpu_optimizer, cpu_full"),
+    ],
+)
+def test_a_row_that_is_not_compared_is_refused_with_those_that_are(family: Family, flags: list[str], rows: str) -> None:
+    with pytest.raises(UsageError, match=rows):
+        parse(family, "script.py", flags)
+
+
+def test_the_row_that_an_nvme_path_adds_can_be_exported(tmp_path: Path) -> None:
+    assert parse("offload", "offload.py", ["--nvme-path", str(tmp_path), "--export", "nvme"]).export == "nvme"

@@ -1,0 +1,470 @@
+"""The verbs as a user types them: what they print, write and exit with, from results on disk."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ds_bench.cli.commands import main
+from ds_bench.records.schema import TrialRecord
+from tests.support import fakes
+from tests.support.real_trials import ROOT
+
+GPUS = fakes.placement(accelerator="cuda", num_gpus=2)
+MEMORY = {0: 40, 1: 30, 2: 20, 3: 10}
+
+
+def run_of(stages: tuple[int, ...] = (0, 1, 2, 3), *, slower: float = 0.0, **changes: Any) -> list[TrialRecord]:
+    """Stage n takes 0.1 + 0.02·n seconds a step, and ``slower`` more."""
+    made = []
+    for number, stage in enumerate(stages):
+        trial = fakes.trial(fakes.zero(stage), on=GPUS, trial_id=f"{number:02d}_zero{stage}", **changes)
+        peak = MEMORY[stage] * fakes.GB
+        made.append(
+            fakes.success(
+                trial,
+                step_seconds=(0.1 + 0.02 * stage + slower,) * 10,
+                gpu_peak_bytes=peak,
+                gpu_peak_reserved_bytes=peak,
+            )
+        )
+    return made
+
+
+@pytest.fixture
+def result(tmp_path: Path) -> Path:
+    return fakes.write_run(tmp_path / "results", run_of(), arguments=["--model", "tiny", "--num-gpus", "2"]).folder
+
+
+def test_report_shows_the_table_and_the_recommendation_again(result: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", str(result)]) == 0
+    out = capsys.readouterr().out
+    assert "ZeRO-3" in out
+    assert "not tested" in out
+    assert "Recommendation (balanced): ZeRO-0" in out
+
+
+def test_report_takes_the_goal_and_the_row_that_ratios_refer_to(
+    result: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["report", str(result), "--goal", "memory", "--relative-to", "zero3"]) == 0
+    out = capsys.readouterr().out
+    assert "Recommendation (memory): ZeRO-3" in out
+    assert "1.60x" in out  # stage 0 against stage 3: 0.16 s / 0.10 s
+
+
+def test_the_markdown_block_has_table_set_up_command_and_versions(
+    result: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["report", str(result), "--markdown"]) == 0
+    out = capsys.readouterr().out
+    assert "| Strategy |" in out
+    assert "python zero_stage_comparison.py --model tiny --num-gpus 2" in out
+    assert "torch 2.13.0" in out
+    assert "AMD EPYC 9654" in out
+
+
+def test_several_files_of_one_workload_are_taken_together_as_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folders = [str(fakes.write_run(tmp_path / f"r{i}", run_of((0, 3), slower=i / 1e3)).folder) for i in range(3)]
+    assert main(["report", *folders]) == 0
+    out = capsys.readouterr().out
+    assert out.count("ZeRO-3 ") >= 1
+    assert "[0.6" in out  # 0.10 / 0.16 with an interval
+    assert "not tested" not in out
+
+
+def two_models(folder: Path, **second: Any) -> list[str]:
+    """ZeRO-0 and 3 of tiny, ZeRO-0 and 2 of gpt2. 2 x 4 x 128 tokens in 0.10, 0.16, 0.10 and 0.14 s a step."""
+    one = fakes.write_run(folder / "a", run_of((0, 3))).folder
+    other = fakes.write_run(folder / "b", run_of((0, 2), of=fakes.workload(model="gpt2")), **second).folder
+    return [str(one), str(other)]
+
+
+def test_two_models_have_tables_of_their_own_and_one_with_both_side_by_side(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["report", *two_models(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert out.count("Recommendation (balanced)") == 2
+    assert out.rstrip().splitlines()[-4:] == [
+        "Tokens/s of the whole job, models side by side (NVIDIA H100 80GB HBM3)",
+        "Model  ZeRO-0  ZeRO-3  ZeRO-2",
+        "tiny   10,240   6,400",
+        "gpt2   10,240           7,314",
+    ]
+
+
+def test_models_side_by_side_in_markdown_are_a_table_of_their_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["report", "--markdown", *two_models(tmp_path)]) == 0
+    assert capsys.readouterr().out.rstrip().splitlines()[-4:] == [
+        "| Model | ZeRO-0 | ZeRO-3 | ZeRO-2 |",
+        "| --- | ---: | ---: | ---: |",
+        "| tiny | 10,240 | 6,400 |  |",
+        "| gpt2 | 10,240 |  | 7,314 |",
+    ]
+
+
+def test_models_of_two_machines_do_not_stand_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", *two_models(tmp_path, on=fakes.environment(cpu_model="Xeon"))]) == 0
+    assert "side by side" not in capsys.readouterr().out
+
+
+def test_one_model_at_two_batch_sizes_is_told_apart_side_by_side(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one = fakes.write_run(tmp_path / "a", run_of((0,))).folder
+    other = fakes.write_run(tmp_path / "b", run_of((0,), of=fakes.workload(batch_size=8))).folder
+    assert main(["report", str(one), str(other)]) == 0
+    assert [line.rsplit("  ", 1)[0] for line in capsys.readouterr().out.rstrip().splitlines()[-2:]] == [
+        "tiny, micro-batch 4",
+        "tiny, micro-batch 8",
+    ]
+
+
+def test_side_by_side_a_figure_not_to_be_used_is_marked_and_a_failure_has_its_status(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spoiled = fakes.success(run_of((0,))[0].trial, step_seconds=(0.1,) * 10, losses=(None,) * 12)
+    failed = fakes.failure(run_of((0,), of=fakes.workload(model="gpt2"))[0].trial)
+    folders = [fakes.write_run(tmp_path / name, [entry]).folder for name, entry in (("a", spoiled), ("b", failed))]
+    on = fakes.write_run(tmp_path / "c", run_of((0,), of=fakes.workload(model="opt-125m"))).folder
+    assert main(["report", *map(str, [*folders, on])]) == 0
+    *_, first, second, third, last = capsys.readouterr().out.rstrip().splitlines()
+    assert [line.split()[-1] for line in (first, second, third)] == ["10,240*", "OOM", "10,240"]
+    assert last.startswith("* not to be used")
+
+
+def test_the_same_run_given_twice_counts_once(result: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", str(result), str(result), str(result)]) == 0
+    assert "not tested" in capsys.readouterr().out
+
+
+def test_report_writes_a_page_and_pictures(result: Path, tmp_path: Path) -> None:
+    page, plots = tmp_path / "report.html", tmp_path / "plots"
+    assert main(["report", str(result), "--html", str(page), "--plots", str(plots)]) == 0
+    text = page.read_text(encoding="utf-8")
+    assert text.lower().startswith("<!doctype html>")
+    assert "ZeRO-3" in text
+    assert {path.suffix for path in plots.iterdir()} == {".png", ".svg"}
+
+
+# ------------------------------------------------------------------ as the run was asked
+
+
+def asked(folder: Path, *arguments: str) -> str:
+    """The run of all four stages, with these flags in its record."""
+    return str(fakes.write_run(folder, run_of(), arguments=["--model", "tiny", *arguments]).folder)
+
+
+def test_report_keeps_the_goal_and_the_row_that_the_run_itself_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["report", asked(tmp_path, "--goal", "memory", "--relative-to", "zero2")]) == 0
+    out = capsys.readouterr().out
+    assert "Recommendation (memory): ZeRO-3" in out
+    assert "1.40x" in out  # stage 0 against stage 2: 0.14 s / 0.10 s
+
+
+def test_flags_of_report_go_before_those_of_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = asked(tmp_path, "--goal", "memory", "--relative-to", "zero2")
+    assert main(["report", folder, "--goal", "speed", "--relative-to", "3"]) == 0
+    out = capsys.readouterr().out
+    assert "Recommendation (speed): ZeRO-0" in out
+    assert "1.60x" in out  # stage 0 against stage 3: 0.16 s / 0.10 s
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--goal", "fun"], ["--help"], ["--no-such-flag"], ["--goal", "memory", "--num-steps", "x"]],
+    ids=" ".join,
+)
+def test_flags_of_a_run_that_cannot_be_read_leave_the_defaults(
+    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["report", asked(tmp_path, *arguments)]) == 0
+    out = capsys.readouterr().out
+    assert "Recommendation (balanced): ZeRO-0" in out
+    assert "usage:" not in out
+
+
+def test_a_row_that_the_run_asked_for_and_never_reached_is_no_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--model", "tiny", "--relative-to", "zero3"]
+    folder = fakes.write_run(tmp_path, run_of((0, 1)), arguments=arguments).folder
+    assert main(["report", str(folder)]) == 0
+    assert "0.83x" in capsys.readouterr().out  # stage 1 against stage 0: 0.10 s / 0.12 s
+
+
+# ------------------------------------------------------------------ pictures and configurations
+
+
+def test_pictures_that_cannot_be_written_are_one_line_and_exit_2(
+    result: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", refuse)
+    assert main(["report", str(result), "--plots", str(tmp_path)]) == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert line == f"ds_bench: --plots {tmp_path}: Permission denied (give a folder that you may write to)"
+
+
+def test_pictures_into_a_folder_of_the_kernels_are_one_line(result: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nobody may write there, root neither."""
+    assert main(["report", str(result), "--plots", "/proc"]) == 2
+    assert len(capsys.readouterr().err.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize("name", ["zero3", "3", "ZeRO-3", "zero-3", "stage 3"])
+def test_export_takes_every_name_by_which_a_row_is_called(
+    name: str, result: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["report", str(result), "--export", name]) == 0
+    config = json.loads((tmp_path / "ds_config_zero3" / "ds_config.json").read_text(encoding="utf-8"))
+    assert config["zero_optimization"]["stage"] == 3
+
+
+def test_export_says_which_of_several_results_it_was_taken_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    one, other = two_models(tmp_path)
+    assert main(["report", one, other, "--export", "0"]) == 0
+    said = [line for line in capsys.readouterr().err.splitlines() if "taken from" in line]
+    assert len(said) == 1
+    assert said[0].startswith("--export 0: 2 rows are called that; taken from ZeRO-0 of tiny")
+    assert said[0].endswith(f"({one})")
+
+
+def test_export_of_the_only_row_of_its_name_says_nothing_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["report", *two_models(tmp_path), "--export", "zero2"]) == 0
+    assert "taken from" not in capsys.readouterr().err
+
+
+def test_report_exports_a_row_by_name(result: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["report", str(result), "--export", "zero2"]) == 0
+    config = json.loads((tmp_path / "ds_config_zero2" / "ds_config.json").read_text(encoding="utf-8"))
+    assert config["zero_optimization"]["stage"] == 2
+
+
+def flat_copy(result: Path, folder: Path) -> Path:
+    """The run's flat JSON, without its run folder."""
+    (original,) = result.parent.parent.glob("*.json")
+    copy = folder / "sent.json"
+    copy.write_bytes(original.read_bytes())
+    return copy
+
+
+def test_a_flat_json_exports_nothing_as_what_ran_and_shows_no_configuration(
+    result: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    page = tmp_path / "page.html"
+    assert main(["report", str(flat_copy(result, tmp_path)), "--html", str(page), "--export", "zero2"]) == 2
+    said = capsys.readouterr().err.strip().splitlines()[-1]
+    assert said.startswith("ds_bench: --export zero2: a flat JSON does not tell the configuration")
+    assert "give the run folder" in said
+    assert list(tmp_path.glob("ds_config*")) == []
+    assert "DeepSpeed configurations</h3>" not in page.read_text(encoding="utf-8")
+
+
+def test_a_row_that_one_of_two_results_tells_whole_is_exported_from_that(
+    result: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    other = fakes.write_run(tmp_path / "other", run_of((2,), of=fakes.workload(model="gpt2"))).folder
+    assert main(["report", str(flat_copy(result, tmp_path)), str(other), "--export", "zero2"]) == 0
+    config = json.loads((tmp_path / "ds_config_zero2" / "ds_config.json").read_text(encoding="utf-8"))
+    assert config["optimizer"]["type"] == "AdamW"
+
+
+def test_a_strategys_name_from_a_file_leads_out_of_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "x/../../escaped"
+    (entry,) = run_of((2,))
+    evil = replace(entry, trial=replace(entry.trial, strategy=replace(entry.trial.strategy, name=name)))
+    folder = fakes.write_run(tmp_path / "results", [evil]).folder
+    (tmp_path / "inside").mkdir()
+    monkeypatch.chdir(tmp_path / "inside")
+    assert main(["report", str(folder), "--export", name]) == 0
+    assert [path.name for path in (tmp_path / "inside").iterdir()] == ["ds_config_x_.._.._escaped"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["inside", "results"]
+
+
+def test_both_scripts_with_the_same_arguments_keep_their_own_commands(
+    result: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    offload = [fakes.success(fakes.trial(fakes.offload("cpu_optimizer"), on=GPUS))]
+    typed = ["--model", "tiny", "--num-gpus", "2"]
+    other = fakes.write_run(tmp_path / "other", offload, family="offload", arguments=typed).folder
+    assert main(["report", str(result), str(other), "--markdown"]) == 0
+    out = capsys.readouterr().out
+    assert "python zero_stage_comparison.py --model tiny --num-gpus 2" in out
+    assert "python offload_comparison.py --model tiny --num-gpus 2" in out
+
+
+def test_a_page_of_two_machines_tells_both(result: Path, tmp_path: Path) -> None:
+    elsewhere = fakes.environment(cpu_model="Xeon Gold 6430")
+    other = fakes.write_run(tmp_path / "b", run_of(slower=0.01), on=elsewhere).folder
+    page = tmp_path / "page.html"
+    assert main(["report", str(result), str(other), "--html", str(page)]) == 0
+    text = page.read_text(encoding="utf-8")
+    assert text.count("<dd>AMD EPYC 9654</dd>") == text.count("<dd>Xeon Gold 6430</dd>") == 1
+
+
+def test_a_page_of_two_models_of_one_machine_tells_it_once(tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    assert main(["report", *two_models(tmp_path), "--html", str(page)]) == 0
+    assert page.read_text(encoding="utf-8").count("<dd>AMD EPYC 9654</dd>") == 1
+
+
+def test_compare_puts_two_results_beside_each_other(
+    result: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    newer = fakes.environment(packages={"torch": "2.14.0", "deepspeed": "0.19.8", "transformers": "5.23.0"})
+    other = fakes.write_run(tmp_path / "later", run_of(), on=newer).folder
+    assert main(["compare", str(result), str(other)]) == 0
+    out = capsys.readouterr().out
+    assert "1.00x" in out
+    assert "versions differ: torch 2.13.0 against 2.14.0" in out
+
+
+def test_a_baseline_is_kept_and_a_regression_exits_3(
+    result: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    baselines = tmp_path / "baselines.json"
+    assert main(["baseline", "save", str(result), "--baselines", str(baselines)]) == 0
+    assert main(["baseline", "check", str(result), "--baselines", str(baselines)]) == 0
+    slower = [
+        fakes.success(entry.trial, step_seconds=(0.5,) * 10, gpu_peak_bytes=entry.ranks[0].gpu_peak_bytes)
+        for entry in run_of()
+    ]
+    worse = fakes.write_run(tmp_path / "worse", slower).folder
+    capsys.readouterr()
+    assert main(["baseline", "check", str(worse), "--baselines", str(baselines), "--json"]) == 3
+    verdicts = json.loads(capsys.readouterr().out)
+    assert all(entry["failed"] for entry in verdicts["entries"])
+
+
+BAD_INPUT = [
+    (["report", "absent.json"], ["absent.json"]),
+    (["report", "{notes}"], ["notes.txt"]),
+    (["report", "{csv}"], [".csv", ".json"]),
+    (["report", "{empty}"], ["empty.json"]),
+    (["report", "{result}", "--html", "/nowhere/at/all.html"], ["--html", "/nowhere/at"]),
+    (["report", "{result}", "--html", "{result}"], ["--html", "folder"]),
+    (["report", "{result}", "--plots", "{notes}"], ["--plots", "notes.txt"]),
+    (["report", "{result}", "--export", "zero9"], ["--export zero9", "zero0, zero1, zero2, zero3"]),
+    (["report", "{result}", "--relative-to", "zero9"], ["zero9"]),
+    (["report", "{result}", "--goal", "fun"], ["--goal", "balanced"]),
+    (["compare", "{result}", "absent"], ["absent"]),
+    (["baseline", "check", "{result}", "--baselines", "{notes}"], ["notes.txt"]),
+    (["baseline", "save", "{result}", "--tolerance", "2"], ["--tolerance", "'2'"]),
+    (["advice", "--model", "gpt9"], ["gpt9", "gpt2"]),
+    (["frobnicate"], ["frobnicate"]),
+]
+
+
+@pytest.mark.parametrize(("arguments", "words"), BAD_INPUT, ids=lambda value: " ".join(value)[:50])
+def test_bad_input_is_one_line_and_exit_2(
+    arguments: list[str], words: list[str], result: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "notes.txt").write_text("no JSON at all")
+    (tmp_path / "empty.json").write_text("[]")
+    (csv,) = result.parent.parent.glob("*.csv")
+    names = {"notes": tmp_path / "notes.txt", "empty": tmp_path / "empty.json", "result": result, "csv": csv}
+    capsys.readouterr()
+    assert main([text.format(**names) for text in arguments]) == 2
+    captured = capsys.readouterr()
+    assert len(captured.err.strip().splitlines()) == 1, captured.err
+    assert all(word in captured.err for word in words), captured.err
+
+
+def test_advice_tells_each_strategy_with_the_models_own_numbers(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["advice", "--model", "gpt2", "--num-gpus", "4"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("use when:") == 7
+    assert "ZeRO-3" in out
+
+
+def test_advice_ends_with_the_five_rules_of_thumb(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["advice", "--num-gpus", "4"]) == 0
+    assert capsys.readouterr().out.splitlines()[-5:] == [
+        "  fits comfortably (under 60 % of the card): stage 0 or 1",
+        "  barely fits (80 % to 95 %): stage 2",
+        "  out of memory at stage 2: stage 3, or offload",
+        "  speed is critical: the lowest stage that fits",
+        "  memory is critical: stage 3 with offload",
+    ]
+    assert main(["advice", "--num-gpus", "1"]) == 0
+    assert "On one GPU stages 1 to 3 partition nothing" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("verb", ["advice", "models"])
+def test_a_terminal_of_ascii_alone_is_no_error(verb: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "ds_bench", verb],
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+        cwd=ROOT,
+        capture_output=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert done.stdout.isascii()
+
+
+def test_advice_for_an_unknown_name_tells_where_else_a_model_may_come_from(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ds_bench.models.lookup._ask_child", lambda *_: {"error": "not here"})
+    assert main(["advice", "--model", "gpt9"]) == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert "nearest presets: gpt2" in line
+    assert "the folder of a model works too, and python -m ds_bench plan --online can ask the Hub" in line
+
+
+def test_a_folder_that_advice_cannot_read_is_not_told_to_be_a_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ds_bench.models.lookup._ask_child", lambda *_: {"error": "no config.json"})
+    assert main(["advice", "--model", str(tmp_path)]) == 2
+    said = capsys.readouterr().err
+    assert "no config.json" in said
+    assert "works too" not in said
+
+
+def test_advice_takes_a_local_folder_without_asking_the_network(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """172,288 parameters: 1128 × 64 embeddings, two layers of 49,984, a norm of 128."""
+    shape = {"model_type": "gpt2", "n_layer": 2, "n_embd": 64, "n_head": 2, "vocab_size": 1000, "n_positions": 128}
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    assert main(["advice", "--model", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert "172.3 K parameters" in out
+    assert out.count("use when:") == 7
+
+
+def test_advice_for_a_model_that_cannot_be_counted_is_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ds_bench.models.lookup.find_model", lambda *_, **__: fakes.choice(facts=None))
+    assert main(["advice", "--model", "odd"]) == 2
+    assert len(capsys.readouterr().err.strip().splitlines()) == 1

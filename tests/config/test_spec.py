@@ -1,0 +1,155 @@
+"""What is asked: refused when impossible, whole after a round trip, and named by a key that misses nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from ds_bench.config.spec import Placement, Strategy, Trial, Workload
+from tests.support import fakes
+
+
+@pytest.mark.parametrize("name", ["batch_size", "seq_length", "grad_accum", "num_steps"])
+@pytest.mark.parametrize("value", [0, -1])
+def test_a_workload_without_work_is_refused_by_the_name_of_its_field(name: str, value: int) -> None:
+    with pytest.raises(ValueError, match=f"{name} is {value}: must be 1 or more"):
+        fakes.workload(**{name: value})
+
+
+def test_no_warm_up_is_allowed_and_less_than_none_is_not() -> None:
+    assert fakes.workload(warmup_steps=0).warmup_steps == 0
+    with pytest.raises(ValueError, match="warmup_steps"):
+        fakes.workload(warmup_steps=-1)
+
+
+def test_a_precision_nobody_trains_in_is_refused() -> None:
+    with pytest.raises(ValueError, match="precision is 'fp8'"):
+        fakes.workload(precision="fp8")
+
+
+def test_a_model_without_a_name_is_refused() -> None:
+    with pytest.raises(ValueError, match="model"):
+        fakes.workload(model="")
+
+
+@pytest.mark.parametrize("stage", [-1, 4])
+def test_a_stage_that_zero_does_not_have_is_refused(stage: int) -> None:
+    with pytest.raises(ValueError, match="stage"):
+        Strategy(name="x", label="X", stage=stage)
+
+
+def test_a_placement_on_no_device_is_refused() -> None:
+    with pytest.raises(ValueError, match="num_gpus is 0"):
+        Placement(accelerator="cpu", num_gpus=0)
+
+
+@pytest.mark.parametrize("value", [fakes.workload(), fakes.zero(2), fakes.placement(), fakes.trial()])
+def test_what_was_asked_cannot_be_changed_afterwards(value: Any) -> None:
+    name = dataclasses.fields(value)[0].name
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        setattr(value, name, "changed")
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "param", "uses"), [("nvme", "none", True), ("cpu", "nvme", True), ("cpu", "cpu", False)]
+)
+def test_a_strategy_uses_nvme_when_either_of_the_two_lies_there(optimizer: Any, param: Any, uses: bool) -> None:
+    strategy = Strategy(name="x", label="X", stage=3, offload_optimizer=optimizer, offload_param=param)
+    assert strategy.uses_nvme is uses
+
+
+def everything() -> Trial:
+    """A trial that uses every field."""
+    return fakes.trial(
+        fakes.offload("nvme"),
+        on=fakes.placement(
+            accelerator="cuda",
+            num_gpus=4,
+            launcher="deepspeed",
+            hostfile="/etc/hosts.ds",
+            nvme_path="/mnt/nvmé",
+            cpu_memory_limit_bytes=7,
+            gpu_memory_limit_bytes=8,
+            supported_precisions=("fp16", "fp32"),
+        ),
+        of=fakes.workload(precision="fp16", activation_checkpointing=True, grad_accum=3, seed=7),
+        repeat=2,
+        unsupported="no libaio",
+        caveats=("a disk that is none",),
+    )
+
+
+def test_a_trial_survives_json_whole() -> None:
+    trial = everything()
+    again = Trial.from_dict(json.loads(json.dumps(trial.to_dict())))
+    assert again == trial
+    assert isinstance(again.caveats, tuple)
+    assert isinstance(again.placement.supported_precisions, tuple)
+    assert again.key == trial.key
+
+
+@pytest.mark.parametrize("damage", ["strategy", "workload", "placement"])
+def test_a_trial_that_lost_a_part_is_no_trial(damage: str) -> None:
+    data = everything().to_dict()
+    del data[damage]
+    with pytest.raises(KeyError):
+        Trial.from_dict(data)
+
+
+def test_a_trial_with_a_field_of_another_program_is_no_trial() -> None:
+    with pytest.raises(TypeError):
+        Trial.from_dict({**everything().to_dict(), "colour": "red"})
+
+
+def _variants() -> list[Trial]:
+    trial = everything()
+    workloads = [
+        {"batch_policy": "largest"}, {"batch_size": 5},
+        {"seq_length": 129}, {"grad_accum": 4}, {"num_steps": 11}, {"warmup_steps": 3},
+        {"precision": "fp32"}, {"activation_checkpointing": False}, {"seed": 8}, {"model": "gpt2"},
+        {"trust_remote_code": True}, {"dropout": 0.0}, {"model_config": {"n_layer": 1}}, {"model_type": "opt"},
+        {"model_source": "hub"},
+    ]  # fmt: skip
+    placements = [
+        {"num_gpus": 8}, {"accelerator": "cpu"}, {"launcher": "warm"}, {"hostfile": None}, {"nvme_path": "/other"},
+        {"cpu_memory_limit_bytes": None}, {"gpu_memory_limit_bytes": None},
+    ]  # fmt: skip
+    return [
+        *(replace(trial, workload=replace(trial.workload, **change)) for change in workloads),
+        *(replace(trial, placement=replace(trial.placement, **change)) for change in placements),
+        replace(trial, repeat=0),
+        replace(trial, strategy=fakes.offload("cpu_full")),
+        replace(trial, ds_config={**trial.ds_config, "gradient_clipping": 0.5}),
+    ]
+
+
+def test_anything_that_decides_the_measurement_changes_the_key() -> None:
+    keys = [trial.key for trial in [everything(), *_variants()]]
+    assert len(set(keys)) == len(keys)
+
+
+def test_what_does_not_decide_the_measurement_leaves_the_key() -> None:
+    trial = everything()
+    other = replace(trial, trial_id="07_nvme", caveats=(), unsupported=None)
+    assert other.key == trial.key
+
+
+def test_the_key_does_not_depend_on_the_order_of_a_config() -> None:
+    trial = everything()
+    turned = dict(reversed(list(trial.ds_config.items())))
+    assert list(turned) != list(trial.ds_config)
+    assert replace(trial, ds_config=turned).key == trial.key
+
+
+def test_the_variants_above_change_every_field_of_a_workload() -> None:
+    """So that a new field cannot be forgotten in the test of the key."""
+    changed = {name for variant in _variants() for name in _differences(variant.workload, everything().workload)}
+    assert changed == {field.name for field in dataclasses.fields(Workload)}
+
+
+def _differences(a: Any, b: Any) -> set[str]:
+    return {field.name for field in dataclasses.fields(a) if getattr(a, field.name) != getattr(b, field.name)}

@@ -1,0 +1,275 @@
+"""The verb as a whole: order, printing, JSON, exit codes, and the part that a plan needs."""
+
+from __future__ import annotations
+
+import errno
+import io
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ds_bench.config import deepspeed_config, strategies
+from ds_bench.config.spec import Placement
+from ds_bench.doctor import compilers, nvme, packages
+from ds_bench.doctor import run as doctor
+from ds_bench.doctor.findings import Finding, Machine, ok, problem, warning
+from ds_bench.errors import PreflightError, UsageError
+from ds_bench.launch import ops
+from ds_bench.system import environment
+from ds_bench.system.gpus import GpuFacts, GpuInventory
+
+GROUPS = ["Packages", "Tools", "GPUs", "Host", "DeepSpeed ops", "NVMe", "Hugging Face Hub"]
+CPU = Placement(accelerator="cpu")
+
+
+class Cards:
+    def __init__(self, *gpus: GpuFacts) -> None:
+        self.gpus = gpus
+        self.times = 0
+
+    def read(self) -> GpuInventory:
+        self.times += 1
+        return GpuInventory(driver_version="580.65.06" if self.gpus else None, gpus=self.gpus)
+
+
+OFFLINE = {"HF_HUB_OFFLINE": "1"}
+
+
+@pytest.fixture
+def bare(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Machine:
+    """A machine that tells nothing: no files, no programs, no cards, no variables."""
+    monkeypatch.setenv("DS_BENCH_OPS_CACHE", str(tmp_path / "ops"))
+    root = tmp_path / "root"
+    root.mkdir()
+    return Machine(root=root, environ=OFFLINE, query=Cards(), which=lambda _name: None, ask=lambda *_: None)
+
+
+# ------------------------------------------------------------------ the whole
+
+
+def test_a_machine_that_tells_nothing_gets_an_answer_of_every_group(bare: Machine) -> None:
+    groups = doctor.gather(bare)
+    assert list(groups) == GROUPS
+    assert all(groups.values())
+    assert doctor.exit_code(groups) == 2
+
+
+def test_warnings_alone_are_no_failure() -> None:
+    assert doctor.exit_code({"A": [warning("a", "b")]}) == 0
+    assert doctor.exit_code({"A": [warning("a", "b")], "B": [problem("a", "b")]}) == 2
+    assert doctor.exit_code({}) == 0
+
+
+def test_the_cards_are_asked_once(bare: Machine) -> None:
+    assert isinstance(bare.query, Cards)
+    doctor.gather(bare)
+    assert bare.query.times == 1
+
+
+def test_a_check_that_breaks_costs_no_other_group(bare: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def breaks(*_: object) -> Any:
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(compilers, "check", breaks)
+    groups = doctor.gather(bare)
+    assert list(groups) == GROUPS
+    assert groups["Tools"] == [warning("tools", "could not be read: broken")]
+
+
+def test_a_path_that_cannot_be_used_is_not_measured(
+    bare: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nvme, "check_speed", lambda *_: pytest.fail("measured all the same"))
+    (found,) = doctor.gather(bare, nvme_path=tmp_path / "missing")["NVMe"]
+    assert found.level == "problem"
+
+
+def test_without_the_op_the_speed_is_not_measured_and_the_remedy_builds_it(bare: Machine, tmp_path: Path) -> None:
+    found = doctor.gather(bare, nvme_path=tmp_path)["NVMe"][-1]
+    assert (found.name, found.level) == ("NVMe speed", "warning")
+    assert "--build" in (found.remedy or "")
+
+
+def test_build_hands_every_op_of_the_catalogue_to_the_builder(bare: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def build(names: list[str], *_: object, **__: object) -> dict[str, ops.OpState]:
+        asked.extend(names)
+        return {name: ops.OpState(op=name, ready=name != ops.CPU_ADAM, reason="no g++") for name in names}
+
+    monkeypatch.setattr(ops, "prepare_ops", build)
+    groups = doctor.gather(bare, build=True)
+    levels = {each.name: each.level for each in groups["DeepSpeed ops"]}
+    assert asked == [ops.SHARED_MEMORY, ops.CPU_ADAM, ops.ASYNC_IO]
+    assert levels["CPUAdam op"] == "problem"
+    assert levels["ShareMemComm op"] == "ok"
+
+
+def test_a_cache_that_cannot_be_made_is_a_finding_of_the_ops(bare: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DS_BENCH_OPS_CACHE", "/proc/nowhere")
+    found = doctor.gather(bare, build=True)["DeepSpeed ops"][-1]
+    assert found.level == "problem"
+    assert found.remedy == "set DS_BENCH_OPS_CACHE"
+
+
+# ------------------------------------------------------------------ what is printed
+
+
+SAMPLE = {
+    "First": [ok("a", "fine"), problem("longer name", "broken", "mend it")],
+    "Second": [warning("b", "so so")],
+}
+
+
+def test_each_finding_is_one_line_with_its_remedy_and_the_last_line_is_the_sum() -> None:
+    assert list(doctor.lines(SAMPLE)) == [
+        "First",
+        "  ok       a            fine",
+        "  problem  longer name  broken → mend it",
+        "",
+        "Second",
+        "  warning  b            so so",
+        "",
+        "not ready: 1 problem, 1 warning",
+    ]
+
+
+def test_no_name_of_a_process_or_a_disk_can_steer_the_terminal() -> None:
+    printed = "".join(doctor.lines({"A": [warning("a", "process\x1b[2J\nok  fake line", "\x07")]}))
+    assert "\x1b" not in printed
+    assert "\x07" not in printed
+    assert "\n" not in printed
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *, as_json: bool) -> int:
+    monkeypatch.setattr(doctor, "gather", lambda _machine, **_: SAMPLE)
+    return doctor.run(None, False, as_json)
+
+
+def test_json_is_a_list_of_objects_and_the_exit_code_the_same(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(monkeypatch, as_json=True) == run(monkeypatch, as_json=False) == 2
+    text = capsys.readouterr().out
+    listed, _ = json.JSONDecoder().raw_decode(text)
+    assert listed[1] == {
+        "group": "First",
+        "name": "longer name",
+        "level": "problem",
+        "text": "broken",
+        "remedy": "mend it",
+    }
+    assert listed[0]["remedy"] is None
+
+
+def test_a_terminal_of_ascii_gets_ascii(monkeypatch: pytest.MonkeyPatch) -> None:
+    raw = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(raw, encoding="ascii", write_through=True))
+    run(monkeypatch, as_json=False)
+    assert b"broken -> mend it" in raw.getvalue()
+
+
+@pytest.mark.parametrize("path", ["", "  "])
+def test_an_empty_path_is_refused_before_anything_is_looked_at(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "gather", lambda *_, **__: pytest.fail("looked all the same"))
+    with pytest.raises(UsageError, match="--nvme-path is empty"):
+        doctor.run(path, False, False)
+
+
+# ------------------------------------------------------------------ for a plan
+
+
+def config(name: str) -> dict[str, Any]:
+    return deepspeed_config.base_config(strategies.offload_strategy(name), 1)
+
+
+def planned(*configs: dict[str, Any], place: Placement = CPU, **arguments: Any) -> dict[str, Finding]:
+    found = doctor.for_plan(place, configs, **arguments)
+    return {each.name: each for each in found}
+
+
+def test_a_plan_on_this_machine_is_ready_and_says_so_quickly() -> None:
+    start = time.monotonic()
+    found = planned(config("none"), config("cpu_optimizer"))
+    assert time.monotonic() - start < 5  # 0.2 s on an idle machine
+    assert [each for each in found.values() if each.level == "problem"] == []
+
+
+def test_a_tool_that_every_row_needs_is_a_problem(bare: Machine) -> None:
+    assert planned(config("none"), machine=bare)["ninja"].level == "problem"  # on the CPU every row talks by an op
+
+
+def test_a_tool_that_only_some_rows_need_is_a_warning(bare: Machine) -> None:
+    place = Placement(accelerator="cuda")
+    some = planned(config("none"), config("cpu_optimizer"), place=place, machine=bare)
+    every = planned(config("cpu_full"), config("cpu_optimizer"), place=place, machine=bare)
+    assert some["ninja"].level == "warning"
+    assert every["ninja"].level == "problem"
+
+
+def test_the_nvme_path_is_looked_at_only_where_a_row_uses_it(tmp_path: Path) -> None:
+    place = Placement(accelerator="cpu", nvme_path=str(tmp_path / "missing"))
+    assert "NVMe path" not in planned(config("cpu_full"), place=place)
+    assert planned(config("nvme"), place=place)["NVMe path"].level == "problem"
+
+
+def test_a_full_disk_for_swapping_stops_only_the_rows_that_swap(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_space(_path: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(nvme, "_write_directly", no_space)
+    place = Placement(accelerator="cpu", nvme_path=str(tmp_path))
+    assert planned(config("nvme"), place=place)["direct I/O"].level == "problem"
+    assert planned(config("nvme"), place=place, lacks_space="1 MB free")["direct I/O"].level == "warning"
+
+
+def test_cards_are_looked_at_only_where_the_plan_uses_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment, "torch_cuda_version", lambda: "12.8")
+    cut = Machine(query=Cards(GpuFacts(index=0, mig=True)), environ={})
+    assert "GPU 0 MIG" not in planned(config("none"), machine=cut)
+    assert planned(config("none"), place=Placement(accelerator="cuda"), machine=cut)["GPU 0 MIG"].level == "problem"
+
+
+def test_an_amd_gpu_is_said_to_be_unsupported(tmp_path: Path) -> None:
+    (tmp_path / "dev").mkdir()
+    there = Machine(root=tmp_path, query=Cards(), environ={})
+    assert "GPUs" not in planned(config("none"), machine=there)
+    (tmp_path / "dev/kfd").touch()
+    assert "ROCm is not supported: this runs on the CPU" in planned(config("none"), machine=there)["GPUs"].text
+    assert "ROCm is not supported" in doctor.gather(there)["GPUs"][0].text
+
+
+def test_host_memory_is_held_against_what_the_plan_needs() -> None:
+    assert planned(config("cpu_full"), need_host_bytes=2**60)["host memory"].level == "warning"
+
+
+def test_a_deepspeed_that_is_too_old_ends_the_plan_in_second_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packages, "check", lambda: [problem("deepspeed", "0.14 is installed", "pip install it")])
+    stream = io.StringIO()
+    with pytest.raises(PreflightError, match="not ready: 1 problem"):
+        doctor.require_ready(doctor.for_plan(CPU, [config("none")]), stream)
+    assert "0.14 is installed -> pip install it" in stream.getvalue()
+
+
+@pytest.mark.parametrize(("quiet", "printed"), [(False, True), (True, False)])
+def test_warnings_are_printed_unless_quiet_and_let_the_plan_go_on(quiet: bool, printed: bool) -> None:
+    stream = io.StringIO()
+    doctor.require_ready([ok("a", "fine"), warning("b", "so so")], stream, quiet=quiet)
+    assert ("so so" in stream.getvalue()) is printed
+    assert "fine" not in stream.getvalue()
+
+
+def test_a_problem_is_printed_also_where_quiet() -> None:
+    stream = io.StringIO()
+    with pytest.raises(PreflightError):
+        doctor.require_ready([problem("b", "broken")], stream, quiet=True)
+    assert "broken" in stream.getvalue()
+
+
+def test_a_plan_without_rows_needs_nothing_and_does_not_fail() -> None:
+    assert "NVMe path" not in planned()

@@ -1,0 +1,217 @@
+"""What this program relies on in the installed DeepSpeed, pinned: a new version that changes it fails here first."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ds_bench
+from ds_bench.config import deepspeed_config, strategies
+from ds_bench.config.spec import Placement
+from ds_bench.launch import rank_environment
+
+_ASK = """
+import json, sys
+import deepspeed
+from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+out = sys.stdout; sys.stdout = sys.stderr
+zero = DeepSpeedZeroConfig(stage=3, offload_optimizer={"device": "cpu"}, offload_param={"device": "cpu"})
+def raises(config):
+    try:
+        DeepSpeedConfig({"train_batch_size": 1, **config})
+    except Exception as error:
+        return type(error).__name__
+    return None
+answer = {
+    "version": deepspeed.__version__,
+    "gradient_clipping": DeepSpeedConfig({"train_batch_size": 1}).gradient_clipping,
+    "pin_memory": [zero.offload_optimizer.pin_memory, zero.offload_param.pin_memory],
+    "overlap_comm": [DeepSpeedZeroConfig(stage=stage).overlap_comm for stage in range(4)],
+    "defaults": DeepSpeedZeroConfig(stage=3).model_dump(mode="json"),
+    "max_in_cpu": zero.offload_param.max_in_cpu,
+    "mics": raises({"zero_optimization": {"stage": 3, "mics_shard_size": 2}}),
+    "typo_in_block": raises({"zero_optimization": {"stage": 1, "overlap_com": True}}),
+    "typo_at_top": raises({"gradient_cliping": 1.0}),
+    "comms_logger": DeepSpeedConfig({"train_batch_size": 1, "comms_logger": {"enabled": False}})
+    .comms_config.comms_logger_enabled,
+}
+print(json.dumps(answer), file=out)
+"""
+
+
+@pytest.fixture(scope="module")
+def facts() -> dict[str, Any]:
+    done = subprocess.run(
+        [sys.executable, "-c", _ASK],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env={**os.environ, "DS_ACCELERATOR": "cpu", "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"},
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return answer
+
+
+_ASK_KEYS = """
+import json, typing
+from pydantic import BaseModel
+from deepspeed.compile.config import CompileConfig
+from deepspeed.monitor import config as monitor
+from deepspeed.runtime import precision_config as precision
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+def walk(path, model, found):
+    assert model.model_config["extra"] == "forbid"
+    found[path] = sorted({name for key, field in model.model_fields.items() for name in (key, field.alias) if name})
+    for key, field in model.model_fields.items():
+        for kind in (field.annotation, *typing.get_args(field.annotation)):
+            if isinstance(kind, type) and issubclass(kind, BaseModel):
+                walk(f"{path}.{key}", kind, found)
+    return found
+
+blocks = {"zero_optimization": DeepSpeedZeroConfig, "compile": CompileConfig}
+blocks |= {"fp16": precision.DeepSpeedFP16Config, "bf16": precision.DeepSpeedBF16Config}
+blocks |= {"tensorboard": monitor.TensorBoardConfig, "wandb": monitor.WandbConfig}
+blocks |= {"csv_monitor": monitor.CSVConfig, "comet": monitor.CometConfig}
+found = {}
+for name, model in blocks.items():
+    walk(name, model, found)
+print(json.dumps(found, indent=1, sort_keys=True))
+"""
+
+
+def test_the_nested_keys_that_we_ship_are_those_of_the_installed_version() -> None:
+    """To write the file anew: print what this child prints."""
+    done = subprocess.run([sys.executable, "-c", _ASK_KEYS], capture_output=True, text=True, timeout=120, check=True)
+    installed = json.loads(done.stdout[done.stdout.index("{") :])
+    shipped = Path(ds_bench.__path__[0], "config", "deepspeed_keys.json").read_text(encoding="utf-8")
+    assert json.loads(shipped) == installed
+
+
+def source(path: str) -> str:
+    spec = importlib.util.find_spec("deepspeed")
+    assert spec is not None
+    assert spec.origin is not None
+    return (Path(spec.origin).parent / path).read_text()
+
+
+def test_the_defaults_we_write_out_are_the_installed_ones(facts: dict[str, Any]) -> None:
+    config = deepspeed_config.base_config(strategies.offload_strategy("cpu_full"), 1)
+    assert config["gradient_clipping"] == facts["gradient_clipping"]
+    written = {key: value for key, value in config["zero_optimization"].items() if not key.startswith("offload")}
+    default = {**facts["defaults"], **{f"stage3_{key}": value for key, value in facts["defaults"].items()}}
+    assert {key: default[key] for key in written} == written
+    assert facts["pin_memory"] == [True, True]
+
+
+def test_communication_overlaps_by_default_at_stage_3_only(facts: dict[str, Any]) -> None:
+    assert facts["overlap_comm"] == [False, False, False, True]
+    for stage in (1, 2, 3):
+        block = deepspeed_config.zero_block(strategies.ZERO_STAGES[stage])
+        assert block["overlap_comm"] == facts["overlap_comm"][stage]
+
+
+def test_a_typo_is_refused_inside_a_block_and_accepted_at_the_top(facts: dict[str, Any]) -> None:
+    assert facts["typo_in_block"] == "ValidationError"
+    assert facts["typo_at_top"] is None
+
+
+def test_removed_features_raise(facts: dict[str, Any]) -> None:
+    assert facts["mics"] == "DeepSpeedConfigError"
+
+
+def test_the_presence_of_comms_logger_turns_it_on(facts: dict[str, Any]) -> None:
+    assert facts["comms_logger"] is True
+
+
+def test_parameters_would_stay_in_memory_by_default_when_offloaded_to_nvme(facts: dict[str, Any]) -> None:
+    assert facts["max_in_cpu"] == 1_000_000_000
+
+
+def test_stages_1_and_2_offload_to_the_cpu_whatever_the_device() -> None:
+    text = source("runtime/zero/stage_1_and_2.py")
+    assert "OffloadDeviceEnum.nvme" not in text
+    assert "swap_tensor" not in text
+
+
+def test_shared_memory_segments_have_the_name_that_we_remove() -> None:
+    text = source("ops/csrc/cpu/comm/shm.cpp")
+    assert '#define SHM_BUFFER_NAME "deepspeed_allreduce_buffer"' in text
+    assert re.search(r'"%s_%d_%s_%s",\s*SHM_BUFFER_NAME,\s*getuid\(\),\s*addr_string,\s*port_string', text)
+
+
+def test_swap_files_lie_where_the_ledger_looks() -> None:
+    text = source("runtime/swap_tensor/partitioned_param_swapper.py")
+    assert "'zero_stage_3', f'{torch_dtype_string}params'" in text
+    assert "'optimizer'" in source("runtime/swap_tensor/optimizer_utils.py")
+
+
+def test_the_launcher_passes_a_signal_on_as_256_minus_its_number() -> None:
+    assert "if result.returncode > 0:" in source("launcher/runner.py")
+
+
+_PARTITION = """
+import json, os, sys
+os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
+out = sys.stdout; sys.stdout = sys.stderr
+import deepspeed, torch
+deepspeed.init_distributed(dist_backend="gloo", init_method=f"file://{sys.argv[1]}/meet", rank=0, world_size=1)
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.frozen, self.head = torch.nn.Embedding(5, 4), torch.nn.Linear(4, 4), torch.nn.Linear(4, 5)
+        self.head.weight = self.embedding.weight
+        self.frozen.requires_grad_(False)
+        self.register_buffer("mean", torch.ones(3))
+model = Model().to(torch.bfloat16)
+before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+config = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "zero_optimization": {"stage": 3}}
+deepspeed.zero.Init(module=model, config_dict_or_path=config, dtype=torch.bfloat16)
+answer = {
+    "names": [list(before), [name for name, _ in model.named_parameters()]],
+    "held": [parameter.numel() for parameter in model.parameters()],
+    "sizes": [parameter.ds_numel for parameter in model.parameters()],
+    "trainable": {name: parameter.requires_grad for name, parameter in model.named_parameters()},
+    "tied": model.head.weight is model.embedding.weight,
+    "buffer": [model.mean.tolist(), str(model.mean.dtype)],
+}
+with deepspeed.zero.GatheredParameters(list(model.parameters())):
+    answer["kept"] = all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
+answer["dtypes"] = sorted({str(parameter.dtype) for parameter in model.parameters()})
+print(json.dumps(answer), file=out)
+"""
+
+
+@pytest.mark.deepspeed
+@pytest.mark.usefixtures("built_ops")
+def test_a_built_module_is_partitioned_with_its_weights_ties_and_frozen_parameters_as_they_were(tmp_path: Path) -> None:
+    """What a model factory's model relies on at stage 3 (partition_parameters.py, ``Init(module=…)``)."""
+    done = subprocess.run(
+        [sys.executable, "-c", _PARTITION, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env={**os.environ, **rank_environment.rank_environment(Placement(accelerator="cpu"), os.environ, None)},
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    assert answer["names"][0] == answer["names"][1]
+    assert answer["held"] == [0] * 4
+    assert answer["sizes"] == [20, 16, 4, 5]
+    assert [name for name, trains in answer["trainable"].items() if not trains] == ["frozen.weight", "frozen.bias"]
+    assert answer["tied"]
+    assert answer["kept"]
+    assert answer["dtypes"] == ["torch.bfloat16"]
+    assert answer["buffer"] == [[1.0, 1.0, 1.0], "torch.bfloat16"]

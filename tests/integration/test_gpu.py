@@ -1,0 +1,173 @@
+"""What only a GPU can show; run with ``pytest -m gpu`` (scripts/gpu_check.sh does)."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pandas
+import pytest
+
+from ds_bench.system import environment, gpus
+from tests.support.real_trials import ROOT
+
+_USABLE = gpus.visible_gpu_count(os.environ, gpus.NvmlQuery()) > 0 and environment.torch_cuda_version() is not None
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not _USABLE, reason="no GPU, or torch is a CPU build")]
+
+Run = Callable[..., tuple[int, str, list[dict[str, Any]]]]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Runs a script once per set of arguments on one GPU: exit code, standard error, rows."""
+    done: dict[tuple[str, ...], tuple[int, str, list[dict[str, Any]]]] = {}
+
+    def go(script: str, *arguments: str) -> tuple[int, str, list[dict[str, Any]]]:
+        key = (script, *arguments)
+        if key not in done:
+            folder = tmp_path_factory.mktemp("gpu")
+            common = ["--accelerator", "cuda", "--num-gpus", "1", "--output-dir", str(folder)]
+            result = subprocess.run(
+                [sys.executable, str(ROOT / script), *common, *arguments],
+                capture_output=True,
+                text=True,
+                timeout=550,
+                check=False,
+            )
+            rows = [row for path in sorted(folder.glob("*.json")) for row in json.loads(path.read_text())]
+            done[key] = (result.returncode, result.stderr, rows)
+        return done[key]
+
+    return go
+
+
+GPT2 = ("--model", "gpt2", "--batch-size", "4", "--seq-length", "256", "--num-steps", "10", "--warmup-steps", "3")
+
+
+def test_every_stage_succeeds_and_its_memory_lies_within_the_card(run: Run) -> None:
+    code, err, rows = run("zero_stage_comparison.py", *GPT2)
+    assert code == 0, err
+    assert [row["stage"] for row in rows] == [0, 1, 2, 3]
+    for row in rows:
+        assert 0 < row["gpu_allocated_gb"] <= row["gpu_peak_gb"] <= row["gpu_peak_reserved_gb"] < row["gpu_total_gb"]
+
+
+def test_the_common_analysis_runs_unmodified(run: Run) -> None:
+    results = run("zero_stage_comparison.py", *GPT2)[2]
+    df = pandas.DataFrame(results)
+    df["efficiency"] = df["throughput_tokens_per_sec"] / df["gpu_peak_gb"]
+    assert str(df.loc[df["efficiency"].idxmax()]["stage"]) in ("0", "1", "2", "3")
+
+
+def test_losses_of_stages_1_to_3_agree(run: Run) -> None:
+    rows = run("zero_stage_comparison.py", *GPT2)[2]
+    finals = [row["final_loss"] for row in rows[1:]]
+    assert max(finals) - min(finals) < 5e-2, finals
+
+
+def test_ledger_and_allocator_agree_on_what_is_held(run: Run) -> None:
+    """The counted storages without activations are most of what the allocator holds after a step, and no more."""
+    for row in run("zero_stage_comparison.py", *GPT2)[2]:
+        names = ("parameters", "optimizer_states", "deepspeed_buffers", "other")
+        counted = sum(row[f"ledger_gpu_{name}_gb"] for name in names)
+        assert 0.8 * row["gpu_allocated_gb"] < counted < 1.1 * row["gpu_peak_gb"], row["strategy"]
+
+
+def test_a_card_too_small_is_oom_with_phase_and_bytes_asked(run: Run) -> None:
+    code, _, rows = run("zero_stage_comparison.py", *GPT2, "--stages", "1", "--gpu-memory-limit", "1")
+    assert code == 1
+    assert rows[0]["status"] == "❌ OOM"
+    assert "asked" in rows[0]["error_details"]
+    assert "phase" in rows[0]["error_details"]
+
+
+def test_optimizer_offload_moves_its_states_to_host_memory(run: Run) -> None:
+    code, err, rows = run("offload_comparison.py", *GPT2, "--strategies", "none", "cpu_optimizer", "cpu_full")
+    assert code == 0, err
+    none, optimizer, full = rows
+    assert optimizer["ledger_gpu_optimizer_states_gb"] < 0.05 * none["ledger_gpu_optimizer_states_gb"]
+    assert optimizer["ledger_cpu_optimizer_states_gb"] > 0.9 * none["ledger_gpu_optimizer_states_gb"]
+    assert optimizer["optimizer"] == "DeepSpeedCPUAdam"
+    assert full["ledger_gpu_parameters_gb"] < none["ledger_gpu_parameters_gb"]
+
+
+def test_warm_and_cold_launch_agree_on_step_time(run: Run) -> None:
+    arguments = (*GPT2, "--num-steps", "30", "--stages", "2")
+    warm = run("zero_stage_comparison.py", *arguments, "--launcher", "auto")[2][0]
+    cold = run("zero_stage_comparison.py", *arguments, "--launcher", "deepspeed")[2][0]
+    assert (warm["success"], warm["launch"]) == (True, "warm")
+    assert (cold["success"], cold["launch"]) == (True, "deepspeed")
+    assert warm["avg_step_time_ms"] == pytest.approx(cold["avg_step_time_ms"], rel=0.1)
+
+
+def test_a_card_that_is_really_full_is_oom_and_says_what_was_free(run: Run) -> None:
+    many = ("--model", "gpt2", "--batch-size", "16384", "--seq-length", "1024", "--num-steps", "1", "--stages", "1")
+    _, _, rows = run("zero_stage_comparison.py", *many)
+    assert rows[0]["status"] == "❌ OOM"
+    assert "free" in rows[0]["error_details"]
+
+
+def test_nccl_waits_as_long_as_the_trial_in_every_group(tmp_path: Path) -> None:
+    program = f"""
+import os
+os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
+import torch, torch.distributed
+from types import SimpleNamespace
+from ds_bench.worker import measure
+measure._meet(SimpleNamespace(rendezvous="file://{tmp_path}/meet", collective_timeout_seconds=7320.0), "cuda")
+import deepspeed.comm
+for group in (torch.distributed.group.WORLD, deepspeed.comm.new_group([0])):
+    print(group._get_backend(torch.device("cuda")).options._timeout.total_seconds(), flush=True)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.stdout.split()[-2:] == ["7320.0"] * 2, done.stderr
+
+
+def test_preloading_leaves_the_driver_uninitialised() -> None:
+    """Why ranks may be forked warm; NVML's own device files may be open."""
+    program = "from ds_bench.worker import preload; print(preload.GPU_FILES, preload.CUDA_INITIALISED)"
+    variables = {**os.environ, "DS_ACCELERATOR": "cuda", "DS_BENCH_PARENT": str(os.getpid())}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=variables, check=False)
+    assert done.stdout.splitlines()[-1] == "[] False", done.stderr
+
+
+def test_a_driver_in_use_is_seen() -> None:
+    program = (
+        "import torch; torch.zeros(1, device='cuda'); from ds_bench.system import processes as p; "
+        "print(p.cuda_is_initialised(), any('uvm' in name for name in p.open_gpu_files()))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["True", "True"]
+
+
+def test_the_card_is_free_again_when_the_next_trial_begins(tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "zero_stage_comparison.py"), "--accelerator", "cuda", "--num-gpus", "1"]
+    subprocess.run([*command, *GPT2, "--output-dir", str(tmp_path)], check=True, timeout=550, capture_output=True)
+    (path,) = tmp_path.glob("runs/*/records.jsonl")
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    free = [record["gpu_free_start_bytes"] for record in records]
+    assert max(free) - min(free) < 2**29
+    assert not any("less of the card was free" in text for record in records for text in record["caveats"])
+
+
+def test_a_power_cap_at_the_default_limit_is_no_caveat(run: Run) -> None:
+    lowered = [
+        gpu
+        for gpu in gpus.NvmlQuery().read().gpus
+        if (gpu.power_limit_watts or 0) < (gpu.default_power_limit_watts or 0)
+    ]
+    rows = run("zero_stage_comparison.py", *GPT2)[2]
+    assert lowered or not any("sw_power_cap" in (row["caveats"] or "") for row in rows)
+
+
+def test_no_process_of_a_trial_stays_on_the_card(run: Run, tmp_path: Path) -> None:
+    run("zero_stage_comparison.py", *GPT2)
+    for gpu in gpus.select_visible(os.environ, gpus.NvmlQuery().read().gpus):
+        pids = [pid for pid, _ in gpu.other_processes or ()]
+        commands = [Path(f"/proc/{pid}/cmdline") for pid in pids]
+        assert not any(b"ds_bench" in path.read_bytes() for path in commands if path.exists())

@@ -1,0 +1,112 @@
+"""scripts/gpu_check.sh with an interpreter that answers for the product: what is kept however a chunk ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ds_bench.system import processes
+from tests.support.real_trials import ROOT, gone_within
+
+ROW = {
+    "strategy": "zero3",
+    "status": "Success",
+    "success": True,
+    "avg_step_time_ms": 20.0,
+    "gpu_peak_gb": 8.0,
+    "predicted_over_measured": 1.25,
+    "start_seconds": 3.0,
+    "caveats": "",
+}
+INTERPRETER = """#!/bin/bash
+case "$1" in -c | - | -m) exec {python} "$@" ;; esac
+name=$(basename "$1" .py)
+while (($#)); do
+    [[ $1 == --output-dir ]] && cp {rows} "$2/zero_comparison_1.json"
+    [[ $1 == --output ]] && echo '{{"ratio_to_bare": {{"warm": {{"median": 1.01, "min": 0.99, "max": 1.02}}}}}}' >"$2"
+    shift
+done
+[[ $name == "$HANGS" ]] && echo "before the end" && sleep 600
+exit 0
+"""
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Any:
+    rows = tmp_path / "rows.json"
+    rows.write_text(json.dumps([ROW]))
+    python = tmp_path / "python"
+    python.write_text(INTERPRETER.format(python=sys.executable, rows=rows))
+    python.chmod(0o755)
+
+    def go(steps: str, hangs: str = "", **variables: str) -> subprocess.Popen[str]:
+        given = {"GPU_CHECK_ACCELERATOR": "cpu", "GPU_CHECK_MODELS": "tiny", "STEPS": steps, "HANGS": hangs}
+        return subprocess.Popen(
+            [str(ROOT / "scripts/gpu_check.sh"), str(tmp_path / "out")],
+            env={**os.environ, **given, "PYTHON": str(python), "TMPDIR": str(tmp_path), **variables},
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    return go
+
+
+def kept(folder: Path) -> set[str]:
+    with tarfile.open(folder / "out.tar.gz") as archive:
+        return {Path(name).name for name in archive.getnames()}
+
+
+def test_a_chunk_that_ends_reports_and_archives_everything(start: Any, tmp_path: Path) -> None:
+    out, _ = start("tiny-zero launch fidelity").communicate(timeout=120)
+    assert {"tiny-zero.json", "fidelity.json", "launch-cold.json", "report.txt", "steps.json"} <= kept(tmp_path)
+    assert "zero3           Success         20.00      8.00               1.250" in out
+    assert "zero3                  20.00      20.00      1.000            3.0            3.0" in out
+    assert "product (warm) / bare loop 1.010 (0.990 to 1.020)" in out
+    assert "nothing failed" in out
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_chunk_that_is_cut_short_keeps_what_had_finished(start: Any, tmp_path: Path, number: int) -> None:
+    process = start("tiny-zero fidelity", hangs="fidelity")
+    log = next(iter(wait_for(tmp_path, "tmp.*/fidelity/log")))
+    assert log.exists()
+    below = processes.descendants(process.pid)
+    if number == signal.SIGKILL:
+        os.killpg(process.pid, number)
+        processes.send(below, number)  # as the end of a machine does, which leaves nothing
+    else:
+        process.send_signal(number)
+    out, _ = process.communicate(timeout=30)
+    assert "tiny-zero.json" in kept(tmp_path)
+    if number == signal.SIGTERM:
+        assert "fidelity: cut short" in out
+        assert "fidelity.log" in kept(tmp_path)
+        assert not list(tmp_path.glob("tmp.*")), "the folder of unfinished work is left"
+    assert gone_within(below, 15) == set()
+
+
+def wait_for(folder: Path, pattern: str) -> list[Path]:
+    deadline = time.monotonic() + 60
+    while not (found := [path for path in folder.glob(pattern) if path.stat().st_size]):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    return found
+
+
+def test_a_step_that_hangs_is_ended_within_the_budget_and_named(start: Any, tmp_path: Path) -> None:
+    out, _ = start("tiny-zero fidelity", hangs="zero_stage_comparison", BUDGET_SECONDS="37").communicate(timeout=90)
+    assert "its time was up" in out
+    assert "fidelity: not started, the budget is spent" in out
+    assert "step tiny-zero ended with 124" in out
+    steps = {step["name"]: step for step in json.loads((tmp_path / "out/steps.json").read_text())}
+    assert steps["tiny-zero"]["timed_out"]

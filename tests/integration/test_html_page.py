@@ -1,0 +1,272 @@
+"""The page in a real headless Chromium, opened from disk. Skipped where chromedriver is missing.
+
+The copy button is checked by pasting with the keyboard into a text area added for that. With and without the
+browser's clipboard interface, so that the old way by a selection is tried too.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ds_bench.report.html_report import render
+from tests.support import sample_reports as samples
+
+pytestmark = pytest.mark.browser
+
+FLAGS = (
+    "--headless=new --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
+    "--disable-component-update --disable-sync --window-size=1280,900"
+)
+EVIL = "<script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">"
+
+
+@pytest.fixture
+def driver(tmp_path: Path) -> Iterator[Any]:
+    """A browser of its own, with its console and its network traffic recorded."""
+    chromedriver, chromium = shutil.which("chromedriver"), shutil.which("chromium") or shutil.which("google-chrome")
+    if chromedriver is None or chromium is None:
+        pytest.skip("no chromedriver or no Chromium")
+    from selenium import webdriver
+    from selenium.webdriver.chrome.service import Service
+
+    options = webdriver.ChromeOptions()
+    options.binary_location = chromium
+    for flag in [*FLAGS.split(), f"--user-data-dir={tmp_path / 'profile'}"]:
+        options.add_argument(flag)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    started = webdriver.Chrome(options=options, service=Service(chromedriver, env={**os.environ}))
+    started.set_page_load_timeout(60)
+    yield started
+    started.quit()
+
+
+Opened = Callable[..., Any]
+
+
+@pytest.fixture
+def opened(driver: Any, tmp_path: Path) -> Opened:
+    """Writes a page and opens it from disk."""
+
+    def go(*sections: samples.ReportSection) -> Any:
+        path = tmp_path / "report.html"
+        path.write_text(render(samples.report(*sections)), encoding="utf-8")
+        driver.get(path.as_uri())
+        return driver
+
+    return go
+
+
+def requests(driver: Any) -> list[str]:
+    """Addresses that the page asked for; not what the browser loads for its own start page."""
+    events = [json.loads(entry["message"])["message"] for entry in driver.get_log("performance")]
+    asked = [event["params"] for event in events if event["method"] == "Network.requestWillBeSent"]
+    return [entry["request"]["url"] for entry in asked if entry["documentURL"] == driver.current_url]
+
+
+def column(driver: Any, heading: str) -> list[str]:
+    """The column's cells from top to bottom."""
+    found: list[str] = driver.execute_script(
+        """const table = document.querySelector("table.results");
+        const at = [...table.tHead.rows[0].cells].findIndex((c) => c.textContent.trim() === arguments[0]);
+        return [...table.tBodies[0].rows].map((row) => row.cells[at].textContent.trim());""",
+        heading,
+    )
+    return found
+
+
+def button(driver: Any, heading: str) -> Any:
+    from selenium.webdriver.common.by import By
+
+    return driver.find_element(By.XPATH, f"//th/button[normalize-space()='{heading}']")
+
+
+def test_it_opens_without_a_word_on_the_console_and_asks_for_nothing_but_itself(opened: Opened) -> None:
+    driver = opened(samples.section(samples.zero_comparison()), samples.section(samples.offload_comparison()))
+    assert driver.get_log("browser") == []
+    assert [url for url in requests(driver) if not url.startswith("data:")] == [driver.current_url]
+
+
+def test_the_logs_above_would_have_shown_a_request(driver: Any, tmp_path: Path) -> None:
+    """Guards the guard: a log that records nothing would pass it."""
+    path = tmp_path / "asks.html"
+    path.write_text("<!DOCTYPE html><title>x</title><img src='missing.png'>")
+    driver.get(path.as_uri())
+    assert (tmp_path / "missing.png").as_uri() in requests(driver)
+    assert "ERR_FILE_NOT_FOUND" in str(driver.get_log("browser"))
+
+
+def test_a_script_in_a_label_or_a_config_does_not_run(opened: Opened) -> None:
+    row = samples.row(EVIL, samples.run(samples.strategies.ZERO_STAGES[0], 0.1))
+    other = samples.row(f"{EVIL}2", samples.run(samples.strategies.ZERO_STAGES[1], 0.2, peak=4))
+    driver = opened(samples.section(samples.comparison(row, other), title="harmless", notes=(EVIL,)))
+    assert driver.title == "harmless"
+    assert driver.execute_script("return document.querySelectorAll('img, main script').length") == 0
+    assert driver.get_log("browser") == []
+
+
+def test_the_table_sorts_by_number_both_ways_with_missing_values_last(opened: Opened) -> None:
+    driver = opened(samples.section(samples.zero_comparison()))
+    before = column(driver, "Tokens/s")
+    assert before[-1] == "—"
+    button(driver, "Tokens/s").click()
+    rising = column(driver, "Tokens/s")
+    button(driver, "Tokens/s").click()
+    falling = column(driver, "Tokens/s")
+
+    def values(cells: list[str]) -> list[int]:
+        return [int(cell.replace(",", "")) for cell in cells[:-1]]
+
+    assert values(rising) == sorted(values(before))
+    assert values(falling) == sorted(values(before), reverse=True)
+    assert rising[-1] == falling[-1] == "—"
+    assert button(driver, "Tokens/s").find_element("xpath", "..").get_attribute("aria-sort") == "descending"
+
+
+def test_numbers_of_different_lengths_sort_as_numbers(opened: Opened) -> None:
+    """As words, 1,241.8 would stand before 310.5."""
+    driver = opened(samples.section(samples.offload_comparison()))
+    button(driver, "Step\u00a0ms").click()
+    assert column(driver, "Step\u00a0ms") == ["310.5", "881.6", "1,241.8", "2,896.4"]
+
+
+def test_only_one_column_says_that_it_is_sorted(opened: Opened) -> None:
+    driver = opened(samples.section(samples.zero_comparison()))
+    for heading in ("Tokens/s", "Strategy"):
+        button(driver, heading).click()
+    marks = driver.execute_script(
+        "return [...document.querySelectorAll('[aria-sort]')].map((h) => h.getAttribute('aria-sort'))"
+    )
+    assert marks.count("none") == len(marks) - 1
+    assert driver.find_element("id", "said").get_attribute("textContent") == "Sorted by Strategy, ascending."
+
+
+def pasted(driver: Any) -> str:
+    """What the clipboard holds, by pasting it with the keyboard."""
+    from selenium.webdriver.common.keys import Keys
+
+    driver.execute_script(
+        "const area = document.createElement('textarea'); area.id = 'paste'; document.body.append(area)"
+    )
+    area = driver.find_element("id", "paste")
+    area.send_keys(Keys.CONTROL, "v")
+    text: str = area.get_property("value")
+    return text
+
+
+@pytest.mark.parametrize("clipboard", [True, False], ids=["clipboard", "no clipboard interface"])
+def test_the_copy_button_copies_the_configuration_shown(opened: Opened, driver: Any, clipboard: bool) -> None:
+    from selenium.webdriver.support.ui import WebDriverWait
+
+    if not clipboard:
+        driver.execute_cdp_cmd(
+            "Page.addScriptToEvaluateOnNewDocument",
+            {"source": "Object.defineProperty(Navigator.prototype, 'clipboard', {get: () => undefined})"},
+        )
+    opened(samples.section(samples.zero_comparison()))
+    assert driver.execute_script("return navigator.clipboard !== undefined") is clipboard
+    driver.find_elements("css selector", "details.config summary")[2].click()
+    copy = driver.find_element("css selector", "[data-copies='s1-config-3']")
+    copy.click()
+    WebDriverWait(driver, 10).until(lambda _: copy.text == "Copied")
+    ran = samples.zero_comparison().results[2].summaries[-1].record.trial.ds_config
+    assert json.loads(pasted(driver)) == ran
+
+
+def test_the_keyboard_reaches_everything_and_shows_where_it_is(opened: Opened) -> None:
+    from selenium.webdriver.common.keys import Keys
+
+    driver = opened(samples.section(samples.zero_comparison()))
+    seen = []
+    for _ in range(120):
+        driver.switch_to.active_element.send_keys(Keys.TAB)
+        where = driver.execute_script(
+            """const e = document.activeElement; const s = getComputedStyle(e);
+            return [e.tagName, e.className, e.textContent.trim().slice(0, 40), s.outlineStyle, s.outlineWidth];"""
+        )
+        if where[0] == "BODY":
+            break
+        seen.append(where)
+    names = [text for _, _, text, _, _ in seen]
+    assert names[0] == "Skip to the results"
+    order = [names.index(name) for name in ("Strategy", "Tokens/s", "Copy")]
+    assert order == sorted(order)
+    assert any(kind == "scroll" for _, kind, _, _, _ in seen)
+    assert sum(tag == "SUMMARY" for tag, *_ in seen) >= 5
+    assert all(style != "none" and width != "0px" for *_, style, width in seen)
+
+
+def test_enter_on_a_heading_sorts_and_keeps_the_focus(opened: Opened) -> None:
+    from selenium.webdriver.common.keys import Keys
+
+    driver = opened(samples.section(samples.zero_comparison()))
+    heading = button(driver, "Tokens/s")
+    heading.send_keys(Keys.ENTER)
+    assert column(driver, "Strategy")[0] == "ZeRO-3"
+    assert driver.switch_to.active_element == heading
+
+
+def luminance(driver: Any) -> float:
+    colour = driver.execute_script("return getComputedStyle(document.body).backgroundColor")
+    red, green, blue = (int(part) for part in colour[colour.index("(") + 1 : -1].split(",")[:3])
+    return (red + green + blue) / 765
+
+
+def test_dark_mode_is_dark_and_light_mode_is_light(opened: Opened) -> None:
+    driver = opened(samples.section(samples.zero_comparison()))
+    seen = {}
+    for scheme in ("light", "dark"):
+        features = [{"name": "prefers-color-scheme", "value": scheme}]
+        driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
+        seen[scheme] = luminance(driver)
+    assert seen["light"] > 0.9
+    assert seen["dark"] < 0.2
+
+
+@pytest.mark.parametrize("name", ["plain", "long words", "many"])
+def test_a_phone_never_scrolls_the_page_sideways(opened: Opened, driver: Any, name: str) -> None:
+    screen = {"width": 360, "height": 740, "deviceScaleFactor": 2, "mobile": True}
+    driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", screen)
+    sections = {
+        "plain": samples.section(samples.offload_comparison()),
+        "long words": samples.section(
+            samples.zero_comparison(), title="x" * 300, notes=("y" * 500,), sources=("z" * 300,)
+        ),
+        "many": samples.section(samples.many_rows(40)),
+    }
+    opened(sections[name])
+    driver.execute_script("document.querySelectorAll('details').forEach((one) => { one.open = true })")
+    widths = driver.execute_script("return [document.documentElement.scrollWidth, window.innerWidth]")
+    assert widths == [360, 360]
+
+
+def test_text_has_enough_contrast_in_both_schemes(opened: Opened) -> None:
+    """WCAG AA: 4.5 to 1 for body text, on the page and on the panel."""
+    driver = opened(samples.section(samples.zero_comparison()))
+    script = """const s = getComputedStyle(document.documentElement);
+        return ["--ink", "--faint", "--link", "--bad", "--page", "--panel"].map((n) => s.getPropertyValue(n).trim());"""
+    for scheme in ("light", "dark"):
+        features = [{"name": "prefers-color-scheme", "value": scheme}]
+        driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
+        *inks, page, panel = driver.execute_script(script)
+        for ink in inks:
+            for paper in (page, panel):
+                assert contrast(ink, paper) >= 4.5, (scheme, ink, paper)
+
+
+def contrast(a: str, b: str) -> float:
+    """WCAG 2 contrast ratio of two ``#rrggbb`` colours."""
+
+    def light(colour: str) -> float:
+        parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+        linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    high, low = sorted((light(a), light(b)), reverse=True)
+    return (high + 0.05) / (low + 0.05)

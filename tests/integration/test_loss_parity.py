@@ -1,0 +1,254 @@
+"""Rows that train another model than the others: each mistake with real ranks, and every honest strategy beside it."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ds_bench.analysis.caveats import Caveat, CaveatKind
+from ds_bench.analysis.summary import Summary, summarise, with_comparison
+from ds_bench.config import strategies
+from ds_bench.config.spec import Strategy, Trial
+from ds_bench.launch import Limits
+from ds_bench.launch.warm import WarmLauncher
+from ds_bench.records.schema import TrialRecord
+from ds_bench.worker import weight_change
+from tests.support import fakes
+from tests.support.real_trials import SHORT, make_trial
+
+WORKLOAD = fakes.workload(batch_size=2, seq_length=32)
+HONEST = {
+    **{f"zero{stage}": strategies.ZERO_STAGES[stage] for stage in range(4)},
+    "zero1_cpu_optimizer": strategies.offload_strategy("cpu_optimizer", 1),
+    "zero2_cpu_optimizer": strategies.offload_strategy("cpu_optimizer", 2),
+    "cpu_optimizer": strategies.offload_strategy("cpu_optimizer", 3),
+    "cpu_full": strategies.offload_strategy("cpu_full", 3),
+}
+MISTAKES: Mapping[str, dict[str, Any]] = {
+    "learning rate 0": {"params": {"lr": 0.0}},
+    "learning rate doubled": {"params": {"lr": 2e-4}},
+    "other betas": {"params": {"betas": [0.8, 0.99]}},
+    "another weight decay": {"params": {"weight_decay": 0.1}},
+    "SGD for AdamW": {"type": "SGD", "params": {"lr": 1e-4, "weight_decay": 0.01}},
+}
+
+
+def of_mistake(changes: dict[str, Any], strategy: Strategy) -> Trial:
+    trial = make_trial(strategy, workload=WORKLOAD)
+    asked = trial.ds_config["optimizer"]
+    params = {**asked["params"], **changes["params"]} if "type" not in changes else changes["params"]
+    wrong = {"type": changes.get("type", asked["type"]), "params": params}
+    config = {**trial.ds_config, "optimizer": wrong, "zero_allow_untested_optimizer": True}
+    return replace(trial, ds_config=config)
+
+
+Trained = dict[str, TrialRecord]
+
+
+@pytest.fixture(scope="module")
+def trained(
+    server: Callable[[Limits], WarmLauncher],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Trained:
+    """The record of every honest strategy, and of every mistake made at stage 2."""
+    trials = {
+        name: make_trial(replace(strategy, name=name, label=name), workload=WORKLOAD, largest_parameter=2_000_000)
+        for name, strategy in HONEST.items()
+    }
+    trials |= {name: of_mistake(wrong, strategies.ZERO_STAGES[2]) for name, wrong in MISTAKES.items()}
+    records = {}
+    for name, trial in trials.items():
+        folder = tmp_path_factory.mktemp("trial")
+        records[name] = server(SHORT).launch(trial, folder, lambda _progress: None)
+        assert records[name].outcome.success, (name, records[name].outcome)
+        shutil.rmtree(folder)
+    return records
+
+
+def judged(records: Mapping[str, TrialRecord]) -> dict[str, list[Caveat]]:
+    """What is said of each row's training beside the others."""
+    rows = with_comparison([summarise(record, None, None) for record in records.values()])
+    kinds = (CaveatKind.LOSS_DIFFERS, CaveatKind.FIRST_LOSS)
+    return {
+        name: [each for each in row.caveats if each.kind in kinds or "parity" in each.text or "weights" in each.text]
+        for name, row in zip(records, rows, strict=True)
+    }
+
+
+def without_settings(record: TrialRecord) -> TrialRecord:
+    return replace(record, ranks=tuple(replace(rank, optimizer_settings=None) for rank in record.ranks))
+
+
+@pytest.mark.deepspeed
+def test_honest_strategies_raise_nothing_but_the_quirk_of_stage_0(trained: Trained) -> None:
+    found = judged({name: record for name, record in trained.items() if name in HONEST})
+    assert len(found) >= 8
+    (quirk,) = found.pop("zero0")
+    assert "a known quirk" in quirk.text
+    assert not quirk.disqualifying
+    assert {name: caveats for name, caveats in found.items() if caveats} == {}
+    assert all(rank.weight_change is not None for record in trained.values() for rank in record.ranks)
+
+
+@pytest.mark.deepspeed
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_row_with_another_optimizer_setting_is_no_result(trained: Trained, mistake: str) -> None:
+    found = judged({"zero1": trained["zero1"], "zero3": trained["zero3"], "wrong": trained[mistake]})
+    assert [(each.kind, each.disqualifying) for each in found["wrong"]] == [(CaveatKind.LOSS_DIFFERS, True)]
+    assert found["zero1"] == found["zero3"] == []
+
+
+@pytest.mark.deepspeed
+@pytest.mark.parametrize("mistake", set(MISTAKES) - {"another weight decay"})
+def test_the_weights_alone_show_it_whatever_the_optimizer_says_of_itself(trained: Trained, mistake: str) -> None:
+    wrong = without_settings(trained[mistake])
+    wrong = replace(wrong, ranks=tuple(replace(rank, optimizer_class="AdamW") for rank in wrong.ranks))
+    (caveat,) = judged({"zero1": trained["zero1"], "zero3": trained["zero3"], "wrong": wrong})["wrong"]
+    assert "its weights moved" in caveat.text
+    assert caveat.disqualifying
+
+
+@pytest.mark.deepspeed
+def test_the_same_training_moves_the_weights_the_same_way_however_they_are_split(trained: Trained) -> None:
+    names = ("zero1", "zero2", "zero3")
+    rows = {name: summarise(trained[name], None, None) for name in names}
+    for row in with_comparison(list(rows.values())):
+        assert row.weight_change_cosine is not None
+        assert row.weight_change_cosine > 0.98
+        assert row.repeated_loss is not None
+        assert row.repeated_loss < (row.losses[0] or 0.0)
+
+
+@pytest.mark.nvme
+def test_what_lies_on_nvme_trains_exactly_like_what_is_offloaded_to_memory(
+    server: Callable[[Limits], WarmLauncher], tmp_path: Path
+) -> None:
+    """The weights are read before the first step and after the last: neither disturbs what DeepSpeed swaps."""
+    large = {**WORKLOAD.model_config, "vocab_size": 8192, "n_embd": 256}  # partitions under 1 MB stay in memory
+    work = replace(WORKLOAD, model="large", model_config=large)
+    sub_groups = {"sub_group_size": 600_000}
+    pipelined = {"pipeline_read": True, "pipeline_write": True, "buffer_count": 12}
+    records = {}
+    for name, offload, changes in (
+        ("memory", "cpu_full", sub_groups),
+        ("nvme", "nvme", sub_groups),
+        ("pipelined", "nvme", {**sub_groups, "offload_optimizer": pipelined}),
+    ):
+        disk, folder = tmp_path / f"{name}_disk", tmp_path / name
+        disk.mkdir()
+        folder.mkdir()
+        trial = make_trial(
+            strategies.offload_strategy(offload, 3),
+            workload=work,
+            changes={"zero_optimization": changes},
+            largest_parameter=8192 * 256,
+            nvme_path=str(disk),
+        )
+        records[name] = server(SHORT).launch(trial, folder, lambda _progress: None)
+        assert records[name].outcome.success, records[name].outcome
+    memory = records.pop("memory")
+    for record in records.values():
+        for rank, other in zip(record.ranks, memory.ranks, strict=True):
+            assert rank.ledger["nvme"].keys() == {"optimizer_states", "parameters"}
+            assert rank.losses == other.losses
+            assert rank.repeated_loss == pytest.approx(other.repeated_loss, rel=1e-6)
+            assert rank.weight_change == pytest.approx(other.weight_change, rel=1e-6, abs=1e-9)
+
+
+def test_a_sketch_is_of_the_tensors_and_not_of_how_ranks_hold_them() -> None:
+    values = torch.randn(700_000, generator=torch.Generator().manual_seed(1))
+    whole = weight_change.sketch(iter([("a", 0, values), ("b", 0, values[:5])]))
+    parts = [
+        ("a", 0, values[:13]),
+        ("a", 13, values[13:300_001]),
+        ("a", 300_001, values[300_001:]),
+        ("b", 0, values[:5]),
+    ]
+    split = sum(weight_change.sketch(iter([part])) for part in reversed(parts))
+    assert torch.allclose(whole, split, rtol=0, atol=1e-9)  # type: ignore[arg-type]
+    norm = float(torch.cat([values, values[:5]]).norm())
+    assert float(whole.norm()) == pytest.approx(norm, rel=0.3)
+    other = weight_change.sketch(iter([("c", 0, values), ("b", 0, values[:5])]))
+    assert abs(float(whole @ other)) < 0.3 * norm**2
+
+
+def row(
+    stage: int,
+    change: tuple[float, ...] | None,
+    losses: tuple[float, ...] = (7.0, 6.9),
+    *,
+    name: str | None = None,
+    **seen: Any,
+) -> Summary:
+    strategy = strategies.ZERO_STAGES[stage]
+    strategy = replace(strategy, name=name or strategy.name)
+    record = fakes.success(fakes.trial(strategy, of=WORKLOAD), losses=losses, weight_change=change, **seen)
+    return summarise(record, None, None)
+
+
+def disqualified(*rows: Summary) -> list[int]:
+    return [place for place, each in enumerate(with_comparison(rows)) if any(c.disqualifying for c in each.caveats)]
+
+
+def test_the_reference_is_what_most_rows_agree_on_and_never_a_lone_stage_3() -> None:
+    right, wrong = (1.0, 2.0, 3.0), (2.0, 4.0, 6.0)
+    assert disqualified(row(3, wrong), row(1, right)) == [0]
+    assert disqualified(row(1, right), row(3, wrong)) == [1]
+    assert disqualified(row(1, wrong), row(2, right), row(3, right)) == [0]
+    again = [row(1, wrong), row(1, wrong), row(2, right), row(3, right)]
+    assert disqualified(*again) == [0, 1], "repeats of one row are one voice"
+
+
+def test_the_quirk_of_stage_0_explains_weights_that_moved_somewhat_less_and_no_more() -> None:
+    wrapper = {"engine_optimizer_class": "FP16_UnfusedOptimizer"}
+    right = row(1, (1.0, 2.0))
+    (caveat,) = with_comparison([row(0, (0.9, 1.8), **wrapper), right])[0].caveats
+    assert "0.90x as far, a known quirk" in caveat.text
+    assert not caveat.disqualifying
+    assert disqualified(row(0, (2.0, 4.0), **wrapper), right) == [0]
+    assert disqualified(right, row(0, (0.9, 1.8))) == [1]
+
+
+def test_rows_of_stage_3_alone_say_that_no_other_stage_was_beside_them() -> None:
+    rows = with_comparison([row(3, (1.0, 2.0)), row(3, (1.0, 2.0), name="cpu_optimizer")])
+    assert ["not against another stage" in text for each in rows for text in [str(each.caveats)]] == [True, False]
+    assert with_comparison(rows) == rows
+    assert with_comparison([row(3, (1.0, 2.0))])[0].caveats == ()
+    assert with_comparison([row(2, (1.0, 2.0)), row(3, (1.0, 2.0))])[0].caveats == ()
+
+
+def test_a_row_whose_change_is_unknown_or_of_other_steps_is_judged_by_its_losses_alone() -> None:
+    assert disqualified(row(1, (1.0, 2.0)), row(2, None)) == []
+    assert disqualified(row(1, (1.0, 2.0)), row(2, (5.0, 5.0), losses=(7.0, 6.9, 6.8))) == []
+    assert disqualified(row(1, (1.0, 2.0)), row(2, (1.0, 2.0), losses=(7.0, 9.9))) == [1]
+
+
+@pytest.mark.parametrize(("first", "said"), [(7.5, None), (11.0, False), (44.06, True), (85.0, True)])
+def test_a_first_loss_far_above_that_of_a_model_that_knows_nothing_is_named(first: float, said: bool | None) -> None:
+    record = fakes.success(fakes.trial(of=WORKLOAD), losses=(first, first), vocabulary_size=1000)
+    caveats = [each for each in summarise(record, None, None).caveats if each.kind is CaveatKind.FIRST_LOSS]
+    assert [each.disqualifying for each in caveats] == ([] if said is None else [said])
+    unknown = fakes.success(fakes.trial(of=WORKLOAD), losses=(first, first))
+    assert not any(each.kind is CaveatKind.FIRST_LOSS for each in summarise(unknown, None, None).caveats)
+
+
+def test_a_change_too_slow_to_read_is_given_up_with_a_note(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from ds_bench.records.rank_files import BeatWriter
+
+    weights = torch.zeros(10)
+    monkeypatch.setattr(weight_change, "fragments", lambda _engine: iter([("a", 0, weights)]))
+    change = weight_change.WeightChange(None, BeatWriter(tmp_path, 0))
+    weights += 3.0
+    found = change.since_start()
+    assert found is not None
+    assert math.hypot(*found) > 0
+    monkeypatch.setattr(weight_change, "MOST_SECONDS", -1.0)
+    assert change.since_start() is None
+    assert "took longer" in (change.note or "")

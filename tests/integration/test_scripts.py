@@ -1,0 +1,462 @@
+"""Both scripts as a user runs them, with real DeepSpeed on the CPU accelerator."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pandas
+import pytest
+
+from ds_bench.launch import ops
+from ds_bench.launch.scratch import remove_abandoned
+from ds_bench.system import processes
+from tests.support.real_trials import ROOT, Script, gone_within
+
+pytestmark = [pytest.mark.deepspeed, pytest.mark.usefixtures("built_ops")]
+
+Start = Callable[..., Script]
+SMALL = ("--model", "tiny", "--batch-size", "2", "--seq-length", "32", "--num-steps", "6", "--warmup-steps", "2")
+FAULT = ("--batch-size", "2", "--seq-length", "8", "--num-steps", "3", "--warmup-steps", "1", "--num-gpus", "2")
+AGREED_COLUMNS = [
+    "stage",
+    "strategy",
+    "model",
+    "batch_size",
+    "seq_length",
+    "grad_accum",
+    "num_steps",
+    "warmup_steps",
+    "avg_step_time_ms",
+    "std_step_time_ms",
+    "throughput_tokens_per_sec",
+    "gpu_peak_gb",
+    "gpu_allocated_gb",
+    "gpu_reserved_gb",
+    "cpu_used_gb",
+    "success",
+    "status",
+    "error",
+    "error_details",
+]
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory, built_ops: object) -> Callable[..., tuple[int, str, str, Path]]:
+    """Runs a script once per set of arguments; tests of one run share it."""
+    done: dict[tuple[str, ...], tuple[int, str, str, Path]] = {}
+
+    def run(*arguments: str) -> tuple[int, str, str, Path]:
+        if arguments not in done:
+            folder = tmp_path_factory.mktemp("run")
+            command = [sys.executable, str(ROOT / arguments[0]), "--accelerator", "cpu", "--output-dir", str(folder)]
+            given = [word.replace("FOLDER", str(folder)) for word in arguments[1:]]
+            result = subprocess.run([*command, *given], capture_output=True, text=True, timeout=300, check=False)
+            done[arguments] = (result.returncode, result.stdout, result.stderr, folder)
+        return done[arguments]
+
+    return run
+
+
+def rows_of(folder: Path) -> list[dict[str, Any]]:
+    (path,) = folder.glob("*_comparison_*.json")
+    rows: list[dict[str, Any]] = json.loads(path.read_text())
+    return rows
+
+
+def records_of(folder: Path) -> list[dict[str, Any]]:
+    (path,) = folder.glob("runs/*/records.jsonl")
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+ZERO_FP32 = ("zero_stage_comparison.py", *SMALL, "--num-gpus", "2", "--precision", "fp32")
+ZERO_BF16 = ("zero_stage_comparison.py", *SMALL, "--num-gpus", "2", "--precision", "bf16")
+OFFLOAD = ("offload_comparison.py", *SMALL, "--num-gpus", "2", "--nvme-path", "FOLDER")
+
+Shared = Callable[..., tuple[int, str, str, Path]]
+
+
+def test_all_four_stages_succeed_on_two_ranks_and_the_table_says_so(shared: Shared) -> None:
+    code, out, err, folder = shared(*ZERO_FP32)
+    assert code == 0, err
+    assert out.count("✅ Success") == 4
+    assert [row["stage"] for row in rows_of(folder)] == [0, 1, 2, 3]
+
+
+def test_fp32_losses_agree_at_every_stage(shared: Shared) -> None:
+    rows = rows_of(shared(*ZERO_FP32)[3])
+    for key in ("first_loss", "final_loss"):
+        values = [row[key] for row in rows]
+        assert max(values) - min(values) < 1e-3, values
+    assert not any("loss differs" in (row["caveats"] or "") for row in rows)
+
+
+def test_the_models_own_dropout_is_trained_with_and_its_masks_are_the_same_in_every_row(
+    shared: Shared, start_script: Start
+) -> None:
+    with_dropout = rows_of(shared(*ZERO_FP32)[3])
+    without = start_script(*ZERO_FP32, "--dropout", "0", "--stages", "3")
+    assert without.wait()[0] == 0
+    assert [row["dropout"] for row in with_dropout] == [0.1] * 4
+    (row,) = without.rows()
+    assert row["dropout"] == 0
+    first = [row["first_loss"] for row in with_dropout]
+    assert max(first) - min(first) < abs(row["first_loss"] - first[3]) / 10  # what masks change, and no row has its own
+
+
+def test_bf16_losses_agree_from_stage_1_on_and_stage_0_has_its_explained_quirk(shared: Shared) -> None:
+    rows = rows_of(shared(*ZERO_BF16)[3])
+    finals = [row["final_loss"] for row in rows[1:]]
+    assert max(finals) - min(finals) < 2e-2, finals
+    assert "known quirk" in rows[0]["caveats"]
+    assert not any("loss differs" in (row["caveats"] or "") for row in rows[1:])
+
+
+@pytest.mark.nvme
+def test_all_offload_strategies_succeed_with_the_cpu_optimizer_named(shared: Shared) -> None:
+    code, _, err, folder = shared(*OFFLOAD)
+    rows = rows_of(folder)
+    assert code == 0, err
+    assert [row["strategy"] for row in rows] == ["none", "cpu_optimizer", "cpu_full", "nvme"]
+    assert all(row["success"] for row in rows)
+    assert [row["optimizer"] for row in rows] == ["AdamW", *["DeepSpeedCPUAdam"] * 3]
+    assert "nvme strategy is added" in err
+
+
+@pytest.mark.nvme
+def test_the_nvme_row_has_bytes_on_disk_and_leaves_none_behind(shared: Shared) -> None:
+    folder = shared(*OFFLOAD)[3]
+    row = rows_of(folder)[3]
+    assert row["nvme_stored_gb"] > 0
+    assert list(folder.glob("ds_bench_swap*")) == []
+
+
+@pytest.mark.nvme
+def test_offload_losses_agree_with_no_offload(shared: Shared) -> None:
+    finals = [row["final_loss"] for row in rows_of(shared(*OFFLOAD)[3])]
+    assert max(finals) - min(finals) < 2e-2, finals
+
+
+def test_every_row_has_every_key_and_cpu_runs_have_no_gpu_figures(shared: Shared) -> None:
+    rows = rows_of(shared(*ZERO_FP32)[3])
+    assert set(AGREED_COLUMNS) <= set(rows[0])
+    assert all(list(row) == list(rows[0]) for row in rows)
+    assert all(row[key] is None for row in rows for key in ("gpu_peak_gb", "gpu_allocated_gb", "gpu_reserved_gb"))
+    assert all(row["cpu_used_gb"] > 0.1 for row in rows)
+
+
+def test_csv_and_json_hold_the_same_rows(shared: Shared) -> None:
+    folder = shared(*ZERO_FP32)[3]
+    (path,) = folder.glob("*.csv")
+    with path.open(newline="") as file:
+        table = list(csv.DictReader(file))
+    rows = rows_of(folder)
+    assert [list(line) for line in table] == [list(row) for row in rows]
+    assert [float(line["avg_step_time_ms"]) for line in table] == [row["avg_step_time_ms"] for row in rows]
+
+
+def test_the_line_that_copes_with_a_cpu_run_finds_a_stage(shared: Shared) -> None:
+    frame = pandas.DataFrame(rows_of(shared(*ZERO_FP32)[3]))
+    memory = frame["gpu_peak_gb"].astype(float).fillna(frame["cpu_used_gb"])
+    frame["efficiency"] = frame["throughput_tokens_per_sec"] / memory
+    assert int(frame.loc[frame["efficiency"].idxmax()]["stage"]) in (0, 1, 2, 3)
+
+
+def test_the_numbers_of_a_row_follow_from_its_samples(shared: Shared) -> None:
+    folder = shared(*ZERO_FP32)[3]
+    for row, record in zip(rows_of(folder), records_of(folder), strict=True):
+        window = max(rank["window_seconds"] for rank in record["ranks"])
+        assert row["avg_step_time_ms"] == pytest.approx(window / 6 * 1000)
+        assert row["throughput_tokens_per_sec"] == pytest.approx(2 * 32 * 2 / (window / 6))
+        assert window == pytest.approx(sum(record["ranks"][0]["step_seconds"]), rel=0.2)
+
+
+def test_the_resolved_configuration_is_read_back_with_its_defaults(shared: Shared) -> None:
+    record = records_of(shared(*ZERO_FP32)[3])[3]
+    resolved = record["ranks"][0]["resolved_config"]
+    assert resolved["gradient_clipping"] == 1.0
+    assert resolved["train_batch_size"] == 4
+    assert resolved["zero_config"]["overlap_comm"] is True
+    assert resolved["zero_config"]["reduce_bucket_size"] == 500_000_000
+
+
+def test_the_ledger_explains_stages_1_to_3_by_their_gradient_bucket(shared: Shared) -> None:
+    """5e8 elements of 2 bytes; stages 1 and 2 hold it while backward runs, stage 3 always."""
+    for row in rows_of(shared(*ZERO_BF16)[3])[1:]:
+        assert row["ledger_cpu_deepspeed_buffers_gb"] * 2**30 >= 1e9
+        assert "DeepSpeed's buffers are most of the counted memory" in row["caveats"]
+
+
+def test_a_partitioned_optimizer_state_is_twelve_bytes_per_parameter_and_rank_share(shared: Shared) -> None:
+    rows = rows_of(shared(*ZERO_BF16)[3])
+    for row in rows[1:]:
+        share = row["ledger_cpu_optimizer_states_gb"] * 2**30 / (row["parameter_count"] / 2)
+        assert share == pytest.approx(12, rel=0.01)
+
+
+def test_nothing_else_in_the_output_folder_has_the_name_of_a_result(shared: Shared) -> None:
+    folder = shared(*ZERO_FP32)[3]
+    assert sorted(path.suffix for path in folder.glob("zero_comparison_*")) == [".csv", ".json"]
+
+
+def test_repeats_are_interleaved_and_each_run_is_a_row(start_script: Start) -> None:
+    script = start_script("zero_stage_comparison.py", *SMALL, "--stages", "0", "1", "--repeats", "2")
+    code, out, err = script.wait()
+    assert code == 0, err
+    assert [(row["stage"], row["repeat"]) for row in script.rows()] == [(0, 0), (1, 0), (1, 1), (0, 1)]
+    assert [line.split()[0] for line in out.splitlines() if line.startswith("  ZeRO-")] == ["ZeRO-0", "ZeRO-1"]
+
+
+def test_a_failing_row_does_not_stop_the_others_and_keeps_its_cause(start_script: Start) -> None:
+    script = start_script("zero_stage_comparison.py", *FAULT, "--stages", "1", "2", "--model-factory", "faults:killed")
+    code, out, _ = script.wait()
+    rows = script.rows()
+    assert code == 1
+    assert [row["status"] for row in rows] == ["❌ Killed", "❌ Killed"]
+    assert all("rank0.log" in row["error_details"] and row["avg_step_time_ms"] is None for row in rows)
+    assert "❌ Killed" in out
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interruption_keeps_what_is_finished_prints_the_table_and_exits_130(
+    start_script: Start, number: signal.Signals
+) -> None:
+    script = start_script(
+        "zero_stage_comparison.py", *FAULT, "--model-factory", "faults:hangs_at_stage_2", "--stages", "1", "2", "3"
+    )
+    script.wait_for(lambda: any(path.stat().st_size for path in script.beats("01_zero2")))
+    time.sleep(1)
+    tree = processes.descendants(script.process.pid)
+    script.process.send_signal(number)
+    code, out, err = script.wait(60)
+    assert code == 130, err
+    assert [row["status"] for row in script.rows()] == ["✅ Success", "⏹️ Interrupted"]
+    assert "ZeRO-1" in out
+    assert "Interrupted" in out
+    assert gone_within(tree, 5) == set()
+
+
+def test_resume_runs_what_is_missing_and_nothing_twice(start_script: Start) -> None:
+    script = start_script(
+        "zero_stage_comparison.py", *FAULT, "--model-factory", "faults:hangs_at_stage_2", "--stages", "1", "2"
+    )
+    script.wait_for(lambda: any(path.stat().st_size for path in script.beats("01_zero2")))
+    script.process.send_signal(signal.SIGINT)
+    assert script.wait(60)[0] == 130
+    (folder,) = script.output_dir.glob("runs/*")
+    # A run folder alone starts no code: the factory is said again.
+    again = ("--model-factory", "faults:hangs_at_stage_2")
+    resumed = start_script("zero_stage_comparison.py", "--resume", str(folder), *again, FAULTS_MENDED="1")
+    code, out, err = resumed.wait()
+    assert code == 0, err
+    assert [row["status"] for row in script.rows()] == ["✅ Success", "✅ Success"]
+    assert "[1/1]" in err
+    assert out.count("✅") == 2
+
+
+@pytest.mark.nvme
+def test_a_killed_parent_takes_every_process_and_the_swap_folder_with_it(start_script: Start, tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    script = start_script(
+        "offload_comparison.py",
+        *SMALL,
+        "--num-gpus",
+        "2",
+        "--nvme-path",
+        str(disk),
+        "--strategies",
+        "nvme",
+        "--num-steps",
+        "5000",
+    )
+    script.wait_for(lambda: any(disk.glob("ds_bench_swap*/zero_stage_3/optimizer/rank0/*")))
+    tree = processes.descendants(script.process.pid)
+    assert len(tree) >= 4, "server, leader and two ranks"
+    script.process.kill()
+    script.wait()
+    assert gone_within(tree, 15) == set()
+    assert list(disk.iterdir()) == []
+
+
+def test_a_cold_trial_ends_when_its_parent_and_its_leader_are_killed_together(start_script: Start) -> None:
+    """Nothing above the deepspeed launcher is left then to end it."""
+    fault = ("--model-factory", "faults:hangs_at_stage_2", "--stages", "2", "--launcher", "deepspeed")
+    script = start_script("zero_stage_comparison.py", *FAULT, *fault)
+    script.wait_for(lambda: len([beat for beat in script.beats("00_zero2") if beat.stat().st_size]) == 2)
+    number = json.loads((script.beats("00_zero2")[0].parent / "trial.json").read_text())["scratch_id"]
+    script.wait_for(lambda: any(Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_{number}_*")))
+    tree = processes.descendants(script.process.pid)
+    (leader,) = [pid for pid in tree if b"ds_bench.launch.leader" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    assert len(tree) >= 5, "leader, runner, launcher and two ranks"
+    script.process.kill()
+    os.kill(leader, signal.SIGKILL)
+    script.wait()
+    assert gone_within(tree, 15) == set()
+    assert any(number in path.name for path in remove_abandoned())
+
+
+def test_a_stale_build_lock_does_not_hang_the_run(start_script: Start) -> None:
+    lock = next(path for path in ops.cache_folder("cpu").iterdir() if path.is_dir()) / "lock"
+    lock.touch()
+    code, _, err = start_script("zero_stage_comparison.py", *SMALL, "--stages", "1").wait(120)
+    assert code == 0, err
+    assert "stale build lock" in err
+    assert not lock.exists()
+
+
+def test_an_op_that_does_not_build_is_unsupported_with_the_reason(start_script: Start, tmp_path: Path) -> None:
+    script = start_script(
+        "zero_stage_comparison.py", *SMALL, "--stages", "1", DS_BENCH_OPS_CACHE=str(tmp_path / "ops"), CXX="/bin/false"
+    )
+    code, _, _ = script.wait(120)
+    (row,) = script.rows()
+    assert code == 1
+    assert row["status"] == "❌ Unsupported"
+    assert "op is not to be had here" in row["error"]
+
+
+def test_two_runs_in_one_second_never_overwrite_each_other(start_script: Start, tmp_path: Path) -> None:
+    arguments = ("zero_stage_comparison.py", *SMALL, "--stages", "0", "--num-steps", "2")
+    scripts = [start_script(*arguments, output_dir=tmp_path / "both") for _ in range(2)]
+    assert [script.wait()[0] for script in scripts] == [0, 0]
+    assert len(list((tmp_path / "both").glob("zero_comparison_*.json"))) == 2
+
+
+def test_a_hostile_model_name_is_neutralised_in_csv_and_kept_in_json(start_script: Start, tmp_path: Path) -> None:
+    from ds_bench.models.presets import find_preset
+
+    tiny = find_preset("tiny")
+    assert tiny is not None
+    folder = tmp_path / "=HYPERLINK(1)"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"model_type": "gpt2", **tiny.config}))
+    rest = SMALL[2:]
+    script = start_script("zero_stage_comparison.py", "--model", "=HYPERLINK(1)", *rest, "--stages", "0")
+    code, _, err = script.wait()
+    assert code == 0, err
+    (path,) = script.output_dir.glob("*.csv")
+    with path.open(newline="") as file:
+        assert next(csv.DictReader(file))["model"] == "'=HYPERLINK(1)"
+    assert script.rows()[0]["model"] == "=HYPERLINK(1)"
+
+
+def test_an_edit_of_create_deepspeed_config_takes_effect_in_every_trial(tmp_path: Path, built_ops: object) -> None:
+    source = (ROOT / "zero_stage_comparison.py").read_text()
+    edited = source.replace(
+        "    return config", '    config["zero_optimization"]["reduce_bucket_size"] = 1000\n    return config', 1
+    )
+    assert edited != source
+    script = tmp_path / "zero_stage_comparison.py"
+    script.write_text(edited)
+    done = subprocess.run(
+        [
+            sys.executable,
+            str(script),
+            *SMALL,
+            "--accelerator",
+            "cpu",
+            "--stages",
+            "1",
+            "2",
+            "--output-dir",
+            str(tmp_path / "out"),
+        ],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    sizes = [
+        r["ranks"][0]["resolved_config"]["zero_config"]["reduce_bucket_size"] for r in records_of(tmp_path / "out")
+    ]
+    assert sizes == [1000, 1000]
+
+
+def test_a_batch_changed_in_the_config_is_what_the_numbers_follow_with_a_caveat(start_script: Start) -> None:
+    script = start_script(
+        "zero_stage_comparison.py", *SMALL, "--stages", "1", "--set", "train_micro_batch_size_per_gpu=3",
+        "--set", "gradient_accumulation_steps=2",
+    )  # fmt: skip
+    code, _, err = script.wait()
+    (row,) = script.rows()
+    assert code == 0, err
+    assert (row["batch_size"], row["grad_accum"]) == (3, 2)
+    tokens = 3 * 2 * 32 / (row["avg_step_time_ms"] / 1000)
+    assert row["throughput_tokens_per_sec"] == pytest.approx(tokens)
+    assert "not the flags'" in row["caveats"]
+
+
+def test_activation_checkpointing_saves_activations_and_leaves_the_loss(start_script: Start, tmp_path: Path) -> None:
+    arguments = ("zero_stage_comparison.py", *SMALL, "--stages", "1", "3", "--precision", "fp32")
+    plain = start_script(*arguments, output_dir=tmp_path / "plain")
+    assert plain.wait()[0] == 0
+    saving = start_script(*arguments, "--activation-checkpointing", output_dir=tmp_path / "saving")
+    code, _, err = saving.wait()
+    assert code == 0, err
+    for before, after in zip(plain.rows(), saving.rows(), strict=True):
+        assert after["ledger_cpu_activations_gb"] < before["ledger_cpu_activations_gb"]
+        assert after["first_loss"] == pytest.approx(before["first_loss"], rel=1e-4)
+
+
+def test_the_terminal_shows_row_step_and_last_step_while_a_trial_runs(tmp_path: Path, built_ops: object) -> None:
+    master, slave = pty.openpty()
+    command = [sys.executable, str(ROOT / "zero_stage_comparison.py"), *SMALL, "--accelerator", "cpu", "--stages", "1"]
+    with subprocess.Popen(
+        [*command, "--num-steps", "100", "--output-dir", str(tmp_path)], stderr=slave, stdout=slave, stdin=slave
+    ) as process:
+        os.close(slave)
+        shown = b""
+        while True:
+            try:
+                data = os.read(master, 65536)
+            except OSError:
+                break
+            if not data:
+                break
+            shown += data
+    os.close(master)
+    text = shown.decode(errors="replace")
+    assert process.returncode == 0, text
+    assert "[1/1] ZeRO-1" in text
+    assert "/100" in text
+    assert "last step" in text
+    assert "left" in text
+
+
+def test_an_unknown_user_with_an_odd_temporary_folder_and_closed_output_gets_its_result(
+    tmp_path: Path, built_ops: object
+) -> None:
+    """Such a user a container's ``--user`` makes: no entry, no home; here with the right to read what root has."""
+    rights = "+dac_override,+dac_read_search"
+    user = ["setpriv", "--reuid=54321", "--clear-groups", f"--inh-caps={rights}", f"--ambient-caps={rights}"]
+    if subprocess.run([*user, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("only root can become another user")
+    (tmp_path / "50% ?#").mkdir()
+    tmp_path.chmod(0o777)
+    clean = {name: value for name, value in os.environ.items() if name not in ("HOME", "USER", "LOGNAME")}
+    root = ops.cache_folder("cpu").parent.parent.parent
+    command = [*user, sys.executable, str(ROOT / "zero_stage_comparison.py"), *SMALL, "--accelerator", "cpu"]
+    done = subprocess.run(
+        ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", *command, "--num-gpus", "2", "--stages", "1"],
+        cwd=tmp_path,
+        env={**clean, "TMPDIR": "50% ?#", "DS_BENCH_OPS_CACHE": str(root)},
+        timeout=300,
+        check=False,
+    )
+    (row,) = rows_of(tmp_path / "results")
+    assert row["status"] == "✅ Success", row["error_details"]
+    assert done.returncode == 0
+    left = {path.name for path in (tmp_path / "50% ?#").iterdir()}
+    assert not [name for name in left if name.startswith(("ds_bench_meet_", "pymp-"))], left

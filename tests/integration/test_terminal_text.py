@@ -1,0 +1,182 @@
+"""A downloaded result that would steer the terminal of whoever reads it: every verb spells it out."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import re
+import subprocess
+import sys
+import unicodedata
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ds_bench.analysis.load_results import load
+from ds_bench.cli import commands
+from ds_bench.cli import script as cli
+from ds_bench.errors import DsBenchError
+from ds_bench.report.progress import Reporter
+from tests.support import fakes
+from tests.support.real_trials import ROOT, SUPPORT
+from tests.support.scripted_run import House
+
+EVIL = "\x1b]52;c;ZWNobw==\x07\x1b[31m\u202edne\u2066\u0000\x9b2J\r\u2028\x85\ud800\U000e0041"
+"""A clipboard write, a colour, two changes of direction, NUL, C1, line ends of other kinds, half a surrogate, a tag."""
+OUR_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+
+
+def steering(text: str) -> list[str]:
+    """Signs that a terminal would act on, our own colours and line ends left out."""
+    plain = OUR_COLOURS.sub("", text)
+    return [hex(ord(sign)) for sign in plain if unicodedata.category(sign) in ("Cc", "Cf", "Cs") and sign != "\n"]
+
+
+def leaves(data: Any) -> Iterator[tuple[Any, Any]]:
+    """(container, key) of every text in a JSON value."""
+    for key, value in list(data.items() if isinstance(data, dict) else enumerate(data)):
+        if isinstance(value, str):
+            yield data, key
+        elif isinstance(value, (dict, list)):
+            yield from leaves(value)
+
+
+def poisoned(data: Any) -> Any:
+    changed = copy.deepcopy(data)
+    for container, key in leaves(changed):
+        container[key] += EVIL
+    return changed
+
+
+def documents(folder: Path) -> list[Path]:
+    return [folder / "run.json", folder / "records.jsonl"]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    trial = fakes.trial(fakes.zero(1), on=fakes.placement(num_gpus=2))
+    records = [fakes.success(), replace(fakes.failure(trial), caveats=("a caveat",))]
+    return fakes.write_run(tmp_path / "results", records, arguments=["--model", "tiny"]).folder
+
+
+def poison_what_is_accepted(folder: Path) -> int:
+    """Puts EVIL behind every text that the reader takes it in, all together; returns how many there are."""
+    count = 0
+    for path in documents(folder):
+        text = path.read_text()
+        whole = [json.loads(part) for part in ([text] if path.suffix == ".json" else text.splitlines())]
+        for entry in whole:
+            for container, key in leaves(entry):
+                kept = container[key]
+                container[key] = kept + EVIL
+                path.write_text("\n".join(map(json.dumps, whole)))
+                try:
+                    load(folder)
+                    count += 1
+                except DsBenchError:
+                    container[key] = kept
+        path.write_text("\n".join(map(json.dumps, whole)))
+    return count
+
+
+def said(capfd: pytest.CaptureFixture[str]) -> str:
+    out, err = capfd.readouterr()
+    return out + err
+
+
+def test_no_verb_passes_on_what_steers_a_terminal(
+    run: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = fakes.write_run(tmp_path / "other", [fakes.success()]).folder
+    assert poison_what_is_accepted(run) > 60
+    monkeypatch.chdir(tmp_path)
+    named = tmp_path / f"file{EVIL.replace(chr(0), '').replace(chr(0xD800), '')}"
+    named.mkdir()
+    lines = [
+        ["report", str(run)],
+        ["report", str(run), str(other)],
+        ["report", str(run), "--markdown"],
+        ["report", str(run), str(other), "--markdown", "--html", str(tmp_path / "page.html")],
+        ["report", str(run), "--export", "zero1"],
+        ["compare", str(run), str(other)],
+        ["compare", str(other), str(run)],
+        ["baseline", "save", str(run), "--baselines", str(named / "b.json")],
+        ["baseline", "check", str(run), "--baselines", str(named / "b.json")],
+        ["baseline", "check", str(run), "--baselines", str(named / "b.json"), "--json"],
+    ]
+    for line in lines:
+        commands.main(line)
+        text = said(capfd)
+        assert text.strip(), line
+        assert steering(text) == [], (line, text)
+    rows = next((tmp_path / "results").glob("*.json"), None)
+    assert rows is not None
+    rows.write_text(json.dumps(poisoned(json.loads(rows.read_text()))))
+    (run / "records.jsonl").unlink()
+    commands.main(["report", str(rows)])
+    assert steering(said(capfd)) == []
+
+
+def test_no_error_repeats_a_flag_a_name_or_a_file_as_it_is(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    evil = EVIL.replace("\0", "").replace("\ud800", "")
+    config = tmp_path / f"c{evil}.json"
+    config.write_text(json.dumps({f"key{EVIL}": 1, "zero_optimization": {f"inner{EVIL}": EVIL}}))
+    hosts = tmp_path / f"h{evil}"
+    hosts.write_text(f"name{evil} slots=1\n")
+    model = tmp_path / f"m{evil}"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps({"model_type": f"t{EVIL}", "architectures": [EVIL]}))
+    verbs = [[verb, str(tmp_path / evil)] for verb in ("report", evil)]
+    verbs += [["compare", evil, evil], ["baseline", "check", evil, "--baselines", evil], ["models", evil]]
+    verbs += [["plan", flag, evil] for flag in ("--model", "--gpu", "--num-gpus", "--strategies", evil)]
+    verbs += [["advice", "--model", evil], ["advice", "--model", str(model)], ["plan", "--model", str(model)]]
+    verbs += [["doctor", "--nvme-path", evil], ["ops", evil]]
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    for line in verbs:
+        if "doctor" not in line:
+            assert commands.main(line) == 2, line
+        else:
+            commands.main(line)
+        text = said(capfd)
+        assert text.strip(), line
+        assert steering(text) == [], (line, text)
+    house = House(tmp_path, monkeypatch)
+    flags = ["--model", "--num-steps", "--ds-config", "--set", "--hostfile", "--stages", "--relative-to", "--resume"]
+    flags += ["--retry", evil]
+    values = {"--ds-config": str(config), "--hostfile": str(hosts), "--set": f".x{evil}=1{evil}"}
+    for flag in flags:
+        assert house.run(flag, values.get(flag, evil)) == 2, flag
+        text = said(capfd)
+        assert text.count("\n") == 1, text
+        assert steering(text) == [], (flag, text)
+    for flag in ("--strategies", "--nvme-path"):
+        assert cli.main("offload", fakes.make_config, ["--model", "tiny", flag, evil]) == 2
+        assert steering(said(capfd)) == []
+
+
+def test_the_name_of_the_program_is_spelled_out_too(tmp_path: Path) -> None:
+    script = tmp_path / "a\x1b[31m\u202eb.py"
+    imports = "import sys\nfrom tests.support import fakes\nfrom ds_bench import cli\n"
+    script.write_text(imports + "sys.exit(cli.main('zero', fakes.make_config))\n")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(SUPPORT)])}
+    for flag in ("--help", "--nonsense"):
+        done = subprocess.run([sys.executable, script, flag], capture_output=True, check=False, env=environment)
+        text = (done.stdout + done.stderr).decode()
+        assert "b.py" in text
+        assert steering(text) == []
+
+
+def test_progress_spells_out_what_a_rank_wrote(capfd: pytest.CaptureFixture[str]) -> None:
+    record = replace(fakes.failure(error=f"the model says {EVIL}"), caveats=(f"caveat{EVIL}",))
+    reporter = Reporter(sys.stderr, [record.trial], 2)
+    reporter.begin(record.trial)
+    reporter.end(record)
+    text = said(capfd)
+    assert "the model says" in text
+    assert steering(text) == []

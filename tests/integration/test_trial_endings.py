@@ -1,0 +1,323 @@
+"""Every way a trial can end, each with real rank processes on the CPU accelerator."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from ds_bench.analysis import summary
+from ds_bench.config import strategies
+from ds_bench.config.spec import Workload
+from ds_bench.launch import Limits, rank_environment
+from ds_bench.launch import deepspeed as cold
+from ds_bench.launch.warm import WarmLauncher
+from ds_bench.models.presets import facts_from_config, find_preset
+from ds_bench.records.rank_files import Assignment, Beat, read_beat
+from ds_bench.system import processes
+from tests.support.real_trials import SHORT, SUPPORT, Launch, make_trial
+
+pytestmark = [pytest.mark.deepspeed, pytest.mark.usefixtures("built_ops")]
+
+
+def test_a_trial_that_works_is_success_with_a_file_of_every_rank(launch: Launch) -> None:
+    record = launch(fault="fine")
+    assert record.outcome.status == "Success"
+    assert [rank.rank for rank in record.ranks] == [0, 1]
+    assert all(len(rank.step_seconds) == 3 and len(rank.warmup_step_seconds) == 1 for rank in record.ranks)
+
+
+def test_device_oom_on_one_rank_is_oom_with_phase_and_bytes_while_the_other_waits(launch: Launch) -> None:
+    outcome = launch(fault="device_oom_on_rank_1").outcome
+    assert (outcome.status, outcome.rank, outcome.phase) == ("OOM", 1, "forward")
+    assert (outcome.requested_bytes, outcome.free_bytes) == (2 * 2**30, int(1.5 * 2**30))
+    assert outcome.details is not None
+    assert "rank1.log" in outcome.details
+
+
+def test_oom_is_the_cause_even_when_the_survivor_reports_its_broken_collective_first(launch: Launch) -> None:
+    record = launch(fault="device_oom_on_rank_0_after_lost_peer")
+    assert record.failures[0].rank == 0
+    assert (record.outcome.status, record.outcome.rank) == ("OOM", 1)
+
+
+def test_an_allocation_the_kernel_refuses_is_host_oom(launch: Launch) -> None:
+    outcome = launch(fault="host_allocation_beyond_limit", cpu_memory_limit_bytes=4 * 2**30).outcome
+    assert outcome.status == "OOM (host)"
+    assert outcome.requested_bytes == 64 * 2**30
+
+
+def test_a_rank_killed_without_sign_of_lack_of_memory_is_killed_with_the_signal_named(launch: Launch) -> None:
+    outcome = launch(fault="killed").outcome
+    assert (outcome.status, outcome.rank) == ("Killed", 0)
+    assert "SIGKILL" in (outcome.error or "")
+
+
+def test_a_segmentation_fault_is_crashed(launch: Launch) -> None:
+    outcome = launch(fault="segfault").outcome
+    assert outcome.status == "Crashed"
+    assert "SIGSEGV" in (outcome.error or "")
+
+
+def test_an_exception_gives_its_class_as_status_and_its_traceback_in_the_log(launch: Launch, tmp_path: Path) -> None:
+    outcome = launch(fault="raises_value_error").outcome
+    assert outcome.status == "ValueError"
+    assert "the model does not like this batch" in (outcome.error or "")
+    assert "Traceback" in (tmp_path / "trial" / f"rank{outcome.rank}.log").read_text()
+
+
+def test_a_rank_that_leaves_with_code_zero_and_no_file_is_crashed(launch: Launch) -> None:
+    assert launch(fault="leaves_quietly").outcome.status == "Crashed"
+
+
+def test_a_hang_is_timeout_after_the_stall_time_with_the_stacks_of_every_rank(launch: Launch, tmp_path: Path) -> None:
+    outcome = launch(fault="hangs", limits=dataclasses.replace(SHORT, stall_timeout_seconds=4)).outcome
+    assert (outcome.status, outcome.rank) == ("Timeout", 0)
+    assert "--stall-timeout" in (outcome.error or "")
+    assert "faults.py" in (tmp_path / "trial" / "rank0.stacks").read_text()
+    assert "most recent call first" in (tmp_path / "trial" / "rank1.stacks").read_text()
+
+
+def test_a_hang_that_ignores_sigterm_ends_at_the_timeout(launch: Launch) -> None:
+    outcome = launch(fault="hangs_ignoring_sigterm", limits=dataclasses.replace(SHORT, timeout_seconds=5)).outcome
+    assert outcome.status == "Timeout"
+    assert "--timeout" in (outcome.error or "")
+
+
+def test_a_hang_at_exit_after_the_result_was_written_is_success_with_a_caveat(launch: Launch) -> None:
+    record = launch(fault="hangs_at_exit")
+    assert record.outcome.status == "Success"
+    assert any("hung at exit" in caveat for caveat in record.caveats)
+
+
+@pytest.mark.parametrize("fault", ["writes_garbage", "writes_half_a_file"])
+def test_a_rank_file_that_is_not_valid_is_crashed(launch: Launch, fault: str) -> None:
+    outcome = launch(fault=fault).outcome
+    assert outcome.status == "Crashed"
+    assert "not a valid rank file" in (outcome.error or "")
+
+
+def test_a_grandchild_in_its_own_session_that_ignores_sigterm_is_ended(launch: Launch) -> None:
+    assert launch(fault="leaves_a_stubborn_grandchild").outcome.status == "Success"  # launch asserts none is left
+
+
+def test_nan_loss_is_measured_and_said_to_be_no_result(launch: Launch) -> None:
+    record = launch(fault="loses_its_loss")
+    assert record.ranks[0].losses == (None,) * 4
+    caveats = summary.summarise(record, None, None).caveats
+    assert any("not finite" in caveat.text for caveat in caveats)
+    json.dumps(record.to_dict(), allow_nan=False)
+
+
+def test_a_failure_after_the_window_keeps_what_was_measured_with_a_caveat(launch: Launch) -> None:
+    record = launch(fault="fails_after_the_window")
+    assert record.outcome.status == "Success"
+    assert all(len(rank.step_seconds) == 3 and not rank.ledger for rank in record.ranks)
+    assert any("the measured steps had finished" in caveat for caveat in record.caveats)
+    assert record.failures[0].phase == "inspect"
+
+
+def test_a_leader_that_is_killed_takes_its_ranks_with_it(launch: Launch, tmp_path: Path) -> None:
+    before = processes.descendants()
+
+    killer = threading.Thread(target=kill_when_it_trains, args=(tmp_path / "trial", lambda beat: os.getsid(beat.pid)))
+    killer.start()
+    outcome = launch(fault="hangs").outcome
+    killer.join()
+    assert outcome.status == "Crashed"
+    assert processes.descendants() <= before
+
+
+def test_a_killed_server_costs_the_row_that_ran_and_is_started_anew_for_the_next(
+    server: Callable[[Limits], WarmLauncher], tmp_path: Path
+) -> None:
+    launcher = server(SHORT)
+    for attempt, fault in enumerate(("hangs", "hangs", "fine")):  # the server that was started anew is killed too
+        folder = tmp_path / str(attempt)
+        folder.mkdir()
+        killer = threading.Thread(
+            target=kill_when_it_trains, args=(folder, lambda beat: parent_of(os.getsid(beat.pid)))
+        )
+        if fault == "hangs":
+            killer.start()
+        outcome = launcher.launch(make_trial(fault=fault), folder, lambda _progress: None).outcome
+        if fault == "hangs":
+            killer.join()
+            assert (outcome.status, outcome.rank) == ("Killed", None)
+            assert "preloaded server" in (outcome.error or "")
+    assert outcome.status == "Success"
+
+
+def kill_when_it_trains(folder: Path, choose: Callable[[Beat], int]) -> None:
+    deadline = time.monotonic() + 100
+    while time.monotonic() < deadline:
+        time.sleep(0.05)
+        beat = read_beat(folder, 0)
+        if beat is not None and beat.step >= 1:
+            os.kill(choose(beat), signal.SIGKILL)
+            return
+
+
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def cold_launcher() -> cold.DeepSpeedLauncher:
+    trial = make_trial()
+    return cold.DeepSpeedLauncher(rank_environment.rank_environment(trial.placement, os.environ, "gpt2"), SHORT)
+
+
+def test_the_deepspeed_launcher_runs_the_same_trial(tmp_path: Path) -> None:
+    tiny = find_preset("tiny")
+    assert tiny is not None
+    work = Workload(
+        model="tiny",
+        model_source="preset",
+        model_type="gpt2",
+        model_config=tiny.config,
+        batch_size=2,
+        seq_length=32,
+        num_steps=3,
+        warmup_steps=1,
+    )
+    record = cold_launcher().launch(make_trial(workload=work), tmp_path, lambda _progress: None)
+    assert record.outcome.status == "Success", record.outcome.details
+    assert record.launch == "deepspeed"
+    assert len(record.ranks) == 2
+
+
+def test_a_deepspeed_launcher_that_is_killed_is_a_row_and_leaves_no_rank(tmp_path: Path) -> None:
+    """The launcher itself would leave orphans, and could even end with code 0."""
+    before = processes.descendants()
+    os.environ["PYTHONPATH"] = str(SUPPORT)
+
+    def kill_the_launcher() -> None:
+        beat = None
+        while beat is None or beat.step < 1:
+            time.sleep(0.05)
+            beat = read_beat(tmp_path, 0)
+        for pid in processes.descendants() - before:
+            if b"deepspeed.launcher.launch" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                os.kill(pid, signal.SIGKILL)
+
+    killer = threading.Thread(target=kill_the_launcher)
+    killer.start()
+    try:
+        record = cold_launcher().launch(make_trial(fault="hangs"), tmp_path, lambda _progress: None)
+    finally:
+        killer.join()
+        del os.environ["PYTHONPATH"]
+    assert record.outcome.status in ("Crashed", "Killed"), record.outcome
+    assert processes.descendants() <= before
+
+
+def test_with_several_nodes_no_module_of_the_current_folder_reaches_a_remote_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DeepSpeed's own launcher, with stand-ins for ssh and pdsh that keep what would run on the nodes."""
+    tools, here, folder, remote = (tmp_path / name for name in ("tools", "here", "trial", "remote"))
+    for each in (tools, here, folder):
+        each.mkdir()
+    (tools / "ssh").write_text("#!/bin/sh\necho 127.0.0.1\n")
+    (tools / "pdsh").write_text(f'#!/bin/sh\necho "$@" > {remote}\n')
+    for tool in tools.iterdir():
+        tool.chmod(0o755)
+    hostfile = tmp_path / "hostfile"
+    hostfile.write_text("node1 slots=1\nnode2 slots=1\n")
+    monkeypatch.chdir(here)
+    Path("random.py").write_text("raise SystemExit('a module of the current folder runs')")
+    launcher = cold_launcher()
+    launcher._environment["PATH"] = f"{tools}:{launcher._environment['PATH']}"
+    launcher.launch(make_trial(hostfile=str(hostfile)), Path("../trial"), lambda _progress: None)
+    command = remote.read_text()
+    assert str(here) not in command
+    assert "export PYTHONSAFEPATH=1;" in command
+    assert f"cd {folder};" in command
+    assert command.split()[-1] == str(folder)
+    assert Assignment.load(folder).working_folder == str(here)
+
+
+def test_a_rank_that_dies_before_hello_is_crashed_and_said_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cold, "launch_command", lambda *_: [sys.executable, "-c", "raise SystemExit(3)"])
+    outcome = cold_launcher().launch(make_trial(), tmp_path, lambda _progress: None).outcome
+    assert outcome.status == "Crashed"
+    assert "before saying hello (exit code 3)" in (outcome.error or "")
+
+
+@pytest.mark.nvme
+def test_nvme_works_for_a_model_with_more_large_tensors_than_swap_buffers(launch: Launch, tmp_path: Path) -> None:
+    tiny = find_preset("tiny")
+    assert tiny is not None
+    config = {**tiny.config, "n_embd": 512, "n_layer": 3}
+    facts = facts_from_config("wide", "gpt2", config)
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    work = Workload(
+        model="wide",
+        model_source="preset",
+        model_type="gpt2",
+        model_config=config,
+        batch_size=1,
+        seq_length=32,
+        num_steps=3,
+        warmup_steps=1,
+    )
+    trial = make_trial(
+        strategies.offload_strategy("nvme"),
+        workload=work,
+        num_gpus=1,
+        nvme_path=str(disk),
+        largest_parameter=facts.largest_parameter,
+    )
+    record = launch(trial)
+    assert record.outcome.status == "Success", record.outcome.details
+    (rank,) = record.ranks
+    assert rank.ledger["nvme"]["parameters"] >= 2 * 0.8 * facts.parameters
+    assert rank.ledger["nvme"]["optimizer_states"] >= 12 * 0.8 * facts.parameters
+    assert rank.nvme_read_bytes is not None
+    assert rank.nvme_read_bytes > 3 * rank.ledger["nvme"]["optimizer_states"] * 0.5
+    assert list(disk.iterdir()) == []
+
+
+@pytest.mark.nvme
+def test_a_full_swap_disk_is_oom_disk_and_nothing_stays_on_it(launch: Launch, small_disk: Path) -> None:
+    tiny = find_preset("tiny")
+    assert tiny is not None
+    config = {**tiny.config, "n_embd": 512, "vocab_size": 10_000}
+    facts = facts_from_config("wide", "gpt2", config)
+    work = Workload(
+        model="wide",
+        model_source="preset",
+        model_type="gpt2",
+        model_config=config,
+        batch_size=1,
+        seq_length=32,
+        num_steps=2,
+    )
+    record = launch(
+        make_trial(
+            strategies.offload_strategy("nvme"),
+            workload=work,
+            nvme_path=str(small_disk),
+            largest_parameter=facts.largest_parameter,
+        )
+    )
+    assert record.outcome.status == "OOM (disk)", record.outcome.details
+    assert list(small_disk.iterdir()) == []
+
+
+def test_no_shared_memory_and_no_meeting_file_stays_behind(launch: Launch) -> None:
+    def leftovers() -> set[Path]:
+        return {*Path("/dev/shm").glob("deepspeed_allreduce_*"), *Path("/tmp").glob("ds_bench_meet_*")}
+
+    before = leftovers()
+    launch(fault="killed")
+    assert leftovers() <= before

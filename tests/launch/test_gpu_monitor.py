@@ -1,0 +1,103 @@
+"""Clocks are looked at while a trial runs, once, and only what is a fault is told; memory before it begins."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from ds_bench.config.spec import Trial
+from ds_bench.launch import Listener, Progress
+from ds_bench.launch.gpu_monitor import CardWatcher
+from ds_bench.records.schema import TrialRecord
+from ds_bench.system.gpus import GpuInventory
+from tests.support import fakes
+
+
+class Steps:
+    """A launcher that tells of every step."""
+
+    def launch(self, trial: Trial, folder: Path, listen: Listener) -> TrialRecord:  # noqa: ARG002
+        for step in range(-1, trial.workload.warmup_steps + trial.workload.num_steps):
+            listen(Progress(phase="forward", step=step, last_step_seconds=0.1, elapsed_seconds=1.0))
+        return fakes.success(trial)
+
+
+class Cards:
+    """Two cards, the second held back; counts how often it is asked."""
+
+    def __init__(self, *reasons: str, **facts: float) -> None:
+        self.asked = 0
+        cool = fakes.FakeQuery(cards=2).inventory.gpus
+        self.inventory = GpuInventory(
+            driver_version="580.65", gpus=(cool[0], replace(cool[1], throttle_reasons=reasons, **facts))
+        )
+
+    def read(self) -> GpuInventory:
+        self.asked += 1
+        return self.inventory
+
+
+def launch(cards: Cards, indices: tuple[int, ...] = (0, 1)) -> TrialRecord:
+    trial = fakes.trial(on=fakes.placement(accelerator="cuda", num_gpus=2))
+    return CardWatcher(Steps(), cards, indices).launch(trial, Path("unused"), lambda _progress: None)
+
+
+def test_a_card_that_is_held_back_is_told_and_asked_for_once() -> None:
+    cards = Cards("hw_slowdown", "gpu_idle")
+    assert launch(cards).caveats == ("GPU 1 was held back while this ran: hw_slowdown",)
+    assert cards.asked == 2  # before it, and in the middle
+
+
+@pytest.mark.parametrize(("limit", "told"), [(700.0, False), (500.0, True)])
+def test_the_power_cap_of_a_loaded_card_is_told_only_below_the_default_limit(limit: float, told: bool) -> None:
+    cards = Cards("sw_power_cap", power_limit_watts=limit, default_power_limit_watts=700.0)
+    assert bool(launch(cards).caveats) is told
+
+
+class Memory:
+    """A card whose used memory is answered from a list, the last entry for ever."""
+
+    def __init__(self, *used_gb: float) -> None:
+        self.used_gb = list(used_gb)
+
+    def read(self) -> GpuInventory:
+        used = self.used_gb.pop(0) if len(self.used_gb) > 1 else self.used_gb[0]
+        card = fakes.FakeQuery(cards=1).inventory.gpus[0]
+        return GpuInventory(gpus=(replace(card, memory_used_bytes=int(used * fakes.GB)),))
+
+
+def free_at_start(memory: Memory, trials: int, wait_seconds: float) -> list[TrialRecord]:
+    watcher = CardWatcher(Quiet(), memory, (0,), wait_seconds=wait_seconds)
+    trial = fakes.trial(on=fakes.placement(accelerator="cuda"))
+    return [watcher.launch(trial, Path("unused"), lambda _progress: None) for _ in range(trials)]
+
+
+class Quiet:
+    """A launcher that tells of nothing."""
+
+    def launch(self, trial: Trial, folder: Path, listen: Listener) -> TrialRecord:  # noqa: ARG002
+        return fakes.success(trial)
+
+
+def test_the_next_trial_waits_until_the_card_is_given_back_and_its_free_memory_is_kept() -> None:
+    first, second = free_at_start(Memory(1, 60, 30, 1), trials=2, wait_seconds=10)
+    assert (first.gpu_free_start_bytes, second.gpu_free_start_bytes) == (79 * fakes.GB, 79 * fakes.GB)
+    assert second.caveats == ()
+
+
+def test_memory_that_somebody_else_keeps_is_waited_for_once_and_told() -> None:
+    records = free_at_start(Memory(1, 21), trials=3, wait_seconds=0.3)
+    assert [record.gpu_free_start_bytes for record in records] == [size * fakes.GB for size in (79, 59, 59)]
+    assert [len(record.caveats) for record in records] == [0, 1, 0]
+    assert "20.00 GB less of the card was free" in records[1].caveats[0]
+
+
+@pytest.mark.parametrize("reasons", [(), ("gpu_idle",), ("applications_clocks_setting",)])
+def test_a_clock_that_somebody_set_or_an_idle_card_is_no_fault(reasons: tuple[str, ...]) -> None:
+    assert launch(Cards(*reasons)).caveats == ()
+
+
+def test_a_card_that_the_job_does_not_use_is_left_out() -> None:
+    assert launch(Cards("hw_slowdown"), indices=(0,)).caveats == ()

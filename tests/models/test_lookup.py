@@ -1,0 +1,69 @@
+"""Models that are refused in second 0: factories that cannot be imported, folders that hold another architecture."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ds_bench.config.spec import Placement
+from ds_bench.errors import UsageError
+from ds_bench.launch.rank_environment import rank_environment
+from ds_bench.models.lookup import ModelChoice, find_model
+
+
+def find(name: str, *, factory: bool = False) -> ModelChoice:
+    variables = {**rank_environment(Placement(accelerator="cpu"), os.environ, None), "HF_HUB_OFFLINE": "1"}
+    return find_model(name, factory=factory, trust_remote_code=False, environment=variables)
+
+
+def test_a_factory_is_imported_before_anything_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text("print('built')\ndef build(): raise AssertionError('called')\nnumber = 3\n")
+    Path("broken.py").write_text("raise RuntimeError('no such card')\n")
+    Path("script.py").write_text("import sys; sys.exit('usage: script')\n")
+    assert find("mine:build", factory=True).source == "factory"
+    for name, said in {
+        "nowhere:build": "No module named 'nowhere'",
+        "mine:make": "has no attribute 'make'",
+        "mine:number": "number is no function",
+        "broken:build": "RuntimeError: no such card",
+        "script:build": "SystemExit: usage: script",
+    }.items():
+        with pytest.raises(UsageError) as caught:
+            find(name, factory=True)
+        assert f"--model-factory {name} cannot be imported: " in str(caught.value)
+        assert said in str(caught.value)
+        assert "\n" not in str(caught.value)
+
+
+BART = {
+    "model_type": "bart",
+    "vocab_size": 100,
+    "d_model": 16,
+    **{f"{part}_{name}": 2 for part in ("encoder", "decoder") for name in ("layers", "attention_heads", "ffn_dim")},
+}
+GPT2 = {"model_type": "gpt2", "vocab_size": 100, "n_positions": 16, "n_embd": 8, "n_layer": 1, "n_head": 2}
+
+
+def folder(path: Path, config: dict[str, Any], *architectures: str) -> str:
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps({**config, "architectures": list(architectures)}))
+    return str(path)
+
+
+def test_a_folder_is_trained_as_the_class_that_it_names_or_refused(tmp_path: Path) -> None:
+    for number, (config, named, built) in enumerate((
+        (BART, "BartForConditionalGeneration", "BartForCausalLM"),
+        (GPT2, "GPT2Model", "GPT2LMHeadModel"),
+    )):  # fmt: skip
+        with pytest.raises(UsageError) as caught:
+            find(folder(tmp_path / str(number), config, named))
+        assert named in str(caught.value)
+        assert built in str(caught.value)
+        assert "--model-factory" in caught.value.remedy
+    assert find(folder(tmp_path / "same", GPT2, "GPT2LMHeadModel")).model_type == "gpt2"
+    assert find(folder(tmp_path / "none", GPT2)).model_type == "gpt2"

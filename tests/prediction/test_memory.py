@@ -1,0 +1,561 @@
+"""Prediction: small cases by hand, its laws, and the answers drawn from it. Real runs: test_prediction_real."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ds_bench.analysis.flat_rows import flat_rows
+from ds_bench.analysis.summary import summarise
+from ds_bench.config.spec import Strategy
+from ds_bench.config.strategies import ZERO_STAGES, offload_strategy
+from ds_bench.errors import UsageError
+from ds_bench.models.presets import find_preset
+from ds_bench.prediction import hindsight, memory
+from ds_bench.prediction.deepspeed_estimator import deepspeed_estimates
+from ds_bench.prediction.gathering import Gathered, gathered
+from ds_bench.prediction.inputs import MemoryCase, ZeroSettings
+from ds_bench.prediction.memory import DOES_NOT_FIT, FITS, TIGHT, Prediction
+from ds_bench.prediction.model_profile import Activations, ModelProfile, Polynomial, profile_of
+from ds_bench.prediction.stages_0_to_2 import owned_elements
+from ds_bench.prediction.what_if import Change, Question, fits, max_batch, min_gpus, smallest_change
+from ds_bench.system import devices
+from tests.support.fakes import failure, offload, placement, success, trial, workload, zero
+
+GB = 2**30
+NO_BUCKETS = {"zero_optimization": {"reduce_bucket_size": 1, "stage3_prefetch_bucket_size": 0}}
+EVERY = [*ZERO_STAGES.values(), *(offload_strategy(name) for name in ("cpu_optimizer", "cpu_full", "nvme"))]
+
+TOY = ModelProfile(
+    name="toy",
+    layers=2,
+    before=(40,),
+    layer=(24, 6),
+    after=(40,),
+    tied_embeddings=False,
+    activations={
+        "bf16": Activations(
+            plain=Polynomial(fixed={"bs": 100}, per_layer={"bs": 1000}),
+            checkpointed=Polynomial(fixed={"bs": 100}, per_layer={"bs": 10}),
+            loss=Polynomial(fixed={"bs": 300}, per_layer={"bs": 1000}),
+        )
+    },
+)
+"""140 parameters: 40, (24, 6), (24, 6), 40."""
+
+
+def ask(strategy: Strategy, ranks: int = 2, *, model: ModelProfile = TOY, **work: Any) -> Question:
+    changes = NO_BUCKETS if strategy.stage else {}
+    return Question(
+        profile=model,
+        workload=workload(**{"batch_size": 1, "seq_length": 1, **work}),
+        placement=placement(accelerator="cuda", num_gpus=ranks, nvme_path="/nvme"),
+        strategy=strategy,
+        changes=changes,
+    )
+
+
+def llama(strategy: Strategy, ranks: int = 8, **work: Any) -> Question:
+    facts = find_preset("meta-llama/Llama-2-7b-hf")
+    assert facts is not None
+    question = ask(strategy, ranks, model=profile_of(facts, 2048), **{"seq_length": 2048, **work})
+    return replace(question, changes={})
+
+
+def case(ranks: int, *, model: ModelProfile = TOY, **settings_: Any) -> MemoryCase:
+    config = ask(zero(3), ranks, model=model).config()
+    found = replace(ZeroSettings.of(config), **settings_)
+    return MemoryCase(
+        profile=model, precision="bf16", data_parallel_size=ranks, grad_accum=1, accelerator="cuda", settings=found
+    )
+
+
+def test_stage_0_steps_with_24_bytes_per_parameter_when_fused() -> None:
+    # 2 + 12 + 2, and while the 16-bit gradients become one flat fp32 tensor a list and the copy of it: 8 more.
+    found = llama(zero(0), 1, seq_length=1).answer()
+    assert found.phase == "flatten"
+    assert found.gpu_bytes - memory.CONTEXT_BYTES == 24 * 6_738_415_616
+
+
+def test_stage_2_is_worked_by_hand() -> None:
+    """On 2 ranks 140 needs no padding: 70 each. Rank 0 touches 40, 24 and 6 and ends there, rank 1 has the rest."""
+    ledger = ask(zero(2)).answer().ledger["gpu"]
+    assert ledger["parameters"] == 280
+    assert ledger["optimizer_states"] == 12 * 70
+    assert ledger["gradients"] == 2 * 70
+    assert ledger["deepspeed_buffers"] == 2  # a bucket of one element
+    assert ledger["activations"] == 2100
+
+
+def test_a_tensor_on_the_border_of_two_ranks_has_its_gradient_on_both() -> None:
+    # 4 ranks: 144 with padding, 36 each. [0,36) touches 40; [36,72) 40, 24, 6 and 24 (begins at 70): 94;
+    # [72,108) 24, 6 and 40: 70; [108,144) 40 and 4 of padding.
+    assert owned_elements(TOY.tensors, 4) == 94
+
+
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=12), st.integers(1, 9))
+def test_owned_gradients_are_at_least_a_part_and_at_most_everything(tensors: list[int], ranks: int) -> None:
+    owned = owned_elements(tensors, ranks)
+    assert sum(tensors) / ranks <= owned <= sum(tensors) + 2 * ranks
+
+
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=12), st.integers(1, 40))
+def test_the_fullest_rank_is_found_without_looking_at_every_one(tensors: list[int], ranks: int) -> None:
+    part = -(-sum(tensors) // (2 * ranks)) * 2
+    most = 0
+    for start in range(0, part * ranks, part):
+        begins = [sum(tensors[:index]) for index in range(len(tensors))]
+        touched = [n for n, begin in zip(tensors, begins, strict=True) if begin < start + part and begin + n > start]
+        most = max(most, sum(touched) + max(0, start + part - max(start, sum(tensors))))
+    assert owned_elements(tensors, ranks) == most
+
+
+def test_a_billion_ranks_take_no_longer_than_a_few() -> None:
+    begin = time.monotonic()
+    owned_elements(TOY.tensors, 10**9)
+    assert time.monotonic() - begin < 1
+
+
+def test_one_rank_owns_every_gradient() -> None:
+    assert owned_elements(TOY.tensors, 1) == 140
+
+
+def test_the_loss_is_the_peak_where_activations_are_all() -> None:
+    found = ask(zero(3), 2, seq_length=1000).answer()
+    assert found.phase == "loss"
+    assert found.gpu["activations"] == 1000 * 2100
+    assert found.gpu["logits_and_loss"] == 1000 * 200
+
+
+def test_with_checkpointing_one_layer_is_recomputed_at_a_time() -> None:
+    found = ask(zero(3), 2, seq_length=1000, activation_checkpointing=True).answer()
+    assert found.ledger["gpu"]["activations"] == 1000 * 120
+    assert found.phase == "enter"
+    assert found.gpu["activations"] == 1000 * (2 * 10 + 1000)
+    assert found.activation_bytes == 1000 * 2100
+    assert found.checkpointed_activation_bytes == 1000 * 120
+
+
+@pytest.mark.parametrize(("stage", "copy_bytes"), [(2, 8 * 525_336_576), (3, 2 * 525_336_576 + 8 * 250_000_000)])
+def test_an_offloaded_gradient_is_copied_to_fp64_for_its_norm(stage: int, copy_bytes: int) -> None:
+    """Llama-3.1-8B's LM head of 128,256 × 4,096, on one GPU; stage 3 takes 250 million elements at a time."""
+    facts = find_preset("meta-llama/Llama-3.1-8B")
+    assert facts is not None
+    question = ask(offload("cpu_optimizer", stage), 1, model=profile_of(facts, 2048), seq_length=2048)
+    found = question.answer()
+    assert found.phase == "enter"
+    assert found.gpu["temporaries"] == 2 * 525_336_576 + copy_bytes
+
+
+def test_the_bucket_has_its_full_size_however_small_the_model() -> None:
+    question = replace(ask(zero(3)), changes={})
+    assert question.answer().ledger["gpu"]["deepspeed_buffers"] == 2 * 500_000_000
+
+
+def test_overlapping_communication_doubles_the_bucket() -> None:
+    changes = {"zero_optimization": {"overlap_comm": True, "reduce_bucket_size": 1000}}
+    assert replace(ask(zero(2)), changes=changes).answer().ledger["gpu"]["deepspeed_buffers"] == 2 * 2 * 1000
+
+
+def test_tensors_below_the_threshold_stay_gathered_with_their_padding() -> None:
+    # 3 ranks, threshold 24: 24 + 6 per layer stay, no padding; the two of 40 become 42 each when they are gathered.
+    found = gathered(case(3, persistence_elements=24, prefetch_elements=0, max_reuse_elements=0))
+    assert found == Gathered(persistent=60, peak=60 + 42)
+
+
+def test_one_gpu_gathers_nothing_unless_its_parameters_are_elsewhere() -> None:
+    assert gathered(case(1)) == Gathered(persistent=0, peak=0)
+    assert gathered(case(1, offload_param="cpu")).peak == 140
+
+
+def test_a_large_reuse_distance_keeps_a_small_model_gathered_whole() -> None:
+    assert gathered(case(2, persistence_elements=0)).peak == 140
+
+
+@given(st.integers(0, 200), st.integers(0, 200), st.integers(0, 50))
+def test_gathered_lies_between_the_largest_tensor_and_the_model(reuse: int, prefetch: int, threshold: int) -> None:
+    found = gathered(case(2, persistence_elements=threshold, prefetch_elements=prefetch, max_reuse_elements=reuse))
+    assert max(40, found.persistent) <= found.peak <= 140
+
+
+def test_host_memory_counts_every_rank_of_a_node_but_not_of_the_job() -> None:
+    one_node = replace(llama(offload("cpu_optimizer"), 16), ranks_per_node=16).answer()
+    two_nodes = replace(llama(offload("cpu_optimizer"), 16), ranks_per_node=8).answer()
+    assert one_node.host_bytes == 2 * two_nodes.host_bytes
+
+
+def test_pinned_memory_comes_in_powers_of_two() -> None:
+    host = llama(offload("cpu_full")).answer().host
+    assert host["pinned_rounding"] > 0
+    assert (host["parameters"] + host["pinned_rounding"]) > host["parameters"]
+
+
+def test_nothing_of_a_swapped_state_stays_in_host_memory() -> None:
+    found = llama(offload("nvme")).answer()
+    assert "optimizer_states" not in found.host
+    # 8 ranks: master, two moments and the fp32 gradient of 6.74 B parameters, and the 16-bit parameters.
+    assert found.nvme_bytes == pytest.approx(18 * 6_738_415_616, rel=0.01)
+
+
+def test_the_cpu_accelerator_has_no_gpu() -> None:
+    question = llama(offload("cpu_full"), 2)
+    on_cpu = replace(question, placement=replace(question.placement, accelerator="cpu")).answer()
+    assert on_cpu.gpu_bytes == 0
+    assert set(on_cpu.ledger) == {"cpu"}
+    assert "pinned_rounding" not in on_cpu.host
+
+
+@pytest.mark.parametrize(
+    ("used", "verdict"), [(899, FITS), (900, FITS), (901, TIGHT), (1000, TIGHT), (1001, DOES_NOT_FIT)]
+)
+def test_the_verdict_turns_at_nine_tenths_and_at_all_of_the_card(used: int, verdict: str) -> None:
+    assert prediction(gpu=used).verdict(1000) == verdict
+
+
+def test_the_worse_of_gpu_and_host_decides() -> None:
+    assert prediction(gpu=1, host=2000).verdict(1000, 1000) == DOES_NOT_FIT
+    assert prediction(gpu=1, host=2000).verdict(1000) == FITS
+
+
+def prediction(gpu: int = 0, host: int = 0) -> Prediction:
+    return Prediction(
+        gpu={"parameters": gpu},
+        host={"parameters": host},
+        nvme={},
+        phase="loss",
+        ledger={},
+        activation_bytes=0,
+        checkpointed_activation_bytes=0,
+        logits_and_loss_bytes=0,
+    )
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.sampled_from(EVERY), st.integers(1, 16), st.integers(1, 16))
+def test_a_larger_batch_never_takes_less(strategy: Strategy, batch: int, ranks: int) -> None:
+    small, large = (llama(strategy, ranks, batch_size=size).answer() for size in (batch, batch + 1))
+    assert small.gpu_bytes <= large.gpu_bytes
+
+
+@pytest.mark.parametrize("strategy", EVERY[1:], ids=lambda s: s.name)
+def test_more_gpus_never_take_more_each(strategy: Strategy) -> None:
+    found = [llama(strategy, ranks).answer().gpu_bytes for ranks in (2, 4, 8, 16, 64)]
+    assert found == sorted(found, reverse=True)
+
+
+def test_a_stage_higher_takes_less_on_eight_gpus() -> None:
+    found = [llama(zero(stage)).answer().gpu_bytes for stage in range(4)]
+    assert found == sorted(found, reverse=True)
+
+
+def test_min_gpus_is_enough_and_one_less_is_not() -> None:
+    question, card = llama(zero(3), 1), 40 * GB
+    count = min_gpus(question, card)
+    assert count is not None
+    assert 1 < count <= 8
+    for ranks, enough in ((count, True), (count - 1, False)):
+        there = replace(question, placement=replace(question.placement, num_gpus=ranks))
+        assert fits(there, card) is enough
+
+
+def test_no_number_of_gpus_helps_a_strategy_that_splits_nothing() -> None:
+    assert min_gpus(llama(zero(0)), 80 * GB) is None
+
+
+def test_max_batch_fits_and_one_more_does_not() -> None:
+    question, card = llama(zero(3)), 80 * GB
+    size = max_batch(question, card)
+    assert size is not None
+    for batch, enough in ((size, True), (size + 1, False)):
+        assert fits(replace(question, workload=replace(question.workload, batch_size=batch)), card) is enough
+
+
+def test_no_batch_fits_where_the_model_does_not() -> None:
+    assert max_batch(llama(zero(0)), 24 * GB) is None
+
+
+def test_a_plan_that_fits_needs_no_change() -> None:
+    assert smallest_change(llama(zero(3)), 80 * GB) is None
+
+
+def test_the_gentlest_change_comes_first() -> None:
+    change = smallest_change(llama(zero(3), 8, batch_size=6), 80 * GB)
+    assert isinstance(change, Change)
+    assert change.text == "activation checkpointing"
+    assert change.prediction.verdict(80 * GB) == FITS
+
+
+def test_where_one_change_is_not_enough_two_are_named() -> None:
+    change = smallest_change(llama(zero(1), 2, batch_size=8), 24 * GB)
+    assert change is not None
+    assert change.text.startswith("activation checkpointing, ")
+    assert change.prediction.verdict(24 * GB) != DOES_NOT_FIT
+
+
+def gpt2(strategy: Strategy, ranks: int = 1, **work: Any) -> Question:
+    facts = find_preset("gpt2")
+    assert facts is not None
+    question = ask(strategy, ranks, model=profile_of(facts, 1024), **{"seq_length": 1024, **work})
+    return replace(question, changes={})
+
+
+def test_a_smaller_batch_that_fits_is_offered_though_one_more_would_be_tight() -> None:
+    question, card = gpt2(zero(0), batch_size=32), 14 * GB + GB * 6 // 10
+    tight, roomy = max_batch(question, card), max_batch(question, card, tight=False)
+    change = smallest_change(question, card)
+    assert tight is not None
+    assert roomy is not None
+    assert roomy < tight
+    assert change is not None
+    assert change.text == f"batch size {roomy}"
+    assert change.prediction.verdict(card) == FITS
+
+
+def test_a_change_of_two_is_named_before_one_of_three() -> None:
+    # A toy whose layers take 100 MB each of a sequence, but 1 MB with checkpointing.
+    heavy = Activations(
+        plain=Polynomial(fixed={}, per_layer={"bs": 100 * 2**20}),
+        checkpointed=Polynomial(fixed={}, per_layer={"bs": 2**20}),
+        loss=Polynomial(fixed={"bs": 150 * 2**20}, per_layer={"bs": 100 * 2**20}),
+    )
+    question = ask(zero(1), model=replace(TOY, activations={"bf16": heavy}), batch_size=64)
+    one = replace(question, workload=replace(question.workload, activation_checkpointing=True, batch_size=1))
+    change = smallest_change(question, int(one.answer().gpu_bytes * 1.12))
+    assert change is not None
+    assert change.text == "activation checkpointing, batch size 1"
+
+
+def test_gpus_needed_are_counted_in_nodes_of_the_size_there_is() -> None:
+    question = replace(llama(zero(3), 1), ranks_per_node=6)
+    count = min_gpus(question, 20 * GB)
+    assert count is not None
+    assert count > 6
+    assert count % 6 == 0
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.sampled_from(EVERY), st.integers(1, 40), st.integers(8, 80), st.sampled_from([1, 4, 6, 8]))
+def test_gpus_needed_never_contradict_the_verdict(strategy: Strategy, ranks: int, card_gb: int, node: int) -> None:
+    question, card, host = replace(llama(strategy, ranks), ranks_per_node=node), card_gb * GB, 300 * GB
+    if fits(question, card, host):
+        count = min_gpus(question, card, host)
+        assert count is not None
+        assert count <= ranks
+
+
+def test_where_too_many_ranks_fill_the_host_fewer_are_offered() -> None:
+    question, card = replace(llama(zero(3), 8), ranks_per_node=8), 192 * GB
+    host = question.answer().host_bytes * 3 // 4
+    change = smallest_change(question, card, host)
+    assert change is not None
+    assert change.text == "4 GPUs"
+    assert change.prediction.host_bytes <= host
+
+
+def test_a_later_stage_on_fewer_gpus_is_tried_where_the_host_is_short() -> None:
+    question, card = replace(llama(zero(0), 64), ranks_per_node=64), 22 * GB
+    change = smallest_change(question, card, 32 * GB)  # 64 processes take 96 GB
+    assert change is not None
+    assert "ZeRO-" in change.text
+    assert change.text.endswith("16 GPUs")
+
+
+def test_a_later_stage_together_with_more_gpus_is_tried() -> None:
+    question, card = llama(zero(0), 1), 22 * GB
+    change = smallest_change(question, card, 16 * GB)  # the host has no room for any offload
+    assert change is not None
+    assert "ZeRO-" in change.text
+    assert change.text.endswith("GPUs")
+    assert change.prediction.verdict(card, 16 * GB) != DOES_NOT_FIT
+
+
+def test_a_card_too_small_for_anything_gets_no_advice() -> None:
+    assert smallest_change(llama(zero(0)), 1 * GB // 4) is None
+
+
+def test_deepspeeds_own_figures_for_seven_billion_on_eight_gpus() -> None:
+    # 7e9 parameters, largest layer 4096 × 32000 = 131072000.
+    # Stage 2: 14e9 + 126e9 / 8. Stage 3: 4 × 131072000 + 126e9 / 8.
+    two = deepspeed_estimates(7 * 10**9, 131_072_000, 8, 8, zero(2))
+    three = deepspeed_estimates(7 * 10**9, 131_072_000, 8, 8, zero(3))
+    full = deepspeed_estimates(7 * 10**9, 131_072_000, 8, 8, offload("cpu_full"))
+    assert two is not None
+    assert three is not None
+    assert full is not None
+    assert two.gpu_bytes == 29_750_000_000
+    assert three.gpu_bytes == 524_288_000 + 15_750_000_000
+    assert (full.gpu_bytes, full.host_bytes) == (524_288_000, 189_000_000_000)  # 18 × 7e9 × 1.5
+
+
+def test_deepspeed_estimates_neither_nvme_nor_fp32() -> None:
+    assert deepspeed_estimates(10**9, 10**6, 8, 8, offload("nvme")) is None
+    assert deepspeed_estimates(10**9, 10**6, 8, 8, zero(3), "fp32") is None
+    assert deepspeed_estimates(10**9, 10**6, 8, 8, zero(3), "bf16") is not None
+
+
+def test_a_node_that_is_not_full_is_a_node_to_deepspeeds_estimator() -> None:
+    # 9 GPUs on nodes of 8 are 2 nodes: 18 × 10^9 / 2 × 1.5.
+    found = deepspeed_estimates(10**9, 10**6, 9, 8, offload("cpu_full"))
+    assert found is not None
+    assert found.host_bytes == 13_500_000_000
+
+
+def test_deepspeed_estimates_nothing_below_stage_2() -> None:
+    assert deepspeed_estimates(10**9, 10**6, 8, 8, zero(1)) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "gigabytes"),
+    [
+        ("80GB", 80),
+        ("24GiB", 24),
+        ("79.1", 79.1),
+        (" 16 gb ", 16),
+        ("H100", 79.1),
+        ("nvidia a100 80GB", 79.1),
+        ("4090", 23.5),
+        ("NVIDIA H100 80GB HBM3", 79.1),
+        ("NVIDIA H100 PCIe", 79.1),
+        ("NVIDIA H100 NVL", 93.0),
+        ("NVIDIA H200 NVL", 139.8),
+        ("H100-80GB", 79.1),
+        ("H100 80 GB", 79.1),
+        ("H100-SXM", 79.1),
+        ("H100-SXM5", 79.1),
+        ("NVIDIA A100-SXM4-80GB", 79.1),
+        ("NVIDIA A100-PCIE-40GB", 39.4),
+        ("Tesla V100-SXM2-32GB", 31.7),
+        ("NVIDIA RTX A6000", 47.4),
+        ("NVIDIA RTX 6000 Ada Generation", 47.4),
+        ("L40S-48GB", 44.4),
+        ("AMD Instinct MI300X", 192.0),
+    ],
+)
+def test_a_card_is_a_name_or_a_size(text: str, gigabytes: float) -> None:
+    assert devices.capacity(text) == pytest.approx(gigabytes * GB, rel=1e-9)
+
+
+@pytest.mark.parametrize("name", devices.names())
+def test_every_card_is_found_by_its_own_name(name: str) -> None:
+    assert 10 * GB < devices.capacity(name) < 300 * GB
+
+
+def test_a_name_that_two_cards_share_is_asked_back() -> None:
+    with pytest.raises(UsageError, match="may be A100-40GB or A100-80GB"):
+        devices.capacity("A100")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("A100-SXM4", "may be A100-40GB or A100-80GB"),
+        ("MI300", "may be MI300X"),
+        ("H100-96GB", "no card known"),  # there is one, but not the H100 of the table
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", "no card known"),  # a slice is not the card
+        ("zzz", "H200"),
+        ("10001", "10,000 GB"),
+        ("9" * 400, "10,000 GB"),
+    ],
+)
+def test_a_card_that_is_not_certain_is_not_guessed(text: str, words: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        devices.capacity(text)
+    assert words in str(caught.value)
+    assert "cards.json" not in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["H300", "nan", "", "-5GB", "0GB", "80TB", "80GB 80GB"])
+def test_no_card_is_one_line(text: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        devices.capacity(text)
+    assert "\n" not in str(caught.value)
+    assert "80GB" in str(caught.value)
+
+
+def test_an_unknown_card_names_its_neighbours() -> None:
+    with pytest.raises(UsageError, match="H200"):
+        devices.capacity("H300")
+
+
+def test_the_tier_that_is_short_is_named_and_no_other() -> None:
+    found = llama(offload("cpu_full")).answer()
+    room, none = 2 * max(found.gpu_bytes, found.host_bytes), 1
+    assert found.decisive_tiers(room, room) == ()
+    assert found.decisive_tiers(room, none) == ("host",)
+    assert found.decisive_tiers(none, None) == ("gpu",)
+    assert found.decisive_tiers(none, none) == ("gpu", "host")
+    assert found.decisive_tiers(int(found.gpu_bytes * 1.05), none) == ("host",)  # tight is not why it does not fit
+
+
+def test_the_parts_of_a_prediction_add_up_to_its_total() -> None:
+    found = llama(zero(3)).answer()
+    assert found.gpu_bytes == sum(found.gpu.values())
+    assert found.biggest == max(((size, name) for name, size in found.gpu.items()), default=None)[::-1]  # type: ignore[index]
+
+
+@pytest.mark.parametrize("value", ["auto", None])
+def test_what_deepspeed_reads_as_its_default_is_the_default(value: object) -> None:
+    question = replace(ask(zero(2)), changes={})
+    config = question.config()
+    config["zero_optimization"]["reduce_bucket_size"] = value
+    assert ZeroSettings.of(config) == ZeroSettings.of(question.config())
+
+
+def test_the_batch_and_precision_of_the_configuration_count() -> None:
+    question = llama(zero(3))
+    config = {**question.config(), "train_micro_batch_size_per_gpu": 2, "bf16": {"enabled": False}}
+    found = memory.predict(question.profile, question.workload, question.placement, config)
+    twice = llama(zero(3), batch_size=2, precision="fp32").answer()
+    assert found.gpu == twice.gpu
+
+
+def test_a_prediction_survives_its_json() -> None:
+    found = llama(offload("nvme")).answer()
+    assert Prediction.from_dict(json.loads(json.dumps(found.to_dict()))) == found
+
+
+@pytest.mark.parametrize(("ratio", "missed"), [(1.09, False), (1.11, True), (0.91, False), (0.89, True)])
+def test_a_miss_is_more_than_a_tenth(ratio: float, missed: bool) -> None:
+    assert hindsight.is_miss(ratio) is missed
+
+
+def test_on_gpus_the_allocators_peak_is_what_was_predicted() -> None:
+    found = replace(prediction(gpu=900), gpu={"parameters": 900, "overhead": 5000})
+    seen = success(trial(), gpu_peak_bytes=1000)
+    lighter = replace(seen.ranks[0], rank=1, gpu_peak_bytes=800)
+    seen = replace(seen, ranks=(*seen.ranks, lighter))
+    assert hindsight.predicted_over_measured(found, seen) == pytest.approx(0.9)
+
+
+def test_what_is_assumed_outside_the_allocator_is_measured_on_the_fullest_rank() -> None:
+    """In use 11 GB with 9 GB reserved at that moment, and a peak of 10; on the other rank half a GB more."""
+    pair = success(trial(on=placement(accelerator="cuda", num_gpus=2)))
+    other = replace(pair.ranks[1], gpu_device_used_bytes=int(11.5 * 2**30))
+    (row,) = flat_rows([summarise(replace(pair, ranks=(pair.ranks[0], other)), None, None)])
+    assert row["gpu_outside_allocator_gb"] == 2.5
+    assert hindsight.outside_allocator(success(trial())) is None
+    low, high = memory.NCCL_RANGE_BYTES
+    assert low < memory.NCCL_BYTES < high
+
+
+def test_without_a_gpu_only_the_ledger_is_compared() -> None:
+    """What stands beside it in the table is the processes' resident memory, which was not what is predicted."""
+    found = replace(prediction(), ledger={"cpu": {"parameters": 300, "gradients": 100}, "nvme": {"parameters": 100}})
+    seen = success(trial(), ledger={"cpu": {"parameters": 380, "other": 999}, "nvme": {"parameters": 20}})
+    assert hindsight.predicted_over_measured(found, seen) is None
+    assert hindsight.predicted_over_ledger(found, seen) == pytest.approx(1.25)
+    record = success(trial(prediction=found.to_dict()), ledger=seen.ranks[0].ledger)
+    (row,) = flat_rows([summarise(record, None, None)])
+    assert (row["predicted_over_measured"], row["predicted_over_ledger"]) == (None, pytest.approx(1.25))
+    assert "the bytes of tensors were predicted as 1.25 of those that the ledger counted" in row["caveats"]
+
+
+def test_a_failed_trial_has_nothing_to_compare() -> None:
+    assert hindsight.predicted_over_measured(prediction(), failure(trial())) is None
+    assert hindsight.predicted_over_ledger(prediction(), failure(trial())) is None

@@ -1,0 +1,347 @@
+"""Activations by measurement without memory: exact at depths and sizes that were not measured, and for every preset."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ds_bench.errors import UsageError
+from ds_bench.models.presets import ModelFacts, facts_from_config, find_preset, preset_names
+from ds_bench.prediction import model_profile
+from ds_bench.prediction.model_profile import ModelProfile, Polynomial, profile_of, profile_of_any, request_for
+from tests.support.model_families import FAMILIES
+from tests.support.real_trials import SUPPORT
+
+GPT2: dict[str, Any] = {
+    "vocab_size": 503,
+    "n_positions": 256,
+    "n_embd": 48,
+    "n_layer": 4,
+    "n_head": 4,
+    "resid_pdrop": 0.0,
+    "embd_pdrop": 0.0,
+    "attn_pdrop": 0.0,
+    "tie_word_embeddings": True,
+}
+LLAMA: dict[str, Any] = {
+    "vocab_size": 509,
+    "hidden_size": 64,
+    "intermediate_size": 176,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": False,
+}
+SMALL = {"gpt2": GPT2, "llama": LLAMA}
+
+
+def preset(name: str) -> ModelFacts:
+    facts = find_preset(name)
+    assert facts is not None
+    return facts
+
+
+@pytest.fixture(scope="module")
+def profiles() -> dict[str, ModelProfile]:
+    """Two small architectures, measured at one and two layers by one child process."""
+    facts = [facts_from_config(name, name, config) for name, config in SMALL.items()]
+    answers = model_profile.ask([request_for(each, 64) for each in facts])
+    return {
+        each.name: ModelProfile.from_answer(each.name, each.layers, each.tied_embeddings, answer)
+        for each, answer in zip(facts, answers, strict=True)
+    }
+
+
+def test_a_polynomial_is_worked_by_hand() -> None:
+    # 3 layers, b = 2, s = 5: fixed 7 + 10·(2·5) = 107; a layer 1·5 + 2·(2·5²) = 105.
+    polynomial = Polynomial(fixed={"1": 7, "bs": 10}, per_layer={"s": 1, "bss": 2})
+    assert polynomial.bytes(3, 2, 5) == 107 + 3 * 105
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # Transformers renames gradient_checkpointing_enable
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("layers", [4, 6])
+@pytest.mark.parametrize("name", SMALL)
+def test_saved_bytes_are_exact_at_depths_and_sizes_not_measured(
+    name: str, layers: int, checkpointed: bool, profiles: dict[str, ModelProfile]
+) -> None:
+    """A real forward pass on the CPU, with the hook of a run's ledger."""
+    torch = pytest.importorskip("torch")
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from ds_bench.worker.ledger import with_activations
+
+    depth = {"n_layer" if name == "gpt2" else "num_hidden_layers": layers, "use_cache": False}
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(name, **{**SMALL[name], **depth}), dtype=torch.bfloat16
+    ).train()
+    if checkpointed:
+        _checkpoint(model)
+    ids = torch.randint(0, 500, (3, 80))
+    _, tiers = with_activations(lambda: model(input_ids=ids, labels=ids).loss, list(model.parameters()))
+    found = profiles[name].of("bf16")
+    assert (found.checkpointed if checkpointed else found.plain).bytes(layers, 3, 80) == tiers["cpu"]
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # Transformers renames gradient_checkpointing_enable
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("name", SMALL)
+def test_the_peak_of_a_whole_pass_is_saved_bytes_and_the_loss(
+    name: str, checkpointed: bool, profiles: dict[str, ModelProfile]
+) -> None:
+    """Forward and backward of four layers with every live tensor counted, where tokens outweigh gradients."""
+    pytest.importorskip("torch")
+    import torch
+
+    from ds_bench.worker import measure_activations as worker
+
+    worker._adapt_transformers()
+    model = worker._build_layers({"model_type": name, "config": SMALL[name]}, 4, torch.bfloat16)
+    if checkpointed:
+        _checkpoint(model)
+    with worker._mode_of(model), worker._Live() as live:
+        model(**worker._fake_batch(24, 200)).loss.backward()
+    found = profiles[name].of("bf16")
+    kept = found.checkpointed if checkpointed else found.plain
+    loss = found.loss.bytes(4, 24, 200) - found.plain.bytes(4, 24, 200)
+    assert kept.bytes(4, 24, 200) + loss == pytest.approx(live.peak, rel=0.02)
+
+
+def _checkpoint(model: Any) -> None:
+    from ds_bench.worker.model import _enable_checkpointing
+
+    _enable_checkpointing(model)
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_tensors_are_those_of_the_model_in_order_and_a_tied_head_is_none(
+    name: str, profiles: dict[str, ModelProfile]
+) -> None:
+    profile, facts = profiles[name], facts_from_config(name, name, SMALL[name])
+    assert profile.parameters == sum(profile.tensors) == facts.parameters
+    assert max(profile.tensors) == facts.largest_parameter
+    assert profile.tensors[0] == facts.vocabulary_size * facts.hidden_size
+    assert (profile.tensors[-1] == facts.vocabulary_size * facts.hidden_size) is not facts.tied_embeddings
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_checkpointing_keeps_one_residual_stream_per_layer(name: str, profiles: dict[str, ModelProfile]) -> None:
+    width = SMALL[name].get("n_embd") or SMALL[name]["hidden_size"]
+    assert profiles[name].of("bf16").checkpointed.layer_bytes(3, 80) == 2 * 3 * 80 * width
+
+
+def test_the_saved_bytes_of_known_layers_are_far_above_the_textbook(profiles: dict[str, ModelProfile]) -> None:
+    """In units of batch × sequence × width: the textbook's 34 was never Hugging Face's."""
+    gpt2 = profiles["gpt2"].of("bf16").plain.layer_bytes(1, 64) / (64 * 48)
+    llama = profiles["llama"].of("bf16").plain.layer_bytes(1, 64) / (64 * 64)
+    assert gpt2 == pytest.approx(56.5, abs=0.5)
+    assert 42 < llama < 48
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_every_preset_is_in_the_shipped_table(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_arguments: object, **_options: object) -> None:
+        raise AssertionError("a preset started a process")
+
+    monkeypatch.setattr(subprocess, "run", refuse)
+    monkeypatch.setattr(model_profile, "_kept", lambda _key: None)
+    profile = profile_of(preset(name), 4096)
+    assert profile.parameters == preset(name).parameters
+    for precision in ("bf16", "fp16", "fp32"):
+        found = profile.of(precision)
+        plain, checkpointed = (p.bytes(profile.layers, 1, 512) for p in (found.plain, found.checkpointed))
+        assert 0 < checkpointed < plain < found.loss.bytes(profile.layers, 1, 512)
+
+
+def test_the_loss_takes_its_logits_about_three_times_in_fp32() -> None:
+    """Log-softmax and both of its gradients, 4 bytes each, of which the first is saved."""
+    found = profile_of(preset("meta-llama/Llama-3.1-8B"), 1024).of("bf16")
+    extra = found.loss.bytes(32, 2, 1024) - found.plain.bytes(32, 2, 1024)
+    assert extra / (2 * 1024 * 128_256) == pytest.approx(8, rel=0.02)
+
+
+def test_a_sliding_window_changes_the_table_from_its_length_on() -> None:
+    facts = preset("mistralai/Mistral-7B-v0.1")
+    short, long = (profile_of(facts, length).of("bf16").plain for length in (4095, 4096))
+    assert not any("ss" in term for term in short.per_layer | short.fixed)
+    assert long.bytes(32, 1, 8192) > short.bytes(32, 1, 8192) + 8192**2
+
+
+@given(st.integers(1, 64), st.integers(1, 4096), st.integers(1, 100))
+def test_more_of_anything_is_more_bytes(batch: int, sequence: int, layers: int) -> None:
+    plain = profile_of(preset("gpt2"), 128).of("bf16").plain
+    here = plain.bytes(layers, batch, sequence)
+    assert here < plain.bytes(layers, batch + 1, sequence)
+    assert here < plain.bytes(layers, batch, sequence + 1)
+    assert here < plain.bytes(layers + 1, batch, sequence)
+
+
+def test_an_architecture_that_cannot_be_built_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(model_profile, "ask", lambda _requests, **_: [{"error": "ValueError: no such thing"}])
+    facts = facts_from_config("mine", "gpt2", {**GPT2, "n_embd": 96})
+    with pytest.raises(UsageError, match=r"^the activations of mine cannot be measured: ValueError: no such thing"):
+        profile_of(facts, 64)
+
+
+def test_what_was_measured_once_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, profiles: dict[str, ModelProfile]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    asked = []
+
+    def answer(requests: list[Any], **_options: object) -> list[Any]:
+        asked.extend(requests)
+        return _real_answers
+
+    facts = facts_from_config("gpt2", "gpt2", GPT2)
+    _real_answers = model_profile.ask([request_for(facts, 64)])
+    monkeypatch.setattr(model_profile, "ask", answer)
+    deeper = facts_from_config("gpt2", "gpt2", {**GPT2, "n_layer": 9})
+    assert profile_of(facts, 64) == profiles["gpt2"]
+    assert profile_of(deeper, 128).layers == 9  # another depth or length is no other architecture
+    assert len(asked) == 1
+
+
+def test_a_child_that_dies_leaves_its_last_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    (answer,) = model_profile.ask([{}])
+    assert answer["error"].startswith("the measuring process ended")
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # Transformers renames gradient_checkpointing_enable
+def test_any_family_that_transformers_builds_is_counted_from_its_folder(tmp_path: Path) -> None:
+    """Against a real forward pass on the CPU, at a depth, batch and length that were not measured."""
+    torch = pytest.importorskip("torch")
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from ds_bench.worker.ledger import with_activations
+
+    for name, config in FAMILIES.items():
+        AutoConfig.for_model(name, **config).save_pretrained(tmp_path / name)
+    wanted = {"accelerator": "cpu", "sequences": [16, 32, 48], "precisions": ["bf16"]}
+    answers = model_profile.ask([{**wanted, "path": str(tmp_path / name)} for name in FAMILIES])
+    for name, answer in zip(FAMILIES, answers, strict=True):
+        assert "error" not in answer, (name, answer["error"])
+        profile = ModelProfile.from_answer(name, 0, False, answer)
+        read = AutoConfig.from_pretrained(tmp_path / name)
+        read.use_cache = False
+        model = AutoModelForCausalLM.from_config(read, dtype=torch.bfloat16).train()
+        assert profile.tensors == tuple(parameter.numel() for parameter in model.parameters()), name
+        found = profile.of("bf16")
+        assert found is not None
+        ids = torch.randint(0, 500, (3, 40))
+        for counted in (found.plain, found.checkpointed):
+            _, tiers = with_activations(lambda: model(input_ids=ids, labels=ids).loss, list(model.parameters()))  # noqa: B023
+            assert counted is not None
+            assert counted.bytes(profile.layers, 3, 40) == pytest.approx(tiers["cpu"], rel=0.001), name
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_dropout_is_counted_as_the_accelerator_keeps_it() -> None:
+    torch = pytest.importorskip("torch")
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from ds_bench.worker.ledger import with_activations
+
+    own = {key: value for key, value in GPT2.items() if "pdrop" not in key}
+    facts = facts_from_config("gpt2", "gpt2", own)
+    requests = [
+        request_for(facts, 64, accelerator="cpu"),
+        request_for(facts, 64, accelerator="cuda"),
+        request_for(facts, 64, dropout=0.0),
+    ]
+    cpu, cuda, none = (
+        ModelProfile.from_answer("gpt2", 4, True, answer).of("bf16") for answer in model_profile.ask(requests)
+    )
+    assert cpu is not None
+    assert cuda is not None
+    assert none is not None
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt2", **own, use_cache=False), dtype=torch.bfloat16)
+    ids = torch.randint(0, 500, (3, 80))
+    _, tiers = with_activations(lambda: model.train()(input_ids=ids, labels=ids).loss, list(model.parameters()))
+    assert cpu.plain.bytes(4, 3, 80) == tiers["cpu"]
+    # A mask of one byte behind the attention, behind the MLP and behind the embedding; no scores.
+    masks = cuda.plain.bytes(4, 3, 80) - none.plain.bytes(4, 3, 80)
+    assert masks == (2 * 4 + 1) * 3 * 80 * 48
+
+
+def test_a_factory_with_batches_of_its_own_is_counted_and_its_frozen_parameters_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch = pytest.importorskip("torch")
+    from ds_bench.worker.ledger import with_activations
+
+    (tmp_path / "own_model.py").write_text(
+        "import torch\n"
+        "class Own(torch.nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.first = torch.nn.Linear(8, 16).requires_grad_(False)\n"
+        "        self.blocks = torch.nn.ModuleList(torch.nn.Linear(16, 16) for _ in range(4))\n"
+        "        self.dropout = torch.nn.Dropout(0.1)\n"
+        "    def forward(self, pixels):\n"
+        "        x = self.first(pixels)\n"
+        "        for block in self.blocks:\n"
+        "            x = self.dropout(torch.relu(block(x)))\n"
+        "        return x.pow(2).mean()\n"
+        "def batch(samples, _length, generator):\n"
+        "    return {'pixels': torch.rand(samples, 8, generator=generator)}\n"
+        "def make(): return Own(), batch\n"
+    )
+    monkeypatch.chdir(tmp_path)  # where a user's factory lies
+    profile = profile_of_any("own_model:make", "factory", 64, accelerator="cpu")
+    assert profile.unknown is None
+    assert (profile.layers, profile.parameters, profile.frozen_parameters) == (4, 4 * (256 + 16), 8 * 16 + 16)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    import own_model  # type: ignore[import-not-found]
+
+    model, batch = own_model.make()
+    model = model.to(torch.bfloat16)
+    pixels = batch(7, 64, torch.Generator())["pixels"].to(torch.bfloat16)
+    _, tiers = with_activations(lambda: model(pixels), list(model.parameters()))
+    found = profile.of("bf16")
+    assert found is not None
+    assert found.checkpointed is None
+    assert found.plain.bytes(4, 7, 64) == tiers["cpu"]
+
+
+def test_factories_whose_code_ties_converts_or_draws_weights_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("peft")
+    monkeypatch.chdir(SUPPORT)
+    gpt2, lora, vit = (profile_of_any(f"factories:{name}", "factory", 64) for name in ("gpt2", "lora", "vit"))
+    assert gpt2.tied_embeddings
+    assert gpt2.parameters == 1000 * 32 + 64 * 32 + 2 * (12 * 32**2 + 13 * 32) + 2 * 32
+    assert lora.frozen_parameters == gpt2.parameters  # its adapters convert weights while they are built
+    assert lora.parameters == 2 * 4 * (32 + 3 * 32)
+    assert [profile.unknown for profile in (gpt2, lora, vit)] == [None] * 3  # vit draws from a truncated normal
+
+
+def test_a_child_that_hangs_is_ended_and_what_it_told_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torch")
+    (tmp_path / "hanging.py").write_text(
+        "import time, torch\n"
+        "class Hanging(torch.nn.Linear):\n"
+        "    def forward(self, *_, **__): time.sleep(600)\n"
+        "def make(): return Hanging(3, 5)\n"
+    )
+    monkeypatch.setattr(model_profile.ask, "__defaults__", (45, None))
+    profile = profile_of_any("hanging:make", "factory", 64, environment={"PYTHONPATH": str(tmp_path)})
+    assert profile.tensors == (15, 5)
+    assert profile.unknown == "counting took more than 45 s"
+    assert profile.of("bf16") is None
+
+
+def test_a_config_as_transformers_writes_it_asks_what_the_short_one_asks() -> None:
+    written = {**LLAMA, "model_type": "llama", "transformers_version": "5.0", "architectures": ["LlamaForCausalLM"]}
+    short, long = (request_for(facts_from_config("x", "llama", config), 64) for config in (LLAMA, written))
+    assert short == long

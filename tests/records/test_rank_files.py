@@ -1,0 +1,306 @@
+"""The files between parent and ranks: whole or not at all, a beat that can be read while it is written."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import subprocess
+import sys
+import threading
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ds_bench.records import rank_files
+from ds_bench.records.rank_files import (
+    PHASES,
+    Assignment,
+    Beat,
+    BeatWriter,
+    RankExit,
+    append_line,
+    read_beat,
+    read_exits,
+    write_json,
+    write_text,
+)
+from tests.support import fakes
+
+ASSIGNMENT = Assignment(
+    trial=fakes.trial(fakes.offload("nvme"), on=fakes.placement(num_gpus=2, nvme_path="/mnt/nvmé"), caveats=("a",)),
+    rendezvous="file:///tmp/meet",
+    scratch_id="123456789",
+    environment={"A": "1"},
+    swap_folder="/mnt/nvmé/mine",
+)
+
+# ------------------------------------------------------------------ whole or not at all
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), object()])
+def test_what_json_cannot_hold_leaves_the_old_file_and_no_litter(tmp_path: Path, value: Any) -> None:
+    path = tmp_path / "a.json"
+    write_json(path, {"old": 1})
+    with pytest.raises((ValueError, TypeError)):
+        write_json(path, {"new": value})
+    assert json.loads(path.read_text()) == {"old": 1}
+    assert names(tmp_path) == ["a.json"]
+
+
+@pytest.mark.parametrize("call", ["fsync", "replace"])
+def test_a_disk_that_fails_leaves_the_old_file_and_no_litter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    path = tmp_path / "a.json"
+    write_json(path, {"old": 1})
+
+    def fail(*_: object) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(*((rank_files.os, "fsync", fail) if call == "fsync" else (Path, "replace", fail)))
+    with pytest.raises(OSError, match="Input/output"):
+        write_json(path, {"new": 2})
+    monkeypatch.undo()
+    assert json.loads(path.read_text()) == {"old": 1}
+    assert names(tmp_path) == ["a.json"]
+
+
+def test_the_data_is_on_disk_before_the_name_points_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+    fsync, replace = os.fsync, Path.replace
+    monkeypatch.setattr(rank_files.os, "fsync", lambda fd: (order.append("sync"), fsync(fd))[1])
+    monkeypatch.setattr(Path, "replace", lambda self, to: (order.append("rename"), replace(self, to))[1])
+    write_text(tmp_path / "a", "x")
+    assert order == ["sync", "rename"]
+
+
+def test_a_reader_never_sees_half_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    write_json(path, ["x"] * 1000)
+    stop = threading.Event()
+
+    def rewrite() -> None:
+        count = 0
+        while not stop.is_set():
+            count += 1
+            write_json(path, ["x" * (count % 50)] * 1000)
+
+    writer = threading.Thread(target=rewrite)
+    writer.start()
+    try:
+        for _ in range(200):
+            assert len(json.loads(path.read_text())) == 1000
+    finally:
+        stop.set()
+        writer.join()
+
+
+def test_two_processes_writing_the_same_file_do_not_share_a_temporary_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used: list[str] = []
+    replace = Path.replace
+    monkeypatch.setattr(Path, "replace", lambda self, to: (used.append(self.name), replace(self, to))[1])
+    for pid in (101, 102):
+        monkeypatch.setattr(rank_files.os, "getpid", lambda pid=pid: pid)
+        write_text(tmp_path / "a", "x")
+    assert len(set(used)) == 2
+    assert all(name.startswith(".") for name in used), "a result folder would list it among the results"
+
+
+@settings(deadline=None)
+@given(text=st.text(max_size=30))
+def test_any_text_survives_a_json_file(tmp_path_factory: pytest.TempPathFactory, text: str) -> None:
+    path = tmp_path_factory.mktemp("c") / "a.json"
+    write_json(path, {"text": text})
+    assert json.loads(path.read_text(encoding="utf-8"))["text"] == text
+
+
+def test_a_lone_surrogate_as_in_a_file_name_of_another_encoding_survives(tmp_path: Path) -> None:
+    name = os.fsdecode(b"caf\xe9")
+    write_json(tmp_path / "a.json", {"path": name})
+    assert json.loads((tmp_path / "a.json").read_text(encoding="utf-8"))["path"] == name
+
+
+def test_a_line_is_appended_and_nothing_before_it_is_touched(tmp_path: Path) -> None:
+    path = tmp_path / "lines"
+    path.write_text("before\n")
+    append_line(path, {"a": "→"})
+    assert path.read_text(encoding="utf-8") == 'before\n{"a": "→"}\n'
+
+
+def test_a_line_that_cannot_be_written_writes_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "lines"
+    with pytest.raises(ValueError, match="JSON"):
+        append_line(path, {"a": float("nan")})
+    assert not path.exists()
+
+
+def test_lines_of_many_writers_at_once_stay_whole(tmp_path: Path) -> None:
+    path = tmp_path / "lines"
+    threads = [
+        threading.Thread(target=lambda n=n: [append_line(path, {"n": n, "x": "y" * 3000}) for _ in range(10)])
+        for n in range(8)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert sorted(line["n"] for line in lines) == sorted(list(range(8)) * 10)
+
+
+# ------------------------------------------------------------------ the assignment
+
+
+def test_an_assignment_survives_its_file(tmp_path: Path) -> None:
+    ASSIGNMENT.save(tmp_path, {"train_batch_size": 8})
+    assert Assignment.load(tmp_path) == ASSIGNMENT
+    assert json.loads((tmp_path / "ds_config.json").read_text()) == {"train_batch_size": 8}
+    assert names(tmp_path) == ["ds_config.json", "trial.json"]
+
+
+def test_a_rank_whose_locale_is_not_utf_8_reads_the_same_assignment(tmp_path: Path) -> None:
+    ASSIGNMENT.save(tmp_path, {})
+    program = (
+        "import sys; from pathlib import Path; from ds_bench.records.rank_files import Assignment;"
+        "print(ascii(Assignment.load(Path(sys.argv[1])).swap_folder))"
+    )
+    plain = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path)], env=plain, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == ascii("/mnt/nvmé/mine")
+
+
+def test_an_assignment_that_is_gone_or_torn_is_an_error_of_its_own_kind(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        Assignment.load(tmp_path)
+    (tmp_path / "trial.json").write_text("{")
+    with pytest.raises(ValueError, match="Expecting"):
+        Assignment.load(tmp_path)
+
+
+# ------------------------------------------------------------------ the beat
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_beat_is_read_as_it_was_written(tmp_path: Path, phase: str) -> None:
+    BeatWriter(tmp_path, 3).beat(phase, 7, 0.25)
+    beat = read_beat(tmp_path, 3)
+    assert beat is not None
+    assert (beat.pid, beat.phase, beat.step, beat.last_step_seconds) == (os.getpid(), phase, 7, 0.25)
+
+
+def test_a_rank_says_hello_before_its_first_step(tmp_path: Path) -> None:
+    BeatWriter(tmp_path, 0)
+    beat = read_beat(tmp_path, 0)
+    assert beat is not None
+    assert (beat.phase, beat.step, beat.last_step_seconds) == ("hello", -1, None)
+
+
+def test_what_a_beat_does_not_say_stays_as_it_was(tmp_path: Path) -> None:
+    writer = BeatWriter(tmp_path, 0)
+    writer.beat("step", 4, 0.5)
+    writer.beat("forward")
+    beat = read_beat(tmp_path, 0)
+    assert beat is not None
+    assert (beat.phase, beat.step, beat.last_step_seconds) == ("forward", 4, 0.5)
+
+
+def test_every_beat_differs_from_the_one_before(tmp_path: Path) -> None:
+    """So that a rank that repeats itself is seen to live."""
+    writer = BeatWriter(tmp_path, 0)
+    seen: list[bytes] = []
+    for _ in range(50):
+        writer.beat("forward", 1)
+        seen.append((tmp_path / "rank0.beat").read_bytes())
+    assert len(set(seen)) == 50
+
+
+def test_a_beat_is_rewritten_in_place_and_does_not_grow(tmp_path: Path) -> None:
+    writer = BeatWriter(tmp_path, 0)
+    before = (tmp_path / "rank0.beat").stat()
+    for step in range(100):
+        writer.beat("step", step)
+    after = (tmp_path / "rank0.beat").stat()
+    assert (after.st_ino, after.st_size) == (before.st_ino, before.st_size) == (before.st_ino, 48)
+
+
+def test_a_phase_that_is_none_is_a_mistake_of_ours(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="not in tuple"):
+        BeatWriter(tmp_path, 0).beat("lunch")
+
+
+@pytest.mark.parametrize("length", [0, 1, 47, 49, 96])
+def test_a_torn_or_foreign_beat_is_no_beat(tmp_path: Path, length: int) -> None:
+    (tmp_path / "rank0.beat").write_bytes(b"\x01" * length)
+    assert read_beat(tmp_path, 0) is None
+
+
+def test_a_beat_of_a_phase_we_do_not_know_is_no_beat(tmp_path: Path) -> None:
+    packed = struct.pack("<qdqqdq", 1, 2.0, len(PHASES), 0, 0.0, 1)
+    (tmp_path / "rank0.beat").write_bytes(packed)
+    assert read_beat(tmp_path, 0) is None
+
+
+def test_before_hello_there_is_no_beat(tmp_path: Path) -> None:
+    assert read_beat(tmp_path, 0) is None
+    assert read_beat(tmp_path / "missing", 0) is None
+
+
+def test_ranks_do_not_share_a_beat(tmp_path: Path) -> None:
+    BeatWriter(tmp_path, 0).beat("step", 1)
+    BeatWriter(tmp_path, 1).beat("step", 2)
+    beats: list[Beat | None] = [read_beat(tmp_path, rank) for rank in (0, 1, 10)]
+    assert [beat and beat.step for beat in beats] == [1, 2, None]
+
+
+# ------------------------------------------------------------------ exits
+
+
+def test_exits_come_back_in_order_and_torn_lines_are_left_out(tmp_path: Path) -> None:
+    exits = [
+        RankExit(rank=1, pid=11, code=None, signal=9, time=5.0),
+        RankExit(rank=None, pid=12, code=247, signal=None, time=6.0),
+    ]
+    for each in exits:
+        append_line(tmp_path / "exits.jsonl", asdict(each))
+    with (tmp_path / "exits.jsonl").open("ab") as file:
+        file.write(b'{"rank": 0, "pi\xff')
+    assert read_exits(tmp_path) == exits
+
+
+@pytest.mark.parametrize("line", ["null", "[]", "3", "{}", '{"rank": 1}', '{"colour": "red"}', ""])
+def test_a_line_that_is_no_exit_is_left_out(tmp_path: Path, line: str) -> None:
+    (tmp_path / "exits.jsonl").write_text(line + "\n")
+    assert read_exits(tmp_path) == []
+
+
+def test_without_a_file_nobody_has_ended(tmp_path: Path) -> None:
+    assert read_exits(tmp_path) == []
+
+
+def test_a_link_keeps_its_target_and_a_device_stays_a_device(tmp_path: Path) -> None:
+    target, link = tmp_path / "target.json", tmp_path / "link.json"
+    link.symlink_to(target)
+    rank_files.write_text(link, "1")
+    assert link.is_symlink()
+    assert target.read_text() == "1"
+    rank_files.write_text(Path("/dev/null"), "1")
+    assert Path("/dev/null").is_char_device()
+
+
+def test_a_device_that_takes_nothing_is_an_oserror(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="No space left"):
+        rank_files.write_text(Path("/dev/full"), "1")
+    assert Path("/dev/full").is_char_device()

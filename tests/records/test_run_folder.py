@@ -1,0 +1,445 @@
+"""The run directory under everything that can go wrong: two runs at once, torn lines, failing disks, odd text."""
+
+from __future__ import annotations
+
+import csv
+import errno
+import fcntl
+import io
+import json
+import os
+import re
+import signal
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ds_bench.analysis.flat_rows import flat_rows
+from ds_bench.analysis.summary import summarise
+from ds_bench.errors import PreflightError, UsageError
+from ds_bench.records import rank_files, run_folder
+from ds_bench.records.run_folder import RunStore, csv_text
+from ds_bench.records.schema import SCHEMA_VERSION, TrialRecord
+from tests.support import fakes
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunStore:
+    return RunStore.create(tmp_path / "results", "zero")
+
+
+def rows_of(*records: TrialRecord) -> list[dict[str, Any]]:
+    return flat_rows([summarise(each, None, None) for each in records])
+
+
+class FrozenClock:
+    """``datetime`` whose now() moves on only when sleep is called."""
+
+    def __init__(self) -> None:
+        self.second = 0
+
+    def now(self) -> datetime:
+        return datetime(2026, 11, 21, 9, 30, self.second)
+
+    def sleep(self, _seconds: float) -> None:
+        self.second += 1
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> FrozenClock:
+    frozen = FrozenClock()
+    monkeypatch.setattr(run_folder, "datetime", frozen)
+    monkeypatch.setattr(run_folder, "time", frozen)
+    return frozen
+
+
+# ------------------------------------------------------------------ names
+
+
+@pytest.mark.parametrize("family", ["zero", "offload"])
+def test_files_are_named_by_family_and_second(tmp_path: Path, clock: FrozenClock, family: str) -> None:
+    made = RunStore.create(tmp_path, family)
+    assert made.json_path == tmp_path / f"{family}_comparison_20261121_093000.json"
+    assert made.csv_path == tmp_path / f"{family}_comparison_20261121_093000.csv"
+    assert made.folder == tmp_path / "runs" / f"{family}_20261121_093000"
+
+
+def test_two_runs_in_one_second_get_different_names(tmp_path: Path, clock: FrozenClock) -> None:
+    first, second = RunStore.create(tmp_path, "zero"), RunStore.create(tmp_path, "zero")
+    assert first.folder != second.folder
+    assert first.json_path != second.json_path
+
+
+def test_a_name_whose_csv_alone_exists_is_taken(tmp_path: Path, clock: FrozenClock) -> None:
+    (tmp_path / "zero_comparison_20261121_093000.csv").write_text("mine")
+    assert RunStore.create(tmp_path, "zero").csv_path.name == "zero_comparison_20261121_093001.csv"
+    assert (tmp_path / "zero_comparison_20261121_093000.csv").read_text() == "mine"
+
+
+def test_many_runs_started_at_once_never_share_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stamps = iter(range(10_000))
+    lock = threading.Lock()
+
+    class Coarse:
+        """Three calls in a row get the same second."""
+
+        @staticmethod
+        def now() -> datetime:
+            with lock:
+                tick = next(stamps) // 3
+            return datetime(2026, 1, 1, 0, tick // 60 % 60, tick % 60)
+
+    monkeypatch.setattr(run_folder, "datetime", Coarse)
+    made: list[RunStore] = []
+    threads = [threading.Thread(target=lambda: made.append(RunStore.create(tmp_path, "zero"))) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len({each.folder for each in made}) == 8
+
+
+def test_nothing_else_in_the_output_folder_looks_like_a_result(run: RunStore) -> None:
+    run.save_run({})
+    run.append(fakes.success())
+    run.write_rows(rows_of(fakes.success()))
+    found = {path.name for path in run.json_path.parent.glob("*_comparison_*")}
+    assert found == {run.json_path.name, run.csv_path.name}
+    assert re.fullmatch(r"zero_comparison_\d{8}_\d{6}\.json", run.json_path.name)
+    assert sorted(path.name for path in run.json_path.parent.iterdir()) == sorted([*found, "runs"])
+
+
+def test_a_missing_output_folder_is_made_with_its_parents(tmp_path: Path) -> None:
+    assert RunStore.create(tmp_path / "a" / "b", "zero").folder.is_dir()
+
+
+@pytest.mark.parametrize("where", ["below a file", "in proc"])
+def test_a_folder_that_cannot_be_written_fails_before_any_work_and_names_itself(tmp_path: Path, where: str) -> None:
+    (tmp_path / "file").write_text("")
+    path = tmp_path / "file" / "results" if where == "below a file" else Path("/proc/results")
+    with pytest.raises(PreflightError) as caught:
+        RunStore.create(path, "zero")
+    assert f"--output-dir {path} cannot be written" in str(caught.value)
+    assert "give a folder that you may write to" in str(caught.value)
+    assert caught.value.exit_code == 2
+
+
+# ------------------------------------------------------------------ whole or not at all
+
+
+def test_a_write_that_fails_leaves_the_old_file_and_no_litter(run: RunStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    run.write_rows(rows_of(fakes.success()))
+    before = run.json_path.read_bytes(), run.csv_path.read_bytes()
+
+    def no_space(_descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(rank_files.os, "fsync", no_space)
+    with pytest.raises(OSError, match="No space"):
+        run.write_rows(rows_of(fakes.failure()))
+    assert (run.json_path.read_bytes(), run.csv_path.read_bytes()) == before
+    assert sorted(path.name for path in run.json_path.parent.iterdir()) == sorted(
+        [run.json_path.name, run.csv_path.name, "runs"]
+    )
+
+
+def test_a_disk_that_fills_between_the_two_tables_leaves_both_as_they_were(
+    run: RunStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run.write_rows(rows_of(fakes.success()))
+    before = run.json_path.read_bytes(), run.csv_path.read_bytes()
+    calls: list[int] = []
+
+    def fill_after_the_first(descriptor: int) -> None:
+        calls.append(descriptor)
+        if len(calls) > 1:
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(rank_files.os, "fsync", fill_after_the_first)
+    with pytest.raises(OSError, match="No space") as caught:
+        run.write_rows(rows_of(fakes.failure()))
+    assert caught.value.filename == str(run.csv_path)
+    assert (run.json_path.read_bytes(), run.csv_path.read_bytes()) == before
+
+
+def test_what_a_killed_writer_left_is_removed_by_the_next_that_holds_the_run(
+    run: RunStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stranger = run.json_path.with_name(".zero_comparison_20200101_000000.json.7.tmp")  # of a run that may live
+    stranger.touch()
+    (run.folder / "recommended").mkdir()
+    trial_folder = run.trial_folder("00_zero0_r0")
+    written: list[Callable[[], None]] = [
+        lambda: run.write_rows(rows_of(fakes.success())),
+        lambda: run.save_run({}),
+        lambda: rank_files.write_json(run.folder / "recommended" / "ds_config.json", {}),
+        lambda: rank_files.write_json(trial_folder / "rank0.json", {}),
+    ]
+    monkeypatch.setattr(rank_files.os, "fsync", lambda _descriptor: os.kill(os.getpid(), signal.SIGKILL))
+    for write in written:
+        child = os.fork()
+        if child == 0:
+            write()
+            os._exit(0)
+        assert os.WIFSIGNALED(os.waitpid(child, 0)[1])
+
+    def temporaries() -> list[Path]:
+        return list(run.json_path.parent.rglob("*.tmp"))
+
+    assert len(temporaries()) == 1 + len(written)
+    with run.held():
+        assert temporaries() == [stranger]
+
+
+def test_rows_that_no_file_can_hold_leave_the_old_file(run: RunStore) -> None:
+    run.write_rows(rows_of(fakes.success()))
+    before = run.json_path.read_bytes()
+    with pytest.raises(TypeError):
+        run.write_rows([{"stage": object()}])
+    assert run.json_path.read_bytes() == before
+
+
+# ------------------------------------------------------------------ records.jsonl
+
+
+def test_records_come_back_as_they_went_in_order(run: RunStore) -> None:
+    kept = [fakes.success(fakes.trial(fakes.zero(stage))) for stage in (2, 0)] + [fakes.failure()]
+    for each in kept:
+        run.append(each)
+    assert run.records() == kept
+
+
+def test_a_run_without_a_finished_trial_has_no_records(run: RunStore) -> None:
+    assert run.records() == []
+
+
+@pytest.mark.parametrize("length", [1, 40, -3, -1])
+def test_a_last_line_that_a_crash_tore_is_left_out(run: RunStore, length: int) -> None:
+    run.append(fakes.success())
+    path = run.folder / "records.jsonl"
+    whole = path.read_bytes()
+    path.write_bytes(whole + whole.rstrip(b"\n")[:length])
+    assert run.records() == [fakes.success()]
+
+
+def test_a_line_torn_inside_a_letter_of_two_bytes_is_left_out_too(run: RunStore) -> None:
+    """Labels hold an arrow: a crash can cut it in half, and the file is then no text any more."""
+    run.append(fakes.success())
+    torn = json.dumps({"label": "optimizer → CPU"}, ensure_ascii=False).encode()
+    with (run.folder / "records.jsonl").open("ab") as file:
+        file.write(torn[: torn.index("→".encode()) + 1])
+    assert run.records() == [fakes.success()]
+
+
+def test_a_record_after_a_torn_line_does_not_share_its_fate(run: RunStore) -> None:
+    """What ``--resume`` does after a crash: the first record it writes must not be glued to the torn line."""
+    run.append(fakes.success())
+    with (run.folder / "records.jsonl").open("ab") as file:
+        file.write(b'{"trial": {"tri')
+    resumed = fakes.failure(fakes.trial(fakes.zero(3)))
+    run.append(resumed)
+    assert run.records() == [fakes.success(), resumed]
+
+
+@pytest.mark.parametrize("garbage", [b"null", b"[]", b"3", b"{}", b'{"trial": 1}', b"\x00\x00", b""])
+def test_a_line_that_is_no_record_is_left_out(run: RunStore, garbage: bytes) -> None:
+    (run.folder / "records.jsonl").write_bytes(garbage + b"\n")
+    run.append(fakes.success())
+    assert run.records() == [fakes.success()]
+
+
+@pytest.mark.parametrize("text", ["a\u2028b", "a\u0085b", "a\nb", "a\x0cb", "é ✅ \U0001f600", "\udcff", 'quo"te', ""])
+def test_an_error_of_any_text_comes_back_letter_by_letter(run: RunStore, text: str) -> None:
+    """Some letters end a line for Python but not for JSON."""
+    run.append(fakes.failure(error=text))
+    run.append(fakes.success())
+    assert [each.outcome.error for each in run.records()] == [text, None]
+
+
+@settings(deadline=None, max_examples=30)
+@given(text=st.text(max_size=20))
+def test_no_text_at_all_can_break_the_file(tmp_path_factory: pytest.TempPathFactory, text: str) -> None:
+    folder = tmp_path_factory.mktemp("run")
+    made = RunStore(folder=folder, json_path=folder / "r.json", csv_path=folder / "r.csv")
+    made.append(fakes.failure(error=text, details=text))
+    made.write_rows(rows_of(fakes.failure(error=text, details=text)))
+    assert [each.outcome.error for each in made.records()] == [text]
+    (row,) = json.loads(made.json_path.read_text(encoding="utf-8"))
+    assert row["error"] == text
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_number_that_is_none_never_reaches_a_record(run: RunStore, value: float) -> None:
+    with pytest.raises(ValueError, match="JSON"):
+        run.append(replace(fakes.success(), wall_seconds=value))
+    assert run.records() == []
+
+
+# ------------------------------------------------------------------ every record, whole
+
+
+FULL = fakes.success(
+    fakes.trial(fakes.offload("nvme"), on=fakes.placement(accelerator="cuda", num_gpus=2, nvme_path="/d")),
+    losses=(7.0, None, 6.5),
+    ledger={"gpu": {"parameters": 1}, "nvme": {"optimizer_states": 2}},
+    notes=("one", "two"),
+    nvme_stored_bytes=5,
+    nvme_read_bytes=0,
+    nvme_written_bytes=7,
+)
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        FULL,
+        fakes.success(),
+        replace(fakes.success(), caveats=("known",)),
+        *(fakes.failure(status=s) for s in ("OOM", "OOM (host)", "Killed", "Timeout", "Unsupported", "ValueError")),
+        replace(fakes.failure(), failures=(fakes.rank_failure(requested_bytes=1, free_bytes=0, step=None),)),
+        fakes.failure(requested_bytes=2**40, free_bytes=0, rank=None, phase=None),
+    ],
+    ids=lambda entry: entry.outcome.status,
+)
+def test_every_record_survives_json_whole(entry: TrialRecord) -> None:
+    assert TrialRecord.from_dict(json.loads(json.dumps(entry.to_dict(), allow_nan=False))) == entry
+
+
+def test_a_full_record_leaves_no_field_at_its_default_unseen() -> None:
+    """Guards the round trip above: a tuple that came back as a list would not be equal."""
+    again = TrialRecord.from_dict(json.loads(json.dumps(FULL.to_dict())))
+    assert isinstance(again.ranks[0].losses, tuple)
+    assert isinstance(again.ranks[0].notes, tuple)
+    assert again.ranks[1].ledger == {"gpu": {"parameters": 1}, "nvme": {"optimizer_states": 2}}
+
+
+# ------------------------------------------------------------------ flat rows in JSON and CSV
+
+
+def test_the_csv_has_the_rows_and_columns_of_the_json(run: RunStore) -> None:
+    run.write_rows(rows_of(fakes.success(), fakes.failure(fakes.trial(fakes.zero(1))), fakes.success()))
+    rows = json.loads(run.json_path.read_text(encoding="utf-8"))
+    with run.csv_path.open(newline="", encoding="utf-8") as file:
+        read = list(csv.DictReader(file))
+    assert [list(row) for row in read] == [list(row) for row in rows]
+    for cells, row in zip(read, rows, strict=True):
+        assert cells == {name: "" if value is None else str(value) for name, value in row.items()}
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_a_number_that_is_none_is_null_in_json_and_empty_in_csv(run: RunStore, value: float) -> None:
+    run.write_rows([{"a": value, "b": 1.5}])
+    assert json.loads(run.json_path.read_text()) == [{"a": None, "b": 1.5}]
+    assert run.csv_path.read_text() == "a,b\n,1.5\n"
+
+
+def test_zero_and_false_are_not_taken_for_missing(run: RunStore) -> None:
+    run.write_rows([{"a": 0, "b": 0.0, "c": False, "d": None, "e": ""}])
+    assert run.csv_path.read_text() == "a,b,c,d,e\n0,0.0,False,,\n"
+
+
+@pytest.mark.parametrize("text", ["=1+1", "+1", "-1", "@SUM(A1)", "\t=1", "\r=1", '=HYPERLINK("http://x")'])
+def test_text_that_a_spreadsheet_would_run_is_made_harmless(text: str) -> None:
+    (cell,) = [row["a"] for row in csv.DictReader(io.StringIO(csv_text([{"a": text, "b": 1}]), newline=""))]
+    assert cell == "'" + text.replace("\r", "\n")
+
+
+def test_a_negative_number_stays_a_number() -> None:
+    assert csv_text([{"a": -1.5}]) == "a\n-1.5\n"
+
+
+@pytest.mark.parametrize("text", ['a,"b"\nc', "a;b", "'a", "a\r\nb", "50%\r100%", "\r"])
+def test_text_with_separators_and_line_ends_stays_one_cell(text: str, run: RunStore) -> None:
+    run.write_rows([{"a": text, "b": 1}])
+    with run.csv_path.open(newline="", encoding="utf-8") as file:
+        (row,) = csv.DictReader(file)
+    assert row["b"] == "1"
+    assert row["a"].removeprefix("'").split() == text.removeprefix("'").split()
+
+
+def test_no_rows_are_an_empty_list_and_an_empty_table(run: RunStore) -> None:
+    run.write_rows([])
+    assert json.loads(run.json_path.read_text()) == []
+    assert run.csv_path.read_text() == ""
+
+
+# ------------------------------------------------------------------ an earlier run
+
+
+def test_an_earlier_run_is_found_again_with_its_files(run: RunStore) -> None:
+    run.save_run({"family": "zero", "arguments": ["--model", "gpt2"]})
+    again = RunStore.open(run.folder)
+    assert (again.folder.resolve(), again.json_path.resolve()) == (run.folder.resolve(), run.json_path.resolve())
+    assert again.load_run() == {"schema_version": SCHEMA_VERSION, "family": "zero", "arguments": ["--model", "gpt2"]}
+
+
+def test_an_earlier_run_is_found_from_inside_itself(run: RunStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    run.save_run({})
+    monkeypatch.chdir(run.folder)
+    assert RunStore.open(Path()).csv_path.resolve() == run.csv_path.resolve()
+
+
+@pytest.mark.parametrize("what", ["nothing", "an empty folder", "a file"])
+def test_a_folder_that_is_no_run_is_a_usage_error(tmp_path: Path, what: str) -> None:
+    path = tmp_path / "run"
+    if what == "an empty folder":
+        path.mkdir()
+    elif what == "a file":
+        path.write_text("")
+    with pytest.raises(UsageError, match=r"no run\.json there \(give a folder below <output-dir>/runs\)"):
+        RunStore.open(path)
+
+
+def test_a_run_of_a_newer_version_is_refused_and_says_to_upgrade(run: RunStore) -> None:
+    (run.folder / "run.json").write_text(json.dumps({"schema_version": SCHEMA_VERSION + 1}))
+    with pytest.raises(UsageError, match=r"newer version \(upgrade ds_bench\)"):
+        run.load_run()
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", "{}", '{"schema_version": "one"}', '{"schema_version": null}'])
+def test_a_damaged_run_is_refused_in_one_line(run: RunStore, text: str) -> None:
+    (run.folder / "run.json").write_text(text)
+    with pytest.raises(UsageError, match="is damaged"):
+        run.load_run()
+
+
+# ------------------------------------------------------------------ folders of trials
+
+
+def test_a_second_attempt_at_a_trial_keeps_the_files_of_the_first(run: RunStore) -> None:
+    first = run.trial_folder("00_zero0")
+    (first / "rank0.log").write_text("the evidence")
+    second, third = run.trial_folder("00_zero0"), run.trial_folder("00_zero0")
+    assert [folder.name for folder in (first, second, third)] == ["00_zero0", "00_zero0_attempt2", "00_zero0_attempt3"]
+    assert (first / "rank0.log").read_text() == "the evidence"
+    assert list(second.iterdir()) == []
+
+
+def test_a_record_is_on_disk_when_append_returns(run: RunStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[int] = []
+    real = os.fsync
+    monkeypatch.setattr(rank_files.os, "fsync", lambda fd: (synced.append(os.fstat(fd).st_ino), real(fd))[1])
+    run.append(fakes.success())
+    assert (run.folder / "records.jsonl").stat().st_ino in synced
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK])
+def test_a_folder_that_cannot_be_locked_is_written_all_the_same_with_a_note(
+    run: RunStore, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    with run.held() as note:
+        assert note is None
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with run.held() as note:
+        assert note is not None
+        assert os.strerror(number) in note

@@ -1,0 +1,154 @@
+"""Which charts a comparison gives, and that what they hold is what was measured."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ds_bench.analysis.caveats import Caveat, CaveatKind
+from ds_bench.config.spec import Placement
+from ds_bench.report import charts_of_comparison, row_styles, svg_charts
+from ds_bench.report.chart_data import BarChart, Chart, LineChart, ScatterChart, StackChart
+from tests.support import fakes
+from tests.support import sample_reports as samples
+
+GB = fakes.GB
+
+
+def chart(of: samples.Comparison, name: str) -> Chart:
+    return next(one for one in charts_of_comparison.pictures(of).charts if one.name == name)
+
+
+def test_the_device_ledger_is_the_fullest_ranks_and_the_host_ledger_the_fullest_nodes_sum() -> None:
+    """Nodes a (ranks 0, 1) and b (rank 2). GPU: rank 2 holds 5 GB, the most. CPU: a holds 1 + 2 = 3 GB, b 2.5 GB."""
+    one = samples.run(fakes.zero(2), 0.1, on=Placement(accelerator="cuda", num_gpus=3))
+    held = [("a", 1, 1.0), ("a", 2, 2.0), ("b", 5, 2.5)]
+    ranks = tuple(
+        replace(rank, hostname=node, ledger={"gpu": {"gradients": gpu * GB}, "cpu": {"parameters": int(cpu * GB)}})
+        for rank, (node, gpu, cpu) in zip(one.record.ranks, held, strict=True)
+    )
+    of = samples.comparison(samples.row("ZeRO-2", replace(one, record=replace(one.record, ranks=ranks))))
+    device, host = chart(of, "ledger-gpu"), chart(of, "ledger-cpu")
+    assert isinstance(device, StackChart)
+    assert isinstance(host, StackChart)
+    assert device.stacks[0].parts == (0, 5, 0, 0, 0, 0)
+    assert host.stacks[0].parts == (3, 0, 0, 0, 0, 0)
+
+
+def test_step_times_are_the_slowest_ranks_with_warm_up_first() -> None:
+    """Steps of 0.1 s and 0.2 s after one warm-up step of 0.5 s: 500, 100, 200 ms."""
+    work = fakes.workload(num_steps=2, warmup_steps=1)
+    place = Placement(accelerator="cuda", num_gpus=2)
+    one = samples.run(fakes.zero(1), 0.1, of=work, on=place)
+    fast, slow = one.record.ranks
+    slow = replace(slow, step_seconds=(0.1, 0.2), warmup_step_seconds=(0.5,), window_seconds=0.3)
+    changed = replace(one, record=replace(one.record, ranks=(replace(fast, window_seconds=0.2), slow)))
+    steps = chart(samples.comparison(samples.row("ZeRO-1", changed)), "steps")
+    assert isinstance(steps, LineChart)
+    assert steps.lines[0].points == ((1, 500), (2, pytest.approx(100)), (3, 200))
+    assert steps.warmup == 1
+
+
+def test_a_slow_warm_up_does_not_flatten_what_was_measured_and_its_height_is_told() -> None:
+    steps = chart(samples.zero_comparison(), "steps")
+    assert isinstance(steps, LineChart)
+    assert steps.limits[1] < 400
+    assert steps.cut_off == "up to 2,619"
+
+
+def test_a_loss_that_is_not_finite_leaves_a_gap_and_no_nan() -> None:
+    one = samples.run(fakes.zero(0), 0.1)
+    holed = replace(one, losses=(7.0, None, 6.0, None))
+    losses = chart(samples.comparison(samples.row("ZeRO-0", holed)), "losses")
+    assert isinstance(losses, LineChart)
+    assert losses.lines[0].points == ((1, 7.0), (3, 6.0))
+
+
+def test_bars_carry_every_run_and_an_interval_only_where_there_is_one() -> None:
+    three, one = chart(samples.zero_comparison(), "throughput"), chart(samples.offload_comparison(), "throughput")
+    assert isinstance(three, BarChart)
+    assert isinstance(one, BarChart)
+    assert [len(bar.runs) for bar in three.bars] == [3, 3, 3, 3]
+    assert all(bar.interval for bar in three.bars)
+    assert not any(bar.interval for bar in one.bars)
+    assert "--repeats 3" in one.note
+
+
+def test_failed_rows_are_in_no_picture() -> None:
+    for one in charts_of_comparison.pictures(samples.zero_comparison()).charts:
+        assert "micro-batch 16" not in one.words
+
+
+def test_a_row_has_the_same_style_in_every_overlay() -> None:
+    drawn = charts_of_comparison.pictures(samples.many_rows(20)).charts
+    styles: dict[str, set[int]] = {}
+    for one in drawn:
+        if isinstance(one, LineChart):
+            for line in one.lines:
+                styles.setdefault(line.label, set()).add(line.style)
+        if isinstance(one, ScatterChart):
+            for dot in one.dots:
+                if dot.style is not None:
+                    styles.setdefault(dot.label, set()).add(dot.style)
+    assert len(styles) == row_styles.MOST_OVERLAID
+    assert all(len(found) == 1 for found in styles.values())
+    assert "ZeRO-0 micro-batch 0" in styles
+
+
+def test_dots_that_take_no_part_are_crossed_out_and_named() -> None:
+    full = samples.zero_comparison()
+    lost = Caveat(kind=CaveatKind.LOSS_DIFFERS, text="loss is not finite", disqualifying=True)
+    first, second, third = full.results[0], full.results[1], full.results[2]
+    odd = replace(second, differences=("torch 2.13.0 against 2.11.0",))
+    wrong = replace(third, caveats=(lost,))
+    of = replace(full, results=(first, odd, wrong), pareto_device=(first.key,))
+    plot = chart(of, "pareto-device")
+    assert isinstance(plot, ScatterChart)
+    assert [(dot.label, dot.aside, dot.on_front) for dot in plot.dots] == [
+        ("ZeRO-0", False, True),
+        ("ZeRO-1 (not comparable)", True, False),
+        ("ZeRO-2 (disqualified)", True, False),
+    ]
+    assert "disqualified or not comparable" in plot.note
+    assert svg_charts.draw(plot, "u").count('class="whisker"') == 4  # each in the legend and in the plot
+    assert "disqualified or not comparable" not in chart(full, "pareto-device").note
+
+
+def test_a_bar_of_a_disqualified_row_says_so() -> None:
+    full = samples.zero_comparison()
+    lost = Caveat(kind=CaveatKind.LOSS_DIFFERS, text="loss is not finite", disqualifying=True)
+    bars = chart(replace(full, results=(full.results[0], replace(full.results[1], caveats=(lost,)))), "throughput")
+    assert isinstance(bars, BarChart)
+    assert [bar.label for bar in bars.bars] == ["ZeRO-0", "ZeRO-1 (disqualified)"]
+
+
+def test_no_pareto_plot_of_a_single_row() -> None:
+    alone = samples.comparison(samples.row("ZeRO-0", samples.run(fakes.zero(0), 0.1)))
+    assert not any(one.name.startswith("pareto") for one in charts_of_comparison.pictures(alone).charts)
+
+
+@given(st.lists(st.floats(0.001, 1e6), min_size=1, max_size=2000), st.integers(2, 400))
+def test_thinning_keeps_the_order_the_extremes_and_the_limit(values: list[float], most: int) -> None:
+    points = [(float(step), value) for step, value in enumerate(values)]
+    kept = row_styles.thinned(points, most)
+    assert len(kept) <= max(most, 2)
+    assert set(kept) <= set(points)
+    assert [step for step, _ in kept] == sorted({step for step, _ in kept})
+    assert max(value for _, value in kept) == max(values)
+    assert min(value for _, value in kept) == min(values)
+
+
+def test_the_words_of_many_rows_name_some_and_count_the_rest() -> None:
+    words = chart(samples.many_rows(30), "throughput").words
+    assert "18 further rows are in the table of numbers." in words
+
+
+def test_a_bar_of_a_row_that_does_not_compare_says_so() -> None:
+    full = samples.zero_comparison()
+    odd = replace(full.results[1], differences=("seq_length 512 against 1024",))
+    bars = chart(replace(full, results=(full.results[0], odd)), "throughput")
+    assert isinstance(bars, BarChart)
+    assert [bar.label for bar in bars.bars] == ["ZeRO-0", "ZeRO-1 (not comparable)"]

@@ -1,0 +1,629 @@
+"""Exports: the three configurations say what ran, to the library each is for, and the README is true and safe."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+from markdown_it import MarkdownIt
+
+from ds_bench.config import deepspeed_config
+from ds_bench.config.spec import Placement, Strategy, Trial
+from ds_bench.errors import UsageError
+from ds_bench.launch import rank_environment
+from ds_bench.launch.ops import OpState
+from ds_bench.records import schema
+from ds_bench.records.schema import TrialRecord
+from ds_bench.report import export, export_readme
+from ds_bench.system.environment import Environment
+from tests.support.fakes import GB, failure, offload, placement, success, workload, zero
+from tests.support.real_trials import SUPPORT
+
+NVME = "/mnt/nvme"
+FILES = ["ds_config.json", "ds_config_trainer.json", "ds_config_accelerate.json", "accelerate.yaml", "README.md"]
+
+
+def row(
+    strategy: Strategy | None = None,
+    *,
+    accelerator: str = "cuda",
+    num_gpus: int = 1,
+    hostfile: str | None = None,
+    changes: dict[str, Any] | None = None,
+    optimizer: str | None = None,
+    torch_adam: bool = False,
+    **work: Any,
+) -> Trial:
+    """A trial with the configuration that the scripts would make of these wishes."""
+    strategy = strategy or zero(2)
+    on = Placement(accelerator=accelerator, num_gpus=num_gpus, hostfile=hostfile, nvme_path=NVME)  # type: ignore[arg-type]
+    of = workload(**work)
+    base = deepspeed_config.base_config(strategy, of.batch_size, of.grad_accum)
+    if optimizer is not None:
+        base = deepspeed_config.with_optimizer(base, optimizer)
+    base = deepspeed_config.overlay(base, changes or {})
+    config = deepspeed_config.complete(base, of, on, torch_adam=torch_adam, largest_parameter=1000)
+    return Trial(trial_id="t", repeat=0, strategy=strategy, workload=of, placement=on, ds_config=config)
+
+
+MATRIX = {
+    f"{strategy.name}_stage{strategy.stage}_{precision}_accum{grad_accum}_ranks{num_gpus}": row(
+        strategy, num_gpus=num_gpus, precision=precision, grad_accum=grad_accum
+    )
+    for strategy in (
+        *(zero(stage) for stage in range(4)),
+        *(offload(name) for name in ("none", "cpu_optimizer", "cpu_full", "nvme")),
+        offload("cpu_optimizer", 1),
+        offload("cpu_optimizer", 2),
+    )
+    for precision in ("bf16", "fp16", "fp32")
+    for grad_accum in (1, 4)
+    for num_gpus in (1, 2)
+}
+BF16_STATES = {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}}
+WARMUP = {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 7, "warmup_max_lr": 3e-4, "total_num_steps": 100}}
+ODD = {
+    "sgd": row(optimizer="SGD"),
+    "sgd_momentum": row(zero(3), optimizer="SGD", changes={"optimizer": {"params": {"momentum": 0.9}}}),
+    "adam": row(zero(1), optimizer="Adam"),
+    "lion": row(optimizer="Lion"),
+    "lion_betas": row(optimizer="Lion", changes={"optimizer": {"params": {"betas": [0.95, 0.98]}}}),
+    "lion_offloaded": row(offload("cpu_optimizer"), num_gpus=2, optimizer="Lion"),
+    "adagrad_offloaded": row(offload("cpu_optimizer", 2), optimizer="Adagrad"),
+    "muon": row(changes={"optimizer": {"type": "Muon", "params": {"lr": 0.02, "muon_lr": 0.01, "betas": None}}}),
+    "bf16_states": row(changes=BF16_STATES, num_gpus=2),
+    "fp16_scale": row(precision="fp16", changes={"fp16": {"enabled": True, "loss_scale": 128, "hysteresis": 3}}),
+    "autocast": row(changes={"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}),
+    "scheduler": row(changes={"scheduler": WARMUP}),
+    "clipping": row(changes={"gradient_clipping": 0.3}),
+    "no_clipping": row(changes={"gradient_clipping": 0}),
+    "default_clipping": row(changes={"gradient_clipping": None}),
+    "no_zero_block": row(zero(0), changes={"zero_optimization": None}),
+    "small_buckets": row(zero(3), changes={"zero_optimization": {"reduce_bucket_size": 12345}}),
+    "weird_rates": row(changes={"optimizer": {"params": {"lr": 1e-7, "eps": 1e-12, "betas": [0.5, 0.1]}}}),
+    "checkpointing": row(activation_checkpointing=True),
+    "own_batch": row(num_gpus=2, changes={"train_micro_batch_size_per_gpu": 3, "train_batch_size": None}),
+    "on_cpu": row(accelerator="cpu", num_gpus=2, torch_adam=True),
+}
+CASES = {**MATRIX, **ODD}
+
+
+def command(readme: str, word: str) -> list[str]:
+    """The words of the README's command that has this word in it."""
+    (line,) = (line.strip() for line in readme.splitlines() if word in line and "train.py" in line and "`" not in line)
+    return shlex.split(line)
+
+
+def write(trial: Trial | TrialRecord, folder: Path) -> dict[str, Any]:
+    """The exports read back by name: JSON and YAML as values, the README as text."""
+    paths = export.write_exports(trial if isinstance(trial, TrialRecord) else success(trial), folder)
+    assert [path.name for path in paths] == FILES
+    texts = {path.name: path.read_text(encoding="utf-8") for path in paths}
+    return {
+        name: json.loads(text) if name.endswith("json") else yaml.safe_load(text) if name.endswith("yaml") else text
+        for name, text in texts.items()
+    }
+
+
+# With the libraries themselves: one child process, as the tests' own never loads them.
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """Case → what DeepSpeed, the Trainer and Accelerate make of its files."""
+    root = tmp_path_factory.mktemp("exports")
+    jobs = []
+    for name, trial in CASES.items():
+        folder = root / name
+        words = command(write(trial, folder)["README.md"], "ds_config_trainer.json")
+        words = words[words.index("train.py") + 1 :]
+        words[words.index("--deepspeed") : words.index("--deepspeed") + 2] = []
+        jobs.append({"folder": str(folder), "world": trial.placement.num_gpus, "trainer_command": words})
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", str(SUPPORT / "export_probe.py")],
+        input=json.dumps(jobs),
+        env={**scrubbed(), "DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return dict(zip(CASES, map(json.loads, done.stdout.splitlines()), strict=True))
+
+
+def scrubbed() -> dict[str, str]:
+    """This environment without what an outer launcher may have left in it."""
+    leaked = ("RANK", "LOCAL_", "WORLD_SIZE", "MASTER_", "ACCELERATE_")
+    return {name: value for name, value in os.environ.items() if not name.startswith(leaked)}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_deepspeed_reads_the_batch_and_the_zero_block_that_ran(name: str, loaded: dict[str, Any]) -> None:
+    raw, config = loaded[name]["raw"], CASES[name].ds_config
+    assert "error" not in raw, raw
+    micro, accumulated = config["train_micro_batch_size_per_gpu"], config["gradient_accumulation_steps"]
+    assert raw["batch"] == [micro * accumulated * CASES[name].placement.num_gpus, micro, accumulated]
+    assert raw["optimizer"][0].lower() == config["optimizer"]["type"].lower()
+    assert raw["optimizer"][1] == config["optimizer"]["params"]
+    asked = config.get("zero_optimization", {"stage": 0})
+    renamed = {key.removeprefix("stage3_"): value for key, value in asked.items() if not isinstance(value, dict)}
+    assert renamed.items() <= raw["zero"].items()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_trainer_told_what_the_readme_says_trains_exactly_what_ran(name: str, loaded: dict[str, Any]) -> None:
+    trainer = loaded[name]["trainer"]
+    assert "error" not in trainer, trainer
+    expected = loaded[name]["raw"]
+    if name == "scheduler":  # the scheduler's maximum is what is trained with
+        expected["optimizer"][1]["lr"] = WARMUP["params"]["warmup_max_lr"]  # type: ignore[index]
+    assert trainer["resolved"] == expected
+    config = CASES[name].ds_config
+    assert trainer["config"]["zero_optimization"] == config.get("zero_optimization", {"stage": 0})
+    assert trainer["config"].get("aio") == config.get("aio")
+    dtypes = {"bf16": "torch.bfloat16", "fp16": "torch.float16", "fp32": "torch.float32"}
+    assert trainer["dtype"] == ("torch.float32" if name == "autocast" else dtypes[CASES[name].workload.precision])
+    assert "auto" not in json.dumps(trainer["config"]).replace("auto_cast", "").replace("torch_autocast", "").split('"')
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_accelerate_launches_and_trains_what_ran_but_for_the_optimizer(name: str, loaded: dict[str, Any]) -> None:
+    given, trial = loaded[name]["accelerate"], CASES[name]
+    assert "error" not in given, given
+    assert given["resolved"] == {**loaded[name]["raw"], "optimizer": [None, None]}
+    assert given["use_deepspeed"]
+    assert given["distributed_type"] == "DEEPSPEED"
+    assert (given["num_processes"], given["num_machines"]) == (trial.placement.num_gpus, 1)
+    assert given["stages"] == [trial.strategy.stage] * 2
+    assert given["zero3_init"] is (trial.strategy.stage == 3)
+
+
+def test_accelerate_takes_the_same_file_to_another_world_size(loaded: dict[str, Any]) -> None:
+    for answer in loaded.values():
+        total, *others = answer["raw"]["batch"]
+        wider = answer["accelerate_on_three_times_the_ranks"]
+        assert "error" not in wider, wider
+        assert wider["resolved"]["batch"] == [3 * total, *others]
+
+
+def test_the_yaml_says_nothing_that_accelerate_refuses_beside_a_config_file(loaded: dict[str, Any]) -> None:
+    refused = {
+        "gradient_accumulation_steps", "gradient_clipping", "zero_stage", "offload_optimizer_device",
+        "offload_param_device", "offload_optimizer_nvme_path", "offload_param_nvme_path", "zero3_save_16bit_model",
+        "mixed_precision",
+    }  # fmt: skip
+    for answer in loaded.values():
+        said = answer["accelerate"]["yaml"]
+        assert refused & {*said, *said["deepspeed_config"]} == set()
+
+
+# The files by themselves.
+
+
+def test_the_raw_file_is_what_ran_to_the_letter(tmp_path: Path) -> None:
+    trial = row(zero(3), num_gpus=2)
+    assert write(trial, tmp_path)["ds_config.json"] == trial.ds_config
+
+
+def test_the_private_swap_folder_becomes_the_users_own(tmp_path: Path) -> None:
+    trial = row(offload("nvme"))
+    private = deepspeed_config.with_swap_folder(trial.ds_config, f"{NVME}/ds_bench_swap.node.1.2.3")
+    files = write(replace(trial, ds_config=private), tmp_path)
+    for name in FILES[:3]:
+        zero_block = files[name]["zero_optimization"]
+        assert {zero_block[key]["nvme_path"] for key in ("offload_optimizer", "offload_param")} == {NVME}
+    assert "ds_bench_swap" not in "".join(path.read_text() for path in tmp_path.iterdir())
+    assert f"`nvme_path`: `{NVME}`" in files["README.md"]
+
+
+def test_defaults_that_versions_differ_in_are_written_as_the_engine_resolved_them(tmp_path: Path) -> None:
+    left_out = {
+        "gradient_clipping": None,
+        "zero_optimization": {"overlap_comm": None, "offload_optimizer": {"pin_memory": None}},
+    }
+    trial = row(offload("cpu_optimizer"), changes=left_out)
+    resolved = {
+        "gradient_clipping": 1.0,
+        "zero_config": {"overlap_comm": True, "offload_optimizer": {"pin_memory": False}, "offload_param": None},
+    }
+    files = write(success(trial, resolved_config=resolved), tmp_path)
+    raw = files["ds_config.json"]
+    assert raw["gradient_clipping"] == 1.0
+    assert raw["zero_optimization"]["overlap_comm"] is True
+    assert raw["zero_optimization"]["offload_optimizer"]["pin_memory"] is False
+    assert "--max_grad_norm 1.0" in files["README.md"]
+
+
+def test_the_trainer_fills_in_only_batch_optimizer_precision_and_clipping(tmp_path: Path) -> None:
+    config = write(row(offload("cpu_full")), tmp_path)["ds_config_trainer.json"]
+    assert sorted(autos(config)) == [
+        "bf16.enabled", "fp16.enabled", "gradient_accumulation_steps", "gradient_clipping", "optimizer.params.betas",
+        "optimizer.params.eps", "optimizer.params.lr", "optimizer.params.weight_decay", "train_batch_size",
+        "train_micro_batch_size_per_gpu",
+    ]  # fmt: skip
+
+
+def autos(config: dict[str, Any], prefix: str = "") -> Iterator[str]:
+    for key, value in config.items():
+        if value == "auto":
+            yield prefix + key
+        elif isinstance(value, dict):
+            yield from autos(value, f"{prefix}{key}.")
+
+
+def test_parameters_that_are_not_of_the_trainers_form_stay_as_they_ran_and_are_named(tmp_path: Path) -> None:
+    adafactor = {"type": "Adafactor", "params": {"lr": 0.01, "eps": [1e-30, 1e-3], "betas": None}}
+    files = write(row(changes={"optimizer": adafactor}), tmp_path)
+    params = files["ds_config_trainer.json"]["optimizer"]["params"]
+    assert params == {"lr": "auto", "eps": [1e-30, 1e-3], "weight_decay": "auto"}
+    assert "--adam_epsilon" not in files["README.md"]
+    assert "The Trainer refuses this form of `optimizer.params.eps`" in files["README.md"]
+
+
+def test_what_the_user_laid_over_the_configuration_survives_in_every_file(tmp_path: Path) -> None:
+    changes = {**BF16_STATES, "comms_logger": {"enabled": True}, "zero_optimization": {"round_robin_gradients": True}}
+    files = write(row(changes=changes), tmp_path)
+    for name in FILES[:3]:
+        assert files[name]["bf16"]["bf16_optimizer_states"] is True
+        assert files[name]["comms_logger"] == {"enabled": True}
+        assert files[name]["zero_optimization"]["round_robin_gradients"] is True
+
+
+def test_accelerate_is_kept_from_replacing_an_offloaded_optimizer_that_is_not_adam(tmp_path: Path) -> None:
+    lion = write(ODD["lion_offloaded"], tmp_path / "lion")
+    assert lion["ds_config_accelerate.json"]["zero_force_ds_cpu_optimizer"] is False
+    assert "deepspeed.ops.lion.DeepSpeedCPULion(model.parameters(), lr=0.0001" in lion["README.md"]
+    adam = write(row(offload("cpu_optimizer")), tmp_path / "adam")
+    assert "zero_force_ds_cpu_optimizer" not in adam["ds_config_accelerate.json"]
+    assert "replaces by DeepSpeed's CPU version" in adam["README.md"]
+
+
+@pytest.mark.parametrize(
+    ("trial", "maker"),
+    [
+        (row(), "deepspeed.ops.adam.FusedAdam(model.parameters(), lr=0.0001, betas=[0.9, 0.999], eps=1e-08"),
+        (row(torch_adam=True), "torch.optim.AdamW(model.parameters(), lr=0.0001"),
+        (row(optimizer="Adam"), "deepspeed.ops.adam.FusedAdam(model.parameters(), lr=0.0001"),
+        (row(offload("cpu_optimizer"), optimizer="Adam"), "torch.optim.Adam(model.parameters(), lr=0.0001"),
+        (row(optimizer="SGD"), "torch.optim.SGD(model.parameters(), lr=0.0001, weight_decay=0.01)"),
+        (row(optimizer="Lion"), "deepspeed.ops.lion.FusedLion(model.parameters(), lr=0.0001"),
+        (ODD["adagrad_offloaded"], "deepspeed.ops.adagrad.DeepSpeedCPUAdagrad(model.parameters(), lr=0.0001"),
+        (ODD["muon"], "accelerate.utils.DummyOptim"),
+    ],
+)
+def test_the_readme_names_the_class_that_accelerate_code_must_make(trial: Trial, maker: str, tmp_path: Path) -> None:
+    assert maker in write(trial, tmp_path)["README.md"]
+
+
+# Several nodes.
+
+
+def test_several_nodes_are_named_in_every_command_and_counted_from_where_the_ranks_ran(tmp_path: Path) -> None:
+    seen = success(row(num_gpus=4, hostfile="/home/me/my hosts"))
+    ranks = tuple(replace(rank, hostname=f"node-{rank.rank // 2}") for rank in seen.ranks)
+    files = write(replace(seen, ranks=ranks), tmp_path)
+    said = files["accelerate.yaml"]
+    assert (said["num_machines"], said["num_processes"]) == (2, 4)
+    assert said["deepspeed_config"]["deepspeed_hostfile"] == "/home/me/my hosts"
+    words = command(files["README.md"], "--deepspeed_config")
+    assert words[:4] == ["deepspeed", "--hostfile", "/home/me/my hosts", "train.py"]
+    assert "host slots=GPUS" in files["README.md"]
+
+
+def test_a_failed_row_of_several_nodes_counts_them_from_its_hostfile(tmp_path: Path) -> None:
+    hostfile = tmp_path / "hosts"
+    hostfile.write_text("a slots=2\nb slots=2\nc slots=2\n")
+    failed = failure(row(num_gpus=6, hostfile=str(hostfile)))
+    assert write(failed, tmp_path / "out")["accelerate.yaml"]["num_machines"] == 3
+    hostfile.unlink()
+    assert write(failed, tmp_path / "out")["accelerate.yaml"]["num_machines"] == 1
+
+
+# The README.
+
+
+def test_the_readme_tells_what_was_measured_in_units(tmp_path: Path) -> None:
+    environment = Environment(
+        hostname="node-0", logical_cores=8, packages={"torch": "2.13.0", "transformers": "5.23.0"}
+    )
+    trial = row(zero(3), num_gpus=2, grad_accum=4)
+    export.write_exports(success(trial, gpu_peak_bytes=8 * GB), tmp_path, environment)
+    readme = (tmp_path / "README.md").read_text()
+    # 4 sequences × 4 micro-batches × 2 ranks × 128 tokens in 0.1 s: 4096 tokens per step, 40,960 per second.
+    assert "Throughput: 40,960 tokens/s" in readme
+    assert "peak allocated 8.00 GB, reserved 10.00 GB" in readme
+    assert "2 GPUs (NVIDIA H100 80GB HBM3)" in readme
+    assert "micro-batch 4 × 128 tokens per rank, 4 micro-batches per optimizer step, bf16" in readme
+    assert "deepspeed 0.19.8, torch 2.13.0, transformers 5.23.0" in readme
+    assert "set `train_batch_size` to 4 × 4 × ranks" in readme
+    assert "`steps_per_print`, `wall_clock_breakdown`, `timers`: added for measuring" in readme
+
+
+def test_a_diagnostic_key_of_the_users_own_is_not_called_the_benchmarks(tmp_path: Path) -> None:
+    readme = write(row(changes={"steps_per_print": 10, "wall_clock_breakdown": True}), tmp_path)["README.md"]
+    assert "`timers`: added for measuring" in readme
+    assert "`steps_per_print`" not in readme
+    assert "`wall_clock_breakdown`" not in readme
+
+
+@pytest.mark.parametrize("status", [status for status in schema.STATUSES if status != schema.SUCCESS])
+def test_a_row_that_did_not_train_is_exported_with_the_reason_on_top(status: str, tmp_path: Path) -> None:
+    readme = write(failure(row(), status, error=f"why <it> {status}\nended"), tmp_path)["README.md"]
+    verdict = readme.splitlines()[2]
+    assert verdict.startswith(f"**This row did not train here** ({status}): why \\<it\\> {status} ended")
+    assert "tokens/s" not in readme
+
+
+def test_an_unsupported_row_gives_the_reason_of_its_plan(tmp_path: Path) -> None:
+    trial = replace(row(offload("cpu_optimizer", 1)), unsupported="needs a folder on the disk; add --nvme-path DIR")
+    readme = write(failure(trial, schema.UNSUPPORTED, error=None), tmp_path)["README.md"]
+    assert "(Unsupported): needs a folder on the disk; add --nvme-path DIR" in readme
+
+
+def test_caveats_of_the_row_come_along(tmp_path: Path) -> None:
+    seen = replace(success(row()), caveats=("--nvme-path is memory (tmpfs), not an NVMe disk",))
+    assert "- --nvme-path is memory (tmpfs), not an NVMe disk" in write(seen, tmp_path)["README.md"]
+
+
+HOSTILE = "``evil`` \"quoted\" 'name'\n# <script>alert(1)</script>\n```\n- deepspeed_config: !!python/object:os.system"
+
+
+def test_a_hostile_model_name_cannot_write_markup_into_the_readme(tmp_path: Path) -> None:
+    seen = success(row(model=HOSTILE), device_name=HOSTILE)
+    readme = write(replace(seen, caveats=(HOSTILE,)), tmp_path)["README.md"]
+    html = MarkdownIt().render(readme)
+    assert "<script" not in html
+    assert html.count("<h1>") == 1
+    assert html.count("<h2>") == readme.count("\n## ")
+    assert len(readme.splitlines()) == len(write(replace(seen, caveats=("x",)), tmp_path)["README.md"].splitlines())
+
+
+TEXT = st.text() | st.text(alphabet="`~*_<>&;[]()!#|-+=\\ \n\t1.ab/:")
+
+
+@given(TEXT)
+def test_any_text_stays_one_line_in_the_readme_and_keeps_its_code_span(text: str) -> None:
+    for shown in (export_readme.code(text), export_readme.plain(text)):
+        assert shown.isprintable()
+    rendered = MarkdownIt().render(f"x {export_readme.code('a' + text + 'a')} y")
+    assert rendered.count("<code>") == 1
+    assert rendered.startswith("<p>x <code>a")
+    assert rendered.endswith("a</code> y</p>\n")
+
+
+@given(TEXT)
+def test_any_text_shown_as_text_opens_no_markup(text: str) -> None:
+    rendered = MarkdownIt().render("x " + export_readme.plain(text))
+    assert rendered.count("<") == 2  # of the paragraph itself
+
+
+@given(st.text(alphabet=st.characters(exclude_categories=()), max_size=50))
+def test_any_path_comes_back_out_of_the_yaml(text: str) -> None:
+    trial = row(hostfile="/" + text)
+    said = yaml.safe_load(export.accelerate_yaml(success(trial), Path("/" + text.replace("\0", "")) / "f.json"))
+    assert said["deepspeed_config"]["deepspeed_hostfile"] == "/" + text
+    assert said["deepspeed_config"]["deepspeed_config_file"] == str(Path("/" + text.replace("\0", "")) / "f.json")
+
+
+# Folders.
+
+
+@pytest.mark.parametrize("place", ["file", "below_a_file", "readme_is_a_folder", "no_such_root"])
+def test_a_folder_that_cannot_be_written_is_one_line_with_a_remedy(place: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "taken" / "README.md" / "full").mkdir(parents=True)
+    folders = {
+        "file": tmp_path / "file",
+        "below_a_file": tmp_path / "file" / "deep",
+        "readme_is_a_folder": tmp_path / "taken",
+        "no_such_root": Path("/proc/ds_bench_exports"),
+    }
+    with pytest.raises(UsageError) as caught:
+        export.write_exports(success(row()), folders[place])
+    assert str(folders[place]) in str(caught.value)
+    assert "give a folder that you may write to" in str(caught.value)
+    assert len(str(caught.value).splitlines()) == 1
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+@pytest.mark.parametrize("folder", [Path("a\0b"), Path("x" * 300)])
+def test_a_name_that_no_folder_can_have_is_a_users_mistake(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError):
+        export.write_exports(success(row()), folder)
+
+
+def test_a_value_that_json_cannot_hold_is_refused_and_nothing_is_written(tmp_path: Path) -> None:
+    trial = row(changes={"gradient_clipping": math.nan})
+    with pytest.raises(UsageError, match="cannot export this row"):
+        export.write_exports(success(trial), tmp_path / "out")
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_older_files_are_replaced_whole_and_nothing_else_is_left(tmp_path: Path) -> None:
+    write(row(zero(1)), tmp_path)
+    with (tmp_path / "ds_config.json").open() as reader:
+        write(row(zero(3)), tmp_path)
+        assert json.load(reader)["zero_optimization"]["stage"] == 1  # a reader keeps the file it opened
+    assert json.loads((tmp_path / "ds_config.json").read_text())["zero_optimization"]["stage"] == 3
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(FILES)
+
+
+def test_exporting_does_not_change_the_record(tmp_path: Path) -> None:
+    seen = success(row(offload("nvme")))
+    before = json.dumps(seen.to_dict(), sort_keys=True)
+    write(seen, tmp_path)
+    assert json.dumps(seen.to_dict(), sort_keys=True) == before
+
+
+def test_a_record_read_back_from_disk_exports_the_same(tmp_path: Path) -> None:
+    seen = success(row(offload("cpu_full"), num_gpus=2))
+    again = TrialRecord.from_dict(json.loads(json.dumps(seen.to_dict())))
+    assert (
+        write(seen, tmp_path / "a")["ds_config_trainer.json"] == write(again, tmp_path / "b")["ds_config_trainer.json"]
+    )
+
+
+@pytest.mark.parametrize(
+    "config", [{}, {"optimizer": 5, "zero_optimization": "x", "bf16": [], "scheduler": {"params": 1}}]
+)
+def test_files_of_a_mangled_configuration_can_be_read_and_the_first_holds_it(
+    config: dict[str, Any], tmp_path: Path
+) -> None:
+    read = write(failure(replace(row(), ds_config=config)), tmp_path)
+    assert sorted(read) == sorted(FILES)
+    assert read["ds_config.json"] == config
+    assert all(isinstance(content, dict) for name, content in read.items() if name != "README.md")
+    told = read["accelerate.yaml"]["deepspeed_config"]
+    assert told["deepspeed_config_file"] == str(tmp_path / "ds_config_accelerate.json")
+    assert "This row did not train here" in read["README.md"]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "folder"),
+    [
+        ("zero2", "ds_config_zero2"),
+        ("../../etc", "ds_config_.._.._etc"),
+        ("/", "ds_config__"),
+        ("a\0b\\c d", "ds_config_a_b_c_d"),
+        ("cpu_optimizer-2.1", "ds_config_cpu_optimizer-2.1"),
+    ],
+)
+def test_the_folder_of_a_strategy_keeps_its_name_and_leads_nowhere_else(strategy: str, folder: str) -> None:
+    assert export.folder_name(strategy) == folder
+
+
+@given(st.text())
+def test_no_strategys_name_leads_out_of_the_folder_one_is_in(strategy: str) -> None:
+    name = export.folder_name(strategy)
+    assert Path(name).name == name
+    assert (Path("/here") / name).resolve().parent == Path("/here")
+
+
+# For real: the README's three commands, word for word, each with two steps of training on one CPU rank.
+
+COMMON = """
+import json, sys, torch
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.config = type("Config", (), {"hidden_size": 8})()
+        self.a, self.b = torch.nn.Linear(8, 64), torch.nn.Linear(64, 8)
+    def forward(self, x, labels=None):
+        loss = (self.b(torch.relu(self.a(x.to(self.a.weight.dtype)))).float() - 1).pow(2).mean()
+        return {"loss": loss}
+torch.manual_seed(0)
+data = [{"x": torch.randn(8)} for _ in range(64)]
+def report(engine, losses):
+    print("REPORT " + json.dumps({
+        "batch": [engine.train_batch_size(), engine.train_micro_batch_size_per_gpu(),
+                  engine.gradient_accumulation_steps()],
+        "stage": engine.zero_optimization_stage(), "optimizer": type(engine.basic_optimizer).__name__,
+        "bf16": engine.bfloat16_enabled(), "steps": engine.global_steps, "losses": losses}))
+"""
+SCRIPTS = {
+    "--deepspeed_config": """
+import argparse, deepspeed
+parser = deepspeed.add_config_arguments(argparse.ArgumentParser())
+parser.add_argument("--local_rank", type=int)
+args = parser.parse_args()
+net = Net()
+engine, *_ = deepspeed.initialize(args=args, model=net, model_parameters=net.parameters())
+losses = []
+for _ in range(4):
+    loss = engine(torch.stack([row["x"] for row in data[:4]]))["loss"]
+    engine.backward(loss); engine.step(); losses.append(float(loss.detach()))
+report(engine, losses)
+""",
+    "ds_config_trainer.json": """
+from transformers import HfArgumentParser, Trainer, TrainingArguments
+(args,) = HfArgumentParser((TrainingArguments,)).parse_args_into_dataclasses()
+args.max_steps, args.save_strategy, args.report_to = 2, "no", []
+trainer = Trainer(model=Net(), args=args, train_dataset=data)
+result = trainer.train()
+report(trainer.model_wrapped, [result.training_loss])
+""",
+    "accelerate.yaml": """
+from accelerate import Accelerator
+accelerator = Accelerator()
+net = Net()
+loader = torch.utils.data.DataLoader(data, batch_size=4)
+optimizer = torch.optim.AdamW(net.parameters(), lr=0.0001, betas=[0.9, 0.999], eps=1e-08, weight_decay=0.01)
+engine, optimizer, loader = accelerator.prepare(net, optimizer, loader)
+losses = []
+for _, batch in zip(range(4), loader):
+    with accelerator.accumulate(engine):
+        loss = engine(**batch)["loss"]
+        accelerator.backward(loss); optimizer.step(); optimizer.zero_grad(); losses.append(float(loss.detach()))
+report(engine, losses)
+""",
+}
+
+
+@pytest.mark.deepspeed
+@pytest.mark.parametrize("file", SCRIPTS)
+def test_the_readmes_command_trains_with_the_exported_file(
+    file: str, built_ops: dict[str, OpState], tmp_path: Path
+) -> None:
+    trial = row(offload("cpu_optimizer", 2), accelerator="cpu", grad_accum=2)
+    readme = write(trial, tmp_path)["README.md"]
+    (tmp_path / "train.py").write_text(COMMON + SCRIPTS[file])
+    seen = run_command(command(readme, file), tmp_path)
+    assert seen["batch"] == [8, 4, 2]
+    assert (seen["stage"], seen["optimizer"], seen["bf16"], seen["steps"]) == (2, "DeepSpeedCPUAdam", True, 2)
+    assert seen["losses"]
+    assert all(map(math.isfinite, seen["losses"]))
+
+
+def run_command(words: list[str], folder: Path) -> dict[str, Any]:
+    """What the script reports of its engine; the only liberty taken is a free port."""
+    variables = {
+        **scrubbed(),
+        **rank_environment.rank_environment(placement(), os.environ, None),
+        "HF_HUB_OFFLINE": "1",
+    }
+    while "=" in words[0]:
+        name, _, variables[name] = words.pop(0).partition("=")
+    at, flag = (1, "--master_port") if words[0] == "deepspeed" else (2, "--main_process_port")
+    port = free_port()
+    words[at:at] = [flag, str(port)]
+    words[0] = str(Path(sys.executable).with_name(words[0]))
+    process = subprocess.Popen(
+        words, cwd=folder, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        start_new_session=True,
+    )  # fmt: skip
+    try:
+        out, _ = process.communicate(timeout=240)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        for segment in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_{port}_*"):
+            segment.unlink()  # DeepSpeed never does (ops/csrc/cpu/comm/shm.cpp)
+    (line,) = [line for line in out.splitlines() if "REPORT " in line] or [pytest.fail(out[-4000:])]
+    report: dict[str, Any] = json.loads(line.partition("REPORT ")[2])
+    return report
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

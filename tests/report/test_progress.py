@@ -1,0 +1,243 @@
+"""What is told while trials run: plain lines into a file, one live line on a terminal, nothing when quiet."""
+
+from __future__ import annotations
+
+import io
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from ds_bench.config.spec import Trial
+from ds_bench.launch import Progress
+from ds_bench.report import progress as module
+from ds_bench.report.progress import Reporter
+from tests.support import fakes
+
+QUIET, NORMAL, VERBOSE = 0, 1, 2
+
+
+class Stream(io.StringIO):
+    """A stream of an encoding of choice, a terminal or not."""
+
+    def __init__(self, encoding: str = "utf-8", terminal: bool = False) -> None:
+        super().__init__()
+        self._encoding, self._terminal = encoding, terminal
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        return self._encoding
+
+    def isatty(self) -> bool:
+        return self._terminal
+
+    @property
+    def text(self) -> str:
+        return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", self.getvalue())
+
+
+class Clock:
+    """A clock of which every look is two seconds later."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        self.now += 2.0
+        return self.now
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> Stream:
+    monkeypatch.setattr(module, "time", Clock())
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "200")
+    return Stream(terminal=True)
+
+
+def trials() -> list[Trial]:
+    return [fakes.trial(fakes.zero(stage)) for stage in (0, 1)]
+
+
+def at(phase: str = "forward", step: int = 5, last: float | None = 0.5, elapsed: float = 10.0) -> Progress:
+    return Progress(phase=phase, step=step, last_step_seconds=last, elapsed_seconds=elapsed)
+
+
+# ------------------------------------------------------------------ into a file
+
+
+def test_a_file_gets_one_line_when_a_trial_begins_and_one_when_it_ends() -> None:
+    stream = Stream()
+    reporter = Reporter(stream, trials(), NORMAL)
+    for trial in trials():
+        listen = reporter.begin(trial)
+        for step in range(20):
+            listen(at(step=step))
+        reporter.end(fakes.success(trial))
+    reporter.close()
+    assert stream.getvalue().splitlines() == [
+        "[1/2] ZeRO-0 …",
+        "[1/2] ZeRO-0 ✅ Success in 12 s",
+        "[2/2] ZeRO-1 …",
+        "[2/2] ZeRO-1 ✅ Success in 12 s",
+    ]
+
+
+def test_a_failure_is_told_with_its_cause_in_one_line() -> None:
+    stream = Stream()
+    reporter = Reporter(stream, trials(), NORMAL)
+    reporter.begin(trials()[0])
+    reporter.end(fakes.failure(trials()[0]))
+    assert stream.getvalue().splitlines()[-1] == "[1/2] ZeRO-0 ❌ OOM in 3.0 s: OOM in backward: asked 2.00 GB"
+
+
+def test_a_trial_that_was_never_launched_took_no_time() -> None:
+    stream = Stream()
+    reporter = Reporter(stream, trials(), NORMAL)
+    reporter.end(replace(fakes.failure(), wall_seconds=None))
+    assert " in " not in stream.getvalue().partition(":")[0]
+
+
+def test_every_line_is_there_at_once_for_whoever_follows_the_file() -> None:
+    flushed: list[str] = []
+
+    class Watched(Stream):
+        def flush(self) -> None:
+            flushed.append(self.getvalue())
+
+    reporter = Reporter(Watched(), trials(), NORMAL)
+    reporter.begin(trials()[0])
+    assert flushed[-1] == "[1/2] ZeRO-0 …\n"
+
+
+def test_a_stream_that_prints_ascii_only_gets_ascii() -> None:
+    stream = Stream(encoding="ascii")
+    reporter = Reporter(stream, trials(), VERBOSE)
+    trial = fakes.trial(fakes.offload("cpu_optimizer"))
+    reporter.begin(trial)
+    reporter.end(replace(fakes.success(trial), caveats=("2 × 3 …",)))
+    reporter.say("→ ✅")
+    assert stream.getvalue().isascii()
+    assert "optimizer -> CPU [ok] Success" in stream.getvalue()
+
+
+def test_verbose_tells_caveats_and_details_too_and_normal_does_not() -> None:
+    texts = []
+    for level in (NORMAL, VERBOSE):
+        stream = Stream()
+        reporter = Reporter(stream, trials(), level)
+        reporter.end(replace(fakes.failure(), caveats=("it is warm",)))
+        texts.append(stream.getvalue())
+    normal, verbose = texts
+    assert "it is warm" not in normal
+    assert "it is warm" in verbose
+    assert "log /run/rank0.log" in verbose
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_quiet_tells_nothing_at_all(is_terminal: bool) -> None:
+    stream = Stream(terminal=is_terminal)
+    reporter = Reporter(stream, trials(), QUIET)
+    reporter.begin(trials()[0])(at())
+    reporter.end(fakes.failure())
+    reporter.say("hello")
+    reporter.close()
+    assert stream.getvalue() == ""
+
+
+# ------------------------------------------------------------------ on a terminal
+
+
+def shown(terminal: Stream, seen: Progress, done: int = 0) -> str:
+    """What the live line says of one look, after ``done`` trials of 12.5 s each."""
+    plan = [fakes.trial(fakes.zero(stage)) for stage in (0, 1, 2, 3)]
+    reporter = Reporter(terminal, plan, NORMAL)
+    for trial in plan[:done]:
+        reporter.begin(trial)
+        reporter.end(fakes.success(trial))
+    reporter.begin(plan[done])(seen)
+    text = terminal.text
+    reporter.close()
+    return text
+
+
+def test_a_terminal_shows_where_the_trial_is(terminal: Stream) -> None:
+    text = shown(terminal, at("backward", step=5))  # two of them warm-up
+    assert "[1/4] ZeRO-0 · step 3/10 (backward), last step 0.5 s" in text
+
+
+def test_warm_up_steps_are_told_apart_from_measured_ones(terminal: Stream) -> None:
+    assert "warm-up 1/2 (forward)" in shown(terminal, at(step=1))
+
+
+def test_before_the_first_step_the_phase_is_told(terminal: Stream) -> None:
+    text = shown(terminal, at("import", step=-1, last=None))
+    assert "[1/4] ZeRO-0 · import" in text
+    assert "left" not in text
+
+
+def test_the_time_left_is_of_the_whole_comparison(terminal: Stream) -> None:
+    """7 steps of 0.5 s here, then two more trials of 12.5 s each: 28.5 s."""
+    assert "about 28 s left" in shown(terminal, at(step=5), done=1)
+
+
+def test_without_a_finished_trial_the_others_are_taken_to_last_as_long_as_this_one(terminal: Stream) -> None:
+    """10 s so far and 3.5 s to go: 13.5 s a trial, and three more of them: 44 s."""
+    assert "about 44 s left" in shown(terminal, at(step=5, elapsed=10.0))
+
+
+def test_steps_beyond_the_plan_do_not_count_beyond_it(terminal: Stream) -> None:
+    """fp16 may warm up longer than asked."""
+    text = shown(terminal, at("inspect", step=99))
+    assert "step 10/10" in text
+
+
+def test_the_live_line_is_gone_before_a_line_that_stays(terminal: Stream) -> None:
+    reporter = Reporter(terminal, trials(), NORMAL)
+    reporter.begin(trials()[0])(at())
+    assert reporter._live is not None
+    reporter.end(fakes.success(trials()[0]))
+    assert reporter._live is None
+    assert terminal.text.rstrip().endswith("ZeRO-0 ✅ Success in 12 s")
+
+
+def test_a_terminal_is_left_with_its_cursor_shown(terminal: Stream) -> None:
+    reporter = Reporter(terminal, trials(), NORMAL)
+    reporter.begin(trials()[0])(at())
+    reporter.close()
+    written = terminal.getvalue()
+    assert written.rfind("\x1b[?25h") > written.rfind("\x1b[?25l")
+
+
+def test_closing_twice_or_without_a_line_is_no_error(terminal: Stream) -> None:
+    reporter = Reporter(terminal, trials(), NORMAL)
+    reporter.close()
+    reporter.close()
+    assert terminal.getvalue() == ""
+
+
+def test_the_terminal_is_redrawn_at_most_once_a_second(terminal: Stream, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Slow:
+        now = 100.0
+
+        @classmethod
+        def monotonic(cls) -> float:
+            cls.now += 0.1
+            return cls.now
+
+    monkeypatch.setattr(module, "time", Slow)
+    drawn: list[str] = []
+    monkeypatch.setattr(Reporter, "_show", lambda _self, text: drawn.append(text))
+    listen = Reporter(terminal, trials(), NORMAL).begin(trials()[0])
+    for step in range(35):
+        listen(at(step=step))
+    assert 3 <= len(drawn) <= 4
+
+
+def test_a_listener_takes_whatever_a_watch_may_tell(terminal: Stream) -> None:
+    listen = Reporter(terminal, trials(), NORMAL).begin(trials()[0])
+    looks: list[dict[str, Any]] = [{"step": -1}, {"last": None}, {"step": 0}, {"elapsed": 0.0}, {"last": 0.0}]
+    for look in looks:
+        listen(at(**look))
+    assert "ZeRO-0" in terminal.text

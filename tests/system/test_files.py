@@ -1,0 +1,259 @@
+"""Full disks, and files that somebody else wrote: nothing finished is lost, nothing waits for ever, no traceback."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from ds_bench.config.spec import Trial
+from ds_bench.launch import Listener
+from ds_bench.launch.monitor import Limits, watch
+from ds_bench.launch.outcome import Evidence, conclude
+from ds_bench.records.rank_files import BeatWriter, append_line, read_beat, read_exits, write_json
+from ds_bench.records.schema import TrialRecord
+from tests.support import fakes
+from tests.support.fakes import FakeLauncher
+from tests.support.real_trials import ROOT, SUPPORT
+from tests.support.scripted_run import House
+
+PARENT_SECONDS = 20
+"""No file of a rank is worth more of the parent's time."""
+
+
+# ------------------------------------------------------------------ a disk that is full
+
+
+def free_bytes(folder: Path) -> int:
+    facts = os.statvfs(folder)
+    return facts.f_bavail * facts.f_frsize
+
+
+def fill(folder: Path, leave_bytes: int) -> Path:
+    filler = folder / "filler"
+    filler.write_bytes(b"x" * (free_bytes(folder) - leave_bytes))
+    return filler
+
+
+@pytest.mark.parametrize("left", [0, 4096, 12288])
+def test_a_line_that_a_full_disk_takes_in_part_leaves_the_file_as_it_was(small_disk: Path, left: int) -> None:
+    path = small_disk / "records.jsonl"
+    append_line(path, {"n": 0})
+    filler = fill(small_disk, left)
+    with pytest.raises(OSError, match=r"No space left on device.*records\.jsonl"):
+        append_line(path, {"n": 1, "text": "y" * 40_000})
+    assert path.read_text() == '{"n": 0}\n'
+    filler.unlink()
+    append_line(path, {"n": 2})
+    assert [json.loads(line)["n"] for line in path.read_text().splitlines()] == [0, 2]
+
+
+class FillsTheDisk(FakeLauncher):
+    """Leaves no room for the record of the second trial."""
+
+    def launch(self, trial: Trial, folder: Path, listen: Listener) -> TrialRecord:
+        found = super().launch(trial, folder, listen)
+        if trial.strategy.name == "zero1":
+            fill(folder.parent.parent, 4096 - 512)
+        return found
+
+
+def test_a_run_on_a_disk_that_fills_ends_in_one_line_and_can_be_resumed(
+    small_disk: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    house = House(small_disk, monkeypatch)
+    assert house.run(script=FillsTheDisk()) == 1
+    said = capsys.readouterr().err.strip()
+    assert said.count("\n") == 0, said
+    assert "No space left on device" in said
+    assert "records.jsonl" in said
+    (run,) = (house.output / "runs").iterdir()
+    lines = (run / "records.jsonl").read_text().splitlines()
+    assert [json.loads(line)["trial"]["strategy"]["name"] for line in lines] == ["zero0"]
+    assert [row["strategy"] for row in house.rows()] == ["zero0"]
+    (run / "filler").unlink()
+    assert house.resume() == 0
+    assert [row["success"] for row in house.rows()] == [True] * 4
+
+
+# ------------------------------------------------------------------ what a rank writes
+
+DEEP = "[" * 100_000
+EXIT_LINES = (
+    '{"rank": 0, "pid": 1, "code": 0, "signal": null, "time": "noon"}',
+    '{"rank": "0", "pid": 1, "code": 0, "signal": null, "time": 1.0}',
+    '{"rank": 0, "pid": 1, "code": 0, "signal": null, "time": NaN}',
+    '{"rank": 0, "pid": 1, "code": 0, "signal": null, "time": 1e999}',
+    '{"rank": 0, "pid": 1, "code": [], "signal": {}, "time": 1.0}',
+    f'{{"rank": {DEEP}',
+    "9" * 5000,
+    "[1]",
+    "\0",
+)
+
+
+def test_lines_of_exits_that_no_leader_wrote_are_left_out(tmp_path: Path) -> None:
+    good = '{"rank": 1, "pid": 7, "code": 3, "signal": null, "time": 5.0}'
+    (tmp_path / "exits.jsonl").write_text("\n".join([*EXIT_LINES, good, *EXIT_LINES]))
+    assert [entry.pid for entry in read_exits(tmp_path)] == [7]
+    evidence = Evidence(folder=tmp_path, world_size=2, ending="ended", limits=Limits())
+    assert conclude(evidence).outcome.status == "Crashed"
+
+
+def test_a_beat_that_no_rank_wrote_is_none(tmp_path: Path) -> None:
+    BeatWriter(tmp_path, 0)
+    beat = tmp_path / "rank0.beat"
+    whole = beat.read_bytes()
+    for other in (
+        whole + b"x",
+        whole[:16] + (2**40).to_bytes(8, "little") + whole[24:],
+        whole[:16] + b"\xff" * 8 + whole[24:],
+        whole[:8] + b"\xff" * 8 + whole[16:],
+    ):
+        beat.write_bytes(other)
+        assert read_beat(tmp_path, 0) is None
+    beat.write_bytes(whole)
+    assert read_beat(tmp_path, 0) is not None
+
+
+def replace(path: Path, kind: str) -> None:
+    path.unlink(missing_ok=True)
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    elif kind == "device":
+        path.symlink_to("/dev/zero")
+    elif kind == "three gigabytes":
+        with path.open("wb") as file:
+            file.truncate(3 * 2**30)
+    else:
+        path.write_text(DEEP)
+
+
+@pytest.mark.parametrize("kind", ["pipe", "folder", "device", "three gigabytes", "deep nesting"])
+def test_files_of_a_rank_that_are_none_end_in_a_row_in_time(tmp_path: Path, kind: str) -> None:
+    """Every file that the parent reads while a trial runs and after it, replaced by the rank's own code."""
+    start = time.monotonic()
+    for name in ("rank0.json", "rank0.beat", "exits.jsonl", "rank1.measured.json"):
+        replace(tmp_path / name, kind)
+    limits = Limits(timeout_seconds=1, stall_timeout_seconds=1, failure_grace_seconds=0.1, exit_grace_seconds=0.1)
+    ending, _ = watch(tmp_path, 2, limits, lambda _seconds: False, lambda _progress: None)
+    outcome = conclude(Evidence(folder=tmp_path, world_size=2, ending=ending, limits=limits)).outcome
+    assert outcome.status in ("Crashed", "Timeout")
+    assert time.monotonic() - start < PARENT_SECONDS
+
+
+def test_a_measurement_with_a_text_for_bytes_is_no_measurement(tmp_path: Path) -> None:
+    trial = fakes.trial(on=fakes.placement(num_gpus=1))
+    data = fakes.measured_file(fakes.measurement(trial))
+    write_json(tmp_path / "rank0.json", {"measurement": {**data["measurement"], "host_peak_bytes": "much"}})
+    found = conclude(Evidence(folder=tmp_path, world_size=1, ending="ended", limits=Limits()))
+    assert found.outcome.status == "Crashed"
+    assert "host_peak_bytes is 'much'" in (found.outcome.error or "")
+
+
+# ------------------------------------------------------------------ what a user gives
+
+
+@pytest.fixture
+def given(tmp_path: Path) -> Path:
+    """Files that are none of what a flag asks for, by name."""
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "empty").touch()
+    (tmp_path / "nul").write_bytes(b"\0" * 100)
+    (tmp_path / "deep").write_text('{"a":' * 5000)
+    (tmp_path / "digits").write_text("9" * 5000)
+    (tmp_path / "slots").write_text(f"host slots={'9' * 5000}\n")
+    (tmp_path / "arabic").write_text("host slots=٣\n")
+    (tmp_path / "option").write_text("-oProxyCommand=touch${IFS}hit slots=1\n")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    (tmp_path / "latin").write_bytes(b"\xff\xfe{}")
+    with (tmp_path / "large").open("wb") as file:
+        file.truncate(3 * 2**30)
+    return tmp_path
+
+
+FILES = ("pipe", "folder", "empty", "nul", "deep", "digits", "loop", "latin", "large", "missing", "/dev/zero", "a\nb")
+NUMBERS = (
+    "nan",
+    "inf",
+    "-inf",
+    "1e300",
+    "1e999",
+    "-1",
+    "0",
+    "",
+    " ",
+    "٣",
+    "9" * 5000,
+    "0x10",
+    "1_000_000e400",
+    "1" + "0" * 30,
+    "1000000000",
+)
+WHOLE = ("--num-steps", "--batch-size", "--grad-accum", "--seq-length", "--num-gpus", "--repeats")
+PLAIN = ("--timeout", "--stall-timeout", "--cpu-memory-limit", "--gpu-memory-limit", "--peak-tflops")
+
+REFUSED_FLAGS = """
+import contextlib, io, json, sys
+from ds_bench import cli
+from ds_bench.cli import commands
+from tests.support import fakes
+for line in json.load(sys.stdin):
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            if line[0] in ("zero", "offload"):
+                code = cli.main(line[0], fakes.make_config, ["--dry-run", "--model", "tiny", *line[1:]])
+            else:
+                code = commands.main(line)
+        except BaseException as error:
+            code = repr(error)
+    print(json.dumps([line, code, err.getvalue()]), flush=True)
+"""
+
+
+def refused(lines: list[list[str]], cwd: Path) -> list[tuple[list[str], object, str]]:
+    """(arguments, exit code, standard error) of each, run one after the other in one process that may not hang."""
+    done = subprocess.run(
+        [sys.executable, "-c", REFUSED_FLAGS],
+        input=json.dumps(lines),
+        capture_output=True,
+        text=True,
+        timeout=180,
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(SUPPORT)])},
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return [tuple(json.loads(line)) for line in done.stdout.splitlines()]
+
+
+def test_no_file_given_to_a_flag_is_waited_for_or_a_traceback(given: Path) -> None:
+    lines = []
+    for name in FILES:
+        path = name if name.startswith("/") else str(given / name)
+        lines += [["zero", "--ds-config", path], ["zero", "--hostfile", path], ["zero", "--resume", path]]
+        lines += [["report", path], ["compare", path, path], ["baseline", "check", path, "--baselines", path]]
+    lines += [["zero", "--hostfile", str(given / name)] for name in ("slots", "arabic", "option")]
+    for line, code, err in refused(lines, given):
+        assert code == 2, (line, code, err)
+        assert err.count("\n") == 1, (line, err)
+        assert err.startswith(("ds_bench: ", "-c: ")), (line, err)
+
+
+def test_no_number_given_to_a_flag_is_a_traceback(given: Path) -> None:
+    lines = [["zero", flag, number] for flag in (*WHOLE, *PLAIN) for number in NUMBERS]
+    lines += [["plan", flag, number] for flag in ("--num-gpus", "--host-memory", "--gpu") for number in NUMBERS]
+    lines += [["baseline", "save", "x", "--tolerance", number] for number in NUMBERS]
+    for line, code, err in refused(lines, given):
+        assert code in (0, 2), (line, code, err)
+        if code == 2:
+            assert err.count("\n") == 1, (line, err)

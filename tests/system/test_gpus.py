@@ -1,0 +1,279 @@
+"""A fake NVML below the reader, and a fake reader above it: no card is needed."""
+
+import os
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ds_bench.system.gpus import (
+    GpuFacts,
+    GpuInventory,
+    GpuQuery,
+    NvmlQuery,
+    select_visible,
+    visible_gpu_count,
+    visible_indices,
+)
+
+GB = 2**30
+
+
+class NvmlError(Exception):
+    """Stands for any of NVML's errors."""
+
+
+class FakeNvml:
+    """The calls of pynvml that are used, for ``cards`` alike; those named in ``failing`` raise."""
+
+    def __init__(self, *, cards: int = 2, failing: frozenset[str] = frozenset(), **answers: Any) -> None:
+        self.failing = failing
+        self.sessions = 0
+        process = SimpleNamespace
+        self.answers: dict[str, Any] = {
+            "nvmlSystemGetDriverVersion": "580.65.06",
+            "nvmlDeviceGetCount": cards,
+            "nvmlDeviceGetName": "NVIDIA H200",
+            "nvmlDeviceGetMemoryInfo": SimpleNamespace(total=140 * GB, used=1 * GB),
+            "nvmlDeviceGetCudaComputeCapability": (9, 0),
+            "nvmlDeviceGetMaxClockInfo": 1980,
+            "nvmlDeviceGetTemperatureV": 41,
+            "nvmlDeviceGetEnforcedPowerLimit": 700_000,
+            "nvmlDeviceGetPowerManagementDefaultLimit": 700_000,
+            "nvmlDeviceGetPersistenceMode": 1,
+            "nvmlDeviceGetCurrentClocksEventReasons": 0,
+            "nvmlDeviceGetComputeRunningProcesses": [
+                process(pid=77, usedGpuMemory=3 * GB),
+                process(pid=os.getpid(), usedGpuMemory=1),
+            ],
+            "nvmlDeviceGetGraphicsRunningProcesses": [process(pid=12, usedGpuMemory=None)],
+            "nvmlDeviceGetMigMode": [0, 0],
+            **answers,
+        }
+        self.by_arguments = {
+            "nvmlInit": lambda: self._count(1),
+            "nvmlShutdown": lambda: self._count(-1),
+            "nvmlDeviceGetHandleByIndex": lambda index: f"card {index}",
+            "nvmlDeviceGetUUID": lambda handle: f"GPU-{handle[-1] * 8}",
+            "nvmlDeviceGetClockInfo": lambda _, kind: {1: 345, 2: 3201}[kind],
+        }
+
+    def _count(self, change: int) -> None:
+        self.sessions += change
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self.failing:
+            return self._fail
+        if name in self.answers:
+            return lambda *_: self.answers[name]
+        if name in self.by_arguments:
+            return self.by_arguments[name]
+        raise AttributeError(name)
+
+    def _fail(self, *_: object) -> None:
+        raise NvmlError("not supported")
+
+
+USED_CALLS = sorted({*FakeNvml().answers, *FakeNvml().by_arguments})
+
+
+def cards(count: int, **facts: Any) -> tuple[GpuFacts, ...]:
+    return tuple(GpuFacts(index=index, uuid=f"GPU-{index}abc-{index}", **facts) for index in range(count))
+
+
+def visible(selection: str, gpus: tuple[GpuFacts, ...] = cards(4)) -> tuple[int, ...]:
+    return tuple(gpu.index for gpu in select_visible({"CUDA_VISIBLE_DEVICES": selection}, gpus))
+
+
+def test_every_fact_of_a_card_arrives_in_the_unit_its_name_says() -> None:
+    inventory = NvmlQuery(FakeNvml()).read()
+    assert inventory.driver_version == "580.65.06"
+    assert inventory.gpus[1] == GpuFacts(
+        index=1,
+        name="NVIDIA H200",
+        uuid="GPU-11111111",
+        compute_capability=(9, 0),
+        memory_total_bytes=140 * GB,
+        memory_used_bytes=1 * GB,
+        sm_clock_mhz=345,
+        max_sm_clock_mhz=1980,
+        memory_clock_mhz=3201,
+        temperature_celsius=41,
+        power_limit_watts=700.0,
+        persistence_mode=True,
+        default_power_limit_watts=700.0,
+        throttle_reasons=(),
+        other_processes=((12, None), (77, 3 * GB)),
+        mig=False,
+    )
+
+
+@pytest.mark.parametrize("call", USED_CALLS)
+def test_any_one_failing_call_costs_its_own_fact_and_nothing_more(call: str) -> None:
+    whole, maimed = NvmlQuery(FakeNvml()).read(), NvmlQuery(FakeNvml(failing=frozenset([call]))).read()
+    if call in ("nvmlInit", "nvmlDeviceGetCount"):
+        assert maimed.gpus == ()
+        return
+    assert len(maimed.gpus) == 2
+    if call == "nvmlDeviceGetHandleByIndex":
+        assert maimed.gpus == (GpuFacts(index=0), GpuFacts(index=1))
+        return
+    fields = [name for name in GpuFacts.__slots__ if getattr(maimed.gpus[0], name) != getattr(whole.gpus[0], name)]
+    assert len(fields) <= 2
+    assert all(getattr(maimed.gpus[0], name) is None for name in fields if name != "other_processes")
+
+
+@given(st.frozensets(st.sampled_from(USED_CALLS)))
+def test_no_set_of_failing_calls_makes_reading_raise(failing: frozenset[str]) -> None:
+    nvml = FakeNvml(failing=failing)
+    assert len(NvmlQuery(nvml).read().gpus) in (0, 2)
+    assert nvml.sessions == (1 if "nvmlShutdown" in failing and "nvmlInit" not in failing else 0)
+
+
+def test_the_session_is_closed_again_so_that_no_device_file_stays_open() -> None:
+    nvml = FakeNvml()
+    NvmlQuery(nvml).read()
+    assert nvml.sessions == 0
+
+
+def test_reading_calls_nothing_that_changes_a_card() -> None:
+    asked: list[str] = []
+
+    class Listener(FakeNvml):
+        def __getattr__(self, name: str) -> Any:
+            asked.append(name)
+            return super().__getattr__(name)
+
+    NvmlQuery(Listener(nvmlDeviceGetMigMode=[1, 1])).read()
+    assert asked
+    assert [name for name in asked if "Get" not in name and name not in ("nvmlInit", "nvmlShutdown")] == []
+
+
+def test_a_host_without_the_module_has_no_cards(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert NvmlQuery().read() == GpuInventory()
+
+
+def test_the_real_library_answers_or_says_no_cards_but_never_raises() -> None:
+    inventory = NvmlQuery().read()
+    assert [gpu.index for gpu in inventory.gpus] == list(range(len(inventory.gpus)))
+
+
+def test_an_older_driver_is_asked_by_the_older_names() -> None:
+    newer = frozenset(["nvmlDeviceGetTemperatureV", "nvmlDeviceGetCurrentClocksEventReasons"])
+    older = {"nvmlDeviceGetTemperature": 55, "nvmlDeviceGetCurrentClocksThrottleReasons": 0x4}
+    gpu = NvmlQuery(FakeNvml(failing=newer, **older)).read().gpus[0]
+    assert gpu.temperature_celsius == 55
+    assert gpu.throttle_reasons == ("sw_power_cap",)
+
+
+def test_a_throttle_reason_newer_than_this_program_is_kept_as_its_bit() -> None:
+    gpu = NvmlQuery(FakeNvml(nvmlDeviceGetCurrentClocksEventReasons=0x1 | 0x40 | 0x8000)).read().gpus[0]
+    assert gpu.throttle_reasons == ("gpu_idle", "hw_thermal_slowdown", "0x8000")
+
+
+def test_bytes_of_an_older_module_become_text() -> None:
+    assert NvmlQuery(FakeNvml(nvmlDeviceGetName=b"Tesla V100")).read().gpus[0].name == "Tesla V100"
+
+
+def test_the_instances_of_a_card_in_mig_mode_are_listed_although_some_slots_are_empty() -> None:
+    nvml = FakeNvml(cards=1, nvmlDeviceGetMigMode=[1, 1], nvmlDeviceGetMaxMigDeviceCount=3)
+
+    def instance(_card: str, number: int) -> str:
+        if number == 1:
+            raise NvmlError("not found")
+        return f"instance {number}"
+
+    nvml.by_arguments["nvmlDeviceGetMigDeviceHandleByIndex"] = instance
+    nvml.by_arguments["nvmlDeviceGetUUID"] = lambda handle: f"MIG-{handle[-1]}" if "instance" in handle else "GPU-1"
+    gpu = NvmlQuery(nvml).read().gpus[0]
+    assert gpu.mig is True
+    assert gpu.mig_uuids == ("MIG-0", "MIG-2")
+
+
+def test_the_query_is_a_seam_that_any_object_with_read_fits() -> None:
+    class TwoCards:
+        def read(self) -> GpuInventory:
+            return GpuInventory(gpus=cards(2))
+
+    query: GpuQuery = TwoCards()
+    assert visible_gpu_count({}, query) == 2
+    assert visible_indices({"CUDA_VISIBLE_DEVICES": "1"}, query) == (1,)
+
+
+def test_without_the_variable_every_card_is_visible() -> None:
+    assert select_visible({}, cards(3)) == cards(3)
+
+
+@pytest.mark.parametrize(
+    "selection", ["", " ", "-1", "NoDevFiles", "none", ",0", "4", "GPU-", "GPU-zzz", "MIG-zzz", "MIG-"]
+)
+def test_a_list_whose_first_entry_names_no_card_shows_none(selection: str) -> None:
+    assert visible(selection) == ()
+
+
+@pytest.mark.parametrize(
+    ("selection", "expected"),
+    [
+        ("0,2", (0, 2)),
+        ("3,1", (3, 1)),
+        (" 1 , 0 ", (1, 0)),
+        ("+1", (1,)),
+        ("007,1", ()),
+        ("01", (1,)),
+        ("1gpu,2ampere", (1, 2)),
+        ("0,-1,2", (0,)),
+        ("0,9,1", (0,)),
+        ("0,,1", (0,)),
+        ("GPU-2abc,GPU-0", (2, 0)),
+        ("GPU-2abc,1", (2,)),
+        ("0,GPU-2abc", (0,)),
+    ],
+)
+def test_a_list_counts_up_to_the_first_entry_that_names_no_card(selection: str, expected: tuple[int, ...]) -> None:
+    assert visible(selection) == expected
+
+
+@pytest.mark.parametrize("selection", ["0,0", "1,2,1", "1,01", "0,9,0", "GPU-1,GPU-1", "GPU-1,GPU-1abc"])
+def test_a_card_given_twice_leaves_none_at_all(selection: str) -> None:
+    assert visible(selection) == ()
+
+
+def test_the_beginning_of_a_uuid_that_fits_two_cards_names_neither() -> None:
+    twins = (GpuFacts(index=0, uuid="GPU-ab1"), GpuFacts(index=1, uuid="GPU-ab2"))
+    assert visible("GPU-ab", twins) == ()
+    assert visible("GPU-ab2", twins) == (1,)
+
+
+@pytest.mark.parametrize("selection", ["MIG-b2", "MIG-b2,MIG-b1", "MIG-GPU-bb/3/0"])
+def test_cuda_gives_one_mig_instance_however_many_are_named(selection: str) -> None:
+    gpus = (
+        GpuFacts(index=0, uuid="GPU-aa"),
+        GpuFacts(index=1, uuid="GPU-bb", mig=True, mig_uuids=("MIG-b1", "MIG-b2")),
+    )
+    assert visible(selection, gpus) == (1,)
+
+
+@given(st.text(alphabet="0123456789,-+ GPUMI/abc٣²", max_size=40), st.integers(0, 4))
+def test_no_selection_raises_or_shows_a_card_twice_or_one_that_is_not_there(selection: str, count: int) -> None:
+    shown = visible(selection, cards(count))
+    assert len(set(shown)) == len(shown)
+    assert set(shown) <= set(range(count))
+
+
+def test_an_index_of_thousands_of_digits_is_only_one_that_is_not_there() -> None:
+    assert visible("0," + "9" * 10_000) == (0,)
+
+
+@given(st.permutations(range(4)), st.integers(0, 4))
+def test_indices_come_back_in_the_order_given(order: list[int], length: int) -> None:
+    chosen = order[:length]
+    assert visible(",".join(map(str, chosen))) == tuple(chosen)
+
+
+def test_a_negative_index_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="index"):
+        GpuFacts(index=-1)

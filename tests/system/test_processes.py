@@ -1,0 +1,76 @@
+"""Which processes live, and what makes a process one that may not be forked: real children, a driver of our own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from ds_bench.system import processes
+
+FIRST_THREAD_ENDS = """
+import ctypes, threading, time
+threading.Thread(target=time.sleep, args=(60,)).start()
+print("ready", flush=True)
+ctypes.CDLL(None).syscall(60 if __import__("platform").machine() == "x86_64" else 93, 0)
+"""
+
+
+def test_a_process_whose_first_thread_has_ended_lives_while_its_others_do() -> None:
+    """A rank that dies in the driver: its leader is a zombie, and a thread still holds the card."""
+    with subprocess.Popen([sys.executable, "-c", FIRST_THREAD_ENDS], stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == b"ready\n"
+        deadline = time.monotonic() + 10
+        while state(child.pid) != "Z" and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert state(child.pid) == "Z"
+        assert processes.alive(child.pid)
+        child.kill()
+        while processes.alive(child.pid) and time.monotonic() < deadline + 10:
+            time.sleep(0.01)
+        assert not processes.alive(child.pid)
+
+
+def state(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+@pytest.fixture(scope="module")
+def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A libcuda.so.1 that answers as the driver does before and after cuInit."""
+    source = """
+static int ready = 0;
+extern "C" int cuInit(unsigned) { ready = 1; return 0; }
+extern "C" int cuDeviceGetCount(int *count) { *count = ready; return ready ? 0 : 3; }
+"""
+    path = tmp_path_factory.mktemp("driver") / "libcuda.so.1"
+    command = ["c++", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-x", "c++", "-", "-o", str(path)]
+    if subprocess.run(command, input=source, text=True, check=False).returncode != 0:
+        pytest.skip("no C++ compiler")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("does", "initialised"),
+    [("pass", False), ("ctypes.CDLL(driver)", False), ("ctypes.CDLL(driver).cuInit(0)", True)],
+    ids=["not loaded", "loaded", "initialised"],
+)
+def test_only_an_initialised_driver_forbids_a_fork(driver: Path, does: str, initialised: bool) -> None:
+    program = (
+        f"import ctypes; driver = {str(driver)!r}; {does}; "
+        "from ds_bench.system import processes; print(processes.cuda_is_initialised())"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == str(initialised)
+
+
+def test_nvmls_device_files_do_not_forbid_a_fork_and_those_of_computing_do(tmp_path: Path) -> None:
+    links = tmp_path / "fd"
+    links.mkdir()
+    for number, name in enumerate(("nvidiactl", "nvidia0", "nvidia-uvm", "null")):
+        (links / str(number)).symlink_to(f"/dev/{name}")
+    assert processes.open_gpu_files(tmp_path) == ["/dev/nvidia-uvm"]

@@ -1,0 +1,73 @@
+"""What reaches a terminal: nothing that steers it, nothing that it cannot show."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ds_bench.system.terminal import ascii_only, plain, prints, stderr_may_break
+
+
+@given(st.text())
+def test_plain_text_holds_no_control_character(text: str) -> None:
+    shown = plain(text)
+    assert not [sign for sign in shown if ord(sign) < 32 or 127 <= ord(sign) < 160]
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("gpt2", "gpt2"),
+        ("red\x1b[31m", "red\\x1b[31m"),
+        ("two\nlines", "two lines"),
+        ("abc\u202ecba", "abc\\x202ecba"),
+        ("✅ Größe", "✅ Größe"),
+    ],
+)
+def test_what_would_steer_a_terminal_is_spelled_out(text: str, shown: str) -> None:
+    assert plain(text) == shown
+
+
+@given(st.text())
+def test_the_ascii_form_is_ascii(text: str) -> None:
+    assert ascii_only(text).isascii()
+
+
+def test_signs_of_the_table_have_words_in_ascii() -> None:
+    assert ascii_only("❌ OOM — 12 ± 3 → 4 ≈ 5 …") == "[failed] OOM - 12 +/- 3 -> 4 ~ 5 ..."
+
+
+def test_a_stream_without_an_encoding_is_taken_for_ascii() -> None:
+    assert prints("plain", io.StringIO())
+    assert not prints("±", io.StringIO())
+
+
+@pytest.mark.parametrize("reader", ["gone", "full"])
+def test_progress_that_nobody_reads_any_more_is_dropped(reader: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if reader == "gone":
+        read_end, write_end = os.pipe()
+        os.close(read_end)
+    else:
+        write_end = os.open("/dev/full", os.O_WRONLY)
+    with os.fdopen(write_end, "w", buffering=1, encoding="utf-8") as stream, stderr_may_break_on(stream, monkeypatch):
+        print("progress", file=sys.stderr, flush=True)
+        print("and more of it", file=sys.stderr, flush=True)
+        assert os.fstat(stream.fileno()).st_rdev == Path(os.devnull).stat().st_rdev
+
+
+@contextlib.contextmanager
+def stderr_may_break_on(stream: IO[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with monkeypatch.context() as patched:
+        patched.setattr(sys, "stderr", stream)
+        with stderr_may_break():
+            yield
+        assert sys.stderr is stream

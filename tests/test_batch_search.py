@@ -1,0 +1,125 @@
+"""The search for the largest micro-batch, with scripted trials: few probes, failures kept, a row in every case."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ds_bench.cli import script as cli
+from ds_bench.config.spec import Trial
+from ds_bench.records.schema import TrialRecord
+from tests.support import fakes
+from tests.support.fakes import FakeLauncher
+from tests.support.scripted_run import House
+
+Ends = Callable[[Trial], TrialRecord]
+
+
+def trains_up_to(sizes: dict[str, int], otherwise: str = "OOM") -> Ends:
+    def end(trial: Trial) -> TrialRecord:
+        fits = trial.workload.batch_size <= sizes[trial.strategy.name]
+        seconds = (0.1,) * trial.workload.num_steps
+        return fakes.success(trial, step_seconds=seconds) if fits else fakes.failure(trial, otherwise)
+
+    return end
+
+
+class Machine(House):
+    """Searches; ``end`` says how each trial ends."""
+
+    def search(self, end: Ends, *arguments: str) -> int:
+        script = FakeLauncher(by_strategy={f"zero{stage}": end for stage in range(4)})
+        return self.run("--batch-size", "auto", *arguments, script=script)
+
+    def probes(self) -> list[dict[str, Any]]:
+        (path,) = self.output.glob("runs/*/probes.jsonl")
+        return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
+    return Machine(tmp_path, monkeypatch)
+
+
+def test_each_strategy_is_compared_at_its_own_largest(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
+    assert machine.search(trains_up_to({"zero1": 5, "zero3": 11}), "--stages", "1", "3") == 0
+    assert [(row["strategy"], row["batch_size"]) for row in machine.rows()] == [("zero1", 5), ("zero3", 11)]
+    out = capsys.readouterr().out
+    assert "each row's largest micro-batch" in out
+    assert "2.20x" in out  # 11 / 5 at equal step times: compared although the batches differ
+    assert "Recommendation (balanced): ZeRO-3" in out
+
+
+def test_failed_probes_are_kept_and_are_no_rows(machine: Machine) -> None:
+    machine.search(trains_up_to({"zero1": 5}), "--stages", "1")
+    assert len(machine.rows()) == 1
+    endings = {entry["outcome"]["status"] for entry in machine.probes()}
+    assert endings == {"OOM", "Success"}
+
+
+def test_the_common_micro_batch_is_compared_on_request(machine: Machine) -> None:
+    machine.search(trains_up_to({"zero1": 5, "zero3": 11}), "--stages", "1", "3", "--common-batch")
+    assert [(row["strategy"], row["batch_size"], row["batch_policy"]) for row in machine.rows()] == [
+        ("zero1", 5, "largest"),
+        ("zero3", 11, "largest"),
+        ("zero1", 5, "given"),
+        ("zero3", 5, "given"),
+    ]
+
+
+def test_where_nothing_trains_the_row_shows_why(machine: Machine) -> None:
+    assert machine.search(trains_up_to({"zero1": 0}), "--stages", "1") == 1
+    assert [(row["batch_size"], row["status"]) for row in machine.rows()] == [(1, "❌ OOM")]
+
+
+def test_a_failure_that_no_batch_mends_ends_the_search_at_once(machine: Machine) -> None:
+    assert machine.search(trains_up_to({"zero1": 0}, "RuntimeError"), "--stages", "1") == 1
+    assert len(machine.probes()) == 1
+    assert machine.rows()[0]["status"] == "❌ RuntimeError"
+
+
+def test_a_resumed_search_repeats_no_probe(machine: Machine) -> None:
+    machine.search(trains_up_to({"zero1": 5}), "--stages", "1")
+    before = len(machine.probes())
+    (folder,) = (machine.output / "runs").iterdir()
+    again = trains_up_to({"zero1": 5, "zero3": 5})
+    machine.launcher = FakeLauncher(by_strategy={f"zero{stage}": again for stage in range(4)})
+    assert cli.main("zero", fakes.make_config, ["--resume", str(folder), "--stages", "1", "3"]) == 0
+    assert [entry["trial"]["strategy"]["name"] for entry in machine.probes()[before:]] == ["zero3"] * (
+        len(machine.probes()) - before
+    )
+    assert [row["strategy"] for row in machine.rows()] == ["zero1", "zero3"]
+
+
+def test_the_common_batch_needs_a_search(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main("zero", fakes.make_config, ["--common-batch", "--output-dir", str(tmp_path)]) == 2
+    assert "--batch-size auto" in capsys.readouterr().err
+
+
+def test_an_interrupted_search_runs_no_row_and_goes_on_with_resume(
+    machine: Machine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fits = trains_up_to({"zero1": 5, "zero3": 5})
+
+    def interrupted_at_zero3(trial: Trial) -> TrialRecord:
+        return fakes.failure(trial, "Interrupted") if trial.strategy.stage == 3 else fits(trial)
+
+    assert machine.search(interrupted_at_zero3, "--stages", "1", "3") == 130
+    assert not list(machine.output.glob("*_comparison_*.json"))
+    before = len(machine.probes())
+    (folder,) = (machine.output / "runs").iterdir()
+    machine.launcher = FakeLauncher(by_strategy={f"zero{stage}": fits for stage in range(4)})
+    assert cli.main("zero", fakes.make_config, ["--resume", str(folder)]) == 0
+    assert {entry["trial"]["strategy"]["name"] for entry in machine.probes()[before:]} == {"zero3"}
+    assert [row["batch_size"] for row in machine.rows()] == [5, 5]
+
+
+def test_a_dry_run_says_that_the_micro_batch_is_not_known_yet(
+    machine: Machine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert machine.search(trains_up_to({}), "--dry-run") == 0
+    assert "found by probes" in capsys.readouterr().out

@@ -1,0 +1,463 @@
+"""The heart, with a fake launcher: each record saved before it is seen, and an end that loses nothing.
+
+The last part runs the whole way from Options to exit code with that launcher, without a process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ds_bench import runner
+from ds_bench.config.spec import Trial
+from ds_bench.launch import Listener
+from ds_bench.records import schema
+from ds_bench.records.run_folder import RunStore
+from ds_bench.records.schema import TrialRecord
+from ds_bench.system import signals
+from tests.support import fakes
+from tests.support.fakes import FakeLauncher
+from tests.support.scripted_run import House
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> RunStore:
+    return RunStore.create(tmp_path, "zero")
+
+
+def trials(*stages: int, repeats: int = 1) -> list[Trial]:
+    return [
+        fakes.trial(fakes.zero(stage), repeat=repeat, trial_id=f"{repeat}_{stage}")
+        for repeat in range(repeats)
+        for stage in stages
+    ]
+
+
+def deaf(_trial: Trial) -> Listener:
+    return lambda _progress: None
+
+
+def statuses(records: list[TrialRecord]) -> list[str]:
+    return [each.outcome.status for each in records]
+
+
+# ------------------------------------------------------------------ the loop
+
+
+def test_every_record_is_on_disk_before_it_is_seen(store: RunStore) -> None:
+    seen = []
+    for finished in runner.run(trials(0, 1, 2), FakeLauncher(), store, deaf):
+        seen.append(finished)
+        assert store.records() == seen
+    assert len(seen) == 3
+
+
+def test_nothing_is_launched_before_it_is_asked_for(store: RunStore) -> None:
+    launcher = FakeLauncher()
+    results = runner.run(trials(0, 1), launcher, store, deaf)
+    assert launcher.launched == []
+    next(results)
+    assert len(launcher.launched) == 1
+
+
+def test_a_failure_never_stops_the_others(store: RunStore) -> None:
+    launcher = FakeLauncher("Success", "OOM", "Crashed", "Success")
+    assert statuses(list(runner.run(trials(0, 1, 2, 3), launcher, store, deaf))) == [
+        "Success", "OOM", "Crashed", "Success",
+    ]  # fmt: skip
+
+
+def test_an_interruption_is_recorded_and_ends_the_run(store: RunStore) -> None:
+    launcher = FakeLauncher("Success", schema.INTERRUPTED)
+    found = list(runner.run(trials(0, 1, 2, 3), launcher, store, deaf))
+    assert statuses(found) == ["Success", "Interrupted"]
+    assert store.records() == found
+    assert len(launcher.launched) == 2
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("a bug of ours")])
+def test_an_exception_of_the_launcher_passes_and_leaves_what_had_finished(
+    store: RunStore, error: BaseException
+) -> None:
+    results = runner.run(trials(0, 1, 2), FakeLauncher("Success", error), store, deaf)
+    found = [next(results)]
+    with pytest.raises(type(error)):
+        next(results)
+    assert statuses(found) == ["Success"]
+    assert store.records() == found
+
+
+def test_an_unsupported_trial_is_never_launched_and_its_reason_is_kept(store: RunStore) -> None:
+    refused, fine = trials(0, 1)
+    refused = replace(refused, unsupported="no libaio; install it", caveats=("known",))
+    launcher = FakeLauncher()
+    first, second = runner.run([refused, fine], launcher, store, deaf)
+    assert launcher.launched == [fine]
+    assert (first.outcome.status, first.outcome.error) == (schema.UNSUPPORTED, "no libaio; install it")
+    assert first.caveats == ("known",)
+    assert (first.ranks, first.launch, first.wall_seconds) == ((), None, None)
+    assert second.outcome.success
+    assert not (store.folder / "trials" / refused.trial_id).exists()
+
+
+def test_every_trial_gets_a_fresh_folder_that_exists(store: RunStore) -> None:
+    launcher = FakeLauncher()
+    list(runner.run(trials(0, 1), launcher, store, deaf))
+    list(runner.run(trials(0), launcher, store, deaf))
+    assert [folder.name for folder in launcher.folders] == ["0_0", "0_1", "0_0_attempt2"]
+    assert all(folder.is_dir() for folder in launcher.folders)
+
+
+def test_the_observer_hears_of_a_trial_before_it_starts_and_of_its_progress(store: RunStore) -> None:
+    heard: list[str] = []
+
+    def observe(trial: Trial) -> Listener:
+        heard.append(f"begin {trial.strategy.name}")
+        return lambda progress: heard.append(f"{trial.strategy.name} {progress.phase} {progress.step}")
+
+    list(runner.run(trials(0, 1), FakeLauncher(), store, observe))
+    assert heard == ["begin zero0", "zero0 forward 1", "begin zero1", "zero1 forward 1"]
+
+
+def test_no_trials_are_no_records(store: RunStore) -> None:
+    assert list(runner.run([], FakeLauncher(), store, deaf)) == []
+
+
+# ------------------------------------------------------------------ resuming
+
+
+def test_only_trials_without_a_record_are_missing() -> None:
+    plan = trials(0, 1, 2)
+    assert runner.missing(plan, [fakes.success(plan[1])], ()) == [plan[0], plan[2]]
+    assert runner.missing(plan, [], ()) == plan
+
+
+def test_a_failure_counts_as_done_unless_its_class_is_retried() -> None:
+    plan = trials(0, 1, 2)
+    done = [fakes.failure(plan[0], "OOM"), fakes.failure(plan[1], "Timeout"), fakes.success(plan[2])]
+    assert runner.missing(plan, done, ()) == []
+    assert runner.missing(plan, done, ("Timeout",)) == [plan[1]]
+    assert runner.missing(plan, done, ("timeout", "oom")) == plan[:2]
+
+
+def test_an_interrupted_trial_is_always_missing() -> None:
+    plan = trials(0)
+    assert runner.missing(plan, [fakes.failure(plan[0], schema.INTERRUPTED)], ()) == plan
+
+
+def test_a_trial_interrupted_once_and_then_done_is_done() -> None:
+    plan = trials(0)
+    done = [fakes.failure(plan[0], schema.INTERRUPTED), fakes.success(plan[0])]
+    assert runner.missing(plan, done, ()) == []
+    assert runner.missing(plan, list(reversed(done)), ()) == []
+
+
+def test_a_record_of_another_configuration_does_not_count() -> None:
+    plan = trials(0)
+    other = replace(plan[0], ds_config={**plan[0].ds_config, "gradient_clipping": 0.5})
+    assert runner.missing(plan, [fakes.success(other)], ()) == plan
+
+
+def test_every_repeat_has_to_be_done_by_itself() -> None:
+    plan = trials(0, repeats=3)
+    assert runner.missing(plan, [fakes.success(plan[1])], ()) == [plan[0], plan[2]]
+
+
+def test_the_latest_record_of_each_trial_counts_in_the_order_of_the_plan() -> None:
+    plan = trials(0, 1)
+    failed, then, other = fakes.failure(plan[0]), fakes.success(plan[0]), fakes.success(plan[1])
+    assert runner.latest(plan, [other, failed, then]) == [then, other]
+
+
+def test_records_of_no_trial_of_the_plan_follow_and_are_not_lost() -> None:
+    plan = trials(0, 1)
+    stranger = fakes.success(fakes.trial(fakes.zero(3)))
+    assert runner.latest(plan, [stranger, fakes.success(plan[1])]) == [fakes.success(plan[1]), stranger]
+
+
+# ------------------------------------------------------------------ signals
+
+
+def _signal_myself(number: int) -> bool:
+    os.kill(os.getpid(), number)
+    return True
+
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_signal_acts_where_we_wait(number: int) -> None:
+    went_on = False
+    with signals.interruptible(), pytest.raises(KeyboardInterrupt), signals.acting():
+        went_on = _signal_myself(number)
+    assert not went_on
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_signal_where_we_clear_up_is_remembered_and_acts_at_the_next_wait(number: int) -> None:
+    with signals.interruptible():
+        os.kill(os.getpid(), number)
+        os.kill(os.getpid(), number)
+        assert signals.asked()
+        with pytest.raises(KeyboardInterrupt), signals.acting():
+            pytest.fail("it went on")
+
+
+def test_an_interruption_during_a_trials_last_moments_stops_the_run_after_it_is_saved(tmp_path: Path) -> None:
+    class Interrupted(FakeLauncher):
+        def launch(self, *arguments: Any) -> TrialRecord:
+            os.kill(os.getpid(), signal.SIGINT)
+            return super().launch(*arguments)
+
+    store = RunStore.create(tmp_path, "zero")
+    todo = [fakes.trial(fakes.zero(stage)) for stage in (1, 2)]
+    with signals.interruptible():
+        finished = list(runner.run(todo, Interrupted(), store, lambda _trial: lambda _progress: None))
+    assert [entry.outcome.status for entry in finished] == ["Success"]
+    assert len(store.records()) == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_a_signal_that_is_ignored_stays_ignored(number: int) -> None:
+    """As nohup and background jobs of a shell ask for."""
+    before = signal.signal(number, signal.SIG_IGN)
+    try:
+        with signals.interruptible(), signals.acting():
+            os.kill(os.getpid(), number)
+        assert not signals.asked()
+        assert signal.getsignal(number) is signal.SIG_IGN
+    finally:
+        signal.signal(number, before)
+
+
+def test_afterwards_signals_mean_what_they_meant_before() -> None:
+    before = [signal.getsignal(number) for number in SIGNALS]
+    with signals.interruptible():
+        assert [signal.getsignal(number) for number in SIGNALS] != before
+    assert [signal.getsignal(number) for number in SIGNALS] == before
+
+
+# ------------------------------------------------------------------ the whole way, from flags to exit code
+
+
+@pytest.fixture
+def house(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> House:
+    return House(tmp_path, monkeypatch)
+
+
+def test_a_run_writes_json_csv_and_a_table_and_ends_with_0(house: House, capsys: pytest.CaptureFixture[str]) -> None:
+    assert house.run() == 0
+    assert [row["stage"] for row in house.rows()] == [0, 1, 2, 3]
+    assert len(list(house.output.glob("zero_comparison_*.csv"))) == 1
+    assert "ZeRO-3" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("script", "flags", "code"),
+    [
+        (["OOM", "OOM", "OOM", "Success"], [], 0),
+        (["OOM", "OOM", "OOM", "OOM"], [], 1),
+        (["OOM", "Success", "Success", "Success"], ["--strict"], 1),
+        (["Success"] * 4, ["--strict"], 0),
+        (["Success", "Interrupted"], [], 130),
+        (["Interrupted"], ["--strict"], 130),
+    ],
+)
+def test_the_exit_code_says_how_it_went(house: House, script: list[str], flags: list[str], code: int) -> None:
+    assert house.run(*flags, script=FakeLauncher(*script)) == code
+
+
+def test_a_failed_row_is_in_the_files_beside_the_others(house: House) -> None:
+    assert house.run(script=FakeLauncher("Success", "OOM")) == 0
+    assert [row["status"] for row in house.rows()] == ["✅ Success", "❌ OOM", "✅ Success", "✅ Success"]
+    assert house.rows()[1]["error_details"]
+
+
+def test_the_files_are_whole_after_every_trial(house: House) -> None:
+    counts: list[int] = []
+
+    def count(trial: Trial) -> TrialRecord:
+        counts.append(len(house.rows()) if list(house.output.glob("*.json")) else 0)
+        return fakes.success(trial)
+
+    house.run(script=FakeLauncher(*[count] * 4))
+    assert counts == [0, 1, 2, 3]
+
+
+def test_an_interrupted_run_keeps_its_rows_and_is_completed_by_resuming(house: House) -> None:
+    assert house.run("--num-steps", "7", script=FakeLauncher("Success", "Interrupted")) == 130
+    assert [row["stage"] for row in house.rows()] == [0, 1]
+    assert house.resume() == 0
+    assert [trial.strategy.stage for trial in house.launcher.launched] == [1, 2, 3]
+    assert [(row["stage"], row["success"]) for row in house.rows()] == [(s, True) for s in (0, 1, 2, 3)]
+
+
+def test_a_run_can_be_resumed_twice_and_keeps_the_flags_it_began_with(house: House) -> None:
+    house.run("--num-steps", "7", "--stages", "0", "1", "2", script=FakeLauncher("Interrupted"))
+    assert house.resume(script=FakeLauncher("Success", "Interrupted")) == 130
+    assert house.resume() == 0
+    assert [trial.strategy.stage for trial in house.launcher.launched] == [1, 2]
+    assert {trial.workload.num_steps for trial in house.launcher.launched} == {7}
+    assert {row["model"] for row in house.rows()} == {"tiny"}
+
+
+def test_resuming_a_finished_run_launches_nothing_and_shows_it_again(
+    house: House, capsys: pytest.CaptureFixture[str]
+) -> None:
+    house.run()
+    capsys.readouterr()
+    assert house.resume() == 0
+    assert house.launcher.launched == []
+    assert "ZeRO-2" in capsys.readouterr().out
+
+
+def test_resuming_with_retry_runs_the_class_named_again(house: House) -> None:
+    house.run(script=FakeLauncher("Timeout", "OOM"))
+    assert house.resume("--retry", "Timeout") == 0
+    assert [trial.strategy.stage for trial in house.launcher.launched] == [0]
+    assert [row["status"] for row in house.rows()][:2] == ["✅ Success", "❌ OOM"]
+
+
+def test_a_run_of_one_script_is_not_resumed_by_the_other(house: House, capsys: pytest.CaptureFixture[str]) -> None:
+    house.run(family="offload")
+    assert house.resume() == 2
+    assert "is of the other script" in capsys.readouterr().err
+
+
+def test_repeats_run_counterbalanced_through_the_whole_house(house: House) -> None:
+    house.run("--repeats", "2", "--stages", "1", "2")
+    assert [trial.strategy.stage for trial in house.launcher.launched] == [1, 2, 2, 1]
+    assert [(row["stage"], row["repeat"]) for row in house.rows()] == [(1, 0), (2, 0), (2, 1), (1, 1)]
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--seq-length", "0"], ["--set", "x"], ["--num-gpus", "2", "--accelerator", "cuda"]]
+)
+def test_a_mistake_ends_with_2_one_line_and_no_files(
+    house: House, capsys: pytest.CaptureFixture[str], arguments: list[str]
+) -> None:
+    assert house.run(*arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert len(captured.err.splitlines()) == 1
+    assert not house.output.exists()
+    assert house.launcher.launched == []
+
+
+def test_every_rank_but_the_first_of_a_launcher_leaves_quietly(
+    house: House, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert house.run() == 0
+    assert capsys.readouterr() == ("", "")
+    assert house.launcher.launched == []
+
+
+def test_the_first_rank_of_a_launcher_runs_with_its_world_size(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    assert house.run("--stages", "1") == 0
+    assert [trial.placement.num_gpus for trial in house.launcher.launched] == [2]
+    assert house.rows()[0]["num_gpus"] == 2
+
+
+def test_a_dry_run_prints_every_config_and_writes_nothing(house: House, capsys: pytest.CaptureFixture[str]) -> None:
+    assert house.run("--dry-run") == 0
+    out = capsys.readouterr().out
+    assert out.count('"train_batch_size": 4') == 4
+    assert not house.output.exists()
+
+
+@pytest.mark.parametrize("form", ["json", "markdown", "table"])
+def test_the_summary_alone_is_on_standard_output_in_the_form_asked_for(
+    house: House, capsys: pytest.CaptureFixture[str], form: str
+) -> None:
+    house.run("--format", form)
+    out, err = capsys.readouterr()
+    assert err == ""
+    if form == "json":
+        assert json.loads(out) == house.rows()
+    else:
+        assert ("| ZeRO-0 |" in out) is (form == "markdown")
+
+
+# ------------------------------------------------------------------ what the end of a run says and leaves
+
+
+def test_the_end_recommends_a_row_and_leaves_its_configuration(
+    house: House, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert house.run("--stages", "1", "3") == 0
+    assert "Recommendation (balanced): ZeRO-" in capsys.readouterr().out
+    (folder,) = (house.output / "runs").glob("*/recommended")
+    assert {path.name for path in folder.iterdir()} == {
+        "README.md",
+        "accelerate.yaml",
+        "ds_config.json",
+        "ds_config_accelerate.json",
+        "ds_config_trainer.json",
+        "recommendation.json",
+    }
+    told = json.loads((folder / "recommendation.json").read_text(encoding="utf-8"))
+    assert (told["choice"], told["decided"], told["tied"]) == ("ZeRO-1", True, ["ZeRO-1", "ZeRO-3"])
+    assert json.loads((folder.parent / "run.json").read_text(encoding="utf-8"))["recommendation"] == told
+
+
+def test_where_it_is_undecided_the_readme_of_the_configuration_says_so_first(house: House) -> None:
+    def unsteady(trial: Trial) -> TrialRecord:
+        return fakes.success(trial, step_seconds=(0.05, 0.15) * (trial.workload.num_steps // 2))
+
+    script = FakeLauncher(by_strategy={"zero1": unsteady, "zero3": unsteady})
+    assert house.run("--stages", "1", "3", script=script) == 0
+    (readme,) = (house.output / "runs").glob("*/recommended/README.md")
+    _, said, *_ = readme.read_text(encoding="utf-8").split("\n\n")
+    assert said == "**Recommendation (balanced): undecided between ZeRO-1 and ZeRO-3; until then ZeRO-1**"
+
+
+def test_another_row_can_be_exported(house: House) -> None:
+    assert house.run("--export", "3") == 0
+    (folder,) = (house.output / "runs").glob("*/export_zero3")
+    config = json.loads((folder / "ds_config.json").read_text(encoding="utf-8"))
+    assert config["zero_optimization"]["stage"] == 3
+
+
+def test_ratios_refer_to_the_row_asked_for(house: House, capsys: pytest.CaptureFixture[str]) -> None:
+    slow = FakeLauncher(by_strategy={"zero3": lambda trial: fakes.success(trial, step_seconds=(0.2,) * 20)})
+    assert house.run("--stages", "1", "3", "--relative-to", "3", script=slow) == 0
+    out = capsys.readouterr().out
+    assert "2.00x" in out
+
+
+def test_an_interruption_before_the_row_that_ratios_refer_to_still_ends_with_a_table(
+    house: House, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert house.run("--relative-to", "3", script=FakeLauncher("Success", "Interrupted")) == 130
+    assert "ZeRO-0" in capsys.readouterr().out
+
+
+def test_a_run_in_which_all_failed_recommends_no_row_and_leaves_no_configuration(
+    house: House, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert house.run(script=FakeLauncher("OOM", "OOM", "OOM", "OOM")) == 1
+    assert "Recommendation (balanced): none" in capsys.readouterr().out
+    assert not list((house.output / "runs").glob("*/recommended"))
+
+
+def test_output_that_cannot_be_written_costs_neither_the_files_nor_the_configuration(
+    house: House, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Path("/dev/full").open("w") as full, monkeypatch.context() as patched:
+        patched.setattr("sys.stdout", full)
+        assert house.run("--stages", "1", "3") == 1
+    assert "No space left on device" in capsys.readouterr().err
+    assert len(house.rows()) == 2
+    assert list((house.output / "runs").glob("*/recommended/ds_config.json"))
