@@ -21,7 +21,7 @@ import harness
 from harness import BenchError
 
 from ds_bench.models import presets
-from ds_bench.prediction import hindsight, memory
+from ds_bench.prediction import memory, trial_predictions
 from ds_bench.prediction.model_profile import profile_of
 from ds_bench.records.rank_files import write_json
 from ds_bench.records.schema import SUCCESS, TrialRecord
@@ -108,7 +108,10 @@ def _peaks(record: TrialRecord, found: memory.Prediction) -> list[Pair]:
     label, inside = record.trial.strategy.label, found.gpu_bytes - found.gpu.get("overhead", 0)
     seen = {
         "gpu peak allocated": (inside, [rank.gpu_peak_bytes for rank in record.ranks]),
-        "gpu outside the allocator": (found.gpu.get("overhead", 0), [hindsight.outside_allocator(record)]),
+        "gpu outside the allocator": (
+            found.gpu.get("overhead", 0),
+            [trial_predictions.outside_allocator_bytes(record)],
+        ),
         "gpu used on the card": (found.gpu_bytes, [rank.gpu_device_used_bytes for rank in record.ranks]),
     }
     result = [

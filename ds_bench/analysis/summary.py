@@ -10,7 +10,7 @@ from typing import Any
 
 from ..config.minimal_config import hash_config, knows_config
 from ..models.presets import ModelFacts
-from ..prediction import hindsight
+from ..prediction import trial_predictions
 from ..records.schema import RankMeasurement, TrialRecord
 from ..system.environment import Environment
 from ..units import format_ratio
@@ -77,7 +77,7 @@ class Summary:
     gpu_alloc_retries: int | None = None
     """All ``gpu_*``: the worst rank."""
     gpu_outside_allocator_bytes: int | None = None
-    """In use on the card beyond torch's allocator after the last measured step (``hindsight.outside_allocator``)."""
+    """In use on the card beyond torch's allocator after the last measured step (``prediction.trial_predictions``)."""
     host_peak_bytes: int | None = None
     """Sum over the ranks of one node of their peak resident size."""
     host_pss_bytes: int | None = None
@@ -98,7 +98,7 @@ class Summary:
     weight_change_cosine: float | None = None
     """Its cosine to the change of the row that this one is held against (``compare_losses``)."""
     predicted_over_measured: float | None = None
-    """Predicted GPU memory to measured (``prediction.hindsight``); None without a prediction or a GPU."""
+    """Predicted GPU memory to measured (``prediction.trial_predictions``); None without a prediction or a GPU."""
     predicted_over_ledger: float | None = None
     """Predicted ledger to the counted one; None without a prediction or a ledger."""
     caveats: tuple[Caveat, ...] = ()
@@ -138,7 +138,8 @@ def summarise(record: TrialRecord, facts: ModelFacts | None, peak_flops: float |
     slowest = max(record.ranks, key=lambda rank: rank.window_seconds)
     step = slowest.window_seconds / len(slowest.step_seconds)
     deviation = spread(slowest.step_seconds)
-    of_measured, of_ledger = hindsight.of_record(record)
+    of_measured = trial_predictions.predicted_over_measured(record)
+    of_ledger = trial_predictions.predicted_over_ledger(record)
     samples = slowest.micro_batch_size * slowest.grad_accum * slowest.data_parallel_size / step
     tokens = samples * record.trial.workload.seq_length
     per_gpu = tokens / slowest.world_size
@@ -156,7 +157,7 @@ def summarise(record: TrialRecord, facts: ModelFacts | None, peak_flops: float |
         model_tflops_per_gpu=tflops,
         mfu=mfu,
         **_worst(record.ranks),
-        gpu_outside_allocator_bytes=hindsight.outside_allocator(record),
+        gpu_outside_allocator_bytes=trial_predictions.outside_allocator_bytes(record),
         host_peak_bytes=_total_per_node(record.ranks, "host_peak_bytes"),
         host_pss_bytes=_total_per_node(record.ranks, "host_pss_bytes"),
         nvme_stored_bytes=_total(record.ranks, "nvme_stored_bytes"),

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..config.deepspeed_config import offload_device, uses_nvme
 from ..config.spec import Workload
-from ..prediction import hindsight
+from ..prediction.trial_predictions import is_miss
 from ..records.schema import RankMeasurement, TrialRecord
 from ..units import format_percent, format_ratio
 from .caveats import Caveat, CaveatKind, note, typed
@@ -119,7 +119,7 @@ def _prediction(of_measured: float | None, of_ledger: float | None) -> Caveat | 
         ratio, what = of_ledger, "the bytes of tensors were predicted as {:.2f} of those that the ledger counted"
     else:
         return None
-    return typed(CaveatKind.PREDICTION_MISSED, what.format(ratio)) if hindsight.is_miss(ratio) else None
+    return typed(CaveatKind.PREDICTION_MISSED, what.format(ratio)) if is_miss(ratio) else None
 
 
 def _spread(seconds: Sequence[float], deviation: float | None) -> Caveat | None:

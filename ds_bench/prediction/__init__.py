@@ -1,6 +1,6 @@
 """How much memory a trial will take, before it runs: DeepSpeed's own arithmetic and the model's own activations.
 
-``modelstates`` and ``activations`` know a model, ``memorycase`` what decides where bytes live, ``replicated`` (stages 0
-to 2), ``sharded`` and ``gathering`` (stage 3) what DeepSpeed makes of it, ``memory`` puts them together, ``fitplan``
-asks what would fit on a card (``cards``), ``hindsight`` holds a prediction against what was measured.
+``model_states`` and ``model_profile`` describe the model, ``inputs`` the settings that decide where bytes lie.
+``stages_0_to_2`` and ``stage_3`` compute what a rank holds, ``memory`` sums it up. ``what_if`` asks what would fit,
+``trial_predictions`` attaches predictions to trials and compares them with what was measured.
 """

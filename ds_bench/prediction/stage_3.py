@@ -1,13 +1,15 @@
-"""Stage 3 by formula: what each rank holds while every tensor is split among the ranks, on three tiers.
+"""Memory of one rank at ZeRO stage 3, by formula: partitions on three tiers, buffers, and gathered parameters.
 
-Written from DeepSpeed 0.19.8; the paths are below its ``runtime/``.
+Written from DeepSpeed 0.19.8; the paths in docstrings are below its ``runtime/``.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 
-from .gathering import gathered
 from .inputs import NORM_BYTES, MemoryCase, Phases, Tally
 from .model_states import FP32_BYTES, partition_elements
 
@@ -19,7 +21,7 @@ def phases(case: MemoryCase) -> Phases:
     """One rank's ledgers at stage 3."""
     parts = [partition_elements([elements], case.data_parallel_size) for elements in case.profile.tensors]
     groups = _sub_groups(parts, case.settings.sub_group_elements)
-    whole, tally = gathered(case), Tally()
+    whole, tally = gathered_elements(case), Tally()
     _parameters(case, parts, groups, tally)
     _states(case, groups, tally)
     tally.add("gpu", "deepspeed_buffers", _bucket(case))
@@ -189,3 +191,76 @@ def _step(case: MemoryCase, groups: list[list[int]], tally: Tally) -> Phases:
         "flatten": tally.with_(("gpu", "temporaries", max(norm, (case.accumulated + cast) * largest))),
         "update": tally.with_(("gpu", "temporaries", update * largest)),
     }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatheredElements:
+    """Elements of whole parameter tensors that a rank holds on the accelerator besides its own partition."""
+
+    persistent: int
+    """Elements of the tensors below the persistence threshold, which stay gathered between steps."""
+    peak: int
+    """Largest number at any moment of forward and backward, persistent ones included."""
+
+
+def gathered_elements(case: MemoryCase) -> GatheredElements:
+    """Elements gathered in one step, by following DeepSpeed's fetch and release.
+
+    A model of DeepSpeed 0.19.8, ``zero/partitioned_param_coordinator.py`` (fetch_sub_module, release_sub_module,
+    __params_to_release), with a complete trace. Each tensor counts as a module of its own, used in the order in which
+    the model lists them, forward and then backward. A real module gathers its weight and bias together, which adds
+    little. Zero on a single rank whose whole parameters are on the accelerator already.
+    """
+    tensors, settings = case.profile.tensors, case.settings
+    if case.data_parallel_size == 1 and (settings.offload_param is None or case.accelerator == "cpu"):
+        return GatheredElements(persistent=0, peak=0)
+    ranks = case.data_parallel_size
+    sizes = [-(-elements // ranks) * ranks for elements in tensors]
+    small = [elements <= settings.persistence_elements for elements in tensors]
+    persistent = sum(size for size, stays in zip(sizes, small, strict=True) if stays)
+    forward = [number for number, stays in enumerate(small) if not stays]
+    if case.profile.tied_embeddings and forward[:1] == [0]:
+        forward.append(0)  # a tied embedding is used again as LM head
+    order = forward + forward[::-1]
+    return GatheredElements(persistent=persistent, peak=persistent + _peak_elements(order, sizes, case))
+
+
+def _peak_elements(order: Sequence[int], sizes: Sequence[int], case: MemoryCase) -> int:
+    """Largest sum of the sizes of the tensors that are gathered at once; ``order`` lists the uses of one step.
+
+    At each use the tensor itself is fetched, then those of the next uses while both limits (prefetch bucket, live
+    parameters) leave something. After it the tensor is released, unless it was fetched for a later use too, or that
+    comes within the reuse distance.
+    """
+    elements_before = [0, *accumulate(sizes[number] for number in order)]
+    uses: dict[int, list[int]] = {}
+    for step, number in enumerate(order):
+        uses.setdefault(number, []).append(step)
+    live: set[int] = set()
+    elements = peak = queued = 0
+    fetched_for: dict[int, int] = {}
+    for step, number in enumerate(order):
+        if number not in live:
+            live.add(number)
+            elements += sizes[number]
+        queued = max(queued, step + 1)
+        fetched_for[number] = max(fetched_for.get(number, -1), step)
+        allowed = min(case.settings.max_live_elements - elements, case.settings.prefetch_elements)
+        ahead = 0
+        while queued < len(order) and ahead < allowed:  # the tensor that crosses the limit still comes
+            following = order[queued]
+            fetched_for[following] = queued
+            if following not in live:
+                live.add(following)
+                elements += sizes[following]
+                ahead += sizes[following]
+            queued += 1
+        peak = max(peak, elements)
+        next_use = bisect_right(uses[number], step)
+        used_soon = next_use < len(uses[number]) and (
+            elements_before[uses[number][next_use]] - elements_before[step + 1] < case.settings.max_reuse_elements
+        )
+        if fetched_for[number] <= step and not used_soon:
+            live.discard(number)
+            elements -= sizes[number]
+    return peak

@@ -1,6 +1,8 @@
-"""Each planned trial with its predicted memory, and a refusal where it cannot fit and the user does not want to see it.
+"""Predicted memory of each planned trial, and after the trial the ratio of predicted to measured memory.
 
-The prediction is stored beside the measurement, so that every run checks it (``prediction.hindsight``).
+Trials that are predicted not to fit are marked as skipped where the user asked for that, and those that need far more
+host memory than the node has always, unless forced. The prediction is stored in the record, so that every run checks
+it.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from ..config.spec import Accelerator, Placement, Trial
 from ..errors import DsBenchError, PreflightError, UsageError
 from ..models.lookup import ModelChoice
 from ..models.presets import ModelFacts
+from ..records.schema import TrialRecord
 from ..system import host_memory
 from ..system.environment import Environment
 from ..units import format_bytes
@@ -26,6 +29,8 @@ _NOT_RESIDENT = ("deepspeed_buffers", "overhead")
 """On the CPU accelerator DeepSpeed's buffers are resident only where they were touched."""
 _FAR_BEYOND = 1.5
 """Times a node's memory above which a predicted need is refused: far more than predictions are off by."""
+_MISS_FRACTION = 0.10
+"""A prediction further off than this deserves a caveat."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,3 +222,61 @@ def _reason(need: int, room: int, where: str) -> str:
 
 def _needs(need: int, room: int, where: str) -> str:
     return f"predicted to need {format_bytes(need)} {where}, where there is {format_bytes(room)}"
+
+
+def predicted_over_measured(record: TrialRecord) -> float | None:
+    """Ratio of the predicted GPU memory to the allocator's peak in the training steps, on the rank with the highest.
+
+    Uses the prediction stored in ``record``, without the overhead that is assumed outside the allocator. None without
+    a prediction or its activations, for a prediction of an unknown format, and without a measured GPU peak. On the CPU
+    accelerator there is none: resident memory is not comparable with a prediction of tensor bytes (untouched buffers
+    are not resident, forked ranks share libraries); see ``predicted_over_ledger``.
+    """
+    peak = max((rank.gpu_peak_bytes for rank in record.ranks if rank.gpu_peak_bytes), default=None)
+    with contextlib.suppress(TypeError, AttributeError):
+        prediction = _stored_prediction(record)
+        if prediction is not None and prediction.unknown is None and peak:
+            return (prediction.gpu_bytes - prediction.gpu.get("overhead", 0)) / peak
+    return None
+
+
+def predicted_over_ledger(record: TrialRecord) -> float | None:
+    """Ratio of the predicted ledger to the measured one of the rank with the largest: bytes of tensors on all tiers.
+
+    The category ``other`` is left out, and the activations too where they are not predicted. None without a prediction,
+    for one of an unknown format, and without a measured ledger.
+    """
+    with contextlib.suppress(TypeError, AttributeError):
+        prediction = _stored_prediction(record)
+        if prediction is not None:
+            left_out = ("other",) if prediction.unknown is None else ("other", "activations")
+            measured = max((_ledger_bytes(rank.ledger, left_out) for rank in record.ranks), default=0)
+            return _ledger_bytes(prediction.ledger, left_out) / measured if measured else None
+    return None
+
+
+def _stored_prediction(record: TrialRecord) -> Prediction | None:
+    return None if record.trial.prediction is None else Prediction.from_dict(record.trial.prediction)
+
+
+def _ledger_bytes(ledger: Mapping[str, Mapping[str, int]], left_out: Sequence[str]) -> int:
+    return sum(size for row in ledger.values() for name, size in row.items() if name not in left_out)
+
+
+def is_miss(ratio: float) -> bool:
+    """Whether a ratio of predicted to measured memory is more than 10 % off."""
+    return abs(ratio - 1) > _MISS_FRACTION
+
+
+def outside_allocator_bytes(record: TrialRecord) -> int | None:
+    """GPU memory in use beyond what torch's allocator had reserved, after the last measured step, in bytes.
+
+    CUDA's context, NCCL, and any other process on the GPU: what the ``overhead`` of a prediction assumes, if there is
+    no other process. Of the rank with the most; None without a GPU.
+    """
+    sizes = [
+        max(0, rank.gpu_device_used_bytes - rank.gpu_reserved_bytes)
+        for rank in record.ranks
+        if rank.gpu_device_used_bytes is not None and rank.gpu_reserved_bytes is not None
+    ]
+    return max(sizes, default=None)

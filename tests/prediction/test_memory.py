@@ -17,12 +17,12 @@ from ds_bench.config.spec import Strategy
 from ds_bench.config.strategies import ZERO_STAGES, offload_strategy
 from ds_bench.errors import UsageError
 from ds_bench.models.presets import find_preset
-from ds_bench.prediction import hindsight, memory
+from ds_bench.prediction import memory, trial_predictions
 from ds_bench.prediction.deepspeed_estimator import deepspeed_estimates
-from ds_bench.prediction.gathering import Gathered, gathered
 from ds_bench.prediction.inputs import MemoryCase, ZeroSettings
 from ds_bench.prediction.memory import DOES_NOT_FIT, FITS, TIGHT, Prediction
 from ds_bench.prediction.model_profile import Activations, ModelProfile, Polynomial, profile_of
+from ds_bench.prediction.stage_3 import GatheredElements, gathered_elements
 from ds_bench.prediction.stages_0_to_2 import owned_elements
 from ds_bench.prediction.what_if import Change, Question, fits, max_batch, min_gpus, smallest_change
 from ds_bench.system import devices
@@ -165,22 +165,24 @@ def test_overlapping_communication_doubles_the_bucket() -> None:
 
 def test_tensors_below_the_threshold_stay_gathered_with_their_padding() -> None:
     # 3 ranks, threshold 24: 24 + 6 per layer stay, no padding; the two of 40 become 42 each when they are gathered.
-    found = gathered(case(3, persistence_elements=24, prefetch_elements=0, max_reuse_elements=0))
-    assert found == Gathered(persistent=60, peak=60 + 42)
+    found = gathered_elements(case(3, persistence_elements=24, prefetch_elements=0, max_reuse_elements=0))
+    assert found == GatheredElements(persistent=60, peak=60 + 42)
 
 
 def test_one_gpu_gathers_nothing_unless_its_parameters_are_elsewhere() -> None:
-    assert gathered(case(1)) == Gathered(persistent=0, peak=0)
-    assert gathered(case(1, offload_param="cpu")).peak == 140
+    assert gathered_elements(case(1)) == GatheredElements(persistent=0, peak=0)
+    assert gathered_elements(case(1, offload_param="cpu")).peak == 140
 
 
 def test_a_large_reuse_distance_keeps_a_small_model_gathered_whole() -> None:
-    assert gathered(case(2, persistence_elements=0)).peak == 140
+    assert gathered_elements(case(2, persistence_elements=0)).peak == 140
 
 
 @given(st.integers(0, 200), st.integers(0, 200), st.integers(0, 50))
 def test_gathered_lies_between_the_largest_tensor_and_the_model(reuse: int, prefetch: int, threshold: int) -> None:
-    found = gathered(case(2, persistence_elements=threshold, prefetch_elements=prefetch, max_reuse_elements=reuse))
+    found = gathered_elements(
+        case(2, persistence_elements=threshold, prefetch_elements=prefetch, max_reuse_elements=reuse)
+    )
     assert max(40, found.persistent) <= found.peak <= 140
 
 
@@ -522,15 +524,15 @@ def test_a_prediction_survives_its_json() -> None:
 
 @pytest.mark.parametrize(("ratio", "missed"), [(1.09, False), (1.11, True), (0.91, False), (0.89, True)])
 def test_a_miss_is_more_than_a_tenth(ratio: float, missed: bool) -> None:
-    assert hindsight.is_miss(ratio) is missed
+    assert trial_predictions.is_miss(ratio) is missed
 
 
 def test_on_gpus_the_allocators_peak_is_what_was_predicted() -> None:
     found = replace(prediction(gpu=900), gpu={"parameters": 900, "overhead": 5000})
-    seen = success(trial(), gpu_peak_bytes=1000)
-    lighter = replace(seen.ranks[0], rank=1, gpu_peak_bytes=800)
-    seen = replace(seen, ranks=(*seen.ranks, lighter))
-    assert hindsight.predicted_over_measured(found, seen) == pytest.approx(0.9)
+    record = success(trial(prediction=found.to_dict()), gpu_peak_bytes=1000)
+    lighter = replace(record.ranks[0], rank=1, gpu_peak_bytes=800)
+    record = replace(record, ranks=(*record.ranks, lighter))
+    assert trial_predictions.predicted_over_measured(record) == pytest.approx(0.9)
 
 
 def test_what_is_assumed_outside_the_allocator_is_measured_on_the_fullest_rank() -> None:
@@ -539,7 +541,7 @@ def test_what_is_assumed_outside_the_allocator_is_measured_on_the_fullest_rank()
     other = replace(pair.ranks[1], gpu_device_used_bytes=int(11.5 * 2**30))
     (row,) = flat_rows([summarise(replace(pair, ranks=(pair.ranks[0], other)), None, None)])
     assert row["gpu_outside_allocator_gb"] == 2.5
-    assert hindsight.outside_allocator(success(trial())) is None
+    assert trial_predictions.outside_allocator_bytes(success(trial())) is None
     low, high = memory.NCCL_RANGE_BYTES
     assert low < memory.NCCL_BYTES < high
 
@@ -547,15 +549,14 @@ def test_what_is_assumed_outside_the_allocator_is_measured_on_the_fullest_rank()
 def test_without_a_gpu_only_the_ledger_is_compared() -> None:
     """What stands beside it in the table is the processes' resident memory, which was not what is predicted."""
     found = replace(prediction(), ledger={"cpu": {"parameters": 300, "gradients": 100}, "nvme": {"parameters": 100}})
-    seen = success(trial(), ledger={"cpu": {"parameters": 380, "other": 999}, "nvme": {"parameters": 20}})
-    assert hindsight.predicted_over_measured(found, seen) is None
-    assert hindsight.predicted_over_ledger(found, seen) == pytest.approx(1.25)
-    record = success(trial(prediction=found.to_dict()), ledger=seen.ranks[0].ledger)
+    measured = {"cpu": {"parameters": 380, "other": 999}, "nvme": {"parameters": 20}}
+    record = success(trial(prediction=found.to_dict()), ledger=measured)
     (row,) = flat_rows([summarise(record, None, None)])
     assert (row["predicted_over_measured"], row["predicted_over_ledger"]) == (None, pytest.approx(1.25))
     assert "the bytes of tensors were predicted as 1.25 of those that the ledger counted" in row["caveats"]
 
 
 def test_a_failed_trial_has_nothing_to_compare() -> None:
-    assert hindsight.predicted_over_measured(prediction(), failure(trial())) is None
-    assert hindsight.predicted_over_ledger(prediction(), failure(trial())) is None
+    record = failure(trial(prediction=prediction().to_dict()))
+    assert trial_predictions.predicted_over_measured(record) is None
+    assert trial_predictions.predicted_over_ledger(record) is None
