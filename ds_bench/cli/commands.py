@@ -152,9 +152,9 @@ def _add_doctor(parser: argparse.ArgumentParser) -> None:
 
 
 def _doctor(values: argparse.Namespace) -> int:
-    from ..doctor.run import run
+    from .doctor import show_findings
 
-    return run(values.nvme_path, values.build, values.json)
+    return show_findings(values.nvme_path, values.build, values.json)
 
 
 def _add_advice(parser: argparse.ArgumentParser) -> None:
@@ -166,7 +166,7 @@ def _add_advice(parser: argparse.ArgumentParser) -> None:
 
 
 def _advice(values: argparse.Namespace) -> int:
-    from .listing import show_advice
+    from .advice import show_advice
 
     return show_advice(values.model, values.num_gpus, values.precision, values.grad_accum)
 
@@ -197,12 +197,12 @@ def _baseline_check(values: argparse.Namespace) -> int:
 
 
 def _models(_values: argparse.Namespace) -> int:
-    from .listing import list_models
+    from .models import list_models
 
     return list_models()
 
 
 def _ops(_values: argparse.Namespace) -> int:
-    from .listing import build_ops
+    from .ops import build_ops
 
     return build_ops()

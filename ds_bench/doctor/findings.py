@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Literal
 
 from ..errors import DsBenchError
+from ..system import terminal
 from ..system.gpus import GpuQuery, NvmlQuery
 from ..system.host_memory import ROOT
 from ..system.processes import die_with_parent
@@ -43,6 +44,10 @@ class Finding:
     """What to do about it; None where nothing needs doing, or nothing is known to help."""
 
 
+Groups = dict[str, list[Finding]]
+"""Heading → findings, in the order of printing."""
+
+
 def ok(name: str, text: str, remedy: str | None = None) -> Finding:
     return Finding(name=name, level="ok", text=text, remedy=remedy)
 
@@ -58,6 +63,17 @@ def problem(name: str, text: str, remedy: str | None = None) -> Finding:
 def unreadable(name: str, why: str | None = None) -> Finding:
     """A fact that the machine does not tell: nothing is claimed of it."""
     return warning(name, "could not be read" + (f": {why}" if why else ""))
+
+
+def format_finding(finding: Finding, name_width: int) -> str:
+    """One line for a terminal: level, name, text and remedy. Control characters are escaped."""
+    remedy = f" → {finding.remedy}" if finding.remedy else ""
+    return terminal.plain(f"  {finding.level:<7}  {finding.name:<{name_width}}  {finding.text}{remedy}")
+
+
+def count_of(count: int, noun: str) -> str:
+    """``no problems``, ``1 problem``, ``2 problems``."""
+    return f"{count or 'no'} {noun}{'' if count == 1 else 's'}"
 
 
 def attempt(name: str, check: Callable[[], Iterable[Finding]], failed: Level = "warning") -> list[Finding]:

@@ -1,8 +1,7 @@
-"""Is this machine ready? The verb ``doctor``, and the part of it that a plan needs before its first trial.
+"""Which checks of this machine run, and in which order: all of them, or those that a plan needs before its first trial.
 
-What is looked at stands in :mod:`checks`, one module per subject. Here: which checks, in which order, how their
-findings are printed, and the exit code: 0 without a problem (warnings are none), 2 with one. Only this node is
-looked at, whatever a hostfile names.
+The other modules of this package hold the checks, one module per subject; ``cli/doctor.py`` prints them. Only this
+node is checked, even if a hostfile names others.
 
 What ``preflight`` and ``ops`` check is called, not repeated: the folder for NVMe offload with its space and file
 system (``preflight.check_nvme_path``), builds and stale locks (``ops.prepare_ops``, ``ops.stale_locks``).
@@ -11,7 +10,6 @@ system (``preflight.check_nvme_path``), builds and stale locks (``ops.prepare_op
 from __future__ import annotations
 
 import dataclasses
-import json
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -19,39 +17,13 @@ from typing import IO, Any
 
 from ..config import deepspeed_config, placement
 from ..config.spec import Placement
-from ..errors import PreflightError, UsageError
+from ..errors import PreflightError
 from ..launch import ops, rank_environment
 from ..system import environment, gpus, terminal
 from . import compilers, host, hub, nvme, packages
 from . import gpus as cards
 from . import ops as compiled
-from .findings import Finding, Machine, attempt, ok, warning
-
-READY, NOT_READY = 0, 2
-
-Groups = dict[str, list[Finding]]
-"""Heading → findings, in the order of printing."""
-
-
-def run(nvme_path: str | Path | None, build: bool, as_json: bool) -> int:
-    """Looks at everything, builds ops where asked to, prints. Returns 2 where there is a problem, else 0.
-
-    ``nvme_path``: as typed, since a Path of no text is the current folder. Raises UsageError where it is empty.
-    """
-    if nvme_path is not None and not str(nvme_path).strip():
-        raise UsageError("--nvme-path is empty", remedy="give a folder on the NVMe disk")
-    groups = gather(Machine(), nvme_path=None if nvme_path is None else Path(nvme_path), build=build)
-    with terminal.pipe_may_close():
-        if as_json:
-            terminal.print_json(json.dumps(_plain(groups), indent=1))
-        else:
-            for line in lines(groups):
-                terminal.print_text(line)
-    return exit_code(groups)
-
-
-def exit_code(groups: Groups) -> int:
-    return NOT_READY if any(finding.level == "problem" for finding in _all(groups)) else READY
+from .findings import Finding, Groups, Machine, attempt, count_of, format_finding, ok, warning
 
 
 def gather(machine: Machine, *, nvme_path: Path | None = None, build: bool = False) -> Groups:
@@ -161,40 +133,9 @@ def require_ready(findings: Iterable[Finding], stream: IO[str], *, quiet: bool =
     shown = [each for each in findings if each.level == "problem" or (each.level == "warning" and not quiet)]
     width = max((len(each.name) for each in shown), default=0)
     for finding in shown:
-        terminal.print_text(_line(finding, width), stream)
+        terminal.print_text(format_finding(finding, width), stream)
     count = sum(finding.level == "problem" for finding in shown)
     if count:
         raise PreflightError(
-            f"this machine is not ready: {_counted(count, 'problem')}", remedy="python -m ds_bench doctor tells more"
+            f"this machine is not ready: {count_of(count, 'problem')}", remedy="python -m ds_bench doctor tells more"
         )
-
-
-def lines(groups: Groups) -> Iterator[str]:
-    """The doctor's answer: a heading per group, a line per finding, and the sum at the end."""
-    width = max((len(finding.name) for finding in _all(groups)), default=0)
-    for heading, findings in groups.items():
-        yield heading
-        for finding in findings:
-            yield _line(finding, width)
-        yield ""
-    levels = [finding.level for finding in _all(groups)]
-    problems, warnings = levels.count("problem"), levels.count("warning")
-    verdict = "not ready" if problems else "ready"
-    yield f"{verdict}: {_counted(problems, 'problem')}, {_counted(warnings, 'warning')}"
-
-
-def _counted(count: int, noun: str) -> str:
-    return f"{count or 'no'} {noun}{'' if count == 1 else 's'}"
-
-
-def _line(finding: Finding, width: int) -> str:
-    remedy = f" → {finding.remedy}" if finding.remedy else ""
-    return terminal.plain(f"  {finding.level:<7}  {finding.name:<{width}}  {finding.text}{remedy}")
-
-
-def _all(groups: Groups) -> list[Finding]:
-    return [finding for findings in groups.values() for finding in findings]
-
-
-def _plain(groups: Groups) -> list[dict[str, str | None]]:
-    return [{"group": heading, **dataclasses.asdict(finding)} for heading, found in groups.items() for finding in found]

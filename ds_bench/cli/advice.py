@@ -1,0 +1,75 @@
+"""The command ``advice``: each strategy explained for one model, by formula and without measuring."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ..analysis.trial_caveats import NEAR_CAPACITY
+from ..config import strategies
+from ..config.spec import Precision
+from ..errors import UsageError
+from ..models import lookup
+from ..models.presets import ModelFacts
+from ..recommend import strategy_guide
+from ..recommend.rule import COMFORTABLE
+from ..system import terminal
+from ..units import format_millions, format_percent
+
+
+def show_advice(model: str, num_gpus: int, precision: Precision, grad_accum: int) -> int:
+    """Prints when to use each strategy, and what it saves and costs for this model. Returns 0; raises UsageError."""
+    facts = _model_facts(model)
+    catalogue = [*strategies.ZERO_STAGES.values(), *map(strategies.offload_strategy, strategies.OFFLOAD_NAMES[1:])]
+    name = terminal.plain(facts.name)
+    terminal.print_text(
+        f"{name}, {format_millions(facts.parameters)} parameters, {precision}, {num_gpus} GPU(s); by formula\n"
+    )
+    for strategy in catalogue:
+        advice = strategy_guide.advise(
+            strategy, parameters=facts.parameters, num_gpus=num_gpus, precision=precision, grad_accum=grad_accum
+        )
+        terminal.print_text("\n".join(strategy_guide.lines(advice)))
+    terminal.print_text("\n" + "\n".join(_rules_of_thumb(num_gpus)))
+    return 0
+
+
+def _rules_of_thumb(num_gpus: int) -> list[str]:
+    """Lines that hold for any model."""
+    comfortable, barely, near = (
+        format_percent(share, digits=0) for share in (COMFORTABLE, strategy_guide.BARELY, NEAR_CAPACITY)
+    )
+    lines = [
+        "Rules of thumb, by what a measured run shows:",
+        f"  fits comfortably (under {comfortable} of the card): stage 0 or 1",
+        f"  barely fits ({barely} to {near}): stage 2",
+        "  out of memory at stage 2: stage 3, or offload",
+        "  speed is critical: the lowest stage that fits",
+        "  memory is critical: stage 3 with offload",
+    ]
+    if num_gpus == 1:
+        lines += [
+            "On one GPU stages 1 to 3 partition nothing: activation checkpointing, a smaller micro-batch or offload",
+            "take the place of a higher stage there.",
+        ]
+    return lines
+
+
+def _model_facts(model: str) -> ModelFacts:
+    """Facts of a preset, a local folder, or a Hub model that was downloaded before; the network is never used.
+
+    Raises UsageError if the model is not found or its parameters cannot be counted.
+    """
+    offline = {"HF_HUB_OFFLINE": "1"}
+    try:
+        facts = lookup.find_model(model, factory=False, trust_remote_code=False, environment=offline).facts
+    except UsageError as error:
+        if Path(model).is_dir():
+            raise
+        more = "the folder of a model works too, and python -m ds_bench plan --online can ask the Hub"
+        raise UsageError(error.problem, remedy="; ".join(filter(None, [error.remedy, more]))) from None
+    if facts is None:
+        raise UsageError(
+            f"--model {model}: its parameters cannot be counted without building it",
+            remedy="python -m ds_bench models lists the architectures that can",
+        )
+    return facts

@@ -1,0 +1,59 @@
+"""The command ``doctor``: is this machine ready? Prints the findings of all checks, each with its remedy."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from ..doctor import run
+from ..doctor.findings import Groups, Machine, count_of, format_finding
+from ..errors import UsageError
+from ..system import terminal
+
+READY, NOT_READY = 0, 2
+
+
+def show_findings(nvme_path: str | Path | None, build: bool, as_json: bool) -> int:
+    """Runs all checks and prints their findings. Returns 2 if there is a problem, else 0; a warning is no problem.
+
+    ``nvme_path``: as typed, because ``Path("")`` is the current folder. ``build``: also build the ops that are not
+    built yet. Raises UsageError if ``nvme_path`` is empty.
+    """
+    if nvme_path is not None and not str(nvme_path).strip():
+        raise UsageError("--nvme-path is empty", remedy="give a folder on the NVMe disk")
+    groups = run.gather(Machine(), nvme_path=None if nvme_path is None else Path(nvme_path), build=build)
+    with terminal.pipe_may_close():
+        if as_json:
+            entries = [
+                {"group": heading, **dataclasses.asdict(finding)}
+                for heading, findings in groups.items()
+                for finding in findings
+            ]
+            terminal.print_json(json.dumps(entries, indent=1))
+        else:
+            for line in lines(groups):
+                terminal.print_text(line)
+    return exit_code(groups)
+
+
+def exit_code(groups: Groups) -> int:
+    """2 if any finding is a problem, else 0."""
+    return NOT_READY if "problem" in _levels(groups) else READY
+
+
+def lines(groups: Groups) -> Iterator[str]:
+    """A heading per group, a line per finding, and the number of problems and warnings at the end."""
+    width = max((len(finding.name) for findings in groups.values() for finding in findings), default=0)
+    for heading, findings in groups.items():
+        yield heading
+        for finding in findings:
+            yield format_finding(finding, width)
+        yield ""
+    problems, warnings = _levels(groups).count("problem"), _levels(groups).count("warning")
+    yield f"{'not ready' if problems else 'ready'}: {count_of(problems, 'problem')}, {count_of(warnings, 'warning')}"
+
+
+def _levels(groups: Groups) -> list[str]:
+    return [finding.level for findings in groups.values() for finding in findings]

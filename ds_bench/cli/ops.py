@@ -1,0 +1,26 @@
+"""The command ``ops``: builds DeepSpeed's compiled ops ahead of the first run."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from ..config import placement
+from ..launch import ops, rank_environment
+from ..system import gpus, terminal
+
+
+def build_ops() -> int:
+    """Builds the ops that are not built yet and prints the state of each.
+
+    Returns 0 if at least one op can be used, else 1.
+    """
+    here = placement.here(os.environ, gpus.NvmlQuery())
+    names = [ops.SHARED_MEMORY] if here.accelerator == "cpu" else [ops.FUSED_ADAM]
+    variables = rank_environment.rank_environment(here, os.environ, None)
+    folder = Path(variables["TORCH_EXTENSIONS_DIR"])
+    states = ops.prepare_ops([*names, ops.CPU_ADAM, ops.ASYNC_IO], folder, variables, say=terminal.print_text)
+    for name, state in states.items():
+        text = "ready" if state.ready else f"{state.reason}; {ops.remedy_of(state.reason)}"
+        terminal.print_text(f"{name.removesuffix('Builder'):<14} {text}")
+    return 0 if any(state.ready for state in states.values()) else 1
