@@ -97,7 +97,12 @@ def one_by_one(looks: Mapping[str, Callable[[], Finding]], failed: Level = "warn
 
 def find_program(name: str) -> str | None:
     """Where a program lies, on PATH or beside the interpreter: a virtual environment need not be activated."""
-    return shutil.which(name) or shutil.which(name, path=str(Path(sys.executable).parent))
+    beside = Path(sys.executable).with_name(name)
+    # What may be executed is asked of the rights in effect: shutil.which asks of the real user's, which differ from
+    # them where capabilities were granted, and would not see what this process can start.
+    effective = os.access in os.supports_effective_ids
+    startable = beside.is_file() and os.access(beside, os.X_OK, effective_ids=effective)
+    return shutil.which(name) or (str(beside) if startable else None)
 
 
 def ask_program(command: Sequence[str], text: str = "") -> str | None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import fcntl
 import importlib.util
+import shlex
+import sysconfig
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -19,7 +21,10 @@ from ds_bench.doctor.findings import Finding, Machine, ask_program, attempt, fin
 from ds_bench.errors import PreflightError
 from ds_bench.launch import ops
 
-EVERYTHING = {name: f"/usr/bin/{name}" for name in ("c++", "g++", "cc", "gcc", "clang", "ninja", "nvcc")}
+# The C compiler has the name that Python was built with: gcc, or x86_64-linux-gnu-gcc where Debian built it.
+C_COMPILER = shlex.split(sysconfig.get_config_var("CC") or "cc")[0]
+PROGRAMS = ("c++", "g++", "cc", "gcc", "clang", "ninja", "nvcc", C_COMPILER)
+EVERYTHING = {name: f"/usr/bin/{name}" for name in PROGRAMS}
 
 
 def machine(

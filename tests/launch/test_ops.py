@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 
 from ds_bench.config import deepspeed_config
-from ds_bench.config.spec import Strategy
+from ds_bench.config.spec import Placement, Strategy
 from ds_bench.errors import PreflightError
-from ds_bench.launch import ops
+from ds_bench.launch import ops, rank_environment
 from ds_bench.system import processes
 from tests.support import fakes
 
@@ -245,13 +245,17 @@ PinMemoryBuilder.load = lambda self, verbose=False: None
 AsyncIOBuilder.is_compatible = lambda self, verbose=False: True
 get_accelerator().create_op_builder = lambda name: AsyncIOBuilder()
 from ds_bench.worker import build_op
-print(ops.build("AsyncIOBuilder")["reason"])
+print(build_op.build("AsyncIOBuilder")["reason"])
 """
 
 
 def test_deepspeeds_type_error_without_a_cuda_toolkit_is_told_as_what_it_is(tmp_path: Path) -> None:
     """DeepSpeed's own builder, as on a machine with a GPU and no CUDA_HOME."""
-    variables = {**os.environ, "DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": str(tmp_path)}
+    variables = {
+        **rank_environment.rank_environment(Placement(accelerator="cpu"), os.environ, None),
+        "DS_ACCELERATOR": "cpu",
+        "TORCH_EXTENSIONS_DIR": str(tmp_path),
+    }
     command = [sys.executable, "-c", NO_TOOLKIT]
     done = subprocess.run(command, capture_output=True, text=True, env=variables, check=False)
     assert "NoneType" in done.stderr

@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 import torch
 
-from ds_bench.launch.ops import cache_folder
+from ds_bench.config.spec import Placement
+from ds_bench.launch import rank_environment
 from ds_bench.records.rank_files import BeatWriter, read_beat
 from ds_bench.worker import ledger, memory, training_loop
 from ds_bench.worker import model as build
@@ -148,7 +149,7 @@ for group in (None, deepspeed.comm.new_group([0])):
     print(backend.options._timeout.total_seconds(), flush=True)
 print(groups._get_default_timeout("nccl").total_seconds())
 """
-    variables = {**os.environ, "DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": str(cache_folder("cpu"))}
+    variables = rank_environment.rank_environment(Placement(accelerator="cpu"), os.environ, None)
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=variables, check=False)
     assert done.stdout.split()[-3:] == ["7320.0"] * 3, done.stderr
 
