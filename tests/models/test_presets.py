@@ -171,30 +171,30 @@ def test_the_largest_tensor_of_mixtral_is_the_fused_gate_and_up_of_all_experts()
 
 
 @pytest.mark.parametrize("name", preset_names())
-def test_a_preset_has_as_many_parameters_as_the_model_built_from_it(name: str) -> None:
-    assert preset(name).parameters == sum(parameter_sizes(built_preset(name)))
+def test_a_preset_counts_as_the_model_built_from_it_and_building_leaves_it_as_it_was(name: str) -> None:
+    facts = preset(name)
+    before = json.dumps(facts.to_dict())
+    model = built_preset(name)
+    sizes = parameter_sizes(model)
+    assert facts.parameters == sum(sizes)
+    assert facts.largest_parameter == max(sizes)
+    assert facts.matmul_parameters == multiplied_weights(model)
+    assert json.dumps(facts.to_dict()) == before
 
 
-@pytest.mark.parametrize("name", preset_names())
-def test_the_largest_parameter_of_a_preset_is_that_of_the_model_built_from_it(name: str) -> None:
-    assert preset(name).largest_parameter == max(parameter_sizes(built_preset(name)))
-
-
-@pytest.mark.parametrize("name", preset_names())
-def test_the_matmul_parameters_of_a_preset_are_the_linear_weights_of_the_built_model(name: str) -> None:
-    assert preset(name).matmul_parameters == multiplied_weights(built_preset(name))
-
-
-@pytest.mark.parametrize("name", preset_names())
-def test_the_shape_of_a_preset_is_that_of_the_built_config(name: str) -> None:
-    facts, config = preset(name), built_preset(name).config
-    assert facts.layers == config.num_hidden_layers
-    assert facts.hidden_size == config.hidden_size
-    assert facts.attention_heads == config.num_attention_heads
-    assert facts.head_dim == (getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
-    assert facts.vocabulary_size == config.vocab_size
-    assert facts.max_positions == config.max_position_embeddings
-    assert facts.tied_embeddings == config.tie_word_embeddings
+def test_the_shape_of_a_preset_is_that_of_the_built_config() -> None:
+    for name in preset_names():
+        facts, config = preset(name), built_preset(name).config
+        shape = {
+            "layers": config.num_hidden_layers,
+            "hidden_size": config.hidden_size,
+            "attention_heads": config.num_attention_heads,
+            "head_dim": getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+            "vocabulary_size": config.vocab_size,
+            "max_positions": config.max_position_embeddings,
+            "tied_embeddings": config.tie_word_embeddings,
+        }
+        assert {field: getattr(facts, field) for field in shape} == shape, name
 
 
 @pytest.mark.parametrize(("model_type", "config"), VARIANTS.values(), ids=VARIANTS.keys())
@@ -205,19 +205,11 @@ def test_variants_of_a_family_count_as_they_are_built(model_type: str, config: d
     assert facts.matmul_parameters == multiplied_weights(model)
 
 
-@pytest.mark.parametrize("name", preset_names())
-def test_the_whole_config_that_transformers_writes_counts_like_the_preset(name: str) -> None:
-    facts = preset(name)
-    written = facts_from_config(name, facts.model_type, built_preset(name).config.to_dict())
-    assert replace(written, config=facts.config) == facts
-
-
-@pytest.mark.parametrize("name", preset_names())
-def test_building_a_model_leaves_the_preset_as_it_was(name: str) -> None:
-    facts = preset(name)
-    before = json.dumps(facts.to_dict())
-    build(facts.model_type, facts.config)
-    assert json.dumps(facts.to_dict()) == before
+def test_the_whole_config_that_transformers_writes_counts_like_the_preset() -> None:
+    for name in preset_names():
+        facts = preset(name)
+        written = facts_from_config(name, facts.model_type, built_preset(name).config.to_dict())
+        assert replace(written, config=facts.config) == facts
 
 
 def test_llama_3_1_is_built_with_its_own_rope_scaling() -> None:
@@ -228,9 +220,8 @@ def test_llama_3_1_is_built_with_its_own_rope_scaling() -> None:
 # Against published sizes
 
 
-@pytest.mark.parametrize(("name", "parameters"), PUBLISHED_PARAMETERS.items())
-def test_a_preset_has_the_size_that_its_makers_publish(name: str, parameters: int) -> None:
-    assert preset(name).parameters == parameters
+def test_a_preset_has_the_size_that_its_makers_publish() -> None:
+    assert {name: preset(name).parameters for name in PUBLISHED_PARAMETERS} == PUBLISHED_PARAMETERS
 
 
 # Laws
@@ -285,24 +276,21 @@ def test_a_preset_is_found_in_any_case_and_keeps_its_own_spelling() -> None:
     assert preset("META-LLAMA/llama-3.1-8b").name == "meta-llama/Llama-3.1-8B"
 
 
-@pytest.mark.parametrize("name", ["", "gpt", "gpt2 ", "Llama-3.1-8B", "openai-community/gpt2", "./gpt2"])
-def test_only_the_whole_name_finds_a_preset(name: str) -> None:
-    assert find_preset(name) is None
+def test_only_the_whole_name_finds_a_preset() -> None:
+    names = ("", "gpt", "gpt2 ", "Llama-3.1-8B", "openai-community/gpt2", "./gpt2")
+    assert [name for name in names if find_preset(name)] == []
 
 
-@pytest.mark.parametrize(
-    ("typed", "meant"),
-    [
-        ("Llama-3.1-8B", "meta-llama/Llama-3.1-8B"),
-        ("Llama-3.1-8B-Instruct", "meta-llama/Llama-3.1-8B"),
-        ("gpt-2", "gpt2"),
-        ("facebook/opt-6.7B-instruct", "facebook/opt-6.7b"),
-        ("qwen3-8b", "Qwen/Qwen3-8B"),
-        ("mixtral", "mistralai/Mixtral-8x7B-v0.1"),
-    ],
-)
-def test_a_misspelt_name_is_answered_with_what_was_meant_first(typed: str, meant: str) -> None:
-    assert similar_presets(typed)[0] == meant
+def test_a_misspelt_name_is_answered_with_what_was_meant_first() -> None:
+    meant = {
+        "Llama-3.1-8B": "meta-llama/Llama-3.1-8B",
+        "Llama-3.1-8B-Instruct": "meta-llama/Llama-3.1-8B",
+        "gpt-2": "gpt2",
+        "facebook/opt-6.7B-instruct": "facebook/opt-6.7b",
+        "qwen3-8b": "Qwen/Qwen3-8B",
+        "mixtral": "mistralai/Mixtral-8x7B-v0.1",
+    }
+    assert {typed: similar_presets(typed)[0] for typed in meant} == meant
 
 
 def test_a_name_like_no_other_has_no_similar_presets() -> None:
@@ -368,10 +356,9 @@ def test_an_impossible_config_is_refused_with_its_reason(
 # Facts as data
 
 
-@pytest.mark.parametrize("name", preset_names())
-def test_facts_survive_json(name: str) -> None:
-    facts = preset(name)
-    assert ModelFacts.from_dict(json.loads(json.dumps(facts.to_dict()))) == facts
+def test_facts_survive_json() -> None:
+    for facts in map(preset, preset_names()):
+        assert ModelFacts.from_dict(json.loads(json.dumps(facts.to_dict()))) == facts
 
 
 def test_the_dictionary_of_facts_shares_nothing_with_them() -> None:
