@@ -1,6 +1,7 @@
-"""Rows of two results held against each other, before and after a change: what forbids a ratio, what may explain one.
+"""Two results row by row, before and after a change: what forbids a ratio of throughputs, what may explain it.
 
-Which row differs from which in what is for ``likeness`` to say, here only what of that a change may be about.
+Versions may differ, since an upgrade is what such a comparison is about; they are named. A ratio is given only where
+hardware, workload and method agree and neither row has a disqualifying caveat.
 """
 
 from __future__ import annotations
@@ -12,22 +13,24 @@ from typing import Any
 
 from ..config.minimal_config import knows_config
 from ..records.schema import TrialRecord
+from ..system import environment
 from . import comparability, comparison, flat_reader
 from .caveats import Caveat
 from .comparison import StrategyResult
 from .flat_rows import COLUMNS
 from .intervals import RatioInterval
+from .load_results import LoadedResult
 from .summary import Summary, compare_losses
 
 ABSENT = "absent"
 _CHANGES = ("num_steps", "warmup_steps", "launch", "torch", "deepspeed")
-"""Differences by name that a comparison before and after may be about: they forbid no ratio."""
-_OF_NO_MATTER = ("launcher", "hostfile", "nvme_path", "supported_precisions")
-"""Told by ``launch``, by the configuration, or no difference of what ran."""
+"""Names of differences that the change itself may consist of: they forbid no ratio."""
+_IRRELEVANT_FIELDS = ("launcher", "hostfile", "nvme_path", "supported_precisions")
+"""Fields that ``launch`` or the configuration already shows, or that do not change what runs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pair:
+class RowChange:
     """One row of both results."""
 
     label: str
@@ -37,34 +40,76 @@ class Pair:
     """Throughput after to before; None where the two do not compare or one has no numbers."""
     interval: RatioInterval | None = None
     """95 % on per-run means; None below three runs on either side ("not tested")."""
-    obstacles: tuple[str, ...] = ()
+    incomparable_reasons: tuple[str, ...] = ()
     """Why there is no ratio."""
     changes: tuple[str, ...] = ()
-    """Of the DeepSpeed configuration and of what was resolved from it: what may explain a difference."""
+    """Differences of the DeepSpeed configuration, as written and as resolved: they may explain a change of speed."""
     caveats: tuple[str, ...] = ()
-    """Ready lines of what to know of either row, and of their losses beside each other."""
+    """One line per caveat of either row, and one if their losses differ."""
     same_settings: bool = False
-    """Whether both results have the row, and nothing of its workload, placement and configuration differs."""
+    """True if both results have the row, with equal workload, placement and configuration."""
 
 
-def pairs(
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BeforeAfter:
+    """Two results side by side."""
+
+    rows: tuple[RowChange, ...]
+    hardware: tuple[str, ...]
+    """Differences of the hosts, or one line if the host of a result is not known: they forbid every ratio."""
+    software: tuple[str, ...]
+    """Versions that differ."""
+    settings: tuple[str, ...]
+    """Other differences of the environments."""
+    environment_unknown: bool
+    """True if a result has no record of its environment."""
+    configs_unknown: bool = False
+    """True if a row has no record of its DeepSpeed configuration, so that changes of it are not known."""
+
+
+def compare_before_after(before: LoadedResult, after: LoadedResult) -> BeforeAfter:
+    """Every row of either result, and the differences of their environments."""
+    a, b = before.environment, after.environment
+    if a is None or b is None:
+        silent = " and ".join(str(result.source) for result in (before, after) if result.environment is None)
+        hardware: tuple[str, ...] = (f"hardware and versions are not known of {silent}; give the run folder",)
+        software: tuple[str, ...] = ()
+        settings: tuple[str, ...] = ()
+    else:
+        hardware = tuple(environment.hardware_differences(a, b))
+        software = tuple(environment.software_differences(a, b))
+        settings = tuple(environment.setting_differences(a, b))
+    rows = tuple(pair_rows(before.summaries, after.summaries, hardware, software))
+    return BeforeAfter(
+        rows=rows,
+        hardware=hardware,
+        software=software,
+        settings=settings,
+        environment_unknown=a is None or b is None,
+        configs_unknown=any(
+            row.before and row.after and not both_have_config_hash(row.before, row.after) for row in rows
+        ),
+    )
+
+
+def pair_rows(
     before: Sequence[Summary], after: Sequence[Summary], hardware: Sequence[str], software: Sequence[str]
-) -> Iterator[Pair]:
-    """Rows paired by model and strategy, in order of the first result; then what only the second has.
+) -> Iterator[RowChange]:
+    """Rows paired by model and strategy, in the order of ``before``; then the rows that only ``after`` has.
 
-    ``hardware``, ``software``: differences of the environments; the former forbid every ratio.
+    ``hardware``, ``software``: differences of the environments; differences of hardware forbid every ratio.
     """
     right = list(comparison.build(after).results)
     for row in comparison.build(before).results:
         same = [other for other in right if _same_row(row, other)]
         partner = min(same, key=lambda other: len(_differences(row, other)), default=None)
         if partner is None:
-            yield Pair(label=row.label, before=row, after=None, obstacles=("after: no such row",))
+            yield RowChange(label=row.label, before=row, after=None, incomparable_reasons=("after: no such row",))
         else:
             right.remove(partner)
             yield _pair(row, partner, hardware, software)
     for row in right:
-        yield Pair(label=row.label, before=None, after=row, obstacles=("before: no such row",))
+        yield RowChange(label=row.label, before=None, after=row, incomparable_reasons=("before: no such row",))
 
 
 def _same_row(a: StrategyResult, b: StrategyResult) -> bool:
@@ -74,48 +119,51 @@ def _same_row(a: StrategyResult, b: StrategyResult) -> bool:
     return name(a) == name(b)
 
 
-def _pair(before: StrategyResult, after: StrategyResult, hardware: Sequence[str], software: Sequence[str]) -> Pair:
-    found = _differences(before, after)
-    different = [*hardware, *(text for text in found if _name(text) not in _CHANGES)]
-    doubts = _doubts(before, after, alike=not different)
-    obstacles = (*different, *(f"{side}: {caveat.text}" for side, caveat in doubts if caveat.disqualifying))
-    configuration = list(_changes(_spokesman(before), _spokesman(after)))
-    changed = [text for text in found if _name(text) in _CHANGES and text not in software]
-    pair = Pair(
+def _pair(before: StrategyResult, after: StrategyResult, hardware: Sequence[str], software: Sequence[str]) -> RowChange:
+    differences = _differences(before, after)
+    different = [*hardware, *(text for text in differences if _name(text) not in _CHANGES)]
+    caveats_by_side = _sided_caveats(before, after, alike=not different)
+    incomparable_reasons = (
+        *different,
+        *(f"{side}: {caveat.text}" for side, caveat in caveats_by_side if caveat.disqualifying),
+    )
+    configuration = list(_changes(_representative_run(before), _representative_run(after)))
+    changed = [text for text in differences if _name(text) in _CHANGES and text not in software]
+    pair = RowChange(
         label=before.label,
         before=before,
         after=after,
-        obstacles=obstacles,
+        incomparable_reasons=incomparable_reasons,
         changes=(*changed, *configuration),
-        same_settings=not (found or configuration),
-        caveats=tuple(f"{side}: {caveat.line}" for side, caveat in doubts if not caveat.disqualifying),
+        same_settings=not (differences or configuration),
+        caveats=tuple(f"{side}: {caveat.line}" for side, caveat in caveats_by_side if not caveat.disqualifying),
     )
-    if obstacles or not before.tokens_per_second or not after.tokens_per_second:
+    if incomparable_reasons or not before.tokens_per_second or not after.tokens_per_second:
         return pair
     ratio = after.tokens_per_second / before.tokens_per_second
     return replace(pair, ratio=ratio, interval=comparison.ratio_between(after, before))
 
 
-def _doubts(before: StrategyResult, after: StrategyResult, *, alike: bool) -> list[tuple[str, Caveat]]:
-    """The caveats of both rows, each with its side; of rows that are ``alike`` also what their losses say."""
+def _sided_caveats(before: StrategyResult, after: StrategyResult, *, alike: bool) -> list[tuple[str, Caveat]]:
+    """The caveats of both rows, each with its side; if the rows are ``alike``, also a caveat on their losses."""
     sides = {"before": before.caveats, "after": after.caveats}
-    found = [(side, caveat) for side, caveats in sides.items() for caveat in caveats]
+    own = [(side, caveat) for side, caveats in sides.items() for caveat in caveats]
     loss = _loss_caveat(before, after) if alike else None
-    return found if loss is None else [*found, ("after against before", loss)]
+    return own if loss is None else [*own, ("after against before", loss)]
 
 
-def _spokesman(row: StrategyResult) -> Summary:
-    """The run that stands for its row: the first that was measured."""
+def _representative_run(row: StrategyResult) -> Summary:
+    """The first run that succeeded, or if none did, the first run."""
     return (row.successes or row.summaries)[0]
 
 
-def both_tell_config(before: StrategyResult, after: StrategyResult) -> bool:
-    """Whether the DeepSpeed configurations of both rows, or at least their hashes, are known."""
-    return all(_spokesman(row).config_hash is not None for row in (before, after))
+def both_have_config_hash(before: StrategyResult, after: StrategyResult) -> bool:
+    """True if the hash of the DeepSpeed configuration is known for both rows."""
+    return all(_representative_run(row).config_hash is not None for row in (before, after))
 
 
-def _both_know(before: StrategyResult, after: StrategyResult) -> bool:
-    return all(knows_config(_spokesman(row).record.trial) for row in (before, after))
+def _both_have_full_config(before: StrategyResult, after: StrategyResult) -> bool:
+    return all(knows_config(_representative_run(row).record.trial) for row in (before, after))
 
 
 def _name(difference: str) -> str:
@@ -124,37 +172,38 @@ def _name(difference: str) -> str:
 
 
 def _differences(before: StrategyResult, after: StrategyResult) -> list[str]:
-    """What ``likeness`` finds between the rows; where one is of a flat JSON, in what flat rows tell of both."""
-    a, b = _spokesman(before), _spokesman(after)
-    told = (a.record, b.record) if _both_know(before, after) else (_as_flat(a), _as_flat(b))
-    return [text for text in comparability.differences(*told) if _name(text) not in _OF_NO_MATTER]
+    """Differences that forbid a ratio. If one row is from a flat JSON, only fields that flat rows have are compared."""
+    a, b = _representative_run(before), _representative_run(after)
+    records = (a.record, b.record) if _both_have_full_config(before, after) else (_as_flat(a), _as_flat(b))
+    return [text for text in comparability.differences(*records) if _name(text) not in _IRRELEVANT_FIELDS]
 
 
 def _as_flat(summary: Summary) -> TrialRecord:
     """The record as it would be read back from its flat row."""
-    with contextlib.suppress(ValueError):  # figures of no sense, which are different whichever way one looks
+    with contextlib.suppress(ValueError):  # values that no flat row can hold: then the record itself is compared
         return flat_reader.summary({name: get(summary) for name, get in COLUMNS}).record
     return summary.record
 
 
 def _loss_caveat(before: StrategyResult, after: StrategyResult) -> Caveat | None:
-    """What the losses of two rows that differ in no more than their number of steps say of each other."""
-    a, b = _spokesman(before), _spokesman(after)
+    """The caveat on the losses of two rows that differ at most in the number of steps; None if the losses agree."""
+    a, b = _representative_run(before), _representative_run(after)
     trial = replace(b.record.trial, workload=a.record.trial.workload)
     pair = [a, replace(b, record=replace(b.record, trial=trial))]
     if len({rank.engine_optimizer_class for each in pair for rank in each.record.ranks}) == 1:
-        pair = [_without_wrapper(each) for each in pair]
+        pair = [_without_optimizer_wrapper(each) for each in pair]
     return next(iter(compare_losses(pair).values()), None)
 
 
-def _without_wrapper(summary: Summary) -> Summary:
-    """What DeepSpeed's wrapper does oddly, it does on both sides alike: no reason to leave them uncompared."""
+def _without_optimizer_wrapper(summary: Summary) -> Summary:
+    """Clears the optimizer wrapper. If both rows use the same wrapper, its known effect on the loss is the same in
+    both, so their losses can be compared."""
     ranks = tuple(replace(rank, engine_optimizer_class="") for rank in summary.record.ranks)
     return replace(summary, record=replace(summary.record, ranks=ranks))
 
 
 def _changes(before: Summary, after: Summary) -> Iterator[str]:
-    """What may explain a change and is known of each row alone: its optimizer, each key of its configuration."""
+    """Differences of the optimizers and of each key of the configurations."""
     a, b = before.record, after.record
     optimizers = [record.ranks[0].optimizer_class if record.ranks else "" for record in (a, b)]
     if all(optimizers) and optimizers[0] != optimizers[1]:
@@ -164,12 +213,12 @@ def _changes(before: Summary, after: Summary) -> Iterator[str]:
         if None not in hashes and hashes[0] != hashes[1]:
             yield "the DeepSpeed configuration (its hash alone is known)"
         return
-    asked = list(_config_changes("", a.trial.ds_config, b.trial.ds_config))
-    yield from asked
+    written = list(_config_changes("", a.trial.ds_config, b.trial.ds_config))
+    yield from written
     if a.ranks and b.ranks:
-        known = {line.split()[0] for line in asked}
+        written_keys = {line.split()[0] for line in written}
         for line in _config_changes("", a.ranks[0].resolved_config, b.ranks[0].resolved_config):
-            if line.split()[0] not in known:
+            if line.split()[0] not in written_keys:
                 yield f"{line} (as DeepSpeed resolved it)"
 
 

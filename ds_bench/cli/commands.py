@@ -179,9 +179,9 @@ def _report(values: argparse.Namespace) -> int:
 
 
 def _compare(values: argparse.Namespace) -> int:
-    from .compare import show_versus
+    from .compare import show_changes
 
-    return show_versus(values.before, values.after)
+    return show_changes(values.before, values.after)
 
 
 def _baseline_save(values: argparse.Namespace) -> int:

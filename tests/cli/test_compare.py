@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
+from ds_bench.analysis.before_after import BeforeAfter, compare_before_after
 from ds_bench.analysis.load_results import LoadedResult, load
-from ds_bench.cli.compare import Versus, lines, show_versus, versus
+from ds_bench.cli.compare import lines, show_changes
 from ds_bench.config.spec import Trial
 from ds_bench.records.schema import METHOD_VERSION, TrialRecord
 from ds_bench.system.environment import Environment
@@ -42,19 +43,19 @@ def put(
     )
 
 
-def of(folder: Path, before: list[TrialRecord], after: list[TrialRecord], on: Environment | None = None) -> Versus:
+def of(folder: Path, before: list[TrialRecord], after: list[TrialRecord], on: Environment | None = None) -> BeforeAfter:
     a, b = put(folder, before, after, on)
-    return versus(load(a), load(b))
+    return compare_before_after(load(a), load(b))
 
 
 def test_half_the_step_time_is_twice_the_throughput(tmp_path: Path) -> None:
-    (pair,) = of(tmp_path, runs(2, 0.2), runs(2, 0.1)).pairs
+    (pair,) = of(tmp_path, runs(2, 0.2), runs(2, 0.1)).rows
     assert pair.ratio == pytest.approx(2)
     assert pair.interval is None  # one run each
 
 
 def test_three_runs_each_give_an_interval(tmp_path: Path) -> None:
-    (pair,) = of(tmp_path, runs(2, 0.100, 0.101, 0.099), runs(2, 0.080, 0.081, 0.079)).pairs
+    (pair,) = of(tmp_path, runs(2, 0.100, 0.101, 0.099), runs(2, 0.080, 0.081, 0.079)).rows
     assert pair.interval is not None
     assert pair.interval.distinguishable
     assert pair.interval.low < 1.25 < pair.interval.high
@@ -64,14 +65,14 @@ def test_an_upgrade_is_named_and_still_compared(tmp_path: Path) -> None:
     newer = fakes.environment(packages={"torch": "2.14.0", "deepspeed": "0.19.8", "transformers": "5.23.0"})
     found = of(tmp_path, runs(2, 0.2), runs(2, 0.1), newer)
     assert found.software == ("torch 2.13.0 against 2.14.0",)
-    assert found.pairs[0].ratio == pytest.approx(2)
+    assert found.rows[0].ratio == pytest.approx(2)
 
 
 def test_other_hardware_is_named_and_not_compared(tmp_path: Path) -> None:
     found = of(tmp_path, runs(2, 0.2), runs(2, 0.1), fakes.environment(logical_cores=8))
     assert found.hardware == ("logical cores 16 against 8",)
-    assert found.pairs[0].ratio is None
-    assert "logical cores 16 against 8" in found.pairs[0].obstacles
+    assert found.rows[0].ratio is None
+    assert "logical cores 16 against 8" in found.rows[0].incomparable_reasons
 
 
 @pytest.mark.parametrize(
@@ -83,36 +84,36 @@ def test_other_hardware_is_named_and_not_compared(tmp_path: Path) -> None:
     ],
 )
 def test_another_workload_is_named_and_not_compared(tmp_path: Path, change: dict[str, Any], words: str) -> None:
-    (pair,) = of(tmp_path, runs(2, 0.2), runs(2, 0.1, **change)).pairs
+    (pair,) = of(tmp_path, runs(2, 0.2), runs(2, 0.1, **change)).rows
     assert pair.ratio is None
-    assert words in pair.obstacles
+    assert words in pair.incomparable_reasons
 
 
 def test_another_method_of_measurement_is_not_compared(tmp_path: Path) -> None:
     after = [replace(entry, method_version=99) for entry in runs(2, 0.1)]
-    (pair,) = of(tmp_path, runs(2, 0.2), after).pairs
+    (pair,) = of(tmp_path, runs(2, 0.2), after).rows
     assert pair.ratio is None
-    assert f"method_version {METHOD_VERSION} against 99" in pair.obstacles
+    assert f"method_version {METHOD_VERSION} against 99" in pair.incomparable_reasons
 
 
 def test_a_changed_key_of_the_configuration_is_named_with_its_path(tmp_path: Path) -> None:
     config = dict(trial().ds_config)
     config["zero_optimization"] = {**config["zero_optimization"], "reduce_bucket_size": 7_000_000}
-    (pair,) = of(tmp_path, runs(2, 0.2), runs(2, 0.1, ds_config=config)).pairs
+    (pair,) = of(tmp_path, runs(2, 0.2), runs(2, 0.1, ds_config=config)).rows
     assert any(change.startswith("zero_optimization.reduce_bucket_size ") for change in pair.changes)
     assert pair.ratio == pytest.approx(2)  # a change of configuration is what may be compared
 
 
 def test_more_steps_are_a_change_and_no_obstacle(tmp_path: Path) -> None:
     longer = [fakes.success(trial(of=fakes.workload(num_steps=20)), step_seconds=(0.1,) * 20)]
-    (pair,) = of(tmp_path, runs(2, 0.2), longer).pairs
+    (pair,) = of(tmp_path, runs(2, 0.2), longer).rows
     assert pair.ratio == pytest.approx(2)
     assert "num_steps 10 against 20" in pair.changes
 
 
 def test_rows_that_only_one_result_has_are_shown(tmp_path: Path) -> None:
     found = of(tmp_path, runs(1, 0.2), runs(3, 0.1))
-    assert [(pair.label, pair.before is None, pair.after is None) for pair in found.pairs] == [
+    assert [(pair.label, pair.before is None, pair.after is None) for pair in found.rows] == [
         ("ZeRO-1", False, True),
         ("ZeRO-3", True, False),
     ]
@@ -120,13 +121,13 @@ def test_rows_that_only_one_result_has_are_shown(tmp_path: Path) -> None:
 
 def test_a_failed_row_has_its_status_and_no_ratio(tmp_path: Path) -> None:
     found = of(tmp_path, runs(2, 0.2), [fakes.failure(trial())])
-    assert found.pairs[0].ratio is None
+    assert found.rows[0].ratio is None
     assert any("OOM" in line for line in lines(found))
 
 
 def test_the_text_reads_row_by_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     a, b = put(tmp_path, runs(2, 0.2), runs(2, 0.1))
-    assert show_versus(a, b) == 0
+    assert show_changes(a, b) == 0
     first, *_rest, last = capsys.readouterr().out.strip().splitlines()
     assert first == (
         "ZeRO-2  5,120 tokens/s → 10,240 tokens/s; 2.00x (not tested: fewer than three runs); "
@@ -146,16 +147,16 @@ def flat(folder: Path, entries: list[TrialRecord], on: Environment | None = None
 
 
 def test_results_that_do_not_tell_their_machine_have_no_ratio_and_one_line_says_why(tmp_path: Path) -> None:
-    found = versus(flat(tmp_path / "a", runs(2, 0.2), old=True), flat(tmp_path / "b", runs(2, 0.1)))
-    assert found.unknown
-    assert found.pairs[0].ratio is None
+    found = compare_before_after(flat(tmp_path / "a", runs(2, 0.2), old=True), flat(tmp_path / "b", runs(2, 0.1)))
+    assert found.environment_unknown
+    assert found.rows[0].ratio is None
     (said,) = [line for line in lines(found) if "no ratio" in line]
     assert "hardware and versions are not known of" in said
     assert not any("same hardware" in line for line in lines(found))
 
 
 def test_a_row_of_one_side_alone_is_told_where_a_machine_is_not_known_too(tmp_path: Path) -> None:
-    found = versus(flat(tmp_path / "a", runs(2, 0.2), old=True), flat(tmp_path / "b", runs(3, 0.1)))
+    found = compare_before_after(flat(tmp_path / "a", runs(2, 0.2), old=True), flat(tmp_path / "b", runs(3, 0.1)))
     said = "\n".join(lines(found))
     assert "no ratio: after: no such row" in said
     assert "no ratio: before: no such row" in said
@@ -163,22 +164,22 @@ def test_a_row_of_one_side_alone_is_told_where_a_machine_is_not_known_too(tmp_pa
 
 def test_flat_results_of_two_cpu_models_have_no_ratio(tmp_path: Path) -> None:
     other = fakes.environment(cpu_model="Intel Xeon")
-    found = versus(flat(tmp_path / "a", runs(2, 0.2)), flat(tmp_path / "b", runs(2, 0.1), other))
-    assert found.pairs[0].ratio is None
+    found = compare_before_after(flat(tmp_path / "a", runs(2, 0.2)), flat(tmp_path / "b", runs(2, 0.1), other))
+    assert found.rows[0].ratio is None
     assert found.hardware == ("CPU AMD EPYC 9654 against Intel Xeon",)
 
 
 def test_flat_results_of_one_kind_of_card_have_a_ratio_and_no_changes_made_up(tmp_path: Path) -> None:
-    found = versus(flat(tmp_path / "a", runs(2, 0.2)), flat(tmp_path / "b", runs(2, 0.1)))
-    assert found.pairs[0].ratio == pytest.approx(2)
-    assert found.pairs[0].changes == ()
+    found = compare_before_after(flat(tmp_path / "a", runs(2, 0.2)), flat(tmp_path / "b", runs(2, 0.1)))
+    assert found.rows[0].ratio == pytest.approx(2)
+    assert found.rows[0].changes == ()
     assert list(lines(found))[-1] == "same hardware, versions and settings"
 
 
 def test_flat_results_of_two_configurations_say_that_they_differ(tmp_path: Path) -> None:
     changed = [replace(r, trial=replace(r.trial, ds_config={**r.trial.ds_config, "x": 1})) for r in runs(2, 0.1)]
-    found = versus(flat(tmp_path / "a", runs(2, 0.2)), flat(tmp_path / "b", changed))
-    assert found.pairs[0].changes == ("the DeepSpeed configuration (its hash alone is known)",)
+    found = compare_before_after(flat(tmp_path / "a", runs(2, 0.2)), flat(tmp_path / "b", changed))
+    assert found.rows[0].changes == ("the DeepSpeed configuration (its hash alone is known)",)
     assert list(lines(found))[-1] == "same hardware and versions"
 
 
@@ -195,8 +196,10 @@ def test_what_a_flat_row_cannot_tell_of_model_ranks_and_configuration_is_no_diff
 ) -> None:
     on = fakes.placement(accelerator="cuda", num_gpus=2, nvme_path="/mnt/disk", hostfile="/etc/hosts")
     entry = fakes.success(fakes.trial(fakes.zero(2), on=on, of=fakes.workload(**model)))
-    (pair,) = versus(load(fakes.write_run(tmp_path / "a", [entry]).folder), flat(tmp_path / "b", [entry])).pairs
-    assert (pair.obstacles, pair.changes) == ((), ())
+    (pair,) = compare_before_after(
+        load(fakes.write_run(tmp_path / "a", [entry]).folder), flat(tmp_path / "b", [entry])
+    ).rows
+    assert (pair.incomparable_reasons, pair.changes) == ((), ())
     assert pair.ratio == pytest.approx(1)
 
 
@@ -205,7 +208,7 @@ def test_a_row_whose_loss_is_not_finite_has_no_ratio_and_says_so(tmp_path: Path,
     bad = [fakes.success(trial(), step_seconds=(0.1,) * 10, losses=(None,) * 12)]
     good = runs(2, 0.2)
     found = of(tmp_path, *((bad, good) if spoiled == "before" else (good, bad)))
-    assert found.pairs[0].ratio is None
+    assert found.rows[0].ratio is None
     assert any(line.strip().startswith(f"no ratio: {spoiled}: loss is not finite") for line in lines(found))
 
 
@@ -219,16 +222,16 @@ def test_a_caveat_of_either_row_is_shown_with_what_to_do_about_it(tmp_path: Path
 def test_losses_of_before_and_after_are_held_against_each_other(tmp_path: Path) -> None:
     """7.0 against 6.0 at the first step is 14.29 %; bf16 explains 0.5 %."""
     other = [fakes.success(trial(), losses=tuple(6.0 - 0.01 * step for step in range(12)))]
-    (pair,) = of(tmp_path, runs(2, 0.1), other).pairs
+    (pair,) = of(tmp_path, runs(2, 0.1), other).rows
     assert pair.ratio is None
-    assert any(text.startswith("after against before: loss differs by 14.") for text in pair.obstacles)
+    assert any(text.startswith("after against before: loss differs by 14.") for text in pair.incomparable_reasons)
 
 
 def test_losses_are_held_against_each_other_though_one_trained_longer(tmp_path: Path) -> None:
     longer = trial(of=fakes.workload(num_steps=20))
     other = [fakes.success(longer, step_seconds=(0.1,) * 20, losses=(6.0,) * 22)]
-    (pair,) = of(tmp_path, runs(2, 0.1), other).pairs
-    assert any("loss differs by" in text for text in pair.obstacles)
+    (pair,) = of(tmp_path, runs(2, 0.1), other).rows
+    assert any("loss differs by" in text for text in pair.incomparable_reasons)
 
 
 def test_losses_of_one_oddity_on_both_sides_are_still_compared(tmp_path: Path) -> None:
@@ -236,18 +239,18 @@ def test_losses_of_one_oddity_on_both_sides_are_still_compared(tmp_path: Path) -
     odd: dict[str, Any] = {"engine_optimizer_class": "FP16_Optimizer"}
     before = [fakes.success(trial(0), **odd)]
     after = [fakes.success(trial(0), losses=(6.0,) * 12, **odd)]
-    (pair,) = of(tmp_path, before, after).pairs
+    (pair,) = of(tmp_path, before, after).rows
     assert pair.ratio is None
-    assert any("more than rounding explains" in text for text in pair.obstacles)
+    assert any("more than rounding explains" in text for text in pair.incomparable_reasons)
 
 
 def test_versions_that_the_environments_tell_are_not_told_again_in_each_row(tmp_path: Path) -> None:
     newer = fakes.environment(packages={"torch": "2.14.0", "deepspeed": "0.19.8", "transformers": "5.23.0"})
     later = [fakes.success(trial(), step_seconds=(0.1,) * 10, torch_version="2.14.0")]
     told = of(tmp_path, runs(2, 0.2), later, newer)
-    assert told.pairs[0].changes == ()
+    assert told.rows[0].changes == ()
     silent = replace(load(tmp_path / "a" / "runs" / _only(tmp_path / "a" / "runs")), environment=None)
-    (pair,) = versus(silent, load(tmp_path / "b" / "runs" / _only(tmp_path / "b" / "runs"))).pairs
+    (pair,) = compare_before_after(silent, load(tmp_path / "b" / "runs" / _only(tmp_path / "b" / "runs"))).rows
     assert pair.changes == ("torch 2.13.0 against 2.14.0",)
     assert pair.ratio is None
 
@@ -260,4 +263,4 @@ def _only(folder: Path) -> str:
 def test_of_two_rows_of_one_strategy_each_is_held_against_the_one_that_compares(tmp_path: Path) -> None:
     small, large = runs(2, 0.2), runs(2, 0.3, of=fakes.workload(batch_size=8))
     found = of(tmp_path, [*small, *large], [*large, *small])
-    assert [pair.ratio for pair in found.pairs] == [pytest.approx(1), pytest.approx(1)]
+    assert [pair.ratio for pair in found.rows] == [pytest.approx(1), pytest.approx(1)]
