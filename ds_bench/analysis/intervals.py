@@ -12,7 +12,6 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Any
 
 FEWEST_RUNS = 3
@@ -27,8 +26,6 @@ _MOST_ROUNDS = 200
 """Rounds beyond which they are not taken as blocks: the trend alone is fitted."""
 _WIDEST = 2.0
 """Ratio of its ends above which an interval on a shared processor decides nothing."""
-_SMALLEST = 1e-300
-"""Stands for a zero denominator in Lentz's method."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,16 +154,17 @@ class Run:
 
 
 class RowRatios:
-    """Ratios between the rows of one comparison, from all its runs together.
+    """Ratios between the rows of one comparison, estimated from all its runs together.
 
-    The logarithm of a run's mean is taken to be the row's own level, plus a linear trend over the order in which runs
-    really ran, plus noise. Where rounds differ by more than that (an F test at 1 %), they are blocks. All rows tell the
-    noise together, but a row that varies far more than the others (at 1 %) only its own. An interval covers the ratio
-    of the geometric means with and without the trend taken out, each with its margin. Tested by simulation under
-    independent, autocorrelated, drifting, wandering and heavy-tailed noise (tests/test_inference.py). Sources: blocks
-    and their preliminary test after T. A. Bancroft, "Analysis and inference for incompletely specified models involving
-    the use of preliminary test(s) of significance", Biometrics 20 (1964); S. Holm, "A simple sequentially rejective
-    multiple test procedure", Scandinavian Journal of Statistics 6 (1979).
+    Model: the logarithm of a run's mean is the level of its row, plus a linear trend over the order in which the runs
+    were started, plus noise. Where rounds differ by more than that (F test at 1 %), they are blocks. The noise is
+    estimated from all rows together; a row that varies far more than the others (at 1 %) has its own estimate. An
+    interval covers the ratio of geometric means with and without the trend removed, each with its margin. The error
+    rates are checked by simulation under independent, autocorrelated, drifting, wandering and heavy-tailed noise
+    (tests/analysis/test_intervals.py). Sources: blocks and their preliminary test after T. A. Bancroft, "Analysis and
+    inference for incompletely specified models involving the use of preliminary test(s) of significance", Biometrics
+    20 (1964); S. Holm, "A simple sequentially rejective multiple test procedure", Scandinavian Journal of Statistics 6
+    (1979).
     """
 
     def __init__(self, rows: Mapping[str, Sequence[Run]], baseline: str | None) -> None:
@@ -225,7 +223,9 @@ class LogDifference:
         smaller = min(abs(self.plain), abs(self.adjusted)) if self.plain * self.adjusted > 0 else 0.0
         if self.standard_error == 0:
             return 0.0 if smaller else 1.0
-        return _both_tails(smaller / self.standard_error, self.degrees_of_freedom)
+        from scipy.special import stdtr
+
+        return float(2 * stdtr(self.degrees_of_freedom, -smaller / self.standard_error))
 
     def interval(self, level: float) -> RatioInterval:
         """With confidence 1 − ``level``."""
@@ -345,6 +345,7 @@ class RunFit:
     def _solve(self, sets: Any) -> Any:
         """Fills in these sets of figures, in which the same rows are apart; returns the squares of each row's noise."""
         import numpy as np
+        from scipy.special import fdtri
 
         apart, within = self._apart[sets[0]], self._within[sets]
         trend, blocks = self._design.covariates(apart)
@@ -357,7 +358,7 @@ class RunFit:
             noise_within = within - slopes @ blocks.within.T
             before, after = ((each[:, told] ** 2).sum(axis=1) for each in (noise, noise_within))
             fewer = trend.freedom - blocks.freedom
-            limit = variance_ratio_quantile(1 - _EVIDENCE, fewer, blocks.freedom)
+            limit = fdtri(fewer, blocks.freedom, 1 - _EVIDENCE)
             blocked = (before - after) * blocks.freedom > limit * fewer * after
             taken = np.where(blocked[:, None], slopes @ blocks.row_means.T, taken)
             noise = np.where(blocked[:, None], noise_within, noise)
@@ -374,6 +375,7 @@ class RunFit:
     def _find_noise_apart(self, squares: Any) -> None:
         """Finds the rows that vary far more than the others, the worst first; two rows at least stay together."""
         import numpy as np
+        from scipy.special import fdtri
 
         counts = self._design.counts
         freedoms = self._freedoms * counts / counts.sum()
@@ -383,7 +385,7 @@ class RunFit:
             own, own_freedom = squares[sets, worst], freedoms[sets, worst]
             rest = np.where(apart, 0.0, squares).sum(axis=1) - own
             rest_freedom = np.where(apart, 0.0, freedoms).sum(axis=1) - own_freedom
-            limits = np.asarray(list(map(_limit_of_spread, own_freedom.tolist(), rest_freedom.tolist())))
+            limits = fdtri(own_freedom, rest_freedom, 1 - _EVIDENCE)
             found = own * rest_freedom > limits * own_freedom * np.maximum(rest, 0.0)
             if not found.any():
                 break
@@ -412,85 +414,8 @@ class RunFit:
         return list(map(LogDifference, *(values.tolist() for values in found)))
 
 
-@lru_cache(maxsize=4096)
-def _limit_of_spread(freedom: float, freedom_of_others: float) -> float:
-    """Ratio of a row's variance to that of all others above which it is not theirs."""
-    return variance_ratio_quantile(1 - _EVIDENCE, freedom, freedom_of_others)
-
-
-@lru_cache(maxsize=4096)
-def variance_ratio_quantile(p: float, df: float, df_below: float) -> float:
-    """The ``p`` quantile of Fisher's F: a ratio of variances, of ``df`` and ``df_below`` degrees of freedom.
-
-    ``p``: above 0 and below 1. By bisection on the beta distribution (Digital Library of Mathematical Functions, 8.17).
-    """
-    low, high = 0.0, 1.0
-    for _ in range(200):
-        middle = (low + high) / 2
-        low, high = (middle, high) if _incomplete_beta(middle, df_below / 2, df / 2) < 1 - p else (low, middle)
-    return math.inf if low == 0 else df_below * (1 - low) / (low * df)
-
-
-@lru_cache(maxsize=4096)
 def student_t_quantile(p: float, df: float) -> float:
-    """The value below which Student's t with ``df`` degrees of freedom lies with probability ``p``.
+    """The value below which Student's t with ``df`` degrees of freedom lies with probability ``p``."""
+    from scipy.special import stdtrit
 
-    Raises ValueError outside 0 < p < 1 or for df not above 0. Both tails of t together hold I_x(df/2, 1/2) with
-    x = df / (df + t²) (Abramowitz and Stegun 26.7.1), which is solved for t by Newton's method.
-    """
-    if not (0 < p < 1 and df > 0):
-        raise ValueError(f"p must lie between 0 and 1 and df above 0, not {p} and {df}")
-    if p <= 0.5:
-        return 0.0 if p == 0.5 else -student_t_quantile(1 - p, df)
-    # The tail is convex in t and t's quantile lies beyond the normal one: from there Newton's steps cannot overshoot.
-    t, wanted = statistics.NormalDist().inv_cdf(p), 2 * (1 - p)
-    for _ in range(500):
-        step = (_both_tails(t, df) - wanted) / (2 * _density(t, df))
-        t += step
-        if abs(step) <= 1e-13 * t:
-            break
-    return t
-
-
-def _density(t: float, df: float) -> float:
-    return math.exp(-_log_beta(df / 2, 0.5) - (df + 1) / 2 * math.log1p(t * t / df)) / math.sqrt(df)
-
-
-def _both_tails(t: float, df: float) -> float:
-    """The probability of a value farther from 0 than ``t``."""
-    return _incomplete_beta(df / (df + t * t), df / 2, 0.5)
-
-
-def _log_beta(a: float, b: float) -> float:
-    return math.lgamma(a) + math.lgamma(b) - math.lgamma(a + b)
-
-
-def _incomplete_beta(x: float, a: float, b: float) -> float:
-    """The regularised incomplete beta function I_x(a, b): Digital Library of Mathematical Functions, 8.17."""
-    if x <= 0 or x >= 1:
-        return 0.0 if x <= 0 else 1.0
-    if x > (a + 1) / (a + b + 2):  # where the fraction converges slowly its mirror image does not (8.17.4)
-        return 1 - _incomplete_beta(1 - x, b, a)
-    front = math.exp(a * math.log(x) + b * math.log1p(-x) - _log_beta(a, b)) / a
-    return front / _fraction(x, a, b)
-
-
-def _fraction(x: float, a: float, b: float) -> float:
-    """The continued fraction 1 + d1/(1 + d2/(1 + …)) of 8.17.22, forwards by Lentz's method."""
-    value = c = 1.0
-    d = 0.0
-    for n in range(1, 10_000):
-        term = _term(n, x, a, b)
-        d = 1 / ((1 + term * d) or _SMALLEST)
-        c = (1 + term / c) or _SMALLEST
-        value *= c * d
-        if abs(c * d - 1) < 1e-15:
-            break
-    return value
-
-
-def _term(n: int, x: float, a: float, b: float) -> float:
-    m = n // 2
-    if n % 2:
-        return -(a + m) * (a + b + m) * x / ((a + 2 * m) * (a + 2 * m + 1))
-    return m * (b - m) * x / ((a + 2 * m - 1) * (a + 2 * m))
+    return float(stdtrit(df, p))
