@@ -18,8 +18,7 @@ from pathlib import Path
 
 import harness
 
-from ds_bench.batch_search import LIMIT
-from ds_bench.batchsearch import largest, next_probe
+from ds_bench.batch_search import LIMIT, largest, next_probe
 
 
 def plain_doubling(answer: int) -> int:

@@ -22,7 +22,6 @@ LAYERS = (
     "runner",
     "report",
     "recommend doctor baselines batch_search",
-    "batchsearch",
     "situation",
     "analysis plan",
     "prediction launch worker",
