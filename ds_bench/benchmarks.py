@@ -26,7 +26,6 @@ from .config.options import Family
 from .config.spec import Strategy
 from .config.strategies import OFFLOAD_NAMES, ZERO_STAGES
 from .errors import DsBenchError
-from .report.end_of_run import INTERRUPTED_CODE
 
 __all__ = [
     "BenchmarkConfig",
@@ -172,7 +171,7 @@ def _compared(config: BenchmarkConfig, arguments: list[str]) -> Path:
     options = flags.parse(config.family, "benchmark", arguments)
     with contextlib.redirect_stdout(io.StringIO()):
         code = comparison.run_comparison(options, _make_config, arguments)
-    if code == INTERRUPTED_CODE:
+    if code == comparison.INTERRUPTED_CODE:
         raise KeyboardInterrupt
     (run,) = (options.output_dir / "runs").iterdir()
     return run

@@ -1,22 +1,26 @@
-"""Pure: from Options and what is known of model and machine to the ordered list of trials."""
+"""From Options to the ordered list of trials: model, placement and strategies found, configurations completed."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from .config import deepspeed_config, known_keys, strategies, validation
 from .config.options import Options
 from .config.placement import choose_precision
+from .config.placement import decide as decide_placement
 from .config.spec import BatchPolicy, Placement, Precision, Strategy, Trial, Workload
-from .errors import UsageError
-from .launch import ops
-from .models.lookup import ModelChoice
-from .system import files
+from .errors import DsBenchError, UsageError
+from .launch import ops, rank_environment, scratch
+from .models.lookup import ModelChoice, find_model
+from .prediction import trial_predictions
+from .prediction.model_profile import ModelProfile
+from .system import files, gpus
 
 MakeConfig = Callable[[Strategy, int, int], dict[str, Any]]
 """(strategy, micro-batch, accumulation) → what the user's ``create_deepspeed_config`` returns."""
@@ -34,6 +38,98 @@ class Draft:
     batch_size: int
     """Micro-batch that the configuration was made for."""
     batch_policy: BatchPolicy = "given"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Situation:
+    """What is known before trials are made: model, machine, and the strategies' configurations."""
+
+    options: Options
+    choice: ModelChoice
+    place: Placement
+    drafts: Sequence[Draft]
+    variables: dict[str, str]
+    """Of every process of every trial."""
+    make_config: MakeConfig
+    """The script's own ``create_deepspeed_config``."""
+    caveats: Mapping[str, str] = field(default_factory=dict)
+    """By strategy, known before it runs."""
+    lacks_space: str | None = None
+    """Why rows that swap to NVMe cannot run; None where they can, or there are none."""
+
+
+def look_around(options: Options, make_config: MakeConfig) -> Situation:
+    """Everything that can be wrong with the request, found before any work."""
+    if options.output_dir.exists() and not options.output_dir.is_dir():
+        raise UsageError(f"--output-dir {options.output_dir} is not a folder", remedy="give a folder")
+    wanted = _usable(lambda: drafts(options, make_config))
+    place = decide_placement(options, os.environ, gpus.NvmlQuery())
+    variables = rank_environment.rank_environment(place, os.environ, None)
+    choice = find_model(
+        options.model,
+        factory=options.model_factory is not None,
+        trust_remote_code=options.trust_remote_code,
+        environment=variables,
+    )
+    seq_length(options.seq_length, choice)
+    variables = rank_environment.rank_environment(place, os.environ, choice.model_type)
+    if choice.source == "hub":  # looked up and cached just now: ranks need not ask again
+        variables["HF_HUB_OFFLINE"] = "1"
+    if place.hostfile is None:  # other nodes do not have the folder
+        variables |= scratch.temporary_folder_variables(os.environ)
+    _usable(lambda: make_trials(options, choice, place, wanted, {}, {}))
+    return Situation(
+        options=options,
+        choice=choice,
+        place=place,
+        drafts=wanted,
+        variables=variables,
+        make_config=make_config,
+    )
+
+
+Made = TypeVar("Made")
+
+
+def _usable(make: Callable[[], Made]) -> Made:
+    """Whatever a configuration of an odd shape, or the user's own function, raises becomes one line."""
+    try:
+        return make()
+    except DsBenchError:
+        raise
+    except Exception as error:
+        problem = f"the DeepSpeed configuration cannot be used: {type(error).__name__}: {error}"
+        raise UsageError(problem, remedy="check --ds-config, --set and create_deepspeed_config") from None
+
+
+class Planned:
+    """From drafts to trials on this machine: completed, and with the memory they are predicted to take."""
+
+    def __init__(
+        self,
+        situation: Situation,
+        op_states: Mapping[str, ops.OpState],
+        room: trial_predictions.Room,
+        profile: ModelProfile | trial_predictions.Unpredicted,
+    ) -> None:
+        self.situation, self.room, self.profile, self._op_states = situation, room, profile, op_states
+
+    def trials(self, drafts: Sequence[Draft]) -> list[Trial]:
+        """Interleaved; those that cannot fit marked where the user asked for it."""
+        known = self.situation
+        made = make_trials(
+            known.options,
+            known.choice,
+            known.place,
+            drafts,
+            self._op_states,
+            known.caveats,
+            lacks_space=known.lacks_space,
+        )
+        options = known.options
+        return trial_predictions.foresee(
+            made, self.profile, self.room, skip=options.skip_predicted_oom, force=options.force
+        )
 
 
 def seq_length(asked: int | None, choice: ModelChoice) -> int:

@@ -1,33 +1,44 @@
-"""One comparison from Options to exit code: the way through the house, read aloud."""
+"""One comparison from Options to exit code: plan, check, launch, save, report."""
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from . import __version__, batch_search, plan, runner
+from . import __version__, batch_search, plan
 from .analysis import flops, provenance
 from .analysis import summary as analysis
 from .analysis.flat_rows import flat_rows, with_comparison
-from .cli.arguments import Options
+from .config import deepspeed_config
+from .config.options import Options
 from .config.spec import Trial
-from .doctor import run
-from .errors import UsageError
-from .launch import Launcher, rank_environment
+from .doctor import nvme
+from .doctor import run as doctor
+from .launch import Launcher, Limits, Listener, rank_environment
 from .launch.deepspeed import launch_command
 from .launch.scratch import remove_abandoned
+from .launch.selection import choose_launcher
+from .plan import Planned, Situation, look_around
 from .prediction import trial_predictions
 from .prediction.model_profile import ModelProfile
+from .records import schema
+from .records.resume import latest_records, remaining_trials, require_same_machine, require_same_workload
 from .records.run_folder import RunStore
-from .records.schema import TrialRecord
-from .report import comparison_report, end_of_run
+from .records.schema import Outcome, TrialRecord
+from .report import comparison_report, export, table
 from .report.progress import Reporter
-from .situation import Planned, Situation, choose_launcher, look_around
 from .system import environment, signals, terminal
+
+OK, NONE_SUCCEEDED, INTERRUPTED_CODE = 0, 1, 130
+_FIELDS_SET_BY_SEARCH = ("batch_size", "batch_policy")
+"""Fields of a workload that ``--batch-size auto`` decides."""
+
+Observe = Callable[[Trial], Listener]
+"""Called as a trial begins; what it returns is called with the trial's progress."""
 
 
 def run_comparison(options: Options, make_config: plan.MakeConfig, arguments: Sequence[str]) -> int:
@@ -35,9 +46,9 @@ def run_comparison(options: Options, make_config: plan.MakeConfig, arguments: Se
     with signals.interruptible():
         try:
             if options.resume is not None:  # before anything that the folder names is looked at
-                _require_same_machine(RunStore.open(options.resume), environment.capture())
+                require_same_machine(RunStore.open(options.resume), environment.capture())
             with signals.acting():
-                situation = look_around(options, make_config)
+                situation = with_nvme_checked(look_around(options, make_config))
             if options.dry_run:
                 return dry_run(situation)
             remove_abandoned()
@@ -59,7 +70,26 @@ def run_comparison(options: Options, make_config: plan.MakeConfig, arguments: Se
                 return _compare(situation, profile, store, arguments, [note] if note else [])
         except KeyboardInterrupt:  # before the first trial
             terminal.print_text("interrupted", sys.stderr)
-            return end_of_run.INTERRUPTED_CODE
+            return INTERRUPTED_CODE
+
+
+def with_nvme_checked(situation: Situation) -> Situation:
+    """The same with what the NVMe folder shows: caveats of the rows that swap to it, or why they cannot run.
+
+    Raises PreflightError where the folder cannot be used.
+    """
+    options = situation.options
+    users = [draft.strategy.name for draft in situation.drafts if deepspeed_config.uses_nvme(draft.config)]
+    if options.nvme_path is None or not users:
+        return situation
+    caveat = nvme.check_nvme_path(options.nvme_path)
+    if options.family == "offload" and "nvme" not in options.strategies:
+        terminal.print_text("note: --nvme-path is given, so the nvme strategy is added", sys.stderr)
+    return replace(
+        situation,
+        caveats={} if caveat is None else dict.fromkeys(users, caveat),
+        lacks_space=nvme.lack_of_space(options.nvme_path, situation.choice),
+    )
 
 
 def _require_ready(situation: Situation, profile: ModelProfile | trial_predictions.Unpredicted) -> None:
@@ -73,8 +103,8 @@ def _require_ready(situation: Situation, profile: ModelProfile | trial_predictio
         need = trial_predictions.host_need(trials)
         if not situation.options.force:
             trial_predictions.require_host_memory(trials, trial_predictions.node_memory_bytes())
-    findings = run.for_plan(situation.place, configs, lacks_space=situation.lacks_space, need_host_bytes=need)
-    run.require_ready(findings, sys.stderr, quiet=situation.options.quiet)
+    findings = doctor.for_plan(situation.place, configs, lacks_space=situation.lacks_space, need_host_bytes=need)
+    doctor.require_ready(findings, sys.stderr, quiet=situation.options.quiet)
 
 
 def dry_run(situation: Situation) -> int:
@@ -101,7 +131,7 @@ def dry_run(situation: Situation) -> int:
             terminal.print_json(json.dumps(trial.to_dict()["ds_config"], indent=2))
             terminal.print_text("# the same ranks, started cold:")
             terminal.print_text(" ".join(["python", *command[1:]]) + "\n")
-    return end_of_run.OK
+    return OK
 
 
 def _compare(
@@ -115,31 +145,56 @@ def _compare(
     facts = environment.capture()
     say = _quiet if options.quiet else lambda text: terminal.print_text(text, sys.stderr)
     with signals.acting():
-        states = rank_environment.build_ops(place, situation.drafts, situation.variables, say)
+        states = rank_environment.build_ops(
+            place, [draft.config for draft in situation.drafts], situation.variables, say
+        )
     ready = ",".join(op for op, state in states.items() if state.ready)
     situation = replace(situation, variables={**situation.variables, "DS_BENCH_PRELOAD_OPS": ready})
     planned = Planned(situation, states, trial_predictions.Room.of(facts, place), profile)
     trials = planned.trials(situation.drafts)
     if options.resume is not None:
-        _require_same_workload(store, trials, _FOUND if options.auto_batch else ())
+        require_same_workload(store, trials, _FIELDS_SET_BY_SEARCH if options.auto_batch else ())
     with signals.acting():
-        launcher, why_cold = choose_launcher(situation, trials, say)
+        limits = Limits(timeout_seconds=options.timeout, stall_timeout_seconds=options.stall_timeout)
+        launcher, why_cold = choose_launcher(options.launcher, place, situation.variables, limits, trials, say)
     notes = [*notes, *([why_cold] if why_cold else [])]
     _save_run(store, options, arguments, facts, [] if options.auto_batch else trials, notes)
     if options.auto_batch:
         trials = planned.trials(_largest_drafts(planned, launcher, store, say))
         _save_run(store, options, arguments, facts, trials, notes)
     level = 0 if options.quiet else 2 if options.verbose else 1
-    todo = runner.missing(trials, store.records(), options.retry)
+    todo = remaining_trials(trials, store.records(), options.retry)
     reporter = Reporter(sys.stderr, todo, level)
     view = _View(situation, trials, facts, store.folder.name)
     try:
-        for finished in runner.run(todo, launcher, store, reporter.begin):
+        for finished in run_trials(todo, launcher, store, reporter.begin):
             store.write_rows(flat_rows(view.summaries(store.records())))
             reporter.end(finished)
     finally:
         reporter.close()
     return _finish(options, store, view, notes, arguments)
+
+
+def run_trials(trials: Sequence[Trial], launcher: Launcher, store: RunStore, observe: Observe) -> Iterator[TrialRecord]:
+    """Runs the trials in order, each saved before it is yielded. Ends early after an interruption."""
+    for trial in trials:
+        listen = observe(trial)
+        if trial.not_launched:
+            finished = _record_without_launch(trial)
+        else:
+            finished = launcher.launch(trial, store.trial_folder(trial.trial_id), listen)
+        store.append(finished)
+        yield finished
+        if finished.outcome.status == schema.INTERRUPTED or signals.asked():
+            return
+
+
+def _record_without_launch(trial: Trial) -> TrialRecord:
+    status, reason = (
+        (schema.UNSUPPORTED, trial.unsupported) if trial.unsupported is not None else (schema.SKIPPED, trial.skipped)
+    )
+    outcome = Outcome(status=status, error=reason, details=reason)
+    return TrialRecord(trial=trial, outcome=outcome, caveats=trial.caveats)
 
 
 def _largest_drafts(
@@ -158,40 +213,6 @@ def _largest_drafts(
         say=say,
     )
     return batch_search.drafts(search, [draft.strategy for draft in situation.drafts])
-
-
-def _require_same_machine(store: RunStore, facts: environment.Environment) -> None:
-    """Rows of other hardware or versions do not belong in one result."""
-    try:
-        earlier = environment.Environment.from_dict(store.load_run()["environment"])
-    except (KeyError, TypeError, ValueError, AttributeError):
-        raise UsageError(f"{store.folder} has no readable environment", remedy="start a new run") from None
-    differences = environment.comparable(earlier, facts)
-    if differences:
-        raise UsageError(
-            f"--resume {store.folder}: not the same machine: {'; '.join(differences)}", remedy="start a new run"
-        )
-
-
-def _require_same_workload(store: RunStore, trials: Sequence[Trial], leave_out: Sequence[str]) -> None:
-    """One result holds one workload on one placement; more stages, strategies or repeats may be added."""
-
-    def asked(part: Any) -> Any:
-        plain = json.loads(json.dumps(part))
-        return (
-            {key: value for key, value in plain.items() if key not in leave_out} if isinstance(plain, dict) else plain
-        )
-
-    for stored in store.load_run().get("trials", []):
-        for name in ("workload", "placement"):
-            if asked(trials[0].to_dict()[name]) != asked(stored.get(name)):
-                raise UsageError(
-                    f"--resume {store.folder}: another {name} than it began with", remedy="start a new run"
-                )
-
-
-_FOUND = ("batch_size", "batch_policy")
-"""Fields of a workload that a search decides."""
 
 
 def _quiet(_text: str) -> None:
@@ -231,7 +252,7 @@ class _View:
         self.unknown_peak = None if known else name
 
     def summaries(self, records: Sequence[TrialRecord]) -> list[analysis.Summary]:
-        latest = runner.latest(self._trials, records)
+        latest = latest_records(self._trials, records)
         made = [analysis.summarise(entry, self._situation.choice.facts, self._peak_of(entry)) for entry in latest]
         return [replace(summary, environment=self.facts, run_id=self._run_id) for summary in made]
 
@@ -265,10 +286,31 @@ def _finish(options: Options, store: RunStore, view: _View, notes: Sequence[str]
         notes = [*notes, f"no peak rate known for {view.unknown_peak}: MFU left out; --peak-tflops gives it"]
     found = view.conclude(summaries, notes, provenance.command(options.family, arguments))
     store.save_run({**store.load_run(), "recommendation": found.recommendation_facts()})
-    folder = end_of_run.write_configuration(options, found, store.folder, view.facts)
-    end_of_run.show(options, found, rows)  # last: standard output may be gone
+    folder = export.write_configuration(options, found, store.folder, view.facts)
+    show(options, found, rows)  # last: standard output may be gone
     if not options.quiet:
         terminal.print_text(f"\nJSON {store.json_path}\nCSV  {store.csv_path}\nrun  {store.folder}", sys.stderr)
         if folder is not None:
             terminal.print_text(f"configuration {folder}", sys.stderr)
-    return end_of_run.exit_code(options, summaries)
+    return exit_code(options, summaries)
+
+
+def show(options: Options, answer: comparison_report.Answer, rows: Sequence[dict[str, Any]]) -> None:
+    """The answer on standard output, in the format asked for."""
+    with terminal.pipe_may_close():
+        if options.format == "json":
+            terminal.print_json(table.as_json(rows))
+        elif options.format == "markdown":
+            terminal.print_text(comparison_report.markdown(answer))
+        else:
+            comparison_report.print_answer(answer, sys.stdout)
+
+
+def exit_code(options: Options, summaries: Sequence[analysis.Summary]) -> int:
+    """0 a row succeeded, 1 none did, 130 interrupted; with --strict 1 when any failed."""
+    outcomes = [summary.record.outcome for summary in summaries]
+    if signals.asked() or any(outcome.status == schema.INTERRUPTED for outcome in outcomes):
+        return INTERRUPTED_CODE
+    if options.strict and not all(outcome.success for outcome in outcomes):
+        return NONE_SUCCEEDED
+    return OK if any(outcome.success for outcome in outcomes) else NONE_SUCCEEDED

@@ -16,11 +16,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_bench import plan, situation
+from ds_bench import plan, run
 from ds_bench.config.options import Options
 from ds_bench.config.spec import Placement, Strategy, Trial
+from ds_bench.doctor import nvme
 from ds_bench.errors import UsageError
-from ds_bench.launch import ops, rank_environment
+from ds_bench.launch import ops
 from ds_bench.launch.ops import OpState
 from ds_bench.models.lookup import ModelChoice
 from ds_bench.prediction import trial_predictions
@@ -173,12 +174,12 @@ def test_a_row_whose_op_does_not_build_is_unsupported_with_reason_and_remedy(
 
 def test_too_little_space_for_swapping_refuses_that_row_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     one_gb = shutil.disk_usage(tmp_path)._replace(free=2**30)
-    monkeypatch.setattr(rank_environment.shutil, "disk_usage", lambda _path: one_gb)
+    monkeypatch.setattr(nvme.shutil, "disk_usage", lambda _path: one_gb)
     options = fakes.options("offload", "--model", "gpt2", "--nvme-path", str(tmp_path))
-    around = situation.look_around(options, fakes.make_config)
+    around = run.with_nvme_checked(plan.look_around(options, fakes.make_config))
     room = trial_predictions.Room(gpu_bytes=None, host_bytes=None)
     unknown = trial_predictions.Unpredicted(reason="not asked for")
-    made = situation.Planned(around, {}, room, unknown).trials(around.drafts)
+    made = plan.Planned(around, {}, room, unknown).trials(around.drafts)
     refused = {trial.strategy.name: trial.unsupported or "" for trial in made}
     assert refused.pop("nvme") == (
         f"--nvme-path {tmp_path} has 1.00 GB free, and swapping gpt2 needs about 2.09 GB; "

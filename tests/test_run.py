@@ -14,12 +14,13 @@ from typing import Any
 
 import pytest
 
-from ds_bench import runner
 from ds_bench.config.spec import Trial
 from ds_bench.launch import Listener
 from ds_bench.records import schema
+from ds_bench.records.resume import latest_records, remaining_trials
 from ds_bench.records.run_folder import RunStore
 from ds_bench.records.schema import TrialRecord
+from ds_bench.run import run_trials
 from ds_bench.system import signals
 from tests.support import fakes
 from tests.support.fakes import FakeLauncher
@@ -52,7 +53,7 @@ def statuses(records: list[TrialRecord]) -> list[str]:
 
 def test_every_record_is_on_disk_before_it_is_seen(store: RunStore) -> None:
     seen = []
-    for finished in runner.run(trials(0, 1, 2), FakeLauncher(), store, deaf):
+    for finished in run_trials(trials(0, 1, 2), FakeLauncher(), store, deaf):
         seen.append(finished)
         assert store.records() == seen
     assert len(seen) == 3
@@ -60,7 +61,7 @@ def test_every_record_is_on_disk_before_it_is_seen(store: RunStore) -> None:
 
 def test_nothing_is_launched_before_it_is_asked_for(store: RunStore) -> None:
     launcher = FakeLauncher()
-    results = runner.run(trials(0, 1), launcher, store, deaf)
+    results = run_trials(trials(0, 1), launcher, store, deaf)
     assert launcher.launched == []
     next(results)
     assert len(launcher.launched) == 1
@@ -68,14 +69,14 @@ def test_nothing_is_launched_before_it_is_asked_for(store: RunStore) -> None:
 
 def test_a_failure_never_stops_the_others(store: RunStore) -> None:
     launcher = FakeLauncher("Success", "OOM", "Crashed", "Success")
-    assert statuses(list(runner.run(trials(0, 1, 2, 3), launcher, store, deaf))) == [
+    assert statuses(list(run_trials(trials(0, 1, 2, 3), launcher, store, deaf))) == [
         "Success", "OOM", "Crashed", "Success",
     ]  # fmt: skip
 
 
 def test_an_interruption_is_recorded_and_ends_the_run(store: RunStore) -> None:
     launcher = FakeLauncher("Success", schema.INTERRUPTED)
-    found = list(runner.run(trials(0, 1, 2, 3), launcher, store, deaf))
+    found = list(run_trials(trials(0, 1, 2, 3), launcher, store, deaf))
     assert statuses(found) == ["Success", "Interrupted"]
     assert store.records() == found
     assert len(launcher.launched) == 2
@@ -85,7 +86,7 @@ def test_an_interruption_is_recorded_and_ends_the_run(store: RunStore) -> None:
 def test_an_exception_of_the_launcher_passes_and_leaves_what_had_finished(
     store: RunStore, error: BaseException
 ) -> None:
-    results = runner.run(trials(0, 1, 2), FakeLauncher("Success", error), store, deaf)
+    results = run_trials(trials(0, 1, 2), FakeLauncher("Success", error), store, deaf)
     found = [next(results)]
     with pytest.raises(type(error)):
         next(results)
@@ -97,7 +98,7 @@ def test_an_unsupported_trial_is_never_launched_and_its_reason_is_kept(store: Ru
     refused, fine = trials(0, 1)
     refused = replace(refused, unsupported="no libaio; install it", caveats=("known",))
     launcher = FakeLauncher()
-    first, second = runner.run([refused, fine], launcher, store, deaf)
+    first, second = run_trials([refused, fine], launcher, store, deaf)
     assert launcher.launched == [fine]
     assert (first.outcome.status, first.outcome.error) == (schema.UNSUPPORTED, "no libaio; install it")
     assert first.caveats == ("known",)
@@ -108,8 +109,8 @@ def test_an_unsupported_trial_is_never_launched_and_its_reason_is_kept(store: Ru
 
 def test_every_trial_gets_a_fresh_folder_that_exists(store: RunStore) -> None:
     launcher = FakeLauncher()
-    list(runner.run(trials(0, 1), launcher, store, deaf))
-    list(runner.run(trials(0), launcher, store, deaf))
+    list(run_trials(trials(0, 1), launcher, store, deaf))
+    list(run_trials(trials(0), launcher, store, deaf))
     assert [folder.name for folder in launcher.folders] == ["0_0", "0_1", "0_0_attempt2"]
     assert all(folder.is_dir() for folder in launcher.folders)
 
@@ -121,12 +122,12 @@ def test_the_observer_hears_of_a_trial_before_it_starts_and_of_its_progress(stor
         heard.append(f"begin {trial.strategy.name}")
         return lambda progress: heard.append(f"{trial.strategy.name} {progress.phase} {progress.step}")
 
-    list(runner.run(trials(0, 1), FakeLauncher(), store, observe))
+    list(run_trials(trials(0, 1), FakeLauncher(), store, observe))
     assert heard == ["begin zero0", "zero0 forward 1", "begin zero1", "zero1 forward 1"]
 
 
 def test_no_trials_are_no_records(store: RunStore) -> None:
-    assert list(runner.run([], FakeLauncher(), store, deaf)) == []
+    assert list(run_trials([], FakeLauncher(), store, deaf)) == []
 
 
 # ------------------------------------------------------------------ resuming
@@ -134,51 +135,51 @@ def test_no_trials_are_no_records(store: RunStore) -> None:
 
 def test_only_trials_without_a_record_are_missing() -> None:
     plan = trials(0, 1, 2)
-    assert runner.missing(plan, [fakes.success(plan[1])], ()) == [plan[0], plan[2]]
-    assert runner.missing(plan, [], ()) == plan
+    assert remaining_trials(plan, [fakes.success(plan[1])], ()) == [plan[0], plan[2]]
+    assert remaining_trials(plan, [], ()) == plan
 
 
 def test_a_failure_counts_as_done_unless_its_class_is_retried() -> None:
     plan = trials(0, 1, 2)
     done = [fakes.failure(plan[0], "OOM"), fakes.failure(plan[1], "Timeout"), fakes.success(plan[2])]
-    assert runner.missing(plan, done, ()) == []
-    assert runner.missing(plan, done, ("Timeout",)) == [plan[1]]
-    assert runner.missing(plan, done, ("timeout", "oom")) == plan[:2]
+    assert remaining_trials(plan, done, ()) == []
+    assert remaining_trials(plan, done, ("Timeout",)) == [plan[1]]
+    assert remaining_trials(plan, done, ("timeout", "oom")) == plan[:2]
 
 
 def test_an_interrupted_trial_is_always_missing() -> None:
     plan = trials(0)
-    assert runner.missing(plan, [fakes.failure(plan[0], schema.INTERRUPTED)], ()) == plan
+    assert remaining_trials(plan, [fakes.failure(plan[0], schema.INTERRUPTED)], ()) == plan
 
 
 def test_a_trial_interrupted_once_and_then_done_is_done() -> None:
     plan = trials(0)
     done = [fakes.failure(plan[0], schema.INTERRUPTED), fakes.success(plan[0])]
-    assert runner.missing(plan, done, ()) == []
-    assert runner.missing(plan, list(reversed(done)), ()) == []
+    assert remaining_trials(plan, done, ()) == []
+    assert remaining_trials(plan, list(reversed(done)), ()) == []
 
 
 def test_a_record_of_another_configuration_does_not_count() -> None:
     plan = trials(0)
     other = replace(plan[0], ds_config={**plan[0].ds_config, "gradient_clipping": 0.5})
-    assert runner.missing(plan, [fakes.success(other)], ()) == plan
+    assert remaining_trials(plan, [fakes.success(other)], ()) == plan
 
 
 def test_every_repeat_has_to_be_done_by_itself() -> None:
     plan = trials(0, repeats=3)
-    assert runner.missing(plan, [fakes.success(plan[1])], ()) == [plan[0], plan[2]]
+    assert remaining_trials(plan, [fakes.success(plan[1])], ()) == [plan[0], plan[2]]
 
 
 def test_the_latest_record_of_each_trial_counts_in_the_order_of_the_plan() -> None:
     plan = trials(0, 1)
     failed, then, other = fakes.failure(plan[0]), fakes.success(plan[0]), fakes.success(plan[1])
-    assert runner.latest(plan, [other, failed, then]) == [then, other]
+    assert latest_records(plan, [other, failed, then]) == [then, other]
 
 
 def test_records_of_no_trial_of_the_plan_follow_and_are_not_lost() -> None:
     plan = trials(0, 1)
     stranger = fakes.success(fakes.trial(fakes.zero(3)))
-    assert runner.latest(plan, [stranger, fakes.success(plan[1])]) == [fakes.success(plan[1]), stranger]
+    assert latest_records(plan, [stranger, fakes.success(plan[1])]) == [fakes.success(plan[1]), stranger]
 
 
 # ------------------------------------------------------------------ signals
@@ -219,7 +220,7 @@ def test_an_interruption_during_a_trials_last_moments_stops_the_run_after_it_is_
     store = RunStore.create(tmp_path, "zero")
     todo = [fakes.trial(fakes.zero(stage)) for stage in (1, 2)]
     with signals.interruptible():
-        finished = list(runner.run(todo, Interrupted(), store, lambda _trial: lambda _progress: None))
+        finished = list(run_trials(todo, Interrupted(), store, lambda _trial: lambda _progress: None))
     assert [entry.outcome.status for entry in finished] == ["Success"]
     assert len(store.records()) == 1
 

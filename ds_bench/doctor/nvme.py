@@ -18,14 +18,19 @@ from typing import Any
 from ..config import deepspeed_config, strategies
 from ..config.spec import Placement, Workload
 from ..errors import PreflightError
-from ..launch import rank_environment
+from ..launch.scratch import remove_abandoned_swap
+from ..models.lookup import ModelChoice
 from ..system.host_memory import read_text
 from ..system.processes import child_environment, die_with_parent
 from ..units import format_bytes, format_millions, from_gb
 from .findings import Finding, Machine, ok, one_by_one, problem, unreadable, warning
 
 SWAP_BYTES_PER_PARAMETER = 18
-"""As ``preflight.swap_bytes`` counts them; a test holds the two together."""
+"""On disk while training: fp32 weight, gradient and two moments (16) and the 16-bit weight (2)."""
+_LEAST_SWAP_BYTES = 8 * 2**20
+"""Free bytes that any row needs which swaps; below, a disk counts as full (``launch.scratch.disk_is_full``)."""
+_NOT_A_DISK = {"tmpfs": "memory", "ramfs": "memory", "overlay": "a container's overlay"}
+_NETWORK = ("nfs", "nfs4", "cifs", "smb3", "lustre", "fuse", "ceph", "9p", "virtiofs")
 _SLOW_BYTES_PER_SECOND = from_gb(5.0)
 _LEAST_BYTES, _MOST_BYTES = 64 * 2**20, 2**30
 _SECONDS_EACH_WAY = 5.0
@@ -33,12 +38,69 @@ _TIMEOUT_SECONDS = 120.0
 _ALIGNMENT_BYTES = 4096
 
 
+def check_nvme_path(path: Path) -> str | None:
+    """Checks the folder for swapping; sweeps what dead runs left in it. Returns a caveat on what it really is.
+
+    Raises PreflightError where it is missing or not writable.
+    """
+    if not path.is_dir():
+        raise PreflightError(f"--nvme-path {path} is not a folder", remedy="create it on the NVMe disk")
+    try:
+        with tempfile.TemporaryFile(dir=path):
+            pass
+    except OSError as error:
+        raise PreflightError(
+            f"--nvme-path {path} cannot be written: {error.strerror}", remedy="give a folder that you may write to"
+        ) from None
+    remove_abandoned_swap(path)
+    kind = file_system(path)
+    if kind in _NOT_A_DISK:
+        return f"--nvme-path is {_NOT_A_DISK[kind]} ({kind}), not an NVMe disk"
+    if kind is not None and kind.startswith(_NETWORK):
+        return f"--nvme-path is on a network or shared file system ({kind}), not a local NVMe disk"
+    return None
+
+
+def lack_of_space(path: Path, choice: ModelChoice) -> str | None:
+    """Why rows that swap to ``path`` cannot run, with the remedy; None where there is room, or the need is unknown."""
+    free = shutil.disk_usage(path).free
+    need = max(swap_bytes(choice), _LEAST_SWAP_BYTES)
+    if free >= need:
+        return None
+    return (
+        f"--nvme-path {path} has {format_bytes(free)} free, and swapping {choice.name} needs about "
+        f"{format_bytes(need)}; free some space, or give another disk"
+    )
+
+
+def swap_bytes(choice: ModelChoice) -> int:
+    """Bytes on disk while training with NVMe offload; 0 where the number of parameters is unknown."""
+    return SWAP_BYTES_PER_PARAMETER * choice.facts.parameters if choice.facts is not None else 0
+
+
+def file_system(path: Path) -> str | None:
+    """The type of the file system that holds ``path`` (/proc/self/mountinfo, proc(5))."""
+    target = str(path.resolve())
+    best, kind = "", None
+    try:
+        lines = Path("/proc/self/mountinfo").read_text().splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        fields, _, rest = line.partition(" - ")
+        mount = fields.split()[4].replace("\\040", " ")
+        inside = target == mount or target.startswith(mount.rstrip("/") + "/")
+        if inside and len(mount) >= len(best):
+            best, kind = mount, rest.split()[0]
+    return kind
+
+
 def check(machine: Machine, path: Path) -> Iterator[Finding]:
     """All but the speed. Raises PreflightError where the folder cannot be used at all."""
     if path.exists() and not path.is_dir():
         raise PreflightError(f"--nvme-path {path} is a file, not a folder", remedy="give a folder on the NVMe disk")
-    caveat = rank_environment.check_nvme_path(path)
-    kind = rank_environment.file_system(path)
+    caveat = check_nvme_path(path)
+    kind = file_system(path)
     if caveat is not None:
         yield warning("NVMe path", caveat, "give a folder on a local NVMe disk")
     elif kind is None:

@@ -3,8 +3,8 @@
 The other modules of this package hold the checks, one module per subject; ``cli/doctor.py`` prints them. Only this
 node is checked, even if a hostfile names others.
 
-What ``preflight`` and ``ops`` check is called, not repeated: the folder for NVMe offload with its space and file
-system (``preflight.check_nvme_path``), builds and stale locks (``ops.prepare_ops``, ``ops.stale_locks``).
+What ``nvme`` and ``launch.ops`` check is called, not repeated: the folder for NVMe offload with its space and file
+system (``nvme.check_nvme_path``), builds and stale locks (``ops.prepare_ops``, ``ops.stale_locks``).
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def for_plan(
     """What could stop these configurations here: the doctor's findings without builds, speed or the Hub; 0.2 s.
 
     ``configs``: DeepSpeed's, one per row, of the rows that will be tried. ``need_host_bytes``: predicted for this
-    node. ``lacks_space``: ``preflight.lack_of_space`` of the plan. What only some rows need is a warning: those rows
+    node. ``lacks_space``: ``nvme.lack_of_space`` of the plan. What only some rows need is a warning: those rows
     then say Unsupported, and the others run.
     """
     machine = Machine() if machine is None else machine

@@ -1,98 +1,32 @@
-"""What must be so before the first trial: the NVMe path, its space, the ops, other users of the card."""
+"""What every rank needs before the first trial: its environment variables, and DeepSpeed's ops built."""
 
 from __future__ import annotations
 
 import os
 import pwd
-import shutil
 import sys
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from ..config import deepspeed_config
 from ..config.spec import Placement
-from ..errors import PreflightError
-from ..models.lookup import ModelChoice
-from ..plan import Draft
 from ..system import gpus, host_memory
 from ..system.processes import import_variables
-from ..units import format_bytes
 from . import ops
-from .scratch import remove_abandoned_swap
 
-_NOT_A_DISK = {"tmpfs": "memory", "ramfs": "memory", "overlay": "a container's overlay"}
 _WAIT_VARIABLES = {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"}
 """Of OpenMP 5, GNU's runtime (in torch's wheels) and Intel's and LLVM's; all three obey the first."""
-_NETWORK = ("nfs", "nfs4", "cifs", "smb3", "lustre", "fuse", "ceph", "9p", "virtiofs")
-
-
-def check_nvme_path(path: Path) -> str | None:
-    """Checks the folder for swapping; sweeps what dead runs left in it. Returns a caveat on what it really is.
-
-    Raises PreflightError where it is missing or not writable.
-    """
-    if not path.is_dir():
-        raise PreflightError(f"--nvme-path {path} is not a folder", remedy="create it on the NVMe disk")
-    try:
-        with tempfile.TemporaryFile(dir=path):
-            pass
-    except OSError as error:
-        raise PreflightError(
-            f"--nvme-path {path} cannot be written: {error.strerror}", remedy="give a folder that you may write to"
-        ) from None
-    remove_abandoned_swap(path)
-    kind = file_system(path)
-    if kind in _NOT_A_DISK:
-        return f"--nvme-path is {_NOT_A_DISK[kind]} ({kind}), not an NVMe disk"
-    if kind is not None and kind.startswith(_NETWORK):
-        return f"--nvme-path is on a network or shared file system ({kind}), not a local NVMe disk"
-    return None
-
-
-_LEAST_SWAP_BYTES = 8 * 2**20
-"""Free bytes that any row needs which swaps; below, a disk counts as full (``launch.scratch.disk_is_full``)."""
-
-
-def lack_of_space(path: Path, choice: ModelChoice) -> str | None:
-    """Why rows that swap to ``path`` cannot run, with the remedy; None where there is room, or the need is unknown."""
-    free = shutil.disk_usage(path).free
-    need = max(swap_bytes(choice), _LEAST_SWAP_BYTES)
-    if free >= need:
-        return None
-    return (
-        f"--nvme-path {path} has {format_bytes(free)} free, and swapping {choice.name} needs about "
-        f"{format_bytes(need)}; free some space, or give another disk"
-    )
-
-
-def swap_bytes(choice: ModelChoice) -> int:
-    """Bytes on disk while training: fp32 weight, gradient and two moments (16) and 16-bit weight (2) per parameter."""
-    return 18 * choice.facts.parameters if choice.facts is not None else 0
-
-
-def file_system(path: Path) -> str | None:
-    """The type of the file system that holds ``path`` (/proc/self/mountinfo, proc(5))."""
-    target = str(path.resolve())
-    best, kind = "", None
-    try:
-        lines = Path("/proc/self/mountinfo").read_text().splitlines()
-    except OSError:
-        return None
-    for line in lines:
-        fields, _, rest = line.partition(" - ")
-        mount = fields.split()[4].replace("\\040", " ")
-        inside = target == mount or target.startswith(mount.rstrip("/") + "/")
-        if inside and len(mount) >= len(best):
-            best, kind = mount, rest.split()[0]
-    return kind
 
 
 def build_ops(
-    placement: Placement, drafts: Sequence[Draft], base_environment: Mapping[str, str], say: Callable[[str], None]
+    placement: Placement,
+    configs: Sequence[Mapping[str, Any]],
+    base_environment: Mapping[str, str],
+    say: Callable[[str], None],
 ) -> dict[str, ops.OpState]:
-    """The state of every op that the drafts need, built ahead where it can be."""
-    runnable = [draft.config for draft in drafts if deepspeed_config.refusal(draft.config, placement) is None]
+    """The state of every op that these DeepSpeed configurations need, built ahead where it can be."""
+    runnable = [config for config in configs if deepspeed_config.refusal(config, placement) is None]
     names = ops.needed_ops(placement.accelerator, runnable)
     if placement.accelerator == "cuda":
         names += ops.fused_ops(runnable)

@@ -17,15 +17,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ..analysis.comparison import StrategyResult
 from ..config import deepspeed_config
 from ..config.deepspeed_config import Config
+from ..config.options import Options
 from ..config.placement import read_hostfile
 from ..config.spec import Placement
 from ..errors import UsageError
+from ..recommend import recommendation
 from ..records.rank_files import write_json, write_text
 from ..records.schema import TrialRecord
 from ..system.environment import Environment
 from . import export_readme
+from .comparison_report import Answer
 
 RAW_FILE = "ds_config.json"
 TRAINER_FILE = "ds_config_trainer.json"
@@ -67,6 +71,27 @@ def write_exports(
     except ValueError as error:  # json's for NaN and infinities; mkdir's for a NUL in the name
         raise UsageError(f"cannot export this row: {error}", remedy="mend the value or the folder's name") from None
     return [folder / name for name in (RAW_FILE, TRAINER_FILE, ACCELERATE_FILE, YAML_FILE, README_FILE)]
+
+
+def write_configuration(options: Options, answer: Answer, run_folder: Path, environment: Environment) -> Path | None:
+    """The recommended row's configuration, or that of ``--export``, ready to be used; its folder, None without one."""
+    row = _asked(options, answer) if options.export else answer.chosen
+    if row is None:
+        return None
+    folder = run_folder / (f"export_{row.strategy.name}" if options.export else "recommended")
+    folder.mkdir(exist_ok=True)
+    doubt = None
+    if not options.export and not answer.recommendation.decided:
+        doubt = recommendation.lines(answer.recommendation, answer.goal)[0]
+    write_exports((row.successes or row.summaries)[-1].record, folder, environment, doubt)
+    if not options.export:
+        write_json(folder / "recommendation.json", answer.recommendation_facts())
+    return folder
+
+
+def _asked(options: Options, answer: Answer) -> StrategyResult | None:
+    """None where an interruption came before that row."""
+    return next((row for row in answer.comparison.results if row.strategy.name == options.export), None)
 
 
 def raw_config(record: TrialRecord) -> Config:

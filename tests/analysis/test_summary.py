@@ -16,7 +16,7 @@ from ds_bench.analysis import flat_cells, flat_reader
 from ds_bench.analysis.caveats import Caveat, CaveatKind, note
 from ds_bench.analysis.flat_rows import flat_rows, with_comparison
 from ds_bench.analysis.summary import Summary, compare_losses, summarise
-from ds_bench.launch import rank_environment
+from ds_bench.doctor import nvme
 from ds_bench.models.presets import find_preset
 from ds_bench.records.schema import RankMeasurement, TrialRecord
 from tests.support import fakes
@@ -506,11 +506,11 @@ def test_what_was_written_beside_a_record_is_typed(text: str, kind: CaveatKind, 
 
 
 def test_the_texts_of_plan_that_are_recognised_are_those_that_plan_writes() -> None:
-    """Guards the test above: the words are plan's and preflight's, and may change there."""
-    sources = "".join(Path(module.__file__ or "").read_text(encoding="utf-8") for module in (plan, rank_environment))
+    """Guards the test above: the words are those of plan and doctor.nvme, and may change there."""
+    sources = "".join(Path(module.__file__ or "").read_text(encoding="utf-8") for module in (plan, nvme))
     for words in ("torch's AdamW instead of", '"optimizer offload"', '"parameter offload"', "ran {what}"):
         assert words in sources
-    assert rank_environment._NOT_A_DISK["tmpfs"] == "memory"
+    assert nvme._NOT_A_DISK["tmpfs"] == "memory"
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,6 @@ import pytest
 
 from ds_bench.doctor import nvme
 from ds_bench.doctor.findings import Finding, Machine, attempt
-from ds_bench.launch import rank_environment
-from ds_bench.models import lookup, presets
 
 MIB, GB = 2**20, 2**30
 AIO = {"block_size": MIB, "queue_depth": 8, "intra_op_parallelism": 1}
@@ -48,7 +46,7 @@ def made_up(root: Path, path: Path, name: str, *, partition: str = "", rotationa
 
 
 def test_a_real_folder_on_a_disk_can_be_used(tmp_path: Path) -> None:
-    if rank_environment.file_system(tmp_path) in ("tmpfs", "ramfs"):
+    if nvme.file_system(tmp_path) in ("tmpfs", "ramfs"):
         pytest.skip("temporary folders of this machine lie in memory")
     found = looked(tmp_path)
     assert "problem" not in {each.level for each in found.values()}
@@ -121,13 +119,6 @@ def test_a_file_system_without_direct_io_is_a_problem(tmp_path: Path, monkeypatc
     found = looked(tmp_path)["direct I/O"]
     assert found.level == "problem"
     assert "O_DIRECT" in found.text
-
-
-def test_room_is_counted_as_the_plans_own_check_counts_it() -> None:
-    facts = presets.find_preset("gpt2")
-    assert facts is not None
-    choice = lookup.ModelChoice(name="gpt2", source="preset", config={}, facts=facts)
-    assert rank_environment.swap_bytes(choice) == nvme.SWAP_BYTES_PER_PARAMETER * facts.parameters
 
 
 # ------------------------------------------------------------------ the device
