@@ -1,6 +1,7 @@
-"""``python -m ds_bench VERB``, also installed as ``ds-compare``.
+"""``python -m ds_bench COMMAND``, also installed as ``ds-compare``: the flags of every command.
 
-Each verb is one function here that reads its flags and calls the module that does the work, imported only then.
+Each command has one function that adds its flags and one that calls the module of its name. That module is imported
+only when its command runs, so that ``--help`` stays fast.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ try:
     from .. import __version__
     from ..config.options import FAIL_ON, FAIL_ON_DEFAULT, GOALS
     from ..config.spec import PRECISIONS
+    from ..config.strategies import OFFLOAD_NAMES, ZERO_STAGES
     from ..errors import DsBenchError
     from ..system import terminal
     from .argument_types import Parser, fraction, names_of, positive, whole
@@ -22,17 +24,17 @@ except KeyboardInterrupt:  # Ctrl-C while this is loaded
     print("interrupted", file=sys.stderr)
     sys.exit(130)
 
-Verb = Callable[[argparse.Namespace], int]
+Command = Callable[[argparse.Namespace], int]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one verb and returns its exit code."""
+    """Runs one command and returns its exit code."""
     terminal.have_streams()
     try:
         values = build_parser().parse_args(arguments)
-        verb: Verb = values.run
+        command: Command = values.run
         with terminal.pipe_may_close():
-            return verb(values)
+            return command(values)
     except DsBenchError as error:
         terminal.print_text(f"ds_bench: {error}", sys.stderr)
         return error.exit_code
@@ -45,21 +47,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser of all verbs; ``run`` of what it gives is the verb's function."""
+    """The parser of all commands; ``run`` of the parsed arguments is the function of the command."""
     parser = Parser(prog="ds_bench", description="Which DeepSpeed configuration should I train with?")
     parser.add_argument("--version", action="version", version=__version__)
-    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB", parser_class=Parser)
-    _add_plan(verbs.add_parser("plan", help="predict each strategy's memory, without a GPU and without running"))
-    _add_doctor(verbs.add_parser("doctor", help="is this machine ready? each check with what mends it"))
-    _add_report(verbs.add_parser("report", help="show results again, several together, as text, HTML or plots"))
-    _add_compare(verbs.add_parser("compare", help="two results row by row, before and after a change"))
-    _add_baseline(verbs.add_parser("baseline", help="keep results as baselines; check others against them"))
-    _add_advice(verbs.add_parser("advice", help="when to use each strategy, and what it saves this model, by formula"))
-    verbs.add_parser("models", help="list the built-in models with their counted parameters").set_defaults(run=_models)
-    verbs.add_parser("ops", help="build the DeepSpeed ops that comparisons use, ahead of time").set_defaults(run=_ops)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=Parser)
+    _add_plan(commands.add_parser("plan", help="predict each strategy's memory, without a GPU and without running"))
+    _add_doctor(commands.add_parser("doctor", help="is this machine ready? each check with its remedy"))
+    _add_report(commands.add_parser("report", help="show results again, several together, as text, HTML or plots"))
+    _add_compare(commands.add_parser("compare", help="two results row by row, before and after a change"))
+    _add_baseline(commands.add_parser("baseline", help="keep results as baselines; check others against them"))
+    _add_advice(
+        commands.add_parser("advice", help="when to use each strategy, and what it saves this model, by formula")
+    )
+    commands.add_parser("models", help="list the built-in models with their counted parameters").set_defaults(
+        run=_models
+    )
+    commands.add_parser("ops", help="build the DeepSpeed ops that comparisons use, ahead of time").set_defaults(
+        run=_ops
+    )
     return parser
 
 
+PREDICTED_STRATEGIES = (*(strategy.name for strategy in ZERO_STAGES.values()), *OFFLOAD_NAMES[1:])
+"""Values of ``plan --strategies``, in the order of the table; ``none``, which is ``zero3``, is left out."""
 _RESULT = "a run folder, its records.jsonl, or a zero_comparison_*.json or offload_comparison_*.json"
 
 
@@ -114,8 +124,7 @@ def _add_baseline(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_plan(parser: argparse.ArgumentParser) -> None:
-    from .plan import CATALOGUE
-
+    parser.usage = "%(prog)s [--model NAME] [--num-gpus N] [--gpu CARD] [options]"
     add = parser.add_argument
     add("--model", default="gpt2", metavar="NAME", help="preset, local path, or with --online a Hub name")
     add("--num-gpus", type=whole(1), default=1, metavar="N", help="in the whole job (default: 1)")
@@ -127,7 +136,7 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     add("--grad-accum", type=whole(1), default=1, metavar="N", help="default: 1")
     add("--precision", choices=PRECISIONS, default="bf16", help="default: bf16")
     add("--activation-checkpointing", action="store_true", help="recompute activations in the backward pass")
-    add("--strategies", nargs="+", choices=("all", *CATALOGUE), default=["all"], help="default: all")
+    add("--strategies", nargs="+", choices=("all", *PREDICTED_STRATEGIES), default=["all"], help="default: all")
     add("--min-gpus", action="store_true", help="how many GPUs each strategy needs")
     add("--max-batch", action="store_true", help="the largest micro-batch of each strategy")
     add("--online", action="store_true", help="ask the Hub for a model that is neither a preset nor a folder")
@@ -137,11 +146,11 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
 
 
 def _plan(values: argparse.Namespace) -> int:
-    from .plan import CATALOGUE, PlanOptions, plan_command
+    from .plan import PlanOptions, plan_command
 
-    given = {name: value for name, value in vars(values).items() if name not in ("verb", "run")}
-    names = tuple(CATALOGUE) if "all" in values.strategies else tuple(dict.fromkeys(values.strategies))
-    return plan_command(PlanOptions(**{**given, "strategies": names}))
+    flags = {name: value for name, value in vars(values).items() if name not in ("command", "run")}
+    names = PREDICTED_STRATEGIES if "all" in values.strategies else tuple(dict.fromkeys(values.strategies))
+    return plan_command(PlanOptions(**{**flags, "strategies": names}))
 
 
 def _add_doctor(parser: argparse.ArgumentParser) -> None:

@@ -1,6 +1,7 @@
-"""The verb ``plan``: what every strategy would take of each GPU, of host memory and of NVMe, before anything runs.
+"""The command ``plan``: memory that every strategy needs per GPU, of the host and of NVMe, predicted and not measured.
 
-Runs nothing and, unless told to, downloads nothing. The figures are ``memory``'s; here they become rows and text.
+Runs nothing, and downloads nothing without ``--online``. The figures come from ``prediction/``; here they become rows
+and text.
 """
 
 from __future__ import annotations
@@ -21,20 +22,15 @@ from ..prediction.model_profile import ModelProfile
 from ..prediction.what_if import Question
 from ..system import devices, terminal
 
-CATALOGUE: dict[str, Strategy] = {
-    **{strategy.name: strategy for strategy in ZERO_STAGES.values()},
-    **{name: offload_strategy(name) for name in ("cpu_optimizer", "cpu_full", "nvme")},
-}
-"""What ``--strategies`` takes, in the order of the table."""
-_MOST_TOKENS = 2**40
-"""Tokens of one micro-batch beyond which a request is a slip of the hand."""
-_MOST_GPUS = 100_000
-"""Of one job, likewise."""
+_MAX_TOKENS = 2**40
+"""Tokens of one micro-batch; more is taken for a typing error."""
+_MAX_GPUS = 100_000
+"""GPUs of one job; more is taken for a typing error."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanOptions:
-    """What ``plan`` was asked; field names are those of the flags."""
+    """Flags of ``plan``; the fields have the flags' names."""
 
     model: str
     num_gpus: int
@@ -56,44 +52,49 @@ class PlanOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
-    """One strategy."""
+class PlanRow:
+    """Prediction for one strategy."""
 
     strategy: Strategy
     prediction: Prediction
     verdict: str
     change: str | None
-    """The smallest change that would make it fit; None where it fits, or where none does."""
+    """The smallest change that would make it fit; None if it fits already, or if no change makes it fit."""
     change_host_bytes: int | None = None
-    """Host memory per node that it then takes; None where it does not offload."""
+    """Host memory per node with that change, in bytes; None if the changed strategy does not offload."""
     decisive_tiers: tuple[str, ...] = ()
-    """``gpu`` and ``host``: what the verdict is due to; empty where it fits."""
+    """The memories that decide the verdict, ``gpu`` and ``host``; empty if it fits."""
     min_gpus: int | None = None
-    """None where not asked, or where no number of GPUs helps."""
+    """None without ``--min-gpus``, or if no number of GPUs is enough."""
     max_batch: int | None = None
-    """None where not asked, or where one sequence does not fit."""
+    """None without ``--max-batch``, or if one sequence does not fit."""
     deepspeed: deepspeed_estimator.Estimate | None = None
-    """DeepSpeed's own estimator's figures; None for what it does not know."""
+    """Figures of DeepSpeed's own estimator; None for a case that it does not cover."""
 
 
 def plan_command(options: PlanOptions) -> int:
     """Prints the table. Returns 0; raises UsageError."""
     capacity = devices.capacity(options.gpu)
-    question = _question(options)
-    rows = [_row(options, replace(question, strategy=CATALOGUE[name]), capacity) for name in options.strategies]
+    question = _planned_trial(options)
+    rows = [_row(options, replace(question, strategy=_strategy(name)), capacity) for name in options.strategies]
     if options.json:
-        terminal.print_json(json.dumps([_plain(row) for row in rows], indent=1, allow_nan=False))
+        terminal.print_json(json.dumps([_json_entry(row) for row in rows], indent=1, allow_nan=False))
         return 0
     for line in lines(options, question, capacity, rows):
         terminal.print_text(line)
     return 0
 
 
-def _question(options: PlanOptions) -> Question:
-    if options.batch_size * (options.seq_length or 1) > _MOST_TOKENS:
+def _strategy(name: str) -> Strategy:
+    stages = {strategy.name: strategy for strategy in ZERO_STAGES.values()}
+    return stages.get(name) or offload_strategy(name)
+
+
+def _planned_trial(options: PlanOptions) -> Question:
+    if options.batch_size * (options.seq_length or 1) > _MAX_TOKENS:
         raise UsageError(f"--batch-size {options.batch_size} is beyond any memory", remedy="give a smaller one")
-    if options.num_gpus > _MOST_GPUS:
-        raise UsageError(f"--num-gpus {options.num_gpus} is beyond any job", remedy=f"give {_MOST_GPUS} or fewer")
+    if options.num_gpus > _MAX_GPUS:
+        raise UsageError(f"--num-gpus {options.num_gpus} is beyond any job", remedy=f"give {_MAX_GPUS} or fewer")
     choice = find_model(
         options.model,
         factory=False,
@@ -113,34 +114,32 @@ def _question(options: PlanOptions) -> Question:
         precision=options.precision,
         activation_checkpointing=options.activation_checkpointing,
     )
-    place = Placement(accelerator="cuda", num_gpus=options.num_gpus, nvme_path="/nvme")
-    strategy = ZERO_STAGES[0]
     return Question(
         profile=profile,
         workload=workload,
-        placement=place,
-        strategy=strategy,
+        placement=Placement(accelerator="cuda", num_gpus=options.num_gpus, nvme_path="/nvme"),
+        strategy=ZERO_STAGES[0],
         ranks_per_node=options.gpus_per_node or 8,
     )
 
 
 def _profile(choice: ModelChoice, options: PlanOptions) -> ModelProfile:
     length = plan.seq_length(options.seq_length, choice)
-    found = trial_predictions.profile(choice, length, "cuda", trust_remote_code=options.trust_remote_code)
-    if isinstance(found, trial_predictions.Unpredicted):
-        raise UsageError(f"--model {choice.name}: {found.reason}", remedy="measure it: zero_stage_comparison.py")
-    return found
+    profile = trial_predictions.profile(choice, length, "cuda", trust_remote_code=options.trust_remote_code)
+    if isinstance(profile, trial_predictions.Unpredicted):
+        raise UsageError(f"--model {choice.name}: {profile.reason}", remedy="measure it: zero_stage_comparison.py")
+    return profile
 
 
 def _host_capacity(options: PlanOptions) -> int | None:
     return None if options.host_memory is None else units.from_gb(options.host_memory)
 
 
-def _row(options: PlanOptions, question: Question, capacity: int) -> Row:
+def _row(options: PlanOptions, question: Question, capacity: int) -> PlanRow:
     host = _host_capacity(options)
     prediction = question.answer()
     change = what_if.smallest_change(question, capacity, host)
-    return Row(
+    return PlanRow(
         strategy=question.strategy,
         prediction=prediction,
         verdict=prediction.verdict(capacity, host),
@@ -164,8 +163,8 @@ def _offloads(strategy: Strategy) -> bool:
     return strategy.offloads_optimizer or strategy.offload_param != "none"
 
 
-def _plain(row: Row) -> dict[str, Any]:
-    """For machines: bytes, unrounded."""
+def _json_entry(row: PlanRow) -> dict[str, Any]:
+    """The row for ``--json``: bytes, not rounded."""
     return {
         "strategy": row.strategy.name,
         "stage": row.strategy.stage,
@@ -197,7 +196,7 @@ _CATEGORIES = (
 """Heading → categories of the prediction, per GPU at its fullest moment, GB."""
 
 
-def lines(options: PlanOptions, question: Question, capacity: int, rows: Sequence[Row]) -> Iterator[str]:
+def lines(options: PlanOptions, question: Question, capacity: int, rows: Sequence[PlanRow]) -> Iterator[str]:
     """The table and what must be known to read it."""
     work, profile, host = question.workload, question.profile, _host_capacity(options)
     yield (
@@ -212,20 +211,23 @@ def lines(options: PlanOptions, question: Question, capacity: int, rows: Sequenc
     yield from _aligned([_headings(options), *(_cells(options, row) for row in rows)])
     yield ""
     for row in rows:
-        yield f"{row.strategy.label}: {_in_words(row, host)}"
+        yield f"{row.strategy.label}: {_verdict_text(row, host)}"
     yield ""
     yield from _notes(options, question)
 
 
 def _headings(options: PlanOptions) -> list[str]:
-    asked = [("GPUs needed", options.min_gpus), ("largest batch", options.max_batch)]
-    extra = [heading for heading, wanted in asked if wanted]
+    optional = [("GPUs needed", options.min_gpus), ("largest batch", options.max_batch)]
+    extra = [heading for heading, wanted in optional if wanted]
     names = [heading for heading, _ in _CATEGORIES]
-    return ["Strategy", "Verdict", "GPU GB", *names, "Host GB", "NVMe GB", "DS says", *extra]
+    return ["Strategy", "Verdict", "GPU GB", *names, "Host GB", "NVMe GB", "DeepSpeed est.", *extra]
 
 
-def _cells(options: PlanOptions, row: Row) -> list[str]:
-    asked = [(units.format_count(row.min_gpus), options.min_gpus), (_largest(row.max_batch), options.max_batch)]
+def _cells(options: PlanOptions, row: PlanRow) -> list[str]:
+    optional = [
+        (units.format_count(row.min_gpus), options.min_gpus),
+        (_max_batch_text(row.max_batch), options.max_batch),
+    ]
     return [
         row.strategy.label,
         row.verdict,
@@ -234,7 +236,7 @@ def _cells(options: PlanOptions, row: Row) -> list[str]:
         units.format_gb(row.prediction.host_bytes),
         units.format_gb(row.prediction.nvme_bytes or None),
         units.format_gb(row.deepspeed.gpu_bytes if row.deepspeed else None),
-        *(text for text, wanted in asked if wanted),
+        *(text for text, wanted in optional if wanted),
     ]
 
 
@@ -243,8 +245,8 @@ def _cell(prediction: Prediction, names: Sequence[str]) -> str:
     return units.MISSING if unknown else units.format_gb(sum(prediction.gpu.get(name, 0) for name in names))
 
 
-def _largest(batch: int | None) -> str:
-    """The search ends at a limit, beyond which nobody looked."""
+def _max_batch_text(batch: int | None) -> str:
+    """A batch at the limit of the search is shown with ``≥``: larger ones were not tried."""
     return f"{'≥ ' if batch == what_if.LARGEST_BATCH else ''}{units.format_count(batch)}"
 
 
@@ -259,10 +261,12 @@ def _aligned(table: Sequence[Sequence[str]]) -> Iterator[str]:
         yield "  ".join(cells).rstrip()
 
 
-def _in_words(row: Row, host: int | None) -> str:
+def _verdict_text(row: PlanRow, host: int | None) -> str:
     if row.prediction.unknown is not None:
         return f"{row.verdict}, activations not counted in the figures: {row.prediction.unknown}"
-    text = row.verdict + "; and".join(_most(row, tier, host) for tier in row.decisive_tiers or ("gpu",))
+    text = row.verdict + "; and".join(
+        _largest_category_text(row, tier, host) for tier in row.decisive_tiers or ("gpu",)
+    )
     if row.verdict != DOES_NOT_FIT:
         return text
     needs = f" ({units.format_bytes(row.change_host_bytes)} of host memory per node)" if row.change_host_bytes else ""
@@ -271,12 +275,12 @@ def _in_words(row: Row, host: int | None) -> str:
     )
 
 
-def _most(row: Row, tier: str, host: int | None) -> str:
+def _largest_category_text(row: PlanRow, tier: str, host: int | None) -> str:
     name, size = row.prediction.biggest_in(tier)
-    most = f"most is {name.replace('_', ' ')} ({units.format_bytes(size)})"
+    largest = f"most is {name.replace('_', ' ')} ({units.format_bytes(size)})"
     if tier == "gpu":
-        return f"; {most}"
-    return f" in host memory: {units.format_bytes(row.prediction.host_bytes)} of {units.format_bytes(host)}, {most}"
+        return f"; {largest}"
+    return f" in host memory: {units.format_bytes(row.prediction.host_bytes)} of {units.format_bytes(host)}, {largest}"
 
 
 def _notes(options: PlanOptions, question: Question) -> Iterator[str]:
@@ -294,4 +298,4 @@ def _notes(options: PlanOptions, question: Question) -> Iterator[str]:
         )
     if options.min_gpus:
         yield f"GPUs needed: above one node whole nodes of {question.ranks_per_node}, or those given where they do."
-    yield f"DS says: {deepspeed_estimator.WHY_THEY_DIFFER}"
+    yield f"DeepSpeed est.: {deepspeed_estimator.WHY_THEY_DIFFER}"

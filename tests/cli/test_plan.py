@@ -27,7 +27,7 @@ def test_the_line_of_the_readme_gives_a_row_for_every_strategy(capsys: pytest.Ca
         assert f"\n{label}" in out
     assert "does not fit" in out
     assert "activation checkpointing" in out  # the change that would make it fit
-    assert "DS says" in out
+    assert "DeepSpeed est." in out
 
 
 def test_totals_are_the_sums_of_their_categories(capsys: pytest.CaptureFixture[str]) -> None:
