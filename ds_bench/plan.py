@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from .config import deepspeed_config, known_keys, strategies, validation
+from .config import deepspeed_config, overrides, strategies, validation
 from .config.options import Options
 from .config.placement import choose_precision
 from .config.placement import decide as decide_placement
@@ -186,14 +186,14 @@ def draft_of(
     strategy: Strategy, batch_size: int, options: Options, make_config: MakeConfig, policy: BatchPolicy = "given"
 ) -> Draft:
     """One strategy's, at this micro-batch."""
-    layers = [_overlay_file(options.ds_config), *map(deepspeed_config.parse_set, options.set)]
+    layers = [_overlay_file(options.ds_config), *map(overrides.parse_set, options.set)]
     config = make_config(strategy, batch_size, options.grad_accum)
     if not isinstance(config, dict):
         raise UsageError(f"create_deepspeed_config returned {type(config).__name__}", remedy="return a dict")
     if options.optimizer is not None:
         config = deepspeed_config.with_optimizer(config, options.optimizer)
     config = _filled_in(_plain(_overlaid(config, layers)), strategy, batch_size, options.grad_accum)
-    known_keys.check_keys(config)
+    validation.check_keys(config)
     _check_stage(strategy, config)
     return Draft(strategy=strategy, config=config, batch_size=batch_size, batch_policy=policy)
 
@@ -225,7 +225,7 @@ def _overlaid(config: Mapping[str, Any], layers: Sequence[Mapping[str, Any]]) ->
     ):
         result.pop("train_batch_size", None)
     for layer in layers:
-        result = deepspeed_config.overlay(result, layer)
+        result = overrides.overlay(result, layer)
     return result
 
 
@@ -292,7 +292,7 @@ def make_trials(
     for repeat in range(options.repeats):
         for position, draft in enumerate(ordered_for_round(wanted, options.seed, repeat)):
             work = replace(asked, batch_size=draft.batch_size, batch_policy=draft.batch_policy)
-            config = deepspeed_config.complete(
+            config = deepspeed_config.complete_config(
                 draft.config, work, placement, torch_adam=torch_adam, largest_parameter=choice.largest_parameter
             )
             name = f"{len(made):02d}_{draft.strategy.name}" + (f"_r{repeat}" if options.repeats > 1 else "")
@@ -309,7 +309,7 @@ def make_trials(
                     or (lacks_space if deepspeed_config.uses_nvme(config) else None),
                     caveats=(
                         *_known(draft.strategy, work, config, fused, caveats),
-                        *validation.inactive(config, work, placement),
+                        *validation.ineffective_settings(config, work, placement),
                     ),
                 )
             )
@@ -333,11 +333,7 @@ def ordered_for_round(wanted: Sequence[Draft], seed: int, number: int) -> list[D
 
 
 def _refusal(config: Mapping[str, Any], placement: Placement, states: Mapping[str, ops.OpState]) -> str | None:
-    return (
-        deepspeed_config.refusal(config, placement)
-        or validation.refusal(config)
-        or _missing_op(config, placement, states)
-    )
+    return validation.unsupported_reason(config, placement) or _missing_op(config, placement, states)
 
 
 def _missing_op(config: Mapping[str, Any], placement: Placement, states: Mapping[str, ops.OpState]) -> str | None:

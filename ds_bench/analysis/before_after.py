@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..config.minimal_config import knows_config
+from ..config.deepspeed_config import is_full_config
 from ..records.schema import TrialRecord
 from ..system import environment
 from . import comparability, comparison, flat_reader
@@ -163,7 +163,7 @@ def both_have_config_hash(before: StrategyResult, after: StrategyResult) -> bool
 
 
 def _both_have_full_config(before: StrategyResult, after: StrategyResult) -> bool:
-    return all(knows_config(_representative_run(row).record.trial) for row in (before, after))
+    return all(is_full_config(_representative_run(row).record.trial) for row in (before, after))
 
 
 def _name(difference: str) -> str:
@@ -208,7 +208,7 @@ def _changes(before: Summary, after: Summary) -> Iterator[str]:
     optimizers = [record.ranks[0].optimizer_class if record.ranks else "" for record in (a, b)]
     if all(optimizers) and optimizers[0] != optimizers[1]:
         yield f"optimizer {optimizers[0]} against {optimizers[1]}"
-    if not (knows_config(a.trial) and knows_config(b.trial)):
+    if not (is_full_config(a.trial) and is_full_config(b.trial)):
         hashes = before.config_hash, after.config_hash
         if None not in hashes and hashes[0] != hashes[1]:
             yield "the DeepSpeed configuration (its hash alone is known)"

@@ -13,7 +13,7 @@ from typing import Any
 
 from .. import units
 from ..config import strategies
-from ..config.minimal_config import least_config
+from ..config.deepspeed_config import minimal_config
 from ..config.spec import Placement, Strategy, Trial, Workload
 from ..models.presets import ModelFacts, find_preset
 from ..records.schema import SUCCESS, Outcome, RankMeasurement, TrialRecord
@@ -183,7 +183,7 @@ def _trial(row: Mapping[str, Any]) -> Trial:
         strategy=strategy,
         workload=_workload(row),
         placement=_placement(row),
-        ds_config=least_config(strategy),
+        ds_config=minimal_config(strategy),
     )
 
 

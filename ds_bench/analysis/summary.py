@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any
 
-from ..config.minimal_config import hash_config, knows_config
+from ..config.deepspeed_config import hash_config, is_full_config
 from ..models.presets import ModelFacts
 from ..prediction import trial_predictions
 from ..records.schema import RankMeasurement, TrialRecord
@@ -121,7 +121,7 @@ class Summary:
         Equal for equal configurations on any machine. None where the result does not tell the configuration.
         """
         trial = self.record.trial
-        return hash_config(trial.ds_config) if knows_config(trial) else self.flat_config_hash
+        return hash_config(trial.ds_config) if is_full_config(trial) else self.flat_config_hash
 
     @property
     def gpu_fraction(self) -> float | None:

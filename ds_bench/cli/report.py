@@ -15,7 +15,7 @@ from ..analysis import comparison, load_results, merge_results, provenance
 from ..analysis.comparison import StrategyResult
 from ..analysis.merge_results import MergedGroup
 from ..analysis.summary import Summary
-from ..config.minimal_config import knows_config
+from ..config.deepspeed_config import is_full_config
 from ..errors import UsageError
 from ..recommend import recommendation
 from ..records.rank_files import write_text
@@ -207,7 +207,7 @@ def _export(answers: Sequence[Answer], name: str) -> None:
     asked = _called([(entry, row) for entry in answers for row in entry.comparison.results], name)
     for entry, row in asked:
         record = (row.successes or row.summaries)[-1].record
-        if knows_config(record.trial):
+        if is_full_config(record.trial):
             if len(asked) > 1:
                 origin = f"{row.label} of {entry.title} ({', '.join(entry.sources)})"
                 _say(f"--export {name}: {len(asked)} rows are called that; taken from {origin}")

@@ -2,9 +2,8 @@
 
 Two steps. :func:`base_config` makes what the user's script may edit: the batch, the optimizer and
 the ZeRO block for one GPU, every default written out that DeepSpeed has changed between versions.
-:func:`complete` adds what only the run knows: world size, precision, the optimizer that works
-here, NVMe buffers. What DeepSpeed would silently ignore or change is refused by
-:func:`refusal`; a top-level key that it does not know, by ``dskeys``.
+:func:`complete_config` adds what only the run knows: world size, precision, the optimizer that works
+here, NVMe buffers. What DeepSpeed would refuse, ignore or change is found by ``validation``.
 
 Sources: DeepSpeed 0.19.8, ``runtime/zero/config.py``, ``runtime/zero/offload_config.py``,
 ``runtime/config.py``, ``runtime/constants.py``.
@@ -13,18 +12,18 @@ Sources: DeepSpeed 0.19.8, ``runtime/zero/config.py``, ``runtime/zero/offload_co
 from __future__ import annotations
 
 import copy
+import hashlib
 import json
 from collections.abc import Mapping
 from typing import Any
 
 from ..errors import UsageError
-from .spec import Placement, Strategy, Workload
+from .spec import Placement, Strategy, Trial, Workload
 
 Config = dict[str, Any]
 
 OPTIMIZERS = ("AdamW", "Adam", "Adagrad", "Lion", "SGD")
 """What ``--optimizer`` takes."""
-_CPU_OPTIMIZERS = ("adamw", "adam", "adagrad", "lion")
 
 
 def base_config(strategy: Strategy, batch_size: int, grad_accum: int = 1) -> Config:
@@ -72,7 +71,7 @@ def zero_block(strategy: Strategy) -> Config:
     return block
 
 
-def complete(
+def complete_config(
     base: Mapping[str, Any],
     workload: Workload,
     placement: Placement,
@@ -200,57 +199,6 @@ def offload_device(config: Mapping[str, Any], key: str) -> str | None:
     return None if device in (None, "none") else str(device)
 
 
-def refusal(config: Mapping[str, Any], placement: Placement) -> str | None:
-    """Why DeepSpeed would not do what this configuration says; None where it would.
-
-    Every case was read in, or run against, the pinned version: without it the row would show a
-    number for something that did not happen.
-    """
-    stage = config.get("zero_optimization", {}).get("stage", 0)
-    optimizer, params = offload_device(config, "offload_optimizer"), offload_device(config, "offload_param")
-    name = str(config.get("optimizer", {}).get("type", "")).lower()
-    return (
-        _refused_offload(stage, optimizer, params)
-        or _refused_disk(placement, optimizer, params)
-        or _refused_optimizer(name, optimizer, placement)
-        or _refused_precision(config, placement)
-    )
-
-
-def _refused_offload(stage: int, optimizer: str | None, params: str | None) -> str | None:
-    if stage == 0 and (optimizer or params):
-        return "ZeRO stage 0 does not offload (DeepSpeed ignores or rejects it); use stage 1, 2 or 3"
-    if params and stage != 3:
-        return f"parameters are offloaded at stage 3 only; at stage {stage} DeepSpeed ignores it; use --stage 3"
-    if optimizer == "nvme" and stage != 3:
-        return f"stage {stage} with NVMe runs as CPU offload in DeepSpeed (stage_1_and_2.py); use --stage 3"
-    return None
-
-
-def _refused_disk(placement: Placement, *devices: str | None) -> str | None:
-    if "nvme" in devices and placement.nvme_path is None:
-        return "offload to NVMe needs a folder on the disk; add --nvme-path DIR"
-    return None
-
-
-def _refused_optimizer(name: str, offload: str | None, placement: Placement) -> str | None:
-    if offload and name not in _CPU_OPTIMIZERS:
-        return f"optimizer {name!r} has no CPU version in DeepSpeed; use AdamW, Adam, Adagrad or Lion to offload it"
-    if name == "lion" and not offload and placement.accelerator == "cpu":
-        return "FusedLion does not exist for the CPU accelerator; use AdamW, or offload the optimizer"
-    return None
-
-
-def _refused_precision(config: Mapping[str, Any], placement: Placement) -> str | None:
-    enabled = [block for block in ("bf16", "fp16") if config.get(block, {}).get("enabled")]
-    if len(enabled) == 2:
-        return "bf16 and fp16 are both enabled; keep one"
-    for precision in ("bf16", "fp16"):
-        if precision in enabled and precision not in placement.supported_precisions:
-            return f"{precision} is not supported on this {placement.accelerator} device; use --precision fp32"
-    return None
-
-
 def changes_of(config: Mapping[str, Any], strategy: Strategy, workload: Workload, placement: Placement) -> Config:
     """What a completed configuration says that the strategy alone would not have given it; its batch is left out.
 
@@ -260,7 +208,7 @@ def changes_of(config: Mapping[str, Any], strategy: Strategy, workload: Workload
     params = optimizer.get("params") if isinstance(optimizer, Mapping) else None
     torch_adam = bool(params.get("torch_adam")) if isinstance(params, Mapping) else False
     base = base_config(strategy, workload.batch_size, workload.grad_accum)
-    own = complete(base, workload, placement, torch_adam=torch_adam, largest_parameter=None)
+    own = complete_config(base, workload, placement, torch_adam=torch_adam, largest_parameter=None)
     changed = _difference(config, own)
     for key in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
         changed.pop(key, None)
@@ -283,35 +231,29 @@ def _difference(config: Mapping[str, Any], base: Mapping[str, Any]) -> Config:
     return found
 
 
-def overlay(config: Mapping[str, Any], changes: Mapping[str, Any]) -> Config:
-    """``changes`` laid over ``config``, block by block; a value of None removes the key, at any depth."""
-    merged: Config = copy.deepcopy(dict(config))
-    for key, value in changes.items():
-        if value is None:
-            merged.pop(key, None)
-        elif isinstance(value, Mapping):
-            below = merged.get(key)
-            merged[key] = overlay(below if isinstance(below, Mapping) else {}, value)
-        else:
-            merged[key] = copy.deepcopy(value)
-    return merged
+def minimal_config(strategy: Strategy) -> dict[str, Any]:
+    """The stage and the offload devices alone: all that a row of a flat file tells of its configuration.
 
-
-def parse_set(text: str) -> Config:
-    """``a.b=value`` to ``{"a": {"b": value}}``; the value is JSON, or text where it is not.
-
-    Raises UsageError where there is no ``=`` or an empty name.
+    It stands in ``Trial.ds_config`` of such a row. It is not what ran and must not be shown, exported or compared as
+    such (:func:`is_full_config`).
     """
-    path, separator, raw = text.partition("=")
-    names = path.split(".")
-    if not separator or not all(names):
-        raise UsageError(
-            f"--set {text!r} is not key.path=value", remedy="e.g. --set zero_optimization.overlap_comm=false"
-        )
-    try:
-        value: Any = json.loads(raw)
-    except json.JSONDecodeError:
-        value = raw
-    for name in reversed(names):
-        value = {name: value}
-    return dict(value)
+    devices = {"offload_optimizer": strategy.offload_optimizer, "offload_param": strategy.offload_param}
+    offloads = {name: {"device": device} for name, device in devices.items() if device != "none"}
+    return {"zero_optimization": {"stage": strategy.stage, **offloads}}
+
+
+def hash_config(ds_config: Mapping[str, Any]) -> str:
+    """The first 12 hexadecimal digits of the SHA-256 of a DeepSpeed configuration without its ``nvme_path`` folders."""
+    text = json.dumps(_without_folders(ds_config), sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def _without_folders(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _without_folders(inner) for key, inner in value.items() if key != "nvme_path"}
+    return value
+
+
+def is_full_config(trial: Trial) -> bool:
+    """Whether ``ds_config`` is what ran: one that ran has at least its batch and its optimizer besides."""
+    return bool(trial.ds_config) and trial.ds_config != minimal_config(trial.strategy)

@@ -1,20 +1,176 @@
-"""What a user may put into a DeepSpeed configuration and would not get: refused, or said beside the row.
+"""What DeepSpeed or this program refuses, ignores or changes of a configuration, found before anything runs.
 
-DeepSpeed takes each of these without a word. Sources are files of DeepSpeed 0.19.8.
+DeepSpeed accepts most of these silently. An unknown key is a mistake of the user (:func:`check_keys`), a configuration
+that cannot run here makes a row Unsupported (:func:`unsupported_reason`), and a setting without effect becomes a caveat
+(:func:`ineffective_settings`).
+
+Sources: DeepSpeed 0.19.8, ``runtime/config.py``, ``runtime/constants.py``; for nested keys its pydantic models
+(``deepspeed_keys.json``); other files where a text names them.
 """
 
 from __future__ import annotations
 
+import difflib
+import json
 from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
 from typing import Any
 
+from ..errors import UsageError
+from .deepspeed_config import offload_device
 from .spec import Placement, Workload
 
 Config = Mapping[str, Any]
 
+_CPU_OPTIMIZERS = ("adamw", "adam", "adagrad", "lion")
+"""Optimizers that DeepSpeed has a CPU version of."""
 
-def refusal(config: Config) -> str | None:
-    """Why the harness of this program would not do what a block asks for; None where it would."""
+KNOWN_TOP_LEVEL_KEYS = frozenset(
+    {
+        "activation_checkpointing",
+        "aio",
+        "autotuning",
+        "bf16",
+        "check_overflow",
+        "checkpoint",
+        "comet",
+        "comms_logger",
+        "communication_data_type",
+        "compile",
+        "csv_monitor",
+        "data_efficiency",
+        "data_types",
+        "dataloader_drop_last",
+        "disable_allgather",
+        "disable_python_gc",
+        "dump_state",
+        "expert_parallel",
+        "flops_profiler",
+        "fp16",
+        "gradient_accumulation_steps",
+        "gradient_allreduce_op",
+        "gradient_clipping",
+        "gradient_predivide_factor",
+        "hybrid_engine",
+        "log_level",
+        "managed_gradient_accumulation",
+        "memory_breakdown",
+        "optimizer",
+        "pipeline",
+        "prescale_gradients",
+        "scheduler",
+        "seq_parallel_communication_data_type",
+        "sequence_parallel_size",
+        "steps_per_print",
+        "tensor_parallel",
+        "tensorboard",
+        "timers",
+        "torch_autocast",
+        "train_batch_size",
+        "train_micro_batch_size_per_gpu",
+        "use_data_before_expert_parallelism",
+        "vocabulary_size",
+        "wall_clock_breakdown",
+        "wandb",
+        "weight_quantization",
+        "zero_allow_untested_optimizer",
+        "zero_force_ds_cpu_optimizer",
+        "zero_optimization",
+    }
+)
+"""Top-level keys that DeepSpeed 0.19.8 reads; others it accepts and ignores."""
+
+
+_BLOCKS = ("aio", "bf16", "fp16", "optimizer", "timers", "zero_optimization")
+"""Keys of ours and of DeepSpeed's whose value is an object."""
+
+
+@cache
+def _nested_keys() -> dict[str, frozenset[str]]:
+    """Path of a block → its keys, of the blocks in which DeepSpeed refuses others (its pydantic models)."""
+    text = Path(__file__).with_name("deepspeed_keys.json").read_text(encoding="utf-8")
+    return {path: frozenset(keys) for path, keys in json.loads(text).items()}
+
+
+def check_keys(config: Mapping[str, Any]) -> None:
+    """Refuses top-level keys that DeepSpeed would accept and ignore, nested ones that it would refuse, and blocks that
+    are none. Raises UsageError.
+    """
+    for key in config:
+        if key not in KNOWN_TOP_LEVEL_KEYS:
+            near = difflib.get_close_matches(key, KNOWN_TOP_LEVEL_KEYS, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else "DeepSpeed would ignore it silently; remove it"
+            raise UsageError(f"unknown top-level key {key!r} in the DeepSpeed config", remedy=hint)
+    for path, known in _nested_keys().items():
+        block: Any = config
+        for name in path.split("."):
+            block = block.get(name) if isinstance(block, Mapping) else None
+        for key in block if isinstance(block, Mapping) else ():
+            if key not in known:
+                near = difflib.get_close_matches(key, known, n=1)
+                hint = f"did you mean {near[0]!r}?" if near else f"it knows {', '.join(sorted(known))}"
+                raise UsageError(f"DeepSpeed refuses {path}.{key}, which it does not know", remedy=hint)
+    for key in _BLOCKS:
+        if not isinstance(config.get(key, {}), Mapping):
+            problem = f"{key!r} in the DeepSpeed config is {config[key]!r}, not an object"
+            raise UsageError(problem, remedy=f"set a key inside it, like {key}.KEY=VALUE")
+
+
+def unsupported_reason(config: Config, placement: Placement) -> str | None:
+    """Why this configuration would not be run as it says, by DeepSpeed or by this program; None where it would.
+
+    Every case was read in, or run against, the pinned version: without it the row would show a
+    number for something that did not happen.
+    """
+    stage = config.get("zero_optimization", {}).get("stage", 0)
+    optimizer, params = offload_device(config, "offload_optimizer"), offload_device(config, "offload_param")
+    name = str(config.get("optimizer", {}).get("type", "")).lower()
+    return (
+        _refused_offload(stage, optimizer, params)
+        or _refused_disk(placement, optimizer, params)
+        or _refused_optimizer(name, optimizer, placement)
+        or _refused_precision(config, placement)
+        or _refused_block(config)
+    )
+
+
+def _refused_offload(stage: int, optimizer: str | None, params: str | None) -> str | None:
+    if stage == 0 and (optimizer or params):
+        return "ZeRO stage 0 does not offload (DeepSpeed ignores or rejects it); use stage 1, 2 or 3"
+    if params and stage != 3:
+        return f"parameters are offloaded at stage 3 only; at stage {stage} DeepSpeed ignores it; use --stage 3"
+    if optimizer == "nvme" and stage != 3:
+        return f"stage {stage} with NVMe runs as CPU offload in DeepSpeed (stage_1_and_2.py); use --stage 3"
+    return None
+
+
+def _refused_disk(placement: Placement, *devices: str | None) -> str | None:
+    if "nvme" in devices and placement.nvme_path is None:
+        return "offload to NVMe needs a folder on the disk; add --nvme-path DIR"
+    return None
+
+
+def _refused_optimizer(name: str, offload: str | None, placement: Placement) -> str | None:
+    if offload and name not in _CPU_OPTIMIZERS:
+        return f"optimizer {name!r} has no CPU version in DeepSpeed; use AdamW, Adam, Adagrad or Lion to offload it"
+    if name == "lion" and not offload and placement.accelerator == "cpu":
+        return "FusedLion does not exist for the CPU accelerator; use AdamW, or offload the optimizer"
+    return None
+
+
+def _refused_precision(config: Config, placement: Placement) -> str | None:
+    enabled = [block for block in ("bf16", "fp16") if config.get(block, {}).get("enabled")]
+    if len(enabled) == 2:
+        return "bf16 and fp16 are both enabled; keep one"
+    for precision in ("bf16", "fp16"):
+        if precision in enabled and precision not in placement.supported_precisions:
+            return f"{precision} is not supported on this {placement.accelerator} device; use --precision fp32"
+    return None
+
+
+def _refused_block(config: Config) -> str | None:
+    """For blocks that this program does not exercise."""
     compile_block = _block(config, "compile")
     if compile_block.get("deepcompile"):
         return "compile.deepcompile works through engine.compile(), which is not called here; remove the block"
@@ -30,7 +186,7 @@ def refusal(config: Config) -> str | None:
     return None
 
 
-def inactive(config: Config, workload: Workload, placement: Placement) -> list[str]:
+def ineffective_settings(config: Config, workload: Workload, placement: Placement) -> list[str]:
     """Caveats for what is asked for and changes nothing, or slows what is measured."""
     zero = _block(config, "zero_optimization")
     stage, optimizer = zero.get("stage", 0), _block(zero, "offload_optimizer")

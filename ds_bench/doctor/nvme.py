@@ -183,7 +183,7 @@ def check_speed(path: Path, variables: Mapping[str, str]) -> Iterator[Finding]:
 
 def configured_aio(path: Path) -> dict[str, Any]:
     """The ``aio`` block that the nvme strategy trains with."""
-    config = deepspeed_config.complete(
+    config = deepspeed_config.complete_config(
         deepspeed_config.base_config(strategies.offload_strategy("nvme"), 1),
         Workload(model="any", model_source="preset"),
         Placement(accelerator="cpu", nvme_path=str(path)),

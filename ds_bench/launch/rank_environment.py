@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..config import deepspeed_config
+from ..config import validation
 from ..config.spec import Placement
 from ..system import gpus, host_memory
 from ..system.processes import import_variables
@@ -26,7 +26,7 @@ def build_ops(
     say: Callable[[str], None],
 ) -> dict[str, ops.OpState]:
     """The state of every op that these DeepSpeed configurations need, built ahead where it can be."""
-    runnable = [config for config in configs if deepspeed_config.refusal(config, placement) is None]
+    runnable = [config for config in configs if validation.unsupported_reason(config, placement) is None]
     names = ops.needed_ops(placement.accelerator, runnable)
     if placement.accelerator == "cuda":
         names += ops.fused_ops(runnable)

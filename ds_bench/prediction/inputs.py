@@ -61,7 +61,7 @@ class ZeroSettings:
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> ZeroSettings:
-        """Read from a configuration as ``dsconfig.complete`` makes it."""
+        """Read from a configuration as ``deepspeed_config.complete_config`` makes it."""
         zero: Mapping[str, Any] = config.get("zero_optimization") or {}
         optimizer: Mapping[str, Any] = zero.get("offload_optimizer") or {}
         param: Mapping[str, Any] = zero.get("offload_param") or {}

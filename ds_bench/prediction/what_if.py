@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from ..config import deepspeed_config
+from ..config import deepspeed_config, overrides
 from ..config.spec import Placement, Strategy, Workload
 from .memory import DOES_NOT_FIT, FITS, TIGHT, Prediction, predict
 from .model_profile import ModelProfile
@@ -38,13 +38,13 @@ class Question:
     changes: Mapping[str, Any] = field(default_factory=dict)
     """Laid over the strategy's DeepSpeed configuration."""
     torch_adam: bool = False
-    """Whether torch's AdamW steps where the optimizer is not offloaded (``dsconfig.complete``)."""
+    """Whether torch's AdamW steps where the optimizer is not offloaded (``deepspeed_config.complete_config``)."""
 
     def config(self) -> deepspeed_config.Config:
         """The DeepSpeed configuration that the trial would run with."""
         base = deepspeed_config.base_config(self.strategy, self.workload.batch_size, self.workload.grad_accum)
-        return deepspeed_config.complete(
-            deepspeed_config.overlay(base, self.changes),
+        return deepspeed_config.complete_config(
+            overrides.overlay(base, self.changes),
             self.workload,
             self.placement,
             torch_adam=self.torch_adam,
@@ -311,7 +311,7 @@ def _checkpointed(question: Question) -> Question:
 
 
 def _smaller_bucket(changes: Mapping[str, Any]) -> dict[str, Any]:
-    return deepspeed_config.overlay(changes, {"zero_optimization": {"reduce_bucket_size": _SMALL_BUCKET}})
+    return overrides.overlay(changes, {"zero_optimization": {"reduce_bucket_size": _SMALL_BUCKET}})
 
 
 def _stronger(question: Question) -> Iterator[tuple[str, Question]]:

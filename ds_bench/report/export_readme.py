@@ -28,7 +28,7 @@ OWN_KEYS: Config = {
     "wall_clock_breakdown": False,
     "timers": {"throughput": {"enabled": False}},
 }
-"""What ``dsconfig.complete`` adds for the sake of measuring; nothing of it changes what is trained."""
+"""What ``deepspeed_config.complete_config`` adds for the sake of measuring; nothing of it changes what is trained."""
 
 _ON_CPU = {"adagrad": "deepspeed.ops.adagrad.DeepSpeedCPUAdagrad", "lion": "deepspeed.ops.lion.DeepSpeedCPULion"}
 _ON_DEVICE = {

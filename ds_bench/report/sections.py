@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from ..analysis.caveats import Caveat
 from ..analysis.comparison import Comparison, StrategyResult
-from ..config.minimal_config import knows_config
+from ..config.deepspeed_config import is_full_config
 from ..units import MISSING, format_bytes, format_count, format_gb, format_ms, format_percent, format_ratio
 
 NOT_TESTED = "not tested"
@@ -237,6 +237,6 @@ def _of_row(row: StrategyResult) -> list[Doubt]:
 
 def config(row: StrategyResult) -> str | None:
     """The DeepSpeed configuration as JSON; None where the result does not hold it, as a flat JSON does not."""
-    if not row.summaries or not knows_config(trial := row.summaries[-1].record.trial):
+    if not row.summaries or not is_full_config(trial := row.summaries[-1].record.trial):
         return None
     return json.dumps(trial.ds_config, indent=2, ensure_ascii=False, default=str)

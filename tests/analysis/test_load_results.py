@@ -20,7 +20,7 @@ from ds_bench.analysis import flat_cells, flat_reader, load_results
 from ds_bench.analysis.caveats import CaveatKind
 from ds_bench.analysis.flat_rows import COLUMNS, flat_rows
 from ds_bench.analysis.load_results import LoadedResult
-from ds_bench.config.minimal_config import knows_config
+from ds_bench.config.deepspeed_config import is_full_config
 from ds_bench.config.spec import Strategy
 from ds_bench.errors import UsageError
 from ds_bench.records import reader as records
@@ -674,9 +674,9 @@ def test_how_far_a_prediction_was_off_comes_back_from_a_flat_row() -> None:
 def test_a_configuration_is_known_of_a_record_and_not_of_its_flat_row(strategy: Strategy) -> None:
     entry = fakes.success(fakes.trial(strategy))
     (row,) = flat_rows(load_results.summarised([entry]))
-    assert knows_config(entry.trial)
-    assert not knows_config(flat_reader.summary(flat_cells.check(row)).record.trial)
-    assert not knows_config(replace(entry.trial, ds_config={}))
+    assert is_full_config(entry.trial)
+    assert not is_full_config(flat_reader.summary(flat_cells.check(row)).record.trial)
+    assert not is_full_config(replace(entry.trial, ds_config={}))
 
 
 def test_a_flat_row_keeps_what_its_caveats_are_and_whether_they_disqualify_it() -> None:

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_bench.config import deepspeed_config, known_keys, strategies, validation
+from ds_bench.config import deepspeed_config, overrides, strategies, validation
 from ds_bench.config.spec import Placement, Strategy, Workload
 from ds_bench.errors import UsageError
 from tests.support import fakes
@@ -31,7 +31,9 @@ def complete(config: dict[str, Any], **changes: Any) -> dict[str, Any]:
     """``config`` completed as for one CPU rank, with changes to what completes it."""
     of: Workload = changes.pop("of", fakes.workload())
     on: Placement = changes.pop("on", fakes.placement(nvme_path="/mnt/nvme"))
-    return deepspeed_config.complete(config, of, on, **{"torch_adam": True, "largest_parameter": 1000, **changes})
+    return deepspeed_config.complete_config(
+        config, of, on, **{"torch_adam": True, "largest_parameter": 1000, **changes}
+    )
 
 
 def batch(config: dict[str, Any]) -> tuple[int, int, int]:
@@ -173,7 +175,7 @@ def test_a_block_says_what_its_strategy_is(strategy: Strategy) -> None:
 def test_a_config_is_json_and_has_only_keys_that_deepspeed_reads(strategy: Strategy) -> None:
     completed = complete(deepspeed_config.base_config(strategy, 4))
     assert json.loads(json.dumps(completed, allow_nan=False)) == completed
-    known_keys.check_keys(completed)
+    validation.check_keys(completed)
 
 
 def test_stage_0_carries_no_settings_of_a_partition_that_is_none() -> None:
@@ -268,8 +270,8 @@ def test_adam_is_adam_and_not_adamw_under_another_name() -> None:
 
 
 def refusal(strategy: Strategy, on: Placement = CUDA, **changes: Any) -> str | None:
-    config = deepspeed_config.overlay(deepspeed_config.base_config(strategy, 4), changes)
-    return deepspeed_config.refusal(config, on)
+    config = overrides.overlay(deepspeed_config.base_config(strategy, 4), changes)
+    return validation.unsupported_reason(config, on)
 
 
 @pytest.mark.parametrize("strategy", EVERY_STRATEGY, ids=lambda s: s.name)
@@ -354,7 +356,8 @@ def test_a_refusal_ends_with_what_to_do(name: str, stage: int) -> None:
     ids=lambda block: next(iter(block)),
 )
 def test_a_block_that_would_do_nothing_here_is_refused_with_the_remedy(block: dict[str, Any]) -> None:
-    assert "remove" in (validation.refusal(complete({**deepspeed_config.base_config(fakes.zero(3), 4), **block})) or "")
+    config = complete({**deepspeed_config.base_config(fakes.zero(3), 4), **block})
+    assert "remove" in (validation.unsupported_reason(config, CUDA) or "")
 
 
 @pytest.mark.parametrize(
@@ -369,12 +372,15 @@ def test_a_block_that_would_do_nothing_here_is_refused_with_the_remedy(block: di
     ],
 )
 def test_a_block_that_is_switched_off_is_not_refused(block: dict[str, Any]) -> None:
-    assert validation.refusal(complete({**deepspeed_config.base_config(fakes.zero(3), 4), **block})) is None
+    assert (
+        validation.unsupported_reason(complete({**deepspeed_config.base_config(fakes.zero(3), 4), **block}), CUDA)
+        is None
+    )
 
 
 def inactive(strategy: Strategy, on: Placement | None = None, of: Workload | None = None, **changes: Any) -> list[str]:
-    config = complete(deepspeed_config.overlay(deepspeed_config.base_config(strategy, 4), changes))
-    return validation.inactive(config, of or fakes.workload(), on or fakes.placement())
+    config = complete(overrides.overlay(deepspeed_config.base_config(strategy, 4), changes))
+    return validation.ineffective_settings(config, of or fakes.workload(), on or fakes.placement())
 
 
 @pytest.mark.parametrize("strategy", EVERY_STRATEGY, ids=lambda s: s.name)
@@ -425,18 +431,18 @@ def test_what_has_an_effect_after_all_is_not_said() -> None:
 )
 def test_a_misspelt_key_is_refused_with_its_neighbour(typed: str, meant: str) -> None:
     with pytest.raises(UsageError, match=f"unknown top-level key '{typed}'.*did you mean '{meant}'"):
-        known_keys.check_keys({typed: 1})
+        validation.check_keys({typed: 1})
 
 
 def test_a_key_like_none_is_refused_without_a_guess() -> None:
     with pytest.raises(UsageError, match="DeepSpeed would ignore it silently; remove it"):
-        known_keys.check_keys({"qqqqq": 1})
+        validation.check_keys({"qqqqq": 1})
 
 
 @pytest.mark.parametrize(("key", "value"), [("bf16", True), ("optimizer", "SGD"), ("zero_optimization", 3)])
 def test_a_block_that_is_no_object_is_refused_with_the_way_to_write_it(key: str, value: Any) -> None:
     with pytest.raises(UsageError, match=f"'{key}' in the DeepSpeed config is .*, not an object .*{key}.KEY=VALUE"):
-        known_keys.check_keys({key: value})
+        validation.check_keys({key: value})
 
 
 def test_every_key_we_let_through_is_read_somewhere_in_the_installed_deepspeed() -> None:
@@ -445,7 +451,7 @@ def test_every_key_we_let_through_is_read_somewhere_in_the_installed_deepspeed()
     assert spec.submodule_search_locations
     root = Path(spec.submodule_search_locations[0])
     text = "\n".join(path.read_text(encoding="utf-8", errors="replace") for path in root.rglob("*.py"))
-    missing = {key for key in known_keys.KNOWN_TOP_LEVEL_KEYS if f'"{key}"' not in text and f"'{key}'" not in text}
+    missing = {key for key in validation.KNOWN_TOP_LEVEL_KEYS if f'"{key}"' not in text and f"'{key}'" not in text}
     assert missing == set()
 
 
@@ -520,32 +526,32 @@ objects = st.dictionaries(st.sampled_from("abc"), configs, max_size=3)
 @quick
 @given(config=objects, changes=objects)
 def test_an_overlay_is_laid_once_and_for_all(config: dict[str, Any], changes: dict[str, Any]) -> None:
-    once = deepspeed_config.overlay(config, changes)
-    assert deepspeed_config.overlay(once, changes) == once
+    once = overrides.overlay(config, changes)
+    assert overrides.overlay(once, changes) == once
 
 
 @quick
 @given(config=objects)
 def test_an_empty_overlay_changes_nothing(config: dict[str, Any]) -> None:
-    assert deepspeed_config.overlay(config, {}) == config
+    assert overrides.overlay(config, {}) == config
 
 
 @quick
 @given(config=objects, changes=objects)
 def test_an_overlay_leaves_both_of_its_inputs_alone(config: dict[str, Any], changes: dict[str, Any]) -> None:
     before = copy.deepcopy((config, changes))
-    merged = deepspeed_config.overlay(config, changes)
+    merged = overrides.overlay(config, changes)
     merged["a"] = {"written": "later"}
     assert (config, changes) == before
 
 
 def test_a_null_removes_a_key_at_any_depth() -> None:
     config = {"a": {"b": 1, "c": 2}, "d": 3}
-    assert deepspeed_config.overlay(config, {"a": {"b": None}, "d": None}) == {"a": {"c": 2}}
+    assert overrides.overlay(config, {"a": {"b": None}, "d": None}) == {"a": {"c": 2}}
 
 
 def test_a_null_never_enters_a_block_that_was_not_there() -> None:
-    assert deepspeed_config.overlay({"a": 1}, {"aio": {"block_size": None}, "a": {"x": None}}) == {"aio": {}, "a": {}}
+    assert overrides.overlay({"a": 1}, {"aio": {"block_size": None}, "a": {"x": None}}) == {"aio": {}, "a": {}}
 
 
 @pytest.mark.parametrize(
@@ -564,7 +570,7 @@ def test_a_null_never_enters_a_block_that_was_not_there() -> None:
     ],
 )
 def test_a_setting_is_json_and_else_text(text: str, value: Any) -> None:
-    parsed = deepspeed_config.parse_set(text)
+    parsed = overrides.parse_set(text)
     assert parsed == value
     assert json.dumps(parsed) == json.dumps(value)  # 1 and True are equal to Python
 
@@ -572,5 +578,5 @@ def test_a_setting_is_json_and_else_text(text: str, value: Any) -> None:
 @pytest.mark.parametrize("text", ["", "a", "=1", ".a=1", "a.=1", "a..b=1", "."])
 def test_a_setting_without_a_name_or_a_value_is_refused_by_its_text(text: str) -> None:
     with pytest.raises(UsageError, match=r"--set .* is not key\.path=value \(e\.g\. --set") as caught:
-        deepspeed_config.parse_set(text)
+        overrides.parse_set(text)
     assert repr(text) in str(caught.value)

@@ -23,7 +23,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 
-from ds_bench.config import deepspeed_config
+from ds_bench.config import deepspeed_config, overrides
 from ds_bench.config.spec import Placement, Strategy, Trial
 from ds_bench.errors import UsageError
 from ds_bench.launch import rank_environment
@@ -57,8 +57,8 @@ def row(
     base = deepspeed_config.base_config(strategy, of.batch_size, of.grad_accum)
     if optimizer is not None:
         base = deepspeed_config.with_optimizer(base, optimizer)
-    base = deepspeed_config.overlay(base, changes or {})
-    config = deepspeed_config.complete(base, of, on, torch_adam=torch_adam, largest_parameter=1000)
+    base = overrides.overlay(base, changes or {})
+    config = deepspeed_config.complete_config(base, of, on, torch_adam=torch_adam, largest_parameter=1000)
     return Trial(trial_id="t", repeat=0, strategy=strategy, workload=of, placement=on, ds_config=config)
 
 

@@ -67,7 +67,7 @@ def trial(
 ) -> Trial:
     """One trial of ``strategy`` (ZeRO-0 by default) with the configuration that would really be used."""
     strategy, on, of = strategy or zero(0), on or placement(), of or workload()
-    config = deepspeed_config.complete(
+    config = deepspeed_config.complete_config(
         deepspeed_config.base_config(strategy, of.batch_size, of.grad_accum),
         of,
         on,
