@@ -32,7 +32,7 @@ def main() -> int:
         for length, accelerator, dropout in itertools.product(lengths, ("cuda", "cpu"), (None, 0.0)):
             request = model_profile.request_for(facts, length, accelerator=accelerator, dropout=dropout)
             requests[model_profile.request_key(request)] = request
-    answers = model_profile.ask(list(requests.values()), timeout_seconds=3600)
+    answers = model_profile.measure_profiles(list(requests.values()), timeout_seconds=3600)
     failed = [answer["error"] for answer in answers if "error" in answer]
     for text in failed:
         print(text, file=sys.stderr)

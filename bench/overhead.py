@@ -35,7 +35,7 @@ from typing import Any
 import harness
 from harness import BenchError, Run, Setting
 
-from ds_bench.records.rank_files import Beat, read_beat, write_json
+from ds_bench.records.rank_files import Heartbeat, read_beat, write_json
 
 STAGES = (0, 1, 2, 3)
 _TRAINING = ("forward", "backward", "step")
@@ -123,7 +123,7 @@ def cpu_seconds(pid: int) -> float | None:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def slowest_beat(output_dir: Path) -> Beat | None:
+def slowest_beat(output_dir: Path) -> Heartbeat | None:
     """The least advanced rank of the one trial in ``output_dir``; None before every rank has told of itself."""
     beats = [read_beat(path.parent, int(path.stem[4:])) for path in output_dir.glob("runs/*/trials/*/rank*.beat")]
     known = [beat for beat in beats if beat is not None]

@@ -16,7 +16,7 @@ from .plan import Draft, MakeConfig
 from .prediction import trial_predictions
 from .prediction.memory import DOES_NOT_FIT, Prediction
 from .prediction.model_profile import ModelProfile
-from .prediction.trial_predictions import Room, Unpredicted
+from .prediction.trial_predictions import MemoryCapacity, Unpredicted
 from .records import schema
 from .records.run_folder import RunStore
 from .records.schema import TrialRecord
@@ -43,7 +43,7 @@ class Search:
     launcher: Launcher
     store: RunStore
     profile: ModelProfile | Unpredicted
-    room: Room
+    room: MemoryCapacity
     say: Callable[[str], None]
 
     def largest(self, strategy: Strategy) -> int:
@@ -56,7 +56,7 @@ class Search:
         while (size := next_probe(known, start, LIMIT)) is not None:
             found = self._probe(strategy, size)
             status = found.outcome.status
-            if status == schema.INTERRUPTED or signals.asked():
+            if status == schema.INTERRUPTED or signals.interrupt_requested():
                 self.say(f"the search was interrupted at {strategy.label}; go on with --resume {self.store.folder}")
                 raise KeyboardInterrupt
             self.say(f"{strategy.label}: micro-batch {size} {'trains' if found.outcome.success else status}")
@@ -76,7 +76,9 @@ class Search:
         return low
 
     def _predicted_to_fit(self, strategy: Strategy, size: int) -> bool:
-        (trial,) = trial_predictions.foresee(self._trials(strategy, size), self.profile, self.room, skip=False)
+        (trial,) = trial_predictions.attach_predictions(
+            self._trials(strategy, size), self.profile, self.room, skip=False
+        )
         if trial.prediction is None:
             return False
         verdict = Prediction.from_dict(trial.prediction).verdict(self.room.gpu_bytes, self.room.host_bytes)

@@ -17,7 +17,7 @@ from .config.placement import decide as decide_placement
 from .config.spec import BatchPolicy, Placement, Precision, Strategy, Trial, Workload
 from .errors import DsBenchError, UsageError
 from .launch import ops, rank_environment, scratch
-from .models.lookup import ModelChoice, find_model
+from .models.lookup import ResolvedModel, resolve_model
 from .prediction import trial_predictions
 from .prediction.model_profile import ModelProfile
 from .system import files, gpus
@@ -45,7 +45,7 @@ class Situation:
     """What is known before trials are made: model, machine, and the strategies' configurations."""
 
     options: Options
-    choice: ModelChoice
+    choice: ResolvedModel
     place: Placement
     drafts: Sequence[Draft]
     variables: dict[str, str]
@@ -65,7 +65,7 @@ def look_around(options: Options, make_config: MakeConfig) -> Situation:
     wanted = _usable(lambda: drafts(options, make_config))
     place = decide_placement(options, os.environ, gpus.NvmlQuery())
     variables = rank_environment.rank_environment(place, os.environ, None)
-    choice = find_model(
+    choice = resolve_model(
         options.model,
         factory=options.model_factory is not None,
         trust_remote_code=options.trust_remote_code,
@@ -109,7 +109,7 @@ class Planned:
         self,
         situation: Situation,
         op_states: Mapping[str, ops.OpState],
-        room: trial_predictions.Room,
+        room: trial_predictions.MemoryCapacity,
         profile: ModelProfile | trial_predictions.Unpredicted,
     ) -> None:
         self.situation, self.room, self.profile, self._op_states = situation, room, profile, op_states
@@ -127,12 +127,12 @@ class Planned:
             lacks_space=known.lacks_space,
         )
         options = known.options
-        return trial_predictions.foresee(
+        return trial_predictions.attach_predictions(
             made, self.profile, self.room, skip=options.skip_predicted_oom, force=options.force
         )
 
 
-def seq_length(asked: int | None, choice: ModelChoice) -> int:
+def seq_length(asked: int | None, choice: ResolvedModel) -> int:
     """The sequence length to train at; ``asked``: by the flag. Raises UsageError beyond the model's positions."""
     positions = choice.max_positions
     if asked is None:
@@ -145,7 +145,7 @@ def seq_length(asked: int | None, choice: ModelChoice) -> int:
     return asked
 
 
-def workload(options: Options, choice: ModelChoice, placement: Placement) -> Workload:
+def workload(options: Options, choice: ResolvedModel, placement: Placement) -> Workload:
     """What every trial trains."""
     return Workload(
         model=choice.name,
@@ -273,7 +273,7 @@ def _autos(data: Mapping[str, Any], prefix: str = "") -> Any:
 
 def make_trials(
     options: Options,
-    choice: ModelChoice,
+    choice: ResolvedModel,
     placement: Placement,
     wanted: Sequence[Draft],
     op_states: Mapping[str, ops.OpState],

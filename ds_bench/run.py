@@ -18,7 +18,7 @@ from .config.options import Options
 from .config.spec import Trial
 from .doctor import nvme
 from .doctor import run as doctor
-from .launch import Launcher, Limits, Listener, rank_environment
+from .launch import Launcher, Limits, ProgressCallback, rank_environment
 from .launch.deepspeed import launch_command
 from .launch.scratch import remove_abandoned
 from .launch.selection import choose_launcher
@@ -37,22 +37,22 @@ OK, NONE_SUCCEEDED, INTERRUPTED_CODE = 0, 1, 130
 _FIELDS_SET_BY_SEARCH = ("batch_size", "batch_policy")
 """Fields of a workload that ``--batch-size auto`` decides."""
 
-Observe = Callable[[Trial], Listener]
+Observe = Callable[[Trial], ProgressCallback]
 """Called as a trial begins; what it returns is called with the trial's progress."""
 
 
 def run_comparison(options: Options, make_config: plan.MakeConfig, arguments: Sequence[str]) -> int:
     """Plans, readies, runs, saves and shows. Returns the exit code; raises DsBenchError before any work."""
-    with signals.interruptible():
+    with signals.handling_signals():
         try:
             if options.resume is not None:  # before anything that the folder names is looked at
                 require_same_machine(RunStore.open(options.resume), environment.capture())
-            with signals.acting():
+            with signals.raising_on_interrupt():
                 situation = with_nvme_checked(look_around(options, make_config))
             if options.dry_run:
                 return dry_run(situation)
             remove_abandoned()
-            with signals.acting():
+            with signals.raising_on_interrupt():
                 length = plan.seq_length(options.seq_length, situation.choice)
                 profile = trial_predictions.profile(
                     situation.choice,
@@ -95,12 +95,12 @@ def with_nvme_checked(situation: Situation) -> Situation:
 def _require_ready(situation: Situation, profile: ModelProfile | trial_predictions.Unpredicted) -> None:
     """The part of the doctor that this plan needs. Raises PreflightError in second 0."""
     configs = [draft.config for draft in situation.drafts]
-    trials = Planned(situation, {}, trial_predictions.Room(gpu_bytes=None, host_bytes=None), profile).trials(
+    trials = Planned(situation, {}, trial_predictions.MemoryCapacity(gpu_bytes=None, host_bytes=None), profile).trials(
         situation.drafts
     )
     need = None
     if situation.place.hostfile is None:
-        need = trial_predictions.host_need(trials)
+        need = trial_predictions.peak_host_bytes(trials)
         if not situation.options.force:
             trial_predictions.require_host_memory(trials, trial_predictions.node_memory_bytes())
     findings = doctor.for_plan(situation.place, configs, lacks_space=situation.lacks_space, need_host_bytes=need)
@@ -144,17 +144,17 @@ def _compare(
     options, place = situation.options, situation.place
     facts = environment.capture()
     say = _quiet if options.quiet else lambda text: terminal.print_text(text, sys.stderr)
-    with signals.acting():
+    with signals.raising_on_interrupt():
         states = rank_environment.build_ops(
             place, [draft.config for draft in situation.drafts], situation.variables, say
         )
     ready = ",".join(op for op, state in states.items() if state.ready)
     situation = replace(situation, variables={**situation.variables, "DS_BENCH_PRELOAD_OPS": ready})
-    planned = Planned(situation, states, trial_predictions.Room.of(facts, place), profile)
+    planned = Planned(situation, states, trial_predictions.MemoryCapacity.of(facts, place), profile)
     trials = planned.trials(situation.drafts)
     if options.resume is not None:
         require_same_workload(store, trials, _FIELDS_SET_BY_SEARCH if options.auto_batch else ())
-    with signals.acting():
+    with signals.raising_on_interrupt():
         limits = Limits(timeout_seconds=options.timeout, stall_timeout_seconds=options.stall_timeout)
         launcher, why_cold = choose_launcher(options.launcher, place, situation.variables, limits, trials, say)
     notes = [*notes, *([why_cold] if why_cold else [])]
@@ -185,7 +185,7 @@ def run_trials(trials: Sequence[Trial], launcher: Launcher, store: RunStore, obs
             finished = launcher.launch(trial, store.trial_folder(trial.trial_id), listen)
         store.append(finished)
         yield finished
-        if finished.outcome.status == schema.INTERRUPTED or signals.asked():
+        if finished.outcome.status == schema.INTERRUPTED or signals.interrupt_requested():
             return
 
 
@@ -309,7 +309,7 @@ def show(options: Options, answer: comparison_report.Answer, rows: Sequence[dict
 def exit_code(options: Options, summaries: Sequence[analysis.Summary]) -> int:
     """0 a row succeeded, 1 none did, 130 interrupted; with --strict 1 when any failed."""
     outcomes = [summary.record.outcome for summary in summaries]
-    if signals.asked() or any(outcome.status == schema.INTERRUPTED for outcome in outcomes):
+    if signals.interrupt_requested() or any(outcome.status == schema.INTERRUPTED for outcome in outcomes):
         return INTERRUPTED_CODE
     if options.strict and not all(outcome.success for outcome in outcomes):
         return NONE_SUCCEEDED

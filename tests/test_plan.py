@@ -23,7 +23,7 @@ from ds_bench.doctor import nvme
 from ds_bench.errors import UsageError
 from ds_bench.launch import ops
 from ds_bench.launch.ops import OpState
-from ds_bench.models.lookup import ModelChoice
+from ds_bench.models.lookup import ResolvedModel
 from ds_bench.prediction import trial_predictions
 from tests.support import fakes
 from tests.support.real_trials import ROOT
@@ -38,7 +38,7 @@ def trials(
     make: plan.MakeConfig = fakes.make_config,
     states: Mapping[str, OpState] | None = None,
     caveats: Mapping[str, str] | None = None,
-    of: ModelChoice | None = None,
+    of: ResolvedModel | None = None,
 ) -> list[Trial]:
     on = on or fakes.placement(nvme_path=None if options.nvme_path is None else str(options.nvme_path))
     drafts = plan.drafts(options, make)
@@ -177,7 +177,7 @@ def test_too_little_space_for_swapping_refuses_that_row_alone(tmp_path: Path, mo
     monkeypatch.setattr(nvme.shutil, "disk_usage", lambda _path: one_gb)
     options = fakes.options("offload", "--model", "gpt2", "--nvme-path", str(tmp_path))
     around = run.with_nvme_checked(plan.look_around(options, fakes.make_config))
-    room = trial_predictions.Room(gpu_bytes=None, host_bytes=None)
+    room = trial_predictions.MemoryCapacity(gpu_bytes=None, host_bytes=None)
     unknown = trial_predictions.Unpredicted(reason="not asked for")
     made = plan.Planned(around, {}, room, unknown).trials(around.drafts)
     refused = {trial.strategy.name: trial.unsupported or "" for trial in made}

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from ds_bench.config.spec import Trial
-from ds_bench.launch import Listener
+from ds_bench.launch import ProgressCallback
 from ds_bench.records import schema
 from ds_bench.records.resume import latest_records, remaining_trials
 from ds_bench.records.run_folder import RunStore
@@ -40,7 +40,7 @@ def trials(*stages: int, repeats: int = 1) -> list[Trial]:
     ]
 
 
-def deaf(_trial: Trial) -> Listener:
+def deaf(_trial: Trial) -> ProgressCallback:
     return lambda _progress: None
 
 
@@ -118,7 +118,7 @@ def test_every_trial_gets_a_fresh_folder_that_exists(store: RunStore) -> None:
 def test_the_observer_hears_of_a_trial_before_it_starts_and_of_its_progress(store: RunStore) -> None:
     heard: list[str] = []
 
-    def observe(trial: Trial) -> Listener:
+    def observe(trial: Trial) -> ProgressCallback:
         heard.append(f"begin {trial.strategy.name}")
         return lambda progress: heard.append(f"{trial.strategy.name} {progress.phase} {progress.step}")
 
@@ -196,18 +196,18 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 @pytest.mark.parametrize("number", SIGNALS)
 def test_a_signal_acts_where_we_wait(number: int) -> None:
     went_on = False
-    with signals.interruptible(), pytest.raises(KeyboardInterrupt), signals.acting():
+    with signals.handling_signals(), pytest.raises(KeyboardInterrupt), signals.raising_on_interrupt():
         went_on = _signal_myself(number)
     assert not went_on
 
 
 @pytest.mark.parametrize("number", SIGNALS)
 def test_a_signal_where_we_clear_up_is_remembered_and_acts_at_the_next_wait(number: int) -> None:
-    with signals.interruptible():
+    with signals.handling_signals():
         os.kill(os.getpid(), number)
         os.kill(os.getpid(), number)
-        assert signals.asked()
-        with pytest.raises(KeyboardInterrupt), signals.acting():
+        assert signals.interrupt_requested()
+        with pytest.raises(KeyboardInterrupt), signals.raising_on_interrupt():
             pytest.fail("it went on")
 
 
@@ -219,7 +219,7 @@ def test_an_interruption_during_a_trials_last_moments_stops_the_run_after_it_is_
 
     store = RunStore.create(tmp_path, "zero")
     todo = [fakes.trial(fakes.zero(stage)) for stage in (1, 2)]
-    with signals.interruptible():
+    with signals.handling_signals():
         finished = list(run_trials(todo, Interrupted(), store, lambda _trial: lambda _progress: None))
     assert [entry.outcome.status for entry in finished] == ["Success"]
     assert len(store.records()) == 1
@@ -230,9 +230,9 @@ def test_a_signal_that_is_ignored_stays_ignored(number: int) -> None:
     """As nohup and background jobs of a shell ask for."""
     before = signal.signal(number, signal.SIG_IGN)
     try:
-        with signals.interruptible(), signals.acting():
+        with signals.handling_signals(), signals.raising_on_interrupt():
             os.kill(os.getpid(), number)
-        assert not signals.asked()
+        assert not signals.interrupt_requested()
         assert signal.getsignal(number) is signal.SIG_IGN
     finally:
         signal.signal(number, before)
@@ -240,7 +240,7 @@ def test_a_signal_that_is_ignored_stays_ignored(number: int) -> None:
 
 def test_afterwards_signals_mean_what_they_meant_before() -> None:
     before = [signal.getsignal(number) for number in SIGNALS]
-    with signals.interruptible():
+    with signals.handling_signals():
         assert [signal.getsignal(number) for number in SIGNALS] != before
     assert [signal.getsignal(number) for number in SIGNALS] == before
 

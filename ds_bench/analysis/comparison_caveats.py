@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 
 from ..records.schema import TrialRecord
 from ..system.environment import Environment, comparable
-from ..system.gpus import GpuFacts, held_back
+from ..system.gpus import GpuFacts, throttle_faults
 from ..units import format_bytes
 from .caveats import Caveat, CaveatKind, typed
 from .intervals import FEWEST_RUNS
@@ -94,7 +94,7 @@ def _of_card(gpu: GpuFacts) -> Iterator[Caveat]:
     if gpu.other_processes:
         text = f"GPU {gpu.index} is also used by {len(gpu.other_processes)} other process(es): numbers suffer"
         yield typed(CaveatKind.OTHER_PROCESS, text)
-    if reasons := held_back(gpu):
+    if reasons := throttle_faults(gpu):
         text = f"GPU {gpu.index} was held back before the first trial: {', '.join(reasons)}"
         yield typed(CaveatKind.CLOCKS_THROTTLED, text)
 

@@ -61,7 +61,7 @@ def _model_facts(model: str) -> ModelFacts:
     """
     offline = {"HF_HUB_OFFLINE": "1"}
     try:
-        facts = lookup.find_model(model, factory=False, trust_remote_code=False, environment=offline).facts
+        facts = lookup.resolve_model(model, factory=False, trust_remote_code=False, environment=offline).facts
     except UsageError as error:
         if Path(model).is_dir():
             raise

@@ -15,11 +15,11 @@ from .. import plan, units
 from ..config.spec import Placement, Precision, Strategy, Workload
 from ..config.strategies import ZERO_STAGES, offload_strategy
 from ..errors import UsageError
-from ..models.lookup import ModelChoice, find_model
+from ..models.lookup import ResolvedModel, resolve_model
 from ..prediction import deepspeed_estimator, trial_predictions, what_if
 from ..prediction.memory import CONTEXT_BYTES, DOES_NOT_FIT, NCCL_BYTES, NCCL_RANGE_BYTES, PROCESS_BYTES, Prediction
 from ..prediction.model_profile import ModelProfile
-from ..prediction.what_if import Question
+from ..prediction.what_if import PlannedTrial
 from ..system import devices, terminal
 
 _MAX_TOKENS = 2**40
@@ -90,17 +90,17 @@ def _strategy(name: str) -> Strategy:
     return stages.get(name) or offload_strategy(name)
 
 
-def _planned_trial(options: PlanOptions) -> Question:
+def _planned_trial(options: PlanOptions) -> PlannedTrial:
     if options.batch_size * (options.seq_length or 1) > _MAX_TOKENS:
         raise UsageError(f"--batch-size {options.batch_size} is beyond any memory", remedy="give a smaller one")
     if options.num_gpus > _MAX_GPUS:
         raise UsageError(f"--num-gpus {options.num_gpus} is beyond any job", remedy=f"give {_MAX_GPUS} or fewer")
-    choice = find_model(
+    choice = resolve_model(
         options.model,
         factory=False,
         trust_remote_code=options.trust_remote_code,
         environment={} if options.online else {"HF_HUB_OFFLINE": "1"},
-        not_asked=None if options.online else "plan asks the Hub only with --online",
+        offline_reason=None if options.online else "plan asks the Hub only with --online",
     )
     profile = _profile(choice, options)
     workload = Workload(
@@ -114,7 +114,7 @@ def _planned_trial(options: PlanOptions) -> Question:
         precision=options.precision,
         activation_checkpointing=options.activation_checkpointing,
     )
-    return Question(
+    return PlannedTrial(
         profile=profile,
         workload=workload,
         placement=Placement(accelerator="cuda", num_gpus=options.num_gpus, nvme_path="/nvme"),
@@ -123,7 +123,7 @@ def _planned_trial(options: PlanOptions) -> Question:
     )
 
 
-def _profile(choice: ModelChoice, options: PlanOptions) -> ModelProfile:
+def _profile(choice: ResolvedModel, options: PlanOptions) -> ModelProfile:
     length = plan.seq_length(options.seq_length, choice)
     profile = trial_predictions.profile(choice, length, "cuda", trust_remote_code=options.trust_remote_code)
     if isinstance(profile, trial_predictions.Unpredicted):
@@ -135,9 +135,9 @@ def _host_capacity(options: PlanOptions) -> int | None:
     return None if options.host_memory is None else units.from_gb(options.host_memory)
 
 
-def _row(options: PlanOptions, question: Question, capacity: int) -> PlanRow:
+def _row(options: PlanOptions, question: PlannedTrial, capacity: int) -> PlanRow:
     host = _host_capacity(options)
-    prediction = question.answer()
+    prediction = question.predict()
     change = what_if.smallest_change(question, capacity, host)
     return PlanRow(
         strategy=question.strategy,
@@ -196,7 +196,7 @@ _CATEGORIES = (
 """Heading → categories of the prediction, per GPU at its fullest moment, GB."""
 
 
-def lines(options: PlanOptions, question: Question, capacity: int, rows: Sequence[PlanRow]) -> Iterator[str]:
+def lines(options: PlanOptions, question: PlannedTrial, capacity: int, rows: Sequence[PlanRow]) -> Iterator[str]:
     """The table and what must be known to read it."""
     work, profile, host = question.workload, question.profile, _host_capacity(options)
     yield (
@@ -283,7 +283,7 @@ def _largest_category_text(row: PlanRow, tier: str, host: int | None) -> str:
     return f" in host memory: {units.format_bytes(row.prediction.host_bytes)} of {units.format_bytes(host)}, {largest}"
 
 
-def _notes(options: PlanOptions, question: Question) -> Iterator[str]:
+def _notes(options: PlanOptions, question: PlannedTrial) -> Iterator[str]:
     other = units.format_bytes(CONTEXT_BYTES + (NCCL_BYTES if options.num_gpus > 1 else 0))
     yield (
         f"GB is 2^30 bytes, per GPU at its fullest moment; host and NVMe per node. Other ({other}) and "

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from ..system.gpus import GpuFacts, GpuInventory, held_back, select_visible
+from ..system.gpus import GpuFacts, GpuInventory, select_visible, throttle_faults
 from ..system.host_memory import ROOT, read_text
 from ..units import format_bytes
 from .findings import Finding, Machine, ok, problem, unreadable, warning
@@ -108,7 +108,7 @@ def _clocks(gpu: GpuFacts) -> Finding:
     now = "unknown" if gpu.sm_clock_mhz is None else f"{gpu.sm_clock_mhz}"
     highest = "unknown" if gpu.max_sm_clock_mhz is None else f"{gpu.max_sm_clock_mhz}"
     text = f"{now} of {highest} MHz" + (", idle" if "gpu_idle" in gpu.throttle_reasons else "")
-    faults = held_back(gpu)
+    faults = throttle_faults(gpu)
     if not faults:
         return ok(name, f"{text}, not throttled")
     heat = "" if gpu.temperature_celsius is None else f" at {gpu.temperature_celsius} degrees Celsius"

@@ -19,7 +19,7 @@ from ..config import deepspeed_config, strategies
 from ..config.spec import Placement, Workload
 from ..errors import PreflightError
 from ..launch.scratch import remove_abandoned_swap
-from ..models.lookup import ModelChoice
+from ..models.lookup import ResolvedModel
 from ..system.host_memory import read_text
 from ..system.processes import child_environment, die_with_parent
 from ..units import format_bytes, format_millions, from_gb
@@ -61,7 +61,7 @@ def check_nvme_path(path: Path) -> str | None:
     return None
 
 
-def lack_of_space(path: Path, choice: ModelChoice) -> str | None:
+def lack_of_space(path: Path, choice: ResolvedModel) -> str | None:
     """Why rows that swap to ``path`` cannot run, with the remedy; None where there is room, or the need is unknown."""
     free = shutil.disk_usage(path).free
     need = max(swap_bytes(choice), _LEAST_SWAP_BYTES)
@@ -73,7 +73,7 @@ def lack_of_space(path: Path, choice: ModelChoice) -> str | None:
     )
 
 
-def swap_bytes(choice: ModelChoice) -> int:
+def swap_bytes(choice: ResolvedModel) -> int:
     """Bytes on disk while training with NVMe offload; 0 where the number of parameters is unknown."""
     return SWAP_BYTES_PER_PARAMETER * choice.facts.parameters if choice.facts is not None else 0
 

@@ -10,14 +10,14 @@ from typing import Protocol
 
 from ..config.spec import Trial
 from ..records.schema import TrialRecord
-from .monitor import Limits, Listener, Progress
+from .monitor import Limits, Progress, ProgressCallback
 
-__all__ = ["Launcher", "Limits", "Listener", "Progress"]
+__all__ = ["Launcher", "Limits", "Progress", "ProgressCallback"]
 
 
 class Launcher(Protocol):
     """Runs a trial to its end, whatever that is; never raises for a trial's own failure."""
 
-    def launch(self, trial: Trial, folder: Path, listen: Listener) -> TrialRecord:
+    def launch(self, trial: Trial, folder: Path, listen: ProgressCallback) -> TrialRecord:
         """Runs ``trial`` with its files in ``folder`` (which exists), telling ``listen`` of progress."""
         ...

@@ -20,7 +20,7 @@ from ..config.spec import Placement, Trial
 from ..records.rank_files import LEADER_LOG
 from ..records.schema import TrialRecord
 from ..system.processes import child_environment, die_with_parent
-from .monitor import Limits, Listener
+from .monitor import Limits, ProgressCallback
 from .trial import run_trial
 
 
@@ -34,7 +34,7 @@ class DeepSpeedLauncher:
         self._limits = limits
         self._devices = device_indices
 
-    def launch(self, trial: Trial, folder: Path, listen: Listener) -> TrialRecord:
+    def launch(self, trial: Trial, folder: Path, listen: ProgressCallback) -> TrialRecord:
         """See ``Launcher``."""
         return run_trial(
             trial,

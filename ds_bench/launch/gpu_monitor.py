@@ -14,7 +14,7 @@ from ..config.spec import Trial
 from ..records.schema import TrialRecord
 from ..system import gpus
 from ..units import format_bytes
-from . import Launcher, Listener, Progress
+from . import Launcher, Progress, ProgressCallback
 
 _UNRETURNED_BYTES = 256 * 2**20
 """Free bytes less than before that are no sign of a process that still holds the card."""
@@ -33,7 +33,7 @@ class CardWatcher:
         self._launcher, self._query, self._indices, self._wait_seconds = launcher, query, indices, wait_seconds
         self._most_free: int | None = None
 
-    def launch(self, trial: Trial, folder: Path, listen: Listener) -> TrialRecord:
+    def launch(self, trial: Trial, folder: Path, listen: ProgressCallback) -> TrialRecord:
         """See :class:`Launcher`."""
         free, caveats = self._wait_for_memory()
         middle = trial.workload.warmup_steps + trial.workload.num_steps // 2
@@ -80,5 +80,5 @@ class CardWatcher:
         return [
             f"GPU {gpu.index} was held back while this ran: {', '.join(reasons)}"
             for gpu in self._cards()
-            if (reasons := gpus.held_back(gpu))
+            if (reasons := gpus.throttle_faults(gpu))
         ]

@@ -31,13 +31,13 @@ def lead_forked_ranks(folder: Path, world_size: int, run_rank: Callable[[Path, i
     for rank in range(world_size):
         pid = os.fork()
         if pid == 0:
-            _be_rank(folder, rank, world_size, run_rank)
+            _run_forked_rank(folder, rank, world_size, run_rank)
         ranks[pid] = rank
     _wait_for(folder, ranks)
     os._exit(0)
 
 
-def _be_rank(folder: Path, rank: int, world_size: int, run_rank: Callable[[Path, int, int], int]) -> None:
+def _run_forked_rank(folder: Path, rank: int, world_size: int, run_rank: Callable[[Path, int, int], int]) -> None:
     code = 1
     try:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -73,14 +73,14 @@ def _become_leader(folder: Path) -> None:
     def on_terminate(_number: int, _frame: object) -> None:
         # The asker ends a trial by signalling the group; alone, the leader must clear up itself.
         if os.getppid() != parent:
-            _abandon(folder)
+            _kill_and_clean_up(folder)
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, on_terminate)
     processes.die_with_parent(signal.SIGTERM)
 
 
-def _abandon(folder: Path) -> None:
+def _kill_and_clean_up(folder: Path) -> None:
     """Kills what is left of the trial, removes its scratch, ends."""
     try:
         for _ in range(100):

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from ..records.rank_files import Beat, beat_file, rank_file, read_beat, read_exits
+from ..records.rank_files import Heartbeat, beat_file, rank_file, read_beat, read_exits
 from ..system import files, processes
 
 Ending = Literal["ended", "hung_at_exit", "rank_failed", "timeout", "stalled"]
@@ -51,11 +51,11 @@ class Progress:
     elapsed_seconds: float
 
 
-Listener = Callable[[Progress], None]
+ProgressCallback = Callable[[Progress], None]
 
 
 def watch(
-    folder: Path, world_size: int, limits: Limits, wait_leader: Callable[[float], bool], listen: Listener
+    folder: Path, world_size: int, limits: Limits, wait_leader: Callable[[float], bool], listen: ProgressCallback
 ) -> tuple[Ending, float | None]:
     """Waits for the end of a trial. Returns how it ended, and seconds from the start to the first warm-up step.
 
@@ -87,14 +87,14 @@ class _Watcher:
         self._folder, self._limits = folder, limits
         self._ranks = range(world_size)
         self._start = self._last_life = time.monotonic()
-        self._beats: dict[int, Beat] = {}
+        self._beats: dict[int, Heartbeat] = {}
         self._lowest: processes.Activity | None = None
         self._looked_at = self._start
         self._written_at: float | None = None
         self._failed_at: float | None = None
         self.start_seconds: float | None = None
 
-    def look(self, listen: Listener) -> Ending | None:
+    def look(self, listen: ProgressCallback) -> Ending | None:
         now = time.monotonic()
         self._read_beats(now)
         if self._beats:

@@ -46,7 +46,7 @@ class Evidence:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Findings:
+class TrialOutcome:
     """The outcome and what the ranks reported."""
 
     outcome: Outcome
@@ -55,28 +55,28 @@ class Findings:
     caveats: tuple[str, ...] = ()
 
 
-def conclude(evidence: Evidence) -> Findings:
+def determine_outcome(evidence: Evidence) -> TrialOutcome:
     """Reads the trial's files and decides."""
     measurements, failures, broken = _read_ranks(evidence)
     if len(measurements) == evidence.world_size:
-        return Findings(
+        return TrialOutcome(
             outcome=Outcome(status=schema.SUCCESS), measurements=measurements, caveats=_exit_caveats(evidence)
         )
     if evidence.ending is not None and not broken and (rescued := _measured_before_inspection(evidence)):
         text = "what follows the measured window (ledger, phases) failed; the measured steps had finished"
         success = Outcome(status=schema.SUCCESS)
-        return Findings(outcome=success, measurements=rescued, failures=failures, caveats=(text,))
+        return TrialOutcome(outcome=success, measurements=rescued, failures=failures, caveats=(text,))
     outcome = (
-        _of_resources(failures, evidence)
-        or _of_the_user(evidence)
-        or _of_the_server(evidence)
-        or _of_the_disk(evidence)
-        or _of_signals(failures, evidence)
-        or _of_the_clock(evidence)
-        or _of_exceptions(failures, broken, evidence)
-        or _of_missing_files(evidence, broken)
+        _oom_outcome(failures, evidence)
+        or _interrupted_outcome(evidence)
+        or _server_died_outcome(evidence)
+        or _disk_full_outcome(evidence)
+        or _signal_outcome(failures, evidence)
+        or _timeout_outcome(evidence)
+        or _exception_outcome(failures, broken, evidence)
+        or _missing_file_outcome(evidence, broken)
     )
-    return Findings(outcome=outcome, failures=failures)
+    return TrialOutcome(outcome=outcome, failures=failures)
 
 
 def _read_ranks(
@@ -157,7 +157,7 @@ def _finish(evidence: Evidence, status: str, rank: int | None, phase: str | None
     return Outcome(status=status, error=error, phase=phase, rank=rank, details=details, **more)
 
 
-def _of_resources(failures: tuple[RankFailure, ...], evidence: Evidence) -> Outcome | None:
+def _oom_outcome(failures: tuple[RankFailure, ...], evidence: Evidence) -> Outcome | None:
     """A rank itself says that memory or disk ran out: the first to say so is the cause."""
     for failure in failures:
         if failure.kind in _STATUS_OF_KIND:
@@ -175,13 +175,13 @@ def _of_resources(failures: tuple[RankFailure, ...], evidence: Evidence) -> Outc
     return None
 
 
-def _of_the_user(evidence: Evidence) -> Outcome | None:
+def _interrupted_outcome(evidence: Evidence) -> Outcome | None:
     if evidence.ending is not None:
         return None
     return _finish(evidence, schema.INTERRUPTED, None, _last_phase(evidence, 0), "interrupted while it ran")
 
 
-def _of_the_server(evidence: Evidence) -> Outcome | None:
+def _server_died_outcome(evidence: Evidence) -> Outcome | None:
     """The ranks' end follows from the server's, and tells nothing."""
     if not evidence.server_died:
         return None
@@ -193,7 +193,7 @@ def _of_the_server(evidence: Evidence) -> Outcome | None:
     return _finish(evidence, schema.KILLED, None, phase, text)
 
 
-def _of_the_disk(evidence: Evidence) -> Outcome | None:
+def _disk_full_outcome(evidence: Evidence) -> Outcome | None:
     """A full disk ends a rank by an assertion of DeepSpeed's I/O library, which names no cause."""
     if not evidence.disk_full:
         return None
@@ -202,7 +202,7 @@ def _of_the_disk(evidence: Evidence) -> Outcome | None:
     return _finish(evidence, schema.OOM_DISK, rank, _last_phase(evidence, rank), "no space left in the swap folder")
 
 
-def _of_signals(failures: tuple[RankFailure, ...], evidence: Evidence) -> Outcome | None:
+def _signal_outcome(failures: tuple[RankFailure, ...], evidence: Evidence) -> Outcome | None:
     """The first rank that a signal ended: not one we sent to end the trial, nor one that followed an exception."""
     exits = _without_file(evidence)
     signs = [failure.time for failure in failures] + [entry.time for entry in exits]
@@ -254,7 +254,7 @@ def _signal_name(number: int | None) -> str:
         return f"signal {number}"
 
 
-def _of_the_clock(evidence: Evidence) -> Outcome | None:
+def _timeout_outcome(evidence: Evidence) -> Outcome | None:
     if evidence.ending not in ("timeout", "stalled"):
         return None
     limits = evidence.limits
@@ -268,7 +268,9 @@ def _of_the_clock(evidence: Evidence) -> Outcome | None:
     return _finish(evidence, schema.TIMEOUT, rank, _last_phase(evidence, rank), f"{text}; {stacks}")
 
 
-def _of_exceptions(failures: tuple[RankFailure, ...], broken: Mapping[int, str], evidence: Evidence) -> Outcome | None:
+def _exception_outcome(
+    failures: tuple[RankFailure, ...], broken: Mapping[int, str], evidence: Evidence
+) -> Outcome | None:
     """The first exception; one that says a peer was lost only where nothing else is known."""
     silent = any(entry.rank is not None or _some_rank_is_missing(evidence) for entry in _without_file(evidence))
     causes = [failure for failure in failures if failure.kind != "peer_lost"]
@@ -282,7 +284,7 @@ def _of_exceptions(failures: tuple[RankFailure, ...], broken: Mapping[int, str],
     return None
 
 
-def _of_missing_files(evidence: Evidence, broken: Mapping[int, str]) -> Outcome:
+def _missing_file_outcome(evidence: Evidence, broken: Mapping[int, str]) -> Outcome:
     for rank, problem in sorted(broken.items()):
         return _finish(evidence, schema.CRASHED, rank, _last_phase(evidence, rank), problem)
     missing = [rank for rank in range(evidence.world_size) if not rank_file(evidence.folder, rank).exists()]

@@ -14,9 +14,9 @@ from ..config.spec import LauncherName, Trial
 from ..records.rank_files import Assignment
 from ..records.schema import TrialRecord
 from ..system import host_memory, processes
-from ..system.signals import acting
-from .monitor import Ending, Limits, Listener, watch
-from .outcome import Evidence, conclude
+from ..system.signals import raising_on_interrupt
+from .monitor import Ending, Limits, ProgressCallback, watch
+from .outcome import Evidence, determine_outcome
 from .scratch import (
     disk_is_full,
     meeting_file,
@@ -44,7 +44,7 @@ Start = Callable[[Trial, Path], Leader]
 def run_trial(
     trial: Trial,
     folder: Path,
-    listen: Listener,
+    listen: ProgressCallback,
     *,
     limits: Limits,
     environment: Mapping[str, str],
@@ -72,7 +72,7 @@ def run_trial(
     leader = None
     try:
         leader = start(trial, folder)
-        with acting():
+        with raising_on_interrupt():
             ending, start_seconds = watch(folder, trial.placement.num_gpus, limits, leader.wait, listen)
     except BaseException as error:  # whatever happens here, the tree must end first
         interruption = error
@@ -81,7 +81,7 @@ def run_trial(
     remove_scratch(assignment)
     if interruption is not None and not isinstance(interruption, KeyboardInterrupt):
         raise interruption
-    findings = conclude(
+    findings = determine_outcome(
         Evidence(
             folder=folder,
             world_size=trial.placement.num_gpus,

@@ -24,7 +24,7 @@ from ..config.spec import Trial
 from ..records.schema import CRASHED, Outcome, TrialRecord
 from ..system import processes
 from . import Launcher
-from .monitor import Limits, Listener
+from .monitor import Limits, ProgressCallback
 from .scratch import temporary_folder
 from .trial import run_trial
 
@@ -92,7 +92,7 @@ class WarmLauncher:
         self._server = told["server"]
         return None if told["reason"] is None else str(told["reason"])
 
-    def launch(self, trial: Trial, folder: Path, listen: Listener) -> TrialRecord:
+    def launch(self, trial: Trial, folder: Path, listen: ProgressCallback) -> TrialRecord:
         """See ``Launcher``."""
         reason = "it died as often as it was started"
         for _ in range(_STARTS):
@@ -134,7 +134,7 @@ class WarmLauncher:
             raise _ServerDiedError
         return _ForkedLeader(process)
 
-    def _launch_otherwise(self, trial: Trial, folder: Path, listen: Listener, reason: str) -> TrialRecord:
+    def _launch_otherwise(self, trial: Trial, folder: Path, listen: ProgressCallback, reason: str) -> TrialRecord:
         if self._otherwise is not None:
             found = self._otherwise.launch(trial, folder, listen)
             return replace(found, caveats=(*found.caveats, f"cold launch: {reason}"))

@@ -14,7 +14,7 @@ from ds_bench.errors import UsageError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Anatomy:
+class ArchitectureCounts:
     """The countable part of ``ModelFacts``, field for field (see there for units and scope)."""
 
     parameters: int
@@ -37,7 +37,7 @@ class _Tensor(NamedTuple):
     multiplied: int
 
 
-def dissect(name: str, model_type: str, config: Mapping[str, Any]) -> Anatomy:
+def count_architecture(name: str, model_type: str, config: Mapping[str, Any]) -> ArchitectureCounts:
     """Count the model ``name``; UsageError for a family without arithmetic here, or for a config without its sizes."""
     family = _FAMILIES.get(model_type)
     if family is None:
@@ -110,7 +110,7 @@ def _total(tensors: list[_Tensor]) -> dict[str, int]:
     }
 
 
-def _gpt2(sizes: _Sizes) -> Anatomy:
+def _gpt2(sizes: _Sizes) -> ArchitectureCounts:
     if sizes.flag("add_cross_attention", False):
         raise sizes.refuse("asks for cross-attention, which a causal language model has no use for")
     layers, hidden = sizes.number("n_layer"), sizes.number("n_embd")
@@ -125,7 +125,7 @@ def _gpt2(sizes: _Sizes) -> Anatomy:
         *_linear(layers, inner, hidden, bias=True),
         *_layer_norm(2 * layers + 1, hidden),
     ]
-    return Anatomy(
+    return ArchitectureCounts(
         **_total(tensors),
         layers=layers,
         hidden_size=hidden,
@@ -141,7 +141,7 @@ _OPT_POSITION_OFFSET = 2
 """OPT's position table has two rows more than positions: numbering starts behind the padding index."""
 
 
-def _opt(sizes: _Sizes) -> Anatomy:
+def _opt(sizes: _Sizes) -> ArchitectureCounts:
     layers, hidden, inner = sizes.number("num_hidden_layers"), sizes.number("hidden_size"), sizes.number("ffn_dim")
     vocabulary, positions = sizes.number("vocab_size"), sizes.number("max_position_embeddings")
     narrow = sizes.number_or("word_embed_proj_dim", hidden)
@@ -158,7 +158,7 @@ def _opt(sizes: _Sizes) -> Anatomy:
         tensors += _linear(2, narrow, hidden, bias=False)
     if sizes.flag("layer_norm_elementwise_affine", True):
         tensors += _layer_norm(2 * layers + final_norm, hidden)
-    return Anatomy(
+    return ArchitectureCounts(
         **_total(tensors),
         layers=layers,
         hidden_size=hidden,
@@ -200,7 +200,7 @@ def _decoder(
     input_bias: bool = False,
     output_bias: bool = False,
     head_norms: bool = False,
-) -> Anatomy:
+) -> ArchitectureCounts:
     """The Llama shape: rotary positions (no table), RMS norms, key-value heads shared by query heads, some ``mlp``."""
     layers, hidden = sizes.number("num_hidden_layers"), sizes.number("hidden_size")
     vocabulary, tied = sizes.number("vocab_size"), sizes.flag("tie_word_embeddings", False)
@@ -216,7 +216,7 @@ def _decoder(
     ]
     if head_norms:  # one for queries, one for keys, shared by the heads of a layer
         tensors.append(_Tensor(head_dim, 2 * layers, 0))
-    return Anatomy(
+    return ArchitectureCounts(
         **_total(tensors),
         layers=layers,
         hidden_size=hidden,
@@ -234,7 +234,7 @@ def _head_dim(sizes: _Sizes) -> int:
     return sizes.per_head("hidden_size", "num_attention_heads")
 
 
-def _llama(sizes: _Sizes) -> Anatomy:
+def _llama(sizes: _Sizes) -> ArchitectureCounts:
     bias = sizes.flag("attention_bias", False)
     mlp = _gated_mlp(sizes, bias=sizes.flag("mlp_bias", False))
     # The first Llama configs know no key-value heads; the other families always state theirs.
@@ -242,25 +242,25 @@ def _llama(sizes: _Sizes) -> Anatomy:
     return _decoder(sizes, mlp, key_value_heads=groups, input_bias=bias, output_bias=bias)
 
 
-def _mistral(sizes: _Sizes) -> Anatomy:
+def _mistral(sizes: _Sizes) -> ArchitectureCounts:
     return _decoder(sizes, _gated_mlp(sizes))
 
 
-def _qwen2(sizes: _Sizes) -> Anatomy:
+def _qwen2(sizes: _Sizes) -> ArchitectureCounts:
     return _decoder(sizes, _gated_mlp(sizes), input_bias=True)
 
 
-def _qwen3(sizes: _Sizes) -> Anatomy:
+def _qwen3(sizes: _Sizes) -> ArchitectureCounts:
     sizes.number("head_dim")  # stated by every Qwen3, and seldom hidden_size / heads
     bias = sizes.flag("attention_bias", False)
     return _decoder(sizes, _gated_mlp(sizes), input_bias=bias, output_bias=bias, head_norms=True)
 
 
-def _mixtral(sizes: _Sizes) -> Anatomy:
+def _mixtral(sizes: _Sizes) -> ArchitectureCounts:
     return _decoder(sizes, _experts(sizes))
 
 
-_FAMILIES: dict[str, Callable[[_Sizes], Anatomy]] = {
+_FAMILIES: dict[str, Callable[[_Sizes], ArchitectureCounts]] = {
     "gpt2": _gpt2,
     "opt": _opt,
     "llama": _llama,

@@ -25,7 +25,7 @@ from . import presets
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelChoice:
+class ResolvedModel:
     """A model that exists, as far as can be told before it is built."""
 
     name: str
@@ -39,24 +39,24 @@ class ModelChoice:
     max_positions: int | None = None
 
 
-def find_model(
+def resolve_model(
     name: str,
     *,
     factory: bool,
     trust_remote_code: bool,
     environment: Mapping[str, str],
-    not_asked: str | None = None,
-) -> ModelChoice:
+    offline_reason: str | None = None,
+) -> ResolvedModel:
     """The model of that name. Raises UsageError with one line where there is none.
 
-    ``not_asked``: why ``environment`` keeps Transformers from asking the Hub, for that line; None where it may ask.
+    ``offline_reason``: why ``environment`` keeps Transformers from asking the Hub, part of that line; None if it may.
     """
     if factory:
         _check_factory(name, environment)
-        return ModelChoice(name=name, source="factory", config={})
+        return ResolvedModel(name=name, source="factory", config={})
     preset = presets.find_preset(name)
     if preset is not None:
-        return ModelChoice(
+        return ResolvedModel(
             name=preset.name,
             source="preset",
             model_type=preset.model_type,
@@ -65,7 +65,7 @@ def find_model(
             largest_parameter=preset.largest_parameter,
             max_positions=preset.max_positions,
         )
-    return _look_up(name, trust_remote_code, environment, not_asked)
+    return _look_up(name, trust_remote_code, environment, offline_reason)
 
 
 def _check_factory(name: str, environment: Mapping[str, str]) -> None:
@@ -78,14 +78,18 @@ def _check_factory(name: str, environment: Mapping[str, str]) -> None:
         )
 
 
-def _look_up(name: str, trust_remote_code: bool, environment: Mapping[str, str], not_asked: str | None) -> ModelChoice:
+def _look_up(
+    name: str, trust_remote_code: bool, environment: Mapping[str, str], offline_reason: str | None
+) -> ResolvedModel:
     local = Path(name).is_dir()
     answer = _ask_child(name, "--trust-remote-code" if trust_remote_code else None, environment)
     if "error" in answer:
         similar = presets.similar_presets(name)
         hint = f"nearest presets: {', '.join(similar)}" if similar else "python -m ds_bench models lists the presets"
-        if not_asked is not None and not local and answer["error"].startswith("OSError"):  # not in the cache either
-            raise UsageError(f"--model {name} is no preset and no local folder, and {not_asked}", remedy=hint)
+        if (
+            offline_reason is not None and not local and answer["error"].startswith("OSError")
+        ):  # not in the cache either
+            raise UsageError(f"--model {name} is no preset and no local folder, and {offline_reason}", remedy=hint)
         where = "cannot be read" if local else "is no preset, no local folder, and the Hub did not give it"
         raise UsageError(f"--model {name} {where}: {answer['error']}", remedy=hint)
     declared, built = answer["architectures"], answer["built_architecture"]
@@ -94,7 +98,7 @@ def _look_up(name: str, trust_remote_code: bool, environment: Mapping[str, str],
             f"--model {name} is a {', '.join(declared)}, and what would train is a {built}, another model",
             remedy="let a function of your own build it, with --model-factory package.module:function",
         )
-    return ModelChoice(
+    return ResolvedModel(
         name=name,
         source="local" if local else "hub",
         model_type=answer["model_type"],

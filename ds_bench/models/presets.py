@@ -139,7 +139,7 @@ def facts_from_config(name: str, model_type: str, config: Mapping[str, Any]) -> 
 
     UsageError: the family is not one whose arithmetic is known, or the config lacks a size or holds an impossible one.
     """
-    anatomy = architectures.dissect(name, model_type, config)
+    anatomy = architectures.count_architecture(name, model_type, config)
     try:
         return ModelFacts(name=name, model_type=model_type, config=deepcopy(dict(config)), **asdict(anatomy))
     except ValueError as error:

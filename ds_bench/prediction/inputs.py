@@ -103,7 +103,7 @@ def _number(block: Mapping[str, Any], key: str, default: float) -> int:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryCase:
+class MemoryInputs:
     """One rank's question: this model, this precision, so many ranks, these settings."""
 
     profile: ModelProfile
@@ -137,29 +137,29 @@ class MemoryCase:
         return 4 if on_gpu and self.settings.torch_optimizer else 0
 
 
-class Tally:
+class LedgerBuilder:
     """Adds up a ledger."""
 
     def __init__(self, start: Ledger | None = None) -> None:
         self.ledger: Ledger = {tier: dict(row) for tier, row in (start or {}).items()}
 
-    def add(self, tier: str, category: str, count_bytes: int) -> Tally:
+    def add(self, tier: str, category: str, count_bytes: int) -> LedgerBuilder:
         """Adds bytes to one cell; nothing where there are none."""
         if count_bytes:
             row = self.ledger.setdefault(tier, {})
             row[category] = row.get(category, 0) + count_bytes
         return self
 
-    def pinned(self, category: str, count_bytes: int, *, pinned: bool) -> Tally:
+    def pinned(self, category: str, count_bytes: int, *, pinned: bool) -> LedgerBuilder:
         """Host memory in one piece. torch's pinned allocator takes whole powers of two (CachingHostAllocator)."""
         self.add("cpu", category, count_bytes)
         if pinned and count_bytes > 1:
             self.add("cpu", "pinned_rounding", (1 << (count_bytes - 1).bit_length()) - count_bytes)
         return self
 
-    def with_(self, *entries: tuple[str, str, int]) -> Ledger:
+    def plus(self, *entries: tuple[str, str, int]) -> Ledger:
         """A copy of the ledger with further (tier, category, bytes)."""
-        copy = Tally(self.ledger)
+        copy = LedgerBuilder(self.ledger)
         for entry in entries:
             copy.add(*entry)
         return copy.ledger

@@ -15,7 +15,7 @@ from typing import Any
 from ..config.spec import Placement, Precision, Workload
 from ..units import from_gb
 from . import stage_3, stages_0_to_2
-from .inputs import MemoryCase, Phases, Tally, ZeroSettings
+from .inputs import LedgerBuilder, MemoryInputs, Phases, ZeroSettings
 from .model_profile import ModelProfile
 from .model_states import Ledger
 
@@ -141,13 +141,13 @@ def predict(
     sizes = _Activations.of(case, batch, workload.seq_length, checkpointed=workload.activation_checkpointing)
     moments = _moments(case, bare, sizes)
     if placement.accelerator == "cpu":
-        moments = {name: _folded(ledger) for name, ledger in moments.items()}
+        moments = {name: _as_host_memory(ledger) for name, ledger in moments.items()}
     tier = "cpu" if placement.accelerator == "cpu" else "gpu"
     phase = max(moments, key=lambda name: sum(moments[name].get(tier, {}).values()))
     process = CPU_PROCESS_BYTES if tier == "cpu" else PROCESS_BYTES
     ranks = min(placement.num_gpus, ranks_per_node or placement.num_gpus)
     fullest_host = max((ledger.get("cpu", {}) for ledger in moments.values()), key=lambda row: sum(row.values()))
-    seen = _seen(moments)
+    seen = _largest_by_category(moments)
     if sizes.unknown is None:
         seen.setdefault(tier, {})["activations"] = sizes.saved
     return Prediction(
@@ -164,20 +164,22 @@ def predict(
 
 
 @lru_cache(maxsize=512)
-def _phases(case: MemoryCase) -> Phases:
+def _phases(case: MemoryInputs) -> Phases:
     """Remembered, because searches ask for many batches of the same case; not to be written to."""
-    return stage_3.phases(case) if case.settings.stage == 3 else stages_0_to_2.phases(case)
+    return stage_3.ledger_by_phase(case) if case.settings.stage == 3 else stages_0_to_2.ledger_by_phase(case)
 
 
-def _with_frozen(case: MemoryCase, ledger: Ledger) -> Ledger:
+def _with_frozen(case: MemoryInputs, ledger: Ledger) -> Ledger:
     """Parameters that are not trained are on every rank, at stage 3 split among the ranks, where the others are too."""
     count = case.profile.frozen_parameters
     part = -(-count // case.data_parallel_size) if case.settings.stage == 3 else count
-    return Tally(ledger).add(case.settings.offload_param or "gpu", "parameters", case.element * part).ledger
+    return LedgerBuilder(ledger).add(case.settings.offload_param or "gpu", "parameters", case.element * part).ledger
 
 
-def _case(profile: ModelProfile, workload: Workload, placement: Placement, ds_config: Mapping[str, Any]) -> MemoryCase:
-    return MemoryCase(
+def _case(
+    profile: ModelProfile, workload: Workload, placement: Placement, ds_config: Mapping[str, Any]
+) -> MemoryInputs:
+    return MemoryInputs(
         profile=profile,
         precision=_precision(workload, ds_config),
         data_parallel_size=placement.num_gpus,
@@ -211,7 +213,7 @@ class _Activations:
     unknown: str | None = None
 
     @classmethod
-    def of(cls, case: MemoryCase, batch: int, sequence: int, *, checkpointed: bool) -> _Activations:
+    def of(cls, case: MemoryInputs, batch: int, sequence: int, *, checkpointed: bool) -> _Activations:
         found, layers = case.profile.of(case.precision), case.profile.layers
         if found is None:
             return cls(unknown=case.profile.unknown or f"not measured in {case.precision}")
@@ -231,7 +233,7 @@ class _Activations:
         )
 
 
-def _moments(case: MemoryCase, bare: Phases, sizes: _Activations) -> dict[str, Ledger]:
+def _moments(case: MemoryInputs, bare: Phases, sizes: _Activations) -> dict[str, Ledger]:
     """The bare phases with the activations that lie beside them."""
     return {
         "loss": _plus(bare["forward"], activations=sizes.saved, logits_and_loss=sizes.logits_and_loss),
@@ -251,7 +253,7 @@ def _plus(ledger: Ledger, **categories: int) -> Ledger:
     return {**ledger, "gpu": row}
 
 
-def _entering(case: MemoryCase, bare: Phases) -> Ledger:
+def _entering(case: MemoryInputs, bare: Phases) -> Ledger:
     """Backward before the last layer: buckets are there, of the gradients only the LM head's at stages 0 and 1."""
     if case.settings.stage >= 2:
         return bare["backward"]
@@ -261,12 +263,12 @@ def _entering(case: MemoryCase, bare: Phases) -> Ledger:
     return _plus(bare["forward"], deepspeed_buffers=buckets, gradients=case.element * head)
 
 
-def _tied_sum(case: MemoryCase) -> int:
+def _tied_sum(case: MemoryInputs) -> int:
     """Of a tied embedding the head's gradient waits for the look-up's, and autograd adds the two into a third."""
     return 2 * case.element * case.profile.tensors[0] if case.profile.tied_embeddings else 0
 
 
-def _folded(ledger: Ledger) -> Ledger:
+def _as_host_memory(ledger: Ledger) -> Ledger:
     """The CPU accelerator's memory is the host's."""
     row = dict(ledger.get("cpu", {}))
     for name, size in ledger.get("gpu", {}).items():
@@ -278,7 +280,7 @@ def _overhead(placement: Placement) -> int:
     return CONTEXT_BYTES + (NCCL_BYTES if placement.num_gpus > 1 else 0)
 
 
-def _seen(moments: Mapping[str, Ledger]) -> Ledger:
+def _largest_by_category(moments: Mapping[str, Ledger]) -> Ledger:
     """Cell by cell the largest of all moments, as far as a run's ledger can see it."""
     peak: Ledger = {}
     for ledger in moments.values():

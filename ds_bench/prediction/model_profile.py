@@ -155,9 +155,9 @@ def profile_of(
     """
     request = request_for(facts, seq_length, accelerator=accelerator, dropout=dropout)
     key = request_key(request)
-    answer = _shipped().get(key)
+    answer = _built_in().get(key)
     if answer is None:
-        answer = _kept(key) or _measured(facts.name, request, key)
+        answer = _cached(key) or _measure(facts.name, request, key)
     profile = ModelProfile.from_answer(facts.name, facts.layers, facts.tied_embeddings, answer)
     if profile.parameters != facts.parameters:
         raise UsageError(f"{facts.name} was counted as {facts.parameters} parameters and built as {profile.parameters}")
@@ -191,7 +191,7 @@ def profile_of_any(
     }
     code = _code_of(name) if source == "path" else None
     key = None if code is None else request_key({**request, "code": code})
-    answer = (_kept(key) if key else None) or _measured(name, request, key, environment)
+    answer = (_cached(key) if key else None) or _measure(name, request, key, environment)
     return ModelProfile.from_answer(name, 1, False, answer)
 
 
@@ -212,7 +212,8 @@ def _code_of(path: str) -> str | None:
 def request_for(
     facts: ModelFacts, seq_length: int, *, accelerator: Accelerator = "cuda", dropout: float | None = None
 ) -> dict[str, Any]:
-    """What the child is asked. Architectures that differ in depth alone, or in a dropout above 0, ask the same."""
+    """What the child is asked. Architectures that differ in depth alone, or in a dropout above 0,
+    have the same request."""
     window = sliding_window(facts)
     start = window if window is not None and seq_length >= window else _STEP
     config = {key: value for key, value in facts.config.items() if key not in _LEFT_OUT}
@@ -249,30 +250,30 @@ def request_key(request: Mapping[str, Any]) -> str:
 
 
 @cache
-def _shipped() -> dict[str, Any]:
+def _built_in() -> dict[str, Any]:
     from importlib.resources import files
 
     table: dict[str, Any] = json.loads((files(__package__) / "activations.json").read_text(encoding="utf-8"))
     return dict(table["architectures"])
 
 
-def _kept_file(key: str) -> Path:
+def _cache_file(key: str) -> Path:
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     versions = "_".join(f"{name}{importlib.metadata.version(name)}" for name in ("torch", "transformers"))
     return root / "ds_bench" / "activations" / versions / f"{key}.json"
 
 
-def _kept(key: str) -> dict[str, Any] | None:
+def _cached(key: str) -> dict[str, Any] | None:
     with contextlib.suppress(OSError, ValueError, RuntimeError, importlib.metadata.PackageNotFoundError):
-        return dict(json.loads(_kept_file(key).read_text(encoding="utf-8")))
+        return dict(json.loads(_cache_file(key).read_text(encoding="utf-8")))
     return None
 
 
-def _measured(
+def _measure(
     name: str, request: Mapping[str, Any], key: str | None, environment: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
     """The child's answer, kept in the cache where it is complete and has a key."""
-    (answer,) = ask([request], environment=environment)
+    (answer,) = measure_profiles([request], environment=environment)
     if "tensors" not in answer:
         raise UsageError(
             f"the activations of {name} cannot be measured: {answer['error']}",
@@ -282,13 +283,13 @@ def _measured(
         with contextlib.suppress(
             OSError, RuntimeError
         ):  # without a home that can be written to it costs the time again
-            path = _kept_file(key)
+            path = _cache_file(key)
             path.parent.mkdir(parents=True, exist_ok=True)
             write_json(path, answer)
     return answer
 
 
-def ask(
+def measure_profiles(
     requests: Sequence[Mapping[str, Any]],
     timeout_seconds: float = COUNTING_SECONDS,
     environment: Mapping[str, str] | None = None,

@@ -10,30 +10,30 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from .inputs import NORM_BYTES, MemoryCase, Phases, Tally
+from .inputs import NORM_BYTES, LedgerBuilder, MemoryInputs, Phases
 from .model_states import FP32_BYTES, partition_elements
 
 _NORM_PIECE_ELEMENTS = 250_000_000
 """Elements whose norm is taken at once with the optimizer offloaded (zero/stage3.py, _constant_buffered_norm2)."""
 
 
-def phases(case: MemoryCase) -> Phases:
+def ledger_by_phase(case: MemoryInputs) -> Phases:
     """One rank's ledgers at stage 3."""
     parts = [partition_elements([elements], case.data_parallel_size) for elements in case.profile.tensors]
     groups = _sub_groups(parts, case.settings.sub_group_elements)
-    whole, tally = gathered_elements(case), Tally()
-    _parameters(case, parts, groups, tally)
-    _states(case, groups, tally)
-    tally.add("gpu", "deepspeed_buffers", _bucket(case))
-    _flat_gradients(case, sum(parts), tally)
+    whole, builder = gathered_elements(case), LedgerBuilder()
+    _parameters(case, parts, groups, builder)
+    _states(case, groups, builder)
+    builder.add("gpu", "deepspeed_buffers", _bucket(case))
+    _flat_gradients(case, sum(parts), builder)
     resting = ("gpu", "parameters", case.element * whole.persistent)
     moving = ("gpu", "gathered_parameters", case.element * (whole.peak - whole.persistent))
-    forward = tally.with_(resting, moving)
+    forward = builder.plus(resting, moving)
     return {
         "forward": forward,
-        "backward": tally.with_(resting, moving, ("gpu", "temporaries", _in_flight(case) + _norm(case, parts))),
-        "reduced": tally.with_(resting),
-        **_step(case, groups, tally),
+        "backward": builder.plus(resting, moving, ("gpu", "temporaries", _in_flight(case) + _norm(case, parts))),
+        "reduced": builder.plus(resting),
+        **_step(case, groups, builder),
     }
 
 
@@ -47,32 +47,32 @@ def _sub_groups(parts: Iterable[int], limit: int) -> list[list[int]]:
     return groups
 
 
-def _aligned(elements: int, size: int, case: MemoryCase) -> int:
+def _aligned(elements: int, size: int, case: MemoryInputs) -> int:
     """Elements padded to whole blocks of I/O."""
     unit = case.settings.swap_alignment_bytes // size
     return -(-elements // unit) * unit
 
 
-def _swapped(elements: int, size: int, case: MemoryCase) -> bool:
+def _swapped(elements: int, size: int, case: MemoryInputs) -> bool:
     return elements * size >= case.settings.swap_threshold_bytes
 
 
-def _parameters(case: MemoryCase, parts: list[int], groups: list[list[int]], tally: Tally) -> None:
+def _parameters(case: MemoryInputs, parts: list[int], groups: list[list[int]], builder: LedgerBuilder) -> None:
     """The rank's own parts (zero/stage3.py, _create_fp16_partitions_with_defragmentation)."""
     place, size = case.settings.offload_param, case.element
     if place is None:
-        tally.add("gpu", "parameters", size * sum(parts))
+        builder.add("gpu", "parameters", size * sum(parts))
     elif place == "cpu":
-        tally.pinned("parameters", size * sum(parts), pinned=_pins(case, wanted=True))
+        builder.pinned("parameters", size * sum(parts), pinned=_pins(case, wanted=True))
     else:
-        _parameters_on_disk(case, groups, tally)
+        _parameters_on_disk(case, groups, builder)
 
 
-def _pins(case: MemoryCase, *, wanted: bool) -> bool:
+def _pins(case: MemoryInputs, *, wanted: bool) -> bool:
     return wanted and case.accelerator == "cuda"  # a no-op on the CPU accelerator
 
 
-def _parameters_on_disk(case: MemoryCase, groups: list[list[int]], tally: Tally) -> None:
+def _parameters_on_disk(case: MemoryInputs, groups: list[list[int]], builder: LedgerBuilder) -> None:
     """Tensors below the threshold stay in memory; a pool of the largest group's *whole* size writes the updated ones
     back (zero/stage3.py; swap_tensor/partitioned_param_swapper.py, reserve_partitioned_swap_space)."""
     settings, size = case.settings, case.element
@@ -85,18 +85,20 @@ def _parameters_on_disk(case: MemoryCase, groups: list[list[int]], tally: Tally)
         else:
             on_disk.append(group)
     flat = min(room, sum(map(sum, groups))) or 1
-    tally.pinned("parameters", size * flat, pinned=_pins(case, wanted=True))
+    builder.pinned("parameters", size * flat, pinned=_pins(case, wanted=True))
     for part in (part for group in on_disk for part in group):
         swapped = _swapped(part, size, case)
-        tally.add("nvme" if swapped else "cpu", "parameters", size * (_aligned(part, size, case) if swapped else part))
-    _orphan_of_a_tied_head(case, tally)
+        builder.add(
+            "nvme" if swapped else "cpu", "parameters", size * (_aligned(part, size, case) if swapped else part)
+        )
+    _swap_file_of_tied_head(case, builder)
     buffer = _aligned(settings.param_buffer_elements, size, case)
-    tally.add("cpu", "deepspeed_buffers", size * buffer * settings.param_buffers)
+    builder.add("cpu", "deepspeed_buffers", size * buffer * settings.param_buffers)
     if on_disk:
-        tally.add("cpu", "deepspeed_buffers", size * _write_back_elements(case, groups))
+        builder.add("cpu", "deepspeed_buffers", size * _write_back_elements(case, groups))
 
 
-def _write_back_elements(case: MemoryCase, groups: list[list[int]]) -> int:
+def _write_back_elements(case: MemoryInputs, groups: list[list[int]]) -> int:
     tensors, start, largest, whole = case.profile.tensors, 0, -1, 0
     for group in groups:
         members = tensors[start : start + len(group)]
@@ -107,16 +109,16 @@ def _write_back_elements(case: MemoryCase, groups: list[list[int]]) -> int:
     return whole
 
 
-def _orphan_of_a_tied_head(case: MemoryCase, tally: Tally) -> None:
+def _swap_file_of_tied_head(case: MemoryInputs, builder: LedgerBuilder) -> None:
     """``zero.Init`` swaps the LM head out before Transformers ties it to the embedding; its file stays."""
     if not case.profile.tied_embeddings:
         return
     part = partition_elements(case.profile.tensors[:1], case.data_parallel_size)
     if _swapped(part, case.element, case):
-        tally.add("nvme", "parameters", case.element * _aligned(part, case.element, case))
+        builder.add("nvme", "parameters", case.element * _aligned(part, case.element, case))
 
 
-def _states(case: MemoryCase, groups: list[list[int]], tally: Tally) -> None:
+def _states(case: MemoryInputs, groups: list[list[int]], builder: LedgerBuilder) -> None:
     """Master, moments and, offloaded, the fp32 gradient (zero/stage3.py, _create_fp32_partitions,
     initialize_optimizer_states); Twin-Flow leaves the first sub-groups on the accelerator."""
     settings = case.settings
@@ -125,53 +127,53 @@ def _states(case: MemoryCase, groups: list[list[int]], tally: Tally) -> None:
     for number, group in enumerate(groups):
         count = sum(group)
         if swaps and _swapped(count, FP32_BYTES, case):
-            _swapped_states(case, group, tally)
+            _swapped_states(case, group, builder)
             continue
         tier = "gpu" if number < kept_on_gpu else "cpu"
-        tally.add(tier, "optimizer_states", case.state * count)
+        builder.add(tier, "optimizer_states", case.state * count)
         if settings.offload_optimizer and tier == "gpu":
-            tally.add("gpu", "gradients", FP32_BYTES * count)
+            builder.add("gpu", "gradients", FP32_BYTES * count)
         elif settings.offload_optimizer:
-            tally.pinned("gradients", FP32_BYTES * count, pinned=_pins(case, wanted=settings.pin_optimizer))
+            builder.pinned("gradients", FP32_BYTES * count, pinned=_pins(case, wanted=settings.pin_optimizer))
     if swaps:
         largest = _aligned(max(map(sum, groups)), FP32_BYTES, case)
-        tally.add("cpu", "deepspeed_buffers", FP32_BYTES * largest * settings.optimizer_buffers)
+        builder.add("cpu", "deepspeed_buffers", FP32_BYTES * largest * settings.optimizer_buffers)
 
 
-def _swapped_states(case: MemoryCase, group: list[int], tally: Tally) -> None:
+def _swapped_states(case: MemoryInputs, group: list[int], builder: LedgerBuilder) -> None:
     """One file per state, and one per gradient that is large enough; the others wait in memory. A last incomplete block
     waits too, as a view that keeps its whole tensor (swap_tensor/optimizer_utils.py, _swap_out_gradients,
     _adjust_for_misaligned_lengths)."""
     unit = case.settings.swap_alignment_bytes // FP32_BYTES
-    tally.add("nvme", "optimizer_states", case.state * _aligned(sum(group), FP32_BYTES, case))
+    builder.add("nvme", "optimizer_states", case.state * _aligned(sum(group), FP32_BYTES, case))
     for part in group:
         written = part // unit * unit if _swapped(part, FP32_BYTES, case) else 0
-        tally.add("nvme", "optimizer_states", FP32_BYTES * written)
-        tally.add("cpu", "deepspeed_buffers", FP32_BYTES * (part if part != written else 0))
+        builder.add("nvme", "optimizer_states", FP32_BYTES * written)
+        builder.add("cpu", "deepspeed_buffers", FP32_BYTES * (part if part != written else 0))
 
 
-def _bucket(case: MemoryCase) -> int:
+def _bucket(case: MemoryInputs) -> int:
     """Held for good, at full size whatever the model's (zero/stage3.py, _setup_for_real_optimizer)."""
     return case.element * case.settings.reduce_bucket_elements if case.settings.contiguous_gradients else 0
 
 
-def _flat_gradients(case: MemoryCase, part: int, tally: Tally) -> None:
+def _flat_gradients(case: MemoryInputs, part: int, builder: LedgerBuilder) -> None:
     """The part's accumulated gradients, held for good where the optimizer steps (grad_partitions_flat_buffer)."""
     if case.settings.offload_optimizer:
         pinned = _pins(case, wanted=case.settings.pin_optimizer)
-        tally.pinned("gradients", case.accumulated * part, pinned=pinned)
+        builder.pinned("gradients", case.accumulated * part, pinned=pinned)
     else:
-        tally.add("gpu", "gradients", case.accumulated * part)
+        builder.add("gpu", "gradients", case.accumulated * part)
 
 
-def _in_flight(case: MemoryCase) -> int:
+def _in_flight(case: MemoryInputs) -> int:
     """The largest gradient before it is split, and the interleaved copy of a bucket that reduce-scatter sends
     (comm/coalesced_collectives.py)."""
     copy = min(case.settings.reduce_bucket_elements, case.profile.parameters) if case.data_parallel_size > 1 else 0
     return case.element * (max(case.profile.tensors) + copy)
 
 
-def _norm(case: MemoryCase, parts: Sequence[int]) -> int:
+def _norm(case: MemoryInputs, parts: Sequence[int]) -> int:
     """With the optimizer offloaded, the largest part's gradient on the accelerator, and the fp64 copy of it, in pieces,
     that its norm is taken of (zero/stage3.py, partition_grads, _constant_buffered_norm2)."""
     if not case.settings.offload_optimizer:
@@ -179,17 +181,17 @@ def _norm(case: MemoryCase, parts: Sequence[int]) -> int:
     return case.accumulated * max(parts) + NORM_BYTES * min(max(parts), _NORM_PIECE_ELEMENTS)
 
 
-def _step(case: MemoryCase, groups: list[list[int]], tally: Tally) -> Phases:
+def _step(case: MemoryInputs, groups: list[list[int]], builder: LedgerBuilder) -> Phases:
     """The norm of one tensor's part at a time, in fp64 (zero/stage3.py, get_grad_norm_direct); then one sub-group at
     a time: flattened, then cast to fp32 (_prepare_fp32_grad_for_sub_group)."""
     if case.settings.offload_optimizer:
-        return {"flatten": tally.ledger, "update": tally.ledger}
+        return {"flatten": builder.ledger, "update": builder.ledger}
     largest, norm = max(map(sum, groups)), NORM_BYTES * max(part for group in groups for part in group)
     cast = FP32_BYTES if case.accumulated != FP32_BYTES else 0
     update = max(cast, case.accumulated) + case.torch_step
     return {
-        "flatten": tally.with_(("gpu", "temporaries", max(norm, (case.accumulated + cast) * largest))),
-        "update": tally.with_(("gpu", "temporaries", update * largest)),
+        "flatten": builder.plus(("gpu", "temporaries", max(norm, (case.accumulated + cast) * largest))),
+        "update": builder.plus(("gpu", "temporaries", update * largest)),
     }
 
 
@@ -203,7 +205,7 @@ class GatheredElements:
     """Largest number at any moment of forward and backward, persistent ones included."""
 
 
-def gathered_elements(case: MemoryCase) -> GatheredElements:
+def gathered_elements(case: MemoryInputs) -> GatheredElements:
     """Elements gathered in one step, by following DeepSpeed's fetch and release.
 
     A model of DeepSpeed 0.19.8, ``zero/partitioned_param_coordinator.py`` (fetch_sub_module, release_sub_module,
@@ -225,7 +227,7 @@ def gathered_elements(case: MemoryCase) -> GatheredElements:
     return GatheredElements(persistent=persistent, peak=persistent + _peak_elements(order, sizes, case))
 
 
-def _peak_elements(order: Sequence[int], sizes: Sequence[int], case: MemoryCase) -> int:
+def _peak_elements(order: Sequence[int], sizes: Sequence[int], case: MemoryInputs) -> int:
     """Largest sum of the sizes of the tensors that are gathered at once; ``order`` lists the uses of one step.
 
     At each use the tensor itself is fetched, then those of the next uses while both limits (prefetch bucket, live

@@ -9,14 +9,14 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
 
-from .inputs import NORM_BYTES, MemoryCase, Phases, Tally
+from .inputs import NORM_BYTES, LedgerBuilder, MemoryInputs, Phases
 from .model_states import FP32_BYTES, Ledger, flat_elements
 
 _ENGINE_BUCKET_ELEMENTS = 500_000_000
 """Stage 0 reduces gradients in flattened copies of this size (engine.py, buffered_allreduce_fallback)."""
 
 
-def phases(case: MemoryCase) -> Phases:
+def ledger_by_phase(case: MemoryInputs) -> Phases:
     """One rank's ledgers at stage 0, 1 or 2."""
     if case.settings.stage == 0:
         return _unpartitioned(case)
@@ -25,30 +25,34 @@ def phases(case: MemoryCase) -> Phases:
     return _offloaded(case) if case.settings.offload_optimizer else _partitioned(case)
 
 
-def _unpartitioned(case: MemoryCase) -> Phases:
+def _unpartitioned(case: MemoryInputs) -> Phases:
     """Stage 0. In 16 bit the step makes fp32 gradients: one list of them (fp16/unfused_optimizer.py, step), or a list
     and a flat copy while the 16-bit ones are there (fp16/fused_optimizer.py, step)."""
     count = case.profile.parameters
-    tally = Tally().add("gpu", "parameters", case.element * count).add("gpu", "optimizer_states", case.state * count)
+    builder = (
+        LedgerBuilder()
+        .add("gpu", "parameters", case.element * count)
+        .add("gpu", "optimizer_states", case.state * count)
+    )
     gradients = ("gpu", "gradients", case.element * count)
     bucket = min(count, _ENGINE_BUCKET_ELEMENTS) * case.element if case.data_parallel_size > 1 else 0
     copies = 0 if case.precision == "fp32" else 1 if _unfused(case) else 2
     return {
-        "forward": tally.with_(*([gradients] if case.grad_accum > 1 else [])),
-        "backward": tally.with_(gradients),
-        "reduced": tally.with_(gradients, ("gpu", "temporaries", bucket)),
-        "flatten": tally.with_(gradients, ("gpu", "temporaries", FP32_BYTES * copies * count)),
-        "update": tally.with_(
+        "forward": builder.plus(*([gradients] if case.grad_accum > 1 else [])),
+        "backward": builder.plus(gradients),
+        "reduced": builder.plus(gradients, ("gpu", "temporaries", bucket)),
+        "flatten": builder.plus(gradients, ("gpu", "temporaries", FP32_BYTES * copies * count)),
+        "update": builder.plus(
             gradients, ("gpu", "temporaries", (FP32_BYTES * min(copies, 1) + case.torch_step) * count)
         ),
     }
 
 
-def _unfused(case: MemoryCase) -> bool:
+def _unfused(case: MemoryInputs) -> bool:
     return case.accelerator == "cpu" or case.settings.torch_optimizer
 
 
-def _bucket(case: MemoryCase, element: int) -> int:
+def _bucket(case: MemoryInputs, element: int) -> int:
     """Held while backward runs, at full size whatever the model's (zero/stage_1_and_2.py, setup_buckets)."""
     if not (case.settings.contiguous_gradients or case.settings.offload_optimizer):
         return 0
@@ -75,29 +79,31 @@ def _norm_bytes(tensors: Sequence[int], part: int) -> int:
     return NORM_BYTES * min(part, max(tensors, default=0))
 
 
-def _partitioned(case: MemoryCase) -> Phases:
+def _partitioned(case: MemoryInputs) -> Phases:
     """Stage 1 keeps all gradients until the last is there, stage 2 those of its part. The step takes the norm of each
     gradient in fp64 (get_grad_norm_direct), flattens its part, then casts it to fp32 (zero/stage_1_and_2.py, step)."""
     flat = flat_elements(case.profile.parameters, case.data_parallel_size)
     part = flat // case.data_parallel_size
-    tally = Tally().add("gpu", "parameters", case.element * flat).add("gpu", "optimizer_states", case.state * part)
+    builder = (
+        LedgerBuilder().add("gpu", "parameters", case.element * flat).add("gpu", "optimizer_states", case.state * part)
+    )
     kept, every, extra = _gradients(case, part)
     bucket = _bucket(case, case.accumulated if case.settings.stage == 1 else case.element)
     cast = FP32_BYTES * part if case.accumulated != FP32_BYTES else 0
     flattened = 0 if case.settings.stage == 2 and case.settings.fp32_accumulation else case.accumulated * part
     norm = _norm_bytes(case.profile.tensors, part)
     return {
-        "forward": tally.with_(("gpu", "gradients", 0 if case.grad_accum == 1 else every)),
-        "backward": tally.with_(("gpu", "gradients", every), ("gpu", "deepspeed_buffers", bucket)),
-        "reduced": tally.with_(
+        "forward": builder.plus(("gpu", "gradients", 0 if case.grad_accum == 1 else every)),
+        "backward": builder.plus(("gpu", "gradients", every), ("gpu", "deepspeed_buffers", bucket)),
+        "reduced": builder.plus(
             ("gpu", "gradients", every), ("gpu", "deepspeed_buffers", bucket), ("gpu", "temporaries", extra)
         ),
-        "flatten": tally.with_(("gpu", "gradients", kept), ("gpu", "temporaries", max(norm, flattened + cast))),
-        "update": tally.with_(("gpu", "temporaries", (FP32_BYTES + case.torch_step) * part)),
+        "flatten": builder.plus(("gpu", "gradients", kept), ("gpu", "temporaries", max(norm, flattened + cast))),
+        "update": builder.plus(("gpu", "temporaries", (FP32_BYTES + case.torch_step) * part)),
     }
 
 
-def _gradients(case: MemoryCase, part: int) -> tuple[int, int, int]:
+def _gradients(case: MemoryInputs, part: int) -> tuple[int, int, int]:
     """Bytes of gradients after the reduction, at their peak in backward, and of what lies beside them then."""
     owned = owned_elements(case.profile.tensors, case.data_parallel_size)
     largest = max(case.profile.tensors) * case.element
@@ -111,7 +117,7 @@ def _gradients(case: MemoryCase, part: int) -> tuple[int, int, int]:
     return kept, kept, largest + (kept if case.grad_accum > 1 else 0)
 
 
-def _offloaded(case: MemoryCase) -> Phases:
+def _offloaded(case: MemoryInputs) -> Phases:
     """Stages 1 and 2 with the optimizer on the host: the fp32 master and its gradient, a 16-bit copy of the updated
     part, and one gradient of the largest tensor on either side (zero/stage_1_and_2.py, __init__). As each gradient is
     reduced, its norm is taken of an fp64 copy of what the rank's part has of it (set_norm_for_param_grad_in_gpu,
@@ -120,48 +126,56 @@ def _offloaded(case: MemoryCase) -> Phases:
     flat = flat_elements(case.profile.parameters, case.data_parallel_size)
     part = flat // case.data_parallel_size
     single, pins = case.element * max(case.profile.tensors), settings.pin_optimizer and case.accelerator == "cuda"
-    tally = Tally().add("gpu", "parameters", case.element * flat).add("gpu", "gradients", single)
-    tally.add("cpu", "optimizer_states", FP32_BYTES * settings.moments * part)
-    tally.pinned("optimizer_states", FP32_BYTES * part, pinned=pins)
-    tally.pinned("gradients", FP32_BYTES * part, pinned=pins)
-    tally.pinned("gradients", single, pinned=pins)
-    tally.pinned("deepspeed_buffers", case.element * part, pinned=pins)
+    builder = LedgerBuilder().add("gpu", "parameters", case.element * flat).add("gpu", "gradients", single)
+    builder.add("cpu", "optimizer_states", FP32_BYTES * settings.moments * part)
+    builder.pinned("optimizer_states", FP32_BYTES * part, pinned=pins)
+    builder.pinned("gradients", FP32_BYTES * part, pinned=pins)
+    builder.pinned("gradients", single, pinned=pins)
+    builder.pinned("deepspeed_buffers", case.element * part, pinned=pins)
     if case.grad_accum > 1 and settings.stage == 2:  # accumulated_grads_in_cpu, tensor by tensor
-        tally.add("cpu", "gradients", case.element * owned_elements(case.profile.tensors, case.data_parallel_size))
+        builder.add("cpu", "gradients", case.element * owned_elements(case.profile.tensors, case.data_parallel_size))
     if settings.fp32_accumulation and case.element != FP32_BYTES:  # _get_compact_grad_partition_buffer
-        tally.add("gpu", "gradients", FP32_BYTES * part)
+        builder.add("gpu", "gradients", FP32_BYTES * part)
     every = case.accumulated * case.profile.parameters if settings.stage == 1 else 0
     bucket = ("gpu", "deepspeed_buffers", _bucket(case, case.accumulated if settings.stage == 1 else case.element))
     tensors = case.profile.tensors
     inner = _norm_bytes(tensors[1:] if case.profile.tied_embeddings else tensors, part)
     own_gradient = 0 if every else single
-    backward = tally.with_(("gpu", "gradients", every), bucket, ("gpu", "temporaries", own_gradient + inner))
-    reduced = tally.with_(
+    backward = builder.plus(("gpu", "gradients", every), bucket, ("gpu", "temporaries", own_gradient + inner))
+    reduced = builder.plus(
         ("gpu", "gradients", every), bucket, ("gpu", "temporaries", own_gradient + _norm_bytes(tensors, part))
     )
-    forward = tally.with_(("gpu", "gradients", every if case.grad_accum > 1 else 0))
+    forward = builder.plus(("gpu", "gradients", every if case.grad_accum > 1 else 0))
     return {
         "forward": forward,
         "backward": backward,
         "reduced": reduced,
-        "flatten": tally.ledger,
-        "update": tally.ledger,
+        "flatten": builder.ledger,
+        "update": builder.ledger,
     }
 
 
-def _in_bf16_optimizer(case: MemoryCase) -> bool:
+def _in_bf16_optimizer(case: MemoryInputs) -> bool:
     """bf16 with fp32 accumulation at stage 1, not offloaded to the CPU (engine.py, _do_optimizer_sanity_check)."""
     settings = case.settings
     wanted = case.precision == "bf16" and settings.fp32_accumulation and settings.stage == 1
     return wanted and settings.offload_optimizer is None
 
 
-def _bf16_optimizer(case: MemoryCase) -> Phases:
+def _bf16_optimizer(case: MemoryInputs) -> Phases:
     """Every rank accumulates all gradients in fp32 for good (bf16_optimizer.py, _setup_for_real_optimizer)."""
     flat = flat_elements(case.profile.parameters, case.data_parallel_size)
     part = flat // case.data_parallel_size
-    tally = Tally().add("gpu", "parameters", case.element * flat).add("gpu", "optimizer_states", case.state * part)
-    tally.add("gpu", "gradients", FP32_BYTES * flat)
-    single: Ledger = tally.with_(("gpu", "gradients", case.element * case.profile.parameters))
-    update = tally.with_(("gpu", "temporaries", case.torch_step * part))
-    return {"forward": tally.ledger, "backward": single, "reduced": single, "flatten": tally.ledger, "update": update}
+    builder = (
+        LedgerBuilder().add("gpu", "parameters", case.element * flat).add("gpu", "optimizer_states", case.state * part)
+    )
+    builder.add("gpu", "gradients", FP32_BYTES * flat)
+    single: Ledger = builder.plus(("gpu", "gradients", case.element * case.profile.parameters))
+    update = builder.plus(("gpu", "temporaries", case.torch_step * part))
+    return {
+        "forward": builder.ledger,
+        "backward": single,
+        "reduced": single,
+        "flatten": builder.ledger,
+        "update": update,
+    }

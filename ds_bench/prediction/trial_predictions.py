@@ -15,7 +15,7 @@ from typing import Any
 from ..config import deepspeed_config
 from ..config.spec import Accelerator, Placement, Trial
 from ..errors import DsBenchError, PreflightError, UsageError
-from ..models.lookup import ModelChoice
+from ..models.lookup import ResolvedModel
 from ..models.presets import ModelFacts
 from ..records.schema import TrialRecord
 from ..system import host_memory
@@ -34,7 +34,7 @@ _MISS_FRACTION = 0.10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Room:
+class MemoryCapacity:
     """The memory there is."""
 
     gpu_bytes: int | None
@@ -46,7 +46,7 @@ class Room:
     limit a rank ends, beyond this the whole machine suffers. None: nothing is held against it."""
 
     @classmethod
-    def of(cls, facts: Environment, place: Placement) -> Room:
+    def of(cls, facts: Environment, place: Placement) -> MemoryCapacity:
         """As the environment and the flags tell."""
         cards = [gpu.memory_total_bytes for gpu in facts.gpus[: place.num_gpus]] if place.accelerator == "cuda" else []
         sizes = [size for size in (*cards, place.gpu_memory_limit_bytes) if size]
@@ -78,7 +78,7 @@ class Unpredicted:
 
 
 def profile(
-    choice: ModelChoice,
+    choice: ResolvedModel,
     seq_length: int,
     accelerator: Accelerator,
     *,
@@ -115,8 +115,8 @@ def _has_one_kind_of_layer(facts: ModelFacts) -> bool:
     return not isinstance(kinds, list) or len(set(map(str, kinds))) < 2
 
 
-def foresee(
-    trials: Sequence[Trial], known: ModelProfile | Unpredicted, room: Room, *, skip: bool, force: bool = False
+def attach_predictions(
+    trials: Sequence[Trial], known: ModelProfile | Unpredicted, room: MemoryCapacity, *, skip: bool, force: bool = False
 ) -> list[Trial]:
     """The trials with their predictions, or with why they have none.
 
@@ -139,7 +139,7 @@ def _alternatives(trial: Trial, known: ModelProfile) -> list[dict[str, Any]]:
     """What other configurations of the same work would take, plain, for advice after the run."""
     work, config = trial.workload, trial.ds_config
     try:
-        question = what_if.Question(
+        question = what_if.PlannedTrial(
             profile=known,
             workload=replace(work, batch_size=int(config.get("train_micro_batch_size_per_gpu", work.batch_size))),
             placement=replace(trial.placement, nvme_path=trial.placement.nvme_path or "/nvme"),
@@ -155,7 +155,7 @@ def _alternatives(trial: Trial, known: ModelProfile) -> list[dict[str, Any]]:
 def require_host_memory(trials: Sequence[Trial], node_bytes: int | None) -> None:
     """Raises PreflightError where every trial is predicted to need far more host memory than the node has."""
     able = [trial for trial in trials if trial.unsupported is None]
-    needs = [host_need([trial]) for trial in able]
+    needs = [peak_host_bytes([trial]) for trial in able]
     if node_bytes is None or not needs or not all(_far_beyond(need, node_bytes) for need in needs):
         return
     least = min(need for need in needs if need is not None)
@@ -177,7 +177,7 @@ def _with_caveat(trial: Trial, why: str) -> Trial:
 
 
 def _foreseen(
-    trial: Trial, known: ModelProfile, room: Room, others: list[dict[str, Any]], *, skip: bool, force: bool
+    trial: Trial, known: ModelProfile, room: MemoryCapacity, others: list[dict[str, Any]], *, skip: bool, force: bool
 ) -> Trial:
     if trial.unsupported:
         return trial
@@ -187,33 +187,33 @@ def _foreseen(
         return _with_caveat(trial, f"memory is not predicted: the configuration's {type(error).__name__} ({error})")
     if prediction.unknown is not None:
         trial = _with_caveat(trial, f"activations are not predicted, the rest is: {prediction.unknown}")
-    reason = _hopeless(prediction, room) if skip else None
-    host = _resident(prediction)
+    reason = _reason_it_cannot_fit(prediction, room) if skip else None
+    host = _resident_host_bytes(prediction)
     if reason is None and not force and room.node_bytes is not None and _far_beyond(host, room.node_bytes):
         reason = _needs(host, room.node_bytes, "of host memory") + "; --force tries it"
     return replace(trial, prediction=prediction.to_dict() | {"alternatives": others}, skipped=reason)
 
 
-def _hopeless(prediction: Prediction, room: Room) -> str | None:
+def _reason_it_cannot_fit(prediction: Prediction, room: MemoryCapacity) -> str | None:
     """Why it cannot fit; None where it may."""
     gpu = prediction.gpu_bytes
     if room.gpu_bytes is not None and gpu > room.gpu_bytes:
         return _reason(gpu, room.gpu_bytes, "per GPU")
-    host = _resident(prediction)
+    host = _resident_host_bytes(prediction)
     if room.host_bytes is not None and host > room.host_bytes:
         return _reason(host, room.host_bytes, "of host memory")
     return None
 
 
-def _resident(prediction: Prediction) -> int:
+def _resident_host_bytes(prediction: Prediction) -> int:
     """Host memory of a node that will really be taken."""
     return sum(size for name, size in prediction.host.items() if prediction.gpu or name not in _NOT_RESIDENT)
 
 
-def host_need(trials: Sequence[Trial]) -> int | None:
+def peak_host_bytes(trials: Sequence[Trial]) -> int | None:
     """The most host memory of one node that any of them is predicted to take; None where none has a prediction."""
     known = [Prediction.from_dict(trial.prediction) for trial in trials if trial.prediction is not None]
-    return max((_resident(prediction) for prediction in known), default=None)
+    return max((_resident_host_bytes(prediction) for prediction in known), default=None)
 
 
 def _reason(need: int, room: int, where: str) -> str:

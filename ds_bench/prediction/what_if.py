@@ -26,7 +26,7 @@ _SMALL_BUCKET = 50_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
+class PlannedTrial:
     """One planned trial."""
 
     profile: ModelProfile
@@ -51,7 +51,7 @@ class Question:
             largest_parameter=max(self.profile.tensors),
         )
 
-    def answer(self) -> Prediction:
+    def predict(self) -> Prediction:
         """What it takes."""
         return predict(self.profile, self.workload, self.placement, self.config(), ranks_per_node=self.ranks_per_node)
 
@@ -89,18 +89,18 @@ class Alternative:
         return self.stage, self.offload_optimizer, self.offload_param
 
 
-def alternatives(question: Question) -> list[Alternative]:
+def alternatives(question: PlannedTrial) -> list[Alternative]:
     """The changes that may help with what each would take, gentlest first, for advice that is given after the run.
 
     Left out is what takes no less than the configuration as it is, or than a gentler change that is not a mere change
     of strategy (which the run may have shown to fail). Halves of the micro-batch stand for any smaller one, and
     doublings of the GPUs for any larger number.
     """
-    now = question.answer()
+    now = question.predict()
     weighed = [(now.gpu_bytes, now.host_bytes)]
     kept = []
     for rank, (text, changed) in enumerate(_combined(question, _halves, _more_gpus)):
-        answer = changed.answer()
+        answer = changed.predict()
         if any(gpu <= answer.gpu_bytes and host <= answer.host_bytes for gpu, host in weighed):
             continue
         alone = changed == replace(question, strategy=changed.strategy)
@@ -121,25 +121,25 @@ def alternatives(question: Question) -> list[Alternative]:
     return kept
 
 
-def _halves(question: Question) -> Iterator[int]:
+def _halves(question: PlannedTrial) -> Iterator[int]:
     size = question.workload.batch_size
     while size := size // 2:
         yield size
 
 
-def _more_gpus(question: Question) -> Iterator[tuple[str, Question]]:
+def _more_gpus(question: PlannedTrial) -> Iterator[tuple[str, PlannedTrial]]:
     if question.strategy.stage:
         for factor in (2, 4, 8):
             count = factor * question.placement.num_gpus
-            yield _gpus(count), _on(question, count)
+            yield _gpus(count), _with_gpus(question, count)
 
 
-def fits(question: Question, gpu_bytes: int, host_bytes: int | None = None) -> bool:
+def fits(question: PlannedTrial, gpu_bytes: int, host_bytes: int | None = None) -> bool:
     """Whether the verdict is anything but ``does not fit``."""
-    return question.answer().verdict(gpu_bytes, host_bytes) != DOES_NOT_FIT
+    return question.predict().verdict(gpu_bytes, host_bytes) != DOES_NOT_FIT
 
 
-def min_gpus(question: Question, gpu_bytes: int, host_bytes: int | None = None) -> int | None:
+def min_gpus(question: PlannedTrial, gpu_bytes: int, host_bytes: int | None = None) -> int | None:
     """The fewest GPUs with which it fits, in whole nodes above one; None where no number of them helps.
 
     Never more than were asked about where it fits with those.
@@ -150,10 +150,10 @@ def min_gpus(question: Question, gpu_bytes: int, host_bytes: int | None = None) 
     return found
 
 
-def _fewest(question: Question, gpu_bytes: int, host_bytes: int | None) -> int | None:
+def _fewest(question: PlannedTrial, gpu_bytes: int, host_bytes: int | None) -> int | None:
     before, node = 0, question.ranks_per_node or _NODE
     for count in _doubling(node):
-        if fits(_on(question, count), gpu_bytes, host_bytes):
+        if fits(_with_gpus(question, count), gpu_bytes, host_bytes):
             unit = 1 if count <= node else node
             good = partial(_fits_on, question, unit, gpu_bytes, host_bytes)
             return _first(before // unit, count // unit, good) * unit
@@ -175,11 +175,11 @@ def _doubling(node: int) -> Iterator[int]:
         count *= 2
 
 
-def _fits_on(question: Question, unit: int, gpu_bytes: int, host_bytes: int | None, units: int) -> bool:
-    return fits(_on(question, unit * units), gpu_bytes, host_bytes)
+def _fits_on(question: PlannedTrial, unit: int, gpu_bytes: int, host_bytes: int | None, units: int) -> bool:
+    return fits(_with_gpus(question, unit * units), gpu_bytes, host_bytes)
 
 
-def _on(question: Question, count: int) -> Question:
+def _with_gpus(question: PlannedTrial, count: int) -> PlannedTrial:
     return replace(question, placement=replace(question.placement, num_gpus=count))
 
 
@@ -190,7 +190,9 @@ def _first(too_small: int, enough: int, good: Callable[[int], bool]) -> int:
     return enough
 
 
-def max_batch(question: Question, gpu_bytes: int, host_bytes: int | None = None, *, tight: bool = True) -> int | None:
+def max_batch(
+    question: PlannedTrial, gpu_bytes: int, host_bytes: int | None = None, *, tight: bool = True
+) -> int | None:
     """The largest micro-batch that fits, up to LARGEST_BATCH; None where one sequence does not.
 
     ``tight``: whether one that leaves it ``tight`` counts.
@@ -198,7 +200,7 @@ def max_batch(question: Question, gpu_bytes: int, host_bytes: int | None = None,
     enough = (FITS, TIGHT) if tight else (FITS,)
 
     def too_large(size: int) -> bool:
-        return _with_batch(question, size).answer().verdict(gpu_bytes, host_bytes) not in enough
+        return _with_batch(question, size).predict().verdict(gpu_bytes, host_bytes) not in enough
 
     if too_large(1):
         return None
@@ -208,11 +210,11 @@ def max_batch(question: Question, gpu_bytes: int, host_bytes: int | None = None,
     return size if size >= LARGEST_BATCH else _first(size, 2 * size, too_large) - 1
 
 
-def _with_batch(question: Question, size: int) -> Question:
+def _with_batch(question: PlannedTrial, size: int) -> PlannedTrial:
     return replace(question, workload=replace(question.workload, batch_size=size))
 
 
-def smallest_change(question: Question, gpu_bytes: int, host_bytes: int | None = None) -> Change | None:
+def smallest_change(question: PlannedTrial, gpu_bytes: int, host_bytes: int | None = None) -> Change | None:
     """The first of the usual remedies, gentlest first, with which it fits; None where it fits already or none helps.
 
     In order: smaller buckets, activation checkpointing, a smaller micro-batch, the next ZeRO stages, offload of the
@@ -226,7 +228,7 @@ def smallest_change(question: Question, gpu_bytes: int, host_bytes: int | None =
     smaller = partial(_smaller_batch, gpu_bytes=gpu_bytes, host_bytes=host_bytes)
     others = partial(_on_others, gpu_bytes=gpu_bytes, host_bytes=host_bytes)
     for text, changed in _combined(question, smaller, others):
-        prediction = changed.answer()
+        prediction = changed.predict()
         verdict = prediction.verdict(gpu_bytes, host_bytes)
         change = Change(text=text, prediction=prediction, strategy=changed.strategy)
         if verdict == FITS:
@@ -236,32 +238,32 @@ def smallest_change(question: Question, gpu_bytes: int, host_bytes: int | None =
     return tight
 
 
-_Changed = Iterator[tuple[str, Question]]
+_Changed = Iterator[tuple[str, PlannedTrial]]
 
 
 def _combined(
-    question: Question, smaller: Callable[[Question], Iterator[int]], others: Callable[[Question], _Changed]
+    question: PlannedTrial, smaller: Callable[[PlannedTrial], Iterator[int]], others: Callable[[PlannedTrial], _Changed]
 ) -> _Changed:
     """Every remedy alone, then on top of the two that cost no more hardware; last, other GPUs at a later stage.
 
     ``smaller``: micro-batches to try. ``others``: the same on other numbers of GPUs.
     """
     yield from _remedies(question, smaller, others)
-    for text, base in _bases(question):
+    for text, base in _cheap_changes(question):
         yield text, base
         yield from _on_top(text, _remedies(base, smaller, others))
-    for text, changed in _stronger(question):
+    for text, changed in _strategies_with_less_memory(question):
         yield from _on_top(text, others(changed))
-    for text, base in _bases(question):
-        for other, changed in _stronger(base):
+    for text, base in _cheap_changes(question):
+        for other, changed in _strategies_with_less_memory(base):
             yield from _on_top(f"{text}, {other}", others(changed))
 
 
-def _on_top(text: str, remedies: Iterator[tuple[str, Question]]) -> Iterator[tuple[str, Question]]:
+def _on_top(text: str, remedies: Iterator[tuple[str, PlannedTrial]]) -> Iterator[tuple[str, PlannedTrial]]:
     return ((f"{text}, {other}", changed) for other, changed in remedies)
 
 
-def _bases(question: Question) -> Iterator[tuple[str, Question]]:
+def _cheap_changes(question: PlannedTrial) -> Iterator[tuple[str, PlannedTrial]]:
     text = ""
     if not question.workload.activation_checkpointing:
         text, question = "activation checkpointing", _checkpointed(question)
@@ -271,7 +273,7 @@ def _bases(question: Question) -> Iterator[tuple[str, Question]]:
 
 
 def _remedies(
-    question: Question, smaller: Callable[[Question], Iterator[int]], others: Callable[[Question], _Changed]
+    question: PlannedTrial, smaller: Callable[[PlannedTrial], Iterator[int]], others: Callable[[PlannedTrial], _Changed]
 ) -> _Changed:
     strategy, workload = question.strategy, question.workload
     if strategy.stage:
@@ -280,33 +282,33 @@ def _remedies(
         yield "activation checkpointing", _checkpointed(question)
     for size in smaller(question):
         yield f"batch size {size}", _with_batch(question, size)
-    yield from _stronger(question)
+    yield from _strategies_with_less_memory(question)
     yield from others(question)
 
 
-def _smaller_batch(question: Question, gpu_bytes: int, host_bytes: int | None) -> Iterator[int]:
+def _smaller_batch(question: PlannedTrial, gpu_bytes: int, host_bytes: int | None) -> Iterator[int]:
     """The largest that fits with room to spare; where there is none, the largest that is tight; at most one."""
     if question.workload.batch_size > 1:
         size = max_batch(question, gpu_bytes, host_bytes, tight=False) or max_batch(question, gpu_bytes, host_bytes)
         yield from filter(None, [size])
 
 
-def _on_others(question: Question, gpu_bytes: int, host_bytes: int | None) -> Iterator[tuple[str, Question]]:
+def _on_others(question: PlannedTrial, gpu_bytes: int, host_bytes: int | None) -> Iterator[tuple[str, PlannedTrial]]:
     """Other numbers of GPUs: fewer on a node short of memory, as each rank takes some of its own; else more."""
-    if host_bytes is not None and question.answer().host_bytes > host_bytes:
+    if host_bytes is not None and question.predict().host_bytes > host_bytes:
         count = min(question.placement.num_gpus, question.ranks_per_node or question.placement.num_gpus)
         while count := count // 2:
-            yield _gpus(count), _on(question, count)
+            yield _gpus(count), _with_gpus(question, count)
     needed = min_gpus(question, gpu_bytes, host_bytes)
     if needed is not None and needed > question.placement.num_gpus:
-        yield _gpus(needed), _on(question, needed)
+        yield _gpus(needed), _with_gpus(question, needed)
 
 
 def _gpus(count: int) -> str:
     return f"{count} GPU{'' if count == 1 else 's'}"
 
 
-def _checkpointed(question: Question) -> Question:
+def _checkpointed(question: PlannedTrial) -> PlannedTrial:
     return replace(question, workload=replace(question.workload, activation_checkpointing=True))
 
 
@@ -314,7 +316,7 @@ def _smaller_bucket(changes: Mapping[str, Any]) -> dict[str, Any]:
     return overrides.overlay(changes, {"zero_optimization": {"reduce_bucket_size": _SMALL_BUCKET}})
 
 
-def _stronger(question: Question) -> Iterator[tuple[str, Question]]:
+def _strategies_with_less_memory(question: PlannedTrial) -> Iterator[tuple[str, PlannedTrial]]:
     """Strategies that keep less on the GPU, in the order of what they cost."""
     from ..config.strategies import ZERO_STAGES, offload_strategy
 

@@ -169,7 +169,7 @@ _BEAT = struct.Struct("<qdqqdq")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Beat:
+class Heartbeat:
     """The last sign of life of a rank."""
 
     pid: int
@@ -181,7 +181,7 @@ class Beat:
     last_step_seconds: float | None
 
 
-class BeatWriter:
+class HeartbeatWriter:
     """A rank's side: one small write in place per change, cheap enough for the timed loop (about 2 µs)."""
 
     def __init__(self, folder: Path, rank: int) -> None:
@@ -207,7 +207,7 @@ class BeatWriter:
         os.pwrite(self._file, record, 0)
 
 
-def read_beat(folder: Path, rank: int) -> Beat | None:
+def read_beat(folder: Path, rank: int) -> Heartbeat | None:
     """The parent's side; None before hello or while torn."""
     try:
         data = files.read_bytes(beat_file(folder, rank), _BEAT.size)
@@ -216,7 +216,7 @@ def read_beat(folder: Path, rank: int) -> Beat | None:
         return None
     if not (0 <= phase < len(PHASES) and math.isfinite(when) and math.isfinite(last)):
         return None
-    return Beat(pid=pid, time=when, phase=PHASES[phase], step=step, last_step_seconds=last or None)
+    return Heartbeat(pid=pid, time=when, phase=PHASES[phase], step=step, last_step_seconds=last or None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

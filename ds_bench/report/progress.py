@@ -8,7 +8,7 @@ from typing import IO, Any
 
 from ..analysis.flat_rows import status_text
 from ..config.spec import Trial
-from ..launch import Listener, Progress
+from ..launch import Progress, ProgressCallback
 from ..records.schema import TrialRecord
 from ..system.terminal import ascii_only, plain, print_text, prints
 from ..units import format_duration
@@ -38,7 +38,7 @@ class Reporter:
             self._clear()
             print_text(text, self._stream)
 
-    def begin(self, trial: Trial) -> Listener:
+    def begin(self, trial: Trial) -> ProgressCallback:
         """A trial starts; returns who is told of its progress."""
         self._number += 1
         head = f"[{self._number}/{self._total}] {trial.strategy.label}"
@@ -49,7 +49,7 @@ class Reporter:
         self.say(f"{head} …")
         return _deaf
 
-    def _live_listener(self, head: str, trial: Trial) -> Listener:
+    def _live_listener(self, head: str, trial: Trial) -> ProgressCallback:
         last = 0.0
         total = trial.workload.warmup_steps + trial.workload.num_steps
 

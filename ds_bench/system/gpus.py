@@ -240,7 +240,7 @@ _THROTTLE_REASONS = {
 _HARMLESS = frozenset({"gpu_idle", "applications_clocks_setting", "sync_boost", "display_clock_setting"})
 
 
-def held_back(gpu: GpuFacts) -> tuple[str, ...]:
+def throttle_faults(gpu: GpuFacts) -> tuple[str, ...]:
     """Reasons for a clock below its maximum that are a fault; not an idle card, nor a clock that somebody set.
 
     ``sw_power_cap`` is how an H100 or H200 runs under load; it is a fault only where the limit was lowered.

@@ -1,8 +1,8 @@
-"""Ctrl-C, SIGTERM and SIGHUP: they act where we wait, and are remembered where we clear up.
+"""Ctrl-C, SIGTERM and SIGHUP: raised where the run waits, remembered while it cleans up.
 
-A signal that raised anywhere could leave processes, scratch files or an unwritten row behind. So it
-raises KeyboardInterrupt only inside :func:`acting`; elsewhere it is noted, and asked for at the next
-safe place.
+A signal that raised anywhere could leave processes, scratch files or an unwritten row behind. So it raises
+KeyboardInterrupt only inside :func:`raising_on_interrupt`. Elsewhere it is remembered: the next such block raises on
+entry, and :func:`interrupt_requested` is true.
 """
 
 from __future__ import annotations
@@ -12,43 +12,43 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 _NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_state = {"asked": False, "acting": 0}
+_state = {"requested": False, "raising_blocks": 0}
 
 
-def asked() -> bool:
-    """Whether the user or the system has asked the run to end."""
-    return _state["asked"] is True
+def interrupt_requested() -> bool:
+    """Whether a signal has asked the run to end."""
+    return _state["requested"] is True
 
 
 @contextmanager
-def interruptible() -> Iterator[None]:
-    """Handles the signals as described, for the length of the block.
+def handling_signals() -> Iterator[None]:
+    """Within this context the three signals are handled as the module describes.
 
-    A signal that is ignored stays ignored: nohup and background jobs of a shell mean it so.
+    A signal that is ignored stays ignored: nohup and background jobs of a shell rely on it.
     """
 
     def handle(_number: int, _frame: object) -> None:
-        _state["asked"] = True
-        if _state["acting"]:
+        _state["requested"] = True
+        if _state["raising_blocks"]:
             raise KeyboardInterrupt
 
-    _state.update(asked=False, acting=0)
-    heeded = [number for number in _NUMBERS if signal.getsignal(number) is not signal.SIG_IGN]
-    before = {number: signal.signal(number, handle) for number in heeded}
+    _state.update(requested=False, raising_blocks=0)
+    handled = [number for number in _NUMBERS if signal.getsignal(number) is not signal.SIG_IGN]
+    handlers_before = {number: signal.signal(number, handle) for number in handled}
     try:
         yield
     finally:
-        for number, handler in before.items():
+        for number, handler in handlers_before.items():
             signal.signal(number, handler)
 
 
 @contextmanager
-def acting() -> Iterator[None]:
-    """Here a signal raises KeyboardInterrupt, one noted before at once."""
-    _state["acting"] += 1
+def raising_on_interrupt() -> Iterator[None]:
+    """Within this context a signal raises KeyboardInterrupt. A signal received earlier raises it on entry."""
+    _state["raising_blocks"] += 1
     try:
-        if _state["asked"]:
+        if _state["requested"]:
             raise KeyboardInterrupt
         yield
     finally:
-        _state["acting"] -= 1
+        _state["raising_blocks"] -= 1

@@ -34,7 +34,7 @@ class CpuReading:
     periods: tuple[int, int] | None
 
     @classmethod
-    def take(cls) -> CpuReading:
+    def read(cls) -> CpuReading:
         root = Path(os.environ.get(ROOT_VARIABLE, "/"))
         cpus = frozenset(os.sched_getaffinity(0))
         return cls(

@@ -89,7 +89,7 @@ def _message(error: BaseException) -> str:
     return lines[0]
 
 
-def describe(
+def rank_failure(
     error: BaseException,
     *,
     rank: int,

@@ -62,7 +62,7 @@ def _children(item: object) -> Iterable[object]:
     return list(getattr(item, "__dict__", {}).values())
 
 
-class Count:
+class StorageCounter:
     """Bytes per tier and category, each storage once."""
 
     def __init__(self) -> None:
@@ -96,9 +96,9 @@ class Count:
         row[category] = row.get(category, 0) + size
 
 
-def take(engine: Any, *, others: bool = True) -> Count:
+def count_storages(engine: Any, *, others: bool = True) -> StorageCounter:
     """Counts everything that is alive now. ``others``: also tensors that nothing above claims."""
-    count = Count()
+    count = StorageCounter()
     wrapper, module = engine.optimizer, engine.module
     base = getattr(wrapper, "optimizer", wrapper)
     parameters = list(module.parameters())

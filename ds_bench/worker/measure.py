@@ -14,7 +14,7 @@ import torch
 import torch.distributed
 
 from ..config.spec import Placement
-from ..records.rank_files import Assignment, BeatWriter
+from ..records.rank_files import Assignment, HeartbeatWriter
 from . import ledger, memory, training_loop
 from . import model as build
 from .cpu_load import CpuReading, load_between
@@ -24,7 +24,7 @@ from .weight_change import WeightChange
 Keep = Callable[[dict[str, Any]], None]
 
 
-def measure(assignment: Assignment, config: dict[str, Any], beat: BeatWriter, keep: Keep) -> dict[str, Any]:
+def measure(assignment: Assignment, config: dict[str, Any], beat: HeartbeatWriter, keep: Keep) -> dict[str, Any]:
     """The fields of a RankMeasurement, as plain JSON values. Raises whatever torch or DeepSpeed raises.
 
     ``keep`` gets them before the inspection that follows the window, which must not lose what was measured.
@@ -52,13 +52,13 @@ def measure(assignment: Assignment, config: dict[str, Any], beat: BeatWriter, ke
     # Here and not before: stages draw differently while they build, and every row must drop the same elements.
     torch.manual_seed(workload.seed + torch.distributed.get_rank())
     beat.beat("warmup", 0)
-    cpu_before = CpuReading.take()
+    cpu_before = CpuReading.read()
     samples = training_loop.Samples(warmup_step_seconds=training_loop.warm_up(trainer, workload.warmup_steps))
     retries, io_before = memory.alloc_retries(accelerator), memory.io_bytes()
     if accelerator == "cuda":
         torch.cuda.reset_peak_memory_stats()
     training_loop.measure(trainer, workload.num_steps, torch.distributed.barrier, samples)
-    cpu_after = CpuReading.take()
+    cpu_after = CpuReading.read()
     io_after = memory.io_bytes()
     device_facts = memory.device_facts(accelerator, retries, trial.placement.gpu_memory_limit_bytes)
     host_facts = dict(memory.host_facts(life_peak))
@@ -177,7 +177,7 @@ def _trainer(
     config: dict[str, Any],
     assignment: Assignment,
     device: torch.device,
-    beat: BeatWriter,
+    beat: HeartbeatWriter,
 ) -> training_loop.Trainer:
     workload = assignment.trial.workload
     batches = training_loop.make_batches(
@@ -230,7 +230,7 @@ def _halfway_through_backward(engine: Any) -> Iterator[list[ledger.Ledger]]:
     def count(gradient: torch.Tensor) -> None:
         seen.append(None)
         if len(seen) == moment:
-            inside = ledger.take(engine, others=False)
+            inside = ledger.count_storages(engine, others=False)
             inside.claim("gradients", [gradient])  # not in its parameter yet
             taken.append(inside.ledger)
 
@@ -253,11 +253,11 @@ def _inspect(trainer: training_loop.Trainer, assignment: Assignment) -> dict[str
     with _halfway_through_backward(engine) as inside:
         engine.backward(loss)
     del loss
-    before_step = ledger.take(engine)
+    before_step = ledger.count_storages(engine)
     engine.step()
     for _ in range(trainer.grad_accum - 1):
         training_loop.micro_step(trainer, lambda _name, _seconds: None)
-    after_step = ledger.take(engine)
+    after_step = ledger.count_storages(engine)
     peak = ledger.peak_of(*inside, before_step.ledger, after_step.ledger)
     for tier, size in activations.items():
         peak.setdefault(tier, {})["activations"] = size

@@ -38,7 +38,7 @@ def reset_host_peak() -> bool:
     return True
 
 
-def rollup() -> dict[str, int]:
+def read_smaps_rollup() -> dict[str, int]:
     """Sums over all mappings (smaps_rollup), in bytes: Rss, Pss, Shared_Clean, …; empty where unreadable."""
     sums: dict[str, int] = {}
     try:
@@ -120,7 +120,7 @@ def device_facts(accelerator: str, retries_before: int, limit_bytes: int | None)
 
 def host_facts(life_peak_before_reset: int | None) -> Mapping[str, Any]:
     """The ``host_*`` fields after the last measured step; the life's peak spans both sides of the reset."""
-    steps_peak, sums = status_bytes("VmHWM"), rollup()
+    steps_peak, sums = status_bytes("VmHWM"), read_smaps_rollup()
     peaks = [peak for peak in (life_peak_before_reset, steps_peak) if peak is not None]
     shared = [sums[name] for name in ("Shared_Clean", "Shared_Dirty") if name in sums]
     return {

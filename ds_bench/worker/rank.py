@@ -23,7 +23,7 @@ from ..config.spec import Trial
 from ..records.rank_files import (
     CONFIG_FILE,
     Assignment,
-    BeatWriter,
+    HeartbeatWriter,
     log_file,
     measured_file,
     rank_file,
@@ -32,7 +32,7 @@ from ..records.rank_files import (
 )
 from ..system import redaction
 from . import memory
-from .failure import describe
+from .failure import rank_failure
 
 
 def run(folder: Path, *, rank: int, local_rank: int, world_size: int) -> int:
@@ -42,7 +42,7 @@ def run(folder: Path, *, rank: int, local_rank: int, world_size: int) -> int:
     stacks = stacks_file(folder, rank).open("w")
     faulthandler.enable(stacks)
     faulthandler.register(signal.SIGUSR2, file=stacks, all_threads=True)
-    beat = BeatWriter(folder, rank)
+    beat = HeartbeatWriter(folder, rank)
     emulated = limited = False
     try:
         assignment = Assignment.load(folder)
@@ -56,7 +56,7 @@ def run(folder: Path, *, rank: int, local_rank: int, world_size: int) -> int:
         code = 0
     except BaseException as error:  # a rank's end is always a value, KeyboardInterrupt and SystemExit too
         step = beat.step if beat.step >= 0 else None
-        failure = describe(
+        failure = rank_failure(
             error,
             rank=rank,
             phase=beat.phase,
@@ -108,7 +108,7 @@ def _redirect_output(path: Path) -> None:
     os.close(descriptor)
 
 
-def _measure(folder: Path, assignment: Assignment, beat: BeatWriter, started: float) -> dict[str, Any]:
+def _measure(folder: Path, assignment: Assignment, beat: HeartbeatWriter, started: float) -> dict[str, Any]:
     trial = assignment.trial
     if trial.placement.cpu_memory_limit_bytes is not None:
         memory.limit_data_segment(trial.placement.cpu_memory_limit_bytes)

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ..records.rank_files import BeatWriter
+from ..records.rank_files import HeartbeatWriter
 from . import resolved_config
 from .model import MakeBatch
 
@@ -130,7 +130,7 @@ class Samples:
 class Trainer:
     """An engine, its data and its heartbeat; knows how to take one optimizer step."""
 
-    def __init__(self, engine: Any, batches: list[Batch], accelerator: str, beat: BeatWriter) -> None:
+    def __init__(self, engine: Any, batches: list[Batch], accelerator: str, beat: HeartbeatWriter) -> None:
         self.engine = engine
         self.accelerator = accelerator
         self.grad_accum = int(engine.gradient_accumulation_steps())

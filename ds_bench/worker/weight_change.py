@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed
 
-from ..records.rank_files import BeatWriter
+from ..records.rank_files import HeartbeatWriter
 
 DIMENSIONS = 256
 """Sums in a sketch: a norm taken from it is within some 10 % (√(2/256) is 0.09), the same error in every row."""
@@ -43,7 +43,7 @@ class NotReadError(Exception):
 class WeightChange:
     """The sketch of a rank's weights as training begins, for the difference at its end."""
 
-    def __init__(self, engine: Any, beat: BeatWriter) -> None:
+    def __init__(self, engine: Any, beat: HeartbeatWriter) -> None:
         self._engine = engine
         self._beat = beat
         self.note: str | None = None
@@ -67,7 +67,7 @@ class WeightChange:
         return None
 
 
-def sketch(parts: Iterator[Fragment], beat: BeatWriter | None = None) -> torch.Tensor:
+def sketch(parts: Iterator[Fragment], beat: HeartbeatWriter | None = None) -> torch.Tensor:
     """The count sketch of these fragments, float64, on the CPU. Raises NotReadError when it takes too long."""
     deadline = time.monotonic() + MOST_SECONDS
     signs_on: dict[torch.device, torch.Tensor] = {}

@@ -240,11 +240,11 @@ def test_a_first_loss_far_above_that_of_a_model_that_knows_nothing_is_named(firs
 
 
 def test_a_change_too_slow_to_read_is_given_up_with_a_note(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from ds_bench.records.rank_files import BeatWriter
+    from ds_bench.records.rank_files import HeartbeatWriter
 
     weights = torch.zeros(10)
     monkeypatch.setattr(weight_change, "fragments", lambda _engine: iter([("a", 0, weights)]))
-    change = weight_change.WeightChange(None, BeatWriter(tmp_path, 0))
+    change = weight_change.WeightChange(None, HeartbeatWriter(tmp_path, 0))
     weights += 3.0
     found = change.since_start()
     assert found is not None

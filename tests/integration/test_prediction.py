@@ -73,7 +73,7 @@ BUCKET = 100_000
 @pytest.fixture(scope="module")
 def profiles() -> dict[str, ModelProfile]:
     facts = {name: _facts(name) for name in ARCHITECTURES}
-    answers = model_profile.ask([request_for(each, 16, accelerator="cpu") for each in facts.values()])
+    answers = model_profile.measure_profiles([request_for(each, 16, accelerator="cpu") for each in facts.values()])
     return {
         name: ModelProfile.from_answer(name, each.layers, each.tied_embeddings, answer)
         for (name, each), answer in zip(facts.items(), answers, strict=True)

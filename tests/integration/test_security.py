@@ -126,7 +126,7 @@ def test_modules_of_the_current_folder_do_not_run_in_children(hostile: Path, tmp
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text(json.dumps({"model_type": "gpt2", "n_layer": 1, "n_embd": 8, "n_head": 1}))
-    found = lookup.find_model(str(model), factory=False, trust_remote_code=False, environment={})
+    found = lookup.resolve_model(str(model), factory=False, trust_remote_code=False, environment={})
     assert found.model_type == "gpt2"
     assert not (hostile / "hit").exists()
 

@@ -21,7 +21,7 @@ from ds_bench.launch import Limits, rank_environment
 from ds_bench.launch import deepspeed as cold
 from ds_bench.launch.warm import WarmLauncher
 from ds_bench.models.presets import facts_from_config, find_preset
-from ds_bench.records.rank_files import Assignment, Beat, read_beat
+from ds_bench.records.rank_files import Assignment, Heartbeat, read_beat
 from ds_bench.system import processes
 from tests.support.real_trials import SHORT, SUPPORT, Launch, make_trial
 
@@ -156,7 +156,7 @@ def test_a_killed_server_costs_the_row_that_ran_and_is_started_anew_for_the_next
     assert outcome.status == "Success"
 
 
-def kill_when_it_trains(folder: Path, choose: Callable[[Beat], int]) -> None:
+def kill_when_it_trains(folder: Path, choose: Callable[[Heartbeat], int]) -> None:
     deadline = time.monotonic() + 100
     while time.monotonic() < deadline:
         time.sleep(0.05)

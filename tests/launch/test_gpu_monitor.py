@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ds_bench.config.spec import Trial
-from ds_bench.launch import Listener, Progress
+from ds_bench.launch import Progress, ProgressCallback
 from ds_bench.launch.gpu_monitor import CardWatcher
 from ds_bench.records.schema import TrialRecord
 from ds_bench.system.gpus import GpuInventory
@@ -18,7 +18,7 @@ from tests.support import fakes
 class Steps:
     """A launcher that tells of every step."""
 
-    def launch(self, trial: Trial, folder: Path, listen: Listener) -> TrialRecord:  # noqa: ARG002
+    def launch(self, trial: Trial, folder: Path, listen: ProgressCallback) -> TrialRecord:  # noqa: ARG002
         for step in range(-1, trial.workload.warmup_steps + trial.workload.num_steps):
             listen(Progress(phase="forward", step=step, last_step_seconds=0.1, elapsed_seconds=1.0))
         return fakes.success(trial)
@@ -77,7 +77,7 @@ def free_at_start(memory: Memory, trials: int, wait_seconds: float) -> list[Tria
 class Quiet:
     """A launcher that tells of nothing."""
 
-    def launch(self, trial: Trial, folder: Path, listen: Listener) -> TrialRecord:  # noqa: ARG002
+    def launch(self, trial: Trial, folder: Path, listen: ProgressCallback) -> TrialRecord:  # noqa: ARG002
         return fakes.success(trial)
 
 

@@ -17,7 +17,7 @@ import pytest
 
 from ds_bench.launch import monitor as module
 from ds_bench.launch.monitor import Ending, Limits, Progress, watch
-from ds_bench.records.rank_files import BeatWriter, RankExit, append_line
+from ds_bench.records.rank_files import HeartbeatWriter, RankExit, append_line
 from ds_bench.system import processes
 from tests.support import fakes
 
@@ -35,7 +35,7 @@ class World:
         self.heard: list[Progress] = []
         self.killed: list[tuple[int, int]] = []
         self._events: list[tuple[float, Callable[[], object]]] = []
-        self._writers: dict[int, BeatWriter] = {}
+        self._writers: dict[int, HeartbeatWriter] = {}
         self._leader_ends = float("inf")
 
     # the clock, in place of the module's ``time``
@@ -53,7 +53,7 @@ class World:
         self._leader_ends = self.start + second
 
     def beat(self, rank: int, phase: str = "step", step: int | None = None, last: float | None = None) -> None:
-        writer = self._writers.get(rank) or self._writers.setdefault(rank, BeatWriter(self.folder, rank))
+        writer = self._writers.get(rank) or self._writers.setdefault(rank, HeartbeatWriter(self.folder, rank))
         writer.beat(phase, step, last)
 
     def beats_forever(self, *ranks: int) -> None:

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from ds_bench.launch.monitor import Ending, Limits
-from ds_bench.launch.outcome import Evidence, Findings, conclude
+from ds_bench.launch.outcome import Evidence, TrialOutcome, determine_outcome
 from ds_bench.records import schema
-from ds_bench.records.rank_files import PHASES, BeatWriter, RankExit, append_line, write_json
+from ds_bench.records.rank_files import PHASES, HeartbeatWriter, RankExit, append_line, write_json
 from ds_bench.records.schema import Outcome
 from tests.support import fakes
 
@@ -52,12 +52,12 @@ class Scene:
 
     def reached(self, rank: int, phase: str) -> Scene:
         assert phase in PHASES
-        BeatWriter(self.folder, rank).beat(phase, 3)
+        HeartbeatWriter(self.folder, rank).beat(phase, 3)
         return self
 
-    def findings(self, ending: Ending | None = "ended", *, world: int = 2, **more: Any) -> Findings:
+    def findings(self, ending: Ending | None = "ended", *, world: int = 2, **more: Any) -> TrialOutcome:
         evidence = Evidence(folder=self.folder, world_size=world, ending=ending, limits=LIMITS, **more)
-        return conclude(evidence)
+        return determine_outcome(evidence)
 
     def outcome(self, ending: Ending | None = "ended", **more: Any) -> Outcome:
         return self.findings(ending, **more).outcome

@@ -12,12 +12,12 @@ import pytest
 from ds_bench.config.spec import Placement
 from ds_bench.errors import UsageError
 from ds_bench.launch.rank_environment import rank_environment
-from ds_bench.models.lookup import ModelChoice, find_model
+from ds_bench.models.lookup import ResolvedModel, resolve_model
 
 
-def find(name: str, *, factory: bool = False) -> ModelChoice:
+def find(name: str, *, factory: bool = False) -> ResolvedModel:
     variables = {**rank_environment(Placement(accelerator="cpu"), os.environ, None), "HF_HUB_OFFLINE": "1"}
-    return find_model(name, factory=factory, trust_remote_code=False, environment=variables)
+    return resolve_model(name, factory=factory, trust_remote_code=False, environment=variables)
 
 
 def test_a_factory_is_imported_before_anything_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

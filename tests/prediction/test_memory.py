@@ -19,12 +19,12 @@ from ds_bench.errors import UsageError
 from ds_bench.models.presets import find_preset
 from ds_bench.prediction import memory, trial_predictions
 from ds_bench.prediction.deepspeed_estimator import deepspeed_estimates
-from ds_bench.prediction.inputs import MemoryCase, ZeroSettings
+from ds_bench.prediction.inputs import MemoryInputs, ZeroSettings
 from ds_bench.prediction.memory import DOES_NOT_FIT, FITS, TIGHT, Prediction
 from ds_bench.prediction.model_profile import Activations, ModelProfile, Polynomial, profile_of
 from ds_bench.prediction.stage_3 import GatheredElements, gathered_elements
 from ds_bench.prediction.stages_0_to_2 import owned_elements
-from ds_bench.prediction.what_if import Change, Question, fits, max_batch, min_gpus, smallest_change
+from ds_bench.prediction.what_if import Change, PlannedTrial, fits, max_batch, min_gpus, smallest_change
 from ds_bench.system import devices
 from tests.support.fakes import failure, offload, placement, success, trial, workload, zero
 
@@ -50,9 +50,9 @@ TOY = ModelProfile(
 """140 parameters: 40, (24, 6), (24, 6), 40."""
 
 
-def ask(strategy: Strategy, ranks: int = 2, *, model: ModelProfile = TOY, **work: Any) -> Question:
+def ask(strategy: Strategy, ranks: int = 2, *, model: ModelProfile = TOY, **work: Any) -> PlannedTrial:
     changes = NO_BUCKETS if strategy.stage else {}
-    return Question(
+    return PlannedTrial(
         profile=model,
         workload=workload(**{"batch_size": 1, "seq_length": 1, **work}),
         placement=placement(accelerator="cuda", num_gpus=ranks, nvme_path="/nvme"),
@@ -61,31 +61,31 @@ def ask(strategy: Strategy, ranks: int = 2, *, model: ModelProfile = TOY, **work
     )
 
 
-def llama(strategy: Strategy, ranks: int = 8, **work: Any) -> Question:
+def llama(strategy: Strategy, ranks: int = 8, **work: Any) -> PlannedTrial:
     facts = find_preset("meta-llama/Llama-2-7b-hf")
     assert facts is not None
     question = ask(strategy, ranks, model=profile_of(facts, 2048), **{"seq_length": 2048, **work})
     return replace(question, changes={})
 
 
-def case(ranks: int, *, model: ModelProfile = TOY, **settings_: Any) -> MemoryCase:
+def case(ranks: int, *, model: ModelProfile = TOY, **settings_: Any) -> MemoryInputs:
     config = ask(zero(3), ranks, model=model).config()
     found = replace(ZeroSettings.of(config), **settings_)
-    return MemoryCase(
+    return MemoryInputs(
         profile=model, precision="bf16", data_parallel_size=ranks, grad_accum=1, accelerator="cuda", settings=found
     )
 
 
 def test_stage_0_steps_with_24_bytes_per_parameter_when_fused() -> None:
     # 2 + 12 + 2, and while the 16-bit gradients become one flat fp32 tensor a list and the copy of it: 8 more.
-    found = llama(zero(0), 1, seq_length=1).answer()
+    found = llama(zero(0), 1, seq_length=1).predict()
     assert found.phase == "flatten"
     assert found.gpu_bytes - memory.CONTEXT_BYTES == 24 * 6_738_415_616
 
 
 def test_stage_2_is_worked_by_hand() -> None:
     """On 2 ranks 140 needs no padding: 70 each. Rank 0 touches 40, 24 and 6 and ends there, rank 1 has the rest."""
-    ledger = ask(zero(2)).answer().ledger["gpu"]
+    ledger = ask(zero(2)).predict().ledger["gpu"]
     assert ledger["parameters"] == 280
     assert ledger["optimizer_states"] == 12 * 70
     assert ledger["gradients"] == 2 * 70
@@ -127,14 +127,14 @@ def test_one_rank_owns_every_gradient() -> None:
 
 
 def test_the_loss_is_the_peak_where_activations_are_all() -> None:
-    found = ask(zero(3), 2, seq_length=1000).answer()
+    found = ask(zero(3), 2, seq_length=1000).predict()
     assert found.phase == "loss"
     assert found.gpu["activations"] == 1000 * 2100
     assert found.gpu["logits_and_loss"] == 1000 * 200
 
 
 def test_with_checkpointing_one_layer_is_recomputed_at_a_time() -> None:
-    found = ask(zero(3), 2, seq_length=1000, activation_checkpointing=True).answer()
+    found = ask(zero(3), 2, seq_length=1000, activation_checkpointing=True).predict()
     assert found.ledger["gpu"]["activations"] == 1000 * 120
     assert found.phase == "enter"
     assert found.gpu["activations"] == 1000 * (2 * 10 + 1000)
@@ -148,19 +148,19 @@ def test_an_offloaded_gradient_is_copied_to_fp64_for_its_norm(stage: int, copy_b
     facts = find_preset("meta-llama/Llama-3.1-8B")
     assert facts is not None
     question = ask(offload("cpu_optimizer", stage), 1, model=profile_of(facts, 2048), seq_length=2048)
-    found = question.answer()
+    found = question.predict()
     assert found.phase == "enter"
     assert found.gpu["temporaries"] == 2 * 525_336_576 + copy_bytes
 
 
 def test_the_bucket_has_its_full_size_however_small_the_model() -> None:
     question = replace(ask(zero(3)), changes={})
-    assert question.answer().ledger["gpu"]["deepspeed_buffers"] == 2 * 500_000_000
+    assert question.predict().ledger["gpu"]["deepspeed_buffers"] == 2 * 500_000_000
 
 
 def test_overlapping_communication_doubles_the_bucket() -> None:
     changes = {"zero_optimization": {"overlap_comm": True, "reduce_bucket_size": 1000}}
-    assert replace(ask(zero(2)), changes=changes).answer().ledger["gpu"]["deepspeed_buffers"] == 2 * 2 * 1000
+    assert replace(ask(zero(2)), changes=changes).predict().ledger["gpu"]["deepspeed_buffers"] == 2 * 2 * 1000
 
 
 def test_tensors_below_the_threshold_stay_gathered_with_their_padding() -> None:
@@ -187,19 +187,19 @@ def test_gathered_lies_between_the_largest_tensor_and_the_model(reuse: int, pref
 
 
 def test_host_memory_counts_every_rank_of_a_node_but_not_of_the_job() -> None:
-    one_node = replace(llama(offload("cpu_optimizer"), 16), ranks_per_node=16).answer()
-    two_nodes = replace(llama(offload("cpu_optimizer"), 16), ranks_per_node=8).answer()
+    one_node = replace(llama(offload("cpu_optimizer"), 16), ranks_per_node=16).predict()
+    two_nodes = replace(llama(offload("cpu_optimizer"), 16), ranks_per_node=8).predict()
     assert one_node.host_bytes == 2 * two_nodes.host_bytes
 
 
 def test_pinned_memory_comes_in_powers_of_two() -> None:
-    host = llama(offload("cpu_full")).answer().host
+    host = llama(offload("cpu_full")).predict().host
     assert host["pinned_rounding"] > 0
     assert (host["parameters"] + host["pinned_rounding"]) > host["parameters"]
 
 
 def test_nothing_of_a_swapped_state_stays_in_host_memory() -> None:
-    found = llama(offload("nvme")).answer()
+    found = llama(offload("nvme")).predict()
     assert "optimizer_states" not in found.host
     # 8 ranks: master, two moments and the fp32 gradient of 6.74 B parameters, and the 16-bit parameters.
     assert found.nvme_bytes == pytest.approx(18 * 6_738_415_616, rel=0.01)
@@ -207,7 +207,7 @@ def test_nothing_of_a_swapped_state_stays_in_host_memory() -> None:
 
 def test_the_cpu_accelerator_has_no_gpu() -> None:
     question = llama(offload("cpu_full"), 2)
-    on_cpu = replace(question, placement=replace(question.placement, accelerator="cpu")).answer()
+    on_cpu = replace(question, placement=replace(question.placement, accelerator="cpu")).predict()
     assert on_cpu.gpu_bytes == 0
     assert set(on_cpu.ledger) == {"cpu"}
     assert "pinned_rounding" not in on_cpu.host
@@ -241,18 +241,18 @@ def prediction(gpu: int = 0, host: int = 0) -> Prediction:
 @settings(max_examples=40, deadline=None)
 @given(st.sampled_from(EVERY), st.integers(1, 16), st.integers(1, 16))
 def test_a_larger_batch_never_takes_less(strategy: Strategy, batch: int, ranks: int) -> None:
-    small, large = (llama(strategy, ranks, batch_size=size).answer() for size in (batch, batch + 1))
+    small, large = (llama(strategy, ranks, batch_size=size).predict() for size in (batch, batch + 1))
     assert small.gpu_bytes <= large.gpu_bytes
 
 
 @pytest.mark.parametrize("strategy", EVERY[1:], ids=lambda s: s.name)
 def test_more_gpus_never_take_more_each(strategy: Strategy) -> None:
-    found = [llama(strategy, ranks).answer().gpu_bytes for ranks in (2, 4, 8, 16, 64)]
+    found = [llama(strategy, ranks).predict().gpu_bytes for ranks in (2, 4, 8, 16, 64)]
     assert found == sorted(found, reverse=True)
 
 
 def test_a_stage_higher_takes_less_on_eight_gpus() -> None:
-    found = [llama(zero(stage)).answer().gpu_bytes for stage in range(4)]
+    found = [llama(zero(stage)).predict().gpu_bytes for stage in range(4)]
     assert found == sorted(found, reverse=True)
 
 
@@ -300,7 +300,7 @@ def test_where_one_change_is_not_enough_two_are_named() -> None:
     assert change.prediction.verdict(24 * GB) != DOES_NOT_FIT
 
 
-def gpt2(strategy: Strategy, ranks: int = 1, **work: Any) -> Question:
+def gpt2(strategy: Strategy, ranks: int = 1, **work: Any) -> PlannedTrial:
     facts = find_preset("gpt2")
     assert facts is not None
     question = ask(strategy, ranks, model=profile_of(facts, 1024), **{"seq_length": 1024, **work})
@@ -328,7 +328,7 @@ def test_a_change_of_two_is_named_before_one_of_three() -> None:
     )
     question = ask(zero(1), model=replace(TOY, activations={"bf16": heavy}), batch_size=64)
     one = replace(question, workload=replace(question.workload, activation_checkpointing=True, batch_size=1))
-    change = smallest_change(question, int(one.answer().gpu_bytes * 1.12))
+    change = smallest_change(question, int(one.predict().gpu_bytes * 1.12))
     assert change is not None
     assert change.text == "activation checkpointing, batch size 1"
 
@@ -353,7 +353,7 @@ def test_gpus_needed_never_contradict_the_verdict(strategy: Strategy, ranks: int
 
 def test_where_too_many_ranks_fill_the_host_fewer_are_offered() -> None:
     question, card = replace(llama(zero(3), 8), ranks_per_node=8), 192 * GB
-    host = question.answer().host_bytes * 3 // 4
+    host = question.predict().host_bytes * 3 // 4
     change = smallest_change(question, card, host)
     assert change is not None
     assert change.text == "4 GPUs"
@@ -486,7 +486,7 @@ def test_an_unknown_card_names_its_neighbours() -> None:
 
 
 def test_the_tier_that_is_short_is_named_and_no_other() -> None:
-    found = llama(offload("cpu_full")).answer()
+    found = llama(offload("cpu_full")).predict()
     room, none = 2 * max(found.gpu_bytes, found.host_bytes), 1
     assert found.decisive_tiers(room, room) == ()
     assert found.decisive_tiers(room, none) == ("host",)
@@ -496,7 +496,7 @@ def test_the_tier_that_is_short_is_named_and_no_other() -> None:
 
 
 def test_the_parts_of_a_prediction_add_up_to_its_total() -> None:
-    found = llama(zero(3)).answer()
+    found = llama(zero(3)).predict()
     assert found.gpu_bytes == sum(found.gpu.values())
     assert found.biggest == max(((size, name) for name, size in found.gpu.items()), default=None)[::-1]  # type: ignore[index]
 
@@ -513,12 +513,12 @@ def test_the_batch_and_precision_of_the_configuration_count() -> None:
     question = llama(zero(3))
     config = {**question.config(), "train_micro_batch_size_per_gpu": 2, "bf16": {"enabled": False}}
     found = memory.predict(question.profile, question.workload, question.placement, config)
-    twice = llama(zero(3), batch_size=2, precision="fp32").answer()
+    twice = llama(zero(3), batch_size=2, precision="fp32").predict()
     assert found.gpu == twice.gpu
 
 
 def test_a_prediction_survives_its_json() -> None:
-    found = llama(offload("nvme")).answer()
+    found = llama(offload("nvme")).predict()
     assert Prediction.from_dict(json.loads(json.dumps(found.to_dict()))) == found
 
 

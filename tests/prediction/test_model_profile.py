@@ -52,7 +52,7 @@ def preset(name: str) -> ModelFacts:
 def profiles() -> dict[str, ModelProfile]:
     """Two small architectures, measured at one and two layers by one child process."""
     facts = [facts_from_config(name, name, config) for name, config in SMALL.items()]
-    answers = model_profile.ask([request_for(each, 64) for each in facts])
+    answers = model_profile.measure_profiles([request_for(each, 64) for each in facts])
     return {
         each.name: ModelProfile.from_answer(each.name, each.layers, each.tied_embeddings, answer)
         for each, answer in zip(facts, answers, strict=True)
@@ -203,7 +203,7 @@ def test_what_was_measured_once_is_kept(
         return _real_answers
 
     facts = facts_from_config("gpt2", "gpt2", GPT2)
-    _real_answers = model_profile.ask([request_for(facts, 64)])
+    _real_answers = model_profile.measure_profiles([request_for(facts, 64)])
     monkeypatch.setattr(model_profile, "ask", answer)
     deeper = facts_from_config("gpt2", "gpt2", {**GPT2, "n_layer": 9})
     assert profile_of(facts, 64) == profiles["gpt2"]
@@ -213,7 +213,7 @@ def test_what_was_measured_once_is_kept(
 
 def test_a_child_that_dies_leaves_its_last_word(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/bin/false")
-    (answer,) = model_profile.ask([{}])
+    (answer,) = model_profile.measure_profiles([{}])
     assert answer["error"].startswith("the measuring process ended")
 
 
@@ -228,7 +228,7 @@ def test_any_family_that_transformers_builds_is_counted_from_its_folder(tmp_path
     for name, config in FAMILIES.items():
         AutoConfig.for_model(name, **config).save_pretrained(tmp_path / name)
     wanted = {"accelerator": "cpu", "sequences": [16, 32, 48], "precisions": ["bf16"]}
-    answers = model_profile.ask([{**wanted, "path": str(tmp_path / name)} for name in FAMILIES])
+    answers = model_profile.measure_profiles([{**wanted, "path": str(tmp_path / name)} for name in FAMILIES])
     for name, answer in zip(FAMILIES, answers, strict=True):
         assert "error" not in answer, (name, answer["error"])
         profile = ModelProfile.from_answer(name, 0, False, answer)
@@ -261,7 +261,8 @@ def test_dropout_is_counted_as_the_accelerator_keeps_it() -> None:
         request_for(facts, 64, dropout=0.0),
     ]
     cpu, cuda, none = (
-        ModelProfile.from_answer("gpt2", 4, True, answer).of("bf16") for answer in model_profile.ask(requests)
+        ModelProfile.from_answer("gpt2", 4, True, answer).of("bf16")
+        for answer in model_profile.measure_profiles(requests)
     )
     assert cpu is not None
     assert cuda is not None
@@ -334,7 +335,7 @@ def test_a_child_that_hangs_is_ended_and_what_it_told_is_kept(tmp_path: Path, mo
         "    def forward(self, *_, **__): time.sleep(600)\n"
         "def make(): return Hanging(3, 5)\n"
     )
-    monkeypatch.setattr(model_profile.ask, "__defaults__", (45, None))
+    monkeypatch.setattr(model_profile.measure_profiles, "__defaults__", (45, None))
     profile = profile_of_any("hanging:make", "factory", 64, environment={"PYTHONPATH": str(tmp_path)})
     assert profile.tensors == (15, 5)
     assert profile.unknown == "counting took more than 45 s"

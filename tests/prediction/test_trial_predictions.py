@@ -10,10 +10,10 @@ from ds_bench.analysis import summary as analysis
 from ds_bench.analysis.caveats import CaveatKind
 from ds_bench.config.spec import Trial
 from ds_bench.errors import PreflightError
-from ds_bench.models.lookup import ModelChoice
+from ds_bench.models.lookup import ResolvedModel
 from ds_bench.prediction import memory, trial_predictions
 from ds_bench.prediction.model_profile import ModelProfile
-from ds_bench.prediction.trial_predictions import Room, Unpredicted
+from ds_bench.prediction.trial_predictions import MemoryCapacity, Unpredicted
 from tests.support import fakes
 
 GB = fakes.GB
@@ -21,13 +21,13 @@ ON_GPUS = fakes.placement(accelerator="cuda", num_gpus=2)
 PROFILE = trial_predictions.profile(fakes.choice("tiny"), 128, "cuda", dropout=0.0)
 
 
-def foreseen(trial: Trial, room: Room, *, skip: bool = True) -> Trial:
-    (found,) = trial_predictions.foresee([trial], PROFILE, room, skip=skip)
+def foreseen(trial: Trial, room: MemoryCapacity, *, skip: bool = True) -> Trial:
+    (found,) = trial_predictions.attach_predictions([trial], PROFILE, room, skip=skip)
     return found
 
 
 def need(trial: Trial) -> int:
-    prediction = foreseen(trial, Room(gpu_bytes=None, host_bytes=None)).prediction
+    prediction = foreseen(trial, MemoryCapacity(gpu_bytes=None, host_bytes=None)).prediction
     assert prediction is not None
     return memory.Prediction.from_dict(prediction).gpu_bytes
 
@@ -38,10 +38,12 @@ def test_a_preset_is_known_at_once() -> None:
 
 
 def test_a_row_without_a_prediction_says_why() -> None:
-    choice = ModelChoice(name="no_such_module:make", source="factory", config={})
+    choice = ResolvedModel(name="no_such_module:make", source="factory", config={})
     known = trial_predictions.profile(choice, 128, "cpu")
     assert isinstance(known, Unpredicted)
-    (trial,) = trial_predictions.foresee([fakes.trial()], known, Room(gpu_bytes=None, host_bytes=None), skip=True)
+    (trial,) = trial_predictions.attach_predictions(
+        [fakes.trial()], known, MemoryCapacity(gpu_bytes=None, host_bytes=None), skip=True
+    )
     assert trial.prediction is None
     assert trial.caveats[-1].startswith("memory is not predicted: ")
     assert "No module named 'no_such_module'" in trial.caveats[-1]
@@ -52,8 +54,8 @@ def test_a_row_without_a_prediction_says_why() -> None:
 def test_unknown_activations_leave_the_rest_predicted_and_never_fit() -> None:
     assert isinstance(PROFILE, ModelProfile)
     without = replace(PROFILE, activations={}, unknown="no fake kernel")
-    room = Room(gpu_bytes=80 * GB, host_bytes=None)
-    (trial,) = trial_predictions.foresee([fakes.trial(fakes.zero(2), on=ON_GPUS)], without, room, skip=True)
+    room = MemoryCapacity(gpu_bytes=80 * GB, host_bytes=None)
+    (trial,) = trial_predictions.attach_predictions([fakes.trial(fakes.zero(2), on=ON_GPUS)], without, room, skip=True)
     assert trial.caveats == ("activations are not predicted, the rest is: no fake kernel",)
     assert trial.prediction is not None
     found = memory.Prediction.from_dict(trial.prediction)
@@ -76,7 +78,7 @@ def test_frozen_parameters_have_no_gradient_and_no_state() -> None:
 
 def test_a_trial_carries_its_prediction_and_its_key_stays() -> None:
     trial = fakes.trial(fakes.zero(2), on=ON_GPUS)
-    found = foreseen(trial, Room(gpu_bytes=80 * GB, host_bytes=None))
+    found = foreseen(trial, MemoryCapacity(gpu_bytes=80 * GB, host_bytes=None))
     assert found.prediction is not None
     assert found.skipped is None
     assert found.key == trial.key
@@ -86,9 +88,9 @@ def test_a_trial_carries_its_prediction_and_its_key_stays() -> None:
 def test_only_what_cannot_fit_is_skipped_and_only_where_asked() -> None:
     trial = fakes.trial(fakes.zero(0), on=ON_GPUS)
     size = need(trial)
-    assert foreseen(trial, Room(gpu_bytes=size - 1, host_bytes=None), skip=False).skipped is None
-    assert foreseen(trial, Room(gpu_bytes=size, host_bytes=None)).skipped is None  # tight
-    reason = foreseen(trial, Room(gpu_bytes=size - 1, host_bytes=None)).skipped
+    assert foreseen(trial, MemoryCapacity(gpu_bytes=size - 1, host_bytes=None), skip=False).skipped is None
+    assert foreseen(trial, MemoryCapacity(gpu_bytes=size, host_bytes=None)).skipped is None  # tight
+    reason = foreseen(trial, MemoryCapacity(gpu_bytes=size - 1, host_bytes=None)).skipped
     assert reason is not None
     assert "--skip-predicted-oom" in reason
 
@@ -99,8 +101,10 @@ ON_CPU = fakes.workload(model="meta-llama/Llama-2-7b-hf")
 
 def test_a_model_far_beyond_the_hosts_memory_is_refused_in_one_line() -> None:
     """Llama-2-7B on a CPU rank takes more than 100 GB at every stage: 24 GB are refused, 100 GB may be tried."""
-    none = Room(gpu_bytes=None, host_bytes=None)
-    trials = trial_predictions.foresee([fakes.trial(fakes.zero(s), of=ON_CPU) for s in (0, 3)], LLAMA, none, skip=False)
+    none = MemoryCapacity(gpu_bytes=None, host_bytes=None)
+    trials = trial_predictions.attach_predictions(
+        [fakes.trial(fakes.zero(s), of=ON_CPU) for s in (0, 3)], LLAMA, none, skip=False
+    )
     with pytest.raises(PreflightError, match=r"predicted to need 1\d\d GB .* leanest row, .*24.00 GB") as refused:
         trial_predictions.require_host_memory(trials, 24 * GB)
     assert "--force" in str(refused.value)
@@ -111,7 +115,9 @@ def test_a_model_far_beyond_the_hosts_memory_is_refused_in_one_line() -> None:
 def test_a_tiny_model_is_never_refused_whatever_limit_its_ranks_have() -> None:
     on = fakes.placement(num_gpus=2, cpu_memory_limit_bytes=2**20)
     facts = fakes.environment(host_memory_bytes=2 * GB, cgroup_memory_limit_bytes=None)
-    trials = trial_predictions.foresee([fakes.trial(fakes.zero(3), on=on)], PROFILE, Room.of(facts, on), skip=False)
+    trials = trial_predictions.attach_predictions(
+        [fakes.trial(fakes.zero(3), on=on)], PROFILE, MemoryCapacity.of(facts, on), skip=False
+    )
     assert trials[0].skipped is None
     trial_predictions.require_host_memory(trials, 2 * GB)
 
@@ -120,41 +126,44 @@ def test_a_row_far_beyond_the_hosts_memory_is_left_out_where_others_fit() -> Non
     """On cards of 80 GB: without offload little host memory is needed, with both offloaded more than 130 GB."""
     work = fakes.workload(model="meta-llama/Llama-2-7b-hf")
     trials = [fakes.trial(fakes.offload(name), on=ON_GPUS, of=work) for name in ("none", "cpu_full")]
-    room = Room(gpu_bytes=80 * GB, host_bytes=64 * GB, node_bytes=64 * GB)
-    first, second = trial_predictions.foresee(trials, LLAMA, room, skip=False)
+    room = MemoryCapacity(gpu_bytes=80 * GB, host_bytes=64 * GB, node_bytes=64 * GB)
+    first, second = trial_predictions.attach_predictions(trials, LLAMA, room, skip=False)
     assert first.skipped is None
     assert second.skipped is not None
     assert "of host memory, where there is 64.00 GB; --force tries it" in second.skipped
     trial_predictions.require_host_memory([first, second], 64 * GB)
     assert all(
-        trial.skipped is None for trial in trial_predictions.foresee(trials, LLAMA, room, skip=False, force=True)
+        trial.skipped is None
+        for trial in trial_predictions.attach_predictions(trials, LLAMA, room, skip=False, force=True)
     )
 
 
 def test_on_the_cpu_buffers_that_nobody_touches_are_no_reason_to_skip() -> None:
     """At stage 1 the 1 GB bucket is most of the prediction, and hardly any of it becomes resident."""
     trial = fakes.trial(fakes.zero(1))
-    assert foreseen(trial, Room(gpu_bytes=None, host_bytes=GB // 2)).skipped is None
-    assert foreseen(trial, Room(gpu_bytes=None, host_bytes=2**20)).skipped is not None
+    assert foreseen(trial, MemoryCapacity(gpu_bytes=None, host_bytes=GB // 2)).skipped is None
+    assert foreseen(trial, MemoryCapacity(gpu_bytes=None, host_bytes=2**20)).skipped is not None
 
 
 def test_what_cannot_run_anyway_is_left_as_it_is() -> None:
     trial = fakes.trial(unsupported="no libaio")
-    assert foreseen(trial, Room(gpu_bytes=1, host_bytes=1)) == trial
+    assert foreseen(trial, MemoryCapacity(gpu_bytes=1, host_bytes=1)) == trial
 
 
 def test_room_is_the_smallest_card_and_the_tightest_limit() -> None:
     facts = fakes.environment(cgroup_memory_limit_bytes=64 * GB)
-    assert Room.of(facts, ON_GPUS) == Room(gpu_bytes=80 * GB, host_bytes=64 * GB, node_bytes=64 * GB)
+    assert MemoryCapacity.of(facts, ON_GPUS) == MemoryCapacity(
+        gpu_bytes=80 * GB, host_bytes=64 * GB, node_bytes=64 * GB
+    )
     small = replace(ON_GPUS, gpu_memory_limit_bytes=8 * GB)
-    assert Room.of(facts, small).gpu_bytes == 8 * GB
+    assert MemoryCapacity.of(facts, small).gpu_bytes == 8 * GB
     limited = fakes.placement(num_gpus=2, cpu_memory_limit_bytes=3 * GB)
-    assert Room.of(facts, limited) == Room(gpu_bytes=None, host_bytes=6 * GB, node_bytes=64 * GB)
+    assert MemoryCapacity.of(facts, limited) == MemoryCapacity(gpu_bytes=None, host_bytes=6 * GB, node_bytes=64 * GB)
 
 
 @pytest.mark.parametrize(("factor", "missed"), [(1.0, False), (1.08, False), (1.3, True), (0.7, True)])
 def test_a_miss_above_ten_percent_is_a_caveat(factor: float, missed: bool) -> None:
-    trial = foreseen(fakes.trial(fakes.zero(2), on=ON_GPUS), Room(gpu_bytes=None, host_bytes=None))
+    trial = foreseen(fakes.trial(fakes.zero(2), on=ON_GPUS), MemoryCapacity(gpu_bytes=None, host_bytes=None))
     assert trial.prediction is not None
     prediction = memory.Prediction.from_dict(trial.prediction)
     predicted = prediction.gpu_bytes - prediction.gpu["overhead"]
@@ -172,10 +181,12 @@ def test_a_record_without_a_prediction_or_with_a_strange_one_has_no_ratio() -> N
 
 def test_the_host_memory_a_plan_needs_is_that_of_its_hungriest_row() -> None:
     trials = [fakes.trial(fakes.offload(name), on=ON_GPUS) for name in ("none", "cpu_full")]
-    found = trial_predictions.foresee(trials, PROFILE, Room(gpu_bytes=None, host_bytes=None), skip=False)
-    needs = [trial_predictions.host_need([trial]) for trial in found]
+    found = trial_predictions.attach_predictions(
+        trials, PROFILE, MemoryCapacity(gpu_bytes=None, host_bytes=None), skip=False
+    )
+    needs = [trial_predictions.peak_host_bytes([trial]) for trial in found]
     assert needs[0] is not None
     assert needs[1] is not None
     assert needs[0] < needs[1]
-    assert trial_predictions.host_need(found) == needs[1]
-    assert trial_predictions.host_need(trials) is None
+    assert trial_predictions.peak_host_bytes(found) == needs[1]
+    assert trial_predictions.peak_host_bytes(trials) is None

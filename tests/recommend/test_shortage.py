@@ -12,7 +12,7 @@ from ds_bench.analysis.summary import summarise
 from ds_bench.config import deepspeed_config
 from ds_bench.config.spec import Strategy, Trial
 from ds_bench.prediction import trial_predictions
-from ds_bench.prediction.trial_predictions import Room
+from ds_bench.prediction.trial_predictions import MemoryCapacity
 from ds_bench.recommend import remedies
 from ds_bench.recommend.changes import case_of, smallest_fit
 from ds_bench.recommend.recommendation import recommend
@@ -83,7 +83,9 @@ def planned(strategy: Strategy, cards: int = 1, **work: Any) -> Trial:
     """Llama-2-7B at batch 4 × 2048 on cards of 80 GB, with what was predicted when it was planned."""
     asked = fakes.workload(**{"model": LLAMA, "batch_size": 4, "seq_length": 2048, **work})
     trial = fakes.trial(strategy, on=fakes.placement(accelerator="cuda", num_gpus=cards), of=asked)
-    (found,) = trial_predictions.foresee([trial], PROFILE, Room(gpu_bytes=None, host_bytes=None), skip=False)
+    (found,) = trial_predictions.attach_predictions(
+        [trial], PROFILE, MemoryCapacity(gpu_bytes=None, host_bytes=None), skip=False
+    )
     return found
 
 

@@ -20,8 +20,8 @@ from ds_bench.records import rank_files
 from ds_bench.records.rank_files import (
     PHASES,
     Assignment,
-    Beat,
-    BeatWriter,
+    Heartbeat,
+    HeartbeatWriter,
     RankExit,
     append_line,
     read_beat,
@@ -195,21 +195,21 @@ def test_an_assignment_that_is_gone_or_torn_is_an_error_of_its_own_kind(tmp_path
 
 @pytest.mark.parametrize("phase", PHASES)
 def test_a_beat_is_read_as_it_was_written(tmp_path: Path, phase: str) -> None:
-    BeatWriter(tmp_path, 3).beat(phase, 7, 0.25)
+    HeartbeatWriter(tmp_path, 3).beat(phase, 7, 0.25)
     beat = read_beat(tmp_path, 3)
     assert beat is not None
     assert (beat.pid, beat.phase, beat.step, beat.last_step_seconds) == (os.getpid(), phase, 7, 0.25)
 
 
 def test_a_rank_says_hello_before_its_first_step(tmp_path: Path) -> None:
-    BeatWriter(tmp_path, 0)
+    HeartbeatWriter(tmp_path, 0)
     beat = read_beat(tmp_path, 0)
     assert beat is not None
     assert (beat.phase, beat.step, beat.last_step_seconds) == ("hello", -1, None)
 
 
 def test_what_a_beat_does_not_say_stays_as_it_was(tmp_path: Path) -> None:
-    writer = BeatWriter(tmp_path, 0)
+    writer = HeartbeatWriter(tmp_path, 0)
     writer.beat("step", 4, 0.5)
     writer.beat("forward")
     beat = read_beat(tmp_path, 0)
@@ -219,7 +219,7 @@ def test_what_a_beat_does_not_say_stays_as_it_was(tmp_path: Path) -> None:
 
 def test_every_beat_differs_from_the_one_before(tmp_path: Path) -> None:
     """So that a rank that repeats itself is seen to live."""
-    writer = BeatWriter(tmp_path, 0)
+    writer = HeartbeatWriter(tmp_path, 0)
     seen: list[bytes] = []
     for _ in range(50):
         writer.beat("forward", 1)
@@ -228,7 +228,7 @@ def test_every_beat_differs_from_the_one_before(tmp_path: Path) -> None:
 
 
 def test_a_beat_is_rewritten_in_place_and_does_not_grow(tmp_path: Path) -> None:
-    writer = BeatWriter(tmp_path, 0)
+    writer = HeartbeatWriter(tmp_path, 0)
     before = (tmp_path / "rank0.beat").stat()
     for step in range(100):
         writer.beat("step", step)
@@ -238,7 +238,7 @@ def test_a_beat_is_rewritten_in_place_and_does_not_grow(tmp_path: Path) -> None:
 
 def test_a_phase_that_is_none_is_a_mistake_of_ours(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="not in tuple"):
-        BeatWriter(tmp_path, 0).beat("lunch")
+        HeartbeatWriter(tmp_path, 0).beat("lunch")
 
 
 @pytest.mark.parametrize("length", [0, 1, 47, 49, 96])
@@ -259,9 +259,9 @@ def test_before_hello_there_is_no_beat(tmp_path: Path) -> None:
 
 
 def test_ranks_do_not_share_a_beat(tmp_path: Path) -> None:
-    BeatWriter(tmp_path, 0).beat("step", 1)
-    BeatWriter(tmp_path, 1).beat("step", 2)
-    beats: list[Beat | None] = [read_beat(tmp_path, rank) for rank in (0, 1, 10)]
+    HeartbeatWriter(tmp_path, 0).beat("step", 1)
+    HeartbeatWriter(tmp_path, 1).beat("step", 2)
+    beats: list[Heartbeat | None] = [read_beat(tmp_path, rank) for rank in (0, 1, 10)]
     assert [beat and beat.step for beat in beats] == [1, 2, None]
 
 

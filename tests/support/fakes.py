@@ -15,8 +15,8 @@ from ds_bench.analysis.summary import summarise
 from ds_bench.cli.arguments import Options, parse
 from ds_bench.config import deepspeed_config, strategies
 from ds_bench.config.spec import Placement, Strategy, Trial, Workload
-from ds_bench.launch import Listener, Progress
-from ds_bench.models.lookup import ModelChoice
+from ds_bench.launch import Progress, ProgressCallback
+from ds_bench.models.lookup import ResolvedModel
 from ds_bench.models.presets import find_preset
 from ds_bench.records import schema
 from ds_bench.records.run_folder import RunStore
@@ -191,11 +191,11 @@ def options(family: str = "zero", *arguments: str) -> Options:
     return parse(family, f"{family}.py", arguments)  # type: ignore[arg-type]
 
 
-def choice(name: str = "tiny", **changes: Any) -> ModelChoice:
-    """A preset as ``find_model`` would give it."""
+def choice(name: str = "tiny", **changes: Any) -> ResolvedModel:
+    """A preset as ``resolve_model`` would give it."""
     facts = find_preset(name)
     assert facts is not None
-    found = ModelChoice(
+    found = ResolvedModel(
         name=facts.name,
         source="preset",
         model_type=facts.model_type,
@@ -228,7 +228,7 @@ class FakeLauncher:
         self.launched: list[Trial] = []
         self.folders: list[Path] = []
 
-    def launch(self, trial: Trial, folder: Path, listen: Listener) -> TrialRecord:
+    def launch(self, trial: Trial, folder: Path, listen: ProgressCallback) -> TrialRecord:
         """See ``ds_bench.launch.Launcher``."""
         self.launched.append(trial)
         self.folders.append(folder)

@@ -15,7 +15,7 @@ import types
 from collections.abc import Callable
 from pathlib import Path
 
-from ds_bench.records.rank_files import BeatWriter, rank_file, read_beat
+from ds_bench.records.rank_files import HeartbeatWriter, rank_file, read_beat
 from ds_bench.records.schema import TrialRecord
 
 GPU_FILES: list[str] = []
@@ -26,7 +26,7 @@ def run(folder: Path, *, rank: int, local_rank: int, world_size: int) -> int:
     """A rank: beats for ever where the trial is called so, else writes its file."""
     from tests.support import fakes
 
-    BeatWriter(folder, rank).beat("step", 1)
+    HeartbeatWriter(folder, rank).beat("step", 1)
     if folder.name.startswith("endless"):
         time.sleep(1000)
     trial = fakes.trial(on=fakes.placement(num_gpus=world_size))

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from ds_bench.config.spec import Trial
-from ds_bench.launch import Listener
+from ds_bench.launch import ProgressCallback
 from ds_bench.launch.monitor import Limits, watch
-from ds_bench.launch.outcome import Evidence, conclude
-from ds_bench.records.rank_files import BeatWriter, append_line, read_beat, read_exits, write_json
+from ds_bench.launch.outcome import Evidence, determine_outcome
+from ds_bench.records.rank_files import HeartbeatWriter, append_line, read_beat, read_exits, write_json
 from ds_bench.records.schema import TrialRecord
 from tests.support import fakes
 from tests.support.fakes import FakeLauncher
@@ -56,7 +56,7 @@ def test_a_line_that_a_full_disk_takes_in_part_leaves_the_file_as_it_was(small_d
 class FillsTheDisk(FakeLauncher):
     """Leaves no room for the record of the second trial."""
 
-    def launch(self, trial: Trial, folder: Path, listen: Listener) -> TrialRecord:
+    def launch(self, trial: Trial, folder: Path, listen: ProgressCallback) -> TrialRecord:
         found = super().launch(trial, folder, listen)
         if trial.strategy.name == "zero1":
             fill(folder.parent.parent, 4096 - 512)
@@ -102,11 +102,11 @@ def test_lines_of_exits_that_no_leader_wrote_are_left_out(tmp_path: Path) -> Non
     (tmp_path / "exits.jsonl").write_text("\n".join([*EXIT_LINES, good, *EXIT_LINES]))
     assert [entry.pid for entry in read_exits(tmp_path)] == [7]
     evidence = Evidence(folder=tmp_path, world_size=2, ending="ended", limits=Limits())
-    assert conclude(evidence).outcome.status == "Crashed"
+    assert determine_outcome(evidence).outcome.status == "Crashed"
 
 
 def test_a_beat_that_no_rank_wrote_is_none(tmp_path: Path) -> None:
-    BeatWriter(tmp_path, 0)
+    HeartbeatWriter(tmp_path, 0)
     beat = tmp_path / "rank0.beat"
     whole = beat.read_bytes()
     for other in (
@@ -144,7 +144,7 @@ def test_files_of_a_rank_that_are_none_end_in_a_row_in_time(tmp_path: Path, kind
         replace(tmp_path / name, kind)
     limits = Limits(timeout_seconds=1, stall_timeout_seconds=1, failure_grace_seconds=0.1, exit_grace_seconds=0.1)
     ending, _ = watch(tmp_path, 2, limits, lambda _seconds: False, lambda _progress: None)
-    outcome = conclude(Evidence(folder=tmp_path, world_size=2, ending=ending, limits=limits)).outcome
+    outcome = determine_outcome(Evidence(folder=tmp_path, world_size=2, ending=ending, limits=limits)).outcome
     assert outcome.status in ("Crashed", "Timeout")
     assert time.monotonic() - start < PARENT_SECONDS
 
@@ -153,7 +153,7 @@ def test_a_measurement_with_a_text_for_bytes_is_no_measurement(tmp_path: Path) -
     trial = fakes.trial(on=fakes.placement(num_gpus=1))
     data = fakes.measured_file(fakes.measurement(trial))
     write_json(tmp_path / "rank0.json", {"measurement": {**data["measurement"], "host_peak_bytes": "much"}})
-    found = conclude(Evidence(folder=tmp_path, world_size=1, ending="ended", limits=Limits()))
+    found = determine_outcome(Evidence(folder=tmp_path, world_size=1, ending="ended", limits=Limits()))
     assert found.outcome.status == "Crashed"
     assert "host_peak_bytes is 'much'" in (found.outcome.error or "")
 

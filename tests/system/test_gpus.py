@@ -142,12 +142,12 @@ def test_the_session_is_closed_again_so_that_no_device_file_stays_open() -> None
 def test_reading_calls_nothing_that_changes_a_card() -> None:
     asked: list[str] = []
 
-    class Listener(FakeNvml):
+    class ProgressCallback(FakeNvml):
         def __getattr__(self, name: str) -> Any:
             asked.append(name)
             return super().__getattr__(name)
 
-    NvmlQuery(Listener(nvmlDeviceGetMigMode=[1, 1])).read()
+    NvmlQuery(ProgressCallback(nvmlDeviceGetMigMode=[1, 1])).read()
     assert asked
     assert [name for name in asked if "Get" not in name and name not in ("nvmlInit", "nvmlShutdown")] == []
 

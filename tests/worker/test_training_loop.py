@@ -18,10 +18,10 @@ import torch
 
 from ds_bench.config.spec import Placement
 from ds_bench.launch import rank_environment
-from ds_bench.records.rank_files import BeatWriter, read_beat
+from ds_bench.records.rank_files import HeartbeatWriter, read_beat
 from ds_bench.worker import ledger, memory, training_loop
 from ds_bench.worker import model as build
-from ds_bench.worker.failure import describe, kind_of
+from ds_bench.worker.failure import kind_of, rank_failure
 from ds_bench.worker.resolved_config import plain
 
 
@@ -63,7 +63,7 @@ def test_a_failure_of_pydantic_names_the_field_and_the_reason() -> None:
 
     with pytest.raises(ValueError, match="overlap_com") as caught:
         DeepSpeedZeroConfig(stage=1, overlap_com=True)
-    message = describe(caught.value, rank=0, phase="init", step=None).message
+    message = rank_failure(caught.value, rank=0, phase="init", step=None).message
     assert message.startswith("1 validation error for DeepSpeedZeroConfig: overlap_com: Extra inputs are not permitted")
 
 
@@ -72,7 +72,7 @@ def test_a_bare_assert_is_told_by_its_source_line(tmp_path: Path, monkeypatch: p
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(AssertionError) as caught:
         importlib.import_module("own_check").check(3)
-    message = describe(caught.value, rank=0, phase="init", step=None).message
+    message = rank_failure(caught.value, rank=0, phase="init", step=None).message
     assert message == f"assert size % 2 == 0 ({tmp_path}/own_check.py:2)"
 
 
@@ -86,7 +86,7 @@ def test_bytes_asked_and_free_are_read_from_an_out_of_memory_error() -> None:
         "CUDA out of memory. Tried to allocate 1.50 GiB. GPU 0 has a total capacity of 23.65 GiB of which 512.00 MiB "
         "is free. Including non-PyTorch memory, this process has 22.00 GiB memory in use."
     )
-    failure = describe(torch.OutOfMemoryError(text), rank=1, phase="backward", step=7)
+    failure = rank_failure(torch.OutOfMemoryError(text), rank=1, phase="backward", step=7)
     assert (failure.requested_bytes, failure.free_bytes) == (int(1.5 * 2**30), 512 * 2**20)
     assert (failure.rank, failure.phase, failure.step) == (1, "backward", 7)
 
@@ -98,22 +98,22 @@ NO_HANDLE = RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling
 def test_a_cublas_handle_that_cannot_be_made_is_a_lack_of_memory_where_little_is_free(
     free: int | None, kind: str
 ) -> None:
-    failure = describe(NO_HANDLE, rank=0, phase="forward", step=0, device_free_bytes=free)
+    failure = rank_failure(NO_HANDLE, rank=0, phase="forward", step=0, device_free_bytes=free)
     assert (failure.kind, failure.free_bytes) == (kind, free)
 
 
 def test_what_a_text_says_was_free_goes_before_what_was_free_once_it_was_caught() -> None:
     text = "CUDA out of memory. Tried to allocate 1.00 GiB. GPU 0 has 23.65 GiB of which 512.00 MiB is free."
-    failure = describe(torch.OutOfMemoryError(text), rank=0, phase="step", step=1, device_free_bytes=2**40)
+    failure = rank_failure(torch.OutOfMemoryError(text), rank=0, phase="step", step=1, device_free_bytes=2**40)
     assert failure.free_bytes == 512 * 2**20
 
 
 def test_nccl_names_the_bytes_it_could_not_get() -> None:
-    assert describe(NCCL_CALLOC, rank=0, phase="init", step=None).requested_bytes == 608
+    assert rank_failure(NCCL_CALLOC, rank=0, phase="init", step=None).requested_bytes == 608
 
 
 def test_bytes_are_unknown_where_the_text_names_none() -> None:
-    failure = describe(RuntimeError("CUDA error: out of memory"), rank=0, phase="step", step=None)
+    failure = rank_failure(RuntimeError("CUDA error: out of memory"), rank=0, phase="step", step=None)
     assert (failure.requested_bytes, failure.free_bytes) == (None, None)
 
 
@@ -269,7 +269,7 @@ class FakeEngine:
 
 
 def trainer(tmp_path: Path, engine: FakeEngine) -> training_loop.Trainer:
-    return training_loop.Trainer(engine, batches(), "cpu", BeatWriter(tmp_path, 0))
+    return training_loop.Trainer(engine, batches(), "cpu", HeartbeatWriter(tmp_path, 0))
 
 
 def test_a_step_is_every_micro_batch_forward_and_backward_and_its_loss_their_mean(tmp_path: Path) -> None:
@@ -392,7 +392,7 @@ def test_the_high_water_mark_sees_a_peak_between_two_looks() -> None:
 
 
 def test_a_storage_is_counted_once_however_many_tensors_show_it() -> None:
-    count = ledger.Count()
+    count = ledger.StorageCounter()
     base = torch.zeros(1000)
     count.claim("parameters", [base, base[10:20], base.view(10, 100)])
     count.claim("other", [base[5:]])
