@@ -175,7 +175,7 @@ def _differences(before: StrategyResult, after: StrategyResult) -> list[str]:
     """Differences that forbid a ratio. If one row is from a flat JSON, only fields that flat rows have are compared."""
     a, b = _representative_run(before), _representative_run(after)
     records = (a.record, b.record) if _both_have_full_config(before, after) else (_as_flat(a), _as_flat(b))
-    return [text for text in comparability.differences(*records) if _name(text) not in _IRRELEVANT_FIELDS]
+    return [text for text in comparability.incomparable_fields(*records) if _name(text) not in _IRRELEVANT_FIELDS]
 
 
 def _as_flat(summary: Summary) -> TrialRecord:

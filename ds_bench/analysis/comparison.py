@@ -15,9 +15,10 @@ from ..system.environment import Environment
 from ..units import BYTES_PER_GB
 from . import trial_caveats
 from .caveats import Caveat, CaveatKind, note
-from .comparability import differences, grouped, unique_labels
+from .comparability import group_repeats, incomparable_fields
 from .comparison_caveats import device_capacity_bytes, host_capacity_bytes, whole_caveats
 from .intervals import RatioInterval, RowRatios, Run, geometric_mean, mean_interval, ratio_interval, spread
+from .row_labels import unique_labels
 from .summary import Summary, with_comparison
 from .trial_caveats import known
 
@@ -28,7 +29,7 @@ class StrategyResult:
 
     key: str
     """The hash of the trial with repeat 0. Where runs of one trial do not compare with each other (another card, other
-    versions), the later rows have ``-2``, ``-3`` … behind it (``likeness.grouped``)."""
+    versions), the later rows have ``-2``, ``-3`` … behind it (``comparability.group_repeats``)."""
     label: str
     """Short text for tables, unique within the comparison."""
     strategy: Strategy
@@ -140,7 +141,7 @@ def build(
     called that. ``environments``: of the runs, in order. Where the row asked for has no numbers there are no ratios,
     and rows are held against the first that has for what forbids comparing them.
     """
-    groups = grouped(with_comparison(summaries))
+    groups = group_repeats(with_comparison(summaries))
     labels = unique_labels([_spokesman(group).record for group in groups.values()])
     rows = [_row(key, label, group) for (key, group), label in zip(groups.items(), labels, strict=True)]
     asked = _asked(rows, relative_to)
@@ -255,7 +256,7 @@ def _related(
     if reference is None:
         return
     first = _spokesman(reference.summaries).record
-    forbidden = {row.key: tuple(differences(first, _spokesman(row.summaries).record)) for row in rows}
+    forbidden = {row.key: tuple(incomparable_fields(first, _spokesman(row.summaries).record)) for row in rows}
     alike = [row for row in rows if not forbidden[row.key]]
     ratios = RowRatios(_runs(alike), None if baseline is None else baseline.key)
     for row in rows:

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_bench.analysis.comparability import differences, grouped, row_key, unique_labels
+from ds_bench.analysis.comparability import group_repeats, incomparable_fields, row_key
+from ds_bench.analysis.row_labels import unique_labels
 from ds_bench.analysis.summary import Summary, summarise
 from ds_bench.config.spec import Placement, Trial, Workload
 from ds_bench.records.schema import TrialRecord
@@ -63,7 +64,7 @@ def test_the_order_of_a_configurations_keys_does_not_matter() -> None:
 
 def test_interleaved_repeats_are_one_row_each_in_order_of_appearance() -> None:
     records = [fakes.success(gpu(stage, repeat=repeat)) for repeat in (0, 1, 2) for stage in (3, 0)]
-    groups = grouped(summaries(*records))
+    groups = group_repeats(summaries(*records))
     assert [[run.record.trial.repeat for run in runs] for runs in groups.values()] == [[0, 1, 2]] * 2
     assert [runs[0].record.trial.strategy.stage for runs in groups.values()] == [3, 0]
     assert list(groups) == [row_key(records[0]), row_key(records[1])]
@@ -75,30 +76,30 @@ def test_interleaved_repeats_are_one_row_each_in_order_of_appearance() -> None:
 def test_runs_of_one_row_on_other_cards_or_versions_are_never_mixed_into_a_median(changes: dict[str, Any]) -> None:
     here, there = fakes.success(gpu()), fakes.success(gpu(repeat=1), **changes)
     failed = fakes.failure(gpu(repeat=2))
-    groups = grouped(summaries(here, there, failed, here))
+    groups = group_repeats(summaries(here, there, failed, here))
     key = row_key(here)
     assert {name: len(runs) for name, runs in groups.items()} == {key: 3, f"{key}-2": 1}
 
 
 def test_a_run_that_measured_nothing_does_not_make_a_row_of_its_own_by_coming_first() -> None:
-    groups = grouped(summaries(fakes.failure(gpu()), fakes.success(gpu(repeat=1))))
+    groups = group_repeats(summaries(fakes.failure(gpu()), fakes.success(gpu(repeat=1))))
     assert [len(runs) for runs in groups.values()] == [2]
 
 
 def test_no_runs_are_no_rows() -> None:
-    assert grouped([]) == {}
+    assert group_repeats([]) == {}
 
 
 # ------------------------------------------------------------------ what forbids a ratio
 
 
 def between(a: Trial, b: Trial, **changes: Any) -> list[str]:
-    return differences(fakes.success(a), fakes.success(b, **changes))
+    return incomparable_fields(fakes.success(a), fakes.success(b, **changes))
 
 
 def test_another_strategy_is_what_a_comparison_is_about() -> None:
     assert between(gpu(0), gpu(3)) == []
-    assert differences(fakes.success(gpu(0)), fakes.failure(gpu(3))) == []
+    assert incomparable_fields(fakes.success(gpu(0)), fakes.failure(gpu(3))) == []
 
 
 OTHER_WORKLOADS: dict[str, Any] = {
@@ -145,7 +146,7 @@ def test_a_difference_of_the_workload_is_named_once_with_both_values(name: str) 
 @pytest.mark.parametrize("name", OTHER_PLACEMENTS)
 def test_a_difference_of_the_placement_is_named(name: str) -> None:
     theirs = gpu(on=replace(CUDA, **{name: OTHER_PLACEMENTS[name]}))
-    found = differences(fakes.success(gpu()), fakes.failure(theirs))
+    found = incomparable_fields(fakes.success(gpu()), fakes.failure(theirs))
     assert [text.partition(" ")[0] for text in found] == [name]
 
 
@@ -186,8 +187,8 @@ def test_one_card_of_another_kind_among_many_is_seen_and_the_order_of_ranks_is_n
     first, second = entry.ranks
     mixed = replace(entry, ranks=(first, replace(second, device_name="NVIDIA A100")))
     turned = replace(entry, ranks=(replace(first, device_name="NVIDIA A100"), second))
-    assert differences(mixed, turned) == []
-    (said,) = differences(entry, mixed)
+    assert incomparable_fields(mixed, turned) == []
+    (said,) = incomparable_fields(entry, mixed)
     assert said.endswith("against 1 x NVIDIA A100, 1 x NVIDIA H100 80GB HBM3")
 
 
@@ -195,9 +196,9 @@ def test_another_method_or_launch_forbids_a_ratio_even_where_nothing_else_differ
     entry = fakes.success(gpu())
     newer = replace(entry, method_version=entry.method_version + 1)
     versions = f"method_version {entry.method_version} against {newer.method_version}"
-    assert differences(entry, newer) == [versions]
-    assert differences(fakes.failure(gpu()), newer) == [versions]
-    assert differences(entry, replace(entry, launch="deepspeed")) == ["launch warm against deepspeed"]
+    assert incomparable_fields(entry, newer) == [versions]
+    assert incomparable_fields(fakes.failure(gpu()), newer) == [versions]
+    assert incomparable_fields(entry, replace(entry, launch="deepspeed")) == ["launch warm against deepspeed"]
 
 
 @quick
@@ -205,7 +206,7 @@ def test_another_method_or_launch_forbids_a_ratio_even_where_nothing_else_differ
 def test_turned_round_the_same_differences_are_named(name: str, batch: int) -> None:
     ours = fakes.success(gpu())
     theirs = fakes.success(gpu(of=fakes.workload(**{name: OTHER_WORKLOADS[name]})), micro_batch_size=batch)
-    there, back = differences(ours, theirs), differences(theirs, ours)
+    there, back = incomparable_fields(ours, theirs), incomparable_fields(theirs, ours)
     assert [text.partition(" ")[0] for text in there] == [text.partition(" ")[0] for text in back]
 
 
@@ -280,7 +281,7 @@ def test_a_dropout_that_was_asked_for_and_the_same_as_the_models_own_are_alike()
     """A flat row tells what ran and not whether a flag asked for it."""
     own = fakes.success(gpu(), dropout=0.1)
     asked = replace(gpu(), workload=fakes.workload(dropout=0.1))
-    assert differences(own, fakes.success(asked, dropout=0.1)) == []
+    assert incomparable_fields(own, fakes.success(asked, dropout=0.1)) == []
     without = replace(gpu(), workload=fakes.workload(dropout=0.0))
-    assert differences(own, fakes.success(without, dropout=0.0)) == ["dropout 0.1 against 0.0"]
-    assert differences(own, fakes.failure(without)) == ["dropout none against 0.0"]
+    assert incomparable_fields(own, fakes.success(without, dropout=0.0)) == ["dropout 0.1 against 0.0"]
+    assert incomparable_fields(own, fakes.failure(without)) == ["dropout none against 0.0"]

@@ -1,0 +1,94 @@
+"""Unique labels for the rows of a comparison."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ..records.schema import TrialRecord
+from .comparability import FIELDS, REQUESTED_AS, RUN_FACTS, format_value, run_facts
+
+Columns = dict[str, list[Any]]
+
+_LABEL_FACTS = {
+    "model": "{}",
+    "batch_size": "micro-batch {}",
+    "seq_length": "{} tokens",
+    "grad_accum": "{} accumulated",
+    "precision": "{}",
+    "dropout": "dropout {}",
+    "num_gpus": "{} ranks",
+    "stage": "stage {}",
+    "device": "{}",
+    "torch": "torch {}",
+    "deepspeed": "DeepSpeed {}",
+}
+_MOST_FACTS = 3
+"""Facts that are added to a label at most; labels that are still equal are numbered."""
+
+
+def unique_labels(records: Sequence[TrialRecord]) -> list[str]:
+    """A unique label for each row: the strategy's label, then the facts in which rows of equal labels differ."""
+    labels = [record.trial.strategy.label for record in records]
+    indices: dict[str, list[int]] = {}
+    for index, label in enumerate(labels):
+        indices.setdefault(label, []).append(index)
+    for label, shared in indices.items():
+        if len(shared) > 1:
+            for index, facts in zip(shared, _distinguishing_facts([records[i] for i in shared]), strict=True):
+                labels[index] = f"{label} ({facts})" if facts else label
+    return _number_equal_labels(labels)
+
+
+def _number_equal_labels(labels: Sequence[str]) -> list[str]:
+    taken: set[str] = set()
+    counts: dict[str, int] = {}
+    unique = []
+    for label in labels:
+        text = label
+        while text in taken:
+            counts[label] = counts.get(label, 1) + 1
+            text = f"{label} #{counts[label]}"
+        taken.add(text)
+        unique.append(text)
+    return unique
+
+
+def _distinguishing_facts(records: Sequence[TrialRecord]) -> list[str]:
+    """The facts in which the records differ, as text for each; DeepSpeed settings only if no other fact differs."""
+    columns = _differing(_label_columns(records))
+    if len({*zip(*(map(format_value, column) for column in columns.values()), strict=True)}) < len(records):
+        columns |= _differing({"": [record.trial.ds_config for record in records]})
+    names = list(columns)[:_MOST_FACTS]
+    return [", ".join(_format_fact(name, columns[name][index]) for name in names) for index in range(len(records))]
+
+
+def _label_columns(records: Sequence[TrialRecord]) -> Columns:
+    """Facts by name, one value per record, the best known facts first."""
+    trials = [record.trial for record in records]
+    columns: Columns = {name: [getattr(trial.strategy, name) for trial in trials] for name in ("stage", "name")}
+    for part, names in FIELDS.items():
+        columns |= {name: [getattr(getattr(trial, part), name) for trial in trials] for name in names}
+    if all(record.ranks for record in records):  # a failed row would differ by facts that are not known of it
+        ran = zip(*map(run_facts, records), strict=True)
+        columns |= {name: list(values) for name, values in zip(RUN_FACTS, ran, strict=True) if name not in REQUESTED_AS}
+    return {name: columns[name] for name in dict.fromkeys([*_LABEL_FACTS, *columns]) if name in columns}
+
+
+def _differing(columns: Columns, prefix: str = "") -> Columns:
+    """The columns whose values are not all equal; for mappings their inner columns, named by dotted paths."""
+    different: Columns = {}
+    for name, values in columns.items():
+        if values.count(values[0]) == len(values):
+            continue
+        if all(isinstance(value, Mapping) for value in values):
+            inner = dict.fromkeys(key for value in values for key in value)
+            parts = {key: [value.get(key) for value in values] for key in inner}
+            different |= _differing(parts, f"{prefix}{name}." if name else "")
+        else:
+            different[f"{prefix}{name}"] = values
+    return different
+
+
+def _format_fact(name: str, value: object) -> str:
+    return _LABEL_FACTS.get(name, f"{name.rpartition('.')[2]} {{}}").format(format_value(value))
