@@ -1,7 +1,7 @@
 """Benchmarks from Python and under pytest: one configuration, trained for a few steps by real DeepSpeed processes.
 
-A benchmark is one row of a comparison script and goes the same way (:mod:`comparison`), so its figures mean the same
-(README.md). How it stands in pytest-benchmark's table is for :mod:`stepclock`.
+A benchmark is one row of a comparison script and runs the same way (:mod:`run`), so its figures mean the same.
+:func:`run_under` puts the measured optimizer steps into the table and the JSON of pytest-benchmark.
 """
 
 from __future__ import annotations
@@ -13,19 +13,17 @@ import shutil
 import tempfile
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
-from . import run as comparison
 from .analysis import load_results
-from .baselines import result as benchresult
-from .baselines.result import BenchmarkResult
-from .baselines.step_clock import run_under, step_clock
+from .baselines.result import BenchmarkResult, benchmark_result
 from .cli import arguments as flags
 from .config import deepspeed_config
 from .config.options import Family
 from .config.spec import Strategy
 from .config.strategies import OFFLOAD_NAMES, ZERO_STAGES
-from .errors import DsBenchError
+from .errors import DsBenchError, UsageError
+from .run import INTERRUPTED_CODE, run_comparison
 
 __all__ = [
     "BenchmarkConfig",
@@ -151,27 +149,27 @@ class MemoryBenchmark(_Benchmark):
 
 
 def measure(config: BenchmarkConfig) -> BenchmarkResult:
-    """One configuration through the whole way of a comparison script, in a folder that is kept only on failure."""
+    """Runs one configuration as a comparison script does, in a temporary folder that is kept only if it fails."""
     folder = Path(tempfile.mkdtemp(prefix="ds_bench_benchmark_"))
     try:
-        run = _compared(config, [*config.flags(), "--quiet", "--format", "json", "--output-dir", str(folder)])
+        run = _run_comparison(config, [*config.flags(), "--quiet", "--format", "json", "--output-dir", str(folder)])
         loaded = load_results.load(run)
     except BaseException:
         shutil.rmtree(folder)
         raise
-    result = benchresult.of_runs(loaded.summaries, loaded.environment, config.name)
+    result = benchmark_result(loaded.summaries, loaded.environment, config.name)
     if result.failed_runs:
         raise BenchmarkFailedError(_failure(result, config), remedy=f"logs in {run}")
     shutil.rmtree(folder)
     return result
 
 
-def _compared(config: BenchmarkConfig, arguments: list[str]) -> Path:
-    """The run folder of a comparison of this one row; what it prints is left out."""
+def _run_comparison(config: BenchmarkConfig, arguments: list[str]) -> Path:
+    """Runs a comparison of this one row without its output. Returns the run folder."""
     options = flags.parse(config.family, "benchmark", arguments)
     with contextlib.redirect_stdout(io.StringIO()):
-        code = comparison.run_comparison(options, _make_config, arguments)
-    if code == comparison.INTERRUPTED_CODE:
+        code = run_comparison(options, _make_config, arguments)
+    if code == INTERRUPTED_CODE:
         raise KeyboardInterrupt
     (run,) = (options.output_dir / "runs").iterdir()
     return run
@@ -185,3 +183,98 @@ def _failure(result: BenchmarkResult, config: BenchmarkConfig) -> str:
     many = f"{result.failed_runs} of {config.repeats} runs failed" if config.repeats > 1 else "failed"
     cause = "" if result.succeeded else f": {result.status}{f', {result.error}' if result.error else ''}"
     return f"benchmark {config.name} {many}{cause}"
+
+
+# ------------------------------------------------------------------ under pytest-benchmark
+
+# The wall time of a benchmark's function would include process start and model build. So the trial runs once, and
+# pytest-benchmark then times one round for each step, on a clock that moves by measured step times alone. Only its
+# documented interface is used: ``pedantic``, the ``timer`` of its marker, ``extra_info``, ``group``, ``stats``.
+
+
+class Bench(Protocol):
+    """An object that :func:`run_under` can run."""
+
+    group: str
+    """Heading of its table."""
+
+    @property
+    def rounds(self) -> int:
+        """Optimizer steps that will be measured, in all runs together."""
+        ...
+
+    def run(self) -> BenchmarkResult:
+        """Trains and measures."""
+        ...
+
+
+class _StepClock:
+    """A timer that moves by measured step times alone."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self.__name__ = "step_clock"  # what pytest-benchmark writes into its JSON as the timer
+
+    def __call__(self) -> float:
+        return self.seconds
+
+
+step_clock = _StepClock()
+"""The timer for ``@pytest.mark.benchmark(timer=step_clock)``: pytest-benchmark then counts the trial's own steps."""
+
+
+def run_under(benchmark: Any, bench: Bench) -> BenchmarkResult:
+    """Runs ``bench`` once under pytest-benchmark's fixture; every measured optimizer step is a round of its table.
+
+    Figures that are no times go to ``extra_info``. With ``--benchmark-disable`` the benchmark runs and nothing is
+    recorded. Raises as ``bench.run`` does, and UsageError for a test without
+    ``@pytest.mark.benchmark(timer=step_clock)``.
+    """
+    results: list[BenchmarkResult] = []
+    benchmark.group = benchmark.group or bench.group
+
+    def before_round() -> None:
+        if not results:
+            _require_step_clock(benchmark)
+            results.append(bench.run())
+            benchmark.extra_info.update(extra_info(results[0]))
+        step_clock.seconds = 0.0
+
+    steps = _Steps(results)
+    benchmark.pedantic(steps, setup=before_round, rounds=bench.rounds)
+    return results[0]
+
+
+class _Steps:
+    """The function that pytest-benchmark times: each call adds the time of the next measured step to ``step_clock``."""
+
+    def __init__(self, results: list[BenchmarkResult]) -> None:
+        self._results, self._done = results, 0
+
+    def __call__(self) -> None:
+        steps = self._results[0].step_seconds
+        step_clock.seconds += steps[self._done % len(steps)]  # a profile asked for calls once more
+        self._done += 1
+
+
+def _require_step_clock(benchmark: Any) -> None:
+    """Raises UsageError for a test with another timer, before the benchmark runs."""
+    if benchmark.stats is not None and benchmark.stats.options.get("timer") is not step_clock:
+        raise UsageError(
+            f"{benchmark.name} would be timed by the wall clock, process start and model build included",
+            remedy="mark it @pytest.mark.benchmark(timer=ds_bench.benchmarks.step_clock)",
+        )
+
+
+def extra_info(result: BenchmarkResult) -> dict[str, Any]:
+    """Figures for pytest-benchmark's JSON beside the step times."""
+    names = (
+        "throughput_tokens_per_sec", "samples_per_sec", "peak_memory_mb", "average_memory_mb", "memory",
+        "step_variation", "device",
+    )  # fmt: skip
+    workload_keys = ("model", "strategy", "batch_size", "seq_length", "grad_accum", "precision", "num_gpus", "launch")
+    return {
+        "name": result.name,
+        **{name: getattr(result, name) for name in names},
+        **{name: result.workload.get(name) for name in workload_keys},
+    }

@@ -9,7 +9,7 @@ from .check import (
     save_baseline,
     save_results,
 )
-from .entry import BaselineEntry
+from .store import BaselineEntry
 
 __all__ = [
     "DEFAULT_PATH",

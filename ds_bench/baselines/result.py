@@ -1,6 +1,6 @@
-"""What one benchmark measured, under the name by which it is compared with its baseline: runs of one row, reduced.
+"""The figures of one benchmark, reduced from the runs of one row, and the name of its baseline.
 
-MB is 2**20 bytes here, as GB is 2**30 elsewhere. What a baseline does with it is for :mod:`baselines`.
+MB is 2**20 bytes here, as GB is 2**30 elsewhere.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ Memory = Literal["gpu", "host"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchmarkResult:
-    """One benchmark, its runs taken together. None where not measured; whole job unless said otherwise."""
+    """The runs of one benchmark taken together. Figures are of the whole job unless noted; None if not measured."""
 
     name: str
     """What its baseline is called."""
     throughput_tokens_per_sec: float | None = None
     """Geometric mean of the successful runs' means."""
     samples_per_sec: float | None = None
-    """Sequences per second, the mean likewise."""
+    """Sequences per second; geometric mean of the successful runs' means."""
     peak_memory_mb: float | None = None
     """Highest of the runs: peak allocated on the worst GPU in the measured steps; on the CPU accelerator, which has no
     GPU memory, the peak resident memory of a node's ranks."""
@@ -37,9 +37,9 @@ class BenchmarkResult:
     """Mean over the runs of what is held after the last measured step, when activations are freed: allocated on the
     worst GPU; on the CPU accelerator the ranks' proportional set size. It is no average over time."""
     memory: Memory | None = None
-    """Whose memory that is; None where the result does not tell."""
+    """Which memory the two fields above are of; None if not known."""
     tokens_per_sec_runs: tuple[float, ...] = ()
-    """Mean of every successful run: what a difference is tested with."""
+    """Mean of each successful run: the samples of the test against noise."""
     peak_memory_mb_runs: tuple[float, ...] = ()
     step_seconds: tuple[float, ...] = ()
     """Measured optimizer steps on the slowest rank, run after run."""
@@ -53,10 +53,10 @@ class BenchmarkResult:
     doubts: tuple[str, ...] = ()
     """Caveats that disqualify the figures: a loss that is not finite, a strategy that did not run as named."""
     workload: Mapping[str, Any] = field(default_factory=dict)
-    """What was trained, how and by how many; empty where the result does not tell."""
+    """See ``workload_facts``; empty if not known."""
     environment: Environment | None = None
     run_id: str | None = None
-    """Of the run that it is of, the first of several; rows of one run are expected together in later results."""
+    """Name of the run, the first of several; rows of one run are expected together in later results."""
 
     @property
     def succeeded(self) -> bool:
@@ -68,29 +68,29 @@ class BenchmarkResult:
         return self.workload.get("device")
 
 
-def of_runs(
+def benchmark_result(
     summaries: Sequence[Summary], environment: Environment | None = None, name: str | None = None
 ) -> BenchmarkResult:
-    """The runs of one row as one result. ``name``: instead of the row's own. Raises ValueError without any run."""
+    """Reduces the runs of one row. ``name``: None takes ``baseline_name``. Raises ValueError without runs."""
     if not summaries:
         raise ValueError("summaries must hold one run at least")
     good = [summary for summary in summaries if summary.record.outcome.success]
-    spokesman = (good or summaries)[-1]
+    representative = (good or summaries)[-1]
     return BenchmarkResult(
-        name=name or row_name(spokesman),
+        name=name or baseline_name(representative),
         **_figures(good),
-        status=spokesman.record.outcome.status,
-        error=spokesman.record.outcome.error,
+        status=representative.record.outcome.status,
+        error=representative.record.outcome.error,
         failed_runs=len(summaries) - len(good),
         doubts=tuple(dict.fromkeys(doubt.text for run in good for doubt in run.caveats if doubt.disqualifying)),
-        workload=workload_facts(spokesman),
+        workload=workload_facts(representative),
         environment=environment,
         run_id=next((run.run_id for run in summaries if run.run_id), None),
     )
 
 
 def _figures(good: Sequence[Summary]) -> dict[str, Any]:
-    """Fields of a BenchmarkResult from successful runs; nothing without any."""
+    """Fields of a BenchmarkResult from its successful runs; empty without any."""
     if not good:
         return {}
     on_gpu = good[-1].record.trial.placement.accelerator == "cuda"
@@ -119,10 +119,10 @@ def _variation(run: Summary) -> float | None:
 
 
 def workload_facts(summary: Summary) -> dict[str, Any]:
-    """What must be the same for two rows to measure the same thing; None where a failed row does not tell.
+    """What must be equal for two rows to measure the same thing; a value is None if a failed row does not have it.
 
-    The number of steps is not here: more of them measure the same quantity better. ``ds_config`` is a digest, by which
-    a change of the DeepSpeed configuration is noticed.
+    The number of steps is left out: more of them measure the same quantity better. ``ds_config`` is a hash, by which
+    a change of the DeepSpeed configuration is reported.
     """
     record = summary.record
     work, place, strategy = record.trial.workload, record.trial.placement, record.trial.strategy
@@ -149,11 +149,11 @@ def workload_facts(summary: Summary) -> dict[str, Any]:
     }
 
 
-def row_name(summary: Summary) -> str:
-    """``<model>/<strategy>``, then where the row departs from the scripts' defaults ``/batch8-seq1024-4ranks``.
+def baseline_name(summary: Summary) -> str:
+    """``<model>/<strategy>``, then the values that are not the scripts' defaults, as in ``/batch8-seq1024-4ranks``.
 
-    Made of the row alone, so that it does not change with what stands beside it. Hardware, versions and the DeepSpeed
-    configuration are left out: a change of those must meet the old baseline, not miss it.
+    Depends on the row alone, not on the rows beside it. Hardware, versions and the DeepSpeed configuration are left
+    out: a row that changed in those must be compared with its old baseline and not have a new name.
     """
     facts = workload_facts(summary)
     by_stage = facts["strategy"] == f"zero{facts['stage']}"
@@ -166,5 +166,5 @@ def row_name(summary: Summary) -> str:
         (f"stage{facts['stage']}", not by_stage and facts["stage"] != 3),
         (f"{facts['num_gpus']}ranks", facts["num_gpus"] != 1),
     )
-    told = "-".join(text for text, departs in departures if departs)
-    return "/".join([facts["model"], facts["strategy"], *([told] if told else [])])
+    suffix = "-".join(text for text, departs in departures if departs)
+    return "/".join([facts["model"], facts["strategy"], *([suffix] if suffix else [])])

@@ -1,6 +1,7 @@
-"""The file of baselines: a JSON object keyed by name, read whole, changed by one writer at a time.
+"""The file ``baselines.json`` and the entries in it: figures to be held to, and what they were measured on.
 
-Only the file is known here; what stands in an entry is for :mod:`baselines`.
+The file is a JSON object keyed by baseline name. It is read whole and changed by one writer at a time. It is meant to
+be committed: of the environment only what decides whether two results compare is stored, no host names or variables.
 """
 
 from __future__ import annotations
@@ -8,15 +9,151 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+from .. import __version__
 from ..errors import UsageError
 from ..records.rank_files import write_json
 from ..records.strict_json import NotJsonError, Reader, decode
 from ..system import files
+from ..system.environment import Environment
+from ..system.gpus import GpuFacts
+from .result import BenchmarkResult, Memory
+
+DEFAULT_TOLERANCE = 0.05
+_HOST = (
+    "cpu_model", "logical_cores", "physical_cores", "cpu_quota_cores", "torch_cuda_version", "gpu_driver_version",
+)  # fmt: skip
+_PACKAGES = ("torch", "deepspeed", "transformers")
+_GPU = ("name", "memory_total_bytes", "mig")
+_FIGURES = ("throughput_tokens_per_sec", "peak_memory_mb", "samples_per_sec", "average_memory_mb")
+_SHARED = (
+    "throughput_tokens_per_sec", "peak_memory_mb", "samples_per_sec", "average_memory_mb", "memory",
+    "tokens_per_sec_runs", "peak_memory_mb_runs", "step_variation", "workload", "environment", "run_id",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BaselineEntry:
+    """One baseline. The first six fields suffice: an entry of these alone is a limit set by hand."""
+
+    KEYS: ClassVar[frozenset[str]]
+    """Keys of an entry that this version writes; other keys in the file are kept as they are."""
+
+    name: str
+    throughput_tokens_per_sec: float | None = None
+    """Tokens per second of the whole job; None: not guarded."""
+    peak_memory_mb: float | None = None
+    """Peak memory in MB (2**20), of ``memory``'s kind; None: not guarded."""
+    tolerance: float = DEFAULT_TOLERANCE
+    """Fraction by which throughput may fall or memory rise."""
+    version: str = __version__
+    """Of ds_bench, which wrote the entry."""
+    timestamp: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
+    """ISO 8601, UTC."""
+    samples_per_sec: float | None = None
+    average_memory_mb: float | None = None
+    """See ``BenchmarkResult``."""
+    memory: Memory | None = None
+    """``gpu`` or ``host``."""
+    tokens_per_sec_runs: tuple[float, ...] = ()
+    """Mean of every run, for a test against noise."""
+    peak_memory_mb_runs: tuple[float, ...] = ()
+    step_variation: float | None = None
+    """Coefficient of variation of step times inside a run."""
+    workload: Mapping[str, Any] = field(default_factory=dict)
+    """What has to be equal in a result that is compared (``result.workload_facts``)."""
+    environment: Environment | None = None
+    """Hardware and versions that have to be equal."""
+    run_id: str | None = None
+    """Name of the run that was saved: its rows are expected together in a result that is checked."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not self.name:
+            raise ValueError("name must be a text, and not empty")
+        if not _is_number(self.tolerance) or not 0 <= self.tolerance < 1:
+            raise ValueError(f"tolerance is {self.tolerance!r}: must be a number from 0 to below 1")
+        for key in _FIGURES:
+            value = getattr(self, key)
+            if value is not None and not (_is_number(value) and value > 0):
+                raise ValueError(f"{key} is {value!r}: must be a number above 0, or null")
+        for key in ("tokens_per_sec_runs", "peak_memory_mb_runs"):
+            if not all(_is_number(value) for value in getattr(self, key)):
+                raise ValueError(f"{key} must be a list of numbers")
+        if self.step_variation is not None and not (_is_number(self.step_variation) and self.step_variation >= 0):
+            raise ValueError(f"step_variation is {self.step_variation!r}: must be a number of 0 or more, or null")
+        if not isinstance(self.run_id, str | None):
+            raise ValueError(f"run_id is {self.run_id!r}: must be a text, or null")
+        if self.memory not in ("gpu", "host", None):
+            raise ValueError(f"memory is {self.memory!r}: must be gpu or host")
+
+    @property
+    def set_by_hand(self) -> bool:
+        """Whether the entry is a limit that a user chose and not a measurement; such a limit applies on any machine."""
+        return self.environment is None and not self.workload
+
+    @classmethod
+    def of(cls, result: BenchmarkResult, tolerance: float = DEFAULT_TOLERANCE) -> BaselineEntry:
+        """The baseline that ``result`` becomes, under its name. Raises ValueError if the result did not succeed."""
+        if not result.succeeded:
+            raise ValueError(f"{result.name} ended with {result.status}: not a baseline")
+        return cls(name=result.name, tolerance=tolerance, **{key: getattr(result, key) for key in _SHARED})
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values: the six keys that every entry has, then those of the others that are known."""
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        values["environment"] = None if self.environment is None else _plain_environment(self.environment)
+        more = {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
+        return {key: value for key, value in more.items() if key in _ALWAYS or value not in (None, [], {})}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> BaselineEntry:
+        """The inverse of :meth:`to_dict`; unknown keys are ignored. Raises TypeError or ValueError for other shapes."""
+        values = {key: value for key, value in data.items() if key in cls.KEYS}
+        for key in ("tokens_per_sec_runs", "peak_memory_mb_runs"):
+            values[key] = tuple(values.get(key) or ())
+        if not isinstance(values.setdefault("workload", {}), dict):
+            raise ValueError("workload must be an object")
+        if values.get("environment") is not None:
+            values["environment"] = _environment(values["environment"])
+        return cls(**values)
+
+
+BaselineEntry.KEYS = frozenset(each.name for each in fields(BaselineEntry))
+_ALWAYS = ("name", "throughput_tokens_per_sec", "peak_memory_mb", "tolerance", "version", "timestamp")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _plain_environment(environment: Environment) -> dict[str, Any]:
+    versions = {name: environment.packages[name] for name in _PACKAGES if name in environment.packages}
+    cards = [{name: getattr(gpu, name) for name in _GPU} for gpu in environment.gpus]
+    return {**{name: getattr(environment, name) for name in _HOST}, "packages": versions, "gpus": cards}
+
+
+def _environment(plain: Any) -> Environment:
+    """The environment with the compared fields filled in and every other field at its default."""
+    try:
+        cards = enumerate(plain.get("gpus", ()))
+        return Environment(
+            hostname="",  # required, and compared nowhere
+            **{name: plain[name] for name in _HOST if name in plain},
+            packages=dict(plain.get("packages", {})),
+            gpus=tuple(GpuFacts(index=index, **{name: card.get(name) for name in _GPU}) for index, card in cards),
+        )
+    except (AttributeError, TypeError, ValueError) as error:
+        raise ValueError(f"environment is not readable: {error}") from None
+
+
+# ------------------------------------------------------------------ the file
 
 Entries = dict[str, dict[str, Any]]
 """Name → entry, as it stands in the file."""
@@ -26,7 +163,7 @@ _REMEDY = "restore it from version control, or remove it and save anew"
 
 
 def read(path: Path) -> Entries | None:
-    """Every entry, unchecked; None where there is no such file. Raises UsageError for anything but such an object."""
+    """All entries, not validated; None if the file does not exist. Raises UsageError for any other form."""
     data = _bytes(path)
     if data is None:
         return None
@@ -46,7 +183,7 @@ def read(path: Path) -> Entries | None:
 
 
 def _bytes(path: Path) -> bytes | None:
-    """None where there is no such file; never waits for a pipe or a device."""
+    """The content of the file; None if it does not exist. Does not block on a pipe or a device."""
     try:
         return files.read_bytes(path, _LARGEST_BYTES)
     except FileNotFoundError:
@@ -60,14 +197,14 @@ def _bytes(path: Path) -> bytes | None:
 
 
 def edit(path: Path, change: Callable[[Entries], Entries]) -> None:
-    """Replaces the file by what ``change`` makes of its entries, whole or not at all.
+    """Replaces the entries of the file by ``change(entries)``, atomically.
 
-    Writers wait for each other, so none undoes what another wrote. Raises UsageError where the file is bad or cannot
-    be written; it is then as it was.
+    A lock serialises writers, so that none overwrites what another wrote. Raises UsageError if the file is invalid or
+    cannot be written; the file is then unchanged.
     """
     try:
         path = path.resolve()  # a link stays one
-        with _held(path.with_name(f".{path.name}.lock")):
+        with _locked(path.with_name(f".{path.name}.lock")):
             write_json(path, dict(sorted(change(read(path) or {}).items())))
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
@@ -77,13 +214,13 @@ def edit(path: Path, change: Callable[[Entries], Entries]) -> None:
 
 
 @contextlib.contextmanager
-def _held(lock: Path) -> Iterator[None]:
-    """Alone among all who hold this lock; the kernel lets go of it however a holder ends. Leaves no file behind."""
+def _locked(lock: Path) -> Iterator[None]:
+    """Holds an exclusive lock on the file ``lock``; removes the file afterwards. The lock ends with the process."""
     while True:
         handle = os.open(lock, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             fcntl.flock(handle, fcntl.LOCK_EX)
-            if _is(lock, handle):
+            if _is_file_of_name(lock, handle):  # else the holder before has removed it: open it anew
                 try:
                     yield
                 finally:
@@ -93,8 +230,8 @@ def _held(lock: Path) -> Iterator[None]:
             os.close(handle)
 
 
-def _is(path: Path, handle: int) -> bool:
-    """Whether the open file is still the one of that name, and not what an earlier holder has removed."""
+def _is_file_of_name(path: Path, handle: int) -> bool:
+    """Whether the open file still has that name."""
     try:
         return os.path.samestat(path.stat(), os.fstat(handle))
     except FileNotFoundError:

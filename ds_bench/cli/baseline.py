@@ -13,7 +13,7 @@ from ..analysis import comparison, intervals, load_results, merge_results
 from ..analysis.trial_caveats import UNSTABLE_CV
 from ..baselines import check, store
 from ..baselines.check import BaselineComparison
-from ..baselines.result import BenchmarkResult, of_runs
+from ..baselines.result import BenchmarkResult, benchmark_result
 from ..config.options import FAIL_ON_DEFAULT
 from ..errors import UsageError
 from ..system import terminal
@@ -100,7 +100,7 @@ def results(paths: Sequence[Path]) -> list[BenchmarkResult]:
     for group in merge_results.merge([load_results.load(path) for path in paths]):
         environment = group.environments[0] if group.environments else None  # those of one group are alike
         rows = comparison.build(group.summaries, environments=group.environments).results
-        found += [of_runs(row.summaries, environment) for row in rows]
+        found += [benchmark_result(row.summaries, environment) for row in rows]
     return found
 
 
