@@ -20,8 +20,13 @@ from ds_bench.records.schema import TrialRecord
 from ds_bench.system import processes
 from tests.support.real_trials import ROOT, SHORT, SUPPORT, Launch, Script, make_trial
 
-# Examples that are slow to draw on a busy machine say nothing about the code.
-settings.register_profile("any_machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# Examples that are slow to draw on a busy machine say nothing about the code. CI draws more of them.
+settings.register_profile(
+    "any_machine",
+    deadline=None,
+    max_examples=100 if os.environ.get("CI") else 30,
+    suppress_health_check=[HealthCheck.too_slow],
+)
 settings.load_profile("any_machine")
 
 REAL = ("deepspeed", "nvme", "browser")

@@ -137,6 +137,7 @@ def nested(folder: Path, *arguments: str, **variables: str) -> subprocess.Comple
     )
 
 
+@pytest.mark.slow
 @pytest.mark.deepspeed
 @pytest.mark.usefixtures("built_ops")
 def test_the_guides_test_runs_and_pytest_benchmark_counts_the_steps_and_not_their_start(tmp_path: Path) -> None:

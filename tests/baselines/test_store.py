@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_bench.baselines import store
@@ -41,7 +41,6 @@ def test_a_bad_file_is_one_line_with_a_remedy(tmp_path: Path, text: str) -> None
 
 
 @given(data=st.binary(max_size=60))
-@settings(max_examples=200)
 def test_whatever_stands_in_the_file_it_is_read_or_refused(
     data: bytes, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

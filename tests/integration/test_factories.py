@@ -30,7 +30,7 @@ FIRST_LOSS = {"gpt2": math.log(1000), "lora": math.log(1000), "bert": math.log(1
 """Of a model that has learnt nothing. T5's own weights start far from it."""
 
 
-@pytest.mark.parametrize("name", TRAINED)
+@pytest.mark.parametrize("name", ["lora", *(pytest.param(n, marks=pytest.mark.slow) for n in TRAINED if n != "lora")])
 def test_a_factorys_model_trains_alike_at_every_stage(
     name: str, server: Callable[[Limits], WarmLauncher], tmp_path: Path
 ) -> None:

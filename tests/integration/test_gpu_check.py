@@ -103,6 +103,7 @@ def wait_for(folder: Path, pattern: str) -> list[Path]:
     return found
 
 
+@pytest.mark.slow
 def test_a_step_that_hangs_is_ended_within_the_budget_and_named(start: Any, tmp_path: Path) -> None:
     out, _ = start("tiny-zero fidelity", hangs="zero_stage_comparison", BUDGET_SECONDS="37").communicate(timeout=90)
     assert "its time was up" in out

@@ -86,6 +86,7 @@ def without_settings(record: TrialRecord) -> TrialRecord:
     return replace(record, ranks=tuple(replace(rank, optimizer_settings=None) for rank in record.ranks))
 
 
+@pytest.mark.slow
 @pytest.mark.deepspeed
 def test_honest_strategies_raise_nothing_but_the_quirk_of_stage_0(trained: Trained) -> None:
     found = judged({name: record for name, record in trained.items() if name in HONEST})
@@ -97,6 +98,7 @@ def test_honest_strategies_raise_nothing_but_the_quirk_of_stage_0(trained: Train
     assert all(rank.weight_change is not None for record in trained.values() for rank in record.ranks)
 
 
+@pytest.mark.slow
 @pytest.mark.deepspeed
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_row_with_another_optimizer_setting_is_no_result(trained: Trained, mistake: str) -> None:
@@ -105,6 +107,7 @@ def test_a_row_with_another_optimizer_setting_is_no_result(trained: Trained, mis
     assert found["zero1"] == found["zero3"] == []
 
 
+@pytest.mark.slow
 @pytest.mark.deepspeed
 @pytest.mark.parametrize("mistake", set(MISTAKES) - {"another weight decay"})
 def test_the_weights_alone_show_it_whatever_the_optimizer_says_of_itself(trained: Trained, mistake: str) -> None:
@@ -115,6 +118,7 @@ def test_the_weights_alone_show_it_whatever_the_optimizer_says_of_itself(trained
     assert caveat.disqualifying
 
 
+@pytest.mark.slow
 @pytest.mark.deepspeed
 def test_the_same_training_moves_the_weights_the_same_way_however_they_are_split(trained: Trained) -> None:
     names = ("zero1", "zero2", "zero3")
@@ -126,6 +130,7 @@ def test_the_same_training_moves_the_weights_the_same_way_however_they_are_split
         assert row.repeated_loss < (row.losses[0] or 0.0)
 
 
+@pytest.mark.slow
 @pytest.mark.nvme
 def test_what_lies_on_nvme_trains_exactly_like_what_is_offloaded_to_memory(
     server: Callable[[Limits], WarmLauncher], tmp_path: Path

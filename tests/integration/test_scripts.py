@@ -100,6 +100,7 @@ def test_fp32_losses_agree_at_every_stage(shared: Shared) -> None:
     assert not any("loss differs" in (row["caveats"] or "") for row in rows)
 
 
+@pytest.mark.slow
 def test_the_models_own_dropout_is_trained_with_and_its_masks_are_the_same_in_every_row(
     shared: Shared, start_script: Start
 ) -> None:
@@ -113,6 +114,7 @@ def test_the_models_own_dropout_is_trained_with_and_its_masks_are_the_same_in_ev
     assert max(first) - min(first) < abs(row["first_loss"] - first[3]) / 10  # what masks change, and no row has its own
 
 
+@pytest.mark.slow
 def test_bf16_losses_agree_from_stage_1_on_and_stage_0_has_its_explained_quirk(shared: Shared) -> None:
     rows = rows_of(shared(*ZERO_BF16)[3])
     finals = [row["final_loss"] for row in rows[1:]]
@@ -189,6 +191,7 @@ def test_the_resolved_configuration_is_read_back_with_its_defaults(shared: Share
     assert resolved["zero_config"]["reduce_bucket_size"] == 500_000_000
 
 
+@pytest.mark.slow
 def test_the_ledger_explains_stages_1_to_3_by_their_gradient_bucket(shared: Shared) -> None:
     """5e8 elements of 2 bytes; stages 1 and 2 hold it while backward runs, stage 3 always."""
     for row in rows_of(shared(*ZERO_BF16)[3])[1:]:
@@ -196,6 +199,7 @@ def test_the_ledger_explains_stages_1_to_3_by_their_gradient_bucket(shared: Shar
         assert "DeepSpeed's buffers are most of the counted memory" in row["caveats"]
 
 
+@pytest.mark.slow
 def test_a_partitioned_optimizer_state_is_twelve_bytes_per_parameter_and_rank_share(shared: Shared) -> None:
     rows = rows_of(shared(*ZERO_BF16)[3])
     for row in rows[1:]:
@@ -208,6 +212,7 @@ def test_nothing_else_in_the_output_folder_has_the_name_of_a_result(shared: Shar
     assert sorted(path.suffix for path in folder.glob("zero_comparison_*")) == [".csv", ".json"]
 
 
+@pytest.mark.slow
 def test_repeats_are_interleaved_and_each_run_is_a_row(start_script: Start) -> None:
     script = start_script("zero_stage_comparison.py", *SMALL, "--stages", "0", "1", "--repeats", "2")
     code, out, err = script.wait()
@@ -226,7 +231,7 @@ def test_a_failing_row_does_not_stop_the_others_and_keeps_its_cause(start_script
     assert "❌ Killed" in out
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_an_interruption_keeps_what_is_finished_prints_the_table_and_exits_130(
     start_script: Start, number: signal.Signals
 ) -> None:
@@ -245,6 +250,7 @@ def test_an_interruption_keeps_what_is_finished_prints_the_table_and_exits_130(
     assert gone_within(tree, 5) == set()
 
 
+@pytest.mark.slow
 def test_resume_runs_what_is_missing_and_nothing_twice(start_script: Start) -> None:
     script = start_script(
         "zero_stage_comparison.py", *FAULT, "--model-factory", "faults:hangs_at_stage_2", "--stages", "1", "2"
@@ -288,6 +294,7 @@ def test_a_killed_parent_takes_every_process_and_the_swap_folder_with_it(start_s
     assert list(disk.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_cold_trial_ends_when_its_parent_and_its_leader_are_killed_together(start_script: Start) -> None:
     """Nothing above the deepspeed launcher is left then to end it."""
     fault = ("--model-factory", "faults:hangs_at_stage_2", "--stages", "2", "--launcher", "deepspeed")
@@ -325,6 +332,7 @@ def test_an_op_that_does_not_build_is_unsupported_with_the_reason(start_script: 
     assert "op is not to be had here" in row["error"]
 
 
+@pytest.mark.slow
 def test_two_runs_in_one_second_never_overwrite_each_other(start_script: Start, tmp_path: Path) -> None:
     arguments = ("zero_stage_comparison.py", *SMALL, "--stages", "0", "--num-steps", "2")
     scripts = [start_script(*arguments, output_dir=tmp_path / "both") for _ in range(2)]
@@ -332,6 +340,7 @@ def test_two_runs_in_one_second_never_overwrite_each_other(start_script: Start, 
     assert len(list((tmp_path / "both").glob("zero_comparison_*.json"))) == 2
 
 
+@pytest.mark.slow
 def test_a_hostile_model_name_is_neutralised_in_csv_and_kept_in_json(start_script: Start, tmp_path: Path) -> None:
     from ds_bench.models.presets import find_preset
 
@@ -350,6 +359,7 @@ def test_a_hostile_model_name_is_neutralised_in_csv_and_kept_in_json(start_scrip
     assert script.rows()[0]["model"] == "=HYPERLINK(1)"
 
 
+@pytest.mark.slow
 def test_an_edit_of_create_deepspeed_config_takes_effect_in_every_trial(tmp_path: Path, built_ops: object) -> None:
     source = (ROOT / "zero_stage_comparison.py").read_text()
     edited = source.replace(
@@ -384,6 +394,7 @@ def test_an_edit_of_create_deepspeed_config_takes_effect_in_every_trial(tmp_path
     assert sizes == [1000, 1000]
 
 
+@pytest.mark.slow
 def test_a_batch_changed_in_the_config_is_what_the_numbers_follow_with_a_caveat(start_script: Start) -> None:
     script = start_script(
         "zero_stage_comparison.py", *SMALL, "--stages", "1", "--set", "train_micro_batch_size_per_gpu=3",
@@ -398,6 +409,7 @@ def test_a_batch_changed_in_the_config_is_what_the_numbers_follow_with_a_caveat(
     assert "not the flags'" in row["caveats"]
 
 
+@pytest.mark.slow
 def test_activation_checkpointing_saves_activations_and_leaves_the_loss(start_script: Start, tmp_path: Path) -> None:
     arguments = ("zero_stage_comparison.py", *SMALL, "--stages", "1", "3", "--precision", "fp32")
     plain = start_script(*arguments, output_dir=tmp_path / "plain")
@@ -410,6 +422,7 @@ def test_activation_checkpointing_saves_activations_and_leaves_the_loss(start_sc
         assert after["first_loss"] == pytest.approx(before["first_loss"], rel=1e-4)
 
 
+@pytest.mark.slow
 def test_the_terminal_shows_row_step_and_last_step_while_a_trial_runs(tmp_path: Path, built_ops: object) -> None:
     master, slave = pty.openpty()
     command = [sys.executable, str(ROOT / "zero_stage_comparison.py"), *SMALL, "--accelerator", "cpu", "--stages", "1"]

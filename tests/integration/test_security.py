@@ -113,6 +113,7 @@ def hostile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_modules_of_the_current_folder_do_not_run_in_children(hostile: Path, tmp_path: Path) -> None:
     for name in ("", ":", f"{tmp_path}::"):
         environment = child_environment({"PYTHONPATH": name})
@@ -133,7 +134,7 @@ def test_modules_of_the_current_folder_do_not_run_in_children(hostile: Path, tmp
 
 @pytest.mark.deepspeed
 @pytest.mark.usefixtures("built_ops")
-@pytest.mark.parametrize("launcher", ["warm", "deepspeed"])
+@pytest.mark.parametrize("launcher", ["warm", pytest.param("deepspeed", marks=pytest.mark.slow)])
 def test_modules_of_the_current_folder_do_not_run_in_ranks_and_a_factory_there_does(
     hostile: Path, tmp_path: Path, launcher: str
 ) -> None:

@@ -136,6 +136,7 @@ def test_a_leader_that_is_killed_takes_its_ranks_with_it(launch: Launch, tmp_pat
     assert processes.descendants() <= before
 
 
+@pytest.mark.slow
 def test_a_killed_server_costs_the_row_that_ran_and_is_started_anew_for_the_next(
     server: Callable[[Limits], WarmLauncher], tmp_path: Path
 ) -> None:
@@ -194,6 +195,7 @@ def test_the_deepspeed_launcher_runs_the_same_trial(tmp_path: Path) -> None:
     assert len(record.ranks) == 2
 
 
+@pytest.mark.slow
 def test_a_deepspeed_launcher_that_is_killed_is_a_row_and_leaves_no_rank(tmp_path: Path) -> None:
     """The launcher itself would leave orphans, and could even end with code 0."""
     before = processes.descendants()
@@ -219,6 +221,7 @@ def test_a_deepspeed_launcher_that_is_killed_is_a_row_and_leaves_no_rank(tmp_pat
     assert processes.descendants() <= before
 
 
+@pytest.mark.slow
 def test_with_several_nodes_no_module_of_the_current_folder_reaches_a_remote_rank(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -252,6 +255,7 @@ def test_a_rank_that_dies_before_hello_is_crashed_and_said_so(tmp_path: Path, mo
     assert "before saying hello (exit code 3)" in (outcome.error or "")
 
 
+@pytest.mark.slow
 @pytest.mark.nvme
 def test_nvme_works_for_a_model_with_more_large_tensors_than_swap_buffers(launch: Launch, tmp_path: Path) -> None:
     tiny = find_preset("tiny")
