@@ -81,7 +81,7 @@ def _add_report(parser: argparse.ArgumentParser) -> None:
     _add_results(parser)
     parser.add_argument("--html", type=Path, default=None, metavar="FILE", help="one self-contained page")
     parser.add_argument("--markdown", action="store_true", help="a block to paste into an issue, instead of the table")
-    parser.add_argument("--plots", type=Path, default=None, metavar="DIR", help="the pictures as PNG and SVG")
+    parser.add_argument("--plots", type=Path, default=None, metavar="DIR", help="the charts as PNG and SVG")
     parser.add_argument(
         "--relative-to", default=None, metavar="STRATEGY", help="row that ratios refer to (default: the run's own)"
     )

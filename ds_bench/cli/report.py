@@ -61,13 +61,13 @@ def report(options: ReportOptions) -> int:
 
 
 def _plot(answers: Sequence[Answer], folder: Path) -> None:
-    """Raises UsageError where the pictures cannot be written."""
-    from ..report.charts import save_plots
+    """Raises UsageError where the charts cannot be written."""
+    from ..report.charts import save_charts
 
     for number, entry in enumerate(answers):
         mine = _made(folder if len(answers) == 1 else folder / f"{number + 1:02d}")
         try:
-            written = save_plots(_section(entry), mine)
+            written = save_charts(entry.title, entry.comparison, mine)
         except OSError as error:
             problem = f"--plots {mine}: {error.strerror or error}"
             raise UsageError(problem, remedy="give a folder that you may write to") from None

@@ -1,7 +1,7 @@
 """The report as one HTML file that needs nothing else: no network, no fonts, no scripts but its own.
 
-It lays out what ``sections``, ``pictures`` and ``svgcharts`` give. Everything from users, models and machines is
-escaped by the template engine or by ``svg``; nothing of theirs ever stands inside a script or a style.
+It lays out what ``sections`` and ``charts`` give. Everything from users, models and machines is escaped by the template
+engine or by the XML writer; nothing of theirs ever stands inside a script or a style.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..analysis.comparison import StrategyResult
-from . import charts_of_comparison, sections, svg_charts
-from .chart_data import Chart
+from . import charts, sections
+from .chart_data import Chart, charts_of
 from .sections import ReportSection
 
 __all__ = ["Report", "ReportSection", "render"]
@@ -61,7 +61,7 @@ def _source(engine: Any, name: str) -> str:
 
 def _section(section: ReportSection, uid: str) -> dict[str, Any]:
     """What the template asks of one section."""
-    found = charts_of_comparison.pictures(section.comparison)
+    drawable = charts_of(section.comparison)
     doubts = sections.doubts(section.comparison)
     said = {doubt.text for doubt in doubts}
     return {
@@ -74,8 +74,8 @@ def _section(section: ReportSection, uid: str) -> dict[str, Any]:
         "notes": [note for note in section.notes if note not in said],
         "sources": section.sources,
         "environments": section.environments,
-        "charts": [_chart(chart, f"{uid}-{chart.name}") for chart in found.charts],
-        "left_out": found.left_out,
+        "charts": [_chart(chart, f"{uid}-{chart.name}") for chart in drawable.charts],
+        "left_out": drawable.missing,
     }
 
 
@@ -103,4 +103,4 @@ def _cell(column: sections.Column, row: StrategyResult, section: ReportSection) 
 def _chart(chart: Chart, uid: str) -> dict[str, Any]:
     from markupsafe import Markup
 
-    return {"uid": uid, "chart": chart, "svg": Markup(svg_charts.draw(chart, uid))}
+    return {"uid": uid, "chart": chart, "svg": Markup(charts.inline_svg(chart, uid))}

@@ -1,20 +1,27 @@
-"""Pictures as files: a PNG and an SVG per chart, whatever the labels hold."""
+"""Charts as files and as markup of the page: whatever the labels hold, and with nothing from outside."""
 
 from __future__ import annotations
 
+import re
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
 from pathlib import Path
 
-from ds_bench.report.charts import save_plots
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ds_bench.report import charts
+from ds_bench.report.chart_data import Bar, BarChart, Line, LineChart, Stack, StackChart, charts_of
+from ds_bench.report.charts import inline_svg, save_charts
 from tests.support import fakes
 from tests.support import sample_reports as samples
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
-def test_every_picture_is_a_png_and_an_svg(tmp_path: Path) -> None:
-    paths = save_plots(samples.section(samples.offload_comparison()), tmp_path / "new" / "plots")
+def test_every_chart_is_a_png_and_an_svg(tmp_path: Path) -> None:
+    paths = save_charts("a title", samples.offload_comparison(), tmp_path / "new" / "plots")
     names = "throughput ledger-gpu ledger-cpu ledger-nvme pareto-device pareto-host steps phases losses"
     assert [path.name for path in paths] == [f"{name}.{form}" for name in names.split() for form in ("png", "svg")]
     for path in paths:
@@ -27,22 +34,15 @@ def test_every_picture_is_a_png_and_an_svg(tmp_path: Path) -> None:
 
 
 def test_an_svg_needs_no_font(tmp_path: Path) -> None:
-    save_plots(samples.section(samples.cpu_comparison()), tmp_path)
+    save_charts("a title", samples.cpu_comparison(), tmp_path)
     source = (tmp_path / "throughput.svg").read_text()
     assert "font-family" not in source
     assert "<text" not in source
 
 
-def test_sections_get_numbers_so_that_none_overwrites_another(tmp_path: Path) -> None:
-    two = [samples.section(samples.flat_comparison()), samples.section(samples.flat_comparison())]
-    names = {path.name for path in save_plots(two, tmp_path)}
-    assert {"01_throughput.png", "02_throughput.png"} <= names
-    assert len(names) == 8
-
-
 def test_the_same_numbers_give_the_same_svg(tmp_path: Path) -> None:
     for folder in ("a", "b"):
-        save_plots(samples.section(samples.flat_comparison()), tmp_path / folder)
+        save_charts("a title", samples.flat_comparison(), tmp_path / folder)
     assert (tmp_path / "a/throughput.svg").read_bytes() == (tmp_path / "b/throughput.svg").read_bytes()
 
 
@@ -50,7 +50,7 @@ def test_labels_that_mean_something_to_mathtext_xml_or_no_font_are_plain_text(tm
     evil = r"$\frac{<script>&\x $^_日本" + "\n\x1b" + "x" * 300
     row = samples.row(evil, samples.run(fakes.zero(0), 0.1))
     other = samples.row("_hidden", samples.run(fakes.zero(1), 0.2, peak=4))
-    paths = save_plots(samples.section(samples.comparison(row, other), title=evil), tmp_path)
+    paths = save_charts(evil, samples.comparison(row, other), tmp_path)
     for path in paths:
         if path.suffix == ".svg":
             ElementTree.fromstring(path.read_bytes())
@@ -61,15 +61,114 @@ def test_dots_that_take_no_part_look_different(tmp_path: Path) -> None:
     full = samples.flat_comparison()
     odd = replace(full.results[1], differences=("torch 2.13.0 against 2.11.0",))
     for name, of in (("plain", full), ("odd", replace(full, results=(full.results[0], odd)))):
-        save_plots(samples.section(of), tmp_path / name)
+        save_charts("a title", of, tmp_path / name)
     assert (tmp_path / "odd/pareto-device.svg").read_bytes() != (tmp_path / "plain/pareto-device.svg").read_bytes()
 
 
 def test_nothing_is_written_where_nothing_succeeded(tmp_path: Path) -> None:
     failed = samples.comparison(samples.row("ZeRO-0", samples.failed(fakes.zero(0))))
-    assert save_plots(samples.section(failed), tmp_path) == []
+    assert save_charts("a title", failed, tmp_path) == []
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_sweep_of_many_rows_is_drawn_within_what_can_be_read(tmp_path: Path) -> None:
-    assert len(save_plots(samples.section(samples.many_rows(60)), tmp_path)) == 12
+TEXT = st.text(max_size=60)
+
+
+@settings(deadline=None, max_examples=25)
+@given(TEXT)
+def test_any_label_is_text_of_the_drawing_and_of_its_description(label: str) -> None:
+    """Whatever XML cannot hold is replaced; nothing is markup, and nothing is lost from the text alternative."""
+    line = Line(label=label, points=((1, 2), (2, 3)), style=0)
+    drawing = inline_svg(LineChart(name="t", title=label, axis="ms", lines=(line,)), "u")
+    root = ElementTree.fromstring(drawing)
+    shown = " ".join(label.split())
+    shown = "".join(sign if sign.isprintable() else "\ufffd" for sign in shown)
+    assert (root[0].tag, root[0].text or "") == ("title", shown)
+    assert shown in (root[1].text or "")
+    assert (shown[:20] or "lowest") in "".join(root.itertext())
+    assert {element.tag for element in root.iter()} <= {
+        "svg",
+        "title",
+        "desc",
+        "defs",
+        "g",
+        "path",
+        "use",
+        "text",
+        "rect",
+        "clipPath",
+    }
+
+
+def test_a_page_defines_every_colour_of_a_chart_in_both_schemes() -> None:
+    """A colour that is no variable would vanish on one of the two backgrounds."""
+    styles = (Path(charts.__file__).parent / "templates" / "report.css").read_text()
+    light, dark = styles.split("prefers-color-scheme: dark")
+    for comparison in (samples.offload_comparison(), samples.many_rows(9)):
+        for chart in charts_of(comparison).charts:
+            drawing = inline_svg(chart, "u")
+            variables = set(re.findall(r"var\((--\w+)\)", drawing))
+            assert {"--ink", "--rule"} <= variables
+            assert not re.findall(r"(?:fill|stroke): ?#|(?:fill|stroke)=", drawing)
+            for scheme in (light, dark.split("}")[0]):
+                assert [name for name in variables if f"{name}:" not in scheme] == []
+
+
+def bars_of(drawing: str, colour: str) -> list[tuple[float, float, float, float]]:
+    """Left, right, top and bottom of the rectangles of that colour or hatch."""
+    found = []
+    for path in re.findall(r"<path [^>]*>", drawing):
+        if colour in path and (points := re.findall(r"[ML] ([\d.-]+) ([\d.-]+)", path)) and len(points) >= 4:
+            xs, ys = [float(x) for x, _ in points], [float(y) for _, y in points]
+            found.append((min(xs), max(xs), min(ys), max(ys)))
+    return found
+
+
+def test_stacked_parts_are_as_long_as_their_numbers() -> None:
+    """1 and 3 GB: the second part is three times the first and begins where that ends."""
+    chart = StackChart(name="t", title="t", axis="GB", categories=("a", "b"), stacks=(Stack(label="x", parts=(1, 3)),))
+    drawing = inline_svg(chart, "u")
+    first, second = bars_of(drawing, "fill: var(--c0)")[0], bars_of(drawing, "fill: url(#u-")[0]
+    assert second[1] - second[0] == pytest.approx(3 * (first[1] - first[0]), abs=0.3)
+    assert second[0] == pytest.approx(first[1], abs=0.11)
+
+
+def test_a_capacity_far_away_is_said_to_be_beyond_the_axis_and_a_near_one_is_drawn_to_scale() -> None:
+    def drawn(capacity: float) -> str:
+        stacks = (Stack(label="x", parts=(8.0,)),)
+        return inline_svg(
+            StackChart(
+                name="t",
+                title="t",
+                axis="GB",
+                categories=("a",),
+                stacks=stacks,
+                capacity=capacity,
+                capacity_label="card",
+            ),
+            "u",
+        )
+
+    far, near = drawn(80.0), drawn(16.0)
+    assert "card (beyond the axis →)" in far
+    assert "beyond" not in near
+    ((left, right, *_),) = bars_of(near, "fill: var(--c0)")[:1]
+    line = re.search(r'd="M ([\d.]+) [^"]*"[^>]*stroke-dasharray[^>]*var\(--bad\)', near)
+    assert line is not None
+    assert float(line[1]) == pytest.approx(left + 2 * (right - left), abs=0.3)
+
+
+@pytest.mark.parametrize("values", [(0.1, 0.1, 0.1), (0.0, 0.0), (5.0, 1e-9), (-1.0, -1.0), (1e12, 1e12)])
+def test_a_flat_or_extreme_line_is_drawn_without_dividing_by_nothing(values: tuple[float, ...]) -> None:
+    line = Line(label="x", points=tuple((float(n), value) for n, value in enumerate(values, 1)), style=0)
+    drawing = inline_svg(LineChart(name="t", title="t", axis="ms", lines=(line,), warmup=len(values)), "u")
+    assert not re.findall(r"\b(?:nan|inf)\b", drawing)
+
+
+def test_a_bar_of_nothing_and_a_long_label_are_drawn() -> None:
+    label = "optimizer " * 20
+    drawing = inline_svg(BarChart(name="t", title="t", axis="a", bars=(Bar(label=label, value=0.0),)), "u")
+    texts = [element.text or "" for element in ElementTree.fromstring(drawing).iter("text")]
+    (cut,) = [text for text in texts if text.endswith("…")]
+    assert label.startswith(cut[:-1])
+    assert len(cut) < 60

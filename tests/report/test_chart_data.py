@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from ds_bench.analysis.caveats import Caveat, CaveatKind
 from ds_bench.config.spec import Placement
-from ds_bench.report import charts_of_comparison, row_styles, svg_charts
-from ds_bench.report.chart_data import BarChart, Chart, LineChart, ScatterChart, StackChart
+from ds_bench.report import chart_data
+from ds_bench.report.chart_data import BarChart, Chart, LineChart, ScatterChart, StackChart, charts_of
 from tests.support import fakes
 from tests.support import sample_reports as samples
 
@@ -19,7 +19,7 @@ GB = fakes.GB
 
 
 def chart(of: samples.Comparison, name: str) -> Chart:
-    return next(one for one in charts_of_comparison.pictures(of).charts if one.name == name)
+    return next(one for one in charts_of(of).charts if one.name == name)
 
 
 def test_the_device_ledger_is_the_fullest_ranks_and_the_host_ledger_the_fullest_nodes_sum() -> None:
@@ -77,13 +77,13 @@ def test_bars_carry_every_run_and_an_interval_only_where_there_is_one() -> None:
     assert "--repeats 3" in one.note
 
 
-def test_failed_rows_are_in_no_picture() -> None:
-    for one in charts_of_comparison.pictures(samples.zero_comparison()).charts:
-        assert "micro-batch 16" not in one.words
+def test_failed_rows_are_in_no_chart() -> None:
+    for one in charts_of(samples.zero_comparison()).charts:
+        assert "micro-batch 16" not in one.alt_text
 
 
 def test_a_row_has_the_same_style_in_every_overlay() -> None:
-    drawn = charts_of_comparison.pictures(samples.many_rows(20)).charts
+    drawn = charts_of(samples.many_rows(20)).charts
     styles: dict[str, set[int]] = {}
     for one in drawn:
         if isinstance(one, LineChart):
@@ -93,7 +93,7 @@ def test_a_row_has_the_same_style_in_every_overlay() -> None:
             for dot in one.dots:
                 if dot.style is not None:
                     styles.setdefault(dot.label, set()).add(dot.style)
-    assert len(styles) == row_styles.MOST_OVERLAID
+    assert len(styles) == chart_data.MAX_OVERLAID_ROWS
     assert all(len(found) == 1 for found in styles.values())
     assert "ZeRO-0 micro-batch 0" in styles
 
@@ -107,13 +107,12 @@ def test_dots_that_take_no_part_are_crossed_out_and_named() -> None:
     of = replace(full, results=(first, odd, wrong), pareto_device=(first.key,))
     plot = chart(of, "pareto-device")
     assert isinstance(plot, ScatterChart)
-    assert [(dot.label, dot.aside, dot.on_front) for dot in plot.dots] == [
+    assert [(dot.label, dot.excluded, dot.on_front) for dot in plot.dots] == [
         ("ZeRO-0", False, True),
         ("ZeRO-1 (not comparable)", True, False),
         ("ZeRO-2 (disqualified)", True, False),
     ]
     assert "disqualified or not comparable" in plot.note
-    assert svg_charts.draw(plot, "u").count('class="whisker"') == 4  # each in the legend and in the plot
     assert "disqualified or not comparable" not in chart(full, "pareto-device").note
 
 
@@ -127,13 +126,13 @@ def test_a_bar_of_a_disqualified_row_says_so() -> None:
 
 def test_no_pareto_plot_of_a_single_row() -> None:
     alone = samples.comparison(samples.row("ZeRO-0", samples.run(fakes.zero(0), 0.1)))
-    assert not any(one.name.startswith("pareto") for one in charts_of_comparison.pictures(alone).charts)
+    assert not any(one.name.startswith("pareto") for one in charts_of(alone).charts)
 
 
 @given(st.lists(st.floats(0.001, 1e6), min_size=1, max_size=2000), st.integers(2, 400))
-def test_thinning_keeps_the_order_the_extremes_and_the_limit(values: list[float], most: int) -> None:
+def test_downsampling_keeps_the_order_the_extremes_and_the_limit(values: list[float], most: int) -> None:
     points = [(float(step), value) for step, value in enumerate(values)]
-    kept = row_styles.thinned(points, most)
+    kept = chart_data.downsample(points, most)
     assert len(kept) <= max(most, 2)
     assert set(kept) <= set(points)
     assert [step for step, _ in kept] == sorted({step for step, _ in kept})
@@ -141,9 +140,9 @@ def test_thinning_keeps_the_order_the_extremes_and_the_limit(values: list[float]
     assert min(value for _, value in kept) == min(values)
 
 
-def test_the_words_of_many_rows_name_some_and_count_the_rest() -> None:
-    words = chart(samples.many_rows(30), "throughput").words
-    assert "18 further rows are in the table of numbers." in words
+def test_the_text_alternative_of_many_rows_names_some_and_counts_the_rest() -> None:
+    alt_text = chart(samples.many_rows(30), "throughput").alt_text
+    assert "18 further rows are in the table of numbers." in alt_text
 
 
 def test_a_bar_of_a_row_that_does_not_compare_says_so() -> None:
