@@ -3,17 +3,14 @@
 Work is arithmetic on the model's shape, never a measurement; one multiply-add is two operations. The conventions
 differ by 3-16 % on common models, so each number is stored with its ``*_CONVENTION``, and never compared across.
 
-Peaks come from a table of exact devices (``devices.json``): dense rates in 10**12 FLOP/s, without 2:4 sparsity,
-accumulating in fp32. A device that is not in it has no peak; there is no "probably like an A100".
+Peaks come from a table of exact devices (``system/devices.json``). A device that is not in it has no peak; there is no
+"probably like an A100".
 """
 
 from __future__ import annotations
 
-import re
-from functools import cache
-from typing import NamedTuple
-
-from ds_bench.models.presets import ModelFacts
+from ..models.presets import ModelFacts
+from ..system import devices
 
 MODEL_CONVENTION = (
     "PaLM appendix B: 6*N_matmul + 12*L*H*Q*T per token, forward and backward, full attention, no recomputation"
@@ -85,43 +82,5 @@ def peak_flops(device_name: str, precision: str) -> float | None:
     """
     if precision not in PEAK_PRECISIONS:
         raise ValueError(f"precision must be one of {', '.join(PEAK_PRECISIONS)}, not {precision!r}")
-    device = _find_device(device_name)
-    tflops = None if device is None else device.tflops[precision]
+    tflops = devices.peak_tflops(device_name, precision)
     return None if tflops is None else tflops * 1e12
-
-
-class _Device(NamedTuple):
-    words: frozenset[str]
-    """What a reported name must contain, each as a whole word."""
-    tflops: dict[str, float | None]
-    """Precision → dense 10**12 FLOP/s; None where the device lacks it."""
-
-
-_NEUTRAL = re.compile(r"nvidia|amd|tesla|geforce|instinct|generation|sxm\d?|pcie|oam|hbm3e?|\d+gb?")
-"""Words of a reported name that leave the rates as they are: vendor, line, memory, and form factors where not in the
-table. HBM2 is missing on purpose: an H100 with it is not the SXM5 part."""
-
-
-def _find_device(device_name: str) -> _Device | None:
-    words = _words(device_name)
-    for device in _devices():
-        if device.words <= words:
-            # The longest name that fits decides, even if it then fails: "H100 PCIe" must not fall back to "H100".
-            rest = words - device.words
-            return device if all(_NEUTRAL.fullmatch(word) for word in rest) else None
-    return None
-
-
-def _words(name: str) -> frozenset[str]:
-    return frozenset(re.findall(r"[a-z0-9]+", name.casefold()))
-
-
-@cache
-def _devices() -> tuple[_Device, ...]:
-    """The table, names of more words first, so that "H100 NVL" is tried before "H100"."""
-    import json
-    from importlib.resources import files
-
-    rows = json.loads((files("ds_bench.system") / "devices.json").read_text(encoding="utf-8"))
-    devices = [_Device(_words(row["name"]), {each: row[f"{each}_tflops"] for each in PEAK_PRECISIONS}) for row in rows]
-    return tuple(sorted(devices, key=lambda device: len(device.words), reverse=True))

@@ -74,7 +74,7 @@ class PlanRow:
 
 def plan_command(options: PlanOptions) -> int:
     """Prints the table. Returns 0; raises UsageError."""
-    capacity = devices.capacity(options.gpu)
+    capacity = devices.memory_bytes(options.gpu)
     question = _planned_trial(options)
     rows = [_row(options, replace(question, strategy=_strategy(name)), capacity) for name in options.strategies]
     if options.json:
