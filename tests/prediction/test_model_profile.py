@@ -152,7 +152,7 @@ def test_every_preset_is_in_the_shipped_table(name: str, monkeypatch: pytest.Mon
         raise AssertionError("a preset started a process")
 
     monkeypatch.setattr(subprocess, "run", refuse)
-    monkeypatch.setattr(model_profile, "_kept", lambda _key: None)
+    monkeypatch.setattr(model_profile, "_cached", lambda _key: None)
     profile = profile_of(preset(name), 4096)
     assert profile.parameters == preset(name).parameters
     for precision in ("bf16", "fp16", "fp32"):
@@ -186,7 +186,9 @@ def test_more_of_anything_is_more_bytes(batch: int, sequence: int, layers: int) 
 
 def test_an_architecture_that_cannot_be_built_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(model_profile, "ask", lambda _requests, **_: [{"error": "ValueError: no such thing"}])
+    monkeypatch.setattr(
+        model_profile, "measure_profiles", lambda _requests, **_: [{"error": "ValueError: no such thing"}]
+    )
     facts = facts_from_config("mine", "gpt2", {**GPT2, "n_embd": 96})
     with pytest.raises(UsageError, match=r"^the activations of mine cannot be measured: ValueError: no such thing"):
         profile_of(facts, 64)
@@ -204,7 +206,7 @@ def test_what_was_measured_once_is_kept(
 
     facts = facts_from_config("gpt2", "gpt2", GPT2)
     _real_answers = model_profile.measure_profiles([request_for(facts, 64)])
-    monkeypatch.setattr(model_profile, "ask", answer)
+    monkeypatch.setattr(model_profile, "measure_profiles", answer)
     deeper = facts_from_config("gpt2", "gpt2", {**GPT2, "n_layer": 9})
     assert profile_of(facts, 64) == profiles["gpt2"]
     assert profile_of(deeper, 128).layers == 9  # another depth or length is no other architecture
