@@ -12,7 +12,8 @@ from typing import Any
 from . import __version__, batch_search, plan
 from .analysis import flops, provenance
 from .analysis import summary as analysis
-from .analysis.flat_rows import flat_rows, with_comparison
+from .analysis.flat_rows import flat_rows
+from .analysis.loss_parity import with_loss_caveats
 from .config import deepspeed_config
 from .config.options import Options
 from .config.spec import Trial
@@ -280,7 +281,7 @@ class _View:
 
 def _finish(options: Options, store: RunStore, view: _View, notes: Sequence[str], arguments: Sequence[str]) -> int:
     measured = view.summaries(store.records())
-    rows, summaries = flat_rows(measured), with_comparison(measured)
+    rows, summaries = flat_rows(measured), with_loss_caveats(measured)
     store.write_rows(rows)
     if view.unknown_peak:
         notes = [*notes, f"no peak rate known for {view.unknown_peak}: MFU left out; --peak-tflops gives it"]

@@ -20,7 +20,8 @@ from .comparison import StrategyResult
 from .flat_rows import COLUMNS
 from .intervals import RatioInterval
 from .load_results import LoadedResult
-from .summary import Summary, compare_losses
+from .loss_parity import compare_losses
+from .summary import Summary
 
 ABSENT = "absent"
 _CHANGES = ("num_steps", "warmup_steps", "launch", "torch", "deepspeed")

@@ -1,10 +1,14 @@
-"""What a reader must know before using a row: a closed set of kinds, each with what to do next."""
+"""The closed set of caveats: kinds, how their texts begin, what to do next and which disqualify a row.
+
+The texts stand in the ``caveats`` column of CSV and JSON, and are recognised there by how they begin
+(:func:`parse_caveat`), so their beginnings are part of the file format.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import StrEnum
+from enum import Enum, StrEnum
 from types import MappingProxyType
 
 
@@ -30,7 +34,7 @@ class CaveatKind(StrEnum):
     FIRST_LOSS = "first_loss"
     SHORT_WINDOW = "short_window"
     NOTE = "note"
-    """What a rank, the launcher or the plan wrote down that is none of the above."""
+    """None of the above: mostly a text that a rank, the launcher or the plan wrote."""
 
 
 NEXT_STEPS: Mapping[CaveatKind, str | None] = MappingProxyType(
@@ -65,32 +69,139 @@ NEXT_STEPS: Mapping[CaveatKind, str | None] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Caveat:
-    """One doubt about one row, or about all of them."""
+    """One caveat about one row or about the whole comparison."""
 
     kind: CaveatKind
     text: str
-    """One line: what was seen, with the row's numbers."""
+    """One line: the observation with its numbers."""
     next_step: str | None = None
-    """What to do about it; None where nothing can be done."""
+    """What to do about it; None if nothing can be done."""
     disqualifying: bool = False
-    """Such a row is never recommended (its loss differs, it did not train what was asked)."""
+    """The row is never recommended: its loss differs, or it did not train as requested."""
 
     @property
     def line(self) -> str:
-        """The text and what to do about it."""
-        return self.text if self.unsaid_step is None else f"{self.text}; {self.unsaid_step}"
+        """The text and the next step."""
+        step = self.next_step_if_not_in_text
+        return self.text if step is None else f"{self.text}; {step}"
 
     @property
-    def unsaid_step(self) -> str | None:
-        """The next step, where the text does not end with it already."""
+    def next_step_if_not_in_text(self) -> str | None:
+        """The next step; None if there is none, or the text ends with it already."""
         return None if self.next_step is None or self.text.endswith(self.next_step) else self.next_step
 
 
-def typed(kind: CaveatKind, text: str, *, disqualifying: bool = False) -> Caveat:
-    """A caveat with its kind's next step."""
+def caveat_of_kind(kind: CaveatKind, text: str, *, disqualifying: bool = False) -> Caveat:
+    """A caveat with the next step of its kind."""
     return Caveat(kind=kind, text=text, next_step=NEXT_STEPS[kind], disqualifying=disqualifying)
 
 
 def note(text: str, *, disqualifying: bool = False) -> Caveat:
     """A free text of none of the other kinds."""
-    return typed(CaveatKind.NOTE, text, disqualifying=disqualifying)
+    return caveat_of_kind(CaveatKind.NOTE, text, disqualifying=disqualifying)
+
+
+_ONE_OPTIMIZER = "--set optimizer.params.torch_adam=true compares all rows with torch's AdamW"
+
+
+class CaveatText(Enum):
+    """A caveat of one row, recognisable by how its text begins and by words in it."""
+
+    def __init__(
+        self, kind: CaveatKind, start: str, contains: str = "", disqualifying: bool = False, next_step: str | None = ""
+    ) -> None:
+        self.kind = kind
+        self.start = start
+        """Beginning of the text; empty for a text that is recognised by ``contains`` alone."""
+        self.contains = contains
+        """Words in the text by which it differs from others that begin alike."""
+        self.disqualifying = disqualifying
+        self.next_step = NEXT_STEPS[kind] if next_step == "" else next_step
+
+    # The first member that matches a text is taken: of those that begin alike the one with more words comes first.
+    UNSTABLE_RUNS = (
+        CaveatKind.UNSTABLE, "unstable: the means of ", "", False, "use more --repeats, or a quieter machine"
+    )  # fmt: skip
+    UNSTABLE_STEPS = CaveatKind.UNSTABLE, "unstable: "
+    NOT_STEADY = CaveatKind.NOT_STEADY, "not steady: "
+    OUTLIERS = CaveatKind.NOTE, "outliers: "
+    NEAR_CAPACITY = CaveatKind.NEAR_CAPACITY, "near capacity: "
+    ALLOCATOR_RETRIED = CaveatKind.ALLOCATOR_RETRIED, "the allocator retried"
+    TORCH_ADAM = CaveatKind.OTHER_OPTIMIZER, "torch's AdamW instead of"
+    """Written by the plan."""
+    BUCKET_RESIDENT_NOT = CaveatKind.NOTE, "DeepSpeed's buffers are most", "on the CPU hardly any of it"
+    BUCKET_DOMINATES = CaveatKind.BUCKET_DOMINATES, "DeepSpeed's buffers are most"
+    LOSS_NOT_FINITE = CaveatKind.LOSS_DIFFERS, "loss is not finite", "", True
+    LOSS_DIFFERS_KNOWN_QUIRK = CaveatKind.LOSS_DIFFERS, "loss differs by ", "a known quirk", False, None
+    LOSS_DIFFERS = CaveatKind.LOSS_DIFFERS, "loss differs by ", "", True
+    TRAINED_DIFFERENTLY_KNOWN_QUIRK = CaveatKind.LOSS_DIFFERS, "trained differently from ", "a known quirk", False, None
+    TRAINED_DIFFERENTLY = CaveatKind.LOSS_DIFFERS, "trained differently from ", "", True
+    LOSS_PARITY_STAGE_3_ALONE = CaveatKind.NOTE, "loss parity was checked"
+    FIRST_LOSS_FAR_TOO_LARGE = CaveatKind.FIRST_LOSS, "the first loss is ", "far too large", True
+    FIRST_LOSS_TOO_LARGE = CaveatKind.FIRST_LOSS, "the first loss is "
+    CPU_BUSY = CaveatKind.CPU_BUSY, "the CPU was busy", "", True
+    WEIGHT_CHANGE_NOT_MEASURED = CaveatKind.NOTE, "the weights' change was not"
+    """Written by a rank."""
+    NO_WARM_UP = CaveatKind.NOTE, "no warm-up: "
+    ONE_STEP = CaveatKind.NOTE, "one measured step: "
+    MEMORY_PREDICTION_MISSED = CaveatKind.PREDICTION_MISSED, "memory was predicted as"
+    TENSOR_PREDICTION_MISSED = CaveatKind.PREDICTION_MISSED, "the bytes of tensors were predicted as"
+    CLOCKS_THROTTLED = CaveatKind.CLOCKS_THROTTLED, "GPU ", "was held back"
+    """Written by the launcher."""
+    BATCH_MISMATCH = CaveatKind.NOTE, "ran micro-batch"
+    PARAMETERS_NOT_SWAPPED = CaveatKind.NOTE, "the parameters stayed"
+    MFU_ABOVE_1 = CaveatKind.NOTE, "MFU of "
+    OTHER_OPTIMIZER_OFFLOAD = CaveatKind.NOTE, "ran optimizer offload", "", True
+    """Written by the plan."""
+    OTHER_PARAMETER_OFFLOAD = CaveatKind.NOTE, "ran parameter offload", "", True
+    """Written by the plan."""
+    NVME_PATH_IN_MEMORY = CaveatKind.NOTE, "--nvme-path is memory", "", True
+    """Written by the plan."""
+    NOTHING_SWAPPED = CaveatKind.NOTE, "nothing was swapped", "", True
+    NOTHING_REACHED_DISK = CaveatKind.NOTE, "no bytes reached", "", True
+    OTHER_OPTIMIZER = CaveatKind.OTHER_OPTIMIZER, "", " stepped, not the ", True
+    OTHER_ADAM = CaveatKind.NOTE, "", " steps here, ", False, _ONE_OPTIMIZER
+    STEPS_SKIPPED = CaveatKind.NOTE, "", " measured steps were skipped"
+
+    def caveat(self, text: str) -> Caveat:
+        """The caveat of that text, to which the start is put in front."""
+        return Caveat(
+            kind=self.kind, text=f"{self.start}{text}", next_step=self.next_step, disqualifying=self.disqualifying
+        )
+
+
+def known_text(text: str) -> CaveatText | None:
+    """The member of the closed set that ``text`` is of; None for a free note."""
+    return next((each for each in CaveatText if text.startswith(each.start) and each.contains in text), None)
+
+
+def parse_caveat(text: str) -> Caveat:
+    """The caveat of a text that was stored, as it was when it was written; a free text becomes a note."""
+    known = known_text(text)
+    return note(text) if known is None else known.caveat(text[len(known.start) :])
+
+
+def parse_caveats(cell: str, measured_steps: int) -> list[Caveat]:
+    """The caveats of a row's ``caveats`` cell, which joins their texts by ``; ``.
+
+    A text may contain that separator too: a part that begins no known text is a continuation of the part before.
+    """
+    parts: list[str] = []
+    for part in cell.split("; "):
+        if parts and known_text(part) is None:
+            parts[-1] += f"; {part}"
+        else:
+            parts.append(part)
+    return [_parse_skipped_steps(part, measured_steps) or parse_caveat(part) for part in parts if part]
+
+
+def skipped_steps(count: int, measured_steps: int) -> Caveat:
+    """The caveat of a row whose optimizer skipped ``count`` steps: disqualifying if it took no step at all."""
+    text = f"{count}{CaveatText.STEPS_SKIPPED.contains} by the optimizer (overflow or NaN in gradients)"
+    return note(text, disqualifying=count >= measured_steps)
+
+
+def _parse_skipped_steps(text: str, measured_steps: int) -> Caveat | None:
+    count, skipped, _ = text.partition(CaveatText.STEPS_SKIPPED.contains)
+    is_count = count.isdecimal() and len(count) < 10  # int() of a text of any length takes quadratic time
+    return note(text, disqualifying=int(count) >= measured_steps) if skipped and is_count else None

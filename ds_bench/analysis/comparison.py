@@ -16,11 +16,12 @@ from ..units import BYTES_PER_GB
 from . import trial_caveats
 from .caveats import Caveat, CaveatKind, note
 from .comparability import group_repeats, incomparable_fields
-from .comparison_caveats import device_capacity_bytes, host_capacity_bytes, whole_caveats
-from .intervals import RatioInterval, RowRatios, Run, geometric_mean, mean_interval, ratio_interval, spread
+from .comparison_caveats import comparison_caveats, device_capacity_bytes, host_capacity_bytes
+from .intervals import RatioInterval, RowRatios, Run, geometric_mean, mean_interval, ratio_interval, sample_std
+from .loss_parity import with_loss_caveats
 from .row_labels import unique_labels
-from .summary import Summary, with_comparison
-from .trial_caveats import known
+from .summary import Summary
+from .trial_caveats import measured_values
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,7 +142,7 @@ def build(
     called that. ``environments``: of the runs, in order. Where the row asked for has no numbers there are no ratios,
     and rows are held against the first that has for what forbids comparing them.
     """
-    groups = group_repeats(with_comparison(summaries))
+    groups = group_repeats(with_loss_caveats(summaries))
     labels = unique_labels([_spokesman(group).record for group in groups.values()])
     rows = [_row(key, label, group) for (key, group), label in zip(groups.items(), labels, strict=True)]
     asked = _asked(rows, relative_to)
@@ -154,7 +155,7 @@ def build(
         baseline=next((row for row in results if baseline is not None and row.key == baseline.key), None),
         pareto_device=_front([(row, row.gpu_peak_bytes) for row in results]),
         pareto_host=_front([(row, row.host_peak_bytes) for row in results]) if _host_matters(results) else (),
-        caveats=(*whole_caveats(list(groups.values()), environments), *_of_baseline(asked, chosen, rows)),
+        caveats=(*comparison_caveats(list(groups.values()), environments), *_of_baseline(asked, chosen, rows)),
         device_capacity_bytes=device_capacity_bytes([each.record for each in summaries], environments),
         host_capacity_bytes=host_capacity_bytes(environments),
     )
@@ -179,7 +180,7 @@ def _spokesman(group: Sequence[Summary]) -> Summary:
 def _row(key: str, label: str, group: Sequence[Summary]) -> StrategyResult:
     """The row by itself, before it is held against another."""
     good = [summary for summary in group if summary.record.outcome.success]
-    tokens, steps = known(good, "tokens_per_second"), known(good, "step_seconds")
+    tokens, steps = measured_values(good, "tokens_per_second"), measured_values(good, "step_seconds")
     speed, peak = geometric_mean(tokens), _most(good, "gpu_peak_bytes")
     return StrategyResult(
         key=key,
@@ -188,13 +189,13 @@ def _row(key: str, label: str, group: Sequence[Summary]) -> StrategyResult:
         summaries=tuple(group),
         tokens_per_second=speed,
         step_seconds=geometric_mean(steps),
-        step_seconds_spread=spread(steps) if len(steps) > 1 else next((run.step_seconds_std for run in good), None),
+        step_seconds_spread=sample_std(steps) if len(steps) > 1 else next((run.step_seconds_std for run in good), None),
         interval=mean_interval(tokens),
         tokens_per_second_per_gb=speed / (peak / BYTES_PER_GB) if speed is not None and peak else None,
         gpu_peak_bytes=peak,
         gpu_fraction=_most(good, "gpu_fraction"),
         host_peak_bytes=_most(good, "host_peak_bytes"),
-        predicted_over_measured=_median(known(good, "predicted_over_measured")),
+        predicted_over_measured=_median(measured_values(good, "predicted_over_measured")),
         caveats=_row_caveats(group, tokens),
     )
 
@@ -205,7 +206,7 @@ def _row_caveats(group: Sequence[Summary], means: Sequence[float]) -> tuple[Cave
     _, *others = dict.fromkeys(run.record.trial.strategy.label for run in group)
     if others:
         counted.append(note(f"the same configuration also ran as {', '.join(others)}: one row, not {len(others) + 1}"))
-    varied = trial_caveats.between_runs(means)
+    varied = trial_caveats.unstable_between_runs(means)
     found = [*_of_runs(group), *counted, *([varied] if varied else [])]
     return tuple(dict.fromkeys(found))
 
@@ -213,7 +214,7 @@ def _row_caveats(group: Sequence[Summary], means: Sequence[float]) -> tuple[Cave
 def _of_runs(group: Sequence[Summary]) -> Iterator[Caveat]:
     """The runs' own caveats; that the CPU was busy once, as in the run in which it was busiest."""
     busy = [
-        (max(known(run.record.ranks, "cpu_other_cores"), default=0.0), caveat)
+        (max(measured_values(run.record.ranks, "cpu_other_cores"), default=0.0), caveat)
         for run in group
         for caveat in run.caveats
         if caveat.kind is CaveatKind.CPU_BUSY
@@ -228,7 +229,7 @@ def _median(values: Sequence[float]) -> float | None:
 
 
 def _most(group: Sequence[Summary], name: str) -> Any:
-    return max(known(group, name), default=None)
+    return max(measured_values(group, name), default=None)
 
 
 def _asked(rows: Sequence[StrategyResult], relative_to: str | None) -> StrategyResult | None:
@@ -311,7 +312,7 @@ def ratio_between(row: StrategyResult, other: StrategyResult) -> RatioInterval |
     """
     if row.ratios is not None and row.ratios is other.ratios:
         return _judged(row.ratios.between(row.key, other.key), row)
-    ours, theirs = (known(each.successes, "tokens_per_second") for each in (row, other))
+    ours, theirs = (measured_values(each.successes, "tokens_per_second") for each in (row, other))
     return _judged(ratio_interval(ours, theirs), row)
 
 

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..records.shapes import LARGEST
-from .caveats import Caveat, CaveatKind, note, typed
 from .flat_rows import COLUMNS
 
 _TEXTS = frozenset((
@@ -29,34 +28,6 @@ _NEEDED = (
 )  # fmt: skip
 _KNOWN = frozenset(name for name, _ in COLUMNS)
 _SIGNED = frozenset(("first_loss", "final_loss", "repeated_loss", "weight_change_cosine"))
-_SKIPPED = " measured steps were skipped"
-_CAVEATS: tuple[tuple[str, CaveatKind, bool], ...] = (
-    ("unstable: ", CaveatKind.UNSTABLE, False),
-    ("not steady: ", CaveatKind.NOT_STEADY, False),
-    ("outliers: ", CaveatKind.NOTE, False),
-    ("near capacity: ", CaveatKind.NEAR_CAPACITY, False),
-    ("the allocator retried", CaveatKind.ALLOCATOR_RETRIED, False),
-    ("torch's AdamW instead of", CaveatKind.OTHER_OPTIMIZER, False),
-    ("DeepSpeed's buffers are most", CaveatKind.BUCKET_DOMINATES, False),
-    ("loss is not finite", CaveatKind.LOSS_DIFFERS, True),
-    ("loss parity was checked", CaveatKind.NOTE, False),
-    ("the CPU was busy", CaveatKind.CPU_BUSY, True),
-    ("the weights' change was not", CaveatKind.NOTE, False),
-    ("no warm-up: ", CaveatKind.NOTE, False),
-    ("memory was predicted as", CaveatKind.PREDICTION_MISSED, False),
-    ("the bytes of tensors were predicted as", CaveatKind.PREDICTION_MISSED, False),
-    ("GPU ", CaveatKind.CLOCKS_THROTTLED, False),
-    ("one measured step: ", CaveatKind.NOTE, False),
-    ("ran micro-batch", CaveatKind.NOTE, False),
-    ("the parameters stayed", CaveatKind.NOTE, False),
-    ("MFU of ", CaveatKind.NOTE, False),
-    ("ran optimizer offload", CaveatKind.NOTE, True),
-    ("ran parameter offload", CaveatKind.NOTE, True),
-    ("--nvme-path is memory", CaveatKind.NOTE, True),
-    ("nothing was swapped", CaveatKind.NOTE, True),
-    ("no bytes reached", CaveatKind.NOTE, True),
-)
-"""How the texts that ``doubts`` and ``analysis`` write begin, with their kind and whether they disqualify a row."""
 
 
 def check(row: Any) -> dict[str, Any]:
@@ -94,36 +65,3 @@ def _kind_of(name: str) -> tuple[tuple[type, ...], str]:
     if name in _FLAGS:
         return (bool,), "true or false"
     return ((int,), "a whole number") if name in _COUNTS else ((int, float), "a number")
-
-
-def caveats(text: str | None, num_steps: int) -> list[Caveat]:
-    """The caveats joined in one cell. Texts hold the joint too: a part that begins none of ours belongs to the last."""
-    parts: list[str] = []
-    for part in (text or "").split("; "):
-        if parts and _known_start(part) is None:
-            parts[-1] += f"; {part}"
-        else:
-            parts.append(part)
-    return [_typed(part, num_steps) for part in parts if part]
-
-
-def _typed(text: str, num_steps: int) -> Caveat:
-    kind, disqualifying = _known_start(text) or (CaveatKind.NOTE, False)
-    count, skipped, _ = text.partition(_SKIPPED)
-    if skipped and count.isdecimal() and len(count) < 10:
-        disqualifying = int(count) >= num_steps
-    return (
-        note(text) if kind is CaveatKind.NOTE and not disqualifying else typed(kind, text, disqualifying=disqualifying)
-    )
-
-
-def _known_start(text: str) -> tuple[CaveatKind, bool] | None:
-    if text.startswith(("loss differs by", "trained differently from")):
-        return CaveatKind.LOSS_DIFFERS, "a known quirk" not in text
-    if text.startswith("the first loss is"):
-        return CaveatKind.FIRST_LOSS, "far too large" in text
-    if " stepped, not the " in text:
-        return CaveatKind.OTHER_OPTIMIZER, True
-    if _SKIPPED in text or " steps here, " in text:
-        return CaveatKind.NOTE, False
-    return next(((kind, final) for start, kind, final in _CAVEATS if text.startswith(start)), None)

@@ -19,7 +19,7 @@ from ..models.presets import ModelFacts, find_preset
 from ..records.schema import SUCCESS, Outcome, RankMeasurement, TrialRecord
 from ..system.environment import Environment
 from ..system.gpus import GpuFacts
-from . import flat_cells
+from .caveats import parse_caveats
 from .flat_rows import MIG_SUFFIX
 from .summary import Summary
 
@@ -51,7 +51,7 @@ def summary(row: Mapping[str, Any]) -> Summary:
     )
     made = Summary(
         record=record,
-        caveats=tuple(flat_cells.caveats(row.get("caveats"), row["num_steps"])),
+        caveats=tuple(parse_caveats(row.get("caveats") or "", row["num_steps"])),
         environment=_environment(row),
         num_nodes=row.get("num_nodes"),
         run_id=row.get("run_id"),

@@ -14,8 +14,8 @@ from ..system.environment import Environment
 from ..system.gpus import GpuFacts
 from ..units import to_gb, to_ms
 from .flops import MODEL_CONVENTION
+from .loss_parity import with_loss_caveats
 from .summary import Summary
-from .summary import with_comparison as with_comparison
 
 _SIGNS = {"Skipped": "⏭️", "Unsupported": "❌", "Interrupted": "⏹️"}
 
@@ -182,4 +182,4 @@ def status_text(status: str) -> str:
 
 def flat_rows(summaries: Sequence[Summary]) -> list[dict[str, Any]]:
     """One flat record per trial, every one with every key."""
-    return [{name: get(summary) for name, get in COLUMNS} for summary in with_comparison(summaries)]
+    return [{name: get(summary) for name, get in COLUMNS} for summary in with_loss_caveats(summaries)]

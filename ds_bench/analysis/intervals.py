@@ -64,7 +64,7 @@ class RatioInterval:
         return replace(self, too_wide=self.high > _WIDEST * self.low)
 
 
-def spread(values: Sequence[float]) -> float | None:
+def sample_std(values: Sequence[float]) -> float | None:
     """Sample standard deviation; None below two values.
 
     ``statistics.stdev`` works in exact fractions, many times slower: too slow for thousands of records.
@@ -97,11 +97,11 @@ def ratio_interval(
     "The generalization of 'Student's' problem when several different population variances are involved",
     Biometrika 34 (1947); degrees of freedom after Satterthwaite (1946).
     """
-    if not (_usable(values) and _usable(baseline)):
+    if not (_enough_positive_values(values) and _enough_positive_values(baseline)):
         return None
     ours, theirs = [math.log(value) for value in values], [math.log(value) for value in baseline]
     difference = statistics.fmean(ours) - statistics.fmean(theirs)
-    variances = [(spread(logs) or 0.0) ** 2 / len(logs) for logs in (ours, theirs)]
+    variances = [(sample_std(logs) or 0.0) ** 2 / len(logs) for logs in (ours, theirs)]
     freedom = _satterthwaite(variances, [len(ours) - 1, len(theirs) - 1])
     margin = student_t_quantile((1 + confidence) / 2, freedom) * math.sqrt(math.fsum(variances))
     ratio, low, high = (_exp(difference + shift) for shift in (0.0, -margin, margin))
@@ -118,16 +118,16 @@ def mean_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[fl
 
     None below three runs, or where one is no positive finite number, or where the interval is wider than a float holds.
     """
-    if not _usable(values):
+    if not _enough_positive_values(values):
         return None
     logs = [math.log(value) for value in values]
     mean = statistics.fmean(logs)
-    margin = student_t_quantile((1 + confidence) / 2, len(logs) - 1) * (spread(logs) or 0.0) / math.sqrt(len(logs))
+    margin = student_t_quantile((1 + confidence) / 2, len(logs) - 1) * (sample_std(logs) or 0.0) / math.sqrt(len(logs))
     low, high = _exp(mean - margin), _exp(mean + margin)
     return (low, high) if math.isfinite(high) else None
 
 
-def _usable(values: Sequence[float]) -> bool:
+def _enough_positive_values(values: Sequence[float]) -> bool:
     return len(values) >= FEWEST_RUNS and all(math.isfinite(value) and value > 0 for value in values)
 
 
@@ -169,7 +169,7 @@ class RowRatios:
 
     def __init__(self, rows: Mapping[str, Sequence[Run]], baseline: str | None) -> None:
         """Rows with fewer than three runs, or with a mean that is no positive finite number, take no part."""
-        usable = {key: runs for key, runs in rows.items() if _usable([run.mean for run in runs])}
+        usable = {key: runs for key, runs in rows.items() if _enough_positive_values([run.mean for run in runs])}
         self._index = {key: number for number, key in enumerate(usable)}
         self._baseline = baseline
         self._levels: dict[str, float] = {}

@@ -26,7 +26,8 @@ from ..records.strict_json import NotJsonError
 from ..system.environment import Environment
 from . import flat_cells, flat_reader, flops
 from .flat_rows import COLUMNS
-from .summary import Summary, summarise, with_comparison
+from .loss_parity import with_loss_caveats
+from .summary import Summary, summarise
 
 _FLAT_NAME = re.compile(r"(zero|offload)_comparison_(\w+)")
 _MOST_NOTES = 20
@@ -96,7 +97,7 @@ def summarised(entries: Sequence[TrialRecord], peak_tflops: float | None = None)
             device = entry.ranks[0].device_name, work.precision
             peak = peaks[device] = peaks[device] if device in peaks else flops.peak_flops(*device)
         made.append(summarise(entry, models[model], peak))
-    return tuple(with_comparison(made))
+    return tuple(with_loss_caveats(made))
 
 
 def _load(path: Path) -> LoadedResult:

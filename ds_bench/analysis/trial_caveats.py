@@ -1,4 +1,4 @@
-"""What one trial's numbers say about themselves: the caveats that need no other row."""
+"""Caveats that the measurements of one trial show by themselves, without another row."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from ..config.spec import Workload
 from ..prediction.trial_predictions import is_miss
 from ..records.schema import RankMeasurement, TrialRecord
 from ..units import format_percent, format_ratio
-from .caveats import Caveat, CaveatKind, note, typed
-from .intervals import spread
+from .caveats import Caveat, CaveatText, parse_caveat, skipped_steps
+from .intervals import sample_std
 
 UNSTABLE_CV = 0.05
 """Coefficient of variation of step times above which a row is called unstable."""
@@ -50,13 +50,13 @@ _OPTIMIZER_FAMILIES = ("muon", "adagrad", "adam", "lion", "lamb", "sgd")
 """As they occur in names of optimizers and of their classes; ``MuonWithAuxAdam`` is a Muon."""
 
 
-def known(measured: Sequence[object], name: str) -> list[Any]:
-    """A field of ranks, or of runs, where it was measured."""
-    return [value for each in measured if (value := getattr(each, name)) is not None]
+def measured_values(measurements: Sequence[object], name: str) -> list[Any]:
+    """The values of one field of several ranks or runs, without those that were not measured."""
+    return [value for each in measurements if (value := getattr(each, name)) is not None]
 
 
 def gpu_fraction(record: TrialRecord) -> float | None:
-    """Peak reserved memory as a fraction of the card, real or emulated, on the rank nearest to running out."""
+    """Peak reserved memory as a fraction of the GPU's, real or emulated, on the fullest rank; None without a GPU."""
     limit = record.trial.placement.gpu_memory_limit_bytes
     fractions = []
     for rank in record.ranks:
@@ -67,20 +67,11 @@ def gpu_fraction(record: TrialRecord) -> float | None:
 
 
 def written_caveats(texts: Sequence[str]) -> list[Caveat]:
-    """The free texts that plan, launcher or ranks wrote beside a trial, each once, by kind where it can be told."""
-    return [_of_text(text) for text in dict.fromkeys(texts)]
+    """The texts that the plan, the launcher or the ranks stored with a trial, as caveats, each once."""
+    return [parse_caveat(text) for text in dict.fromkeys(texts)]
 
 
-def _of_text(text: str) -> Caveat:
-    if text.startswith("torch's AdamW instead of"):
-        return typed(CaveatKind.OTHER_OPTIMIZER, text)
-    if text.startswith("GPU ") and "was held back" in text:
-        return typed(CaveatKind.CLOCKS_THROTTLED, text)
-    another_row = text.startswith(("ran optimizer offload", "ran parameter offload"))
-    return note(text, disqualifying=another_row or text.startswith("--nvme-path is memory"))
-
-
-def own_caveats(
+def trial_caveats(
     record: TrialRecord,
     slowest: RankMeasurement,
     deviation: float | None,
@@ -88,60 +79,62 @@ def own_caveats(
     predicted_over_measured: float | None,
     predicted_over_ledger: float | None,
 ) -> list[Caveat]:
-    """What one trial's numbers say about themselves. ``deviation``: of the slowest rank's step times, in seconds."""
+    """The caveats of one trial. ``deviation``: standard deviation of the slowest rank's step times, in seconds."""
     checks = (
-        _spread(slowest.step_seconds, deviation),
-        _drift(slowest.step_seconds),
+        _unstable(slowest.step_seconds, deviation),
+        _not_steady(slowest.step_seconds),
         _outliers(slowest.step_seconds),
-        _batch(record.trial.workload, slowest),
+        _batch_mismatch(record.trial.workload, slowest),
         _swapped_nothing(record),
-        _skipped(slowest),
-        _lost(record),
-        _first_loss(record),
+        _skipped_steps(slowest),
+        _non_finite_loss(record),
+        _high_first_loss(record),
         _busy_cpu(record),
-        _bucket(record),
-        _window(record),
+        _bucket_dominates(record),
+        _short_window(record),
         _near_capacity(record),
-        _retried(record),
-        _optimizer(record, slowest),
-        _prediction(predicted_over_measured, predicted_over_ledger),
-        note(f"MFU of {mfu:.0%} is an error of accounting (wrong peak?)") if mfu is not None and mfu > 1 else None,
+        _allocator_retries(record),
+        _optimizer_mismatch(record, slowest),
+        _prediction_missed(predicted_over_measured, predicted_over_ledger),
+        CaveatText.MFU_ABOVE_1.caveat(f"{mfu:.0%} is an error of accounting (wrong peak?)")
+        if mfu is not None and mfu > 1
+        else None,
     )
     notes = [text for rank in record.ranks for text in rank.notes]
     return [caveat for caveat in checks if caveat is not None] + written_caveats(notes)
 
 
-def _prediction(of_measured: float | None, of_ledger: float | None) -> Caveat | None:
-    """Of the GPU's peak; without a GPU of the tensors that the ledger counts."""
+def _prediction_missed(of_measured: float | None, of_ledger: float | None) -> Caveat | None:
+    """A prediction that missed the GPU's peak, or without a GPU the tensors that the ledger counts."""
     if of_measured is not None:
-        ratio, what = of_measured, "memory was predicted as {:.2f} of what was measured"
-    elif of_ledger is not None:
-        ratio, what = of_ledger, "the bytes of tensors were predicted as {:.2f} of those that the ledger counted"
-    else:
-        return None
-    return typed(CaveatKind.PREDICTION_MISSED, what.format(ratio)) if is_miss(ratio) else None
+        caveat = CaveatText.MEMORY_PREDICTION_MISSED.caveat(f" {of_measured:.2f} of what was measured")
+        return caveat if is_miss(of_measured) else None
+    if of_ledger is not None:
+        caveat = CaveatText.TENSOR_PREDICTION_MISSED.caveat(f" {of_ledger:.2f} of those that the ledger counted")
+        return caveat if is_miss(of_ledger) else None
+    return None
 
 
-def _spread(seconds: Sequence[float], deviation: float | None) -> Caveat | None:
+def _unstable(seconds: Sequence[float], deviation: float | None) -> Caveat | None:
     if deviation is None or deviation <= UNSTABLE_CV * (sum(seconds) / len(seconds)):
         return None
-    text = f"unstable: step times vary by more than {UNSTABLE_CV:.0%}; use more --num-steps, or a quieter machine"
-    return typed(CaveatKind.UNSTABLE, text)
+    form = CaveatText.UNSTABLE_STEPS
+    return form.caveat(f"step times vary by more than {UNSTABLE_CV:.0%}; {form.next_step}")
 
 
-def _drift(seconds: Sequence[float]) -> Caveat | None:
+def _not_steady(seconds: Sequence[float]) -> Caveat | None:
     if len(seconds) < 4:
         return None
     half = len(seconds) // 2
     first, second = statistics.median(seconds[:half]), statistics.median(seconds[-half:])
     if abs(second / first - 1) <= NOT_STEADY:
         return None
-    text = f"not steady: the halves of the window differ by more than {NOT_STEADY:.0%}; use more --warmup-steps"
-    return typed(CaveatKind.NOT_STEADY, text)
+    form = CaveatText.NOT_STEADY
+    return form.caveat(f"the halves of the window differ by more than {NOT_STEADY:.0%}; {form.next_step}")
 
 
 def _outliers(seconds: Sequence[float]) -> Caveat | None:
-    """Counted and named, never dropped."""
+    """Steps that took far longer than the others; they are reported and stay in every statistic."""
     if len(seconds) < _FEWEST_STEPS:
         return None
     first, median, third = statistics.quantiles(seconds, n=4, method="inclusive")
@@ -151,27 +144,27 @@ def _outliers(seconds: Sequence[float]) -> Caveat | None:
         return None
     named = [f"step {step + 1} ({format_ratio(seconds[step] / median)} the median)" for step in far[:_MOST_NAMED]]
     more = [f"{len(far) - _MOST_NAMED} more"] if len(far) > _MOST_NAMED else []
-    text = f"outliers: {len(far)} of {len(seconds)} measured steps took far longer: {', '.join([*named, *more])}"
-    return note(f"{text}, all counted")
+    text = f"{len(far)} of {len(seconds)} measured steps took far longer: {', '.join([*named, *more])}"
+    return CaveatText.OUTLIERS.caveat(f"{text}, all counted")
 
 
-def between_runs(means: Sequence[float]) -> Caveat | None:
-    """Whether the runs of one row vary too much. ``means``: one of each successful run, in any unit."""
-    deviation = spread(means)
+def unstable_between_runs(means: Sequence[float]) -> Caveat | None:
+    """The caveat of a row whose runs vary too much. ``means``: one per successful run, in any unit."""
+    deviation = sample_std(means)
     if deviation is None:
         return None
     variation = deviation / (math.fsum(means) / len(means))
     if variation <= UNSTABLE_CV:
         return None
-    text = f"unstable: the means of {len(means)} runs vary by {format_percent(variation)}, more than {UNSTABLE_CV:.0%}"
-    return Caveat(kind=CaveatKind.UNSTABLE, text=text, next_step="use more --repeats, or a quieter machine")
+    text = f"{len(means)} runs vary by {format_percent(variation)}, more than {UNSTABLE_CV:.0%}"
+    return CaveatText.UNSTABLE_RUNS.caveat(text)
 
 
-def _batch(workload: Workload, rank: RankMeasurement) -> Caveat | None:
+def _batch_mismatch(workload: Workload, rank: RankMeasurement) -> Caveat | None:
     if (rank.micro_batch_size, rank.grad_accum) == (workload.batch_size, workload.grad_accum):
         return None
-    return note(
-        f"ran micro-batch {rank.micro_batch_size} × accumulation {rank.grad_accum}, as the DeepSpeed config says, "
+    return CaveatText.BATCH_MISMATCH.caveat(
+        f" {rank.micro_batch_size} × accumulation {rank.grad_accum}, as the DeepSpeed config says, "
         f"not the flags' {workload.batch_size} × {workload.grad_accum}"
     )
 
@@ -179,39 +172,39 @@ def _batch(workload: Workload, rank: RankMeasurement) -> Caveat | None:
 def _swapped_nothing(record: TrialRecord) -> Caveat | None:
     if not uses_nvme(record.trial.ds_config):
         return None
-    stored = sum(known(record.ranks, "nvme_stored_bytes"))
-    moved = sum(known(record.ranks, "nvme_read_bytes")) + sum(known(record.ranks, "nvme_written_bytes"))
+    stored = sum(measured_values(record.ranks, "nvme_stored_bytes"))
+    moved = sum(measured_values(record.ranks, "nvme_read_bytes")) + sum(
+        measured_values(record.ranks, "nvme_written_bytes")
+    )
     # DeepSpeed: the larger of 1 MiB and aio.block_size (swap_tensor/optimizer_utils.py, MIN_AIO_BYTES).
     block = max(2**20, int(record.trial.ds_config.get("aio", {}).get("block_size", 2**20)))
     if stored == 0:
-        text = f"nothing was swapped: DeepSpeed keeps tensors under {block} bytes in memory"
-        return note(f"{text}; this row is not NVMe offload", disqualifying=True)
+        text = f": DeepSpeed keeps tensors under {block} bytes in memory; this row is not NVMe offload"
+        return CaveatText.NOTHING_SWAPPED.caveat(text)
     parameters = sum(rank.ledger.get("nvme", {}).get("parameters", 0) for rank in record.ranks)
     if offload_device(record.trial.ds_config, "offload_param") == "nvme" and parameters == 0:
-        text = f"the parameters stayed in memory: every partition of one is under {block} bytes"
-        return note(f"{text}; only the optimizer swaps")
+        text = f" in memory: every partition of one is under {block} bytes; only the optimizer swaps"
+        return CaveatText.PARAMETERS_NOT_SWAPPED.caveat(text)
     if moved == 0:
-        text = "no bytes reached the disk in the measured steps: the path is memory or cache, not NVMe"
-        return note(text, disqualifying=True)
+        text = " the disk in the measured steps: the path is memory or cache, not NVMe"
+        return CaveatText.NOTHING_REACHED_DISK.caveat(text)
     return None
 
 
-def _skipped(rank: RankMeasurement) -> Caveat | None:
+def _skipped_steps(rank: RankMeasurement) -> Caveat | None:
     if not rank.skipped_steps:
         return None
-    text = f"{rank.skipped_steps} measured steps were skipped by the optimizer (overflow or NaN in gradients)"
-    return note(text, disqualifying=rank.skipped_steps >= len(rank.step_seconds))
+    return skipped_steps(rank.skipped_steps, len(rank.step_seconds))
 
 
-def _lost(record: TrialRecord) -> Caveat | None:
+def _non_finite_loss(record: TrialRecord) -> Caveat | None:
     if all(None not in rank.losses for rank in record.ranks):
         return None
-    text = "loss is not finite (NaN or infinity): a fast wrong configuration is no result"
-    return typed(CaveatKind.LOSS_DIFFERS, text, disqualifying=True)
+    return CaveatText.LOSS_NOT_FINITE.caveat(" (NaN or infinity): a fast wrong configuration is no result")
 
 
-def _first_loss(record: TrialRecord) -> Caveat | None:
-    """A model that knows nothing loses ln(V) on random tokens; far above it, it is not initialised as it should be."""
+def _high_first_loss(record: TrialRecord) -> Caveat | None:
+    """A first loss far above ln(V), the loss of an untrained model on random tokens: wrong initial weights."""
     ranks = [rank for rank in record.ranks if rank.losses and rank.losses[0] is not None]
     vocabulary = min((rank.vocabulary_size for rank in ranks if rank.vocabulary_size), default=0)
     if vocabulary < 2:
@@ -221,13 +214,13 @@ def _first_loss(record: TrialRecord) -> Caveat | None:
     if first - expected <= max(_HIGH_FIRST_LOSS * expected, _LEAST_EXCESS_LOSS):
         return None
     far = first - expected > 2 * max(_HIGH_FIRST_LOSS * expected, _LEAST_EXCESS_LOSS)
-    size = "far too large" if far else "too large"
-    text = f"the first loss is {first:.1f}, where ln(vocabulary) is {expected:.1f}: the weights begin {size}"
-    return typed(CaveatKind.FIRST_LOSS, text, disqualifying=far)
+    form = CaveatText.FIRST_LOSS_FAR_TOO_LARGE if far else CaveatText.FIRST_LOSS_TOO_LARGE
+    size = form.contains or "too large"
+    return form.caveat(f"{first:.1f}, where ln(vocabulary) is {expected:.1f}: the weights begin {size}")
 
 
 def _busy_cpu(record: TrialRecord) -> Caveat | None:
-    """Whether other programs wanted processors that this trial wanted too, or a quota stopped it."""
+    """Other programs used processors that this trial needed, or a CPU quota stopped it."""
     nodes: dict[str, list[RankMeasurement]] = {}
     for rank in record.ranks:
         nodes.setdefault(rank.hostname, []).append(rank)
@@ -238,30 +231,32 @@ def _busy_cpu(record: TrialRecord) -> Caveat | None:
         cores, other = first.cpu_cores, first.cpu_other_cores or 0.0
         wanted = first.cpu_own_cores or 0.0
         if record.trial.placement.accelerator == "cpu":
-            wanted = max(wanted, float(sum(known(ranks, "cpu_threads"))))
+            wanted = max(wanted, float(sum(measured_values(ranks, "cpu_threads"))))
         if other >= max(_LEAST_OTHER_CORES, _OTHER_CORES_SHARE * cores) and wanted + other > cores:
-            text = f"the CPU was busy: other programs used {other:.1f} of {cores:g} cores while this row ran"
-            return typed(CaveatKind.CPU_BUSY, text, disqualifying=True)
+            text = f": other programs used {other:.1f} of {cores:g} cores while this row ran"
+            return CaveatText.CPU_BUSY.caveat(text)
         if (first.cpu_throttled_fraction or 0.0) > _MOST_THROTTLED:
             text = (
-                "the CPU was busy: the container's CPU quota stopped this row in "
+                ": the container's CPU quota stopped this row in "
                 f"{format_percent(first.cpu_throttled_fraction, digits=0)} of its periods"
             )
-            return typed(CaveatKind.CPU_BUSY, text, disqualifying=True)
+            return CaveatText.CPU_BUSY.caveat(text)
     return None
 
 
-def _window(record: TrialRecord) -> Caveat | None:
+def _short_window(record: TrialRecord) -> Caveat | None:
     work = record.trial.workload
     if work.warmup_steps == 0:
-        return note("no warm-up: the first step, with all that happens once, is in the window; use --warmup-steps")
+        return CaveatText.NO_WARM_UP.caveat(
+            "the first step, with all that happens once, is in the window; use --warmup-steps"
+        )
     if work.num_steps == 1:
-        return note("one measured step: nothing is known of its spread; use more --num-steps")
+        return CaveatText.ONE_STEP.caveat("nothing is known of its spread; use more --num-steps")
     return None
 
 
-def _bucket(record: TrialRecord) -> Caveat | None:
-    """DeepSpeed's default buckets are sized for large models; on a small one they are most of the memory."""
+def _bucket_dominates(record: TrialRecord) -> Caveat | None:
+    """DeepSpeed's default buckets are sized for large models; for a small model they are most of the memory."""
     size = record.trial.ds_config.get("zero_optimization", {}).get("reduce_bucket_size", _DEFAULT_BUCKET)
     tier = "cpu" if record.trial.placement.accelerator == "cpu" else "gpu"
     ledgers = [rank.ledger.get(tier, {}) for rank in record.ranks]
@@ -269,42 +264,36 @@ def _bucket(record: TrialRecord) -> Caveat | None:
     held = fullest.get("deepspeed_buffers", 0)
     if not isinstance(size, int | float) or size <= _SMALL_BUCKET or held <= _BUCKET_SHARE * sum(fullest.values()):
         return None
-    text = (
-        f"DeepSpeed's buffers are most of the counted memory (reduce_bucket_size is {size:,.0f} elements "
-        "whatever the model)"
-    )
-    if tier == "cpu" and sum(fullest.values()) > max(known(record.ranks, "host_peak_bytes"), default=0):
-        return note(f"{text}; on the CPU hardly any of it became resident, on a GPU it would be held whole")
-    text += "; a smaller one saves it"
-    return typed(CaveatKind.BUCKET_DOMINATES, text)
+    text = f" of the counted memory (reduce_bucket_size is {size:,.0f} elements whatever the model)"
+    if tier == "cpu" and sum(fullest.values()) > max(measured_values(record.ranks, "host_peak_bytes"), default=0):
+        form = CaveatText.BUCKET_RESIDENT_NOT
+        return form.caveat(f"{text}; {form.contains} became resident, on a GPU it would be held whole")
+    return CaveatText.BUCKET_DOMINATES.caveat(f"{text}; a smaller one saves it")
 
 
 def _near_capacity(record: TrialRecord) -> Caveat | None:
     fraction = gpu_fraction(record)
     if fraction is None or fraction <= NEAR_CAPACITY:
         return None
-    return typed(
-        CaveatKind.NEAR_CAPACITY, f"near capacity: {format_percent(fraction)} of the card was reserved at the peak"
-    )
+    return CaveatText.NEAR_CAPACITY.caveat(f"{format_percent(fraction)} of the card was reserved at the peak")
 
 
-def _retried(record: TrialRecord) -> Caveat | None:
+def _allocator_retries(record: TrialRecord) -> Caveat | None:
     if not any(rank.gpu_alloc_retries for rank in record.ranks):
         return None
-    text = "the allocator retried near the memory limit: throughput is not what it would be with room"
-    return typed(CaveatKind.ALLOCATOR_RETRIED, text)
+    return CaveatText.ALLOCATOR_RETRIED.caveat(" near the memory limit: throughput is not what it would be with room")
 
 
-def _optimizer(record: TrialRecord, rank: RankMeasurement) -> Caveat | None:
-    """An optimizer of another kind than the one asked for; who implements it is no matter here."""
-    asked = str(record.trial.ds_config.get("optimizer", {}).get("type", ""))
-    wanted, used = optimizer_family(asked), optimizer_family(rank.optimizer_class)
+def _optimizer_mismatch(record: TrialRecord, rank: RankMeasurement) -> Caveat | None:
+    """The optimizer is of another family than the one in the configuration; its implementation may differ."""
+    requested = str(record.trial.ds_config.get("optimizer", {}).get("type", ""))
+    wanted, used = optimizer_family(requested), optimizer_family(rank.optimizer_class)
     if wanted is None or used is None or wanted == used:
         return None
-    text = f"{rank.optimizer_class} stepped, not the {asked} that the DeepSpeed config asks for"
-    return typed(CaveatKind.OTHER_OPTIMIZER, text, disqualifying=True)
+    form = CaveatText.OTHER_OPTIMIZER
+    return form.caveat(f"{rank.optimizer_class}{form.contains}{requested} that the DeepSpeed config asks for")
 
 
 def optimizer_family(name: str) -> str | None:
-    """``adam`` for Adam, AdamW and all that implement them, likewise for others; None for a name of none known."""
+    """``adam`` for Adam, AdamW and their implementations, likewise for the others; None for an unknown family."""
     return next((family for family in _OPTIMIZER_FAMILIES if family in name.lower()), None)

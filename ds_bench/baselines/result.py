@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from ..analysis.intervals import geometric_mean
 from ..analysis.summary import Summary
-from ..analysis.trial_caveats import known
+from ..analysis.trial_caveats import measured_values
 from ..records.schema import SUCCESS
 from ..system.environment import Environment
 from ..units import BYTES_PER_MB
@@ -94,9 +94,9 @@ def _figures(good: Sequence[Summary]) -> dict[str, Any]:
     if not good:
         return {}
     on_gpu = good[-1].record.trial.placement.accelerator == "cuda"
-    peaks = known(good, "gpu_peak_bytes" if on_gpu else "host_peak_bytes")
-    held = known(good, "gpu_allocated_bytes" if on_gpu else "host_pss_bytes")
-    rates, samples = known(good, "tokens_per_second"), known(good, "samples_per_second")
+    peaks = measured_values(good, "gpu_peak_bytes" if on_gpu else "host_peak_bytes")
+    held = measured_values(good, "gpu_allocated_bytes" if on_gpu else "host_pss_bytes")
+    rates, samples = measured_values(good, "tokens_per_second"), measured_values(good, "samples_per_second")
     return {
         "throughput_tokens_per_sec": geometric_mean(rates),
         "samples_per_sec": geometric_mean(samples),

@@ -49,7 +49,7 @@ def save_command(paths: Sequence[Path], file: Path, tolerance: float | None) -> 
 def _variation(entry: check.BaselineEntry) -> Iterator[str]:
     """Why changes will be hard to see against this baseline."""
     for what, runs in (("tokens/s", entry.tokens_per_sec_runs), ("peak memory", entry.peak_memory_mb_runs)):
-        deviation = intervals.spread(runs)
+        deviation = intervals.sample_std(runs)
         if deviation is not None and (variation := deviation * len(runs) / sum(runs)) > UNSTABLE_CV:
             told = f"{what} of its {len(runs)} runs varies by {units.format_percent(variation)}"
             yield f"{told}, which hides smaller changes; measure again on a quieter machine, or with more --repeats"

@@ -220,7 +220,9 @@ def _about(doubt: Doubt, rows: tuple[str, ...]) -> Doubt:
 
 def _of_caveat(caveat: Caveat) -> Doubt:
     kind = caveat.kind.value.replace("_", " ")
-    return Doubt(kind=kind, text=caveat.text, next_step=caveat.unsaid_step, rows=(), serious=caveat.disqualifying)
+    return Doubt(
+        kind=kind, text=caveat.text, next_step=caveat.next_step_if_not_in_text, rows=(), serious=caveat.disqualifying
+    )
 
 
 def _of_row(row: StrategyResult) -> list[Doubt]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ds_bench.analysis.caveats import NEXT_STEPS, Caveat, CaveatKind, note, typed
+from ds_bench.analysis.caveats import NEXT_STEPS, Caveat, CaveatKind, caveat_of_kind, note
 from ds_bench.cli.arguments import parse
 
 FREE = {CaveatKind.NOTE}
@@ -18,14 +18,14 @@ def test_every_kind_has_a_next_step() -> None:
 
 @pytest.mark.parametrize("kind", sorted(set(CaveatKind) - FREE))
 def test_a_caveat_carries_the_next_step_of_its_kind(kind: CaveatKind) -> None:
-    caveat = typed(kind, "seen: 3 %")
+    caveat = caveat_of_kind(kind, "seen: 3 %")
     assert caveat.next_step == NEXT_STEPS[kind]
     assert caveat.line == f"seen: 3 %; {NEXT_STEPS[kind]}"
 
 
 def test_a_remedy_that_the_text_ends_with_is_not_said_twice() -> None:
-    caveat = typed(CaveatKind.NOT_STEADY, f"not steady: …; {NEXT_STEPS[CaveatKind.NOT_STEADY]}")
-    assert caveat.unsaid_step is None
+    caveat = caveat_of_kind(CaveatKind.NOT_STEADY, f"not steady: …; {NEXT_STEPS[CaveatKind.NOT_STEADY]}")
+    assert caveat.next_step_if_not_in_text is None
     assert caveat.line == caveat.text
 
 

@@ -15,7 +15,8 @@ from ds_bench.analysis import flat_cells, flat_reader
 from ds_bench.analysis.caveats import Caveat, CaveatKind, note
 from ds_bench.analysis.comparability import row_key
 from ds_bench.analysis.comparison import Comparison, StrategyResult, build, is_called, ratio_between
-from ds_bench.analysis.flat_rows import flat_rows, with_comparison
+from ds_bench.analysis.flat_rows import flat_rows
+from ds_bench.analysis.loss_parity import with_loss_caveats
 from ds_bench.analysis.summary import Summary, summarise
 from ds_bench.config.spec import Trial
 from ds_bench.errors import UsageError
@@ -140,7 +141,7 @@ def test_one_run_says_nothing_of_what_varies_between_runs() -> None:
 
 def test_a_loss_that_differs_is_found_here_too_and_not_twice() -> None:
     plain = [summarise(each, None, None) for each in (ran(1), ran(3, losses=(85.0,) * 12))]
-    for given_summaries in (plain, with_comparison(plain)):
+    for given_summaries in (plain, with_loss_caveats(plain)):
         found = build(given_summaries).results[1].caveats
         assert [(caveat.kind, caveat.disqualifying) for caveat in found] == [(CaveatKind.LOSS_DIFFERS, True)]
 

@@ -22,7 +22,7 @@ from ds_bench.analysis.intervals import (
     holm_levels,
     mean_interval,
     ratio_interval,
-    spread,
+    sample_std,
     student_t_quantile,
 )
 from ds_bench.plan import Draft, ordered_for_round
@@ -48,7 +48,7 @@ def test_a_quantile_agrees_with_the_closed_forms_to_12_digits(p: float) -> None:
 
 @pytest.mark.parametrize("values", [[], [1.0]])
 def test_fewer_than_two_values_have_no_spread(values: list[float]) -> None:
-    assert spread(values) is None
+    assert sample_std(values) is None
 
 
 @quick
@@ -56,7 +56,7 @@ def test_fewer_than_two_values_have_no_spread(values: list[float]) -> None:
 @example([1e9 + 4, 1e9 + 7, 1e9 + 13, 1e9 + 16])
 @example([0.1] * 10)
 def test_the_spread_is_that_of_the_standard_library(values: list[float]) -> None:
-    assert spread(values) == pytest.approx(statistics.stdev(values), rel=1e-9, abs=1e-15 * max(values))
+    assert sample_std(values) == pytest.approx(statistics.stdev(values), rel=1e-9, abs=1e-15 * max(values))
 
 
 # ------------------------------------------------------------------ intervals by hand

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_bench.analysis import flat_cells, flat_reader, load_results
-from ds_bench.analysis.caveats import CaveatKind
+from ds_bench.analysis.caveats import CaveatKind, parse_caveats
 from ds_bench.analysis.flat_rows import COLUMNS, flat_rows
 from ds_bench.analysis.load_results import LoadedResult
 from ds_bench.config.deepspeed_config import is_full_config
@@ -690,7 +690,7 @@ def test_a_flat_row_keeps_what_its_caveats_are_and_whether_they_disqualify_it() 
     ]
     for summary in load_results.summarised(entries):
         (row,) = [{name: get(summary) for name, get in COLUMNS}]
-        seen = flat_cells.caveats(row["caveats"], summary.record.trial.workload.num_steps)
+        seen = parse_caveats(row["caveats"], summary.record.trial.workload.num_steps)
         assert "; ".join(caveat.text for caveat in seen) == row["caveats"]
         for caveat in summary.caveats:
             if caveat.kind is not CaveatKind.NOTE:
@@ -701,7 +701,7 @@ def test_a_flat_row_keeps_what_its_caveats_are_and_whether_they_disqualify_it() 
 @given(st.lists(st.text(alphabet="ab;: ", min_size=1)))
 def test_taking_caveats_apart_loses_nothing(texts: list[str]) -> None:
     joined = "; ".join(["unstable: x", *texts])
-    assert "; ".join(caveat.text for caveat in flat_cells.caveats(joined, 10)) == joined
+    assert "; ".join(caveat.text for caveat in parse_caveats(joined, 10)) == joined
 
 
 @pytest.mark.parametrize(

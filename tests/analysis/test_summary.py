@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 
 from ds_bench import plan
 from ds_bench.analysis import flat_cells, flat_reader
-from ds_bench.analysis.caveats import Caveat, CaveatKind, note
-from ds_bench.analysis.flat_rows import flat_rows, with_comparison
-from ds_bench.analysis.summary import Summary, compare_losses, summarise
+from ds_bench.analysis.caveats import Caveat, CaveatKind, note, parse_caveats
+from ds_bench.analysis.flat_rows import flat_rows
+from ds_bench.analysis.loss_parity import compare_losses, with_loss_caveats
+from ds_bench.analysis.summary import Summary, summarise
 from ds_bench.doctor import nvme
 from ds_bench.models.presets import find_preset
 from ds_bench.records.schema import RankMeasurement, TrialRecord
@@ -315,7 +316,7 @@ def test_outliers_neither_disqualify_nor_vanish_in_a_flat_row() -> None:
     (named,) = [caveat for caveat in found.caveats if caveat.text.startswith("outliers")]
     assert (named.kind, named.disqualifying) == (CaveatKind.NOTE, False)
     cell = "; ".join(["unstable: x", named.text, "not steady: y"])
-    assert flat_cells.caveats(cell, 10)[1] == named
+    assert parse_caveats(cell, 10)[1] == named
 
 
 @pytest.mark.parametrize("steps", [1, 2, 3])
@@ -685,10 +686,10 @@ def test_failed_rows_do_not_disturb_the_comparison_or_shift_its_caveats() -> Non
 
 def test_caveats_of_comparison_are_added_to_the_right_row_and_the_others_stay() -> None:
     before = [losing(1, 7.0), losing(3, 85.0)]
-    after = with_comparison(before)
+    after = with_loss_caveats(before)
     assert after[0] == before[0]
     assert "do not use this row" in after[1].caveats[-1].text
-    assert with_comparison(after) == after
+    assert with_loss_caveats(after) == after
 
 
 def test_rows_on_the_cpu_that_step_with_another_adam_say_so_and_how_to_compare_with_one() -> None:
@@ -699,7 +700,7 @@ def test_rows_on_the_cpu_that_step_with_another_adam_say_so_and_how_to_compare_w
             fakes.success(fakes.trial(fakes.offload(name), on=on), optimizer_class=used)
             for name, used in classes.items()
         )
-        return with_comparison([summarise(record, None, None) for record in made])
+        return with_loss_caveats([summarise(record, None, None) for record in made])
 
     plain, offloaded = rows("cpu")
     (told,) = (each for each in offloaded.caveats if each not in plain.caveats)
@@ -708,7 +709,7 @@ def test_rows_on_the_cpu_that_step_with_another_adam_say_so_and_how_to_compare_w
         "--set optimizer.params.torch_adam=true compares all rows with torch's AdamW"
     )
     assert not told.disqualifying
-    assert with_comparison([plain, offloaded]) == [plain, offloaded]
+    assert with_loss_caveats([plain, offloaded]) == [plain, offloaded]
     (flat,) = flat_rows([offloaded])
     assert told.text in [each.text for each in flat_reader.summary(flat_cells.check(flat)).caveats]
     assert not any("steps here" in each.text for row in rows("cuda") for each in row.caveats)

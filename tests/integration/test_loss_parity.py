@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from ds_bench.analysis.caveats import Caveat, CaveatKind
-from ds_bench.analysis.summary import Summary, summarise, with_comparison
+from ds_bench.analysis.loss_parity import with_loss_caveats
+from ds_bench.analysis.summary import Summary, summarise
 from ds_bench.config import strategies
 from ds_bench.config.spec import Strategy, Trial
 from ds_bench.launch import Limits
@@ -74,7 +75,7 @@ def trained(
 
 def judged(records: Mapping[str, TrialRecord]) -> dict[str, list[Caveat]]:
     """What is said of each row's training beside the others."""
-    rows = with_comparison([summarise(record, None, None) for record in records.values()])
+    rows = with_loss_caveats([summarise(record, None, None) for record in records.values()])
     kinds = (CaveatKind.LOSS_DIFFERS, CaveatKind.FIRST_LOSS)
     return {
         name: [each for each in row.caveats if each.kind in kinds or "parity" in each.text or "weights" in each.text]
@@ -123,7 +124,7 @@ def test_the_weights_alone_show_it_whatever_the_optimizer_says_of_itself(trained
 def test_the_same_training_moves_the_weights_the_same_way_however_they_are_split(trained: Trained) -> None:
     names = ("zero1", "zero2", "zero3")
     rows = {name: summarise(trained[name], None, None) for name in names}
-    for row in with_comparison(list(rows.values())):
+    for row in with_loss_caveats(list(rows.values())):
         assert row.weight_change_cosine is not None
         assert row.weight_change_cosine > 0.98
         assert row.repeated_loss is not None
@@ -199,7 +200,7 @@ def row(
 
 
 def disqualified(*rows: Summary) -> list[int]:
-    return [place for place, each in enumerate(with_comparison(rows)) if any(c.disqualifying for c in each.caveats)]
+    return [place for place, each in enumerate(with_loss_caveats(rows)) if any(c.disqualifying for c in each.caveats)]
 
 
 def test_the_reference_is_what_most_rows_agree_on_and_never_a_lone_stage_3() -> None:
@@ -214,7 +215,7 @@ def test_the_reference_is_what_most_rows_agree_on_and_never_a_lone_stage_3() -> 
 def test_the_quirk_of_stage_0_explains_weights_that_moved_somewhat_less_and_no_more() -> None:
     wrapper = {"engine_optimizer_class": "FP16_UnfusedOptimizer"}
     right = row(1, (1.0, 2.0))
-    (caveat,) = with_comparison([row(0, (0.9, 1.8), **wrapper), right])[0].caveats
+    (caveat,) = with_loss_caveats([row(0, (0.9, 1.8), **wrapper), right])[0].caveats
     assert "0.90x as far, a known quirk" in caveat.text
     assert not caveat.disqualifying
     assert disqualified(row(0, (2.0, 4.0), **wrapper), right) == [0]
@@ -222,11 +223,11 @@ def test_the_quirk_of_stage_0_explains_weights_that_moved_somewhat_less_and_no_m
 
 
 def test_rows_of_stage_3_alone_say_that_no_other_stage_was_beside_them() -> None:
-    rows = with_comparison([row(3, (1.0, 2.0)), row(3, (1.0, 2.0), name="cpu_optimizer")])
+    rows = with_loss_caveats([row(3, (1.0, 2.0)), row(3, (1.0, 2.0), name="cpu_optimizer")])
     assert ["not against another stage" in text for each in rows for text in [str(each.caveats)]] == [True, False]
-    assert with_comparison(rows) == rows
-    assert with_comparison([row(3, (1.0, 2.0))])[0].caveats == ()
-    assert with_comparison([row(2, (1.0, 2.0)), row(3, (1.0, 2.0))])[0].caveats == ()
+    assert with_loss_caveats(rows) == rows
+    assert with_loss_caveats([row(3, (1.0, 2.0))])[0].caveats == ()
+    assert with_loss_caveats([row(2, (1.0, 2.0)), row(3, (1.0, 2.0))])[0].caveats == ()
 
 
 def test_a_row_whose_change_is_unknown_or_of_other_steps_is_judged_by_its_losses_alone() -> None:
