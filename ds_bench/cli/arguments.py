@@ -1,7 +1,7 @@
-"""The flags of both scripts and what they mean: one parser, one frozen Options.
+"""The flags of both scripts: the parser, and ``Options`` made from parsed flags.
 
-Every flag is checked here as far as it can be alone; the line for a bad value names the flag, the
-value and the remedy.
+Each flag is checked by itself, then flags that must agree; an error names the flag, the value and the remedy.
+``docs/flags.md`` is made from this parser by ``scripts/make_flags_page.py``.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from .argument_types import AUTO, MOST_RANKS, MOST_REPEATS, Parser, factory, fra
 __all__ = ["Family", "Options", "build_parser", "parse", "to_options"]
 
 
+_USAGE = "%(prog)s [--model NAME] [--batch-size N] [{rows} ...] [options]"
+SEQ_LENGTH_HELP = "tokens per sequence (default: 512, or the model's positions where it has fewer)"
 _ZERO_TEXT = """Compares ZeRO stages on one model: trains it for a few steps under each stage,
 every stage in a process tree of its own, and writes a table, JSON and CSV."""
 _OFFLOAD_TEXT = """Compares offload strategies on one model: trains it for a few steps under each
@@ -45,14 +47,15 @@ def build_parser(family: Family, prog: str) -> argparse.ArgumentParser:
     zero = family == "zero"
     parser = Parser(
         prog=prog,
+        usage=_USAGE.format(rows="--stages N" if zero else "--strategies NAME"),
         description=_ZERO_TEXT if zero else _OFFLOAD_TEXT,
         epilog=_ZERO_EXAMPLES if zero else _OFFLOAD_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     _add_workload(parser)
-    _add_strategies(parser, zero)
-    _add_placement(parser)
+    _add_comparison(parser, zero)
+    _add_hardware(parser)
     _add_config(parser)
     _add_run(parser)
     parser.add_argument("--local_rank", "--local-rank", type=int, default=None, help=argparse.SUPPRESS)
@@ -60,7 +63,7 @@ def build_parser(family: Family, prog: str) -> argparse.ArgumentParser:
 
 
 def _add_workload(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("what is trained")
+    group = parser.add_argument_group("workload")
     add = group.add_argument
     add("--model", default="gpt2", metavar="NAME", help="preset, local path or Hub name (default: gpt2)")
     add(
@@ -68,15 +71,19 @@ def _add_workload(parser: argparse.ArgumentParser) -> None:
         type=whole_or_auto(1),
         default=4,
         metavar="N",
-        help="micro-batch per GPU, in sequences; auto: each strategy's largest that trains (default: 4)",
+        help="micro-batch per GPU, in sequences; auto: the largest that trains, for each row by itself (default: 4)",
     )
-    add("--common-batch", action="store_true", help="with --batch-size auto: also all at the largest that all train")
+    add(
+        "--common-batch",
+        action="store_true",
+        help="with --batch-size auto: also rows at the largest that all of them train",
+    )
     add(
         "--seq-length",
         type=whole(1),
         default=None,
         metavar="N",
-        help="tokens per sequence (default: 512, or the model's positions where it has fewer)",
+        help=SEQ_LENGTH_HELP,
     )
     add("--grad-accum", type=whole(1), default=1, metavar="N", help="micro-batches per optimizer step (default: 1)")
     add("--num-steps", type=whole(1), default=20, metavar="N", help="measured optimizer steps (default: 20)")
@@ -113,8 +120,8 @@ def _add_workload(parser: argparse.ArgumentParser) -> None:
     add("--trust-remote-code", action="store_true", help="run modelling code that comes with the model")
 
 
-def _add_strategies(parser: argparse.ArgumentParser, zero: bool) -> None:
-    group = parser.add_argument_group("what is compared")
+def _add_comparison(parser: argparse.ArgumentParser, zero: bool) -> None:
+    group = parser.add_argument_group("comparison")
     add = group.add_argument
     if zero:
         add(
@@ -146,7 +153,7 @@ def _add_strategies(parser: argparse.ArgumentParser, zero: bool) -> None:
         type=whole(1, MOST_REPEATS),
         default=1,
         metavar="R",
-        help="runs of every row, in rounds whose order is rotated and reversed (default: 1)",
+        help="runs of every row, in rounds whose order is rotated and reversed; 3 or more give intervals (default: 1)",
     )
     add(
         "--relative-to", default=None, metavar="STRATEGY", help="row that ratios refer to (default: the first good one)"
@@ -165,8 +172,8 @@ def _add_strategies(parser: argparse.ArgumentParser, zero: bool) -> None:
     )
 
 
-def _add_placement(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("on what")
+def _add_hardware(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("hardware")
     add = group.add_argument
     add(
         "--num-gpus",
@@ -182,55 +189,81 @@ def _add_placement(parser: argparse.ArgumentParser) -> None:
         default="auto",
         help="warm: ranks forked from one preloaded process; deepspeed: its launcher for every trial (default: auto)",
     )
-    add("--hostfile", type=Path, default=None, metavar="FILE", help="DeepSpeed hostfile, for several nodes")
-    add("--cpu-memory-limit", type=positive, default=None, metavar="GB", help="limit of each rank's data, in GB (2^30)")
+    add(
+        "--hostfile",
+        type=Path,
+        default=None,
+        metavar="FILE",
+        help="DeepSpeed hostfile, for several nodes; --output-dir must be on storage that all of them see",
+    )
+    add(
+        "--cpu-memory-limit",
+        type=positive,
+        default=None,
+        metavar="GB",
+        help="limit of each rank's data, enforced by the kernel, in GB (2^30)",
+    )
     add(
         "--gpu-memory-limit",
         type=positive,
         default=None,
         metavar="GB",
-        help="emulate a card of this size, in GB (2^30)",
+        help="emulate a GPU of this memory, in GB (2^30)",
     )
-    add("--peak-tflops", type=positive, default=None, metavar="T", help="dense peak of one device, for MFU")
+    add(
+        "--peak-tflops",
+        type=positive,
+        default=None,
+        metavar="T",
+        help="dense peak of one GPU in TFLOP/s, for MFU (default: known GPUs)",
+    )
 
 
 def _add_config(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("DeepSpeed configuration")
     add = group.add_argument
-    add("--ds-config", type=Path, default=None, metavar="FILE", help="JSON laid over every generated configuration")
+    add("--ds-config", type=Path, default=None, metavar="FILE", help="JSON file laid over every configuration")
     add(
         "--set",
         action="append",
         default=[],
         metavar="KEY.PATH=VALUE",
-        help="one value laid over every configuration, e.g. zero_optimization.overlap_comm=false; repeatable",
+        help="one value laid over every configuration, e.g. zero_optimization.overlap_comm=false; may be repeated",
     )
 
 
 def _add_run(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("the run")
+    group = parser.add_argument_group("run")
     add = group.add_argument
     add(
         "--output-dir",
         type=Path,
         default=Path("results"),
         metavar="DIR",
-        help="created when missing (default: results)",
+        help="folder of the results, created when missing (default: results)",
     )
-    add("--timeout", type=positive, default=3600.0, metavar="SECONDS", help="per trial (default: 3600)")
+    add(
+        "--timeout",
+        type=positive,
+        default=3600.0,
+        metavar="SECONDS",
+        help="end a trial that takes longer (default: 3600)",
+    )
     add(
         "--stall-timeout",
         type=positive,
         default=600.0,
         metavar="SECONDS",
-        help="end a trial without sign of life for so long (default: 600)",
+        help="end a trial without a sign of life for so long; until the first step, growth of memory and disk I/O are "
+        "signs too (default: 600)",
     )
     add(
         "--resume",
         type=Path,
         default=None,
         metavar="RUN_DIR",
-        help="run what is missing of an earlier run on the same machine, with its flags",
+        help="run what is missing of an earlier run on the same machine, with its flags; flags that run code or reach "
+        "other machines, and values that may be credentials, must be given again",
     )
     add("--retry", default="", metavar="CLASS,...", help="with --resume: also rows that ended so, e.g. Timeout,OOM")
     add(
@@ -241,12 +274,12 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     add(
         "--force",
         action="store_true",
-        help="run also what is predicted to need far more host memory than there is",
+        help="run also what is predicted to need more than 1.5 times the host memory there is",
     )
     add("--dry-run", action="store_true", help="print each trial's configuration and command, run nothing")
-    add("--format", choices=("table", "markdown", "json"), default="table", help="of the summary (default: table)")
-    add("--quiet", action="store_true", help="the summary only")
-    add("--verbose", action="store_true", help="also every trial's caveats and files as they come")
+    add("--format", choices=("table", "markdown", "json"), default="table", help="form of the summary (default: table)")
+    add("--quiet", action="store_true", help="print the summary only")
+    add("--verbose", action="store_true", help="also print every trial's caveats and files as they come")
     add("--strict", action="store_true", help="exit 1 when any row failed")
 
 

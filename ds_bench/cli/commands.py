@@ -20,6 +20,7 @@ try:
     from ..errors import DsBenchError
     from ..system import terminal
     from .argument_types import Parser, fraction, names_of, positive, whole
+    from .arguments import SEQ_LENGTH_HELP
 except KeyboardInterrupt:  # Ctrl-C while this is loaded
     print("interrupted", file=sys.stderr)
     sys.exit(130)
@@ -79,13 +80,15 @@ def _add_results(parser: argparse.ArgumentParser) -> None:
 
 def _add_report(parser: argparse.ArgumentParser) -> None:
     _add_results(parser)
-    parser.add_argument("--html", type=Path, default=None, metavar="FILE", help="one self-contained page")
-    parser.add_argument("--markdown", action="store_true", help="a block to paste into an issue, instead of the table")
-    parser.add_argument("--plots", type=Path, default=None, metavar="DIR", help="the charts as PNG and SVG")
+    parser.add_argument("--html", type=Path, default=None, metavar="FILE", help="write one self-contained page")
+    parser.add_argument("--markdown", action="store_true", help="print a Markdown block instead of the table")
+    parser.add_argument("--plots", type=Path, default=None, metavar="DIR", help="write the charts as PNG and SVG")
     parser.add_argument(
         "--relative-to", default=None, metavar="STRATEGY", help="row that ratios refer to (default: the run's own)"
     )
-    parser.add_argument("--goal", choices=GOALS, default=None, help="of the recommendation (default: the run's own)")
+    parser.add_argument(
+        "--goal", choices=GOALS, default=None, help="goal of the recommendation (default: the run's own)"
+    )
     parser.add_argument(
         "--export", default=None, metavar="STRATEGY", help="write that row's configuration to ds_config_STRATEGY/"
     )
@@ -94,7 +97,7 @@ def _add_report(parser: argparse.ArgumentParser) -> None:
 
 def _add_compare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("before", type=Path, help=_RESULT)
-    parser.add_argument("after", type=Path, help="likewise")
+    parser.add_argument("after", type=Path, help=_RESULT)
     parser.set_defaults(run=_compare)
 
 
@@ -105,10 +108,18 @@ def _add_baseline(parser: argparse.ArgumentParser) -> None:
     for action in (save, check):
         _add_results(action)
         action.add_argument(
-            "--baselines", type=Path, default=Path("baselines.json"), metavar="FILE", help="default: baselines.json"
+            "--baselines",
+            type=Path,
+            default=Path("baselines.json"),
+            metavar="FILE",
+            help="file of baselines (default: baselines.json)",
         )
     save.add_argument(
-        "--tolerance", type=fraction, default=None, metavar="F", help="of these entries, 0 to 1 (default: 0.05)"
+        "--tolerance",
+        type=fraction,
+        default=None,
+        metavar="F",
+        help="loss that still passes, stored with these entries (default: 0.05)",
     )
     check.add_argument(
         "--fail-on",
@@ -118,7 +129,7 @@ def _add_baseline(parser: argparse.ArgumentParser) -> None:
         help="what exits 3: regression, missing (a row of the saved run that the result lacks), unmatched (a row "
         "without a baseline), noisy (default: all but noisy)",
     )
-    check.add_argument("--json", action="store_true", help="the verdicts as JSON")
+    check.add_argument("--json", action="store_true", help="print the verdicts as JSON")
     save.set_defaults(run=_baseline_save)
     check.set_defaults(run=_baseline_check)
 
@@ -127,21 +138,33 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     parser.usage = "%(prog)s [--model NAME] [--num-gpus N] [--gpu CARD] [options]"
     add = parser.add_argument
     add("--model", default="gpt2", metavar="NAME", help="preset, local path, or with --online a Hub name")
-    add("--num-gpus", type=whole(1), default=1, metavar="N", help="in the whole job (default: 1)")
-    add("--gpus-per-node", type=whole(1), default=None, metavar="N", help="default: all, 8 at most")
+    add("--num-gpus", type=whole(1), default=1, metavar="N", help="GPUs of the whole job (default: 1)")
+    add("--gpus-per-node", type=whole(1), default=None, metavar="N", help="GPUs of one node (default: all, 8 at most)")
     add("--gpu", default="80GB", metavar="CARD", help="a card's name or its memory (default: 80GB)")
-    add("--host-memory", type=positive, default=None, metavar="GB", help="of one node, to be kept to as well")
+    add(
+        "--host-memory",
+        type=positive,
+        default=None,
+        metavar="GB",
+        help="memory of one node, which the strategies must fit in too",
+    )
     add("--batch-size", type=whole(1), default=4, metavar="N", help="micro-batch per GPU (default: 4)")
-    add("--seq-length", type=whole(1), default=None, metavar="N", help="default: 512, or the model's positions")
-    add("--grad-accum", type=whole(1), default=1, metavar="N", help="default: 1")
-    add("--precision", choices=PRECISIONS, default="bf16", help="default: bf16")
+    add("--seq-length", type=whole(1), default=None, metavar="N", help=SEQ_LENGTH_HELP)
+    add("--grad-accum", type=whole(1), default=1, metavar="N", help="micro-batches per optimizer step (default: 1)")
+    add("--precision", choices=PRECISIONS, default="bf16", help="number format (default: bf16)")
     add("--activation-checkpointing", action="store_true", help="recompute activations in the backward pass")
-    add("--strategies", nargs="+", choices=("all", *PREDICTED_STRATEGIES), default=["all"], help="default: all")
-    add("--min-gpus", action="store_true", help="how many GPUs each strategy needs")
-    add("--max-batch", action="store_true", help="the largest micro-batch of each strategy")
+    add(
+        "--strategies",
+        nargs="+",
+        choices=("all", *PREDICTED_STRATEGIES),
+        default=["all"],
+        help="strategies to predict (default: all)",
+    )
+    add("--min-gpus", action="store_true", help="also show how many GPUs each strategy needs")
+    add("--max-batch", action="store_true", help="also show the largest micro-batch of each strategy")
     add("--online", action="store_true", help="ask the Hub for a model that is neither a preset nor a folder")
     add("--trust-remote-code", action="store_true", help="run modelling code that comes with the model")
-    add("--json", action="store_true", help="bytes, for machines")
+    add("--json", action="store_true", help="print JSON with sizes in bytes")
     parser.set_defaults(run=_plan)
 
 
@@ -156,7 +179,7 @@ def _plan(values: argparse.Namespace) -> int:
 def _add_doctor(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--nvme-path", default=None, metavar="DIR", help="also check this disk's folder")
     parser.add_argument("--build", action="store_true", help="build the ops that are not built yet (minutes)")
-    parser.add_argument("--json", action="store_true", help="a list of findings, for machines")
+    parser.add_argument("--json", action="store_true", help="print the findings as JSON")
     parser.set_defaults(run=_doctor)
 
 
@@ -168,9 +191,11 @@ def _doctor(values: argparse.Namespace) -> int:
 
 def _add_advice(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="gpt2", metavar="NAME", help="preset or local folder (default: gpt2)")
-    parser.add_argument("--num-gpus", type=whole(1), default=1, metavar="N", help="default: 1")
-    parser.add_argument("--precision", choices=PRECISIONS, default="bf16", help="default: bf16")
-    parser.add_argument("--grad-accum", type=whole(1), default=1, metavar="N", help="default: 1")
+    parser.add_argument("--num-gpus", type=whole(1), default=1, metavar="N", help="GPUs of the whole job (default: 1)")
+    parser.add_argument("--precision", choices=PRECISIONS, default="bf16", help="number format (default: bf16)")
+    parser.add_argument(
+        "--grad-accum", type=whole(1), default=1, metavar="N", help="micro-batches per optimizer step (default: 1)"
+    )
     parser.set_defaults(run=_advice)
 
 

@@ -1,4 +1,4 @@
-"""How a trial ended: from the evidence of its files to one status (README.md, "How a trial ends").
+"""How a trial ended: from the evidence of its files to one status (docs/metrics.md, "How a trial ends").
 
 Success is one thing: every rank's file is present, complete and valid. The root cause of anything
 else is picked by class, then by time, never by rank: survivors of a dead rank die of broken

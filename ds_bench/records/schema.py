@@ -35,7 +35,7 @@ UNSUPPORTED = "Unsupported"
 SKIPPED = "Skipped"
 INTERRUPTED = "Interrupted"
 STATUSES = (SUCCESS, OOM, OOM_HOST, OOM_DISK, KILLED, TIMEOUT, CRASHED, UNSUPPORTED, SKIPPED, INTERRUPTED)
-"""Besides these, a status is the class name of an exception raised in a rank (README.md, "How a trial ends")."""
+"""Besides these, a status is the class name of an exception raised in a rank (docs/metrics.md, "How a trial ends")."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,78 @@
+#!/usr/bin/env python3
+"""Writes docs/flags.md: the flags of both scripts and of every command, taken from their parsers."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from ds_bench.cli import arguments, commands  # noqa: E402
+
+INTRODUCTION = """# Flags
+
+Made from the parsers by `python scripts/make_flags_page.py`; `--help` of each command says the same. What several
+flags mean together is in [reading.md](reading.md), [choosing.md](choosing.md) and [metrics.md](metrics.md).
+
+Exit codes: 0 at least one row succeeded · 1 none did, or with `--strict` any failed · 2 usage, or the machine is not
+ready · 3 regression (`baseline check`) · 130 interrupted.
+"""
+
+
+def flags_page() -> str:
+    """The whole page as Markdown."""
+    parts = [INTRODUCTION, *_script_sections()]
+    for name, parser in _leaf_commands("python -m ds_bench", commands.build_parser()):
+        rows = list(_rows(parser._actions))
+        parts.append(f"## {name}\n\n" + ("\n".join([*HEADER, *rows]) if rows else "No flags.") + "\n")
+    return "\n".join(parts)
+
+
+HEADER = ("| flag | meaning |", "|---|---|")
+
+
+def _script_sections() -> Iterator[str]:
+    """Flags of both scripts, by the groups of ``--help``; those that one script alone has are marked."""
+    zero = arguments.build_parser("zero", "zero_stage_comparison.py")
+    offload = arguments.build_parser("offload", "offload_comparison.py")
+    yield "## zero_stage_comparison.py and offload_comparison.py\n"
+    for zero_group, offload_group in zip(zero._action_groups, offload._action_groups, strict=True):
+        zero_rows, offload_rows = list(_rows(zero_group._group_actions)), list(_rows(offload_group._group_actions))
+        rows = [row if row in offload_rows else _marked(row, "zero_stage_comparison.py") for row in zero_rows]
+        rows += [_marked(row, "offload_comparison.py") for row in offload_rows if row not in zero_rows]
+        if rows:
+            yield "\n".join([f"### {zero_group.title}\n", *HEADER, *rows]) + "\n"
+
+
+def _marked(row: str, script: str) -> str:
+    return row.removesuffix(" |") + f" · `{script}` only |"
+
+
+def _leaf_commands(name: str, parser: argparse.ArgumentParser) -> Iterator[tuple[str, argparse.ArgumentParser]]:
+    """Commands without subcommands, by the words that a user types."""
+    subparsers = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    if not subparsers:
+        yield name, parser
+    for action in subparsers:
+        for word, subparser in action.choices.items():
+            yield from _leaf_commands(f"{name} {word}", subparser)
+
+
+def _rows(actions: list[argparse.Action]) -> Iterator[str]:
+    for action in actions:
+        if isinstance(action, argparse._HelpAction) or action.help == argparse.SUPPRESS:
+            continue
+        choices = "\\|".join(map(str, action.choices)) if action.choices else ""
+        value = "" if action.nargs == 0 else action.metavar or choices or action.dest
+        several = "…" if action.nargs == "+" else ""
+        flag = " ".join(filter(None, [*action.option_strings, f"{value}{several}"]))
+        meaning = str(action.help).replace("*", r"\*").replace("|", r"\|")
+        yield f"| `{flag}` | {meaning} |"
+
+
+if __name__ == "__main__":
+    (ROOT / "docs" / "flags.md").write_text(flags_page(), encoding="utf-8")

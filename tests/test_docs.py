@@ -1,0 +1,60 @@
+"""README and docs: the flags page is the parsers', commands parse, links lead to files, the table is a real one."""
+
+from __future__ import annotations
+
+import re
+import runpy
+import shlex
+from pathlib import Path
+
+from ds_bench.cli import arguments, commands
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")))
+
+
+def test_the_flags_page_is_what_the_parsers_say() -> None:
+    page = runpy.run_path(str(ROOT / "scripts" / "make_flags_page.py"))["flags_page"]()
+    assert (ROOT / "docs" / "flags.md").read_text(encoding="utf-8") == page, "run scripts/make_flags_page.py"
+
+
+def test_every_command_of_readme_and_docs_parses() -> None:
+    parsed = 0
+    for page in PAGES:
+        for block in re.findall(r"```sh\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL):
+            for line in block.splitlines():
+                words = shlex.split(line, comments=True)
+                if words[:3] == ["python", "-m", "ds_bench"]:
+                    commands.build_parser().parse_args(words[3:])
+                elif words[:2] == ["python", "zero_stage_comparison.py"]:
+                    arguments.parse("zero", words[1], words[2:])
+                elif words[:2] == ["python", "offload_comparison.py"]:
+                    arguments.parse("offload", words[1], words[2:])
+                else:
+                    continue
+                parsed += 1
+    assert parsed > 10
+
+
+def test_links_lead_to_files_and_headings_that_are_there() -> None:
+    broken = []
+    for page in PAGES:
+        for target in re.findall(r"\]\(([^)#\s]*(?:#[^)\s]*)?)\)", page.read_text(encoding="utf-8")):
+            path, _, heading = target.partition("#")
+            file = (page.parent / path).resolve() if path else page
+            if "://" in target or (file.is_dir() and not heading):
+                continue
+            headings = (
+                re.findall(r"^#+ (.*)$", file.read_text(encoding="utf-8"), re.MULTILINE) if file.is_file() else []
+            )
+            anchors = {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in headings}
+            if not file.is_file() or (heading and heading not in anchors):
+                broken.append((page.name, target))
+    assert broken == []
+
+
+def test_the_readmes_table_is_what_report_prints_of_the_committed_rows() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    table = (ROOT / "tests" / "data" / "public_surface" / "reference_table.txt").read_text(encoding="utf-8")
+    shown = table[: table.index("  1. ")].rstrip()
+    assert "\n".join(line.rstrip() for line in shown.splitlines()) in readme
