@@ -5,18 +5,14 @@ Probes are kept in the run folder beside the rows, so that a resumed run need no
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from . import plan
-from .config.options import Options
 from .config.spec import Strategy, Trial
 from .launch import Launcher
-from .plan import Draft, MakeConfig
-from .prediction import trial_predictions
-from .prediction.memory import DOES_NOT_FIT, Prediction
+from .plan import Plan, draft_of
+from .prediction.memory import DOES_NOT_FIT, predict
 from .prediction.model_profile import ModelProfile
-from .prediction.trial_predictions import MemoryCapacity, Unpredicted
 from .records import schema
 from .records.run_folder import RunStore
 from .records.schema import TrialRecord
@@ -29,21 +25,14 @@ _PROBE_STEPS = 2
 _DID_NOT_FIT = (schema.OOM, schema.OOM_HOST, schema.OOM_DISK, schema.KILLED, schema.TIMEOUT)
 """How a probe ends whose micro-batch is too large; any other ending has another cause, which a row must show."""
 
-MakeTrials = Callable[[Sequence[Draft]], list[Trial]]
-"""Completes drafts for this machine."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Search:
-    """What a search needs of the run."""
+class BatchSearch:
+    """Finds the largest micro-batch of each row of a plan."""
 
-    options: Options
-    make_config: MakeConfig
-    make_trials: MakeTrials
+    plan: Plan
     launcher: Launcher
     store: RunStore
-    profile: ModelProfile | Unpredicted
-    room: MemoryCapacity
     say: Callable[[str], None]
 
     def largest(self, strategy: Strategy) -> int:
@@ -67,7 +56,7 @@ class Search:
 
     def start(self, strategy: Strategy) -> int:
         """The largest that is predicted to fit; 1 where there is no prediction."""
-        if isinstance(self.profile, Unpredicted):
+        if not isinstance(self.plan.profile, ModelProfile):
             return 1
         low, high = 1, LIMIT + 1
         while high - low > 1:
@@ -76,19 +65,23 @@ class Search:
         return low
 
     def _predicted_to_fit(self, strategy: Strategy, size: int) -> bool:
-        (trial,) = trial_predictions.attach_predictions(
-            self._trials(strategy, size), self.profile, self.room, skip=False
-        )
-        if trial.prediction is None:
+        profile, memory = self.plan.profile, self.plan.memory
+        trial = self._trial(strategy, size, predicted=False)
+        if trial.unsupported or not isinstance(profile, ModelProfile):
             return False
-        verdict = Prediction.from_dict(trial.prediction).verdict(self.room.gpu_bytes, self.room.host_bytes)
-        return verdict != DOES_NOT_FIT
+        try:
+            prediction = predict(profile, trial.workload, trial.placement, trial.ds_config)
+        except (ValueError, KeyError, TypeError, ZeroDivisionError):  # a configuration of a shape the formulas lack
+            return False
+        return prediction.verdict(memory.gpu_bytes, memory.host_bytes) != DOES_NOT_FIT
 
-    def _trials(self, strategy: Strategy, size: int) -> list[Trial]:
-        return self.make_trials([plan.draft_of(strategy, size, self.options, self.make_config)])[:1]
+    def _trial(self, strategy: Strategy, size: int, *, predicted: bool) -> Trial:
+        """The row's first trial at that micro-batch."""
+        draft = draft_of(strategy, size, self.plan.options, self.plan.make_config)
+        return self.plan.trials_of([draft], predicted=predicted)[0]
 
     def _probe(self, strategy: Strategy, size: int) -> TrialRecord:
-        (trial,) = self._trials(strategy, size)
+        trial = self._trial(strategy, size, predicted=True)
         work = replace(trial.workload, num_steps=_PROBE_STEPS, warmup_steps=1)
         trial = replace(trial, trial_id=f"probe_{strategy.name}_batch{size}", workload=work)
         found = self.launcher.launch(trial, self.store.trial_folder(trial.trial_id), _silent)
@@ -109,15 +102,16 @@ def _silent(_progress: object) -> None:
     return None
 
 
-def drafts(search: Search, strategies: Sequence[Strategy]) -> list[Draft]:
-    """Every strategy at its own largest micro-batch; with ``--common-batch`` also at the smallest of those."""
+def at_largest_batch(plan: Plan, launcher: Launcher, store: RunStore, say: Callable[[str], None]) -> Plan:
+    """The plan with every row at its own largest micro-batch; with ``--common-batch`` also at the smallest of those."""
+    search = BatchSearch(plan=plan, launcher=launcher, store=store, say=say)
+    options, strategies = plan.options, [draft.strategy for draft in plan.drafts]
     sizes = {strategy.name: search.largest(strategy) for strategy in strategies}
-    options, make = search.options, search.make_config
-    made = [plan.draft_of(strategy, sizes[strategy.name], options, make, "largest") for strategy in strategies]
+    drafts = [draft_of(strategy, sizes[strategy.name], options, plan.make_config, "largest") for strategy in strategies]
     if options.common_batch:
         common = min(sizes.values())
-        made += [plan.draft_of(strategy, common, options, make) for strategy in strategies]
-    return made
+        drafts += [draft_of(strategy, common, options, plan.make_config) for strategy in strategies]
+    return plan.with_drafts(drafts)
 
 
 def next_probe(known: Mapping[int, bool], start: int, limit: int) -> int | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,7 +19,9 @@ from .launch import ops, rank_environment, scratch
 from .models.lookup import ResolvedModel, resolve_model
 from .prediction import trial_predictions
 from .prediction.model_profile import ModelProfile
-from .system import files, gpus
+from .prediction.trial_predictions import MemoryCapacity, Unpredicted
+from .system import files
+from .system.machine import Machine
 
 MakeConfig = Callable[[Strategy, int, int], dict[str, Any]]
 """(strategy, micro-batch, accumulation) → what the user's ``create_deepspeed_config`` returns."""
@@ -41,50 +42,126 @@ class Draft:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Situation:
-    """What is known before trials are made: model, machine, and the strategies' configurations."""
+class Plan:
+    """What a run compares: model, placement and DeepSpeed configurations, and the trials made of them, in order.
+
+    Made once by :func:`make_plan`. What is learned later of the machine completes its trials: the NVMe folder, the
+    memory predicted, the state of DeepSpeed's ops.
+    """
 
     options: Options
     choice: ResolvedModel
-    place: Placement
+    placement: Placement
     drafts: Sequence[Draft]
-    variables: dict[str, str]
-    """Of every process of every trial."""
     make_config: MakeConfig
     """The script's own ``create_deepspeed_config``."""
-    caveats: Mapping[str, str] = field(default_factory=dict)
-    """By strategy, known before it runs."""
-    lacks_space: str | None = None
-    """Why rows that swap to NVMe cannot run; None where they can, or there are none."""
+    variables: Mapping[str, str]
+    """Environment variables of every process of every trial."""
+    trials: Sequence[Trial]
+    nvme_caveat: str | None = None
+    """Why the folder for NVMe offload is not a local NVMe disk."""
+    lack_of_space: str | None = None
+    """Why rows that swap to the folder for NVMe offload cannot run."""
+    profile: ModelProfile | Unpredicted | None = None
+    """What predictions need of the model; None before :meth:`with_predictions`."""
+    memory: MemoryCapacity = field(default_factory=lambda: MemoryCapacity(gpu_bytes=None, host_bytes=None))
+    """The memory that predictions are compared with."""
+    op_states: Mapping[str, ops.OpState] = field(default_factory=dict)
+    """State of DeepSpeed's ops that the configurations need; empty before :meth:`with_ops`."""
+
+    @property
+    def configs(self) -> list[Mapping[str, Any]]:
+        """The DeepSpeed configuration of each row, as the user wants it, not yet completed."""
+        return [draft.config for draft in self.drafts]
+
+    def with_nvme_folder(self, caveat: str | None, lack_of_space: str | None) -> Plan:
+        """The plan with what the folder for NVMe offload shows: a caveat of the rows that use it, or why they cannot.
+
+        ``caveat``: why it is not a local NVMe disk. ``lack_of_space``: why it is too full.
+        """
+        plan = replace(self, nvme_caveat=caveat, lack_of_space=lack_of_space)
+        return replace(plan, trials=[plan._on_nvme(trial) for trial in self.trials])
+
+    def with_predictions(self, profile: ModelProfile | Unpredicted, memory: MemoryCapacity) -> Plan:
+        """The plan with each trial's predicted memory; trials that cannot fit are marked as the options say."""
+        plan = replace(self, profile=profile, memory=memory)
+        return replace(plan, trials=plan._predicted(self.trials))
+
+    def with_ops(self, states: Mapping[str, ops.OpState]) -> Plan:
+        """The plan completed by the builds of DeepSpeed's ops: rows that cannot run, and rows with torch's AdamW.
+
+        Only the trials that this changes are predicted anew.
+        """
+        ready = ",".join(op for op, state in states.items() if state.ready)
+        plan = replace(self, op_states=states, variables={**self.variables, "DS_BENCH_PRELOAD_OPS": ready})
+        trials = []
+        for trial in self.trials:
+            completed = plan._with_op_states(trial)
+            if completed.unsupported:
+                completed = replace(completed, prediction=None, skipped=None)
+            elif completed.ds_config != trial.ds_config:
+                (completed,) = plan._predicted([completed])
+                completed = replace(completed, caveats=tuple(dict.fromkeys(completed.caveats)))  # none written twice
+            trials.append(completed)
+        return replace(plan, trials=trials)
+
+    def trials_of(self, drafts: Sequence[Draft], *, predicted: bool = True) -> list[Trial]:
+        """The trials of other drafts than the plan's own, completed by all that the plan knows."""
+        trials = make_trials(self.options, self.choice, self.placement, drafts)
+        trials = [self._with_op_states(self._on_nvme(trial)) for trial in trials]
+        return self._predicted(trials) if predicted else trials
+
+    def with_drafts(self, drafts: Sequence[Draft]) -> Plan:
+        """The plan with these drafts, and their trials, in place of its own."""
+        return replace(self, drafts=drafts, trials=self.trials_of(drafts))
+
+    def _on_nvme(self, trial: Trial) -> Trial:
+        if not deepspeed_config.uses_nvme(trial.ds_config):
+            return trial
+        caveats = trial.caveats if self.nvme_caveat is None else (self.nvme_caveat, *trial.caveats)
+        return replace(trial, caveats=caveats, unsupported=trial.unsupported or self.lack_of_space)
+
+    def _with_op_states(self, trial: Trial) -> Trial:
+        return with_op_states(trial, self.op_states, self.choice.largest_parameter)
+
+    def _predicted(self, trials: Sequence[Trial]) -> list[Trial]:
+        if self.profile is None:
+            return list(trials)
+        options = self.options
+        return trial_predictions.attach_predictions(
+            trials, self.profile, self.memory, skip=options.skip_predicted_oom, force=options.force
+        )
 
 
-def look_around(options: Options, make_config: MakeConfig) -> Situation:
-    """Everything that can be wrong with the request, found before any work."""
+def make_plan(options: Options, make_config: MakeConfig, machine: Machine) -> Plan:
+    """The plan for these options on this machine.
+
+    Raises UsageError for everything that can be wrong with the request, before any work.
+    """
     if options.output_dir.exists() and not options.output_dir.is_dir():
         raise UsageError(f"--output-dir {options.output_dir} is not a folder", remedy="give a folder")
     wanted = _usable(lambda: drafts(options, make_config))
-    place = decide_placement(options, os.environ, gpus.NvmlQuery())
-    variables = rank_environment.rank_environment(place, os.environ, None)
+    placement = decide_placement(options, machine.variables, machine.gpus)
+    variables = rank_environment.rank_environment(placement, machine.variables, None, query=machine.gpus)
     choice = resolve_model(
         options.model,
         factory=options.model_factory is not None,
         trust_remote_code=options.trust_remote_code,
         environment=variables,
     )
-    seq_length(options.seq_length, choice)
-    variables = rank_environment.rank_environment(place, os.environ, choice.model_type)
+    variables = rank_environment.rank_environment(placement, machine.variables, choice.model_type, query=machine.gpus)
     if choice.source == "hub":  # looked up and cached just now: ranks need not ask again
         variables["HF_HUB_OFFLINE"] = "1"
-    if place.hostfile is None:  # other nodes do not have the folder
-        variables |= scratch.temporary_folder_variables(os.environ)
-    _usable(lambda: make_trials(options, choice, place, wanted, {}, {}))
-    return Situation(
+    if placement.hostfile is None:  # other nodes do not have the folder
+        variables |= scratch.temporary_folder_variables(machine.variables)
+    return Plan(
         options=options,
         choice=choice,
-        place=place,
+        placement=placement,
         drafts=wanted,
-        variables=variables,
         make_config=make_config,
+        variables=variables,
+        trials=_usable(lambda: make_trials(options, choice, placement, wanted)),
     )
 
 
@@ -100,36 +177,6 @@ def _usable(make: Callable[[], Made]) -> Made:
     except Exception as error:
         problem = f"the DeepSpeed configuration cannot be used: {type(error).__name__}: {error}"
         raise UsageError(problem, remedy="check --ds-config, --set and create_deepspeed_config") from None
-
-
-class Planned:
-    """From drafts to trials on this machine: completed, and with the memory they are predicted to take."""
-
-    def __init__(
-        self,
-        situation: Situation,
-        op_states: Mapping[str, ops.OpState],
-        room: trial_predictions.MemoryCapacity,
-        profile: ModelProfile | trial_predictions.Unpredicted,
-    ) -> None:
-        self.situation, self.room, self.profile, self._op_states = situation, room, profile, op_states
-
-    def trials(self, drafts: Sequence[Draft]) -> list[Trial]:
-        """Interleaved; those that cannot fit marked where the user asked for it."""
-        known = self.situation
-        made = make_trials(
-            known.options,
-            known.choice,
-            known.place,
-            drafts,
-            self._op_states,
-            known.caveats,
-            lacks_space=known.lacks_space,
-        )
-        options = known.options
-        return trial_predictions.attach_predictions(
-            made, self.profile, self.room, skip=options.skip_predicted_oom, force=options.force
-        )
 
 
 def seq_length(asked: int | None, choice: ResolvedModel) -> int:
@@ -271,32 +318,22 @@ def _autos(data: Mapping[str, Any], prefix: str = "") -> Any:
             yield from _autos(value, f"{prefix}{key}.")
 
 
-def make_trials(
-    options: Options,
-    choice: ResolvedModel,
-    placement: Placement,
-    wanted: Sequence[Draft],
-    op_states: Mapping[str, ops.OpState],
-    caveats: Mapping[str, str],
-    *,
-    lacks_space: str | None = None,
-) -> list[Trial]:
-    """The trials in the order in which they run. ``caveats``: by strategy name, known before it runs.
-
-    ``lacks_space``: why rows that swap to NVMe cannot run.
-    """
+def make_trials(options: Options, choice: ResolvedModel, placement: Placement, wanted: Sequence[Draft]) -> list[Trial]:
+    """The trials in the order in which they run, before anything is known of ops, disks and predictions."""
     asked = workload(options, choice, placement)
-    fused = op_states.get(ops.FUSED_ADAM)
-    torch_adam = placement.accelerator == "cpu" or (fused is not None and not fused.ready)
-    made: list[Trial] = []
+    trials: list[Trial] = []
     for repeat in range(options.repeats):
         for position, draft in enumerate(ordered_for_round(wanted, options.seed, repeat)):
             work = replace(asked, batch_size=draft.batch_size, batch_policy=draft.batch_policy)
             config = deepspeed_config.complete_config(
-                draft.config, work, placement, torch_adam=torch_adam, largest_parameter=choice.largest_parameter
+                draft.config,
+                work,
+                placement,
+                torch_adam=placement.accelerator == "cpu",
+                largest_parameter=choice.largest_parameter,
             )
-            name = f"{len(made):02d}_{draft.strategy.name}" + (f"_r{repeat}" if options.repeats > 1 else "")
-            made.append(
+            name = f"{len(trials):02d}_{draft.strategy.name}" + (f"_r{repeat}" if options.repeats > 1 else "")
+            trials.append(
                 Trial(
                     trial_id=name,
                     repeat=repeat,
@@ -305,15 +342,32 @@ def make_trials(
                     workload=replace(work, precision=_precision(config, work)),
                     placement=placement,
                     ds_config=config,
-                    unsupported=_refusal(config, placement, op_states)
-                    or (lacks_space if deepspeed_config.uses_nvme(config) else None),
+                    unsupported=validation.unsupported_reason(config, placement),
                     caveats=(
-                        *_known(draft.strategy, work, config, fused, caveats),
+                        *_departures(draft.strategy, work, config),
                         *validation.ineffective_settings(config, work, placement),
                     ),
                 )
             )
-    return made
+    return trials
+
+
+def with_op_states(trial: Trial, states: Mapping[str, ops.OpState], largest_parameter: int | None) -> Trial:
+    """The trial, unsupported where an op that it needs is missing, with torch's AdamW where FusedAdam is."""
+    config, caveats = trial.ds_config, trial.caveats
+    fused = states.get(ops.FUSED_ADAM)
+    if fused is not None and not fused.ready:
+        config = deepspeed_config.complete_config(
+            config, trial.workload, trial.placement, torch_adam=True, largest_parameter=largest_parameter
+        )
+        if not deepspeed_config.offload_device(config, "offload_optimizer"):
+            text = (
+                "torch's AdamW instead of DeepSpeed's FusedAdam, which does not build here (stage 0 in 16 bit then "
+                f"also has another wrapper): {fused.reason}"
+            )
+            caveats = (*caveats, text)
+    unsupported = trial.unsupported or _missing_op(config, trial.placement, states)
+    return replace(trial, ds_config=config, caveats=caveats, unsupported=unsupported)
 
 
 def ordered_for_round(wanted: Sequence[Draft], seed: int, number: int) -> list[Draft]:
@@ -332,10 +386,6 @@ def ordered_for_round(wanted: Sequence[Draft], seed: int, number: int) -> list[D
     return order[::-1] if number % 2 else order
 
 
-def _refusal(config: Mapping[str, Any], placement: Placement, states: Mapping[str, ops.OpState]) -> str | None:
-    return validation.unsupported_reason(config, placement) or _missing_op(config, placement, states)
-
-
 def _missing_op(config: Mapping[str, Any], placement: Placement, states: Mapping[str, ops.OpState]) -> str | None:
     for op in ops.needed_ops(placement.accelerator, [config]):
         state = states.get(op)
@@ -343,24 +393,6 @@ def _missing_op(config: Mapping[str, Any], placement: Placement, states: Mapping
             name = op.removesuffix("Builder")
             return f"DeepSpeed's {name} op is not to be had here: {state.reason}; {ops.remedy_of(state.reason)}"
     return None
-
-
-def _known(
-    strategy: Strategy,
-    asked: Workload,
-    config: Mapping[str, Any],
-    fused: ops.OpState | None,
-    caveats: Mapping[str, str],
-) -> list[str]:
-    known = _departures(strategy, asked, config)
-    if strategy.name in caveats:
-        known.append(caveats[strategy.name])
-    if fused is not None and not fused.ready and not deepspeed_config.offload_device(config, "offload_optimizer"):
-        known.append(
-            "torch's AdamW instead of DeepSpeed's FusedAdam, which does not build here (stage 0 in 16 bit then also "
-            f"has another wrapper): {fused.reason}"
-        )
-    return known
 
 
 def _precision(config: Mapping[str, Any], asked: Workload) -> Precision:

@@ -25,6 +25,7 @@ from ds_bench.launch import ops
 from ds_bench.launch.ops import OpState
 from ds_bench.models.lookup import ResolvedModel
 from ds_bench.prediction import trial_predictions
+from ds_bench.system import environment
 from tests.support import fakes
 from tests.support.real_trials import ROOT
 
@@ -37,12 +38,13 @@ def trials(
     on: Placement | None = None,
     make: plan.MakeConfig = fakes.make_config,
     states: Mapping[str, OpState] | None = None,
-    caveats: Mapping[str, str] | None = None,
     of: ResolvedModel | None = None,
 ) -> list[Trial]:
     on = on or fakes.placement(nvme_path=None if options.nvme_path is None else str(options.nvme_path))
     drafts = plan.drafts(options, make)
-    return plan.make_trials(options, of or fakes.choice(), on, drafts, states or {}, caveats or {})
+    choice = of or fakes.choice()
+    made = plan.make_trials(options, choice, on, drafts)
+    return [plan.with_op_states(trial, states or {}, choice.largest_parameter) for trial in made]
 
 
 def config_of(*arguments: str, make: plan.MakeConfig = fakes.make_config) -> dict[str, Any]:
@@ -176,11 +178,8 @@ def test_too_little_space_for_swapping_refuses_that_row_alone(tmp_path: Path, mo
     one_gb = shutil.disk_usage(tmp_path)._replace(free=2**30)
     monkeypatch.setattr(nvme.shutil, "disk_usage", lambda _path: one_gb)
     options = fakes.options("offload", "--model", "gpt2", "--nvme-path", str(tmp_path))
-    around = run.with_nvme_checked(plan.look_around(options, fakes.make_config))
-    room = trial_predictions.MemoryCapacity(gpu_bytes=None, host_bytes=None)
-    unknown = trial_predictions.Unpredicted(reason="not asked for")
-    made = plan.Planned(around, {}, room, unknown).trials(around.drafts)
-    refused = {trial.strategy.name: trial.unsupported or "" for trial in made}
+    checked, _folder = run.with_nvme_folder(plan.make_plan(options, fakes.make_config, fakes.machine()))
+    refused = {trial.strategy.name: trial.unsupported or "" for trial in checked.trials}
     assert refused.pop("nvme") == (
         f"--nvme-path {tmp_path} has 1.00 GB free, and swapping gpt2 needs about 2.09 GB; "
         "free some space, or give another disk"
@@ -230,7 +229,8 @@ def test_an_offloaded_optimizer_has_nothing_to_do_with_fused_adam() -> None:
 
 def test_what_is_known_of_the_disk_is_said_of_the_rows_that_use_it_only() -> None:
     options = fakes.options("offload", "--nvme-path", "/d")
-    said = {t.strategy.name: t.caveats for t in trials(options, caveats={"nvme": "it is an overlay"})}
+    checked = plan.make_plan(options, fakes.make_config, fakes.machine()).with_nvme_folder("it is an overlay", None)
+    said = {trial.strategy.name: trial.caveats for trial in checked.trials}
     assert said == {"none": (), "cpu_optimizer": (), "cpu_full": (), "nvme": ("it is an overlay",)}
 
 
@@ -544,3 +544,33 @@ def test_the_workload_is_what_the_flags_say_and_the_same_in_every_trial() -> Non
 def test_the_optimizer_asked_for_is_that_of_every_row(optimizer: str) -> None:
     made: Sequence[Trial] = trials(fakes.options("zero", "--optimizer", optimizer))
     assert {trial.ds_config["optimizer"]["type"] for trial in made} == {optimizer}
+
+
+# ------------------------------------------------------------------ completed by the op builds
+
+
+def test_rows_that_lose_fused_adam_are_predicted_with_the_optimizer_that_they_then_use(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(environment, "torch_cuda_version", lambda: "12.8")
+    options = fakes.options("offload", "--strategies", "none", "cpu_optimizer", "--seq-length", "16")
+    capacity = trial_predictions.MemoryCapacity(gpu_bytes=None, host_bytes=None)
+    profile = trial_predictions.profile(fakes.choice(), 16, "cuda", dropout=0.0)
+    assert not isinstance(profile, trial_predictions.Unpredicted)
+    before = plan.make_plan(options, fakes.make_config, fakes.machine(cards=2)).with_predictions(profile, capacity)
+    assert before.with_ops({}).trials == before.trials
+    on_torch, offloaded = before.with_ops(BROKEN_FUSED).trials
+    assert offloaded == before.trials[1]
+    assert on_torch.ds_config["optimizer"]["params"]["torch_adam"] is True
+    assert trial_predictions.attach_predictions([on_torch], profile, capacity, skip=False) == [on_torch]
+
+
+def test_a_row_whose_op_is_missing_loses_its_prediction() -> None:
+    options = fakes.options("offload", "--strategies", "none", "cpu_optimizer")
+    capacity = trial_predictions.MemoryCapacity(gpu_bytes=None, host_bytes=None)
+    profile = trial_predictions.profile(fakes.choice(), 16, "cpu", dropout=0.0)
+    predicted = plan.make_plan(options, fakes.make_config, fakes.machine()).with_predictions(profile, capacity)
+    missing = {ops.CPU_ADAM: OpState(op=ops.CPU_ADAM, ready=False, reason="no g++")}
+    kept, lost = predicted.with_ops(missing).trials
+    assert kept == predicted.trials[0]
+    assert (lost.prediction, lost.unsupported is None) == (None, False)

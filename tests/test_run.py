@@ -8,20 +8,24 @@ from __future__ import annotations
 import json
 import os
 import signal
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ds_bench import plan
 from ds_bench.config.spec import Trial
+from ds_bench.doctor import nvme
 from ds_bench.launch import ProgressCallback
+from ds_bench.prediction import what_if
 from ds_bench.records import schema
 from ds_bench.records.resume import latest_records, remaining_trials
 from ds_bench.records.run_folder import RunStore
 from ds_bench.records.schema import TrialRecord
 from ds_bench.run import run_trials
-from ds_bench.system import signals
+from ds_bench.system import environment, gpus, signals
 from tests.support import fakes
 from tests.support.fakes import FakeLauncher
 from tests.support.scripted_run import House
@@ -389,6 +393,36 @@ def test_the_summary_alone_is_on_standard_output_in_the_form_asked_for(
         assert json.loads(out) == house.rows()
     else:
         assert ("| ZeRO-0 |" in out) is (form == "markdown")
+
+
+@pytest.mark.parametrize("again", ["", "resumed"])
+def test_every_fact_is_read_once_and_every_row_planned_and_predicted_once(
+    house: House, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, again: str
+) -> None:
+    flags = ("--repeats", "2", "--nvme-path", str(tmp_path))
+    assert house.run(*flags, family="offload") == 0
+    counts: Counter[str] = Counter()
+
+    def count(owner: Any, name: str) -> None:
+        original = getattr(owner, name)
+
+        def counted(*arguments: Any, **named: Any) -> Any:
+            counts[name] += 1
+            return original(*arguments, **named)
+
+        monkeypatch.setattr(owner, name, counted)
+
+    count(gpus.NvmlQuery, "read")
+    count(environment, "capture")
+    count(nvme, "check_folder")
+    count(plan, "make_trials")
+    count(fakes, "make_config")
+    count(what_if, "alternatives")
+    assert (house.resume(family="offload") if again else house.run(*flags, family="offload")) == 0
+    rows = 4
+    assert counts == {
+        "read": 1, "capture": 1, "check_folder": 1, "make_trials": 1, "make_config": rows, "alternatives": rows,
+    }  # fmt: skip
 
 
 # ------------------------------------------------------------------ what the end of a run says and leaves

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ..doctor import run
-from ..doctor.findings import Groups, Machine, count_of, format_finding
+from ..doctor.findings import Groups, SystemAccess, count_of, format_finding
 from ..errors import UsageError
 from ..system import terminal
 
@@ -23,7 +23,7 @@ def show_findings(nvme_path: str | Path | None, build: bool, as_json: bool) -> i
     """
     if nvme_path is not None and not str(nvme_path).strip():
         raise UsageError("--nvme-path is empty", remedy="give a folder on the NVMe disk")
-    groups = run.gather(Machine(), nvme_path=None if nvme_path is None else Path(nvme_path), build=build)
+    groups = run.gather(SystemAccess(), nvme_path=None if nvme_path is None else Path(nvme_path), build=build)
     with terminal.pipe_may_close():
         if as_json:
             entries = [

@@ -13,14 +13,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ..config.spec import Accelerator
-from .findings import Finding, Machine, ok, one_by_one, problem, warning
+from .findings import Finding, SystemAccess, ok, one_by_one, problem, warning
 
 # CUDA releases among which DeepSpeed lets the minor version differ (op_builder/builder.py, cuda_minor_mismatch_ok).
 MINORS_THAT_MIX = {10: range(3), 11: range(9), 12: (0, 1, 2, 3, 4, 5, 6, 8, 9)}
 _GCC = "apt-get install g++, or dnf install gcc-c++; or name another with "
 
 
-def check(machine: Machine, accelerator: Accelerator, torch_cuda: str | None) -> Iterator[Finding]:
+def check(machine: SystemAccess, accelerator: Accelerator, torch_cuda: str | None) -> Iterator[Finding]:
     """Every tool; ``torch_cuda`` is the CUDA version torch was built for."""
     yield from one_by_one(
         {
@@ -32,30 +32,30 @@ def check(machine: Machine, accelerator: Accelerator, torch_cuda: str | None) ->
     )
 
 
-def can_build(machine: Machine) -> bool:
+def can_build(machine: SystemAccess) -> bool:
     """Whether any op can be built or loaded at all."""
     return _path(machine, _cpp(machine)) is not None and machine.which("ninja") is not None
 
 
-def _cpp(machine: Machine) -> str:
+def _cpp(machine: SystemAccess) -> str:
     return machine.environ.get("CXX") or "c++"  # as torch chooses (get_cxx_compiler)
 
 
-def c_compiler(machine: Machine) -> str | None:
+def c_compiler(machine: SystemAccess) -> str | None:
     """The path of the C compiler that setuptools would use, as DeepSpeed does to look for libaio."""
     return _path(machine, _cc(machine))
 
 
-def _cc(machine: Machine) -> str:
+def _cc(machine: SystemAccess) -> str:
     return machine.environ.get("CC") or str(sysconfig.get_config_var("CC") or "cc")
 
 
-def _path(machine: Machine, command: str) -> str | None:
+def _path(machine: SystemAccess, command: str) -> str | None:
     words = shlex.split(command)
     return machine.which(words[0]) if words else None
 
 
-def _cpp_compiler(machine: Machine) -> Finding:
+def _cpp_compiler(machine: SystemAccess) -> Finding:
     path = _path(machine, _cpp(machine))
     if path is None:
         text = f"{_named(machine, 'CXX', _cpp(machine))} is not found: no DeepSpeed op can be built or loaded"
@@ -63,7 +63,7 @@ def _cpp_compiler(machine: Machine) -> Finding:
     return ok("C++ compiler", _version(machine, path))
 
 
-def _c_compiler(machine: Machine) -> Finding:
+def _c_compiler(machine: SystemAccess) -> Finding:
     path = c_compiler(machine)
     if path is None:
         text = (
@@ -73,31 +73,31 @@ def _c_compiler(machine: Machine) -> Finding:
     return ok("C compiler", _version(machine, path))
 
 
-def _named(machine: Machine, variable: str, command: str) -> str:
+def _named(machine: SystemAccess, variable: str, command: str) -> str:
     """The command, and the variable where that names it."""
     return f"{command}, which ${variable} names," if machine.environ.get(variable) else command
 
 
-def _remedy(machine: Machine, variable: str) -> str:
+def _remedy(machine: SystemAccess, variable: str) -> str:
     if machine.environ.get(variable):
         return f"unset {variable}, or name a compiler with it that is there"
     return _GCC + variable
 
 
-def _ninja(machine: Machine) -> Finding:
+def _ninja(machine: SystemAccess) -> Finding:
     path = machine.which("ninja")
     if path is None:
         return problem("ninja", "not found: no DeepSpeed op can be built or loaded", "pip install ninja")
     return ok("ninja", _version(machine, path))
 
 
-def _version(machine: Machine, path: str) -> str:
+def _version(machine: SystemAccess, path: str) -> str:
     """The path and the first line of what ``--version`` says."""
     told = (machine.ask([path, "--version"], "") or "").strip().splitlines()
     return f"{path}: {told[0]}" if told else path
 
 
-def cuda_toolkit(machine: Machine, accelerator: Accelerator, torch_cuda: str | None) -> Finding:
+def cuda_toolkit(machine: SystemAccess, accelerator: Accelerator, torch_cuda: str | None) -> Finding:
     """A warning at most: optimizers on the CPU are built without the toolkit, and FusedAdam has a stand-in."""
     name = "CUDA toolkit"
     if torch_cuda is None or accelerator == "cpu":
@@ -120,7 +120,7 @@ def _fits(release: tuple[int, int], torch_cuda: str) -> bool:
     return release == (major, minor) or (release[0] == major and release[1] in mixing and minor in mixing)
 
 
-def toolkit_release(machine: Machine) -> tuple[int, int] | None:
+def toolkit_release(machine: SystemAccess) -> tuple[int, int] | None:
     """Major and minor version of the nvcc that torch would use (cpp_extension.py, ``_find_cuda_home``)."""
     home = machine.environ.get("CUDA_HOME") or machine.environ.get("CUDA_PATH")
     on_path = machine.which("nvcc")

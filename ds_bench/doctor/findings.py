@@ -1,7 +1,7 @@
 """What the doctor looks at, by subject; here, what a check gives back and how it sees the machine.
 
 A check is a function that yields findings. It never raises for the state of the machine: see :func:`attempt`.
-It reads files below a root, variables, programs and cards only through :class:`Machine`, so that a test can
+It reads files below a root, variables, programs and cards only through :class:`SystemAccess`, so that a test can
 make a machine of its own. No check changes anything: neither a card's setting nor the host's.
 
 A *problem* keeps comparisons from running, or makes what was asked for by a flag unusable. A *warning* costs a
@@ -122,7 +122,7 @@ def ask_program(command: Sequence[str], text: str = "") -> str | None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Machine:
+class SystemAccess:
     """This machine, or one that a test makes up."""
 
     root: Path = ROOT

@@ -8,7 +8,7 @@ from pathlib import Path
 from ..system.gpus import GpuFacts, GpuInventory, select_visible, throttle_faults
 from ..system.host_memory import ROOT, read_text
 from ..units import format_bytes
-from .findings import Finding, Machine, ok, problem, unreadable, warning
+from .findings import Finding, SystemAccess, ok, problem, unreadable, warning
 
 _MOST_UNSEEN = 0.05
 """Share of a card that the driver may take for itself; beyond, somebody uses it whom we cannot see."""
@@ -22,7 +22,7 @@ def has_amd_gpu(root: Path = ROOT) -> bool:
     return (root / "dev/kfd").exists()
 
 
-def check(machine: Machine, inventory: GpuInventory, torch_cuda: str | None) -> Iterator[Finding]:
+def check(machine: SystemAccess, inventory: GpuInventory, torch_cuda: str | None) -> Iterator[Finding]:
     """The cards that ``CUDA_VISIBLE_DEVICES`` leaves, or why there are none."""
     visible = select_visible(machine.environ, inventory.gpus)
     if not visible:
@@ -39,7 +39,7 @@ def check(machine: Machine, inventory: GpuInventory, torch_cuda: str | None) -> 
         yield from _card(machine, gpu)
 
 
-def _none_visible(machine: Machine, inventory: GpuInventory) -> Finding:
+def _none_visible(machine: SystemAccess, inventory: GpuInventory) -> Finding:
     if has_amd_gpu(machine.root) and not inventory.gpus:
         return warning("GPUs", f"{NO_ROCM}: comparisons run on the CPU", "run where there is an NVIDIA GPU")
     if inventory.gpus:
@@ -52,7 +52,7 @@ def _none_visible(machine: Machine, inventory: GpuInventory) -> Finding:
     return warning("GPUs", text, "run where there is a GPU; nvidia-smi shows whether the driver sees one")
 
 
-def _card(machine: Machine, gpu: GpuFacts) -> Iterator[Finding]:
+def _card(machine: SystemAccess, gpu: GpuFacts) -> Iterator[Finding]:
     yield _memory(machine, gpu)
     if gpu.mig:
         text = "the card is cut into MIG instances, which comparisons do not use"
@@ -61,7 +61,7 @@ def _card(machine: Machine, gpu: GpuFacts) -> Iterator[Finding]:
     yield _clocks(gpu)
 
 
-def _memory(machine: Machine, gpu: GpuFacts) -> Finding:
+def _memory(machine: SystemAccess, gpu: GpuFacts) -> Finding:
     name, total, used = f"GPU {gpu.index} memory", gpu.memory_total_bytes, gpu.memory_used_bytes
     if total is None or used is None:
         return unreadable(name)
@@ -75,7 +75,7 @@ def _memory(machine: Machine, gpu: GpuFacts) -> Finding:
     return ok(name, f"{text}, no other process")
 
 
-def _process(machine: Machine, pid: int, held_bytes: int | None) -> str:
+def _process(machine: SystemAccess, pid: int, held_bytes: int | None) -> str:
     """With its name, but not in a container: there the number may be the host's, and mean another process."""
     command = (read_text(machine.root / f"proc/{pid}/comm") or "").strip() if _sees_host_processes(machine) else ""
     facts = [command] if command else []
@@ -83,7 +83,7 @@ def _process(machine: Machine, pid: int, held_bytes: int | None) -> str:
     return f"process {pid} ({', '.join(facts) or 'nothing known of it'})"
 
 
-def _sees_host_processes(machine: Machine) -> bool:
+def _sees_host_processes(machine: SystemAccess) -> bool:
     """Whether this is the host's own process namespace, which Linux numbers so (proc_ns.h, PROC_PID_INIT_INO)."""
     try:
         return str((machine.root / "proc/self/ns/pid").readlink()) == f"pid:[{0xEFFFFFFC}]"

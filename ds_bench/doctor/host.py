@@ -11,7 +11,7 @@ from ..config.spec import Placement
 from ..system import host_memory
 from ..system.host_memory import read_text
 from ..units import format_bytes
-from .findings import Finding, Machine, ok, one_by_one, problem, unreadable, warning
+from .findings import Finding, SystemAccess, ok, one_by_one, problem, unreadable, warning
 
 # csrc/cpu/comm/shm.cpp, allreduce_workspace: two buffers of 1 MiB and two of 32 MiB for every rank.
 SHM_BYTES_PER_CPU_RANK = 2 * 2**20 + 2 * 32 * 2**20
@@ -23,7 +23,7 @@ _CAP_IPC_LOCK = 1 << 14
 _MOST_CPUS = 2**16
 
 
-def check(machine: Machine, place: Placement, need_bytes: int | None = None) -> Iterator[Finding]:
+def check(machine: SystemAccess, place: Placement, need_bytes: int | None = None) -> Iterator[Finding]:
     """``need_bytes``: host memory that the plan is predicted to take on this node; None without a plan."""
     yield from one_by_one(
         {
@@ -37,7 +37,7 @@ def check(machine: Machine, place: Placement, need_bytes: int | None = None) -> 
     )
 
 
-def _memory(machine: Machine, need_bytes: int | None) -> Finding:
+def _memory(machine: SystemAccess, need_bytes: int | None) -> Finding:
     total, limit = host_memory.host_memory_bytes(machine.root), host_memory.cgroup_limit_bytes(machine.root)
     free = host_memory.available_host_bytes(machine.root)
     if total is None or free is None:
@@ -55,7 +55,7 @@ def _memory(machine: Machine, need_bytes: int | None) -> Finding:
     return ok("host memory", text)
 
 
-def _swap(machine: Machine) -> Finding:
+def _swap(machine: SystemAccess) -> Finding:
     total, used = host_memory.swap_total_bytes(machine.root), host_memory.swap_used_bytes(machine.root)
     if total is None or used is None or used < 0:
         return unreadable("swap")
@@ -66,7 +66,7 @@ def _swap(machine: Machine) -> Finding:
     return ok("swap", "none in use" if total else "none")
 
 
-def _shared_memory(machine: Machine, place: Placement) -> Finding:
+def _shared_memory(machine: SystemAccess, place: Placement) -> Finding:
     try:
         facts = os.statvfs(machine.root / "dev/shm")
     except OSError as error:
@@ -89,7 +89,7 @@ def _shared_memory(machine: Machine, place: Placement) -> Finding:
     return ok("shared memory", text)
 
 
-def _locked_memory(machine: Machine) -> Finding:
+def _locked_memory(machine: SystemAccess) -> Finding:
     """DeepSpeed locks the buffers that it reads and writes files with (csrc/pin_memory/page_alloc.cpp, mlock)."""
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if limit == resource.RLIM_INFINITY:
@@ -100,12 +100,12 @@ def _locked_memory(machine: Machine) -> Finding:
     return warning("locked memory", text, "ulimit -l unlimited, or start the container with --ulimit memlock=-1")
 
 
-def _status(machine: Machine) -> dict[str, str]:
+def _status(machine: SystemAccess) -> dict[str, str]:
     lines = (line.partition(":") for line in (read_text(machine.root / "proc/self/status") or "").splitlines())
     return {name: value.strip() for name, _, value in lines}
 
 
-def _cores(machine: Machine) -> Finding:
+def _cores(machine: SystemAccess) -> Finding:
     allowed = numbers(_status(machine).get("Cpus_allowed_list"))
     online = numbers(read_text(machine.root / "sys/devices/system/cpu/online"))
     if not allowed:
@@ -120,7 +120,7 @@ def _cores(machine: Machine) -> Finding:
     return ok("cores", text)
 
 
-def _numa(machine: Machine) -> Finding:
+def _numa(machine: SystemAccess) -> Finding:
     folder = machine.root / "sys/devices/system/node"
     nodes = {int(path.name[4:]): path for path in folder.glob("node*") if path.name[4:].isdecimal()}
     if not nodes:

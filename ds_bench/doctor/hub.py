@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from .findings import Finding, Machine, ok, warning
+from .findings import Finding, SystemAccess, ok, warning
 
 SECONDS = 3.0
 """All the time the Hub gets to answer, name look-up included."""
@@ -28,13 +28,13 @@ def ask(address: str) -> None:
         error.close()
 
 
-def check(machine: Machine, reach: Reach = ask, seconds: float = SECONDS) -> Iterator[Finding]:
+def check(machine: SystemAccess, reach: Reach = ask, seconds: float = SECONDS) -> Iterator[Finding]:
     """Reachable or not, and whether there is a token; the token itself is neither read nor shown."""
     yield _reachable(machine, reach, seconds)
     yield _token(machine)
 
 
-def _reachable(machine: Machine, reach: Reach, seconds: float) -> Finding:
+def _reachable(machine: SystemAccess, reach: Reach, seconds: float) -> Finding:
     for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
         if machine.environ.get(name, "").upper() in _TRUE:
             return ok("Hub", f"not asked, since {name} is set: only presets, local folders and cached models")
@@ -69,7 +69,7 @@ def _failure(act: Callable[[], None], seconds: float) -> str | None:
     return failures[0] if failures else None
 
 
-def _token(machine: Machine) -> Finding:
+def _token(machine: SystemAccess) -> Finding:
     """In the places where huggingface_hub looks."""
     variables = [name for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN") if machine.environ.get(name, "").strip()]
     if variables:
@@ -80,7 +80,7 @@ def _token(machine: Machine) -> Finding:
     return ok("Hub token", "none: only gated models need one (hf auth login)")
 
 
-def _token_file(machine: Machine) -> Path | None:
+def _token_file(machine: SystemAccess) -> Path | None:
     given = machine.environ.get("HF_TOKEN_PATH")
     if given:
         return Path(given)

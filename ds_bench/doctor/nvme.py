@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from ..models.lookup import ResolvedModel
 from ..system.host_memory import read_text
 from ..system.processes import child_environment, die_with_parent
 from ..units import format_bytes, format_millions, from_gb
-from .findings import Finding, Machine, ok, one_by_one, problem, unreadable, warning
+from .findings import Finding, SystemAccess, ok, one_by_one, problem, unreadable, warning
 
 SWAP_BYTES_PER_PARAMETER = 18
 """On disk while training: fp32 weight, gradient and two moments (16) and the 16-bit weight (2)."""
@@ -38,8 +39,18 @@ _TIMEOUT_SECONDS = 120.0
 _ALIGNMENT_BYTES = 4096
 
 
-def check_nvme_path(path: Path) -> str | None:
-    """Checks the folder for swapping; sweeps what dead runs left in it. Returns a caveat on what it really is.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NvmeFolder:
+    """A folder for NVMe offload that exists and can be written."""
+
+    file_system: str | None
+    """Type of the file system; None where the kernel does not show it."""
+    caveat: str | None
+    """Why it is not a local NVMe disk, as far as the type of the file system shows."""
+
+
+def check_folder(path: Path) -> NvmeFolder:
+    """Checks the folder for swapping, and removes swap files that ended runs left in it.
 
     Raises PreflightError where it is missing or not writable.
     """
@@ -54,11 +65,12 @@ def check_nvme_path(path: Path) -> str | None:
         ) from None
     remove_abandoned_swap(path)
     kind = file_system(path)
+    caveat = None
     if kind in _NOT_A_DISK:
-        return f"--nvme-path is {_NOT_A_DISK[kind]} ({kind}), not an NVMe disk"
-    if kind is not None and kind.startswith(_NETWORK):
-        return f"--nvme-path is on a network or shared file system ({kind}), not a local NVMe disk"
-    return None
+        caveat = f"--nvme-path is {_NOT_A_DISK[kind]} ({kind}), not an NVMe disk"
+    elif kind is not None and kind.startswith(_NETWORK):
+        caveat = f"--nvme-path is on a network or shared file system ({kind}), not a local NVMe disk"
+    return NvmeFolder(file_system=kind, caveat=caveat)
 
 
 def lack_of_space(path: Path, choice: ResolvedModel) -> str | None:
@@ -95,14 +107,17 @@ def file_system(path: Path) -> str | None:
     return kind
 
 
-def check(machine: Machine, path: Path) -> Iterator[Finding]:
-    """All but the speed. Raises PreflightError where the folder cannot be used at all."""
+def check(machine: SystemAccess, path: Path, folder: NvmeFolder | None = None) -> Iterator[Finding]:
+    """All but the speed. ``folder``: of :func:`check_folder`, where it has been called already.
+
+    Raises PreflightError where the folder cannot be used at all.
+    """
     if path.exists() and not path.is_dir():
         raise PreflightError(f"--nvme-path {path} is a file, not a folder", remedy="give a folder on the NVMe disk")
-    caveat = check_nvme_path(path)
-    kind = file_system(path)
-    if caveat is not None:
-        yield warning("NVMe path", caveat, "give a folder on a local NVMe disk")
+    folder = check_folder(path) if folder is None else folder
+    kind = folder.file_system
+    if folder.caveat is not None:
+        yield warning("NVMe path", folder.caveat, "give a folder on a local NVMe disk")
     elif kind is None:
         yield unreadable("NVMe path", "/proc/self/mountinfo does not tell the file system")
     else:
@@ -125,7 +140,7 @@ def _space(path: Path) -> Finding:
     return ok("NVMe space", text)
 
 
-def _device(machine: Machine, path: Path) -> Finding:
+def _device(machine: SystemAccess, path: Path) -> Finding:
     """The disks below the folder, as far as the kernel shows them under /sys."""
     number = path.stat().st_dev
     entry = machine.root / f"sys/dev/block/{os.major(number)}:{os.minor(number)}"

@@ -14,7 +14,7 @@ from ..config import deepspeed_config, strategies
 from ..config.spec import Accelerator
 from ..launch import ops
 from . import compilers
-from .findings import Finding, Level, Machine, ok, warning
+from .findings import Finding, Level, SystemAccess, ok, warning
 
 BUILD = "python -m ds_bench doctor --build"
 _PROGRAM = "#include <libaio.h>\nint main(void) { return io_submit(0, 0, 0); }\n"
@@ -34,7 +34,7 @@ def users(accelerator: Accelerator) -> dict[str, list[str]]:
 
 
 def check(
-    machine: Machine,
+    machine: SystemAccess,
     accelerator: Accelerator,
     folder: Path,
     *,
@@ -85,7 +85,7 @@ class _Needs:
     """CUDA version torch was built for."""
 
 
-def _found(machine: Machine, needs: _Needs, folder: Path, level: Level) -> Finding:
+def _found(machine: SystemAccess, needs: _Needs, folder: Path, level: Level) -> Finding:
     """What the cache and the tools say of an op, without building it."""
     op, name = needs.op, title(needs.op)
     if ops.is_built(op, folder):
@@ -104,7 +104,7 @@ def _found(machine: Machine, needs: _Needs, folder: Path, level: Level) -> Findi
     return ok(name, "not built yet, but can be", f"{BUILD} builds it now; else the first comparison does")
 
 
-def _lacking(machine: Machine, needs: _Needs) -> str | None:
+def _lacking(machine: SystemAccess, needs: _Needs) -> str | None:
     """What a build of this op would stop at, compiler and ninja apart.
 
     A toolkit of another version than torch's CUDA is left to the build: DeepSpeed compares the two only when it is
@@ -116,7 +116,7 @@ def _lacking(machine: Machine, needs: _Needs) -> str | None:
     return ops.NO_TOOLKIT if links_cuda and compilers.toolkit_release(machine) is None else None
 
 
-def has_libaio(machine: Machine) -> bool:
+def has_libaio(machine: SystemAccess) -> bool:
     """Whether a program that calls libaio compiles and links, with the flags the user has set."""
     compiler = compilers.c_compiler(machine)
     if compiler is None:
@@ -137,7 +137,7 @@ def _being_built(folder: Path) -> bool:
     return False
 
 
-def check_locks(machine: Machine, folder: Path) -> Iterator[Finding]:
+def check_locks(machine: SystemAccess, folder: Path) -> Iterator[Finding]:
     """Locks that a killed build left behind, in our cache and in the one that DeepSpeed uses by itself."""
     ours, theirs = ops.stale_locks(folder), [lock for place in _own_caches(machine) for lock in ops.stale_locks(place)]
     if ours:
@@ -153,7 +153,7 @@ def check_locks(machine: Machine, folder: Path) -> Iterator[Finding]:
         yield ok("stale locks", "none")
 
 
-def _own_caches(machine: Machine) -> list[Path]:
+def _own_caches(machine: SystemAccess) -> list[Path]:
     """Where torch puts extensions when we do not say (cpp_extension.py, ``_get_build_directory``)."""
     given = machine.environ.get("TORCH_EXTENSIONS_DIR")
     if given:

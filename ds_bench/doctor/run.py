@@ -4,7 +4,7 @@ The other modules of this package hold the checks, one module per subject; ``cli
 node is checked, even if a hostfile names others.
 
 What ``nvme`` and ``launch.ops`` check is called, not repeated: the folder for NVMe offload with its space and file
-system (``nvme.check_nvme_path``), builds and stale locks (``ops.prepare_ops``, ``ops.stale_locks``).
+system (``nvme.check_folder``), builds and stale locks (``ops.prepare_ops``, ``ops.stale_locks``).
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from ..system import environment, gpus, terminal
 from . import compilers, host, hub, nvme, packages
 from . import gpus as cards
 from . import ops as compiled
-from .findings import Finding, Groups, Machine, attempt, count_of, format_finding, ok, warning
+from .findings import Finding, Groups, SystemAccess, attempt, count_of, format_finding, ok, warning
 
 
-def gather(machine: Machine, *, nvme_path: Path | None = None, build: bool = False) -> Groups:
+def gather(machine: SystemAccess, *, nvme_path: Path | None = None, build: bool = False) -> Groups:
     """Every check. Never raises for the state of the machine."""
     torch_cuda, inventory = environment.torch_cuda_version(), machine.query.read()
-    place = placement.here(machine.environ, _Known(inventory))
+    place = placement.here(machine.environ, gpus.KnownGpus(inventory))
     groups = {
         "Packages": [
             *attempt("packages", packages.check),
@@ -46,18 +46,8 @@ def gather(machine: Machine, *, nvme_path: Path | None = None, build: bool = Fal
     return groups
 
 
-class _Known:
-    """Cards that have been read already."""
-
-    def __init__(self, inventory: gpus.GpuInventory) -> None:
-        self._inventory = inventory
-
-    def read(self) -> gpus.GpuInventory:
-        return self._inventory
-
-
 def _ops(
-    machine: Machine, place: Placement, nvme_asked: bool, build: bool, variables: dict[str, str]
+    machine: SystemAccess, place: Placement, nvme_asked: bool, build: bool, variables: dict[str, str]
 ) -> Iterator[Finding]:
     """Also fills in the ``variables`` that any process needs which uses the ops."""
     variables.update(rank_environment.rank_environment(place, machine.environ, None))
@@ -77,7 +67,7 @@ def _ops(
     )
 
 
-def _nvme(machine: Machine, path: Path | None, variables: Mapping[str, str]) -> list[Finding]:
+def _nvme(machine: SystemAccess, path: Path | None, variables: Mapping[str, str]) -> list[Finding]:
     if path is None:
         return [ok("NVMe path", "not looked at", "--nvme-path DIR checks a folder for NVMe offload and its speed")]
     found = attempt("NVMe path", lambda: nvme.check(machine, path), failed="problem")
@@ -94,8 +84,9 @@ def for_plan(
     configs: Sequence[Mapping[str, Any]],
     *,
     lacks_space: str | None = None,
+    nvme_folder: nvme.NvmeFolder | None = None,
     need_host_bytes: int | None = None,
-    machine: Machine | None = None,
+    machine: SystemAccess | None = None,
 ) -> list[Finding]:
     """What could stop these configurations here: the doctor's findings without builds, speed or the Hub; 0.2 s.
 
@@ -103,7 +94,7 @@ def for_plan(
     node. ``lacks_space``: ``nvme.lack_of_space`` of the plan. What only some rows need is a warning: those rows
     then say Unsupported, and the others run.
     """
-    machine = Machine() if machine is None else machine
+    machine = SystemAccess() if machine is None else machine
     torch_cuda, inventory = environment.torch_cuda_version(), machine.query.read()
     found = attempt("packages", packages.check)
     if place.accelerator == "cuda":
@@ -118,7 +109,7 @@ def for_plan(
     found += attempt("host", lambda: host.check(machine, place, need_host_bytes))
     path = place.nvme_path
     if path is not None and any(map(deepspeed_config.uses_nvme, configs)):
-        looked = attempt("NVMe path", lambda: nvme.check(machine, Path(path)), failed="problem")
+        looked = attempt("NVMe path", lambda: nvme.check(machine, Path(path), nvme_folder), failed="problem")
         # A full disk stops the rows that swap to it, which the plan marks so, and no other.
         found += looked if lacks_space is None else [_as_warning(finding) for finding in looked]
     return found

@@ -34,7 +34,11 @@ def build_ops(
 
 
 def rank_environment(
-    placement: Placement, environ: Mapping[str, str], preload_model: str | None, root: Path = host_memory.ROOT
+    placement: Placement,
+    environ: Mapping[str, str],
+    preload_model: str | None,
+    root: Path = host_memory.ROOT,
+    query: gpus.GpuQuery | None = None,
 ) -> dict[str, str]:
     """Variables every process of every trial gets, the same for warm and cold launch."""
     variables = {
@@ -50,7 +54,7 @@ def rank_environment(
     if preload_model is not None:
         variables["DS_BENCH_PRELOAD"] = f"transformers.models.{preload_model}.modeling_{preload_model}"
     if placement.accelerator == "cuda":
-        variables |= cuda_environment(environ, gpus.NvmlQuery())
+        variables |= cuda_environment(environ, query or gpus.NvmlQuery())
     architectures = variables.get("TORCH_CUDA_ARCH_LIST") or environ.get("TORCH_CUDA_ARCH_LIST")
     cuda_only = architectures if placement.accelerator == "cuda" else None
     variables["TORCH_EXTENSIONS_DIR"] = str(ops.cache_folder(placement.accelerator, cuda_only))

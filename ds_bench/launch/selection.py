@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 
 from ..config.spec import Placement, Trial
@@ -20,18 +19,18 @@ def choose_launcher(
     variables: Mapping[str, str],
     limits: Limits,
     trials: Sequence[Trial],
+    gpu_indices: tuple[int, ...],
     say: Callable[[str], None],
 ) -> tuple[Launcher, str | None]:
     """The launcher for these trials, and a note where ranks may not be forked warm and ``requested`` leaves it open.
 
-    ``requested``: ``auto``, ``warm`` or ``deepspeed``. On GPUs the launcher also watches them. Raises UsageError where
-    ``warm`` is requested and not safe.
+    ``requested``: ``auto``, ``warm`` or ``deepspeed``. ``gpu_indices``: NVML's, of the visible GPUs. On GPUs the
+    launcher also watches them. Raises UsageError where ``warm`` is requested and not safe.
     """
-    launcher, why_cold = _launcher(requested, placement, variables, limits, trials, say)
+    launcher, why_cold = _launcher(requested, placement, variables, limits, trials, gpu_indices, say)
     if placement.accelerator == "cpu":
         return launcher, why_cold
-    used = gpus.visible_indices(os.environ, gpus.NvmlQuery())[: placement.num_gpus]
-    return CardWatcher(launcher, gpus.NvmlQuery(), used), why_cold
+    return CardWatcher(launcher, gpus.NvmlQuery(), gpu_indices[: placement.num_gpus]), why_cold
 
 
 def _launcher(
@@ -40,10 +39,10 @@ def _launcher(
     variables: Mapping[str, str],
     limits: Limits,
     trials: Sequence[Trial],
+    gpu_indices: tuple[int, ...],
     say: Callable[[str], None],
 ) -> tuple[Launcher, str | None]:
-    devices = gpus.visible_indices(os.environ, gpus.NvmlQuery()) if placement.accelerator == "cuda" else None
-    cold = DeepSpeedLauncher(variables, limits, device_indices=devices)
+    cold = DeepSpeedLauncher(variables, limits, device_indices=gpu_indices if placement.accelerator == "cuda" else None)
     if placement.launcher == "deepspeed" or all(trial.not_launched for trial in trials):
         return cold, None
     warm = WarmLauncher(variables, limits, otherwise=None if requested == "warm" else cold)

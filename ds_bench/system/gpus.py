@@ -81,6 +81,17 @@ class GpuQuery(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class KnownGpus:
+    """GPUs that have been read already, for callers that take a :class:`GpuQuery`."""
+
+    inventory: GpuInventory
+
+    def read(self) -> GpuInventory:
+        """The inventory; the driver is not asked again."""
+        return self.inventory
+
+
 class NvmlQuery:
     """Asks NVML; a host without NVIDIA's driver has no cards."""
 

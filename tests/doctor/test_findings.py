@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from ds_bench.doctor import compilers, hub, packages
 from ds_bench.doctor import ops as compiled
-from ds_bench.doctor.findings import Finding, Machine, ask_program, attempt, find_program, ok
+from ds_bench.doctor.findings import Finding, SystemAccess, ask_program, attempt, find_program, ok
 from ds_bench.errors import PreflightError
 from ds_bench.launch import ops
 
@@ -32,8 +32,8 @@ def machine(
     programs: Mapping[str, str] = EVERYTHING,
     ask: Callable[[Sequence[str], str], str | None] = lambda _command, _text: "",
     **environ: str,
-) -> Machine:
-    return Machine(root=root, environ=environ, which=programs.get, ask=ask)
+) -> SystemAccess:
+    return SystemAccess(root=root, environ=environ, which=programs.get, ask=ask)
 
 
 def without(*names: str) -> dict[str, str]:
@@ -199,7 +199,7 @@ def test_cuda_home_goes_before_the_nvcc_on_path() -> None:
 
 
 def compiled_ops(
-    there: Machine, folder: Path, accelerator: str = "cpu", *, cuda: str | None = None, nvme: bool = False
+    there: SystemAccess, folder: Path, accelerator: str = "cpu", *, cuda: str | None = None, nvme: bool = False
 ) -> dict[str, Finding]:
     return by_name(compiled.check(there, accelerator, folder, torch_cuda=cuda, nvme_asked=nvme))  # type: ignore[arg-type]
 
@@ -287,7 +287,7 @@ def test_the_compilers_flags_of_the_user_find_libaio_in_an_odd_place() -> None:
 
 
 def test_a_real_compiler_finds_no_library_that_does_not_exist() -> None:
-    broken = Machine(environ={"CFLAGS": "-include /no/such/header.h"})
+    broken = SystemAccess(environ={"CFLAGS": "-include /no/such/header.h"})
     assert not compiled.has_libaio(broken)
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from ds_bench.config.spec import Placement
 from ds_bench.doctor import gpus as cards
 from ds_bench.doctor import host
-from ds_bench.doctor.findings import Finding, Machine, attempt
+from ds_bench.doctor.findings import Finding, SystemAccess, attempt
 from ds_bench.system.gpus import GpuFacts, GpuInventory
 
 GB = 2**30
@@ -46,7 +46,7 @@ def root(tmp_path: Path) -> Path:
 
 
 def looked(root: Path, place: Placement = CPU, need: int | None = None) -> dict[str, Finding]:
-    return {each.name: each for each in attempt("host", lambda: host.check(Machine(root=root), place, need))}
+    return {each.name: each for each in attempt("host", lambda: host.check(SystemAccess(root=root), place, need))}
 
 
 def cgroup(root: Path, **files: object) -> None:
@@ -234,7 +234,7 @@ def card(index: int = 0, **facts: Any) -> GpuFacts:
 def seen(
     *gpus: GpuFacts, root: Path = Path("/nowhere"), torch_cuda: str | None = "12.8", **environ: str
 ) -> dict[str, Finding]:
-    machine, inventory = Machine(root=root, environ=environ), GpuInventory(driver_version="580.65", gpus=gpus)
+    machine, inventory = SystemAccess(root=root, environ=environ), GpuInventory(driver_version="580.65", gpus=gpus)
     return {each.name: each for each in cards.check(machine, inventory, torch_cuda)}
 
 
@@ -328,6 +328,6 @@ def test_no_check_of_a_card_calls_anything_that_changes_it() -> None:
         def __getattr__(self, name: str) -> Any:
             raise AssertionError(f"asked for {name}")
 
-    machine = Machine(query=Reads(), environ={})
+    machine = SystemAccess(query=Reads(), environ={})
     found: Iterator[Finding] = cards.check(machine, machine.query.read(), "12.8")
     assert {each.level for each in found} == {"ok"}

@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 
 from ds_bench.doctor import nvme
-from ds_bench.doctor.findings import Finding, Machine, attempt
+from ds_bench.doctor.findings import Finding, SystemAccess, attempt
 
 MIB, GB = 2**20, 2**30
 AIO = {"block_size": MIB, "queue_depth": 8, "intra_op_parallelism": 1}
 
 
 def looked(path: Path, root: Path = Path("/")) -> dict[str, Finding]:
-    found = attempt("NVMe path", lambda: nvme.check(Machine(root=root), path), failed="problem")
+    found = attempt("NVMe path", lambda: nvme.check(SystemAccess(root=root), path), failed="problem")
     return {each.name: each for each in found}
 
 

@@ -14,7 +14,7 @@ from ds_bench.config import deepspeed_config, strategies
 from ds_bench.config.spec import Placement
 from ds_bench.doctor import compilers, nvme, packages
 from ds_bench.doctor import run as doctor
-from ds_bench.doctor.findings import Finding, Machine, ok, problem, warning
+from ds_bench.doctor.findings import Finding, SystemAccess, ok, problem, warning
 from ds_bench.errors import PreflightError
 from ds_bench.launch import ops
 from ds_bench.system import environment
@@ -38,31 +38,31 @@ OFFLINE = {"HF_HUB_OFFLINE": "1"}
 
 
 @pytest.fixture
-def bare(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Machine:
+def bare(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> SystemAccess:
     """A machine that tells nothing: no files, no programs, no cards, no variables."""
     monkeypatch.setenv("DS_BENCH_OPS_CACHE", str(tmp_path / "ops"))
     root = tmp_path / "root"
     root.mkdir()
-    return Machine(root=root, environ=OFFLINE, query=Cards(), which=lambda _name: None, ask=lambda *_: None)
+    return SystemAccess(root=root, environ=OFFLINE, query=Cards(), which=lambda _name: None, ask=lambda *_: None)
 
 
 # ------------------------------------------------------------------ the whole
 
 
-def test_a_machine_that_tells_nothing_gets_an_answer_of_every_group(bare: Machine) -> None:
+def test_a_machine_that_tells_nothing_gets_an_answer_of_every_group(bare: SystemAccess) -> None:
     groups = doctor.gather(bare)
     assert list(groups) == GROUPS
     assert all(groups.values())
     assert "problem" in {finding.level for findings in groups.values() for finding in findings}
 
 
-def test_the_cards_are_asked_once(bare: Machine) -> None:
+def test_the_cards_are_asked_once(bare: SystemAccess) -> None:
     assert isinstance(bare.query, Cards)
     doctor.gather(bare)
     assert bare.query.times == 1
 
 
-def test_a_check_that_breaks_costs_no_other_group(bare: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_check_that_breaks_costs_no_other_group(bare: SystemAccess, monkeypatch: pytest.MonkeyPatch) -> None:
     def breaks(*_: object) -> Any:
         raise RuntimeError("broken")
 
@@ -73,20 +73,22 @@ def test_a_check_that_breaks_costs_no_other_group(bare: Machine, monkeypatch: py
 
 
 def test_a_path_that_cannot_be_used_is_not_measured(
-    bare: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    bare: SystemAccess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(nvme, "check_speed", lambda *_: pytest.fail("measured all the same"))
     (found,) = doctor.gather(bare, nvme_path=tmp_path / "missing")["NVMe"]
     assert found.level == "problem"
 
 
-def test_without_the_op_the_speed_is_not_measured_and_the_remedy_builds_it(bare: Machine, tmp_path: Path) -> None:
+def test_without_the_op_the_speed_is_not_measured_and_the_remedy_builds_it(bare: SystemAccess, tmp_path: Path) -> None:
     found = doctor.gather(bare, nvme_path=tmp_path)["NVMe"][-1]
     assert (found.name, found.level) == ("NVMe speed", "warning")
     assert "--build" in (found.remedy or "")
 
 
-def test_build_hands_every_op_of_the_catalogue_to_the_builder(bare: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_build_hands_every_op_of_the_catalogue_to_the_builder(
+    bare: SystemAccess, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked: list[str] = []
 
     def build(names: list[str], *_: object, **__: object) -> dict[str, ops.OpState]:
@@ -101,7 +103,9 @@ def test_build_hands_every_op_of_the_catalogue_to_the_builder(bare: Machine, mon
     assert levels["ShareMemComm op"] == "ok"
 
 
-def test_a_cache_that_cannot_be_made_is_a_finding_of_the_ops(bare: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_that_cannot_be_made_is_a_finding_of_the_ops(
+    bare: SystemAccess, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("DS_BENCH_OPS_CACHE", "/proc/nowhere")
     found = doctor.gather(bare, build=True)["DeepSpeed ops"][-1]
     assert found.level == "problem"
@@ -127,11 +131,11 @@ def test_a_plan_on_this_machine_is_ready_and_says_so_quickly() -> None:
     assert [each for each in found.values() if each.level == "problem"] == []
 
 
-def test_a_tool_that_every_row_needs_is_a_problem(bare: Machine) -> None:
+def test_a_tool_that_every_row_needs_is_a_problem(bare: SystemAccess) -> None:
     assert planned(config("none"), machine=bare)["ninja"].level == "problem"  # on the CPU every row talks by an op
 
 
-def test_a_tool_that_only_some_rows_need_is_a_warning(bare: Machine) -> None:
+def test_a_tool_that_only_some_rows_need_is_a_warning(bare: SystemAccess) -> None:
     place = Placement(accelerator="cuda")
     some = planned(config("none"), config("cpu_optimizer"), place=place, machine=bare)
     every = planned(config("cpu_full"), config("cpu_optimizer"), place=place, machine=bare)
@@ -159,14 +163,14 @@ def test_a_full_disk_for_swapping_stops_only_the_rows_that_swap(
 
 def test_cards_are_looked_at_only_where_the_plan_uses_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(environment, "torch_cuda_version", lambda: "12.8")
-    cut = Machine(query=Cards(GpuFacts(index=0, mig=True)), environ={})
+    cut = SystemAccess(query=Cards(GpuFacts(index=0, mig=True)), environ={})
     assert "GPU 0 MIG" not in planned(config("none"), machine=cut)
     assert planned(config("none"), place=Placement(accelerator="cuda"), machine=cut)["GPU 0 MIG"].level == "problem"
 
 
 def test_an_amd_gpu_is_said_to_be_unsupported(tmp_path: Path) -> None:
     (tmp_path / "dev").mkdir()
-    there = Machine(root=tmp_path, query=Cards(), environ={})
+    there = SystemAccess(root=tmp_path, query=Cards(), environ={})
     assert "GPUs" not in planned(config("none"), machine=there)
     (tmp_path / "dev/kfd").touch()
     assert "ROCm is not supported: this runs on the CPU" in planned(config("none"), machine=there)["GPUs"].text

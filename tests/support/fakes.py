@@ -22,7 +22,8 @@ from ds_bench.records import schema
 from ds_bench.records.run_folder import RunStore
 from ds_bench.records.schema import Outcome, RankFailure, RankMeasurement, TrialRecord
 from ds_bench.system.environment import Environment
-from ds_bench.system.gpus import GpuFacts, GpuInventory
+from ds_bench.system.gpus import GpuFacts, GpuInventory, KnownGpus
+from ds_bench.system.machine import Machine
 
 GB = 2**30
 
@@ -273,6 +274,15 @@ def environment(**changes: Any) -> Environment:
         "gpus": FakeQuery(cards=2).inventory.gpus,
     }
     return Environment(**{**values, **changes})
+
+
+def machine(cards: int = 0) -> Machine:
+    """The host of :func:`environment` with so many H100s, and no variables."""
+    return Machine(
+        environment=environment(gpus=FakeQuery(cards).inventory.gpus),
+        gpus=KnownGpus(FakeQuery(cards).inventory),
+        variables={},
+    )
 
 
 def write_run(

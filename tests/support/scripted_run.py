@@ -13,7 +13,7 @@ from ds_bench.cli import script as cli
 from ds_bench.launch import ops, rank_environment
 from ds_bench.system import gpus
 from tests.support import fakes
-from tests.support.fakes import FakeLauncher, FakeQuery
+from tests.support.fakes import FakeLauncher
 
 
 class House:
@@ -25,7 +25,7 @@ class House:
         ready = {op: ops.OpState(op=op, ready=True) for op in (ops.CPU_ADAM, ops.SHARED_MEMORY)}
         monkeypatch.setattr(rank_environment, "build_ops", lambda *_: ready)
         monkeypatch.setattr(comparison, "choose_launcher", lambda *_: (self.launcher, None))
-        monkeypatch.setattr(gpus, "NvmlQuery", FakeQuery)
+        monkeypatch.setattr(gpus.NvmlQuery, "read", lambda _query: gpus.GpuInventory())
         for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
             monkeypatch.delenv(name, raising=False)
 
@@ -34,10 +34,10 @@ class House:
         given = ["--model", "tiny", "--seq-length", "16", "--output-dir", str(self.output), "--quiet", *arguments]
         return cli.main(family, fakes.make_config, given)
 
-    def resume(self, *arguments: str, script: FakeLauncher | None = None) -> int:
+    def resume(self, *arguments: str, script: FakeLauncher | None = None, family: Any = "zero") -> int:
         self.launcher = script or FakeLauncher()
         (folder,) = (self.output / "runs").iterdir()
-        return cli.main("zero", fakes.make_config, ["--resume", str(folder), *arguments])
+        return cli.main(family, fakes.make_config, ["--resume", str(folder), *arguments])
 
     def rows(self) -> list[dict[str, Any]]:
         (path,) = self.output.glob("*_comparison_*.json")

@@ -1,0 +1,34 @@
+"""This machine as a run finds it: read once at the start of the run and handed down."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from . import environment, gpus
+from .environment import Environment
+from .gpus import KnownGpus
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """Host, GPUs, versions and variables at one moment."""
+
+    environment: Environment
+    """What is stored with the results."""
+    gpus: KnownGpus
+    """Every GPU of the host, visible to CUDA or not."""
+    variables: Mapping[str, str]
+    """Environment variables of this process."""
+
+    @property
+    def visible_gpu_indices(self) -> tuple[int, ...]:
+        """NVML's indices of the GPUs that ``CUDA_VISIBLE_DEVICES`` leaves, in its order."""
+        return gpus.visible_indices(self.variables, self.gpus)
+
+
+def read_machine() -> Machine:
+    """Reads GPUs, host, versions and variables. Never raises: a fact that cannot be read is None."""
+    variables, inventory = dict(os.environ), KnownGpus(gpus.NvmlQuery().read())
+    return Machine(environment=environment.capture(variables, inventory), gpus=inventory, variables=variables)
