@@ -11,7 +11,7 @@ from ..errors import UsageError
 from ..models import lookup
 from ..models.presets import ModelFacts
 from ..recommend import strategy_guide
-from ..recommend.rule import COMFORTABLE
+from ..recommend.rule import COMFORTABLE_FRACTION
 from ..system import terminal
 from ..units import format_millions, format_percent
 
@@ -36,7 +36,8 @@ def show_advice(model: str, num_gpus: int, precision: Precision, grad_accum: int
 def _rules_of_thumb(num_gpus: int) -> list[str]:
     """Lines that hold for any model."""
     comfortable, barely, near = (
-        format_percent(share, digits=0) for share in (COMFORTABLE, strategy_guide.BARELY, NEAR_CAPACITY)
+        format_percent(share, digits=0)
+        for share in (COMFORTABLE_FRACTION, strategy_guide.BARELY_FITS_FRACTION, NEAR_CAPACITY)
     )
     lines = [
         "Rules of thumb, by what a measured run shows:",

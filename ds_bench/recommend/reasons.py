@@ -1,6 +1,6 @@
-"""The sentences of a recommendation: why a row was chosen, how sure that is, and what it costs.
+"""The sentences of a recommendation: why a row was chosen, how certain that is, and what it costs.
 
-Nothing is decided here. Numbers are those of the rows; whether two of them differ in speed is tested by runs.
+Nothing is decided here.
 """
 
 from __future__ import annotations
@@ -11,43 +11,43 @@ from dataclasses import dataclass
 from ..analysis.intervals import FEWEST_RUNS
 from ..units import format_bytes, format_count, format_percent
 from .rule import (
-    COMFORTABLE,
-    FAST_ENOUGH,
+    COMFORTABLE_FRACTION,
     LEAST_LEAD,
+    MIN_SPEED_FRACTION,
     Candidate,
     Decision,
     Speeds,
     fastest,
-    leanest,
-    nearly_leanest,
-    stand_ins,
+    least_memory,
+    nearly_least_memory,
+    same_offload_nearly_as_fast,
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Words:
-    """What the memory is called that the rule weighed."""
+class MemoryTerms:
+    """Names of the memory that the rule compared, for sentences."""
 
     memory: str = "device memory"
     capacity: str = "the card"
 
 
-ON_DEVICE = Words()
-ON_HOST = Words(memory="host memory", capacity="the host's memory")
+ON_DEVICE = MemoryTerms()
+ON_HOST = MemoryTerms(memory="host memory", capacity="the host's memory")
 
 
-def why(decision: Decision, speeds: Speeds, goal: str, words: Words) -> str:
+def why(decision: Decision, speeds: Speeds, goal: str, terms: MemoryTerms) -> str:
     """One sentence without its full stop: the part of the rule that chose the row, with its numbers."""
     choice, fitting = decision.choice, speeds.candidates
-    numbers = f"{_speed(choice)} tokens/s with {_memory(choice, words)}"
+    numbers = f"{_speed(choice)} tokens/s with {_memory(choice, terms)}"
     if len(fitting) == 1:
         return f"{choice.label} is the only row that trained and fits: {numbers}"
     if goal == "memory":
-        near = len(nearly_leanest(fitting)) > 1
+        near = len(nearly_least_memory(fitting)) > 1
         within = f", within {_whole(LEAST_LEAD)} of others," if near else ""
-        return f"{choice.label} needs the least {words.memory}{within} of {_rows(fitting)}: {numbers}"
+        return f"{choice.label} needs the least {terms.memory}{within} of {_rows(fitting)}: {numbers}"
     head = f"{choice.label} is {_standing(decision, speeds)}: {numbers}"
-    return head if goal == "speed" else _why_balanced(decision, speeds, head, words)
+    return head if goal == "speed" else _why_balanced(decision, speeds, head, terms)
 
 
 def _standing(decision: Decision, speeds: Speeds) -> str:
@@ -62,31 +62,30 @@ def _standing(decision: Decision, speeds: Speeds) -> str:
     return f"the simplest of the {count} rows that cannot be told from the fastest, {best.label}, by speed"
 
 
-def _why_balanced(decision: Decision, speeds: Speeds, head: str, words: Words) -> str:
+def _why_balanced(decision: Decision, speeds: Speeds, head: str, terms: MemoryTerms) -> str:
     choice, best = decision.choice, decision.stands
     if best != choice:
         return (
-            f"{choice.label} needs the least {words.memory} of the rows that offload alike and reach "
-            f"{_whole(FAST_ENOUGH)} of {best.label}'s speed: {head.partition(': ')[2]}, "
+            f"{choice.label} needs the least {terms.memory} of the rows that offload alike and reach "
+            f"{_whole(MIN_SPEED_FRACTION)} of {best.label}'s speed: {head.partition(': ')[2]}, "
             f"{format_percent(_share(choice, best))} of {best.label}'s {_speed(best)} tokens/s with "
             f"{format_bytes(best.memory_bytes)} ({format_percent(best.fraction)})"
         )
     if choice.filled:
-        return f"{head}; it is at its own largest micro-batch, so how full {words.capacity} is weighs nothing"
+        return f"{head}; it is at its own largest micro-batch, so how full {terms.capacity} is weighs nothing"
     if choice.fraction is None:
-        return f"{head}; how much of {words.capacity} that is cannot be told, so nothing is traded for memory"
+        return f"{head}; how much of {terms.capacity} that is cannot be told, so nothing is traded for memory"
     if choice.comfortable:
-        return f"{head}, under the {_whole(COMFORTABLE)} from which less memory would be worth speed"
-    others = len(stand_ins(choice, speeds)) > 1
-    rest = "and needs less" if others else f"and reaches {_whole(FAST_ENOUGH)} of its speed"
+        return f"{head}, under the {_whole(COMFORTABLE_FRACTION)} from which less memory would be worth speed"
+    others = len(same_offload_nearly_as_fast(choice, speeds)) > 1
+    rest = "and needs less" if others else f"and reaches {_whole(MIN_SPEED_FRACTION)} of its speed"
     return f"{head}; no other row offloads alike {rest}"
 
 
-def noise(choice: Candidate, speeds: Speeds, runs: Mapping[str, int]) -> str | None:
-    """How sure the difference in speed is that was at stake; None where there is no second row to tell from it.
+def speed_difference_text(choice: Candidate, speeds: Speeds, runs: Mapping[str, int]) -> str | None:
+    """The difference in speed to the next fastest row, or to the fastest, and whether it is more than the noise.
 
-    At stake is the lead over the next fastest, or what the choice gives up against the fastest. ``runs``: how many of
-    each row succeeded, by its key.
+    None without a second row. ``runs``: number of successful runs by row key.
     """
     rivals = [candidate for candidate in speeds.alike(choice) if candidate != choice]
     if not rivals:
@@ -96,7 +95,7 @@ def noise(choice: Candidate, speeds: Speeds, runs: Mapping[str, int]) -> str | N
     kind = "lead over" if difference >= 0 else "lag behind"
     verdict = _verdict_text(choice, rival, speeds, min(runs[choice.key], runs[rival.key]))
     text = f"its {kind} {rival.label} ({format_percent(abs(difference))}) is {verdict}"
-    lean = _lean_equal(choice, rivals, speeds)
+    lean = _smaller_equally_fast(choice, rivals, speeds)
     return text if lean is None else f"{text}; {lean}"
 
 
@@ -107,8 +106,8 @@ def _verdict_text(choice: Candidate, rival: Candidate, speeds: Speeds, runs: int
     return f"{'more than' if speeds.differ(choice, rival) else 'inside'} the noise of {each}"
 
 
-def _lean_equal(choice: Candidate, rivals: Sequence[Candidate], speeds: Speeds) -> str | None:
-    """A row that needs less memory and cannot be told from the choice by its speed: the rule stands, but is told."""
+def _smaller_equally_fast(choice: Candidate, rivals: Sequence[Candidate], speeds: Speeds) -> str | None:
+    """A row that needs less memory and whose speed cannot be told from the choice's; None if there is none."""
     if choice.memory_bytes is None:
         return None
     equal = [
@@ -121,14 +120,13 @@ def _lean_equal(choice: Candidate, rivals: Sequence[Candidate], speeds: Speeds) 
     ]
     if not equal:
         return None
-    lean = leanest(equal)
+    lean = least_memory(equal)
     saved = format_bytes(choice.memory_bytes - (lean.memory_bytes or 0))
     return f"{lean.label} needs {saved} less and cannot be told from it by speed: take it if memory matters"
 
 
-def cost(choice: Candidate, speeds: Speeds, words: Words) -> str | None:
-    """What the choice gives up against the fastest row that fits, and what it saves; None where it is that row, or
-    where no difference can be told."""
+def cost(choice: Candidate, speeds: Speeds, terms: MemoryTerms) -> str | None:
+    """Speed lost and memory saved against the fastest row that fits; None if it is that row, or nothing differs."""
     best = fastest(speeds.alike(choice))
     if best == choice:
         return None
@@ -139,13 +137,12 @@ def cost(choice: Candidate, speeds: Speeds, words: Words) -> str | None:
     saved = best.memory_bytes - choice.memory_bytes
     text = f"{'saves' if saved > 0 else 'takes'} {format_bytes(abs(saved))}{'' if saved > 0 else ' more'}"
     if differ:
-        return f"{slower}, {text} of {words.memory}"
-    return f"{text} of {words.memory} against {best.label}, which cannot be told from it by speed"
+        return f"{slower}, {text} of {terms.memory}"
+    return f"{text} of {terms.memory} against {best.label}, which cannot be told from it by speed"
 
 
 def cost_of_leaving_out(row: Candidate, choice: Candidate, speeds: Speeds) -> str | None:
-    """What is lost where a row that is too full is not used; None where it is no faster than the choice, or stepped
-    with another optimizer."""
+    """Speed lost by not using a row that is too full; None if it is no faster or used another optimizer."""
     if row.tokens_per_second <= choice.tokens_per_second or row.optimizer != choice.optimizer:
         return None
     if not speeds.differ(row, choice):
@@ -166,13 +163,13 @@ def _whole(fraction: float) -> str:
 
 
 def _speed(candidate: Candidate) -> str:
-    """Digits enough to tell slow rows apart."""
+    """Tokens/s with three significant digits below 100."""
     speed = candidate.tokens_per_second
     return format_count(speed) if speed >= 100 else f"{speed:.3g}"
 
 
-def _memory(candidate: Candidate, words: Words) -> str:
+def _memory(candidate: Candidate, terms: MemoryTerms) -> str:
     if candidate.memory_bytes is None:
-        return f"{words.memory} not measured"
-    part = "" if candidate.fraction is None else f" ({format_percent(candidate.fraction)} of {words.capacity})"
-    return f"{format_bytes(candidate.memory_bytes)} of {words.memory}{part}"
+        return f"{terms.memory} not measured"
+    part = "" if candidate.fraction is None else f" ({format_percent(candidate.fraction)} of {terms.capacity})"
+    return f"{format_bytes(candidate.memory_bytes)} of {terms.memory}{part}"

@@ -1,7 +1,7 @@
-"""From a comparison to a choice: which row to use, why, what it costs, and what to try next.
+"""From a comparison to a recommendation: which row to use, why, what it costs, and what to try next.
 
-The rule is ``rule``'s, the words are ``reasons``', what a failed row needs is ``remedies``'; here it is decided which
-rows may stand. Rows that do not compare with the others, or did not train what was asked, are never recommended.
+This module decides which rows are eligible: rows that do not compare with the others, or did not train as requested,
+are never recommended. The choice is made by ``rule``, worded by ``reasons``; ``remedies`` has the steps for other rows.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from ..config.spec import Trial
 from ..records.schema import OOM
 from ..units import format_percent
 from . import reasons, remedies, strategy_guide
-from .headroom import larger_batch, too_full
-from .reasons import ON_DEVICE, ON_HOST, Words
+from .reasons import ON_DEVICE, ON_HOST, MemoryTerms
 from .rule import Candidate, Decision, IntervalOf, Speeds, decide, standing
 from .rule import choose as choose
 
@@ -31,7 +30,7 @@ _MOST_NAMED = 6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recommendation:
-    """What to use. Every text is one line, ready to print; none is escaped."""
+    """The row to use. Every text is one line without escapes."""
 
     choice: str | None
     """Label of the row; None where nothing can be recommended."""
@@ -60,11 +59,11 @@ class Recommendation:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Field:
-    """Who may stand, and why the others may not."""
+class Candidates:
+    """Rows eligible for a recommendation, and one sentence for each row that is not."""
 
     candidates: tuple[Candidate, ...]
-    """Rows that may stand, those too full included: the rule drops them."""
+    """Eligible rows, and rows that are too full, which the rule drops."""
     incomparable: tuple[str, ...]
     """One sentence per row that does not compare with the others."""
     left_out: tuple[tuple[str, Candidate | None], ...]
@@ -76,20 +75,20 @@ def recommend(comparison: Comparison, goal: str = "balanced") -> Recommendation:
 
     Raises UsageError for a goal that is none of ``GOALS``.
     """
-    words = ON_HOST if _on_cpu(comparison) else ON_DEVICE
-    field = _field(comparison, words)
-    decision = decide(field.candidates, goal, _intervals(comparison))
-    if decision is None or (field.incomparable and len(field.candidates) < 2):
-        return _nothing(comparison, field)
-    choice, fitting = decision.choice, [candidate for candidate in field.candidates if candidate.fits]
+    terms = ON_HOST if _on_cpu(comparison) else ON_DEVICE
+    candidates = _candidates(comparison, terms)
+    decision = decide(candidates.candidates, goal, _intervals(comparison))
+    if decision is None or (candidates.incomparable and len(candidates.candidates) < 2):
+        return _no_recommendation(comparison, candidates)
+    choice, fitting = decision.choice, [candidate for candidate in candidates.candidates if candidate.fits]
     speeds = Speeds(candidates=fitting, interval_of=_intervals(comparison))
     open_rows = [row.label for row in (choice, *decision.undecided)] if decision.undecided else []
     return Recommendation(
         choice=choice.label,
         key=choice.key,
-        reason=_reason(decision, speeds, field, comparison, goal, words),
-        cost=reasons.cost(choice, speeds, words),
-        next_steps=_once(_next_steps(choice, open_rows, comparison, goal)),
+        reason=_reason(decision, speeds, candidates, comparison, goal, terms),
+        cost=reasons.cost(choice, speeds, terms),
+        next_steps=tuple(dict.fromkeys(_next_steps(choice, open_rows, comparison, goal))),
         tied=tuple(candidate.label for candidate in decision.tied),
         undecided=tuple(open_rows),
     )
@@ -97,10 +96,10 @@ def recommend(comparison: Comparison, goal: str = "balanced") -> Recommendation:
 
 def lines(recommendation: Recommendation, goal: str = "balanced") -> list[str]:
     """For a console: the choice, why, its cost, and each next step on a line of its own."""
-    found = [f"Recommendation ({goal}): {_headline(recommendation)}", f"Why: {recommendation.reason}"]
+    text = [f"Recommendation ({goal}): {_headline(recommendation)}", f"Why: {recommendation.reason}"]
     if recommendation.cost is not None:
-        found.append(f"Cost: {recommendation.cost}")
-    return [*found, *(f"Next: {step}" for step in recommendation.next_steps)]
+        text.append(f"Cost: {recommendation.cost}")
+    return [*text, *(f"Next: {step}" for step in recommendation.next_steps)]
 
 
 def _headline(recommendation: Recommendation) -> str:
@@ -118,7 +117,7 @@ def _intervals(comparison: Comparison) -> IntervalOf:
     return lambda row, other: ratio_between(comparison.result(row.key), comparison.result(other.key))
 
 
-def _field(comparison: Comparison, words: Words) -> _Field:
+def _candidates(comparison: Comparison, terms: MemoryTerms) -> Candidates:
     candidates: list[Candidate] = []
     incomparable: list[str] = []
     left_out: list[tuple[str, Candidate | None]] = []
@@ -127,25 +126,25 @@ def _field(comparison: Comparison, words: Words) -> _Field:
             continue
         if row.differences:
             incomparable.append(f"{row.label} does not compare with the others ({'; '.join(row.differences)})")
-        elif reason := _unfit(row):
+        elif reason := _reason_not_eligible(row):
             left_out.append((f"{row.label} is left out: {reason}", None))
         else:
-            candidates.append(candidate := _candidate(row, row.tokens_per_second, comparison, words))
+            candidates.append(candidate := _candidate(row, row.tokens_per_second, comparison, terms))
             if not candidate.fits:
                 share, limit = format_percent(candidate.fraction), format_percent(NEAR_CAPACITY, digits=0)
-                left_out.append((f"{row.label} is left out: {share} of {words.capacity}, above {limit}", candidate))
-    return _Field(candidates=tuple(candidates), incomparable=tuple(incomparable), left_out=tuple(left_out))
+                left_out.append((f"{row.label} is left out: {share} of {terms.capacity}, above {limit}", candidate))
+    return Candidates(candidates=tuple(candidates), incomparable=tuple(incomparable), left_out=tuple(left_out))
 
 
-def _unfit(row: StrategyResult) -> str | None:
-    """Why a row that has numbers is still not one to use."""
+def _reason_not_eligible(row: StrategyResult) -> str | None:
+    """Why a row with numbers is not eligible; None if it is."""
     short = sum(run.record.outcome.status in remedies.RAN_OUT for run in row.summaries)
     ran_out = f"{short} of its {len(row.summaries)} runs ran out of memory or disk" if short else None
     return row.disqualification or ran_out
 
 
-def _candidate(row: StrategyResult, tokens_per_second: float, comparison: Comparison, words: Words) -> Candidate:
-    on_host, capacity = words is ON_HOST, comparison.host_capacity_bytes
+def _candidate(row: StrategyResult, tokens_per_second: float, comparison: Comparison, terms: MemoryTerms) -> Candidate:
+    on_host, capacity = terms is ON_HOST, comparison.host_capacity_bytes
     host_fraction = row.host_peak_bytes / capacity if row.host_peak_bytes is not None and capacity else None
     return Candidate(
         label=row.label,
@@ -163,7 +162,7 @@ def _candidate(row: StrategyResult, tokens_per_second: float, comparison: Compar
 
 
 def _changed_keys(trial: Trial) -> int:
-    """Values of the trial's DeepSpeed configuration that the strategy alone would not have given it."""
+    """Number of values in the DeepSpeed configuration that are not the strategy's own."""
     changes = deepspeed_config.changes_of(trial.ds_config, trial.strategy, trial.workload, trial.placement)
     return sum(1 for _ in _leaves(changes))
 
@@ -186,54 +185,60 @@ def _step_spread(row: StrategyResult) -> float:
 
 
 def _on_cpu(comparison: Comparison) -> bool:
-    """There is no card: every row ran on the CPU accelerator."""
+    """Whether every row ran on the CPU accelerator."""
     placements = [run.record.trial.placement for row in comparison.results for run in row.summaries]
     return bool(placements) and all(placement.accelerator == "cpu" for placement in placements)
 
 
-def _reason(decision: Decision, speeds: Speeds, field: _Field, comparison: Comparison, goal: str, words: Words) -> str:
+def _reason(
+    decision: Decision, speeds: Speeds, candidates: Candidates, comparison: Comparison, goal: str, terms: MemoryTerms
+) -> str:
     runs = {row.key: len(row.successes) for row in comparison.results}
-    sentence = reasons.why(decision, speeds, goal, words)
-    doubt = reasons.noise(decision.choice, speeds, runs)
-    told = [sentence if doubt is None else f"{sentence}; {doubt}"]
+    sentence = reasons.why(decision, speeds, goal, terms)
+    doubt = reasons.speed_difference_text(decision.choice, speeds, runs)
+    sentences = [sentence if doubt is None else f"{sentence}; {doubt}"]
     others = [row for row in speeds.candidates if row.optimizer != decision.choice.optimizer]
     if others:
         steps = f"steps with {others[0].optimizer}" if len(others) == 1 else "step with other optimizers"
-        told.append(
+        sentences.append(
             f"{_listed([row.label for row in others])} {steps} and not with {decision.choice.optimizer}: "
             f"on CPU ranks no choice is made between optimizers by speed"
         )
-    told += _named(field, decision.choice, speeds)
-    if words is ON_HOST:
-        told.append("These are CPU ranks: nothing here is a statement about GPUs")
-    return ". ".join(told)
+    sentences += _named(candidates, decision.choice, speeds)
+    if terms is ON_HOST:
+        sentences.append("These are CPU ranks: nothing here is a statement about GPUs")
+    return ". ".join(sentences)
 
 
-def _nothing(comparison: Comparison, field: _Field) -> Recommendation:
-    told = [_why_nothing(comparison, field), *_named(field)]
+def _no_recommendation(comparison: Comparison, candidates: Candidates) -> Recommendation:
+    sentences = [_why_nothing(comparison, candidates), *_named(candidates)]
     return Recommendation(
-        choice=None, key=None, reason=". ".join(told), cost=None, next_steps=_once(_ways_out(comparison, field))
+        choice=None,
+        key=None,
+        reason=". ".join(sentences),
+        cost=None,
+        next_steps=tuple(dict.fromkeys(_steps_without_choice(comparison, candidates))),
     )
 
 
-def _named(field: _Field, choice: Candidate | None = None, speeds: Speeds | None = None) -> list[str]:
-    """The rows left out, those that do not compare first; the too full ones with what that costs beside the choice."""
-    told = [*field.incomparable]
-    for sentence, row in field.left_out:
+def _named(candidates: Candidates, choice: Candidate | None = None, speeds: Speeds | None = None) -> list[str]:
+    """Sentences on the rows left out, those that do not compare first; for rows that are too full with the cost."""
+    sentences = [*candidates.incomparable]
+    for sentence, row in candidates.left_out:
         price = None
         if row is not None and choice is not None and speeds is not None:
             price = reasons.cost_of_leaving_out(row, choice, speeds)
-        told.append(sentence if price is None else f"{sentence}; {price}")
-    more = len(told) - _MOST_NAMED
-    return [*told[:_MOST_NAMED], f"{more} more rows are left out"] if more > 0 else told
+        sentences.append(sentence if price is None else f"{sentence}; {price}")
+    more = len(sentences) - _MOST_NAMED
+    return [*sentences[:_MOST_NAMED], f"{more} more rows are left out"] if more > 0 else sentences
 
 
-def _why_nothing(comparison: Comparison, field: _Field) -> str:
+def _why_nothing(comparison: Comparison, candidates: Candidates) -> str:
     if not comparison.results:
         return "There are no rows"
-    if field.incomparable:
+    if candidates.incomparable:
         return "There is no choice among rows that do not compare"
-    if field.left_out:
+    if candidates.left_out:
         return "No row that trained can be recommended"
     ends = [(row.label, run.outcome.status) for row in comparison.results if (run := remedies.failed_run(row))]
     counts = Counter(status for _, status in ends)
@@ -241,60 +246,64 @@ def _why_nothing(comparison: Comparison, field: _Field) -> str:
     return "No row trained: " + ", ".join(named or (f"{count} {status}" for status, count in counts.items()))
 
 
-def _ways_out(comparison: Comparison, field: _Field) -> Iterator[str]:
-    """What to do where there is no choice: the one smallest change first, then row by row."""
+def _steps_without_choice(comparison: Comparison, candidates: Candidates) -> Iterator[str]:
+    """Steps if no row is chosen: the least change that fits first, then row by row."""
     if not any(row.succeeded for row in comparison.results):
         yield from filter(None, [remedies.smallest_change(comparison)])
-    full = {candidate.key for candidate in field.candidates if not candidate.fits}
+    full = {candidate.key for candidate in candidates.candidates if not candidate.fits}
     for row in comparison.results:
         if row.key in full:
-            yield from filter(None, [too_full(row, comparison)])
-    yield from _of_failures(comparison)
-    yield from _of_caveats([caveat for row in comparison.results for caveat in row.caveats if caveat.disqualifying])
-    yield from _of_caveats(comparison.caveats)
+            yield from filter(None, [remedies.suggest_for_full_row(row, comparison)])
+    yield from _steps_for_failures(comparison)
+    yield from _steps_for_caveats(
+        [caveat for row in comparison.results for caveat in row.caveats if caveat.disqualifying]
+    )
+    yield from _steps_for_caveats(comparison.caveats)
 
 
 def _next_steps(choice: Candidate, open_rows: Sequence[str], comparison: Comparison, goal: str) -> Iterator[str]:
     row = comparison.result(choice.key)
     if open_rows:
         yield f"to decide between {_listed(open_rows)}, run them again with {_more_runs(comparison.result(choice.key))}"
-    yield from _of_failures(comparison)
-    yield from _of_caveats(row.caveats)
-    yield from filter(None, [larger_batch(row, comparison), _pattern(comparison, goal)])
-    yield from _of_caveats(comparison.caveats)
+    yield from _steps_for_failures(comparison)
+    yield from _steps_for_caveats(row.caveats)
+    yield from filter(None, [remedies.suggest_larger_batch(row, comparison), _rule_of_thumb(comparison, goal)])
+    yield from _steps_for_caveats(comparison.caveats)
 
 
 def _more_runs(row: StrategyResult) -> str:
-    """Flags that make differences visible that these runs do not show: at least five runs, and longer ones."""
+    """Flags for a more sensitive test: at least five runs, each of at least 50 steps."""
     runs, steps = len(row.successes), row.summaries[0].record.trial.workload.num_steps
     return f"--repeats {max(5, 2 * runs)} --num-steps {max(50, steps)}"
 
 
-def _of_failures(comparison: Comparison) -> Iterator[str]:
+def _steps_for_failures(comparison: Comparison) -> Iterator[str]:
     failed = [row for row in comparison.results if remedies.failed_run(row) is not None]
-    labels_of: dict[str, list[str]] = {}  # by what is said of each
+    labels_of: dict[str, list[str]] = {}  # by remedy
     for row in failed[:_MOST_NAMED]:
         if text := remedies.remedy(row, comparison):
             labels_of.setdefault(text.removeprefix(row.label), []).append(row.label)
-    for said, labels in labels_of.items():
-        several = f" were {said[5:]}" if said.startswith(" was ") else said
-        yield _listed(labels) + (several if len(labels) > 1 else said)
+    for text, labels in labels_of.items():
+        several = f" were {text[5:]}" if text.startswith(" was ") else text
+        yield _listed(labels) + (several if len(labels) > 1 else text)
     if len(failed) > _MOST_NAMED:
         yield f"{len(failed) - _MOST_NAMED} more rows failed: the table has their causes"
 
 
-def _of_caveats(caveats: Sequence[Caveat]) -> Iterator[str]:
+def _steps_for_caveats(caveats: Sequence[Caveat]) -> Iterator[str]:
     yield from (caveat.next_step for caveat in caveats if caveat.next_step is not None)
 
 
-def _pattern(comparison: Comparison, goal: str) -> str | None:
-    """The rule of thumb for how full the fastest row without offload leaves the card, or for what ran out of memory."""
+def _rule_of_thumb(comparison: Comparison, goal: str) -> str | None:
+    """The rule of thumb for the memory that the fastest row without offload uses, or for rows out of memory."""
     alike = [row for row in comparison.results if not row.differences]
     plain = [row for row in alike if not row.strategy.offloads_optimizer]
     if not plain or _on_cpu(comparison):
         return None
     placement = plain[0].summaries[0].record.trial.placement
-    return strategy_guide.pattern(_seen(plain, alike, comparison, goal), goal=goal, num_gpus=placement.num_gpus)
+    return strategy_guide.rule_of_thumb(
+        _observed_rows(plain, alike, comparison, goal), goal=goal, num_gpus=placement.num_gpus
+    )
 
 
 def _standing(rows: Sequence[StrategyResult], comparison: Comparison) -> StrategyResult | None:
@@ -305,14 +314,14 @@ def _standing(rows: Sequence[StrategyResult], comparison: Comparison) -> Strateg
     return comparison.result(standing(Speeds(candidates=weighed, interval_of=_intervals(comparison))).key)
 
 
-def _seen(
+def _observed_rows(
     plain: Sequence[StrategyResult], alike: Sequence[StrategyResult], comparison: Comparison, goal: str
-) -> strategy_guide.Seen:
-    trained = [row for row in plain if row.tokens_per_second is not None and _unfit(row) is None]
+) -> strategy_guide.ObservedRows:
+    trained = [row for row in plain if row.tokens_per_second is not None and _reason_not_eligible(row) is None]
     fitting = [row for row in trained if row.leaves_room]
     best = _standing(fitting if goal == "speed" else trained, comparison)
     ended = [(row.strategy, run.outcome.status) for row in alike if (run := remedies.failed_run(row)) is not None]
-    return strategy_guide.Seen(
+    return strategy_guide.ObservedRows(
         fastest_stage=None if best is None else best.strategy.stage,
         fastest_label=None if best is None else best.label,
         fraction=None if best is None or best.at_largest_batch else best.gpu_fraction,
@@ -325,7 +334,3 @@ def _seen(
             strategy.name for strategy, status in ended if status in remedies.RAN_OUT and strategy.offloads_optimizer
         ),
     )
-
-
-def _once(steps: Iterator[str]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(steps))

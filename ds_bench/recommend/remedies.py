@@ -1,36 +1,47 @@
-"""What to do about a row that failed: one line for each way a trial can end, with the numbers its record has.
-
-What would make it fit is ``changes``' to say; here the record is read and the line is put together.
-"""
+"""What to do about a row: one line for each way a trial can fail, for a row that is too full, and for one with room."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
 from ..analysis.comparison import Comparison, StrategyResult
+from ..analysis.trial_caveats import NEAR_CAPACITY
 from ..records import schema
 from ..records.schema import TrialRecord
-from ..units import format_bytes, format_duration
-from .changes import Case, case_of, described, gentlest, suggestion
-from .shortage import Shortage, pool_of, predicted_shortage, shortage_of
+from ..units import format_bytes, format_duration, format_percent
+from .rule import COMFORTABLE_FRACTION
+from .shortage import (
+    FailedSetup,
+    Shortage,
+    describe_change,
+    failed_setup,
+    least_intrusive,
+    measured_activations,
+    pool_of,
+    predicted_shortage,
+    shortage_of,
+    suggest_change,
+)
 
 MEMORY_STATUSES = (schema.OOM, schema.OOM_HOST)
 RAN_OUT = (*MEMORY_STATUSES, schema.OOM_DISK)
 _LONGEST_CAUSE = 200
 _MOST_ROWS = 20
 """Rows among which the smallest change is looked for: a sweep may have thousands."""
+_LEAVE_FREE = 0.10
+"""Fraction of the GPU that a suggested micro-batch leaves free, for memory that is not linear in it."""
 _MORE = "more GPUs, a shorter --seq-length or a smaller model"
 
 
 def failed_run(row: StrategyResult) -> TrialRecord | None:
-    """The run that tells why: the first that ran out of memory or disk, else the first that failed."""
+    """The first run that ran out of memory or disk, else the first that failed; None if every run succeeded."""
     runs = [each.record for each in row.summaries if not each.record.outcome.success]
     short = (run for run in runs if run.outcome.status in RAN_OUT)
     return next(short, None) or next(iter(runs), None)
 
 
 def remedy(row: StrategyResult, comparison: Comparison) -> str | None:
-    """What happened to the row and what to try; None where no run of it failed."""
+    """How the row failed and what to try; None if no run of it failed."""
     run = failed_run(row)
     if run is None:
         return None
@@ -40,29 +51,29 @@ def remedy(row: StrategyResult, comparison: Comparison) -> str | None:
 
 
 def smallest_change(comparison: Comparison) -> str | None:
-    """Of all rows that ran out of memory or were predicted to, the least change predicted to make one fit.
+    """The least change predicted to make one of the rows fit that ran, or were predicted to run, out of memory.
 
-    None without such rows. Where none is predicted to fit: that, and what is known of the first.
+    None without such rows. If no change is predicted to fit: a line that says so, with the numbers of the first row.
     """
     runs = [(row, run) for row in comparison.results if (run := failed_run(row)) is not None]
     lacking = [(row, run, short) for row, run in runs if (short := _shortage(run, comparison)) is not None]
     if not lacking:
         return None
-    found = [(row, case_of(run, comparison, short)) for row, run, short in lacking[:_MOST_ROWS]]
+    found = [(row, failed_setup(run, comparison, short)) for row, run, short in lacking[:_MOST_ROWS]]
     cases = [(row, case) for row, case in found if case is not None]
-    if best := gentlest(cases):
+    if best := least_intrusive(cases):
         change, row, case = best
-        return f"smallest change predicted to fit: {described(change, case)}, starting from {row.label}"
+        return f"smallest change predicted to fit: {describe_change(change, case)}, starting from {row.label}"
     if not any(case.alternatives for _, case in cases):
         return f"no change can be predicted to fit from these records: {suggested(None)}"
     row, case = cases[0]
     return f"{row.label}: {suggested(case)}"
 
 
-def suggested(case: Case | None) -> str:
-    """The changes predicted to make a configuration fit; general ones where its record has no prediction."""
+def suggested(case: FailedSetup | None) -> str:
+    """The changes predicted to make a configuration fit; general ones if its record has no prediction."""
     if case is not None:
-        return suggestion(case, _MORE)
+        return suggest_change(case, _MORE)
     return (
         f"try a smaller micro-batch, --activation-checkpointing, a higher stage, offload, {_MORE} "
         "(what each would free is not known: the record carries no prediction)"
@@ -83,20 +94,20 @@ def _out_of_memory(row: StrategyResult, run: TrialRecord, comparison: Comparison
         parts += _host_numbers(run, comparison)
     if shortage.fragmented and pool == "device":
         return "; ".join([*parts, "set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, or lower --batch-size"])
-    return f"{'; '.join(parts)}: {suggested(case_of(run, comparison, shortage))}"
+    return f"{'; '.join(parts)}: {suggested(failed_setup(run, comparison, shortage))}"
 
 
 def _host_numbers(run: TrialRecord, comparison: Comparison) -> list[str]:
-    """What of the host's memory the run was predicted to take, and what there is."""
-    found = []
+    """Host memory that the run was predicted to take, and that there is."""
+    numbers = []
     if size := _predicted(run, "host"):
-        found.append(f"it is predicted to take {format_bytes(size)} of it")
+        numbers.append(f"it is predicted to take {format_bytes(size)} of it")
     if comparison.host_capacity_bytes is not None:
-        found.append(f"the host has {format_bytes(comparison.host_capacity_bytes)}")
+        numbers.append(f"the host has {format_bytes(comparison.host_capacity_bytes)}")
     limit = run.trial.placement.cpu_memory_limit_bytes
     if limit is not None:
-        found.append(f"--cpu-memory-limit allows each rank {format_bytes(limit)}")
-    return found
+        numbers.append(f"--cpu-memory-limit allows each rank {format_bytes(limit)}")
+    return numbers
 
 
 def _predicted(run: TrialRecord, tier: str) -> int | None:
@@ -107,7 +118,7 @@ def _predicted(run: TrialRecord, tier: str) -> int | None:
 
 
 def cause(run: TrialRecord) -> str:
-    """The outcome's own line, cut where it is long."""
+    """The error line of the outcome, shortened to 200 characters."""
     text = " ".join((run.outcome.error or run.outcome.status).split())
     return text if len(text) <= _LONGEST_CAUSE else f"{text[: _LONGEST_CAUSE - 1]}…"
 
@@ -160,12 +171,12 @@ def _unsupported(row: StrategyResult, run: TrialRecord, *_: object) -> str:
 
 def _skipped(row: StrategyResult, run: TrialRecord, comparison: Comparison) -> str:
     why, try_it = cause(run), "leave out --skip-predicted-oom to try it"
-    told = try_it in why or "--force" in why
-    head = f"{row.label} was skipped, not run: {why}" + ("" if told else f"; {try_it}")
+    has_remedy = try_it in why or "--force" in why
+    head = f"{row.label} was skipped, not run: {why}" + ("" if has_remedy else f"; {try_it}")
     shortage = predicted_shortage(run, comparison)
     if shortage is None:
         return f"{head}, or try a smaller micro-batch, {_MORE}"
-    return f"{head}; or {suggested(case_of(run, comparison, shortage))}"
+    return f"{head}; or {suggested(failed_setup(run, comparison, shortage))}"
 
 
 def _interrupted(row: StrategyResult, run: TrialRecord, *_: object) -> str:
@@ -191,3 +202,44 @@ _BY_STATUS: Mapping[str, _Remedy] = {
     schema.SKIPPED: _skipped,
     schema.INTERRUPTED: _interrupted,
 }
+
+
+# ------------------------------------------------------------------ room on the GPU
+
+
+def suggest_larger_batch(row: StrategyResult, comparison: Comparison) -> str | None:
+    """The largest micro-batch, by doubling, that is predicted to leave room; None if unknown or if none does.
+
+    Activations are taken to grow linearly and everything else not at all; they must have been measured for this row. A
+    row at its own largest micro-batch is not extended: the search has tried a larger one.
+    """
+    capacity, fraction = comparison.device_capacity_bytes, row.gpu_fraction
+    if capacity is None or fraction is None or fraction >= COMFORTABLE_FRACTION or row.at_largest_batch:
+        return None
+    run = row.successes[0].record
+    batch = run.ranks[0].micro_batch_size
+    each = measured_activations(comparison, run, batch)
+    if not each:
+        return None
+    factor = 1
+    while fraction * capacity + each * (2 * factor - 1) <= (1 - _LEAVE_FREE) * capacity:
+        factor *= 2
+    if factor == 1:
+        return None
+    share = fraction + each * (factor - 1) / capacity
+    grown = f"about {format_percent(share, digits=0)} of the card by {row.label}'s ledger"
+    return f"there is room for more: try micro-batch {batch * factor} ({grown})"
+
+
+def suggest_for_full_row(row: StrategyResult, comparison: Comparison) -> str | None:
+    """The change predicted to bring a row that used more than ``NEAR_CAPACITY`` of the GPU back under that.
+
+    None if its share or the GPU's size is not known, as on the CPU accelerator.
+    """
+    capacity = comparison.device_capacity_bytes
+    if row.gpu_fraction is None or capacity is None:
+        return None
+    excess = int((row.gpu_fraction - NEAR_CAPACITY) * capacity)
+    case = failed_setup(row.successes[0].record, comparison, Shortage(requested_bytes=excess, free_bytes=0))
+    head = f"{row.label} is {format_bytes(excess)} over {format_percent(NEAR_CAPACITY, digits=0)} of the card"
+    return f"{head}: {suggested(case)}"

@@ -1,6 +1,6 @@
-"""The rule by which a row is chosen, on plain numbers; ``docs/choosing.md`` says it in words.
+"""The rule by which a row is chosen, on plain numbers; ``docs/choosing.md`` describes it.
 
-Which rows may stand at all is ``recommend``'s to say.
+Which rows are eligible is decided in ``recommendation``.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from ..analysis.trial_caveats import NEAR_CAPACITY
 from ..config.options import GOALS
 from ..errors import UsageError
 
-COMFORTABLE = 0.60
+COMFORTABLE_FRACTION = 0.60
 """Fraction of the memory below which the fastest row is kept."""
-FAST_ENOUGH = 0.90
+MIN_SPEED_FRACTION = 0.90
 """Fraction of the fastest row's throughput from which less memory is preferred to it."""
 LEAST_LEAD = 0.03
 """A lead in speed up to this fraction decides nothing below three runs, nor ever for offload where memory is not
@@ -27,7 +27,7 @@ _DEVICES = ("none", "cpu", "nvme")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """One row, as far as the rule looks at it."""
+    """The values of one row that the rule reads."""
 
     label: str
     key: str = ""
@@ -53,13 +53,16 @@ class Candidate:
 
     @property
     def fits(self) -> bool:
-        """Trained, and is not known to be within a hair of running out where it was not meant to be."""
+        """True if the row trained and used at most 95 % of the memory, as far as is known.
+
+        Rows at their own largest micro-batch are exempt, because they fill the memory on purpose.
+        """
         return self.succeeded and (self.filled or self.fraction is None or self.fraction <= NEAR_CAPACITY)
 
     @property
     def comfortable(self) -> bool:
-        """Nothing is gained by less memory, as far as is known."""
-        return self.filled or self.fraction is None or self.fraction < COMFORTABLE
+        """True if less memory would gain nothing: under 60 % is used, or the micro-batch fills it on purpose."""
+        return self.filled or self.fraction is None or self.fraction < COMFORTABLE_FRACTION
 
     @property
     def complexity(self) -> tuple[int, int, int, int]:
@@ -69,27 +72,27 @@ class Candidate:
 
 
 IntervalOf = Callable[[Candidate, Candidate], RatioInterval | None]
-"""The interval of the ratio of two rows' throughputs; None where they have too few runs."""
+"""The confidence interval of the ratio of two rows' throughputs; None if they have too few runs."""
 
 
 def no_interval(_row: Candidate, _other: Candidate) -> None:
-    """Of rows of fewer than three runs each."""
+    """The interval of rows with fewer than three runs each: none."""
     return
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speeds:
-    """What the measurements tell of the speeds of rows that are weighed together."""
+    """The measured speeds of the rows that are compared with each other."""
 
     candidates: Sequence[Candidate]
     interval_of: IntervalOf = no_interval
 
     def differ(self, row: Candidate, other: Candidate) -> bool:
-        """Whether the faster of the two can be told.
+        """Whether the measurements show which of the two rows is faster.
 
-        From three runs on their interval must leave out 1 (``compare.ratio_between`` holds it to all rows together: the
-        fastest was picked by its luck too). With fewer runs the lead must be more than the spread of their steps and
-        more than ``LEAST_LEAD``.
+        From three runs on the interval of their ratio must exclude 1; ``comparison.ratio_between`` corrects it for the
+        number of rows, as the fastest was chosen by its luck too. With fewer runs the lead must be more than the
+        standard deviation of their steps and more than ``LEAST_LEAD``.
         """
         interval = self.interval_of(row, other)
         if interval is not None:
@@ -97,16 +100,16 @@ class Speeds:
         return abs(math.log(row.tokens_per_second / other.tokens_per_second)) > math.log1p(_doubt(row, other))
 
     def undecided(self, row: Candidate, other: Candidate) -> bool:
-        """Whether it matters which of two tied rows is faster, and is not known.
+        """Whether it matters which of two tied rows is faster, and the measurements do not show it.
 
-        Where they offload alike: a difference of as much as memory is worth (``FAST_ENOUGH``) is not ruled out. Where
-        not, one costs host memory or a disk: three runs or more must rule out even ``LEAST_LEAD``.
+        With equal offload it matters beyond the speed that memory is worth (``MIN_SPEED_FRACTION``). With different
+        offload one row costs host memory or a disk: three runs or more must exclude even ``LEAST_LEAD``.
         """
         interval = self.interval_of(row, other)
         possible = _doubt(row, other) if interval is None else _widest(interval) - 1
         if row.offload_level != other.offload_level:
             return interval is None or possible > LEAST_LEAD
-        return possible > 1 - FAST_ENOUGH
+        return possible > 1 - MIN_SPEED_FRACTION
 
     def alike(self, row: Candidate) -> list[Candidate]:
         """The candidates that stepped with the optimizer of ``row``, so that speed tells them apart."""
@@ -131,7 +134,7 @@ def _with_optimizer_of(row: Candidate, rows: Sequence[Candidate]) -> list[Candid
 
 
 def _doubt(row: Candidate, other: Candidate) -> float:
-    """Lead up to which one or two runs do not say which row is faster."""
+    """Lead up to which one or two runs do not show which row is faster."""
     return max(LEAST_LEAD, math.hypot(row.step_spread, other.step_spread))
 
 
@@ -142,13 +145,13 @@ def _widest(interval: RatioInterval) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """The row to use, and the rows that speed alone does not tell from the fastest."""
+    """The chosen row, and the rows whose speed cannot be told from the fastest."""
 
     choice: Candidate
     fastest: Candidate
     """By the measured speeds."""
     stands: Candidate
-    """The simplest of the rows tied with the fastest: the one that the rule weighed in their place."""
+    """The simplest of the rows tied with the fastest, which the rule considers in their place."""
     tied: tuple[Candidate, ...] = ()
     """Rows that tie with the fastest (``Speeds.tied``), itself included; empty where it stands alone."""
     undecided: tuple[Candidate, ...] = ()
@@ -181,24 +184,24 @@ def fastest(candidates: Sequence[Candidate]) -> Candidate:
     return min(candidates, key=lambda c: (-c.tokens_per_second, _memory(c)))
 
 
-def leanest(candidates: Sequence[Candidate]) -> Candidate:
+def least_memory(candidates: Sequence[Candidate]) -> Candidate:
     """The least memory; of equals the faster. A row whose memory is not known comes last."""
     return min(candidates, key=lambda c: (_memory(c), -c.tokens_per_second))
 
 
-def nearly_leanest(candidates: Sequence[Candidate]) -> list[Candidate]:
+def nearly_least_memory(candidates: Sequence[Candidate]) -> list[Candidate]:
     """Rows whose memory is within ``LEAST_LEAD`` of the least."""
-    least = _memory(leanest(candidates))
+    least = _memory(least_memory(candidates))
     return [candidate for candidate in candidates if _memory(candidate) <= least * (1 + LEAST_LEAD)]
 
 
-def stand_ins(best: Candidate, speeds: Speeds) -> list[Candidate]:
+def same_offload_nearly_as_fast(best: Candidate, speeds: Speeds) -> list[Candidate]:
     """Rows at the offload level of ``best`` with nearly its throughput, itself among them."""
     return [
         c
         for c in speeds.alike(best)
         if c.offload_level == best.offload_level
-        and (c.tokens_per_second / best.tokens_per_second >= FAST_ENOUGH or not speeds.differ(best, c))
+        and (c.tokens_per_second / best.tokens_per_second >= MIN_SPEED_FRACTION or not speeds.differ(best, c))
     ]
 
 
@@ -244,12 +247,12 @@ def _balanced(speeds: Speeds) -> Decision:
     found = _speed(speeds)
     if found.stands.comfortable:
         return found
-    choice = _memory_decides(speeds, stand_ins(found.stands, speeds)).choice
+    choice = _memory_decides(speeds, same_offload_nearly_as_fast(found.stands, speeds)).choice
     return _decided(speeds, choice, found.fastest, found.tied or (found.fastest,))
 
 
 def _memory_decides(speeds: Speeds, rows: Sequence[Candidate]) -> Decision:
-    return _fastest_decides(speeds, nearly_leanest(rows))
+    return _fastest_decides(speeds, nearly_least_memory(rows))
 
 
 def _memory(candidate: Candidate) -> float:

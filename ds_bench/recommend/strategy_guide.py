@@ -1,6 +1,6 @@
-"""When each strategy is worth it, what it moves where, and what it saves and costs for a model on so many GPUs.
+"""When to use each strategy, what it moves where, and what it saves and costs for a model on a number of GPUs.
 
-Bytes are formulas for AdamW (``modelstates``), per rank and without activations; nothing here was measured.
+Bytes are computed by formula for AdamW (``prediction.model_states``), per rank and without activations.
 """
 
 from __future__ import annotations
@@ -13,55 +13,55 @@ from ..config.spec import Precision, Strategy
 from ..config.strategies import OFFLOAD_NAMES, ZERO_STAGES
 from ..prediction.model_states import element_bytes, model_states
 from ..units import format_bytes, format_percent
-from .rule import COMFORTABLE
+from .rule import COMFORTABLE_FRACTION
 
-BARELY = 0.80
+BARELY_FITS_FRACTION = 0.80
 """Fraction of the card from which a configuration barely fits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Guide:
-    """What is known of a strategy before any number."""
+class _Guidance:
+    """Text about one strategy."""
 
     use_when: str
     avoid_when: str
     moves: str
 
 
-_STAGES: Mapping[int, _Guide] = {
-    0: _Guide(
+_STAGES: Mapping[int, _Guidance] = {
+    0: _Guidance(
         use_when="the whole model with its optimizer states fits on each GPU with room to spare",
         avoid_when="model states fill the card: every GPU holds all of them",
         moves="nothing is partitioned; gradients are all-reduced once per optimizer step",
     ),
-    1: _Guide(
+    1: _Guidance(
         use_when="there are two GPUs or more and optimizer states are what fills the card",
         avoid_when="there is one GPU, or gradients and parameters alone do not fit",
         moves="optimizer states are partitioned over the GPUs; parameters and gradients stay whole on each",
     ),
-    2: _Guide(
+    2: _Guidance(
         use_when="stage 1 barely fits or does not: gradients no longer need to be whole on each GPU",
         avoid_when="there is one GPU, or accumulation is long on a slow link: each micro-batch reduces gradients",
         moves="optimizer states and gradients are partitioned over the GPUs; parameters stay whole on each",
     ),
-    3: _Guide(
+    3: _Guidance(
         use_when="the parameters in training precision do not fit on one GPU, or stage 2 runs out of memory",
         avoid_when="a lower stage fits, or the link between the GPUs is slow: parameters are gathered for every pass",
         moves="parameters, gradients and optimizer states are partitioned; each layer is gathered when it is needed",
     ),
 }
-_OFFLOADS: Mapping[tuple[str, str], _Guide] = {
-    ("cpu", "none"): _Guide(
+_OFFLOADS: Mapping[tuple[str, str], _Guidance] = {
+    ("cpu", "none"): _Guidance(
         use_when="optimizer states are what does not fit, and the host has memory and cores to spare",
         avoid_when="it fits without: the optimizer step waits for the CPU and for the link to the host",
         moves="optimizer states live in host memory, where the CPU steps; gradients go there, parameters return",
     ),
-    ("cpu", "cpu"): _Guide(
+    ("cpu", "cpu"): _Guidance(
         use_when="not even the partitioned parameters fit, and the host has the memory",
         avoid_when="cpu_optimizer fits: parameters cross the link to the host for every forward and backward pass",
         moves="optimizer states and parameters live in host memory; layers come up when needed, gradients go down",
     ),
-    ("nvme", "nvme"): _Guide(
+    ("nvme", "nvme"): _Guidance(
         use_when="host memory does not hold the model states either, and there is a fast local NVMe disk",
         avoid_when="host memory suffices, or the disk is slow, shared or nearly full: it bounds every step",
         moves="optimizer states and parameters live on the disk and pass through host memory",
@@ -70,7 +70,7 @@ _OFFLOADS: Mapping[tuple[str, str], _Guide] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Advice:
+class StrategyAdvice:
     """About one strategy, for one model on so many GPUs. Bytes are per rank, model states only, by formula."""
 
     strategy: Strategy
@@ -89,7 +89,9 @@ class Advice:
     """On the device against ZeRO-0 on as many GPUs; negative where it needs more."""
 
 
-def advise(strategy: Strategy, *, parameters: int, num_gpus: int, precision: Precision, grad_accum: int = 1) -> Advice:
+def advise(
+    strategy: Strategy, *, parameters: int, num_gpus: int, precision: Precision, grad_accum: int = 1
+) -> StrategyAdvice:
     """The advice for a strategy of the catalogue. ``parameters``: elements of the whole model.
 
     Raises KeyError for a combination of offloads that the catalogue does not have.
@@ -100,7 +102,7 @@ def advise(strategy: Strategy, *, parameters: int, num_gpus: int, precision: Pre
     ledger = model_states(parameters, num_gpus, strategy, precision)
     held = {tier: sum(ledger.get(tier, {}).values()) for tier in ("gpu", "cpu", "nvme")}
     whole = sum(model_states(parameters, num_gpus, ZERO_STAGES[0], precision)["gpu"].values())
-    return Advice(
+    return StrategyAdvice(
         strategy=strategy,
         use_when=guide.use_when,
         avoid_when=guide.avoid_when,
@@ -114,7 +116,7 @@ def advise(strategy: Strategy, *, parameters: int, num_gpus: int, precision: Pre
     )
 
 
-def lines(advice: Advice) -> list[str]:
+def lines(advice: StrategyAdvice) -> list[str]:
     """For a console: the strategy, then one line for each thing to know."""
     return [
         advice.strategy.label,
@@ -142,7 +144,7 @@ def _cost(strategy: Strategy, parameters: int, num_gpus: int, precision: Precisi
     size = element_bytes(precision) * parameters
     found = []
     if num_gpus > 1:
-        sent = _passes(strategy.stage, grad_accum) * size * (num_gpus - 1) // num_gpus
+        sent = _model_sizes_sent(strategy.stage, grad_accum) * size * (num_gpus - 1) // num_gpus
         found.append(f"≈ {format_bytes(sent)} through each GPU's links per optimizer step")
     if strategy.offloads_optimizer:
         share = -(-size // num_gpus)
@@ -154,8 +156,8 @@ def _cost(strategy: Strategy, parameters: int, num_gpus: int, precision: Precisi
     return "; ".join(found) or "no traffic: there is one GPU and nothing is offloaded"
 
 
-def _passes(stage: int, grad_accum: int) -> int:
-    """Model-sizes sent per optimizer step; without accumulation 2, 2, 2, 3 (Rajbhandari et al., ZeRO, section 7).
+def _model_sizes_sent(stage: int, grad_accum: int) -> int:
+    """Model sizes sent per optimizer step; without accumulation 2, 2, 2, 3 (Rajbhandari et al., ZeRO, section 7).
 
     DeepSpeed reduces gradients once per optimizer step at stages 0 and 1, and after every micro-batch at 2 and 3.
     """
@@ -163,26 +165,26 @@ def _passes(stage: int, grad_accum: int) -> int:
 
 
 def _fetches(strategy: Strategy, grad_accum: int) -> int:
-    """How often a rank's parameters come up: updated ones once, offloaded ones for forward and backward."""
+    """How often a rank's parameters are copied to the GPU: once after the step, offloaded ones in each pass."""
     return 1 if strategy.offload_param == "none" else 2 * grad_accum
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seen:
-    """What became of the stages without offload, and of the offloads, that were tried and are sound."""
+class ObservedRows:
+    """Outcomes of the rows that were tried, by stage without offload and by offload strategy."""
 
     fastest_stage: int | None = None
-    """Of the fastest row that trained; None where none did."""
+    """Stage of the fastest row that trained; None if none did."""
     fastest_label: str | None = None
-    """What that row is called in its comparison; None: by its stage."""
+    """Label of that row; None: named by its stage."""
     fraction: float | None = None
-    """Of the card, that this row took; None where not known, or where its micro-batch was chosen to fill it."""
+    """Fraction of the GPU that this row used; None if unknown, or if its micro-batch fills the GPU on purpose."""
     trained_stages: frozenset[int] = frozenset()
-    """That leave the card room, so that they can be used."""
+    """Stages that trained and leave the GPU room."""
     out_of_memory_stages: frozenset[int] = frozenset()
-    """Of the rows that ran out of device memory; none of these is ever suggested."""
+    """Stages that ran out of device memory; they are never suggested."""
     full_stages: frozenset[int] = frozenset()
-    """Of the rows that trained and left the card too little room to be used; nor is any of these."""
+    """Stages that trained but left the GPU too little room; they are never suggested."""
     failed_offloads: frozenset[str] = frozenset()
     """Names of offload strategies that ran out of memory or disk."""
 
@@ -201,70 +203,70 @@ class Seen:
         return next((stage for stage in range(above + 1, 4) if stage not in self.failed | self.full_stages), None)
 
 
-def pattern(seen: Seen, *, goal: str = "balanced", num_gpus: int = 1) -> str | None:
-    """The rule of thumb for this situation; None where there is none, or nothing is known."""
-    text = _PATTERNS[goal](seen, num_gpus == 1)
+def rule_of_thumb(rows: ObservedRows, *, goal: str = "balanced", num_gpus: int = 1) -> str | None:
+    """The rule of thumb for these rows; None if none applies."""
+    text = _RULES_OF_THUMB[goal](rows, num_gpus == 1)
     alone = " (on one GPU stages 1 to 3 partition nothing)" if num_gpus == 1 else ""
     return None if text is None else text + alone
 
 
-def _speed(seen: Seen, _alone: bool) -> str:
-    fastest = seen.fastest_stage
-    if fastest is not None and any(stage < fastest for stage in seen.trained_stages):
+def _speed(rows: ObservedRows, _alone: bool) -> str:
+    fastest = rows.fastest_stage
+    if fastest is not None and any(stage < fastest for stage in rows.trained_stages):
         return f"speed is critical: stage {fastest}, the fastest measured"
     return "speed is critical: the lowest stage that fits"
 
 
-def _memory(seen: Seen, _alone: bool) -> str | None:
-    if not seen.offloads:
+def _memory(rows: ObservedRows, _alone: bool) -> str | None:
+    if not rows.offloads:
         return None
-    first, *later = seen.offloads
+    first, *later = rows.offloads
     then = f" first, then {' and '.join(later)}" if later else ""
     return f"memory is critical: stage 3 with offload, {first}{then}"
 
 
-def _balanced(seen: Seen, alone: bool) -> str | None:
-    highest, fastest = max(seen.failed, default=None), seen.fastest_stage
+def _balanced(rows: ObservedRows, alone: bool) -> str | None:
+    highest, fastest = max(rows.failed, default=None), rows.fastest_stage
     if highest is not None and (fastest is None or (not alone and 2 <= highest < fastest)):
-        stage = None if alone else seen.next_stage(highest)
-        todo = _offload(seen) if stage is None else f"stage {stage}, or offload"
+        stage = None if alone else rows.next_stage(highest)
+        todo = _offload(rows) if stage is None else f"stage {stage}, or offload"
         return f"stage {highest} ran out of memory: {todo}" if todo else None
-    return None if fastest is None or seen.fraction is None else _by_fraction(seen, fastest, seen.fraction, alone)
+    return None if fastest is None or rows.fraction is None else _by_fraction(rows, fastest, rows.fraction, alone)
 
 
-_PATTERNS: Mapping[str, Callable[[Seen, bool], str | None]] = {
+_RULES_OF_THUMB: Mapping[str, Callable[[ObservedRows, bool], str | None]] = {
     "speed": _speed,
     "balanced": _balanced,
     "memory": _memory,
 }
 
 
-def _by_fraction(seen: Seen, fastest: int, fraction: float, alone: bool) -> str | None:
+def _by_fraction(rows: ObservedRows, fastest: int, fraction: float, alone: bool) -> str | None:
     share = f"{format_percent(fraction)} of the card"
-    row = seen.fastest_label or f"ZeRO-{fastest}"
-    if fraction < COMFORTABLE:
-        return f"{row} fits comfortably ({share}): {_enough(seen, fastest, alone)}"
-    if fraction < BARELY:
+    row = rows.fastest_label or f"ZeRO-{fastest}"
+    if fraction < COMFORTABLE_FRACTION:
+        return f"{row} fits comfortably ({share}): {_enough(rows, fastest, alone)}"
+    if fraction < BARELY_FITS_FRACTION:
         return None
     words = f"{row} barely fits" if fraction <= NEAR_CAPACITY else f"{row} is about to run out of memory"
     if alone:
-        smaller = ["--activation-checkpointing", "a smaller micro-batch", *seen.offloads[:1]]
+        smaller = ["--activation-checkpointing", "a smaller micro-batch", *rows.offloads[:1]]
         return f"{words} ({share}): {', '.join(smaller[:-1])} or {smaller[-1]}"
-    stage = seen.next_stage(max(fastest, 1))
-    remedy = _offload(seen) if stage is None else f"stage {stage}"
+    stage = rows.next_stage(max(fastest, 1))
+    remedy = _offload(rows) if stage is None else f"stage {stage}"
     return f"{words} ({share}): {remedy}" if remedy else None
 
 
-def _enough(seen: Seen, fastest: int, alone: bool) -> str:
-    """The stage that fits, and why it is not a lower one where those ran out of memory."""
-    if fastest == 0 and not alone and 1 not in seen.failed:
+def _enough(rows: ObservedRows, fastest: int, alone: bool) -> str:
+    """The lowest stage that is enough, and which lower stages ran out of memory."""
+    if fastest == 0 and not alone and 1 not in rows.failed:
         return "stage 0 or 1 is enough"
-    if alone and 0 not in seen.failed:
+    if alone and 0 not in rows.failed:
         return "stage 0 is enough"
-    lower = [str(stage) for stage in sorted(seen.failed) if stage < fastest]
+    lower = [str(stage) for stage in sorted(rows.failed) if stage < fastest]
     why = f"; stage{'s'[: len(lower) > 1]} {' and '.join(lower)} ran out of memory" if lower else ""
     return f"stage {fastest} is enough{why}"
 
 
-def _offload(seen: Seen) -> str:
-    return f"offload, {seen.offloads[0]} first" if seen.offloads else ""
+def _offload(rows: ObservedRows) -> str:
+    return f"offload, {rows.offloads[0]} first" if rows.offloads else ""

@@ -14,9 +14,8 @@ from ds_bench.config.spec import Strategy, Trial
 from ds_bench.prediction import trial_predictions
 from ds_bench.prediction.trial_predictions import MemoryCapacity
 from ds_bench.recommend import remedies
-from ds_bench.recommend.changes import case_of, smallest_fit
 from ds_bench.recommend.recommendation import recommend
-from ds_bench.recommend.shortage import Shortage, measured_activations, shortage_of
+from ds_bench.recommend.shortage import Shortage, failed_setup, measured_activations, shortage_of, smallest_fit
 from ds_bench.records import schema
 from ds_bench.records.schema import TrialRecord
 from ds_bench.system.environment import Environment
@@ -137,7 +136,7 @@ def test_a_run_that_fell_short_although_it_was_predicted_to_fit_needs_a_change_t
     """78.1 GB are predicted at ZeRO-3 on four cards and 20 GB were missing: a change must come under 58.1 GB."""
     trial = planned(fakes.zero(3), 4)
     run = fakes.failure(trial, schema.OOM, requested_bytes=21 * GB, free_bytes=GB)
-    case = case_of(run, compared(run), shortage_of(run))
+    case = failed_setup(run, compared(run), shortage_of(run))
     assert case is not None
     assert case.gpu_limit_bytes == sum((trial.prediction or {})["gpu"].values()) - 20 * GB
     found = smallest_fit(case)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from ds_bench.config.spec import Strategy
 from ds_bench.prediction.model_states import model_states
 from ds_bench.recommend import strategy_guide
-from ds_bench.recommend.strategy_guide import Seen, advise, pattern
+from ds_bench.recommend.strategy_guide import ObservedRows, advise, rule_of_thumb
 from tests.support import fakes
 
 GB = 2**30
@@ -21,7 +21,7 @@ BILLION = 2**30
 EVERY = [*(fakes.zero(stage) for stage in range(4)), *map(fakes.offload, ("cpu_optimizer", "cpu_full", "nvme"))]
 
 
-def of(strategy: Strategy, num_gpus: int = 4, **changes: int) -> strategy_guide.Advice:
+def of(strategy: Strategy, num_gpus: int = 4, **changes: int) -> strategy_guide.StrategyAdvice:
     return advise(strategy, parameters=BILLION, num_gpus=num_gpus, precision="bf16", **changes)
 
 
@@ -120,7 +120,7 @@ def test_the_saving_is_the_difference_to_stage_0_whatever_the_size(
 def said(fraction: float | None = None, stage: int | None = 0, *, num_gpus: int = 4, **more: Any) -> str:
     """Of a fastest row at that stage. ``short``: stages out of memory, ``trained``: stages that fit, ``offloads``:
     those that failed."""
-    seen = Seen(
+    seen = ObservedRows(
         fastest_stage=stage,
         fraction=fraction,
         trained_stages=frozenset(more.pop("trained", [] if stage is None else [stage])),
@@ -128,7 +128,7 @@ def said(fraction: float | None = None, stage: int | None = 0, *, num_gpus: int 
         full_stages=frozenset(more.pop("full", [])),
         failed_offloads=frozenset(more.pop("offloads", [])),
     )
-    return pattern(seen, num_gpus=num_gpus, **more) or "nothing"
+    return rule_of_thumb(seen, num_gpus=num_gpus, **more) or "nothing"
 
 
 def test_what_fits_comfortably_stays_at_stage_0_or_1() -> None:
