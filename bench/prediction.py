@@ -10,7 +10,6 @@ the allocator's peak and the whole card's use beside the prediction. A strategy 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -23,6 +22,7 @@ from harness import BenchError
 from ds_bench.models import presets
 from ds_bench.prediction import memory, trial_predictions
 from ds_bench.prediction.model_profile import profile_of
+from ds_bench.records import json_files
 from ds_bench.records.rank_files import write_json
 from ds_bench.records.schema import SUCCESS, TrialRecord
 from ds_bench.units import format_bytes, format_ratio
@@ -74,7 +74,7 @@ def commands(args: argparse.Namespace, setting: harness.Setting, scratch: Path) 
 
 def records(folder: Path) -> list[TrialRecord]:
     lines = [line for path in folder.glob("runs/*/records.jsonl") for line in path.read_text().splitlines()]
-    return [TrialRecord.from_dict(json.loads(line)) for line in lines if line.strip()]
+    return [json_files.parse(TrialRecord, line.encode()) for line in lines if line.strip()]
 
 
 def pairs(record: TrialRecord) -> list[Pair]:

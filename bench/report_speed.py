@@ -51,6 +51,8 @@ class Cost:
     cpu_seconds: float
     """User and system, its start-up included."""
     wall_seconds: float
+    peak_bytes: int
+    """Most memory that was resident."""
 
 
 def grown(count: int) -> Iterator[Json]:
@@ -126,7 +128,7 @@ def report(folder: Path) -> Cost:
     process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode != 0:
         raise BenchError(f"report ended with code {process.returncode}\n{harness.tail(log)}")
-    return Cost(cpu_seconds=used.ru_utime + used.ru_stime, wall_seconds=wall)
+    return Cost(cpu_seconds=used.ru_utime + used.ru_stime, wall_seconds=wall, peak_bytes=used.ru_maxrss * 1024)
 
 
 def bare_parse_seconds(folder: Path) -> float:
@@ -165,15 +167,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"  {number + 1}: report {_text(costs[-1])}; bare json.loads {bare[-1]:.2f} s CPU", flush=True)
     cpu, parsing = (statistics.median(values) for values in ([each.cpu_seconds for each in costs], bare))
     wall = statistics.median(each.wall_seconds for each in costs)
-    print(f"median: {cpu:.2f} s CPU, {wall:.2f} s wall; {cpu / parsing:.2f} of bare json.loads ({parsing:.2f} s)")
+    peak = max(each.peak_bytes for each in costs)
+    print(
+        f"median: {cpu:.2f} s CPU, {wall:.2f} s wall; {cpu / parsing:.2f} of bare json.loads ({parsing:.2f} s); "
+        f"{peak / 2**20:.0f} MiB"
+    )
     if args.output is not None:
-        figures = {"cpu_seconds": cpu, "wall_seconds": wall, "bare_json_seconds": parsing, "ratio": cpu / parsing}
+        figures = {
+            "cpu_seconds": cpu,
+            "wall_seconds": wall,
+            "bare_json_seconds": parsing,
+            "ratio": cpu / parsing,
+            "peak_bytes": peak,
+        }
         write_json(args.output, {"records": args.records, "bytes": sizes, **figures})
     return 0
 
 
 def _text(cost: Cost) -> str:
-    return f"{cost.cpu_seconds:.2f} s CPU, {cost.wall_seconds:.2f} s wall"
+    return f"{cost.cpu_seconds:.2f} s CPU, {cost.wall_seconds:.2f} s wall, {cost.peak_bytes / 2**20:.0f} MiB"
 
 
 if __name__ == "__main__":

@@ -6,27 +6,86 @@ The inverse of ``rows.COLUMNS`` as far as those columns go: the summary made her
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any, NotRequired
 
 from .. import units
 from ..config import strategies
 from ..config.deepspeed_config import minimal_config
 from ..config.spec import Placement, Strategy, Trial, Workload
 from ..models.presets import ModelFacts, find_preset
+from ..records.json_files import check_numbers, invalid_value
 from ..records.schema import SUCCESS, Outcome, RankMeasurement, TrialRecord
 from ..system.environment import Environment
 from ..system.gpus import GpuFacts
 from .caveats import parse_caveats
-from .flat_rows import MIG_SUFFIX
+from .flat_rows import COLUMNS, MIG_SUFFIX
 from .summary import Summary
 
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter
+
+_TEXTS = frozenset((
+    "strategy", "model", "status", "error", "error_details", "caveats", "trial_id", "accelerator", "device",
+    "precision", "batch_policy", "optimizer", "launch", "flops_convention", "started_at", "run_id", "config_hash",
+    "gpu_name", "cpu_model", "torch_version", "deepspeed_version", "transformers_version", "cuda_version",
+    "gpu_driver_version",
+))  # fmt: skip
+_FLAGS = frozenset(("success", "activation_checkpointing"))
+_COUNTS = frozenset((
+    "stage", "batch_size", "seq_length", "grad_accum", "num_steps", "warmup_steps", "repeat", "num_gpus",
+    "data_parallel_size", "parameter_count", "model_flops_per_token", "causal_flops_per_token",
+    "hardware_flops_per_token", "gpu_alloc_retries", "skipped_steps", "method_version", "num_nodes", "gpu_count",
+    "cpu_threads", "cpu_logical_cores", "cpu_physical_cores",
+    "round_position",
+))  # fmt: skip
+_NEEDED = (
+    "stage", "strategy", "model", "batch_size", "seq_length", "grad_accum", "num_steps", "warmup_steps", "success",
+    "status", "repeat", "num_gpus", "accelerator", "precision", "activation_checkpointing", "method_version",
+)  # fmt: skip
+_KNOWN = frozenset(name for name, _ in COLUMNS)
+_SIGNED = frozenset(("first_loss", "final_loss", "repeated_loss", "weight_change_cosine"))
 _MOST_CARDS = 1024
 """A host is not read to have more cards than this, whatever a row claims."""
 _MOST_LOSSES = 100_000
 """A series of losses is not drawn out beyond this, whatever number of steps a row claims."""
+
+
+def check_rows(rows: Sequence[Any]) -> list[dict[str, Any]]:
+    """The known columns of rows. Raises InvalidValueError, whose place begins with the index of the row."""
+    from pydantic import ValidationError
+    from pydantic_core import to_json
+
+    check_numbers(rows)
+    try:
+        return _row_adapter().validate_json(to_json(rows), strict=True)
+    except ValidationError as error:
+        raise invalid_value(error) from None
+
+
+@cache
+def _row_adapter() -> TypeAdapter[list[dict[str, Any]]]:
+    """Each column with its type; any but those that identify a row may be null or missing."""
+    from pydantic import Field, TypeAdapter
+    from typing_extensions import TypedDict
+
+    columns: dict[str, Any] = {}
+    for name, _ in COLUMNS:
+        kind: Any = str if name in _TEXTS else bool if name in _FLAGS else int if name in _COUNTS else float
+        if kind in (int, float) and name not in _SIGNED:
+            kind = Annotated[kind, Field(ge=0)]
+        columns[name] = kind if name in _NEEDED else NotRequired[kind | None]
+    make_type: Any = TypedDict
+    row: Any = make_type("row", columns)
+    rows: Any = list[row]
+    return TypeAdapter(rows)
+
+
+def unknown_columns(row: Mapping[str, Any]) -> list[str]:
+    """Names that no column of ours has."""
+    return [name for name in row if name not in _KNOWN]
 
 
 def summary(row: Mapping[str, Any]) -> Summary:

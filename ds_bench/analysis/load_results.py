@@ -17,14 +17,13 @@ from typing import Any
 
 from ..errors import UsageError
 from ..models.presets import ModelFacts, find_preset
-from ..records import reader as records
-from ..records import strict_json
-from ..records.reader import RunFacts
+from ..records import json_files, reader
+from ..records.json_files import InvalidJsonError, InvalidValueError
+from ..records.reader import RunInfo
 from ..records.run_folder import RECORDS_FILE, RUN_FILE
 from ..records.schema import TrialRecord
-from ..records.strict_json import NotJsonError
 from ..system.environment import Environment
-from . import flat_cells, flat_reader, flops
+from . import flat_reader, flops
 from .flat_rows import COLUMNS
 from .loss_parity import with_loss_caveats
 from .summary import Summary, summarise
@@ -74,7 +73,7 @@ class _Rows(Sequence[dict[str, Any]]):
 def load(path: Path) -> LoadedResult:
     """A run folder, its run.json or records.jsonl, or a flat JSON. Raises UsageError."""
     try:
-        with records.collector_paused():
+        with reader.gc_paused():
             return _load(Path(path))
     except RecursionError:
         raise UsageError(f"{path} is nested too deeply", remedy="give a result as ds_bench wrote it") from None
@@ -104,11 +103,11 @@ def _load(path: Path) -> LoadedResult:
     if _is_folder(path):
         return _run(path, path) if _holds_run(path) else _no_run(path)
     if path.name in (RUN_FILE, RECORDS_FILE):
-        with strict_json.opened(path):  # it is there, and a file
+        with json_files.opened(path):  # it is there, and a file
             return _run(path.parent, path)
     if path.suffix == ".jsonl":
-        return _from_records(path, RunFacts(), path, [])
-    data = strict_json.read_bytes(path)
+        return _from_records(path, RunInfo(), path, [])
+    data = json_files.read_bytes(path)
     if path.suffix.lower() == ".csv" or data[:20].startswith((b"stage,strategy,", b"\xef\xbb\xbfstage,strategy,")):
         beside = path.with_suffix(".json")
         found = f"give {beside}" if beside.is_file() else "give the .json beside it"
@@ -144,7 +143,7 @@ def _no_run(folder: Path) -> LoadedResult:
 
 def _run(folder: Path, source: Path) -> LoadedResult:
     notes: list[str] = []
-    facts = records.read_run(folder / RUN_FILE, notes)
+    facts = reader.read_run(folder / RUN_FILE, notes)
     file = folder / RECORDS_FILE
     if not file.exists():
         raise UsageError(f"{folder} has no {RECORDS_FILE}: no trial had finished", remedy="give another result")
@@ -153,8 +152,8 @@ def _run(folder: Path, source: Path) -> LoadedResult:
     return replace(result, summaries=summaries, rows=_Rows(summaries))
 
 
-def _from_records(source: Path, facts: RunFacts, file: Path, notes: list[str]) -> LoadedResult:
-    entries = records.read_records(file, facts.trials, notes)
+def _from_records(source: Path, facts: RunInfo, file: Path, notes: list[str]) -> LoadedResult:
+    entries = reader.read_records(file, facts.trials, notes)
     run_id = file.resolve().parent.name if facts.trials else None
     made = _summaries(source, entries, _peak_tflops(facts.arguments))
     summaries = tuple(replace(entry, environment=facts.environment, run_id=run_id) for entry in made)
@@ -209,7 +208,7 @@ def _with_efficiency(summaries: tuple[Summary, ...], folder: Path) -> tuple[Summ
     family, _, stamp = folder.resolve().name.partition("_")
     path = folder.resolve().parent.parent / f"{family}_comparison_{stamp}.json"
     try:
-        known = {(row.get("trial_id"), row.get("repeat")): row for row in _rows(path, strict_json.read_bytes(path), [])}
+        known = {(row.get("trial_id"), row.get("repeat")): row for row in _rows(path, json_files.read_bytes(path), [])}
     except UsageError:
         return summaries
     pairs = ((entry, known.get((entry.record.trial.trial_id, entry.record.trial.repeat))) for entry in summaries)
@@ -259,24 +258,22 @@ def _flat(path: Path, data: bytes) -> LoadedResult:
 def _rows(path: Path, data: bytes, notes: list[str]) -> list[dict[str, Any]]:
     """The checked rows of a flat JSON. Raises UsageError."""
     try:
-        value = strict_json.Reader().parse(strict_json.decode(data), path.name, notes)
-    except NotJsonError as error:
+        value = json_files.parse_json(data)
+    except InvalidJsonError as error:
         raise UsageError(f"{path} {error}", remedy="give a result as ds_bench wrote it, or copy it again") from None
     if not isinstance(value, list):
         what = "a run.json under another name" if isinstance(value, dict) and "trials" in value else "no list of rows"
         raise UsageError(f"{path} is {what}", remedy="give a run folder, or a result's .json")
     if not value:
         raise UsageError(f"{path} has no rows", remedy="no trial had finished; run it again")
-    extra = dict.fromkeys(name for row in value if isinstance(row, dict) for name in flat_cells.unknown_columns(row))
+    extra = dict.fromkeys(name for row in value if isinstance(row, dict) for name in flat_reader.unknown_columns(row))
     notes += [f"{path.name}: unknown columns left out: {', '.join(extra)}"] if extra else []
-    return [_checked(path, number, row) for number, row in enumerate(value, 1)]
-
-
-def _checked(path: Path, number: int, row: Any) -> dict[str, Any]:
     try:
-        return flat_cells.check(row)
-    except ValueError as error:
-        raise UsageError(f"{path}: row {number} {error}", remedy="give a result as ds_bench wrote it") from None
+        return flat_reader.check_rows(value)
+    except InvalidValueError as error:
+        index, *cell = error.place
+        place = ": ".join(filter(None, [f"row {int(index) + 1}", json_files.place_text(cell)]))
+        raise UsageError(f"{path}: {place} {error.reason}", remedy="give a result as ds_bench wrote it") from None
 
 
 def _flat_summary(path: Path, number: int, row: dict[str, Any]) -> Summary:

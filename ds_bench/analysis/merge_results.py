@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from ..config.spec import Placement, Workload
-from ..records.shared_objects import Numbering
 from ..system.environment import Environment, comparable, setting_differences
 from . import provenance
+from .comparability import row_key
 from .load_results import LoadedResult, identity
 from .summary import Summary
 
@@ -261,13 +261,12 @@ def _numbered(summaries: Sequence[Summary], rounds: Sequence[tuple[int, int]]) -
     Rounds of two results are two rounds, as nothing else ran beside them.
     """
     round_numbers = {each: place for place, each in enumerate(sorted(set(rounds)))}
-    number = Numbering()
-    seen: dict[tuple[int, ...], int] = {}
+    seen: dict[str, int] = {}
     made = []
     for summary, its_round in zip(summaries, rounds, strict=True):
         summary = replace(summary, round=round_numbers[its_round])
         trial = summary.record.trial
-        key = tuple(map(number, (trial.strategy, trial.workload, trial.placement, trial.ds_config)))
+        key = row_key(summary.record)
         repeat = seen[key] = seen.get(key, -1) + 1
         if repeat != trial.repeat:
             record = replace(summary.record, trial=replace(trial, repeat=repeat))

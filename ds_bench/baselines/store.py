@@ -9,8 +9,10 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import json
 import math
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime
@@ -19,8 +21,9 @@ from typing import Any, ClassVar
 
 from .. import __version__
 from ..errors import UsageError
+from ..records import json_files
+from ..records.json_files import InvalidJsonError
 from ..records.rank_files import write_json
-from ..records.strict_json import NotJsonError, Reader, decode
 from ..system import files
 from ..system.environment import Environment
 from ..system.gpus import GpuFacts
@@ -167,19 +170,27 @@ def read(path: Path) -> Entries | None:
     data = _bytes(path)
     if data is None:
         return None
-    notes: list[str] = []
     try:
-        value = Reader().parse(decode(data), str(path), notes)
-    except NotJsonError as error:
+        value = json_files.parse_json(data)
+        json_files.check_numbers(value)
+        json.loads(data, object_pairs_hook=_refuse_repeated_keys)
+    except InvalidJsonError as error:
         raise UsageError(f"{path} {error}", remedy=_REMEDY) from None
-    if notes:
-        raise UsageError(notes[0], remedy="correct it by hand")
+    except ValueError as error:
+        raise UsageError(f"{path}: {error}", remedy="correct it by hand") from None
     if not isinstance(value, dict):
         raise UsageError(f"{path} is not a JSON object keyed by name", remedy=_REMEDY)
     for name, entry in value.items():
         if not isinstance(entry, dict):
             raise UsageError(f"{path}: {name!r} is not a JSON object", remedy=_REMEDY)
     return value
+
+
+def _refuse_repeated_keys(pairs: list[tuple[str, Any]]) -> None:
+    """As a merge of two branches leaves them: which of the two counts is not ours to say."""
+    for name, count in Counter(name for name, _ in pairs).items():
+        if count > 1:
+            raise ValueError(f"{name!r} is given more than once")
 
 
 def _bytes(path: Path) -> bytes | None:

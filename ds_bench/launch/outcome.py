@@ -7,17 +7,15 @@ collectives, and must not hide it.
 
 from __future__ import annotations
 
-import json
 import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from ..records import schema
+from ..records import json_files, schema
 from ..records.rank_files import PHASES, RankExit, log_file, measured_file, rank_file, read_beat, read_exits
 from ..records.schema import Outcome, RankFailure, RankMeasurement
-from ..records.shapes import Builder
 from ..system import files
 from ..units import format_bytes, format_duration
 from .monitor import Ending, Limits
@@ -91,7 +89,7 @@ def _read_ranks(
         try:
             data = _load(path)
             if "failure" in data:
-                failures.append(_built(RankFailure, data["failure"]))
+                failures.append(json_files.build(RankFailure, data["failure"]))
             else:
                 measurements.append(_measurement(data, rank, evidence))
         except _NOT_VALID as error:
@@ -112,32 +110,17 @@ def _measured_before_inspection(evidence: Evidence) -> tuple[RankMeasurement, ..
 
 
 def _measurement(data: Mapping[str, Any], rank: int, evidence: Evidence) -> RankMeasurement:
-    measurement = _built(RankMeasurement, data["measurement"])
+    measurement = json_files.build(RankMeasurement, data["measurement"])
     if measurement.rank != rank or measurement.world_size != evidence.world_size:
         raise ValueError(f"is of rank {measurement.rank} of {measurement.world_size}")
     return measurement
 
 
 def _load(path: Path) -> Mapping[str, Any]:
-    def refuse(constant: str) -> float:
-        raise ValueError(f"{constant} is not a measured number")
-
-    data = json.loads(files.read_text(path, _MOST_RANK_BYTES), parse_constant=refuse)
+    data = json_files.parse_json(files.read_bytes(path, _MOST_RANK_BYTES))
     if not isinstance(data, dict):
         raise TypeError("not an object")
     return data
-
-
-Reported = TypeVar("Reported", RankMeasurement, RankFailure)
-
-
-def _built(kind: type[Reported], data: Any) -> Reported:
-    """Checked against the types of its fields: a model's own code may write a rank's file. Raises ValueError."""
-    builder = Builder()
-    built = builder.build(kind, data)
-    if builder.ignored:
-        raise ValueError(f"unknown {', '.join(builder.ignored)}")
-    return built
 
 
 def _exit_caveats(evidence: Evidence) -> tuple[str, ...]:

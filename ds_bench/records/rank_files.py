@@ -22,7 +22,7 @@ from typing import Any
 
 from ..config.spec import Trial
 from ..system import files
-from .shapes import Builder
+from . import json_files
 
 PHASES = ("hello", "import", "build", "init", "warmup", "forward", "backward", "step", "inspect", "write", "exit")
 """What a rank does, in order; forward, backward and step repeat."""
@@ -236,14 +236,13 @@ class RankExit:
 def read_exits(folder: Path) -> list[RankExit]:
     """What the leader wrote so far; torn or foreign lines are left out, and a file that no leader writes altogether."""
     exits = []
-    builder = Builder()
     try:
         lines = files.read_bytes(folder / EXITS_FILE, _MOST_EXITS_BYTES).splitlines()
     except OSError:
         return []
     for line in lines:
         try:
-            exits.append(builder.build(RankExit, json.loads(line)))
-        except (ValueError, RecursionError):
+            exits.append(json_files.parse(RankExit, line))
+        except ValueError:
             continue
     return exits

@@ -1,4 +1,4 @@
-"""The files of a run folder read back and checked: run.json, records.jsonl. ``store`` writes them.
+"""The files of a run folder read back and checked: run.json, records.jsonl. ``run_folder`` writes them.
 
 Older forms are brought up to the present one by :data:`MIGRATIONS`; a newer one is refused.
 """
@@ -6,20 +6,19 @@ Older forms are brought up to the present one by :data:`MIGRATIONS`; a newer one
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from ..config.spec import Trial
 from ..errors import UsageError
 from ..system.environment import Environment
-from . import strict_json
-from .schema import SCHEMA_VERSION, TrialRecord
-from .shapes import Builder, ShapeError
-from .shared_objects import Numbering
-from .strict_json import NotJsonError, Reader
+from . import json_files
+from .json_files import InvalidJsonError, InvalidValueError
+from .schema import SCHEMA_VERSION, RankMeasurement, TrialRecord
 
 Kind = Literal["record", "run"]
 Migration = Callable[[Kind, dict[str, Any]], dict[str, Any]]
@@ -27,29 +26,45 @@ Migration = Callable[[Kind, dict[str, Any]], dict[str, Any]]
 MIGRATIONS: dict[int, Migration] = {}
 """Version → what makes the next one of a document of that version. Run in order; there is one version so far."""
 
-_SHARED = ("strategy", "workload", "placement", "ds_config", "prediction", "outcome", "resolved_config")
-"""What many records repeat word for word, in the order in which they hold it."""
-_OF_TRIALS = _SHARED[:5]
-"""Those of them that a planned trial has."""
-_PARTS = _SHARED[:4]
+_IDENTIFYING = ("strategy", "workload", "placement", "ds_config")
 """What, with the number of the repeat, makes a trial the one it is: ``Trial.key``."""
-_AS_WRITTEN = "give a result as ds_bench wrote it"
+_REMEDY = "give a result as ds_bench wrote it"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunFacts:
+class RunInfo:
     """What run.json tells; nothing where it is missing."""
 
     family: str | None = None
     arguments: tuple[str, ...] = ()
     environment: Environment | None = None
     notes: tuple[str, ...] = ()
-    trials: tuple[Mapping[str, Any], ...] = ()
-    """As planned, in order; raw."""
+    trials: tuple[Trial, ...] = ()
+    """As planned, in order."""
+    schema_version: int = SCHEMA_VERSION
+
+
+class _SharedParts:
+    """One object for equal parts of records: thousands of records repeat a few configurations word for word."""
+
+    def __init__(self) -> None:
+        self._by_text: dict[bytes, Any] = {}
+
+    def share(self, holder: Trial | RankMeasurement, *names: str) -> None:
+        """Puts into the fields with these names the first value that had the same JSON text.
+
+        Equal values are not enough: 1 is not true. ``holder`` was just read and is in nobody else's hands, so that it
+        may be changed although it is frozen; a copy for each record takes as long as to read it.
+        """
+        from pydantic_core import to_json
+
+        for name in names:
+            part = getattr(holder, name)
+            object.__setattr__(holder, name, self._by_text.setdefault(to_json(part), part))
 
 
 @contextmanager
-def collector_paused() -> Iterator[None]:
+def gc_paused() -> Iterator[None]:
     """Everything made in here is kept: looking for garbage again and again would take a third of the time."""
     enabled = gc.isenabled()
     gc.disable()
@@ -62,112 +77,101 @@ def collector_paused() -> Iterator[None]:
             gc.enable()
 
 
-def read_run(path: Path, notes: list[str]) -> RunFacts:
-    """run.json, or nothing with a note where there is none. Raises UsageError where it is damaged or newer."""
+def read_run(path: Path, notes: list[str]) -> RunInfo:
+    """run.json, or nothing with a note where there is none. Raises UsageError where it is damaged or newer.
+
+    A part of another form is left out with a note, because rows can be shown without it.
+    """
     if not path.exists():
         notes.append(f"no {path.name}: environment, arguments and the order of the plan are not known")
-        return RunFacts()
-    data = strict_json.read_json(path, notes, _OF_TRIALS)
-    if not isinstance(data, dict):
-        raise UsageError(f"{path} is no JSON object", remedy=_AS_WRITTEN)
-    data = _present(data, "run", str(path))
-    family = data.get("family")
-    return RunFacts(
-        family=family if isinstance(family, str) else None,
-        arguments=_texts(data, "arguments", path, notes),
-        environment=_environment(data.get("environment"), path, notes),
-        notes=_texts(data, "notes", path, notes),
-        trials=tuple(entry for entry in _list(data, "trials", path, notes) if isinstance(entry, dict)),
-    )
-
-
-def _list(data: Mapping[str, Any], name: str, path: Path, notes: list[str]) -> list[Any]:
-    value = data.get(name, [])
-    if isinstance(value, list):
-        return value
-    notes.append(f"{path.name}: {name} is not a list: left out")
-    return []
-
-
-def _texts(data: Mapping[str, Any], name: str, path: Path, notes: list[str]) -> tuple[str, ...]:
-    values = _list(data, name, path, notes)
-    if all(isinstance(value, str) for value in values):
-        return tuple(values)
-    notes.append(f"{path.name}: {name} holds more than texts: left out")
-    return ()
-
-
-def _environment(data: Any, path: Path, notes: list[str]) -> Environment | None:
-    """The environment; None with a note where it cannot be read, because rows can be shown without it."""
-    builder = Builder()
+        return RunInfo()
+    data = json_files.read_bytes(path)
+    info = json_files.validate(RunInfo, data, unknown_keys="ignore")  # other commands keep facts of theirs there
+    if info is not None and info.schema_version == SCHEMA_VERSION and b'"schema_version"' in data:
+        return info
     try:
-        found = builder.build(Environment, data)
-    except ShapeError as error:
-        notes.append(f"{path.name}: environment {error}: taken as not known")
-        return None
-    notes += _ignored(builder, path)
-    return found
+        value = json_files.parse_json(data)
+    except InvalidJsonError as error:
+        raise UsageError(f"{path} {error}", remedy=f"{_REMEDY}, or copy it again") from None
+    if not isinstance(value, dict):
+        raise UsageError(f"{path} is no JSON object", remedy=_REMEDY)
+    value = _migrate(value, "run", str(path))
+    while True:
+        try:
+            return json_files.build(RunInfo, value, unknown_keys={})
+        except InvalidValueError as error:
+            notes.append(f"{path.name}: {error}: left out")
+            del value[str(error.place[0])]
 
 
-def read_records(path: Path, planned: Sequence[Mapping[str, Any]], notes: list[str]) -> tuple[TrialRecord, ...]:
+def read_records(path: Path, planned: Sequence[Trial], notes: list[str]) -> tuple[TrialRecord, ...]:
     """The last record of each trial, in the order of the plan. Raises UsageError.
 
     A line that is no JSON, as a crash leaves it, is left out with a note; one of another shape is refused.
     """
-    reader, builder, number = Reader(_SHARED), Builder(_SHARED), Numbering()
+    parts, unknown_keys = _SharedParts(), dict[str, None]()
     latest: dict[Any, TrialRecord] = {}
     lines = 0
-    for count, line in enumerate(strict_json.read_lines(path), 1):
-        if not line.strip():
-            continue
-        lines += 1
-        where = f"{path.name} line {count}"
-        try:
-            data = reader.parse(strict_json.decode(line.rstrip()), where, notes)
-        except NotJsonError as error:
-            notes.append(f"{where} {error}: left out")
-            continue
-        if not isinstance(data, dict):
-            raise UsageError(f"{path}: line {count} is no JSON object", remedy=_AS_WRITTEN)
-        data = _present(data, "record", f"{path}: line {count}")
-        record = _record(builder, data, f"{path}: line {count}")
-        latest[_identity(number, data["trial"])] = record
+    with json_files.opened(path) as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            lines += 1
+            try:
+                record = parse_record(line.strip(), f"{path}: line {number}", unknown_keys)
+            except InvalidJsonError as error:
+                notes.append(f"{path.name} line {number} {error}: left out")
+                continue
+            parts.share(record.trial, *_IDENTIFYING, "prediction")
+            for rank in record.ranks:
+                parts.share(rank, "resolved_config")
+            latest[_identity(record.trial)] = record
     if not latest:
         problem = f"no line of {path} is a record: {notes[-1]}" if lines else f"{path} has no rows: it is empty"
-        raise UsageError(problem, remedy=_AS_WRITTEN if lines else "no trial had finished; run it again")
-    notes += _ignored(builder, path)
-    return _in_order(latest, [_identity(number, trial) for trial in planned], notes)
+        raise UsageError(problem, remedy=_REMEDY if lines else "no trial had finished; run it again")
+    if unknown_keys:
+        notes.append(f"{path.name}: unknown keys left out: {', '.join(unknown_keys)}")
+    for trial in planned:
+        parts.share(trial, *_IDENTIFYING)
+    identities = dict.fromkeys(map(_identity, planned))
+    ordered = [latest.pop(identity) for identity in identities if identity in latest]
+    if len(ordered) < len(identities):
+        missing = len(identities) - len(ordered)
+        notes.append(f"{missing} of the {len(planned)} planned trials have no record: the run did not end")
+    return (*ordered, *latest.values())
 
 
-def _record(builder: Builder, data: dict[str, Any], where: str) -> TrialRecord:
+def parse_record(line: bytes, where: str, unknown_keys: dict[str, None]) -> TrialRecord:
+    """One line of records.jsonl. Raises InvalidJsonError, and UsageError where it is JSON and no record.
+
+    ``where``: names the line in errors. ``unknown_keys`` receives the places of keys that no field has.
+    """
+    record = json_files.validate(TrialRecord, line)
+    if record is not None and record.schema_version == SCHEMA_VERSION and b'"schema_version"' in line:
+        return record
+    value = json_files.parse_json(line)
+    if not isinstance(value, dict):
+        raise UsageError(f"{where} is no JSON object", remedy=_REMEDY)
+    value = _migrate(value, "record", where)
     try:
-        return builder.build(TrialRecord, data)
-    except ShapeError as error:
-        trial = data.get("trial")
+        return json_files.build(TrialRecord, value, unknown_keys)
+    except InvalidValueError as error:
+        trial = value.get("trial")
         name = trial.get("trial_id") if isinstance(trial, dict) else None
         named = f"{where} ({name})" if isinstance(name, str) else where
         raise UsageError(f"{named}: {error}", remedy="correct or remove that line") from None
 
 
-def _in_order(latest: dict[Any, TrialRecord], planned: Sequence[Any], notes: list[str]) -> tuple[TrialRecord, ...]:
-    ordered = [latest.pop(key) for key in dict.fromkeys(planned) if key in latest]
-    missing = len(dict.fromkeys(planned)) - len(ordered)
-    if missing:
-        notes.append(f"{missing} of the {len(planned)} planned trials have no record: the run did not end")
-    return (*ordered, *latest.values())
+def _identity(trial: Trial) -> tuple[int, ...]:
+    """Equal for trials whose ``key`` is equal, of trials that share their parts; a fraction of its cost."""
+    return trial.repeat, *(id(getattr(trial, name)) for name in _IDENTIFYING)
 
 
-def _identity(number: Numbering, trial: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Equal for records of one trial, as ``Trial.key`` is. ``trial``: its JSON object."""
-    repeat = trial.get("repeat")  # other in nearly every record, so not worth a number of its own
-    return repeat if type(repeat) is int else (number(repeat),), *[number(trial.get(part)) for part in _PARTS]
-
-
-def _present(data: dict[str, Any], kind: Kind, where: str) -> dict[str, Any]:
+def _migrate(data: dict[str, Any], kind: Kind, where: str) -> dict[str, Any]:
     """The same in the present form. Raises UsageError for a newer one, or where no migration leads here."""
     version = data.get("schema_version")
     if type(version) is not int or version < 1:
-        raise UsageError(f"{where}: schema_version is missing or no version", remedy=_AS_WRITTEN)
+        raise UsageError(f"{where}: schema_version is missing or no version", remedy=_REMEDY)
     if version > SCHEMA_VERSION:
         raise UsageError(
             f"{where}: written by a newer version (schema {version}, this one reads {SCHEMA_VERSION})",
@@ -180,7 +184,3 @@ def _present(data: dict[str, Any], kind: Kind, where: str) -> dict[str, Any]:
         version += 1
         data["schema_version"] = version
     return data
-
-
-def _ignored(builder: Builder, path: Path) -> list[str]:
-    return [f"{path.name}: unknown keys left out: {', '.join(builder.ignored)}"] if builder.ignored else []

@@ -18,7 +18,6 @@ import contextlib
 import csv
 import fcntl
 import io
-import json
 import math
 import os
 import tempfile
@@ -32,15 +31,13 @@ from typing import Any
 
 from ..errors import PreflightError, UsageError
 from ..system import files
+from . import json_files, reader
 from .rank_files import append_line, json_text, remove_temporaries, write_json, write_texts
 from .schema import SCHEMA_VERSION, TrialRecord
-from .shapes import Builder
 
 RUN_FILE = "run.json"
 RECORDS_FILE = "records.jsonl"
 PROBES_FILE = "probes.jsonl"
-_MOST_BYTES = 2**30
-"""No run is near it: fifty thousand records of two ranks each."""
 _FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\n")
 
 
@@ -146,10 +143,10 @@ class RunStore:
     def load_run(self) -> dict[str, Any]:
         """run.json. Raises UsageError where it is damaged or of a newer version."""
         try:
-            data = json.loads(files.read_text(self.folder / RUN_FILE, _MOST_BYTES))
+            data = json_files.parse_json(files.read_bytes(self.folder / RUN_FILE, json_files.LARGEST_FILE_BYTES))
             version = data["schema_version"]
             lists = data.get("arguments", []), data.get("trials", [])
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
             raise UsageError(f"{self.folder / RUN_FILE} is damaged", remedy="start a new run") from None
         if not isinstance(version, int) or not all(
             isinstance(values, list) and all(isinstance(value, kind) for value in values)
@@ -192,14 +189,14 @@ class RunStore:
 
     def _read(self, name: str) -> list[TrialRecord]:
         try:
-            lines = files.read_bytes(self.folder / name, _MOST_BYTES).split(b"\n")
+            lines = files.read_bytes(self.folder / name, json_files.LARGEST_FILE_BYTES).split(b"\n")
         except FileNotFoundError:
             return []
-        records, builder = [], Builder()
+        records = []
         for line in lines:
             try:
-                records.append(builder.build(TrialRecord, json.loads(line)))
-            except (ValueError, RecursionError):
+                records.append(reader.parse_record(line, name, {}))
+            except (ValueError, UsageError):
                 continue
         return records
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from ..config.spec import Trial
@@ -152,17 +152,6 @@ class RankMeasurement:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be 1 or more")
 
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> RankMeasurement:
-        """From a rank file. Raises TypeError, KeyError or ValueError on any other shape."""
-        values = dict(data)
-        for name in ("step_seconds", "warmup_step_seconds", "losses", "notes"):
-            values[name] = tuple(values.get(name, ()))
-        for name in ("optimizer_settings", "weight_change"):
-            if values.get(name) is not None:
-                values[name] = tuple(values[name])
-        return cls(**values)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankFailure:
@@ -185,11 +174,6 @@ class RankFailure:
     def __post_init__(self) -> None:
         if not isinstance(self.time, (int, float)) or not math.isfinite(self.time):
             raise ValueError("time must be a finite number")
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> RankFailure:
-        """From a rank file. Raises TypeError on any other shape."""
-        return cls(**dict(data))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -243,14 +227,3 @@ class TrialRecord:
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values, for files: credentials in the configuration are redacted."""
         return {**asdict(self), "trial": self.trial.to_dict()}
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> TrialRecord:
-        """The inverse of :meth:`to_dict`. Raises TypeError, KeyError or ValueError on other shapes."""
-        values = {name.name: data[name.name] for name in fields(cls) if name.name in data}
-        values["trial"] = Trial.from_dict(values["trial"])
-        values["outcome"] = Outcome(**values["outcome"])
-        values["ranks"] = tuple(RankMeasurement.from_dict(rank) for rank in values.get("ranks", ()))
-        values["failures"] = tuple(RankFailure.from_dict(failure) for failure in values.get("failures", ()))
-        values["caveats"] = tuple(values.get("caveats", ()))
-        return cls(**values)

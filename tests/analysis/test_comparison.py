@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_bench.analysis import flat_cells, flat_reader
+from ds_bench.analysis import flat_reader
 from ds_bench.analysis.caveats import Caveat, CaveatKind, note
 from ds_bench.analysis.comparability import row_key
 from ds_bench.analysis.comparison import Comparison, StrategyResult, build, is_called, ratio_between
@@ -513,7 +513,7 @@ def test_a_window_on_a_gpu_below_two_seconds_is_told(seconds: float, on: Any, to
     short = fakes.success(gpu(1, on=on), step_seconds=[seconds] * 10)
     assert (CaveatKind.SHORT_WINDOW in kinds(compared(short))) is told
     (flat,) = flat_rows([summarise(short, None, None)])  # tells the mean step and the number of steps
-    again = build([flat_reader.summary(flat_cells.check(flat))])
+    again = build([flat_reader.summary(flat_reader.check_rows([flat])[0])])
     assert kinds(again).get(CaveatKind.SHORT_WINDOW) == kinds(compared(short)).get(CaveatKind.SHORT_WINDOW)
 
 

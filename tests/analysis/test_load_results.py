@@ -16,18 +16,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_bench.analysis import flat_cells, flat_reader, load_results
+from ds_bench.analysis import flat_reader, load_results
 from ds_bench.analysis.caveats import CaveatKind, parse_caveats
 from ds_bench.analysis.flat_rows import COLUMNS, flat_rows
 from ds_bench.analysis.load_results import LoadedResult
 from ds_bench.config.deepspeed_config import is_full_config
 from ds_bench.config.spec import Strategy
 from ds_bench.errors import UsageError
-from ds_bench.records import reader as records
-from ds_bench.records import schema, strict_json
+from ds_bench.records import json_files, reader, schema
 from ds_bench.records.run_folder import RunStore
 from ds_bench.records.schema import Outcome, TrialRecord
-from ds_bench.records.shapes import Builder, ShapeError
 from ds_bench.system import environment
 from ds_bench.system.environment import Environment
 from tests.support import fakes
@@ -37,6 +35,7 @@ HERE = ROOT / "tests"
 SCHEMA1 = HERE / "data" / "schema1"
 SCHEMA1_RUN = SCHEMA1 / "runs" / "zero_20261121_093000"
 REFERENCE = HERE.parent / "results/reference/cpu_2cores_2026-11-21/zero_comparison_20261121_154122.json"
+RANK = asdict(fakes.measurement())
 HOST = Environment(hostname="node-0", logical_cores=8, packages={"torch": "2.13.0"})
 
 
@@ -288,12 +287,12 @@ def test_a_schema_that_is_no_version_is_refused(run: RunStore, version: object) 
 def test_an_older_schema_is_migrated_step_by_step(run: RunStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """Schema 3, where 1 called the wall time ``seconds`` and 2 counted it in milliseconds."""
 
-    def to_2(kind: records.Kind, data: dict[str, Any]) -> dict[str, Any]:
+    def to_2(kind: reader.Kind, data: dict[str, Any]) -> dict[str, Any]:
         if kind == "record":
             data["wall_milliseconds"] = data.pop("seconds") * 1000
         return data
 
-    def to_3(kind: records.Kind, data: dict[str, Any]) -> dict[str, Any]:
+    def to_3(kind: reader.Kind, data: dict[str, Any]) -> dict[str, Any]:
         if kind == "record":
             data["wall_seconds"] = data.pop("wall_milliseconds") / 1000
         return data
@@ -303,8 +302,8 @@ def test_an_older_schema_is_migrated_step_by_step(run: RunStore, monkeypatch: py
         del entry["wall_seconds"]
         old.append({**entry, "seconds": 7.5})
     put_lines(run, *old)
-    monkeypatch.setattr(records, "SCHEMA_VERSION", 3)
-    monkeypatch.setattr(records, "MIGRATIONS", {1: to_2, 2: to_3})
+    monkeypatch.setattr(reader, "SCHEMA_VERSION", 3)
+    monkeypatch.setattr(reader, "MIGRATIONS", {1: to_2, 2: to_3})
     result = load_results.load(run.folder)
     assert result.records is not None
     assert [entry.wall_seconds for entry in result.records] == [7.5] * 3
@@ -312,7 +311,7 @@ def test_an_older_schema_is_migrated_step_by_step(run: RunStore, monkeypatch: py
 
 
 def test_a_schema_that_no_migration_takes_on_is_refused(run: RunStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(records, "SCHEMA_VERSION", 2)
+    monkeypatch.setattr(reader, "SCHEMA_VERSION", 2)
     assert "too old" in refusal(run.folder)
 
 
@@ -367,34 +366,27 @@ def test_unknown_keys_are_left_out_with_a_note(run: RunStore) -> None:
     result = load_results.load(run.folder)
     assert result.records is not None
     assert fakes.success(fakes.trial(fakes.zero(0))) in result.records
-    assert "records.jsonl: unknown keys left out: TrialRecord.mood, Strategy.colour" in result.notes
+    assert "records.jsonl: unknown keys left out: trial.strategy.colour, mood" in result.notes
 
 
 WRONG: list[tuple[tuple[str | int, ...], Any, str]] = [
-    (("ranks", 0, "world_size"), True, "ranks[0].world_size is true, not a whole number"),
-    (("ranks", 0, "world_size"), 1.5, "ranks[0].world_size is 1.5, not a whole number"),
-    (("ranks", 0, "world_size"), 0, "world_size must be 1 or more"),
-    (("ranks", 0, "hostname"), None, "ranks[0].hostname is null, not text"),
-    (("ranks", 0, "step_seconds", 3), True, "ranks[0].step_seconds[3] is true, not a number"),
-    (("ranks", 0, "step_seconds", 3), "0.1", "ranks[0].step_seconds[3] is '0.1', not a number"),
+    (("ranks", 0, "world_size"), True, "ranks[0].world_size is true: input should be a valid integer"),
+    (("ranks", 0, "world_size"), 1.5, "ranks[0].world_size is 1.5: input should be a valid integer"),
+    (("ranks", 0, "world_size"), 0, "ranks[0] is not usable: world_size must be 1 or more"),
+    (("ranks", 0, "hostname"), None, "ranks[0].hostname is null: input should be a valid string"),
+    (("ranks", 0, "step_seconds", 3), "0.1", 'ranks[0].step_seconds[3] is "0.1": input should be a valid number'),
     (("ranks", 0, "step_seconds"), [], "step_seconds must be positive"),
-    (("ranks", 0, "losses", 1), [], "ranks[0].losses[1] is a list, not a number or null"),
-    (("ranks", 0, "ledger"), {"cpu": {"parameters": "much"}}, "ranks[0].ledger.cpu.parameters is 'much'"),
-    (("ranks", 0, "ledger"), {"cpu": 3}, "ranks[0].ledger.cpu is 3, not an object"),
-    (("ranks", 0, "gpu_peak_bytes"), 10**400, "ranks[0].gpu_peak_bytes is a number beyond all measure"),
-    (("ranks", 0, "phase_seconds"), {"step": 10**400}, "ranks[0].phase_seconds.step is a number beyond"),
-    (("ranks",), {}, "ranks is an object, not a list"),
-    (("outcome",), None, "outcome is null, not an object"),
-    (("outcome", "status"), 3, "outcome.status is 3, not text"),
-    (("trial", "repeat"), False, "trial.repeat is false, not a whole number"),
+    (("ranks", 0, "losses", 1), [], "ranks[0].losses[1] is a list: input should be a valid number"),
+    (("ranks", 0, "losses", 4), float("nan"), "ranks[0].losses[4] is not a finite number"),
+    (("ranks", 0, "ledger"), {"cpu": 3}, "ranks[0].ledger.cpu is 3: input should be"),
+    (("ranks", 0, "gpu_peak_bytes"), 10**400, "ranks[0].gpu_peak_bytes is not a finite number, or beyond all measure"),
+    (("ranks", 0, "window_seconds"), 1e61, "ranks[0].window_seconds is not a finite number, or beyond all measure"),
+    (("ranks", 0, "resolved_config"), {"zero": [0, 10**60 + 1]}, "ranks[0].resolved_config.zero[1] is not a finite"),
+    (("ranks",), {}, "ranks is an object: input should be"),
+    (("outcome",), None, "outcome is null: input should be an object"),
     (("trial", "strategy", "stage"), 7, "trial.strategy is not usable: stage is 7"),
-    (("trial", "strategy", "offload_param"), "tape", "trial.strategy.offload_param is 'tape', not one of none"),
-    (("trial", "workload", "batch_size"), 0, "trial.workload is not usable: batch_size is 0"),
-    (("trial", "placement", "accelerator"), "abacus", "trial.placement.accelerator is 'abacus'"),
-    (("trial", "placement", "supported_precisions"), ["int2"], "trial.placement.supported_precisions[0] is 'int2'"),
-    (("trial", "ds_config"), [], "trial.ds_config is a list, not an object"),
-    (("trial",), "00_zero0", "trial is '00_zero0', not an object"),
-    (("caveats",), [None], "caveats[0] is null, not text"),
+    (("trial", "placement", "accelerator"), "abacus", """trial.placement.accelerator is "abacus": input should"""),
+    (("trial", "ds_config"), [], "trial.ds_config is a list: input should be"),
 ]
 
 
@@ -419,44 +411,29 @@ def test_a_configuration_that_makes_no_sense_is_named_with_its_trial(run: RunSto
     assert "00_zero0" in refusal(run.folder)
 
 
-def test_a_configuration_nested_without_end_is_refused(run: RunStore) -> None:
+def test_a_configuration_nested_without_end_is_left_out_with_a_note(run: RunStore) -> None:
     first, *rest = lines(run)
     deep: dict[str, Any] = {}
-    for _ in range(100):
+    for _ in range(300):
         deep = {"a": deep}
     first["trial"]["ds_config"] = deep
     put_lines(run, first, *rest)
-    assert "nested too deeply" in refusal(run.folder)
-
-
-def test_nan_becomes_null_with_a_note_that_names_the_field(run: RunStore) -> None:
-    first, *rest = lines(run)
-    first["ranks"][0]["losses"][4] = float("nan")
-    put_lines(run, first, *rest)
     result = load_results.load(run.folder)
-    assert result.summaries[0].losses[4] is None
-    assert "records.jsonl line 1: ranks[0].losses[4] is not a finite number: taken as null" in result.notes
-
-
-def test_infinity_where_a_number_is_needed_is_refused(run: RunStore) -> None:
-    first, *rest = lines(run)
-    first["ranks"][0]["window_seconds"] = float("inf")
-    put_lines(run, first, *rest)
-    assert "window_seconds is null, not a number" in refusal(run.folder)
+    assert len(result.summaries) == 2
+    assert any("records.jsonl line 1 is nested too deeply" in note for note in result.notes)
 
 
 def test_a_number_too_large_for_a_float_is_refused(run: RunStore) -> None:
     put_lines(run, re.sub(r'"window_seconds": [\d.]+', '"window_seconds": 1e999', json.dumps(lines(run)[0])))
-    assert "ranks[0].window_seconds is a number beyond all measure" in refusal(run.folder)
+    assert "ranks[0].window_seconds is not a finite number" in refusal(run.folder)
 
 
-def test_of_a_key_given_twice_the_last_counts_with_a_note(run: RunStore) -> None:
+def test_of_a_key_given_twice_the_last_counts(run: RunStore) -> None:
     text = json.dumps(lines(run)[0]).replace('"launch": "warm"', '"launch": "warm", "launch": "deepspeed"')
     put_lines(run, text)
     result = load_results.load(run.folder)
     assert result.records is not None
     assert result.records[0].launch == "deepspeed"
-    assert "records.jsonl line 1: 'launch' given more than once: the last counts" in result.notes
 
 
 def test_half_a_surrogate_pair_can_be_printed_afterwards(run: RunStore) -> None:
@@ -533,17 +510,14 @@ def test_a_csv_is_told_apart_and_its_json_is_named(run: RunStore, tmp_path: Path
         (b"  \n ", "is empty"),
         (b"[]", "has no rows"),
         (b"{}", "no list of rows"),
-        (b"null", "no list of rows"),
-        (b"[1]", "row 1 is int, not an object"),
+        (b"[1]", "row 1 is 1: input should be an object"),
         (b'[{"stage": 0', "ends in the middle: it was cut off"),
-        (b"[tru", "ends in the middle"),
-        (b"# Title\n", "is not JSON: Expecting value (line 1 column 1)"),
-        (b"[]\n[]\n", "has more text after its end (line 2 column 1)"),
-        (b"\xff\xfe[\x00]\x00", "is UTF-16"),
-        (b"[\x80]", "is not UTF-8 text (byte 1)"),
+        (b"# Title\n", "is not JSON: expected value (line 1 column 1)"),
+        (b"[]\n[]\n", "is not JSON: trailing characters (line 2 column 1)"),
+        (b"\xff\xfe[\x00]\x00", "is not JSON"),
         (b"[" * 100_000, "nested too deeply"),
-        (b"[" * 100_000 + b"]" * 100_000, "nested too deeply"),
-        (b"[" + b"9" * 5000 + b"]", "thousands of digits"),
+        (b"[" + b"9" * 5000 + b"]", "is not JSON: number out of range"),
+        (b'[{"stage": NaN}]', "row 1: stage is not a finite number"),
     ],
 )
 def test_a_file_that_is_no_result_gets_one_line(tmp_path: Path, content: bytes, expected: str) -> None:
@@ -552,7 +526,7 @@ def test_a_file_that_is_no_result_gets_one_line(tmp_path: Path, content: bytes, 
     assert expected in refusal(path)
 
 
-@pytest.mark.parametrize("cut", range(1, 1200, 7))
+@pytest.mark.parametrize("cut", [1, 2, 3, 10, 100, 700])
 def test_a_flat_json_cut_anywhere_says_so(cut: int, tmp_path: Path) -> None:
     text = json.dumps(json.loads(REFERENCE.read_text())[:1])[:-1]
     path = tmp_path / "cut.json"
@@ -588,7 +562,7 @@ def test_a_pipe_in_the_place_of_records_is_refused_without_waiting(run: RunStore
 def test_a_file_larger_than_any_result_is_not_read(tmp_path: Path) -> None:
     path = tmp_path / "huge.json"
     with path.open("wb") as file:
-        file.truncate(strict_json.LARGEST_FILE_BYTES + 1)
+        file.truncate(json_files.LARGEST_FILE_BYTES + 1)
     assert "larger than any result" in refusal(path)
 
 
@@ -619,7 +593,7 @@ def test_the_reference_result_is_read_from_its_flat_json_alone() -> None:
 def test_a_flat_row_gives_the_same_row_again() -> None:
     """Every column that the file holds, to nine digits where milliseconds became seconds."""
     for row in json.loads(REFERENCE.read_text()):
-        summary = flat_reader.summary(flat_cells.check(row))
+        summary = flat_reader.summary(flat_reader.check_rows([row])[0])
         assert summary.predicted_over_ledger == row["predicted_over_measured"]  # where it stood before
         row["predicted_over_measured"] = None
         again = {name: get(summary) for name, get in COLUMNS if name in row}
@@ -653,7 +627,7 @@ def test_a_flat_row_gives_the_same_row_again() -> None:
 def test_a_row_written_and_read_back_gives_the_same_row(entry: TrialRecord) -> None:
     (row,) = flat_rows(load_results.summarised([entry]))
     stored = json.loads(json.dumps(row))
-    again = {name: get(flat_reader.summary(flat_cells.check(stored))) for name, get in COLUMNS}
+    again = {name: get(flat_reader.summary(flat_reader.check_rows([stored])[0])) for name, get in COLUMNS}
     assert again == {
         name: pytest.approx(value, rel=1e-9) if isinstance(value, float) else value for name, value in stored.items()
     }
@@ -662,8 +636,9 @@ def test_a_row_written_and_read_back_gives_the_same_row(entry: TrialRecord) -> N
 def test_how_far_a_prediction_was_off_comes_back_from_a_flat_row() -> None:
     (summary,) = load_results.summarised([fakes.success()])
     row = {name: get(replace(summary, predicted_over_measured=0.93)) for name, get in COLUMNS}
-    assert flat_reader.summary(flat_cells.check({**row, "accelerator": "cuda"})).predicted_over_measured == 0.93
-    before_the_ledgers_column = flat_reader.summary(flat_cells.check(row | {"predicted_over_ledger": None}))
+    changed = [{**row, "accelerator": "cuda"}, {**row, "predicted_over_ledger": None}]
+    on_a_gpu, before_the_ledgers_column = map(flat_reader.summary, flat_reader.check_rows(changed))
+    assert on_a_gpu.predicted_over_measured == 0.93
     assert before_the_ledgers_column.predicted_over_measured is None
     assert before_the_ledgers_column.predicted_over_ledger == 0.93
 
@@ -675,7 +650,7 @@ def test_a_configuration_is_known_of_a_record_and_not_of_its_flat_row(strategy: 
     entry = fakes.success(fakes.trial(strategy))
     (row,) = flat_rows(load_results.summarised([entry]))
     assert is_full_config(entry.trial)
-    assert not is_full_config(flat_reader.summary(flat_cells.check(row)).record.trial)
+    assert not is_full_config(flat_reader.summary(flat_reader.check_rows([row])[0]).record.trial)
     assert not is_full_config(replace(entry.trial, ds_config={}))
 
 
@@ -707,19 +682,19 @@ def test_taking_caveats_apart_loses_nothing(texts: list[str]) -> None:
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({"stage": ...}, "row 1 has no stage"),
-        ({"stage": True}, "row 1 has a stage that is not a whole number"),
-        ({"stage": "2"}, "row 1 has a stage that is not a whole number"),
+        ({"stage": ...}, "row 1: stage is missing"),
+        ({"stage": True}, "row 1: stage is true: input should be a valid integer"),
+        ({"stage": "2"}, 'row 1: stage is "2": input should be a valid integer'),
         ({"stage": 9}, "row 1 is not usable: stage is 9"),
-        ({"success": 1}, "row 1 has a success that is not true or false"),
+        ({"success": 1}, "row 1: success is 1: input should be a valid boolean"),
         ({"success": False}, "says success false and status ✅ Success"),
         ({"status": ""}, "says success true and status"),
-        ({"throughput_tokens_per_sec": -1.0}, "has a negative throughput_tokens_per_sec"),
+        ({"throughput_tokens_per_sec": -1.0}, "throughput_tokens_per_sec is -1.0: input should be greater"),
         ({"throughput_tokens_per_sec": 0}, "no throughput_tokens_per_sec"),
-        ({"throughput_tokens_per_sec": 10**400}, "has a throughput_tokens_per_sec beyond all measure"),
-        ({"avg_step_time_ms": "fast"}, "has a avg_step_time_ms that is not a number"),
+        ({"throughput_tokens_per_sec": 10**400}, "throughput_tokens_per_sec is not a finite number, or beyond"),
+        ({"avg_step_time_ms": "fast"}, 'avg_step_time_ms is "fast": input should be a valid number'),
         ({"avg_step_time_ms": 0}, "must be positive and finite"),
-        ({"model": 7}, "has a model that is not text"),
+        ({"model": 7}, "model is 7: input should be a valid string"),
         ({"model": ""}, "model is ''"),
         ({"precision": "int2"}, "precision is 'int2'"),
         ({"accelerator": "abacus"}, "neither cuda nor cpu"),
@@ -747,167 +722,41 @@ def test_a_strategy_that_this_version_does_not_know_keeps_its_name(tmp_path: Pat
 
 def test_every_column_of_a_flat_row_has_a_type() -> None:
     for row in json.loads(REFERENCE.read_text()):
-        assert flat_cells.check(row) == row
+        assert flat_reader.check_rows([row]) == [row]
         assert list(row) == [name for name, _ in COLUMNS if name in row]  # it was written before some of them
     (row,) = flat_rows(load_results.summarised([fakes.success()]))
-    assert flat_cells.check(row) == row
+    assert flat_reader.check_rows([row]) == [row]
     assert list(row) == [name for name, _ in COLUMNS]
 
 
 # ------------------------------------------------------------------ parsing and building
 
 
-def test_records_that_repeat_an_object_share_it(run: RunStore) -> None:
-    result = load_results.load(run.folder)
-    assert result.records is not None
-    first, second, _ = result.records
-    assert first.trial.workload is second.trial.workload
-    assert first.trial.strategy is not second.trial.strategy
-    assert first.trial.ds_config != second.trial.ds_config
-
-
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
-    lambda inner: st.lists(inner) | st.dictionaries(st.sampled_from(["a", "b", "c", "NaN", '"x']) | st.text(), inner),
-    max_leaves=12,
-)
-
-
-@given(st.lists(st.dictionaries(st.sampled_from("abcd"), JSON), max_size=5))
-def test_sharing_objects_gives_what_parsing_gives(documents: list[Any]) -> None:
-    reader = strict_json.Reader(("a", "b", "c"))
-    for document in documents * 2:
-        text = json.dumps({"first": 1, **document})
-        shared, plain = reader.parse(text, "x", []), strict_json.Reader().parse(text, "x", [])
-        assert json.dumps(shared) == json.dumps(plain)
-        if "\\ud" not in text:
-            assert plain == json.loads(text, parse_constant=lambda _: None)
-
-
-def test_a_key_repeated_inside_a_shared_object_is_told_every_time() -> None:
-    reader = strict_json.Reader(("a",))
-    for _ in range(2):
-        notes: list[str] = []
-        assert reader.parse('{"x": 1, "a": {"k": 1, "k": 2}}', "here", notes) == {"x": 1, "a": {"k": 2}}
-        assert notes == ["here: 'k' given more than once: the last counts"]
-
-
-def test_text_that_looks_like_a_shared_object_is_left_alone() -> None:
-    reader = strict_json.Reader(("a",))
-    documents = [{"x": 1, "a": {"k": 1}}, {"x": ', "a": {"k": 1}', "a": {"k": 1}}, {"x": "NaN", "a": {"k": 1}}]
-    for document in documents * 2:
-        assert reader.parse(json.dumps(document), "x", []) == document
-
-
-def test_one_and_true_are_told_apart_in_what_records_share() -> None:
-    """``==`` does not; a configuration read from one record must not stand in for the other's."""
-    reader = strict_json.Reader(("a",))
-    texts = ('{"x": 0, "a": {"k": ' + value + "}}" for value in ("1", "true", "1.0", "1"))
-    values = [reader.parse(text, "x", [])["a"]["k"] for text in texts]
-    assert [type(value) for value in values] == [int, bool, float, int]
-
-
-def told(reader: strict_json.Reader, text: str) -> tuple[str, list[str]]:
-    """What a reader makes of a text: the value or the reason, and the notes."""
-    notes: list[str] = []
-    try:
-        return repr(reader.parse(text, "here", notes)), notes
-    except strict_json.NotJsonError as error:
-        return str(error), notes
-
-
-def strict(shared: tuple[str, ...] = ()) -> strict_json.Reader:
-    """A reader as it is where the quick parser is not installed."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(strict_json, "_quick_parser", lambda: None)
-        return strict_json.Reader(shared)
-
-
-ODD_TEXTS = (
-    '{"a": 1, "a": 2}',
-    '{"x": {"k": 1, "k": 1}}',
-    '{"x": [0, {"k": 1, "k": 2}]}',
-    '{"x": {"k" : 1, "k": 2}}',
-    '{"x": {"k"\t: 1, "k": 2}, "y": "\\":"}',
-    '{"x": {"k": 1, "\\u006b": 2}}',
-    '{"x": 1, "a": {"k": 1}, "a": {"k": 1}}',
-    '{"x": {"": 0}, "a": {"k": 1}}',
-    '{"x": [{"": 0}], "a": {"": 0}}',
-    '{"x": 1, "a": {"": 0}, "y": {"": 0}}',
-    '{"x": {"": 0}, "y": {"": false}, "z": {"": 0.0}}',
-    '{"x": [NaN, Infinity, -Infinity], "a": {"k": 1}}',
-    '{"x": 1, "a": {"k": NaN}}',
-    '{"x": "\\ud800", "a": {"k": 1}}',
-    '{"x": "\\ud83d\\ude00", "a": {"k": "\\ude00"}}',
-    '{"x": 1e999, "y": -0, "z": -0.0, "a": {"k": 1e-400}}',
-    '{"x": ' + "9" * 4300 + "}",
-    '{"x": ' + "9" * 4301 + "}",
-    '{"x": 9223372036854775808, "a": {"k": -9223372036854775809}}',
-    '{"x": 0.1000000000000000055511151231257827, "y": 1.7976931348623159e308}',
-    "[" * 300 + "]" * 300,
-    '{"x": "\x01"}',
-    '{"x": 01}',
-    '{"x": 1,}',
-    '{"x": 1} {}',
-    "\ufeff{}",
-    "",
-)
-
-
-@pytest.mark.parametrize("text", ODD_TEXTS)
-def test_the_quick_parser_is_never_heard_where_the_strict_one_says_something_else(text: str) -> None:
-    assert strict_json.Reader()._parse is not None  # else there is nothing to compare
-    for shared in ((), ("a",), ("x", "a")):
-        for quick, slow in ((strict_json.Reader(shared), strict(shared)), (strict_json.Reader(shared), strict())):
-            assert [told(quick, text) for _ in range(2)] == [told(slow, text) for _ in range(2)]
-
-
-@given(
-    st.dictionaries(st.sampled_from("abxy"), JSON, max_size=4),
-    st.lists(st.tuples(st.integers(0, 400), st.sampled_from([*'{}[]",: \\0eNk-.\t\n', '"a": ', '{"": 0}', "NaN"]))),
-)
-def test_no_damage_to_a_text_makes_the_quick_parser_disagree_with_the_strict_one(
-    document: dict[str, Any], damage: list[tuple[int, str]]
-) -> None:
-    text = json.dumps({"first": 1, **document, "a": {"k": document}})
-    for place, inserted in damage:
-        text = text[:place] + inserted + text[place:]
-    assert told(strict_json.Reader(("a", "b")), text) == told(strict(), text)
-
-
-def test_a_run_is_read_alike_where_the_quick_parser_is_missing(run: RunStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    quick = load_results.load(run.folder)
-    monkeypatch.setattr(strict_json, "_quick_parser", lambda: None)
-    slow = load_results.load(run.folder)
-    assert (slow.records, slow.summaries, slow.notes) == (quick.records, quick.summaries, quick.notes)
-
-
-def test_planned_trials_that_repeat_an_object_share_it(run: RunStore) -> None:
-    first, second, third = records.read_run(run.folder / "run.json", []).trials
-    assert first["workload"] is second["workload"] is third["workload"]
-    assert first["placement"] is third["placement"]
-    assert first["strategy"] != second["strategy"]
-
-
 @given(st.builds(lambda seconds: fakes.success(step_seconds=seconds), st.lists(st.floats(1e-6, 1e6), min_size=1)))
-def test_a_record_written_and_built_again_is_the_same(entry: TrialRecord) -> None:
-    assert Builder().build(TrialRecord, json.loads(json.dumps(entry.to_dict()))) == entry
+def test_a_record_written_and_read_again_is_the_same(entry: TrialRecord) -> None:
+    assert json_files.parse(TrialRecord, json.dumps(entry.to_dict()).encode()) == entry
 
 
-def test_building_agrees_with_the_records_own_reader() -> None:
-    for line in (SCHEMA1_RUN / "records.jsonl").read_text().splitlines():
-        assert Builder().build(TrialRecord, json.loads(line)) == TrialRecord.from_dict(json.loads(line))
+def test_one_and_true_are_told_apart_in_what_records_share(run: RunStore) -> None:
+    """``==`` does not; a configuration read from one record must not stand in for the other's."""
+    entries = lines(run)
+    for entry, value in zip(entries, (1, True, 1.0), strict=True):
+        entry["trial"] |= {"strategy": entries[0]["trial"]["strategy"], "ds_config": {"k": value}}
+    put_lines(run, *entries)
+    records = reader.read_records(run.folder / "records.jsonl", (), [])
+    assert [type(entry.trial.ds_config["k"]) for entry in records] == [int, bool, float]
 
 
-def test_what_was_built_of_one_shape_does_not_excuse_the_next() -> None:
-    """The plan for a shape is remembered; a value of the same type can still be wrong."""
-    builder = Builder()
-    good = json.loads(json.dumps(asdict(fakes.measurement())))
-    builder.build(schema.RankMeasurement, good)
-    with pytest.raises(ShapeError, match="world_size"):
-        builder.build(schema.RankMeasurement, {**good, "world_size": 10**400})
-    with pytest.raises(ShapeError, match=r"step_seconds\[0\] is true"):
-        builder.build(schema.RankMeasurement, {**good, "step_seconds": [True]})
+NUMBERS = st.integers(-(10**70), 10**70) | st.floats() | st.sampled_from([1e59, 1e60, 1.1e60, -1e61, 10**60 + 1])
+
+
+@given(st.dictionaries(st.text(), NUMBERS | st.lists(NUMBERS) | st.text()))
+def test_the_quick_look_for_large_numbers_misses_none(config: dict[str, Any]) -> None:
+    data = {**RANK, "resolved_config": config}
+    try:
+        json_files.check_numbers(data)
+    except json_files.InvalidValueError:
+        assert json_files.validate(schema.RankMeasurement, json.dumps(data).encode()) is None
 
 
 def test_environments_stay_comparable_after_a_round_trip(run: RunStore) -> None:

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_bench import plan
-from ds_bench.analysis import flat_cells, flat_reader
+from ds_bench.analysis import flat_reader
 from ds_bench.analysis.caveats import Caveat, CaveatKind, note, parse_caveats
 from ds_bench.analysis.flat_rows import flat_rows
 from ds_bench.analysis.loss_parity import compare_losses, with_loss_caveats
@@ -711,7 +711,7 @@ def test_rows_on_the_cpu_that_step_with_another_adam_say_so_and_how_to_compare_w
     assert not told.disqualifying
     assert with_loss_caveats([plain, offloaded]) == [plain, offloaded]
     (flat,) = flat_rows([offloaded])
-    assert told.text in [each.text for each in flat_reader.summary(flat_cells.check(flat)).caveats]
+    assert told.text in [each.text for each in flat_reader.summary(flat_reader.check_rows([flat])[0]).caveats]
     assert not any("steps here" in each.text for row in rows("cuda") for each in row.caveats)
 
 

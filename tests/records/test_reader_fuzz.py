@@ -1,6 +1,6 @@
 """Whatever a file holds, reading it gives a result or one line: nothing but a UsageError may come out.
 
-Three hundred examples of each property here; ``HYPOTHESIS_PROFILE=nightly`` makes it ten thousand.
+A hundred examples of each property here; ``HYPOTHESIS_PROFILE=nightly`` makes it ten thousand.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ds_bench.cli.commands import main
 from ds_bench.errors import UsageError
 from tests.support import fakes
 
-settings.register_profile("usual", max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("usual", max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("nightly", settings.get_profile("usual"), max_examples=10_000)
 PROFILE = settings.get_profile("nightly" if os.environ.get("HYPOTHESIS_PROFILE") == "nightly" else "usual")
 

@@ -28,7 +28,7 @@ from ds_bench.config.spec import Placement, Strategy, Trial
 from ds_bench.errors import UsageError
 from ds_bench.launch import rank_environment
 from ds_bench.launch.ops import OpState
-from ds_bench.records import schema
+from ds_bench.records import json_files, schema
 from ds_bench.records.schema import TrialRecord
 from ds_bench.report import export, export_readme
 from ds_bench.system.environment import Environment
@@ -481,7 +481,7 @@ def test_exporting_does_not_change_the_record(tmp_path: Path) -> None:
 
 def test_a_record_read_back_from_disk_exports_the_same(tmp_path: Path) -> None:
     seen = success(row(offload("cpu_full"), num_gpus=2))
-    again = TrialRecord.from_dict(json.loads(json.dumps(seen.to_dict())))
+    again = json_files.parse(TrialRecord, json.dumps(seen.to_dict()).encode())
     assert (
         write(seen, tmp_path / "a")["ds_config_trainer.json"] == write(again, tmp_path / "b")["ds_config_trainer.json"]
     )

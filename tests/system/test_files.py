@@ -155,7 +155,7 @@ def test_a_measurement_with_a_text_for_bytes_is_no_measurement(tmp_path: Path) -
     write_json(tmp_path / "rank0.json", {"measurement": {**data["measurement"], "host_peak_bytes": "much"}})
     found = determine_outcome(Evidence(folder=tmp_path, world_size=1, ending="ended", limits=Limits()))
     assert found.outcome.status == "Crashed"
-    assert "host_peak_bytes is 'much'" in (found.outcome.error or "")
+    assert 'host_peak_bytes is "much"' in (found.outcome.error or "")
 
 
 # ------------------------------------------------------------------ what a user gives

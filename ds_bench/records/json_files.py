@@ -1,0 +1,195 @@
+"""JSON files that somebody else may have written, cut off or edited, as checked values and dataclasses.
+
+Files are regular and bounded in size, texts in depth (by the parser: 200 levels), numbers in magnitude. Whatever is
+wrong is said in one line with its place. pydantic parses, checks and builds; the functions that need it import it,
+because most commands read no result.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal, TypeVar
+
+from ..errors import UsageError
+from ..system import files
+
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter
+
+LARGEST_FILE_BYTES = 2**30
+"""No result is near it: fifty thousand records of two ranks each."""
+LARGEST_NUMBER = 1e60
+"""No figure of ours is near it, and the product of any four is still a float."""
+_REMEDY = "give a run folder, or a result's .json"
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+_AS_ZEROS = bytes.maketrans(b"123456789E", b"000000000e")
+_LARGE_EXPONENT = re.compile(rb"0e\+?00+(?:[\],}\s]|\Z)")
+_EXTREME = (b"0" * 50, b"NaN", b"Infinity")
+"""One of the two finds every number that is not finite or above 1e59 in a text whose digits are replaced by zeros."""
+
+T = TypeVar("T")
+Place = tuple[str | int, ...]
+UnknownKeys = Literal["forbid", "ignore"]
+
+
+class InvalidJsonError(ValueError):
+    """The text is no JSON; ``str()`` says where and why, for the end of a sentence."""
+
+
+class InvalidValueError(ValueError):
+    """A value is not what its field holds; ``str()`` names the place and the reason."""
+
+    def __init__(self, place: Place, reason: str) -> None:
+        super().__init__(f"{place_text(place)} {reason}".strip())
+        self.place, self.reason = place, reason
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[BinaryIO]:
+    """A regular file. Raises UsageError for anything else; never waits for a pipe or a device."""
+    try:
+        with files.opened(path, LARGEST_FILE_BYTES) as file:
+            yield file
+    except FileNotFoundError:
+        raise UsageError(f"{path}: no such file", remedy=_REMEDY) from None
+    except OSError as error:
+        if error.errno == errno.EFBIG:
+            raise UsageError(f"{path} is larger than any result", remedy=_REMEDY) from None
+        if error.errno == errno.EINVAL:
+            raise UsageError(f"{path} {error.strerror}", remedy=_REMEDY) from None
+        raise UsageError(f"{path} cannot be read: {error.strerror}", remedy="give a file that you may read") from None
+
+
+def read_bytes(path: Path) -> bytes:
+    """The contents of a regular file. Raises UsageError."""
+    with opened(path) as file:
+        return file.read()
+
+
+def parse_json(data: bytes) -> Any:
+    """The one value of a JSON text in UTF-8. Raises InvalidJsonError.
+
+    Half of a surrogate pair, which no terminal can print, becomes U+FFFD. NaN and infinities are still there:
+    :func:`check_numbers` refuses them with their place.
+    """
+    from pydantic_core import from_json
+
+    data = data.removeprefix(_BYTE_ORDER_MARK)
+    try:
+        return from_json(data)
+    except ValueError as error:
+        reason = _reason(data, str(error))
+    try:
+        return from_json(_without_lone_surrogates(data))
+    except (ValueError, RecursionError):
+        raise InvalidJsonError(reason) from None
+
+
+def _reason(data: bytes, message: str) -> str:
+    if not data.strip():
+        return "is empty"
+    if message.startswith(("EOF while", "unexpected end of hex")):
+        return "ends in the middle: it was cut off"
+    problem, _, place = message.rpartition(" at ")
+    return f"is nested too deeply ({place})" if "recursion" in problem else f"is not JSON: {problem} ({place})"
+
+
+def _without_lone_surrogates(data: bytes) -> bytes:
+    """Python's parser takes what pydantic's refuses. Raises ValueError where no escape of a surrogate is in it."""
+    if b"\\ud" not in data.lower():
+        raise ValueError("holds no surrogate")
+    text = json.dumps(json.loads(data), ensure_ascii=False)
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace").encode()
+
+
+def check_numbers(value: Any, place: Place = ()) -> None:
+    """Raises InvalidValueError where a number in a JSON value is not finite or beyond :data:`LARGEST_NUMBER`."""
+    if isinstance(value, dict):
+        for name, item in value.items():
+            check_numbers(item, (*place, name))
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            check_numbers(item, (*place, index))
+    elif isinstance(value, (int, float)) and not -LARGEST_NUMBER <= value <= LARGEST_NUMBER:
+        raise InvalidValueError(place, "is not a finite number, or beyond all measure")
+
+
+def validate(kind: type[T], data: bytes, unknown_keys: UnknownKeys = "forbid") -> T | None:
+    """A JSON text as a ``kind``, the quick way. None where it is none: :func:`parse_json` and :func:`build` say why."""
+    from pydantic import ValidationError
+
+    zeros = data.translate(_AS_ZEROS)
+    if _LARGE_EXPONENT.search(zeros) or any(mark in zeros for mark in _EXTREME):
+        return None
+    try:
+        made = adapter(kind).validate_json(data, strict=True, extra=unknown_keys)
+    except ValidationError:
+        return None
+    return made
+
+
+def build(kind: type[T], value: Any, unknown_keys: dict[str, None] | None = None) -> T:
+    """A JSON value as a ``kind``. Raises InvalidValueError.
+
+    ``unknown_keys`` receives the places of keys that no field has; where None, they are refused.
+    """
+    from pydantic import ValidationError
+    from pydantic_core import to_json
+
+    check_numbers(value)
+    data = to_json(value)
+    try:
+        made = adapter(kind).validate_json(data, strict=True, extra="forbid")
+    except ValidationError as error:
+        unknown = [each["loc"] for each in error.errors() if each["type"] == "unexpected_keyword_argument"]
+        if unknown_keys is None or not unknown:
+            raise invalid_value(error) from None
+    else:
+        return made
+    try:
+        made = adapter(kind).validate_json(data, strict=True, extra="ignore")
+    except ValidationError as error:
+        raise invalid_value(error) from None
+    unknown_keys |= dict.fromkeys(place_text([name for name in place if isinstance(name, str)]) for place in unknown)
+    return made
+
+
+def parse(kind: type[T], data: bytes) -> T:
+    """A JSON text as a ``kind``. Raises InvalidJsonError or InvalidValueError."""
+    made = validate(kind, data)
+    return build(kind, parse_json(data)) if made is None else made
+
+
+_adapters: dict[Any, TypeAdapter[Any]] = {}
+
+
+def adapter(kind: type[T]) -> TypeAdapter[T]:
+    """pydantic's reader of a dataclass, made once: that takes longer than to read hundreds of records with it."""
+    from pydantic import TypeAdapter
+
+    if kind not in _adapters:
+        _adapters[kind] = TypeAdapter(kind)
+    return _adapters[kind]
+
+
+def invalid_value(error: Any) -> InvalidValueError:
+    """The first complaint of a pydantic ValidationError."""
+    first = error.errors()[0]
+    if first["type"] == "missing":
+        return InvalidValueError(first["loc"], "is missing")
+    if first["type"] == "value_error":
+        return InvalidValueError(first["loc"], f"is not usable: {first['ctx']['error']}")
+    value = first["input"]
+    shown = "an object" if isinstance(value, dict) else "a list" if isinstance(value, list) else json.dumps(value)
+    shown = shown if len(shown) <= 40 else f"{shown[:36]} …"
+    return InvalidValueError(first["loc"], f"is {shown}: {first['msg'][:1].lower()}{first['msg'][1:]}")
+
+
+def place_text(place: Sequence[str | int]) -> str:
+    """``ranks[0].losses[4]``."""
+    return "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in place).removeprefix(".")
