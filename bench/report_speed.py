@@ -4,7 +4,7 @@
     python bench/report_speed.py --records 1000
 
 Writes a run folder as a comparison leaves it, its records grown from the kept one of ``tests/data/schema1``: four
-strategies, two ranks, other numbers in each. The verb runs as a user runs it. CPU seconds (user and system) say what
+strategies, two ranks, other numbers in each. The command runs as a user runs it. CPU seconds (user and system) say what
 it costs; beside them a bare ``json.loads`` of the same lines, which takes the machine's own speed out of the figure.
 """
 
@@ -46,7 +46,7 @@ _SECONDS = ("import_seconds", "build_seconds", "init_seconds", "first_step_secon
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
-    """One run of the verb, from outside."""
+    """One run of the command, from outside."""
 
     cpu_seconds: float
     """User and system, its start-up included."""
@@ -117,7 +117,7 @@ def write_result(folder: Path, count: int) -> None:
 
 
 def report(folder: Path) -> Cost:
-    """The verb on that result. Raises BenchError where it fails."""
+    """The command on that result. Raises BenchError where it fails."""
     log = folder / "report.log"
     command = [sys.executable, "-m", "ds_bench", "report", str(folder)]
     begun = time.perf_counter()
@@ -144,7 +144,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     add = parser.add_argument
     add("--records", type=int, default=10_000, metavar="N", help="in the result (default: 10000)")
-    add("--times", type=int, default=5, metavar="N", help="runs of the verb (default: 5)")
+    add("--times", type=int, default=5, metavar="N", help="runs of the command (default: 5)")
     add("--output", type=Path, default=None, metavar="FILE.json", help="also write the figures there")
     args = parser.parse_args(arguments)
     if args.records < 1 or args.times < 1:

@@ -1,12 +1,11 @@
 """Which DeepSpeed configuration should this model be trained with, on these machines?
 
-The way in order: ``spec`` says what is asked (Workload, Strategy, Placement, Trial); ``plan`` makes
-the trials, with ``strategies``, ``models`` and ``dsconfig``; ``preflight`` readies the machine;
-``launch`` runs each trial in a process tree of its own, whose ranks are ``worker``; ``record`` holds
-what was seen and ``store`` keeps it; ``run`` is the loop over all that; ``analysis`` makes numbers
-and caveats of the records, ``compare`` a Comparison of those, ``recommend`` a choice, ``answer`` and
-``render`` text and pictures. ``prediction`` says before a run what it will need; ``load`` reads
-results back.
+The packages in the order in which data passes them: ``cli`` reads the flags; ``config`` holds what they ask for, with
+``models`` and the facts of the machine from ``system``; ``plan`` makes the trials; ``doctor`` checks the machine;
+``prediction`` gives each trial the memory that it will need; ``launch`` runs each one in processes of its own, whose
+ranks are ``worker``; ``records`` keeps what was observed; ``analysis`` computes numbers, caveats and a comparison from
+it; ``recommend`` chooses a row; ``report`` shows all of it. ``run`` is the main path through these, ``batch_search``
+finds the largest micro-batch, and ``baselines`` compares later results with stored ones.
 """
 
 __version__ = "0.1.0"

@@ -1,4 +1,4 @@
-"""The verbs ``baseline save`` and ``baseline check``: results read back, one line for each row, one exit code."""
+"""The commands ``baseline save`` and ``baseline check``: results read back, one line for each row, one exit code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The verb ``report``: results read back from files, merged where they may be, shown again without a GPU."""
+"""The command ``report``: results read from files, pooled if they are repeats, and shown again without a GPU."""
 
 from __future__ import annotations
 

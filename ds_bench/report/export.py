@@ -1,4 +1,4 @@
-"""A row as files that train with it: for DeepSpeed itself, the Hugging Face Trainer and Accelerate (rule A20).
+"""A row as files that train with it: for DeepSpeed itself, the Hugging Face Trainer and Accelerate.
 
 Values come from what ran, never from what would be better: choosing the row is ``recommend``'s. The Trainer's file
 says "auto" only where the Trainer would otherwise refuse a value that differs from its arguments; buckets and

@@ -84,7 +84,7 @@ def offload(line: str) -> Options:
     return parse("offload", "offload_comparison.py", shlex.split(line))
 
 
-# ------------------------------------------------------------------ A3, word for word
+# ------------------------------------------------------------------ lines that people type, word for word
 
 
 def test_the_line_gpt2_with_batch_4() -> None:
@@ -127,7 +127,7 @@ def test_the_shell_loops_over_gpt2_sizes(model: str) -> None:
     assert offload(f"--model {model}").model == zero(f"--model {model}").model == model
 
 
-# ------------------------------------------------------------------ A4 to A13, by meaning
+# ------------------------------------------------------------------ flags by meaning
 
 
 def test_no_flags_at_all_mean_the_documented_defaults() -> None:

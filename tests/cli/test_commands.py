@@ -1,4 +1,4 @@
-"""The verbs as a user types them: what they print, write and exit with, from results on disk."""
+"""The commands as a user types them: what they print, write and exit with, from results on disk."""
 
 from __future__ import annotations
 
@@ -417,10 +417,10 @@ def test_advice_ends_with_the_five_rules_of_thumb(capsys: pytest.CaptureFixture[
     assert "On one GPU stages 1 to 3 partition nothing" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("verb", ["advice", "models"])
-def test_a_terminal_of_ascii_alone_is_no_error(verb: str) -> None:
+@pytest.mark.parametrize("command", ["advice", "models"])
+def test_a_terminal_of_ascii_alone_is_no_error(command: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "ds_bench", verb],
+        [sys.executable, "-m", "ds_bench", command],
         env={**os.environ, "PYTHONIOENCODING": "ascii"},
         cwd=ROOT,
         capture_output=True,

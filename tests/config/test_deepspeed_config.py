@@ -87,7 +87,7 @@ def test_a_config_without_accumulation_accumulates_nothing() -> None:
     assert batch(complete(config)) == (4, 4, 1)
 
 
-# ------------------------------------------------------------------ what the scripts hold (A19)
+# ------------------------------------------------------------------ what the scripts hold
 
 
 @pytest.fixture
