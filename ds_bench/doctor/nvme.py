@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import json
 import mmap
 import os
 import shutil
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -22,7 +19,7 @@ from ..errors import PreflightError
 from ..launch.scratch import remove_abandoned_swap
 from ..models.lookup import ResolvedModel
 from ..system.host_memory import read_text
-from ..system.processes import child_environment, die_with_parent
+from ..system.processes import run_worker_tool
 from ..units import format_bytes, format_millions, from_gb
 from .findings import Finding, SystemAccess, ok, one_by_one, problem, unreadable, warning
 
@@ -35,7 +32,6 @@ _NETWORK = ("nfs", "nfs4", "cifs", "smb3", "lustre", "fuse", "ceph", "9p", "virt
 _SLOW_BYTES_PER_SECOND = from_gb(5.0)
 _LEAST_BYTES, _MOST_BYTES = 64 * 2**20, 2**30
 _SECONDS_EACH_WAY = 5.0
-_TIMEOUT_SECONDS = 120.0
 _ALIGNMENT_BYTES = 4096
 
 
@@ -192,8 +188,9 @@ def check_speed(path: Path, variables: Mapping[str, str]) -> Iterator[Finding]:
         )
         return
     aio = configured_aio(path)
-    answer = _measure(path, {**aio, "bytes": size, "seconds": _SECONDS_EACH_WAY}, variables)
-    yield judged(answer, aio)
+    settings = json.dumps({**aio, "bytes": size, "seconds": _SECONDS_EACH_WAY})
+    reply = run_worker_tool("disk_speed", str(path.resolve()), settings, environment=variables)
+    yield judged(reply.last_object("the measurement"), aio)
 
 
 def configured_aio(path: Path) -> dict[str, Any]:
@@ -206,27 +203,6 @@ def configured_aio(path: Path) -> dict[str, Any]:
         largest_parameter=None,
     )
     return dict(config["aio"])
-
-
-def _measure(path: Path, settings: Mapping[str, Any], variables: Mapping[str, str]) -> dict[str, Any]:
-    command = [sys.executable, "-m", "ds_bench.worker.disk_speed", str(path.resolve()), json.dumps(settings)]
-    try:
-        done = subprocess.run(
-            command,
-            env=child_environment(variables),
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            timeout=_TIMEOUT_SECONDS,
-            check=False,
-            preexec_fn=die_with_parent,
-        )
-    except subprocess.TimeoutExpired:
-        return {"error": f"the disk did not answer within {_TIMEOUT_SECONDS:.0f} s"}
-    with contextlib.suppress(ValueError, IndexError):
-        answer = json.loads(done.stdout.splitlines()[-1])
-        if isinstance(answer, dict):
-            return answer
-    return {"error": f"the measurement ended with code {done.returncode}"}
 
 
 def judged(answer: Mapping[str, Any], aio: Mapping[str, Any]) -> Finding:

@@ -10,9 +10,6 @@ that names none is trained as the causal language model of its type.
 from __future__ import annotations
 
 import contextlib
-import json
-import subprocess
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +17,7 @@ from typing import Any
 
 from ..config.spec import ModelSource
 from ..errors import UsageError
-from ..system.processes import child_environment, die_with_parent
+from ..system.processes import run_worker_tool
 from . import presets
 
 
@@ -110,22 +107,9 @@ def _look_up(
 
 
 def _ask_child(name: str, flag: str | None, environment: Mapping[str, str]) -> dict[str, Any]:
-    """The answer of ``worker.resolve``; ``error`` in it says why there is no other."""
-    command = [sys.executable, "-m", "ds_bench.worker.lookup_model", name, *([flag] if flag else [])]
-    try:
-        done = subprocess.run(
-            command,
-            env=child_environment(environment),
-            stdin=subprocess.DEVNULL,
-            preexec_fn=die_with_parent,
-            capture_output=True,
-            timeout=300,
-            check=False,
-        )
-        answer = json.loads(done.stdout.splitlines()[-1])
-    except (subprocess.TimeoutExpired, ValueError, IndexError):
-        return {"error": "the process that looks it up did not answer"}
-    return dict(answer)
+    """The reply of ``worker.lookup_model``; its ``error`` says why there is nothing else."""
+    reply = run_worker_tool("lookup_model", name, *([flag] if flag else []), environment=environment)
+    return reply.last_object("the process that looks it up")
 
 
 def _facts(name: str, answer: Mapping[str, Any]) -> presets.ModelFacts | None:

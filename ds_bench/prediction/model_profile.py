@@ -13,8 +13,6 @@ import hashlib
 import importlib.metadata
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -25,7 +23,7 @@ from ..config.spec import Accelerator, Precision
 from ..errors import UsageError
 from ..models.presets import ModelFacts
 from ..records.rank_files import write_json
-from ..system.processes import child_environment, die_with_parent
+from ..system.processes import run_worker_tool
 
 _FORMATS: dict[Precision, str] = {"bf16": "bf16", "fp16": "bf16", "fp32": "fp32"}
 """fp16 is measured as bf16: the same sizes and the same kernels."""
@@ -294,34 +292,18 @@ def measure_profiles(
     timeout_seconds: float = COUNTING_SECONDS,
     environment: Mapping[str, str] | None = None,
 ) -> list[dict[str, Any]]:
-    """The child's answers, in order; with ``error`` what it could not do, beside what it could."""
-    ended = "the measuring process ended"
-    try:
-        done = subprocess.run(
-            [sys.executable, "-m", "ds_bench.worker.measure_activations"],
-            input="".join(json.dumps(request) + "\n" for request in requests).encode(),
-            env=child_environment(
-                {**(environment or {}), "CUDA_VISIBLE_DEVICES": "", "TRANSFORMERS_VERBOSITY": "error"}
-            ),
-            preexec_fn=die_with_parent,
-            capture_output=True,
-            timeout=timeout_seconds,
-            check=False,
-        )
-        written, said = done.stdout, done.stderr
-    except subprocess.TimeoutExpired as late:
-        written, said = late.stdout or b"", b""
-        ended = f"counting took more than {timeout_seconds:g} s"
-    answers: list[dict[str, Any]] = []
-    partial: dict[str, Any] = {}
-    for line in written.splitlines():
-        with contextlib.suppress(ValueError):  # the last line of a child that was ended
-            told = json.loads(line)
-            partial = told.get("partial") or {}
-            if not partial:
-                answers.append(told)
+    """The replies of ``worker.measure_activations``, in order; ``error`` says what could not be measured."""
+    reply = run_worker_tool(
+        "measure_activations",
+        environment={**(environment or {}), "CUDA_VISIBLE_DEVICES": "", "TRANSFORMERS_VERBOSITY": "error"},
+        requests=requests,
+        timeout_seconds=timeout_seconds,
+    )
+    answers = [each for each in reply.objects if not each.get("partial")]
     if len(answers) < len(requests):
-        last = said.decode(errors="replace").strip().splitlines()[-1:]
-        error = f"{ended}: {last[0][:200]}" if last else ended
-        answers += [{**partial, "error": error}] + [{"error": error}] * (len(requests) - len(answers) - 1)
+        # What was measured of the model on which the program ended or ran out of time.
+        last = reply.objects[-1] if reply.objects else {}
+        error = f"the measuring process {reply.ending}"
+        answers.append({**(last.get("partial") or {}), "error": error})
+        answers += [{"error": error}] * (len(requests) - len(answers))
     return answers

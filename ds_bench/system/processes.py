@@ -1,4 +1,4 @@
-"""Process trees on Linux: who dies with whom, who is left, and how to end them all.
+"""Process trees on Linux: who dies with whom, who is left, how to end them all; and running one worker program.
 
 prctl(2) is not in the standard library, hence ctypes; walking the tree is psutil's.
 """
@@ -7,15 +7,19 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import json
 import os
 import select
 import signal
+import subprocess
+import sys
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -33,6 +37,61 @@ def child_environment(changes: Mapping[str, str]) -> dict[str, str]:
     """Variables of a Python process started here: it finds this package, and nothing in the current folder."""
     variables = {**os.environ, **changes}
     return {**variables, **import_variables(variables.get("PYTHONPATH", ""))}
+
+
+WORKER_TOOL_SECONDS = 300.0
+"""Time that a worker program has unless its caller gives another."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerReply:
+    """What a worker program printed, and how it ended."""
+
+    objects: tuple[dict[str, Any], ...]
+    """The JSON objects on standard output, one per line; other lines are left out."""
+    ending: str
+    """"took more than 300 s", or the exit code and the last line on standard error."""
+
+    def last_object(self, program: str) -> dict[str, Any]:
+        """The last object; without one an ``error`` in which ``program`` is the subject of how it ended."""
+        return self.objects[-1] if self.objects else {"error": f"{program} {self.ending}"}
+
+
+def run_worker_tool(
+    module: str,
+    *arguments: str,
+    environment: Mapping[str, str],
+    requests: Sequence[Mapping[str, Any]] = (),
+    timeout_seconds: float = WORKER_TOOL_SECONDS,
+) -> WorkerReply:
+    """Runs ``python -m ds_bench.worker.MODULE`` and reads the JSON objects that it prints.
+
+    ``environment``: variables besides this process's. ``requests``: written to its standard input, one JSON line each.
+    Never raises for a program that fails or takes too long: what it printed by then is in the reply. The program dies
+    with this process.
+    """
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", f"ds_bench.worker.{module}", *arguments],
+            input="".join(json.dumps(request) + "\n" for request in requests).encode(),
+            env=child_environment(environment),
+            preexec_fn=die_with_parent,
+            capture_output=True,
+            timeout=timeout_seconds,
+            check=False,
+        )
+        output, ending = done.stdout, f"ended with code {done.returncode}"
+        if last_lines := done.stderr.decode(errors="replace").strip().splitlines()[-1:]:
+            ending = f"{ending}: {last_lines[0][:200]}"
+    except subprocess.TimeoutExpired as late:
+        output, ending = late.stdout or b"", f"took more than {timeout_seconds:g} s"
+    objects = []
+    for line in output.splitlines():
+        with contextlib.suppress(ValueError):  # a line of another kind, or one that was cut off
+            value = json.loads(line)
+            if isinstance(value, dict):
+                objects.append(value)
+    return WorkerReply(objects=tuple(objects), ending=ending)
 
 
 def import_variables(python_path: str) -> dict[str, str]:

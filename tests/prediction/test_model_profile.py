@@ -340,7 +340,7 @@ def test_a_child_that_hangs_is_ended_and_what_it_told_is_kept(tmp_path: Path, mo
     monkeypatch.setattr(model_profile.measure_profiles, "__defaults__", (45, None))
     profile = profile_of_any("hanging:make", "factory", 64, environment={"PYTHONPATH": str(tmp_path)})
     assert profile.tensors == (15, 5)
-    assert profile.unknown == "counting took more than 45 s"
+    assert profile.unknown == "the measuring process took more than 45 s"
     assert profile.of("bf16") is None
 
 
