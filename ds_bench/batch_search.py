@@ -14,7 +14,7 @@ from .plan import Plan, draft_of
 from .prediction.memory import DOES_NOT_FIT, predict
 from .prediction.model_profile import ModelProfile
 from .records import schema
-from .records.run_folder import RunStore
+from .records.run_folder import RunFolder
 from .records.schema import TrialRecord
 from .system import signals
 
@@ -32,7 +32,7 @@ class BatchSearch:
 
     plan: Plan
     launcher: Launcher
-    store: RunStore
+    store: RunFolder
     say: Callable[[str], None]
 
     def largest(self, strategy: Strategy) -> int:
@@ -102,7 +102,7 @@ def _silent(_progress: object) -> None:
     return None
 
 
-def at_largest_batch(plan: Plan, launcher: Launcher, store: RunStore, say: Callable[[str], None]) -> Plan:
+def at_largest_batch(plan: Plan, launcher: Launcher, store: RunFolder, say: Callable[[str], None]) -> Plan:
     """The plan with every row at its own largest micro-batch; with ``--common-batch`` also at the smallest of those."""
     search = BatchSearch(plan=plan, launcher=launcher, store=store, say=say)
     options, strategies = plan.options, [draft.strategy for draft in plan.drafts]

@@ -29,7 +29,7 @@ from .prediction import trial_predictions
 from .prediction.model_profile import ModelProfile
 from .records import schema
 from .records.resume import latest_records, remaining_trials, require_same_machine, require_same_workload
-from .records.run_folder import RunStore
+from .records.run_folder import RunFolder
 from .records.schema import Outcome, TrialRecord
 from .report import comparison_report, export, table
 from .report.progress import Reporter
@@ -55,7 +55,7 @@ def run_comparison(options: Options, make_config: MakeConfig, arguments: Sequenc
             with signals.raising_on_interrupt():
                 machine = read_machine()
                 if options.resume is not None:  # before anything that the folder names is looked at
-                    require_same_machine(RunStore.open(options.resume), machine.environment)
+                    require_same_machine(RunFolder.open(options.resume), machine.environment)
                 plan, nvme_folder = with_nvme_folder(make_plan(options, make_config, machine))
             if options.dry_run:
                 return print_dry_run(plan)
@@ -65,9 +65,11 @@ def run_comparison(options: Options, make_config: MakeConfig, arguments: Sequenc
                 plan = plan.with_predictions(model_profile(plan), memory)
                 require_ready(plan, machine, nvme_folder)
             store = (
-                RunStore.open(options.resume) if options.resume else RunStore.create(options.output_dir, options.family)
+                RunFolder.open(options.resume)
+                if options.resume
+                else RunFolder.create(options.output_dir, options.family)
             )
-            with store.held() as note:
+            with store.locked() as note:
                 return _run_plan(plan, machine, store, arguments, [note] if note else [])
         except KeyboardInterrupt:  # before the first trial
             terminal.print_text("interrupted", sys.stderr)
@@ -136,7 +138,7 @@ def require_ready(plan: Plan, machine: Machine, nvme_folder: nvme.NvmeFolder | N
     doctor.require_ready(findings, sys.stderr, quiet=plan.options.quiet)
 
 
-def _run_plan(plan: Plan, machine: Machine, store: RunStore, arguments: Sequence[str], notes: Sequence[str]) -> int:
+def _run_plan(plan: Plan, machine: Machine, store: RunFolder, arguments: Sequence[str], notes: Sequence[str]) -> int:
     """Builds ops, chooses the launcher, runs the trials that are left, and reports. Returns the exit code."""
     options = plan.options
 
@@ -170,7 +172,9 @@ def _run_plan(plan: Plan, machine: Machine, store: RunStore, arguments: Sequence
     return _finish(options, store, results, notes, arguments)
 
 
-def run_trials(trials: Sequence[Trial], launcher: Launcher, store: RunStore, observe: Observe) -> Iterator[TrialRecord]:
+def run_trials(
+    trials: Sequence[Trial], launcher: Launcher, store: RunFolder, observe: Observe
+) -> Iterator[TrialRecord]:
     """Runs the trials in order, each saved before it is yielded. Ends early after an interruption."""
     for trial in trials:
         listen = observe(trial)
@@ -193,7 +197,7 @@ def _record_without_launch(trial: Trial) -> TrialRecord:
 
 
 def _save_run(
-    store: RunStore,
+    store: RunFolder,
     plan: Plan,
     trials: Sequence[Trial],
     machine: Machine,
@@ -259,7 +263,7 @@ class ResultBuilder:
 
 
 def _finish(
-    options: Options, store: RunStore, results: ResultBuilder, notes: Sequence[str], arguments: Sequence[str]
+    options: Options, store: RunFolder, results: ResultBuilder, notes: Sequence[str], arguments: Sequence[str]
 ) -> int:
     """Writes and prints the results. Returns the exit code."""
     own_summaries = results.summaries(store.records())

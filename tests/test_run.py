@@ -22,7 +22,7 @@ from ds_bench.launch import ProgressCallback
 from ds_bench.prediction import what_if
 from ds_bench.records import schema
 from ds_bench.records.resume import latest_records, remaining_trials
-from ds_bench.records.run_folder import RunStore
+from ds_bench.records.run_folder import RunFolder
 from ds_bench.records.schema import TrialRecord
 from ds_bench.run import run_trials
 from ds_bench.system import environment, gpus, signals
@@ -32,8 +32,8 @@ from tests.support.scripted_run import House
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> RunStore:
-    return RunStore.create(tmp_path, "zero")
+def store(tmp_path: Path) -> RunFolder:
+    return RunFolder.create(tmp_path, "zero")
 
 
 def trials(*stages: int, repeats: int = 1) -> list[Trial]:
@@ -55,7 +55,7 @@ def statuses(records: list[TrialRecord]) -> list[str]:
 # ------------------------------------------------------------------ the loop
 
 
-def test_every_record_is_on_disk_before_it_is_seen(store: RunStore) -> None:
+def test_every_record_is_on_disk_before_it_is_seen(store: RunFolder) -> None:
     seen = []
     for finished in run_trials(trials(0, 1, 2), FakeLauncher(), store, deaf):
         seen.append(finished)
@@ -63,7 +63,7 @@ def test_every_record_is_on_disk_before_it_is_seen(store: RunStore) -> None:
     assert len(seen) == 3
 
 
-def test_nothing_is_launched_before_it_is_asked_for(store: RunStore) -> None:
+def test_nothing_is_launched_before_it_is_asked_for(store: RunFolder) -> None:
     launcher = FakeLauncher()
     results = run_trials(trials(0, 1), launcher, store, deaf)
     assert launcher.launched == []
@@ -71,14 +71,14 @@ def test_nothing_is_launched_before_it_is_asked_for(store: RunStore) -> None:
     assert len(launcher.launched) == 1
 
 
-def test_a_failure_never_stops_the_others(store: RunStore) -> None:
+def test_a_failure_never_stops_the_others(store: RunFolder) -> None:
     launcher = FakeLauncher("Success", "OOM", "Crashed", "Success")
     assert statuses(list(run_trials(trials(0, 1, 2, 3), launcher, store, deaf))) == [
         "Success", "OOM", "Crashed", "Success",
     ]  # fmt: skip
 
 
-def test_an_interruption_is_recorded_and_ends_the_run(store: RunStore) -> None:
+def test_an_interruption_is_recorded_and_ends_the_run(store: RunFolder) -> None:
     launcher = FakeLauncher("Success", schema.INTERRUPTED)
     found = list(run_trials(trials(0, 1, 2, 3), launcher, store, deaf))
     assert statuses(found) == ["Success", "Interrupted"]
@@ -88,7 +88,7 @@ def test_an_interruption_is_recorded_and_ends_the_run(store: RunStore) -> None:
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("a bug of ours")])
 def test_an_exception_of_the_launcher_passes_and_leaves_what_had_finished(
-    store: RunStore, error: BaseException
+    store: RunFolder, error: BaseException
 ) -> None:
     results = run_trials(trials(0, 1, 2), FakeLauncher("Success", error), store, deaf)
     found = [next(results)]
@@ -98,7 +98,7 @@ def test_an_exception_of_the_launcher_passes_and_leaves_what_had_finished(
     assert store.records() == found
 
 
-def test_an_unsupported_trial_is_never_launched_and_its_reason_is_kept(store: RunStore) -> None:
+def test_an_unsupported_trial_is_never_launched_and_its_reason_is_kept(store: RunFolder) -> None:
     refused, fine = trials(0, 1)
     refused = replace(refused, unsupported="no libaio; install it", caveats=("known",))
     launcher = FakeLauncher()
@@ -111,7 +111,7 @@ def test_an_unsupported_trial_is_never_launched_and_its_reason_is_kept(store: Ru
     assert not (store.folder / "trials" / refused.trial_id).exists()
 
 
-def test_every_trial_gets_a_fresh_folder_that_exists(store: RunStore) -> None:
+def test_every_trial_gets_a_fresh_folder_that_exists(store: RunFolder) -> None:
     launcher = FakeLauncher()
     list(run_trials(trials(0, 1), launcher, store, deaf))
     list(run_trials(trials(0), launcher, store, deaf))
@@ -119,7 +119,7 @@ def test_every_trial_gets_a_fresh_folder_that_exists(store: RunStore) -> None:
     assert all(folder.is_dir() for folder in launcher.folders)
 
 
-def test_the_observer_hears_of_a_trial_before_it_starts_and_of_its_progress(store: RunStore) -> None:
+def test_the_observer_hears_of_a_trial_before_it_starts_and_of_its_progress(store: RunFolder) -> None:
     heard: list[str] = []
 
     def observe(trial: Trial) -> ProgressCallback:
@@ -130,7 +130,7 @@ def test_the_observer_hears_of_a_trial_before_it_starts_and_of_its_progress(stor
     assert heard == ["begin zero0", "zero0 forward 1", "begin zero1", "zero1 forward 1"]
 
 
-def test_no_trials_are_no_records(store: RunStore) -> None:
+def test_no_trials_are_no_records(store: RunFolder) -> None:
     assert list(run_trials([], FakeLauncher(), store, deaf)) == []
 
 
@@ -221,7 +221,7 @@ def test_an_interruption_during_a_trials_last_moments_stops_the_run_after_it_is_
             os.kill(os.getpid(), signal.SIGINT)
             return super().launch(*arguments)
 
-    store = RunStore.create(tmp_path, "zero")
+    store = RunFolder.create(tmp_path, "zero")
     todo = [fakes.trial(fakes.zero(stage)) for stage in (1, 2)]
     with signals.handling_signals():
         finished = list(run_trials(todo, Interrupted(), store, lambda _trial: lambda _progress: None))

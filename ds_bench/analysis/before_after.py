@@ -19,7 +19,7 @@ from .caveats import Caveat
 from .comparison import StrategyResult
 from .flat_rows import COLUMNS
 from .intervals import RatioInterval
-from .load_results import LoadedResult
+from .load_results import Result
 from .loss_parity import compare_losses
 from .summary import Summary
 
@@ -68,7 +68,7 @@ class BeforeAfter:
     """True if a row has no record of its DeepSpeed configuration, so that changes of it are not known."""
 
 
-def compare_before_after(before: LoadedResult, after: LoadedResult) -> BeforeAfter:
+def compare_before_after(before: Result, after: Result) -> BeforeAfter:
     """Every row of either result, and the differences of their environments."""
     a, b = before.environment, after.environment
     if a is None or b is None:

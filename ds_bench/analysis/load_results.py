@@ -1,7 +1,7 @@
 """Reading results back: from what the user names to records, summaries and the environment they were measured in.
 
-A run folder tells all; a flat JSON alone tells its figures (see :mod:`flatrow`). Whatever is wrong with a file is a
-UsageError of one line. What several results come to together is for :mod:`merging`.
+A run folder tells all; a flat JSON alone tells its figures (see :mod:`flat_reader`). Whatever is wrong with a file is a
+UsageError of one line. What several results come to together is for :mod:`merge_results`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _ODD = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LoadedResult:
+class Result:
     """One result as its files tell it."""
 
     source: Path
@@ -70,7 +70,7 @@ class _Rows(Sequence[dict[str, Any]]):
         return {name: get(self._summaries[index]) for name, get in COLUMNS}
 
 
-def load(path: Path) -> LoadedResult:
+def load(path: Path) -> Result:
     """A run folder, its run.json or records.jsonl, or a flat JSON. Raises UsageError."""
     try:
         with reader.gc_paused():
@@ -81,7 +81,7 @@ def load(path: Path) -> LoadedResult:
         raise UsageError(f"{path} cannot be read: {error.strerror}", remedy="give a file that you may read") from None
 
 
-def summarised(entries: Sequence[TrialRecord], peak_tflops: float | None = None) -> tuple[Summary, ...]:
+def summarise_all(entries: Sequence[TrialRecord], peak_tflops: float | None = None) -> tuple[Summary, ...]:
     """The summaries of records that stand in one table. ``peak_tflops``: of one device, where the user gave it."""
     models: dict[tuple[str, str], ModelFacts | None] = {}
     peaks: dict[tuple[str, str], float | None] = {}
@@ -99,7 +99,7 @@ def summarised(entries: Sequence[TrialRecord], peak_tflops: float | None = None)
     return tuple(with_loss_caveats(made))
 
 
-def _load(path: Path) -> LoadedResult:
+def _load(path: Path) -> Result:
     if _is_folder(path):
         return _run(path, path) if _holds_run(path) else _no_run(path)
     if path.name in (RUN_FILE, RECORDS_FILE):
@@ -126,7 +126,7 @@ def _holds_run(folder: Path) -> bool:
     return (folder / RUN_FILE).is_file() or (folder / RECORDS_FILE).is_file()
 
 
-def _no_run(folder: Path) -> LoadedResult:
+def _no_run(folder: Path) -> Result:
     try:
         inside = sorted(entry for entry in folder.iterdir() if _FLAT_NAME.match(entry.name) or entry.is_dir())
     except OSError as error:
@@ -141,23 +141,23 @@ def _no_run(folder: Path) -> LoadedResult:
 # ------------------------------------------------------------------ a run folder
 
 
-def _run(folder: Path, source: Path) -> LoadedResult:
+def _run(folder: Path, source: Path) -> Result:
     notes: list[str] = []
     facts = reader.read_run(folder / RUN_FILE, notes)
     file = folder / RECORDS_FILE
     if not file.exists():
         raise UsageError(f"{folder} has no {RECORDS_FILE}: no trial had finished", remedy="give another result")
     result = _from_records(source, facts, file, notes)
-    summaries = _with_efficiency(result.summaries, folder)
+    summaries = _with_flops_of_flat_json(result.summaries, folder)
     return replace(result, summaries=summaries, rows=_Rows(summaries))
 
 
-def _from_records(source: Path, facts: RunInfo, file: Path, notes: list[str]) -> LoadedResult:
+def _from_records(source: Path, facts: RunInfo, file: Path, notes: list[str]) -> Result:
     entries = reader.read_records(file, facts.trials, notes)
     run_id = file.resolve().parent.name if facts.trials else None
     made = _summaries(source, entries, _peak_tflops(facts.arguments))
     summaries = tuple(replace(entry, environment=facts.environment, run_id=run_id) for entry in made)
-    return LoadedResult(
+    return Result(
         source=source,
         records=entries,
         rows=_Rows(summaries),
@@ -171,21 +171,21 @@ def _from_records(source: Path, facts: RunInfo, file: Path, notes: list[str]) ->
 
 def _summaries(source: Path, entries: Sequence[TrialRecord], peak_tflops: float | None) -> tuple[Summary, ...]:
     try:
-        made = summarised(entries, peak_tflops)
+        made = summarise_all(entries, peak_tflops)
         if any(entry.tokens_per_second == math.inf for entry in made):
             raise OverflowError("a throughput is beyond all measure")
         return made
     except _ODD as error:
-        culprit = next(_odd_ones(entries), None)
+        culprit = next(_invalid_records(entries), None)
         name = f"{source}: {culprit.trial.trial_id}" if culprit else str(source)
         problem = f"{name} holds figures or a configuration of no sense: {type(error).__name__}: {error}"
         raise UsageError(problem, remedy="give a result as ds_bench wrote it") from error
 
 
-def _odd_ones(entries: Sequence[TrialRecord]) -> Iterator[TrialRecord]:
+def _invalid_records(entries: Sequence[TrialRecord]) -> Iterator[TrialRecord]:
     for entry in entries:
         try:
-            summarised([entry])
+            summarise_all([entry])
         except _ODD:
             yield entry
 
@@ -201,7 +201,7 @@ def _peak_tflops(arguments: Sequence[str]) -> float | None:
     return None
 
 
-def _with_efficiency(summaries: tuple[Summary, ...], folder: Path) -> tuple[Summary, ...]:
+def _with_flops_of_flat_json(summaries: tuple[Summary, ...], folder: Path) -> tuple[Summary, ...]:
     """FLOPs of a model that is no preset: only the run itself knew its shape, and wrote them to the flat JSON."""
     if all(entry.model_flops_per_token or not entry.record.ranks for entry in summaries):
         return summaries
@@ -226,7 +226,7 @@ def _shortened(notes: list[str]) -> list[str]:
 # ------------------------------------------------------------------ a flat JSON
 
 
-def _flat(path: Path, data: bytes) -> LoadedResult:
+def _flat(path: Path, data: bytes) -> Result:
     notes: list[str] = []
     rows = _rows(path, data, notes)
     summaries = tuple(_flat_summary(path, number, row) for number, row in enumerate(rows, 1))
@@ -243,7 +243,7 @@ def _flat(path: Path, data: bytes) -> LoadedResult:
             notes.append(f"{folder} holds other rows than {path.name}: the file is used")
     notes.append("flat rows only: no series of steps and no DeepSpeed configurations are known")
     told = [entry.environment for entry in summaries]
-    return LoadedResult(
+    return Result(
         source=path,
         records=None,
         rows=tuple(rows),
@@ -285,10 +285,10 @@ def _flat_summary(path: Path, number: int, row: dict[str, Any]) -> Summary:
 
 def _figures(summaries: Sequence[Summary]) -> Counter[tuple[Any, ...]]:
     """What must agree for two tellings to be of one run; nine digits, for what rounding may add."""
-    return Counter(identity(entry) for entry in summaries)
+    return Counter(trial_identity(entry) for entry in summaries)
 
 
-def identity(entry: Summary) -> tuple[Any, ...]:
+def trial_identity(entry: Summary) -> tuple[Any, ...]:
     """Equal for two tellings of one trial (its record, its flat row), and for no two trials that were launched."""
     trial, rate = entry.record.trial, entry.tokens_per_second
     return (

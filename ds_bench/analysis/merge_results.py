@@ -16,7 +16,7 @@ from ..config.spec import Placement, Workload
 from ..system.environment import Environment, comparable, setting_differences
 from . import provenance
 from .comparability import row_key
-from .load_results import LoadedResult, identity
+from .load_results import Result, trial_identity
 from .summary import Summary
 
 _MOST_NAMED = 3
@@ -54,11 +54,11 @@ class _Draft:
     environment: Environment | None
     device: str | None
     summaries: list[Summary] = field(default_factory=list)
-    results: list[LoadedResult] = field(default_factory=list)
+    results: list[Result] = field(default_factory=list)
     rounds: list[tuple[int, int]] = field(default_factory=list)
     """Of each summary: which result's round it ran in, and the number of that round there."""
 
-    def add(self, summary: Summary, result: LoadedResult) -> None:
+    def add(self, summary: Summary, result: Result) -> None:
         """``summary``: a row of ``result``, which comes after all rows of the results before it."""
         self.summaries.append(summary)
         if not self.results or self.results[-1] is not result:
@@ -66,7 +66,7 @@ class _Draft:
         self.rounds.append((len(self.results), summary.record.trial.repeat))
 
 
-def merge(results: Sequence[LoadedResult]) -> tuple[MergedGroup, ...]:
+def merge(results: Sequence[Result]) -> tuple[MergedGroup, ...]:
     """The groups in order of appearance; a single run is one group, as it is."""
     kept, notes = _each_run_once(results)
     drafts: list[_Draft] = []
@@ -87,7 +87,7 @@ def merge(results: Sequence[LoadedResult]) -> tuple[MergedGroup, ...]:
 # ------------------------------------------------------------------ each run once
 
 
-def _each_run_once(results: Sequence[LoadedResult]) -> tuple[list[tuple[LoadedResult, list[Summary]]], list[str]]:
+def _each_run_once(results: Sequence[Result]) -> tuple[list[tuple[Result, list[Summary]]], list[str]]:
     """The summaries of each result less those that an earlier one tells too; a record is preferred to its flat row."""
     owners: dict[Any, int] = {}
     known = [[_name(summary) for summary in result.summaries] for result in results]
@@ -116,13 +116,13 @@ def _rows(count: int) -> str:
 
 def _name(summary: Summary) -> tuple[Any, ...]:
     """Within one result no two rows are the same, hence the repeat and the folder's name besides."""
-    return *identity(summary), summary.record.trial.trial_id
+    return *trial_identity(summary), summary.record.trial.trial_id
 
 
 # ------------------------------------------------------------------ who belongs together
 
 
-def _draft_for(drafts: list[_Draft], summary: Summary, result: LoadedResult) -> _Draft:
+def _draft_for(drafts: list[_Draft], summary: Summary, result: Result) -> _Draft:
     made = _Draft(
         workload=summary.record.trial.workload,
         placement=summary.record.trial.placement,
@@ -230,7 +230,7 @@ def _group(draft: _Draft, heading: str, notes: Iterable[str]) -> MergedGroup:
     )
 
 
-def _command(result: LoadedResult) -> str:
+def _command(result: Result) -> str:
     return provenance.command(result.family, result.arguments) if result.arguments else ""
 
 

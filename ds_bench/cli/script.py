@@ -50,9 +50,9 @@ def _with_resumed_flags(family: Family, prog: str, given: list[str]) -> tuple[Op
     options = parse(family, prog, given)
     if options.resume is None:
         return options, given
-    from ..records.run_folder import RunStore
+    from ..records.run_folder import RunFolder
 
-    earlier = RunStore.open(options.resume).load_run()
+    earlier = RunFolder.open(options.resume).load_run()
     if earlier.get("family") != family:
         raise UsageError(f"--resume {options.resume} is of the other script", remedy="use the script that started it")
     flags = [str(flag) for flag in earlier.get("arguments", [])]

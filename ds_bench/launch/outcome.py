@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ..records import json_files, schema
-from ..records.rank_files import PHASES, RankExit, log_file, measured_file, rank_file, read_beat, read_exits
+from ..records.rank_files import PHASES, RankExit, log_file, partial_rank_file, rank_file, read_beat, read_exits
 from ..records.schema import Outcome, RankFailure, RankMeasurement
 from ..system import files
 from ..units import format_bytes, format_duration
@@ -103,7 +103,7 @@ def _measured_before_inspection(evidence: Evidence) -> tuple[RankMeasurement, ..
     found = []
     for rank in range(evidence.world_size):
         try:
-            found.append(_measurement(_load(measured_file(evidence.folder, rank)), rank, evidence))
+            found.append(_measurement(_load(partial_rank_file(evidence.folder, rank)), rank, evidence))
         except _NOT_VALID:
             return ()
     return tuple(found)

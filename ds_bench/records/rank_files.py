@@ -39,7 +39,7 @@ def rank_file(folder: Path, rank: int) -> Path:
     return folder / f"rank{rank}.json"
 
 
-def measured_file(folder: Path, rank: int) -> Path:
+def partial_rank_file(folder: Path, rank: int) -> Path:
     """What ``rank<N>.json`` will hold, but for the inspection that follows the measured window."""
     return folder / f"rank{rank}.measured.json"
 

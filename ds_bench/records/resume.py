@@ -9,11 +9,11 @@ from typing import Any
 from ..config.spec import Trial
 from ..errors import UsageError
 from ..system.environment import Environment, comparable
-from .run_folder import RunStore
+from .run_folder import RunFolder
 from .schema import INTERRUPTED, TrialRecord
 
 
-def require_same_machine(store: RunStore, facts: Environment) -> None:
+def require_same_machine(store: RunFolder, facts: Environment) -> None:
     """Rows of other hardware or versions do not belong in one result."""
     try:
         earlier = Environment.from_dict(store.load_run()["environment"])
@@ -26,7 +26,7 @@ def require_same_machine(store: RunStore, facts: Environment) -> None:
         )
 
 
-def require_same_workload(store: RunStore, trials: Sequence[Trial], leave_out: Sequence[str]) -> None:
+def require_same_workload(store: RunFolder, trials: Sequence[Trial], leave_out: Sequence[str]) -> None:
     """One result holds one workload on one placement; more stages, strategies or repeats may be added."""
 
     def asked(part: Any) -> Any:

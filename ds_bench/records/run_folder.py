@@ -42,7 +42,7 @@ _FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\n")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunStore:
+class RunFolder:
     """One run on disk."""
 
     folder: Path
@@ -51,7 +51,7 @@ class RunStore:
     csv_path: Path
 
     @classmethod
-    def create(cls, output_dir: Path, family: str) -> RunStore:
+    def create(cls, output_dir: Path, family: str) -> RunFolder:
         """Claims a name that no other run has, waiting for the next second where it must.
 
         ``family``: ``zero`` or ``offload``. Raises PreflightError where the folder cannot be written.
@@ -63,7 +63,7 @@ class RunStore:
                 pass
             while True:
                 store = cls._named(output_dir, family, datetime.now().strftime("%Y%m%d_%H%M%S"))
-                if store._claim():
+                if store._create_folder():
                     return store
                 time.sleep(0.1)
         except OSError as error:
@@ -73,7 +73,7 @@ class RunStore:
             ) from None
 
     @classmethod
-    def _named(cls, output_dir: Path, family: str, stamp: str) -> RunStore:
+    def _named(cls, output_dir: Path, family: str, stamp: str) -> RunFolder:
         stem = output_dir / f"{family}_comparison_{stamp}"
         return cls(
             folder=output_dir / "runs" / f"{family}_{stamp}",
@@ -81,7 +81,7 @@ class RunStore:
             csv_path=stem.with_name(stem.name + ".csv"),
         )
 
-    def _claim(self) -> bool:
+    def _create_folder(self) -> bool:
         if self.json_path.exists() or self.csv_path.exists():
             return False
         try:
@@ -91,7 +91,7 @@ class RunStore:
         return True
 
     @classmethod
-    def open(cls, folder: Path) -> RunStore:
+    def open(cls, folder: Path) -> RunFolder:
         """An earlier run, for ``--resume``. Raises UsageError where there is none."""
         if not (folder / RUN_FILE).is_file():
             if folder.is_dir() and folder.resolve().parent.name == "runs":
@@ -115,7 +115,7 @@ class RunStore:
                 )
 
     @contextmanager
-    def held(self) -> Iterator[str | None]:
+    def locked(self) -> Iterator[str | None]:
         """One writer at a time; the kernel lets go however it ends. Raises UsageError where another runs.
 
         Gives None, or a note where this file system has no locks and another run would not be noticed.

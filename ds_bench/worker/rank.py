@@ -25,7 +25,7 @@ from ..records.rank_files import (
     Assignment,
     HeartbeatWriter,
     log_file,
-    measured_file,
+    partial_rank_file,
     rank_file,
     stacks_file,
     write_json,
@@ -129,7 +129,7 @@ def _measure(folder: Path, assignment: Assignment, beat: HeartbeatWriter, starte
     own = {"hostname": socket.gethostname(), "pid": os.getpid(), "import_seconds": imported - started}
 
     def keep(measured: dict[str, Any]) -> None:
-        write_json(measured_file(folder, measured["rank"]), {"measurement": {**measured, **own}})
+        write_json(partial_rank_file(folder, measured["rank"]), {"measurement": {**measured, **own}})
 
     measured = measure.measure(assignment, config, beat, keep)
     beat.beat("write")

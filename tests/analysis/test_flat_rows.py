@@ -13,7 +13,7 @@ import pytest
 from ds_bench.analysis.flat_rows import COLUMNS, flat_rows, status_text
 from ds_bench.analysis.summary import Summary, summarise
 from ds_bench.records import schema
-from ds_bench.records.run_folder import RunStore
+from ds_bench.records.run_folder import RunFolder
 from ds_bench.records.schema import TrialRecord
 from tests.support import fakes
 from tests.support.real_trials import ROOT
@@ -201,7 +201,7 @@ def test_losses_are_the_first_and_the_last_of_the_whole_training() -> None:
 
 
 def result_file(tmp_path: Path, records: list[TrialRecord]) -> Path:
-    store = RunStore.create(tmp_path, "zero")
+    store = RunFolder.create(tmp_path, "zero")
     store.write_rows(rows(*records))
     return store.json_path
 
@@ -242,7 +242,7 @@ def test_on_a_cpu_run_the_line_that_copes_finds_the_fastest(tmp_path: Path) -> N
 
 
 def test_the_csv_reads_back_as_the_same_table(tmp_path: Path) -> None:
-    store = RunStore.create(tmp_path, "zero")
+    store = RunFolder.create(tmp_path, "zero")
     store.write_rows(rows(*gpu_run()))
     from_json, from_csv = pd.DataFrame(json.loads(store.json_path.read_text())), pd.read_csv(store.csv_path)
     assert list(from_csv.columns) == list(from_json.columns)

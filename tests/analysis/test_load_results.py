@@ -19,12 +19,12 @@ from hypothesis import strategies as st
 from ds_bench.analysis import flat_reader, load_results
 from ds_bench.analysis.caveats import CaveatKind, parse_caveats
 from ds_bench.analysis.flat_rows import COLUMNS, flat_rows
-from ds_bench.analysis.load_results import LoadedResult
+from ds_bench.analysis.load_results import Result
 from ds_bench.config.deepspeed_config import is_full_config
 from ds_bench.config.spec import Strategy
 from ds_bench.errors import UsageError
 from ds_bench.records import json_files, reader, schema
-from ds_bench.records.run_folder import RunStore
+from ds_bench.records.run_folder import RunFolder
 from ds_bench.records.schema import Outcome, TrialRecord
 from ds_bench.system import environment
 from ds_bench.system.environment import Environment
@@ -39,9 +39,9 @@ RANK = asdict(fakes.measurement())
 HOST = Environment(hostname="node-0", logical_cores=8, packages={"torch": "2.13.0"})
 
 
-def save(folder: Path, *entries: TrialRecord, arguments: tuple[str, ...] = ("--model", "tiny")) -> RunStore:
+def save(folder: Path, *entries: TrialRecord, arguments: tuple[str, ...] = ("--model", "tiny")) -> RunFolder:
     """A finished run with these records, as a comparison leaves it."""
-    stored = RunStore.create(folder, "zero")
+    stored = RunFolder.create(folder, "zero")
     stored.save_run(
         {
             "family": "zero",
@@ -53,14 +53,14 @@ def save(folder: Path, *entries: TrialRecord, arguments: tuple[str, ...] = ("--m
     )
     for entry in entries:
         stored.append(entry)
-    made = load_results.summarised(entries) if entries else ()
+    made = load_results.summarise_all(entries) if entries else ()
     run_id = stored.folder.name
     stored.write_rows(flat_rows([replace(summary, environment=HOST, run_id=run_id) for summary in made]))
     return stored
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> RunStore:
+def run(tmp_path: Path) -> RunFolder:
     """ZeRO-0 and ZeRO-2 that trained, and ZeRO-3 that ran out of memory."""
     return save(
         tmp_path,
@@ -70,16 +70,16 @@ def run(tmp_path: Path) -> RunStore:
     )
 
 
-def lines(stored: RunStore) -> list[dict[str, Any]]:
+def lines(stored: RunFolder) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (stored.folder / "records.jsonl").read_text().splitlines()]
 
 
-def put_lines(stored: RunStore, *entries: Any) -> None:
+def put_lines(stored: RunFolder, *entries: Any) -> None:
     texts = [entry if isinstance(entry, str) else json.dumps(entry) for entry in entries]
     (stored.folder / "records.jsonl").write_text("".join(text + "\n" for text in texts))
 
 
-def labels(result: LoadedResult) -> list[str]:
+def labels(result: Result) -> list[str]:
     return [entry.record.trial.strategy.label for entry in result.summaries]
 
 
@@ -107,7 +107,7 @@ def refusal(path: Path) -> str:
     ids=["run folder", "records.jsonl", "run.json", "flat JSON"],
 )
 def test_every_name_of_a_run_gives_its_records_environment_and_arguments(
-    run: RunStore, name: Callable[[RunStore], Path]
+    run: RunFolder, name: Callable[[RunFolder], Path]
 ) -> None:
     result = load_results.load(name(run))
     assert result.records == tuple(run.records())
@@ -117,12 +117,12 @@ def test_every_name_of_a_run_gives_its_records_environment_and_arguments(
     assert labels(result) == ["ZeRO-0", "ZeRO-2", "ZeRO-3"]
 
 
-def test_the_summaries_are_those_that_the_run_itself_showed(run: RunStore) -> None:
+def test_the_summaries_are_those_that_the_run_itself_showed(run: RunFolder) -> None:
     shown = json.loads(run.json_path.read_text())
     assert [dict(row) for row in load_results.load(run.folder).rows] == shown
 
 
-def test_a_flat_json_without_its_run_folder_gives_its_rows(run: RunStore, tmp_path: Path) -> None:
+def test_a_flat_json_without_its_run_folder_gives_its_rows(run: RunFolder, tmp_path: Path) -> None:
     alone = tmp_path / "elsewhere.json"
     alone.write_bytes(run.json_path.read_bytes())
     result = load_results.load(alone)
@@ -133,7 +133,7 @@ def test_a_flat_json_without_its_run_folder_gives_its_rows(run: RunStore, tmp_pa
     assert any("flat rows only" in note for note in result.notes)
 
 
-def test_a_flat_json_whose_run_folder_holds_other_rows_is_read_by_itself(run: RunStore) -> None:
+def test_a_flat_json_whose_run_folder_holds_other_rows_is_read_by_itself(run: RunFolder) -> None:
     put_lines(run, *lines(run)[:2])
     result = load_results.load(run.json_path)
     assert result.records is None
@@ -141,14 +141,14 @@ def test_a_flat_json_whose_run_folder_holds_other_rows_is_read_by_itself(run: Ru
     assert any("other rows" in note for note in result.notes)
 
 
-def test_a_flat_json_whose_run_folder_is_damaged_is_read_by_itself(run: RunStore) -> None:
+def test_a_flat_json_whose_run_folder_is_damaged_is_read_by_itself(run: RunFolder) -> None:
     put_lines(run, "garbage")
     result = load_results.load(run.json_path)
     assert len(result.summaries) == 3
     assert any("cannot be used" in note for note in result.notes)
 
 
-def test_records_alone_do_without_run_json_and_say_so(run: RunStore) -> None:
+def test_records_alone_do_without_run_json_and_say_so(run: RunFolder) -> None:
     (run.folder / "run.json").unlink()
     result = load_results.load(run.folder)
     assert result.environment is None
@@ -156,13 +156,13 @@ def test_records_alone_do_without_run_json_and_say_so(run: RunStore) -> None:
     assert any("run.json" in note for note in result.notes)
 
 
-def test_another_jsonl_does_not_borrow_the_run_json_beside_it(run: RunStore) -> None:
+def test_another_jsonl_does_not_borrow_the_run_json_beside_it(run: RunFolder) -> None:
     copy = run.folder / "other.jsonl"
     copy.write_bytes((run.folder / "records.jsonl").read_bytes())
     assert load_results.load(copy).environment is None
 
 
-def test_of_two_attempts_at_a_trial_the_last_counts(run: RunStore) -> None:
+def test_of_two_attempts_at_a_trial_the_last_counts(run: RunFolder) -> None:
     retried = fakes.success(fakes.trial(fakes.zero(3)))
     run.append(retried)
     result = load_results.load(run.folder)
@@ -171,12 +171,12 @@ def test_of_two_attempts_at_a_trial_the_last_counts(run: RunStore) -> None:
     assert result.records[2] == retried
 
 
-def test_rows_stand_in_the_order_of_the_plan_whatever_order_they_ended_in(run: RunStore) -> None:
+def test_rows_stand_in_the_order_of_the_plan_whatever_order_they_ended_in(run: RunFolder) -> None:
     put_lines(run, *reversed(lines(run)))
     assert labels(load_results.load(run.folder)) == ["ZeRO-0", "ZeRO-2", "ZeRO-3"]
 
 
-def test_a_run_that_did_not_end_says_how_many_trials_are_missing(run: RunStore) -> None:
+def test_a_run_that_did_not_end_says_how_many_trials_are_missing(run: RunFolder) -> None:
     put_lines(run, lines(run)[0])
     assert "2 of the 3 planned trials have no record: the run did not end" in load_results.load(run.folder).notes
 
@@ -266,25 +266,25 @@ def test_the_kept_flat_json_of_schema_1_agrees_with_its_run() -> None:
 # ------------------------------------------------------------------ versions
 
 
-def test_a_newer_schema_is_refused_with_what_to_do(run: RunStore) -> None:
+def test_a_newer_schema_is_refused_with_what_to_do(run: RunFolder) -> None:
     put_lines(run, *({**entry, "schema_version": schema.SCHEMA_VERSION + 1} for entry in lines(run)))
     assert "written by a newer version" in (text := refusal(run.folder))
     assert "upgrade" in text
 
 
-def test_a_newer_run_json_is_refused_with_what_to_do(run: RunStore) -> None:
+def test_a_newer_run_json_is_refused_with_what_to_do(run: RunFolder) -> None:
     data = json.loads((run.folder / "run.json").read_text())
     (run.folder / "run.json").write_text(json.dumps({**data, "schema_version": 99}))
     assert "written by a newer version" in refusal(run.folder)
 
 
 @pytest.mark.parametrize("version", [None, "1", True, 0, -1, 1.0])
-def test_a_schema_that_is_no_version_is_refused(run: RunStore, version: object) -> None:
+def test_a_schema_that_is_no_version_is_refused(run: RunFolder, version: object) -> None:
     put_lines(run, {**lines(run)[0], "schema_version": version})
     assert "schema_version" in refusal(run.folder)
 
 
-def test_an_older_schema_is_migrated_step_by_step(run: RunStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_older_schema_is_migrated_step_by_step(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     """Schema 3, where 1 called the wall time ``seconds`` and 2 counted it in milliseconds."""
 
     def to_2(kind: reader.Kind, data: dict[str, Any]) -> dict[str, Any]:
@@ -310,7 +310,7 @@ def test_an_older_schema_is_migrated_step_by_step(run: RunStore, monkeypatch: py
     assert {entry.schema_version for entry in result.records} == {3}
 
 
-def test_a_schema_that_no_migration_takes_on_is_refused(run: RunStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_schema_that_no_migration_takes_on_is_refused(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reader, "SCHEMA_VERSION", 2)
     assert "too old" in refusal(run.folder)
 
@@ -318,7 +318,7 @@ def test_a_schema_that_no_migration_takes_on_is_refused(run: RunStore, monkeypat
 # ------------------------------------------------------------------ damaged records
 
 
-def test_a_torn_last_line_is_left_out_with_a_note(run: RunStore) -> None:
+def test_a_torn_last_line_is_left_out_with_a_note(run: RunFolder) -> None:
     path = run.folder / "records.jsonl"
     path.write_bytes(path.read_bytes()[:-100])
     result = load_results.load(run.folder)
@@ -326,7 +326,7 @@ def test_a_torn_last_line_is_left_out_with_a_note(run: RunStore) -> None:
     assert "records.jsonl line 3 ends in the middle: it was cut off: left out" in result.notes
 
 
-def test_a_line_that_a_crash_filled_with_zeros_is_left_out_with_a_note(run: RunStore) -> None:
+def test_a_line_that_a_crash_filled_with_zeros_is_left_out_with_a_note(run: RunFolder) -> None:
     first, *rest = lines(run)
     put_lines(run, first, "\0" * 512, *rest)
     result = load_results.load(run.folder)
@@ -334,23 +334,23 @@ def test_a_line_that_a_crash_filled_with_zeros_is_left_out_with_a_note(run: RunS
     assert any("line 2" in note for note in result.notes)
 
 
-def test_records_of_which_no_line_can_be_read_are_refused(run: RunStore) -> None:
+def test_records_of_which_no_line_can_be_read_are_refused(run: RunFolder) -> None:
     put_lines(run, "stage,strategy,model", "0,zero0,tiny")
     assert "no line of" in refusal(run.folder)
 
 
 @pytest.mark.parametrize("content", ["", "\n\n", "   \n"])
-def test_records_without_a_line_have_no_rows(run: RunStore, content: str) -> None:
+def test_records_without_a_line_have_no_rows(run: RunFolder, content: str) -> None:
     (run.folder / "records.jsonl").write_text(content)
     assert "no rows" in refusal(run.folder)
 
 
-def test_a_run_without_records_says_that_nothing_had_finished(run: RunStore) -> None:
+def test_a_run_without_records_says_that_nothing_had_finished(run: RunFolder) -> None:
     (run.folder / "records.jsonl").unlink()
     assert "no trial had finished" in refusal(run.folder)
 
 
-def test_a_missing_key_is_named_with_its_record(run: RunStore) -> None:
+def test_a_missing_key_is_named_with_its_record(run: RunFolder) -> None:
     first, second, third = lines(run)
     del second["ranks"][0]["step_seconds"]
     put_lines(run, first, second, third)
@@ -358,7 +358,7 @@ def test_a_missing_key_is_named_with_its_record(run: RunStore) -> None:
     assert "line 2 (00_zero2): ranks[0].step_seconds is missing" in text
 
 
-def test_unknown_keys_are_left_out_with_a_note(run: RunStore) -> None:
+def test_unknown_keys_are_left_out_with_a_note(run: RunFolder) -> None:
     first, *rest = lines(run)
     first["mood"] = "good"
     first["trial"]["strategy"]["colour"] = "blue"
@@ -392,7 +392,7 @@ WRONG: list[tuple[tuple[str | int, ...], Any, str]] = [
 
 @pytest.mark.parametrize(("path", "value", "expected"), WRONG, ids=[str(index) for index in range(len(WRONG))])
 def test_a_value_of_the_wrong_type_is_named_with_its_place(
-    run: RunStore, path: tuple[str | int, ...], value: Any, expected: str
+    run: RunFolder, path: tuple[str | int, ...], value: Any, expected: str
 ) -> None:
     first, *rest = lines(run)
     target: Any = first
@@ -404,14 +404,14 @@ def test_a_value_of_the_wrong_type_is_named_with_its_place(
     assert "line 1" in text
 
 
-def test_a_configuration_that_makes_no_sense_is_named_with_its_trial(run: RunStore) -> None:
+def test_a_configuration_that_makes_no_sense_is_named_with_its_trial(run: RunFolder) -> None:
     first, *rest = lines(run)
     first["trial"]["ds_config"]["optimizer"] = "AdamW"
     put_lines(run, first, *rest)
     assert "00_zero0" in refusal(run.folder)
 
 
-def test_a_configuration_nested_without_end_is_left_out_with_a_note(run: RunStore) -> None:
+def test_a_configuration_nested_without_end_is_left_out_with_a_note(run: RunFolder) -> None:
     first, *rest = lines(run)
     deep: dict[str, Any] = {}
     for _ in range(300):
@@ -423,12 +423,12 @@ def test_a_configuration_nested_without_end_is_left_out_with_a_note(run: RunStor
     assert any("records.jsonl line 1 is nested too deeply" in note for note in result.notes)
 
 
-def test_a_number_too_large_for_a_float_is_refused(run: RunStore) -> None:
+def test_a_number_too_large_for_a_float_is_refused(run: RunFolder) -> None:
     put_lines(run, re.sub(r'"window_seconds": [\d.]+', '"window_seconds": 1e999', json.dumps(lines(run)[0])))
     assert "ranks[0].window_seconds is not a finite number" in refusal(run.folder)
 
 
-def test_of_a_key_given_twice_the_last_counts(run: RunStore) -> None:
+def test_of_a_key_given_twice_the_last_counts(run: RunFolder) -> None:
     text = json.dumps(lines(run)[0]).replace('"launch": "warm"', '"launch": "warm", "launch": "deepspeed"')
     put_lines(run, text)
     result = load_results.load(run.folder)
@@ -436,7 +436,7 @@ def test_of_a_key_given_twice_the_last_counts(run: RunStore) -> None:
     assert result.records[0].launch == "deepspeed"
 
 
-def test_half_a_surrogate_pair_can_be_printed_afterwards(run: RunStore) -> None:
+def test_half_a_surrogate_pair_can_be_printed_afterwards(run: RunFolder) -> None:
     first, *rest = lines(run)
     first["outcome"]["error"] = "odd \ud83d name, whole \U0001f600"
     put_lines(run, first, *rest)
@@ -445,7 +445,7 @@ def test_half_a_surrogate_pair_can_be_printed_afterwards(run: RunStore) -> None:
     assert result.records[0].outcome.error == "odd \ufffd name, whole \U0001f600"
 
 
-def test_a_run_json_with_odd_extras_costs_only_those(run: RunStore) -> None:
+def test_a_run_json_with_odd_extras_costs_only_those(run: RunFolder) -> None:
     data = json.loads((run.folder / "run.json").read_text())
     data |= {"arguments": [1, 2], "notes": "none", "environment": {"hostname": "node-0"}, "trials": {"a": 1}}
     (run.folder / "run.json").write_text(json.dumps(data))
@@ -454,7 +454,7 @@ def test_a_run_json_with_odd_extras_costs_only_those(run: RunStore) -> None:
     assert any("logical_cores is missing" in note for note in result.notes)
 
 
-def test_cards_of_a_stored_environment_come_back_whole(run: RunStore) -> None:
+def test_cards_of_a_stored_environment_come_back_whole(run: RunFolder) -> None:
     cards = fakes.FakeQuery(2).inventory.gpus
     busy = replace(HOST, gpus=(replace(cards[0], other_processes=((7, None), (8, 2**30))), cards[1]))
     data = json.loads((run.folder / "run.json").read_text())
@@ -486,14 +486,14 @@ def test_a_name_that_no_file_can_have_is_refused() -> None:
     assert "cannot be read" in refusal(Path("nul\0byte"))
 
 
-def test_a_folder_without_a_run_points_to_a_result_inside(run: RunStore, tmp_path: Path) -> None:
+def test_a_folder_without_a_run_points_to_a_result_inside(run: RunFolder, tmp_path: Path) -> None:
     assert str(run.json_path) in refusal(tmp_path)
     assert str(run.folder) in refusal(run.folder.parent)
     (tmp_path / "empty").mkdir()
     assert "holds no run.json" in refusal(tmp_path / "empty")
 
 
-def test_a_csv_is_told_apart_and_its_json_is_named(run: RunStore, tmp_path: Path) -> None:
+def test_a_csv_is_told_apart_and_its_json_is_named(run: RunFolder, tmp_path: Path) -> None:
     assert str(run.json_path) in refusal(run.csv_path)
     lonely = tmp_path / "lonely.csv"
     lonely.write_bytes(run.csv_path.read_bytes())
@@ -534,7 +534,7 @@ def test_a_flat_json_cut_anywhere_says_so(cut: int, tmp_path: Path) -> None:
     assert "cut off" in refusal(path)
 
 
-def test_a_byte_order_mark_does_no_harm(run: RunStore, tmp_path: Path) -> None:
+def test_a_byte_order_mark_does_no_harm(run: RunFolder, tmp_path: Path) -> None:
     path = tmp_path / "edited.json"
     path.write_bytes(b"\xef\xbb\xbf" + run.json_path.read_bytes())
     assert len(load_results.load(path).summaries) == 3
@@ -553,7 +553,7 @@ def test_a_pipe_a_socket_and_a_device_are_refused_without_waiting(tmp_path: Path
     assert time.monotonic() - begun < 5
 
 
-def test_a_pipe_in_the_place_of_records_is_refused_without_waiting(run: RunStore) -> None:
+def test_a_pipe_in_the_place_of_records_is_refused_without_waiting(run: RunFolder) -> None:
     (run.folder / "records.jsonl").unlink()
     os.mkfifo(run.folder / "records.jsonl")
     assert "not a regular file" in refusal(run.folder)
@@ -625,7 +625,7 @@ def test_a_flat_row_gives_the_same_row_again() -> None:
     ids=["cuda", "emulated card", "nvme", "one step", "nan", "host memory", "odd error", "refused"],
 )
 def test_a_row_written_and_read_back_gives_the_same_row(entry: TrialRecord) -> None:
-    (row,) = flat_rows(load_results.summarised([entry]))
+    (row,) = flat_rows(load_results.summarise_all([entry]))
     stored = json.loads(json.dumps(row))
     again = {name: get(flat_reader.summary(flat_reader.check_rows([stored])[0])) for name, get in COLUMNS}
     assert again == {
@@ -634,7 +634,7 @@ def test_a_row_written_and_read_back_gives_the_same_row(entry: TrialRecord) -> N
 
 
 def test_how_far_a_prediction_was_off_comes_back_from_a_flat_row() -> None:
-    (summary,) = load_results.summarised([fakes.success()])
+    (summary,) = load_results.summarise_all([fakes.success()])
     row = {name: get(replace(summary, predicted_over_measured=0.93)) for name, get in COLUMNS}
     changed = [{**row, "accelerator": "cuda"}, {**row, "predicted_over_ledger": None}]
     on_a_gpu, before_the_ledgers_column = map(flat_reader.summary, flat_reader.check_rows(changed))
@@ -648,7 +648,7 @@ def test_how_far_a_prediction_was_off_comes_back_from_a_flat_row() -> None:
 )
 def test_a_configuration_is_known_of_a_record_and_not_of_its_flat_row(strategy: Strategy) -> None:
     entry = fakes.success(fakes.trial(strategy))
-    (row,) = flat_rows(load_results.summarised([entry]))
+    (row,) = flat_rows(load_results.summarise_all([entry]))
     assert is_full_config(entry.trial)
     assert not is_full_config(flat_reader.summary(flat_reader.check_rows([row])[0]).record.trial)
     assert not is_full_config(replace(entry.trial, ds_config={}))
@@ -663,7 +663,7 @@ def test_a_flat_row_keeps_what_its_caveats_are_and_whether_they_disqualify_it() 
         fakes.success(fakes.trial(fakes.offload("nvme"), on=replace(on, nvme_path="/mnt")), nvme_stored_bytes=0),
         fakes.success(fakes.trial(on=on), losses=(None,) * 12, skipped_steps=10, notes=("odd; very odd",)),
     ]
-    for summary in load_results.summarised(entries):
+    for summary in load_results.summarise_all(entries):
         (row,) = [{name: get(summary) for name, get in COLUMNS}]
         seen = parse_caveats(row["caveats"], summary.record.trial.workload.num_steps)
         assert "; ".join(caveat.text for caveat in seen) == row["caveats"]
@@ -724,7 +724,7 @@ def test_every_column_of_a_flat_row_has_a_type() -> None:
     for row in json.loads(REFERENCE.read_text()):
         assert flat_reader.check_rows([row]) == [row]
         assert list(row) == [name for name, _ in COLUMNS if name in row]  # it was written before some of them
-    (row,) = flat_rows(load_results.summarised([fakes.success()]))
+    (row,) = flat_rows(load_results.summarise_all([fakes.success()]))
     assert flat_reader.check_rows([row]) == [row]
     assert list(row) == [name for name, _ in COLUMNS]
 
@@ -737,7 +737,7 @@ def test_a_record_written_and_read_again_is_the_same(entry: TrialRecord) -> None
     assert json_files.parse(TrialRecord, json.dumps(entry.to_dict()).encode()) == entry
 
 
-def test_one_and_true_are_told_apart_in_what_records_share(run: RunStore) -> None:
+def test_one_and_true_are_told_apart_in_what_records_share(run: RunFolder) -> None:
     """``==`` does not; a configuration read from one record must not stand in for the other's."""
     entries = lines(run)
     for entry, value in zip(entries, (1, True, 1.0), strict=True):
@@ -759,7 +759,7 @@ def test_the_quick_look_for_large_numbers_misses_none(config: dict[str, Any]) ->
         assert json_files.validate(schema.RankMeasurement, json.dumps(data).encode()) is None
 
 
-def test_environments_stay_comparable_after_a_round_trip(run: RunStore) -> None:
+def test_environments_stay_comparable_after_a_round_trip(run: RunFolder) -> None:
     loaded = load_results.load(run.folder).environment
     assert loaded is not None
     assert environment.comparable(loaded, HOST) == []

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_bench.analysis import comparison, load_results, merge_results
-from ds_bench.analysis.load_results import LoadedResult
+from ds_bench.analysis.load_results import Result
 from ds_bench.analysis.merge_results import MergedGroup
 from ds_bench.analysis.summary import Summary
 from ds_bench.config.spec import Trial
@@ -31,13 +31,13 @@ def result(
     arguments: Sequence[str] = (),
     notes: Sequence[str] = (),
     family: str = "zero",
-) -> LoadedResult:
+) -> Result:
     """A result as it is loaded; ``on`` None: it does not tell its environment."""
-    return LoadedResult(
+    return Result(
         source=Path(name),
         records=entries,
         rows=(),
-        summaries=load_results.summarised(entries),
+        summaries=load_results.summarise_all(entries),
         environment=on,
         family=family,
         arguments=tuple(arguments),
@@ -302,7 +302,7 @@ def test_ten_results_of_a_thousand_rows_are_merged_in_little_time() -> None:
     results = []
     for number in range(10):
         entries = [run(number % 3, 0.1, repeat) for repeat in range(3)]
-        shared = load_results.summarised(entries)
+        shared = load_results.summarise_all(entries)
         many: list[Summary] = []
         for copy in range(334):
             for entry in shared:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ds_bench.analysis.before_after import BeforeAfter, compare_before_after
-from ds_bench.analysis.load_results import LoadedResult, load
+from ds_bench.analysis.load_results import Result, load
 from ds_bench.cli.compare import lines, show_changes
 from ds_bench.config.spec import Trial
 from ds_bench.records.schema import METHOD_VERSION, TrialRecord
@@ -136,7 +136,7 @@ def test_the_text_reads_row_by_row(tmp_path: Path, capsys: pytest.CaptureFixture
     assert last == "same hardware, versions and settings"
 
 
-def flat(folder: Path, entries: list[TrialRecord], on: Environment | None = None, *, old: bool = False) -> LoadedResult:
+def flat(folder: Path, entries: list[TrialRecord], on: Environment | None = None, *, old: bool = False) -> Result:
     """What a flat JSON tells that was copied away from its run folder; ``old``: written before it told its machine."""
     copy = folder / f"{folder.name}_copy.json"
     folder.mkdir()

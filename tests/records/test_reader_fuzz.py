@@ -39,7 +39,7 @@ ENTRIES = (
     fakes.failure(fakes.trial(fakes.zero(3), repeat=1)),
 )
 RECORDS: list[Any] = [json.loads(json.dumps(entry.to_dict())) for entry in ENTRIES]
-ROWS: list[Any] = json.loads(json.dumps([dict(row) for row in load_results._Rows(load_results.summarised(ENTRIES))]))
+ROWS: list[Any] = json.loads(json.dumps([dict(row) for row in load_results._Rows(load_results.summarise_all(ENTRIES))]))
 RUN: dict[str, Any] = {
     "schema_version": 1,
     "family": "zero",

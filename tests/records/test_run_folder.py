@@ -25,14 +25,14 @@ from ds_bench.analysis.flat_rows import flat_rows
 from ds_bench.analysis.summary import summarise
 from ds_bench.errors import PreflightError, UsageError
 from ds_bench.records import json_files, rank_files, run_folder
-from ds_bench.records.run_folder import RunStore, csv_text
+from ds_bench.records.run_folder import RunFolder, csv_text
 from ds_bench.records.schema import SCHEMA_VERSION, TrialRecord
 from tests.support import fakes
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> RunStore:
-    return RunStore.create(tmp_path / "results", "zero")
+def run(tmp_path: Path) -> RunFolder:
+    return RunFolder.create(tmp_path / "results", "zero")
 
 
 def rows_of(*records: TrialRecord) -> list[dict[str, Any]]:
@@ -65,21 +65,21 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> FrozenClock:
 
 @pytest.mark.parametrize("family", ["zero", "offload"])
 def test_files_are_named_by_family_and_second(tmp_path: Path, clock: FrozenClock, family: str) -> None:
-    made = RunStore.create(tmp_path, family)
+    made = RunFolder.create(tmp_path, family)
     assert made.json_path == tmp_path / f"{family}_comparison_20261121_093000.json"
     assert made.csv_path == tmp_path / f"{family}_comparison_20261121_093000.csv"
     assert made.folder == tmp_path / "runs" / f"{family}_20261121_093000"
 
 
 def test_two_runs_in_one_second_get_different_names(tmp_path: Path, clock: FrozenClock) -> None:
-    first, second = RunStore.create(tmp_path, "zero"), RunStore.create(tmp_path, "zero")
+    first, second = RunFolder.create(tmp_path, "zero"), RunFolder.create(tmp_path, "zero")
     assert first.folder != second.folder
     assert first.json_path != second.json_path
 
 
 def test_a_name_whose_csv_alone_exists_is_taken(tmp_path: Path, clock: FrozenClock) -> None:
     (tmp_path / "zero_comparison_20261121_093000.csv").write_text("mine")
-    assert RunStore.create(tmp_path, "zero").csv_path.name == "zero_comparison_20261121_093001.csv"
+    assert RunFolder.create(tmp_path, "zero").csv_path.name == "zero_comparison_20261121_093001.csv"
     assert (tmp_path / "zero_comparison_20261121_093000.csv").read_text() == "mine"
 
 
@@ -97,8 +97,8 @@ def test_many_runs_started_at_once_never_share_a_folder(tmp_path: Path, monkeypa
             return datetime(2026, 1, 1, 0, tick // 60 % 60, tick % 60)
 
     monkeypatch.setattr(run_folder, "datetime", Coarse)
-    made: list[RunStore] = []
-    threads = [threading.Thread(target=lambda: made.append(RunStore.create(tmp_path, "zero"))) for _ in range(8)]
+    made: list[RunFolder] = []
+    threads = [threading.Thread(target=lambda: made.append(RunFolder.create(tmp_path, "zero"))) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -106,7 +106,7 @@ def test_many_runs_started_at_once_never_share_a_folder(tmp_path: Path, monkeypa
     assert len({each.folder for each in made}) == 8
 
 
-def test_nothing_else_in_the_output_folder_looks_like_a_result(run: RunStore) -> None:
+def test_nothing_else_in_the_output_folder_looks_like_a_result(run: RunFolder) -> None:
     run.save_run({})
     run.append(fakes.success())
     run.write_rows(rows_of(fakes.success()))
@@ -117,7 +117,7 @@ def test_nothing_else_in_the_output_folder_looks_like_a_result(run: RunStore) ->
 
 
 def test_a_missing_output_folder_is_made_with_its_parents(tmp_path: Path) -> None:
-    assert RunStore.create(tmp_path / "a" / "b", "zero").folder.is_dir()
+    assert RunFolder.create(tmp_path / "a" / "b", "zero").folder.is_dir()
 
 
 @pytest.mark.parametrize("where", ["below a file", "in proc"])
@@ -125,7 +125,7 @@ def test_a_folder_that_cannot_be_written_fails_before_any_work_and_names_itself(
     (tmp_path / "file").write_text("")
     path = tmp_path / "file" / "results" if where == "below a file" else Path("/proc/results")
     with pytest.raises(PreflightError) as caught:
-        RunStore.create(path, "zero")
+        RunFolder.create(path, "zero")
     assert f"--output-dir {path} cannot be written" in str(caught.value)
     assert "give a folder that you may write to" in str(caught.value)
     assert caught.value.exit_code == 2
@@ -134,7 +134,7 @@ def test_a_folder_that_cannot_be_written_fails_before_any_work_and_names_itself(
 # ------------------------------------------------------------------ whole or not at all
 
 
-def test_a_write_that_fails_leaves_the_old_file_and_no_litter(run: RunStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_write_that_fails_leaves_the_old_file_and_no_litter(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     run.write_rows(rows_of(fakes.success()))
     before = run.json_path.read_bytes(), run.csv_path.read_bytes()
 
@@ -151,7 +151,7 @@ def test_a_write_that_fails_leaves_the_old_file_and_no_litter(run: RunStore, mon
 
 
 def test_a_disk_that_fills_between_the_two_tables_leaves_both_as_they_were(
-    run: RunStore, monkeypatch: pytest.MonkeyPatch
+    run: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run.write_rows(rows_of(fakes.success()))
     before = run.json_path.read_bytes(), run.csv_path.read_bytes()
@@ -170,7 +170,7 @@ def test_a_disk_that_fills_between_the_two_tables_leaves_both_as_they_were(
 
 
 def test_what_a_killed_writer_left_is_removed_by_the_next_that_holds_the_run(
-    run: RunStore, monkeypatch: pytest.MonkeyPatch
+    run: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stranger = run.json_path.with_name(".zero_comparison_20200101_000000.json.7.tmp")  # of a run that may live
     stranger.touch()
@@ -194,11 +194,11 @@ def test_what_a_killed_writer_left_is_removed_by_the_next_that_holds_the_run(
         return list(run.json_path.parent.rglob("*.tmp"))
 
     assert len(temporaries()) == 1 + len(written)
-    with run.held():
+    with run.locked():
         assert temporaries() == [stranger]
 
 
-def test_rows_that_no_file_can_hold_leave_the_old_file(run: RunStore) -> None:
+def test_rows_that_no_file_can_hold_leave_the_old_file(run: RunFolder) -> None:
     run.write_rows(rows_of(fakes.success()))
     before = run.json_path.read_bytes()
     with pytest.raises(TypeError):
@@ -209,19 +209,19 @@ def test_rows_that_no_file_can_hold_leave_the_old_file(run: RunStore) -> None:
 # ------------------------------------------------------------------ records.jsonl
 
 
-def test_records_come_back_as_they_went_in_order(run: RunStore) -> None:
+def test_records_come_back_as_they_went_in_order(run: RunFolder) -> None:
     kept = [fakes.success(fakes.trial(fakes.zero(stage))) for stage in (2, 0)] + [fakes.failure()]
     for each in kept:
         run.append(each)
     assert run.records() == kept
 
 
-def test_a_run_without_a_finished_trial_has_no_records(run: RunStore) -> None:
+def test_a_run_without_a_finished_trial_has_no_records(run: RunFolder) -> None:
     assert run.records() == []
 
 
 @pytest.mark.parametrize("length", [1, 40, -3, -1])
-def test_a_last_line_that_a_crash_tore_is_left_out(run: RunStore, length: int) -> None:
+def test_a_last_line_that_a_crash_tore_is_left_out(run: RunFolder, length: int) -> None:
     run.append(fakes.success())
     path = run.folder / "records.jsonl"
     whole = path.read_bytes()
@@ -229,7 +229,7 @@ def test_a_last_line_that_a_crash_tore_is_left_out(run: RunStore, length: int) -
     assert run.records() == [fakes.success()]
 
 
-def test_a_line_torn_inside_a_letter_of_two_bytes_is_left_out_too(run: RunStore) -> None:
+def test_a_line_torn_inside_a_letter_of_two_bytes_is_left_out_too(run: RunFolder) -> None:
     """Labels hold an arrow: a crash can cut it in half, and the file is then no text any more."""
     run.append(fakes.success())
     torn = json.dumps({"label": "optimizer → CPU"}, ensure_ascii=False).encode()
@@ -238,7 +238,7 @@ def test_a_line_torn_inside_a_letter_of_two_bytes_is_left_out_too(run: RunStore)
     assert run.records() == [fakes.success()]
 
 
-def test_a_record_after_a_torn_line_does_not_share_its_fate(run: RunStore) -> None:
+def test_a_record_after_a_torn_line_does_not_share_its_fate(run: RunFolder) -> None:
     """What ``--resume`` does after a crash: the first record it writes must not be glued to the torn line."""
     run.append(fakes.success())
     with (run.folder / "records.jsonl").open("ab") as file:
@@ -249,14 +249,14 @@ def test_a_record_after_a_torn_line_does_not_share_its_fate(run: RunStore) -> No
 
 
 @pytest.mark.parametrize("garbage", [b"null", b"[]", b"3", b"{}", b'{"trial": 1}', b"\x00\x00", b""])
-def test_a_line_that_is_no_record_is_left_out(run: RunStore, garbage: bytes) -> None:
+def test_a_line_that_is_no_record_is_left_out(run: RunFolder, garbage: bytes) -> None:
     (run.folder / "records.jsonl").write_bytes(garbage + b"\n")
     run.append(fakes.success())
     assert run.records() == [fakes.success()]
 
 
 @pytest.mark.parametrize("text", ["a\u2028b", "a\u0085b", "a\nb", "a\x0cb", "é ✅ \U0001f600", 'quo"te', ""])
-def test_an_error_of_any_text_comes_back_letter_by_letter(run: RunStore, text: str) -> None:
+def test_an_error_of_any_text_comes_back_letter_by_letter(run: RunFolder, text: str) -> None:
     """Some letters end a line for Python but not for JSON."""
     run.append(fakes.failure(error=text))
     run.append(fakes.success())
@@ -267,7 +267,7 @@ def test_an_error_of_any_text_comes_back_letter_by_letter(run: RunStore, text: s
 @given(text=st.text(max_size=20))
 def test_no_text_at_all_can_break_the_file(tmp_path_factory: pytest.TempPathFactory, text: str) -> None:
     folder = tmp_path_factory.mktemp("run")
-    made = RunStore(folder=folder, json_path=folder / "r.json", csv_path=folder / "r.csv")
+    made = RunFolder(folder=folder, json_path=folder / "r.json", csv_path=folder / "r.csv")
     made.append(fakes.failure(error=text, details=text))
     made.write_rows(rows_of(fakes.failure(error=text, details=text)))
     assert [each.outcome.error for each in made.records()] == [text]
@@ -276,7 +276,7 @@ def test_no_text_at_all_can_break_the_file(tmp_path_factory: pytest.TempPathFact
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_number_that_is_none_never_reaches_a_record(run: RunStore, value: float) -> None:
+def test_a_number_that_is_none_never_reaches_a_record(run: RunFolder, value: float) -> None:
     with pytest.raises(ValueError, match="JSON"):
         run.append(replace(fakes.success(), wall_seconds=value))
     assert run.records() == []
@@ -323,7 +323,7 @@ def test_a_full_record_leaves_no_field_at_its_default_unseen() -> None:
 # ------------------------------------------------------------------ flat rows in JSON and CSV
 
 
-def test_the_csv_has_the_rows_and_columns_of_the_json(run: RunStore) -> None:
+def test_the_csv_has_the_rows_and_columns_of_the_json(run: RunFolder) -> None:
     run.write_rows(rows_of(fakes.success(), fakes.failure(fakes.trial(fakes.zero(1))), fakes.success()))
     rows = json.loads(run.json_path.read_text(encoding="utf-8"))
     with run.csv_path.open(newline="", encoding="utf-8") as file:
@@ -334,13 +334,13 @@ def test_the_csv_has_the_rows_and_columns_of_the_json(run: RunStore) -> None:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_a_number_that_is_none_is_null_in_json_and_empty_in_csv(run: RunStore, value: float) -> None:
+def test_a_number_that_is_none_is_null_in_json_and_empty_in_csv(run: RunFolder, value: float) -> None:
     run.write_rows([{"a": value, "b": 1.5}])
     assert json.loads(run.json_path.read_text()) == [{"a": None, "b": 1.5}]
     assert run.csv_path.read_text() == "a,b\n,1.5\n"
 
 
-def test_zero_and_false_are_not_taken_for_missing(run: RunStore) -> None:
+def test_zero_and_false_are_not_taken_for_missing(run: RunFolder) -> None:
     run.write_rows([{"a": 0, "b": 0.0, "c": False, "d": None, "e": ""}])
     assert run.csv_path.read_text() == "a,b,c,d,e\n0,0.0,False,,\n"
 
@@ -356,7 +356,7 @@ def test_a_negative_number_stays_a_number() -> None:
 
 
 @pytest.mark.parametrize("text", ['a,"b"\nc', "a;b", "'a", "a\r\nb", "50%\r100%", "\r"])
-def test_text_with_separators_and_line_ends_stays_one_cell(text: str, run: RunStore) -> None:
+def test_text_with_separators_and_line_ends_stays_one_cell(text: str, run: RunFolder) -> None:
     run.write_rows([{"a": text, "b": 1}])
     with run.csv_path.open(newline="", encoding="utf-8") as file:
         (row,) = csv.DictReader(file)
@@ -364,7 +364,7 @@ def test_text_with_separators_and_line_ends_stays_one_cell(text: str, run: RunSt
     assert row["a"].removeprefix("'").split() == text.removeprefix("'").split()
 
 
-def test_no_rows_are_an_empty_list_and_an_empty_table(run: RunStore) -> None:
+def test_no_rows_are_an_empty_list_and_an_empty_table(run: RunFolder) -> None:
     run.write_rows([])
     assert json.loads(run.json_path.read_text()) == []
     assert run.csv_path.read_text() == ""
@@ -373,17 +373,17 @@ def test_no_rows_are_an_empty_list_and_an_empty_table(run: RunStore) -> None:
 # ------------------------------------------------------------------ an earlier run
 
 
-def test_an_earlier_run_is_found_again_with_its_files(run: RunStore) -> None:
+def test_an_earlier_run_is_found_again_with_its_files(run: RunFolder) -> None:
     run.save_run({"family": "zero", "arguments": ["--model", "gpt2"]})
-    again = RunStore.open(run.folder)
+    again = RunFolder.open(run.folder)
     assert (again.folder.resolve(), again.json_path.resolve()) == (run.folder.resolve(), run.json_path.resolve())
     assert again.load_run() == {"schema_version": SCHEMA_VERSION, "family": "zero", "arguments": ["--model", "gpt2"]}
 
 
-def test_an_earlier_run_is_found_from_inside_itself(run: RunStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_earlier_run_is_found_from_inside_itself(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     run.save_run({})
     monkeypatch.chdir(run.folder)
-    assert RunStore.open(Path()).csv_path.resolve() == run.csv_path.resolve()
+    assert RunFolder.open(Path()).csv_path.resolve() == run.csv_path.resolve()
 
 
 @pytest.mark.parametrize("what", ["nothing", "an empty folder", "a file"])
@@ -394,17 +394,17 @@ def test_a_folder_that_is_no_run_is_a_usage_error(tmp_path: Path, what: str) -> 
     elif what == "a file":
         path.write_text("")
     with pytest.raises(UsageError, match=r"no run\.json there \(give a folder below <output-dir>/runs\)"):
-        RunStore.open(path)
+        RunFolder.open(path)
 
 
-def test_a_run_of_a_newer_version_is_refused_and_says_to_upgrade(run: RunStore) -> None:
+def test_a_run_of_a_newer_version_is_refused_and_says_to_upgrade(run: RunFolder) -> None:
     (run.folder / "run.json").write_text(json.dumps({"schema_version": SCHEMA_VERSION + 1}))
     with pytest.raises(UsageError, match=r"newer version \(upgrade ds_bench\)"):
         run.load_run()
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", "{}", '{"schema_version": "one"}', '{"schema_version": null}'])
-def test_a_damaged_run_is_refused_in_one_line(run: RunStore, text: str) -> None:
+def test_a_damaged_run_is_refused_in_one_line(run: RunFolder, text: str) -> None:
     (run.folder / "run.json").write_text(text)
     with pytest.raises(UsageError, match="is damaged"):
         run.load_run()
@@ -413,7 +413,7 @@ def test_a_damaged_run_is_refused_in_one_line(run: RunStore, text: str) -> None:
 # ------------------------------------------------------------------ folders of trials
 
 
-def test_a_second_attempt_at_a_trial_keeps_the_files_of_the_first(run: RunStore) -> None:
+def test_a_second_attempt_at_a_trial_keeps_the_files_of_the_first(run: RunFolder) -> None:
     first = run.trial_folder("00_zero0")
     (first / "rank0.log").write_text("the evidence")
     second, third = run.trial_folder("00_zero0"), run.trial_folder("00_zero0")
@@ -422,7 +422,7 @@ def test_a_second_attempt_at_a_trial_keeps_the_files_of_the_first(run: RunStore)
     assert list(second.iterdir()) == []
 
 
-def test_a_record_is_on_disk_when_append_returns(run: RunStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_record_is_on_disk_when_append_returns(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: list[int] = []
     real = os.fsync
     monkeypatch.setattr(rank_files.os, "fsync", lambda fd: (synced.append(os.fstat(fd).st_ino), real(fd))[1])
@@ -432,14 +432,14 @@ def test_a_record_is_on_disk_when_append_returns(run: RunStore, monkeypatch: pyt
 
 @pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK])
 def test_a_folder_that_cannot_be_locked_is_written_all_the_same_with_a_note(
-    run: RunStore, monkeypatch: pytest.MonkeyPatch, number: int
+    run: RunFolder, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     def refuse(*_: object) -> None:
         raise OSError(number, os.strerror(number))
 
-    with run.held() as note:
+    with run.locked() as note:
         assert note is None
     monkeypatch.setattr(fcntl, "flock", refuse)
-    with run.held() as note:
+    with run.locked() as note:
         assert note is not None
         assert os.strerror(number) in note

@@ -19,7 +19,7 @@ from ds_bench.launch import Progress, ProgressCallback
 from ds_bench.models.lookup import ResolvedModel
 from ds_bench.models.presets import find_preset
 from ds_bench.records import schema
-from ds_bench.records.run_folder import RunStore
+from ds_bench.records.run_folder import RunFolder
 from ds_bench.records.schema import Outcome, RankFailure, RankMeasurement, TrialRecord
 from ds_bench.system.environment import Environment
 from ds_bench.system.gpus import GpuFacts, GpuInventory, KnownGpus
@@ -293,9 +293,9 @@ def write_run(
     family: str = "zero",
     arguments: Sequence[str] = ("--model", "tiny"),
     notes: Sequence[str] = (),
-) -> RunStore:
+) -> RunFolder:
     """A finished run on disk, as a comparison script leaves it."""
-    store = RunStore.create(folder, family)
+    store = RunFolder.create(folder, family)
     facts = {
         "ds_bench_version": "0.0.0",
         "family": family,
