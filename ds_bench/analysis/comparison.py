@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any
 
+from ..config import strategies
 from ..config.spec import Strategy
 from ..errors import UsageError
 from ..system.environment import Environment
@@ -161,17 +162,6 @@ def build(
     )
 
 
-def is_called(strategy: Strategy, name: str) -> bool:
-    """Whether a user who writes ``name`` (``zero2``, ``ZeRO-2``, ``stage 2``, ``cpu_optimizer``) means it."""
-    wanted = _plain(name)
-    stage = () if strategy.offloads_optimizer else (f"zero{strategy.stage}", f"stage{strategy.stage}")
-    return wanted in (_plain(strategy.name), _plain(strategy.label), *stage)
-
-
-def _plain(name: str) -> str:
-    return "".join(letter for letter in name.casefold() if letter not in " -_")
-
-
 def _spokesman(group: Sequence[Summary]) -> Summary:
     """The run that stands for its row: the first that was measured."""
     return next((summary for summary in group if summary.record.outcome.success), group[0])
@@ -236,7 +226,7 @@ def _asked(rows: Sequence[StrategyResult], relative_to: str | None) -> StrategyR
     if relative_to is None or not rows:
         return next(iter(rows), None)
     exact = (row for row in rows if relative_to in (row.label, row.key))
-    found = next(exact, None) or next((row for row in rows if is_called(row.strategy, relative_to)), None)
+    found = next(exact, None) or next((row for row in rows if strategies.matches(row.strategy, relative_to)), None)
     if found is None:
         choices = ", ".join(dict.fromkeys(row.strategy.name for row in rows))
         raise UsageError(f"--relative-to {relative_to}: no row is called that", remedy=f"one of {choices}")

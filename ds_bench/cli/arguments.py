@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ..config import strategies
 from ..config.deepspeed_config import OPTIMIZERS
 from ..config.options import GOALS, Family, Options
 from ..config.strategies import OFFLOAD_NAMES
@@ -298,7 +299,7 @@ def to_options(family: Family, values: argparse.Namespace) -> Options:
     elif given["common_batch"]:
         raise UsageError("--common-batch without --batch-size auto", remedy="add --batch-size auto")
     for name in ("relative_to", "export"):
-        given[name] = _row(name, given[name], given)
+        given[name] = _row_name(name, given[name], given)
     if given["model_factory"] is not None:
         given["model"] = given["model_factory"]
     options = Options(family=family, **given)
@@ -311,18 +312,19 @@ def to_options(family: Family, values: argparse.Namespace) -> Options:
     return options
 
 
-def _row(flag: str, text: str | None, given: dict[str, Any]) -> str | None:
+def _row_name(flag: str, text: str | None, given: dict[str, Any]) -> str | None:
     """The name of the strategy that a flag means; a stage may be given as its number. Raises UsageError."""
-    names = tuple(f"zero{stage}" for stage in given["stages"]) or given["strategies"]
-    if given["nvme_path"] is not None and given["strategies"] and "nvme" not in names:
-        names = (*names, "nvme")
     if text is None:
         return None
-    plain = "".join(letter for letter in text.casefold() if letter not in " -")
-    name = f"zero{plain.removeprefix('stage')}" if plain.removeprefix("stage").isdecimal() else plain
-    if name in names:
-        return name
-    raise UsageError(f"--{flag.replace('_', '-')} {text}: no such row", remedy=f"one of {', '.join(names)}")
+    rows = [strategies.ZERO_STAGES[stage] for stage in given["stages"]]
+    rows += [strategies.offload_strategy(name, given["stage"]) for name in given["strategies"]]
+    if given["nvme_path"] is not None and given["strategies"] and "nvme" not in given["strategies"]:
+        rows.append(strategies.offload_strategy("nvme", given["stage"]))
+    for row in rows:
+        if strategies.matches(row, text):
+            return row.name
+    names = ", ".join(row.name for row in rows)
+    raise UsageError(f"--{flag.replace('_', '-')} {text}: no such row", remedy=f"one of {names}")
 
 
 def parse(family: Family, prog: str, arguments: Sequence[str]) -> Options:

@@ -11,10 +11,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from .. import __version__
-from ..analysis import comparison, load_results, merge_results, provenance
+from ..analysis import load_results, merge_results, provenance
 from ..analysis.comparison import StrategyResult
 from ..analysis.merge_results import MergedGroup
 from ..analysis.summary import Summary
+from ..config import strategies
 from ..config.deepspeed_config import is_full_config
 from ..errors import UsageError
 from ..recommend import recommendation
@@ -121,9 +122,8 @@ def gather(paths: Sequence[Path], relative_to: str | None = None, goal: str | No
     What is None is as the results themselves were asked for, of a group's results by the first that tells.
     """
     groups = merge_results.merge([load_results.load(path) for path in paths])
-    wanted = None if relative_to is None else _row_name(relative_to)
-    known = any(_has_row(group.summaries, wanted) for group in groups)
-    return [_answer(group, wanted, goal, strict=not known) for group in groups]
+    known = any(_has_row(group.summaries, relative_to) for group in groups)
+    return [_answer(group, relative_to, goal, strict=not known) for group in groups]
 
 
 def _answer(group: MergedGroup, relative_to: str | None, goal: str | None, *, strict: bool) -> Answer:
@@ -152,13 +152,8 @@ def _own(group: MergedGroup) -> tuple[str | None, str | None]:
     return asked.goal, asked.relative_to
 
 
-def _row_name(text: str) -> str:
-    """``3`` is ZeRO stage 3, as it is to the scripts."""
-    return f"zero{text}" if text.isdecimal() else text
-
-
 def _has_row(summaries: Sequence[Summary], name: str | None) -> bool:
-    return name is not None and any(comparison.is_called(entry.record.trial.strategy, name) for entry in summaries)
+    return name is not None and any(strategies.matches(entry.record.trial.strategy, name) for entry in summaries)
 
 
 def write_html(answers: Sequence[Answer], path: Path) -> None:
@@ -226,7 +221,7 @@ _Row = tuple[Answer, StrategyResult]
 def _called(rows: Sequence[_Row], name: str) -> list[_Row]:
     """Those of exactly that name, else those that a user may mean by it. Raises UsageError where there is none."""
     exact = [(entry, row) for entry, row in rows if name in (row.strategy.name, row.label)]
-    meant = exact or [(entry, row) for entry, row in rows if comparison.is_called(row.strategy, _row_name(name))]
+    meant = exact or [(entry, row) for entry, row in rows if strategies.matches(row.strategy, name)]
     if not meant:
         names = dict.fromkeys(row.strategy.name for _, row in rows)
         raise UsageError(f"--export {name}: no such row", remedy=f"one of {', '.join(names)}")

@@ -34,3 +34,19 @@ def offload_strategy(name: str, stage: int = 3) -> Strategy:
         offload_optimizer=optimizer_device,
         offload_param=param_device,
     )
+
+
+def matches(strategy: Strategy, text: str) -> bool:
+    """Whether a user who writes ``text`` (``zero2``, ``ZeRO-2``, ``stage 2``, ``2``, ``cpu_optimizer``) means it.
+
+    Case, spaces, hyphens and underscores do not count. A stage means a strategy only where the optimizer is not
+    offloaded.
+    """
+    names = [strategy.name, strategy.label]
+    if not strategy.offloads_optimizer:
+        names += [f"zero{strategy.stage}", f"stage{strategy.stage}", str(strategy.stage)]
+    return _without_separators(text) in map(_without_separators, names)
+
+
+def _without_separators(name: str) -> str:
+    return "".join(letter for letter in name.casefold() if letter not in " -_")

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from ds_bench.analysis import flat_reader
 from ds_bench.analysis.caveats import Caveat, CaveatKind, note
 from ds_bench.analysis.comparability import row_key
-from ds_bench.analysis.comparison import Comparison, StrategyResult, build, is_called, ratio_between
+from ds_bench.analysis.comparison import Comparison, StrategyResult, build, ratio_between
 from ds_bench.analysis.flat_rows import flat_rows
 from ds_bench.analysis.loss_parity import with_loss_caveats
 from ds_bench.analysis.summary import Summary, summarise
@@ -275,23 +275,6 @@ def test_a_row_is_found_by_its_own_label_before_the_strategies_name() -> None:
 def test_an_unknown_baseline_is_a_usage_error_that_names_the_choices() -> None:
     with pytest.raises(UsageError, match=r"--relative-to zero7.*one of zero0, zero3"):
         compared(ran(0), ran(3), relative_to="zero7")
-
-
-@pytest.mark.parametrize(
-    ("strategy", "name", "meant"),
-    [
-        (fakes.zero(3), "zero3", True),
-        (fakes.offload("cpu_optimizer"), "cpu_optimizer", True),
-        (fakes.offload("cpu_optimizer"), "cpu-optimizer", True),
-        (fakes.offload("cpu_optimizer"), "zero3", False),
-        (fakes.offload("none"), "none", True),
-        (fakes.offload("none"), "stage 3", True),
-        (fakes.zero(3), "3", False),
-        (fakes.zero(3), "", False),
-    ],
-)
-def test_a_strategy_is_called_by_its_name_its_label_or_its_stage(strategy: Any, name: str, meant: bool) -> None:
-    assert is_called(strategy, name) is meant
 
 
 def test_without_rows_there_is_an_empty_comparison_whatever_was_to_be_the_baseline() -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from ds_bench.config.strategies import OFFLOAD_NAMES, ZERO_STAGES, offload_strategy
+from ds_bench.config.strategies import OFFLOAD_NAMES, ZERO_STAGES, matches, offload_strategy
+from tests.support import fakes
 
 
 def test_the_zero_script_knows_stages_0_to_3_in_order() -> None:
@@ -56,3 +59,20 @@ def test_no_two_rows_of_a_comparison_share_a_label_or_a_name() -> None:
 def test_an_unknown_offload_is_no_strategy() -> None:
     with pytest.raises(KeyError):
         offload_strategy("gpu")
+
+
+@pytest.mark.parametrize(
+    ("strategy", "name", "meant"),
+    [
+        (fakes.zero(3), "zero3", True),
+        (fakes.offload("cpu_optimizer"), "cpu_optimizer", True),
+        (fakes.offload("cpu_optimizer"), "cpu-optimizer", True),
+        (fakes.offload("cpu_optimizer"), "zero3", False),
+        (fakes.offload("none"), "none", True),
+        (fakes.offload("none"), "stage 3", True),
+        (fakes.zero(3), "3", True),
+        (fakes.zero(3), "", False),
+    ],
+)
+def test_a_strategy_is_meant_by_its_name_its_label_or_its_stage(strategy: Any, name: str, meant: bool) -> None:
+    assert matches(strategy, name) is meant
