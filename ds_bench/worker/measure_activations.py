@@ -505,18 +505,11 @@ def _hooks(model: torch.nn.Module, call: Callable[[torch.Tensor], None]) -> Iter
 
 
 def _fit(sizes: list[tuple[int, int]], values: list[int]) -> list[Fraction]:
-    """Coefficients of ``TERMS`` that give exactly these values (Gauss and Jordan, in fractions)."""
-    rows = [
-        [Fraction(term) for term in _monomials(*size)] + [Fraction(v)] for size, v in zip(sizes, values, strict=True)
-    ]
-    for column in range(len(TERMS)):
-        pivot = next(number for number in range(column, len(rows)) if rows[number][column])
-        rows[column], rows[pivot] = rows[pivot], rows[column]
-        rows[column] = [value / rows[column][column] for value in rows[column]]
-        for number, row in enumerate(rows):
-            if number != column:
-                rows[number] = [a - row[column] * b for a, b in zip(row, rows[column], strict=True)]
-    return [row[-1] for row in rows]
+    """Coefficients of ``TERMS`` that give exactly these values at as many sizes (batch, sequence)."""
+    import sympy
+
+    solution = sympy.Matrix([_monomials(*size) for size in sizes]).LUsolve(sympy.Matrix(values))
+    return [Fraction(int(value.p), int(value.q)) for value in solution]
 
 
 def _monomials(batch: int, sequence: int) -> tuple[int, ...]:
