@@ -5,6 +5,7 @@ Asks ``memory.predict`` again and again with other questions; knows no formula o
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -184,10 +185,9 @@ def _with_gpus(question: PlannedTrial, count: int) -> PlannedTrial:
 
 
 def _first(too_small: int, enough: int, good: Callable[[int], bool]) -> int:
-    while enough - too_small > 1:
-        middle = (too_small + enough) // 2
-        too_small, enough = (too_small, middle) if good(middle) else (middle, enough)
-    return enough
+    """The smallest number above ``too_small`` that is ``good``, as ``enough`` and all above it are."""
+    between = range(too_small + 1, enough)
+    return too_small + 1 + bisect_left(between, True, key=good)
 
 
 def max_batch(
