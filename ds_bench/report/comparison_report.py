@@ -16,6 +16,7 @@ from ..recommend.recommendation import Recommendation
 from ..system import terminal
 from ..system.environment import Environment
 from . import table
+from .markdown import escape, fenced
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,21 +87,12 @@ def print_answer(answer: Answer, stream: IO[str]) -> None:
 def markdown(answer: Answer) -> str:
     """A block to paste into an issue: table, recommendation, set-up, exact command, versions."""
     parts = [table.markdown(answer.title, answer.comparison, answer.notes).rstrip()]
-    parts += ["**Recommendation**\n\n" + "\n".join(f"- {table.escaped(line)}" for line in _recommended(answer))]
+    parts += [
+        "**Recommendation**\n\n"
+        + "\n".join(f"- {escape(line)}" for line in recommend.lines(answer.recommendation, answer.goal))
+    ]
     for environment in answer.environments:
-        parts.append("**Set-up** " + table.escaped(provenance.one_line(environment)))
+        parts.append("**Set-up** " + escape(provenance.one_line(environment)))
     for line in answer.commands:
-        parts.append(f"**Command**\n\n{_fenced(line)}")
+        parts.append(f"**Command**\n\n{fenced(line)}")
     return "\n\n".join(parts) + "\n"
-
-
-def _recommended(answer: Answer) -> list[str]:
-    return recommend.lines(answer.recommendation, answer.goal)
-
-
-def _fenced(text: str) -> str:
-    """A code block whose fence no text can close."""
-    fence = "```"
-    while fence in text:
-        fence += "`"
-    return f"{fence}sh\n{terminal.plain(text)}\n{fence}"

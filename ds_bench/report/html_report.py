@@ -14,6 +14,7 @@ from typing import Any
 from ..analysis.comparison import StrategyResult
 from . import charts, sections
 from .chart_data import Chart, charts_of
+from .columns import Column, measured_columns
 from .sections import ReportSection
 
 __all__ = ["Report", "ReportSection", "render"]
@@ -62,15 +63,15 @@ def _source(engine: Any, name: str) -> str:
 def _section(section: ReportSection, uid: str) -> dict[str, Any]:
     """What the template asks of one section."""
     drawable = charts_of(section.comparison)
-    doubts = sections.doubts(section.comparison)
-    said = {doubt.text for doubt in doubts}
+    footnotes = sections.footnotes(section.comparison)
+    said = {footnote.text for footnote in footnotes}
     return {
         "uid": uid,
         "title": section.title,
         "recommendation": section.recommendation,
-        "columns": sections.columns(section.comparison),
-        "rows": [_row(row, section, doubts) for row in section.comparison.results],
-        "doubts": doubts,
+        "columns": measured_columns(section.comparison),
+        "rows": [_row(row, section, footnotes) for row in section.comparison.results],
+        "footnotes": footnotes,
         "notes": [note for note in section.notes if note not in said],
         "sources": section.sources,
         "environments": section.environments,
@@ -79,9 +80,9 @@ def _section(section: ReportSection, uid: str) -> dict[str, Any]:
     }
 
 
-def _row(row: StrategyResult, section: ReportSection, doubts: tuple[sections.Doubt, ...]) -> dict[str, Any]:
+def _row(row: StrategyResult, section: ReportSection, footnotes: tuple[sections.Footnote, ...]) -> dict[str, Any]:
     baseline = section.comparison.baseline
-    shown = sections.columns(section.comparison)
+    shown = measured_columns(section.comparison)
     return {
         "label": row.label,
         "baseline": baseline is not None and row.key == baseline.key,
@@ -89,14 +90,14 @@ def _row(row: StrategyResult, section: ReportSection, doubts: tuple[sections.Dou
         "succeeded": row.succeeded,
         "cells": [_cell(column, row, section) for column in shown],
         "runs": len(row.summaries),
-        "doubts": [number for number, doubt in enumerate(doubts, 1) if row.label in doubt.rows],
+        "footnotes": [number for number, footnote in enumerate(footnotes, 1) if row.label in footnote.rows],
         "config": sections.config(row),
     }
 
 
-def _cell(column: sections.Column, row: StrategyResult, section: ReportSection) -> tuple[str, str]:
+def _cell(column: Column, row: StrategyResult, section: ReportSection) -> tuple[str, str]:
     """Text and sort key; an empty key sorts last both ways."""
-    text, key = sections.cell(column, row, section.comparison)
+    text, key = column.cell(row, section.comparison)
     return text, "" if key is None else repr(key)
 
 

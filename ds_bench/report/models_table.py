@@ -13,10 +13,10 @@ from ..analysis.comparison import Comparison, StrategyResult
 from ..records.schema import TrialRecord
 from ..system import environment, terminal
 from ..system.environment import Environment
-from . import table
+from .markdown import escape
 
 _HEADING = "Tokens/s of the whole job, models side by side"
-_SPOILED = "* not to be used: its own table says why"
+_INVALID_FOOTNOTE = "* not to be used: its own table says why"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +122,7 @@ def _facts(record: TrialRecord) -> tuple[str, ...]:
 
 
 def _footnote(grid: Sequence[Sequence[str]]) -> list[str]:
-    return [_SPOILED] if any(cell.endswith("*") for line in grid[1:] for cell in line[1:]) else []
+    return [_INVALID_FOOTNOTE] if any(cell.endswith("*") for line in grid[1:] for cell in line[1:]) else []
 
 
 def _aligned(machine: str, grid: Sequence[Sequence[str]]) -> str:
@@ -138,8 +138,8 @@ def _aligned(machine: str, grid: Sequence[Sequence[str]]) -> str:
 
 
 def _marked(machine: str, grid: Sequence[Sequence[str]]) -> str:
-    escaped = [[table.escaped(cell) for cell in line] for line in grid]
+    escaped = [[escape(cell) for cell in line] for line in grid]
     rule = ["---", *("---:" for _ in grid[0][1:])]
     lines = ["| " + " | ".join(line) + " |" for line in [escaped[0], rule, *escaped[1:]]]
     footnote = [f"\n\\{line}" for line in _footnote(grid)]  # a bare asterisk would begin a list
-    return "\n".join([f"### {_HEADING} ({table.escaped(machine)})", "", *lines, *footnote])
+    return "\n".join([f"### {_HEADING} ({escape(machine)})", "", *lines, *footnote])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import IO, Any, Literal
 
@@ -11,87 +11,55 @@ from .. import units
 from ..analysis.comparison import Comparison, StrategyResult
 from ..analysis.flat_rows import status_text
 from ..system.terminal import ascii_only, plain, print_text, prints
+from .columns import COLUMNS
+from .markdown import escape
 
-HEADINGS = (
-    "Strategy",
-    "Status",
-    "Step ms",
-    "± ms",
-    "Tokens/s",
-    "Relative",
-    "95 % interval",
-    "GPU peak GB",
-    "of card",
-    "Tok/s/GB",
-    "CPU GB",
-    "Predicted",
-    "Notes",
-)
+_COLUMNS = tuple(column for column in COLUMNS if not column.page_only)
+HEADINGS = ("Strategy", "Status", *(column.heading for column in _COLUMNS), "Notes")
 _ALWAYS_SHOWN = HEADINGS.index("Relative")
 """The last of the columns that are there even where nobody has a number."""
 _STATUS = HEADINGS.index("Status")
 _TEXT_COLUMNS = (HEADINGS.index("Strategy"), _STATUS, HEADINGS.index("Notes"))
 _WRAPPED = (HEADINGS.index("Strategy"), _STATUS)
 """Columns that may be broken between words on a narrow terminal."""
-_EXTRAS = ("Predicted", "Tok/s/GB", "95 % interval")
+_OPTIONAL_HEADINGS = ("Predicted", "Tok/s/GB", "95 % interval")
 """What a narrow terminal does without, in this order."""
 _MOST_DRAWN = 500
 """Rows that rich draws; more are aligned by spaces alone."""
 _UNBOUNDED = 10_000
 """Columns of a terminal on which every table has room."""
-NOT_TESTED = "not tested"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Line:
+class TableRow:
     """One configuration in the table, its repeats taken together."""
 
     cells: tuple[str, ...]
     success: bool
 
 
-def lines(comparison: Comparison, notes: Sequence[str]) -> list[Line]:
+def lines(comparison: Comparison, notes: Sequence[str]) -> list[TableRow]:
     """One line per configuration, in order of appearance.
 
     ``notes``: all of them; the numbers of a row's own go in its last column.
     """
     numbers = {text: number for number, text in enumerate(notes, 1)}
-    return [_line(row, comparison.baseline, numbers) for row in comparison.results]
-
-
-def _line(row: StrategyResult, baseline: StrategyResult | None, numbers: Mapping[str, int]) -> Line:
-    cells = (
-        row.label,
-        _status(row),
-        units.format_ms(row.step_seconds),
-        units.format_ms(row.step_seconds_spread),
-        units.format_count(row.tokens_per_second),
-        units.format_ratio(row.ratio),
-        _interval(row, baseline),
-        units.format_gb(row.gpu_peak_bytes),
-        units.format_percent(row.gpu_fraction, digits=0),
-        units.format_count(row.tokens_per_second_per_gb),
-        units.format_gb(row.host_peak_bytes),
-        units.format_ratio(row.predicted_over_measured),
-        " ".join(str(numbers[text]) for text in _texts(row) if text in numbers),
-    )
-    return Line(cells=tuple(plain(cell) for cell in cells), success=row.succeeded)
+    body = []
+    for row in comparison.results:
+        cells = (
+            row.label,
+            _status(row),
+            *(column.cell(row, comparison)[0] for column in _COLUMNS),
+            " ".join(str(numbers[text]) for text in _texts(row) if text in numbers),
+        )
+        body.append(TableRow(cells=tuple(map(plain, cells)), success=row.succeeded))
+    return body
 
 
 def _status(row: StrategyResult) -> str:
     bad = [run for run in row.summaries if not run.record.outcome.success]
     status = status_text((bad or row.summaries)[0].record.outcome.status)
     return f"{status} ({len(bad)} of {len(row.summaries)})" if bad and row.succeeded else status
-
-
-def _interval(row: StrategyResult, baseline: StrategyResult | None) -> str:
-    """Of the ratio. A row that has none, or is the one that the others are held against, has nothing to test."""
-    if row.ratio is None or (baseline is not None and row.key == baseline.key):
-        return units.MISSING
-    interval = row.ratio_interval
-    if interval is None:
-        return NOT_TESTED
-    return f"[{interval.low:.2f}, {interval.high:.2f}]{' too wide' if interval.too_wide else ''}"
 
 
 def _texts(row: StrategyResult) -> list[str]:
@@ -109,7 +77,7 @@ def all_notes(comparison: Comparison) -> list[str]:
     return list(dict.fromkeys(text for row in comparison.results for text in _texts(row)))
 
 
-def _starred(comparison: Comparison, run_notes: Sequence[str]) -> list[str]:
+def _general_notes(comparison: Comparison, run_notes: Sequence[str]) -> list[str]:
     """What holds for every row; a note of the run that says the same as a caveat is left out."""
     said = {caveat.text for caveat in comparison.caveats}
     texts = [caveat.line for caveat in comparison.caveats] + [note for note in run_notes if note not in said]
@@ -131,35 +99,35 @@ def print_table(title: str, comparison: Comparison, run_notes: Sequence[str], st
     console = Console(
         file=stream, width=None if stream.isatty() else 160, highlight=False, safe_box=not fancy, emoji=False
     )
-    grid = _Grid(title=write(plain(title)), headings=tuple(map(write, HEADINGS)), body=body, fancy=fancy)
+    grid = _TerminalTable(title=write(plain(title)), headings=tuple(map(write, HEADINGS)), body=body, fancy=fancy)
     table, left_out = (None, []) if len(body) > _MOST_DRAWN else grid.fitted(console)
     if table is None:
         grid.print_aligned(stream)
     else:
         console.print(table)
-    starred = _starred(comparison, run_notes)
+    starred = _general_notes(comparison, run_notes)
     starred += [f"no room for {', '.join(left_out)}: a wider terminal shows them"] if left_out else []
     for note in [*(f"{number}. {note}" for number, note in enumerate(notes, 1)), *(f"* {note}" for note in starred)]:
         console.print(Text(write(f"  {note}")), soft_wrap=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Grid:
+class _TerminalTable:
     """The table before rich draws it; every text as the stream can print it."""
 
     title: str
     headings: tuple[str, ...]
-    body: Sequence[Line]
+    body: Sequence[TableRow]
     fancy: bool
 
     def fitted(self, console: Any) -> tuple[Any, list[str]]:
         """The table as the terminal has room for it, and the headings that it has none for; None where none fits."""
-        wide, shown = console.options.update(max_width=_UNBOUNDED), _shown(self.body)
+        wide, shown = console.options.update(max_width=_UNBOUNDED), _measured_columns(self.body)
         table = self.drawn(shown)
         if console.measure(table, options=wide).maximum <= console.width:
             return table, []
-        for count in range(len(_EXTRAS) + 1):
-            kept = [i for i in shown if HEADINGS[i] not in _EXTRAS[:count]]
+        for count in range(len(_OPTIONAL_HEADINGS) + 1):
+            kept = [i for i in shown if HEADINGS[i] not in _OPTIONAL_HEADINGS[:count]]
             table = self.drawn(kept, narrow=True)
             if console.measure(table, options=wide).minimum <= console.width:
                 return table, [self.headings[i] for i in shown if i not in kept]
@@ -202,7 +170,7 @@ class _Grid:
         """Columns padded to their widest cell: rich takes a millisecond for a row, too long for thousands."""
         from rich.cells import cell_len
 
-        shown = _shown(self.body)
+        shown = _measured_columns(self.body)
         every = [[cells[i] for i in shown] for cells in (self.headings, *(line.cells for line in self.body))]
         widths = [max(map(cell_len, column)) for column in zip(*every, strict=True)]
         print_text(self.title, stream)
@@ -211,7 +179,7 @@ class _Grid:
             print_text("  ".join(padded).rstrip(), stream)
 
 
-def _shown(body: Sequence[Line]) -> list[int]:
+def _measured_columns(body: Sequence[TableRow]) -> list[int]:
     """Columns that somebody measured."""
     empty = ("", units.MISSING, ascii_only(units.MISSING))
     return [i for i in range(len(HEADINGS)) if i <= _ALWAYS_SHOWN or any(line.cells[i] not in empty for line in body)]
@@ -222,19 +190,11 @@ def markdown(title: str, comparison: Comparison, run_notes: Sequence[str]) -> st
     notes = all_notes(comparison)
     body = lines(comparison, notes)
     rows = [HEADINGS, tuple("---" for _ in HEADINGS), *(line.cells for line in body)]
-    shown = _shown(body)
-    table = "\n".join("| " + " | ".join(escaped(row[i]) for i in shown) + " |" for row in rows)
-    listed = "".join(f"\n{number}. {escaped(note)}" for number, note in enumerate(notes, 1))
-    starred = "".join(f"\n- {escaped(note)}" for note in _starred(comparison, run_notes))
-    return f"### {escaped(title)}\n\n{table}\n{listed}\n{starred}\n"
-
-
-def escaped(text: str) -> str:
-    """One line of Markdown that can open no cell, no tag and no link, and steers no terminal."""
-    text = plain(text).replace("\\", "\\\\")
-    for sign in "|*`":
-        text = text.replace(sign, f"\\{sign}")
-    return text.replace("<", "&lt;").replace("](", "]\\(")
+    shown = _measured_columns(body)
+    table = "\n".join("| " + " | ".join(escape(row[i]) for i in shown) + " |" for row in rows)
+    listed = "".join(f"\n{number}. {escape(note)}" for number, note in enumerate(notes, 1))
+    starred = "".join(f"\n- {escape(note)}" for note in _general_notes(comparison, run_notes))
+    return f"### {escape(title)}\n\n{table}\n{listed}\n{starred}\n"
 
 
 def as_json(rows: Sequence[dict[str, Any]]) -> str:

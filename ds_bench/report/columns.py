@@ -1,0 +1,173 @@
+"""The columns of a comparison as people read it, in the terminal, in Markdown and in the HTML page: one list.
+
+The columns of the JSON and CSV files are ``analysis.flat_rows``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ..analysis.comparison import Comparison, StrategyResult
+from ..units import MISSING, format_bytes, format_count, format_gb, format_ms, format_percent, format_ratio
+
+NOT_TESTED = "not tested"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Column:
+    """One measured or derived column."""
+
+    heading: str
+    meaning: str
+    """Unit and scope; the page shows it with the heading."""
+    text: Callable[[StrategyResult], str]
+    sort_key: Callable[[StrategyResult], float | None]
+    page_only: bool = False
+    """Shown where there is room: in the page alone."""
+    against_baseline: bool = False
+    """A comparison with the baseline, which therefore has none itself."""
+
+    def cell(self, row: StrategyResult, comparison: Comparison) -> tuple[str, float | None]:
+        """The text, and the number that the column is sorted by; None sorts last."""
+        if self.against_baseline and comparison.baseline is not None and comparison.baseline.key == row.key:
+            return MISSING, None
+        return self.text(row), self.sort_key(row)
+
+
+def _throughput_interval(row: StrategyResult) -> str:
+    if row.interval is None:
+        return NOT_TESTED if row.succeeded else MISSING
+    return f"{format_count(row.interval[0])} to {format_count(row.interval[1])}"
+
+
+def _ratio_interval(row: StrategyResult) -> str:
+    if row.ratio is None:
+        return MISSING
+    interval = row.ratio_interval
+    if interval is None:
+        return NOT_TESTED
+    return f"[{interval.low:.2f}, {interval.high:.2f}]{' too wide' if interval.too_wide else ''}"
+
+
+def _signed_bytes(size: int | None) -> str:
+    return MISSING if size is None else f"{'+' if size > 0 else '−' if size < 0 else ''}{format_bytes(abs(size))}"
+
+
+def _final_loss(row: StrategyResult) -> float | None:
+    """Of the first successful run that recorded losses."""
+    return next((run.losses[-1] for run in row.successes if run.losses), None)
+
+
+def _final_loss_text(row: StrategyResult) -> str:
+    loss = _final_loss(row)
+    return MISSING if loss is None else f"{loss:.4f}"
+
+
+def _mfu(row: StrategyResult) -> float | None:
+    """Of the first successful run that has a possible one: above 1 the peak of the device is not what was assumed."""
+    return next((run.mfu for run in row.successes if run.mfu is not None and run.mfu <= 1), None)
+
+
+COLUMNS: tuple[Column, ...] = (
+    Column(
+        heading="Step ms",
+        meaning="milliseconds per optimizer step, slowest rank, geometric mean of the runs",
+        text=lambda row: format_ms(row.step_seconds),
+        sort_key=lambda row: row.step_seconds,
+    ),
+    Column(
+        heading="± ms",
+        meaning="standard deviation between runs, or between the steps of a single run",
+        text=lambda row: format_ms(row.step_seconds_spread),
+        sort_key=lambda row: row.step_seconds_spread,
+    ),
+    Column(
+        heading="Tokens/s",
+        meaning="throughput of the whole job, geometric mean of the runs",
+        text=lambda row: format_count(row.tokens_per_second),
+        sort_key=lambda row: row.tokens_per_second,
+    ),
+    Column(
+        heading="Tokens/s, 95 %",
+        meaning="95 % confidence interval of the mean tokens/s, from three runs on",
+        text=_throughput_interval,
+        sort_key=lambda row: None if row.interval is None else row.interval[0],
+        page_only=True,
+    ),
+    Column(
+        heading="Relative",
+        meaning="throughput as a multiple of the baseline row's",
+        text=lambda row: format_ratio(row.ratio),
+        sort_key=lambda row: row.ratio,
+    ),
+    Column(
+        heading="95 % interval",
+        meaning="95 % confidence interval of the multiple, from three runs on",
+        text=_ratio_interval,
+        sort_key=lambda row: None if row.ratio_interval is None else row.ratio_interval.low,
+        against_baseline=True,
+    ),
+    Column(
+        heading="GPU peak GB",
+        meaning="peak allocated device memory of the fullest rank, worst run",
+        text=lambda row: format_gb(row.gpu_peak_bytes),
+        sort_key=lambda row: row.gpu_peak_bytes,
+    ),
+    Column(
+        heading="of card",
+        meaning="peak reserved device memory as a share of the card",
+        text=lambda row: format_percent(row.gpu_fraction, digits=0),
+        sort_key=lambda row: row.gpu_fraction,
+    ),
+    Column(
+        heading="GPU less baseline",
+        meaning="peak device memory less the baseline's",
+        text=lambda row: _signed_bytes(row.gpu_difference_bytes),
+        sort_key=lambda row: row.gpu_difference_bytes,
+        page_only=True,
+        against_baseline=True,
+    ),
+    Column(
+        heading="Tok/s/GB",
+        meaning="tokens per second for each GB of peak device memory",
+        text=lambda row: format_count(row.tokens_per_second_per_gb),
+        sort_key=lambda row: row.tokens_per_second_per_gb,
+    ),
+    Column(
+        heading="CPU GB",
+        meaning="peak resident host memory of a node's ranks, worst run",
+        text=lambda row: format_gb(row.host_peak_bytes),
+        sort_key=lambda row: row.host_peak_bytes,
+    ),
+    Column(
+        heading="MFU",
+        meaning="model FLOPs utilisation, PaLM convention, dense peak",
+        text=lambda row: format_percent(_mfu(row)),
+        sort_key=_mfu,
+        page_only=True,
+    ),
+    Column(
+        heading="Final loss",
+        meaning="mean over ranks, last step",
+        text=_final_loss_text,
+        sort_key=_final_loss,
+        page_only=True,
+    ),
+    Column(
+        heading="Predicted",
+        meaning="predicted peak memory as a multiple of the measured one",
+        text=lambda row: format_ratio(row.predicted_over_measured),
+        sort_key=lambda row: row.predicted_over_measured,
+    ),
+)
+
+
+def measured_columns(comparison: Comparison) -> tuple[Column, ...]:
+    """The columns that the page shows: throughput, and every other that some row has a value for."""
+    empty = (MISSING, NOT_TESTED)
+    return tuple(
+        column
+        for column in COLUMNS
+        if column.heading == "Tokens/s" or any(column.text(row) not in empty for row in comparison.results)
+    )
