@@ -48,14 +48,33 @@ def preset(name: str) -> ModelFacts:
     return facts
 
 
+WHOLE = {"accelerator": "cpu", "sequences": [16, 32, 48], "precisions": ["bf16"]}
+GPT2_WITH_DROPOUT = {key: value for key, value in GPT2.items() if "pdrop" not in key}
+
+
 @pytest.fixture(scope="module")
-def profiles() -> dict[str, ModelProfile]:
-    """Two small architectures, measured at one and two layers by one child process."""
+def answers() -> dict[str, dict[str, Any]]:
+    """What one child process measures of most models of this file, by model."""
+    pytest.importorskip("peft")
+    with_dropout = facts_from_config("gpt2", "gpt2", GPT2_WITH_DROPOUT)
+    requests = {
+        **{name: request_for(facts_from_config(name, name, config), 64) for name, config in SMALL.items()},
+        "dropout on the CPU": request_for(with_dropout, 64, accelerator="cpu"),
+        "dropout on CUDA": request_for(with_dropout, 64, accelerator="cuda"),
+        "dropout of 0": request_for(with_dropout, 64, dropout=0.0),
+        **{f"factory {name}": {**WHOLE, "factory": f"factories:{name}"} for name in ("gpt2", "lora", "vit")},
+    }
+    bf16 = [{**request, "precisions": ["bf16"]} for request in requests.values()]
+    return dict(zip(requests, model_profile.measure_profiles(bf16, 500, {"PYTHONPATH": str(SUPPORT)}), strict=True))
+
+
+@pytest.fixture(scope="module")
+def profiles(answers: dict[str, dict[str, Any]]) -> dict[str, ModelProfile]:
+    """Two small architectures, measured at one and two layers."""
     facts = [facts_from_config(name, name, config) for name, config in SMALL.items()]
-    answers = model_profile.measure_profiles([request_for(each, 64) for each in facts])
     return {
-        each.name: ModelProfile.from_answer(each.name, each.layers, each.tied_embeddings, answer)
-        for each, answer in zip(facts, answers, strict=True)
+        each.name: ModelProfile.from_answer(each.name, each.layers, each.tied_embeddings, answers[each.name])
+        for each in facts
     }
 
 
@@ -146,19 +165,19 @@ def test_the_saved_bytes_of_known_layers_are_far_above_the_textbook(profiles: di
     assert 42 < llama < 48
 
 
-@pytest.mark.parametrize("name", preset_names())
-def test_every_preset_is_in_the_shipped_table(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_preset_is_in_the_shipped_table(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_arguments: object, **_options: object) -> None:
         raise AssertionError("a preset started a process")
 
     monkeypatch.setattr(subprocess, "run", refuse)
     monkeypatch.setattr(model_profile, "_cached", lambda _key: None)
-    profile = profile_of(preset(name), 4096)
-    assert profile.parameters == preset(name).parameters
-    for precision in ("bf16", "fp16", "fp32"):
-        found = profile.of(precision)
-        plain, checkpointed = (p.bytes(profile.layers, 1, 512) for p in (found.plain, found.checkpointed))
-        assert 0 < checkpointed < plain < found.loss.bytes(profile.layers, 1, 512)
+    for name in preset_names():
+        profile = profile_of(preset(name), 4096)
+        assert profile.parameters == preset(name).parameters, name
+        for precision in ("bf16", "fp16", "fp32"):
+            measured = profile.of(precision)
+            plain, checkpointed = (p.bytes(profile.layers, 1, 512) for p in (measured.plain, measured.checkpointed))
+            assert 0 < checkpointed < plain < measured.loss.bytes(profile.layers, 1, 512), (name, precision)
 
 
 def test_the_loss_takes_its_logits_about_three_times_in_fp32() -> None:
@@ -195,17 +214,16 @@ def test_an_architecture_that_cannot_be_built_is_one_line(tmp_path: Path, monkey
 
 
 def test_what_was_measured_once_is_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, profiles: dict[str, ModelProfile]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answers: dict[str, Any], profiles: dict[str, ModelProfile]
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     asked = []
 
     def answer(requests: list[Any], **_options: object) -> list[Any]:
         asked.extend(requests)
-        return _real_answers
+        return [answers["gpt2"]]
 
     facts = facts_from_config("gpt2", "gpt2", GPT2)
-    _real_answers = model_profile.measure_profiles([request_for(facts, 64)])
     monkeypatch.setattr(model_profile, "measure_profiles", answer)
     deeper = facts_from_config("gpt2", "gpt2", {**GPT2, "n_layer": 9})
     assert profile_of(facts, 64) == profiles["gpt2"]
@@ -220,6 +238,7 @@ def test_a_child_that_dies_leaves_its_last_word(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # Transformers renames gradient_checkpointing_enable
+@pytest.mark.slow
 def test_any_family_that_transformers_builds_is_counted_from_its_folder(tmp_path: Path) -> None:
     """Against a real forward pass on the CPU, at a depth, batch and length that were not measured."""
     torch = pytest.importorskip("torch")
@@ -229,14 +248,13 @@ def test_any_family_that_transformers_builds_is_counted_from_its_folder(tmp_path
 
     for name, config in FAMILIES.items():
         AutoConfig.for_model(name, **config).save_pretrained(tmp_path / name)
-    wanted = {"accelerator": "cpu", "sequences": [16, 32, 48], "precisions": ["bf16"]}
-    answers = model_profile.measure_profiles([{**wanted, "path": str(tmp_path / name)} for name in FAMILIES])
-    for name, answer in zip(FAMILIES, answers, strict=True):
+    answers = model_profile.measure_profiles([{**WHOLE, "path": str(tmp_path / name)} for name in FAMILIES], 500)
+    for (name, config), answer in zip(FAMILIES.items(), answers, strict=True):
         assert "error" not in answer, (name, answer["error"])
         profile = ModelProfile.from_answer(name, 0, False, answer)
-        read = AutoConfig.from_pretrained(tmp_path / name)
-        read.use_cache = False
-        model = AutoModelForCausalLM.from_config(read, dtype=torch.bfloat16).train()
+        built = AutoConfig.for_model(name, **config)
+        built.use_cache = False
+        model = AutoModelForCausalLM.from_config(built, dtype=torch.bfloat16).train()
         assert profile.tensors == tuple(parameter.numel() for parameter in model.parameters()), name
         found = profile.of("bf16")
         assert found is not None
@@ -249,27 +267,21 @@ def test_any_family_that_transformers_builds_is_counted_from_its_folder(tmp_path
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_dropout_is_counted_as_the_accelerator_keeps_it() -> None:
+def test_dropout_is_counted_as_the_accelerator_keeps_it(answers: dict[str, Any]) -> None:
     torch = pytest.importorskip("torch")
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from ds_bench.worker.ledger import with_activations
 
-    own = {key: value for key, value in GPT2.items() if "pdrop" not in key}
-    facts = facts_from_config("gpt2", "gpt2", own)
-    requests = [
-        request_for(facts, 64, accelerator="cpu"),
-        request_for(facts, 64, accelerator="cuda"),
-        request_for(facts, 64, dropout=0.0),
-    ]
     cpu, cuda, none = (
-        ModelProfile.from_answer("gpt2", 4, True, answer).of("bf16")
-        for answer in model_profile.measure_profiles(requests)
+        ModelProfile.from_answer("gpt2", 4, True, answers[f"dropout {case}"]).of("bf16")
+        for case in ("on the CPU", "on CUDA", "of 0")
     )
     assert cpu is not None
     assert cuda is not None
     assert none is not None
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt2", **own, use_cache=False), dtype=torch.bfloat16)
+    config = AutoConfig.for_model("gpt2", **GPT2_WITH_DROPOUT, use_cache=False)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     ids = torch.randint(0, 500, (3, 80))
     _, tiers = with_activations(lambda: model.train()(input_ids=ids, labels=ids).loss, list(model.parameters()))
     assert cpu.plain.bytes(4, 3, 80) == tiers["cpu"]
@@ -318,10 +330,10 @@ def test_a_factory_with_batches_of_its_own_is_counted_and_its_frozen_parameters_
     assert found.plain.bytes(4, 7, 64) == tiers["cpu"]
 
 
-def test_factories_whose_code_ties_converts_or_draws_weights_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("peft")
-    monkeypatch.chdir(SUPPORT)
-    gpt2, lora, vit = (profile_of_any(f"factories:{name}", "factory", 64) for name in ("gpt2", "lora", "vit"))
+def test_factories_whose_code_ties_converts_or_draws_weights_are_counted(answers: dict[str, Any]) -> None:
+    gpt2, lora, vit = (
+        ModelProfile.from_answer(name, 1, False, answers[f"factory {name}"]) for name in ("gpt2", "lora", "vit")
+    )
     assert gpt2.tied_embeddings
     assert gpt2.parameters == 1000 * 32 + 64 * 32 + 2 * (12 * 32**2 + 13 * 32) + 2 * 32
     assert lora.frozen_parameters == gpt2.parameters  # its adapters convert weights while they are built
@@ -329,7 +341,20 @@ def test_factories_whose_code_ties_converts_or_draws_weights_are_counted(monkeyp
     assert [profile.unknown for profile in (gpt2, lora, vit)] == [None] * 3  # vit draws from a truncated normal
 
 
-def test_a_child_that_hangs_is_ended_and_what_it_told_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_child_that_hangs_is_ended_and_what_it_wrote_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    child = tmp_path / "child"
+    child.write_text('#!/bin/sh\necho \'{"partial": {"tensors": 1}}\'\nexec sleep 60\n')
+    child.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(child))
+    first, second = model_profile.measure_profiles([{}, {}], timeout_seconds=1)
+    assert first == {"tensors": 1, "error": "the measuring process took more than 1 s"}
+    assert second == {"error": "the measuring process took more than 1 s"}
+
+
+@pytest.mark.slow
+def test_a_model_whose_forward_pass_hangs_has_its_tensors_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("torch")
     (tmp_path / "hanging.py").write_text(
         "import time, torch\n"
