@@ -1,4 +1,4 @@
-"""The DeepSpeed configuration: batch keys that agree, defaults written out, and no silent no-op let through."""
+"""The DeepSpeed configuration: batch keys that agree, defaults written out, NVMe buffers that fit."""
 
 from __future__ import annotations
 
@@ -6,34 +6,21 @@ import copy
 import importlib.util
 import json
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_bench.config import deepspeed_config, overrides, strategies, validation
-from ds_bench.config.spec import Placement, Strategy, Workload
+from ds_bench.config import deepspeed_config, strategies, validation
+from ds_bench.config.spec import Strategy
 from ds_bench.errors import UsageError
 from tests.support import fakes
+from tests.support.deepspeed_configs import EVERY_STRATEGY, complete
 from tests.support.real_trials import ROOT
 
 BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-EVERY_STRATEGY = [*strategies.ZERO_STAGES.values(), *map(strategies.offload_strategy, strategies.OFFLOAD_NAMES)]
-CUDA = Placement(accelerator="cuda", num_gpus=1, nvme_path="/mnt/nvme")
-
 few = st.integers(1, 512)
-quick = settings(deadline=None)
-
-
-def complete(config: dict[str, Any], **changes: Any) -> dict[str, Any]:
-    """``config`` completed as for one CPU rank, with changes to what completes it."""
-    of: Workload = changes.pop("of", fakes.workload())
-    on: Placement = changes.pop("on", fakes.placement(nvme_path="/mnt/nvme"))
-    return deepspeed_config.complete_config(
-        config, of, on, **{"torch_adam": True, "largest_parameter": 1000, **changes}
-    )
 
 
 def batch(config: dict[str, Any]) -> tuple[int, int, int]:
@@ -41,10 +28,6 @@ def batch(config: dict[str, Any]) -> tuple[int, int, int]:
     return total, micro, accum
 
 
-# ------------------------------------------------------------------ the batch
-
-
-@quick
 @given(stage=st.integers(0, 3), micro=few, accum=few)
 def test_at_one_gpu_the_total_batch_is_micro_batch_times_accumulation(stage: int, micro: int, accum: int) -> None:
     base = deepspeed_config.base_config(strategies.ZERO_STAGES[stage], micro, accum)
@@ -52,14 +35,12 @@ def test_at_one_gpu_the_total_batch_is_micro_batch_times_accumulation(stage: int
     assert batch(complete(base)) == (micro * accum, micro, accum)
 
 
-@quick
 @given(micro=few, accum=few, gpus=st.integers(1, 64))
 def test_at_n_gpus_the_total_batch_is_n_times_that(micro: int, accum: int, gpus: int) -> None:
     config = complete(deepspeed_config.base_config(fakes.zero(2), micro, accum), on=fakes.placement(num_gpus=gpus))
     assert batch(config) == (micro * accum * gpus, micro, accum)
 
 
-@quick
 @given(micro=few, accum=few, gpus=st.integers(1, 8))
 def test_completing_twice_changes_nothing_more(micro: int, accum: int, gpus: int) -> None:
     on = fakes.placement(num_gpus=gpus)
@@ -85,9 +66,6 @@ def test_a_config_without_accumulation_accumulates_nothing() -> None:
     config = deepspeed_config.base_config(fakes.zero(0), 4)
     del config["gradient_accumulation_steps"]
     assert batch(complete(config)) == (4, 4, 1)
-
-
-# ------------------------------------------------------------------ what the scripts hold
 
 
 @pytest.fixture
@@ -146,9 +124,6 @@ def test_what_a_user_edits_into_the_config_is_kept_by_completing_it() -> None:
     assert {key: completed[key] for key in config if key != "optimizer"} == {
         key: value for key, value in config.items() if key != "optimizer"
     }
-
-
-# ------------------------------------------------------------------ what is written out
 
 
 @pytest.mark.parametrize("strategy", EVERY_STRATEGY, ids=lambda s: s.name)
@@ -211,9 +186,6 @@ def test_completing_leaves_its_input_as_it_was() -> None:
     assert base == before
 
 
-# ------------------------------------------------------------------ the optimizer
-
-
 def test_torch_adam_is_used_where_deepspeeds_own_cannot_be_built() -> None:
     assert complete(deepspeed_config.base_config(fakes.zero(1), 4))["optimizer"]["params"]["torch_adam"] is True
 
@@ -266,199 +238,6 @@ def test_adam_is_adam_and_not_adamw_under_another_name() -> None:
     assert "adam_w_mode" not in deepspeed_config.with_optimizer(config, "AdamW")["optimizer"]["params"]
 
 
-# ------------------------------------------------------------------ what DeepSpeed would silently not do
-
-
-def refusal(strategy: Strategy, on: Placement = CUDA, **changes: Any) -> str | None:
-    config = overrides.overlay(deepspeed_config.base_config(strategy, 4), changes)
-    return validation.unsupported_reason(config, on)
-
-
-@pytest.mark.parametrize("strategy", EVERY_STRATEGY, ids=lambda s: s.name)
-def test_what_the_catalogue_offers_at_its_own_stage_is_not_refused(strategy: Strategy) -> None:
-    assert refusal(strategy) is None
-
-
-@pytest.mark.parametrize("name", ["cpu_optimizer", "cpu_full", "nvme"])
-def test_stage_0_offloads_nothing_and_is_refused(name: str) -> None:
-    assert "stage 0 does not offload" in (refusal(fakes.offload(name, 0)) or "")
-
-
-@pytest.mark.parametrize("stage", [1, 2])
-def test_parameters_are_offloaded_at_stage_3_only(stage: int) -> None:
-    assert "parameters are offloaded at stage 3 only" in (refusal(fakes.offload("cpu_full", stage)) or "")
-
-
-@pytest.mark.parametrize("stage", [1, 2])
-def test_an_optimizer_on_nvme_below_stage_3_is_refused_since_it_would_run_on_the_cpu(stage: int) -> None:
-    strategy = Strategy(name="x", label="X", stage=stage, offload_optimizer="nvme")
-    assert "runs as CPU offload" in (refusal(strategy) or "")
-
-
-def test_nvme_without_a_folder_is_refused_with_the_flag_that_gives_one() -> None:
-    assert "--nvme-path" in (refusal(fakes.offload("nvme"), Placement(accelerator="cuda")) or "")
-
-
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_the_cpu_optimizer_is_allowed_at_every_stage_above_0(stage: int) -> None:
-    assert refusal(fakes.offload("cpu_optimizer", stage)) is None
-
-
-@pytest.mark.parametrize("name", ["SGD", "Lamb", "Muon"])
-def test_an_optimizer_without_a_cpu_version_cannot_be_offloaded(name: str) -> None:
-    refused = refusal(fakes.offload("cpu_optimizer"), optimizer={"type": name})
-    assert "has no CPU version" in (refused or "")
-    assert refusal(fakes.zero(2), optimizer={"type": name}) is None
-
-
-@pytest.mark.parametrize("name", ["Adam", "AdamW", "Adagrad", "Lion"])
-def test_an_optimizer_with_a_cpu_version_can_be_offloaded(name: str) -> None:
-    assert refusal(fakes.offload("cpu_optimizer"), optimizer={"type": name}) is None
-
-
-def test_lion_needs_a_gpu_or_the_cpu_op() -> None:
-    cpu = fakes.placement()
-    assert "FusedLion" in (refusal(fakes.zero(1), cpu, optimizer={"type": "Lion"}) or "")
-    assert refusal(fakes.offload("cpu_optimizer"), cpu, optimizer={"type": "Lion"}) is None
-
-
-def test_two_precisions_at_once_are_refused() -> None:
-    assert "both" in (refusal(fakes.zero(1), bf16={"enabled": True}, fp16={"enabled": True}) or "")
-    assert refusal(fakes.zero(1), bf16={"enabled": True}, fp16={"enabled": False}) is None
-
-
-def test_a_precision_this_device_lacks_is_refused_with_the_remedy() -> None:
-    volta = Placement(accelerator="cuda", supported_precisions=("fp16", "fp32"))
-    assert "bf16 is not supported on this cuda device" in (refusal(fakes.zero(1), volta, bf16={"enabled": True}) or "")
-    assert refusal(fakes.zero(1), volta, fp16={"enabled": True}) is None
-
-
-@pytest.mark.parametrize(("name", "stage"), [("cpu_full", 2), ("nvme", 1), ("cpu_optimizer", 0)])
-def test_a_refusal_ends_with_what_to_do(name: str, stage: int) -> None:
-    assert "; use" in (refusal(fakes.offload(name, stage)) or "")
-
-
-# ------------------------------------------------------------------ blocks that lack here what they need
-
-
-@pytest.mark.parametrize(
-    "block",
-    [
-        {"compile": {"deepcompile": True}},
-        {"tensor_parallel": {"autotp_size": 2}},
-        {"sequence_parallel_size": 2},
-        {"expert_parallel": {"enabled": True}},
-        {"hybrid_engine": {"enabled": True}},
-        {"autotuning": {"enabled": True}},
-        {"data_efficiency": {"enabled": True}},
-        {"pipeline": {}},
-    ],
-    ids=lambda block: next(iter(block)),
-)
-def test_a_block_that_would_do_nothing_here_is_refused_with_the_remedy(block: dict[str, Any]) -> None:
-    config = complete({**deepspeed_config.base_config(fakes.zero(3), 4), **block})
-    assert "remove" in (validation.unsupported_reason(config, CUDA) or "")
-
-
-@pytest.mark.parametrize(
-    "block",
-    [
-        {},
-        {"compile": {"deepcompile": False}},
-        {"tensor_parallel": {"autotp_size": 1}},
-        {"sequence_parallel_size": 1},
-        {"expert_parallel": {"enabled": False}},
-        {"autotuning": None},
-    ],
-)
-def test_a_block_that_is_switched_off_is_not_refused(block: dict[str, Any]) -> None:
-    assert (
-        validation.unsupported_reason(complete({**deepspeed_config.base_config(fakes.zero(3), 4), **block}), CUDA)
-        is None
-    )
-
-
-def inactive(strategy: Strategy, on: Placement | None = None, of: Workload | None = None, **changes: Any) -> list[str]:
-    config = complete(overrides.overlay(deepspeed_config.base_config(strategy, 4), changes))
-    return validation.ineffective_settings(config, of or fakes.workload(), on or fakes.placement())
-
-
-@pytest.mark.parametrize("strategy", EVERY_STRATEGY, ids=lambda s: s.name)
-def test_nothing_in_the_catalogue_is_inactive_or_slows_what_is_measured(strategy: Strategy) -> None:
-    assert inactive(strategy) == []
-
-
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"zero_optimization": {"offload_optimizer": {"ratio": 0.5}}}, "ratio below 1 has no effect"),
-        ({"zero_optimization": {"zero_quantized_gradients": True}}, "zero_quantized_gradients has no effect"),
-        ({"activation_checkpointing": {}}, "use --activation-checkpointing"),
-        ({"comms_logger": {"enabled": False}}, "makes every collective synchronous"),
-        ({"wall_clock_breakdown": True}, "synchronises the device"),
-        ({"flops_profiler": {"enabled": True}}, "instruments a step"),
-        ({"timers": {"throughput": {"enabled": True}}}, "the throughput timer"),
-        ({"aio": {"thread_count": 4}}, "intra_op_parallelism"),
-    ],
-)
-def test_what_changes_nothing_or_slows_the_steps_is_said_beside_the_row(changes: dict[str, Any], said: str) -> None:
-    found = inactive(fakes.offload("cpu_optimizer"), **changes)
-    assert len(found) == 1
-    assert said in found[0]
-
-
-def test_super_offload_below_stage_3_is_said_and_at_stage_3_is_not() -> None:
-    changes = {"zero_optimization": {"offload_optimizer": {"super_offload": True}}}
-    assert any("super_offload" in each for each in inactive(fakes.offload("cpu_optimizer", 2), **changes))
-    assert inactive(fakes.offload("cpu_optimizer", 3), **changes) == []
-
-
-def test_what_has_an_effect_after_all_is_not_said() -> None:
-    split = {"zero_optimization": {"sub_group_size": 10**6, "offload_optimizer": {"ratio": 0.5}}}
-    assert inactive(fakes.offload("cpu_optimizer"), **split) == []
-    quantized = {"zero_optimization": {"zero_quantized_gradients": True}}
-    assert inactive(fakes.zero(3), fakes.placement(hostfile="/hosts"), **quantized) == []
-    own = fakes.workload(model="my.models:build", model_source="factory", model_type=None, model_config={})
-    assert inactive(fakes.zero(3), of=own, activation_checkpointing={}) == []
-
-
-# ------------------------------------------------------------------ keys DeepSpeed would ignore
-
-
-@pytest.mark.parametrize(
-    ("typed", "meant"),
-    [("gradient_cliping", "gradient_clipping"), ("zero_optimisation", "zero_optimization"), ("bfloat16", "bf16")],
-)
-def test_a_misspelt_key_is_refused_with_its_neighbour(typed: str, meant: str) -> None:
-    with pytest.raises(UsageError, match=f"unknown top-level key '{typed}'.*did you mean '{meant}'"):
-        validation.check_keys({typed: 1})
-
-
-def test_a_key_like_none_is_refused_without_a_guess() -> None:
-    with pytest.raises(UsageError, match="DeepSpeed would ignore it silently; remove it"):
-        validation.check_keys({"qqqqq": 1})
-
-
-@pytest.mark.parametrize(("key", "value"), [("bf16", True), ("optimizer", "SGD"), ("zero_optimization", 3)])
-def test_a_block_that_is_no_object_is_refused_with_the_way_to_write_it(key: str, value: Any) -> None:
-    with pytest.raises(UsageError, match=f"'{key}' in the DeepSpeed config is .*, not an object .*{key}.KEY=VALUE"):
-        validation.check_keys({key: value})
-
-
-def test_every_key_we_let_through_is_read_somewhere_in_the_installed_deepspeed() -> None:
-    spec = importlib.util.find_spec("deepspeed")
-    assert spec is not None
-    assert spec.submodule_search_locations
-    root = Path(spec.submodule_search_locations[0])
-    text = "\n".join(path.read_text(encoding="utf-8", errors="replace") for path in root.rglob("*.py"))
-    missing = {key for key in validation.KNOWN_TOP_LEVEL_KEYS if f'"{key}"' not in text and f"'{key}'" not in text}
-    assert missing == set()
-
-
-# ------------------------------------------------------------------ NVMe
-
-
-@quick
 @given(elements=st.integers(1, 2**34))
 def test_a_parameter_buffer_holds_the_largest_parameter_and_not_much_more(elements: int) -> None:
     config = complete(deepspeed_config.base_config(fakes.offload("nvme"), 4), largest_parameter=elements)
@@ -514,69 +293,3 @@ def test_a_config_without_nvme_gets_no_swap_folder() -> None:
 )  # fmt: skip
 def test_no_device_is_none_however_it_is_written(config: dict[str, Any]) -> None:
     assert deepspeed_config.offload_device(config, "offload_param") is None
-
-
-# ------------------------------------------------------------------ overlays
-
-scalars = st.one_of(st.integers(), st.booleans(), st.text(max_size=3))
-configs = st.recursive(scalars, lambda inner: st.dictionaries(st.sampled_from("abc"), inner, max_size=3), max_leaves=8)
-objects = st.dictionaries(st.sampled_from("abc"), configs, max_size=3)
-
-
-@quick
-@given(config=objects, changes=objects)
-def test_an_overlay_is_laid_once_and_for_all(config: dict[str, Any], changes: dict[str, Any]) -> None:
-    once = overrides.overlay(config, changes)
-    assert overrides.overlay(once, changes) == once
-
-
-@quick
-@given(config=objects)
-def test_an_empty_overlay_changes_nothing(config: dict[str, Any]) -> None:
-    assert overrides.overlay(config, {}) == config
-
-
-@quick
-@given(config=objects, changes=objects)
-def test_an_overlay_leaves_both_of_its_inputs_alone(config: dict[str, Any], changes: dict[str, Any]) -> None:
-    before = copy.deepcopy((config, changes))
-    merged = overrides.overlay(config, changes)
-    merged["a"] = {"written": "later"}
-    assert (config, changes) == before
-
-
-def test_a_null_removes_a_key_at_any_depth() -> None:
-    config = {"a": {"b": 1, "c": 2}, "d": 3}
-    assert overrides.overlay(config, {"a": {"b": None}, "d": None}) == {"a": {"c": 2}}
-
-
-def test_a_null_never_enters_a_block_that_was_not_there() -> None:
-    assert overrides.overlay({"a": 1}, {"aio": {"block_size": None}, "a": {"x": None}}) == {"aio": {}, "a": {}}
-
-
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [
-        ("a.b=false", {"a": {"b": False}}),
-        ("a=1e6", {"a": 1e6}),
-        ("a=12", {"a": 12}),
-        ("a=null", {"a": None}),
-        ('a={"b": [1, 2]}', {"a": {"b": [1, 2]}}),
-        ("a=AdamW", {"a": "AdamW"}),
-        ('a="12"', {"a": "12"}),
-        ("a=", {"a": ""}),
-        ("a=b=c", {"a": "b=c"}),
-        ("a.b.c=x.y", {"a": {"b": {"c": "x.y"}}}),
-    ],
-)
-def test_a_setting_is_json_and_else_text(text: str, value: Any) -> None:
-    parsed = overrides.parse_set(text)
-    assert parsed == value
-    assert json.dumps(parsed) == json.dumps(value)  # 1 and True are equal to Python
-
-
-@pytest.mark.parametrize("text", ["", "a", "=1", ".a=1", "a.=1", "a..b=1", "."])
-def test_a_setting_without_a_name_or_a_value_is_refused_by_its_text(text: str) -> None:
-    with pytest.raises(UsageError, match=r"--set .* is not key\.path=value \(e\.g\. --set") as caught:
-        overrides.parse_set(text)
-    assert repr(text) in str(caught.value)

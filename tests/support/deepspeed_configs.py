@@ -1,0 +1,20 @@
+"""Completed DeepSpeed configurations, and every strategy that makes one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ds_bench.config import deepspeed_config, strategies
+from ds_bench.config.spec import Placement, Workload
+from tests.support import fakes
+
+EVERY_STRATEGY = [*strategies.ZERO_STAGES.values(), *map(strategies.offload_strategy, strategies.OFFLOAD_NAMES)]
+
+
+def complete(config: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    """``config`` completed as for one CPU rank, with changes to what completes it."""
+    of: Workload = changes.pop("of", fakes.workload())
+    on: Placement = changes.pop("on", fakes.placement(nvme_path="/mnt/nvme"))
+    return deepspeed_config.complete_config(
+        config, of, on, **{"torch_adam": True, "largest_parameter": 1000, **changes}
+    )

@@ -1,0 +1,104 @@
+"""Failures of a rank: their kind, the bytes they name and how they are told."""
+
+from __future__ import annotations
+
+import errno
+import importlib
+from pathlib import Path
+
+import pytest
+import torch
+
+from ds_bench.worker.failure import kind_of, rank_failure
+
+
+def real_host_refusal() -> BaseException:
+    try:
+        torch.empty(2**60, dtype=torch.uint8)
+    except RuntimeError as error:
+        return error
+    raise AssertionError("an exabyte was allocated")
+
+
+NCCL_CALLOC = torch.distributed.DistBackendError(
+    "NCCL error in: ../torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp:2049, unhandled cuda error (run with "
+    "NCCL_DEBUG=INFO for details), NCCL version 2.21.5\nncclUnhandledCudaError: Call to CUDA function failed.\n"
+    "Last error:\nFailed to CUDA calloc async 608 bytes"
+)
+KINDS = [
+    (NCCL_CALLOC, "device_oom"),
+    (RuntimeError("Triton Error [CUDA]: out of memory"), "device_oom"),
+    (RuntimeError("ncclUnhandledCudaError\nLast error:\nFailed to CUDA host alloc 1048576 bytes"), "host_oom"),
+    (RuntimeError("ncclUnhandledCudaError: Call to CUDA function failed."), "peer_lost"),
+    (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB."), "device_oom"),
+    (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), "device_oom"),
+    (RuntimeError("CUDA error: out of memory"), "device_oom"),
+    (MemoryError(), "host_oom"),
+    (real_host_refusal(), "host_oom"),
+    (RuntimeError("std::bad_alloc"), "host_oom"),
+    (OSError(errno.ENOMEM, "Cannot allocate memory"), "host_oom"),
+    (OSError(errno.ENOSPC, "No space left on device"), "disk_full"),
+    (RuntimeError("[../gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:3"), "peer_lost"),
+    (torch.distributed.DistBackendError("NCCL error in: x.cpp:1, remote process exited"), "peer_lost"),
+    (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), "other"),
+    (KeyError("out of order"), "other"),
+]
+
+
+def test_a_failure_of_pydantic_names_the_field_and_the_reason() -> None:
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    with pytest.raises(ValueError, match="overlap_com") as caught:
+        DeepSpeedZeroConfig(stage=1, overlap_com=True)
+    message = rank_failure(caught.value, rank=0, phase="init", step=None).message
+    assert message.startswith("1 validation error for DeepSpeedZeroConfig: overlap_com: Extra inputs are not permitted")
+
+
+def test_a_bare_assert_is_told_by_its_source_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own_check.py").write_text("def check(size):\n    assert size % 2 == 0\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(AssertionError) as caught:
+        importlib.import_module("own_check").check(3)
+    message = rank_failure(caught.value, rank=0, phase="init", step=None).message
+    assert message == f"assert size % 2 == 0 ({tmp_path}/own_check.py:2)"
+
+
+@pytest.mark.parametrize(("error", "kind"), KINDS, ids=lambda value: str(value)[:30])
+def test_an_exception_is_of_the_kind_its_text_and_class_say(error: BaseException, kind: str) -> None:
+    assert kind_of(error) == kind
+
+
+def test_bytes_asked_and_free_are_read_from_an_out_of_memory_error() -> None:
+    text = (
+        "CUDA out of memory. Tried to allocate 1.50 GiB. GPU 0 has a total capacity of 23.65 GiB of which 512.00 MiB "
+        "is free. Including non-PyTorch memory, this process has 22.00 GiB memory in use."
+    )
+    failure = rank_failure(torch.OutOfMemoryError(text), rank=1, phase="backward", step=7)
+    assert (failure.requested_bytes, failure.free_bytes) == (int(1.5 * 2**30), 512 * 2**20)
+    assert (failure.rank, failure.phase, failure.step) == (1, "backward", 7)
+
+
+NO_HANDLE = RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`")
+
+
+@pytest.mark.parametrize(("free", "kind"), [(100 * 2**20, "device_oom"), (40 * 2**30, "other"), (None, "other")])
+def test_a_cublas_handle_that_cannot_be_made_is_a_lack_of_memory_where_little_is_free(
+    free: int | None, kind: str
+) -> None:
+    failure = rank_failure(NO_HANDLE, rank=0, phase="forward", step=0, device_free_bytes=free)
+    assert (failure.kind, failure.free_bytes) == (kind, free)
+
+
+def test_what_a_text_says_was_free_goes_before_what_was_free_once_it_was_caught() -> None:
+    text = "CUDA out of memory. Tried to allocate 1.00 GiB. GPU 0 has 23.65 GiB of which 512.00 MiB is free."
+    failure = rank_failure(torch.OutOfMemoryError(text), rank=0, phase="step", step=1, device_free_bytes=2**40)
+    assert failure.free_bytes == 512 * 2**20
+
+
+def test_nccl_names_the_bytes_it_could_not_get() -> None:
+    assert rank_failure(NCCL_CALLOC, rank=0, phase="init", step=None).requested_bytes == 608
+
+
+def test_bytes_are_unknown_where_the_text_names_none() -> None:
+    failure = rank_failure(RuntimeError("CUDA error: out of memory"), rank=0, phase="step", step=None)
+    assert (failure.requested_bytes, failure.free_bytes) == (None, None)

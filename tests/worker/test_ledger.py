@@ -1,0 +1,45 @@
+"""The ledger: storages and swap files counted once, by category."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from ds_bench.worker import ledger
+
+
+def test_a_storage_is_counted_once_however_many_tensors_show_it() -> None:
+    count = ledger.StorageCounter()
+    base = torch.zeros(1000)
+    count.claim("parameters", [base, base[10:20], base.view(10, 100)])
+    count.claim("other", [base[5:]])
+    assert count.ledger == {"cpu": {"parameters": 4000}}
+
+
+def test_activations_are_what_autograd_saves_without_the_parameters() -> None:
+    layer = torch.nn.Linear(10, 10, bias=False)
+    data = torch.randn(7, 10)
+    result, tiers = ledger.with_activations(lambda: (layer(data).exp() * 2).sum(), layer.parameters())
+    assert result.requires_grad
+    assert tiers == {"cpu": data.nbytes + 7 * 10 * 4}  # the input of the product and the result of exp
+
+
+def test_the_peak_of_two_ledgers_is_taken_cell_by_cell() -> None:
+    assert ledger.peak_of({"cpu": {"a": 1, "b": 5}}, {"cpu": {"a": 3}, "gpu": {"c": 2}}) == {
+        "cpu": {"a": 3, "b": 5},
+        "gpu": {"c": 2},
+    }
+
+
+def test_swap_files_are_counted_by_rank_and_category(tmp_path: Path) -> None:
+    for path, size in {
+        "zero_stage_3/optimizer/rank0/1.tensor.swp": 100,
+        "zero_stage_3/bfloat16params/rank0/0_param.tensor.swp": 10,
+        "zero_stage_3/optimizer/rank1/1.tensor.swp": 7,
+    }.items():
+        file = tmp_path / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(b"x" * size)
+    assert ledger.swapped_bytes(str(tmp_path), 0) == {"optimizer_states": 100, "parameters": 10}
+    assert ledger.swapped_bytes(None, 0) == {}
