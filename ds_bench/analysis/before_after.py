@@ -100,8 +100,8 @@ def pair_rows(
 
     ``hardware``, ``software``: differences of the environments; differences of hardware forbid every ratio.
     """
-    right = list(comparison.build(after).results)
-    for row in comparison.build(before).results:
+    right = list(comparison.compare(after).results)
+    for row in comparison.compare(before).results:
         same = [other for other in right if _same_row(row, other)]
         partner = min(same, key=lambda other: len(_differences(row, other)), default=None)
         if partner is None:

@@ -99,7 +99,7 @@ def results(paths: Sequence[Path]) -> list[BenchmarkResult]:
     found = []
     for group in merge_results.merge([load_results.load(path) for path in paths]):
         environment = group.environments[0] if group.environments else None  # those of one group are alike
-        rows = comparison.build(group.summaries, environments=group.environments).results
+        rows = comparison.compare(group.summaries, environments=group.environments).results
         found += [benchmark_result(row.summaries, environment) for row in rows]
     return found
 

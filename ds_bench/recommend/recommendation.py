@@ -140,7 +140,7 @@ def _reason_not_eligible(row: StrategyResult) -> str | None:
     """Why a row with numbers is not eligible; None if it is."""
     short = sum(run.record.outcome.status in remedies.RAN_OUT for run in row.summaries)
     ran_out = f"{short} of its {len(row.summaries)} runs ran out of memory or disk" if short else None
-    return row.disqualification or ran_out
+    return row.invalid_reason or ran_out
 
 
 def _candidate(row: StrategyResult, tokens_per_second: float, comparison: Comparison, terms: MemoryTerms) -> Candidate:

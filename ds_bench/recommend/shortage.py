@@ -186,7 +186,7 @@ def failed_setup(run: TrialRecord, comparison: Comparison, shortage: Shortage) -
     if prediction.unknown is not None:  # without the activations nobody knows what would fit
         return None
     rows = rows_of_same_work(comparison, run.trial)
-    good = {strategy_layout(row.strategy) for row in rows if row.sound and row.leaves_room}
+    good = {strategy_layout(row.strategy) for row in rows if row.valid and row.leaves_room}
     bad = {strategy_layout(row.strategy) for row in rows} - good
     device, host = comparison.device_capacity_bytes, comparison.host_capacity_bytes
     on_device = pool_of(run) == "device"

@@ -311,7 +311,7 @@ def label_with_status(row: StrategyResult) -> str:
     """The row's label, and why its numbers are not to be held against the others'."""
     if row.differences:
         return f"{row.label} (not comparable)"
-    return row.label if row.disqualification is None else f"{row.label} (disqualified)"
+    return row.label if row.invalid_reason is None else f"{row.label} (disqualified)"
 
 
 def downsample(points: Sequence[tuple[float, float]], limit: int = MAX_POINTS) -> tuple[tuple[float, float], ...]:
@@ -440,7 +440,7 @@ def _pareto_chart(comparison: Comparison, styles: Mapping[str, int], place: str)
                     y=row.tokens_per_second,
                     on_front=row.key in front,
                     style=styles.get(row.key),
-                    excluded=bool(row.differences) or row.disqualification is not None,
+                    excluded=bool(row.differences) or row.invalid_reason is not None,
                 )
             )
     if not front or len(dots) < 2:

@@ -63,7 +63,7 @@ def of(
 
     Raises UsageError where ``relative_to`` names no row.
     """
-    comparison = compare.build(summaries, relative_to, environments=environments)
+    comparison = compare.compare(summaries, relative_to, environments=environments)
     return Answer(
         title=heading or provenance.title(summaries),
         comparison=comparison,

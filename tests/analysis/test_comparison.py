@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from ds_bench.analysis import flat_reader
 from ds_bench.analysis.caveats import Caveat, CaveatKind, note
 from ds_bench.analysis.comparability import row_key
-from ds_bench.analysis.comparison import Comparison, StrategyResult, build, ratio_between
+from ds_bench.analysis.comparison import Comparison, StrategyResult, compare, ratio_between
 from ds_bench.analysis.flat_rows import flat_rows
 from ds_bench.analysis.loss_parity import with_loss_caveats
 from ds_bench.analysis.summary import Summary, summarise
@@ -44,7 +44,7 @@ def runs(stage: int, *seconds: float) -> list[TrialRecord]:
 
 
 def compared(*records: TrialRecord, relative_to: str | None = None, on: tuple[Environment, ...] = ()) -> Comparison:
-    return build([summarise(each, None, None) for each in records], relative_to, environments=on)
+    return compare([summarise(each, None, None) for each in records], relative_to, environments=on)
 
 
 def rows(*records: TrialRecord, **changes: Any) -> tuple[StrategyResult, ...]:
@@ -142,7 +142,7 @@ def test_one_run_says_nothing_of_what_varies_between_runs() -> None:
 def test_a_loss_that_differs_is_found_here_too_and_not_twice() -> None:
     plain = [summarise(each, None, None) for each in (ran(1), ran(3, losses=(85.0,) * 12))]
     for given_summaries in (plain, with_loss_caveats(plain)):
-        found = build(given_summaries).results[1].caveats
+        found = compare(given_summaries).results[1].caveats
         assert [(caveat.kind, caveat.disqualifying) for caveat in found] == [(CaveatKind.LOSS_DIFFERS, True)]
 
 
@@ -278,7 +278,7 @@ def test_an_unknown_baseline_is_a_usage_error_that_names_the_choices() -> None:
 
 
 def test_without_rows_there_is_an_empty_comparison_whatever_was_to_be_the_baseline() -> None:
-    assert build([], "zero1") == Comparison(results=())
+    assert compare([], "zero1") == Comparison(results=())
 
 
 def test_behind_a_failed_first_row_ratios_refer_to_the_first_good_one_and_that_is_said() -> None:
@@ -412,7 +412,7 @@ def bare(index: int, tokens: float | None, peak: int | None, host: int | None = 
 
 def front(*points: tuple[float | None, int | None]) -> list[int]:
     """Positions of the points on the device front."""
-    comparison = build([bare(index, *point) for index, point in enumerate(points)])
+    comparison = compare([bare(index, *point) for index, point in enumerate(points)])
     keys = [row.key for row in comparison.results]
     return [keys.index(key) for key in comparison.pareto_device]
 
@@ -496,7 +496,7 @@ def test_a_window_on_a_gpu_below_two_seconds_is_told(seconds: float, on: Any, to
     short = fakes.success(gpu(1, on=on), step_seconds=[seconds] * 10)
     assert (CaveatKind.SHORT_WINDOW in kinds(compared(short))) is told
     (flat,) = flat_rows([summarise(short, None, None)])  # tells the mean step and the number of steps
-    again = build([flat_reader.summary(flat_reader.check_rows([flat])[0])])
+    again = compare([flat_reader.summary(flat_reader.check_rows([flat])[0])])
     assert kinds(again).get(CaveatKind.SHORT_WINDOW) == kinds(compared(short)).get(CaveatKind.SHORT_WINDOW)
 
 
@@ -616,6 +616,6 @@ def test_ten_thousand_runs_are_compared_in_a_second_or_so() -> None:
     first = fakes.success(trial)
     summaries = [summarise(replace(first, trial=each), None, None) for each in trials]
     start = time.process_time()
-    comparison = build(summaries)
+    comparison = compare(summaries)
     assert time.process_time() - start < 5
     assert len(comparison.results) == 3334

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_bench.analysis.comparison import Comparison, build
+from ds_bench.analysis.comparison import Comparison, compare
 from ds_bench.analysis.summary import Summary, summarise
 from ds_bench.config.spec import Strategy
 from ds_bench.errors import UsageError
@@ -63,7 +63,7 @@ def summaries(*records: TrialRecord) -> list[Summary]:
 
 
 def compared(*records: TrialRecord) -> Comparison:
-    return build(summaries(*records))
+    return compare(summaries(*records))
 
 
 def answer(*records: TrialRecord, goal: str = "balanced") -> Recommendation:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ds_bench.analysis.comparison import Comparison, build
+from ds_bench.analysis.comparison import Comparison, compare
 from ds_bench.analysis.summary import summarise
 from ds_bench.config import deepspeed_config
 from ds_bench.config.spec import Strategy, Trial
@@ -27,7 +27,7 @@ BILLION = 2**30
 
 
 def compared(*records: TrialRecord) -> Comparison:
-    return build([summarise(each, None, None) for each in records])
+    return compare([summarise(each, None, None) for each in records])
 
 
 def failed(strategy: Strategy | None = None, status: str = schema.OOM, cards: int = 4, **more: Any) -> TrialRecord:
@@ -98,7 +98,7 @@ def ended(trial: Trial, gigabytes: float | None = None) -> TrialRecord:
 
 def advised(*records: TrialRecord, host: Environment = HOST) -> tuple[str, ...]:
     summaries = [summarise(each, None, None) for each in records]
-    return recommend(build(summaries, environments=(host,))).next_steps
+    return recommend(compare(summaries, environments=(host,))).next_steps
 
 
 def test_where_every_row_ran_out_the_remedy_is_what_plan_says() -> None:

@@ -37,7 +37,7 @@ def summaries(*records: TrialRecord) -> list[Summary]:
 
 
 def compared(*records: TrialRecord, relative_to: str | None = None) -> Comparison:
-    return comparison.build(summaries(*records), relative_to)
+    return comparison.compare(summaries(*records), relative_to)
 
 
 def cells(*records: TrialRecord) -> list[dict[str, str]]:
@@ -331,7 +331,7 @@ def usual(*strategies: Any) -> Comparison:
                 fakes.trial(strategy, on=CUDA, repeat=repeat), step_seconds=[1.234 + 0.01 * repeat] * 10, **full
             )
             found.append(replace(summarise(entry, None, None), predicted_over_measured=0.98))
-    return comparison.build(found)
+    return comparison.compare(found)
 
 
 ZERO = tuple(fakes.zero(stage) for stage in range(4))
