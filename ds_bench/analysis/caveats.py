@@ -129,7 +129,7 @@ class CaveatText(Enum):
     ALLOCATOR_RETRIED = CaveatKind.ALLOCATOR_RETRIED, "the allocator retried"
     TORCH_ADAM = CaveatKind.OTHER_OPTIMIZER, "torch's AdamW instead of"
     """Written by the plan."""
-    BUCKET_RESIDENT_NOT = CaveatKind.NOTE, "DeepSpeed's buffers are most", "on the CPU hardly any of it"
+    BUCKET_NOT_RESIDENT = CaveatKind.NOTE, "DeepSpeed's buffers are most", "on the CPU hardly any of it"
     BUCKET_DOMINATES = CaveatKind.BUCKET_DOMINATES, "DeepSpeed's buffers are most"
     LOSS_NOT_FINITE = CaveatKind.LOSS_DIFFERS, "loss is not finite", "", True
     LOSS_DIFFERS_KNOWN_QUIRK = CaveatKind.LOSS_DIFFERS, "loss differs by ", "a known quirk", False, None

@@ -266,7 +266,7 @@ def _bucket_dominates(record: TrialRecord) -> Caveat | None:
         return None
     text = f" of the counted memory (reduce_bucket_size is {size:,.0f} elements whatever the model)"
     if tier == "cpu" and sum(fullest.values()) > max(measured_values(record.ranks, "host_peak_bytes"), default=0):
-        form = CaveatText.BUCKET_RESIDENT_NOT
+        form = CaveatText.BUCKET_NOT_RESIDENT
         return form.caveat(f"{text}; {form.contains} became resident, on a GPU it would be held whole")
     return CaveatText.BUCKET_DOMINATES.caveat(f"{text}; a smaller one saves it")
 

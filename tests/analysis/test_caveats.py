@@ -1,10 +1,19 @@
-"""A closed set of doubts, each with what to do next, said once."""
+"""A closed set of caveats, each with its next step, and how stored texts are recognised."""
 
 from __future__ import annotations
 
 import pytest
 
-from ds_bench.analysis.caveats import NEXT_STEPS, Caveat, CaveatKind, caveat_of_kind, note
+from ds_bench.analysis.caveats import (
+    NEXT_STEPS,
+    Caveat,
+    CaveatKind,
+    CaveatText,
+    caveat_of_kind,
+    note,
+    parse_caveat,
+    parse_caveats,
+)
 from ds_bench.cli.arguments import parse
 
 FREE = {CaveatKind.NOTE}
@@ -36,6 +45,13 @@ def test_a_free_text_is_a_note_without_a_next_step() -> None:
 def test_nothing_can_be_taken_out_of_the_table_or_written_into_it() -> None:
     with pytest.raises(TypeError):
         NEXT_STEPS[CaveatKind.NOTE] = "guess"  # type: ignore[index]
+
+
+def test_a_text_of_the_closed_set_is_read_back_as_the_caveat_that_was_written() -> None:
+    """Alone, and joined with all others in one cell; a member whose text another one takes would be lost."""
+    written = [text.caveat(f"1 {text.contains} 2; 3") for text in CaveatText]
+    assert [parse_caveat(caveat.text) for caveat in written] == written
+    assert parse_caveats("; ".join(caveat.text for caveat in written), 10) == written
 
 
 def test_flags_that_next_steps_name_exist() -> None:
