@@ -18,13 +18,13 @@ from pathlib import Path
 
 import harness
 
-from ds_bench.batch_search import LIMIT, largest, next_probe
+from ds_bench.batch_search import LIMIT, largest, next_batch_size
 
 
 def plain_doubling(answer: int) -> int:
     """Probes that a search from 1 takes where everything up to ``answer`` trains."""
     known: dict[int, bool] = {}
-    while (size := next_probe(known, 1, LIMIT)) is not None:
+    while (size := next_batch_size(known, 1, LIMIT)) is not None:
         known[size] = size <= answer
     return len(known)
 

@@ -35,14 +35,17 @@ class BatchSearch:
     store: RunFolder
     say: Callable[[str], None]
 
-    def largest(self, strategy: Strategy) -> int:
-        """The largest micro-batch that trains; where none does, or probes fail for another cause, one that shows it.
+    def find_largest(self, strategy: Strategy) -> int:
+        """The largest micro-batch that trains.
+
+        If none trains, or a probe fails for a reason other than memory or time, returns the failing size, so that the
+        comparison shows the error.
 
         Raises KeyboardInterrupt where the user interrupts it; what is known by then is kept for ``--resume``.
         """
-        known = self._kept(strategy)
+        known = self._previous_probes(strategy)
         start = self.start(strategy)
-        while (size := next_probe(known, start, LIMIT)) is not None:
+        while (size := next_batch_size(known, start, LIMIT)) is not None:
             found = self._probe(strategy, size)
             status = found.outcome.status
             if status == schema.INTERRUPTED or signals.interrupt_requested():
@@ -84,11 +87,11 @@ class BatchSearch:
         trial = self._trial(strategy, size, predicted=True)
         work = replace(trial.workload, num_steps=_PROBE_STEPS, warmup_steps=1)
         trial = replace(trial, trial_id=f"probe_{strategy.name}_batch{size}", workload=work)
-        found = self.launcher.launch(trial, self.store.trial_folder(trial.trial_id), _silent)
+        found = self.launcher.launch(trial, self.store.trial_folder(trial.trial_id), _ignore_progress)
         self.store.append_probe(found)
         return found
 
-    def _kept(self, strategy: Strategy) -> dict[int, bool]:
+    def _previous_probes(self, strategy: Strategy) -> dict[int, bool]:
         """What earlier probes of this run found."""
         kept = [entry for entry in self.store.probes() if entry.trial.strategy == strategy]
         return {
@@ -98,7 +101,7 @@ class BatchSearch:
         }
 
 
-def _silent(_progress: object) -> None:
+def _ignore_progress(_progress: object) -> None:
     return None
 
 
@@ -106,7 +109,7 @@ def at_largest_batch(plan: Plan, launcher: Launcher, store: RunFolder, say: Call
     """The plan with every row at its own largest micro-batch; with ``--common-batch`` also at the smallest of those."""
     search = BatchSearch(plan=plan, launcher=launcher, store=store, say=say)
     options, strategies = plan.options, [draft.strategy for draft in plan.drafts]
-    sizes = {strategy.name: search.largest(strategy) for strategy in strategies}
+    sizes = {strategy.name: search.find_largest(strategy) for strategy in strategies}
     drafts = [draft_of(strategy, sizes[strategy.name], options, plan.make_config, "largest") for strategy in strategies]
     if options.common_batch:
         common = min(sizes.values())
@@ -114,13 +117,13 @@ def at_largest_batch(plan: Plan, launcher: Launcher, store: RunFolder, say: Call
     return plan.with_drafts(drafts)
 
 
-def next_probe(known: Mapping[int, bool], start: int, limit: int) -> int | None:
+def next_batch_size(known: Mapping[int, bool], start: int, limit: int) -> int | None:
     """The micro-batch to try next; None when the answer is settled.
 
     ``known``: micro-batch → whether it trained. ``start``: the predicted largest, 1 or more. ``limit``: the largest
-    that is ever tried. From a success the walk goes up, from a failure down, each step as far again as it has come;
-    once both are known the gap is bisected, down to a grain of 1/32 (to one below 64). A right prediction costs two
-    probes: it, and the next.
+    that is ever tried. Exponential search from ``start``: the step doubles upwards after a success and downwards after
+    a failure. Once one size trains and a larger one fails, bisects until the gap is at most 1/32 of the size (1 below
+    64). If the prediction is exact, two probes are enough.
     """
     best, worst = largest(known), smallest_failure(known)
     start = min(max(start, 1), limit)
@@ -129,11 +132,11 @@ def next_probe(known: Mapping[int, bool], start: int, limit: int) -> int | None:
     if best is None:
         return _below(worst or 1, start)
     if worst is None:
-        return None if best >= limit else min(best + _stride(best, start), limit)
-    return None if worst - best <= grain(best) else _between(best, worst)
+        return None if best >= limit else min(best + _step_size(best, start), limit)
+    return None if worst - best <= resolution(best) else _between(best, worst)
 
 
-def grain(size: int) -> int:
+def resolution(size: int) -> int:
     """How exactly the answer is wanted: the next finer micro-batch is within run-to-run noise of this one."""
     return max(1, size // 32)
 
@@ -153,13 +156,13 @@ def _below(worst: int, start: int) -> int | None:
     """Downwards from the prediction; at last 1; None when even 1 failed."""
     if worst == 1:
         return None
-    return max(worst - _stride(start, worst), 1)
+    return max(worst - _step_size(start, worst), 1)
 
 
-def _stride(reached: int, start: int) -> int:
+def _step_size(reached: int, start: int) -> int:
     """A grain upwards or downwards at first, then as far again as the walk has come, and from there in eighths."""
     gone = abs(reached - start)
-    return grain(start) if gone == 0 else max(gone, start // 8, 1)
+    return resolution(start) if gone == 0 else max(gone, start // 8, 1)
 
 
 def _between(best: int, worst: int) -> int:

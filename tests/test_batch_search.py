@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_bench.batch_search import grain, largest, next_probe
+from ds_bench.batch_search import largest, next_batch_size, resolution
 from ds_bench.cli import script as cli
 from ds_bench.config.spec import Trial
 from ds_bench.records.schema import TrialRecord
@@ -28,7 +28,7 @@ from tests.support.scripted_run import House
 def search(answer: int, start: int, limit: int = 4096) -> tuple[int | None, list[int]]:
     """What is found where exactly the sizes up to ``answer`` train, and the probes it took."""
     known: dict[int, bool] = {}
-    while (size := next_probe(known, start, limit)) is not None:
+    while (size := next_batch_size(known, start, limit)) is not None:
         assert size not in known, f"{size} tried twice"
         known[size] = size <= answer
         assert len(known) <= 64
@@ -42,7 +42,7 @@ def test_the_largest_that_trains_is_found_to_a_grain_wherever_the_search_starts(
         assert best is None
     else:
         assert best is not None
-        assert 0 <= answer - best < grain(best)
+        assert 0 <= answer - best < resolution(best)
 
 
 @given(st.integers(1, 63), st.integers(1, 3000))
@@ -52,7 +52,7 @@ def test_a_small_answer_is_exact(answer: int, start: int) -> None:
 
 @given(st.integers(1, 2000))
 def test_a_right_prediction_costs_two_probes(answer: int) -> None:
-    assert search(answer, answer)[1] == [answer, answer + grain(answer)]
+    assert search(answer, answer)[1] == [answer, answer + resolution(answer)]
 
 
 @given(st.integers(1, 2000), st.floats(0.85, 1.15))
@@ -79,7 +79,7 @@ def test_nothing_trains_is_an_answer() -> None:
 
 def test_a_success_above_a_failure_does_not_count() -> None:
     assert largest({4: True, 8: False, 16: True}) == 4
-    assert next_probe({4: True, 8: False, 16: True}, 4, 64) == 6
+    assert next_batch_size({4: True, 8: False, 16: True}, 4, 64) == 6
 
 
 # ------------------------------------------------------------------ whole searches
