@@ -1,4 +1,4 @@
-"""The part of a launch that both launchers share: assign, start, watch, end, conclude."""
+"""The part of a launch that both launchers share: assign, start, monitor, end, and determine the outcome."""
 
 from __future__ import annotations
 

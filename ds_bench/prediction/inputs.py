@@ -1,6 +1,6 @@
 """What decides where bytes live: the model, the ranks, and the DeepSpeed configuration as its defaults complete it.
 
-Only facts and small arithmetic; ``replicated`` (stages 0 to 2) and ``sharded`` (stage 3) make ledgers of them.
+Only facts and small arithmetic; ``stages_0_to_2`` (stages 0 to 2) and ``stage_3`` (stage 3) make ledgers of them.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Predicts, without running anything, how many bytes a trial takes per GPU, per node's host memory and on NVMe.
 
-Model states and DeepSpeed's buffers are its own arithmetic (``replicated``, ``sharded``), activations the model's own
-(``activations``). Two terms are assumptions and named so: what the CUDA context and NCCL take beside torch's allocator,
-and what a process takes for its libraries. Whether that fits, and what would make it fit, is for ``fitplan``.
+Model states and DeepSpeed's buffers are its own arithmetic (``stages_0_to_2``, ``stage_3``), activations the model's
+own (``model_profile``). Two terms are assumptions and named so: what the CUDA context and NCCL take beside torch's
+allocator, and what a process takes for its libraries. Whether that fits, and what would make it fit, is for
+``what_if``.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ class Prediction:
     unknown: str | None = None
     """Why activations, logits and loss are not in the figures; None where they are."""
     alternatives: tuple[Mapping[str, Any], ...] = ()
-    """What other configurations of the same work would take, for advice after the run (``fitplan.Alternative``)."""
+    """What other configurations of the same work would take, for advice after the run (``what_if.Alternative``)."""
 
     @property
     def gpu_bytes(self) -> int:

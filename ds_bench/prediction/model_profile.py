@@ -124,7 +124,7 @@ class ModelProfile:
 
     @classmethod
     def from_answer(cls, name: str, layers: int, tied: bool, answer: Mapping[str, Any]) -> ModelProfile:
-        """From what ``worker.activations`` answered, whose own ``layers`` and ``tied`` count where it has them.
+        """From what ``worker.measure_activations`` answered, whose own ``layers`` and ``tied`` count where it has them.
 
         Raises KeyError or TypeError on any other shape.
         """

@@ -2,7 +2,7 @@
 
 Written from DeepSpeed 0.19.8; the paths are below its ``runtime/``. With AdamW, gradients accumulated in the number
 format of the parameters (``engine.py``, get_data_types). Not here: DeepSpeed's own buffers, gathered parameters and
-what a step needs on top (``replicated``, ``sharded``).
+what a step needs on top (``stages_0_to_2``, ``stage_3``).
 
 ====== ================================================================================================================
 stage  who says so
