@@ -25,16 +25,16 @@ def save_command(paths: Sequence[Path], file: Path, tolerance: float | None) -> 
     """Keeps every row that succeeded as the baseline of its name. Raises UsageError where there is none; returns 0.
 
     ``tolerance``: None keeps that of an earlier entry, else 0.05. A row whose figures are disqualified, such as one
-    whose loss is not finite, is left out and said.
+    whose loss is not finite, is left out, and a line says so.
     """
-    found = results(paths)
-    _require_distinct(found)
-    fit = [result for result in found if _unfit(result) is None]
+    benchmark_results = results(paths)
+    _require_distinct(benchmark_results)
+    fit = [result for result in benchmark_results if _unfit(result) is None]
     saved = check.save_results(fit, file, tolerance) if fit else []
     with terminal.pipe_may_close():
         for entry in saved:
             terminal.print_text(f"saved {terminal.plain(entry.name)}: {_figures(entry)}")
-        for result in found:
+        for result in benchmark_results:
             if (reason := _unfit(result)) is not None:
                 terminal.print_text(f"not saved {terminal.plain(result.name)}: {terminal.plain(reason)}")
     if not saved:
@@ -51,8 +51,8 @@ def _variation(entry: check.BaselineEntry) -> Iterator[str]:
     for what, runs in (("tokens/s", entry.tokens_per_sec_runs), ("peak memory", entry.peak_memory_mb_runs)):
         deviation = intervals.sample_std(runs)
         if deviation is not None and (variation := deviation * len(runs) / sum(runs)) > UNSTABLE_CV:
-            told = f"{what} of its {len(runs)} runs varies by {units.format_percent(variation)}"
-            yield f"{told}, which hides smaller changes; measure again on a quieter machine, or with more --repeats"
+            text = f"{what} of its {len(runs)} runs varies by {units.format_percent(variation)}"
+            yield f"{text}, which hides smaller changes; measure again on a quieter machine, or with more --repeats"
 
 
 def check_command(paths: Sequence[Path], file: Path, as_json: bool, fail_on: Collection[str] = FAIL_ON_DEFAULT) -> int:
@@ -61,11 +61,11 @@ def check_command(paths: Sequence[Path], file: Path, as_json: bool, fail_on: Col
     Raises UsageError, which is exit code 2, where the file of baselines is missing or bad, and, after the lines are
     printed, where no row could be judged: a gate that checked nothing is not passed.
     """
-    found = results(paths)
+    benchmark_results = results(paths)
     if store.read(file) is None:
         raise UsageError(f"--baselines {file}: no such file", remedy="make it with: baseline save RESULT")
-    verdicts = [check.compare_to_baseline(result, path=file) for result in found]
-    verdicts += [_missing_verdict(entry) for entry in check.missing_baselines(found, file)]
+    verdicts = [check.compare_to_baseline(result, path=file) for result in benchmark_results]
+    verdicts += [_missing_verdict(entry) for entry in check.missing_baselines(benchmark_results, file)]
     failed = [verdict for verdict in verdicts if _reasons(verdict) & set(fail_on)]
     with terminal.pipe_may_close():
         if as_json:
@@ -85,29 +85,29 @@ def _missing_verdict(entry: check.BaselineEntry) -> BaselineComparison:
 
 def _reasons(verdict: BaselineComparison) -> set[str]:
     """Those of ``FAIL_ON`` that hold for a row."""
-    found = {
+    holds_by_reason = {
         "missing": "missing" in verdict.regressions,
         "regression": verdict.failed and "missing" not in verdict.regressions,
         "unmatched": verdict.unmatched,
         "noisy": verdict.noisy,
     }
-    return {reason for reason, holds in found.items() if holds}
+    return {reason for reason, holds in holds_by_reason.items() if holds}
 
 
 def results(paths: Sequence[Path]) -> list[BenchmarkResult]:
     """One result per row of the files, repeats taken together. Raises UsageError."""
-    found = []
+    benchmark_results = []
     for group in merge_results.merge([load_results.load(path) for path in paths]):
         environment = group.environments[0] if group.environments else None  # those of one group are alike
         rows = comparison.compare(group.summaries, environments=group.environments).results
-        found += [benchmark_result(row.summaries, environment) for row in rows]
-    return found
+        benchmark_results += [benchmark_result(row.summaries, environment) for row in rows]
+    return benchmark_results
 
 
-def _require_distinct(found: Sequence[BenchmarkResult]) -> None:
+def _require_distinct(benchmark_results: Sequence[BenchmarkResult]) -> None:
     """Two rows of one name, such as one strategy with two DeepSpeed configurations, cannot both be the baseline."""
-    for number, result in enumerate(found):
-        if any(other.name == result.name for other in found[:number]):
+    for number, result in enumerate(benchmark_results):
+        if any(other.name == result.name for other in benchmark_results[:number]):
             problem = f"two rows are called {result.name}: they differ in steps, machine or DeepSpeed configuration"
             raise UsageError(problem, remedy="save one result at a time, to a file each (--baselines)")
 

@@ -28,7 +28,7 @@ from . import arguments
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportOptions:
-    """What ``report`` was asked for; field names are those of the flags."""
+    """Flags of ``report``; the fields have the flags' names."""
 
     results: tuple[Path, ...]
     html: Path | None = None
@@ -42,7 +42,7 @@ class ReportOptions:
 
 
 def report(options: ReportOptions) -> int:
-    """Shows the results on standard output and writes what was asked for. Raises UsageError; returns 0."""
+    """Prints the results and writes the files that the flags name. Returns 0; raises UsageError."""
     _check_targets(options)
     answers = gather(options.results, options.relative_to, options.goal)
     for number, entry in enumerate(answers):
@@ -98,7 +98,7 @@ def _side_by_side(answers: Sequence[Answer], as_markdown: bool) -> str:
 
 
 def _check_targets(options: ReportOptions) -> None:
-    """Paths that cannot be written are told before anything is read."""
+    """Raises UsageError for a path that cannot be written, before anything is read."""
     if options.html is not None:
         if options.html.is_dir():
             raise UsageError(f"--html {options.html} is a folder", remedy="give a file name")
@@ -119,7 +119,7 @@ def _made(folder: Path) -> Path:
 def gather(paths: Sequence[Path], relative_to: str | None = None, goal: str | None = None) -> list[Answer]:
     """One answer per workload and machine, repeats from several files taken together. Raises UsageError.
 
-    What is None is as the results themselves were asked for, of a group's results by the first that tells.
+    If ``relative_to`` or ``goal`` is None, it is that of the run itself; of several runs, that of the first known.
     """
     groups = merge_results.merge([load_results.load(path) for path in paths])
     known = any(_has_row(group.summaries, relative_to) for group in groups)
@@ -143,13 +143,13 @@ def _answer(group: MergedGroup, relative_to: str | None, goal: str | None, *, st
 
 
 def _own(group: MergedGroup) -> tuple[str | None, str | None]:
-    """The goal and the row that ratios refer to, as the run was asked; None where its flags do not tell."""
+    """Goal and reference row from the flags of the run; None for both if the flags cannot be parsed."""
     try:
         with contextlib.redirect_stdout(io.StringIO()):  # a --help among them, which no run has
-            asked = arguments.parse("offload" if group.family == "offload" else "zero", "run", group.arguments)
+            options = arguments.parse("offload" if group.family == "offload" else "zero", "run", group.arguments)
     except (UsageError, ValueError, SystemExit):  # of another version, or edited by hand
         return None, None
-    return asked.goal, asked.relative_to
+    return options.goal, options.relative_to
 
 
 def _has_row(summaries: Sequence[Summary], name: str | None) -> bool:
@@ -179,11 +179,11 @@ def write_html(answers: Sequence[Answer], path: Path) -> None:
 
 def _machines(entry: Answer) -> tuple[dict[str, str], ...]:
     """What a reader needs to know of each machine that the rows were measured on."""
-    found: list[dict[str, str]] = []
+    machines: list[dict[str, str]] = []
     for environment in entry.environments:
-        if (told := provenance.machine(environment)) not in found:
-            found.append(told)
-    return tuple(found)
+        if (machine := provenance.machine(environment)) not in machines:
+            machines.append(machine)
+    return tuple(machines)
 
 
 def _section(entry: Answer, machines: tuple[dict[str, str], ...] | None = None) -> html_report.ReportSection:
@@ -199,13 +199,13 @@ def _section(entry: Answer, machines: tuple[dict[str, str], ...] | None = None) 
 
 def _export(answers: Sequence[Answer], name: str) -> None:
     """The configuration of that row, of the first answer that tells it. Raises UsageError."""
-    asked = _called([(entry, row) for entry in answers for row in entry.comparison.results], name)
-    for entry, row in asked:
+    rows = _called([(entry, row) for entry in answers for row in entry.comparison.results], name)
+    for entry, row in rows:
         record = (row.successes or row.summaries)[-1].record
         if is_full_config(record.trial):
-            if len(asked) > 1:
+            if len(rows) > 1:
                 origin = f"{row.label} of {entry.title} ({', '.join(entry.sources)})"
-                _say(f"--export {name}: {len(asked)} rows are called that; taken from {origin}")
+                _say(f"--export {name}: {len(rows)} rows are called that; taken from {origin}")
             folder = _made(Path(export.folder_name(row.strategy.name)))
             for path in export.write_exports(record, folder, next(iter(entry.environments), None)):
                 _say(f"config {path}")

@@ -23,11 +23,11 @@ def main(
 ) -> int:
     """Runs a comparison script. ``make_config``: the script's own ``create_deepspeed_config``, by strategy."""
     prog = terminal.plain(Path(sys.argv[0]).name)
-    given = list(sys.argv[1:] if arguments is None else arguments)
+    typed_flags = list(sys.argv[1:] if arguments is None else arguments)
     terminal.have_streams()
     with terminal.stderr_may_break():
         try:
-            options, kept = _with_resumed_flags(family, prog, given)
+            options, kept = _with_resumed_flags(family, prog, typed_flags)
             if _not_rank_zero(os.environ):
                 return 0
             _forget_launcher(os.environ)
@@ -45,24 +45,24 @@ def main(
             return 130
 
 
-def _with_resumed_flags(family: Family, prog: str, given: list[str]) -> tuple[Options, list[str]]:
+def _with_resumed_flags(family: Family, prog: str, typed_flags: list[str]) -> tuple[Options, list[str]]:
     """The options, and the flags the run is kept with: on ``--resume`` those it began with, overridden for now."""
-    options = parse(family, prog, given)
+    options = parse(family, prog, typed_flags)
     if options.resume is None:
-        return options, given
+        return options, typed_flags
     from ..records.run_folder import RunFolder
 
     earlier = RunFolder.open(options.resume).load_run()
     if earlier.get("family") != family:
         raise UsageError(f"--resume {options.resume} is of the other script", remedy="use the script that started it")
     flags = [str(flag) for flag in earlier.get("arguments", [])]
-    whole = parse(family, prog, [*_kept_flags(flags, options), *given])
-    _require_said_again(whole, options)
-    return whole, flags
+    resumed = parse(family, prog, [*_kept_flags(flags, options), *typed_flags])
+    _require_given_again(resumed, options)
+    return resumed, flags
 
 
 def _kept_flags(flags: list[str], options: Options) -> list[str]:
-    """The flags that the run began with, but for redacted settings, which must be said again. Raises UsageError."""
+    """The flags that the run began with, but for redacted settings, which must be given again. Raises UsageError."""
     again = {text.partition("=")[0] for text in options.set}
     kept: list[str] = []
     for flag in flags:
@@ -80,22 +80,22 @@ def _kept_flags(flags: list[str], options: Options) -> list[str]:
     return kept
 
 
-def _require_said_again(whole: Options, typed: Options) -> None:
+def _require_given_again(resumed: Options, typed: Options) -> None:
     """A run folder may come from somebody else: what runs code or reaches other machines is not taken from it alone.
 
-    ``whole``: with the flags that the folder holds; ``typed``: of this command alone. Raises UsageError.
+    ``resumed``: with the flags that the folder holds; ``typed``: of this command alone. Raises UsageError.
     """
-    local = presets.find_preset(whole.model) is None and Path(whole.model).is_dir()
+    local = presets.find_preset(resumed.model) is None and Path(resumed.model).is_dir()
     needed = {
-        "--trust-remote-code": (whole.trust_remote_code, typed.trust_remote_code),
-        f"--model-factory {whole.model_factory}": (whole.model_factory, typed.model_factory),
-        f"--model {whole.model}": (whole.model if local else typed.model, typed.model),
-        f"--hostfile {whole.hostfile}": (whole.hostfile, typed.hostfile),
+        "--trust-remote-code": (resumed.trust_remote_code, typed.trust_remote_code),
+        f"--model-factory {resumed.model_factory}": (resumed.model_factory, typed.model_factory),
+        f"--model {resumed.model}": (resumed.model if local else typed.model, typed.model),
+        f"--hostfile {resumed.hostfile}": (resumed.hostfile, typed.hostfile),
     }
-    missing = [flag for flag, (value, given) in needed.items() if value and value != given]
+    missing = [flag for flag, (value, typed_value) in needed.items() if value and value != typed_value]
     if missing:
         raise UsageError(
-            f"--resume {whole.resume}: a run folder alone does not start code or other machines",
+            f"--resume {resumed.resume}: a run folder alone does not start code or other machines",
             remedy=f"if you trust it, say again: {' '.join(missing)}",
         )
 
