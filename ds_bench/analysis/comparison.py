@@ -193,7 +193,7 @@ def _row(key: str, label: str, group: Sequence[Summary]) -> StrategyResult:
 def _row_caveats(group: Sequence[Summary], means: Sequence[float]) -> tuple[Caveat, ...]:
     failed = sum(not run.record.outcome.success for run in group)
     row_caveats = [note(f"{failed} of {len(group)} runs failed")] if 0 < failed < len(group) else []
-    _, *others = dict.fromkeys(run.record.trial.strategy.label for run in group)
+    _, *others = dict.fromkeys(run.record.trial.strategy.name for run in group)
     if others:
         row_caveats.append(
             note(f"the same configuration also ran as {', '.join(others)}: one row, not {len(others) + 1}")

@@ -14,10 +14,10 @@ ZERO_STAGES: dict[int, Strategy] = {
 """The strategies of ``zero_stage_comparison.py`` by stage."""
 
 _OFFLOADS: dict[str, tuple[str, Device, Device]] = {
-    "none": ("no offload", "none", "none"),
-    "cpu_optimizer": ("optimizer → CPU", "cpu", "none"),
-    "cpu_full": ("optimizer + parameters → CPU", "cpu", "cpu"),
-    "nvme": ("optimizer + parameters → NVMe", "nvme", "nvme"),
+    "none": ("", "none", "none"),
+    "cpu_optimizer": (" + CPU optimizer", "cpu", "none"),
+    "cpu_full": (" + CPU optimizer and parameters", "cpu", "cpu"),
+    "nvme": (" + NVMe optimizer and parameters", "nvme", "nvme"),
 }
 
 OFFLOAD_NAMES: tuple[str, ...] = tuple(_OFFLOADS)
@@ -26,10 +26,10 @@ OFFLOAD_NAMES: tuple[str, ...] = tuple(_OFFLOADS)
 
 def offload_strategy(name: str, stage: int = 3) -> Strategy:
     """The offload strategy of that name at a ZeRO stage. Raises KeyError for an unknown name."""
-    label, optimizer_device, param_device = _OFFLOADS[name]
+    offloaded, optimizer_device, param_device = _OFFLOADS[name]
     return Strategy(
         name=name,
-        label=label if stage == 3 else f"{label} (ZeRO-{stage})",
+        label=f"ZeRO-{stage}{offloaded}",
         stage=stage,
         offload_optimizer=optimizer_device,
         offload_param=param_device,

@@ -705,7 +705,7 @@ def test_rows_on_the_cpu_that_step_with_another_adam_say_so_and_how_to_compare_w
     plain, offloaded = rows("cpu")
     (told,) = (each for each in offloaded.caveats if each not in plain.caveats)
     assert told.line == (
-        "DeepSpeedCPUAdam steps here, AdamW in no offload: a difference in speed is partly theirs; "
+        "DeepSpeedCPUAdam steps here, AdamW in ZeRO-3: a difference in speed is partly theirs; "
         "--set optimizer.params.torch_adam=true compares all rows with torch's AdamW"
     )
     assert not told.disqualifying

@@ -141,7 +141,7 @@ def test_the_examples_come_out_alike_from_records() -> None:
             row(zero(stage), gb, speed, cards=4)
             for stage, gb, speed in ((0, 52, 11_400), (1, 38, 11_000), (2, 28, 10_500), (3, 18, 8_700))
         ],
-        "optimizer → CPU": [
+        "ZeRO-3 + CPU optimizer": [
             out_of_memory(offload("none")),
             row(fakes.offload("cpu_optimizer"), 68, 4_900),
             row(offload("cpu_full"), 42, 3_500),
@@ -281,12 +281,12 @@ def test_a_disk_that_was_faster_within_the_spread_of_its_steps_is_not_recommende
     """172.6 ± 134.5 ms against 250 ms, one run each: 45 % faster, and nothing is known by it."""
     disk = varied(fakes.offload("nvme"), [0.0381, 0.3071] * 5)
     found = answer(varied(fakes.offload("none"), [0.25] * 10), disk)
-    assert found.choice == "no offload"
+    assert found.choice == "ZeRO-3"
     assert not found.decided
-    assert found.undecided == found.tied == ("no offload", "optimizer + parameters → NVMe")
+    assert found.undecided == found.tied == ("ZeRO-3", "ZeRO-3 + NVMe optimizer and parameters")
     assert recommendation.lines(found)[0] == (
-        "Recommendation (balanced): undecided between no offload and optimizer + parameters → NVMe; "
-        "until then no offload"
+        "Recommendation (balanced): undecided between ZeRO-3 and ZeRO-3 + NVMe optimizer and parameters; "
+        "until then ZeRO-3"
     )
     assert "the simplest of the 2 rows that cannot be told from the fastest" in found.reason
     assert found.cost is None
@@ -307,21 +307,21 @@ def test_offload_ties_with_none_where_the_interval_holds_1_or_the_lead_is_below_
         return [row(strategy, 8, speed, repeat=number) for number, speed in enumerate(speeds)]
 
     wide = answer(*runs("none", [900, 1000, 1100]), *runs("cpu_optimizer", [800, 1050, 1300]))
-    assert (wide.choice, wide.decided) == ("no offload", False)
+    assert (wide.choice, wide.decided) == ("ZeRO-3", False)
     equal = answer(*runs("none", [1000, 1002, 1001]), *runs("cpu_optimizer", [1001, 1001, 1003]))
-    assert (equal.choice, equal.decided, len(equal.tied)) == ("no offload", True, 2)
+    assert (equal.choice, equal.decided, len(equal.tied)) == ("ZeRO-3", True, 2)
     near = answer(*runs("none", [1000, 1000.1, 1000.2]), *runs("cpu_optimizer", [1020, 1020.1, 1020.2]))
-    assert (near.choice, near.decided, len(near.tied)) == ("no offload", True, 2)
-    assert "no offload is within 3 % of the fastest, optimizer → CPU, and offloads less" in near.reason
-    assert "lag behind optimizer → CPU (2.0 %) is more than the noise" in near.reason
+    assert (near.choice, near.decided, len(near.tied)) == ("ZeRO-3", True, 2)
+    assert "ZeRO-3 is within 3 % of the fastest, ZeRO-3 + CPU optimizer, and offloads less" in near.reason
+    assert "lag behind ZeRO-3 + CPU optimizer (2.0 %) is more than the noise" in near.reason
     full = [
         row(fakes.offload(name), gb, speed + number / 10, repeat=number)
         for number in range(3)
         for name, gb, speed in (("none", 70, 1000), ("cpu_optimizer", 30, 1020))
     ]
-    assert answer(*full).choice == "optimizer → CPU"  # the faster row, and device memory is short
+    assert answer(*full).choice == "ZeRO-3 + CPU optimizer"  # the faster row, and device memory is short
     slower = answer(*runs("none", [1000, 1001, 1002]), *runs("cpu_optimizer", [1101, 1102, 1103]))
-    assert (slower.choice, slower.decided, slower.tied) == ("optimizer → CPU", True, ())
+    assert (slower.choice, slower.decided, slower.tied) == ("ZeRO-3 + CPU optimizer", True, ())
 
 
 def test_stages_that_may_differ_by_more_than_memory_is_worth_are_undecided() -> None:
@@ -590,8 +590,7 @@ def test_the_pattern_is_that_of_the_fastest_row_without_offload() -> None:
 
 def test_the_pattern_calls_the_row_what_the_table_calls_it() -> None:
     found = answer(row(fakes.offload("none"), 20, 1000), row(fakes.offload("cpu_full"), 10, 500))
-    assert any(step.startswith("no offload fits comfortably") for step in found.next_steps)
-    assert not any("ZeRO-" in step for step in found.next_steps)
+    assert any(step.startswith("ZeRO-3 fits comfortably") for step in found.next_steps)
 
 
 def test_no_next_step_names_a_stage_that_ran_out_of_memory() -> None:

@@ -105,7 +105,7 @@ def test_where_every_row_ran_out_the_remedy_is_what_plan_says() -> None:
     """The figures of ``plan --model meta-llama/Llama-2-7b-hf --num-gpus 1 --batch-size 4 --seq-length 2048``."""
     steps = advised(*(ended(planned(fakes.zero(stage))) for stage in (0, 1, 2, 3)))
     assert steps[0].startswith(
-        "smallest change predicted to fit: optimizer → CPU (predicted 62.95 GB per GPU instead of"
+        "smallest change predicted to fit: ZeRO-3 + CPU optimizer (predicted 62.95 GB per GPU instead of"
     )
     assert "121 GB of host memory per node" in steps[0]
     assert "its activations are 46.76 GB, 23.38 GB with batch size 2 and 3.23 GB with activation checkp" in steps[1]
@@ -115,7 +115,7 @@ def test_where_every_row_ran_out_the_remedy_is_what_plan_says() -> None:
 def test_a_host_without_room_is_not_offered_the_offload() -> None:
     """121 GB are needed on the host for the optimizer: with 64 GB only the disk is left, and that takes 36."""
     steps = advised(ended(planned(fakes.zero(0))), host=fakes.environment(host_memory_bytes=64 * GB))
-    assert steps[0].startswith("smallest change predicted to fit: optimizer + parameters → NVMe")
+    assert steps[0].startswith("smallest change predicted to fit: ZeRO-3 + NVMe optimizer and parameters")
 
 
 def test_a_stage_that_is_itself_left_out_or_failed_is_never_the_remedy() -> None:
@@ -156,9 +156,9 @@ def test_rows_that_were_skipped_by_prediction_are_told_how_to_try_them_and_what_
     reason = "predicted to need much; leave out --skip-predicted-oom to try it"
     trial = replace(planned(fakes.zero(0)), skipped=reason)
     first, second, *_ = advised(fakes.failure(trial, schema.SKIPPED, error=reason, details=reason, phase=None))
-    assert first.startswith("smallest change predicted to fit: optimizer → CPU (predicted 62.95 GB per GPU")
+    assert first.startswith("smallest change predicted to fit: ZeRO-3 + CPU optimizer (predicted 62.95 GB per GPU")
     assert second.count("--skip-predicted-oom") == 1
-    assert "; or try optimizer → CPU (predicted 62.95 GB per GPU" in second
+    assert "; or try ZeRO-3 + CPU optimizer (predicted 62.95 GB per GPU" in second
 
 
 def test_changes_of_the_users_own_are_kept_in_what_is_predicted_of_other_strategies() -> None:
@@ -226,7 +226,7 @@ def test_a_full_host_is_told_what_it_was_predicted_to_take_and_what_there_is() -
     said = remedies.remedy(comparison.results[0], comparison) or ""
     assert "ran out of host memory" in said
     assert "it is predicted to take 137 GB of it; the host has 100 GB" in said
-    assert "try optimizer + parameters → NVMe" in said
+    assert "try ZeRO-3 + NVMe optimizer and parameters" in said
 
 
 def test_a_limit_of_the_users_own_is_named() -> None:

@@ -158,7 +158,7 @@ def test_every_chart_is_xml_with_a_title_and_a_description_that_names_its_rows()
         title, description = root[0], root[1]
         assert (title.tag, description.tag) == ("title", "desc")
         assert root.attrib["aria-labelledby"] == f"{title.attrib['id']} {description.attrib['id']}"
-        assert "optimizer + parameters → NVMe" in (description.text or "")
+        assert "ZeRO-3 + NVMe optimizer and parameters" in (description.text or "")
 
 
 def test_the_card_is_drawn_in_the_device_ledger_and_the_host_in_the_other() -> None:
