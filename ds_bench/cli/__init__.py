@@ -1,5 +1,11 @@
 """The command lines: both scripts and ``python -m ds_bench``."""
 
-from .script import main
+import sys
+
+try:
+    from .script import main
+except KeyboardInterrupt:  # Ctrl-C while modules are loaded, also those that ``commands`` needs
+    print("interrupted", file=sys.stderr)
+    sys.exit(130)
 
 __all__ = ["main"]
