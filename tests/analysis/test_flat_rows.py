@@ -230,9 +230,9 @@ def test_a_failed_row_is_never_the_best_one(tmp_path: Path) -> None:
 
 
 def test_on_a_cpu_run_the_line_that_copes_finds_the_fastest(tmp_path: Path) -> None:
-    """Word for word the README's."""
-    line = "df['gpu_peak_gb'].astype(float).fillna(df['cpu_used_gb'])"
-    assert line in (ROOT / "README.md").read_text(encoding="utf-8")
+    """Word for word what docs/reading.md says."""
+    line = 'df["gpu_peak_gb"].astype(float).fillna(df["cpu_used_gb"])'
+    assert line in (ROOT / "docs" / "reading.md").read_text(encoding="utf-8")
     records = [fakes.success(fakes.trial(fakes.zero(s)), step_seconds=[0.1 + 0.01 * s] * 10) for s in (0, 1)]
     df = pd.DataFrame(json.loads(result_file(tmp_path, records).read_text()))
     assert df["gpu_peak_gb"].isna().all()
