@@ -1,10 +1,13 @@
-"""Reading files that somebody else may have written: regular files only, up to a size, never waiting for a writer."""
+"""Reading files that somebody else may have written: regular files only, up to a size, never waiting for a writer;
+and lock files of processes that were killed.
+"""
 
 from __future__ import annotations
 
 import errno
 import os
 import stat
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -49,3 +52,23 @@ def read_bytes(path: Path, most_bytes: int) -> bytes:
 def read_text(path: Path, most_bytes: int) -> str:
     """The same as UTF-8 text. Raises UnicodeDecodeError besides."""
     return read_bytes(path, most_bytes).decode("utf-8")
+
+
+def remove_abandoned_lock(lock: Path, held_seconds: float) -> bool:
+    """Waits until a lock file goes away; removes one that a single owner has held for ``held_seconds``.
+
+    torch waits for ever for the lock of a process that was killed while it loaded an op (utils/file_baton.py). Returns
+    whether the file was removed. A file that is written anew belongs to another owner and is waited for anew.
+    """
+    owner, since = None, time.monotonic()
+    while True:
+        try:
+            status = lock.stat()
+        except OSError:
+            return False
+        if (status.st_ino, status.st_mtime_ns) != owner:
+            owner, since = (status.st_ino, status.st_mtime_ns), time.monotonic()
+        if time.monotonic() - since >= held_seconds:
+            lock.unlink(missing_ok=True)
+            return True
+        time.sleep(0.1)

@@ -12,7 +12,9 @@ import contextlib
 import importlib
 import os
 import sys
+from pathlib import Path
 
+from ..system.files import remove_abandoned_lock
 from ..system.processes import cuda_is_initialised, die_with_parent, open_gpu_files
 
 MODULES = (
@@ -51,6 +53,10 @@ MODULES = (
 )
 
 
+_LOCK_SECONDS = 60.0
+"""An op that is built loads in about a second; a lock on it that stays this long was left by a killed process."""
+
+
 def _load(names: tuple[str, ...]) -> list[str]:
     """Imports each module; returns the names that could not be."""
     missing = []
@@ -65,9 +71,12 @@ def _load(names: tuple[str, ...]) -> list[str]:
 def _load_ops(names: tuple[str, ...]) -> None:
     from deepspeed.accelerator import get_accelerator
 
+    folder = Path(os.environ["TORCH_EXTENSIONS_DIR"])
     for name in names:
         with contextlib.suppress(Exception):
-            get_accelerator().create_op_builder(name).load(verbose=False)
+            builder = get_accelerator().create_op_builder(name)
+            remove_abandoned_lock(folder / builder.name / "lock", _LOCK_SECONDS)
+            builder.load(verbose=False)
 
 
 def _close_nvml() -> None:
