@@ -9,10 +9,8 @@ accumulating in fp32; null where the device has no such units or the rate is not
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable
-from difflib import get_close_matches
 from functools import cache
 from importlib.resources import files
 from typing import Any
@@ -78,6 +76,8 @@ def memory_bytes(text: str) -> int:
     begun = _plain(_without_form(text))
     matching = matching or [name for name in names() if len(begun) >= 4 and _plain(name).startswith(begun)]
     plain_names = {_plain(name): name for name in names()}
+    from difflib import get_close_matches
+
     near = [plain_names[each] for each in get_close_matches(_plain(text), plain_names, n=3, cutoff=0.5)]
     if matching:
         problem, remedy = f"may be {' or '.join(matching)}", "name one"
@@ -122,5 +122,7 @@ def _memory_gb() -> dict[str, float]:
 
 @cache
 def _table() -> list[dict[str, Any]]:
+    import json
+
     rows: list[dict[str, Any]] = json.loads((files(__package__) / "devices.json").read_text(encoding="utf-8"))
     return rows

@@ -119,7 +119,7 @@ def test_a_stream_that_prints_ascii_only_gets_ascii() -> None:
     reporter.end(replace(fakes.success(trial), caveats=("2 × 3 …",)))
     reporter.say("→ ✅")
     assert stream.getvalue().isascii()
-    assert "optimizer -> CPU [ok] Success" in stream.getvalue()
+    assert "ZeRO-3 + CPU optimizer [ok] Success" in stream.getvalue()
 
 
 def test_verbose_tells_caveats_and_details_too_and_normal_does_not() -> None:

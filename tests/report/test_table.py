@@ -239,16 +239,17 @@ MIXED = (
 
 
 def test_a_stream_that_prints_everything_gets_the_signs() -> None:
-    text = printed(*MIXED)
+    text = printed(*MIXED, notes=("4 × 8 → out …",))
     assert all(sign in text for sign in ("✅ Success", "❌ OOM", "⏭️ Skipped", "⏹️ Interrupted", "—", "→"))
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1", "cp1252"])
 def test_a_stream_that_does_not_gets_ascii_with_the_same_words(encoding: str) -> None:
-    text = printed(*MIXED, encoding=encoding)
+    text = printed(*MIXED, encoding=encoding, notes=("4 × 8 → out …",))
     assert text.isascii()
     assert all(word in text for word in ("[ok] Success", "[failed] OOM", "[skipped] Skipped", "[stopped] Interrupted"))
-    assert "optimizer + parameters -> CPU" in text
+    assert "ZeRO-3 + CPU optimizer and parameters" in text
+    assert "4 x 8 -> out ..." in text
     assert re.search(r"\s-\s", text)
 
 
