@@ -58,8 +58,10 @@ def test_bad_input_is_one_line_with_flag_value_and_remedy_and_exit_2(
 ) -> None:
     done = run(script, *arguments, cwd=tmp_path)
     assert done.returncode == 2, done.stderr
-    assert len(done.stderr.strip().splitlines()) == 1, done.stderr
-    assert all(word in done.stderr for word in words), done.stderr
+    # What the doctor has to say of this machine, such as a limit on locked memory, is not about the input.
+    lines = [line for line in done.stderr.strip().splitlines() if not line.strip().startswith("warning")]
+    assert len(lines) == 1, done.stderr
+    assert all(word in lines[0] for word in words), done.stderr
     assert "Traceback" not in done.stderr
     assert not list(tmp_path.rglob("rank*"))
 

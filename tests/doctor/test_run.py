@@ -106,7 +106,7 @@ def test_build_hands_every_op_of_the_catalogue_to_the_builder(
 def test_a_cache_that_cannot_be_made_is_a_finding_of_the_ops(
     bare: SystemAccess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("DS_BENCH_OPS_CACHE", "/proc/nowhere")
+    monkeypatch.setattr(ops, "cache_roots", lambda: [Path("/proc/nowhere")])  # no other cache takes its place
     found = doctor.gather(bare, build=True)["DeepSpeed ops"][-1]
     assert found.level == "problem"
     assert found.remedy == "set DS_BENCH_OPS_CACHE"
