@@ -16,6 +16,7 @@ from ds_bench.benchmarks import BenchmarkConfig, BenchmarkFailedError, MemoryBen
 from ds_bench.cli import arguments as flags
 from ds_bench.cli.commands import build_parser
 from ds_bench.errors import UsageError
+from ds_bench.launch import scratch
 from tests.support.real_trials import ROOT
 
 TINY = {"model_name": "tiny", "batch_size": 2, "seq_length": 64, "num_steps": 3, "warmup_steps": 1, "device": "cpu"}
@@ -84,8 +85,13 @@ def test_a_request_that_cannot_be_run_is_one_line_and_leaves_no_folder(
 
 @pytest.mark.deepspeed
 @pytest.mark.usefixtures("built_ops")
-def test_a_real_benchmark_is_measured_saved_and_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_real_benchmark_is_measured_saved_and_compared(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scratch.temporary_folder()  # lasts as long as this process
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    # torch's cache of compiled code outlives a run on purpose.
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("compiled")))
     path = tmp_path / "baselines.json"
     result = ThroughputBenchmark(name="tiny", strategy="zero1", **TINY).run()
     assert result.name == "tiny"
