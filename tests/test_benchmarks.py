@@ -25,6 +25,12 @@ TINY = {"model_name": "tiny", "batch_size": 2, "seq_length": 64, "num_steps": 3,
 # ------------------------------------------------------------------ what is asked
 
 
+@pytest.fixture(autouse=True)
+def process_folder() -> None:
+    """The folder that lasts as long as this process is there before a test names another place for temporary files."""
+    scratch.temporary_folder()
+
+
 def test_the_defaults_are_the_documented_ones() -> None:
     config = BenchmarkConfig("x")
     assert (config.model_name, config.batch_size, config.seq_length) == ("gpt2", 4, 512)
@@ -88,7 +94,6 @@ def test_a_request_that_cannot_be_run_is_one_line_and_leaves_no_folder(
 def test_a_real_benchmark_is_measured_saved_and_compared(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    scratch.temporary_folder()  # lasts as long as this process
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     # torch's cache of compiled code outlives a run on purpose.
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("compiled")))
