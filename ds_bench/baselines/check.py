@@ -21,17 +21,6 @@ from . import store
 from .result import BenchmarkResult
 from .store import DEFAULT_TOLERANCE, BaselineEntry
 
-__all__ = [
-    "DEFAULT_PATH",
-    "BaselineComparison",
-    "BaselineEntry",
-    "compare_to_baseline",
-    "load_baseline",
-    "missing_baselines",
-    "save_baseline",
-    "save_results",
-]
-
 DEFAULT_PATH = Path("baselines.json")
 _ANY_RISE, _ANY_FALL = 100.0, 0.9995
 """Rise of memory and fall of throughput, as fractions of the baseline, beyond which a number says nothing more."""

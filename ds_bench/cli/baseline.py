@@ -46,7 +46,7 @@ def save_command(paths: Sequence[Path], file: Path, tolerance: float | None) -> 
     return OK
 
 
-def _variation(entry: check.BaselineEntry) -> Iterator[str]:
+def _variation(entry: store.BaselineEntry) -> Iterator[str]:
     """Why changes will be hard to see against this baseline."""
     for what, runs in (("tokens/s", entry.tokens_per_sec_runs), ("peak memory", entry.peak_memory_mb_runs)):
         deviation = intervals.sample_std(runs)
@@ -78,7 +78,7 @@ def check_command(paths: Sequence[Path], file: Path, as_json: bool, fail_on: Col
     return OK
 
 
-def _missing_verdict(entry: check.BaselineEntry) -> BaselineComparison:
+def _missing_verdict(entry: store.BaselineEntry) -> BaselineComparison:
     text = "missing: the result has no such row, which the saved run had"
     return BaselineComparison(name=entry.name, passed=False, message=text, baseline=entry, regressions=("missing",))
 
@@ -121,7 +121,7 @@ def _unfit(result: BenchmarkResult) -> str | None:
     return result.doubts[0] if result.doubts else None
 
 
-def _figures(entry: check.BaselineEntry) -> str:
+def _figures(entry: store.BaselineEntry) -> str:
     rate = f"{units.format_count(entry.throughput_tokens_per_sec)} tokens/s"
     memory = None if entry.peak_memory_mb is None else entry.peak_memory_mb * units.BYTES_PER_MB
     kind = "CPU" if entry.memory == "host" else "GPU"

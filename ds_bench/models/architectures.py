@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from ds_bench.errors import UsageError
+from ..errors import UsageError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

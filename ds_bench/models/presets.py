@@ -17,8 +17,8 @@ from dataclasses import asdict, dataclass, field, fields
 from functools import cache
 from typing import Any
 
-from ds_bench.errors import UsageError
-from ds_bench.models import architectures
+from ..errors import UsageError
+from . import architectures
 
 _PRESET_FILES = ("gpt2", "opt", "llama", "mistral", "qwen2", "qwen3", "mixtral")
 """Names of the JSON files, in the order in which presets are listed; inside a file they go by release and size."""
