@@ -20,6 +20,7 @@ from .config.spec import Precision, Trial
 from .doctor import nvme
 from .doctor import run as doctor
 from .doctor.findings import SystemAccess
+from .errors import PreflightError
 from .launch import Launcher, Limits, ProgressCallback, rank_environment
 from .launch.deepspeed import launch_command
 from .launch.scratch import remove_abandoned
@@ -33,7 +34,7 @@ from .records.run_folder import RunFolder
 from .records.schema import Outcome, TrialRecord
 from .report import comparison_report, export, table
 from .report.progress import Reporter
-from .system import signals, terminal
+from .system import files, signals, terminal
 from .system.environment import Environment
 from .system.machine import Machine, read_machine
 
@@ -53,6 +54,8 @@ def run_comparison(options: Options, make_config: MakeConfig, arguments: Sequenc
     with signals.handling_signals():
         try:
             with signals.raising_on_interrupt():
+                if not (options.dry_run or options.resume):
+                    require_writable(options.output_dir)
                 machine = read_machine()
                 if options.resume is not None:  # before anything that the folder names is looked at
                     require_same_machine(RunFolder.open(options.resume), machine.environment)
@@ -74,6 +77,17 @@ def run_comparison(options: Options, make_config: MakeConfig, arguments: Sequenc
         except KeyboardInterrupt:  # before the first trial
             terminal.print_text("interrupted", sys.stderr)
             return INTERRUPTED_CODE
+
+
+def require_writable(output_dir: Path) -> None:
+    """Raises PreflightError if results cannot be written, before the time that a look-up and the checks take."""
+    try:
+        files.check_writable(output_dir)
+    except OSError as error:
+        raise PreflightError(
+            f"--output-dir {output_dir} cannot be written: {error.strerror or error}",
+            remedy="give a folder that you may write to",
+        ) from None
 
 
 def with_nvme_folder(plan: Plan) -> tuple[Plan, nvme.NvmeFolder | None]:

@@ -79,13 +79,7 @@ def _add_workload(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="with --batch-size auto: also rows at the largest that all of them train",
     )
-    add(
-        "--seq-length",
-        type=whole(1),
-        default=None,
-        metavar="N",
-        help=SEQ_LENGTH_HELP,
-    )
+    add("--seq-length", type=whole(1), default=None, metavar="N", help=SEQ_LENGTH_HELP)
     add("--grad-accum", type=whole(1), default=1, metavar="N", help="micro-batches per optimizer step (default: 1)")
     add("--num-steps", type=whole(1), default=20, metavar="N", help="measured optimizer steps (default: 20)")
     add(
@@ -112,11 +106,7 @@ def _add_workload(parser: argparse.ArgumentParser) -> None:
         help="probability of every dropout in the model, from 0 to below 1 (default: the model's own)",
     )
     add(
-        "--model-factory",
-        type=factory,
-        default=None,
-        metavar="PKG.MOD:FN",
-        help="function that returns your own model",
+        "--model-factory", type=factory, default=None, metavar="PKG.MOD:FN", help="function that returns your own model"
     )
     add("--trust-remote-code", action="store_true", help="run modelling code that comes with the model")
 

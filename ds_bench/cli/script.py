@@ -17,9 +17,7 @@ from .arguments import Family, Options, parse
 
 
 def main(
-    family: Family,
-    make_config: Callable[[Strategy, int, int], dict[str, Any]],
-    arguments: Sequence[str] | None = None,
+    family: Family, make_config: Callable[[Strategy, int, int], dict[str, Any]], arguments: Sequence[str] | None = None
 ) -> int:
     """Runs a comparison script. ``make_config``: the script's own ``create_deepspeed_config``, by strategy."""
     prog = terminal.plain(Path(sys.argv[0]).name)

@@ -10,6 +10,7 @@ that names none is trained as the causal language model of its type.
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any
 
 from ..config.spec import ModelSource
 from ..errors import UsageError
+from ..system import hub
 from ..system.processes import run_worker_tool
 from . import presets
 
@@ -67,10 +69,10 @@ def resolve_model(
 
 def _check_factory(name: str, environment: Mapping[str, str]) -> None:
     """Imports the factory in a child process, which every rank would do. Raises UsageError where that fails."""
-    answer = _ask_child(name, "--factory", environment)
-    if "error" in answer:
+    reply = _ask_child(name, "--factory", environment)
+    if "error" in reply:
         raise UsageError(
-            f"--model-factory {name} cannot be imported: {answer['error']}",
+            f"--model-factory {name} cannot be imported: {reply['error']}",
             remedy="give package.module:function as Python imports it from the current folder",
         )
 
@@ -78,18 +80,21 @@ def _check_factory(name: str, environment: Mapping[str, str]) -> None:
 def _look_up(
     name: str, trust_remote_code: bool, environment: Mapping[str, str], offline_reason: str | None
 ) -> ResolvedModel:
-    local = Path(name).is_dir()
-    answer = _ask_child(name, "--trust-remote-code" if trust_remote_code else None, environment)
-    if "error" in answer:
+    is_folder = Path(name).is_dir()
+    if not is_folder and offline_reason is None and (offline_reason := _hub_failure(environment)) is not None:
+        environment = {**environment, "HF_HUB_OFFLINE": "1"}  # the cache may have the model
+    facts = _ask_child(name, "--trust-remote-code" if trust_remote_code else None, environment)
+    if "error" in facts:
         similar = presets.similar_presets(name)
-        hint = f"nearest presets: {', '.join(similar)}" if similar else "python -m ds_bench models lists the presets"
-        if (
-            offline_reason is not None and not local and answer["error"].startswith("OSError")
-        ):  # not in the cache either
-            raise UsageError(f"--model {name} is no preset and no local folder, and {offline_reason}", remedy=hint)
-        where = "cannot be read" if local else "is no preset, no local folder, and the Hub did not give it"
-        raise UsageError(f"--model {name} {where}: {answer['error']}", remedy=hint)
-    declared, built = answer["architectures"], answer["built_architecture"]
+        remedy = f"nearest presets: {', '.join(similar)}" if similar else "python -m ds_bench models lists the presets"
+        if is_folder:
+            problem = f"cannot be read: {facts['error']}"
+        elif offline_reason is not None and facts["error"].startswith("OSError"):  # not in the cache either
+            problem = f"is no preset and no local folder, and {offline_reason}"
+        else:
+            problem = f"is no preset, no local folder, and the Hub did not give it: {facts['error']}"
+        raise UsageError(f"--model {name} {problem}", remedy=remedy)
+    declared, built = facts["architectures"], facts["built_architecture"]
     if declared and built not in declared:
         raise UsageError(
             f"--model {name} is a {', '.join(declared)}, and what would train is a {built}, another model",
@@ -97,13 +102,24 @@ def _look_up(
         )
     return ResolvedModel(
         name=name,
-        source="local" if local else "hub",
-        model_type=answer["model_type"],
-        config={"path": str(Path(name).resolve())} if local else {},
-        facts=_facts(name, answer),
-        largest_parameter=answer["largest_parameter"],
-        max_positions=answer["max_positions"],
+        source="local" if is_folder else "hub",
+        model_type=facts["model_type"],
+        config={"path": str(Path(name).resolve())} if is_folder else {},
+        facts=_model_facts(name, facts),
+        largest_parameter=facts["largest_parameter"],
+        max_positions=facts["max_positions"],
     )
+
+
+def _hub_failure(environment: Mapping[str, str]) -> str | None:
+    """Why the Hub cannot be asked; None if it answers.
+
+    Transformers itself would ask six times, with pauses between: half a minute without a network, and longer where
+    packets are dropped.
+    """
+    variables = {**os.environ, **environment}
+    name = hub.offline_variable(variables)
+    return hub.connection_failure(variables) if name is None else f"{name} is set"
 
 
 def _ask_child(name: str, flag: str | None, environment: Mapping[str, str]) -> dict[str, Any]:
@@ -112,7 +128,7 @@ def _ask_child(name: str, flag: str | None, environment: Mapping[str, str]) -> d
     return reply.last_object("the process that looks it up")
 
 
-def _facts(name: str, answer: Mapping[str, Any]) -> presets.ModelFacts | None:
+def _model_facts(name: str, facts: Mapping[str, Any]) -> presets.ModelFacts | None:
     with contextlib.suppress(UsageError, ValueError):
-        return presets.facts_from_config(name, answer["model_type"], answer["config"])
+        return presets.facts_from_config(name, facts["model_type"], facts["config"])
     return None

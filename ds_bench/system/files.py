@@ -7,6 +7,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -52,6 +53,14 @@ def read_bytes(path: Path, most_bytes: int) -> bytes:
 def read_text(path: Path, most_bytes: int) -> str:
     """The same as UTF-8 text. Raises UnicodeDecodeError besides."""
     return read_bytes(path, most_bytes).decode("utf-8")
+
+
+def check_writable(folder: Path) -> None:
+    """Raises OSError if no file can be made in ``folder``, or in the nearest folder above it if it does not exist."""
+    while not folder.exists():
+        folder = folder.parent
+    with tempfile.TemporaryFile(dir=folder):
+        pass
 
 
 def remove_abandoned_lock(lock: Path, held_seconds: float) -> bool:

@@ -38,11 +38,7 @@ _V1 = _Names(
     reclaimable="total_inactive_file",
 )
 _V2 = _Names(
-    limit="memory.max",
-    usage="memory.current",
-    peak="memory.peak",
-    events="memory.events",
-    reclaimable="inactive_file",
+    limit="memory.max", usage="memory.current", peak="memory.peak", events="memory.events", reclaimable="inactive_file"
 )
 
 

@@ -74,6 +74,15 @@ def test_a_model_that_exists_nowhere_is_one_line_that_names_the_nearest_presets(
     assert not (tmp_path / "results").exists()
 
 
+def test_an_output_dir_that_cannot_be_written_is_refused_before_the_model_and_the_machine_are_looked_at(
+    tmp_path: Path,
+) -> None:
+    done = run(ZERO, "--model", "nowhere/none", "--output-dir", "/proc/nowhere/results", cwd=tmp_path)
+    assert done.returncode == 2
+    (line,) = done.stderr.strip().splitlines()
+    assert "--output-dir /proc/nowhere/results cannot be written" in line
+
+
 def test_a_rank_other_than_the_first_under_a_launcher_leaves_quietly(tmp_path: Path) -> None:
     done = run(ZERO, "--model", "tiny", "--local_rank=1", cwd=tmp_path, RANK="1", LOCAL_RANK="1", WORLD_SIZE="2")
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

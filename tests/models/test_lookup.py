@@ -1,11 +1,13 @@
-"""Models that are refused in second 0: factories that cannot be imported, folders that hold another architecture."""
+"""Models that are refused before any work: unknown names, factories and folders that cannot be used."""
 
 from __future__ import annotations
 
 import json
 import os
+import socketserver
+import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -38,6 +40,33 @@ def test_a_factory_is_imported_before_anything_runs(tmp_path: Path, monkeypatch:
         assert f"--model-factory {name} cannot be imported: " in str(caught.value)
         assert said in str(caught.value)
         assert "\n" not in str(caught.value)
+
+
+class ClosesEveryConnection(socketserver.BaseRequestHandler):
+    """A Hub that cannot be used: each request ends without an answer."""
+
+    requests: ClassVar[list[object]] = []
+
+    def handle(self) -> None:
+        self.requests.append(self.request)
+
+
+def test_a_hub_that_does_not_answer_is_asked_once_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
+        monkeypatch.delenv(name, raising=False)
+    with socketserver.TCPServer(("127.0.0.1", 0), ClosesEveryConnection) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        environment = {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_address[1]}"}
+        with pytest.raises(UsageError, match=r"and 127\.0\.0\.1 does not answer") as caught:
+            resolve_model("gpt2-huge", factory=False, trust_remote_code=False, environment=environment)
+        server.shutdown()
+    assert "gpt2" in caught.value.remedy
+    assert len(ClosesEveryConnection.requests) == 1  # Transformers alone would try six times, with pauses
+
+
+def test_the_variable_that_forbids_to_ask_the_hub_is_named() -> None:
+    with pytest.raises(UsageError, match="no preset and no local folder, and HF_HUB_OFFLINE is set"):
+        find("nowhere/none")
 
 
 BART = {
