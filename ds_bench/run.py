@@ -13,7 +13,7 @@ from . import __version__, batch_search
 from .analysis import flops, provenance
 from .analysis.flat_rows import flat_rows
 from .analysis.loss_parity import with_loss_caveats
-from .analysis.summary import Summary, summarise
+from .analysis.summary import TrialSummary, summarise
 from .config import deepspeed_config
 from .config.options import Options
 from .config.spec import Precision, Trial
@@ -245,7 +245,7 @@ class ResultBuilder:
         precision = self._plan.trials[0].workload.precision
         return None if self._peak_flops(precision) else self._gpu_name
 
-    def summaries(self, records: Sequence[TrialRecord]) -> list[Summary]:
+    def summaries(self, records: Sequence[TrialRecord]) -> list[TrialSummary]:
         """Numbers of the last record of each trial, in the order of the plan."""
         summaries = [
             summarise(record, self._plan.choice.facts, self._peak_flops(record.trial.workload.precision))
@@ -254,7 +254,7 @@ class ResultBuilder:
         return [replace(summary, environment=self.environment, run_id=self._run_id) for summary in summaries]
 
     def build_report(
-        self, summaries: Sequence[Summary], notes: Sequence[str], command: str
+        self, summaries: Sequence[TrialSummary], notes: Sequence[str], command: str
     ) -> comparison_report.Answer:
         """Comparison and recommendation of these summaries."""
         baseline = self._plan.options.relative_to
@@ -307,7 +307,7 @@ def print_report(options: Options, report: comparison_report.Answer, rows: Seque
             comparison_report.print_answer(report, sys.stdout)
 
 
-def exit_code(options: Options, summaries: Sequence[Summary]) -> int:
+def exit_code(options: Options, summaries: Sequence[TrialSummary]) -> int:
     """0 a row succeeded, 1 none did, 130 interrupted; with --strict 1 when any failed."""
     outcomes = [summary.record.outcome for summary in summaries]
     if signals.interrupt_requested() or any(outcome.status == schema.INTERRUPTED for outcome in outcomes):

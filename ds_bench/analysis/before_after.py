@@ -16,12 +16,12 @@ from ..records.schema import TrialRecord
 from ..system import environment
 from . import comparability, comparison, flat_reader
 from .caveats import Caveat
-from .comparison import StrategyResult
+from .comparison import ComparisonRow
 from .flat_rows import COLUMNS
 from .intervals import RatioInterval
 from .load_results import Result
 from .loss_parity import compare_losses
-from .summary import Summary
+from .summary import TrialSummary
 
 ABSENT = "absent"
 _CHANGES = ("num_steps", "warmup_steps", "launch", "torch", "deepspeed")
@@ -35,8 +35,8 @@ class RowChange:
     """One row of both results."""
 
     label: str
-    before: StrategyResult | None
-    after: StrategyResult | None
+    before: ComparisonRow | None
+    after: ComparisonRow | None
     ratio: float | None = None
     """Throughput after to before; None where the two do not compare or one has no numbers."""
     interval: RatioInterval | None = None
@@ -94,7 +94,7 @@ def compare_before_after(before: Result, after: Result) -> BeforeAfter:
 
 
 def pair_rows(
-    before: Sequence[Summary], after: Sequence[Summary], hardware: Sequence[str], software: Sequence[str]
+    before: Sequence[TrialSummary], after: Sequence[TrialSummary], hardware: Sequence[str], software: Sequence[str]
 ) -> Iterator[RowChange]:
     """Rows paired by model and strategy, in the order of ``before``; then the rows that only ``after`` has.
 
@@ -113,14 +113,14 @@ def pair_rows(
         yield RowChange(label=row.label, before=None, after=row, incomparable_reasons=("before: no such row",))
 
 
-def _same_row(a: StrategyResult, b: StrategyResult) -> bool:
-    def name(row: StrategyResult) -> tuple[object, ...]:
+def _same_row(a: ComparisonRow, b: ComparisonRow) -> bool:
+    def name(row: ComparisonRow) -> tuple[object, ...]:
         return row.strategy.name, row.strategy.stage, row.summaries[0].record.trial.workload.model
 
     return name(a) == name(b)
 
 
-def _pair(before: StrategyResult, after: StrategyResult, hardware: Sequence[str], software: Sequence[str]) -> RowChange:
+def _pair(before: ComparisonRow, after: ComparisonRow, hardware: Sequence[str], software: Sequence[str]) -> RowChange:
     differences = _differences(before, after)
     different = [*hardware, *(text for text in differences if _name(text) not in _CHANGES)]
     caveats_by_side = _sided_caveats(before, after, alike=not different)
@@ -145,7 +145,7 @@ def _pair(before: StrategyResult, after: StrategyResult, hardware: Sequence[str]
     return replace(pair, ratio=ratio, interval=comparison.ratio_between(after, before))
 
 
-def _sided_caveats(before: StrategyResult, after: StrategyResult, *, alike: bool) -> list[tuple[str, Caveat]]:
+def _sided_caveats(before: ComparisonRow, after: ComparisonRow, *, alike: bool) -> list[tuple[str, Caveat]]:
     """The caveats of both rows, each with its side; if the rows are ``alike``, also a caveat on their losses."""
     sides = {"before": before.caveats, "after": after.caveats}
     own = [(side, caveat) for side, caveats in sides.items() for caveat in caveats]
@@ -153,17 +153,17 @@ def _sided_caveats(before: StrategyResult, after: StrategyResult, *, alike: bool
     return own if loss is None else [*own, ("after against before", loss)]
 
 
-def _representative_run(row: StrategyResult) -> Summary:
+def _representative_run(row: ComparisonRow) -> TrialSummary:
     """The first run that succeeded, or if none did, the first run."""
     return (row.successes or row.summaries)[0]
 
 
-def both_have_config_hash(before: StrategyResult, after: StrategyResult) -> bool:
+def both_have_config_hash(before: ComparisonRow, after: ComparisonRow) -> bool:
     """True if the hash of the DeepSpeed configuration is known for both rows."""
     return all(_representative_run(row).config_hash is not None for row in (before, after))
 
 
-def _both_have_full_config(before: StrategyResult, after: StrategyResult) -> bool:
+def _both_have_full_config(before: ComparisonRow, after: ComparisonRow) -> bool:
     return all(is_full_config(_representative_run(row).record.trial) for row in (before, after))
 
 
@@ -172,21 +172,21 @@ def _name(difference: str) -> str:
     return difference.partition(" ")[0].partition(".")[0]
 
 
-def _differences(before: StrategyResult, after: StrategyResult) -> list[str]:
+def _differences(before: ComparisonRow, after: ComparisonRow) -> list[str]:
     """Differences that forbid a ratio. If one row is from a flat JSON, only fields that flat rows have are compared."""
     a, b = _representative_run(before), _representative_run(after)
     records = (a.record, b.record) if _both_have_full_config(before, after) else (_as_flat(a), _as_flat(b))
     return [text for text in comparability.incomparable_fields(*records) if _name(text) not in _IRRELEVANT_FIELDS]
 
 
-def _as_flat(summary: Summary) -> TrialRecord:
+def _as_flat(summary: TrialSummary) -> TrialRecord:
     """The record as it would be read back from its flat row."""
     with contextlib.suppress(ValueError):  # values that no flat row can hold: then the record itself is compared
         return flat_reader.summary({name: get(summary) for name, get in COLUMNS}).record
     return summary.record
 
 
-def _loss_caveat(before: StrategyResult, after: StrategyResult) -> Caveat | None:
+def _loss_caveat(before: ComparisonRow, after: ComparisonRow) -> Caveat | None:
     """The caveat on the losses of two rows that differ at most in the number of steps; None if the losses agree."""
     a, b = _representative_run(before), _representative_run(after)
     trial = replace(b.record.trial, workload=a.record.trial.workload)
@@ -196,14 +196,14 @@ def _loss_caveat(before: StrategyResult, after: StrategyResult) -> Caveat | None
     return next(iter(compare_losses(pair).values()), None)
 
 
-def _without_optimizer_wrapper(summary: Summary) -> Summary:
+def _without_optimizer_wrapper(summary: TrialSummary) -> TrialSummary:
     """Clears the optimizer wrapper. If both rows use the same wrapper, its known effect on the loss is the same in
     both, so their losses can be compared."""
     ranks = tuple(replace(rank, engine_optimizer_class="") for rank in summary.record.ranks)
     return replace(summary, record=replace(summary.record, ranks=ranks))
 
 
-def _changes(before: Summary, after: Summary) -> Iterator[str]:
+def _changes(before: TrialSummary, after: TrialSummary) -> Iterator[str]:
     """Differences of the optimizers and of each key of the configurations."""
     a, b = before.record, after.record
     optimizers = [record.ranks[0].optimizer_class if record.ranks else "" for record in (a, b)]

@@ -11,7 +11,7 @@ from operator import attrgetter
 
 from ..config.spec import Placement, Strategy, Workload
 from ..records.schema import TrialRecord
-from .summary import Summary
+from .summary import TrialSummary
 
 Pairs = dict[str, tuple[object, object]]
 
@@ -47,14 +47,14 @@ def _workload_text(workload: Workload) -> str:
     return _dumps(dict(zip(FIELDS["workload"], _workload_values(workload), strict=True)))
 
 
-def group_repeats(summaries: Sequence[Summary]) -> dict[str, list[Summary]]:
+def group_repeats(summaries: Sequence[TrialSummary]) -> dict[str, list[TrialSummary]]:
     """Groups runs by row key, in order of first appearance.
 
     Trials with equal configuration, workload and placement are one row, whatever the names of their strategies; the row
     has the key of the first. Runs of one row that do not compare with each other (another GPU, other versions) are in
     groups of their own, the later ones under ``<key>-2`` and so on. A run that measured nothing is in the first group.
     """
-    groups: dict[str, list[Summary]] = {}
+    groups: dict[str, list[TrialSummary]] = {}
     variants: dict[str, list[tuple[object, ...]]] = {}
     keys: dict[tuple[int, ...], str] = {}
     key_of_content: dict[tuple[object, ...], str] = {}
@@ -74,7 +74,7 @@ def group_repeats(summaries: Sequence[Summary]) -> dict[str, list[Summary]]:
     return groups
 
 
-def _content(summary: Summary) -> tuple[object, ...]:
+def _content(summary: TrialSummary) -> tuple[object, ...]:
     """Identity of a row without the strategy's name; with that name where the configuration is not known."""
     trial, config = summary.record.trial, summary.config_hash
     identity = row_key(summary.record) if config is None else config

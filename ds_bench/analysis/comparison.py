@@ -1,4 +1,4 @@
-"""From summaries of trials to a Comparison, one StrategyResult per configuration."""
+"""From summaries of trials to a Comparison, one ComparisonRow per configuration."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from .comparison_caveats import comparison_caveats, device_capacity_bytes, host_
 from .intervals import RatioInterval, RowRatios, Run, geometric_mean, mean_interval, ratio_interval, sample_std
 from .loss_parity import with_loss_caveats
 from .row_labels import unique_labels
-from .summary import Summary
+from .summary import TrialSummary
 from .trial_caveats import measured_values
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StrategyResult:
+class ComparisonRow:
     """One row: a configuration with its repeats. Figures are of the whole job unless noted; None if not measured."""
 
     key: str
@@ -35,7 +35,7 @@ class StrategyResult:
     label: str
     """Short text for tables, unique within the comparison."""
     strategy: Strategy
-    summaries: tuple[Summary, ...]
+    summaries: tuple[TrialSummary, ...]
     """Every run, failed ones included, in order."""
     tokens_per_second: float | None = None
     """Geometric mean of the successful runs' means."""
@@ -70,7 +70,7 @@ class StrategyResult:
     """Ratios of this row to the others that compare with it, shared by these; None if it does not compare."""
 
     @property
-    def successes(self) -> tuple[Summary, ...]:
+    def successes(self) -> tuple[TrialSummary, ...]:
         return tuple(summary for summary in self.summaries if summary.record.outcome.success)
 
     @property
@@ -108,8 +108,8 @@ class StrategyResult:
 class Comparison:
     """The rows in order of appearance, compared with one of them."""
 
-    results: tuple[StrategyResult, ...]
-    baseline: StrategyResult | None = None
+    results: tuple[ComparisonRow, ...]
+    baseline: ComparisonRow | None = None
     """The row that ratios refer to: the requested one, else the first valid one, else the first with numbers. None if
     the requested row, or every row, has no numbers."""
     pareto_device: tuple[str, ...] = ()
@@ -124,17 +124,17 @@ class Comparison:
     host_capacity_bytes: int | None = None
     """Memory of the host or of its cgroup, whichever is less; None if no environment is known."""
 
-    def result(self, key: str) -> StrategyResult:
+    def result(self, key: str) -> ComparisonRow:
         """The row of that key. Raises KeyError."""
         return next((row for row in self.results if row.key == key), None) or _no_row(key)
 
 
-def _no_row(key: str) -> StrategyResult:
+def _no_row(key: str) -> ComparisonRow:
     raise KeyError(key)
 
 
 def compare(
-    summaries: Sequence[Summary], relative_to: str | None = None, *, environments: Sequence[Environment] = ()
+    summaries: Sequence[TrialSummary], relative_to: str | None = None, *, environments: Sequence[Environment] = ()
 ) -> Comparison:
     """Groups the runs into rows and compares every row with the baseline row.
 
@@ -162,17 +162,17 @@ def compare(
     )
 
 
-def representative_run(runs: Sequence[Summary]) -> Summary:
+def representative_run(runs: Sequence[TrialSummary]) -> TrialSummary:
     """The first run of a row that succeeded, else its first run."""
     return next((summary for summary in runs if summary.record.outcome.success), runs[0])
 
 
-def _row(key: str, label: str, group: Sequence[Summary]) -> StrategyResult:
+def _row(key: str, label: str, group: Sequence[TrialSummary]) -> ComparisonRow:
     """The row by itself, without ratios."""
     good = [summary for summary in group if summary.record.outcome.success]
     tokens, steps = measured_values(good, "tokens_per_second"), measured_values(good, "step_seconds")
     speed, peak = geometric_mean(tokens), _max_over_runs(good, "gpu_peak_bytes")
-    return StrategyResult(
+    return ComparisonRow(
         key=key,
         label=label,
         strategy=group[0].record.trial.strategy,
@@ -190,7 +190,7 @@ def _row(key: str, label: str, group: Sequence[Summary]) -> StrategyResult:
     )
 
 
-def _row_caveats(group: Sequence[Summary], means: Sequence[float]) -> tuple[Caveat, ...]:
+def _row_caveats(group: Sequence[TrialSummary], means: Sequence[float]) -> tuple[Caveat, ...]:
     failed = sum(not run.record.outcome.success for run in group)
     row_caveats = [note(f"{failed} of {len(group)} runs failed")] if 0 < failed < len(group) else []
     _, *others = dict.fromkeys(run.record.trial.strategy.name for run in group)
@@ -203,7 +203,7 @@ def _row_caveats(group: Sequence[Summary], means: Sequence[float]) -> tuple[Cave
     return tuple(dict.fromkeys(caveats))
 
 
-def _run_caveats(group: Sequence[Summary]) -> Iterator[Caveat]:
+def _run_caveats(group: Sequence[TrialSummary]) -> Iterator[Caveat]:
     """Caveats of the runs. A busy CPU is reported once, for the run in which it was busiest."""
     busy = [
         (max(measured_values(run.record.ranks, "cpu_other_cores"), default=0.0), caveat)
@@ -220,11 +220,11 @@ def _median(values: Sequence[float]) -> float | None:
     return statistics.median(values) if values else None
 
 
-def _max_over_runs(group: Sequence[Summary], name: str) -> Any:
+def _max_over_runs(group: Sequence[TrialSummary], name: str) -> Any:
     return max(measured_values(group, name), default=None)
 
 
-def _requested_baseline(rows: Sequence[StrategyResult], relative_to: str | None) -> StrategyResult | None:
+def _requested_baseline(rows: Sequence[ComparisonRow], relative_to: str | None) -> ComparisonRow | None:
     if relative_to is None or not rows:
         return next(iter(rows), None)
     exact = (row for row in rows if relative_to in (row.label, row.key))
@@ -235,7 +235,7 @@ def _requested_baseline(rows: Sequence[StrategyResult], relative_to: str | None)
     return row
 
 
-def _first_valid_row(rows: Sequence[StrategyResult], first: StrategyResult | None) -> StrategyResult | None:
+def _first_valid_row(rows: Sequence[ComparisonRow], first: ComparisonRow | None) -> ComparisonRow | None:
     """``first`` if it is valid, else the first valid row, else the first with numbers, else the first."""
     in_order = [*([] if first is None else [first]), *rows]
     valid, measured = ([row for row in in_order if getattr(row, kind)] for kind in ("valid", "succeeded"))
@@ -243,8 +243,8 @@ def _first_valid_row(rows: Sequence[StrategyResult], first: StrategyResult | Non
 
 
 def _relative_to_baseline(
-    rows: Sequence[StrategyResult], baseline: StrategyResult | None, reference: StrategyResult | None
-) -> Iterator[StrategyResult]:
+    rows: Sequence[ComparisonRow], baseline: ComparisonRow | None, reference: ComparisonRow | None
+) -> Iterator[ComparisonRow]:
     """The rows with ratios to the baseline; without a baseline only with the fields that forbid a ratio."""
     if reference is None:
         return
@@ -260,7 +260,7 @@ def _relative_to_baseline(
         yield row if baseline is None else _against(row, baseline, ratios)
 
 
-def _against(row: StrategyResult, baseline: StrategyResult, ratios: RowRatios) -> StrategyResult:
+def _against(row: ComparisonRow, baseline: ComparisonRow, ratios: RowRatios) -> ComparisonRow:
     return replace(
         row,
         ratio=_quotient(row.tokens_per_second, baseline.tokens_per_second),
@@ -270,7 +270,7 @@ def _against(row: StrategyResult, baseline: StrategyResult, ratios: RowRatios) -
     )
 
 
-def _runs(rows: Sequence[StrategyResult]) -> dict[str, list[Run]]:
+def _runs(rows: Sequence[ComparisonRow]) -> dict[str, list[Run]]:
     """The successful runs of every row, each with its place in the order in which all of them were started.
 
     ``started_at`` has a resolution of one second; runs of one second are ordered by round and by position in the round.
@@ -291,11 +291,11 @@ def _runs(rows: Sequence[StrategyResult]) -> dict[str, list[Run]]:
     }
 
 
-def _round(run: Summary) -> int:
+def _round(run: TrialSummary) -> int:
     return run.record.trial.repeat if run.round is None else run.round
 
 
-def ratio_between(row: StrategyResult, other: StrategyResult) -> RatioInterval | None:
+def ratio_between(row: ComparisonRow, other: ComparisonRow) -> RatioInterval | None:
     """Ratio of the throughput of ``row`` to that of ``other``, with its confidence interval.
 
     For rows of one comparison all its runs are used, at the level that limits false differences among all rows to 5 %
@@ -308,11 +308,11 @@ def ratio_between(row: StrategyResult, other: StrategyResult) -> RatioInterval |
     return _mark_if_too_wide(ratio_interval(ours, theirs), row)
 
 
-def _mark_if_too_wide(interval: RatioInterval | None, row: StrategyResult) -> RatioInterval | None:
+def _mark_if_too_wide(interval: RatioInterval | None, row: ComparisonRow) -> RatioInterval | None:
     return interval.on_shared_processor if interval is not None and _on_cpu(row) else interval
 
 
-def _on_cpu(row: StrategyResult) -> bool:
+def _on_cpu(row: ComparisonRow) -> bool:
     return row.summaries[0].record.trial.placement.accelerator == "cpu"
 
 
@@ -324,7 +324,7 @@ def _difference(a: int | None, b: int | None) -> int | None:
     return a - b if a is not None and b is not None else None
 
 
-def _pareto_front(rows: Sequence[tuple[StrategyResult, int | None]]) -> tuple[str, ...]:
+def _pareto_front(rows: Sequence[tuple[ComparisonRow, int | None]]) -> tuple[str, ...]:
     """Keys of rows that no row beats in both throughput and memory, in order of appearance; equal rows all count."""
     points = [
         (-row.tokens_per_second, memory, row.key)
@@ -340,7 +340,7 @@ def _pareto_front(rows: Sequence[tuple[StrategyResult, int | None]]) -> tuple[st
     return tuple(key for _, _, key in points if key in kept)
 
 
-def _host_matters(rows: Sequence[StrategyResult]) -> bool:
+def _host_matters(rows: Sequence[ComparisonRow]) -> bool:
     """Whether a row keeps something in host memory, or there is no device memory."""
     measured = [row for row in rows if row.succeeded]
     offloads = any(row.strategy.offloads_optimizer or row.strategy.offload_param != "none" for row in measured)
@@ -348,7 +348,7 @@ def _host_matters(rows: Sequence[StrategyResult]) -> bool:
 
 
 def _baseline_caveats(
-    requested: StrategyResult | None, chosen: StrategyResult | None, rows: Sequence[StrategyResult]
+    requested: ComparisonRow | None, chosen: ComparisonRow | None, rows: Sequence[ComparisonRow]
 ) -> list[Caveat]:
     """Caveats about the baseline row; none if no row has numbers."""
     if requested is None or chosen is None or not any(row.succeeded for row in rows):

@@ -13,12 +13,12 @@ from ..system.gpus import GpuFacts, throttle_faults
 from ..units import format_bytes
 from .caveats import Caveat, CaveatKind, caveat_of_kind
 from .intervals import FEWEST_RUNS
-from .summary import Summary
+from .summary import TrialSummary
 
 _SHORT_WINDOW_SECONDS = 2.0
 
 
-def comparison_caveats(rows: Sequence[Sequence[Summary]], environments: Sequence[Environment]) -> list[Caveat]:
+def comparison_caveats(rows: Sequence[Sequence[TrialSummary]], environments: Sequence[Environment]) -> list[Caveat]:
     """Caveats of the whole comparison, each once. ``rows``: the runs of each row."""
     records = [summary.record for row in rows for summary in row]
     caveats = [
@@ -67,7 +67,7 @@ def _gpus_used(record: TrialRecord) -> int:
     return placement.num_gpus if placement.accelerator == "cuda" else 0
 
 
-def _repeat_caveats(rows: Sequence[Sequence[Summary]]) -> Iterator[Caveat]:
+def _repeat_caveats(rows: Sequence[Sequence[TrialSummary]]) -> Iterator[Caveat]:
     """Yields nothing unless two rows have numbers: without a second row there is no difference to test."""
     runs = [count for row in rows if (count := sum(summary.record.outcome.success for summary in row))]
     few = sum(count < FEWEST_RUNS for count in runs)

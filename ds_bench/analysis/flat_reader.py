@@ -22,7 +22,7 @@ from ..system.environment import Environment
 from ..system.gpus import GpuFacts
 from .caveats import parse_caveats
 from .flat_rows import COLUMNS, MIG_SUFFIX
-from .summary import Summary
+from .summary import TrialSummary
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
@@ -88,7 +88,7 @@ def unknown_columns(row: Mapping[str, Any]) -> list[str]:
     return [name for name in row if name not in _KNOWN]
 
 
-def summary(row: Mapping[str, Any]) -> Summary:
+def summary(row: Mapping[str, Any]) -> TrialSummary:
     """The summary that a checked row came from, as far as it tells. Raises ValueError where its values are impossible.
 
     The figures of the whole job stand in one rank, the worst. ``step_seconds`` of that rank is the mean, once;
@@ -108,7 +108,7 @@ def summary(row: Mapping[str, Any]) -> Summary:
         start_seconds=row.get("start_seconds"),
         method_version=row["method_version"],
     )
-    made = Summary(
+    made = TrialSummary(
         record=record,
         caveats=tuple(parse_caveats(row.get("caveats") or "", row["num_steps"])),
         environment=_environment(row),
@@ -186,7 +186,7 @@ def _predicted(row: Mapping[str, Any]) -> dict[str, float | None]:
 
 
 def efficiency(row: Mapping[str, Any]) -> dict[str, Any]:
-    """The figures that need the model's shape: fields of a Summary."""
+    """The figures that need the model's shape: fields of a TrialSummary."""
     names = ("model_flops_per_token", "causal_flops_per_token", "hardware_flops_per_token", "model_tflops_per_gpu")
     return {name: row.get(name) for name in (*names, "mfu")}
 

@@ -15,27 +15,27 @@ from ..system.gpus import GpuFacts
 from ..units import to_gb, to_ms
 from .flops import MODEL_CONVENTION
 from .loss_parity import with_loss_caveats
-from .summary import Summary
+from .summary import TrialSummary
 
 _SIGNS = {"Skipped": "⏭️", "Unsupported": "❌", "Interrupted": "⏹️"}
 
-Column = tuple[str, Callable[[Summary], Any]]
+Column = tuple[str, Callable[[TrialSummary], Any]]
 
 
-def _first(summary: Summary) -> float | None:
+def _first(summary: TrialSummary) -> float | None:
     return summary.losses[0] if summary.losses else None
 
 
-def _last(summary: Summary) -> float | None:
+def _last(summary: TrialSummary) -> float | None:
     return summary.losses[-1] if summary.losses else None
 
 
-def _other_cores(summary: Summary) -> float | None:
+def _other_cores(summary: TrialSummary) -> float | None:
     """Of the node with the most."""
     return max((r.cpu_other_cores for r in summary.record.ranks if r.cpu_other_cores is not None), default=None)
 
 
-def _ledger_gb(summary: Summary, tier: str, category: str) -> float | None:
+def _ledger_gb(summary: TrialSummary, tier: str, category: str) -> float | None:
     """The fullest rank's bytes of one cell of the ledger; None where the trial has no ledger."""
     if not summary.record.ranks:
         return None
@@ -47,8 +47,8 @@ def _ledger_columns() -> list[Column]:
     """``ledger_<tier>_<category>_gb`` for every cell; GPU cells are null where there is no GPU."""
     categories = ("parameters", "gradients", "optimizer_states", "deepspeed_buffers", "activations", "other")
 
-    def cell(tier: str, category: str) -> Callable[[Summary], Any]:
-        def value(summary: Summary) -> float | None:
+    def cell(tier: str, category: str) -> Callable[[TrialSummary], Any]:
+        def value(summary: TrialSummary) -> float | None:
             if tier == "gpu" and summary.record.trial.placement.accelerator == "cpu":
                 return None
             if tier == "nvme" and not uses_nvme(summary.record.trial.ds_config):
@@ -62,7 +62,7 @@ def _ledger_columns() -> list[Column]:
     return [(f"ledger_{tier}_{category}_gb", cell(tier, category)) for tier, category in cells]
 
 
-def _of_environment(read: Callable[[Environment], Any]) -> Callable[[Summary], Any]:
+def _of_environment(read: Callable[[Environment], Any]) -> Callable[[TrialSummary], Any]:
     """The value of a column that tells hardware or versions; None where the result does not tell its environment."""
     return lambda summary: None if summary.environment is None else read(summary.environment)
 
@@ -170,7 +170,7 @@ COLUMNS: list[Column] = [
 ]
 
 
-def _phase_ms(summary: Summary, phase: str) -> float | None:
+def _phase_ms(summary: TrialSummary, phase: str) -> float | None:
     values = [rank.phase_seconds[phase] for rank in summary.record.ranks if phase in rank.phase_seconds]
     return to_ms(max(values, default=None))
 
@@ -180,6 +180,6 @@ def status_text(status: str) -> str:
     return f"{'✅' if status == SUCCESS else _SIGNS.get(status, '❌')} {status}"
 
 
-def flat_rows(summaries: Sequence[Summary]) -> list[dict[str, Any]]:
+def flat_rows(summaries: Sequence[TrialSummary]) -> list[dict[str, Any]]:
     """One flat record per trial, every one with every key."""
     return [{name: get(summary) for name, get in COLUMNS} for summary in with_loss_caveats(summaries)]

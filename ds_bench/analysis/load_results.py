@@ -26,7 +26,7 @@ from ..system.environment import Environment
 from . import flat_reader, flops
 from .flat_rows import COLUMNS
 from .loss_parity import with_loss_caveats
-from .summary import Summary, summarise
+from .summary import TrialSummary, summarise
 
 _FLAT_NAME = re.compile(r"(zero|offload)_comparison_(\w+)")
 _MOST_NOTES = 20
@@ -44,7 +44,7 @@ class Result:
     """The last record of each trial, in the order of the plan; None where there are flat rows only."""
     rows: Sequence[dict[str, Any]]
     """The flat rows, one per summary."""
-    summaries: tuple[Summary, ...]
+    summaries: tuple[TrialSummary, ...]
     environment: Environment | None
     """None where the files do not tell it."""
     family: str | None
@@ -58,7 +58,7 @@ class Result:
 class _Rows(Sequence[dict[str, Any]]):
     """Flat rows of summaries, each made when asked for: most uses need none."""
 
-    def __init__(self, summaries: Sequence[Summary]) -> None:
+    def __init__(self, summaries: Sequence[TrialSummary]) -> None:
         self._summaries = summaries
 
     def __len__(self) -> int:
@@ -81,7 +81,7 @@ def load(path: Path) -> Result:
         raise UsageError(f"{path} cannot be read: {error.strerror}", remedy="give a file that you may read") from None
 
 
-def summarise_all(entries: Sequence[TrialRecord], peak_tflops: float | None = None) -> tuple[Summary, ...]:
+def summarise_all(entries: Sequence[TrialRecord], peak_tflops: float | None = None) -> tuple[TrialSummary, ...]:
     """The summaries of records that stand in one table. ``peak_tflops``: of one device, where the user gave it."""
     models: dict[tuple[str, str], ModelFacts | None] = {}
     peaks: dict[tuple[str, str], float | None] = {}
@@ -169,7 +169,7 @@ def _from_records(source: Path, facts: RunInfo, file: Path, notes: list[str]) ->
     )
 
 
-def _summaries(source: Path, entries: Sequence[TrialRecord], peak_tflops: float | None) -> tuple[Summary, ...]:
+def _summaries(source: Path, entries: Sequence[TrialRecord], peak_tflops: float | None) -> tuple[TrialSummary, ...]:
     try:
         made = summarise_all(entries, peak_tflops)
         if any(entry.tokens_per_second == math.inf for entry in made):
@@ -201,7 +201,7 @@ def _peak_tflops(arguments: Sequence[str]) -> float | None:
     return None
 
 
-def _with_flops_of_flat_json(summaries: tuple[Summary, ...], folder: Path) -> tuple[Summary, ...]:
+def _with_flops_of_flat_json(summaries: tuple[TrialSummary, ...], folder: Path) -> tuple[TrialSummary, ...]:
     """FLOPs of a model that is no preset: only the run itself knew its shape, and wrote them to the flat JSON."""
     if all(entry.model_flops_per_token or not entry.record.ranks for entry in summaries):
         return summaries
@@ -276,19 +276,19 @@ def _rows(path: Path, data: bytes, notes: list[str]) -> list[dict[str, Any]]:
         raise UsageError(f"{path}: {place} {error.reason}", remedy="give a result as ds_bench wrote it") from None
 
 
-def _flat_summary(path: Path, number: int, row: dict[str, Any]) -> Summary:
+def _flat_summary(path: Path, number: int, row: dict[str, Any]) -> TrialSummary:
     try:
         return flat_reader.summary(row)
     except ValueError as error:
         raise UsageError(f"{path}: row {number} is not usable: {error}", remedy="correct or remove it") from None
 
 
-def _figures(summaries: Sequence[Summary]) -> Counter[tuple[Any, ...]]:
+def _figures(summaries: Sequence[TrialSummary]) -> Counter[tuple[Any, ...]]:
     """What must agree for two tellings to be of one run; nine digits, for what rounding may add."""
     return Counter(trial_identity(entry) for entry in summaries)
 
 
-def trial_identity(entry: Summary) -> tuple[Any, ...]:
+def trial_identity(entry: TrialSummary) -> tuple[Any, ...]:
     """Equal for two tellings of one trial (its record, its flat row), and for no two trials that were launched."""
     trial, rate = entry.record.trial, entry.tokens_per_second
     return (

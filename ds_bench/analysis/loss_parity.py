@@ -13,7 +13,7 @@ from typing import Any
 
 from ..units import format_ratio
 from .caveats import Caveat, CaveatKind, CaveatText
-from .summary import Summary
+from .summary import TrialSummary
 from .trial_caveats import optimizer_family
 
 _LOSS_STEPS = 10
@@ -42,7 +42,7 @@ _STAGE0_WRAPPERS = ("FP16_UnfusedOptimizer", "FP16_Optimizer")
 _DO_NOT_USE = "; do not use this row before you know why"
 
 
-def with_loss_caveats(summaries: Sequence[Summary]) -> list[Summary]:
+def with_loss_caveats(summaries: Sequence[TrialSummary]) -> list[TrialSummary]:
     """The summaries with the caveats and cosines that need the other rows; one caveat about its loss at most."""
     compared = list(summaries)
     for group in _rows_of_equal_batches(summaries):
@@ -69,7 +69,7 @@ def with_loss_caveats(summaries: Sequence[Summary]) -> list[Summary]:
     return compared
 
 
-def _other_adam_implementations(group: Sequence[tuple[int, Summary]]) -> Iterator[tuple[int, Caveat]]:
+def _other_adam_implementations(group: Sequence[tuple[int, TrialSummary]]) -> Iterator[tuple[int, Caveat]]:
     """Caveats of rows on the CPU accelerator that use another implementation of Adam than the first row.
 
     On the CPU accelerator offload moves nothing, and the implementation of Adam alone can make a row faster.
@@ -88,7 +88,7 @@ def _other_adam_implementations(group: Sequence[tuple[int, Summary]]) -> Iterato
             yield index, form.caveat(f"{text}; {form.next_step}")
 
 
-def compare_losses(summaries: Sequence[Summary]) -> dict[int, Caveat]:
+def compare_losses(summaries: Sequence[TrialSummary]) -> dict[int, Caveat]:
     """Caveats by index, for rows that did not train as the reference row of their workload did.
 
     The reference is the row with which most other strategies agree; among equals one that is not of stage 3, then the
@@ -104,9 +104,9 @@ def compare_losses(summaries: Sequence[Summary]) -> dict[int, Caveat]:
     return found
 
 
-def _rows_of_equal_batches(summaries: Sequence[Summary]) -> list[list[tuple[int, Summary]]]:
+def _rows_of_equal_batches(summaries: Sequence[TrialSummary]) -> list[list[tuple[int, TrialSummary]]]:
     """Groups of rows with equal batches, with their indices; rows without finite losses are in no group."""
-    groups: list[list[tuple[int, Summary]]] = []
+    groups: list[list[tuple[int, TrialSummary]]] = []
     for index, summary in enumerate(summaries):
         if not summary.losses or None in summary.losses:
             continue
@@ -117,7 +117,7 @@ def _rows_of_equal_batches(summaries: Sequence[Summary]) -> list[list[tuple[int,
     return groups
 
 
-def _equal_batches(a: Summary, b: Summary) -> bool:
+def _equal_batches(a: TrialSummary, b: TrialSummary) -> bool:
     return (a.micro_batch_size, a.grad_accum, a.data_parallel_size, a.record.trial.workload) == (
         b.micro_batch_size,
         b.grad_accum,
@@ -126,9 +126,9 @@ def _equal_batches(a: Summary, b: Summary) -> bool:
     )
 
 
-def _reference(group: Sequence[tuple[int, Summary]]) -> Summary | None:
+def _reference(group: Sequence[tuple[int, TrialSummary]]) -> TrialSummary | None:
     """The reference row, see ``compare_losses``; one run per strategy counts. None if every row has the quirk."""
-    first_of: dict[str, Summary] = {}
+    first_of: dict[str, TrialSummary] = {}
     for _, summary in group:
         if not _has_stage0_quirk(summary):
             first_of.setdefault(summary.record.trial.strategy.name, summary)
@@ -142,7 +142,7 @@ def _reference(group: Sequence[tuple[int, Summary]]) -> Summary | None:
     )[0]
 
 
-def _training_difference(reference: Summary, summary: Summary) -> Caveat | None:
+def _training_difference(reference: TrialSummary, summary: TrialSummary) -> Caveat | None:
     """How a row trained differently from the reference; None if rounding explains all differences."""
     quirk = _has_stage0_quirk(summary)
     precision = summary.record.trial.workload.precision
@@ -174,27 +174,27 @@ def _training_difference(reference: Summary, summary: Summary) -> Caveat | None:
     return None
 
 
-def _has_stage0_quirk(summary: Summary) -> bool:
+def _has_stage0_quirk(summary: TrialSummary) -> bool:
     stage = summary.record.trial.strategy.stage
     rank = summary.record.ranks[0]
     adam = "adam" in rank.optimizer_class.lower()
     return stage == 0 and adam and rank.engine_optimizer_class in _STAGE0_WRAPPERS
 
 
-def _loss_difference(a: Summary, b: Summary) -> float:
+def _loss_difference(a: TrialSummary, b: TrialSummary) -> float:
     """Largest relative difference of the losses in the first ten steps."""
     pairs = list(zip(a.losses, b.losses, strict=False))[:_LOSS_STEPS]
     return max((abs(x - y) / max(abs(x), 1e-12) for x, y in pairs if x is not None and y is not None), default=0.0)
 
 
-def _repeated_loss_difference(a: Summary, b: Summary) -> float | None:
+def _repeated_loss_difference(a: TrialSummary, b: TrialSummary) -> float | None:
     """Difference of the losses on the first batch after training, relative to the first loss; None if unknown."""
     if a.repeated_loss is None or b.repeated_loss is None or len(a.losses) != len(b.losses):
         return None
     return abs(a.repeated_loss - b.repeated_loss) / max(abs(a.losses[0] or 0.0), 1e-12)
 
 
-def _other_settings(reference: Summary, summary: Summary) -> str | None:
+def _other_settings(reference: TrialSummary, summary: TrialSummary) -> str | None:
     """The first setting of the optimizer that differs from the reference's; None if none is known to differ."""
     classes = [each.record.ranks[0].optimizer_class for each in (reference, summary)]
     families = [optimizer_family(name) for name in classes]
@@ -218,7 +218,7 @@ def _same_setting(a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
-def _weights_apart(a: Summary, b: Summary) -> float | None:
+def _weights_apart(a: TrialSummary, b: TrialSummary) -> float | None:
     """Norm of the difference of the two changes of the weights, relative to the norm of the change of ``a``.
 
     0 for equal changes, 1 if the weights of ``b`` did not move. None if either was not measured or the numbers of steps
@@ -235,12 +235,12 @@ def _weights_apart(a: Summary, b: Summary) -> float | None:
     return distance / norm
 
 
-def _times_as_far(reference: Summary, summary: Summary) -> str:
+def _times_as_far(reference: TrialSummary, summary: TrialSummary) -> str:
     norms = [each.weight_change_norm or 0.0 for each in (reference, summary)]
     return format_ratio(norms[1] / norms[0]) if norms[0] > 0 else "infinitely"
 
 
-def _cosine(reference: Summary, summary: Summary) -> float | None:
+def _cosine(reference: TrialSummary, summary: TrialSummary) -> float | None:
     """Cosine between the two changes of the weights; None if either is unknown or zero."""
     if _weights_apart(reference, summary) is None:
         return summary.weight_change_cosine

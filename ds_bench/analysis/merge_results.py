@@ -17,19 +17,19 @@ from ..system.environment import Environment, comparable, setting_differences
 from . import provenance
 from .comparability import row_key
 from .load_results import Result, trial_identity
-from .summary import Summary
+from .summary import TrialSummary
 
 _MOST_NAMED = 3
 """Differences that a title names; a note has them all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MergedGroup:
+class ResultGroup:
     """Rows that may stand in one table."""
 
     title: str
     """What was trained on what; where another group would be called the same, what tells them apart."""
-    summaries: tuple[Summary, ...]
+    summaries: tuple[TrialSummary, ...]
     """In order of the results; repeats of one configuration are numbered through."""
     environments: tuple[Environment, ...]
     """Of the results that tell theirs, each once."""
@@ -53,12 +53,12 @@ class _Draft:
     method: int
     environment: Environment | None
     device: str | None
-    summaries: list[Summary] = field(default_factory=list)
+    summaries: list[TrialSummary] = field(default_factory=list)
     results: list[Result] = field(default_factory=list)
     rounds: list[tuple[int, int]] = field(default_factory=list)
     """Of each summary: which result's round it ran in, and the number of that round there."""
 
-    def add(self, summary: Summary, result: Result) -> None:
+    def add(self, summary: TrialSummary, result: Result) -> None:
         """``summary``: a row of ``result``, which comes after all rows of the results before it."""
         self.summaries.append(summary)
         if not self.results or self.results[-1] is not result:
@@ -66,7 +66,7 @@ class _Draft:
         self.rounds.append((len(self.results), summary.record.trial.repeat))
 
 
-def merge(results: Sequence[Result]) -> tuple[MergedGroup, ...]:
+def merge(results: Sequence[Result]) -> tuple[ResultGroup, ...]:
     """The groups in order of appearance; a single run is one group, as it is."""
     kept, notes = _each_run_once(results)
     drafts: list[_Draft] = []
@@ -87,7 +87,7 @@ def merge(results: Sequence[Result]) -> tuple[MergedGroup, ...]:
 # ------------------------------------------------------------------ each run once
 
 
-def _each_run_once(results: Sequence[Result]) -> tuple[list[tuple[Result, list[Summary]]], list[str]]:
+def _each_run_once(results: Sequence[Result]) -> tuple[list[tuple[Result, list[TrialSummary]]], list[str]]:
     """The summaries of each result less those that an earlier one tells too; a record is preferred to its flat row."""
     owners: dict[Any, int] = {}
     known = [[_name(summary) for summary in result.summaries] for result in results]
@@ -114,7 +114,7 @@ def _rows(count: int) -> str:
     return "1 row is" if count == 1 else f"{count} rows are"
 
 
-def _name(summary: Summary) -> tuple[Any, ...]:
+def _name(summary: TrialSummary) -> tuple[Any, ...]:
     """Within one result no two rows are the same, hence the repeat and the folder's name besides."""
     return *trial_identity(summary), summary.record.trial.trial_id
 
@@ -122,7 +122,7 @@ def _name(summary: Summary) -> tuple[Any, ...]:
 # ------------------------------------------------------------------ who belongs together
 
 
-def _draft_for(drafts: list[_Draft], summary: Summary, result: Result) -> _Draft:
+def _draft_for(drafts: list[_Draft], summary: TrialSummary, result: Result) -> _Draft:
     made = _Draft(
         workload=summary.record.trial.workload,
         placement=summary.record.trial.placement,
@@ -137,7 +137,7 @@ def _draft_for(drafts: list[_Draft], summary: Summary, result: Result) -> _Draft
     return made
 
 
-def _device(summaries: Sequence[Summary]) -> str | None:
+def _device(summaries: Sequence[TrialSummary]) -> str | None:
     return next((rank.device_name for summary in summaries for rank in summary.record.ranks), None)
 
 
@@ -211,14 +211,14 @@ def _listed(draft: _Draft) -> str:
 # ------------------------------------------------------------------ a group
 
 
-def _group(draft: _Draft, heading: str, notes: Iterable[str]) -> MergedGroup:
+def _group(draft: _Draft, heading: str, notes: Iterable[str]) -> ResultGroup:
     results = draft.results
     summaries = draft.summaries
     if len(results) > 1:
         summaries = _numbered(summaries, draft.rounds)
     told = next((result for result in results if _command(result)), None)
     said = [f"{result.source}: {text}" if len(results) > 1 else text for result in results for text in result.notes]
-    return MergedGroup(
+    return ResultGroup(
         title=heading,
         summaries=tuple(summaries),
         environments=tuple(_distinct(result.environment for result in results if result.environment)),
@@ -255,7 +255,7 @@ def _pooled(draft: _Draft) -> Iterator[str]:
             yield f"{result.source} is pooled with {first}, though these differ and may widen the spread: {found}"
 
 
-def _numbered(summaries: Sequence[Summary], rounds: Sequence[tuple[int, int]]) -> list[Summary]:
+def _numbered(summaries: Sequence[TrialSummary], rounds: Sequence[tuple[int, int]]) -> list[TrialSummary]:
     """Repeats of one configuration numbered through, so that no two trials have one key; rounds likewise.
 
     Rounds of two results are two rounds, as nothing else ran beside them.

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from .. import units
 from ..system.environment import Environment
-from .summary import Summary
+from .summary import TrialSummary
 
 SCRIPTS: Mapping[str, str] = {"zero": "zero_stage_comparison.py", "offload": "offload_comparison.py"}
 """Family of a run → the script that makes it."""
@@ -56,7 +56,7 @@ def one_line(environment: Environment) -> str:
     return " · ".join(f"{label} {value}" for label, value in machine(environment).items())
 
 
-def title(summaries: Sequence[Summary]) -> str:
+def title(summaries: Sequence[TrialSummary]) -> str:
     """What was trained on what, in one line."""
     if not summaries:
         return "nothing was run"

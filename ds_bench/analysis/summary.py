@@ -20,7 +20,7 @@ from .trial_caveats import measured_values
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Summary:
+class TrialSummary:
     """The numbers of one trial, whole job unless said otherwise; None where not measured."""
 
     record: TrialRecord
@@ -102,12 +102,12 @@ class Summary:
         return trial_caveats.gpu_fraction(self.record)
 
 
-def summarise(record: TrialRecord, facts: ModelFacts | None, peak_flops: float | None) -> Summary:
+def summarise(record: TrialRecord, facts: ModelFacts | None, peak_flops: float | None) -> TrialSummary:
     """The numbers of one trial. ``peak_flops``: FLOP/s of one device in the trial's precision."""
     written = trial_caveats.written_caveats(record.caveats)
     if not record.ranks:
         alone = record.trial.placement.hostfile is None
-        return Summary(record=record, caveats=tuple(written), num_nodes=1 if alone else None)
+        return TrialSummary(record=record, caveats=tuple(written), num_nodes=1 if alone else None)
     slowest = max(record.ranks, key=lambda rank: rank.window_seconds)
     step = slowest.window_seconds / len(slowest.step_seconds)
     deviation = sample_std(slowest.step_seconds)
@@ -119,7 +119,7 @@ def summarise(record: TrialRecord, facts: ModelFacts | None, peak_flops: float |
     work = record.trial.workload
     change = _sum_of_sketches(record.ranks)
     tflops, mfu = _efficiency(facts, work.seq_length, per_gpu, peak_flops)
-    return Summary(
+    return TrialSummary(
         record=record,
         step_seconds=step,
         step_seconds_std=deviation,

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ..analysis.intervals import geometric_mean
-from ..analysis.summary import Summary
+from ..analysis.summary import TrialSummary
 from ..analysis.trial_caveats import measured_values
 from ..records.schema import SUCCESS
 from ..system.environment import Environment
@@ -69,7 +69,7 @@ class BenchmarkResult:
 
 
 def benchmark_result(
-    summaries: Sequence[Summary], environment: Environment | None = None, name: str | None = None
+    summaries: Sequence[TrialSummary], environment: Environment | None = None, name: str | None = None
 ) -> BenchmarkResult:
     """Reduces the runs of one row. ``name``: None takes ``baseline_name``. Raises ValueError without runs."""
     if not summaries:
@@ -89,7 +89,7 @@ def benchmark_result(
     )
 
 
-def _figures(good: Sequence[Summary]) -> dict[str, Any]:
+def _figures(good: Sequence[TrialSummary]) -> dict[str, Any]:
     """Fields of a BenchmarkResult from its successful runs; empty without any."""
     if not good:
         return {}
@@ -110,15 +110,15 @@ def _figures(good: Sequence[Summary]) -> dict[str, Any]:
     }
 
 
-def _slowest(run: Summary) -> tuple[float, ...]:
+def _slowest(run: TrialSummary) -> tuple[float, ...]:
     return max(run.record.ranks, key=lambda rank: rank.window_seconds).step_seconds
 
 
-def _variation(run: Summary) -> float | None:
+def _variation(run: TrialSummary) -> float | None:
     return run.step_seconds_std / run.step_seconds if run.step_seconds_std is not None and run.step_seconds else None
 
 
-def workload_facts(summary: Summary) -> dict[str, Any]:
+def workload_facts(summary: TrialSummary) -> dict[str, Any]:
     """What must be equal for two rows to measure the same thing; a value is None if a failed row does not have it.
 
     The number of steps is left out: more of them measure the same quantity better. ``ds_config`` is a hash, by which
@@ -149,7 +149,7 @@ def workload_facts(summary: Summary) -> dict[str, Any]:
     }
 
 
-def baseline_name(summary: Summary) -> str:
+def baseline_name(summary: TrialSummary) -> str:
     """``<model>/<strategy>``, then the values that are not the scripts' defaults, as in ``/batch8-seq1024-4ranks``.
 
     Depends on the row alone, not on the rows beside it. Hardware, versions and the DeepSpeed configuration are left

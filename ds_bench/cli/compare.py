@@ -8,7 +8,7 @@ from pathlib import Path
 from .. import units
 from ..analysis import load_results
 from ..analysis.before_after import ABSENT, BeforeAfter, RowChange, compare_before_after
-from ..analysis.comparison import StrategyResult
+from ..analysis.comparison import ComparisonRow
 from ..analysis.intervals import RatioInterval
 from ..system import terminal
 
@@ -62,7 +62,7 @@ def _figures(row: RowChange) -> str:
     return "; ".join(parts)
 
 
-def _throughput(row: StrategyResult | None) -> str:
+def _throughput(row: ComparisonRow | None) -> str:
     if row is None:
         return ABSENT
     if row.tokens_per_second is None:

@@ -12,9 +12,9 @@ from pathlib import Path
 
 from .. import __version__
 from ..analysis import load_results, merge_results, provenance
-from ..analysis.comparison import StrategyResult
-from ..analysis.merge_results import MergedGroup
-from ..analysis.summary import Summary
+from ..analysis.comparison import ComparisonRow
+from ..analysis.merge_results import ResultGroup
+from ..analysis.summary import TrialSummary
 from ..config import strategies
 from ..config.deepspeed_config import is_full_config
 from ..errors import UsageError
@@ -126,7 +126,7 @@ def gather(paths: Sequence[Path], relative_to: str | None = None, goal: str | No
     return [_answer(group, relative_to, goal, strict=not known) for group in groups]
 
 
-def _answer(group: MergedGroup, relative_to: str | None, goal: str | None, *, strict: bool) -> Answer:
+def _answer(group: ResultGroup, relative_to: str | None, goal: str | None, *, strict: bool) -> Answer:
     """``strict``: a row that is not there is an error, since no other group has it either."""
     own_goal, own_row = _own(group)
     row = own_row if relative_to is None else relative_to
@@ -142,7 +142,7 @@ def _answer(group: MergedGroup, relative_to: str | None, goal: str | None, *, st
     )
 
 
-def _own(group: MergedGroup) -> tuple[str | None, str | None]:
+def _own(group: ResultGroup) -> tuple[str | None, str | None]:
     """Goal and reference row from the flags of the run; None for both if the flags cannot be parsed."""
     try:
         with contextlib.redirect_stdout(io.StringIO()):  # a --help among them, which no run has
@@ -152,7 +152,7 @@ def _own(group: MergedGroup) -> tuple[str | None, str | None]:
     return options.goal, options.relative_to
 
 
-def _has_row(summaries: Sequence[Summary], name: str | None) -> bool:
+def _has_row(summaries: Sequence[TrialSummary], name: str | None) -> bool:
     return name is not None and any(strategies.matches(entry.record.trial.strategy, name) for entry in summaries)
 
 
@@ -215,7 +215,7 @@ def _export(answers: Sequence[Answer], name: str) -> None:
     )
 
 
-_Row = tuple[Answer, StrategyResult]
+_Row = tuple[Answer, ComparisonRow]
 
 
 def _called(rows: Sequence[_Row], name: str) -> list[_Row]:

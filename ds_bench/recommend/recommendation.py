@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ..analysis.caveats import Caveat
-from ..analysis.comparison import Comparison, StrategyResult, ratio_between
+from ..analysis.comparison import Comparison, ComparisonRow, ratio_between
 from ..analysis.trial_caveats import NEAR_CAPACITY
 from ..config import deepspeed_config
 from ..config.options import GOALS as GOALS
@@ -136,14 +136,14 @@ def _candidates(comparison: Comparison, terms: MemoryTerms) -> Candidates:
     return Candidates(candidates=tuple(candidates), incomparable=tuple(incomparable), left_out=tuple(left_out))
 
 
-def _reason_not_eligible(row: StrategyResult) -> str | None:
+def _reason_not_eligible(row: ComparisonRow) -> str | None:
     """Why a row with numbers is not eligible; None if it is."""
     short = sum(run.record.outcome.status in remedies.RAN_OUT for run in row.summaries)
     ran_out = f"{short} of its {len(row.summaries)} runs ran out of memory or disk" if short else None
     return row.invalid_reason or ran_out
 
 
-def _candidate(row: StrategyResult, tokens_per_second: float, comparison: Comparison, terms: MemoryTerms) -> Candidate:
+def _candidate(row: ComparisonRow, tokens_per_second: float, comparison: Comparison, terms: MemoryTerms) -> Candidate:
     on_host, capacity = terms is ON_HOST, comparison.host_capacity_bytes
     host_fraction = row.host_peak_bytes / capacity if row.host_peak_bytes is not None and capacity else None
     return Candidate(
@@ -175,7 +175,7 @@ def _leaves(block: Mapping[str, Any]) -> Iterator[Any]:
             yield value
 
 
-def _step_spread(row: StrategyResult) -> float:
+def _step_spread(row: ComparisonRow) -> float:
     """Relative standard deviation of the steps of the run that varied most, or between the runs where that is more."""
     within = [
         run.step_seconds_std / run.step_seconds for run in row.successes if run.step_seconds_std and run.step_seconds
@@ -271,7 +271,7 @@ def _next_steps(choice: Candidate, open_rows: Sequence[str], comparison: Compari
     yield from _steps_for_caveats(comparison.caveats)
 
 
-def _more_runs(row: StrategyResult) -> str:
+def _more_runs(row: ComparisonRow) -> str:
     """Flags for a more sensitive test: at least five runs, each of at least 50 steps."""
     runs, steps = len(row.successes), row.summaries[0].record.trial.workload.num_steps
     return f"--repeats {max(5, 2 * runs)} --num-steps {max(50, steps)}"
@@ -306,7 +306,7 @@ def _rule_of_thumb(comparison: Comparison, goal: str) -> str | None:
     )
 
 
-def _standing(rows: Sequence[StrategyResult], comparison: Comparison) -> StrategyResult | None:
+def _standing(rows: Sequence[ComparisonRow], comparison: Comparison) -> ComparisonRow | None:
     """The simplest of the rows that cannot be told from the fastest of these by speed."""
     weighed = [_candidate(row, row.tokens_per_second or 0.0, comparison, ON_DEVICE) for row in rows]
     if not weighed:
@@ -315,7 +315,7 @@ def _standing(rows: Sequence[StrategyResult], comparison: Comparison) -> Strateg
 
 
 def _observed_rows(
-    plain: Sequence[StrategyResult], alike: Sequence[StrategyResult], comparison: Comparison, goal: str
+    plain: Sequence[ComparisonRow], alike: Sequence[ComparisonRow], comparison: Comparison, goal: str
 ) -> strategy_guide.ObservedRows:
     trained = [row for row in plain if row.tokens_per_second is not None and _reason_not_eligible(row) is None]
     fitting = [row for row in trained if row.leaves_room]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from ..analysis.comparison import Comparison, StrategyResult
+from ..analysis.comparison import Comparison, ComparisonRow
 from ..analysis.trial_caveats import NEAR_CAPACITY
 from ..records import schema
 from ..records.schema import TrialRecord
@@ -33,14 +33,14 @@ _LEAVE_FREE = 0.10
 _MORE = "more GPUs, a shorter --seq-length or a smaller model"
 
 
-def failed_run(row: StrategyResult) -> TrialRecord | None:
+def failed_run(row: ComparisonRow) -> TrialRecord | None:
     """The first run that ran out of memory or disk, else the first that failed; None if every run succeeded."""
     runs = [each.record for each in row.summaries if not each.record.outcome.success]
     short = (run for run in runs if run.outcome.status in RAN_OUT)
     return next(short, None) or next(iter(runs), None)
 
 
-def remedy(row: StrategyResult, comparison: Comparison) -> str | None:
+def remedy(row: ComparisonRow, comparison: Comparison) -> str | None:
     """How the row failed and what to try; None if no run of it failed."""
     run = failed_run(row)
     if run is None:
@@ -84,7 +84,7 @@ def _shortage(run: TrialRecord, comparison: Comparison) -> Shortage | None:
     return shortage_of(run) if run.outcome.status in MEMORY_STATUSES else predicted_shortage(run, comparison)
 
 
-def _out_of_memory(row: StrategyResult, run: TrialRecord, comparison: Comparison) -> str:
+def _out_of_memory(row: ComparisonRow, run: TrialRecord, comparison: Comparison) -> str:
     shortage = shortage_of(run)
     pool = pool_of(run)
     what = "device memory" if pool == "device" else "host memory"
@@ -127,10 +127,10 @@ def _where(run: TrialRecord) -> str:
     return f" in phase {run.outcome.phase}" if run.outcome.phase else ""
 
 
-_Remedy = Callable[[StrategyResult, TrialRecord, Comparison], str]
+_Remedy = Callable[[ComparisonRow, TrialRecord, Comparison], str]
 
 
-def _disk(row: StrategyResult, run: TrialRecord, *_: object) -> str:
+def _disk(row: ComparisonRow, run: TrialRecord, *_: object) -> str:
     size = _predicted(run, "nvme")
     need = (
         f"its swap files are predicted to take {format_bytes(size)}"
@@ -140,7 +140,7 @@ def _disk(row: StrategyResult, run: TrialRecord, *_: object) -> str:
     return f"{row.label} filled the disk ({need}): free that much, give another --nvme-path, or try cpu_full"
 
 
-def _timeout(row: StrategyResult, run: TrialRecord, *_: object) -> str:
+def _timeout(row: ComparisonRow, run: TrialRecord, *_: object) -> str:
     after = f" after {format_duration(run.wall_seconds)}" if run.wall_seconds is not None else ""
     steps = run.trial.workload.num_steps + run.trial.workload.warmup_steps
     if run.outcome.phase in ("hello", "import", "build", "init"):
@@ -151,25 +151,25 @@ def _timeout(row: StrategyResult, run: TrialRecord, *_: object) -> str:
     return f"{row.label} timed out{after}{_where(run)} ({cause(run)}): {todo}"
 
 
-def _killed(row: StrategyResult, run: TrialRecord, *_: object) -> str:
+def _killed(row: ComparisonRow, run: TrialRecord, *_: object) -> str:
     return (
         f"{row.label} was killed{_where(run)} ({cause(run)}): look who sent it (the scheduler's limits, dmesg), "
         "then run the row again with --resume and --retry Killed"
     )
 
 
-def _crashed(row: StrategyResult, run: TrialRecord, *_: object) -> str:
+def _crashed(row: ComparisonRow, run: TrialRecord, *_: object) -> str:
     return (
         f"{row.label} crashed{_where(run)} ({cause(run)}): read the end of its log, "
         "build the ops anew (python -m ds_bench ops), then run this row alone"
     )
 
 
-def _unsupported(row: StrategyResult, run: TrialRecord, *_: object) -> str:
+def _unsupported(row: ComparisonRow, run: TrialRecord, *_: object) -> str:
     return f"{row.label} cannot run here: {cause(run)}"
 
 
-def _skipped(row: StrategyResult, run: TrialRecord, comparison: Comparison) -> str:
+def _skipped(row: ComparisonRow, run: TrialRecord, comparison: Comparison) -> str:
     why, try_it = cause(run), "leave out --skip-predicted-oom to try it"
     has_remedy = try_it in why or "--force" in why
     head = f"{row.label} was skipped, not run: {why}" + ("" if has_remedy else f"; {try_it}")
@@ -179,11 +179,11 @@ def _skipped(row: StrategyResult, run: TrialRecord, comparison: Comparison) -> s
     return f"{head}; or {suggested(failed_setup(run, comparison, shortage))}"
 
 
-def _interrupted(row: StrategyResult, run: TrialRecord, *_: object) -> str:
+def _interrupted(row: ComparisonRow, run: TrialRecord, *_: object) -> str:
     return f"{row.label} was interrupted{_where(run)}: --resume with the run's folder goes on from there"
 
 
-def _raised(row: StrategyResult, run: TrialRecord, *_: object) -> str:
+def _raised(row: ComparisonRow, run: TrialRecord, *_: object) -> str:
     """An exception of some class in a rank."""
     line = f"{row.label} failed with {run.outcome.status}{_where(run)} ({cause(run)}): read the traceback in its log"
     if run.trial.strategy.uses_nvme:
@@ -207,7 +207,7 @@ _BY_STATUS: Mapping[str, _Remedy] = {
 # ------------------------------------------------------------------ room on the GPU
 
 
-def suggest_larger_batch(row: StrategyResult, comparison: Comparison) -> str | None:
+def suggest_larger_batch(row: ComparisonRow, comparison: Comparison) -> str | None:
     """The largest micro-batch, by doubling, that is predicted to leave room; None if unknown or if none does.
 
     Activations are taken to grow linearly and everything else not at all; they must have been measured for this row. A
@@ -231,7 +231,7 @@ def suggest_larger_batch(row: StrategyResult, comparison: Comparison) -> str | N
     return f"there is room for more: try micro-batch {batch * factor} ({grown})"
 
 
-def suggest_for_full_row(row: StrategyResult, comparison: Comparison) -> str | None:
+def suggest_for_full_row(row: ComparisonRow, comparison: Comparison) -> str | None:
     """The change predicted to bring a row that used more than ``NEAR_CAPACITY`` of the GPU back under that.
 
     None if its share or the GPU's size is not known, as on the CPU accelerator.

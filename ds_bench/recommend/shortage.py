@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from ..analysis.comparison import Comparison, StrategyResult
+from ..analysis.comparison import Comparison, ComparisonRow
 from ..config.spec import Strategy, Trial, Workload
 from ..prediction.memory import TIGHT_FRACTION, Prediction
 from ..prediction.what_if import Alternative
@@ -98,7 +98,7 @@ def predicted_shortage(run: TrialRecord, comparison: Comparison) -> Shortage | N
     return Shortage(requested_bytes=needed, free_bytes=capacity) if needed > capacity else None
 
 
-def rows_of_same_work(comparison: Comparison, trial: Trial) -> list[StrategyResult]:
+def rows_of_same_work(comparison: Comparison, trial: Trial) -> list[ComparisonRow]:
     """Rows that were tried with the workload and placement of ``trial``, whatever the outcome.
 
     The micro-batch is ignored for rows that are each at their own largest one.
@@ -265,8 +265,8 @@ def activation_savings(case: FailedSetup) -> str | None:
 
 
 def least_intrusive(
-    cases: Sequence[tuple[StrategyResult, FailedSetup]],
-) -> tuple[Alternative, StrategyResult, FailedSetup] | None:
+    cases: Sequence[tuple[ComparisonRow, FailedSetup]],
+) -> tuple[Alternative, ComparisonRow, FailedSetup] | None:
     """The least intrusive of the changes of several rows; None if none is predicted to fit."""
     changes = [(fit, row, case) for row, case in cases if (fit := smallest_fit(case)) is not None]
     return min(changes, key=lambda entry: (entry[0].text.count(", "), entry[0].rank), default=None)

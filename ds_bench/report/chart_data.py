@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from ..analysis.comparison import Comparison, StrategyResult
-from ..analysis.summary import Summary
+from ..analysis.comparison import Comparison, ComparisonRow
+from ..analysis.summary import TrialSummary
 from ..records.schema import RankMeasurement
 from ..units import BYTES_PER_GB, MISSING, format_bytes, to_gb, to_ms
 
@@ -299,15 +299,15 @@ def charts_of(comparison: Comparison) -> Charts:
 
 
 def rows_to_draw(
-    rows: Sequence[StrategyResult], baseline: StrategyResult | None, limit: int = MAX_BARS
-) -> list[StrategyResult]:
+    rows: Sequence[ComparisonRow], baseline: ComparisonRow | None, limit: int = MAX_BARS
+) -> list[ComparisonRow]:
     """The baseline and the fastest rows, ``limit`` in all, in order of appearance."""
     ranked = sorted(rows, key=lambda row: (baseline is None or row.key != baseline.key, -(row.tokens_per_second or 0)))
     keys = {row.key for row in ranked[:limit]}
     return [row for row in rows if row.key in keys]
 
 
-def label_with_status(row: StrategyResult) -> str:
+def label_with_status(row: ComparisonRow) -> str:
     """The row's label, and why its numbers are not to be held against the others'."""
     if row.differences:
         return f"{row.label} (not comparable)"
@@ -330,19 +330,19 @@ def _note(*sentences: str) -> str:
     return " ".join(sentence for sentence in sentences if sentence)
 
 
-def _truncation_note(rows: Sequence[StrategyResult], drawn: Sequence[object]) -> str:
+def _truncation_note(rows: Sequence[ComparisonRow], drawn: Sequence[object]) -> str:
     if len(drawn) >= len(rows):
         return ""
     return f"{len(drawn)} of {len(rows)} rows are drawn: the baseline and the fastest."
 
 
-def _run_nearest_mean(row: StrategyResult) -> Summary:
+def _run_nearest_mean(row: ComparisonRow) -> TrialSummary:
     """The run that stands for the row where only one can be drawn."""
     mean = row.tokens_per_second or 0.0
     return min(row.successes, key=lambda run: abs((run.tokens_per_second or 0.0) - mean))
 
 
-def _throughput_chart(rows: Sequence[StrategyResult], baseline: StrategyResult | None) -> Chart | None:
+def _throughput_chart(rows: Sequence[ComparisonRow], baseline: ComparisonRow | None) -> Chart | None:
     measured = [row for row in rows if row.tokens_per_second is not None]
     if not measured:
         return None
@@ -372,7 +372,7 @@ def _throughput_chart(rows: Sequence[StrategyResult], baseline: StrategyResult |
     )
 
 
-def _ledger_chart(rows: Sequence[StrategyResult], tier: str, comparison: Comparison) -> Chart | None:
+def _ledger_chart(rows: Sequence[ComparisonRow], tier: str, comparison: Comparison) -> Chart | None:
     drawn = rows_to_draw(rows, comparison.baseline)
     stacks = [stack for row in drawn if (stack := _memory_stack(row, tier)) is not None]
     if not any(stack.total for stack in stacks):
@@ -397,7 +397,7 @@ def _ledger_chart(rows: Sequence[StrategyResult], tier: str, comparison: Compari
     )
 
 
-def _memory_stack(row: StrategyResult, tier: str) -> Stack | None:
+def _memory_stack(row: ComparisonRow, tier: str) -> Stack | None:
     """The bytes of the run that held most; None where no run has a ledger."""
     ledgers = [
         _tier_bytes(run.record.ranks, tier) for run in row.successes if any(rank.ledger for rank in run.record.ranks)
@@ -464,7 +464,7 @@ def _pareto_chart(comparison: Comparison, styles: Mapping[str, int], place: str)
     )
 
 
-def _phase_chart(rows: Sequence[StrategyResult], baseline: StrategyResult | None) -> Chart | None:
+def _phase_chart(rows: Sequence[ComparisonRow], baseline: ComparisonRow | None) -> Chart | None:
     measured = [row for row in rows if any(rank.phase_seconds for rank in _run_nearest_mean(row).record.ranks)]
     if not measured:
         return None
@@ -487,8 +487,8 @@ def _slowest_phases_ms(ranks: Sequence[RankMeasurement]) -> tuple[float, ...]:
     return tuple(max(to_ms(rank.phase_seconds.get(phase, 0.0)) or 0.0 for rank in ranks) for phase in PHASES)
 
 
-def _step_time_chart(rows: Sequence[StrategyResult], styles: Mapping[str, int]) -> Chart | None:
-    def step_ms(run: Summary) -> list[float | None]:
+def _step_time_chart(rows: Sequence[ComparisonRow], styles: Mapping[str, int]) -> Chart | None:
+    def step_ms(run: TrialSummary) -> list[float | None]:
         if not run.record.ranks:
             return []
         slowest = max(run.record.ranks, key=lambda rank: rank.window_seconds)
@@ -509,7 +509,7 @@ def _step_time_chart(rows: Sequence[StrategyResult], styles: Mapping[str, int]) 
     )
 
 
-def _loss_chart(rows: Sequence[StrategyResult], styles: Mapping[str, int]) -> Chart | None:
+def _loss_chart(rows: Sequence[ComparisonRow], styles: Mapping[str, int]) -> Chart | None:
     lines = _lines(rows, styles, lambda run: list(run.losses))
     if not lines:
         return None
@@ -524,14 +524,14 @@ def _loss_chart(rows: Sequence[StrategyResult], styles: Mapping[str, int]) -> Ch
     )
 
 
-def _warmup_steps(rows: Sequence[StrategyResult]) -> int:
+def _warmup_steps(rows: Sequence[ComparisonRow]) -> int:
     """The fewest of any run: warm-up lasts until a real step was taken, so these are warm-up in every run."""
     counts = [len(rank.warmup_step_seconds) for row in rows for run in row.successes for rank in run.record.ranks]
     return min(counts, default=0)
 
 
 def _lines(
-    rows: Sequence[StrategyResult], styles: Mapping[str, int], values_of: Callable[[Summary], list[float | None]]
+    rows: Sequence[ComparisonRow], styles: Mapping[str, int], values_of: Callable[[TrialSummary], list[float | None]]
 ) -> tuple[Line, ...]:
     """One line for each row that has a style and a value at two steps or more."""
     lines = []

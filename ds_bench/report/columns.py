@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ..analysis.comparison import Comparison, StrategyResult
+from ..analysis.comparison import Comparison, ComparisonRow
 from ..units import MISSING, format_bytes, format_count, format_gb, format_ms, format_percent, format_ratio
 
 NOT_TESTED = "not tested"
@@ -21,27 +21,27 @@ class Column:
     heading: str
     meaning: str
     """Unit and scope; the page shows it with the heading."""
-    text: Callable[[StrategyResult], str]
-    sort_key: Callable[[StrategyResult], float | None]
+    text: Callable[[ComparisonRow], str]
+    sort_key: Callable[[ComparisonRow], float | None]
     page_only: bool = False
     """Shown where there is room: in the page alone."""
     against_baseline: bool = False
     """A comparison with the baseline, which therefore has none itself."""
 
-    def cell(self, row: StrategyResult, comparison: Comparison) -> tuple[str, float | None]:
+    def cell(self, row: ComparisonRow, comparison: Comparison) -> tuple[str, float | None]:
         """The text, and the number that the column is sorted by; None sorts last."""
         if self.against_baseline and comparison.baseline is not None and comparison.baseline.key == row.key:
             return MISSING, None
         return self.text(row), self.sort_key(row)
 
 
-def _throughput_interval(row: StrategyResult) -> str:
+def _throughput_interval(row: ComparisonRow) -> str:
     if row.interval is None:
         return NOT_TESTED if row.succeeded else MISSING
     return f"{format_count(row.interval[0])} to {format_count(row.interval[1])}"
 
 
-def _ratio_interval(row: StrategyResult) -> str:
+def _ratio_interval(row: ComparisonRow) -> str:
     if row.ratio is None:
         return MISSING
     interval = row.ratio_interval
@@ -54,17 +54,17 @@ def _signed_bytes(size: int | None) -> str:
     return MISSING if size is None else f"{'+' if size > 0 else '−' if size < 0 else ''}{format_bytes(abs(size))}"
 
 
-def _final_loss(row: StrategyResult) -> float | None:
+def _final_loss(row: ComparisonRow) -> float | None:
     """Of the first successful run that recorded losses."""
     return next((run.losses[-1] for run in row.successes if run.losses), None)
 
 
-def _final_loss_text(row: StrategyResult) -> str:
+def _final_loss_text(row: ComparisonRow) -> str:
     loss = _final_loss(row)
     return MISSING if loss is None else f"{loss:.4f}"
 
 
-def _mfu(row: StrategyResult) -> float | None:
+def _mfu(row: ComparisonRow) -> float | None:
     """Of the first successful run that has a possible one: above 1 the peak of the device is not what was assumed."""
     return next((run.mfu for run in row.successes if run.mfu is not None and run.mfu <= 1), None)
 

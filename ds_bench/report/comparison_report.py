@@ -9,8 +9,8 @@ from typing import IO, Any
 
 from ..analysis import comparison as compare
 from ..analysis import provenance
-from ..analysis.comparison import Comparison, StrategyResult
-from ..analysis.summary import Summary
+from ..analysis.comparison import Comparison, ComparisonRow
+from ..analysis.summary import TrialSummary
 from ..recommend import recommendation as recommend
 from ..recommend.recommendation import Recommendation
 from ..system import terminal
@@ -38,7 +38,7 @@ class Answer:
     """The files it was made from; empty at the end of a run."""
 
     @property
-    def chosen(self) -> StrategyResult | None:
+    def chosen(self) -> ComparisonRow | None:
         """The recommended row."""
         key = self.recommendation.key
         return None if key is None else self.comparison.result(key)
@@ -49,7 +49,7 @@ class Answer:
 
 
 def of(
-    summaries: Sequence[Summary],
+    summaries: Sequence[TrialSummary],
     *,
     goal: str = "balanced",
     relative_to: str | None = None,

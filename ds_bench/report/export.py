@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..analysis.comparison import StrategyResult
+from ..analysis.comparison import ComparisonRow
 from ..config import deepspeed_config
 from ..config.deepspeed_config import Config
 from ..config.options import Options
@@ -89,7 +89,7 @@ def write_configuration(options: Options, answer: Answer, run_folder: Path, envi
     return folder
 
 
-def _asked(options: Options, answer: Answer) -> StrategyResult | None:
+def _asked(options: Options, answer: Answer) -> ComparisonRow | None:
     """None where an interruption came before that row."""
     return next((row for row in answer.comparison.results if row.strategy.name == options.export), None)
 

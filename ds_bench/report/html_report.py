@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..analysis.comparison import StrategyResult
+from ..analysis.comparison import ComparisonRow
 from . import charts, sections
 from .chart_data import Chart, charts_of
 from .columns import Column, measured_columns
@@ -80,7 +80,7 @@ def _section(section: ReportSection, uid: str) -> dict[str, Any]:
     }
 
 
-def _row(row: StrategyResult, section: ReportSection, footnotes: tuple[sections.Footnote, ...]) -> dict[str, Any]:
+def _row(row: ComparisonRow, section: ReportSection, footnotes: tuple[sections.Footnote, ...]) -> dict[str, Any]:
     baseline = section.comparison.baseline
     shown = measured_columns(section.comparison)
     return {
@@ -95,7 +95,7 @@ def _row(row: StrategyResult, section: ReportSection, footnotes: tuple[sections.
     }
 
 
-def _cell(column: Column, row: StrategyResult, section: ReportSection) -> tuple[str, str]:
+def _cell(column: Column, row: ComparisonRow, section: ReportSection) -> tuple[str, str]:
     """Text and sort key; an empty key sorts last both ways."""
     text, key = column.cell(row, section.comparison)
     return text, "" if key is None else repr(key)

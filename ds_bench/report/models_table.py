@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from .. import units
-from ..analysis.comparison import Comparison, StrategyResult
+from ..analysis.comparison import Comparison, ComparisonRow
 from ..records.schema import TrialRecord
 from ..system import environment, terminal
 from ..system.environment import Environment
@@ -90,7 +90,7 @@ def _grid(group: Sequence[Entry]) -> list[list[str]]:
     return [[terminal.plain(cell) for cell in line] for line in [["Model", *labels], *body]]
 
 
-def _cell(row: StrategyResult) -> str:
+def _cell(row: ComparisonRow) -> str:
     if row.tokens_per_second is None:
         return (row.successes or row.summaries)[-1].record.outcome.status
     spoiled = "*" if any(caveat.disqualifying for caveat in row.caveats) else ""

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from ..analysis.caveats import Caveat
-from ..analysis.comparison import Comparison, StrategyResult
+from ..analysis.comparison import Comparison, ComparisonRow
 from ..config.deepspeed_config import is_full_config
 from ..units import MISSING
 
@@ -32,7 +32,7 @@ class ReportSection:
     """Label → text of each, where they are not those of the whole page; empty where they are not known."""
 
 
-def status(row: StrategyResult) -> str:
+def status(row: ComparisonRow) -> str:
     """Of the first run that failed, else success; with how many of its runs failed where some did not."""
     bad = [run for run in row.summaries if not run.record.outcome.success]
     if not row.summaries:
@@ -74,7 +74,7 @@ def _of_caveat(caveat: Caveat) -> Footnote:
     )
 
 
-def _of_row(row: StrategyResult) -> list[Footnote]:
+def _of_row(row: ComparisonRow) -> list[Footnote]:
     found = [_of_caveat(caveat) for caveat in row.caveats]
     if row.differences:
         text = f"no ratio, as rows differ: {'; '.join(row.differences)}"
@@ -86,7 +86,7 @@ def _of_row(row: StrategyResult) -> list[Footnote]:
     return found
 
 
-def config(row: StrategyResult) -> str | None:
+def config(row: ComparisonRow) -> str | None:
     """The DeepSpeed configuration as JSON; None where the result does not hold it, as a flat JSON does not."""
     if not row.summaries or not is_full_config(trial := row.summaries[-1].record.trial):
         return None

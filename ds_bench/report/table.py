@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import IO, Any, Literal
 
 from .. import units
-from ..analysis.comparison import Comparison, StrategyResult
+from ..analysis.comparison import Comparison, ComparisonRow
 from ..analysis.flat_rows import status_text
 from ..system.terminal import ascii_only, plain, print_text, prints
 from .columns import COLUMNS
@@ -56,13 +56,13 @@ def lines(comparison: Comparison, notes: Sequence[str]) -> list[TableRow]:
     return body
 
 
-def _status(row: StrategyResult) -> str:
+def _status(row: ComparisonRow) -> str:
     bad = [run for run in row.summaries if not run.record.outcome.success]
     status = status_text((bad or row.summaries)[0].record.outcome.status)
     return f"{status} ({len(bad)} of {len(row.summaries)})" if bad and row.succeeded else status
 
 
-def _texts(row: StrategyResult) -> list[str]:
+def _texts(row: ComparisonRow) -> list[str]:
     """What a row's last column refers to: its caveats with the remedy, why it has no ratio, how its runs failed."""
     texts = [caveat.line for caveat in row.caveats]
     if row.differences:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from ds_bench.analysis.comparability import group_repeats, incomparable_fields, row_key
 from ds_bench.analysis.row_labels import unique_labels
-from ds_bench.analysis.summary import Summary, summarise
+from ds_bench.analysis.summary import TrialSummary, summarise
 from ds_bench.config.spec import Placement, Trial, Workload
 from ds_bench.records.schema import TrialRecord
 from tests.support import fakes
@@ -24,7 +24,7 @@ def gpu(stage: int = 1, **changes: Any) -> Trial:
     return fakes.trial(fakes.zero(stage), on=changes.pop("on", CUDA), **changes)
 
 
-def summaries(*records: TrialRecord) -> list[Summary]:
+def summaries(*records: TrialRecord) -> list[TrialSummary]:
     return [summarise(each, None, None) for each in records]
 
 

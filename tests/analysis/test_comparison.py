@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from ds_bench.analysis import flat_reader
 from ds_bench.analysis.caveats import Caveat, CaveatKind, note
 from ds_bench.analysis.comparability import row_key
-from ds_bench.analysis.comparison import Comparison, StrategyResult, compare, ratio_between
+from ds_bench.analysis.comparison import Comparison, ComparisonRow, compare, ratio_between
 from ds_bench.analysis.flat_rows import flat_rows
 from ds_bench.analysis.loss_parity import with_loss_caveats
-from ds_bench.analysis.summary import Summary, summarise
+from ds_bench.analysis.summary import TrialSummary, summarise
 from ds_bench.config.spec import Trial
 from ds_bench.errors import UsageError
 from ds_bench.records.schema import TrialRecord
@@ -47,7 +47,7 @@ def compared(*records: TrialRecord, relative_to: str | None = None, on: tuple[En
     return compare([summarise(each, None, None) for each in records], relative_to, environments=on)
 
 
-def rows(*records: TrialRecord, **changes: Any) -> tuple[StrategyResult, ...]:
+def rows(*records: TrialRecord, **changes: Any) -> tuple[ComparisonRow, ...]:
     return compared(*records, **changes).results
 
 
@@ -236,7 +236,7 @@ def test_the_trend_is_that_of_the_order_in_which_runs_really_ran() -> None:
 def test_on_the_cpu_accelerator_an_interval_beyond_a_factor_of_two_decides_nothing() -> None:
     """As a busy machine gave it: 521, 1326 and 217 ms against 24, 19 and 16; cards leave it as it is."""
 
-    def busy(on: Any) -> StrategyResult:
+    def busy(on: Any) -> ComparisonRow:
         seconds = {0: (0.521, 1.326, 0.217), 3: (0.024, 0.016, 0.019)}
         records = [
             fakes.success(gpu(stage, repeat, on=on), step_seconds=[each] * 10)
@@ -402,10 +402,10 @@ def test_the_other_row_as_baseline_inverts_the_ratio(ours: list[float], theirs: 
 # ------------------------------------------------------------------ the fronts
 
 
-def bare(index: int, tokens: float | None, peak: int | None, host: int | None = None, **changes: Any) -> Summary:
+def bare(index: int, tokens: float | None, peak: int | None, host: int | None = None, **changes: Any) -> TrialSummary:
     """A row with these numbers and no others."""
     trial = gpu(1, of=fakes.workload(), ds_config={"n": index})
-    return Summary(
+    return TrialSummary(
         record=fakes.success(trial), tokens_per_second=tokens, gpu_peak_bytes=peak, host_peak_bytes=host, **changes
     )
 

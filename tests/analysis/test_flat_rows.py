@@ -11,7 +11,7 @@ import pandas as pd
 import pytest
 
 from ds_bench.analysis.flat_rows import COLUMNS, flat_rows, status_text
-from ds_bench.analysis.summary import Summary, summarise
+from ds_bench.analysis.summary import TrialSummary, summarise
 from ds_bench.records import schema
 from ds_bench.records.run_folder import RunFolder
 from ds_bench.records.schema import TrialRecord
@@ -188,7 +188,7 @@ def test_a_failed_row_shows_the_batch_that_was_asked_for() -> None:
 
 @pytest.mark.parametrize(("mfu", "shown"), [(0.4, 0.4), (1.0, 1.0), (5.63, None), (None, None)])
 def test_an_mfu_above_100_percent_is_no_result(mfu: float | None, shown: float | None) -> None:
-    (row,) = flat_rows([Summary(record=fakes.success(), mfu=mfu)])
+    (row,) = flat_rows([TrialSummary(record=fakes.success(), mfu=mfu)])
     assert row["mfu"] == shown
 
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from ds_bench.analysis import comparison, load_results, merge_results
 from ds_bench.analysis.load_results import Result
-from ds_bench.analysis.merge_results import MergedGroup
-from ds_bench.analysis.summary import Summary
+from ds_bench.analysis.merge_results import ResultGroup
+from ds_bench.analysis.summary import TrialSummary
 from ds_bench.config.spec import Trial
 from ds_bench.records.schema import METHOD_VERSION, TrialRecord
 from ds_bench.system.environment import Environment
@@ -51,11 +51,11 @@ def run(stage: int, seconds: float, repeat: int = 0, **of: object) -> TrialRecor
     return replace(fakes.success(trial, step_seconds=[seconds] * 10), wall_seconds=100 * seconds)
 
 
-def trials(group: MergedGroup) -> list[Trial]:
+def trials(group: ResultGroup) -> list[Trial]:
     return [entry.record.trial for entry in group.summaries]
 
 
-def sources(groups: Sequence[MergedGroup]) -> list[tuple[str, ...]]:
+def sources(groups: Sequence[ResultGroup]) -> list[tuple[str, ...]]:
     return [tuple(map(str, group.sources)) for group in groups]
 
 
@@ -303,7 +303,7 @@ def test_ten_results_of_a_thousand_rows_are_merged_in_little_time() -> None:
     for number in range(10):
         entries = [run(number % 3, 0.1, repeat) for repeat in range(3)]
         shared = load_results.summarise_all(entries)
-        many: list[Summary] = []
+        many: list[TrialSummary] = []
         for copy in range(334):
             for entry in shared:
                 record = replace(entry.record, wall_seconds=float(f"{number}.{copy:04d}"))

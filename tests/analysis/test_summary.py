@@ -16,7 +16,7 @@ from ds_bench.analysis import flat_reader
 from ds_bench.analysis.caveats import Caveat, CaveatKind, note, parse_caveats
 from ds_bench.analysis.flat_rows import flat_rows
 from ds_bench.analysis.loss_parity import compare_losses, with_loss_caveats
-from ds_bench.analysis.summary import Summary, summarise
+from ds_bench.analysis.summary import TrialSummary, summarise
 from ds_bench.doctor import nvme
 from ds_bench.models.presets import find_preset
 from ds_bench.records.schema import RankMeasurement, TrialRecord
@@ -37,7 +37,7 @@ def record_of(*ranks: RankMeasurement, **changes: Any) -> TrialRecord:
     return replace(fakes.success(trial), ranks=numbered)
 
 
-def summary(*ranks: RankMeasurement, **changes: Any) -> Summary:
+def summary(*ranks: RankMeasurement, **changes: Any) -> TrialSummary:
     return summarise(record_of(*ranks, **changes), None, None)
 
 
@@ -45,7 +45,7 @@ def seen(**changes: Any) -> RankMeasurement:
     return fakes.measurement(fakes.trial(on=CUDA), **changes)
 
 
-def texts(of: Summary) -> list[str]:
+def texts(of: TrialSummary) -> list[str]:
     return [caveat.text for caveat in of.caveats]
 
 
@@ -149,7 +149,7 @@ def test_batch_and_accumulation_are_those_the_engine_ran() -> None:
 def test_a_trial_that_measured_nothing_has_no_number_but_keeps_its_caveats() -> None:
     failed = replace(fakes.failure(), caveats=("known before",))
     found = summarise(failed, find_preset("gpt2"), 1e15)
-    assert found == Summary(record=failed, caveats=(note("known before"),), num_nodes=1)
+    assert found == TrialSummary(record=failed, caveats=(note("known before"),), num_nodes=1)
     assert found.gpu_fraction is None
 
 
@@ -410,7 +410,7 @@ def test_a_bucket_that_is_small_already_is_not_told_to_be_raised(size: float, sa
 # ------------------------------------------------------------------ the kinds of caveats and what they rule out
 
 
-def of_kind(found: Summary, kind: CaveatKind) -> list[Caveat]:
+def of_kind(found: TrialSummary, kind: CaveatKind) -> list[Caveat]:
     return [caveat for caveat in found.caveats if caveat.kind is kind]
 
 
@@ -588,7 +588,7 @@ def test_a_row_edited_to_use_nvme_is_asked_about_it() -> None:
 # ------------------------------------------------------------------ losses beside each other
 
 
-def losing(stage: int, *losses: float | None, precision: str = "bf16", **changes: Any) -> Summary:
+def losing(stage: int, *losses: float | None, precision: str = "bf16", **changes: Any) -> TrialSummary:
     """A row of a stage with these losses."""
     of = changes.pop("of", fakes.workload(precision=precision))
     trial = fakes.trial(fakes.zero(stage), on=CUDA, of=of)
@@ -693,7 +693,7 @@ def test_caveats_of_comparison_are_added_to_the_right_row_and_the_others_stay() 
 
 
 def test_rows_on_the_cpu_that_step_with_another_adam_say_so_and_how_to_compare_with_one() -> None:
-    def rows(accelerator: str) -> list[Summary]:
+    def rows(accelerator: str) -> list[TrialSummary]:
         on = fakes.placement(accelerator=accelerator)
         classes = {"none": "AdamW", "cpu_optimizer": "DeepSpeedCPUAdam"}
         made = (

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_bench.analysis.summary import Summary, summarise
+from ds_bench.analysis.summary import TrialSummary, summarise
 from ds_bench.baselines import check
 from ds_bench.baselines.check import BaselineEntry, compare_to_baseline, load_baseline, save_baseline
 from ds_bench.baselines.result import BenchmarkResult, baseline_name, benchmark_result
@@ -32,7 +32,7 @@ def entry(tokens: float | None = 1000.0, peak: float | None = 1000.0, **changes:
     return BaselineEntry(name="gpt2", throughput_tokens_per_sec=tokens, peak_memory_mb=peak, **changes)
 
 
-def summary(**changes: Any) -> Summary:
+def summary(**changes: Any) -> TrialSummary:
     """A successful run of the tiny preset on an emulated card of the fakes."""
     on = fakes.placement(accelerator="cuda")
     return summarise(fakes.success(fakes.trial(on=on), **changes), None, None)

@@ -14,7 +14,7 @@ import torch
 
 from ds_bench.analysis.caveats import Caveat, CaveatKind
 from ds_bench.analysis.loss_parity import with_loss_caveats
-from ds_bench.analysis.summary import Summary, summarise
+from ds_bench.analysis.summary import TrialSummary, summarise
 from ds_bench.config import strategies
 from ds_bench.config.spec import Strategy, Trial
 from ds_bench.launch import Limits
@@ -192,14 +192,14 @@ def row(
     *,
     name: str | None = None,
     **seen: Any,
-) -> Summary:
+) -> TrialSummary:
     strategy = strategies.ZERO_STAGES[stage]
     strategy = replace(strategy, name=name or strategy.name)
     record = fakes.success(fakes.trial(strategy, of=WORKLOAD), losses=losses, weight_change=change, **seen)
     return summarise(record, None, None)
 
 
-def disqualified(*rows: Summary) -> list[int]:
+def disqualified(*rows: TrialSummary) -> list[int]:
     return [place for place, each in enumerate(with_loss_caveats(rows)) if any(c.disqualifying for c in each.caveats)]
 
 

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_bench.analysis.comparison import Comparison, compare
-from ds_bench.analysis.summary import Summary, summarise
+from ds_bench.analysis.summary import TrialSummary, summarise
 from ds_bench.config.spec import Strategy
 from ds_bench.errors import UsageError
 from ds_bench.models.presets import find_preset
@@ -58,7 +58,7 @@ def out_of_memory(strategy: Strategy, cards: int = 1, **more: Any) -> TrialRecor
     return fakes.failure(trial, schema.OOM, **more)
 
 
-def summaries(*records: TrialRecord) -> list[Summary]:
+def summaries(*records: TrialRecord) -> list[TrialSummary]:
     return [summarise(each, TINY, None) for each in records]
 
 

@@ -16,7 +16,7 @@ from ds_bench.analysis import comparison
 from ds_bench.analysis.caveats import NEXT_STEPS, CaveatKind
 from ds_bench.analysis.comparison import Comparison
 from ds_bench.analysis.flat_rows import flat_rows
-from ds_bench.analysis.summary import Summary, summarise
+from ds_bench.analysis.summary import TrialSummary, summarise
 from ds_bench.records import schema
 from ds_bench.records.schema import TrialRecord
 from ds_bench.report import table as tables
@@ -32,7 +32,7 @@ def gpu(stage: int, repeat: int = 0, **changes: Any) -> Any:
     return fakes.trial(fakes.zero(stage), on=CUDA, repeat=repeat, **changes)
 
 
-def summaries(*records: TrialRecord) -> list[Summary]:
+def summaries(*records: TrialRecord) -> list[TrialSummary]:
     return [summarise(each, None, None) for each in records]
 
 

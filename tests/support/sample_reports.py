@@ -9,9 +9,9 @@ from typing import Any
 
 from ds_bench.analysis import summary
 from ds_bench.analysis.caveats import Caveat, CaveatKind
-from ds_bench.analysis.comparison import Comparison, StrategyResult
+from ds_bench.analysis.comparison import Comparison, ComparisonRow
 from ds_bench.analysis.intervals import RatioInterval
-from ds_bench.analysis.summary import Summary
+from ds_bench.analysis.summary import TrialSummary
 from ds_bench.config import strategies
 from ds_bench.config.spec import Placement, Strategy, Workload
 from ds_bench.report.html_report import Report, ReportSection
@@ -34,7 +34,7 @@ def ledger(parameters: float, gradients: float, states: float, buffers: float, a
     }
 
 
-def run(strategy: Strategy, seconds: float, *, peak: float = 8, repeat: int = 0, **changes: Any) -> Summary:
+def run(strategy: Strategy, seconds: float, *, peak: float = 8, repeat: int = 0, **changes: Any) -> TrialSummary:
     """A run on one card with steps around ``seconds`` and a peak of ``peak`` GB."""
     work = changes.pop("of", None) or fakes.workload(num_steps=30, warmup_steps=5)
     trial = fakes.trial(strategy, on=changes.pop("on", CARD), of=work, repeat=repeat)
@@ -50,12 +50,12 @@ def run(strategy: Strategy, seconds: float, *, peak: float = 8, repeat: int = 0,
     return summary.summarise(fakes.success(trial, step_seconds=steps, **{**values, **changes}), None, None)
 
 
-def failed(strategy: Strategy, **changes: Any) -> Summary:
+def failed(strategy: Strategy, **changes: Any) -> TrialSummary:
     trial = fakes.trial(strategy, on=CARD)
     return summary.summarise(fakes.failure(trial, **changes), None, None)
 
 
-def row(label: str, *runs: Summary, **changes: Any) -> StrategyResult:
+def row(label: str, *runs: TrialSummary, **changes: Any) -> ComparisonRow:
     """What a comparison says of these runs, by plain means; the key is the label."""
     good = [one for one in runs if one.record.outcome.success]
     tokens = [one.tokens_per_second or 0.0 for one in good]
@@ -76,10 +76,10 @@ def row(label: str, *runs: Summary, **changes: Any) -> StrategyResult:
     values["tokens_per_second_per_gb"] = (
         middle / (values["gpu_peak_bytes"] / GB) if middle and values["gpu_peak_bytes"] else None
     )
-    return StrategyResult(**{**values, **changes})
+    return ComparisonRow(**{**values, **changes})
 
 
-def comparison(*rows: StrategyResult, **changes: Any) -> Comparison:
+def comparison(*rows: ComparisonRow, **changes: Any) -> Comparison:
     """Against the first row; every row on the device front that is both measured and not beaten."""
     good = [one for one in rows if one.tokens_per_second and one.gpu_peak_bytes]
     front = tuple(
@@ -217,7 +217,7 @@ def report(*sections: ReportSection, **changes: Any) -> Report:
 def many_rows(count: int, num_steps: int = 50) -> Comparison:
     """A sweep of ``count`` rows with series of ``num_steps``."""
     work: Workload = fakes.workload(num_steps=num_steps, warmup_steps=5)
-    rows: Sequence[StrategyResult] = [
+    rows: Sequence[ComparisonRow] = [
         row(f"ZeRO-{index % 4} micro-batch {index}", run(strategies.ZERO_STAGES[index % 4], 0.1 + index / 500, of=work))
         for index in range(count)
     ]
