@@ -39,9 +39,9 @@ class ComparisonRow:
     """Every run, failed ones included, in order."""
     tokens_per_second: float | None = None
     """Geometric mean of the successful runs' means."""
-    step_seconds: float | None = None
+    mean_step_seconds: float | None = None
     """Geometric mean of the successful runs' means."""
-    step_seconds_spread: float | None = None
+    step_seconds_std: float | None = None
     """Standard deviation between runs where there are two or more, else between the steps of the one."""
     interval: tuple[float, float] | None = None
     """95 % confidence interval of the geometric mean tokens/s, R >= 3 successful runs."""
@@ -170,7 +170,7 @@ def representative_run(runs: Sequence[TrialSummary]) -> TrialSummary:
 def _row(key: str, label: str, group: Sequence[TrialSummary]) -> ComparisonRow:
     """The row by itself, without ratios."""
     good = [summary for summary in group if summary.record.outcome.success]
-    tokens, steps = measured_values(good, "tokens_per_second"), measured_values(good, "step_seconds")
+    tokens, steps = measured_values(good, "tokens_per_second"), measured_values(good, "mean_step_seconds")
     speed, peak = geometric_mean(tokens), _max_over_runs(good, "gpu_peak_bytes")
     return ComparisonRow(
         key=key,
@@ -178,8 +178,8 @@ def _row(key: str, label: str, group: Sequence[TrialSummary]) -> ComparisonRow:
         strategy=group[0].record.trial.strategy,
         summaries=tuple(group),
         tokens_per_second=speed,
-        step_seconds=geometric_mean(steps),
-        step_seconds_spread=sample_std(steps) if len(steps) > 1 else next((run.step_seconds_std for run in good), None),
+        mean_step_seconds=geometric_mean(steps),
+        step_seconds_std=sample_std(steps) if len(steps) > 1 else next((run.step_seconds_std for run in good), None),
         interval=mean_interval(tokens),
         tokens_per_second_per_gb=speed / (peak / BYTES_PER_GB) if speed is not None and peak else None,
         gpu_peak_bytes=peak,

@@ -152,7 +152,7 @@ def _figures(row: Mapping[str, Any]) -> dict[str, Any]:
     """What ``analysis.summarise`` would have computed."""
     read = row.get
     return {
-        "step_seconds": _seconds(row, "avg_step_time_ms"),
+        "mean_step_seconds": _seconds(row, "avg_step_time_ms"),
         "step_seconds_std": _seconds(row, "std_step_time_ms"),
         "tokens_per_second": read("throughput_tokens_per_sec"),
         "tokens_per_second_per_gpu": read("throughput_tokens_per_sec_per_gpu"),

@@ -89,7 +89,7 @@ COLUMNS: list[Column] = [
     ("grad_accum", lambda s: s.grad_accum or s.record.trial.workload.grad_accum),
     ("num_steps", lambda s: s.record.trial.workload.num_steps),
     ("warmup_steps", lambda s: s.record.trial.workload.warmup_steps),
-    ("avg_step_time_ms", lambda s: to_ms(s.step_seconds)),
+    ("avg_step_time_ms", lambda s: to_ms(s.mean_step_seconds)),
     ("std_step_time_ms", lambda s: to_ms(s.step_seconds_std)),
     ("throughput_tokens_per_sec", lambda s: s.tokens_per_second),
     ("gpu_peak_gb", lambda s: to_gb(s.gpu_peak_bytes)),

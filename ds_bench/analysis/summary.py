@@ -24,7 +24,7 @@ class TrialSummary:
     """The numbers of one trial, whole job unless said otherwise; None where not measured."""
 
     record: TrialRecord
-    step_seconds: float | None = None
+    mean_step_seconds: float | None = None
     """Window divided by steps, on the slowest rank."""
     step_seconds_std: float | None = None
     """Sample standard deviation of the slowest rank's step times."""
@@ -121,7 +121,7 @@ def summarise(record: TrialRecord, facts: ModelFacts | None, peak_flops: float |
     tflops, mfu = _efficiency(facts, work.seq_length, per_gpu, peak_flops)
     return TrialSummary(
         record=record,
-        step_seconds=step,
+        mean_step_seconds=step,
         step_seconds_std=deviation,
         tokens_per_second=tokens,
         tokens_per_second_per_gpu=per_gpu,

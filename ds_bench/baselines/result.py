@@ -115,7 +115,11 @@ def _slowest(run: TrialSummary) -> tuple[float, ...]:
 
 
 def _variation(run: TrialSummary) -> float | None:
-    return run.step_seconds_std / run.step_seconds if run.step_seconds_std is not None and run.step_seconds else None
+    return (
+        run.step_seconds_std / run.mean_step_seconds
+        if run.step_seconds_std is not None and run.mean_step_seconds
+        else None
+    )
 
 
 def workload_facts(summary: TrialSummary) -> dict[str, Any]:

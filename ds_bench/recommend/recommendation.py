@@ -178,9 +178,11 @@ def _leaves(block: Mapping[str, Any]) -> Iterator[Any]:
 def _step_spread(row: ComparisonRow) -> float:
     """Relative standard deviation of the steps of the run that varied most, or between the runs where that is more."""
     within = [
-        run.step_seconds_std / run.step_seconds for run in row.successes if run.step_seconds_std and run.step_seconds
+        run.step_seconds_std / run.mean_step_seconds
+        for run in row.successes
+        if run.step_seconds_std and run.mean_step_seconds
     ]
-    between = row.step_seconds_spread / row.step_seconds if row.step_seconds_spread and row.step_seconds else 0.0
+    between = row.step_seconds_std / row.mean_step_seconds if row.step_seconds_std and row.mean_step_seconds else 0.0
     return max([*within, between])
 
 

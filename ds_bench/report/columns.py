@@ -73,14 +73,14 @@ COLUMNS: tuple[Column, ...] = (
     Column(
         heading="Step ms",
         meaning="milliseconds per optimizer step, slowest rank, geometric mean of the runs",
-        text=lambda row: format_ms(row.step_seconds),
-        sort_key=lambda row: row.step_seconds,
+        text=lambda row: format_ms(row.mean_step_seconds),
+        sort_key=lambda row: row.mean_step_seconds,
     ),
     Column(
         heading="± ms",
         meaning="standard deviation between runs, or between the steps of a single run",
-        text=lambda row: format_ms(row.step_seconds_spread),
-        sort_key=lambda row: row.step_seconds_spread,
+        text=lambda row: format_ms(row.step_seconds_std),
+        sort_key=lambda row: row.step_seconds_std,
     ),
     Column(
         heading="Tokens/s",

@@ -187,7 +187,7 @@ def _results(record: TrialRecord) -> Iterator[str]:
     seen = summary.summarise(record, None, None)
     yield f"- Throughput: {units.format_count(seen.tokens_per_second)} tokens/s (all ranks together)"
     steps = len(record.ranks[0].step_seconds)
-    yield f"- Step time: {units.format_ms(seen.step_seconds)} ms, mean of {steps} steps on the slowest rank"
+    yield f"- Step time: {units.format_ms(seen.mean_step_seconds)} ms, mean of {steps} steps on the slowest rank"
     if seen.gpu_peak_bytes is not None:
         reserved = units.format_bytes(seen.gpu_peak_reserved_bytes)
         yield f"- GPU memory, worst rank: peak allocated {units.format_bytes(seen.gpu_peak_bytes)}, reserved {reserved}"

@@ -62,8 +62,8 @@ def test_a_row_by_hand() -> None:
     (row,) = rows(*runs(2, 0.1, 0.2, 0.4))
     assert (row.label, row.key) == ("ZeRO-2", row_key(ran(2)))
     assert row.tokens_per_second == pytest.approx(5120)
-    assert row.step_seconds == pytest.approx(0.2)
-    assert row.step_seconds_spread == pytest.approx(0.15275, abs=1e-5)
+    assert row.mean_step_seconds == pytest.approx(0.2)
+    assert row.step_seconds_std == pytest.approx(0.15275, abs=1e-5)
     assert row.tokens_per_second_per_gb == pytest.approx(640)
     assert row.ratio == 1
     assert row.interval is not None
@@ -72,7 +72,7 @@ def test_a_row_by_hand() -> None:
 
 def test_one_run_has_the_spread_of_its_steps_and_no_interval() -> None:
     (row,) = rows(fakes.success(gpu(), step_seconds=[0.1, 0.2, 0.3]))
-    assert row.step_seconds_spread == pytest.approx(0.1)
+    assert row.step_seconds_std == pytest.approx(0.1)
     assert row.interval is None
 
 
@@ -96,7 +96,7 @@ def test_a_run_that_failed_takes_no_part_in_the_numbers_and_is_counted() -> None
 
 def test_a_row_that_always_failed_has_no_number_and_is_not_counted_out() -> None:
     _, row = rows(ran(0), fakes.failure(gpu(1)))
-    numbers = ("tokens_per_second", "step_seconds", "step_seconds_spread", "interval", "ratio", "ratio_interval",
+    numbers = ("tokens_per_second", "mean_step_seconds", "step_seconds_std", "interval", "ratio", "ratio_interval",
                "tokens_per_second_per_gb", "gpu_peak_bytes", "gpu_fraction", "host_peak_bytes",
                "gpu_difference_bytes", "host_difference_bytes")  # fmt: skip
     assert {getattr(row, name) for name in numbers} == {None}
@@ -192,7 +192,7 @@ def test_two_runs_have_the_ratio_of_their_geometric_means_too() -> None:
     slow, fast = rows(ran(0, 0.3), *runs(1, 0.1, 0.4))
     assert fast.ratio == pytest.approx(1.5)
     assert fast.ratio == pytest.approx((fast.tokens_per_second or 0) / (slow.tokens_per_second or 1))
-    assert fast.step_seconds == pytest.approx(0.2)
+    assert fast.mean_step_seconds == pytest.approx(0.2)
 
 
 def test_the_interval_between_two_rows_is_the_tables_and_uses_the_runs_of_all() -> None:

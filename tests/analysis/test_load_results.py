@@ -247,9 +247,9 @@ def test_the_kept_result_of_schema_1_is_still_read() -> None:
         "Unsupported",
     ]
     # 2 ranks x 2 sequences x 32 tokens a step
-    assert [entry.tokens_per_second and entry.tokens_per_second * entry.step_seconds for entry in result.summaries] == [
-        pytest.approx(128)
-    ] * 3 + [None] * 2
+    assert [
+        entry.tokens_per_second and entry.tokens_per_second * entry.mean_step_seconds for entry in result.summaries
+    ] == [pytest.approx(128)] * 3 + [None] * 2
     assert result.summaries[0].losses[0] == pytest.approx(6.9395, abs=0.05)
     assert result.environment is not None
     assert result.environment.packages["deepspeed"] == "0.19.8"
@@ -583,7 +583,7 @@ def test_the_reference_result_is_read_from_its_flat_json_alone() -> None:
     assert result.family == "zero"
     assert [entry.tokens_per_second for entry in result.summaries] == [row["throughput_tokens_per_sec"] for row in rows]
     first = result.summaries[0]
-    assert first.step_seconds == pytest.approx(rows[0]["avg_step_time_ms"] / 1000)
+    assert first.mean_step_seconds == pytest.approx(rows[0]["avg_step_time_ms"] / 1000)
     assert first.host_peak_bytes == round(rows[0]["cpu_used_gb"] * 2**30)
     assert (first.losses[0], first.losses[-1]) == (rows[0]["first_loss"], rows[0]["final_loss"])
     assert len(first.losses) == 60  # 10 warm-up steps and 50 measured

@@ -289,7 +289,7 @@ def test_whatever_is_merged_no_run_is_lost_and_none_counts_twice(files: list[lis
     ]
     (group,) = merge_results.merge(results)
     seen = sorted(
-        (entry.record.trial.strategy.stage, round((entry.step_seconds or 0) * 100)) for entry in group.summaries
+        (entry.record.trial.strategy.stage, round((entry.mean_step_seconds or 0) * 100)) for entry in group.summaries
     )
     assert seen == sorted({run for entries in files for run in entries})
     if len(group.sources) > 1:
