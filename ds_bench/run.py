@@ -141,13 +141,13 @@ def require_ready(plan: Plan, machine: Machine, nvme_folder: nvme.NvmeFolder | N
         predicted_host_bytes = trial_predictions.peak_host_bytes(plan.trials)
         if not plan.options.force:
             trial_predictions.require_host_memory(plan.trials, plan.memory.node_bytes)
-    findings = doctor.for_plan(
+    findings = doctor.run_plan_checks(
         plan.placement,
         plan.configs,
         lacks_space=plan.lack_of_space,
         nvme_folder=nvme_folder,
         need_host_bytes=predicted_host_bytes,
-        machine=SystemAccess(environ=machine.variables, query=machine.gpus),
+        system=SystemAccess(environ=machine.variables, gpu_query=machine.gpus),
     )
     doctor.require_ready(findings, sys.stderr, quiet=plan.options.quiet)
 

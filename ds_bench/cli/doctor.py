@@ -8,22 +8,22 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ..doctor import run
-from ..doctor.findings import Groups, SystemAccess, count_of, format_finding
+from ..doctor.findings import Groups, SystemAccess, format_count, format_finding
 from ..errors import UsageError
 from ..system import terminal
 
 READY, NOT_READY = 0, 2
 
 
-def show_findings(nvme_path: str | Path | None, build: bool, as_json: bool) -> int:
+def show_findings(nvme_path: str | None, build: bool, as_json: bool) -> int:
     """Runs all checks and prints their findings. Returns 2 if there is a problem, else 0; a warning is no problem.
 
     ``nvme_path``: as typed, because ``Path("")`` is the current folder. ``build``: also build the ops that are not
     built yet. Raises UsageError if ``nvme_path`` is empty.
     """
-    if nvme_path is not None and not str(nvme_path).strip():
+    if nvme_path is not None and not nvme_path.strip():
         raise UsageError("--nvme-path is empty", remedy="give a folder on the NVMe disk")
-    groups = run.gather(SystemAccess(), nvme_path=None if nvme_path is None else Path(nvme_path), build=build)
+    groups = run.run_all_checks(SystemAccess(), nvme_path=None if nvme_path is None else Path(nvme_path), build=build)
     with terminal.pipe_may_close():
         if as_json:
             entries = [
@@ -40,7 +40,7 @@ def show_findings(nvme_path: str | Path | None, build: bool, as_json: bool) -> i
 
 def exit_code(groups: Groups) -> int:
     """2 if any finding is a problem, else 0."""
-    return NOT_READY if "problem" in _levels(groups) else READY
+    return NOT_READY if _count(groups, "problem") else READY
 
 
 def lines(groups: Groups) -> Iterator[str]:
@@ -51,9 +51,9 @@ def lines(groups: Groups) -> Iterator[str]:
         for finding in findings:
             yield format_finding(finding, width)
         yield ""
-    problems, warnings = _levels(groups).count("problem"), _levels(groups).count("warning")
-    yield f"{'not ready' if problems else 'ready'}: {count_of(problems, 'problem')}, {count_of(warnings, 'warning')}"
+    counts = [format_count(_count(groups, level), level) for level in ("problem", "warning")]
+    yield f"{'not ready' if exit_code(groups) else 'ready'}: {', '.join(counts)}"
 
 
-def _levels(groups: Groups) -> list[str]:
-    return [finding.level for findings in groups.values() for finding in findings]
+def _count(groups: Groups, level: str) -> int:
+    return sum(finding.level == level for findings in groups.values() for finding in findings)

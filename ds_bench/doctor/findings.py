@@ -1,11 +1,11 @@
-"""What the doctor looks at, by subject; here, what a check gives back and how it sees the machine.
+"""What a check of this machine returns, and how it reads the machine.
 
-A check is a function that yields findings. It never raises for the state of the machine: see :func:`attempt`.
-It reads files below a root, variables, programs and cards only through :class:`SystemAccess`, so that a test can
-make a machine of its own. No check changes anything: neither a card's setting nor the host's.
+A check is a function that yields findings. It never raises because of the machine's state: see :func:`run_check`.
+It reads files below a root, variables, programs and GPUs only through :class:`SystemAccess`, so that a test can make
+up a machine. No check changes anything, neither a GPU's setting nor the host's.
 
-A *problem* keeps comparisons from running, or makes what was asked for by a flag unusable. A *warning* costs a
-strategy, or makes figures worse or less certain. Everything else is ok.
+A *problem* keeps comparisons from running, or makes what a flag asks for unusable. A *warning* costs a strategy, or
+makes figures worse or less certain. Everything else is ok.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from ..system.host_memory import ROOT
 from ..system.processes import die_with_parent
 
 Level = Literal["ok", "warning", "problem"]
-_TOOL_SECONDS = 20.0
-"""For a compiler to say its version, or to compile one line."""
+_PROGRAM_SECONDS = 20.0
+"""Time for a compiler to print its version, or to compile one line."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One line of the doctor's answer."""
+    """The result of one check: one line of the doctor's report."""
 
     name: str
-    """What was looked at: ``ninja``, ``swap``, ``GPU 0 memory``."""
+    """What was checked: ``ninja``, ``swap``, ``GPU 0 memory``."""
     level: Level
-    """``ok``, ``warning`` or ``problem``, as the package's docstring defines them."""
+    """As this module's docstring defines it."""
     text: str
     """What was found."""
     remedy: str | None = None
-    """What to do about it; None where nothing needs doing, or nothing is known to help."""
+    """What to do about it; None if nothing needs doing, or nothing is known to help."""
 
 
 Groups = dict[str, list[Finding]]
@@ -60,9 +60,9 @@ def problem(name: str, text: str, remedy: str | None = None) -> Finding:
     return Finding(name=name, level="problem", text=text, remedy=remedy)
 
 
-def unreadable(name: str, why: str | None = None) -> Finding:
-    """A fact that the machine does not tell: nothing is claimed of it."""
-    return warning(name, "could not be read" + (f": {why}" if why else ""))
+def unreadable(name: str, reason: str | None = None) -> Finding:
+    """A fact that the machine does not show."""
+    return warning(name, "could not be read" + (f": {reason}" if reason else ""))
 
 
 def format_finding(finding: Finding, name_width: int) -> str:
@@ -71,48 +71,49 @@ def format_finding(finding: Finding, name_width: int) -> str:
     return terminal.plain(f"  {finding.level:<7}  {finding.name:<{name_width}}  {finding.text}{remedy}")
 
 
-def count_of(count: int, noun: str) -> str:
+def format_count(count: int, noun: str) -> str:
     """``no problems``, ``1 problem``, ``2 problems``."""
     return f"{count or 'no'} {noun}{'' if count == 1 else 's'}"
 
 
-def attempt(name: str, check: Callable[[], Iterable[Finding]], failed: Level = "warning") -> list[Finding]:
-    """The findings of a check, and one more where it broke off; ``failed``: how bad that is."""
-    found: list[Finding] = []
+def run_check(name: str, check: Callable[[], Iterable[Finding]], failed_level: Level = "warning") -> list[Finding]:
+    """The findings of a check. If it raises, one more finding gives the error, at ``failed_level``."""
+    findings: list[Finding] = []
     try:
-        found.extend(iter(check()))
+        findings.extend(check())
     except DsBenchError as error:
-        found.append(problem(name, error.problem, error.remedy or None))
-    except Exception as error:  # a machine odd enough to break a check must still get the other answers
-        why = error.strerror if isinstance(error, OSError) and error.strerror else str(error) or type(error).__name__
-        found.append(Finding(name=name, level=failed, text=f"could not be read: {why}"))
-    return found
+        findings.append(problem(name, error.problem, error.remedy or None))
+    except Exception as error:  # whatever breaks one check on an unusual machine, the other checks still run
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        text = f"could not be read: {reason or type(error).__name__}"
+        findings.append(Finding(name=name, level=failed_level, text=text))
+    return findings
 
 
-def one_by_one(looks: Mapping[str, Callable[[], Finding]], failed: Level = "warning") -> Iterator[Finding]:
-    """The finding of each name; one that breaks costs none of the others."""
-    for name, look in looks.items():
-        yield from attempt(name, lambda look=look: [look()], failed)  # type: ignore[misc]
+def run_checks(checks: Mapping[str, Callable[[], Finding]]) -> Iterator[Finding]:
+    """The finding of each check by its name. A check that raises does not stop the others."""
+    for name, check in checks.items():
+        yield from run_check(name, lambda check=check: [check()])  # type: ignore[misc]
 
 
 def find_program(name: str) -> str | None:
-    """Where a program lies, on PATH or beside the interpreter: a virtual environment need not be activated."""
+    """Path of a program on PATH or beside the interpreter, since a virtual environment need not be activated."""
     beside = Path(sys.executable).with_name(name)
-    # What may be executed is asked of the rights in effect: shutil.which asks of the real user's, which differ from
-    # them where capabilities were granted, and would not see what this process can start.
+    # shutil.which checks the rights of the real user. Those in effect differ if capabilities were granted to this
+    # process, which can then start programs that shutil.which does not find.
     effective = os.access in os.supports_effective_ids
     startable = beside.is_file() and os.access(beside, os.X_OK, effective_ids=effective)
     return shutil.which(name) or (str(beside) if startable else None)
 
 
-def ask_program(command: Sequence[str], text: str = "") -> str | None:
-    """What a program prints, given ``text``; None where it cannot be started, fails or does not come to an end."""
+def run_program(command: Sequence[str], text: str = "") -> str | None:
+    """What a program prints, given ``text`` as input; None if it cannot be started, fails or takes too long."""
     try:
         done = subprocess.run(
             list(command),
             input=text.encode(),
             capture_output=True,
-            timeout=_TOOL_SECONDS,
+            timeout=_PROGRAM_SECONDS,
             check=False,
             preexec_fn=die_with_parent,
         )
@@ -123,15 +124,15 @@ def ask_program(command: Sequence[str], text: str = "") -> str | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SystemAccess:
-    """This machine, or one that a test makes up."""
+    """How checks read this machine, or one that a test makes up."""
 
     root: Path = ROOT
-    """Folder in which ``proc``, ``sys`` and ``dev`` lie."""
+    """Folder that holds ``proc``, ``sys`` and ``dev``."""
     environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
     """Environment variables."""
-    query: GpuQuery = field(default_factory=NvmlQuery)
-    """Tells the cards."""
-    which: Callable[[str], str | None] = find_program
+    gpu_query: GpuQuery = field(default_factory=NvmlQuery)
+    """Reads the GPUs."""
+    find_program: Callable[[str], str | None] = find_program
     """Name of a program → its path."""
-    ask: Callable[[Sequence[str], str], str | None] = ask_program
-    """Runs a program: see :func:`ask_program`."""
+    run_program: Callable[[Sequence[str], str], str | None] = run_program
+    """Runs a program: see :func:`run_program`."""

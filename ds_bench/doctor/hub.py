@@ -10,20 +10,20 @@ from .findings import Finding, SystemAccess, ok, warning
 
 
 def check(
-    machine: SystemAccess,
+    system: SystemAccess,
     request: Callable[[str], None] = hub.send_request,
     seconds: float = hub.ANSWER_SECONDS,
 ) -> Iterator[Finding]:
     """Whether the Hub answers, and whether there is a token, which is neither read nor shown."""
-    yield _check_answer(machine, request, seconds)
-    yield _check_token(machine)
+    yield _check_answer(system, request, seconds)
+    yield _check_token(system)
 
 
-def _check_answer(machine: SystemAccess, request: Callable[[str], None], seconds: float) -> Finding:
-    if (name := hub.offline_variable(machine.environ)) is not None:
+def _check_answer(system: SystemAccess, request: Callable[[str], None], seconds: float) -> Finding:
+    if (name := hub.offline_variable(system.environ)) is not None:
         return ok("Hub", f"not asked, since {name} is set: only presets, local folders and cached models")
-    failure = hub.connection_failure(machine.environ, request, seconds)
-    host = hub.host_name(machine.environ)
+    failure = hub.connection_failure(system.environ, request, seconds)
+    host = hub.host_name(system.environ)
     if failure is None:
         return ok("Hub", f"{host} answers")
     if host is None:
@@ -32,20 +32,20 @@ def _check_answer(machine: SystemAccess, request: Callable[[str], None], seconds
     return warning("Hub", failure, remedy)
 
 
-def _check_token(machine: SystemAccess) -> Finding:
+def _check_token(system: SystemAccess) -> Finding:
     """Looks where huggingface_hub looks, whose own function would also read the token."""
     for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
-        if machine.environ.get(name, "").strip():
+        if system.environ.get(name, "").strip():
             return ok("Hub token", f"present ({name})")
-    path = _token_file(machine)
+    path = _token_file(system)
     if path is not None and path.is_file() and path.stat().st_size > 0:
         return ok("Hub token", "present (the file that hf auth login writes)")
     return ok("Hub token", "none: only gated models need one (hf auth login)")
 
 
-def _token_file(machine: SystemAccess) -> Path | None:
+def _token_file(system: SystemAccess) -> Path | None:
     """The file of the token (huggingface_hub/constants.py, HF_TOKEN_PATH); None for a user without a home."""
-    environ = machine.environ
+    environ = system.environ
     if path := environ.get("HF_TOKEN_PATH"):
         return Path(path)
     if home := environ.get("HF_HOME"):

@@ -2,9 +2,6 @@
 
 The other modules of this package hold the checks, one module per subject; ``cli/doctor.py`` prints them. Only this
 node is checked, even if a hostfile names others.
-
-What ``nvme`` and ``launch.ops`` check is called, not repeated: the folder for NVMe offload with its space and file
-system (``nvme.check_folder``), builds and stale locks (``ops.prepare_ops``, ``ops.stale_locks``).
 """
 
 from __future__ import annotations
@@ -15,104 +12,100 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from ..config import deepspeed_config, placement
+from ..config import deepspeed_config
+from ..config.placement import here as default_placement
 from ..config.spec import Placement
 from ..errors import PreflightError
 from ..launch import ops, rank_environment
 from ..system import environment, gpus, terminal
 from . import compilers, host, hub, nvme, packages
-from . import gpus as cards
-from . import ops as compiled
-from .findings import Finding, Groups, SystemAccess, attempt, count_of, format_finding, ok, warning
+from . import gpus as gpu_checks
+from . import ops as op_checks
+from .findings import Finding, Groups, SystemAccess, format_count, format_finding, ok, run_check, warning
 
 
-def gather(machine: SystemAccess, *, nvme_path: Path | None = None, build: bool = False) -> Groups:
-    """Every check. Never raises for the state of the machine."""
-    torch_cuda, inventory = environment.torch_cuda_version(), machine.query.read()
-    place = placement.here(machine.environ, gpus.KnownGpus(inventory))
+def run_all_checks(system: SystemAccess, *, nvme_path: Path | None = None, build: bool = False) -> Groups:
+    """The findings of every check. Never raises because of the machine's state. ``build``: build missing ops first."""
+    torch_cuda, inventory = environment.torch_cuda_version(), system.gpu_query.read()
+    placement = default_placement(system.environ, gpus.KnownGpus(inventory))
     groups = {
         "Packages": [
-            *attempt("packages", packages.check),
-            *attempt("GPU driver", lambda: packages.check_driver(inventory.driver_version, torch_cuda)),
+            *run_check("packages", packages.check),
+            *run_check("GPU driver", lambda: packages.check_driver(inventory.driver_version, torch_cuda)),
         ],
-        "Tools": attempt("tools", lambda: compilers.check(machine, place.accelerator, torch_cuda)),
-        "GPUs": attempt("GPUs", lambda: cards.check(machine, inventory, torch_cuda)),
-        "Host": attempt("host", lambda: host.check(machine, place)),
+        "Tools": run_check("tools", lambda: compilers.check(system, placement.accelerator, torch_cuda)),
+        "GPUs": run_check("GPUs", lambda: gpu_checks.check(system, inventory, torch_cuda)),
+        "Host": run_check("host", lambda: host.check(system, placement)),
     }
-    variables: dict[str, str] = {}
-    groups["DeepSpeed ops"] = attempt("ops", lambda: _ops(machine, place, nvme_path is not None, build, variables))
-    groups["NVMe"] = _nvme(machine, nvme_path, variables)
-    groups["Hugging Face Hub"] = attempt("Hub", lambda: hub.check(machine))
+    variables: dict[str, str] = {}  # which the checks of ops and of the disk share
+    groups["DeepSpeed ops"] = run_check("ops", lambda: _check_ops(system, placement, nvme_path, build, variables))
+    groups["NVMe"] = _check_nvme(system, nvme_path, variables)
+    groups["Hugging Face Hub"] = run_check("Hub", lambda: hub.check(system))
     return groups
 
 
-def _ops(
-    machine: SystemAccess, place: Placement, nvme_asked: bool, build: bool, variables: dict[str, str]
+def _check_ops(
+    system: SystemAccess, placement: Placement, nvme_path: Path | None, build: bool, variables: dict[str, str]
 ) -> Iterator[Finding]:
-    """Also fills in the ``variables`` that any process needs which uses the ops."""
-    variables.update(rank_environment.rank_environment(place, machine.environ, None))
+    """Fills ``variables`` with what every process needs that uses the ops."""
+    variables.update(rank_environment.rank_environment(placement, system.environ, None))
     folder = Path(variables["TORCH_EXTENSIONS_DIR"])
-    yield from compiled.check_locks(machine, folder)
+    yield from op_checks.check_locks(system, folder)
     states = None
     if build:
-        names = list(compiled.users(place.accelerator))
+        names = list(op_checks.strategies_by_op(placement.accelerator))
         states = ops.prepare_ops(names, folder, variables, say=lambda text: terminal.print_text(text, sys.stderr))
-    yield from compiled.check(
-        machine,
-        place.accelerator,
-        folder,
-        torch_cuda=environment.torch_cuda_version(),
-        nvme_asked=nvme_asked,
-        states=states,
-    )
+    yield from op_checks.check(system, placement.accelerator, folder, check_nvme=nvme_path is not None, states=states)
 
 
-def _nvme(machine: SystemAccess, path: Path | None, variables: Mapping[str, str]) -> list[Finding]:
+def _check_nvme(system: SystemAccess, path: Path | None, variables: Mapping[str, str]) -> list[Finding]:
     if path is None:
         return [ok("NVMe path", "not looked at", "--nvme-path DIR checks a folder for NVMe offload and its speed")]
-    found = attempt("NVMe path", lambda: nvme.check(machine, path), failed="problem")
-    if any(finding.level == "problem" for finding in found):
-        return found
-    folder = variables.get("TORCH_EXTENSIONS_DIR")
+    findings = run_check("NVMe path", lambda: nvme.check(system, path), failed_level="problem")
+    if any(finding.level == "problem" for finding in findings):
+        return findings
+    folder = variables.get("TORCH_EXTENSIONS_DIR")  # missing if the check of the ops failed
     if folder is None or not ops.is_built(ops.ASYNC_IO, Path(folder)):
-        return [*found, warning("NVMe speed", "not measured: DeepSpeed's AsyncIO op is not built", compiled.BUILD)]
-    return [*found, *attempt("NVMe speed", lambda: nvme.check_speed(path, variables))]
+        text = "not measured: DeepSpeed's AsyncIO op is not built"
+        return [*findings, warning("NVMe speed", text, op_checks.BUILD_COMMAND)]
+    return [*findings, *run_check("NVMe speed", lambda: nvme.check_speed(path, variables))]
 
 
-def for_plan(
-    place: Placement,
+def run_plan_checks(
+    placement: Placement,
     configs: Sequence[Mapping[str, Any]],
     *,
     lacks_space: str | None = None,
     nvme_folder: nvme.NvmeFolder | None = None,
     need_host_bytes: int | None = None,
-    machine: SystemAccess | None = None,
+    system: SystemAccess | None = None,
 ) -> list[Finding]:
-    """What could stop these configurations here: the doctor's findings without builds, speed or the Hub; 0.2 s.
+    """What could stop these configurations on this machine: no builds, no speed and no Hub; takes 0.2 s.
 
-    ``configs``: DeepSpeed's, one per row, of the rows that will be tried. ``need_host_bytes``: predicted for this
+    ``configs``: the DeepSpeed configuration of each row that will be tried. ``need_host_bytes``: predicted for this
     node. ``lacks_space``: ``nvme.lack_of_space`` of the plan. What only some rows need is a warning: those rows
-    then say Unsupported, and the others run.
+    are then Unsupported, and the others run.
     """
-    machine = SystemAccess() if machine is None else machine
-    torch_cuda, inventory = environment.torch_cuda_version(), machine.query.read()
-    found = attempt("packages", packages.check)
-    if place.accelerator == "cuda":
-        found += attempt("GPU driver", lambda: packages.check_driver(inventory.driver_version, torch_cuda))
-        found += attempt("GPUs", lambda: cards.check(machine, inventory, torch_cuda))
-    elif not inventory.gpus and cards.has_amd_gpu(machine.root):
-        found.append(warning("GPUs", f"{cards.NO_ROCM}: this runs on the CPU", "run where there is an NVIDIA GPU"))
-    needing = [bool(ops.needed_ops(place.accelerator, [config])) for config in configs]
-    if any(needing) or place.accelerator == "cuda":
-        built_with = attempt("tools", lambda: compilers.check(machine, place.accelerator, torch_cuda))
-        found += built_with if needing and all(needing) else [_as_warning(finding) for finding in built_with]
-    found += attempt("host", lambda: host.check(machine, place, need_host_bytes))
-    path = place.nvme_path
+    system = SystemAccess() if system is None else system
+    torch_cuda, inventory = environment.torch_cuda_version(), system.gpu_query.read()
+    findings = run_check("packages", packages.check)
+    if placement.accelerator == "cuda":
+        findings += run_check("GPU driver", lambda: packages.check_driver(inventory.driver_version, torch_cuda))
+        findings += run_check("GPUs", lambda: gpu_checks.check(system, inventory, torch_cuda))
+    elif not inventory.gpus and gpu_checks.has_amd_gpu(system.root):
+        text = f"{gpu_checks.NO_ROCM}: this runs on the CPU"
+        findings.append(warning("GPUs", text, "run where there is an NVIDIA GPU"))
+    need_ops = [bool(ops.needed_ops(placement.accelerator, [config])) for config in configs]
+    if any(need_ops) or placement.accelerator == "cuda":
+        tools = run_check("tools", lambda: compilers.check(system, placement.accelerator, torch_cuda))
+        findings += tools if need_ops and all(need_ops) else map(_as_warning, tools)
+    findings += run_check("host", lambda: host.check(system, placement, need_host_bytes))
+    path = placement.nvme_path
     if path is not None and any(map(deepspeed_config.uses_nvme, configs)):
-        looked = attempt("NVMe path", lambda: nvme.check(machine, Path(path), nvme_folder), failed="problem")
-        # A full disk stops the rows that swap to it, which the plan marks so, and no other.
-        found += looked if lacks_space is None else [_as_warning(finding) for finding in looked]
-    return found
+        disk = run_check("NVMe path", lambda: nvme.check(system, Path(path), nvme_folder), failed_level="problem")
+        # A full disk stops only the rows that swap to it, which the plan marks.
+        findings += disk if lacks_space is None else map(_as_warning, disk)
+    return findings
 
 
 def _as_warning(finding: Finding) -> Finding:
@@ -120,13 +113,11 @@ def _as_warning(finding: Finding) -> Finding:
 
 
 def require_ready(findings: Iterable[Finding], stream: IO[str], *, quiet: bool = False) -> None:
-    """Prints warnings and problems, problems alone where ``quiet``. Raises PreflightError where there is a problem."""
+    """Prints warnings and problems, or problems alone if ``quiet``. Raises PreflightError if there is a problem."""
     shown = [each for each in findings if each.level == "problem" or (each.level == "warning" and not quiet)]
     width = max((len(each.name) for each in shown), default=0)
     for finding in shown:
         terminal.print_text(format_finding(finding, width), stream)
-    count = sum(finding.level == "problem" for finding in shown)
-    if count:
-        raise PreflightError(
-            f"this machine is not ready: {count_of(count, 'problem')}", remedy="python -m ds_bench doctor tells more"
-        )
+    if count := sum(finding.level == "problem" for finding in shown):
+        problems = format_count(count, "problem")
+        raise PreflightError(f"this machine is not ready: {problems}", remedy="python -m ds_bench doctor tells more")

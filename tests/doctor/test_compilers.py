@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 
 from ds_bench.doctor import compilers
-from ds_bench.doctor.findings import Finding, ask_program, find_program
+from ds_bench.doctor.findings import Finding, find_program, run_program
 from tests.support.doctor_machine import by_name, machine, nvcc, without
 
 
 def test_a_program_that_fails_or_is_not_there_gives_no_answer() -> None:
-    assert ask_program(["false"]) is None
-    assert ask_program(["/no/such/program"]) is None
-    assert ask_program(["bad\0name"]) is None
-    assert ask_program(["cat"], "text") == "text"
+    assert run_program(["false"]) is None
+    assert run_program(["/no/such/program"]) is None
+    assert run_program(["bad\0name"]) is None
+    assert run_program(["cat"], "text") == "text"
 
 
 def test_ninja_is_found_beside_the_interpreter_of_an_environment_that_is_not_activated(
@@ -91,7 +91,7 @@ def test_the_minor_versions_that_may_mix_are_those_of_the_installed_deepspeed() 
         if isinstance(target, ast.Name)
     }
     table = ast.literal_eval(assigned["cuda_minor_mismatch_ok"])
-    ours = {major: {f"{major}.{minor}" for minor in minors} for major, minors in compilers.MINORS_THAT_MIX.items()}
+    ours = {major: {f"{major}.{minor}" for minor in minors} for major, minors in compilers.COMPATIBLE_MINORS.items()}
     assert ours == {major: set(versions) for major, versions in table.items()}
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from ds_bench.doctor.findings import Finding, attempt, ok
+from ds_bench.doctor.findings import Finding, ok, run_check
 from ds_bench.errors import PreflightError
 
 
@@ -15,7 +15,7 @@ def test_a_check_that_breaks_off_keeps_what_it_had_found() -> None:
         yield ok("first", "fine")
         raise ValueError("garbage")
 
-    assert [(each.name, each.level, each.text) for each in attempt("second", check)] == [
+    assert [(each.name, each.level, each.text) for each in run_check("second", check)] == [
         ("first", "ok", "fine"),
         ("second", "warning", "could not be read: garbage"),
     ]
@@ -26,7 +26,7 @@ def test_a_preflight_error_is_a_problem_with_its_remedy() -> None:
         raise PreflightError("no disk", remedy="buy one")
         yield
 
-    (found,) = attempt("disk", check)
+    (found,) = run_check("disk", check)
     assert (found.level, found.text, found.remedy) == ("problem", "no disk", "buy one")
 
 
@@ -36,4 +36,4 @@ def test_ctrl_c_is_not_swallowed_by_a_check() -> None:
         yield
 
     with pytest.raises(KeyboardInterrupt):
-        attempt("any", check)
+        run_check("any", check)

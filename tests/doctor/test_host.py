@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from ds_bench.config.spec import Placement
 from ds_bench.doctor import gpus as cards
 from ds_bench.doctor import host
-from ds_bench.doctor.findings import Finding, SystemAccess, attempt
+from ds_bench.doctor.findings import Finding, SystemAccess, run_check
 from ds_bench.system.gpus import GpuFacts, GpuInventory
 
 GB = 2**30
@@ -46,7 +46,7 @@ def root(tmp_path: Path) -> Path:
 
 
 def looked(root: Path, place: Placement = CPU, need: int | None = None) -> dict[str, Finding]:
-    return {each.name: each for each in attempt("host", lambda: host.check(SystemAccess(root=root), place, need))}
+    return {each.name: each for each in run_check("host", lambda: host.check(SystemAccess(root=root), place, need))}
 
 
 def cgroup(root: Path, **files: object) -> None:
@@ -173,17 +173,17 @@ def test_cores_whose_memory_is_not_allowed_are_a_warning(root: Path) -> None:
 
 @given(st.sets(st.integers(0, 300)))
 def test_lists_of_the_kernel_are_read_as_they_are_written(wanted: set[int]) -> None:
-    assert host.numbers(",".join(map(str, sorted(wanted))) + "\n") == wanted
+    assert host.parse_numbers(",".join(map(str, sorted(wanted))) + "\n") == wanted
 
 
 def test_ranges_of_the_kernel_include_both_ends() -> None:
-    assert host.numbers("0-3,8,10-11") == {0, 1, 2, 3, 8, 10, 11}
+    assert host.parse_numbers("0-3,8,10-11") == {0, 1, 2, 3, 8, 10, 11}
 
 
 @pytest.mark.parametrize("text", ["x", "3-1", "-1", "0-99999999999", "1--2"])
 def test_a_list_that_is_none_is_refused_at_once(text: str) -> None:
     with pytest.raises(ValueError, match=r".+"):
-        host.numbers(text)
+        host.parse_numbers(text)
 
 
 def test_an_empty_machine_gives_findings_that_cannot_be_read_and_no_error(tmp_path: Path) -> None:
@@ -328,6 +328,6 @@ def test_no_check_of_a_card_calls_anything_that_changes_it() -> None:
         def __getattr__(self, name: str) -> Any:
             raise AssertionError(f"asked for {name}")
 
-    machine = SystemAccess(query=Reads(), environ={})
-    found: Iterator[Finding] = cards.check(machine, machine.query.read(), "12.8")
+    machine = SystemAccess(gpu_query=Reads(), environ={})
+    found: Iterator[Finding] = cards.check(machine, machine.gpu_query.read(), "12.8")
     assert {each.level for each in found} == {"ok"}

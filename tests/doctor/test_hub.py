@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_bench.doctor import hub
-from ds_bench.doctor.findings import attempt
+from ds_bench.doctor.findings import run_check
 from tests.support.doctor_machine import by_name, machine
 
 
@@ -53,7 +53,7 @@ def test_a_hub_that_never_answers_costs_no_more_than_the_time_it_gets() -> None:
 
 @given(st.text(max_size=60))
 def test_no_endpoint_however_odd_raises(endpoint: str) -> None:
-    assert attempt("Hub", lambda: hub.check(machine(HF_ENDPOINT=endpoint), refused))
+    assert run_check("Hub", lambda: hub.check(machine(HF_ENDPOINT=endpoint), refused))
 
 
 @pytest.mark.parametrize("reach", [reached, refused])

@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 
 from ds_bench.doctor import nvme
-from ds_bench.doctor.findings import Finding, SystemAccess, attempt
+from ds_bench.doctor.findings import Finding, SystemAccess, run_check
 
 MIB, GB = 2**20, 2**30
 AIO = {"block_size": MIB, "queue_depth": 8, "intra_op_parallelism": 1}
 
 
 def looked(path: Path, root: Path = Path("/")) -> dict[str, Finding]:
-    found = attempt("NVMe path", lambda: nvme.check(SystemAccess(root=root), path), failed="problem")
+    found = run_check("NVMe path", lambda: nvme.check(SystemAccess(root=root), path), failed_level="problem")
     return {each.name: each for each in found}
 
 
@@ -162,7 +162,7 @@ def test_a_file_system_that_shows_no_device_cannot_be_read(tmp_path: Path) -> No
 
 def judged(**answer: Any) -> Finding:
     base = {"bytes": GB, "write_bytes_per_second": 6 * GB, "read_bytes_per_second": 7 * GB, "from_disk": True}
-    return nvme.judged({**base, **answer}, AIO)
+    return nvme.speed_finding({**base, **answer}, AIO)
 
 
 def test_a_fast_disk_is_ok_and_its_figures_have_a_unit() -> None:
@@ -197,7 +197,7 @@ def test_where_the_kernel_does_not_tell_nothing_is_claimed_of_a_cache() -> None:
 
 
 def test_an_error_of_the_child_is_a_problem_with_its_words() -> None:
-    found = nvme.judged({"error": "RuntimeError: no space"}, AIO)
+    found = nvme.speed_finding({"error": "RuntimeError: no space"}, AIO)
     assert found.level == "problem"
     assert "no space" in found.text
 

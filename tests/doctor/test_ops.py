@@ -17,15 +17,15 @@ from tests.support.doctor_machine import by_name, machine, nvcc, without
 def compiled_ops(
     there: SystemAccess, folder: Path, accelerator: str = "cpu", *, cuda: str | None = None, nvme: bool = False
 ) -> dict[str, Finding]:
-    return by_name(compiled.check(there, accelerator, folder, torch_cuda=cuda, nvme_asked=nvme))  # type: ignore[arg-type]
+    return by_name(compiled.check(there, accelerator, folder, check_nvme=nvme))  # type: ignore[arg-type]
 
 
 def test_each_op_names_the_strategies_that_need_it() -> None:
-    users = compiled.users("cpu")
+    users = compiled.strategies_by_op("cpu")
     assert len(users[ops.SHARED_MEMORY]) == 8
     assert users[ops.CPU_ADAM] == ["cpu_optimizer", "cpu_full", "nvme"]
     assert users[ops.ASYNC_IO] == ["nvme"]
-    assert compiled.users("cuda")[ops.FUSED_ADAM] == ["zero0", "zero1", "zero2", "zero3", "none"]
+    assert compiled.strategies_by_op("cuda")[ops.FUSED_ADAM] == ["zero0", "zero1", "zero2", "zero3", "none"]
 
 
 def test_an_op_with_our_mark_is_built_and_one_without_can_be(tmp_path: Path) -> None:
@@ -84,7 +84,7 @@ def test_what_a_build_says_goes_before_what_the_cache_shows(tmp_path: Path) -> N
         ops.CPU_ADAM: ops.OpState(op=ops.CPU_ADAM, ready=False, reason="no g++"),
         ops.SHARED_MEMORY: ops.OpState(op=ops.SHARED_MEMORY, ready=True),
     }
-    found = by_name(compiled.check(machine(), "cpu", tmp_path, torch_cuda=None, nvme_asked=False, states=states))
+    found = by_name(compiled.check(machine(), "cpu", tmp_path, check_nvme=False, states=states))
     assert found["CPUAdam op"].level == "problem"
     assert "no g++" in found["CPUAdam op"].text
     assert found["ShareMemComm op"].text.startswith("built")
@@ -115,7 +115,7 @@ def test_stale_locks_of_ours_and_of_the_users_own_programs_are_told_apart(tmp_pa
     (ours / "cpu_adam" / "lock").touch()
     (theirs / "lock").touch()
     mine, yours = compiled.check_locks(machine(HOME=str(tmp_path)), ours)
-    assert compiled.BUILD in (mine.remedy or "")
+    assert compiled.BUILD_COMMAND in (mine.remedy or "")
     assert yours.remedy == f"rm '{theirs}/lock'"  # quoted: the path has a space in it
 
 

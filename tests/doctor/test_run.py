@@ -43,23 +43,25 @@ def bare(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> SystemAccess:
     monkeypatch.setenv("DS_BENCH_OPS_CACHE", str(tmp_path / "ops"))
     root = tmp_path / "root"
     root.mkdir()
-    return SystemAccess(root=root, environ=OFFLINE, query=Cards(), which=lambda _name: None, ask=lambda *_: None)
+    return SystemAccess(
+        root=root, environ=OFFLINE, gpu_query=Cards(), find_program=lambda _name: None, run_program=lambda *_: None
+    )
 
 
 # ------------------------------------------------------------------ the whole
 
 
 def test_a_machine_that_tells_nothing_gets_an_answer_of_every_group(bare: SystemAccess) -> None:
-    groups = doctor.gather(bare)
+    groups = doctor.run_all_checks(bare)
     assert list(groups) == GROUPS
     assert all(groups.values())
     assert "problem" in {finding.level for findings in groups.values() for finding in findings}
 
 
 def test_the_cards_are_asked_once(bare: SystemAccess) -> None:
-    assert isinstance(bare.query, Cards)
-    doctor.gather(bare)
-    assert bare.query.times == 1
+    assert isinstance(bare.gpu_query, Cards)
+    doctor.run_all_checks(bare)
+    assert bare.gpu_query.times == 1
 
 
 def test_a_check_that_breaks_costs_no_other_group(bare: SystemAccess, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,7 +69,7 @@ def test_a_check_that_breaks_costs_no_other_group(bare: SystemAccess, monkeypatc
         raise RuntimeError("broken")
 
     monkeypatch.setattr(compilers, "check", breaks)
-    groups = doctor.gather(bare)
+    groups = doctor.run_all_checks(bare)
     assert list(groups) == GROUPS
     assert groups["Tools"] == [warning("tools", "could not be read: broken")]
 
@@ -76,12 +78,12 @@ def test_a_path_that_cannot_be_used_is_not_measured(
     bare: SystemAccess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(nvme, "check_speed", lambda *_: pytest.fail("measured all the same"))
-    (found,) = doctor.gather(bare, nvme_path=tmp_path / "missing")["NVMe"]
+    (found,) = doctor.run_all_checks(bare, nvme_path=tmp_path / "missing")["NVMe"]
     assert found.level == "problem"
 
 
 def test_without_the_op_the_speed_is_not_measured_and_the_remedy_builds_it(bare: SystemAccess, tmp_path: Path) -> None:
-    found = doctor.gather(bare, nvme_path=tmp_path)["NVMe"][-1]
+    found = doctor.run_all_checks(bare, nvme_path=tmp_path)["NVMe"][-1]
     assert (found.name, found.level) == ("NVMe speed", "warning")
     assert "--build" in (found.remedy or "")
 
@@ -96,7 +98,7 @@ def test_build_hands_every_op_of_the_catalogue_to_the_builder(
         return {name: ops.OpState(op=name, ready=name != ops.CPU_ADAM, reason="no g++") for name in names}
 
     monkeypatch.setattr(ops, "prepare_ops", build)
-    groups = doctor.gather(bare, build=True)
+    groups = doctor.run_all_checks(bare, build=True)
     levels = {each.name: each.level for each in groups["DeepSpeed ops"]}
     assert asked == [ops.SHARED_MEMORY, ops.CPU_ADAM, ops.ASYNC_IO]
     assert levels["CPUAdam op"] == "problem"
@@ -107,7 +109,7 @@ def test_a_cache_that_cannot_be_made_is_a_finding_of_the_ops(
     bare: SystemAccess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ops, "cache_roots", lambda: [Path("/proc/nowhere")])  # no other cache takes its place
-    found = doctor.gather(bare, build=True)["DeepSpeed ops"][-1]
+    found = doctor.run_all_checks(bare, build=True)["DeepSpeed ops"][-1]
     assert found.level == "problem"
     assert found.remedy == "set DS_BENCH_OPS_CACHE"
 
@@ -120,7 +122,7 @@ def config(name: str) -> dict[str, Any]:
 
 
 def planned(*configs: dict[str, Any], place: Placement = CPU, **arguments: Any) -> dict[str, Finding]:
-    found = doctor.for_plan(place, configs, **arguments)
+    found = doctor.run_plan_checks(place, configs, **arguments)
     return {each.name: each for each in found}
 
 
@@ -132,13 +134,13 @@ def test_a_plan_on_this_machine_is_ready_and_says_so_quickly() -> None:
 
 
 def test_a_tool_that_every_row_needs_is_a_problem(bare: SystemAccess) -> None:
-    assert planned(config("none"), machine=bare)["ninja"].level == "problem"  # on the CPU every row talks by an op
+    assert planned(config("none"), system=bare)["ninja"].level == "problem"  # on the CPU every row talks by an op
 
 
 def test_a_tool_that_only_some_rows_need_is_a_warning(bare: SystemAccess) -> None:
     place = Placement(accelerator="cuda")
-    some = planned(config("none"), config("cpu_optimizer"), place=place, machine=bare)
-    every = planned(config("cpu_full"), config("cpu_optimizer"), place=place, machine=bare)
+    some = planned(config("none"), config("cpu_optimizer"), place=place, system=bare)
+    every = planned(config("cpu_full"), config("cpu_optimizer"), place=place, system=bare)
     assert some["ninja"].level == "warning"
     assert every["ninja"].level == "problem"
 
@@ -163,18 +165,18 @@ def test_a_full_disk_for_swapping_stops_only_the_rows_that_swap(
 
 def test_cards_are_looked_at_only_where_the_plan_uses_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(environment, "torch_cuda_version", lambda: "12.8")
-    cut = SystemAccess(query=Cards(GpuFacts(index=0, mig=True)), environ={})
-    assert "GPU 0 MIG" not in planned(config("none"), machine=cut)
-    assert planned(config("none"), place=Placement(accelerator="cuda"), machine=cut)["GPU 0 MIG"].level == "problem"
+    cut = SystemAccess(gpu_query=Cards(GpuFacts(index=0, mig=True)), environ={})
+    assert "GPU 0 MIG" not in planned(config("none"), system=cut)
+    assert planned(config("none"), place=Placement(accelerator="cuda"), system=cut)["GPU 0 MIG"].level == "problem"
 
 
 def test_an_amd_gpu_is_said_to_be_unsupported(tmp_path: Path) -> None:
     (tmp_path / "dev").mkdir()
-    there = SystemAccess(root=tmp_path, query=Cards(), environ={})
-    assert "GPUs" not in planned(config("none"), machine=there)
+    there = SystemAccess(root=tmp_path, gpu_query=Cards(), environ={})
+    assert "GPUs" not in planned(config("none"), system=there)
     (tmp_path / "dev/kfd").touch()
-    assert "ROCm is not supported: this runs on the CPU" in planned(config("none"), machine=there)["GPUs"].text
-    assert "ROCm is not supported" in doctor.gather(there)["GPUs"][0].text
+    assert "ROCm is not supported: this runs on the CPU" in planned(config("none"), system=there)["GPUs"].text
+    assert "ROCm is not supported" in doctor.run_all_checks(there)["GPUs"][0].text
 
 
 def test_host_memory_is_held_against_what_the_plan_needs() -> None:
@@ -185,7 +187,7 @@ def test_a_deepspeed_that_is_too_old_ends_the_plan_in_second_0(monkeypatch: pyte
     monkeypatch.setattr(packages, "check", lambda: [problem("deepspeed", "0.14 is installed", "pip install it")])
     stream = io.StringIO()
     with pytest.raises(PreflightError, match="not ready: 1 problem"):
-        doctor.require_ready(doctor.for_plan(CPU, [config("none")]), stream)
+        doctor.require_ready(doctor.run_plan_checks(CPU, [config("none")]), stream)
     assert "0.14 is installed -> pip install it" in stream.getvalue()
 
 

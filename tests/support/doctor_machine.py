@@ -21,7 +21,7 @@ def machine(
     ask: Callable[[Sequence[str], str], str | None] = lambda _command, _text: "",
     **environ: str,
 ) -> SystemAccess:
-    return SystemAccess(root=root, environ=environ, which=programs.get, ask=ask)
+    return SystemAccess(root=root, environ=environ, find_program=programs.get, run_program=ask)
 
 
 def without(*names: str) -> dict[str, str]:
