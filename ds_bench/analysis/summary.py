@@ -5,16 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import Any
 
 from ..config.deepspeed_config import hash_config, is_full_config
+from ..config.spec import Workload
 from ..models.presets import ModelFacts
 from ..prediction import trial_predictions
 from ..records.schema import RankMeasurement, TrialRecord
 from ..system.environment import Environment
 from . import flops, trial_caveats
-from .caveats import Caveat
+from .caveats import Caveat, parse_caveat
 from .intervals import sample_std
 from .trial_caveats import measured_values
 
@@ -25,7 +25,7 @@ class TrialSummary:
 
     record: TrialRecord
     mean_step_seconds: float | None = None
-    """Window divided by steps, on the slowest rank."""
+    """Duration of the measured window divided by the number of steps, on the slowest rank."""
     step_seconds_std: float | None = None
     """Sample standard deviation of the slowest rank's step times."""
     tokens_per_second: float | None = None
@@ -34,9 +34,9 @@ class TrialSummary:
     model_flops_per_token: int | None = None
     """PaLM appendix B: 6·N_matmul + 12·L·H·Q·T, full attention; forward and backward."""
     causal_flops_per_token: int | None = None
-    """The same with the attention term halved."""
+    """As ``model_flops_per_token``, with the attention term halved."""
     hardware_flops_per_token: int | None = None
-    """With what recomputation adds."""
+    """As ``model_flops_per_token``, with the recomputation of activation checkpointing added."""
     model_tflops_per_gpu: float | None = None
     mfu: float | None = None
     """Fraction of the device's dense peak, PaLM convention."""
@@ -50,9 +50,9 @@ class TrialSummary:
     gpu_alloc_retries: int | None = None
     """All ``gpu_*``: the worst rank."""
     gpu_outside_allocator_bytes: int | None = None
-    """In use on the card beyond torch's allocator after the last measured step (``prediction.trial_predictions``)."""
+    """In use on the GPU outside torch's allocator after the last measured step (``prediction.trial_predictions``)."""
     host_peak_bytes: int | None = None
-    """Sum over the ranks of one node of their peak resident size."""
+    """Peak resident size, summed over the ranks of a node; of the node with the largest sum."""
     host_pss_bytes: int | None = None
     nvme_stored_bytes: int | None = None
     nvme_read_bytes_per_step: float | None = None
@@ -63,94 +63,110 @@ class TrialSummary:
     grad_accum: int | None = None
     data_parallel_size: int | None = None
     repeated_loss: float | None = None
-    """Mean over ranks of the loss on each one's first batch after the last measured step."""
+    """Loss on the first batch of each rank, computed again after the last measured step; mean over ranks."""
     weight_change: tuple[float, ...] | None = None
-    """Count sketch of what training changed of the weights (worker/weight_change.py)."""
+    """Count sketch of the change of the weights by training (worker/weight_change.py)."""
     weight_change_norm: float | None = None
     """Norm of that change over all weights, estimated from the sketch within some 10 %."""
     weight_change_cosine: float | None = None
-    """Its cosine to the change of the row that this one is held against (``loss_parity``)."""
+    """Cosine between this change and that of the reference row (``loss_parity``)."""
     predicted_over_measured: float | None = None
     """Predicted GPU memory to measured (``prediction.trial_predictions``); None without a prediction or a GPU."""
     predicted_over_ledger: float | None = None
     """Predicted ledger to the counted one; None without a prediction or a ledger."""
     caveats: tuple[Caveat, ...] = ()
-    """What was known before it ran, then what its numbers say."""
+    """Caveats that were written with the record, then those that its numbers show."""
     environment: Environment | None = None
-    """Hardware and versions of the host it ran on; None where the result does not tell."""
+    """Hardware and versions of the host it ran on; None if the result does not hold them."""
     num_nodes: int | None = None
-    """Hosts that the ranks ran on; None for a trial over a hostfile that measured nothing."""
+    """Number of hosts that the ranks ran on; None for a trial over a hostfile that measured nothing."""
     run_id: str | None = None
-    """Name of the run's folder; None where the result does not tell."""
+    """Name of the run's folder; None if the result does not hold it."""
     flat_config_hash: str | None = None
-    """``config_hash`` as a flat row tells it; None for a summary of a record."""
+    """``config_hash`` of a flat row; None for a summary of a record."""
     round: int | None = None
-    """Number of the round in which it ran, where several results are taken together; None: its trial's ``repeat``."""
+    """Number of the round in which it ran, set where several results are merged; None: the trial's ``repeat``."""
 
     @property
     def config_hash(self) -> str | None:
         """The first 12 hexadecimal digits of the SHA-256 of the DeepSpeed configuration that ran, without its folders.
 
-        Equal for equal configurations on any machine. None where the result does not tell the configuration.
+        Equal for equal configurations on any machine. None if the result does not hold the configuration.
         """
         trial = self.record.trial
         return hash_config(trial.ds_config) if is_full_config(trial) else self.flat_config_hash
 
     @property
     def gpu_fraction(self) -> float | None:
-        """Peak reserved memory as a fraction of the card, real or emulated, on the rank nearest to running out."""
+        """Peak reserved memory as a fraction of the GPU's, real or emulated, on the fullest rank."""
         return trial_caveats.gpu_fraction(self.record)
 
 
-def summarise(record: TrialRecord, facts: ModelFacts | None, peak_flops: float | None) -> TrialSummary:
-    """The numbers of one trial. ``peak_flops``: FLOP/s of one device in the trial's precision."""
-    written = trial_caveats.written_caveats(record.caveats)
+def summarise(
+    record: TrialRecord,
+    facts: ModelFacts | None,
+    peak_flops: float | None,
+    environment: Environment | None = None,
+    run_id: str | None = None,
+) -> TrialSummary:
+    """Computes the numbers of one trial.
+
+    ``facts``: of its model; None leaves out FLOPs and MFU. ``peak_flops``: FLOP/s of one device in the trial's
+    precision; None leaves out MFU. ``environment`` and ``run_id`` are stored in the summary.
+    """
+    caveats = dict.fromkeys(map(parse_caveat, record.caveats))
     if not record.ranks:
         alone = record.trial.placement.hostfile is None
-        return TrialSummary(record=record, caveats=tuple(written), num_nodes=1 if alone else None)
-    slowest = max(record.ranks, key=lambda rank: rank.window_seconds)
-    step = slowest.window_seconds / len(slowest.step_seconds)
-    deviation = sample_std(slowest.step_seconds)
-    of_measured = trial_predictions.predicted_over_measured(record)
-    of_ledger = trial_predictions.predicted_over_ledger(record)
-    samples = slowest.micro_batch_size * slowest.grad_accum * slowest.data_parallel_size / step
-    tokens = samples * record.trial.workload.seq_length
-    per_gpu = tokens / slowest.world_size
-    work = record.trial.workload
-    change = _sum_of_sketches(record.ranks)
-    tflops, mfu = _efficiency(facts, work.seq_length, per_gpu, peak_flops)
+        return TrialSummary(
+            record=record,
+            caveats=tuple(caveats),
+            environment=environment,
+            num_nodes=1 if alone else None,
+            run_id=run_id,
+        )
+    ranks, workload = record.ranks, record.trial.workload
+    slowest = max(ranks, key=lambda rank: rank.window_seconds)
+    step_seconds_std = sample_std(slowest.step_seconds)
+    mean_step_seconds = slowest.window_seconds / len(slowest.step_seconds)
+    samples_per_second = slowest.micro_batch_size * slowest.grad_accum * slowest.data_parallel_size / mean_step_seconds
+    tokens_per_second = samples_per_second * workload.seq_length
+    efficiency = _efficiency(facts, workload, tokens_per_second / slowest.world_size, peak_flops)
+    over_measured = trial_predictions.predicted_over_measured(record)
+    over_ledger = trial_predictions.predicted_over_ledger(record)
+    caveats |= dict.fromkeys(
+        trial_caveats.trial_caveats(
+            record, slowest, step_seconds_std, efficiency.get("mfu"), over_measured, over_ledger
+        )
+    )
+    weight_change = _sum_of_sketches(ranks)
     return TrialSummary(
         record=record,
-        mean_step_seconds=step,
-        step_seconds_std=deviation,
-        tokens_per_second=tokens,
-        tokens_per_second_per_gpu=per_gpu,
-        samples_per_second=samples,
-        **_flops_per_token(facts, work.seq_length, work.activation_checkpointing),
-        model_tflops_per_gpu=tflops,
-        mfu=mfu,
-        **_max_over_ranks(record.ranks),
+        mean_step_seconds=mean_step_seconds,
+        step_seconds_std=step_seconds_std,
+        tokens_per_second=tokens_per_second,
+        tokens_per_second_per_gpu=tokens_per_second / slowest.world_size,
+        samples_per_second=samples_per_second,
+        **efficiency,
+        **{name: max(values) for name in _GPU_FIELDS if (values := measured_values(ranks, name))},
         gpu_outside_allocator_bytes=trial_predictions.outside_allocator_bytes(record),
-        host_peak_bytes=_total_per_node(record.ranks, "host_peak_bytes"),
-        host_pss_bytes=_total_per_node(record.ranks, "host_pss_bytes"),
-        nvme_stored_bytes=_total(record.ranks, "nvme_stored_bytes"),
-        nvme_read_bytes_per_step=_per_step(record.ranks, "nvme_read_bytes"),
-        nvme_written_bytes_per_step=_per_step(record.ranks, "nvme_written_bytes"),
-        losses=_mean_losses(record.ranks),
-        repeated_loss=_mean_repeated_loss(record.ranks),
-        weight_change=change,
-        weight_change_norm=None if change is None else math.hypot(*change),
+        host_peak_bytes=_max_over_nodes(ranks, "host_peak_bytes"),
+        host_pss_bytes=_max_over_nodes(ranks, "host_pss_bytes"),
+        nvme_stored_bytes=_sum(ranks, "nvme_stored_bytes"),
+        nvme_read_bytes_per_step=_per_step(ranks, "nvme_read_bytes"),
+        nvme_written_bytes_per_step=_per_step(ranks, "nvme_written_bytes"),
+        losses=_mean_losses(ranks),
+        repeated_loss=_mean_repeated_loss(ranks),
+        weight_change=weight_change,
+        weight_change_norm=None if weight_change is None else math.hypot(*weight_change),
         micro_batch_size=slowest.micro_batch_size,
         grad_accum=slowest.grad_accum,
         data_parallel_size=slowest.data_parallel_size,
-        num_nodes=len({rank.hostname for rank in record.ranks}),
-        predicted_over_measured=of_measured,
-        predicted_over_ledger=of_ledger,
-        caveats=tuple(
-            dict.fromkeys(
-                [*written, *trial_caveats.trial_caveats(record, slowest, deviation, mfu, of_measured, of_ledger)]
-            )
-        ),
+        num_nodes=len({rank.hostname for rank in ranks}),
+        predicted_over_measured=over_measured,
+        predicted_over_ledger=over_ledger,
+        caveats=tuple(caveats),
+        environment=environment,
+        run_id=run_id,
     )
 
 
@@ -164,55 +180,47 @@ _GPU_FIELDS = (
     "gpu_device_used_bytes",
     "gpu_alloc_retries",
 )
-_gpu_values = attrgetter(*_GPU_FIELDS)
-
-
-def _flops_per_token(facts: ModelFacts | None, seq_length: int, checkpointing: bool) -> dict[str, Any]:
-    if facts is None:
-        return {}
-    return {
-        "model_flops_per_token": flops.model_flops_per_token(facts, seq_length),
-        "causal_flops_per_token": flops.causal_flops_per_token(facts, seq_length),
-        "hardware_flops_per_token": flops.hardware_flops_per_token(facts, seq_length, checkpointing),
-    }
 
 
 def _efficiency(
-    facts: ModelFacts | None, seq_length: int, tokens_per_second_per_gpu: float, peak: float | None
-) -> tuple[float | None, float | None]:
+    facts: ModelFacts | None, workload: Workload, tokens_per_second_per_gpu: float, peak_flops: float | None
+) -> dict[str, Any]:
+    """The fields of a summary that need the model's shape; empty if it is not known."""
     if facts is None:
-        return None, None
-    per_token = flops.model_flops_per_token(facts, seq_length)
-    return per_token * tokens_per_second_per_gpu / 1e12, flops.mfu(per_token, tokens_per_second_per_gpu, peak)
+        return {}
+    length = workload.seq_length
+    per_token = flops.model_flops_per_token(facts, length)
+    return {
+        "model_flops_per_token": per_token,
+        "causal_flops_per_token": flops.causal_flops_per_token(facts, length),
+        "hardware_flops_per_token": flops.hardware_flops_per_token(facts, length, workload.activation_checkpointing),
+        "model_tflops_per_gpu": per_token * tokens_per_second_per_gpu / 1e12,
+        "mfu": flops.mfu(per_token, tokens_per_second_per_gpu, peak_flops),
+    }
 
 
-def _max_over_ranks(ranks: Sequence[RankMeasurement]) -> dict[str, Any]:
-    """The largest of each of ``_GPU_FIELDS``, where any rank measured it."""
-    columns = zip(_GPU_FIELDS, zip(*map(_gpu_values, ranks), strict=True), strict=True)
-    return {name: max(found) for name, values in columns if (found := [each for each in values if each is not None])}
-
-
-def _total(ranks: Sequence[RankMeasurement], name: str) -> int | None:
+def _sum(ranks: Sequence[RankMeasurement], name: str) -> int | None:
+    """The sum over all ranks; None if a rank did not measure it."""
     values = measured_values(ranks, name)
     return sum(values) if len(values) == len(ranks) else None
 
 
-def _total_per_node(ranks: Sequence[RankMeasurement], name: str) -> int | None:
-    """The fullest node's sum over its ranks; None where a rank did not report, as its node may be the fullest."""
+def _max_over_nodes(ranks: Sequence[RankMeasurement], name: str) -> int | None:
+    """The largest of the nodes' sums; None if a rank did not measure it, as its node may have the largest."""
     nodes: dict[str, list[RankMeasurement]] = {}
     for rank in ranks:
         nodes.setdefault(rank.hostname, []).append(rank)
-    totals = [total for members in nodes.values() if (total := _total(members, name)) is not None]
-    return max(totals) if len(totals) == len(nodes) else None
+    sums = [_sum(node_ranks, name) for node_ranks in nodes.values()]
+    return None if None in sums else max(value for value in sums if value is not None)
 
 
 def _per_step(ranks: Sequence[RankMeasurement], name: str) -> float | None:
-    total = _total(ranks, name)
+    total = _sum(ranks, name)
     return None if total is None else total / len(ranks[0].step_seconds)
 
 
 def _mean_losses(ranks: Sequence[RankMeasurement]) -> tuple[float | None, ...]:
-    """Per step the mean over ranks; None where any rank's is not finite."""
+    """The mean over ranks of each step's loss; None where a rank's is not finite."""
     if len(ranks) == 1:
         return ranks[0].losses
     count, steps = len(ranks), zip(*(rank.losses for rank in ranks), strict=False)
@@ -227,8 +235,12 @@ def _mean_repeated_loss(ranks: Sequence[RankMeasurement]) -> float | None:
 
 
 def _sum_of_sketches(ranks: Sequence[RankMeasurement]) -> tuple[float, ...] | None:
-    """The whole model's: each rank's is of its own share of the weights. None where a rank has none."""
+    """The sketch of the whole model's change: that of a rank covers its own share of the weights.
+
+    None if a rank has none, or sizes differ. The sum is right because a count sketch is linear (Charikar, Chen and
+    Farach-Colton, "Finding frequent items in data streams", ICALP 2002).
+    """
     sketches = measured_values(ranks, "weight_change")
-    if len(sketches) < len(ranks) or len({len(each) for each in sketches}) != 1:
+    if len(sketches) < len(ranks) or len({len(sketch) for sketch in sketches}) != 1:
         return None
     return tuple(map(math.fsum, zip(*sketches, strict=True)))

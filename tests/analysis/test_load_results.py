@@ -119,7 +119,7 @@ def test_every_name_of_a_run_gives_its_records_environment_and_arguments(
 
 def test_the_summaries_are_those_that_the_run_itself_showed(run: RunFolder) -> None:
     shown = json.loads(run.json_path.read_text())
-    assert [dict(row) for row in load_results.load(run.folder).rows] == shown
+    assert flat_rows(load_results.load(run.folder).summaries) == shown
 
 
 def test_a_flat_json_without_its_run_folder_gives_its_rows(run: RunFolder, tmp_path: Path) -> None:
@@ -128,7 +128,7 @@ def test_a_flat_json_without_its_run_folder_gives_its_rows(run: RunFolder, tmp_p
     result = load_results.load(alone)
     assert result.records is None
     assert result.environment == replace(HOST, hostname="")
-    assert list(result.rows) == json.loads(alone.read_text())
+    assert flat_rows(result.summaries) == json.loads(alone.read_text())
     assert [entry.tokens_per_second for entry in result.summaries[:2]] == [pytest.approx(5120), pytest.approx(2560)]
     assert any("flat rows only" in note for note in result.notes)
 

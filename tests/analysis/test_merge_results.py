@@ -36,7 +36,6 @@ def result(
     return Result(
         source=Path(name),
         records=entries,
-        rows=(),
         summaries=load_results.summarise_all(entries),
         environment=on,
         family=family,
