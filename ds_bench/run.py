@@ -32,7 +32,9 @@ from .records import schema
 from .records.resume import latest_records, remaining_trials, require_same_machine, require_same_workload
 from .records.run_folder import RunFolder
 from .records.schema import Outcome, TrialRecord
-from .report import comparison_report, export, table
+from .report import export, table
+from .report.comparison_report import ComparisonReport, build_report
+from .report.markdown import render_markdown
 from .report.progress import Reporter
 from .system import files, signals, terminal
 from .system.environment import Environment
@@ -253,14 +255,12 @@ class ResultBuilder:
         ]
         return [replace(summary, environment=self.environment, run_id=self._run_id) for summary in summaries]
 
-    def build_report(
-        self, summaries: Sequence[TrialSummary], notes: Sequence[str], command: str
-    ) -> comparison_report.Answer:
+    def build_report(self, summaries: Sequence[TrialSummary], notes: Sequence[str], command: str) -> ComparisonReport:
         """Comparison and recommendation of these summaries."""
         baseline = self._plan.options.relative_to
         if not any(summary.record.trial.strategy.name == baseline for summary in summaries):
             baseline = None  # an interruption came before that row
-        return comparison_report.of(
+        return build_report(
             summaries,
             goal=self._plan.options.goal,
             relative_to=baseline,
@@ -286,7 +286,7 @@ def _finish(
     if (gpu := results.gpu_without_peak) is not None:
         notes = [*notes, f"no peak rate known for {gpu}: MFU left out; --peak-tflops gives it"]
     report = results.build_report(summaries, notes, provenance.command(options.family, arguments))
-    store.save_run({**store.load_run(), "recommendation": report.recommendation_facts()})
+    store.save_run({**store.load_run(), "recommendation": report.recommendation.to_dict()})
     folder = export.write_configuration(options, report, store.folder, results.environment)
     print_report(options, report, rows)  # last: standard output may be gone
     if not options.quiet:
@@ -296,15 +296,15 @@ def _finish(
     return exit_code(options, summaries)
 
 
-def print_report(options: Options, report: comparison_report.Answer, rows: Sequence[dict[str, Any]]) -> None:
+def print_report(options: Options, report: ComparisonReport, rows: Sequence[dict[str, Any]]) -> None:
     """The report on standard output, in the format asked for."""
     with terminal.pipe_may_close():
         if options.format == "json":
             terminal.print_json(table.as_json(rows))
         elif options.format == "markdown":
-            terminal.print_text(comparison_report.markdown(report))
+            terminal.print_text(render_markdown(report))
         else:
-            comparison_report.print_answer(report, sys.stdout)
+            table.print_report(report, sys.stdout)
 
 
 def exit_code(options: Options, summaries: Sequence[TrialSummary]) -> int:

@@ -32,6 +32,8 @@ _MOST_NAMED = 6
 class Recommendation:
     """The row to use. Every text is one line without escapes."""
 
+    goal: str
+    """speed, balanced or memory."""
     choice: str | None
     """Label of the row; None where nothing can be recommended."""
     key: str | None
@@ -52,6 +54,16 @@ class Recommendation:
     def decided(self) -> bool:
         """Whether the measurements decide, as far as it matters. False too where there is no choice."""
         return self.choice is not None and not self.undecided
+
+    @property
+    def lines(self) -> list[str]:
+        """For a console: the choice, why, its cost, and each next step on a line of its own."""
+        headline = self.choice or "none"
+        if self.undecided:
+            headline = f"undecided between {_listed(self.undecided)}; until then {self.choice}"
+        cost = [] if self.cost is None else [f"Cost: {self.cost}"]
+        steps = [f"Next: {step}" for step in self.next_steps]
+        return [f"Recommendation ({self.goal}): {headline}", f"Why: {self.reason}", *cost, *steps]
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
@@ -79,11 +91,12 @@ def recommend(comparison: Comparison, goal: str = "balanced") -> Recommendation:
     candidates = _candidates(comparison, terms)
     decision = decide(candidates.candidates, goal, _intervals(comparison))
     if decision is None or (candidates.incomparable and len(candidates.candidates) < 2):
-        return _no_recommendation(comparison, candidates)
+        return _no_recommendation(comparison, candidates, goal)
     choice, fitting = decision.choice, [candidate for candidate in candidates.candidates if candidate.fits]
     speeds = Speeds(candidates=fitting, interval_of=_intervals(comparison))
     open_rows = [row.label for row in (choice, *decision.undecided)] if decision.undecided else []
     return Recommendation(
+        goal=goal,
         choice=choice.label,
         key=choice.key,
         reason=_reason(decision, speeds, candidates, comparison, goal, terms),
@@ -92,20 +105,6 @@ def recommend(comparison: Comparison, goal: str = "balanced") -> Recommendation:
         tied=tuple(candidate.label for candidate in decision.tied),
         undecided=tuple(open_rows),
     )
-
-
-def lines(recommendation: Recommendation, goal: str = "balanced") -> list[str]:
-    """For a console: the choice, why, its cost, and each next step on a line of its own."""
-    text = [f"Recommendation ({goal}): {_headline(recommendation)}", f"Why: {recommendation.reason}"]
-    if recommendation.cost is not None:
-        text.append(f"Cost: {recommendation.cost}")
-    return [*text, *(f"Next: {step}" for step in recommendation.next_steps)]
-
-
-def _headline(recommendation: Recommendation) -> str:
-    if not recommendation.undecided:
-        return recommendation.choice or "none"
-    return f"undecided between {_listed(recommendation.undecided)}; until then {recommendation.choice}"
 
 
 def _listed(labels: Sequence[str]) -> str:
@@ -212,9 +211,10 @@ def _reason(
     return ". ".join(sentences)
 
 
-def _no_recommendation(comparison: Comparison, candidates: Candidates) -> Recommendation:
+def _no_recommendation(comparison: Comparison, candidates: Candidates, goal: str) -> Recommendation:
     sentences = [_why_nothing(comparison, candidates), *_named(candidates)]
     return Recommendation(
+        goal=goal,
         choice=None,
         key=None,
         reason=". ".join(sentences),

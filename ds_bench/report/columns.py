@@ -35,6 +35,18 @@ class Column:
         return self.text(row), self.sort_key(row)
 
 
+def row_status(row: ComparisonRow, with_sign: Callable[[str], str]) -> str:
+    """The status of the first run that failed, else of the first; with how many runs failed if not all did.
+
+    ``with_sign`` puts a sign in front of a status: not every font has the emoji of the terminal.
+    """
+    failed = [run for run in row.summaries if not run.record.outcome.success]
+    if not row.summaries:
+        return MISSING
+    text = with_sign((failed or row.summaries)[0].record.outcome.status)
+    return f"{text} ({len(failed)} of {len(row.summaries)})" if failed and row.succeeded else text
+
+
 def _throughput_interval(row: ComparisonRow) -> str:
     if row.interval is None:
         return NOT_TESTED if row.succeeded else MISSING

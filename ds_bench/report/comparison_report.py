@@ -1,54 +1,110 @@
-"""What a set of rows comes to: the comparison, the recommendation, and where they come from; as text for a console
-or as a Markdown block for an issue. A run ends with it, and ``report`` makes it again from files."""
+"""One comparison with all that is reported of it: the terminal, Markdown, the HTML page and the exports take this.
+
+A run ends with one; the command ``report`` makes it again from files.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import IO, Any
+from functools import cached_property
 
-from ..analysis import comparison as compare
 from ..analysis import provenance
-from ..analysis.comparison import Comparison, ComparisonRow
+from ..analysis.caveats import Caveat
+from ..analysis.comparison import Comparison, ComparisonRow, compare
 from ..analysis.summary import TrialSummary
-from ..recommend import recommendation as recommend
-from ..recommend.recommendation import Recommendation
-from ..system import terminal
+from ..recommend.recommendation import Recommendation, recommend
 from ..system.environment import Environment
-from . import table
-from .markdown import escape, fenced
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
-    """One table and what to make of it."""
+class Note:
+    """A caveat, the cause of a failure, or why a row has no ratio. Plain text: whoever renders it escapes it."""
+
+    kind: str
+    """``near capacity``, ``not comparable``, ``failed``, …"""
+    text: str
+    next_step: str | None = None
+    """What to do about it; None if nothing, or if ``text`` says it."""
+    serious: bool = False
+    """The row failed, or its figures must not be used."""
+    page_only: bool = False
+    """Shown on the HTML page alone."""
+
+    @property
+    def line(self) -> str:
+        """The text and the next step."""
+        return self.text if self.next_step is None else f"{self.text}; {self.next_step}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComparisonReport:
+    """The rows of one workload on one placement, which to use, and where the figures come from."""
 
     title: str
     """What was trained on what."""
     comparison: Comparison
     recommendation: Recommendation
-    goal: str
-    """speed, balanced or memory."""
     notes: tuple[str, ...] = ()
-    """Of the run as a whole."""
+    """Notes of the run as a whole."""
     commands: tuple[str, ...] = ()
-    """The lines that were typed; empty where the files do not tell."""
+    """The command lines that were typed; empty if the files do not hold them."""
     environments: tuple[Environment, ...] = ()
     sources: tuple[str, ...] = ()
-    """The files it was made from; empty at the end of a run."""
+    """The files that it was made from; empty at the end of a run."""
 
     @property
-    def chosen(self) -> ComparisonRow | None:
-        """The recommended row."""
+    def recommended_row(self) -> ComparisonRow | None:
+        """None if no row is recommended."""
         key = self.recommendation.key
         return None if key is None else self.comparison.result(key)
 
-    def recommendation_facts(self) -> dict[str, Any]:
-        """The recommendation with its goal in plain JSON values: decided or not, and the tied rows."""
-        return {"goal": self.goal, **self.recommendation.to_dict()}
+    @cached_property
+    def general_notes(self) -> tuple[Note, ...]:
+        """The caveats of the whole comparison."""
+        return tuple(dict.fromkeys(map(_caveat_note, self.comparison.caveats)))
+
+    @cached_property
+    def row_notes(self) -> Mapping[str, tuple[Note, ...]]:
+        """The notes of each row, by its key."""
+        return {row.key: _notes_of_row(row) for row in self.comparison.results}
+
+    @cached_property
+    def labels_by_note(self) -> Mapping[Note, tuple[str, ...]]:
+        """Every note once, with the labels of its rows: the general ones first, without labels."""
+        labels: dict[Note, list[str]] = {note: [] for note in self.general_notes}
+        for row in self.comparison.results:
+            for note in self.row_notes[row.key]:
+                labels.setdefault(note, []).append(row.label)
+        return {note: () if note in self.general_notes else tuple(rows) for note, rows in labels.items()}
+
+    @cached_property
+    def run_notes(self) -> tuple[str, ...]:
+        """Those of ``notes`` that no caveat states already."""
+        stated = {note.text for note in self.labels_by_note}
+        return tuple(note for note in dict.fromkeys(self.notes) if note not in stated)
 
 
-def of(
+def _caveat_note(caveat: Caveat) -> Note:
+    return Note(
+        kind=caveat.kind.value.replace("_", " "),
+        text=caveat.text,
+        next_step=caveat.next_step_if_not_in_text,
+        serious=caveat.disqualifying,
+    )
+
+
+def _notes_of_row(row: ComparisonRow) -> tuple[Note, ...]:
+    notes = [*map(_caveat_note, row.caveats)]
+    if row.differences:
+        notes.append(Note(kind="not comparable", text=f"no ratio, as rows differ: {'; '.join(row.differences)}"))
+    for outcome in (run.record.outcome for run in row.summaries):
+        if not outcome.success and (text := outcome.details or outcome.error):
+            notes.append(Note(kind="failed", text=text, serious=True, page_only=not outcome.details))
+    return tuple(dict.fromkeys(notes))
+
+
+def build_report(
     summaries: Sequence[TrialSummary],
     *,
     goal: str = "balanced",
@@ -57,42 +113,19 @@ def of(
     commands: Sequence[str] = (),
     environments: Sequence[Environment] = (),
     sources: Sequence[str] = (),
-    heading: str | None = None,
-) -> Answer:
-    """The answer that rows of one workload give.
+    title: str | None = None,
+) -> ComparisonReport:
+    """Compares rows of one workload and recommends one for the goal.
 
-    Raises UsageError where ``relative_to`` names no row.
+    ``title``: None is made from the summaries. Raises UsageError if ``relative_to`` names no row.
     """
-    comparison = compare.compare(summaries, relative_to, environments=environments)
-    return Answer(
-        title=heading or provenance.title(summaries),
+    comparison = compare(summaries, relative_to, environments=environments)
+    return ComparisonReport(
+        title=title or provenance.title(summaries),
         comparison=comparison,
-        recommendation=recommend.recommend(comparison, goal),
-        goal=goal,
+        recommendation=recommend(comparison, goal),
         notes=tuple(notes),
         commands=tuple(dict.fromkeys(filter(None, commands))),
         environments=tuple(environments),
         sources=tuple(sources),
     )
-
-
-def print_answer(answer: Answer, stream: IO[str]) -> None:
-    """The table, its notes and the recommendation."""
-    table.print_table(answer.title, answer.comparison, answer.notes, stream)
-    terminal.print_text("", stream)
-    for line in recommend.lines(answer.recommendation, answer.goal):
-        terminal.print_text(line, stream)
-
-
-def markdown(answer: Answer) -> str:
-    """A block to paste into an issue: table, recommendation, set-up, exact command, versions."""
-    parts = [table.markdown(answer.title, answer.comparison, answer.notes).rstrip()]
-    parts += [
-        "**Recommendation**\n\n"
-        + "\n".join(f"- {escape(line)}" for line in recommend.lines(answer.recommendation, answer.goal))
-    ]
-    for environment in answer.environments:
-        parts.append("**Set-up** " + escape(provenance.one_line(environment)))
-    for line in answer.commands:
-        parts.append(f"**Command**\n\n{fenced(line)}")
-    return "\n\n".join(parts) + "\n"

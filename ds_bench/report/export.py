@@ -24,12 +24,11 @@ from ..config.options import Options
 from ..config.placement import read_hostfile
 from ..config.spec import Placement
 from ..errors import UsageError
-from ..recommend import recommendation
 from ..records.rank_files import write_json, write_text
 from ..records.schema import TrialRecord
 from ..system.environment import Environment
 from . import export_readme
-from .comparison_report import Answer
+from .comparison_report import ComparisonReport
 
 RAW_FILE = "ds_config.json"
 TRAINER_FILE = "ds_config_trainer.json"
@@ -73,25 +72,27 @@ def write_exports(
     return [folder / name for name in (RAW_FILE, TRAINER_FILE, ACCELERATE_FILE, YAML_FILE, README_FILE)]
 
 
-def write_configuration(options: Options, answer: Answer, run_folder: Path, environment: Environment) -> Path | None:
+def write_configuration(
+    options: Options, report: ComparisonReport, run_folder: Path, environment: Environment
+) -> Path | None:
     """The recommended row's configuration, or that of ``--export``, ready to be used; its folder, None without one."""
-    row = _asked(options, answer) if options.export else answer.chosen
+    row = _asked(options, report) if options.export else report.recommended_row
     if row is None:
         return None
     folder = run_folder / (f"export_{row.strategy.name}" if options.export else "recommended")
     folder.mkdir(exist_ok=True)
     doubt = None
-    if not options.export and not answer.recommendation.decided:
-        doubt = recommendation.lines(answer.recommendation, answer.goal)[0]
+    if not options.export and not report.recommendation.decided:
+        doubt = report.recommendation.lines[0]
     write_exports((row.successes or row.summaries)[-1].record, folder, environment, doubt)
     if not options.export:
-        write_json(folder / "recommendation.json", answer.recommendation_facts())
+        write_json(folder / "recommendation.json", report.recommendation.to_dict())
     return folder
 
 
-def _asked(options: Options, answer: Answer) -> ComparisonRow | None:
+def _asked(options: Options, report: ComparisonReport) -> ComparisonRow | None:
     """None where an interruption came before that row."""
-    return next((row for row in answer.comparison.results if row.strategy.name == options.export), None)
+    return next((row for row in report.comparison.results if row.strategy.name == options.export), None)
 
 
 def raw_config(record: TrialRecord) -> Config:

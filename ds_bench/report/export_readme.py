@@ -6,7 +6,6 @@ escaped, so that none of them can end a line or open markup.
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -18,6 +17,7 @@ from ..config.spec import Placement, Trial
 from ..records.schema import TrialRecord
 from ..system.environment import Environment
 from ..system.redaction import REDACTED, redacted_keys
+from .markdown import escape, escape_unprintable, inline_code, shell_block
 
 Config = Mapping[str, Any]
 
@@ -52,15 +52,15 @@ def readme(
 ) -> str:
     """The whole file. ``arguments``: TrainingArguments by name, as on a command line. ``doubt``: for the head."""
     trial = record.trial
-    title = f"# DeepSpeed configuration of {code(trial.strategy.label)} for {code(trial.workload.model)}"
+    title = f"# DeepSpeed configuration of {inline_code(trial.strategy.label)} for {inline_code(trial.workload.model)}"
     sections = {
         "How to use it": _usage(record, raw, accelerate, arguments),
         f"What it was {'measured' if record.outcome.success else 'tried'} with": _measured(record, environment),
         "For another world size": _world_size(trial, trainer),
         "Keys to know": _keys(raw, accelerate, trial.placement),
-        "What to know of this row": (f"- {plain(caveat)}" for caveat in record.caveats),
+        "What to know of this row": (f"- {escape(caveat)}" for caveat in record.caveats),
     }
-    parts = [title, *([f"**{plain(doubt)}**"] if doubt else []), *_verdict(record)]
+    parts = [title, *([f"**{escape(doubt)}**"] if doubt else []), *_verdict(record)]
     for heading, lines in sections.items():
         text = "\n".join(lines)
         parts += [f"## {heading}", text] if text else []
@@ -72,7 +72,7 @@ def _verdict(record: TrialRecord) -> Iterator[str]:
     if outcome.success:
         return
     reason = record.trial.unsupported or record.trial.skipped or outcome.error or "no reason was recorded"
-    yield f"**This row did not train here** ({plain(outcome.status)}): {plain(reason)}."
+    yield f"**This row did not train here** ({escape(outcome.status)}): {escape(reason)}."
 
 
 def _usage(record: TrialRecord, raw: Config, accelerate: Config, arguments: Mapping[str, str]) -> Iterator[str]:
@@ -108,13 +108,12 @@ def _launcher(placement: Placement) -> list[str]:
 
 def _command(words: list[str]) -> Iterator[str]:
     text = " ".join(word if word.startswith("DS_ACCELERATOR=") else _shell(word) for word in words)
-    fence = _fence(text, 3)
-    yield f"\n  {fence}sh\n  {text}\n  {fence}\n"
+    yield f"\n{shell_block(text, indent='  ')}\n"
 
 
 def _shell(word: str) -> str:
     """One word of a bash command on one line, whatever is in it."""
-    return shlex.quote(word) if word.isprintable() else "$'" + _escaped(word).replace("'", "\\'") + "'"
+    return shlex.quote(word) if word.isprintable() else "$'" + escape_unprintable(word).replace("'", "\\'") + "'"
 
 
 def _refused_by_trainer(raw: Config) -> Iterator[str]:
@@ -139,7 +138,7 @@ def _optimizer(raw: Config, accelerate: Config) -> str:
         maker = (_ON_CPU if offloaded else _ON_DEVICE).get(kind, f"torch.optim.{name}")
     given = "".join(f", {key}={value!r}" for key, value in params.items())
     swapped = offloaded and accelerate.get("zero_force_ds_cpu_optimizer", True)
-    return f"{code(f'{maker}(model.parameters(){given})')}" + (
+    return f"{inline_code(f'{maker}(model.parameters(){given})')}" + (
         ", which Accelerate replaces by DeepSpeed's CPU version." if swapped else "."
     )
 
@@ -151,7 +150,7 @@ def optimizer_kind(config: Config) -> str:
 
 def _places(placement: Placement) -> Iterator[str]:
     if placement.hostfile is not None:
-        yield f"- Several nodes: {code(placement.hostfile)} holds one line `host slots=GPUS` per node."
+        yield f"- Several nodes: {inline_code(placement.hostfile)} holds one line `host slots=GPUS` per node."
         yield "  In `accelerate.yaml`, `num_machines` is the count of those and `num_processes` the sum of the slots,"
         yield "  of which Accelerate wants the same number on each node."
     if placement.accelerator == "cpu" and placement.num_gpus > 1:
@@ -162,7 +161,7 @@ def _measured(record: TrialRecord, environment: Environment | None) -> Iterator[
     work, placement = record.trial.workload, record.trial.placement
     unit = "GPU" if placement.accelerator == "cuda" else "CPU rank"
     names = sorted({rank.device_name for rank in record.ranks if placement.accelerator == "cuda"})
-    devices = f" ({plain(', '.join(names))})" if names else ""
+    devices = f" ({escape(', '.join(names))})" if names else ""
     yield f"- Hardware: {placement.num_gpus} {unit}{'s' if placement.num_gpus > 1 else ''}{devices}"
     yield f"- World size: {placement.num_gpus}"
     micro, accumulated = _batch(record.trial)
@@ -175,10 +174,10 @@ def _measured(record: TrialRecord, environment: Environment | None) -> Iterator[
     yield from _results(record)
     yield f"- Versions: {_versions(record, environment)}"
     if record.started_at is not None:
-        yield f"- Started at: {plain(record.started_at)}"
+        yield f"- Started at: {escape(record.started_at)}"
     if environment is not None:
         known = provenance.machine(environment)
-        yield from (f"- {label}: {plain(text)}" for label, text in known.items() if label not in environment.packages)
+        yield from (f"- {label}: {escape(text)}" for label, text in known.items() if label not in environment.packages)
 
 
 def _results(record: TrialRecord) -> Iterator[str]:
@@ -201,7 +200,7 @@ def _versions(record: TrialRecord, environment: Environment | None) -> str:
     known = dict(environment.packages) if environment is not None else {}
     if record.ranks:
         known |= {"torch": record.ranks[0].torch_version, "deepspeed": record.ranks[0].deepspeed_version}
-    return ", ".join(f"{name} {plain(version)}" for name, version in sorted(known.items())) or "not recorded"
+    return ", ".join(f"{name} {escape(version)}" for name, version in sorted(known.items())) or "not recorded"
 
 
 def _world_size(trial: Trial, trainer: Config) -> Iterator[str]:
@@ -225,10 +224,11 @@ def _batch(trial: Trial) -> tuple[object, object]:
 
 def _keys(raw: Config, accelerate: Config, placement: Placement) -> Iterator[str]:
     for key in redacted_keys(raw):
-        yield f"- {code(key)}: may be a credential and was not kept; put your own in place of {code(REDACTED)}."
+        placeholder = inline_code(REDACTED)
+        yield f"- {inline_code(key)}: may be a credential and was not kept; put your own in place of {placeholder}."
     own = [key for key, value in OWN_KEYS.items() if raw.get(key) == value]
     if own:
-        yield f"- {', '.join(map(code, own))}: added for measuring (no printing, no timers); remove at will."
+        yield f"- {', '.join(map(inline_code, own))}: added for measuring (no printing, no timers); remove at will."
     if _block(_block(raw, "optimizer"), "params").get("torch_adam"):
         yield "- `optimizer.params.torch_adam`: torch's AdamW stepped; remove it where DeepSpeed's FusedAdam builds."
     if raw.get("zero_allow_untested_optimizer"):
@@ -236,33 +236,9 @@ def _keys(raw: Config, accelerate: Config, placement: Placement) -> Iterator[str
     if "zero_force_ds_cpu_optimizer" in accelerate and "zero_force_ds_cpu_optimizer" not in raw:
         yield "- `zero_force_ds_cpu_optimizer`: keeps Accelerate from putting CPU Adam in your optimizer's place."
     if deepspeed_config.uses_nvme(raw):
-        path = code(placement.nvme_path or "not given")
+        path = inline_code(placement.nvme_path or "not given")
         yield f"- `nvme_path`: {path}; two jobs must not share it, and swap files stay there."
         yield "- `buffer_size` holds the largest parameter of this model: another model needs its own."
-
-
-def code(text: str) -> str:
-    """An inline code span on one line: nothing in it is markup, and it ends where it should."""
-    shown = _escaped(text) if not text.isprintable() else text
-    fence = _fence(shown, 1)
-    pad = " " if shown.startswith("`") or shown.endswith("`") else ""
-    return f"{fence}{pad}{shown}{pad}{fence}"
-
-
-def plain(text: object) -> str:
-    """Text on one line, with what Markdown and HTML would read as markup escaped."""
-    line = " ".join(str(text).split())
-    shown = line if line.isprintable() else _escaped(line)
-    return "".join(f"\\{character}" if character in "\\`*_~[]<>&|#" else character for character in shown)
-
-
-def _escaped(text: str) -> str:
-    return "".join(character if character.isprintable() else json.dumps(character)[1:-1] for character in text)
-
-
-def _fence(text: str, least: int) -> str:
-    longest = max((len(run) for run in "".join(c if c == "`" else " " for c in text).split()), default=0)
-    return "`" * max(least, longest + 1)
 
 
 def _block(config: Config, name: str) -> Config:

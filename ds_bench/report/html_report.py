@@ -1,107 +1,106 @@
-"""The report as one HTML file that needs nothing else: no network, no fonts, no scripts but its own.
+"""Reports as one HTML file that needs nothing else: no network, no fonts, no scripts but its own.
 
-It lays out what ``sections`` and ``charts`` give. Everything from users, models and machines is escaped by the template
-engine or by the XML writer; nothing of theirs ever stands inside a script or a style.
+Text from users, models and machines is escaped by the template engine or by the XML writer; none of it ever stands
+inside a script or a style.
 """
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ..analysis import provenance
 from ..analysis.comparison import ComparisonRow
-from . import charts, sections
-from .chart_data import Chart, charts_of
-from .columns import Column, measured_columns
-from .sections import ReportSection
-
-__all__ = ["Report", "ReportSection", "render"]
+from ..config.deepspeed_config import is_full_config
+from ..records.schema import SUCCESS
+from . import charts
+from .chart_data import charts_of
+from .columns import Column, measured_columns, row_status
+from .comparison_report import ComparisonReport, Note
 
 # Control characters have no place in HTML, lone surrogates none in UTF-8, and bidirectional overrides reorder text.
 _UNPRINTABLE = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff\u202a-\u202e\u2066-\u2069]")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
-    """A page."""
-
-    title: str
-    sections: tuple[ReportSection, ...]
-    command: str
-    """The lines that were typed; empty where nobody knows."""
-    environment: Mapping[str, str]
-    """Label → text, in reading order; of all sections that do not tell their own."""
-    generated: str
-    """When and by which version."""
-
-
-def render(report: Report) -> str:
-    """The whole page as text, to be written as UTF-8."""
+def render_page(reports: Sequence[ComparisonReport], generated: str) -> str:
+    """The whole page as text, to be written as UTF-8. ``generated``: when and by which version."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
     from markupsafe import Markup
 
+    loader = PackageLoader("ds_bench.report")
     engine = Environment(
-        loader=PackageLoader("ds_bench.report"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
+        loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    styles, script = (Markup(_source(engine, name)) for name in ("report.css", "report.js"))
-    parts = [_section(section, f"s{number}") for number, section in enumerate(report.sections, 1)]
-    page = engine.get_template("report.html").render(report=report, parts=parts, styles=styles, script=script)
+    styles, script = (Markup(loader.get_source(engine, name)[0]) for name in ("report.css", "report.js"))
+    machines = [_machines(report) for report in reports]
+    one_machine = len(set(map(str, machines))) == 1 and len(machines[0]) < 2
+    page = engine.get_template("report.html").render(
+        title=reports[0].title if len(reports) == 1 else f"{len(reports)} comparisons",
+        generated=generated,
+        command="\n".join(dict.fromkeys(command for report in reports for command in report.commands)),
+        environment=next(iter(machines[0]), {}) if one_machine else {},
+        parts=[
+            {**_section(report, f"s{number}"), "environments": None if one_machine else own}
+            for number, (report, own) in enumerate(zip(reports, machines, strict=True), 1)
+        ],
+        styles=styles,
+        script=script,
+    )
     return _UNPRINTABLE.sub("\ufffd", page)
 
 
-def _source(engine: Any, name: str) -> str:
-    """A file of ours, word for word."""
-    return str(engine.loader.get_source(engine, name)[0])
+def _machines(report: ComparisonReport) -> list[dict[str, str]]:
+    """What a reader needs to know of each machine that the rows were measured on: label → text."""
+    machines: list[dict[str, str]] = []
+    for environment in report.environments:
+        if (machine := provenance.machine(environment)) not in machines:
+            machines.append(machine)
+    return machines
 
 
-def _section(section: ReportSection, uid: str) -> dict[str, Any]:
-    """What the template asks of one section."""
-    drawable = charts_of(section.comparison)
-    footnotes = sections.footnotes(section.comparison)
-    said = {footnote.text for footnote in footnotes}
+def _section(report: ComparisonReport, uid: str) -> dict[str, Any]:
+    """What the template needs for one report. ``uid``: beginning of all its ids."""
+    from markupsafe import Markup
+
+    drawable = charts_of(report.comparison)
+    numbers = {note: number for number, note in enumerate(report.labels_by_note, 1)}
+    columns = measured_columns(report.comparison)
     return {
         "uid": uid,
-        "title": section.title,
-        "recommendation": section.recommendation,
-        "columns": measured_columns(section.comparison),
-        "rows": [_row(row, section, footnotes) for row in section.comparison.results],
-        "footnotes": footnotes,
-        "notes": [note for note in section.notes if note not in said],
-        "sources": section.sources,
-        "environments": section.environments,
-        "charts": [_chart(chart, f"{uid}-{chart.name}") for chart in drawable.charts],
+        "report": report,
+        "columns": columns,
+        "rows": [_row(row, report, columns, numbers) for row in report.comparison.results],
+        "footnotes": list(report.labels_by_note.items()),
+        "charts": [
+            {"chart": chart, "svg": Markup(charts.inline_svg(chart, f"{uid}-{chart.name}"))}
+            for chart in drawable.charts
+        ],
         "left_out": drawable.missing,
     }
 
 
-def _row(row: ComparisonRow, section: ReportSection, footnotes: tuple[sections.Footnote, ...]) -> dict[str, Any]:
-    baseline = section.comparison.baseline
-    shown = measured_columns(section.comparison)
+def _row(
+    row: ComparisonRow, report: ComparisonReport, columns: Sequence[Column], numbers: Mapping[Note, int]
+) -> dict[str, Any]:
+    comparison = report.comparison
+    notes = [note for note in report.row_notes[row.key] if report.labels_by_note[note]]
+    cells = [column.cell(row, comparison) for column in columns]
     return {
         "label": row.label,
-        "baseline": baseline is not None and row.key == baseline.key,
-        "status": sections.status(row),
+        "baseline": comparison.baseline is not None and row.key == comparison.baseline.key,
+        "status": row_status(row, lambda status: f"{'✓' if status == SUCCESS else '✗'} {status}"),
         "succeeded": row.succeeded,
-        "cells": [_cell(column, row, section) for column in shown],
+        "cells": [(text, "" if key is None else repr(key)) for text, key in cells],  # an empty key sorts last
         "runs": len(row.summaries),
-        "footnotes": [number for number, footnote in enumerate(footnotes, 1) if row.label in footnote.rows],
-        "config": sections.config(row),
+        "footnotes": sorted(numbers[note] for note in notes),
+        "config": _config(row),
     }
 
 
-def _cell(column: Column, row: ComparisonRow, section: ReportSection) -> tuple[str, str]:
-    """Text and sort key; an empty key sorts last both ways."""
-    text, key = column.cell(row, section.comparison)
-    return text, "" if key is None else repr(key)
-
-
-def _chart(chart: Chart, uid: str) -> dict[str, Any]:
-    from markupsafe import Markup
-
-    return {"uid": uid, "chart": chart, "svg": Markup(charts.inline_svg(chart, uid))}
+def _config(row: ComparisonRow) -> str | None:
+    """The DeepSpeed configuration as JSON; None if the result does not hold all of it, as a flat JSON does not."""
+    if not row.summaries or not is_full_config(trial := row.summaries[-1].record.trial):
+        return None
+    return json.dumps(trial.ds_config, indent=2, ensure_ascii=False, default=str)

@@ -1,21 +1,71 @@
-"""Text of users, models and machines inside Markdown."""
+"""A report as a Markdown block for an issue; and the escapes by which text of users and models stays text."""
 
 from __future__ import annotations
 
+import json
+import re
+from collections.abc import Sequence
+
+from ..analysis import provenance
 from ..system.terminal import plain
+from .comparison_report import ComparisonReport
+from .table import HEADINGS, general_notes, measured_indices, numbered_notes, table_rows
+
+_MARKUP = re.compile(r"[\\|*`~]|(?<=\])\(|(?<![^\W_])_|_(?![^\W_])|&(?=#?\w+;)|^[#>]")
+"""Characters that open a cell, a span, a link, an entity or a block. An underscore between letters opens nothing."""
 
 
 def escape(text: str) -> str:
-    """One line of Markdown that can open no cell, no tag and no link, and steers no terminal."""
-    text = plain(text).replace("\\", "\\\\")
-    for sign in "|*`":
-        text = text.replace(sign, f"\\{sign}")
-    return text.replace("<", "&lt;").replace("](", "]\\(")
+    """One line of Markdown that shows ``text`` and opens no cell, tag, link or emphasis; control characters spelled
+    out."""
+    line = escape_unprintable(plain(" ".join(text.split())))
+    return _MARKUP.sub(r"\\\g<0>", line).replace("<", "&lt;")
 
 
-def fenced(text: str) -> str:
-    """A shell code block whose fence no text can close."""
-    fence = "```"
-    while fence in text:
-        fence += "`"
-    return f"{fence}sh\n{plain(text)}\n{fence}"
+def escape_unprintable(text: str) -> str:
+    """Control and other invisible characters, line breaks included, as JSON spells them."""
+    return "".join(character if character.isprintable() else json.dumps(character)[1:-1] for character in text)
+
+
+def inline_code(text: str) -> str:
+    """A code span on one line: nothing in it is markup, and no text can close it."""
+    line = escape_unprintable(text)
+    fence = _fence(line, 1)
+    pad = " " if line.startswith("`") or line.endswith("`") else ""
+    return f"{fence}{pad}{line}{pad}{fence}"
+
+
+def shell_block(command: str, indent: str = "") -> str:
+    """A shell code block that no text can close. ``indent``: put in front of each line, as inside a list."""
+    fence = _fence(command, 3)
+    return "\n".join(indent + line for line in (f"{fence}sh", plain(command), fence))
+
+
+def _fence(text: str, shortest: int) -> str:
+    """More backticks than stand beside each other anywhere in the text."""
+    return "`" * max(shortest, *(len(run) + 1 for run in re.findall("`+", text)), 0)
+
+
+def table_lines(rows: Sequence[Sequence[str]], rule: Sequence[str]) -> list[str]:
+    """The lines of a table. ``rows``: headings first, not escaped; ``rule``: the line below them."""
+    escaped = [[escape(cell) for cell in row] for row in rows]
+    return [f"| {' | '.join(row)} |" for row in [escaped[0], rule, *escaped[1:]]]
+
+
+def render_markdown(report: ComparisonReport) -> str:
+    """A block to paste into an issue: table, notes, recommendation, machines, commands."""
+    rows = table_rows(report)
+    shown = measured_indices(rows)
+    table = [[cells[i] for i in shown] for cells in (HEADINGS, *(row.cells for row in rows))]
+    notes = [f"{number}. {escape(note)}" for number, note in enumerate(numbered_notes(report), 1)]
+    parts = [
+        f"### {escape(report.title)}",
+        "\n".join(table_lines(table, ["---"] * len(shown))),
+        "\n".join(notes),
+        "\n".join(f"- {escape(note)}" for note in general_notes(report)),
+        "**Recommendation**",
+        "\n".join(f"- {escape(line)}" for line in report.recommendation.lines),
+        *(f"**Set-up** {escape(provenance.one_line(environment))}" for environment in report.environments),
+        *(f"**Command**\n\n{shell_block(command)}" for command in report.commands),
+    ]
+    return "\n\n".join(filter(None, parts)) + "\n"

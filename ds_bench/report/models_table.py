@@ -1,145 +1,122 @@
-"""Several comparisons of one machine side by side: a table of throughput, models down and strategies across.
-
-Each comparison keeps a table of its own, with its notes and memory; here is only what those tables have in common.
-"""
+"""Several comparisons of one machine side by side: a table of throughput, models down and strategies across."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
-from .. import units
-from ..analysis.comparison import Comparison, ComparisonRow
+from ..analysis.comparison import ComparisonRow
 from ..records.schema import TrialRecord
-from ..system import environment, terminal
-from ..system.environment import Environment
-from .markdown import escape
+from ..system import environment
+from ..system.terminal import plain
+from ..units import format_count
+from .comparison_report import ComparisonReport
+from .markdown import escape, table_lines
 
-_HEADING = "Tokens/s of the whole job, models side by side"
+_TITLE = "Tokens/s of the whole job, models side by side"
 _INVALID_FOOTNOTE = "* not to be used: its own table says why"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
-    """One comparison that has a table of its own."""
+def render_text(reports: Sequence[ComparisonReport]) -> str:
+    """Tables aligned by spaces, one per machine with two reports or more; empty without any."""
+    tables = []
+    for device, group in _group_by_machine(reports):
+        rows = [[plain(cell) for cell in row] for row in _table(group)]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = [f"{_TITLE} ({plain(device)})"]
+        for name, *numbers in rows:
+            cells = [name.ljust(widths[0]), *map(str.rjust, numbers, widths[1:])]
+            lines.append("  ".join(cells).rstrip())
+        tables.append("\n".join([*lines, *([_INVALID_FOOTNOTE] if _has_invalid(rows) else [])]))
+    return "\n\n".join(tables)
 
-    title: str
-    comparison: Comparison
-    environment: Environment | None
-    """None where the result does not tell it."""
 
-
-def text(entries: Sequence[Entry]) -> str:
-    """Aligned by spaces; empty where no two comparisons are of one machine."""
-    return "\n\n".join(_aligned(machine, _grid(group)) for machine, group in _machines(entries))
-
-
-def markdown(entries: Sequence[Entry]) -> str:
+def render_markdown(reports: Sequence[ComparisonReport]) -> str:
     """The same as Markdown."""
-    return "\n\n".join(_marked(machine, _grid(group)) for machine, group in _machines(entries))
+    tables = []
+    for device, group in _group_by_machine(reports):
+        rows = _table(group)
+        lines = table_lines(rows, ["---", *("---:" for _ in rows[0][1:])])
+        footnote = [f"\n\\{_INVALID_FOOTNOTE}"] if _has_invalid(rows) else []  # a bare asterisk would begin a list
+        tables.append("\n".join([f"### {_TITLE} ({escape(device)})", "", *lines, *footnote]))
+    return "\n\n".join(tables)
 
 
-# ------------------------------------------------------------------ who stands side by side
-
-
-def _machines(entries: Sequence[Entry]) -> Iterator[tuple[str, list[Entry]]]:
-    """Groups of two comparisons or more whose throughputs may be read beside each other, each with its device."""
-    groups: list[list[Entry]] = []
-    for entry in entries:
-        found = next((group for group in groups if all(_same_machine(each, entry) for each in group)), None)
-        if found is None:
-            groups.append(found := [])
-        found.append(entry)
+def _group_by_machine(reports: Sequence[ComparisonReport]) -> Iterator[tuple[str, list[ComparisonReport]]]:
+    """Groups of two reports or more whose throughputs may be read beside each other, each with its device."""
+    groups: list[list[ComparisonReport]] = []
+    for report in reports:
+        group = next((group for group in groups if all(_same_machine(member, report) for member in group)), None)
+        if group is None:
+            groups.append(group := [])
+        group.append(report)
     for group in groups:
         if len(group) > 1:
-            yield next(filter(None, map(_device, group)), _accelerator(group[0])), group
+            yield next(filter(None, map(_device, group)), _first_record(group[0]).trial.placement.accelerator), group
 
 
-def _same_machine(a: Entry, b: Entry) -> bool:
-    """A comparison whose rows all failed before a device was seen stands with the others of its machine."""
-    if _accelerator(a) != _accelerator(b) or len({_device(a), _device(b)} - {None}) > 1:
+def _same_machine(a: ComparisonReport, b: ComparisonReport) -> bool:
+    """Whether accelerator, device and environment agree; a report without a measured device agrees with any device."""
+    if len({_first_record(report).trial.placement.accelerator for report in (a, b)}) > 1:
         return False
-    if a.environment is not None and b.environment is not None:
-        return not environment.comparable(a.environment, b.environment)
-    return a.environment is b.environment
+    if len({_device(a), _device(b)} - {None}) > 1:
+        return False
+    if a.environments and b.environments:
+        return not environment.comparable(a.environments[0], b.environments[0])
+    return not a.environments and not b.environments
 
 
-def _device(entry: Entry) -> str | None:
-    """Of the first row that tells it."""
-    return next((rank.device_name for record in _records(entry) for rank in record.ranks), None)
+def _device(report: ComparisonReport) -> str | None:
+    """Name of the device of the first row that has one."""
+    return next((rank.device_name for record in _records(report) for rank in record.ranks), None)
 
 
-def _accelerator(entry: Entry) -> str:
-    return next(_records(entry)).trial.placement.accelerator
+def _records(report: ComparisonReport) -> Iterator[TrialRecord]:
+    return (run.record for row in report.comparison.results for run in row.summaries)
 
 
-def _records(entry: Entry) -> Iterator[TrialRecord]:
-    return (run.record for row in entry.comparison.results for run in row.summaries)
+def _first_record(report: ComparisonReport) -> TrialRecord:
+    return next(_records(report))
 
 
-# ------------------------------------------------------------------ one table
-
-
-def _grid(group: Sequence[Entry]) -> list[list[str]]:
-    """Headings, then a line for each comparison; what a comparison has no row for stays empty."""
-    labels = list(dict.fromkeys(row.label for entry in group for row in entry.comparison.results))
-    body = []
-    for name, entry in zip(_names(group), group, strict=True):
-        cells = {row.label: _cell(row) for row in entry.comparison.results}
-        body.append([name, *(cells.get(label, "") for label in labels)])
-    return [[terminal.plain(cell) for cell in line] for line in [["Model", *labels], *body]]
+def _table(group: Sequence[ComparisonReport]) -> list[list[str]]:
+    """Headings, then a row for each report; cells of strategies that it did not run are empty."""
+    labels = list(dict.fromkeys(row.label for report in group for row in report.comparison.results))
+    rows = [["Model", *labels]]
+    for name, report in zip(_row_names(group), group, strict=True):
+        cells = {row.label: _cell(row) for row in report.comparison.results}
+        rows.append([name, *(cells.get(label, "") for label in labels)])
+    return rows
 
 
 def _cell(row: ComparisonRow) -> str:
+    """Tokens/s, with an asterisk if the row is disqualified; the status if there are none."""
     if row.tokens_per_second is None:
         return (row.successes or row.summaries)[-1].record.outcome.status
-    spoiled = "*" if any(caveat.disqualifying for caveat in row.caveats) else ""
-    return units.format_count(row.tokens_per_second) + spoiled
+    return format_count(row.tokens_per_second) + ("" if row.invalid_reason is None else "*")
 
 
-def _names(group: Sequence[Entry]) -> list[str]:
-    """The model, with what else the comparisons differ in; their whole titles where that tells not all apart."""
-    firsts = [next(_records(entry)) for entry in group]
-    facts = [_facts(record) for record in firsts]
-    telling = [place for place, values in enumerate(zip(*facts, strict=True)) if len(set(values)) > 1]
+def _has_invalid(rows: Sequence[Sequence[str]]) -> bool:
+    return any(cell.endswith("*") for row in rows[1:] for cell in row[1:])
+
+
+def _row_names(group: Sequence[ComparisonReport]) -> list[str]:
+    """The models, with what else the reports differ in; whole titles if that does not distinguish them all."""
+    trials = [_first_record(report).trial for report in group]
+    facts = []
+    for work, placement in ((trial.workload, trial.placement) for trial in trials):
+        largest = work.batch_policy == "largest"
+        facts.append(
+            (
+                "largest micro-batch" if largest else f"micro-batch {work.batch_size}",
+                f"{work.seq_length} tokens",
+                f"{work.grad_accum} accumulated",
+                work.precision,
+                f"{placement.num_gpus} {'GPU' if placement.accelerator == 'cuda' else 'CPU rank'}(s)",
+            )
+        )
+    differing = [index for index, values in enumerate(zip(*facts, strict=True)) if len(set(values)) > 1]
     names = [
-        ", ".join([record.trial.workload.model, *(told[place] for place in telling)])
-        for record, told in zip(firsts, facts, strict=True)
+        ", ".join([trial.workload.model, *(own[index] for index in differing)])
+        for trial, own in zip(trials, facts, strict=True)
     ]
-    return names if len(set(names)) == len(names) else [entry.title for entry in group]
-
-
-def _facts(record: TrialRecord) -> tuple[str, ...]:
-    work, place = record.trial.workload, record.trial.placement
-    batch = "largest micro-batch" if work.batch_policy == "largest" else f"micro-batch {work.batch_size}"
-    return (
-        batch,
-        f"{work.seq_length} tokens",
-        f"{work.grad_accum} accumulated",
-        work.precision,
-        f"{place.num_gpus} {'GPU' if place.accelerator == 'cuda' else 'CPU rank'}(s)",
-    )
-
-
-def _footnote(grid: Sequence[Sequence[str]]) -> list[str]:
-    return [_INVALID_FOOTNOTE] if any(cell.endswith("*") for line in grid[1:] for cell in line[1:]) else []
-
-
-def _aligned(machine: str, grid: Sequence[Sequence[str]]) -> str:
-    widths = [max(len(line[place]) for line in grid) for place in range(len(grid[0]))]
-    shown = [
-        "  ".join(
-            cell.rjust(width) if place else cell.ljust(width)
-            for place, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in grid
-    ]
-    return "\n".join([f"{_HEADING} ({terminal.plain(machine)})", *shown, *_footnote(grid)])
-
-
-def _marked(machine: str, grid: Sequence[Sequence[str]]) -> str:
-    escaped = [[escape(cell) for cell in line] for line in grid]
-    rule = ["---", *("---:" for _ in grid[0][1:])]
-    lines = ["| " + " | ".join(line) + " |" for line in [escaped[0], rule, *escaped[1:]]]
-    footnote = [f"\n\\{line}" for line in _footnote(grid)]  # a bare asterisk would begin a list
-    return "\n".join([f"### {_HEADING} ({escape(machine)})", "", *lines, *footnote])
+    return names if len(set(names)) == len(names) else [report.title for report in group]

@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 
-from ds_bench.report.html_report import render
 from tests.support import sample_reports as samples
 
 pytestmark = pytest.mark.browser
@@ -54,9 +53,9 @@ Opened = Callable[..., Any]
 def opened(driver: Any, tmp_path: Path) -> Opened:
     """Writes a page and opens it from disk."""
 
-    def go(*sections: samples.ReportSection) -> Any:
+    def go(*reports: samples.ComparisonReport) -> Any:
         path = tmp_path / "report.html"
-        path.write_text(render(samples.report(*sections)), encoding="utf-8")
+        path.write_text(samples.page(*reports), encoding="utf-8")
         driver.get(path.as_uri())
         return driver
 
@@ -88,7 +87,7 @@ def button(driver: Any, heading: str) -> Any:
 
 
 def test_it_opens_without_a_word_on_the_console_and_asks_for_nothing_but_itself(opened: Opened) -> None:
-    driver = opened(samples.section(samples.zero_comparison()), samples.section(samples.offload_comparison()))
+    driver = opened(samples.report(samples.zero_comparison()), samples.report(samples.offload_comparison()))
     assert driver.get_log("browser") == []
     assert [url for url in requests(driver) if not url.startswith("data:")] == [driver.current_url]
 
@@ -105,14 +104,14 @@ def test_the_logs_above_would_have_shown_a_request(driver: Any, tmp_path: Path) 
 def test_a_script_in_a_label_or_a_config_does_not_run(opened: Opened) -> None:
     row = samples.row(EVIL, samples.run(samples.strategies.ZERO_STAGES[0], 0.1))
     other = samples.row(f"{EVIL}2", samples.run(samples.strategies.ZERO_STAGES[1], 0.2, peak=4))
-    driver = opened(samples.section(samples.comparison(row, other), title="harmless", notes=(EVIL,)))
+    driver = opened(samples.report(samples.comparison(row, other), title="harmless", notes=(EVIL,)))
     assert driver.title == "harmless"
     assert driver.execute_script("return document.querySelectorAll('img, main script').length") == 0
     assert driver.get_log("browser") == []
 
 
 def test_the_table_sorts_by_number_both_ways_with_missing_values_last(opened: Opened) -> None:
-    driver = opened(samples.section(samples.zero_comparison()))
+    driver = opened(samples.report(samples.zero_comparison()))
     before = column(driver, "Tokens/s")
     assert before[-1] == "—"
     button(driver, "Tokens/s").click()
@@ -131,13 +130,13 @@ def test_the_table_sorts_by_number_both_ways_with_missing_values_last(opened: Op
 
 def test_numbers_of_different_lengths_sort_as_numbers(opened: Opened) -> None:
     """As words, 1,241.8 would stand before 310.5."""
-    driver = opened(samples.section(samples.offload_comparison()))
+    driver = opened(samples.report(samples.offload_comparison()))
     button(driver, "Step\u00a0ms").click()
     assert column(driver, "Step\u00a0ms") == ["310.5", "881.6", "1,241.8", "2,896.4"]
 
 
 def test_only_one_column_says_that_it_is_sorted(opened: Opened) -> None:
-    driver = opened(samples.section(samples.zero_comparison()))
+    driver = opened(samples.report(samples.zero_comparison()))
     for heading in ("Tokens/s", "Strategy"):
         button(driver, heading).click()
     marks = driver.execute_script(
@@ -169,7 +168,7 @@ def test_the_copy_button_copies_the_configuration_shown(opened: Opened, driver: 
             "Page.addScriptToEvaluateOnNewDocument",
             {"source": "Object.defineProperty(Navigator.prototype, 'clipboard', {get: () => undefined})"},
         )
-    opened(samples.section(samples.zero_comparison()))
+    opened(samples.report(samples.zero_comparison()))
     assert driver.execute_script("return navigator.clipboard !== undefined") is clipboard
     driver.find_elements("css selector", "details.config summary")[2].click()
     copy = driver.find_element("css selector", "[data-copies='s1-config-3']")
@@ -182,7 +181,7 @@ def test_the_copy_button_copies_the_configuration_shown(opened: Opened, driver: 
 def test_the_keyboard_reaches_everything_and_shows_where_it_is(opened: Opened) -> None:
     from selenium.webdriver.common.keys import Keys
 
-    driver = opened(samples.section(samples.zero_comparison()))
+    driver = opened(samples.report(samples.zero_comparison()))
     seen = []
     for _ in range(120):
         driver.switch_to.active_element.send_keys(Keys.TAB)
@@ -205,7 +204,7 @@ def test_the_keyboard_reaches_everything_and_shows_where_it_is(opened: Opened) -
 def test_enter_on_a_heading_sorts_and_keeps_the_focus(opened: Opened) -> None:
     from selenium.webdriver.common.keys import Keys
 
-    driver = opened(samples.section(samples.zero_comparison()))
+    driver = opened(samples.report(samples.zero_comparison()))
     heading = button(driver, "Tokens/s")
     heading.send_keys(Keys.ENTER)
     assert column(driver, "Strategy")[0] == "ZeRO-3"
@@ -219,7 +218,7 @@ def luminance(driver: Any) -> float:
 
 
 def test_dark_mode_is_dark_and_light_mode_is_light(opened: Opened) -> None:
-    driver = opened(samples.section(samples.zero_comparison()))
+    driver = opened(samples.report(samples.zero_comparison()))
     seen = {}
     for scheme in ("light", "dark"):
         features = [{"name": "prefers-color-scheme", "value": scheme}]
@@ -233,14 +232,14 @@ def test_dark_mode_is_dark_and_light_mode_is_light(opened: Opened) -> None:
 def test_a_phone_never_scrolls_the_page_sideways(opened: Opened, driver: Any, name: str) -> None:
     screen = {"width": 360, "height": 740, "deviceScaleFactor": 2, "mobile": True}
     driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", screen)
-    sections = {
-        "plain": samples.section(samples.offload_comparison()),
-        "long words": samples.section(
+    reports = {
+        "plain": samples.report(samples.offload_comparison()),
+        "long words": samples.report(
             samples.zero_comparison(), title="x" * 300, notes=("y" * 500,), sources=("z" * 300,)
         ),
-        "many": samples.section(samples.many_rows(40)),
+        "many": samples.report(samples.many_rows(40)),
     }
-    opened(sections[name])
+    opened(reports[name])
     driver.execute_script("document.querySelectorAll('details').forEach((one) => { one.open = true })")
     widths = driver.execute_script("return [document.documentElement.scrollWidth, window.innerWidth]")
     assert widths == [360, 360]
@@ -248,7 +247,7 @@ def test_a_phone_never_scrolls_the_page_sideways(opened: Opened, driver: Any, na
 
 def test_text_has_enough_contrast_in_both_schemes(opened: Opened) -> None:
     """WCAG AA: 4.5 to 1 for body text, on the page and on the panel."""
-    driver = opened(samples.section(samples.zero_comparison()))
+    driver = opened(samples.report(samples.zero_comparison()))
     script = """const s = getComputedStyle(document.documentElement);
         return ["--ink", "--faint", "--link", "--bad", "--page", "--panel"].map((n) => s.getPropertyValue(n).trim());"""
     for scheme in ("light", "dark"):

@@ -284,7 +284,7 @@ def test_a_disk_that_was_faster_within_the_spread_of_its_steps_is_not_recommende
     assert found.choice == "ZeRO-3"
     assert not found.decided
     assert found.undecided == found.tied == ("ZeRO-3", "ZeRO-3 + NVMe optimizer and parameters")
-    assert recommendation.lines(found)[0] == (
+    assert found.lines[0] == (
         "Recommendation (balanced): undecided between ZeRO-3 and ZeRO-3 + NVMe optimizer and parameters; "
         "until then ZeRO-3"
     )
@@ -425,7 +425,7 @@ def test_the_lead_that_is_stated_is_the_ratio_that_the_table_prints() -> None:
 
 def test_the_console_lines_name_goal_choice_reason_cost_and_steps() -> None:
     found = answer(row(fakes.zero(0), 52, 11_400), row(fakes.zero(2), 28, 10_500))
-    first, why, cost, *steps = recommendation.lines(found, "balanced")
+    first, why, cost, *steps = found.lines
     assert first == "Recommendation (balanced): ZeRO-2"
     assert why == f"Why: {found.reason}"
     assert cost == f"Cost: {found.cost}"
@@ -433,13 +433,13 @@ def test_the_console_lines_name_goal_choice_reason_cost_and_steps() -> None:
 
 
 def test_without_a_choice_the_console_says_none() -> None:
-    assert recommendation.lines(answer())[0] == "Recommendation (balanced): none"
+    assert answer().lines[0] == "Recommendation (balanced): none"
 
 
 def test_every_text_is_one_line_also_where_an_error_was_many() -> None:
     broken = fakes.failure(fakes.trial(fakes.zero(3)), "ValueError", error="one\ntwo\n\tthree")
     found = answer(on_cpu(fakes.zero(0), 1, 100), broken)
-    assert all("\n" not in line for line in recommendation.lines(found))
+    assert all("\n" not in line for line in found.lines)
     assert any("one two three" in step for step in found.next_steps)
 
 
@@ -528,7 +528,7 @@ def test_on_the_cpu_accelerator_host_memory_is_weighed_and_gpus_are_not_spoken_o
     assert found.choice == "ZeRO-0"  # nothing is known of the host's size: the fastest
     assert "3.00 GB of host memory" in found.reason
     assert "CPU ranks: nothing here is a statement about GPUs" in found.reason
-    assert "the card" not in " ".join(recommendation.lines(found))
+    assert "the card" not in " ".join(found.lines)
 
 
 def test_on_the_cpu_accelerator_a_full_host_counts_as_a_full_card_does() -> None:

@@ -30,7 +30,7 @@ from ds_bench.launch import rank_environment
 from ds_bench.launch.ops import OpState
 from ds_bench.records import json_files, schema
 from ds_bench.records.schema import TrialRecord
-from ds_bench.report import export, export_readme
+from ds_bench.report import export, markdown
 from ds_bench.system.environment import Environment
 from tests.support.fakes import GB, failure, offload, placement, success, workload, zero
 from tests.support.real_trials import SUPPORT
@@ -371,7 +371,7 @@ def test_a_diagnostic_key_of_the_users_own_is_not_called_the_benchmarks(tmp_path
 def test_a_row_that_did_not_train_is_exported_with_the_reason_on_top(status: str, tmp_path: Path) -> None:
     readme = write(failure(row(), status, error=f"why <it> {status}\nended"), tmp_path)["README.md"]
     verdict = readme.splitlines()[2]
-    assert verdict.startswith(f"**This row did not train here** ({status}): why \\<it\\> {status} ended")
+    assert verdict.startswith(f"**This row did not train here** ({status}): why &lt;it> {status} ended")
     assert "tokens/s" not in readme
 
 
@@ -404,9 +404,9 @@ TEXT = st.text() | st.text(alphabet="`~*_<>&;[]()!#|-+=\\ \n\t1.ab/:")
 
 @given(TEXT)
 def test_any_text_stays_one_line_in_the_readme_and_keeps_its_code_span(text: str) -> None:
-    for shown in (export_readme.code(text), export_readme.plain(text)):
+    for shown in (markdown.inline_code(text), markdown.escape(text)):
         assert shown.isprintable()
-    rendered = MarkdownIt().render(f"x {export_readme.code('a' + text + 'a')} y")
+    rendered = MarkdownIt().render(f"x {markdown.inline_code('a' + text + 'a')} y")
     assert rendered.count("<code>") == 1
     assert rendered.startswith("<p>x <code>a")
     assert rendered.endswith("a</code> y</p>\n")
@@ -414,7 +414,7 @@ def test_any_text_stays_one_line_in_the_readme_and_keeps_its_code_span(text: str
 
 @given(TEXT)
 def test_any_text_shown_as_text_opens_no_markup(text: str) -> None:
-    rendered = MarkdownIt().render("x " + export_readme.plain(text))
+    rendered = MarkdownIt().render("x " + markdown.escape(text))
     assert rendered.count("<") == 2  # of the paragraph itself
 
 

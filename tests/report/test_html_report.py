@@ -14,7 +14,8 @@ import pytest
 
 from ds_bench.analysis.caveats import Caveat, CaveatKind
 from ds_bench.config import strategies
-from ds_bench.report.html_report import Report, render
+from ds_bench.system.environment import Environment
+from ds_bench.system.gpus import GpuFacts
 from tests.support import fakes
 from tests.support import sample_reports as samples
 
@@ -59,8 +60,8 @@ class Page(HTMLParser):
         return " ".join(data for tag, data in self.texts if tag not in ("script", "style"))
 
 
-def page_of(*sections: samples.ReportSection, **changes: object) -> Page:
-    return Page(render(samples.report(*sections, **changes)))
+def page_of(*reports: samples.ComparisonReport) -> Page:
+    return Page(samples.page(*reports))
 
 
 def drawings(source: str) -> list[str]:
@@ -80,7 +81,7 @@ ALL = {
 
 @pytest.mark.parametrize("name", ALL)
 def test_a_page_is_well_formed_and_its_ids_are_unique(name: str) -> None:
-    page = page_of(samples.section(ALL[name]()), samples.section(ALL[name]()))
+    page = page_of(samples.report(ALL[name]()), samples.report(ALL[name]()))
     ids = Counter(attributes["id"] for _, attributes in page.elements if "id" in attributes)
     assert page.unbalanced == []
     assert page.open == []
@@ -89,7 +90,7 @@ def test_a_page_is_well_formed_and_its_ids_are_unique(name: str) -> None:
 
 @pytest.mark.parametrize("name", ALL)
 def test_what_refers_to_an_id_finds_it(name: str) -> None:
-    page = page_of(samples.section(ALL[name]()), samples.section(ALL[name]()))
+    page = page_of(samples.report(ALL[name]()), samples.report(ALL[name]()))
     ids = {attributes["id"] for _, attributes in page.elements if "id" in attributes}
     asked = [
         target
@@ -107,7 +108,7 @@ def test_what_refers_to_an_id_finds_it(name: str) -> None:
 
 
 def test_nothing_is_asked_of_the_network() -> None:
-    source = render(samples.report(samples.section(samples.zero_comparison())))
+    source = samples.page(samples.report(samples.zero_comparison()))
     page = Page(source)
     addresses = [
         value
@@ -129,10 +130,17 @@ def test_text_from_users_models_and_machines_is_only_text(evil: str) -> None:
     rows = [replace(row, label=f"{evil}{n}", caveats=(doubt,)) for n, row in enumerate(plain.results)]
     rows.append(samples.row(evil, failure, differences=(evil,)))
     comparison = replace(plain, results=tuple(rows), baseline=rows[0], caveats=(doubt,))
-    texts = {"title": evil, "recommendation": (evil,), "notes": (evil,), "sources": (evil,)}
-    changes = {"title": evil, "command": evil, "environment": {evil: evil}, "generated": evil}
-    source = render(samples.report(samples.section(comparison, **texts), **changes))
-    harmless = render(samples.report(samples.section(plain)))
+    report = samples.report(
+        comparison,
+        title=evil,
+        recommendation=samples.recommendation(choice=evil, reason=evil, next_steps=(evil,)),
+        notes=(evil,),
+        commands=(evil,),
+        environments=(fakes.environment(cpu_model=evil, packages={evil: evil}),),
+        sources=(evil,),
+    )
+    source = samples.page(report, generated=evil)
+    harmless = samples.page(samples.report(plain))
     page = Page(source)
     assert page.count("script") == Page(harmless).count("script") == 1
     assert page.count("style") == 1
@@ -144,13 +152,13 @@ def test_text_from_users_models_and_machines_is_only_text(evil: str) -> None:
 
 
 def test_a_template_in_a_model_name_is_not_run() -> None:
-    page = page_of(samples.section(samples.zero_comparison(), title="{{ 7*7 }}"))
+    page = page_of(samples.report(samples.zero_comparison(), title="{{ 7*7 }}"))
     assert "{{ 7*7 }}" in page.text()
     assert "49" not in [data.strip() for tag, data in page.texts if tag in ("h1", "h2")]
 
 
 def test_every_chart_is_xml_with_a_title_and_a_description_that_names_its_rows() -> None:
-    source = render(samples.report(samples.section(samples.offload_comparison())))
+    source = samples.page(samples.report(samples.offload_comparison()))
     found = drawings(source)
     assert len(found) == 9  # throughput, three tiers, two Pareto plots, step times, phases, losses
     for drawing in found:
@@ -162,7 +170,7 @@ def test_every_chart_is_xml_with_a_title_and_a_description_that_names_its_rows()
 
 
 def test_the_card_is_drawn_in_the_device_ledger_and_the_host_in_the_other() -> None:
-    source = render(samples.report(samples.section(samples.offload_comparison())))
+    source = samples.page(samples.report(samples.offload_comparison()))
     device, host, disk = (one for one in drawings(source) if "by category</title>" in one)
     assert "card 80.00 GB" in device
     assert "host 64.00 GB" in host
@@ -171,7 +179,7 @@ def test_the_card_is_drawn_in_the_device_ledger_and_the_host_in_the_other() -> N
 
 
 def test_a_run_without_a_gpu_shows_no_gpu_anywhere() -> None:
-    page = page_of(samples.section(samples.cpu_comparison(), title="tiny on CPUs", recommendation=()))
+    page = page_of(samples.report(samples.cpu_comparison(), title="tiny on CPUs"))
     headings = [data for tag, data in page.texts if tag == "button"]
     captions = [data for tag, data in page.texts if tag == "figcaption"]
     assert not any("GPU" in heading or "card" in heading for heading in headings)
@@ -180,7 +188,7 @@ def test_a_run_without_a_gpu_shows_no_gpu_anywhere() -> None:
 
 
 def test_rows_that_all_failed_are_a_table_and_a_sentence_and_no_chart() -> None:
-    source = render(samples.report(samples.section(ALL["all failed"](), recommendation=())))
+    source = samples.page(samples.report(ALL["all failed"]()))
     assert drawings(source) == []
     text = Page(source).text()
     assert "No row succeeded, so there is nothing to draw." in text
@@ -189,21 +197,20 @@ def test_rows_that_all_failed_are_a_table_and_a_sentence_and_no_chart() -> None:
 
 
 def test_rows_without_series_leave_charts_out_and_say_so() -> None:
-    page = page_of(samples.section(samples.flat_comparison()))
+    page = page_of(samples.report(samples.flat_comparison()))
     captions = [data for tag, data in page.texts if tag == "figcaption"]
     assert captions == ["Throughput", "Throughput against device memory"]
     for missing in ("No memory by category", "No step times", "No phases", "No losses"):
         assert missing in page.text()
 
 
-def test_no_sections_and_no_rows_are_said() -> None:
-    empty = Report(title="none", sections=(), command="", environment={}, generated="now")
-    assert "There are no results." in Page(render(empty)).text()
-    assert "There are no rows." in page_of(samples.section(samples.comparison())).text()
+def test_no_reports_and_no_rows_are_said() -> None:
+    assert "There are no results." in page_of().text()
+    assert "There are no rows." in page_of(samples.report(samples.comparison())).text()
 
 
 def test_a_missing_value_is_a_dash_with_an_empty_sort_key() -> None:
-    page = page_of(samples.section(samples.zero_comparison()))
+    page = page_of(samples.report(samples.zero_comparison()))
     keys = [attributes["data-key"] for tag, attributes in page.elements if tag == "td" and "data-key" in attributes]
     assert "" in keys
     assert not any(key in ("None", "nan", "—") for key in keys)
@@ -214,7 +221,7 @@ def test_a_caveat_is_numbered_once_with_its_kind_its_rows_and_its_next_step() ->
     doubt = Caveat(kind=CaveatKind.NOT_STEADY, text="drifts by 9 %", next_step="use more --warmup-steps")
     full = samples.zero_comparison()
     rows = tuple(replace(row, caveats=(doubt,)) for row in full.results[:2]) + full.results[2:]
-    text = page_of(samples.section(replace(full, results=rows))).text()
+    text = page_of(samples.report(replace(full, results=rows))).text()
     assert text.count("drifts by 9 %") == 1
     assert "ZeRO-0, ZeRO-1:" in text
     assert "not steady" in text
@@ -223,19 +230,19 @@ def test_a_caveat_is_numbered_once_with_its_kind_its_rows_and_its_next_step() ->
 
 def test_a_note_that_a_caveat_says_already_is_not_said_twice() -> None:
     said = "one GPU: stages 1 to 3 partition nothing"
-    page = page_of(samples.section(samples.zero_comparison(), notes=(said,)))
+    page = page_of(samples.report(samples.zero_comparison(), notes=(said,)))
     assert page.text().count(said) == 1
 
 
 def test_the_configuration_shown_is_the_one_that_ran() -> None:
-    source = render(samples.report(samples.section(samples.zero_comparison())))
+    source = samples.page(samples.report(samples.zero_comparison()))
     configs = re.findall(r'<pre id="s1-config-\d+" tabindex="0">(.*?)</pre>', source, re.DOTALL)
     ran = [row.summaries[-1].record.trial.ds_config for row in samples.zero_comparison().results]
     assert [json.loads(html.unescape(one)) for one in configs] == ran
 
 
 def test_two_hundred_rows_of_a_thousand_steps_stay_below_three_megabytes_and_say_what_is_left_out() -> None:
-    source = render(samples.report(samples.section(samples.many_rows(200, num_steps=1000))))
+    source = samples.page(samples.report(samples.many_rows(200, num_steps=1000)))
     assert len(source.encode()) < 3 * 2**20
     text = Page(source).text()
     assert "8 of 200 rows are drawn: the baseline and the fastest." in text
@@ -245,52 +252,52 @@ def test_two_hundred_rows_of_a_thousand_steps_stay_below_three_megabytes_and_say
 
 def test_several_models_stand_side_by_side_with_links_to_each() -> None:
     page = page_of(
-        samples.section(samples.zero_comparison(), title="gpt2"),
-        samples.section(samples.zero_comparison(), title="opt"),
+        samples.report(samples.zero_comparison(), title="gpt2"),
+        samples.report(samples.zero_comparison(), title="opt"),
     )
     assert [attributes["href"] for tag, attributes in page.elements if tag == "a"][1:3] == ["#s1", "#s2"]
 
 
+def host(*gpus: str) -> Environment:
+    return fakes.environment(gpus=tuple(GpuFacts(index=index, name=name) for index, name in enumerate(gpus)))
+
+
 def test_comparisons_of_two_machines_each_show_their_own() -> None:
-    here, there = (samples.section(samples.zero_comparison(), f"on {card}") for card in ("H100", "A100"))
     page = page_of(
-        replace(here, environments=({"GPUs": "NVIDIA H100"}, {"GPUs": "NVIDIA H100 NVL"})),
-        replace(there, environments=({"GPUs": "NVIDIA A100"},)),
-        environment={},
+        samples.report(samples.zero_comparison(), environments=(host("H100"), host("H100 NVL"), host("H100"))),
+        samples.report(samples.zero_comparison(), environments=(host("A100"),)),
     )
-    sections = re.split(r"Made from", re.sub(r"\s+", " ", page.text()))
-    assert "NVIDIA H100 " in sections[0]
-    assert "NVIDIA H100 NVL" in sections[0]
-    assert "NVIDIA A100" not in sections[0]
-    assert "NVIDIA A100" in sections[1]
-    assert "each says its own above" in sections[2]
+    first, second, both = re.split(r"Made from", re.sub(r"\s+", " ", page.text()))
+    assert first.count("H100") == 2
+    assert "H100 NVL" in first
+    assert "A100" not in first
+    assert "A100" in second
+    assert "each says its own above" in both
     assert page.unbalanced == []
 
 
+def test_a_machine_and_a_command_of_all_comparisons_are_shown_once() -> None:
+    text = page_of(*[samples.report(samples.zero_comparison())] * 2).text()
+    assert text.count("AMD EPYC 9654") == text.count("zero_stage_comparison.py") == 1
+
+
 def test_a_comparison_of_an_unknown_machine_says_so_among_others() -> None:
-    known = samples.section(samples.zero_comparison(), "known", environments=({"GPUs": "NVIDIA A100"},))
-    unknown = samples.section(samples.flat_comparison(), "unknown", environments=())
-    text = page_of(known, unknown, environment={}).text()
-    assert text.count("The environment is not known") == 1
-
-
-def test_text_of_a_sections_own_machine_is_only_text() -> None:
-    source = render(samples.report(samples.section(samples.zero_comparison(), environments=({EVIL: EVIL},))))
-    assert EVIL not in source
-    assert html.escape(EVIL) in source
+    known = samples.report(samples.zero_comparison(), "known")
+    unknown = samples.report(samples.flat_comparison(), "unknown", environments=())
+    assert page_of(known, unknown).text().count("The environment is not known") == 1
 
 
 def test_a_configuration_that_nobody_knows_is_not_shown_as_the_one_that_ran() -> None:
     told = samples.run(strategies.ZERO_STAGES[2], 0.1)
     least = replace(told.record.trial, ds_config={"zero_optimization": {"stage": 2}})
     flat = replace(told, record=replace(told.record, trial=least))
-    page = page_of(samples.section(samples.comparison(samples.row("ZeRO-2", flat))))
+    page = page_of(samples.report(samples.comparison(samples.row("ZeRO-2", flat))))
     assert "DeepSpeed configurations" not in page.text()
     assert [at for _, at in page.elements if "config" in (at.get("data-copies") or "")] == []
 
 
 def test_the_baseline_says_nothing_of_itself() -> None:
-    page = page_of(samples.section(samples.zero_comparison()))
+    page = page_of(samples.report(samples.zero_comparison()))
     assert "0 B" not in page.text()
     assert "not tested" not in page.text()
 
@@ -298,4 +305,4 @@ def test_the_baseline_says_nothing_of_itself() -> None:
 def test_one_failed_run_of_three_is_told_in_the_status() -> None:
     strategy = strategies.ZERO_STAGES[1]
     row = samples.row("ZeRO-1", samples.run(strategy, 0.1), samples.failed(strategy), samples.run(strategy, 0.1))
-    assert "✗ OOM (1 of 3)" in page_of(samples.section(samples.comparison(row))).text()
+    assert "✗ OOM (1 of 3)" in page_of(samples.report(samples.comparison(row))).text()

@@ -20,8 +20,11 @@ from ds_bench.analysis.summary import TrialSummary, summarise
 from ds_bench.records import schema
 from ds_bench.records.schema import TrialRecord
 from ds_bench.report import table as tables
+from ds_bench.report.comparison_report import ComparisonReport
+from ds_bench.report.markdown import render_markdown
 from ds_bench.system import terminal
 from tests.support import fakes
+from tests.support import sample_reports as samples
 
 CUDA = fakes.placement(accelerator="cuda")
 GB = 2**30
@@ -40,17 +43,19 @@ def compared(*records: TrialRecord, relative_to: str | None = None) -> Compariso
     return comparison.compare(summaries(*records), relative_to)
 
 
+def report(comparison: Comparison, title: str = "t", notes: tuple[str, ...] = ()) -> ComparisonReport:
+    return samples.report(comparison, title, notes=notes, environments=(), commands=())
+
+
 def cells(*records: TrialRecord) -> list[dict[str, str]]:
-    """The lines of the table, each by heading."""
-    found = compared(*records)
-    return [
-        dict(zip(tables.HEADINGS, line.cells, strict=True)) for line in tables.lines(found, tables.all_notes(found))
-    ]
+    """The rows of the table, each by heading."""
+    rows = tables.table_rows(report(compared(*records)))
+    return [dict(zip(tables.HEADINGS, row.cells, strict=True)) for row in rows]
 
 
 def printed(*records: TrialRecord, encoding: str = "utf-8", notes: tuple[str, ...] = ()) -> str:
     stream = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
-    tables.print_table("a title · tiny", compared(*records), notes, stream)
+    tables.print_table(report(compared(*records), "a title · tiny", notes), stream)
     stream.flush()
     raw: bytes = stream.buffer.getvalue()  # type: ignore[attr-defined]
     return raw.decode(encoding)
@@ -180,7 +185,7 @@ def test_fewer_than_three_runs_are_called_not_tested_and_a_failed_row_is_not() -
 def test_the_row_that_others_are_held_against_is_the_one_asked_for() -> None:
     found = compared(fakes.success(gpu(0)), fakes.success(gpu(1)), relative_to="zero1")
     column = COLUMN["95 % interval"]
-    assert [line.cells[column] for line in tables.lines(found, [])] == ["not tested", "—"]
+    assert [row.cells[column] for row in tables.table_rows(report(found))] == ["not tested", "—"]
 
 
 # ------------------------------------------------------------------ notes
@@ -204,7 +209,7 @@ def test_what_holds_for_every_row_is_starred_with_what_to_do_and_said_once() -> 
     assert text.count(twin) == 1
     assert f"* {twin}; {NEXT_STEPS[CaveatKind.CPU_ACCELERATOR]}" in text
     assert "* cold launch" in text
-    assert tables.markdown("t", compared(fakes.success()), [twin]).count(twin) == 1
+    assert render_markdown(report(compared(fakes.success()), notes=(twin,))).count(twin) == 1
 
 
 def test_a_caveat_is_listed_once_and_numbered_in_every_row_that_has_it() -> None:
@@ -214,7 +219,7 @@ def test_a_caveat_is_listed_once_and_numbered_in_every_row_that_has_it() -> None
         fakes.success(gpu(1)),
         replace(fakes.success(gpu(2)), caveats=(shared, own)),
     ]
-    assert tables.all_notes(compared(*found)) == [shared, own]
+    assert tables.numbered_notes(report(compared(*found))) == [shared, own]
     assert [line["Notes"] for line in cells(*found)] == ["1", "", "1 2"]
 
 
@@ -269,11 +274,11 @@ def test_no_text_of_a_user_or_a_model_steers_the_terminal() -> None:
     entry = replace(entry, caveats=(f"note {NASTY}",))
     stream = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
     found = compared(entry)
-    tables.print_table(NASTY, found, (f"run {NASTY}",), stream)
+    tables.print_table(report(found, NASTY, (f"run {NASTY}",)), stream)
     stream.flush()
     for text in (
         stream.buffer.getvalue().decode("utf-8"),  # type: ignore[attr-defined]
-        tables.markdown(NASTY, found, [NASTY]),
+        render_markdown(report(found, NASTY, (NASTY,))),
     ):
         assert "x1b[31mred" in text  # visible, not swallowed
         assert not set(NASTY.replace("[31mred", "").replace("gnp.exe", "").replace("2J", "").replace("end", "")) & (
@@ -303,8 +308,8 @@ def test_no_column_is_shown_that_nobody_measured() -> None:
     for heading in ("GPU peak", "Tok/s/GB"):
         assert heading not in printed(fakes.success())
         assert heading in printed(fakes.success(gpu(1)))
-        assert heading not in tables.markdown("t", compared(fakes.success()), [])
-        assert heading in tables.markdown("t", compared(fakes.success(gpu(1))), [])
+        assert heading not in render_markdown(report(compared(fakes.success())))
+        assert heading in render_markdown(report(compared(fakes.success(gpu(1)))))
 
 
 class Terminal(io.StringIO):
@@ -318,7 +323,7 @@ def on_terminal(found: Comparison, columns: int, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("COLUMNS", str(columns))
     monkeypatch.setenv("TERM", "xterm")
     stream = Terminal()
-    tables.print_table("t", found, (), stream)
+    tables.print_table(report(found), stream)
     return re.sub(r"\x1b\[[0-9;]*m", "", stream.getvalue())
 
 
@@ -388,7 +393,7 @@ def many(count: int) -> Comparison:
 def test_more_rows_than_are_drawn_are_aligned_and_hold_the_same_words(encoding: str) -> None:
     found = many(501)
     stream = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
-    tables.print_table("t", found, (), stream)
+    tables.print_table(report(found), stream)
     stream.flush()
     body = stream.buffer.getvalue().decode(encoding).splitlines()  # type: ignore[attr-defined]
     assert body[0] == "t"
@@ -406,7 +411,7 @@ def test_more_rows_than_are_drawn_are_aligned_and_hold_the_same_words(encoding: 
 
 def test_no_label_becomes_a_link_or_a_picture_in_an_issue() -> None:
     trial = fakes.trial(replace(fakes.zero(1), label="![x](http://example.org/x.png)"), on=CUDA)
-    assert "](" not in tables.markdown("t", compared(fakes.success(trial)), [])
+    assert "](" not in render_markdown(report(compared(fakes.success(trial))))
 
 
 def table_rows(text: str) -> list[str]:
@@ -419,7 +424,7 @@ def columns(line: str) -> int:
 
 
 def test_a_markdown_table_has_a_heading_a_rule_and_a_line_per_row() -> None:
-    text = tables.markdown("t", compared(fakes.success(gpu(0)), fakes.failure(gpu(1))), ["run note"])
+    text = render_markdown(report(compared(fakes.success(gpu(0)), fakes.failure(gpu(1))), notes=("run note",)))
     assert len(table_rows(text)) == 4
     assert {columns(line) for line in table_rows(text)} == {11}  # nobody has an interval, nobody was predicted
     assert "| ZeRO-1 | ❌ OOM | — |" in text
@@ -430,15 +435,15 @@ def test_a_markdown_table_has_a_heading_a_rule_and_a_line_per_row() -> None:
 @given(label=st.text(alphabet="ab|<\\\n\r\x0b\u2028`*", max_size=12))
 def test_no_label_can_add_a_cell_or_a_line_to_a_markdown_table(label: str) -> None:
     trial = fakes.trial(replace(fakes.zero(1), label=label), on=CUDA)
-    text = tables.markdown("t", compared(fakes.success(trial)), [])
+    text = render_markdown(report(compared(fakes.success(trial))))
     assert {columns(line) for line in table_rows(text)} == {10}
-    plain = tables.markdown("t", compared(fakes.success(fakes.trial(fakes.zero(1), on=CUDA))), [])
+    plain = render_markdown(report(compared(fakes.success(fakes.trial(fakes.zero(1), on=CUDA)))))
     assert len(text.splitlines()) == len(plain.splitlines())
     assert "<" not in text
 
 
 def test_a_note_with_a_pipe_or_a_tag_is_escaped() -> None:
-    text = tables.markdown("a|b", compared(fakes.failure(gpu(1), details="<script>|x")), ["<b>"])
+    text = render_markdown(report(compared(fakes.failure(gpu(1), details="<script>|x")), "a|b", ("<b>",)))
     assert "1. &lt;script>\\|x" in text
     assert "- &lt;b>" in text
     assert "### a\\|b" in text

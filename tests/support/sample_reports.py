@@ -14,7 +14,9 @@ from ds_bench.analysis.intervals import RatioInterval
 from ds_bench.analysis.summary import TrialSummary
 from ds_bench.config import strategies
 from ds_bench.config.spec import Placement, Strategy, Workload
-from ds_bench.report.html_report import Report, ReportSection
+from ds_bench.recommend.recommendation import Recommendation
+from ds_bench.report.comparison_report import ComparisonReport
+from ds_bench.report.html_report import render_page
 from tests.support import fakes
 
 GB = fakes.GB
@@ -192,26 +194,33 @@ def flat_comparison() -> Comparison:
     return comparison(*rows)
 
 
-def section(of: Comparison, title: str = "gpt2 · bf16 · 1 GPU", **changes: Any) -> ReportSection:
+def recommendation(**changes: Any) -> Recommendation:
+    values: dict[str, Any] = {
+        "goal": "balanced",
+        "choice": "ZeRO-2",
+        "key": None,
+        "reason": "92 % of the fastest row's throughput in 28.4 GB",
+        "cost": None,
+        "next_steps": ("try --repeats 5",),
+    }
+    return Recommendation(**{**values, **changes})
+
+
+def report(of: Comparison, title: str = "gpt2 · bf16 · 1 GPU", **changes: Any) -> ComparisonReport:
     values: dict[str, Any] = {
         "title": title,
         "comparison": of,
-        "recommendation": ("Use ZeRO-2: 92 % of the fastest row's throughput in 28.4 GB.", "Next: try --repeats 5."),
+        "recommendation": recommendation(),
         "notes": ("launched warm",),
+        "commands": ("python zero_stage_comparison.py --model gpt2 --repeats 3",),
+        "environments": (fakes.environment(),),
         "sources": ("zero_comparison_20261121_093000.json",),
     }
-    return ReportSection(**{**values, **changes})
+    return ComparisonReport(**{**values, **changes})
 
 
-def report(*sections: ReportSection, **changes: Any) -> Report:
-    values: dict[str, Any] = {
-        "title": sections[0].title if len(sections) == 1 else f"{len(sections)} comparisons",
-        "sections": tuple(sections),
-        "command": "python zero_stage_comparison.py --model gpt2 --repeats 3",
-        "environment": {"GPUs": "NVIDIA H100 80GB HBM3", "torch": "2.13.0", "deepspeed": "0.19.8"},
-        "generated": "2026-11-21 09:31 UTC, ds_bench 0.1.0",
-    }
-    return Report(**{**values, **changes})
+def page(*reports: ComparisonReport, generated: str = "2026-11-21 09:31 UTC, ds_bench 0.1.0") -> str:
+    return render_page(reports, generated)
 
 
 def many_rows(count: int, num_steps: int = 50) -> Comparison:
