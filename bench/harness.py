@@ -271,7 +271,7 @@ def tail(log: Path, lines: int = 15) -> str:
 
 def machine_facts(setting: Setting) -> dict[str, Any]:
     """Hardware and versions beside the figures; nothing that names the machine."""
-    here = environment.capture()
+    here = environment.read_environment()
     cuda = setting.accelerator == "cuda"
     return {
         "accelerator": setting.accelerator,

@@ -108,7 +108,7 @@ def with_nvme_folder(plan: Plan) -> tuple[Plan, nvme.NvmeFolder | None]:
 
 def print_dry_run(plan: Plan) -> int:
     """Prints each trial's configuration and command. Returns exit code 0."""
-    with terminal.pipe_may_close():
+    with terminal.ignoring_broken_pipe():
         if plan.options.auto_batch:
             terminal.print_text(
                 "# --batch-size auto: each micro-batch is found by probes when this is run; 1 stands for it here\n"
@@ -298,7 +298,7 @@ def _finish(
 
 def print_report(options: Options, report: ComparisonReport, rows: Sequence[dict[str, Any]]) -> None:
     """The report on standard output, in the format asked for."""
-    with terminal.pipe_may_close():
+    with terminal.ignoring_broken_pipe():
         if options.format == "json":
             terminal.print_json(table.as_json(rows))
         elif options.format == "markdown":

@@ -1,7 +1,6 @@
-"""The only place where bytes, seconds and counts become text, or units of another scale.
+"""Bytes, seconds and counts as text, or in units of another scale.
 
-GB means 2**30 bytes throughout, as the field prints it (README.md).
-A missing value is ``None`` and renders as an em dash.
+GB means 2**30 bytes everywhere (README.md). A missing value is ``None`` and is shown as an em dash.
 """
 
 from __future__ import annotations

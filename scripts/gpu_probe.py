@@ -28,7 +28,7 @@ def main() -> int:
     parser.add_argument("--output", type=Path, required=True, metavar="FILE.json")
     parser.add_argument("--accelerator", choices=("cuda", "cpu"), default="cuda")
     args = parser.parse_args()
-    found: dict[str, Any] = {"environment": environment.capture().to_dict()}
+    found: dict[str, Any] = {"environment": environment.read_environment().to_dict()}
     cards = [gpu.index for gpu in gpus.NvmlQuery().read().gpus]
     place = Placement(accelerator=args.accelerator, num_gpus=1)
     variables = rank_environment.rank_environment(place, os.environ, "gpt2")

@@ -20,7 +20,7 @@ def show_advice(model: str, num_gpus: int, precision: Precision, grad_accum: int
     """Prints when to use each strategy, and what it saves and costs for this model. Returns 0; raises UsageError."""
     facts = _model_facts(model)
     catalogue = [*strategies.ZERO_STAGES.values(), *map(strategies.offload_strategy, strategies.OFFLOAD_NAMES[1:])]
-    name = terminal.plain(facts.name)
+    name = terminal.escape_controls(facts.name)
     terminal.print_text(
         f"{name}, {format_millions(facts.parameters)} parameters, {precision}, {num_gpus} GPU(s); by formula\n"
     )

@@ -31,12 +31,14 @@ def save_command(paths: Sequence[Path], file: Path, tolerance: float | None) -> 
     _require_distinct(benchmark_results)
     fit = [result for result in benchmark_results if _unfit(result) is None]
     saved = check.save_results(fit, file, tolerance) if fit else []
-    with terminal.pipe_may_close():
+    with terminal.ignoring_broken_pipe():
         for entry in saved:
-            terminal.print_text(f"saved {terminal.plain(entry.name)}: {_figures(entry)}")
+            terminal.print_text(f"saved {terminal.escape_controls(entry.name)}: {_figures(entry)}")
         for result in benchmark_results:
             if (reason := _unfit(result)) is not None:
-                terminal.print_text(f"not saved {terminal.plain(result.name)}: {terminal.plain(reason)}")
+                terminal.print_text(
+                    f"not saved {terminal.escape_controls(result.name)}: {terminal.escape_controls(reason)}"
+                )
     if not saved:
         raise UsageError("nothing was saved: no row is fit to be a baseline", remedy="the lines above say why")
     for entry in saved:
@@ -67,7 +69,7 @@ def check_command(paths: Sequence[Path], file: Path, as_json: bool, fail_on: Col
     verdicts = [check.compare_to_baseline(result, path=file) for result in benchmark_results]
     verdicts += [_missing_verdict(entry) for entry in check.missing_baselines(benchmark_results, file)]
     failed = [verdict for verdict in verdicts if _reasons(verdict) & set(fail_on)]
-    with terminal.pipe_may_close():
+    with terminal.ignoring_broken_pipe():
         if as_json:
             terminal.print_json(json.dumps(as_data(verdicts, fail_on), indent=1, ensure_ascii=True, allow_nan=False))
         else:
@@ -131,7 +133,9 @@ def _figures(entry: store.BaselineEntry) -> str:
 
 def _print(verdicts: Sequence[BaselineComparison]) -> None:
     for verdict in verdicts:
-        terminal.print_text(f"{_sign(verdict)} {terminal.plain(verdict.name)}: {terminal.plain(verdict.message)}")
+        terminal.print_text(
+            f"{_sign(verdict)} {terminal.escape_controls(verdict.name)}: {terminal.escape_controls(verdict.message)}"
+        )
     terminal.print_text(_summary(verdicts))
 
 
@@ -189,10 +193,12 @@ def _require_one_judged(verdicts: Sequence[BaselineComparison]) -> None:
         return
     if apart:
         raise UsageError(
-            terminal.plain(f"nothing was checked: {apart[0].name} is {apart[0].message}"),
+            terminal.escape_controls(f"nothing was checked: {apart[0].name} is {apart[0].message}"),
             remedy="measure both on one machine with the same versions, or save new baselines",
         )
     raise UsageError(
-        terminal.plain(f"nothing was checked: noise hides a regression in every row, {noisy[0].name} among them"),
+        terminal.escape_controls(
+            f"nothing was checked: noise hides a regression in every row, {noisy[0].name} among them"
+        ),
         remedy="measure both again with more --repeats, or on a quieter machine",
     )

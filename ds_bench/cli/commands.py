@@ -30,11 +30,11 @@ Command = Callable[[argparse.Namespace], int]
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code."""
-    terminal.have_streams()
+    terminal.ensure_streams()
     try:
         values = build_parser().parse_args(arguments)
         command: Command = values.run
-        with terminal.pipe_may_close():
+        with terminal.ignoring_broken_pipe():
             return command(values)
     except DsBenchError as error:
         terminal.print_text(f"ds_bench: {error}", sys.stderr)

@@ -24,7 +24,7 @@ def show_findings(nvme_path: str | None, build: bool, as_json: bool) -> int:
     if nvme_path is not None and not nvme_path.strip():
         raise UsageError("--nvme-path is empty", remedy="give a folder on the NVMe disk")
     groups = run.run_all_checks(SystemAccess(), nvme_path=None if nvme_path is None else Path(nvme_path), build=build)
-    with terminal.pipe_may_close():
+    with terminal.ignoring_broken_pipe():
         if as_json:
             entries = [
                 {"group": heading, **dataclasses.asdict(finding)}

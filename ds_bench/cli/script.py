@@ -20,10 +20,10 @@ def main(
     family: Family, make_config: Callable[[Strategy, int, int], dict[str, Any]], arguments: Sequence[str] | None = None
 ) -> int:
     """Runs a comparison script. ``make_config``: the script's own ``create_deepspeed_config``, by strategy."""
-    prog = terminal.plain(Path(sys.argv[0]).name)
+    prog = terminal.escape_controls(Path(sys.argv[0]).name)
     typed_flags = list(sys.argv[1:] if arguments is None else arguments)
-    terminal.have_streams()
-    with terminal.stderr_may_break():
+    terminal.ensure_streams()
+    with terminal.ignoring_broken_stderr():
         try:
             options, kept = _with_resumed_flags(family, prog, typed_flags)
             if _not_rank_zero(os.environ):

@@ -68,7 +68,7 @@ def unreadable(name: str, reason: str | None = None) -> Finding:
 def format_finding(finding: Finding, name_width: int) -> str:
     """One line for a terminal: level, name, text and remedy. Control characters are escaped."""
     remedy = f" → {finding.remedy}" if finding.remedy else ""
-    return terminal.plain(f"  {finding.level:<7}  {finding.name:<{name_width}}  {finding.text}{remedy}")
+    return terminal.escape_controls(f"  {finding.level:<7}  {finding.name:<{name_width}}  {finding.text}{remedy}")
 
 
 def format_count(count: int, noun: str) -> str:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 
 from ..analysis import provenance
-from ..system.terminal import plain
+from ..system.terminal import escape_controls
 from .comparison_report import ComparisonReport
 from .table import HEADINGS, general_notes, measured_indices, numbered_notes, table_rows
 
@@ -18,7 +18,7 @@ _MARKUP = re.compile(r"[\\|*`~]|(?<=\])\(|(?<![^\W_])_|_(?![^\W_])|&(?=#?\w+;)|^
 def escape(text: str) -> str:
     """One line of Markdown that shows ``text`` and opens no cell, tag, link or emphasis; control characters spelled
     out."""
-    line = escape_unprintable(plain(" ".join(text.split())))
+    line = escape_unprintable(escape_controls(" ".join(text.split())))
     return _MARKUP.sub(r"\\\g<0>", line).replace("<", "&lt;")
 
 
@@ -38,7 +38,7 @@ def inline_code(text: str) -> str:
 def shell_block(command: str, indent: str = "") -> str:
     """A shell code block that no text can close. ``indent``: put in front of each line, as inside a list."""
     fence = _fence(command, 3)
-    return "\n".join(indent + line for line in (f"{fence}sh", plain(command), fence))
+    return "\n".join(indent + line for line in (f"{fence}sh", escape_controls(command), fence))
 
 
 def _fence(text: str, shortest: int) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from ..analysis.comparison import ComparisonRow
 from ..records.schema import TrialRecord
 from ..system import environment
-from ..system.terminal import plain
+from ..system.terminal import escape_controls
 from ..units import format_count
 from .comparison_report import ComparisonReport
 from .markdown import escape, table_lines
@@ -20,9 +20,9 @@ def render_text(reports: Sequence[ComparisonReport]) -> str:
     """Tables aligned by spaces, one per machine with two reports or more; empty without any."""
     tables = []
     for device, group in _group_by_machine(reports):
-        rows = [[plain(cell) for cell in row] for row in _table(group)]
+        rows = [[escape_controls(cell) for cell in row] for row in _table(group)]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = [f"{_TITLE} ({plain(device)})"]
+        lines = [f"{_TITLE} ({escape_controls(device)})"]
         for name, *numbers in rows:
             cells = [name.ljust(widths[0]), *map(str.rjust, numbers, widths[1:])]
             lines.append("  ".join(cells).rstrip())

@@ -10,7 +10,7 @@ from ..analysis.flat_rows import status_text
 from ..config.spec import Trial
 from ..launch import Progress, ProgressCallback
 from ..records.schema import TrialRecord
-from ..system.terminal import ascii_only, plain, print_text, prints
+from ..system.terminal import can_encode, escape_controls, print_text, to_ascii
 from ..units import format_duration
 
 _REFRESH_SECONDS = 1.0
@@ -30,7 +30,7 @@ class Reporter:
         self._number = 0
         self._walls: list[float] = []
         self._live: Any = None
-        self._plain = not prints("✅❌→…", stream)
+        self._plain = not can_encode("✅❌→…", stream)
 
     def say(self, text: str) -> None:
         """One line, unless quiet."""
@@ -60,7 +60,7 @@ class Reporter:
                 return
             last = now
             text = f"{head} · {self._where(progress, trial, total)}{self._eta(progress, total)}"
-            self._show(ascii_only(text) if self._plain else plain(text))
+            self._show(to_ascii(text) if self._plain else escape_controls(text))
 
         return listen
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import IO, Any, Literal
 
 from ..analysis.flat_rows import status_text
-from ..system.terminal import ascii_only, plain, print_text, prints
+from ..system.terminal import can_encode, escape_controls, print_text, to_ascii
 from ..units import MISSING
 from .columns import COLUMNS, row_status
 from .comparison_report import ComparisonReport
@@ -39,12 +39,12 @@ class TableRow:
 def numbered_notes(report: ComparisonReport) -> list[str]:
     """The notes of rows, each once, in order; their positions from 1 are the numbers in the column Notes."""
     notes = (note for row_notes in report.row_notes.values() for note in row_notes)
-    return list(dict.fromkeys(plain(note.line) for note in notes if not note.page_only))
+    return list(dict.fromkeys(escape_controls(note.line) for note in notes if not note.page_only))
 
 
 def general_notes(report: ComparisonReport) -> list[str]:
     """The notes that hold for every row, and those of the run."""
-    return list(dict.fromkeys(map(plain, [*(note.line for note in report.general_notes), *report.run_notes])))
+    return list(dict.fromkeys(map(escape_controls, [*(note.line for note in report.general_notes), *report.run_notes])))
 
 
 def table_rows(report: ComparisonReport) -> list[TableRow]:
@@ -52,14 +52,14 @@ def table_rows(report: ComparisonReport) -> list[TableRow]:
     numbers = {text: str(number) for number, text in enumerate(numbered_notes(report), 1)}
     rows = []
     for row in report.comparison.results:
-        lines = dict.fromkeys(plain(note.line) for note in report.row_notes[row.key] if not note.page_only)
+        lines = dict.fromkeys(escape_controls(note.line) for note in report.row_notes[row.key] if not note.page_only)
         cells = (
             row.label,
             row_status(row, status_text),
             *(column.cell(row, report.comparison)[0] for column in _COLUMNS),
             " ".join(numbers[line] for line in lines),
         )
-        rows.append(TableRow(cells=tuple(map(plain, cells)), success=row.succeeded))
+        rows.append(TableRow(cells=tuple(map(escape_controls, cells)), success=row.succeeded))
     return rows
 
 
@@ -75,17 +75,20 @@ def print_table(report: ComparisonReport, stream: IO[str]) -> None:
     from rich.console import Console
     from rich.text import Text
 
-    has_signs = prints("✅❌—→±", stream)
+    has_signs = can_encode("✅❌—→±", stream)
 
     def printable(text: str) -> str:
-        return text if has_signs and prints(text, stream) else ascii_only(text)
+        return text if has_signs and can_encode(text, stream) else to_ascii(text)
 
     rows = [replace(row, cells=tuple(map(printable, row.cells))) for row in table_rows(report)]
     console = Console(
         file=stream, width=None if stream.isatty() else 160, highlight=False, safe_box=not has_signs, emoji=False
     )
     layout = _TerminalTable(
-        title=printable(plain(report.title)), headings=tuple(map(printable, HEADINGS)), rows=rows, unicode=has_signs
+        title=printable(escape_controls(report.title)),
+        headings=tuple(map(printable, HEADINGS)),
+        rows=rows,
+        unicode=has_signs,
     )
     table, left_out = (None, []) if len(rows) > _MAX_ROWS_FOR_RICH else layout.fit(console)
     if table is None:
@@ -169,7 +172,7 @@ class _TerminalTable:
 
 def measured_indices(rows: Sequence[TableRow]) -> list[int]:
     """Indices of the columns to show: those always shown, and those that some row has a value for."""
-    empty = ("", MISSING, ascii_only(MISSING))
+    empty = ("", MISSING, to_ascii(MISSING))
     return [
         i for i in range(len(HEADINGS)) if i <= _LAST_ALWAYS_SHOWN or any(row.cells[i] not in empty for row in rows)
     ]

@@ -1,18 +1,21 @@
-"""The facts of host, cards and packages stored with every run, so that two results can be compared, or refused.
+"""Facts of host, GPUs and packages, stored with every run so that it can be told whether two results compare.
 
-Read without importing torch or DeepSpeed. A fact that cannot be had is ``None``. Environment variables that steer
-the training are kept too, with whatever looks like a secret taken out *before* it is stored: see :mod:`redaction`.
+Read without importing torch or DeepSpeed. A fact that cannot be read is ``None``. Environment variables that affect
+training are stored too, after everything that looks like a secret was taken out: see :mod:`redaction`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import json
 import os
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +33,7 @@ _PREFIXES = (
     "DS_", "DEEPSPEED_", "NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "OMP_", "MKL_", "KMP_", "CUDA_", "HF_",
     "TRANSFORMERS_",
 )  # fmt: skip
-# Of Slurm's hundred variables, those that say what was granted.
+# Of Slurm's hundred variables those that say what the job may use.
 _SLURM = (
     "SLURM_JOB_ID", "SLURM_JOB_PARTITION", "SLURM_NNODES", "SLURM_NTASKS", "SLURM_CPUS_PER_TASK", "SLURM_GPUS_ON_NODE",
     "SLURM_MEM_PER_NODE",
@@ -39,10 +42,10 @@ _SLURM = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Environment:
-    """One host as a run found it, before the first trial."""
+    """One host before the first trial of a run."""
 
     hostname: str
-    """The node's name; empty where a flat row or a baseline tells no more than hardware and versions."""
+    """The node's name; empty if only hardware and versions are known, from a flat row or a baseline."""
     operating_system: str | None = None
     """Name and version of the distribution."""
     kernel: str | None = None
@@ -52,13 +55,13 @@ class Environment:
     python_version: str | None = None
     """Version of the interpreter."""
     cpu_model: str | None = None
-    """The processor, as the kernel names it."""
+    """The processor's name, from the kernel."""
     logical_cores: int
-    """Hardware threads this process may run on (its affinity), not the machine's."""
+    """Hardware threads that this process may run on (its affinity)."""
     physical_cores: int | None = None
-    """Cores those threads belong to."""
+    """Cores that have those threads."""
     cpu_quota_cores: float | None = None
-    """Cores' worth of time the cgroup grants; ``None`` without a quota."""
+    """CPU quota of the cgroup, in cores; ``None`` without one."""
     numa_nodes: int | None = None
     """NUMA nodes of the machine."""
     host_memory_bytes: int | None = None
@@ -66,23 +69,23 @@ class Environment:
     swap_total_bytes: int | None = None
     """Swap space of the machine."""
     swap_used_bytes: int | None = None
-    """Swap space in use by everybody: above zero, the machine had been short of memory."""
+    """Swap space in use by all processes. If above zero, the machine was short of memory before."""
     cgroup_memory_limit_bytes: int | None = None
     """The tightest memory limit on this process; ``None`` without one."""
     cgroup_memory_peak_bytes: int | None = None
-    """The most that cgroup ever held, page cache included; not the use of this run."""
+    """The most memory that the cgroup ever held, with page cache: more than this run uses."""
     shm_bytes: int | None = None
-    """Size of ``/dev/shm``, through which ranks of one node talk."""
+    """Size of ``/dev/shm``, through which ranks of one node exchange data."""
     packages: Mapping[str, str] = field(default_factory=dict)
     """Version of each installed package among :data:`PACKAGES`; one that is not installed is absent."""
     torch_cuda_version: str | None = None
-    """CUDA version torch was built for; ``None`` for a CPU build."""
+    """CUDA version that torch was built for; ``None`` for a CPU build."""
     gpu_driver_version: str | None = None
     """Version of the NVIDIA driver."""
     gpus: tuple[GpuFacts, ...] = ()
-    """Cards that ``CUDA_VISIBLE_DEVICES`` leaves, in its order."""
+    """GPUs that ``CUDA_VISIBLE_DEVICES`` leaves, in its order."""
     variables: Mapping[str, str] = field(default_factory=dict)
-    """Environment variables that steer training, secrets redacted."""
+    """Environment variables that affect training, secrets redacted."""
 
     def __post_init__(self) -> None:
         if self.logical_cores < 1:
@@ -93,12 +96,12 @@ class Environment:
 
     @property
     def complete(self) -> bool:
-        """Whether all facts were read from the host; else only those that decide whether results compare are known."""
+        """Whether all facts were read from the host, and not only hardware and versions."""
         return bool(self.hostname)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values, as ``json.loads`` would give them back."""
-        plain: dict[str, Any] = _as_lists(dataclasses.asdict(self))
+        plain: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(self)))
         return plain
 
     @classmethod
@@ -108,18 +111,24 @@ class Environment:
         return cls(**{**fields, "gpus": tuple(GpuFacts(**gpu) for gpu in fields.get("gpus", ()))})
 
 
-def capture(environ: Mapping[str, str] | None = None, query: GpuQuery | None = None, root: Path = ROOT) -> Environment:
-    """The environment now: of this process, or as tests inject it."""
+def read_environment(
+    environ: Mapping[str, str] | None = None, query: GpuQuery | None = None, root: Path = ROOT
+) -> Environment:
+    """The environment of this process now; tests give their own variables, GPUs and root folder."""
     environ = os.environ if environ is None else environ
     inventory = (NvmlQuery() if query is None else query).read()
-    system = os.uname()
+    system, allowed_cpus, nodes = os.uname(), os.sched_getaffinity(0), root / "sys/devices/system/node"
     return Environment(
         hostname=system.nodename,
         operating_system=_operating_system(),
         kernel=system.release,
         machine=system.machine,
         python_version=sys.version.split()[0],
-        **_processor(root),
+        cpu_model=cpu_model(root),
+        logical_cores=len(allowed_cpus),
+        physical_cores=_physical_cores(allowed_cpus, root),
+        cpu_quota_cores=host_memory.cgroup_cpu_cores(root),
+        numa_nodes=sum(path.name[4:].isdecimal() for path in nodes.glob("node*")) or None,
         host_memory_bytes=host_memory.host_memory_bytes(root),
         swap_total_bytes=host_memory.swap_total_bytes(root),
         swap_used_bytes=host_memory.swap_used_bytes(root),
@@ -130,40 +139,43 @@ def capture(environ: Mapping[str, str] | None = None, query: GpuQuery | None = N
         torch_cuda_version=torch_cuda_version(),
         gpu_driver_version=inventory.driver_version,
         gpus=select_visible(environ, inventory.gpus),
-        variables=steering_variables(environ),
+        variables=recorded_variables(environ),
     )
 
 
 def comparable(a: Environment, b: Environment) -> list[str]:
-    """What forbids comparing results of two environments, e.g. ``torch 2.13.0 against 2.11.0``; empty if nothing.
+    """Differences that forbid comparing two results, such as ``torch 2.13.0 against 2.11.0``; empty if there are none.
 
-    A fact known on one side only is a difference: what was not seen cannot be vouched for.
+    A fact that only one side has is a difference, since it may differ.
     """
     return [*hardware_differences(a, b), *software_differences(a, b)]
 
 
 def hardware_differences(a: Environment, b: Environment) -> list[str]:
-    """Cards, processor and cores that differ: no ratio of throughputs means anything across them."""
+    """Differences of GPUs, processor and cores, across which a ratio of throughputs means nothing."""
     return _differences(_HARDWARE, a, b)
 
 
 def software_differences(a: Environment, b: Environment) -> list[str]:
-    """Versions that differ: what a comparison before and after an upgrade is about."""
+    """Differences of versions, as before and after an upgrade."""
     return _differences(_SOFTWARE, a, b)
 
 
 def setting_differences(a: Environment, b: Environment) -> list[str]:
-    """What does not forbid a comparison, yet may explain a change: Python, kernel, other packages, variables.
+    """Differences that may explain a change but forbid no comparison: Python, kernel, other packages, variables.
 
-    Empty where one of the two is not complete: what was not kept is no difference.
+    Empty if one of the two is not complete.
     """
     if not (a.complete and b.complete):
         return []
-    settings = _differences(_SETTINGS, a, b)
     names = sorted({*a.packages, *b.packages} - {"torch", "deepspeed", "transformers"})
-    packages = _differences(tuple((name, _package(name)) for name in names), a, b)
     variables = sorted({*a.variables, *b.variables})
-    return settings + packages + _differences(tuple((name, _variable(name)) for name in variables), a, b)
+    facts = (
+        *_SETTINGS,
+        *((name, _package(name)) for name in names),
+        *((name, _variable(name)) for name in variables),
+    )
+    return _differences(facts, a, b)
 
 
 _Facts = tuple[tuple[str, Callable[[Environment], object]], ...]
@@ -182,7 +194,7 @@ def _variable(name: str) -> Callable[[Environment], object]:
     return lambda environment: environment.variables.get(name)
 
 
-def _cards(environment: Environment) -> str:
+def _describe_gpus(environment: Environment) -> str:
     kinds = Counter(
         f"{gpu.name or 'unnamed'} ({units.format_bytes(gpu.memory_total_bytes)}{', MIG' if gpu.mig else ''})"
         for gpu in environment.gpus
@@ -191,55 +203,53 @@ def _cards(environment: Environment) -> str:
 
 
 _HARDWARE: _Facts = (
-    ("GPUs", _cards),
-    ("CPU", lambda environment: environment.cpu_model),
-    ("logical cores", lambda environment: environment.logical_cores),
-    ("physical cores", lambda environment: environment.physical_cores),
-    ("CPU quota", lambda environment: environment.cpu_quota_cores),
+    ("GPUs", _describe_gpus),
+    ("CPU", attrgetter("cpu_model")),
+    ("logical cores", attrgetter("logical_cores")),
+    ("physical cores", attrgetter("physical_cores")),
+    ("CPU quota", attrgetter("cpu_quota_cores")),
 )
 _SOFTWARE: _Facts = (
-    ("torch", lambda environment: environment.packages.get("torch")),
-    ("deepspeed", lambda environment: environment.packages.get("deepspeed")),
-    ("transformers", lambda environment: environment.packages.get("transformers")),
-    ("CUDA", lambda environment: environment.torch_cuda_version),
-    ("GPU driver", lambda environment: environment.gpu_driver_version),
+    ("torch", _package("torch")),
+    ("deepspeed", _package("deepspeed")),
+    ("transformers", _package("transformers")),
+    ("CUDA", attrgetter("torch_cuda_version")),
+    ("GPU driver", attrgetter("gpu_driver_version")),
 )
 _SETTINGS: _Facts = (
-    ("host", lambda environment: environment.hostname),
-    ("operating system", lambda environment: environment.operating_system),
-    ("kernel", lambda environment: environment.kernel),
-    ("Python", lambda environment: environment.python_version),
+    ("host", attrgetter("hostname")),
+    ("operating system", attrgetter("operating_system")),
+    ("kernel", attrgetter("kernel")),
+    ("Python", attrgetter("python_version")),
     ("host memory", lambda environment: units.format_bytes(environment.host_memory_bytes)),
     ("memory limit", lambda environment: units.format_bytes(environment.cgroup_memory_limit_bytes)),
-    ("NUMA nodes", lambda environment: environment.numa_nodes),
+    ("NUMA nodes", attrgetter("numa_nodes")),
 )
 
 
 def package_versions() -> dict[str, str]:
-    """Versions from the installed metadata; nothing is imported."""
+    """Versions of :data:`PACKAGES` from the installed metadata; nothing is imported."""
     from importlib import metadata
 
-    versions: dict[str, str] = {}
+    versions = {}
     for name in PACKAGES:
-        try:
+        with contextlib.suppress(metadata.PackageNotFoundError, KeyError):  # absent, or the remains of an installation
             versions[name] = metadata.version(name)
-        except (metadata.PackageNotFoundError, KeyError):  # absent, or the remains of a broken installation
-            continue
     return {name: version for name, version in versions.items() if version}
 
 
 def torch_cuda_version() -> str | None:
-    """The CUDA version torch was built for; None for another build. Read as text: importing torch takes seconds."""
+    """The CUDA version that torch was built for; None for another build."""
     return _torch_built_for("cuda")
 
 
 def torch_rocm_version() -> str | None:
-    """The ROCm (HIP) version torch was built for; None for another build."""
+    """The ROCm (HIP) version that torch was built for; None for another build."""
     return _torch_built_for("hip")
 
 
 def _torch_built_for(platform: str) -> str | None:
-    """A name's value in ``torch/version.py``."""
+    """A name's value in ``torch/version.py``, read as text because importing torch takes seconds."""
     from importlib.util import find_spec
 
     try:
@@ -251,40 +261,23 @@ def _torch_built_for(platform: str) -> str | None:
     return found[1] if found else None
 
 
-def steering_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables that steer training, by name; secrets redacted, bytes that are no UTF-8 spelled out."""
+def recorded_variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """The variables that affect training, by name. Secrets are redacted, bytes that are not UTF-8 are escaped."""
     names = sorted(name for name in environ if name.startswith(_PREFIXES) or name in _SLURM)
-    return {name: REDACTED if looks_secret(name, environ[name]) else _printable(environ[name]) for name in names}
-
-
-def _printable(value: str) -> str:
-    return value.encode("utf-8", "backslashreplace").decode("utf-8")
+    values = {name: environ[name].encode("utf-8", "backslashreplace").decode("utf-8") for name in names}
+    return {name: REDACTED if looks_secret(name, environ[name]) else value for name, value in values.items()}
 
 
 def _operating_system() -> str | None:
     import platform
 
-    try:
+    with contextlib.suppress(OSError):
         return platform.freedesktop_os_release().get("PRETTY_NAME")
-    except OSError:
-        return None
-
-
-def _processor(root: Path) -> dict[str, Any]:
-    """The fields of :class:`Environment` that tell of the processor."""
-    allowed = sorted(os.sched_getaffinity(0))
-    nodes = [path for path in (root / "sys/devices/system/node").glob("node*") if path.name[4:].isdecimal()]
-    return {
-        "cpu_model": cpu_model(root),
-        "logical_cores": len(allowed),
-        "physical_cores": _physical_cores(allowed, root),
-        "cpu_quota_cores": host_memory.cgroup_cpu_cores(root),
-        "numa_nodes": len(nodes) or None,
-    }
+    return None
 
 
 def cpu_model(root: Path = ROOT) -> str | None:
-    """``model name`` of the first processor; on ARM, which has none, the maker's and the part's number."""
+    """``model name`` of the processor; on ARM, where there is none, the numbers of manufacturer and part."""
     lines = (line.partition(":") for line in (read_text(root / "proc/cpuinfo") or "").splitlines())
     facts = {name.strip(): value.strip() for name, _, value in lines}
     if "CPU part" in facts and "model name" not in facts:
@@ -292,28 +285,21 @@ def cpu_model(root: Path = ROOT) -> str | None:
     return facts.get("model name") or None
 
 
-def _physical_cores(allowed: list[int], root: Path) -> int | None:
-    """Threads of one core list the same siblings."""
+def _physical_cores(allowed: Iterable[int], root: Path) -> int | None:
+    # Threads of one core list the same siblings.
     cores = {read_text(root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list") for cpu in allowed}
     return None if None in cores else len(cores)
 
 
 def _file_system_bytes(path: Path) -> int | None:
-    try:
-        facts = os.statvfs(path)
-    except OSError:
-        return None
-    return facts.f_blocks * facts.f_frsize
-
-
-def _as_lists(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _as_lists(inner) for name, inner in value.items()}
-    return [_as_lists(inner) for inner in value] if isinstance(value, tuple | list) else value
+    with contextlib.suppress(OSError):
+        status = os.statvfs(path)
+        return status.f_blocks * status.f_frsize
+    return None
 
 
 def _as_tuples(value: Any) -> Any:
-    """Lists as tuples, also inside the list of cards; a mapping stays one."""
+    """The same with a tuple for every list."""
     if isinstance(value, dict):
         return {name: _as_tuples(inner) for name, inner in value.items()}
     return tuple(_as_tuples(inner) for inner in value) if isinstance(value, list) else value

@@ -1,5 +1,6 @@
-"""Reading files that somebody else may have written: regular files only, up to a size, never waiting for a writer;
-and lock files of processes that were killed.
+"""Reads files that another program may have written: regular files only, up to a size, without waiting for a writer.
+
+Also checks that a folder can be written, and removes lock files of processes that were killed.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ _BUFFER_BYTES = 2**20
 def opened(path: Path, most_bytes: int) -> Iterator[BinaryIO]:
     """A regular file of ``most_bytes`` or less, open for reading.
 
-    Raises OSError: EINVAL where it is a folder, pipe, socket or device; EILSEQ where the name holds a null byte;
-    EFBIG where it is larger.
+    Raises OSError: EINVAL for a folder, pipe, socket or device; EILSEQ for a name with a null byte; EFBIG for a larger
+    file.
     """
     if "\0" in str(path):
         raise OSError(errno.EILSEQ, "a name holds no null byte", str(path))
-    if not stat.S_ISREG(path.stat().st_mode):  # to open a device may already act on it
+    if not stat.S_ISREG(path.stat().st_mode):  # opening a device can already have an effect
         raise OSError(errno.EINVAL, "is not a regular file", str(path))
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
@@ -42,7 +43,7 @@ def opened(path: Path, most_bytes: int) -> Iterator[BinaryIO]:
 
 
 def read_bytes(path: Path, most_bytes: int) -> bytes:
-    """The contents of a regular file. Raises OSError as :func:`opened` does, also where it grows past the limit."""
+    """The contents of a regular file. Raises OSError as :func:`opened` does, also if it grows past the limit."""
     with opened(path, most_bytes) as file:
         data = file.read(most_bytes + 1)
     if len(data) > most_bytes:
@@ -51,7 +52,7 @@ def read_bytes(path: Path, most_bytes: int) -> bytes:
 
 
 def read_text(path: Path, most_bytes: int) -> str:
-    """The same as UTF-8 text. Raises UnicodeDecodeError besides."""
+    """The contents of a regular file as UTF-8 text. Raises as :func:`read_bytes` does, and UnicodeDecodeError."""
     return read_bytes(path, most_bytes).decode("utf-8")
 
 
@@ -64,10 +65,11 @@ def check_writable(folder: Path) -> None:
 
 
 def remove_abandoned_lock(lock: Path, held_seconds: float) -> bool:
-    """Waits until a lock file goes away; removes one that a single owner has held for ``held_seconds``.
+    """Waits until a lock file is gone, and removes one that the same owner has held for ``held_seconds``.
 
-    torch waits for ever for the lock of a process that was killed while it loaded an op (utils/file_baton.py). Returns
-    whether the file was removed. A file that is written anew belongs to another owner and is waited for anew.
+    Needed because torch waits for ever for the lock of a process that was killed while it loaded an op
+    (utils/file_baton.py). Returns whether the file was removed. A file written anew has a new owner, who gets
+    ``held_seconds`` too.
     """
     owner, since = None, time.monotonic()
     while True:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import threading
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Mapping
 from urllib.parse import urlsplit
 
@@ -34,6 +32,9 @@ def host_name(environ: Mapping[str, str]) -> str | None:
 
 def send_request(address: str) -> None:
     """Asks the address for its headers. Any answer will do, a refusal too. Raises OSError or ValueError without one."""
+    import urllib.error
+    import urllib.request
+
     try:
         urllib.request.urlopen(urllib.request.Request(address, method="HEAD"), timeout=ANSWER_SECONDS).close()
     except urllib.error.HTTPError as error:

@@ -1,4 +1,4 @@
-"""This machine as a run finds it: read once at the start of the run and handed down."""
+"""This machine, read once at the start of a run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Machine:
     """Host, GPUs, versions and variables at one moment."""
 
     environment: Environment
-    """What is stored with the results."""
+    """The facts that are stored with the results."""
     gpus: KnownGpus
     """Every GPU of the host, visible to CUDA or not."""
     variables: Mapping[str, str]
@@ -31,4 +31,4 @@ class Machine:
 def read_machine() -> Machine:
     """Reads GPUs, host, versions and variables. Never raises: a fact that cannot be read is None."""
     variables, inventory = dict(os.environ), KnownGpus(gpus.NvmlQuery().read())
-    return Machine(environment=environment.capture(variables, inventory), gpus=inventory, variables=variables)
+    return Machine(environment=environment.read_environment(variables, inventory), gpus=inventory, variables=variables)

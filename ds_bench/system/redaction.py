@@ -1,4 +1,4 @@
-"""Keeps credentials out of what is stored: environment variables, DeepSpeed configurations, typed flags."""
+"""Removes credentials from what is stored: environment variables, DeepSpeed configurations, typed flags."""
 
 from __future__ import annotations
 
@@ -10,39 +10,36 @@ from typing import Any
 
 REDACTED = "<redacted>"
 
-# Patterns stay text, which re compiles once when first used: importing this module must cost nothing.
+# Patterns are text, which re compiles when it is first used, so that importing this module takes no time.
 _SECRET_NAME = r"(?i)token|key|secret|passw|passphrase|_pass\b|pwd|credential|auth|bearer|jwt|cookie"
 _SECRET_VALUE = r"""(?xs)
-    (?:^|[\s"'=:,;])(?:hf_|sk-|gh[oprsu]_|github_pat_|glpat-|xox[a-z]-|AKIA|ASIA|AIza|nvapi-)  # issuers' marks
+    (?:^|[\s"'=:,;])(?:hf_|sk-|gh[oprsu]_|github_pat_|glpat-|xox[a-z]-|AKIA|ASIA|AIza|nvapi-)  # prefixes of issuers
     |eyJ[\w-]*\.      # JSON web token
-    |[\w+/]{32,}={1,2}(?:\W|$)  # padded base64, also one that begins like a path
+    |[\w+/]{32,}={1,2}(?:\W|$)  # padded base64, also if it begins like a path
     |-----BEGIN
     |:.*@             # user:password@host, with or without a scheme
     |://.*\?          # a signed address carries its signature in the query
     |(?i:bearer\s|(?:token|key|secret|passw\w*|pwd|credentials?|auth\w*|sig)["']?\s*[=:])
     |[0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}"""
 _ADDRESS_CREDENTIALS = r"(://)[^/@\s]+@"
-_LONGEST_SETTING = 4096  # characters; beyond, a value is a document, and the patterns would take seconds over it
-_CARD_NAME = r"\b(?:GPU|MIG)-[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}\b"
+_MAX_SETTING_LENGTH = 4096  # characters; a longer value is a document, which the patterns would need seconds for
+_GPU_UUID = r"\b(?:GPU|MIG)-[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}\b"
 
 
 def looks_secret(name: str, value: str) -> bool:
     """Whether a variable may hold a token, key, password or other credential, by its name or by its value.
 
-    Made to err on the side of hiding: a hidden setting costs a reader a question, a stored token is a leak. A short
-    or wordlike password under an innocent name cannot be told from a setting, nor a rare key from a path.
+    In doubt the answer is yes: a hidden setting is a nuisance, a stored token a leak. A short password of words under
+    an unsuspicious name is not recognised, nor is an unusual key that looks like a path.
     """
-    if re.search(_SECRET_NAME, name) or len(value) > _LONGEST_SETTING:
+    if re.search(_SECRET_NAME, name) or len(value) > _MAX_SETTING_LENGTH:
         return bool(value)
-    value = re.sub(_CARD_NAME, "", value)
+    value = re.sub(_GPU_UUID, "", value)
     return bool(re.search(_SECRET_VALUE, value)) or _looks_random(value)
 
 
 def redacted_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A DeepSpeed configuration with :data:`REDACTED` for every text that may be a credential, by its path or value.
-
-    What was redacted before stays as it is.
-    """
+    """A DeepSpeed configuration with :data:`REDACTED` for every text that may be a credential, by its path or value."""
     return {name: _redacted(name, value) for name, value in config.items()}
 
 
@@ -60,17 +57,18 @@ def _is_secret(path: str, value: str) -> bool:
 
 
 def redacted_keys(config: Mapping[str, Any]) -> list[str]:
-    """The paths, as ``--set`` takes them, of what was redacted in a configuration."""
+    """The paths of redacted values in a configuration, in the form that ``--set`` takes."""
     return [path for path, value in _texts("", config) if value == REDACTED]
 
 
 def secrets_of(config: Mapping[str, Any]) -> list[str]:
-    """The texts in a configuration that may be credentials, the longest first; none that was redacted."""
-    found = {value for path, value in _texts("", config) if value and value != REDACTED and _is_secret(path, value)}
-    return sorted(found, key=len, reverse=True)
+    """The texts in a configuration that may be credentials, the longest first."""
+    secrets = {value for path, value in _texts("", config) if value and value != REDACTED and _is_secret(path, value)}
+    return sorted(secrets, key=len, reverse=True)
 
 
 def _texts(path: str, value: Any) -> Iterator[tuple[str, str]]:
+    """Path and value of every text in a configuration."""
     if isinstance(value, Mapping):
         for name, item in value.items():
             yield from _texts(f"{path}.{name}" if path else str(name), item)
@@ -82,14 +80,14 @@ def _texts(path: str, value: Any) -> Iterator[tuple[str, str]]:
 
 
 def without(text: str, secrets: Sequence[str]) -> str:
-    """A text in which each of these is replaced."""
+    """The text with :data:`REDACTED` for each of the secrets."""
     for secret in secrets:
         text = text.replace(secret, REDACTED)
     return text
 
 
 def redacted_arguments(arguments: Sequence[str]) -> list[str]:
-    """A typed command without values of ``--set`` that may be credentials, and without those in addresses."""
+    """A typed command with possible credentials redacted: in values of ``--set`` and in addresses."""
     kept: list[str] = []
     for argument in arguments:
         head, value = ("--set=", argument[6:]) if argument.startswith("--set=") else ("", argument)
@@ -114,17 +112,16 @@ def _redacted_setting(path: str, setting: str) -> str:
 
 
 def _looks_random(value: str) -> bool:
-    """Words and paths have separators and keep to one kind of letter; keys are long runs that mix kinds."""
+    """Whether a long part of the value mixes kinds of letters, as keys do; words and paths have separators."""
     unbroken = re.findall(r"[A-Za-z0-9+=]{20,}", value)
-    # With the separators of base64 in it; a run that starts inside a path is a path.
-    broken = re.findall(r"(?<![\w./~+-])[\w+-][\w+/-]{31,}", value)
-    return any(_kinds(run) >= 2 for run in unbroken) or any(_kinds(run) == 3 or _humps(run) > 3 for run in broken)
+    # With the separators of base64 in it. A run that starts inside a path is part of the path.
+    separated = re.findall(r"(?<![\w./~+-])[\w+-][\w+/-]{31,}", value)
+    # Names have few capitals inside words, a random text has many.
+    return any(_count_kinds(run) >= 2 for run in unbroken) or any(
+        _count_kinds(run) == 3 or len(re.findall("[a-z][A-Z]", run)) > 3 for run in separated
+    )
 
 
-def _kinds(run: str) -> int:
+def _count_kinds(run: str) -> int:
+    """How many of lower case, upper case and digits occur."""
     return sum(bool(re.search(kind, run)) for kind in ("[a-z]", "[A-Z]", "[0-9]"))
-
-
-def _humps(run: str) -> int:
-    """Capitals within words: few in a name, a quarter of a random text."""
-    return len(re.findall("[a-z][A-Z]", run))

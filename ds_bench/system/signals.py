@@ -1,6 +1,6 @@
-"""Ctrl-C, SIGTERM and SIGHUP: raised where the run waits, remembered while it cleans up.
+"""Ctrl-C, SIGTERM and SIGHUP: they interrupt the run while it waits, and are remembered while it cleans up.
 
-A signal that raised anywhere could leave processes, scratch files or an unwritten row behind. So it raises
+If a signal raised at any moment, processes, scratch files or an unwritten row could be left behind. So it raises
 KeyboardInterrupt only inside :func:`raising_on_interrupt`. Elsewhere it is remembered: the next such block raises on
 entry, and :func:`interrupt_requested` is true.
 """
@@ -17,7 +17,7 @@ _state = {"requested": False, "raising_blocks": 0}
 
 def interrupt_requested() -> bool:
     """Whether a signal has asked the run to end."""
-    return _state["requested"] is True
+    return bool(_state["requested"])
 
 
 @contextmanager

@@ -1,7 +1,7 @@
-"""Prints text: control characters from files do not reach the terminal, and a stream of ASCII gets ASCII.
+"""Prints text without control characters, in ASCII if the stream can show nothing else.
 
-Everything the parent prints goes through :func:`print_text` or :func:`print_json`, but for the tables that ``rich``
-draws from cells which :func:`plain` has made.
+Everything that the parent prints goes through :func:`print_text` or :func:`print_json`, except the tables of ``rich``,
+whose cells went through :func:`escape_controls`.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _ASCII = {
 }
 
 
-def prints(text: str, stream: IO[str]) -> bool:
-    """Whether the stream's encoding can show the text."""
+def can_encode(text: str, stream: IO[str]) -> bool:
+    """Whether the stream's encoding has all characters of the text."""
     try:
         text.encode(getattr(stream, "encoding", None) or "ascii")
     except (UnicodeEncodeError, LookupError):
@@ -38,31 +38,35 @@ def prints(text: str, stream: IO[str]) -> bool:
     return True
 
 
-def ascii_only(text: str) -> str:
-    """The same in ASCII, for terminals that print nothing else."""
+def to_ascii(text: str) -> str:
+    """The text in ASCII; signs without a replacement become ``?``."""
     for sign, plain_sign in _ASCII.items():
         text = text.replace(sign, plain_sign)
     return text.encode("ascii", "replace").decode("ascii")
 
 
-def plain(text: str) -> str:
-    """Control characters spelled out, line breaks as spaces: a model's name must not steer the terminal."""
+def escape_controls(text: str) -> str:
+    """The text with control characters escaped and line breaks as spaces: a model's name must not control the terminal.
+
+    Also escaped are direction and other invisible characters, half surrogates and line separators; not U+200D, which
+    joins emoji.
+    """
     if text.isprintable():
         return text
-    return "".join(f"\\x{ord(sign):02x}" if _is_control(sign) else sign for sign in " ".join(text.splitlines()))
+    return "".join(
+        f"\\x{ord(sign):02x}"
+        if unicodedata.category(sign) in ("Cc", "Cf", "Cs", "Zl", "Zp") and sign != "\u200d"
+        else sign
+        for sign in " ".join(text.splitlines())
+    )
 
 
-def _is_control(sign: str) -> bool:
-    """Control, direction and other invisible characters, half surrogates, line separators; not what joins emoji."""
-    return unicodedata.category(sign) in ("Cc", "Cf", "Cs", "Zl", "Zp") and sign != "\u200d"
-
-
-def have_streams() -> None:
-    """A process started with its input or output closed (``>&-``) gets /dev/null there, and so do its children."""
+def ensure_streams() -> None:
+    """Opens /dev/null for each standard stream that was closed at the start (``>&-``), for child processes too."""
     for descriptor in (0, 1, 2):
         try:
             os.fstat(descriptor)
-        except OSError:  # the lowest free number is this one
+        except OSError:  # the system gives the lowest free number, which is this one
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
     for name, descriptor in (("stdout", 1), ("stderr", 2)):
         if getattr(sys, name) is None:
@@ -70,8 +74,8 @@ def have_streams() -> None:
 
 
 @contextmanager
-def stderr_may_break() -> Iterator[None]:
-    """Progress that nobody reads any more (``2>&1 | head``, a full disk) is dropped and ends nothing."""
+def ignoring_broken_stderr() -> Iterator[None]:
+    """Within this context a standard error that cannot be written (``2>&1 | head``, a full disk) raises nothing."""
     before = sys.stderr
     sys.stderr = cast(TextIO, _DroppingStream(before))
     try:
@@ -81,7 +85,7 @@ def stderr_may_break() -> Iterator[None]:
 
 
 class _DroppingStream:
-    """Passes text on until the first failure; from then on to /dev/null."""
+    """Writes to a stream until the first failure; drops the text from then on."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -104,38 +108,32 @@ class _DroppingStream:
 
 
 def _discard_writes(stream: TextIO) -> None:
-    """Sends what the stream still holds, and all that follows, to /dev/null: it would fail again at exit."""
+    """Sends buffered and later text of the stream to /dev/null; otherwise it would fail again at exit."""
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, stream.fileno())
     os.close(null)
 
 
 def print_text(text: str, stream: IO[str] | None = None) -> None:
-    """Prints lines, each as :func:`plain` shows it, in ASCII where the stream prints nothing else.
-
-    ``stream``: None is standard output.
-    """
+    """Prints lines without control characters, in ASCII if ``stream`` (None: standard output) cannot show them."""
     stream = sys.stdout if stream is None else stream
-    shown = "\n".join(map(plain, text.split("\n")))
-    print(shown if prints(shown, stream) else ascii_only(shown), file=stream, flush=stream is not sys.stdout)
+    shown = "\n".join(map(escape_controls, text.split("\n")))
+    print(shown if can_encode(shown, stream) else to_ascii(shown), file=stream, flush=stream is not sys.stdout)
 
 
 def print_json(text: str) -> None:
     """Prints JSON text on standard output; control characters are written as JSON escapes."""
-    escape = not prints("é", sys.stdout)
-    print(
-        "".join(
-            json.dumps(sign)[1:-1]
-            if (sign != "\n" and not sign.isprintable()) or (escape and not sign.isascii())
-            else sign
-            for sign in text
-        )
-    )
+    ascii_only = not can_encode("é", sys.stdout)
+
+    def must_escape(sign: str) -> bool:
+        return (sign != "\n" and not sign.isprintable()) or (ascii_only and not sign.isascii())
+
+    print("".join(json.dumps(sign)[1:-1] if must_escape(sign) else sign for sign in text))
 
 
 @contextmanager
-def pipe_may_close() -> Iterator[None]:
-    """A reader that closes the pipe (``| head``) is no error; any other failure to write is raised."""
+def ignoring_broken_pipe() -> Iterator[None]:
+    """Within this context a closed pipe (``| head``) is no error; any other failure to write standard output is."""
     try:
         yield
         sys.stdout.flush()

@@ -16,7 +16,7 @@ import pytest
 from ds_bench.system import environment, gpus
 from tests.support.real_trials import ROOT
 
-_USABLE = gpus.visible_gpu_count(os.environ, gpus.NvmlQuery()) > 0 and environment.torch_cuda_version() is not None
+_USABLE = bool(gpus.visible_indices(os.environ, gpus.NvmlQuery())) and environment.torch_cuda_version() is not None
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not _USABLE, reason="no GPU, or torch is a CPU build")]
 
 Run = Callable[..., tuple[int, str, list[dict[str, Any]]]]

@@ -261,7 +261,7 @@ def test_a_stream_that_does_not_gets_ascii_with_the_same_words(encoding: str) ->
 @settings(deadline=None)
 @given(st.text(max_size=30))
 def test_any_text_can_be_made_ascii(text: str) -> None:
-    assert terminal.ascii_only(text).isascii()
+    assert terminal.to_ascii(text).isascii()
 
 
 NASTY = "\x1b[31mred\x07\x9b2J\u202egnp.exe\ud800\r\n\u2028end"
@@ -295,8 +295,8 @@ def test_whatever_the_label_a_row_is_one_line_that_can_be_written(label: str) ->
 
 
 def test_a_stream_without_an_encoding_is_taken_for_ascii() -> None:
-    assert not terminal.prints("✅", io.StringIO())
-    assert terminal.prints("ok", io.StringIO())
+    assert not terminal.can_encode("✅", io.StringIO())
+    assert terminal.can_encode("ok", io.StringIO())
 
 
 def test_brackets_in_a_message_are_not_taken_for_colours() -> None:

@@ -17,14 +17,14 @@ import ds_bench.system.environment
 from ds_bench.system.environment import (
     PACKAGES,
     Environment,
-    capture,
     comparable,
     cpu_model,
     hardware_differences,
     package_versions,
+    read_environment,
+    recorded_variables,
     setting_differences,
     software_differences,
-    steering_variables,
     torch_cuda_version,
 )
 from ds_bench.system.gpus import GpuFacts, GpuInventory
@@ -64,7 +64,7 @@ class Cards:
 
 def stored(environ: dict[str, str]) -> str:
     """Everything that would be written for a process with these variables."""
-    return json.dumps(replace(HOST, variables=steering_variables(environ)).to_dict(), ensure_ascii=False)
+    return json.dumps(replace(HOST, variables=recorded_variables(environ)).to_dict(), ensure_ascii=False)
 
 
 # --- secrets
@@ -110,7 +110,7 @@ SURROUNDINGS = st.sampled_from(["{}", "a=1,b={}", "first {} last", "x:{}", '"{}"
 
 @given(SECRET_NAMES, st.text(alphabet=LETTERS + " ./:-_äß\n", min_size=12).map(lambda text: f"Zq{text}"))
 def test_whatever_stands_under_the_name_of_a_secret_is_stored_nowhere(name: str, value: str) -> None:
-    kept = steering_variables({name: value})
+    kept = recorded_variables({name: value})
     assert kept == {name: REDACTED}
     assert json.dumps(value, ensure_ascii=False)[1:-1] not in stored({name: value})
 
@@ -133,7 +133,7 @@ def test_a_long_random_string_is_stored_nowhere_under_any_name(name: str, token:
 def test_the_password_of_an_address_is_stored_nowhere(name: str, scheme: str, password: str) -> None:
     value = f"{scheme}me:{password}@proxy.example:8080/path"
     assert value not in stored({name: value})
-    assert steering_variables({name: value}) == {name: REDACTED}
+    assert recorded_variables({name: value}) == {name: REDACTED}
 
 
 @pytest.mark.parametrize(
@@ -174,12 +174,12 @@ def test_other_forms_of_credentials_are_hidden(value: str) -> None:
     ],
 )
 def test_settings_that_explain_a_result_stay_readable(name: str, value: str) -> None:
-    assert steering_variables({name: value}) == {name: value}
+    assert recorded_variables({name: value}) == {name: value}
 
 
 @given(st.dictionaries(st.text(min_size=1), st.text()))
 def test_only_variables_that_steer_training_are_kept(environ: dict[str, str]) -> None:
-    kept = steering_variables({**environ, "AWS_SECRET_ACCESS_KEY": "x", "SLURM_JWT": "x", "HOME": "/root"})
+    kept = recorded_variables({**environ, "AWS_SECRET_ACCESS_KEY": "x", "SLURM_JWT": "x", "HOME": "/root"})
     assert not {"AWS_SECRET_ACCESS_KEY", "SLURM_JWT", "HOME"} & set(kept)
 
 
@@ -188,14 +188,14 @@ def test_bytes_that_are_no_utf8_can_still_be_written_as_utf8() -> None:
 
 
 def test_a_value_too_long_for_a_setting_is_not_stored() -> None:
-    assert steering_variables({"DS_NOTE": "word " * 20_000}) == {"DS_NOTE": REDACTED}
+    assert recorded_variables({"DS_NOTE": "word " * 20_000}) == {"DS_NOTE": REDACTED}
 
 
-# --- capture
+# --- read_environment
 
 
 def test_capture_tells_this_machine_and_survives_json() -> None:
-    environment = capture()
+    environment = read_environment()
     assert environment.logical_cores >= 1
     assert environment.host_memory_bytes
     assert environment.cpu_model
@@ -208,14 +208,14 @@ def test_capture_tells_this_machine_and_survives_json() -> None:
 
 def test_capture_keeps_only_the_cards_that_are_visible_in_their_order() -> None:
     cards = Cards(*(replace(H200, index=index, uuid=f"GPU-{index}") for index in range(4)))
-    environment = capture({"CUDA_VISIBLE_DEVICES": "2,0"}, cards)
+    environment = read_environment({"CUDA_VISIBLE_DEVICES": "2,0"}, cards)
     assert [gpu.index for gpu in environment.gpus] == [2, 0]
     assert environment.gpu_driver_version == "580.65.06"
     assert environment.variables == {"CUDA_VISIBLE_DEVICES": "2,0"}
 
 
 def test_a_host_that_shows_none_of_its_files_is_captured_with_gaps_and_no_guesses(tmp_path: Path) -> None:
-    environment = capture({}, Cards(), root=tmp_path)
+    environment = read_environment({}, Cards(), root=tmp_path)
     gaps = ("cpu_model", "physical_cores", "numa_nodes", "host_memory_bytes", "shm_bytes", "cgroup_memory_limit_bytes")
     assert [name for name in gaps if getattr(environment, name) is not None] == []
 
@@ -230,8 +230,8 @@ def test_capture_imports_neither_torch_nor_what_is_built_on_it() -> None:
     heavy = ("torch", "deepspeed", "transformers", "pandas", "numpy", "accelerate")
     program = f"""if 1:
         import json, sys
-        from ds_bench.system.environment import capture
-        packages = capture().packages
+        from ds_bench.system.environment import read_environment
+        packages = read_environment().packages
         print(json.dumps([list(packages), [name for name in {heavy} if name in sys.modules]]))"""
     packages, imported = run_python(program)
     assert "torch" in packages

@@ -14,12 +14,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_bench.system.terminal import ascii_only, plain, prints, stderr_may_break
+from ds_bench.system.terminal import can_encode, escape_controls, ignoring_broken_stderr, to_ascii
 
 
 @given(st.text())
 def test_plain_text_holds_no_control_character(text: str) -> None:
-    shown = plain(text)
+    shown = escape_controls(text)
     assert not [sign for sign in shown if ord(sign) < 32 or 127 <= ord(sign) < 160]
 
 
@@ -34,21 +34,21 @@ def test_plain_text_holds_no_control_character(text: str) -> None:
     ],
 )
 def test_what_would_steer_a_terminal_is_spelled_out(text: str, shown: str) -> None:
-    assert plain(text) == shown
+    assert escape_controls(text) == shown
 
 
 @given(st.text())
 def test_the_ascii_form_is_ascii(text: str) -> None:
-    assert ascii_only(text).isascii()
+    assert to_ascii(text).isascii()
 
 
 def test_signs_of_the_table_have_words_in_ascii() -> None:
-    assert ascii_only("❌ OOM — 12 ± 3 → 4 ≈ 5 …") == "[failed] OOM - 12 +/- 3 -> 4 ~ 5 ..."
+    assert to_ascii("❌ OOM — 12 ± 3 → 4 ≈ 5 …") == "[failed] OOM - 12 +/- 3 -> 4 ~ 5 ..."
 
 
 def test_a_stream_without_an_encoding_is_taken_for_ascii() -> None:
-    assert prints("plain", io.StringIO())
-    assert not prints("±", io.StringIO())
+    assert can_encode("plain", io.StringIO())
+    assert not can_encode("±", io.StringIO())
 
 
 @pytest.mark.parametrize("reader", ["gone", "full"])
@@ -58,16 +58,19 @@ def test_progress_that_nobody_reads_any_more_is_dropped(reader: str, monkeypatch
         os.close(read_end)
     else:
         write_end = os.open("/dev/full", os.O_WRONLY)
-    with os.fdopen(write_end, "w", buffering=1, encoding="utf-8") as stream, stderr_may_break_on(stream, monkeypatch):
+    with (
+        os.fdopen(write_end, "w", buffering=1, encoding="utf-8") as stream,
+        ignoring_broken_stderr_on(stream, monkeypatch),
+    ):
         print("progress", file=sys.stderr, flush=True)
         print("and more of it", file=sys.stderr, flush=True)
         assert os.fstat(stream.fileno()).st_rdev == Path(os.devnull).stat().st_rdev
 
 
 @contextlib.contextmanager
-def stderr_may_break_on(stream: IO[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def ignoring_broken_stderr_on(stream: IO[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     with monkeypatch.context() as patched:
         patched.setattr(sys, "stderr", stream)
-        with stderr_may_break():
+        with ignoring_broken_stderr():
             yield
         assert sys.stderr is stream
