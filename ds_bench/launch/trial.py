@@ -117,6 +117,8 @@ def _assign(trial: Trial, environment: Mapping[str, str], meet_by_file: bool, li
     scratch_id = new_scratch_id()
     meeting = meeting_file(scratch_id)
     note_owned(glob.escape(str(meeting)), shared_memory(scratch_id))
+    if meet_by_file:  # it exists for as long as the trial runs: a rank started by hand afterwards finds it missing
+        meeting.touch(mode=0o600, exist_ok=False)
     swap = swap_folder(trial, scratch_id)
     if swap is not None:
         Path(swap).mkdir()

@@ -1,4 +1,4 @@
-"""One rank of one trial, from its first beat to its file.
+"""Runs one rank of one trial, from its first heartbeat to its file.
 
 ``run`` never raises: whatever happens becomes ``rank<N>.json``, a measurement or a failure.
 """
@@ -19,7 +19,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from ..config.spec import Trial
 from ..records.rank_files import (
     CONFIG_FILE,
     Assignment,
@@ -42,7 +41,7 @@ def run(folder: Path, *, rank: int, local_rank: int, world_size: int) -> int:
     stacks = stacks_file(folder, rank).open("w")
     faulthandler.enable(stacks)
     faulthandler.register(signal.SIGUSR2, file=stacks, all_threads=True)
-    beat = HeartbeatWriter(folder, rank)
+    heartbeat = HeartbeatWriter(folder, rank)
     emulated = limited = False
     try:
         assignment = Assignment.load(folder)
@@ -52,21 +51,21 @@ def run(folder: Path, *, rank: int, local_rank: int, world_size: int) -> int:
         if assignment.working_folder is not None:
             with contextlib.suppress(FileNotFoundError):  # of another node, which may lack it
                 os.chdir(assignment.working_folder)
-        result = _measure(folder, assignment, beat, started)
+        _check_that_ranks_can_meet(assignment, world_size)
+        result = _measure(folder, assignment, heartbeat, started)
         code = 0
-    except BaseException as error:  # a rank's end is always a value, KeyboardInterrupt and SystemExit too
-        step = beat.step if beat.step >= 0 else None
+    except BaseException as error:  # KeyboardInterrupt and SystemExit too: a rank always leaves its file
         failure = rank_failure(
             error,
             rank=rank,
-            phase=beat.phase,
-            step=step,
+            phase=heartbeat.phase,
+            step=heartbeat.step if heartbeat.step >= 0 else None,
             emulated=emulated,
             limited=limited,
             device_free_bytes=memory.device_free_bytes(),
         )
         with contextlib.suppress(OSError, ValueError):
-            secrets = redaction.secrets_of(_config(folder))
+            secrets = redaction.secrets_of(_read_config(folder))
             failure = replace(
                 failure,
                 message=redaction.without(failure.message, secrets),
@@ -78,12 +77,22 @@ def run(folder: Path, *, rank: int, local_rank: int, world_size: int) -> int:
     sys.stdout.flush()
     sys.stderr.flush()
     write_json(rank_file(folder, rank), result)
-    beat.beat("exit")
+    heartbeat.beat("exit")
     return code
 
 
+def _check_that_ranks_can_meet(assignment: Assignment, world_size: int) -> None:
+    """Raises RuntimeError where this rank would wait for others that nobody starts (a trial run again by hand)."""
+    ranks = assignment.trial.placement.num_gpus
+    if world_size != ranks:
+        raise RuntimeError(f"the trial has {ranks} ranks, but WORLD_SIZE is {world_size}")
+    meeting_file = (assignment.rendezvous or "").removeprefix("file://")
+    if ranks > 1 and meeting_file and not Path(meeting_file).exists():
+        raise RuntimeError("the trial has ended: the file through which its ranks meet is gone; repeat the run")
+
+
 def rank_environment(assignment: Assignment, rank: int, local_rank: int, world_size: int) -> dict[str, str]:
-    """What launchers set, for one node meeting through a file; nothing where a launcher set it already."""
+    """Variables that a rank needs: those of the assignment and, where ranks meet through a file, what launchers set."""
     variables = dict(assignment.environment)
     if assignment.rendezvous is not None:
         variables |= {
@@ -93,7 +102,7 @@ def rank_environment(assignment: Assignment, rank: int, local_rank: int, world_s
             "LOCAL_WORLD_SIZE": str(world_size),
             "LOCAL_SIZE": str(world_size),
             "MASTER_ADDR": "127.0.0.1",
-            # Never bound: DeepSpeed names its shared memory by it (ops/csrc/cpu/comm/shm_interface.cpp).
+            # No port is opened: DeepSpeed names its shared memory by it (ops/csrc/cpu/comm/shm_interface.cpp).
             "MASTER_PORT": assignment.scratch_id,
         }
     return variables
@@ -108,37 +117,33 @@ def _redirect_output(path: Path) -> None:
     os.close(descriptor)
 
 
-def _measure(folder: Path, assignment: Assignment, beat: HeartbeatWriter, started: float) -> dict[str, Any]:
-    trial = assignment.trial
-    if trial.placement.cpu_memory_limit_bytes is not None:
-        memory.limit_data_segment(trial.placement.cpu_memory_limit_bytes)
-    beat.beat("import")
-    from . import measure
+def _measure(folder: Path, assignment: Assignment, heartbeat: HeartbeatWriter, started: float) -> dict[str, Any]:
+    limit_bytes = assignment.trial.placement.cpu_memory_limit_bytes
+    if limit_bytes is not None:
+        memory.limit_data_segment(limit_bytes)
+    heartbeat.beat("import")
+    from . import measure  # torch, DeepSpeed and Transformers, under the limit
 
     imported = time.time()
-    config = _config(folder)
+    config = _read_config(folder)
     secrets = redaction.secrets_of(config)
     if secrets:  # DeepSpeed logs its whole configuration at level INFO
 
-        def hide(said: logging.LogRecord) -> bool:
-            said.msg, said.args = redaction.without(said.getMessage(), secrets), None
+        def redact(message: logging.LogRecord) -> bool:
+            message.msg, message.args = redaction.without(message.getMessage(), secrets), None
             return True
 
-        logging.getLogger("DeepSpeed").addFilter(hide)
-    _seed_everything(trial)
+        logging.getLogger("DeepSpeed").addFilter(redact)
+    random.seed(assignment.trial.workload.seed)
     own = {"hostname": socket.gethostname(), "pid": os.getpid(), "import_seconds": imported - started}
 
-    def keep(measured: dict[str, Any]) -> None:
+    def save_partial(measured: dict[str, Any]) -> None:
         write_json(partial_rank_file(folder, measured["rank"]), {"measurement": {**measured, **own}})
 
-    measured = measure.measure(assignment, config, beat, keep)
-    beat.beat("write")
+    measured = measure.measure(assignment, config, heartbeat, save_partial)
+    heartbeat.beat("write")
     return {"measurement": {**measured, **own}}
 
 
-def _config(folder: Path) -> dict[str, Any]:
+def _read_config(folder: Path) -> dict[str, Any]:
     return dict(json.loads((folder / CONFIG_FILE).read_text()))
-
-
-def _seed_everything(trial: Trial) -> None:
-    random.seed(trial.workload.seed)
