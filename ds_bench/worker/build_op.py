@@ -1,6 +1,6 @@
 """Builds DeepSpeed's compiled ops in a process of its own: ``python -m ds_bench.worker.build_op NAME…``.
 
-Prints one JSON line per op: ``{"op", "state": "ready" | "unsupported" | "failed", "seconds", "reason"}``, and of one
+Prints one JSON line per op: ``{"op", "state": "ready" | "unsupported" | "failed", "seconds", "reason"}``, and for one
 that is ready ``"libraries"``: the files that it loaded from the folder of built ops, relative to it. The names are
 DeepSpeed's builder classes (``CPUAdamBuilder``).
 """
@@ -20,7 +20,7 @@ from ..system.processes import die_with_parent
 
 
 def build(name: str) -> dict[str, Any]:
-    """Compiles and loads one op, or says why it cannot be."""
+    """Compiles and loads one op; see the module for the answer."""
     from deepspeed.accelerator import get_accelerator
 
     start = time.monotonic()
@@ -35,16 +35,17 @@ def build(name: str) -> dict[str, Any]:
     except BaseException as error:  # compilers fail in many ways, SystemExit among them
         text = str(error)
         print(text, file=sys.stderr, flush=True)
-        told = [line for line in text.splitlines() if re.search(r"error:|cannot find -l|CUDA_HOME", line)]
-        reason = f"{type(error).__name__}: {(told or text.splitlines() or [''])[0].strip()[:300]}"
-        if _lacks_toolkit(builder):  # DeepSpeed joins paths to CUDA_HOME, which is None: a TypeError
+        causes = [line for line in text.splitlines() if re.search(r"error:|cannot find -l|CUDA_HOME", line)]
+        reason = f"{type(error).__name__}: {(causes or text.splitlines() or [''])[0].strip()[:300]}"
+        if _lacks_toolkit(builder):  # DeepSpeed then raises TypeError: it joins paths to CUDA_HOME, which is None
             reason = "there is no CUDA toolkit: CUDA_HOME is not set, and no nvcc is found"
         return {"op": name, "state": "failed", "seconds": time.monotonic() - start, "reason": reason}
     seconds = time.monotonic() - start
-    return {"op": name, "state": "ready", "seconds": seconds, "reason": "", "libraries": _loaded_libraries()}
+    return {"op": name, "state": "ready", "seconds": seconds, "reason": "", "libraries": _list_loaded_libraries()}
 
 
-def _loaded_libraries() -> list[str]:
+def _list_loaded_libraries() -> list[str]:
+    """The shared libraries of this process that lie in the folder of built ops."""
     folder = Path(os.environ["TORCH_EXTENSIONS_DIR"]).resolve()
     mapped = (line.split(maxsplit=5)[5:] for line in Path("/proc/self/maps").read_text().splitlines())
     libraries = {Path(path[0]) for path in mapped if path and path[0].endswith(".so")}
@@ -52,7 +53,7 @@ def _loaded_libraries() -> list[str]:
 
 
 def _lacks_toolkit(builder: Any) -> bool:
-    """Whether an op is compiled or linked against CUDA where there is no CUDA toolkit (op_builder/builder.py)."""
+    """Whether the op needs CUDA's toolkit and there is none (op_builder/builder.py)."""
     import torch.utils.cpp_extension
     from deepspeed.ops.op_builder.builder import CUDAOpBuilder
 
@@ -60,14 +61,10 @@ def _lacks_toolkit(builder: Any) -> bool:
     return against_cuda and torch.utils.cpp_extension.CUDA_HOME is None
 
 
-def _end_with_parent() -> None:
-    """When the program that asked dies, ninja and the compilers go too: they are of this process group."""
+if __name__ == "__main__":
+    # When the parent dies, ninja and the compilers end too: they are in this process group.
     signal.signal(signal.SIGTERM, lambda *_: os.killpg(0, signal.SIGKILL))
     die_with_parent(signal.SIGTERM)
-
-
-if __name__ == "__main__":
-    _end_with_parent()
     out = sys.stdout
     sys.stdout = sys.stderr  # builders print; the answer alone goes to stdout
     for op in sys.argv[1:]:

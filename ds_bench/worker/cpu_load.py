@@ -1,7 +1,7 @@
-"""What other programs took of the processors while a rank trained, and whether a quota stopped it.
+"""Measures how much CPU time other programs took while a rank trained, and how often a quota stopped it.
 
 CPU time of every process on the processors that this rank may use, from the kernel, less that of this trial's
-processes and of those that asked for it. No load average: that one still remembers our own previous trial.
+processes and of those that started it. Not the load average, which still contains our own previous trial.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from ..system import host_memory
 from ..system.processes import stat_values
 
 ROOT_VARIABLE = "DS_BENCH_CPU_ROOT"
-"""Names a folder with a ``proc/stat`` to read in place of the kernel's: tests make an idle or a busy machine so."""
-LEAST_SECONDS = 0.2
-"""Below this nothing is said: the kernel counts in ticks of 10 ms on each processor."""
+"""Variable with a folder whose ``proc`` is read in place of the kernel's: tests imitate an idle or a busy machine."""
+MIN_SECONDS = 0.2
+"""Shorter intervals are not measured: the kernel counts in ticks of 10 ms on each processor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class CpuReading:
 
 
 def load_between(before: CpuReading, after: CpuReading) -> dict[str, Any]:
-    """The ``cpu_*`` fields of a RankMeasurement; those of the whole node are None where it cannot be told."""
+    """The ``cpu_*`` fields of a RankMeasurement; without those of the whole node where they are not known."""
     seconds = after.monotonic_seconds - before.monotonic_seconds
     own = after.own_seconds - before.own_seconds
     fields: dict[str, Any] = {
@@ -55,7 +55,7 @@ def load_between(before: CpuReading, after: CpuReading) -> dict[str, Any]:
         "cpu_threads": torch.get_num_threads(),
         "omp_wait_policy": os.environ.get("OMP_WAIT_POLICY"),
     }
-    if seconds < LEAST_SECONDS or before.busy_seconds is None or after.busy_seconds is None:
+    if seconds < MIN_SECONDS or before.busy_seconds is None or after.busy_seconds is None:
         return fields
     fields["cpu_own_cores"] = own / seconds
     fields["cpu_other_cores"] = max(0.0, after.busy_seconds - before.busy_seconds - own) / seconds

@@ -1,7 +1,7 @@
-"""What an exception in a rank means: the kind of failure, and the bytes asked and free.
+"""Classifies an exception in a rank: the kind of failure, and the bytes requested and free.
 
-Texts are those of torch 2.11-2.13 and DeepSpeed 0.19.8; each pattern has a test that raises the
-real thing, or its text where no card is at hand.
+Texts are those of torch 2.11-2.13 and DeepSpeed 0.19.8; each pattern has a test that raises the real exception, or its
+text where that needs a GPU.
 """
 
 from __future__ import annotations
@@ -33,32 +33,32 @@ _PEER_LOST = re.compile(
     re.IGNORECASE | re.DOTALL,
 )
 _CUBLAS_WITHOUT_MEMORY_BYTES = 2**30
-"""Free bytes below which a cuBLAS handle that cannot be made means that memory ran out: handle, workspace and the
+"""With fewer bytes free, a cuBLAS handle that cannot be created means that memory ran out: handle, workspace and the
 kernels that CUDA loads on first use take some hundred MB."""
 _SIZE = re.compile(r"([\d.]+) (GiB|MiB|KiB|bytes|B)\b")
 _SCALE = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "bytes": 1, "B": 1}
 
 
-def kind_of(error: BaseException, *, limited: bool = False, device_free_bytes: int | None = None) -> str:
-    """``device_oom``, ``host_oom``, ``disk_full``, ``peer_lost`` or ``other``.
+def classify(error: BaseException, *, limited: bool = False, device_free_bytes: int | None = None) -> str:
+    """The kind of failure: ``device_oom``, ``host_oom``, ``disk_full``, ``peer_lost`` or ``other``.
 
     ``limited``: host memory is limited, so a thread that cannot start means that it ran out.
-    ``device_free_bytes``: free on the card when the error was caught; None where unknown.
+    ``device_free_bytes``: free on the GPU when the error was caught; None where unknown.
     """
     name, text = type(error).__name__, str(error)
-    if name != "OutOfMemoryError" and "error: out of memory" in text and _was_pinning(error):
-        return "host_oom"
+    if name != "OutOfMemoryError" and "error: out of memory" in text:
+        # CUDA has one text for its own memory and for page-locked host memory; the failing line tells them apart.
+        frames = traceback.extract_tb(error.__traceback__)
+        if any("pin_memory" in f"{frame.name} {frame.line}" for frame in frames):
+            return "host_oom"
     if name == "OutOfMemoryError" or _DEVICE_OOM.search(text):
         return "device_oom"
     if "CUBLAS_STATUS_NOT_INITIALIZED" in text and device_free_bytes is not None:
         return "device_oom" if device_free_bytes < _CUBLAS_WITHOUT_MEMORY_BYTES else "other"
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+    number = error.errno if isinstance(error, OSError) else None
+    if number in (errno.ENOSPC, errno.EDQUOT) or "No space left on device" in text:
         return "disk_full"
-    if "No space left on device" in text:
-        return "disk_full"
-    if isinstance(error, MemoryError) or _HOST_OOM.search(text):
-        return "host_oom"
-    if isinstance(error, OSError) and error.errno == errno.ENOMEM:
+    if isinstance(error, MemoryError) or number == errno.ENOMEM or _HOST_OOM.search(text):
         return "host_oom"
     if limited and re.search(r"Resource temporarily unavailable|can't start new thread", text):
         return "host_oom"
@@ -67,19 +67,13 @@ def kind_of(error: BaseException, *, limited: bool = False, device_free_bytes: i
     return "other"
 
 
-def _was_pinning(error: BaseException) -> bool:
-    """Page-locked host memory ran out: CUDA words it like its own."""
-    frames = traceback.extract_tb(error.__traceback__)
-    return any("pin_memory" in f"{frame.name} {frame.line}" for frame in frames)
-
-
 def _size_after(text: str, words: str) -> int | None:
     found = re.search(words + r"\s+" + _SIZE.pattern, text)
     return int(float(found.group(1)) * _SCALE[found.group(2)]) if found else None
 
 
 def _message(error: BaseException) -> str:
-    """One line that tells the cause: of pydantic's report the field too, and where nothing is said, the source line."""
+    """The cause in one line: of pydantic's report with the field, and the source line where the error has no text."""
     lines = str(error).strip().splitlines()
     if not lines:
         frames = traceback.extract_tb(error.__traceback__)
@@ -101,22 +95,23 @@ def rank_failure(
 ) -> RankFailure:
     """The failure as the rank reports it. ``phase`` is what the rank was doing.
 
-    ``emulated``: the card is made smaller than it is, so its free bytes are not those of the emulated one.
-    ``device_free_bytes``: free on the card when the error was caught; what the text says was earlier, and goes before.
+    ``emulated``: a smaller GPU is emulated, to which the free bytes of the real one do not apply.
+    ``device_free_bytes``: free on the GPU when the error was caught; free bytes in its text are used first, since they
+    were read earlier.
     """
     text = str(error)
-    said_free = _size_after(text, "of which")
+    free_bytes = _size_after(text, "of which")
     return RankFailure(
         rank=rank,
         error_class=type(error).__name__,
         message=_message(error)[:500],
         phase=phase,
         time=time.time(),
-        kind=kind_of(error, limited=limited, device_free_bytes=device_free_bytes),
+        kind=classify(error, limited=limited, device_free_bytes=device_free_bytes),
         requested_bytes=_size_after(
             text, "(?:Tried to allocate|you tried to allocate|Failed to CUDA (?:calloc|malloc|host alloc)(?: async)?)"
         ),
-        free_bytes=None if emulated else device_free_bytes if said_free is None else said_free,
+        free_bytes=None if emulated else device_free_bytes if free_bytes is None else free_bytes,
         traceback="".join(traceback.format_exception(error))[-20000:],
         step=step,
     )

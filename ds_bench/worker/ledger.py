@@ -1,12 +1,12 @@
-"""The ledger: where the bytes live, by counting the storages of live tensors once each.
+"""The ledger of a rank: bytes by tier and category, from the storages of live tensors, each counted once.
 
-Storages, not tensors: ZeRO's parameters are views into flat buffers, and a tied weight is one
-storage. A storage belongs to the first category that claims it, in the order parameters,
-optimizer states, gradients, DeepSpeed's buffers, other.
+Storages, not tensors: ZeRO's parameters are views into flat buffers, and a tied weight is one storage. A storage
+belongs to the first category that claims it: parameters, optimizer states, gradients, DeepSpeed's buffers, other.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 from collections import deque
@@ -37,8 +37,8 @@ _STATE_NAMES = (
 """Attributes that hold the fp32 master weights, which count as optimizer states."""
 
 
-def tensors_in(value: object, depth: int = 6) -> Iterator[torch.Tensor]:
-    """Tensors inside nested containers and DeepSpeed's own objects, each object looked into once."""
+def find_tensors(value: object, depth: int = 6) -> Iterator[torch.Tensor]:
+    """Tensors inside nested containers and DeepSpeed's own objects; each object is searched once."""
     seen: set[int] = set()
     queue: deque[tuple[object, int]] = deque([(value, 0)])
     while queue:
@@ -72,32 +72,27 @@ class StorageCounter:
         self._cuda = bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
 
     def claim(self, category: str, tensors: Iterable[torch.Tensor | None]) -> None:
+        """Adds the storages of ``tensors`` that no earlier call has claimed."""
         for tensor in tensors:
             if tensor is None or tensor.device.type == "meta" or tensor.is_sparse:
                 continue
-            self._claim_storage(category, tensor)
-
-    def _claim_storage(self, category: str, tensor: torch.Tensor) -> None:
-        try:
-            storage = tensor.untyped_storage()
-            size, pointer = storage.nbytes(), storage.data_ptr()
-        except (RuntimeError, NotImplementedError):  # functional or fake tensors have no memory
-            return
-        device = tensor.device.type
-        if size == 0 or pointer == 0 or (key := (device, pointer)) in self._seen:
-            return
-        self._seen.add(key)
-        self.add("cpu" if device == "cpu" else "gpu", category, size)
-        if device == "cpu" and self._cuda and tensor.is_pinned():
-            self.pinned_bytes += size
-
-    def add(self, tier: str, category: str, size: int) -> None:
-        row = self.ledger.setdefault(tier, {})
-        row[category] = row.get(category, 0) + size
+            try:
+                storage = tensor.untyped_storage()
+                size, pointer = storage.nbytes(), storage.data_ptr()
+            except (RuntimeError, NotImplementedError):  # functional or fake tensors have no memory
+                continue
+            device = tensor.device.type
+            if size == 0 or pointer == 0 or (device, pointer) in self._seen:
+                continue
+            self._seen.add((device, pointer))
+            row = self.ledger.setdefault("cpu" if device == "cpu" else "gpu", {})
+            row[category] = row.get(category, 0) + size
+            if device == "cpu" and self._cuda and tensor.is_pinned():
+                self.pinned_bytes += size
 
 
 def count_storages(engine: Any, *, others: bool = True) -> StorageCounter:
-    """Counts everything that is alive now. ``others``: also tensors that nothing above claims."""
+    """Counts what is alive now. ``others``: also tensors that belong to none of DeepSpeed's objects."""
     count = StorageCounter()
     wrapper, module = engine.optimizer, engine.module
     base = getattr(wrapper, "optimizer", wrapper)
@@ -106,15 +101,14 @@ def count_storages(engine: Any, *, others: bool = True) -> StorageCounter:
     count.claim("parameters", (getattr(parameter, "ds_tensor", None) for parameter in parameters))
     count.claim("optimizer_states", _master_and_states(wrapper, base))
     # Before the gradients, which are views into the bucket while backward runs.
-    count.claim("deepspeed_buffers", tensors_in([b.buffer for b in getattr(wrapper, "ipg_buckets", {}).values()]))
+    count.claim("deepspeed_buffers", find_tensors([b.buffer for b in getattr(wrapper, "ipg_buckets", {}).values()]))
     count.claim("gradients", _gradients(wrapper, base, parameters))
-    count.claim("deepspeed_buffers", tensors_in(vars(wrapper) if wrapper is not base else {}))
-    count.claim("deepspeed_buffers", tensors_in({k: v for k, v in vars(engine).items() if k != "module"}, depth=4))
-    swappers = {id(swapper): swapper for p in parameters if (swapper := getattr(p, "nvme_swapper", None)) is not None}
-    count.claim("deepspeed_buffers", tensors_in(swappers))
+    count.claim("deepspeed_buffers", find_tensors(vars(wrapper) if wrapper is not base else {}))
+    count.claim("deepspeed_buffers", find_tensors({k: v for k, v in vars(engine).items() if k != "module"}, depth=4))
+    count.claim("deepspeed_buffers", find_tensors([getattr(p, "nvme_swapper", None) for p in parameters]))
     if others:
-        live = (item for item in gc.get_objects() if issubclass(type(item), torch.Tensor))
-        count.claim("other", live)
+        # Not isinstance, which asks each object for its class: that runs code of proxies and lazy modules.
+        count.claim("other", (item for item in gc.get_objects() if issubclass(type(item), torch.Tensor)))
     return count
 
 
@@ -122,8 +116,8 @@ def _master_and_states(wrapper: Any, base: Any) -> Iterator[torch.Tensor]:
     for group in getattr(base, "param_groups", ()):
         yield from (parameter for parameter in group["params"] if isinstance(parameter, torch.Tensor))
     for name in _STATE_NAMES:
-        yield from tensors_in(getattr(wrapper, name, None))
-    yield from tensors_in({id(key): value for key, value in getattr(base, "state", {}).items()})
+        yield from find_tensors(getattr(wrapper, name, None))
+    yield from find_tensors({id(key): value for key, value in getattr(base, "state", {}).items()})
 
 
 def _gradients(wrapper: Any, base: Any, parameters: list[torch.nn.Parameter]) -> Iterator[torch.Tensor]:
@@ -131,14 +125,16 @@ def _gradients(wrapper: Any, base: Any, parameters: list[torch.nn.Parameter]) ->
     for group in getattr(base, "param_groups", ()):
         yield from (p.grad for p in group["params"] if isinstance(p, torch.Tensor) and p.grad is not None)
     for name in _STATE_NAMES:
-        yield from (m.grad for m in tensors_in(getattr(wrapper, name, None)) if m.grad is not None)
-    for name in _GRADIENT_NAMES:
-        yield from tensors_in(getattr(wrapper, name, None))
-    yield from tensors_in(getattr(wrapper, "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition", None))
+        yield from (m.grad for m in find_tensors(getattr(wrapper, name, None)) if m.grad is not None)
+    for name in (*_GRADIENT_NAMES, "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition"):
+        yield from find_tensors(getattr(wrapper, name, None))
 
 
-def with_activations(forward: Callable[[], Any], parameters: Iterable[torch.Tensor]) -> tuple[Any, dict[str, int]]:
-    """Runs ``forward`` and counts, per tier, the storages autograd saved for backward that are not parameters."""
+def count_activations(forward: Callable[[], Any], parameters: Iterable[torch.Tensor]) -> tuple[Any, dict[str, int]]:
+    """Runs ``forward`` and counts the storages that autograd saves for backward and that are no parameters.
+
+    Returns what ``forward`` returns, and the bytes by tier.
+    """
     known = {parameter.untyped_storage().data_ptr() for parameter in parameters}
     saved: dict[tuple[str, int], int] = {}
 
@@ -159,8 +155,19 @@ def with_activations(forward: Callable[[], Any], parameters: Iterable[torch.Tens
     return result, tiers
 
 
-def peak_of(*ledgers: Ledger) -> Ledger:
-    """Category by category the largest of several moments."""
+@contextlib.contextmanager
+def gradient_hooks(parameters: Iterable[torch.nn.Parameter], call: Callable[[torch.Tensor], None]) -> Iterator[None]:
+    """Calls ``call`` with the gradient of each trained parameter as backward computes it, within this context."""
+    handles = [parameter.register_hook(call) for parameter in parameters if parameter.requires_grad]  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def largest_by_category(*ledgers: Ledger) -> Ledger:
+    """The largest number of bytes in each tier and category, of ledgers taken at several moments."""
     peak: Ledger = {}
     for ledger in ledgers:
         for tier, row in ledger.items():
@@ -170,7 +177,10 @@ def peak_of(*ledgers: Ledger) -> Ledger:
 
 
 def swapped_bytes(folder: str | None, rank: int) -> dict[str, int]:
-    """Bytes of this rank's swap files by category (swap_tensor/optimizer_utils.py, partitioned_param_swapper.py)."""
+    """Bytes of this rank's swap files by category (swap_tensor/optimizer_utils.py, partitioned_param_swapper.py).
+
+    Empty without a swap folder.
+    """
     sizes: dict[str, int] = {}
     if folder is None:
         return sizes
@@ -180,12 +190,6 @@ def swapped_bytes(folder: str | None, rank: int) -> dict[str, int]:
             continue
         category = "optimizer_states" if "optimizer" in parts else "parameters"
         for name in names:
-            sizes[category] = sizes.get(category, 0) + _size(Path(directory, name))
+            with contextlib.suppress(OSError):  # removed between the listing and now
+                sizes[category] = sizes.get(category, 0) + Path(directory, name).stat().st_size
     return sizes
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError:  # removed between the listing and now
-        return 0

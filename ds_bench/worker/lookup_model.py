@@ -1,8 +1,8 @@
 """Looks a model up: ``python -m ds_bench.worker.lookup_model NAME [--trust-remote-code | --factory]``.
 
 Prints one JSON line: the model's type, config and counted sizes as Transformers gives them, or
-``{"error": …}``. The model is built on the meta device, so nothing but its configuration is read or
-downloaded. A factory is imported and not called; of it an empty object is printed.
+``{"error": …}``. The model is built on the meta device, so that only its configuration is read or downloaded.
+A factory is imported and not called; for it an empty object is printed.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 
-def resolve(name: str, *, trust_remote_code: bool) -> dict[str, Any]:
-    """Facts of a local path or Hub name. Raises what Transformers raises."""
+def look_up(name: str, *, trust_remote_code: bool) -> dict[str, Any]:
+    """Facts of a model in a local folder or on the Hub. Raises whatever Transformers raises."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
-    declared = [str(each) for each in config.architectures or ()]  # before building, which writes its own
+    declared = [str(each) for each in config.architectures or ()]  # read first: building the model writes it
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     sizes = [parameter.numel() for parameter in model.parameters()]
@@ -38,8 +38,8 @@ def resolve(name: str, *, trust_remote_code: bool) -> dict[str, Any]:
 
 
 def import_factory(name: str) -> None:
-    """Imports ``package.module:function``. Raises what the import raises, AttributeError or TypeError."""
-    sys.path.append(str(Path.cwd()))  # as in the ranks: last, so that it hides nothing
+    """Imports ``package.module:function``. Raises whatever the import raises, AttributeError, or TypeError."""
+    sys.path.append(str(Path.cwd()))  # as in the ranks: last, so that it hides no installed module
     module_name, _, function_name = name.partition(":")
     if not callable(getattr(importlib.import_module(module_name), function_name)):
         raise TypeError(f"{function_name} is no function")
@@ -47,14 +47,14 @@ def import_factory(name: str) -> None:
 
 def main() -> None:
     out = sys.stdout
-    sys.stdout = sys.stderr
+    sys.stdout = sys.stderr  # libraries print; the answer alone goes to stdout
     answer: dict[str, Any] = {}
     try:
         if "--factory" in sys.argv:
             import_factory(sys.argv[1])
         else:
-            answer = resolve(sys.argv[1], trust_remote_code="--trust-remote-code" in sys.argv)
-    except (Exception, SystemExit) as error:  # a module that was written as a script may leave
+            answer = look_up(sys.argv[1], trust_remote_code="--trust-remote-code" in sys.argv)
+    except (Exception, SystemExit) as error:  # SystemExit: a factory's module may be a script
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         answer = {"error": f"{type(error).__name__}: {lines[0][:300] if lines else ''}"}
     print(json.dumps(answer), file=out, flush=True)

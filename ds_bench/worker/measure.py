@@ -1,11 +1,11 @@
-"""Build, initialise, warm up, measure, inspect: what a rank does between hello and its file."""
+"""What a rank does between its first heartbeat and its file: build, initialise, warm up, measure, inspect."""
 
 from __future__ import annotations
 
-import contextlib
+import itertools
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -21,37 +21,42 @@ from .cpu_load import CpuReading, load_between
 from .resolved_config import resolved_config
 from .weight_change import WeightChange
 
-Keep = Callable[[dict[str, Any]], None]
+SavePartial = Callable[[dict[str, Any]], None]
 
 
-def measure(assignment: Assignment, config: dict[str, Any], beat: HeartbeatWriter, keep: Keep) -> dict[str, Any]:
+def measure(
+    assignment: Assignment, config: dict[str, Any], heartbeat: HeartbeatWriter, save_partial: SavePartial
+) -> dict[str, Any]:
     """The fields of a RankMeasurement, as plain JSON values. Raises whatever torch or DeepSpeed raises.
 
-    ``keep`` gets them before the inspection that follows the window, which must not lose what was measured.
+    ``save_partial`` gets them before the inspection that follows the measured window, so that a failure there does not
+    lose them.
     """
     trial = assignment.trial
     accelerator, workload = trial.placement.accelerator, trial.workload
-    device = _take_device(trial.placement)
-    beat.beat("build")
-    _meet(assignment, accelerator)
-    with _stopwatch() as building:
-        built = build.build_model(workload, config, device, lambda: beat.beat("build"))
-        model = built.module
-        sizes = build.parameter_sizes(model)
-    beat.beat("init")
-    with _stopwatch() as initialising:
-        trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        engine, *_ = deepspeed.initialize(model=model, model_parameters=trainable, config=config)
-        training_loop.synchronize(accelerator)
-    trainer = _trainer(engine, built, config, assignment, device, beat)
-    init_peak = memory.device_init_peak(accelerator)
-    life_peak = memory.status_bytes("VmHWM")
-    change = WeightChange(engine, beat)
+    device = _select_device(trial.placement)
+    heartbeat.beat("build")
+    _init_process_group(assignment, accelerator)
+    start = time.perf_counter()
+    built = build.build_model(workload, config, device, lambda: heartbeat.beat("build"))
+    model = built.module
+    sizes = build.parameter_sizes(model)
+    build_seconds = time.perf_counter() - start
+    heartbeat.beat("init")
+    start = time.perf_counter()
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=trainable, config=config)
+    training_loop.synchronize(accelerator)
+    init_seconds = time.perf_counter() - start
+    trainer = _create_trainer(engine, built, config, assignment, device, heartbeat)
+    init_peak = memory.reset_device_peak(accelerator)
+    host_peak_before_reset = memory.peak_resident_bytes()
+    change = WeightChange(engine, heartbeat)
     can_reset = memory.reset_host_peak()
 
-    # Here and not before: stages draw differently while they build, and every row must drop the same elements.
+    # Seeded again: stages draw differently while they build, and dropout must drop the same elements in every row.
     torch.manual_seed(workload.seed + torch.distributed.get_rank())
-    beat.beat("warmup", 0)
+    heartbeat.beat("warmup", 0)
     cpu_before = CpuReading.read()
     samples = training_loop.Samples(warmup_step_seconds=training_loop.warm_up(trainer, workload.warmup_steps))
     retries, io_before = memory.alloc_retries(accelerator), memory.io_bytes()
@@ -61,7 +66,7 @@ def measure(assignment: Assignment, config: dict[str, Any], beat: HeartbeatWrite
     cpu_after = CpuReading.read()
     io_after = memory.io_bytes()
     device_facts = memory.device_facts(accelerator, retries, trial.placement.gpu_memory_limit_bytes)
-    host_facts = dict(memory.host_facts(life_peak))
+    host_facts = dict(memory.host_facts(host_peak_before_reset))
     if not can_reset:
         host_facts["host_peak_steps_bytes"] = None
 
@@ -77,107 +82,88 @@ def measure(assignment: Assignment, config: dict[str, Any], beat: HeartbeatWrite
         "dropout": build.greatest_dropout(model),
         "optimizer_settings": training_loop.optimizer_settings(engine.optimizer),
         "vocabulary_size": None if built.make_batch else build.vocabulary_size(model),
-        "notes": _notes(built, workload.seq_length),
+        "notes": []
+        if built.make_batch is None
+        else [f"the factory makes its own batches: a sample counts as {workload.seq_length} tokens, whatever it holds"],
         "step_seconds": samples.step_seconds,
         "warmup_step_seconds": samples.warmup_step_seconds,
         "window_seconds": samples.window_seconds,
         "losses": samples.losses,
         "skipped_steps": samples.skipped_steps,
-        "build_seconds": building(),
-        "init_seconds": initialising(),
+        "build_seconds": build_seconds,
+        "init_seconds": init_seconds,
         "first_step_seconds": (samples.warmup_step_seconds or samples.step_seconds)[0],
         "gpu_init_peak_bytes": init_peak,
         **load_between(cpu_before, cpu_after),
         **device_facts,
         **host_facts,
-        **_io_facts(assignment, io_before, io_after),
     }
-    keep(measured)
-    beat.beat("inspect")
-    measured |= _inspect(trainer, assignment)
-    keep(measured)
+    if assignment.swap_folder is not None and io_before is not None and io_after is not None:
+        measured["nvme_read_bytes"] = io_after[0] - io_before[0]
+        measured["nvme_written_bytes"] = io_after[1] - io_before[1]
+    save_partial(measured)
+    heartbeat.beat("inspect")
+    measured |= _measure_phases_and_ledger(trainer, assignment)
+    save_partial(measured)
     # Last of all: where parameters lie on a disk, DeepSpeed fails in the next step after a forward pass that no
     # backward pass followed.
     measured |= {"weight_change": change.since_start(), "repeated_loss": training_loop.repeated_loss(trainer)}
     if change.note is not None:
         measured["notes"] = [*measured["notes"], change.note]
-    del built
+    del built  # alive until here: Transformers knows by it that the weights are partitioned
     return measured
 
 
-def _notes(built: build.BuiltModel, seq_length: int) -> list[str]:
-    if built.make_batch is None:
-        return []
-    return [f"the factory makes its own batches: a sample counts as {seq_length} tokens, whatever it holds"]
+def _select_device(placement: Placement) -> torch.device:
+    """This rank's device, made the current one on CUDA; its memory is limited where a smaller GPU is emulated."""
+    from deepspeed.accelerator import cuda_accelerator
 
-
-@contextlib.contextmanager
-def _stopwatch() -> Iterator[Any]:
-    start = time.perf_counter()
-    end: list[float] = []
-    yield lambda: end[0] - start
-    end.append(time.perf_counter())
-
-
-def _take_device(placement: Placement) -> torch.device:
-    """This rank's device; on CUDA the current one from here on, with the emulated card size set."""
     if placement.accelerator == "cpu":
         return torch.device("cpu")
     local_rank = int(os.environ["LOCAL_RANK"])
     torch.cuda.set_device(local_rank)
-    _reopen_nvml()
+    # DeepSpeed asks NVML for free memory at stages 1 and 2, and the preloaded server has closed NVML before the fork.
+    if cuda_accelerator.pynvml is not None:
+        cuda_accelerator.pynvml.nvmlInit()
     if placement.gpu_memory_limit_bytes is not None:
         total = torch.cuda.get_device_properties(local_rank).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, placement.gpu_memory_limit_bytes / total))
-        _tell_deepspeed_of_the_limit(placement.gpu_memory_limit_bytes)
+        _apply_memory_limit_to_deepspeed(placement.gpu_memory_limit_bytes)
     return torch.device("cuda", local_rank)
 
 
-def _tell_deepspeed_of_the_limit(limit_bytes: int) -> None:
-    """DeepSpeed flattens parameters on the card where it sees room there; it must see the emulated card's."""
+def _apply_memory_limit_to_deepspeed(limit_bytes: int) -> None:
+    """Makes DeepSpeed see the free memory of the emulated GPU: it flattens parameters on the GPU where they fit."""
     device = deepspeed.accelerator.get_accelerator()
-    real = device.available_memory
+    original = device.available_memory
 
     def available_memory(device_index: int | None = None) -> int:
-        return min(int(real(device_index)), max(0, limit_bytes - torch.cuda.memory_allocated(device_index)))
+        return min(int(original(device_index)), max(0, limit_bytes - torch.cuda.memory_allocated(device_index)))
 
     device.available_memory = available_memory
 
 
-def _reopen_nvml() -> None:
-    """DeepSpeed asks NVML for free memory at stages 1 and 2; the preloaded server has closed it before the fork."""
-    from deepspeed.accelerator import cuda_accelerator
-
-    if cuda_accelerator.pynvml is not None:
-        cuda_accelerator.pynvml.nvmlInit()
-
-
-def _meet(assignment: Assignment, accelerator: str) -> None:
-    backend = "nccl" if accelerator == "cuda" else None
+def _init_process_group(assignment: Assignment, accelerator: str) -> None:
     limit = timedelta(seconds=assignment.collective_timeout_seconds or 3600.0)
     # DeepSpeed passes no timeout to new_group (comm/torch.py), and its data-parallel group is one (utils/groups.py):
     # torch would end every rank after its own default, 10 minutes with NCCL.
     groups: Any = torch.distributed.distributed_c10d  # which exports neither name
     groups.default_pg_timeout = groups.default_pg_nccl_timeout = limit
-    if assignment.rendezvous is None:
-        deepspeed.init_distributed(dist_backend=backend, timeout=limit)
-        return
-    deepspeed.init_distributed(
-        dist_backend=backend,
-        timeout=limit,
-        init_method=assignment.rendezvous,
-        rank=int(os.environ["RANK"]),
-        world_size=int(os.environ["WORLD_SIZE"]),
-    )
+    through_file: dict[str, Any] = {}  # otherwise through the launcher's MASTER_ADDR and MASTER_PORT
+    if assignment.rendezvous is not None:
+        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        through_file = {"init_method": assignment.rendezvous, "rank": rank, "world_size": world_size}
+    backend = "nccl" if accelerator == "cuda" else None
+    deepspeed.init_distributed(dist_backend=backend, timeout=limit, **through_file)
 
 
-def _trainer(
+def _create_trainer(
     engine: Any,
     built: build.BuiltModel,
     config: dict[str, Any],
     assignment: Assignment,
     device: torch.device,
-    beat: HeartbeatWriter,
+    heartbeat: HeartbeatWriter,
 ) -> training_loop.Trainer:
     workload = assignment.trial.workload
     batches = training_loop.make_batches(
@@ -190,7 +176,7 @@ def _trainer(
         device=device,
         dtype=build.training_dtype(config),
     )
-    return training_loop.Trainer(engine, batches, assignment.trial.placement.accelerator, beat)
+    return training_loop.Trainer(engine, batches, assignment.trial.placement.accelerator, heartbeat)
 
 
 def _engine_facts(engine: Any) -> dict[str, Any]:
@@ -205,64 +191,50 @@ def _engine_facts(engine: Any) -> dict[str, Any]:
     }
 
 
-def _io_facts(
-    assignment: Assignment, before: tuple[int, int] | None, after: tuple[int, int] | None
-) -> dict[str, int | None]:
-    if assignment.swap_folder is None or before is None or after is None:
-        return {}
-    return {"nvme_read_bytes": after[0] - before[0], "nvme_written_bytes": after[1] - before[1]}
+def _backward_with_ledger(engine: Any, loss: torch.Tensor) -> ledger.Ledger:
+    """Runs backward. Returns a ledger from inside it: stages 1 and 2 hold their gradient buckets only there.
 
-
-@contextlib.contextmanager
-def _halfway_through_backward(engine: Any) -> Iterator[list[ledger.Ledger]]:
-    """A ledger from inside backward: stages 1 and 2 hold their gradient buckets only there (setup_buckets).
-
-    Taken halfway at stage 2, and at the last gradient below, where every gradient is kept until then.
+    From the middle of backward at stage 2, which frees gradients on the way, and from the last gradient below. Empty at
+    stage 3, whose bucket is always there, and where hooks on partitioned parameters are never called.
     """
-    taken: list[ledger.Ledger] = []
-    if engine.zero_optimization_stage() == 3:  # its bucket lives on, and hooks on partitioned parameters do not
-        yield taken
-        return
-    trainable = [parameter for parameter in engine.module.parameters() if parameter.requires_grad]
-    moment = len(trainable) if engine.zero_optimization_stage() < 2 else max(2, len(trainable) // 2)
-    seen: list[None] = []
+    if engine.zero_optimization_stage() == 3:
+        engine.backward(loss)
+        return {}
+    trained_count = sum(parameter.requires_grad for parameter in engine.module.parameters())
+    moment = trained_count if engine.zero_optimization_stage() < 2 else max(2, trained_count // 2)
+    gradient_numbers = itertools.count(1)
+    inside: ledger.Ledger = {}
 
     def count(gradient: torch.Tensor) -> None:
-        seen.append(None)
-        if len(seen) == moment:
-            inside = ledger.count_storages(engine, others=False)
-            inside.claim("gradients", [gradient])  # not in its parameter yet
-            taken.append(inside.ledger)
+        if next(gradient_numbers) == moment:
+            counter = ledger.count_storages(engine, others=False)
+            counter.claim("gradients", [gradient])  # not yet the gradient of its parameter
+            inside.update(counter.ledger)
 
-    handles = [parameter.register_hook(count) for parameter in trainable]
-    try:
-        yield taken
-    finally:
-        for handle in handles:
-            handle.remove()
+    with ledger.gradient_hooks(engine.module.parameters(), count):
+        engine.backward(loss)
+    return inside
 
 
-def _inspect(trainer: training_loop.Trainer, assignment: Assignment) -> dict[str, Any]:
-    """Phases and ledger from extra steps after the window; they never touch the headline numbers."""
+def _measure_phases_and_ledger(trainer: training_loop.Trainer, assignment: Assignment) -> dict[str, Any]:
+    """Phases, ledger and swapped bytes, from extra steps after the measured window, which they do not slow down."""
     phases = training_loop.phase_seconds(trainer)
     engine = trainer.engine
-    batch = next(trainer._batches)
-    loss, activations = ledger.with_activations(
+    batch = next(trainer.batches)
+    loss, activations = ledger.count_activations(
         lambda: training_loop.loss_of(engine(**batch)), list(engine.module.parameters())
     )
-    with _halfway_through_backward(engine) as inside:
-        engine.backward(loss)
+    inside_backward = _backward_with_ledger(engine, loss)
     del loss
     before_step = ledger.count_storages(engine)
     engine.step()
-    for _ in range(trainer.grad_accum - 1):
-        training_loop.micro_step(trainer, lambda _name, _seconds: None)
+    for _ in range(trainer.grad_accum - 1):  # completes the optimizer step
+        training_loop.time_micro_step(trainer)
     after_step = ledger.count_storages(engine)
-    peak = ledger.peak_of(*inside, before_step.ledger, after_step.ledger)
+    peak = ledger.largest_by_category(inside_backward, before_step.ledger, after_step.ledger)
     for tier, size in activations.items():
         peak.setdefault(tier, {})["activations"] = size
-    rank = torch.distributed.get_rank()
-    stored = ledger.swapped_bytes(assignment.swap_folder, rank)
+    stored = ledger.swapped_bytes(assignment.swap_folder, torch.distributed.get_rank())
     if stored:
         peak["nvme"] = stored
     return {

@@ -1,12 +1,13 @@
 """Memory and I/O of this rank, from torch's allocator and from the kernel.
 
-Host memory is the kernel's own high-water mark (VmHWM in /proc/self/status, proc(5)): nothing is
-sampled. On the CPU accelerator there is no device memory: DeepSpeed's ``memory_allocated`` is the
-resident size there (accelerator/cpu_accelerator.py) and is not used.
+Peak host memory is counted by the kernel (VmHWM in /proc/self/status, proc(5)): samples would miss short peaks. On the
+CPU accelerator there is no device memory: DeepSpeed's ``memory_allocated`` is the resident size there
+(accelerator/cpu_accelerator.py) and is not used.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import resource
 import sys
@@ -14,42 +15,30 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-_KB = 1024
 
-
-def status_bytes(field: str) -> int | None:
-    """A ``VmX: n kB`` line of /proc/self/status, in bytes."""
-    try:
-        for line in Path("/proc/self/status").read_text().splitlines():
+def _read_sizes(path: str) -> dict[str, int]:
+    """The lines ``name: n kB`` of a file under /proc, in bytes; none where it cannot be read."""
+    sizes: dict[str, int] = {}
+    with contextlib.suppress(OSError):
+        for line in Path(path).read_text().splitlines():
             name, _, value = line.partition(":")
-            if name == field:
-                return int(value.split()[0]) * _KB
-    except (OSError, ValueError):
-        return None
-    return None
+            if value.endswith(" kB"):
+                sizes[name] = int(value.removesuffix(" kB")) * 1024
+    return sizes
+
+
+def peak_resident_bytes() -> int | None:
+    """Peak resident memory of this process since it began or :func:`reset_host_peak` was called."""
+    return _read_sizes("/proc/self/status").get("VmHWM")
 
 
 def reset_host_peak() -> bool:
-    """Starts VmHWM anew (proc(5), clear_refs 5). False where the kernel does not allow it."""
+    """Resets the peak resident memory (proc(5), clear_refs 5). False where the kernel does not allow it."""
     try:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:
         return False
     return True
-
-
-def read_smaps_rollup() -> dict[str, int]:
-    """Sums over all mappings (smaps_rollup), in bytes: Rss, Pss, Shared_Clean, …; empty where unreadable."""
-    sums: dict[str, int] = {}
-    try:
-        lines = Path("/proc/self/smaps_rollup").read_text().splitlines()[1:]
-    except OSError:
-        return sums
-    for line in lines:
-        name, _, value = line.partition(":")
-        if value.strip().endswith("kB"):
-            sums[name] = int(value.split()[0]) * _KB
-    return sums
 
 
 def io_bytes() -> tuple[int, int] | None:
@@ -62,21 +51,21 @@ def io_bytes() -> tuple[int, int] | None:
 
 
 def limit_data_segment(limit_bytes: int) -> None:
-    """Private writable memory of this process ends at ``limit_bytes`` (setrlimit(2), RLIMIT_DATA)."""
+    """Limits the private writable memory of this process (setrlimit(2), RLIMIT_DATA)."""
     resource.setrlimit(resource.RLIMIT_DATA, (limit_bytes, limit_bytes))
 
 
 def device_free_bytes() -> int | None:
-    """Free on this rank's card now, as the driver tells; None without CUDA in use, or where CUDA no longer answers."""
-    torch = sys.modules.get("torch")  # a rank that failed before importing it has no card
+    """Free memory of this rank's GPU as the driver reports it; None before CUDA is used, or where CUDA calls fail."""
+    torch = sys.modules.get("torch")  # a rank that failed before it was imported has no GPU
     try:
         return int(torch.cuda.mem_get_info()[0]) if torch is not None and torch.cuda.is_initialized() else None
     except Exception:  # after some errors every call into CUDA fails
         return None
 
 
-def device_init_peak(accelerator: str) -> int | None:
-    """Peak allocated so far on the device, and the peak starts anew."""
+def reset_device_peak(accelerator: str) -> int | None:
+    """Peak bytes allocated on the GPU so far, which is reset; None on the CPU accelerator."""
     if accelerator != "cuda":
         return None
     import torch
@@ -89,7 +78,7 @@ def device_init_peak(accelerator: str) -> int | None:
 
 
 def alloc_retries(accelerator: str) -> int:
-    """Allocator retries since the process began; 0 without a device allocator."""
+    """How often torch's allocator has freed its cached blocks to try again; 0 on the CPU accelerator."""
     if accelerator != "cuda":
         return 0
     import torch
@@ -100,7 +89,7 @@ def alloc_retries(accelerator: str) -> int:
 def device_facts(accelerator: str, retries_before: int, limit_bytes: int | None) -> Mapping[str, Any]:
     """The ``gpu_*`` fields of a RankMeasurement after the last measured step; empty without a GPU.
 
-    ``limit_bytes``: size of the emulated card, which then counts as the card's.
+    ``limit_bytes``: memory of the emulated GPU, which then counts as the total.
     """
     if accelerator != "cuda":
         return {}
@@ -118,10 +107,13 @@ def device_facts(accelerator: str, retries_before: int, limit_bytes: int | None)
     }
 
 
-def host_facts(life_peak_before_reset: int | None) -> Mapping[str, Any]:
-    """The ``host_*`` fields after the last measured step; the life's peak spans both sides of the reset."""
-    steps_peak, sums = status_bytes("VmHWM"), read_smaps_rollup()
-    peaks = [peak for peak in (life_peak_before_reset, steps_peak) if peak is not None]
+def host_facts(peak_before_reset: int | None) -> Mapping[str, Any]:
+    """The ``host_*`` fields of a RankMeasurement after the last measured step.
+
+    ``peak_before_reset``: peak resident memory when the peak was reset, at the end of initialisation.
+    """
+    steps_peak, sums = peak_resident_bytes(), _read_sizes("/proc/self/smaps_rollup")
+    peaks = [peak for peak in (peak_before_reset, steps_peak) if peak is not None]
     shared = [sums[name] for name in ("Shared_Clean", "Shared_Dirty") if name in sums]
     return {
         "host_peak_bytes": max(peaks, default=None),

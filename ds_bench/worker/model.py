@@ -1,15 +1,13 @@
-"""The model of a workload, with random weights that are the same under every strategy.
+"""Builds the model of a workload, with random weights that are the same at every ZeRO stage.
 
-Nothing is downloaded. At stage 3 a preset, local or Hub model is built inside
-``deepspeed.zero.Init`` (Transformers enters it when an ``HfDeepSpeedConfig`` is alive), so that no
-rank ever holds it whole; at the other stages straight on the device in the training precision. The
-two draw random numbers in different orders, so every matrix is drawn again afterwards from a
-generator seeded by its own name: without that, losses of different stages could not be compared.
+No weights are downloaded. At stage 3 a preset, local or Hub model is built inside ``deepspeed.zero.Init`` (Transformers
+enters it while an ``HfDeepSpeedConfig`` is alive), so that no rank ever holds it whole; at the other stages directly on
+the device in the training precision. The two draw random numbers in different orders, so every matrix is drawn again
+from a generator seeded by its own name: otherwise losses of different stages could not be compared.
 
-A factory's model keeps the weights that its own code draws. It is built whole in every rank's host
-memory at every stage, cast, and then moved to the device or, at stage 3, partitioned tensor by
-tensor: code that was not written for ``zero.Init`` reads and copies weights while it builds, which
-a partitioned tensor has none of.
+A factory's model keeps the weights that its own code draws. It is built whole in every rank's host memory at every
+stage, converted, and then moved to the device or, at stage 3, partitioned tensor by tensor: code that was not written
+for ``zero.Init`` reads and copies weights while it builds, and a partitioned tensor has none.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ import torch
 from ..config.spec import Workload
 
 _INIT_STD = 0.02
-"""Standard deviation of every matrix, GPT-2's own; speed does not depend on it."""
+"""Standard deviation of every matrix, as in GPT-2; speed does not depend on it."""
 
 
 def training_dtype(config: Mapping[str, Any]) -> torch.dtype:
@@ -52,11 +50,11 @@ class BuiltModel:
     make_batch: MakeBatch | None
     """A factory's own function for its data; None: random tokens of the model's vocabulary."""
     stage3: object | None
-    """By which Transformers knows that weights are partitioned; to be held while training."""
+    """While it is alive, Transformers knows that weights are partitioned: hold it as long as the model is used."""
 
 
 class _Stage3:
-    """What Transformers asks of its HfDeepSpeedConfig, without needing Accelerate."""
+    """What Transformers reads from its own HfDeepSpeedConfig, which needs Accelerate."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         self.config = config
@@ -65,8 +63,8 @@ class _Stage3:
         return True
 
 
-def _tell_transformers(config: Mapping[str, Any]) -> object:
-    """From here on Transformers partitions what it builds, while the returned object lives."""
+def register_zero3_config(config: Mapping[str, Any]) -> object:
+    """Makes Transformers partition what it builds, for as long as the returned object is alive."""
     from transformers.integrations.deepspeed import set_hf_deepspeed_config
 
     stage3 = _Stage3(dict(config))
@@ -75,11 +73,11 @@ def _tell_transformers(config: Mapping[str, Any]) -> object:
 
 
 def build_model(
-    workload: Workload, config: Mapping[str, Any], device: torch.device, alive: Callable[[], None]
+    workload: Workload, config: Mapping[str, Any], device: torch.device, report_progress: Callable[[], None]
 ) -> BuiltModel:
-    """The model of a workload, with the same weights at every stage. ``alive`` is called as it grows.
+    """The model of a workload. ``report_progress`` is called now and then while it is built.
 
-    Raises what the model's own code raises; TypeError where a factory returns something else than a model.
+    Raises whatever the model's own code raises, and TypeError where a factory does not return a model.
     """
     torch.manual_seed(workload.seed)
     dtype = training_dtype(config)
@@ -90,22 +88,22 @@ def build_model(
         module.to(dtype=dtype)
         if at_stage3:
             _partition(module, config, dtype, device)
-            stage3 = _tell_transformers(config)
+            stage3 = register_zero3_config(config)  # only now: the factory must not build inside zero.Init
         else:
             module.to(device=device)
     else:
-        stage3 = _tell_transformers(config) if at_stage3 else None
-        module = _from_transformers(workload, dtype, device, at_stage3)
-        redraw_weights(module, workload.seed, alive)
+        stage3 = register_zero3_config(config) if at_stage3 else None
+        module = _build_from_config(workload, dtype, device, at_stage3)
+        reinitialise_weights(module, workload.seed, report_progress)
     if workload.dropout is not None:
         set_dropouts(module, workload.dropout)
     module.train()
     if workload.activation_checkpointing:
-        _enable_checkpointing(module)
+        enable_checkpointing(module)
     return BuiltModel(module=module, make_batch=make_batch, stage3=stage3)
 
 
-def _from_transformers(workload: Workload, dtype: torch.dtype, device: torch.device, stage3: bool) -> torch.nn.Module:
+def _build_from_config(workload: Workload, dtype: torch.dtype, device: torch.device, stage3: bool) -> torch.nn.Module:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     if workload.model_source == "preset":
@@ -116,41 +114,32 @@ def _from_transformers(workload: Workload, dtype: torch.dtype, device: torch.dev
     model_config.use_cache = False
     if workload.dropout is not None:
         _set_config_dropouts(model_config, workload.dropout)
-    _import_modelling_module(model_config)
-    place = contextlib.nullcontext() if stage3 else device
-    with place:
+    # zero.Init patches constructors: a first import of the model's module inside it fails with a torch signature error.
+    with contextlib.suppress(Exception):
+        importlib.import_module(type(model_config).__module__.replace("configuration_", "modeling_"))
+    with contextlib.nullcontext() if stage3 else device:
         model: torch.nn.Module = AutoModelForCausalLM.from_config(
             model_config, dtype=dtype, trust_remote_code=workload.trust_remote_code
         )
     if stage3:
-        _restore_rotary_embeddings(model, device)
+        # Rotary frequencies are built again outside zero.Init, which before Transformers 5.18 made them 16-bit.
+        for name, module in list(model.named_modules()):
+            frequencies, config = getattr(module, "inv_freq", None), getattr(module, "config", None)
+            if isinstance(frequencies, torch.Tensor) and config is not None and not list(module.parameters()):
+                model.set_submodule(name, type(module)(config).to(device))
     return model
-
-
-def _restore_rotary_embeddings(model: torch.nn.Module, device: torch.device) -> None:
-    """Builds the rotary frequencies again outside ``zero.Init``, which before Transformers 5.18 made them 16-bit."""
-    for name, module in list(model.named_modules()):
-        frequencies, config = getattr(module, "inv_freq", None), getattr(module, "config", None)
-        if isinstance(frequencies, torch.Tensor) and config is not None and not list(module.parameters()):
-            model.set_submodule(name, type(module)(config).to(device))
-
-
-def _import_modelling_module(model_config: Any) -> None:
-    # zero.Init patches constructors; a first import inside it fails with a torch signature error.
-    with contextlib.suppress(Exception):
-        importlib.import_module(type(model_config).__module__.replace("configuration_", "modeling_"))
 
 
 def call_factory(name: str) -> tuple[torch.nn.Module, MakeBatch | None]:
     """The model that ``package.module:function`` returns, alone or with a function that makes its batches.
 
-    It is imported as from the current folder, which comes last in the search path, so that it hides nothing.
+    The current folder is searched for the module last, so that it hides no installed one.
     """
-    if (here := str(Path.cwd())) not in sys.path:
-        sys.path.append(here)
+    if (current := str(Path.cwd())) not in sys.path:
+        sys.path.append(current)
     module_name, _, function_name = name.partition(":")
-    made = getattr(importlib.import_module(module_name), function_name)()
-    model, make_batch = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+    returned = getattr(importlib.import_module(module_name), function_name)()
+    model, make_batch = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, None)
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"the model factory returned {type(model).__name__}, not a torch.nn.Module")
     if make_batch is not None and not callable(make_batch):
@@ -159,7 +148,7 @@ def call_factory(name: str) -> tuple[torch.nn.Module, MakeBatch | None]:
 
 
 def _partition(model: torch.nn.Module, config: Mapping[str, Any], dtype: torch.dtype, device: torch.device) -> None:
-    """Splits every parameter among the ranks; only one at a time is whole on ``device``. Buffers move there whole."""
+    """Splits every parameter among the ranks, one after the other on ``device``; buffers are moved there whole."""
     import deepspeed
 
     deepspeed.zero.Init(module=model, config_dict_or_path=dict(config), dtype=dtype)
@@ -170,7 +159,7 @@ def _partition(model: torch.nn.Module, config: Mapping[str, Any], dtype: torch.d
 
 
 def _set_config_dropouts(config: Any, probability: float) -> None:
-    """Every dropout probability of a Transformers configuration and of those inside it, read as a model is built."""
+    """Sets every dropout probability of a Transformers configuration and of the configurations inside it."""
     for name, value in list(vars(config).items()):
         if _is_dropout(name, value):
             setattr(config, name, probability)
@@ -179,17 +168,17 @@ def _set_config_dropouts(config: Any, probability: float) -> None:
 
 
 def set_dropouts(model: torch.nn.Module, probability: float) -> None:
-    """Every dropout of a built model, modules and the probabilities that a forward pass hands to functions alike."""
-    for module, name, _ in _dropouts(model):
+    """Sets every dropout of a built model: modules, and the probabilities that a forward pass gives to functions."""
+    for module, name, _ in find_dropouts(model):
         setattr(module, name, probability)
 
 
 def greatest_dropout(model: torch.nn.Module) -> float:
     """The greatest probability of any dropout in the model; 0 where it has none."""
-    return max((float(value) for _, _, value in _dropouts(model)), default=0.0)
+    return max((float(value) for _, _, value in find_dropouts(model)), default=0.0)
 
 
-def _dropouts(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, str, float]]:
+def find_dropouts(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, str, float]]:
     """(module, attribute, probability) of every dropout: ``p`` of torch's modules, else floats named as dropouts."""
     for module in model.modules():
         if isinstance(module, torch.nn.modules.dropout._DropoutNd):
@@ -199,37 +188,29 @@ def _dropouts(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, str, fl
 
 
 def _is_dropout(name: str, value: object) -> bool:
-    """``attn_pdrop``, ``hidden_dropout_prob``, ``dropout``; not ``layerdrop``, which leaves out whole layers."""
+    """True for ``attn_pdrop``, ``hidden_dropout_prob``, ``dropout``; not for ``layerdrop``, which skips layers."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and ("dropout" in name or "pdrop" in name)
 
 
-def redraw_weights(model: torch.nn.Module, seed: int, alive: Callable[[], None] = lambda: None) -> None:
-    """Every parameter of two or more dimensions from N(0, 0.02²), seeded by ``seed`` and its name.
+def reinitialise_weights(model: torch.nn.Module, seed: int, report_progress: Callable[[], None] = lambda: None) -> None:
+    """Draws every parameter of two or more dimensions from N(0, 0.02²), seeded by ``seed`` and its name.
 
-    ``alive`` is called before each parameter: at stage 3 gathering those of a large model takes minutes.
+    ``report_progress`` is called before each parameter: at stage 3 gathering those of a large model takes minutes.
     """
+    import deepspeed
+
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            alive()
-            shape = getattr(parameter, "ds_shape", parameter.shape)
-            if len(shape) < 2:
+            report_progress()
+            if len(getattr(parameter, "ds_shape", parameter.shape)) < 2:
                 continue
-            with _whole(parameter):
+            with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):  # does nothing below stage 3
                 generator = torch.Generator(device=parameter.device)
                 generator.manual_seed(seed * 1_000_003 + zlib.crc32(name.encode()))
                 parameter.normal_(0.0, _INIT_STD, generator=generator)
 
 
-def _whole(parameter: torch.nn.Parameter) -> contextlib.AbstractContextManager[Any]:
-    if not hasattr(parameter, "ds_id"):
-        return contextlib.nullcontext()
-    import deepspeed
-
-    gathered: contextlib.AbstractContextManager[Any] = deepspeed.zero.GatheredParameters([parameter], modifier_rank=0)
-    return gathered
-
-
-def _enable_checkpointing(model: torch.nn.Module) -> None:
+def enable_checkpointing(model: torch.nn.Module) -> None:
     enable = getattr(model, "gradient_checkpointing_enable", None)
     if enable is None:
         raise TypeError(f"{type(model).__name__} has no gradient_checkpointing_enable: no activation checkpointing")
@@ -238,12 +219,12 @@ def _enable_checkpointing(model: torch.nn.Module) -> None:
 
 
 def parameter_sizes(model: torch.nn.Module) -> list[int]:
-    """Elements of every parameter of the whole model, shared ones once, partitioned or not."""
+    """Elements of every parameter of the whole model, tied ones once, partitioned or not."""
     return [int(getattr(parameter, "ds_numel", parameter.numel())) for parameter in model.parameters()]
 
 
 def vocabulary_size(model: torch.nn.Module) -> int:
-    """Token ids run below this; from the model's config or its ``vocab_size``. Raises TypeError without."""
+    """Number of token ids, from the model's config or its own ``vocab_size``. Raises TypeError if both lack it."""
     for holder in (getattr(model, "config", None), model):
         size = getattr(holder, "vocab_size", None)
         if isinstance(size, int) and size > 0:

@@ -1,9 +1,8 @@
-"""Importing this loads what every rank needs, so that forked ranks find it in memory.
+"""Loads on import everything that a rank needs, so that ranks forked from this process find it in memory.
 
-For the forkserver's preload list, which can only import. Besides torch, DeepSpeed and
-Transformers come the modules they load on first use (some 670 were seen to load inside
-``deepspeed.initialize``), and on the CPU accelerator the compiled ops. No GPU is touched: the
-proof is left in ``GPU_FILES`` and ``CUDA_INITIALISED``.
+Written for the preload list of the forkserver, which can only import. Besides torch, DeepSpeed and Transformers these
+are the modules that they load on first use (some 670 inside ``deepspeed.initialize``), and on the CPU accelerator the
+compiled ops. No GPU is used: ``GPU_FILES`` and ``CUDA_INITIALISED`` prove it to the parent.
 """
 
 from __future__ import annotations
@@ -54,16 +53,16 @@ MODULES = (
 
 
 _LOCK_SECONDS = 60.0
-"""An op that is built loads in about a second; a lock on it that stays this long was left by a killed process."""
+"""A built op loads in about a second; a lock on it that is older was left by a killed process."""
 
 
-def _load(names: tuple[str, ...]) -> list[str]:
-    """Imports each module; returns the names that could not be."""
+def _import_modules(names: tuple[str, ...]) -> list[str]:
+    """Imports each module. Returns the names of those that cannot be imported."""
     missing = []
     for name in names:
         try:
             importlib.import_module(name)
-        except BaseException:  # an optional part that does not import here is loaded, or fails, in the rank
+        except BaseException:  # optional parts among them; the rank imports them again and shows the error
             missing.append(name)
     return missing
 
@@ -80,25 +79,25 @@ def _load_ops(names: tuple[str, ...]) -> None:
 
 
 def _close_nvml() -> None:
-    """DeepSpeed and torch open NVML on import. Ranks open it again themselves."""
+    """Closes NVML, which DeepSpeed and torch open on import; ranks open it again themselves."""
     with contextlib.suppress(Exception):
         import pynvml
 
-        for _ in range(256):  # reference-counted, several libraries open it; one call too many does no harm
+        for _ in range(256):  # counts how often it was opened; one call too many does no harm
             pynvml.nvmlShutdown()
 
 
 die_with_parent()
-if os.environ.get("DS_BENCH_PARENT") not in (None, str(os.getppid())):  # it died before this line
+if os.environ.get("DS_BENCH_PARENT") not in (None, str(os.getppid())):  # the parent died before this line
     os._exit(1)
-MISSING = _load(MODULES + tuple(filter(None, os.environ.get("DS_BENCH_PRELOAD", "").split(","))))
+MISSING = _import_modules(MODULES + tuple(filter(None, os.environ.get("DS_BENCH_PRELOAD", "").split(","))))
 if os.environ.get("DS_ACCELERATOR") == "cpu":
     _load_ops(tuple(filter(None, os.environ.get("DS_BENCH_PRELOAD_OPS", "").split(","))))
 else:
     _close_nvml()
 GPU_FILES = open_gpu_files()
-"""Device files of computing on a GPU that this server holds open after preloading; ranks are forked only when empty."""
+"""Device files for computing on a GPU that this process has open after preloading; ranks are forked only if none."""
 CUDA_INITIALISED = cuda_is_initialised()
-"""Whether preloading has initialised the CUDA driver; ranks are forked only when not."""
-with contextlib.suppress(OSError):  # a pipe whose reader has gone
+"""Whether preloading has initialised the CUDA driver; ranks are forked only if not."""
+with contextlib.suppress(OSError):  # the reader of the pipe has ended
     sys.stdout.flush()

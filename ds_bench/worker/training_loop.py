@@ -1,4 +1,4 @@
-"""The measured loop: warm-up, window, and a separate synchronised pass that explains.
+"""The training loop: warm-up, measured window, and a separate synchronised pass that times the phases of a step.
 
 A step is one optimizer step: ``grad_accum`` micro-batches forward and backward, then the update.
 Nothing is synchronised inside the window that plain DeepSpeed training would not synchronise.
@@ -16,17 +16,17 @@ from typing import Any
 import torch
 
 from ..records.rank_files import HeartbeatWriter
-from . import resolved_config
 from .model import MakeBatch
+from .resolved_config import to_json_value
 
 Batch = dict[str, torch.Tensor]
-_POOL = 64
-"""Different micro-batches held on the device; reused in order when a run needs more."""
+_MAX_BATCHES = 64
+"""Different micro-batches held on the device; a run that needs more uses them again in the same order."""
 _OPTIMIZER_SETTINGS = ("lr", "betas", "eps", "weight_decay", "momentum")
-_POOL_BYTES = 256 * 2**20
-"""Above this no further micro-batch is held: images are large."""
+_MAX_BATCHES_BYTES = 256 * 2**20
+"""Once these are held, no further micro-batch is made: images are large."""
 _MAX_EXTRA_WARMUP = 64
-"""Steps waited at most for fp16's loss scale to settle."""
+"""Limit of the further warm-up steps in which fp16's loss scale may settle."""
 
 
 def random_tokens(vocabulary: int) -> MakeBatch:
@@ -50,26 +50,26 @@ def make_batches(
     device: torch.device,
     dtype: torch.dtype,
 ) -> list[Batch]:
-    """``count`` micro-batches (64 and 256 MB at most, one at least) on the device, from a generator of this rank's.
+    """``count`` micro-batches on the device (at most 64 and 256 MB, at least one), drawn from a generator of this rank.
 
-    Floating-point tensors are given the training ``dtype``. Raises TypeError or ValueError for what is no batch of
-    ``batch_size`` samples: throughput would count samples that are not there.
+    Floating-point tensors are given the training ``dtype``. Raises TypeError or ValueError where ``make_batch`` returns
+    no batch of ``batch_size`` samples: throughput would count samples that are not there.
     """
     generator = torch.Generator().manual_seed(seed * 100_003 + rank)
     batches: list[Batch] = []
-    held = 0
-    while len(batches) < min(count, _POOL) and (not batches or held < _POOL_BYTES):
-        made = make_batch(batch_size, seq_length, generator)
-        if not isinstance(made, Mapping) or not all(isinstance(value, torch.Tensor) for value in made.values()):
+    held_bytes = 0
+    while len(batches) < min(count, _MAX_BATCHES) and (not batches or held_bytes < _MAX_BATCHES_BYTES):
+        batch = make_batch(batch_size, seq_length, generator)
+        if not isinstance(batch, Mapping) or not all(isinstance(value, torch.Tensor) for value in batch.values()):
             raise TypeError("the factory's make_batch must return a dict of tensors, the arguments of the model")
-        if not any(value.shape[:1] == (batch_size,) for value in made.values()):
+        if not any(value.shape[:1] == (batch_size,) for value in batch.values()):
             raise ValueError(f"the factory's make_batch returned no tensor of {batch_size} samples, as it was asked to")
-        batches.append(_on_device(made, device, dtype))
-        held += sum(value.nbytes for value in batches[-1].values())
+        batches.append(_move_to_device(batch, device, dtype))
+        held_bytes += sum(value.nbytes for value in batches[-1].values())
     return batches
 
 
-def _on_device(batch: Mapping[str, torch.Tensor], device: torch.device, dtype: torch.dtype) -> Batch:
+def _move_to_device(batch: Mapping[str, torch.Tensor], device: torch.device, dtype: torch.dtype) -> Batch:
     """One copy of each tensor, however many names it has."""
     moved = {
         id(value): value.to(device=device, dtype=dtype if value.is_floating_point() else value.dtype)
@@ -104,7 +104,7 @@ class StepClock:
             self._marks.append(time.perf_counter())
 
     def seconds(self) -> list[float]:
-        """Between one mark and the next; synchronises the device first on CUDA."""
+        """Seconds from each mark to the next; synchronises the device first on CUDA."""
         if self._cuda:
             torch.cuda.synchronize()
             return [a.elapsed_time(b) / 1000.0 for a, b in zip(self._marks, self._marks[1:], strict=False)]
@@ -118,7 +118,7 @@ def synchronize(accelerator: str) -> None:
 
 @dataclass(slots=True)
 class Samples:
-    """Raw samples of one rank; seconds per optimizer step, mean loss per step."""
+    """Samples of one rank: seconds and mean loss of each optimizer step."""
 
     warmup_step_seconds: list[float] = field(default_factory=list)
     step_seconds: list[float] = field(default_factory=list)
@@ -128,31 +128,31 @@ class Samples:
 
 
 class Trainer:
-    """An engine, its data and its heartbeat; knows how to take one optimizer step."""
+    """Trains a DeepSpeed engine step by step, with a heartbeat at each phase."""
 
-    def __init__(self, engine: Any, batches: list[Batch], accelerator: str, beat: HeartbeatWriter) -> None:
+    def __init__(self, engine: Any, batches: list[Batch], accelerator: str, heartbeat: HeartbeatWriter) -> None:
         self.engine = engine
         self.accelerator = accelerator
         self.grad_accum = int(engine.gradient_accumulation_steps())
         self.first_batch = batches[0]
-        self._batches: Iterator[Batch] = cycle(batches)
-        self._beat = beat
+        self.batches: Iterator[Batch] = cycle(batches)
+        self.heartbeat = heartbeat
         self._losses: list[list[torch.Tensor]] = []
-        self._done = 0
+        self._steps_done = 0
 
     def step(self) -> None:
         """One optimizer step: every micro-batch forward and backward, then the update."""
         losses = []
         for _ in range(self.grad_accum):
-            self._beat.beat("forward", self._done)
-            loss = loss_of(self.engine(**next(self._batches)))
-            self._beat.beat("backward")
+            self.heartbeat.beat("forward", self._steps_done)
+            loss = loss_of(self.engine(**next(self.batches)))
+            self.heartbeat.beat("backward")
             self.engine.backward(loss)
-            self._beat.beat("step")
+            self.heartbeat.beat("step")
             self.engine.step()
             losses.append(loss.detach())
         self._losses.append(losses)
-        self._done += 1
+        self._steps_done += 1
 
     @property
     def scales_loss(self) -> bool:
@@ -169,8 +169,8 @@ class Trainer:
         means = [float(torch.stack([loss.float() for loss in step]).mean()) for step in self._losses]
         return [mean if math.isfinite(mean) else None for mean in means]
 
-    def timed(self, steps: int) -> list[float]:
-        """Seconds of each of ``steps`` steps."""
+    def time_steps(self, steps: int) -> list[float]:
+        """Takes ``steps`` steps. Returns the seconds of each."""
         clock = StepClock(self.accelerator)
         clock.mark()
         before = time.perf_counter()
@@ -178,28 +178,34 @@ class Trainer:
             self.step()
             clock.mark()
             now = time.perf_counter()
-            self._beat.beat("step", self._done, now - before)
+            self.heartbeat.beat("step", self._steps_done, now - before)
             before = now
         return clock.seconds()
 
 
 def warm_up(trainer: Trainer, steps: int) -> list[float]:
-    """``steps`` steps; with fp16's dynamic loss scale more, until the optimizer has taken a real one."""
-    seconds = trainer.timed(steps) if steps else []
+    """Takes ``steps`` steps, and under fp16's dynamic loss scale more, until the optimizer has not skipped one.
+
+    Returns the seconds of each.
+    """
+    seconds = trainer.time_steps(steps) if steps else []
     for _ in range(_MAX_EXTRA_WARMUP if trainer.scales_loss else 0):
         if trainer.skipped < len(seconds):
             break
-        seconds += trainer.timed(1)
+        seconds += trainer.time_steps(1)
     return seconds
 
 
 def measure(trainer: Trainer, steps: int, barrier: Callable[[], None], samples: Samples) -> None:
-    """The measured window: ranks start together; synchronised before its first and after its last step."""
+    """Fills ``samples`` from the measured window: synchronised before its first and after its last step, not between.
+
+    ``barrier`` makes all ranks start together.
+    """
     skipped_before = trainer.skipped
     barrier()
     synchronize(trainer.accelerator)
     start = time.perf_counter()
-    samples.step_seconds = trainer.timed(steps)
+    samples.step_seconds = trainer.time_steps(steps)
     synchronize(trainer.accelerator)
     samples.window_seconds = time.perf_counter() - start
     samples.skipped_steps = trainer.skipped - skipped_before
@@ -209,7 +215,7 @@ def measure(trainer: Trainer, steps: int, barrier: Callable[[], None], samples: 
 def repeated_loss(trainer: Trainer) -> float | None:
     """The loss on this rank's first batch, without dropout and without training on it.
 
-    None where not finite, and for a compiled engine, which would be compiled again for it.
+    None where it is not finite, and for a compiled engine, which would be compiled again.
     """
     if getattr(trainer.engine, "is_compiled", False):
         return None
@@ -223,10 +229,10 @@ def repeated_loss(trainer: Trainer) -> float | None:
 
 
 def optimizer_settings(optimizer: Any) -> list[dict[str, Any]]:
-    """What each group of parameters is trained with by now, read back from the optimizer; empty without groups."""
+    """Learning rate, betas and the like of each parameter group, as the optimizer has them; empty without groups."""
     groups = getattr(optimizer, "param_groups", None) or []
     return [
-        {name: resolved_config.plain(group[name]) for name in _OPTIMIZER_SETTINGS if group.get(name) is not None}
+        {name: to_json_value(group[name]) for name in _OPTIMIZER_SETTINGS if group.get(name) is not None}
         for group in groups
     ]
 
@@ -237,25 +243,25 @@ def phase_seconds(trainer: Trainer, steps: int = 2) -> dict[str, float]:
     Slower than the measured steps, since nothing overlaps; never part of the headline numbers.
     """
     totals = {"forward": 0.0, "backward": 0.0, "step": 0.0}
-    for _ in range(steps):
-        for _ in range(trainer.grad_accum):
-            micro_step(trainer, lambda name, seconds: totals.__setitem__(name, totals[name] + seconds))
-    return {name: total / steps for name, total in totals.items()}
+    for _ in range(steps * trainer.grad_accum):
+        for phase, seconds in time_micro_step(trainer).items():
+            totals[phase] += seconds
+    return {phase: total / steps for phase, total in totals.items()}
 
 
-def micro_step(trainer: Trainer, report: Callable[[str, float], None]) -> None:
-    """One micro-batch with the device synchronised around forward, backward and step."""
-    trainer._beat.beat("inspect")
-    engine, batch = trainer.engine, next(trainer._batches)
-    loss: list[torch.Tensor] = []
-    parts: dict[str, Callable[[], Any]] = {
-        "forward": lambda: loss.append(loss_of(engine(**batch))),
-        "backward": lambda: engine.backward(loss[0]),
-        "step": engine.step,
-    }
-    for name, part in parts.items():
+def time_micro_step(trainer: Trainer) -> dict[str, float]:
+    """Trains on one micro-batch. Returns the seconds of its phases, with the device synchronised between them."""
+    trainer.heartbeat.beat("inspect")
+    engine, batch = trainer.engine, next(trainer.batches)
+
+    def read_clock() -> float:
         synchronize(trainer.accelerator)
-        start = time.perf_counter()
-        part()
-        synchronize(trainer.accelerator)
-        report(name, time.perf_counter() - start)
+        return time.perf_counter()
+
+    start = read_clock()
+    loss = loss_of(engine(**batch))
+    forward_end = read_clock()
+    engine.backward(loss)
+    backward_end = read_clock()
+    engine.step()
+    return {"forward": forward_end - start, "backward": backward_end - forward_end, "step": read_clock() - backward_end}

@@ -1,13 +1,13 @@
-"""What training did to the weights, in a form small enough for a rank file, so that rows can be compared.
+"""Sketches how training changed the weights, small enough for a rank file, so that rows can be compared.
 
 A count sketch (Charikar, Chen, Farach-Colton, "Finding frequent items in data streams", 2002): every weight is
-multiplied by a fixed sign and added to one of ``DIMENSIONS`` sums, both chosen by the name of its tensor and its place
+multiplied by a fixed sign and added to one of ``DIMENSIONS`` sums, both chosen by the name of its tensor and its index
 in it. The sketch is linear: the sketch of the change is the difference of two sketches, and the sketch of the whole
 model is the sum of those of the ranks. No rank gathers anything or waits for another: each reads its own fp32 master
 weights where DeepSpeed keeps them.
 
-Cost: one pass over the rank's own share of the weights, twice, in pieces of 0.5 MB; the heartbeat goes on. A pass is
-given up with a note when it takes longer than ``MOST_SECONDS``. Weights on a disk are read through DeepSpeed's own
+Cost: two passes over the rank's own share of the weights, in pieces of 0.5 MB; the heartbeat goes on. A pass that takes
+longer than ``MAX_SECONDS`` ends with a note instead of a sketch. Weights on a disk are read through DeepSpeed's own
 buffers, one sub-group after another.
 """
 
@@ -26,32 +26,33 @@ from ..records.rank_files import HeartbeatWriter
 
 DIMENSIONS = 256
 """Sums in a sketch: a norm taken from it is within some 10 % (√(2/256) is 0.09), the same error in every row."""
-MOST_SECONDS = 60.0
-"""Longest time that one pass over a rank's weights may take. One core was seen to read some 300 million a second: 23 s
-for the 7 billion of one rank whose optimizer is on the CPU, 29 s for an eighth of 70 billion."""
+MAX_SECONDS = 60.0
+"""Limit for one pass over a rank's weights. One core reads some 300 million a second: 23 s for the 7 billion of one
+rank whose optimizer is on the CPU, 29 s for an eighth of 70 billion."""
 _PERIOD = 256 * DIMENSIONS
 _SIGN_SEED = 2002
 _DIGITS = 9
 
 Fragment = tuple[str, int, torch.Tensor]
+"""Name of a tensor, index of the first value in it, and the values, flat."""
 
 
 class NotReadError(Exception):
-    """The weights of this engine are not read, for the reason that the text says."""
+    """The weights of this engine cannot be read; the text says why."""
 
 
 class WeightChange:
-    """The sketch of a rank's weights as training begins, for the difference at its end."""
+    """Sketches a rank's weights as training begins, and the difference at its end."""
 
-    def __init__(self, engine: Any, beat: HeartbeatWriter) -> None:
+    def __init__(self, engine: Any, heartbeat: HeartbeatWriter) -> None:
         self._engine = engine
-        self._beat = beat
+        self._heartbeat = heartbeat
         self.note: str | None = None
         """Why there is no sketch; None where there is one."""
         self._before = self._read()
 
     def since_start(self) -> list[float] | None:
-        """The sketch of what changed in this rank's share since the start; None, with a note, where it was not had."""
+        """The sketch of what changed in this rank's share since the start; None, with a note, if not readable."""
         after = None if self._before is None else self._read()
         if self._before is None or after is None:
             return None
@@ -59,7 +60,7 @@ class WeightChange:
 
     def _read(self) -> torch.Tensor | None:
         try:
-            return sketch(fragments(self._engine), self._beat)
+            return sketch(read_fragments(self._engine), self._heartbeat)
         except NotReadError as reason:
             self.note = f"the weights' change was not measured: {reason}"
         except (AttributeError, AssertionError, KeyError, RuntimeError, TypeError) as error:  # DeepSpeed's internals
@@ -67,57 +68,59 @@ class WeightChange:
         return None
 
 
-def sketch(parts: Iterator[Fragment], beat: HeartbeatWriter | None = None) -> torch.Tensor:
-    """The count sketch of these fragments, float64, on the CPU. Raises NotReadError when it takes too long."""
-    deadline = time.monotonic() + MOST_SECONDS
+def sketch(fragments: Iterator[Fragment], heartbeat: HeartbeatWriter | None = None) -> torch.Tensor:
+    """The count sketch of these fragments, float64, on the CPU. Raises NotReadError where it takes too long."""
+    deadline = time.monotonic() + MAX_SECONDS
     signs_on: dict[torch.device, torch.Tensor] = {}
     total = torch.zeros(DIMENSIONS, dtype=torch.float64)
     with torch.no_grad():
-        for name, start, values in parts:
+        for name, start, values in fragments:
             if values.device not in signs_on:
                 generator = torch.Generator().manual_seed(_SIGN_SEED)
                 signs = torch.randint(0, 2, (_PERIOD,), generator=generator) * 2 - 1
                 signs_on[values.device] = signs.to(device=values.device, dtype=torch.float64)
             signs = signs_on[values.device]
             sums = torch.zeros(DIMENSIONS, dtype=torch.float64, device=values.device)
-            place, done = (start + zlib.crc32(name.encode())) % _PERIOD, 0
+            # The sign of value i of a tensor is at (i + hash of the name) % _PERIOD, its sum is that % DIMENSIONS.
+            position, done = (start + zlib.crc32(name.encode())) % _PERIOD, 0
             while done < values.numel():
-                taken = min(_PERIOD - place, values.numel() - done)
-                signed = values[done : done + taken].double() * signs[place : place + taken]
-                lead, rows = place % DIMENSIONS, -(-(place % DIMENSIONS + taken) // DIMENSIONS)
-                padding = (lead, rows * DIMENSIONS - lead - taken)
-                if padding != (0, 0):
-                    signed = torch.nn.functional.pad(signed, padding)
+                taken = min(_PERIOD - position, values.numel() - done)
+                signed = values[done : done + taken].double() * signs[position : position + taken]
+                # Zeros on both sides bring the values into full rows, one column for each sum.
+                before, rows = position % DIMENSIONS, -(-(position % DIMENSIONS + taken) // DIMENSIONS)
+                after = rows * DIMENSIONS - before - taken
+                if before or after:
+                    signed = torch.nn.functional.pad(signed, (before, after))
                 sums += signed.view(rows, DIMENSIONS).sum(0)
-                place, done = (place + taken) % _PERIOD, done + taken
+                position, done = (position + taken) % _PERIOD, done + taken
                 if time.monotonic() > deadline:
-                    raise NotReadError(f"reading them took longer than {MOST_SECONDS:.0f} s")
-                if beat is not None:
-                    beat.beat(beat.phase)
+                    raise NotReadError(f"reading them took longer than {MAX_SECONDS:.0f} s")
+                if heartbeat is not None:
+                    heartbeat.beat(heartbeat.phase)
             total += sums.cpu()
     return total
 
 
-def fragments(engine: Any) -> Iterator[Fragment]:
-    """This rank's share of the trained weights: name of the tensor, place in it, and the values flat, fp32 where kept.
+def read_fragments(engine: Any) -> Iterator[Fragment]:
+    """This rank's share of the trained weights, in fp32 where DeepSpeed keeps them so.
 
-    Every weight is on one rank. Raises NotReadError where the shares do not make up the model.
+    The shares of all ranks make up the model, each weight once. Raises NotReadError where they would not.
     """
     if int(getattr(engine, "dp_world_size", 1)) != torch.distributed.get_world_size():
         raise NotReadError("tensors are split over ranks that are not data-parallel")
     names = {id(parameter): name for name, parameter in engine.module.named_parameters() if parameter.requires_grad}
     wrapper = engine.optimizer
     if engine.zero_optimization_stage() == 3:
-        yield from _partitions(wrapper, names)
+        yield from _stage3_fragments(wrapper, names)
     elif engine.zero_optimization_stage() > 0:
-        yield from _linked_fragments(engine, names)
+        yield from _stage1_and_2_fragments(engine, names)
     elif torch.distributed.get_rank() == 0:  # every rank holds all of them
-        for trained, master in _replicated(wrapper):
-            yield names[id(trained)], 0, master.detach().flatten()
+        for parameter, master in _stage0_masters(wrapper):
+            yield names[id(parameter)], 0, master.detach().flatten()
 
 
-def _replicated(wrapper: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Stage 0: each parameter with its fp32 master (fp16/fused_optimizer.py, fp16/unfused_optimizer.py), or itself."""
+def _stage0_masters(wrapper: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Each parameter with its fp32 master (fp16/fused_optimizer.py, fp16/unfused_optimizer.py), or with itself."""
     if hasattr(wrapper, "fp32_groups_flat"):
         for group, flat in zip(wrapper.fp16_groups, wrapper.fp32_groups_flat, strict=True):
             yield from zip(group, flat.split([parameter.numel() for parameter in group]), strict=True)
@@ -129,36 +132,33 @@ def _replicated(wrapper: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
             yield from ((parameter, parameter) for parameter in group["params"] if parameter.requires_grad)
 
 
-def _linked_fragments(engine: Any, names: dict[int, str]) -> Iterator[Fragment]:
-    """Stages 1 and 2: the part of each parameter that lies in this rank's partition (utils/tensor_fragment.py)."""
+def _stage1_and_2_fragments(engine: Any, names: dict[int, str]) -> Iterator[Fragment]:
+    """The part of each parameter that lies in this rank's partition (utils/tensor_fragment.py)."""
     for parameter in engine.module.parameters():
-        if id(parameter) not in names:
-            continue
-        linked = parameter._hp_mapping
-        if linked is not None:
-            yield names[id(parameter)], linked.lp_fragment_address.start, linked.get_hp_fragment().detach()
+        if id(parameter) in names and (mapping := parameter._hp_mapping) is not None:
+            yield names[id(parameter)], mapping.lp_fragment_address.start, mapping.get_hp_fragment().detach()
 
 
-def _partitions(wrapper: Any, names: dict[int, str]) -> Iterator[Fragment]:
-    """Stage 3: this rank's slice of each parameter, sub-group by sub-group."""
+def _stage3_fragments(wrapper: Any, names: dict[int, str]) -> Iterator[Fragment]:
+    """This rank's slice of each parameter, sub-group by sub-group."""
     for index, (group, flat) in enumerate(zip(wrapper.fp16_groups, wrapper.fp32_partitioned_groups_flat, strict=True)):
-        with _in_memory(wrapper, index, flat):
+        with _swapped_in(wrapper, index, flat):
             offset = 0
             for parameter in group:
                 size = parameter.partition_numel()
                 start = parameter.ds_zero_partition_rank * size
-                own = max(0, min(size, parameter.ds_numel - start))  # the last slices are padded
-                yield names[id(parameter)], start, flat.detach()[offset : offset + own]
+                used = max(0, min(size, parameter.ds_numel - start))  # the last slices are padded
+                yield names[id(parameter)], start, flat.detach()[offset : offset + used]
                 offset += size
 
 
 @contextlib.contextmanager
-def _in_memory(wrapper: Any, index: int, flat: torch.Tensor) -> Iterator[None]:
-    """Stage 3: a sub-group whose optimizer state lies on a disk is in memory for as long as this lasts."""
+def _swapped_in(wrapper: Any, index: int, flat: torch.Tensor) -> Iterator[None]:
+    """Holds a sub-group whose optimizer state lies on a disk in memory within this context."""
     if not wrapper._swappable_optimizer_subgroup(index):
         yield
         return
-    # No next sub-group is read ahead: where reading is given up before that one, training would find the wrong one.
+    # No next sub-group is read ahead: where the pass ends before that one, training would find the wrong one.
     wrapper.optimizer_swapper.swap_in_optimizer_state(parameter=flat, async_parameter=None)
     try:
         yield

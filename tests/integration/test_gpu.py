@@ -119,7 +119,8 @@ os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0
 import torch, torch.distributed
 from types import SimpleNamespace
 from ds_bench.worker import measure
-measure._meet(SimpleNamespace(rendezvous="file://{tmp_path}/meet", collective_timeout_seconds=7320.0), "cuda")
+assignment = SimpleNamespace(rendezvous="file://{tmp_path}/meet", collective_timeout_seconds=7320.0)
+measure._init_process_group(assignment, "cuda")
 import deepspeed.comm
 for group in (torch.distributed.group.WORLD, deepspeed.comm.new_group([0])):
     print(group._get_backend(torch.device("cuda")).options._timeout.total_seconds(), flush=True)

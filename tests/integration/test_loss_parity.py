@@ -255,6 +255,6 @@ def test_a_change_too_slow_to_read_is_given_up_with_a_note(monkeypatch: pytest.M
     found = change.since_start()
     assert found is not None
     assert math.hypot(*found) > 0
-    monkeypatch.setattr(weight_change, "MOST_SECONDS", -1.0)
+    monkeypatch.setattr(weight_change, "MAX_SECONDS", -1.0)
     assert change.since_start() is None
     assert "took longer" in (change.note or "")

@@ -95,7 +95,7 @@ def test_saved_bytes_are_exact_at_depths_and_sizes_not_measured(
     torch = pytest.importorskip("torch")
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from ds_bench.worker.ledger import with_activations
+    from ds_bench.worker.ledger import count_activations
 
     depth = {"n_layer" if name == "gpt2" else "num_hidden_layers": layers, "use_cache": False}
     torch.manual_seed(0)
@@ -105,7 +105,7 @@ def test_saved_bytes_are_exact_at_depths_and_sizes_not_measured(
     if checkpointed:
         _checkpoint(model)
     ids = torch.randint(0, 500, (3, 80))
-    _, tiers = with_activations(lambda: model(input_ids=ids, labels=ids).loss, list(model.parameters()))
+    _, tiers = count_activations(lambda: model(input_ids=ids, labels=ids).loss, list(model.parameters()))
     found = profiles[name].of("bf16")
     assert (found.checkpointed if checkpointed else found.plain).bytes(layers, 3, 80) == tiers["cpu"]
 
@@ -123,11 +123,11 @@ def test_the_peak_of_a_whole_pass_is_saved_bytes_and_the_loss(
     from ds_bench.worker import measure_activations as worker
 
     worker._adapt_transformers()
-    model = worker._build_layers({"model_type": name, "config": SMALL[name]}, 4, torch.bfloat16)
+    model = worker.build_fake_model({"model_type": name, "config": SMALL[name]}, torch.bfloat16, layers=4)[0]
     if checkpointed:
         _checkpoint(model)
-    with worker._mode_of(model), worker._Live() as live:
-        model(**worker._fake_batch(24, 200)).loss.backward()
+    with next(model.parameters()).fake_mode, worker.LiveBytes() as live:
+        model(**worker.make_fake_tokens(24, 200)).loss.backward()
     found = profiles[name].of("bf16")
     kept = found.checkpointed if checkpointed else found.plain
     loss = found.loss.bytes(4, 24, 200) - found.plain.bytes(4, 24, 200)
@@ -135,9 +135,9 @@ def test_the_peak_of_a_whole_pass_is_saved_bytes_and_the_loss(
 
 
 def _checkpoint(model: Any) -> None:
-    from ds_bench.worker.model import _enable_checkpointing
+    from ds_bench.worker.model import enable_checkpointing
 
-    _enable_checkpointing(model)
+    enable_checkpointing(model)
 
 
 @pytest.mark.parametrize("name", SMALL)
@@ -244,7 +244,7 @@ def test_any_family_that_transformers_builds_is_counted_from_its_folder(tmp_path
     torch = pytest.importorskip("torch")
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from ds_bench.worker.ledger import with_activations
+    from ds_bench.worker.ledger import count_activations
 
     for name, config in FAMILIES.items():
         AutoConfig.for_model(name, **config).save_pretrained(tmp_path / name)
@@ -260,7 +260,7 @@ def test_any_family_that_transformers_builds_is_counted_from_its_folder(tmp_path
         assert found is not None
         ids = torch.randint(0, 500, (3, 40))
         for counted in (found.plain, found.checkpointed):
-            _, tiers = with_activations(lambda: model(input_ids=ids, labels=ids).loss, list(model.parameters()))  # noqa: B023
+            _, tiers = count_activations(lambda: model(input_ids=ids, labels=ids).loss, list(model.parameters()))  # noqa: B023
             assert counted is not None
             assert counted.bytes(profile.layers, 3, 40) == pytest.approx(tiers["cpu"], rel=0.001), name
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -271,7 +271,7 @@ def test_dropout_is_counted_as_the_accelerator_keeps_it(answers: dict[str, Any])
     torch = pytest.importorskip("torch")
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from ds_bench.worker.ledger import with_activations
+    from ds_bench.worker.ledger import count_activations
 
     cpu, cuda, none = (
         ModelProfile.from_answer("gpt2", 4, True, answers[f"dropout {case}"]).of("bf16")
@@ -283,7 +283,7 @@ def test_dropout_is_counted_as_the_accelerator_keeps_it(answers: dict[str, Any])
     config = AutoConfig.for_model("gpt2", **GPT2_WITH_DROPOUT, use_cache=False)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     ids = torch.randint(0, 500, (3, 80))
-    _, tiers = with_activations(lambda: model.train()(input_ids=ids, labels=ids).loss, list(model.parameters()))
+    _, tiers = count_activations(lambda: model.train()(input_ids=ids, labels=ids).loss, list(model.parameters()))
     assert cpu.plain.bytes(4, 3, 80) == tiers["cpu"]
     # A mask of one byte behind the attention, behind the MLP and behind the embedding; no scores.
     masks = cuda.plain.bytes(4, 3, 80) - none.plain.bytes(4, 3, 80)
@@ -294,7 +294,7 @@ def test_a_factory_with_batches_of_its_own_is_counted_and_its_frozen_parameters_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch = pytest.importorskip("torch")
-    from ds_bench.worker.ledger import with_activations
+    from ds_bench.worker.ledger import count_activations
 
     (tmp_path / "own_model.py").write_text(
         "import torch\n"
@@ -323,7 +323,7 @@ def test_a_factory_with_batches_of_its_own_is_counted_and_its_frozen_parameters_
     model, batch = own_model.make()
     model = model.to(torch.bfloat16)
     pixels = batch(7, 64, torch.Generator())["pixels"].to(torch.bfloat16)
-    _, tiers = with_activations(lambda: model(pixels), list(model.parameters()))
+    _, tiers = count_activations(lambda: model(pixels), list(model.parameters()))
     found = profile.of("bf16")
     assert found is not None
     assert found.checkpointed is None

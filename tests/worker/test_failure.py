@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ds_bench.worker.failure import kind_of, rank_failure
+from ds_bench.worker.failure import classify, rank_failure
 
 
 def real_host_refusal() -> BaseException:
@@ -65,7 +65,7 @@ def test_a_bare_assert_is_told_by_its_source_line(tmp_path: Path, monkeypatch: p
 
 @pytest.mark.parametrize(("error", "kind"), KINDS, ids=lambda value: str(value)[:30])
 def test_an_exception_is_of_the_kind_its_text_and_class_say(error: BaseException, kind: str) -> None:
-    assert kind_of(error) == kind
+    assert classify(error) == kind
 
 
 def test_bytes_asked_and_free_are_read_from_an_out_of_memory_error() -> None:

@@ -20,13 +20,13 @@ def test_a_storage_is_counted_once_however_many_tensors_show_it() -> None:
 def test_activations_are_what_autograd_saves_without_the_parameters() -> None:
     layer = torch.nn.Linear(10, 10, bias=False)
     data = torch.randn(7, 10)
-    result, tiers = ledger.with_activations(lambda: (layer(data).exp() * 2).sum(), layer.parameters())
+    result, tiers = ledger.count_activations(lambda: (layer(data).exp() * 2).sum(), layer.parameters())
     assert result.requires_grad
     assert tiers == {"cpu": data.nbytes + 7 * 10 * 4}  # the input of the product and the result of exp
 
 
 def test_the_peak_of_two_ledgers_is_taken_cell_by_cell() -> None:
-    assert ledger.peak_of({"cpu": {"a": 1, "b": 5}}, {"cpu": {"a": 3}, "gpu": {"c": 2}}) == {
+    assert ledger.largest_by_category({"cpu": {"a": 1, "b": 5}}, {"cpu": {"a": 3}, "gpu": {"c": 2}}) == {
         "cpu": {"a": 3, "b": 5},
         "gpu": {"c": 2},
     }

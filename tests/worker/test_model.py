@@ -16,7 +16,7 @@ def test_weights_depend_on_seed_and_name_and_not_on_the_order_of_building() -> N
     a = torch.nn.ModuleDict({"x": torch.nn.Linear(8, 8), "y": torch.nn.Linear(8, 8)})
     b = torch.nn.ModuleDict({"y": torch.nn.Linear(8, 8), "x": torch.nn.Linear(8, 8)})
     for model in (a, b):
-        build.redraw_weights(model, seed=3)
+        build.reinitialise_weights(model, seed=3)
     assert torch.equal(a["x"].weight, b["x"].weight)
     assert not torch.equal(a["x"].weight, a["y"].weight)
 
@@ -24,7 +24,7 @@ def test_weights_depend_on_seed_and_name_and_not_on_the_order_of_building() -> N
 def test_every_parameter_that_is_drawn_anew_is_a_sign_of_life() -> None:
     beats: list[None] = []
     model = torch.nn.ModuleList([torch.nn.Linear(8, 8) for _ in range(3)])
-    build.redraw_weights(model, seed=3, alive=lambda: beats.append(None))
+    build.reinitialise_weights(model, seed=3, report_progress=lambda: beats.append(None))
     assert len(beats) == 6
 
 
@@ -44,7 +44,7 @@ def test_a_dropout_is_set_in_configurations_modules_and_the_values_that_function
     assert build.greatest_dropout(built(0.0, layerdrop=0.5)) == 0.0
     model = torch.nn.ModuleList([built(None), torch.nn.TransformerEncoderLayer(8, 2, 8, dropout=0.2)])
     build.set_dropouts(model, 0.25)
-    assert {value for _, _, value in build._dropouts(model)} == {0.25}
+    assert {value for _, _, value in build.find_dropouts(model)} == {0.25}
     assert model[1].dropout1.p == model[1].self_attn.dropout == 0.25
     assert build.greatest_dropout(torch.nn.Linear(2, 2)) == 0.0
 

@@ -17,7 +17,7 @@ from ds_bench.config.spec import Placement
 from ds_bench.launch import rank_environment
 from ds_bench.records.rank_files import HeartbeatWriter, read_beat
 from ds_bench.worker import memory, training_loop
-from ds_bench.worker.resolved_config import plain
+from ds_bench.worker.resolved_config import to_json_value
 from tests.support.batches import batches
 
 
@@ -29,7 +29,8 @@ os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0
 import torch.distributed
 from types import SimpleNamespace
 from ds_bench.worker import measure
-measure._meet(SimpleNamespace(rendezvous="file://{tmp_path}/meet", collective_timeout_seconds=7320.0), "cpu")
+assignment = SimpleNamespace(rendezvous="file://{tmp_path}/meet", collective_timeout_seconds=7320.0)
+measure._init_process_group(assignment, "cpu")
 groups = torch.distributed.distributed_c10d
 import deepspeed.comm
 for group in (None, deepspeed.comm.new_group([0])):
@@ -114,7 +115,7 @@ def test_a_loss_that_is_not_finite_is_none(tmp_path: Path) -> None:
 
 
 def test_a_beat_tells_phase_and_step(tmp_path: Path) -> None:
-    trainer(tmp_path, FakeEngine()).timed(3)
+    trainer(tmp_path, FakeEngine()).time_steps(3)
     beat = read_beat(tmp_path, 0)
     assert beat is not None
     assert (beat.phase, beat.step) == ("step", 3)
@@ -179,15 +180,15 @@ def test_gpu_fields_come_from_the_allocator_and_the_device(monkeypatch: pytest.M
 
 def test_without_a_gpu_no_field_of_one_is_made_up() -> None:
     assert memory.device_facts("cpu", 0, None) == {}
-    assert memory.device_init_peak("cpu") is None
+    assert memory.reset_device_peak("cpu") is None
 
 
 def test_the_high_water_mark_sees_a_peak_between_two_looks() -> None:
     assert memory.reset_host_peak()
-    before = memory.status_bytes("VmHWM")
+    before = memory.peak_resident_bytes()
     block = torch.ones(200 * 2**20, dtype=torch.uint8)
     del block
-    after = memory.status_bytes("VmHWM")
+    after = memory.peak_resident_bytes()
     assert before is not None
     assert after is not None
     assert after - before > 150 * 2**20
@@ -195,7 +196,7 @@ def test_the_high_water_mark_sees_a_peak_between_two_looks() -> None:
 
 def test_a_resolved_configuration_is_plain_json_whatever_is_in_it() -> None:
     values = {"a": math.inf, "b": {1: torch.bfloat16}, "c": (1, None, True), "d": {3.5}}
-    assert json.loads(json.dumps(plain(values), allow_nan=False)) == {
+    assert json.loads(json.dumps(to_json_value(values), allow_nan=False)) == {
         "a": "inf",
         "b": {"1": "torch.bfloat16"},
         "c": [1, None, True],
@@ -209,8 +210,8 @@ def test_an_object_of_deepspeeds_own_is_told_by_its_fields_and_never_by_its_addr
             self.enabled = False
             self.inner = object()
 
-    assert plain(Config()) == {"enabled": False, "inner": "<object object>"}
-    assert " at 0x" not in str(plain({"x": [Config(), object(), len, lambda: 1]}))
+    assert to_json_value(Config()) == {"enabled": False, "inner": "<object object>"}
+    assert " at 0x" not in str(to_json_value({"x": [Config(), object(), len, lambda: 1]}))
     loop = Config()
     loop.inner = loop
-    assert " at 0x" not in str(plain(loop))
+    assert " at 0x" not in str(to_json_value(loop))
