@@ -1,4 +1,4 @@
-"""From summaries of trials to a Comparison, one ComparisonRow per configuration."""
+"""Groups summaries of trials into rows, one per configuration, and compares every row with a baseline row."""
 
 from __future__ import annotations
 
@@ -30,25 +30,25 @@ class ComparisonRow:
     """One row: a configuration with its repeats. Figures are of the whole job unless noted; None if not measured."""
 
     key: str
-    """The hash of the trial with repeat 0. Where runs of one trial do not compare with each other (another card, other
-    versions), the later rows have ``-2``, ``-3`` … behind it (``comparability.group_repeats``)."""
+    """Hash of the trial with repeat 0. If runs of one trial do not compare with each other (another GPU, other
+    versions), the keys of the later rows end in ``-2``, ``-3`` and so on (``comparability.group_repeats``)."""
     label: str
     """Short text for tables, unique within the comparison."""
     strategy: Strategy
     summaries: tuple[TrialSummary, ...]
-    """Every run, failed ones included, in order."""
+    """All runs, failed ones included, in order."""
     tokens_per_second: float | None = None
     """Geometric mean of the successful runs' means."""
     mean_step_seconds: float | None = None
     """Geometric mean of the successful runs' means."""
     step_seconds_std: float | None = None
-    """Standard deviation between runs where there are two or more, else between the steps of the one."""
+    """Sample standard deviation of the runs' means; of the steps of the run if there is only one."""
     interval: tuple[float, float] | None = None
-    """95 % confidence interval of the geometric mean tokens/s, R >= 3 successful runs."""
+    """95 % confidence interval of ``tokens_per_second``; None below three successful runs."""
     ratio: float | None = None
     """``tokens_per_second`` divided by the baseline's; None if the rows do not compare."""
     ratio_interval: RatioInterval | None = None
-    """Confidence interval of that ratio (``intervals.RowRatios``); None below three runs of either row."""
+    """Confidence interval of ``ratio`` (``intervals.RowRatios``); None below three successful runs of either row."""
     tokens_per_second_per_gb: float | None = None
     """Tokens/s per GB (2**30) of peak device memory of the fullest rank; None on the CPU accelerator."""
     gpu_peak_bytes: int | None = None
@@ -60,14 +60,15 @@ class ComparisonRow:
     predicted_over_measured: float | None = None
     """Predicted divided by measured memory, median of the runs."""
     gpu_difference_bytes: int | None = None
-    """Peak device memory less the baseline's."""
+    """``gpu_peak_bytes`` less the baseline's."""
     host_difference_bytes: int | None = None
+    """``host_peak_bytes`` less the baseline's."""
     caveats: tuple[Caveat, ...] = ()
     """Caveats of the row and of all its runs, each once."""
     differences: tuple[str, ...] = ()
-    """Why this row does not compare with the baseline; empty where it does."""
+    """Why this row does not compare with the baseline; empty if it does."""
     ratios: RowRatios | None = field(default=None, compare=False, repr=False)
-    """Ratios of this row to the others that compare with it, shared by these; None if it does not compare."""
+    """Ratios between the rows that compare with the baseline, one object for all; None if this row does not compare."""
 
     @property
     def successes(self) -> tuple[TrialSummary, ...]:
@@ -116,7 +117,7 @@ class Comparison:
     """Keys of rows that no other row beats in both throughput and device memory. Rows that are disqualified or do not
     compare take no part."""
     pareto_host: tuple[str, ...] = ()
-    """The same for (throughput, host memory); empty where no row keeps anything off the device and there is one."""
+    """The same for throughput and host memory; empty if there are GPUs and no row offloads anything."""
     caveats: tuple[Caveat, ...] = ()
     """Caveats of the whole comparison: CPU accelerator, one GPU, too few repeats, environment."""
     device_capacity_bytes: int | None = None
@@ -126,11 +127,7 @@ class Comparison:
 
     def result(self, key: str) -> ComparisonRow:
         """The row of that key. Raises KeyError."""
-        return next((row for row in self.results if row.key == key), None) or _no_row(key)
-
-
-def _no_row(key: str) -> ComparisonRow:
-    raise KeyError(key)
+        return {row.key: row for row in self.results}[key]
 
 
 def compare(
@@ -149,13 +146,16 @@ def compare(
     requested = _requested_baseline(rows, relative_to)
     chosen = _first_valid_row(rows, requested) if relative_to is None else requested
     reference = chosen if chosen is None or chosen.succeeded else _first_valid_row(rows, chosen)
-    baseline = reference if chosen is not None and chosen.succeeded else None
+    baseline = chosen if chosen is not None and chosen.succeeded else None
     results = tuple(_relative_to_baseline(rows, baseline, reference))
+    measured = [row for row in results if row.succeeded]
+    uses_host_memory = any(row.strategy.offloads_optimizer or row.strategy.offload_param != "none" for row in measured)
+    on_host = uses_host_memory or all(row.gpu_peak_bytes is None for row in measured)
     return Comparison(
         results=results,
         baseline=next((row for row in results if baseline is not None and row.key == baseline.key), None),
         pareto_device=_pareto_front([(row, row.gpu_peak_bytes) for row in results]),
-        pareto_host=_pareto_front([(row, row.host_peak_bytes) for row in results]) if _host_matters(results) else (),
+        pareto_host=_pareto_front([(row, row.host_peak_bytes) for row in results]) if on_host else (),
         caveats=(*comparison_caveats(list(groups.values()), environments), *_baseline_caveats(requested, chosen, rows)),
         device_capacity_bytes=device_capacity_bytes([each.record for each in summaries], environments),
         host_capacity_bytes=host_capacity_bytes(environments),
@@ -163,68 +163,67 @@ def compare(
 
 
 def representative_run(runs: Sequence[TrialSummary]) -> TrialSummary:
-    """The first run of a row that succeeded, else its first run."""
+    """The first run of a row that succeeded; if none did, its first run."""
     return next((summary for summary in runs if summary.record.outcome.success), runs[0])
 
 
-def _row(key: str, label: str, group: Sequence[TrialSummary]) -> ComparisonRow:
+def _row(key: str, label: str, runs: Sequence[TrialSummary]) -> ComparisonRow:
     """The row by itself, without ratios."""
-    good = [summary for summary in group if summary.record.outcome.success]
-    tokens, steps = measured_values(good, "tokens_per_second"), measured_values(good, "mean_step_seconds")
-    speed, peak = geometric_mean(tokens), _max_over_runs(good, "gpu_peak_bytes")
+    successes = [run for run in runs if run.record.outcome.success]
+
+    def values(name: str) -> list[Any]:
+        return measured_values(successes, name)
+
+    rates, step_seconds = values("tokens_per_second"), values("mean_step_seconds")
+    rate, gpu_peak_bytes = geometric_mean(rates), max(values("gpu_peak_bytes"), default=None)
+    predictions = values("predicted_over_measured")
     return ComparisonRow(
         key=key,
         label=label,
-        strategy=group[0].record.trial.strategy,
-        summaries=tuple(group),
-        tokens_per_second=speed,
-        mean_step_seconds=geometric_mean(steps),
-        step_seconds_std=sample_std(steps) if len(steps) > 1 else next((run.step_seconds_std for run in good), None),
-        interval=mean_interval(tokens),
-        tokens_per_second_per_gb=speed / (peak / BYTES_PER_GB) if speed is not None and peak else None,
-        gpu_peak_bytes=peak,
-        gpu_fraction=_max_over_runs(good, "gpu_fraction"),
-        host_peak_bytes=_max_over_runs(good, "host_peak_bytes"),
-        predicted_over_measured=_median(measured_values(good, "predicted_over_measured")),
-        caveats=_row_caveats(group, tokens),
+        strategy=runs[0].record.trial.strategy,
+        summaries=tuple(runs),
+        tokens_per_second=rate,
+        mean_step_seconds=geometric_mean(step_seconds),
+        step_seconds_std=sample_std(step_seconds)
+        if len(step_seconds) > 1
+        else next(iter(values("step_seconds_std")), None),
+        interval=mean_interval(rates),
+        tokens_per_second_per_gb=rate / (gpu_peak_bytes / BYTES_PER_GB)
+        if rate is not None and gpu_peak_bytes
+        else None,
+        gpu_peak_bytes=gpu_peak_bytes,
+        gpu_fraction=max(values("gpu_fraction"), default=None),
+        host_peak_bytes=max(values("host_peak_bytes"), default=None),
+        predicted_over_measured=statistics.median(predictions) if predictions else None,
+        caveats=_row_caveats(runs, rates),
     )
 
 
-def _row_caveats(group: Sequence[TrialSummary], means: Sequence[float]) -> tuple[Caveat, ...]:
-    failed = sum(not run.record.outcome.success for run in group)
-    row_caveats = [note(f"{failed} of {len(group)} runs failed")] if 0 < failed < len(group) else []
-    _, *others = dict.fromkeys(run.record.trial.strategy.name for run in group)
-    if others:
-        row_caveats.append(
-            note(f"the same configuration also ran as {', '.join(others)}: one row, not {len(others) + 1}")
-        )
-    unstable = trial_caveats.unstable_between_runs(means)
-    caveats = [*_run_caveats(group), *row_caveats, *([unstable] if unstable else [])]
-    return tuple(dict.fromkeys(caveats))
-
-
-def _run_caveats(group: Sequence[TrialSummary]) -> Iterator[Caveat]:
-    """Caveats of the runs. A busy CPU is reported once, for the run in which it was busiest."""
+def _row_caveats(runs: Sequence[TrialSummary], rates: Sequence[float]) -> tuple[Caveat, ...]:
+    """Caveats of the runs, then of the row, each once. A busy CPU is reported for the run with the busiest CPU only."""
     busy = [
         (max(measured_values(run.record.ranks, "cpu_other_cores"), default=0.0), caveat)
-        for run in group
+        for run in runs
         for caveat in run.caveats
         if caveat.kind is CaveatKind.CPU_BUSY
     ]
-    _, worst = max(busy, key=lambda pair: pair[0], default=(0.0, None))
-    for run in group:
-        yield from (caveat for caveat in run.caveats if caveat.kind is not CaveatKind.CPU_BUSY or caveat == worst)
-
-
-def _median(values: Sequence[float]) -> float | None:
-    return statistics.median(values) if values else None
-
-
-def _max_over_runs(group: Sequence[TrialSummary], name: str) -> Any:
-    return max(measured_values(group, name), default=None)
+    _, busiest = max(busy, key=lambda pair: pair[0], default=(0.0, None))
+    caveats = [
+        caveat for run in runs for caveat in run.caveats if caveat.kind is not CaveatKind.CPU_BUSY or caveat == busiest
+    ]
+    failed = sum(not run.record.outcome.success for run in runs)
+    if 0 < failed < len(runs):
+        caveats.append(note(f"{failed} of {len(runs)} runs failed"))
+    _, *others = dict.fromkeys(run.record.trial.strategy.name for run in runs)
+    if others:
+        text = f"the same configuration also ran as {', '.join(others)}: one row, not {len(others) + 1}"
+        caveats.append(note(text))
+    unstable = trial_caveats.unstable_between_runs(rates)
+    return tuple(dict.fromkeys([*caveats, *([unstable] if unstable else [])]))
 
 
 def _requested_baseline(rows: Sequence[ComparisonRow], relative_to: str | None) -> ComparisonRow | None:
+    """The row of that label, key or strategy; without a request the first row. Raises UsageError if there is none."""
     if relative_to is None or not rows:
         return next(iter(rows), None)
     exact = (row for row in rows if relative_to in (row.label, row.key))
@@ -236,10 +235,9 @@ def _requested_baseline(rows: Sequence[ComparisonRow], relative_to: str | None) 
 
 
 def _first_valid_row(rows: Sequence[ComparisonRow], first: ComparisonRow | None) -> ComparisonRow | None:
-    """``first`` if it is valid, else the first valid row, else the first with numbers, else the first."""
+    """``first`` if it is valid, else the first valid row, else the first with numbers, else ``first``."""
     in_order = [*([] if first is None else [first]), *rows]
-    valid, measured = ([row for row in in_order if getattr(row, kind)] for kind in ("valid", "succeeded"))
-    return next(iter([*valid, *measured, *in_order]), None)
+    return max(in_order, key=lambda row: (row.valid, row.succeeded), default=None)  # max: the first of equals
 
 
 def _relative_to_baseline(
@@ -250,49 +248,53 @@ def _relative_to_baseline(
         return
     first = representative_run(reference.summaries).record
     forbidden = {row.key: tuple(incomparable_fields(first, representative_run(row.summaries).record)) for row in rows}
-    alike = [row for row in rows if not forbidden[row.key]]
-    ratios = RowRatios(_runs(alike), None if baseline is None else baseline.key)
+    ratios = RowRatios(
+        _runs([row for row in rows if not forbidden[row.key]]), None if baseline is None else baseline.key
+    )
     for row in rows:
         if forbidden[row.key]:
             yield replace(row, differences=forbidden[row.key])
-            continue
-        row = replace(row, ratios=ratios)
-        yield row if baseline is None else _against(row, baseline, ratios)
+        elif baseline is None:
+            yield replace(row, ratios=ratios)
+        else:
+            rate, baseline_rate = row.tokens_per_second, baseline.tokens_per_second
+            yield replace(
+                row,
+                ratios=ratios,
+                ratio=rate / baseline_rate if rate is not None and baseline_rate else None,
+                ratio_interval=_mark_if_too_wide(ratios.between(row.key, baseline.key), row),
+                gpu_difference_bytes=_difference(row.gpu_peak_bytes, baseline.gpu_peak_bytes),
+                host_difference_bytes=_difference(row.host_peak_bytes, baseline.host_peak_bytes),
+            )
 
 
-def _against(row: ComparisonRow, baseline: ComparisonRow, ratios: RowRatios) -> ComparisonRow:
-    return replace(
-        row,
-        ratio=_quotient(row.tokens_per_second, baseline.tokens_per_second),
-        ratio_interval=_mark_if_too_wide(ratios.between(row.key, baseline.key), row),
-        gpu_difference_bytes=_difference(row.gpu_peak_bytes, baseline.gpu_peak_bytes),
-        host_difference_bytes=_difference(row.host_peak_bytes, baseline.host_peak_bytes),
-    )
+def _difference(a: int | None, b: int | None) -> int | None:
+    return a - b if a is not None and b is not None else None
 
 
 def _runs(rows: Sequence[ComparisonRow]) -> dict[str, list[Run]]:
-    """The successful runs of every row, each with its place in the order in which all of them were started.
+    """The successful runs of every row, each with its position in the order in which all of them were started.
 
     ``started_at`` has a resolution of one second; runs of one second are ordered by round and by position in the round.
-    Where neither is known, as in results of earlier versions, they share a place.
+    If neither is known, as in results of earlier versions, they have the same position.
     """
-    moments = {}
-    for run in (run for row in rows for run in row.successes):
-        trial = run.record.trial
-        moments[id(run)] = run.record.started_at or "", _round(run), trial.round_position or 0
-    places = {moment: place for place, moment in enumerate(sorted(set(moments.values())))}
+
+    def round_of(run: TrialSummary) -> int:
+        return run.record.trial.repeat if run.round is None else run.round
+
+    def start_of(run: TrialSummary) -> tuple[str, int, int]:
+        return run.record.started_at or "", round_of(run), run.record.trial.round_position or 0
+
+    starts = sorted({start_of(run) for row in rows for run in row.successes})
+    positions = {start: position for position, start in enumerate(starts)}
     return {
         row.key: [
-            Run(mean=run.tokens_per_second, round=_round(run), place=places[moments[id(run)]])
+            Run(mean=run.tokens_per_second, round=round_of(run), place=positions[start_of(run)])
             for run in row.successes
             if run.tokens_per_second is not None
         ]
         for row in rows
     }
-
-
-def _round(run: TrialSummary) -> int:
-    return run.record.trial.repeat if run.round is None else run.round
 
 
 def ratio_between(row: ComparisonRow, other: ComparisonRow) -> RatioInterval | None:
@@ -304,47 +306,30 @@ def ratio_between(row: ComparisonRow, other: ComparisonRow) -> RatioInterval | N
     """
     if row.ratios is not None and row.ratios is other.ratios:
         return _mark_if_too_wide(row.ratios.between(row.key, other.key), row)
-    ours, theirs = (measured_values(each.successes, "tokens_per_second") for each in (row, other))
-    return _mark_if_too_wide(ratio_interval(ours, theirs), row)
+    rates, other_rates = (measured_values(each.successes, "tokens_per_second") for each in (row, other))
+    return _mark_if_too_wide(ratio_interval(rates, other_rates), row)
 
 
 def _mark_if_too_wide(interval: RatioInterval | None, row: ComparisonRow) -> RatioInterval | None:
-    return interval.on_shared_processor if interval is not None and _on_cpu(row) else interval
-
-
-def _on_cpu(row: ComparisonRow) -> bool:
-    return row.summaries[0].record.trial.placement.accelerator == "cpu"
-
-
-def _quotient(a: float | None, b: float | None) -> float | None:
-    return a / b if a is not None and b else None
-
-
-def _difference(a: int | None, b: int | None) -> int | None:
-    return a - b if a is not None and b is not None else None
+    """The interval; on the CPU accelerator marked if it is too wide to decide anything."""
+    on_cpu = row.summaries[0].record.trial.placement.accelerator == "cpu"
+    return interval.on_shared_processor if interval is not None and on_cpu else interval
 
 
 def _pareto_front(rows: Sequence[tuple[ComparisonRow, int | None]]) -> tuple[str, ...]:
     """Keys of rows that no row beats in both throughput and memory, in order of appearance; equal rows all count."""
     points = [
-        (-row.tokens_per_second, memory, row.key)
-        for row, memory in rows
-        if row.tokens_per_second is not None and memory is not None and row.valid and not row.differences
+        (-row.tokens_per_second, memory_bytes, row.key)
+        for row, memory_bytes in rows
+        if row.tokens_per_second is not None and memory_bytes is not None and row.valid and not row.differences
     ]
-    kept, least = set(), math.inf
+    front, least_bytes = set(), math.inf
     for _, members in groupby(sorted(points), key=lambda point: point[0]):  # fastest first
         group = list(members)
-        if group[0][1] < least:
-            least = group[0][1]
-            kept |= {key for _, memory, key in group if memory == least}
-    return tuple(key for _, _, key in points if key in kept)
-
-
-def _host_matters(rows: Sequence[ComparisonRow]) -> bool:
-    """Whether a row keeps something in host memory, or there is no device memory."""
-    measured = [row for row in rows if row.succeeded]
-    offloads = any(row.strategy.offloads_optimizer or row.strategy.offload_param != "none" for row in measured)
-    return offloads or all(row.gpu_peak_bytes is None for row in measured)
+        if group[0][1] < least_bytes:
+            least_bytes = group[0][1]
+            front |= {key for _, memory_bytes, key in group if memory_bytes == least_bytes}
+    return tuple(key for _, _, key in points if key in front)
 
 
 def _baseline_caveats(

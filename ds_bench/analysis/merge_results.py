@@ -1,16 +1,15 @@
-"""Several results as one: rows of the same workload, placement and method join, repeats counted as runs of one set.
+"""Merges several results: rows of equal workload, placement and method form a group, their repeats are runs of one row.
 
-Only what may be compared is put together. Results of environments that differ stay apart, and their titles say in
-what; one run that was given twice counts once. What the rows of a group come to, their losses held against each other
-too, is for :mod:`compare`.
+Only what compares is merged. Results of different environments form groups of their own, whose titles say what
+differs; a run that was given twice counts once. :mod:`comparison` compares the rows of a group.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
 
 from ..config.spec import Placement, Workload
 from ..system.environment import Environment, comparable, setting_differences
@@ -19,8 +18,8 @@ from .comparability import row_key
 from .load_results import Result, trial_identity
 from .summary import TrialSummary
 
-_MOST_NAMED = 3
-"""Differences that a title names; a note has them all."""
+_MAX_DIFFERENCES_IN_TITLE = 3
+"""A note names all of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,166 +27,187 @@ class ResultGroup:
     """Rows that may stand in one table."""
 
     title: str
-    """What was trained on what; where another group would be called the same, what tells them apart."""
+    """What was trained on what; if another group has the same title, followed by what differs between the two."""
     summaries: tuple[TrialSummary, ...]
-    """In order of the results; repeats of one configuration are numbered through."""
+    """In the order of the results; repeats of one configuration have consecutive numbers."""
     environments: tuple[Environment, ...]
-    """Of the results that tell theirs, each once."""
+    """The known environments of the results, each once."""
     commands: tuple[str, ...]
-    """The lines that were typed, ready for a shell, of the results that tell theirs, each once."""
+    """The known command lines of the results, quoted for a shell, each once."""
     family: str | None
-    """``zero`` or ``offload``: whose flags ``arguments`` are; None where no result tells its arguments."""
+    """``zero`` or ``offload``: the script to which ``arguments`` belong; None if no result holds its arguments."""
     arguments: tuple[str, ...]
-    """Of the first result that tells them; empty where none does."""
+    """Of the first result that holds them; empty if none does."""
     notes: tuple[str, ...]
     sources: tuple[Path, ...]
-    """What the user named, as far as rows of it are in here."""
+    """What the user named, without results of which no row is in this group."""
 
 
 @dataclass(slots=True, kw_only=True)
-class _Draft:
-    """A group while it is filled."""
+class _GroupBuilder:
+    """A group while rows are added to it."""
 
     workload: Workload
     placement: Placement
-    method: int
+    method_version: int
     environment: Environment | None
     device: str | None
+    """Name of the first result's device; None if no row measured anything."""
     summaries: list[TrialSummary] = field(default_factory=list)
     results: list[Result] = field(default_factory=list)
     rounds: list[tuple[int, int]] = field(default_factory=list)
-    """Of each summary: which result's round it ran in, and the number of that round there."""
+    """The round of each summary: number of its result within this group, number of the round within that result."""
 
     def add(self, summary: TrialSummary, result: Result) -> None:
-        """``summary``: a row of ``result``, which comes after all rows of the results before it."""
+        """Adds a row of ``result``; all rows of one result are added before those of the next."""
         self.summaries.append(summary)
         if not self.results or self.results[-1] is not result:
             self.results.append(result)
         self.rounds.append((len(self.results), summary.record.trial.repeat))
 
+    @property
+    def sources(self) -> str:
+        return ", ".join(dict.fromkeys(str(result.source) for result in self.results))
+
+    def same_request(self, other: _GroupBuilder) -> bool:
+        """True for equal workload and placement; the micro-batch may differ if each row has its own largest one."""
+        workloads = [
+            replace(each.workload, batch_size=1) if each.workload.batch_policy == "largest" else each.workload
+            for each in (self, other)
+        ]
+        return workloads[0] == workloads[1] and self.placement == other.placement
+
+    def environment_differences(self, other: _GroupBuilder) -> list[str]:
+        """Differences of hardware and versions. An environment that only one of the two knows is a difference."""
+        ours, theirs = self.environment, other.environment
+        if ours is not None and theirs is not None:
+            return comparable(ours, theirs)
+        if ours is not None or theirs is not None:
+            names = [f"of {each.hostname}" if each else "not known" for each in (ours, theirs)]
+            return [f"environment {names[0]} against {names[1]}"]
+        known = None not in (self.device, other.device)
+        return [f"device {self.device} against {other.device}"] if known and self.device != other.device else []
+
+    def differences(self, other: _GroupBuilder) -> Iterator[str]:
+        """All differences, those of the environments first."""
+        yield from self.environment_differences(other)
+        for ours, theirs in ((self.workload, other.workload), (self.placement, other.placement)):
+            for each in fields(ours):
+                values = getattr(ours, each.name), getattr(theirs, each.name)
+                if values[0] != values[1]:
+                    yield f"{each.name} {_text(values[0])} against {_text(values[1])}"
+        if self.method_version != other.method_version:
+            yield f"method of measurement {self.method_version} against {other.method_version}"
+
+    def build(self, title: str, notes: Iterable[str]) -> ResultGroup:
+        """The finished group. ``notes`` follow those of the results."""
+        results = self.results
+        lines = [provenance.command(each.family, each.arguments) if each.arguments else "" for each in results]
+        first = next((result for result, line in zip(results, lines, strict=True) if line), None)
+        environments: list[Environment] = []  # hold mappings, so that they are no keys of a dictionary
+        for result in results:
+            if result.environment and result.environment not in environments:
+                environments.append(result.environment)
+        own_notes = [f"{each.source}: {text}" if len(results) > 1 else text for each in results for text in each.notes]
+        return ResultGroup(
+            title=title,
+            summaries=tuple(_renumber(self.summaries, self.rounds) if len(results) > 1 else self.summaries),
+            environments=tuple(environments),
+            commands=tuple(dict.fromkeys(filter(None, lines))),
+            family=first.family if first else None,
+            arguments=first.arguments if first else (),
+            notes=tuple(dict.fromkeys([*own_notes, *self._pooling_notes(), *notes])),
+            sources=tuple(dict.fromkeys(result.source for result in results)),
+        )
+
+    def _pooling_notes(self) -> Iterator[str]:
+        """Facts that decide how far rows of several results can be trusted together."""
+        if len(self.results) < 2:
+            return
+        if self.environment is None:
+            yield f"{self.sources} do not tell their environments: taken to be of one machine with the same versions"
+            return
+        first = self.results[0].source
+        for result in self.results[1:]:
+            differences = setting_differences(self.environment, result.environment) if result.environment else []
+            if differences:
+                text = "; ".join(differences)
+                yield f"{result.source} is pooled with {first}, though these differ and may widen the spread: {text}"
+
 
 def merge(results: Sequence[Result]) -> tuple[ResultGroup, ...]:
-    """The groups in order of appearance; a single run is one group, as it is."""
-    kept, notes = _each_run_once(results)
-    drafts: list[_Draft] = []
-    for result, summaries in kept:
-        mine: dict[tuple[int, int, int], _Draft] = {}
+    """Merges results into groups, in order of appearance. A single run is one group, unchanged."""
+    kept, notes = _drop_duplicates(results)
+    builders: list[_GroupBuilder] = []
+    for result, summaries in zip(results, kept, strict=True):
+        known: dict[tuple[int, int, int], _GroupBuilder] = {}
         for summary in summaries:
-            trial, method = summary.record.trial, summary.record.method_version
-            look = id(trial.workload), id(trial.placement), method  # rows of one file share these objects
-            if look not in mine:
-                mine[look] = _draft_for(drafts, summary, result)
-            mine[look].add(summary, result)
-    titles = _titles(drafts)
+            trial, method_version = summary.record.trial, summary.record.method_version
+            key = id(trial.workload), id(trial.placement), method_version  # rows of one file share these objects
+            if key not in known:
+                known[key] = _find_group(builders, summary, result)
+            known[key].add(summary, result)
+    titles = _titles(builders)
     return tuple(
-        _group(draft, title, [*_apart(draft, drafts), *notes]) for draft, title in zip(drafts, titles, strict=True)
+        builder.build(title, [*_reasons_not_to_pool(builder, builders), *notes])
+        for builder, title in zip(builders, titles, strict=True)
     )
 
 
-# ------------------------------------------------------------------ each run once
+def _drop_duplicates(results: Sequence[Result]) -> tuple[list[list[TrialSummary]], list[str]]:
+    """The summaries of each result without those that another one holds too, and notes on what was dropped.
 
-
-def _each_run_once(results: Sequence[Result]) -> tuple[list[tuple[Result, list[TrialSummary]]], list[str]]:
-    """The summaries of each result less those that an earlier one tells too; a record is preferred to its flat row."""
-    owners: dict[Any, int] = {}
-    known = [[_name(summary) for summary in result.summaries] for result in results]
+    The first result keeps the summary, but a record is preferred to its flat row.
+    """
+    identities = [
+        [(*trial_identity(summary), summary.record.trial.trial_id) for summary in result.summaries]
+        for result in results
+    ]
+    owners: dict[object, int] = {}
     for number in sorted(range(len(results)), key=lambda number: results[number].records is None):
-        for name in known[number]:
-            owners.setdefault(name, number)
+        for identity in identities[number]:
+            owners.setdefault(identity, number)
     kept, notes = [], []
-    for number, (result, names) in enumerate(zip(results, known, strict=True)):
-        told: dict[int, int] = {}
-        mine = []
-        for name, summary in zip(names, result.summaries, strict=True):
-            owner = owners[name]
-            if owner == number:
-                mine.append(summary)
-            else:
-                told[owner] = told.get(owner, 0) + 1
-        notes += [f"{result.source}: {_rows(count)} already in {results[owner].source}: counted once"
-                  for owner, count in told.items()]  # fmt: skip
-        kept.append((result, mine))
+    for number, result in enumerate(results):
+        own = [owners[identity] for identity in identities[number]]
+        kept.append([summary for summary, owner in zip(result.summaries, own, strict=True) if owner == number])
+        for owner, count in Counter(own).items():
+            if owner != number:
+                rows = "1 row is" if count == 1 else f"{count} rows are"
+                notes.append(f"{result.source}: {rows} already in {results[owner].source}: counted once")
     return kept, notes
 
 
-def _rows(count: int) -> str:
-    return "1 row is" if count == 1 else f"{count} rows are"
-
-
-def _name(summary: TrialSummary) -> tuple[Any, ...]:
-    """Within one result no two rows are the same, hence the repeat and the folder's name besides."""
-    return *trial_identity(summary), summary.record.trial.trial_id
-
-
-# ------------------------------------------------------------------ who belongs together
-
-
-def _draft_for(drafts: list[_Draft], summary: TrialSummary, result: Result) -> _Draft:
-    made = _Draft(
+def _find_group(builders: list[_GroupBuilder], summary: TrialSummary, result: Result) -> _GroupBuilder:
+    """The group to which the summary belongs; a new one is appended to ``builders``."""
+    new = _GroupBuilder(
         workload=summary.record.trial.workload,
         placement=summary.record.trial.placement,
-        method=summary.record.method_version,
+        method_version=summary.record.method_version,
         environment=result.environment,
-        device=_device(result.summaries),
+        device=next((rank.device_name for each in result.summaries for rank in each.record.ranks), None),
     )
-    for draft in drafts:
-        if draft.method == made.method and _alike(draft, made) and not _between(draft, made):
-            return draft
-    drafts.append(made)
-    return made
+    for builder in builders:
+        same_method = builder.method_version == new.method_version
+        if same_method and builder.same_request(new) and not builder.environment_differences(new):
+            return builder
+    builders.append(new)
+    return new
 
 
-def _device(summaries: Sequence[TrialSummary]) -> str | None:
-    return next((rank.device_name for summary in summaries for rank in summary.record.ranks), None)
-
-
-def _alike(a: _Draft, b: _Draft) -> bool:
-    """Whether they ask for the same: the rows' own part of being comparable."""
-    return _shared(a.workload) == _shared(b.workload) and a.placement == b.placement
-
-
-def _between(a: _Draft, b: _Draft) -> list[str]:
-    """Why measurements of the two are not pooled. What only one of them tells is a difference, as in ``comparable``."""
-    if a.environment is not None and b.environment is not None:
-        return comparable(a.environment, b.environment)
-    if a.environment is not None or b.environment is not None:
-        return [f"environment {_known(a.environment)} against {_known(b.environment)}"]
-    return [] if a.device == b.device or None in (a.device, b.device) else [f"device {a.device} against {b.device}"]
-
-
-def _known(environment: Environment | None) -> str:
-    return f"of {environment.hostname}" if environment else "not known"
-
-
-# ------------------------------------------------------------------ what tells groups apart
-
-
-def _shared(workload: Workload) -> Workload:
-    """What rows that belong together have in common: not the micro-batch where each has its own largest."""
-    return replace(workload, batch_size=1) if workload.batch_policy == "largest" else workload
-
-
-def _titles(drafts: Sequence[_Draft]) -> list[str]:
-    """Each with what tells it from the first other group of the same name."""
-    plain = [provenance.title(draft.summaries) for draft in drafts]
-    made = []
-    for number, name in enumerate(plain):
-        other = next((index for index, same in enumerate(plain) if same == name and index != number), None)
-        differences = list(_differences(drafts[number], drafts[other])) if other is not None else []
-        more = [f"{len(differences) - _MOST_NAMED} more differences"] if len(differences) > _MOST_NAMED else []
-        made.append(" · ".join([name, "; ".join([*differences[:_MOST_NAMED], *more])]) if differences else name)
-    return made
-
-
-def _differences(a: _Draft, b: _Draft) -> Iterator[str]:
-    yield from _between(a, b)
-    for left, right in ((a.workload, b.workload), (a.placement, b.placement)):
-        for entry in fields(left):
-            values = getattr(left, entry.name), getattr(right, entry.name)
-            if values[0] != values[1]:
-                yield " against ".join([f"{entry.name} {_text(values[0])}", _text(values[1])])
-    if a.method != b.method:
-        yield f"method of measurement {a.method} against {b.method}"
+def _titles(builders: Sequence[_GroupBuilder]) -> list[str]:
+    """The title of each group; equal ones are followed by the differences from the first other group of that title."""
+    plain = [provenance.title(builder.summaries) for builder in builders]
+    titles = []
+    for builder, title in zip(builders, plain, strict=True):
+        same = (other for other, text in zip(builders, plain, strict=True) if text == title and other is not builder)
+        other = next(same, None)
+        differences = list(builder.differences(other)) if other else []
+        if len(differences) > _MAX_DIFFERENCES_IN_TITLE:
+            more = len(differences) - _MAX_DIFFERENCES_IN_TITLE
+            differences[_MAX_DIFFERENCES_IN_TITLE:] = [f"{more} more differences"]
+        titles.append(f"{title} · {'; '.join(differences)}" if differences else title)
+    return titles
 
 
 def _text(value: object) -> str:
@@ -196,80 +216,25 @@ def _text(value: object) -> str:
     return ", ".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
-def _apart(draft: _Draft, drafts: Sequence[_Draft]) -> Iterator[str]:
-    """Why rows of one workload were not pooled with another group's."""
-    for other in drafts:
-        if other is not draft and _alike(other, draft):
-            found = "; ".join(_differences(draft, other))
-            yield f"not pooled with {_listed(other)}, and no ratio is given between the two, as these differ: {found}"
+def _reasons_not_to_pool(builder: _GroupBuilder, builders: Sequence[_GroupBuilder]) -> Iterator[str]:
+    """Why rows of this group were not pooled with those of other groups of the same workload and placement."""
+    for other in builders:
+        if other is not builder and other.same_request(builder):
+            text = "; ".join(builder.differences(other))
+            yield f"not pooled with {other.sources}, and no ratio is given between the two, as these differ: {text}"
 
 
-def _listed(draft: _Draft) -> str:
-    return ", ".join(dict.fromkeys(str(result.source) for result in draft.results))
+def _renumber(summaries: Sequence[TrialSummary], rounds: Sequence[tuple[int, int]]) -> Iterator[TrialSummary]:
+    """Numbers the repeats of each configuration consecutively, so that no two trials have one key, and the rounds.
 
-
-# ------------------------------------------------------------------ a group
-
-
-def _group(draft: _Draft, heading: str, notes: Iterable[str]) -> ResultGroup:
-    results = draft.results
-    summaries = draft.summaries
-    if len(results) > 1:
-        summaries = _numbered(summaries, draft.rounds)
-    told = next((result for result in results if _command(result)), None)
-    said = [f"{result.source}: {text}" if len(results) > 1 else text for result in results for text in result.notes]
-    return ResultGroup(
-        title=heading,
-        summaries=tuple(summaries),
-        environments=tuple(_distinct(result.environment for result in results if result.environment)),
-        commands=tuple(dict.fromkeys(line for result in results if (line := _command(result)))),
-        family=told.family if told else None,
-        arguments=told.arguments if told else (),
-        notes=tuple(dict.fromkeys([*said, *_pooled(draft), *notes])),
-        sources=tuple(dict.fromkeys(result.source for result in results)),
-    )
-
-
-def _command(result: Result) -> str:
-    return provenance.command(result.family, result.arguments) if result.arguments else ""
-
-
-def _distinct(environments: Iterable[Environment]) -> list[Environment]:
-    found: list[Environment] = []
-    for environment in environments:
-        if environment not in found:
-            found.append(environment)
-    return found
-
-
-def _pooled(draft: _Draft) -> Iterator[str]:
-    """What a reader must know of results that were put together."""
-    if len(draft.results) < 2:
-        return
-    if draft.environment is None:
-        yield f"{_listed(draft)} do not tell their environments: taken to be of one machine with the same versions"
-        return
-    first = draft.results[0].source
-    for result in draft.results[1:]:
-        if result.environment and (found := "; ".join(setting_differences(draft.environment, result.environment))):
-            yield f"{result.source} is pooled with {first}, though these differ and may widen the spread: {found}"
-
-
-def _numbered(summaries: Sequence[TrialSummary], rounds: Sequence[tuple[int, int]]) -> list[TrialSummary]:
-    """Repeats of one configuration numbered through, so that no two trials have one key; rounds likewise.
-
-    Rounds of two results are two rounds, as nothing else ran beside them.
+    Rounds of two results are two rounds, as their trials did not run side by side.
     """
-    round_numbers = {each: place for place, each in enumerate(sorted(set(rounds)))}
-    seen: dict[str, int] = {}
-    made = []
-    for summary, its_round in zip(summaries, rounds, strict=True):
-        summary = replace(summary, round=round_numbers[its_round])
-        trial = summary.record.trial
-        key = row_key(summary.record)
-        repeat = seen[key] = seen.get(key, -1) + 1
-        if repeat != trial.repeat:
-            record = replace(summary.record, trial=replace(trial, repeat=repeat))
-            summary = replace(summary, record=record)
-        made.append(summary)
-    return made
+    round_numbers = {each: number for number, each in enumerate(sorted(set(rounds)))}
+    repeats: Counter[str] = Counter()
+    for summary, result_and_round in zip(summaries, rounds, strict=True):
+        record = summary.record
+        key = row_key(record)
+        if repeats[key] != record.trial.repeat:
+            record = replace(record, trial=replace(record.trial, repeat=repeats[key]))
+        repeats[key] += 1
+        yield replace(summary, record=record, round=round_numbers[result_and_round])
