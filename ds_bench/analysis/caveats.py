@@ -1,7 +1,7 @@
-"""The closed set of caveats: kinds, how their texts begin, what to do next and which disqualify a row.
+"""The closed set of caveats: kinds, beginnings of their texts, remedies, and which ones disqualify a row.
 
-The texts stand in the ``caveats`` column of CSV and JSON, and are recognised there by how they begin
-(:func:`parse_caveat`), so their beginnings are part of the file format.
+The texts are stored in the ``caveats`` column of CSV and JSON and recognised there by their beginnings
+(:func:`parse_caveat`), which are therefore part of the file format.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from types import MappingProxyType
 
 
 class CaveatKind(StrEnum):
-    """The closed set; the value is what JSON and CSS classes hold."""
+    """The kinds of caveats; their values are stored in JSON and are names of CSS classes."""
 
     UNSTABLE = "unstable"
     NOT_STEADY = "not_steady"
@@ -34,7 +34,7 @@ class CaveatKind(StrEnum):
     FIRST_LOSS = "first_loss"
     SHORT_WINDOW = "short_window"
     NOTE = "note"
-    """None of the above: mostly a text that a rank, the launcher or the plan wrote."""
+    """None of the above; in most cases a text that a rank, the launcher or the plan wrote."""
 
 
 NEXT_STEPS: Mapping[CaveatKind, str | None] = MappingProxyType(
@@ -64,7 +64,7 @@ NEXT_STEPS: Mapping[CaveatKind, str | None] = MappingProxyType(
         CaveatKind.NOTE: None,
     }
 )
-"""What to do about each kind; None where it depends on the text."""
+"""What to do about each kind; None if that depends on the text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +105,7 @@ _ONE_OPTIMIZER = "--set optimizer.params.torch_adam=true compares all rows with 
 
 
 class CaveatText(Enum):
-    """A caveat of one row, recognisable by how its text begins and by words in it."""
+    """A caveat of one row that is recognised by the beginning of its text and by words in it."""
 
     def __init__(
         self, kind: CaveatKind, start: str, contains: str = "", disqualifying: bool = False, next_step: str | None = ""
@@ -114,11 +114,11 @@ class CaveatText(Enum):
         self.start = start
         """Beginning of the text; empty for a text that is recognised by ``contains`` alone."""
         self.contains = contains
-        """Words in the text by which it differs from others that begin alike."""
+        """Words in the text by which it differs from others with the same beginning."""
         self.disqualifying = disqualifying
         self.next_step = NEXT_STEPS[kind] if next_step == "" else next_step
 
-    # The first member that matches a text is taken: of those that begin alike the one with more words comes first.
+    # The first member that matches a text is taken, so of two with one beginning that with more conditions is first.
     UNSTABLE_RUNS = (
         CaveatKind.UNSTABLE, "unstable: the means of ", "", False, "use more --repeats, or a quieter machine"
     )  # fmt: skip
@@ -164,27 +164,28 @@ class CaveatText(Enum):
     STEPS_SKIPPED = CaveatKind.NOTE, "", " measured steps were skipped"
 
     def caveat(self, text: str) -> Caveat:
-        """The caveat of that text, to which the start is put in front."""
+        """The caveat whose text is ``start`` followed by ``text``."""
         return Caveat(
             kind=self.kind, text=f"{self.start}{text}", next_step=self.next_step, disqualifying=self.disqualifying
         )
 
 
 def known_text(text: str) -> CaveatText | None:
-    """The member of the closed set that ``text`` is of; None for a free note."""
+    """The member of the closed set that matches ``text``; None for a free note."""
     return next((each for each in CaveatText if text.startswith(each.start) and each.contains in text), None)
 
 
 def parse_caveat(text: str) -> Caveat:
-    """The caveat of a text that was stored, as it was when it was written; a free text becomes a note."""
+    """The caveat that was written as ``text``; a free text becomes a note."""
     known = known_text(text)
     return note(text) if known is None else known.caveat(text[len(known.start) :])
 
 
 def parse_caveats(cell: str, measured_steps: int) -> list[Caveat]:
-    """The caveats of a row's ``caveats`` cell, which joins their texts by ``; ``.
+    """The caveats of a row's ``caveats`` cell, in which their texts are joined by ``; ``.
 
-    A text may contain that separator too: a part that begins no known text is a continuation of the part before.
+    A text may contain that separator too: a part that is not the beginning of a known text continues the part before.
+    ``measured_steps``: number of measured steps of the row.
     """
     parts: list[str] = []
     for part in cell.split("; "):

@@ -289,7 +289,7 @@ def _runs(rows: Sequence[ComparisonRow]) -> dict[str, list[Run]]:
     positions = {start: position for position, start in enumerate(starts)}
     return {
         row.key: [
-            Run(mean=run.tokens_per_second, round=round_of(run), place=positions[start_of(run)])
+            Run(mean=run.tokens_per_second, round=round_of(run), position=positions[start_of(run)])
             for run in row.successes
             if run.tokens_per_second is not None
         ]

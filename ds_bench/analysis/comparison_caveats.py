@@ -1,105 +1,93 @@
-"""Caveats that apply to the whole comparison, not to one row, and the memory capacities it ran with.
+"""Caveats of the whole comparison, not of one row, and the memory of its machines.
 
-Such caveats are the state of the machine, too few repeats, a single GPU, the CPU accelerator.
+They report the state of the machine, too few repeats, a single GPU, the CPU accelerator.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from ..records.schema import TrialRecord
 from ..system.environment import Environment, comparable
-from ..system.gpus import GpuFacts, throttle_faults
+from ..system.gpus import throttle_faults
 from ..units import format_bytes
 from .caveats import Caveat, CaveatKind, caveat_of_kind
 from .intervals import FEWEST_RUNS
 from .summary import TrialSummary
 
 _SHORT_WINDOW_SECONDS = 2.0
+"""Duration of the measured window below which clocks and single pauses change a mean noticeably."""
 
 
 def comparison_caveats(rows: Sequence[Sequence[TrialSummary]], environments: Sequence[Environment]) -> list[Caveat]:
     """Caveats of the whole comparison, each once. ``rows``: the runs of each row."""
-    records = [summary.record for row in rows for summary in row]
-    caveats = [
-        *_placement_caveats(records),
-        *_window_caveats(records),
-        *_repeat_caveats(rows),
-        *_environment_caveats(environments),
-    ]
-    gpus_used = max((_gpus_used(record) for record in records), default=0)
+    summaries = [summary for row in rows for summary in row]
+    records = [summary.record for summary in summaries]
+    placements = [record.trial.placement for record in records]
+    num_gpus = max((each.num_gpus for each in placements if each.accelerator == "cuda"), default=0)
+    caveats = [*_placement_caveats(records), *_window_caveats(summaries), *_repeat_caveats(rows)]
+    for environment in environments[1:]:
+        if differences := comparable(environments[0], environment):
+            text = f"environments differ: {'; '.join(differences)}"
+            caveats.append(caveat_of_kind(CaveatKind.ENVIRONMENT_DIFFERS, text))
     for environment in environments:
-        caveats += _machine_caveats(environment, gpus_used)
+        caveats += _machine_caveats(environment, num_gpus)
     return list(dict.fromkeys(caveats))
 
 
 def _placement_caveats(records: Sequence[TrialRecord]) -> Iterator[Caveat]:
     if any(record.trial.placement.accelerator == "cpu" for record in records):
         yield caveat_of_kind(CaveatKind.CPU_ACCELERATOR, "CPU accelerator: these figures say nothing about GPUs")
-    if any(record.trial.strategy.stage > 0 and _partitions(record) == 1 for record in records):
+    partitions = [
+        record.ranks[0].data_parallel_size if record.ranks else record.trial.placement.num_gpus
+        for record in records
+        if record.trial.strategy.stage > 0
+    ]
+    if 1 in partitions:
         text = "one GPU or rank: stages 1 to 3 have nobody to partition with, so they save no model states"
         yield caveat_of_kind(CaveatKind.ONE_GPU, text)
 
 
-def _window_caveats(records: Sequence[TrialRecord]) -> Iterator[Caveat]:
-    on_gpus = [record for record in records if record.trial.placement.accelerator == "cuda"]
-    windows = [_window_seconds(record) for record in on_gpus if record.ranks]
-    if windows and min(windows) < _SHORT_WINDOW_SECONDS:
+def _window_caveats(summaries: Iterable[TrialSummary]) -> Iterator[Caveat]:
+    window_seconds = min(
+        (
+            summary.mean_step_seconds * summary.record.trial.workload.num_steps
+            for summary in summaries
+            if summary.mean_step_seconds is not None and summary.record.trial.placement.accelerator == "cuda"
+        ),
+        default=_SHORT_WINDOW_SECONDS,
+    )
+    if window_seconds < _SHORT_WINDOW_SECONDS:
         text = (
-            f"the shortest measured window is {min(windows):.2f} s: below {_SHORT_WINDOW_SECONDS:.0f} s the clock of a "
-            "card under load still moves, and one pause of the host weighs much"
+            f"the shortest measured window is {window_seconds:.2f} s: below {_SHORT_WINDOW_SECONDS:.0f} s the clock of "
+            "a card under load still moves, and one pause of the host weighs much"
         )
         yield caveat_of_kind(CaveatKind.SHORT_WINDOW, text)
 
 
-def _window_seconds(record: TrialRecord) -> float:
-    """Duration of all measured steps on the slowest rank. A record read from a flat row has one mean step time."""
-    slowest = max(record.ranks, key=lambda rank: rank.window_seconds)
-    return slowest.window_seconds / len(slowest.step_seconds) * record.trial.workload.num_steps
-
-
-def _partitions(record: TrialRecord) -> int:
-    return record.ranks[0].data_parallel_size if record.ranks else record.trial.placement.num_gpus
-
-
-def _gpus_used(record: TrialRecord) -> int:
-    placement = record.trial.placement
-    return placement.num_gpus if placement.accelerator == "cuda" else 0
-
-
 def _repeat_caveats(rows: Sequence[Sequence[TrialSummary]]) -> Iterator[Caveat]:
-    """Yields nothing unless two rows have numbers: without a second row there is no difference to test."""
-    runs = [count for row in rows if (count := sum(summary.record.outcome.success for summary in row))]
-    few = sum(count < FEWEST_RUNS for count in runs)
-    if len(runs) < 2 or not few:
+    """Nothing unless two rows have numbers: without a second row there is no difference to test."""
+    counts = [count for row in rows if (count := sum(summary.record.outcome.success for summary in row))]
+    few = sum(count < FEWEST_RUNS for count in counts)
+    if len(counts) < 2 or not few:
         return
-    which = "the rows have" if few == len(runs) else f"{few} of {len(runs)} rows have"
+    which = "the rows have" if few == len(counts) else f"{few} of {len(counts)} rows have"
     text = f"{which} fewer than {FEWEST_RUNS} successful runs: differences from run to run are not tested"
     yield caveat_of_kind(CaveatKind.TOO_FEW_REPEATS, text)
 
 
-def _environment_caveats(environments: Sequence[Environment]) -> Iterator[Caveat]:
-    for other in environments[1:]:
-        if differences := comparable(environments[0], other):
-            yield caveat_of_kind(CaveatKind.ENVIRONMENT_DIFFERS, f"environments differ: {'; '.join(differences)}")
-
-
-def _machine_caveats(environment: Environment, gpus_used: int) -> Iterator[Caveat]:
-    """``gpus_used``: the job used so many of the visible GPUs, the first ones."""
-    for gpu in environment.gpus[:gpus_used]:
-        yield from _gpu_caveats(gpu)
+def _machine_caveats(environment: Environment, num_gpus: int) -> Iterator[Caveat]:
+    """State of the host and of its first ``num_gpus`` visible GPUs, which are those that the job used."""
+    for gpu in environment.gpus[:num_gpus]:
+        if gpu.other_processes:
+            text = f"GPU {gpu.index} is also used by {len(gpu.other_processes)} other process(es): numbers suffer"
+            yield caveat_of_kind(CaveatKind.OTHER_PROCESS, text)
+        if reasons := throttle_faults(gpu):
+            text = f"GPU {gpu.index} was held back before the first trial: {', '.join(reasons)}"
+            yield caveat_of_kind(CaveatKind.CLOCKS_THROTTLED, text)
     if environment.swap_used_bytes:
         text = f"the host has {format_bytes(environment.swap_used_bytes)} swapped out"
         yield caveat_of_kind(CaveatKind.SWAP_USED, text)
-
-
-def _gpu_caveats(gpu: GpuFacts) -> Iterator[Caveat]:
-    if gpu.other_processes:
-        text = f"GPU {gpu.index} is also used by {len(gpu.other_processes)} other process(es): numbers suffer"
-        yield caveat_of_kind(CaveatKind.OTHER_PROCESS, text)
-    if reasons := throttle_faults(gpu):
-        text = f"GPU {gpu.index} was held back before the first trial: {', '.join(reasons)}"
-        yield caveat_of_kind(CaveatKind.CLOCKS_THROTTLED, text)
 
 
 def device_capacity_bytes(records: Sequence[TrialRecord], environments: Sequence[Environment]) -> int | None:

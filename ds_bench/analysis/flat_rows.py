@@ -1,4 +1,4 @@
-"""The flat record of one trial: the one list of columns behind JSON, CSV and every table.
+"""The flat row of one trial: the columns of JSON and CSV (docs/metrics.md).
 
 ``_gb`` is 2**30 bytes, ``_ms`` milliseconds; a value that was not measured is None.
 """
@@ -9,76 +9,73 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..config.deepspeed_config import uses_nvme
-from ..records.schema import SUCCESS
+from ..records.schema import SUCCESS, RankMeasurement
 from ..system.environment import Environment
-from ..system.gpus import GpuFacts
 from ..units import to_gb, to_ms
 from .flops import MODEL_CONVENTION
 from .loss_parity import with_loss_caveats
 from .summary import TrialSummary
+from .trial_caveats import measured_values
 
 _SIGNS = {"Skipped": "⏭️", "Unsupported": "❌", "Interrupted": "⏹️"}
 
 Column = tuple[str, Callable[[TrialSummary], Any]]
 
 
-def _first(summary: TrialSummary) -> float | None:
-    return summary.losses[0] if summary.losses else None
-
-
-def _last(summary: TrialSummary) -> float | None:
-    return summary.losses[-1] if summary.losses else None
-
-
-def _other_cores(summary: TrialSummary) -> float | None:
-    """Of the node with the most."""
-    return max((r.cpu_other_cores for r in summary.record.ranks if r.cpu_other_cores is not None), default=None)
-
-
-def _ledger_gb(summary: TrialSummary, tier: str, category: str) -> float | None:
-    """The fullest rank's bytes of one cell of the ledger; None where the trial has no ledger."""
-    if not summary.record.ranks:
-        return None
-    cells = [rank.ledger.get(tier, {}).get(category, 0) for rank in summary.record.ranks]
-    return to_gb(max(cells)) if any(rank.ledger for rank in summary.record.ranks) else None
-
-
-def _ledger_columns() -> list[Column]:
-    """``ledger_<tier>_<category>_gb`` for every cell; GPU cells are null where there is no GPU."""
-    categories = ("parameters", "gradients", "optimizer_states", "deepspeed_buffers", "activations", "other")
-
-    def cell(tier: str, category: str) -> Callable[[TrialSummary], Any]:
-        def value(summary: TrialSummary) -> float | None:
-            if tier == "gpu" and summary.record.trial.placement.accelerator == "cpu":
-                return None
-            if tier == "nvme" and not uses_nvme(summary.record.trial.ds_config):
-                return None
-            return _ledger_gb(summary, tier, category)
-
-        return value
-
-    cells = [(tier, category) for tier in ("gpu", "cpu") for category in categories]
-    cells += [("nvme", "parameters"), ("nvme", "optimizer_states")]
-    return [(f"ledger_{tier}_{category}_gb", cell(tier, category)) for tier, category in cells]
+def _of_first_rank(read: Callable[[RankMeasurement], Any]) -> Callable[[TrialSummary], Any]:
+    """The value of a column that is equal on all ranks; None if the trial measured nothing."""
+    return lambda summary: read(summary.record.ranks[0]) if summary.record.ranks else None
 
 
 def _of_environment(read: Callable[[Environment], Any]) -> Callable[[TrialSummary], Any]:
-    """The value of a column that tells hardware or versions; None where the result does not tell its environment."""
+    """The value of a column of hardware or versions; None if the environment is not known."""
     return lambda summary: None if summary.environment is None else read(summary.environment)
 
 
-def _card_name(gpu: GpuFacts) -> str:
-    return f"{gpu.name or 'unnamed'}{MIG_SUFFIX if gpu.mig else ''}"
+def _phase_ms(phase: str) -> Callable[[TrialSummary], float | None]:
+    """Time of one phase of a step on the slowest rank; None if it was not measured."""
+
+    def value(summary: TrialSummary) -> float | None:
+        seconds = [rank.phase_seconds[phase] for rank in summary.record.ranks if phase in rank.phase_seconds]
+        return to_ms(max(seconds, default=None))
+
+    return value
 
 
-def _least_card_gb(environment: Environment) -> float | None:
-    """None without cards, or where one of them does not tell its memory."""
+def _ledger_gb(tier: str, category: str) -> Callable[[TrialSummary], float | None]:
+    """One cell of the ledger, on the fullest rank; None without a ledger, and for a tier that the trial has not."""
+
+    def value(summary: TrialSummary) -> float | None:
+        trial, ledgers = summary.record.trial, [rank.ledger for rank in summary.record.ranks]
+        without_tier = (tier == "gpu" and trial.placement.accelerator == "cpu") or (
+            tier == "nvme" and not uses_nvme(trial.ds_config)
+        )
+        if without_tier or not any(ledgers):
+            return None
+        return to_gb(max(ledger.get(tier, {}).get(category, 0) for ledger in ledgers))
+
+    return value
+
+
+def _gpu_names(environment: Environment) -> str | None:
+    names = {f"{gpu.name or 'unnamed'}{MIG_SUFFIX if gpu.mig else ''}" for gpu in environment.gpus}
+    return " + ".join(sorted(names)) or None
+
+
+def _smallest_gpu_gb(environment: Environment) -> float | None:
+    """None without GPUs, or if the memory of one is not known."""
     sizes = [gpu.memory_total_bytes for gpu in environment.gpus]
-    return to_gb(min((size for size in sizes if size is not None), default=None)) if None not in sizes else None
+    return None if None in sizes else to_gb(min((size for size in sizes if size is not None), default=None))
 
 
+_CATEGORIES = ("parameters", "gradients", "optimizer_states", "deepspeed_buffers", "activations", "other")
+_LEDGER_CELLS = (
+    *((tier, category) for tier in ("gpu", "cpu") for category in _CATEGORIES),
+    ("nvme", "parameters"),
+    ("nvme", "optimizer_states"),
+)
 MIG_SUFFIX = " (MIG)"
-"""Behind the name of a card that is cut into MIG instances."""
+"""Follows the name of a GPU that is divided into MIG instances."""
 
 COLUMNS: list[Column] = [
     ("stage", lambda s: s.record.trial.strategy.stage),
@@ -105,14 +102,14 @@ COLUMNS: list[Column] = [
     ("trial_id", lambda s: s.record.trial.trial_id),
     ("num_gpus", lambda s: s.record.trial.placement.num_gpus),
     ("accelerator", lambda s: s.record.trial.placement.accelerator),
-    ("device", lambda s: s.record.ranks[0].device_name if s.record.ranks else None),
+    ("device", _of_first_rank(lambda r: r.device_name)),
     ("precision", lambda s: s.record.trial.workload.precision),
     ("batch_policy", lambda s: s.record.trial.workload.batch_policy),
     ("activation_checkpointing", lambda s: s.record.trial.workload.activation_checkpointing),
-    ("optimizer", lambda s: s.record.ranks[0].optimizer_class if s.record.ranks else None),
+    ("optimizer", _of_first_rank(lambda r: r.optimizer_class)),
     ("launch", lambda s: s.record.launch),
     ("data_parallel_size", lambda s: s.data_parallel_size),
-    ("parameter_count", lambda s: s.record.ranks[0].parameter_count if s.record.ranks else None),
+    ("parameter_count", _of_first_rank(lambda r: r.parameter_count)),
     ("throughput_tokens_per_sec_per_gpu", lambda s: s.tokens_per_second_per_gpu),
     ("throughput_samples_per_sec", lambda s: s.samples_per_second),
     ("model_tflops_per_gpu", lambda s: s.model_tflops_per_gpu),
@@ -121,8 +118,8 @@ COLUMNS: list[Column] = [
     ("hardware_flops_per_token", lambda s: s.hardware_flops_per_token),
     ("flops_convention", lambda s: None if s.model_flops_per_token is None else MODEL_CONVENTION),
     ("mfu", lambda s: s.mfu if s.mfu is not None and s.mfu <= 1 else None),
-    ("first_loss", _first),
-    ("final_loss", _last),
+    ("first_loss", lambda s: s.losses[0] if s.losses else None),
+    ("final_loss", lambda s: s.losses[-1] if s.losses else None),
     ("gpu_peak_reserved_gb", lambda s: to_gb(s.gpu_peak_reserved_bytes)),
     ("gpu_init_peak_gb", lambda s: to_gb(s.gpu_init_peak_bytes)),
     ("gpu_device_used_gb", lambda s: to_gb(s.gpu_device_used_bytes)),
@@ -134,11 +131,11 @@ COLUMNS: list[Column] = [
     ("nvme_stored_gb", lambda s: to_gb(s.nvme_stored_bytes)),
     ("nvme_read_gb_per_step", lambda s: to_gb(s.nvme_read_bytes_per_step)),
     ("nvme_written_gb_per_step", lambda s: to_gb(s.nvme_written_bytes_per_step)),
-    *_ledger_columns(),
-    ("phase_forward_ms", lambda s: _phase_ms(s, "forward")),
-    ("phase_backward_ms", lambda s: _phase_ms(s, "backward")),
-    ("phase_step_ms", lambda s: _phase_ms(s, "step")),
-    ("skipped_steps", lambda s: s.record.ranks[0].skipped_steps if s.record.ranks else None),
+    *((f"ledger_{tier}_{category}_gb", _ledger_gb(tier, category)) for tier, category in _LEDGER_CELLS),
+    ("phase_forward_ms", _phase_ms("forward")),
+    ("phase_backward_ms", _phase_ms("backward")),
+    ("phase_step_ms", _phase_ms("step")),
+    ("skipped_steps", _of_first_rank(lambda r: r.skipped_steps)),
     ("start_seconds", lambda s: s.record.start_seconds),
     ("wall_seconds", lambda s: s.record.wall_seconds),
     ("started_at", lambda s: s.record.started_at),
@@ -148,14 +145,14 @@ COLUMNS: list[Column] = [
     ("repeated_loss", lambda s: s.repeated_loss),
     ("weight_change_norm", lambda s: s.weight_change_norm),
     ("weight_change_cosine", lambda s: s.weight_change_cosine),
-    ("cpu_threads", lambda s: s.record.ranks[0].cpu_threads if s.record.ranks else None),
-    ("cpu_other_cores", _other_cores),
+    ("cpu_threads", _of_first_rank(lambda r: r.cpu_threads)),
+    ("cpu_other_cores", lambda s: max(measured_values(s.record.ranks, "cpu_other_cores"), default=None)),
     ("num_nodes", lambda s: s.num_nodes),
     ("run_id", lambda s: s.run_id),
     ("config_hash", lambda s: s.config_hash),
-    ("gpu_name", _of_environment(lambda e: " + ".join(sorted({_card_name(gpu) for gpu in e.gpus})) or None)),
+    ("gpu_name", _of_environment(_gpu_names)),
     ("gpu_count", _of_environment(lambda e: len(e.gpus))),
-    ("gpu_memory_gb", _of_environment(_least_card_gb)),
+    ("gpu_memory_gb", _of_environment(_smallest_gpu_gb)),
     ("cpu_model", _of_environment(lambda e: e.cpu_model)),
     ("cpu_logical_cores", _of_environment(lambda e: e.logical_cores)),
     ("cpu_physical_cores", _of_environment(lambda e: e.physical_cores)),
@@ -170,16 +167,11 @@ COLUMNS: list[Column] = [
 ]
 
 
-def _phase_ms(summary: TrialSummary, phase: str) -> float | None:
-    values = [rank.phase_seconds[phase] for rank in summary.record.ranks if phase in rank.phase_seconds]
-    return to_ms(max(values, default=None))
-
-
 def status_text(status: str) -> str:
     """``✅ Success``, ``❌ OOM``, ``❌ RuntimeError``, …"""
     return f"{'✅' if status == SUCCESS else _SIGNS.get(status, '❌')} {status}"
 
 
 def flat_rows(summaries: Sequence[TrialSummary]) -> list[dict[str, Any]]:
-    """One flat record per trial, every one with every key."""
+    """One flat row per trial, each with all columns."""
     return [{name: get(summary) for name, get in COLUMNS} for summary in with_loss_caveats(summaries)]

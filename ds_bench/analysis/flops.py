@@ -1,10 +1,10 @@
-"""Floating-point work per token, the peak rate of a device, and the share of it that was used (MFU).
+"""Floating-point operations (FLOPs) per token, peak rates of devices, and the fraction of them that was used (MFU).
 
-Work is arithmetic on the model's shape, never a measurement; one multiply-add is two operations. The conventions
-differ by 3-16 % on common models, so each number is stored with its ``*_CONVENTION``, and never compared across.
+FLOPs are computed from the model's shape, never measured; a multiply-add is two of them. The conventions differ by 3 to
+16 % on common models, so each number is stored with its ``*_CONVENTION``; numbers of two conventions do not compare.
 
-Peaks come from a table of exact devices (``system/devices.json``). A device that is not in it has no peak; there is no
-"probably like an A100".
+Peak rates are those of a table of exact device names (``system/devices.json``). A device that is not in the table has
+none: it is not taken to be like a similar one.
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ PEAK_PRECISIONS = ("bf16", "fp16", "fp32", "tf32")
 
 
 def model_flops_per_token(facts: ModelFacts, seq_length: int) -> int:
-    """FLOPs that one token's forward and backward pass need: 6*N_matmul + 12*L*H*Q*T (PaLM, appendix B).
+    """FLOPs of the forward and backward pass of one token: 6*N_matmul + 12*L*H*Q*T.
 
-    T is the sequence length in tokens. Attention is counted as full: neither the causal mask nor a sliding window
-    makes it less. Recomputation is not model work; see ``hardware_flops_per_token``.
+    N_matmul: parameters used in matrix products; L layers, H heads, Q head dimension, T sequence length in tokens.
+    Attention is counted in full, whatever the causal mask or a sliding window leave out. Recomputation is not counted;
+    see ``hardware_flops_per_token``. Source: Chowdhery et al., "PaLM" (2022), appendix B.
     """
     return 6 * facts.matmul_parameters + 2 * _half_attention_flops(facts, seq_length)
 
@@ -38,7 +39,7 @@ def model_flops_per_token(facts: ModelFacts, seq_length: int) -> int:
 def causal_flops_per_token(facts: ModelFacts, seq_length: int) -> int:
     """As ``model_flops_per_token``, with the attention term halved: a token attends to half of the sequence on average.
 
-    Nearer to what FlashAttention executes, and always the lower of the two.
+    Closer to what FlashAttention executes, and always the smaller of the two.
     """
     return 6 * facts.matmul_parameters + _half_attention_flops(facts, seq_length)
 
@@ -46,7 +47,7 @@ def causal_flops_per_token(facts: ModelFacts, seq_length: int) -> int:
 def hardware_flops_per_token(facts: ModelFacts, seq_length: int, activation_checkpointing: bool) -> int:
     """FLOPs executed per token: model FLOPs, and with full activation checkpointing a second forward pass (x 4/3).
 
-    Slightly too much then: the LM head lies outside the checkpointed blocks and is not recomputed.
+    With checkpointing slightly too large: the LM head is outside the checkpointed blocks and is not recomputed.
     """
     flops = model_flops_per_token(facts, seq_length)
     # Forward is a third of forward and backward; both terms are multiples of six, so the division is exact.
@@ -61,11 +62,10 @@ def _half_attention_flops(facts: ModelFacts, seq_length: int) -> int:
 
 
 def mfu(flops_per_token: float, tokens_per_second_per_gpu: float, peak: float | None) -> float | None:
-    """Model FLOPs utilisation: the fraction of ``peak`` (FLOP/s of one device) that useful work took.
+    """Model FLOPs utilisation: model FLOPs per second as a fraction of ``peak`` (FLOP/s of one device).
 
-    None where the peak is unknown. Over 1.0 is an error of accounting (wrong peak, wrong count, wrong clock): it is
-    returned as it is, for the caller to flag, because a clipped value would hide the error. With
-    ``hardware_flops_per_token`` the result is HFU.
+    None if the peak is unknown. A value above 1 shows an error (wrong peak, wrong count, wrong clock) and is returned
+    unchanged, because a clipped value would hide the error. With ``hardware_flops_per_token`` the result is HFU.
     """
     if peak is None:
         return None
@@ -75,10 +75,10 @@ def mfu(flops_per_token: float, tokens_per_second_per_gpu: float, peak: float | 
 
 
 def peak_flops(device_name: str, precision: str) -> float | None:
-    """Dense peak of one device in FLOP/s, for the name as NVML or torch reports it; None for one not in the table.
+    """Dense peak rate of one device in FLOP/s. ``device_name``: as NVML or torch reports it.
 
-    None also where the device has no such units (bf16 on a V100). A part of a device (MIG, vGPU) and a relative of
-    a device (Laptop, Ti, D) are other devices: unknown, not similar.
+    None for a device that is not in the table or has no such units (bf16 on a V100). A part of a device (MIG, vGPU) and
+    a variant (Laptop, Ti, D) are other devices.
     """
     if precision not in PEAK_PRECISIONS:
         raise ValueError(f"precision must be one of {', '.join(PEAK_PRECISIONS)}, not {precision!r}")

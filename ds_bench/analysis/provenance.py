@@ -1,4 +1,4 @@
-"""Where a result comes from, in words: what was trained on what, the machine, the versions, the exact command."""
+"""Describes where a result comes from: what was trained on what, the machine, the versions, the command line."""
 
 from __future__ import annotations
 
@@ -10,26 +10,30 @@ from ..system.environment import Environment
 from .summary import TrialSummary
 
 SCRIPTS: Mapping[str, str] = {"zero": "zero_stage_comparison.py", "offload": "offload_comparison.py"}
-"""Family of a run → the script that makes it."""
+"""The script of each family of runs."""
 
 
 def command(family: str | None, arguments: Sequence[str]) -> str:
-    """The line that was typed, ready to be pasted into a shell; empty where the result does not tell."""
+    """The command line of a run, quoted for a shell; empty if its family is not known."""
     script = SCRIPTS.get(family or "")
     return shlex.join(["python", script, *arguments]) if script else ""
 
 
 def machine(environment: Environment) -> dict[str, str]:
-    """Label → text of what a reader needs to judge the figures, in reading order; unknown facts are left out."""
+    """Facts of the machine that a reader needs to judge figures, by label, in reading order, without unknown ones."""
+    physical, quota = environment.physical_cores, environment.cpu_quota_cores
+    cores = f"{environment.logical_cores} threads"
+    cores += "" if physical is None else f" on {physical} cores"
+    cores += "" if quota is None else f", quota {quota:g}"
     facts = {
-        "GPUs": ", ".join(f"{gpu.name or 'unnamed'}" for gpu in environment.gpus) or "none",
+        "GPUs": ", ".join(gpu.name or "unnamed" for gpu in environment.gpus) or "none",
         "GPU memory": ", ".join(units.format_bytes(gpu.memory_total_bytes) for gpu in environment.gpus),
         "GPU driver": environment.gpu_driver_version,
         "CUDA": environment.torch_cuda_version,
         "CPU": environment.cpu_model,
-        "cores": _cores(environment),
+        "cores": cores,
         "host memory": units.format_bytes(environment.host_memory_bytes),
-        "memory limit": _limit(environment),
+        "memory limit": units.format_bytes(environment.cgroup_memory_limit_bytes),
         "NUMA nodes": environment.numa_nodes,
         "operating system": environment.operating_system,
         "kernel": environment.kernel,
@@ -39,33 +43,23 @@ def machine(environment: Environment) -> dict[str, str]:
     return {label: str(value) for label, value in facts.items() if value not in (None, "", units.MISSING)}
 
 
-def _cores(environment: Environment) -> str:
-    quota = environment.cpu_quota_cores
-    threads = f"{environment.logical_cores} threads"
-    physical = "" if environment.physical_cores is None else f" on {environment.physical_cores} cores"
-    return threads + physical + ("" if quota is None else f", quota {quota:g}")
-
-
-def _limit(environment: Environment) -> str | None:
-    limit = environment.cgroup_memory_limit_bytes
-    return None if limit is None else units.format_bytes(limit)
-
-
 def one_line(environment: Environment) -> str:
-    """The same in one line, for a block of Markdown."""
+    """The facts of :func:`machine` in one line, for Markdown."""
     return " · ".join(f"{label} {value}" for label, value in machine(environment).items())
 
 
 def title(summaries: Sequence[TrialSummary]) -> str:
-    """What was trained on what, in one line."""
+    """One line on what was trained, on what, and for how many steps."""
     if not summaries:
         return "nothing was run"
-    work, place = summaries[0].record.trial.workload, summaries[0].record.trial.placement
-    device = next((rank.device_name for s in summaries for rank in s.record.ranks), place.accelerator)
-    batch = "each row's largest micro-batch" if work.batch_policy == "largest" else f"micro-batch {work.batch_size}"
-    accumulated = f" × {work.grad_accum} accumulated" if work.grad_accum > 1 else ""
-    unit = "GPU" if place.accelerator == "cuda" else "CPU rank"
+    workload, placement = summaries[0].record.trial.workload, summaries[0].record.trial.placement
+    device = next((rank.device_name for s in summaries for rank in s.record.ranks), placement.accelerator)
+    batch = (
+        "each row's largest micro-batch" if workload.batch_policy == "largest" else f"micro-batch {workload.batch_size}"
+    )
+    accumulated = f" × {workload.grad_accum} accumulated" if workload.grad_accum > 1 else ""
+    unit = "GPU" if placement.accelerator == "cuda" else "CPU rank"
     return (
-        f"{work.model} · {work.precision} · {batch} × {work.seq_length} tokens{accumulated} · "
-        f"{place.num_gpus} {unit}{'s' if place.num_gpus > 1 else ''} ({device}) · {work.num_steps} steps"
+        f"{workload.model} · {workload.precision} · {batch} × {workload.seq_length} tokens{accumulated} · "
+        f"{placement.num_gpus} {unit}{'s' if placement.num_gpus > 1 else ''} ({device}) · {workload.num_steps} steps"
     )

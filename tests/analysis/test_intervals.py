@@ -341,9 +341,9 @@ def test_runs_that_failed_leave_false_differences_rare(noise: str) -> None:
 
 def table(rows: dict[str, list[float]], baseline: str | None = "a", *, order: str = "") -> RowRatios:
     """Every row a run in each round; ``order``: names of rows in the order of running, else all of a round at once."""
-    places = {each: place for place, each in enumerate(zip(order, _rounds_of(order), strict=True))}
+    positions = {each: position for position, each in enumerate(zip(order, _rounds_of(order), strict=True))}
     runs = {
-        name: [Run(mean=mean, round=n, place=places.get((name, n), n)) for n, mean in enumerate(means)]
+        name: [Run(mean=mean, round=n, position=positions.get((name, n), n)) for n, mean in enumerate(means)]
         for name, means in rows.items()
     }
     return RowRatios(runs, baseline)
