@@ -1,7 +1,7 @@
-"""From a config to counts: what tensors each architecture family is made of, and which of them multiply a token.
+"""Counts of a model from its config: the tensors of each architecture family, and which of them multiply a token.
 
-A family is a list of tensors, written down as Transformers 5 builds them; the counts of ``ModelFacts`` are sums and a
-maximum over that list. No torch: the tests build every family on torch's meta device and compare.
+A family is a list of tensors as Transformers 5 builds them; the counts are sums over that list, and a maximum. Torch is
+not needed: the tests build every family on torch's meta device and compare.
 """
 
 from __future__ import annotations
@@ -15,22 +15,35 @@ from ..errors import UsageError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArchitectureCounts:
-    """The countable part of ``ModelFacts``, field for field (see there for units and scope)."""
+    """Sizes of one architecture. All counts are elements (not bytes) of the whole model, before any partitioning."""
 
     parameters: int
+    """Trainable elements; a tensor shared by input embedding and LM head counts once, inactive experts count."""
     matmul_parameters: int
+    """Weight elements that one token is multiplied with. The LM head counts once, tied or not.
+
+    Not counted: input embedding (a look-up), position embeddings, biases, norms, and the experts that a token skips.
+    """
     layers: int
+    """Transformer blocks."""
     hidden_size: int
+    """Width of the residual stream, in elements per token."""
     attention_heads: int
+    """Query heads per layer (H of the PaLM formula); key-value heads may be fewer."""
     head_dim: int
+    """Elements per query head (Q of the PaLM formula); heads x head_dim need not equal the hidden size."""
     vocabulary_size: int
+    """Rows of the embedding, padding rows included; token ids are below it."""
     max_positions: int | None
+    """Longest sequence, in tokens, that the config allows; None if the architecture has no limit."""
     largest_parameter: int
+    """Elements of the largest single tensor: the most that ZeRO-3 must gather at once, unless it splits modules."""
     tied_embeddings: bool
+    """Whether input embedding and LM head are one tensor."""
 
 
 class _Tensor(NamedTuple):
-    """Some equal tensors of a model: elements of one, how many there are, elements of one that multiply each token."""
+    """Equal tensors of a model: elements of one, number of tensors, elements of one that multiply each token."""
 
     elements: int
     copies: int
@@ -38,51 +51,54 @@ class _Tensor(NamedTuple):
 
 
 def count_architecture(name: str, model_type: str, config: Mapping[str, Any]) -> ArchitectureCounts:
-    """Count the model ``name``; UsageError for a family without arithmetic here, or for a config without its sizes."""
+    """Counts the model ``name`` from its config.
+
+    Raises UsageError for an unknown family, and for a config that lacks a size or has an impossible one.
+    """
     family = _FAMILIES.get(model_type)
     if family is None:
         raise UsageError(
             f"{name} is of type {model_type!r}, whose parameters cannot be counted by arithmetic",
             remedy=f"known types: {', '.join(_FAMILIES)}",
         )
-    return family(_Sizes(name, config))
+    return family(_ConfigReader(name, config))
 
 
-class _Sizes:
-    """Reads sizes out of a config; what is missing or is no size becomes one line for the user."""
+class _ConfigReader:
+    """Reads sizes from a config. Each method raises UsageError, naming the key, if the value is missing or no size."""
 
-    def __init__(self, name: str, config: Mapping[str, Any]) -> None:
-        self._name = name
-        self._config = config
+    def __init__(self, name: str, values: Mapping[str, Any]) -> None:
+        self._name, self._values = name, values
 
-    def refuse(self, what: str) -> UsageError:
-        return UsageError(f"the config of {self._name} {what}", remedy="correct its config.json")
+    def error(self, problem: str) -> UsageError:
+        return UsageError(f"the config of {self._name} {problem}", remedy="correct its config.json")
 
-    def states(self, key: str) -> bool:
-        """Null is no statement: configs write it for "derive this"."""
-        return self._config.get(key) is not None
+    def has(self, key: str) -> bool:
+        """Whether the key has a value; null means that it is derived from others."""
+        return self._values.get(key) is not None
 
     def number(self, key: str) -> int:
-        if key not in self._config:
-            raise self.refuse(f"lacks {key}")
-        value = self._config[key]
+        if key not in self._values:
+            raise self.error(f"lacks {key}")
+        value = self._values[key]
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise self.refuse(f"needs a whole number above 0 as {key}, not {value!r}")
+            raise self.error(f"needs a whole number above 0 as {key}, not {value!r}")
         return value
 
     def number_or(self, key: str, default: int) -> int:
-        return self.number(key) if self.states(key) else default
+        return self.number(key) if self.has(key) else default
 
     def flag(self, key: str, default: bool) -> bool:
-        value = self._config.get(key, default)
+        value = self._values.get(key, default)
         if not isinstance(value, bool):
-            raise self.refuse(f"needs true or false as {key}, not {value!r}")
+            raise self.error(f"needs true or false as {key}, not {value!r}")
         return value
 
-    def per_head(self, hidden_key: str, heads_key: str) -> int:
+    def head_dim(self, hidden_key: str, heads_key: str) -> int:
+        """Elements per head, if the heads divide the hidden size."""
         hidden, heads = self.number(hidden_key), self.number(heads_key)
         if hidden % heads:
-            raise self.refuse(f"has {hidden_key} {hidden}, which {heads_key} {heads} does not divide")
+            raise self.error(f"has {hidden_key} {hidden}, which {heads_key} {heads} does not divide")
         return hidden // heads
 
 
@@ -91,13 +107,8 @@ def _linear(copies: int, inputs: int, outputs: int, *, bias: bool) -> list[_Tens
     return [weight, _Tensor(outputs, copies, 0)] if bias else [weight]
 
 
-def _layer_norm(copies: int, width: int) -> list[_Tensor]:
-    """Scale and shift; an RMS norm has the scale only."""
-    return [_Tensor(width, 2 * copies, 0)]
-
-
 def _embedding_and_head(vocabulary: int, width: int, *, tied: bool) -> list[_Tensor]:
-    """Looking a row up is no multiplication, the LM head is one: tied, the same tensor serves for both."""
+    """The embedding multiplies nothing, the LM head does. If tied, one tensor is both."""
     head = _Tensor(vocabulary * width, 1, vocabulary * width)
     return [head] if tied else [_Tensor(vocabulary * width, 1, 0), head]
 
@@ -110,12 +121,12 @@ def _total(tensors: list[_Tensor]) -> dict[str, int]:
     }
 
 
-def _gpt2(sizes: _Sizes) -> ArchitectureCounts:
-    if sizes.flag("add_cross_attention", False):
-        raise sizes.refuse("asks for cross-attention, which a causal language model has no use for")
-    layers, hidden = sizes.number("n_layer"), sizes.number("n_embd")
-    vocabulary, positions = sizes.number("vocab_size"), sizes.number("n_positions")
-    inner, tied = sizes.number_or("n_inner", 4 * hidden), sizes.flag("tie_word_embeddings", True)
+def _gpt2(config: _ConfigReader) -> ArchitectureCounts:
+    if config.flag("add_cross_attention", False):
+        raise config.error("asks for cross-attention, which a causal language model has no use for")
+    layers, hidden = config.number("n_layer"), config.number("n_embd")
+    vocabulary, positions = config.number("vocab_size"), config.number("n_positions")
+    inner, tied = config.number_or("n_inner", 4 * hidden), config.flag("tie_word_embeddings", True)
     tensors = [
         *_embedding_and_head(vocabulary, hidden, tied=tied),
         _Tensor(positions * hidden, 1, 0),
@@ -123,14 +134,14 @@ def _gpt2(sizes: _Sizes) -> ArchitectureCounts:
         *_linear(layers, hidden, hidden, bias=True),
         *_linear(layers, hidden, inner, bias=True),
         *_linear(layers, inner, hidden, bias=True),
-        *_layer_norm(2 * layers + 1, hidden),
+        _Tensor(hidden, 2 * (2 * layers + 1), 0),  # layer norms: scale and shift
     ]
     return ArchitectureCounts(
         **_total(tensors),
         layers=layers,
         hidden_size=hidden,
-        attention_heads=sizes.number("n_head"),
-        head_dim=sizes.per_head("n_embd", "n_head"),
+        attention_heads=config.number("n_head"),
+        head_dim=config.head_dim("n_embd", "n_head"),
         vocabulary_size=vocabulary,
         max_positions=positions,
         tied_embeddings=tied,
@@ -138,15 +149,15 @@ def _gpt2(sizes: _Sizes) -> ArchitectureCounts:
 
 
 _OPT_POSITION_OFFSET = 2
-"""OPT's position table has two rows more than positions: numbering starts behind the padding index."""
+"""OPT's position table has two rows more than positions: numbering starts after the padding index."""
 
 
-def _opt(sizes: _Sizes) -> ArchitectureCounts:
-    layers, hidden, inner = sizes.number("num_hidden_layers"), sizes.number("hidden_size"), sizes.number("ffn_dim")
-    vocabulary, positions = sizes.number("vocab_size"), sizes.number("max_position_embeddings")
-    narrow = sizes.number_or("word_embed_proj_dim", hidden)
-    bias, tied = sizes.flag("enable_bias", True), sizes.flag("tie_word_embeddings", True)
-    final_norm = sizes.flag("do_layer_norm_before", True) and not sizes.flag("_remove_final_layer_norm", False)
+def _opt(config: _ConfigReader) -> ArchitectureCounts:
+    layers, hidden, inner = config.number("num_hidden_layers"), config.number("hidden_size"), config.number("ffn_dim")
+    vocabulary, positions = config.number("vocab_size"), config.number("max_position_embeddings")
+    narrow = config.number_or("word_embed_proj_dim", hidden)
+    bias, tied = config.flag("enable_bias", True), config.flag("tie_word_embeddings", True)
+    final_norm = config.flag("do_layer_norm_before", True) and not config.flag("_remove_final_layer_norm", False)
     tensors = [
         *_embedding_and_head(vocabulary, narrow, tied=tied),
         _Tensor((positions + _OPT_POSITION_OFFSET) * hidden, 1, 0),
@@ -156,34 +167,34 @@ def _opt(sizes: _Sizes) -> ArchitectureCounts:
     ]
     if narrow != hidden:  # a projection behind the embedding, another before the head
         tensors += _linear(2, narrow, hidden, bias=False)
-    if sizes.flag("layer_norm_elementwise_affine", True):
-        tensors += _layer_norm(2 * layers + final_norm, hidden)
+    if config.flag("layer_norm_elementwise_affine", True):
+        tensors.append(_Tensor(hidden, 2 * (2 * layers + final_norm), 0))  # scale and shift
     return ArchitectureCounts(
         **_total(tensors),
         layers=layers,
         hidden_size=hidden,
-        attention_heads=sizes.number("num_attention_heads"),
-        head_dim=sizes.per_head("hidden_size", "num_attention_heads"),
+        attention_heads=config.number("num_attention_heads"),
+        head_dim=config.head_dim("hidden_size", "num_attention_heads"),
         vocabulary_size=vocabulary,
         max_positions=positions,
         tied_embeddings=tied,
     )
 
 
-def _gated_mlp(sizes: _Sizes, *, bias: bool = False) -> list[_Tensor]:
+def _gated_mlp(config: _ConfigReader, *, bias: bool = False) -> list[_Tensor]:
     """Gate, up and down of every layer."""
-    layers, hidden = sizes.number("num_hidden_layers"), sizes.number("hidden_size")
-    inner = sizes.number("intermediate_size")
+    layers, hidden = config.number("num_hidden_layers"), config.number("hidden_size")
+    inner = config.number("intermediate_size")
     return [*_linear(2 * layers, hidden, inner, bias=bias), *_linear(layers, inner, hidden, bias=bias)]
 
 
-def _experts(sizes: _Sizes) -> list[_Tensor]:
-    """Router and experts of every layer; a layer's experts lie in two fused tensors, of which a token meets a share."""
-    layers, hidden = sizes.number("num_hidden_layers"), sizes.number("hidden_size")
-    inner = sizes.number("intermediate_size")
-    experts, active = sizes.number("num_local_experts"), sizes.number("num_experts_per_tok")
+def _experts(config: _ConfigReader) -> list[_Tensor]:
+    """Router and experts of every layer. A layer's experts are two fused tensors; a token is multiplied with a part."""
+    layers, hidden = config.number("num_hidden_layers"), config.number("hidden_size")
+    inner = config.number("intermediate_size")
+    experts, active = config.number("num_local_experts"), config.number("num_experts_per_tok")
     if active > experts:
-        raise sizes.refuse(f"has num_experts_per_tok {active} of only {experts} experts")
+        raise config.error(f"has num_experts_per_tok {active} of only {experts} experts")
     gate_and_up, down = 2 * inner * hidden, inner * hidden
     return [
         *_linear(layers, hidden, experts, bias=False),
@@ -193,7 +204,7 @@ def _experts(sizes: _Sizes) -> list[_Tensor]:
 
 
 def _decoder(
-    sizes: _Sizes,
+    config: _ConfigReader,
     mlp: list[_Tensor],
     *,
     key_value_heads: int | None = None,
@@ -201,11 +212,13 @@ def _decoder(
     output_bias: bool = False,
     head_norms: bool = False,
 ) -> ArchitectureCounts:
-    """The Llama shape: rotary positions (no table), RMS norms, key-value heads shared by query heads, some ``mlp``."""
-    layers, hidden = sizes.number("num_hidden_layers"), sizes.number("hidden_size")
-    vocabulary, tied = sizes.number("vocab_size"), sizes.flag("tie_word_embeddings", False)
-    heads, head_dim = sizes.number("num_attention_heads"), _head_dim(sizes)
-    groups = sizes.number("num_key_value_heads") if key_value_heads is None else key_value_heads
+    """A model like Llama: rotary positions (no table), RMS norms, shared key-value heads, any ``mlp``."""
+    layers, hidden = config.number("num_hidden_layers"), config.number("hidden_size")
+    vocabulary, tied = config.number("vocab_size"), config.flag("tie_word_embeddings", False)
+    heads = config.number("num_attention_heads")
+    stated = config.has("head_dim")
+    head_dim = config.number("head_dim") if stated else config.head_dim("hidden_size", "num_attention_heads")
+    groups = config.number("num_key_value_heads") if key_value_heads is None else key_value_heads
     tensors = [
         *_embedding_and_head(vocabulary, hidden, tied=tied),
         *_linear(layers, hidden, heads * head_dim, bias=input_bias),
@@ -223,49 +236,31 @@ def _decoder(
         attention_heads=heads,
         head_dim=head_dim,
         vocabulary_size=vocabulary,
-        max_positions=sizes.number("max_position_embeddings") if sizes.states("max_position_embeddings") else None,
+        max_positions=config.number("max_position_embeddings") if config.has("max_position_embeddings") else None,
         tied_embeddings=tied,
     )
 
 
-def _head_dim(sizes: _Sizes) -> int:
-    if sizes.states("head_dim"):
-        return sizes.number("head_dim")
-    return sizes.per_head("hidden_size", "num_attention_heads")
+def _llama(config: _ConfigReader) -> ArchitectureCounts:
+    bias = config.flag("attention_bias", False)
+    mlp = _gated_mlp(config, bias=config.flag("mlp_bias", False))
+    # The first Llama configs have no key-value heads; those of the other families always do.
+    groups = config.number_or("num_key_value_heads", config.number("num_attention_heads"))
+    return _decoder(config, mlp, key_value_heads=groups, input_bias=bias, output_bias=bias)
 
 
-def _llama(sizes: _Sizes) -> ArchitectureCounts:
-    bias = sizes.flag("attention_bias", False)
-    mlp = _gated_mlp(sizes, bias=sizes.flag("mlp_bias", False))
-    # The first Llama configs know no key-value heads; the other families always state theirs.
-    groups = sizes.number_or("num_key_value_heads", sizes.number("num_attention_heads"))
-    return _decoder(sizes, mlp, key_value_heads=groups, input_bias=bias, output_bias=bias)
+def _qwen3(config: _ConfigReader) -> ArchitectureCounts:
+    config.number("head_dim")  # every Qwen3 has it, seldom equal to hidden_size / heads
+    bias = config.flag("attention_bias", False)
+    return _decoder(config, _gated_mlp(config), input_bias=bias, output_bias=bias, head_norms=True)
 
 
-def _mistral(sizes: _Sizes) -> ArchitectureCounts:
-    return _decoder(sizes, _gated_mlp(sizes))
-
-
-def _qwen2(sizes: _Sizes) -> ArchitectureCounts:
-    return _decoder(sizes, _gated_mlp(sizes), input_bias=True)
-
-
-def _qwen3(sizes: _Sizes) -> ArchitectureCounts:
-    sizes.number("head_dim")  # stated by every Qwen3, and seldom hidden_size / heads
-    bias = sizes.flag("attention_bias", False)
-    return _decoder(sizes, _gated_mlp(sizes), input_bias=bias, output_bias=bias, head_norms=True)
-
-
-def _mixtral(sizes: _Sizes) -> ArchitectureCounts:
-    return _decoder(sizes, _experts(sizes))
-
-
-_FAMILIES: dict[str, Callable[[_Sizes], ArchitectureCounts]] = {
+_FAMILIES: dict[str, Callable[[_ConfigReader], ArchitectureCounts]] = {
     "gpt2": _gpt2,
     "opt": _opt,
     "llama": _llama,
-    "mistral": _mistral,
-    "qwen2": _qwen2,
+    "mistral": lambda config: _decoder(config, _gated_mlp(config)),
+    "qwen2": lambda config: _decoder(config, _gated_mlp(config), input_bias=True),
     "qwen3": _qwen3,
-    "mixtral": _mixtral,
+    "mixtral": lambda config: _decoder(config, _experts(config)),
 }

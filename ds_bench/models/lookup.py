@@ -1,10 +1,9 @@
-"""From the name a user gives to a model: preset, local path, Hub, or a factory of their own.
+"""The model for the name a user gives: a preset, a local folder, a model on the Hub, or a factory of the user's own.
 
-Presets need nothing. Anything else is looked up with Transformers in a child process, since this
-one never loads torch; a factory is imported there. A folder or Hub name is trained only as the very
-class that its ``architectures`` names: without a head (``GPT2Model``) or with another one
-(``BartForConditionalGeneration``) it is another model, of other parameters or without a loss. One
-that names none is trained as the causal language model of its type.
+Anything but a preset is looked up with Transformers in a child process, because this one never loads torch; a factory
+is imported there. A folder or Hub name is trained only as the class that its ``architectures`` names: without a head
+(``GPT2Model``) or with another one (``BartForConditionalGeneration``) it is another model, with other parameters or
+without a loss. One that names no class is trained as the causal language model of its type.
 """
 
 from __future__ import annotations
@@ -25,17 +24,19 @@ from . import presets
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResolvedModel:
-    """A model that exists, as far as can be told before it is built."""
+    """A model that was found, and what is known of it before it is built."""
 
     name: str
     source: ModelSource
     model_type: str | None = None
     config: Mapping[str, Any]
-    """A preset's arguments for ``AutoConfig.for_model``; a local model's ``path``; else empty."""
+    """Arguments of ``AutoConfig.for_model`` for a preset, ``path`` for a local model, else empty."""
     facts: presets.ModelFacts | None = None
-    """Counted sizes; None for a factory and for architectures without arithmetic."""
+    """Counted sizes; None for a factory and for families that ``architectures`` does not know."""
     largest_parameter: int | None = None
+    """Elements of the largest tensor; None for a factory."""
     max_positions: int | None = None
+    """Longest sequence in tokens; None without a limit, and for a factory."""
 
 
 def resolve_model(
@@ -46,9 +47,10 @@ def resolve_model(
     environment: Mapping[str, str],
     offline_reason: str | None = None,
 ) -> ResolvedModel:
-    """The model of that name. Raises UsageError with one line where there is none.
+    """Finds the model with this name. Raises UsageError if there is none.
 
-    ``offline_reason``: why ``environment`` keeps Transformers from asking the Hub, part of that line; None if it may.
+    ``environment``: variables of the child process. ``offline_reason``: why these forbid asking the Hub, for the
+    error; None if they do not.
     """
     if factory:
         _check_factory(name, environment)
@@ -68,7 +70,7 @@ def resolve_model(
 
 
 def _check_factory(name: str, environment: Mapping[str, str]) -> None:
-    """Imports the factory in a child process, which every rank would do. Raises UsageError where that fails."""
+    """Imports the factory in a child process, as every rank will. Raises UsageError if that fails."""
     reply = _ask_child(name, "--factory", environment)
     if "error" in reply:
         raise UsageError(
@@ -123,12 +125,12 @@ def _hub_failure(environment: Mapping[str, str]) -> str | None:
 
 
 def _ask_child(name: str, flag: str | None, environment: Mapping[str, str]) -> dict[str, Any]:
-    """The reply of ``worker.lookup_model``; its ``error`` says why there is nothing else."""
+    """The reply of ``worker.lookup_model``; only ``error`` if it failed."""
     reply = run_worker_tool("lookup_model", name, *([flag] if flag else []), environment=environment)
     return reply.last_object("the process that looks it up")
 
 
 def _model_facts(name: str, facts: Mapping[str, Any]) -> presets.ModelFacts | None:
-    with contextlib.suppress(UsageError, ValueError):
+    with contextlib.suppress(UsageError):
         return presets.facts_from_config(name, facts["model_type"], facts["config"])
     return None
