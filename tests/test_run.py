@@ -413,7 +413,7 @@ def test_every_fact_is_read_once_and_every_row_planned_and_predicted_once(
         monkeypatch.setattr(owner, name, counted)
 
     count(gpus.NvmlQuery, "read")
-    count(environment, "capture")
+    count(environment, "read_environment")
     count(nvme, "check_folder")
     count(plan, "make_trials")
     count(fakes, "make_config")
@@ -421,7 +421,8 @@ def test_every_fact_is_read_once_and_every_row_planned_and_predicted_once(
     assert (house.resume(family="offload") if again else house.run(*flags, family="offload")) == 0
     rows = 4
     assert counts == {
-        "read": 1, "capture": 1, "check_folder": 1, "make_trials": 1, "make_config": rows, "alternatives": rows,
+        "read": 1, "read_environment": 1, "check_folder": 1, "make_trials": 1, "make_config": rows,
+        "alternatives": rows,
     }  # fmt: skip
 
 

@@ -87,7 +87,7 @@ def _kill_and_clean_up(folder: Path) -> None:
             left = (processes.descendants() | processes.session_members(os.getsid(0))) - {os.getpid()}
             if not left:
                 break
-            processes.send(left, signal.SIGKILL)
+            processes.send_signal(left, signal.SIGKILL)
             processes.reap(left)
             time.sleep(0.05)
         assignment = Assignment.load(folder)

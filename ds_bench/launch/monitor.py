@@ -127,7 +127,7 @@ class _Watcher:
         if stepping or now - self._looked_at < interval:
             return
         self._looked_at = now
-        seen = processes.activity(processes.descendants())
+        seen = processes.read_activity(processes.descendants())
         before = self._lowest
         if before is None:
             self._lowest = seen

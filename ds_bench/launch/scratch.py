@@ -25,7 +25,7 @@ from pathlib import Path
 from ..config.deepspeed_config import uses_nvme
 from ..config.spec import Trial
 from ..records.rank_files import Assignment, append_line
-from ..system.processes import alive, start_ticks
+from ..system.processes import is_alive, start_ticks
 
 _SWAP_PREFIX = "ds_bench_swap"
 _OWNER_PREFIX = "ds_bench_owner"
@@ -52,7 +52,7 @@ def _is_gone(owner: str) -> bool:
     pid, _, started = owner.partition("-")
     if not pid.isdecimal():
         return False
-    return not alive(int(pid)) or (started.isdecimal() and start_ticks(int(pid)) != int(started))
+    return not is_alive(int(pid)) or (started.isdecimal() and start_ticks(int(pid)) != int(started))
 
 
 def _owner_folders() -> list[Path]:

@@ -121,7 +121,7 @@ class WarmLauncher:
         return self._launch_otherwise(trial, folder, listen, f"the preloaded server may not be forked, {reason}")
 
     def _server_lives(self) -> bool:
-        return self._server is not None and processes.alive(self._server)
+        return self._server is not None and processes.is_alive(self._server)
 
     def _start(self, trial: Trial, folder: Path) -> _ForkedLeader:
         process = self._context.Process(target=_lead, args=(str(folder), trial.placement.num_gpus), daemon=False)

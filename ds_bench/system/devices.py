@@ -1,10 +1,10 @@
 """Memory and peak rates of accelerators, by the name of the device.
 
-``devices.json`` holds two facts. ``memory_gb``: what CUDA or HIP reports as the device's total
-(``torch.cuda.mem_get_info``) with ECC on where it is by default, in GB of 2**30 bytes, by the name a user gives. It is
-less than the name says where the maker counts in 10**9, or where the driver and ECC keep a share: an "80 GB" H100
-shows about 79.1, and drivers differ by some tenths. ``*_tflops``: dense rates in 10**12 FLOP/s, without 2:4 sparsity,
-accumulating in fp32; null where the device has no such units or the rate is not known.
+``devices.json`` has two facts. ``memory_gb``: the device's total as CUDA or HIP reports it
+(``torch.cuda.mem_get_info``), with ECC on if that is the default, in GB of 2**30 bytes, by the name that a user gives.
+It is less than the name says if the manufacturer counts in 10**9, or driver and ECC take a part: an "80 GB" H100 shows
+about 79.1, and drivers differ by some tenths. ``*_tflops``: dense rates in 10**12 FLOP/s, without 2:4 sparsity,
+accumulating in fp32; null if the device has no such units or the rate is not known.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from ..errors import UsageError
 from ..units import from_gb
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:GB|GIB|G)?", re.IGNORECASE)
-_GIVEN_SIZE = re.compile(r"\b(\d+)[ -]?G(?:I?B)?\b", re.IGNORECASE)
+_SIZE_IN_NAME = re.compile(r"\b(\d+)[ -]?G(?:I?B)?\b", re.IGNORECASE)
 _MEMORY_TYPE = re.compile(r"\bHBM\d?E?\b", re.IGNORECASE)
 _FORM = re.compile(r"\b(?:SXM\d?|PCIE|NVL|OAM|GENERATION)\b", re.IGNORECASE)
-"""Form factor and line, which a driver adds to a device's name."""
-_MOST_GB = 10_000
-_USUAL = ["A100-80GB", "H100", "H200", "L40S", "MI300X", "RTX-4090"]
-"""Named in the error message where no name is near."""
+"""Form factor and product line, which a driver adds to a device's name."""
+_MAX_GB = 10_000
+_EXAMPLES = ["A100-80GB", "H100", "H200", "L40S", "MI300X", "RTX-4090"]
+"""Named in the error message if no name is similar."""
 
 
 def names() -> tuple[str, ...]:
-    """Every device whose memory is known."""
+    """The names of all devices whose memory is known."""
     return tuple(_memory_gb())
 
 
@@ -45,15 +45,15 @@ def peak_tflops(device_name: str, precision: str) -> float | None:
 
 
 def matching_names(text: str, names: Iterable[str]) -> list[str]:
-    """Of ``names`` those that ``text`` means: as it stands, else without what a driver adds to a device's name.
+    """Those of ``names`` that ``text`` means: literally, else without what a driver adds to a device's name.
 
-    Left out are first form factor and memory type, then the size, then size and memory type, then all three. So
-    "H100 PCIe 80GB" is the "H100 PCIe" where there is one, and never another device that its name begins.
+    Form factor and memory type are left out first, then the size, then size and memory type, then all three. So
+    "H100 PCIe 80GB" is the "H100 PCIe" if that exists, and never another device whose name begins the same.
     """
-    bare = _GIVEN_SIZE.sub(" ", text)
-    without_type = _MEMORY_TYPE.sub(" ", bare)
-    for variant in (text, _without_form(text), bare, without_type, _FORM.sub(" ", without_type)):
-        if matching := [name for name in names if _plain(name) == _plain(variant)]:
+    without_size = _SIZE_IN_NAME.sub(" ", text)
+    without_type = _MEMORY_TYPE.sub(" ", without_size)
+    for variant in (text, _without_form(text), without_size, without_type, _FORM.sub(" ", without_type)):
+        if matching := [name for name in names if _normalise(name) == _normalise(variant)]:
             return matching
     return []
 
@@ -63,55 +63,55 @@ def _without_form(text: str) -> str:
 
 
 def memory_bytes(text: str) -> int:
-    """Bytes of a card's name, or of a size such as ``80GB``, ``24GiB`` or ``79.1``, always of 2**30 bytes.
+    """Bytes of memory for a GPU's name, or for a size such as ``80GB``, ``24GiB`` or ``79.1`` in units of 2**30.
 
-    A name may also be as nvidia-smi prints it: ``NVIDIA H100 80GB HBM3``. A size is taken as it stands: ``80GB`` is
-    80 × 2**30, more than an "80 GB" card shows. Raises UsageError with the nearest names for anything else.
+    A name may also be one that nvidia-smi prints: ``NVIDIA H100 80GB HBM3``. A size is taken literally: ``80GB`` is
+    80 × 2**30, more than an "80 GB" GPU shows. Raises UsageError with the most similar names for anything else.
     """
-    matching = _devices_of(text)
+    matching = _devices_with_memory(text)
     if len(matching) == 1:
         return from_gb(_memory_gb()[matching[0]])
-    if size := _SIZE.fullmatch(text.strip()):  # after the names, of which 4090 is one
+    if size := _SIZE.fullmatch(text.strip()):  # after the names, one of which is 4090
         return _checked_size(text, float(size[1]))
-    begun = _plain(_without_form(text))
-    matching = matching or [name for name in names() if len(begun) >= 4 and _plain(name).startswith(begun)]
-    plain_names = {_plain(name): name for name in names()}
+    prefix = _normalise(_without_form(text))
+    matching = matching or [name for name in names() if len(prefix) >= 4 and _normalise(name).startswith(prefix)]
+    names_by_spelling = {_normalise(name): name for name in names()}
     from difflib import get_close_matches
 
-    near = [plain_names[each] for each in get_close_matches(_plain(text), plain_names, n=3, cutoff=0.5)]
+    near = [names_by_spelling[each] for each in get_close_matches(_normalise(text), names_by_spelling, n=3, cutoff=0.5)]
     if matching:
         problem, remedy = f"may be {' or '.join(matching)}", "name one"
     else:
         problem = "is no card known here"
-        known = f"known are {', '.join(_USUAL)} and {len(names()) - len(_USUAL)} more"
+        known = f"known are {', '.join(_EXAMPLES)} and {len(names()) - len(_EXAMPLES)} more"
         remedy = f"nearest: {', '.join(near)}" if near else known
     raise UsageError(f"--gpu {text!r} {problem}", remedy=f"{remedy}, or give its memory, such as --gpu 80GB")
 
 
 def _checked_size(text: str, size_gb: float) -> int:
-    if not 0 < size_gb <= _MOST_GB:
-        why = "no memory" if size_gb <= 0 else f"beyond {_MOST_GB:,} GB"
+    if not 0 < size_gb <= _MAX_GB:
+        why = "no memory" if size_gb <= 0 else f"beyond {_MAX_GB:,} GB"
         shown = text if len(text) < 20 else f"{text[:20]}…"
         raise UsageError(f"--gpu {shown!r} is {why}", remedy="give a card or its memory, such as --gpu 80GB")
     return from_gb(size_gb)
 
 
-def _devices_of(text: str) -> list[str]:
+def _devices_with_memory(text: str) -> list[str]:
     """Names of devices with known memory that ``text`` means; a size in it must agree with the device's memory.
 
-    If there is none, every name that ``text`` begins and a size completes: ``A100`` begins two.
+    If there is none, every name that is ``text`` followed by a size: ``A100`` fits two.
     """
-    memory, sizes = _memory_gb(), _GIVEN_SIZE.findall(_without_form(text))
+    memory, sizes = _memory_gb(), _SIZE_IN_NAME.findall(_without_form(text))
     matching = matching_names(text, memory)
     if matching or sizes:
         # A device shows a little less memory than the size in its name.
         return [name for name in matching if all(0.85 * int(gb) <= memory[name] <= 1.02 * int(gb) for gb in sizes)]
-    begun = _plain(_without_form(text))
-    return [name for name in memory if begun and re.fullmatch(rf"{re.escape(begun)}\d+gb", _plain(name))]
+    prefix = _normalise(_without_form(text))
+    return [name for name in memory if prefix and re.fullmatch(rf"{re.escape(prefix)}\d+gb", _normalise(name))]
 
 
-def _plain(text: str) -> str:
-    """Without what people write differently: case, maker, spaces and dashes."""
+def _normalise(text: str) -> str:
+    """The name without what people write differently: case, manufacturer, spaces and dashes."""
     return re.sub(r"^(nvidia|amd|geforce|instinct|tesla|rtx)+|[^a-z0-9]", "", re.sub(r"[^a-z0-9]", "", text.casefold()))
 
 

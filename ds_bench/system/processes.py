@@ -1,6 +1,6 @@
-"""Process trees on Linux: who dies with whom, who is left, how to end them all; and running one worker program.
+"""Process trees on Linux: ending them completely, and ending children with their parent; running a worker program.
 
-prctl(2) is not in the standard library, hence ctypes; walking the tree is psutil's.
+prctl(2) is called through ctypes, because the standard library does not have it.
 """
 
 from __future__ import annotations
@@ -34,26 +34,26 @@ def _prctl(option: int, value: int) -> bool:
 
 
 def child_environment(changes: Mapping[str, str]) -> dict[str, str]:
-    """Variables of a Python process started here: it finds this package, and nothing in the current folder."""
+    """Variables of a Python child process: those of this process, the changes, and :func:`import_variables`."""
     variables = {**os.environ, **changes}
     return {**variables, **import_variables(variables.get("PYTHONPATH", ""))}
 
 
 WORKER_TOOL_SECONDS = 300.0
-"""Time that a worker program has unless its caller gives another."""
+"""Default time limit of a worker program."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerReply:
-    """What a worker program printed, and how it ended."""
+    """What a worker program printed and how it ended."""
 
     objects: tuple[dict[str, Any], ...]
-    """The JSON objects on standard output, one per line; other lines are left out."""
+    """The JSON objects on standard output, one per line; other lines are skipped."""
     ending: str
     """"took more than 300 s", or the exit code and the last line on standard error."""
 
     def last_object(self, program: str) -> dict[str, Any]:
-        """The last object; without one an ``error`` in which ``program`` is the subject of how it ended."""
+        """The last object. If there is none, an object whose ``error`` says how ``program`` ended."""
         return self.objects[-1] if self.objects else {"error": f"{program} {self.ending}"}
 
 
@@ -66,9 +66,9 @@ def run_worker_tool(
 ) -> WorkerReply:
     """Runs ``python -m ds_bench.worker.MODULE`` and reads the JSON objects that it prints.
 
-    ``environment``: variables besides this process's. ``requests``: written to its standard input, one JSON line each.
-    Never raises for a program that fails or takes too long: what it printed by then is in the reply. The program dies
-    with this process.
+    ``environment``: variables beside those of this process. ``requests``: written to standard input, one JSON line
+    each. Never raises if the program fails or takes too long: the reply holds what it printed until then. The program
+    is killed if this process dies.
     """
     try:
         done = subprocess.run(
@@ -87,7 +87,7 @@ def run_worker_tool(
         output, ending = late.stdout or b"", f"took more than {timeout_seconds:g} s"
     objects = []
     for line in output.splitlines():
-        with contextlib.suppress(ValueError):  # a line of another kind, or one that was cut off
+        with contextlib.suppress(ValueError):  # not JSON, or cut off
             value = json.loads(line)
             if isinstance(value, dict):
                 objects.append(value)
@@ -95,9 +95,9 @@ def run_worker_tool(
 
 
 def import_variables(python_path: str) -> dict[str, str]:
-    """Where a Python process looks for modules: this package and ``python_path``; never the current folder.
+    """Variables that make a Python process find this package and ``python_path``, but not the current folder.
 
-    A ``random.py`` there would run in every process.
+    A ``random.py`` in the current folder would otherwise run in every process.
     """
     package = str(Path(__file__).resolve().parent.parent.parent)
     path = dict.fromkeys([package, *filter(None, python_path.split(os.pathsep))])  # an empty part is the current folder
@@ -105,7 +105,7 @@ def import_variables(python_path: str) -> dict[str, str]:
 
 
 def die_with_parent(number: int = signal.SIGKILL) -> None:
-    """This process gets signal ``number`` when its parent dies (prctl(2), PR_SET_PDEATHSIG)."""
+    """Makes the kernel send signal ``number`` to this process when its parent dies (prctl(2), PR_SET_PDEATHSIG)."""
     parent = os.getppid()
     _prctl(_PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:  # it died before the call
@@ -117,58 +117,59 @@ LEADER_VARIABLE = "DS_BENCH_LEADER"
 
 
 def die_with_leader() -> None:
-    """This process gets SIGKILL when the leader of its trial dies, whatever stands between the two of them.
+    """Kills this process when the leader of its trial dies, also if other processes are between the two.
 
-    A launcher that outlives both its own parents would go on training otherwise. Where no leader is named, on other
-    nodes, the leader of this session takes its place if it lives. A thread sleeps in the kernel until then
-    (pidfd_open(2)): it takes no time from the trial.
+    Otherwise a launcher could go on training after its parents have died. If no leader is named, as on other nodes, the
+    leader of this session is used if it lives. A thread waits in the kernel for that (pidfd_open(2)), and takes no
+    time from the trial.
     """
     named = os.environ.get(LEADER_VARIABLE)
     leader = int(named) if named else os.getsid(0)
-    if named and not alive(leader):
+    if named and not is_alive(leader):
         os.kill(os.getpid(), signal.SIGKILL)
-    if leader != os.getpid() and alive(leader):
-        threading.Thread(target=_die_after, args=(leader,), name="watches the leader", daemon=True).start()
+    if leader != os.getpid() and is_alive(leader):
+        threading.Thread(
+            target=_kill_self_after, args=(leader,), name="waits for the end of the leader", daemon=True
+        ).start()
 
 
-def _die_after(leader: int) -> None:
+def _kill_self_after(leader: int) -> None:
     try:
         ended = select.poll()
         ended.register(os.pidfd_open(leader), select.POLLIN)
         ended.poll()
-    except OSError:  # an old kernel, a sandbox, or the leader is gone and collected
-        while alive(leader):
+    except OSError:  # an old kernel, a sandbox, or the leader has ended already
+        while is_alive(leader):
             time.sleep(1.0)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def adopt_orphans() -> None:
-    """Descendants whose parent dies become children of this process (PR_SET_CHILD_SUBREAPER)."""
+    """Makes descendants whose parent dies children of this process (PR_SET_CHILD_SUBREAPER)."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def open_gpu_files(process: Path = Path("/proc/self")) -> list[str]:
-    """Device files of computing on a GPU that a process holds open: one forked from it could not use the GPU safely.
+    """Device files for computing on a GPU that a process has open. A process forked from it could not use the GPU.
 
-    NVML's own (``/dev/nvidiactl``, ``/dev/nvidia0``) are not among them: it opens them to look, and makes no context.
+    Those of NVML (``/dev/nvidiactl``, ``/dev/nvidia0``) do not count, because NVML makes no CUDA context.
     """
-    found = set()
+    device_files = set()
     for link in process.glob("fd/*"):
         with contextlib.suppress(OSError):
             target = str(link.readlink())
             if target.startswith(("/dev/nvidia-uvm", "/dev/kfd", "/dev/dri/render")):
-                found.add(target)
-    return sorted(found)
+                device_files.add(target)
+    return sorted(device_files)
 
 
 _CUDA_ERROR_NOT_INITIALIZED = 3
 
 
 def cuda_is_initialised() -> bool:
-    """Whether this process has initialised the CUDA driver, which no process forked from it could then use.
+    """Whether this process has initialised the CUDA driver. A process forked from it could then not use CUDA.
 
-    Asked of the driver's library itself, where it is loaded: before ``cuInit`` every call answers 3
-    (CUDA Driver API, CUDA_ERROR_NOT_INITIALIZED).
+    Before ``cuInit`` every call of the driver's library returns 3 (CUDA Driver API, CUDA_ERROR_NOT_INITIALIZED).
     """
     try:
         driver = ctypes.CDLL("libcuda.so.1", mode=os.RTLD_NOLOAD | os.RTLD_NOW)
@@ -185,21 +186,21 @@ def descendants(pid: int | None = None) -> set[int]:
         children = psutil.Process(pid).children(recursive=True)
     except psutil.Error:
         return set()
-    return {child.pid for child in children if alive(child.pid)}
+    return {child.pid for child in children if is_alive(child.pid)}
 
 
 def session_members(session: int) -> set[int]:
-    """Living processes of a session, wherever they hang in the tree."""
+    """Living processes of a session, whoever their parents are."""
     members = set()
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            if os.getsid(pid := int(entry.name)) == session and alive(pid):
+            if os.getsid(pid := int(entry.name)) == session and is_alive(pid):
                 members.add(pid)
     return members
 
 
-def alive(pid: int) -> bool:
-    """Whether a thread of the process runs. One whose first thread has ended is a zombie while its others live on."""
+def is_alive(pid: int) -> bool:
+    """Whether any thread of the process lives. If only the first has ended, the process itself is shown as a zombie."""
     process = Path(f"/proc/{pid}")
     try:
         threads = map(stat_values, chain([process / "stat"], process.glob("task/*/stat")))
@@ -209,20 +210,17 @@ def alive(pid: int) -> bool:
 
 
 def stat_values(stat: Path) -> list[str]:
-    """The values of a process or thread from its state on, which is 0 here and field 3 in proc_pid_stat(5).
-
-    None of them where it has ended.
-    """
+    """The values in a ``stat`` file from the state on, which is field 3 in proc_pid_stat(5). Empty if it has ended."""
     try:
-        return stat.read_text().rpartition(")")[2].split()  # behind the name, which may hold anything
+        return stat.read_text().rpartition(")")[2].split()  # after the name, which may contain anything
     except OSError:
         return []
 
 
 def start_ticks(pid: int) -> int | None:
-    """When the process started, in clock ticks since the machine did: no two of one number share it (proc(5), stat).
+    """When the process started, in clock ticks since the machine started; None if it does not exist.
 
-    None where it does not exist.
+    Tells apart processes that had the same id one after the other (proc_pid_stat(5), starttime).
     """
     values = stat_values(Path(f"/proc/{pid}/stat"))
     return int(values[19]) if values else None
@@ -230,16 +228,16 @@ def start_ticks(pid: int) -> int | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Activity:
-    """What processes hold and have moved; CPU time is left out, since a hung wait may spin."""
+    """Memory and disk traffic of processes. CPU time is no sign of progress, since a hung process may spin."""
 
     resident_bytes: int
-    """Resident memory of all of them at this moment."""
+    """Sum of resident memory at this moment."""
     disk_bytes: int
-    """Read from and written to block devices by those that live, since each began."""
+    """Bytes read from and written to block devices since the processes started."""
 
 
-def activity(pids: Iterable[int]) -> Activity:
-    """Sums over the processes that can be read; a process that has just ended counts nothing."""
+def read_activity(pids: Iterable[int]) -> Activity:
+    """Sums over the processes; one that has ended counts nothing."""
     import psutil
 
     resident = disk = 0
@@ -252,34 +250,33 @@ def activity(pids: Iterable[int]) -> Activity:
     return Activity(resident_bytes=resident, disk_bytes=disk)
 
 
-def send(pids: Iterable[int], number: int) -> None:
-    """A signal to each; those already gone are passed over."""
+def send_signal(pids: Iterable[int], number: int) -> None:
+    """Sends a signal to each process that still exists."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(pid, number)
 
 
 def reap(pids: Iterable[int]) -> None:
-    """Collects adopted children that have ended."""
+    """Collects the exit status of children that have ended, so that no zombies are left."""
     for pid in pids:
         with contextlib.suppress(ChildProcessError, ProcessLookupError):
             os.waitpid(pid, os.WNOHANG)
 
 
 def end_tree(leader: int | None, *, earlier: set[int], grace_seconds: float) -> set[int]:
-    """Ends a trial's process tree: SIGTERM to all of it, grace, SIGKILL, then proof.
+    """Ends a trial's process tree: SIGTERM to all of it, grace, SIGKILL, and a check that none is left.
 
-    ``leader`` leads the trial's session, or None where it did not come to that. ``earlier``:
-    descendants of this process from before the trial, which are left alone. Everything else below
-    this process belongs to the trial, since orphans are adopted. Returns what could not be
-    ended: nothing, or a bug to report.
+    ``leader``: of the trial's session; None if none was started. ``earlier``: descendants of this process from before
+    the trial, which are left alone. All others belong to the trial, since orphans are adopted. Returns the processes
+    that could not be ended, which is empty unless there is a bug.
     """
 
     def members() -> set[int]:
         return (descendants() - earlier) | (session_members(leader) if leader is not None else set())
 
     left = members()
-    send(left, signal.SIGTERM)
+    send_signal(left, signal.SIGTERM)
     deadline = time.monotonic() + grace_seconds
     while left and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -287,7 +284,7 @@ def end_tree(leader: int | None, *, earlier: set[int], grace_seconds: float) -> 
         left = members()
     deadline = time.monotonic() + 10.0
     while left and time.monotonic() < deadline:
-        send(left, signal.SIGKILL)
+        send_signal(left, signal.SIGKILL)
         time.sleep(0.05)
         reap(left)
         left = members()

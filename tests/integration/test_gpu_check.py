@@ -83,7 +83,7 @@ def test_a_chunk_that_is_cut_short_keeps_what_had_finished(start: Any, tmp_path:
     below = processes.descendants(process.pid)
     if number == signal.SIGKILL:
         os.killpg(process.pid, number)
-        processes.send(below, number)  # as the end of a machine does, which leaves nothing
+        processes.send_signal(below, number)  # as the end of a machine does, which leaves nothing
     else:
         process.send_signal(number)
     out, _ = process.communicate(timeout=30)

@@ -238,12 +238,12 @@ SILENT = {
 
 
 def counts_writes(folder: Path) -> bool:
-    before = processes.activity([os.getpid()]).disk_bytes
+    before = processes.read_activity([os.getpid()]).disk_bytes
     with (folder / "probe").open("wb") as file:
         file.write(b"1" * 2**20)
         file.flush()
         os.fsync(file.fileno())
-    return processes.activity([os.getpid()]).disk_bytes >= before + 2**20
+    return processes.read_activity([os.getpid()]).disk_bytes >= before + 2**20
 
 
 @pytest.mark.parametrize("does", SILENT)
@@ -278,7 +278,7 @@ while time.monotonic() - start < 3:
 def test_a_rank_that_has_done_a_step_lives_by_its_beats_alone(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     grown = itertools.count(step=2**30)
     growing = lambda _pids: processes.Activity(resident_bytes=next(grown), disk_bytes=0)  # noqa: E731
-    monkeypatch.setattr(module.processes, "activity", growing)
+    monkeypatch.setattr(module.processes, "read_activity", growing)
     world.at(40, lambda: world.beat(0, "forward", 1))
     ending, _, took = world.run(1)
     assert ending == "stalled"

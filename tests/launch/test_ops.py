@@ -302,7 +302,7 @@ def test_a_build_that_hangs_is_ended_with_its_compilers_and_its_lock(workshop: W
     assert time.monotonic() - start < 20
     assert not state.ready
     assert "the build took longer than 3.0 s" in state.reason
-    assert not processes.alive(int((workshop.cache / "compiler").read_text()))
+    assert not processes.is_alive(int((workshop.cache / "compiler").read_text()))
     assert list(workshop.cache.glob("*/lock")) == []
 
 

@@ -83,6 +83,6 @@ class Script:
 def gone_within(pids: set[int], seconds: float) -> set[int]:
     """Which of the processes still live when time is up."""
     deadline = time.monotonic() + seconds
-    while (left := {pid for pid in pids if processes.alive(pid)}) and time.monotonic() < deadline:
+    while (left := {pid for pid in pids if processes.is_alive(pid)}) and time.monotonic() < deadline:
         time.sleep(0.05)
     return left

@@ -79,8 +79,8 @@ def main(base: Path) -> None:
 
     def kill(word: bytes) -> None:
         victims = _processes(word)
-        processes.send(victims, signal.SIGKILL)
-        while any(map(processes.alive, victims)):
+        processes.send_signal(victims, signal.SIGKILL)
+        while any(map(processes.is_alive, victims)):
             time.sleep(0.01)
 
     launch("first")

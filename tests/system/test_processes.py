@@ -28,11 +28,11 @@ def test_a_process_whose_first_thread_has_ended_lives_while_its_others_do() -> N
         while state(child.pid) != "Z" and time.monotonic() < deadline:
             time.sleep(0.01)
         assert state(child.pid) == "Z"
-        assert processes.alive(child.pid)
+        assert processes.is_alive(child.pid)
         child.kill()
-        while processes.alive(child.pid) and time.monotonic() < deadline + 10:
+        while processes.is_alive(child.pid) and time.monotonic() < deadline + 10:
             time.sleep(0.01)
-        assert not processes.alive(child.pid)
+        assert not processes.is_alive(child.pid)
 
 
 def state(pid: int) -> str:
