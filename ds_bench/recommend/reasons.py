@@ -36,9 +36,9 @@ ON_DEVICE = MemoryTerms()
 ON_HOST = MemoryTerms(memory="host memory", capacity="the host's memory")
 
 
-def why(decision: Decision, speeds: Speeds, goal: str, terms: MemoryTerms) -> str:
+def why(decision: Decision, goal: str, terms: MemoryTerms) -> str:
     """One sentence without its full stop: the part of the rule that chose the row, with its numbers."""
-    choice, fitting = decision.choice, speeds.candidates
+    choice, fitting = decision.choice, decision.speeds.candidates
     numbers = f"{_speed(choice)} tokens/s with {_memory(choice, terms)}"
     if len(fitting) == 1:
         return f"{choice.label} is the only row that trained and fits: {numbers}"
@@ -46,71 +46,70 @@ def why(decision: Decision, speeds: Speeds, goal: str, terms: MemoryTerms) -> st
         near = len(nearly_least_memory(fitting)) > 1
         within = f", within {_whole(LEAST_LEAD)} of others," if near else ""
         return f"{choice.label} needs the least {terms.memory}{within} of {_rows(fitting)}: {numbers}"
-    head = f"{choice.label} is {_standing(decision, speeds)}: {numbers}"
-    return head if goal == "speed" else _why_balanced(decision, speeds, head, terms)
+    head = f"{choice.label} is {_speed_rank(decision)}: {numbers}"
+    return head if goal == "speed" else _why_balanced(decision, head, terms)
 
 
-def _standing(decision: Decision, speeds: Speeds) -> str:
-    best = decision.fastest
+def _speed_rank(decision: Decision) -> str:
+    best, speeds = decision.fastest, decision.speeds
     if decision.choice == best:
-        alike = speeds.alike(best)
-        stepped = "" if len(alike) == len(speeds.candidates) else f" and step with {best.optimizer}"
-        return f"the fastest of {_rows(alike)}{stepped}" if len(alike) > 1 else f"the only row to fit{stepped}"
+        compared = speeds.with_optimizer_of(best)
+        stepped = "" if len(compared) == len(speeds.candidates) else f" and step with {best.optimizer}"
+        return f"the fastest of {_rows(compared)}{stepped}" if len(compared) > 1 else f"the only row to fit{stepped}"
     if speeds.differ(decision.choice, best):
         return f"within {_whole(LEAST_LEAD)} of the fastest, {best.label}, and offloads less"
     count = len(decision.tied)
     return f"the simplest of the {count} rows that cannot be told from the fastest, {best.label}, by speed"
 
 
-def _why_balanced(decision: Decision, speeds: Speeds, head: str, terms: MemoryTerms) -> str:
-    choice, best = decision.choice, decision.stands
+def _why_balanced(decision: Decision, head: str, terms: MemoryTerms) -> str:
+    choice, best = decision.choice, decision.simplest_tied
     if best != choice:
         return (
             f"{choice.label} needs the least {terms.memory} of the rows that offload alike and reach "
             f"{_whole(MIN_SPEED_FRACTION)} of {best.label}'s speed: {head.partition(': ')[2]}, "
-            f"{format_percent(_share(choice, best))} of {best.label}'s {_speed(best)} tokens/s with "
+            f"{format_percent(_speed_fraction(choice, best))} of {best.label}'s {_speed(best)} tokens/s with "
             f"{format_bytes(best.memory_bytes)} ({format_percent(best.fraction)})"
         )
-    if choice.filled:
+    if choice.at_largest_batch:
         return f"{head}; it is at its own largest micro-batch, so how full {terms.capacity} is weighs nothing"
     if choice.fraction is None:
         return f"{head}; how much of {terms.capacity} that is cannot be told, so nothing is traded for memory"
     if choice.comfortable:
         return f"{head}, under the {_whole(COMFORTABLE_FRACTION)} from which less memory would be worth speed"
-    others = len(same_offload_nearly_as_fast(choice, speeds)) > 1
+    others = len(same_offload_nearly_as_fast(choice, decision.speeds)) > 1
     rest = "and needs less" if others else f"and reaches {_whole(MIN_SPEED_FRACTION)} of its speed"
     return f"{head}; no other row offloads alike {rest}"
 
 
-def speed_difference_text(choice: Candidate, speeds: Speeds, runs: Mapping[str, int]) -> str | None:
+def speed_difference_text(decision: Decision, runs: Mapping[str, int]) -> str | None:
     """The difference in speed to the next fastest row, or to the fastest, and whether it is more than the noise.
 
     None without a second row. ``runs``: number of successful runs by row key.
     """
-    rivals = [candidate for candidate in speeds.alike(choice) if candidate != choice]
+    choice, speeds = decision.choice, decision.speeds
+    rivals = [candidate for candidate in speeds.with_optimizer_of(choice) if candidate != choice]
     if not rivals:
         return None
     rival = fastest(rivals)
     difference = choice.tokens_per_second / rival.tokens_per_second - 1
     kind = "lead over" if difference >= 0 else "lag behind"
-    verdict = _verdict_text(choice, rival, speeds, min(runs[choice.key], runs[rival.key]))
+    fewest = min(runs[choice.key], runs[rival.key])
+    runs_text = "one run each" if fewest == 1 else f"{fewest} runs each"
+    if speeds.interval_of(choice, rival) is not None:
+        verdict = f"{'more than' if speeds.differ(choice, rival) else 'inside'} the noise of {runs_text}"
+    else:
+        verdict = f"not tested: {runs_text}, {FEWEST_RUNS} are needed" if fewest < FEWEST_RUNS else "not tested"
     text = f"its {kind} {rival.label} ({format_percent(abs(difference))}) is {verdict}"
-    lean = _smaller_equally_fast(choice, rivals, speeds)
-    return text if lean is None else f"{text}; {lean}"
-
-
-def _verdict_text(choice: Candidate, rival: Candidate, speeds: Speeds, runs: int) -> str:
-    each = "one run each" if runs == 1 else f"{runs} runs each"
-    if speeds.interval_of(choice, rival) is None:
-        return f"not tested: {each}, {FEWEST_RUNS} are needed" if runs < FEWEST_RUNS else "not tested"
-    return f"{'more than' if speeds.differ(choice, rival) else 'inside'} the noise of {each}"
+    smaller = _smaller_equally_fast(choice, rivals, speeds)
+    return text if smaller is None else f"{text}; {smaller}"
 
 
 def _smaller_equally_fast(choice: Candidate, rivals: Sequence[Candidate], speeds: Speeds) -> str | None:
     """A row that needs less memory and whose speed cannot be told from the choice's; None if there is none."""
     if choice.memory_bytes is None:
         return None
-    equal = [
+    smaller = [
         rival
         for rival in rivals
         if rival.memory_bytes is not None
@@ -118,20 +117,21 @@ def _smaller_equally_fast(choice: Candidate, rivals: Sequence[Candidate], speeds
         and speeds.interval_of(choice, rival) is not None
         and not speeds.differ(choice, rival)
     ]
-    if not equal:
+    if not smaller:
         return None
-    lean = least_memory(equal)
-    saved = format_bytes(choice.memory_bytes - (lean.memory_bytes or 0))
-    return f"{lean.label} needs {saved} less and cannot be told from it by speed: take it if memory matters"
+    least = least_memory(smaller)
+    saved = format_bytes(choice.memory_bytes - (least.memory_bytes or 0))
+    return f"{least.label} needs {saved} less and cannot be told from it by speed: take it if memory matters"
 
 
-def cost(choice: Candidate, speeds: Speeds, terms: MemoryTerms) -> str | None:
+def cost(decision: Decision, terms: MemoryTerms) -> str | None:
     """Speed lost and memory saved against the fastest row that fits; None if it is that row, or nothing differs."""
-    best = fastest(speeds.alike(choice))
+    choice, speeds = decision.choice, decision.speeds
+    best = fastest(speeds.with_optimizer_of(choice))
     if best == choice:
         return None
     differ = speeds.differ(choice, best)
-    slower = f"{format_percent(1 - _share(choice, best))} slower than {best.label}"
+    slower = f"{format_percent(1 - _speed_fraction(choice, best))} slower than {best.label}"
     if choice.memory_bytes is None or best.memory_bytes is None or choice.memory_bytes == best.memory_bytes:
         return slower if differ else None
     saved = best.memory_bytes - choice.memory_bytes
@@ -141,20 +141,21 @@ def cost(choice: Candidate, speeds: Speeds, terms: MemoryTerms) -> str | None:
     return f"{text} of {terms.memory} against {best.label}, which cannot be told from it by speed"
 
 
-def cost_of_leaving_out(row: Candidate, choice: Candidate, speeds: Speeds) -> str | None:
+def cost_of_leaving_out(row: Candidate, decision: Decision) -> str | None:
     """Speed lost by not using a row that is too full; None if it is no faster or used another optimizer."""
+    choice = decision.choice
     if row.tokens_per_second <= choice.tokens_per_second or row.optimizer != choice.optimizer:
         return None
-    if not speeds.differ(row, choice):
+    if not decision.speeds.differ(row, choice):
         return "its lead in speed cannot be told from noise"
-    return f"leaving it out costs {format_percent(1 - _share(choice, row))} of its speed"
+    return f"leaving it out costs {format_percent(1 - _speed_fraction(choice, row))} of its speed"
 
 
 def _rows(fitting: Sequence[Candidate]) -> str:
     return f"the {len(fitting)} rows that fit"
 
 
-def _share(choice: Candidate, best: Candidate) -> float:
+def _speed_fraction(choice: Candidate, best: Candidate) -> float:
     return choice.tokens_per_second / best.tokens_per_second
 
 

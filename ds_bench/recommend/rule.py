@@ -22,7 +22,7 @@ LEAST_LEAD = 0.03
 """A lead in speed up to this fraction decides nothing below three runs, nor ever for offload where memory is not
 short; memories that differ by less are equal."""
 _DEVICES = ("none", "cpu", "nvme")
-"""From the simplest place of a tensor to the one that needs most around it."""
+"""Offload devices from the simplest to the one that needs most."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,25 +31,25 @@ class Candidate:
 
     label: str
     key: str = ""
-    """Of the row in its comparison; the rule does not read it."""
+    """Key of the row in its comparison; the rule does not read it."""
     tokens_per_second: float
-    """Whole job."""
+    """Throughput of the whole job."""
     memory_bytes: int | None
-    """Peak on the fullest device; on the CPU accelerator of a node's ranks together. None where not measured."""
+    """Peak on the fullest device; on the CPU accelerator of all ranks of a node. None if not measured."""
     fraction: float | None
-    """Of the card that was reserved, or of the host's memory; None where the capacity is not known."""
+    """Fraction of the card that was reserved, or of the host's memory; None if the capacity is not known."""
     offload_level: tuple[str, str] = ("none", "none")
-    """Where optimizer and parameters live; rows of different levels do not stand in for each other."""
+    """Offload devices of optimizer and parameters. Less memory never leads to a row of another level."""
     stage: int = 0
     changed_keys: int = 0
-    """Values of the DeepSpeed configuration that are not the strategy's own."""
+    """Number of values in the DeepSpeed configuration that are not the strategy's own."""
     step_spread: float = 0.0
-    """Relative standard deviation of its steps, or between its runs where that is more."""
+    """Relative standard deviation of its steps, or between its runs, whichever is more."""
     succeeded: bool = True
-    filled: bool = False
-    """Its micro-batch was chosen to fill the memory: how full that is says nothing about the strategy."""
+    at_largest_batch: bool = False
+    """The micro-batch was chosen to fill the memory, so how full that is says nothing about the strategy."""
     optimizer: str = ""
-    """The class that stepped, where rows of different ones are not told apart by speed (on the CPU accelerator)."""
+    """Class of the optimizer, on the CPU accelerator alone: rows of different classes are not compared by speed."""
 
     @property
     def fits(self) -> bool:
@@ -57,16 +57,16 @@ class Candidate:
 
         Rows at their own largest micro-batch are exempt, because they fill the memory on purpose.
         """
-        return self.succeeded and (self.filled or self.fraction is None or self.fraction <= NEAR_CAPACITY)
+        return self.succeeded and (self.at_largest_batch or self.fraction is None or self.fraction <= NEAR_CAPACITY)
 
     @property
     def comfortable(self) -> bool:
-        """True if less memory would gain nothing: under 60 % is used, or the micro-batch fills it on purpose."""
-        return self.filled or self.fraction is None or self.fraction < COMFORTABLE_FRACTION
+        """True if less memory would gain nothing: under 60 % is used, or the memory is filled on purpose."""
+        return self.at_largest_batch or self.fraction is None or self.fraction < COMFORTABLE_FRACTION
 
     @property
     def complexity(self) -> tuple[int, int, int, int]:
-        """Orders rows from the simplest: no offload before offload, lower stage before higher, fewer keys changed."""
+        """Sorts the simplest row first: no offload before offload, then lower stages, then fewer changed keys."""
         optimizer, params = (_DEVICES.index(device) for device in self.offload_level)
         return max(optimizer, params), optimizer + params, self.stage, self.changed_keys
 
@@ -76,8 +76,7 @@ IntervalOf = Callable[[Candidate, Candidate], RatioInterval | None]
 
 
 def no_interval(_row: Candidate, _other: Candidate) -> None:
-    """The interval of rows with fewer than three runs each: none."""
-    return
+    """The interval of rows with fewer than three runs each: None."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,13 +90,13 @@ class Speeds:
         """Whether the measurements show which of the two rows is faster.
 
         From three runs on the interval of their ratio must exclude 1; ``comparison.ratio_between`` corrects it for the
-        number of rows, as the fastest was chosen by its luck too. With fewer runs the lead must be more than the
+        number of rows, as the fastest row is partly the luckiest. With fewer runs the lead must be more than the
         standard deviation of their steps and more than ``LEAST_LEAD``.
         """
         interval = self.interval_of(row, other)
         if interval is not None:
             return interval.distinguishable
-        return abs(math.log(row.tokens_per_second / other.tokens_per_second)) > math.log1p(_doubt(row, other))
+        return abs(math.log(row.tokens_per_second / other.tokens_per_second)) > math.log1p(_untested_lead(row, other))
 
     def undecided(self, row: Candidate, other: Candidate) -> bool:
         """Whether it matters which of two tied rows is faster, and the measurements do not show it.
@@ -106,19 +105,19 @@ class Speeds:
         offload one row costs host memory or a disk: three runs or more must exclude even ``LEAST_LEAD``.
         """
         interval = self.interval_of(row, other)
-        possible = _doubt(row, other) if interval is None else _widest(interval) - 1
+        possible = _untested_lead(row, other) if interval is None else _largest_factor(interval) - 1
         if row.offload_level != other.offload_level:
             return interval is None or possible > LEAST_LEAD
         return possible > 1 - MIN_SPEED_FRACTION
 
-    def alike(self, row: Candidate) -> list[Candidate]:
-        """The candidates that stepped with the optimizer of ``row``, so that speed tells them apart."""
+    def with_optimizer_of(self, row: Candidate) -> list[Candidate]:
+        """The candidates that used the optimizer of ``row``, with which it is compared by speed."""
         return _with_optimizer_of(row, self.candidates)
 
     def tied(self, best: Candidate, rows: Sequence[Candidate]) -> list[Candidate]:
-        """Those of ``rows`` that cannot be told from ``best``, itself included where it is among them.
+        """Those of ``rows`` that cannot be told from ``best`` by speed, itself included if it is among them.
 
-        So are rows within ``LEAST_LEAD`` of it that offload less and leave room: where device memory is not short, so
+        Rows within ``LEAST_LEAD`` of it that offload less and leave room count too: if device memory is not short, so
         small a lead is not worth host memory or a disk.
         """
         return [row for row in rows if row == best or not self.differ(best, row) or _nearly_with_less(row, best)]
@@ -130,16 +129,16 @@ def _nearly_with_less(row: Candidate, best: Candidate) -> bool:
 
 
 def _with_optimizer_of(row: Candidate, rows: Sequence[Candidate]) -> list[Candidate]:
-    return [each for each in rows if each.optimizer == row.optimizer]
+    return [other for other in rows if other.optimizer == row.optimizer]
 
 
-def _doubt(row: Candidate, other: Candidate) -> float:
-    """Lead up to which one or two runs do not show which row is faster."""
+def _untested_lead(row: Candidate, other: Candidate) -> float:
+    """The lead up to which one or two runs do not show which row is faster."""
     return max(LEAST_LEAD, math.hypot(row.step_spread, other.step_spread))
 
 
-def _widest(interval: RatioInterval) -> float:
-    """The largest factor between two rows, whichever is the faster, that the interval holds."""
+def _largest_factor(interval: RatioInterval) -> float:
+    """The largest factor between the faster and the slower row that the interval holds."""
     return max(interval.high, 1 / interval.low if interval.low > 0 else math.inf)
 
 
@@ -147,29 +146,23 @@ def _widest(interval: RatioInterval) -> float:
 class Decision:
     """The chosen row, and the rows whose speed cannot be told from the fastest."""
 
+    speeds: Speeds
+    """Of the rows that fit."""
     choice: Candidate
     fastest: Candidate
-    """By the measured speeds."""
-    stands: Candidate
-    """The simplest of the rows tied with the fastest, which the rule considers in their place."""
+    """The row of the highest measured speed."""
+    simplest_tied: Candidate
+    """The simplest of the rows tied with the fastest, which the rule considers in its place."""
     tied: tuple[Candidate, ...] = ()
-    """Rows that tie with the fastest (``Speeds.tied``), itself included; empty where it stands alone."""
+    """Rows that tie with the fastest (``Speeds.tied``), itself included; empty if no other does."""
     undecided: tuple[Candidate, ...] = ()
-    """Of these, other than the choice, those of which it matters whether they are faster, and is not known."""
-
-
-def choose(
-    candidates: Sequence[Candidate], goal: str = "balanced", interval_of: IntervalOf = no_interval
-) -> Candidate | None:
-    """The row to use; None where none fits. Raises UsageError for a goal that is none of ``GOALS``."""
-    decision = decide(candidates, goal, interval_of)
-    return None if decision is None else decision.choice
+    """Of these, without the choice: rows that may be faster, which would matter (``Speeds.undecided``)."""
 
 
 def decide(
     candidates: Sequence[Candidate], goal: str = "balanced", interval_of: IntervalOf = no_interval
 ) -> Decision | None:
-    """The row to use and how sure that is; None where none fits.
+    """The row to use and how certain that is; None if none fits.
 
     Raises UsageError for a goal that is none of ``GOALS``.
     """
@@ -196,63 +189,57 @@ def nearly_least_memory(candidates: Sequence[Candidate]) -> list[Candidate]:
 
 
 def same_offload_nearly_as_fast(best: Candidate, speeds: Speeds) -> list[Candidate]:
-    """Rows at the offload level of ``best`` with nearly its throughput, itself among them."""
+    """Rows at the offload level of ``best`` with nearly its throughput, itself included."""
     return [
-        c
-        for c in speeds.alike(best)
-        if c.offload_level == best.offload_level
-        and (c.tokens_per_second / best.tokens_per_second >= MIN_SPEED_FRACTION or not speeds.differ(best, c))
+        row
+        for row in speeds.with_optimizer_of(best)
+        if row.offload_level == best.offload_level
+        and (row.tokens_per_second / best.tokens_per_second >= MIN_SPEED_FRACTION or not speeds.differ(best, row))
     ]
-
-
-def standing(speeds: Speeds) -> Candidate:
-    """The simplest of the rows that cannot be told from the fastest: the one that stands for them."""
-    return _speed(speeds).stands
 
 
 def _simplest(candidates: Sequence[Candidate]) -> Candidate:
     return min(candidates, key=lambda c: (c.complexity, _memory(c), -c.tokens_per_second))
 
 
-def _fastest_decides(speeds: Speeds, rows: Sequence[Candidate]) -> Decision:
-    """Of ``rows`` the simplest that cannot be told from the fastest.
+def decide_for_speed(speeds: Speeds, rows: Sequence[Candidate] | None = None) -> Decision:
+    """The simplest of ``rows`` (None: of all) that cannot be told from the fastest of them.
 
-    Rows that stepped with another optimizer than the simplest of all take no part: their speed is the optimizer's too.
+    Rows with another optimizer than the simplest row take no part, as their speed is the optimizer's too.
     """
-    weighed = _with_optimizer_of(_simplest(rows), rows)
-    best = fastest(weighed)
-    tied = speeds.tied(best, weighed)
-    return _decided(speeds, _simplest(tied), best, tied)
+    rows = speeds.candidates if rows is None else rows
+    compared = _with_optimizer_of(_simplest(rows), rows)
+    best = fastest(compared)
+    tied = speeds.tied(best, compared)
+    return _decision(speeds, _simplest(tied), best, tied)
 
 
-def _decided(speeds: Speeds, choice: Candidate, best: Candidate, tied: Sequence[Candidate]) -> Decision:
-    stands = _simplest(tied)
-    weighed = choice if choice in tied else stands
+def _decide_for_memory(speeds: Speeds, rows: Sequence[Candidate] | None = None) -> Decision:
+    return decide_for_speed(speeds, nearly_least_memory(speeds.candidates if rows is None else rows))
+
+
+def _decide_balanced(speeds: Speeds) -> Decision:
+    """The choice for speed if it is comfortable, else that for memory among rows nearly as fast that offload alike."""
+    decision = decide_for_speed(speeds)
+    if decision.simplest_tied.comfortable:
+        return decision
+    nearly_as_fast = same_offload_nearly_as_fast(decision.simplest_tied, speeds)
+    choice = _decide_for_memory(speeds, nearly_as_fast).choice
+    return _decision(speeds, choice, decision.fastest, decision.tied or (decision.fastest,))
+
+
+def _decision(speeds: Speeds, choice: Candidate, best: Candidate, tied: Sequence[Candidate]) -> Decision:
+    simplest = _simplest(tied)
+    reference = choice if choice in tied else simplest
+    undecided = (row for row in tied if row not in (choice, reference) and speeds.undecided(row, reference))
     return Decision(
+        speeds=speeds,
         choice=choice,
         fastest=best,
-        stands=stands,
+        simplest_tied=simplest,
         tied=tuple(tied) if len(tied) > 1 else (),
-        undecided=tuple(row for row in tied if row not in (choice, weighed) and speeds.undecided(row, weighed)),
+        undecided=tuple(undecided),
     )
-
-
-def _speed(speeds: Speeds) -> Decision:
-    return _fastest_decides(speeds, speeds.candidates)
-
-
-def _balanced(speeds: Speeds) -> Decision:
-    """The row that stands for the fastest if it is comfortable, else the leanest of those nearly as fast that offload
-    alike."""
-    found = _speed(speeds)
-    if found.stands.comfortable:
-        return found
-    choice = _memory_decides(speeds, same_offload_nearly_as_fast(found.stands, speeds)).choice
-    return _decided(speeds, choice, found.fastest, found.tied or (found.fastest,))
-
-
-def _memory_decides(speeds: Speeds, rows: Sequence[Candidate]) -> Decision:
-    return _fastest_decides(speeds, nearly_least_memory(rows))
 
 
 def _memory(candidate: Candidate) -> float:
@@ -260,7 +247,7 @@ def _memory(candidate: Candidate) -> float:
 
 
 _RULES: Mapping[str, Callable[[Speeds], Decision]] = {
-    "speed": _speed,
-    "balanced": _balanced,
-    "memory": lambda speeds: _memory_decides(speeds, speeds.candidates),
+    "speed": decide_for_speed,
+    "balanced": _decide_balanced,
+    "memory": _decide_for_memory,
 }

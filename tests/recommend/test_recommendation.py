@@ -15,11 +15,13 @@ from hypothesis import strategies as st
 
 from ds_bench.analysis.comparison import Comparison, compare
 from ds_bench.analysis.summary import TrialSummary, summarise
+from ds_bench.config.options import GOALS
 from ds_bench.config.spec import Strategy
 from ds_bench.errors import UsageError
 from ds_bench.models.presets import find_preset
 from ds_bench.recommend import recommendation
-from ds_bench.recommend.recommendation import Candidate, Recommendation, choose
+from ds_bench.recommend.recommendation import Recommendation
+from ds_bench.recommend.rule import Candidate, decide
 from ds_bench.records import schema
 from ds_bench.records.schema import TrialRecord
 from tests.support import fakes
@@ -79,6 +81,11 @@ def candidate(label: str, gigabytes: float, speed: float, level: tuple[str, str]
         fraction=gigabytes / CARD,
         offload_level=level,
     )
+
+
+def choose(rows: Sequence[Candidate], goal: str = "balanced") -> Candidate | None:
+    decision = decide(rows, goal)
+    return None if decision is None else decision.choice
 
 
 # ------------------------------------------------------------------ four worked examples
@@ -203,7 +210,7 @@ def test_an_unknown_goal_is_the_users_mistake_in_one_line() -> None:
 
 
 def test_the_goals_are_those_of_the_flag() -> None:
-    assert recommendation.GOALS == ("speed", "balanced", "memory")
+    assert GOALS == ("speed", "balanced", "memory")
 
 
 # ------------------------------------------------------------------ laws
@@ -224,7 +231,7 @@ quick = settings(deadline=None)
 
 
 @quick
-@given(candidates, st.sampled_from(recommendation.GOALS))
+@given(candidates, st.sampled_from(GOALS))
 def test_the_choice_trained_and_fits_and_is_missing_only_when_no_row_does(rows: list[Candidate], goal: str) -> None:
     found = choose(rows, goal)
     able = [c for c in rows if c.succeeded and (c.fraction is None or c.fraction <= 0.95)]
@@ -238,7 +245,7 @@ TIE = 1.03 * (1 + 1e-12)
 @quick
 @given(candidates)
 def test_speed_is_never_slower_and_memory_never_larger_than_the_other_goals(rows: list[Candidate]) -> None:
-    speed, middle, memory = (choose(rows, goal) for goal in recommendation.GOALS)
+    speed, middle, memory = (choose(rows, goal) for goal in GOALS)
     if speed is not None and middle is not None and memory is not None:
         assert speed.tokens_per_second * TIE >= middle.tokens_per_second
         assert speed.tokens_per_second * TIE >= memory.tokens_per_second
@@ -256,7 +263,7 @@ def test_balanced_never_gives_up_more_than_a_tenth_of_the_speed_nor_takes_more_m
 
 
 @quick
-@given(candidates, st.randoms(use_true_random=False), st.sampled_from(recommendation.GOALS))
+@given(candidates, st.randoms(use_true_random=False), st.sampled_from(GOALS))
 def test_the_order_of_rows_decides_nothing_but_exact_ties(rows: list[Candidate], chance: Any, goal: str) -> None:
     shuffled = list(rows)
     chance.shuffle(shuffled)
@@ -361,7 +368,7 @@ def test_of_rows_that_are_equal_but_for_noise_the_same_is_chosen_in_95_percent_o
     chosen: Counter[str | None] = Counter()
     for _ in range(100):
         records = [again(each) for row_runs in made[: chance.choice((2, 3, 5))] for each in row_runs]
-        chosen[answer(*records, goal=chance.choice(recommendation.GOALS)).choice] += 1
+        chosen[answer(*records, goal=chance.choice(GOALS)).choice] += 1
     assert chosen["ZeRO-0"] >= 95, chosen
 
 
