@@ -28,7 +28,7 @@ def show_advice(model: str, num_gpus: int, precision: Precision, grad_accum: int
         advice = strategy_guide.advise(
             strategy, parameters=facts.parameters, num_gpus=num_gpus, precision=precision, grad_accum=grad_accum
         )
-        terminal.print_text("\n".join(strategy_guide.lines(advice)))
+        terminal.print_text("\n".join(strategy_guide.advice_lines(advice)))
     terminal.print_text("\n" + "\n".join(_rules_of_thumb(num_gpus)))
     return 0
 

@@ -5,7 +5,7 @@ Bytes are computed by formula for AdamW (``prediction.model_states``), per rank 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ..analysis.trial_caveats import NEAR_CAPACITY
@@ -100,23 +100,23 @@ def advise(
     stage = _STAGES[strategy.stage]
     guide = stage if offloads == ("none", "none") else _OFFLOADS[offloads]
     ledger = model_states(parameters, num_gpus, strategy, precision)
-    held = {tier: sum(ledger.get(tier, {}).values()) for tier in ("gpu", "cpu", "nvme")}
+    bytes_by_tier = {tier: sum(ledger.get(tier, {}).values()) for tier in ("gpu", "cpu", "nvme")}
     whole = sum(model_states(parameters, num_gpus, ZERO_STAGES[0], precision)["gpu"].values())
     return StrategyAdvice(
         strategy=strategy,
         use_when=guide.use_when,
         avoid_when=guide.avoid_when,
         moves=guide.moves if guide is stage else f"{guide.moves}; at this stage {stage.moves}",
-        cost=_cost(strategy, parameters, num_gpus, precision, grad_accum),
-        saving=_saving(strategy, whole, held["gpu"], num_gpus),
-        device_bytes=held["gpu"],
-        host_bytes=held["cpu"],
-        nvme_bytes=held["nvme"],
-        saving_bytes=whole - held["gpu"],
+        cost=_cost_text(strategy, parameters, num_gpus, precision, grad_accum),
+        saving=_saving_text(strategy, whole, bytes_by_tier["gpu"], num_gpus),
+        device_bytes=bytes_by_tier["gpu"],
+        host_bytes=bytes_by_tier["cpu"],
+        nvme_bytes=bytes_by_tier["nvme"],
+        saving_bytes=whole - bytes_by_tier["gpu"],
     )
 
 
-def lines(advice: StrategyAdvice) -> list[str]:
+def advice_lines(advice: StrategyAdvice) -> list[str]:
     """For a console: the strategy, then one line for each thing to know."""
     return [
         advice.strategy.label,
@@ -128,7 +128,7 @@ def lines(advice: StrategyAdvice) -> list[str]:
     ]
 
 
-def _saving(strategy: Strategy, whole: int, held: int, num_gpus: int) -> str:
+def _saving_text(strategy: Strategy, whole: int, held: int, num_gpus: int) -> str:
     where = "on one GPU" if num_gpus == 1 else f"on each of {num_gpus} GPUs"
     if strategy.stage == 0:
         return f"nothing: {format_bytes(whole)} of model states {where}"
@@ -140,20 +140,20 @@ def _saving(strategy: Strategy, whole: int, held: int, num_gpus: int) -> str:
     return f"{format_bytes(whole - held)} {where}: {both}"
 
 
-def _cost(strategy: Strategy, parameters: int, num_gpus: int, precision: Precision, grad_accum: int) -> str:
+def _cost_text(strategy: Strategy, parameters: int, num_gpus: int, precision: Precision, grad_accum: int) -> str:
     size = element_bytes(precision) * parameters
-    found = []
+    costs = []
     if num_gpus > 1:
         sent = _model_sizes_sent(strategy.stage, grad_accum) * size * (num_gpus - 1) // num_gpus
-        found.append(f"≈ {format_bytes(sent)} through each GPU's links per optimizer step")
+        costs.append(f"≈ {format_bytes(sent)} through each GPU's links per optimizer step")
     if strategy.offloads_optimizer:
         share = -(-size // num_gpus)
-        moved = share * (1 + _fetches(strategy, grad_accum))
-        found.append(f"≥ {format_bytes(moved)} between GPU and host per rank and optimizer step, which runs on the CPU")
+        moved = share * (1 + _parameter_copies(strategy, grad_accum))
+        costs.append(f"≥ {format_bytes(moved)} between GPU and host per rank and optimizer step, which runs on the CPU")
     if strategy.uses_nvme:
         states = model_states(parameters, num_gpus, strategy, precision).get("nvme", {}).get("optimizer_states", 0)
-        found.append(f"{format_bytes(2 * states)} of optimizer states read and written per rank and step")
-    return "; ".join(found) or "no traffic: there is one GPU and nothing is offloaded"
+        costs.append(f"{format_bytes(2 * states)} of optimizer states read and written per rank and step")
+    return "; ".join(costs) or "no traffic: there is one GPU and nothing is offloaded"
 
 
 def _model_sizes_sent(stage: int, grad_accum: int) -> int:
@@ -164,7 +164,7 @@ def _model_sizes_sent(stage: int, grad_accum: int) -> int:
     return {0: 2, 1: 2, 2: grad_accum + 1, 3: 3 * grad_accum}[stage]
 
 
-def _fetches(strategy: Strategy, grad_accum: int) -> int:
+def _parameter_copies(strategy: Strategy, grad_accum: int) -> int:
     """How often a rank's parameters are copied to the GPU: once after the step, offloaded ones in each pass."""
     return 1 if strategy.offload_param == "none" else 2 * grad_accum
 
@@ -180,11 +180,11 @@ class ObservedRows:
     fraction: float | None = None
     """Fraction of the GPU that this row used; None if unknown, or if its micro-batch fills the GPU on purpose."""
     trained_stages: frozenset[int] = frozenset()
-    """Stages that trained and leave the GPU room."""
+    """Stages that trained with GPU memory left."""
     out_of_memory_stages: frozenset[int] = frozenset()
     """Stages that ran out of device memory; they are never suggested."""
     full_stages: frozenset[int] = frozenset()
-    """Stages that trained but left the GPU too little room; they are never suggested."""
+    """Stages that trained but left too little GPU memory; they are never suggested."""
     failed_offloads: frozenset[str] = frozenset()
     """Names of offload strategies that ran out of memory or disk."""
 
@@ -195,29 +195,35 @@ class ObservedRows:
 
     @property
     def offloads(self) -> list[str]:
-        """Strategies still to try, the gentlest first."""
+        """Offload strategies that have not failed, the one that moves least first."""
         return [name for name in OFFLOAD_NAMES[1:] if name not in self.failed_offloads]
 
     def next_stage(self, above: int) -> int | None:
-        """The lowest higher one that has not failed and is not too full."""
+        """The lowest stage above that has not failed and is not too full; None if there is none."""
         return next((stage for stage in range(above + 1, 4) if stage not in self.failed | self.full_stages), None)
 
 
 def rule_of_thumb(rows: ObservedRows, *, goal: str = "balanced", num_gpus: int = 1) -> str | None:
     """The rule of thumb for these rows; None if none applies."""
-    text = _RULES_OF_THUMB[goal](rows, num_gpus == 1)
-    alone = " (on one GPU stages 1 to 3 partition nothing)" if num_gpus == 1 else ""
-    return None if text is None else text + alone
+    one_gpu = num_gpus == 1
+    text: str | None
+    if goal == "speed":
+        text = _rule_for_speed(rows)
+    elif goal == "memory":
+        text = _rule_for_memory(rows)
+    else:
+        text = _balanced_rule(rows, one_gpu)
+    return f"{text} (on one GPU stages 1 to 3 partition nothing)" if text and one_gpu else text
 
 
-def _speed(rows: ObservedRows, _alone: bool) -> str:
+def _rule_for_speed(rows: ObservedRows) -> str:
     fastest = rows.fastest_stage
     if fastest is not None and any(stage < fastest for stage in rows.trained_stages):
         return f"speed is critical: stage {fastest}, the fastest measured"
     return "speed is critical: the lowest stage that fits"
 
 
-def _memory(rows: ObservedRows, _alone: bool) -> str | None:
+def _rule_for_memory(rows: ObservedRows) -> str | None:
     if not rows.offloads:
         return None
     first, *later = rows.offloads
@@ -225,48 +231,37 @@ def _memory(rows: ObservedRows, _alone: bool) -> str | None:
     return f"memory is critical: stage 3 with offload, {first}{then}"
 
 
-def _balanced(rows: ObservedRows, alone: bool) -> str | None:
+def _balanced_rule(rows: ObservedRows, one_gpu: bool) -> str | None:
     highest, fastest = max(rows.failed, default=None), rows.fastest_stage
-    if highest is not None and (fastest is None or (not alone and 2 <= highest < fastest)):
-        stage = None if alone else rows.next_stage(highest)
-        todo = _offload(rows) if stage is None else f"stage {stage}, or offload"
-        return f"stage {highest} ran out of memory: {todo}" if todo else None
-    return None if fastest is None or rows.fraction is None else _by_fraction(rows, fastest, rows.fraction, alone)
-
-
-_RULES_OF_THUMB: Mapping[str, Callable[[ObservedRows, bool], str | None]] = {
-    "speed": _speed,
-    "balanced": _balanced,
-    "memory": _memory,
-}
-
-
-def _by_fraction(rows: ObservedRows, fastest: int, fraction: float, alone: bool) -> str | None:
-    share = f"{format_percent(fraction)} of the card"
-    row = rows.fastest_label or f"ZeRO-{fastest}"
-    if fraction < COMFORTABLE_FRACTION:
-        return f"{row} fits comfortably ({share}): {_enough(rows, fastest, alone)}"
-    if fraction < BARELY_FITS_FRACTION:
+    if highest is not None and (fastest is None or (not one_gpu and 2 <= highest < fastest)):
+        stage = None if one_gpu else rows.next_stage(highest)
+        remedy = _try_offload(rows) if stage is None else f"stage {stage}, or offload"
+        return f"stage {highest} ran out of memory: {remedy}" if remedy else None
+    if fastest is None or rows.fraction is None or COMFORTABLE_FRACTION <= rows.fraction < BARELY_FITS_FRACTION:
         return None
-    words = f"{row} barely fits" if fraction <= NEAR_CAPACITY else f"{row} is about to run out of memory"
-    if alone:
+    label, share = rows.fastest_label or f"ZeRO-{fastest}", f"{format_percent(rows.fraction)} of the card"
+    if rows.fraction < COMFORTABLE_FRACTION:
+        return f"{label} fits comfortably ({share}): {_enough_text(rows, fastest, one_gpu)}"
+    if one_gpu:
         smaller = ["--activation-checkpointing", "a smaller micro-batch", *rows.offloads[:1]]
-        return f"{words} ({share}): {', '.join(smaller[:-1])} or {smaller[-1]}"
-    stage = rows.next_stage(max(fastest, 1))
-    remedy = _offload(rows) if stage is None else f"stage {stage}"
-    return f"{words} ({share}): {remedy}" if remedy else None
+        remedy = f"{', '.join(smaller[:-1])} or {smaller[-1]}"
+    else:
+        stage = rows.next_stage(max(fastest, 1))
+        remedy = _try_offload(rows) if stage is None else f"stage {stage}"
+    verdict = "barely fits" if rows.fraction <= NEAR_CAPACITY else "is about to run out of memory"
+    return f"{label} {verdict} ({share}): {remedy}" if remedy else None
 
 
-def _enough(rows: ObservedRows, fastest: int, alone: bool) -> str:
+def _enough_text(rows: ObservedRows, fastest: int, one_gpu: bool) -> str:
     """The lowest stage that is enough, and which lower stages ran out of memory."""
-    if fastest == 0 and not alone and 1 not in rows.failed:
+    if fastest == 0 and not one_gpu and 1 not in rows.failed:
         return "stage 0 or 1 is enough"
-    if alone and 0 not in rows.failed:
+    if one_gpu and 0 not in rows.failed:
         return "stage 0 is enough"
     lower = [str(stage) for stage in sorted(rows.failed) if stage < fastest]
-    why = f"; stage{'s'[: len(lower) > 1]} {' and '.join(lower)} ran out of memory" if lower else ""
-    return f"stage {fastest} is enough{why}"
+    reason = f"; stage{'s'[: len(lower) > 1]} {' and '.join(lower)} ran out of memory" if lower else ""
+    return f"stage {fastest} is enough{reason}"
 
 
-def _offload(rows: ObservedRows) -> str:
+def _try_offload(rows: ObservedRows) -> str:
     return f"offload, {rows.offloads[0]} first" if rows.offloads else ""

@@ -31,7 +31,7 @@ def test_every_strategy_says_when_to_use_it_when_not_what_moves_and_what_it_cost
     texts = (found.use_when, found.avoid_when, found.moves, found.cost, found.saving)
     assert all(texts)
     assert all("\n" not in text for text in texts)
-    assert len(strategy_guide.lines(found)) == 6
+    assert len(strategy_guide.advice_lines(found)) == 6
 
 
 def test_stage_1_saves_the_optimizer_states_of_the_other_gpus() -> None:
