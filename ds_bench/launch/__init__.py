@@ -1,6 +1,6 @@
-"""One Trial → one isolated process tree → one TrialRecord.
+"""Runs a Trial in an isolated process tree and returns its TrialRecord.
 
-``Launcher`` is the seam: ``warm`` and ``deepspeed`` implement it, tests inject a fake.
+``Launcher`` is the interface: ``warm`` and ``deepspeed`` implement it, and tests pass a fake.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ __all__ = ["Launcher", "Limits", "Progress", "ProgressCallback"]
 
 
 class Launcher(Protocol):
-    """Runs a trial to its end, whatever that is; never raises for a trial's own failure."""
+    """Runs a trial to its end; a failure of the trial is a record, not an exception."""
 
     def launch(self, trial: Trial, folder: Path, listen: ProgressCallback) -> TrialRecord:
-        """Runs ``trial`` with its files in ``folder`` (which exists), telling ``listen`` of progress."""
+        """Runs ``trial`` with its files in ``folder``, which exists; ``listen`` is called with the progress."""
         ...

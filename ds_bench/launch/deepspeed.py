@@ -1,8 +1,7 @@
 """Cold launch: every trial through the ``deepspeed`` launcher, on one node or many.
 
-Ranks start as they do for a user, with every import paid anew. On one node they meet through a
-file; across nodes through the launcher's MASTER_ADDR, with the run directory on storage that
-every node sees.
+Ranks start as they do for a user and import everything again in each trial. On one node they meet through a file;
+across nodes through the launcher's MASTER_ADDR, with the run folder on storage that every node sees.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from .trial import run_trial
 
 
 class DeepSpeedLauncher:
-    """Runs ``deepspeed … -m ds_bench.worker FOLDER`` under a leader of ours."""
+    """Runs ``deepspeed … --module ds_bench.worker FOLDER`` as the child of a leader of ours."""
 
     def __init__(
         self, environment: Mapping[str, str], limits: Limits, *, device_indices: Sequence[int] | None = None
@@ -63,20 +62,15 @@ class DeepSpeedLauncher:
 
 
 def launch_command(placement: Placement, folder: Path, devices: Sequence[int] | None = None) -> list[str]:
-    """The launcher's command line for one trial.
-
-    ``devices``: with ``--num_gpus`` the launcher forgets CUDA_VISIBLE_DEVICES and takes the first
-    ones (launcher/runner.py), so the indices to use are given with ``--include``.
-    """
-    command = [sys.executable, "-m", "deepspeed.launcher.runner", "--no_local_rank"]
+    """The launcher's command line for one trial. ``devices``: indices of the GPUs to use."""
+    command = [sys.executable, "-m", "deepspeed.launcher.runner", "--no_local_rank", "--master_port", str(_free_port())]
     if placement.hostfile is not None:
-        command += ["--hostfile", placement.hostfile, "--master_port", str(_free_port())]
-    elif devices:
-        command += ["--include", "localhost:" + ",".join(map(str, devices[: placement.num_gpus]))]
-    else:
-        command += ["--num_gpus", str(placement.num_gpus)]
-    if placement.hostfile is None:  # and not the hostfile that may lie at the launcher's default path
-        command += ["--hostfile", os.devnull, "--master_addr", "127.0.0.1", "--master_port", str(_free_port())]
+        command += ["--hostfile", placement.hostfile]
+    else:  # an empty hostfile, since there may be one at the launcher's default path
+        command += ["--hostfile", os.devnull, "--master_addr", "127.0.0.1"]
+        # With --num_gpus the launcher ignores CUDA_VISIBLE_DEVICES and takes the first GPUs (launcher/runner.py).
+        included = "localhost:" + ",".join(map(str, devices[: placement.num_gpus])) if devices else None
+        command += ["--include", included] if included else ["--num_gpus", str(placement.num_gpus)]
     return [*command, "--module", "ds_bench.worker", str(folder)]
 
 

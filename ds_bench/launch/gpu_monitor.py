@@ -1,7 +1,7 @@
-"""A launcher that also looks at the cards: their free memory before a trial, their clocks in its measured window.
+"""A launcher that also watches the GPUs: free memory before a trial, and clocks in its measured window.
 
-Clocks are read while the card works, since an idle card tells nothing. Memory is read before, since a process that is
-killed may hold a card for seconds after it has ended.
+Clocks are read while a GPU works, since those of an idle one mean nothing. Memory is read before, since a process that
+was killed may hold GPU memory for seconds after it has ended.
 """
 
 from __future__ import annotations
@@ -16,69 +16,64 @@ from ..system import gpus
 from ..units import format_bytes
 from . import Launcher, Progress, ProgressCallback
 
-_UNRETURNED_BYTES = 256 * 2**20
-"""Free bytes less than before that are no sign of a process that still holds the card."""
+_TOLERANCE_BYTES = 256 * 2**20
+"""If so much less is free than before, that does not yet mean that a process holds GPU memory."""
 _POLL_SECONDS = 0.2
 
 
-class CardWatcher:
-    """Passes every trial on. Before it, waits for memory that an earlier trial held, ``wait_seconds`` at most.
+class GpuMonitoringLauncher:
+    """Launches trials through ``launcher``; waits ``wait_seconds`` at most for memory that an earlier trial held.
 
-    Writes beside the record how much was free when it began, and what held a card back in the middle of its steps.
+    Adds to each record the bytes that were free when it began, and caveats on GPUs throttled in the middle of its
+    steps.
     """
 
     def __init__(
         self, launcher: Launcher, query: gpus.GpuQuery, indices: tuple[int, ...], *, wait_seconds: float = 30.0
     ) -> None:
         self._launcher, self._query, self._indices, self._wait_seconds = launcher, query, indices, wait_seconds
-        self._most_free: int | None = None
+        self._expected_free_bytes = 0
+        """The most that was free before a trial so far."""
 
     def launch(self, trial: Trial, folder: Path, listen: ProgressCallback) -> TrialRecord:
         """See :class:`Launcher`."""
-        free, caveats = self._wait_for_memory()
+        free_bytes, caveats = self._wait_for_memory()
         middle = trial.workload.warmup_steps + trial.workload.num_steps // 2
-        looked: list[bool] = []
+        clocks_read = False
 
-        def also_look(progress: Progress) -> None:
-            if progress.step >= middle and not looked:
-                looked.append(True)
-                caveats.extend(self._look())
+        def listen_and_read_clocks(progress: Progress) -> None:
+            nonlocal clocks_read
+            if progress.step >= middle and not clocks_read:
+                clocks_read = True
+                for gpu in self._read_gpus():
+                    if faults := gpus.throttle_faults(gpu):
+                        caveats.append(f"GPU {gpu.index} was held back while this ran: {', '.join(faults)}")
             listen(progress)
 
-        found = self._launcher.launch(trial, folder, also_look)
-        return replace(found, caveats=(*found.caveats, *caveats), gpu_free_start_bytes=free)
+        record = self._launcher.launch(trial, folder, listen_and_read_clocks)
+        return replace(record, caveats=(*record.caveats, *caveats), gpu_free_start_bytes=free_bytes)
 
-    def _cards(self) -> list[gpus.GpuFacts]:
+    def _read_gpus(self) -> list[gpus.GpuFacts]:
         return [gpu for gpu in self._query.read().gpus if gpu.index in self._indices]
 
     def _wait_for_memory(self) -> tuple[int | None, list[str]]:
-        """Free bytes of the fullest card, and a caveat where less is free than an earlier trial began with."""
+        """Free bytes of the GPU with the least, and a caveat where less is free than before an earlier trial."""
         deadline = time.monotonic() + self._wait_seconds
-        expected = self._most_free
+        expected = self._expected_free_bytes
         while True:
-            free = self._least_free()
-            if free is None or expected is None or free >= expected - _UNRETURNED_BYTES:
-                break
+            free_bytes = min(
+                (
+                    gpu.memory_total_bytes - gpu.memory_used_bytes
+                    for gpu in self._read_gpus()
+                    if gpu.memory_total_bytes is not None and gpu.memory_used_bytes is not None
+                ),
+                default=None,
+            )
+            if free_bytes is None or free_bytes >= expected - _TOLERANCE_BYTES:
+                self._expected_free_bytes = max(free_bytes or 0, expected)
+                return free_bytes, []
             if time.monotonic() >= deadline:
-                self._most_free = free  # somebody else's for good: the next trial does not wait for it
-                text = f"{format_bytes(expected - free)} less of the card was free than when an earlier trial began"
-                return free, [text]
+                self._expected_free_bytes = free_bytes  # another program has it: the next trial does not wait
+                less = format_bytes(expected - free_bytes)
+                return free_bytes, [f"{less} less of the card was free than when an earlier trial began"]
             time.sleep(_POLL_SECONDS)
-        known = [size for size in (free, expected) if size is not None]
-        self._most_free = max(known, default=None)
-        return free, []
-
-    def _least_free(self) -> int | None:
-        sizes = [
-            gpu.memory_total_bytes - gpu.memory_used_bytes
-            for gpu in self._cards()
-            if gpu.memory_total_bytes is not None and gpu.memory_used_bytes is not None
-        ]
-        return min(sizes, default=None)
-
-    def _look(self) -> list[str]:
-        return [
-            f"GPU {gpu.index} was held back while this ran: {', '.join(reasons)}"
-            for gpu in self._cards()
-            if (reasons := gpus.throttle_faults(gpu))
-        ]

@@ -1,8 +1,7 @@
 """The leader of a trial: first process of the trial's session, parent of its ranks or its launcher.
 
-It starts them, writes a line for each that ends, and ends when all have. When the program that
-asked for the trial dies, it kills everything of the trial and removes its scratch files, so that
-nothing is left on the card or the disk.
+It starts them, writes a line for each that ends, and ends when all have ended. When the program that started the trial
+dies, it kills every process of the trial and removes its scratch files, so that nothing is left on the GPU or the disk.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from .scratch import remove_scratch
 
 
 def lead_forked_ranks(folder: Path, world_size: int, run_rank: Callable[[Path, int, int], int]) -> None:
-    """Warm: called in a process forked from the preloaded server. Forks the ranks; never returns."""
+    """Warm launch, in a process forked from the preloaded server: forks the ranks and waits. Never returns."""
     os.setsid()
     _become_leader(folder)
     ranks: dict[int, int | None] = {}
@@ -33,7 +32,7 @@ def lead_forked_ranks(folder: Path, world_size: int, run_rank: Callable[[Path, i
         if pid == 0:
             _run_forked_rank(folder, rank, world_size, run_rank)
         ranks[pid] = rank
-    _wait_for(folder, ranks)
+    _wait_for_children(folder, ranks)
     os._exit(0)
 
 
@@ -49,29 +48,29 @@ def _run_forked_rank(folder: Path, rank: int, world_size: int, run_rank: Callabl
 
 
 def lead_command(folder: Path, command: list[str]) -> int:
-    """Cold: runs a launcher's command and waits. Returns its code."""
+    """Cold launch: runs a launcher's command and waits. Returns the exit code."""
     _become_leader(folder)
     environment = {**os.environ, processes.LEADER_VARIABLE: str(os.getpid())}
     child = subprocess.Popen(
         command,
-        # With several nodes the launcher puts its folder first on PYTHONPATH (launcher/runner.py): were it the user's,
-        # a random.py there would run in every rank.
+        # With several nodes the launcher puts its working folder first on PYTHONPATH (launcher/runner.py): in a user's
+        # folder, a random.py there would run in every rank.
         cwd=folder,
         stdin=subprocess.DEVNULL,
         env=environment,
         preexec_fn=processes.die_with_parent,
     )
-    _wait_for(folder, {child.pid: None})
+    _wait_for_children(folder, {child.pid: None})
     return 0
 
 
 def _become_leader(folder: Path) -> None:
-    _redirect(folder / LEADER_LOG)
+    _redirect_streams(folder / LEADER_LOG)
     processes.adopt_orphans()
     parent = os.getppid()
 
     def on_terminate(_number: int, _frame: object) -> None:
-        # The asker ends a trial by signalling the group; alone, the leader must clear up itself.
+        # The parent ends a trial by a signal to the group and cleans up. Once it is dead, the leader must do so.
         if os.getppid() != parent:
             _kill_and_clean_up(folder)
 
@@ -81,7 +80,7 @@ def _become_leader(folder: Path) -> None:
 
 
 def _kill_and_clean_up(folder: Path) -> None:
-    """Kills what is left of the trial, removes its scratch, ends."""
+    """Kills what is left of the trial, removes its scratch files, and ends this process."""
     try:
         for _ in range(100):
             left = (processes.descendants() | processes.session_members(os.getsid(0))) - {os.getpid()}
@@ -90,13 +89,12 @@ def _kill_and_clean_up(folder: Path) -> None:
             processes.send_signal(left, signal.SIGKILL)
             processes.reap(left)
             time.sleep(0.05)
-        assignment = Assignment.load(folder)
-        remove_scratch(assignment)
+        remove_scratch(Assignment.load(folder))
     finally:
         os._exit(1)
 
 
-def _redirect(path: Path) -> None:
+def _redirect_streams(path: Path) -> None:
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
@@ -106,8 +104,8 @@ def _redirect(path: Path) -> None:
     os.close(null)
 
 
-def _wait_for(folder: Path, children: dict[int, int | None]) -> None:
-    """Reaps until every one of ``children`` (pid → rank) has ended; adopted orphans are reaped on the way."""
+def _wait_for_children(folder: Path, children: dict[int, int | None]) -> None:
+    """Waits until all ``children`` (rank by process id) have ended, and collects adopted orphans meanwhile."""
     waiting = set(children)
     while waiting:
         try:
@@ -118,15 +116,15 @@ def _wait_for(folder: Path, children: dict[int, int | None]) -> None:
             continue
         waiting.discard(pid)
         code = os.waitstatus_to_exitcode(status)
-        ended = RankExit(
+        rank_exit = RankExit(
             rank=children[pid],
             pid=pid,
             code=code if code >= 0 else None,
             signal=-code if code < 0 else None,
             time=time.time(),
         )
-        with contextlib.suppress(OSError):  # a full disk must not end the ranks that still train
-            append_line(folder / EXITS_FILE, asdict(ended))
+        with contextlib.suppress(OSError):  # on a full disk the ranks that still train go on
+            append_line(folder / EXITS_FILE, asdict(rank_exit))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Watching a trial from outside: files and clocks only, a few system calls every fifth of a second."""
+"""Watches a running trial through its files, with a few system calls every fifth of a second."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from ..system import files, processes
 Ending = Literal["ended", "hung_at_exit", "rank_failed", "timeout", "stalled"]
 _POLL_SECONDS = 0.2
 _GROWTH_BYTES = 16 * 2**20
-"""Memory or I/O by which silent ranks have to grow to count as alive: more than a hung rank's log or caches do."""
-_LOOKS_PER_STALL = 4
-"""How often the growth of silent ranks is looked at within the stall timeout."""
-_LONGEST_BETWEEN_LOOKS_SECONDS = 5.0
+"""Growth of memory or I/O that shows that silent ranks are alive: more than that of a hung rank's log or caches."""
+_CHECKS_PER_STALL = 4
+"""How often the growth of silent ranks is measured within the stall timeout, if not every few seconds."""
+_MAX_CHECK_INTERVAL_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,8 +30,8 @@ class Limits:
     timeout_seconds: float = 3600.0
     """Whole trial."""
     stall_timeout_seconds: float = 600.0
-    """Without any sign of life from any rank: a beat or, until each has done its first step, growth of what it holds
-    in memory or has moved to and from disks."""
+    """Without a sign of life from any rank: a heartbeat or, until each rank has done its first step, growth of its
+    memory or of what it has read and written."""
     failure_grace_seconds: float = 5.0
     """For the other ranks to report after one has failed."""
     exit_grace_seconds: float = 10.0
@@ -59,44 +59,38 @@ def watch(
 ) -> tuple[Ending, float | None]:
     """Waits for the end of a trial. Returns how it ended, and seconds from the start to the first warm-up step.
 
-    ``wait_leader(seconds)``: waits at most so long; True once the leader has ended.
+    ``wait_leader`` waits at most the seconds given and returns whether the leader has ended.
     """
     watcher = _Watcher(folder, world_size, limits)
     while True:
         if wait_leader(_POLL_SECONDS):
-            watcher.look(listen)
+            watcher.check(listen)
             return "ended", watcher.start_seconds
-        ending = watcher.look(listen)
+        ending = watcher.check(listen)
         if ending is not None:
             if ending in ("timeout", "stalled"):
-                watcher.dump_stacks()
+                watcher.request_stacks()
             return ending, watcher.start_seconds
 
 
-def _beginning(path: Path) -> bytes:
-    """The first bytes of a rank's file; none where it is no regular file."""
-    try:
-        with files.opened(path, sys.maxsize) as file:
-            return file.read(64)
-    except OSError:
-        return b""
-
-
 class _Watcher:
+    """What was seen of a trial so far."""
+
     def __init__(self, folder: Path, world_size: int, limits: Limits) -> None:
         self._folder, self._limits = folder, limits
         self._ranks = range(world_size)
-        self._start = self._last_life = time.monotonic()
+        self._start = self._last_sign_of_life = time.monotonic()
         self._beats: dict[int, Heartbeat] = {}
-        self._lowest: processes.Activity | None = None
-        self._looked_at = self._start
+        self._lowest_activity: processes.Activity | None = None
+        self._growth_checked_at = self._start
         self._written_at: float | None = None
         self._failed_at: float | None = None
         self.start_seconds: float | None = None
 
-    def look(self, listen: ProgressCallback) -> Ending | None:
+    def check(self, listen: ProgressCallback) -> Ending | None:
+        """Reads the trial's files once. Returns how the trial ended; None while it runs."""
         now = time.monotonic()
-        self._read_beats(now)
+        self._read_heartbeats(now)
         if self._beats:
             slowest = min(self._beats.values(), key=lambda beat: beat.step)
             listen(
@@ -107,67 +101,66 @@ class _Watcher:
                     elapsed_seconds=now - self._start,
                 )
             )
-        return self._over_by_files(now) or self._over_by_clock(now)
+        if ending := self._check_rank_files(now):
+            return ending
+        if now - self._start > self._limits.timeout_seconds:
+            return "timeout"
+        return "stalled" if now - self._last_sign_of_life > self._limits.stall_timeout_seconds else None
 
-    def _read_beats(self, now: float) -> None:
+    def _read_heartbeats(self, now: float) -> None:
         for rank in self._ranks:
             beat = read_beat(self._folder, rank)
             if beat is not None and beat != self._beats.get(rank):
                 self._beats[rank] = beat
-                self._last_life = now
-        self._look_for_growth(now)
-        everyone = len(self._beats) == len(self._ranks)
-        if self.start_seconds is None and everyone and all(beat.step >= 0 for beat in self._beats.values()):
+                self._last_sign_of_life = now
+        self._check_growth(now)
+        all_started = len(self._beats) == len(self._ranks)
+        if self.start_seconds is None and all_started and all(beat.step >= 0 for beat in self._beats.values()):
             self.start_seconds = now - self._start
 
-    def _look_for_growth(self, now: float) -> None:
-        """Ranks that load, build or initialise are silent in libraries for minutes, but move bytes meanwhile."""
-        interval = min(self._limits.stall_timeout_seconds / _LOOKS_PER_STALL, _LONGEST_BETWEEN_LOOKS_SECONDS)
+    def _check_growth(self, now: float) -> None:
+        """Counts growth as a sign of life: libraries load, build or initialise for minutes without a heartbeat."""
+        interval = min(self._limits.stall_timeout_seconds / _CHECKS_PER_STALL, _MAX_CHECK_INTERVAL_SECONDS)
         stepping = len(self._beats) == len(self._ranks) and all(beat.step >= 1 for beat in self._beats.values())
-        if stepping or now - self._looked_at < interval:
+        if stepping or now - self._growth_checked_at < interval:
             return
-        self._looked_at = now
-        seen = processes.read_activity(processes.descendants())
-        before = self._lowest
-        if before is None:
-            self._lowest = seen
-        elif (
-            seen.resident_bytes >= before.resident_bytes + _GROWTH_BYTES
-            or seen.disk_bytes >= before.disk_bytes + _GROWTH_BYTES
+        self._growth_checked_at = now
+        activity = processes.read_activity(processes.descendants())
+        lowest = self._lowest_activity or activity
+        if (
+            activity.resident_bytes >= lowest.resident_bytes + _GROWTH_BYTES
+            or activity.disk_bytes >= lowest.disk_bytes + _GROWTH_BYTES
         ):
-            self._last_life, self._lowest = now, seen
-        else:  # what was given back can grow again
-            self._lowest = processes.Activity(
-                resident_bytes=min(seen.resident_bytes, before.resident_bytes),
-                disk_bytes=min(seen.disk_bytes, before.disk_bytes),
+            self._last_sign_of_life, self._lowest_activity = now, activity
+        else:  # memory that was freed may grow again
+            self._lowest_activity = processes.Activity(
+                resident_bytes=min(activity.resident_bytes, lowest.resident_bytes),
+                disk_bytes=min(activity.disk_bytes, lowest.disk_bytes),
             )
 
-    def _over_by_files(self, now: float) -> Ending | None:
+    def _check_rank_files(self, now: float) -> Ending | None:
         written = [rank for rank in self._ranks if rank_file(self._folder, rank).exists()]
         if len(written) == len(self._ranks):
             self._written_at = self._written_at or now
             return "hung_at_exit" if now - self._written_at > self._limits.exit_grace_seconds else None
-        if self._failed_at is None and (self._died(written) or self._reported_failure(written)):
+        if self._failed_at is None and (self._some_rank_died(written) or any(map(self._reports_failure, written))):
             self._failed_at = now
         if self._failed_at is not None and now - self._failed_at > self._limits.failure_grace_seconds:
             return "rank_failed"
         return None
 
-    def _died(self, written: list[int]) -> bool:
+    def _some_rank_died(self, written: list[int]) -> bool:
         return any(entry.rank is not None and entry.rank not in written for entry in read_exits(self._folder))
 
-    def _reported_failure(self, written: list[int]) -> bool:
-        return any(b'"failure"' in _beginning(rank_file(self._folder, rank)) for rank in written)
+    def _reports_failure(self, rank: int) -> bool:
+        try:  # the key is at the beginning; somebody else's file may have any size
+            with files.opened(rank_file(self._folder, rank), sys.maxsize) as file:
+                return b'"failure"' in file.read(64)
+        except OSError:
+            return False
 
-    def _over_by_clock(self, now: float) -> Ending | None:
-        if now - self._start > self._limits.timeout_seconds:
-            return "timeout"
-        if now - self._last_life > self._limits.stall_timeout_seconds:
-            return "stalled"
-        return None
-
-    def dump_stacks(self) -> None:
-        """Asks every rank of this node for the stacks of its threads (rank<N>.stacks)."""
+    def request_stacks(self) -> None:
+        """Makes every rank of this node write the stacks of its threads (rank<N>.stacks)."""
         ours = processes.descendants()
         for rank in self._ranks:
             beat = read_beat(self._folder, rank)

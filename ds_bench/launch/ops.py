@@ -1,9 +1,9 @@
-"""DeepSpeed's compiled ops, ready before the first trial, in a cache of ours.
+"""Builds DeepSpeed's compiled ops before the first trial, in a cache of ours.
 
-DeepSpeed compiles an op on first use: minutes, inside whatever happens to run. And a build that is
-killed leaves a zero-byte ``lock`` on which every later build and load waits for ever
-(torch/utils/file_baton.py). So the ops that a plan needs are built here, with a timeout, by one
-process at a time, and locks that no process holds open are removed.
+DeepSpeed compiles an op on first use, for minutes, which would be part of what is measured. A build that is killed
+leaves an empty file ``lock`` for which every later build and load waits without end (torch/utils/file_baton.py). So the
+ops that a plan needs are built here, with a timeout, by one process at a time, and locks that no process holds open are
+removed.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..config.deepspeed_config import offload_device, uses_nvme
 from ..config.spec import Accelerator
 from ..errors import PreflightError
 from ..records.rank_files import write_json
@@ -40,6 +41,7 @@ CPU_ADAM, FUSED_ADAM, ASYNC_IO, SHARED_MEMORY = (
     "ShareMemCommBuilder",
 )
 _OPTIMIZER_OPS = {"adam": CPU_ADAM, "adamw": CPU_ADAM, "adagrad": "CPUAdagradBuilder", "lion": "CPULionBuilder"}
+_FUSED_OPTIMIZER_OPS = {"adam": FUSED_ADAM, "adamw": FUSED_ADAM, "lion": "FusedLionBuilder"}
 NO_TOOLKIT = "there is no CUDA toolkit: CUDA_HOME is not set, and no nvcc is found"
 NO_LIBAIO = "libaio's header or library is not found"
 _REMEDIES = {
@@ -48,7 +50,9 @@ _REMEDIES = {
     "CUDA_HOME",
     r"[Nn]inja|[cg]\+\+": "install a C++ compiler and ninja: apt-get install g++, pip install ninja",
 }
-"""Regular expression found in the reason why an op is missing → remedy; the first that matches counts."""
+"""Remedies by a pattern for the reason why an op is missing; the first that matches is used."""
+_LOAD_SECONDS = 60.0
+"""More than it takes to load a built op, for which its lock is held too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,12 +65,31 @@ class OpState:
     reason: str = ""
     """Why not."""
     seconds: float = 0.0
-    """Time to build and load; under a few seconds where it was built before."""
+    """Time to build and load; 0 if it was built before."""
 
 
 def remedy_of(reason: str) -> str:
-    """The remedy where an op is missing for this reason; where none is known, where to look."""
+    """What the user can do where an op is missing for this reason."""
     return next((remedy for cause, remedy in _REMEDIES.items() if re.search(cause, reason)), "see the build log")
+
+
+def needed_ops(accelerator: Accelerator, configs: Iterable[Mapping[str, object]]) -> list[str]:
+    """The ops without which trials with these DeepSpeed configurations cannot run, in build order."""
+    needed = [SHARED_MEMORY] if accelerator == "cpu" else []
+    for config in configs:
+        optimizer_op = _OPTIMIZER_OPS.get(_optimizer_kind(config))
+        if optimizer_op and offload_device(config, "offload_optimizer"):
+            needed.append(optimizer_op)
+        if uses_nvme(config):
+            needed.append(ASYNC_IO)
+    return list(dict.fromkeys(needed))
+
+
+def fused_ops(configs: Iterable[Mapping[str, object]]) -> list[str]:
+    """The ops of optimizers that stay on a GPU; without them torch's own are used."""
+    on_gpu = [config for config in configs if not offload_device(config, "offload_optimizer")]
+    names = [_FUSED_OPTIMIZER_OPS.get(_optimizer_kind(config)) for config in on_gpu]
+    return list(dict.fromkeys(filter(None, names)))
 
 
 def _optimizer_kind(config: Mapping[str, object]) -> str:
@@ -74,38 +97,11 @@ def _optimizer_kind(config: Mapping[str, object]) -> str:
     return str(optimizer.get("type", "")).lower() if isinstance(optimizer, Mapping) else ""
 
 
-def needed_ops(accelerator: Accelerator, configs: Iterable[Mapping[str, object]]) -> list[str]:
-    """The ops that trials with these DeepSpeed configurations load, in build order."""
-    from ..config.deepspeed_config import offload_device, uses_nvme
-
-    needed = [SHARED_MEMORY] if accelerator == "cpu" else []
-    for config in configs:
-        kind = _optimizer_kind(config)
-        if offload_device(config, "offload_optimizer") and kind in _OPTIMIZER_OPS:
-            needed.append(_OPTIMIZER_OPS[kind])
-        if uses_nvme(config):
-            needed.append(ASYNC_IO)
-    return list(dict.fromkeys(needed))
-
-
-def fused_ops(configs: Iterable[Mapping[str, object]]) -> list[str]:
-    """The ops of optimizers that stay on a GPU."""
-    from ..config.deepspeed_config import offload_device
-
-    fused = {"adam": FUSED_ADAM, "adamw": FUSED_ADAM, "lion": "FusedLionBuilder"}
-    kinds = []
-    for config in configs:
-        kind = _optimizer_kind(config)
-        if kind in fused and not offload_device(config, "offload_optimizer"):
-            kinds.append(fused[kind])
-    return list(dict.fromkeys(kinds))
-
-
 def cache_folder(accelerator: Accelerator, architectures: str | None = None) -> Path:
-    """One folder per Python, torch, DeepSpeed, accelerator, processor and CUDA architectures: ops do not mix.
+    """The folder of built ops for this Python, torch, DeepSpeed, accelerator, processor and CUDA architectures.
 
-    Loading an op writes beside it (a lock, ninja's log). Where DS_BENCH_OPS_CACHE or the home cannot be written, as a
-    cache that a group shares, the next of :func:`cache_roots` that can be takes its place.
+    Loading an op writes beside it (a lock, ninja's log). So it lies in the first of :func:`cache_roots` that can be
+    written, which may not be the one that is configured: groups share caches that only one user can write.
     """
     parts = [
         sysconfig.get_python_version(),
@@ -120,33 +116,28 @@ def cache_folder(accelerator: Accelerator, architectures: str | None = None) -> 
 
 
 def cache_roots() -> list[Path]:
-    """Where this user's caches may lie: as configured, in the home, and for one without a home in the temporary folder.
+    """Where this user's caches may lie: as configured, in the home folder, or else in the temporary folder.
 
-    The last is left out where it is another user's: compiled code is loaded from it.
+    The last is left out if another user owns it, since compiled code is loaded from it.
     """
     configured = [os.environ.get("DS_BENCH_OPS_CACHE"), os.environ.get("XDG_CACHE_HOME")]
     roots = [Path(name).absolute() for name in configured if name]
-    with contextlib.suppress(RuntimeError):  # no HOME, and no entry for this user
+    with contextlib.suppress(RuntimeError):  # no HOME, and no entry for this user in the system's list
         roots.append(Path.home() / ".cache")
     own = Path(tempfile.gettempdir()) / f"ds_bench_cache_{os.getuid()}"
     if not any(map(_can_write, roots)):
         with contextlib.suppress(OSError):
             own.mkdir(mode=0o700, exist_ok=True)
-    if (found := _status(own)) and found.st_uid == os.getuid() and stat.S_IMODE(found.st_mode) == 0o700:
-        roots.append(own)
+    with contextlib.suppress(OSError):
+        status = own.lstat()
+        if status.st_uid == os.getuid() and stat.S_IMODE(status.st_mode) == 0o700:
+            roots.append(own)
     return roots or [own]
 
 
-def _status(path: Path) -> os.stat_result | None:
-    try:
-        return path.lstat()
-    except OSError:
-        return None
-
-
 def _can_write(folder: Path) -> bool:
-    """Whether the folder, or where there is none yet the nearest one above it, can be written."""
-    nearest = next(place for place in (folder, *folder.parents) if place.exists())
+    """Whether the folder can be written or, while it does not exist, created."""
+    nearest = next(parent for parent in (folder, *folder.parents) if parent.exists())
     return os.access(nearest, os.W_OK | os.X_OK)
 
 
@@ -158,7 +149,7 @@ def _version(package: str) -> str:
 
 
 def _build_tools() -> str:
-    """Builds name absolute paths and are redone by another ninja: one cache per environment."""
+    """Hash of the Python environment and its ninja: builds contain absolute paths, and another ninja repeats them."""
     try:
         ninja = importlib.metadata.version("ninja")
     except importlib.metadata.PackageNotFoundError:
@@ -167,7 +158,7 @@ def _build_tools() -> str:
 
 
 def _processor() -> str:
-    """Ops are compiled for the instruction set of the machine that builds them (-march=native)."""
+    """Hash of the instruction set, for which ops are compiled (-march=native)."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith(("flags", "Features")):
@@ -177,28 +168,24 @@ def _processor() -> str:
 
 def stale_locks(folder: Path) -> list[Path]:
     """Build locks that no process holds open."""
-    locks = {lock: _is_open(lock) for lock in folder.glob("*/lock")}
-    if None in locks.values():
-        visible = set()
+    is_open = {lock: _is_open(lock) for lock in folder.glob("*/lock")}
+    if None in is_open.values():
+        open_here = set()
         for link in Path("/proc").glob("[0-9]*/fd/*"):
             with contextlib.suppress(OSError):
-                visible.add(str(link.readlink()))
-        for lock in [lock for lock, is_open in locks.items() if is_open is None]:
-            found = _status(lock)
-            old = found is not None and time.time() - found.st_mtime > _LOADING_SECONDS
-            locks[lock] = str(lock.resolve()) in visible or not old
-    return [lock for lock, is_open in locks.items() if not is_open]
-
-
-_LOADING_SECONDS = 60.0
-"""Longer than an op that was built before takes to load, which needs its lock too."""
+                open_here.add(str(link.readlink()))
+        for lock in [lock for lock, known in is_open.items() if known is None]:
+            # A process of another host, whose files are not in /proc, may be loading the op.
+            with contextlib.suppress(OSError):
+                is_open[lock] = str(lock.resolve()) in open_here or time.time() - lock.lstat().st_mtime <= _LOAD_SECONDS
+    return [lock for lock, known in is_open.items() if known is False]
 
 
 def _is_open(path: Path) -> bool | None:
-    """Whether any process of this machine has the file open, those of containers too, which /proc may not show.
+    """Whether any process of this machine has the file open, in containers too, whose processes /proc may not show.
 
-    The kernel grants a write lease on a file that nobody else has open (fcntl(2), F_SETLEASE). None where it grants
-    none at all: another user's file, or a file system of a network.
+    The kernel grants a write lease on a file that nobody else has open (fcntl(2), F_SETLEASE). None where it never
+    grants one: for another user's file, or on a network file system.
     """
     try:
         with path.open("rb") as file:
@@ -207,7 +194,7 @@ def _is_open(path: Path) -> bool | None:
             fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_UNLCK)
     except BlockingIOError:
         return True
-    except FileNotFoundError:  # let go since it was listed
+    except FileNotFoundError:  # removed since it was listed
         return True
     except OSError:
         return None
@@ -215,7 +202,7 @@ def _is_open(path: Path) -> bool | None:
 
 
 def remove_stale_locks(folder: Path) -> list[Path]:
-    """Removes them; returns what was removed."""
+    """Removes the locks that no process holds open. Returns them."""
     removed = stale_locks(folder)
     for lock in removed:
         lock.unlink(missing_ok=True)
@@ -230,7 +217,10 @@ def prepare_ops(
     timeout_seconds: float = 1800.0,
     say: Callable[[str], None],
 ) -> dict[str, OpState]:
-    """Builds each op in a process of its own unless it is built; never raises for an op that fails."""
+    """Builds each op that is not built yet, in a process of its own. An op that fails is a state, not an exception.
+
+    Raises PreflightError where the folder cannot be created.
+    """
     names = list(names)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -244,7 +234,7 @@ def prepare_ops(
         for lock in remove_stale_locks(folder):
             say(f"removed a stale build lock: {lock}")
         for name in names:
-            if is_built(name, folder):
+            if is_built(name, folder):  # by now, perhaps by the run that was waited for
                 states[name] = OpState(op=name, ready=True)
                 continue
             say(f"building DeepSpeed's {name.removesuffix('Builder')} op (once, minutes on few cores) …")
@@ -257,7 +247,7 @@ def prepare_ops(
 
 
 def is_built(name: str, folder: Path) -> bool:
-    """Whether an earlier run built this op here and every library that it loaded from this folder is still there."""
+    """Whether an earlier run built this op and the libraries that it loaded from this folder are still there."""
     try:
         libraries = json.loads((folder / f"{name}.ready").read_text())
         return isinstance(libraries, list) and all((folder / str(library)).is_file() for library in libraries)
@@ -266,7 +256,7 @@ def is_built(name: str, folder: Path) -> bool:
 
 
 def _copy_shared_cache(folder: Path, names: Iterable[str]) -> None:
-    """Copies what a cache that cannot be written holds, file times too, by which ninja decides."""
+    """Copies ops from a cache that cannot be written, with the file times by which ninja decides what to build."""
     shared = cache_roots()[0] / "ds_bench" / "ops" / folder.name
     missing = [name for name in names if not is_built(name, folder)]
     if shared != folder and any(is_built(name, shared) for name in missing):
@@ -276,7 +266,7 @@ def _copy_shared_cache(folder: Path, names: Iterable[str]) -> None:
 
 @contextlib.contextmanager
 def _only_builder(folder: Path, say: Callable[[str], None]) -> Iterator[None]:
-    """One builder per cache; the kernel releases the lock however its holder ends."""
+    """Keeps other runs from building in this cache; the kernel releases the lock however its holder ends."""
     with (folder / "builder").open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -290,7 +280,7 @@ def _only_builder(folder: Path, say: Callable[[str], None]) -> Iterator[None]:
 
 def _build(name: str, folder: Path, environment: Mapping[str, str], timeout_seconds: float) -> OpState:
     log = folder / f"{name}.log"
-    processes.adopt_orphans()  # a compiler whose builder has died is still found below this process
+    processes.adopt_orphans()  # compilers stay descendants of this process when their builder dies
     earlier = processes.descendants()
     start = time.monotonic()
     with log.open("wb") as errors:
@@ -313,10 +303,10 @@ def _build(name: str, folder: Path, environment: Mapping[str, str], timeout_seco
             child.wait()
             if child.stdout is not None:
                 child.stdout.close()
-    return _read_answer(name, output, log, child.returncode)
+    return _read_state(name, output, log, child.returncode)
 
 
-def _read_answer(name: str, output: bytes, log: Path, code: int) -> OpState:
+def _read_state(name: str, output: bytes, log: Path, code: int) -> OpState:
     try:
         answer = json.loads(output.splitlines()[-1])
         ready, seconds = answer["state"] == "ready", float(answer["seconds"])

@@ -1,8 +1,8 @@
-"""What a run leaves outside its folder: swap files, shared memory, temporary files; and their removal.
+"""Names and removes what a run creates outside its folder: swap files, shared memory, temporary files.
 
-A run that is killed removes nothing. So each process notes in a file of its own, beside the shared memory, what it is
-about to make; the next run of the same user removes what owners that no longer live have noted. Swap folders, on disks
-of their own, carry their owner in their name.
+A run that is killed removes nothing. So each process notes what it is about to create in a file of its own, beside the
+shared memory; the next run of the same user removes what processes have noted that no longer exist. Swap folders, on
+other disks, carry their owner in their name.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _SWAP_PREFIX = "ds_bench_swap"
 _OWNER_PREFIX = "ds_bench_owner"
 _SHARED_MEMORY = Path("/dev/shm")
 _REMOVABLE = ("deepspeed_allreduce_buffer_", "ds_bench_meet_", "pymp-")
-"""How the names begin of what may be noted; nothing else is removed, whatever a file says."""
+"""Beginnings of the names that may be removed, whatever a file of notes contains."""
 
 
 def _host_and_namespace() -> str:
-    """Host and process namespace: a process number means something only inside both."""
+    """Host and process namespace, within which a process id is unique."""
     try:
         namespace = Path("/proc/self/ns/pid").stat().st_ino
     except OSError:
@@ -48,7 +48,7 @@ def _own_process() -> str:
 
 
 def _is_gone(owner: str) -> bool:
-    """Whether a process of this host and namespace, as :func:`_own_process` names it, has ended; False if unknown."""
+    """Whether the process that :func:`_own_process` has named so has ended; False for any other text."""
     pid, _, started = owner.partition("-")
     if not pid.isdecimal():
         return False
@@ -60,9 +60,9 @@ def _owner_folders() -> list[Path]:
 
 
 def note_owned(*patterns: str) -> None:
-    """Notes absolute paths, as patterns of :mod:`glob`, that this process is about to make and will remove.
+    """Notes absolute paths, as patterns of :mod:`glob`, that this process will create and remove.
 
-    Where neither shared memory nor the temporary folder can be written, nothing is noted.
+    Nothing is noted where neither shared memory nor the temporary folder can be written.
     """
     for folder in _owner_folders()[:1]:
         path = folder / f"{_OWNER_PREFIX}.{_host_and_namespace()}.{_own_process()}"
@@ -73,18 +73,18 @@ def note_owned(*patterns: str) -> None:
 
 
 def temporary_folder() -> str:
-    """A folder of this process for temporary files, multiprocessing's own, removed when it ends; noted."""
+    """The folder of this process for temporary files, which multiprocessing removes when the process ends."""
     folder = multiprocessing.util.get_temp_dir()
     note_owned(glob.escape(folder))
     return folder
 
 
 def temporary_folder_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """Variables that send the temporary files of this process's children into :func:`temporary_folder`.
+    """Variables that make child processes put their temporary files into :func:`temporary_folder`.
 
-    Compilers leave theirs when they are killed, and so does DeepSpeed's import, which compiles to learn which libraries
-    there are (op_builder/builder.py, ``has_function``). torch's cache of compiled code, which is to outlive the run,
-    stays outside (torch/_inductor/runtime/cache_dir_utils.py).
+    Killed compilers leave files, and so does a killed import of DeepSpeed, which compiles to find out which libraries
+    exist (op_builder/builder.py, ``has_function``). torch's cache of compiled code stays outside, since later runs use
+    it (torch/_inductor/runtime/cache_dir_utils.py).
     """
     cache = Path(tempfile.gettempdir()).absolute() / f"torchinductor_{os.getuid()}"
     return {
@@ -94,7 +94,7 @@ def temporary_folder_variables(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def remove_abandoned() -> list[Path]:
-    """Removes what this user's processes of this host have noted and no longer live to remove. Returns what it was."""
+    """Removes what this user's processes of this host have noted and have not removed before they ended. Returns it."""
     removed: list[Path] = []
     for folder in _owner_folders():
         for entry in folder.glob(f"{_OWNER_PREFIX}.{glob.escape(_host_and_namespace())}.*"):
@@ -104,7 +104,7 @@ def remove_abandoned() -> list[Path]:
                     continue
                 for line in entry.read_text(encoding="utf-8").splitlines():
                     for pattern in json.loads(line):
-                        removed += _removed(pattern)
+                        removed += _remove_matches(pattern)
                 entry.unlink()
     return removed
 
@@ -114,45 +114,43 @@ def _is_mine(path: Path, kind: Callable[[int], bool]) -> bool:
     return found.st_uid == os.getuid() and kind(found.st_mode)
 
 
-def _removed(pattern: str) -> list[Path]:
+def _remove_matches(pattern: str) -> list[Path]:
+    """Removes this user's files and folders of that pattern with a name of ours. Returns them."""
     removed = []
     for path in list(Path("/").glob(pattern.lstrip("/"))):
-        if not path.name.startswith(_REMOVABLE):
-            continue
-        if _is_mine(path, stat.S_ISDIR):
+        if path.name.startswith(_REMOVABLE) and _is_mine(path, stat.S_ISDIR):
             shutil.rmtree(path, ignore_errors=True)
-        elif _is_mine(path, stat.S_ISREG):
+            removed.append(path)
+        elif path.name.startswith(_REMOVABLE) and _is_mine(path, stat.S_ISREG):
             path.unlink(missing_ok=True)
-        else:
-            continue
-        removed.append(path)
+            removed.append(path)
     return removed
 
 
 def new_scratch_id() -> str:
-    """Digits that no other trial on this machine uses."""
+    """Nine random digits, which no other trial on this machine has."""
     return str(secrets.randbelow(9 * 10**8) + 10**8)
 
 
 def shared_memory(scratch_id: str) -> str:
-    """Pattern of a trial's segments.
+    """Pattern of the shared-memory segments of a trial.
 
-    DeepSpeed never unlinks them: shm.cpp names them buffer, user, MASTER_ADDR, MASTER_PORT, rank.
+    DeepSpeed never unlinks them. It names them by buffer, user, MASTER_ADDR, MASTER_PORT and rank (shm.cpp).
     """
     return f"{_SHARED_MEMORY}/deepspeed_allreduce_buffer_*_{scratch_id}_*"
 
 
 def meeting_file(scratch_id: str) -> Path:
-    """Where the ranks of a trial meet: in the temporary folder, but for characters that a URL takes for its own."""
+    """The file through which the ranks of a trial find each other, in a folder whose path may stand in a URL."""
     folders = (tempfile.gettempdir(), "/tmp", str(_SHARED_MEMORY))
-    folder = next(each for each in folders if not set(each) & set("?#"))
+    folder = next(folder for folder in folders if not set(folder) & set("?#"))
     return Path(folder) / f"ds_bench_meet_{os.getuid()}_{scratch_id}"
 
 
 def swap_folder(trial: Trial, scratch_id: str) -> str | None:
-    """The private folder for this trial's swap files; None where nothing swaps.
+    """The private folder for this trial's swap files; None where nothing is swapped.
 
-    The name carries host and process, so that a later run can tell that its owner is gone.
+    Its name contains host and process, so that a later run can find out that its owner has ended.
     """
     if trial.placement.nvme_path is None or not uses_nvme(trial.ds_config):
         return None
@@ -173,17 +171,17 @@ def disk_is_full(folder: str | None) -> bool:
 
 
 def remove_scratch(assignment: Assignment) -> None:
-    """Removes swap folder, shared-memory segments and rendezvous file; what is gone already is fine."""
+    """Removes swap folder, shared-memory segments and rendezvous file, if they exist."""
     if assignment.swap_folder is not None:
         shutil.rmtree(assignment.swap_folder, ignore_errors=True)
     with contextlib.suppress(OSError):
-        _removed(shared_memory(assignment.scratch_id))
+        _remove_matches(shared_memory(assignment.scratch_id))
     if assignment.rendezvous is not None:
         Path(assignment.rendezvous.removeprefix("file://")).unlink(missing_ok=True)
 
 
 def remove_abandoned_swap(nvme_path: Path) -> list[str]:
-    """Removes swap folders whose owner on this host no longer lives. Returns their names."""
+    """Removes swap folders whose owner on this host has ended. Returns their names."""
     removed = []
     for folder in nvme_path.glob(f"{_SWAP_PREFIX}.{glob.escape(_host_and_namespace())}.*.*"):
         if _is_gone(folder.name.split(".")[-2]):

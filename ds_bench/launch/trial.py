@@ -1,4 +1,4 @@
-"""The part of a launch that both launchers share: assign, start, monitor, end, and determine the outcome."""
+"""Runs one trial, for both launchers: assign, start, monitor, end, and determine the outcome."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from .scratch import (
 
 
 class Leader(Protocol):
-    """A started trial: the process that leads its session."""
+    """The process that leads the session of a started trial."""
 
     pid: int
 
     def wait(self, seconds: float) -> bool:
-        """Waits at most so long; True once it has ended."""
+        """Waits ``seconds`` at most. Returns whether the process has ended."""
         ...
 
 
@@ -51,20 +51,19 @@ def run_trial(
     start: Start,
     launch: LauncherName,
     meet_by_file: bool = True,
-    server_lives: Callable[[], bool] = lambda: True,
+    server_is_alive: Callable[[], bool] = lambda: True,
 ) -> TrialRecord:
     """Runs one trial through ``start`` and records how it ended.
 
-    ``server_lives``: whether the process that the ranks are forked from, and die with, still runs.
-
-    A KeyboardInterrupt becomes a record with status Interrupted; any other exception passes
-    through. Either way the tree is ended first.
+    ``server_is_alive``: whether the process that the ranks are forked from, and die with, still runs. A
+    KeyboardInterrupt becomes a record with status Interrupted; any other exception is raised again. In both cases the
+    process tree is ended first.
     """
     processes.adopt_orphans()
-    assignment = _assign(trial, environment, meet_by_file, limits)
+    assignment = _create_assignment(trial, environment, meet_by_file, limits)
     assignment.save(folder, with_swap_folder(trial.ds_config, assignment.swap_folder or ""))
     started_at, clock = datetime.now(UTC).isoformat(timespec="seconds"), time.monotonic()
-    kills = _kernel_kills()
+    oom_kills_before = _read_oom_kill_count()
     earlier = processes.descendants()
     ending: Ending | None = None
     start_seconds: float | None = None
@@ -74,32 +73,35 @@ def run_trial(
         leader = start(trial, folder)
         with raising_on_interrupt():
             ending, start_seconds = watch(folder, trial.placement.num_gpus, limits, leader.wait, listen)
-    except BaseException as error:  # whatever happens here, the tree must end first
+    except BaseException as error:  # the tree must end first
         interruption = error
-    left = _end(leader, earlier, limits, hurry=interruption is not None)
+    grace_seconds = min(limits.kill_grace_seconds, 2.0 if interruption is not None else limits.kill_grace_seconds)
+    left = processes.end_tree(leader.pid if leader else None, earlier=earlier, grace_seconds=grace_seconds)
+    if leader is not None:
+        leader.wait(1.0)
     disk_full = disk_is_full(assignment.swap_folder)
     remove_scratch(assignment)
     if interruption is not None and not isinstance(interruption, KeyboardInterrupt):
         raise interruption
-    findings = determine_outcome(
+    result = determine_outcome(
         Evidence(
             folder=folder,
             world_size=trial.placement.num_gpus,
             ending=ending,
             limits=limits,
-            host_ran_out=_kernel_kills() > kills,
+            host_ran_out=_read_oom_kill_count() > oom_kills_before,
             disk_full=disk_full,
-            server_died=not server_lives(),
+            server_died=not server_is_alive(),
         )
     )
-    caveats = (*trial.caveats, *findings.caveats)
+    caveats = (*trial.caveats, *result.caveats)
     if left:
         caveats += (f"processes {sorted(left)} could not be ended",)
     return TrialRecord(
         trial=trial,
-        outcome=findings.outcome,
-        ranks=findings.measurements,
-        failures=findings.failures,
+        outcome=result.outcome,
+        ranks=result.measurements,
+        failures=result.failures,
         launch=launch,
         started_at=started_at,
         wall_seconds=time.monotonic() - clock,
@@ -109,11 +111,11 @@ def run_trial(
 
 
 _COLLECTIVE_MARGIN_SECONDS = 120.0
-"""Beyond the limits of a trial: time for the parent to see that a limit is over, and to dump every rank's stacks."""
-_LONGEST_COLLECTIVE_SECONDS = 30 * 24 * 3600.0
+"""Added to the limits of a trial: time for the parent to notice that one is exceeded and to request stacks."""
+_MAX_COLLECTIVE_SECONDS = 30 * 24 * 3600.0
 
 
-def _assign(trial: Trial, environment: Mapping[str, str], meet_by_file: bool, limits: Limits) -> Assignment:
+def _create_assignment(trial: Trial, environment: Mapping[str, str], meet_by_file: bool, limits: Limits) -> Assignment:
     scratch_id = new_scratch_id()
     meeting = meeting_file(scratch_id)
     note_owned(glob.escape(str(meeting)), shared_memory(scratch_id))
@@ -130,20 +132,12 @@ def _assign(trial: Trial, environment: Mapping[str, str], meet_by_file: bool, li
         swap_folder=swap,
         collective_timeout_seconds=min(
             max(limits.timeout_seconds, limits.stall_timeout_seconds) + _COLLECTIVE_MARGIN_SECONDS,
-            _LONGEST_COLLECTIVE_SECONDS,
+            _MAX_COLLECTIVE_SECONDS,
         ),
         working_folder=str(Path.cwd()),
     )
 
 
-def _end(leader: Leader | None, earlier: set[int], limits: Limits, *, hurry: bool) -> set[int]:
-    grace = min(limits.kill_grace_seconds, 2.0) if hurry else limits.kill_grace_seconds
-    left = processes.end_tree(leader.pid if leader else None, earlier=earlier, grace_seconds=grace)
-    if leader is not None:
-        leader.wait(1.0)
-    return left
-
-
-def _kernel_kills() -> int:
-    """Processes the kernel has killed for memory so far, in this cgroup and on this host."""
+def _read_oom_kill_count() -> int:
+    """How many processes the kernel has killed for memory so far, in this cgroup and on this host."""
     return (host_memory.cgroup_oom_kill_count() or 0) + (host_memory.host_oom_kill_count() or 0)

@@ -1,7 +1,7 @@
 """Warm launch: the ranks of each trial are forked from one server that has loaded everything.
 
-The server is the standard library's ``multiprocessing`` forkserver with ``worker.preload`` in its
-preload list. It must never touch a GPU; a probe proves that before the first trial.
+The server is the ``multiprocessing`` forkserver of the standard library with ``worker.preload`` in its preload list. It
+must never use a GPU, which its forks could then not use: a probe proves that before the first trial.
 """
 
 from __future__ import annotations
@@ -30,21 +30,19 @@ from .trial import run_trial
 
 _PRELOAD = "ds_bench.worker.preload"
 _RANK = "ds_bench.worker.rank"
-
-
-_STARTS = 3
-"""How often a trial is started anew because the server died before it had begun."""
+_MAX_STARTS = 3
+"""How often a trial is started where the server dies before the trial has begun."""
 
 
 class _ServerDiedError(Exception):
-    """The server went away while it was asked to fork a trial's leader."""
+    """The server ended while it was asked to fork a trial's leader."""
 
 
 class WarmLauncher:
-    """Single node. ``environment`` is fixed for the server's life: it is read when libraries load.
+    """Launches trials on a single node. ``environment`` holds for the life of the server, whose libraries read it once.
 
-    A server that is killed is started and proven anew before the next trial. Where that fails, trials go through
-    ``otherwise``, with a caveat; without one they are Crashed.
+    A server that was killed is started and probed again before the next trial. Where that fails, trials go through
+    ``otherwise``, with a caveat; without it they are Crashed.
     """
 
     def __init__(self, environment: Mapping[str, str], limits: Limits, otherwise: Launcher | None = None) -> None:
@@ -52,56 +50,56 @@ class WarmLauncher:
         self._limits = limits
         self._otherwise = otherwise
         self._context = multiprocessing.get_context("forkserver")
-        self._server: int | None = None
-        # multiprocessing replaces its helper process wherever it finds it killed, with a warning for developers.
+        self._server_pid: int | None = None
+        # multiprocessing replaces its helper process where it finds it killed, with a warning meant for developers.
         warnings.filterwarnings("ignore", "resource_tracker: process died unexpectedly", UserWarning)
 
     def prepare(self, timeout_seconds: float = 300.0) -> str | None:
-        """Starts the server, once more where it dies while it loads.
+        """Starts the server, a second time if it dies while it loads.
 
-        Returns None when ranks may be forked from it, else the reason why not.
+        Returns None if ranks may be forked from it, else the reason why not.
         """
         earlier = processes.descendants()
         try:
             try:
-                return self._probe(timeout_seconds)
+                return self._probe_server(timeout_seconds)
             except (EOFError, OSError):
                 _forget_server()
-                return self._probe(timeout_seconds)
+                return self._probe_server(timeout_seconds)
         except (EOFError, OSError) as error:
             return f"the preloaded server did not start ({type(error).__name__})"
         except BaseException:
             processes.end_tree(None, earlier=earlier, grace_seconds=1.0)
             raise
 
-    def _probe(self, timeout_seconds: float) -> str | None:
+    def _probe_server(self, timeout_seconds: float) -> str | None:
         resource_tracker.ensure_running()
         self._context.set_forkserver_preload([_PRELOAD])
-        answer = Path(temporary_folder()) / "probe.json"
-        answer.unlink(missing_ok=True)
-        with _variables(self._environment):
-            probe = self._context.Process(target=_probe, args=(str(answer),), daemon=True)
+        result_file = Path(temporary_folder()) / "probe.json"
+        result_file.unlink(missing_ok=True)
+        with _set_variables(self._environment):  # the server inherits them
+            probe = self._context.Process(target=_write_probe_result, args=(str(result_file),), daemon=True)
             probe.start()
         probe.join(timeout_seconds)
         if probe.is_alive():
             probe.kill()
             return f"the preloaded server did not answer in {timeout_seconds:.0f} s"
-        if not answer.exists():
+        if not result_file.exists():
             return f"the preloaded server failed (exit code {probe.exitcode})"
-        told = json.loads(answer.read_text())
-        self._server = told["server"]
-        return None if told["reason"] is None else str(told["reason"])
+        result = json.loads(result_file.read_text())
+        self._server_pid = result["server"]
+        return None if result["reason"] is None else str(result["reason"])
 
     def launch(self, trial: Trial, folder: Path, listen: ProgressCallback) -> TrialRecord:
         """See ``Launcher``."""
         reason = "it died as often as it was started"
-        for _ in range(_STARTS):
-            # Before the trial, not in it: what runs before is left alone when the trial's processes are ended.
+        for _ in range(_MAX_STARTS):
+            # Before the trial, not in it: ending a trial spares what ran before it.
             resource_tracker.ensure_running()
-            forbidden = None if self._server_lives() else self.prepare()
+            forbidden = None if self._server_is_alive() else self.prepare()
             if forbidden is not None:
                 reason = forbidden
-                if self._server_lives():  # it is there and may not be forked
+                if self._server_is_alive():  # and will not become safe
                     break
                 continue
             try:
@@ -113,33 +111,32 @@ class WarmLauncher:
                     environment={},
                     start=self._start,
                     launch="warm",
-                    server_lives=self._server_lives,
+                    server_is_alive=self._server_is_alive,
                 )
             except _ServerDiedError:
-                for file in folder.iterdir():  # of a leader that was forked all the same
+                for file in folder.iterdir():  # of a leader that was forked before the server died
                     file.unlink()
-        return self._launch_otherwise(trial, folder, listen, f"the preloaded server may not be forked, {reason}")
+        reason = f"the preloaded server may not be forked, {reason}"
+        if self._otherwise is not None:
+            record = self._otherwise.launch(trial, folder, listen)
+            return replace(record, caveats=(*record.caveats, f"cold launch: {reason}"))
+        outcome = Outcome(status=CRASHED, error=reason, details=reason)
+        return TrialRecord(trial=trial, outcome=outcome, launch="warm", caveats=trial.caveats)
 
-    def _server_lives(self) -> bool:
-        return self._server is not None and processes.is_alive(self._server)
+    def _server_is_alive(self) -> bool:
+        return self._server_pid is not None and processes.is_alive(self._server_pid)
 
     def _start(self, trial: Trial, folder: Path) -> _ForkedLeader:
-        process = self._context.Process(target=_lead, args=(str(folder), trial.placement.num_gpus), daemon=False)
+        process = self._context.Process(target=_lead_trial, args=(str(folder), trial.placement.num_gpus), daemon=False)
         try:
-            if self._server_lives():  # else a new one would be started here, unproven and as a part of the trial
+            # Without a server multiprocessing would start one here: not probed, and as a part of the trial.
+            if self._server_is_alive():
                 process.start()
         except (EOFError, OSError) as error:
             raise _ServerDiedError from error
-        if not self._server_lives():
+        if not self._server_is_alive():
             raise _ServerDiedError
         return _ForkedLeader(process)
-
-    def _launch_otherwise(self, trial: Trial, folder: Path, listen: ProgressCallback, reason: str) -> TrialRecord:
-        if self._otherwise is not None:
-            found = self._otherwise.launch(trial, folder, listen)
-            return replace(found, caveats=(*found.caveats, f"cold launch: {reason}"))
-        outcome = Outcome(status=CRASHED, error=reason, details=reason)
-        return TrialRecord(trial=trial, outcome=outcome, launch="warm", caveats=trial.caveats)
 
 
 class _ForkedLeader:
@@ -153,25 +150,23 @@ class _ForkedLeader:
 
 
 @contextlib.contextmanager
-def _variables(environment: Mapping[str, str]) -> Iterator[None]:
-    """These variables set for a moment: a started server inherits them."""
-    before = {name: os.environ.get(name) for name in environment}
+def _set_variables(environment: Mapping[str, str]) -> Iterator[None]:
+    """Sets these variables within this context."""
+    before = os.environ.copy()
     os.environ.update(environment)
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        for name in environment:
+            os.environ.pop(name, None)
+        os.environ.update(before)
 
 
 def _forget_server() -> None:
-    """Lets the standard library start its server anew.
+    """Makes the standard library start its server again.
 
-    It asks by waitpid whether its server lives, and fails for good where the dead server was already collected, as the
-    ending of a trial does with what it adopted (multiprocessing/forkserver.py, ``ensure_running``).
+    It asks by waitpid whether its server lives, and raises from then on where somebody else has collected the dead
+    server, as the ending of a trial does with the orphans it adopts (multiprocessing/forkserver.py, ensure_running).
     """
     server: Any = importlib.import_module("multiprocessing.forkserver")._forkserver
     with contextlib.suppress(OSError, TypeError):
@@ -179,41 +174,33 @@ def _forget_server() -> None:
     server._forkserver_pid = server._forkserver_alive_fd = server._forkserver_address = None
 
 
-def _worker(name: str) -> object:
-    return importlib.import_module(name)
-
-
-def _probe(answer: str) -> None:
-    """Runs in a process forked from the server: may it fork ranks?"""
+def _write_probe_result(result_file: str) -> None:
+    """Runs in a process forked from the server: writes why ranks may not be forked from it, or None."""
     reason = None
-    shared = _PRELOAD in sys.modules
-    preload = _worker(_PRELOAD)
-    files = getattr(preload, "GPU_FILES", None)
+    is_preloaded = _PRELOAD in sys.modules
+    preload = importlib.import_module(_PRELOAD)
+    gpu_files = getattr(preload, "GPU_FILES", None)
     missing = getattr(preload, "MISSING", [])
-    if not shared:
+    if not is_preloaded:
         reason = "it did not preload anything"
-    elif files:
-        reason = f"it holds {', '.join(files)} open after preloading"
+    elif gpu_files:
+        reason = f"it holds {', '.join(gpu_files)} open after preloading"
     elif getattr(preload, "CUDA_INITIALISED", False):
         reason = "the CUDA driver was initialised in it"
-    elif "torch" in missing or "deepspeed" in missing or "ds_bench.worker.measure" in missing:
+    elif {"torch", "deepspeed", "ds_bench.worker.measure"} & set(missing):
         reason = f"it could not import {', '.join(missing)}"
-    elif os.environ.get("DS_ACCELERATOR") != "cpu":
-        torch = _worker("torch")
-        if torch.cuda._is_in_bad_fork():  # type: ignore[attr-defined]
-            reason = "CUDA was initialised in it"
-    Path(answer).write_text(json.dumps({"reason": reason, "server": os.getppid()}))
+    elif os.environ.get("DS_ACCELERATOR") != "cpu" and importlib.import_module("torch").cuda._is_in_bad_fork():
+        reason = "CUDA was initialised in it"
+    Path(result_file).write_text(json.dumps({"reason": reason, "server": os.getppid()}))
 
 
-def _lead(folder: str, world_size: int) -> None:
+def _lead_trial(folder: str, world_size: int) -> None:
     """Runs in a process forked from the server: becomes the leader of a trial."""
     from .leader import lead_forked_ranks
 
     warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 on fork beside an idle BLAS thread
 
     def run_rank(path: Path, rank: int, size: int) -> int:
-        worker = _worker(_RANK)
-        code: int = worker.run(path, rank=rank, local_rank=rank, world_size=size)  # type: ignore[attr-defined]
-        return code
+        return int(importlib.import_module(_RANK).run(path, rank=rank, local_rank=rank, world_size=size))
 
     lead_forked_ranks(Path(folder), world_size, run_rank)

@@ -249,7 +249,7 @@ def test_a_change_too_slow_to_read_is_given_up_with_a_note(monkeypatch: pytest.M
     from ds_bench.records.rank_files import HeartbeatWriter
 
     weights = torch.zeros(10)
-    monkeypatch.setattr(weight_change, "fragments", lambda _engine: iter([("a", 0, weights)]))
+    monkeypatch.setattr(weight_change, "read_fragments", lambda _engine: iter([("a", 0, weights)]))
     change = weight_change.WeightChange(None, HeartbeatWriter(tmp_path, 0))
     weights += 3.0
     found = change.since_start()

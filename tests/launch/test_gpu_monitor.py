@@ -9,7 +9,7 @@ import pytest
 
 from ds_bench.config.spec import Trial
 from ds_bench.launch import Progress, ProgressCallback
-from ds_bench.launch.gpu_monitor import CardWatcher
+from ds_bench.launch.gpu_monitor import GpuMonitoringLauncher
 from ds_bench.records.schema import TrialRecord
 from ds_bench.system.gpus import GpuInventory
 from tests.support import fakes
@@ -41,7 +41,7 @@ class Cards:
 
 def launch(cards: Cards, indices: tuple[int, ...] = (0, 1)) -> TrialRecord:
     trial = fakes.trial(on=fakes.placement(accelerator="cuda", num_gpus=2))
-    return CardWatcher(Steps(), cards, indices).launch(trial, Path("unused"), lambda _progress: None)
+    return GpuMonitoringLauncher(Steps(), cards, indices).launch(trial, Path("unused"), lambda _progress: None)
 
 
 def test_a_card_that_is_held_back_is_told_and_asked_for_once() -> None:
@@ -69,7 +69,7 @@ class Memory:
 
 
 def free_at_start(memory: Memory, trials: int, wait_seconds: float) -> list[TrialRecord]:
-    watcher = CardWatcher(Quiet(), memory, (0,), wait_seconds=wait_seconds)
+    watcher = GpuMonitoringLauncher(Quiet(), memory, (0,), wait_seconds=wait_seconds)
     trial = fakes.trial(on=fakes.placement(accelerator="cuda"))
     return [watcher.launch(trial, Path("unused"), lambda _progress: None) for _ in range(trials)]
 
