@@ -20,7 +20,7 @@ from ..records.rank_files import LEADER_LOG
 from ..records.schema import TrialRecord
 from ..system.processes import child_environment, die_with_parent
 from .monitor import Limits, ProgressCallback
-from .trial import run_trial
+from .trial import Leader, run_trial
 
 
 class DeepSpeedLauncher:
@@ -43,10 +43,10 @@ class DeepSpeedLauncher:
             environment={name: value for name, value in self._environment.items() if name != "PYTHONPATH"},
             start=self._start,
             launch="deepspeed",
-            meet_by_file=trial.placement.hostfile is None,
+            rendezvous_by_file=trial.placement.hostfile is None,
         )
 
-    def _start(self, trial: Trial, folder: Path) -> _SpawnedLeader:
+    def _start(self, trial: Trial, folder: Path) -> Leader:
         command = launch_command(trial.placement, folder.resolve(), self._devices)
         with (folder / LEADER_LOG).open("ab") as log:
             process = subprocess.Popen(
@@ -58,7 +58,13 @@ class DeepSpeedLauncher:
                 start_new_session=True,
                 preexec_fn=die_with_parent,
             )
-        return _SpawnedLeader(process)
+
+        def wait(seconds: float) -> bool:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(seconds)
+            return process.poll() is not None
+
+        return Leader(process.pid, wait)
 
 
 def launch_command(placement: Placement, folder: Path, devices: Sequence[int] | None = None) -> list[str]:
@@ -79,14 +85,3 @@ def _free_port() -> int:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
         return port
-
-
-class _SpawnedLeader:
-    def __init__(self, process: subprocess.Popen[bytes]) -> None:
-        self._process = process
-        self.pid = process.pid
-
-    def wait(self, seconds: float) -> bool:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(seconds)
-        return self._process.poll() is not None

@@ -230,7 +230,7 @@ def prepare_ops(
     if all(is_built(name, folder) for name in names) and not stale_locks(folder):
         return {name: OpState(op=name, ready=True) for name in names}
     states = {}
-    with _only_builder(folder, say):
+    with _lock_cache(folder, say):
         for lock in remove_stale_locks(folder):
             say(f"removed a stale build lock: {lock}")
         for name in names:
@@ -265,7 +265,7 @@ def _copy_shared_cache(folder: Path, names: Iterable[str]) -> None:
 
 
 @contextlib.contextmanager
-def _only_builder(folder: Path, say: Callable[[str], None]) -> Iterator[None]:
+def _lock_cache(folder: Path, say: Callable[[str], None]) -> Iterator[None]:
     """Keeps other runs from building in this cache; the kernel releases the lock however its holder ends."""
     with (folder / "builder").open("w") as file:
         try:

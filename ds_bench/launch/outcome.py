@@ -86,11 +86,11 @@ def _read_rank_files(
         if not path.exists():
             continue
         try:
-            data = _read_object(path)
-            if "failure" in data:
-                failures.append(json_files.build(RankFailure, data["failure"]))
+            report = _read_rank_file(path, rank, evidence)
+            if isinstance(report, RankFailure):
+                failures.append(report)
             else:
-                measurements.append(_build_measurement(data, rank, evidence))
+                measurements.append(report)
         except _INVALID_FILE_ERRORS as error:
             reason = error.strerror if isinstance(error, OSError) else error
             problems[rank] = f"{path.name} is not a valid rank file: {reason}"
@@ -102,25 +102,26 @@ def _read_partial_files(evidence: Evidence) -> tuple[RankMeasurement, ...]:
     measurements = []
     for rank in range(evidence.world_size):
         try:
-            data = _read_object(partial_rank_file(evidence.folder, rank))
-            measurements.append(_build_measurement(data, rank, evidence))
+            measurement = _read_rank_file(partial_rank_file(evidence.folder, rank), rank, evidence)
         except _INVALID_FILE_ERRORS:
             return ()
+        if isinstance(measurement, RankFailure):
+            return ()
+        measurements.append(measurement)
     return tuple(measurements)
 
 
-def _build_measurement(data: Mapping[str, Any], rank: int, evidence: Evidence) -> RankMeasurement:
+def _read_rank_file(path: Path, rank: int, evidence: Evidence) -> RankMeasurement | RankFailure:
+    """Raises one of ``_INVALID_FILE_ERRORS`` where it is no report of this rank."""
+    data = json_files.parse_json(files.read_bytes(path, _MAX_RANK_FILE_BYTES))
+    if not isinstance(data, dict):
+        raise TypeError("not an object")
+    if "failure" in data:
+        return json_files.build(RankFailure, data["failure"])
     measurement = json_files.build(RankMeasurement, data["measurement"])
     if measurement.rank != rank or measurement.world_size != evidence.world_size:
         raise ValueError(f"is of rank {measurement.rank} of {measurement.world_size}")
     return measurement
-
-
-def _read_object(path: Path) -> Mapping[str, Any]:
-    data = json_files.parse_json(files.read_bytes(path, _MAX_RANK_FILE_BYTES))
-    if not isinstance(data, dict):
-        raise TypeError("not an object")
-    return data
 
 
 def _exit_caveats(evidence: Evidence) -> tuple[str, ...]:

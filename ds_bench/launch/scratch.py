@@ -43,12 +43,12 @@ def _host_and_namespace() -> str:
     return f"{socket.gethostname()}.{namespace}"
 
 
-def _own_process() -> str:
+def _name_own_process() -> str:
     return f"{os.getpid()}-{start_ticks(os.getpid())}"
 
 
 def _is_gone(owner: str) -> bool:
-    """Whether the process that :func:`_own_process` has named so has ended; False for any other text."""
+    """Whether the process that :func:`_name_own_process` has named so has ended; False for any other text."""
     pid, _, started = owner.partition("-")
     if not pid.isdecimal():
         return False
@@ -65,7 +65,7 @@ def note_owned(*patterns: str) -> None:
     Nothing is noted where neither shared memory nor the temporary folder can be written.
     """
     for folder in _owner_folders()[:1]:
-        path = folder / f"{_OWNER_PREFIX}.{_host_and_namespace()}.{_own_process()}"
+        path = folder / f"{_OWNER_PREFIX}.{_host_and_namespace()}.{_name_own_process()}"
         if not path.exists():
             atexit.register(path.unlink, missing_ok=True)
         with contextlib.suppress(OSError):
@@ -140,7 +140,7 @@ def shared_memory(scratch_id: str) -> str:
     return f"{_SHARED_MEMORY}/deepspeed_allreduce_buffer_*_{scratch_id}_*"
 
 
-def meeting_file(scratch_id: str) -> Path:
+def rendezvous_file(scratch_id: str) -> Path:
     """The file through which the ranks of a trial find each other, in a folder whose path may stand in a URL."""
     folders = (tempfile.gettempdir(), "/tmp", str(_SHARED_MEMORY))
     folder = next(folder for folder in folders if not set(folder) & set("?#"))
@@ -154,7 +154,7 @@ def swap_folder(trial: Trial, scratch_id: str) -> str | None:
     """
     if trial.placement.nvme_path is None or not uses_nvme(trial.ds_config):
         return None
-    name = f"{_SWAP_PREFIX}.{_host_and_namespace()}.{_own_process()}.{scratch_id}"
+    name = f"{_SWAP_PREFIX}.{_host_and_namespace()}.{_name_own_process()}.{scratch_id}"
     return str(Path(trial.placement.nvme_path).resolve() / name)
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import glob
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Protocol
 
 from ..config.deepspeed_config import with_swap_folder
 from ..config.spec import LauncherName, Trial
@@ -19,23 +19,22 @@ from .monitor import Ending, Limits, ProgressCallback, watch
 from .outcome import Evidence, determine_outcome
 from .scratch import (
     disk_is_full,
-    meeting_file,
     new_scratch_id,
     note_owned,
     remove_scratch,
+    rendezvous_file,
     shared_memory,
     swap_folder,
 )
 
 
-class Leader(Protocol):
+@dataclass(frozen=True, slots=True)
+class Leader:
     """The process that leads the session of a started trial."""
 
     pid: int
-
-    def wait(self, seconds: float) -> bool:
-        """Waits ``seconds`` at most. Returns whether the process has ended."""
-        ...
+    wait: Callable[[float], bool]
+    """Waits at most the seconds given. Returns whether the process has ended."""
 
 
 Start = Callable[[Trial, Path], Leader]
@@ -50,7 +49,7 @@ def run_trial(
     environment: Mapping[str, str],
     start: Start,
     launch: LauncherName,
-    meet_by_file: bool = True,
+    rendezvous_by_file: bool = True,
     server_is_alive: Callable[[], bool] = lambda: True,
 ) -> TrialRecord:
     """Runs one trial through ``start`` and records how it ended.
@@ -60,7 +59,7 @@ def run_trial(
     process tree is ended first.
     """
     processes.adopt_orphans()
-    assignment = _create_assignment(trial, environment, meet_by_file, limits)
+    assignment = _create_assignment(trial, environment, rendezvous_by_file, limits)
     assignment.save(folder, with_swap_folder(trial.ds_config, assignment.swap_folder or ""))
     started_at, clock = datetime.now(UTC).isoformat(timespec="seconds"), time.monotonic()
     oom_kills_before = _read_oom_kill_count()
@@ -115,18 +114,22 @@ _COLLECTIVE_MARGIN_SECONDS = 120.0
 _MAX_COLLECTIVE_SECONDS = 30 * 24 * 3600.0
 
 
-def _create_assignment(trial: Trial, environment: Mapping[str, str], meet_by_file: bool, limits: Limits) -> Assignment:
+def _create_assignment(
+    trial: Trial, environment: Mapping[str, str], rendezvous_by_file: bool, limits: Limits
+) -> Assignment:
     scratch_id = new_scratch_id()
-    meeting = meeting_file(scratch_id)
-    note_owned(glob.escape(str(meeting)), shared_memory(scratch_id))
-    if meet_by_file:  # it exists for as long as the trial runs: a rank started by hand afterwards finds it missing
-        meeting.touch(mode=0o600, exist_ok=False)
+    rendezvous = rendezvous_file(scratch_id)
+    note_owned(glob.escape(str(rendezvous)), shared_memory(scratch_id))
+    if (
+        rendezvous_by_file
+    ):  # it exists for as long as the trial runs: a rank started by hand afterwards finds it missing
+        rendezvous.touch(mode=0o600, exist_ok=False)
     swap = swap_folder(trial, scratch_id)
     if swap is not None:
         Path(swap).mkdir()
     return Assignment(
         trial=trial,
-        rendezvous=f"file://{meeting}" if meet_by_file else None,
+        rendezvous=f"file://{rendezvous}" if rendezvous_by_file else None,
         scratch_id=scratch_id,
         environment=environment,
         swap_folder=swap,

@@ -16,7 +16,6 @@ import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from multiprocessing import resource_tracker
-from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ from ..system import processes
 from . import Launcher
 from .monitor import Limits, ProgressCallback
 from .scratch import temporary_folder
-from .trial import run_trial
+from .trial import Leader, run_trial
 
 _PRELOAD = "ds_bench.worker.preload"
 _RANK = "ds_bench.worker.rank"
@@ -126,7 +125,7 @@ class WarmLauncher:
     def _server_is_alive(self) -> bool:
         return self._server_pid is not None and processes.is_alive(self._server_pid)
 
-    def _start(self, trial: Trial, folder: Path) -> _ForkedLeader:
+    def _start(self, trial: Trial, folder: Path) -> Leader:
         process = self._context.Process(target=_lead_trial, args=(str(folder), trial.placement.num_gpus), daemon=False)
         try:
             # Without a server multiprocessing would start one here: not probed, and as a part of the trial.
@@ -136,17 +135,12 @@ class WarmLauncher:
             raise _ServerDiedError from error
         if not self._server_is_alive():
             raise _ServerDiedError
-        return _ForkedLeader(process)
 
+        def wait(seconds: float) -> bool:
+            process.join(seconds)
+            return not process.is_alive()
 
-class _ForkedLeader:
-    def __init__(self, process: ForkServerProcess) -> None:
-        self._process = process
-        self.pid = process.pid or 0
-
-    def wait(self, seconds: float) -> bool:
-        self._process.join(seconds)
-        return not self._process.is_alive()
+        return Leader(process.pid or 0, wait)
 
 
 @contextlib.contextmanager

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from ..system.processes import die_with_parent
+from .failure import describe_error
 from .memory import io_bytes
 
 _CHUNK_BYTES = 64 * 2**20
@@ -91,8 +92,7 @@ def _measure_or_error(folder: str, settings: str) -> dict[str, Any]:
     try:
         return measure(Path(folder), json.loads(settings))
     except Exception as error:  # of the disk, the file system or DeepSpeed
-        text = " ".join(str(error).split()) or "no reason given"
-        return {"error": f"{type(error).__name__}: {text[:300]}"}
+        return {"error": describe_error(error)}
 
 
 if __name__ == "__main__":

@@ -67,12 +67,13 @@ def classify(error: BaseException, *, limited: bool = False, device_free_bytes: 
     return "other"
 
 
-def _size_after(text: str, words: str) -> int | None:
-    found = re.search(words + r"\s+" + _SIZE.pattern, text)
-    return int(float(found.group(1)) * _SCALE[found.group(2)]) if found else None
+def _find_size(text: str, words: str) -> int | None:
+    """The bytes that follow ``words``, a pattern; None without any."""
+    match = re.search(words + r"\s+" + _SIZE.pattern, text)
+    return int(float(match.group(1)) * _SCALE[match.group(2)]) if match else None
 
 
-def _message(error: BaseException) -> str:
+def _summarise(error: BaseException) -> str:
     """The cause in one line: of pydantic's report with the field, and the source line where the error has no text."""
     lines = str(error).strip().splitlines()
     if not lines:
@@ -81,6 +82,11 @@ def _message(error: BaseException) -> str:
     if type(error).__name__ == "ValidationError" and len(lines) > 2:
         return f"{lines[0]}: {lines[1]}: {lines[2].strip()}"
     return lines[0]
+
+
+def describe_error(error: BaseException) -> str:
+    """Class and cause of an error in one line, for a reply of a worker program."""
+    return f"{type(error).__name__}: {_summarise(error)[:300]}"
 
 
 def rank_failure(
@@ -100,15 +106,15 @@ def rank_failure(
     were read earlier.
     """
     text = str(error)
-    free_bytes = _size_after(text, "of which")
+    free_bytes = _find_size(text, "of which")
     return RankFailure(
         rank=rank,
         error_class=type(error).__name__,
-        message=_message(error)[:500],
+        message=_summarise(error)[:500],
         phase=phase,
         time=time.time(),
         kind=classify(error, limited=limited, device_free_bytes=device_free_bytes),
-        requested_bytes=_size_after(
+        requested_bytes=_find_size(
             text, "(?:Tried to allocate|you tried to allocate|Failed to CUDA (?:calloc|malloc|host alloc)(?: async)?)"
         ),
         free_bytes=None if emulated else device_free_bytes if free_bytes is None else free_bytes,

@@ -13,6 +13,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from .failure import describe_error
+
 
 def look_up(name: str, *, trust_remote_code: bool) -> dict[str, Any]:
     """Facts of a model in a local folder or on the Hub. Raises whatever Transformers raises."""
@@ -55,8 +57,7 @@ def main() -> None:
         else:
             answer = look_up(sys.argv[1], trust_remote_code="--trust-remote-code" in sys.argv)
     except (Exception, SystemExit) as error:  # SystemExit: a factory's module may be a script
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        answer = {"error": f"{type(error).__name__}: {lines[0][:300] if lines else ''}"}
+        answer = {"error": describe_error(error)}
     print(json.dumps(answer), file=out, flush=True)
 
 

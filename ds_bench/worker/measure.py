@@ -6,6 +6,7 @@ import itertools
 import os
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from datetime import timedelta
 from typing import Any
 
@@ -85,11 +86,7 @@ def measure(
         "notes": []
         if built.make_batch is None
         else [f"the factory makes its own batches: a sample counts as {workload.seq_length} tokens, whatever it holds"],
-        "step_seconds": samples.step_seconds,
-        "warmup_step_seconds": samples.warmup_step_seconds,
-        "window_seconds": samples.window_seconds,
-        "losses": samples.losses,
-        "skipped_steps": samples.skipped_steps,
+        **asdict(samples),
         "build_seconds": build_seconds,
         "init_seconds": init_seconds,
         "first_step_seconds": (samples.warmup_step_seconds or samples.step_seconds)[0],

@@ -32,6 +32,7 @@ from torch.utils._pytree import tree_flatten
 
 from . import ledger, training_loop
 from . import model as build
+from .failure import describe_error
 
 TERMS = ("1", "s", "ss", "b", "bs", "bss")
 """Monomials in micro-batch b and sequence length s, as ``prediction.model_profile.Polynomial`` reads them."""
@@ -473,8 +474,7 @@ def main() -> None:
         try:
             answer = measure(json.loads(line), report_partial)
         except Exception as error:
-            lines = [text.strip() for text in str(error).splitlines() if text.strip()]
-            answer = {**known, "error": f"{type(error).__name__}: {lines[0][:300] if lines else ''}"}
+            answer = {**known, "error": describe_error(error)}
         write(answer)
 
 

@@ -53,7 +53,7 @@ class BuiltModel:
     """While it is alive, Transformers knows that weights are partitioned: hold it as long as the model is used."""
 
 
-class _Stage3:
+class _Zero3Config:
     """What Transformers reads from its own HfDeepSpeedConfig, which needs Accelerate."""
 
     def __init__(self, config: dict[str, Any]) -> None:
@@ -67,7 +67,7 @@ def register_zero3_config(config: Mapping[str, Any]) -> object:
     """Makes Transformers partition what it builds, for as long as the returned object is alive."""
     from transformers.integrations.deepspeed import set_hf_deepspeed_config
 
-    stage3 = _Stage3(dict(config))
+    stage3 = _Zero3Config(dict(config))
     set_hf_deepspeed_config(stage3)
     return stage3
 

@@ -51,7 +51,7 @@ def run(folder: Path, *, rank: int, local_rank: int, world_size: int) -> int:
         if assignment.working_folder is not None:
             with contextlib.suppress(FileNotFoundError):  # of another node, which may lack it
                 os.chdir(assignment.working_folder)
-        _check_that_ranks_can_meet(assignment, world_size)
+        _check_all_ranks_are_started(assignment, world_size)
         result = _measure(folder, assignment, heartbeat, started)
         code = 0
     except BaseException as error:  # KeyboardInterrupt and SystemExit too: a rank always leaves its file
@@ -81,7 +81,7 @@ def run(folder: Path, *, rank: int, local_rank: int, world_size: int) -> int:
     return code
 
 
-def _check_that_ranks_can_meet(assignment: Assignment, world_size: int) -> None:
+def _check_all_ranks_are_started(assignment: Assignment, world_size: int) -> None:
     """Raises RuntimeError where this rank would wait for others that nobody starts (a trial run again by hand)."""
     ranks = assignment.trial.placement.num_gpus
     if world_size != ranks:

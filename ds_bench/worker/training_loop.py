@@ -118,7 +118,7 @@ def synchronize(accelerator: str) -> None:
 
 @dataclass(slots=True)
 class Samples:
-    """Samples of one rank: seconds and mean loss of each optimizer step."""
+    """Samples of one rank: seconds and mean loss of each optimizer step, under the names of a RankMeasurement."""
 
     warmup_step_seconds: list[float] = field(default_factory=list)
     step_seconds: list[float] = field(default_factory=list)
