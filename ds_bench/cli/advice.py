@@ -19,12 +19,9 @@ from ..units import format_millions, format_percent
 def show_advice(model: str, num_gpus: int, precision: Precision, grad_accum: int) -> int:
     """Prints when to use each strategy, and what it saves and costs for this model. Returns 0; raises UsageError."""
     facts = _model_facts(model)
-    catalogue = [*strategies.ZERO_STAGES.values(), *map(strategies.offload_strategy, strategies.OFFLOAD_NAMES[1:])]
-    name = terminal.escape_controls(facts.name)
-    terminal.print_text(
-        f"{name}, {format_millions(facts.parameters)} parameters, {precision}, {num_gpus} GPU(s); by formula\n"
-    )
-    for strategy in catalogue:
+    title = f"{facts.name}, {format_millions(facts.parameters)} parameters, {precision}, {num_gpus} GPU(s); by formula"
+    terminal.print_text(terminal.escape_controls(title) + "\n")
+    for strategy in (*strategies.ZERO_STAGES.values(), *map(strategies.offload_strategy, strategies.OFFLOAD_NAMES[1:])):
         advice = strategy_guide.advise(
             strategy, parameters=facts.parameters, num_gpus=num_gpus, precision=precision, grad_accum=grad_accum
         )
@@ -34,7 +31,7 @@ def show_advice(model: str, num_gpus: int, precision: Precision, grad_accum: int
 
 
 def _rules_of_thumb(num_gpus: int) -> list[str]:
-    """Lines that hold for any model."""
+    """Advice for any model."""
     comfortable, barely, near = (
         format_percent(share, digits=0)
         for share in (COMFORTABLE_FRACTION, strategy_guide.BARELY_FITS_FRACTION, NEAR_CAPACITY)

@@ -1,21 +1,30 @@
-"""What a flag's text may be, checked one flag at a time, with one line for what it may not be."""
+"""What the text of one flag may be. A text that it may not be is refused in one line."""
 
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable
 from typing import NoReturn
 
 from ..errors import UsageError
 
-_LARGEST = 10**9
-"""Beyond it lies no batch, step count, time in seconds or memory in GB; clocks and kernel limits overflow later."""
-MOST_RANKS = 2**16
-MOST_REPEATS = 1000
+_MAX_NUMBER = 10**9
+"""More than any batch, step count, time in seconds or memory in GB; with more, clocks and kernel limits overflow."""
+MAX_RANKS = 2**16
+MAX_REPEATS = 1000
+AUTO = "auto"
 
 
-def whole(minimum: int, maximum: int = _LARGEST) -> Callable[[str], int]:
-    """A whole number of ``minimum`` or more, up to ``maximum``."""
+class Parser(argparse.ArgumentParser):
+    """A parser that raises UsageError, which is printed in one line like every other error."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(message, remedy=f"see {self.prog} --help")
+
+
+def integer(minimum: int, maximum: int = _MAX_NUMBER) -> Callable[[str], int]:
+    """A whole number from ``minimum`` to ``maximum``."""
 
     def convert(text: str) -> int:
         try:
@@ -31,26 +40,36 @@ def whole(minimum: int, maximum: int = _LARGEST) -> Callable[[str], int]:
     return convert
 
 
-AUTO = "auto"
-
-
-def whole_or_auto(minimum: int) -> Callable[[str], int | str]:
+def integer_or_auto(minimum: int) -> Callable[[str], int | str]:
     """A whole number of ``minimum`` or more, or ``auto``."""
-    number = whole(minimum)
+    number = integer(minimum)
     return lambda text: AUTO if text == AUTO else number(text)
 
 
-def positive(text: str) -> float:
-    """A number above 0 and of a size that seconds, GB and TFLOP/s can have."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
+def positive_float(text: str) -> float:
+    """A number above 0 that seconds, GB and TFLOP/s can have."""
+    value = _to_float(text)
+    if not 0 < value < math.inf:
         raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a number above 0")
-    if value > _LARGEST:
-        raise argparse.ArgumentTypeError(f"{text[:40]!r} is more than {_LARGEST}")
+    if value > _MAX_NUMBER:
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is more than {_MAX_NUMBER}")
     return value
+
+
+def fraction(text: str) -> float:
+    """A number from 0 to below 1."""
+    value = _to_float(text)
+    if not 0 <= value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 to below 1")
+    return value
+
+
+def _to_float(text: str) -> float:
+    """NaN, which is outside of every range, if the text is no number."""
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
 
 
 def factory(text: str) -> str:
@@ -61,8 +80,8 @@ def factory(text: str) -> str:
     return text
 
 
-def names_of(*choices: str) -> Callable[[str], tuple[str, ...]]:
-    """Names out of ``choices``, with commas between them."""
+def names_from(*choices: str) -> Callable[[str], tuple[str, ...]]:
+    """Some of ``choices``, separated by commas."""
 
     def convert(text: str) -> tuple[str, ...]:
         names = tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
@@ -74,21 +93,3 @@ def names_of(*choices: str) -> Callable[[str], tuple[str, ...]]:
         return names
 
     return convert
-
-
-class Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line, as everything else does."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(message, remedy=f"see {self.prog} --help")
-
-
-def fraction(text: str) -> float:
-    """A number from 0 up to, not including, 1."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 to below 1")
-    return value

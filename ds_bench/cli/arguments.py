@@ -1,6 +1,6 @@
 """The flags of both scripts: the parser, and ``Options`` made from parsed flags.
 
-Each flag is checked by itself, then flags that must agree; an error names the flag, the value and the remedy.
+Each flag is checked alone, then the flags that must agree. An error names the flag, the value and the remedy.
 ``docs/flags.md`` is made from this parser by ``scripts/make_flags_page.py``.
 """
 
@@ -16,10 +16,17 @@ from ..config.deepspeed_config import OPTIMIZERS
 from ..config.options import GOALS, Family, Options
 from ..config.strategies import OFFLOAD_NAMES
 from ..errors import UsageError
-from .argument_types import AUTO, MOST_RANKS, MOST_REPEATS, Parser, factory, fraction, positive, whole, whole_or_auto
-
-__all__ = ["Family", "Options", "build_parser", "parse", "to_options"]
-
+from .argument_types import (
+    AUTO,
+    MAX_RANKS,
+    MAX_REPEATS,
+    Parser,
+    factory,
+    fraction,
+    integer,
+    integer_or_auto,
+    positive_float,
+)
 
 _USAGE = "%(prog)s [--model NAME] [--batch-size N] [{rows} ...] [options]"
 SEQ_LENGTH_HELP = "tokens per sequence (default: 512, or the model's positions where it has fewer)"
@@ -59,17 +66,16 @@ def build_parser(family: Family, prog: str) -> argparse.ArgumentParser:
     _add_hardware(parser)
     _add_config(parser)
     _add_run(parser)
-    parser.add_argument("--local_rank", "--local-rank", type=int, default=None, help=argparse.SUPPRESS)
+    parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
     return parser
 
 
 def _add_workload(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("workload")
-    add = group.add_argument
+    add = parser.add_argument_group("workload").add_argument
     add("--model", default="gpt2", metavar="NAME", help="preset, local path or Hub name (default: gpt2)")
     add(
         "--batch-size",
-        type=whole_or_auto(1),
+        type=integer_or_auto(1),
         default=4,
         metavar="N",
         help="micro-batch per GPU, in sequences; auto: the largest that trains, for each row by itself (default: 4)",
@@ -79,12 +85,12 @@ def _add_workload(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="with --batch-size auto: also rows at the largest that all of them train",
     )
-    add("--seq-length", type=whole(1), default=None, metavar="N", help=SEQ_LENGTH_HELP)
-    add("--grad-accum", type=whole(1), default=1, metavar="N", help="micro-batches per optimizer step (default: 1)")
-    add("--num-steps", type=whole(1), default=20, metavar="N", help="measured optimizer steps (default: 20)")
+    add("--seq-length", type=integer(1), metavar="N", help=SEQ_LENGTH_HELP)
+    add("--grad-accum", type=integer(1), default=1, metavar="N", help="micro-batches per optimizer step (default: 1)")
+    add("--num-steps", type=integer(1), default=20, metavar="N", help="measured optimizer steps (default: 20)")
     add(
         "--warmup-steps",
-        type=whole(0),
+        type=integer(0),
         default=5,
         metavar="N",
         help="steps run first and left out of every statistic (default: 5)",
@@ -96,24 +102,20 @@ def _add_workload(parser: argparse.ArgumentParser) -> None:
         help="number format (default: auto = bf16 where the device has it)",
     )
     add("--activation-checkpointing", action="store_true", help="recompute activations in the backward pass")
-    add("--optimizer", choices=OPTIMIZERS, default=None, help="optimizer of every row (default: AdamW)")
-    add("--seed", type=whole(0, 2**32 - 1), default=42, metavar="N", help="seed of weights and data (default: 42)")
+    add("--optimizer", choices=OPTIMIZERS, help="optimizer of every row (default: AdamW)")
+    add("--seed", type=integer(0, 2**32 - 1), default=42, metavar="N", help="seed of weights and data (default: 42)")
     add(
         "--dropout",
         type=fraction,
-        default=None,
         metavar="P",
         help="probability of every dropout in the model, from 0 to below 1 (default: the model's own)",
     )
-    add(
-        "--model-factory", type=factory, default=None, metavar="PKG.MOD:FN", help="function that returns your own model"
-    )
+    add("--model-factory", type=factory, metavar="PKG.MOD:FN", help="function that returns your own model")
     add("--trust-remote-code", action="store_true", help="run modelling code that comes with the model")
 
 
 def _add_comparison(parser: argparse.ArgumentParser, zero: bool) -> None:
-    group = parser.add_argument_group("comparison")
-    add = group.add_argument
+    add = parser.add_argument_group("comparison").add_argument
     if zero:
         add(
             "--stages",
@@ -135,20 +137,17 @@ def _add_comparison(parser: argparse.ArgumentParser, zero: bool) -> None:
     add(
         "--nvme-path",
         type=Path,
-        default=None,
         metavar="DIR",
         help="folder on the NVMe disk" + ("" if zero else "; adds the nvme strategy when it is not named"),
     )
     add(
         "--repeats",
-        type=whole(1, MOST_REPEATS),
+        type=integer(1, MAX_REPEATS),
         default=1,
         metavar="R",
         help="runs of every row, in rounds whose order is rotated and reversed; 3 or more give intervals (default: 1)",
     )
-    add(
-        "--relative-to", default=None, metavar="STRATEGY", help="row that ratios refer to (default: the first good one)"
-    )
+    add("--relative-to", metavar="STRATEGY", help="row that ratios refer to (default: the first good one)")
     add(
         "--goal",
         choices=GOALS,
@@ -157,22 +156,14 @@ def _add_comparison(parser: argparse.ArgumentParser, zero: bool) -> None:
     )
     add(
         "--export",
-        default=None,
         metavar="STRATEGY",
         help="write this row's configuration for DeepSpeed, Trainer and Accelerate (default: the recommended row's)",
     )
 
 
 def _add_hardware(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("hardware")
-    add = group.add_argument
-    add(
-        "--num-gpus",
-        type=whole(1, MOST_RANKS),
-        default=None,
-        metavar="N",
-        help="GPUs, or CPU ranks (default: all GPUs, or 1 rank)",
-    )
+    add = parser.add_argument_group("hardware").add_argument
+    add("--num-gpus", type=integer(1, MAX_RANKS), metavar="N", help="GPUs, or CPU ranks (default: all GPUs, or 1 rank)")
     add("--accelerator", choices=("auto", "cuda", "cpu"), default="auto", help="device type (default: auto)")
     add(
         "--launcher",
@@ -183,49 +174,38 @@ def _add_hardware(parser: argparse.ArgumentParser) -> None:
     add(
         "--hostfile",
         type=Path,
-        default=None,
         metavar="FILE",
         help="DeepSpeed hostfile, for several nodes; --output-dir must be on storage that all of them see",
     )
     add(
         "--cpu-memory-limit",
-        type=positive,
-        default=None,
+        type=positive_float,
         metavar="GB",
         help="limit of each rank's data, enforced by the kernel, in GB (2^30)",
     )
-    add(
-        "--gpu-memory-limit",
-        type=positive,
-        default=None,
-        metavar="GB",
-        help="emulate a GPU of this memory, in GB (2^30)",
-    )
+    add("--gpu-memory-limit", type=positive_float, metavar="GB", help="emulate a GPU of this memory, in GB (2^30)")
     add(
         "--peak-tflops",
-        type=positive,
-        default=None,
+        type=positive_float,
         metavar="T",
         help="dense peak of one GPU in TFLOP/s, for MFU (default: known GPUs)",
     )
 
 
 def _add_config(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("DeepSpeed configuration")
-    add = group.add_argument
-    add("--ds-config", type=Path, default=None, metavar="FILE", help="JSON file laid over every configuration")
+    add = parser.add_argument_group("DeepSpeed configuration").add_argument
+    add("--ds-config", type=Path, metavar="FILE", help="JSON file whose values replace those of every configuration")
     add(
         "--set",
         action="append",
         default=[],
         metavar="KEY.PATH=VALUE",
-        help="one value laid over every configuration, e.g. zero_optimization.overlap_comm=false; may be repeated",
+        help="a value that replaces every configuration's, e.g. zero_optimization.overlap_comm=false; may be repeated",
     )
 
 
 def _add_run(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("run")
-    add = group.add_argument
+    add = parser.add_argument_group("run").add_argument
     add(
         "--output-dir",
         type=Path,
@@ -235,14 +215,14 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--timeout",
-        type=positive,
+        type=positive_float,
         default=3600.0,
         metavar="SECONDS",
         help="end a trial that takes longer (default: 3600)",
     )
     add(
         "--stall-timeout",
-        type=positive,
+        type=positive_float,
         default=600.0,
         metavar="SECONDS",
         help="end a trial without a sign of life for so long; until the first step, growth of memory and disk I/O are "
@@ -251,12 +231,11 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     add(
         "--resume",
         type=Path,
-        default=None,
         metavar="RUN_DIR",
         help="run what is missing of an earlier run on the same machine, with its flags; flags that run code or reach "
         "other machines, and values that may be credentials, must be given again",
     )
-    add("--retry", default="", metavar="CLASS,...", help="with --resume: also rows that ended so, e.g. Timeout,OOM")
+    add("--retry", default="", metavar="CLASS,...", help="with --resume: also rows with this outcome, e.g. Timeout,OOM")
     add(
         "--skip-predicted-oom",
         action="store_true",
@@ -275,13 +254,13 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
 
 
 def to_options(family: Family, values: argparse.Namespace) -> Options:
-    """The parsed flags as Options, with what two flags must agree on checked. Raises UsageError."""
+    """The parsed flags as Options. Raises UsageError if two of them contradict each other."""
     given: dict[str, Any] = vars(values).copy()
     given.pop("local_rank")
     given["retry"] = tuple(name.strip() for name in given["retry"].split(",") if name.strip())
     for name in ("stages", "strategies"):
         given[name] = tuple(dict.fromkeys(given.get(name, ())))
-    given["set"] = tuple(given["set"])  # in order, repeated or not: the last one decides
+    given["set"] = tuple(given["set"])  # in order, since the last value of a key decides
     given.setdefault("stage", 3)
     given["auto_batch"] = given["batch_size"] == AUTO
     if given["auto_batch"]:
@@ -289,7 +268,7 @@ def to_options(family: Family, values: argparse.Namespace) -> Options:
     elif given["common_batch"]:
         raise UsageError("--common-batch without --batch-size auto", remedy="add --batch-size auto")
     for name in ("relative_to", "export"):
-        given[name] = _row_name(name, given[name], given)
+        given[name] = _strategy_name(name, given[name], given)
     if given["model_factory"] is not None:
         given["model"] = given["model_factory"]
     options = Options(family=family, **given)
@@ -302,21 +281,20 @@ def to_options(family: Family, values: argparse.Namespace) -> Options:
     return options
 
 
-def _row_name(flag: str, text: str | None, given: dict[str, Any]) -> str | None:
-    """The name of the strategy that a flag means; a stage may be given as its number. Raises UsageError."""
+def _strategy_name(flag: str, text: str | None, given: dict[str, Any]) -> str | None:
+    """The name of the strategy that the text of a flag means, such as a stage's number. Raises UsageError."""
     if text is None:
         return None
     rows = [strategies.ZERO_STAGES[stage] for stage in given["stages"]]
     rows += [strategies.offload_strategy(name, given["stage"]) for name in given["strategies"]]
     if given["nvme_path"] is not None and given["strategies"] and "nvme" not in given["strategies"]:
         rows.append(strategies.offload_strategy("nvme", given["stage"]))
-    for row in rows:
-        if strategies.matches(row, text):
-            return row.name
-    names = ", ".join(row.name for row in rows)
-    raise UsageError(f"--{flag.replace('_', '-')} {text}: no such row", remedy=f"one of {names}")
+    if (name := next((row.name for row in rows if strategies.matches(row, text)), None)) is None:
+        names = ", ".join(row.name for row in rows)
+        raise UsageError(f"--{flag.replace('_', '-')} {text}: no such row", remedy=f"one of {names}")
+    return name
 
 
 def parse(family: Family, prog: str, arguments: Sequence[str]) -> Options:
-    """Flags to Options. Raises UsageError with one line; exits 0 on --help."""
+    """The flags as Options. Raises UsageError; exits with 0 on --help."""
     return to_options(family, build_parser(family, prog).parse_args(list(arguments)))

@@ -19,9 +19,9 @@ try:
     from ..config.strategies import OFFLOAD_NAMES, ZERO_STAGES
     from ..errors import DsBenchError
     from ..system import terminal
-    from .argument_types import Parser, fraction, names_of, positive, whole
+    from .argument_types import Parser, fraction, integer, names_from, positive_float
     from .arguments import SEQ_LENGTH_HELP
-except KeyboardInterrupt:  # Ctrl-C while this is loaded
+except KeyboardInterrupt:  # Ctrl-C while these modules are loaded
     print("interrupted", file=sys.stderr)
     sys.exit(130)
 
@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except DsBenchError as error:
         terminal.print_text(f"ds_bench: {error}", sys.stderr)
         return error.exit_code
-    except OSError as error:  # a disk or a pipe that takes no more
+    except OSError as error:  # such as a full disk
         terminal.print_text(f"ds_bench: {error}", sys.stderr)
         return 1
     except KeyboardInterrupt:
@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser of all commands; ``run`` of the parsed arguments is the function of the command."""
+    """The parser of all commands. ``run`` of the parsed arguments is the command's function."""
     parser = Parser(prog="ds_bench", description="Which DeepSpeed configuration should I train with?")
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=Parser)
@@ -70,7 +70,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 PREDICTED_STRATEGIES = (*(strategy.name for strategy in ZERO_STAGES.values()), *OFFLOAD_NAMES[1:])
-"""Values of ``plan --strategies``, in the order of the table; ``none``, which is ``zero3``, is left out."""
+"""Values of ``plan --strategies``, in the order of the table, without ``none``, which is the same as ``zero3``."""
 _RESULT = "a run folder, its records.jsonl, or a zero_comparison_*.json or offload_comparison_*.json"
 
 
@@ -80,18 +80,12 @@ def _add_results(parser: argparse.ArgumentParser) -> None:
 
 def _add_report(parser: argparse.ArgumentParser) -> None:
     _add_results(parser)
-    parser.add_argument("--html", type=Path, default=None, metavar="FILE", help="write one self-contained page")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write one self-contained page")
     parser.add_argument("--markdown", action="store_true", help="print a Markdown block instead of the table")
-    parser.add_argument("--plots", type=Path, default=None, metavar="DIR", help="write the charts as PNG and SVG")
-    parser.add_argument(
-        "--relative-to", default=None, metavar="STRATEGY", help="row that ratios refer to (default: the run's own)"
-    )
-    parser.add_argument(
-        "--goal", choices=GOALS, default=None, help="goal of the recommendation (default: the run's own)"
-    )
-    parser.add_argument(
-        "--export", default=None, metavar="STRATEGY", help="write that row's configuration to ds_config_STRATEGY/"
-    )
+    parser.add_argument("--plots", type=Path, metavar="DIR", help="write the charts as PNG and SVG")
+    parser.add_argument("--relative-to", metavar="STRATEGY", help="row that ratios refer to (default: the run's own)")
+    parser.add_argument("--goal", choices=GOALS, help="goal of the recommendation (default: the run's own)")
+    parser.add_argument("--export", metavar="STRATEGY", help="write that row's configuration to ds_config_STRATEGY/")
     parser.set_defaults(run=_report)
 
 
@@ -117,13 +111,12 @@ def _add_baseline(parser: argparse.ArgumentParser) -> None:
     save.add_argument(
         "--tolerance",
         type=fraction,
-        default=None,
         metavar="F",
         help="loss that still passes, stored with these entries (default: 0.05)",
     )
     check.add_argument(
         "--fail-on",
-        type=names_of(*FAIL_ON),
+        type=names_from(*FAIL_ON),
         default=FAIL_ON_DEFAULT,
         metavar="REASON,...",
         help="what exits 3: regression, missing (a row of the saved run that the result lacks), unmatched (a row "
@@ -138,19 +131,18 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     parser.usage = "%(prog)s [--model NAME] [--num-gpus N] [--gpu CARD] [options]"
     add = parser.add_argument
     add("--model", default="gpt2", metavar="NAME", help="preset, local path, or with --online a Hub name")
-    add("--num-gpus", type=whole(1), default=1, metavar="N", help="GPUs of the whole job (default: 1)")
-    add("--gpus-per-node", type=whole(1), default=None, metavar="N", help="GPUs of one node (default: all, 8 at most)")
+    add("--num-gpus", type=integer(1), default=1, metavar="N", help="GPUs of the whole job (default: 1)")
+    add("--gpus-per-node", type=integer(1), metavar="N", help="GPUs of one node (default: all, 8 at most)")
     add("--gpu", default="80GB", metavar="CARD", help="a card's name or its memory (default: 80GB)")
     add(
         "--host-memory",
-        type=positive,
-        default=None,
+        type=positive_float,
         metavar="GB",
         help="memory of one node, which the strategies must fit in too",
     )
-    add("--batch-size", type=whole(1), default=4, metavar="N", help="micro-batch per GPU (default: 4)")
-    add("--seq-length", type=whole(1), default=None, metavar="N", help=SEQ_LENGTH_HELP)
-    add("--grad-accum", type=whole(1), default=1, metavar="N", help="micro-batches per optimizer step (default: 1)")
+    add("--batch-size", type=integer(1), default=4, metavar="N", help="micro-batch per GPU (default: 4)")
+    add("--seq-length", type=integer(1), metavar="N", help=SEQ_LENGTH_HELP)
+    add("--grad-accum", type=integer(1), default=1, metavar="N", help="micro-batches per optimizer step (default: 1)")
     add("--precision", choices=PRECISIONS, default="bf16", help="number format (default: bf16)")
     add("--activation-checkpointing", action="store_true", help="recompute activations in the backward pass")
     add(
@@ -177,7 +169,7 @@ def _plan(values: argparse.Namespace) -> int:
 
 
 def _add_doctor(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--nvme-path", default=None, metavar="DIR", help="also check this disk's folder")
+    parser.add_argument("--nvme-path", metavar="DIR", help="also check this disk's folder")
     parser.add_argument("--build", action="store_true", help="build the ops that are not built yet (minutes)")
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
     parser.set_defaults(run=_doctor)
@@ -191,10 +183,12 @@ def _doctor(values: argparse.Namespace) -> int:
 
 def _add_advice(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="gpt2", metavar="NAME", help="preset or local folder (default: gpt2)")
-    parser.add_argument("--num-gpus", type=whole(1), default=1, metavar="N", help="GPUs of the whole job (default: 1)")
+    parser.add_argument(
+        "--num-gpus", type=integer(1), default=1, metavar="N", help="GPUs of the whole job (default: 1)"
+    )
     parser.add_argument("--precision", choices=PRECISIONS, default="bf16", help="number format (default: bf16)")
     parser.add_argument(
-        "--grad-accum", type=whole(1), default=1, metavar="N", help="micro-batches per optimizer step (default: 1)"
+        "--grad-accum", type=integer(1), default=1, metavar="N", help="micro-batches per optimizer step (default: 1)"
     )
     parser.set_defaults(run=_advice)
 

@@ -21,7 +21,7 @@ def show_changes(before: Path, after: Path) -> int:
 
 
 def lines(comparison: BeforeAfter) -> Iterator[str]:
-    """The whole comparison as text."""
+    """The comparison as text: the rows, then the differences between machines, versions and settings."""
     width = max((len(row.label) for row in comparison.rows), default=0)
     for row in comparison.rows:
         yield f"{row.label:<{width}}  {_figures(row)}"
@@ -52,9 +52,9 @@ def lines(comparison: BeforeAfter) -> Iterator[str]:
 
 
 def _figures(row: RowChange) -> str:
-    if row.before is None or row.after is None:
-        return f"{_throughput(row.before)} → {_throughput(row.after)}"
     parts = [f"{_throughput(row.before)} → {_throughput(row.after)}"]
+    if row.before is None or row.after is None:
+        return parts[0]
     if row.ratio is not None:
         parts.append(f"{units.format_ratio(row.ratio)} {_interval_text(row.interval)}")
     parts += _memory_change("GPU", row.before.gpu_peak_bytes, row.after.gpu_peak_bytes)
@@ -73,8 +73,9 @@ def _throughput(row: ComparisonRow | None) -> str:
 def _interval_text(interval: RatioInterval | None) -> str:
     if interval is None:
         return "(not tested: fewer than three runs)"
-    verdict = ", too wide to decide anything" if interval.too_wide else ", inside the noise"
-    verdict = "" if interval.distinguishable else verdict
+    verdict = ""
+    if not interval.distinguishable:
+        verdict = ", too wide to decide anything" if interval.too_wide else ", inside the noise"
     return f"(95 % interval {interval.low:.2f} to {interval.high:.2f}{verdict})"
 
 

@@ -13,12 +13,10 @@ def list_models() -> int:
         f"{'preset':<30} {'architecture':<12} {'parameters':>16} {'':>9} "
         f"{'layers':>6} {'hidden':>6} {'vocab':>8} {'positions':>9}"
     )
-    for name in preset_names():
-        facts = find_preset(name)
-        if facts is not None:
-            terminal.print_text(
-                f"{facts.name:<30} {facts.model_type:<12} {format_count(facts.parameters):>16} "
-                f"{format_millions(facts.parameters):>9} {facts.layers:>6} {facts.hidden_size:>6} "
-                f"{facts.vocabulary_size:>8} {facts.max_positions or '':>9}"
-            )
+    for facts in filter(None, map(find_preset, preset_names())):
+        terminal.print_text(
+            f"{facts.name:<30} {facts.model_type:<12} {format_count(facts.parameters):>16} "
+            f"{format_millions(facts.parameters):>9} {facts.layers:>6} {facts.hidden_size:>6} "
+            f"{facts.vocabulary_size:>8} {facts.max_positions or '':>9}"
+        )
     return 0

@@ -1,4 +1,4 @@
-"""Entry of both scripts: the one place that catches errors and picks the exit code."""
+"""The entry point of both scripts: turns errors into one line and an exit code."""
 
 from __future__ import annotations
 
@@ -8,43 +8,47 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..config.options import Family, Options
 from ..config.spec import Strategy
 from ..errors import DsBenchError, UsageError
 from ..models import presets
 from ..system import terminal
 from ..system.redaction import REDACTED, redacted_arguments
-from .arguments import Family, Options, parse
+from .arguments import parse
 
 
 def main(
     family: Family, make_config: Callable[[Strategy, int, int], dict[str, Any]], arguments: Sequence[str] | None = None
 ) -> int:
-    """Runs a comparison script. ``make_config``: the script's own ``create_deepspeed_config``, by strategy."""
+    """Runs a comparison script and returns its exit code. ``make_config``: the script's ``create_deepspeed_config``."""
     prog = terminal.escape_controls(Path(sys.argv[0]).name)
     typed_flags = list(sys.argv[1:] if arguments is None else arguments)
     terminal.ensure_streams()
     with terminal.ignoring_broken_stderr():
         try:
             options, kept = _with_resumed_flags(family, prog, typed_flags)
-            if _not_rank_zero(os.environ):
+            if _is_other_rank(os.environ):
                 return 0
-            _forget_launcher(os.environ)
+            _remove_launcher_variables(os.environ)
             from ..run import run_comparison
 
             return run_comparison(options, make_config, redacted_arguments(kept))
         except DsBenchError as error:
             terminal.print_text(f"{prog}: {error}", sys.stderr)
             return error.exit_code
-        except OSError as error:  # a disk that ran full, say: what was written before stays
+        except OSError as error:  # such as a full disk; what was written before stays
             terminal.print_text(f"{prog}: {error}", sys.stderr)
             return 1
-        except KeyboardInterrupt:  # before or after the signals are handled
+        except KeyboardInterrupt:  # before the run handles signals, or after
             terminal.print_text("interrupted", sys.stderr)
             return 130
 
 
 def _with_resumed_flags(family: Family, prog: str, typed_flags: list[str]) -> tuple[Options, list[str]]:
-    """The options, and the flags the run is kept with: on ``--resume`` those it began with, overridden for now."""
+    """The options, and the flags to store with the run.
+
+    On ``--resume`` the run keeps the flags it began with, and the typed flags override them this time only.
+    """
     options = parse(family, prog, typed_flags)
     if options.resume is None:
         return options, typed_flags
@@ -60,7 +64,7 @@ def _with_resumed_flags(family: Family, prog: str, typed_flags: list[str]) -> tu
 
 
 def _kept_flags(flags: list[str], options: Options) -> list[str]:
-    """The flags that the run began with, but for redacted settings, which must be given again. Raises UsageError."""
+    """The flags that the run began with, without redacted settings. Raises UsageError if one is not given again."""
     again = {text.partition("=")[0] for text in options.set}
     kept: list[str] = []
     for flag in flags:
@@ -79,9 +83,10 @@ def _kept_flags(flags: list[str], options: Options) -> list[str]:
 
 
 def _require_given_again(resumed: Options, typed: Options) -> None:
-    """A run folder may come from somebody else: what runs code or reaches other machines is not taken from it alone.
+    """Raises UsageError for flags that run code or reach other machines, unless they are typed again.
 
-    ``resumed``: with the flags that the folder holds; ``typed``: of this command alone. Raises UsageError.
+    A run folder may come from somebody else. ``resumed``: options with the flags of the folder; ``typed``: options of
+    this command alone.
     """
     local = presets.find_preset(resumed.model) is None and Path(resumed.model).is_dir()
     needed = {
@@ -98,23 +103,18 @@ def _require_given_again(resumed: Options, typed: Options) -> None:
         )
 
 
-def _not_rank_zero(environ: os._Environ[str]) -> bool:
-    """Started by habit under a launcher, every rank but the first leaves quietly."""
+def _is_other_rank(environ: os._Environ[str]) -> bool:
+    """Whether this is one of a launcher's ranks, other than the first, which alone runs the comparison."""
     return environ.get("RANK", environ.get("LOCAL_RANK", "0")) not in ("", "0")
 
 
-def _forget_launcher(environ: os._Environ[str]) -> None:
-    """What a launcher around us set would mislead ours; its WORLD_SIZE stays, as the number of ranks asked for."""
+def _remove_launcher_variables(environ: os._Environ[str]) -> None:
+    """Removes the variables of a launcher that started this script, which would mislead the launcher of the trials.
+
+    Its WORLD_SIZE stays, as the requested number of ranks.
+    """
     if "RANK" not in environ and "LOCAL_RANK" not in environ:
         environ.pop("WORLD_SIZE", None)
-    for name in (
-        "RANK",
-        "LOCAL_RANK",
-        "LOCAL_SIZE",
-        "LOCAL_WORLD_SIZE",
-        "MASTER_ADDR",
-        "MASTER_PORT",
-        "CROSS_RANK",
-        "CROSS_SIZE",
-    ):
+    names = "RANK LOCAL_RANK LOCAL_SIZE LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT CROSS_RANK CROSS_SIZE"
+    for name in names.split():
         environ.pop(name, None)

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from ds_bench.cli.arguments import Family, build_parser, parse
-from ds_bench.config.options import Options
+from ds_bench.cli.arguments import build_parser, parse
+from ds_bench.config.options import Family, Options
 from ds_bench.errors import UsageError
 from tests.support import fakes
 

@@ -12,8 +12,9 @@ from typing import Any
 
 from ds_bench.analysis.flat_rows import flat_rows
 from ds_bench.analysis.summary import summarise
-from ds_bench.cli.arguments import Options, parse
+from ds_bench.cli.arguments import parse
 from ds_bench.config import deepspeed_config, strategies
+from ds_bench.config.options import Options
 from ds_bench.config.spec import Placement, Strategy, Trial, Workload
 from ds_bench.launch import Progress, ProgressCallback
 from ds_bench.models.lookup import ResolvedModel
