@@ -35,7 +35,7 @@ from .records.schema import Outcome, TrialRecord
 from .report import export, table
 from .report.comparison_report import ComparisonReport, build_report
 from .report.markdown import render_markdown
-from .report.progress import Reporter
+from .report.progress import ProgressReporter
 from .system import files, signals, terminal
 from .system.environment import Environment
 from .system.machine import Machine, read_machine
@@ -177,7 +177,7 @@ def _run_plan(plan: Plan, machine: Machine, store: RunFolder, arguments: Sequenc
         plan = batch_search.at_largest_batch(plan, launcher, store, say)
         _save_run(store, plan, plan.trials, machine, arguments, notes)
     remaining = remaining_trials(plan.trials, store.records(), options.retry)
-    progress = Reporter(sys.stderr, remaining, level=0 if options.quiet else 2 if options.verbose else 1)
+    progress = ProgressReporter(sys.stderr, remaining, level=0 if options.quiet else 2 if options.verbose else 1)
     results = ResultBuilder(plan, machine.environment, store.folder.name)
     try:
         for record in run_trials(remaining, launcher, store, progress.begin):

@@ -1,11 +1,11 @@
 """The charts of a comparison before they are drawn: values, text alternatives and tables of numbers.
 
-``charts_of`` makes every chart that the results have numbers for; ``charts`` draws them, for the page and for files.
-Values are in the unit that the axis names.
+``charts`` draws them, for the page and for files. Values are in the unit that the axis names.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -15,13 +15,13 @@ from ..records.schema import RankMeasurement
 from ..units import BYTES_PER_GB, MISSING, format_bytes, to_gb, to_ms
 
 MAX_OVERLAID_ROWS = 8
-"""Lines that can still be told apart."""
+"""More lines in one chart cannot be distinguished."""
 MAX_BARS = 40
-"""Bars that can still be read in one chart."""
+"""More bars in one chart cannot be read."""
 MAX_POINTS = 300
-"""Points per line; of more, the extremes of each stretch are drawn."""
+"""Points per line; of more, the extremes of each section are drawn."""
 MAX_ROWS_IN_ALT_TEXT = 12
-"""A text alternative that lists more rows than this is worse than the table of numbers beside it."""
+"""Further rows are only in the table of numbers."""
 CATEGORIES = ("parameters", "gradients", "optimizer_states", "deepspeed_buffers", "activations", "other")
 PHASES = ("forward", "backward", "step")
 
@@ -34,19 +34,19 @@ _TIERS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chart:
-    """What every chart has."""
+    """The fields of every chart."""
 
     name: str
-    """Stem of its files and part of its ids: ``throughput``."""
+    """``throughput``: the stem of its files and part of its ids."""
     title: str
     axis: str
     """Quantity and unit: of the horizontal axis in bars and stacks, of the vertical one otherwise."""
     note: str = ""
-    """One sentence or more on how to read it; what was left out, and why."""
+    """How to read it, and what was left out and why."""
 
     @property
     def headings(self) -> tuple[str, ...]:
-        """Of the table of numbers."""
+        """The headings of the table of numbers."""
         raise NotImplementedError
 
     @property
@@ -57,16 +57,15 @@ class Chart:
     @property
     def alt_text(self) -> str:
         """The text alternative: the numbers of each row in words."""
-        rows = self.table
-        sentences = [_sentence(self.headings, row) for row in rows[:MAX_ROWS_IN_ALT_TEXT]]
+        rows, sentences = self.table, []
+        for label, *cells in rows[:MAX_ROWS_IN_ALT_TEXT]:
+            pairs = zip(self.headings[1:], cells, strict=True)
+            sentences.append(
+                f"{label}: {', '.join(f'{heading} {cell}' for heading, cell in pairs if cell != MISSING)}."
+            )
         if more := len(rows) - len(sentences):
             sentences.append(f"{more} further rows are in the table of numbers.")
         return " ".join(sentences)
-
-
-def _sentence(headings: Sequence[str], row: Sequence[str]) -> str:
-    cells = zip(headings[1:], row[1:], strict=True)
-    return f"{row[0]}: {', '.join(f'{heading} {cell}' for heading, cell in cells if cell != MISSING)}."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,9 +97,7 @@ class BarChart(Chart):
             (
                 bar.label,
                 format_value(bar.value),
-                MISSING
-                if bar.interval is None
-                else f"{format_value(bar.interval[0])} to {format_value(bar.interval[1])}",
+                " to ".join(map(format_value, bar.interval)) if bar.interval else MISSING,
                 str(len(bar.runs)),
             )
             for bar in self.bars
@@ -114,7 +111,7 @@ class Stack:
     label: str
     parts: tuple[float, ...]
     marker: float | None = None
-    """A measured total to hold against the stack; None where there is none."""
+    """A measured total, to compare the stack with; None if not measured."""
 
     @property
     def total(self) -> float:
@@ -128,10 +125,10 @@ class StackChart(Chart):
     categories: tuple[str, ...]
     stacks: tuple[Stack, ...]
     capacity: float | None = None
-    """Drawn as a line; None where unknown or meaningless."""
+    """Drawn as a line; None if not known or without meaning."""
     capacity_label: str = ""
     marker_label: str = ""
-    """What ``Stack.marker`` is; empty where no row has one."""
+    """What ``Stack.marker`` is; empty if no row has one."""
 
     @property
     def largest(self) -> float:
@@ -145,16 +142,16 @@ class StackChart(Chart):
 
     @property
     def headings(self) -> tuple[str, ...]:
-        marker = (self.marker_label,) if self.marker_label else ()
+        marker = [self.marker_label] if self.marker_label else []
         return ("Strategy", *self.categories, f"total, {self.axis}", *marker)
 
     @property
     def table(self) -> tuple[tuple[str, ...], ...]:
-        return tuple(self._row(stack) for stack in self.stacks)
-
-    def _row(self, stack: Stack) -> tuple[str, ...]:
-        marker = (format_value(stack.marker),) if self.marker_label else ()
-        return (stack.label, *map(format_value, stack.parts), format_value(stack.total), *marker)
+        rows = []
+        for stack in self.stacks:
+            marker = [stack.marker] if self.marker_label else []
+            rows.append((stack.label, *map(format_value, (*stack.parts, stack.total, *marker))))
+        return tuple(rows)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,7 +162,7 @@ class Line:
     points: tuple[tuple[float, float], ...]
     """(step, value), steps rising."""
     style: int
-    """Which colour, dash and marker; the same row has the same in every chart."""
+    """Number of its colour, dash and marker, the same in every chart."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,16 +173,16 @@ class LineChart(Chart):
     warmup: int = 0
     """Steps 1 to this one are warm-up and are shaded."""
     horizontal: str = "optimizer step"
-    least_span: float = 0.0
-    """The axis spans at least this fraction of its top, so that small jitter looks small."""
+    min_span: float = 0.0
+    """The axis spans at least this fraction of its highest value, so that small variations look small."""
 
     @property
     def limits(self) -> tuple[float, float]:
-        """Of the vertical axis: the measured steps, and warm-up too where that does not flatten them."""
+        """Ends of the vertical axis: all measured steps, and warm-up if it is not far beyond them."""
         values = [value for line in self.lines for _, value in line.points]
         measured = [value for line in self.lines for step, value in line.points if step > self.warmup] or values
         low, high = min(measured), max(measured)
-        span = max(high - low, self.least_span * high, 1e-9 * abs(high), 1e-12)
+        span = max(high - low, self.min_span * high, 1e-9 * abs(high), 1e-12)
         if min(values) >= low - 2 * span and max(values) <= high + 2 * span:
             low, high = min(values), max(values)
         extra = (max(high - low, span) - (high - low)) / 2 + 0.05 * span
@@ -193,7 +190,7 @@ class LineChart(Chart):
 
     @property
     def cut_off(self) -> str:
-        """How far warm-up leaves the axis; empty where it does not."""
+        """How far warm-up is beyond the axis: ``up to 120.3``; empty if it is not."""
         top = max(value for line in self.lines for _, value in line.points)
         return f"up to {format_value(top)}" if top > self.limits[1] else ""
 
@@ -219,14 +216,14 @@ class Dot:
     y: float
     on_front: bool
     style: int | None
-    """As in Line; None for a row that the legend has no room for."""
+    """As in ``Line``; None for a row that is not in the legend."""
     excluded: bool = False
-    """Disqualified or not comparable: shown, but held against no other."""
+    """Disqualified or not comparable: shown, but not compared with others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScatterChart(Chart):
-    """Throughput against memory; the front is joined."""
+    """Throughput against memory; a line joins the front."""
 
     horizontal: str
     """Quantity and unit of the horizontal axis."""
@@ -236,7 +233,7 @@ class ScatterChart(Chart):
 
     @property
     def front(self) -> tuple[Dot, ...]:
-        """From the least memory to the most."""
+        """Sorted by memory."""
         return tuple(sorted((dot for dot in self.dots if dot.on_front), key=lambda dot: (dot.x, dot.y)))
 
     @property
@@ -251,7 +248,7 @@ class ScatterChart(Chart):
 
 
 def format_value(value: float | None) -> str:
-    """A value in its axis' unit, about four digits: ``45,012``, ``12.30``, ``0.01230``."""
+    """A value with about four digits: ``45,012``, ``12.30``, ``0.01230``."""
     if value is None:
         return MISSING
     if value == 0:
@@ -308,36 +305,33 @@ def rows_to_draw(
 
 
 def label_with_status(row: ComparisonRow) -> str:
-    """The row's label, and why its numbers are not to be held against the others'."""
+    """The row's label, and why its numbers must not be compared with those of others."""
     if row.differences:
         return f"{row.label} (not comparable)"
     return row.label if row.invalid_reason is None else f"{row.label} (disqualified)"
 
 
 def downsample(points: Sequence[tuple[float, float]], limit: int = MAX_POINTS) -> tuple[tuple[float, float], ...]:
-    """At most ``limit`` points: the lowest and the highest of each stretch, so that no spike is lost."""
+    """At most ``limit`` points: the lowest and the highest of each section, so that no spike is lost."""
     if len(points) <= limit:
         return tuple(points)
-    stretches = limit // 2
+    sections = limit // 2
     extremes: list[tuple[float, float]] = []
-    for index in range(stretches):
-        stretch = points[index * len(points) // stretches : (index + 1) * len(points) // stretches]
-        extremes += sorted({min(stretch, key=lambda point: point[1]), max(stretch, key=lambda point: point[1])})
+    for index in range(sections):
+        section = points[index * len(points) // sections : (index + 1) * len(points) // sections]
+        extremes += sorted({min(section, key=lambda point: point[1]), max(section, key=lambda point: point[1])})
     return tuple(extremes)
 
 
-def _note(*sentences: str) -> str:
-    return " ".join(sentence for sentence in sentences if sentence)
-
-
-def _truncation_note(rows: Sequence[ComparisonRow], drawn: Sequence[object]) -> str:
+def _note(text: str, rows: Sequence[ComparisonRow], drawn: Sequence[object]) -> str:
+    """The text, and how many of the rows are drawn if not all are."""
     if len(drawn) >= len(rows):
-        return ""
-    return f"{len(drawn)} of {len(rows)} rows are drawn: the baseline and the fastest."
+        return text
+    return f"{text} {len(drawn)} of {len(rows)} rows are drawn: the baseline and the fastest."
 
 
 def _run_nearest_mean(row: ComparisonRow) -> TrialSummary:
-    """The run that stands for the row where only one can be drawn."""
+    """The run that is drawn if only one can be."""
     mean = row.tokens_per_second or 0.0
     return min(row.successes, key=lambda run: abs((run.tokens_per_second or 0.0) - mean))
 
@@ -368,7 +362,7 @@ def _throughput_chart(rows: Sequence[ComparisonRow], baseline: ComparisonRow | N
         title="Throughput",
         axis="tokens/s",
         bars=bars,
-        note=_note(note, _truncation_note(measured, drawn)),
+        note=_note(note, measured, drawn),
     )
 
 
@@ -393,41 +387,34 @@ def _ledger_chart(rows: Sequence[ComparisonRow], tier: str, comparison: Comparis
         capacity=to_gb(capacity),
         capacity_label=f"{'card' if tier == 'gpu' else 'host'} {format_bytes(capacity)}" if capacity else "",
         marker_label="measured peak, GB" if has_peaks else "",
-        note=_note(note, _truncation_note(rows, drawn)),
+        note=_note(note, rows, drawn),
     )
 
 
 def _memory_stack(row: ComparisonRow, tier: str) -> Stack | None:
-    """The bytes of the run that held most; None where no run has a ledger."""
-    ledgers = [
-        _tier_bytes(run.record.ranks, tier) for run in row.successes if any(rank.ledger for rank in run.record.ranks)
-    ]
-    if not ledgers:
+    """The bytes of the run with most of them; None if no run has a ledger."""
+    runs = [run.record.ranks for run in row.successes if any(rank.ledger for rank in run.record.ranks)]
+    if not runs:
         return None
-    largest = max(ledgers, key=lambda cells: sum(cells.values()))
-    peak = {"gpu": row.gpu_peak_bytes, "cpu": row.host_peak_bytes}.get(tier)
+    bytes_by_category = max((_tier_bytes(ranks, tier) for ranks in runs), key=Counter.total)
     return Stack(
         label=row.label,
-        parts=tuple(largest.get(category, 0) / BYTES_PER_GB for category in CATEGORIES),
-        marker=to_gb(peak),
+        parts=tuple(bytes_by_category[category] / BYTES_PER_GB for category in CATEGORIES),
+        marker=to_gb({"gpu": row.gpu_peak_bytes, "cpu": row.host_peak_bytes}.get(tier)),
     )
 
 
-def _tier_bytes(ranks: Sequence[RankMeasurement], tier: str) -> Mapping[str, int]:
-    """On a GPU the fullest rank's cells; elsewhere those of all ranks of the fullest node, which share the memory."""
-    if tier == "gpu":
-        return max((rank.ledger.get(tier, {}) for rank in ranks), key=lambda cells: sum(cells.values()))
-    nodes: dict[str, dict[str, int]] = {}
+def _tier_bytes(ranks: Sequence[RankMeasurement], tier: str) -> Counter[str]:
+    """Bytes by category of the fullest rank on a GPU; elsewhere of the fullest node, whose ranks share the memory."""
+    totals: dict[str | int, Counter[str]] = {}
     for rank in ranks:
-        node = nodes.setdefault(rank.hostname, {})
-        for category, size in rank.ledger.get(tier, {}).items():
-            node[category] = node.get(category, 0) + size
-    return max(nodes.values(), key=lambda cells: sum(cells.values()))
+        totals.setdefault(rank.rank if tier == "gpu" else rank.hostname, Counter()).update(rank.ledger.get(tier, {}))
+    return max(totals.values(), key=Counter.total)
 
 
-def _pareto_chart(comparison: Comparison, styles: Mapping[str, int], place: str) -> Chart | None:
-    """``place``: ``device`` or ``host``, whose memory is the horizontal axis."""
-    on_device = place == "device"
+def _pareto_chart(comparison: Comparison, styles: Mapping[str, int], memory: str) -> Chart | None:
+    """``memory``: ``device`` or ``host``, that of the horizontal axis."""
+    on_device = memory == "device"
     front = comparison.pareto_device if on_device else comparison.pareto_host
     dots = []
     for row in comparison.results:
@@ -445,18 +432,16 @@ def _pareto_chart(comparison: Comparison, styles: Mapping[str, int], place: str)
             )
     if not front or len(dots) < 2:
         return None
-    note = _note(
-        "Up and left is better; no row beats those on the line (filled) in both.",
-        "Crossed-out rows are disqualified or not comparable and take no part."
-        if any(d.excluded for d in dots)
-        else "",
-        "Grey dots are rows that the legend has no room for." if any(d.style is None for d in dots) else "",
-    )
+    note = "Up and left is better; no row beats those on the line (filled) in both."
+    if any(dot.excluded for dot in dots):
+        note += " Crossed-out rows are disqualified or not comparable and take no part."
+    if any(dot.style is None for dot in dots):
+        note += " Grey dots are rows that the legend has no room for."
     return ScatterChart(
-        name=f"pareto-{place}",
-        title=f"Throughput against {place} memory",
+        name=f"pareto-{memory}",
+        title=f"Throughput against {memory} memory",
         axis="tokens/s",
-        horizontal=f"peak {place} memory, GB",
+        horizontal=f"peak {memory} memory, GB",
         dots=tuple(dots),
         capacity=to_gb(comparison.device_capacity_bytes if on_device else comparison.host_capacity_bytes),
         capacity_label="card" if on_device else "host",
@@ -468,23 +453,20 @@ def _phase_chart(rows: Sequence[ComparisonRow], baseline: ComparisonRow | None) 
     measured = [row for row in rows if any(rank.phase_seconds for rank in _run_nearest_mean(row).record.ranks)]
     if not measured:
         return None
-    drawn = rows_to_draw(measured, baseline)
+    drawn, stacks = rows_to_draw(measured, baseline), []
+    for row in drawn:
+        ranks = _run_nearest_mean(row).record.ranks
+        slowest = (max(rank.phase_seconds.get(phase, 0.0) for rank in ranks) for phase in PHASES)
+        stacks.append(Stack(label=row.label, parts=tuple(to_ms(seconds) or 0.0 for seconds in slowest)))
     note = "From a separate pass with synchronisation around each phase, so the sum may exceed a step of the table."
     return StackChart(
         name="phases",
         title="Phases of a step",
         axis="ms",
         categories=PHASES,
-        stacks=tuple(
-            Stack(label=row.label, parts=_slowest_phases_ms(_run_nearest_mean(row).record.ranks)) for row in drawn
-        ),
-        note=_note(note, _truncation_note(measured, drawn)),
+        stacks=tuple(stacks),
+        note=_note(note, measured, drawn),
     )
-
-
-def _slowest_phases_ms(ranks: Sequence[RankMeasurement]) -> tuple[float, ...]:
-    """Per phase the slowest rank's milliseconds."""
-    return tuple(max(to_ms(rank.phase_seconds.get(phase, 0.0)) or 0.0 for rank in ranks) for phase in PHASES)
 
 
 def _step_time_chart(rows: Sequence[ComparisonRow], styles: Mapping[str, int]) -> Chart | None:
@@ -494,46 +476,27 @@ def _step_time_chart(rows: Sequence[ComparisonRow], styles: Mapping[str, int]) -
         slowest = max(run.record.ranks, key=lambda rank: rank.window_seconds)
         return [to_ms(seconds) for seconds in (*slowest.warmup_step_seconds, *slowest.step_seconds)]
 
-    lines = _lines(rows, styles, step_ms)
-    if not lines:
-        return None
     note = "The slowest rank of the run nearest to the row's mean; warm-up steps are in no statistic."
-    return LineChart(
-        name="steps",
-        title="Step times",
-        axis="ms per optimizer step",
-        lines=lines,
-        warmup=_warmup_steps(rows),
-        least_span=0.2,
-        note=_note(note, _truncation_note(rows, lines)),
-    )
+    return _line_chart("steps", "Step times", "ms per optimizer step", note, rows, styles, step_ms, min_span=0.2)
 
 
 def _loss_chart(rows: Sequence[ComparisonRow], styles: Mapping[str, int]) -> Chart | None:
-    lines = _lines(rows, styles, lambda run: list(run.losses))
-    if not lines:
-        return None
     note = "Same seed and data in every row, so the lines should lie on each other."
-    return LineChart(
-        name="losses",
-        title="Losses",
-        axis="loss",
-        lines=lines,
-        warmup=_warmup_steps(rows),
-        note=_note(note, _truncation_note(rows, lines)),
-    )
+    return _line_chart("losses", "Losses", "loss", note, rows, styles, lambda run: run.losses)
 
 
-def _warmup_steps(rows: Sequence[ComparisonRow]) -> int:
-    """The fewest of any run: warm-up lasts until a real step was taken, so these are warm-up in every run."""
-    counts = [len(rank.warmup_step_seconds) for row in rows for run in row.successes for rank in run.record.ranks]
-    return min(counts, default=0)
-
-
-def _lines(
-    rows: Sequence[ComparisonRow], styles: Mapping[str, int], values_of: Callable[[TrialSummary], list[float | None]]
-) -> tuple[Line, ...]:
-    """One line for each row that has a style and a value at two steps or more."""
+def _line_chart(
+    name: str,
+    title: str,
+    axis: str,
+    note: str,
+    rows: Sequence[ComparisonRow],
+    styles: Mapping[str, int],
+    values_of: Callable[[TrialSummary], Sequence[float | None]],
+    *,
+    min_span: float = 0.0,
+) -> Chart | None:
+    """One line for each row that has a style and a value at two steps or more; None without lines."""
     lines = []
     for row in rows:
         if row.key in styles:
@@ -541,4 +504,16 @@ def _lines(
             points = [(float(step), value) for step, value in enumerate(values, 1) if value is not None]
             if len(points) > 1:
                 lines.append(Line(label=row.label, points=downsample(points), style=styles[row.key]))
-    return tuple(lines)
+    if not lines:
+        return None
+    # Warm-up lasts until a real step was taken: the fewest steps of any run are warm-up in every run.
+    warmups = (len(rank.warmup_step_seconds) for row in rows for run in row.successes for rank in run.record.ranks)
+    return LineChart(
+        name=name,
+        title=title,
+        axis=axis,
+        lines=tuple(lines),
+        warmup=min(warmups, default=0),
+        min_span=min_span,
+        note=_note(note, rows, lines),
+    )

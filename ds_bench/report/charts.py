@@ -49,9 +49,9 @@ PAGE_WIDTH, PAGE_FONT_SIZE = 360.0, 11.0
 FILE_WIDTH, FILE_FONT_SIZE = 460.0, 9.0
 """Points: the width of the text on a printed page."""
 ROW_HEIGHT_EM = 3.3
-"""Of bars and stacks, in font sizes: the label above, the bar below."""
+"""Height of a bar or stack with its label above, in font sizes."""
 CHARACTER_WIDTH_EM = 0.6
-"""Of DejaVu Sans, on the wide side: text that is guessed too long is cut and never overlaps."""
+"""Width of a character of DejaVu Sans in font sizes, rather too large: text is cut too early and never overlaps."""
 _SETTINGS: Any = {
     "svg.hashsalt": "ds_bench",
     "font.family": "DejaVu Sans",
@@ -76,9 +76,9 @@ _SETTINGS: Any = {
 
 
 def save_charts(title: str, comparison: Comparison, folder: Path) -> list[Path]:
-    """Writes every chart of a comparison as PNG (200 dpi) and SVG (no font needed) and returns the files.
+    """Writes every chart of a comparison as PNG (200 dpi) and SVG (no font needed). Returns the files.
 
-    The same numbers give the same SVG. Makes the folder; raises OSError.
+    The same numbers give the same SVG. Makes the folder. Raises OSError.
     """
     folder.mkdir(parents=True, exist_ok=True)
     paths: list[Path] = []
@@ -128,7 +128,7 @@ def inline_svg(chart: Chart, uid: str) -> str:
 
 
 def _for_page(name: str, value: str, uid: str) -> str:
-    """An attribute as the page needs it: ids of its own, colours and fonts of the page, tenths of a pixel."""
+    """An attribute as the page needs it: unique ids, colours and fonts of the page, numbers to a tenth of a pixel."""
     if name == "id":
         return f"{uid}-{value}"
     if name == "href":
@@ -145,7 +145,7 @@ def _for_page(name: str, value: str, uid: str) -> str:
 def _draw(chart: Chart, target: Any, width: float, font_size: float, *, title: str = "", **options: Any) -> None:
     """Draws into a path or a stream. ``width`` and ``font_size`` in points; ``options``: of ``Figure.savefig``.
 
-    Only text that is to be drawn in the page stays text: it is where fonts are at hand.
+    With a ``title``, as in files, text becomes outlines; in the page, which has fonts, it stays text.
     """
     import matplotlib
     from matplotlib.figure import Figure
@@ -181,11 +181,11 @@ def _draw(chart: Chart, target: Any, width: float, font_size: float, *, title: s
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Frame:
-    """The room that a chart takes, in font sizes, and its legend."""
+    """The size of a chart's plot and of the space around it, in font sizes, and its legend."""
 
     height: float
     left: float = 0.8
-    """For the numbers of the vertical axis."""
+    """Space for the numbers of the vertical axis."""
     above: float = 0.0
     legend: Sequence[tuple[Any, str]] = ()
 
@@ -199,16 +199,10 @@ def _printable(text: str, columns: float | None = None) -> str:
 
 
 def _draw_rows(axes: Any, title: str, rows: Sequence[tuple[str, str]], columns: float) -> None:
-    """The frame of bars: above each its label and, at the right end, its value."""
+    """Axis and grid of bars: above each bar its label and, at the right end, its value."""
     for index, (label, value) in enumerate(rows):
         for text, x, side in ((_printable(label, columns - len(value) - 3), 0, "left"), (value, 1, "right")):
-            axes.annotate(
-                text,
-                (x, index - 0.18),
-                xycoords=("axes fraction", "data"),
-                va="bottom",
-                ha=side,
-            )
+            axes.annotate(text, (x, index - 0.18), xycoords=("axes fraction", "data"), va="bottom", ha=side)
     axes.set_ylim(len(rows) - 0.5, -0.75)
     axes.yaxis.set_visible(False)
     axes.spines["left"].set_visible(False)
@@ -228,7 +222,7 @@ def _format_ticks(axis: Any) -> None:
 
 
 def _draw_legend(axes: Any, entries: Sequence[tuple[Any, str]], columns: float) -> float:
-    """Below the chart, in as many columns as the longest label leaves room for; returns its height in font sizes."""
+    """Draws the legend below the chart, in one to three columns. Returns its height in font sizes."""
     if not entries:
         return 0.0
     across = max(1, min(3, int(columns / (max(len(label) for _, label in entries) + 8))))
@@ -254,14 +248,12 @@ def _draw_bars(chart: BarChart, axes: Any, columns: float) -> _Frame:
         if bar.interval:
             low, high = bar.interval
             for colour, width in ((PAPER, 4.0), (INK, 1.5)):  # a halo, to be seen on the bar and beside it
-                axes.errorbar(
-                    [(low + high) / 2], [index], xerr=(high - low) / 2, color=colour, capsize=4, linewidth=width
-                )
+                middle, half = (low + high) / 2, (high - low) / 2
+                axes.errorbar([middle], [index], xerr=half, color=colour, capsize=4, linewidth=width)
         if len(bar.runs) > 1:
             runs = bar.runs[:20]
-            axes.plot(
-                runs, [index] * len(runs), "o", markerfacecolor=PAPER, markeredgecolor=INK, markersize=4, zorder=4
-            )
+            style: Any = {"markerfacecolor": PAPER, "markeredgecolor": INK, "markersize": 4, "zorder": 4}
+            axes.plot(runs, [index] * len(runs), "o", **style)
     largest = max(value for bar in chart.bars for value in (bar.value, *(bar.interval or ()), *bar.runs))
     axes.set_xlim(0, largest * 1.04 or 1)
     labels = [f"{bar.label} (baseline)" if bar.baseline else bar.label for bar in chart.bars]
@@ -291,38 +283,27 @@ def _draw_stacks(chart: StackChart, axes: Any, columns: float) -> _Frame:
             starts = [start + size for start, size in zip(starts, sizes, strict=True)]
     peaks = [(stack.marker, row) for row, stack in enumerate(chart.stacks) if stack.marker is not None]
     if peaks:
-        (points,) = axes.plot(
-            *zip(*peaks, strict=True),
-            "D",
-            markerfacecolor=INK,
-            markeredgecolor=PAPER,
-            markersize=7,
-            clip_on=False,
-            zorder=4,
-        )
+        style: Any = {"markerfacecolor": INK, "markeredgecolor": PAPER, "markersize": 7, "clip_on": False, "zorder": 4}
+        (points,) = axes.plot(*zip(*peaks, strict=True), "D", **style)
         entries.append((points, "measured peak"))
-    room = 1.03
+    end = chart.largest * 1.03
     if chart.capacity is not None:
-        near = chart.capacity_is_near
-        room = 1.03 if near else 1.12
-        label = chart.capacity_label if near else f"{chart.capacity_label} (beyond the axis →)"
         (line,) = axes.plot([], [], linestyle="--", color=WARNING)
-        entries.append((line, label))
-        if near:
-            axes.vlines(
-                [chart.capacity] * len(rows),
-                [row - 0.3 for row in rows],
-                [row + 0.3 for row in rows],
-                color=WARNING,
-                linestyle="--",
-            )
-    axes.set_xlim(0, max(chart.largest, chart.capacity if chart.capacity_is_near and chart.capacity else 0) * room or 1)
+        if chart.capacity_is_near:
+            end = max(chart.largest, chart.capacity) * 1.03
+            bottoms, tops = [row - 0.3 for row in rows], [row + 0.3 for row in rows]
+            axes.vlines([chart.capacity] * len(rows), bottoms, tops, color=WARNING, linestyle="--")
+            entries.append((line, chart.capacity_label))
+        else:
+            end = chart.largest * 1.12
+            entries.append((line, f"{chart.capacity_label} (beyond the axis →)"))
+    axes.set_xlim(0, end or 1)
     _draw_rows(axes, chart.axis, [(stack.label, format_value(stack.total)) for stack in chart.stacks], columns)
     return _Frame(height=ROW_HEIGHT_EM * len(chart.stacks), legend=entries)
 
 
 def _draw_plane(axes: Any, horizontal: str, vertical: str, legend: Sequence[tuple[Any, str]]) -> _Frame:
-    """Both axes. The vertical title stands above, where it is read without turning the page."""
+    """Draws both axes. The title of the vertical one is above it, where it needs no rotation."""
     axes.set_xlabel(horizontal)
     axes.set_title(vertical, loc="left", fontsize="medium")
     axes.set_axisbelow(True)
@@ -342,7 +323,7 @@ def _draw_lines(chart: LineChart, axes: Any) -> _Frame:
             values,
             color=ROW_COLOURS[line.style],
             linestyle=DASHES[line.style],
-            linewidth=2.4 - 0.19 * line.style,  # later lines are thinner: lines that lie on each other all show
+            linewidth=2.4 - 0.19 * line.style,  # later lines are thinner, so that equal lines are all visible
             marker=MARKERS[line.style],
             markevery=(line.style, max(1, len(steps) // 7)),
             markersize=5,

@@ -16,75 +16,80 @@ from ..units import format_duration
 _REFRESH_SECONDS = 1.0
 
 
-def _deaf(_progress: Progress) -> None:
-    return None
+def ignore_progress(_progress: Progress) -> None:
+    """A callback for trials of which no progress is shown."""
 
 
-class Reporter:
-    """Tells of trials as they begin, go on and end. ``level``: 0 quiet, 1 normal, 2 verbose."""
+class ProgressReporter:
+    """Prints what happens to each trial. ``level``: 0 quiet, 1 normal, 2 verbose."""
 
     def __init__(self, stream: IO[str], trials: Sequence[Trial], level: int) -> None:
         self._stream = stream
         self._total = len(trials)
         self._level = level
         self._number = 0
-        self._walls: list[float] = []
+        self._wall_seconds: list[float] = []
         self._live: Any = None
-        self._plain = not can_encode("✅❌→…", stream)
+        self._ascii = not can_encode("✅❌→…", stream)
 
     def say(self, text: str) -> None:
         """One line, unless quiet."""
         if self._level > 0:
-            self._clear()
+            self.close()
             print_text(text, self._stream)
 
     def begin(self, trial: Trial) -> ProgressCallback:
-        """A trial starts; returns who is told of its progress."""
+        """A trial starts. Returns the callback for its progress."""
         self._number += 1
         head = f"[{self._number}/{self._total}] {trial.strategy.label}"
         if self._level == 0:
-            return _deaf
+            return ignore_progress
         if self._stream.isatty():
-            return self._live_listener(head, trial)
+            return self._live_callback(head, trial)
         self.say(f"{head} …")
-        return _deaf
+        return ignore_progress
 
-    def _live_listener(self, head: str, trial: Trial) -> ProgressCallback:
-        last = 0.0
+    def _live_callback(self, head: str, trial: Trial) -> ProgressCallback:
+        shown_at = 0.0
         total = trial.workload.warmup_steps + trial.workload.num_steps
 
-        def listen(progress: Progress) -> None:
-            nonlocal last
+        def show_progress(progress: Progress) -> None:
+            nonlocal shown_at
             now = time.monotonic()
-            if now - last < _REFRESH_SECONDS:
+            if now - shown_at < _REFRESH_SECONDS:
                 return
-            last = now
-            text = f"{head} · {self._where(progress, trial, total)}{self._eta(progress, total)}"
-            self._show(to_ascii(text) if self._plain else escape_controls(text))
+            shown_at = now
+            text = f"{head} · {self._describe_step(progress, trial, total)}{self._time_left(progress, total)}"
+            self._show(to_ascii(text) if self._ascii else escape_controls(text))
 
-        return listen
+        return show_progress
 
-    def _where(self, progress: Progress, trial: Trial, total: int) -> str:
+    def _describe_step(self, progress: Progress, trial: Trial, total: int) -> str:
         if progress.step < 0:
             return progress.phase
         warmup = trial.workload.warmup_steps
-        done = progress.step
-        where = f"warm-up {done}/{warmup}" if done < warmup else f"step {min(done, total) - warmup}/{total - warmup}"
+        if progress.step < warmup:
+            step = f"warm-up {progress.step}/{warmup}"
+        else:
+            step = f"step {min(progress.step, total) - warmup}/{total - warmup}"
         speed = f", last step {format_duration(progress.last_step_seconds)}" if progress.last_step_seconds else ""
-        return f"{where} ({progress.phase}){speed}"
+        return f"{step} ({progress.phase}){speed}"
 
-    def _eta(self, progress: Progress, total: int) -> str:
-        """Of the whole comparison: this trial by its last step, the rest by the mean of those done."""
+    def _time_left(self, progress: Progress, total: int) -> str:
+        """Estimate for the whole comparison: this trial by its last step, later ones by the mean of those done."""
         if not progress.last_step_seconds:
             return ""
         rest = max(0, total - progress.step) * progress.last_step_seconds
-        each = sum(self._walls) / len(self._walls) if self._walls else progress.elapsed_seconds + rest
-        return f", about {format_duration(rest + each * (self._total - self._number))} left"
+        if self._wall_seconds:
+            mean_seconds = sum(self._wall_seconds) / len(self._wall_seconds)
+        else:
+            mean_seconds = progress.elapsed_seconds + rest
+        return f", about {format_duration(rest + mean_seconds * (self._total - self._number))} left"
 
     def end(self, record: TrialRecord) -> None:
-        """A trial has ended."""
+        """A trial has ended: prints its status, duration and error; if verbose its caveats too."""
         if record.wall_seconds is not None:
-            self._walls.append(record.wall_seconds)
+            self._wall_seconds.append(record.wall_seconds)
         outcome = record.outcome
         cause = f": {outcome.error}" if outcome.error else ""
         took = f" in {format_duration(record.wall_seconds)}" if record.wall_seconds is not None else ""
@@ -107,11 +112,8 @@ class Reporter:
             self._live.start()
         self._live.update(line, refresh=True)
 
-    def _clear(self) -> None:
+    def close(self) -> None:
+        """Removes the live line; the next one starts anew."""
         if self._live is not None:
             self._live.stop()
             self._live = None
-
-    def close(self) -> None:
-        """Leaves the terminal as it was."""
-        self._clear()

@@ -12,7 +12,7 @@ import pytest
 from ds_bench.config.spec import Trial
 from ds_bench.launch import Progress
 from ds_bench.report import progress as module
-from ds_bench.report.progress import Reporter
+from ds_bench.report.progress import ProgressReporter
 from tests.support import fakes
 
 QUIET, NORMAL, VERBOSE = 0, 1, 2
@@ -69,7 +69,7 @@ def at(phase: str = "forward", step: int = 5, last: float | None = 0.5, elapsed:
 
 def test_a_file_gets_one_line_when_a_trial_begins_and_one_when_it_ends() -> None:
     stream = Stream()
-    reporter = Reporter(stream, trials(), NORMAL)
+    reporter = ProgressReporter(stream, trials(), NORMAL)
     for trial in trials():
         listen = reporter.begin(trial)
         for step in range(20):
@@ -86,7 +86,7 @@ def test_a_file_gets_one_line_when_a_trial_begins_and_one_when_it_ends() -> None
 
 def test_a_failure_is_told_with_its_cause_in_one_line() -> None:
     stream = Stream()
-    reporter = Reporter(stream, trials(), NORMAL)
+    reporter = ProgressReporter(stream, trials(), NORMAL)
     reporter.begin(trials()[0])
     reporter.end(fakes.failure(trials()[0]))
     assert stream.getvalue().splitlines()[-1] == "[1/2] ZeRO-0 ❌ OOM in 3.0 s: OOM in backward: asked 2.00 GB"
@@ -94,7 +94,7 @@ def test_a_failure_is_told_with_its_cause_in_one_line() -> None:
 
 def test_a_trial_that_was_never_launched_took_no_time() -> None:
     stream = Stream()
-    reporter = Reporter(stream, trials(), NORMAL)
+    reporter = ProgressReporter(stream, trials(), NORMAL)
     reporter.end(replace(fakes.failure(), wall_seconds=None))
     assert " in " not in stream.getvalue().partition(":")[0]
 
@@ -106,14 +106,14 @@ def test_every_line_is_there_at_once_for_whoever_follows_the_file() -> None:
         def flush(self) -> None:
             flushed.append(self.getvalue())
 
-    reporter = Reporter(Watched(), trials(), NORMAL)
+    reporter = ProgressReporter(Watched(), trials(), NORMAL)
     reporter.begin(trials()[0])
     assert flushed[-1] == "[1/2] ZeRO-0 …\n"
 
 
 def test_a_stream_that_prints_ascii_only_gets_ascii() -> None:
     stream = Stream(encoding="ascii")
-    reporter = Reporter(stream, trials(), VERBOSE)
+    reporter = ProgressReporter(stream, trials(), VERBOSE)
     trial = fakes.trial(fakes.offload("cpu_optimizer"))
     reporter.begin(trial)
     reporter.end(replace(fakes.success(trial), caveats=("2 × 3 …",)))
@@ -126,7 +126,7 @@ def test_verbose_tells_caveats_and_details_too_and_normal_does_not() -> None:
     texts = []
     for level in (NORMAL, VERBOSE):
         stream = Stream()
-        reporter = Reporter(stream, trials(), level)
+        reporter = ProgressReporter(stream, trials(), level)
         reporter.end(replace(fakes.failure(), caveats=("it is warm",)))
         texts.append(stream.getvalue())
     normal, verbose = texts
@@ -138,7 +138,7 @@ def test_verbose_tells_caveats_and_details_too_and_normal_does_not() -> None:
 @pytest.mark.parametrize("is_terminal", [False, True])
 def test_quiet_tells_nothing_at_all(is_terminal: bool) -> None:
     stream = Stream(terminal=is_terminal)
-    reporter = Reporter(stream, trials(), QUIET)
+    reporter = ProgressReporter(stream, trials(), QUIET)
     reporter.begin(trials()[0])(at())
     reporter.end(fakes.failure())
     reporter.say("hello")
@@ -152,7 +152,7 @@ def test_quiet_tells_nothing_at_all(is_terminal: bool) -> None:
 def shown(terminal: Stream, seen: Progress, done: int = 0) -> str:
     """What the live line says of one look, after ``done`` trials of 12.5 s each."""
     plan = [fakes.trial(fakes.zero(stage)) for stage in (0, 1, 2, 3)]
-    reporter = Reporter(terminal, plan, NORMAL)
+    reporter = ProgressReporter(terminal, plan, NORMAL)
     for trial in plan[:done]:
         reporter.begin(trial)
         reporter.end(fakes.success(trial))
@@ -194,7 +194,7 @@ def test_steps_beyond_the_plan_do_not_count_beyond_it(terminal: Stream) -> None:
 
 
 def test_the_live_line_is_gone_before_a_line_that_stays(terminal: Stream) -> None:
-    reporter = Reporter(terminal, trials(), NORMAL)
+    reporter = ProgressReporter(terminal, trials(), NORMAL)
     reporter.begin(trials()[0])(at())
     assert reporter._live is not None
     reporter.end(fakes.success(trials()[0]))
@@ -203,7 +203,7 @@ def test_the_live_line_is_gone_before_a_line_that_stays(terminal: Stream) -> Non
 
 
 def test_a_terminal_is_left_with_its_cursor_shown(terminal: Stream) -> None:
-    reporter = Reporter(terminal, trials(), NORMAL)
+    reporter = ProgressReporter(terminal, trials(), NORMAL)
     reporter.begin(trials()[0])(at())
     reporter.close()
     written = terminal.getvalue()
@@ -211,7 +211,7 @@ def test_a_terminal_is_left_with_its_cursor_shown(terminal: Stream) -> None:
 
 
 def test_closing_twice_or_without_a_line_is_no_error(terminal: Stream) -> None:
-    reporter = Reporter(terminal, trials(), NORMAL)
+    reporter = ProgressReporter(terminal, trials(), NORMAL)
     reporter.close()
     reporter.close()
     assert terminal.getvalue() == ""
@@ -228,15 +228,15 @@ def test_the_terminal_is_redrawn_at_most_once_a_second(terminal: Stream, monkeyp
 
     monkeypatch.setattr(module, "time", Slow)
     drawn: list[str] = []
-    monkeypatch.setattr(Reporter, "_show", lambda _self, text: drawn.append(text))
-    listen = Reporter(terminal, trials(), NORMAL).begin(trials()[0])
+    monkeypatch.setattr(ProgressReporter, "_show", lambda _self, text: drawn.append(text))
+    listen = ProgressReporter(terminal, trials(), NORMAL).begin(trials()[0])
     for step in range(35):
         listen(at(step=step))
     assert 3 <= len(drawn) <= 4
 
 
 def test_a_listener_takes_whatever_a_watch_may_tell(terminal: Stream) -> None:
-    listen = Reporter(terminal, trials(), NORMAL).begin(trials()[0])
+    listen = ProgressReporter(terminal, trials(), NORMAL).begin(trials()[0])
     looks: list[dict[str, Any]] = [{"step": -1}, {"last": None}, {"step": 0}, {"elapsed": 0.0}, {"last": 0.0}]
     for look in looks:
         listen(at(**look))
