@@ -1,7 +1,7 @@
-"""The verdict on a result that is compared with its baseline: passed, a regression, or not comparable.
+"""Saves baselines and compares results with them: passed, a regression, or not comparable.
 
-A change counts as a regression if it is beyond the entry's tolerance and, where three runs or more on both sides
-allow a test, larger than the noise between runs.
+A change is a regression if it is larger than the entry's tolerance and, if three or more runs on both sides allow a
+test, larger than the noise between runs.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from .result import BenchmarkResult
 from .store import DEFAULT_TOLERANCE, BaselineEntry
 
 DEFAULT_PATH = Path("baselines.json")
-_ANY_RISE, _ANY_FALL = 100.0, 0.9995
-"""Rise of memory and fall of throughput, as fractions of the baseline, beyond which a number says nothing more."""
+_MAX_SHOWN_RISE, _MAX_SHOWN_FALL = 100.0, 0.9995
+"""Rise of memory and fall of throughput, as fractions of the baseline, above which no number is shown."""
 _ROUNDING = 1e-9
-"""Relative: what is computed to lie at the limit exactly is not beyond it."""
+"""Relative error of a computed limit: a value at the limit is not beyond it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,12 +44,12 @@ class BaselineComparison:
     memory_ratio: float | None = None
     """Peak memory divided by the baseline's."""
     regressions: tuple[str, ...] = ()
-    """Any of ``throughput``, ``memory``, ``status`` (it no longer runs, or a caveat disqualifies its figures) and
+    """Any of ``throughput``, ``memory``, ``status`` (it no longer trains, or a caveat disqualifies its figures) and
     ``missing`` (the result has no such row)."""
     unmatched: bool = False
-    """The row trained and no baseline has its name, so that nothing guards it. False for a row that failed."""
+    """True if the row trained and no baseline has its name, so that it is not guarded. False for a row that failed."""
     noisy: bool = False
-    """Passed, but the runs vary so much that a regression beyond the tolerance would not be detected."""
+    """True if it passed, but the runs vary so much that a regression beyond the tolerance would not be detected."""
 
     @property
     def comparable(self) -> bool:
@@ -79,19 +79,16 @@ def save_results(
         changed = dict(entries)
         for result in results:
             before = changed.get(result.name)
-            entry = BaselineEntry.of(result, _tolerance(result.name, before, tolerance, path))
+            new_tolerance = tolerance
+            if new_tolerance is None:
+                new_tolerance = _entry(result.name, before, path).tolerance if before else DEFAULT_TOLERANCE
+            entry = BaselineEntry.of(result, new_tolerance)
             changed[result.name] = _with_unknown_keys(before or {}, entry)
             saved.append(entry)
         return changed
 
     store.edit(Path(path), change)
     return saved
-
-
-def _tolerance(name: str, before: dict[str, object] | None, asked: float | None, path: Path | str) -> float:
-    if asked is not None:
-        return asked
-    return DEFAULT_TOLERANCE if before is None else _entry(name, before, path).tolerance
 
 
 def _with_unknown_keys(before: dict[str, object], entry: BaselineEntry) -> dict[str, object]:
@@ -149,18 +146,22 @@ def compare_to_baseline(
     """
     baseline = load_baseline(result.name, path) if baseline is None else baseline
     if baseline is None:
-        ended = f"; {_unusable(result)}" if _unusable(result) else ""
-        return BaselineComparison(
-            name=result.name, passed=True, message=f"no baseline of this name{ended}", unmatched=not ended
-        )
-    differences = [*_incomparable_reasons(result, baseline)]
-    if differences:
-        text = f"not comparable with the baseline: {'; '.join(differences)}"
+        unusable = _unusable_reason(result)
+        text = f"no baseline of this name; {unusable}" if unusable else "no baseline of this name"
+        return BaselineComparison(name=result.name, passed=True, message=text, unmatched=not unusable)
+    reasons = list(_incomparable_reasons(result, baseline))
+    if reasons:
+        text = f"not comparable with the baseline: {'; '.join(reasons)}"
         return BaselineComparison(name=result.name, passed=None, message=text, baseline=baseline)
-    return _failed_verdict(result, baseline) if _unusable(result) else _verdict(result, baseline)
+    if unusable := _unusable_reason(result):
+        text = f"regression: {unusable}; the baseline ran"
+        return BaselineComparison(
+            name=result.name, passed=False, message=text, baseline=baseline, regressions=("status",)
+        )
+    return _compare_figures(result, baseline)
 
 
-def _unusable(result: BenchmarkResult) -> str | None:
+def _unusable_reason(result: BenchmarkResult) -> str | None:
     """Why the result has no usable figures: it failed, or a caveat disqualifies them. None if they are usable."""
     if not result.succeeded:
         return f"it ended with {result.status}{f': {result.error}' if result.error else ''}"
@@ -173,33 +174,24 @@ def _incomparable_reasons(result: BenchmarkResult, baseline: BaselineEntry) -> I
         yield f"it ended with {result.status}"
     if not baseline.set_by_hand:
         if result.environment is None or baseline.environment is None:
-            silent = "result" if result.environment is None else "baseline"
-            yield f"the {silent} does not tell its hardware and versions"
+            side = "result" if result.environment is None else "baseline"
+            yield f"the {side} does not tell its hardware and versions"
         else:
             yield from comparable(result.environment, baseline.environment)
     for key, ours in {**result.workload, "memory": result.memory}.items():
         theirs = baseline.memory if key == "memory" else baseline.workload.get(key)
         if key != "ds_config" and None not in (ours, theirs) and ours != theirs:
             yield f"{key} {ours} against {theirs}"
-    if result.succeeded and not compare_metrics(result, baseline):
+    if result.succeeded and not _compare_metrics(result, baseline):
         yield "no figure is known on both sides"
 
 
-def _failed_verdict(result: BenchmarkResult, baseline: BaselineEntry) -> BaselineComparison:
-    """A regression whatever the figures: the baseline trained, this result did not."""
-    text = f"regression: {_unusable(result)}; the baseline ran"
-    return BaselineComparison(name=result.name, passed=False, message=text, baseline=baseline, regressions=("status",))
-
-
-def _verdict(result: BenchmarkResult, baseline: BaselineEntry) -> BaselineComparison:
-    metrics = compare_metrics(result, baseline)
-    regressions = tuple(metric.kind for metric in metrics if metric.regressed(baseline.tolerance))
+def _compare_figures(result: BenchmarkResult, baseline: BaselineEntry) -> BaselineComparison:
+    metrics, tolerance = _compare_metrics(result, baseline), baseline.tolerance
+    regressions = tuple(metric.kind for metric in metrics if metric.regressed(tolerance))
     ratios = {metric.kind: metric.ratio for metric in metrics}
-    noisy = [metric for metric in metrics if metric.noisy(baseline.tolerance)] if not regressions else []
-    parts = [
-        metric.text(baseline.tolerance) + _undetectable_change(metric if metric in noisy else None)
-        for metric in metrics
-    ]
+    noisy = [metric for metric in metrics if metric.noisy(tolerance)] if not regressions else []
+    parts = [metric.text(tolerance) + (metric.noise_text if metric in noisy else "") for metric in metrics]
     parts += _remarks(result, baseline, metrics)
     return BaselineComparison(
         name=result.name,
@@ -213,20 +205,11 @@ def _verdict(result: BenchmarkResult, baseline: BaselineEntry) -> BaselineCompar
     )
 
 
-def _undetectable_change(noisy: MetricComparison | None) -> str:
-    """The smallest change that a noisy figure would show, as text; empty for one that is not noisy."""
-    if noisy is None or noisy.undetectable_change is None:
-        return ""
-    if noisy.undetectable_change > (_ANY_RISE if noisy.more_is_worse else _ANY_FALL):
-        return ", cannot see any change"
-    return f", cannot see changes below {units.format_percent(noisy.undetectable_change)}"
-
-
-def _remarks(result: BenchmarkResult, baseline: BaselineEntry, metrics: Sequence[MetricComparison]) -> Iterator[str]:
+def _remarks(result: BenchmarkResult, baseline: BaselineEntry, metrics: Sequence[_MetricComparison]) -> Iterator[str]:
     """Remarks that do not change the verdict."""
     if any(metric.interval is None for metric in metrics):
-        varied = max((each for each in (result.step_variation, baseline.step_variation) if each), default=None)
-        guide = f" (steps vary by {units.format_percent(varied)}, a rough guide only)" if varied else ""
+        variation = max(result.step_variation or 0.0, baseline.step_variation or 0.0)
+        guide = f" (steps vary by {units.format_percent(variation)}, a rough guide only)" if variation else ""
         yield f"not tested against noise: fewer than three runs on a side{guide}"
     configs = result.workload.get("ds_config"), baseline.workload.get("ds_config")
     if None not in configs and configs[0] != configs[1]:
@@ -239,47 +222,43 @@ def _remarks(result: BenchmarkResult, baseline: BaselineEntry, metrics: Sequence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MetricComparison:
-    """One metric of a result and of its baseline."""
+class _MetricComparison:
+    """Throughput or peak memory of a result and of its baseline."""
 
     kind: str
+    """``throughput`` or ``memory``."""
     label: str
     value: float
-    base: float
-    more_is_worse: bool
+    baseline: float
     interval: RatioInterval | None
-    """None below three runs on either side."""
-    show: Callable[[float], str]
+    """Interval of ``ratio``; None below three runs on either side."""
+    format: Callable[[float], str]
+    """Text of a value with its unit."""
 
     @property
     def ratio(self) -> float:
-        return self.value / self.base
+        return self.value / self.baseline
 
     @property
-    def worse(self) -> bool:
-        return self.value > self.base if self.more_is_worse else self.value < self.base
+    def more_is_worse(self) -> bool:
+        return self.kind == "memory"
 
-    def beyond(self, tolerance: float) -> bool:
-        """Whether the change for the worse is larger than ``tolerance``, a fraction; at the limit itself it is not."""
+    def exceeds(self, tolerance: float) -> bool:
+        """True if the change for the worse is larger than ``tolerance``, a fraction of the baseline."""
         if self.more_is_worse:
-            return self.value > self.base * (1 + tolerance) * (1 + _ROUNDING)
-        return self.value < self.base * (1 - tolerance) * (1 - _ROUNDING)
-
-    @property
-    def above_noise(self) -> bool:
-        """Whether the change for the worse is larger than the noise between runs; True if that cannot be tested."""
-        if self.interval is None:
-            return True
-        if self.interval.too_wide:
-            return False
-        return self.interval.low > 1 if self.more_is_worse else self.interval.high < 1
+            return self.value > self.baseline * (1 + tolerance) * (1 + _ROUNDING)
+        return self.value < self.baseline * (1 - tolerance) * (1 - _ROUNDING)
 
     def regressed(self, tolerance: float) -> bool:
-        return self.beyond(tolerance) and self.above_noise
+        """True if the change for the worse is larger than the tolerance and, if tested, than the noise between runs."""
+        if not self.exceeds(tolerance) or self.interval is None:
+            return self.exceeds(tolerance)
+        above_noise = self.interval.low > 1 if self.more_is_worse else self.interval.high < 1
+        return above_noise and not self.interval.too_wide
 
     @property
     def undetectable_change(self) -> float | None:
-        """The largest change for the worse, as a fraction, that the noise would hide; None where not tested."""
+        """The largest change for the worse, as a fraction, that the noise would hide; None if not tested."""
         if self.interval is None:
             return None
         centre, low, high = self.interval.ratio, self.interval.low, self.interval.high
@@ -288,60 +267,63 @@ class MetricComparison:
         return 1 - centre / high
 
     def noisy(self, tolerance: float) -> bool:
-        """Whether the noise would hide a regression beyond the tolerance that the interval does not rule out."""
+        """True if a regression beyond the tolerance is possible by the interval and would not be detected."""
         if self.interval is None or self.undetectable_change is None or self.regressed(tolerance):
             return False
         worst = self.interval.high - 1 if self.more_is_worse else 1 - self.interval.low
         return min(self.undetectable_change, worst) > tolerance + _ROUNDING
 
-    def text(self, tolerance: float) -> str:
-        """``tokens/s 940 against 1,000 (-6.0 %), beyond the tolerance of 5.0 %``."""
-        where = "beyond" if self.beyond(tolerance) else "within" if self.worse else None
-        judged = f"{where} the tolerance of {units.format_percent(tolerance)}" if where else "no worse"
-        change = f"{self.label} {self.show(self.value)} against {self.show(self.base)} ({_signed(self.ratio)})"
-        return f"{change}, {judged}{self._noise(where == 'beyond')}"
-
-    def _noise(self, beyond: bool) -> str:
-        if self.interval is None:
+    @property
+    def noise_text(self) -> str:
+        """The smallest change that would be detected, as text; empty if that was not tested."""
+        change = self.undetectable_change
+        if change is None:
             return ""
-        span = f"95 % interval {_signed(self.interval.low)} to {_signed(self.interval.high)}"
+        if change > (_MAX_SHOWN_RISE if self.more_is_worse else _MAX_SHOWN_FALL):
+            return ", cannot see any change"
+        return f", cannot see changes below {units.format_percent(change)}"
+
+    def text(self, tolerance: float) -> str:
+        """``tokens/s 940 against 1,000 (-6.0 %), beyond the tolerance of 5.0 %``, then the interval if there is one."""
+        worse = self.value > self.baseline if self.more_is_worse else self.value < self.baseline
+        exceeds, verdict = self.exceeds(tolerance), "no worse"
+        if exceeds or worse:
+            verdict = f"{'beyond' if exceeds else 'within'} the tolerance of {units.format_percent(tolerance)}"
+        values = f"{self.format(self.value)} against {self.format(self.baseline)}"
+        text = f"{self.label} {values} ({_format_change(self.ratio)}), {verdict}"
+        if self.interval is None:
+            return text
+        ends = f"(95 % interval {_format_change(self.interval.low)} to {_format_change(self.interval.high)})"
         if self.interval.distinguishable or self.interval.low == self.interval.high:
-            return f" ({span})"
-        return f"{' but' if beyond else ' and'} inside the noise ({span})"
+            return f"{text} {ends}"
+        return f"{text}{' but' if exceeds else ' and'} inside the noise {ends}"
 
 
-def _signed(ratio: float) -> str:
+def _format_change(ratio: float) -> str:
     return f"{(ratio - 1) * 100:+.1f} %"
 
 
-def _ratio_interval(
-    result: BenchmarkResult, runs: Sequence[float], runs_before: Sequence[float]
-) -> RatioInterval | None:
-    """The interval of the ratio; marked ``too_wide`` where it is, for a result of the CPU accelerator."""
-    interval = ratio_interval(runs, runs_before)
-    return interval.on_shared_processor if interval is not None and result.memory == "host" else interval
-
-
-def compare_metrics(result: BenchmarkResult, baseline: BaselineEntry) -> list[MetricComparison]:
-    """Throughput and peak memory, where both sides have them."""
-    memory = {"gpu": "peak GPU memory", "host": "peak CPU memory", None: "peak memory"}
+def _compare_metrics(result: BenchmarkResult, baseline: BaselineEntry) -> list[_MetricComparison]:
+    """Throughput and peak memory, if both sides have them."""
+    memory = {"gpu": "peak GPU memory", "host": "peak CPU memory", None: "peak memory"}[result.memory]
     metrics = []
-    rate, rate_before = result.throughput_tokens_per_sec, baseline.throughput_tokens_per_sec
-    if rate is not None and rate_before is not None:
+    for kind, label, name, runs_name, format_value in (
+        ("throughput", "tokens/s", "throughput_tokens_per_sec", "tokens_per_sec_runs", units.format_count),
+        ("memory", memory, "peak_memory_mb", "peak_memory_mb_runs", _format_mb),
+    ):
+        value, baseline_value = getattr(result, name), getattr(baseline, name)
+        if value is None or baseline_value is None:
+            continue
+        interval = ratio_interval(getattr(result, runs_name), getattr(baseline, runs_name))
+        if interval is not None and result.memory == "host":
+            interval = interval.on_shared_processor
         metrics.append(
-            MetricComparison(
-                kind="throughput", label="tokens/s", value=rate, base=rate_before, more_is_worse=False,
-                interval=_ratio_interval(result, result.tokens_per_sec_runs, baseline.tokens_per_sec_runs),
-                show=units.format_count,
+            _MetricComparison(
+                kind=kind, label=label, value=value, baseline=baseline_value, interval=interval, format=format_value
             )
-        )  # fmt: skip
-    peak, peak_before = result.peak_memory_mb, baseline.peak_memory_mb
-    if peak is not None and peak_before is not None:
-        metrics.append(
-            MetricComparison(
-                kind="memory", label=memory[result.memory], value=peak, base=peak_before, more_is_worse=True,
-                interval=_ratio_interval(result, result.peak_memory_mb_runs, baseline.peak_memory_mb_runs),
-                show=lambda count_mb: units.format_bytes(count_mb * units.BYTES_PER_MB),
-            )
-        )  # fmt: skip
+        )
     return metrics
+
+
+def _format_mb(count_mb: float) -> str:
+    return units.format_bytes(count_mb * units.BYTES_PER_MB)

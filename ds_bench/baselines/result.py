@@ -25,33 +25,33 @@ class BenchmarkResult:
     """The runs of one benchmark taken together. Figures are of the whole job unless noted; None if not measured."""
 
     name: str
-    """What its baseline is called."""
+    """Name of its baseline."""
     throughput_tokens_per_sec: float | None = None
     """Geometric mean of the successful runs' means."""
     samples_per_sec: float | None = None
     """Sequences per second; geometric mean of the successful runs' means."""
     peak_memory_mb: float | None = None
-    """Highest of the runs: peak allocated on the worst GPU in the measured steps; on the CPU accelerator, which has no
-    GPU memory, the peak resident memory of a node's ranks."""
+    """Highest of the runs: peak allocated on the fullest GPU in the measured steps; on the CPU accelerator the peak
+    resident memory of a node's ranks."""
     average_memory_mb: float | None = None
-    """Mean over the runs of what is held after the last measured step, when activations are freed: allocated on the
-    worst GPU; on the CPU accelerator the ranks' proportional set size. It is no average over time."""
+    """Mean over the runs, not over time, of the memory in use after the last measured step, when activations are freed:
+    allocated on the fullest GPU; on the CPU accelerator the ranks' proportional set size."""
     memory: Memory | None = None
-    """Which memory the two fields above are of; None if not known."""
+    """Kind of memory of the two fields above; None if not known."""
     tokens_per_sec_runs: tuple[float, ...] = ()
     """Mean of each successful run: the samples of the test against noise."""
     peak_memory_mb_runs: tuple[float, ...] = ()
     step_seconds: tuple[float, ...] = ()
     """Measured optimizer steps on the slowest rank, run after run."""
     step_variation: float | None = None
-    """Coefficient of variation of step times inside a run, the largest of the runs: a rough guide to noise."""
+    """Coefficient of variation of step times within a run, the largest of the runs: a rough guide to noise."""
     status: str = SUCCESS
-    """How the last failed run ended where none succeeded (README.md, "How a trial ends")."""
+    """Status of the last run if none succeeded."""
     error: str | None = None
-    """One line on that."""
+    """One line on how that run failed."""
     failed_runs: int = 0
     doubts: tuple[str, ...] = ()
-    """Caveats that disqualify the figures: a loss that is not finite, a strategy that did not run as named."""
+    """Texts of the caveats that disqualify the figures: a loss that is not finite, a strategy that did not run."""
     workload: Mapping[str, Any] = field(default_factory=dict)
     """See ``workload_facts``; empty if not known."""
     environment: Environment | None = None
@@ -82,7 +82,7 @@ def benchmark_result(
         status=representative.record.outcome.status,
         error=representative.record.outcome.error,
         failed_runs=len(summaries) - len(good),
-        doubts=tuple(dict.fromkeys(doubt.text for run in good for doubt in run.caveats if doubt.disqualifying)),
+        doubts=tuple(dict.fromkeys(caveat.text for run in good for caveat in run.caveats if caveat.disqualifying)),
         workload=workload_facts(representative),
         environment=environment,
         run_id=next((run.run_id for run in summaries if run.run_id), None),
@@ -96,56 +96,50 @@ def _figures(good: Sequence[TrialSummary]) -> dict[str, Any]:
     on_gpu = good[-1].record.trial.placement.accelerator == "cuda"
     peaks = measured_values(good, "gpu_peak_bytes" if on_gpu else "host_peak_bytes")
     held = measured_values(good, "gpu_allocated_bytes" if on_gpu else "host_pss_bytes")
-    rates, samples = measured_values(good, "tokens_per_second"), measured_values(good, "samples_per_second")
+    rates = measured_values(good, "tokens_per_second")
+    slowest = [max(run.record.ranks, key=lambda rank: rank.window_seconds) for run in good]
+    variations = [
+        run.step_seconds_std / run.mean_step_seconds
+        for run in good
+        if run.step_seconds_std is not None and run.mean_step_seconds
+    ]
     return {
         "throughput_tokens_per_sec": geometric_mean(rates),
-        "samples_per_sec": geometric_mean(samples),
+        "samples_per_sec": geometric_mean(measured_values(good, "samples_per_second")),
         "peak_memory_mb": max(peaks) / BYTES_PER_MB if peaks else None,
         "average_memory_mb": statistics.fmean(held) / BYTES_PER_MB if held else None,
         "memory": "gpu" if on_gpu else "host",
         "tokens_per_sec_runs": tuple(rates),
         "peak_memory_mb_runs": tuple(peak / BYTES_PER_MB for peak in peaks),
-        "step_seconds": tuple(second for run in good for second in _slowest(run)),
-        "step_variation": max((each for run in good if (each := _variation(run)) is not None), default=None),
+        "step_seconds": tuple(seconds for rank in slowest for seconds in rank.step_seconds),
+        "step_variation": max(variations, default=None),
     }
 
 
-def _slowest(run: TrialSummary) -> tuple[float, ...]:
-    return max(run.record.ranks, key=lambda rank: rank.window_seconds).step_seconds
-
-
-def _variation(run: TrialSummary) -> float | None:
-    return (
-        run.step_seconds_std / run.mean_step_seconds
-        if run.step_seconds_std is not None and run.mean_step_seconds
-        else None
-    )
-
-
 def workload_facts(summary: TrialSummary) -> dict[str, Any]:
-    """What must be equal for two rows to measure the same thing; a value is None if a failed row does not have it.
+    """Facts that must be equal for two rows to measure the same quantity; None for those that a failed row has not.
 
-    The number of steps is left out: more of them measure the same quantity better. ``ds_config`` is a hash, by which
-    a change of the DeepSpeed configuration is reported.
+    The number of steps is not among them: more steps measure the same quantity with less noise. ``ds_config`` is a hash
+    that shows whether the DeepSpeed configuration changed.
     """
     record = summary.record
-    work, place, strategy = record.trial.workload, record.trial.placement, record.trial.strategy
+    workload, placement, strategy = record.trial.workload, record.trial.placement, record.trial.strategy
     rank = record.ranks[0] if record.ranks else None
     return {
-        "model": work.model,
+        "model": workload.model,
         "parameter_count": (rank.parameter_count or None) if rank else None,
         "strategy": strategy.name,
         "stage": strategy.stage,
-        "batch_size": summary.micro_batch_size or work.batch_size,
-        "seq_length": work.seq_length,
-        "grad_accum": summary.grad_accum or work.grad_accum,
-        "precision": work.precision,
-        "activation_checkpointing": work.activation_checkpointing,
-        "dropout": rank.dropout if rank else work.dropout,
+        "batch_size": summary.micro_batch_size or workload.batch_size,
+        "seq_length": workload.seq_length,
+        "grad_accum": summary.grad_accum or workload.grad_accum,
+        "precision": workload.precision,
+        "activation_checkpointing": workload.activation_checkpointing,
+        "dropout": rank.dropout if rank else workload.dropout,
         "optimizer": (rank.optimizer_class or None) if rank else None,
-        "accelerator": place.accelerator,
+        "accelerator": placement.accelerator,
         "device": rank.device_name if rank else None,
-        "num_gpus": place.num_gpus,
+        "num_gpus": placement.num_gpus,
         "data_parallel_size": summary.data_parallel_size,
         "launch": record.launch,
         "method_version": record.method_version,
@@ -156,12 +150,12 @@ def workload_facts(summary: TrialSummary) -> dict[str, Any]:
 def baseline_name(summary: TrialSummary) -> str:
     """``<model>/<strategy>``, then the values that are not the scripts' defaults, as in ``/batch8-seq1024-4ranks``.
 
-    Depends on the row alone, not on the rows beside it. Hardware, versions and the DeepSpeed configuration are left
-    out: a row that changed in those must be compared with its old baseline and not have a new name.
+    Depends on the row alone, not on the other rows. Hardware, versions and the DeepSpeed configuration are left out, so
+    that a row keeps its name, and its baseline, when these change.
     """
     facts = workload_facts(summary)
     by_stage = facts["strategy"] == f"zero{facts['stage']}"
-    departures = (
+    parts = (
         (f"batch{facts['batch_size']}", facts["batch_size"] != 4),
         (f"seq{facts['seq_length']}", facts["seq_length"] != 512),
         (f"accum{facts['grad_accum']}", facts["grad_accum"] != 1),
@@ -170,5 +164,5 @@ def baseline_name(summary: TrialSummary) -> str:
         (f"stage{facts['stage']}", not by_stage and facts["stage"] != 3),
         (f"{facts['num_gpus']}ranks", facts["num_gpus"] != 1),
     )
-    suffix = "-".join(text for text, departs in departures if departs)
+    suffix = "-".join(text for text, differs in parts if differs)
     return "/".join([facts["model"], facts["strategy"], *([suffix] if suffix else [])])

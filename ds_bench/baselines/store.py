@@ -1,7 +1,7 @@
-"""The file ``baselines.json`` and the entries in it: figures to be held to, and what they were measured on.
+"""The file ``baselines.json`` and its entries: figures that later results are compared with, and their environment.
 
-The file is a JSON object keyed by baseline name. It is read whole and changed by one writer at a time. It is meant to
-be committed: of the environment only what decides whether two results compare is stored, no host names or variables.
+The file is a JSON object keyed by baseline name. One writer at a time reads and replaces the whole file. It is meant to
+be committed: of the environment it holds only what decides whether two results compare, no host names or variables.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _SHARED = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BaselineEntry:
-    """One baseline. The first six fields suffice: an entry of these alone is a limit set by hand."""
+    """One baseline. An entry of the first six fields alone is a limit set by hand."""
 
     KEYS: ClassVar[frozenset[str]]
     """Keys of an entry that this version writes; other keys in the file are kept as they are."""
@@ -53,11 +53,11 @@ class BaselineEntry:
     throughput_tokens_per_sec: float | None = None
     """Tokens per second of the whole job; None: not guarded."""
     peak_memory_mb: float | None = None
-    """Peak memory in MB (2**20), of ``memory``'s kind; None: not guarded."""
+    """Peak memory of the kind ``memory``, in MB (2**20 bytes); None: not guarded."""
     tolerance: float = DEFAULT_TOLERANCE
     """Fraction by which throughput may fall or memory rise."""
     version: str = __version__
-    """Of ds_bench, which wrote the entry."""
+    """Version of ds_bench that wrote the entry."""
     timestamp: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
     """ISO 8601, UTC."""
     samples_per_sec: float | None = None
@@ -66,16 +66,16 @@ class BaselineEntry:
     memory: Memory | None = None
     """``gpu`` or ``host``."""
     tokens_per_sec_runs: tuple[float, ...] = ()
-    """Mean of every run, for a test against noise."""
+    """Mean of every run: the samples of the test against noise."""
     peak_memory_mb_runs: tuple[float, ...] = ()
     step_variation: float | None = None
     """Coefficient of variation of step times inside a run."""
     workload: Mapping[str, Any] = field(default_factory=dict)
-    """What has to be equal in a result that is compared (``result.workload_facts``)."""
+    """Facts that must be equal in a result that is compared (``result.workload_facts``)."""
     environment: Environment | None = None
-    """Hardware and versions that have to be equal."""
+    """Hardware and versions, which must be equal."""
     run_id: str | None = None
-    """Name of the run that was saved: its rows are expected together in a result that is checked."""
+    """Name of the run that was saved: a result that is checked is expected to have all rows of a run."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
@@ -98,20 +98,20 @@ class BaselineEntry:
 
     @property
     def set_by_hand(self) -> bool:
-        """Whether the entry is a limit that a user chose and not a measurement; such a limit applies on any machine."""
+        """True if the entry is a limit that a user chose, not a measurement; such a limit applies on any machine."""
         return self.environment is None and not self.workload
 
     @classmethod
     def of(cls, result: BenchmarkResult, tolerance: float = DEFAULT_TOLERANCE) -> BaselineEntry:
-        """The baseline that ``result`` becomes, under its name. Raises ValueError if the result did not succeed."""
+        """The baseline with the name and figures of ``result``. Raises ValueError if the result did not succeed."""
         if not result.succeeded:
             raise ValueError(f"{result.name} ended with {result.status}: not a baseline")
         return cls(name=result.name, tolerance=tolerance, **{key: getattr(result, key) for key in _SHARED})
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values: the six keys that every entry has, then those of the others that are known."""
+        """JSON values: the six keys that every entry has, then the others that are known."""
         values = {each.name: getattr(self, each.name) for each in fields(self)}
-        values["environment"] = None if self.environment is None else _plain_environment(self.environment)
+        values["environment"] = None if self.environment is None else _environment_to_dict(self.environment)
         more = {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
         return {key: value for key, value in more.items() if key in _ALWAYS or value not in (None, [], {})}
 
@@ -124,7 +124,7 @@ class BaselineEntry:
         if not isinstance(values.setdefault("workload", {}), dict):
             raise ValueError("workload must be an object")
         if values.get("environment") is not None:
-            values["environment"] = _environment(values["environment"])
+            values["environment"] = _environment_from_dict(values["environment"])
         return cls(**values)
 
 
@@ -136,21 +136,22 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _plain_environment(environment: Environment) -> dict[str, Any]:
+def _environment_to_dict(environment: Environment) -> dict[str, Any]:
+    """Only the facts that decide whether two results compare."""
     versions = {name: environment.packages[name] for name in _PACKAGES if name in environment.packages}
-    cards = [{name: getattr(gpu, name) for name in _GPU} for gpu in environment.gpus]
-    return {**{name: getattr(environment, name) for name in _HOST}, "packages": versions, "gpus": cards}
+    gpus = [{name: getattr(gpu, name) for name in _GPU} for gpu in environment.gpus]
+    return {**{name: getattr(environment, name) for name in _HOST}, "packages": versions, "gpus": gpus}
 
 
-def _environment(plain: Any) -> Environment:
-    """The environment with the compared fields filled in and every other field at its default."""
+def _environment_from_dict(value: Any) -> Environment:
+    """The inverse of ``_environment_to_dict``; all other fields have their defaults. Raises ValueError."""
     try:
-        cards = enumerate(plain.get("gpus", ()))
+        gpus = enumerate(value.get("gpus", ()))
         return Environment(
             hostname="",  # required, and compared nowhere
-            **{name: plain[name] for name in _HOST if name in plain},
-            packages=dict(plain.get("packages", {})),
-            gpus=tuple(GpuFacts(index=index, **{name: card.get(name) for name in _GPU}) for index, card in cards),
+            **{name: value[name] for name in _HOST if name in value},
+            packages=dict(value.get("packages", {})),
+            gpus=tuple(GpuFacts(index=index, **{name: gpu.get(name) for name in _GPU}) for index, gpu in gpus),
         )
     except (AttributeError, TypeError, ValueError) as error:
         raise ValueError(f"environment is not readable: {error}") from None
@@ -187,7 +188,7 @@ def read(path: Path) -> Entries | None:
 
 
 def _refuse_repeated_keys(pairs: list[tuple[str, Any]]) -> None:
-    """As a merge of two branches leaves them: which of the two counts is not ours to say."""
+    """Refuses a key that is given twice, as a merge of two branches may leave it: which one counts is not known."""
     for name, count in Counter(name for name, _ in pairs).items():
         if count > 1:
             raise ValueError(f"{name!r} is given more than once")
@@ -231,7 +232,7 @@ def _locked(lock: Path) -> Iterator[None]:
         handle = os.open(lock, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             fcntl.flock(handle, fcntl.LOCK_EX)
-            if _is_file_of_name(lock, handle):  # else the holder before has removed it: open it anew
+            if _names_open_file(lock, handle):  # else the previous holder has removed it: open it again
                 try:
                     yield
                 finally:
@@ -241,8 +242,8 @@ def _locked(lock: Path) -> Iterator[None]:
             os.close(handle)
 
 
-def _is_file_of_name(path: Path, handle: int) -> bool:
-    """Whether the open file still has that name."""
+def _names_open_file(path: Path, handle: int) -> bool:
+    """True if ``path`` still names the open file."""
     try:
         return os.path.samestat(path.stat(), os.fstat(handle))
     except FileNotFoundError:
