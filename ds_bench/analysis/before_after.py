@@ -105,8 +105,8 @@ def _pair_rows(
     def name(row: ComparisonRow) -> tuple[object, ...]:
         return row.strategy.name, row.strategy.stage, row.summaries[0].record.trial.workload.model
 
-    unpaired = list(comparison.compare(after).results)
-    for row in comparison.compare(before).results:
+    unpaired = list(comparison.compare(after).rows)
+    for row in comparison.compare(before).rows:
         same_name = [other for other in unpaired if name(other) == name(row)]
         partner = min(same_name, key=lambda other: len(_differences(row, other)), default=None)
         if partner is None:

@@ -109,7 +109,7 @@ class ComparisonRow:
 class Comparison:
     """The rows in order of appearance, compared with one of them."""
 
-    results: tuple[ComparisonRow, ...]
+    rows: tuple[ComparisonRow, ...]
     baseline: ComparisonRow | None = None
     """The row that ratios refer to: the requested one, else the first valid one, else the first with numbers. None if
     the requested row, or every row, has no numbers."""
@@ -125,9 +125,9 @@ class Comparison:
     host_capacity_bytes: int | None = None
     """Memory of the host or of its cgroup, whichever is less; None if no environment is known."""
 
-    def result(self, key: str) -> ComparisonRow:
+    def row(self, key: str) -> ComparisonRow:
         """The row of that key. Raises KeyError."""
-        return {row.key: row for row in self.results}[key]
+        return {row.key: row for row in self.rows}[key]
 
 
 def compare(
@@ -147,15 +147,15 @@ def compare(
     chosen = _first_valid_row(rows, requested) if relative_to is None else requested
     reference = chosen if chosen is None or chosen.succeeded else _first_valid_row(rows, chosen)
     baseline = chosen if chosen is not None and chosen.succeeded else None
-    results = tuple(_relative_to_baseline(rows, baseline, reference))
-    measured = [row for row in results if row.succeeded]
+    compared = tuple(_relative_to_baseline(rows, baseline, reference))
+    measured = [row for row in compared if row.succeeded]
     uses_host_memory = any(row.strategy.offloads_optimizer or row.strategy.offload_param != "none" for row in measured)
     on_host = uses_host_memory or all(row.gpu_peak_bytes is None for row in measured)
     return Comparison(
-        results=results,
-        baseline=next((row for row in results if baseline is not None and row.key == baseline.key), None),
-        pareto_device=_pareto_front([(row, row.gpu_peak_bytes) for row in results]),
-        pareto_host=_pareto_front([(row, row.host_peak_bytes) for row in results]) if on_host else (),
+        rows=compared,
+        baseline=next((row for row in compared if baseline is not None and row.key == baseline.key), None),
+        pareto_device=_pareto_front([(row, row.gpu_peak_bytes) for row in compared]),
+        pareto_host=_pareto_front([(row, row.host_peak_bytes) for row in compared]) if on_host else (),
         caveats=(*comparison_caveats(list(groups.values()), environments), *_baseline_caveats(requested, chosen, rows)),
         device_capacity_bytes=device_capacity_bytes([each.record for each in summaries], environments),
         host_capacity_bytes=host_capacity_bytes(environments),
@@ -276,7 +276,7 @@ def _runs(rows: Sequence[ComparisonRow]) -> dict[str, list[Run]]:
     """The successful runs of every row, each with its position in the order in which all of them were started.
 
     ``started_at`` has a resolution of one second; runs of one second are ordered by round and by position in the round.
-    If neither is known, as in results of earlier versions, they have the same position.
+    If neither is known, as in compared of earlier versions, they have the same position.
     """
 
     def round_of(run: TrialSummary) -> int:

@@ -171,7 +171,7 @@ def _export(reports: Sequence[ComparisonReport], name: str) -> None:
 
 def _rows_called(reports: Sequence[ComparisonReport], name: str) -> list[tuple[ComparisonReport, ComparisonRow]]:
     """The rows of exactly that name, else those that a user may mean by it. Raises UsageError if there are none."""
-    rows = [(report, row) for report in reports for row in report.comparison.results]
+    rows = [(report, row) for report in reports for row in report.comparison.rows]
     exact = [(report, row) for report, row in rows if name in (row.strategy.name, row.label)]
     matching = exact or [(report, row) for report, row in rows if strategies.matches(row.strategy, name)]
     if not matching:

@@ -124,14 +124,14 @@ def _listed(labels: Sequence[str]) -> str:
 
 
 def _intervals(comparison: Comparison) -> IntervalOf:
-    return lambda row, other: ratio_between(comparison.result(row.key), comparison.result(other.key))
+    return lambda row, other: ratio_between(comparison.row(row.key), comparison.row(other.key))
 
 
 def _candidates(comparison: Comparison, terms: MemoryTerms) -> Candidates:
     candidates: list[Candidate] = []
     incomparable: list[str] = []
     left_out: list[tuple[str, Candidate | None]] = []
-    for row in comparison.results:
+    for row in comparison.rows:
         if not row.succeeded or row.tokens_per_second is None:
             continue
         if row.differences:
@@ -189,13 +189,13 @@ def _step_spread(row: ComparisonRow) -> float:
 
 def _on_cpu(comparison: Comparison) -> bool:
     """Whether every row ran on the CPU accelerator."""
-    placements = [run.record.trial.placement for row in comparison.results for run in row.summaries]
+    placements = [run.record.trial.placement for row in comparison.rows for run in row.summaries]
     return bool(placements) and all(placement.accelerator == "cpu" for placement in placements)
 
 
 def _reason(decision: Decision, candidates: Candidates, comparison: Comparison, goal: str, terms: MemoryTerms) -> str:
     choice = decision.choice
-    difference = reasons.speed_difference_text(decision, {row.key: len(row.successes) for row in comparison.results})
+    difference = reasons.speed_difference_text(decision, {row.key: len(row.successes) for row in comparison.rows})
     sentences = ["; ".join(filter(None, [reasons.why(decision, goal, terms), difference]))]
     others = [row for row in decision.speeds.candidates if row.optimizer != choice.optimizer]
     if others:
@@ -211,13 +211,13 @@ def _reason(decision: Decision, candidates: Candidates, comparison: Comparison, 
 
 
 def _why_no_choice(comparison: Comparison, candidates: Candidates) -> str:
-    if not comparison.results:
+    if not comparison.rows:
         return "There are no rows"
     if candidates.incomparable:
         return "There is no choice among rows that do not compare"
     if candidates.left_out:
         return "No row that trained can be recommended"
-    outcomes = [(row.label, run.outcome.status) for row in comparison.results if (run := remedies.failed_run(row))]
+    outcomes = [(row.label, run.outcome.status) for row in comparison.rows if (run := remedies.failed_run(row))]
     if len(outcomes) <= _MAX_ROWS_NAMED:
         return "No row trained: " + ", ".join(f"{label} {status}" for label, status in outcomes)
     counts = Counter(status for _, status in outcomes)
@@ -226,22 +226,20 @@ def _why_no_choice(comparison: Comparison, candidates: Candidates) -> str:
 
 def _steps_without_choice(comparison: Comparison, candidates: Candidates) -> Iterator[str]:
     """Steps if no row is chosen: the least change that fits first, then row by row."""
-    if not any(row.succeeded for row in comparison.results):
+    if not any(row.succeeded for row in comparison.rows):
         yield from filter(None, [remedies.smallest_change(comparison)])
     too_full = {candidate.key for candidate in candidates.candidates if not candidate.fits}
-    for row in comparison.results:
+    for row in comparison.rows:
         if row.key in too_full:
             yield from filter(None, [remedies.suggest_for_full_row(row, comparison)])
     yield from _steps_for_failures(comparison)
-    yield from _steps_for_caveats(
-        [caveat for row in comparison.results for caveat in row.caveats if caveat.disqualifying]
-    )
+    yield from _steps_for_caveats([caveat for row in comparison.rows for caveat in row.caveats if caveat.disqualifying])
     yield from _steps_for_caveats(comparison.caveats)
 
 
 def _next_steps(choice: Candidate, undecided: Sequence[str], comparison: Comparison, goal: str) -> Iterator[str]:
     """Steps if a row is chosen. ``undecided``: labels of the rows between which more runs would decide."""
-    row = comparison.result(choice.key)
+    row = comparison.row(choice.key)
     if undecided:
         repeats, steps = max(5, 2 * len(row.successes)), max(50, row.summaries[0].record.trial.workload.num_steps)
         yield f"to decide between {_listed(undecided)}, run them again with --repeats {repeats} --num-steps {steps}"
@@ -253,7 +251,7 @@ def _next_steps(choice: Candidate, undecided: Sequence[str], comparison: Compari
 
 def _steps_for_failures(comparison: Comparison) -> Iterator[str]:
     """One line per remedy, which may be that of several rows."""
-    failed = [row for row in comparison.results if remedies.failed_run(row) is not None]
+    failed = [row for row in comparison.rows if remedies.failed_run(row) is not None]
     labels_by_remedy: dict[str, list[str]] = {}
     for row in failed[:_MAX_ROWS_NAMED]:
         if text := remedies.remedy(row, comparison):
@@ -271,7 +269,7 @@ def _steps_for_caveats(caveats: Sequence[Caveat]) -> Iterator[str]:
 
 def _rule_of_thumb(comparison: Comparison, goal: str) -> str | None:
     """The rule of thumb for the memory that the fastest row without offload uses, or for rows out of memory."""
-    comparable = [row for row in comparison.results if not row.differences]
+    comparable = [row for row in comparison.rows if not row.differences]
     without_offload = [row for row in comparable if not row.strategy.offloads_optimizer]
     if not without_offload or _on_cpu(comparison):
         return None
@@ -285,7 +283,7 @@ def _rule_of_thumb(comparison: Comparison, goal: str) -> str | None:
         speeds = Speeds(
             candidates=[_candidate(row, comparison, ON_DEVICE) for row in rows], interval_of=_intervals(comparison)
         )
-        fastest = comparison.result(decide_for_speed(speeds).simplest_tied.key)
+        fastest = comparison.row(decide_for_speed(speeds).simplest_tied.key)
     outcomes = [(row.strategy, run.outcome.status) for row in comparable if (run := remedies.failed_run(row))]
     observed = strategy_guide.ObservedRows(
         fastest_stage=None if fastest is None else fastest.strategy.stage,

@@ -51,7 +51,7 @@ def smallest_change(comparison: Comparison) -> str | None:
 
     None without such rows. If no change is predicted to fit: a line that says so, with the numbers of the first row.
     """
-    rows = [(row, run, _shortage(run, comparison)) for row in comparison.results if (run := failed_run(row))]
+    rows = [(row, run, _shortage(run, comparison)) for row in comparison.rows if (run := failed_run(row))]
     short_rows = [(row, run, shortage) for row, run, shortage in rows if shortage is not None][:_MAX_ROWS]
     if not short_rows:
         return None

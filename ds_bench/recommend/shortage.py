@@ -115,7 +115,7 @@ def measured_activations(comparison: Comparison, run: TrialRecord, batch: int) -
     """Activation bytes of the fullest rank, from a row that trained the same model, scaled linearly to ``batch``."""
     tier = "cpu" if run.trial.placement.accelerator == "cpu" else "gpu"
     names = ("model", "seq_length", "precision", "activation_checkpointing")
-    for record in (each.record for row in comparison.results for each in row.successes):
+    for record in (each.record for row in comparison.rows for each in row.successes):
         sizes = [
             size * batch // rank.micro_batch_size
             for rank in record.ranks
@@ -191,7 +191,7 @@ def _rows_of_same_work(comparison: Comparison, trial: Trial) -> list[ComparisonR
         return replace(trial.workload, batch_size=1) if trial.workload.batch_policy == "largest" else trial.workload
 
     rows = []
-    for row in comparison.results:
+    for row in comparison.rows:
         tried = next((run.record.trial for run in row.summaries if run.record.outcome.status not in _NEVER_TRIED), None)
         if tried is not None and (work(tried), tried.placement) == (work(trial), trial.placement):
             rows.append(row)

@@ -268,7 +268,7 @@ class Charts:
 
 def charts_of(comparison: Comparison) -> Charts:
     """Every chart that a comparison has numbers for, in reading order. Rows that failed are in none."""
-    rows = tuple(row for row in comparison.results if row.succeeded)
+    rows = tuple(row for row in comparison.rows if row.succeeded)
     if not rows:
         return Charts(charts=(), missing=("No row succeeded, so there is nothing to draw.",))
     baseline = comparison.baseline
@@ -417,7 +417,7 @@ def _pareto_chart(comparison: Comparison, styles: Mapping[str, int], memory: str
     on_device = memory == "device"
     front = comparison.pareto_device if on_device else comparison.pareto_host
     dots = []
-    for row in comparison.results:
+    for row in comparison.rows:
         peak_gb = to_gb(row.gpu_peak_bytes if on_device else row.host_peak_bytes)
         if row.succeeded and peak_gb is not None and row.tokens_per_second is not None:
             dots.append(

@@ -181,5 +181,5 @@ def measured_columns(comparison: Comparison) -> tuple[Column, ...]:
     return tuple(
         column
         for column in COLUMNS
-        if column.heading == "Tokens/s" or any(column.text(row) not in empty for row in comparison.results)
+        if column.heading == "Tokens/s" or any(column.text(row) not in empty for row in comparison.rows)
     )

@@ -57,7 +57,7 @@ class ComparisonReport:
     def recommended_row(self) -> ComparisonRow | None:
         """None if no row is recommended."""
         key = self.recommendation.key
-        return None if key is None else self.comparison.result(key)
+        return None if key is None else self.comparison.row(key)
 
     @cached_property
     def general_notes(self) -> tuple[Note, ...]:
@@ -67,13 +67,13 @@ class ComparisonReport:
     @cached_property
     def row_notes(self) -> Mapping[str, tuple[Note, ...]]:
         """The notes of each row, by its key."""
-        return {row.key: _notes_of_row(row) for row in self.comparison.results}
+        return {row.key: _notes_of_row(row) for row in self.comparison.rows}
 
     @cached_property
     def labels_by_note(self) -> Mapping[Note, tuple[str, ...]]:
         """Every note once, with the labels of its rows: the general ones first, without labels."""
         labels: dict[Note, list[str]] = {note: [] for note in self.general_notes}
-        for row in self.comparison.results:
+        for row in self.comparison.rows:
             for note in self.row_notes[row.key]:
                 labels.setdefault(note, []).append(row.label)
         return {note: () if note in self.general_notes else tuple(rows) for note, rows in labels.items()}

@@ -92,7 +92,7 @@ def write_configuration(
 
 def _asked(options: Options, report: ComparisonReport) -> ComparisonRow | None:
     """None where an interruption came before that row."""
-    return next((row for row in report.comparison.results if row.strategy.name == options.export), None)
+    return next((row for row in report.comparison.rows if row.strategy.name == options.export), None)
 
 
 def raw_config(record: TrialRecord) -> Config:

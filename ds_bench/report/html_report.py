@@ -71,7 +71,7 @@ def _section(report: ComparisonReport, uid: str) -> dict[str, Any]:
         "uid": uid,
         "report": report,
         "columns": columns,
-        "rows": [_row(row, report, columns, numbers) for row in report.comparison.results],
+        "rows": [_row(row, report, columns, numbers) for row in report.comparison.rows],
         "footnotes": list(report.labels_by_note.items()),
         "charts": [
             {"chart": chart, "svg": Markup(charts.inline_svg(chart, f"{uid}-{chart.name}"))}

@@ -71,7 +71,7 @@ def _device(report: ComparisonReport) -> str | None:
 
 
 def _records(report: ComparisonReport) -> Iterator[TrialRecord]:
-    return (run.record for row in report.comparison.results for run in row.summaries)
+    return (run.record for row in report.comparison.rows for run in row.summaries)
 
 
 def _first_record(report: ComparisonReport) -> TrialRecord:
@@ -80,10 +80,10 @@ def _first_record(report: ComparisonReport) -> TrialRecord:
 
 def _table(group: Sequence[ComparisonReport]) -> list[list[str]]:
     """Headings, then a row for each report; cells of strategies that it did not run are empty."""
-    labels = list(dict.fromkeys(row.label for report in group for row in report.comparison.results))
+    labels = list(dict.fromkeys(row.label for report in group for row in report.comparison.rows))
     rows = [["Model", *labels]]
     for name, report in zip(_row_names(group), group, strict=True):
-        cells = {row.label: _cell(row) for row in report.comparison.results}
+        cells = {row.label: _cell(row) for row in report.comparison.rows}
         rows.append([name, *(cells.get(label, "") for label in labels)])
     return rows
 

@@ -51,7 +51,7 @@ def table_rows(report: ComparisonReport) -> list[TableRow]:
     """The rows in order of appearance."""
     numbers = {text: str(number) for number, text in enumerate(numbered_notes(report), 1)}
     rows = []
-    for row in report.comparison.results:
+    for row in report.comparison.rows:
         lines = dict.fromkeys(escape_controls(note.line) for note in report.row_notes[row.key] if not note.page_only)
         cells = (
             row.label,

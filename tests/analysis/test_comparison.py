@@ -48,7 +48,7 @@ def compared(*records: TrialRecord, relative_to: str | None = None, on: tuple[En
 
 
 def rows(*records: TrialRecord, **changes: Any) -> tuple[ComparisonRow, ...]:
-    return compared(*records, **changes).results
+    return compared(*records, **changes).rows
 
 
 # ------------------------------------------------------------------ one row
@@ -142,7 +142,7 @@ def test_one_run_says_nothing_of_what_varies_between_runs() -> None:
 def test_a_loss_that_differs_is_found_here_too_and_not_twice() -> None:
     plain = [summarise(each, None, None) for each in (ran(1), ran(3, losses=(85.0,) * 12))]
     for given_summaries in (plain, with_loss_caveats(plain)):
-        found = compare(given_summaries).results[1].caveats
+        found = compare(given_summaries).rows[1].caveats
         assert [(caveat.kind, caveat.disqualifying) for caveat in found] == [(CaveatKind.LOSS_DIFFERS, True)]
 
 
@@ -262,14 +262,14 @@ def test_a_failed_run_does_not_count_towards_three() -> None:
 @pytest.mark.parametrize("name", ["zero2", "ZeRO-2", "zero-2", "stage 2", "stage2"])
 def test_any_row_can_be_the_baseline_by_any_of_its_names(name: str) -> None:
     comparison = compared(*(ran(stage, 0.1 * (stage + 1)) for stage in (0, 1, 2)), relative_to=name)
-    assert comparison.baseline == comparison.results[2]
-    assert [row.ratio for row in comparison.results] == pytest.approx([3, 1.5, 1])
+    assert comparison.baseline == comparison.rows[2]
+    assert [row.ratio for row in comparison.rows] == pytest.approx([3, 1.5, 1])
 
 
 def test_a_row_is_found_by_its_own_label_before_the_strategies_name() -> None:
     records = [fakes.success(gpu(1, of=fakes.workload(batch_size=size))) for size in (1, 8)]
     comparison = compared(*records, relative_to="ZeRO-1 (micro-batch 8)")
-    assert comparison.baseline == comparison.results[1]
+    assert comparison.baseline == comparison.rows[1]
 
 
 def test_an_unknown_baseline_is_a_usage_error_that_names_the_choices() -> None:
@@ -278,14 +278,14 @@ def test_an_unknown_baseline_is_a_usage_error_that_names_the_choices() -> None:
 
 
 def test_without_rows_there_is_an_empty_comparison_whatever_was_to_be_the_baseline() -> None:
-    assert compare([], "zero1") == Comparison(results=())
+    assert compare([], "zero1") == Comparison(rows=())
 
 
 def test_behind_a_failed_first_row_ratios_refer_to_the_first_good_one_and_that_is_said() -> None:
     """The usual case of a large model: ZeRO-0 does not fit, and the rows behind it are still to be compared."""
     comparison = compared(fakes.failure(gpu(0)), ran(1, 0.05, **WRONG), ran(2, 0.1), ran(3, 0.2))
-    assert comparison.baseline == comparison.results[2]
-    assert [row.ratio for row in comparison.results] == [None, *map(pytest.approx, (2, 1, 0.5))]
+    assert comparison.baseline == comparison.rows[2]
+    assert [row.ratio for row in comparison.rows] == [None, *map(pytest.approx, (2, 1, 0.5))]
     (said,) = [caveat for caveat in comparison.caveats if caveat.kind is CaveatKind.NOTE]
     assert said.text == "ratios are relative to ZeRO-2, as ZeRO-0 is no result: OOM"
 
@@ -293,7 +293,7 @@ def test_behind_a_failed_first_row_ratios_refer_to_the_first_good_one_and_that_i
 def test_a_failed_row_that_is_asked_for_gives_no_ratios_and_says_so() -> None:
     comparison = compared(fakes.failure(gpu(0)), ran(1), ran(2), relative_to="zero0")
     assert comparison.baseline is None
-    assert [row.ratio for row in comparison.results] == [None] * 3
+    assert [row.ratio for row in comparison.rows] == [None] * 3
     (said,) = [caveat for caveat in comparison.caveats if caveat.kind is CaveatKind.NOTE]
     assert "ZeRO-0 has no numbers" in said.text
     nothing = compared(fakes.failure(gpu(0)), fakes.failure(gpu(1)))  # no other row could be asked for either
@@ -316,22 +316,22 @@ WRONG: dict[str, Any] = {"losses": (None,) * 12}
 def test_a_disqualified_first_row_gives_way_to_the_first_sound_one_and_that_is_said() -> None:
     """A row whose loss is NaN is twice as fast as the next: its ratio is 2, nobody's ratio refers to it."""
     comparison = compared(ran(0, 0.05, **WRONG), ran(1, 0.1), ran(2, 0.2))
-    assert comparison.baseline == comparison.results[1]
-    assert [row.ratio for row in comparison.results] == pytest.approx([2, 1, 0.5])
+    assert comparison.baseline == comparison.rows[1]
+    assert [row.ratio for row in comparison.rows] == pytest.approx([2, 1, 0.5])
     (said,) = [caveat for caveat in comparison.caveats if caveat.kind is CaveatKind.NOTE]
     assert said.text.startswith("ratios are relative to ZeRO-1, as ZeRO-0 is no result: loss is not finite")
 
 
 def test_a_disqualified_row_that_is_asked_for_stays_the_baseline_with_a_caveat() -> None:
     comparison = compared(ran(1, 0.1), ran(0, 0.05, **WRONG), relative_to="zero0")
-    assert comparison.baseline == comparison.results[1]
+    assert comparison.baseline == comparison.rows[1]
     (said,) = [caveat for caveat in comparison.caveats if caveat.kind is CaveatKind.NOTE]
     assert said.text.startswith("ratios are relative to ZeRO-0, which is no result itself: loss is not finite")
 
 
 def test_where_no_row_is_sound_the_first_stays_the_baseline_with_a_caveat() -> None:
     comparison = compared(ran(0, **WRONG), ran(1, **WRONG), fakes.failure(gpu(2)))
-    assert comparison.baseline == comparison.results[0]
+    assert comparison.baseline == comparison.rows[0]
     assert any("is no result itself" in caveat.text for caveat in comparison.caveats)
 
 
@@ -369,11 +369,11 @@ def test_rows_that_do_not_compare_get_neither_ratio_nor_difference_of_memory(oth
 def test_results_are_in_order_of_appearance_with_labels_of_their_own_and_found_by_key() -> None:
     large = fakes.success(gpu(1, of=fakes.workload(batch_size=64)))
     comparison = compared(ran(3), ran(1), large, ran(3, repeat=1))
-    assert [row.label for row in comparison.results] == ["ZeRO-3", "ZeRO-1 (micro-batch 4)", "ZeRO-1 (micro-batch 64)"]
-    for row in comparison.results:
-        assert comparison.result(row.key) is row
+    assert [row.label for row in comparison.rows] == ["ZeRO-3", "ZeRO-1 (micro-batch 4)", "ZeRO-1 (micro-batch 64)"]
+    for row in comparison.rows:
+        assert comparison.row(row.key) is row
     with pytest.raises(KeyError):
-        comparison.result("nothing")
+        comparison.row("nothing")
 
 
 speeds = st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=4)
@@ -413,7 +413,7 @@ def bare(index: int, tokens: float | None, peak: int | None, host: int | None = 
 def front(*points: tuple[float | None, int | None]) -> list[int]:
     """Positions of the points on the device front."""
     comparison = compare([bare(index, *point) for index, point in enumerate(points)])
-    keys = [row.key for row in comparison.results]
+    keys = [row.key for row in comparison.rows]
     return [keys.index(key) for key in comparison.pareto_device]
 
 
@@ -426,7 +426,7 @@ def test_rows_without_numbers_or_of_another_workload_are_on_no_front() -> None:
     assert front((100, 80), (200, None), (None, 1)) == [0]
     large = fakes.success(gpu(2, of=fakes.workload(batch_size=64)), step_seconds=[0.001] * 10)
     comparison = compared(ran(0), large, fakes.failure(gpu(3)))
-    assert comparison.pareto_device == (comparison.results[0].key,)
+    assert comparison.pareto_device == (comparison.rows[0].key,)
 
 
 def test_a_disqualified_row_is_on_no_front_and_throws_nobody_off() -> None:
@@ -435,7 +435,7 @@ def test_a_disqualified_row_is_on_no_front_and_throws_nobody_off() -> None:
         ran(0, 0.05, gpu_peak_bytes=GB, **WRONG),
         ran(2, 0.2, gpu_peak_bytes=4 * GB),
     )
-    assert comparison.pareto_device == (comparison.results[0].key, comparison.results[2].key)
+    assert comparison.pareto_device == (comparison.rows[0].key, comparison.rows[2].key)
 
 
 points = st.lists(st.tuples(st.integers(1, 6).map(float), st.integers(1, 6)), min_size=1, max_size=12)
@@ -460,7 +460,7 @@ def test_host_memory_has_a_front_where_something_lives_there() -> None:
         return fakes.success(trial, step_seconds=[seconds] * 10, host_peak_bytes=host)
 
     comparison = compared(offloaded("none", 0.1, 5), offloaded("cpu_optimizer", 0.2, 9), offloaded("cpu_full", 0.3, 4))
-    first, _, third = (row.key for row in comparison.results)
+    first, _, third = (row.key for row in comparison.rows)
     assert comparison.pareto_host == (first, third)
 
 
@@ -618,4 +618,4 @@ def test_ten_thousand_runs_are_compared_in_a_second_or_so() -> None:
     start = time.process_time()
     comparison = compare(summaries)
     assert time.process_time() - start < 5
-    assert len(comparison.results) == 3334
+    assert len(comparison.rows) == 3334

@@ -64,7 +64,7 @@ def sources(groups: Sequence[ResultGroup]) -> list[tuple[str, ...]]:
 def test_repeats_of_two_results_are_runs_of_one_row() -> None:
     """4 x 128 tokens on each of 2 cards in 0.1 s and in 0.2 s: 10240 and 5120 tokens/s, √(10240 × 5120) = 7240.8."""
     (group,) = merge_results.merge([result(run(1, 0.1)), result(run(1, 0.2), name="b.json")])
-    (row,) = comparison.compare(group.summaries, environments=group.environments).results
+    (row,) = comparison.compare(group.summaries, environments=group.environments).rows
     assert [round(each.tokens_per_second or 0) for each in row.summaries] == [10240, 5120]
     assert row.tokens_per_second == pytest.approx(7240.773)
     assert sources([group]) == [("a.json", "b.json")]

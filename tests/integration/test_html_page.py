@@ -174,7 +174,7 @@ def test_the_copy_button_copies_the_configuration_shown(opened: Opened, driver: 
     copy = driver.find_element("css selector", "[data-copies='s1-config-3']")
     copy.click()
     WebDriverWait(driver, 10).until(lambda _: copy.text == "Copied")
-    ran = samples.zero_comparison().results[2].summaries[-1].record.trial.ds_config
+    ran = samples.zero_comparison().rows[2].summaries[-1].record.trial.ds_config
     assert json.loads(pasted(driver)) == ran
 
 

@@ -344,7 +344,7 @@ def test_of_tied_rows_that_offload_alike_at_one_stage_the_one_with_fewer_keys_ch
     for records in ((edited, plain), (plain, edited)):
         comparison = compared(*records)
         key = recommendation.recommend(comparison).key
-        assert comparison.result(key or "").summaries[0].record.trial == plain.trial
+        assert comparison.row(key or "").summaries[0].record.trial == plain.trial
 
 
 def test_memories_within_3_percent_are_left_to_speed_and_simplicity() -> None:
@@ -425,7 +425,7 @@ def test_a_lead_beyond_the_noise_is_said_to_be_and_nothing_else_is_offered() -> 
 def test_the_lead_that_is_stated_is_the_ratio_that_the_table_prints() -> None:
     """Geometric means 1004.1 and 997.0, ratio 1.0072; medians would say 0.0 %, means 1.1 %."""
     records = [*repeated(2, 8, [1000, 990, 1001]), *repeated(0, 8, [1000, 1125, 900])]
-    _, chosen = compared(*records).results
+    _, chosen = compared(*records).rows
     assert chosen.ratio == pytest.approx(1.0072, abs=1e-4)
     assert "its lead over ZeRO-2 (0.7 %)" in answer(*records).reason
 
@@ -495,7 +495,7 @@ def test_the_key_leads_back_to_the_row() -> None:
     comparison = compared(row(fakes.zero(0), 8, 900), row(fakes.zero(1), 8, 1000))
     found = recommendation.recommend(comparison)
     assert found.key is not None
-    assert comparison.result(found.key).label == found.choice == "ZeRO-1"
+    assert comparison.row(found.key).label == found.choice == "ZeRO-1"
 
 
 def test_a_full_card_is_no_choice_and_the_excess_is_told() -> None:
@@ -564,7 +564,7 @@ def test_on_the_cpu_accelerator_no_choice_is_made_between_optimizers_by_speed(go
     assert found.decided
     assert not found.tied
     assert "the fastest of the 2 rows that fit and step with AdamW" in found.reason or goal == "memory"
-    offloaded = comparison.results[2].label
+    offloaded = comparison.rows[2].label
     assert f"{offloaded} steps with DeepSpeedCPUAdam and not with AdamW: on CPU ranks no choice" in found.reason
     assert "behind" not in found.reason
     assert found.cost is None
@@ -574,7 +574,7 @@ def test_on_the_cpu_accelerator_no_choice_is_made_between_optimizers_by_speed(go
 def test_on_a_gpu_the_optimizer_of_an_offloaded_row_is_part_of_its_speed() -> None:
     fast = row(fakes.offload("cpu_optimizer"), 8, 4000, optimizer_class="DeepSpeedCPUAdam")
     comparison = compared(row(fakes.zero(3), 8, 1000, optimizer_class="FusedAdam"), fast)
-    assert recommendation.recommend(comparison, "speed").choice == comparison.results[1].label
+    assert recommendation.recommend(comparison, "speed").choice == comparison.rows[1].label
 
 
 # ------------------------------------------------------------------ what to try next

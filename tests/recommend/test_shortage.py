@@ -43,7 +43,7 @@ def trained(strategy: Strategy, cards: int = 4, **more: Any) -> TrialRecord:
 def line(*records: TrialRecord) -> str:
     """What is said of the first record's row."""
     comparison = compared(*records)
-    return remedies.remedy(comparison.results[0], comparison) or "nothing"
+    return remedies.remedy(comparison.rows[0], comparison) or "nothing"
 
 
 # ------------------------------------------------------------------ shortage
@@ -223,7 +223,7 @@ def test_with_nothing_known_at_all_there_is_still_something_to_try() -> None:
 def test_a_full_host_is_told_what_it_was_predicted_to_take_and_what_there_is() -> None:
     run = fakes.failure(planned(fakes.offload("cpu_full")), schema.OOM_HOST, requested_bytes=GB)
     comparison = replace(compared(run), host_capacity_bytes=100 * GB)
-    said = remedies.remedy(comparison.results[0], comparison) or ""
+    said = remedies.remedy(comparison.rows[0], comparison) or ""
     assert "ran out of host memory" in said
     assert "it is predicted to take 137 GB of it; the host has 100 GB" in said
     assert "try ZeRO-3 + NVMe optimizer and parameters" in said
@@ -291,7 +291,7 @@ def test_a_long_cause_is_cut() -> None:
 
 def test_a_row_that_trained_needs_no_remedy() -> None:
     comparison = compared(trained(fakes.zero(3)))
-    assert remedies.remedy(comparison.results[0], comparison) is None
+    assert remedies.remedy(comparison.rows[0], comparison) is None
 
 
 def test_memory_is_the_cause_that_counts_where_runs_ended_differently() -> None:

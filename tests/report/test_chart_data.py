@@ -101,10 +101,10 @@ def test_a_row_has_the_same_style_in_every_overlay() -> None:
 def test_dots_that_take_no_part_are_crossed_out_and_named() -> None:
     full = samples.zero_comparison()
     lost = Caveat(kind=CaveatKind.LOSS_DIFFERS, text="loss is not finite", disqualifying=True)
-    first, second, third = full.results[0], full.results[1], full.results[2]
+    first, second, third = full.rows[0], full.rows[1], full.rows[2]
     odd = replace(second, differences=("torch 2.13.0 against 2.11.0",))
     wrong = replace(third, caveats=(lost,))
-    of = replace(full, results=(first, odd, wrong), pareto_device=(first.key,))
+    of = replace(full, rows=(first, odd, wrong), pareto_device=(first.key,))
     plot = chart(of, "pareto-device")
     assert isinstance(plot, ScatterChart)
     assert [(dot.label, dot.excluded, dot.on_front) for dot in plot.dots] == [
@@ -119,7 +119,7 @@ def test_dots_that_take_no_part_are_crossed_out_and_named() -> None:
 def test_a_bar_of_a_disqualified_row_says_so() -> None:
     full = samples.zero_comparison()
     lost = Caveat(kind=CaveatKind.LOSS_DIFFERS, text="loss is not finite", disqualifying=True)
-    bars = chart(replace(full, results=(full.results[0], replace(full.results[1], caveats=(lost,)))), "throughput")
+    bars = chart(replace(full, rows=(full.rows[0], replace(full.rows[1], caveats=(lost,)))), "throughput")
     assert isinstance(bars, BarChart)
     assert [bar.label for bar in bars.bars] == ["ZeRO-0", "ZeRO-1 (disqualified)"]
 
@@ -147,7 +147,7 @@ def test_the_text_alternative_of_many_rows_names_some_and_counts_the_rest() -> N
 
 def test_a_bar_of_a_row_that_does_not_compare_says_so() -> None:
     full = samples.zero_comparison()
-    odd = replace(full.results[1], differences=("seq_length 512 against 1024",))
-    bars = chart(replace(full, results=(full.results[0], odd)), "throughput")
+    odd = replace(full.rows[1], differences=("seq_length 512 against 1024",))
+    bars = chart(replace(full, rows=(full.rows[0], odd)), "throughput")
     assert isinstance(bars, BarChart)
     assert [bar.label for bar in bars.bars] == ["ZeRO-0", "ZeRO-1 (not comparable)"]

@@ -59,8 +59,8 @@ def test_labels_that_mean_something_to_mathtext_xml_or_no_font_are_plain_text(tm
 
 def test_dots_that_take_no_part_look_different(tmp_path: Path) -> None:
     full = samples.flat_comparison()
-    odd = replace(full.results[1], differences=("torch 2.13.0 against 2.11.0",))
-    for name, of in (("plain", full), ("odd", replace(full, results=(full.results[0], odd)))):
+    odd = replace(full.rows[1], differences=("torch 2.13.0 against 2.11.0",))
+    for name, of in (("plain", full), ("odd", replace(full, rows=(full.rows[0], odd)))):
         save_charts("a title", of, tmp_path / name)
     assert (tmp_path / "odd/pareto-device.svg").read_bytes() != (tmp_path / "plain/pareto-device.svg").read_bytes()
 

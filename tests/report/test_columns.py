@@ -75,13 +75,13 @@ def test_the_baseline_is_not_compared_with_itself() -> None:
     comparison = samples.comparison(MEASURED)
     against = [column for column in COLUMNS if column.against_baseline]
     assert [column.heading for column in against] == ["95 % interval", "GPU less baseline"]
-    assert {column.cell(comparison.results[0], comparison) for column in against} == {(MISSING, None)}
+    assert {column.cell(comparison.rows[0], comparison) for column in against} == {(MISSING, None)}
 
 
 def test_the_page_shows_throughput_and_every_column_that_some_row_has_a_value_for() -> None:
     failed = samples.row("ZeRO-0", samples.failed(fakes.zero(0)))
     assert [column.heading for column in measured_columns(samples.comparison(failed))] == ["Tokens/s"]
-    assert measured_columns(replace(samples.comparison(failed), results=(failed, MEASURED))) == COLUMNS
+    assert measured_columns(replace(samples.comparison(failed), rows=(failed, MEASURED))) == COLUMNS
 
 
 @pytest.mark.parametrize(

@@ -127,9 +127,9 @@ def test_text_from_users_models_and_machines_is_only_text(evil: str) -> None:
     work = fakes.workload(model=evil)
     trial = fakes.trial(fakes.zero(0), of=work, ds_config={evil: evil})
     failure = samples.summary.summarise(fakes.failure(trial, error=evil, details=evil, status=evil), None, None)
-    rows = [replace(row, label=f"{evil}{n}", caveats=(doubt,)) for n, row in enumerate(plain.results)]
+    rows = [replace(row, label=f"{evil}{n}", caveats=(doubt,)) for n, row in enumerate(plain.rows)]
     rows.append(samples.row(evil, failure, differences=(evil,)))
-    comparison = replace(plain, results=tuple(rows), baseline=rows[0], caveats=(doubt,))
+    comparison = replace(plain, rows=tuple(rows), baseline=rows[0], caveats=(doubt,))
     report = samples.report(
         comparison,
         title=evil,
@@ -220,8 +220,8 @@ def test_a_missing_value_is_a_dash_with_an_empty_sort_key() -> None:
 def test_a_caveat_is_numbered_once_with_its_kind_its_rows_and_its_next_step() -> None:
     doubt = Caveat(kind=CaveatKind.NOT_STEADY, text="drifts by 9 %", next_step="use more --warmup-steps")
     full = samples.zero_comparison()
-    rows = tuple(replace(row, caveats=(doubt,)) for row in full.results[:2]) + full.results[2:]
-    text = page_of(samples.report(replace(full, results=rows))).text()
+    rows = tuple(replace(row, caveats=(doubt,)) for row in full.rows[:2]) + full.rows[2:]
+    text = page_of(samples.report(replace(full, rows=rows))).text()
     assert text.count("drifts by 9 %") == 1
     assert "ZeRO-0, ZeRO-1:" in text
     assert "not steady" in text
@@ -237,7 +237,7 @@ def test_a_note_that_a_caveat_says_already_is_not_said_twice() -> None:
 def test_the_configuration_shown_is_the_one_that_ran() -> None:
     source = samples.page(samples.report(samples.zero_comparison()))
     configs = re.findall(r'<pre id="s1-config-\d+" tabindex="0">(.*?)</pre>', source, re.DOTALL)
-    ran = [row.summaries[-1].record.trial.ds_config for row in samples.zero_comparison().results]
+    ran = [row.summaries[-1].record.trial.ds_config for row in samples.zero_comparison().rows]
     assert [json.loads(html.unescape(one)) for one in configs] == ran
 
 

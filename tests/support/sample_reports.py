@@ -115,7 +115,7 @@ def comparison(*rows: ComparisonRow, **changes: Any) -> Comparison:
         for one in rows
     ]
     values: dict[str, Any] = {
-        "results": tuple(related),
+        "rows": tuple(related),
         "baseline": related[0] if base else None,
         "pareto_device": front,
         "device_capacity_bytes": 80 * GB,

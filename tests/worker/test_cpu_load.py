@@ -133,7 +133,7 @@ def test_several_busy_runs_of_a_row_are_one_caveat_with_the_busiest() -> None:
         fakes.success(fakes.trial(repeat=repeat), **values, cpu_other_cores=other)
         for repeat, other in enumerate((0.9, 1.4, 1.1))
     ]
-    (row,) = comparison.compare([summarise(run, None, None) for run in runs]).results
+    (row,) = comparison.compare([summarise(run, None, None) for run in runs]).rows
     assert [caveat.text for caveat in row.caveats if caveat.kind is CaveatKind.CPU_BUSY] == [
         "the CPU was busy: other programs used 1.4 of 2 cores while this row ran"
     ]
