@@ -110,8 +110,8 @@ def remove_abandoned() -> list[Path]:
 
 
 def _is_mine(path: Path, kind: Callable[[int], bool]) -> bool:
-    found = path.lstat()
-    return found.st_uid == os.getuid() and kind(found.st_mode)
+    status = path.lstat()
+    return status.st_uid == os.getuid() and kind(status.st_mode)
 
 
 def _remove_matches(pattern: str) -> list[Path]:

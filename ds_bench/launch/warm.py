@@ -34,7 +34,7 @@ _MAX_STARTS = 3
 
 
 class _ServerDiedError(Exception):
-    """The server ended while it was asked to fork a trial's leader."""
+    """The server ended before it had forked a trial's leader."""
 
 
 class WarmLauncher:

@@ -113,10 +113,10 @@ def measure(
 
 def _select_device(placement: Placement) -> torch.device:
     """This rank's device, made the current one on CUDA; its memory is limited where a smaller GPU is emulated."""
-    from deepspeed.accelerator import cuda_accelerator
-
     if placement.accelerator == "cpu":
         return torch.device("cpu")
+    from deepspeed.accelerator import cuda_accelerator
+
     local_rank = int(os.environ["LOCAL_RANK"])
     torch.cuda.set_device(local_rank)
     # DeepSpeed asks NVML for free memory at stages 1 and 2, and the preloaded server has closed NVML before the fork.

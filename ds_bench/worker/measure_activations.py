@@ -43,6 +43,8 @@ LOSS_BATCHES = (512, 1024)
 SEQUENCES = (16, 32, 48)
 LAYERS = 2
 """Of a known architecture: the first keeps what all layers share, the second what each further one adds."""
+_ZERO = sympy.ImmutableMatrix.zeros(len(TERMS), 1)
+"""The polynomial without terms."""
 _MIN_PARAMETER_FRACTION = 0.1
 """Of a model's parameters: from here on a list of modules is taken for its blocks."""
 _FORMATS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -390,22 +392,23 @@ class _SavedBytes:
         measured = _fit(sizes, [sum(shares) for shares in shares_by_size])
         by_block = [_fit(sizes, [shares[n] for shares in shares_by_size]) for n in range(len(model.blocks))]
         weighted = list(zip(model.weights, by_block, strict=True))
-        nothing = sympy.zeros(len(TERMS), 1)
         largest_size = sympy.Matrix(_monomials(*sizes[-1]))
         return cls(
             measured=measured,
             # Two blocks of a kind are in it already.
             total=sum((max(0, weight - 2) * share for weight, share in weighted), measured),
-            in_blocks=sum((weight * share for weight, share in weighted), nothing) if weighted else measured,
+            in_blocks=sum((weight * share for weight, share in weighted), _ZERO) if weighted else measured,
             largest_block=max(
                 [share for weight, share in weighted if weight] or [measured], key=lambda share: share.dot(largest_size)
             ),
         )
 
-    def by_layer(self, layers: int, extra: Any = None) -> dict[str, Any]:
+    def by_layer(self, layers: int, extra: Any = _ZERO) -> dict[str, Any]:
         """``fixed`` + layers × ``per_layer``, the mean of the blocks. ``extra``: further bytes, outside the blocks."""
-        fixed = self.total - self.in_blocks + (sympy.zeros(len(TERMS), 1) if extra is None else extra)
-        return {"fixed": _name_terms(fixed), "per_layer": _name_terms(self.in_blocks / layers)}
+        return {
+            "fixed": _name_terms(self.total - self.in_blocks + extra),
+            "per_layer": _name_terms(self.in_blocks / layers),
+        }
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]

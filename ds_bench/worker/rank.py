@@ -86,8 +86,8 @@ def _check_all_ranks_are_started(assignment: Assignment, world_size: int) -> Non
     ranks = assignment.trial.placement.num_gpus
     if world_size != ranks:
         raise RuntimeError(f"the trial has {ranks} ranks, but WORLD_SIZE is {world_size}")
-    meeting_file = (assignment.rendezvous or "").removeprefix("file://")
-    if ranks > 1 and meeting_file and not Path(meeting_file).exists():
+    rendezvous_file = (assignment.rendezvous or "").removeprefix("file://")
+    if ranks > 1 and rendezvous_file and not Path(rendezvous_file).exists():
         raise RuntimeError("the trial has ended: the file through which its ranks meet is gone; repeat the run")
 
 
