@@ -20,7 +20,6 @@ from .baselines.result import BenchmarkResult, benchmark_result
 from .cli import arguments as flags
 from .config import deepspeed_config
 from .config.options import Family
-from .config.spec import Strategy
 from .config.strategies import OFFLOAD_NAMES, ZERO_STAGES
 from .errors import DsBenchError, UsageError
 from .run import INTERRUPTED_CODE, run_comparison
@@ -39,17 +38,17 @@ _STAGES = {strategy.name: stage for stage, strategy in ZERO_STAGES.items()}
 
 
 class BenchmarkFailedError(DsBenchError):
-    """A run of the benchmark did not succeed: how it ended, and where its logs are."""
+    """A run of the benchmark did not succeed. The message says how it ended and where its logs are."""
 
     exit_code = 1
 
 
 @dataclass(frozen=True, slots=True)
 class BenchmarkConfig:
-    """What a benchmark trains, on what, and for how long."""
+    """What a benchmark trains, on which device and for how long."""
 
     name: str
-    """What its baseline is called."""
+    """Name of its baseline."""
     _: KW_ONLY
     model_name: str = "gpt2"
     """Preset, local path or Hub name."""
@@ -62,21 +61,20 @@ class BenchmarkConfig:
     warmup_steps: int = 2
     """Optimizer steps run first and left out of every statistic."""
     backend: str = "deepspeed"
-    """How ranks are started: ``deepspeed``, its launcher, everything anew; ``warm``, forked from one preloaded process,
-    which this process then keeps; ``auto``. See docs/ci.md."""
+    """How ranks are started: ``deepspeed``, by its launcher, in new processes; ``warm``, forked from one preloaded
+    process, which lives as long as this one; ``auto``. See docs/ci.md."""
     device: str = "auto"
-    """``cuda``, ``cpu``, or ``auto``: GPUs where there are any."""
+    """``cuda``, ``cpu``, or ``auto``: GPUs if there are any."""
     strategy: str = "zero0"
     """``zero0`` to ``zero3``, or an offload strategy: ``none``, ``cpu_optimizer``, ``cpu_full``, ``nvme``."""
     repeats: int = 1
-    """Runs; three or more let a difference be tested against noise."""
+    """Number of runs. With three or more a difference can be tested against noise."""
     arguments: tuple[str, ...] = ()
     """Further flags of the comparison scripts, such as ``("--num-gpus", "2", "--precision", "fp32")``."""
 
     def __post_init__(self) -> None:
-        for field_name, least in (("batch_size", 1), ("seq_length", 1), ("num_steps", 1), ("warmup_steps", 0)):
-            _require_whole(field_name, getattr(self, field_name), least)
-        _require_whole("repeats", self.repeats, 1)
+        for name in ("batch_size", "seq_length", "num_steps", "repeats", "warmup_steps"):
+            _require_integer(name, getattr(self, name), 0 if name == "warmup_steps" else 1)
         _require_one_of("backend", self.backend, ("deepspeed", "warm", "auto"))
         _require_one_of("device", self.device, ("auto", "cuda", "cpu"))
         _require_one_of("strategy", self.strategy, (*_STAGES, *OFFLOAD_NAMES))
@@ -89,7 +87,7 @@ class BenchmarkConfig:
         return "zero" if self.strategy in _STAGES else "offload"
 
     def flags(self) -> list[str]:
-        """The same as flags of that script, but for where the files go."""
+        """The flags of that script for this benchmark, without ``--output-dir``."""
         stages = ["--stages", str(_STAGES[self.strategy])] if self.family == "zero" else ["--strategies", self.strategy]
         return [
             *("--model", self.model_name),
@@ -105,9 +103,9 @@ class BenchmarkConfig:
         ]
 
 
-def _require_whole(name: str, value: object, least: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ValueError(f"{name} is {value!r}: must be a whole number of {least} or more")
+def _require_integer(name: str, value: object, minimum: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
+        raise ValueError(f"{name} is {value!r}: must be a whole number of {minimum} or more")
 
 
 def _require_one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
@@ -119,7 +117,7 @@ class _Benchmark:
     """A configuration that can be run."""
 
     group: ClassVar[str]
-    """Heading of pytest-benchmark's table."""
+    """Heading of its table in pytest-benchmark's output."""
 
     def __init__(self, config: BenchmarkConfig | None = None, **values: Any) -> None:
         """``values``: fields of a BenchmarkConfig, over those of ``config`` where one is given."""
@@ -127,29 +125,32 @@ class _Benchmark:
 
     @property
     def rounds(self) -> int:
-        """Optimizer steps that are measured, in all runs together."""
+        """Measured optimizer steps of all runs together."""
         return self.config.num_steps * self.config.repeats
 
     def run(self) -> BenchmarkResult:
-        """Trains and measures. Raises DsBenchError for a request that cannot be run, BenchmarkFailedError for a run
-        that failed; KeyboardInterrupt passes through."""
+        """Trains and measures.
+
+        Raises DsBenchError for a request that cannot be run, BenchmarkFailedError for a run that failed, and
+        KeyboardInterrupt.
+        """
         return measure(self.config)
 
 
 class ThroughputBenchmark(_Benchmark):
-    """Guards tokens/s above all; its result has the memory too."""
+    """A benchmark mainly of tokens/s; its result has the memory too."""
 
     group = "throughput"
 
 
 class MemoryBenchmark(_Benchmark):
-    """Guards peak memory above all; its result has the throughput too."""
+    """A benchmark mainly of peak memory; its result has the throughput too."""
 
     group = "memory"
 
 
 def measure(config: BenchmarkConfig) -> BenchmarkResult:
-    """Runs one configuration as a comparison script does, in a temporary folder that is kept only if it fails."""
+    """Runs one configuration as a comparison script does. Its temporary folder is kept only if a run fails."""
     folder = Path(tempfile.mkdtemp(prefix="ds_bench_benchmark_"))
     try:
         run = _run_comparison(config, [*config.flags(), "--quiet", "--format", "json", "--output-dir", str(folder)])
@@ -159,37 +160,31 @@ def measure(config: BenchmarkConfig) -> BenchmarkResult:
         raise
     result = benchmark_result(loaded.summaries, loaded.environment, config.name)
     if result.failed_runs:
-        raise BenchmarkFailedError(_failure(result, config), remedy=f"logs in {run}")
+        failed = f"{result.failed_runs} of {config.repeats} runs failed" if config.repeats > 1 else "failed"
+        problem = f"benchmark {config.name} {failed}"
+        if not result.succeeded:
+            problem += f": {', '.join(filter(None, [result.status, result.error]))}"
+        raise BenchmarkFailedError(problem, remedy=f"logs in {run}")
     shutil.rmtree(folder)
     return result
 
 
 def _run_comparison(config: BenchmarkConfig, arguments: list[str]) -> Path:
-    """Runs a comparison of this one row without its output. Returns the run folder."""
+    """Runs a comparison of this one row and suppresses its output. Returns the run folder."""
     options = flags.parse(config.family, "benchmark", arguments)
     with contextlib.redirect_stdout(io.StringIO()):
-        code = run_comparison(options, _make_config, arguments)
+        code = run_comparison(options, deepspeed_config.base_config, arguments)
     if code == INTERRUPTED_CODE:
         raise KeyboardInterrupt
     (run,) = (options.output_dir / "runs").iterdir()
     return run
 
 
-def _make_config(strategy: Strategy, batch_size: int, grad_accum: int) -> dict[str, Any]:
-    return deepspeed_config.base_config(strategy, batch_size, grad_accum)
-
-
-def _failure(result: BenchmarkResult, config: BenchmarkConfig) -> str:
-    many = f"{result.failed_runs} of {config.repeats} runs failed" if config.repeats > 1 else "failed"
-    cause = "" if result.succeeded else f": {result.status}{f', {result.error}' if result.error else ''}"
-    return f"benchmark {config.name} {many}{cause}"
-
-
 # ------------------------------------------------------------------ under pytest-benchmark
 
 # The wall time of a benchmark's function would include process start and model build. So the trial runs once, and
-# pytest-benchmark then times one round for each step, on a clock that moves by measured step times alone. Only its
-# documented interface is used: ``pedantic``, the ``timer`` of its marker, ``extra_info``, ``group``, ``stats``.
+# pytest-benchmark then times one round for each step, with a clock that shows the sum of measured step times. Only
+# its documented interface is used: ``pedantic``, the ``timer`` of its marker, ``extra_info``, ``group``, ``stats``.
 
 
 class Bench(Protocol):
@@ -200,7 +195,7 @@ class Bench(Protocol):
 
     @property
     def rounds(self) -> int:
-        """Optimizer steps that will be measured, in all runs together."""
+        """Measured optimizer steps of all runs together."""
         ...
 
     def run(self) -> BenchmarkResult:
@@ -209,7 +204,7 @@ class Bench(Protocol):
 
 
 class _StepClock:
-    """A timer that moves by measured step times alone."""
+    """A timer that shows the sum of measured step times instead of the time of day."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -220,14 +215,14 @@ class _StepClock:
 
 
 step_clock = _StepClock()
-"""The timer for ``@pytest.mark.benchmark(timer=step_clock)``: pytest-benchmark then counts the trial's own steps."""
+"""The timer for ``@pytest.mark.benchmark(timer=step_clock)``: pytest-benchmark then takes the trial's step times."""
 
 
 def run_under(benchmark: Any, bench: Bench) -> BenchmarkResult:
     """Runs ``bench`` once under pytest-benchmark's fixture; every measured optimizer step is a round of its table.
 
-    Figures that are no times go to ``extra_info``. With ``--benchmark-disable`` the benchmark runs and nothing is
-    recorded. Raises as ``bench.run`` does, and UsageError for a test without
+    Figures other than times go to ``extra_info``. With ``--benchmark-disable`` the benchmark runs and nothing is
+    recorded. Raises what ``bench.run`` raises, and UsageError for a test without
     ``@pytest.mark.benchmark(timer=step_clock)``.
     """
     results: list[BenchmarkResult] = []
@@ -253,12 +248,12 @@ class _Steps:
 
     def __call__(self) -> None:
         steps = self._results[0].step_seconds
-        step_clock.seconds += steps[self._done % len(steps)]  # a profile asked for calls once more
+        step_clock.seconds += steps[self._done % len(steps)]  # with a profile, pytest-benchmark calls once more
         self._done += 1
 
 
 def _require_step_clock(benchmark: Any) -> None:
-    """Raises UsageError for a test with another timer, before the benchmark runs."""
+    """Raises UsageError for a test with another timer."""
     if benchmark.stats is not None and benchmark.stats.options.get("timer") is not step_clock:
         raise UsageError(
             f"{benchmark.name} would be timed by the wall clock, process start and model build included",

@@ -26,7 +26,7 @@ def to_ms(seconds: float | None) -> float | None:
 
 
 def format_bytes(count_bytes: float | None) -> str:
-    """``1.25 GB``, ``310 MB``, ``12 KB``, ``17 B``; powers of 1024."""
+    """``1.25 GB``, ``310 MB``, ``12.00 KB``, ``17 B``; powers of 1024."""
     if count_bytes is None:
         return MISSING
     for size, name in ((BYTES_PER_GB, "GB"), (BYTES_PER_MB, "MB"), (2**10, "KB")):
@@ -42,7 +42,7 @@ def format_gb(count_bytes: float | None) -> str:
 
 
 def format_ms(seconds: float | None) -> str:
-    """Milliseconds without unit: more digits for smaller values."""
+    """Milliseconds without the unit: one decimal from 10 up, else two."""
     if seconds is None:
         return MISSING
     milliseconds = seconds * 1000.0
@@ -69,7 +69,7 @@ def format_count(count: float | None) -> str:
 
 
 def format_millions(count: float | None) -> str:
-    """Large counts in short: ``124.4 M``, ``6.74 B``, ``950 K``."""
+    """A count with a suffix: ``124.4 M``, ``6.74 B``, ``950.0 K``."""
     if count is None:
         return MISSING
     for size, name in ((10**9, "B"), (10**6, "M"), (10**3, "K")):
