@@ -101,18 +101,18 @@ def advise(
     guide = stage if offloads == ("none", "none") else _OFFLOADS[offloads]
     ledger = model_states(parameters, num_gpus, strategy, precision)
     bytes_by_tier = {tier: sum(ledger.get(tier, {}).values()) for tier in ("gpu", "cpu", "nvme")}
-    whole = sum(model_states(parameters, num_gpus, ZERO_STAGES[0], precision)["gpu"].values())
+    zero0_bytes = sum(model_states(parameters, num_gpus, ZERO_STAGES[0], precision)["gpu"].values())
     return StrategyAdvice(
         strategy=strategy,
         use_when=guide.use_when,
         avoid_when=guide.avoid_when,
         moves=guide.moves if guide is stage else f"{guide.moves}; at this stage {stage.moves}",
         cost=_cost_text(strategy, parameters, num_gpus, precision, grad_accum),
-        saving=_saving_text(strategy, whole, bytes_by_tier["gpu"], num_gpus),
+        saving=_saving_text(strategy, zero0_bytes, bytes_by_tier["gpu"], num_gpus),
         device_bytes=bytes_by_tier["gpu"],
         host_bytes=bytes_by_tier["cpu"],
         nvme_bytes=bytes_by_tier["nvme"],
-        saving_bytes=whole - bytes_by_tier["gpu"],
+        saving_bytes=zero0_bytes - bytes_by_tier["gpu"],
     )
 
 
@@ -128,16 +128,18 @@ def advice_lines(advice: StrategyAdvice) -> list[str]:
     ]
 
 
-def _saving_text(strategy: Strategy, whole: int, held: int, num_gpus: int) -> str:
+def _saving_text(strategy: Strategy, zero0_bytes: int, own_bytes: int, num_gpus: int) -> str:
     where = "on one GPU" if num_gpus == 1 else f"on each of {num_gpus} GPUs"
     if strategy.stage == 0:
-        return f"nothing: {format_bytes(whole)} of model states {where}"
-    if held == whole:
-        return f"nothing {where}: {format_bytes(0)} of {format_bytes(whole)}, as there is nobody to partition with"
-    both = f"{format_bytes(held)} against {format_bytes(whole)} at ZeRO-0"
-    if held > whole:
-        return f"nothing, it needs {format_bytes(held - whole)} more {where}: {both}"
-    return f"{format_bytes(whole - held)} {where}: {both}"
+        return f"nothing: {format_bytes(zero0_bytes)} of model states {where}"
+    if own_bytes == zero0_bytes:
+        return (
+            f"nothing {where}: {format_bytes(0)} of {format_bytes(zero0_bytes)}, as there is nobody to partition with"
+        )
+    both = f"{format_bytes(own_bytes)} against {format_bytes(zero0_bytes)} at ZeRO-0"
+    if own_bytes > zero0_bytes:
+        return f"nothing, it needs {format_bytes(own_bytes - zero0_bytes)} more {where}: {both}"
+    return f"{format_bytes(zero0_bytes - own_bytes)} {where}: {both}"
 
 
 def _cost_text(strategy: Strategy, parameters: int, num_gpus: int, precision: Precision, grad_accum: int) -> str:

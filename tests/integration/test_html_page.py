@@ -143,7 +143,7 @@ def test_only_one_column_says_that_it_is_sorted(opened: Opened) -> None:
         "return [...document.querySelectorAll('[aria-sort]')].map((h) => h.getAttribute('aria-sort'))"
     )
     assert marks.count("none") == len(marks) - 1
-    assert driver.find_element("id", "said").get_attribute("textContent") == "Sorted by Strategy, ascending."
+    assert driver.find_element("id", "announcement").get_attribute("textContent") == "Sorted by Strategy, ascending."
 
 
 def pasted(driver: Any) -> str:
