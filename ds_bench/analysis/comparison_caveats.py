@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from ..records.schema import TrialRecord
-from ..system.environment import Environment, comparable
+from ..system.environment import Environment, comparability_differences
 from ..system.gpus import throttle_faults
 from ..units import format_bytes
 from .caveats import Caveat, CaveatKind, caveat_of_kind
@@ -27,7 +27,7 @@ def comparison_caveats(rows: Sequence[Sequence[TrialSummary]], environments: Seq
     num_gpus = max((each.num_gpus for each in placements if each.accelerator == "cuda"), default=0)
     caveats = [*_placement_caveats(records), *_window_caveats(summaries), *_repeat_caveats(rows)]
     for environment in environments[1:]:
-        if differences := comparable(environments[0], environment):
+        if differences := comparability_differences(environments[0], environment):
             text = f"environments differ: {'; '.join(differences)}"
             caveats.append(caveat_of_kind(CaveatKind.ENVIRONMENT_DIFFERS, text))
     for environment in environments:

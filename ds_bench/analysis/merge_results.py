@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
 from ..config.spec import Placement, Workload
-from ..system.environment import Environment, comparable, setting_differences
+from ..system.environment import Environment, comparability_differences, setting_differences
 from . import provenance
 from .comparability import row_key
 from .load_results import Result, trial_identity
@@ -81,7 +81,7 @@ class _GroupBuilder:
         """Differences of hardware and versions. An environment that only one of the two knows is a difference."""
         ours, theirs = self.environment, other.environment
         if ours is not None and theirs is not None:
-            return comparable(ours, theirs)
+            return comparability_differences(ours, theirs)
         if ours is not None or theirs is not None:
             names = [f"of {each.hostname}" if each else "not known" for each in (ours, theirs)]
             return [f"environment {names[0]} against {names[1]}"]

@@ -16,7 +16,7 @@ from .. import units
 from ..analysis.intervals import RatioInterval, ratio_interval
 from ..errors import UsageError
 from ..records.schema import INTERRUPTED, SKIPPED
-from ..system.environment import comparable
+from ..system.environment import comparability_differences
 from . import store
 from .result import BenchmarkResult
 from .store import DEFAULT_TOLERANCE, BaselineEntry
@@ -177,7 +177,7 @@ def _incomparable_reasons(result: BenchmarkResult, baseline: BaselineEntry) -> I
             side = "result" if result.environment is None else "baseline"
             yield f"the {side} does not tell its hardware and versions"
         else:
-            yield from comparable(result.environment, baseline.environment)
+            yield from comparability_differences(result.environment, baseline.environment)
     for key, ours in {**result.workload, "memory": result.memory}.items():
         theirs = baseline.memory if key == "memory" else baseline.workload.get(key)
         if key != "ds_config" and None not in (ours, theirs) and ours != theirs:

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..config.spec import Trial
 from ..errors import UsageError
-from ..system.environment import Environment, comparable
+from ..system.environment import Environment, comparability_differences
 from .run_folder import RunFolder
 from .schema import INTERRUPTED, TrialRecord
 
@@ -19,7 +19,7 @@ def require_same_machine(store: RunFolder, facts: Environment) -> None:
         earlier = Environment.from_dict(store.load_run()["environment"])
     except (KeyError, TypeError, ValueError, AttributeError):
         raise UsageError(f"{store.folder} has no readable environment", remedy="start a new run") from None
-    differences = comparable(earlier, facts)
+    differences = comparability_differences(earlier, facts)
     if differences:
         raise UsageError(
             f"--resume {store.folder}: not the same machine: {'; '.join(differences)}", remedy="start a new run"

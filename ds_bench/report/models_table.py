@@ -61,7 +61,7 @@ def _same_machine(a: ComparisonReport, b: ComparisonReport) -> bool:
     if len({_device(a), _device(b)} - {None}) > 1:
         return False
     if a.environments and b.environments:
-        return not environment.comparable(a.environments[0], b.environments[0])
+        return not environment.comparability_differences(a.environments[0], b.environments[0])
     return not a.environments and not b.environments
 
 

@@ -143,7 +143,7 @@ def read_environment(
     )
 
 
-def comparable(a: Environment, b: Environment) -> list[str]:
+def comparability_differences(a: Environment, b: Environment) -> list[str]:
     """Differences that forbid comparing two results, such as ``torch 2.13.0 against 2.11.0``; empty if there are none.
 
     A fact that only one side has is a difference, since it may differ.

@@ -762,4 +762,4 @@ def test_the_quick_look_for_large_numbers_misses_none(config: dict[str, Any]) ->
 def test_environments_stay_comparable_after_a_round_trip(run: RunFolder) -> None:
     loaded = load_results.load(run.folder).environment
     assert loaded is not None
-    assert environment.comparable(loaded, HOST) == []
+    assert environment.comparability_differences(loaded, HOST) == []

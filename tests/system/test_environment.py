@@ -17,7 +17,7 @@ import ds_bench.system.environment
 from ds_bench.system.environment import (
     PACKAGES,
     Environment,
-    comparable,
+    comparability_differences,
     cpu_model,
     hardware_differences,
     package_versions,
@@ -362,7 +362,7 @@ def test_a_stored_environment_without_its_host_is_refused() -> None:
     ],
 )
 def test_each_difference_that_forbids_comparing_is_one_clause(change: dict[str, Any], clause: str) -> None:
-    assert comparable(HOST, replace(HOST, **change)) == [clause]
+    assert comparability_differences(HOST, replace(HOST, **change)) == [clause]
 
 
 def test_what_does_not_bear_on_speed_does_not_forbid_comparing() -> None:
@@ -375,11 +375,11 @@ def test_what_does_not_bear_on_speed_does_not_forbid_comparing() -> None:
         gpus=(cooler, replace(cooler, index=6)),
         variables={},
     )
-    assert comparable(HOST, other) == []
+    assert comparability_differences(HOST, other) == []
 
 
 def test_an_environment_compares_with_itself_after_storing() -> None:
-    assert comparable(HOST, Environment.from_dict(HOST.to_dict())) == []
+    assert comparability_differences(HOST, Environment.from_dict(HOST.to_dict())) == []
 
 
 def test_versions_and_hardware_are_told_apart() -> None:
@@ -393,7 +393,7 @@ def test_what_may_explain_a_change_without_forbidding_a_comparison_is_named() ->
     other = replace(
         HOST, hostname="node-8", packages={**HOST.packages, "numpy": "2.3.0"}, variables={"OMP_NUM_THREADS": "4"}
     )
-    assert comparable(HOST, other) == []
+    assert comparability_differences(HOST, other) == []
     assert setting_differences(HOST, other) == [
         "host node-7 against node-8",
         "numpy 2.4.6 against 2.3.0",
