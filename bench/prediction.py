@@ -94,7 +94,7 @@ def pairs(record: TrialRecord) -> list[Pair]:
     both = [(tier, name) for tier, row in found.ledger.items() for name in row] + [c for c in cells if c[1] != "other"]
     result = [
         Pair(
-            strategy=trial.strategy.label,
+            strategy=trial.configuration.label,
             what=" ".join(cell),
             predicted_bytes=found.ledger.get(cell[0], {}).get(cell[1], 0),
             measured_bytes=cells.get(cell, 0),
@@ -105,7 +105,7 @@ def pairs(record: TrialRecord) -> list[Pair]:
 
 
 def _peaks(record: TrialRecord, found: memory.Prediction) -> list[Pair]:
-    label, inside = record.trial.strategy.label, found.gpu_bytes - found.gpu.get("overhead", 0)
+    label, inside = record.trial.configuration.label, found.gpu_bytes - found.gpu.get("overhead", 0)
     seen = {
         "gpu peak allocated": (inside, [rank.gpu_peak_bytes for rank in record.ranks]),
         "gpu outside the allocator": (
@@ -151,7 +151,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 if record.outcome.status == SUCCESS:
                     found += pairs(record)
                 else:
-                    print(f"{record.trial.strategy.label}: {record.outcome.status}, {record.outcome.error}")
+                    print(f"{record.trial.configuration.label}: {record.outcome.status}, {record.outcome.error}")
     show(found)
     if args.output is not None:
         rows = [{"strategy": p.strategy, "what": p.what, "bytes": [p.predicted_bytes, p.measured_bytes]} for p in found]

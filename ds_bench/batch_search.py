@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from .config.spec import Strategy, Trial
 from .launch import Launcher
-from .plan import Plan, draft_of
+from .plan import Plan, make_configuration, requested_strategies
 from .prediction.memory import DOES_NOT_FIT, predict
 from .prediction.model_profile import ModelProfile
 from .records import schema
@@ -80,8 +80,8 @@ class BatchSearch:
 
     def _trial(self, strategy: Strategy, size: int, *, predicted: bool) -> Trial:
         """The row's first trial at that micro-batch."""
-        draft = draft_of(strategy, size, self.plan.options, self.plan.make_config)
-        return self.plan.trials_of([draft], predicted=predicted)[0]
+        configuration = make_configuration(strategy, size, self.plan.options, self.plan.make_config)
+        return self.plan.trials_of([configuration], predicted=predicted)[0]
 
     def _probe(self, strategy: Strategy, size: int) -> TrialRecord:
         trial = self._trial(strategy, size, predicted=True)
@@ -93,7 +93,9 @@ class BatchSearch:
 
     def _previous_probes(self, strategy: Strategy) -> dict[int, bool]:
         """What earlier probes of this run found."""
-        kept = [entry for entry in self.store.probes() if entry.trial.strategy == strategy]
+        asked = (strategy.name, strategy.stage)
+        rows = [(entry, entry.trial.configuration) for entry in self.store.probes()]
+        kept = [entry for entry, configuration in rows if (configuration.name, configuration.stage) == asked]
         return {
             entry.trial.workload.batch_size: entry.outcome.success
             for entry in kept
@@ -108,13 +110,16 @@ def _ignore_progress(_progress: object) -> None:
 def at_largest_batch(plan: Plan, launcher: Launcher, store: RunFolder, say: Callable[[str], None]) -> Plan:
     """The plan with every row at its own largest micro-batch; with ``--common-batch`` also at the smallest of those."""
     search = BatchSearch(plan=plan, launcher=launcher, store=store, say=say)
-    options, strategies = plan.options, [draft.strategy for draft in plan.drafts]
+    options, strategies = plan.options, requested_strategies(plan.options)
     sizes = {strategy.name: search.find_largest(strategy) for strategy in strategies}
-    drafts = [draft_of(strategy, sizes[strategy.name], options, plan.make_config, "largest") for strategy in strategies]
+    configurations = [
+        make_configuration(strategy, sizes[strategy.name], options, plan.make_config, "largest")
+        for strategy in strategies
+    ]
     if options.common_batch:
         common = min(sizes.values())
-        drafts += [draft_of(strategy, common, options, plan.make_config) for strategy in strategies]
-    return plan.with_drafts(drafts)
+        configurations += [make_configuration(strategy, common, options, plan.make_config) for strategy in strategies]
+    return plan.with_configurations(configurations)
 
 
 def next_batch_size(known: Mapping[int, bool], start: int, limit: int) -> int | None:

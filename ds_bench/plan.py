@@ -3,47 +3,41 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, TypeVar
 
 from .config import deepspeed_config, overrides, strategies, validation
 from .config.options import Options
 from .config.placement import choose_precision
 from .config.placement import decide as decide_placement
-from .config.spec import BatchPolicy, Placement, Precision, Strategy, Trial, Workload
+from .config.spec import (
+    BatchPolicy,
+    Configuration,
+    Placement,
+    Precision,
+    Strategy,
+    Trial,
+    Workload,
+    offload_device,
+)
 from .errors import DsBenchError, UsageError
 from .launch import ops, rank_environment, scratch
 from .models.lookup import ResolvedModel, resolve_model
 from .prediction import trial_predictions
 from .prediction.model_profile import ModelProfile
 from .prediction.trial_predictions import MemoryCapacity, Unpredicted
-from .system import files
 from .system.machine import Machine
 
 MakeConfig = Callable[[Strategy, int, int], dict[str, Any]]
 """(strategy, micro-batch, accumulation) → what the user's ``create_deepspeed_config`` returns."""
 
 DEFAULT_SEQ_LENGTH = 512
-_MOST_CONFIG_BYTES = 2**22
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Draft:
-    """A strategy with the configuration the user wants for it, not yet completed for this machine."""
-
-    strategy: Strategy
-    config: Mapping[str, Any]
-    batch_size: int
-    """Micro-batch that the configuration was made for."""
-    batch_policy: BatchPolicy = "given"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What a run compares: model, placement and DeepSpeed configurations, and the trials made of them, in order.
+    """What a run compares: model, placement and configurations, and the trials made of them, in order.
 
     Made once by :func:`make_plan`. What is learned later of the machine completes its trials: the NVMe folder, the
     memory predicted, the state of DeepSpeed's ops.
@@ -52,7 +46,8 @@ class Plan:
     options: Options
     choice: ResolvedModel
     placement: Placement
-    drafts: Sequence[Draft]
+    configurations: Sequence[Configuration]
+    """The rows, in order."""
     make_config: MakeConfig
     """The script's own ``create_deepspeed_config``."""
     variables: Mapping[str, str]
@@ -68,11 +63,6 @@ class Plan:
     """The memory that predictions are compared with."""
     op_states: Mapping[str, ops.OpState] = field(default_factory=dict)
     """State of DeepSpeed's ops that the configurations need; empty before :meth:`with_ops`."""
-
-    @property
-    def configs(self) -> list[Mapping[str, Any]]:
-        """The DeepSpeed configuration of each row, as the user wants it, not yet completed."""
-        return [draft.config for draft in self.drafts]
 
     def with_nvme_folder(self, caveat: str | None, lack_of_space: str | None) -> Plan:
         """The plan with what the folder for NVMe offload shows: a caveat of the rows that use it, or why they cannot.
@@ -105,18 +95,18 @@ class Plan:
             trials.append(completed)
         return replace(plan, trials=trials)
 
-    def trials_of(self, drafts: Sequence[Draft], *, predicted: bool = True) -> list[Trial]:
-        """The trials of other drafts than the plan's own, completed by all that the plan knows."""
-        trials = make_trials(self.options, self.choice, self.placement, drafts)
+    def trials_of(self, configurations: Sequence[Configuration], *, predicted: bool = True) -> list[Trial]:
+        """The trials of other configurations than the plan's own, completed by all that the plan knows."""
+        trials = make_trials(self.options, self.choice, self.placement, configurations)
         trials = [self._with_op_states(self._on_nvme(trial)) for trial in trials]
         return self._predicted(trials) if predicted else trials
 
-    def with_drafts(self, drafts: Sequence[Draft]) -> Plan:
-        """The plan with these drafts, and their trials, in place of its own."""
-        return replace(self, drafts=drafts, trials=self.trials_of(drafts))
+    def with_configurations(self, configurations: Sequence[Configuration]) -> Plan:
+        """The plan with these configurations, and their trials, in place of its own."""
+        return replace(self, configurations=configurations, trials=self.trials_of(configurations))
 
     def _on_nvme(self, trial: Trial) -> Trial:
-        if not deepspeed_config.uses_nvme(trial.ds_config):
+        if not trial.configuration.uses_nvme:
             return trial
         caveats = trial.caveats if self.nvme_caveat is None else (self.nvme_caveat, *trial.caveats)
         return replace(trial, caveats=caveats, unsupported=trial.unsupported or self.lack_of_space)
@@ -140,7 +130,7 @@ def make_plan(options: Options, make_config: MakeConfig, machine: Machine) -> Pl
     """
     if options.output_dir.exists() and not options.output_dir.is_dir():
         raise UsageError(f"--output-dir {options.output_dir} is not a folder", remedy="give a folder")
-    wanted = _usable(lambda: drafts(options, make_config))
+    configurations = _usable(lambda: make_configurations(options, make_config))
     placement = decide_placement(options, machine.variables, machine.gpus)
     variables = rank_environment.rank_environment(placement, machine.variables, None, query=machine.gpus)
     choice = resolve_model(
@@ -158,10 +148,10 @@ def make_plan(options: Options, make_config: MakeConfig, machine: Machine) -> Pl
         options=options,
         choice=choice,
         placement=placement,
-        drafts=wanted,
+        configurations=configurations,
         make_config=make_config,
         variables=variables,
-        trials=_usable(lambda: make_trials(options, choice, placement, wanted)),
+        trials=_usable(lambda: make_trials(options, choice, placement, configurations)),
     )
 
 
@@ -212,7 +202,7 @@ def workload(options: Options, choice: ResolvedModel, placement: Placement) -> W
     )
 
 
-def asked_strategies(options: Options) -> list[Strategy]:
+def requested_strategies(options: Options) -> list[Strategy]:
     """The strategies to compare, in order. Raises UsageError for nvme without a path."""
     if options.family == "zero":
         return [strategies.ZERO_STAGES[stage] for stage in options.stages]
@@ -224,127 +214,71 @@ def asked_strategies(options: Options) -> list[Strategy]:
     return [strategies.offload_strategy(name, options.stage) for name in names]
 
 
-def drafts(options: Options, make_config: MakeConfig) -> list[Draft]:
-    """Every strategy with its configuration: made by the user's function, then overlaid by flags."""
-    return [draft_of(strategy, options.batch_size, options, make_config) for strategy in asked_strategies(options)]
+def make_configurations(options: Options, make_config: MakeConfig) -> list[Configuration]:
+    """The rows to compare, in order: every strategy with what the user's function and the flags make of it."""
+    asked = requested_strategies(options)
+    return [make_configuration(strategy, options.batch_size, options, make_config) for strategy in asked]
 
 
-def draft_of(
+def make_configuration(
     strategy: Strategy, batch_size: int, options: Options, make_config: MakeConfig, policy: BatchPolicy = "given"
-) -> Draft:
-    """One strategy's, at this micro-batch."""
-    layers = [_overlay_file(options.ds_config), *map(overrides.parse_set, options.set)]
+) -> Configuration:
+    """One strategy's row at this micro-batch: its configuration as the user's function and the flags make it."""
     config = make_config(strategy, batch_size, options.grad_accum)
     if not isinstance(config, dict):
         raise UsageError(f"create_deepspeed_config returned {type(config).__name__}", remedy="return a dict")
     if options.optimizer is not None:
         config = deepspeed_config.with_optimizer(config, options.optimizer)
-    config = _filled_in(_plain(_overlaid(config, layers)), strategy, batch_size, options.grad_accum)
-    validation.check_keys(config)
-    _check_stage(strategy, config)
-    return Draft(strategy=strategy, config=config, batch_size=batch_size, batch_policy=policy)
-
-
-def _filled_in(config: dict[str, Any], strategy: Strategy, batch_size: int, grad_accum: int) -> dict[str, Any]:
-    """The same with the batch keys and the stage that it leaves out, as the flags and the row have them."""
+    config = overrides.json_values(overrides.apply(config, overrides.read_file(options.ds_config), options.set))
     if "train_micro_batch_size_per_gpu" not in config:
-        config = {"gradient_accumulation_steps": grad_accum, **config, "train_micro_batch_size_per_gpu": batch_size}
+        flags = {"gradient_accumulation_steps": options.grad_accum}
+        config = {**flags, **config, "train_micro_batch_size_per_gpu": batch_size}
     zero = config.get("zero_optimization", {})
-    return {**config, "zero_optimization": {"stage": strategy.stage, **zero}} if isinstance(zero, dict) else config
-
-
-def _check_stage(strategy: Strategy, config: Mapping[str, Any]) -> None:
-    """The stage is what a row is named by: a configuration that changes it would mislabel the row."""
-    stage = config.get("zero_optimization", {}).get("stage", 0)
-    if stage != strategy.stage:
+    if isinstance(zero, dict):
+        config["zero_optimization"] = zero = {"stage": strategy.stage, **zero}
+    validation.check_keys(config)
+    if zero["stage"] != strategy.stage:  # the row is named by its stage
         raise UsageError(
-            f"the DeepSpeed config of {strategy.label} sets zero_optimization.stage to {stage!r}",
+            f"the DeepSpeed config of {strategy.label} sets zero_optimization.stage to {zero['stage']!r}",
             remedy="choose stages with --stages or --stage",
         )
+    changes: dict[str, Any] = {} if batch_size == options.batch_size else {"batch_size": batch_size}
+    if policy != "given":
+        changes["batch_policy"] = policy
+    return strategies.make_configuration(strategy, config, changes)
 
 
-def _overlaid(config: Mapping[str, Any], layers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """``config`` with each layer over it; a change of the batch drops the generated total, which is then made anew."""
-    result = dict(config)
-    changed = {key for layer in layers for key in layer}
-    if changed & {"train_micro_batch_size_per_gpu", "gradient_accumulation_steps"} and (
-        "train_batch_size" not in changed
-    ):
-        result.pop("train_batch_size", None)
-    for layer in layers:
-        result = overrides.overlay(result, layer)
-    return result
-
-
-def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The same in JSON's own types. Raises UsageError where it holds anything else (NaN, a torch.dtype)."""
-    try:
-        return dict(json.loads(json.dumps(config, allow_nan=False)))
-    except (TypeError, ValueError) as error:
-        raise UsageError(
-            f"the DeepSpeed config cannot be written as JSON: {error}",
-            remedy="keep to text, finite numbers, true, false, lists and objects",
-        ) from None
-
-
-def _overlay_file(path: Path | None) -> dict[str, Any]:
-    if path is None:
-        return {}
-    try:
-        data = json.loads(files.read_text(path, _MOST_CONFIG_BYTES))
-    except OSError as error:
-        raise UsageError(f"--ds-config {path}: {error.strerror}", remedy="give a readable JSON file") from None
-    except ValueError as error:
-        raise UsageError(
-            f"--ds-config {path} is not JSON: {error}", remedy="remove comments and trailing commas"
-        ) from None
-    except RecursionError:
-        raise UsageError(f"--ds-config {path} is nested too deeply", remedy="give a DeepSpeed configuration") from None
-    if not isinstance(data, dict):
-        raise UsageError(f"--ds-config {path} is not a JSON object", remedy="write {…}")
-    found = next(_autos(data), None)
-    if found is not None:
-        raise UsageError(
-            f'--ds-config {path}: {found} is "auto"', remedy="only the Trainer fills that in; give a value"
-        )
-    return data
-
-
-def _autos(data: Mapping[str, Any], prefix: str = "") -> Any:
-    for key, value in data.items():
-        if value == "auto":
-            yield prefix + key
-        elif isinstance(value, dict):
-            yield from _autos(value, f"{prefix}{key}.")
-
-
-def make_trials(options: Options, choice: ResolvedModel, placement: Placement, wanted: Sequence[Draft]) -> list[Trial]:
+def make_trials(
+    options: Options, choice: ResolvedModel, placement: Placement, configurations: Sequence[Configuration]
+) -> list[Trial]:
     """The trials in the order in which they run, before anything is known of ops, disks and predictions."""
-    asked = workload(options, choice, placement)
+    common = workload(options, choice, placement)
     trials: list[Trial] = []
     for repeat in range(options.repeats):
-        for position, draft in enumerate(ordered_for_round(wanted, options.seed, repeat)):
-            work = replace(asked, batch_size=draft.batch_size, batch_policy=draft.batch_policy)
+        for position, configuration in enumerate(ordered_for_round(configurations, options.seed, repeat)):
+            work = configuration.applied_to(common)
             config = deepspeed_config.complete_config(
-                draft.config,
+                configuration.deepspeed_config,
                 work,
                 placement,
                 torch_adam=placement.accelerator == "cpu",
                 largest_parameter=choice.largest_parameter,
             )
-            name = f"{len(trials):02d}_{draft.strategy.name}" + (f"_r{repeat}" if options.repeats > 1 else "")
+            name = f"{len(trials):02d}_{configuration.name}" + (f"_r{repeat}" if options.repeats > 1 else "")
             trials.append(
                 Trial(
                     trial_id=name,
                     repeat=repeat,
                     round_position=position,
-                    strategy=draft.strategy,
+                    configuration=configuration,
                     workload=replace(work, precision=_precision(config, work)),
                     placement=placement,
                     ds_config=config,
-                    unsupported=validation.unsupported_reason(config, placement),
+                    unsupported=validation.unsupported_reason(
+                        replace(configuration, deepspeed_config=config), placement
+                    ),
                     caveats=(
-                        *_departures(draft.strategy, work, config),
+                        *_differences_from_name(configuration, work, config),
                         *validation.ineffective_settings(config, work, placement),
                     ),
                 )
@@ -360,34 +294,34 @@ def with_op_states(trial: Trial, states: Mapping[str, ops.OpState], largest_para
         config = deepspeed_config.complete_config(
             config, trial.workload, trial.placement, torch_adam=True, largest_parameter=largest_parameter
         )
-        if not deepspeed_config.offload_device(config, "offload_optimizer"):
+        if not offload_device(config, "offload_optimizer"):
             text = (
                 "torch's AdamW instead of DeepSpeed's FusedAdam, which does not build here (stage 0 in 16 bit then "
                 f"also has another wrapper): {fused.reason}"
             )
             caveats = (*caveats, text)
-    unsupported = trial.unsupported or _missing_op(config, trial.placement, states)
+    unsupported = trial.unsupported or _missing_op(trial, states)
     return replace(trial, ds_config=config, caveats=caveats, unsupported=unsupported)
 
 
-def ordered_for_round(wanted: Sequence[Draft], seed: int, number: int) -> list[Draft]:
-    """The drafts in the order of round ``number``, from 0 on: rotated and reversed, so that drift favours none.
+def ordered_for_round(configurations: Sequence[Configuration], seed: int, number: int) -> list[Configuration]:
+    """The configurations in the order of round ``number``, from 0 on: rotated and reversed, so that drift favours none.
 
     Rounds go in pairs, the second of which is the first reversed: no row is early or late on the whole. The first pair
     begins as written, each further one at another row; the seed and the rows' names say at which. The order of a round
     does not depend on how many there are, so that a resumed run goes on with the plan that it began with.
     """
-    names = [f"{draft.strategy.name} {draft.batch_size}" for draft in wanted]
+    names = [f"{row.name} {row.deepspeed_config['train_micro_batch_size_per_gpu']}" for row in configurations]
     shuffled = sorted(
         range(1, len(names)), key=lambda place: hashlib.sha256(f"{seed} {names[place]}".encode()).digest()
     )
     start = [0, *shuffled][number // 2 % max(len(names), 1)]
-    order = [*wanted[start:], *wanted[:start]]
+    order = [*configurations[start:], *configurations[:start]]
     return order[::-1] if number % 2 else order
 
 
-def _missing_op(config: Mapping[str, Any], placement: Placement, states: Mapping[str, ops.OpState]) -> str | None:
-    for op in ops.needed_ops(placement.accelerator, [config]):
+def _missing_op(trial: Trial, states: Mapping[str, ops.OpState]) -> str | None:
+    for op in ops.needed_ops(trial.placement.accelerator, [trial.configuration]):
         state = states.get(op)
         if state is not None and not state.ready:
             name = op.removesuffix("Builder")
@@ -406,14 +340,16 @@ def _enabled(config: Mapping[str, Any], name: str) -> bool:
     return bool(config.get(name, {}).get("enabled"))
 
 
-def _departures(strategy: Strategy, asked: Workload, config: Mapping[str, Any]) -> list[str]:
-    """Where an edit of the configuration made something else of the row than its columns say."""
-    device = deepspeed_config.offload_device
-    pairs = [
-        ("optimizer offload", device(config, "offload_optimizer") or "none", strategy.offload_optimizer),
-        ("parameter offload", device(config, "offload_param") or "none", strategy.offload_param),
-        ("precision", _precision(config, asked), asked.precision),
-    ]
+def _differences_from_name(configuration: Configuration, asked: Workload, config: Mapping[str, Any]) -> list[str]:
+    """Where an edit of the DeepSpeed configuration made something else of a strategy's row than its name says."""
+    strategy = strategies.find_strategy(configuration.name, configuration.stage)
+    pairs: list[tuple[str, str, str]] = [("precision", _precision(config, asked), asked.precision)]
+    if strategy is not None and configuration.source == "catalogue":
+        pairs = [
+            ("optimizer offload", configuration.offload_optimizer, strategy.offload_optimizer),
+            ("parameter offload", configuration.offload_param, strategy.offload_param),
+            *pairs,
+        ]
     return [
         f"ran {what} {used}, as the DeepSpeed config says, not this row's {named}"
         for what, used, named in pairs

@@ -14,7 +14,6 @@ from .analysis import flops, provenance
 from .analysis.flat_rows import flat_rows
 from .analysis.loss_parity import with_loss_caveats
 from .analysis.summary import TrialSummary, summarise
-from .config import deepspeed_config
 from .config.options import Options
 from .config.spec import Precision, Trial
 from .doctor import nvme
@@ -98,7 +97,7 @@ def with_nvme_folder(plan: Plan) -> tuple[Plan, nvme.NvmeFolder | None]:
     Raises PreflightError where the folder cannot be used.
     """
     options = plan.options
-    if options.nvme_path is None or not any(map(deepspeed_config.uses_nvme, plan.configs)):
+    if options.nvme_path is None or not any(row.uses_nvme for row in plan.configurations):
         return plan, None
     folder = nvme.check_folder(options.nvme_path)
     if options.family == "offload" and "nvme" not in options.strategies:
@@ -115,7 +114,7 @@ def print_dry_run(plan: Plan) -> int:
             )
         for trial in plan.trials:
             command = launch_command(trial.placement, Path("TRIAL_FOLDER"))
-            terminal.print_text(f"# {trial.trial_id}: {trial.strategy.label}")
+            terminal.print_text(f"# {trial.trial_id}: {trial.configuration.label}")
             if trial.unsupported:
                 terminal.print_text(f"# Unsupported: {trial.unsupported}")
             terminal.print_json(json.dumps(trial.to_dict()["ds_config"], indent=2))
@@ -145,7 +144,7 @@ def require_ready(plan: Plan, machine: Machine, nvme_folder: nvme.NvmeFolder | N
             trial_predictions.require_host_memory(plan.trials, plan.memory.node_bytes)
     findings = doctor.run_plan_checks(
         plan.placement,
-        plan.configs,
+        plan.configurations,
         lacks_space=plan.lack_of_space,
         nvme_folder=nvme_folder,
         need_host_bytes=predicted_host_bytes,
@@ -163,7 +162,7 @@ def _run_plan(plan: Plan, machine: Machine, store: RunFolder, arguments: Sequenc
             terminal.print_text(text, sys.stderr)
 
     with signals.raising_on_interrupt():
-        plan = plan.with_ops(rank_environment.build_ops(plan.placement, plan.configs, plan.variables, say))
+        plan = plan.with_ops(rank_environment.build_ops(plan.placement, plan.configurations, plan.variables, say))
     if options.resume is not None:
         require_same_workload(store, plan.trials, _FIELDS_SET_BY_SEARCH if options.auto_batch else ())
     with signals.raising_on_interrupt():
@@ -258,7 +257,7 @@ class ResultBuilder:
     def build_report(self, summaries: Sequence[TrialSummary], notes: Sequence[str], command: str) -> ComparisonReport:
         """Comparison and recommendation of these summaries."""
         baseline = self._plan.options.relative_to
-        if not any(summary.record.trial.strategy.name == baseline for summary in summaries):
+        if not any(summary.record.trial.configuration.name == baseline for summary in summaries):
             baseline = None  # an interruption came before that row
         return build_report(
             summaries,

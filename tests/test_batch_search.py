@@ -89,7 +89,7 @@ Ends = Callable[[Trial], TrialRecord]
 
 def trains_up_to(sizes: dict[str, int], otherwise: str = "OOM") -> Ends:
     def end(trial: Trial) -> TrialRecord:
-        fits = trial.workload.batch_size <= sizes[trial.strategy.name]
+        fits = trial.workload.batch_size <= sizes[trial.configuration.name]
         seconds = (0.1,) * trial.workload.num_steps
         return fakes.success(trial, step_seconds=seconds) if fits else fakes.failure(trial, otherwise)
 
@@ -157,7 +157,7 @@ def test_a_resumed_search_repeats_no_probe(machine: Machine) -> None:
     again = trains_up_to({"zero1": 5, "zero3": 5})
     machine.launcher = FakeLauncher(by_strategy={f"zero{stage}": again for stage in range(4)})
     assert cli.main("zero", fakes.make_config, ["--resume", str(folder), "--stages", "1", "3"]) == 0
-    assert [entry["trial"]["strategy"]["name"] for entry in machine.probes()[before:]] == ["zero3"] * (
+    assert [entry["trial"]["configuration"]["name"] for entry in machine.probes()[before:]] == ["zero3"] * (
         len(machine.probes()) - before
     )
     assert [row["strategy"] for row in machine.rows()] == ["zero1", "zero3"]
@@ -174,7 +174,7 @@ def test_an_interrupted_search_runs_no_row_and_goes_on_with_resume(
     fits = trains_up_to({"zero1": 5, "zero3": 5})
 
     def interrupted_at_zero3(trial: Trial) -> TrialRecord:
-        return fakes.failure(trial, "Interrupted") if trial.strategy.stage == 3 else fits(trial)
+        return fakes.failure(trial, "Interrupted") if trial.configuration.stage == 3 else fits(trial)
 
     assert machine.search(interrupted_at_zero3, "--stages", "1", "3") == 130
     assert not list(machine.output.glob("*_comparison_*.json"))
@@ -182,7 +182,7 @@ def test_an_interrupted_search_runs_no_row_and_goes_on_with_resume(
     (folder,) = (machine.output / "runs").iterdir()
     machine.launcher = FakeLauncher(by_strategy={f"zero{stage}": fits for stage in range(4)})
     assert cli.main("zero", fakes.make_config, ["--resume", str(folder)]) == 0
-    assert {entry["trial"]["strategy"]["name"] for entry in machine.probes()[before:]} == {"zero3"}
+    assert {entry["trial"]["configuration"]["name"] for entry in machine.probes()[before:]} == {"zero3"}
     assert [row["batch_size"] for row in machine.rows()] == [5, 5]
 
 

@@ -41,9 +41,9 @@ def trials(
     of: ResolvedModel | None = None,
 ) -> list[Trial]:
     on = on or fakes.placement(nvme_path=None if options.nvme_path is None else str(options.nvme_path))
-    drafts = plan.drafts(options, make)
+    rows = plan.make_configurations(options, make)
     choice = of or fakes.choice()
-    made = plan.make_trials(options, choice, on, drafts)
+    made = plan.make_trials(options, choice, on, rows)
     return [plan.with_op_states(trial, states or {}, choice.largest_parameter) for trial in made]
 
 
@@ -62,7 +62,7 @@ def order(*arguments: str) -> list[list[int]]:
     for trial in trials(fakes.options("zero", *arguments)):
         mine = rounds.setdefault(trial.repeat, [])
         assert trial.round_position == len(mine)
-        mine.append(trial.strategy.stage)
+        mine.append(trial.configuration.stage)
     return list(rounds.values())
 
 
@@ -118,7 +118,7 @@ def test_the_same_request_makes_the_same_keys_so_that_it_can_be_resumed() -> Non
 
 
 def names(*arguments: str) -> list[str]:
-    return [strategy.name for strategy in plan.asked_strategies(fakes.options("offload", *arguments))]
+    return [strategy.name for strategy in plan.requested_strategies(fakes.options("offload", *arguments))]
 
 
 def test_a_path_appends_nvme_where_it_is_not_named() -> None:
@@ -136,7 +136,7 @@ def test_nvme_without_a_path_is_refused_with_both_ways_out() -> None:
 
 def test_a_path_adds_nothing_to_a_comparison_of_stages() -> None:
     options = fakes.options("zero", "--nvme-path", "/d")
-    assert [strategy.name for strategy in plan.asked_strategies(options)] == ["zero0", "zero1", "zero2", "zero3"]
+    assert [strategy.name for strategy in plan.requested_strategies(options)] == ["zero0", "zero1", "zero2", "zero3"]
 
 
 def test_the_stage_asked_for_is_that_of_every_offload_row() -> None:
@@ -149,7 +149,7 @@ def test_the_stage_asked_for_is_that_of_every_offload_row() -> None:
 
 def test_what_deepspeed_would_not_do_is_a_row_with_a_reason_and_the_others_stay() -> None:
     made = trials(fakes.options("offload", "--stage", "2"))
-    refused = {trial.strategy.name: trial.unsupported for trial in made}
+    refused = {trial.configuration.name: trial.unsupported for trial in made}
     assert refused["none"] is None
     assert refused["cpu_optimizer"] is None
     assert "use --stage 3" in (refused["cpu_full"] or "")
@@ -169,7 +169,7 @@ def test_a_row_whose_op_does_not_build_is_unsupported_with_reason_and_remedy(
 ) -> None:
     states = {op: OpState(op=op, ready=False, reason=reason)}
     options = fakes.options("offload", "--strategies", "none", name, "--nvme-path", "/d")
-    refused = {trial.strategy.name: trial.unsupported for trial in trials(options, states=states)}
+    refused = {trial.configuration.name: trial.unsupported for trial in trials(options, states=states)}
     assert refused["none"] is None
     assert f"{reason}; {remedy}" in (refused[name] or "")
 
@@ -179,7 +179,7 @@ def test_too_little_space_for_swapping_refuses_that_row_alone(tmp_path: Path, mo
     monkeypatch.setattr(nvme.shutil, "disk_usage", lambda _path: one_gb)
     options = fakes.options("offload", "--model", "gpt2", "--nvme-path", str(tmp_path))
     checked, _folder = run.with_nvme_folder(plan.make_plan(options, fakes.make_config, fakes.machine()))
-    refused = {trial.strategy.name: trial.unsupported or "" for trial in checked.trials}
+    refused = {trial.configuration.name: trial.unsupported or "" for trial in checked.trials}
     assert refused.pop("nvme") == (
         f"--nvme-path {tmp_path} has 1.00 GB free, and swapping gpt2 needs about 2.09 GB; "
         "free some space, or give another disk"
@@ -230,7 +230,7 @@ def test_an_offloaded_optimizer_has_nothing_to_do_with_fused_adam() -> None:
 def test_what_is_known_of_the_disk_is_said_of_the_rows_that_use_it_only() -> None:
     options = fakes.options("offload", "--nvme-path", "/d")
     checked = plan.make_plan(options, fakes.make_config, fakes.machine()).with_nvme_folder("it is an overlay", None)
-    said = {trial.strategy.name: trial.caveats for trial in checked.trials}
+    said = {trial.configuration.name: trial.caveats for trial in checked.trials}
     assert said == {"none": (), "cpu_optimizer": (), "cpu_full": (), "nvme": ("it is an overlay",)}
 
 
@@ -428,7 +428,7 @@ def test_the_users_function_is_given_the_flags() -> None:
         given_.append((strategy.name, batch_size, grad_accum))
         return fakes.make_config(strategy, batch_size, grad_accum)
 
-    plan.drafts(fakes.options("zero", "--stages", "0", "2", "--batch-size", "8", "--grad-accum", "2"), spy)
+    plan.make_configurations(fakes.options("zero", "--stages", "0", "2", "--batch-size", "8", "--grad-accum", "2"), spy)
     assert given_ == [("zero0", 8, 2), ("zero2", 8, 2)]
 
 
@@ -494,7 +494,7 @@ def test_a_nested_key_that_deepspeed_refuses_is_named_before_any_trial(setting: 
 @pytest.mark.parametrize("returned", [None, [], "config.json"])
 def test_a_function_that_returns_no_dict_is_refused(returned: Any) -> None:
     with pytest.raises(UsageError, match=f"create_deepspeed_config returned {type(returned).__name__}"):
-        plan.drafts(fakes.options("zero"), lambda *_: returned)
+        plan.make_configurations(fakes.options("zero"), lambda *_: returned)
 
 
 @pytest.mark.parametrize("value", [{1, 2}, object(), float("nan"), Path("/x")], ids=["set", "object", "nan", "path"])
@@ -503,7 +503,7 @@ def test_a_function_that_returns_what_no_file_can_hold_is_refused_before_any_wor
         return {**fakes.make_config(strategy, batch_size, grad_accum), "scheduler": {"params": value}}
 
     with pytest.raises(UsageError, match="cannot be written as JSON"):
-        plan.drafts(fakes.options("zero"), odd)
+        plan.make_configurations(fakes.options("zero"), odd)
 
 
 def test_one_dict_returned_for_every_stage_is_not_changed_by_planning() -> None:

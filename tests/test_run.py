@@ -123,8 +123,8 @@ def test_the_observer_hears_of_a_trial_before_it_starts_and_of_its_progress(stor
     heard: list[str] = []
 
     def observe(trial: Trial) -> ProgressCallback:
-        heard.append(f"begin {trial.strategy.name}")
-        return lambda progress: heard.append(f"{trial.strategy.name} {progress.phase} {progress.step}")
+        heard.append(f"begin {trial.configuration.name}")
+        return lambda progress: heard.append(f"{trial.configuration.name} {progress.phase} {progress.step}")
 
     list(run_trials(trials(0, 1), FakeLauncher(), store, observe))
     assert heard == ["begin zero0", "zero0 forward 1", "begin zero1", "zero1 forward 1"]
@@ -300,7 +300,7 @@ def test_an_interrupted_run_keeps_its_rows_and_is_completed_by_resuming(house: H
     assert house.run("--num-steps", "7", script=FakeLauncher("Success", "Interrupted")) == 130
     assert [row["stage"] for row in house.rows()] == [0, 1]
     assert house.resume() == 0
-    assert [trial.strategy.stage for trial in house.launcher.launched] == [1, 2, 3]
+    assert [trial.configuration.stage for trial in house.launcher.launched] == [1, 2, 3]
     assert [(row["stage"], row["success"]) for row in house.rows()] == [(s, True) for s in (0, 1, 2, 3)]
 
 
@@ -308,7 +308,7 @@ def test_a_run_can_be_resumed_twice_and_keeps_the_flags_it_began_with(house: Hou
     house.run("--num-steps", "7", "--stages", "0", "1", "2", script=FakeLauncher("Interrupted"))
     assert house.resume(script=FakeLauncher("Success", "Interrupted")) == 130
     assert house.resume() == 0
-    assert [trial.strategy.stage for trial in house.launcher.launched] == [1, 2]
+    assert [trial.configuration.stage for trial in house.launcher.launched] == [1, 2]
     assert {trial.workload.num_steps for trial in house.launcher.launched} == {7}
     assert {row["model"] for row in house.rows()} == {"tiny"}
 
@@ -326,7 +326,7 @@ def test_resuming_a_finished_run_launches_nothing_and_shows_it_again(
 def test_resuming_with_retry_runs_the_class_named_again(house: House) -> None:
     house.run(script=FakeLauncher("Timeout", "OOM"))
     assert house.resume("--retry", "Timeout") == 0
-    assert [trial.strategy.stage for trial in house.launcher.launched] == [0]
+    assert [trial.configuration.stage for trial in house.launcher.launched] == [0]
     assert [row["status"] for row in house.rows()][:2] == ["✅ Success", "❌ OOM"]
 
 
@@ -338,7 +338,7 @@ def test_a_run_of_one_script_is_not_resumed_by_the_other(house: House, capsys: p
 
 def test_repeats_run_counterbalanced_through_the_whole_house(house: House) -> None:
     house.run("--repeats", "2", "--stages", "1", "2")
-    assert [trial.strategy.stage for trial in house.launcher.launched] == [1, 2, 2, 1]
+    assert [trial.configuration.stage for trial in house.launcher.launched] == [1, 2, 2, 1]
     assert [(row["stage"], row["repeat"]) for row in house.rows()] == [(1, 0), (2, 0), (2, 1), (1, 1)]
 
 

@@ -103,7 +103,7 @@ def _pair_rows(
     """
 
     def name(row: ComparisonRow) -> tuple[object, ...]:
-        return row.strategy.name, row.strategy.stage, row.summaries[0].record.trial.workload.model
+        return row.configuration.name, row.configuration.stage, row.summaries[0].record.trial.workload.model
 
     unpaired = list(comparison.compare(after).rows)
     for row in comparison.compare(before).rows:

@@ -9,7 +9,7 @@ from dataclasses import asdict, fields
 from functools import lru_cache
 from operator import attrgetter
 
-from ..config.spec import Placement, Strategy, Workload
+from ..config.spec import Placement, Workload
 from ..records.schema import TrialRecord
 from .summary import TrialSummary
 
@@ -20,7 +20,7 @@ FIELDS = {
 }
 REQUESTED_AS = {"micro_batch_size": "batch_size", "grad_accum": "grad_accum", "data_parallel_size": "num_gpus"}
 """Facts of the run → the field of the request that explains a difference in them, so that it is named once."""
-_parts = attrgetter("strategy", "workload", "placement", "ds_config")
+_parts = attrgetter("configuration", "workload", "placement", "ds_config")
 _workload_values = attrgetter(*FIELDS["workload"])
 _dumps = json.JSONEncoder(sort_keys=True, default=str).encode
 
@@ -32,14 +32,15 @@ def row_key(record: TrialRecord) -> str:
     """
     trial = record.trial
     text = (
-        f'{{"ds_config": {_dumps(trial.ds_config)}, "placement": {_flat_text(trial.placement)}, "repeat": 0, '
-        f'"strategy": {_flat_text(trial.strategy)}, "workload": {_workload_text(trial.workload)}}}'
+        f'{{"configuration": {_dumps(trial.configuration.name)}, "ds_config": {_dumps(trial.ds_config)}, '
+        f'"engine": {_dumps(trial.configuration.engine)}, "placement": {_flat_text(trial.placement)}, "repeat": 0, '
+        f'"workload": {_workload_text(trial.workload)}}}'
     )
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 @lru_cache(maxsize=1024)
-def _flat_text(part: Placement | Strategy) -> str:
+def _flat_text(part: Placement) -> str:
     return _dumps(asdict(part))
 
 
@@ -50,7 +51,7 @@ def _workload_text(workload: Workload) -> str:
 def group_repeats(summaries: Sequence[TrialSummary]) -> dict[str, list[TrialSummary]]:
     """Groups runs by row key, in order of first appearance.
 
-    Trials with equal configuration, workload and placement are one row, whatever the names of their strategies; the row
+    Trials with equal configuration, workload and placement are one row, whatever its configurations are called; the row
     has the key of the first. Runs of one row that do not compare with each other (another GPU, other versions) are in
     groups of their own, the later ones under ``<key>-2`` and so on. A run that measured nothing is in the first group.
     """

@@ -10,7 +10,7 @@ from itertools import groupby
 from typing import Any
 
 from ..config import strategies
-from ..config.spec import Strategy
+from ..config.spec import Configuration
 from ..errors import UsageError
 from ..system.environment import Environment
 from ..units import BYTES_PER_GB
@@ -34,7 +34,7 @@ class ComparisonRow:
     versions), the keys of the later rows end in ``-2``, ``-3`` and so on (``comparability.group_repeats``)."""
     label: str
     """Short text for tables, unique within the comparison."""
-    strategy: Strategy
+    configuration: Configuration
     summaries: tuple[TrialSummary, ...]
     """All runs, failed ones included, in order."""
     tokens_per_second: float | None = None
@@ -149,7 +149,7 @@ def compare(
     baseline = chosen if chosen is not None and chosen.succeeded else None
     compared = tuple(_relative_to_baseline(rows, baseline, reference))
     measured = [row for row in compared if row.succeeded]
-    uses_host_memory = any(row.strategy.offloads_optimizer or row.strategy.offload_param != "none" for row in measured)
+    uses_host_memory = any(row.configuration.layout[1:] != ("none", "none") for row in measured)
     on_host = uses_host_memory or all(row.gpu_peak_bytes is None for row in measured)
     return Comparison(
         rows=compared,
@@ -180,7 +180,7 @@ def _row(key: str, label: str, runs: Sequence[TrialSummary]) -> ComparisonRow:
     return ComparisonRow(
         key=key,
         label=label,
-        strategy=runs[0].record.trial.strategy,
+        configuration=runs[0].record.trial.configuration,
         summaries=tuple(runs),
         tokens_per_second=rate,
         mean_step_seconds=geometric_mean(step_seconds),
@@ -214,7 +214,7 @@ def _row_caveats(runs: Sequence[TrialSummary], rates: Sequence[float]) -> tuple[
     failed = sum(not run.record.outcome.success for run in runs)
     if 0 < failed < len(runs):
         caveats.append(note(f"{failed} of {len(runs)} runs failed"))
-    _, *others = dict.fromkeys(run.record.trial.strategy.name for run in runs)
+    _, *others = dict.fromkeys(run.record.trial.configuration.name for run in runs)
     if others:
         text = f"the same configuration also ran as {', '.join(others)}: one row, not {len(others) + 1}"
         caveats.append(note(text))
@@ -227,9 +227,9 @@ def _requested_baseline(rows: Sequence[ComparisonRow], relative_to: str | None) 
     if relative_to is None or not rows:
         return next(iter(rows), None)
     exact = (row for row in rows if relative_to in (row.label, row.key))
-    row = next(exact, None) or next((row for row in rows if strategies.matches(row.strategy, relative_to)), None)
+    row = next(exact, None) or next((row for row in rows if strategies.matches(row.configuration, relative_to)), None)
     if row is None:
-        choices = ", ".join(dict.fromkeys(row.strategy.name for row in rows))
+        choices = ", ".join(dict.fromkeys(row.configuration.name for row in rows))
         raise UsageError(f"--relative-to {relative_to}: no row is called that", remedy=f"one of {choices}")
     return row
 

@@ -41,7 +41,7 @@ def _placement_caveats(records: Sequence[TrialRecord]) -> Iterator[Caveat]:
     partitions = [
         record.ranks[0].data_parallel_size if record.ranks else record.trial.placement.num_gpus
         for record in records
-        if record.trial.strategy.stage > 0
+        if record.trial.configuration.stage > 0
     ]
     if 1 in partitions:
         text = "one GPU or rank: stages 1 to 3 have nobody to partition with, so they save no model states"

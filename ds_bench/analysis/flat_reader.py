@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NotRequired
 from .. import units
 from ..config import strategies
 from ..config.deepspeed_config import minimal_config
-from ..config.spec import Placement, Strategy, Trial, Workload
+from ..config.spec import Configuration, Placement, Strategy, Trial, Workload
 from ..models.presets import ModelFacts, find_preset
 from ..records.json_files import check_numbers, invalid_value
 from ..records.schema import SUCCESS, Outcome, RankMeasurement, TrialRecord
@@ -234,26 +234,23 @@ def _outcome(row: Mapping[str, Any]) -> Outcome:
 
 
 def _trial(row: Mapping[str, Any]) -> Trial:
-    strategy = _strategy(row["strategy"], row["stage"])
+    configuration = _configuration(row["strategy"], row["stage"])
     return Trial(
-        trial_id=row.get("trial_id") or f"{strategy.name}_r{row['repeat']}",
+        trial_id=row.get("trial_id") or f"{configuration.name}_r{row['repeat']}",
         repeat=row["repeat"],
         round_position=row.get("round_position"),
-        strategy=strategy,
+        configuration=configuration,
         workload=_workload(row),
         placement=_placement(row),
-        ds_config=minimal_config(strategy),
+        ds_config=configuration.deepspeed_config,
     )
 
 
-def _strategy(name: str, stage: int) -> Strategy:
-    """From the catalogue; a row of a newer one keeps its name and stage."""
-    known = strategies.ZERO_STAGES.get(stage)
-    if known is not None and known.name == name:
-        return known
-    if name in strategies.OFFLOAD_NAMES:
-        return strategies.offload_strategy(name, stage)
-    return Strategy(name=name, label=name, stage=stage)
+@cache
+def _configuration(name: str, stage: int) -> Configuration:
+    """Stage and offload of a strategy of the catalogue; a row of another name has its name and stage alone."""
+    strategy = strategies.find_strategy(name, stage) or Strategy(name=name, label=name, stage=stage)
+    return strategies.make_configuration(strategy, minimal_config(strategy))
 
 
 @cache

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..config.deepspeed_config import uses_nvme
 from ..records.schema import SUCCESS, RankMeasurement
 from ..system.environment import Environment
 from ..units import to_gb, to_ms
@@ -48,7 +47,7 @@ def _ledger_gb(tier: str, category: str) -> Callable[[TrialSummary], float | Non
     def value(summary: TrialSummary) -> float | None:
         trial, ledgers = summary.record.trial, [rank.ledger for rank in summary.record.ranks]
         without_tier = (tier == "gpu" and trial.placement.accelerator == "cpu") or (
-            tier == "nvme" and not uses_nvme(trial.ds_config)
+            tier == "nvme" and not trial.configuration.uses_nvme
         )
         if without_tier or not any(ledgers):
             return None
@@ -78,8 +77,8 @@ MIG_SUFFIX = " (MIG)"
 """Follows the name of a GPU that is divided into MIG instances."""
 
 COLUMNS: list[Column] = [
-    ("stage", lambda s: s.record.trial.strategy.stage),
-    ("strategy", lambda s: s.record.trial.strategy.name),
+    ("stage", lambda s: s.record.trial.configuration.stage),
+    ("strategy", lambda s: s.record.trial.configuration.name),
     ("model", lambda s: s.record.trial.workload.model),
     ("batch_size", lambda s: s.micro_batch_size or s.record.trial.workload.batch_size),
     ("seq_length", lambda s: s.record.trial.workload.seq_length),

@@ -91,8 +91,8 @@ def trial_identity(summary: TrialSummary) -> tuple[Any, ...]:
     """
     trial, rate = summary.record.trial, summary.tokens_per_second
     return (
-        trial.workload.model, trial.strategy.name, trial.strategy.stage, trial.repeat, trial.placement.num_gpus,
-        summary.record.outcome.status, summary.record.started_at, summary.record.wall_seconds,
+        trial.workload.model, trial.configuration.name, trial.configuration.stage, trial.repeat,
+        trial.placement.num_gpus, summary.record.outcome.status, summary.record.started_at, summary.record.wall_seconds,
         None if rate is None else f"{rate:.9g}",
     )  # fmt: skip
 

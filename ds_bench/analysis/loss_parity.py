@@ -108,7 +108,7 @@ def _group_equal_batches(summaries: Sequence[TrialSummary]) -> list[_Group]:
 
 def _stage_3_alone(group: _Group) -> Caveat | None:
     """The caveat that a group of several strategies, all of stage 3, was not held against another stage."""
-    strategies = [summary.record.trial.strategy for summary in group.values()]
+    strategies = [summary.record.trial.configuration for summary in group.values()]
     if len({strategy.name for strategy in strategies}) < 2 or any(strategy.stage != 3 for strategy in strategies):
         return None
     return CaveatText.LOSS_PARITY_STAGE_3_ALONE.caveat(" among rows of stage 3 alone, not against another stage")
@@ -125,7 +125,7 @@ def _other_adam_implementation(first: TrialSummary, summary: TrialSummary) -> Ca
     if not optimizer_family(own) == optimizer_family(theirs) == "adam":
         return None
     form = CaveatText.OTHER_ADAM
-    label = first.record.trial.strategy.label
+    label = first.record.trial.configuration.label
     text = f"{own}{form.contains}{theirs} in {label}: a difference in speed is partly theirs"
     return form.caveat(f"{text}; {form.next_step}")
 
@@ -135,14 +135,14 @@ def _reference_row(group: _Group) -> TrialSummary | None:
     first_runs: dict[str, TrialSummary] = {}
     for summary in group.values():
         if not _has_stage0_quirk(summary):
-            first_runs.setdefault(summary.record.trial.strategy.name, summary)
+            first_runs.setdefault(summary.record.trial.configuration.name, summary)
     rows = list(first_runs.values())
     if len(rows) < 2:
         return rows[0] if rows else None
 
     def rank(row: TrialSummary) -> tuple[int, bool]:
         agreeing = sum(_training_difference(row, other) is None for other in rows)
-        return agreeing, row.record.trial.strategy.stage != 3
+        return agreeing, row.record.trial.configuration.stage != 3
 
     return max(rows, key=rank)
 
@@ -153,7 +153,7 @@ def _training_difference(reference: TrialSummary, summary: TrialSummary) -> Cave
         return None
     quirk = _has_stage0_quirk(summary)
     precision = summary.record.trial.workload.precision
-    label = reference.record.trial.strategy.label
+    label = reference.record.trial.configuration.label
     difference = _loss_difference(reference, summary)
     if difference > (_QUIRK_LOSS_TOLERANCE if quirk else _LOSS_TOLERANCE[precision]):
         text = f"{difference:.2%} from {label}'s: more than rounding explains{_DO_NOT_USE}"
@@ -186,7 +186,7 @@ def _has_stage0_quirk(summary: TrialSummary) -> bool:
     """True for Adam at stage 0 in a wrapper of DeepSpeed's that has the quirk (see ``_QUIRK``)."""
     rank = summary.record.ranks[0]
     return (
-        summary.record.trial.strategy.stage == 0
+        summary.record.trial.configuration.stage == 0
         and "adam" in rank.optimizer_class.lower()
         and rank.engine_optimizer_class in _STAGE0_WRAPPERS
     )
@@ -250,7 +250,7 @@ def _moved(reference: TrialSummary, summary: TrialSummary) -> str:
     """How far the weights of a row moved, compared with the reference's."""
     norm, norm_before = summary.weight_change_norm or 0.0, reference.weight_change_norm or 0.0
     times = format_ratio(norm / norm_before) if norm_before > 0 else "infinitely"
-    return f"{reference.record.trial.strategy.label}: its weights moved {times} as far"
+    return f"{reference.record.trial.configuration.label}: its weights moved {times} as far"
 
 
 def _weight_change_cosine(reference: TrialSummary, summary: TrialSummary) -> float | None:

@@ -29,7 +29,7 @@ _MOST_FACTS = 3
 
 def unique_labels(records: Sequence[TrialRecord]) -> list[str]:
     """A unique label for each row: the strategy's label, then the facts in which rows of equal labels differ."""
-    labels = [record.trial.strategy.label for record in records]
+    labels = [record.trial.configuration.label for record in records]
     indices: dict[str, list[int]] = {}
     for index, label in enumerate(labels):
         indices.setdefault(label, []).append(index)
@@ -66,7 +66,7 @@ def _distinguishing_facts(records: Sequence[TrialRecord]) -> list[str]:
 def _label_columns(records: Sequence[TrialRecord]) -> Columns:
     """Facts by name, one value per record, the best known facts first."""
     trials = [record.trial for record in records]
-    columns: Columns = {name: [getattr(trial.strategy, name) for trial in trials] for name in ("stage", "name")}
+    columns: Columns = {name: [getattr(trial.configuration, name) for trial in trials] for name in ("stage", "name")}
     for part, names in FIELDS.items():
         columns |= {name: [getattr(getattr(trial, part), name) for trial in trials] for name in names}
     if all(record.ranks for record in records):  # a failed row would differ by facts that are not known of it

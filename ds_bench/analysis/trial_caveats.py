@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any
 
-from ..config.deepspeed_config import offload_device, uses_nvme
 from ..config.spec import Workload
 from ..prediction.trial_predictions import is_miss
 from ..records.schema import RankMeasurement, TrialRecord
@@ -88,7 +87,7 @@ def trial_caveats(
     """
     yield from _step_time_caveats(slowest.step_seconds, step_seconds_std)
     yield from _batch_caveats(record.trial.workload, slowest)
-    if uses_nvme(record.trial.ds_config):
+    if record.trial.configuration.uses_nvme:
         yield from _nvme_caveats(record)
     if slowest.skipped_steps:
         yield skipped_steps(slowest.skipped_steps, len(slowest.step_seconds))
@@ -167,7 +166,7 @@ def _nvme_caveats(record: TrialRecord) -> Iterator[Caveat]:
     if not sum(measured_values(ranks, "nvme_stored_bytes")):
         text = f": DeepSpeed keeps tensors under {block_bytes} bytes in memory; this row is not NVMe offload"
         yield CaveatText.NOTHING_SWAPPED.caveat(text)
-    elif offload_device(config, "offload_param") == "nvme" and not swapped_parameter_bytes:
+    elif record.trial.configuration.offload_param == "nvme" and not swapped_parameter_bytes:
         text = f" in memory: every partition of one is under {block_bytes} bytes; only the optimizer swaps"
         yield CaveatText.PARAMETERS_NOT_SWAPPED.caveat(text)
     elif not any(measured_values(ranks, "nvme_read_bytes") + measured_values(ranks, "nvme_written_bytes")):

@@ -123,7 +123,7 @@ def workload_facts(summary: TrialSummary) -> dict[str, Any]:
     that shows whether the DeepSpeed configuration changed.
     """
     record = summary.record
-    workload, placement, strategy = record.trial.workload, record.trial.placement, record.trial.strategy
+    workload, placement, strategy = record.trial.workload, record.trial.placement, record.trial.configuration
     rank = record.ranks[0] if record.ranks else None
     return {
         "model": workload.model,

@@ -23,7 +23,11 @@ def show_advice(model: str, num_gpus: int, precision: Precision, grad_accum: int
     terminal.print_text(terminal.escape_controls(title) + "\n")
     for strategy in (*strategies.ZERO_STAGES.values(), *map(strategies.offload_strategy, strategies.OFFLOAD_NAMES[1:])):
         advice = strategy_guide.advise(
-            strategy, parameters=facts.parameters, num_gpus=num_gpus, precision=precision, grad_accum=grad_accum
+            strategies.make_configuration(strategy),
+            parameters=facts.parameters,
+            num_gpus=num_gpus,
+            precision=precision,
+            grad_accum=grad_accum,
         )
         terminal.print_text("\n".join(strategy_guide.advice_lines(advice)))
     terminal.print_text("\n" + "\n".join(_rules_of_thumb(num_gpus)))

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from .. import plan, units
-from ..config.spec import Placement, Precision, Strategy, Workload
-from ..config.strategies import ZERO_STAGES, offload_strategy
+from ..config import strategies
+from ..config.spec import Configuration, Placement, Precision, Workload
 from ..errors import UsageError
 from ..models.lookup import ResolvedModel, resolve_model
 from ..prediction import deepspeed_estimator, trial_predictions, what_if
@@ -55,7 +55,7 @@ class PlanOptions:
 class PlanRow:
     """Prediction for one strategy."""
 
-    strategy: Strategy
+    configuration: Configuration
     prediction: Prediction
     verdict: str
     change: str | None
@@ -76,7 +76,9 @@ def plan_command(options: PlanOptions) -> int:
     """Prints the table. Returns 0; raises UsageError."""
     capacity = devices.memory_bytes(options.gpu)
     question = _planned_trial(options)
-    rows = [_row(options, replace(question, strategy=_strategy(name)), capacity) for name in options.strategies]
+    rows = [
+        _row(options, replace(question, configuration=_configuration(name)), capacity) for name in options.strategies
+    ]
     if options.json:
         terminal.print_json(json.dumps([_json_entry(row) for row in rows], indent=1, allow_nan=False))
         return 0
@@ -85,9 +87,8 @@ def plan_command(options: PlanOptions) -> int:
     return 0
 
 
-def _strategy(name: str) -> Strategy:
-    stages = {strategy.name: strategy for strategy in ZERO_STAGES.values()}
-    return stages.get(name) or offload_strategy(name)
+def _configuration(name: str) -> Configuration:
+    return strategies.make_configuration(strategies.CATALOGUE[name])
 
 
 def _planned_trial(options: PlanOptions) -> PlannedTrial:
@@ -118,7 +119,7 @@ def _planned_trial(options: PlanOptions) -> PlannedTrial:
         profile=profile,
         workload=workload,
         placement=Placement(accelerator="cuda", num_gpus=options.num_gpus, nvme_path="/nvme"),
-        strategy=ZERO_STAGES[0],
+        configuration=_configuration("zero0"),
         ranks_per_node=options.gpus_per_node or 8,
     )
 
@@ -140,11 +141,11 @@ def _row(options: PlanOptions, question: PlannedTrial, capacity: int) -> PlanRow
     prediction = question.predict()
     change = what_if.smallest_change(question, capacity, host)
     return PlanRow(
-        strategy=question.strategy,
+        configuration=question.configuration,
         prediction=prediction,
         verdict=prediction.verdict(capacity, host),
         change=None if change is None else change.text,
-        change_host_bytes=change.prediction.host_bytes if change and _offloads(change.strategy) else None,
+        change_host_bytes=change.prediction.host_bytes if change and _offloads(change.configuration) else None,
         decisive_tiers=prediction.decisive_tiers(capacity, host),
         min_gpus=what_if.min_gpus(question, capacity, host) if options.min_gpus else None,
         max_batch=what_if.max_batch(question, capacity, host) if options.max_batch else None,
@@ -153,21 +154,21 @@ def _row(options: PlanOptions, question: PlannedTrial, capacity: int) -> PlanRow
             max(question.profile.tensors),
             options.num_gpus,
             min(options.num_gpus, question.ranks_per_node or options.num_gpus),
-            question.strategy,
+            question.configuration,
             question.workload.precision,
         ),
     )
 
 
-def _offloads(strategy: Strategy) -> bool:
-    return strategy.offloads_optimizer or strategy.offload_param != "none"
+def _offloads(configuration: Configuration) -> bool:
+    return configuration.layout[1:] != ("none", "none")
 
 
 def _json_entry(row: PlanRow) -> dict[str, Any]:
     """The row for ``--json``: bytes, not rounded."""
     return {
-        "strategy": row.strategy.name,
-        "stage": row.strategy.stage,
+        "strategy": row.configuration.name,
+        "stage": row.configuration.stage,
         "verdict": row.verdict,
         "gpu_bytes": dict(row.prediction.gpu),
         "host_bytes_per_node": dict(row.prediction.host),
@@ -211,7 +212,7 @@ def lines(options: PlanOptions, question: PlannedTrial, capacity: int, rows: Seq
     yield from _aligned([_headings(options), *(_cells(options, row) for row in rows)])
     yield ""
     for row in rows:
-        yield f"{row.strategy.label}: {_verdict_text(row, host)}"
+        yield f"{row.configuration.label}: {_verdict_text(row, host)}"
     yield ""
     yield from _notes(options, question)
 
@@ -229,7 +230,7 @@ def _cells(options: PlanOptions, row: PlanRow) -> list[str]:
         (_max_batch_text(row.max_batch), options.max_batch),
     ]
     return [
-        row.strategy.label,
+        row.configuration.label,
         row.verdict,
         units.format_gb(row.prediction.gpu_bytes),
         *(_cell(row.prediction, names) for _, names in _CATEGORIES),

@@ -113,7 +113,7 @@ def _flags_of_run(group: ResultGroup) -> tuple[str | None, str | None]:
 
 
 def _has_row(summaries: Sequence[TrialSummary], name: str | None) -> bool:
-    return name is not None and any(strategies.matches(entry.record.trial.strategy, name) for entry in summaries)
+    return name is not None and any(strategies.matches(entry.record.trial.configuration, name) for entry in summaries)
 
 
 def _write_html(reports: Sequence[ComparisonReport], path: Path) -> None:
@@ -159,7 +159,7 @@ def _export(reports: Sequence[ComparisonReport], name: str) -> None:
                 origin = f"{row.label} of {comparison_report.title} ({', '.join(comparison_report.sources)})"
                 problem = f"--export {name}: {len(rows)} rows are called that; taken from {origin}"
                 terminal.print_text(problem, sys.stderr)
-            folder = Path(export.folder_name(row.strategy.name))
+            folder = Path(export.folder_name(row.configuration.name))
             _make_folder(folder)
             for path in export.write_exports(record, folder, next(iter(comparison_report.environments), None)):
                 terminal.print_text(f"config {path}", sys.stderr)
@@ -172,9 +172,9 @@ def _export(reports: Sequence[ComparisonReport], name: str) -> None:
 def _rows_called(reports: Sequence[ComparisonReport], name: str) -> list[tuple[ComparisonReport, ComparisonRow]]:
     """The rows of exactly that name, else those that a user may mean by it. Raises UsageError if there are none."""
     rows = [(report, row) for report in reports for row in report.comparison.rows]
-    exact = [(report, row) for report, row in rows if name in (row.strategy.name, row.label)]
-    matching = exact or [(report, row) for report, row in rows if strategies.matches(row.strategy, name)]
+    exact = [(report, row) for report, row in rows if name in (row.configuration.name, row.label)]
+    matching = exact or [(report, row) for report, row in rows if strategies.matches(row.configuration, name)]
     if not matching:
-        names = dict.fromkeys(row.strategy.name for _, row in rows)
+        names = dict.fromkeys(row.configuration.name for _, row in rows)
         raise UsageError(f"--export {name}: no such row", remedy=f"one of {', '.join(names)}")
     return matching

@@ -1,4 +1,4 @@
-"""Pure: (Strategy, Workload, Placement) → the DeepSpeed configuration that trains it.
+"""Pure: (Strategy or Configuration, Workload, Placement) → the DeepSpeed configuration that trains it.
 
 Two steps. :func:`base_config` makes what the user's script may edit: the batch, the optimizer and
 the ZeRO block for one GPU, every default written out that DeepSpeed has changed between versions.
@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..errors import UsageError
-from .spec import Placement, Strategy, Trial, Workload
+from .spec import Configuration, Placement, Strategy, Trial, Workload, offload_device
 
 Config = dict[str, Any]
 
@@ -26,8 +26,8 @@ OPTIMIZERS = ("AdamW", "Adam", "Adagrad", "Lion", "SGD")
 """What ``--optimizer`` takes."""
 
 
-def base_config(strategy: Strategy, batch_size: int, grad_accum: int = 1) -> Config:
-    """A complete configuration for one GPU; bucket sizes are DeepSpeed's own defaults."""
+def base_config(strategy: Strategy | Configuration, batch_size: int, grad_accum: int = 1) -> Config:
+    """A complete configuration for one GPU, of that stage and offload alone; bucket sizes are DeepSpeed's defaults."""
     return {
         "train_batch_size": batch_size * grad_accum,
         "train_micro_batch_size_per_gpu": batch_size,
@@ -41,7 +41,7 @@ def base_config(strategy: Strategy, batch_size: int, grad_accum: int = 1) -> Con
     }
 
 
-def zero_block(strategy: Strategy) -> Config:
+def zero_block(strategy: Strategy | Configuration) -> Config:
     """The ``zero_optimization`` block with the defaults that matter written out."""
     block: Config = {"stage": strategy.stage}
     if strategy.stage >= 1:
@@ -186,28 +186,18 @@ def with_swap_folder(config: Mapping[str, Any], folder: str) -> Config:
     return private
 
 
-def uses_nvme(config: Mapping[str, Any]) -> bool:
-    """Whether the configuration puts anything on NVMe, whatever its strategy is called."""
-    return "nvme" in (offload_device(config, "offload_optimizer"), offload_device(config, "offload_param"))
+def changes_of(
+    config: Mapping[str, Any], configuration: Configuration, workload: Workload, placement: Placement
+) -> Config:
+    """What ``config`` says that stage and offload devices alone would not have given it; its batch is left out.
 
-
-def offload_device(config: Mapping[str, Any], key: str) -> str | None:
-    """``cpu``, ``nvme`` or None for ``offload_optimizer`` / ``offload_param``."""
-    zero = config.get("zero_optimization")
-    block = zero.get(key) if isinstance(zero, Mapping) else None
-    device = block.get("device", "none") if isinstance(block, Mapping) else "none"
-    return None if device in (None, "none") else str(device)
-
-
-def changes_of(config: Mapping[str, Any], strategy: Strategy, workload: Workload, placement: Placement) -> Config:
-    """What a completed configuration says that the strategy alone would not have given it; its batch is left out.
-
-    Laid over another strategy's configuration it makes the same changes there.
+    ``config``: the configuration's own, completed or not. Laid over the configuration of another stage the result
+    makes the same changes there.
     """
     optimizer = config.get("optimizer")
     params = optimizer.get("params") if isinstance(optimizer, Mapping) else None
     torch_adam = bool(params.get("torch_adam")) if isinstance(params, Mapping) else False
-    base = base_config(strategy, workload.batch_size, workload.grad_accum)
+    base = base_config(configuration, workload.batch_size, workload.grad_accum)
     own = complete_config(base, workload, placement, torch_adam=torch_adam, largest_parameter=None)
     changed = _difference(config, own)
     for key in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
@@ -231,7 +221,7 @@ def _difference(config: Mapping[str, Any], base: Mapping[str, Any]) -> Config:
     return found
 
 
-def minimal_config(strategy: Strategy) -> dict[str, Any]:
+def minimal_config(strategy: Strategy | Configuration) -> dict[str, Any]:
     """The stage and the offload devices alone: all that a row of a flat file tells of its configuration.
 
     It stands in ``Trial.ds_config`` of such a row. It is not what ran and must not be shown, exported or compared as
@@ -256,4 +246,4 @@ def _without_folders(value: Any) -> Any:
 
 def is_full_config(trial: Trial) -> bool:
     """Whether ``ds_config`` is what ran: one that ran has at least its batch and its optimizer besides."""
-    return bool(trial.ds_config) and trial.ds_config != minimal_config(trial.strategy)
+    return bool(trial.ds_config) and trial.ds_config != minimal_config(trial.configuration)

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from ..errors import UsageError
+from ..system import files
 from .deepspeed_config import Config
+
+_LARGEST_FILE_BYTES = 2**22
 
 
 def overlay(config: Mapping[str, Any], changes: Mapping[str, Any]) -> Config:
@@ -43,3 +47,63 @@ def parse_set(text: str) -> Config:
     for name in reversed(names):
         value = {name: value}
     return dict(value)
+
+
+def apply(config: Mapping[str, Any], file_changes: Mapping[str, Any], settings: Sequence[str]) -> Config:
+    """``config`` with the changes of ``--ds-config`` and then of every ``--set`` over it.
+
+    Where they change the batch, the generated total is dropped, to be made anew. Raises UsageError.
+    """
+    layers = [file_changes, *map(parse_set, settings)]
+    changed = {key for layer in layers for key in layer}
+    result = dict(config)
+    if changed & {"train_micro_batch_size_per_gpu", "gradient_accumulation_steps"} and (
+        "train_batch_size" not in changed
+    ):
+        result.pop("train_batch_size", None)
+    for layer in layers:
+        result = overlay(result, layer)
+    return result
+
+
+def json_values(config: Mapping[str, Any]) -> Config:
+    """The same in JSON's own types. Raises UsageError where it holds anything else (NaN, a torch.dtype)."""
+    try:
+        return dict(json.loads(json.dumps(config, allow_nan=False)))
+    except (TypeError, ValueError) as error:
+        raise UsageError(
+            f"the DeepSpeed config cannot be written as JSON: {error}",
+            remedy="keep to text, finite numbers, true, false, lists and objects",
+        ) from None
+
+
+def read_file(path: Path | None) -> Config:
+    """What ``--ds-config`` changes; nothing where it is not given. Raises UsageError."""
+    if path is None:
+        return {}
+    try:
+        data = json.loads(files.read_text(path, _LARGEST_FILE_BYTES))
+    except OSError as error:
+        raise UsageError(f"--ds-config {path}: {error.strerror}", remedy="give a readable JSON file") from None
+    except ValueError as error:
+        raise UsageError(
+            f"--ds-config {path} is not JSON: {error}", remedy="remove comments and trailing commas"
+        ) from None
+    except RecursionError:
+        raise UsageError(f"--ds-config {path} is nested too deeply", remedy="give a DeepSpeed configuration") from None
+    if not isinstance(data, dict):
+        raise UsageError(f"--ds-config {path} is not a JSON object", remedy="write {…}")
+    place = next(_places_of_auto(data), None)
+    if place is not None:
+        raise UsageError(
+            f'--ds-config {path}: {place} is "auto"', remedy="only the Trainer fills that in; give a value"
+        )
+    return data
+
+
+def _places_of_auto(data: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    for key, value in data.items():
+        if value == "auto":
+            yield prefix + key
+        elif isinstance(value, dict):
+            yield from _places_of_auto(value, f"{prefix}{key}.")

@@ -1,7 +1,7 @@
-"""What is asked: a Workload, trained with a Strategy, on a Placement, as one Trial.
+"""What is asked: a Workload, trained with a Configuration, on a Placement, as one Trial.
 
-Nothing here knows how a trial is run or what came of it (``record``). All four are frozen and
-hold JSON values only, so that the rank processes receive them as a file.
+Nothing here knows how a trial is run or what was measured (``records.schema``). All are frozen and hold JSON values
+only, so that the rank processes receive them as a file.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal
 
 from ..system.redaction import redacted_config
@@ -20,8 +20,11 @@ Precision = Literal["bf16", "fp16", "fp32"]
 LauncherName = Literal["warm", "deepspeed"]
 BatchPolicy = Literal["given", "largest"]
 ModelSource = Literal["preset", "local", "hub", "factory"]
+Engine = Literal["deepspeed"]
+ConfigurationSource = Literal["catalogue", "file", "axis", "recipe"]
 
 PRECISIONS: tuple[Precision, ...] = ("bf16", "fp16", "fp32")
+DEVICES: tuple[Device, ...] = ("none", "cpu", "nvme")
 
 
 def _require(condition: bool, field_name: str, value: object, rule: str) -> None:
@@ -76,7 +79,7 @@ class Workload:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Strategy:
-    """Where parameters, gradients and optimizer states live."""
+    """A named entry of the catalogue (``strategies``), of which a configuration is made: a ZeRO stage with offloads."""
 
     name: str
     """Stable key: ``zero2``, ``cpu_optimizer``; what ``--strategies`` takes."""
@@ -92,6 +95,84 @@ class Strategy:
     def __post_init__(self) -> None:
         _require(self.stage in (0, 1, 2, 3), "stage", self.stage, "must be 0, 1, 2 or 3")
 
+
+def offload_device(config: Mapping[str, Any], block_name: str) -> str | None:
+    """``cpu``, ``nvme`` or None: where a DeepSpeed configuration puts what a block is about.
+
+    ``block_name``: ``offload_optimizer`` or ``offload_param``.
+    """
+    zero = config.get("zero_optimization")
+    block = zero.get(block_name) if isinstance(zero, Mapping) else None
+    device = block.get("device", "none") if isinstance(block, Mapping) else "none"
+    return None if device in (None, "none") else str(device)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Requirements:
+    """What a configuration needs besides what its DeepSpeed configuration shows; by default nothing."""
+
+    ops: tuple[str, ...] = ()
+    """Builder classes of DeepSpeed ops."""
+    accelerator: Accelerator | None = None
+    min_ranks: int = 1
+    min_nodes: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Configuration:
+    """One thing to compare, a row of the table: a named DeepSpeed configuration, and what it changes in the workload.
+
+    Stage and offload devices are read from ``deepspeed_config`` and never kept beside it.
+    """
+
+    name: str
+    """Unique in a comparison and machine readable: ``zero2``, ``cpu_optimizer``, ``my_config``."""
+    label: str
+    """Short text for tables: ``ZeRO-2``."""
+    deepspeed_config: Mapping[str, Any]
+    """As the catalogue, the user's function or file and the flags have it, before ``complete_config``.
+
+    In results written before schema 2, and of flat files, what is known of it: ``Trial.ds_config``.
+    """
+    workload_changes: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of the Workload that this row sets differently, with their values."""
+    engine: Engine = "deepspeed"
+    source: ConfigurationSource = "catalogue"
+    requires: Requirements = Requirements()
+
+    def __post_init__(self) -> None:
+        _require(bool(self.name), "name", self.name, "must not be empty")
+        stage = self.stage
+        _require(type(stage) is int and 0 <= stage <= 3, "stage", stage, "must be 0, 1, 2 or 3")
+        for device in ("offload_optimizer", "offload_param"):
+            _require(
+                getattr(self, device) in DEVICES, f"{device}.device", getattr(self, device), f"must be one of {DEVICES}"
+            )
+        unknown = self.workload_changes.keys() - _WORKLOAD_FIELDS
+        _require(not unknown, "workload_changes", sorted(unknown), "must be fields of the workload")
+
+    @property
+    def stage(self) -> int:
+        """ZeRO stage, 0 to 3; 0 where the DeepSpeed configuration names none, as DeepSpeed reads it."""
+        zero = self.deepspeed_config.get("zero_optimization")
+        stage: int = zero.get("stage", 0) if isinstance(zero, Mapping) else 0
+        return stage
+
+    @property
+    def offload_optimizer(self) -> Device:
+        """Where optimizer states and the optimizer step live when not on the accelerator."""
+        return offload_device(self.deepspeed_config, "offload_optimizer") or "none"  # type: ignore[return-value]
+
+    @property
+    def offload_param(self) -> Device:
+        """Where parameters live between uses when not on the accelerator."""
+        return offload_device(self.deepspeed_config, "offload_param") or "none"  # type: ignore[return-value]
+
+    @property
+    def layout(self) -> tuple[int, Device, Device]:
+        """Stage and both offload devices: what decides where model states live, whatever the row is called."""
+        return self.stage, self.offload_optimizer, self.offload_param
+
     @property
     def uses_nvme(self) -> bool:
         return "nvme" in (self.offload_optimizer, self.offload_param)
@@ -99,6 +180,13 @@ class Strategy:
     @property
     def offloads_optimizer(self) -> bool:
         return self.offload_optimizer != "none"
+
+    def applied_to(self, workload: Workload) -> Workload:
+        """The workload as this row trains it."""
+        return replace(workload, **self.workload_changes)
+
+
+_WORKLOAD_FIELDS = frozenset(each.name for each in fields(Workload))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,14 +216,15 @@ class Placement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """One strategy, once: the unit that is launched, recorded and resumed."""
+    """One configuration, run once: the unit that is launched, recorded and resumed."""
 
     trial_id: str
     """Folder name inside the run: ``03_zero2_r1``."""
     repeat: int
     """0-based number of the repetition."""
-    strategy: Strategy
+    configuration: Configuration
     workload: Workload
+    """With the changes of the configuration."""
     placement: Placement
     ds_config: Mapping[str, Any]
     """The DeepSpeed configuration as given to ``deepspeed.initialize``, but for the swap folder."""
@@ -160,7 +249,8 @@ class Trial:
         """Hash over everything that decides the measurement; ``--resume`` matches by it. Credentials do not."""
         facts = {
             "repeat": self.repeat,
-            "strategy": asdict(self.strategy),
+            "configuration": self.configuration.name,
+            "engine": self.configuration.engine,
             "workload": asdict(self.workload),
             "placement": asdict(self.placement),
             "ds_config": redacted_config(self.ds_config),
@@ -170,13 +260,19 @@ class Trial:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values, for files: credentials in the configuration are redacted."""
-        return {**asdict(self), "ds_config": redacted_config(self.ds_config)}
+        values = asdict(self)
+        values["ds_config"] = redacted_config(self.ds_config)
+        values["configuration"]["deepspeed_config"] = redacted_config(self.configuration.deepspeed_config)
+        return values
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Trial:
         """The inverse of :meth:`to_dict`. Raises TypeError, KeyError or ValueError on other shapes."""
         values = dict(data)
-        values["strategy"] = Strategy(**values["strategy"])
+        configuration = dict(values["configuration"])
+        requires = dict(configuration.get("requires", {}))
+        configuration["requires"] = Requirements(**{**requires, "ops": tuple(requires.get("ops", ()))})
+        values["configuration"] = Configuration(**configuration)
         values["workload"] = Workload(**values["workload"])
         placement = dict(values["placement"])
         placement["supported_precisions"] = tuple(placement.get("supported_precisions", PRECISIONS))

@@ -1,4 +1,4 @@
-"""The catalogue of strategies: data, not code.
+"""The catalogue of strategies: data, and the configuration that is made of an entry.
 
 Offload strategies exist at more than one stage (``--stage``); the table holds what is offloaded,
 and :func:`offload_strategy` puts a stage to it.
@@ -6,7 +6,11 @@ and :func:`offload_strategy` puts a stage to it.
 
 from __future__ import annotations
 
-from .spec import Device, Strategy
+from collections.abc import Mapping
+from typing import Any
+
+from .deepspeed_config import base_config
+from .spec import Configuration, Device, Strategy
 
 ZERO_STAGES: dict[int, Strategy] = {
     stage: Strategy(name=f"zero{stage}", label=f"ZeRO-{stage}", stage=stage) for stage in (0, 1, 2, 3)
@@ -36,15 +40,41 @@ def offload_strategy(name: str, stage: int = 3) -> Strategy:
     )
 
 
-def matches(strategy: Strategy, text: str) -> bool:
-    """Whether a user who writes ``text`` (``zero2``, ``ZeRO-2``, ``stage 2``, ``2``, ``cpu_optimizer``) means it.
+CATALOGUE: dict[str, Strategy] = {
+    **{strategy.name: strategy for strategy in ZERO_STAGES.values()},
+    **{name: offload_strategy(name) for name in OFFLOAD_NAMES},
+}
+"""Every strategy by name, the offload strategies at stage 3."""
 
-    Case, spaces, hyphens and underscores do not count. A stage means a strategy only where the optimizer is not
-    offloaded.
+
+def find_strategy(name: str, stage: int) -> Strategy | None:
+    """The strategy of that name at that stage; None where there is none."""
+    strategy = offload_strategy(name, stage) if name in _OFFLOADS else CATALOGUE.get(name)
+    return strategy if strategy is not None and strategy.stage == stage else None
+
+
+def make_configuration(
+    strategy: Strategy,
+    deepspeed_config: Mapping[str, Any] | None = None,
+    workload_changes: Mapping[str, Any] | None = None,
+) -> Configuration:
+    """The row of a strategy. ``deepspeed_config``: None for the strategy's own with one sequence per GPU."""
+    return Configuration(
+        name=strategy.name,
+        label=strategy.label,
+        deepspeed_config=base_config(strategy, 1) if deepspeed_config is None else deepspeed_config,
+        workload_changes=workload_changes or {},
+    )
+
+
+def matches(row: Strategy | Configuration, text: str) -> bool:
+    """Whether a user who writes ``text`` (``zero2``, ``ZeRO-2``, ``stage 2``, ``2``, ``cpu_optimizer``) means this row.
+
+    Case, spaces, hyphens and underscores do not count. A stage means a row only where the optimizer is not offloaded.
     """
-    names = [strategy.name, strategy.label]
-    if not strategy.offloads_optimizer:
-        names += [f"zero{strategy.stage}", f"stage{strategy.stage}", str(strategy.stage)]
+    names = [row.name, row.label]
+    if row.offload_optimizer == "none":
+        names += [f"zero{row.stage}", f"stage{row.stage}", str(row.stage)]
     return _without_separators(text) in map(_without_separators, names)
 
 

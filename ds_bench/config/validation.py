@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UsageError
-from .deepspeed_config import offload_device
-from .spec import Placement, Workload
+from .spec import Configuration, Placement, Workload, offload_device
 
 Config = Mapping[str, Any]
 
@@ -117,22 +116,35 @@ def check_keys(config: Mapping[str, Any]) -> None:
             raise UsageError(problem, remedy=f"set a key inside it, like {key}.KEY=VALUE")
 
 
-def unsupported_reason(config: Config, placement: Placement) -> str | None:
-    """Why this configuration would not be run as it says, by DeepSpeed or by this program; None where it would.
+def unsupported_reason(configuration: Configuration, placement: Placement) -> str | None:
+    """Why a configuration would not be run as it says, by DeepSpeed or by this program; None where it would.
 
-    Every case was read in, or run against, the pinned version: without it the row would show a
-    number for something that did not happen.
+    Each case was read in DeepSpeed's code of the pinned version, or run with it: without the refusal the row would
+    show a number for something that did not happen. A precision that comes from the workload is refused only where
+    the DeepSpeed configuration was completed.
     """
-    stage = config.get("zero_optimization", {}).get("stage", 0)
+    config, stage = configuration.deepspeed_config, configuration.stage
     optimizer, params = offload_device(config, "offload_optimizer"), offload_device(config, "offload_param")
     name = str(config.get("optimizer", {}).get("type", "")).lower()
     return (
-        _refused_offload(stage, optimizer, params)
+        _missing_requirement(configuration, placement)
+        or _refused_offload(stage, optimizer, params)
         or _refused_disk(placement, optimizer, params)
         or _refused_optimizer(name, optimizer, placement)
         or _refused_precision(config, placement)
         or _refused_block(config)
     )
+
+
+def _missing_requirement(configuration: Configuration, placement: Placement) -> str | None:
+    needs, name = configuration.requires, configuration.label
+    if needs.accelerator not in (None, placement.accelerator):
+        return f"{name} needs the accelerator {needs.accelerator}; add --accelerator {needs.accelerator}"
+    if needs.min_ranks > placement.num_gpus:
+        return f"{name} needs {needs.min_ranks} ranks or more; use --num-gpus {needs.min_ranks}"
+    if needs.min_nodes > 1 and placement.hostfile is None:
+        return f"{name} needs {needs.min_nodes} nodes or more; give them with --hostfile"
+    return None
 
 
 def _refused_offload(stage: int, optimizer: str | None, params: str | None) -> str | None:

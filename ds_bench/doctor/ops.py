@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from ..config import deepspeed_config, strategies
+from ..config import strategies
 from ..config.spec import Accelerator
 from ..launch import ops
 from . import compilers
@@ -23,14 +23,10 @@ _LIBAIO_PROGRAM = "#include <libaio.h>\nint main(void) { return io_submit(0, 0, 
 def strategies_by_op(accelerator: Accelerator) -> dict[str, list[str]]:
     """Op → names of the strategies in the catalogue that load it."""
     names_by_op: dict[str, list[str]] = {}
-    for strategy in (
-        *strategies.ZERO_STAGES.values(),
-        *map(strategies.offload_strategy, strategies.OFFLOAD_NAMES),
-    ):
-        config = deepspeed_config.base_config(strategy, 1)
-        fused = ops.fused_ops([config]) if accelerator == "cuda" else []
-        for op in (*ops.needed_ops(accelerator, [config]), *fused):
-            names_by_op.setdefault(op, []).append(strategy.name)
+    for configuration in map(strategies.make_configuration, strategies.CATALOGUE.values()):
+        fused = ops.fused_ops([configuration]) if accelerator == "cuda" else []
+        for op in (*ops.needed_ops(accelerator, [configuration]), *fused):
+            names_by_op.setdefault(op, []).append(configuration.name)
     return names_by_op
 
 

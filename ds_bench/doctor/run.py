@@ -10,11 +10,10 @@ import dataclasses
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
-from ..config import deepspeed_config
 from ..config.placement import here as default_placement
-from ..config.spec import Placement
+from ..config.spec import Configuration, Placement
 from ..errors import PreflightError
 from ..launch import ops, rank_environment
 from ..system import environment, gpus, terminal
@@ -73,7 +72,7 @@ def _check_nvme(system: SystemAccess, path: Path | None, variables: Mapping[str,
 
 def run_plan_checks(
     placement: Placement,
-    configs: Sequence[Mapping[str, Any]],
+    configurations: Sequence[Configuration],
     *,
     lacks_space: str | None = None,
     nvme_folder: nvme.NvmeFolder | None = None,
@@ -82,7 +81,7 @@ def run_plan_checks(
 ) -> list[Finding]:
     """What could stop these configurations on this machine: no builds, no speed and no Hub; takes 0.2 s.
 
-    ``configs``: the DeepSpeed configuration of each row that will be tried. ``need_host_bytes``: predicted for this
+    ``configurations``: of each row that will be tried. ``need_host_bytes``: predicted for this
     node. ``lacks_space``: ``nvme.lack_of_space`` of the plan. What only some rows need is a warning: those rows
     are then Unsupported, and the others run.
     """
@@ -95,13 +94,13 @@ def run_plan_checks(
     elif not inventory.gpus and gpu_checks.has_amd_gpu(system.root):
         text = f"{gpu_checks.NO_ROCM}: this runs on the CPU"
         findings.append(warning("GPUs", text, "run where there is an NVIDIA GPU"))
-    need_ops = [bool(ops.needed_ops(placement.accelerator, [config])) for config in configs]
+    need_ops = [bool(ops.needed_ops(placement.accelerator, [row])) for row in configurations]
     if any(need_ops) or placement.accelerator == "cuda":
         tools = run_check("tools", lambda: compilers.check(system, placement.accelerator, torch_cuda))
         findings += tools if need_ops and all(need_ops) else map(_as_warning, tools)
     findings += run_check("host", lambda: host.check(system, placement, need_host_bytes))
     path = placement.nvme_path
-    if path is not None and any(map(deepspeed_config.uses_nvme, configs)):
+    if path is not None and any(row.uses_nvme for row in configurations):
         disk = run_check("NVMe path", lambda: nvme.check(system, Path(path), nvme_folder), failed_level="problem")
         # A full disk stops only the rows that swap to it, which the plan marks.
         findings += disk if lacks_space is None else map(_as_warning, disk)

@@ -27,8 +27,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..config.deepspeed_config import offload_device, uses_nvme
-from ..config.spec import Accelerator
+from ..config.spec import Accelerator, Configuration
 from ..errors import PreflightError
 from ..records.rank_files import write_json
 from ..system import processes
@@ -73,27 +72,28 @@ def remedy_of(reason: str) -> str:
     return next((remedy for cause, remedy in _REMEDIES.items() if re.search(cause, reason)), "see the build log")
 
 
-def needed_ops(accelerator: Accelerator, configs: Iterable[Mapping[str, object]]) -> list[str]:
-    """The ops without which trials with these DeepSpeed configurations cannot run, in build order."""
+def needed_ops(accelerator: Accelerator, configurations: Iterable[Configuration]) -> list[str]:
+    """The ops without which trials of these configurations cannot run, in build order."""
     needed = [SHARED_MEMORY] if accelerator == "cpu" else []
-    for config in configs:
-        optimizer_op = _OPTIMIZER_OPS.get(_optimizer_kind(config))
-        if optimizer_op and offload_device(config, "offload_optimizer"):
+    for configuration in configurations:
+        optimizer_op = _OPTIMIZER_OPS.get(_optimizer_kind(configuration))
+        if optimizer_op and configuration.offloads_optimizer:
             needed.append(optimizer_op)
-        if uses_nvme(config):
+        if configuration.uses_nvme:
             needed.append(ASYNC_IO)
+        needed += configuration.requires.ops
     return list(dict.fromkeys(needed))
 
 
-def fused_ops(configs: Iterable[Mapping[str, object]]) -> list[str]:
+def fused_ops(configurations: Iterable[Configuration]) -> list[str]:
     """The ops of optimizers that stay on a GPU; without them torch's own are used."""
-    on_gpu = [config for config in configs if not offload_device(config, "offload_optimizer")]
-    names = [_FUSED_OPTIMIZER_OPS.get(_optimizer_kind(config)) for config in on_gpu]
+    on_gpu = [configuration for configuration in configurations if not configuration.offloads_optimizer]
+    names = [_FUSED_OPTIMIZER_OPS.get(_optimizer_kind(configuration)) for configuration in on_gpu]
     return list(dict.fromkeys(filter(None, names)))
 
 
-def _optimizer_kind(config: Mapping[str, object]) -> str:
-    optimizer = config.get("optimizer")
+def _optimizer_kind(configuration: Configuration) -> str:
+    optimizer = configuration.deepspeed_config.get("optimizer")
     return str(optimizer.get("type", "")).lower() if isinstance(optimizer, Mapping) else ""
 
 

@@ -7,11 +7,10 @@ import pwd
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from ..config import validation
 from ..config.placement import read_hostfile
-from ..config.spec import Placement
+from ..config.spec import Configuration, Placement
 from ..system import gpus, host_memory
 from ..system.processes import import_variables
 from . import ops
@@ -22,12 +21,12 @@ _WAIT_VARIABLES = {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"}
 
 def build_ops(
     placement: Placement,
-    configs: Sequence[Mapping[str, Any]],
+    configurations: Sequence[Configuration],
     base_environment: Mapping[str, str],
     say: Callable[[str], None],
 ) -> dict[str, ops.OpState]:
-    """Builds every op that these DeepSpeed configurations need. Returns the states."""
-    runnable = [config for config in configs if validation.unsupported_reason(config, placement) is None]
+    """Builds every op that these configurations need. Returns the states."""
+    runnable = [each for each in configurations if validation.unsupported_reason(each, placement) is None]
     names = ops.needed_ops(placement.accelerator, runnable)
     if placement.accelerator == "cuda":
         names += ops.fused_ops(runnable)

@@ -22,7 +22,6 @@ import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from ..config.deepspeed_config import uses_nvme
 from ..config.spec import Trial
 from ..records.rank_files import Assignment, append_line
 from ..system.processes import is_alive, start_ticks
@@ -152,7 +151,7 @@ def swap_folder(trial: Trial, scratch_id: str) -> str | None:
 
     Its name contains host and process, so that a later run can find out that its owner has ended.
     """
-    if trial.placement.nvme_path is None or not uses_nvme(trial.ds_config):
+    if trial.placement.nvme_path is None or not trial.configuration.uses_nvme:
         return None
     name = f"{_SWAP_PREFIX}.{_host_and_namespace()}.{_name_own_process()}.{scratch_id}"
     return str(Path(trial.placement.nvme_path).resolve() / name)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..config.spec import Precision, Strategy
+from ..config.spec import Configuration, Precision
 
 _FACTOR = 1.5
 """Their ``additional_buffer_factor``, for host memory alone."""
@@ -35,20 +35,20 @@ def deepspeed_estimates(
     largest_layer: int,
     num_gpus: int,
     gpus_per_node: int,
-    strategy: Strategy,
+    configuration: Configuration,
     precision: Precision = "bf16",
 ) -> Estimate | None:
     """Their figures; None for what they do not know: stages 0 and 1, offload to NVMe, fp32.
 
     ``largest_layer``: elements of the largest module's own parameters, for which the largest tensor stands.
     """
-    if precision == "fp32" or "nvme" in (strategy.offload_optimizer, strategy.offload_param):
+    if precision == "fp32" or "nvme" in (configuration.offload_optimizer, configuration.offload_param):
         return None
     nodes = -(-num_gpus // gpus_per_node)
-    if strategy.stage == 2:
-        return _stage2(parameters, num_gpus, gpus_per_node, offload=strategy.offloads_optimizer)
-    if strategy.stage == 3:
-        return _stage3(parameters, 4 * largest_layer, num_gpus, gpus_per_node, nodes, strategy)
+    if configuration.stage == 2:
+        return _stage2(parameters, num_gpus, gpus_per_node, offload=configuration.offloads_optimizer)
+    if configuration.stage == 3:
+        return _stage3(parameters, 4 * largest_layer, num_gpus, gpus_per_node, nodes, configuration)
     return None
 
 
@@ -60,9 +60,9 @@ def _stage2(parameters: int, gpus: int, per_node: int, *, offload: bool) -> Esti
     )
 
 
-def _stage3(parameters: int, live: int, gpus: int, per_node: int, nodes: int, strategy: Strategy) -> Estimate:
-    if strategy.offload_param != "none":
+def _stage3(parameters: int, live: int, gpus: int, per_node: int, nodes: int, configuration: Configuration) -> Estimate:
+    if configuration.offload_param != "none":
         return Estimate(gpu_bytes=live, host_bytes=int(18 * parameters / nodes * _FACTOR))
-    if strategy.offloads_optimizer:
+    if configuration.offloads_optimizer:
         return Estimate(gpu_bytes=live + 2 * parameters // gpus, host_bytes=int(16 * parameters / nodes * _FACTOR))
     return Estimate(gpu_bytes=live + 18 * parameters // gpus, host_bytes=int(live * per_node * _FACTOR))

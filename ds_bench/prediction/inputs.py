@@ -9,8 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..config.deepspeed_config import offload_device
-from ..config.spec import Accelerator, Precision
+from ..config.spec import Accelerator, Precision, offload_device
 from .model_profile import ModelProfile
 from .model_states import Ledger, element_bytes
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ..config.spec import Precision, Strategy
+from ..config.spec import Configuration, Precision
 
 Ledger = dict[str, dict[str, int]]
 """tier (``gpu``, ``cpu``, ``nvme``) → category → bytes per rank."""
@@ -52,7 +52,9 @@ def optimizer_bytes(stage: int, precision: Precision) -> int:
     return FP32_BYTES * copies
 
 
-def model_states(parameters: int, data_parallel_size: int, strategy: Strategy, precision: Precision) -> Ledger:
+def model_states(
+    parameters: int, data_parallel_size: int, configuration: Configuration, precision: Precision
+) -> Ledger:
     """Bytes per rank in steady state between steps, gradients at the size they have when they are resident.
 
     ``parameters``: elements of the whole model, taken as one tensor: stage 3 pads every tensor, under one element per
@@ -60,14 +62,14 @@ def model_states(parameters: int, data_parallel_size: int, strategy: Strategy, p
     the rank's part for good (initialize_optimizer_states of both), stage 3 the accumulated one beside it
     (grad_partitions_flat_buffer); stage 1 keeps every gradient on the GPU until the last is there.
     """
-    whole = flat_elements(parameters, data_parallel_size) if strategy.stage in (1, 2) else parameters
-    part = -(-whole // data_parallel_size) if strategy.stage else whole
-    size, home = element_bytes(precision), _home(strategy)
+    whole = flat_elements(parameters, data_parallel_size) if configuration.stage in (1, 2) else parameters
+    part = -(-whole // data_parallel_size) if configuration.stage else whole
+    size, home = element_bytes(precision), _home(configuration)
     ledger: Ledger = {}
     for tier, category, count in (
-        *_parameters(strategy, size * whole, size * part),
-        *_gradients(strategy, size * parameters, size * part, FP32_BYTES * part),
-        (home, "optimizer_states", optimizer_bytes(strategy.stage, precision) * part),
+        *_parameters(configuration, size * whole, size * part),
+        *_gradients(configuration, size * parameters, size * part, FP32_BYTES * part),
+        (home, "optimizer_states", optimizer_bytes(configuration.stage, precision) * part),
     ):
         row = ledger.setdefault(tier, {})
         row[category] = row.get(category, 0) + count
@@ -77,24 +79,24 @@ def model_states(parameters: int, data_parallel_size: int, strategy: Strategy, p
 _Cell = tuple[str, str, int]
 
 
-def _home(strategy: Strategy) -> str:
+def _home(configuration: Configuration) -> str:
     """Where the optimizer lives; stages 1 and 2 run NVMe as CPU offload (``zero/stage_1_and_2.py``, __init__)."""
-    if strategy.offload_optimizer == "none" or strategy.stage == 0:
+    if configuration.offload_optimizer == "none" or configuration.stage == 0:
         return "gpu"
-    return strategy.offload_optimizer if strategy.stage == 3 else "cpu"
+    return configuration.offload_optimizer if configuration.stage == 3 else "cpu"
 
 
-def _parameters(strategy: Strategy, whole: int, part: int) -> list[_Cell]:
-    if strategy.stage < 3:
+def _parameters(configuration: Configuration, whole: int, part: int) -> list[_Cell]:
+    if configuration.stage < 3:
         return [("gpu", "parameters", whole)]
-    return [("gpu" if strategy.offload_param == "none" else strategy.offload_param, "parameters", part)]
+    return [("gpu" if configuration.offload_param == "none" else configuration.offload_param, "parameters", part)]
 
 
-def _gradients(strategy: Strategy, every: int, part: int, fp32: int) -> list[_Cell]:
-    home = _home(strategy)
+def _gradients(configuration: Configuration, every: int, part: int, fp32: int) -> list[_Cell]:
+    home = _home(configuration)
     if home == "gpu":
-        return [("gpu", "gradients", part if strategy.stage >= 2 else every)]
+        return [("gpu", "gradients", part if configuration.stage >= 2 else every)]
     waiting: list[_Cell] = [(home, "gradients", fp32)]
-    if strategy.stage == 1:
+    if configuration.stage == 1:
         waiting.append(("gpu", "gradients", every))
-    return [*waiting, ("cpu", "gradients", part)] if strategy.stage == 3 else waiting
+    return [*waiting, ("cpu", "gradients", part)] if configuration.stage == 3 else waiting

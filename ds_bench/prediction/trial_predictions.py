@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from ..config import deepspeed_config
 from ..config.spec import Accelerator, Placement, Trial
 from ..errors import DsBenchError, PreflightError, UsageError
 from ..models.lookup import ResolvedModel
@@ -143,8 +142,7 @@ def _alternatives(trial: Trial, known: ModelProfile) -> list[dict[str, Any]]:
             profile=known,
             workload=replace(work, batch_size=int(config.get("train_micro_batch_size_per_gpu", work.batch_size))),
             placement=replace(trial.placement, nvme_path=trial.placement.nvme_path or "/nvme"),
-            strategy=trial.strategy,
-            changes=deepspeed_config.changes_of(config, trial.strategy, work, trial.placement),
+            configuration=trial.configuration,
             torch_adam=bool(config["optimizer"]["params"].get("torch_adam")),
         )
         return [asdict(each) for each in what_if.alternatives(question)]
@@ -162,7 +160,7 @@ def require_host_memory(trials: Sequence[Trial], node_bytes: int | None) -> None
     fewer = "fewer ranks (--num-gpus) " if able[0].placement.num_gpus > 1 else ""
     raise PreflightError(
         f"{able[0].workload.model} is predicted to need {format_bytes(least)} of host memory"
-        f"{' in the leanest row' if len({trial.strategy for trial in able}) > 1 else ''}, "
+        f"{' in the leanest row' if len({trial.configuration.name for trial in able}) > 1 else ''}, "
         f"where this node has {format_bytes(node_bytes)}",
         remedy=f"take a smaller --model, {fewer}or another machine, or try it with --force",
     )

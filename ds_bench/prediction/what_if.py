@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from ..config import deepspeed_config, overrides
-from ..config.spec import Placement, Strategy, Workload
+from ..config import deepspeed_config, overrides, strategies
+from ..config.spec import Configuration, Placement, Strategy, Workload
 from .memory import DOES_NOT_FIT, FITS, TIGHT, Prediction, predict
 from .model_profile import ModelProfile
 
@@ -33,19 +33,23 @@ class PlannedTrial:
     profile: ModelProfile
     workload: Workload
     placement: Placement
-    strategy: Strategy
+    configuration: Configuration
     ranks_per_node: int | None = None
     """GPUs of one node; all of them on one where None."""
     changes: Mapping[str, Any] = field(default_factory=dict)
-    """Laid over the strategy's DeepSpeed configuration."""
+    """Laid over the DeepSpeed configuration."""
     torch_adam: bool = False
     """Whether torch's AdamW steps where the optimizer is not offloaded (``deepspeed_config.complete_config``)."""
 
     def config(self) -> deepspeed_config.Config:
         """The DeepSpeed configuration that the trial would run with."""
-        base = deepspeed_config.base_config(self.strategy, self.workload.batch_size, self.workload.grad_accum)
+        batch = {
+            "train_batch_size": None,
+            "train_micro_batch_size_per_gpu": self.workload.batch_size,
+            "gradient_accumulation_steps": self.workload.grad_accum,
+        }
         return deepspeed_config.complete_config(
-            overrides.overlay(base, self.changes),
+            overrides.overlay(overrides.overlay(self.configuration.deepspeed_config, self.changes), batch),
             self.workload,
             self.placement,
             torch_adam=self.torch_adam,
@@ -64,7 +68,7 @@ class Change:
     text: str
     """In the user's words: ``activation checkpointing``, ``batch size 2``, ``16 GPUs``."""
     prediction: Prediction
-    strategy: Strategy
+    configuration: Configuration
     """The one that it leads to."""
 
 
@@ -85,8 +89,8 @@ class Alternative:
     """Nothing but the strategy differs."""
 
     @property
-    def arrangement(self) -> tuple[int, str, str]:
-        """What decides where a strategy's bytes live, whatever it is called."""
+    def layout(self) -> tuple[int, str, str]:
+        """As ``Configuration.layout``: what decides where model states live."""
         return self.stage, self.offload_optimizer, self.offload_param
 
 
@@ -104,7 +108,7 @@ def alternatives(question: PlannedTrial) -> list[Alternative]:
         answer = changed.predict()
         if any(gpu <= answer.gpu_bytes and host <= answer.host_bytes for gpu, host in weighed):
             continue
-        alone = changed == replace(question, strategy=changed.strategy)
+        alone = changed == replace(question, configuration=changed.configuration)
         if not alone:
             weighed.append((answer.gpu_bytes, answer.host_bytes))
         kept.append(
@@ -113,9 +117,9 @@ def alternatives(question: PlannedTrial) -> list[Alternative]:
                 rank=rank,
                 gpu_bytes=answer.gpu_bytes,
                 host_bytes=answer.host_bytes,
-                stage=changed.strategy.stage,
-                offload_optimizer=changed.strategy.offload_optimizer,
-                offload_param=changed.strategy.offload_param,
+                stage=changed.configuration.stage,
+                offload_optimizer=changed.configuration.offload_optimizer,
+                offload_param=changed.configuration.offload_param,
                 strategy_alone=alone,
             )
         )
@@ -129,7 +133,7 @@ def _halves(question: PlannedTrial) -> Iterator[int]:
 
 
 def _more_gpus(question: PlannedTrial) -> Iterator[tuple[str, PlannedTrial]]:
-    if question.strategy.stage:
+    if question.configuration.stage:
         for factor in (2, 4, 8):
             count = factor * question.placement.num_gpus
             yield _gpus(count), _with_gpus(question, count)
@@ -158,7 +162,7 @@ def _fewest(question: PlannedTrial, gpu_bytes: int, host_bytes: int | None) -> i
             unit = 1 if count <= node else node
             good = partial(_fits_on, question, unit, gpu_bytes, host_bytes)
             return _first(before // unit, count // unit, good) * unit
-        if question.strategy.stage == 0:
+        if question.configuration.stage == 0:
             return None  # every GPU holds everything
         before = count
     return None
@@ -230,7 +234,7 @@ def smallest_change(question: PlannedTrial, gpu_bytes: int, host_bytes: int | No
     for text, changed in _combined(question, smaller, others):
         prediction = changed.predict()
         verdict = prediction.verdict(gpu_bytes, host_bytes)
-        change = Change(text=text, prediction=prediction, strategy=changed.strategy)
+        change = Change(text=text, prediction=prediction, configuration=changed.configuration)
         if verdict == FITS:
             return change
         if verdict != DOES_NOT_FIT and tight is None:
@@ -275,8 +279,8 @@ def _cheap_changes(question: PlannedTrial) -> Iterator[tuple[str, PlannedTrial]]
 def _remedies(
     question: PlannedTrial, smaller: Callable[[PlannedTrial], Iterator[int]], others: Callable[[PlannedTrial], _Changed]
 ) -> _Changed:
-    strategy, workload = question.strategy, question.workload
-    if strategy.stage:
+    workload = question.workload
+    if question.configuration.stage:
         yield "reduce_bucket_size 5e7", replace(question, changes=_smaller_bucket(question.changes))
     if not workload.activation_checkpointing:
         yield "activation checkpointing", _checkpointed(question)
@@ -317,15 +321,18 @@ def _smaller_bucket(changes: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _strategies_with_less_memory(question: PlannedTrial) -> Iterator[tuple[str, PlannedTrial]]:
-    """Strategies that keep less on the GPU, in the order of what they cost."""
-    from ..config.strategies import ZERO_STAGES, offload_strategy
+    """Strategies that keep less on the GPU, in the order of what they cost, with the row's own settings."""
+    now = question.configuration
+    later = [] if now.offloads_optimizer else [strategies.ZERO_STAGES[stage] for stage in range(now.stage + 1, 4)]
+    offloads = map(strategies.offload_strategy, ("cpu_optimizer", "cpu_full", "nvme"))
+    for strategy in (*later, *offloads):
+        if (strategy.stage, strategy.offload_optimizer, strategy.offload_param) != now.layout:
+            yield strategy.label, _with_strategy(question, strategy)
 
-    strategy = question.strategy
-    later = [] if strategy.offloads_optimizer else [ZERO_STAGES[stage] for stage in range(strategy.stage + 1, 4)]
-    for other in (*later, *map(offload_strategy, ("cpu_optimizer", "cpu_full", "nvme"))):
-        if _where(other) != _where(strategy):
-            yield other.label, replace(question, strategy=other)
 
-
-def _where(strategy: Strategy) -> tuple[str, str, int]:
-    return strategy.offload_optimizer, strategy.offload_param, strategy.stage
+def _with_strategy(question: PlannedTrial, strategy: Strategy) -> PlannedTrial:
+    now, workload = question.configuration, question.workload
+    changes = deepspeed_config.changes_of(now.deepspeed_config, now, workload, question.placement)
+    base = deepspeed_config.base_config(strategy, workload.batch_size, workload.grad_accum)
+    configuration = strategies.make_configuration(strategy, overrides.overlay(base, changes), now.workload_changes)
+    return replace(question, configuration=configuration)

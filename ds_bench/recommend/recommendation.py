@@ -157,15 +157,15 @@ def _candidate(row: ComparisonRow, comparison: Comparison, terms: MemoryTerms) -
     on_host, capacity = terms is ON_HOST, comparison.host_capacity_bytes
     host_fraction = row.host_peak_bytes / capacity if row.host_peak_bytes is not None and capacity else None
     trial = row.summaries[0].record.trial
-    changes = deepspeed_config.changes_of(trial.ds_config, trial.strategy, trial.workload, trial.placement)
+    changes = deepspeed_config.changes_of(trial.ds_config, trial.configuration, trial.workload, trial.placement)
     return Candidate(
         label=row.label,
         key=row.key,
         tokens_per_second=row.tokens_per_second or 0.0,
         memory_bytes=row.host_peak_bytes if on_host else row.gpu_peak_bytes,
         fraction=host_fraction if on_host else row.gpu_fraction,
-        offload_level=(row.strategy.offload_optimizer, row.strategy.offload_param),
-        stage=row.strategy.stage,
+        offload_level=(row.configuration.offload_optimizer, row.configuration.offload_param),
+        stage=row.configuration.stage,
         changed_keys=_count_values(changes),
         step_spread=_step_spread(row),
         at_largest_batch=row.at_largest_batch,
@@ -270,7 +270,7 @@ def _steps_for_caveats(caveats: Sequence[Caveat]) -> Iterator[str]:
 def _rule_of_thumb(comparison: Comparison, goal: str) -> str | None:
     """The rule of thumb for the memory that the fastest row without offload uses, or for rows out of memory."""
     comparable = [row for row in comparison.rows if not row.differences]
-    without_offload = [row for row in comparable if not row.strategy.offloads_optimizer]
+    without_offload = [row for row in comparable if not row.configuration.offloads_optimizer]
     if not without_offload or _on_cpu(comparison):
         return None
     trained = [
@@ -284,16 +284,17 @@ def _rule_of_thumb(comparison: Comparison, goal: str) -> str | None:
             candidates=[_candidate(row, comparison, ON_DEVICE) for row in rows], interval_of=_intervals(comparison)
         )
         fastest = comparison.row(decide_for_speed(speeds).simplest_tied.key)
-    outcomes = [(row.strategy, run.outcome.status) for row in comparable if (run := remedies.failed_run(row))]
+    outcomes = [(row.configuration, run.outcome.status) for row in comparable if (run := remedies.failed_run(row))]
     observed = strategy_guide.ObservedRows(
-        fastest_stage=None if fastest is None else fastest.strategy.stage,
+        fastest_stage=None if fastest is None else fastest.configuration.stage,
         fastest_label=None if fastest is None else fastest.label,
         fraction=None if fastest is None or fastest.at_largest_batch else fastest.gpu_fraction,
-        trained_stages=frozenset(row.strategy.stage for row in fitting),
+        trained_stages=frozenset(row.configuration.stage for row in fitting),
         out_of_memory_stages=frozenset(
             strategy.stage for strategy, status in outcomes if status == OOM and not strategy.offloads_optimizer
         ),
-        full_stages=frozenset(row.strategy.stage for row in trained) - {row.strategy.stage for row in fitting},
+        full_stages=frozenset(row.configuration.stage for row in trained)
+        - {row.configuration.stage for row in fitting},
         failed_offloads=frozenset(
             strategy.name for strategy, status in outcomes if status in remedies.RAN_OUT and strategy.offloads_optimizer
         ),

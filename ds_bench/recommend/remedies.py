@@ -156,7 +156,7 @@ def _interrupted_remedy(row: ComparisonRow, run: TrialRecord, *_: object) -> str
 def _exception_remedy(row: ComparisonRow, run: TrialRecord, *_: object) -> str:
     """An exception of some class in a rank."""
     line = f"{row.label} failed with {run.outcome.status}{_in_phase(run)} ({cause(run)}): read the traceback in its log"
-    if run.trial.strategy.uses_nvme:
+    if run.trial.configuration.uses_nvme:
         size = predicted_bytes(run, "nvme")
         need = f" with {format_bytes(size)} free" if size else ""
         line += f"; check that --nvme-path is a writable folder on a real disk{need}"

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from ..analysis.comparison import Comparison, ComparisonRow
-from ..config.spec import Strategy, Trial, Workload
+from ..config.spec import Trial, Workload
 from ..prediction.memory import TIGHT_FRACTION, Prediction
 from ..prediction.what_if import Alternative
 from ..records import schema
@@ -76,11 +76,6 @@ class Shortage:
         if self.requested_bytes is not None:
             return f"{format_bytes(self.requested_bytes)} asked, free bytes not known"
         return "how much was missing is not known"
-
-
-def strategy_layout(strategy: Strategy) -> tuple[int, str, str]:
-    """ZeRO stage and offload devices: they decide where a strategy keeps its bytes."""
-    return strategy.stage, strategy.offload_optimizer, strategy.offload_param
 
 
 def shortage_of(run: TrialRecord) -> Shortage:
@@ -166,15 +161,15 @@ def failed_setup(run: TrialRecord, comparison: Comparison, shortage: Shortage) -
         return None
     trial, config = run.trial, run.trial.ds_config
     rows = _rows_of_same_work(comparison, trial)
-    trained = {strategy_layout(row.strategy) for row in rows if row.valid and row.leaves_room}
-    failed = {strategy_layout(row.strategy) for row in rows} - trained
+    trained = {row.configuration.layout for row in rows if row.valid and row.leaves_room}
+    failed = {row.configuration.layout for row in rows} - trained
     on_device = out_of_pool(run) == "device"
     batch = config.get("train_micro_batch_size_per_gpu")  # an override may have changed it
     return FailedSetup(
         prediction=prediction,
         micro_batch_size=batch if isinstance(batch, int) and batch > 0 else trial.workload.batch_size,
         checkpointed=trial.workload.activation_checkpointing,
-        alternatives=tuple(each for each in alternatives if not (each.strategy_alone and each.arrangement in failed)),
+        alternatives=tuple(each for each in alternatives if not (each.strategy_alone and each.layout in failed)),
         gpu_limit_bytes=_limit(gpu_bytes, comparison.device_capacity_bytes, shortage if on_device else Shortage()),
         host_limit_bytes=_limit(host_bytes, comparison.host_capacity_bytes, Shortage() if on_device else shortage),
         trained=frozenset(trained),
@@ -244,7 +239,7 @@ def describe_change(change: Alternative, setup: FailedSetup) -> str:
         for where, (new, old) in sizes.items()
         if new != old
     ]
-    trained = "; it trained here" if change.strategy_alone and change.arrangement in setup.trained else ""
+    trained = "; it trained here" if change.strategy_alone and change.layout in setup.trained else ""
     return f"{change.text} (predicted {' and '.join(differences) or 'to take the same'}{trained})"
 
 

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ..analysis.trial_caveats import NEAR_CAPACITY
-from ..config.spec import Precision, Strategy
-from ..config.strategies import OFFLOAD_NAMES, ZERO_STAGES
+from ..config.spec import Configuration, Precision
+from ..config.strategies import OFFLOAD_NAMES, ZERO_STAGES, make_configuration
 from ..prediction.model_states import element_bytes, model_states
 from ..units import format_bytes, format_percent
 from .rule import COMFORTABLE_FRACTION
@@ -73,7 +73,7 @@ _OFFLOADS: Mapping[tuple[str, str], _Guidance] = {
 class StrategyAdvice:
     """About one strategy, for one model on so many GPUs. Bytes are per rank, model states only, by formula."""
 
-    strategy: Strategy
+    configuration: Configuration
     use_when: str
     avoid_when: str
     moves: str
@@ -90,36 +90,36 @@ class StrategyAdvice:
 
 
 def advise(
-    strategy: Strategy, *, parameters: int, num_gpus: int, precision: Precision, grad_accum: int = 1
+    configuration: Configuration, *, parameters: int, num_gpus: int, precision: Precision, grad_accum: int = 1
 ) -> StrategyAdvice:
     """The advice for a strategy of the catalogue. ``parameters``: elements of the whole model.
 
     Raises KeyError for a combination of offloads that the catalogue does not have.
     """
-    offloads = strategy.offload_optimizer, strategy.offload_param
-    stage = _STAGES[strategy.stage]
+    offloads = configuration.layout[1:]
+    stage = _STAGES[configuration.stage]
     guide = stage if offloads == ("none", "none") else _OFFLOADS[offloads]
-    ledger = model_states(parameters, num_gpus, strategy, precision)
+    ledger = model_states(parameters, num_gpus, configuration, precision)
     bytes_by_tier = {tier: sum(ledger.get(tier, {}).values()) for tier in ("gpu", "cpu", "nvme")}
-    zero0_bytes = sum(model_states(parameters, num_gpus, ZERO_STAGES[0], precision)["gpu"].values())
+    whole = sum(model_states(parameters, num_gpus, make_configuration(ZERO_STAGES[0]), precision)["gpu"].values())
     return StrategyAdvice(
-        strategy=strategy,
+        configuration=configuration,
         use_when=guide.use_when,
         avoid_when=guide.avoid_when,
         moves=guide.moves if guide is stage else f"{guide.moves}; at this stage {stage.moves}",
-        cost=_cost_text(strategy, parameters, num_gpus, precision, grad_accum),
-        saving=_saving_text(strategy, zero0_bytes, bytes_by_tier["gpu"], num_gpus),
+        cost=_cost_text(configuration, parameters, num_gpus, precision, grad_accum),
+        saving=_saving_text(configuration, whole, bytes_by_tier["gpu"], num_gpus),
         device_bytes=bytes_by_tier["gpu"],
         host_bytes=bytes_by_tier["cpu"],
         nvme_bytes=bytes_by_tier["nvme"],
-        saving_bytes=zero0_bytes - bytes_by_tier["gpu"],
+        saving_bytes=whole - bytes_by_tier["gpu"],
     )
 
 
 def advice_lines(advice: StrategyAdvice) -> list[str]:
     """For a console: the strategy, then one line for each thing to know."""
     return [
-        advice.strategy.label,
+        advice.configuration.label,
         f"  use when: {advice.use_when}",
         f"  avoid when: {advice.avoid_when}",
         f"  moves: {advice.moves}",
@@ -128,32 +128,32 @@ def advice_lines(advice: StrategyAdvice) -> list[str]:
     ]
 
 
-def _saving_text(strategy: Strategy, zero0_bytes: int, own_bytes: int, num_gpus: int) -> str:
+def _saving_text(configuration: Configuration, whole: int, held: int, num_gpus: int) -> str:
     where = "on one GPU" if num_gpus == 1 else f"on each of {num_gpus} GPUs"
-    if strategy.stage == 0:
-        return f"nothing: {format_bytes(zero0_bytes)} of model states {where}"
-    if own_bytes == zero0_bytes:
-        return (
-            f"nothing {where}: {format_bytes(0)} of {format_bytes(zero0_bytes)}, as there is nobody to partition with"
-        )
-    both = f"{format_bytes(own_bytes)} against {format_bytes(zero0_bytes)} at ZeRO-0"
-    if own_bytes > zero0_bytes:
-        return f"nothing, it needs {format_bytes(own_bytes - zero0_bytes)} more {where}: {both}"
-    return f"{format_bytes(zero0_bytes - own_bytes)} {where}: {both}"
+    if configuration.stage == 0:
+        return f"nothing: {format_bytes(whole)} of model states {where}"
+    if held == whole:
+        return f"nothing {where}: {format_bytes(0)} of {format_bytes(whole)}, as there is nobody to partition with"
+    both = f"{format_bytes(held)} against {format_bytes(whole)} at ZeRO-0"
+    if held > whole:
+        return f"nothing, it needs {format_bytes(held - whole)} more {where}: {both}"
+    return f"{format_bytes(whole - held)} {where}: {both}"
 
 
-def _cost_text(strategy: Strategy, parameters: int, num_gpus: int, precision: Precision, grad_accum: int) -> str:
+def _cost_text(
+    configuration: Configuration, parameters: int, num_gpus: int, precision: Precision, grad_accum: int
+) -> str:
     size = element_bytes(precision) * parameters
     costs = []
     if num_gpus > 1:
-        sent = _model_sizes_sent(strategy.stage, grad_accum) * size * (num_gpus - 1) // num_gpus
+        sent = _model_sizes_sent(configuration.stage, grad_accum) * size * (num_gpus - 1) // num_gpus
         costs.append(f"≈ {format_bytes(sent)} through each GPU's links per optimizer step")
-    if strategy.offloads_optimizer:
+    if configuration.offloads_optimizer:
         share = -(-size // num_gpus)
-        moved = share * (1 + _parameter_copies(strategy, grad_accum))
+        moved = share * (1 + _parameter_copies(configuration, grad_accum))
         costs.append(f"≥ {format_bytes(moved)} between GPU and host per rank and optimizer step, which runs on the CPU")
-    if strategy.uses_nvme:
-        states = model_states(parameters, num_gpus, strategy, precision).get("nvme", {}).get("optimizer_states", 0)
+    if configuration.uses_nvme:
+        states = model_states(parameters, num_gpus, configuration, precision).get("nvme", {}).get("optimizer_states", 0)
         costs.append(f"{format_bytes(2 * states)} of optimizer states read and written per rank and step")
     return "; ".join(costs) or "no traffic: there is one GPU and nothing is offloaded"
 
@@ -166,14 +166,14 @@ def _model_sizes_sent(stage: int, grad_accum: int) -> int:
     return {0: 2, 1: 2, 2: grad_accum + 1, 3: 3 * grad_accum}[stage]
 
 
-def _parameter_copies(strategy: Strategy, grad_accum: int) -> int:
+def _parameter_copies(configuration: Configuration, grad_accum: int) -> int:
     """How often a rank's parameters are copied to the GPU: once after the step, offloaded ones in each pass."""
-    return 1 if strategy.offload_param == "none" else 2 * grad_accum
+    return 1 if configuration.offload_param == "none" else 2 * grad_accum
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObservedRows:
-    """Outcomes of the rows that were tried, by stage without offload and by offload strategy."""
+    """Outcomes of the rows that were tried, by stage without offload and by offload configuration."""
 
     fastest_stage: int | None = None
     """Stage of the fastest row that trained; None if none did."""

@@ -23,11 +23,32 @@ from .schema import SCHEMA_VERSION, RankMeasurement, TrialRecord
 Kind = Literal["record", "run"]
 Migration = Callable[[Kind, dict[str, Any]], dict[str, Any]]
 
-MIGRATIONS: dict[int, Migration] = {}
-"""Version → what makes the next one of a document of that version. Run in order; there is one version so far."""
 
-_IDENTIFYING = ("strategy", "workload", "placement", "ds_config")
-"""What, with the number of the repeat, makes a trial the one it is: ``Trial.key``."""
+def _to_version_2(kind: Kind, data: dict[str, Any]) -> dict[str, Any]:
+    """A trial has a configuration, whose stage and offload are read from its DeepSpeed configuration, not a strategy.
+
+    What the row said before it was completed was not kept: the completed configuration takes its place.
+    """
+    trials = data.get("trials") if kind == "run" else [data.get("trial")]
+    for trial in trials if isinstance(trials, list) else ():
+        strategy = trial.pop("strategy", None) if isinstance(trial, dict) else None
+        if isinstance(strategy, dict):
+            devices = {name: {"device": strategy.get(name, "none")} for name in ("offload_optimizer", "offload_param")}
+            block = {"stage": strategy.get("stage", 0), **devices}
+            ran = trial.get("ds_config")
+            trial["configuration"] = {
+                "name": strategy.get("name", ""),
+                "label": strategy.get("label", ""),
+                "deepspeed_config": {"zero_optimization": block, **(ran if isinstance(ran, dict) else {})},
+            }
+    return data
+
+
+MIGRATIONS: dict[int, Migration] = {1: _to_version_2}
+"""Version → what makes the next one of a document of that version. Run in order."""
+
+_REPEATED = ("configuration", "workload", "placement", "ds_config")
+"""Parts of a trial that many trials have in common."""
 _REMEDY = "give a result as ds_bench wrote it"
 
 
@@ -122,7 +143,7 @@ def read_records(path: Path, planned: Sequence[Trial], notes: list[str]) -> tupl
             except InvalidJsonError as error:
                 notes.append(f"{path.name} line {number} {error}: left out")
                 continue
-            parts.share(record.trial, *_IDENTIFYING, "prediction")
+            parts.share(record.trial, *_REPEATED, "prediction")
             for rank in record.ranks:
                 parts.share(rank, "resolved_config")
             latest[_identity(record.trial)] = record
@@ -132,7 +153,7 @@ def read_records(path: Path, planned: Sequence[Trial], notes: list[str]) -> tupl
     if unknown_keys:
         notes.append(f"{path.name}: unknown keys left out: {', '.join(unknown_keys)}")
     for trial in planned:
-        parts.share(trial, *_IDENTIFYING)
+        parts.share(trial, *_REPEATED)
     identities = dict.fromkeys(map(_identity, planned))
     ordered = [latest.pop(identity) for identity in identities if identity in latest]
     if len(ordered) < len(identities):
@@ -162,9 +183,10 @@ def parse_record(line: bytes, where: str, unknown_keys: dict[str, None]) -> Tria
         raise UsageError(f"{named}: {error}", remedy="correct or remove that line") from None
 
 
-def _identity(trial: Trial) -> tuple[int, ...]:
+def _identity(trial: Trial) -> tuple[int | str, ...]:
     """Equal for trials whose ``key`` is equal, of trials that share their parts; a fraction of its cost."""
-    return trial.repeat, *(id(getattr(trial, name)) for name in _IDENTIFYING)
+    shared = map(id, (trial.workload, trial.placement, trial.ds_config))
+    return trial.repeat, trial.configuration.name, trial.configuration.engine, *shared
 
 
 def _migrate(data: dict[str, Any], kind: Kind, where: str) -> dict[str, Any]:

@@ -13,8 +13,9 @@ from typing import Any, Literal
 
 from ..config.spec import Trial
 
-SCHEMA_VERSION = 1
-"""Form of the stored records. History: 1 (2026-11) first form."""
+SCHEMA_VERSION = 2
+"""Form of the stored records. History: 1 (2026-11-20) first form. 2 (2026-11-22) ``trial.configuration`` in place of
+``trial.strategy``."""
 METHOD_VERSION = 2
 """How numbers are measured; rows of different methods are not compared.
 

@@ -110,7 +110,7 @@ def inline_svg(chart: Chart, uid: str) -> str:
         attributes = {name.rpartition("}")[2]: value for name, value in element.attrib.items()}
         if attributes.get("id") not in referred:
             attributes.pop("id", None)
-        if "fill" in attributes:  # a variable is allowed in a style alone
+        if "fill" in attributes:  # a variable may stand in a style alone
             attributes["style"] = f"fill: {attributes.pop('fill')}; {attributes.get('style', '')}"
         element.attrib = {name: _for_page(name, value, uid) for name, value in attributes.items()}
     title = ElementTree.Element("title", id=f"{uid}-title")
@@ -247,7 +247,7 @@ def _draw_bars(chart: BarChart, axes: Any, columns: float) -> _Frame:
     for index, bar in enumerate(chart.bars):
         if bar.interval:
             low, high = bar.interval
-            for colour, width in ((PAPER, 4.0), (INK, 1.5)):  # a halo, to be visible on the bar and beside it
+            for colour, width in ((PAPER, 4.0), (INK, 1.5)):  # a halo, to be seen on the bar and beside it
                 middle, half = (low + high) / 2, (high - low) / 2
                 axes.errorbar([middle], [index], xerr=half, color=colour, capsize=4, linewidth=width)
         if len(bar.runs) > 1:

@@ -1,6 +1,6 @@
-"""The columns of a comparison on the terminal, in Markdown and on the HTML page, in one list.
+"""The columns of a comparison as people read it, in the terminal, in Markdown and in the HTML page: one list.
 
-The columns of the JSON and CSV files are in ``analysis.flat_rows``.
+The columns of the JSON and CSV files are ``analysis.flat_rows``.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ class Column:
 
     heading: str
     meaning: str
-    """Unit and scope, which the page shows with the heading."""
+    """Unit and scope; the page shows it with the heading."""
     text: Callable[[ComparisonRow], str]
     sort_key: Callable[[ComparisonRow], float | None]
     page_only: bool = False
-    """Shown on the HTML page alone."""
+    """Shown where there is room: in the page alone."""
     against_baseline: bool = False
-    """Compares with the baseline row, whose own cell is empty."""
+    """A comparison with the baseline, which therefore has none itself."""
 
     def cell(self, row: ComparisonRow, comparison: Comparison) -> tuple[str, float | None]:
-        """The text, and the number to sort by, which is None if there is no value."""
+        """The text, and the number that the column is sorted by; None sorts last."""
         if self.against_baseline and comparison.baseline is not None and comparison.baseline.key == row.key:
             return MISSING, None
         return self.text(row), self.sort_key(row)
@@ -67,7 +67,7 @@ def _signed_bytes(size: int | None) -> str:
 
 
 def _final_loss(row: ComparisonRow) -> float | None:
-    """The last loss of the first successful run that recorded losses."""
+    """Of the first successful run that recorded losses."""
     return next((run.losses[-1] for run in row.successes if run.losses), None)
 
 
@@ -77,7 +77,7 @@ def _final_loss_text(row: ComparisonRow) -> str:
 
 
 def _mfu(row: ComparisonRow) -> float | None:
-    """The MFU of the first successful run; one above 1 is skipped, as the device's peak is not what was assumed."""
+    """Of the first successful run that has a possible one: above 1 the peak of the device is not what was assumed."""
     return next((run.mfu for run in row.successes if run.mfu is not None and run.mfu <= 1), None)
 
 
@@ -176,7 +176,7 @@ COLUMNS: tuple[Column, ...] = (
 
 
 def measured_columns(comparison: Comparison) -> tuple[Column, ...]:
-    """The columns that the page shows: throughput, and all others that some row has a value for."""
+    """The columns that the page shows: throughput, and every other that some row has a value for."""
     empty = (MISSING, NOT_TESTED)
     return tuple(
         column

@@ -1,8 +1,8 @@
 """A row as files that train with it: for DeepSpeed itself, the Hugging Face Trainer and Accelerate.
 
-Values are those that ran; no value is improved. The Trainer's file says "auto" only where the Trainer would refuse a
-value that differs from its arguments; buckets and thresholds stay numbers, as the Trainer would derive others from the
-hidden size than those measured.
+Values come from what ran, never from what would be better: choosing the row is ``recommend``'s. The Trainer's file
+says "auto" only where the Trainer would otherwise refuse a value that differs from its arguments; buckets and
+thresholds stay numbers, since the Trainer's own are derived from the hidden size and are not those measured.
 
 Sources: DeepSpeed 0.19.8 ``runtime/config.py``; Transformers 5 ``integrations/deepspeed.py``
 (``trainer_config_process``); Accelerate 1 ``utils/dataclasses.py`` (``DeepSpeedPlugin``), ``utils/launch.py``.
@@ -17,11 +17,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ..analysis.comparison import ComparisonRow
 from ..config import deepspeed_config
 from ..config.deepspeed_config import Config
 from ..config.options import Options
 from ..config.placement import read_hostfile
-from ..config.spec import Placement
+from ..config.spec import Placement, offload_device
 from ..errors import UsageError
 from ..records.rank_files import write_json, write_text
 from ..records.schema import TrialRecord
@@ -40,23 +41,21 @@ _SCHEDULER_AUTO = ("warmup_max_lr", "warmup_num_steps", "total_num_steps")
 
 
 def folder_name(strategy: str) -> str:
-    """``ds_config_zero2``. A name read from a file may hold any character; the result leads out of no folder."""
+    """``ds_config_zero2``; a name read from a file may hold anything, and leads out of no folder."""
     return f"ds_config_{re.sub(r'[^A-Za-z0-9_.-]+', '_', strategy)}"
 
 
 def write_exports(
-    record: TrialRecord, folder: Path, environment: Environment | None = None, warning: str | None = None
+    record: TrialRecord, folder: Path, environment: Environment | None = None, doubt: str | None = None
 ) -> list[Path]:
     """Writes the five files, replacing older ones whole; returns their paths.
 
-    ``warning``: a line for the head of the README, if it is not decided that this is the row to use. A row that failed
-    is written too, and its README says so. Raises UsageError if the folder cannot be written, or the configuration
+    ``doubt``: a line for the head of its README, where it is not decided that this is the row to use. A row that failed
+    is written too, and its README says so. Raises UsageError where the folder cannot be written, or the configuration
     holds NaN or an infinity.
     """
     raw, trainer, accelerate = raw_config(record), trainer_config(record), accelerate_config(record)
-    readme = export_readme.render_readme(
-        record, raw, trainer, accelerate, trainer_arguments(record), environment, warning
-    )
+    readme = export_readme.readme(record, raw, trainer, accelerate, trainer_arguments(record), environment, doubt)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         yaml = accelerate_yaml(record, folder.resolve() / ACCELERATE_FILE)
@@ -76,21 +75,24 @@ def write_exports(
 def write_configuration(
     options: Options, report: ComparisonReport, run_folder: Path, environment: Environment
 ) -> Path | None:
-    """Writes the configuration of the recommended row, or of ``--export``. Returns its folder; None without a row."""
-    row = report.recommended_row
-    if options.export:  # None if an interruption came before that row
-        row = next((row for row in report.comparison.rows if row.strategy.name == options.export), None)
+    """The recommended row's configuration, or that of ``--export``, ready to be used; its folder, None without one."""
+    row = _asked(options, report) if options.export else report.recommended_row
     if row is None:
         return None
-    folder = run_folder / (f"export_{row.strategy.name}" if options.export else "recommended")
+    folder = run_folder / (f"export_{row.configuration.name}" if options.export else "recommended")
     folder.mkdir(exist_ok=True)
-    warning = None
+    doubt = None
     if not options.export and not report.recommendation.decided:
-        warning = report.recommendation.lines[0]
-    write_exports((row.successes or row.summaries)[-1].record, folder, environment, warning)
+        doubt = report.recommendation.lines[0]
+    write_exports((row.successes or row.summaries)[-1].record, folder, environment, doubt)
     if not options.export:
         write_json(folder / "recommendation.json", report.recommendation.to_dict())
     return folder
+
+
+def _asked(options: Options, report: ComparisonReport) -> ComparisonRow | None:
+    """None where an interruption came before that row."""
+    return next((row for row in report.comparison.rows if row.configuration.name == options.export), None)
 
 
 def raw_config(record: TrialRecord) -> Config:
@@ -99,22 +101,22 @@ def raw_config(record: TrialRecord) -> Config:
     config: Config = copy.deepcopy(dict(trial.ds_config))
     if trial.placement.nvme_path is not None:
         config = deepspeed_config.with_swap_folder(config, trial.placement.nvme_path)
-    _write_out_defaults(config, record.ranks[0].resolved_config if record.ranks else {})
+    _spell_out_defaults(config, record.ranks[0].resolved_config if record.ranks else {})
     return config
 
 
-def _write_out_defaults(config: Config, resolved: Mapping[str, Any]) -> None:
-    """Adds keys that the row left to DeepSpeed and whose default has changed between versions."""
-    _copy_resolved(config, resolved, "gradient_clipping")
+def _spell_out_defaults(config: Config, resolved: Mapping[str, Any]) -> None:
+    """Keys whose default DeepSpeed has changed between versions, where the row left them to it."""
+    _take(config, resolved, "gradient_clipping")
     zero, resolved_zero = _block(config, "zero_optimization"), _block(resolved, "zero_config")
     if zero.get("stage", 0) != 0:
-        _copy_resolved(zero, resolved_zero, "overlap_comm")
+        _take(zero, resolved_zero, "overlap_comm")
     for key in ("offload_optimizer", "offload_param"):
-        if deepspeed_config.offload_device(config, key):
-            _copy_resolved(zero[key], _block(resolved_zero, key), "pin_memory")
+        if offload_device(config, key):
+            _take(zero[key], _block(resolved_zero, key), "pin_memory")
 
 
-def _copy_resolved(into: Any, resolved: Mapping[str, Any], key: str) -> None:
+def _take(into: Any, resolved: Mapping[str, Any], key: str) -> None:
     if key not in into and resolved.get(key) is not None:
         into[key] = resolved[key]
 
@@ -128,19 +130,19 @@ def trainer_config(record: TrialRecord) -> Config:
     for precision in ("bf16", "fp16"):
         config[precision] = {**_block(config, precision), "enabled": "auto"}
     params = _block(_block(config, "optimizer"), "params")
-    params.update(dict.fromkeys(_keys_the_trainer_fills(params), "auto"))
+    params.update(dict.fromkeys(_fillable(params), "auto"))
     warmup = _block(_block(config, "scheduler"), "params")
     warmup.update({key: "auto" for key in _SCHEDULER_AUTO if key in warmup})
     return config
 
 
-def _keys_the_trainer_fills(params: Mapping[str, Any]) -> list[str]:
-    """The optimizer's parameters that have the Trainer's form; it refuses another form."""
+def _fillable(params: Mapping[str, Any]) -> list[str]:
+    """Of the optimizer's parameters, those that are of the Trainer's form; another form it refuses, and rightly."""
     betas = params.get("betas")
-    keys = [key for key in ("lr", "eps", "weight_decay") if _is_number(params.get(key))]
+    found = [key for key in ("lr", "eps", "weight_decay") if _is_number(params.get(key))]
     if isinstance(betas, list | tuple) and len(betas) == 2 and all(map(_is_number, betas)):
-        keys.append("betas")
-    return keys
+        found.append("betas")
+    return found
 
 
 def trainer_arguments(record: TrialRecord) -> dict[str, str]:
@@ -148,7 +150,7 @@ def trainer_arguments(record: TrialRecord) -> dict[str, str]:
     config, work = raw_config(record), record.trial.workload
     params = _block(_block(config, "optimizer"), "params")
     warmup = _block(_block(config, "scheduler"), "params")
-    fillable = _keys_the_trainer_fills(params)
+    fillable = _fillable(params)
     arguments: dict[str, Any] = {
         "per_device_train_batch_size": config.get("train_micro_batch_size_per_gpu", work.batch_size),
         "gradient_accumulation_steps": config.get("gradient_accumulation_steps", work.grad_accum),
@@ -181,14 +183,14 @@ def accelerate_config(record: TrialRecord) -> Config:
     config.pop("scheduler", None)
     config["train_batch_size"] = "auto"
     config.setdefault("zero_optimization", {"stage": 0})
-    if deepspeed_config.offload_device(config, "offload_optimizer") and kind not in ("adam", "adamw"):
+    if offload_device(config, "offload_optimizer") and kind not in ("adam", "adamw"):
         # Accelerate would put DeepSpeedCPUAdam in the place of any other optimizer (utils/deepspeed.py).
         config["zero_force_ds_cpu_optimizer"] = False
     return config
 
 
 def accelerate_yaml(record: TrialRecord, config_file: Path) -> str:
-    """For ``accelerate launch --config_file``: processes and files only, as it may repeat nothing of the JSON."""
+    """For ``accelerate launch --config_file``: processes and files only, as nothing of the JSON may be said twice."""
     placement = record.trial.placement
     stage = _block(record.trial.ds_config, "zero_optimization").get("stage", 0)
     deepspeed: dict[str, str | int | bool] = {
@@ -214,8 +216,9 @@ def accelerate_yaml(record: TrialRecord, config_file: Path) -> str:
 def _node_count(record: TrialRecord, placement: Placement) -> int:
     if placement.hostfile is None:
         return 1
-    if hosts := {rank.hostname for rank in record.ranks}:
-        return len(hosts)
+    seen = {rank.hostname for rank in record.ranks}
+    if seen:
+        return len(seen)
     try:
         return len(read_hostfile(Path(placement.hostfile)))
     except UsageError:  # a row from another machine; the README says to check the count
@@ -238,7 +241,7 @@ def _yaml_character(character: str) -> str:
 
 
 def _block(config: Mapping[str, Any], name: str) -> Any:
-    """The mapping at ``name``, to be read or changed in place; if there is none, an empty one outside ``config``."""
+    """The mapping at ``name``, to be read or changed in place; an empty one of nobody's where there is none."""
     value = config.get(name)
     return value if isinstance(value, dict) else {}
 

@@ -1,6 +1,7 @@
 """The README that lies beside exported configurations: how to use each, what was measured with them, what to change.
 
-Names that users or models chose are shown as code or escaped, so that none of them can end a line or open markup.
+Only text is made here; ``export`` makes the configurations. Names that users or models chose are shown as code,
+escaped, so that none of them can end a line or open markup.
 """
 
 from __future__ import annotations
@@ -10,10 +11,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from .. import units
-from ..analysis import provenance
-from ..analysis.summary import summarise
-from ..config import deepspeed_config
-from ..config.spec import Placement, Trial
+from ..analysis import provenance, summary
+from ..config.spec import Placement, Trial, offload_device
 from ..records.schema import TrialRecord
 from ..system.environment import Environment
 from ..system.redaction import REDACTED, redacted_keys
@@ -28,7 +27,7 @@ OWN_KEYS: Config = {
     "wall_clock_breakdown": False,
     "timers": {"throughput": {"enabled": False}},
 }
-"""Keys that ``deepspeed_config.complete_config`` adds for measuring; none changes what is trained."""
+"""What ``deepspeed_config.complete_config`` adds for the sake of measuring; nothing of it changes what is trained."""
 
 _ON_CPU = {"adagrad": "deepspeed.ops.adagrad.DeepSpeedCPUAdagrad", "lion": "deepspeed.ops.lion.DeepSpeedCPULion"}
 _ON_DEVICE = {
@@ -38,21 +37,23 @@ _ON_DEVICE = {
     "lion": "deepspeed.ops.lion.FusedLion",
     "lamb": "deepspeed.ops.lamb.FusedLamb",
 }
-"""Optimizer's name → class that DeepSpeed 0.19.8 uses (``runtime/engine.py``); for others that of ``torch.optim``."""
+"""The class that DeepSpeed 0.19.8 makes of an optimizer's name (``runtime/engine.py``); else ``torch.optim``'s."""
 
 
-def render_readme(
+def readme(
     record: TrialRecord,
     raw: Config,
     trainer: Config,
     accelerate: Config,
     arguments: Mapping[str, str],
     environment: Environment | None,
-    warning: str | None = None,
+    doubt: str | None = None,
 ) -> str:
-    """The whole file. ``arguments``: TrainingArguments by name, as on a command line. ``warning``: for its head."""
+    """The whole file. ``arguments``: TrainingArguments by name, as on a command line. ``doubt``: for the head."""
     trial = record.trial
-    title = f"# DeepSpeed configuration of {inline_code(trial.strategy.label)} for {inline_code(trial.workload.model)}"
+    title = (
+        f"# DeepSpeed configuration of {inline_code(trial.configuration.label)} for {inline_code(trial.workload.model)}"
+    )
     sections = {
         "How to use it": _usage(record, raw, accelerate, arguments),
         f"What it was {'measured' if record.outcome.success else 'tried'} with": _measured(record, environment),
@@ -60,24 +61,25 @@ def render_readme(
         "Keys to know": _keys(raw, accelerate, trial.placement),
         "What to know of this row": (f"- {escape(caveat)}" for caveat in record.caveats),
     }
-    parts = [title, *([f"**{escape(warning)}**"] if warning else [])]
-    outcome = record.outcome
-    if not outcome.success:
-        reason = trial.unsupported or trial.skipped or outcome.error or "no reason was recorded"
-        parts.append(f"**This row did not train here** ({escape(outcome.status)}): {escape(reason)}.")
+    parts = [title, *([f"**{escape(doubt)}**"] if doubt else []), *_verdict(record)]
     for heading, lines in sections.items():
         text = "\n".join(lines)
         parts += [f"## {heading}", text] if text else []
     return "\n\n".join(parts) + "\n"
 
 
+def _verdict(record: TrialRecord) -> Iterator[str]:
+    outcome = record.outcome
+    if outcome.success:
+        return
+    reason = record.trial.unsupported or record.trial.skipped or outcome.error or "no reason was recorded"
+    yield f"**This row did not train here** ({escape(outcome.status)}): {escape(reason)}."
+
+
 def _usage(record: TrialRecord, raw: Config, accelerate: Config, arguments: Mapping[str, str]) -> Iterator[str]:
     yield f"Run these from this folder; `{_SCRIPT}` stands for your script.\n"
     placement = record.trial.placement
-    variables = ["DS_ACCELERATOR=cpu"] if placement.accelerator == "cpu" else []
-    ranks = ["--num_gpus", str(placement.num_gpus)]
-    hosts = ranks if placement.hostfile is None else ["--hostfile", placement.hostfile]
-    launcher = [*variables, "deepspeed", *hosts]
+    launcher = _launcher(placement)
     ran = "what ran" if record.outcome.success else "what was tried"
     yield f"- `ds_config.json`: exactly {ran}, for a script with `deepspeed.add_config_arguments(parser)` and"
     yield "  `deepspeed.initialize(args=args, model=model, model_parameters=model.parameters())`."
@@ -89,9 +91,20 @@ def _usage(record: TrialRecord, raw: Config, accelerate: Config, arguments: Mapp
     yield from (f"  {line}" for line in _refused_by_trainer(raw))
     yield "- `accelerate.yaml` and `ds_config_accelerate.json`: for Accelerate; the optimizer is made in your code:"
     yield f"  {_optimizer(raw, accelerate)}"
-    yield from _command([*variables, "accelerate", "launch", "--config_file", "accelerate.yaml", _SCRIPT])
+    yield from _command([*_device(placement), "accelerate", "launch", "--config_file", "accelerate.yaml", _SCRIPT])
     yield "  `accelerate.yaml` names the JSON by its absolute path: change it when you move this folder."
-    yield from _multi_rank_notes(placement)
+    yield from _places(placement)
+
+
+def _device(placement: Placement) -> list[str]:
+    return ["DS_ACCELERATOR=cpu"] if placement.accelerator == "cpu" else []
+
+
+def _launcher(placement: Placement) -> list[str]:
+    device = _device(placement)
+    if placement.hostfile is not None:
+        return [*device, "deepspeed", "--hostfile", placement.hostfile]
+    return [*device, "deepspeed", "--num_gpus", str(placement.num_gpus)]
 
 
 def _command(words: list[str]) -> Iterator[str]:
@@ -100,7 +113,7 @@ def _command(words: list[str]) -> Iterator[str]:
 
 
 def _shell(word: str) -> str:
-    """One word of a bash command, quoted so that it stays on one line."""
+    """One word of a bash command on one line, whatever is in it."""
     return shlex.quote(word) if word.isprintable() else "$'" + escape_unprintable(word).replace("'", "\\'") + "'"
 
 
@@ -112,7 +125,7 @@ def _refused_by_trainer(raw: Config) -> Iterator[str]:
 
 
 def _optimizer(raw: Config, accelerate: Config) -> str:
-    kind, offloaded = optimizer_kind(raw), bool(deepspeed_config.offload_device(raw, "offload_optimizer"))
+    kind, offloaded = optimizer_kind(raw), bool(offload_device(raw, "offload_optimizer"))
     name = str(_block(raw, "optimizer").get("type", ""))
     if kind == "muon":
         return "copy the `optimizer` block of `ds_config.json` into it and use `accelerate.utils.DummyOptim`."
@@ -136,7 +149,7 @@ def optimizer_kind(config: Config) -> str:
     return str(_block(config, "optimizer").get("type", "")).lower()
 
 
-def _multi_rank_notes(placement: Placement) -> Iterator[str]:
+def _places(placement: Placement) -> Iterator[str]:
     if placement.hostfile is not None:
         yield f"- Several nodes: {inline_code(placement.hostfile)} holds one line `host slots=GPUS` per node."
         yield "  In `accelerate.yaml`, `num_machines` is the count of those and `num_processes` the sum of the slots,"
@@ -164,31 +177,31 @@ def _measured(record: TrialRecord, environment: Environment | None) -> Iterator[
     if record.started_at is not None:
         yield f"- Started at: {escape(record.started_at)}"
     if environment is not None:
-        facts = provenance.machine(environment)
-        yield from (f"- {label}: {escape(text)}" for label, text in facts.items() if label not in environment.packages)
+        known = provenance.machine(environment)
+        yield from (f"- {label}: {escape(text)}" for label, text in known.items() if label not in environment.packages)
 
 
 def _results(record: TrialRecord) -> Iterator[str]:
     if not record.outcome.success or not record.ranks:
         return
-    summary = summarise(record, None, None)
-    yield f"- Throughput: {units.format_count(summary.tokens_per_second)} tokens/s (all ranks together)"
+    seen = summary.summarise(record, None, None)
+    yield f"- Throughput: {units.format_count(seen.tokens_per_second)} tokens/s (all ranks together)"
     steps = len(record.ranks[0].step_seconds)
-    yield f"- Step time: {units.format_ms(summary.mean_step_seconds)} ms, mean of {steps} steps on the slowest rank"
-    if summary.gpu_peak_bytes is not None:
-        allocated, reserved = map(units.format_bytes, (summary.gpu_peak_bytes, summary.gpu_peak_reserved_bytes))
-        yield f"- GPU memory, worst rank: peak allocated {allocated}, reserved {reserved}"
-    if summary.host_peak_bytes is not None:
-        yield f"- Host memory, peak resident size of a node's ranks: {units.format_bytes(summary.host_peak_bytes)}"
-    if summary.nvme_stored_bytes is not None:
-        yield f"- On NVMe: {units.format_bytes(summary.nvme_stored_bytes)}"
+    yield f"- Step time: {units.format_ms(seen.mean_step_seconds)} ms, mean of {steps} steps on the slowest rank"
+    if seen.gpu_peak_bytes is not None:
+        reserved = units.format_bytes(seen.gpu_peak_reserved_bytes)
+        yield f"- GPU memory, worst rank: peak allocated {units.format_bytes(seen.gpu_peak_bytes)}, reserved {reserved}"
+    if seen.host_peak_bytes is not None:
+        yield f"- Host memory, peak resident size of a node's ranks: {units.format_bytes(seen.host_peak_bytes)}"
+    if seen.nvme_stored_bytes is not None:
+        yield f"- On NVMe: {units.format_bytes(seen.nvme_stored_bytes)}"
 
 
 def _versions(record: TrialRecord, environment: Environment | None) -> str:
-    versions = dict(environment.packages) if environment is not None else {}
+    known = dict(environment.packages) if environment is not None else {}
     if record.ranks:
-        versions |= {"torch": record.ranks[0].torch_version, "deepspeed": record.ranks[0].deepspeed_version}
-    return ", ".join(f"{name} {escape(version)}" for name, version in sorted(versions.items())) or "not recorded"
+        known |= {"torch": record.ranks[0].torch_version, "deepspeed": record.ranks[0].deepspeed_version}
+    return ", ".join(f"{name} {escape(version)}" for name, version in sorted(known.items())) or "not recorded"
 
 
 def _world_size(trial: Trial, trainer: Config) -> Iterator[str]:
@@ -223,7 +236,7 @@ def _keys(raw: Config, accelerate: Config, placement: Placement) -> Iterator[str
         yield "- `zero_allow_untested_optimizer`: DeepSpeed wants it for this optimizer."
     if "zero_force_ds_cpu_optimizer" in accelerate and "zero_force_ds_cpu_optimizer" not in raw:
         yield "- `zero_force_ds_cpu_optimizer`: keeps Accelerate from putting CPU Adam in your optimizer's place."
-    if deepspeed_config.uses_nvme(raw):
+    if "nvme" in (offload_device(raw, "offload_optimizer"), offload_device(raw, "offload_param")):
         path = inline_code(placement.nvme_path or "not given")
         yield f"- `nvme_path`: {path}; two jobs must not share it, and swap files stay there."
         yield "- `buffer_size` holds the largest parameter of this model: another model needs its own."

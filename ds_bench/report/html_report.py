@@ -1,6 +1,6 @@
 """Reports as one HTML file that needs nothing else: no network, no fonts, no scripts but its own.
 
-Text from users, models and machines is escaped by the template engine or by the XML writer; none of it ever is
+Text from users, models and machines is escaped by the template engine or by the XML writer; none of it ever stands
 inside a script or a style.
 """
 

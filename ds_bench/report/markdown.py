@@ -42,7 +42,7 @@ def shell_block(command: str, indent: str = "") -> str:
 
 
 def _fence(text: str, shortest: int) -> str:
-    """A longer run of backticks than any in the text."""
+    """More backticks than stand beside each other anywhere in the text."""
     return "`" * max(shortest, *(len(run) + 1 for run in re.findall("`+", text)), 0)
 
 

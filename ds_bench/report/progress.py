@@ -41,7 +41,7 @@ class ProgressReporter:
     def begin(self, trial: Trial) -> ProgressCallback:
         """A trial starts. Returns the callback for its progress."""
         self._number += 1
-        head = f"[{self._number}/{self._total}] {trial.strategy.label}"
+        head = f"[{self._number}/{self._total}] {trial.configuration.label}"
         if self._level == 0:
             return ignore_progress
         if self._stream.isatty():
@@ -93,9 +93,8 @@ class ProgressReporter:
         outcome = record.outcome
         cause = f": {outcome.error}" if outcome.error else ""
         took = f" in {format_duration(record.wall_seconds)}" if record.wall_seconds is not None else ""
-        self.say(
-            f"[{self._number}/{self._total}] {record.trial.strategy.label} {status_text(outcome.status)}{took}{cause}"
-        )
+        label = record.trial.configuration.label
+        self.say(f"[{self._number}/{self._total}] {label} {status_text(outcome.status)}{took}{cause}")
         if self._level > 1:
             for text in (*record.caveats, *filter(None, [outcome.details])):
                 self.say(f"      {text}")

@@ -66,7 +66,7 @@ def test_interleaved_repeats_are_one_row_each_in_order_of_appearance() -> None:
     records = [fakes.success(gpu(stage, repeat=repeat)) for repeat in (0, 1, 2) for stage in (3, 0)]
     groups = group_repeats(summaries(*records))
     assert [[run.record.trial.repeat for run in runs] for runs in groups.values()] == [[0, 1, 2]] * 2
-    assert [runs[0].record.trial.strategy.stage for runs in groups.values()] == [3, 0]
+    assert [runs[0].record.trial.configuration.stage for runs in groups.values()] == [3, 0]
     assert list(groups) == [row_key(records[0]), row_key(records[1])]
 
 

@@ -303,7 +303,7 @@ def test_a_failed_row_that_is_asked_for_gives_no_ratios_and_says_so() -> None:
 def test_one_configuration_under_two_names_is_one_row_that_says_so() -> None:
     """ZeRO-3 of one script is "none" of the other; a change of one value makes it another row."""
     first = ran(3, 0.1)
-    trial = replace(first.trial, strategy=fakes.offload("none"), repeat=1)
+    trial = replace(first.trial, configuration=fakes.offload("none"), repeat=1)
     other = replace(trial, ds_config={**trial.ds_config, "gradient_clipping": 0.5})
     found = rows(first, fakes.success(trial, step_seconds=[0.1] * 10), fakes.success(other, step_seconds=[0.1] * 10))
     assert [(row.label, len(row.summaries)) for row in found] == [("ZeRO-3 (name zero3)", 2), ("ZeRO-3 (name none)", 1)]

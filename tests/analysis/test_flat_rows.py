@@ -61,7 +61,7 @@ def test_every_row_has_every_key_whatever_came_of_the_trial(entry: TrialRecord) 
 def test_the_stage_is_a_whole_number_in_every_row(entry: TrialRecord) -> None:
     (row,) = rows(entry)
     assert type(row["stage"]) is int
-    assert row["stage"] == entry.trial.strategy.stage
+    assert row["stage"] == entry.trial.configuration.stage
 
 
 def test_no_two_columns_share_a_name() -> None:
@@ -163,7 +163,7 @@ def test_without_a_ledger_its_cells_are_null_and_not_zero() -> None:
 def test_the_nvme_columns_belong_to_rows_that_swap_whatever_their_strategy_is_called() -> None:
     on = fakes.placement(nvme_path="/d")
     swapping = fakes.trial(fakes.offload("nvme"), on=on)
-    renamed = fakes.trial(fakes.zero(3), on=on, ds_config=swapping.ds_config)
+    renamed = replace(swapping, configuration=replace(swapping.configuration, name="mine", label="mine"))
     ledger = {"nvme": {"parameters": GB}}
     cells = [
         row["ledger_nvme_parameters_gb"]

@@ -25,7 +25,7 @@ from ds_bench.analysis.intervals import (
     sample_std,
     student_t_quantile,
 )
-from ds_bench.plan import Draft, ordered_for_round
+from ds_bench.plan import ordered_for_round
 from tests.support import fakes
 
 speeds = st.lists(st.floats(1e-3, 1e9), min_size=3, max_size=12)
@@ -255,8 +255,8 @@ NOISES: dict[str, Callable[[np.random.Generator, int], Figures]] = {
 
 def planned(runs: int, seed: int) -> list[tuple[int, int]]:
     """Row and round of each run, in the order in which a comparison of four stages runs them."""
-    drafts = [Draft(strategy=fakes.zero(stage), config={}, batch_size=4) for stage in range(STAGES)]
-    return [(d.strategy.stage, number) for number in range(runs) for d in ordered_for_round(drafts, seed, number)]
+    rows = [fakes.zero(stage) for stage in range(STAGES)]
+    return [(row.stage, number) for number in range(runs) for row in ordered_for_round(rows, seed, number)]
 
 
 def as_written(runs: int, _seed: int) -> list[tuple[int, int]]:

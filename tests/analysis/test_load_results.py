@@ -21,7 +21,7 @@ from ds_bench.analysis.caveats import CaveatKind, parse_caveats
 from ds_bench.analysis.flat_rows import COLUMNS, flat_rows
 from ds_bench.analysis.load_results import Result
 from ds_bench.config.deepspeed_config import is_full_config
-from ds_bench.config.spec import Strategy
+from ds_bench.config.spec import Configuration
 from ds_bench.errors import UsageError
 from ds_bench.records import json_files, reader, schema
 from ds_bench.records.run_folder import RunFolder
@@ -29,6 +29,7 @@ from ds_bench.records.schema import Outcome, TrialRecord
 from ds_bench.system import environment
 from ds_bench.system.environment import Environment
 from tests.support import fakes
+from tests.support.deepspeed_configs import EVERY_CONFIGURATION
 from tests.support.real_trials import ROOT
 
 HERE = ROOT / "tests"
@@ -80,7 +81,7 @@ def put_lines(stored: RunFolder, *entries: Any) -> None:
 
 
 def labels(result: Result) -> list[str]:
-    return [entry.record.trial.strategy.label for entry in result.summaries]
+    return [entry.record.trial.configuration.label for entry in result.summaries]
 
 
 def refusal(path: Path) -> str:
@@ -263,6 +264,20 @@ def test_the_kept_flat_json_of_schema_1_agrees_with_its_run() -> None:
     )
 
 
+def test_the_kept_result_of_schema_2_is_still_read() -> None:
+    """Of a real run with ``--set zero_optimization.overlap_comm=false``. Never rewritten either."""
+    result = load_results.load(HERE / "data/schema2/runs/offload_20261122_093000")
+    assert result.records is not None
+    rows = [entry.trial.configuration for entry in result.records]
+    assert [(row.name, row.layout) for row in rows] == [
+        ("none", (3, "none", "none")),
+        ("cpu_optimizer", (3, "cpu", "none")),
+        ("nvme", (3, "nvme", "nvme")),
+    ]
+    assert [row.deepspeed_config["zero_optimization"]["overlap_comm"] for row in rows] == [False] * 3
+    assert all(entry.tokens_per_second for entry in result.summaries)
+
+
 # ------------------------------------------------------------------ versions
 
 
@@ -284,15 +299,33 @@ def test_a_schema_that_is_no_version_is_refused(run: RunFolder, version: object)
     assert "schema_version" in refusal(run.folder)
 
 
-def test_an_older_schema_is_migrated_step_by_step(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Schema 3, where 1 called the wall time ``seconds`` and 2 counted it in milliseconds."""
+def test_a_record_of_schema_1_is_the_trial_that_is_planned_today() -> None:
+    """So that a run begun with an earlier version is resumed and not run again."""
+    for configuration in EVERY_CONFIGURATION:
+        entry = fakes.success(fakes.trial(configuration))
+        data = {**entry.to_dict(), "schema_version": 1}
+        del data["trial"]["configuration"]
+        data["trial"]["strategy"] = {
+            "name": configuration.name,
+            "label": configuration.label,
+            "stage": configuration.stage,
+            "offload_optimizer": configuration.offload_optimizer,
+            "offload_param": configuration.offload_param,
+        }
+        trial = reader.parse_record(json.dumps(data).encode(), "line 1", {}).trial
+        assert trial.key == entry.trial.key
+        assert (trial.configuration.label, trial.configuration.layout) == (configuration.label, configuration.layout)
 
-    def to_2(kind: reader.Kind, data: dict[str, Any]) -> dict[str, Any]:
+
+def test_an_older_schema_is_migrated_step_by_step(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Schema 4, where 2 called the wall time ``seconds`` and 3 counted it in milliseconds."""
+
+    def to_3(kind: reader.Kind, data: dict[str, Any]) -> dict[str, Any]:
         if kind == "record":
             data["wall_milliseconds"] = data.pop("seconds") * 1000
         return data
 
-    def to_3(kind: reader.Kind, data: dict[str, Any]) -> dict[str, Any]:
+    def to_4(kind: reader.Kind, data: dict[str, Any]) -> dict[str, Any]:
         if kind == "record":
             data["wall_seconds"] = data.pop("wall_milliseconds") / 1000
         return data
@@ -302,16 +335,16 @@ def test_an_older_schema_is_migrated_step_by_step(run: RunFolder, monkeypatch: p
         del entry["wall_seconds"]
         old.append({**entry, "seconds": 7.5})
     put_lines(run, *old)
-    monkeypatch.setattr(reader, "SCHEMA_VERSION", 3)
-    monkeypatch.setattr(reader, "MIGRATIONS", {1: to_2, 2: to_3})
+    monkeypatch.setattr(reader, "SCHEMA_VERSION", 4)
+    monkeypatch.setattr(reader, "MIGRATIONS", {2: to_3, 3: to_4})
     result = load_results.load(run.folder)
     assert result.records is not None
     assert [entry.wall_seconds for entry in result.records] == [7.5] * 3
-    assert {entry.schema_version for entry in result.records} == {3}
+    assert {entry.schema_version for entry in result.records} == {4}
 
 
 def test_a_schema_that_no_migration_takes_on_is_refused(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reader, "SCHEMA_VERSION", 2)
+    monkeypatch.setattr(reader, "SCHEMA_VERSION", 3)
     assert "too old" in refusal(run.folder)
 
 
@@ -361,12 +394,12 @@ def test_a_missing_key_is_named_with_its_record(run: RunFolder) -> None:
 def test_unknown_keys_are_left_out_with_a_note(run: RunFolder) -> None:
     first, *rest = lines(run)
     first["mood"] = "good"
-    first["trial"]["strategy"]["colour"] = "blue"
+    first["trial"]["configuration"]["colour"] = "blue"
     put_lines(run, first, *rest)
     result = load_results.load(run.folder)
     assert result.records is not None
     assert fakes.success(fakes.trial(fakes.zero(0))) in result.records
-    assert "records.jsonl: unknown keys left out: trial.strategy.colour, mood" in result.notes
+    assert "records.jsonl: unknown keys left out: trial.configuration.colour, mood" in result.notes
 
 
 WRONG: list[tuple[tuple[str | int, ...], Any, str]] = [
@@ -384,7 +417,11 @@ WRONG: list[tuple[tuple[str | int, ...], Any, str]] = [
     (("ranks", 0, "resolved_config"), {"zero": [0, 10**60 + 1]}, "ranks[0].resolved_config.zero[1] is not a finite"),
     (("ranks",), {}, "ranks is an object: input should be"),
     (("outcome",), None, "outcome is null: input should be an object"),
-    (("trial", "strategy", "stage"), 7, "trial.strategy is not usable: stage is 7"),
+    (
+        ("trial", "configuration", "deepspeed_config", "zero_optimization", "stage"),
+        7,
+        "trial.configuration is not usable: stage is 7",
+    ),
     (("trial", "placement", "accelerator"), "abacus", """trial.placement.accelerator is "abacus": input should"""),
     (("trial", "ds_config"), [], "trial.ds_config is a list: input should be"),
 ]
@@ -646,7 +683,7 @@ def test_how_far_a_prediction_was_off_comes_back_from_a_flat_row() -> None:
 @pytest.mark.parametrize(
     "strategy", [fakes.zero(0), fakes.zero(3), fakes.offload("nvme"), fakes.offload("cpu_full", 2)]
 )
-def test_a_configuration_is_known_of_a_record_and_not_of_its_flat_row(strategy: Strategy) -> None:
+def test_a_configuration_is_known_of_a_record_and_not_of_its_flat_row(strategy: Configuration) -> None:
     entry = fakes.success(fakes.trial(strategy))
     (row,) = flat_rows(load_results.summarise_all([entry]))
     assert is_full_config(entry.trial)
@@ -716,7 +753,7 @@ def test_a_flat_row_that_claims_endless_steps_costs_no_endless_memory(tmp_path: 
 
 
 def test_a_strategy_that_this_version_does_not_know_keeps_its_name(tmp_path: Path) -> None:
-    strategy = load_results.load(flat(tmp_path, strategy="zero4", stage=3)).summaries[0].record.trial.strategy
+    strategy = load_results.load(flat(tmp_path, strategy="zero4", stage=3)).summaries[0].record.trial.configuration
     assert (strategy.name, strategy.label, strategy.stage) == ("zero4", "zero4", 3)
 
 
@@ -741,7 +778,7 @@ def test_one_and_true_are_told_apart_in_what_records_share(run: RunFolder) -> No
     """``==`` does not; a configuration read from one record must not stand in for the other's."""
     entries = lines(run)
     for entry, value in zip(entries, (1, True, 1.0), strict=True):
-        entry["trial"] |= {"strategy": entries[0]["trial"]["strategy"], "ds_config": {"k": value}}
+        entry["trial"] |= {"configuration": entries[0]["trial"]["configuration"], "ds_config": {"k": value}}
     put_lines(run, *entries)
     records = reader.read_records(run.folder / "records.jsonl", (), [])
     assert [type(entry.trial.ds_config["k"]) for entry in records] == [int, bool, float]

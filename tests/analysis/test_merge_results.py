@@ -74,7 +74,7 @@ def test_repeats_are_numbered_through_so_that_no_two_trials_have_one_key() -> No
     first = result(run(1, 0.10), run(2, 0.11), run(1, 0.12, 1), run(2, 0.13, 1))
     second = result(run(1, 0.14), run(1, 0.15, 1), run(3, 0.16), name="b.json")
     (group,) = merge_results.merge([first, second])
-    found = [(trial.strategy.stage, trial.repeat) for trial in trials(group)]
+    found = [(trial.configuration.stage, trial.repeat) for trial in trials(group)]
     assert found == [(1, 0), (2, 0), (1, 1), (2, 1), (1, 2), (1, 3), (3, 0)]
     assert len({trial.key for trial in trials(group)}) == 7
 
@@ -86,7 +86,13 @@ def test_rounds_of_two_results_are_rounds_of_their_own() -> None:
         for number, stages in enumerate(((1, 2), (1,), (1, 2)))
     ]
     (group,) = merge_results.merge(results)
-    assert [(trial.strategy.stage, trial.repeat) for trial in trials(group)] == [(1, 0), (2, 0), (1, 1), (1, 2), (2, 1)]
+    assert [(trial.configuration.stage, trial.repeat) for trial in trials(group)] == [
+        (1, 0),
+        (2, 0),
+        (1, 1),
+        (1, 2),
+        (2, 1),
+    ]
     assert [summary.round for summary in group.summaries] == [0, 0, 1, 2, 2]
 
 
@@ -260,7 +266,7 @@ def test_a_flat_json_and_its_own_run_folder_count_once_and_the_records_are_kept(
 def test_a_run_that_was_resumed_adds_only_what_its_older_copy_lacks() -> None:
     first, second = run(1, 0.1), run(2, 0.2)
     (group,) = merge_results.merge([result(first), result(first, second, name="b.json")])
-    assert [trial.strategy.stage for trial in trials(group)] == [1, 2]
+    assert [trial.configuration.stage for trial in trials(group)] == [1, 2]
     assert [trial.repeat for trial in trials(group)] == [0, 0]
 
 
@@ -288,7 +294,8 @@ def test_whatever_is_merged_no_run_is_lost_and_none_counts_twice(files: list[lis
     ]
     (group,) = merge_results.merge(results)
     seen = sorted(
-        (entry.record.trial.strategy.stage, round((entry.mean_step_seconds or 0) * 100)) for entry in group.summaries
+        (entry.record.trial.configuration.stage, round((entry.mean_step_seconds or 0) * 100))
+        for entry in group.summaries
     )
     assert seen == sorted({run for entries in files for run in entries})
     if len(group.sources) > 1:

@@ -334,6 +334,5 @@ def test_a_row_without_nvme_is_not_asked_about_it() -> None:
 
 
 def test_a_row_edited_to_use_nvme_is_asked_about_it() -> None:
-    config = fakes.trial(fakes.offload("nvme"), on=replace(CUDA, nvme_path="/d")).ds_config
-    trial = fakes.trial(fakes.zero(3), on=replace(CUDA, nvme_path="/d"), ds_config=config)
+    trial = fakes.trial(replace(fakes.offload("nvme"), name="mine"), on=replace(CUDA, nvme_path="/d"))
     assert any("nothing was swapped" in each for each in texts(summarise(fakes.success(trial), None, None)))

@@ -299,7 +299,7 @@ def test_a_row_that_one_of_two_results_tells_whole_is_exported_from_that(
 def test_a_strategys_name_from_a_file_leads_out_of_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     name = "x/../../escaped"
     (entry,) = run_of((2,))
-    evil = replace(entry, trial=replace(entry.trial, strategy=replace(entry.trial.strategy, name=name)))
+    evil = replace(entry, trial=replace(entry.trial, configuration=replace(entry.trial.configuration, name=name)))
     folder = fakes.write_run(tmp_path / "results", [evil]).folder
     (tmp_path / "inside").mkdir()
     monkeypatch.chdir(tmp_path / "inside")

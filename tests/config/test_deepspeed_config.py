@@ -6,6 +6,7 @@ import copy
 import importlib.util
 import json
 import sys
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,10 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_bench.config import deepspeed_config, strategies, validation
-from ds_bench.config.spec import Strategy
+from ds_bench.config.spec import Configuration
 from ds_bench.errors import UsageError
 from tests.support import fakes
-from tests.support.deepspeed_configs import EVERY_STRATEGY, complete
+from tests.support.deepspeed_configs import EVERY_CONFIGURATION, complete
 from tests.support.real_trials import ROOT
 
 BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
@@ -103,7 +104,7 @@ def test_the_offload_script_holds_a_config_function_by_strategy(offload_script: 
     assert batch(config) == (2, 2, 1)
 
 
-def config_device(strategy: Strategy) -> str:
+def config_device(strategy: Configuration) -> str:
     return str(strategy.offload_optimizer)
 
 
@@ -126,8 +127,8 @@ def test_what_a_user_edits_into_the_config_is_kept_by_completing_it() -> None:
     }
 
 
-@pytest.mark.parametrize("strategy", EVERY_STRATEGY, ids=lambda s: s.name)
-def test_every_default_that_changed_between_versions_is_written_out(strategy: Strategy) -> None:
+@pytest.mark.parametrize("strategy", EVERY_CONFIGURATION, ids=lambda s: s.name)
+def test_every_default_that_changed_between_versions_is_written_out(strategy: Configuration) -> None:
     config = deepspeed_config.base_config(strategy, 4)
     zero = config["zero_optimization"]
     assert config["gradient_clipping"] == 1.0
@@ -137,17 +138,20 @@ def test_every_default_that_changed_between_versions_is_written_out(strategy: St
         assert key not in zero or zero[key]["pin_memory"] is True
 
 
-@pytest.mark.parametrize("strategy", EVERY_STRATEGY, ids=lambda s: s.name)
-def test_a_block_says_what_its_strategy_is(strategy: Strategy) -> None:
+@pytest.mark.parametrize("strategy", EVERY_CONFIGURATION, ids=lambda s: s.name)
+def test_a_block_says_what_its_strategy_is(strategy: Configuration) -> None:
     config = deepspeed_config.base_config(strategy, 4)
-    assert config["zero_optimization"]["stage"] == strategy.stage
-    assert (deepspeed_config.offload_device(config, "offload_optimizer") or "none") == strategy.offload_optimizer
-    assert (deepspeed_config.offload_device(config, "offload_param") or "none") == strategy.offload_param
-    assert deepspeed_config.uses_nvme(config) is strategy.uses_nvme
+    catalogued = strategies.find_strategy(strategy.name, strategy.stage)
+    assert catalogued is not None
+    assert replace(strategy, deepspeed_config=config).layout == (
+        catalogued.stage,
+        catalogued.offload_optimizer,
+        catalogued.offload_param,
+    )
 
 
-@pytest.mark.parametrize("strategy", EVERY_STRATEGY, ids=lambda s: s.name)
-def test_a_config_is_json_and_has_only_keys_that_deepspeed_reads(strategy: Strategy) -> None:
+@pytest.mark.parametrize("strategy", EVERY_CONFIGURATION, ids=lambda s: s.name)
+def test_a_config_is_json_and_has_only_keys_that_deepspeed_reads(strategy: Configuration) -> None:
     completed = complete(deepspeed_config.base_config(strategy, 4))
     assert json.loads(json.dumps(completed, allow_nan=False)) == completed
     validation.check_keys(completed)

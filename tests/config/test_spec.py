@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from ds_bench.config.spec import Placement, Strategy, Trial, Workload
+from ds_bench.config.spec import Configuration, Placement, Strategy, Trial, Workload
+from ds_bench.config.strategies import make_configuration
 from tests.support import fakes
 
 
@@ -59,7 +60,37 @@ def test_what_was_asked_cannot_be_changed_afterwards(value: Any) -> None:
 )
 def test_a_strategy_uses_nvme_when_either_of_the_two_lies_there(optimizer: Any, param: Any, uses: bool) -> None:
     strategy = Strategy(name="x", label="X", stage=3, offload_optimizer=optimizer, offload_param=param)
-    assert strategy.uses_nvme is uses
+    assert make_configuration(strategy).uses_nvme is uses
+
+
+def test_stage_and_devices_are_those_of_the_deepspeed_configuration() -> None:
+    block = {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "nvme"}}
+    row = Configuration(name="mine", label="mine.json", deepspeed_config={"zero_optimization": block})
+    assert row.layout == (3, "cpu", "nvme")
+    assert (row.offloads_optimizer, row.uses_nvme) == (True, True)
+    plain = replace(row, deepspeed_config={})
+    assert (plain.layout, plain.offloads_optimizer, plain.uses_nvme) == ((0, "none", "none"), False, False)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"name": ""}, "name is ''"),
+        ({"deepspeed_config": {"zero_optimization": {"stage": 4}}}, "stage is 4"),
+        ({"deepspeed_config": {"zero_optimization": {"stage": True}}}, "stage is True"),
+        ({"deepspeed_config": {"zero_optimization": {"offload_param": {"device": "gpu"}}}}, "offload_param.device"),
+        ({"workload_changes": {"batchsize": 4}}, "workload_changes is \\['batchsize'\\]"),
+    ],
+)
+def test_a_configuration_that_would_mislead_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Configuration(**{"name": "mine", "label": "mine", "deepspeed_config": {}, **changes})
+
+
+def test_a_row_changes_the_workload_as_it_says() -> None:
+    row = replace(fakes.zero(1), workload_changes={"batch_size": 9, "activation_checkpointing": True})
+    common = fakes.workload()
+    assert row.applied_to(common) == replace(common, batch_size=9, activation_checkpointing=True)
 
 
 def everything() -> Trial:
@@ -92,7 +123,7 @@ def test_a_trial_survives_json_whole() -> None:
     assert again.key == trial.key
 
 
-@pytest.mark.parametrize("damage", ["strategy", "workload", "placement"])
+@pytest.mark.parametrize("damage", ["configuration", "workload", "placement"])
 def test_a_trial_that_lost_a_part_is_no_trial(damage: str) -> None:
     data = everything().to_dict()
     del data[damage]
@@ -122,7 +153,7 @@ def _variants() -> list[Trial]:
         *(replace(trial, workload=replace(trial.workload, **change)) for change in workloads),
         *(replace(trial, placement=replace(trial.placement, **change)) for change in placements),
         replace(trial, repeat=0),
-        replace(trial, strategy=fakes.offload("cpu_full")),
+        replace(trial, configuration=fakes.offload("cpu_full")),
         replace(trial, ds_config={**trial.ds_config, "gradient_clipping": 0.5}),
     ]
 

@@ -3,27 +3,29 @@
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ds_bench.config import deepspeed_config, overrides, validation
-from ds_bench.config.spec import Placement, Strategy, Workload
+from ds_bench.config.spec import Configuration, Placement, Requirements, Strategy, Workload
+from ds_bench.config.strategies import make_configuration
 from ds_bench.errors import UsageError
 from tests.support import fakes
-from tests.support.deepspeed_configs import EVERY_STRATEGY, complete
+from tests.support.deepspeed_configs import EVERY_CONFIGURATION, complete
 
 CUDA = Placement(accelerator="cuda", num_gpus=1, nvme_path="/mnt/nvme")
 
 
-def refusal(strategy: Strategy, on: Placement = CUDA, **changes: Any) -> str | None:
+def refusal(strategy: Configuration, on: Placement = CUDA, **changes: Any) -> str | None:
     config = overrides.overlay(deepspeed_config.base_config(strategy, 4), changes)
-    return validation.unsupported_reason(config, on)
+    return validation.unsupported_reason(replace(strategy, deepspeed_config=config), on)
 
 
-@pytest.mark.parametrize("strategy", EVERY_STRATEGY, ids=lambda s: s.name)
-def test_what_the_catalogue_offers_at_its_own_stage_is_not_refused(strategy: Strategy) -> None:
+@pytest.mark.parametrize("strategy", EVERY_CONFIGURATION, ids=lambda s: s.name)
+def test_what_the_catalogue_offers_at_its_own_stage_is_not_refused(strategy: Configuration) -> None:
     assert refusal(strategy) is None
 
 
@@ -39,7 +41,7 @@ def test_parameters_are_offloaded_at_stage_3_only(stage: int) -> None:
 
 @pytest.mark.parametrize("stage", [1, 2])
 def test_an_optimizer_on_nvme_below_stage_3_is_refused_since_it_would_run_on_the_cpu(stage: int) -> None:
-    strategy = Strategy(name="x", label="X", stage=stage, offload_optimizer="nvme")
+    strategy = make_configuration(Strategy(name="x", label="X", stage=stage, offload_optimizer="nvme"))
     assert "runs as CPU offload" in (refusal(strategy) or "")
 
 
@@ -101,8 +103,7 @@ def test_a_refusal_ends_with_what_to_do(name: str, stage: int) -> None:
     ids=lambda block: next(iter(block)),
 )
 def test_a_block_that_would_do_nothing_here_is_refused_with_the_remedy(block: dict[str, Any]) -> None:
-    config = complete({**deepspeed_config.base_config(fakes.zero(3), 4), **block})
-    assert "remove" in (validation.unsupported_reason(config, CUDA) or "")
+    assert "remove" in (refusal(fakes.zero(3), **block) or "")
 
 
 @pytest.mark.parametrize(
@@ -117,19 +118,32 @@ def test_a_block_that_would_do_nothing_here_is_refused_with_the_remedy(block: di
     ],
 )
 def test_a_block_that_is_switched_off_is_not_refused(block: dict[str, Any]) -> None:
-    assert (
-        validation.unsupported_reason(complete({**deepspeed_config.base_config(fakes.zero(3), 4), **block}), CUDA)
-        is None
-    )
+    assert refusal(fakes.zero(3), **block) is None
 
 
-def inactive(strategy: Strategy, on: Placement | None = None, of: Workload | None = None, **changes: Any) -> list[str]:
+@pytest.mark.parametrize(
+    ("needs", "named"),
+    [
+        (Requirements(accelerator="cpu"), "--accelerator cpu"),
+        (Requirements(min_ranks=2), "--num-gpus 2"),
+        (Requirements(min_nodes=2), "--hostfile"),
+    ],
+)
+def test_what_a_configuration_requires_is_asked_of_the_placement(needs: Requirements, named: str) -> None:
+    row = replace(fakes.zero(3), requires=needs)
+    assert named in (refusal(row) or "")
+    assert refusal(row, Placement(accelerator="cpu", num_gpus=2, hostfile="hosts")) is None
+
+
+def inactive(
+    strategy: Configuration, on: Placement | None = None, of: Workload | None = None, **changes: Any
+) -> list[str]:
     config = complete(overrides.overlay(deepspeed_config.base_config(strategy, 4), changes))
     return validation.ineffective_settings(config, of or fakes.workload(), on or fakes.placement())
 
 
-@pytest.mark.parametrize("strategy", EVERY_STRATEGY, ids=lambda s: s.name)
-def test_nothing_in_the_catalogue_is_inactive_or_slows_what_is_measured(strategy: Strategy) -> None:
+@pytest.mark.parametrize("strategy", EVERY_CONFIGURATION, ids=lambda s: s.name)
+def test_nothing_in_the_catalogue_is_inactive_or_slows_what_is_measured(strategy: Configuration) -> None:
     assert inactive(strategy) == []
 
 

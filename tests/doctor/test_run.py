@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from ds_bench.config import deepspeed_config, strategies
-from ds_bench.config.spec import Placement
+from ds_bench.config.spec import Configuration, Placement
 from ds_bench.doctor import compilers, nvme, packages
 from ds_bench.doctor import run as doctor
 from ds_bench.doctor.findings import Finding, SystemAccess, ok, problem, warning
@@ -19,6 +18,7 @@ from ds_bench.errors import PreflightError
 from ds_bench.launch import ops
 from ds_bench.system import environment
 from ds_bench.system.gpus import GpuFacts, GpuInventory
+from tests.support import fakes
 
 GROUPS = ["Packages", "Tools", "GPUs", "Host", "DeepSpeed ops", "NVMe", "Hugging Face Hub"]
 CPU = Placement(accelerator="cpu")
@@ -117,38 +117,36 @@ def test_a_cache_that_cannot_be_made_is_a_finding_of_the_ops(
 # ------------------------------------------------------------------ for a plan
 
 
-def config(name: str) -> dict[str, Any]:
-    return deepspeed_config.base_config(strategies.offload_strategy(name), 1)
-
-
-def planned(*configs: dict[str, Any], place: Placement = CPU, **arguments: Any) -> dict[str, Finding]:
-    found = doctor.run_plan_checks(place, configs, **arguments)
+def planned(*rows: Configuration, place: Placement = CPU, **arguments: Any) -> dict[str, Finding]:
+    found = doctor.run_plan_checks(place, rows, **arguments)
     return {each.name: each for each in found}
 
 
 def test_a_plan_on_this_machine_is_ready_and_says_so_quickly() -> None:
     start = time.monotonic()
-    found = planned(config("none"), config("cpu_optimizer"))
+    found = planned(fakes.offload("none"), fakes.offload("cpu_optimizer"))
     assert time.monotonic() - start < 5  # 0.2 s on an idle machine
     assert [each for each in found.values() if each.level == "problem"] == []
 
 
 def test_a_tool_that_every_row_needs_is_a_problem(bare: SystemAccess) -> None:
-    assert planned(config("none"), system=bare)["ninja"].level == "problem"  # on the CPU every row talks by an op
+    assert (
+        planned(fakes.offload("none"), system=bare)["ninja"].level == "problem"
+    )  # on the CPU every row talks by an op
 
 
 def test_a_tool_that_only_some_rows_need_is_a_warning(bare: SystemAccess) -> None:
     place = Placement(accelerator="cuda")
-    some = planned(config("none"), config("cpu_optimizer"), place=place, system=bare)
-    every = planned(config("cpu_full"), config("cpu_optimizer"), place=place, system=bare)
+    some = planned(fakes.offload("none"), fakes.offload("cpu_optimizer"), place=place, system=bare)
+    every = planned(fakes.offload("cpu_full"), fakes.offload("cpu_optimizer"), place=place, system=bare)
     assert some["ninja"].level == "warning"
     assert every["ninja"].level == "problem"
 
 
 def test_the_nvme_path_is_looked_at_only_where_a_row_uses_it(tmp_path: Path) -> None:
     place = Placement(accelerator="cpu", nvme_path=str(tmp_path / "missing"))
-    assert "NVMe path" not in planned(config("cpu_full"), place=place)
-    assert planned(config("nvme"), place=place)["NVMe path"].level == "problem"
+    assert "NVMe path" not in planned(fakes.offload("cpu_full"), place=place)
+    assert planned(fakes.offload("nvme"), place=place)["NVMe path"].level == "problem"
 
 
 def test_a_full_disk_for_swapping_stops_only_the_rows_that_swap(
@@ -159,35 +157,37 @@ def test_a_full_disk_for_swapping_stops_only_the_rows_that_swap(
 
     monkeypatch.setattr(nvme, "_write_directly", no_space)
     place = Placement(accelerator="cpu", nvme_path=str(tmp_path))
-    assert planned(config("nvme"), place=place)["direct I/O"].level == "problem"
-    assert planned(config("nvme"), place=place, lacks_space="1 MB free")["direct I/O"].level == "warning"
+    assert planned(fakes.offload("nvme"), place=place)["direct I/O"].level == "problem"
+    assert planned(fakes.offload("nvme"), place=place, lacks_space="1 MB free")["direct I/O"].level == "warning"
 
 
 def test_cards_are_looked_at_only_where_the_plan_uses_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(environment, "torch_cuda_version", lambda: "12.8")
     cut = SystemAccess(gpu_query=Cards(GpuFacts(index=0, mig=True)), environ={})
-    assert "GPU 0 MIG" not in planned(config("none"), system=cut)
-    assert planned(config("none"), place=Placement(accelerator="cuda"), system=cut)["GPU 0 MIG"].level == "problem"
+    assert "GPU 0 MIG" not in planned(fakes.offload("none"), system=cut)
+    assert (
+        planned(fakes.offload("none"), place=Placement(accelerator="cuda"), system=cut)["GPU 0 MIG"].level == "problem"
+    )
 
 
 def test_an_amd_gpu_is_said_to_be_unsupported(tmp_path: Path) -> None:
     (tmp_path / "dev").mkdir()
     there = SystemAccess(root=tmp_path, gpu_query=Cards(), environ={})
-    assert "GPUs" not in planned(config("none"), system=there)
+    assert "GPUs" not in planned(fakes.offload("none"), system=there)
     (tmp_path / "dev/kfd").touch()
-    assert "ROCm is not supported: this runs on the CPU" in planned(config("none"), system=there)["GPUs"].text
+    assert "ROCm is not supported: this runs on the CPU" in planned(fakes.offload("none"), system=there)["GPUs"].text
     assert "ROCm is not supported" in doctor.run_all_checks(there)["GPUs"][0].text
 
 
 def test_host_memory_is_held_against_what_the_plan_needs() -> None:
-    assert planned(config("cpu_full"), need_host_bytes=2**60)["host memory"].level == "warning"
+    assert planned(fakes.offload("cpu_full"), need_host_bytes=2**60)["host memory"].level == "warning"
 
 
 def test_a_deepspeed_that_is_too_old_ends_the_plan_in_second_0(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packages, "check", lambda: [problem("deepspeed", "0.14 is installed", "pip install it")])
     stream = io.StringIO()
     with pytest.raises(PreflightError, match="not ready: 1 problem"):
-        doctor.require_ready(doctor.run_plan_checks(CPU, [config("none")]), stream)
+        doctor.require_ready(doctor.run_plan_checks(CPU, [fakes.offload("none")]), stream)
     assert "0.14 is installed -> pip install it" in stream.getvalue()
 
 

@@ -8,19 +8,18 @@ from pathlib import Path
 
 import pytest
 
-from ds_bench.config import strategies
-from ds_bench.config.spec import Strategy, Workload
+from ds_bench.config.spec import Configuration, Workload
 from ds_bench.launch import Limits
 from ds_bench.launch.warm import WarmLauncher
 from ds_bench.records.schema import RankMeasurement
+from tests.support import fakes
 from tests.support.real_trials import SHORT, make_trial
 
 pytestmark = pytest.mark.deepspeed
 
-STAGE_0, STAGE_3 = strategies.ZERO_STAGES[0], strategies.ZERO_STAGES[3]
-OFFLOAD = strategies.offload_strategy("cpu_full")
-TRAINED: dict[str, tuple[Strategy, ...]] = {
-    "gpt2": (STAGE_0, strategies.ZERO_STAGES[1], strategies.ZERO_STAGES[2], STAGE_3, OFFLOAD),
+STAGE_0, STAGE_3, OFFLOAD = fakes.zero(0), fakes.zero(3), fakes.offload("cpu_full")
+TRAINED: dict[str, tuple[Configuration, ...]] = {
+    "gpt2": (STAGE_0, fakes.zero(1), fakes.zero(2), STAGE_3, OFFLOAD),
     "lora": (STAGE_0, STAGE_3, OFFLOAD),
     "bert": (STAGE_0, STAGE_3),
     "t5": (STAGE_0, STAGE_3),

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from tests.support import fakes
 from tests.support import sample_reports as samples
 
 pytestmark = pytest.mark.browser
@@ -102,8 +103,8 @@ def test_the_logs_above_would_have_shown_a_request(driver: Any, tmp_path: Path) 
 
 
 def test_a_script_in_a_label_or_a_config_does_not_run(opened: Opened) -> None:
-    row = samples.row(EVIL, samples.run(samples.strategies.ZERO_STAGES[0], 0.1))
-    other = samples.row(f"{EVIL}2", samples.run(samples.strategies.ZERO_STAGES[1], 0.2, peak=4))
+    row = samples.row(EVIL, samples.run(fakes.zero(0), 0.1))
+    other = samples.row(f"{EVIL}2", samples.run(fakes.zero(1), 0.2, peak=4))
     driver = opened(samples.report(samples.comparison(row, other), title="harmless", notes=(EVIL,)))
     assert driver.title == "harmless"
     assert driver.execute_script("return document.querySelectorAll('img, main script').length") == 0
@@ -143,7 +144,7 @@ def test_only_one_column_says_that_it_is_sorted(opened: Opened) -> None:
         "return [...document.querySelectorAll('[aria-sort]')].map((h) => h.getAttribute('aria-sort'))"
     )
     assert marks.count("none") == len(marks) - 1
-    assert driver.find_element("id", "announcement").get_attribute("textContent") == "Sorted by Strategy, ascending."
+    assert driver.find_element("id", "said").get_attribute("textContent") == "Sorted by Strategy, ascending."
 
 
 def pasted(driver: Any) -> str:

@@ -15,8 +15,7 @@ import torch
 from ds_bench.analysis.caveats import Caveat, CaveatKind
 from ds_bench.analysis.loss_parity import with_loss_caveats
 from ds_bench.analysis.summary import TrialSummary, summarise
-from ds_bench.config import strategies
-from ds_bench.config.spec import Strategy, Trial
+from ds_bench.config.spec import Configuration, Trial
 from ds_bench.launch import Limits
 from ds_bench.launch.warm import WarmLauncher
 from ds_bench.records.schema import TrialRecord
@@ -26,11 +25,11 @@ from tests.support.real_trials import SHORT, make_trial
 
 WORKLOAD = fakes.workload(batch_size=2, seq_length=32)
 HONEST = {
-    **{f"zero{stage}": strategies.ZERO_STAGES[stage] for stage in range(4)},
-    "zero1_cpu_optimizer": strategies.offload_strategy("cpu_optimizer", 1),
-    "zero2_cpu_optimizer": strategies.offload_strategy("cpu_optimizer", 2),
-    "cpu_optimizer": strategies.offload_strategy("cpu_optimizer", 3),
-    "cpu_full": strategies.offload_strategy("cpu_full", 3),
+    **{f"zero{stage}": fakes.zero(stage) for stage in range(4)},
+    "zero1_cpu_optimizer": fakes.offload("cpu_optimizer", 1),
+    "zero2_cpu_optimizer": fakes.offload("cpu_optimizer", 2),
+    "cpu_optimizer": fakes.offload("cpu_optimizer", 3),
+    "cpu_full": fakes.offload("cpu_full", 3),
 }
 MISTAKES: Mapping[str, dict[str, Any]] = {
     "learning rate 0": {"params": {"lr": 0.0}},
@@ -41,7 +40,7 @@ MISTAKES: Mapping[str, dict[str, Any]] = {
 }
 
 
-def of_mistake(changes: dict[str, Any], strategy: Strategy) -> Trial:
+def of_mistake(changes: dict[str, Any], strategy: Configuration) -> Trial:
     trial = make_trial(strategy, workload=WORKLOAD)
     asked = trial.ds_config["optimizer"]
     params = {**asked["params"], **changes["params"]} if "type" not in changes else changes["params"]
@@ -63,7 +62,7 @@ def trained(
         name: make_trial(replace(strategy, name=name, label=name), workload=WORKLOAD, largest_parameter=2_000_000)
         for name, strategy in HONEST.items()
     }
-    trials |= {name: of_mistake(wrong, strategies.ZERO_STAGES[2]) for name, wrong in MISTAKES.items()}
+    trials |= {name: of_mistake(wrong, fakes.zero(2)) for name, wrong in MISTAKES.items()}
     records = {}
     for name, trial in trials.items():
         folder = tmp_path_factory.mktemp("trial")
@@ -151,7 +150,7 @@ def test_what_lies_on_nvme_trains_exactly_like_what_is_offloaded_to_memory(
         disk.mkdir()
         folder.mkdir()
         trial = make_trial(
-            strategies.offload_strategy(offload, 3),
+            fakes.offload(offload, 3),
             workload=work,
             changes={"zero_optimization": changes},
             largest_parameter=8192 * 256,
@@ -193,7 +192,7 @@ def row(
     name: str | None = None,
     **seen: Any,
 ) -> TrialSummary:
-    strategy = strategies.ZERO_STAGES[stage]
+    strategy = fakes.zero(stage)
     strategy = replace(strategy, name=name or strategy.name)
     record = fakes.success(fakes.trial(strategy, of=WORKLOAD), losses=losses, weight_change=change, **seen)
     return summarise(record, None, None)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from ds_bench.config.spec import Strategy, Trial, Workload
+from ds_bench.config.spec import Configuration, Trial, Workload
 from ds_bench.models.presets import ModelFacts, facts_from_config
 from ds_bench.prediction import model_profile
 from ds_bench.prediction.memory import predict
@@ -61,7 +61,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
         {**_LLAMA, "vocab_size": 8192, "hidden_size": 256, "intermediate_size": 704, "tie_word_embeddings": True},
     ),
 }
-STRATEGIES: dict[str, Strategy] = {
+STRATEGIES: dict[str, Configuration] = {
     **{f"zero{stage}": zero(stage) for stage in range(4)},
     **{f"cpu_optimizer-{stage}": offload("cpu_optimizer", stage) for stage in (1, 2, 3)},
     "cpu_full": offload("cpu_full"),
@@ -85,7 +85,9 @@ def _facts(name: str) -> ModelFacts:
     return facts_from_config(name, model_type, config)
 
 
-def _trial(name: str, strategy: Strategy, ranks: int, changes: Mapping[str, Any] | None = None, **work: Any) -> Trial:
+def _trial(
+    name: str, strategy: Configuration, ranks: int, changes: Mapping[str, Any] | None = None, **work: Any
+) -> Trial:
     model_type, config = ARCHITECTURES[name]
     workload = Workload(
         **{

@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 
 from ds_bench.analysis import summary
-from ds_bench.config import strategies
 from ds_bench.config.spec import Workload
 from ds_bench.launch import Limits, rank_environment
 from ds_bench.launch import deepspeed as cold
@@ -23,6 +22,7 @@ from ds_bench.launch.warm import WarmLauncher
 from ds_bench.models.presets import facts_from_config, find_preset
 from ds_bench.records.rank_files import Assignment, Heartbeat, read_beat
 from ds_bench.system import processes
+from tests.support import fakes
 from tests.support.real_trials import SHORT, SUPPORT, Launch, make_trial
 
 pytestmark = [pytest.mark.deepspeed, pytest.mark.usefixtures("built_ops")]
@@ -275,7 +275,7 @@ def test_nvme_works_for_a_model_with_more_large_tensors_than_swap_buffers(launch
         warmup_steps=1,
     )
     trial = make_trial(
-        strategies.offload_strategy("nvme"),
+        fakes.offload("nvme"),
         workload=work,
         num_gpus=1,
         nvme_path=str(disk),
@@ -308,7 +308,7 @@ def test_a_full_swap_disk_is_oom_disk_and_nothing_stays_on_it(launch: Launch, sm
     )
     record = launch(
         make_trial(
-            strategies.offload_strategy("nvme"),
+            fakes.offload("nvme"),
             workload=work,
             nvme_path=str(small_disk),
             largest_parameter=facts.largest_parameter,

@@ -11,13 +11,15 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ds_bench.config import deepspeed_config
-from ds_bench.config.spec import Placement, Strategy
+from ds_bench.config.spec import Configuration, Placement, Strategy
+from ds_bench.config.strategies import make_configuration
 from ds_bench.errors import PreflightError
 from ds_bench.launch import ops, rank_environment
 from ds_bench.system import processes
@@ -26,9 +28,12 @@ from tests.support import fakes
 # ------------------------------------------------------------------ what is needed
 
 
-def needed(accelerator: Any, *strategies: Strategy, optimizer: str = "AdamW") -> list[str]:
-    configs = [deepspeed_config.with_optimizer(deepspeed_config.base_config(each, 4), optimizer) for each in strategies]
-    return ops.needed_ops(accelerator, configs)
+def needed(accelerator: Any, *strategies: Configuration, optimizer: str = "AdamW") -> list[str]:
+    rows = [
+        replace(each, deepspeed_config=deepspeed_config.with_optimizer(dict(each.deepspeed_config), optimizer))
+        for each in strategies
+    ]
+    return ops.needed_ops(accelerator, rows)
 
 
 def test_zero_stages_on_gpus_need_no_op_that_a_gpu_run_builds_ahead() -> None:
@@ -54,7 +59,7 @@ def test_nvme_needs_async_io_and_the_cpu_optimizer() -> None:
 
 
 def test_parameters_alone_on_nvme_need_async_io_too() -> None:
-    strategy = Strategy(name="x", label="X", stage=3, offload_param="nvme")
+    strategy = make_configuration(Strategy(name="x", label="X", stage=3, offload_param="nvme"))
     assert needed("cuda", strategy) == [ops.ASYNC_IO]
 
 
@@ -65,7 +70,7 @@ def test_an_op_that_several_rows_need_is_built_once_in_order_of_need() -> None:
 
 @pytest.mark.parametrize("config", [{}, {"optimizer": None}, {"optimizer": {"type": None}}, {"zero_optimization": {}}])
 def test_a_config_that_says_little_needs_little(config: dict[str, Any]) -> None:
-    assert ops.needed_ops("cuda", [config]) == []
+    assert ops.needed_ops("cuda", [replace(fakes.zero(0), deepspeed_config=config)]) == []
 
 
 # ------------------------------------------------------------------ where they lie

@@ -74,10 +74,8 @@ def test_a_trial_that_swaps_nothing_gets_no_folder(tmp_path: Path) -> None:
 
 def test_a_trial_whose_config_was_edited_to_swap_gets_one(tmp_path: Path) -> None:
     """Else its swap path would be empty, and DeepSpeed would swap into whatever folder it stands in."""
-    edited = replace(
-        fakes.trial(fakes.zero(3), on=fakes.placement(nvme_path=str(tmp_path))),
-        ds_config=swapping(tmp_path).ds_config,
-    )
+    named_otherwise = replace(fakes.offload("nvme"), name="zero3", label="ZeRO-3")
+    edited = fakes.trial(named_otherwise, on=fakes.placement(nvme_path=str(tmp_path)))
     assert swap_folder(edited, "1") is not None
 
 

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from ds_bench.analysis.flat_rows import flat_rows
 from ds_bench.analysis.summary import summarise
-from ds_bench.config.spec import Strategy
-from ds_bench.config.strategies import ZERO_STAGES, offload_strategy
+from ds_bench.config.spec import Configuration
 from ds_bench.errors import UsageError
 from ds_bench.models.presets import find_preset
 from ds_bench.prediction import memory, trial_predictions
@@ -30,7 +29,7 @@ from tests.support.fakes import failure, offload, placement, success, trial, wor
 
 GB = 2**30
 NO_BUCKETS = {"zero_optimization": {"reduce_bucket_size": 1, "stage3_prefetch_bucket_size": 0}}
-EVERY = [*ZERO_STAGES.values(), *(offload_strategy(name) for name in ("cpu_optimizer", "cpu_full", "nvme"))]
+EVERY = [*map(zero, range(4)), *map(offload, ("cpu_optimizer", "cpu_full", "nvme"))]
 
 TOY = ModelProfile(
     name="toy",
@@ -50,18 +49,18 @@ TOY = ModelProfile(
 """140 parameters: 40, (24, 6), (24, 6), 40."""
 
 
-def ask(strategy: Strategy, ranks: int = 2, *, model: ModelProfile = TOY, **work: Any) -> PlannedTrial:
+def ask(strategy: Configuration, ranks: int = 2, *, model: ModelProfile = TOY, **work: Any) -> PlannedTrial:
     changes = NO_BUCKETS if strategy.stage else {}
     return PlannedTrial(
         profile=model,
         workload=workload(**{"batch_size": 1, "seq_length": 1, **work}),
         placement=placement(accelerator="cuda", num_gpus=ranks, nvme_path="/nvme"),
-        strategy=strategy,
+        configuration=strategy,
         changes=changes,
     )
 
 
-def llama(strategy: Strategy, ranks: int = 8, **work: Any) -> PlannedTrial:
+def llama(strategy: Configuration, ranks: int = 8, **work: Any) -> PlannedTrial:
     facts = find_preset("meta-llama/Llama-2-7b-hf")
     assert facts is not None
     question = ask(strategy, ranks, model=profile_of(facts, 2048), **{"seq_length": 2048, **work})
@@ -240,13 +239,13 @@ def prediction(gpu: int = 0, host: int = 0) -> Prediction:
 
 @settings(max_examples=40, deadline=None)
 @given(st.sampled_from(EVERY), st.integers(1, 16), st.integers(1, 16))
-def test_a_larger_batch_never_takes_less(strategy: Strategy, batch: int, ranks: int) -> None:
+def test_a_larger_batch_never_takes_less(strategy: Configuration, batch: int, ranks: int) -> None:
     small, large = (llama(strategy, ranks, batch_size=size).predict() for size in (batch, batch + 1))
     assert small.gpu_bytes <= large.gpu_bytes
 
 
 @pytest.mark.parametrize("strategy", EVERY[1:], ids=lambda s: s.name)
-def test_more_gpus_never_take_more_each(strategy: Strategy) -> None:
+def test_more_gpus_never_take_more_each(strategy: Configuration) -> None:
     found = [llama(strategy, ranks).predict().gpu_bytes for ranks in (2, 4, 8, 16, 64)]
     assert found == sorted(found, reverse=True)
 
@@ -300,7 +299,7 @@ def test_where_one_change_is_not_enough_two_are_named() -> None:
     assert change.prediction.verdict(24 * GB) != DOES_NOT_FIT
 
 
-def gpt2(strategy: Strategy, ranks: int = 1, **work: Any) -> PlannedTrial:
+def gpt2(strategy: Configuration, ranks: int = 1, **work: Any) -> PlannedTrial:
     facts = find_preset("gpt2")
     assert facts is not None
     question = ask(strategy, ranks, model=profile_of(facts, 1024), **{"seq_length": 1024, **work})
@@ -343,7 +342,7 @@ def test_gpus_needed_are_counted_in_nodes_of_the_size_there_is() -> None:
 
 @settings(max_examples=30, deadline=None)
 @given(st.sampled_from(EVERY), st.integers(1, 40), st.integers(8, 80), st.sampled_from([1, 4, 6, 8]))
-def test_gpus_needed_never_contradict_the_verdict(strategy: Strategy, ranks: int, card_gb: int, node: int) -> None:
+def test_gpus_needed_never_contradict_the_verdict(strategy: Configuration, ranks: int, card_gb: int, node: int) -> None:
     question, card, host = replace(llama(strategy, ranks), ranks_per_node=node), card_gb * GB, 300 * GB
     if fits(question, card, host):
         count = min_gpus(question, card, host)

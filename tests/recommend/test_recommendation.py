@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from ds_bench.analysis.comparison import Comparison, compare
 from ds_bench.analysis.summary import TrialSummary, summarise
 from ds_bench.config.options import GOALS
-from ds_bench.config.spec import Strategy
+from ds_bench.config.spec import Configuration
 from ds_bench.errors import UsageError
 from ds_bench.models.presets import find_preset
 from ds_bench.recommend import recommendation
@@ -32,7 +32,7 @@ TINY = find_preset("tiny")
 
 
 def row(
-    strategy: Strategy, gigabytes: float, tokens_per_second: float, *, cards: int = 1, repeat: int = 0, **more: Any
+    strategy: Configuration, gigabytes: float, tokens_per_second: float, *, cards: int = 1, repeat: int = 0, **more: Any
 ) -> TrialRecord:
     """A success with that peak on an 80 GB card and that throughput: 4 × 128 tokens per rank and step."""
     trial = fakes.trial(strategy, on=fakes.placement(accelerator="cuda", num_gpus=cards), repeat=repeat)
@@ -45,7 +45,7 @@ def row(
     )
 
 
-def on_cpu(strategy: Strategy, host_gb: float, tokens_per_second: float, repeat: int = 0) -> TrialRecord:
+def on_cpu(strategy: Configuration, host_gb: float, tokens_per_second: float, repeat: int = 0) -> TrialRecord:
     """With the optimizer that DeepSpeed takes there."""
     return fakes.success(
         fakes.trial(strategy, repeat=repeat),
@@ -55,7 +55,7 @@ def on_cpu(strategy: Strategy, host_gb: float, tokens_per_second: float, repeat:
     )
 
 
-def out_of_memory(strategy: Strategy, cards: int = 1, **more: Any) -> TrialRecord:
+def out_of_memory(strategy: Configuration, cards: int = 1, **more: Any) -> TrialRecord:
     trial = fakes.trial(strategy, on=fakes.placement(accelerator="cuda", num_gpus=cards))
     return fakes.failure(trial, schema.OOM, **more)
 
@@ -276,7 +276,7 @@ def test_the_order_of_rows_decides_nothing_but_exact_ties(rows: list[Candidate],
 # ------------------------------------------------------------------ noise never decides
 
 
-def varied(strategy: Strategy, steps: Sequence[float], *, gigabytes: float = 8, repeat: int = 0) -> TrialRecord:
+def varied(strategy: Configuration, steps: Sequence[float], *, gigabytes: float = 8, repeat: int = 0) -> TrialRecord:
     """A success with these step times on an 80 GB card."""
     trial = fakes.trial(strategy, on=fakes.placement(accelerator="cuda", num_gpus=1), repeat=repeat)
     peak = {"gpu_peak_bytes": int(gigabytes * GB), "gpu_peak_reserved_bytes": int(gigabytes * GB)}
@@ -552,11 +552,9 @@ def test_on_the_cpu_accelerator_a_full_host_counts_as_a_full_card_does() -> None
 @pytest.mark.parametrize("goal", ["speed", "balanced", "memory"])
 def test_on_the_cpu_accelerator_no_choice_is_made_between_optimizers_by_speed(goal: str) -> None:
     """Three quiet runs each: offload four times as fast, as its optimizer is another program."""
-    speeds = {fakes.zero(0): 900.0, fakes.zero(3): 1000.0, fakes.offload("cpu_optimizer"): 4000.0}
+    speeds = [(fakes.zero(0), 900.0), (fakes.zero(3), 1000.0), (fakes.offload("cpu_optimizer"), 4000.0)]
     runs = [
-        on_cpu(strategy, 2, speed * (1 + 0.001 * repeat), repeat)
-        for strategy, speed in speeds.items()
-        for repeat in range(3)
+        on_cpu(strategy, 2, speed * (1 + 0.001 * repeat), repeat) for strategy, speed in speeds for repeat in range(3)
     ]
     comparison = compared(*runs)
     found = recommendation.recommend(comparison, goal)
@@ -660,7 +658,7 @@ def test_rows_at_their_own_largest_batch_are_told_neither_a_larger_one_nor_a_hig
 # ------------------------------------------------------------------ rows that were predicted not to fit
 
 
-def skipped(strategy: Strategy, gigabytes: float, **changes: Any) -> TrialRecord:
+def skipped(strategy: Configuration, gigabytes: float, **changes: Any) -> TrialRecord:
     """Never launched on 80 GB cards, as it is predicted to need that much of each."""
     reason = "predicted to need much; leave out --skip-predicted-oom to try it"
     on = fakes.placement(accelerator="cuda", num_gpus=4)

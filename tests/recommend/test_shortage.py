@@ -10,7 +10,7 @@ import pytest
 from ds_bench.analysis.comparison import Comparison, compare
 from ds_bench.analysis.summary import summarise
 from ds_bench.config import deepspeed_config
-from ds_bench.config.spec import Strategy, Trial
+from ds_bench.config.spec import Configuration, Trial
 from ds_bench.prediction import trial_predictions
 from ds_bench.prediction.trial_predictions import MemoryCapacity
 from ds_bench.recommend import remedies
@@ -30,12 +30,12 @@ def compared(*records: TrialRecord) -> Comparison:
     return compare([summarise(each, None, None) for each in records])
 
 
-def failed(strategy: Strategy | None = None, status: str = schema.OOM, cards: int = 4, **more: Any) -> TrialRecord:
+def failed(strategy: Configuration | None = None, status: str = schema.OOM, cards: int = 4, **more: Any) -> TrialRecord:
     trial = fakes.trial(strategy or fakes.zero(2), on=fakes.placement(accelerator="cuda", num_gpus=cards))
     return fakes.failure(trial, status, **more)
 
 
-def trained(strategy: Strategy, cards: int = 4, **more: Any) -> TrialRecord:
+def trained(strategy: Configuration, cards: int = 4, **more: Any) -> TrialRecord:
     trial = fakes.trial(strategy, on=fakes.placement(accelerator="cuda", num_gpus=cards))
     return fakes.success(trial, **{"parameter_count": BILLION, **more})
 
@@ -78,7 +78,7 @@ PROFILE = trial_predictions.profile(fakes.choice(LLAMA), 2048, "cuda")
 HOST = fakes.environment(host_memory_bytes=256 * GB)
 
 
-def planned(strategy: Strategy, cards: int = 1, **work: Any) -> Trial:
+def planned(strategy: Configuration, cards: int = 1, **work: Any) -> Trial:
     """Llama-2-7B at batch 4 × 2048 on cards of 80 GB, with what was predicted when it was planned."""
     asked = fakes.workload(**{"model": LLAMA, "batch_size": 4, "seq_length": 2048, **work})
     trial = fakes.trial(strategy, on=fakes.placement(accelerator="cuda", num_gpus=cards), of=asked)
@@ -166,9 +166,9 @@ def test_changes_of_the_users_own_are_kept_in_what_is_predicted_of_other_strateg
     plain = fakes.trial(fakes.zero(2), on=fakes.placement(accelerator="cuda", num_gpus=4))
     zero = {**plain.ds_config["zero_optimization"], "reduce_bucket_size": 10**9}
     edited = replace(plain, ds_config={**plain.ds_config, "zero_optimization": zero})
-    changes = deepspeed_config.changes_of(edited.ds_config, edited.strategy, edited.workload, edited.placement)
+    changes = deepspeed_config.changes_of(edited.ds_config, edited.configuration, edited.workload, edited.placement)
     assert changes == {"zero_optimization": {"reduce_bucket_size": 10**9}}
-    assert deepspeed_config.changes_of(plain.ds_config, plain.strategy, plain.workload, plain.placement) == {}
+    assert deepspeed_config.changes_of(plain.ds_config, plain.configuration, plain.workload, plain.placement) == {}
 
 
 def test_a_record_without_a_prediction_is_told_what_to_try_without_numbers() -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_bench.config.spec import Strategy
+from ds_bench.config.spec import Configuration
 from ds_bench.prediction.model_states import model_states
 from ds_bench.recommend import strategy_guide
 from ds_bench.recommend.strategy_guide import ObservedRows, advise, rule_of_thumb
@@ -21,12 +21,12 @@ BILLION = 2**30
 EVERY = [*(fakes.zero(stage) for stage in range(4)), *map(fakes.offload, ("cpu_optimizer", "cpu_full", "nvme"))]
 
 
-def of(strategy: Strategy, num_gpus: int = 4, **changes: int) -> strategy_guide.StrategyAdvice:
+def of(strategy: Configuration, num_gpus: int = 4, **changes: int) -> strategy_guide.StrategyAdvice:
     return advise(strategy, parameters=BILLION, num_gpus=num_gpus, precision="bf16", **changes)
 
 
 @pytest.mark.parametrize("strategy", EVERY, ids=lambda strategy: strategy.name)
-def test_every_strategy_says_when_to_use_it_when_not_what_moves_and_what_it_costs(strategy: Strategy) -> None:
+def test_every_strategy_says_when_to_use_it_when_not_what_moves_and_what_it_costs(strategy: Configuration) -> None:
     found = of(strategy)
     texts = (found.use_when, found.avoid_when, found.moves, found.cost, found.saving)
     assert all(texts)
@@ -106,7 +106,7 @@ def test_offload_at_a_lower_stage_says_what_that_stage_does() -> None:
 @settings(deadline=None)
 @given(st.integers(1, 10**12), st.integers(1, 4096), st.sampled_from(EVERY), st.sampled_from(["bf16", "fp16", "fp32"]))
 def test_the_saving_is_the_difference_to_stage_0_whatever_the_size(
-    parameters: int, num_gpus: int, strategy: Strategy, precision: str
+    parameters: int, num_gpus: int, strategy: Configuration, precision: str
 ) -> None:
     found = advise(strategy, parameters=parameters, num_gpus=num_gpus, precision=precision)  # type: ignore[arg-type]
     whole = model_states(parameters, num_gpus, fakes.zero(0), precision)  # type: ignore[arg-type]

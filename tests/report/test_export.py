@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 
 from ds_bench.config import deepspeed_config, overrides
-from ds_bench.config.spec import Placement, Strategy, Trial
+from ds_bench.config.spec import Configuration, Placement, Trial
 from ds_bench.errors import UsageError
 from ds_bench.launch import rank_environment
 from ds_bench.launch.ops import OpState
@@ -40,7 +40,7 @@ FILES = ["ds_config.json", "ds_config_trainer.json", "ds_config_accelerate.json"
 
 
 def row(
-    strategy: Strategy | None = None,
+    strategy: Configuration | None = None,
     *,
     accelerator: str = "cuda",
     num_gpus: int = 1,
@@ -59,7 +59,9 @@ def row(
         base = deepspeed_config.with_optimizer(base, optimizer)
     base = overrides.overlay(base, changes or {})
     config = deepspeed_config.complete_config(base, of, on, torch_adam=torch_adam, largest_parameter=1000)
-    return Trial(trial_id="t", repeat=0, strategy=strategy, workload=of, placement=on, ds_config=config)
+    strategy = replace(strategy, deepspeed_config=base)
+    strategy = replace(strategy, deepspeed_config=base)
+    return Trial(trial_id="t", repeat=0, configuration=strategy, workload=of, placement=on, ds_config=config)
 
 
 STRATEGIES = [
@@ -192,8 +194,8 @@ def test_accelerate_launches_and_trains_what_ran_but_for_the_optimizer(loaded: d
             "distributed_type": "DEEPSPEED",
             "num_processes": trial.placement.num_gpus,
             "num_machines": 1,
-            "stages": [trial.strategy.stage] * 2,
-            "zero3_init": trial.strategy.stage == 3,
+            "stages": [trial.configuration.stage] * 2,
+            "zero3_init": trial.configuration.stage == 3,
         }
         assert {key: given[key] for key in expected} == expected, name
         assert given["use_deepspeed"], name

@@ -13,7 +13,6 @@ from html.parser import HTMLParser
 import pytest
 
 from ds_bench.analysis.caveats import Caveat, CaveatKind
-from ds_bench.config import strategies
 from ds_bench.system.environment import Environment
 from ds_bench.system.gpus import GpuFacts
 from tests.support import fakes
@@ -288,7 +287,7 @@ def test_a_comparison_of_an_unknown_machine_says_so_among_others() -> None:
 
 
 def test_a_configuration_that_nobody_knows_is_not_shown_as_the_one_that_ran() -> None:
-    told = samples.run(strategies.ZERO_STAGES[2], 0.1)
+    told = samples.run(fakes.zero(2), 0.1)
     least = replace(told.record.trial, ds_config={"zero_optimization": {"stage": 2}})
     flat = replace(told, record=replace(told.record, trial=least))
     page = page_of(samples.report(samples.comparison(samples.row("ZeRO-2", flat))))
@@ -303,6 +302,6 @@ def test_the_baseline_says_nothing_of_itself() -> None:
 
 
 def test_one_failed_run_of_three_is_told_in_the_status() -> None:
-    strategy = strategies.ZERO_STAGES[1]
+    strategy = fakes.zero(1)
     row = samples.row("ZeRO-1", samples.run(strategy, 0.1), samples.failed(strategy), samples.run(strategy, 0.1))
     assert "✗ OOM (1 of 3)" in page_of(samples.report(samples.comparison(row))).text()

@@ -1,4 +1,4 @@
-"""Completed DeepSpeed configurations, and every strategy that makes one."""
+"""Completed DeepSpeed configurations, and every one of the catalogue."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ds_bench.config import deepspeed_config, strategies
 from ds_bench.config.spec import Placement, Workload
 from tests.support import fakes
 
-EVERY_STRATEGY = [*strategies.ZERO_STAGES.values(), *map(strategies.offload_strategy, strategies.OFFLOAD_NAMES)]
+EVERY_CONFIGURATION = [strategies.make_configuration(strategy) for strategy in strategies.CATALOGUE.values()]
 
 
 def complete(config: dict[str, Any], **changes: Any) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from ds_bench.analysis.summary import summarise
 from ds_bench.cli.arguments import parse
 from ds_bench.config import deepspeed_config, strategies
 from ds_bench.config.options import Options
-from ds_bench.config.spec import Placement, Strategy, Trial, Workload
+from ds_bench.config.spec import Configuration, Placement, Strategy, Trial, Workload
 from ds_bench.launch import Progress, ProgressCallback
 from ds_bench.models.lookup import ResolvedModel
 from ds_bench.models.presets import find_preset
@@ -52,34 +52,35 @@ def placement(**changes: Any) -> Placement:
     return Placement(**{"accelerator": "cpu", "num_gpus": 1, **changes})
 
 
-def zero(stage: int) -> Strategy:
-    return strategies.ZERO_STAGES[stage]
+def zero(stage: int) -> Configuration:
+    return strategies.make_configuration(strategies.ZERO_STAGES[stage])
 
 
-def offload(name: str, stage: int = 3) -> Strategy:
-    return strategies.offload_strategy(name, stage)
+def offload(name: str, stage: int = 3) -> Configuration:
+    return strategies.make_configuration(strategies.offload_strategy(name, stage))
 
 
 def trial(
-    strategy: Strategy | None = None,
+    configuration: Configuration | None = None,
     *,
     on: Placement | None = None,
     of: Workload | None = None,
     **changes: Any,
 ) -> Trial:
-    """One trial of ``strategy`` (ZeRO-0 by default) with the configuration that would really be used."""
-    strategy, on, of = strategy or zero(0), on or placement(), of or workload()
+    """One trial of ``configuration`` (ZeRO-0 by default), completed as it would really be used."""
+    configuration, on, of = configuration or zero(0), on or placement(), of or workload()
+    base = deepspeed_config.base_config(configuration, of.batch_size, of.grad_accum)
     config = deepspeed_config.complete_config(
-        deepspeed_config.base_config(strategy, of.batch_size, of.grad_accum),
+        base,
         of,
         on,
         torch_adam=True,
         largest_parameter=1000,
     )
     values: dict[str, Any] = {
-        "trial_id": f"00_{strategy.name}",
+        "trial_id": f"00_{configuration.name}",
         "repeat": 0,
-        "strategy": strategy,
+        "configuration": replace(configuration, deepspeed_config=base),
         "workload": of,
         "placement": on,
         "ds_config": config,
@@ -235,7 +236,9 @@ class FakeLauncher:
         self.launched.append(trial)
         self.folders.append(folder)
         listen(Progress(phase="forward", step=1, last_step_seconds=0.1, elapsed_seconds=1.0))
-        entry: Scripted = self._script.pop(0) if self._script else self._by_strategy.get(trial.strategy.name, "Success")
+        entry: Scripted = (
+            self._script.pop(0) if self._script else self._by_strategy.get(trial.configuration.name, "Success")
+        )
         if isinstance(entry, BaseException):
             raise entry
         if callable(entry):

@@ -196,5 +196,5 @@ def hangs_at_stage_2() -> Tiny:
 
     from ds_bench.records.rank_files import Assignment
 
-    stages = [o.trial.strategy.stage for o in gc.get_objects() if type(o) is Assignment]
+    stages = [o.trial.configuration.stage for o in gc.get_objects() if type(o) is Assignment]
     return fine() if stages == [1] or os.environ.get("FAULTS_MENDED") else hangs()

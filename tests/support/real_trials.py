@@ -6,12 +6,12 @@ import json
 import subprocess
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from ds_bench.config import deepspeed_config, overrides, strategies
-from ds_bench.config.spec import Placement, Strategy, Trial, Workload
+from ds_bench.config.spec import Configuration, Placement, Trial, Workload
 from ds_bench.launch import Limits
 from ds_bench.records.schema import TrialRecord
 from ds_bench.system import processes
@@ -31,7 +31,7 @@ Launch = Callable[..., TrialRecord]
 
 
 def make_trial(
-    strategy: Strategy | None = None,
+    row: Configuration | None = None,
     *,
     fault: str = "fine",
     num_steps: int = 3,
@@ -41,14 +41,15 @@ def make_trial(
     **placement: Any,
 ) -> Trial:
     """A trial of two CPU ranks; of ``faults.<fault>`` unless a workload is given."""
-    strategy = strategy or strategies.ZERO_STAGES[1]
+    row = row or strategies.make_configuration(strategies.ZERO_STAGES[1])
     place = Placement(**{"accelerator": "cpu", "num_gpus": 2, **placement})
     work = workload or Workload(
         model=f"faults:{fault}", model_source="factory", batch_size=2, seq_length=8, num_steps=num_steps, warmup_steps=1
     )
-    base = overrides.overlay(deepspeed_config.base_config(strategy, work.batch_size, work.grad_accum), changes or {})
+    base = overrides.overlay(deepspeed_config.base_config(row, work.batch_size, work.grad_accum), changes or {})
     config = deepspeed_config.complete_config(base, work, place, torch_adam=True, largest_parameter=largest_parameter)
-    return Trial(trial_id="t", repeat=0, strategy=strategy, workload=work, placement=place, ds_config=config)
+    row = replace(row, deepspeed_config=base)
+    return Trial(trial_id="t", repeat=0, configuration=row, workload=work, placement=place, ds_config=config)
 
 
 @dataclass

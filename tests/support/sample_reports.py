@@ -12,8 +12,7 @@ from ds_bench.analysis.caveats import Caveat, CaveatKind
 from ds_bench.analysis.comparison import Comparison, ComparisonRow
 from ds_bench.analysis.intervals import RatioInterval
 from ds_bench.analysis.summary import TrialSummary
-from ds_bench.config import strategies
-from ds_bench.config.spec import Placement, Strategy, Workload
+from ds_bench.config.spec import Configuration, Placement, Workload
 from ds_bench.recommend.recommendation import Recommendation
 from ds_bench.report.comparison_report import ComparisonReport
 from ds_bench.report.html_report import render_page
@@ -36,7 +35,7 @@ def ledger(parameters: float, gradients: float, states: float, buffers: float, a
     }
 
 
-def run(strategy: Strategy, seconds: float, *, peak: float = 8, repeat: int = 0, **changes: Any) -> TrialSummary:
+def run(strategy: Configuration, seconds: float, *, peak: float = 8, repeat: int = 0, **changes: Any) -> TrialSummary:
     """A run on one card with steps around ``seconds`` and a peak of ``peak`` GB."""
     work = changes.pop("of", None) or fakes.workload(num_steps=30, warmup_steps=5)
     trial = fakes.trial(strategy, on=changes.pop("on", CARD), of=work, repeat=repeat)
@@ -52,7 +51,7 @@ def run(strategy: Strategy, seconds: float, *, peak: float = 8, repeat: int = 0,
     return summary.summarise(fakes.success(trial, step_seconds=steps, **{**values, **changes}), None, None)
 
 
-def failed(strategy: Strategy, **changes: Any) -> TrialSummary:
+def failed(strategy: Configuration, **changes: Any) -> TrialSummary:
     trial = fakes.trial(strategy, on=CARD)
     return summary.summarise(fakes.failure(trial, **changes), None, None)
 
@@ -65,7 +64,7 @@ def row(label: str, *runs: TrialSummary, **changes: Any) -> ComparisonRow:
     values: dict[str, Any] = {
         "key": label,
         "label": label,
-        "strategy": runs[0].record.trial.strategy,
+        "configuration": runs[0].record.trial.configuration,
         "summaries": runs,
         "tokens_per_second": middle,
         "mean_step_seconds": good[0].mean_step_seconds if good else None,
@@ -132,7 +131,7 @@ def zero_comparison(**changes: Any) -> Comparison:
             strategy.label,
             *(run(strategy, time * (1 + 0.012 * (n - 1)), peak=peak, repeat=n) for n in range(3)),
         )
-        for strategy, time, peak in zip(strategies.ZERO_STAGES.values(), seconds, peaks, strict=True)
+        for strategy, time, peak in zip(map(fakes.zero, range(4)), seconds, peaks, strict=True)
     ]
     doubt = Caveat(
         kind=CaveatKind.UNSTABLE,
@@ -140,7 +139,7 @@ def zero_comparison(**changes: Any) -> Comparison:
         next_step="use more --num-steps, or a quieter machine",
     )
     rows[3] = replace(rows[3], caveats=(doubt,))
-    rows.append(row("ZeRO-2, micro-batch 16", failed(strategies.ZERO_STAGES[2])))
+    rows.append(row("ZeRO-2, micro-batch 16", failed(fakes.zero(2))))
     general = Caveat(
         kind=CaveatKind.ONE_GPU,
         text="one GPU: stages 1 to 3 partition nothing",
@@ -161,7 +160,7 @@ def offload_comparison(**changes: Any) -> Comparison:
         if name == "nvme":
             book["nvme"] = NVME
         host = (3 if name == "none" else 25) * GB
-        strategy = strategies.offload_strategy(name)
+        strategy = fakes.offload(name)
         rows.append(row(strategy.label, run(strategy, seconds, peak=peak, ledger=book, host_peak_bytes=host)))
     values = {"pareto_host": tuple(one.key for one in rows[:2]), "host_capacity_bytes": 64 * GB}
     return comparison(*rows, **{**values, **changes})
@@ -173,8 +172,7 @@ def cpu_comparison() -> Comparison:
     none = dict.fromkeys(("gpu_peak_bytes", "gpu_peak_reserved_bytes"))
     book = {"cpu": ledger(0.1, 0.1, 0.3, 1.0, 0.4)}
     rows = [
-        row(f"ZeRO-{stage}", run(strategies.ZERO_STAGES[stage], 0.4 + 0.1 * stage, on=on, ledger=book, **none))
-        for stage in (0, 1)
+        row(f"ZeRO-{stage}", run(fakes.zero(stage), 0.4 + 0.1 * stage, on=on, ledger=book, **none)) for stage in (0, 1)
     ]
     doubt = Caveat(kind=CaveatKind.CPU_ACCELERATOR, text="no statement about GPUs follows from a run on CPUs")
     return comparison(*rows, device_capacity_bytes=None, caveats=(doubt,))
@@ -184,7 +182,7 @@ def flat_comparison() -> Comparison:
     """What is left of records read back from flat rows: numbers, but no series."""
     rows = []
     for stage, seconds in ((0, 0.2), (1, 0.3)):
-        full = run(strategies.ZERO_STAGES[stage], seconds)
+        full = run(fakes.zero(stage), seconds)
         rank = full.record.ranks[0]
         step = (rank.window_seconds / len(rank.step_seconds),)
         without = {"warmup_step_seconds": (), "losses": (), "ledger": {}, "phase_seconds": {}}
@@ -227,7 +225,7 @@ def many_rows(count: int, num_steps: int = 50) -> Comparison:
     """A sweep of ``count`` rows with series of ``num_steps``."""
     work: Workload = fakes.workload(num_steps=num_steps, warmup_steps=5)
     rows: Sequence[ComparisonRow] = [
-        row(f"ZeRO-{index % 4} micro-batch {index}", run(strategies.ZERO_STAGES[index % 4], 0.1 + index / 500, of=work))
+        row(f"ZeRO-{index % 4} micro-batch {index}", run(fakes.zero(index % 4), 0.1 + index / 500, of=work))
         for index in range(count)
     ]
     return comparison(*rows)

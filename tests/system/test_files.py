@@ -60,7 +60,7 @@ class FillsTheDisk(FakeLauncher):
 
     def launch(self, trial: Trial, folder: Path, listen: ProgressCallback) -> TrialRecord:
         found = super().launch(trial, folder, listen)
-        if trial.strategy.name == "zero1":
+        if trial.configuration.name == "zero1":
             fill(folder.parent.parent, 4096 - 512)
         return found
 
@@ -76,7 +76,7 @@ def test_a_run_on_a_disk_that_fills_ends_in_one_line_and_can_be_resumed(
     assert "records.jsonl" in said
     (run,) = (house.output / "runs").iterdir()
     lines = (run / "records.jsonl").read_text().splitlines()
-    assert [json.loads(line)["trial"]["strategy"]["name"] for line in lines] == ["zero0"]
+    assert [json.loads(line)["trial"]["configuration"]["name"] for line in lines] == ["zero0"]
     assert [row["strategy"] for row in house.rows()] == ["zero0"]
     (run / "filler").unlink()
     assert house.resume() == 0

@@ -1,6 +1,6 @@
 "use strict";
 (() => {
-  const announcement = document.getElementById("announcement");
+  const said = document.getElementById("said");
 
   const keyOf = (row, column) => {
     const cell = row.cells[column];
@@ -29,7 +29,7 @@
         const rows = [...original];
         rows.sort((a, b) => compare(keyOf(a, column), keyOf(b, column), descending, numeric));
         body.append(...rows);
-        announcement.textContent = `Sorted by ${button.textContent}, ${descending ? "descending" : "ascending"}.`;
+        said.textContent = `Sorted by ${button.textContent}, ${descending ? "descending" : "ascending"}.`;
       });
     });
   }
@@ -69,7 +69,7 @@
       button.focus();
       if (!done) getSelection().selectAllChildren(source);
       button.textContent = done ? "Copied" : "Press Ctrl+C";
-      announcement.textContent = done ? "Copied." : "Could not copy: the text is selected, press Ctrl+C.";
+      said.textContent = done ? "Copied." : "Could not copy: the text is selected, press Ctrl+C.";
       setTimeout(() => { button.textContent = "Copy"; }, 2000);
     });
   }
