@@ -208,7 +208,7 @@ def test_every_step_of_every_run_is_a_round_and_nothing_is_timed_by_the_wall(sta
     assert entry["extra_info"]["throughput_tokens_per_sec"] == 5.0
 
 
-@pytest.mark.parametrize(("step", "code"), [("1.0", 0), ("1.04", 0), ("1.06", 1)])
+@pytest.mark.parametrize(("step", "code"), [("1.04", 0), ("1.06", 1)])
 def test_compare_fail_looks_at_the_measured_step_time(stand_in: Path, step: str, code: int) -> None:
     assert nested(stand_in, "--benchmark-enable", "--benchmark-save=before", STEP="1.0").returncode == 0
     done = nested(stand_in, "--benchmark-enable", "--benchmark-compare", "--benchmark-compare-fail=mean:5%", STEP=step)

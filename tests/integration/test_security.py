@@ -132,9 +132,10 @@ def test_modules_of_the_current_folder_do_not_run_in_children(hostile: Path, tmp
     assert not (hostile / "hit").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.deepspeed
 @pytest.mark.usefixtures("built_ops")
-@pytest.mark.parametrize("launcher", ["warm", pytest.param("deepspeed", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("launcher", ["warm", "deepspeed"])
 def test_modules_of_the_current_folder_do_not_run_in_ranks_and_a_factory_there_does(
     hostile: Path, tmp_path: Path, launcher: str
 ) -> None:
