@@ -33,7 +33,7 @@ LEVEL = {name: number for number, row in enumerate(LAYERS) for name in row.split
 
 WORKER_MAY_IMPORT = {"records", "system", "config"}
 HEAVY = {"torch", "deepspeed", "transformers", "accelerate"}
-FOR_ONE_COMMAND = {"pandas", "numpy", "rich", "matplotlib", "jinja2", "pydantic", "scipy"}
+FOR_ONE_COMMAND = {"pandas", "numpy", "rich", "matplotlib", "jinja2", "pydantic", "scipy", "yaml"}
 
 
 @cache

@@ -191,15 +191,16 @@ def accelerate_config(record: TrialRecord) -> Config:
 
 def accelerate_yaml(record: TrialRecord, config_file: Path) -> str:
     """For ``accelerate launch --config_file``: processes and files only, as nothing of the JSON may be said twice."""
+    import yaml
+
     placement = record.trial.placement
-    stage = _block(record.trial.ds_config, "zero_optimization").get("stage", 0)
-    deepspeed: dict[str, str | int | bool] = {
+    deepspeed: dict[str, str | bool] = {
         "deepspeed_config_file": str(config_file),
-        "zero3_init_flag": stage == 3,
+        "zero3_init_flag": record.trial.configuration.stage == 3,
     }
     if placement.hostfile is not None:
         deepspeed |= {"deepspeed_hostfile": placement.hostfile, "deepspeed_multinode_launcher": "pdsh"}
-    top: dict[str, str | int | bool] = {
+    settings = {
         "compute_environment": "LOCAL_MACHINE",
         "distributed_type": "DEEPSPEED",
         "machine_rank": 0,
@@ -207,10 +208,10 @@ def accelerate_yaml(record: TrialRecord, config_file: Path) -> str:
         "num_machines": _node_count(record, placement),
         "num_processes": placement.num_gpus,
         "use_cpu": False,
+        "deepspeed_config": deepspeed,
     }
-    lines = [f"{name}: {_yaml_scalar(value)}" for name, value in top.items()]
-    lines += ["deepspeed_config:", *(f"  {name}: {_yaml_scalar(value)}" for name, value in deepspeed.items())]
-    return "\n".join(lines) + "\n"
+    text: str = yaml.safe_dump(settings, sort_keys=False, allow_unicode=True, width=10_000)  # a path stays on its line
+    return text
 
 
 def _node_count(record: TrialRecord, placement: Placement) -> int:
@@ -223,21 +224,6 @@ def _node_count(record: TrialRecord, placement: Placement) -> int:
         return len(read_hostfile(Path(placement.hostfile)))
     except UsageError:  # a row from another machine; the README says to check the count
         return 1
-
-
-def _yaml_scalar(value: str | int | bool) -> str:
-    """A double-quoted YAML scalar for text, so that no name or path can be read as anything else."""
-    if not isinstance(value, str):
-        return json.dumps(value)
-    return '"' + "".join(map(_yaml_character, value)) + '"'
-
-
-def _yaml_character(character: str) -> str:
-    if character in '"\\':
-        return "\\" + character
-    if character.isprintable():
-        return character
-    return f"\\U{ord(character):08X}"
 
 
 def _block(config: Mapping[str, Any], name: str) -> Any:
