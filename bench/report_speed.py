@@ -33,7 +33,9 @@ from ds_bench.models import presets
 from ds_bench.prediction import memory
 from ds_bench.prediction.model_profile import profile_of
 from ds_bench.records.rank_files import write_json
+from ds_bench.records.reader import parse_record
 from ds_bench.records.run_folder import RECORDS_FILE, RUN_FILE
+from ds_bench.records.schema import SCHEMA_VERSION
 
 Json = dict[str, Any]
 
@@ -63,7 +65,7 @@ def grown(count: int) -> Iterator[Json]:
         entry = copy.deepcopy(templates[index % len(templates)])
         repeat = index // len(templates)
         entry["trial"]["repeat"] = repeat
-        entry["trial"]["trial_id"] = f"{index:02d}_{entry['trial']['strategy']['name']}_r{repeat}"
+        entry["trial"]["trial_id"] = f"{index:02d}_{entry['trial']['configuration']['name']}_r{repeat}"
         entry["wall_seconds"] *= numbers.uniform(0.9, 1.1)
         for rank in entry["ranks"]:
             _vary(rank, numbers)
@@ -73,9 +75,10 @@ def grown(count: int) -> Iterator[Json]:
 def _template(stage: int) -> Json:
     """The kept record of stage 0 or 2, as of that stage, its prediction added as a run does."""
     lines = (_KEPT / RECORDS_FILE).read_text(encoding="utf-8").splitlines()
-    entry: Json = json.loads(lines[0 if stage == 0 else 1])
-    trial = entry["trial"]
-    trial["strategy"] |= {"name": f"zero{stage}", "label": f"ZeRO-{stage}", "stage": stage}
+    entry: Json = parse_record(lines[0 if stage == 0 else 1].encode(), str(_KEPT), {}).to_dict()
+    trial = entry["trial"] = json.loads(json.dumps(entry["trial"]))  # nothing shared with another part of it
+    trial["configuration"] |= {"name": f"zero{stage}", "label": f"ZeRO-{stage}"}
+    trial["configuration"]["deepspeed_config"]["zero_optimization"]["stage"] = stage
     trial["workload"] |= {"num_steps": _STEPS, "warmup_steps": _WARMUP_STEPS}
     trial["ds_config"]["zero_optimization"]["stage"] = stage
     for rank in entry["ranks"]:
@@ -108,7 +111,7 @@ def _vary(rank: Json, numbers: random.Random) -> None:
 def write_result(folder: Path, count: int) -> None:
     """A run folder with that many records, and their trials in run.json."""
     run = json.loads((_KEPT / RUN_FILE).read_text(encoding="utf-8"))
-    run["trials"] = []
+    run |= {"schema_version": SCHEMA_VERSION, "trials": []}
     with (folder / RECORDS_FILE).open("w", encoding="utf-8") as file:
         for entry in grown(count):
             file.write(json.dumps(entry) + "\n")
