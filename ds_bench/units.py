@@ -68,14 +68,22 @@ def format_count(count: float | None) -> str:
     return MISSING if count is None else f"{count:,.0f}"
 
 
+def format_significant(value: float | None) -> str:
+    """Three significant digits, at most three decimals: ``19,100``, ``70.6``, ``4.00``, ``0.052``."""
+    if value is None:
+        return MISSING
+    rounded = round(float(f"{value:.3g}"), 3)
+    decimals = next((count for count, least in ((0, 100), (1, 10), (2, 1)) if abs(rounded) >= least), 3)
+    return f"{rounded:,.{decimals}f}" if rounded else "0"
+
+
 def format_millions(count: float | None) -> str:
-    """A count with a suffix: ``124.4 M``, ``6.74 B``, ``950.0 K``."""
+    """A count with a suffix: ``124 M``, ``6.74 B``, ``950 K``."""
     if count is None:
         return MISSING
     for size, name in ((10**9, "B"), (10**6, "M"), (10**3, "K")):
         if abs(count) >= size:
-            value = count / size
-            return f"{value:.1f} {name}" if value >= 100 else f"{value:.2f} {name}"
+            return f"{format_significant(count / size)} {name}"
     return f"{count:.0f}"
 
 

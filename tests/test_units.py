@@ -20,6 +20,7 @@ FORMATS: list[Callable[[Any], str]] = [
     units.format_count,
     units.format_millions,
     units.format_ratio,
+    units.format_significant,
     units.format_percent,
 ]
 quick = settings(deadline=None)
@@ -127,10 +128,26 @@ def test_counts_have_their_thousands_apart(count: float, text: str) -> None:
 
 @pytest.mark.parametrize(
     ("count", "text"),
-    [(124_439_808, "124.4 M"), (6_738_415_616, "6.74 B"), (950_000, "950.0 K"), (999, "999"), (1_500, "1.50 K")],
+    [(124_439_808, "124 M"), (6_738_415_616, "6.74 B"), (950_000, "950 K"), (999, "999"), (1_500, "1.50 K")],
 )
 def test_large_counts_can_be_told_in_short(count: int, text: str) -> None:
     assert units.format_millions(count) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (19_062.9, "19,100"),
+        (999.6, "1,000"),
+        (70.62, "70.6"),
+        (9.996, "10.0"),
+        (4, "4.00"),
+        (0.0519, "0.052"),
+        (1e-4, "0"),
+    ],
+)
+def test_three_significant_digits_are_enough(value: float, text: str) -> None:
+    assert units.format_significant(value) == text
 
 
 @pytest.mark.parametrize(("ratio", "text"), [(1, "1.00x"), (0.333, "0.33x"), (12.5, "12.50x")])

@@ -458,7 +458,7 @@ def test_advice_takes_a_local_folder_without_asking_the_network(
     (tmp_path / "config.json").write_text(json.dumps(shape))
     assert main(["advice", "--model", str(tmp_path)]) == 0
     out = capsys.readouterr().out
-    assert "172.3 K parameters" in out
+    assert "172 K parameters" in out
     assert out.count("use when:") == 7
 
 
