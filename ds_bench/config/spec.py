@@ -102,8 +102,8 @@ def offload_device(config: Mapping[str, Any], block_name: str) -> str | None:
     ``block_name``: ``offload_optimizer`` or ``offload_param``.
     """
     zero = config.get("zero_optimization")
-    block = zero.get(block_name) if isinstance(zero, Mapping) else None
-    device = block.get("device", "none") if isinstance(block, Mapping) else "none"
+    block = zero.get(block_name) if isinstance(zero, dict) else None  # values of JSON, of which only dict is a mapping
+    device = block.get("device", "none") if isinstance(block, dict) else "none"
     return None if device in (None, "none") else str(device)
 
 
@@ -144,10 +144,10 @@ class Configuration:
         _require(bool(self.name), "name", self.name, "must not be empty")
         stage = self.stage
         _require(type(stage) is int and 0 <= stage <= 3, "stage", stage, "must be 0, 1, 2 or 3")
-        for device in ("offload_optimizer", "offload_param"):
-            _require(
-                getattr(self, device) in DEVICES, f"{device}.device", getattr(self, device), f"must be one of {DEVICES}"
-            )
+        for block_name in ("offload_optimizer", "offload_param"):
+            device = offload_device(self.deepspeed_config, block_name) or "none"
+            if device not in DEVICES:
+                _require(False, f"{block_name}.device", device, f"must be one of {DEVICES}")
         unknown = self.workload_changes.keys() - _WORKLOAD_FIELDS
         _require(not unknown, "workload_changes", sorted(unknown), "must be fields of the workload")
 
@@ -155,7 +155,7 @@ class Configuration:
     def stage(self) -> int:
         """ZeRO stage, 0 to 3; 0 where the DeepSpeed configuration names none, as DeepSpeed reads it."""
         zero = self.deepspeed_config.get("zero_optimization")
-        stage: int = zero.get("stage", 0) if isinstance(zero, Mapping) else 0
+        stage: int = zero.get("stage", 0) if isinstance(zero, dict) else 0
         return stage
 
     @property

@@ -1,17 +1,17 @@
-"""JSON files that somebody else may have written, cut off or edited, as checked values and dataclasses.
+"""Reads JSON that somebody else may have written, cut off or edited, as checked values and dataclasses.
 
-Files are regular and bounded in size, texts in depth (by the parser: 200 levels), numbers in magnitude. Whatever is
-wrong is said in one line with its place. pydantic parses, checks and builds; the functions that need it import it,
-because most commands read no result.
+A file must be regular and of limited size; a text is limited in depth (by the parser: 200 levels), a number in
+magnitude. Every error is one line that names the place. pydantic parses, checks and builds; only the functions that
+need it import it, because most commands read no result.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal, TypeVar
 
@@ -22,15 +22,16 @@ if TYPE_CHECKING:
     from pydantic import TypeAdapter
 
 LARGEST_FILE_BYTES = 2**30
-"""No result is near it: fifty thousand records of two ranks each."""
+"""Far more than any result has: fifty thousand records of two ranks each."""
 LARGEST_NUMBER = 1e60
-"""No figure of ours is near it, and the product of any four is still a float."""
+"""Far more than any figure of a record; the product of four such numbers is still a finite float."""
 _REMEDY = "give a run folder, or a result's .json"
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _AS_ZEROS = bytes.maketrans(b"123456789E", b"000000000e")
 _LARGE_EXPONENT = re.compile(rb"0e\+?00+(?:[\],}\s]|\Z)")
 _EXTREME = (b"0" * 50, b"NaN", b"Infinity")
-"""One of the two finds every number that is not finite or above 1e59 in a text whose digits are replaced by zeros."""
+"""Together with ``_LARGE_EXPONENT`` these find every number that is not finite or above 1e59, in a text whose digits
+are replaced by zeros."""
 
 T = TypeVar("T")
 Place = tuple[str | int, ...]
@@ -38,20 +39,20 @@ UnknownKeys = Literal["forbid", "ignore"]
 
 
 class InvalidJsonError(ValueError):
-    """The text is no JSON; ``str()`` says where and why, for the end of a sentence."""
+    """The text is not JSON. ``str()`` continues a sentence: ``is empty``, ``is not JSON: … (line 1 column 5)``."""
 
 
 class InvalidValueError(ValueError):
-    """A value is not what its field holds; ``str()`` names the place and the reason."""
+    """A value is not one that its field may hold. ``str()`` names the place and the reason."""
 
     def __init__(self, place: Place, reason: str) -> None:
         super().__init__(f"{place_text(place)} {reason}".strip())
         self.place, self.reason = place, reason
 
 
-@contextmanager
+@contextlib.contextmanager
 def opened(path: Path) -> Iterator[BinaryIO]:
-    """A regular file. Raises UsageError for anything else; never waits for a pipe or a device."""
+    """Opens a regular file. Raises UsageError for anything else; never waits for a pipe or a device."""
     try:
         with files.opened(path, LARGEST_FILE_BYTES) as file:
             yield file
@@ -66,16 +67,16 @@ def opened(path: Path) -> Iterator[BinaryIO]:
 
 
 def read_bytes(path: Path) -> bytes:
-    """The contents of a regular file. Raises UsageError."""
+    """Reads a regular file. Raises UsageError."""
     with opened(path) as file:
         return file.read()
 
 
 def parse_json(data: bytes) -> Any:
-    """The one value of a JSON text in UTF-8. Raises InvalidJsonError.
+    """Parses a JSON text in UTF-8. Raises InvalidJsonError.
 
-    Half of a surrogate pair, which no terminal can print, becomes U+FFFD. NaN and infinities are still there:
-    :func:`check_numbers` refuses them with their place.
+    Half of a surrogate pair, which no terminal can print, becomes U+FFFD. NaN and infinities are accepted;
+    :func:`check_numbers` refuses them and names their place.
     """
     from pydantic_core import from_json
 
@@ -84,10 +85,11 @@ def parse_json(data: bytes) -> Any:
         return from_json(data)
     except ValueError as error:
         reason = _reason(data, str(error))
-    try:
-        return from_json(_without_lone_surrogates(data))
-    except (ValueError, RecursionError):
-        raise InvalidJsonError(reason) from None
+    if b"\\ud" in data.lower():  # an escaped surrogate, which Python's parser accepts and pydantic's refuses
+        with contextlib.suppress(ValueError, RecursionError):
+            text = json.dumps(json.loads(data), ensure_ascii=False)
+            return from_json(text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
+    raise InvalidJsonError(reason)
 
 
 def _reason(data: bytes, message: str) -> str:
@@ -99,16 +101,8 @@ def _reason(data: bytes, message: str) -> str:
     return f"is nested too deeply ({place})" if "recursion" in problem else f"is not JSON: {problem} ({place})"
 
 
-def _without_lone_surrogates(data: bytes) -> bytes:
-    """Python's parser takes what pydantic's refuses. Raises ValueError where no escape of a surrogate is in it."""
-    if b"\\ud" not in data.lower():
-        raise ValueError("holds no surrogate")
-    text = json.dumps(json.loads(data), ensure_ascii=False)
-    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace").encode()
-
-
 def check_numbers(value: Any, place: Place = ()) -> None:
-    """Raises InvalidValueError where a number in a JSON value is not finite or beyond :data:`LARGEST_NUMBER`."""
+    """Raises InvalidValueError if a number in a JSON value is not finite or beyond :data:`LARGEST_NUMBER`."""
     if isinstance(value, dict):
         for name, item in value.items():
             check_numbers(item, (*place, name))
@@ -120,23 +114,22 @@ def check_numbers(value: Any, place: Place = ()) -> None:
 
 
 def validate(kind: type[T], data: bytes, unknown_keys: UnknownKeys = "forbid") -> T | None:
-    """A JSON text as a ``kind``, the quick way. None where it is none: :func:`parse_json` and :func:`build` say why."""
+    """Reads a JSON text as a ``kind`` in one pass; None if it is none, for which :func:`parse` says why."""
     from pydantic import ValidationError
 
-    zeros = data.translate(_AS_ZEROS)
+    zeros = data.translate(_AS_ZEROS)  # a search for digits in the text itself takes ten times as long
     if _LARGE_EXPONENT.search(zeros) or any(mark in zeros for mark in _EXTREME):
         return None
     try:
-        made = adapter(kind).validate_json(data, strict=True, extra=unknown_keys)
+        return adapter(kind).validate_json(data, strict=True, extra=unknown_keys)
     except ValidationError:
         return None
-    return made
 
 
 def build(kind: type[T], value: Any, unknown_keys: dict[str, None] | None = None) -> T:
-    """A JSON value as a ``kind``. Raises InvalidValueError.
+    """Builds a ``kind`` from a JSON value. Raises InvalidValueError.
 
-    ``unknown_keys`` receives the places of keys that no field has; where None, they are refused.
+    ``unknown_keys`` receives the places of keys that no field has; if None, such keys are refused.
     """
     from pydantic import ValidationError
     from pydantic_core import to_json
@@ -144,32 +137,30 @@ def build(kind: type[T], value: Any, unknown_keys: dict[str, None] | None = None
     check_numbers(value)
     data = to_json(value)
     try:
-        made = adapter(kind).validate_json(data, strict=True, extra="forbid")
+        return adapter(kind).validate_json(data, strict=True, extra="forbid")
     except ValidationError as error:
         unknown = [each["loc"] for each in error.errors() if each["type"] == "unexpected_keyword_argument"]
         if unknown_keys is None or not unknown:
             raise invalid_value(error) from None
-    else:
-        return made
     try:
-        made = adapter(kind).validate_json(data, strict=True, extra="ignore")
+        built = adapter(kind).validate_json(data, strict=True, extra="ignore")
     except ValidationError as error:
         raise invalid_value(error) from None
     unknown_keys |= dict.fromkeys(place_text([name for name in place if isinstance(name, str)]) for place in unknown)
-    return made
+    return built
 
 
 def parse(kind: type[T], data: bytes) -> T:
-    """A JSON text as a ``kind``. Raises InvalidJsonError or InvalidValueError."""
-    made = validate(kind, data)
-    return build(kind, parse_json(data)) if made is None else made
+    """Reads a JSON text as a ``kind``. Raises InvalidJsonError or InvalidValueError."""
+    parsed = validate(kind, data)
+    return build(kind, parse_json(data)) if parsed is None else parsed
 
 
 _adapters: dict[Any, TypeAdapter[Any]] = {}
 
 
 def adapter(kind: type[T]) -> TypeAdapter[T]:
-    """pydantic's reader of a dataclass, made once: that takes longer than to read hundreds of records with it."""
+    """pydantic's reader of a dataclass. It is kept, as making it takes longer than reading hundreds of records."""
     from pydantic import TypeAdapter
 
     if kind not in _adapters:
@@ -178,7 +169,7 @@ def adapter(kind: type[T]) -> TypeAdapter[T]:
 
 
 def invalid_value(error: Any) -> InvalidValueError:
-    """The first complaint of a pydantic ValidationError."""
+    """Converts the first error of a pydantic ValidationError."""
     first = error.errors()[0]
     if first["type"] == "missing":
         return InvalidValueError(first["loc"], "is missing")
@@ -191,5 +182,5 @@ def invalid_value(error: Any) -> InvalidValueError:
 
 
 def place_text(place: Sequence[str | int]) -> str:
-    """``ranks[0].losses[4]``."""
+    """Formats a place as ``ranks[0].losses[4]``."""
     return "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in place).removeprefix(".")

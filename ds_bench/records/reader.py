@@ -1,11 +1,12 @@
-"""The files of a run folder read back and checked: run.json, records.jsonl. ``run_folder`` writes them.
+"""Reads run.json and records.jsonl of a run folder, which ``run_folder`` writes, and checks them.
 
-Older forms are brought up to the present one by :data:`MIGRATIONS`; a newer one is refused.
+Records of an older schema are migrated by :data:`MIGRATIONS`; those of a newer one are refused.
 """
 
 from __future__ import annotations
 
 import gc
+import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
@@ -18,16 +19,16 @@ from ..errors import UsageError
 from ..system.environment import Environment
 from . import json_files
 from .json_files import InvalidJsonError, InvalidValueError
-from .schema import SCHEMA_VERSION, RankMeasurement, TrialRecord
+from .schema import SCHEMA_VERSION, TrialRecord
 
 Kind = Literal["record", "run"]
 Migration = Callable[[Kind, dict[str, Any]], dict[str, Any]]
 
 
 def _to_version_2(kind: Kind, data: dict[str, Any]) -> dict[str, Any]:
-    """A trial has a configuration, whose stage and offload are read from its DeepSpeed configuration, not a strategy.
+    """Replaces a trial's ``strategy`` by a ``configuration``, whose DeepSpeed configuration has stage and offload.
 
-    What the row said before it was completed was not kept: the completed configuration takes its place.
+    Version 1 did not keep the DeepSpeed configuration as it was before completion: the completed one takes its place.
     """
     trials = data.get("trials") if kind == "run" else [data.get("trial")]
     for trial in trials if isinstance(trials, list) else ():
@@ -35,26 +36,27 @@ def _to_version_2(kind: Kind, data: dict[str, Any]) -> dict[str, Any]:
         if isinstance(strategy, dict):
             devices = {name: {"device": strategy.get(name, "none")} for name in ("offload_optimizer", "offload_param")}
             block = {"stage": strategy.get("stage", 0), **devices}
-            ran = trial.get("ds_config")
+            completed = trial.get("ds_config")
             trial["configuration"] = {
                 "name": strategy.get("name", ""),
                 "label": strategy.get("label", ""),
-                "deepspeed_config": {"zero_optimization": block, **(ran if isinstance(ran, dict) else {})},
+                "deepspeed_config": {
+                    "zero_optimization": block,
+                    **(completed if isinstance(completed, dict) else {}),
+                },
             }
     return data
 
 
 MIGRATIONS: dict[int, Migration] = {1: _to_version_2}
-"""Version → what makes the next one of a document of that version. Run in order."""
+"""Version → the function that migrates a document of that version to the next; applied in order."""
 
-_REPEATED = ("configuration", "workload", "placement", "ds_config")
-"""Parts of a trial that many trials have in common."""
 _REMEDY = "give a result as ds_bench wrote it"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunInfo:
-    """What run.json tells; nothing where it is missing."""
+    """The contents of run.json; the defaults stand for a run without one."""
 
     family: str | None = None
     arguments: tuple[str, ...] = ()
@@ -65,49 +67,96 @@ class RunInfo:
     schema_version: int = SCHEMA_VERSION
 
 
-class _SharedParts:
-    """One object for equal parts of records: thousands of records repeat a few configurations word for word."""
+class _RepeatedParts:
+    """Parts that many records have word for word in common: each is parsed once and is one object in all of them.
+
+    Thousands of records repeat a few configurations and predictions, which are half of their text.
+    """
+
+    _MARKS = (b'_config": {', b'"prediction": {')
+    """The text before each such part, and its first character, in a line as ``rank_files.append_line`` writes it."""
+    _MAX_TEXTS = 64
+    """Texts that are remembered at most: each is compared with every part of every line."""
 
     def __init__(self) -> None:
         self._by_text: dict[bytes, Any] = {}
+        self._by_json: dict[bytes, Any] = {}
 
-    def share(self, holder: Trial | RankMeasurement, *names: str) -> None:
-        """Puts into the fields with these names the first value that had the same JSON text.
+    def cut(self, line: bytes) -> tuple[bytes, list[Any]]:
+        """Replaces each known part of a line by ``{"": index}``; returns the line and those parts by index."""
+        parts: list[Any] = []
+        for mark in self._MARKS:
+            pieces, end, start = [], 0, line.find(mark)
+            while start >= 0:
+                start += len(mark) - 1
+                for text, part in self._by_text.items():
+                    if line.startswith(text, start):
+                        pieces += [line[end:start], b'{"":%d}' % len(parts)]
+                        parts.append(part)
+                        start = end = start + len(text)
+                        break
+                start = line.find(mark, start)
+            line = b"".join([*pieces, line[end:]])
+        return line, parts
 
-        Equal values are not enough: 1 is not true. ``holder`` was just read and is in nobody else's hands, so that it
-        may be changed although it is frozen; a copy for each record takes as long as to read it.
+    def restore(self, record: TrialRecord, parts: Sequence[Any]) -> bool:
+        """Puts the parts that were cut back, and learns the others; False if one was not cut from a field's value.
+
+        The record was just read and nothing else refers to it, so that it may be changed although it is frozen: a copy
+        takes as long as reading it.
+        """
+        trial, restored = record.trial, 0
+        holders = [(trial.configuration, "deepspeed_config"), (trial.workload, "model_config"), (trial, "ds_config")]
+        holders += [(trial, "prediction"), *((rank, "resolved_config") for rank in record.ranks)]
+        for holder, name in holders:
+            part = getattr(holder, name)
+            if part and len(part) == 1 and "" in part:
+                if part[""] not in range(len(parts)):
+                    return False
+                object.__setattr__(holder, name, parts[part[""]])
+                restored += 1
+            elif part:
+                text = json.dumps(part, ensure_ascii=False).encode("utf-8", "replace")
+                if text in self._by_text or len(self._by_text) < self._MAX_TEXTS:
+                    object.__setattr__(holder, name, self._by_text.setdefault(text, part))
+        return restored == len(parts)
+
+    def share(self, trial: Trial) -> None:
+        """Replaces parts of a trial by earlier ones with the same JSON text, so that equal parts are one object.
+
+        Equal values are not enough: 1 equals true.
         """
         from pydantic_core import to_json
 
-        for name in names:
-            part = getattr(holder, name)
-            object.__setattr__(holder, name, self._by_text.setdefault(to_json(part), part))
+        for name in ("configuration", "workload", "placement", "ds_config"):
+            part = getattr(trial, name)
+            object.__setattr__(trial, name, self._by_json.setdefault(to_json(part), part))
 
 
 @contextmanager
 def gc_paused() -> Iterator[None]:
-    """Everything made in here is kept: looking for garbage again and again would take a third of the time."""
+    """Pauses the garbage collector: everything that is read here is kept, and the search takes a third of the time."""
     enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
         if enabled:
-            gc.freeze()  # together: all of it is old now, without being looked through
+            gc.freeze()  # freeze and unfreeze move all objects to the oldest generation without a search
             gc.unfreeze()
             gc.enable()
 
 
 def read_run(path: Path, notes: list[str]) -> RunInfo:
-    """run.json, or nothing with a note where there is none. Raises UsageError where it is damaged or newer.
+    """Reads run.json. Raises UsageError if it is damaged or newer.
 
-    A part of another form is left out with a note, because rows can be shown without it.
+    A missing file, and each key whose value is invalid, is reported in ``notes``: rows can be shown without them.
     """
     if not path.exists():
         notes.append(f"no {path.name}: environment, arguments and the order of the plan are not known")
         return RunInfo()
     data = json_files.read_bytes(path)
-    info = json_files.validate(RunInfo, data, unknown_keys="ignore")  # other commands keep facts of theirs there
+    info = json_files.validate(RunInfo, data, unknown_keys="ignore")  # a run stores more there than is read here
     if info is not None and info.schema_version == SCHEMA_VERSION and b'"schema_version"' in data:
         return info
     try:
@@ -126,11 +175,11 @@ def read_run(path: Path, notes: list[str]) -> RunInfo:
 
 
 def read_records(path: Path, planned: Sequence[Trial], notes: list[str]) -> tuple[TrialRecord, ...]:
-    """The last record of each trial, in the order of the plan. Raises UsageError.
+    """Reads the last record of each trial, in the order of the plan. Raises UsageError.
 
-    A line that is no JSON, as a crash leaves it, is left out with a note; one of another shape is refused.
+    A line that is not JSON, as a crash may leave it, is left out with a note; other JSON than a record is refused.
     """
-    parts, unknown_keys = _SharedParts(), dict[str, None]()
+    parts, unknown_keys = _RepeatedParts(), dict[str, None]()
     latest: dict[Any, TrialRecord] = {}
     lines = 0
     with json_files.opened(path) as file:
@@ -139,13 +188,11 @@ def read_records(path: Path, planned: Sequence[Trial], notes: list[str]) -> tupl
                 continue
             lines += 1
             try:
-                record = parse_record(line.strip(), f"{path}: line {number}", unknown_keys)
+                record = parse_record(line.strip(), f"{path}: line {number}", unknown_keys, parts)
             except InvalidJsonError as error:
                 notes.append(f"{path.name} line {number} {error}: left out")
                 continue
-            parts.share(record.trial, *_REPEATED, "prediction")
-            for rank in record.ranks:
-                parts.share(rank, "resolved_config")
+            parts.share(record.trial)
             latest[_identity(record.trial)] = record
     if not latest:
         problem = f"no line of {path} is a record: {notes[-1]}" if lines else f"{path} has no rows: it is empty"
@@ -153,7 +200,7 @@ def read_records(path: Path, planned: Sequence[Trial], notes: list[str]) -> tupl
     if unknown_keys:
         notes.append(f"{path.name}: unknown keys left out: {', '.join(unknown_keys)}")
     for trial in planned:
-        parts.share(trial, *_REPEATED)
+        parts.share(trial)
     identities = dict.fromkeys(map(_identity, planned))
     ordered = [latest.pop(identity) for identity in identities if identity in latest]
     if len(ordered) < len(identities):
@@ -162,35 +209,47 @@ def read_records(path: Path, planned: Sequence[Trial], notes: list[str]) -> tupl
     return (*ordered, *latest.values())
 
 
-def parse_record(line: bytes, where: str, unknown_keys: dict[str, None]) -> TrialRecord:
-    """One line of records.jsonl. Raises InvalidJsonError, and UsageError where it is JSON and no record.
+def parse_record(
+    line: bytes, where: str, unknown_keys: dict[str, None], parts: _RepeatedParts | None = None
+) -> TrialRecord:
+    """Reads one line of records.jsonl. Raises InvalidJsonError, and UsageError if it is JSON but not a record.
 
-    ``where``: names the line in errors. ``unknown_keys`` receives the places of keys that no field has.
+    ``where``: names the line in errors. ``unknown_keys`` receives the places of keys that no field has. ``parts``:
+    the parts of the lines before it.
     """
-    record = json_files.validate(TrialRecord, line)
-    if record is not None and record.schema_version == SCHEMA_VERSION and b'"schema_version"' in line:
+    text, cut_parts = parts.cut(line) if parts else (line, [])
+    record = json_files.validate(TrialRecord, text)
+    if (
+        record is not None
+        and record.schema_version == SCHEMA_VERSION
+        and b'"schema_version"' in text
+        and (parts is None or parts.restore(record, cut_parts))
+    ):
         return record
     value = json_files.parse_json(line)
     if not isinstance(value, dict):
         raise UsageError(f"{where} is no JSON object", remedy=_REMEDY)
     value = _migrate(value, "record", where)
     try:
-        return json_files.build(TrialRecord, value, unknown_keys)
+        record = json_files.build(TrialRecord, value, unknown_keys)
     except InvalidValueError as error:
         trial = value.get("trial")
         name = trial.get("trial_id") if isinstance(trial, dict) else None
         named = f"{where} ({name})" if isinstance(name, str) else where
         raise UsageError(f"{named}: {error}", remedy="correct or remove that line") from None
+    if parts:
+        parts.restore(record, [])
+    return record
 
 
 def _identity(trial: Trial) -> tuple[int | str, ...]:
-    """Equal for trials whose ``key`` is equal, of trials that share their parts; a fraction of its cost."""
-    shared = map(id, (trial.workload, trial.placement, trial.ds_config))
-    return trial.repeat, trial.configuration.name, trial.configuration.engine, *shared
+    """Identifies a trial as ``Trial.key`` does, among trials that share equal parts; several times cheaper."""
+    part_ids = map(id, (trial.workload, trial.placement, trial.ds_config))
+    return trial.repeat, trial.configuration.name, trial.configuration.engine, *part_ids
 
 
 def _migrate(data: dict[str, Any], kind: Kind, where: str) -> dict[str, Any]:
-    """The same in the present form. Raises UsageError for a newer one, or where no migration leads here."""
+    """Migrates a document to the present schema. Raises UsageError if its version is newer, too old or missing."""
     version = data.get("schema_version")
     if type(version) is not int or version < 1:
         raise UsageError(f"{where}: schema_version is missing or no version", remedy=_REMEDY)

@@ -1,7 +1,7 @@
-"""What was seen: one RankMeasurement per rank, an Outcome, and the TrialRecord of both.
+"""What was observed of a trial: a RankMeasurement per rank, an Outcome, and the TrialRecord that holds both.
 
-Samples are kept, nothing is derived or rounded here (``analysis`` derives, ``tables`` rounds).
-Bytes and seconds carry their unit in the name. ``None`` means "could not be had".
+Samples are stored, nothing is derived or rounded here (``analysis`` derives, ``report`` rounds). Names end in the unit:
+bytes or seconds. None means that a value could not be measured.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ STATUSES = (SUCCESS, OOM, OOM_HOST, OOM_DISK, KILLED, TIMEOUT, CRASHED, UNSUPPOR
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankMeasurement:
-    """What one rank saw of one trial. Per rank unless said otherwise."""
+    """What one rank measured in one trial; of this rank alone unless said otherwise."""
 
     rank: int
     world_size: int
     hostname: str
     pid: int
     device_name: str
-    """As the driver names it, or the CPU accelerator's ``cpu``."""
+    """Name of the GPU as its driver gives it; ``cpu`` on the CPU accelerator."""
     torch_version: str
     deepspeed_version: str
     micro_batch_size: int
@@ -58,32 +58,32 @@ class RankMeasurement:
     data_parallel_size: int
     """Read back from the engine."""
     optimizer_class: str
-    """The class that really stepped: ``FusedAdam``, ``AdamW``, ``DeepSpeedCPUAdam``."""
+    """Class of the optimizer that updated the weights: ``FusedAdam``, ``AdamW``, ``DeepSpeedCPUAdam``."""
     engine_optimizer_class: str
-    """DeepSpeed's wrapper around it."""
+    """Class of DeepSpeed's wrapper around that optimizer."""
     parameter_count: int
-    """Elements of all parameters of the whole model, shared ones once."""
+    """Elements of all parameters of the whole model; shared parameters count once."""
     largest_parameter: int
     """Elements in the largest single parameter."""
     resolved_config: Mapping[str, Any]
-    """The configuration as the engine resolved it."""
+    """The DeepSpeed configuration as the engine resolved it."""
     step_seconds: tuple[float, ...]
-    """Measured optimizer steps, in order."""
+    """Durations of the measured optimizer steps, in order."""
     warmup_step_seconds: tuple[float, ...]
-    """Steps before the window; in no statistic."""
+    """Durations of the steps before the measured window; no statistic uses them."""
     window_seconds: float
-    """Device-synchronised wall from before the first measured step to after the last."""
+    """Wall time from before the first measured step to after the last, the device synchronised at both ends."""
     losses: tuple[float | None, ...]
     """Mean loss over this rank's micro-batches, warm-up steps first; None where not finite."""
     skipped_steps: int
     """Measured steps the optimizer skipped (fp16 overflow)."""
     import_seconds: float
-    """From the start of the rank until torch and DeepSpeed are there; near 0 when forked warm."""
+    """From the start of the rank until torch and DeepSpeed are imported; near 0 if forked from the warm server."""
     build_seconds: float
     init_seconds: float
     """``deepspeed.initialize``."""
     first_step_seconds: float | None
-    """The first step of all, with what compiles or allocates on first use."""
+    """Duration of the first warm-up step, which includes compilation and allocation on first use."""
     gpu_total_bytes: int | None = None
     gpu_init_peak_bytes: int | None = None
     """Peak allocated while the model and the engine were built."""
@@ -94,58 +94,60 @@ class RankMeasurement:
     """Allocated after the last measured step."""
     gpu_reserved_bytes: int | None = None
     gpu_device_used_bytes: int | None = None
-    """In use on the whole card after the last measured step, other processes included."""
+    """In use on the whole GPU after the last measured step, other processes included."""
     gpu_alloc_retries: int | None = None
     """Times the allocator had to flush its cache and retry during the measured steps."""
     host_peak_bytes: int | None = None
-    """Peak resident size of this rank over its whole life (VmHWM)."""
+    """Peak resident size of this rank from its start to its end (VmHWM)."""
     host_peak_steps_bytes: int | None = None
     """Peak resident size from the first warm-up step on."""
     host_pss_bytes: int | None = None
-    """Proportional set size after the last measured step: shared pages divided among their users."""
+    """Proportional set size after the last measured step: each shared page divided by the processes that map it."""
     host_shared_bytes: int | None = None
     """Resident pages shared with other processes after the last measured step."""
     pinned_bytes: int | None = None
-    """Page-locked host memory, as DeepSpeed's tracker or the kernel tells."""
+    """Page-locked host memory, from DeepSpeed's tracker or the kernel."""
     nvme_stored_bytes: int | None = None
     """Size of this trial's swap files (whole node), after the last measured step."""
     nvme_read_bytes: int | None = None
     """Read from block devices in the measured steps (kernel I/O counters)."""
     nvme_written_bytes: int | None = None
     ledger: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
-    """tier → category → bytes, by counting storages once each."""
+    """Tier → category → bytes of tensors, each storage counted once."""
     phase_seconds: Mapping[str, float] = field(default_factory=dict)
-    """Per step, from a separate synchronised pass: forward, backward, step."""
+    """``forward``, ``backward`` and ``step`` → seconds per step, from separate synchronised steps."""
     dropout: float | None = None
-    """Greatest probability of any dropout in the model, as it was trained; 0 where it has none."""
+    """Greatest probability of any dropout in the model, as it was trained; 0 for a model without dropout."""
     optimizer_settings: tuple[Mapping[str, Any], ...] | None = None
-    """Per group of parameters what the optimizer held after the last measured step: lr, betas, eps, weight_decay,
-    momentum, as far as it has them."""
+    """For each parameter group, the optimizer's settings after the last measured step: those of lr, betas, eps,
+    weight_decay and momentum that it has."""
     vocabulary_size: int | None = None
-    """Tokens that the random batches were drawn from."""
+    """Number of different tokens in the random batches."""
     repeated_loss: float | None = None
-    """Loss on this rank's first batch at the end of the trial, without dropout: after the inspection's steps."""
+    """Loss on this rank's first batch, computed without dropout after all steps of the trial."""
     weight_change: tuple[float, ...] | None = None
-    """Count sketch of what training changed by the end of the trial, of this rank's share of the weights
-    (worker/weightchange.py). The sum over ranks is that of the model."""
+    """Count sketch of the change by training of this rank's share of the weights (worker/weight_change.py). The sketch
+    of the whole model is the sum over ranks."""
     cpu_cores: float | None = None
-    """Cores' worth of time that this rank may use: the affinity mask, and the cgroup's CPU quota where that is less."""
+    """Cores that this rank may use: those of the affinity mask, or the cgroup's CPU quota if that is less."""
     cpu_threads: int | None = None
-    """Threads of one parallel region of torch."""
+    """Threads in a parallel region of torch."""
     omp_wait_policy: str | None = None
-    """The variable ``OMP_WAIT_POLICY``: how threads wait for each other; None where it was not set."""
+    """The variable ``OMP_WAIT_POLICY``: how threads wait for each other; None if it was not set."""
     cpu_own_cores: float | None = None
-    """Cores in use, on average from the first warm-up step to the last measured step, by every process of the trial on
-    this node and by the programs that started it."""
+    """Cores used by every process of the trial on this node and by the programs that started it; mean from the first
+    warm-up step to the last measured step."""
     cpu_other_cores: float | None = None
-    """Cores in use meanwhile by all else on the processors that this rank may use, and withheld by a hypervisor."""
+    """Cores used in the same time by other programs, or withheld by a hypervisor, on the processors that this rank may
+    use."""
     cpu_throttled_fraction: float | None = None
-    """Fraction of the periods meanwhile in which the cgroup's CPU quota stopped its processes; None without a quota."""
+    """Fraction of the scheduler's periods in the same time in which the cgroup's CPU quota stopped its processes; None
+    without a quota."""
     notes: tuple[str, ...] = ()
-    """What the rank has to say about its own numbers."""
+    """Caveats that the rank itself reports about its numbers."""
 
     def __post_init__(self) -> None:
-        if not self.step_seconds or not all(math.isfinite(s) and s > 0 for s in self.step_seconds):
+        if not self.step_seconds or not math.isfinite(sum(self.step_seconds)) or min(self.step_seconds) <= 0:
             raise ValueError("step_seconds must be positive and finite, one at least")
         if not (math.isfinite(self.window_seconds) and self.window_seconds > 0):
             raise ValueError("window_seconds must be positive and finite")
@@ -156,7 +158,7 @@ class RankMeasurement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankFailure:
-    """What a rank reported of its own end, before anything was made of it."""
+    """An error that a rank reported before it ended; ``launch.outcome`` determines the root cause from all of them."""
 
     rank: int
     error_class: str
@@ -170,7 +172,7 @@ class RankFailure:
     free_bytes: int | None = None
     traceback: str = ""
     step: int | None = None
-    """0-based step in which it happened, warm-up included."""
+    """0-based number of the step in which it happened, warm-up steps included."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.time, (int, float)) or not math.isfinite(self.time):
@@ -179,13 +181,14 @@ class RankFailure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """How a trial ended: one root cause, chosen by class and time."""
+    """How a trial ended, with one root cause, chosen by class and time."""
 
     status: str
     error: str | None = None
-    """One line: what happened."""
+    """One line that says what happened."""
     phase: str | None = None
-    """import, build, init, warmup, forward, backward, step, inspect, exit; None where unknown."""
+    """``import``, ``build``, ``init``, ``warmup``, ``forward``, ``backward``, ``step``, ``inspect`` or ``exit``; None
+    if unknown."""
     rank: int | None = None
     """The rank of the root cause."""
     details: str | None = None
@@ -200,24 +203,24 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialRecord:
-    """One trial and all that was seen of it: a line of records.jsonl."""
+    """A trial and all that was observed of it: one line of records.jsonl."""
 
     trial: Trial
     outcome: Outcome
     ranks: tuple[RankMeasurement, ...] = ()
     failures: tuple[RankFailure, ...] = ()
     launch: str | None = None
-    """``warm``, ``deepspeed`` or None where nothing was launched."""
+    """``warm`` or ``deepspeed``; None if nothing was launched."""
     started_at: str | None = None
     """ISO 8601, UTC."""
     wall_seconds: float | None = None
-    """From the launch to the proof that no process is left."""
+    """From the launch until no process of the trial is left."""
     start_seconds: float | None = None
     """From the launch to the first warm-up step."""
     gpu_free_start_bytes: int | None = None
-    """Free on the fullest card of the job just before the launch; None without GPUs or where NVML does not tell."""
+    """Free memory of the fullest GPU of the job just before the launch; None without GPUs or if NVML cannot tell."""
     caveats: tuple[str, ...] = ()
-    """What a reader must know before using this row."""
+    """What a reader of this row must know."""
     schema_version: int = SCHEMA_VERSION
     method_version: int = METHOD_VERSION
 
@@ -226,5 +229,5 @@ class TrialRecord:
             raise ValueError("a trial that succeeded has a measurement of every rank")
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values, for files: credentials in the configuration are redacted."""
+        """Converts to JSON values; credentials in the configuration are redacted."""
         return {**asdict(self), "trial": self.trial.to_dict()}

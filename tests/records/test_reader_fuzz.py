@@ -118,7 +118,7 @@ def survives(path: Path) -> bool:
         assert "\n" not in text
         return False
     rows = flat_rows(result.summaries)
-    assert len(rows) > 0
+    assert len(rows) == len(result.summaries) > 0
     json.dumps(rows, allow_nan=False)
     "\n".join(result.notes).encode()
     groups = merge_results.merge([result, result])
