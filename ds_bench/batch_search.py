@@ -49,7 +49,7 @@ class BatchSearch:
             found = self._probe(strategy, size)
             status = found.outcome.status
             if status == schema.INTERRUPTED or signals.interrupt_requested():
-                self.say(f"the search was interrupted at {strategy.label}; go on with --resume {self.store.folder}")
+                self.say(f"the search was interrupted at {strategy.label}")
                 raise KeyboardInterrupt
             self.say(f"{strategy.label}: micro-batch {size} {'trains' if found.outcome.success else status}")
             if not found.outcome.success and status not in _DID_NOT_FIT:

@@ -29,7 +29,7 @@ from .prediction import trial_predictions
 from .prediction.model_profile import ModelProfile
 from .records import schema
 from .records.resume import latest_records, remaining_trials, require_same_machine, require_same_workload
-from .records.run_folder import RunFolder
+from .records.run_folder import RUN_FILE, RunFolder
 from .records.schema import Outcome, TrialRecord
 from .report import export, table
 from .report.comparison_report import ComparisonReport, build_report
@@ -74,10 +74,29 @@ def run_comparison(options: Options, make_config: MakeConfig, arguments: Sequenc
                 else RunFolder.create(options.output_dir, options.family)
             )
             with store.locked() as note:
-                return _run_plan(plan, machine, store, arguments, [note] if note else [])
+                try:
+                    return _run_plan(plan, machine, store, arguments, [note] if note else [])
+                except KeyboardInterrupt:
+                    if (store.folder / RUN_FILE).exists():
+                        terminal.print_text(f"go on with: {resume_command(options, store.folder)}", sys.stderr)
+                    raise
         except KeyboardInterrupt:  # before the first trial
             terminal.print_text("interrupted", sys.stderr)
             return INTERRUPTED_CODE
+
+
+def resume_command(options: Options, folder: Path) -> str:
+    """The command that runs what is missing of an interrupted run, with the flags that ``--resume`` wants again."""
+    again: list[str] = []
+    if options.trust_remote_code:
+        again.append("--trust-remote-code")
+    if options.model_factory is not None:
+        again += ["--model-factory", options.model_factory]
+    elif Path(options.model).is_dir():
+        again += ["--model", options.model]
+    if options.hostfile is not None:
+        again += ["--hostfile", str(options.hostfile)]
+    return provenance.command(options.family, ["--resume", str(folder), *again])
 
 
 def require_writable(output_dir: Path) -> None:
@@ -156,34 +175,30 @@ def require_ready(plan: Plan, machine: Machine, nvme_folder: nvme.NvmeFolder | N
 def _run_plan(plan: Plan, machine: Machine, store: RunFolder, arguments: Sequence[str], notes: Sequence[str]) -> int:
     """Builds ops, chooses the launcher, runs the trials that are left, and reports. Returns the exit code."""
     options = plan.options
-
-    def say(text: str) -> None:
-        if not options.quiet:
-            terminal.print_text(text, sys.stderr)
-
-    with signals.raising_on_interrupt():
-        plan = plan.with_ops(rank_environment.build_ops(plan.placement, plan.configurations, plan.variables, say))
+    line = terminal.StatusLine(sys.stderr, quiet=options.quiet)
+    with signals.raising_on_interrupt(), line:
+        variables = plan.variables
+        states = rank_environment.build_ops(plan.placement, plan.configurations, variables, line.say, line.show)
+        plan = plan.with_ops(states)
     if options.resume is not None:
         require_same_workload(store, plan.trials, _FIELDS_SET_BY_SEARCH if options.auto_batch else ())
     with signals.raising_on_interrupt():
         limits = Limits(timeout_seconds=options.timeout, stall_timeout_seconds=options.stall_timeout)
         launcher, why_cold = choose_launcher(
-            options.launcher, plan.placement, plan.variables, limits, plan.trials, machine.visible_gpu_indices, say
+            options.launcher, plan.placement, plan.variables, limits, plan.trials, machine.visible_gpu_indices, line.say
         )
     notes = [*notes, *([why_cold] if why_cold else [])]
     _save_run(store, plan, [] if options.auto_batch else plan.trials, machine, arguments, notes)
     if options.auto_batch:
-        plan = batch_search.at_largest_batch(plan, launcher, store, say)
+        plan = batch_search.at_largest_batch(plan, launcher, store, line.say)
         _save_run(store, plan, plan.trials, machine, arguments, notes)
     remaining = remaining_trials(plan.trials, store.records(), options.retry)
-    progress = ProgressReporter(sys.stderr, remaining, level=0 if options.quiet else 2 if options.verbose else 1)
+    progress = ProgressReporter(line, remaining, options.repeats, verbose=options.verbose)
     results = ResultBuilder(plan, machine.environment, store.folder.name)
-    try:
+    with line:
         for record in run_trials(remaining, launcher, store, progress.begin):
             store.write_rows(flat_rows(results.summaries(store.records())))
             progress.end(record)
-    finally:
-        progress.close()
     return _finish(options, store, results, notes, arguments)
 
 
@@ -292,7 +307,10 @@ def _finish(
         terminal.print_text(f"\nJSON {store.json_path}\nCSV  {store.csv_path}\nrun  {store.folder}", sys.stderr)
         if folder is not None:
             terminal.print_text(f"configuration {folder}", sys.stderr)
-    return exit_code(options, summaries)
+    code = exit_code(options, summaries)
+    if code == INTERRUPTED_CODE and not options.quiet:
+        terminal.print_text(f"interrupted; go on with: {resume_command(options, store.folder)}", sys.stderr)
+    return code
 
 
 def print_report(options: Options, report: ComparisonReport, rows: Sequence[dict[str, Any]]) -> None:

@@ -176,7 +176,11 @@ def test_an_interrupted_search_runs_no_row_and_goes_on_with_resume(
     def interrupted_at_zero3(trial: Trial) -> TrialRecord:
         return fakes.failure(trial, "Interrupted") if trial.configuration.stage == 3 else fits(trial)
 
-    assert machine.search(interrupted_at_zero3, "--stages", "1", "3") == 130
+    script = FakeLauncher(by_strategy={"zero1": fits, "zero3": interrupted_at_zero3})
+    machine.launcher = script
+    flags = ["--model", "tiny", "--seq-length", "16", "--output-dir", str(machine.output), "--batch-size", "auto"]
+    assert cli.main("zero", fakes.make_config, [*flags, "--stages", "1", "3"]) == 130
+    assert "go on with: python zero_stage_comparison.py --resume " in capsys.readouterr().err
     assert not list(machine.output.glob("*_comparison_*.json"))
     before = len(machine.probes())
     (folder,) = (machine.output / "runs").iterdir()

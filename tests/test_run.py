@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from ds_bench import plan
+from ds_bench.cli import script as cli
 from ds_bench.config.spec import Trial
 from ds_bench.doctor import nvme
 from ds_bench.launch import ProgressCallback
@@ -302,6 +303,20 @@ def test_an_interrupted_run_keeps_its_rows_and_is_completed_by_resuming(house: H
     assert house.resume() == 0
     assert [trial.configuration.stage for trial in house.launcher.launched] == [1, 2, 3]
     assert [(row["stage"], row["success"]) for row in house.rows()] == [(s, True) for s in (0, 1, 2, 3)]
+
+
+def test_an_interruption_prints_the_command_that_goes_on_unless_quiet(
+    house: House, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert house.run(script=FakeLauncher("Success", "Interrupted")) == 130
+    assert capsys.readouterr().err == ""
+    house.launcher = FakeLauncher("Success", "Interrupted")
+    flags = ["--model", "tiny", "--seq-length", "16", "--output-dir", str(tmp_path / "o")]
+    assert cli.main("zero", fakes.make_config, flags) == 130
+    (folder,) = tmp_path.glob("o/runs/*")
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last == f"interrupted; go on with: python zero_stage_comparison.py --resume {folder}"
+    assert cli.main("zero", fakes.make_config, [*last.split()[-2:], "--quiet"]) == 0
 
 
 def test_a_run_can_be_resumed_twice_and_keeps_the_flags_it_began_with(house: House) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 from ..config import placement
@@ -19,7 +20,9 @@ def build_ops() -> int:
     names = [ops.SHARED_MEMORY] if here.accelerator == "cpu" else [ops.FUSED_ADAM]
     variables = rank_environment.rank_environment(here, os.environ, None)
     folder = Path(variables["TORCH_EXTENSIONS_DIR"])
-    states = ops.prepare_ops([*names, ops.CPU_ADAM, ops.ASYNC_IO], folder, variables, say=terminal.print_text)
+    names += [ops.CPU_ADAM, ops.ASYNC_IO]
+    with terminal.StatusLine(sys.stdout) as line:
+        states = ops.prepare_ops(names, folder, variables, say=line.say, show_elapsed=line.show)
     for name, state in states.items():
         text = "ready" if state.ready else f"{state.reason}; {ops.remedy_of(state.reason)}"
         terminal.print_text(f"{name.removesuffix('Builder'):<14} {text}")

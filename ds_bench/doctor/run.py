@@ -53,7 +53,8 @@ def _check_ops(
     states = None
     if build:
         names = list(op_checks.strategies_by_op(placement.accelerator))
-        states = ops.prepare_ops(names, folder, variables, say=lambda text: terminal.print_text(text, sys.stderr))
+        with terminal.StatusLine(sys.stderr) as line:
+            states = ops.prepare_ops(names, folder, variables, say=line.say, show_elapsed=line.show)
     yield from op_checks.check(system, placement.accelerator, folder, check_nvme=nvme_path is not None, states=states)
 
 

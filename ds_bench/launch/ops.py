@@ -216,10 +216,12 @@ def prepare_ops(
     *,
     timeout_seconds: float = 1800.0,
     say: Callable[[str], None],
+    show_elapsed: Callable[[str], None] = lambda _text: None,
 ) -> dict[str, OpState]:
     """Builds each op that is not built yet, in a process of its own. An op that fails is a state, not an exception.
 
-    Raises PreflightError where the folder cannot be created.
+    ``show_elapsed`` is called once a second with how long the build has taken. Raises PreflightError where the folder
+    cannot be created.
     """
     names = list(names)
     try:
@@ -237,10 +239,17 @@ def prepare_ops(
             if is_built(name, folder):  # by now, perhaps by the run that was waited for
                 states[name] = OpState(op=name, ready=True)
                 continue
-            say(f"building DeepSpeed's {name.removesuffix('Builder')} op (once, minutes on few cores) …")
-            states[name] = _build(name, folder, environment, timeout_seconds)
+            short_name = name.removesuffix("Builder")
+            say(f"building DeepSpeed's {short_name} op (once, minutes on few cores) …")
+            states[name] = _build(
+                name,
+                folder,
+                environment,
+                timeout_seconds,
+                lambda seconds, op=short_name: show_elapsed(f"building {op} … {format_duration(seconds)}"),  # type: ignore[misc]
+            )
             if states[name].ready:
-                say(f"built {name.removesuffix('Builder')} in {format_duration(states[name].seconds)}")
+                say(f"built {short_name} in {format_duration(states[name].seconds)}")
             else:
                 remove_stale_locks(folder)
     return states
@@ -278,7 +287,14 @@ def _lock_cache(folder: Path, say: Callable[[str], None]) -> Iterator[None]:
         yield
 
 
-def _build(name: str, folder: Path, environment: Mapping[str, str], timeout_seconds: float) -> OpState:
+def _build(
+    name: str,
+    folder: Path,
+    environment: Mapping[str, str],
+    timeout_seconds: float,
+    listen: Callable[[float], None],
+) -> OpState:
+    """Builds one op; ``listen`` is called once a second with the seconds since the start."""
     log = folder / f"{name}.log"
     processes.adopt_orphans()  # compilers stay descendants of this process when their builder dies
     earlier = processes.descendants()
@@ -294,7 +310,15 @@ def _build(name: str, folder: Path, environment: Mapping[str, str], timeout_seco
             preexec_fn=processes.die_with_parent,
         )
         try:
-            output, _ = child.communicate(timeout=timeout_seconds)
+            while True:
+                left = start + timeout_seconds - time.monotonic()
+                try:
+                    output, _ = child.communicate(timeout=max(0.0, min(1.0, left)))
+                    break
+                except subprocess.TimeoutExpired:  # communicate goes on where it was, no output is lost
+                    if left <= 1.0:
+                        raise
+                    listen(time.monotonic() - start)
         except subprocess.TimeoutExpired:
             reason = f"the build took longer than {format_duration(timeout_seconds)}; log {log}"
             return OpState(op=name, ready=False, reason=reason, seconds=time.monotonic() - start)

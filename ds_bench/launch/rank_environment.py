@@ -24,13 +24,15 @@ def build_ops(
     configurations: Sequence[Configuration],
     base_environment: Mapping[str, str],
     say: Callable[[str], None],
+    show_elapsed: Callable[[str], None],
 ) -> dict[str, ops.OpState]:
-    """Builds every op that these configurations need. Returns the states."""
+    """Builds every op that these configurations need, as ``ops.prepare_ops`` does. Returns the states."""
     runnable = [each for each in configurations if validation.unsupported_reason(each, placement) is None]
     names = ops.needed_ops(placement.accelerator, runnable)
     if placement.accelerator == "cuda":
         names += ops.fused_ops(runnable)
-    return ops.prepare_ops(names, Path(base_environment["TORCH_EXTENSIONS_DIR"]), base_environment, say=say)
+    folder = Path(base_environment["TORCH_EXTENSIONS_DIR"])
+    return ops.prepare_ops(names, folder, base_environment, say=say, show_elapsed=show_elapsed)
 
 
 def rank_environment(

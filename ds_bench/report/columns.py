@@ -9,7 +9,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..analysis.comparison import Comparison, ComparisonRow
-from ..units import MISSING, format_bytes, format_count, format_gb, format_ms, format_percent, format_ratio
+from ..records.schema import TrialRecord
+from ..units import (
+    BYTES_PER_GB,
+    MISSING,
+    format_bytes,
+    format_count,
+    format_gb,
+    format_ms,
+    format_percent,
+    format_ratio,
+    format_significant,
+)
 
 NOT_TESTED = "not tested"
 
@@ -45,6 +56,37 @@ def row_status(row: ComparisonRow, with_sign: Callable[[str], str]) -> str:
         return MISSING
     text = with_sign((failed or row.summaries)[0].record.outcome.status)
     return f"{text} ({len(failed)} of {len(row.summaries)})" if failed and row.succeeded else text
+
+
+_PHASES = {
+    "import": "while importing",
+    "build": "while building the model",
+    "init": "in optimizer init",
+    "warmup": "in warm-up",
+    "forward": "in forward",
+    "backward": "in backward",
+    "step": "in the optimizer step",
+}
+
+
+def failure_text(record: TrialRecord) -> str:
+    """How a run failed and where, in one line: ``OOM in optimizer init, asked 50.2 GB, 3.60 GB free``."""
+    outcome = record.outcome
+    phase = outcome.phase or ""
+    where = f" {_PHASES.get(phase, f'in phase {phase}')}" if phase else ""
+    if outcome.requested_bytes is not None or outcome.free_bytes is not None:
+        asked = "" if outcome.requested_bytes is None else f", asked {format_gigabytes(outcome.requested_bytes)}"
+        free = "" if outcome.free_bytes is None else f", {format_gigabytes(outcome.free_bytes)} free"
+        return f"{outcome.status}{where}{asked}{free}"
+    cause = " ".join((outcome.error or "").split())
+    if cause.startswith(outcome.status):  # an exception's class, with its phase
+        return cause
+    return f"{outcome.status}{where}{': ' if cause else ''}{cause}"
+
+
+def format_gigabytes(size: float) -> str:
+    """Bytes in GB, whatever the size, with three significant digits and the unit."""
+    return f"{format_significant(size / BYTES_PER_GB)} GB"
 
 
 def _throughput_interval(row: ComparisonRow) -> str:

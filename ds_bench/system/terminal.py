@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 import unicodedata
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,6 +27,9 @@ _ASCII = {
     "…": "...",
     "≈": "~",
     "·": "|",
+    "★": "*",
+    "✓": "ok",
+    "✗": "x",
 }
 
 
@@ -119,6 +123,62 @@ def print_text(text: str, stream: IO[str] | None = None) -> None:
     stream = sys.stdout if stream is None else stream
     shown = "\n".join(map(escape_controls, text.split("\n")))
     print(shown if can_encode(shown, stream) else to_ascii(shown), file=stream, flush=stream is not sys.stdout)
+
+
+class StatusLine:
+    """Prints lines that stay, and below them one line that is redrawn on a terminal.
+
+    On any other stream the redrawn line is a plain line every 15 seconds. ``quiet``: nothing is printed.
+    """
+
+    _REDRAW_SECONDS, _PLAIN_SECONDS = 1.0, 15.0
+
+    def __init__(self, stream: IO[str], *, quiet: bool = False) -> None:
+        self.stream, self.quiet = stream, quiet
+        self._is_terminal = stream.isatty()
+        self._shown_at = time.monotonic()
+        self._live: Any = None
+
+    def say(self, text: str) -> None:
+        """Prints a line that stays."""
+        if not self.quiet:
+            self.close()
+            print_text(text, self.stream)
+            self._shown_at = 0.0 if self._is_terminal else time.monotonic()
+
+    def show(self, text: str) -> None:
+        """Redraws the last line, at most once a second."""
+        now = time.monotonic()
+        wait_seconds = self._REDRAW_SECONDS if self._is_terminal else self._PLAIN_SECONDS
+        if self.quiet or now - self._shown_at < wait_seconds:
+            return
+        self._shown_at = now
+        if not self._is_terminal:
+            print_text(text, self.stream)
+            return
+        from rich.console import Console
+        from rich.live import Live
+        from rich.text import Text
+
+        shown = escape_controls(text) if can_encode(text, self.stream) else to_ascii(escape_controls(text))
+        line = Text(shown, no_wrap=True, overflow="ellipsis")
+        if self._live is None:
+            console = Console(file=self.stream, highlight=False)
+            self._live = Live(line, console=console, auto_refresh=False, transient=True)
+            self._live.start()
+        self._live.update(line, refresh=True)
+
+    def __enter__(self) -> StatusLine:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Removes the redrawn line; the next one starts anew."""
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
 
 
 def print_json(text: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -195,6 +196,7 @@ class Workshop:
     def __init__(self, root: Path) -> None:
         self.cache = root / "cache"
         self.said: list[str] = []
+        self.elapsed: list[str] = []
         (root / "builder.py").write_text(BUILDER)
         self.interpreter = root / "python"
         """Called as ``python -m ds_bench.worker.build_op NAME``."""
@@ -203,7 +205,8 @@ class Workshop:
 
     def build(self, *names: str, mode: str = "ready", timeout: float = 60) -> dict[str, ops.OpState]:
         variables = {"FAKE_BUILD": mode, "PYTHONPATH": ""}
-        return ops.prepare_ops(names, self.cache, variables, timeout_seconds=timeout, say=self.said.append)
+        say, show = self.said.append, self.elapsed.append
+        return ops.prepare_ops(names, self.cache, variables, timeout_seconds=timeout, say=say, show_elapsed=show)
 
     @property
     def calls(self) -> list[str]:
@@ -307,6 +310,7 @@ def test_a_build_that_hangs_is_ended_with_its_compilers_and_its_lock(workshop: W
     assert time.monotonic() - start < 20
     assert not state.ready
     assert "the build took longer than 3.0 s" in state.reason
+    assert re.fullmatch(r"building AOp … 1\.\d s building AOp … 2\.\d s", " ".join(workshop.elapsed))
     assert not processes.is_alive(int((workshop.cache / "compiler").read_text()))
     assert list(workshop.cache.glob("*/lock")) == []
 

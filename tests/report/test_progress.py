@@ -11,11 +11,12 @@ import pytest
 
 from ds_bench.config.spec import Trial
 from ds_bench.launch import Progress
-from ds_bench.report import progress as module
 from ds_bench.report.progress import ProgressReporter
+from ds_bench.system import terminal as module
+from ds_bench.system.terminal import StatusLine
 from tests.support import fakes
 
-QUIET, NORMAL, VERBOSE = 0, 1, 2
+GB = fakes.GB
 
 
 class Stream(io.StringIO):
@@ -64,39 +65,61 @@ def at(phase: str = "forward", step: int = 5, last: float | None = 0.5, elapsed:
     return Progress(phase=phase, step=step, last_step_seconds=last, elapsed_seconds=elapsed)
 
 
+def reporter_to(
+    stream: Stream, plan: list[Trial] | None = None, *, quiet: bool = False, verbose: bool = False, repeats: int = 1
+) -> ProgressReporter:
+    return ProgressReporter(StatusLine(stream, quiet=quiet), plan or trials(), repeats, verbose=verbose)
+
+
 # ------------------------------------------------------------------ into a file
 
 
-def test_a_file_gets_one_line_when_a_trial_begins_and_one_when_it_ends() -> None:
+def test_a_file_gets_one_result_line_as_each_trial_ends_with_the_time_left() -> None:
+    """Two trials of 12.5 s; 4 × 128 tokens in 0.1 s, 2 GB on the host."""
     stream = Stream()
-    reporter = ProgressReporter(stream, trials(), NORMAL)
+    reporter = reporter_to(stream)
     for trial in trials():
         listen = reporter.begin(trial)
         for step in range(20):
             listen(at(step=step))
         reporter.end(fakes.success(trial))
-    reporter.close()
     assert stream.getvalue().splitlines() == [
-        "[1/2] ZeRO-0 …",
-        "[1/2] ZeRO-0 ✅ Success in 12 s",
-        "[2/2] ZeRO-1 …",
-        "[2/2] ZeRO-1 ✅ Success in 12 s",
+        "[1/2] ZeRO-0 ✓ 5,120 tok/s 2.00 GB of host memory · about 12 s left",
+        "[2/2] ZeRO-1 ✓ 5,120 tok/s 2.00 GB of host memory",
     ]
 
 
-def test_a_failure_is_told_with_its_cause_in_one_line() -> None:
+def test_repeats_are_counted_and_the_time_left_is_of_all_that_is_left() -> None:
+    """Mean of 12.5 s and 3 s, and four more."""
+    on = fakes.placement(accelerator="cuda")
+    plan = [fakes.trial(fakes.zero(stage), on=on, repeat=repeat) for repeat in range(3) for stage in (0, 1)]
     stream = Stream()
-    reporter = ProgressReporter(stream, trials(), NORMAL)
+    reporter = reporter_to(stream, plan, repeats=3)
+    reporter.begin(plan[0])
+    reporter.end(fakes.success(plan[0], gpu_peak_bytes=int(75.42 * GB)))
+    reporter.begin(plan[1])
+    reporter.end(fakes.failure(plan[1], requested_bytes=int(50.24 * GB), free_bytes=int(3.6 * GB), phase="init"))
+    assert stream.getvalue().splitlines() == [
+        "[1/6] ZeRO-0 run 1/3 ✓ 5,120 tok/s 75.4 GB · about 1 min 2 s left",
+        "[2/6] ZeRO-1 run 1/3 ✗ OOM in optimizer init, asked 50.2 GB, 3.60 GB free · about 31 s left",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("outcome", "text"),
+    [
+        ({"error": "OOM in backward: asked 2.00 GB"}, "✗ OOM in backward: asked 2.00 GB"),
+        ({"status": "ValueError", "error": "ValueError in forward:\n no"}, "✗ ValueError in forward: no"),
+        ({"status": "Killed", "error": "killed by SIGTERM"}, "✗ Killed in backward: killed by SIGTERM"),
+        ({"status": "Unsupported", "error": None, "phase": None}, "✗ Unsupported"),
+    ],
+)
+def test_a_failure_is_told_with_its_place_and_cause_in_one_line(outcome: dict[str, Any], text: str) -> None:
+    stream = Stream()
+    reporter = reporter_to(stream, trials()[:1])
     reporter.begin(trials()[0])
-    reporter.end(fakes.failure(trials()[0]))
-    assert stream.getvalue().splitlines()[-1] == "[1/2] ZeRO-0 ❌ OOM in 3.0 s: OOM in backward: asked 2.00 GB"
-
-
-def test_a_trial_that_was_never_launched_took_no_time() -> None:
-    stream = Stream()
-    reporter = ProgressReporter(stream, trials(), NORMAL)
-    reporter.end(replace(fakes.failure(), wall_seconds=None))
-    assert " in " not in stream.getvalue().partition(":")[0]
+    reporter.end(fakes.failure(trials()[0], **outcome))
+    assert stream.getvalue() == f"[1/1] ZeRO-0 {text}\n"
 
 
 def test_every_line_is_there_at_once_for_whoever_follows_the_file() -> None:
@@ -106,44 +129,52 @@ def test_every_line_is_there_at_once_for_whoever_follows_the_file() -> None:
         def flush(self) -> None:
             flushed.append(self.getvalue())
 
-    reporter = ProgressReporter(Watched(), trials(), NORMAL)
-    reporter.begin(trials()[0])
+    reporter_to(Watched(), verbose=True).begin(trials()[0])
     assert flushed[-1] == "[1/2] ZeRO-0 …\n"
 
 
 def test_a_stream_that_prints_ascii_only_gets_ascii() -> None:
     stream = Stream(encoding="ascii")
-    reporter = ProgressReporter(stream, trials(), VERBOSE)
     trial = fakes.trial(fakes.offload("cpu_optimizer"))
+    reporter = reporter_to(stream, [trial], verbose=True)
     reporter.begin(trial)
     reporter.end(replace(fakes.success(trial), caveats=("2 × 3 …",)))
-    reporter.say("→ ✅")
     assert stream.getvalue().isascii()
-    assert "ZeRO-3 + CPU optimizer [ok] Success" in stream.getvalue()
+    assert "ZeRO-3 + CPU optimizer ok 5,120 tok/s" in stream.getvalue()
 
 
-def test_verbose_tells_caveats_and_details_too_and_normal_does_not() -> None:
+def test_verbose_tells_durations_caveats_and_details_too_and_normal_does_not() -> None:
     texts = []
-    for level in (NORMAL, VERBOSE):
+    for verbose in (False, True):
         stream = Stream()
-        reporter = ProgressReporter(stream, trials(), level)
-        reporter.end(replace(fakes.failure(), caveats=("it is warm",)))
+        reporter_to(stream, verbose=verbose).end(replace(fakes.failure(), caveats=("it is warm",)))
         texts.append(stream.getvalue())
-    normal, verbose = texts
-    assert "it is warm" not in normal
-    assert "it is warm" in verbose
-    assert "log /run/rank0.log" in verbose
+    normal, detailed = texts
+    for text in ("took 3.0 s", "it is warm", "log /run/rank0.log"):
+        assert text not in normal
+        assert text in detailed
+    stream = Stream()
+    reporter_to(stream, verbose=True).end(replace(fakes.failure(), wall_seconds=None))  # never launched
+    assert "took" not in stream.getvalue()
 
 
 @pytest.mark.parametrize("is_terminal", [False, True])
 def test_quiet_tells_nothing_at_all(is_terminal: bool) -> None:
     stream = Stream(terminal=is_terminal)
-    reporter = ProgressReporter(stream, trials(), QUIET)
+    reporter = reporter_to(stream, quiet=True)
     reporter.begin(trials()[0])(at())
     reporter.end(fakes.failure())
-    reporter.say("hello")
-    reporter.close()
     assert stream.getvalue() == ""
+
+
+def test_a_file_gets_a_line_of_what_takes_long_every_15_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Looks two seconds apart, the first of them when the line is made."""
+    monkeypatch.setattr(module, "time", Clock())
+    stream = Stream()
+    line = StatusLine(stream)
+    for second in range(1, 20):
+        line.show(f"building CPUAdam … {2 * second} s")
+    assert stream.getvalue().splitlines() == ["building CPUAdam … 16 s", "building CPUAdam … 32 s"]
 
 
 # ------------------------------------------------------------------ on a terminal
@@ -152,13 +183,14 @@ def test_quiet_tells_nothing_at_all(is_terminal: bool) -> None:
 def shown(terminal: Stream, seen: Progress, done: int = 0) -> str:
     """What the live line says of one look, after ``done`` trials of 12.5 s each."""
     plan = [fakes.trial(fakes.zero(stage)) for stage in (0, 1, 2, 3)]
-    reporter = ProgressReporter(terminal, plan, NORMAL)
+    line = StatusLine(terminal)
+    reporter = ProgressReporter(line, plan)
     for trial in plan[:done]:
         reporter.begin(trial)
         reporter.end(fakes.success(trial))
     reporter.begin(plan[done])(seen)
     text = terminal.text
-    reporter.close()
+    line.close()
     return text
 
 
@@ -194,26 +226,27 @@ def test_steps_beyond_the_plan_do_not_count_beyond_it(terminal: Stream) -> None:
 
 
 def test_the_live_line_is_gone_before_a_line_that_stays(terminal: Stream) -> None:
-    reporter = ProgressReporter(terminal, trials(), NORMAL)
+    line = StatusLine(terminal)
+    reporter = ProgressReporter(line, trials()[:1])
     reporter.begin(trials()[0])(at())
-    assert reporter._live is not None
+    assert line._live is not None
     reporter.end(fakes.success(trials()[0]))
-    assert reporter._live is None
-    assert terminal.text.rstrip().endswith("ZeRO-0 ✅ Success in 12 s")
+    assert line._live is None
+    assert terminal.text.rstrip().endswith("ZeRO-0 ✓ 5,120 tok/s 2.00 GB of host memory")
 
 
 def test_a_terminal_is_left_with_its_cursor_shown(terminal: Stream) -> None:
-    reporter = ProgressReporter(terminal, trials(), NORMAL)
-    reporter.begin(trials()[0])(at())
-    reporter.close()
+    line = StatusLine(terminal)
+    with line:
+        ProgressReporter(line, trials()).begin(trials()[0])(at())
     written = terminal.getvalue()
     assert written.rfind("\x1b[?25h") > written.rfind("\x1b[?25l")
 
 
 def test_closing_twice_or_without_a_line_is_no_error(terminal: Stream) -> None:
-    reporter = ProgressReporter(terminal, trials(), NORMAL)
-    reporter.close()
-    reporter.close()
+    line = StatusLine(terminal)
+    line.close()
+    line.close()
     assert terminal.getvalue() == ""
 
 
@@ -227,16 +260,18 @@ def test_the_terminal_is_redrawn_at_most_once_a_second(terminal: Stream, monkeyp
             return cls.now
 
     monkeypatch.setattr(module, "time", Slow)
-    drawn: list[str] = []
-    monkeypatch.setattr(ProgressReporter, "_show", lambda _self, text: drawn.append(text))
-    listen = ProgressReporter(terminal, trials(), NORMAL).begin(trials()[0])
+    line = StatusLine(terminal)
+    drawn: list[int] = []
     for step in range(35):
-        listen(at(step=step))
+        before = terminal.getvalue()
+        line.show(f"step {step}")
+        drawn += [step] if terminal.getvalue() != before else []
+    line.close()
     assert 3 <= len(drawn) <= 4
 
 
 def test_a_listener_takes_whatever_a_watch_may_tell(terminal: Stream) -> None:
-    listen = ProgressReporter(terminal, trials(), NORMAL).begin(trials()[0])
+    listen = reporter_to(terminal).begin(trials()[0])
     looks: list[dict[str, Any]] = [{"step": -1}, {"last": None}, {"step": 0}, {"elapsed": 0.0}, {"last": 0.0}]
     for look in looks:
         listen(at(**look))
