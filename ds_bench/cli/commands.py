@@ -156,6 +156,7 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     add("--max-batch", action="store_true", help="also show the largest micro-batch of each strategy")
     add("--online", action="store_true", help="ask the Hub for a model that is neither a preset nor a folder")
     add("--trust-remote-code", action="store_true", help="run modelling code that comes with the model")
+    add("--verbose", action="store_true", help="also print memory by category, DeepSpeed's estimates and assumptions")
     add("--json", action="store_true", help="print JSON with sizes in bytes")
     parser.set_defaults(run=_plan)
 

@@ -181,6 +181,11 @@ class Configuration:
     def offloads_optimizer(self) -> bool:
         return self.offload_optimizer != "none"
 
+    @property
+    def offloads(self) -> bool:
+        """Whether optimizer or parameters live elsewhere than on the accelerator."""
+        return self.layout[1:] != ("none", "none")
+
     def applied_to(self, workload: Workload) -> Workload:
         """The workload as this row trains it."""
         return replace(workload, **self.workload_changes)

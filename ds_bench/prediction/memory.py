@@ -137,10 +137,8 @@ def predict(
     ``ranks_per_node``: all ranks on one node where None.
     """
     case = _case(profile, workload, placement, ds_config)
-    batch = int(ds_config.get("train_micro_batch_size_per_gpu", workload.batch_size))
-    bare = {name: _with_frozen(case, ledger) for name, ledger in _phases(case).items()}
-    sizes = _Activations.of(case, batch, workload.seq_length, checkpointed=workload.activation_checkpointing)
-    moments = _moments(case, bare, sizes)
+    sizes = _activations(case, workload, ds_config)
+    moments = _moments(case, sizes)
     if placement.accelerator == "cpu":
         moments = {name: _as_host_memory(ledger) for name, ledger in moments.items()}
     tier = "cpu" if placement.accelerator == "cpu" else "gpu"
@@ -162,6 +160,18 @@ def predict(
         logits_and_loss_bytes=None if sizes.unknown else sizes.logits_and_loss,
         unknown=sizes.unknown,
     )
+
+
+def gpu_bytes_by_moment(
+    profile: ModelProfile, workload: Workload, placement: Placement, ds_config: Mapping[str, Any]
+) -> dict[str, Mapping[str, int]]:
+    """Moment (``Prediction.phase``) → category → bytes per GPU, without ``overhead``, which is always the same.
+
+    ``Prediction.gpu`` has the fullest of them. For a GPU, not the CPU accelerator.
+    """
+    case = _case(profile, workload, placement, ds_config)
+    moments = _moments(case, _activations(case, workload, ds_config))
+    return {moment: ledger["gpu"] for moment, ledger in moments.items()}
 
 
 @lru_cache(maxsize=512)
@@ -234,8 +244,14 @@ class _Activations:
         )
 
 
-def _moments(case: MemoryInputs, bare: Phases, sizes: _Activations) -> dict[str, Ledger]:
-    """The bare phases with the activations that lie beside them."""
+def _activations(case: MemoryInputs, workload: Workload, ds_config: Mapping[str, Any]) -> _Activations:
+    batch = int(ds_config.get("train_micro_batch_size_per_gpu", workload.batch_size))
+    return _Activations.of(case, batch, workload.seq_length, checkpointed=workload.activation_checkpointing)
+
+
+def _moments(case: MemoryInputs, sizes: _Activations) -> dict[str, Ledger]:
+    """The phases of DeepSpeed's memory with the activations that lie beside them."""
+    bare = {name: _with_frozen(case, ledger) for name, ledger in _phases(case).items()}
     return {
         "loss": _plus(bare["forward"], activations=sizes.saved, logits_and_loss=sizes.logits_and_loss),
         "enter": _plus(_entering(case, bare), activations=sizes.layers),

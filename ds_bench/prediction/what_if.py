@@ -13,7 +13,7 @@ from typing import Any
 
 from ..config import deepspeed_config, overrides, strategies
 from ..config.spec import Configuration, Placement, Strategy, Workload
-from .memory import DOES_NOT_FIT, FITS, TIGHT, Prediction, predict
+from .memory import DOES_NOT_FIT, FITS, TIGHT, Prediction, gpu_bytes_by_moment, predict
 from .model_profile import ModelProfile
 
 LARGEST_BATCH = 65536
@@ -60,6 +60,10 @@ class PlannedTrial:
         """What it takes."""
         return predict(self.profile, self.workload, self.placement, self.config(), ranks_per_node=self.ranks_per_node)
 
+    def gpu_bytes_by_moment(self) -> dict[str, Mapping[str, int]]:
+        """What it takes per GPU at every moment of a step, by category (``memory.gpu_bytes_by_moment``)."""
+        return gpu_bytes_by_moment(self.profile, self.workload, self.placement, self.config())
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
@@ -68,7 +72,7 @@ class Change:
     text: str
     """In the user's words: ``activation checkpointing``, ``batch size 2``, ``16 GPUs``."""
     prediction: Prediction
-    configuration: Configuration
+    trial: PlannedTrial
     """The one that it leads to."""
 
 
@@ -155,6 +159,20 @@ def min_gpus(question: PlannedTrial, gpu_bytes: int, host_bytes: int | None = No
     return found
 
 
+def min_gpus_without_offload(question: PlannedTrial, gpu_bytes: int, host_bytes: int | None = None) -> int | None:
+    """As ``min_gpus`` for the ZeRO stage, with nothing offloaded, that needs the fewest; the workload stays."""
+    stages = (_with_strategy(question, strategies.ZERO_STAGES[stage]) for stage in (1, 2, 3))
+    counts = (min_gpus(staged, gpu_bytes, host_bytes) for staged in stages)
+    return min((count for count in counts if count is not None), default=None)
+
+
+def with_most_gpus(question: PlannedTrial) -> PlannedTrial:
+    """The question with the largest number of GPUs that ``min_gpus`` tries: one where nothing is split."""
+    if question.configuration.stage == 0:
+        return _with_gpus(question, 1)
+    return _with_gpus(question, max(_doubling(question.ranks_per_node or _NODE)))
+
+
 def _fewest(question: PlannedTrial, gpu_bytes: int, host_bytes: int | None) -> int | None:
     before, node = 0, question.ranks_per_node or _NODE
     for count in _doubling(node):
@@ -234,7 +252,7 @@ def smallest_change(question: PlannedTrial, gpu_bytes: int, host_bytes: int | No
     for text, changed in _combined(question, smaller, others):
         prediction = changed.predict()
         verdict = prediction.verdict(gpu_bytes, host_bytes)
-        change = Change(text=text, prediction=prediction, configuration=changed.configuration)
+        change = Change(text=text, prediction=prediction, trial=changed)
         if verdict == FITS:
             return change
         if verdict != DOES_NOT_FIT and tight is None:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ds_bench.cli.commands import main
+from ds_bench.prediction import trial_predictions
 
 LLAMA = ["plan", "--model", "meta-llama/Llama-2-70b-hf", "--num-gpus", "8", "--batch-size", "1", "--seq-length", "4096"]
 
@@ -20,14 +24,148 @@ def rows(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, dict[
     return {row["strategy"]: row for row in json.loads(capsys.readouterr().out)}
 
 
+def text(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main(["plan", *arguments]) == 0
+    return capsys.readouterr().out
+
+
+def answer(out: str) -> str:
+    """The first paragraph, on one line."""
+    return " ".join(out.split("\n\n")[0].split())
+
+
+def table_row(out: str, label: str) -> list[str]:
+    return next(line for line in out.splitlines() if line.startswith(f"{label}  ")).removeprefix(label).split()
+
+
 def test_the_line_of_the_readme_gives_a_row_for_every_strategy(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*LLAMA, "--gpu", "80GB", "--strategies", "all"]) == 0
-    out = capsys.readouterr().out
+    out = text(capsys, *LLAMA[1:], "--gpu", "80GB", "--strategies", "all")
     for label in ("ZeRO-0", "ZeRO-1", "ZeRO-2", "ZeRO-3", "ZeRO-3 + CPU optimizer", "ZeRO-3 + NVMe optimizer"):
         assert f"\n{label}" in out
-    assert "does not fit" in out
-    assert "activation checkpointing" in out  # the change that would make it fit
-    assert "DeepSpeed est." in out
+    assert table_row(out, "ZeRO-0")[0] == "no"
+    assert "DeepSpeed est." not in out
+    assert "DeepSpeed est." in text(capsys, *LLAMA[1:], "--gpu", "80GB", "--verbose")
+
+
+SEVEN_B = ["--model", "meta-llama/Llama-2-7b-hf"]
+SEVENTY_B = ["--model", "meta-llama/Llama-2-70b-hf", "--num-gpus", "8", "--gpu", "80GB"]
+CPU_OPTIMIZER, CPU_FULL, NVME = (
+    f"ZeRO-3 + {offloaded}" for offloaded in ("CPU optimizer", "CPU optimizer and parameters", "NVMe optimizer")
+)
+ANSWERS: dict[str, tuple[list[str], str]] = {
+    "all": (["--gpu", "24GB"], "1 × 24 GB: all 7 strategies fit; ZeRO-0 is the simplest: 4.55 GB per GPU."),
+    "some": (
+        [*SEVEN_B, "--num-gpus", "2", "--host-memory", "512"],
+        "2 × 80 GB: 6 of 7 strategies fit; ZeRO-3 is the simplest: ",  # ZeRO-1 and ZeRO-2 are tight
+    ),
+    "some, all tightly": (
+        [*SEVEN_B, "--num-gpus", "2", "--strategies", "zero2", "zero1"],
+        "2 × 80 GB: both strategies fit; ZeRO-1 is the simplest, but tightly: 77.3 GB per GPU.",
+    ),
+    "one, and the host is nearly full": (
+        [*SEVEN_B, "--num-gpus", "2", "--gpu", "24GB", "--host-memory", "64"],
+        f"2 × 24 GB: only {NVME} and parameters fits, but nearly fills the host's memory: 18.1 GB per GPU, 58.8 GB of "
+        "host memory and 113 GB of NVMe; without offload you need 16 GPUs, or 7 with activation checkpointing.",
+    ),
+    "nothing": (
+        [*SEVENTY_B, "--seq-length", "4096"],
+        f"8 × 80 GB: nothing fits as asked; with activation checkpointing {CPU_OPTIMIZER} does, 49.0 GB per GPU and "
+        "1,310 GB of host memory; without offload you need 24 GPUs.",
+    ),
+    "nothing, one strategy": (
+        [*SEVEN_B, "--strategies", "zero0"],
+        f"1 × 80 GB: ZeRO-0 does not fit; {CPU_OPTIMIZER} does, 27.1 GB per GPU and 121 GB of host memory; "
+        "without offload you need 2 GPUs.",
+    ),
+    "nothing, and nothing helps": (
+        ["--gpu", "1GB"],
+        f"1 × 1 GB: nothing fits as asked (the least: {CPU_OPTIMIZER}, 4.09 GB per GPU), and no change that was tried "
+        "helps.",
+    ),
+    "host too small": (
+        [*SEVEN_B, "--num-gpus", "8", "--host-memory", "10"],
+        "8 × 80 GB: nothing fits as asked: host memory is too small; on 4 GPUs ZeRO-1 does, ",
+    ),
+    "host too small, and nothing helps": (
+        [*SEVEN_B, "--num-gpus", "8", "--host-memory", "1"],
+        "8 × 80 GB: nothing fits as asked: host memory is too small (the least: ZeRO-0, 12.0 GB per node), and no",
+    ),
+    "GPUs too small without offload, host with it": (
+        [*SEVEN_B, "--num-gpus", "2", "--gpu", "24GB", "--host-memory", "40"],
+        "2 × 24 GB: nothing fits as asked: GPUs are too small without offload, host memory with it; on ",
+    ),
+    "many GPUs": (["--num-gpus", "100000", "--gpu", "16GB"], "100,000 × 16 GB: all 7 strategies fit; ZeRO-0 is "),
+}
+
+
+@pytest.mark.parametrize("case", ANSWERS)
+def test_the_first_sentence_answers_the_question(case: str, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments, expected = ANSWERS[case]
+    assert answer(text(capsys, *arguments)).startswith(expected)
+
+
+def test_what_the_answer_offers_fits_as_it_says(capsys: pytest.CaptureFixture[str]) -> None:
+    changed = [*SEVENTY_B, "--seq-length", "4096", "--activation-checkpointing"]
+    assert answer(text(capsys, *changed)).startswith(
+        f"8 × 80 GB: 3 of 7 strategies fit; {CPU_OPTIMIZER} is the simplest: 49.0 GB per GPU and 1,310 GB of host "
+    )
+    on_more = ["--model", "meta-llama/Llama-2-70b-hf", *changed[4:], "--strategies", "zero1", "zero2", "zero3"]
+    assert "ZeRO-3 fits" in answer(text(capsys, *on_more, "--num-gpus", "24"))
+    assert "nothing fits" in answer(text(capsys, *on_more, "--num-gpus", "16"))
+
+
+def test_activations_that_could_not_be_counted_leave_the_answer_open(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    profile_of = trial_predictions.profile
+
+    def without_activations(*arguments: Any, **keywords: Any) -> Any:
+        return replace(profile_of(*arguments, **keywords), activations={}, unknown="its forward pass failed")
+
+    monkeypatch.setattr(trial_predictions, "profile", without_activations)
+    out = text(capsys, *SEVEN_B, "--num-gpus", "2", "--min-gpus", "--max-batch")
+    assert answer(out).startswith(
+        "2 × 80 GB: not known, because activations are not counted (its forward pass failed); without them ZeRO-1 "
+    )
+    assert table_row(out, "ZeRO-0")[0] == "no"
+    assert table_row(out, "ZeRO-3")[0] == "?"
+    assert table_row(out, "ZeRO-3")[-3:] == ["≥", "2", "?"]
+    larger = text(capsys, *SEVEN_B, "--num-gpus", "2", "--gpu", "16GB", "--strategies", "zero2", "zero3")
+    assert answer(larger).startswith(
+        "2 × 16 GB: nothing fits as asked even without activations, which are not counted (its forward pass failed); "
+        f"{CPU_OPTIMIZER} may, "
+    )
+    assert "without offload you need at least " in answer(larger)
+
+
+EVERY_CASE = [*(arguments for arguments, _ in ANSWERS.values()), [*SEVENTY_B, "--host-memory", "900"]]
+
+
+@pytest.mark.parametrize("width", [1, 80, 200])
+@pytest.mark.parametrize("arguments", EVERY_CASE, ids=" ".join)
+def test_no_line_is_wider_than_the_terminal_and_no_word_is_cut(
+    arguments: list[str], width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "10000")
+    whole = text(capsys, *arguments, "--min-gpus", "--verbose")
+    monkeypatch.setenv("COLUMNS", str(width))
+    out = text(capsys, *arguments, "--min-gpus", "--verbose")
+    assert max(map(len, out.splitlines())) <= max(width, 80)  # the ledger takes nearly 80
+    assert sorted(out.split()) == sorted(whole.split())
+
+
+@pytest.mark.parametrize("arguments", EVERY_CASE, ids=" ".join)
+def test_one_screen_holds_it_and_nothing_is_said_twice(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    out = text(capsys, *arguments)
+    assert len(out.splitlines()) <= 40
+    assert len(max(re.split(r"\s{2,}", line) for line in out.splitlines() if line.startswith("Strategy"))) <= 7
+    prose = " ".join(out.split()).replace("Would fit:", ";").replace("Too large for a", ";")
+    clauses = [clause.strip() for clause in re.split(r"[;(]|\. |: ", prose)]
+    long_clauses = [clause for clause in clauses if len(clause.split()) > 4]
+    assert len(long_clauses) == len(set(long_clauses))
 
 
 def test_totals_are_the_sums_of_their_categories(capsys: pytest.CaptureFixture[str]) -> None:
@@ -63,24 +201,74 @@ def test_host_memory_is_kept_to_when_it_is_given(capsys: pytest.CaptureFixture[s
     assert tight["cpu_full"]["verdict"] == "does not fit"
 
 
-def text(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    assert main(["plan", *arguments]) == 0
-    return capsys.readouterr().out
-
-
 OFFLOADED = ["--model", "meta-llama/Llama-2-7b-hf", "--num-gpus", "8", "--gpu", "H200", "--strategies", "cpu_full"]
 
 
 def test_too_little_host_memory_is_named_as_the_reason(capsys: pytest.CaptureFixture[str]) -> None:
     out = text(capsys, *OFFLOADED, "--host-memory", "100")
-    assert "nodes with 100 GB of host memory" in out.splitlines()[0]
-    assert "does not fit in host memory: " in out
-    assert " of 100 GB, most is optimizer states" in out
+    assert "nodes with 100 GB of host memory" in " ".join(out.split())
+    assert "Too large for a GPU" not in out
+    assert "Too large for a host:\n  ZeRO-3 + CPU optimizer and parameters: mostly optimizer states, 75.3 GB" in out
     both = text(capsys, *OFFLOADED, "--gpu", "4GB", "--host-memory", "100")
-    assert "does not fit; most is " in both
-    assert "; and in host memory: " in both
+    assert "Too large for a GPU:" in both
+    assert "Too large for a host:" in both
     assert rows(capsys, "plan", *OFFLOADED, "--host-memory", "100")["cpu_full"]["exceeded"] == ["host_memory"]
     assert rows(capsys, "plan", *OFFLOADED)["cpu_full"]["exceeded"] == []
+
+
+def test_rows_with_one_reason_share_a_line_and_changes_of_the_answer_or_the_table_are_not_told_again(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    out = text(capsys, *SEVENTY_B)
+    _, reasons, changes, _ = out.split("\n\n", 5)[2:]
+    assert reasons.splitlines() == [
+        "Too large for a GPU:",
+        "  ZeRO-0, ZeRO-3: mostly optimizer states, 96.4 to 771 GB",
+        "  ZeRO-1, ZeRO-2: mostly parameters, 128 GB",
+        "  ZeRO-3 + CPU optimizer: mostly activations, 60.7 GB",
+    ]
+    assert changes.startswith(f"Would fit:\n  with activation checkpointing {CPU_OPTIMIZER}: 26.1 GB per GPU and")
+    assert changes.count("ZeRO") == 1
+    assert "Would fit" not in text(capsys, *SEVEN_B, "--num-gpus", "8")  # ZeRO-0 fits as ZeRO-1, which has a row
+
+
+def test_a_stage_that_needs_more_than_a_lower_one_says_what_it_holds(capsys: pytest.CaptureFixture[str]) -> None:
+    out = " ".join(text(capsys, "--gpu", "24GB").split())
+    assert (
+        "Needs more than a lower stage: ZeRO-3: 0.931 GB of DeepSpeed's buffers and 0.232 GB of gradients more than "
+        "ZeRO-0 at its fullest moment"
+    ) in out
+    on_many = " ".join(text(capsys, "--gpu", "24GB", "--num-gpus", "64").split())
+    assert "GB of gathered and prefetched parameters more than ZeRO-1" in on_many
+    assert "a lower stage" not in text(capsys, *SEVEN_B, "--num-gpus", "8")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["--num-gpus", "8"], "ZeRO-0: every GPU holds everything"),
+        (["--num-gpus", "8", "--host-memory", "10"], "parameters: with 8,192 GPUs a node still needs 12.1 GB"),
+        (["--gpu", "10GB", "--strategies", "zero1"], "with 8,192 GPUs, the most that are tried, parameters still take"),
+        (["--gpus-per-node", "5", "--gpu", "10GB", "--strategies", "zero1"], "with 5,120 GPUs, the most"),
+    ],
+)
+def test_that_no_number_of_gpus_is_enough_is_explained(
+    arguments: list[str], reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = text(capsys, *SEVEN_B, *arguments, "--min-gpus")
+    assert reason in " ".join(out.split("No number of GPUs is enough:")[1].split())
+    assert "No number" not in text(capsys, *SEVEN_B, *arguments)
+
+
+def test_a_stream_of_ascii_gets_ascii(capsys: pytest.CaptureFixture[str]) -> None:
+    program = [sys.executable, "-m", "ds_bench", "plan", "--min-gpus", "--max-batch", "--seq-length", "1"]
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii", "COLUMNS": "80"}
+    done = subprocess.run(
+        [*program, "--gpu", "9000GB"], capture_output=True, text=True, check=True, env=environment, timeout=60
+    )
+    assert done.stdout.startswith("1 x 9,000 GB: all 7 strategies fit")
+    assert ">= 65,536" in done.stdout
+    assert "?" not in done.stdout
 
 
 def test_an_offload_that_is_offered_tells_what_it_takes_of_the_host(capsys: pytest.CaptureFixture[str]) -> None:
@@ -88,7 +276,7 @@ def test_an_offload_that_is_offered_tells_what_it_takes_of_the_host(capsys: pyte
     offered = rows(capsys, "plan", *asked)["zero3"]
     assert "CPU" in offered["smallest_change"]
     assert offered["smallest_change_host_bytes_per_node"] > 12 * 6_738_415_616  # fp32 master and two moments
-    assert "of host memory per node)" in text(capsys, *asked)
+    assert "of host memory" in answer(text(capsys, *asked))
 
 
 def test_whole_nodes_are_told_of_where_gpus_are_counted(capsys: pytest.CaptureFixture[str]) -> None:

@@ -250,6 +250,15 @@ def test_more_gpus_never_take_more_each(strategy: Configuration) -> None:
     assert found == sorted(found, reverse=True)
 
 
+@pytest.mark.parametrize("strategy", EVERY, ids=lambda s: s.name)
+def test_the_prediction_is_the_fullest_of_the_moments(strategy: Configuration) -> None:
+    question = llama(strategy)
+    prediction, moments = question.predict(), question.gpu_bytes_by_moment()
+    totals = {moment: sum(sizes.values()) for moment, sizes in moments.items()}
+    assert max(totals.values()) == totals[prediction.phase] == prediction.gpu_bytes - prediction.gpu["overhead"]
+    assert moments[prediction.phase].items() <= prediction.gpu.items()
+
+
 def test_a_stage_higher_takes_less_on_eight_gpus() -> None:
     found = [llama(zero(stage)).predict().gpu_bytes for stage in range(4)]
     assert found == sorted(found, reverse=True)
