@@ -348,7 +348,7 @@ def _reading_text(plan: MemoryPlan, *, verbose: bool) -> str:
     ]
     if any(row.verdict == TIGHT for row in plan.rows):
         sentences.append("Tight is above 90 %.")
-    if plan.shows_min_gpus:
+    if plan.shows_min_gpus and plan.asked.ranks_per_node != 1:
         sentences.append(
             f"Above one node GPUs are counted in whole nodes of {plan.asked.ranks_per_node}, or as given if those fit."
         )
@@ -379,7 +379,7 @@ def _table(plan: MemoryPlan) -> list[list[str]]:
 
 def _gpu_cells(plan: MemoryPlan) -> list[str]:
     sizes = [_gb_cell(row.prediction.gpu_bytes) for row in plan.rows]
-    shares = [f"{100 * row.prediction.gpu_bytes / plan.gpu_bytes:,.0f} %" for row in plan.rows]
+    shares = [_percent(row.prediction.gpu_bytes / plan.gpu_bytes) for row in plan.rows]
     share_width = max(map(len, shares))
     return [f"{size}  {share.rjust(share_width)}" for size, share in zip(sizes, shares, strict=True)]
 
@@ -446,6 +446,11 @@ def _gb(count_bytes: float | None) -> str:
     return f"{_gb_cell(count_bytes)}{_NO_BREAK}GB"
 
 
+def _percent(share: float) -> str:
+    """``9 %``, ``98 %``, ``1,930 %``: whole, and three significant digits."""
+    return f"{float(f'{100 * share:.3g}'):,.0f} %"
+
+
 def _capacity(count_bytes: int) -> str:
     """``80 GB``, ``79.1 GB``."""
     return f"{_gb_cell(count_bytes).removesuffix('.00').removesuffix('.0')}{_NO_BREAK}GB"
@@ -473,11 +478,12 @@ def _joined(parts: Iterable[str]) -> str:
 
 
 def _labels(plan: MemoryPlan, labels: Collection[str]) -> str:
-    """``ZeRO-0, ZeRO-1``; with most of the rows ``all`` or ``all but ZeRO-2``."""
+    """``ZeRO-0, ZeRO-1``; with most of the rows ``all``, or where it is shorter ``all but ZeRO-2``."""
+    listed = ", ".join(labels)
     others = [row.label for row in plan.rows if row.label not in labels]
     if len(labels) <= len(others) + 1:
-        return ", ".join(labels)
-    return f"all but {_joined(others)}" if others else "all"
+        return listed
+    return min(listed, f"all but {_joined(others)}", key=len) if others else "all"
 
 
 def _grouped(plan: MemoryPlan, entries: Iterable[tuple[str, str]]) -> Iterator[str]:

@@ -229,6 +229,10 @@ def test_rows_with_one_reason_share_a_line_and_changes_of_the_answer_or_the_tabl
     ]
     assert changes.startswith(f"Would fit:\n  with activation checkpointing {CPU_OPTIMIZER}: 26.1 GB per GPU and")
     assert changes.count("ZeRO") == 1
+    assert table_row(out, "ZeRO-0")[1:4] == ["1,540", "1,930", "%"]
+    longer = text(capsys, *SEVENTY_B, "--seq-length", "4096")
+    assert "\n  all but ZeRO-0: mostly activations, 485 to 488 GB\n" in longer
+    assert "\n  all: mostly activations, " in text(capsys, *SEVENTY_B, "--batch-size", "4000")
     assert "Would fit" not in text(capsys, *SEVEN_B, "--num-gpus", "8")  # ZeRO-0 fits as ZeRO-1, which has a row
 
 
