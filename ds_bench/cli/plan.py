@@ -1,7 +1,7 @@
 """The command ``plan``: memory that every strategy needs per GPU, of the host and of NVMe, predicted and not measured.
 
 Runs nothing, and downloads nothing without ``--online``. The figures come from ``prediction/``, their text from
-``report/memory_plan.py``.
+``report/plan_table.py``.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from ..prediction import deepspeed_estimator, trial_predictions, what_if
 from ..prediction.memory import DOES_NOT_FIT
 from ..prediction.model_profile import ModelProfile
 from ..prediction.what_if import PlannedTrial
-from ..report import memory_plan
-from ..report.memory_plan import PlanRow
+from ..report import plan_table
+from ..report.memory_plan import MemoryPlan, PlanRow
 from ..system import devices, terminal
 
 _MAX_TOKENS = 2**40
@@ -60,7 +60,7 @@ def plan_command(options: PlanOptions) -> int:
     """Prints the answer and the table. Returns 0; raises UsageError."""
     capacity = devices.memory_bytes(options.gpu)
     question = _planned_trial(options)
-    predicted = memory_plan.MemoryPlan(
+    predicted = MemoryPlan(
         asked=question,
         gpu_bytes=capacity,
         host_bytes=_host_capacity(options),
@@ -75,7 +75,7 @@ def plan_command(options: PlanOptions) -> int:
         terminal.print_json(json.dumps([_json_entry(row) for row in predicted.rows], indent=1, allow_nan=False))
         return 0
     width = shutil.get_terminal_size(fallback=(_WIDTH_OF_FILES, 0)).columns
-    for line in memory_plan.lines(predicted, width, verbose=options.verbose):
+    for line in plan_table.lines(predicted, width, verbose=options.verbose):
         terminal.print_text(line)
     return 0
 
