@@ -18,13 +18,13 @@ from pathlib import Path
 
 import harness
 
-from ds_bench.batch_search import LIMIT, largest, next_batch_size
+from ds_bench.batch_search import MAX_BATCH_SIZE, largest_trained, next_batch_size
 
 
 def plain_doubling(answer: int) -> int:
     """Probes that a search from 1 takes where everything up to ``answer`` trains."""
     known: dict[int, bool] = {}
-    while (size := next_batch_size(known, 1, LIMIT)) is not None:
+    while (size := next_batch_size(known, 1, MAX_BATCH_SIZE)) is not None:
         known[size] = size <= answer
     return len(known)
 
@@ -58,7 +58,7 @@ def main() -> int:
         found = probes(runs[0])
     print(f"\n{'strategy':<32} {'largest':>8} {'probes':>8} {'from 1':>8}")
     for label, known in found.items():
-        answer = largest(known) or 0
+        answer = largest_trained(known) or 0
         print(f"{label:<32} {answer:>8} {len(known):>8} {plain_doubling(answer):>8}")
     return 0
 

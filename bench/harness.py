@@ -125,7 +125,7 @@ def decide(setting: Setting) -> tuple[Setting, Placement, dict[str, str]]:
     if facts is None:
         raise BenchError(f"--model {setting.model} is no preset; the bare loop builds presets only")
     options = flags.parse("zero", PRODUCT.name, setting.flags())
-    place = placement.decide(options, os.environ, gpus.NvmlQuery())
+    place = placement.resolve_placement(options, os.environ, gpus.NvmlQuery())
     settled = replace(setting, accelerator=place.accelerator, num_gpus=place.num_gpus)
     return settled, place, rank_environment.rank_environment(place, os.environ, facts.model_type)
 

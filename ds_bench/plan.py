@@ -1,4 +1,4 @@
-"""From Options to the ordered list of trials: model, placement and strategies found, configurations completed."""
+"""Makes the plan of a run: from Options, the model, the placement, the configurations and the trials in order."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from typing import Any, TypeVar
 
 from .config import deepspeed_config, overrides, strategies, validation
 from .config.options import Options
-from .config.placement import choose_precision
-from .config.placement import decide as decide_placement
+from .config.placement import choose_precision, resolve_placement
 from .config.spec import (
     BatchPolicy,
     Configuration,
@@ -39,12 +38,12 @@ DEFAULT_SEQ_LENGTH = 512
 class Plan:
     """What a run compares: model, placement and configurations, and the trials made of them, in order.
 
-    Made once by :func:`make_plan`. What is learned later of the machine completes its trials: the NVMe folder, the
-    memory predicted, the state of DeepSpeed's ops.
+    :func:`make_plan` makes it once. Later facts complete its trials: the NVMe folder, the predicted memory, the state
+    of DeepSpeed's ops.
     """
 
     options: Options
-    choice: ResolvedModel
+    model: ResolvedModel
     placement: Placement
     configurations: Sequence[Configuration]
     """The rows, in order."""
@@ -58,27 +57,27 @@ class Plan:
     lack_of_space: str | None = None
     """Why rows that swap to the folder for NVMe offload cannot run."""
     profile: ModelProfile | Unpredicted | None = None
-    """What predictions need of the model; None before :meth:`with_predictions`."""
+    """The sizes of the model's tensors and activations; None before :meth:`with_predictions`."""
     memory: MemoryCapacity = field(default_factory=lambda: MemoryCapacity(gpu_bytes=None, host_bytes=None))
     """The memory that predictions are compared with."""
     op_states: Mapping[str, ops.OpState] = field(default_factory=dict)
     """State of DeepSpeed's ops that the configurations need; empty before :meth:`with_ops`."""
 
     def with_nvme_folder(self, caveat: str | None, lack_of_space: str | None) -> Plan:
-        """The plan with what the folder for NVMe offload shows: a caveat of the rows that use it, or why they cannot.
+        """The plan with what was found of the folder for NVMe offload, for the rows that use it.
 
-        ``caveat``: why it is not a local NVMe disk. ``lack_of_space``: why it is too full.
+        ``caveat``: why it is not a local NVMe disk. ``lack_of_space``: why it is too full, so that they cannot run.
         """
         plan = replace(self, nvme_caveat=caveat, lack_of_space=lack_of_space)
-        return replace(plan, trials=[plan._on_nvme(trial) for trial in self.trials])
+        return replace(plan, trials=[plan._with_nvme_folder(trial) for trial in self.trials])
 
     def with_predictions(self, profile: ModelProfile | Unpredicted, memory: MemoryCapacity) -> Plan:
         """The plan with each trial's predicted memory; trials that cannot fit are marked as the options say."""
         plan = replace(self, profile=profile, memory=memory)
-        return replace(plan, trials=plan._predicted(self.trials))
+        return replace(plan, trials=plan._with_predictions(self.trials))
 
     def with_ops(self, states: Mapping[str, ops.OpState]) -> Plan:
-        """The plan completed by the builds of DeepSpeed's ops: rows that cannot run, and rows with torch's AdamW.
+        """The plan after the builds of DeepSpeed's ops: rows may turn out unsupported, or run with torch's AdamW.
 
         Only the trials that this changes are predicted anew.
         """
@@ -86,80 +85,78 @@ class Plan:
         plan = replace(self, op_states=states, variables={**self.variables, "DS_BENCH_PRELOAD_OPS": ready})
         trials = []
         for trial in self.trials:
-            completed = plan._with_op_states(trial)
+            completed = with_op_states(trial, states, plan.model.largest_parameter)
             if completed.unsupported:
                 completed = replace(completed, prediction=None, skipped=None)
             elif completed.ds_config != trial.ds_config:
-                (completed,) = plan._predicted([completed])
-                completed = replace(completed, caveats=tuple(dict.fromkeys(completed.caveats)))  # none written twice
+                (completed,) = plan._with_predictions([completed])
+                # The first prediction has left its caveats already.
+                completed = replace(completed, caveats=tuple(dict.fromkeys(completed.caveats)))
             trials.append(completed)
         return replace(plan, trials=trials)
 
     def trials_of(self, configurations: Sequence[Configuration], *, predicted: bool = True) -> list[Trial]:
-        """The trials of other configurations than the plan's own, completed by all that the plan knows."""
-        trials = make_trials(self.options, self.choice, self.placement, configurations)
-        trials = [self._with_op_states(self._on_nvme(trial)) for trial in trials]
-        return self._predicted(trials) if predicted else trials
+        """Makes the trials of other configurations than the plan's own, completed as the plan's are."""
+        trials = [
+            with_op_states(self._with_nvme_folder(trial), self.op_states, self.model.largest_parameter)
+            for trial in make_trials(self.options, self.model, self.placement, configurations)
+        ]
+        return self._with_predictions(trials) if predicted else trials
 
     def with_configurations(self, configurations: Sequence[Configuration]) -> Plan:
-        """The plan with these configurations, and their trials, in place of its own."""
+        """The plan with other configurations and their trials."""
         return replace(self, configurations=configurations, trials=self.trials_of(configurations))
 
-    def _on_nvme(self, trial: Trial) -> Trial:
+    def _with_nvme_folder(self, trial: Trial) -> Trial:
         if not trial.configuration.uses_nvme:
             return trial
         caveats = trial.caveats if self.nvme_caveat is None else (self.nvme_caveat, *trial.caveats)
         return replace(trial, caveats=caveats, unsupported=trial.unsupported or self.lack_of_space)
 
-    def _with_op_states(self, trial: Trial) -> Trial:
-        return with_op_states(trial, self.op_states, self.choice.largest_parameter)
-
-    def _predicted(self, trials: Sequence[Trial]) -> list[Trial]:
+    def _with_predictions(self, trials: Sequence[Trial]) -> list[Trial]:
         if self.profile is None:
             return list(trials)
-        options = self.options
-        return trial_predictions.attach_predictions(
-            trials, self.profile, self.memory, skip=options.skip_predicted_oom, force=options.force
-        )
+        skip, force = self.options.skip_predicted_oom, self.options.force
+        return trial_predictions.attach_predictions(trials, self.profile, self.memory, skip=skip, force=force)
 
 
 def make_plan(options: Options, make_config: MakeConfig, machine: Machine) -> Plan:
-    """The plan for these options on this machine.
+    """Makes the plan for these options on this machine, without running anything.
 
-    Raises UsageError for everything that can be wrong with the request, before any work.
+    Raises UsageError for everything that is wrong with the request.
     """
     if options.output_dir.exists() and not options.output_dir.is_dir():
         raise UsageError(f"--output-dir {options.output_dir} is not a folder", remedy="give a folder")
-    configurations = _usable(lambda: make_configurations(options, make_config))
-    placement = decide_placement(options, machine.variables, machine.gpus)
+    configurations = _as_usage_error(lambda: make_configurations(options, make_config))
+    placement = resolve_placement(options, machine.variables, machine.gpus)
     variables = rank_environment.rank_environment(placement, machine.variables, None, query=machine.gpus)
-    choice = resolve_model(
+    model = resolve_model(
         options.model,
         factory=options.model_factory is not None,
         trust_remote_code=options.trust_remote_code,
         environment=variables,
     )
-    variables = rank_environment.rank_environment(placement, machine.variables, choice.model_type, query=machine.gpus)
-    if choice.source == "hub":  # looked up and cached just now: ranks need not ask again
+    variables = rank_environment.rank_environment(placement, machine.variables, model.model_type, query=machine.gpus)
+    if model.source == "hub":  # resolve_model has just filled the cache: ranks need no connection
         variables["HF_HUB_OFFLINE"] = "1"
     if placement.hostfile is None:  # other nodes do not have the folder
         variables |= scratch.temporary_folder_variables(machine.variables)
     return Plan(
         options=options,
-        choice=choice,
+        model=model,
         placement=placement,
         configurations=configurations,
         make_config=make_config,
         variables=variables,
-        trials=_usable(lambda: make_trials(options, choice, placement, configurations)),
+        trials=_as_usage_error(lambda: make_trials(options, model, placement, configurations)),
     )
 
 
-Made = TypeVar("Made")
+T = TypeVar("T")
 
 
-def _usable(make: Callable[[], Made]) -> Made:
-    """Whatever a configuration of an odd shape, or the user's own function, raises becomes one line."""
+def _as_usage_error(make: Callable[[], T]) -> T:
+    """Calls ``make`` and turns any error into a UsageError: a user's file or function may give any values."""
     try:
         return make()
     except DsBenchError:
@@ -169,28 +166,28 @@ def _usable(make: Callable[[], Made]) -> Made:
         raise UsageError(problem, remedy="check --ds-config, --set and create_deepspeed_config") from None
 
 
-def seq_length(asked: int | None, choice: ResolvedModel) -> int:
-    """The sequence length to train at; ``asked``: by the flag. Raises UsageError beyond the model's positions."""
-    positions = choice.max_positions
-    if asked is None:
+def resolve_seq_length(requested: int | None, model: ResolvedModel) -> int:
+    """Returns the requested sequence length, or the default for this model. Raises UsageError if it is too long."""
+    positions = model.max_positions
+    if requested is None:
         return min(DEFAULT_SEQ_LENGTH, positions or DEFAULT_SEQ_LENGTH)
-    if positions is not None and asked > positions:
+    if positions is not None and requested > positions:
         raise UsageError(
-            f"--seq-length {asked} is beyond the {positions} positions of {choice.name}",
+            f"--seq-length {requested} is beyond the {positions} positions of {model.name}",
             remedy=f"give {positions} or less",
         )
-    return asked
+    return requested
 
 
-def workload(options: Options, choice: ResolvedModel, placement: Placement) -> Workload:
-    """What every trial trains."""
+def make_workload(options: Options, model: ResolvedModel, placement: Placement) -> Workload:
+    """Makes the workload that all trials share."""
     return Workload(
-        model=choice.name,
-        model_source=choice.source,
-        model_type=choice.model_type,
-        model_config=choice.config,
+        model=model.name,
+        model_source=model.source,
+        model_type=model.model_type,
+        model_config=model.config,
         batch_size=options.batch_size,
-        seq_length=seq_length(options.seq_length, choice),
+        seq_length=resolve_seq_length(options.seq_length, model),
         grad_accum=options.grad_accum,
         num_steps=options.num_steps,
         warmup_steps=options.warmup_steps,
@@ -203,7 +200,7 @@ def workload(options: Options, choice: ResolvedModel, placement: Placement) -> W
 
 
 def requested_strategies(options: Options) -> list[Strategy]:
-    """The strategies to compare, in order. Raises UsageError for nvme without a path."""
+    """Returns the strategies to compare, in order. Raises UsageError for ``nvme`` without a path."""
     if options.family == "zero":
         return [strategies.ZERO_STAGES[stage] for stage in options.stages]
     names = list(options.strategies)
@@ -215,15 +212,17 @@ def requested_strategies(options: Options) -> list[Strategy]:
 
 
 def make_configurations(options: Options, make_config: MakeConfig) -> list[Configuration]:
-    """The rows to compare, in order: every strategy with what the user's function and the flags make of it."""
-    asked = requested_strategies(options)
-    return [make_configuration(strategy, options.batch_size, options, make_config) for strategy in asked]
+    """Makes the rows to compare, in order: one of each requested strategy."""
+    return [
+        make_configuration(strategy, options.batch_size, options, make_config)
+        for strategy in requested_strategies(options)
+    ]
 
 
 def make_configuration(
     strategy: Strategy, batch_size: int, options: Options, make_config: MakeConfig, policy: BatchPolicy = "given"
 ) -> Configuration:
-    """One strategy's row at this micro-batch: its configuration as the user's function and the flags make it."""
+    """Makes the row of a strategy at a micro-batch, from the user's function and then the flags. Raises UsageError."""
     config = make_config(strategy, batch_size, options.grad_accum)
     if not isinstance(config, dict):
         raise UsageError(f"create_deepspeed_config returned {type(config).__name__}", remedy="return a dict")
@@ -237,7 +236,7 @@ def make_configuration(
     if isinstance(zero, dict):
         config["zero_optimization"] = zero = {"stage": strategy.stage, **zero}
     validation.check_keys(config)
-    if zero["stage"] != strategy.stage:  # the row is named by its stage
+    if zero["stage"] != strategy.stage:  # the name of the row would be wrong
         raise UsageError(
             f"the DeepSpeed config of {strategy.label} sets zero_optimization.stage to {zero['stage']!r}",
             remedy="choose stages with --stages or --stage",
@@ -249,37 +248,36 @@ def make_configuration(
 
 
 def make_trials(
-    options: Options, choice: ResolvedModel, placement: Placement, configurations: Sequence[Configuration]
+    options: Options, model: ResolvedModel, placement: Placement, configurations: Sequence[Configuration]
 ) -> list[Trial]:
-    """The trials in the order in which they run, before anything is known of ops, disks and predictions."""
-    common = workload(options, choice, placement)
+    """Makes the trials in the order in which they run; ops, disks and predictions are not considered yet."""
+    common = make_workload(options, model, placement)
     trials: list[Trial] = []
     for repeat in range(options.repeats):
         for position, configuration in enumerate(ordered_for_round(configurations, options.seed, repeat)):
-            work = configuration.applied_to(common)
+            workload = configuration.applied_to(common)
             config = deepspeed_config.complete_config(
                 configuration.deepspeed_config,
-                work,
+                workload,
                 placement,
                 torch_adam=placement.accelerator == "cpu",
-                largest_parameter=choice.largest_parameter,
+                largest_parameter=model.largest_parameter,
             )
-            name = f"{len(trials):02d}_{configuration.name}" + (f"_r{repeat}" if options.repeats > 1 else "")
             trials.append(
                 Trial(
-                    trial_id=name,
+                    trial_id=f"{len(trials):02d}_{configuration.name}" + (f"_r{repeat}" if options.repeats > 1 else ""),
                     repeat=repeat,
                     round_position=position,
                     configuration=configuration,
-                    workload=replace(work, precision=_precision(config, work)),
+                    workload=replace(workload, precision=_trained_precision(config, workload)),
                     placement=placement,
                     ds_config=config,
                     unsupported=validation.unsupported_reason(
                         replace(configuration, deepspeed_config=config), placement
                     ),
                     caveats=(
-                        *_differences_from_name(configuration, work, config),
-                        *validation.ineffective_settings(config, work, placement),
+                        *_differences_from_name(configuration, workload, config),
+                        *validation.ineffective_settings(config, workload, placement),
                     ),
                 )
             )
@@ -287,7 +285,10 @@ def make_trials(
 
 
 def with_op_states(trial: Trial, states: Mapping[str, ops.OpState], largest_parameter: int | None) -> Trial:
-    """The trial, unsupported where an op that it needs is missing, with torch's AdamW where FusedAdam is."""
+    """Completes a trial by the state of DeepSpeed's ops.
+
+    Without FusedAdam it runs with torch's AdamW; without another op that it needs it is unsupported.
+    """
     config, caveats = trial.ds_config, trial.caveats
     fused = states.get(ops.FUSED_ADAM)
     if fused is not None and not fused.ready:
@@ -305,15 +306,15 @@ def with_op_states(trial: Trial, states: Mapping[str, ops.OpState], largest_para
 
 
 def ordered_for_round(configurations: Sequence[Configuration], seed: int, number: int) -> list[Configuration]:
-    """The configurations in the order of round ``number``, from 0 on: rotated and reversed, so that drift favours none.
+    """Returns the configurations in the order of a round (``number``, from 0), so that drift favours no row.
 
-    Rounds go in pairs, the second of which is the first reversed: no row is early or late on the whole. The first pair
-    begins as written, each further one at another row; the seed and the rows' names say at which. The order of a round
-    does not depend on how many there are, so that a resumed run goes on with the plan that it began with.
+    Rounds come in pairs. The second of a pair is the first reversed, so that no row is early or late on average. The
+    first pair begins with the first row, each further pair with another row, which depends on the seed and the names
+    of the rows. The order of a round does not depend on the number of rounds, so that a resumed run keeps its order.
     """
     names = [f"{row.name} {row.deepspeed_config['train_micro_batch_size_per_gpu']}" for row in configurations]
     shuffled = sorted(
-        range(1, len(names)), key=lambda place: hashlib.sha256(f"{seed} {names[place]}".encode()).digest()
+        range(1, len(names)), key=lambda index: hashlib.sha256(f"{seed} {names[index]}".encode()).digest()
     )
     start = [0, *shuffled][number // 2 % max(len(names), 1)]
     order = [*configurations[start:], *configurations[:start]]
@@ -329,21 +330,18 @@ def _missing_op(trial: Trial, states: Mapping[str, ops.OpState]) -> str | None:
     return None
 
 
-def _precision(config: Mapping[str, Any], asked: Workload) -> Precision:
-    """The number format that the configuration gives the row."""
+def _trained_precision(config: Mapping[str, Any], requested: Workload) -> Precision:
+    """The number format that the DeepSpeed configuration trains in; the requested one under ``torch_autocast``."""
     if "torch_autocast" in config:
-        return asked.precision
-    return "bf16" if _enabled(config, "bf16") else "fp16" if _enabled(config, "fp16") else "fp32"
+        return requested.precision
+    formats: tuple[Precision, ...] = ("bf16", "fp16")
+    return next((name for name in formats if config.get(name, {}).get("enabled")), "fp32")
 
 
-def _enabled(config: Mapping[str, Any], name: str) -> bool:
-    return bool(config.get(name, {}).get("enabled"))
-
-
-def _differences_from_name(configuration: Configuration, asked: Workload, config: Mapping[str, Any]) -> list[str]:
-    """Where an edit of the DeepSpeed configuration made something else of a strategy's row than its name says."""
+def _differences_from_name(configuration: Configuration, requested: Workload, config: Mapping[str, Any]) -> list[str]:
+    """Caveats of a row whose edited DeepSpeed configuration differs from what its name and the flags say."""
     strategy = strategies.find_strategy(configuration.name, configuration.stage)
-    pairs: list[tuple[str, str, str]] = [("precision", _precision(config, asked), asked.precision)]
+    pairs: list[tuple[str, str, str]] = [("precision", _trained_precision(config, requested), requested.precision)]
     if strategy is not None and configuration.source == "catalogue":
         pairs = [
             ("optimizer offload", configuration.offload_optimizer, strategy.offload_optimizer),

@@ -65,7 +65,7 @@ def run_comparison(options: Options, make_config: MakeConfig, arguments: Sequenc
                 return print_dry_run(plan)
             remove_abandoned()
             with signals.raising_on_interrupt():
-                memory = trial_predictions.MemoryCapacity.of(machine.environment, plan.placement)
+                memory = trial_predictions.MemoryCapacity.from_environment(machine.environment, plan.placement)
                 plan = plan.with_predictions(model_profile(plan), memory)
                 require_ready(plan, machine, nvme_folder)
             store = (
@@ -121,7 +121,7 @@ def with_nvme_folder(plan: Plan) -> tuple[Plan, nvme.NvmeFolder | None]:
     folder = nvme.check_folder(options.nvme_path)
     if options.family == "offload" and "nvme" not in options.strategies:
         terminal.print_text("note: --nvme-path is given, so the nvme strategy is added", sys.stderr)
-    return plan.with_nvme_folder(folder.caveat, nvme.lack_of_space(options.nvme_path, plan.choice)), folder
+    return plan.with_nvme_folder(folder.caveat, nvme.lack_of_space(options.nvme_path, plan.model)), folder
 
 
 def print_dry_run(plan: Plan) -> int:
@@ -144,8 +144,8 @@ def print_dry_run(plan: Plan) -> int:
 
 def model_profile(plan: Plan) -> ModelProfile | trial_predictions.Unpredicted:
     """What predictions need of the plan's model: at once for a preset, else measured by a child process."""
-    return trial_predictions.profile(
-        plan.choice,
+    return trial_predictions.profile_model(
+        plan.model,
         plan.trials[0].workload.seq_length,
         plan.placement.accelerator,
         dropout=plan.options.dropout,
@@ -264,7 +264,7 @@ class ResultBuilder:
     def summaries(self, records: Sequence[TrialRecord]) -> list[TrialSummary]:
         """Numbers of the last record of each trial, in the order of the plan."""
         summaries = [
-            summarise(record, self._plan.choice.facts, self._peak_flops(record.trial.workload.precision))
+            summarise(record, self._plan.model.facts, self._peak_flops(record.trial.workload.precision))
             for record in latest_records(self._plan.trials, records)
         ]
         return [replace(summary, environment=self.environment, run_id=self._run_id) for summary in summaries]

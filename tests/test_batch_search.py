@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_bench.batch_search import largest, next_batch_size, resolution
+from ds_bench.batch_search import largest_trained, next_batch_size, resolution
 from ds_bench.cli import script as cli
 from ds_bench.config.spec import Trial
 from ds_bench.records.schema import TrialRecord
@@ -32,7 +32,7 @@ def search(answer: int, start: int, limit: int = 4096) -> tuple[int | None, list
         assert size not in known, f"{size} tried twice"
         known[size] = size <= answer
         assert len(known) <= 64
-    return largest(known), list(known)
+    return largest_trained(known), list(known)
 
 
 @given(st.integers(0, 2000), st.integers(1, 3000))
@@ -78,7 +78,7 @@ def test_nothing_trains_is_an_answer() -> None:
 
 
 def test_a_success_above_a_failure_does_not_count() -> None:
-    assert largest({4: True, 8: False, 16: True}) == 4
+    assert largest_trained({4: True, 8: False, 16: True}) == 4
     assert next_batch_size({4: True, 8: False, 16: True}, 4, 64) == 6
 
 

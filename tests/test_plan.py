@@ -42,7 +42,7 @@ def trials(
 ) -> list[Trial]:
     on = on or fakes.placement(nvme_path=None if options.nvme_path is None else str(options.nvme_path))
     rows = plan.make_configurations(options, make)
-    choice = of or fakes.choice()
+    choice = of or fakes.resolved_model()
     made = plan.make_trials(options, choice, on, rows)
     return [plan.with_op_states(trial, states or {}, choice.largest_parameter) for trial in made]
 
@@ -279,21 +279,21 @@ def test_a_sequence_beyond_the_models_positions_is_refused_with_what_is_allowed(
     with pytest.raises(
         UsageError, match=r"--seq-length 1025 is beyond the 1024 positions of gpt2 \(give 1024 or less\)"
     ):
-        plan.seq_length(options.seq_length, fakes.choice("gpt2"))
+        plan.resolve_seq_length(options.seq_length, fakes.resolved_model("gpt2"))
 
 
 def test_a_sequence_of_all_positions_is_allowed() -> None:
-    assert plan.seq_length(1024, fakes.choice("gpt2")) == 1024
+    assert plan.resolve_seq_length(1024, fakes.resolved_model("gpt2")) == 1024
 
 
 def test_the_default_sequence_is_512_or_the_positions_where_there_are_fewer() -> None:
-    assert plan.seq_length(None, fakes.choice("gpt2")) == 512
-    assert plan.seq_length(None, fakes.choice(max_positions=64)) == 64
-    assert plan.seq_length(None, fakes.choice(max_positions=None)) == 512
+    assert plan.resolve_seq_length(None, fakes.resolved_model("gpt2")) == 512
+    assert plan.resolve_seq_length(None, fakes.resolved_model(max_positions=64)) == 64
+    assert plan.resolve_seq_length(None, fakes.resolved_model(max_positions=None)) == 512
 
 
 def test_a_model_of_unknown_positions_takes_any_sequence() -> None:
-    assert plan.seq_length(99999, fakes.choice(max_positions=None)) == 99999
+    assert plan.resolve_seq_length(99999, fakes.resolved_model(max_positions=None)) == 99999
 
 
 # ------------------------------------------------------------------ --ds-config
@@ -555,7 +555,7 @@ def test_rows_that_lose_fused_adam_are_predicted_with_the_optimizer_that_they_th
     monkeypatch.setattr(environment, "torch_cuda_version", lambda: "12.8")
     options = fakes.options("offload", "--strategies", "none", "cpu_optimizer", "--seq-length", "16")
     capacity = trial_predictions.MemoryCapacity(gpu_bytes=None, host_bytes=None)
-    profile = trial_predictions.profile(fakes.choice(), 16, "cuda", dropout=0.0)
+    profile = trial_predictions.profile_model(fakes.resolved_model(), 16, "cuda", dropout=0.0)
     assert not isinstance(profile, trial_predictions.Unpredicted)
     before = plan.make_plan(options, fakes.make_config, fakes.machine(cards=2)).with_predictions(profile, capacity)
     assert before.with_ops({}).trials == before.trials
@@ -568,7 +568,7 @@ def test_rows_that_lose_fused_adam_are_predicted_with_the_optimizer_that_they_th
 def test_a_row_whose_op_is_missing_loses_its_prediction() -> None:
     options = fakes.options("offload", "--strategies", "none", "cpu_optimizer")
     capacity = trial_predictions.MemoryCapacity(gpu_bytes=None, host_bytes=None)
-    profile = trial_predictions.profile(fakes.choice(), 16, "cpu", dropout=0.0)
+    profile = trial_predictions.profile_model(fakes.resolved_model(), 16, "cpu", dropout=0.0)
     predicted = plan.make_plan(options, fakes.make_config, fakes.machine()).with_predictions(profile, capacity)
     missing = {ops.CPU_ADAM: OpState(op=ops.CPU_ADAM, ready=False, reason="no g++")}
     kept, lost = predicted.with_ops(missing).trials

@@ -164,7 +164,7 @@ def _differences(before: ComparisonRow, after: ComparisonRow) -> list[str]:
 def _as_flat(summary: TrialSummary) -> TrialRecord:
     """The record as it would be read back from its flat row."""
     with contextlib.suppress(ValueError):  # values that no flat row can hold: then the record itself is compared
-        return flat_reader.summary({name: get(summary) for name, get in COLUMNS}).record
+        return flat_reader.read_summary({name: get(summary) for name, get in COLUMNS}).record
     return summary.record
 
 

@@ -88,7 +88,7 @@ def unknown_columns(row: Mapping[str, Any]) -> list[str]:
     return [name for name in row if name not in _KNOWN]
 
 
-def summary(row: Mapping[str, Any]) -> TrialSummary:
+def read_summary(row: Mapping[str, Any]) -> TrialSummary:
     """The summary that a checked row came from, as far as it tells. Raises ValueError where its values are impossible.
 
     The figures of the whole job stand in one rank, the worst. ``step_seconds`` of that rank is the mean, once;
@@ -157,7 +157,7 @@ def _figures(row: Mapping[str, Any]) -> dict[str, Any]:
         "tokens_per_second": read("throughput_tokens_per_sec"),
         "tokens_per_second_per_gpu": read("throughput_tokens_per_sec_per_gpu"),
         "samples_per_second": read("throughput_samples_per_sec"),
-        **efficiency(row),
+        **read_efficiency(row),
         **{name: _bytes(row, column) for name, column in _GPU_BYTES.items()},
         "gpu_alloc_retries": read("gpu_alloc_retries"),
         "gpu_outside_allocator_bytes": _bytes(row, "gpu_outside_allocator_gb"),
@@ -185,7 +185,7 @@ def _predicted(row: Mapping[str, Any]) -> dict[str, float | None]:
     return {"predicted_over_measured": of_measured, "predicted_over_ledger": of_ledger}
 
 
-def efficiency(row: Mapping[str, Any]) -> dict[str, Any]:
+def read_efficiency(row: Mapping[str, Any]) -> dict[str, Any]:
     """The figures that need the model's shape: fields of a TrialSummary."""
     names = ("model_flops_per_token", "causal_flops_per_token", "hardware_flops_per_token", "model_tflops_per_gpu")
     return {name: row.get(name) for name in (*names, "mfu")}

@@ -201,7 +201,7 @@ def _with_flops_of_flat_json(summaries: tuple[TrialSummary, ...], folder: Path) 
     for summary in summaries:
         row = row_of.get((summary.record.trial.trial_id, summary.record.trial.repeat))
         if row and not summary.model_flops_per_token:
-            summary = replace(summary, **flat_reader.efficiency(row))
+            summary = replace(summary, **flat_reader.read_efficiency(row))
         complete.append(summary)
     return tuple(complete)
 
@@ -221,7 +221,7 @@ def _load_flat_json(path: Path, data: bytes) -> Result:
     summaries = []
     for number, row in enumerate(_check_rows(path, data, notes), 1):
         try:
-            summaries.append(flat_reader.summary(row))
+            summaries.append(flat_reader.read_summary(row))
         except ValueError as error:
             raise UsageError(f"{path}: row {number} is not usable: {error}", remedy="correct or remove it") from None
     name = _FLAT_NAME.match(path.stem)

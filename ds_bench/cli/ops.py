@@ -16,7 +16,7 @@ def build_ops() -> int:
 
     Returns 0 if at least one op can be used, else 1.
     """
-    here = placement.here(os.environ, gpus.NvmlQuery())
+    here = placement.default_placement(os.environ, gpus.NvmlQuery())
     names = [ops.SHARED_MEMORY] if here.accelerator == "cpu" else [ops.FUSED_ADAM]
     variables = rank_environment.rank_environment(here, os.environ, None)
     folder = Path(variables["TORCH_EXTENSIONS_DIR"])

@@ -103,7 +103,7 @@ def _planned_trial(options: PlanOptions) -> PlannedTrial:
         model_type=choice.model_type,
         model_config=choice.config,
         batch_size=options.batch_size,
-        seq_length=plan.seq_length(options.seq_length, choice),
+        seq_length=plan.resolve_seq_length(options.seq_length, choice),
         grad_accum=options.grad_accum,
         precision=options.precision,
         activation_checkpointing=options.activation_checkpointing,
@@ -118,8 +118,8 @@ def _planned_trial(options: PlanOptions) -> PlannedTrial:
 
 
 def _profile(choice: ResolvedModel, options: PlanOptions) -> ModelProfile:
-    length = plan.seq_length(options.seq_length, choice)
-    profile = trial_predictions.profile(choice, length, "cuda", trust_remote_code=options.trust_remote_code)
+    length = plan.resolve_seq_length(options.seq_length, choice)
+    profile = trial_predictions.profile_model(choice, length, "cuda", trust_remote_code=options.trust_remote_code)
     if isinstance(profile, trial_predictions.Unpredicted):
         raise UsageError(f"--model {choice.name}: {profile.reason}", remedy="measure it: zero_stage_comparison.py")
     return profile

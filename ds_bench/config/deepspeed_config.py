@@ -1,9 +1,9 @@
-"""Pure: (Strategy or Configuration, Workload, Placement) → the DeepSpeed configuration that trains it.
+"""Makes the DeepSpeed configuration that trains a strategy's workload on a placement.
 
-Two steps. :func:`base_config` makes what the user's script may edit: the batch, the optimizer and
-the ZeRO block for one GPU, every default written out that DeepSpeed has changed between versions.
-:func:`complete_config` adds what only the run knows: world size, precision, the optimizer that works
-here, NVMe buffers. What DeepSpeed would refuse, ignore or change is found by ``validation``.
+There are two steps. :func:`base_config` makes what the user's script may edit: the batch, the optimizer and the ZeRO
+block for one GPU, with every default that DeepSpeed has changed between versions. :func:`complete_config` adds what
+only the run knows: number of ranks, precision, the optimizer that works here, NVMe buffers. ``validation`` finds what
+DeepSpeed would refuse, ignore or change.
 
 Sources: DeepSpeed 0.19.8, ``runtime/zero/config.py``, ``runtime/zero/offload_config.py``,
 ``runtime/config.py``, ``runtime/constants.py``.
@@ -23,11 +23,11 @@ from .spec import Configuration, Placement, Strategy, Trial, Workload, offload_d
 Config = dict[str, Any]
 
 OPTIMIZERS = ("AdamW", "Adam", "Adagrad", "Lion", "SGD")
-"""What ``--optimizer`` takes."""
+"""Values of ``--optimizer``."""
 
 
 def base_config(strategy: Strategy | Configuration, batch_size: int, grad_accum: int = 1) -> Config:
-    """A complete configuration for one GPU, of that stage and offload alone; bucket sizes are DeepSpeed's defaults."""
+    """Makes a configuration for one GPU from stage and offload devices alone; bucket sizes are DeepSpeed's defaults."""
     return {
         "train_batch_size": batch_size * grad_accum,
         "train_micro_batch_size_per_gpu": batch_size,
@@ -42,7 +42,7 @@ def base_config(strategy: Strategy | Configuration, batch_size: int, grad_accum:
 
 
 def zero_block(strategy: Strategy | Configuration) -> Config:
-    """The ``zero_optimization`` block with the defaults that matter written out."""
+    """Makes the ``zero_optimization`` block, with the defaults that affect memory or speed."""
     block: Config = {"stage": strategy.stage}
     if strategy.stage >= 1:
         block |= {
@@ -79,15 +79,15 @@ def complete_config(
     torch_adam: bool,
     largest_parameter: int | None,
 ) -> Config:
-    """What the user's function returned, made whole for this run.
+    """Completes a configuration for a run; keys that the user set are kept. Raises UsageError if it contradicts itself.
 
-    ``torch_adam``: use torch's AdamW where the optimizer is not offloaded (DeepSpeed's FusedAdam
-    cannot be built here). ``largest_parameter``: elements in the model's largest tensor; NVMe
-    buffers are sized from it. Keys the user set are kept.
+    ``torch_adam``: use torch's AdamW if the optimizer is not offloaded, because DeepSpeed's FusedAdam cannot be built
+    here. ``largest_parameter``: elements in the model's largest tensor, which decides the size of NVMe buffers.
     """
     config: Config = copy.deepcopy(dict(base))
     _complete_batch(config, placement.num_gpus)
-    _complete_precision(config, workload)
+    if workload.precision != "fp32" and not any(block in config for block in ("bf16", "fp16", "torch_autocast")):
+        config[workload.precision] = {"enabled": True}
     _complete_optimizer(config, torch_adam)
     _complete_nvme(config, placement, largest_parameter)
     config.setdefault("steps_per_print", 2**31 - 1)
@@ -114,13 +114,6 @@ def _complete_batch(config: Config, num_gpus: int) -> None:
     config["train_batch_size"] = micro * accum * num_gpus
 
 
-def _complete_precision(config: Config, workload: Workload) -> None:
-    if any(block in config for block in ("bf16", "fp16", "torch_autocast")):
-        return
-    if workload.precision != "fp32":
-        config[workload.precision] = {"enabled": True}
-
-
 def _complete_optimizer(config: Config, torch_adam: bool) -> None:
     optimizer = config.get("optimizer")
     if not isinstance(optimizer, dict):
@@ -133,10 +126,9 @@ def _complete_optimizer(config: Config, torch_adam: bool) -> None:
 
 
 def with_optimizer(config: Config, name: str) -> Config:
-    """The same configuration with another optimizer and the parameters that it takes."""
+    """Returns the configuration with another optimizer and the parameters that it takes."""
     given = config.get("optimizer", {}).get("params", {})
-    lr, decay = given.get("lr", 1e-4), given.get("weight_decay", 0.01)
-    params: Config = {"lr": lr, "weight_decay": decay}
+    params: Config = {"lr": given.get("lr", 1e-4), "weight_decay": given.get("weight_decay", 0.01)}
     if name.lower() in ("adam", "adamw"):
         params |= {"betas": [0.9, 0.999], "eps": 1e-8}
     if name.lower() == "adam":
@@ -160,7 +152,7 @@ def _complete_nvme(config: Config, placement: Placement, largest_parameter: int 
         # 0: every parameter lives on the disk; DeepSpeed's 1e9 would keep the first billion in memory.
         param.setdefault("max_in_cpu", 0)
         if largest_parameter is not None:
-            param.setdefault("buffer_size", _aligned(largest_parameter))
+            param.setdefault("buffer_size", -(-largest_parameter // 2**20) * 2**20)
     config.setdefault(
         "aio",
         {
@@ -173,12 +165,8 @@ def _complete_nvme(config: Config, placement: Placement, largest_parameter: int 
     )
 
 
-def _aligned(elements: int, to: int = 2**20) -> int:
-    return -(-elements // to) * to
-
-
 def with_swap_folder(config: Mapping[str, Any], folder: str) -> Config:
-    """The configuration with every ``nvme_path`` replaced by the trial's private folder."""
+    """Returns the configuration with every ``nvme_path`` replaced by the trial's private folder."""
     private = copy.deepcopy(dict(config))
     for key in ("offload_optimizer", "offload_param"):
         if offload_device(private, key) == "nvme":
@@ -189,17 +177,17 @@ def with_swap_folder(config: Mapping[str, Any], folder: str) -> Config:
 def changes_of(
     config: Mapping[str, Any], configuration: Configuration, workload: Workload, placement: Placement
 ) -> Config:
-    """What ``config`` says that stage and offload devices alone would not have given it; its batch is left out.
+    """Returns the settings of ``config`` that do not follow from stage, offload devices and batch alone.
 
-    ``config``: the configuration's own, completed or not. Laid over the configuration of another stage the result
-    makes the same changes there.
+    ``config``: of the configuration, completed or not. Merged into the configuration of another strategy
+    (``overrides.overlay``), the result makes the same changes there.
     """
     optimizer = config.get("optimizer")
     params = optimizer.get("params") if isinstance(optimizer, Mapping) else None
     torch_adam = bool(params.get("torch_adam")) if isinstance(params, Mapping) else False
     base = base_config(configuration, workload.batch_size, workload.grad_accum)
-    own = complete_config(base, workload, placement, torch_adam=torch_adam, largest_parameter=None)
-    changed = _difference(config, own)
+    expected = complete_config(base, workload, placement, torch_adam=torch_adam, largest_parameter=None)
+    changed = _difference(config, expected)
     for key in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
         changed.pop(key, None)
     if isinstance(block := changed.get("zero_optimization"), dict):
@@ -209,23 +197,23 @@ def changes_of(
 
 
 def _difference(config: Mapping[str, Any], base: Mapping[str, Any]) -> Config:
-    """The values of ``config`` that ``base`` has not, block by block."""
-    found: Config = {}
+    """The values of ``config`` that ``base`` lacks or has otherwise, block by block."""
+    different: Config = {}
     for key, value in config.items():
-        below = base.get(key)
-        if isinstance(value, Mapping) and isinstance(below, Mapping):
-            inner = _difference(value, below)
-            found |= {key: inner} if inner else {}
-        elif key not in base or value != below:
-            found[key] = copy.deepcopy(value)
-    return found
+        base_value = base.get(key)
+        if isinstance(value, Mapping) and isinstance(base_value, Mapping):
+            if inner := _difference(value, base_value):
+                different[key] = inner
+        elif key not in base or value != base_value:
+            different[key] = copy.deepcopy(value)
+    return different
 
 
 def minimal_config(strategy: Strategy | Configuration) -> dict[str, Any]:
-    """The stage and the offload devices alone: all that a row of a flat file tells of its configuration.
+    """Makes a configuration of stage and offload devices alone: all that a flat file tells of a row's configuration.
 
-    It stands in ``Trial.ds_config`` of such a row. It is not what ran and must not be shown, exported or compared as
-    such (:func:`is_full_config`).
+    It is the ``Trial.ds_config`` of such a row. It is not the configuration that ran and must not be shown, exported or
+    compared as such (:func:`is_full_config`).
     """
     devices = {"offload_optimizer": strategy.offload_optimizer, "offload_param": strategy.offload_param}
     offloads = {name: {"device": device} for name, device in devices.items() if device != "none"}
@@ -233,7 +221,7 @@ def minimal_config(strategy: Strategy | Configuration) -> dict[str, Any]:
 
 
 def hash_config(ds_config: Mapping[str, Any]) -> str:
-    """The first 12 hexadecimal digits of the SHA-256 of a DeepSpeed configuration without its ``nvme_path`` folders."""
+    """Returns the first 12 hexadecimal digits of the SHA-256 of a DeepSpeed configuration without ``nvme_path``."""
     text = json.dumps(_without_folders(ds_config), sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
@@ -245,5 +233,5 @@ def _without_folders(value: Any) -> Any:
 
 
 def is_full_config(trial: Trial) -> bool:
-    """Whether ``ds_config`` is what ran: one that ran has at least its batch and its optimizer besides."""
+    """Whether the trial's ``ds_config`` is the configuration that ran, which has a batch and an optimizer at least."""
     return bool(trial.ds_config) and trial.ds_config != minimal_config(trial.configuration)

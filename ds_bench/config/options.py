@@ -1,4 +1,4 @@
-"""What the user asked for, as one frozen value; ``flags`` makes it."""
+"""What the user requested, as one frozen value; ``cli.arguments`` makes it of the flags."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..units import from_gb
 
 Family = Literal["zero", "offload"]
 GOALS = ("speed", "balanced", "memory")
-"""What a recommendation may be for (docs/choosing.md)."""
+"""Aims of a recommendation (docs/choosing.md)."""
 FAIL_ON = ("regression", "missing", "unmatched", "noisy")
 """What ``baseline check`` may fail on: a regression; a row of the saved run that the result lacks; a row that trained
 and has no baseline; a row whose noise hides a regression."""
@@ -19,18 +19,18 @@ FAIL_ON_DEFAULT = ("regression", "missing", "unmatched")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What the user asked for; field names are those of the flags."""
+    """The flags of a script; each field is named after its flag."""
 
     family: Family
     model: str
     batch_size: int
-    """1 where it is searched for."""
+    """1 if it is searched for."""
     auto_batch: bool
-    """Each strategy at the largest micro-batch that trains."""
+    """Run each strategy at the largest micro-batch that trains."""
     common_batch: bool
-    """Also all at the largest that every strategy trains."""
+    """Also run all at the largest micro-batch that every strategy trains."""
     seq_length: int | None
-    """None: 512, or the model's positions where it has fewer."""
+    """None: 512, or the model's positions if it has fewer."""
     num_steps: int
     warmup_steps: int
     output_dir: Path
@@ -46,10 +46,10 @@ class Options:
     hostfile: Path | None
     repeats: int
     relative_to: str | None
-    """Name of the strategy that ratios refer to; None: the first good row."""
+    """Name of the strategy that ratios refer to; None: the first valid row."""
     goal: str
     export: str | None
-    """Name of the strategy whose configuration is written out; None: the recommended one's."""
+    """Name of the strategy whose configuration is exported; None: the recommended one."""
     seed: int
     dropout: float | None
     """None: the model's own."""
@@ -68,7 +68,7 @@ class Options:
     retry: tuple[str, ...]
     skip_predicted_oom: bool
     force: bool
-    """Run also what is predicted to need far more host memory than there is."""
+    """Also run trials that are predicted to need far more host memory than there is."""
     dry_run: bool
     format: str
     quiet: bool

@@ -1,4 +1,4 @@
-"""Changes laid over a DeepSpeed configuration: those of ``--ds-config`` and ``--set``."""
+"""Applies the changes of ``--ds-config`` and ``--set`` to a DeepSpeed configuration."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LARGEST_FILE_BYTES = 2**22
 
 
 def overlay(config: Mapping[str, Any], changes: Mapping[str, Any]) -> Config:
-    """``changes`` laid over ``config``, block by block; a value of None removes the key, at any depth."""
+    """Returns a copy of ``config`` with ``changes`` merged in, block by block; a value of None removes its key."""
     merged: Config = copy.deepcopy(dict(config))
     for key, value in changes.items():
         if value is None:
@@ -30,9 +30,9 @@ def overlay(config: Mapping[str, Any], changes: Mapping[str, Any]) -> Config:
 
 
 def parse_set(text: str) -> Config:
-    """``a.b=value`` to ``{"a": {"b": value}}``; the value is JSON, or text where it is not.
+    """Parses ``a.b=value`` to ``{"a": {"b": value}}``; a value that is not JSON is text.
 
-    Raises UsageError where there is no ``=`` or an empty name.
+    Raises UsageError without ``=`` and for an empty name.
     """
     path, separator, raw = text.partition("=")
     names = path.split(".")
@@ -50,9 +50,9 @@ def parse_set(text: str) -> Config:
 
 
 def apply(config: Mapping[str, Any], file_changes: Mapping[str, Any], settings: Sequence[str]) -> Config:
-    """``config`` with the changes of ``--ds-config`` and then of every ``--set`` over it.
+    """Returns ``config`` with the changes of ``--ds-config`` and then of every ``--set``. Raises UsageError.
 
-    Where they change the batch, the generated total is dropped, to be made anew. Raises UsageError.
+    If they change the batch and not its total, the total is dropped, and ``complete_config`` computes it anew.
     """
     layers = [file_changes, *map(parse_set, settings)]
     changed = {key for layer in layers for key in layer}
@@ -67,7 +67,7 @@ def apply(config: Mapping[str, Any], file_changes: Mapping[str, Any], settings: 
 
 
 def json_values(config: Mapping[str, Any]) -> Config:
-    """The same in JSON's own types. Raises UsageError where it holds anything else (NaN, a torch.dtype)."""
+    """Converts a configuration to JSON's types. Raises UsageError for any other value (NaN, a torch.dtype)."""
     try:
         return dict(json.loads(json.dumps(config, allow_nan=False)))
     except (TypeError, ValueError) as error:
@@ -78,7 +78,7 @@ def json_values(config: Mapping[str, Any]) -> Config:
 
 
 def read_file(path: Path | None) -> Config:
-    """What ``--ds-config`` changes; nothing where it is not given. Raises UsageError."""
+    """Reads the changes of ``--ds-config``; empty without the flag. Raises UsageError."""
     if path is None:
         return {}
     try:

@@ -1,4 +1,4 @@
-"""On what a comparison runs: which accelerator, how many ranks, which number formats. Without torch."""
+"""Determines the placement of a comparison without torch: accelerator, number of ranks, number formats."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from ..errors import UsageError
 from ..system import environment, files, gpus
 from .options import Options
-from .spec import Accelerator, LauncherName, Placement, Precision
+from .spec import PRECISIONS, Accelerator, Placement, Precision
 
 _AMPERE = (8, 0)
 """First compute capability with bf16 arithmetic."""
@@ -18,8 +18,8 @@ _SLOTS = re.compile(r"[1-9][0-9]{0,3}")
 _MOST_HOSTFILE_BYTES = 2**20
 
 
-def decide(options: Options, environ: Mapping[str, str], query: gpus.GpuQuery) -> Placement:
-    """The placement that the flags and this machine give. Raises UsageError where they disagree."""
+def resolve_placement(options: Options, environ: Mapping[str, str], query: gpus.GpuQuery) -> Placement:
+    """Returns the placement that the flags ask for on this machine. Raises UsageError if the machine lacks it."""
     if options.accelerator != "cpu" and (rocm := environment.torch_rocm_version()) is not None:
         raise UsageError(
             f"the installed torch is for ROCm {rocm}, which is not supported",
@@ -34,7 +34,7 @@ def decide(options: Options, environ: Mapping[str, str], query: gpus.GpuQuery) -
     return Placement(
         accelerator=accelerator,
         num_gpus=_ranks(options, environ, accelerator, len(visible)),
-        launcher=_launcher(options),
+        launcher="deepspeed" if options.launcher == "deepspeed" or options.hostfile is not None else "warm",
         hostfile=None if options.hostfile is None else str(options.hostfile.resolve()),
         nvme_path=None if options.nvme_path is None else str(options.nvme_path.resolve()),
         cpu_memory_limit_bytes=options.cpu_memory_limit_bytes,
@@ -43,16 +43,16 @@ def decide(options: Options, environ: Mapping[str, str], query: gpus.GpuQuery) -
     )
 
 
-def here(environ: Mapping[str, str], query: gpus.GpuQuery) -> Placement:
-    """The placement of this machine when nothing is asked for: every GPU, or one CPU rank."""
+def default_placement(environ: Mapping[str, str], query: gpus.GpuQuery) -> Placement:
+    """Returns the placement of this machine without any flag: every visible GPU, or one CPU rank."""
     visible = gpus.select_visible(environ, query.read().gpus)
     accelerator = _accelerator("auto", len(visible))
     return Placement(accelerator=accelerator, num_gpus=len(visible) if accelerator == "cuda" else 1)
 
 
-def _accelerator(asked: str, visible: int) -> Accelerator:
+def _accelerator(requested: str, visible: int) -> Accelerator:
     torch_cuda = environment.torch_cuda_version()
-    if asked == "cpu" or (asked == "auto" and (visible == 0 or torch_cuda is None)):
+    if requested == "cpu" or (requested == "auto" and (visible == 0 or torch_cuda is None)):
         return "cpu"
     if torch_cuda is None:
         raise UsageError("--accelerator cuda, but the installed torch is a CPU build", remedy="install torch for CUDA")
@@ -72,19 +72,13 @@ def _ranks(options: Options, environ: Mapping[str, str], accelerator: Accelerato
                 f"--num-gpus {options.num_gpus}, but the hostfile has {slots} slots", remedy="leave --num-gpus out"
             )
         return slots
-    started = environ.get("WORLD_SIZE", "")
-    asked = options.num_gpus or (int(started) if started.isdecimal() and int(started) > 0 else None)
+    world_size = environ.get("WORLD_SIZE", "")  # a launcher that started this program says how many ranks it is for
+    requested = options.num_gpus or (int(world_size) if world_size.isdecimal() and int(world_size) > 0 else None)
     if accelerator == "cpu":
-        return asked or 1
-    if asked is not None and asked > visible:
-        raise UsageError(f"--num-gpus {asked}, but {visible} are visible", remedy=f"give {visible} or less")
-    return asked or visible
-
-
-def _launcher(options: Options) -> LauncherName:
-    if options.launcher == "deepspeed" or options.hostfile is not None:
-        return "deepspeed"
-    return "warm"
+        return requested or 1
+    if requested is not None and requested > visible:
+        raise UsageError(f"--num-gpus {requested}, but {visible} are visible", remedy=f"give {visible} or less")
+    return requested or visible
 
 
 def _precisions(accelerator: Accelerator, visible: tuple[gpus.GpuFacts, ...]) -> tuple[Precision, ...]:
@@ -104,20 +98,20 @@ def _cpu_has_fp16() -> bool:
     return "avx512_fp16" in words or "amx_fp16" in words
 
 
-def choose_precision(asked: str, placement: Placement) -> Precision:
-    """``auto``: the first of bf16, fp16, fp32 that the device trains in."""
-    for precision in placement.supported_precisions:
-        if asked in ("auto", precision):
-            return precision
-    if asked == "bf16":
-        return "bf16"  # not supported: every row says Unsupported, with the remedy
-    return "fp16" if asked == "fp16" else "fp32"
+def choose_precision(requested: str, placement: Placement) -> Precision:
+    """Returns the requested number format; for ``auto`` the first of bf16, fp16, fp32 that the device trains in.
+
+    One that the device does not train in is returned too: every row then is Unsupported, with the remedy.
+    """
+    if requested == "auto":
+        return placement.supported_precisions[0]
+    return next(precision for precision in PRECISIONS if precision == requested)
 
 
 def read_hostfile(path: Path) -> dict[str, int]:
-    """Host → slots (launcher/runner.py: ``host slots=N``, # comments). Raises UsageError naming the line.
+    """Reads a hostfile as DeepSpeed does: host → slots (launcher/runner.py). Raises UsageError naming the line.
 
-    Names are passed to ssh, which would take one that begins with a dash for an option and run what it names.
+    Names are passed to ssh, which would read one that begins with a dash as an option and might run a command in it.
     """
     try:
         lines = files.read_bytes(path, _MOST_HOSTFILE_BYTES).decode("utf-8", "replace").splitlines()

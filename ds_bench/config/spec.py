@@ -1,7 +1,7 @@
-"""What is asked: a Workload, trained with a Configuration, on a Placement, as one Trial.
+"""What is requested: a Workload, trained with a Configuration, on a Placement, as one Trial.
 
-Nothing here knows how a trial is run or what was measured (``records.schema``). All are frozen and hold JSON values
-only, so that the rank processes receive them as a file.
+How a trial is run and what was measured is elsewhere (``launch``, ``records.schema``). All classes are frozen and hold
+JSON values only, because the rank processes receive them as a file.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ def _require(condition: bool, field_name: str, value: object, rule: str) -> None
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """What is trained, the same for every strategy of a comparison."""
+    """What is trained; the same for every row of a comparison but for its ``workload_changes``."""
 
     model: str
-    """The name the user gave: a preset, a local path, a Hub name or ``pkg.mod:function``."""
+    """The name that the user gave: a preset, a local path, a Hub name or ``pkg.mod:function``."""
     model_source: ModelSource
     """Where the model comes from; a preset is built from ``model_config`` without any look-up."""
     model_type: str | None = None
     """Transformers' architecture name (``gpt2``); None for a factory."""
     model_config: Mapping[str, Any] = field(default_factory=dict)
-    """A preset's arguments for ``AutoConfig.for_model``; a local model's ``path``; else empty."""
+    """Arguments for ``AutoConfig.for_model`` for a preset, ``path`` for a local model; else empty."""
     batch_size: int = 4
     """Micro-batch: sequences per GPU in one forward pass."""
     batch_policy: BatchPolicy = "given"
-    """``largest``: each strategy at its own largest micro-batch that trains, which such rows are compared at."""
+    """``largest``: the row runs at its own largest micro-batch that trains, and is compared with other such rows."""
     seq_length: int = 512
     """Tokens per sequence."""
     grad_accum: int = 1
@@ -79,10 +79,10 @@ class Workload:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Strategy:
-    """A named entry of the catalogue (``strategies``), of which a configuration is made: a ZeRO stage with offloads."""
+    """A named entry of the catalogue (``strategies``), of which configurations are made: a ZeRO stage with offloads."""
 
     name: str
-    """Stable key: ``zero2``, ``cpu_optimizer``; what ``--strategies`` takes."""
+    """Stable name, as in ``--strategies``: ``zero2``, ``cpu_optimizer``."""
     label: str
     """Short text for tables: ``ZeRO-2``."""
     stage: int
@@ -97,7 +97,7 @@ class Strategy:
 
 
 def offload_device(config: Mapping[str, Any], block_name: str) -> str | None:
-    """``cpu``, ``nvme`` or None: where a DeepSpeed configuration puts what a block is about.
+    """Returns the device of an offload block of a DeepSpeed configuration: ``cpu``, ``nvme``; None without offload.
 
     ``block_name``: ``offload_optimizer`` or ``offload_param``.
     """
@@ -109,7 +109,7 @@ def offload_device(config: Mapping[str, Any], block_name: str) -> str | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Requirements:
-    """What a configuration needs besides what its DeepSpeed configuration shows; by default nothing."""
+    """What a configuration needs that its DeepSpeed configuration does not show; by default nothing."""
 
     ops: tuple[str, ...] = ()
     """Builder classes of DeepSpeed ops."""
@@ -130,9 +130,9 @@ class Configuration:
     label: str
     """Short text for tables: ``ZeRO-2``."""
     deepspeed_config: Mapping[str, Any]
-    """As the catalogue, the user's function or file and the flags have it, before ``complete_config``.
+    """As the catalogue, the user's function or file and the flags give it, before ``complete_config``.
 
-    In results written before schema 2, and of flat files, what is known of it: ``Trial.ds_config``.
+    Results of schema 1 and flat files do not hold it; ``Trial.ds_config`` then takes its place.
     """
     workload_changes: Mapping[str, Any] = field(default_factory=dict)
     """Fields of the Workload that this row sets differently, with their values."""
@@ -196,7 +196,7 @@ _WORKLOAD_FIELDS = frozenset(each.name for each in fields(Workload))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """On what it runs."""
+    """The devices that a trial runs on."""
 
     accelerator: Accelerator
     """``cuda`` (ROCm included) or DeepSpeed's CPU accelerator."""
@@ -209,9 +209,9 @@ class Placement:
     nvme_path: str | None = None
     """Folder on the NVMe disk; each trial uses a private sub-folder."""
     cpu_memory_limit_bytes: int | None = None
-    """Limit on each rank's data segment (RLIMIT_DATA)."""
+    """Limit of each rank's data segment (RLIMIT_DATA); None for no limit."""
     gpu_memory_limit_bytes: int | None = None
-    """Smaller card emulated through the caching allocator's fraction, per rank."""
+    """Memory of a smaller GPU that torch's allocator emulates, per rank; None for the real GPU."""
     supported_precisions: tuple[Precision, ...] = PRECISIONS
     """Number formats this accelerator trains in."""
 
@@ -221,7 +221,7 @@ class Placement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """One configuration, run once: the unit that is launched, recorded and resumed."""
+    """One configuration run once: the unit that is launched, recorded and resumed."""
 
     trial_id: str
     """Folder name inside the run: ``03_zero2_r1``."""
@@ -229,29 +229,29 @@ class Trial:
     """0-based number of the repetition."""
     configuration: Configuration
     workload: Workload
-    """With the changes of the configuration."""
+    """With the configuration's ``workload_changes``."""
     placement: Placement
     ds_config: Mapping[str, Any]
-    """The DeepSpeed configuration as given to ``deepspeed.initialize``, but for the swap folder."""
+    """The DeepSpeed configuration as passed to ``deepspeed.initialize``, apart from the swap folder."""
     unsupported: str | None = None
-    """Why this cannot run here, with the remedy; such a trial is recorded and not launched."""
+    """Why this cannot run here, with the remedy; such a trial is recorded without launching it."""
     skipped: str | None = None
-    """Why it is predicted not to fit, where the user asked to leave such rows out; recorded and not launched."""
+    """Why it is left out as predicted not to fit; such a trial is recorded without launching it."""
     caveats: tuple[str, ...] = ()
-    """What is known about this row before it runs (an overlay file system, a fallback)."""
+    """Caveats that are known before it runs (an overlay file system, another optimizer)."""
     prediction: Mapping[str, Any] | None = None
-    """The memory it is predicted to take, as ``prediction.memory.Prediction.to_dict`` gives it."""
+    """The predicted memory, as ``prediction.memory.Prediction.to_dict`` gives it; None without a prediction."""
     round_position: int | None = None
-    """0-based place in the order of its round; None where it was not recorded."""
+    """0-based position in its round; None in records that do not hold it."""
 
     @property
     def not_launched(self) -> bool:
-        """Whether it is known before it runs that it will not be."""
+        """Whether it is recorded without launching it."""
         return self.unsupported is not None or self.skipped is not None
 
     @property
     def key(self) -> str:
-        """Hash over everything that decides the measurement; ``--resume`` matches by it. Credentials do not."""
+        """Hash of everything that decides the measurement, without credentials; ``--resume`` matches trials by it."""
         facts = {
             "repeat": self.repeat,
             "configuration": self.configuration.name,
@@ -264,7 +264,7 @@ class Trial:
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values, for files: credentials in the configuration are redacted."""
+        """Converts to JSON values; credentials in the configuration are redacted."""
         values = asdict(self)
         values["ds_config"] = redacted_config(self.ds_config)
         values["configuration"]["deepspeed_config"] = redacted_config(self.configuration.deepspeed_config)

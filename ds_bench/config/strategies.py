@@ -1,7 +1,7 @@
-"""The catalogue of strategies: data, and the configuration that is made of an entry.
+"""The catalogue of strategies, the configurations made of them, and which row a user's text means.
 
-Offload strategies exist at more than one stage (``--stage``); the table holds what is offloaded,
-and :func:`offload_strategy` puts a stage to it.
+Offload strategies exist at several stages (``--stage``): the table holds what is offloaded, :func:`offload_strategy`
+adds the stage.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ OFFLOAD_NAMES: tuple[str, ...] = tuple(_OFFLOADS)
 
 
 def offload_strategy(name: str, stage: int = 3) -> Strategy:
-    """The offload strategy of that name at a ZeRO stage. Raises KeyError for an unknown name."""
+    """Makes the offload strategy of that name at a ZeRO stage. Raises KeyError for an unknown name."""
     offloaded, optimizer_device, param_device = _OFFLOADS[name]
     return Strategy(
         name=name,
@@ -48,7 +48,7 @@ CATALOGUE: dict[str, Strategy] = {
 
 
 def find_strategy(name: str, stage: int) -> Strategy | None:
-    """The strategy of that name at that stage; None where there is none."""
+    """Returns the strategy of that name at that stage; None if there is none."""
     strategy = offload_strategy(name, stage) if name in _OFFLOADS else CATALOGUE.get(name)
     return strategy if strategy is not None and strategy.stage == stage else None
 
@@ -58,7 +58,7 @@ def make_configuration(
     deepspeed_config: Mapping[str, Any] | None = None,
     workload_changes: Mapping[str, Any] | None = None,
 ) -> Configuration:
-    """The row of a strategy. ``deepspeed_config``: None for the strategy's own with one sequence per GPU."""
+    """Makes a strategy's configuration. ``deepspeed_config``: None for the catalogue's, with one sequence per GPU."""
     return Configuration(
         name=strategy.name,
         label=strategy.label,
@@ -68,9 +68,9 @@ def make_configuration(
 
 
 def matches(row: Strategy | Configuration, text: str) -> bool:
-    """Whether a user who writes ``text`` (``zero2``, ``ZeRO-2``, ``stage 2``, ``2``, ``cpu_optimizer``) means this row.
+    """Whether a user's text (``zero2``, ``ZeRO-2``, ``stage 2``, ``2``, ``cpu_optimizer``) means this row.
 
-    Case, spaces, hyphens and underscores do not count. A stage means a row only where the optimizer is not offloaded.
+    Case, spaces, hyphens and underscores do not count. A stage alone means only a row without optimizer offload.
     """
     names = [row.name, row.label]
     if row.offload_optimizer == "none":

@@ -1,4 +1,4 @@
-"""What DeepSpeed or this program refuses, ignores or changes of a configuration, found before anything runs.
+"""Finds, before anything runs, what DeepSpeed or this program refuses or ignores in a configuration.
 
 DeepSpeed accepts most of these silently. An unknown key is a mistake of the user (:func:`check_keys`), a configuration
 that cannot run here makes a row Unsupported (:func:`unsupported_reason`), and a setting without effect becomes a caveat
@@ -82,19 +82,19 @@ KNOWN_TOP_LEVEL_KEYS = frozenset(
 
 
 _BLOCKS = ("aio", "bf16", "fp16", "optimizer", "timers", "zero_optimization")
-"""Keys of ours and of DeepSpeed's whose value is an object."""
+"""Keys whose value must be an object, as this program reads inside it."""
 
 
 @cache
 def _nested_keys() -> dict[str, frozenset[str]]:
-    """Path of a block → its keys, of the blocks in which DeepSpeed refuses others (its pydantic models)."""
+    """Path of a block → its keys, for the blocks in which DeepSpeed refuses other keys (its pydantic models)."""
     text = Path(__file__).with_name("deepspeed_keys.json").read_text(encoding="utf-8")
     return {path: frozenset(keys) for path, keys in json.loads(text).items()}
 
 
 def check_keys(config: Mapping[str, Any]) -> None:
-    """Refuses top-level keys that DeepSpeed would accept and ignore, nested ones that it would refuse, and blocks that
-    are none. Raises UsageError.
+    """Raises UsageError for a top-level key that DeepSpeed would ignore, a nested key that it would refuse, and a block
+    that is not an object.
     """
     for key in config:
         if key not in KNOWN_TOP_LEVEL_KEYS:
@@ -117,19 +117,18 @@ def check_keys(config: Mapping[str, Any]) -> None:
 
 
 def unsupported_reason(configuration: Configuration, placement: Placement) -> str | None:
-    """Why a configuration would not be run as it says, by DeepSpeed or by this program; None where it would.
+    """Returns why DeepSpeed or this program would not run a configuration as it says; None if it would.
 
-    Each case was read in DeepSpeed's code of the pinned version, or run with it: without the refusal the row would
-    show a number for something that did not happen. A precision that comes from the workload is refused only where
-    the DeepSpeed configuration was completed.
+    Each case was read in the code of DeepSpeed's pinned version, or run with it: without the refusal the row would
+    show a number for something that did not happen. A precision of the workload is refused only once the DeepSpeed
+    configuration is completed.
     """
     config, stage = configuration.deepspeed_config, configuration.stage
     optimizer, params = offload_device(config, "offload_optimizer"), offload_device(config, "offload_param")
     name = str(config.get("optimizer", {}).get("type", "")).lower()
     return (
         _missing_requirement(configuration, placement)
-        or _refused_offload(stage, optimizer, params)
-        or _refused_disk(placement, optimizer, params)
+        or _refused_offload(stage, optimizer, params, placement)
         or _refused_optimizer(name, optimizer, placement)
         or _refused_precision(config, placement)
         or _refused_block(config)
@@ -147,18 +146,14 @@ def _missing_requirement(configuration: Configuration, placement: Placement) -> 
     return None
 
 
-def _refused_offload(stage: int, optimizer: str | None, params: str | None) -> str | None:
+def _refused_offload(stage: int, optimizer: str | None, params: str | None, placement: Placement) -> str | None:
     if stage == 0 and (optimizer or params):
         return "ZeRO stage 0 does not offload (DeepSpeed ignores or rejects it); use stage 1, 2 or 3"
     if params and stage != 3:
         return f"parameters are offloaded at stage 3 only; at stage {stage} DeepSpeed ignores it; use --stage 3"
     if optimizer == "nvme" and stage != 3:
         return f"stage {stage} with NVMe runs as CPU offload in DeepSpeed (stage_1_and_2.py); use --stage 3"
-    return None
-
-
-def _refused_disk(placement: Placement, *devices: str | None) -> str | None:
-    if "nvme" in devices and placement.nvme_path is None:
+    if "nvme" in (optimizer, params) and placement.nvme_path is None:
         return "offload to NVMe needs a folder on the disk; add --nvme-path DIR"
     return None
 
@@ -182,7 +177,7 @@ def _refused_precision(config: Config, placement: Placement) -> str | None:
 
 
 def _refused_block(config: Config) -> str | None:
-    """For blocks that this program does not exercise."""
+    """Why a block is refused that this program does not make use of; None if there is none."""
     compile_block = _block(config, "compile")
     if compile_block.get("deepcompile"):
         return "compile.deepcompile works through engine.compile(), which is not called here; remove the block"
@@ -199,7 +194,7 @@ def _refused_block(config: Config) -> str | None:
 
 
 def ineffective_settings(config: Config, workload: Workload, placement: Placement) -> list[str]:
-    """Caveats for what is asked for and changes nothing, or slows what is measured."""
+    """Returns caveats for settings that have no effect, or that slow down what is measured."""
     zero = _block(config, "zero_optimization")
     stage, optimizer = zero.get("stage", 0), _block(zero, "offload_optimizer")
     checks = {
@@ -229,10 +224,10 @@ def ineffective_settings(config: Config, workload: Workload, placement: Placemen
         "aio.thread_count is not read since DeepSpeed 0.16.4; the key is intra_op_parallelism": "thread_count"
         in _block(config, "aio"),
     }
-    found = [text for text, applies in checks.items() if applies]
+    caveats = [text for text, applies in checks.items() if applies]
     if placement.accelerator == "cuda" and placement.cpu_memory_limit_bytes is not None:
-        found.append("--cpu-memory-limit does not count page-locked memory, which offloading uses on GPUs")
-    return found
+        caveats.append("--cpu-memory-limit does not count page-locked memory, which offloading uses on GPUs")
+    return caveats
 
 
 def _block(config: Config, name: str) -> Config:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
-from ..config.placement import here as default_placement
+from ..config.placement import default_placement
 from ..config.spec import Configuration, Placement
 from ..errors import PreflightError
 from ..launch import ops, rank_environment

@@ -59,7 +59,7 @@ class ZeroSettings:
     """Swapped tensors are padded to it: 1024 bytes per I/O thread."""
 
     @classmethod
-    def of(cls, config: Mapping[str, Any]) -> ZeroSettings:
+    def from_config(cls, config: Mapping[str, Any]) -> ZeroSettings:
         """Read from a configuration as ``deepspeed_config.complete_config`` makes it."""
         zero: Mapping[str, Any] = config.get("zero_optimization") or {}
         optimizer: Mapping[str, Any] = zero.get("offload_optimizer") or {}

@@ -196,7 +196,7 @@ def _case(
         data_parallel_size=placement.num_gpus,
         grad_accum=int(ds_config.get("gradient_accumulation_steps", workload.grad_accum)),
         accelerator=placement.accelerator,
-        settings=ZeroSettings.of(ds_config),
+        settings=ZeroSettings.from_config(ds_config),
     )
 
 
@@ -224,8 +224,8 @@ class _Activations:
     unknown: str | None = None
 
     @classmethod
-    def of(cls, case: MemoryInputs, batch: int, sequence: int, *, checkpointed: bool) -> _Activations:
-        found, layers = case.profile.of(case.precision), case.profile.layers
+    def for_batch(cls, case: MemoryInputs, batch: int, sequence: int, *, checkpointed: bool) -> _Activations:
+        found, layers = case.profile.activations_in(case.precision), case.profile.layers
         if found is None:
             return cls(unknown=case.profile.unknown or f"not measured in {case.precision}")
         kept = found.checkpointed if checkpointed else found.plain
@@ -246,7 +246,7 @@ class _Activations:
 
 def _activations(case: MemoryInputs, workload: Workload, ds_config: Mapping[str, Any]) -> _Activations:
     batch = int(ds_config.get("train_micro_batch_size_per_gpu", workload.batch_size))
-    return _Activations.of(case, batch, workload.seq_length, checkpointed=workload.activation_checkpointing)
+    return _Activations.for_batch(case, batch, workload.seq_length, checkpointed=workload.activation_checkpointing)
 
 
 def _moments(case: MemoryInputs, sizes: _Activations) -> dict[str, Ledger]:

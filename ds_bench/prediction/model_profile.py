@@ -118,7 +118,7 @@ class ModelProfile:
         """Elements that are trained."""
         return sum(self.before) + sum(self.layer) * self.layers + sum(self.after)
 
-    def of(self, precision: Precision) -> Activations | None:
+    def activations_in(self, precision: Precision) -> Activations | None:
         """The activations in this number format; None where they could not be measured."""
         return self.activations.get(_FORMATS[precision])
 

@@ -1,8 +1,7 @@
-"""Predicted memory of each planned trial, and after the trial the ratio of predicted to measured memory.
+"""Predicts the memory of each planned trial, and compares it after the trial with what was measured.
 
-Trials that are predicted not to fit are marked as skipped where the user asked for that, and those that need far more
-host memory than the node has always, unless forced. The prediction is stored in the record, so that every run checks
-it.
+Trials that are predicted not to fit are marked as skipped if the user asked for that; those that need far more host
+memory than the node has are always skipped, unless forced. Records store the prediction, so that every run checks it.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ from typing import Any
 from ..config.spec import Accelerator, Placement, Trial
 from ..errors import DsBenchError, PreflightError, UsageError
 from ..models.lookup import ResolvedModel
-from ..models.presets import ModelFacts
 from ..records.schema import TrialRecord
 from ..system import host_memory
 from ..system.environment import Environment
@@ -25,59 +23,58 @@ from .memory import Prediction, predict
 from .model_profile import ModelProfile, profile_of, profile_of_any
 
 _NOT_RESIDENT = ("deepspeed_buffers", "overhead")
-"""On the CPU accelerator DeepSpeed's buffers are resident only where they were touched."""
+"""Categories of host memory that need not become resident: of DeepSpeed's buffers on the CPU accelerator only the
+pages that were written."""
 _FAR_BEYOND = 1.5
-"""Times a node's memory above which a predicted need is refused: far more than predictions are off by."""
+"""Multiple of a node's memory above which a predicted need is refused; predictions are never so far off."""
 _MISS_FRACTION = 0.10
-"""A prediction further off than this deserves a caveat."""
+"""Relative error of a prediction above which a caveat reports it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryCapacity:
-    """The memory there is."""
+    """The memory that predictions are compared with; None for a tier that nothing is compared with."""
 
     gpu_bytes: int | None
-    """Of the smallest card used, real or emulated; None on the CPU accelerator."""
+    """Of the smallest GPU used, real or emulated; None on the CPU accelerator."""
     host_bytes: int | None
-    """Of this node, or of the tightest limit on this process."""
+    """Of this node, or the smallest limit of this process."""
     node_bytes: int | None = None
-    """Host memory of this node, or what the cgroup allows of it, whatever ``--cpu-memory-limit`` says: beyond that
-    limit a rank ends, beyond this the whole machine suffers. None: nothing is held against it."""
+    """Host memory of this node or its cgroup's limit, without ``--cpu-memory-limit``: a rank that exceeds that limit
+    ends alone, but one that exceeds this takes memory from the whole machine."""
 
     @classmethod
-    def of(cls, facts: Environment, place: Placement) -> MemoryCapacity:
-        """As the environment and the flags tell."""
-        cards = [gpu.memory_total_bytes for gpu in facts.gpus[: place.num_gpus]] if place.accelerator == "cuda" else []
-        sizes = [size for size in (*cards, place.gpu_memory_limit_bytes) if size]
-        limit = place.cpu_memory_limit_bytes
-        hosts = (
-            facts.host_memory_bytes,
-            facts.cgroup_memory_limit_bytes,
-            None if limit is None else limit * place.num_gpus,
-        )
-        known = [size for size in hosts if size]
+    def from_environment(cls, environment: Environment, placement: Placement) -> MemoryCapacity:
+        """The capacity that a placement has on this machine, with the limits of its flags."""
+        used = environment.gpus[: placement.num_gpus] if placement.accelerator == "cuda" else ()
+        gpu_sizes = [*(gpu.memory_total_bytes for gpu in used), placement.gpu_memory_limit_bytes]
+        limit = placement.cpu_memory_limit_bytes
+        node_bytes = _smallest(environment.host_memory_bytes, environment.cgroup_memory_limit_bytes)
         return cls(
-            gpu_bytes=min(sizes) if cards and sizes else None,
-            host_bytes=min(known, default=None),
-            node_bytes=None if place.hostfile else min(filter(None, hosts[:2]), default=None),
+            gpu_bytes=_smallest(*gpu_sizes) if used else None,
+            host_bytes=_smallest(node_bytes, None if limit is None else limit * placement.num_gpus),
+            node_bytes=None if placement.hostfile else node_bytes,
         )
+
+
+def _smallest(*sizes: int | None) -> int | None:
+    return min(filter(None, sizes), default=None)
 
 
 def node_memory_bytes() -> int | None:
-    """Memory of this machine, or of its cgroup where that is less; None where the kernel does not tell."""
-    known = [size for size in (host_memory.host_memory_bytes(), host_memory.cgroup_limit_bytes()) if size]
-    return min(known, default=None)
+    """Returns this machine's memory, or its cgroup's limit if that is less; None if the kernel reports neither."""
+    return _smallest(host_memory.host_memory_bytes(), host_memory.cgroup_limit_bytes())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unpredicted:
-    """A model whose memory nothing is known of."""
+    """Takes the place of a ModelProfile for a model whose memory cannot be predicted."""
 
     reason: str
 
 
-def profile(
-    choice: ResolvedModel,
+def profile_model(
+    model: ResolvedModel,
     seq_length: int,
     accelerator: Accelerator,
     *,
@@ -85,18 +82,20 @@ def profile(
     trust_remote_code: bool = False,
     environment: Mapping[str, str] | None = None,
 ) -> ModelProfile | Unpredicted:
-    """What prediction needs of a model: at once for a preset, else measured by a child process.
+    """Finds the sizes of a model's tensors and activations: stored for a preset, else measured in a child process.
 
-    ``dropout``: None for the model's own. ``environment``: variables of the trials' processes, for a model that is
-    built as they build it. Never raises: a run must not end for want of a prediction.
+    ``dropout``: None for the model's own. ``environment``: variables of the trials' processes, so that a model is built
+    as they build it. Never raises: a run must not fail because nothing can be predicted.
     """
     try:
-        if choice.facts is not None and _has_one_kind_of_layer(choice.facts):
-            with contextlib.suppress(UsageError):  # then perhaps as it is
-                return profile_of(choice.facts, seq_length, accelerator=accelerator, dropout=dropout)
+        if model.facts is not None:
+            kinds = model.facts.config.get("layer_types")
+            if not isinstance(kinds, list) or len(set(map(str, kinds))) < 2:  # else layers differ: measure all of them
+                with contextlib.suppress(UsageError):  # Transformers may still build it whole
+                    return profile_of(model.facts, seq_length, accelerator=accelerator, dropout=dropout)
         return profile_of_any(
-            str(choice.config.get("path", choice.name)),
-            "factory" if choice.source == "factory" else "path",
+            str(model.config.get("path", model.name)),
+            "factory" if model.source == "factory" else "path",
             seq_length,
             accelerator=accelerator,
             dropout=dropout,
@@ -109,59 +108,60 @@ def profile(
         return Unpredicted(reason=f"{type(error).__name__}: {error}")
 
 
-def _has_one_kind_of_layer(facts: ModelFacts) -> bool:
-    kinds = facts.config.get("layer_types")
-    return not isinstance(kinds, list) or len(set(map(str, kinds))) < 2
-
-
 def attach_predictions(
-    trials: Sequence[Trial], known: ModelProfile | Unpredicted, room: MemoryCapacity, *, skip: bool, force: bool = False
+    trials: Sequence[Trial],
+    profile: ModelProfile | Unpredicted,
+    capacity: MemoryCapacity,
+    *,
+    skip: bool,
+    force: bool = False,
 ) -> list[Trial]:
-    """The trials with their predictions, or with why they have none.
+    """Returns the trials with their predictions, or with a caveat that says why they have none.
 
-    With ``skip`` those that cannot fit are marked, never one that is tight. Those that need far more host memory than
-    the node has are marked in any case, unless ``force``.
+    With ``skip`` those that cannot fit are marked as skipped, but not those that fit tightly. Those that need far more
+    host memory than the node has are marked in any case, unless ``force``.
     """
-    if isinstance(known, Unpredicted):
-        return [_with_caveat(trial, f"memory is not predicted: {known.reason}") for trial in trials]
-    others: dict[str, list[dict[str, Any]]] = {}  # repeats of a row share theirs
-    found = []
+    if isinstance(profile, Unpredicted):
+        return [_with_caveat(trial, f"memory is not predicted: {profile.reason}") for trial in trials]
+    alternatives: dict[str, list[dict[str, Any]]] = {}
+    predicted = []
     for trial in trials:
-        key = replace(trial, repeat=0).key
-        if key not in others:
-            others[key] = _alternatives(trial, known)
-        found.append(_foreseen(trial, known, room, others[key], skip=skip, force=force))
-    return found
+        key = replace(trial, repeat=0).key  # repeats of a row have the same alternatives
+        if key not in alternatives:
+            alternatives[key] = _find_alternatives(trial, profile)
+        predicted.append(_with_prediction(trial, profile, capacity, alternatives[key], skip=skip, force=force))
+    return predicted
 
 
-def _alternatives(trial: Trial, known: ModelProfile) -> list[dict[str, Any]]:
-    """What other configurations of the same work would take, plain, for advice after the run."""
-    work, config = trial.workload, trial.ds_config
+def _find_alternatives(trial: Trial, profile: ModelProfile) -> list[dict[str, Any]]:
+    """The memory of other configurations of the same workload as JSON values, for advice after the run."""
+    workload, config = trial.workload, trial.ds_config
+    batch_size = int(config.get("train_micro_batch_size_per_gpu", workload.batch_size))
     try:
-        question = what_if.PlannedTrial(
-            profile=known,
-            workload=replace(work, batch_size=int(config.get("train_micro_batch_size_per_gpu", work.batch_size))),
+        planned = what_if.PlannedTrial(
+            profile=profile,
+            workload=replace(workload, batch_size=batch_size),
             placement=replace(trial.placement, nvme_path=trial.placement.nvme_path or "/nvme"),
             configuration=trial.configuration,
             torch_adam=bool(config["optimizer"]["params"].get("torch_adam")),
         )
-        return [asdict(each) for each in what_if.alternatives(question)]
+        return [asdict(each) for each in what_if.alternatives(planned)]
     except (DsBenchError, ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError):
-        return []  # a configuration of a shape the arithmetic lacks
+        return []  # a configuration of a shape that the formulas do not know
 
 
 def require_host_memory(trials: Sequence[Trial], node_bytes: int | None) -> None:
-    """Raises PreflightError where every trial is predicted to need far more host memory than the node has."""
-    able = [trial for trial in trials if trial.unsupported is None]
-    needs = [peak_host_bytes([trial]) for trial in able]
+    """Raises PreflightError if every trial is predicted to need far more host memory than the node has."""
+    supported = [trial for trial in trials if trial.unsupported is None]
+    needs = [peak_host_bytes([trial]) for trial in supported]
     if node_bytes is None or not needs or not all(_far_beyond(need, node_bytes) for need in needs):
         return
     least = min(need for need in needs if need is not None)
-    fewer = "fewer ranks (--num-gpus) " if able[0].placement.num_gpus > 1 else ""
+    fewer = "fewer ranks (--num-gpus) " if supported[0].placement.num_gpus > 1 else ""
+    several_rows = len({trial.configuration.name for trial in supported}) > 1
     raise PreflightError(
-        f"{able[0].workload.model} is predicted to need {format_bytes(least)} of host memory"
-        f"{' in the leanest row' if len({trial.configuration.name for trial in able}) > 1 else ''}, "
-        f"where this node has {format_bytes(node_bytes)}",
+        f"{supported[0].workload.model} is predicted to need {format_bytes(least)} of host memory"
+        f"{' in the row that needs least' if several_rows else ''}, where this node has {format_bytes(node_bytes)}",
         remedy=f"take a smaller --model, {fewer}or another machine, or try it with --force",
     )
 
@@ -174,52 +174,51 @@ def _with_caveat(trial: Trial, why: str) -> Trial:
     return trial if trial.unsupported else replace(trial, caveats=(*trial.caveats, why))
 
 
-def _foreseen(
-    trial: Trial, known: ModelProfile, room: MemoryCapacity, others: list[dict[str, Any]], *, skip: bool, force: bool
+def _with_prediction(
+    trial: Trial,
+    profile: ModelProfile,
+    capacity: MemoryCapacity,
+    alternatives: list[dict[str, Any]],
+    *,
+    skip: bool,
+    force: bool,
 ) -> Trial:
     if trial.unsupported:
         return trial
     try:
-        prediction = predict(known, trial.workload, trial.placement, trial.ds_config)
+        prediction = predict(profile, trial.workload, trial.placement, trial.ds_config)
     except (ValueError, KeyError, TypeError, ZeroDivisionError) as error:
         return _with_caveat(trial, f"memory is not predicted: the configuration's {type(error).__name__} ({error})")
     if prediction.unknown is not None:
         trial = _with_caveat(trial, f"activations are not predicted, the rest is: {prediction.unknown}")
-    reason = _reason_it_cannot_fit(prediction, room) if skip else None
-    host = _resident_host_bytes(prediction)
-    if reason is None and not force and room.node_bytes is not None and _far_beyond(host, room.node_bytes):
-        reason = _needs(host, room.node_bytes, "of host memory") + "; --force tries it"
-    return replace(trial, prediction=prediction.to_dict() | {"alternatives": others}, skipped=reason)
-
-
-def _reason_it_cannot_fit(prediction: Prediction, room: MemoryCapacity) -> str | None:
-    """Why it cannot fit; None where it may."""
-    gpu = prediction.gpu_bytes
-    if room.gpu_bytes is not None and gpu > room.gpu_bytes:
-        return _reason(gpu, room.gpu_bytes, "per GPU")
-    host = _resident_host_bytes(prediction)
-    if room.host_bytes is not None and host > room.host_bytes:
-        return _reason(host, room.host_bytes, "of host memory")
-    return None
+    host_bytes = _resident_host_bytes(prediction)
+    reason = None
+    if skip and capacity.gpu_bytes is not None and prediction.gpu_bytes > capacity.gpu_bytes:
+        reason = _shortage_text(
+            prediction.gpu_bytes, capacity.gpu_bytes, "per GPU", "leave out --skip-predicted-oom to try it"
+        )
+    elif skip and capacity.host_bytes is not None and host_bytes > capacity.host_bytes:
+        reason = _shortage_text(
+            host_bytes, capacity.host_bytes, "of host memory", "leave out --skip-predicted-oom to try it"
+        )
+    elif not force and capacity.node_bytes is not None and _far_beyond(host_bytes, capacity.node_bytes):
+        reason = _shortage_text(host_bytes, capacity.node_bytes, "of host memory", "--force tries it")
+    return replace(trial, prediction=prediction.to_dict() | {"alternatives": alternatives}, skipped=reason)
 
 
 def _resident_host_bytes(prediction: Prediction) -> int:
-    """Host memory of a node that will really be taken."""
+    """Predicted resident host memory of a node."""
     return sum(size for name, size in prediction.host.items() if prediction.gpu or name not in _NOT_RESIDENT)
 
 
 def peak_host_bytes(trials: Sequence[Trial]) -> int | None:
-    """The most host memory of one node that any of them is predicted to take; None where none has a prediction."""
-    known = [Prediction.from_dict(trial.prediction) for trial in trials if trial.prediction is not None]
-    return max((_resident_host_bytes(prediction) for prediction in known), default=None)
+    """Returns the most host memory of a node that one of the trials is predicted to take; None without predictions."""
+    predictions = [Prediction.from_dict(trial.prediction) for trial in trials if trial.prediction is not None]
+    return max(map(_resident_host_bytes, predictions), default=None)
 
 
-def _reason(need: int, room: int, where: str) -> str:
-    return _needs(need, room, where) + "; leave out --skip-predicted-oom to try it"
-
-
-def _needs(need: int, room: int, where: str) -> str:
-    return f"predicted to need {format_bytes(need)} {where}, where there is {format_bytes(room)}"
+def _shortage_text(need: int, capacity: int, unit: str, remedy: str) -> str:
+    return f"predicted to need {format_bytes(need)} {unit}, where there is {format_bytes(capacity)}; {remedy}"
 
 
 def predicted_over_measured(record: TrialRecord) -> float | None:

@@ -496,7 +496,7 @@ def test_a_window_on_a_gpu_below_two_seconds_is_told(seconds: float, on: Any, to
     short = fakes.success(gpu(1, on=on), step_seconds=[seconds] * 10)
     assert (CaveatKind.SHORT_WINDOW in kinds(compared(short))) is told
     (flat,) = flat_rows([summarise(short, None, None)])  # tells the mean step and the number of steps
-    again = compare([flat_reader.summary(flat_reader.check_rows([flat])[0])])
+    again = compare([flat_reader.read_summary(flat_reader.check_rows([flat])[0])])
     assert kinds(again).get(CaveatKind.SHORT_WINDOW) == kinds(compared(short)).get(CaveatKind.SHORT_WINDOW)
 
 

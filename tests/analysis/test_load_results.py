@@ -630,7 +630,7 @@ def test_the_reference_result_is_read_from_its_flat_json_alone() -> None:
 def test_a_flat_row_gives_the_same_row_again() -> None:
     """Every column that the file holds, to nine digits where milliseconds became seconds."""
     for row in json.loads(REFERENCE.read_text()):
-        summary = flat_reader.summary(flat_reader.check_rows([row])[0])
+        summary = flat_reader.read_summary(flat_reader.check_rows([row])[0])
         assert summary.predicted_over_ledger == row["predicted_over_measured"]  # where it stood before
         row["predicted_over_measured"] = None
         again = {name: get(summary) for name, get in COLUMNS if name in row}
@@ -664,7 +664,7 @@ def test_a_flat_row_gives_the_same_row_again() -> None:
 def test_a_row_written_and_read_back_gives_the_same_row(entry: TrialRecord) -> None:
     (row,) = flat_rows(load_results.summarise_all([entry]))
     stored = json.loads(json.dumps(row))
-    again = {name: get(flat_reader.summary(flat_reader.check_rows([stored])[0])) for name, get in COLUMNS}
+    again = {name: get(flat_reader.read_summary(flat_reader.check_rows([stored])[0])) for name, get in COLUMNS}
     assert again == {
         name: pytest.approx(value, rel=1e-9) if isinstance(value, float) else value for name, value in stored.items()
     }
@@ -674,7 +674,7 @@ def test_how_far_a_prediction_was_off_comes_back_from_a_flat_row() -> None:
     (summary,) = load_results.summarise_all([fakes.success()])
     row = {name: get(replace(summary, predicted_over_measured=0.93)) for name, get in COLUMNS}
     changed = [{**row, "accelerator": "cuda"}, {**row, "predicted_over_ledger": None}]
-    on_a_gpu, before_the_ledgers_column = map(flat_reader.summary, flat_reader.check_rows(changed))
+    on_a_gpu, before_the_ledgers_column = map(flat_reader.read_summary, flat_reader.check_rows(changed))
     assert on_a_gpu.predicted_over_measured == 0.93
     assert before_the_ledgers_column.predicted_over_measured is None
     assert before_the_ledgers_column.predicted_over_ledger == 0.93
@@ -687,7 +687,7 @@ def test_a_configuration_is_known_of_a_record_and_not_of_its_flat_row(strategy: 
     entry = fakes.success(fakes.trial(strategy))
     (row,) = flat_rows(load_results.summarise_all([entry]))
     assert is_full_config(entry.trial)
-    assert not is_full_config(flat_reader.summary(flat_reader.check_rows([row])[0]).record.trial)
+    assert not is_full_config(flat_reader.read_summary(flat_reader.check_rows([row])[0]).record.trial)
     assert not is_full_config(replace(entry.trial, ds_config={}))
 
 

@@ -138,7 +138,7 @@ def test_rows_on_the_cpu_that_step_with_another_adam_say_so_and_how_to_compare_w
     assert not told.disqualifying
     assert with_loss_caveats([plain, offloaded]) == [plain, offloaded]
     (flat,) = flat_rows([offloaded])
-    assert told.text in [each.text for each in flat_reader.summary(flat_reader.check_rows([flat])[0]).caveats]
+    assert told.text in [each.text for each in flat_reader.read_summary(flat_reader.check_rows([flat])[0]).caveats]
     assert not any("steps here" in each.text for row in rows("cuda") for each in row.caveats)
 
 

@@ -465,6 +465,6 @@ def test_advice_takes_a_local_folder_without_asking_the_network(
 def test_advice_for_a_model_that_cannot_be_counted_is_one_line(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ds_bench.models.lookup.resolve_model", lambda *_, **__: fakes.choice(facts=None))
+    monkeypatch.setattr("ds_bench.models.lookup.resolve_model", lambda *_, **__: fakes.resolved_model(facts=None))
     assert main(["advice", "--model", "odd"]) == 2
     assert len(capsys.readouterr().err.strip().splitlines()) == 1

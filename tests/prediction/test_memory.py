@@ -69,7 +69,7 @@ def llama(strategy: Configuration, ranks: int = 8, **work: Any) -> PlannedTrial:
 
 def case(ranks: int, *, model: ModelProfile = TOY, **settings_: Any) -> MemoryInputs:
     config = ask(zero(3), ranks, model=model).config()
-    found = replace(ZeroSettings.of(config), **settings_)
+    found = replace(ZeroSettings.from_config(config), **settings_)
     return MemoryInputs(
         profile=model, precision="bf16", data_parallel_size=ranks, grad_accum=1, accelerator="cuda", settings=found
     )
@@ -514,7 +514,7 @@ def test_what_deepspeed_reads_as_its_default_is_the_default(value: object) -> No
     question = replace(ask(zero(2)), changes={})
     config = question.config()
     config["zero_optimization"]["reduce_bucket_size"] = value
-    assert ZeroSettings.of(config) == ZeroSettings.of(question.config())
+    assert ZeroSettings.from_config(config) == ZeroSettings.from_config(question.config())
 
 
 def test_the_batch_and_precision_of_the_configuration_count() -> None:

@@ -106,7 +106,7 @@ def test_saved_bytes_are_exact_at_depths_and_sizes_not_measured(
         _checkpoint(model)
     ids = torch.randint(0, 500, (3, 80))
     _, tiers = count_activations(lambda: model(input_ids=ids, labels=ids).loss, list(model.parameters()))
-    found = profiles[name].of("bf16")
+    found = profiles[name].activations_in("bf16")
     assert (found.checkpointed if checkpointed else found.plain).bytes(layers, 3, 80) == tiers["cpu"]
 
 
@@ -128,7 +128,7 @@ def test_the_peak_of_a_whole_pass_is_saved_bytes_and_the_loss(
         _checkpoint(model)
     with next(model.parameters()).fake_mode, worker.LiveBytes() as live:
         model(**worker.make_fake_tokens(24, 200)).loss.backward()
-    found = profiles[name].of("bf16")
+    found = profiles[name].activations_in("bf16")
     kept = found.checkpointed if checkpointed else found.plain
     loss = found.loss.bytes(4, 24, 200) - found.plain.bytes(4, 24, 200)
     assert kept.bytes(4, 24, 200) + loss == pytest.approx(live.peak, rel=0.02)
@@ -154,13 +154,13 @@ def test_tensors_are_those_of_the_model_in_order_and_a_tied_head_is_none(
 @pytest.mark.parametrize("name", SMALL)
 def test_checkpointing_keeps_one_residual_stream_per_layer(name: str, profiles: dict[str, ModelProfile]) -> None:
     width = SMALL[name].get("n_embd") or SMALL[name]["hidden_size"]
-    assert profiles[name].of("bf16").checkpointed.layer_bytes(3, 80) == 2 * 3 * 80 * width
+    assert profiles[name].activations_in("bf16").checkpointed.layer_bytes(3, 80) == 2 * 3 * 80 * width
 
 
 def test_the_saved_bytes_of_known_layers_are_far_above_the_textbook(profiles: dict[str, ModelProfile]) -> None:
     """In units of batch × sequence × width: the textbook's 34 was never Hugging Face's."""
-    gpt2 = profiles["gpt2"].of("bf16").plain.layer_bytes(1, 64) / (64 * 48)
-    llama = profiles["llama"].of("bf16").plain.layer_bytes(1, 64) / (64 * 64)
+    gpt2 = profiles["gpt2"].activations_in("bf16").plain.layer_bytes(1, 64) / (64 * 48)
+    llama = profiles["llama"].activations_in("bf16").plain.layer_bytes(1, 64) / (64 * 64)
     assert gpt2 == pytest.approx(56.5, abs=0.5)
     assert 42 < llama < 48
 
@@ -175,28 +175,28 @@ def test_every_preset_is_in_the_shipped_table(monkeypatch: pytest.MonkeyPatch) -
         profile = profile_of(preset(name), 4096)
         assert profile.parameters == preset(name).parameters, name
         for precision in ("bf16", "fp16", "fp32"):
-            measured = profile.of(precision)
+            measured = profile.activations_in(precision)
             plain, checkpointed = (p.bytes(profile.layers, 1, 512) for p in (measured.plain, measured.checkpointed))
             assert 0 < checkpointed < plain < measured.loss.bytes(profile.layers, 1, 512), (name, precision)
 
 
 def test_the_loss_takes_its_logits_about_three_times_in_fp32() -> None:
     """Log-softmax and both of its gradients, 4 bytes each, of which the first is saved."""
-    found = profile_of(preset("meta-llama/Llama-3.1-8B"), 1024).of("bf16")
+    found = profile_of(preset("meta-llama/Llama-3.1-8B"), 1024).activations_in("bf16")
     extra = found.loss.bytes(32, 2, 1024) - found.plain.bytes(32, 2, 1024)
     assert extra / (2 * 1024 * 128_256) == pytest.approx(8, rel=0.02)
 
 
 def test_a_sliding_window_changes_the_table_from_its_length_on() -> None:
     facts = preset("mistralai/Mistral-7B-v0.1")
-    short, long = (profile_of(facts, length).of("bf16").plain for length in (4095, 4096))
+    short, long = (profile_of(facts, length).activations_in("bf16").plain for length in (4095, 4096))
     assert not any("ss" in term for term in short.per_layer | short.fixed)
     assert long.bytes(32, 1, 8192) > short.bytes(32, 1, 8192) + 8192**2
 
 
 @given(st.integers(1, 64), st.integers(1, 4096), st.integers(1, 100))
 def test_more_of_anything_is_more_bytes(batch: int, sequence: int, layers: int) -> None:
-    plain = profile_of(preset("gpt2"), 128).of("bf16").plain
+    plain = profile_of(preset("gpt2"), 128).activations_in("bf16").plain
     here = plain.bytes(layers, batch, sequence)
     assert here < plain.bytes(layers, batch + 1, sequence)
     assert here < plain.bytes(layers, batch, sequence + 1)
@@ -256,7 +256,7 @@ def test_any_family_that_transformers_builds_is_counted_from_its_folder(tmp_path
         built.use_cache = False
         model = AutoModelForCausalLM.from_config(built, dtype=torch.bfloat16).train()
         assert profile.tensors == tuple(parameter.numel() for parameter in model.parameters()), name
-        found = profile.of("bf16")
+        found = profile.activations_in("bf16")
         assert found is not None
         ids = torch.randint(0, 500, (3, 40))
         for counted in (found.plain, found.checkpointed):
@@ -274,7 +274,7 @@ def test_dropout_is_counted_as_the_accelerator_keeps_it(answers: dict[str, Any])
     from ds_bench.worker.ledger import count_activations
 
     cpu, cuda, none = (
-        ModelProfile.from_answer("gpt2", 4, True, answers[f"dropout {case}"]).of("bf16")
+        ModelProfile.from_answer("gpt2", 4, True, answers[f"dropout {case}"]).activations_in("bf16")
         for case in ("on the CPU", "on CUDA", "of 0")
     )
     assert cpu is not None
@@ -324,7 +324,7 @@ def test_a_factory_with_batches_of_its_own_is_counted_and_its_frozen_parameters_
     model = model.to(torch.bfloat16)
     pixels = batch(7, 64, torch.Generator())["pixels"].to(torch.bfloat16)
     _, tiers = count_activations(lambda: model(pixels), list(model.parameters()))
-    found = profile.of("bf16")
+    found = profile.activations_in("bf16")
     assert found is not None
     assert found.checkpointed is None
     assert found.plain.bytes(4, 7, 64) == tiers["cpu"]
@@ -366,7 +366,7 @@ def test_a_model_whose_forward_pass_hangs_has_its_tensors_counted(
     profile = profile_of_any("hanging:make", "factory", 64, environment={"PYTHONPATH": str(tmp_path)})
     assert profile.tensors == (15, 5)
     assert profile.unknown == "the measuring process took more than 45 s"
-    assert profile.of("bf16") is None
+    assert profile.activations_in("bf16") is None
 
 
 def test_a_config_as_transformers_writes_it_asks_what_the_short_one_asks() -> None:

@@ -18,7 +18,7 @@ from tests.support import fakes
 
 GB = fakes.GB
 ON_GPUS = fakes.placement(accelerator="cuda", num_gpus=2)
-PROFILE = trial_predictions.profile(fakes.choice("tiny"), 128, "cuda", dropout=0.0)
+PROFILE = trial_predictions.profile_model(fakes.resolved_model("tiny"), 128, "cuda", dropout=0.0)
 
 
 def foreseen(trial: Trial, room: MemoryCapacity, *, skip: bool = True) -> Trial:
@@ -39,7 +39,7 @@ def test_a_preset_is_known_at_once() -> None:
 
 def test_a_row_without_a_prediction_says_why() -> None:
     choice = ResolvedModel(name="no_such_module:make", source="factory", config={})
-    known = trial_predictions.profile(choice, 128, "cpu")
+    known = trial_predictions.profile_model(choice, 128, "cpu")
     assert isinstance(known, Unpredicted)
     (trial,) = trial_predictions.attach_predictions(
         [fakes.trial()], known, MemoryCapacity(gpu_bytes=None, host_bytes=None), skip=True
@@ -95,7 +95,7 @@ def test_only_what_cannot_fit_is_skipped_and_only_where_asked() -> None:
     assert "--skip-predicted-oom" in reason
 
 
-LLAMA = trial_predictions.profile(fakes.choice("meta-llama/Llama-2-7b-hf"), 128, "cpu")
+LLAMA = trial_predictions.profile_model(fakes.resolved_model("meta-llama/Llama-2-7b-hf"), 128, "cpu")
 ON_CPU = fakes.workload(model="meta-llama/Llama-2-7b-hf")
 
 
@@ -105,7 +105,7 @@ def test_a_model_far_beyond_the_hosts_memory_is_refused_in_one_line() -> None:
     trials = trial_predictions.attach_predictions(
         [fakes.trial(fakes.zero(s), of=ON_CPU) for s in (0, 3)], LLAMA, none, skip=False
     )
-    with pytest.raises(PreflightError, match=r"predicted to need 1\d\d GB .* leanest row, .*24.00 GB") as refused:
+    with pytest.raises(PreflightError, match=r"predicted to need 1\d\d GB .* least, .*24.00 GB") as refused:
         trial_predictions.require_host_memory(trials, 24 * GB)
     assert "--force" in str(refused.value)
     trial_predictions.require_host_memory(trials, 100 * GB)
@@ -116,7 +116,7 @@ def test_a_tiny_model_is_never_refused_whatever_limit_its_ranks_have() -> None:
     on = fakes.placement(num_gpus=2, cpu_memory_limit_bytes=2**20)
     facts = fakes.environment(host_memory_bytes=2 * GB, cgroup_memory_limit_bytes=None)
     trials = trial_predictions.attach_predictions(
-        [fakes.trial(fakes.zero(3), on=on)], PROFILE, MemoryCapacity.of(facts, on), skip=False
+        [fakes.trial(fakes.zero(3), on=on)], PROFILE, MemoryCapacity.from_environment(facts, on), skip=False
     )
     assert trials[0].skipped is None
     trial_predictions.require_host_memory(trials, 2 * GB)
@@ -152,13 +152,15 @@ def test_what_cannot_run_anyway_is_left_as_it_is() -> None:
 
 def test_room_is_the_smallest_card_and_the_tightest_limit() -> None:
     facts = fakes.environment(cgroup_memory_limit_bytes=64 * GB)
-    assert MemoryCapacity.of(facts, ON_GPUS) == MemoryCapacity(
+    assert MemoryCapacity.from_environment(facts, ON_GPUS) == MemoryCapacity(
         gpu_bytes=80 * GB, host_bytes=64 * GB, node_bytes=64 * GB
     )
     small = replace(ON_GPUS, gpu_memory_limit_bytes=8 * GB)
-    assert MemoryCapacity.of(facts, small).gpu_bytes == 8 * GB
+    assert MemoryCapacity.from_environment(facts, small).gpu_bytes == 8 * GB
     limited = fakes.placement(num_gpus=2, cpu_memory_limit_bytes=3 * GB)
-    assert MemoryCapacity.of(facts, limited) == MemoryCapacity(gpu_bytes=None, host_bytes=6 * GB, node_bytes=64 * GB)
+    assert MemoryCapacity.from_environment(facts, limited) == MemoryCapacity(
+        gpu_bytes=None, host_bytes=6 * GB, node_bytes=64 * GB
+    )
 
 
 @pytest.mark.parametrize(("factor", "missed"), [(1.0, False), (1.08, False), (1.3, True), (0.7, True)])

@@ -74,7 +74,7 @@ def test_nothing_known_is_said_to_be_unknown() -> None:
 # ------------------------------------------------------------------ what the record's own prediction says
 
 LLAMA = "meta-llama/Llama-2-7b-hf"
-PROFILE = trial_predictions.profile(fakes.choice(LLAMA), 2048, "cuda")
+PROFILE = trial_predictions.profile_model(fakes.resolved_model(LLAMA), 2048, "cuda")
 HOST = fakes.environment(host_memory_bytes=256 * GB)
 
 

@@ -194,7 +194,7 @@ def options(family: str = "zero", *arguments: str) -> Options:
     return parse(family, f"{family}.py", arguments)  # type: ignore[arg-type]
 
 
-def choice(name: str = "tiny", **changes: Any) -> ResolvedModel:
+def resolved_model(name: str = "tiny", **changes: Any) -> ResolvedModel:
     """A preset as ``resolve_model`` would give it."""
     facts = find_preset(name)
     assert facts is not None
