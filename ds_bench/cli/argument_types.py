@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import math
-from collections.abc import Callable
-from typing import NoReturn
+from collections.abc import Callable, Iterable
+from typing import Any, NoReturn
 
 from ..errors import UsageError
 
@@ -17,10 +18,41 @@ AUTO = "auto"
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that raises UsageError, which is printed in one line like every other error."""
+    """A parser that raises UsageError, which is printed in one line like every other error.
 
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(message, remedy=f"see {self.prog} --help")
+    The line names the nearest flag or value where one is near. Lists of values may be separated by commas too.
+    """
+
+    def error(self, message: str, near: str | None = None) -> NoReturn:
+        """Raises UsageError. ``near``: what was probably meant."""
+        raise UsageError(message, remedy=f"{f'did you mean {near}? ' if near else ''}see {self.prog} --help")
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Refuses what it does not know, where argparse would leave that to the parser above a subcommand's."""
+        values, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            shown = [action for action in self._actions if action.help != argparse.SUPPRESS]
+            flags = [flag for action in shown for flag in action.option_strings]
+            self.error(f"unrecognized arguments: {' '.join(unknown)}", _nearest(unknown[0].partition("=")[0], flags))
+        return values, unknown
+
+    def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
+        if action.nargs == "+" and action.choices is not None:
+            arg_strings = [part for text in arg_strings for part in text.split(",") if part] or arg_strings
+        return super()._get_values(action, arg_strings)
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            name = " or ".join(action.option_strings) or action.metavar or action.dest
+            choices = ", ".join(map(str, action.choices))
+            self.error(f"{name} {value} is none of {choices}", _nearest(str(value), map(str, action.choices)))
+
+
+def _nearest(text: str, known: Iterable[str]) -> str | None:
+    """The one of ``known`` that ``text`` is most likely a misspelling of; None if none is near."""
+    by_lower_case = {name.casefold(): name for name in known}
+    near = difflib.get_close_matches(text.casefold(), by_lower_case, n=1, cutoff=0.7)
+    return by_lower_case[near[0]] if near else None
 
 
 def integer(minimum: int, maximum: int = _MAX_NUMBER) -> Callable[[str], int]:

@@ -49,24 +49,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser of all commands. ``run`` of the parsed arguments is the command's function."""
-    parser = Parser(prog="ds_bench", description="Which DeepSpeed configuration should I train with?")
+    typed = Path(sys.argv[0]).name
+    prog = typed if typed == "ds-compare" else "python -m ds_bench"
+    parser = Parser(prog=prog, description="Which DeepSpeed configuration should I train with?")
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=Parser)
-    _add_plan(commands.add_parser("plan", help="predict each strategy's memory, without a GPU and without running"))
-    _add_doctor(commands.add_parser("doctor", help="is this machine ready? each check with its remedy"))
-    _add_report(commands.add_parser("report", help="show results again, several together, as text, HTML or plots"))
-    _add_compare(commands.add_parser("compare", help="two results row by row, before and after a change"))
-    _add_baseline(commands.add_parser("baseline", help="keep results as baselines; check others against them"))
-    _add_advice(
-        commands.add_parser("advice", help="when to use each strategy, and what it saves this model, by formula")
-    )
-    commands.add_parser("models", help="list the built-in models with their counted parameters").set_defaults(
-        run=_models
-    )
-    commands.add_parser("ops", help="build the DeepSpeed ops that comparisons use, ahead of time").set_defaults(
-        run=_ops
-    )
+    for name, (add_flags, purpose, examples) in COMMANDS.items():
+        add_flags(_add_command(commands, name, purpose, examples))
     return parser
+
+
+def _add_command(
+    commands: argparse._SubParsersAction[Parser], name: str, purpose: str, examples: Sequence[str]
+) -> Parser:
+    """A command whose help says what it is for and how it is called."""
+    lines = [f"  %(prog)s {example}".rstrip() for example in examples]
+    return commands.add_parser(
+        name,
+        help=purpose,
+        description=f"{purpose[0].upper()}{purpose[1:]}.",
+        epilog="\n".join(["examples:" if len(lines) > 1 else "example:", *lines]),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
 
 
 PREDICTED_STRATEGIES = (*(strategy.name for strategy in ZERO_STAGES.values()), *OFFLOAD_NAMES[1:])
@@ -97,8 +101,18 @@ def _add_compare(parser: argparse.ArgumentParser) -> None:
 
 def _add_baseline(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION", parser_class=Parser)
-    save = actions.add_parser("save", help="keep these results as the baselines of their names")
-    check = actions.add_parser("check", help="exit 3 when a result is worse than its baseline")
+    save = _add_command(
+        actions,
+        "save",
+        "keep these results as the baselines of their names",
+        ["results/runs/zero_20261121_093000", "RUN --tolerance 0.1 --baselines ci/baselines.json"],
+    )
+    check = _add_command(
+        actions,
+        "check",
+        "exit 3 when a result is worse than its baseline",
+        ["results/runs/zero_20261122_093000", "RUN --fail-on regression,noisy --json"],
+    )
     for action in (save, check):
         _add_results(action)
         action.add_argument(
@@ -235,3 +249,47 @@ def _ops(_values: argparse.Namespace) -> int:
     from .ops import build_ops
 
     return build_ops()
+
+
+COMMANDS: dict[str, tuple[Callable[[argparse.ArgumentParser], None], str, list[str]]] = {
+    "plan": (
+        _add_plan,
+        "predict each strategy's memory, without a GPU and without running",
+        [
+            "--model meta-llama/Llama-2-7b-hf --num-gpus 8 --gpu 80GB --host-memory 512",
+            "--model gpt2-xl --gpu 24GB --min-gpus",
+        ],
+    ),
+    "doctor": (_add_doctor, "is this machine ready? each check with its remedy", ["", "--nvme-path /mnt/nvme --build"]),
+    "report": (
+        _add_report,
+        "show results again, several together, as text, HTML or plots",
+        ["results/runs/zero_20261121_093000 --html report.html", "results/runs/* --markdown"],
+    ),
+    "compare": (
+        _add_compare,
+        "two results row by row, before and after a change",
+        ["results/runs/zero_20261121_093000 results/runs/zero_20261122_093000"],
+    ),
+    "baseline": (
+        _add_baseline,
+        "keep results as baselines; check others against them",
+        ["save results/runs/zero_20261121_093000", "check results/runs/zero_20261122_093000"],
+    ),
+    "advice": (
+        _add_advice,
+        "when to use each strategy, and what it saves this model, by formula",
+        ["--model meta-llama/Llama-2-7b-hf --num-gpus 8"],
+    ),
+    "models": (
+        lambda parser: parser.set_defaults(run=_models),
+        "list the built-in models with their counted parameters",
+        [""],
+    ),
+    "ops": (
+        lambda parser: parser.set_defaults(run=_ops),
+        "build the DeepSpeed ops that comparisons use, ahead of time",
+        [""],
+    ),
+}
+"""Name → function that adds its flags, what it is for, and arguments of examples; in the order of the help."""

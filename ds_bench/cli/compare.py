@@ -22,17 +22,7 @@ def show_changes(before: Path, after: Path) -> int:
 
 def lines(comparison: BeforeAfter) -> Iterator[str]:
     """The comparison as text: the rows, then the differences between machines, versions and settings."""
-    width = max((len(row.label) for row in comparison.rows), default=0)
-    for row in comparison.rows:
-        yield f"{row.label:<{width}}  {_figures(row)}"
-        for reason in row.incomparable_reasons:
-            if comparison.environment_unknown and reason in comparison.hardware:  # printed once, below
-                continue
-            yield f"{'':<{width}}    no ratio: {reason}"
-        for change in row.changes:
-            yield f"{'':<{width}}    changed: {change}"
-        for caveat in row.caveats:
-            yield f"{'':<{width}}    {caveat}"
+    yield from _row_lines(comparison)
     yield ""
     without_ratio = f"{'' if comparison.environment_unknown else 'hardware differs, so '}no ratio is given"
     for heading, differences in (
@@ -49,6 +39,37 @@ def lines(comparison: BeforeAfter) -> Iterator[str]:
         yield "same hardware, versions and settings" if same else "same hardware and versions"
     if comparison.configs_unknown:
         yield "the DeepSpeed configurations of a result are not known, nor what changed in them"
+
+
+def _row_lines(comparison: BeforeAfter) -> Iterator[str]:
+    """Each row with what holds for it alone, then what holds for several rows, once."""
+    width = max((len(row.label) for row in comparison.rows), default=0)
+    remarks = {row.label: _remarks(row, comparison) for row in comparison.rows}
+    labels_of: dict[str, list[str]] = {}
+    for label, texts in remarks.items():
+        for text in texts:
+            labels_of.setdefault(text, []).append(label)
+    for row in comparison.rows:
+        yield f"{row.label:<{width}}  {_figures(row)}"
+        for text in remarks[row.label]:
+            if len(labels_of[text]) == 1:
+                yield f"{'':<{width}}    {text}"
+    for text, labels in labels_of.items():
+        if len(labels) > 1:
+            yield f"{'all rows' if len(labels) == len(comparison.rows) else ', '.join(labels)}: {text}"
+
+
+def _remarks(row: RowChange, comparison: BeforeAfter) -> list[str]:
+    """Why there is no ratio, what changed, and caveats; one that holds before and after is one."""
+    reasons = row.incomparable_reasons
+    if comparison.environment_unknown:  # said once for all rows, with the hardware
+        reasons = tuple(reason for reason in reasons if reason not in comparison.hardware)
+    remarks = [f"no ratio: {reason}" for reason in reasons] + [f"changed: {change}" for change in row.changes]
+    for caveat in row.caveats:
+        text = caveat.removeprefix("before: ").removeprefix("after: ")
+        both = {f"before: {text}", f"after: {text}"} <= set(row.caveats)
+        remarks.append(f"before and after: {text}" if both else caveat)
+    return list(dict.fromkeys(remarks))
 
 
 def _figures(row: RowChange) -> str:

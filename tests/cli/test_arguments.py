@@ -293,3 +293,26 @@ def test_a_row_that_is_not_compared_is_refused_with_those_that_are(family: Famil
 
 def test_the_row_that_an_nvme_path_adds_can_be_exported(tmp_path: Path) -> None:
     assert parse("offload", "offload.py", ["--nvme-path", str(tmp_path), "--export", "nvme"]).export == "nvme"
+
+
+@pytest.mark.parametrize(
+    ("line", "meant"),
+    [
+        ("--bach-size 2", "--batch-size"),
+        ("--stage 2", "--stages"),
+        ("--precision bf61", "bf16"),
+        ("--optimizer adamw", "AdamW"),
+        ("--goal balance", "balanced"),
+    ],
+)
+def test_a_misspelling_is_answered_with_what_was_meant(line: str, meant: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        parse("zero", "zero_stage_comparison.py", line.split())
+    assert caught.value.remedy == f"did you mean {meant}? see zero_stage_comparison.py --help"
+
+
+def test_values_of_a_list_may_be_separated_by_commas() -> None:
+    assert parse("zero", "z", ["--stages", "1,2", "3"]).stages == (1, 2, 3)
+    assert parse("offload", "o", ["--strategies", "none,cpu_full"]).strategies == ("none", "cpu_full")
+    with pytest.raises(UsageError, match="--stages 7 is none of 0, 1, 2, 3"):
+        parse("zero", "z", ["--stages", "1,7"])

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from ds_bench.cli import commands
 from ds_bench.cli.commands import main
 from ds_bench.records.schema import TrialRecord
 from tests.support import fakes
@@ -468,3 +469,23 @@ def test_advice_for_a_model_that_cannot_be_counted_is_one_line(
     monkeypatch.setattr("ds_bench.models.lookup.resolve_model", lambda *_, **__: fakes.resolved_model(facts=None))
     assert main(["advice", "--model", "odd"]) == 2
     assert len(capsys.readouterr().err.strip().splitlines()) == 1
+
+
+def test_every_command_says_what_it_is_for_with_an_example_and_refuses_by_its_own_name(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for name, (_, purpose, _) in commands.COMMANDS.items():
+        with pytest.raises(SystemExit):
+            commands.main([name, "--help"])
+        text = capsys.readouterr().out
+        assert f"{purpose[0].upper()}{purpose[1:]}." in text
+        assert f"  python -m ds_bench {name}" in text.partition("example")[2]
+    assert commands.main(["plan", "--modle", "gpt2"]) == 2
+    assert commands.main(["reprot"]) == 2
+    assert commands.main(["plan", "--frobnicate"]) == 2
+    assert capsys.readouterr().err.splitlines() == [
+        "ds_bench: unrecognized arguments: --modle gpt2 (did you mean --model? see python -m ds_bench plan --help)",
+        "ds_bench: COMMAND reprot is none of plan, doctor, report, compare, baseline, advice, models, ops "
+        "(did you mean report? see python -m ds_bench --help)",
+        "ds_bench: unrecognized arguments: --frobnicate (see python -m ds_bench plan --help)",
+    ]

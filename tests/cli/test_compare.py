@@ -12,7 +12,7 @@ import pytest
 from ds_bench.analysis.before_after import BeforeAfter, compare_before_after
 from ds_bench.analysis.load_results import Result, load
 from ds_bench.cli.compare import lines, show_changes
-from ds_bench.config.spec import Trial
+from ds_bench.config.spec import Trial, Workload
 from ds_bench.records.schema import METHOD_VERSION, TrialRecord
 from ds_bench.system.environment import Environment
 from tests.support import fakes
@@ -264,3 +264,17 @@ def test_of_two_rows_of_one_strategy_each_is_held_against_the_one_that_compares(
     small, large = runs(2, 0.2), runs(2, 0.3, of=fakes.workload(batch_size=8))
     found = of(tmp_path, [*small, *large], [*large, *small])
     assert [pair.ratio for pair in found.rows] == [pytest.approx(1), pytest.approx(1)]
+
+
+def test_what_holds_for_several_rows_or_before_and_after_is_said_once(tmp_path: Path) -> None:
+    work = fakes.workload(num_steps=4)
+    unsteady = [0.1, 0.2] * 2
+
+    def unstable(steps: list[float], workload: Workload) -> list[TrialRecord]:
+        rows = [fakes.trial(fakes.zero(stage), of=workload, repeat=n) for stage in (1, 2) for n in range(3)]
+        return [fakes.success(row, step_seconds=steps) for row in rows]
+
+    text = "\n".join(lines(of(tmp_path, unstable(unsteady, work), unstable(unsteady, replace(work, seed=7)))))
+    assert text.count("unstable: step times vary") == 1
+    assert "all rows: before and after: unstable" in text
+    assert text.count("seed 42 against 7") == 1
