@@ -1,4 +1,4 @@
-"""What DeepSpeed's own memory estimators say of the same case, and why they differ from this product's prediction.
+"""Computes what DeepSpeed's own memory estimators give, and says why they differ from the predictions here.
 
 Their formulas, of DeepSpeed 0.19.8: ``estimate_zero2_model_states_mem_needs`` (runtime/zero/stage_1_and_2.py) and
 ``estimate_zero3_model_states_mem_needs`` (runtime/zero/stage3.py), with ``zero_init=True`` and their factor of 1.5.
@@ -22,7 +22,7 @@ WHY_THEY_DIFFER = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """Model states by DeepSpeed's own estimator."""
+    """Memory of the model states by DeepSpeed's own estimator."""
 
     gpu_bytes: int
     """Per GPU."""
@@ -38,9 +38,9 @@ def deepspeed_estimates(
     configuration: Configuration,
     precision: Precision = "bf16",
 ) -> Estimate | None:
-    """Their figures; None for what they do not know: stages 0 and 1, offload to NVMe, fp32.
+    """Returns their figures; None for what they do not cover: stages 0 and 1, offload to NVMe, fp32.
 
-    ``largest_layer``: elements of the largest module's own parameters, for which the largest tensor stands.
+    ``largest_layer``: elements of the largest module's own parameters; the largest tensor is close to it.
     """
     if precision == "fp32" or "nvme" in (configuration.offload_optimizer, configuration.offload_param):
         return None

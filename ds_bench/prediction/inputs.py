@@ -1,6 +1,6 @@
-"""What decides where bytes live: the model, the ranks, and the DeepSpeed configuration as its defaults complete it.
+"""The inputs of a prediction: the model, the ranks, and the DeepSpeed settings with DeepSpeed's defaults.
 
-Only facts and small arithmetic; ``stages_0_to_2`` (stages 0 to 2) and ``stage_3`` (stage 3) make ledgers of them.
+``stages_0_to_2`` and ``stage_3`` compute ledgers from them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _MOMENTS = {"adam": 2, "adamw": 2, "lion": 1, "adagrad": 1, "sgd": 0}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ZeroSettings:
-    """The keys of a DeepSpeed configuration that decide about memory, with DeepSpeed's defaults (zero/config.py)."""
+    """The settings of a DeepSpeed configuration that affect memory, with DeepSpeed's defaults (zero/config.py)."""
 
     stage: int
     offload_optimizer: str | None
@@ -28,9 +28,9 @@ class ZeroSettings:
     offload_param: str | None
     """``cpu``, ``nvme`` or None; stage 3 only."""
     moments: int
-    """fp32 tensors the optimizer keeps beside the weights."""
+    """fp32 tensors per parameter that the optimizer keeps besides the weights."""
     torch_optimizer: bool
-    """Whether torch's own AdamW steps on the accelerator, which needs room of its own; else DeepSpeed's fused one."""
+    """Whether torch's optimizer steps on the accelerator, which needs temporaries; else DeepSpeed's fused one."""
     fp32_accumulation: bool
     """``data_types.grad_accum_dtype`` is fp32."""
     contiguous_gradients: bool
@@ -38,17 +38,17 @@ class ZeroSettings:
     reduce_bucket_elements: int
     prefetch_elements: int
     persistence_elements: int
-    """Tensors of up to so many elements stay gathered at stage 3."""
+    """At stage 3, tensors of up to this many elements stay gathered."""
     max_live_elements: int
     max_reuse_elements: int
     sub_group_elements: int
-    """Elements of the rank's part updated at once at stage 3; 0 for no limit."""
+    """At stage 3, elements of the rank's part that are updated at once; 0 for no limit."""
     pin_optimizer: bool
     pin_param: bool
     offload_ratio: float
-    """Share of the sub-groups that ``offload_optimizer`` moves."""
+    """Fraction of the sub-groups that ``offload_optimizer`` moves."""
     optimizer_buffers: int
-    """Swap buffers of the largest sub-group's size."""
+    """Number of swap buffers, each as large as the largest sub-group."""
     param_buffers: int
     param_buffer_elements: int
     max_in_cpu_elements: int
@@ -60,7 +60,7 @@ class ZeroSettings:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> ZeroSettings:
-        """Read from a configuration as ``deepspeed_config.complete_config`` makes it."""
+        """Reads the settings of a completed DeepSpeed configuration."""
         zero: Mapping[str, Any] = config.get("zero_optimization") or {}
         optimizer: Mapping[str, Any] = zero.get("offload_optimizer") or {}
         param: Mapping[str, Any] = zero.get("offload_param") or {}
@@ -96,14 +96,14 @@ class ZeroSettings:
 
 
 def _number(block: Mapping[str, Any], key: str, default: float) -> int:
-    """The key's whole number; the default where it has none, as DeepSpeed reads ``"auto"`` (config_utils.py)."""
+    """The value of a key as a whole number; the default for any other value, as DeepSpeed does (config_utils.py)."""
     value = block.get(key)
     return int(value if isinstance(value, (int, float)) else default)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryInputs:
-    """One rank's question: this model, this precision, so many ranks, these settings."""
+    """What the memory of one rank depends on."""
 
     profile: ModelProfile
     precision: Precision
@@ -120,44 +120,44 @@ class MemoryInputs:
 
     @property
     def accumulated(self) -> int:
-        """Bytes of an accumulated gradient's element."""
+        """Bytes of one element of an accumulated gradient."""
         return 4 if self.settings.fp32_accumulation else self.element
 
     @property
     def state(self) -> int:
-        """Bytes per element that the rank updates: the fp32 master, where there is one, and the moments."""
+        """Bytes per element that the rank updates: the fp32 master copy, if there is one, and the moments."""
         has_master = self.settings.stage > 0 or self.precision != "fp32"
         return 4 * (self.settings.moments + has_master)
 
     @property
     def torch_step(self) -> int:
-        """Bytes per updated element that torch's multi-tensor Adam takes for a square root (torch/optim/adam.py)."""
+        """Bytes per updated element of the square root that torch's multi-tensor Adam takes (torch/optim/adam.py)."""
         on_gpu = self.accelerator == "cuda" and not self.settings.offload_optimizer
         return 4 if on_gpu and self.settings.torch_optimizer else 0
 
 
 class LedgerBuilder:
-    """Adds up a ledger."""
+    """Sums bytes by tier and category to a ledger."""
 
     def __init__(self, start: Ledger | None = None) -> None:
         self.ledger: Ledger = {tier: dict(row) for tier, row in (start or {}).items()}
 
     def add(self, tier: str, category: str, count_bytes: int) -> LedgerBuilder:
-        """Adds bytes to one cell; nothing where there are none."""
+        """Adds bytes to a category; 0 bytes make no entry."""
         if count_bytes:
             row = self.ledger.setdefault(tier, {})
             row[category] = row.get(category, 0) + count_bytes
         return self
 
-    def pinned(self, category: str, count_bytes: int, *, pinned: bool) -> LedgerBuilder:
-        """Host memory in one piece. torch's pinned allocator takes whole powers of two (CachingHostAllocator)."""
+    def add_pinned(self, category: str, count_bytes: int, *, pinned: bool) -> LedgerBuilder:
+        """Adds one piece of host memory, which torch's pinned allocator rounds up to a power of two."""
         self.add("cpu", category, count_bytes)
         if pinned and count_bytes > 1:
             self.add("cpu", "pinned_rounding", (1 << (count_bytes - 1).bit_length()) - count_bytes)
         return self
 
     def plus(self, *entries: tuple[str, str, int]) -> Ledger:
-        """A copy of the ledger with further (tier, category, bytes)."""
+        """Returns a copy of the ledger with further entries of (tier, category, bytes)."""
         copy = LedgerBuilder(self.ledger)
         for entry in entries:
             copy.add(*entry)

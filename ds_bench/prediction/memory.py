@@ -1,9 +1,8 @@
 """Predicts, without running anything, how many bytes a trial takes per GPU, per node's host memory and on NVMe.
 
-Model states and DeepSpeed's buffers are its own arithmetic (``stages_0_to_2``, ``stage_3``), activations the model's
-own (``model_profile``). Two terms are assumptions and named so: what the CUDA context and NCCL take beside torch's
-allocator, and what a process takes for its libraries. Whether that fits, and what would make it fit, is for
-``what_if``.
+Model states and DeepSpeed's buffers follow DeepSpeed's code (``stages_0_to_2``, ``stage_3``), activations were measured
+(``model_profile``). Two terms are assumptions: the memory of the CUDA context and NCCL outside torch's allocator, and
+that of a process for its libraries. What would make a trial fit is in ``what_if``.
 """
 
 from __future__ import annotations
@@ -23,14 +22,14 @@ from .model_states import Ledger
 CONTEXT_BYTES = from_gb(0.75)
 """Assumed per GPU: CUDA context, kernels and cuBLAS workspaces, outside torch's allocator."""
 NCCL_BYTES = from_gb(1.2)
-"""Assumed per GPU where there are several: channels and buffers of one NCCL communicator. It depends on the number of
+"""Assumed per GPU if there are several: channels and buffers of one NCCL communicator. It depends on the number of
 ranks, their links and NCCL's version."""
 NCCL_RANGE_BYTES = from_gb(0.7), from_gb(1.6)
-"""What users have reported per communicator; ``NCCL_BYTES`` lies in the middle."""
+"""Range that users have reported per communicator; ``NCCL_BYTES`` is in the middle."""
 PROCESS_BYTES = from_gb(1.5)
 """Assumed host memory per rank of a GPU job: Python, torch and CUDA's libraries before the model is built."""
 CPU_PROCESS_BYTES = from_gb(0.4)
-"""Likewise on the CPU accelerator, without CUDA's; as seen in runs."""
+"""Assumed host memory per rank on the CPU accelerator, without CUDA's libraries; measured in runs."""
 TIGHT_FRACTION = 0.9
 """A prediction above this share of the memory is ``tight``: fragmentation and what a layer needs while it runs are not
 in the prediction."""
@@ -38,12 +37,12 @@ in the prediction."""
 FITS, TIGHT, DOES_NOT_FIT, UNKNOWN = "fits", "tight", "does not fit", "not known"
 
 _UNSEEN = ("temporaries", "gathered_parameters", "logits_and_loss", "pinned_rounding", "overhead")
-"""Categories that the ledger of a run does not have: too short-lived, or no tensors."""
+"""Categories that the ledger of a run does not hold: temporary tensors, and memory outside tensors."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """The memory of one trial, on the fullest rank."""
+    """The predicted memory of one trial, of the rank with the most."""
 
     gpu: Mapping[str, int]
     """Category → bytes per GPU at its fullest moment; empty on the CPU accelerator."""
@@ -52,11 +51,11 @@ class Prediction:
     nvme: Mapping[str, int]
     """Category → bytes of one node's swap files."""
     phase: str
-    """That moment on the GPU (on the CPU accelerator, in host memory): ``loss`` (all activations, logits and their
-    temporaries), ``enter`` and ``leave`` (backward at the last and at the first layer), ``reduce``, ``flatten`` or
-    ``update``."""
+    """The fullest moment on the GPU (of host memory on the CPU accelerator): ``loss`` (all activations, logits and
+    their temporaries), ``enter`` and ``leave`` (backward at the last and at the first layer), ``reduce``, ``flatten``
+    or ``update``."""
     ledger: Mapping[str, Mapping[str, int]]
-    """One rank's tier → category → bytes, to hold against ``RankMeasurement.ledger``."""
+    """Tier → category → bytes of one rank, comparable with ``RankMeasurement.ledger``."""
     activation_bytes: int | None
     """Saved for backward per GPU without activation checkpointing; None where they are not known."""
     checkpointed_activation_bytes: int | None
@@ -115,7 +114,7 @@ class Prediction:
         return DOES_NOT_FIT if share > 1 else TIGHT if share > TIGHT_FRACTION else FITS
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
+        """Converts to JSON values."""
         return asdict(self)
 
     @classmethod
@@ -132,29 +131,30 @@ def predict(
     *,
     ranks_per_node: int | None = None,
 ) -> Prediction:
-    """The memory of a trial with this DeepSpeed configuration, whose batch and precision count where it has them.
+    """Predicts the memory of a trial. Micro-batch, accumulation and precision of ``ds_config`` override the workload's.
 
-    ``ranks_per_node``: all ranks on one node where None.
+    ``ranks_per_node``: None if all ranks are on one node.
     """
-    case = _case(profile, workload, placement, ds_config)
-    sizes = _activations(case, workload, ds_config)
-    moments = _moments(case, sizes)
+    inputs = _make_inputs(profile, workload, placement, ds_config)
+    sizes = _activations(inputs, workload, ds_config)
+    moments = _moments(inputs, sizes)
     if placement.accelerator == "cpu":
         moments = {name: _as_host_memory(ledger) for name, ledger in moments.items()}
     tier = "cpu" if placement.accelerator == "cpu" else "gpu"
     phase = max(moments, key=lambda name: sum(moments[name].get(tier, {}).values()))
+    overhead = CONTEXT_BYTES + (NCCL_BYTES if placement.num_gpus > 1 else 0)
     process = CPU_PROCESS_BYTES if tier == "cpu" else PROCESS_BYTES
     ranks = min(placement.num_gpus, ranks_per_node or placement.num_gpus)
     fullest_host = max((ledger.get("cpu", {}) for ledger in moments.values()), key=lambda row: sum(row.values()))
-    seen = _largest_by_category(moments)
+    ledger = _largest_by_category(moments)
     if sizes.unknown is None:
-        seen.setdefault(tier, {})["activations"] = sizes.saved
+        ledger.setdefault(tier, {})["activations"] = sizes.saved
     return Prediction(
-        gpu={} if tier == "cpu" else {**moments[phase]["gpu"], "overhead": _overhead(placement)},
+        gpu={} if tier == "cpu" else {**moments[phase]["gpu"], "overhead": overhead},
         host={name: ranks * size for name, size in {**fullest_host, "overhead": process}.items()},
         nvme={name: ranks * size for name, size in moments[phase].get("nvme", {}).items()},
         phase=phase,
-        ledger=seen,
+        ledger=ledger,
         activation_bytes=None if sizes.unknown else sizes.plain,
         checkpointed_activation_bytes=sizes.checkpointed,
         logits_and_loss_bytes=None if sizes.unknown else sizes.logits_and_loss,
@@ -169,25 +169,25 @@ def gpu_bytes_by_moment(
 
     ``Prediction.gpu`` has the fullest of them. For a GPU, not the CPU accelerator.
     """
-    case = _case(profile, workload, placement, ds_config)
-    moments = _moments(case, _activations(case, workload, ds_config))
+    inputs = _make_inputs(profile, workload, placement, ds_config)
+    moments = _moments(inputs, _activations(inputs, workload, ds_config))
     return {moment: ledger["gpu"] for moment, ledger in moments.items()}
 
 
 @lru_cache(maxsize=512)
-def _phases(case: MemoryInputs) -> Phases:
-    """Remembered, because searches ask for many batches of the same case; not to be written to."""
-    return stage_3.ledger_by_phase(case) if case.settings.stage == 3 else stages_0_to_2.ledger_by_phase(case)
+def _phases(inputs: MemoryInputs) -> Phases:
+    """One rank's ledgers without activations; cached for searches over micro-batches, so do not modify them."""
+    return stage_3.ledger_by_phase(inputs) if inputs.settings.stage == 3 else stages_0_to_2.ledger_by_phase(inputs)
 
 
-def _with_frozen(case: MemoryInputs, ledger: Ledger) -> Ledger:
-    """Parameters that are not trained are on every rank, at stage 3 split among the ranks, where the others are too."""
-    count = case.profile.frozen_parameters
-    part = -(-count // case.data_parallel_size) if case.settings.stage == 3 else count
-    return LedgerBuilder(ledger).add(case.settings.offload_param or "gpu", "parameters", case.element * part).ledger
+def _with_frozen(inputs: MemoryInputs, ledger: Ledger) -> Ledger:
+    """Adds parameters that are not trained: all of them on every rank, at stage 3 the rank's part on their tier."""
+    count = inputs.profile.frozen_parameters
+    part = -(-count // inputs.data_parallel_size) if inputs.settings.stage == 3 else count
+    return LedgerBuilder(ledger).add(inputs.settings.offload_param or "gpu", "parameters", inputs.element * part).ledger
 
 
-def _case(
+def _make_inputs(
     profile: ModelProfile, workload: Workload, placement: Placement, ds_config: Mapping[str, Any]
 ) -> MemoryInputs:
     return MemoryInputs(
@@ -210,52 +210,57 @@ def _precision(workload: Workload, ds_config: Mapping[str, Any]) -> Precision:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Activations:
-    """One micro-batch on one rank, in bytes; 0 where they are not known."""
+    """Bytes of the activations of one micro-batch on one rank; 0 if they are not known."""
 
     plain: int = 0
     checkpointed: int | None = None
     saved: int = 0
-    """The one of the two that the workload asks for."""
+    """``checkpointed`` or ``plain``, as the workload trains."""
     logits_and_loss: int = 0
     layers: int = 0
-    """Of ``saved``, what the layers hold while backward runs through the last of them."""
+    """The part of ``saved`` that the layers hold while backward runs through the last of them."""
     one_layer: int = 0
-    """One layer's without checkpointing: what is there while one is recomputed, or the last to be left."""
+    """Of one layer without checkpointing: what exists while a layer is recomputed, or the first is left."""
     unknown: str | None = None
 
     @classmethod
-    def for_batch(cls, case: MemoryInputs, batch: int, sequence: int, *, checkpointed: bool) -> _Activations:
-        found, layers = case.profile.activations_in(case.precision), case.profile.layers
-        if found is None:
-            return cls(unknown=case.profile.unknown or f"not measured in {case.precision}")
-        kept = found.checkpointed if checkpointed else found.plain
-        if kept is None:
+    def for_batch(cls, inputs: MemoryInputs, batch: int, sequence: int, *, checkpointed: bool) -> _Activations:
+        measured, layers = inputs.profile.activations_in(inputs.precision), inputs.profile.layers
+        if measured is None:
+            return cls(unknown=inputs.profile.unknown or f"not measured in {inputs.precision}")
+        saved = measured.checkpointed if checkpointed else measured.plain
+        if saved is None:
             return cls(unknown="this model has no activation checkpointing")
-        largest = found.largest_layer
-        one_layer = largest.fixed_bytes(batch, sequence) if largest else found.plain.layer_bytes(batch, sequence)
-        plain = found.plain.bytes(layers, batch, sequence)
+        largest = measured.largest_layer
+        one_layer = largest.fixed_bytes(batch, sequence) if largest else measured.plain.layer_bytes(batch, sequence)
+        plain = measured.plain.bytes(layers, batch, sequence)
         return cls(
             plain=plain,
-            checkpointed=None if found.checkpointed is None else found.checkpointed.bytes(layers, batch, sequence),
-            saved=kept.bytes(layers, batch, sequence),
-            logits_and_loss=max(0, found.loss.bytes(layers, batch, sequence) - plain),
-            layers=layers * kept.layer_bytes(batch, sequence) + (one_layer if checkpointed else 0),
+            checkpointed=None
+            if measured.checkpointed is None
+            else measured.checkpointed.bytes(layers, batch, sequence),
+            saved=saved.bytes(layers, batch, sequence),
+            logits_and_loss=max(0, measured.loss.bytes(layers, batch, sequence) - plain),
+            layers=layers * saved.layer_bytes(batch, sequence) + (one_layer if checkpointed else 0),
             one_layer=one_layer,
         )
 
 
-def _activations(case: MemoryInputs, workload: Workload, ds_config: Mapping[str, Any]) -> _Activations:
+def _activations(inputs: MemoryInputs, workload: Workload, ds_config: Mapping[str, Any]) -> _Activations:
     batch = int(ds_config.get("train_micro_batch_size_per_gpu", workload.batch_size))
-    return _Activations.for_batch(case, batch, workload.seq_length, checkpointed=workload.activation_checkpointing)
+    return _Activations.for_batch(inputs, batch, workload.seq_length, checkpointed=workload.activation_checkpointing)
 
 
-def _moments(case: MemoryInputs, sizes: _Activations) -> dict[str, Ledger]:
-    """The phases of DeepSpeed's memory with the activations that lie beside them."""
-    bare = {name: _with_frozen(case, ledger) for name, ledger in _phases(case).items()}
+def _moments(inputs: MemoryInputs, sizes: _Activations) -> dict[str, Ledger]:
+    """The phases of DeepSpeed's memory with the activations that exist at the same time."""
+    # With tied embeddings, autograd keeps the gradient of the LM head until that of the embedding exists, and sums both
+    # into a new tensor.
+    tied_bytes = 2 * inputs.element * inputs.profile.tensors[0] if inputs.profile.tied_embeddings else 0
+    bare = {name: _with_frozen(inputs, ledger) for name, ledger in _phases(inputs).items()}
     return {
         "loss": _plus(bare["forward"], activations=sizes.saved, logits_and_loss=sizes.logits_and_loss),
-        "enter": _plus(_entering(case, bare), activations=sizes.layers),
-        "leave": _plus(bare["backward"], activations=sizes.one_layer, temporaries=_tied_sum(case)),
+        "enter": _plus(_entering(inputs, bare), activations=sizes.layers),
+        "leave": _plus(bare["backward"], activations=sizes.one_layer, temporaries=tied_bytes),
         "reduce": bare["reduced"],
         "flatten": bare["flatten"],
         "update": bare["update"],
@@ -263,42 +268,33 @@ def _moments(case: MemoryInputs, sizes: _Activations) -> dict[str, Ledger]:
 
 
 def _plus(ledger: Ledger, **categories: int) -> Ledger:
-    """The ledger with further bytes on the GPU."""
+    """Returns the ledger with further bytes on the GPU."""
     row = dict(ledger.get("gpu", {}))
     for name, size in categories.items():
         row[name] = row.get(name, 0) + size
     return {**ledger, "gpu": row}
 
 
-def _entering(case: MemoryInputs, bare: Phases) -> Ledger:
-    """Backward before the last layer: buckets are there, of the gradients only the LM head's at stages 0 and 1."""
-    if case.settings.stage >= 2:
+def _entering(inputs: MemoryInputs, bare: Phases) -> Ledger:
+    """Memory when backward enters the last layer. At stages 0 and 1 the LM head's is the only gradient so far."""
+    if inputs.settings.stage >= 2:
         return bare["backward"]
-    tensors = case.profile.tensors
-    head = tensors[0] if case.profile.tied_embeddings else tensors[-1]
+    tensors = inputs.profile.tensors
+    head = tensors[0] if inputs.profile.tied_embeddings else tensors[-1]
     buckets = bare["backward"].get("gpu", {}).get("deepspeed_buffers", 0)
-    return _plus(bare["forward"], deepspeed_buffers=buckets, gradients=case.element * head)
-
-
-def _tied_sum(case: MemoryInputs) -> int:
-    """Of a tied embedding the head's gradient waits for the look-up's, and autograd adds the two into a third."""
-    return 2 * case.element * case.profile.tensors[0] if case.profile.tied_embeddings else 0
+    return _plus(bare["forward"], deepspeed_buffers=buckets, gradients=inputs.element * head)
 
 
 def _as_host_memory(ledger: Ledger) -> Ledger:
-    """The CPU accelerator's memory is the host's."""
+    """Moves what is on the GPU to host memory, where the CPU accelerator has it."""
     row = dict(ledger.get("cpu", {}))
     for name, size in ledger.get("gpu", {}).items():
         row[name] = row.get(name, 0) + size
     return {"cpu": row, **({"nvme": ledger["nvme"]} if "nvme" in ledger else {})}
 
 
-def _overhead(placement: Placement) -> int:
-    return CONTEXT_BYTES + (NCCL_BYTES if placement.num_gpus > 1 else 0)
-
-
 def _largest_by_category(moments: Mapping[str, Ledger]) -> Ledger:
-    """Cell by cell the largest of all moments, as far as a run's ledger can see it."""
+    """The largest value of each category at any moment, of those categories that the ledger of a run holds."""
     peak: Ledger = {}
     for ledger in moments.values():
         for tier, row in ledger.items():

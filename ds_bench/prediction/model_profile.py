@@ -1,9 +1,8 @@
-"""What is known of a model's tensors and activations: sizes in order, and saved bytes for any batch and sequence.
+"""The profile of a model: the sizes of its tensors in order, and the bytes of its activations for any micro-batch.
 
-For the presets it ships with the package (``activations.json``, made by ``bench/activation_table.py``); any other model
-is measured by a child process, since this one never loads torch, and what its config or folder decides is kept in the
-user's cache.
-Nothing here knows of DeepSpeed: see ``memory`` for what a strategy makes of it.
+Profiles of presets are part of the package (``activations.json``). Any other model is measured by a child process,
+because this process never loads torch; results that depend on a config or a folder alone are kept in the user's cache.
+DeepSpeed plays no part here, but in ``memory``.
 """
 
 from __future__ import annotations
@@ -26,40 +25,40 @@ from ..records.rank_files import write_json
 from ..system.processes import run_worker_tool
 
 _FORMATS: dict[Precision, str] = {"bf16": "bf16", "fp16": "bf16", "fp32": "fp32"}
-"""fp16 is measured as bf16: the same sizes and the same kernels."""
+"""Number format → the one that is measured for it: fp16 has the same sizes and kernels as bf16."""
 _LEFT_OUT = ("n_layer", "num_hidden_layers", "layer_types", "model_type", "transformers_version", "architectures")
-"""Of a config: the depth, which the child chooses, and what is no argument of an architecture."""
+"""Keys of a config that are not sent: the depth, which the child chooses, and those that do not change the layers."""
 _STEP = 16
-"""Distance of the sequence lengths that the child measures."""
+"""Distance between the sequence lengths that the child measures."""
 COUNTING_SECONDS = 240
-"""After which a child that counts a model is ended; what it has told by then is used."""
+"""Time after which the child process is ended; what it has reported by then is used."""
 _MOST_CODE_BYTES = 2**26
-"""Of a folder's JSON and Python files together; what is larger is not kept in the cache."""
+"""Largest total size of a folder's JSON and Python files; results of a larger folder are not cached."""
 _SOME_DROPOUT = 0.1
-"""Stands for every probability above 0: masks have one size."""
+"""The probability that is measured for every one above 0, as the size of a mask does not depend on it."""
 _OWN_DROPOUTS = {"gpt2": ("resid_pdrop", "embd_pdrop", "attn_pdrop"), "opt": ("dropout",)}
-"""Dropouts that are above 0 where a config does not say otherwise (Transformers' configurations); others' are 0."""
+"""Architecture → dropouts whose default is above 0 in Transformers' configurations; all other defaults are 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Polynomial:
-    """Bytes as a polynomial in micro-batch b and sequence length s, linear in the layers."""
+    """Bytes as a polynomial in micro-batch b and sequence length s, linear in the number of layers."""
 
     fixed: Mapping[str, float]
-    """Coefficients of the monomials ``1``, ``s``, ``ss``, ``b``, ``bs`` and ``bss``, whatever the depth."""
+    """Coefficients of the monomials ``1``, ``s``, ``ss``, ``b``, ``bs`` and ``bss`` that do not depend on the depth."""
     per_layer: Mapping[str, float]
-    """Likewise, for each layer."""
+    """Coefficients of the same monomials for each layer."""
 
     def bytes(self, layers: int, batch_size: int, seq_length: int) -> int:
-        """The whole model's bytes on one rank, for one micro-batch."""
+        """Returns the bytes of the whole model on one rank, for one micro-batch."""
         return self.fixed_bytes(batch_size, seq_length) + layers * self.layer_bytes(batch_size, seq_length)
 
     def fixed_bytes(self, batch_size: int, seq_length: int) -> int:
-        """What does not grow with the depth: embedding, logits, loss."""
+        """Returns the bytes that do not grow with the depth: embedding, logits, loss."""
         return _evaluate(self.fixed, batch_size, seq_length)
 
     def layer_bytes(self, batch_size: int, seq_length: int) -> int:
-        """One layer's share."""
+        """Returns the bytes of one layer."""
         return _evaluate(self.per_layer, batch_size, seq_length)
 
 
@@ -70,10 +69,10 @@ def _evaluate(terms: Mapping[str, float], batch: int, sequence: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Activations:
-    """Saved bytes of one number format on one kind of accelerator.
+    """Bytes saved for backward in one number format on one kind of accelerator.
 
-    CUDA keeps one byte per element as mask of a dropout, the CPU an element of the number format. Fused attention
-    keeps no scores, but on the CPU with attention dropout.
+    The mask of a dropout takes one byte per element on CUDA, an element of the number format on the CPU. Fused
+    attention saves no scores, except on the CPU with attention dropout.
     """
 
     plain: Polynomial
@@ -81,52 +80,53 @@ class Activations:
     loss: Polynomial
     """Peak without checkpointing until backward leaves the loss: ``plain`` and the logits' temporaries."""
     checkpointed: Polynomial | None = None
-    """``plain`` under activation checkpointing of every layer; None for a model that cannot."""
+    """``plain`` with activation checkpointing of every layer; None for a model without it."""
     largest_layer: Polynomial | None = None
-    """Of the layer that keeps most, where layers differ; None where they are alike."""
+    """Bytes of the layer that saves most; None if all layers are alike."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelProfile:
-    """A model as its memory needs it: every tensor's elements, and its activations."""
+    """What the memory of a model depends on: the elements of every tensor, and the activations."""
 
     name: str
-    """What the user calls it."""
+    """The name that the user gave."""
     layers: int
     before: tuple[int, ...]
-    """Elements of the tensors ahead of the first layer, in the order in which DeepSpeed flattens them."""
+    """Elements of the tensors before the first layer, in the order in which DeepSpeed flattens them."""
     layer: tuple[int, ...]
     """Elements of the tensors of one layer."""
     after: tuple[int, ...]
-    """Elements of the tensors behind the last layer; a tied LM head is in ``before`` alone."""
+    """Elements of the tensors after the last layer; a tied LM head is in ``before`` alone."""
     tied_embeddings: bool
     """Whether input embedding and LM head are one tensor."""
     activations: Mapping[str, Activations] = field(hash=False)
-    """By number format, as measured; empty where they could not be."""
+    """By measured number format; empty if they could not be measured."""
     unknown: str | None = None
-    """Why the activations could not be measured; None where they were."""
+    """Why the activations could not be measured; None if they were."""
     frozen_parameters: int = 0
-    """Elements that are not trained; in none of the three tuples above."""
+    """Elements that are not trained, which are in none of the three tuples above."""
 
     @property
     def tensors(self) -> tuple[int, ...]:
-        """Elements of every tensor that is trained, shared ones once, in order."""
+        """Elements of every tensor that is trained, in order; shared tensors once."""
         return self.before + self.layer * self.layers + self.after
 
     @property
     def parameters(self) -> int:
-        """Elements that are trained."""
+        """Number of elements that are trained."""
         return sum(self.before) + sum(self.layer) * self.layers + sum(self.after)
 
     def activations_in(self, precision: Precision) -> Activations | None:
-        """The activations in this number format; None where they could not be measured."""
+        """Returns the activations in a number format; None if they could not be measured."""
         return self.activations.get(_FORMATS[precision])
 
     @classmethod
     def from_answer(cls, name: str, layers: int, tied: bool, answer: Mapping[str, Any]) -> ModelProfile:
-        """From what ``worker.measure_activations`` answered, whose own ``layers`` and ``tied`` count where it has them.
+        """Makes a profile of an answer of ``worker.measure_activations``, whose own ``layers`` and ``tied`` count
+        first.
 
-        Raises KeyError or TypeError on any other shape.
+        Raises KeyError or TypeError for an answer of another form.
         """
         formats = {
             precision: Activations(**{kind: Polynomial(**terms) for kind, terms in kinds.items()})
@@ -146,10 +146,10 @@ class ModelProfile:
 def profile_of(
     facts: ModelFacts, seq_length: int, *, accelerator: Accelerator = "cuda", dropout: float | None = None
 ) -> ModelProfile:
-    """The profile of a model whose tensors are known by arithmetic; at once for a preset.
+    """Returns the profile of a model whose parameter count is known; a preset's is part of the package.
 
-    Else measured by a child process, at one layer and at two, and kept in the user's cache. ``dropout``: None for the
-    model's own. Raises UsageError where it cannot be measured so.
+    Any other is measured by a child process with one and two layers, and cached. ``dropout``: None for the model's own.
+    Raises UsageError if it cannot be measured, or has another parameter count.
     """
     request = request_for(facts, seq_length, accelerator=accelerator, dropout=dropout)
     key = request_key(request)
@@ -172,35 +172,30 @@ def profile_of_any(
     trust_remote_code: bool = False,
     environment: Mapping[str, str] | None = None,
 ) -> ModelProfile:
-    """The profile of a model that only Transformers (``path``: a folder, or a name on the Hub) or a ``factory`` can
-    build.
+    """Measures the profile of a whole model, which Transformers (``path``: folder or Hub name) or a ``factory`` builds.
 
-    Measured whole by a child process. A folder's is kept in the user's cache. Where the forward pass does not run on
-    fake tensors, or takes too long, the profile has no activations and says why. Raises UsageError where not even the
-    tensors could be counted. ``environment``: variables that the child gets beside this process's.
+    A child process measures it; the result of a folder is cached. If the forward pass does not run on fake tensors, or
+    takes too long, the profile has no activations and says why. Raises UsageError if not even the tensors could be
+    counted. ``environment``: variables that the child gets besides those of this process.
     """
+    # Up to the length in question, as a model's attention may change its form with the length.
+    longest = max(3 * _STEP, seq_length)
     request = {
         source: name,
         "trust_remote_code": trust_remote_code,
         "accelerator": accelerator,
         "dropout": dropout,
-        "sequences": _sequences(seq_length),
+        "sequences": [longest - 2 * _STEP, longest - _STEP, longest],
         "precisions": sorted(set(_FORMATS.values())),
     }
-    code = _code_of(name) if source == "path" else None
+    code = _hash_code(name) if source == "path" else None
     key = None if code is None else request_key({**request, "code": code})
     answer = (_cached(key) if key else None) or _measure(name, request, key, environment)
     return ModelProfile.from_answer(name, 1, False, answer)
 
 
-def _sequences(seq_length: int) -> list[int]:
-    """Up to the length in question, where a model's attention may change its form with the length."""
-    last = max(3 * _STEP, seq_length)
-    return [last - 2 * _STEP, last - _STEP, last]
-
-
-def _code_of(path: str) -> str | None:
-    """Hash of what a folder's model is built from; None for what is no folder."""
+def _hash_code(path: str) -> str | None:
+    """Hash of the files that a folder's model is built from; None for anything but a folder with such files."""
     files = [file for file in sorted(Path(path).glob("*")) if file.suffix in (".json", ".py") and file.is_file()]
     if not files or sum(file.stat().st_size for file in files) > _MOST_CODE_BYTES:
         return None
@@ -210,12 +205,13 @@ def _code_of(path: str) -> str | None:
 def request_for(
     facts: ModelFacts, seq_length: int, *, accelerator: Accelerator = "cuda", dropout: float | None = None
 ) -> dict[str, Any]:
-    """What the child is asked. Architectures that differ in depth alone, or in a dropout above 0,
-    have the same request."""
+    """Makes the request to the child; it is the same for models that differ in depth or in a dropout above 0 alone."""
     window = sliding_window(facts)
     start = window if window is not None and seq_length >= window else _STEP
     config = {key: value for key, value in facts.config.items() if key not in _LEFT_OUT}
-    drops = _drops(facts)
+    defaults = _OWN_DROPOUTS.get(facts.model_type, ())
+    stated = (value for name, value in facts.config.items() if "dropout" in name or "pdrop" in name)
+    drops = any(facts.config.get(name, _SOME_DROPOUT) for name in defaults) or any(stated)
     request = {
         "model_type": facts.model_type,
         "config": config,
@@ -223,27 +219,20 @@ def request_for(
         "precisions": sorted(set(_FORMATS.values())),
         "dropout": None if dropout is None or (dropout == 0 and not drops) else _SOME_DROPOUT if dropout else 0.0,
     }
-    if drops if dropout is None else dropout > 0:  # without dropout the accelerators keep the same
+    if drops if dropout is None else dropout > 0:  # without dropout all accelerators save the same
         request["accelerator"] = accelerator
     return request
 
 
-def _drops(facts: ModelFacts) -> bool:
-    """Whether the model has dropout of its own accord."""
-    config, own = facts.config, _OWN_DROPOUTS.get(facts.model_type, ())
-    stated = (value for name, value in config.items() if "dropout" in name or "pdrop" in name)
-    return any(config.get(name, _SOME_DROPOUT) for name in own) or any(stated)
-
-
 def sliding_window(facts: ModelFacts) -> int | None:
-    """Sequences from this length on carry an explicit attention mask, whose bytes grow with their square."""
+    """Returns the length from which a sequence has an explicit attention mask, which grows with its square, or None."""
     window = facts.config.get("sliding_window")
     used = facts.config.get("use_sliding_window", facts.model_type in ("mistral", "mixtral"))
     return int(window) if used and isinstance(window, int) else None
 
 
 def request_key(request: Mapping[str, Any]) -> str:
-    """Hash of a request."""
+    """Returns the hash under which the answer to a request is stored."""
     return hashlib.sha256(json.dumps(request, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
@@ -270,7 +259,7 @@ def _cached(key: str) -> dict[str, Any] | None:
 def _measure(
     name: str, request: Mapping[str, Any], key: str | None, environment: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
-    """The child's answer, kept in the cache where it is complete and has a key."""
+    """Returns the child's answer, and caches it under ``key`` if it is complete."""
     (answer,) = measure_profiles([request], environment=environment)
     if "tensors" not in answer:
         raise UsageError(
@@ -278,9 +267,8 @@ def _measure(
             remedy="run it: the ledger of a run measures them",
         )
     if key is not None and "error" not in answer:
-        with contextlib.suppress(
-            OSError, RuntimeError
-        ):  # without a home that can be written to it costs the time again
+        # Without a writable home folder it is measured again the next time.
+        with contextlib.suppress(OSError, RuntimeError):
             path = _cache_file(key)
             path.parent.mkdir(parents=True, exist_ok=True)
             write_json(path, answer)
@@ -292,7 +280,7 @@ def measure_profiles(
     timeout_seconds: float = COUNTING_SECONDS,
     environment: Mapping[str, str] | None = None,
 ) -> list[dict[str, Any]]:
-    """The replies of ``worker.measure_activations``, in order; ``error`` says what could not be measured."""
+    """Returns the answers of ``worker.measure_activations`` in order; ``error`` says what could not be measured."""
     reply = run_worker_tool(
         "measure_activations",
         environment={**(environment or {}), "CUDA_VISIBLE_DEVICES": "", "TRANSFORMERS_VERBOSITY": "error"},

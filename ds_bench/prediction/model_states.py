@@ -1,11 +1,11 @@
-"""Model states by formula: the bytes of parameters, gradients and optimizer states that a strategy keeps per rank.
+"""Computes model states: the bytes of parameters, gradients and optimizer states that a configuration keeps per rank.
 
 Written from DeepSpeed 0.19.8; the paths are below its ``runtime/``. With AdamW, gradients accumulated in the number
 format of the parameters (``engine.py``, get_data_types). Not here: DeepSpeed's own buffers, gathered parameters and
 what a step needs on top (``stages_0_to_2``, ``stage_3``).
 
 ====== ================================================================================================================
-stage  who says so
+stage  source
 ====== ================================================================================================================
 0      fp32: torch's optimizer alone, which keeps no second copy (``engine.py``, _do_optimizer_sanity_check). 16 bit:
        an fp32 master of everything (``fp16/unfused_optimizer.py``, ``fp16/fused_optimizer.py``, __init__)
@@ -31,23 +31,23 @@ _MOMENTS = 2
 
 
 def element_bytes(precision: Precision) -> int:
-    """Bytes of a parameter."""
+    """Returns the bytes of one element of a parameter."""
     return 4 if precision == "fp32" else 2
 
 
 def flat_elements(parameters: int, data_parallel_size: int) -> int:
-    """Stages 1 and 2: elements of the flat parameters, padded to a multiple of twice the ranks."""
+    """Returns the elements of the flat parameters at stages 1 and 2, padded to a multiple of twice the ranks."""
     unit = 2 * data_parallel_size
     return -(-parameters // unit) * unit
 
 
 def partition_elements(tensors: Iterable[int], data_parallel_size: int) -> int:
-    """Stage 3: elements that one rank holds when every tensor is padded to the ranks by itself."""
+    """Returns the elements that one rank holds at stage 3, where every tensor is padded to the ranks by itself."""
     return sum(-(-elements // data_parallel_size) for elements in tensors)
 
 
 def optimizer_bytes(stage: int, precision: Precision) -> int:
-    """Bytes per element that the rank updates: fp32 master and two Adam moments, or in fp32 stage 0 the moments."""
+    """Returns the bytes per updated element: fp32 master copy and two Adam moments; at stage 0 in fp32 no copy."""
     copies = _MOMENTS if stage == 0 and precision == "fp32" else _MOMENTS + 1
     return FP32_BYTES * copies
 
@@ -55,10 +55,10 @@ def optimizer_bytes(stage: int, precision: Precision) -> int:
 def model_states(
     parameters: int, data_parallel_size: int, configuration: Configuration, precision: Precision
 ) -> Ledger:
-    """Bytes per rank in steady state between steps, gradients at the size they have when they are resident.
+    """Returns the bytes per rank between steps, with the gradients as large as they are when they exist.
 
-    ``parameters``: elements of the whole model, taken as one tensor: stage 3 pads every tensor, under one element per
-    tensor and rank more than this. Tiers that hold nothing are left out. Optimizer offload keeps an fp32 gradient of
+    ``parameters``: elements of the whole model, computed as one tensor. Stage 3 pads every tensor, which adds less than
+    one element per tensor and rank. Tiers that hold nothing are left out. Optimizer offload keeps an fp32 gradient of
     the rank's part for good (initialize_optimizer_states of both), stage 3 the accumulated one beside it
     (grad_partitions_flat_buffer); stage 1 keeps every gradient on the GPU until the last is there.
     """
@@ -67,7 +67,11 @@ def model_states(
     size, home = element_bytes(precision), _home(configuration)
     ledger: Ledger = {}
     for tier, category, count in (
-        *_parameters(configuration, size * whole, size * part),
+        (
+            "gpu" if configuration.offload_param == "none" or configuration.stage < 3 else configuration.offload_param,
+            "parameters",
+            size * (whole if configuration.stage < 3 else part),
+        ),
         *_gradients(configuration, size * parameters, size * part, FP32_BYTES * part),
         (home, "optimizer_states", optimizer_bytes(configuration.stage, precision) * part),
     ):
@@ -80,16 +84,10 @@ _Cell = tuple[str, str, int]
 
 
 def _home(configuration: Configuration) -> str:
-    """Where the optimizer lives; stages 1 and 2 run NVMe as CPU offload (``zero/stage_1_and_2.py``, __init__)."""
+    """Tier of the optimizer states; stages 1 and 2 run NVMe as CPU offload (``zero/stage_1_and_2.py``, __init__)."""
     if configuration.offload_optimizer == "none" or configuration.stage == 0:
         return "gpu"
     return configuration.offload_optimizer if configuration.stage == 3 else "cpu"
-
-
-def _parameters(configuration: Configuration, whole: int, part: int) -> list[_Cell]:
-    if configuration.stage < 3:
-        return [("gpu", "parameters", whole)]
-    return [("gpu" if configuration.offload_param == "none" else configuration.offload_param, "parameters", part)]
 
 
 def _gradients(configuration: Configuration, every: int, part: int, fp32: int) -> list[_Cell]:
