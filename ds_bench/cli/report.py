@@ -134,7 +134,12 @@ def _write_charts(reports: Sequence[ComparisonReport], folder: Path) -> None:
         own_folder = folder if len(reports) == 1 else folder / f"{number:02d}"
         _make_folder(own_folder)
         try:
-            paths = save_charts(comparison_report.title, comparison_report.comparison, own_folder)
+            paths = save_charts(
+                comparison_report.title,
+                comparison_report.comparison,
+                own_folder,
+                recommended=comparison_report.recommendation.key,
+            )
         except OSError as error:
             problem = f"--plots {own_folder}: {error.strerror or error}"
             raise UsageError(problem, remedy="give a folder that you may write to") from None

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 from ..analysis.comparison import Comparison, ComparisonRow
 from ..analysis.summary import TrialSummary
-from ..records.schema import RankMeasurement
-from ..units import BYTES_PER_GB, MISSING, format_bytes, to_gb, to_ms
+from ..recommend.shortage import predicted_bytes
+from ..records.schema import OOM, OOM_DISK, OOM_HOST, SKIPPED, RankMeasurement, TrialRecord
+from ..units import BYTES_PER_GB, MISSING, to_gb, to_ms
 
 MAX_OVERLAID_ROWS = 8
 """More lines in one chart cannot be distinguished."""
@@ -110,12 +112,23 @@ class Stack:
 
     label: str
     parts: tuple[float, ...]
-    marker: float | None = None
+    measured: float | None = None
     """A measured total, to compare the stack with; None if not measured."""
+    predicted: float | None = None
+    """The total predicted before the run; None without a prediction."""
+    requested: float | None = None
+    """What a row that ran out of memory would have needed at least; None for other rows, and if not known."""
+    value: str = ""
+    """The text at the right end of the row; empty for the total."""
 
     @property
     def total(self) -> float:
         return sum(self.parts)
+
+    @property
+    def failed(self) -> bool:
+        """Whether the row was not measured, so that only what it asked for is drawn."""
+        return not self.parts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,31 +140,52 @@ class StackChart(Chart):
     capacity: float | None = None
     """Drawn as a line; None if not known or without meaning."""
     capacity_label: str = ""
-    marker_label: str = ""
-    """What ``Stack.marker`` is; empty if no row has one."""
+    value_heading: str = ""
+    """What ``Stack.value`` is, as a heading of the table of numbers; empty if it is no column of its own."""
 
     @property
     def largest(self) -> float:
-        """The largest number drawn, capacity aside."""
-        return max(max(stack.total, stack.marker or 0.0) for stack in self.stacks)
+        """The largest number drawn, apart from the capacity and from what failed rows asked for."""
+        return max(max(stack.total, stack.measured or 0.0, stack.predicted or 0.0) for stack in self.stacks)
 
     @property
-    def capacity_is_near(self) -> bool:
-        """Whether bars stay readable on an axis that reaches the capacity."""
-        return self.capacity is not None and self.largest >= 0.25 * self.capacity
+    def capacity_is_drawn(self) -> bool:
+        """Whether the axis reaches the capacity: bars stay readable, or a row asked for more than it."""
+        asked = any(stack.requested is not None for stack in self.stacks)
+        return self.capacity is not None and (asked or self.largest >= 0.25 * self.capacity)
+
+    @property
+    def end(self) -> float:
+        """The highest value of the axis. What failed rows asked for reaches at most twice as far as the rest."""
+        end = max(self.largest, self.capacity or 0.0) if self.capacity_is_drawn else self.largest
+        asked = max((stack.requested for stack in self.stacks if stack.requested is not None), default=0.0)
+        return max(end, min(asked, 2 * end or asked))
+
+    @property
+    def _extra_columns(self) -> list[tuple[str, Callable[[Stack], str]]]:
+        """Headings and cells after the categories: those of which some row has a value."""
+        columns: list[tuple[str, Callable[[Stack], str]]] = [
+            (f"measured peak, {self.axis}", lambda stack: format_value(stack.measured)),
+            (f"predicted, {self.axis}", lambda stack: format_value(stack.predicted)),
+            ("out of memory", lambda stack: stack.value if stack.failed else MISSING),
+        ]
+        columns = [column for column in columns if any(column[1](stack) != MISSING for stack in self.stacks)]
+        return [*columns, *([(self.value_heading, lambda stack: stack.value)] if self.value_heading else [])]
 
     @property
     def headings(self) -> tuple[str, ...]:
-        marker = [self.marker_label] if self.marker_label else []
-        return ("Strategy", *self.categories, f"total, {self.axis}", *marker)
+        return ("Strategy", *self.categories, *(heading for heading, _ in self._extra_columns))
 
     @property
     def table(self) -> tuple[tuple[str, ...], ...]:
-        rows = []
-        for stack in self.stacks:
-            marker = [stack.marker] if self.marker_label else []
-            rows.append((stack.label, *map(format_value, (*stack.parts, stack.total, *marker))))
-        return tuple(rows)
+        return tuple(
+            (
+                stack.label,
+                *(map(format_value, stack.parts) if stack.parts else [MISSING] * len(self.categories)),
+                *(cell(stack) for _, cell in self._extra_columns),
+            )
+            for stack in self.stacks
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,11 +248,15 @@ class Dot:
     label: str
     x: float
     y: float
-    on_front: bool
-    style: int | None
-    """As in ``Line``; None for a row that is not in the legend."""
+    """0 for a row that ran out of memory, whose ``x`` is what it asked for."""
+    on_front: bool = False
+    style: int | None = None
+    """As in ``Line``; None for further rows, which are grey."""
     excluded: bool = False
     """Disqualified or not comparable: shown, but not compared with others."""
+    recommended: bool = False
+    failed: str = ""
+    """How a row failed and what it asked for, ``OOM, ≥ 127``; empty for a row that was measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -228,6 +266,7 @@ class ScatterChart(Chart):
     horizontal: str
     """Quantity and unit of the horizontal axis."""
     dots: tuple[Dot, ...]
+    """Those whose label matters most first."""
     capacity: float | None = None
     capacity_label: str = ""
 
@@ -237,25 +276,40 @@ class ScatterChart(Chart):
         return tuple(sorted((dot for dot in self.dots if dot.on_front), key=lambda dot: (dot.x, dot.y)))
 
     @property
+    def end(self) -> float:
+        """The highest value of the horizontal axis. Failed rows that asked for far more stand at its end."""
+        largest = max(dot.x for dot in self.dots if not dot.failed)
+        asked = max((dot.x for dot in self.dots if dot.failed), default=0.0)
+        near = self.capacity is not None and (asked or largest >= 0.5 * self.capacity)
+        end = max(largest, self.capacity or 0.0) if near else largest
+        return max(end, min(asked, 1.5 * end))
+
+    @property
     def headings(self) -> tuple[str, ...]:
         return ("Strategy", self.horizontal, self.axis, "on the front")
 
     @property
     def table(self) -> tuple[tuple[str, ...], ...]:
         return tuple(
-            (dot.label, format_value(dot.x), format_value(dot.y), "yes" if dot.on_front else "no") for dot in self.dots
+            (
+                dot.label,
+                dot.failed or format_value(dot.x),
+                MISSING if dot.failed else format_value(dot.y),
+                "yes" if dot.on_front else "no",
+            )
+            for dot in self.dots
         )
 
 
 def format_value(value: float | None) -> str:
-    """A value with about four digits: ``45,012``, ``12.30``, ``0.01230``."""
+    """A value with three significant digits: ``45,000``, ``12.3``, ``0.0123``."""
     if value is None:
         return MISSING
     if value == 0:
         return "0"
-    if abs(value) >= 1000:
-        return f"{value:,.0f}"
-    return f"{value:#.4g}"
+    if abs(value) >= 100:
+        return f"{float(f'{value:.3g}'):,.0f}"
+    return f"{value:#.3g}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -266,49 +320,88 @@ class Charts:
     missing: tuple[str, ...]
 
 
-def charts_of(comparison: Comparison) -> Charts:
-    """Every chart that a comparison has numbers for, in reading order. Rows that failed are in none."""
-    rows = tuple(row for row in comparison.rows if row.succeeded)
-    if not rows:
-        return Charts(charts=(), missing=("No row succeeded, so there is nothing to draw.",))
-    baseline = comparison.baseline
-    styles = {row.key: style for style, row in enumerate(rows_to_draw(rows, baseline, MAX_OVERLAID_ROWS))}
+def charts_of(comparison: Comparison, recommended: str | None = None) -> Charts:
+    """Every chart that a comparison has numbers for, in reading order.
+
+    Rows that failed are only in charts of memory, at what they asked for. ``recommended``: key of the row to mark.
+    """
+    rows = _Rows(comparison=comparison, recommended=recommended)
+    on_gpus = any(row.gpu_peak_bytes is not None for row in comparison.rows)
+    ledgers = [_ledger_chart(rows, tier) for tier in _TIERS]
     candidates = (
-        _throughput_chart(rows, baseline),
-        *(_ledger_chart(rows, tier, comparison) for tier in _TIERS),
-        _pareto_chart(comparison, styles, "device"),
-        _pareto_chart(comparison, styles, "host"),
-        _step_time_chart(rows, styles),
-        _phase_chart(rows, baseline),
-        _loss_chart(rows, styles),
+        _pareto_chart(rows, "device") if on_gpus else None,
+        _pareto_chart(rows, "host"),
+        _throughput_chart(rows),
+        *ledgers,
+        _phase_chart(rows),
+        _step_time_chart(rows),
+        _loss_chart(rows),
     )
     charts = tuple(chart for chart in candidates if chart is not None)
+    if not rows.measured:
+        sentence = "only what rows asked for is drawn" if charts else "there is nothing to draw"
+        return Charts(charts=charts, missing=(f"No row succeeded, so {sentence}.",))
     names = {chart.name for chart in charts}
+    has_ledger = any(chart is not None and "by category" in chart.title for chart in ledgers)
     sentences = {
-        "throughput": "No throughput: no row has one.",
-        "ledger-gpu ledger-cpu ledger-nvme": "No memory by category: these results hold no ledger.",
-        "steps": "No step times: these results hold no series of steps.",
-        "phases": "No phases: these results hold none.",
-        "losses": "No losses per step: these results hold none.",
+        "No throughput: no row has one.": "throughput" in names,
+        "No memory by category: these results hold no ledger.": has_ledger,
+        "No step times: these results hold no series of steps.": "steps" in names,
+        "No phases: these results hold none.": "phases" in names,
+        "No losses per step: these results hold none.": "losses" in names,
     }
-    missing = tuple(sentence for wanted, sentence in sentences.items() if not names & set(wanted.split()))
-    return Charts(charts=charts, missing=missing)
+    return Charts(charts=charts, missing=tuple(sentence for sentence, drawn in sentences.items() if not drawn))
 
 
-def rows_to_draw(
-    rows: Sequence[ComparisonRow], baseline: ComparisonRow | None, limit: int = MAX_BARS
-) -> list[ComparisonRow]:
-    """The baseline and the fastest rows, ``limit`` in all, in order of appearance."""
-    ranked = sorted(rows, key=lambda row: (baseline is None or row.key != baseline.key, -(row.tokens_per_second or 0)))
-    keys = {row.key for row in ranked[:limit]}
-    return [row for row in rows if row.key in keys]
+@dataclass(frozen=True, kw_only=True)
+class _Rows:
+    """The rows of a comparison, with their labels, their styles and the choice of those to draw."""
 
+    comparison: Comparison
+    recommended: str | None
 
-def label_with_status(row: ComparisonRow) -> str:
-    """The row's label, and why its numbers must not be compared with those of others."""
-    if row.differences:
-        return f"{row.label} (not comparable)"
-    return row.label if row.invalid_reason is None else f"{row.label} (disqualified)"
+    @cached_property
+    def measured(self) -> tuple[ComparisonRow, ...]:
+        return tuple(row for row in self.comparison.rows if row.succeeded)
+
+    @cached_property
+    def failed(self) -> tuple[ComparisonRow, ...]:
+        """The first rows that failed, as many as can be told apart."""
+        return tuple(row for row in self.comparison.rows if not row.succeeded)[:MAX_OVERLAID_ROWS]
+
+    @cached_property
+    def styles(self) -> Mapping[str, int]:
+        """Numbers of colour, dash and marker, by the row's key, of the rows that overlays draw."""
+        return {row.key: style for style, row in enumerate(self.to_draw(self.measured, MAX_OVERLAID_ROWS))}
+
+    def to_draw(self, rows: Sequence[ComparisonRow], limit: int = MAX_BARS) -> list[ComparisonRow]:
+        """The baseline, the recommended row and the fastest rows, ``limit`` in all, in order of appearance."""
+        keys = {row.key for row in sorted(rows, key=self.importance)[:limit]}
+        return [row for row in rows if row.key in keys]
+
+    def importance(self, row: ComparisonRow) -> tuple[bool, bool, float]:
+        """A key to sort rows by: the recommended row, the baseline, then the fastest."""
+        return row.key != self.recommended, not self.is_baseline(row), -(row.tokens_per_second or 0)
+
+    def is_baseline(self, row: ComparisonRow) -> bool:
+        return self.comparison.baseline is not None and row.key == self.comparison.baseline.key
+
+    def label(self, row: ComparisonRow) -> str:
+        """The row's label, with a star if it is recommended."""
+        return f"★ {row.label}" if row.key == self.recommended else row.label
+
+    def label_with_status(self, row: ComparisonRow) -> str:
+        """The label, and why the row's numbers must not be compared with those of others."""
+        if row.differences:
+            return f"{self.label(row)} (not comparable)"
+        return self.label(row) if row.invalid_reason is None else f"{self.label(row)} (disqualified)"
+
+    def note(self, text: str, rows: Sequence[object], drawn: Sequence[object]) -> str:
+        """The text, and how many of the rows are drawn if not all are."""
+        if len(drawn) >= len(rows):
+            return text
+        chosen = "the baseline and the fastest" if self.recommended is None else "★, the baseline and the fastest"
+        return f"{text} {len(drawn)} of {len(rows)} rows are drawn: {chosen}."
 
 
 def downsample(points: Sequence[tuple[float, float]], limit: int = MAX_POINTS) -> tuple[tuple[float, float], ...]:
@@ -323,31 +416,24 @@ def downsample(points: Sequence[tuple[float, float]], limit: int = MAX_POINTS) -
     return tuple(extremes)
 
 
-def _note(text: str, rows: Sequence[ComparisonRow], drawn: Sequence[object]) -> str:
-    """The text, and how many of the rows are drawn if not all are."""
-    if len(drawn) >= len(rows):
-        return text
-    return f"{text} {len(drawn)} of {len(rows)} rows are drawn: the baseline and the fastest."
-
-
 def _run_nearest_mean(row: ComparisonRow) -> TrialSummary:
     """The run that is drawn if only one can be."""
     mean = row.tokens_per_second or 0.0
     return min(row.successes, key=lambda run: abs((run.tokens_per_second or 0.0) - mean))
 
 
-def _throughput_chart(rows: Sequence[ComparisonRow], baseline: ComparisonRow | None) -> Chart | None:
-    measured = [row for row in rows if row.tokens_per_second is not None]
+def _throughput_chart(rows: _Rows) -> Chart | None:
+    measured = [row for row in rows.measured if row.tokens_per_second is not None]
     if not measured:
         return None
-    drawn = rows_to_draw(measured, baseline)
+    drawn = rows.to_draw(measured)
     bars = tuple(
         Bar(
-            label=label_with_status(row),
+            label=rows.label_with_status(row),
             value=row.tokens_per_second or 0.0,
             interval=row.interval,
             runs=tuple(run.tokens_per_second for run in row.successes if run.tokens_per_second is not None),
-            baseline=baseline is not None and row.key == baseline.key,
+            baseline=rows.is_baseline(row),
         )
         for row in drawn
     )
@@ -358,50 +444,111 @@ def _throughput_chart(rows: Sequence[ComparisonRow], baseline: ComparisonRow | N
     else:
         note = "One run each, so there is no interval; --repeats 3 gives one."
     return BarChart(
-        name="throughput",
-        title="Throughput",
-        axis="tokens/s",
-        bars=bars,
-        note=_note(note, measured, drawn),
+        name="throughput", title="Throughput", axis="tokens/s", bars=bars, note=rows.note(note, measured, drawn)
     )
 
 
-def _ledger_chart(rows: Sequence[ComparisonRow], tier: str, comparison: Comparison) -> Chart | None:
-    drawn = rows_to_draw(rows, comparison.baseline)
-    stacks = [stack for row in drawn if (stack := _memory_stack(row, tier)) is not None]
-    if not any(stack.total for stack in stacks):
+def _ledger_chart(rows: _Rows, tier: str) -> Chart | None:
+    """Memory of one tier by category, beside the measured peak; the peak alone for rows without a ledger.
+
+    None if no row took any of it, and none ran out of it.
+    """
+    comparison = rows.comparison
+    drawn = rows.to_draw(rows.measured)
+    keys = {row.key for row in (*drawn, *rows.failed)}
+    candidates = (_memory_stack(row, tier, rows) for row in comparison.rows if row.key in keys)
+    stacks = [stack for stack in candidates if stack is not None]
+    if all(stack.failed and stack.requested is None for stack in stacks):
         return None
     heading, scope = _TIERS[tier]
-    capacity = {"gpu": comparison.device_capacity_bytes, "cpu": comparison.host_capacity_bytes}.get(tier)
-    has_peaks = any(stack.marker is not None for stack in stacks)
-    note = f"Bytes by category, {scope}, each category at its own largest"
-    note += (
-        ", so a stack may be longer than the measured peak, or shorter by what no tensor holds." if has_peaks else "."
-    )
+    categories = tuple(category.replace("_", " ").replace("deepspeed", "DeepSpeed") for category in CATEGORIES)
+    by_category = any(any(stack.parts[:-1]) for stack in stacks)
+    if not by_category:
+        stacks = [replace(stack, parts=stack.parts[-1:], measured=None) for stack in stacks]
+        note = f"Measured peak, {scope}."
+    elif any(stack.measured is not None for stack in stacks):
+        note = (
+            f"Bytes by category, {scope}, each category at its own largest, so a stack may be longer than the measured "
+            "peak; the rest of the peak is in no tensor that was found."
+        )
+    else:
+        note = f"Bytes by category, {scope}, each category at its own largest."
+    if any(stack.failed for stack in stacks):
+        note += " Hatched: at least what a row that ran out of memory would have needed."
+    capacity = _capacity_bytes(comparison, tier)
     return StackChart(
         name=f"ledger-{tier}",
-        title=f"{heading} by category",
+        title=f"{heading} by category" if by_category else heading,
         axis="GB",
-        categories=tuple(category.replace("_", " ").replace("deepspeed", "DeepSpeed") for category in CATEGORIES),
+        categories=(*categories, "rest of the peak") if by_category else ("measured peak",),
         stacks=tuple(stacks),
         capacity=to_gb(capacity),
-        capacity_label=f"{'card' if tier == 'gpu' else 'host'} {format_bytes(capacity)}" if capacity else "",
-        marker_label="measured peak, GB" if has_peaks else "",
-        note=_note(note, rows, drawn),
+        capacity_label=f"{'card' if tier == 'gpu' else 'host'} {format_value(to_gb(capacity))} GB" if capacity else "",
+        note=rows.note(note, rows.measured, drawn),
     )
 
 
-def _memory_stack(row: ComparisonRow, tier: str) -> Stack | None:
-    """The bytes of the run with most of them; None if no run has a ledger."""
-    runs = [run.record.ranks for run in row.successes if any(rank.ledger for rank in run.record.ranks)]
-    if not runs:
+def _capacity_bytes(comparison: Comparison, tier: str) -> int | None:
+    return {"gpu": comparison.device_capacity_bytes, "cpu": comparison.host_capacity_bytes}.get(tier)
+
+
+def _memory_stack(row: ComparisonRow, tier: str, rows: _Rows) -> Stack | None:
+    """The bytes of the run with most of them; None if the row has none in this tier, or failed for another reason."""
+    label = rows.label(row)
+    if not row.succeeded:
+        if (request := _request(row, tier, rows.comparison)) is None:
+            return None
+        return Stack(label=label, parts=(), requested=request[0], value=request[1])
+    ledgers = [run.record.ranks for run in row.successes if any(rank.ledger for rank in run.record.ranks)]
+    bytes_by_category = max((_tier_bytes(ranks, tier) for ranks in ledgers), key=Counter.total, default=Counter())
+    stored = max((run.nvme_stored_bytes or 0 for run in row.successes), default=0) or None
+    peak = {"gpu": row.gpu_peak_bytes, "cpu": row.host_peak_bytes, "nvme": stored}[tier]
+    total = sum(bytes_by_category[category] for category in CATEGORIES)
+    if not total and not peak:
         return None
-    bytes_by_category = max((_tier_bytes(ranks, tier) for ranks in runs), key=Counter.total)
+    parts = (*(bytes_by_category[category] for category in CATEGORIES), max(0, (peak or 0) - total))
     return Stack(
-        label=row.label,
-        parts=tuple(bytes_by_category[category] / BYTES_PER_GB for category in CATEGORIES),
-        marker=to_gb({"gpu": row.gpu_peak_bytes, "cpu": row.host_peak_bytes}.get(tier)),
+        label=label,
+        parts=tuple(size / BYTES_PER_GB for size in parts),
+        measured=to_gb(peak),
+        predicted=to_gb(_predicted_bytes(row.successes[0].record, tier)),
+        value=format_value(to_gb(peak or total)),
     )
+
+
+def _predicted_bytes(record: TrialRecord, tier: str) -> int | None:
+    """The prediction that the measured bytes of a tier can be held against; None if there is none.
+
+    On a GPU without what is assumed outside torch's allocator. On the CPU accelerator there is none: pages that nobody
+    touched are not resident (``prediction.trial_predictions``).
+    """
+    prediction = record.trial.prediction or {}
+    if prediction.get("unknown") is not None or (tier == "cpu" and record.trial.placement.accelerator == "cpu"):
+        return None
+    size = predicted_bytes(record, {"cpu": "host"}.get(tier, tier))
+    return size - prediction["gpu"].get("overhead", 0) if size is not None and tier == "gpu" else size
+
+
+def _request(row: ComparisonRow, tier: str, comparison: Comparison) -> tuple[float | None, str] | None:
+    """GB that a failed row would have needed at least, with a text; None if it did not run out of this tier's memory.
+
+    What was in use when an allocation failed and that allocation, else the prediction; None GB if neither is known.
+    """
+    record, capacity = row.summaries[0].record, _capacity_bytes(comparison, tier)
+    outcome, on_cpu = record.outcome, record.trial.placement.accelerator == "cpu"
+    predicted = predicted_bytes(record, {"cpu": "host"}.get(tier, tier))
+    if outcome.status == SKIPPED:
+        too_much = predicted is not None and capacity is not None and predicted > capacity
+        return (to_gb(predicted), f"not run, predicted {format_value(to_gb(predicted))}") if too_much else None
+    if tier != {OOM: "cpu" if on_cpu else "gpu", OOM_HOST: "cpu", OOM_DISK: "nvme"}.get(outcome.status):
+        return None
+    requested, free = outcome.requested_bytes, outcome.free_bytes
+    if requested is not None and free is not None and capacity is not None and free <= capacity:
+        needed = to_gb(capacity - free + requested)
+        return needed, f"OOM, ≥ {format_value(needed)}"
+    if predicted is None:
+        return None, "OOM"
+    return to_gb(predicted), f"OOM, predicted {format_value(to_gb(predicted))}"
 
 
 def _tier_bytes(ranks: Sequence[RankMeasurement], tier: str) -> Counter[str]:
@@ -412,64 +559,84 @@ def _tier_bytes(ranks: Sequence[RankMeasurement], tier: str) -> Counter[str]:
     return max(totals.values(), key=Counter.total)
 
 
-def _pareto_chart(comparison: Comparison, styles: Mapping[str, int], memory: str) -> Chart | None:
+def _pareto_chart(rows: _Rows, memory: str) -> Chart | None:
     """``memory``: ``device`` or ``host``, that of the horizontal axis."""
-    on_device = memory == "device"
+    on_device, comparison = memory == "device", rows.comparison
     front = comparison.pareto_device if on_device else comparison.pareto_host
-    dots = []
-    for row in comparison.rows:
+    measured = []
+    for row in sorted(rows.measured, key=lambda row: (row.key not in front, rows.importance(row))):
         peak_gb = to_gb(row.gpu_peak_bytes if on_device else row.host_peak_bytes)
-        if row.succeeded and peak_gb is not None and row.tokens_per_second is not None:
-            dots.append(
+        if peak_gb is not None and row.tokens_per_second is not None:
+            measured.append(
                 Dot(
-                    label=label_with_status(row),
+                    label=rows.label_with_status(row),
                     x=peak_gb,
                     y=row.tokens_per_second,
                     on_front=row.key in front,
-                    style=styles.get(row.key),
+                    style=rows.styles.get(row.key),
                     excluded=bool(row.differences) or row.invalid_reason is not None,
+                    recommended=row.key == rows.recommended,
                 )
             )
-    if not front or len(dots) < 2:
+    if not front or len(measured) < 2:
         return None
+    failed = []
+    for row in rows.failed:
+        needed_gb, text = _request(row, "gpu" if on_device else "cpu", comparison) or (None, "")
+        if needed_gb is not None:
+            failed.append(Dot(label=row.label, x=needed_gb, y=0.0, failed=text))
     note = "Up and left is better; no row beats those on the line (filled) in both."
-    if any(dot.excluded for dot in dots):
+    if any(dot.excluded for dot in measured):
         note += " Crossed-out rows are disqualified or not comparable and take no part."
-    if any(dot.style is None for dot in dots):
-        note += " Grey dots are rows that the legend has no room for."
+    if any(dot.style is None for dot in measured):
+        note += " Rows without a label are in the table of numbers."
+    if failed:
+        note += " Hatched: rows that ran out of memory, at what they would have needed at least."
     return ScatterChart(
         name=f"pareto-{memory}",
         title=f"Throughput against {memory} memory",
         axis="tokens/s",
         horizontal=f"peak {memory} memory, GB",
-        dots=tuple(dots),
-        capacity=to_gb(comparison.device_capacity_bytes if on_device else comparison.host_capacity_bytes),
+        dots=(*sorted(measured, key=lambda dot: not dot.recommended), *failed),
+        capacity=to_gb(_capacity_bytes(comparison, "gpu" if on_device else "cpu")),
         capacity_label="card" if on_device else "host",
         note=note,
     )
 
 
-def _phase_chart(rows: Sequence[ComparisonRow], baseline: ComparisonRow | None) -> Chart | None:
-    measured = [row for row in rows if any(rank.phase_seconds for rank in _run_nearest_mean(row).record.ranks)]
+def _phase_chart(rows: _Rows) -> Chart | None:
+    """The phases as shares of their sum."""
+    measured = []
+    for row in rows.measured:
+        ranks = _run_nearest_mean(row).record.ranks
+        slowest = [max(rank.phase_seconds.get(phase, 0.0) for rank in ranks) for phase in PHASES]
+        if sum(slowest) > 0:
+            measured.append((row, slowest))
     if not measured:
         return None
-    drawn, stacks = rows_to_draw(measured, baseline), []
-    for row in drawn:
-        ranks = _run_nearest_mean(row).record.ranks
-        slowest = (max(rank.phase_seconds.get(phase, 0.0) for rank in ranks) for phase in PHASES)
-        stacks.append(Stack(label=row.label, parts=tuple(to_ms(seconds) or 0.0 for seconds in slowest)))
+    drawn = {row.key for row in rows.to_draw([row for row, _ in measured])}
+    stacks = tuple(
+        Stack(
+            label=rows.label(row),
+            parts=tuple(100 * seconds / sum(slowest) for seconds in slowest),
+            value=format_value(to_ms(sum(slowest))),
+        )
+        for row, slowest in measured
+        if row.key in drawn
+    )
     note = "From a separate pass with synchronisation around each phase, so the sum may exceed a step of the table."
     return StackChart(
         name="phases",
         title="Phases of a step",
-        axis="ms",
+        axis="% of the sum; at the right, the sum in ms",
         categories=PHASES,
-        stacks=tuple(stacks),
-        note=_note(note, measured, drawn),
+        stacks=stacks,
+        value_heading="sum, ms",
+        note=rows.note(note, measured, stacks),
     )
 
 
-def _step_time_chart(rows: Sequence[ComparisonRow], styles: Mapping[str, int]) -> Chart | None:
+def _step_time_chart(rows: _Rows) -> Chart | None:
     def step_ms(run: TrialSummary) -> list[float | None]:
         if not run.record.ranks:
             return []
@@ -477,12 +644,12 @@ def _step_time_chart(rows: Sequence[ComparisonRow], styles: Mapping[str, int]) -
         return [to_ms(seconds) for seconds in (*slowest.warmup_step_seconds, *slowest.step_seconds)]
 
     note = "The slowest rank of the run nearest to the row's mean; warm-up steps are in no statistic."
-    return _line_chart("steps", "Step times", "ms per optimizer step", note, rows, styles, step_ms, min_span=0.2)
+    return _line_chart("steps", "Step times", "ms per optimizer step", note, rows, step_ms, min_span=0.2)
 
 
-def _loss_chart(rows: Sequence[ComparisonRow], styles: Mapping[str, int]) -> Chart | None:
+def _loss_chart(rows: _Rows) -> Chart | None:
     note = "Same seed and data in every row, so the lines should lie on each other."
-    return _line_chart("losses", "Losses", "loss", note, rows, styles, lambda run: run.losses)
+    return _line_chart("losses", "Losses", "loss", note, rows, lambda run: run.losses)
 
 
 def _line_chart(
@@ -490,30 +657,29 @@ def _line_chart(
     title: str,
     axis: str,
     note: str,
-    rows: Sequence[ComparisonRow],
-    styles: Mapping[str, int],
+    rows: _Rows,
     values_of: Callable[[TrialSummary], Sequence[float | None]],
     *,
     min_span: float = 0.0,
 ) -> Chart | None:
     """One line for each row that has a style and a value at two steps or more; None without lines."""
     lines = []
-    for row in rows:
-        if row.key in styles:
+    for row in rows.measured:
+        if row.key in rows.styles:
             values = values_of(_run_nearest_mean(row))
             points = [(float(step), value) for step, value in enumerate(values, 1) if value is not None]
             if len(points) > 1:
-                lines.append(Line(label=row.label, points=downsample(points), style=styles[row.key]))
+                lines.append(Line(label=rows.label(row), points=downsample(points), style=rows.styles[row.key]))
     if not lines:
         return None
     # Warm-up lasts until a real step was taken: the fewest steps of any run are warm-up in every run.
-    warmups = (len(rank.warmup_step_seconds) for row in rows for run in row.successes for rank in run.record.ranks)
+    ranks = (rank for row in rows.measured for run in row.successes for rank in run.record.ranks)
     return LineChart(
         name=name,
         title=title,
         axis=axis,
         lines=tuple(lines),
-        warmup=min(warmups, default=0),
+        warmup=min((len(rank.warmup_step_seconds) for rank in ranks), default=0),
         min_span=min_span,
-        note=_note(note, rows, lines),
+        note=rows.note(note, rows.measured, lines),
     )

@@ -7,21 +7,24 @@ the style sheet's variables, which differ between the light and the dark scheme,
 from __future__ import annotations
 
 import io
+import itertools
+import math
 import re
+import textwrap
 import warnings
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from ..analysis.comparison import Comparison
-from .chart_data import BarChart, Chart, LineChart, ScatterChart, StackChart, charts_of, format_value
+from .chart_data import BarChart, Chart, Dot, LineChart, ScatterChart, StackChart, charts_of, format_value
 
 INK, FAINT, RULE, PAPER, WARNING, HATCH = "#1b1f24", "#57606a", "#d5dae0", "#ffffff", "#a33b00", "#3a3f45"
 ROW_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#b8508f", "#e69f00", "#56b4e9", INK, "#847400")
 """By style; after Okabe and Ito, darkened where white paper needs it."""
-CATEGORY_COLOURS = ("#0072b2", "#e69f00", "#009e73", "#b8508f", "#56b4e9", "#c3c9d0")
+CATEGORY_COLOURS = ("#0072b2", "#e69f00", "#009e73", "#b8508f", "#56b4e9", "#c3c9d0", PAPER)
 CSS_VARIABLES = {
     INK: "--ink",
     FAINT: "--faint",
@@ -39,17 +42,39 @@ CSS_VARIABLES = {
     "#c3c9d0": "--c7",
 }
 """What the page draws each colour with; ``report.css`` defines them for both colour schemes."""
-HATCHES = ("", "///", "||", "--", "\\\\\\", "")
+HATCHES = ("", "///", "||", "--", "\\\\\\", "", "")
 """By category, so that categories differ without colour too."""
 DASHES: tuple[Any, ...] = ("-", "--", ":", "-.", (0, (4, 2)), (0, (8, 3)), (0, (1, 1.5)), (0, (5, 1, 1, 1)))
 MARKERS = "os^Dv*Xh"
 
-PAGE_WIDTH, PAGE_FONT_SIZE = 360.0, 11.0
+PAGE_WIDTH, PAGE_FONT_SIZE = 330.0, 11.5
 """Points. A phone shows one point as about one of its pixels."""
 FILE_WIDTH, FILE_FONT_SIZE = 460.0, 9.0
 """Points: the width of the text on a printed page."""
 ROW_HEIGHT_EM = 3.3
-"""Height of a bar or stack with its label above, in font sizes."""
+"""Height of a bar or stack with its label of one line above, in font sizes."""
+BAR_HEIGHT = 0.36
+"""Height of a bar, as a fraction of its row's."""
+SCATTER_HEIGHT_EM = 21.0
+DOT_EM = 0.6
+"""Half the width of a dot and the space around it, in font sizes."""
+_LABEL_DISTANCES = (0.0, 1.2, 2.4, 4.0)
+"""How far a label may be from its dot, in font sizes; one that is not beside it gets a line to it."""
+_LABEL_DIRECTIONS = (
+    (1, 0),
+    (-1, 0),
+    (0, 1),
+    (0, -1),
+    (1, 1),
+    (1, -1),
+    (-1, 1),
+    (-1, -1),
+    (0.5, 1),
+    (-0.5, 1),
+    (0.5, -1),
+    (-0.5, -1),
+)
+"""Where a label lies from its point, across and up, the best first: 1 is beside it, 0 centred on it."""
 CHARACTER_WIDTH_EM = 0.6
 """Width of a character of DejaVu Sans in font sizes, rather too large: text is cut too early and never overlaps."""
 _SETTINGS: Any = {
@@ -75,14 +100,14 @@ _SETTINGS: Any = {
 }
 
 
-def save_charts(title: str, comparison: Comparison, folder: Path) -> list[Path]:
+def save_charts(title: str, comparison: Comparison, folder: Path, recommended: str | None = None) -> list[Path]:
     """Writes every chart of a comparison as PNG (200 dpi) and SVG (no font needed). Returns the files.
 
-    The same numbers give the same SVG. Makes the folder. Raises OSError.
+    ``recommended``: key of the row to mark. The same numbers give the same SVG. Makes the folder. Raises OSError.
     """
     folder.mkdir(parents=True, exist_ok=True)
     paths: list[Path] = []
-    for chart in charts_of(comparison).charts:
+    for chart in charts_of(comparison, recommended).charts:
         for form in ("png", "svg"):
             path = folder / f"{chart.name}.{form}"
             options: Any = {"dpi": 200} if form == "png" else {"metadata": {"Date": None}}
@@ -164,18 +189,18 @@ def _draw(chart: Chart, target: Any, width: float, font_size: float, *, title: s
             frame = _draw_lines(chart, axes)
         else:
             assert isinstance(chart, ScatterChart), f"no drawing of {type(chart).__name__}"
-            frame = _draw_scatter(chart, axes)
+            frame = _draw_scatter(chart, axes, width / font_size)
         # Laid out by hand in font sizes: matplotlib's own layout draws everything twice.
         below = 3.2 + _draw_legend(axes, frame.legend, columns)
-        above = frame.above + (3 if title else 0)
+        heading = [chart.title, *textwrap.wrap(_printable(title), int(columns))] if title else []
+        above = frame.above + 1.35 * len(heading) + (0.6 if title else 0)
         across, height = width / font_size, above + frame.height + below
         figure.set_size_inches(width / 72, height * font_size / 72)
         figure.subplots_adjust(
             left=frame.left / across, right=1 - 0.8 / across, bottom=below / height, top=1 - above / height
         )
         if title:
-            text = f"{chart.title}\n{_printable(title, columns)}"
-            figure.text(0.8 / across, 1 - 0.4 / height, text, va="top")
+            figure.text(0.8 / across, 1 - 0.4 / height, "\n".join(heading), va="top")
         figure.savefig(target, **options)
 
 
@@ -198,11 +223,33 @@ def _printable(text: str, columns: float | None = None) -> str:
     return line[: max(3, int(columns) - 1)].rstrip() + "…"
 
 
-def _draw_rows(axes: Any, title: str, rows: Sequence[tuple[str, str]], columns: float) -> None:
-    """Axis and grid of bars: above each bar its label and, at the right end, its value."""
-    for index, (label, value) in enumerate(rows):
-        for text, x, side in ((_printable(label, columns - len(value) - 3), 0, "left"), (value, 1, "right")):
-            axes.annotate(text, (x, index - 0.18), xycoords=("axes fraction", "data"), va="bottom", ha=side)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _RowLabel:
+    """The texts above a bar: the label at the left end and the value at the right end."""
+
+    label: str
+    value: str
+    colour: str = INK
+
+
+def _draw_rows(axes: Any, title: str, rows: Sequence[_RowLabel], columns: float) -> _Frame:
+    """Axis and grid of bars of the height ``BAR_HEIGHT``, and above each its label, of two lines if it is long."""
+    lines = 1
+    for index, row in enumerate(rows):
+        label = textwrap.wrap(_printable(row.label), int(columns - len(row.value) - 3), max_lines=2, placeholder=" …")
+        lines = max(lines, len(label))
+        for text, x, side in (("\n".join(label), 0, "left"), (row.value, 1, "right")):
+            position = (x, index - BAR_HEIGHT / 2)
+            axes.annotate(
+                text,
+                position,
+                (0, 1),
+                ("axes fraction", "data"),
+                "offset points",
+                va="bottom",
+                ha=side,
+                color=row.colour,
+            )
     axes.set_ylim(len(rows) - 0.5, -0.75)
     axes.yaxis.set_visible(False)
     axes.spines["left"].set_visible(False)
@@ -210,6 +257,7 @@ def _draw_rows(axes: Any, title: str, rows: Sequence[tuple[str, str]], columns: 
     axes.set_axisbelow(True)
     axes.grid(axis="x")
     _format_ticks(axes.xaxis)
+    return _Frame(height=(ROW_HEIGHT_EM + 1.2 * (lines - 1)) * (len(rows) + 0.25))
 
 
 def _format_ticks(axis: Any) -> None:
@@ -225,8 +273,8 @@ def _draw_legend(axes: Any, entries: Sequence[tuple[Any, str]], columns: float) 
     """Draws the legend below the chart, in one to three columns. Returns its height in font sizes."""
     if not entries:
         return 0.0
-    across = max(1, min(3, int(columns / (max(len(label) for _, label in entries) + 8))))
-    labels = [_printable(label, columns / across - 8) for _, label in entries]
+    across = max(1, min(3, int(columns / (max(len(label) for _, label in entries) + 6.5))))
+    labels = [_printable(label, columns / across - 6.5) for _, label in entries]
     # matplotlib leaves out a label that begins with an underscore; a space of no width comes before it
     labels = [f"\u200b{label}" if label.startswith("_") else label for label in labels]
     axes.figure.legend(
@@ -235,7 +283,7 @@ def _draw_legend(axes: Any, entries: Sequence[tuple[Any, str]], columns: float) 
         loc="lower left",
         borderaxespad=0,
         ncols=across,
-        handlelength=2.8,
+        handlelength=2,
         columnspacing=1,
         labelspacing=0.3,
     )
@@ -243,7 +291,7 @@ def _draw_legend(axes: Any, entries: Sequence[tuple[Any, str]], columns: float) 
 
 
 def _draw_bars(chart: BarChart, axes: Any, columns: float) -> _Frame:
-    axes.barh(range(len(chart.bars)), [bar.value for bar in chart.bars], height=0.36, color=ROW_COLOURS[0])
+    axes.barh(range(len(chart.bars)), [bar.value for bar in chart.bars], height=BAR_HEIGHT, color=ROW_COLOURS[0])
     for index, bar in enumerate(chart.bars):
         if bar.interval:
             low, high = bar.interval
@@ -256,50 +304,80 @@ def _draw_bars(chart: BarChart, axes: Any, columns: float) -> _Frame:
             axes.plot(runs, [index] * len(runs), "o", **style)
     largest = max(value for bar in chart.bars for value in (bar.value, *(bar.interval or ()), *bar.runs))
     axes.set_xlim(0, largest * 1.04 or 1)
-    labels = [f"{bar.label} (baseline)" if bar.baseline else bar.label for bar in chart.bars]
-    values = [format_value(bar.value) for bar in chart.bars]
-    _draw_rows(axes, chart.axis, list(zip(labels, values, strict=True)), columns)
-    return _Frame(height=ROW_HEIGHT_EM * len(chart.bars))
+    labels = [
+        _RowLabel(label=f"{bar.label} (baseline)" if bar.baseline else bar.label, value=format_value(bar.value))
+        for bar in chart.bars
+    ]
+    return _draw_rows(axes, chart.axis, labels, columns)
 
 
 def _draw_stacks(chart: StackChart, axes: Any, columns: float) -> _Frame:
     rows = range(len(chart.stacks))
     starts = [0.0] * len(chart.stacks)
-    entries = []
+    entries: list[tuple[Any, str]] = []
     for part, category in enumerate(chart.categories):
-        sizes = [stack.parts[part] for stack in chart.stacks]
+        sizes = [0.0 if stack.failed else stack.parts[part] for stack in chart.stacks]
+        colour = CATEGORY_COLOURS[part % len(CATEGORY_COLOURS)]
         if any(sizes):
             bars = axes.barh(
                 rows,
                 sizes,
                 left=starts,
-                height=0.36,
-                color=CATEGORY_COLOURS[part % len(CATEGORY_COLOURS)],
+                height=BAR_HEIGHT,
+                color=colour,
                 hatch=HATCHES[part % len(HATCHES)],
-                edgecolor=HATCH,
+                edgecolor=FAINT if colour == PAPER else HATCH,
                 linewidth=0.6,
             )
             entries.append((bars, category))
             starts = [start + size for start, size in zip(starts, sizes, strict=True)]
-    peaks = [(stack.marker, row) for row, stack in enumerate(chart.stacks) if stack.marker is not None]
+    axes.set_xlim(0, chart.end * 1.03 or 1)
+    requests = [(row, stack.requested) for row, stack in enumerate(chart.stacks) if stack.requested is not None]
+    if requests:
+        numbers, lengths = zip(*requests, strict=True)
+        bars = axes.barh(
+            numbers,
+            lengths,
+            height=BAR_HEIGHT,
+            color=PAPER,
+            hatch="xxx",
+            edgecolor=WARNING,
+            linewidth=0.8,
+            linestyle=":",
+        )
+        entries.append((bars, "out of memory"))
+    # A bar ends at the peak, unless its categories, each at its own largest, are longer.
+    peaks = [
+        (stack.measured, row)
+        for row, stack in enumerate(chart.stacks)
+        if stack.measured and stack.total > 1.005 * stack.measured
+    ]
     if peaks:
         style: Any = {"markerfacecolor": INK, "markeredgecolor": PAPER, "markersize": 7, "clip_on": False, "zorder": 4}
         (points,) = axes.plot(*zip(*peaks, strict=True), "D", **style)
         entries.append((points, "measured peak"))
-    end = chart.largest * 1.03
+    predictions = [(stack.predicted, row) for row, stack in enumerate(chart.stacks) if stack.predicted is not None]
+    if predictions:
+        for colour, line_width in ((PAPER, 5.0), (INK, 2.5)):  # a halo, to be seen on the bar and beside it
+            style = {"color": colour, "markeredgewidth": line_width, "markersize": 17, "zorder": 3}
+            (points,) = axes.plot(*zip(*predictions, strict=True), "|", **style)
+        entries.append((points, "predicted"))
     if chart.capacity is not None:
         (line,) = axes.plot([], [], linestyle="--", color=WARNING)
-        if chart.capacity_is_near:
-            end = max(chart.largest, chart.capacity) * 1.03
-            bottoms, tops = [row - 0.3 for row in rows], [row + 0.3 for row in rows]
+        if chart.capacity_is_drawn:
+            half = 0.65 * BAR_HEIGHT
+            bottoms, tops = [row - half for row in rows], [row + half for row in rows]
             axes.vlines([chart.capacity] * len(rows), bottoms, tops, color=WARNING, linestyle="--")
             entries.append((line, chart.capacity_label))
         else:
-            end = chart.largest * 1.12
             entries.append((line, f"{chart.capacity_label} (beyond the axis →)"))
-    axes.set_xlim(0, end or 1)
-    _draw_rows(axes, chart.axis, [(stack.label, format_value(stack.total)) for stack in chart.stacks], columns)
-    return _Frame(height=ROW_HEIGHT_EM * len(chart.stacks), legend=entries)
+    labels = [
+        _RowLabel(
+            label=stack.label, value=stack.value or format_value(stack.total), colour=WARNING if stack.failed else INK
+        )
+        for stack in chart.stacks
+    ]
+    return replace(_draw_rows(axes, chart.axis, labels, columns), legend=entries)
 
 
 def _draw_plane(axes: Any, horizontal: str, vertical: str, legend: Sequence[tuple[Any, str]]) -> _Frame:
@@ -340,27 +418,173 @@ def _draw_lines(chart: LineChart, axes: Any) -> _Frame:
     return frame
 
 
-def _draw_scatter(chart: ScatterChart, axes: Any) -> _Frame:
+def _draw_scatter(chart: ScatterChart, axes: Any, across: float) -> _Frame:
+    """``across``: width of the figure in font sizes, by which the labels are placed."""
     axes.plot([dot.x for dot in chart.front], [dot.y for dot in chart.front], "--", color=FAINT, linewidth=1)
-    entries = []
-    for dot in chart.dots:
-        if dot.excluded:
-            axes.plot(dot.x, dot.y, "x", color=INK, markersize=12, zorder=3)
-        if dot.style is None:
-            axes.plot(dot.x, dot.y, ".", color=FAINT, alpha=0.6)
-            continue
-        colour = ROW_COLOURS[dot.style]
-        (drawn,) = axes.plot(
-            dot.x,
-            dot.y,
-            MARKERS[dot.style],
-            markeredgecolor=colour,
-            markerfacecolor=colour if dot.on_front else PAPER,
-            markersize=9,
-        )
-        entries.append((drawn, dot.label))
-    axes.set_xlim(0, max(dot.x for dot in chart.dots) * 1.06 or 1)
-    axes.set_ylim(0, max(dot.y for dot in chart.dots) * 1.08 or 1)
+    axes.set_xlim(0, chart.end * 1.06 or 1)
+    axes.set_ylim(0, max(dot.y for dot in chart.dots) * 1.12 or 1)
+    entries: list[tuple[Any, str]] = []
     if chart.capacity is not None and chart.capacity <= axes.get_xlim()[1]:
         entries.append((axes.axvline(chart.capacity, color=WARNING, linestyle="--"), chart.capacity_label))
-    return _draw_plane(axes, chart.horizontal, chart.axis, entries)
+    failed = [dot for dot in chart.dots if dot.failed]
+    if failed:
+        places, stub = [min(dot.x, chart.end) for dot in failed], 0.08 * axes.get_ylim()[1]
+        bars = axes.bar(
+            places, stub, width=0.025 * chart.end, color=PAPER, hatch="xxx", edgecolor=WARNING, linewidth=0.8, zorder=3
+        )
+        entries.append((bars, "out of memory"))
+    for dot in chart.dots:
+        if dot.excluded:
+            axes.plot(dot.x, dot.y, "x", color=INK, markersize=12, zorder=4)
+        if dot.style is None:
+            if not dot.failed:
+                axes.plot(dot.x, dot.y, ".", color=FAINT, alpha=0.6)
+            continue
+        colour = ROW_COLOURS[dot.style]
+        axes.plot(
+            dot.x,
+            dot.y,
+            "*" if dot.recommended else MARKERS[dot.style],
+            markeredgecolor=colour,
+            markerfacecolor=colour if dot.on_front else PAPER,
+            markersize=16 if dot.recommended else 9,
+            zorder=3,
+        )
+    frame = replace(_draw_plane(axes, chart.horizontal, chart.axis, entries), height=SCATTER_HEIGHT_EM)
+    _label_dots(chart, axes, across - frame.left - 0.8, frame.height)
+    return frame
+
+
+def _label_dots(chart: ScatterChart, axes: Any, width: float, height: float) -> None:
+    """Writes labels at the dots. ``width`` and ``height``: of the plot in font sizes."""
+    scale_x, scale_y = width / axes.get_xlim()[1], height / axes.get_ylim()[1]
+
+    def position(dot: Dot) -> tuple[float, float]:
+        return min(dot.x, chart.end) * scale_x, dot.y * scale_y
+
+    labelled = [dot for dot in chart.dots if dot.style is not None or dot.failed]
+    texts = [textwrap.wrap(_printable(dot.label), 24, max_lines=2, placeholder=" …") for dot in labelled]
+    for dot, text in zip(labelled, texts, strict=True):
+        if dot.failed:
+            text.append(f"{dot.failed} GB" + (" →" if dot.x > chart.end else ""))
+    sizes = [(CHARACTER_WIDTH_EM * max(map(len, text), default=0), 1.2 * len(text)) for text in texts]
+    places = place_labels(
+        [position(dot) for dot in labelled],
+        sizes,
+        (width, height),
+        [position(dot) for dot in chart.dots],
+        [
+            [position(dot) for dot in chart.front],
+            [] if chart.capacity is None else [(chart.capacity * scale_x, 0), (chart.capacity * scale_x, height)],
+        ],
+    )
+    for dot, text, size, place in zip(labelled, texts, sizes, places, strict=True):
+        if place is not None:
+            left, bottom = place
+            x, y = position(dot)
+            end = _nearest((left, bottom, left + size[0], bottom + size[1]), (x, y))
+            if math.dist((x, y), end) > 1.8 * DOT_EM:
+                axes.plot([x / scale_x, end[0] / scale_x], [y / scale_y, end[1] / scale_y], color=FAINT, linewidth=0.7)
+            axes.text(
+                left / scale_x,
+                bottom / scale_y,
+                "\n".join(text),
+                va="bottom",
+                linespacing=1.1,
+                color=WARNING if dot.failed else INK,
+            )
+
+
+Point = tuple[float, float]
+
+
+def place_labels(
+    points: Sequence[Point],
+    sizes: Sequence[Point],
+    plot: Point,
+    obstacles: Sequence[Point],
+    lines: Sequence[Sequence[Point]],
+) -> list[Point | None]:
+    """Lower left corners of labels beside their points; None for a label for which there is no room.
+
+    Labels lie within the plot, from (0, 0) to ``plot``, and cover no other label and no obstacle, which are points that
+    take ``DOT_EM`` each way. They cross ``lines``, each through the points given, only if nothing else is free.
+    ``sizes``: width and height of the labels. All in font sizes.
+    """
+    dots = [(x - DOT_EM, y - DOT_EM, x + DOT_EM, y + DOT_EM) for x, y in obstacles]
+    crossed = [(*at, *at) for line in lines for start, end in itertools.pairwise(line) for at in _along(start, end)]
+    numbers = range(len(points))
+    orders = {  # a label takes the place that is best for it alone, so the order decides what is left for the others
+        tuple(numbers),
+        *(
+            tuple(sorted(numbers, key=lambda number: sign * points[number][axis]))
+            for axis in (0, 1)
+            for sign in (1, -1)
+        ),
+    }
+    attempts = []
+    for order in sorted(orders):
+        total, places, labels = 0.0, dict[int, Point](), list[_Box]()
+        for number in order:
+            others = [dot for dot, center in zip(dots, obstacles, strict=True) if center != points[number]]
+            best: tuple[float, _Box | None] = (_NO_PLACE, None)
+            for cost, box in _free_boxes(points[number], sizes[number], plot, [*dots, *labels], labels):
+                if cost >= best[0]:  # as are all that follow
+                    break
+                cost += _badness(box, points[number], crossed, others)
+                best = min(best, (cost, box), key=lambda each: each[0])
+            total += best[0]
+            if best[1] is not None:
+                labels.append(best[1])
+                places[number] = best[1][:2]
+        attempts.append((total, places))
+    _, places = min(attempts, key=lambda attempt: attempt[0])
+    return [places.get(number) for number in numbers]
+
+
+_NO_PLACE = 1000.0
+"""The cost of a label without a place."""
+_Box = tuple[float, float, float, float]
+"""Left, bottom, right and top."""
+
+
+def _free_boxes(
+    point: Point, size: Point, plot: Point, taken: Sequence[_Box], labels: Sequence[_Box]
+) -> Iterator[tuple[float, _Box]]:
+    """Boxes of a label that overlap nothing, each with a cost, the cheapest and nearest first."""
+    wide, high = size
+    for order, (distance, (across, up)) in enumerate(itertools.product(_LABEL_DISTANCES, _LABEL_DIRECTIONS)):
+        left = point[0] + across * (DOT_EM + 0.1 + distance) - wide * (1 - across) / 2
+        bottom = point[1] + up * (DOT_EM + 0.1 + distance) - high * (1 - up) / 2
+        box = (left, bottom, left + wide, bottom + high)
+        if left < 0 or bottom < 0 or box[2] > plot[0] or box[3] > plot[1] or _overlaps(box, taken):
+            continue
+        if not distance or not any(_overlaps((*at, *at), labels) for at in _along(point, _nearest(box, point))):
+            yield order / 6, box
+
+
+def _badness(box: _Box, point: Point, crossed: Sequence[_Box], others: Sequence[_Box]) -> float:
+    """How hard a label is to read: on a line, so near to the dot of another row that it seems to be of that one."""
+    near = (box[0] - DOT_EM, box[1] - DOT_EM / 2, box[2] + DOT_EM, box[3] + DOT_EM / 2)
+    leader = _along(point, _nearest(box, point))
+    return (
+        sum(_overlaps(at, [box]) for at in crossed)
+        + 8 * _overlaps(near, others)
+        + sum(_overlaps((*at, *at), others) for at in leader)
+    )
+
+
+def _overlaps(box: _Box, others: Sequence[_Box]) -> bool:
+    return any(box[0] < other[2] and other[0] < box[2] and box[1] < other[3] and other[1] < box[3] for other in others)
+
+
+def _nearest(box: _Box, point: Point) -> Point:
+    """The point of the box that is nearest to the given one."""
+    return min(max(point[0], box[0]), box[2]), min(max(point[1], box[1]), box[3])
+
+
+def _along(start: Point, end: Point) -> list[Point]:
+    """Points that divide a line into 16 equal parts, ends included."""
+    return [
+        (start[0] + (end[0] - start[0]) * part / 16, start[1] + (end[1] - start[1]) * part / 16) for part in range(17)
+    ]

@@ -64,19 +64,22 @@ def _section(report: ComparisonReport, uid: str) -> dict[str, Any]:
     """What the template needs for one report. ``uid``: beginning of all its ids."""
     from markupsafe import Markup
 
-    drawable = charts_of(report.comparison)
+    drawable = charts_of(report.comparison, report.recommendation.key)
     numbers = {note: number for number, note in enumerate(report.labels_by_note, 1)}
     columns = measured_columns(report.comparison)
+    sections: dict[str, list[dict[str, Any]]] = {"Speed": [], "Memory": [], "Steps": []}
+    for chart in drawable.charts:
+        heading = {"throughput": "Speed", "pareto": "Speed", "ledger": "Memory"}.get(
+            chart.name.partition("-")[0], "Steps"
+        )
+        sections[heading].append({"chart": chart, "svg": Markup(charts.inline_svg(chart, f"{uid}-{chart.name}"))})
     return {
         "uid": uid,
         "report": report,
         "columns": columns,
         "rows": [_row(row, report, columns, numbers) for row in report.comparison.rows],
         "footnotes": list(report.labels_by_note.items()),
-        "charts": [
-            {"chart": chart, "svg": Markup(charts.inline_svg(chart, f"{uid}-{chart.name}"))}
-            for chart in drawable.charts
-        ],
+        "chart_sections": [(heading, drawn) for heading, drawn in sections.items() if drawn],
         "left_out": drawable.missing,
     }
 
@@ -89,6 +92,7 @@ def _row(
     cells = [column.cell(row, comparison) for column in columns]
     return {
         "label": row.label,
+        "recommended": row.key == report.recommendation.key,
         "baseline": comparison.baseline is not None and row.key == comparison.baseline.key,
         "status": row_status(row, lambda status: f"{'✓' if status == SUCCESS else '✗'} {status}"),
         "succeeded": row.succeeded,

@@ -6,15 +6,21 @@ browser's clipboard interface, so that the old way by a selection is tried too.
 
 from __future__ import annotations
 
+import io
+import itertools
 import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from PIL import Image
 
+from ds_bench.records.schema import OOM, Outcome
 from tests.support import fakes
 from tests.support import sample_reports as samples
 
@@ -244,6 +250,92 @@ def test_a_phone_never_scrolls_the_page_sideways(opened: Opened, driver: Any, na
     driver.execute_script("document.querySelectorAll('details').forEach((one) => { one.open = true })")
     widths = driver.execute_script("return [document.documentElement.scrollWidth, window.innerWidth]")
     assert widths == [360, 360]
+
+
+def with_failures() -> samples.ComparisonReport:
+    """Four rows, one of them recommended, and rows that ran out of memory, by measurement and by prediction."""
+    rows = samples.zero_comparison().rows[:4]
+    known = samples.failed(fakes.zero(2), requested_bytes=50 * fakes.GB, free_bytes=4 * fakes.GB)
+    trial = replace(known.record.trial, prediction={"gpu": {"activations": 300 * fakes.GB}})
+    foreseen = replace(known, record=replace(known.record, trial=trial, outcome=Outcome(status=OOM)))
+    failures = (samples.row("ZeRO-2, micro-batch 16", known), samples.row("ZeRO-2, micro-batch 64", foreseen))
+    chosen = samples.recommendation(key="ZeRO-2")
+    return samples.report(samples.comparison(*rows, *failures), recommendation=chosen)
+
+
+PAGES = {
+    "zero": lambda: samples.report(samples.zero_comparison()),
+    "offload": lambda: samples.report(samples.offload_comparison()),
+    "cpu": lambda: samples.report(samples.cpu_comparison()),
+    "out of memory": with_failures,
+    "many": lambda: samples.report(samples.many_rows(20)),
+}
+
+
+@pytest.mark.parametrize("name", PAGES)
+@pytest.mark.parametrize("width", [360, 1400])
+def test_no_text_of_a_chart_covers_another_or_is_cut_off(opened: Opened, driver: Any, name: str, width: int) -> None:
+    screen = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 500}
+    driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", screen)
+    opened(PAGES[name]())
+    charts = driver.execute_script(
+        """return [...document.querySelectorAll("svg.chart")].map((svg) => {
+          const box = (e) => { const r = e.getBoundingClientRect(); return [r.left, r.top, r.right, r.bottom]; };
+          return [box(svg), [...svg.querySelectorAll("text")].map((e) => [e.textContent.trim(), ...box(e)])];
+        });"""
+    )
+    assert charts
+    for (left, top, right, bottom), texts in charts:
+        for index, (text, *box) in enumerate(texts):
+            assert max(left - box[0], top - box[1], box[2] - right, box[3] - bottom) < 1, text
+            assert box[3] - box[1] > 9, text
+            letters = 0.5 * (box[3] - box[1])  # which are less high than the line
+            for other, *place in texts[index + 1 :]:
+                across = min(box[2], place[2]) - max(box[0], place[0])
+                down = min(box[3], place[3]) - max(box[1], place[1])
+                assert across <= 0 or down <= letters, (text, other)
+
+
+@pytest.mark.parametrize("width", [360, 1400])
+def test_a_table_that_goes_on_beyond_its_edge_shows_a_shadow_there_until_it_was_scrolled_to(
+    opened: Opened, driver: Any, width: int
+) -> None:
+    screen = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 500}
+    driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", screen)
+    full = samples.zero_comparison()
+    columns = "table of one column more than there is room for, " * 3
+    opened(samples.report(replace(full, rows=(replace(full.rows[0], label=columns), *full.rows[1:]))))
+
+    def edge() -> float:
+        """The mean brightness of the last pixels of the table's frame."""
+        picture = driver.find_element("css selector", ".scroll:has(.results)").screenshot_as_png
+        pixels = np.asarray(Image.open(io.BytesIO(picture)).convert("L"))
+        return float(np.median(pixels[:-20, -6:-2]))
+
+    before = edge()
+    driver.execute_script("document.querySelector('.scroll:has(.results)').scrollLeft = 1e6")
+    assert edge() > before + 30
+
+
+def test_on_paper_there_is_one_column_and_nothing_is_wider_than_the_sheet(opened: Opened, driver: Any) -> None:
+    """A4 at 96 dots per inch, less two margins of half an inch."""
+    screen = {"width": 698, "height": 1000, "deviceScaleFactor": 1, "mobile": False}
+    driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", screen)
+    driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "print"})
+    opened(with_failures())
+    driver.execute_script("dispatchEvent(new Event('beforeprint'))")
+    boxes = driver.execute_script(
+        """return [...document.querySelectorAll("figure, table")].map((e) => {
+          const r = e.getBoundingClientRect(); return [e.tagName, r.left, r.top, r.right, r.bottom];
+        });"""
+    )
+    figures = [box for box in boxes if box[0] == "FIGURE"]
+    assert len(figures) == 7
+    assert len({left for _, left, *_ in figures}) == 1
+    assert all(above[4] <= below[2] for above, below in itertools.pairwise(figures))
+    assert max(right for _, _, _, right, _ in boxes) <= 698
+    unfolded = driver.execute_script("return document.querySelectorAll('details.config[open]').length")
+    assert unfolded == 1
 
 
 def test_text_has_enough_contrast_in_both_schemes(opened: Opened) -> None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_bench.analysis.caveats import Caveat, CaveatKind
+from ds_bench.analysis.summary import TrialSummary
 from ds_bench.config.spec import Placement
+from ds_bench.records import schema
 from ds_bench.report import chart_data
 from ds_bench.report.chart_data import BarChart, Chart, LineChart, ScatterChart, StackChart, charts_of
 from tests.support import fakes
@@ -34,8 +37,8 @@ def test_the_device_ledger_is_the_fullest_ranks_and_the_host_ledger_the_fullest_
     device, host = chart(of, "ledger-gpu"), chart(of, "ledger-cpu")
     assert isinstance(device, StackChart)
     assert isinstance(host, StackChart)
-    assert device.stacks[0].parts == (0, 5, 0, 0, 0, 0)
-    assert host.stacks[0].parts == (3, 0, 0, 0, 0, 0)
+    assert device.stacks[0].parts == (0, 5, 0, 0, 0, 0, 3)  # the rest of a peak of 8 GB
+    assert host.stacks[0].parts == (3, 0, 0, 0, 0, 0, 3)  # two ranks of 3 GB
 
 
 def test_step_times_are_the_slowest_ranks_with_warm_up_first() -> None:
@@ -56,7 +59,7 @@ def test_a_slow_warm_up_does_not_flatten_what_was_measured_and_its_height_is_tol
     steps = chart(samples.zero_comparison(), "steps")
     assert isinstance(steps, LineChart)
     assert steps.limits[1] < 400
-    assert steps.cut_off == "up to 2,619"
+    assert steps.cut_off == "up to 2,620"
 
 
 def test_a_loss_that_is_not_finite_leaves_a_gap_and_no_nan() -> None:
@@ -77,9 +80,98 @@ def test_bars_carry_every_run_and_an_interval_only_where_there_is_one() -> None:
     assert "--repeats 3" in one.note
 
 
-def test_failed_rows_are_in_no_chart() -> None:
-    for one in charts_of(samples.zero_comparison()).charts:
-        assert "micro-batch 16" not in one.alt_text
+def out_of_memory(status: str = schema.OOM, gpu: float | None = 95, **changes: Any) -> TrialSummary:
+    """A run that failed, predicted to need ``gpu`` GB on the device, 70 GB in host memory and 900 GB on NVMe."""
+    failed = samples.failed(fakes.zero(2), status=status, **changes)
+    prediction = {tier: {"x": int(size * GB)} for tier, size in (("gpu", gpu), ("host", 70), ("nvme", 900)) if size}
+    trial = replace(failed.record.trial, prediction=prediction if gpu else None)
+    return replace(failed, record=replace(failed.record, trial=trial))
+
+
+@pytest.mark.parametrize(
+    ("run", "name", "requested", "text"),
+    [
+        (out_of_memory(requested_bytes=50 * GB, free_bytes=4 * GB), "ledger-gpu", 126, "OOM, ≥ 126"),
+        (out_of_memory(requested_bytes=50 * GB), "ledger-gpu", 95, "OOM, predicted 95.0"),
+        (out_of_memory(gpu=None, requested_bytes=50 * GB), "ledger-gpu", None, "OOM"),
+        (out_of_memory(requested_bytes=50 * GB, free_bytes=90 * GB), "ledger-gpu", 95, "OOM, predicted 95.0"),
+        (out_of_memory(schema.OOM_HOST), "ledger-cpu", 70, "OOM, predicted 70.0"),
+        (out_of_memory(schema.OOM_DISK), "ledger-nvme", 900, "OOM, predicted 900"),
+        (out_of_memory(schema.SKIPPED), "ledger-gpu", 95, "not run, predicted 95.0"),
+    ],
+)
+def test_a_row_out_of_memory_is_drawn_in_that_tier_at_what_it_asked_for(
+    run: TrialSummary, name: str, requested: float | None, text: str
+) -> None:
+    """What was in use, 80 GB less the free ones, and the request; else the prediction."""
+    measured = samples.offload_comparison().rows
+    of = samples.comparison(*measured, samples.row("failed", run), host_capacity_bytes=1000 * GB)
+    drawn = [one for one in charts_of(of).charts if "failed" in one.alt_text]
+    assert [one.name for one in drawn] == [*(["pareto-device"] if requested and name == "ledger-gpu" else []), name]
+    stacks = drawn[-1]
+    assert isinstance(stacks, StackChart)
+    assert (stacks.stacks[-1].requested, stacks.stacks[-1].value, stacks.stacks[-1].parts) == (requested, text, ())
+    assert text in stacks.alt_text
+    if len(drawn) == 2:
+        assert isinstance(drawn[0], ScatterChart)
+        assert (drawn[0].dots[-1].x, drawn[0].dots[-1].failed) == (requested, text)
+
+
+def test_a_row_that_failed_otherwise_is_in_no_chart_and_unknown_bytes_make_none() -> None:
+    full = samples.zero_comparison().rows[:4]
+    crashed = samples.row("failed", out_of_memory(schema.CRASHED))
+    for one in charts_of(samples.comparison(*full, crashed)).charts:
+        assert "failed" not in one.alt_text
+    assert charts_of(samples.comparison(samples.row("failed", out_of_memory(gpu=None)))).charts == ()
+
+
+def test_what_a_row_asked_for_does_not_shrink_the_others_below_half_of_the_axis() -> None:
+    wide = samples.row("failed", out_of_memory(gpu=9000))
+    for name in ("ledger-gpu", "pareto-device"):
+        one = chart(samples.comparison(*samples.zero_comparison().rows[:4], wide), name)
+        assert isinstance(one, (StackChart, ScatterChart))
+        assert one.end <= 160
+
+
+def test_the_prediction_of_a_gpu_leaves_out_what_the_allocator_does_not_see() -> None:
+    prediction = {"gpu": {"x": 7 * GB, "overhead": GB}, "host": {"x": 5 * GB}, "nvme": {}}
+
+    def predicted(on: Placement, **changes: Any) -> list[float | None]:
+        run = samples.run(fakes.zero(2), 0.1, on=on)
+        run = replace(run, record=replace(run.record, trial=replace(run.record.trial, prediction=prediction | changes)))
+        drawn = charts_of(samples.comparison(samples.row("ZeRO-2", run))).charts
+        return [stack.predicted for one in drawn if one.name.startswith("ledger") for stack in one.stacks]  # type: ignore[attr-defined]
+
+    assert predicted(samples.CARD) == [7, 5]
+    assert predicted(samples.CARD, unknown="activations") == [None, None]
+    assert predicted(fakes.placement())[-1] is None  # of the CPU accelerator not all is resident
+
+
+def test_phases_are_shares_of_their_sum() -> None:
+    phases = chart(samples.zero_comparison(), "phases")
+    assert isinstance(phases, StackChart)
+    assert all(sum(stack.parts) == pytest.approx(100) for stack in phases.stacks)
+    assert phases.table[0] == ("ZeRO-0", "27.3", "50.0", "22.7", "233")
+
+
+def test_the_recommended_row_has_a_star_in_every_chart_though_it_is_the_slowest() -> None:
+    drawn = charts_of(samples.many_rows(60), recommended="ZeRO-3 micro-batch 59").charts
+    for one in drawn:
+        assert [row[0] for row in one.table if "★" in row[0]] == ["★ ZeRO-3 micro-batch 59"]
+    assert drawn[0].name == "pareto-device"
+
+
+def test_memory_is_the_measured_peak_where_there_is_no_ledger() -> None:
+    device = chart(samples.flat_comparison(), "ledger-gpu")
+    assert device.title == "Device memory"
+    assert device.headings == ("Strategy", "measured peak")
+    assert device.table == (("ZeRO-0", "8.00"), ("ZeRO-1", "8.00"))
+
+
+def test_rows_that_store_nothing_on_disk_are_not_in_its_chart() -> None:
+    disk = chart(samples.offload_comparison(), "ledger-nvme")
+    assert [row[0] for row in disk.table] == ["ZeRO-3 + NVMe optimizer and parameters"]
+    assert not any(one.name == "ledger-nvme" for one in charts_of(samples.zero_comparison()).charts)
 
 
 def test_a_row_has_the_same_style_in_every_overlay() -> None:

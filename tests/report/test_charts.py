@@ -7,13 +7,15 @@ import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from PIL import Image
 
 from ds_bench.report import charts
 from ds_bench.report.chart_data import Bar, BarChart, Line, LineChart, Stack, StackChart, charts_of
-from ds_bench.report.charts import inline_svg, save_charts
+from ds_bench.report.charts import Point, inline_svg, place_labels, save_charts
 from tests.support import fakes
 from tests.support import sample_reports as samples
 
@@ -22,7 +24,7 @@ PNG = b"\x89PNG\r\n\x1a\n"
 
 def test_every_chart_is_a_png_and_an_svg(tmp_path: Path) -> None:
     paths = save_charts("a title", samples.offload_comparison(), tmp_path / "new" / "plots")
-    names = "throughput ledger-gpu ledger-cpu ledger-nvme pareto-device pareto-host steps phases losses"
+    names = "pareto-device pareto-host throughput ledger-gpu ledger-cpu ledger-nvme phases steps losses"
     assert [path.name for path in paths] == [f"{name}.{form}" for name in names.split() for form in ("png", "svg")]
     for path in paths:
         content = path.read_bytes()
@@ -54,7 +56,7 @@ def test_labels_that_mean_something_to_mathtext_xml_or_no_font_are_plain_text(tm
     for path in paths:
         if path.suffix == ".svg":
             ElementTree.fromstring(path.read_bytes())
-    assert len(paths) == 12
+    assert len(paths) == 14
 
 
 def test_dots_that_take_no_part_look_different(tmp_path: Path) -> None:
@@ -63,6 +65,45 @@ def test_dots_that_take_no_part_look_different(tmp_path: Path) -> None:
     for name, of in (("plain", full), ("odd", replace(full, rows=(full.rows[0], odd)))):
         save_charts("a title", of, tmp_path / name)
     assert (tmp_path / "odd/pareto-device.svg").read_bytes() != (tmp_path / "plain/pareto-device.svg").read_bytes()
+
+
+def test_a_long_title_takes_lines_and_is_not_cut(tmp_path: Path) -> None:
+    """Counted in the picture: a margin stays on the right, and each further line makes the picture higher."""
+    heights = []
+    for words in (4, 40):
+        save_charts("micro-batch " * words, samples.flat_comparison(), tmp_path)
+        pixels = np.asarray(Image.open(tmp_path / "throughput.png").convert("L"))
+        heights.append(len(pixels))
+        assert pixels[:, -8:].min() > 250
+    assert heights[1] - heights[0] > 5 * 200 / 72 * charts.FILE_FONT_SIZE
+
+
+COORDINATE = st.floats(0, 20)
+POINTS = st.lists(st.tuples(COORDINATE, COORDINATE), min_size=1, max_size=10)
+
+
+@settings(deadline=None, max_examples=100)
+@given(POINTS, st.lists(st.tuples(st.floats(1, 14), st.sampled_from((1.2, 2.4))), min_size=10, max_size=10))
+def test_labels_cover_neither_each_other_nor_a_dot_and_stay_inside(points: list[Point], sizes: list[Point]) -> None:
+    places = place_labels(points, sizes[: len(points)], (20, 20), points, [points])
+    boxes = [
+        (x, y, x + wide, y + high)
+        for place, (wide, high) in zip(places, sizes, strict=False)
+        if place is not None
+        for x, y in [place]
+    ]
+    dots = [(x, y, x, y) for x, y in points]
+    for index, box in enumerate(boxes):
+        assert min(box) >= 0
+        assert max(box) <= 20
+        for other in (*boxes[index + 1 :], *dots):
+            assert box[2] <= other[0] or other[2] <= box[0] or box[3] <= other[1] or other[3] <= box[1]
+
+
+def test_a_label_is_beside_its_dot_where_there_is_room_and_farther_off_where_there_is_none() -> None:
+    assert place_labels([(5, 5)], [(4, 1.2)], (20, 20), [(5, 5)], []) == [(pytest.approx(5.7), pytest.approx(4.4))]
+    crowd = [(10, 9), (10, 10), (10, 11)]
+    assert None not in place_labels(crowd, [(8, 1.2)] * 3, (20, 20), crowd, [])
 
 
 def test_nothing_is_written_where_nothing_succeeded(tmp_path: Path) -> None:

@@ -171,8 +171,8 @@ def test_every_chart_is_xml_with_a_title_and_a_description_that_names_its_rows()
 def test_the_card_is_drawn_in_the_device_ledger_and_the_host_in_the_other() -> None:
     source = samples.page(samples.report(samples.offload_comparison()))
     device, host, disk = (one for one in drawings(source) if "by category</title>" in one)
-    assert "card 80.00 GB" in device
-    assert "host 64.00 GB" in host
+    assert "card 80.0 GB" in device
+    assert "host 64.0 GB" in host
     assert "card" not in disk
     assert "host" not in disk.split("</desc>")[1]
 
@@ -198,9 +198,22 @@ def test_rows_that_all_failed_are_a_table_and_a_sentence_and_no_chart() -> None:
 def test_rows_without_series_leave_charts_out_and_say_so() -> None:
     page = page_of(samples.report(samples.flat_comparison()))
     captions = [data for tag, data in page.texts if tag == "figcaption"]
-    assert captions == ["Throughput", "Throughput against device memory"]
+    assert captions == ["Throughput against device memory", "Throughput", "Device memory", "Host memory"]
     for missing in ("No memory by category", "No step times", "No phases", "No losses"):
         assert missing in page.text()
+
+
+def test_the_page_begins_with_speed_against_memory_and_marks_the_recommended_row_everywhere() -> None:
+    chosen = samples.recommendation(key="ZeRO-2")
+    source = samples.page(samples.report(samples.zero_comparison(), recommendation=chosen))
+    assert "Throughput against device memory</title>" in source.split("<table")[0]
+    assert source.count('<tr class="recommended">') == 1
+    assert re.findall(r'<th scope="row" data-key="zero-2">.*?</span>', source)
+    assert all("★ ZeRO-2" in drawing.split("</desc>")[1] for drawing in drawings(source))
+
+
+def test_four_rows_are_less_than_150_kilobytes() -> None:
+    assert len(samples.page(samples.report(samples.offload_comparison())).encode()) < 150_000
 
 
 def test_no_reports_and_no_rows_are_said() -> None:

@@ -74,6 +74,8 @@
     });
   }
 
-  // Printed pages show what is folded.
-  addEventListener("beforeprint", () => document.querySelectorAll("details").forEach((one) => { one.open = true; }));
+  // Printed pages show the numbers of the charts and the recommended configuration; of the others, those unfolded.
+  addEventListener("beforeprint", () => {
+    for (const one of document.querySelectorAll("figure details, details.recommended")) one.open = true;
+  });
 })();
