@@ -19,16 +19,16 @@ FIELDS = {
     part: tuple(each.name for each in fields(of)) for part, of in (("workload", Workload), ("placement", Placement))
 }
 REQUESTED_AS = {"micro_batch_size": "batch_size", "grad_accum": "grad_accum", "data_parallel_size": "num_gpus"}
-"""Facts of the run → the field of the request that explains a difference in them, so that it is named once."""
+"""Fact of the run → the requested field that explains a difference in it, so that the difference is reported once."""
 _parts = attrgetter("configuration", "workload", "placement", "ds_config")
 _workload_values = attrgetter(*FIELDS["workload"])
 _dumps = json.JSONEncoder(sort_keys=True, default=str).encode
 
 
 def row_key(record: TrialRecord) -> str:
-    """The key of the trial with repeat 0: the same for every repeat of one row.
+    """Returns the key of the trial as if it were repeat 0, which all repeats of a row share.
 
-    Equals ``replace(trial, repeat=0).key`` and is several times cheaper, for results of thousands of records.
+    It equals ``replace(trial, repeat=0).key``, but is several times cheaper for results of thousands of records.
     """
     trial = record.trial
     text = (
@@ -51,19 +51,22 @@ def _workload_text(workload: Workload) -> str:
 def group_repeats(summaries: Sequence[TrialSummary]) -> dict[str, list[TrialSummary]]:
     """Groups runs by row key, in order of first appearance.
 
-    Trials with equal configuration, workload and placement are one row, whatever its configurations are called; the row
-    has the key of the first. Runs of one row that do not compare with each other (another GPU, other versions) are in
-    groups of their own, the later ones under ``<key>-2`` and so on. A run that measured nothing is in the first group.
+    Trials with equal DeepSpeed configuration, workload and placement are one row, whatever the name of the
+    configuration; the row has the key of the first. Runs of a row that do not compare with each other (another GPU,
+    other versions) are separate groups, the later ones under ``<key>-2`` and so on. A run that measured nothing is in
+    the first group.
     """
     groups: dict[str, list[TrialSummary]] = {}
     variants: dict[str, list[tuple[object, ...]]] = {}
     keys: dict[tuple[int, ...], str] = {}
     key_of_content: dict[tuple[object, ...], str] = {}
     for summary in summaries:
-        same = tuple(map(id, _parts(summary.record.trial)))  # of records read from one file, repeats share these
-        if same not in keys:
-            keys[same] = key_of_content.setdefault(_content(summary), row_key(summary.record))
-        key = keys[same]
+        part_ids = tuple(
+            map(id, _parts(summary.record.trial))
+        )  # repeats that were read from one file share their parts
+        if part_ids not in keys:
+            keys[part_ids] = key_of_content.setdefault(_content(summary), row_key(summary.record))
+        key = keys[part_ids]
         if summary.record.ranks:
             facts = (*run_facts(summary.record), summary.flat_config_hash)
             known_variants = variants.setdefault(key, [])
@@ -76,7 +79,7 @@ def group_repeats(summaries: Sequence[TrialSummary]) -> dict[str, list[TrialSumm
 
 
 def _content(summary: TrialSummary) -> tuple[object, ...]:
-    """Identity of a row without the strategy's name; with that name where the configuration is not known."""
+    """What identifies a row: not the configuration's name, unless the DeepSpeed configuration is not known."""
     trial, config = summary.record.trial, summary.config_hash
     identity = row_key(summary.record) if config is None else config
     return identity, _flat_text(trial.placement), _workload_text(trial.workload)
@@ -87,7 +90,7 @@ _OWN_BATCH = ("batch_size", "micro_batch_size")
 
 
 def incomparable_fields(a: TrialRecord, b: TrialRecord) -> list[str]:
-    """Fields that forbid a ratio between two rows, as ``batch_size 4 against 8``; empty if the rows compare.
+    """Returns the fields that forbid a ratio between two rows, as ``batch_size 4 against 8``; empty if there are none.
 
     The micro-batch may differ between rows that are each at their own largest one. Facts known from the run alone
     (versions, GPUs, the batch that the engine ran) are compared if both rows were measured.
@@ -99,7 +102,7 @@ def incomparable_fields(a: TrialRecord, b: TrialRecord) -> list[str]:
             pairs |= _differing_fields({name: (getattr(part_a, name), getattr(part_b, name)) for name in FIELDS[part]})
     if a.ranks and b.ranks:
         if None not in (a.ranks[0].dropout, b.ranks[0].dropout):
-            pairs.pop("dropout", None)  # requested or the model's own: the one that ran decides
+            pairs.pop("dropout", None)  # a requested dropout may equal the model's own: compare those that ran
         facts_a, facts_b = run_facts(a), run_facts(b)
         if facts_a != facts_b:
             run_pairs = _differing_fields(dict(zip(RUN_FACTS, zip(facts_a, facts_b, strict=True), strict=True)))
@@ -126,7 +129,7 @@ def _differing_fields(pairs: Pairs) -> Pairs:
 
 
 def format_value(value: object) -> str:
-    """Text of one value of a field; ``none`` for None."""
+    """Formats the value of a field; ``none`` for None."""
     return "none" if value is None else str(value)
 
 
@@ -145,7 +148,7 @@ RUN_FACTS = (
 
 
 def run_facts(record: TrialRecord) -> tuple[object, ...]:
-    """The values of ``RUN_FACTS``."""
+    """Returns the values of ``RUN_FACTS``."""
     rank = record.ranks[0]
     return (
         rank.micro_batch_size,
@@ -161,6 +164,6 @@ def run_facts(record: TrialRecord) -> tuple[object, ...]:
 
 
 def _devices(record: TrialRecord) -> str:
-    """``2 x NVIDIA H200``; the kinds sorted, as the order of ranks does not matter."""
+    """The GPUs of all ranks as ``2 x NVIDIA H200``, sorted, because the order of ranks does not matter."""
     names = [rank.device_name for rank in record.ranks]
     return ", ".join(f"{names.count(name)} x {name}" for name in sorted(set(names)))

@@ -1,7 +1,7 @@
-"""A flat row read back: what a result's JSON tells without its run folder.
+"""Reads flat rows, the rows of a result's JSON, to summaries.
 
-Figures, status and caveats are there; the series of step times and losses, and the DeepSpeed configuration, are not.
-The inverse of ``rows.COLUMNS`` as far as those columns go: the summary made here gives the same row again.
+A flat row holds figures, status and caveats, but neither the series of step times and losses nor the DeepSpeed
+configuration. The summary of a row gives the same row again (``flat_rows.COLUMNS``).
 """
 
 from __future__ import annotations
@@ -47,14 +47,15 @@ _NEEDED = (
 )  # fmt: skip
 _KNOWN = frozenset(name for name, _ in COLUMNS)
 _SIGNED = frozenset(("first_loss", "final_loss", "repeated_loss", "weight_change_cosine"))
-_MOST_CARDS = 1024
-"""A host is not read to have more cards than this, whatever a row claims."""
-_MOST_LOSSES = 100_000
-"""A series of losses is not drawn out beyond this, whatever number of steps a row claims."""
+_MAX_GPUS = 1024
+"""GPUs of a host at most, so that a damaged row cannot ask for millions of objects."""
+_MAX_LOSSES = 100_000
+"""Length of a series of losses at most, for the same reason."""
 
 
 def check_rows(rows: Sequence[Any]) -> list[dict[str, Any]]:
-    """The known columns of rows. Raises InvalidValueError, whose place begins with the index of the row."""
+    """Checks rows and returns their known columns. Raises InvalidValueError, whose place begins with the row's
+    index."""
     from pydantic import ValidationError
     from pydantic_core import to_json
 
@@ -67,7 +68,7 @@ def check_rows(rows: Sequence[Any]) -> list[dict[str, Any]]:
 
 @cache
 def _row_adapter() -> TypeAdapter[list[dict[str, Any]]]:
-    """Each column with its type; any but those that identify a row may be null or missing."""
+    """Makes the checker: each column has its type, and all but ``_NEEDED`` may be null or missing."""
     from pydantic import Field, TypeAdapter
     from typing_extensions import TypedDict
 
@@ -84,14 +85,14 @@ def _row_adapter() -> TypeAdapter[list[dict[str, Any]]]:
 
 
 def unknown_columns(row: Mapping[str, Any]) -> list[str]:
-    """Names that no column of ours has."""
+    """Returns the names that are no column of a flat row."""
     return [name for name in row if name not in _KNOWN]
 
 
 def read_summary(row: Mapping[str, Any]) -> TrialSummary:
-    """The summary that a checked row came from, as far as it tells. Raises ValueError where its values are impossible.
+    """Makes the summary of a checked row. Raises ValueError if its values are impossible.
 
-    The figures of the whole job stand in one rank, the worst. ``step_seconds`` of that rank is the mean, once;
+    Its record has one rank, which holds the figures of the whole job. The rank's ``step_seconds`` is the mean alone;
     losses between the first and the last are None.
     """
     trial = _trial(row)
@@ -108,7 +109,7 @@ def read_summary(row: Mapping[str, Any]) -> TrialSummary:
         start_seconds=row.get("start_seconds"),
         method_version=row["method_version"],
     )
-    made = TrialSummary(
+    summary = TrialSummary(
         record=record,
         caveats=tuple(parse_caveats(row.get("caveats") or "", row["num_steps"])),
         environment=_environment(row),
@@ -116,19 +117,19 @@ def read_summary(row: Mapping[str, Any]) -> TrialSummary:
         run_id=row.get("run_id"),
         flat_config_hash=row.get("config_hash"),
     )
-    return replace(made, **_figures(row)) if ranks else made
+    return replace(summary, **_figures(row)) if ranks else summary
 
 
 def _environment(row: Mapping[str, Any]) -> Environment | None:
-    """The hardware and versions that the row tells, which are all that decide whether results compare.
+    """The hardware and versions of a row, as far as they decide whether results compare; None if it holds none.
 
-    None where it tells none. Cards of several kinds come back as one kind, which no host has: such rows compare with
-    rows like themselves alone.
+    A row with GPUs of several kinds gets one kind with all their names, which no host has: it compares only with rows
+    of the same kinds.
     """
     if not row.get("cpu_logical_cores"):
         return None
     name, memory_bytes = row.get("gpu_name"), _bytes(row, "gpu_memory_gb")
-    card = GpuFacts(
+    gpu = GpuFacts(
         index=0,
         name=name and name.removesuffix(MIG_SUFFIX),
         memory_total_bytes=memory_bytes,
@@ -144,13 +145,16 @@ def _environment(row: Mapping[str, Any]) -> Environment | None:
         packages={package: version for package, version in packages.items() if version},
         torch_cuda_version=row.get("cuda_version"),
         gpu_driver_version=row.get("gpu_driver_version"),
-        gpus=tuple(replace(card, index=index) for index in range(min(row.get("gpu_count") or 0, _MOST_CARDS))),
+        gpus=tuple(replace(gpu, index=index) for index in range(min(row.get("gpu_count") or 0, _MAX_GPUS))),
     )
 
 
 def _figures(row: Mapping[str, Any]) -> dict[str, Any]:
-    """What ``analysis.summarise`` would have computed."""
+    """The fields of the summary that ``summary.summarise`` computes from a record."""
     read = row.get
+    over_measured, over_ledger = read("predicted_over_measured"), read("predicted_over_ledger")
+    if row["accelerator"] == "cpu":  # files without the second column hold its value in the first
+        over_measured, over_ledger = None, over_measured if over_ledger is None else over_ledger
     return {
         "mean_step_seconds": _seconds(row, "avg_step_time_ms"),
         "step_seconds_std": _seconds(row, "std_step_time_ms"),
@@ -173,20 +177,13 @@ def _figures(row: Mapping[str, Any]) -> dict[str, Any]:
         "micro_batch_size": row["batch_size"],
         "grad_accum": row["grad_accum"],
         "data_parallel_size": read("data_parallel_size"),
-        **_predicted(row),
+        "predicted_over_measured": over_measured,
+        "predicted_over_ledger": over_ledger,
     }
 
 
-def _predicted(row: Mapping[str, Any]) -> dict[str, float | None]:
-    """On the CPU accelerator files without the second column hold its value in the first."""
-    of_measured, of_ledger = row.get("predicted_over_measured"), row.get("predicted_over_ledger")
-    if row["accelerator"] == "cpu":
-        of_measured, of_ledger = None, of_measured if of_ledger is None else of_ledger
-    return {"predicted_over_measured": of_measured, "predicted_over_ledger": of_ledger}
-
-
 def read_efficiency(row: Mapping[str, Any]) -> dict[str, Any]:
-    """The figures that need the model's shape: fields of a TrialSummary."""
+    """Returns the fields of a TrialSummary that need the model's shape."""
     names = ("model_flops_per_token", "causal_flops_per_token", "hardware_flops_per_token", "model_tflops_per_gpu")
     return {name: row.get(name) for name in (*names, "mfu")}
 
@@ -221,7 +218,7 @@ def _losses(row: Mapping[str, Any]) -> tuple[float | None, ...]:
     first, last = row.get("first_loss"), row.get("final_loss")
     if first is None and last is None:
         return ()
-    steps = min(row["num_steps"] + row["warmup_steps"], _MOST_LOSSES)
+    steps = min(row["num_steps"] + row["warmup_steps"], _MAX_LOSSES)
     return (first, *[None] * (steps - 2), last) if steps > 1 else (first,)
 
 
@@ -248,7 +245,7 @@ def _trial(row: Mapping[str, Any]) -> Trial:
 
 @cache
 def _configuration(name: str, stage: int) -> Configuration:
-    """Stage and offload of a strategy of the catalogue; a row of another name has its name and stage alone."""
+    """The configuration of the catalogue's strategy; of another name the offload devices are not known."""
     strategy = strategies.find_strategy(name, stage) or Strategy(name=name, label=name, stage=stage)
     return strategies.make_configuration(strategy, minimal_config(strategy))
 
@@ -259,9 +256,8 @@ def _preset(name: str) -> ModelFacts | None:
 
 
 def _workload(row: Mapping[str, Any]) -> Workload:
-    """A name that is no preset's was a module's function, or else looked up: the row does not tell where."""
     facts = _preset(row["model"])
-    elsewhere = "factory" if ":" in row["model"] else "hub"
+    elsewhere = "factory" if ":" in row["model"] else "hub"  # or a local folder: the row does not say
     return Workload(
         model=row["model"],
         model_source="preset" if facts else elsewhere,  # type: ignore[arg-type]
@@ -291,20 +287,20 @@ def _placement(row: Mapping[str, Any]) -> Placement:
 
 
 def _emulated(row: Mapping[str, Any]) -> int | None:
-    """The size of an emulated card: what ``gpu_percent`` refers to where that is less than the real one."""
+    """Bytes of an emulated GPU, which ``gpu_percent`` is a percentage of; None if that is the real one."""
     total, percent = row.get("gpu_total_gb"), row.get("gpu_percent")
     used = row.get("gpu_peak_reserved_gb") or row.get("gpu_peak_gb")
     if not total or not percent or not used:
         return None
-    card = used / (percent / 100)
-    return round(card * units.BYTES_PER_GB) if card < total * (1 - 1e-6) else None
+    size = used / (percent / 100)
+    return round(size * units.BYTES_PER_GB) if size < total * (1 - 1e-6) else None
 
 
 def _rank(row: Mapping[str, Any]) -> RankMeasurement:
     step = row["avg_step_time_ms"] / 1000.0
     read = row.get
     facts = _preset(row["model"])
-    cards: dict[str, Any] = {name: _bytes(row, column) for name, column in _GPU_BYTES.items()}
+    gpu_bytes: dict[str, Any] = {name: _bytes(row, column) for name, column in _GPU_BYTES.items()}
     return RankMeasurement(
         rank=0,
         world_size=row["num_gpus"],
@@ -330,7 +326,7 @@ def _rank(row: Mapping[str, Any]) -> RankMeasurement:
         build_seconds=0.0,
         init_seconds=0.0,
         first_step_seconds=None,
-        **cards,
+        **gpu_bytes,
         gpu_alloc_retries=read("gpu_alloc_retries"),
         host_peak_bytes=_bytes(row, "cpu_used_gb"),
         host_pss_bytes=_bytes(row, "cpu_pss_gb"),
@@ -344,15 +340,15 @@ def _rank(row: Mapping[str, Any]) -> RankMeasurement:
 
 
 def _ledger(row: Mapping[str, Any]) -> dict[str, dict[str, int]]:
-    found: dict[str, dict[str, int]] = {}
+    ledger: dict[str, dict[str, int]] = {}
     for name in row:
         prefix, tier, category = [*name.split("_", 2), "", ""][:3]
-        held = _bytes(row, name) if prefix == "ledger" else None
-        if held is not None:
-            found.setdefault(tier, {})[category.removesuffix("_gb")] = held
-    return found
+        size = _bytes(row, name) if prefix == "ledger" else None
+        if size is not None:
+            ledger.setdefault(tier, {})[category.removesuffix("_gb")] = size
+    return ledger
 
 
 def _phases(row: Mapping[str, Any]) -> dict[str, float]:
-    found = {name: _seconds(row, f"phase_{name}_ms") for name in ("forward", "backward", "step")}
-    return {name: seconds for name, seconds in found.items() if seconds is not None}
+    phases = {name: _seconds(row, f"phase_{name}_ms") for name in ("forward", "backward", "step")}
+    return {name: seconds for name, seconds in phases.items() if seconds is not None}

@@ -1,4 +1,4 @@
-"""Unique labels for the rows of a comparison."""
+"""Makes unique labels for the rows of a comparison."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _LABEL_FACTS = {
     "deepspeed": "DeepSpeed {}",
 }
 _MOST_FACTS = 3
-"""Facts that are added to a label at most; labels that are still equal are numbered."""
+"""Largest number of facts in a label; labels that are still equal are numbered."""
 
 
 def unique_labels(records: Sequence[TrialRecord]) -> list[str]:
-    """A unique label for each row: the strategy's label, then the facts in which rows of equal labels differ."""
+    """Returns a unique label for each row: the configuration's, with the facts in which rows of equal labels differ."""
     labels = [record.trial.configuration.label for record in records]
     indices: dict[str, list[int]] = {}
     for index, label in enumerate(labels):
@@ -60,7 +60,11 @@ def _distinguishing_facts(records: Sequence[TrialRecord]) -> list[str]:
     if len({*zip(*(map(format_value, column) for column in columns.values()), strict=True)}) < len(records):
         columns |= _differing({"": [record.trial.ds_config for record in records]})
     names = list(columns)[:_MOST_FACTS]
-    return [", ".join(_format_fact(name, columns[name][index]) for name in names) for index in range(len(records))]
+    formats = {name: _LABEL_FACTS.get(name, f"{name.rpartition('.')[2]} {{}}") for name in names}
+    return [
+        ", ".join(formats[name].format(format_value(columns[name][index])) for name in names)
+        for index in range(len(records))
+    ]
 
 
 def _label_columns(records: Sequence[TrialRecord]) -> Columns:
@@ -88,7 +92,3 @@ def _differing(columns: Columns, prefix: str = "") -> Columns:
         else:
             different[f"{prefix}{name}"] = values
     return different
-
-
-def _format_fact(name: str, value: object) -> str:
-    return _LABEL_FACTS.get(name, f"{name.rpartition('.')[2]} {{}}").format(format_value(value))

@@ -25,7 +25,7 @@ from ..system import files
 from . import json_files
 
 PHASES = ("hello", "import", "build", "init", "warmup", "forward", "backward", "step", "inspect", "write", "exit")
-"""What a rank does, in order; forward, backward and step repeat."""
+"""Phases of a rank in order; forward, backward and step repeat."""
 
 TRIAL_FILE = "trial.json"
 CONFIG_FILE = "ds_config.json"
@@ -58,13 +58,13 @@ def stacks_file(folder: Path, rank: int) -> Path:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assignment:
-    """What the ranks of a trial are told: the whole of trial.json."""
+    """What the ranks of a trial have to do: the contents of trial.json."""
 
     trial: Trial
     rendezvous: str | None
-    """``file://…`` on one node; None where the launcher's environment says where to meet."""
+    """``file://…`` on one node; None if the launcher's environment variables say where the ranks connect."""
     scratch_id: str
-    """Digits that name this trial's shared-memory segments (used as MASTER_PORT, never bound)."""
+    """Digits in the names of this trial's shared-memory segments: its MASTER_PORT, which is never opened."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables set in every rank before torch is used."""
     swap_folder: str | None = None
@@ -72,12 +72,12 @@ class Assignment:
     collective_timeout_seconds: float | None = None
     """For one collective: longer than any limit of the trial, so that no library ends a rank before the parent does."""
     working_folder: str | None = None
-    """Where the ranks work, which is not where a launcher starts them; None for where they are started."""
+    """Working folder of the ranks, if a launcher starts them in another; None to stay where they are started."""
 
     def save(self, folder: Path, config: Mapping[str, Any]) -> None:
         """Writes trial.json and ds_config.json into the trial's folder.
 
-        ds_config.json, for the user alone to read, is the only file that holds the configuration's credentials.
+        ds_config.json is the only file that holds the configuration's credentials; only the user may read it.
         """
         write_json(folder / CONFIG_FILE, config, mode=0o600)
         write_json(folder / TRIAL_FILE, {**asdict(self), "trial": self.trial.to_dict()})
@@ -90,17 +90,18 @@ class Assignment:
 
 
 def write_json(path: Path, data: object, mode: int = 0o666) -> None:
-    """Whole or not at all: temporary name, fsync, rename. NaN and infinities are refused (ValueError)."""
+    """Writes a JSON file as :func:`write_text` does. Raises ValueError for NaN and infinities."""
     write_text(path, json_text(data), mode)
 
 
 def json_text(data: object) -> str:
-    """The text of a JSON file. NaN and infinities are refused (ValueError)."""
+    """Formats the text of a JSON file. Raises ValueError for NaN and infinities."""
     return json.dumps(data, indent=1, allow_nan=False, ensure_ascii=False) + "\n"
 
 
 def write_text(path: Path, text: str, mode: int = 0o666) -> None:
-    """Whole or not at all: temporary name, fsync, rename. A link keeps its target; a device or pipe is written to.
+    """Replaces a file at once: temporary name, fsync, rename. The target of a link is replaced, not the link; a device
+    or pipe is written to.
 
     ``mode``: permissions, less what the umask takes. Raises OSError naming the file.
     """
@@ -108,9 +109,9 @@ def write_text(path: Path, text: str, mode: int = 0o666) -> None:
 
 
 def write_texts(texts: Mapping[Path, str], mode: int = 0o666) -> None:
-    """Several files as :func:`write_text` writes one; none is replaced before all are on disk.
+    """Writes several files as :func:`write_text` writes one; none is replaced before all are on disk.
 
-    So a disk that fills leaves every one as it was; only a kill between two renames leaves some new and some old.
+    A full disk thus leaves all as they were; only a kill between two renames leaves some new and some old.
     """
     renames: list[tuple[Path, Path]] = []
     target = Path()
@@ -137,16 +138,16 @@ def write_texts(texts: Mapping[Path, str], mode: int = 0o666) -> None:
 
 
 def remove_temporaries(folder: Path, name: str) -> None:
-    """Removes what killed writers of files called ``name``, a pattern, left there. Nobody may be writing them now."""
+    """Removes temporary files that killed writers of ``name`` (a pattern) left. No such file may be in use."""
     for temporary in folder.glob(f".{name}.*.tmp"):
         if temporary.name.split(".")[-2].isdecimal() and temporary.is_file():
             temporary.unlink(missing_ok=True)
 
 
 def append_line(path: Path, data: object) -> None:
-    """One JSON line, synced to disk before returning. NaN and infinities are refused (ValueError).
+    """Appends a JSON line and syncs it to disk. Raises ValueError for NaN and infinities.
 
-    Raises OSError naming the file where the disk does not take the whole line; the file is then as it was before.
+    Raises OSError naming the file if the disk does not take the whole line; the file is then as it was before.
     """
     line = json.dumps(data, allow_nan=False, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n"
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o644)
@@ -154,7 +155,7 @@ def append_line(path: Path, data: object) -> None:
         start = os.fstat(descriptor).st_size
         try:
             rest = memoryview(line)
-            while rest:  # a disk that fills takes a part first, and refuses the rest only when asked again
+            while rest:  # a full disk takes a part of the line, and only the next call fails
                 rest = rest[os.write(descriptor, rest) :]
             os.fsync(descriptor)
         except OSError as error:
@@ -170,7 +171,7 @@ _BEAT = struct.Struct("<qdqqdq")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Heartbeat:
-    """The last sign of life of a rank."""
+    """The last progress that a rank reported."""
 
     pid: int
     time: float
@@ -182,7 +183,7 @@ class Heartbeat:
 
 
 class HeartbeatWriter:
-    """A rank's side: one small write in place per change, cheap enough for the timed loop (about 2 µs)."""
+    """Reports a rank's progress by one small write in place, cheap enough for the timed loop (about 2 µs)."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         self._file = os.open(beat_file(folder, rank), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
@@ -194,7 +195,7 @@ class HeartbeatWriter:
         self.beat("hello")
 
     def beat(self, phase: str, step: int | None = None, last_step_seconds: float | None = None) -> None:
-        """Tells that ``phase`` begins; ``step`` optimizer steps are done."""
+        """Reports that ``phase`` begins and ``step`` optimizer steps are done; None keeps the last value."""
         self.phase = phase
         if step is not None:
             self.step = step
@@ -208,7 +209,7 @@ class HeartbeatWriter:
 
 
 def read_beat(folder: Path, rank: int) -> Heartbeat | None:
-    """The parent's side; None before hello or while torn."""
+    """Reads a rank's heartbeat; None before the first, and if it is not complete."""
     try:
         data = files.read_bytes(beat_file(folder, rank), _BEAT.size)
         pid, when, phase, step, last, _ = _BEAT.unpack(data)
@@ -234,7 +235,7 @@ class RankExit:
 
 
 def read_exits(folder: Path) -> list[RankExit]:
-    """What the leader wrote so far; torn or foreign lines are left out, and a file that no leader writes altogether."""
+    """Reads the exits that the leader has written so far, without incomplete lines; none if the file cannot be read."""
     exits = []
     try:
         lines = files.read_bytes(folder / EXITS_FILE, _MOST_EXITS_BYTES).splitlines()

@@ -1,4 +1,4 @@
-"""May this run be resumed, and which of its trials are left."""
+"""Checks whether a run can be resumed, and finds the trials that are left."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .schema import INTERRUPTED, TrialRecord
 
 
 def require_same_machine(store: RunFolder, facts: Environment) -> None:
-    """Rows of other hardware or versions do not belong in one result."""
+    """Raises UsageError if the run was made with other hardware or versions: its rows would not compare."""
     try:
         earlier = Environment.from_dict(store.load_run()["environment"])
     except (KeyError, TypeError, ValueError, AttributeError):
@@ -27,31 +27,34 @@ def require_same_machine(store: RunFolder, facts: Environment) -> None:
 
 
 def require_same_workload(store: RunFolder, trials: Sequence[Trial], leave_out: Sequence[str]) -> None:
-    """One result holds one workload on one placement; more stages, strategies or repeats may be added."""
+    """Raises UsageError if the run has another workload or placement; stages, strategies and repeats may be added.
 
-    def asked(part: Any) -> Any:
-        plain = json.loads(json.dumps(part))
-        return (
-            {key: value for key, value in plain.items() if key not in leave_out} if isinstance(plain, dict) else plain
-        )
+    ``leave_out``: fields that may differ.
+    """
 
+    def requested(part: Any) -> Any:
+        values = json.loads(json.dumps(part))  # as they are read from the file: lists, not tuples
+        return {key: values[key] for key in values if key not in leave_out} if isinstance(values, dict) else values
+
+    present = trials[0].to_dict()
     for stored in store.load_run().get("trials", []):
         for name in ("workload", "placement"):
-            if asked(trials[0].to_dict()[name]) != asked(stored.get(name)):
+            if requested(present[name]) != requested(stored.get(name)):
                 raise UsageError(
                     f"--resume {store.folder}: another {name} than it began with", remedy="start a new run"
                 )
 
 
 def remaining_trials(trials: Sequence[Trial], done: Sequence[TrialRecord], retry: Sequence[str]) -> list[Trial]:
-    """The trials without a record, by hash; those interrupted, or ended as ``retry`` says, count as missing."""
-    again = {INTERRUPTED.lower(), *(status.lower() for status in retry)}
-    finished = {entry.trial.key for entry in done if entry.outcome.status.lower() not in again}
+    """Returns the trials without a record, by ``Trial.key``. Interrupted ones, and those with a status in ``retry``,
+    are run again."""
+    repeated = {INTERRUPTED.lower(), *(status.lower() for status in retry)}
+    finished = {record.trial.key for record in done if record.outcome.status.lower() not in repeated}
     return [trial for trial in trials if trial.key not in finished]
 
 
 def latest_records(trials: Sequence[Trial], records: Sequence[TrialRecord]) -> list[TrialRecord]:
-    """The last record of each trial, in the order of the trials; others follow as they were written."""
-    by_key = {entry.trial.key: entry for entry in records}
+    """Returns the last record of each trial, in the order of the trials; other records follow as they were written."""
+    by_key = {record.trial.key: record for record in records}
     ordered = [by_key.pop(trial.key) for trial in trials if trial.key in by_key]
     return ordered + list(by_key.values())

@@ -1,4 +1,4 @@
-"""The run directory: the only module that knows where results lie.
+"""The folder of a run; no other module knows where the files of a result are.
 
 ::
 
@@ -6,9 +6,9 @@
       zero_comparison_<YYYYmmdd_HHMMSS>.json   flat rows, rewritten whole after every trial
       zero_comparison_<YYYYmmdd_HHMMSS>.csv    the same rows and columns
       runs/zero_<YYYYmmdd_HHMMSS>/
-        run.json                               what was asked, where, with what versions
+        run.json                               what was requested, the machine, the versions
         records.jsonl                          one record per trial, appended and synced
-        probes.jsonl                           likewise, of trials that looked for the largest micro-batch
+        probes.jsonl                           likewise, of trials that searched the largest micro-batch
         trials/<trial id>/                     trial.json, ds_config.json, rank files, logs
 """
 
@@ -52,9 +52,9 @@ class RunFolder:
 
     @classmethod
     def create(cls, output_dir: Path, family: str) -> RunFolder:
-        """Claims a name that no other run has, waiting for the next second where it must.
+        """Creates the folder of a new run; waits for the next second if another run has the name of this one.
 
-        ``family``: ``zero`` or ``offload``. Raises PreflightError where the folder cannot be written.
+        ``family``: ``zero`` or ``offload``. Raises PreflightError if the folder cannot be written.
         """
         runs = output_dir / "runs"
         try:
@@ -92,7 +92,7 @@ class RunFolder:
 
     @classmethod
     def open(cls, folder: Path) -> RunFolder:
-        """An earlier run, for ``--resume``. Raises UsageError where there is none."""
+        """Opens an earlier run for ``--resume``. Raises UsageError if there is none, or it could write elsewhere."""
         if not (folder / RUN_FILE).is_file():
             if folder.is_dir() and folder.resolve().parent.name == "runs":
                 problem = "nothing to resume, the run ended before it had settled what to run"
@@ -104,7 +104,7 @@ class RunFolder:
         return store
 
     def _refuse_links(self) -> None:
-        """A run folder that was downloaded may lead writers elsewhere: every file in it must be one of its own."""
+        """Raises UsageError for links and special files: in a downloaded run they could redirect what is written."""
         written = ("recommended", "recommended/*", "export_*", "export_*/*", "trials")
         names = {*self.folder.iterdir(), self.json_path, self.csv_path}
         for path in sorted(names.union(*(self.folder.glob(pattern) for pattern in written))):
@@ -116,9 +116,9 @@ class RunFolder:
 
     @contextmanager
     def locked(self) -> Iterator[str | None]:
-        """One writer at a time; the kernel lets go however it ends. Raises UsageError where another runs.
+        """Locks the folder for one writer; the kernel releases it however this process ends.
 
-        Gives None, or a note where this file system has no locks and another run would not be noticed.
+        Raises UsageError if another run holds the lock. Yields None, or a note if the file system has no locks.
         """
         lock = os.open(self.folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
         with os.fdopen(lock, "r+") as file:
@@ -137,11 +137,11 @@ class RunFolder:
             yield None
 
     def save_run(self, facts: Mapping[str, Any]) -> None:
-        """What was asked and where: run.json."""
+        """Writes run.json."""
         write_json(self.folder / RUN_FILE, {"schema_version": SCHEMA_VERSION, **facts})
 
     def load_run(self) -> dict[str, Any]:
-        """run.json. Raises UsageError where it is damaged or of a newer version."""
+        """Reads run.json. Raises UsageError if it is damaged or of a newer version."""
         try:
             data = json_files.parse_json(files.read_bytes(self.folder / RUN_FILE, json_files.LARGEST_FILE_BYTES))
             version = data["schema_version"]
@@ -158,7 +158,7 @@ class RunFolder:
         return dict(data)
 
     def trial_folder(self, trial_id: str) -> Path:
-        """A fresh folder for a trial's files; an earlier attempt is kept under another name."""
+        """Creates a new folder for a trial's files; later attempts get a name of their own."""
         folder = self.folder / "trials" / trial_id
         attempt = 1
         while folder.exists():
@@ -168,23 +168,28 @@ class RunFolder:
         return folder
 
     def append(self, record: TrialRecord) -> None:
-        """Adds a finished trial, on disk when this returns."""
-        path = self.folder / RECORDS_FILE
-        _close_torn_line(path)
-        append_line(path, record.to_dict())
+        """Appends the record of a finished trial; it is on disk when this returns."""
+        self._append(RECORDS_FILE, record)
 
     def append_probe(self, probe: TrialRecord) -> None:
-        """Adds a trial that only looked for a micro-batch that fits: no row of the result."""
-        path = self.folder / PROBES_FILE
-        _close_torn_line(path)
-        append_line(path, probe.to_dict())
+        """Appends the record of a trial of the batch search, which is no row of the result."""
+        self._append(PROBES_FILE, probe)
+
+    def _append(self, name: str, record: TrialRecord) -> None:
+        path = self.folder / name
+        # A crash may have torn the last line: end it, or the new record would be a part of it.
+        with contextlib.suppress(FileNotFoundError), path.open("rb+") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - 1))
+            if file.read(1) not in (b"", b"\n"):
+                file.write(b"\n")
+        append_line(path, record.to_dict())
 
     def probes(self) -> list[TrialRecord]:
-        """All probes in order."""
+        """Reads all probes in order."""
         return self._read(PROBES_FILE)
 
     def records(self) -> list[TrialRecord]:
-        """All finished trials in order; a line torn by a crash is left out."""
+        """Reads the records of all finished trials in order, without lines that are no record (torn by a crash)."""
         return self._read(RECORDS_FILE)
 
     def _read(self, name: str) -> list[TrialRecord]:
@@ -201,26 +206,20 @@ class RunFolder:
         return records
 
     def write_rows(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Rewrites the flat JSON and CSV, each whole or not at all, and both at once."""
-        finite = [{name: _finite(value) for name, value in row.items()} for row in rows]
+        """Replaces the flat JSON and CSV; if one cannot be written, neither changes."""
+        finite = [
+            {
+                name: None if isinstance(value, float) and not math.isfinite(value) else value
+                for name, value in row.items()
+            }
+            for row in rows
+        ]
         write_texts({self.json_path: json_text(finite), self.csv_path: csv_text(finite)})
 
 
-def _close_torn_line(path: Path) -> None:
-    """Ends a last line that a crash tore, so that the next record does not share its fate."""
-    with contextlib.suppress(FileNotFoundError), path.open("rb+") as file:
-        end = file.seek(0, os.SEEK_END)
-        file.seek(max(0, end - 1))
-        if file.read(1) not in (b"", b"\n"):
-            file.write(b"\n")
-
-
-def _finite(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
 def csv_text(rows: Iterable[Mapping[str, Any]]) -> str:
-    """CSV with a header; None is an empty cell, and text that a spreadsheet would run as a formula is quoted."""
+    """Formats rows as CSV with a header. None is an empty cell; text that a spreadsheet would run as a formula gets an
+    apostrophe before it."""
     rows = list(rows)
     buffer = io.StringIO()
     if rows:
@@ -232,6 +231,6 @@ def csv_text(rows: Iterable[Mapping[str, Any]]) -> str:
 
 def _cell(value: Any) -> Any:
     if isinstance(value, str):
-        value = value.replace("\r\n", "\n").replace("\r", "\n")  # which Python before 3.13 leaves unquoted
+        value = value.replace("\r\n", "\n").replace("\r", "\n")  # a lone \r is not quoted before Python 3.13
         return "'" + value if value.startswith(_FORMULA_STARTS) else value
     return "" if value is None else value

@@ -1,0 +1,61 @@
+"""Parts that records have word for word in common are parsed once, and change nothing in what is read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from ds_bench.records import reader
+from ds_bench.records.schema import TrialRecord
+from tests.support import fakes
+
+CONFIG = {"zero_config": {"stage": 1, "ratio": 0.5}, "name": "Ä"}
+
+
+def line_of(repeat: int, **changes: Any) -> dict[str, Any]:
+    record = fakes.success(fakes.trial(fakes.zero(1), repeat=repeat), resolved_config=CONFIG)
+    data: dict[str, Any] = {**record.to_dict(), **changes}
+    return data
+
+
+def read(tmp_path: Path, *lines: dict[str, Any]) -> tuple[TrialRecord, ...]:
+    path = tmp_path / "records.jsonl"
+    path.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines), encoding="utf-8")
+    return reader.read_records(path, [], [])
+
+
+def read_each_alone(tmp_path: Path, *lines: dict[str, Any]) -> tuple[TrialRecord, ...]:
+    return tuple(record for line in lines for record in read(tmp_path, line))
+
+
+def test_repeated_parts_are_one_object_and_records_are_as_if_read_alone(tmp_path: Path) -> None:
+    lines = [line_of(repeat) for repeat in range(3)]
+    records = read(tmp_path, *lines)
+    assert records == read_each_alone(tmp_path, *lines)
+    assert len({id(rank.resolved_config) for record in records for rank in record.ranks}) == 1
+    assert len({id(record.trial.ds_config) for record in records}) == 1
+
+
+def test_a_known_part_elsewhere_than_in_its_field_stays_there(tmp_path: Path) -> None:
+    lines = [line_of(repeat) for repeat in range(2)]
+    lines[1]["trial"]["prediction"] = {"gpu": {"resolved_config": CONFIG, "bytes": 1}}
+    records = read(tmp_path, *lines)
+    assert records == read_each_alone(tmp_path, *lines)
+    assert records[1].trial.prediction == {"gpu": {"resolved_config": CONFIG, "bytes": 1}}
+
+
+def test_what_looks_like_the_mark_of_a_part_is_read_as_it_is_written(tmp_path: Path) -> None:
+    lines = [line_of(repeat) for repeat in range(2)]
+    lines[1]["trial"]["prediction"] = {"": 0}
+    assert read(tmp_path, *lines)[1].trial.prediction == {"": 0}
+
+
+def test_equal_parts_of_other_types_are_not_taken_for_each_other(tmp_path: Path) -> None:
+    lines = [line_of(repeat) for repeat in range(2)]
+    lines[1]["ranks"] = [{**rank, "resolved_config": {**CONFIG, "flag": True}} for rank in lines[1]["ranks"]]
+    lines[0]["ranks"] = [{**rank, "resolved_config": {**CONFIG, "flag": 1}} for rank in lines[0]["ranks"]]
+    flags = [record.ranks[0].resolved_config["flag"] for record in read(tmp_path, *lines)]
+    assert flags == [1, True]
+    assert isinstance(flags[1], bool)
+    assert not isinstance(flags[0], bool)
