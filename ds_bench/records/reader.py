@@ -119,6 +119,10 @@ class _RepeatedParts:
                 text = json.dumps(part, ensure_ascii=False).encode("utf-8", "replace")
                 if text in self._by_text or len(self._by_text) < self._MAX_TEXTS:
                     object.__setattr__(holder, name, self._by_text.setdefault(text, part))
+        try:
+            trial.configuration.__post_init__()  # its DeepSpeed configuration was not there to be checked before
+        except ValueError:
+            return False
         return restored == len(parts)
 
     def share(self, trial: Trial) -> None:

@@ -6,6 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from ds_bench.errors import UsageError
 from ds_bench.records import reader
 from ds_bench.records.schema import TrialRecord
 from tests.support import fakes
@@ -59,3 +62,13 @@ def test_equal_parts_of_other_types_are_not_taken_for_each_other(tmp_path: Path)
     assert flags == [1, True]
     assert isinstance(flags[1], bool)
     assert not isinstance(flags[0], bool)
+
+
+def test_a_known_part_is_checked_again_where_more_is_asked_of_it(tmp_path: Path) -> None:
+    """What the engine resolved may be anything; a row's configuration must have a ZeRO stage."""
+    lines = [line_of(repeat) for repeat in range(2)]
+    seventh = {"zero_optimization": {"stage": 7}}
+    lines[0]["ranks"] = [{**rank, "resolved_config": seventh} for rank in lines[0]["ranks"]]
+    lines[1]["trial"]["configuration"]["deepspeed_config"] = seventh
+    with pytest.raises(UsageError, match="stage is 7"):
+        read(tmp_path, *lines)
