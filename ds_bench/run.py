@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -28,10 +29,11 @@ from .plan import MakeConfig, Plan, make_plan
 from .prediction import trial_predictions
 from .prediction.model_profile import ModelProfile
 from .records import schema
+from .records.rank_files import write_json
 from .records.resume import latest_records, remaining_trials, require_same_machine, require_same_workload
 from .records.run_folder import RUN_FILE, RunFolder
 from .records.schema import Outcome, TrialRecord
-from .report import export, table
+from .report import export, table, terminal_report
 from .report.comparison_report import ComparisonReport, build_report
 from .report.markdown import render_markdown
 from .report.progress import ProgressReporter
@@ -301,12 +303,14 @@ def _finish(
         notes = [*notes, f"no peak rate known for {gpu}: MFU left out; --peak-tflops gives it"]
     report = results.build_report(summaries, notes, provenance.command(options.family, arguments))
     store.save_run({**store.load_run(), "recommendation": report.recommendation.to_dict()})
+    write_json(store.folder / "recommendation.json", report.recommendation.to_dict())
     folder = export.write_configuration(options, report, store.folder, results.environment)
     print_report(options, report, rows)  # last: standard output may be gone
     if not options.quiet:
-        terminal.print_text(f"\nJSON {store.json_path}\nCSV  {store.csv_path}\nrun  {store.folder}", sys.stderr)
         if folder is not None:
-            terminal.print_text(f"configuration {folder}", sys.stderr)
+            terminal.print_text(f"  Config: {folder}", sys.stderr)
+        report_command = shlex.join(["python", "-m", "ds_bench", "report", str(store.folder), "--html", "r.html"])
+        terminal.print_text(f"  Report: {report_command}\n  Files:  {store.json_path} and .csv", sys.stderr)
     code = exit_code(options, summaries)
     if code == INTERRUPTED_CODE and not options.quiet:
         terminal.print_text(f"interrupted; go on with: {resume_command(options, store.folder)}", sys.stderr)
@@ -321,7 +325,7 @@ def print_report(options: Options, report: ComparisonReport, rows: Sequence[dict
         elif options.format == "markdown":
             terminal.print_text(render_markdown(report))
         else:
-            table.print_report(report, sys.stdout)
+            terminal_report.print_report(report, sys.stdout, verbose=options.verbose)
 
 
 def exit_code(options: Options, summaries: Sequence[TrialSummary]) -> int:

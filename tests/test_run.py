@@ -448,7 +448,7 @@ def test_the_end_recommends_a_row_and_leaves_its_configuration(
     house: House, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert house.run("--stages", "1", "3") == 0
-    assert "Recommendation (balanced): ZeRO-" in capsys.readouterr().out
+    assert "★ Use ZeRO-1: simplest of 2 rows that cannot be told apart by speed." in capsys.readouterr().out
     (folder,) = (house.output / "runs").glob("*/recommended")
     assert {path.name for path in folder.iterdir()} == {
         "README.md",
@@ -461,6 +461,7 @@ def test_the_end_recommends_a_row_and_leaves_its_configuration(
     told = json.loads((folder / "recommendation.json").read_text(encoding="utf-8"))
     assert (told["choice"], told["decided"], told["tied"]) == ("ZeRO-1", True, ["ZeRO-1", "ZeRO-3"])
     assert json.loads((folder.parent / "run.json").read_text(encoding="utf-8"))["recommendation"] == told
+    assert json.loads((folder.parent / "recommendation.json").read_text(encoding="utf-8")) == told
 
 
 def test_where_it_is_undecided_the_readme_of_the_configuration_says_so_first(house: House) -> None:
@@ -483,7 +484,7 @@ def test_another_row_can_be_exported(house: House) -> None:
 
 def test_ratios_refer_to_the_row_asked_for(house: House, capsys: pytest.CaptureFixture[str]) -> None:
     slow = FakeLauncher(by_strategy={"zero3": lambda trial: fakes.success(trial, step_seconds=(0.2,) * 20)})
-    assert house.run("--stages", "1", "3", "--relative-to", "3", script=slow) == 0
+    assert house.run("--stages", "1", "3", "--relative-to", "3", "--format", "markdown", script=slow) == 0
     out = capsys.readouterr().out
     assert "2.00x" in out
 
@@ -499,8 +500,10 @@ def test_a_run_in_which_all_failed_recommends_no_row_and_leaves_no_configuration
     house: House, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert house.run(script=FakeLauncher("OOM", "OOM", "OOM", "OOM")) == 1
-    assert "Recommendation (balanced): none" in capsys.readouterr().out
+    assert "✗ No row trained: all 4 ended with OOM." in capsys.readouterr().out
     assert not list((house.output / "runs").glob("*/recommended"))
+    (told,) = (house.output / "runs").glob("*/recommendation.json")
+    assert json.loads(told.read_text(encoding="utf-8"))["choice"] is None
 
 
 def test_output_that_cannot_be_written_costs_neither_the_files_nor_the_configuration(

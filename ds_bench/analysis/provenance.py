@@ -53,13 +53,16 @@ def title(summaries: Sequence[TrialSummary]) -> str:
     if not summaries:
         return "nothing was run"
     workload, placement = summaries[0].record.trial.workload, summaries[0].record.trial.placement
-    device = next((rank.device_name for s in summaries for rank in s.record.ranks), placement.accelerator)
+    devices = f"{placement.num_gpus} CPU rank{'s' if placement.num_gpus > 1 else ''}"
+    if placement.accelerator == "cuda":
+        measured = [rank.device_name for each in summaries for rank in each.record.ranks]
+        known = [gpu.name for each in summaries if each.environment for gpu in each.environment.gpus if gpu.name]
+        devices = f"{placement.num_gpus} × {next(iter([*measured, *known]), 'GPU').removeprefix('NVIDIA ')}"
     batch = (
         "each row's largest micro-batch" if workload.batch_policy == "largest" else f"micro-batch {workload.batch_size}"
     )
     accumulated = f" × {workload.grad_accum} accumulated" if workload.grad_accum > 1 else ""
-    unit = "GPU" if placement.accelerator == "cuda" else "CPU rank"
     return (
-        f"{workload.model} · {workload.precision} · {batch} × {workload.seq_length} tokens{accumulated} · "
-        f"{placement.num_gpus} {unit}{'s' if placement.num_gpus > 1 else ''} ({device}) · {workload.num_steps} steps"
+        f"{workload.model} · {devices} · {workload.precision} · {batch} × {workload.seq_length} tokens{accumulated} · "
+        f"{workload.num_steps} steps"
     )

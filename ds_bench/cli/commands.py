@@ -90,6 +90,7 @@ def _add_report(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--relative-to", metavar="STRATEGY", help="row that ratios refer to (default: the run's own)")
     parser.add_argument("--goal", choices=GOALS, help="goal of the recommendation (default: the run's own)")
     parser.add_argument("--export", metavar="STRATEGY", help="write that row's configuration to ds_config_STRATEGY/")
+    parser.add_argument("--verbose", action="store_true", help="print every column, all notes and all next steps")
     parser.set_defaults(run=_report)
 
 
@@ -217,7 +218,7 @@ def _advice(values: argparse.Namespace) -> int:
 def _report(values: argparse.Namespace) -> int:
     from .report import ReportOptions, report
 
-    names = ("html", "markdown", "plots", "relative_to", "goal", "export")
+    names = ("html", "markdown", "plots", "relative_to", "goal", "export", "verbose")
     return report(ReportOptions(results=tuple(values.results), **{name: getattr(values, name) for name in names}))
 
 

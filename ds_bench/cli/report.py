@@ -19,7 +19,7 @@ from ..config import strategies
 from ..config.deepspeed_config import is_full_config
 from ..errors import UsageError
 from ..records.rank_files import write_text
-from ..report import export, html_report, markdown, models_table, table
+from ..report import export, html_report, markdown, models_table, terminal_report
 from ..report.comparison_report import ComparisonReport, build_report
 from ..system import terminal
 from . import arguments
@@ -38,6 +38,7 @@ class ReportOptions:
     goal: str | None = None
     """None: the run's own, else balanced."""
     export: str | None = None
+    verbose: bool = False
 
 
 def report(options: ReportOptions) -> int:
@@ -50,7 +51,7 @@ def report(options: ReportOptions) -> int:
         if options.markdown:
             terminal.print_text(markdown.render_markdown(comparison_report))
         else:
-            table.print_report(comparison_report, sys.stdout)
+            terminal_report.print_report(comparison_report, sys.stdout, verbose=options.verbose)
     side_by_side = (models_table.render_markdown if options.markdown else models_table.render_text)(reports)
     if side_by_side:
         terminal.print_text(f"\n{side_by_side}")

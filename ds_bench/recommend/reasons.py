@@ -101,27 +101,27 @@ def speed_difference_text(decision: Decision, runs: Mapping[str, int]) -> str | 
     else:
         verdict = f"not tested: {runs_text}, {FEWEST_RUNS} are needed" if fewest < FEWEST_RUNS else "not tested"
     text = f"its {kind} {rival.label} ({format_percent(abs(difference))}) is {verdict}"
-    smaller = _smaller_equally_fast(choice, rivals, speeds)
-    return text if smaller is None else f"{text}; {smaller}"
+    smaller = smaller_equally_fast(choice, speeds)
+    if smaller is None:
+        return text
+    saved = format_bytes((choice.memory_bytes or 0) - (smaller.memory_bytes or 0))
+    return f"{text}; {smaller.label} needs {saved} less and cannot be told from it by speed: take it if memory matters"
 
 
-def _smaller_equally_fast(choice: Candidate, rivals: Sequence[Candidate], speeds: Speeds) -> str | None:
-    """A row that needs less memory and whose speed cannot be told from the choice's; None if there is none."""
+def smaller_equally_fast(choice: Candidate, speeds: Speeds) -> Candidate | None:
+    """The row of least memory whose speed cannot be told from that of the choice; None if none needs less."""
     if choice.memory_bytes is None:
         return None
     smaller = [
         rival
-        for rival in rivals
-        if rival.memory_bytes is not None
+        for rival in speeds.with_optimizer_of(choice)
+        if rival != choice
+        and rival.memory_bytes is not None
         and rival.memory_bytes * (1 + LEAST_LEAD) < choice.memory_bytes
         and speeds.interval_of(choice, rival) is not None
         and not speeds.differ(choice, rival)
     ]
-    if not smaller:
-        return None
-    least = least_memory(smaller)
-    saved = format_bytes(choice.memory_bytes - (least.memory_bytes or 0))
-    return f"{least.label} needs {saved} less and cannot be told from it by speed: take it if memory matters"
+    return least_memory(smaller) if smaller else None
 
 
 def cost(decision: Decision, terms: MemoryTerms) -> str | None:

@@ -17,9 +17,10 @@ from ..analysis.trial_caveats import NEAR_CAPACITY
 from ..config import deepspeed_config
 from ..records.schema import OOM
 from ..units import format_percent
-from . import reasons, remedies, strategy_guide
+from . import reasons, remedies, short_answer, strategy_guide
 from .reasons import ON_DEVICE, ON_HOST, MemoryTerms
 from .rule import Candidate, Decision, IntervalOf, Speeds, decide, decide_for_speed
+from .short_answer import format_list
 
 _MAX_ROWS_NAMED = 6
 """Rows that are described one by one if many failed or were left out."""
@@ -47,6 +48,13 @@ class Recommendation:
     """Labels of rows, the choice first, of which the measurements do not show which is faster, though it matters;
     empty if the choice is decided."""
 
+    headline: str = ""
+    """One sentence: the row to use and why, that it is undecided, or why there is none."""
+    alternative: str | None = None
+    """What the fastest row that was not chosen would give, and why it was not; None if nothing speaks for another."""
+    try_next: str | None = None
+    """Flags of the next run, or what else to do first; None if nothing is left to try."""
+
     @property
     def decided(self) -> bool:
         """Whether the measurements decide, as far as it matters. False too if there is no choice."""
@@ -55,12 +63,12 @@ class Recommendation:
     @property
     def lines(self) -> list[str]:
         """For a console: the choice, why, its cost, and each next step on a line of its own."""
-        headline = self.choice or "none"
+        choice = self.choice or "none"
         if self.undecided:
-            headline = f"undecided between {_listed(self.undecided)}; until then {self.choice}"
+            choice = f"undecided between {format_list(self.undecided)}; until then {self.choice}"
         cost = [] if self.cost is None else [f"Cost: {self.cost}"]
         steps = [f"Next: {step}" for step in self.next_steps]
-        return [f"Recommendation ({self.goal}): {headline}", f"Why: {self.reason}", *cost, *steps]
+        return [f"Recommendation ({self.goal}): {choice}", f"Why: {self.reason}", *cost, *steps]
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
@@ -104,6 +112,8 @@ def recommend(comparison: Comparison, goal: str = "balanced") -> Recommendation:
             reason=". ".join([_why_no_choice(comparison, candidates), *candidates.sentences()]),
             cost=None,
             next_steps=tuple(dict.fromkeys(_steps_without_choice(comparison, candidates))),
+            headline=short_answer.say_no_choice(comparison, bool(candidates.incomparable)),
+            try_next=short_answer.try_without_choice(comparison),
         )
     undecided = [row.label for row in (decision.choice, *decision.undecided)] if decision.undecided else []
     return Recommendation(
@@ -115,12 +125,10 @@ def recommend(comparison: Comparison, goal: str = "balanced") -> Recommendation:
         next_steps=tuple(dict.fromkeys(_next_steps(decision.choice, undecided, comparison, goal))),
         tied=tuple(candidate.label for candidate in decision.tied),
         undecided=tuple(undecided),
+        headline=short_answer.say_choice(decision, comparison, goal, terms),
+        alternative=short_answer.say_alternative(decision, candidates.candidates, comparison),
+        try_next=short_answer.try_after_choice(decision, candidates.candidates, comparison),
     )
-
-
-def _listed(labels: Sequence[str]) -> str:
-    """``A, B and C``."""
-    return " and ".join([", ".join(labels[:-1]), labels[-1]]) if len(labels) > 1 else labels[0]
 
 
 def _intervals(comparison: Comparison) -> IntervalOf:
@@ -201,7 +209,7 @@ def _reason(decision: Decision, candidates: Candidates, comparison: Comparison, 
     if others:
         steps = f"steps with {others[0].optimizer}" if len(others) == 1 else "step with other optimizers"
         sentences.append(
-            f"{_listed([row.label for row in others])} {steps} and not with {choice.optimizer}: "
+            f"{format_list([row.label for row in others])} {steps} and not with {choice.optimizer}: "
             f"on CPU ranks no choice is made between optimizers by speed"
         )
     sentences += candidates.sentences(decision)
@@ -242,7 +250,7 @@ def _next_steps(choice: Candidate, undecided: Sequence[str], comparison: Compari
     row = comparison.row(choice.key)
     if undecided:
         repeats, steps = max(5, 2 * len(row.successes)), max(50, row.summaries[0].record.trial.workload.num_steps)
-        yield f"to decide between {_listed(undecided)}, run them again with --repeats {repeats} --num-steps {steps}"
+        yield f"to decide between {format_list(undecided)}, run them again with --repeats {repeats} --num-steps {steps}"
     yield from _steps_for_failures(comparison)
     yield from _steps_for_caveats(row.caveats)
     yield from filter(None, [remedies.suggest_larger_batch(row, comparison), _rule_of_thumb(comparison, goal)])
@@ -258,7 +266,7 @@ def _steps_for_failures(comparison: Comparison) -> Iterator[str]:
             labels_by_remedy.setdefault(text.removeprefix(row.label), []).append(row.label)
     for text, labels in labels_by_remedy.items():
         plural = f" were {text[5:]}" if text.startswith(" was ") else text
-        yield _listed(labels) + (plural if len(labels) > 1 else text)
+        yield format_list(labels) + (plural if len(labels) > 1 else text)
     if len(failed) > _MAX_ROWS_NAMED:
         yield f"{len(failed) - _MAX_ROWS_NAMED} more rows failed: the table has their causes"
 

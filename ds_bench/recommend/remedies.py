@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from ..analysis.comparison import Comparison, ComparisonRow
 from ..analysis.trial_caveats import NEAR_CAPACITY
+from ..prediction.what_if import Alternative
 from ..records import schema
 from ..records.schema import TrialRecord
 from ..units import format_bytes, format_duration, format_percent
 from .rule import COMFORTABLE_FRACTION
 from .shortage import (
     LAST_RESORTS,
+    FailedSetup,
     Shortage,
     describe_change,
     failed_setup,
@@ -51,19 +53,36 @@ def smallest_change(comparison: Comparison) -> str | None:
 
     None without such rows. If no change is predicted to fit: a line that says so, with the numbers of the first row.
     """
-    rows = [(row, run, _shortage(run, comparison)) for row in comparison.rows if (run := failed_run(row))]
-    short_rows = [(row, run, shortage) for row, run, shortage in rows if shortage is not None][:_MAX_ROWS]
+    short_rows = _rows_short_of_memory(comparison)
     if not short_rows:
         return None
-    setups = [(row, setup) for row, run, shortage in short_rows if (setup := failed_setup(run, comparison, shortage))]
-    changes = [(fit, row, setup) for row, setup in setups if (fit := smallest_fit(setup)) is not None]
-    if changes:
-        change, row, setup = min(changes, key=lambda entry: (entry[0].text.count(", "), entry[0].rank))
+    if (smallest := find_smallest_change(comparison)) is not None:
+        change, row, setup = smallest
         return f"smallest change predicted to fit: {describe_change(change, setup)}, starting from {row.label}"
+    setups = _setups(short_rows, comparison)
     if not any(setup.alternatives for _, setup in setups):
         return f"no change can be predicted to fit from these records: {suggest_change(None)}"
     row, setup = setups[0]
     return f"{row.label}: {suggest_change(setup)}"
+
+
+def find_smallest_change(comparison: Comparison) -> tuple[Alternative, ComparisonRow, FailedSetup] | None:
+    """The least change predicted to fit of all rows short of memory, its row, and how that row was set up."""
+    setups = _setups(_rows_short_of_memory(comparison), comparison)
+    changes = [(fit, row, setup) for row, setup in setups if (fit := smallest_fit(setup)) is not None]
+    return min(changes, key=lambda entry: (entry[0].text.count(", "), entry[0].rank), default=None)
+
+
+def _rows_short_of_memory(comparison: Comparison) -> list[tuple[ComparisonRow, TrialRecord, Shortage]]:
+    rows = [(row, run, _shortage(run, comparison)) for row in comparison.rows if (run := failed_run(row))]
+    return [(row, run, shortage) for row, run, shortage in rows if shortage is not None][:_MAX_ROWS]
+
+
+def _setups(
+    short_rows: Sequence[tuple[ComparisonRow, TrialRecord, Shortage]], comparison: Comparison
+) -> list[tuple[ComparisonRow, FailedSetup]]:
+    """The rows whose records have predictions, each with its setup."""
+    return [(row, setup) for row, run, shortage in short_rows if (setup := failed_setup(run, comparison, shortage))]
 
 
 def _shortage(run: TrialRecord, comparison: Comparison) -> Shortage | None:
@@ -176,10 +195,20 @@ _REMEDIES: Mapping[str, Callable[[ComparisonRow, TrialRecord, Comparison], str]]
 
 
 def suggest_larger_batch(row: ComparisonRow, comparison: Comparison) -> str | None:
-    """The largest micro-batch, by doubling, predicted to leave memory free; None if not known or if none does.
+    """A line on the micro-batch of ``larger_batch``; None without one."""
+    larger = larger_batch(row, comparison)
+    if larger is None:
+        return None
+    size, share = larger
+    predicted = f"about {format_percent(share, digits=0)} of the card by {row.label}'s ledger"
+    return f"there is room for more: try micro-batch {size} ({predicted})"
 
-    Activations are taken to grow linearly and everything else not at all; they must have been measured for this row. A
-    row at its own largest micro-batch is not extended: the search has tried a larger one.
+
+def larger_batch(row: ComparisonRow, comparison: Comparison) -> tuple[int, float] | None:
+    """The largest micro-batch, by doubling, predicted to leave memory free, and the share of the card it would take.
+
+    None if not known or if none does. Activations are taken to grow linearly and everything else not at all; they must
+    have been measured for this row. A row at its own largest micro-batch is not extended: the search has tried more.
     """
     capacity, fraction = comparison.device_capacity_bytes, row.gpu_fraction
     if capacity is None or fraction is None or fraction >= COMFORTABLE_FRACTION or row.at_largest_batch:
@@ -194,9 +223,7 @@ def suggest_larger_batch(row: ComparisonRow, comparison: Comparison) -> str | No
         factor *= 2
     if factor == 1:
         return None
-    share = fraction + activation_bytes * (factor - 1) / capacity
-    predicted = f"about {format_percent(share, digits=0)} of the card by {row.label}'s ledger"
-    return f"there is room for more: try micro-batch {batch * factor} ({predicted})"
+    return batch * factor, fraction + activation_bytes * (factor - 1) / capacity
 
 
 def suggest_for_full_row(row: ComparisonRow, comparison: Comparison) -> str | None:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..analysis.comparison import Comparison, ComparisonRow
-from ..records.schema import TrialRecord
+from ..records.schema import INTERRUPTED, TrialRecord
 from ..units import (
     BYTES_PER_GB,
     MISSING,
@@ -81,6 +81,8 @@ def failure_text(record: TrialRecord) -> str:
     cause = " ".join((outcome.error or "").split())
     if cause.startswith(outcome.status):  # an exception's class, with its phase
         return cause
+    if outcome.status == INTERRUPTED:
+        return f"{outcome.status}{where}"
     return f"{outcome.status}{where}{': ' if cause else ''}{cause}"
 
 

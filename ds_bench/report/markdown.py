@@ -57,14 +57,16 @@ def render_markdown(report: ComparisonReport) -> str:
     rows = table_rows(report)
     shown = measured_indices(rows)
     table = [[cells[i] for i in shown] for cells in (HEADINGS, *(row.cells for row in rows))]
-    notes = [f"{number}. {escape(note)}" for number, note in enumerate(numbered_notes(report), 1)]
+    row_notes, other_notes = numbered_notes(report), general_notes(report)
+    said = "\n".join((*row_notes, *other_notes))  # what a note ends with is no next step again
+    lines = [line for line in report.recommendation.lines if line.removeprefix("Next: ") not in said]
     parts = [
         f"### {escape(report.title)}",
         "\n".join(table_lines(table, ["---"] * len(shown))),
-        "\n".join(notes),
-        "\n".join(f"- {escape(note)}" for note in general_notes(report)),
+        "\n".join(f"{number}. {escape(note)}" for number, note in enumerate(row_notes, 1)),
+        "\n".join(f"- {escape(note)}" for note in other_notes),
         "**Recommendation**",
-        "\n".join(f"- {escape(line)}" for line in report.recommendation.lines),
+        "\n".join(f"- {escape(line)}" for line in lines),
         *(f"**Set-up** {escape(provenance.one_line(environment))}" for environment in report.environments),
         *(f"**Command**\n\n{shell_block(command)}" for command in report.commands),
     ]

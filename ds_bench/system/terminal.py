@@ -43,6 +43,17 @@ def can_encode(text: str, stream: IO[str]) -> bool:
     return True
 
 
+def width_of(stream: IO[str]) -> int:
+    """Columns to print in: ``COLUMNS``, else those of the terminal, else 100 where the stream is none."""
+    columns = os.environ.get("COLUMNS", "")
+    if columns.isdecimal() and 0 < len(columns) < 6 and int(columns):
+        return int(columns)
+    try:
+        return os.get_terminal_size(stream.fileno()).columns or 80
+    except (OSError, ValueError):
+        return 80 if stream.isatty() else 100
+
+
 def to_ascii(text: str) -> str:
     """The text in ASCII; signs without a replacement become ``?``."""
     for sign, plain_sign in _ASCII.items():

@@ -166,10 +166,7 @@ def test_other_workloads_stand_side_by_side(change: dict[str, object]) -> None:
 def test_other_placements_stand_side_by_side() -> None:
     alone = replace(run(1, 0.2), trial=replace(run(1, 0.2).trial, placement=replace(CUDA, num_gpus=1)))
     groups = merge_results.merge([result(run(1, 0.1)), result(alone, name="b.json")])
-    assert [group.title.split(" · ")[3] for group in groups] == [
-        "2 GPUs (NVIDIA H100 80GB HBM3)",
-        "1 GPU (NVIDIA H100 80GB HBM3)",
-    ]
+    assert [group.title.split(" · ")[1] for group in groups] == ["2 × H100 80GB HBM3", "1 × H100 80GB HBM3"]
 
 
 def test_rows_of_another_method_of_measurement_stand_by_themselves() -> None:

@@ -6,6 +6,7 @@ import csv
 import json
 import os
 import pty
+import re
 import signal
 import subprocess
 import sys
@@ -85,10 +86,15 @@ OFFLOAD = ("offload_comparison.py", *SMALL, "--num-gpus", "2", "--nvme-path", "F
 Shared = Callable[..., tuple[int, str, str, Path]]
 
 
+def rows_shown(out: str) -> list[str]:
+    """Stages of the rows of the table that trained."""
+    return re.findall(r"^[★! ] (ZeRO-\d)", out, re.MULTILINE)
+
+
 def test_all_four_stages_succeed_on_two_ranks_and_the_table_says_so(shared: Shared) -> None:
     code, out, err, folder = shared(*ZERO_FP32)
     assert code == 0, err
-    assert out.count("✅ Success") == 4
+    assert rows_shown(out) == ["ZeRO-0", "ZeRO-1", "ZeRO-2", "ZeRO-3"]
     assert [row["stage"] for row in rows_of(folder)] == [0, 1, 2, 3]
 
 
@@ -218,7 +224,7 @@ def test_repeats_are_interleaved_and_each_run_is_a_row(start_script: Start) -> N
     code, out, err = script.wait()
     assert code == 0, err
     assert [(row["stage"], row["repeat"]) for row in script.rows()] == [(0, 0), (1, 0), (1, 1), (0, 1)]
-    assert [line.split()[0] for line in out.splitlines() if line.startswith("  ZeRO-")] == ["ZeRO-0", "ZeRO-1"]
+    assert rows_shown(out) == ["ZeRO-0", "ZeRO-1"]
 
 
 def test_a_failing_row_does_not_stop_the_others_and_keeps_its_cause(start_script: Start) -> None:
@@ -228,7 +234,8 @@ def test_a_failing_row_does_not_stop_the_others_and_keeps_its_cause(start_script
     assert code == 1
     assert [row["status"] for row in rows] == ["❌ Killed", "❌ Killed"]
     assert all("rank0.log" in row["error_details"] and row["avg_step_time_ms"] is None for row in rows)
-    assert "❌ Killed" in out
+    assert out.count(" Killed") == 2
+    assert "both ended with Killed" in out
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
@@ -266,7 +273,7 @@ def test_resume_runs_what_is_missing_and_nothing_twice(start_script: Start) -> N
     assert code == 0, err
     assert [row["status"] for row in script.rows()] == ["✅ Success", "✅ Success"]
     assert "[1/1]" in err
-    assert out.count("✅") == 2
+    assert rows_shown(out) == ["ZeRO-1", "ZeRO-2"]
 
 
 @pytest.mark.nvme

@@ -100,6 +100,7 @@ def test_no_verb_passes_on_what_steers_a_terminal(
     lines = [
         ["report", str(run)],
         ["report", str(run), str(other)],
+        ["report", str(run), "--verbose"],
         ["report", str(run), "--markdown"],
         ["report", str(run), str(other), "--markdown", "--html", str(tmp_path / "page.html")],
         ["report", str(run), "--export", "zero1"],

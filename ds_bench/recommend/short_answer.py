@@ -1,0 +1,273 @@
+"""A recommendation at a glance: which row to use and why, what a faster row would give, and one thing to try next.
+
+The sentences of ``reasons`` and the steps of ``remedies`` say the same at length. Nothing is decided here.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+
+from ..analysis.caveats import Caveat, CaveatKind, CaveatText, known_text
+from ..analysis.comparison import Comparison, ComparisonRow
+from ..analysis.intervals import FEWEST_RUNS
+from ..analysis.trial_caveats import NEAR_CAPACITY
+from ..config.spec import Trial
+from ..config.strategies import OFFLOAD_NAMES
+from ..prediction.what_if import Alternative
+from ..records import schema
+from ..units import BYTES_PER_GB, format_percent, format_significant
+from . import remedies
+from .reasons import MemoryTerms, smaller_equally_fast
+from .rule import LEAST_LEAD, Candidate, Decision, nearly_least_memory
+
+_MORE_STEPS = 50
+"""Measured steps of a run that is to decide between rows."""
+
+
+def format_list(labels: Sequence[str], most: int | None = None) -> str:
+    """``A, B and C``; of more than ``most`` the first ones and how many more there are."""
+    if most is not None and len(labels) > most:
+        labels = [*labels[: most - 1], f"{len(labels) - most + 1} more"]
+    return " and ".join([", ".join(labels[:-1]), labels[-1]]) if len(labels) > 1 else labels[0]
+
+
+def say_choice(decision: Decision, comparison: Comparison, goal: str, terms: MemoryTerms) -> str:
+    """``Use ZeRO-3: the fastest of 3 rows.``, or which rows noise does not tell apart."""
+    if decision.undecided:
+        return _say_undecided(decision, comparison)
+    choice, count = decision.choice, len(decision.speeds.candidates)
+    if count == 1:
+        why = f"the only row that trained and fits {terms.capacity}"
+    elif goal == "memory":
+        near = (
+            f", within {_whole(LEAST_LEAD)} of others"
+            if len(nearly_least_memory(decision.speeds.candidates)) > 1
+            else ""
+        )
+        why = f"least {terms.memory} of {count} rows{near}"
+    else:
+        why = _why_fast(decision, comparison, terms)
+    return f"Use {choice.label}: {why}."
+
+
+def _why_fast(decision: Decision, comparison: Comparison, terms: MemoryTerms) -> str:
+    choice, best = decision.choice, decision.simplest_tied
+    if best != choice:  # the rule traded speed for memory
+        saved = (best.memory_bytes or 0) - (choice.memory_bytes or 0)
+        share = format_percent(choice.tokens_per_second / best.tokens_per_second, digits=0)
+        return f"{share} of {best.label}'s speed with {_gigabytes(saved)} less of {terms.memory}"
+    if choice != decision.fastest and decision.speeds.differ(choice, decision.fastest):
+        return f"within {_whole(LEAST_LEAD)} of the fastest, {decision.fastest.label}, and offloads less"
+    if decision.tied:
+        return f"simplest of {len(decision.tied)} rows that cannot be told apart by speed"
+    compared = decision.speeds.with_optimizer_of(choice)
+    alike = "" if len(compared) == len(decision.speeds.candidates) else f" that step with {choice.optimizer}"
+    if len(compared) == 1:
+        return f"the only row{alike}"
+    if any(row.gpu_fraction is not None and not row.leaves_room for row in comparison.rows):
+        return f"fastest row{alike} under {_whole(NEAR_CAPACITY)} of {terms.capacity}"
+    return f"fastest of {len(compared)} rows{alike}"
+
+
+def _say_undecided(decision: Decision, comparison: Comparison) -> str:
+    choice = decision.choice
+    rows = (choice, *decision.undecided)
+    repeated = any(len(comparison.row(row.key).successes) > 1 for row in rows)
+    spread = max(row.step_spread for row in rows)
+    vary = f"{'runs' if repeated else 'steps'} vary by up to {_two_digits(spread)}"
+    everything = len(rows) == len(decision.speeds.candidates) > 2
+    others = "no row" if everything else format_list([row.label for row in decision.undecided], most=4)
+    verb = "can" if everything else "cannot"
+    until = "Simplest of those" if choice == decision.simplest_tied else "Until then"
+    return f"Undecided: {vary}; {others} {verb} be told from {choice.label} by speed. {until}: {choice.label}."
+
+
+def say_no_choice(comparison: Comparison, incomparable: bool) -> str:
+    """Why there is no row to use, in one short sentence."""
+    if not comparison.rows:
+        return "No row to use: nothing was run."
+    if incomparable:
+        return "No row to use: the rows do not compare with each other."
+    if any(row.succeeded for row in comparison.rows):
+        return "No row to use: what trained may not be recommended."
+    counts = Counter(run.outcome.status for row in comparison.rows if (run := remedies.failed_run(row)))
+    if len(counts) == 1:
+        ((status, count),) = counts.items()
+        return f"No row trained: {('it', 'both')[count - 1] if count < 3 else f'all {count}'} ended with {status}."
+    return f"No row trained: {', '.join(f'{count} {status}' for status, count in counts.items())}."
+
+
+def say_alternative(decision: Decision, candidates: Sequence[Candidate], comparison: Comparison) -> str | None:
+    """What the fastest row that was not chosen would give, and why it was not; None if nothing speaks for another."""
+    choice, speeds = decision.choice, decision.speeds
+    if decision.undecided:
+        return None
+    by_key = {candidate.key: candidate for candidate in candidates}
+    rows = [row for row in comparison.rows if row.key != choice.key and not row.differences]
+    faster = [row for row in rows if (row.tokens_per_second or 0.0) > choice.tokens_per_second]
+    for row in sorted(faster, key=lambda row: -(row.tokens_per_second or 0.0)):
+        lead = f"{row.label} is {_two_digits((row.tokens_per_second or 0.0) / choice.tokens_per_second - 1)} faster"
+        candidate = by_key.get(row.key)
+        if candidate is None:  # its figures must not be used, or a run of it ran out of memory
+            failed = sum(not run.record.outcome.success for run in row.summaries)
+            ran_out = f"{failed} of its {len(row.summaries)} runs failed"
+            return f"{lead} but {ran_out if row.invalid_reason is None else f'is no result: {row.invalid_reason}'}."
+        if candidate.optimizer != choice.optimizer:
+            return f"{lead}, with another optimizer ({candidate.optimizer}): not compared by speed."
+        if not speeds.differ(candidate, choice) or candidate.key == decision.simplest_tied.key:
+            continue  # no faster, or weighed against the choice in the headline
+        if not candidate.fits:
+            return f"{lead} but reserves {format_percent(candidate.fraction)}: a longer sequence may end it."
+        if candidate.memory_bytes is not None and choice.memory_bytes is not None:
+            more = candidate.memory_bytes - choice.memory_bytes
+            return f"{lead} but takes {_gigabytes(more)} more." if more > 0 else f"{lead} and offloads more."
+    smaller = smaller_equally_fast(choice, speeds)
+    if smaller is None:
+        return None
+    saved = (choice.memory_bytes or 0) - (smaller.memory_bytes or 0)
+    return f"{smaller.label} needs {_gigabytes(saved)} less and is as fast within the noise."
+
+
+# ------------------------------------------------------------------ what to try
+
+
+def try_after_choice(decision: Decision, candidates: Sequence[Candidate], comparison: Comparison) -> str | None:
+    """Flags of the next run, or what else to do; None if nothing is left to try."""
+    row = comparison.row(decision.choice.key)
+    if any(run.record.outcome.status == schema.INTERRUPTED for each in comparison.rows for run in each.summaries):
+        return _ACTIONS[schema.INTERRUPTED]
+    if decision.undecided:
+        steps = max(_MORE_STEPS, _first_trial(row).workload.num_steps)
+        return f"--repeats {max(5, 2 * len(row.successes))} --num-steps {steps}"
+    too_full = {candidate.key for candidate in candidates if not candidate.fits}
+    short = [each for each in comparison.rows if each.key in too_full or _ran_out_of_memory(each)]
+    return next(filter(None, _tries(row, short, comparison)), None)
+
+
+def _tries(row: ComparisonRow, short: Sequence[ComparisonRow], comparison: Comparison) -> Iterator[str | None]:
+    """The reasons for another run, most useful first. ``row``: the chosen one; ``short``: those short of memory."""
+    caveats = [*row.caveats, *comparison.caveats]
+    workload = _first_trial(row).workload
+    if short:
+        yield " ".join([_smaller_work(short[0]), *_flags_of_rows(short)])
+    if _has_text(CaveatText.OTHER_ADAM, (caveat for each in comparison.rows for caveat in each.caveats)):
+        yield "--set optimizer.params.torch_adam=true"
+    if any(caveat.kind is CaveatKind.TOO_FEW_REPEATS for caveat in caveats):
+        yield f"--repeats {FEWEST_RUNS}"
+    if _has_text(CaveatText.UNSTABLE_RUNS, caveats):
+        yield f"--repeats {max(5, 2 * len(row.successes))}"
+    if _has_text(CaveatText.NOT_STEADY, caveats):
+        yield f"--warmup-steps {max(10, 2 * workload.warmup_steps)}"
+    if any(caveat.kind in (CaveatKind.UNSTABLE, CaveatKind.SHORT_WINDOW) for caveat in caveats):
+        yield f"--num-steps {max(_MORE_STEPS, 2 * workload.num_steps)}"
+    if any(caveat.kind is CaveatKind.CPU_ACCELERATOR for caveat in caveats):
+        yield "the same command where there is a GPU"
+    larger = remedies.larger_batch(row, comparison)
+    if larger is not None:
+        yield f"--batch-size {larger[0]}"
+    if not row.at_largest_batch:
+        yield "--batch-size auto"
+
+
+def try_without_choice(comparison: Comparison) -> str | None:
+    """Flags that are predicted to let a row train, or what to do about the cause; None without rows."""
+    change = remedies.find_smallest_change(comparison)
+    if change is not None:
+        return flags_of_change(change[0], comparison)
+    caveats = [caveat for row in comparison.rows for caveat in row.caveats if caveat.disqualifying]
+    if step := next((caveat.next_step for caveat in caveats if caveat.next_step), None):
+        return step
+    short = [row for row in comparison.rows if _ran_out_of_memory(row) or not row.leaves_room]
+    if short:
+        return _smaller_work(short[0])
+    run = next(filter(None, map(remedies.failed_run, comparison.rows)), None)
+    return (
+        None if run is None else _ACTIONS.get(run.outcome.status, "read the traceback in its log (--verbose names it)")
+    )
+
+
+_ACTIONS = {
+    schema.OOM_DISK: "free space, or another --nvme-path",
+    schema.TIMEOUT: "fewer --num-steps, or a larger --timeout",
+    schema.KILLED: "see who ended it (dmesg, the scheduler), then --resume with --retry Killed",
+    schema.CRASHED: "python -m ds_bench ops, then this row alone",
+    schema.UNSUPPORTED: "another configuration: this machine or these versions cannot run it",
+    schema.SKIPPED: "without --skip-predicted-oom",
+    schema.INTERRUPTED: "--resume with the run's folder: rows are missing",
+}
+
+
+def flags_of_change(change: Alternative, comparison: Comparison) -> str:
+    """A predicted change as flags: ``batch size 2, ZeRO-3`` becomes ``--batch-size 2 --stages 3``."""
+    flags = []
+    for part in change.text.split(", "):
+        words = part.split()
+        if part.startswith("batch size "):
+            flags.append(f"--batch-size {words[-1]}")
+        elif part == "activation checkpointing":
+            flags.append("--activation-checkpointing")
+        elif part.startswith("reduce_bucket_size "):
+            flags.append("--set zero_optimization.reduce_bucket_size=50000000")
+        elif words[-1] in ("GPU", "GPUs"):
+            flags.append(f"--num-gpus {words[0]}")
+    if change.offload_optimizer == "none":
+        stage_flag = "--strategies none --stage" if _is_offload_run(comparison) else "--stages"
+        return " ".join([*flags, f"{stage_flag} {change.stage}"])
+    name = {("cpu", "none"): "cpu_optimizer", ("cpu", "cpu"): "cpu_full"}.get(
+        (change.offload_optimizer, change.offload_param), "nvme"
+    )
+    script = "" if _is_offload_run(comparison) else "offload_comparison.py "
+    folder = " --nvme-path DIR" if name == "nvme" else ""
+    return " ".join([f"{script}--strategies {name}{folder}", *flags])
+
+
+def _smaller_work(row: ComparisonRow) -> str:
+    """The simplest change that needs less memory: half the micro-batch, else checkpointing, else half the sequence."""
+    workload = _first_trial(row).workload
+    if workload.batch_size > 1 and workload.batch_policy != "largest":
+        return f"--batch-size {workload.batch_size // 2}"
+    if not workload.activation_checkpointing:
+        return "--activation-checkpointing"
+    return f"--seq-length {max(1, workload.seq_length // 2)}"
+
+
+def _flags_of_rows(rows: Sequence[ComparisonRow]) -> list[str]:
+    """Flags that compare these rows alone; none if a row is not one that a flag names."""
+    configurations = [row.configuration for row in rows]
+    if all(each.name == f"zero{each.stage}" for each in configurations):
+        return ["--stages", *(str(stage) for stage in sorted({each.stage for each in configurations}))]
+    if all(each.name in OFFLOAD_NAMES for each in configurations):
+        return ["--strategies", *dict.fromkeys(each.name for each in configurations)]
+    return []
+
+
+def _is_offload_run(comparison: Comparison) -> bool:
+    return any(row.configuration.name in OFFLOAD_NAMES for row in comparison.rows)
+
+
+def _ran_out_of_memory(row: ComparisonRow) -> bool:
+    run = remedies.failed_run(row)
+    return run is not None and run.outcome.status in remedies.MEMORY_STATUSES
+
+
+def _first_trial(row: ComparisonRow) -> Trial:
+    return row.summaries[0].record.trial
+
+
+def _has_text(form: CaveatText, caveats: Iterable[Caveat]) -> bool:
+    return any(known_text(caveat.text) is form for caveat in caveats)
+
+
+def _whole(fraction: float) -> str:
+    return format_percent(fraction, digits=0)
+
+
+def _two_digits(fraction: float) -> str:
+    """``0.4 %``, ``13 %``, ``340 %``."""
+    percent = float(f"{100 * fraction:.2g}")
+    return f"{percent:,.0f} %" if percent >= 10 else f"{percent:g} %"
+
+
+def _gigabytes(size: float) -> str:
+    return f"{format_significant(size / BYTES_PER_GB)} GB"

@@ -1,0 +1,212 @@
+"""What ends a run: the rows against the recommended one, the answer, one thing to try, in any width.
+
+``data/run_ends`` holds the whole text of five situations at 80 columns; ``DS_BENCH_UPDATE=1`` writes it anew.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ds_bench.analysis.summary import summarise
+from ds_bench.config.spec import Configuration
+from ds_bench.records import schema
+from ds_bench.records.schema import TrialRecord
+from ds_bench.report import terminal_report
+from ds_bench.report.comparison_report import ComparisonReport, build_report
+from ds_bench.report.terminal_report import report_lines
+from tests.support import fakes
+
+GB = fakes.GB
+ENDS = Path(__file__).resolve().parents[1] / "data" / "run_ends"
+CARDS = fakes.placement(accelerator="cuda", num_gpus=2)
+WORK = fakes.workload(model="meta-llama/Llama-2-7b-hf", batch_size=2, seq_length=2048, num_steps=20)
+ZERO, OFFLOAD = fakes.zero, fakes.offload
+
+
+def runs(
+    configuration: Configuration, speed: float, gigabytes: float, *, count: int = 3, spread: float = 0.004, **more: Any
+) -> list[TrialRecord]:
+    """Runs on two 80 GB cards around that many tokens/s; ``spread``: half the relative range of the runs."""
+    step = 2 * 2048 * 2 / speed
+    values = {"gpu_peak_bytes": int(gigabytes * GB), "gpu_peak_reserved_bytes": int(gigabytes * GB)}
+    return [
+        fakes.success(
+            fakes.trial(configuration, on=CARDS, of=WORK, repeat=repeat),
+            step_seconds=[step * (1 + spread * (((repeat + configuration.stage) % 3) - 1))] * 20,
+            **{**values, "host_peak_bytes": int(4.5 * GB), **more},
+        )
+        for repeat in range(count)
+    ]
+
+
+def failures(
+    configuration: Configuration, status: str = schema.OOM, *, count: int = 3, **more: Any
+) -> list[TrialRecord]:
+    values: dict[str, Any] = {"phase": "init"}
+    if status == schema.OOM:
+        values |= {"requested_bytes": int(50.2 * GB), "free_bytes": int(3.6 * GB)}
+    trials = [fakes.trial(configuration, on=CARDS, of=WORK, repeat=repeat) for repeat in range(count)]
+    return [fakes.failure(trial, status, **{**values, **more}) for trial in trials]
+
+
+def report(*rows: Sequence[TrialRecord], **more: Any) -> ComparisonReport:
+    summaries = [summarise(record, None, None) for row in rows for record in row]
+    return build_report(summaries, environments=[fakes.environment()], **more)
+
+
+def clear_winner() -> ComparisonReport:
+    rows = ((0, 11_400, 74), (1, 9_000, 38), (2, 8_000, 28), (3, 6_000, 18))
+    return report(*(runs(ZERO(stage), speed, size) for stage, speed, size in rows))
+
+
+def noise() -> ComparisonReport:
+    rows = ((1, 19_000, 40), (2, 19_600, 39.5), (3, 18_400, 39))
+    return report(*(runs(ZERO(stage), speed, size, spread=0.26) for stage, speed, size in rows))
+
+
+def out_of_memory() -> ComparisonReport:
+    return report(
+        failures(ZERO(0)),
+        runs(ZERO(2), 19_600, 77.8),
+        runs(ZERO(3), 17_400, 72.7),
+        runs(OFFLOAD("cpu_optimizer"), 5_470, 27.4, host_peak_bytes=59 * GB),
+    )
+
+
+def all_failed() -> ComparisonReport:
+    return report(*(failures(ZERO(stage)) for stage in (0, 1, 2, 3)))
+
+
+def interrupted() -> ComparisonReport:
+    stopped = failures(ZERO(1), schema.INTERRUPTED, count=1, error="interrupted while it ran", phase="forward")
+    return report(runs(ZERO(0), 11_400, 40, count=1), stopped)
+
+
+SITUATIONS: dict[str, tuple[Callable[[], ComparisonReport], str, str]] = {
+    "clear_winner": (clear_winner, "★ Use ZeRO-0: fastest of 4 rows", "--batch-size auto"),
+    "noise": (noise, "? Undecided: runs vary by up to ", "--repeats 6 --num-steps 50"),
+    "out_of_memory": (out_of_memory, "★ Use ZeRO-3: fastest row under 95 % of the card", "--batch-size 1 --stages 0 2"),
+    "all_failed": (all_failed, "✗ No row trained: all 4 ended with OOM", "--batch-size 1"),
+    "interrupted": (
+        interrupted,
+        "★ Use ZeRO-0: the only row that trained",
+        "--resume with the run's folder: rows are missing",
+    ),
+}
+
+
+def text_of(of: ComparisonReport, width: int = 80, unicode: bool = True) -> str:
+    return "\n".join(line.text for line in report_lines(of, width, unicode)) + "\n"
+
+
+@pytest.mark.parametrize("name", SITUATIONS)
+def test_the_end_of_a_run_at_80_columns(name: str) -> None:
+    make, headline, try_next = SITUATIONS[name]
+    text, path = text_of(make()), ENDS / f"{name}.txt"
+    if os.environ.get("DS_BENCH_UPDATE"):
+        path.write_text(text, encoding="utf-8")
+    assert text == path.read_text(encoding="utf-8")
+    assert f"\n{headline}" in text
+    assert re.findall(r"Try: +(.*?)(?:    |\n)", text) == [try_next]
+    assert len(text.splitlines()) <= 14  # and three lines of paths
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 120, 200])
+@pytest.mark.parametrize("name", SITUATIONS)
+def test_in_any_width_lines_fit_words_are_whole_and_nothing_is_said_twice(name: str, width: int) -> None:
+    make, headline, _ = SITUATIONS[name]
+    of = make()
+    for unicode in (True, False):
+        text = text_of(of, width, unicode)
+        assert max(map(len, text.splitlines())) <= width
+        assert text.isascii() or unicode
+        words = text.split()
+        assert set(words) - {"…", "..."} <= set(text_of(of, 10_000, unicode).split())
+        sentences = [each for each in re.split(r"[.:;] |\n", " ".join(words)) if len(each.split()) > 3]
+        assert len(sentences) == len(set(sentences))
+    assert headline in " ".join(text_of(of, width).split())
+
+
+def test_every_number_of_the_table_by_hand() -> None:
+    """17,400 / 5,470 = 3.18; 2 × 59 GB of host memory; 77.8 of 80 GB are 97 %, 72.7 are 91 %, 27.4 are 34 %."""
+    rows = {line[2:24].strip(): line[24:].split("  ") for line in text_of(out_of_memory()).splitlines()}
+    cells = {label: [cell.strip() for cell in line if cell.strip()] for label, line in rows.items()}
+    assert cells["Configuration"] == ["tok/s", "±95 %", "vs ★", "GPU GB", "of card", "host GB"]
+    assert cells["ZeRO-2"] == ["19,600", "1 %", "1.13× faster", "77.8", "97 % !", "9.00"]
+    assert cells["ZeRO-3"] == ["17,400", "1 %", "—", "72.7", "91 %", "9.00"]
+    assert cells["ZeRO-3 + CPU optimizer"] == ["5,470", "1 %", "3.18× slower", "27.4", "34 %", "118"]
+
+
+def test_a_difference_below_three_runs_is_marked_as_not_tested_and_said_to_be() -> None:
+    text = text_of(report(runs(ZERO(0), 1000, 8, count=1), runs(ZERO(3), 500, 8, count=1)))
+    assert "2.00× slower ?" in text
+    assert "±95 %" not in text
+    assert "fewer than 3 runs: differences marked ? are not tested" in text
+    assert "Try:    --repeats 3" in text
+
+
+def test_a_caveat_of_all_rows_is_one_line_and_a_disqualified_row_is_marked() -> None:
+    shared = [runs(ZERO(stage), 1000 - stage, 8, gpu_alloc_retries=1) for stage in (0, 1)]
+    assert text_of(report(*shared)).count("all rows: the allocator retried") == 1
+    wrong = text_of(report(runs(ZERO(0), 1000, 8), runs(ZERO(1), 900, 8), runs(ZERO(2), 1500, 8, losses=(None,) * 22)))
+    assert "! ZeRO-2" in wrong
+    assert wrong.count("loss is not finite") == 1
+    assert "ZeRO-2 is 50 % faster but is no result: loss is not finite" in " ".join(wrong.split())
+
+
+def test_on_cpu_ranks_gpus_have_no_column_and_one_short_line_says_why() -> None:
+    records = [fakes.success(fakes.trial(ZERO(stage), repeat=repeat)) for repeat in range(3) for stage in (0, 1)]
+    text = text_of(report(records))
+    assert "GPU GB" not in text
+    assert "of host" in text
+    assert text.count("GPUs") == 1
+    assert "  CPU ranks: this says nothing about GPUs.\n" in text
+
+
+def test_a_row_of_which_some_runs_failed_says_how_many_and_where() -> None:
+    text = text_of(report(runs(ZERO(0), 1000, 8), runs(ZERO(1), 900, 8, count=2) + failures(ZERO(1))[2:]))
+    said = "ZeRO-1: 1 of 3 runs failed, OOM in optimizer init, asked 50.2 GB, 3.60 GB free."
+    assert said in " ".join(text.split())
+
+
+def test_nvme_has_a_column_where_a_row_swapped() -> None:
+    swapped = runs(OFFLOAD("nvme"), 300, 8, nvme_stored_bytes=20 * GB, nvme_read_bytes=GB)
+    assert re.search(r"NVMe GB\n.*—\n.*40\.0\n", text_of(report(runs(OFFLOAD("none"), 1000, 40), swapped), 120))
+    assert "NVMe" not in text_of(clear_winner())
+
+
+class Terminal(io.StringIO):
+    encoding = "utf-8"
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_verbose_prints_the_full_table_and_a_terminal_gets_styles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    of = out_of_memory()
+    stream = Terminal()
+    terminal_report.print_report(of, stream)
+    assert "\x1b[1m★ ZeRO-3" in stream.getvalue()
+    assert re.sub(r"\x1b\[[0-9;]*m", "", stream.getvalue()) == text_of(of, 160)
+    stream = Terminal()
+    terminal_report.print_report(of, stream, verbose=True)
+    for word in ("Relative", "Why: ", "Next: ", "✅ Success", "1. "):
+        assert word in stream.getvalue()
+
+
+def test_no_text_of_a_user_steers_the_terminal_and_wide_signs_keep_the_columns() -> None:
+    nasty = replace(ZERO(1), label="\x1b[31mred\u202e\n行")
+    text = text_of(report(runs(nasty, 1000, 8), failures(nasty)), 200)
+    assert "\x1b" not in text.replace("\\x1b", "")
+    assert "\\x1b[31mred" in text
