@@ -14,7 +14,7 @@ from ..analysis.comparison import Comparison, ComparisonRow
 from ..analysis.summary import TrialSummary
 from ..recommend.shortage import predicted_bytes
 from ..records.schema import OOM, OOM_DISK, OOM_HOST, SKIPPED, RankMeasurement, TrialRecord
-from ..units import BYTES_PER_GB, MISSING, to_gb, to_ms
+from ..units import BYTES_PER_GB, MISSING, format_significant, to_gb, to_ms
 
 MAX_OVERLAID_ROWS = 8
 """More lines in one chart cannot be distinguished."""
@@ -302,14 +302,9 @@ class ScatterChart(Chart):
 
 
 def format_value(value: float | None) -> str:
-    """A value with three significant digits: ``45,000``, ``12.3``, ``0.0123``."""
-    if value is None:
-        return MISSING
-    if value == 0:
-        return "0"
-    if abs(value) >= 100:
-        return f"{float(f'{value:.3g}'):,.0f}"
-    return f"{value:#.3g}"
+    """A value with three significant digits, those of small models too: ``45,000``, ``12.3``, ``0.000413``."""
+    small = value is not None and 0 < abs(value) < 0.01
+    return f"{value:.3g}" if small else format_significant(value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -475,21 +470,27 @@ def _ledger_chart(rows: _Rows, tier: str) -> Chart | None:
         note = f"Bytes by category, {scope}, each category at its own largest."
     if any(stack.failed for stack in stacks):
         note += " Hatched: at least what a row that ran out of memory would have needed."
-    capacity = _capacity_bytes(comparison, tier)
+    capacity, label = _capacity_gb(comparison, tier)
     return StackChart(
         name=f"ledger-{tier}",
         title=f"{heading} by category" if by_category else heading,
         axis="GB",
         categories=(*categories, "rest of the peak") if by_category else ("measured peak",),
         stacks=tuple(stacks),
-        capacity=to_gb(capacity),
-        capacity_label=f"{'card' if tier == 'gpu' else 'host'} {format_value(to_gb(capacity))} GB" if capacity else "",
+        capacity=capacity,
+        capacity_label=label,
         note=rows.note(note, rows.measured, drawn),
     )
 
 
 def _capacity_bytes(comparison: Comparison, tier: str) -> int | None:
     return {"gpu": comparison.device_capacity_bytes, "cpu": comparison.host_capacity_bytes}.get(tier)
+
+
+def _capacity_gb(comparison: Comparison, tier: str) -> tuple[float | None, str]:
+    """How much of a tier there is, and the label of the line at it; None for NVMe and if it is not known."""
+    capacity = to_gb(_capacity_bytes(comparison, tier))
+    return capacity, "" if capacity is None else f"{'card' if tier == 'gpu' else 'host'} {format_value(capacity)} GB"
 
 
 def _memory_stack(row: ComparisonRow, tier: str, rows: _Rows) -> Stack | None:
@@ -592,14 +593,15 @@ def _pareto_chart(rows: _Rows, memory: str) -> Chart | None:
         note += " Rows without a label are in the table of numbers."
     if failed:
         note += " Hatched: rows that ran out of memory, at what they would have needed at least."
+    capacity, label = _capacity_gb(comparison, "gpu" if on_device else "cpu")
     return ScatterChart(
         name=f"pareto-{memory}",
         title=f"Throughput against {memory} memory",
         axis="tokens/s",
         horizontal=f"peak {memory} memory, GB",
         dots=(*sorted(measured, key=lambda dot: not dot.recommended), *failed),
-        capacity=to_gb(_capacity_bytes(comparison, "gpu" if on_device else "cpu")),
-        capacity_label="card" if on_device else "host",
+        capacity=capacity,
+        capacity_label=label,
         note=note,
     )
 

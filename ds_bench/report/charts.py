@@ -56,23 +56,15 @@ ROW_HEIGHT_EM = 3.3
 BAR_HEIGHT = 0.36
 """Height of a bar, as a fraction of its row's."""
 SCATTER_HEIGHT_EM = 21.0
-DOT_EM = 0.6
+STUB_HEIGHT = 0.08
+"""Height of the mark of a row that ran out of memory, as a fraction of a scatter's."""
+DOT_EM = 0.7
 """Half the width of a dot and the space around it, in font sizes."""
-_LABEL_DISTANCES = (0.0, 1.2, 2.4, 4.0)
+_LABEL_DISTANCES = (0.0, 0.8, 1.6, 2.4, 4.0, 6.0)
 """How far a label may be from its dot, in font sizes; one that is not beside it gets a line to it."""
-_LABEL_DIRECTIONS = (
-    (1, 0),
-    (-1, 0),
-    (0, 1),
-    (0, -1),
-    (1, 1),
-    (1, -1),
-    (-1, 1),
-    (-1, -1),
-    (0.5, 1),
-    (-0.5, 1),
-    (0.5, -1),
-    (-0.5, -1),
+_SIDES = (0.0, -0.5, 0.5, -1.0, 1.0)
+_LABEL_DIRECTIONS = tuple(
+    direction for side in _SIDES for direction in ((1.0, side), (-1.0, side), (side, 1.0), (side, -1.0))
 )
 """Where a label lies from its point, across and up, the best first: 1 is beside it, 0 centred on it."""
 CHARACTER_WIDTH_EM = 0.6
@@ -317,12 +309,13 @@ def _draw_stacks(chart: StackChart, axes: Any, columns: float) -> _Frame:
     entries: list[tuple[Any, str]] = []
     for part, category in enumerate(chart.categories):
         sizes = [0.0 if stack.failed else stack.parts[part] for stack in chart.stacks]
+        drawn = [row for row in rows if sizes[row]]  # a bar of no width would still show its edges
         colour = CATEGORY_COLOURS[part % len(CATEGORY_COLOURS)]
-        if any(sizes):
+        if drawn:
             bars = axes.barh(
-                rows,
-                sizes,
-                left=starts,
+                drawn,
+                [sizes[row] for row in drawn],
+                left=[starts[row] for row in drawn],
                 height=BAR_HEIGHT,
                 color=colour,
                 hatch=HATCHES[part % len(HATCHES)],
@@ -360,8 +353,9 @@ def _draw_stacks(chart: StackChart, axes: Any, columns: float) -> _Frame:
     if predictions:
         for colour, line_width in ((PAPER, 5.0), (INK, 2.5)):  # a halo, to be seen on the bar and beside it
             style = {"color": colour, "markeredgewidth": line_width, "markersize": 17, "zorder": 3}
-            (points,) = axes.plot(*zip(*predictions, strict=True), "|", **style)
-        entries.append((points, "predicted"))
+            axes.plot(*zip(*predictions, strict=True), "|", **style)
+        (tick,) = axes.plot([], [], "|", color=INK, markeredgewidth=2.5, markersize=8)
+        entries.append((tick, "predicted"))
     if chart.capacity is not None:
         (line,) = axes.plot([], [], linestyle="--", color=WARNING)
         if chart.capacity_is_drawn:
@@ -428,7 +422,7 @@ def _draw_scatter(chart: ScatterChart, axes: Any, across: float) -> _Frame:
         entries.append((axes.axvline(chart.capacity, color=WARNING, linestyle="--"), chart.capacity_label))
     failed = [dot for dot in chart.dots if dot.failed]
     if failed:
-        places, stub = [min(dot.x, chart.end) for dot in failed], 0.08 * axes.get_ylim()[1]
+        places, stub = [min(dot.x, chart.end) for dot in failed], STUB_HEIGHT * axes.get_ylim()[1]
         bars = axes.bar(
             places, stub, width=0.025 * chart.end, color=PAPER, hatch="xxx", edgecolor=WARNING, linewidth=0.8, zorder=3
         )
@@ -447,7 +441,7 @@ def _draw_scatter(chart: ScatterChart, axes: Any, across: float) -> _Frame:
             "*" if dot.recommended else MARKERS[dot.style],
             markeredgecolor=colour,
             markerfacecolor=colour if dot.on_front else PAPER,
-            markersize=16 if dot.recommended else 9,
+            markersize=14 if dot.recommended else 9,
             zorder=3,
         )
     frame = replace(_draw_plane(axes, chart.horizontal, chart.axis, entries), height=SCATTER_HEIGHT_EM)
@@ -460,7 +454,7 @@ def _label_dots(chart: ScatterChart, axes: Any, width: float, height: float) -> 
     scale_x, scale_y = width / axes.get_xlim()[1], height / axes.get_ylim()[1]
 
     def position(dot: Dot) -> tuple[float, float]:
-        return min(dot.x, chart.end) * scale_x, dot.y * scale_y
+        return min(dot.x, chart.end) * scale_x, STUB_HEIGHT * height if dot.failed else dot.y * scale_y
 
     labelled = [dot for dot in chart.dots if dot.style is not None or dot.failed]
     texts = [textwrap.wrap(_printable(dot.label), 24, max_lines=2, placeholder=" …") for dot in labelled]
@@ -485,11 +479,15 @@ def _label_dots(chart: ScatterChart, axes: Any, width: float, height: float) -> 
             end = _nearest((left, bottom, left + size[0], bottom + size[1]), (x, y))
             if math.dist((x, y), end) > 1.8 * DOT_EM:
                 axes.plot([x / scale_x, end[0] / scale_x], [y / scale_y, end[1] / scale_y], color=FAINT, linewidth=0.7)
+            side, start = ("left", left) if left >= x else ("right", left + size[0])
+            if left < x < left + size[0]:
+                side, start = "center", left + size[0] / 2
             axes.text(
-                left / scale_x,
+                start / scale_x,
                 bottom / scale_y,
                 "\n".join(text),
                 va="bottom",
+                ha=side,
                 linespacing=1.1,
                 color=WARNING if dot.failed else INK,
             )
@@ -554,8 +552,8 @@ def _free_boxes(
     """Boxes of a label that overlap nothing, each with a cost, the cheapest and nearest first."""
     wide, high = size
     for order, (distance, (across, up)) in enumerate(itertools.product(_LABEL_DISTANCES, _LABEL_DIRECTIONS)):
-        left = point[0] + across * (DOT_EM + 0.1 + distance) - wide * (1 - across) / 2
-        bottom = point[1] + up * (DOT_EM + 0.1 + distance) - high * (1 - up) / 2
+        left = point[0] + across * (DOT_EM + 0.2 + distance) - wide * (1 - across) / 2
+        bottom = point[1] + up * (DOT_EM + 0.2 + distance) - high * (1 - up) / 2
         box = (left, bottom, left + wide, bottom + high)
         if left < 0 or bottom < 0 or box[2] > plot[0] or box[3] > plot[1] or _overlaps(box, taken):
             continue

@@ -15,6 +15,7 @@ from ..analysis import provenance
 from ..analysis.comparison import ComparisonRow
 from ..config.deepspeed_config import is_full_config
 from ..records.schema import SUCCESS
+from ..units import format_significant
 from . import charts
 from .chart_data import charts_of
 from .columns import Column, measured_columns, row_status
@@ -96,11 +97,22 @@ def _row(
         "baseline": comparison.baseline is not None and row.key == comparison.baseline.key,
         "status": row_status(row, lambda status: f"{'✓' if status == SUCCESS else '✗'} {status}"),
         "succeeded": row.succeeded,
-        "cells": [(text, "" if key is None else repr(key)) for text, key in cells],  # an empty key sorts last
+        # an empty key sorts last
+        "cells": [(round_numbers(text), text, "" if key is None else repr(key)) for text, key in cells],
         "runs": len(row.summaries),
         "footnotes": sorted(numbers[note] for note in notes),
         "config": _config(row),
     }
+
+
+def round_numbers(text: str) -> str:
+    """The text with every number of more than three significant digits rounded to three: ``1,240 to 1,260``."""
+
+    def rounded(number: re.Match[str]) -> str:
+        digits = number[0].replace(",", "")
+        return format_significant(float(digits)) if len(digits.replace(".", "").lstrip("0")) > 3 else number[0]
+
+    return re.sub(r"\d[\d,]*(?:\.\d+)?", rounded, text)
 
 
 def _config(row: ComparisonRow) -> str | None:

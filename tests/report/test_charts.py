@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from ds_bench.report import charts
-from ds_bench.report.chart_data import Bar, BarChart, Line, LineChart, Stack, StackChart, charts_of
+from ds_bench.report.chart_data import Bar, BarChart, Line, LineChart, ScatterChart, Stack, StackChart, charts_of
 from ds_bench.report.charts import Point, inline_svg, place_labels, save_charts
 from tests.support import fakes
 from tests.support import sample_reports as samples
@@ -101,9 +101,18 @@ def test_labels_cover_neither_each_other_nor_a_dot_and_stay_inside(points: list[
 
 
 def test_a_label_is_beside_its_dot_where_there_is_room_and_farther_off_where_there_is_none() -> None:
-    assert place_labels([(5, 5)], [(4, 1.2)], (20, 20), [(5, 5)], []) == [(pytest.approx(5.7), pytest.approx(4.4))]
+    assert place_labels([(5, 5)], [(4, 1.2)], (20, 20), [(5, 5)], []) == [(pytest.approx(5.9), pytest.approx(4.4))]
     crowd = [(10, 9), (10, 10), (10, 11)]
     assert None not in place_labels(crowd, [(8, 1.2)] * 3, (20, 20), crowd, [])
+
+
+@pytest.mark.parametrize("comparison", [samples.zero_comparison(), samples.offload_comparison()])
+def test_every_row_of_a_small_comparison_is_labelled_at_its_dot(comparison: samples.Comparison) -> None:
+    for chart in charts_of(comparison).charts:
+        if isinstance(chart, ScatterChart):
+            root = ElementTree.fromstring(inline_svg(chart, "u"))
+            texts = " ".join(element.text or "" for element in root.iter("text"))
+            assert all(texts.count(dot.label) >= 1 for dot in chart.dots)
 
 
 def test_nothing_is_written_where_nothing_succeeded(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from html.parser import HTMLParser
 import pytest
 
 from ds_bench.analysis.caveats import Caveat, CaveatKind
+from ds_bench.report.html_report import round_numbers
 from ds_bench.system.environment import Environment
 from ds_bench.system.gpus import GpuFacts
 from tests.support import fakes
@@ -210,6 +211,22 @@ def test_the_page_begins_with_speed_against_memory_and_marks_the_recommended_row
     assert source.count('<tr class="recommended">') == 1
     assert re.findall(r'<th scope="row" data-key="zero-2">.*?</span>', source)
     assert all("★ ZeRO-2" in drawing.split("</desc>")[1] for drawing in drawings(source))
+
+
+def test_cells_have_three_significant_digits_and_the_exact_number_behind_them() -> None:
+    rounded = {
+        "1,241.8": "1,240",
+        "16,626 to 19,966": "16,600 to 20,000",
+        "[0.98, 1.01]": "[0.98, 1.01]",
+        "−17.80 GB": "−17.8 GB",
+        "0.99x": "0.99x",
+        "100.4 %": "100 %",
+        "—": "—",
+    }
+    assert {text: round_numbers(text) for text in rounded} == rounded
+    assert '<td data-key="58.2" title="58.20">58.2</td>' in re.sub(
+        r'data-key="\d{6,}"', 'data-key="58.2"', samples.page(samples.report(samples.zero_comparison()))
+    )
 
 
 def test_four_rows_are_less_than_150_kilobytes() -> None:
