@@ -98,17 +98,22 @@ def _row(
         "status": row_status(row, lambda status: f"{'✓' if status == SUCCESS else '✗'} {status}"),
         "succeeded": row.succeeded,
         # an empty key sorts last
-        "cells": [(round_numbers(text), text, "" if key is None else repr(key)) for text, key in cells],
+        "cells": [(round_numbers(text, key), text, "" if key is None else repr(key)) for text, key in cells],
         "runs": len(row.summaries),
         "footnotes": sorted(numbers[note] for note in notes),
         "config": _config(row),
     }
 
 
-def round_numbers(text: str) -> str:
-    """The text with every number of more than three significant digits rounded to three: ``1,240 to 1,260``."""
+def round_numbers(text: str, exact: float | None = None) -> str:
+    """The text with every number of more than three significant digits rounded to three: ``1,240 to 1,260``.
+
+    ``exact`` is what a whole number in the text was rounded from, so that it is rounded once, as in the charts.
+    """
 
     def rounded(number: re.Match[str]) -> str:
+        if exact is not None and abs(exact) >= 1000 and number[0] == f"{abs(exact):,.0f}":
+            return format_significant(abs(exact))
         digits = number[0].replace(",", "")
         return format_significant(float(digits)) if len(digits.replace(".", "").lstrip("0")) > 3 else number[0]
 

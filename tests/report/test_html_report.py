@@ -224,6 +224,7 @@ def test_cells_have_three_significant_digits_and_the_exact_number_behind_them() 
         "—": "—",
     }
     assert {text: round_numbers(text) for text in rounded} == rounded
+    assert (round_numbers("2,025", 2024.9), round_numbers("2,025", 2025.1)) == ("2,020", "2,030")
     assert '<td data-key="58.2" title="58.20">58.2</td>' in re.sub(
         r'data-key="\d{6,}"', 'data-key="58.2"', samples.page(samples.report(samples.zero_comparison()))
     )
