@@ -234,7 +234,7 @@ def test_a_failing_row_does_not_stop_the_others_and_keeps_its_cause(start_script
     assert code == 1
     assert [row["status"] for row in rows] == ["❌ Killed", "❌ Killed"]
     assert all("rank0.log" in row["error_details"] and row["avg_step_time_ms"] is None for row in rows)
-    assert out.count(" Killed") == 2
+    assert out.count("  Killed in forward: killed by SIG") == 2
     assert "both ended with Killed" in out
 
 
