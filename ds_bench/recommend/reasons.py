@@ -44,7 +44,7 @@ def why(decision: Decision, goal: str, terms: MemoryTerms) -> str:
         return f"{choice.label} is the only row that trained and fits: {numbers}"
     if goal == "memory":
         near = len(nearly_least_memory(fitting)) > 1
-        within = f", within {_whole(LEAST_LEAD)} of others," if near else ""
+        within = f", within {whole_percent(LEAST_LEAD)} of others," if near else ""
         return f"{choice.label} needs the least {terms.memory}{within} of {_rows(fitting)}: {numbers}"
     head = f"{choice.label} is {_speed_rank(decision)}: {numbers}"
     return head if goal == "speed" else _why_balanced(decision, head, terms)
@@ -57,7 +57,7 @@ def _speed_rank(decision: Decision) -> str:
         stepped = "" if len(compared) == len(speeds.candidates) else f" and step with {best.optimizer}"
         return f"the fastest of {_rows(compared)}{stepped}" if len(compared) > 1 else f"the only row to fit{stepped}"
     if speeds.differ(decision.choice, best):
-        return f"within {_whole(LEAST_LEAD)} of the fastest, {best.label}, and offloads less"
+        return f"within {whole_percent(LEAST_LEAD)} of the fastest, {best.label}, and offloads less"
     count = len(decision.tied)
     return f"the simplest of the {count} rows that cannot be told from the fastest, {best.label}, by speed"
 
@@ -67,7 +67,7 @@ def _why_balanced(decision: Decision, head: str, terms: MemoryTerms) -> str:
     if best != choice:
         return (
             f"{choice.label} needs the least {terms.memory} of the rows that offload alike and reach "
-            f"{_whole(MIN_SPEED_FRACTION)} of {best.label}'s speed: {head.partition(': ')[2]}, "
+            f"{whole_percent(MIN_SPEED_FRACTION)} of {best.label}'s speed: {head.partition(': ')[2]}, "
             f"{format_percent(_speed_fraction(choice, best))} of {best.label}'s {_speed(best)} tokens/s with "
             f"{format_bytes(best.memory_bytes)} ({format_percent(best.fraction)})"
         )
@@ -76,9 +76,9 @@ def _why_balanced(decision: Decision, head: str, terms: MemoryTerms) -> str:
     if choice.fraction is None:
         return f"{head}; how much of {terms.capacity} that is cannot be told, so nothing is traded for memory"
     if choice.comfortable:
-        return f"{head}, under the {_whole(COMFORTABLE_FRACTION)} from which less memory would be worth speed"
+        return f"{head}, under the {whole_percent(COMFORTABLE_FRACTION)} from which less memory would be worth speed"
     others = len(same_offload_nearly_as_fast(choice, decision.speeds)) > 1
-    rest = "and needs less" if others else f"and reaches {_whole(MIN_SPEED_FRACTION)} of its speed"
+    rest = "and needs less" if others else f"and reaches {whole_percent(MIN_SPEED_FRACTION)} of its speed"
     return f"{head}; no other row offloads alike {rest}"
 
 
@@ -159,7 +159,8 @@ def _speed_fraction(choice: Candidate, best: Candidate) -> float:
     return choice.tokens_per_second / best.tokens_per_second
 
 
-def _whole(fraction: float) -> str:
+def whole_percent(fraction: float) -> str:
+    """``95 %``."""
     return format_percent(fraction, digits=0)
 
 

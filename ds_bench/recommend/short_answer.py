@@ -18,7 +18,7 @@ from ..prediction.what_if import Alternative
 from ..records import schema
 from ..units import BYTES_PER_GB, format_percent, format_significant
 from . import remedies
-from .reasons import MemoryTerms, smaller_equally_fast
+from .reasons import MemoryTerms, smaller_equally_fast, whole_percent
 from .rule import LEAST_LEAD, Candidate, Decision, nearly_least_memory
 
 _MORE_STEPS = 50
@@ -41,7 +41,7 @@ def say_choice(decision: Decision, comparison: Comparison, goal: str, terms: Mem
         why = f"the only row that trained and fits {terms.capacity}"
     elif goal == "memory":
         near = (
-            f", within {_whole(LEAST_LEAD)} of others"
+            f", within {whole_percent(LEAST_LEAD)} of others"
             if len(nearly_least_memory(decision.speeds.candidates)) > 1
             else ""
         )
@@ -58,7 +58,7 @@ def _why_fast(decision: Decision, comparison: Comparison, terms: MemoryTerms) ->
         share = format_percent(choice.tokens_per_second / best.tokens_per_second, digits=0)
         return f"{share} of {best.label}'s speed with {_gigabytes(saved)} less of {terms.memory}"
     if choice != decision.fastest and decision.speeds.differ(choice, decision.fastest):
-        return f"within {_whole(LEAST_LEAD)} of the fastest, {decision.fastest.label}, and offloads less"
+        return f"within {whole_percent(LEAST_LEAD)} of the fastest, {decision.fastest.label}, and offloads less"
     if decision.tied:
         return f"simplest of {len(decision.tied)} rows that cannot be told apart by speed"
     compared = decision.speeds.with_optimizer_of(choice)
@@ -66,7 +66,7 @@ def _why_fast(decision: Decision, comparison: Comparison, terms: MemoryTerms) ->
     if len(compared) == 1:
         return f"the only row{alike}"
     if any(row.gpu_fraction is not None and not row.leaves_room for row in comparison.rows):
-        return f"fastest row{alike} under {_whole(NEAR_CAPACITY)} of {terms.capacity}"
+        return f"fastest row{alike} under {whole_percent(NEAR_CAPACITY)} of {terms.capacity}"
     return f"fastest of {len(compared)} rows{alike}"
 
 
@@ -257,10 +257,6 @@ def _first_trial(row: ComparisonRow) -> Trial:
 
 def _has_text(form: CaveatText, caveats: Iterable[Caveat]) -> bool:
     return any(known_text(caveat.text) is form for caveat in caveats)
-
-
-def _whole(fraction: float) -> str:
-    return format_percent(fraction, digits=0)
 
 
 def _two_digits(fraction: float) -> str:

@@ -254,11 +254,11 @@ def _draw_rows(axes: Any, title: str, rows: Sequence[_RowLabel], columns: float)
 
 def _format_ticks(axis: Any) -> None:
     """About five round numbers: ``45,000``, ``0.25``."""
-    from matplotlib.ticker import MaxNLocator, ScalarFormatter, StrMethodFormatter
+    from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
     axis.set_major_locator(MaxNLocator(5))
     large = max(map(abs, axis.get_view_interval())) >= 1000
-    axis.set_major_formatter(StrMethodFormatter("{x:,.0f}") if large else ScalarFormatter(useOffset=False))
+    axis.set_major_formatter(StrMethodFormatter("{x:,.0f}" if large else "{x:.4g}"))
 
 
 def _draw_legend(axes: Any, entries: Sequence[tuple[Any, str]], columns: float) -> float:
