@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from ..analysis.summary import summarise
 from ..config.spec import Trial
 from ..launch import Progress, ProgressCallback
-from ..records.schema import TrialRecord
+from ..records.schema import INTERRUPTED, TrialRecord
 from ..system.terminal import StatusLine
 from ..units import format_duration, format_significant
 from .columns import failure_text, format_gigabytes
@@ -78,7 +78,8 @@ class ProgressReporter:
         if record.wall_seconds is not None:
             self._wall_seconds.append(record.wall_seconds)
         took = f" · took {format_duration(record.wall_seconds)}" if self._verbose and record.wall_seconds else ""
-        mean_seconds, trials_left = self._mean_wall_seconds(), self._total - self._number
+        mean_seconds = self._mean_wall_seconds()
+        trials_left = 0 if record.outcome.status == INTERRUPTED else self._total - self._number
         left = f" · about {format_duration(mean_seconds * trials_left)} left" if mean_seconds and trials_left else ""
         self._line.say(f"{self._head(record.trial)} {_result_text(record)}{took}{left}")
         if self._verbose:

@@ -99,9 +99,12 @@ def test_repeats_are_counted_and_the_time_left_is_of_all_that_is_left() -> None:
     reporter.end(fakes.success(plan[0], gpu_peak_bytes=int(75.42 * GB)))
     reporter.begin(plan[1])
     reporter.end(fakes.failure(plan[1], requested_bytes=int(50.24 * GB), free_bytes=int(3.6 * GB), phase="init"))
+    reporter.begin(plan[2])
+    reporter.end(fakes.failure(plan[2], "Interrupted"))
     assert stream.getvalue().splitlines() == [
         "[1/6] ZeRO-0 run 1/3 ✓ 5,120 tok/s 75.4 GB · about 1 min 2 s left",
         "[2/6] ZeRO-1 run 1/3 ✗ OOM in optimizer init, asked 50.2 GB, 3.60 GB free · about 31 s left",
+        "[3/6] ZeRO-0 run 2/3 ✗ Interrupted",
     ]
 
 
