@@ -104,7 +104,7 @@ def test_repeats_are_counted_and_the_time_left_is_of_all_that_is_left() -> None:
     assert stream.getvalue().splitlines() == [
         "[1/6] ZeRO-0 run 1/3 ✓ 5,120 tok/s 75.4 GB · about 1 min 2 s left",
         "[2/6] ZeRO-1 run 1/3 ✗ OOM in optimizer init, asked 50.2 GB, 3.60 GB free · about 31 s left",
-        "[3/6] ZeRO-0 run 2/3 ✗ Interrupted",
+        "[3/6] ZeRO-0 run 2/3 ✗ Interrupted in backward: asked 2.00 GB",
     ]
 
 
