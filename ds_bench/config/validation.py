@@ -86,7 +86,7 @@ _BLOCKS = ("aio", "bf16", "fp16", "optimizer", "timers", "zero_optimization")
 
 
 @cache
-def _nested_keys() -> dict[str, frozenset[str]]:
+def nested_keys() -> dict[str, frozenset[str]]:
     """Path of a block → its keys, for the blocks in which DeepSpeed refuses other keys (its pydantic models)."""
     text = Path(__file__).with_name("deepspeed_keys.json").read_text(encoding="utf-8")
     return {path: frozenset(keys) for path, keys in json.loads(text).items()}
@@ -101,7 +101,7 @@ def check_keys(config: Mapping[str, Any]) -> None:
             near = difflib.get_close_matches(key, KNOWN_TOP_LEVEL_KEYS, n=1)
             hint = f"did you mean {near[0]!r}?" if near else "DeepSpeed would ignore it silently; remove it"
             raise UsageError(f"unknown top-level key {key!r} in the DeepSpeed config", remedy=hint)
-    for path, known in _nested_keys().items():
+    for path, known in nested_keys().items():
         block: Any = config
         for name in path.split("."):
             block = block.get(name) if isinstance(block, Mapping) else None

@@ -37,6 +37,8 @@ class ResolvedModel:
     """Elements of the largest tensor; None for a factory."""
     max_positions: int | None = None
     """Longest sequence in tokens; None without a limit, and for a factory."""
+    hidden_size: int | None = None
+    """Width from which the Trainer computes "auto" values; None for a factory, and where its config has none."""
 
 
 def resolve_model(
@@ -65,6 +67,7 @@ def resolve_model(
             facts=preset,
             largest_parameter=preset.largest_parameter,
             max_positions=preset.max_positions,
+            hidden_size=preset.hidden_size,
         )
     return _look_up(name, trust_remote_code, environment, offline_reason)
 
@@ -110,6 +113,7 @@ def _look_up(
         facts=_model_facts(name, facts),
         largest_parameter=facts["largest_parameter"],
         max_positions=facts["max_positions"],
+        hidden_size=facts["hidden_size"],
     )
 
 

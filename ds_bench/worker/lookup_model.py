@@ -34,9 +34,24 @@ def look_up(name: str, *, trust_remote_code: bool) -> dict[str, Any]:
         "config": json.loads(config.to_json_string(use_diff=False)),
         "parameters": sum(sizes),
         "largest_parameter": max(sizes),
+        "hidden_size": hidden_size(config),
         "max_positions": getattr(text, "max_position_embeddings", None),
         "vocabulary_size": getattr(text, "vocab_size", None),
     }
+
+
+def hidden_size(config: Any) -> int | None:
+    """The hidden size that the Trainer computes "auto" values from; None where it finds none.
+
+    Source: Transformers 5.23, ``integrations/deepspeed.py`` (``trainer_config_finalize``).
+    """
+    holder: Any
+    for holder in (config, getattr(config, "text_config", None)):
+        if hasattr(holder, "hidden_size"):
+            return int(holder.hidden_size)
+        if hasattr(holder, "hidden_sizes"):
+            return max(map(int, holder.hidden_sizes))
+    return None
 
 
 def import_factory(name: str) -> None:

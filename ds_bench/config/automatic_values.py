@@ -1,0 +1,174 @@
+"""Resolves ``"auto"`` in a DeepSpeed configuration as the Transformers Trainer does.
+
+DeepSpeed itself knows no ``"auto"``: the Trainer replaces it by values of its TrainingArguments and of the model before
+DeepSpeed reads the configuration. The arguments that belong to the workload here (micro-batch, accumulation, precision)
+come from it; the others are those of the user's file, or TrainingArguments' defaults.
+
+Sources: Transformers 5.23, ``integrations/deepspeed.py`` (``HfTrainerDeepSpeedConfig``) and ``training_args.py``;
+Accelerate 1.15, ``utils/dataclasses.py`` (``DeepSpeedPlugin.set_mixed_precision``); DeepSpeed 0.19.8,
+``runtime/config_utils.py``.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..errors import UsageError
+from .deepspeed_config import Config
+from .spec import Precision
+from .validation import nested_keys
+
+AUTO = "auto"
+
+TRAINING_DEFAULTS: Mapping[str, float] = {
+    "learning_rate": 5e-5,
+    "adam_beta1": 0.9,
+    "adam_beta2": 0.999,
+    "adam_epsilon": 1e-8,
+    "weight_decay": 0.0,
+    "max_grad_norm": 1.0,
+    "warmup_steps": 0,
+}
+"""Defaults of TrainingArguments that "auto" stands for."""
+
+_HIDDEN_SIZE_KEYS = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
+"""Keys of ``zero_optimization`` whose "auto" the Trainer replaces by a multiple of the model's hidden size."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingFacts:
+    """What "auto" is resolved from."""
+
+    batch_size: int
+    """Micro-batch: sequences per GPU in one forward pass."""
+    grad_accum: int
+    num_gpus: int
+    precision: Precision
+    hidden_size: int | None
+    """Of the model, as the Trainer finds it (``hidden_size`` of its config); None where the config has none."""
+    training_steps: int
+    """Optimizer steps of the training, over which a scheduler runs."""
+    arguments: Mapping[str, float] = field(default_factory=dict)
+    """TrainingArguments that the user's file gives; :data:`TRAINING_DEFAULTS` hold for the others."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resolution:
+    """A configuration without "auto", and what was put in its place."""
+
+    config: Config
+    values: dict[str, Any]
+    """Path of the key → value of the Trainer, in the order of its code."""
+    left_to_deepspeed: tuple[str, ...] = ()
+    """Paths of keys that the Trainer does not fill in and DeepSpeed then takes its default for; they are removed."""
+
+
+def resolve(config: Mapping[str, Any], facts: TrainingFacts) -> Resolution:
+    """Replaces every "auto" of a configuration. Raises UsageError for one that nothing replaces."""
+    resolution = fill_in(config, facts)
+    resolved, left = copy.deepcopy(resolution.config), []
+    for path in list(paths_of_auto(resolved)):
+        parent, _, key = path.rpartition(".")
+        if parent not in nested_keys():
+            raise UsageError(
+                f'{path} is "auto", which neither the Trainer nor DeepSpeed fills in', remedy="give a value"
+            )
+        block, _ = _find(resolved, path)
+        if block is not None:
+            del block[key]
+            left.append(path)
+    with_precision = _with_precision(resolved, config, facts.precision)
+    return Resolution(config=with_precision, values=resolution.values, left_to_deepspeed=tuple(left))
+
+
+def fill_in(config: Mapping[str, Any], facts: TrainingFacts) -> Resolution:
+    """Replaces the "auto" that the Trainer replaces, and leaves any other.
+
+    Raises UsageError where the model has no hidden size that the Trainer knows.
+    """
+    filled, values = copy.deepcopy(dict(config)), {}
+    for path, value in _trainer_values(filled, facts).items():
+        block, key = _find(filled, path)
+        if block is not None and block.get(key) == AUTO:
+            block[key] = values[path] = value
+    return Resolution(config=filled, values=values)
+
+
+def _trainer_values(config: Mapping[str, Any], facts: TrainingFacts) -> dict[str, Any]:
+    """Path → value for every key that the Trainer fills in, in the order of its code."""
+    arguments = {**TRAINING_DEFAULTS, **facts.arguments}
+    rate, warmup = arguments["learning_rate"], arguments["warmup_steps"]
+    steps = int(arguments.get("max_steps", 0)) or facts.training_steps
+    return {
+        "train_micro_batch_size_per_gpu": facts.batch_size,
+        "gradient_accumulation_steps": facts.grad_accum,
+        "train_batch_size": facts.num_gpus * facts.batch_size * facts.grad_accum,
+        "gradient_clipping": arguments["max_grad_norm"],
+        "optimizer.params.lr": rate,
+        "optimizer.params.betas": [arguments["adam_beta1"], arguments["adam_beta2"]],
+        "optimizer.params.eps": arguments["adam_epsilon"],
+        "optimizer.params.weight_decay": arguments["weight_decay"],
+        "scheduler.params.warmup_min_lr": 0,
+        "scheduler.params.warmup_max_lr": rate,
+        "fp16.enabled": facts.precision == "fp16",
+        "bf16.enabled": facts.precision == "bf16",
+        **_hidden_size_values(config, facts.hidden_size),
+        "scheduler.params.total_num_steps": steps,
+        # A value below 1 is a fraction of the steps (TrainingArguments.get_warmup_steps).
+        "scheduler.params.warmup_num_steps": max(1, int(warmup) if warmup >= 1 else math.ceil(steps * warmup)),
+    }
+
+
+def _hidden_size_values(config: Mapping[str, Any], hidden_size: int | None) -> dict[str, int]:
+    zero = config.get("zero_optimization")
+    if not isinstance(zero, Mapping) or not (asked := [key for key in _HIDDEN_SIZE_KEYS if zero.get(key) == AUTO]):
+        return {}
+    if hidden_size is None:
+        raise UsageError(
+            f'zero_optimization.{asked[0]} is "auto", which the Trainer computes from hidden_size of the model\'s '
+            "config, and this model has none",
+            remedy=f'give whole numbers instead of "auto" for {", ".join(asked)}',
+        )
+    values = {"zero_optimization.reduce_bucket_size": hidden_size * hidden_size}
+    if zero.get("stage") == 3:
+        values["zero_optimization.stage3_prefetch_bucket_size"] = int(0.9 * hidden_size * hidden_size)
+        values["zero_optimization.stage3_param_persistence_threshold"] = 10 * hidden_size
+    return values
+
+
+def _with_precision(config: Config, written: Mapping[str, Any], precision: Precision) -> Config:
+    """Enables the precision of a configuration whose "auto" named only the other 16-bit format, as Accelerate does.
+
+    Otherwise ``{"fp16": {"enabled": "auto"}}`` alone would train fp32 where bf16 is asked for.
+    """
+    automatic = any(_block(written, name).get("enabled") == AUTO for name in ("bf16", "fp16"))
+    if automatic and precision != "fp32" and precision not in config:
+        return {**config, precision: {"enabled": True}}
+    return config
+
+
+def paths_of_auto(config: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """The path of every key whose value is "auto"."""
+    for key, value in config.items():
+        if value == AUTO:
+            yield prefix + key
+        elif isinstance(value, Mapping):
+            yield from paths_of_auto(value, f"{prefix}{key}.")
+
+
+def _find(config: Config, path: str) -> tuple[Config | None, str]:
+    """The block that holds the key of a path, and the key; None where there is no such block."""
+    *names, key = path.split(".")
+    block: Any = config
+    for name in names:
+        block = block.get(name) if isinstance(block, dict) else None
+    return (block if isinstance(block, dict) else None), key
+
+
+def _block(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    value = config.get(name)
+    return value if isinstance(value, Mapping) else {}

@@ -1,0 +1,19 @@
+"""Files that lie outside the repository: tests that read them are skipped where they are absent."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+_REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+def shared_files(folder: str, pattern: str) -> list[Path]:
+    """The files of a folder beside the checkout, or in $DS_BENCH_SHARED. Skips the test where there are none."""
+    root = Path(os.environ.get("DS_BENCH_SHARED", _REPOSITORY.parent / "shared"))
+    found = sorted((root / folder).glob(pattern))
+    if not found:
+        pytest.skip(f"no {folder} here")
+    return found
