@@ -27,7 +27,7 @@ def create_deepspeed_config(stage: int, batch_size: int, grad_accum: int = 1) ->
 
 
 def _by_strategy(strategy: Strategy, batch_size: int, grad_accum: int) -> dict[str, Any]:
-    return create_deepspeed_config(strategy.stage, batch_size, grad_accum)
+    return deepspeed_config.with_offload(create_deepspeed_config(strategy.stage, batch_size, grad_accum), strategy)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Searches each strategy's largest micro-batch that trains, by probe trials that start at the predicted size.
+"""Searches each row's largest micro-batch that trains, by probe trials that start at the predicted size.
 
 Probes are stored in the run folder beside the rows, so that a resumed run does not repeat them.
 """
@@ -9,9 +9,9 @@ from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from .config.spec import Strategy, Trial
+from .config.spec import Trial
 from .launch import Launcher
-from .plan import Plan, make_configuration, requested_strategies
+from .plan import Plan, RequestedRow, requested_rows
 from .prediction.memory import DOES_NOT_FIT, predict
 from .prediction.model_profile import ModelProfile
 from .records import schema
@@ -29,44 +29,44 @@ _DID_NOT_FIT = (schema.OOM, schema.OOM_HOST, schema.OOM_DISK, schema.KILLED, sch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchSearch:
-    """Searches the largest micro-batch of each strategy of a plan."""
+    """Searches the largest micro-batch of each row of a plan."""
 
     plan: Plan
     launcher: Launcher
     store: RunFolder
     say: Callable[[str], None]
 
-    def find_largest(self, strategy: Strategy) -> int:
+    def find_largest(self, row: RequestedRow) -> int:
         """Finds the largest micro-batch that trains.
 
         If none trains, or a probe fails for a reason other than memory or time, returns the failing size, so that the
         comparison shows the error. Raises KeyboardInterrupt if the user interrupts it; finished probes are kept for
         ``--resume``.
         """
-        trained = self._previous_probes(strategy)
-        start = self.predict_largest(strategy)
+        trained = self._previous_probes(row)
+        start = self.predict_largest(row)
         while (size := next_batch_size(trained, start, MAX_BATCH_SIZE)) is not None:
-            outcome = self._probe(strategy, size).outcome
+            outcome = self._probe(row, size).outcome
             status = outcome.status
             if status == schema.INTERRUPTED or signals.interrupt_requested():
-                self.say(f"the search was interrupted at {strategy.label}")
+                self.say(f"the search was interrupted at {row.label}")
                 raise KeyboardInterrupt
-            self.say(f"{strategy.label}: micro-batch {size} {'trains' if outcome.success else status}")
+            self.say(f"{row.label}: micro-batch {size} {'trains' if outcome.success else status}")
             if not outcome.success and status not in _DID_NOT_FIT:
                 return size
             trained[size] = outcome.success
         return largest_trained(trained) or 1
 
-    def predict_largest(self, strategy: Strategy) -> int:
+    def predict_largest(self, row: RequestedRow) -> int:
         """Returns the largest micro-batch that is predicted to fit; 1 without a prediction."""
         if not isinstance(self.plan.profile, ModelProfile):
             return 1
         sizes = range(2, MAX_BATCH_SIZE + 1)
-        return 1 + bisect_left(sizes, True, key=lambda size: not self._predicted_to_fit(strategy, size))
+        return 1 + bisect_left(sizes, True, key=lambda size: not self._predicted_to_fit(row, size))
 
-    def _predicted_to_fit(self, strategy: Strategy, size: int) -> bool:
+    def _predicted_to_fit(self, row: RequestedRow, size: int) -> bool:
         profile, memory = self.plan.profile, self.plan.memory
-        trial = self._trial(strategy, size, predicted=False)
+        trial = self._trial(row, size, predicted=False)
         if trial.unsupported or not isinstance(profile, ModelProfile):
             return False
         try:
@@ -80,25 +80,26 @@ class BatchSearch:
             return False
         return prediction.verdict(memory.gpu_bytes, memory.host_bytes) != DOES_NOT_FIT
 
-    def _trial(self, strategy: Strategy, size: int, *, predicted: bool) -> Trial:
-        """The strategy's first trial at that micro-batch."""
-        configuration = make_configuration(strategy, size, self.plan.options, self.plan.make_config)
+    def _trial(self, row: RequestedRow, size: int, *, predicted: bool) -> Trial:
+        """The row's first trial at that micro-batch."""
+        configuration = self.plan.builder.build(row, size)
         return self.plan.trials_of([configuration], predicted=predicted)[0]
 
-    def _probe(self, strategy: Strategy, size: int) -> TrialRecord:
-        trial = self._trial(strategy, size, predicted=True)
+    def _probe(self, row: RequestedRow, size: int) -> TrialRecord:
+        trial = self._trial(row, size, predicted=True)
         workload = replace(trial.workload, num_steps=_PROBE_STEPS, warmup_steps=1)
-        trial = replace(trial, trial_id=f"probe_{strategy.name}_batch{size}", workload=workload)
+        trial = replace(trial, trial_id=f"probe_{row.name}_batch{size}", workload=workload)
         record = self.launcher.launch(trial, self.store.trial_folder(trial.trial_id), lambda _progress: None)
         self.store.append_probe(record)
         return record
 
-    def _previous_probes(self, strategy: Strategy) -> dict[int, bool]:
+    def _previous_probes(self, row: RequestedRow) -> dict[int, bool]:
         """Micro-batch → whether it trained, from earlier probes of this run."""
         return {
             record.trial.workload.batch_size: record.outcome.success
             for record in self.store.probes()
-            if (record.trial.configuration.name, record.trial.configuration.stage) == (strategy.name, strategy.stage)
+            if record.trial.configuration.name == row.name
+            and record.trial.configuration == self.plan.builder.build(row, record.trial.workload.batch_size)
             and (record.outcome.success or record.outcome.status in _DID_NOT_FIT)
         }
 
@@ -109,15 +110,12 @@ def at_largest_batch(plan: Plan, launcher: Launcher, store: RunFolder, say: Call
     With ``--common-batch`` every row also runs at the smallest of those, which all of them train.
     """
     search = BatchSearch(plan=plan, launcher=launcher, store=store, say=say)
-    options, strategies = plan.options, requested_strategies(plan.options)
-    sizes = {strategy.name: search.find_largest(strategy) for strategy in strategies}
-    configurations = [
-        make_configuration(strategy, sizes[strategy.name], options, plan.make_config, "largest")
-        for strategy in strategies
-    ]
-    if options.common_batch:
+    rows = requested_rows(plan.options)
+    sizes = {row.name: search.find_largest(row) for row in rows}
+    configurations = [plan.builder.build(row, sizes[row.name], "largest") for row in rows]
+    if plan.options.common_batch:
         common = min(sizes.values())
-        configurations += [make_configuration(strategy, common, options, plan.make_config) for strategy in strategies]
+        configurations += [plan.builder.build(row, common) for row in rows]
     return plan.with_configurations(configurations)
 
 

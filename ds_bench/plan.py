@@ -47,8 +47,8 @@ class Plan:
     placement: Placement
     configurations: Sequence[Configuration]
     """The rows, in order."""
-    make_config: MakeConfig
-    """The script's own ``create_deepspeed_config``."""
+    builder: ConfigurationBuilder
+    """Builds rows at other micro-batches."""
     variables: Mapping[str, str]
     """Environment variables of every process of every trial."""
     trials: Sequence[Trial]
@@ -127,7 +127,7 @@ def make_plan(options: Options, make_config: MakeConfig, machine: Machine) -> Pl
     """
     if options.output_dir.exists() and not options.output_dir.is_dir():
         raise UsageError(f"--output-dir {options.output_dir} is not a folder", remedy="give a folder")
-    configurations = _as_usage_error(lambda: make_configurations(options, make_config))
+    requested_rows(options)  # refuses before anything is looked up
     placement = resolve_placement(options, machine.variables, machine.gpus)
     variables = rank_environment.rank_environment(placement, machine.variables, None, query=machine.gpus)
     model = resolve_model(
@@ -141,12 +141,14 @@ def make_plan(options: Options, make_config: MakeConfig, machine: Machine) -> Pl
         variables["HF_HUB_OFFLINE"] = "1"
     if placement.hostfile is None:  # other nodes do not have the folder
         variables |= scratch.temporary_folder_variables(machine.variables)
+    builder = ConfigurationBuilder(options=options, make_config=make_config, model=model, placement=placement)
+    configurations = _as_usage_error(builder.build_all)
     return Plan(
         options=options,
         model=model,
         placement=placement,
         configurations=configurations,
-        make_config=make_config,
+        builder=builder,
         variables=variables,
         trials=_as_usage_error(lambda: make_trials(options, model, placement, configurations)),
     )
@@ -199,52 +201,80 @@ def make_workload(options: Options, model: ResolvedModel, placement: Placement) 
     )
 
 
-def requested_strategies(options: Options) -> list[Strategy]:
-    """Returns the strategies to compare, in order. Raises UsageError for ``nvme`` without a path."""
-    if options.family == "zero":
-        return [strategies.ZERO_STAGES[stage] for stage in options.stages]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestedRow:
+    """A row that the user asked for, before its micro-batch is known."""
+
+    strategy: Strategy
+
+    @property
+    def name(self) -> str:
+        return self.strategy.name
+
+    @property
+    def label(self) -> str:
+        return self.strategy.label
+
+
+def requested_rows(options: Options) -> list[RequestedRow]:
+    """Returns the rows to compare, in order: stages, then strategies.
+
+    Raises UsageError for ``nvme`` without a path, and for two names of one configuration.
+    """
     names = list(options.strategies)
     if "nvme" in names and options.nvme_path is None:
         raise UsageError("--strategies nvme needs a disk", remedy="add --nvme-path DIR, or leave nvme out")
-    if options.nvme_path is not None and "nvme" not in names:
+    if options.family == "offload" and names and options.nvme_path is not None and "nvme" not in names:
         names.append("nvme")
-    return [strategies.offload_strategy(name, options.stage) for name in names]
+    found = [strategies.ZERO_STAGES[stage] for stage in options.stages]
+    found += [strategies.named_strategy(name, options.stage) for name in names]
+    by_label: dict[str, Strategy] = {}
+    for strategy in found:
+        other = by_label.setdefault(strategy.label, strategy)
+        if other is not strategy:
+            problem = f"{other.name} and {strategy.name} are the same configuration, {strategy.label}"
+            raise UsageError(problem, remedy="leave one of them out")
+    return [RequestedRow(strategy=strategy) for strategy in found]
 
 
-def make_configurations(options: Options, make_config: MakeConfig) -> list[Configuration]:
-    """Makes the rows to compare, in order: one of each requested strategy."""
-    return [
-        make_configuration(strategy, options.batch_size, options, make_config)
-        for strategy in requested_strategies(options)
-    ]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConfigurationBuilder:
+    """Builds the configuration of a requested row, from the user's function or file and then the flags."""
 
+    options: Options
+    make_config: MakeConfig
+    model: ResolvedModel
+    placement: Placement
 
-def make_configuration(
-    strategy: Strategy, batch_size: int, options: Options, make_config: MakeConfig, policy: BatchPolicy = "given"
-) -> Configuration:
-    """Makes the row of a strategy at a micro-batch, from the user's function and then the flags. Raises UsageError."""
-    config = make_config(strategy, batch_size, options.grad_accum)
-    if not isinstance(config, dict):
-        raise UsageError(f"create_deepspeed_config returned {type(config).__name__}", remedy="return a dict")
-    if options.optimizer is not None:
-        config = deepspeed_config.with_optimizer(config, options.optimizer)
-    config = overrides.json_values(overrides.apply(config, overrides.read_file(options.ds_config), options.set))
-    if "train_micro_batch_size_per_gpu" not in config:
-        flags = {"gradient_accumulation_steps": options.grad_accum}
-        config = {**flags, **config, "train_micro_batch_size_per_gpu": batch_size}
-    zero = config.get("zero_optimization", {})
-    if isinstance(zero, dict):
-        config["zero_optimization"] = zero = {"stage": strategy.stage, **zero}
-    validation.check_keys(config)
-    if zero["stage"] != strategy.stage:  # the name of the row would be wrong
-        raise UsageError(
-            f"the DeepSpeed config of {strategy.label} sets zero_optimization.stage to {zero['stage']!r}",
-            remedy="choose stages with --stages or --stage",
-        )
-    changes: dict[str, Any] = {} if batch_size == options.batch_size else {"batch_size": batch_size}
-    if policy != "given":
-        changes["batch_policy"] = policy
-    return strategies.make_configuration(strategy, config, changes)
+    def build(self, row: RequestedRow, batch_size: int, policy: BatchPolicy = "given") -> Configuration:
+        """Builds the configuration of a row at a micro-batch. Raises UsageError."""
+        options, strategy = self.options, row.strategy
+        config = self.make_config(strategy, batch_size, options.grad_accum)
+        if not isinstance(config, dict):
+            raise UsageError(f"create_deepspeed_config returned {type(config).__name__}", remedy="return a dict")
+        if options.optimizer is not None:
+            config = deepspeed_config.with_optimizer(config, options.optimizer)
+        config = overrides.json_values(overrides.apply(config, overrides.read_file(options.ds_config), options.set))
+        if "train_micro_batch_size_per_gpu" not in config:
+            flags = {"gradient_accumulation_steps": options.grad_accum}
+            config = {**flags, **config, "train_micro_batch_size_per_gpu": batch_size}
+        zero = config.get("zero_optimization", {})
+        if isinstance(zero, dict):
+            config["zero_optimization"] = zero = {"stage": strategy.stage, **zero}
+        validation.check_keys(config)
+        if zero["stage"] != strategy.stage:  # the name of the row would be wrong
+            raise UsageError(
+                f"the DeepSpeed config of {strategy.label} sets zero_optimization.stage to {zero['stage']!r}",
+                remedy="choose stages with --stages or --stage",
+            )
+        changes: dict[str, Any] = {} if batch_size == options.batch_size else {"batch_size": batch_size}
+        if policy != "given":
+            changes["batch_policy"] = policy
+        return strategies.make_configuration(strategy, config, changes)
+
+    def build_all(self) -> list[Configuration]:
+        """Builds the configurations of all requested rows, in order, at the micro-batch asked for."""
+        return [self.build(row, self.options.batch_size) for row in requested_rows(self.options)]
 
 
 def make_trials(

@@ -121,7 +121,7 @@ def with_nvme_folder(plan: Plan) -> tuple[Plan, nvme.NvmeFolder | None]:
     if options.nvme_path is None or not any(row.uses_nvme for row in plan.configurations):
         return plan, None
     folder = nvme.check_folder(options.nvme_path)
-    if options.family == "offload" and "nvme" not in options.strategies:
+    if options.family == "offload" and options.strategies and "nvme" not in options.strategies:
         terminal.print_text("note: --nvme-path is given, so the nvme strategy is added", sys.stderr)
     return plan.with_nvme_folder(folder.caveat, nvme.lack_of_space(options.nvme_path, plan.model)), folder
 

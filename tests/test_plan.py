@@ -41,8 +41,8 @@ def trials(
     of: ResolvedModel | None = None,
 ) -> list[Trial]:
     on = on or fakes.placement(nvme_path=None if options.nvme_path is None else str(options.nvme_path))
-    rows = plan.make_configurations(options, make)
     choice = of or fakes.resolved_model()
+    rows = plan.ConfigurationBuilder(options=options, make_config=make, model=choice, placement=on).build_all()
     made = plan.make_trials(options, choice, on, rows)
     return [plan.with_op_states(trial, states or {}, choice.largest_parameter) for trial in made]
 
@@ -118,7 +118,7 @@ def test_the_same_request_makes_the_same_keys_so_that_it_can_be_resumed() -> Non
 
 
 def names(*arguments: str) -> list[str]:
-    return [strategy.name for strategy in plan.requested_strategies(fakes.options("offload", *arguments))]
+    return [row.name for row in plan.requested_rows(fakes.options("offload", *arguments))]
 
 
 def test_a_path_appends_nvme_where_it_is_not_named() -> None:
@@ -136,7 +136,20 @@ def test_nvme_without_a_path_is_refused_with_both_ways_out() -> None:
 
 def test_a_path_adds_nothing_to_a_comparison_of_stages() -> None:
     options = fakes.options("zero", "--nvme-path", "/d")
-    assert [strategy.name for strategy in plan.requested_strategies(options)] == ["zero0", "zero1", "zero2", "zero3"]
+    assert [row.name for row in plan.requested_rows(options)] == ["zero0", "zero1", "zero2", "zero3"]
+
+
+def test_strategies_by_name_follow_the_stages_in_a_comparison_of_stages() -> None:
+    both = fakes.options("zero", "--stages", "3", "--strategies", "cpu_optimizer", "zero2_offload")
+    assert [row.name for row in plan.requested_rows(both)] == ["zero3", "cpu_optimizer", "zero2_offload"]
+    alone = fakes.options("zero", "--strategies", "zero3_offload")
+    (trial,) = trials(alone)
+    assert trial.configuration.layout == (3, "cpu", "cpu")
+
+
+def test_two_names_of_one_configuration_are_refused() -> None:
+    with pytest.raises(UsageError, match="none and zero3 are the same configuration, ZeRO-3"):
+        names("--strategies", "none", "zero3")
 
 
 def test_the_stage_asked_for_is_that_of_every_offload_row() -> None:
@@ -428,7 +441,7 @@ def test_the_users_function_is_given_the_flags() -> None:
         given_.append((strategy.name, batch_size, grad_accum))
         return fakes.make_config(strategy, batch_size, grad_accum)
 
-    plan.make_configurations(fakes.options("zero", "--stages", "0", "2", "--batch-size", "8", "--grad-accum", "2"), spy)
+    trials(fakes.options("zero", "--stages", "0", "2", "--batch-size", "8", "--grad-accum", "2"), make=spy)
     assert given_ == [("zero0", 8, 2), ("zero2", 8, 2)]
 
 
@@ -494,7 +507,7 @@ def test_a_nested_key_that_deepspeed_refuses_is_named_before_any_trial(setting: 
 @pytest.mark.parametrize("returned", [None, [], "config.json"])
 def test_a_function_that_returns_no_dict_is_refused(returned: Any) -> None:
     with pytest.raises(UsageError, match=f"create_deepspeed_config returned {type(returned).__name__}"):
-        plan.make_configurations(fakes.options("zero"), lambda *_: returned)
+        trials(fakes.options("zero"), make=lambda *_: returned)
 
 
 @pytest.mark.parametrize("value", [{1, 2}, object(), float("nan"), Path("/x")], ids=["set", "object", "nan", "path"])
@@ -503,7 +516,7 @@ def test_a_function_that_returns_what_no_file_can_hold_is_refused_before_any_wor
         return {**fakes.make_config(strategy, batch_size, grad_accum), "scheduler": {"params": value}}
 
     with pytest.raises(UsageError, match="cannot be written as JSON"):
-        plan.make_configurations(fakes.options("zero"), odd)
+        trials(fakes.options("zero"), make=odd)
 
 
 def test_one_dict_returned_for_every_stage_is_not_changed_by_planning() -> None:

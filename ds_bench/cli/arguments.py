@@ -14,7 +14,7 @@ from typing import Any
 from ..config import strategies
 from ..config.deepspeed_config import OPTIMIZERS
 from ..config.options import GOALS, Family, Options
-from ..config.strategies import OFFLOAD_NAMES
+from ..config.strategies import STRATEGY_NAMES
 from ..errors import UsageError
 from .argument_types import (
     AUTO,
@@ -28,6 +28,11 @@ from .argument_types import (
     positive_float,
 )
 
+DEFAULT_ROWS: dict[Family, dict[str, Any]] = {
+    "zero": {"stages": (0, 1, 2, 3)},
+    "offload": {"strategies": ("none", "cpu_optimizer", "cpu_full")},
+}
+"""What is compared where no flag names a row."""
 _USAGE = "%(prog)s [--model NAME] [--batch-size N] [{rows} ...] [options]"
 SEQ_LENGTH_HELP = "tokens per sequence (default: 512, or the model's positions where it has fewer)"
 _ZERO_TEXT = """Compares ZeRO stages on one model: trains it for a few steps under each stage,
@@ -122,18 +127,16 @@ def _add_comparison(parser: argparse.ArgumentParser, zero: bool) -> None:
             type=int,
             nargs="+",
             choices=(0, 1, 2, 3),
-            default=[0, 1, 2, 3],
-            help="ZeRO stages, in this order (default: 0 1 2 3)",
+            help="ZeRO stages, in this order (default: 0 1 2 3, without --strategies)",
         )
-    else:
-        add(
-            "--strategies",
-            nargs="+",
-            choices=OFFLOAD_NAMES,
-            default=["none", "cpu_optimizer", "cpu_full"],
-            help="offload strategies, in this order (default: none cpu_optimizer cpu_full)",
-        )
-        add("--stage", type=int, choices=(1, 2, 3), default=3, help="ZeRO stage of every strategy (default: 3)")
+    add(
+        "--strategies",
+        nargs="+",
+        choices=STRATEGY_NAMES,
+        help="strategies, " + ("after the stages" if zero else "in this order (default: none cpu_optimizer cpu_full)"),
+    )
+    if not zero:
+        add("--stage", type=int, choices=(1, 2, 3), default=3, help="ZeRO stage of the offload strategies (default: 3)")
     add(
         "--nvme-path",
         type=Path,
@@ -258,8 +261,11 @@ def to_options(family: Family, values: argparse.Namespace) -> Options:
     given: dict[str, Any] = vars(values).copy()
     given.pop("local_rank")
     given["retry"] = tuple(name.strip() for name in given["retry"].split(",") if name.strip())
+    given.setdefault("stages", None)
+    if given["stages"] is None and given["strategies"] is None:
+        given |= DEFAULT_ROWS[family]
     for name in ("stages", "strategies"):
-        given[name] = tuple(dict.fromkeys(given.get(name, ())))
+        given[name] = tuple(dict.fromkeys(given[name] or ()))
     given["set"] = tuple(given["set"])  # in order, since the last value of a key decides
     given.setdefault("stage", 3)
     given["auto_batch"] = given["batch_size"] == AUTO
@@ -268,7 +274,7 @@ def to_options(family: Family, values: argparse.Namespace) -> Options:
     elif given["common_batch"]:
         raise UsageError("--common-batch without --batch-size auto", remedy="add --batch-size auto")
     for name in ("relative_to", "export"):
-        given[name] = _strategy_name(name, given[name], given)
+        given[name] = _row_name(name, given[name], family, given)
     if given["model_factory"] is not None:
         given["model"] = given["model_factory"]
     options = Options(family=family, **given)
@@ -281,13 +287,18 @@ def to_options(family: Family, values: argparse.Namespace) -> Options:
     return options
 
 
-def _strategy_name(flag: str, text: str | None, given: dict[str, Any]) -> str | None:
-    """The name of the strategy that the text of a flag means, such as a stage's number. Raises UsageError."""
+def _row_name(flag: str, text: str | None, family: Family, given: dict[str, Any]) -> str | None:
+    """The name of the row that the text of a flag means, such as a stage's number. Raises UsageError."""
     if text is None:
         return None
     rows = [strategies.ZERO_STAGES[stage] for stage in given["stages"]]
-    rows += [strategies.offload_strategy(name, given["stage"]) for name in given["strategies"]]
-    if given["nvme_path"] is not None and given["strategies"] and "nvme" not in given["strategies"]:
+    rows += [strategies.named_strategy(name, given["stage"]) for name in given["strategies"]]
+    if (
+        family == "offload"
+        and given["nvme_path"] is not None
+        and given["strategies"]
+        and "nvme" not in given["strategies"]
+    ):
         rows.append(strategies.offload_strategy("nvme", given["stage"]))
     if (name := next((row.name for row in rows if strategies.matches(row, text)), None)) is None:
         names = ", ".join(row.name for row in rows)

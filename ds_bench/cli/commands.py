@@ -16,7 +16,7 @@ try:
     from .. import __version__
     from ..config.options import FAIL_ON, FAIL_ON_DEFAULT, GOALS
     from ..config.spec import PRECISIONS
-    from ..config.strategies import OFFLOAD_NAMES, ZERO_STAGES
+    from ..config.strategies import ALIASES, OFFLOAD_NAMES, ZERO_STAGES
     from ..errors import DsBenchError
     from ..system import terminal
     from .argument_types import Parser, fraction, integer, names_from, positive_float
@@ -163,7 +163,7 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     add(
         "--strategies",
         nargs="+",
-        choices=("all", *PREDICTED_STRATEGIES),
+        choices=("all", *PREDICTED_STRATEGIES, *ALIASES),
         default=["all"],
         help="strategies to predict (default: all)",
     )

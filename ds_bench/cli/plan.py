@@ -81,7 +81,7 @@ def plan_command(options: PlanOptions) -> int:
 
 
 def _configuration(name: str) -> Configuration:
-    return strategies.make_configuration(strategies.CATALOGUE[name])
+    return strategies.make_configuration(strategies.named_strategy(name))
 
 
 def _planned_trial(options: PlanOptions) -> PlannedTrial:

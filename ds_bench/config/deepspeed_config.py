@@ -15,6 +15,7 @@ import copy
 import hashlib
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from ..errors import UsageError
@@ -69,6 +70,13 @@ def zero_block(strategy: Strategy | Configuration) -> Config:
         # taken, and the second step dies of "Not enough buffers" (partitioned_param_coordinator.py).
         block["stage3_max_reuse_distance"] = 0
     return block
+
+
+def with_offload(config: Config, strategy: Strategy) -> Config:
+    """Returns a configuration made for a stage alone, with the blocks of what a strategy of that stage offloads."""
+    stage_alone = replace(strategy, offload_optimizer="none", offload_param="none")
+    added = _difference(zero_block(strategy), zero_block(stage_alone))
+    return {**config, "zero_optimization": {**config.get("zero_optimization", {}), **added}} if added else config
 
 
 def complete_config(

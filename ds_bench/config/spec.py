@@ -20,7 +20,7 @@ Precision = Literal["bf16", "fp16", "fp32"]
 LauncherName = Literal["warm", "deepspeed"]
 BatchPolicy = Literal["given", "largest"]
 ModelSource = Literal["preset", "local", "hub", "factory"]
-Engine = Literal["deepspeed"]
+Engine = Literal["deepspeed", "ddp", "fsdp2"]
 ConfigurationSource = Literal["catalogue", "file", "axis", "recipe"]
 
 PRECISIONS: tuple[Precision, ...] = ("bf16", "fp16", "fp32")
@@ -66,6 +66,7 @@ class Workload:
     """Run modelling code that comes with the model."""
     dropout: float | None = None
     """Probability of every dropout in the model, from 0 to below 1; None: the model's own."""
+    # Fields from here on are of schema 3 and later, each with the default that stands for what was done before.
 
     def __post_init__(self) -> None:
         _require(bool(self.model), "model", self.model, "must not be empty")
@@ -139,6 +140,12 @@ class Configuration:
     engine: Engine = "deepspeed"
     source: ConfigurationSource = "catalogue"
     requires: Requirements = Requirements()
+    file_text: str | None = None
+    """Literal text of the file that it was read from; None without a file."""
+    resolved_values: Mapping[str, Any] = field(default_factory=dict)
+    """Path of each key whose value in the file was ``"auto"`` → the value that it got."""
+    axis_values: Mapping[str, str] = field(default_factory=dict)
+    """Name of each axis that made this row → its value as the user gave it."""
 
     def __post_init__(self) -> None:
         _require(bool(self.name), "name", self.name, "must not be empty")
@@ -192,6 +199,16 @@ class Configuration:
 
 
 _WORKLOAD_FIELDS = frozenset(each.name for each in fields(Workload))
+
+
+def _facts_of_workload(workload: Workload) -> dict[str, Any]:
+    """The fields of a workload, without those that schema 2 did not have and that are as they were then: the keys of
+    trials begun before stay the same.
+    """
+    names = [each.name for each in fields(Workload)]
+    later = fields(Workload)[names.index("dropout") + 1 :]
+    same = {each.name for each in later if getattr(workload, each.name) == each.default}
+    return {name: value for name, value in asdict(workload).items() if name not in same}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -256,7 +273,7 @@ class Trial:
             "repeat": self.repeat,
             "configuration": self.configuration.name,
             "engine": self.configuration.engine,
-            "workload": asdict(self.workload),
+            "workload": _facts_of_workload(self.workload),
             "placement": asdict(self.placement),
             "ds_config": redacted_config(self.ds_config),
         }

@@ -7,6 +7,7 @@ adds the stage.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from .deepspeed_config import base_config
@@ -25,7 +26,7 @@ _OFFLOADS: dict[str, tuple[str, Device, Device]] = {
 }
 
 OFFLOAD_NAMES: tuple[str, ...] = tuple(_OFFLOADS)
-"""What ``--strategies`` of ``offload_comparison.py`` takes."""
+"""Strategies that exist at every stage that offloads (``--stage``)."""
 
 
 def offload_strategy(name: str, stage: int = 3) -> Strategy:
@@ -46,11 +47,28 @@ CATALOGUE: dict[str, Strategy] = {
 }
 """Every strategy by name, the offload strategies at stage 3."""
 
+ALIASES: dict[str, Strategy] = {
+    "zero2_offload": replace(offload_strategy("cpu_optimizer", 2), name="zero2_offload"),
+    "zero3_offload": replace(offload_strategy("cpu_full", 3), name="zero3_offload"),
+}
+"""Names that people know from other tools' example files (``ds_z3_offload_config.json``), each with one stage."""
+
+STRATEGY_NAMES: tuple[str, ...] = (*OFFLOAD_NAMES, *(name for name in CATALOGUE if name not in _OFFLOADS), *ALIASES)
+"""What ``--strategies`` takes."""
+
+
+def named_strategy(name: str, stage: int = 3) -> Strategy:
+    """Returns the strategy of that name; ``stage`` is that of the offload strategies. Raises KeyError."""
+    return offload_strategy(name, stage) if name in _OFFLOADS else (CATALOGUE | ALIASES)[name]
+
 
 def find_strategy(name: str, stage: int) -> Strategy | None:
     """Returns the strategy of that name at that stage; None if there is none."""
-    strategy = offload_strategy(name, stage) if name in _OFFLOADS else CATALOGUE.get(name)
-    return strategy if strategy is not None and strategy.stage == stage else None
+    try:
+        strategy = named_strategy(name, stage)
+    except KeyError:
+        return None
+    return strategy if strategy.stage == stage else None
 
 
 def make_configuration(
@@ -70,10 +88,12 @@ def make_configuration(
 def matches(row: Strategy | Configuration, text: str) -> bool:
     """Whether a user's text (``zero2``, ``ZeRO-2``, ``stage 2``, ``2``, ``cpu_optimizer``) means this row.
 
-    Case, spaces, hyphens and underscores do not count. A stage alone means only a row without optimizer offload.
+    Case, spaces, hyphens and underscores do not count. A stage alone means only a row of
+    the catalogue without optimizer offload.
     """
     names = [row.name, row.label]
-    if row.offload_optimizer == "none":
+    other = isinstance(row, Configuration) and (row.source != "catalogue" or row.axis_values)
+    if row.offload_optimizer == "none" and not other:
         names += [f"zero{row.stage}", f"stage{row.stage}", str(row.stage)]
     return _without_separators(text) in map(_without_separators, names)
 

@@ -13,7 +13,7 @@ from ..analysis.comparison import Comparison, ComparisonRow
 from ..analysis.intervals import FEWEST_RUNS
 from ..analysis.trial_caveats import NEAR_CAPACITY
 from ..config.spec import Trial
-from ..config.strategies import OFFLOAD_NAMES
+from ..config.strategies import OFFLOAD_NAMES, STRATEGY_NAMES
 from ..prediction.what_if import Alternative
 from ..records import schema
 from ..units import BYTES_PER_GB, format_percent, format_significant
@@ -237,7 +237,7 @@ def _flags_of_rows(rows: Sequence[ComparisonRow]) -> list[str]:
     configurations = [row.configuration for row in rows]
     if all(each.name == f"zero{each.stage}" for each in configurations):
         return ["--stages", *(str(stage) for stage in sorted({each.stage for each in configurations}))]
-    if all(each.name in OFFLOAD_NAMES for each in configurations):
+    if all(each.name in STRATEGY_NAMES and each.source == "catalogue" for each in configurations):
         return ["--strategies", *dict.fromkeys(each.name for each in configurations)]
     return []
 

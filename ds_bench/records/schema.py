@@ -13,9 +13,9 @@ from typing import Any, Literal
 
 from ..config.spec import Trial
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 """Form of the stored records. History: 1 (2026-11-20) first form. 2 (2026-11-22) ``trial.configuration`` in place of
-``trial.strategy``."""
+``trial.strategy``. 3 (2026-11-22) fields with defaults for files, axes and reference engines."""
 METHOD_VERSION = 2
 """How numbers are measured; rows of different methods are not compared.
 

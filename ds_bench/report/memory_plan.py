@@ -9,8 +9,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from .. import units
-from ..config import strategies
-from ..config.spec import Configuration
+from ..config.spec import DEVICES, Configuration
 from ..prediction import deepspeed_estimator, what_if
 from ..prediction.memory import DOES_NOT_FIT, FITS, TIGHT, UNKNOWN, Prediction
 from ..prediction.what_if import Change, PlannedTrial
@@ -145,9 +144,10 @@ def _cost_of(plan: MemoryPlan, change: Change) -> tuple[object, ...]:
     )
 
 
-def _simplicity(configuration: Configuration) -> int:
-    """Position in the catalogue, which begins with what costs the least speed."""
-    return list(strategies.CATALOGUE).index(configuration.name)
+def _simplicity(configuration: Configuration) -> tuple[int, int, int]:
+    """What costs the least speed first: less offload, then a lower stage."""
+    param, optimizer = DEVICES.index(configuration.offload_param), DEVICES.index(configuration.offload_optimizer)
+    return param, optimizer, configuration.stage
 
 
 def _shortage_of_host_memory(plan: MemoryPlan) -> str:
