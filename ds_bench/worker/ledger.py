@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from .reference_engines import ReferenceEngine
+
 Ledger = dict[str, dict[str, int]]
 _GRADIENT_NAMES = (
     "averaged_gradients",
@@ -76,6 +78,7 @@ class StorageCounter:
         for tensor in tensors:
             if tensor is None or tensor.device.type == "meta" or tensor.is_sparse:
                 continue
+            tensor = _own_part(tensor)
             try:
                 storage = tensor.untyped_storage()
                 size, pointer = storage.nbytes(), storage.data_ptr()
@@ -92,24 +95,37 @@ class StorageCounter:
 
 
 def count_storages(engine: Any, *, others: bool = True) -> StorageCounter:
-    """Counts what is alive now. ``others``: also tensors that belong to none of DeepSpeed's objects."""
+    """Counts what is alive now. ``others``: also tensors that belong to none of the engine's objects."""
     count = StorageCounter()
-    wrapper, module = engine.optimizer, engine.module
-    base = getattr(wrapper, "optimizer", wrapper)
-    parameters = list(module.parameters())
-    count.claim("parameters", parameters)
-    count.claim("parameters", (getattr(parameter, "ds_tensor", None) for parameter in parameters))
-    count.claim("optimizer_states", _master_and_states(wrapper, base))
-    # Before the gradients, which are views into the bucket while backward runs.
-    count.claim("deepspeed_buffers", find_tensors([b.buffer for b in getattr(wrapper, "ipg_buckets", {}).values()]))
-    count.claim("gradients", _gradients(wrapper, base, parameters))
-    count.claim("deepspeed_buffers", find_tensors(vars(wrapper) if wrapper is not base else {}))
-    count.claim("deepspeed_buffers", find_tensors({k: v for k, v in vars(engine).items() if k != "module"}, depth=4))
-    count.claim("deepspeed_buffers", find_tensors([getattr(p, "nvme_swapper", None) for p in parameters]))
+    held = engine.tensors_by_category() if isinstance(engine, ReferenceEngine) else _deepspeed_tensors(engine)
+    for category, tensors in held:
+        count.claim(category, tensors)
     if others:
         # Not isinstance, which asks each object for its class: that runs code of proxies and lazy modules.
         count.claim("other", (item for item in gc.get_objects() if issubclass(type(item), torch.Tensor)))
     return count
+
+
+def _deepspeed_tensors(engine: Any) -> Iterator[tuple[str, Iterable[torch.Tensor | None]]]:
+    """Categories and the tensors of each, in the order in which they claim storages."""
+    wrapper, module = engine.optimizer, engine.module
+    base = getattr(wrapper, "optimizer", wrapper)
+    parameters = list(module.parameters())
+    yield "parameters", parameters
+    yield "parameters", (getattr(parameter, "ds_tensor", None) for parameter in parameters)
+    yield "optimizer_states", _master_and_states(wrapper, base)
+    # Before the gradients, which are views into the bucket while backward runs.
+    yield "deepspeed_buffers", find_tensors([b.buffer for b in getattr(wrapper, "ipg_buckets", {}).values()])
+    yield "gradients", _gradients(wrapper, base, parameters)
+    yield "deepspeed_buffers", find_tensors(vars(wrapper) if wrapper is not base else {})
+    yield "deepspeed_buffers", find_tensors({k: v for k, v in vars(engine).items() if k != "module"}, depth=4)
+    yield "deepspeed_buffers", find_tensors([getattr(p, "nvme_swapper", None) for p in parameters])
+
+
+def _own_part(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a tensor that is split among the ranks (FSDP2's DTensor), else the tensor itself."""
+    part: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
+    return part
 
 
 def _master_and_states(wrapper: Any, base: Any) -> Iterator[torch.Tensor]:
@@ -135,14 +151,14 @@ def count_activations(forward: Callable[[], Any], parameters: Iterable[torch.Ten
 
     Returns what ``forward`` returns, and the bytes by tier.
     """
-    known = {parameter.untyped_storage().data_ptr() for parameter in parameters}
+    known = {_own_part(parameter).untyped_storage()._cdata for parameter in parameters}
     saved: dict[tuple[str, int], int] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         base = tensor._base if tensor._base is not None else tensor
         if not isinstance(base, torch.nn.Parameter):
             storage = tensor.untyped_storage()
-            if storage.data_ptr() not in known:
+            if storage._cdata not in known:
                 saved[tensor.device.type, storage.data_ptr()] = storage.nbytes()
         return tensor
 

@@ -14,11 +14,12 @@ import deepspeed
 import torch
 import torch.distributed
 
-from ..config.spec import Placement
+from ..config.spec import Engine, Placement
 from ..records.rank_files import Assignment, HeartbeatWriter
 from . import ledger, memory, training_loop
 from . import model as build
 from .cpu_load import CpuReading, load_between
+from .reference_engines import ReferenceEngine, create_engine
 from .resolved_config import resolved_config
 from .weight_change import WeightChange
 
@@ -39,14 +40,14 @@ def measure(
     heartbeat.beat("build")
     _init_process_group(assignment, accelerator)
     start = time.perf_counter()
-    built = build.build_model(workload, config, device, lambda: heartbeat.beat("build"))
+    engine_name = trial.configuration.engine
+    built = build.build_model(workload, config, device, lambda: heartbeat.beat("build"), engine_name)
     model = built.module
     sizes = build.parameter_sizes(model)
     build_seconds = time.perf_counter() - start
     heartbeat.beat("init")
     start = time.perf_counter()
-    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=trainable, config=config)
+    engine = _create_engine(engine_name, model, config, device, workload.seed, lambda: heartbeat.beat("init"))
     training_loop.synchronize(accelerator)
     init_seconds = time.perf_counter() - start
     trainer = _create_trainer(engine, built, config, assignment, device, heartbeat)
@@ -154,6 +155,21 @@ def _init_process_group(assignment: Assignment, accelerator: str) -> None:
     deepspeed.init_distributed(dist_backend=backend, timeout=limit, **through_file)
 
 
+def _create_engine(
+    name: Engine,
+    model: torch.nn.Module,
+    config: dict[str, Any],
+    device: torch.device,
+    seed: int,
+    report_progress: Callable[[], None],
+) -> Any:
+    if name != "deepspeed":
+        return create_engine(name, model, config, device, seed=seed, report_progress=report_progress)
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=trainable, config=config)
+    return engine
+
+
 def _create_trainer(
     engine: Any,
     built: build.BuiltModel,
@@ -192,9 +208,10 @@ def _backward_with_ledger(engine: Any, loss: torch.Tensor) -> ledger.Ledger:
     """Runs backward. Returns a ledger from inside it: stages 1 and 2 hold their gradient buckets only there.
 
     From the middle of backward at stage 2, which frees gradients on the way, and from the last gradient below. Empty at
-    stage 3, whose bucket is always there, and where hooks on partitioned parameters are never called.
+    stage 3, whose bucket is always there, and where hooks on partitioned parameters are never called; and for reference
+    engines, which hold as much when backward has ended.
     """
-    if engine.zero_optimization_stage() == 3:
+    if engine.zero_optimization_stage() == 3 or isinstance(engine, ReferenceEngine):
         engine.backward(loss)
         return {}
     trained_count = sum(parameter.requires_grad for parameter in engine.module.parameters())
@@ -218,9 +235,9 @@ def _measure_phases_and_ledger(trainer: training_loop.Trainer, assignment: Assig
     phases = training_loop.phase_seconds(trainer)
     engine = trainer.engine
     batch = next(trainer.batches)
-    loss, activations = ledger.count_activations(
-        lambda: training_loop.loss_of(engine(**batch)), list(engine.module.parameters())
-    )
+    reference = isinstance(engine, ReferenceEngine)
+    parameters = list(engine.parameter_tensors() if reference else engine.module.parameters())
+    loss, activations = ledger.count_activations(lambda: training_loop.loss_of(engine(**batch)), parameters)
     inside_backward = _backward_with_ledger(engine, loss)
     del loss
     before_step = ledger.count_storages(engine)

@@ -3,7 +3,8 @@
 No weights are downloaded. At stage 3 a preset, local or Hub model is built inside ``deepspeed.zero.Init`` (Transformers
 enters it while an ``HfDeepSpeedConfig`` is alive), so that no rank ever holds it whole; at the other stages directly on
 the device in the training precision. The two draw random numbers in different orders, so every matrix is drawn again
-from a generator seeded by its own name: otherwise losses of different stages could not be compared.
+from a generator seeded by its own name: otherwise losses of different stages could not be compared. For FSDP2 matrices
+are built on the meta device, and drawn when the engine splits them (``reference_engines``).
 
 A factory's model keeps the weights that its own code draws. It is built whole in every rank's host memory at every
 stage, converted, and then moved to the device or, at stage 3, partitioned tensor by tensor: code that was not written
@@ -23,7 +24,7 @@ from typing import Any
 
 import torch
 
-from ..config.spec import Workload
+from ..config.spec import Engine, Workload
 
 _INIT_STD = 0.02
 """Standard deviation of every matrix, as in GPT-2; speed does not depend on it."""
@@ -73,7 +74,11 @@ def register_zero3_config(config: Mapping[str, Any]) -> object:
 
 
 def build_model(
-    workload: Workload, config: Mapping[str, Any], device: torch.device, report_progress: Callable[[], None]
+    workload: Workload,
+    config: Mapping[str, Any],
+    device: torch.device,
+    report_progress: Callable[[], None],
+    engine: Engine = "deepspeed",
 ) -> BuiltModel:
     """The model of a workload. ``report_progress`` is called now and then while it is built.
 
@@ -81,7 +86,7 @@ def build_model(
     """
     torch.manual_seed(workload.seed)
     dtype = training_dtype(config)
-    at_stage3 = config.get("zero_optimization", {}).get("stage") == 3
+    at_stage3 = engine == "deepspeed" and config.get("zero_optimization", {}).get("stage") == 3
     make_batch, stage3 = None, None
     if workload.model_source == "factory":
         module, make_batch = call_factory(workload.model)
@@ -89,8 +94,11 @@ def build_model(
         if at_stage3:
             _partition(module, config, dtype, device)
             stage3 = register_zero3_config(config)  # only now: the factory must not build inside zero.Init
-        else:
+        elif engine != "fsdp2":  # which moves it part by part
             module.to(device=device)
+    elif engine == "fsdp2":
+        with matrices_on_meta():
+            module = _build_from_config(workload, dtype, device, stage3=False)
     else:
         stage3 = register_zero3_config(config) if at_stage3 else None
         module = _build_from_config(workload, dtype, device, at_stage3)
@@ -205,9 +213,40 @@ def reinitialise_weights(model: torch.nn.Module, seed: int, report_progress: Cal
             if len(getattr(parameter, "ds_shape", parameter.shape)) < 2:
                 continue
             with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):  # does nothing below stage 3
-                generator = torch.Generator(device=parameter.device)
-                generator.manual_seed(seed * 1_000_003 + zlib.crc32(name.encode()))
-                parameter.normal_(0.0, _INIT_STD, generator=generator)
+                parameter.normal_(0.0, _INIT_STD, generator=_generator_of(name, seed, parameter.device))
+
+
+def draw_matrix(name: str, shape: torch.Size, seed: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """The values that ``reinitialise_weights`` gives to the parameter of that name."""
+    return torch.empty(shape, dtype=dtype, device=device).normal_(
+        0.0, _INIT_STD, generator=_generator_of(name, seed, device)
+    )
+
+
+def _generator_of(name: str, seed: int, device: torch.device) -> torch.Generator:
+    generator = torch.Generator(device=device)
+    generator.manual_seed(seed * 1_000_003 + zlib.crc32(name.encode()))
+    return generator
+
+
+@contextlib.contextmanager
+def matrices_on_meta() -> Iterator[None]:
+    """Parameters of two or more dimensions that modules are given within this context lose their memory at once.
+
+    Biases, norms and buffers keep what the model's own code writes into them.
+    """
+    original = torch.nn.Module.register_parameter
+
+    def register(module: torch.nn.Module, name: str, parameter: torch.nn.Parameter | None) -> None:
+        if parameter is not None and parameter.dim() > 1 and not parameter.is_meta:  # a tied one is on meta already
+            parameter = torch.nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+        original(module, name, parameter)
+
+    torch.nn.Module.register_parameter = register  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.nn.Module.register_parameter = original  # type: ignore[method-assign]
 
 
 def enable_checkpointing(model: torch.nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""The DeepSpeed configuration that really ran: as the engine resolved it, defaults included."""
+"""The configuration that really ran: as the engine resolved it, defaults included."""
 
 from __future__ import annotations
 
@@ -6,16 +6,22 @@ import enum
 import math
 import re
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 from ..system.redaction import redacted_config
+from .reference_engines import ReferenceEngine
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
 def resolved_config(engine: Any) -> dict[str, Any]:
-    """Every public value of ``engine._config`` (runtime/config.py) as plain JSON values, credentials redacted."""
-    values = {name: value for name, value in vars(engine._config).items() if not name.startswith("_")}
+    """Every public value of DeepSpeed's ``engine._config`` (runtime/config.py), or of a reference engine's settings.
+
+    Plain JSON values, credentials redacted.
+    """
+    settings = asdict(engine.settings) if isinstance(engine, ReferenceEngine) else vars(engine._config)
+    values = {name: value for name, value in settings.items() if not name.startswith("_")}
     return redacted_config({name: to_json_value(value) for name, value in sorted(values.items())})
 
 

@@ -23,6 +23,7 @@ import torch
 import torch.distributed
 
 from ..records.rank_files import HeartbeatWriter
+from .reference_engines import ReferenceEngine
 
 DIMENSIONS = 256
 """Sums in a sketch: a norm taken from it is within some 10 % (√(2/256) is 0.09), the same error in every row."""
@@ -108,6 +109,9 @@ def read_fragments(engine: Any) -> Iterator[Fragment]:
     """
     if int(getattr(engine, "dp_world_size", 1)) != torch.distributed.get_world_size():
         raise NotReadError("tensors are split over ranks that are not data-parallel")
+    if isinstance(engine, ReferenceEngine):
+        yield from engine.weight_fragments()
+        return
     names = {id(parameter): name for name, parameter in engine.module.named_parameters() if parameter.requires_grad}
     wrapper = engine.optimizer
     if engine.zero_optimization_stage() == 3:

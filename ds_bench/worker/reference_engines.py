@@ -1,0 +1,342 @@
+"""torch's own data-parallel engines, beside which DeepSpeed's rows are held: DistributedDataParallel and FSDP2.
+
+A reference engine trains the same weights on the same batches in the same loop, and is measured by the same code: it
+has the methods and attributes of a DeepSpeed engine that ``training_loop`` and ``measure`` use, and says itself which
+tensors it holds (``tensors_by_category``) and where its fp32 weights lie (``weight_fragments``).
+
+Number formats. In bf16 DeepSpeed trains bf16 parameters, reduces their gradients in bf16, and updates an fp32 copy.
+FSDP2 does the same arithmetic: it keeps fp32 parts of the parameters, gathers them and reduces gradients in bf16. DDP
+runs as most people run it, fp32 weights under ``torch.autocast``: products are computed in bf16, while norms, the
+residual stream and gradients stay in fp32.
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed
+
+from ..config.spec import Engine
+from .model import draw_matrix, training_dtype
+
+BUCKET_MB = 25
+"""Size of DDP's gradient buckets: torch's default (nn/parallel/distributed.py)."""
+_OPTIMIZERS = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSettings:
+    """How a reference engine was set up, for the record; the counterpart of DeepSpeed's resolved configuration."""
+
+    engine: str
+    train_micro_batch_size_per_gpu: int
+    gradient_accumulation_steps: int
+    gradient_clipping: float
+    optimizer: str
+    optimizer_params: Mapping[str, Any]
+    engine_params: Mapping[str, Any]
+    """Arguments of torch's engine that are not its defaults, or that decide memory."""
+
+
+class ReferenceEngine(abc.ABC):
+    """One rank's model, optimizer and gradient synchronisation, with the interface of a DeepSpeed engine."""
+
+    stage: int
+    """The ZeRO stage that splits the same among the ranks."""
+    skipped_steps = 0
+    is_compiled = False
+
+    def __init__(self, model: torch.nn.Module, config: Mapping[str, Any], device: torch.device) -> None:
+        self.module = model
+        self.dp_world_size = torch.distributed.get_world_size()
+        self._device = device
+        self._dtype = training_dtype(config)
+        self._micro_batch_size = int(config["train_micro_batch_size_per_gpu"])
+        self._grad_accum = int(config.get("gradient_accumulation_steps", 1))
+        self._clipping = float(config.get("gradient_clipping", 1.0))
+        self._micro_steps = 0
+        self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self.optimizer = _create_optimizer(self._trained, config["optimizer"], device)
+
+    @property
+    @abc.abstractmethod
+    def engine_params(self) -> Mapping[str, Any]:
+        """See ``EngineSettings``."""
+
+    @abc.abstractmethod
+    def __call__(self, **batch: torch.Tensor) -> Any:
+        """Runs the forward pass."""
+
+    @abc.abstractmethod
+    def weight_fragments(self) -> Iterator[tuple[str, int, torch.Tensor]]:
+        """Name of each trained tensor of which this rank answers for a part, index of its first value, and the values,
+        flat; the parts of all ranks make up the model, each weight once."""
+
+    @property
+    def settings(self) -> EngineSettings:
+        group = self.optimizer.param_groups[0]
+        return EngineSettings(
+            engine=type(self).__name__,
+            train_micro_batch_size_per_gpu=self._micro_batch_size,
+            gradient_accumulation_steps=self._grad_accum,
+            gradient_clipping=self._clipping,
+            optimizer=type(self.optimizer).__name__,
+            optimizer_params={name: value for name, value in group.items() if name != "params"},
+            engine_params=self.engine_params,
+        )
+
+    @property
+    def at_accumulation_boundary(self) -> bool:
+        """Whether the current micro-batch is the last of its optimizer step."""
+        return (self._micro_steps + 1) % self._grad_accum == 0
+
+    def backward(self, loss: torch.Tensor) -> None:
+        (loss / self._grad_accum).backward()  # type: ignore[no-untyped-call]
+
+    def step(self) -> None:
+        """Ends a micro-batch; after the last of a step, clips the gradients, updates the weights, frees gradients."""
+        if self.at_accumulation_boundary:
+            if self._clipping > 0:
+                _clip_gradients(self._trained, self._clipping)
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
+        self._micro_steps += 1
+
+    def tensors_by_category(self) -> Iterator[tuple[str, Iterable[torch.Tensor | None]]]:
+        """The ledger's categories with the tensors of each."""
+        yield "parameters", self.parameter_tensors()
+        yield (
+            "optimizer_states",
+            (
+                value
+                for state in self.optimizer.state.values()
+                for value in state.values()
+                if isinstance(value, torch.Tensor)
+            ),
+        )
+        yield "gradients", (parameter.grad for parameter in self.module.parameters())
+
+    def parameter_tensors(self) -> Iterator[torch.Tensor]:
+        """Every tensor that holds parameters, for the optimizer or for a pass."""
+        yield from self.module.parameters()
+
+    def zero_optimization_stage(self) -> int:
+        return self.stage
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        return self._micro_batch_size
+
+    def gradient_accumulation_steps(self) -> int:
+        return self._grad_accum
+
+    def fp16_enabled(self) -> bool:
+        return False
+
+    def train(self) -> None:
+        self.module.train()
+
+    def eval(self) -> None:
+        self.module.eval()
+
+
+class DdpEngine(ReferenceEngine):
+    """DistributedDataParallel over fp32 weights; in bf16 the forward pass runs under ``torch.autocast``."""
+
+    stage = 0
+
+    def __init__(self, model: torch.nn.Module, config: Mapping[str, Any], device: torch.device) -> None:
+        for parameter in model.parameters():  # with the values of the training number format, as in the other rows
+            parameter.data = parameter.data.float()
+        super().__init__(model, config, device)
+        self._parallel = torch.nn.parallel.DistributedDataParallel(
+            model,
+            device_ids=[device.index] if device.type == "cuda" else None,
+            bucket_cap_mb=BUCKET_MB,
+            gradient_as_bucket_view=True,
+        )
+        self._buckets: list[torch.Tensor] = []
+
+    @property
+    def engine_params(self) -> Mapping[str, Any]:
+        autocast = None if self._dtype is torch.float32 else str(self._dtype)
+        return {"bucket_cap_mb": BUCKET_MB, "gradient_as_bucket_view": True, "autocast_dtype": autocast}
+
+    def __call__(self, **batch: torch.Tensor) -> Any:
+        accumulate = contextlib.nullcontext() if self.at_accumulation_boundary else self._parallel.no_sync()
+        reduced = self._dtype is not torch.float32
+        with accumulate, torch.autocast(self._device.type, dtype=self._dtype if reduced else None, enabled=reduced):
+            return self._parallel(**batch)
+
+    def step(self) -> None:
+        if self.at_accumulation_boundary and self._micro_steps // self._grad_accum == 1:
+            # DDP rebuilds its buckets once, before the second step, in the order in which gradients became ready.
+            self._buckets = [parameter.grad for parameter in self._trained if parameter.grad is not None]
+        super().step()
+
+    def tensors_by_category(self) -> Iterator[tuple[str, Iterable[torch.Tensor | None]]]:
+        yield from super().tensors_by_category()
+        # Kept between steps too; while micro-batches are accumulated, gradients are no views into them.
+        yield "gradients", self._buckets
+
+    def weight_fragments(self) -> Iterator[tuple[str, int, torch.Tensor]]:
+        if torch.distributed.get_rank() == 0:  # every rank holds all of them
+            for name, parameter in self.module.named_parameters():
+                if parameter.requires_grad:
+                    yield name, 0, parameter.detach().flatten()
+
+
+class Fsdp2Engine(ReferenceEngine):
+    """``fully_shard`` of every block and of the rest of the model, each tensor split by rows among the ranks.
+
+    ``model``: with matrices on the meta device (``model.matrices_on_meta``), which are drawn here group by group, so
+    that no rank holds more than one whole group. Blocks are the members of lists of modules that lie in no other list.
+    """
+
+    stage = 3
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        config: Mapping[str, Any],
+        device: torch.device,
+        *,
+        seed: int,
+        report_progress: Callable[[], None],
+    ) -> None:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+        dtype = training_dtype(config)
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
+        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype)
+        self._blocks = find_blocks(model)
+        for group in (*self._blocks, model):
+            report_progress()
+            _materialise(group, names, dtype, device, seed)
+            fully_shard(group, mesh=mesh, mp_policy=policy)
+        super().__init__(model, config, device)
+
+    @property
+    def engine_params(self) -> Mapping[str, Any]:
+        return {
+            "param_dtype": str(self._dtype),
+            "reduce_dtype": str(self._dtype),
+            "sharded_blocks": len(self._blocks),
+            "reshard_after_forward": "blocks",
+        }
+
+    def __call__(self, **batch: torch.Tensor) -> Any:
+        return self.module(**batch)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        root: Any = self.module
+        root.set_requires_gradient_sync(self.at_accumulation_boundary)
+        super().backward(loss)
+
+    def tensors_by_category(self) -> Iterator[tuple[str, Iterable[torch.Tensor | None]]]:
+        yield from super().tensors_by_category()
+        # Of whole tensors: kept until the last micro-batch of a step.
+        yield "gradients", (parameter.grad for parameter in self._gathered())
+
+    def parameter_tensors(self) -> Iterator[torch.Tensor]:
+        yield from super().parameter_tensors()
+        yield from self._gathered()
+
+    def _gathered(self) -> Iterator[torch.Tensor]:
+        """The whole tensors that passes compute with; FSDP2 frees their memory between the uses."""
+        for group in (*self._blocks, self.module):
+            state: Any = group
+            for parameter in state._get_fsdp_state()._fsdp_param_group.fsdp_params:
+                if hasattr(parameter, "_unsharded_param"):  # after the first pass
+                    yield parameter._unsharded_param
+
+    def weight_fragments(self) -> Iterator[tuple[str, int, torch.Tensor]]:
+        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+        for name, parameter in self.module.named_parameters():
+            if parameter.requires_grad:
+                part: Any = parameter
+                shape, mesh, placements = part.shape, part.device_mesh, part.placements
+                _, offset = compute_local_shape_and_global_offset(shape, mesh, placements)
+                yield name, offset[0] * math.prod(shape[1:]), part.to_local().detach().flatten()
+
+
+def create_engine(
+    name: Engine,
+    model: torch.nn.Module,
+    config: Mapping[str, Any],
+    device: torch.device,
+    *,
+    seed: int,
+    report_progress: Callable[[], None],
+) -> ReferenceEngine:
+    """Makes the reference engine of that name for a model that ``build_model`` built for it.
+
+    ``config``: the row's DeepSpeed configuration, of which batch, optimizer, clipping and number format are read.
+    """
+    if name == "ddp":
+        return DdpEngine(model, config, device)
+    return Fsdp2Engine(model, config, device, seed=seed, report_progress=report_progress)
+
+
+def find_blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """The modules that a model repeats: those in lists of modules that lie in no other such list."""
+    blocks: list[torch.nn.Module] = []
+    inside: set[int] = set()
+    containers = (torch.nn.ModuleList, torch.nn.ModuleDict)
+    for module in model.modules():
+        if isinstance(module, torch.nn.ModuleList) and id(module) not in inside:
+            inside.update(map(id, module.modules()))
+            with_forward = (block for block in module if not isinstance(block, containers))
+            blocks += [block for block in with_forward if next(block.parameters(), None) is not None]
+    return blocks
+
+
+def _materialise(
+    group: torch.nn.Module, names: Mapping[int, str], dtype: torch.dtype, device: torch.device, seed: int
+) -> None:
+    """Gives a group's parameters their values on the device, in fp32, rounded to ``dtype`` as in the other rows."""
+    from torch.distributed.tensor import DTensor
+
+    made: dict[int, torch.nn.Parameter] = {}  # tied parameters stay tied
+    for module in group.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is None or isinstance(parameter, DTensor):  # of a block that is split already
+                continue
+            if id(parameter) not in made:
+                full_name = names[id(parameter)]
+                values = parameter.detach()
+                if parameter.is_meta:
+                    values = draw_matrix(full_name, parameter.shape, seed, dtype, device)
+                values = values.to(device=device, dtype=torch.float32)
+                made[id(parameter)] = torch.nn.Parameter(values, requires_grad=parameter.requires_grad)
+            module._parameters[name] = made[id(parameter)]
+
+
+def _create_optimizer(
+    parameters: list[torch.nn.Parameter], block: Mapping[str, Any], device: torch.device
+) -> torch.optim.Optimizer:
+    """torch's optimizer for the ``optimizer`` block of a DeepSpeed configuration: fused on CUDA, else multi-tensor."""
+    params = dict(block.get("params", {}))
+    params.pop("torch_adam", None)
+    decoupled = params.pop("adam_w_mode", True)  # DeepSpeed makes AdamW of Adam unless it is told not to
+    name = str(block.get("type", "")).lower()
+    create: Any = _OPTIMIZERS["adamw" if name == "adam" and decoupled else name]
+    implementation = {"fused": True} if device.type == "cuda" else {"foreach": True}
+    return create(parameters, **params, **implementation)  # type: ignore[no-any-return]
+
+
+def _clip_gradients(parameters: list[torch.nn.Parameter], largest_norm: float) -> None:
+    """Scales the gradients so that the norm over all ranks' parts is at most ``largest_norm``."""
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    norm: Any = torch.nn.utils.get_total_norm(gradients)
+    if hasattr(norm, "full_tensor"):  # of parts: sums over the ranks
+        norm = norm.full_tensor()
+    torch.nn.utils.clip_grads_with_norm_(parameters, largest_norm, norm)

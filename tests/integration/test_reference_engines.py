@@ -1,0 +1,108 @@
+"""DDP and FSDP2 train what DeepSpeed trains: real ranks, one workload, each engine held against ZeRO-2."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ds_bench.analysis.caveats import CaveatKind
+from ds_bench.analysis.loss_parity import with_loss_caveats
+from ds_bench.analysis.summary import TrialSummary, summarise
+from ds_bench.config.spec import Configuration, Workload
+from ds_bench.launch import Limits
+from ds_bench.launch.warm import WarmLauncher
+from ds_bench.records.schema import SUCCESS, TrialRecord
+from tests.support import fakes
+from tests.support.real_trials import SHORT, make_trial
+
+pytestmark = pytest.mark.deepspeed
+
+DDP = replace(fakes.zero(0), name="ddp", label="DDP (torch)", engine="ddp")
+FSDP2 = replace(fakes.zero(3), name="fsdp2", label="FSDP2 (torch)", engine="fsdp2")
+FP32_BYTES = 4
+
+Train = Callable[[Configuration, Workload], TrialRecord]
+
+
+@pytest.fixture
+def train(server: Callable[[Limits], WarmLauncher], tmp_path: Path) -> Train:
+    def go(row: Configuration, workload: Workload) -> TrialRecord:
+        folder = tmp_path / f"{row.name}_{workload.model.replace(':', '_')}"
+        folder.mkdir()
+        record = server(SHORT).launch(make_trial(row, workload=workload), folder, lambda _progress: None)
+        assert record.outcome.status == SUCCESS, record.outcome.details
+        return record
+
+    return go
+
+
+def rows_of(train: Train, workload: Workload) -> dict[str, TrialSummary]:
+    """Summaries by name of ZeRO-2 and both engines, with what is said of their losses."""
+    records = [train(row, workload) for row in (fakes.zero(2), DDP, FSDP2)]
+    summaries = with_loss_caveats([summarise(record, None, None) for record in records])
+    return {each.record.trial.configuration.name: each for each in summaries}
+
+
+def loss_caveats(rows: dict[str, TrialSummary]) -> list[str]:
+    return [each.text for row in rows.values() for each in row.caveats if each.kind is CaveatKind.LOSS_DIFFERS]
+
+
+def test_the_engines_train_what_deepspeed_trains(train: Train) -> None:
+    """In fp32, where nothing but the order of sums differs; accumulated, with recomputed activations and dropout."""
+    workload = fakes.workload(
+        batch_size=2, seq_length=32, num_steps=4, precision="fp32", grad_accum=2, activation_checkpointing=True
+    )
+    rows = rows_of(train, replace(workload, dropout=0.1))
+    assert loss_caveats(rows) == []
+    for name in ("ddp", "fsdp2"):
+        row, zero = rows[name], rows["zero2"]
+        assert row.losses == pytest.approx(zero.losses, rel=1e-6)
+        assert row.repeated_loss == pytest.approx(zero.repeated_loss, rel=1e-5)
+        distance = math.dist(row.weight_change or (), zero.weight_change or ())
+        assert distance < 1e-3 * (zero.weight_change_norm or 0.0)
+        assert row.record.ranks[0].optimizer_settings == zero.record.ranks[0].optimizer_settings
+        assert (row.micro_batch_size, row.grad_accum, row.data_parallel_size) == (2, 2, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("changes", [{}, {"grad_accum": 2}, {"activation_checkpointing": True}])
+def test_in_bf16_only_rounding_differs(train: Train, changes: dict[str, Any]) -> None:
+    rows = rows_of(train, fakes.workload(batch_size=2, seq_length=32, num_steps=10, **changes))
+    assert loss_caveats(rows) == []
+
+
+@pytest.mark.parametrize("model", ["lora", pytest.param("vit", marks=pytest.mark.slow)])
+def test_a_model_of_the_users_own_factory_keeps_its_weights(train: Train, model: str) -> None:
+    """Adapters on frozen weights with a tied head; images with convolutions."""
+    workload = Workload(
+        model=f"factories:{model}",
+        model_source="factory",
+        batch_size=2,
+        seq_length=8,
+        num_steps=2,
+        warmup_steps=1,
+        precision="fp32",
+        dropout=0.0,
+    )
+    rows = rows_of(train, workload)
+    assert loss_caveats(rows) == []
+    for name in ("ddp", "fsdp2"):
+        assert rows[name].losses == pytest.approx(rows["zero2"].losses, rel=1e-5)
+
+
+def test_fsdp2_splits_what_ddp_holds_whole(train: Train) -> None:
+    workload = fakes.workload(batch_size=2, seq_length=32, num_steps=2, precision="fp32")
+    ddp, fsdp2 = (train(row, workload).ranks[0] for row in (DDP, FSDP2))
+    whole = FP32_BYTES * ddp.parameter_count
+    assert ddp.parameter_count == fsdp2.parameter_count
+    for category, of_whole in {"parameters": 1, "gradients": 1, "optimizer_states": 2}.items():
+        assert ddp.ledger["cpu"][category] == pytest.approx(of_whole * whole, rel=1e-3)
+        assert fsdp2.ledger["cpu"][category] == pytest.approx(of_whole * whole / 2, rel=1e-3)
+    assert fsdp2.ledger["cpu"]["activations"] == ddp.ledger["cpu"]["activations"]
+    assert "deepspeed_buffers" not in {**ddp.ledger["cpu"], **fsdp2.ledger["cpu"]}
+    assert ddp.ledger["cpu"]["other"] < 0.05 * whole
