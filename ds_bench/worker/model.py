@@ -237,10 +237,10 @@ def matrices_on_meta() -> Iterator[None]:
     """
     original = torch.nn.Module.register_parameter
 
-    def register(module: torch.nn.Module, name: str, parameter: torch.nn.Parameter | None) -> None:
-        if parameter is not None and parameter.dim() > 1 and not parameter.is_meta:  # a tied one is on meta already
-            parameter = torch.nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
-        original(module, name, parameter)
+    def register(self: torch.nn.Module, name: str, param: torch.nn.Parameter | None) -> None:
+        if param is not None and param.dim() > 1 and not param.is_meta:  # a tied one is on meta already
+            param = torch.nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
+        original(self, name, param)
 
     torch.nn.Module.register_parameter = register  # type: ignore[method-assign]
     try:
