@@ -19,8 +19,8 @@ from typing import Any
 
 from ..errors import UsageError
 from .deepspeed_config import Config
+from .deepspeed_keys import refusing_blocks
 from .spec import Precision
-from .validation import nested_keys
 
 AUTO = "auto"
 
@@ -73,7 +73,7 @@ def resolve(config: Mapping[str, Any], facts: TrainingFacts) -> Resolution:
     resolved, left = copy.deepcopy(resolution.config), []
     for path in list(paths_of_auto(resolved)):
         parent, _, key = path.rpartition(".")
-        if parent not in nested_keys():
+        if parent not in refusing_blocks():
             raise UsageError(
                 f'{path} is "auto", which neither the Trainer nor DeepSpeed fills in', remedy="give a value"
             )

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -199,13 +197,3 @@ def test_a_key_like_none_is_refused_without_a_guess() -> None:
 def test_a_block_that_is_no_object_is_refused_with_the_way_to_write_it(key: str, value: Any) -> None:
     with pytest.raises(UsageError, match=f"'{key}' in the DeepSpeed config is .*, not an object .*{key}.KEY=VALUE"):
         validation.check_keys({key: value})
-
-
-def test_every_key_we_let_through_is_read_somewhere_in_the_installed_deepspeed() -> None:
-    spec = importlib.util.find_spec("deepspeed")
-    assert spec is not None
-    assert spec.submodule_search_locations
-    root = Path(spec.submodule_search_locations[0])
-    text = "\n".join(path.read_text(encoding="utf-8", errors="replace") for path in root.rglob("*.py"))
-    missing = {key for key in validation.KNOWN_TOP_LEVEL_KEYS if f'"{key}"' not in text and f"'{key}'" not in text}
-    assert missing == set()

@@ -1,0 +1,64 @@
+"""The keys that DeepSpeed reads, with types and defaults: ``deepspeed_keys.json``.
+
+``scripts/make_deepspeed_keys.py`` writes that file from the installed DeepSpeed, and a test says whether it still
+holds. In a block that goes to a pydantic model DeepSpeed refuses any other key; elsewhere it ignores it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Collection, Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+
+@cache
+def tables() -> Mapping[str, Any]:
+    """The whole file. Not to be changed."""
+    text = Path(__file__).with_suffix(".json").read_text(encoding="utf-8")
+    contents: dict[str, Any] = json.loads(text)
+    return contents
+
+
+def blocks() -> Mapping[str, Mapping[str, Any]]:
+    """Path of a block (empty: the top level) → ``unknown`` (ignored or refused), ``keys``, ``source``."""
+    known: Mapping[str, Mapping[str, Any]] = tables()["blocks"]
+    return known
+
+
+def keys_of(block_path: str) -> Mapping[str, Mapping[str, Any]]:
+    """Key → its ``default``, and as far as known ``schema`` (of pydantic-core), ``accepts`` (JSON types),
+    ``same_as`` (name of the field it is an alias of), ``deprecated``.
+    """
+    keys: Mapping[str, Mapping[str, Any]] = blocks()[block_path]["keys"]
+    return keys
+
+
+@cache
+def top_level_keys() -> frozenset[str]:
+    """Top-level keys that DeepSpeed reads; others it accepts and ignores."""
+    return frozenset(keys_of(""))
+
+
+@cache
+def refusing_blocks() -> dict[str, frozenset[str]]:
+    """Path of a block → its keys, for the blocks in which DeepSpeed refuses other keys (its pydantic models)."""
+    return {path: frozenset(block["keys"]) for path, block in blocks().items() if block["unknown"] == "refused"}
+
+
+def removed_keys() -> frozenset[str]:
+    """Paths that DeepSpeed refuses because what they asked for was removed."""
+    return frozenset(tables()["removed"])
+
+
+def nearest_key(key: str, known: Collection[str]) -> str | None:
+    """The key that ``key`` is probably a misspelling of; None if none is near."""
+    near = difflib.get_close_matches(key, known, n=1)
+    return near[0] if near else None
+
+
+def blocks_with(key: str) -> Iterator[str]:
+    """Paths of the blocks below the top level that have this key."""
+    return (path for path, block in blocks().items() if path and key in block["keys"])

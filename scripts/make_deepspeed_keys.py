@@ -1,0 +1,327 @@
+#!/usr/bin/env python3
+"""Writes ds_bench/config/deepspeed_keys.json: the keys that the installed DeepSpeed reads, with types and defaults.
+
+Nothing is typed by hand. DeepSpeed's own ``DeepSpeedConfig`` is given objects that note every key it asks for. A block
+that goes to a pydantic model is taken from the fields of that model, as schemas of pydantic-core. Optimizers and
+schedulers are taken from the signatures of their classes. Keys that DeepSpeed refuses since a feature was removed
+are those of its own list.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import enum
+import inspect
+import json
+import logging
+import os
+import pathlib
+import re
+import sys
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+TARGET = ROOT / "ds_bench" / "config" / "deepspeed_keys.json"
+PROBE = "a key that no model has"
+SEEDS: dict[tuple[str, ...], dict[str, Any]] = {
+    (): {"train_batch_size": 1},
+    ("optimizer",): {"type": "Adam"},
+    ("scheduler",): {"type": "WarmupLR"},
+    ("expert_parallel",): {"enabled": True},
+}
+"""Values without which DeepSpeed reads no further in a block."""
+PASSED_ON = ("params", "model_info", "data_sampling", "data_routing")
+"""Blocks that DeepSpeedConfig gives on, as they are, to what reads them."""
+SAMPLES: dict[str, tuple[Any, ...]] = {
+    "null": (None,),
+    "boolean": (True, False),
+    "number": (1, 0),
+    "string": ("text", "fp32", "mean", "warn", "fast", "replica"),
+    "list": ([],),
+    "object": ({},),
+}
+"""JSON types with values to try; of a string some keys take certain ones only."""
+
+
+class RecordingDict(dict[str, Any]):
+    """A block that notes which keys are asked for, with the default of the asker, and whether it is read as a whole."""
+
+    def __init__(self, values: dict[str, Any] | None = None) -> None:
+        super().__init__(values or {})
+        self.asked: dict[str, Any] = {}
+        self.read_whole = False
+
+    def get(self, key: str, default: Any = None) -> Any:
+        if self.asked.get(key) is None:
+            self.asked[key] = copy.deepcopy(default)
+        return super().get(key, default)
+
+    def __contains__(self, key: object) -> bool:
+        self.asked.setdefault(str(key), None)
+        return super().__contains__(key)
+
+    def __getitem__(self, key: str) -> Any:
+        self.asked.setdefault(key, None)
+        return super().__getitem__(key)
+
+    def keys(self) -> Any:
+        return _RecordingKeys(self)
+
+    def items(self) -> Any:
+        self.read_whole = True
+        return super().items()
+
+    def __copy__(self) -> RecordingDict:
+        return self
+
+
+class _RecordingKeys:
+    def __init__(self, owner: RecordingDict) -> None:
+        self._owner = owner
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._owner
+
+    def __iter__(self) -> Iterator[str]:
+        self._owner.read_whole = True
+        return iter(dict.keys(self._owner))
+
+
+def deepspeed_keys() -> dict[str, Any]:
+    """The contents of the file."""
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    import deepspeed
+    from deepspeed import comm
+    from deepspeed.runtime import config as runtime_config
+
+    comm.get_rank, comm.get_world_size = lambda *_: 0, lambda *_: 1
+    removed = sorted(runtime_config._REMOVED_TOP_LEVEL_CONFIG_KEYS)
+    removed += sorted(f"zero_optimization.{key}" for key in runtime_config._REMOVED_ZERO_CONFIG_KEYS)
+    blocks: dict[str, Any] = {}
+    _explore((), blocks)
+    top = blocks[""]["keys"]
+    for key in re.findall(r'(?:config\["|config\.get\("|")(\w+)"(?:\]| in config|, \{\})', _initialize_source()):
+        top.setdefault(key, {"default": None})
+    for key in removed:
+        top.pop(key, None)
+    return {
+        "version": deepspeed.__version__,
+        "removed": removed,
+        "blocks": dict(sorted(blocks.items())),
+        "optimizers": _optimizers(runtime_config.DEEPSPEED_OPTIMIZERS),
+        "schedulers": _schedulers(),
+    }
+
+
+def _initialize_source() -> str:
+    """``deepspeed.initialize`` reads some keys before DeepSpeedConfig does."""
+    import deepspeed
+
+    return inspect.getsource(deepspeed.initialize)
+
+
+def _explore(path: tuple[str, ...], blocks: dict[str, Any]) -> None:
+    """Adds the block at ``path``, and those inside it."""
+    recorder = RecordingDict(SEEDS.get(path))
+    error = _read(path, recorder)
+    name = ".".join(path)
+    if model := _model_at(path):
+        _add_model(name, model, blocks)
+        return
+    if path and (error is not None or not (recorder.asked or recorder.read_whole)):
+        return
+    keys = {key: {"default": _json_value(default)} for key, default in sorted(recorder.asked.items())}
+    if recorder.read_whole and not keys:
+        return  # passed on as it is
+    blocks[name] = {"unknown": "read" if recorder.read_whole and path else "ignored", "keys": keys}
+    for key, entry in keys.items():
+        if entry["default"] in (None, {}) and key not in PASSED_ON:
+            _explore((*path, key), blocks)
+        accepted = _accepted_types((*path, key))
+        if len(accepted) < len(SAMPLES):
+            entry["accepts"] = accepted
+
+
+def _read(path: tuple[str, ...], value: Any) -> Exception | None:
+    """Lets DeepSpeed read a configuration that has ``value`` at ``path``; its exception, if it raises one."""
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    for key in reversed(path):
+        value = {key: value}
+    if path and path[0] != "train_batch_size":
+        value = {"train_batch_size": 1, **value}
+    try:
+        DeepSpeedConfig(value)
+    except Exception as error:
+        return error
+    return None
+
+
+def _model_at(path: tuple[str, ...]) -> Any:
+    """The pydantic model that reads the block; None if no model does."""
+    from deepspeed.runtime.config_utils import DeepSpeedConfigModel
+    from pydantic import ValidationError
+
+    error = _read(path, {PROBE: 1})
+    if not path or not isinstance(error, ValidationError):
+        return None
+    nested = error.errors()[0]["loc"][:-1]
+    model = next(each for each in _subclasses(DeepSpeedConfigModel) if each.__name__ == error.title)
+    for name in nested:  # the monitors are fields of one model
+        model = model.model_fields[name].annotation
+    return model
+
+
+def _subclasses(model: Any) -> Iterator[Any]:
+    for each in model.__subclasses__():
+        yield each
+        yield from _subclasses(each)
+
+
+def _accepted_types(path: tuple[str, ...]) -> list[str]:
+    """JSON types that DeepSpeed reads at ``path`` without an exception."""
+    return [
+        name for name, values in SAMPLES.items() if any(_read(path, copy.deepcopy(each)) is None for each in values)
+    ]
+
+
+def _add_model(name: str, model: Any, blocks: dict[str, Any]) -> None:
+    assert model.model_config["extra"] == "forbid"
+    source = Path(inspect.getfile(model)).as_posix().rpartition("/deepspeed/")[2]
+    keys: dict[str, Any] = {}
+    for key, field in model.model_fields.items():
+        inner = _inner_model(field.annotation)
+        entry: dict[str, Any] = {"default": _json_value(field.get_default(call_default_factory=True))}
+        nullable = type(None) in typing.get_args(field.annotation)
+        if inner is None:
+            entry["schema"] = _schema(field)
+        else:
+            entry["accepts"] = ["null", "object"] if nullable else ["object"]
+        extra = field.json_schema_extra or {}
+        if extra.get("deprecated"):
+            entry["deprecated"] = {"use": extra["new_param"], "sets": extra.get("set_new_param", True)}
+        keys[key] = entry
+        if field.alias:
+            keys[field.alias] = {**entry, "same_as": key}
+        if inner is not None:
+            _add_model(f"{name}.{key}", inner, blocks)
+    blocks[name] = {"unknown": "refused", "source": source, "keys": dict(sorted(keys.items()))}
+
+
+def _inner_model(annotation: Any) -> Any:
+    from pydantic import BaseModel
+
+    for each in (annotation, *typing.get_args(annotation)):
+        if isinstance(each, type) and issubclass(each, BaseModel):
+            return each
+    return None
+
+
+def _schema(field: Any) -> dict[str, Any]:
+    """The schema of pydantic-core for a field, with its limits."""
+    schema = _schema_of(field.annotation)
+    for limit in field.metadata:
+        for name in ("gt", "ge", "lt", "le"):
+            if hasattr(limit, name):
+                schema[name] = getattr(limit, name)
+    return schema
+
+
+_SCALARS = {bool: "bool", int: "int", float: "float", str: "str", pathlib.Path: "str", dict: "dict", list: "list"}
+
+
+def _schema_of(annotation: Any) -> dict[str, Any]:
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if annotation in _SCALARS:
+        return {"type": _SCALARS[annotation]}
+    if isinstance(annotation, type) and issubclass(annotation, enum.Enum):
+        return {"type": "literal", "expected": [each.value for each in annotation]}
+    if origin is typing.Literal:
+        return {"type": "literal", "expected": list(arguments)}
+    if origin is typing.Union:
+        inner = [_schema_of(each) for each in arguments if each is not type(None)]
+        schema = inner[0] if len(inner) == 1 else {"type": "union", "choices": inner}
+        return {"type": "nullable", "schema": schema} if type(None) in arguments else schema
+    if origin is list:
+        return {"type": "list", "items_schema": _schema_of(arguments[0])}
+    if origin is dict:
+        return {"type": "dict"}
+    return {"type": "any"}
+
+
+def _json_value(value: Any) -> Any:
+    """A default as JSON; null for what is no JSON value."""
+    if hasattr(value, "model_dump"):
+        return {}
+    if isinstance(value, enum.Enum):
+        return value.value
+    try:
+        return json.loads(json.dumps(copy.copy(value)))
+    except TypeError:
+        return None
+
+
+def _parameters(maker: Any) -> dict[str, list[str]]:
+    """Names of the arguments of an optimizer or a scheduler, after the first, which DeepSpeed gives."""
+    taken = [each for each in inspect.signature(maker).parameters.values() if each.kind != each.VAR_KEYWORD][1:]
+    required = [each.name for each in taken if each.default is each.empty]
+    return {"takes": sorted(each.name for each in taken), "needs": required}
+
+
+def _optimizers(own: list[str]) -> dict[str, Any]:
+    """The names that ``optimizer.type`` can have, and the arguments of the classes that DeepSpeed makes."""
+    import torch
+    from deepspeed.ops import adagrad, adam, lamb, lion
+
+    ours = (
+        adam.FusedAdam,
+        adam.DeepSpeedCPUAdam,
+        adam.ZenFlowCPUAdam,
+        adagrad.DeepSpeedCPUAdagrad,
+        lamb.FusedLamb,
+        lion.FusedLion,
+        lion.DeepSpeedCPULion,
+    )
+    torchs = {
+        name: kind
+        for name, kind in vars(torch.optim).items()
+        if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer
+    }
+    classes = {kind.__name__: _parameters(kind) for kind in ours}
+    classes |= {f"torch.optim.{name}": _parameters(kind) for name, kind in sorted(torchs.items())}
+    return {"names": sorted(own), "torch_names": sorted(torchs), "classes": classes}
+
+
+def _schedulers() -> dict[str, Any]:
+    """The names that ``scheduler.type`` can have, with the arguments of DeepSpeed's own."""
+    import torch
+    from deepspeed.runtime import lr_schedules
+
+    own = {name: getattr(lr_schedules, name) for name in lr_schedules.VALID_LR_SCHEDULES}
+    base = torch.optim.lr_scheduler.LRScheduler
+    torchs = {
+        name: kind
+        for name, kind in vars(torch.optim.lr_scheduler).items()
+        if isinstance(kind, type) and issubclass(kind, base) and not name.startswith("_")
+    }
+    kinds = {**own, **{name: kind for name, kind in torchs.items() if name not in own}}
+    return {name: _parameters(kind) for name, kind in sorted(kinds.items()) if name != base.__name__}
+
+
+def text() -> str:
+    """The whole file as JSON text."""
+    logging.disable(logging.CRITICAL)  # DeepSpeed warns about what it is given here
+    with contextlib.redirect_stdout(sys.stderr):
+        return json.dumps(deepspeed_keys(), indent=1) + "\n"
+
+
+if __name__ == "__main__":
+    written = text()
+    if sys.argv[1:] == ["--print"]:
+        print(written, end="")
+    else:
+        TARGET.write_text(written, encoding="utf-8")
