@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
+# Tests that start whole runs take all cores themselves, so they run one after another; the others side by side.
 # CI passes every test; elsewhere those marked slow are left out (make test PYTEST_ARGS='-m ""' passes them too).
 SELECTION := $(if $(CI),,-m "not slow")
 
@@ -20,7 +21,10 @@ demo: $(STAMP)
 test: $(STAMP)
 	PYTHON=$(PYTHON) scripts/install_system_packages.sh test
 	$(BIN)/python -m ds_bench ops
-	$(BIN)/python -m pytest $(SELECTION) $(PYTEST_ARGS)
+	status=0; \
+	$(BIN)/python -m pytest $(SELECTION) -n auto --maxprocesses 8 --dist worksteal --ignore tests/integration $(PYTEST_ARGS) || status=1; \
+	$(BIN)/python -m pytest $(SELECTION) tests/integration $(PYTEST_ARGS) || status=1; \
+	exit $$status
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -36,6 +36,7 @@ def pytest_configure() -> None:
     """A shell's background job ignores Ctrl-C, and nohup the hangup; the scripts rightly leave what is ignored."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    os.environ.pop("COLUMNS", None)  # pytest-xdist sets it in its workers
 
 
 @pytest.hookimpl(wrapper=True)

@@ -138,10 +138,11 @@ def blocks(language: str) -> list[str]:
 def nested(folder: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """pytest on ``folder`` as a user runs it, warnings being errors."""
     (folder / "pytest.ini").touch()
+    own = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
     return subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-W", "error", "-p", "no:cacheprovider", *arguments],
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT), **variables},
+        env={**own, "PYTHONPATH": str(ROOT), **variables},
         capture_output=True,
         text=True,
         check=False,

@@ -318,14 +318,15 @@ def test_a_record_of_schema_1_is_the_trial_that_is_planned_today() -> None:
 
 
 def test_an_older_schema_is_migrated_step_by_step(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Schema 4, where 2 called the wall time ``seconds`` and 3 counted it in milliseconds."""
+    """Two schemas later, where the present one called the wall time ``seconds`` and the next counted milliseconds."""
+    present = reader.SCHEMA_VERSION
 
-    def to_3(kind: reader.Kind, data: dict[str, Any]) -> dict[str, Any]:
+    def to_next(kind: reader.Kind, data: dict[str, Any]) -> dict[str, Any]:
         if kind == "record":
             data["wall_milliseconds"] = data.pop("seconds") * 1000
         return data
 
-    def to_4(kind: reader.Kind, data: dict[str, Any]) -> dict[str, Any]:
+    def to_last(kind: reader.Kind, data: dict[str, Any]) -> dict[str, Any]:
         if kind == "record":
             data["wall_seconds"] = data.pop("wall_milliseconds") / 1000
         return data
@@ -335,16 +336,16 @@ def test_an_older_schema_is_migrated_step_by_step(run: RunFolder, monkeypatch: p
         del entry["wall_seconds"]
         old.append({**entry, "seconds": 7.5})
     put_lines(run, *old)
-    monkeypatch.setattr(reader, "SCHEMA_VERSION", 4)
-    monkeypatch.setattr(reader, "MIGRATIONS", {2: to_3, 3: to_4})
+    monkeypatch.setattr(reader, "SCHEMA_VERSION", present + 2)
+    monkeypatch.setattr(reader, "MIGRATIONS", {present: to_next, present + 1: to_last})
     result = load_results.load(run.folder)
     assert result.records is not None
     assert [entry.wall_seconds for entry in result.records] == [7.5] * 3
-    assert {entry.schema_version for entry in result.records} == {4}
+    assert {entry.schema_version for entry in result.records} == {present + 2}
 
 
 def test_a_schema_that_no_migration_takes_on_is_refused(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reader, "SCHEMA_VERSION", 3)
+    monkeypatch.setattr(reader, "SCHEMA_VERSION", reader.SCHEMA_VERSION + 1)
     assert "too old" in refusal(run.folder)
 
 
