@@ -226,12 +226,17 @@ def _requested_baseline(rows: Sequence[ComparisonRow], relative_to: str | None) 
     """The row of that label, key or strategy; without a request the first row. Raises UsageError if there is none."""
     if relative_to is None or not rows:
         return next(iter(rows), None)
-    exact = (row for row in rows if relative_to in (row.label, row.key))
-    row = next(exact, None) or next((row for row in rows if strategies.matches(row.configuration, relative_to)), None)
+    row = next(iter(rows_called(rows, relative_to)), None)
     if row is None:
         choices = ", ".join(dict.fromkeys(row.configuration.name for row in rows))
         raise UsageError(f"--relative-to {relative_to}: no row is called that", remedy=f"one of {choices}")
     return row
+
+
+def rows_called(rows: Sequence[ComparisonRow], text: str) -> list[ComparisonRow]:
+    """The rows of exactly that label, name or key, else those that a user may mean by the text; empty if none."""
+    exact = [row for row in rows if text in (row.label, row.key, row.configuration.name)]
+    return exact or [row for row in rows if strategies.matches(row.configuration, text)]
 
 
 def _first_valid_row(rows: Sequence[ComparisonRow], first: ComparisonRow | None) -> ComparisonRow | None:

@@ -100,6 +100,14 @@ def _add_compare(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=_compare)
 
 
+def _add_explain(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("a", metavar="A", help="a row: its name, label or stage, such as zero2 or cpu_optimizer")
+    parser.add_argument("b", metavar="B", help="the row that is held against it")
+    _add_results(parser)
+    parser.add_argument("--json", action="store_true", help="print JSON with sizes in bytes and times in seconds")
+    parser.set_defaults(run=_explain)
+
+
 def _add_baseline(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION", parser_class=Parser)
     save = _add_command(
@@ -228,6 +236,12 @@ def _compare(values: argparse.Namespace) -> int:
     return show_changes(values.before, values.after)
 
 
+def _explain(values: argparse.Namespace) -> int:
+    from .explain import show_explanation
+
+    return show_explanation(values.a, values.b, values.results, values.json)
+
+
 def _baseline_save(values: argparse.Namespace) -> int:
     from .baseline import save_command
 
@@ -291,6 +305,11 @@ COMMANDS: dict[str, tuple[Callable[[argparse.ArgumentParser], None], str, list[s
         lambda parser: parser.set_defaults(run=_ops),
         "build the DeepSpeed ops that comparisons use, ahead of time",
         [""],
+    ),
+    "explain": (
+        _add_explain,
+        "why one row needs more memory or time than another",
+        ["zero2 zero3 results/runs/zero_20261121_093000", "none cpu_optimizer RUN --json"],
     ),
 }
 """Name → function that adds its flags, what it is for, and arguments of examples; in the order of the help."""

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from .. import __version__
 from ..analysis import load_results, merge_results
-from ..analysis.comparison import ComparisonRow
+from ..analysis.comparison import ComparisonRow, rows_called
 from ..analysis.merge_results import ResultGroup
 from ..analysis.summary import TrialSummary
 from ..config import strategies
@@ -176,11 +176,11 @@ def _export(reports: Sequence[ComparisonReport], name: str) -> None:
 
 
 def _rows_called(reports: Sequence[ComparisonReport], name: str) -> list[tuple[ComparisonReport, ComparisonRow]]:
-    """The rows of exactly that name, else those that a user may mean by it. Raises UsageError if there are none."""
-    rows = [(report, row) for report in reports for row in report.comparison.rows]
-    exact = [(report, row) for report, row in rows if name in (row.configuration.name, row.label)]
-    matching = exact or [(report, row) for report, row in rows if strategies.matches(row.configuration, name)]
+    """The rows that the text means (``comparison.rows_called``). Raises UsageError if there are none."""
+    rows = [row for report in reports for row in report.comparison.rows]
+    called = {id(row) for row in rows_called(rows, name)}
+    matching = [(report, row) for report in reports for row in report.comparison.rows if id(row) in called]
     if not matching:
-        names = dict.fromkeys(row.configuration.name for _, row in rows)
+        names = dict.fromkeys(row.configuration.name for row in rows)
         raise UsageError(f"--export {name}: no such row", remedy=f"one of {', '.join(names)}")
     return matching

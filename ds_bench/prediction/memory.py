@@ -36,7 +36,7 @@ in the prediction."""
 
 FITS, TIGHT, DOES_NOT_FIT, UNKNOWN = "fits", "tight", "does not fit", "not known"
 
-_UNSEEN = ("temporaries", "gathered_parameters", "logits_and_loss", "pinned_rounding", "overhead")
+UNCOUNTED = ("temporaries", "gathered_parameters", "logits_and_loss", "pinned_rounding", "overhead")
 """Categories that the ledger of a run does not hold: temporary tensors, and memory outside tensors."""
 
 
@@ -66,6 +66,8 @@ class Prediction:
     """Why activations, logits and loss are not in the figures; None where they are."""
     alternatives: tuple[Mapping[str, Any], ...] = ()
     """What other configurations of the same work would take, for advice after the run (``what_if.Alternative``)."""
+    savings: tuple[Mapping[str, Any], ...] = ()
+    """What named changes of this configuration would save, for explanations after the run (``what_if.Saving``)."""
 
     @property
     def gpu_bytes(self) -> int:
@@ -120,7 +122,7 @@ class Prediction:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Prediction:
         """The inverse of :meth:`to_dict`. Raises TypeError on other shapes."""
-        return cls(**{**data, "alternatives": tuple(data.get("alternatives", ()))})
+        return cls(**{**data, **{name: tuple(data.get(name, ())) for name in ("alternatives", "savings")}})
 
 
 def predict(
@@ -299,6 +301,6 @@ def _largest_by_category(moments: Mapping[str, Ledger]) -> Ledger:
     for ledger in moments.values():
         for tier, row in ledger.items():
             for name, size in row.items():
-                if name not in _UNSEEN and size:
+                if name not in UNCOUNTED and size:
                     peak.setdefault(tier, {})[name] = max(size, peak.get(tier, {}).get(name, 0))
     return peak

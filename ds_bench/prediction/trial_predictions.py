@@ -123,18 +123,21 @@ def attach_predictions(
     """
     if isinstance(profile, Unpredicted):
         return [_with_caveat(trial, f"memory is not predicted: {profile.reason}") for trial in trials]
-    alternatives: dict[str, list[dict[str, Any]]] = {}
+    changes: dict[str, dict[str, Any]] = {}
     predicted = []
     for trial in trials:
         key = replace(trial, repeat=0).key  # repeats of a row have the same alternatives
-        if key not in alternatives:
-            alternatives[key] = _find_alternatives(trial, profile)
-        predicted.append(_with_prediction(trial, profile, capacity, alternatives[key], skip=skip, force=force))
+        if key not in changes:
+            changes[key] = _predict_changes(trial, profile)
+        predicted.append(_with_prediction(trial, profile, capacity, changes[key], skip=skip, force=force))
     return predicted
 
 
-def _find_alternatives(trial: Trial, profile: ModelProfile) -> list[dict[str, Any]]:
-    """The memory of other configurations of the same workload as JSON values, for advice after the run."""
+def _predict_changes(trial: Trial, profile: ModelProfile) -> dict[str, Any]:
+    """The memory of other configurations of the same workload, and what changes of this one would save.
+
+    As JSON values, for advice and explanations after the run.
+    """
     workload, config = trial.workload, trial.ds_config
     batch_size = int(config.get("train_micro_batch_size_per_gpu", workload.batch_size))
     try:
@@ -145,9 +148,12 @@ def _find_alternatives(trial: Trial, profile: ModelProfile) -> list[dict[str, An
             configuration=trial.configuration,
             torch_adam=bool(config["optimizer"]["params"].get("torch_adam")),
         )
-        return [asdict(each) for each in what_if.alternatives(planned)]
+        return {
+            "alternatives": [asdict(each) for each in what_if.alternatives(planned)],
+            "savings": [asdict(each) for each in what_if.savings(planned)],
+        }
     except (DsBenchError, ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError):
-        return []  # a configuration of a shape that the formulas do not know
+        return {}  # a configuration of a shape that the formulas do not know
 
 
 def require_host_memory(trials: Sequence[Trial], node_bytes: int | None) -> None:
@@ -178,7 +184,7 @@ def _with_prediction(
     trial: Trial,
     profile: ModelProfile,
     capacity: MemoryCapacity,
-    alternatives: list[dict[str, Any]],
+    changes: Mapping[str, Any],
     *,
     skip: bool,
     force: bool,
@@ -203,7 +209,7 @@ def _with_prediction(
         )
     elif not force and capacity.node_bytes is not None and _far_beyond(host_bytes, capacity.node_bytes):
         reason = _shortage_text(host_bytes, capacity.node_bytes, "of host memory", "--force tries it")
-    return replace(trial, prediction=prediction.to_dict() | {"alternatives": alternatives}, skipped=reason)
+    return replace(trial, prediction={**prediction.to_dict(), **changes}, skipped=reason)
 
 
 def _resident_host_bytes(prediction: Prediction) -> int:

@@ -24,6 +24,15 @@ _MOST_GPUS = 8192
 """Largest number of GPUs that is tried."""
 _SMALL_BUCKET = 50_000_000
 """Elements: a tenth of DeepSpeed's default; smaller ones cost speed."""
+_SMALL_BUFFERS: Mapping[str, int] = {
+    "reduce_bucket_size": _SMALL_BUCKET,
+    "allgather_bucket_size": _SMALL_BUCKET,
+    "stage3_prefetch_bucket_size": 5_000_000,
+    "stage3_param_persistence_threshold": 10_000,
+    "stage3_max_live_parameters": 100_000_000,
+    "stage3_max_reuse_distance": 100_000_000,
+}
+"""Elements: a tenth of DeepSpeed's default for every buffer and limit of stage 3."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,6 +137,58 @@ def alternatives(planned: PlannedTrial) -> list[Alternative]:
             )
         )
     return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saving:
+    """What one named change of a configuration would save at the fullest moment, alone."""
+
+    name: str
+    """``small_buffers``, ``activation checkpointing``, ``offload_optimizer cpu``."""
+    changes: Mapping[str, Any]
+    """Key path, or field of the workload → its value after the change."""
+    gpu_bytes: int
+    """Per GPU; 0 on the CPU accelerator."""
+    host_bytes: int
+    """Per node; negative where the change moves bytes to the host."""
+
+
+def savings(planned: PlannedTrial) -> list[Saving]:
+    """Computes what named changes would save: smaller buffers, activation checkpointing, offload at the same stage.
+
+    Changes that save nothing where the trial trains are left out.
+    """
+    now = planned.predict()
+    found = []
+    for name, changes, changed in _named_changes(planned):
+        then = changed.predict()
+        saving = Saving(
+            name=name,
+            changes=changes,
+            gpu_bytes=now.gpu_bytes - then.gpu_bytes,
+            host_bytes=now.host_bytes - then.host_bytes,
+        )
+        if (saving.gpu_bytes if now.gpu else saving.host_bytes) > 0:
+            found.append(saving)
+    return found
+
+
+def _named_changes(planned: PlannedTrial) -> Iterator[tuple[str, dict[str, Any], PlannedTrial]]:
+    configuration, on_gpu = planned.configuration, planned.placement.accelerator == "cuda"
+    blocks: list[tuple[str, dict[str, Any]]] = []
+    if configuration.stage == 3:
+        blocks.append(("small_buffers", dict(_SMALL_BUFFERS)))
+    elif configuration.stage:
+        blocks.append(("a smaller bucket", {"reduce_bucket_size": _SMALL_BUCKET}))
+    if on_gpu and configuration.stage and not configuration.offloads_optimizer:
+        blocks.append(("optimizer offload", {"offload_optimizer": {"device": "cpu", "pin_memory": True}}))
+    if on_gpu and configuration.stage == 3 and configuration.layout[1:] == ("cpu", "none"):
+        blocks.append(("parameter offload", {"offload_param": {"device": "cpu", "pin_memory": True}}))
+    for name, block in blocks:
+        changes = {f"zero_optimization.{key}": value for key, value in block.items()}
+        yield name, changes, replace(planned, changes=overrides.overlay(planned.changes, {"zero_optimization": block}))
+    if not planned.workload.activation_checkpointing:
+        yield "activation checkpointing", {"activation_checkpointing": True}, _checkpointed(planned)
 
 
 def _halves(planned: PlannedTrial) -> Iterator[int]:

@@ -113,7 +113,9 @@ class RankMeasurement:
     """Read from block devices in the measured steps (kernel I/O counters)."""
     nvme_written_bytes: int | None = None
     ledger: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
-    """Tier → category → bytes of tensors, each storage counted once."""
+    """Tier → category → bytes of tensors, each storage counted once; each category at its largest in a step."""
+    ledger_after_step: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    """The same between two steps, when gradients and activations have been freed."""
     phase_seconds: Mapping[str, float] = field(default_factory=dict)
     """``forward``, ``backward`` and ``step`` → seconds per step, from separate synchronised steps."""
     dropout: float | None = None

@@ -11,9 +11,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from ..analysis.comparison import Comparison, ComparisonRow
+from ..analysis.row_difference import ledger_of_tier
 from ..analysis.summary import TrialSummary
 from ..recommend.shortage import predicted_bytes
-from ..records.schema import OOM, OOM_DISK, OOM_HOST, SKIPPED, RankMeasurement, TrialRecord
+from ..records.schema import OOM, OOM_DISK, OOM_HOST, SKIPPED, TrialRecord
 from ..units import BYTES_PER_GB, MISSING, format_significant, to_gb, to_ms
 
 MAX_OVERLAID_ROWS = 8
@@ -501,7 +502,7 @@ def _memory_stack(row: ComparisonRow, tier: str, rows: _Rows) -> Stack | None:
             return None
         return Stack(label=label, parts=(), requested=request[0], value=request[1])
     ledgers = [run.record.ranks for run in row.successes if any(rank.ledger for rank in run.record.ranks)]
-    bytes_by_category = max((_tier_bytes(ranks, tier) for ranks in ledgers), key=Counter.total, default=Counter())
+    bytes_by_category = max((ledger_of_tier(ranks, tier) for ranks in ledgers), key=Counter.total, default=Counter())
     stored = max((run.nvme_stored_bytes or 0 for run in row.successes), default=0) or None
     peak = {"gpu": row.gpu_peak_bytes, "cpu": row.host_peak_bytes, "nvme": stored}[tier]
     total = sum(bytes_by_category[category] for category in CATEGORIES)
@@ -550,14 +551,6 @@ def _request(row: ComparisonRow, tier: str, comparison: Comparison) -> tuple[flo
     if predicted is None:
         return None, "OOM"
     return to_gb(predicted), f"OOM, predicted {format_value(to_gb(predicted))}"
-
-
-def _tier_bytes(ranks: Sequence[RankMeasurement], tier: str) -> Counter[str]:
-    """Bytes by category of the fullest rank on a GPU; elsewhere of the fullest node, whose ranks share the memory."""
-    totals: dict[str | int, Counter[str]] = {}
-    for rank in ranks:
-        totals.setdefault(rank.rank if tier == "gpu" else rank.hostname, Counter()).update(rank.ledger.get(tier, {}))
-    return max(totals.values(), key=Counter.total)
 
 
 def _pareto_chart(rows: _Rows, memory: str) -> Chart | None:

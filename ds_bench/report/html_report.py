@@ -20,6 +20,7 @@ from . import charts
 from .chart_data import charts_of
 from .columns import Column, measured_columns, row_status
 from .comparison_report import ComparisonReport, Note
+from .row_explanation import HEADING, report_paragraphs
 
 # Control characters have no place in HTML, lone surrogates none in UTF-8, and bidirectional overrides reorder text.
 _UNPRINTABLE = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff\u202a-\u202e\u2066-\u2069]")
@@ -79,6 +80,8 @@ def _section(report: ComparisonReport, uid: str) -> dict[str, Any]:
         "report": report,
         "columns": columns,
         "rows": [_row(row, report, columns, numbers) for row in report.comparison.rows],
+        "explanations_heading": HEADING,
+        "explanations": report_paragraphs(report),
         "footnotes": list(report.labels_by_note.items()),
         "chart_sections": [(heading, drawn) for heading, drawn in sections.items() if drawn],
         "left_out": drawable.missing,

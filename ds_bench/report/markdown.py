@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from ..analysis import provenance
 from ..system.terminal import escape_controls
 from .comparison_report import ComparisonReport
+from .row_explanation import HEADING, report_paragraphs
 from .table import HEADINGS, general_notes, measured_indices, numbered_notes, table_rows
 
 _MARKUP = re.compile(r"[\\|*`~]|(?<=\])\(|(?<![^\W_])_|_(?![^\W_])|&(?=#?\w+;)|^[#>]")
@@ -53,13 +54,14 @@ def table_lines(rows: Sequence[Sequence[str]], rule: Sequence[str]) -> list[str]
 
 
 def render_markdown(report: ComparisonReport) -> str:
-    """A block to paste into an issue: table, notes, recommendation, machines, commands."""
+    """A block to paste into an issue: table, notes, recommendation, differences, machines, commands."""
     rows = table_rows(report)
     shown = measured_indices(rows)
     table = [[cells[i] for i in shown] for cells in (HEADINGS, *(row.cells for row in rows))]
     row_notes, other_notes = numbered_notes(report), general_notes(report)
     said = "\n".join((*row_notes, *other_notes))  # what a note ends with is no next step again
     lines = [line for line in report.recommendation.lines if line.removeprefix("Next: ") not in said]
+    paragraphs = report_paragraphs(report)
     parts = [
         f"### {escape(report.title)}",
         "\n".join(table_lines(table, ["---"] * len(shown))),
@@ -67,6 +69,8 @@ def render_markdown(report: ComparisonReport) -> str:
         "\n".join(f"- {escape(note)}" for note in other_notes),
         "**Recommendation**",
         "\n".join(f"- {escape(line)}" for line in lines),
+        *([f"**{HEADING}**"] if paragraphs else []),
+        "\n".join(f"- **{escape(heading)}**: {escape(text)}" for heading, text in paragraphs),
         *(f"**Set-up** {escape(provenance.one_line(environment))}" for environment in report.environments),
         *(f"**Command**\n\n{shell_block(command)}" for command in report.commands),
     ]

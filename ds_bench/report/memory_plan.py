@@ -240,7 +240,7 @@ def causes(plan: MemoryPlan, tier: str) -> Iterator[str]:
     for name, sizes in sizes_by_category.items():
         low, high = format_size_number(min(sizes.values())), format_size(max(sizes.values()))
         size_range = high if high.startswith(low) else f"{low} to {high}"
-        yield f"{_labels(plan, sizes)}: mostly {_category_text(name, tier)}, {size_range}"
+        yield f"{_labels(plan, sizes)}: mostly {category_text(name, tier)}, {size_range}"
 
 
 def other_changes(plan: MemoryPlan, offered: tuple[str, ...] | None) -> Iterator[str]:
@@ -270,7 +270,7 @@ def larger_than_a_lower_stage(plan: MemoryPlan) -> Iterator[str]:
 def _surplus_text(own: Mapping[str, int], others: Mapping[str, int]) -> str:
     more = {name: size - others.get(name, 0) for name, size in own.items() if size > others.get(name, 0)}
     return _joined(
-        f"{format_size(more[name])} of {_category_text(name, 'gpu')}"
+        f"{format_size(more[name])} of {category_text(name, 'gpu')}"
         for name in sorted(more, key=more.__getitem__, reverse=True)
         if more[name] >= _CATEGORY_SHARE * sum(more.values())
     )
@@ -292,7 +292,7 @@ def _reason_against_any_number(plan: MemoryPlan, row: PlanRow) -> str:
     if trial.configuration.stage == 0:
         return "every GPU holds everything"
     name, size = prediction.biggest_in("gpu")
-    return f"with {gpus}, the most that are tried, {_category_text(name, 'gpu')} still take {format_size(size)}"
+    return f"with {gpus}, the most that are tried, {category_text(name, 'gpu')} still take {format_size(size)}"
 
 
 # ------------------------------------------------------------------ words
@@ -313,7 +313,7 @@ def format_size_number(count_bytes: float | None) -> str:
     return units.format_significant(units.to_gb(count_bytes))
 
 
-def _category_text(name: str, tier: str) -> str:
+def category_text(name: str, tier: str) -> str:
     if name == "overhead":
         return "CUDA context and NCCL" if tier == "gpu" else "the processes themselves"
     texts = {"deepspeed_buffers": "DeepSpeed's buffers", "gathered_parameters": "gathered and prefetched parameters"}

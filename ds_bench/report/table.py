@@ -8,10 +8,11 @@ from dataclasses import dataclass, replace
 from typing import IO, Any, Literal
 
 from ..analysis.flat_rows import status_text
-from ..system.terminal import can_encode, escape_controls, print_text, to_ascii
+from ..system.terminal import can_encode, escape_controls, print_text, to_ascii, width_of
 from ..units import MISSING
 from .columns import COLUMNS, row_status
 from .comparison_report import ComparisonReport
+from .row_explanation import paragraph_lines
 
 _COLUMNS = tuple(column for column in COLUMNS if not column.page_only)
 HEADINGS = ("Strategy", "Status", *(column.heading for column in _COLUMNS), "Notes")
@@ -26,6 +27,8 @@ _OPTIONAL_HEADINGS = ("Predicted", "Tok/s/GB", "95 % interval")
 _MAX_ROWS_FOR_RICH = 500
 """rich takes a millisecond per row: longer tables are aligned with spaces."""
 _UNLIMITED_WIDTH = 10_000
+_MAX_TEXT_WIDTH = 120
+"""Columns of a paragraph; the table may be wider."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,9 +67,12 @@ def table_rows(report: ComparisonReport) -> list[TableRow]:
 
 
 def print_report(report: ComparisonReport, stream: IO[str]) -> None:
-    """Prints the table, its notes and the recommendation."""
+    """Prints the table, its notes, the recommendation, and why rows differ."""
     print_table(report, stream)
     for line in ("", *report.recommendation.lines):
+        print_text(line, stream)
+    explanations = paragraph_lines(report, min(width_of(stream), _MAX_TEXT_WIDTH))
+    for line in ("", *explanations) if explanations else ():
         print_text(line, stream)
 
 

@@ -254,6 +254,7 @@ def _measure_phases_and_ledger(trainer: training_loop.Trainer, assignment: Assig
     return {
         "phase_seconds": phases,
         "ledger": peak,
+        "ledger_after_step": after_step.ledger,
         "pinned_bytes": after_step.pinned_bytes,
         "nvme_stored_bytes": sum(stored.values()) if assignment.swap_folder else None,
     }

@@ -490,7 +490,7 @@ def test_every_command_says_what_it_is_for_with_an_example_and_refuses_by_its_ow
     assert commands.main(["plan", "--frobnicate"]) == 2
     assert capsys.readouterr().err.splitlines() == [
         "ds_bench: unrecognized arguments: --modle gpt2 (did you mean --model? see python -m ds_bench plan --help)",
-        "ds_bench: COMMAND reprot is none of plan, doctor, report, compare, baseline, advice, models, ops "
+        "ds_bench: COMMAND reprot is none of plan, doctor, report, compare, baseline, advice, models, ops, explain "
         "(did you mean report? see python -m ds_bench --help)",
         "ds_bench: unrecognized arguments: --frobnicate (see python -m ds_bench plan --help)",
     ]

@@ -1,0 +1,597 @@
+"""Explains why one row needs more or less memory and time than another: by category, by phase, by configuration key.
+
+Categories of memory sum to the difference of the totals. What was measured is taken first; a prediction takes its place
+only where a row measured nothing, for both rows and marked so. What a change of the configuration would save was
+predicted when the trial was planned (``prediction.what_if.savings``).
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from ..config import deepspeed_config
+from ..config.spec import Trial
+from ..prediction.memory import UNCOUNTED, Prediction
+from ..prediction.what_if import Saving
+from ..records.schema import RankMeasurement, Tier
+from ..system import environment
+from .comparability import incomparable_fields
+from .comparison import ComparisonRow, ratio_between, representative_run
+from .intervals import RatioInterval
+from .summary import TrialSummary
+from .trial_caveats import measured_values
+
+REST = "rest"
+"""Category of what is in the total and in no tensor that the ledger counted; negative where categories, each at its own
+largest, sum to more than the total."""
+TOTAL = "total"
+"""The only category where a row has no ledger."""
+PHASES = ("forward", "backward", "step")
+_LEAST_SAVING = 0.05
+"""Fraction of the row's memory below which a saving is not named."""
+_MOST_SAVINGS = 2
+
+Moment = Literal["peak", "after_step"]
+Scope = Literal["fullest rank", "fullest node", "one rank", "whole job"]
+
+ACTS_ON: Mapping[str, tuple[str, ...]] = {
+    "zero_optimization.stage": ("parameters", "gradients", "optimizer_states", "deepspeed_buffers"),
+    "zero_optimization.offload_optimizer.device": ("optimizer_states", "gradients", "step"),
+    "zero_optimization.offload_optimizer.ratio": ("optimizer_states", "step"),
+    "zero_optimization.offload_optimizer.pin_memory": ("pinned_rounding", "step"),
+    "zero_optimization.offload_optimizer.buffer_count": ("deepspeed_buffers",),
+    "zero_optimization.offload_param.device": ("parameters", "forward", "backward"),
+    "zero_optimization.offload_param.pin_memory": ("pinned_rounding", "forward", "backward"),
+    "zero_optimization.offload_param.buffer_count": ("deepspeed_buffers",),
+    "zero_optimization.offload_param.buffer_size": ("deepspeed_buffers",),
+    "zero_optimization.offload_param.max_in_cpu": ("parameters",),
+    "zero_optimization.reduce_bucket_size": ("deepspeed_buffers", "backward"),
+    "zero_optimization.allgather_bucket_size": ("step",),
+    "zero_optimization.overlap_comm": ("deepspeed_buffers", "backward"),
+    "zero_optimization.contiguous_gradients": ("deepspeed_buffers",),
+    "zero_optimization.reduce_scatter": ("backward",),
+    "zero_optimization.round_robin_gradients": ("step",),
+    "zero_optimization.stage3_prefetch_bucket_size": ("gathered_parameters", "forward", "backward"),
+    "zero_optimization.stage3_param_persistence_threshold": ("parameters", "forward", "backward"),
+    "zero_optimization.stage3_max_live_parameters": ("gathered_parameters", "forward", "backward"),
+    "zero_optimization.stage3_max_reuse_distance": ("gathered_parameters", "backward"),
+    "zero_optimization.sub_group_size": ("temporaries", "step"),
+    "zero_optimization.zero_hpz_partition_size": ("parameters", "backward"),
+    "zero_optimization.zero_quantized_weights": ("parameters", "forward", "backward"),
+    "zero_optimization.zero_quantized_gradients": ("backward",),
+    "optimizer.type": ("optimizer_states", "step"),
+    "optimizer.params.torch_adam": ("temporaries", "step"),
+    "bf16.enabled": ("parameters", "gradients", "optimizer_states", "activations"),
+    "bf16.bf16_master_weights_and_grads": ("optimizer_states", "gradients"),
+    "bf16.bf16_optimizer_states": ("optimizer_states",),
+    "fp16.enabled": ("parameters", "gradients", "optimizer_states", "activations"),
+    "torch_autocast.enabled": ("activations", "forward", "backward"),
+    "data_types.grad_accum_dtype": ("gradients",),
+    "gradient_accumulation_steps": ("gradients", "forward", "backward"),
+    "train_micro_batch_size_per_gpu": ("activations", "forward", "backward"),
+    "communication_data_type": ("backward",),
+    "gradient_clipping": ("step",),
+    "aio.block_size": ("step",),
+    "aio.queue_depth": ("step",),
+    "aio.intra_op_parallelism": ("step",),
+    "precision": ("parameters", "gradients", "optimizer_states", "activations"),
+    "activation_checkpointing": ("activations", "backward"),
+    "batch_size": ("activations", "forward", "backward"),
+    "seq_length": ("activations", "forward", "backward"),
+    "dropout": ("activations",),
+    "num_gpus": ("parameters", "gradients", "optimizer_states"),
+}
+"""Key of the DeepSpeed configuration, or field of workload or placement → the categories of memory and the phases of a
+step that it acts on. From the formulas of ``prediction`` and from DeepSpeed 0.19.8."""
+
+_RESOLVED_BLOCKS = {
+    "zero_optimization": "zero_config",
+    "bf16": "bfloat16_config",
+    "fp16": "float16_config",
+    "aio": "aio_config",
+    "compile": "compile_config",
+}
+"""Block of a DeepSpeed configuration → its name in the configuration as the engine resolved it (runtime/config.py)."""
+_RESOLVED_KEYS = {
+    "optimizer.type": "optimizer_name",
+    "torch_autocast.enabled": "torch_autocast_enabled",
+    "data_types.grad_accum_dtype": "grad_accum_dtype",
+}
+_STAGE_3_KEYS = ("stage3_", "sub_group_size", "offload_param", "zero_hpz", "zero_quantized")
+"""Beginnings of keys of ``zero_optimization`` that only stage 3 reads (runtime/zero/config.py)."""
+_LEFT_OUT_KEYS = ("train_batch_size", "steps_per_print", "nvme_path", "gradient_accumulation_steps")
+"""Last parts of keys that are not compared: those that follow from other keys or change nothing that is measured.
+Accumulation is compared as a field of the workload."""
+_LEFT_OUT_FIELDS = ("num_steps", "warmup_steps", "batch_policy", "model_config", "supported_precisions", "launcher")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CategoryDifference:
+    """One category of memory in both rows, in bytes."""
+
+    category: str
+    """Of the ledger or of a prediction, ``rest`` or ``total``."""
+    a_bytes: int
+    b_bytes: int
+
+    @property
+    def difference_bytes(self) -> int:
+        return self.b_bytes - self.a_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierDifference:
+    """One tier of memory at one moment in both rows; the categories sum to the totals."""
+
+    tier: Tier
+    moment: Moment
+    """``peak``: of the measured steps, the categories each at its own largest. ``after_step``: between two steps."""
+    scope: Scope
+    categories: tuple[CategoryDifference, ...]
+    """The largest difference first."""
+    predicted: bool = False
+    """Whether both rows are predicted, at their fullest moment, because one of them measured nothing."""
+    uncounted: tuple[CategoryDifference, ...] = ()
+    """Predicted categories that no ledger counts, at the fullest moment: what ``rest`` is likely to consist of. Empty
+    without predictions of both rows."""
+
+    @property
+    def a_bytes(self) -> int:
+        return sum(each.a_bytes for each in self.categories)
+
+    @property
+    def b_bytes(self) -> int:
+        return sum(each.b_bytes for each in self.categories)
+
+    @property
+    def difference_bytes(self) -> int:
+        return self.b_bytes - self.a_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pair:
+    """One value in both rows; None where it was not measured."""
+
+    a: float | None
+    b: float | None
+
+    @property
+    def differs(self) -> bool:
+        return self.a != self.b
+
+    @property
+    def difference(self) -> float | None:
+        return None if self.a is None or self.b is None else self.b - self.a
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimeDifference:
+    """Time of an optimizer step in both rows, which have both trained."""
+
+    step_seconds: Pair
+    tokens_per_second: Pair
+    same_tokens: bool
+    """Whether both rows train as many tokens in a step; else only throughputs compare."""
+    interval: RatioInterval | None
+    """Of the throughput of b divided by that of a; None if it was not tested or the rows do not compare."""
+    incomparable_reasons: tuple[str, ...]
+    """Why there is no ratio; empty if there is one."""
+    phase_seconds: Mapping[str, Pair]
+    """``forward``, ``backward`` and ``step``: measured apart from the window, with the device synchronised between
+    phases, on the slowest rank; mean of the runs. Empty where a row has none."""
+    nvme_read_bytes: Pair
+    """Per step."""
+    nvme_written_bytes: Pair
+    """Per step."""
+    skipped_steps: Pair
+    """Most of any run."""
+    allocator_retries: Pair
+    """Most of any run."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeyDifference:
+    """A setting in which the rows differ."""
+
+    path: str
+    """Key path of the DeepSpeed configuration, or a field of workload or placement."""
+    a: Any
+    b: Any
+    """None: not set, or not read at this row's stage."""
+    acts_on: tuple[str, ...]
+    """Categories of memory and phases of a step; empty if not known."""
+    from_layout: bool
+    """Whether both values follow from stage and offload devices alone."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowDifference:
+    """Why row ``b`` needs more or less than row ``a``."""
+
+    a: ComparisonRow
+    b: ComparisonRow
+    memory: tuple[TierDifference, ...]
+    resident_bytes: Pair
+    """On the CPU accelerator the peak resident size of a node's ranks, which counts libraries but no page of a tensor
+    that nobody wrote; elsewhere it is the total of host memory, and None here."""
+    time: TimeDifference | None
+    """None unless both rows trained."""
+    keys: tuple[KeyDifference, ...]
+    environment_differences: tuple[str, ...]
+    """Hardware, versions and other settings of the machine."""
+    larger: ComparisonRow
+    """The row with the higher peak, which ``savings`` change; ``b`` if that is not known."""
+    savings: tuple[Saving, ...]
+    """Predicted for ``larger``, the greatest first, at most two of at least 5 % of its memory."""
+    unknown: tuple[str, ...]
+    """What the results do not hold, so that nothing is said of it."""
+
+    @property
+    def main(self) -> TierDifference | None:
+        """The peak of the memory that the rows train in: of the GPU, or of the host on the CPU accelerator."""
+        peaks = [each for each in self.memory if each.moment == "peak"]
+        return next((each for each in peaks if each.tier == "gpu"), next(iter(peaks), None))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Converts to JSON values; sizes in bytes, times in seconds."""
+
+        def category(each: CategoryDifference) -> dict[str, Any]:
+            return {**asdict(each), "difference_bytes": each.difference_bytes}
+
+        memory = [
+            {
+                **asdict(tier),
+                "categories": [*map(category, tier.categories)],
+                "uncounted": [*map(category, tier.uncounted)],
+                **{name: getattr(tier, name) for name in ("a_bytes", "b_bytes", "difference_bytes")},
+            }
+            for tier in self.memory
+        ]
+        return {
+            "a": _row_facts(self.a),
+            "b": _row_facts(self.b),
+            "memory": memory,
+            "resident_bytes": asdict(self.resident_bytes),
+            "time": None if self.time is None else asdict(self.time),
+            "keys": [asdict(each) for each in self.keys],
+            "environment_differences": list(self.environment_differences),
+            "savings_of": self.larger.configuration.name,
+            "savings": [asdict(each) for each in self.savings],
+            "unknown": list(self.unknown),
+        }
+
+
+def _row_facts(row: ComparisonRow) -> dict[str, Any]:
+    outcome = representative_run(row.summaries).record.outcome
+    return {"name": row.configuration.name, "label": row.label, "runs": len(row.summaries), "outcome": asdict(outcome)}
+
+
+def explain(a: ComparisonRow, b: ComparisonRow) -> RowDifference:
+    """Explains how row ``b`` differs from row ``a`` in memory and time."""
+    memory = tuple(_memory_differences(a, b))
+    on_cpu = _on_cpu(a) and _on_cpu(b)
+    peaks = [each for each in memory if each.moment == "peak"]
+    larger = a if peaks and peaks[0].difference_bytes < 0 else b
+    return RowDifference(
+        a=a,
+        b=b,
+        memory=memory,
+        resident_bytes=Pair(a=a.host_peak_bytes, b=b.host_peak_bytes) if on_cpu else Pair(a=None, b=None),
+        time=_time_difference(a, b) if a.succeeded and b.succeeded else None,
+        keys=tuple(_key_differences(representative_run(a.summaries), representative_run(b.summaries))),
+        environment_differences=tuple(_environment_differences(a, b)),
+        larger=larger,
+        savings=tuple(_savings(larger)),
+        unknown=tuple(_unknown(a, b, memory)),
+    )
+
+
+def _on_cpu(row: ComparisonRow) -> bool:
+    return row.summaries[0].record.trial.placement.accelerator == "cpu"
+
+
+# ------------------------------------------------------------------ memory
+
+
+def ledger_of_tier(ranks: Sequence[RankMeasurement], tier: str, moment: Moment = "peak") -> Counter[str]:
+    """Bytes by category of the fullest rank on a GPU; elsewhere of the fullest node, whose ranks share the memory."""
+    totals: dict[str | int, Counter[str]] = {}
+    for rank in ranks:
+        ledger = rank.ledger if moment == "peak" else rank.ledger_after_step
+        totals.setdefault(rank.rank if tier == "gpu" else rank.hostname, Counter()).update(ledger.get(tier, {}))
+    return max(totals.values(), key=Counter.total)
+
+
+def _memory_differences(a: ComparisonRow, b: ComparisonRow) -> Iterator[TierDifference]:
+    """The tiers that either row uses: first the peak of that which the rows train in."""
+    device: Tier = "cpu" if _on_cpu(a) and _on_cpu(b) else "gpu"
+    moments: list[tuple[Tier, Moment]] = [(device, "peak"), (device, "after_step")]
+    moments += [(tier, "peak") for tier in ("cpu", "nvme") if tier != device]
+    for tier, moment in moments:
+        difference = _measured_difference(a, b, tier, moment)
+        if difference is None and moment == "peak":
+            difference = _predicted_difference(a, b, tier)
+        if difference is not None and (difference.a_bytes or difference.b_bytes):
+            yield difference
+
+
+def _measured_difference(a: ComparisonRow, b: ComparisonRow, tier: Tier, moment: Moment) -> TierDifference | None:
+    """None if a row measured neither a total nor a ledger."""
+    totals = [_measured_total(row, tier, moment) for row in (a, b)]
+    ledgers = [_measured_ledger(row, tier, moment) for row in (a, b)]
+    if None in ledgers and None in totals:
+        return None
+    scope = _scope(a, b, tier)
+    if None in ledgers:
+        sides = [{TOTAL: total or 0} for total in totals]
+    else:
+        sides = [dict(ledger or {}) for ledger in ledgers]
+        if None not in totals:
+            for side, total in zip(sides, totals, strict=True):
+                side[REST] = (total or 0) - sum(side.values())
+    uncounted = _uncounted(a, b, tier) if moment == "peak" else ()
+    return TierDifference(tier=tier, moment=moment, scope=scope, categories=_categories(*sides), uncounted=uncounted)
+
+
+def _scope(a: ComparisonRow, b: ComparisonRow, tier: Tier) -> Scope:
+    if tier == "gpu":
+        return "fullest rank"
+    return "fullest node" if _has_all_ranks(a) and _has_all_ranks(b) else "one rank"
+
+
+def _has_all_ranks(row: ComparisonRow) -> bool:
+    """Whether every rank's measurement is there; a flat file has the largest of the ranks alone."""
+    return all(len(run.record.ranks) == run.record.ranks[0].world_size for run in row.successes)
+
+
+def _measured_total(row: ComparisonRow, tier: Tier, moment: Moment) -> int | None:
+    """The total that the categories and ``rest`` sum to; None where only the ledger tells."""
+    if tier == "gpu":
+        allocated = max(measured_values(row.successes, "gpu_allocated_bytes"), default=None)
+        return row.gpu_peak_bytes if moment == "peak" else allocated
+    if tier == "cpu" and not _on_cpu(row) and _has_all_ranks(row):
+        return row.host_peak_bytes
+    return None
+
+
+def _measured_ledger(row: ComparisonRow, tier: Tier, moment: Moment) -> Counter[str] | None:
+    """Of the run with most bytes; None if no run counted any tensor."""
+    attribute = "ledger" if moment == "peak" else "ledger_after_step"
+    counted = [run.record.ranks for run in row.successes if any(getattr(rank, attribute) for rank in run.record.ranks)]
+    return max((ledger_of_tier(ranks, tier, moment) for ranks in counted), key=Counter.total, default=None)
+
+
+def _predicted_difference(a: ComparisonRow, b: ComparisonRow, tier: Tier) -> TierDifference | None:
+    """Both rows at their predicted fullest moment; None without predictions of both."""
+    predictions = [_prediction(row) for row in (a, b)]
+    if None in predictions:
+        return None
+    name = {"gpu": "gpu", "cpu": "host", "nvme": "nvme"}[tier]
+    sides = [getattr(each, name) for each in predictions]
+    scope: Scope = "fullest rank" if tier == "gpu" else "fullest node"
+    return TierDifference(tier=tier, moment="peak", scope=scope, categories=_categories(*sides), predicted=True)
+
+
+def _prediction(row: ComparisonRow) -> Prediction | None:
+    """The stored prediction; None without one, or for one of an unknown format."""
+    stored = representative_run(row.summaries).record.trial.prediction
+    try:
+        return None if stored is None else Prediction.from_dict(stored)
+    except (TypeError, AttributeError):
+        return None
+
+
+def _uncounted(a: ComparisonRow, b: ComparisonRow, tier: Tier) -> tuple[CategoryDifference, ...]:
+    predicted = _predicted_difference(a, b, tier)
+    if predicted is None or tier == "nvme":
+        return ()
+    outside = ("overhead",) if tier == "gpu" else ()  # the allocator's peak has no memory outside the allocator
+    return tuple(each for each in predicted.categories if each.category in UNCOUNTED and each.category not in outside)
+
+
+def _categories(a: Mapping[str, int], b: Mapping[str, int]) -> tuple[CategoryDifference, ...]:
+    found = [
+        CategoryDifference(category=name, a_bytes=a.get(name, 0), b_bytes=b.get(name, 0))
+        for name in dict.fromkeys([*a, *b])
+    ]
+    return tuple(
+        sorted((each for each in found if each.a_bytes or each.b_bytes), key=lambda each: -abs(each.difference_bytes))
+    )
+
+
+def _savings(row: ComparisonRow) -> Iterator[Saving]:
+    """The greatest savings of the memory that the row trains in, as they were predicted with it."""
+    prediction = _prediction(row)
+    if prediction is None:
+        return
+    on_gpu = bool(prediction.gpu)
+    whole = prediction.gpu_bytes if on_gpu else prediction.host_bytes
+    found = [Saving(**each) for each in prediction.savings]
+
+    def saved(saving: Saving) -> int:
+        return saving.gpu_bytes if on_gpu else saving.host_bytes
+
+    enough = [each for each in found if saved(each) >= _LEAST_SAVING * whole]
+    yield from sorted(enough, key=saved, reverse=True)[:_MOST_SAVINGS]
+
+
+# ------------------------------------------------------------------ time
+
+
+def _time_difference(a: ComparisonRow, b: ComparisonRow) -> TimeDifference:
+    runs = [representative_run(row.summaries) for row in (a, b)]
+    reasons = [*incomparable_fields(*(run.record for run in runs)), *_hardware_differences(*runs)]
+    reasons += [f"{row.label}: {row.invalid_reason}" for row in (a, b) if row.invalid_reason is not None]
+    phases = {
+        phase: Pair(a=_phase_seconds(a, phase), b=_phase_seconds(b, phase))
+        for phase in PHASES
+        if _phase_seconds(a, phase) is not None and _phase_seconds(b, phase) is not None
+    }
+
+    def most(name: str) -> Pair:
+        values = [max(measured_values(row.successes, name), default=None) for row in (a, b)]
+        return Pair(a=values[0], b=values[1])
+
+    def most_of_ranks(name: str) -> Pair:
+        values = [
+            max((value for run in row.successes for value in measured_values(run.record.ranks, name)), default=None)
+            for row in (a, b)
+        ]
+        return Pair(a=values[0], b=values[1])
+
+    return TimeDifference(
+        step_seconds=Pair(a=a.mean_step_seconds, b=b.mean_step_seconds),
+        tokens_per_second=Pair(a=a.tokens_per_second, b=b.tokens_per_second),
+        same_tokens=len({_tokens_per_step(run) for run in runs}) == 1,
+        interval=None if reasons else ratio_between(b, a),
+        incomparable_reasons=tuple(reasons),
+        phase_seconds=phases,
+        nvme_read_bytes=most("nvme_read_bytes_per_step"),
+        nvme_written_bytes=most("nvme_written_bytes_per_step"),
+        skipped_steps=most_of_ranks("skipped_steps"),
+        allocator_retries=most_of_ranks("gpu_alloc_retries"),
+    )
+
+
+def _tokens_per_step(run: TrialSummary) -> int:
+    rank = run.record.ranks[0]
+    return rank.micro_batch_size * rank.grad_accum * rank.data_parallel_size * run.record.trial.workload.seq_length
+
+
+def _phase_seconds(row: ComparisonRow, phase: str) -> float | None:
+    slowest = [
+        max(rank.phase_seconds[phase] for rank in run.record.ranks)
+        for run in row.successes
+        if all(phase in rank.phase_seconds for rank in run.record.ranks)
+    ]
+    return statistics.fmean(slowest) if slowest else None
+
+
+def _hardware_differences(a: TrialSummary, b: TrialSummary) -> list[str]:
+    if a.environment is None or b.environment is None:
+        return []
+    return environment.hardware_differences(a.environment, b.environment)
+
+
+def _environment_differences(a: ComparisonRow, b: ComparisonRow) -> list[str]:
+    first, second = (representative_run(row.summaries).environment for row in (a, b))
+    if first is None or second is None or first == second:
+        return []
+    return [
+        *environment.comparability_differences(first, second),
+        *environment.setting_differences(first, second),
+    ]
+
+
+# ------------------------------------------------------------------ configuration
+
+
+def _key_differences(a: TrialSummary, b: TrialSummary) -> Iterator[KeyDifference]:
+    """Keys of the DeepSpeed configurations, as resolved where that is known; then fields of workload and placement."""
+    trials = a.record.trial, b.record.trial
+    if len({deepspeed_config.is_full_config(trial) for trial in trials}) == 1:  # of flat rows stage and devices
+        yield from _config_differences(a, b)
+    optimizers = [run.record.ranks[0].optimizer_class if run.record.ranks else "" for run in (a, b)]
+    if all(optimizers) and optimizers[0] != optimizers[1]:
+        yield KeyDifference(
+            path="optimizer class", a=optimizers[0], b=optimizers[1], acts_on=("step",), from_layout=False
+        )
+    facts = [
+        {"engine": trial.configuration.engine, **asdict(trial.workload), **asdict(trial.placement)} for trial in trials
+    ]
+    for name in facts[0]:
+        values = [each.get(name) for each in facts]
+        if values[0] != values[1] and name not in _LEFT_OUT_FIELDS:
+            acts_on = ACTS_ON.get(name, ())
+            yield KeyDifference(path=name, a=values[0], b=values[1], acts_on=acts_on, from_layout=False)
+
+
+def _config_differences(a: TrialSummary, b: TrialSummary) -> Iterator[KeyDifference]:
+    runs = a, b
+    stages = [run.record.trial.configuration.stage for run in runs]
+    written = [flatten(run.record.trial.ds_config) for run in runs]
+    resolved = [flatten(run.record.ranks[0].resolved_config) if run.record.ranks else {} for run in runs]
+    defaults = [_layout_defaults(run.record.trial) for run in runs]
+    paths = dict.fromkeys([*ACTS_ON, *written[0], *written[1]])
+    for path in paths:
+        if path.rpartition(".")[2] in _LEFT_OUT_KEYS:
+            continue
+        values = [
+            _effective_value(path, *each) if _is_read(path, stage) else None
+            for stage, *each in zip(stages, written, resolved, strict=True)
+        ]
+        if values[0] == values[1]:
+            continue
+        from_layout = all(
+            path not in own or own[path] == default.get(path) for own, default in zip(written, defaults, strict=True)
+        )
+        acts_on = ACTS_ON.get(path, ())
+        if path.endswith(".overlap_comm") and not any(
+            value is True and stage < 3 for value, stage in zip(values, stages, strict=True)
+        ):
+            acts_on = tuple(name for name in acts_on if name != "deepspeed_buffers")  # a second bucket: stages 1 and 2
+        yield KeyDifference(path=path, a=values[0], b=values[1], acts_on=acts_on, from_layout=from_layout)
+
+
+def _is_read(path: str, stage: int) -> bool:
+    """Whether DeepSpeed reads the key at that stage."""
+    block, _, key = path.partition(".")
+    if block != "zero_optimization" or key == "stage" or stage == 3:
+        return True
+    return stage > 0 and not key.startswith(_STAGE_3_KEYS)
+
+
+def flatten(config: Mapping[str, Any], path: str = "") -> dict[str, Any]:
+    """The values of a configuration by dotted key path; an empty block is a value."""
+    flat: dict[str, Any] = {}
+    for key, value in config.items():
+        inner = f"{path}{key}"
+        if isinstance(value, Mapping) and value:
+            flat |= flatten(value, f"{inner}.")
+        else:
+            flat[inner] = value
+    return flat
+
+
+def _effective_value(path: str, written: Mapping[str, Any], resolved: Mapping[str, Any]) -> Any:
+    """The value as the engine resolved it, else as it was written; None if neither is known."""
+    block, _, key = path.partition(".")
+    name = _RESOLVED_KEYS.get(path)
+    if name is None and block in _RESOLVED_BLOCKS:
+        name = f"{_RESOLVED_BLOCKS[block]}.{key.removeprefix('stage3_')}"
+    elif name is None:
+        name = path.replace("optimizer.params.", "optimizer_params.")
+    return resolved.get(name, written.get(path))
+
+
+def _layout_defaults(trial: Trial) -> dict[str, Any]:
+    """The configuration that stage and offload devices alone give, by key path."""
+    base = deepspeed_config.base_config(trial.configuration, trial.workload.batch_size, trial.workload.grad_accum)
+    torch_adam = bool(flatten(trial.ds_config).get("optimizer.params.torch_adam"))
+    return flatten(
+        deepspeed_config.complete_config(
+            base, trial.workload, trial.placement, torch_adam=torch_adam, largest_parameter=None
+        )
+    )
+
+
+# ------------------------------------------------------------------ what is not known
+
+
+def _unknown(a: ComparisonRow, b: ComparisonRow, memory: Sequence[TierDifference]) -> Iterator[str]:
+    trials = [representative_run(row.summaries).record.trial for row in (a, b)]
+    if not all(map(deepspeed_config.is_full_config, trials)):
+        yield "the DeepSpeed configurations"
+    if any(trial.prediction is None for trial in trials):
+        yield "predictions"
+    if a.succeeded and b.succeeded:
+        if not any(each.moment == "peak" and each.categories[0].category != TOTAL for each in memory):
+            yield "memory by category"
+        if not any(each.moment == "after_step" for each in memory):
+            yield "memory between steps"
+        if any(_phase_seconds(row, "forward") is None for row in (a, b)):
+            yield "the phases of a step"

@@ -1,0 +1,74 @@
+"""``explain A B RESULT``: which rows are meant, in one result or several, and what is no question."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from ds_bench.cli.commands import main
+from tests.support import fakes
+
+SCHEMA1_RUN = Path(__file__).resolve().parents[1] / "data/schema1/runs/zero_20261121_093000"
+
+
+def result(folder: Path, *stages: int, bucket: int | None = None) -> Path:
+    """A run folder with one run of each stage."""
+    trials = [fakes.trial(fakes.zero(stage), trial_id=f"{stage:02d}_zero{stage}") for stage in stages]
+    if bucket is not None:
+        trials = [
+            replace(
+                trial,
+                ds_config={
+                    **trial.ds_config,
+                    "zero_optimization": {**trial.ds_config["zero_optimization"], "reduce_bucket_size": bucket},
+                },
+            )
+            for trial in trials
+        ]
+    records = [fakes.success(trial, step_seconds=(0.1 if bucket is None else 0.2,) * 10) for trial in trials]
+    return fakes.write_run(folder, records, on=fakes.environment()).folder
+
+
+@pytest.mark.parametrize(("a", "b"), [("zero0", "zero2"), ("0", "2"), ("ZeRO-0", "stage 2"), ("zero-0", "ZERO2")])
+def test_rows_are_called_as_everywhere_else(a: str, b: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", a, b, str(SCHEMA1_RUN)]) == 0
+    assert capsys.readouterr().out.startswith("ZeRO-2 against ZeRO-0 · tiny")
+
+
+def test_json_holds_every_category_and_key(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "0", "2", str(SCHEMA1_RUN), "--json"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)
+    assert (found["a"]["name"], found["b"]["name"]) == ("zero0", "zero2")
+    for tier in found["memory"]:
+        assert tier["difference_bytes"] == sum(each["difference_bytes"] for each in tier["categories"])
+    assert "zero_optimization.stage" in [key["path"] for key in found["keys"]]
+
+
+def test_one_row_of_two_results_is_held_against_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before, after = result(tmp_path / "a", 2), result(tmp_path / "b", 2, bucket=5_000_000)
+    assert main(["explain", "zero2", "zero2", str(before), str(after)]) == 0
+    assert "reduce_bucket_size 5e8 → 5e6" in capsys.readouterr().out
+
+
+def test_rows_of_two_results_are_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one, other = result(tmp_path / "a", 0), result(tmp_path / "b", 3)
+    assert main(["explain", "zero3", "zero0", str(one), str(other)]) == 0
+    assert capsys.readouterr().out.startswith("ZeRO-0 against ZeRO-3")
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "message"),
+    [
+        ("zero0", "zero7", "ds_bench: zero7: no row is called that (one of zero0, zero2, zero3)\n"),
+        ("zero2", "2", "ds_bench: zero2 and 2 are the same row, ZeRO-2 (name two rows, or give two results that "
+         "differ)\n"),
+    ],
+)  # fmt: skip
+def test_a_question_about_no_pair_of_rows_is_one_line(
+    a: str, b: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["explain", a, b, str(SCHEMA1_RUN)]) == 2
+    assert capsys.readouterr().err == message
