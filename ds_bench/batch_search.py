@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from .config.spec import Trial
 from .launch import Launcher
-from .plan import Plan, RequestedRow, requested_rows
+from .plan import Plan, RequestedRow
 from .prediction.memory import DOES_NOT_FIT, predict
 from .prediction.model_profile import ModelProfile
 from .records import schema
@@ -110,7 +110,7 @@ def at_largest_batch(plan: Plan, launcher: Launcher, store: RunFolder, say: Call
     With ``--common-batch`` every row also runs at the smallest of those, which all of them train.
     """
     search = BatchSearch(plan=plan, launcher=launcher, store=store, say=say)
-    rows = requested_rows(plan.options)
+    rows = plan.rows
     sizes = {row.name: search.find_largest(row) for row in rows}
     configurations = [plan.builder.build(row, sizes[row.name], "largest") for row in rows]
     if plan.options.common_batch:

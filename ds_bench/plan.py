@@ -8,13 +8,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from .config import deepspeed_config, overrides, strategies, validation
+from .config.configuration_files import ConfigurationFile, read_configuration_files
+from .config.file_rows import FileRowMaker, has_other_batch
 from .config.options import Options
 from .config.placement import choose_precision, resolve_placement
 from .config.spec import (
     BatchPolicy,
     Configuration,
     Placement,
-    Precision,
     Strategy,
     Trial,
     Workload,
@@ -45,13 +46,17 @@ class Plan:
     options: Options
     model: ResolvedModel
     placement: Placement
+    rows: Sequence[RequestedRow]
+    """What the user asked to compare, in order."""
     configurations: Sequence[Configuration]
-    """The rows, in order."""
+    """The rows at their micro-batches, in order."""
     builder: ConfigurationBuilder
     """Builds rows at other micro-batches."""
     variables: Mapping[str, str]
     """Environment variables of every process of every trial."""
     trials: Sequence[Trial]
+    lines: Sequence[str] = ()
+    """What the user must know about the files of ``--configs``, one line each."""
     nvme_caveat: str | None = None
     """Why the folder for NVMe offload is not a local NVMe disk."""
     lack_of_space: str | None = None
@@ -127,7 +132,8 @@ def make_plan(options: Options, make_config: MakeConfig, machine: Machine) -> Pl
     """
     if options.output_dir.exists() and not options.output_dir.is_dir():
         raise UsageError(f"--output-dir {options.output_dir} is not a folder", remedy="give a folder")
-    requested_rows(options)  # refuses before anything is looked up
+    files, lines = read_configuration_files(options.configs)
+    rows = requested_rows(options, files)  # refuses before anything is looked up
     placement = resolve_placement(options, machine.variables, machine.gpus)
     variables = rank_environment.rank_environment(placement, machine.variables, None, query=machine.gpus)
     model = resolve_model(
@@ -142,16 +148,63 @@ def make_plan(options: Options, make_config: MakeConfig, machine: Machine) -> Pl
     if placement.hostfile is None:  # other nodes do not have the folder
         variables |= scratch.temporary_folder_variables(machine.variables)
     builder = ConfigurationBuilder(options=options, make_config=make_config, model=model, placement=placement)
-    configurations = _as_usage_error(builder.build_all)
+    configurations = _as_usage_error(lambda: [builder.build(row, options.batch_size) for row in rows])
+    trials = _as_usage_error(lambda: make_trials(options, model, placement, configurations))
+    if equal := _equal_rows(trials):
+        rows = [row for row in rows if row.name not in equal]
+        configurations = [each for each in configurations if each.name not in equal]
+        trials = make_trials(options, model, placement, configurations)
+    if refusals := [each.refusal for each in configurations if each.refusal is not None]:
+        _require_one_that_runs(configurations, refusals)
     return Plan(
         options=options,
         model=model,
         placement=placement,
+        rows=rows,
         configurations=configurations,
         builder=builder,
         variables=variables,
-        trials=_as_usage_error(lambda: make_trials(options, model, placement, configurations)),
+        trials=trials,
+        lines=(*lines, *_batch_lines(options, placement, files), *equal.values()),
     )
+
+
+def _equal_rows(trials: Sequence[Trial]) -> dict[str, str]:
+    """Names of the rows of files that would train exactly as an earlier row does, each with a line that says so."""
+    lines: dict[str, str] = {}
+    first: list[Trial] = []
+    for trial in trials:
+        if trial.repeat or trial.configuration.refusal is not None:
+            continue
+        same = next(
+            (each for each in first if (each.ds_config, each.workload) == (trial.ds_config, trial.workload)), None
+        )
+        if same is None:
+            first.append(trial)
+        elif trial.configuration.source == "file":
+            name, other = trial.configuration.name, same.configuration.label
+            lines[name] = f"{name} trains exactly as {other} does and is left out"
+    return lines
+
+
+def _require_one_that_runs(configurations: Sequence[Configuration], refusals: Sequence[str]) -> None:
+    """Raises UsageError where every row is of a file that is refused."""
+    if len(refusals) == len(configurations):
+        problems = [f"--configs {each.name}: {reason}" for each, reason in zip(configurations, refusals, strict=True)]
+        raise UsageError("; ".join(problems[:3]), remedy="python -m ds_bench check explains a file")
+
+
+def _batch_lines(options: Options, placement: Placement, files: Sequence[ConfigurationFile]) -> list[str]:
+    """A line that names the files whose own batch keys are not used."""
+    if options.keep_batch:
+        return []
+    size, accumulation = options.batch_size, options.grad_accum
+    names = [file.name for file in files if has_other_batch(file, placement.num_gpus, size, accumulation)]
+    if not names:
+        return []
+    which = ", ".join(names[:3]) + (f" and {len(names) - 3} more files" if len(names) > 3 else "")
+    flags = f"--batch-size {'auto' if options.auto_batch else size} and --grad-accum {accumulation}"
+    return [f"the batch keys of {which} yield to {flags}; --keep-batch lets them rule"]
 
 
 T = TypeVar("T")
@@ -203,21 +256,27 @@ def make_workload(options: Options, model: ResolvedModel, placement: Placement) 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestedRow:
-    """A row that the user asked for, before its micro-batch is known."""
+    """A row that the user asked for, before its micro-batch is known: of a strategy or of a file."""
 
-    strategy: Strategy
+    strategy: Strategy | None = None
+    file: ConfigurationFile | None = None
 
     @property
     def name(self) -> str:
-        return self.strategy.name
+        return (self.strategy or self._file).name
 
     @property
     def label(self) -> str:
-        return self.strategy.label
+        return self._file.name if self.strategy is None else self.strategy.label
+
+    @property
+    def _file(self) -> ConfigurationFile:
+        assert self.file is not None, "a row has a strategy or a file"
+        return self.file
 
 
-def requested_rows(options: Options) -> list[RequestedRow]:
-    """Returns the rows to compare, in order: stages, then strategies.
+def requested_rows(options: Options, files: Sequence[ConfigurationFile] = ()) -> list[RequestedRow]:
+    """Returns the rows to compare, in order: stages, strategies, then ``files``, those of ``--configs``.
 
     Raises UsageError for ``nvme`` without a path, and for two names of one configuration.
     """
@@ -234,7 +293,7 @@ def requested_rows(options: Options) -> list[RequestedRow]:
         if other is not strategy:
             problem = f"{other.name} and {strategy.name} are the same configuration, {strategy.label}"
             raise UsageError(problem, remedy="leave one of them out")
-    return [RequestedRow(strategy=strategy) for strategy in found]
+    return [*(RequestedRow(strategy=strategy) for strategy in found), *(RequestedRow(file=file) for file in files)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -248,13 +307,14 @@ class ConfigurationBuilder:
 
     def build(self, row: RequestedRow, batch_size: int, policy: BatchPolicy = "given") -> Configuration:
         """Builds the configuration of a row at a micro-batch. Raises UsageError."""
+        if row.file is not None:
+            return self._file_row_maker().make(row.file, batch_size, policy)
+        assert row.strategy is not None, "a row has a strategy or a file"
         options, strategy = self.options, row.strategy
         config = self.make_config(strategy, batch_size, options.grad_accum)
         if not isinstance(config, dict):
             raise UsageError(f"create_deepspeed_config returned {type(config).__name__}", remedy="return a dict")
-        if options.optimizer is not None:
-            config = deepspeed_config.with_optimizer(config, options.optimizer)
-        config = overrides.json_values(overrides.apply(config, overrides.read_file(options.ds_config), options.set))
+        config = self._with_flags(config)
         if "train_micro_batch_size_per_gpu" not in config:
             flags = {"gradient_accumulation_steps": options.grad_accum}
             config = {**flags, **config, "train_micro_batch_size_per_gpu": batch_size}
@@ -272,9 +332,25 @@ class ConfigurationBuilder:
             changes["batch_policy"] = policy
         return strategies.make_configuration(strategy, config, changes)
 
-    def build_all(self) -> list[Configuration]:
-        """Builds the configurations of all requested rows, in order, at the micro-batch asked for."""
-        return [self.build(row, self.options.batch_size) for row in requested_rows(self.options)]
+    def _with_flags(self, config: dict[str, Any]) -> dict[str, Any]:
+        """The configuration with the changes of ``--optimizer``, ``--ds-config`` and ``--set``."""
+        options = self.options
+        if options.optimizer is not None:
+            config = deepspeed_config.with_optimizer(config, options.optimizer)
+        return overrides.json_values(overrides.apply(config, overrides.read_file(options.ds_config), options.set))
+
+    def _file_row_maker(self) -> FileRowMaker:
+        options = self.options
+        return FileRowMaker(
+            num_gpus=self.placement.num_gpus,
+            batch_size=options.batch_size,
+            grad_accum=options.grad_accum,
+            precision=choose_precision(options.precision, self.placement),
+            hidden_size=self.model.hidden_size,
+            training_steps=options.warmup_steps + options.num_steps,
+            keep_batch=options.keep_batch,
+            change=self._with_flags,
+        )
 
 
 def make_trials(
@@ -299,13 +375,16 @@ def make_trials(
                     repeat=repeat,
                     round_position=position,
                     configuration=configuration,
-                    workload=replace(workload, precision=_trained_precision(config, workload)),
+                    workload=replace(
+                        workload, precision=deepspeed_config.trained_precision(config, workload.precision)
+                    ),
                     placement=placement,
                     ds_config=config,
                     unsupported=validation.unsupported_reason(
                         replace(configuration, deepspeed_config=config), placement
                     ),
                     caveats=(
+                        *configuration.caveats,
                         *_differences_from_name(configuration, workload, config),
                         *validation.ineffective_settings(config, workload, placement),
                     ),
@@ -360,18 +439,11 @@ def _missing_op(trial: Trial, states: Mapping[str, ops.OpState]) -> str | None:
     return None
 
 
-def _trained_precision(config: Mapping[str, Any], requested: Workload) -> Precision:
-    """The number format that the DeepSpeed configuration trains in; the requested one under ``torch_autocast``."""
-    if "torch_autocast" in config:
-        return requested.precision
-    formats: tuple[Precision, ...] = ("bf16", "fp16")
-    return next((name for name in formats if config.get(name, {}).get("enabled")), "fp32")
-
-
 def _differences_from_name(configuration: Configuration, requested: Workload, config: Mapping[str, Any]) -> list[str]:
     """Caveats of a row whose edited DeepSpeed configuration differs from what its name and the flags say."""
     strategy = strategies.find_strategy(configuration.name, configuration.stage)
-    pairs: list[tuple[str, str, str]] = [("precision", _trained_precision(config, requested), requested.precision)]
+    trained = deepspeed_config.trained_precision(config, requested.precision)
+    pairs: list[tuple[str, str, str]] = [("precision", trained, requested.precision)]
     if strategy is not None and configuration.source == "catalogue":
         pairs = [
             ("optimizer offload", configuration.offload_optimizer, strategy.offload_optimizer),

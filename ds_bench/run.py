@@ -63,6 +63,7 @@ def run_comparison(options: Options, make_config: MakeConfig, arguments: Sequenc
                 if options.resume is not None:  # before anything that the folder names is looked at
                     require_same_machine(RunFolder.open(options.resume), machine.environment)
                 plan, nvme_folder = with_nvme_folder(make_plan(options, make_config, machine))
+                print_file_lines(plan)
             if options.dry_run:
                 return print_dry_run(plan)
             remove_abandoned()
@@ -124,6 +125,19 @@ def with_nvme_folder(plan: Plan) -> tuple[Plan, nvme.NvmeFolder | None]:
     if options.family == "offload" and options.strategies and "nvme" not in options.strategies:
         terminal.print_text("note: --nvme-path is given, so the nvme strategy is added", sys.stderr)
     return plan.with_nvme_folder(folder.caveat, nvme.lack_of_space(options.nvme_path, plan.model)), folder
+
+
+def print_file_lines(plan: Plan) -> None:
+    """Prints what the user must know about the files of ``--configs``; with ``--verbose`` every "auto" resolved."""
+    if plan.options.quiet:
+        return
+    for line in plan.lines:
+        terminal.print_text(f"note: {terminal.escape_controls(line)}", sys.stderr)
+    for configuration in plan.configurations if plan.options.verbose else ():
+        for path, value in configuration.resolved_values.items():
+            shown = "DeepSpeed's default" if value is None else json.dumps(value)
+            text = f'{configuration.name}: {path} "auto" is {shown}'
+            terminal.print_text(terminal.escape_controls(text), sys.stderr)
 
 
 def print_dry_run(plan: Plan) -> int:

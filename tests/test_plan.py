@@ -42,7 +42,8 @@ def trials(
 ) -> list[Trial]:
     on = on or fakes.placement(nvme_path=None if options.nvme_path is None else str(options.nvme_path))
     choice = of or fakes.resolved_model()
-    rows = plan.ConfigurationBuilder(options=options, make_config=make, model=choice, placement=on).build_all()
+    builder = plan.ConfigurationBuilder(options=options, make_config=make, model=choice, placement=on)
+    rows = [builder.build(row, options.batch_size) for row in plan.requested_rows(options)]
     made = plan.make_trials(options, choice, on, rows)
     return [plan.with_op_states(trial, states or {}, choice.largest_parameter) for trial in made]
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..config import strategies
+from ..config.configuration_files import read_configuration_files
 from ..config.deepspeed_config import OPTIMIZERS
 from ..config.options import GOALS, Family, Options
 from ..config.strategies import STRATEGY_NAMES
@@ -138,6 +139,18 @@ def _add_comparison(parser: argparse.ArgumentParser, zero: bool) -> None:
     if not zero:
         add("--stage", type=int, choices=(1, 2, 3), default=3, help="ZeRO stage of the offload strategies (default: 3)")
     add(
+        "--configs",
+        nargs="+",
+        type=Path,
+        metavar="FILE_OR_DIR",
+        help="configurations of your own, each file one row: DeepSpeed JSON, Accelerate YAML, a Trainer's arguments",
+    )
+    add(
+        "--keep-batch",
+        action="store_true",
+        help="the batch keys of each file of --configs rule, not --batch-size and --grad-accum",
+    )
+    add(
         "--nvme-path",
         type=Path,
         metavar="DIR",
@@ -262,7 +275,8 @@ def to_options(family: Family, values: argparse.Namespace) -> Options:
     given.pop("local_rank")
     given["retry"] = tuple(name.strip() for name in given["retry"].split(",") if name.strip())
     given.setdefault("stages", None)
-    if given["stages"] is None and given["strategies"] is None:
+    given["configs"] = tuple(given["configs"] or ())
+    if given["stages"] is None and given["strategies"] is None and not given["configs"]:
         given |= DEFAULT_ROWS[family]
     for name in ("stages", "strategies"):
         given[name] = tuple(dict.fromkeys(given[name] or ()))
@@ -273,6 +287,7 @@ def to_options(family: Family, values: argparse.Namespace) -> Options:
         given["batch_size"] = 1
     elif given["common_batch"]:
         raise UsageError("--common-batch without --batch-size auto", remedy="add --batch-size auto")
+    _check_keep_batch(given)
     for name in ("relative_to", "export"):
         given[name] = _row_name(name, given[name], family, given)
     if given["model_factory"] is not None:
@@ -285,6 +300,13 @@ def to_options(family: Family, values: argparse.Namespace) -> Options:
     if options.launcher == "warm" and options.hostfile is not None:
         raise UsageError("--launcher warm works on one node", remedy="leave --launcher out, or drop --hostfile")
     return options
+
+
+def _check_keep_batch(given: dict[str, Any]) -> None:
+    if given["keep_batch"] and given["auto_batch"]:
+        raise UsageError("--keep-batch with --batch-size auto", remedy="leave one of them out")
+    if given["keep_batch"] and not given["configs"]:
+        raise UsageError("--keep-batch without --configs", remedy="add --configs FILE")
 
 
 def _row_name(flag: str, text: str | None, family: Family, given: dict[str, Any]) -> str | None:
@@ -300,8 +322,11 @@ def _row_name(flag: str, text: str | None, family: Family, given: dict[str, Any]
         and "nvme" not in given["strategies"]
     ):
         rows.append(strategies.offload_strategy("nvme", given["stage"]))
+    files = [file.name for file in read_configuration_files(given["configs"])[0]]
+    if text in files:
+        return text
     if (name := next((row.name for row in rows if strategies.matches(row, text)), None)) is None:
-        names = ", ".join(row.name for row in rows)
+        names = ", ".join([*(row.name for row in rows), *files])
         raise UsageError(f"--{flag.replace('_', '-')} {text}: no such row", remedy=f"one of {names}")
     return name
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..errors import UsageError
-from ..system import files
+from ..system import files, redaction
 from .automatic_values import AUTO
 from .deepspeed_config import Config
 from .overrides import json_values
@@ -84,7 +84,10 @@ class ConfigurationFile:
     name: str
     """Name of its row, unique and machine readable: the name of the file without its ending."""
     text: str
-    """Literal text of the file and, where it names another file with the DeepSpeed configuration, of that one."""
+    """Literal text of the file and, where it names another file with the DeepSpeed configuration, of that one.
+
+    Texts that may be credentials are redacted.
+    """
     config: Mapping[str, Any]
     """The DeepSpeed configuration, with "auto" where the file says so."""
     arguments: Mapping[str, float] = field(default_factory=dict)
@@ -150,7 +153,9 @@ def read_configuration_file(path: Path) -> ConfigurationFile:
             f"--configs {path} is no DeepSpeed configuration: it has {known}",
             remedy="give a DeepSpeed JSON, an Accelerate YAML, or a Trainer's arguments with a deepspeed key",
         )
-    file = ConfigurationFile(path=path, kind=kind, name=_machine_name(path.stem), text=text, config={}, notes=notes)
+    file = ConfigurationFile(
+        path=path, kind=kind, name=_machine_name(path.stem), text=_redacted(text, data), config={}, notes=notes
+    )
     readers: Mapping[FileKind, Callable[[ConfigurationFile, Config], ConfigurationFile]] = {
         "deepspeed": lambda file, data: replace(file, config=data),
         "accelerate": _read_accelerate,
@@ -273,7 +278,7 @@ def _with_deepspeed_file(file: ConfigurationFile, name: object, key: str) -> Con
     return replace(
         file,
         config=config,
-        text=f"{file.text.rstrip()}\n\n# {key}: {name}\n{text}",
+        text=f"{file.text.rstrip()}\n\n# {key}: {name}\n{_redacted(text, config)}",
         notes=(*file.notes, f"its DeepSpeed configuration is {path}", *notes),
     )
 
@@ -386,6 +391,14 @@ def _require_bounded(data: Any) -> None:
             return
         level = inner
     raise _FormError(f"has more than {_DEEPEST} levels")
+
+
+def _redacted(text: str, data: Mapping[str, Any]) -> str:
+    """The text of a file without what may be credentials in its values."""
+    secrets = redaction.secrets_of(data)
+    if all(secret in text for secret in secrets):
+        return redaction.without(text, secrets)
+    return json.dumps(redaction.redacted_config(data), indent=2)  # the file writes them with escapes
 
 
 def _machine_name(stem: str) -> str:

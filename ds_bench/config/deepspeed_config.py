@@ -19,12 +19,16 @@ from dataclasses import replace
 from typing import Any
 
 from ..errors import UsageError
-from .spec import Configuration, Placement, Strategy, Trial, Workload, offload_device
+from .spec import Configuration, Placement, Precision, Strategy, Trial, Workload, offload_device
 
 Config = dict[str, Any]
 
 OPTIMIZERS = ("AdamW", "Adam", "Adagrad", "Lion", "SGD")
 """Values of ``--optimizer``."""
+ADAMW_PARAMETERS: Config = {"lr": 1e-4, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.01}
+"""Parameters of the AdamW that every configuration of the catalogue has."""
+PRECISION_BLOCKS = ("bf16", "fp16", "torch_autocast")
+"""Top-level keys of which one decides the number format."""
 
 
 def base_config(strategy: Strategy | Configuration, batch_size: int, grad_accum: int = 1) -> Config:
@@ -34,10 +38,7 @@ def base_config(strategy: Strategy | Configuration, batch_size: int, grad_accum:
         "train_micro_batch_size_per_gpu": batch_size,
         "gradient_accumulation_steps": grad_accum,
         "gradient_clipping": 1.0,
-        "optimizer": {
-            "type": "AdamW",
-            "params": {"lr": 1e-4, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.01},
-        },
+        "optimizer": {"type": "AdamW", "params": copy.deepcopy(ADAMW_PARAMETERS)},
         "zero_optimization": zero_block(strategy),
     }
 
@@ -94,7 +95,7 @@ def complete_config(
     """
     config: Config = copy.deepcopy(dict(base))
     _complete_batch(config, placement.num_gpus)
-    if workload.precision != "fp32" and not any(block in config for block in ("bf16", "fp16", "torch_autocast")):
+    if workload.precision != "fp32" and not any(block in config for block in PRECISION_BLOCKS):
         config[workload.precision] = {"enabled": True}
     _complete_optimizer(config, torch_adam)
     _complete_nvme(config, placement, largest_parameter)
@@ -103,6 +104,17 @@ def complete_config(
     # DeepSpeed's own throughput timer synchronises the device around every step (utils/timer.py).
     config.setdefault("timers", {"throughput": {"enabled": False}})
     return config
+
+
+def trained_precision(config: Mapping[str, Any], requested: Precision) -> Precision:
+    """Returns the number format that a DeepSpeed configuration trains in.
+
+    ``requested``: what a configuration without a precision block is completed with, and under ``torch_autocast``.
+    """
+    if "torch_autocast" in config or not any(block in config for block in PRECISION_BLOCKS):
+        return requested
+    formats: tuple[Precision, ...] = ("bf16", "fp16")
+    return next((name for name in formats if config.get(name, {}).get("enabled")), "fp32")
 
 
 def _complete_batch(config: Config, num_gpus: int) -> None:

@@ -57,6 +57,10 @@ class Options:
     stall_timeout: float
     activation_checkpointing: bool
     optimizer: str | None
+    configs: tuple[Path, ...]
+    """Files and folders of configurations, each file one row."""
+    keep_batch: bool
+    """Whether the batch keys of a file of ``configs`` rule over ``batch_size`` and ``grad_accum``."""
     ds_config: Path | None
     set: tuple[str, ...]
     model_factory: str | None

@@ -141,11 +141,15 @@ class Configuration:
     source: ConfigurationSource = "catalogue"
     requires: Requirements = Requirements()
     file_text: str | None = None
-    """Literal text of the file that it was read from; None without a file."""
+    """Literal text of the file that it was read from, credentials redacted; None without a file."""
     resolved_values: Mapping[str, Any] = field(default_factory=dict)
     """Path of each key whose value in the file was ``"auto"`` → the value that it got."""
     axis_values: Mapping[str, str] = field(default_factory=dict)
     """Name of each axis that made this row → its value as the user gave it."""
+    caveats: tuple[str, ...] = ()
+    """How the row differs from what its file says, one text each."""
+    refusal: str | None = None
+    """Why DeepSpeed or this program refuses its file, with the remedy; such a row is not run."""
 
     def __post_init__(self) -> None:
         _require(bool(self.name), "name", self.name, "must not be empty")
@@ -294,6 +298,7 @@ class Trial:
         configuration = dict(values["configuration"])
         requires = dict(configuration.get("requires", {}))
         configuration["requires"] = Requirements(**{**requires, "ops": tuple(requires.get("ops", ()))})
+        configuration["caveats"] = tuple(configuration.get("caveats", ()))
         values["configuration"] = Configuration(**configuration)
         values["workload"] = Workload(**values["workload"])
         placement = dict(values["placement"])

@@ -23,12 +23,25 @@ _OLD_NAMES = frozenset({"bfloat16"})
 """Names that DeepSpeed still reads and this program does not."""
 
 
+def is_ignored_by_deepspeed(key: str) -> bool:
+    """Whether DeepSpeed neither reads nor refuses this top-level key."""
+    return key not in deepspeed_keys.top_level_keys() and key not in deepspeed_keys.removed_keys()
+
+
+def ignored_key_text(key: str) -> str:
+    """The caveat of a row whose file has a top-level key that DeepSpeed ignores."""
+    near = deepspeed_keys.nearest_key(key, deepspeed_keys.top_level_keys())
+    return f"DeepSpeed ignores the key {key!r} of its file" + (f" (did you mean {near!r}?)" if near else "")
+
+
 def check_keys(config: Mapping[str, Any]) -> None:
     """Raises UsageError for a top-level key that DeepSpeed would ignore, a nested key that it would refuse, and a block
     that is not an object.
     """
     known_keys = deepspeed_keys.top_level_keys() - _OLD_NAMES
     for key in config:
+        if key in deepspeed_keys.removed_keys():
+            raise UsageError(f"DeepSpeed refuses {key}, which it no longer has", remedy="remove it")
         if key not in known_keys:
             near = deepspeed_keys.nearest_key(key, known_keys)
             hint = f"did you mean {near!r}?" if near else "DeepSpeed would ignore it silently; remove it"
@@ -56,7 +69,11 @@ def unsupported_reason(configuration: Configuration, placement: Placement) -> st
     configuration is completed.
     """
     case = Case(config=configuration.deepspeed_config, placement=placement)
-    return _missing_requirement(configuration, placement) or next(_row_texts(case, "refusal"), None)
+    return (
+        configuration.refusal
+        or _missing_requirement(configuration, placement)
+        or next(_row_texts(case, "refusal"), None)
+    )
 
 
 def _missing_requirement(configuration: Configuration, placement: Placement) -> str | None:

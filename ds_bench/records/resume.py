@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from ..config.spec import Trial
@@ -32,14 +32,26 @@ def require_same_workload(store: RunFolder, trials: Sequence[Trial], leave_out: 
     ``leave_out``: fields that may differ.
     """
 
-    def requested(part: Any) -> Any:
+    def requested(part: Any, changed: Collection[str]) -> Any:
         values = json.loads(json.dumps(part))  # as they are read from the file: lists, not tuples
-        return {key: values[key] for key in values if key not in leave_out} if isinstance(values, dict) else values
+        return {key: values[key] for key in values if key not in changed} if isinstance(values, dict) else values
 
     present = trials[0].to_dict()
+    own_changes = trials[0].configuration.workload_changes
+    texts = {trial.configuration.name: trial.configuration.file_text for trial in trials}
     for stored in store.load_run().get("trials", []):
+        configuration = stored.get("configuration")
+        configuration = configuration if isinstance(configuration, dict) else {}
+        row, text = str(configuration.get("name")), configuration.get("file_text")
+        if text is not None and texts.get(row, text) != text:
+            raise UsageError(
+                f"--resume {store.folder}: the file of {row} has changed since the run began",
+                remedy="put it back as it was (run.json has its text), or start a new run",
+            )
+        row_changes = configuration.get("workload_changes")
+        changed = {*leave_out, *own_changes, *(row_changes if isinstance(row_changes, dict) else ())}
         for name in ("workload", "placement"):
-            if requested(present[name]) != requested(stored.get(name)):
+            if requested(present[name], changed) != requested(stored.get(name), changed):
                 raise UsageError(
                     f"--resume {store.folder}: another {name} than it began with", remedy="start a new run"
                 )

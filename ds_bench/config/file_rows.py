@@ -1,0 +1,275 @@
+"""Makes the configuration of a row from a file of ``--configs``, at a micro-batch.
+
+The file rules in everything but the batch: stage, offload, optimizer, scheduler and precision are the row's. What would
+reach beyond the comparison is not taken from a file: folders, and monitors that write or send data.
+
+Sources: DeepSpeed 0.19.8, ``runtime/config.py``, ``runtime/zero/config.py``, ``monitor/config.py``.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import UsageError
+from . import deepspeed_config, validation
+from .automatic_values import AUTO, TRAINING_DEFAULTS, TrainingFacts, resolve
+from .configuration_files import ConfigurationFile
+from .deepspeed_config import Config
+from .overrides import json_values
+from .spec import BatchPolicy, Configuration, Precision
+
+_BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+_MONITORS = ("tensorboard", "wandb", "csv_monitor", "comet")
+"""Blocks with which DeepSpeed writes or sends values of every step."""
+_WITHOUT_PREFIX = (
+    "prefetch_bucket_size",
+    "param_persistence_threshold",
+    "model_persistence_threshold",
+    "max_live_parameters",
+    "max_reuse_distance",
+    "gather_16bit_weights_on_model_save",
+    "module_granularity_threshold",
+    "use_all_reduce_for_fetch_params",
+    "allgather_sequential",
+)
+"""Keys of ``zero_optimization`` that DeepSpeed also reads without their ``stage3_``."""
+_OLD_OFFLOADS = {"cpu_offload": "offload_optimizer", "cpu_offload_param": "offload_param"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileRowMaker:
+    """Makes the configurations of files for one workload on one placement."""
+
+    num_gpus: int
+    batch_size: int
+    """Micro-batch of the workload; a row with another one says so in its ``workload_changes``."""
+    grad_accum: int
+    precision: Precision
+    """What "auto" is resolved to, and what a file without any precision is trained in."""
+    hidden_size: int | None
+    """Of the model; None where its config has none."""
+    training_steps: int
+    keep_batch: bool = False
+    """Whether the batch keys of a file rule."""
+    change: Callable[[Config], Config] = lambda config: config
+    """Applies the flags that change every row's configuration."""
+
+    def make(self, file: ConfigurationFile, batch_size: int, policy: BatchPolicy = "given") -> Configuration:
+        """Makes the configuration of a file at a micro-batch.
+
+        Where DeepSpeed refuses the file, the configuration has the reason as ``refusal`` and is not to be run.
+        """
+        changes: dict[str, Any] = {} if policy == "given" else {"batch_policy": policy}
+        try:
+            micro, accumulation = self._batch(file, batch_size)
+            config, resolved, caveats = self._resolve(file, micro, accumulation)
+        except UsageError as error:
+            return _refused(file, batch_size, str(error))
+        for name, value, common in (
+            ("batch_size", micro, self.batch_size),
+            ("grad_accum", accumulation, self.grad_accum),
+            ("precision", deepspeed_config.trained_precision(config, self.precision), self.precision),
+            ("activation_checkpointing", file.activation_checkpointing, False),
+        ):
+            if value != common:
+                changes[name] = value
+        return Configuration(
+            name=file.name,
+            label=file.name,
+            deepspeed_config=config,
+            workload_changes=changes,
+            source="file",
+            file_text=file.text,
+            resolved_values=resolved,
+            caveats=tuple(caveats),
+        )
+
+    def _batch(self, file: ConfigurationFile, batch_size: int) -> tuple[int, int]:
+        """The row's micro-batch and accumulation. Raises UsageError for batch keys of a file that contradict."""
+        if not self.keep_batch:
+            return batch_size, self.grad_accum
+        return batch_of_file(file, self.num_gpus, batch_size, self.grad_accum)
+
+    def _resolve(
+        self, file: ConfigurationFile, micro: int, accumulation: int
+    ) -> tuple[Config, dict[str, Any], list[str]]:
+        """The configuration with its "auto" resolved, the resolved values, and caveats. Raises UsageError."""
+        written = json_values(self.change(copy.deepcopy(dict(file.config))))
+        _replace_old_forms(written)
+        ignored = [key for key in written if validation.is_ignored_by_deepspeed(key)]
+        caveats = [validation.ignored_key_text(key) for key in ignored]
+        written = {key: value for key, value in written.items() if key not in ignored}
+        validation.check_keys(written)
+        facts = TrainingFacts(
+            batch_size=micro,
+            grad_accum=accumulation,
+            num_gpus=self.num_gpus,
+            precision=file.precision or self.precision,
+            hidden_size=self.hidden_size,
+            training_steps=self.training_steps,
+            arguments=file.arguments,
+        )
+        resolution = resolve(written, facts)
+        config = as_deepspeed_reads_it(resolution.config)
+        caveats += _remove_side_effects(config)
+        config.pop("train_batch_size", None)
+        config |= {"train_micro_batch_size_per_gpu": micro, "gradient_accumulation_steps": accumulation}
+        if not any(name in config for name in deepspeed_config.PRECISION_BLOCKS):
+            config |= {} if facts.precision == "fp32" else {facts.precision: {"enabled": True}}
+            if file.precision is None and facts.precision != "fp32":
+                caveats.append(f"its file names no precision: trained in {facts.precision}, not in DeepSpeed's fp32")
+        if "optimizer" not in config:
+            config["optimizer"] = _missing_optimizer(file)
+            params = config["optimizer"]["params"]
+            caveats.append(f"its file has no optimizer: AdamW of learning rate {params['lr']:g}")
+        _check_values(config)
+        return config, {**resolution.values, **dict.fromkeys(resolution.left_to_deepspeed)}, caveats
+
+
+def batch_of_file(file: ConfigurationFile, num_gpus: int, batch_size: int, grad_accum: int) -> tuple[int, int]:
+    """Returns the micro-batch and accumulation of a file as DeepSpeed computes them; the given ones where it has none.
+
+    Raises UsageError where its keys contradict each other or the number of GPUs.
+    """
+    given = file.batch_arguments
+    total, micro, accumulation = (_batch_value(file.config, key) for key in _BATCH_KEYS)
+    micro = micro or given.get("per_device_train_batch_size")
+    accumulation = accumulation or given.get("gradient_accumulation_steps")
+    if total is not None:
+        if micro is None and accumulation is None:
+            accumulation = 1
+        if micro is None:
+            micro = total // num_gpus // (accumulation or 1)
+        if accumulation is None:
+            accumulation = total // micro // num_gpus
+    micro, accumulation = micro or batch_size, accumulation or grad_accum
+    if total not in (None, micro * accumulation * num_gpus):
+        raise UsageError(
+            f"train_batch_size {total} is not {micro} × {accumulation} × {num_gpus} GPUs, and DeepSpeed refuses that",
+            remedy="use another --num-gpus, or leave --keep-batch out",
+        )
+    return micro, accumulation
+
+
+def _batch_value(config: Mapping[str, Any], key: str) -> int | None:
+    value = config.get(key)
+    if value is None or value == AUTO:
+        return None
+    if type(value) is not int or value < 1:
+        raise UsageError(f"{key} is {value!r}", remedy="give a whole number of 1 or more")
+    return value
+
+
+def has_other_batch(file: ConfigurationFile, num_gpus: int, batch_size: int, grad_accum: int) -> bool:
+    """Whether the batch keys of a file ask for another batch than this one, or contradict it."""
+    try:
+        return batch_of_file(file, num_gpus, batch_size, grad_accum) != (batch_size, grad_accum)
+    except UsageError:
+        return True
+
+
+def _replace_old_forms(config: Config) -> None:
+    """Replaces what DeepSpeed still reads and this program does not: ``bfloat16``, and ZeRO without a block."""
+    if "bfloat16" in config:
+        config.setdefault("bf16", config.pop("bfloat16"))
+    if isinstance(zero := config.get("zero_optimization"), bool):
+        config["zero_optimization"] = {"stage": int(zero)}
+
+
+def as_deepspeed_reads_it(config: Mapping[str, Any]) -> Config:
+    """Returns a configuration with old and alternative spellings replaced by those that this program reads.
+
+    Raises UsageError for an old key beside the one that replaced it, which DeepSpeed refuses.
+    """
+    read: Config = copy.deepcopy(dict(config))
+    for name in ("bf16", "fp16"):
+        enabled = read.get(name, {}).get("enabled")
+        if isinstance(enabled, str):  # as pydantic reads a text
+            read[name]["enabled"] = enabled.lower() in ("true", "yes", "on", "1", "t", "y")
+    if isinstance(optimizer := read.get("optimizer"), dict) and optimizer.get("params") is None:
+        optimizer["params"] = {}
+    _rename_zero_keys(read.setdefault("zero_optimization", {}))
+    return read
+
+
+def _rename_zero_keys(zero: Config) -> None:
+    for old, new in _OLD_OFFLOADS.items():
+        if old in zero:
+            if new in zero:
+                raise UsageError(
+                    f"zero_optimization has {old} beside {new}, which DeepSpeed refuses", remedy="keep one"
+                )
+            if zero.pop(old):
+                zero[new] = {"device": "cpu"}
+    for key in _WITHOUT_PREFIX:
+        if key in zero:
+            zero.setdefault(f"stage3_{key}", zero.pop(key))
+
+
+def _remove_side_effects(config: Config) -> list[str]:
+    """Removes what would write to folders that the file names, or send data. Returns caveats."""
+    caveats = []
+    for name in _MONITORS:
+        if isinstance(block := config.pop(name, None), Mapping) and block.get("enabled"):
+            caveats.append(f"{name} of its file is left out: a comparison writes nothing elsewhere and sends nothing")
+    if isinstance(profiler := config.get("flops_profiler"), dict) and profiler.pop("output_file", None):
+        caveats.append("flops_profiler.output_file of its file is left out")
+    for name in ("offload_optimizer", "offload_param"):
+        if isinstance(block := config["zero_optimization"].get(name), dict):
+            block.pop("nvme_path", None)  # a private folder below --nvme-path takes its place
+    return caveats
+
+
+def _missing_optimizer(file: ConfigurationFile) -> Config:
+    """The AdamW of a file without optimizer: that of the Trainer's arguments, else that of every other row."""
+    if file.kind != "trainer":
+        return {"type": "AdamW", "params": dict(deepspeed_config.ADAMW_PARAMETERS)}
+    arguments = {**TRAINING_DEFAULTS, **file.arguments}
+    betas = [arguments["adam_beta1"], arguments["adam_beta2"]]
+    rest = {"eps": arguments["adam_epsilon"], "weight_decay": arguments["weight_decay"]}
+    return {"type": "AdamW", "params": {"lr": arguments["learning_rate"], "betas": betas, **rest}}
+
+
+def _check_values(config: Config) -> None:
+    """Raises UsageError for values that this program cannot read and DeepSpeed refuses."""
+    for reason in _refused_values(config):
+        raise UsageError(reason, remedy="correct the file")
+
+
+def _refused_values(config: Config) -> Iterator[str]:
+    zero = config["zero_optimization"]
+    stage = zero.get("stage", 0)
+    if type(stage) is not int or not 0 <= stage <= 3:
+        yield f"zero_optimization.stage is {stage!r}, and DeepSpeed knows 0, 1, 2 and 3"
+    for name in ("offload_optimizer", "offload_param"):
+        block = zero.get(name)
+        if not (block is None or isinstance(block, dict)):
+            yield f"zero_optimization.{name} is {block!r}, not a block, which DeepSpeed refuses"
+        elif block and block.get("device") not in (None, "none", "cpu", "nvme"):
+            yield f"zero_optimization.{name}.device is {block['device']!r}, and DeepSpeed knows none, cpu and nvme"
+    if not isinstance(config["optimizer"].get("type"), str):
+        yield "optimizer has no type"
+    if not isinstance(params := config["optimizer"].get("params", {}), dict):
+        yield f"optimizer.params is {params!r}, not a block"
+
+
+def _refused(file: ConfigurationFile, batch_size: int, reason: str) -> Configuration:
+    """The configuration of a file that is not run: as much of it as can be shown."""
+    zero = file.config.get("zero_optimization")
+    stage = zero.get("stage") if isinstance(zero, Mapping) else 0
+    known = stage if type(stage) is int and 0 <= stage <= 3 else 0
+    return Configuration(
+        name=file.name,
+        label=file.name,
+        deepspeed_config={
+            "train_micro_batch_size_per_gpu": batch_size,
+            "optimizer": {"type": "AdamW", "params": {}},
+            "zero_optimization": {"stage": known},
+        },
+        source="file",
+        file_text=file.text,
+        refusal=reason,
+    )
