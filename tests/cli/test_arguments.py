@@ -30,6 +30,8 @@ BOTH: dict[str, Any] = {
     "--model-factory": None,
     "--trust-remote-code": False,
     "--strategies": None,
+    "--configs": None,
+    "--keep-batch": False,
     "--nvme-path": None,
     "--repeats": 1,
     "--relative-to": None,

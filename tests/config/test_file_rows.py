@@ -1,0 +1,172 @@
+"""Tests of ``config.file_rows``: what a row of a file trains, and what its reader is told."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ds_bench.config.configuration_files import ConfigurationFile, read_configuration_file
+from ds_bench.config.file_rows import FileRowMaker, batch_of_file
+from ds_bench.config.spec import Configuration
+from ds_bench.errors import UsageError
+
+
+def file_of(folder: Path, content: Any, name: str = "mine.json") -> ConfigurationFile:
+    path = folder / name
+    path.write_text(json.dumps(content), encoding="utf-8")
+    return read_configuration_file(path)
+
+
+def maker(**changes: Any) -> FileRowMaker:
+    values: dict[str, Any] = {
+        "num_gpus": 2,
+        "batch_size": 4,
+        "grad_accum": 1,
+        "precision": "bf16",
+        "hidden_size": 128,
+        "training_steps": 4,
+    }
+    return FileRowMaker(**{**values, **changes})
+
+
+def row_of(folder: Path, content: Any, **changes: Any) -> Configuration:
+    return maker(**changes).make(file_of(folder, content), 4)
+
+
+def test_a_row_has_what_its_file_says_and_the_batch_of_the_flags(tmp_path: Path) -> None:
+    content = {
+        "train_batch_size": 64,
+        "bf16": {"enabled": "auto"},
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto"}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}},
+        "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto", "offload_optimizer": {"device": "cpu"}},
+    }
+    row = row_of(tmp_path, content)
+    assert (row.name, row.source, row.stage, row.offload_optimizer) == ("mine", "file", 3, "cpu")
+    assert row.deepspeed_config["train_micro_batch_size_per_gpu"] == 4
+    assert "train_batch_size" not in row.deepspeed_config
+    assert row.deepspeed_config["scheduler"]["params"]["warmup_num_steps"] == 1
+    assert row.resolved_values["zero_optimization.reduce_bucket_size"] == 128 * 128
+    assert json.loads(row.file_text or "") == content
+    assert not row.workload_changes
+    assert not row.caveats
+    assert row.refusal is None
+
+
+def test_old_spellings_are_read_as_deepspeed_reads_them(tmp_path: Path) -> None:
+    zero = {"stage": 2, "cpu_offload": True, "max_live_parameters": 5}
+    row = row_of(tmp_path, {"zero_optimization": zero, "bfloat16": {"enabled": "true"}})
+    assert row.deepspeed_config["zero_optimization"] == {
+        "stage": 2,
+        "offload_optimizer": {"device": "cpu"},
+        "stage3_max_live_parameters": 5,
+    }
+    assert row.deepspeed_config["bf16"] == {"enabled": True}
+    assert row_of(tmp_path, {"zero_optimization": True, "fp16": {}}).stage == 1
+
+
+@pytest.mark.parametrize(
+    ("content", "precision", "told"),
+    [
+        ({"fp16": {"enabled": True}}, "fp16", ()),
+        ({"bf16": {"enabled": False}}, "fp32", ()),
+        ({"fp16": {"enabled": "auto"}}, None, ()),
+        ({"steps_per_print": 1}, None, ("its file names no precision: trained in bf16, not in DeepSpeed's fp32",)),
+    ],
+)
+def test_the_precision_is_the_files_and_never_silently_fp32(
+    tmp_path: Path, content: dict[str, Any], precision: str | None, told: tuple[str, ...]
+) -> None:
+    row = row_of(tmp_path, {**content, "optimizer": {"type": "Adam"}})
+    assert row.workload_changes.get("precision") == precision
+    assert row.caveats == told
+
+
+def test_ignored_keys_and_an_absent_optimizer_are_caveats_of_the_row(tmp_path: Path) -> None:
+    row = row_of(tmp_path, {"bf16": {"enabled": True}, "gradient_cliping": 1, "log": {"steps": 1}})
+    assert row.caveats == (
+        "DeepSpeed ignores the key 'gradient_cliping' of its file (did you mean 'gradient_clipping'?)",
+        "DeepSpeed ignores the key 'log' of its file",
+        "its file has no optimizer: AdamW of learning rate 0.0001",
+    )
+    assert row.deepspeed_config.keys() & {"gradient_cliping", "log"} == set()
+
+
+def test_a_file_names_no_folder_and_sends_nothing(tmp_path: Path) -> None:
+    block = {"device": "nvme", "nvme_path": "/elsewhere"}
+    content = {
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW"},
+        "zero_optimization": {"stage": 3, "offload_optimizer": block, "offload_param": block},
+        "tensorboard": {"enabled": True, "output_path": "/elsewhere"},
+        "csv_monitor": {"enabled": False, "output_path": "/elsewhere"},
+        "wandb": {"enabled": True, "project": "x"},
+        "flops_profiler": {"enabled": True, "output_file": "/elsewhere/f"},
+    }
+    row = row_of(tmp_path, content)
+    assert "/elsewhere" not in json.dumps(row.deepspeed_config)
+    assert [text.split()[0] for text in row.caveats] == ["tensorboard", "wandb", "flops_profiler.output_file"]
+
+
+def test_a_trainers_arguments_decide_what_its_configuration_leaves_open(tmp_path: Path) -> None:
+    content = {
+        "deepspeed": {"zero_optimization": {"stage": 2}, "fp16": {"enabled": "auto"}},
+        "fp16": True,
+        "learning_rate": 3e-4,
+        "gradient_checkpointing": True,
+        "per_device_train_batch_size": 8,
+    }
+    row = row_of(tmp_path, content)
+    assert row.deepspeed_config["optimizer"]["params"]["lr"] == 3e-4
+    assert row.workload_changes == {"precision": "fp16", "activation_checkpointing": True}
+    assert row_of(tmp_path, content, keep_batch=True).workload_changes["batch_size"] == 8
+
+
+@pytest.mark.parametrize(
+    ("keys", "batch"),
+    [
+        ({"train_batch_size": 32}, (16, 1)),
+        ({"train_batch_size": 32, "train_micro_batch_size_per_gpu": 2}, (2, 8)),
+        ({"train_batch_size": 32, "gradient_accumulation_steps": 4}, (4, 4)),
+        ({"train_micro_batch_size_per_gpu": 2}, (2, 1)),
+        ({"train_batch_size": "auto", "gradient_accumulation_steps": 4}, (4, 4)),
+        ({"train_batch_size": 32, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 4}, (4, 4)),
+        ({"train_batch_size": 3}, None),
+        ({"train_batch_size": "many"}, None),
+    ],
+)
+def test_kept_batch_keys_are_completed_as_deepspeed_does(
+    tmp_path: Path, keys: dict[str, Any], batch: tuple[int, int] | None
+) -> None:
+    file = file_of(tmp_path, {"fp16": {}, **keys})
+    if batch is None:
+        with pytest.raises(UsageError):
+            batch_of_file(file, 2, 4, 1)
+        assert maker(keep_batch=True).make(file, 4).refusal is not None
+    else:
+        assert batch_of_file(file, 2, 4, 1) == batch
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        ({"zero_optimization": {"stage": [0, 1]}}, "stage is [0, 1]"),
+        ({"zero_optimization": {"stage": 5}}, "stage is 5"),
+        ({"zero_optimization": {"mics_shard_size": 2}}, "mics_shard_size"),
+        ({"zero_optimization": {"stage": 3, "offload_param": {"device": "disk"}}}, "device is 'disk'"),
+        ({"zero_optimization": {"cpu_offload": True, "offload_optimizer": {}}}, "cpu_offload beside"),
+        ({"zero_optimization": {"reduce_bucket_size": "auto"}}, "hidden_size"),
+        ({"fp16": None}, "'fp16'"),
+        ({"bf16": {"enable": True}}, "bf16.enable"),
+        ({"bf16": {}, "curriculum_learning": {"enabled": True}}, "curriculum_learning"),
+        ({"bf16": {}, "optimizer": {"params": {}}}, "optimizer has no type"),
+        ({"steps_per_print": "auto"}, "steps_per_print"),
+    ],
+)
+def test_what_deepspeed_refuses_is_a_row_with_the_reason(tmp_path: Path, content: dict[str, Any], told: str) -> None:
+    row = row_of(tmp_path, content, hidden_size=None)
+    assert told in (row.refusal or "")
+    assert row.stage in (0, 3)
