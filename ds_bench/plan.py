@@ -382,7 +382,8 @@ def make_trials(
                     ds_config=config,
                     unsupported=validation.unsupported_reason(
                         replace(configuration, deepspeed_config=config), placement
-                    ),
+                    )
+                    or validation.unsupported_workload_reason(workload, placement),
                     caveats=(
                         *configuration.caveats,
                         *_differences_from_name(configuration, workload, config),

@@ -27,7 +27,7 @@ from .launch.scratch import remove_abandoned
 from .launch.selection import choose_launcher
 from .plan import MakeConfig, Plan, make_plan
 from .prediction import trial_predictions
-from .prediction.model_profile import ModelProfile
+from .prediction.model_profile import ModelProfile, variant_of
 from .records import schema
 from .records.rank_files import write_json
 from .records.resume import latest_records, remaining_trials, require_same_machine, require_same_workload
@@ -165,6 +165,7 @@ def model_profile(plan: Plan) -> ModelProfile | trial_predictions.Unpredicted:
         plan.trials[0].workload.seq_length,
         plan.placement.accelerator,
         dropout=plan.options.dropout,
+        variants=[variant_of(trial.workload) for trial in plan.trials if not trial.unsupported],
         trust_remote_code=plan.options.trust_remote_code,
         environment=plan.variables,
     )

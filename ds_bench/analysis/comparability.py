@@ -9,7 +9,7 @@ from dataclasses import asdict, fields
 from functools import lru_cache
 from operator import attrgetter
 
-from ..config.spec import Placement, Workload
+from ..config.spec import ADDED_DEFAULTS, SAME_TRAINING_FIELDS, Placement, Workload
 from ..records.schema import TrialRecord
 from .summary import TrialSummary
 
@@ -45,7 +45,11 @@ def _flat_text(part: Placement) -> str:
 
 
 def _workload_text(workload: Workload) -> str:
-    return _dumps(dict(zip(FIELDS["workload"], _workload_values(workload), strict=True)))
+    values = dict(zip(FIELDS["workload"], _workload_values(workload), strict=True))
+    for name, default in ADDED_DEFAULTS.items():
+        if values[name] == default:
+            del values[name]
+    return _dumps(values)
 
 
 def group_repeats(summaries: Sequence[TrialSummary]) -> dict[str, list[TrialSummary]]:
@@ -92,7 +96,8 @@ _OWN_BATCH = ("batch_size", "micro_batch_size")
 def incomparable_fields(a: TrialRecord, b: TrialRecord) -> list[str]:
     """Returns the fields that forbid a ratio between two rows, as ``batch_size 4 against 8``; empty if there are none.
 
-    The micro-batch may differ between rows that are each at their own largest one. Facts known from the run alone
+    The micro-batch may differ between rows that are each at their own largest one, and how a step is computed where
+    that is what a row is there to show (``Configuration.workload_changes``). Facts known from the run alone
     (versions, GPUs, the batch that the engine ran) are compared if both rows were measured.
     """
     pairs: Pairs = {}
@@ -109,6 +114,9 @@ def incomparable_fields(a: TrialRecord, b: TrialRecord) -> list[str]:
             pairs |= {name: pair for name, pair in run_pairs.items() if REQUESTED_AS.get(name, name) not in pairs}
     elif a.method_version != b.method_version:
         pairs["method_version"] = (a.method_version, b.method_version)
+    for name in SAME_TRAINING_FIELDS:
+        if any(name in record.trial.configuration.workload_changes for record in (a, b)):
+            pairs.pop(name, None)
     if a.trial.workload.batch_policy == b.trial.workload.batch_policy == "largest":
         pairs = {name: pair for name, pair in pairs.items() if name not in _OWN_BATCH}
     return [

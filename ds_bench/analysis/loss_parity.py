@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
+from ..config.spec import SAME_TRAINING_FIELDS, Workload
 from ..units import format_ratio
 from .caveats import Caveat, CaveatKind, CaveatText
 from .summary import TrialSummary
@@ -46,6 +47,11 @@ the rounding of bf16 and are found in the settings of the optimizer alone.
 _WEIGHT_STEPS = 25
 """Number of steps above which these tolerances grow in proportion to it, as the effect of rounding does."""
 _DO_NOT_USE = "; do not use this row before you know why"
+
+_COMMON_VALUES: dict[str, Any] = {
+    each.name: each.default for each in fields(Workload) if each.name in (*SAME_TRAINING_FIELDS, "precision")
+}
+"""Fields of a workload in which rows that are compared may differ: they train on the same batches."""
 
 _Group = dict[int, TrialSummary]
 """Summaries of equal batches by their indices in the sequence that was given."""
@@ -97,7 +103,7 @@ def _group_equal_batches(summaries: Sequence[TrialSummary]) -> list[_Group]:
     for index, summary in enumerate(summaries):
         if not summary.losses or None in summary.losses:
             continue
-        workload = summary.record.trial.workload
+        workload = replace(summary.record.trial.workload, **_COMMON_VALUES)
         batch = summary.micro_batch_size, summary.grad_accum, summary.data_parallel_size, workload
         if batch not in batches:  # a workload holds mappings, so that it is no key of a dictionary
             batches.append(batch)
@@ -152,7 +158,8 @@ def _training_difference(reference: TrialSummary, summary: TrialSummary) -> Cave
     if summary is reference:
         return None
     quirk = _has_stage0_quirk(summary)
-    precision = summary.record.trial.workload.precision
+    theirs, own = (each.record.trial.workload.precision for each in (reference, summary))
+    precision = max(theirs, own, key=_LOSS_TOLERANCE.__getitem__)
     label = reference.record.trial.configuration.label
     difference = _loss_difference(reference, summary)
     if difference > (_QUIRK_LOSS_TOLERANCE if quirk else _LOSS_TOLERANCE[precision]):
@@ -161,7 +168,8 @@ def _training_difference(reference: TrialSummary, summary: TrialSummary) -> Cave
     setting = _differing_setting(reference, summary)
     if setting is not None:
         return CaveatText.TRAINED_DIFFERENTLY.caveat(f"{label}: {setting}{_DO_NOT_USE}")
-    distance = _weight_distance(reference, summary) or 0.0
+    # In another precision other small gradients are lost, of which Adam makes updates as large as of any.
+    distance = (_weight_distance(reference, summary) or 0.0) if theirs == own else 0.0
     growth = max(1.0, len(summary.losses) / _WEIGHT_STEPS)
     weight_tolerance = _WEIGHT_TOLERANCE[precision] * growth
     if distance > (_QUIRK_WEIGHT_TOLERANCE if quirk else weight_tolerance):

@@ -20,10 +20,15 @@ Precision = Literal["bf16", "fp16", "fp32"]
 LauncherName = Literal["warm", "deepspeed"]
 BatchPolicy = Literal["given", "largest"]
 ModelSource = Literal["preset", "local", "hub", "factory"]
+LossName = Literal["model", "chunked", "tiled", "liger"]
 Engine = Literal["deepspeed", "ddp", "fsdp2"]
 ConfigurationSource = Literal["catalogue", "file", "axis", "recipe"]
 
 PRECISIONS: tuple[Precision, ...] = ("bf16", "fp16", "fp32")
+LOSSES: tuple[LossName, ...] = ("model", "chunked", "tiled", "liger")
+ATTENTIONS = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
+SAME_TRAINING_FIELDS = ("activation_checkpointing", "attention", "loss")
+"""Fields of the Workload that change how a step is computed, but not what is learned but for rounding."""
 DEVICES: tuple[Device, ...] = ("none", "cpu", "nvme")
 
 
@@ -67,6 +72,12 @@ class Workload:
     dropout: float | None = None
     """Probability of every dropout in the model, from 0 to below 1; None: the model's own."""
     # Fields from here on are of schema 3 and later, each with the default that stands for what was done before.
+    attention: str | None = None
+    """Transformers' attention implementation (``eager``, ``sdpa``, ``flash_attention_2``); None: its own choice."""
+    loss: LossName = "model"
+    """How the loss is computed of the last hidden states: ``model`` as the model's own code does; DeepSpeed's
+    ``chunked`` cross-entropy (runtime/chunked_cross_entropy.py) or ``tiled`` computation of logits and loss
+    (runtime/sequence_parallel/ulysses_sp.py); ``liger``, the fused kernel of Liger."""
 
     def __post_init__(self) -> None:
         _require(bool(self.model), "model", self.model, "must not be empty")
@@ -75,6 +86,9 @@ class Workload:
             _require(value >= 1, name, value, "must be 1 or more")
         _require(self.warmup_steps >= 0, "warmup_steps", self.warmup_steps, "must be 0 or more")
         _require(self.precision in PRECISIONS, "precision", self.precision, f"must be one of {PRECISIONS}")
+        known = self.attention is None or self.attention in ATTENTIONS
+        _require(known, "attention", self.attention, f"must be one of {ATTENTIONS}")
+        _require(self.loss in LOSSES, "loss", self.loss, f"must be one of {LOSSES}")
         _require(self.dropout is None or 0 <= self.dropout < 1, "dropout", self.dropout, "must be from 0 to below 1")
 
 
@@ -205,14 +219,10 @@ class Configuration:
 _WORKLOAD_FIELDS = frozenset(each.name for each in fields(Workload))
 
 
-def _facts_of_workload(workload: Workload) -> dict[str, Any]:
-    """The fields of a workload, without those that schema 2 did not have and that are as they were then: the keys of
-    trials begun before stay the same.
-    """
-    names = [each.name for each in fields(Workload)]
-    later = fields(Workload)[names.index("dropout") + 1 :]
-    same = {each.name for each in later if getattr(workload, each.name) == each.default}
-    return {name: value for name, value in asdict(workload).items() if name not in same}
+_FIRST_ADDED = [each.name for each in fields(Workload)].index("dropout") + 1
+ADDED_DEFAULTS: dict[str, Any] = {each.name: each.default for each in fields(Workload)[_FIRST_ADDED:]}
+"""Fields of the Workload that schema 2 did not have → their values that stand for it. With these values they are no
+part of a trial's key, so that the keys of trials begun before stay the same."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -277,7 +287,11 @@ class Trial:
             "repeat": self.repeat,
             "configuration": self.configuration.name,
             "engine": self.configuration.engine,
-            "workload": _facts_of_workload(self.workload),
+            "workload": {
+                name: value
+                for name, value in asdict(self.workload).items()
+                if name not in ADDED_DEFAULTS or value != ADDED_DEFAULTS[name]
+            },
             "placement": asdict(self.placement),
             "ds_config": redacted_config(self.ds_config),
         }

@@ -7,6 +7,7 @@ that cannot run here makes a row Unsupported (:func:`unsupported_reason`), and a
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -74,6 +75,32 @@ def unsupported_reason(configuration: Configuration, placement: Placement) -> st
         or _missing_requirement(configuration, placement)
         or next(_row_texts(case, "refusal"), None)
     )
+
+
+def unsupported_workload_reason(workload: Workload, placement: Placement) -> str | None:
+    """Returns why a workload's attention implementation or loss does not run here; None if it does."""
+    attention, loss = workload.attention or "", workload.loss
+    if attention.startswith("flash"):
+        if workload.precision == "fp32":
+            return f"attention {attention} computes in 16 bit alone; use --precision bf16, or attention sdpa"
+        return _lacks_gpu_package(f"attention {attention}", _FLASH_PACKAGES[attention], "sdpa", placement)
+    if loss == "liger":
+        return _lacks_gpu_package("loss liger", "liger_kernel", "chunked or tiled", placement)
+    if loss == "tiled" and workload.precision == "fp16":
+        return "loss tiled computes gradients before the loss scale, which fp16 needs; use --precision bf16"
+    return None
+
+
+_FLASH_PACKAGES = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
+"""Attention implementation → the package that Transformers imports for it."""
+
+
+def _lacks_gpu_package(what: str, package: str, instead: str, placement: Placement) -> str | None:
+    if placement.accelerator != "cuda":
+        return f"{what} runs on GPUs alone; use {instead} here"
+    if importlib.util.find_spec(package) is None:
+        return f"{what} needs the package {package}, which is not installed; install it, or use {instead}"
+    return None
 
 
 def _missing_requirement(configuration: Configuration, placement: Placement) -> str | None:

@@ -193,7 +193,7 @@ def _make_inputs(
     profile: ModelProfile, workload: Workload, placement: Placement, ds_config: Mapping[str, Any]
 ) -> MemoryInputs:
     return MemoryInputs(
-        profile=profile,
+        profile=profile.for_workload(workload),
         precision=_precision(workload, ds_config),
         data_parallel_size=placement.num_gpus,
         grad_accum=int(ds_config.get("gradient_accumulation_steps", workload.grad_accum)),
@@ -242,7 +242,7 @@ class _Activations:
             if measured.checkpointed is None
             else measured.checkpointed.bytes(layers, batch, sequence),
             saved=saved.bytes(layers, batch, sequence),
-            logits_and_loss=max(0, measured.loss.bytes(layers, batch, sequence) - plain),
+            logits_and_loss=max(0, measured.loss_bytes(layers, batch, sequence) - plain),
             layers=layers * saved.layer_bytes(batch, sequence) + (one_layer if checkpointed else 0),
             one_layer=one_layer,
         )

@@ -13,12 +13,12 @@ import importlib.metadata
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-from ..config.spec import Accelerator, Precision
+from ..config.spec import Accelerator, LossName, Precision, Workload
 from ..errors import UsageError
 from ..models.presets import ModelFacts
 from ..records.rank_files import write_json
@@ -38,6 +38,26 @@ _SOME_DROPOUT = 0.1
 """The probability that is measured for every one above 0, as the size of a mask does not depend on it."""
 _OWN_DROPOUTS = {"gpt2": ("resid_pdrop", "embd_pdrop", "attn_pdrop"), "opt": ("dropout",)}
 """Architecture → dropouts whose default is above 0 in Transformers' configurations; all other defaults are 0."""
+
+
+Variant = tuple[str | None, LossName]
+"""Attention implementation and loss (``Workload``)."""
+USUAL: Variant = (None, "model")
+
+
+def variant_of(workload: Workload) -> Variant:
+    """Returns what a workload's activations depend on besides its size, as it is measured.
+
+    Flash attention runs on a GPU alone; it keeps what torch's own fused attention keeps.
+    """
+    attention = workload.attention
+    return "sdpa" if attention is not None and attention.startswith("flash") else attention, workload.loss
+
+
+def describe_variant(variant: Variant) -> str:
+    """Returns a text for messages: ``attention eager and loss tiled``."""
+    parts = zip(("attention", "loss"), variant, USUAL, strict=True)
+    return " and ".join(f"{name} {value}" for name, value, usual in parts if value != usual)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,10 +99,17 @@ class Activations:
     """Saved for backward at the end of the forward pass, logits' log-softmax included."""
     loss: Polynomial
     """Peak without checkpointing until backward leaves the loss: ``plain`` and the logits' temporaries."""
+    loss_limit: Polynomial | None = None
+    """What that peak does not exceed: of a loss that is computed in parts, which do not grow above some size."""
     checkpointed: Polynomial | None = None
     """``plain`` with activation checkpointing of every layer; None for a model without it."""
     largest_layer: Polynomial | None = None
     """Bytes of the layer that saves most; None if all layers are alike."""
+
+    def loss_bytes(self, layers: int, batch_size: int, seq_length: int) -> int:
+        """Returns the peak until backward leaves the loss."""
+        peak = self.loss.bytes(layers, batch_size, seq_length)
+        return peak if self.loss_limit is None else min(peak, self.loss_limit.bytes(layers, batch_size, seq_length))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,6 +133,8 @@ class ModelProfile:
     """Why the activations could not be measured; None if they were."""
     frozen_parameters: int = 0
     """Elements that are not trained, which are in none of the three tuples above."""
+    variants: Mapping[Variant, ModelProfile] = field(default_factory=dict, hash=False)
+    """The same model with other activations: another attention implementation or loss."""
 
     @property
     def tensors(self) -> tuple[int, ...]:
@@ -116,6 +145,17 @@ class ModelProfile:
     def parameters(self) -> int:
         """Number of elements that are trained."""
         return sum(self.before) + sum(self.layer) * self.layers + sum(self.after)
+
+    def for_workload(self, workload: Workload) -> ModelProfile:
+        """Returns the profile with the attention implementation and the loss of a workload.
+
+        If its activations were not measured, they are unknown there.
+        """
+        variant = variant_of(workload)
+        if variant == USUAL:
+            return self
+        missing = replace(self, activations={}, unknown=f"not measured with {describe_variant(variant)}")
+        return self.variants.get(variant, missing)
 
     def activations_in(self, precision: Precision) -> Activations | None:
         """Returns the activations in a number format; None if they could not be measured."""
@@ -132,6 +172,7 @@ class ModelProfile:
             precision: Activations(**{kind: Polynomial(**terms) for kind, terms in kinds.items()})
             for precision, kinds in answer["formats"].items()
         }
+        tensors = answer["tensors"]
         return cls(
             name=name,
             layers=answer.get("layers", layers),
@@ -139,19 +180,26 @@ class ModelProfile:
             activations=formats,
             unknown=answer.get("error"),
             frozen_parameters=answer.get("frozen", 0),
-            **{place: tuple(elements) for place, elements in answer["tensors"].items()},
+            before=tuple(tensors["before"]),
+            layer=tuple(tensors["layer"]),
+            after=tuple(tensors["after"]),
         )
 
 
 def profile_of(
-    facts: ModelFacts, seq_length: int, *, accelerator: Accelerator = "cuda", dropout: float | None = None
+    facts: ModelFacts,
+    seq_length: int,
+    *,
+    accelerator: Accelerator = "cuda",
+    dropout: float | None = None,
+    variant: Variant = USUAL,
 ) -> ModelProfile:
     """Returns the profile of a model whose parameter count is known; a preset's is part of the package.
 
     Any other is measured by a child process with one and two layers, and cached. ``dropout``: None for the model's own.
     Raises UsageError if it cannot be measured, or has another parameter count.
     """
-    request = request_for(facts, seq_length, accelerator=accelerator, dropout=dropout)
+    request = request_for(facts, seq_length, accelerator=accelerator, dropout=dropout, variant=variant)
     key = request_key(request)
     answer = _built_in().get(key)
     if answer is None:
@@ -169,6 +217,7 @@ def profile_of_any(
     *,
     accelerator: Accelerator = "cuda",
     dropout: float | None = None,
+    variant: Variant = USUAL,
     trust_remote_code: bool = False,
     environment: Mapping[str, str] | None = None,
 ) -> ModelProfile:
@@ -187,6 +236,7 @@ def profile_of_any(
         "dropout": dropout,
         "sequences": [longest - 2 * _STEP, longest - _STEP, longest],
         "precisions": sorted(set(_FORMATS.values())),
+        **_variant_request(variant, accelerator),
     }
     code = _hash_code(name) if source == "path" else None
     key = None if code is None else request_key({**request, "code": code})
@@ -202,8 +252,21 @@ def _hash_code(path: str) -> str | None:
     return hashlib.sha256(b"\0".join(file.name.encode() + b"\0" + file.read_bytes() for file in files)).hexdigest()
 
 
+def _variant_request(variant: Variant, accelerator: Accelerator) -> dict[str, Any]:
+    """What a request says of a variant; nothing for the usual one."""
+    attention, loss = variant
+    named = {} if attention is None else {"attention": attention}
+    # DeepSpeed's chunked loss has another kernel on CUDA.
+    return named if loss == "model" else {**named, "loss": loss, "accelerator": accelerator}
+
+
 def request_for(
-    facts: ModelFacts, seq_length: int, *, accelerator: Accelerator = "cuda", dropout: float | None = None
+    facts: ModelFacts,
+    seq_length: int,
+    *,
+    accelerator: Accelerator = "cuda",
+    dropout: float | None = None,
+    variant: Variant = USUAL,
 ) -> dict[str, Any]:
     """Makes the request to the child; it is the same for models that differ in depth or in a dropout above 0 alone."""
     window = sliding_window(facts)
@@ -221,7 +284,7 @@ def request_for(
     }
     if drops if dropout is None else dropout > 0:  # without dropout all accelerators save the same
         request["accelerator"] = accelerator
-    return request
+    return request | _variant_request(variant, accelerator)
 
 
 def sliding_window(facts: ModelFacts) -> int | None:

@@ -7,7 +7,7 @@ memory than the node has are always skipped, unless forced. Records store the pr
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -20,7 +20,7 @@ from ..system.environment import Environment
 from ..units import format_bytes
 from . import what_if
 from .memory import Prediction, predict
-from .model_profile import ModelProfile, profile_of, profile_of_any
+from .model_profile import USUAL, ModelProfile, Variant, profile_of, profile_of_any
 
 _NOT_RESIDENT = ("deepspeed_buffers", "overhead")
 """Categories of host memory that need not become resident: of DeepSpeed's buffers on the CPU accelerator only the
@@ -79,26 +79,65 @@ def profile_model(
     accelerator: Accelerator,
     *,
     dropout: float | None = None,
+    variants: Iterable[Variant] = (),
     trust_remote_code: bool = False,
     environment: Mapping[str, str] | None = None,
 ) -> ModelProfile | Unpredicted:
     """Finds the sizes of a model's tensors and activations: stored for a preset, else measured in a child process.
 
-    ``dropout``: None for the model's own. ``environment``: variables of the trials' processes, so that a model is built
-    as they build it. Never raises: a run must not fail because nothing can be predicted.
+    ``dropout``: None for the model's own. ``variants``: other attention implementations and losses that are needed too.
+    ``environment``: variables of the trials' processes, so that a model is built as they build it. Never raises: a run
+    must not fail because nothing can be predicted.
     """
+
+    def profile(variant: Variant) -> ModelProfile | Unpredicted:
+        return _profile_variant(
+            model,
+            seq_length,
+            accelerator,
+            dropout=dropout,
+            variant=variant,
+            trust_remote_code=trust_remote_code,
+            environment=environment,
+        )
+
+    usual = profile(USUAL)
+    if isinstance(usual, Unpredicted):
+        return usual
+    profiles = {}
+    for variant in {each for each in variants if each != USUAL and each[1] != "liger"}:  # its kernels need a GPU
+        other = profile(variant)
+        profiles[variant] = (
+            replace(usual, activations={}, unknown=other.reason) if isinstance(other, Unpredicted) else other
+        )
+    return replace(usual, variants=profiles)
+
+
+def _profile_variant(
+    model: ResolvedModel,
+    seq_length: int,
+    accelerator: Accelerator,
+    *,
+    dropout: float | None,
+    variant: Variant,
+    trust_remote_code: bool,
+    environment: Mapping[str, str] | None,
+) -> ModelProfile | Unpredicted:
     try:
         if model.facts is not None:
             kinds = model.facts.config.get("layer_types")
             if not isinstance(kinds, list) or len(set(map(str, kinds))) < 2:  # else layers differ: measure all of them
                 with contextlib.suppress(UsageError):  # Transformers may still build it whole
-                    return profile_of(model.facts, seq_length, accelerator=accelerator, dropout=dropout)
+                    return profile_of(
+                        model.facts, seq_length, accelerator=accelerator, dropout=dropout, variant=variant
+                    )
         return profile_of_any(
             str(model.config.get("path", model.name)),
             "factory" if model.source == "factory" else "path",
             seq_length,
             accelerator=accelerator,
             dropout=dropout,
+            variant=variant,
             trust_remote_code=trust_remote_code,
             environment=environment,
         )

@@ -145,6 +145,8 @@ class RankMeasurement:
     cpu_throttled_fraction: float | None = None
     """Fraction of the scheduler's periods in the same time in which the cgroup's CPU quota stopped its processes; None
     without a quota."""
+    attention: str | None = None
+    """Attention implementation of Transformers that the model used; None for a model of another library."""
     notes: tuple[str, ...] = ()
     """Caveats that the rank itself reports about its numbers."""
 

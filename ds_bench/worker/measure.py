@@ -82,6 +82,7 @@ def measure(
         "parameter_count": sum(sizes),
         "largest_parameter": max(sizes),
         "dropout": build.greatest_dropout(model),
+        "attention": build.attention_of(model),
         "optimizer_settings": training_loop.optimizer_settings(engine.optimizer),
         "vocabulary_size": None if built.make_batch else build.vocabulary_size(model),
         "notes": []

@@ -22,6 +22,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import sympy
 import torch
@@ -30,7 +31,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
-from . import ledger, training_loop
+from . import ledger, losses, training_loop
 from . import model as build
 from .failure import describe_error
 
@@ -40,6 +41,9 @@ BATCHES = (2, 3)
 """Not 1: slices of a single sequence stay contiguous and are not copied, which makes 8 bytes of difference."""
 LOSS_BATCHES = (512, 1024)
 """So many tokens that the logits outweigh the gradient of the LM head, which is no temporary of the loss."""
+LIMIT_BATCHES = (1024, 2048)
+"""So many tokens that a loss is computed in parts of a fixed size."""
+_UNLIMITED = 2**62
 SEQUENCES = (16, 32, 48)
 LAYERS = 2
 """Of a known architecture: the first keeps what all layers share, the second what each further one adds."""
@@ -72,8 +76,11 @@ def measure(request: Mapping[str, Any], report_partial: Callable[[Answer], None]
             answer["formats"] = {}
             if is_whole:
                 report_partial(answer)
+        losses.install_loss(model, request.get("loss", "model"))
+        if request.get("loss") == "tiled":
+            _adapt_tiled_loss()
         with kernels:
-            fits = _fit_activations(_ShortenedModel(model, make_batch, blocks), sequences)
+            fits = _fit_activations(_ShortenedModel(model, make_batch, blocks), sequences, request)
         if not is_whole:  # its layers are alike
             del fits["largest_layer"]
         answer["formats"][precision] = fits
@@ -174,7 +181,9 @@ def _build_from_config(request: Mapping[str, Any], dtype: torch.dtype, layers: i
             config.layer_types = layer_types[:layers]
     config.use_cache = False
     with no_init_weights():
-        model: torch.nn.Module = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trusted)
+        model: torch.nn.Module = AutoModelForCausalLM.from_config(
+            config, dtype=dtype, trust_remote_code=trusted, attn_implementation=request.get("attention")
+        )
         model.tie_weights()  # type: ignore[operator]
     return model
 
@@ -193,6 +202,16 @@ def _adapt_transformers() -> None:
         return given.dtype is not torch.float32 and bool(original(given, *args, **kwargs))
 
     moe._can_use_grouped_mm = can_use_grouped_mm
+
+
+def _adapt_tiled_loss() -> None:
+    """Replaces the backward pass of DeepSpeed's tiled loss, which reads the value of a gradient, that is 1."""
+    from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledFusedLogitsLoss
+
+    def backward(ctx: Any, *_gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return None, None, ctx.saved_tensors[0], None, None, None, None, None
+
+    TiledFusedLogitsLoss.backward = staticmethod(backward)
 
 
 def _find_blocks(model: torch.nn.Module, min_parameter_fraction: float) -> list[torch.nn.Module]:
@@ -277,13 +296,20 @@ class _ShortenedModel:
             self.model(**self._make_fake_batch(batch_size, sequence))
         return shares
 
-    def loss_peak_bytes(self, batch_size: int, sequence: int) -> int:
-        """Peak of live activations and temporaries from the first operation to the first parameter's gradient."""
+    def loss_peak_bytes(self, batch_size: int, sequence: int, *, of_loss_alone: bool = False) -> int:
+        """Peak of live activations and temporaries from the first operation to the first parameter's gradient.
+
+        ``of_loss_alone``: from the output layer on, as what the layers before it take for a moment may be more than a
+        loss in parts takes.
+        """
 
         def stop(_gradient: torch.Tensor) -> None:
             raise _LossDoneError
 
-        with self._mode, LiveBytes() as live:
+        with self._mode, LiveBytes() as live, contextlib.ExitStack() as hooks:
+            if of_loss_alone:
+                head = self.model.get_output_embeddings()  # type: ignore[operator]
+                hooks.callback(head.register_forward_pre_hook(lambda *_: live.forget_peak()).remove)
             inputs = self._make_fake_batch(batch_size, sequence)
             with ledger.gradient_hooks(self.model.parameters(), stop), contextlib.suppress(_LossDoneError):
                 training_loop.loss_of(self.model(**inputs)).backward()  # type: ignore[no-untyped-call]
@@ -357,21 +383,71 @@ def _describe_kind(block: torch.nn.Module) -> Any:
     return tuple(modules), tuple((name, tuple(tensor.shape)) for name, tensor in block.named_parameters())
 
 
-def _fit_activations(model: _ShortenedModel, sequences: tuple[int, ...]) -> dict[str, Any]:
+def _fit_activations(model: _ShortenedModel, sequences: tuple[int, ...], request: Mapping[str, Any]) -> dict[str, Any]:
     """The polynomials of one number format."""
     sizes = [(batch_size, sequence) for batch_size in BATCHES for sequence in sequences]
-    large = [(batch_size, sequence) for batch_size in LOSS_BATCHES for sequence in sequences]
     plain = _SavedBytes.measure(model, sizes)
-    peak = _fit(large, [model.loss_peak_bytes(*size) for size in large])
-    fits: dict[str, Any] = {
-        "plain": plain.by_layer(model.layers),
-        "loss": plain.by_layer(model.layers, peak - plain.measured),
-        "largest_layer": {"fixed": _name_terms(plain.largest_block), "per_layer": {}},
-    }
+    name, on_cuda = request.get("loss", "model"), request.get("accelerator", "cuda") == "cuda"
+
+    def fit_peak(batches: tuple[int, int]) -> dict[str, Any]:
+        large = [(batch_size, sequence) for batch_size in batches for sequence in sequences]
+        peak = _fit(large, [model.loss_peak_bytes(*size, of_loss_alone=name != "model") for size in large])
+        return plain.by_layer(model.layers, peak - plain.measured)
+
+    with _loss_in_parts(name, of_fixed_size=name == "chunked" and on_cuda):
+        fits: dict[str, Any] = {
+            "plain": plain.by_layer(model.layers),
+            "loss": fit_peak(LOSS_BATCHES),
+            "largest_layer": {"fixed": _name_terms(plain.largest_block), "per_layer": {}},
+        }
+    if name == "tiled" or (name == "chunked" and not on_cuda):
+        with _loss_in_parts(name, of_fixed_size=True):
+            fits["loss_limit"] = fit_peak(LIMIT_BATCHES)
+    if name == "chunked" and not on_cuda:
+        fixed = fits["loss_limit"]["fixed"]
+        fixed["1"] = fixed.get("1", 0) + _chunk_bytes()
     with contextlib.suppress(Exception):  # not every model can; a run that asks for it says so
         model.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # type: ignore[operator]
         fits["checkpointed"] = _SavedBytes.measure(model, sizes).by_layer(model.layers)
     return fits
+
+
+@contextlib.contextmanager
+def _loss_in_parts(name: str, *, of_fixed_size: bool) -> Iterator[None]:
+    """Computes a loss in parts as at small micro-batches, whose parts grow, or as at large ones, whose parts do not.
+
+    For ``chunked`` the parts of a fixed size are those of its kernel on CUDA, which take no memory.
+    """
+    if name == "tiled":
+        with mock.patch.object(losses, "MAX_TILE_TOKENS", losses.MAX_TILE_TOKENS if of_fixed_size else _UNLIMITED):
+            yield
+    elif name == "chunked":
+        from deepspeed.runtime import chunked_cross_entropy
+
+        backend = "triton" if of_fixed_size else "torch"
+        with (
+            mock.patch.object(chunked_cross_entropy, "_resolve_backend", return_value=backend),
+            mock.patch.object(chunked_cross_entropy, "_BLOCK_ELEMENTS", _UNLIMITED),
+            mock.patch.object(chunked_cross_entropy, "_log_sum_exp_forward_kernel", _NoKernel(), create=True),
+            mock.patch.object(chunked_cross_entropy, "_cross_entropy_backward_kernel", _NoKernel(), create=True),
+        ):
+            yield
+    else:
+        yield
+
+
+class _NoKernel:
+    """Takes the place of a Triton kernel, which cannot run here; the tensors that it would fill exist already."""
+
+    def __getitem__(self, _grid: object) -> Callable[..., None]:
+        return lambda *_args, **_kwargs: None
+
+
+def _chunk_bytes() -> int:
+    """Bytes of the two fp32 temporaries of one part of DeepSpeed's chunked cross-entropy on the CPU."""
+    from deepspeed.runtime import chunked_cross_entropy
+
+    return 2 * 4 * int(chunked_cross_entropy._BLOCK_ELEMENTS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -427,6 +503,10 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._add(item.untyped_storage())
         self.peak = max(self.peak, self.now)
         return result
+
+    def forget_peak(self) -> None:
+        """Makes the peak that of what follows."""
+        self.peak = self.now
 
     def _add(self, storage: torch.UntypedStorage) -> None:
         identity, size = storage._cdata, storage.nbytes()

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 from ..config.spec import Engine, Workload
+from .losses import install_loss
 
 _INIT_STD = 0.02
 """Standard deviation of every matrix, as in GPT-2; speed does not depend on it."""
@@ -106,6 +107,7 @@ def build_model(
     if workload.dropout is not None:
         set_dropouts(module, workload.dropout)
     module.train()
+    install_loss(module, workload.loss)
     if workload.activation_checkpointing:
         enable_checkpointing(module)
     return BuiltModel(module=module, make_batch=make_batch, stage3=stage3)
@@ -127,7 +129,10 @@ def _build_from_config(workload: Workload, dtype: torch.dtype, device: torch.dev
         importlib.import_module(type(model_config).__module__.replace("configuration_", "modeling_"))
     with contextlib.nullcontext() if stage3 else device:
         model: torch.nn.Module = AutoModelForCausalLM.from_config(
-            model_config, dtype=dtype, trust_remote_code=workload.trust_remote_code
+            model_config,
+            dtype=dtype,
+            trust_remote_code=workload.trust_remote_code,
+            attn_implementation=workload.attention,
         )
     if stage3:
         # Rotary frequencies are built again outside zero.Init, which before Transformers 5.18 made them 16-bit.
@@ -255,6 +260,11 @@ def enable_checkpointing(model: torch.nn.Module) -> None:
         raise TypeError(f"{type(model).__name__} has no gradient_checkpointing_enable: no activation checkpointing")
     # DeepSpeed's own activation_checkpointing block does nothing for Transformers models.
     enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+
+def attention_of(model: torch.nn.Module) -> str | None:
+    """Name of Transformers' attention implementation that the model uses; None for a model of another library."""
+    return getattr(getattr(model, "config", None), "_attn_implementation", None)
 
 
 def parameter_sizes(model: torch.nn.Module) -> list[int]:

@@ -1,0 +1,123 @@
+"""Computes the loss of a causal language model in other ways than its own code does, which take less memory.
+
+A Transformers model converts its logits to fp32, keeps their log-softmax for the backward pass, and there makes two
+more tensors of that size: 12 bytes for each token and each word of the vocabulary, at long sequences more than all
+else. All ways give the same loss but for rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from ..config.spec import LossName
+
+_IGNORED = -100
+"""Target of a position without a next token."""
+MIN_TILES = 8
+"""Parts of a micro-batch whose logits are computed one after the other."""
+MAX_TILE_TOKENS = 2048
+"""Most tokens in such a part; a larger micro-batch has more parts."""
+_OTHER_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "output_router_logits")
+"""Settings of models whose loss is computed of something else than what the output layer returns."""
+
+ComputeLoss = Callable[[Any, torch.Tensor, torch.Tensor], torch.Tensor]
+"""(output layer, hidden states of tokens, token that follows each) → mean loss of the tokens that another follows."""
+
+
+def install_loss(model: Any, name: LossName) -> None:
+    """Makes a causal language model of Transformers compute its loss in another way; ``model`` changes nothing.
+
+    Raises TypeError or ValueError for a model whose loss would be another.
+    """
+    if name == "chunked":
+        from deepspeed.runtime.chunked_cross_entropy import install_chunked_causal_lm_loss
+
+        install_chunked_causal_lm_loss(model)
+    elif name != "model":
+        _replace_head(model, _tiled_loss if name == "tiled" else _liger_loss)
+
+
+def _replace_head(model: Any, compute_loss: ComputeLoss) -> None:
+    """Makes the output layer return the loss in place of logits, and the model return what the output layer does.
+
+    The loss is computed inside the call of the output layer, because at stage 3 its weight is whole only there.
+    """
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    if head is None:
+        raise TypeError(f"the loss of {type(model).__name__} cannot be replaced: it has no output layer to be found")
+    for name in _OTHER_LOGITS:
+        if getattr(model.config, name, None):
+            raise TypeError(f"the loss of {type(model).__name__} cannot be replaced: its {name} changes the logits")
+
+    def head_forward(hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return compute_loss(head, hidden.flatten(0, 1), targets.flatten())
+
+    def model_forward(input_ids: torch.Tensor, labels: torch.Tensor, **inputs: Any) -> torch.Tensor:
+        hidden = model.base_model(input_ids=input_ids, **inputs)[0]
+        loss: torch.Tensor = head(hidden, functional.pad(labels[:, 1:], (0, 1), value=_IGNORED))
+        return loss
+
+    head.forward, model.forward = head_forward, model_forward
+
+
+def _liger_loss(head: Any, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Liger's fused linear cross-entropy, which makes logits and gradients of one part of the tokens at a time."""
+    from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss  # type: ignore[import-not-found]
+
+    loss: torch.Tensor = LigerFusedLinearCrossEntropyLoss(ignore_index=_IGNORED)(
+        head.weight, hidden, targets, head.bias
+    )
+    return loss
+
+
+def _tiled_loss(head: Any, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    loss: torch.Tensor = _TiledLoss.apply(hidden, head.weight, head.bias, targets)  # type: ignore[no-untyped-call]
+    return loss
+
+
+def count_tiles(tokens: int) -> int:
+    """Number of parts of a micro-batch of so many tokens."""
+    return max(MIN_TILES, -(-tokens // MAX_TILE_TOKENS))
+
+
+class _TiledLoss(torch.autograd.Function):
+    """DeepSpeed's TiledFusedLogitsLoss (runtime/sequence_parallel/ulysses_sp.py), of a linear output layer.
+
+    It computes gradients in the forward pass, before the loss scale and the accumulation steps are known, and when
+    ZeRO may not yet take the gradient of a weight that is also the embedding. So they are kept here, as Liger keeps
+    them, and scaled and handed on in the backward pass.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: Any, targets: torch.Tensor) -> Any:
+        from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledFusedLogitsLoss
+
+        count = (targets != _IGNORED).sum()
+        trained = any(ctx.needs_input_grad)
+        inputs: list[Any] = [
+            each if each is None else each.detach().requires_grad_(trained) for each in (hidden, weight, bias)
+        ]
+
+        def loss_of_tile(_head: None, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            logits = functional.linear(hidden, *inputs[1:]).float()
+            return functional.cross_entropy(logits, targets, ignore_index=_IGNORED, reduction="sum") / count
+
+        tiles = count_tiles(len(targets))
+        # Hooks that count or move what is kept for the backward pass are not for what is kept within this one.
+        own_hooks = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+        with torch.set_grad_enabled(trained), own_hooks:
+            loss = TiledFusedLogitsLoss.apply(
+                loss_of_tile, None, inputs[0][None], targets[None], None, tiles, [], "sum"
+            )
+            if trained:
+                loss.backward()
+        ctx.save_for_backward(*(each if each is None else each.grad for each in inputs))
+        return loss.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return *(each if each is None else each * gradients[0].to(each.dtype) for each in ctx.saved_tensors), None

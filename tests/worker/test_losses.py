@@ -1,0 +1,91 @@
+"""Other ways to compute the loss: the same loss and the same gradients, with less memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from ds_bench.worker import losses
+from ds_bench.worker.ledger import count_activations
+from ds_bench.worker.training_loop import loss_of
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 2, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+    "opt": {"hidden_size": 32, "ffn_dim": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "dropout": 0.0},
+    "llama": {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "tie_word_embeddings": False,
+    },
+}
+
+
+def build(family: str, **changes: Any) -> Any:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(family, **{"vocab_size": 2048, **FAMILIES[family], **changes})
+    config.use_cache = False
+    return AutoModelForCausalLM.from_config(config).train()
+
+
+def train_once(model: Any, scale: float) -> tuple[float, dict[str, torch.Tensor], int]:
+    """Loss, gradients by name, and bytes kept for the backward pass."""
+    ids = torch.randint(0, 2048, (3, 50), generator=torch.Generator().manual_seed(1))
+    loss, kept = count_activations(lambda: loss_of(model(input_ids=ids, labels=ids)), list(model.parameters()))
+    (loss * scale).backward()
+    return float(loss.detach()), {name: each.grad / scale for name, each in model.named_parameters()}, kept["cpu"]
+
+
+@pytest.mark.deepspeed
+@pytest.mark.parametrize("loss", ["chunked", "tiled"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_loss_and_gradients_are_those_of_the_model(family: str, loss: Any) -> None:
+    """Scaled as by accumulation steps or a loss scale; with weights that are also the embedding, and without."""
+    usual, gradients, _ = train_once(build(family), 1.0)
+    model = build(family)
+    losses.install_loss(model, loss)
+    other, other_gradients, _ = train_once(model, 0.25)
+    assert other == pytest.approx(usual, rel=1e-5)
+    assert other_gradients.keys() == gradients.keys()
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(other_gradients[name], gradient, rtol=1e-4, atol=1e-7)
+    with torch.no_grad():
+        ids = torch.randint(0, 2048, (1, 5))
+        assert float(loss_of(model(input_ids=ids, labels=ids))) == pytest.approx(
+            float(loss_of(build(family)(input_ids=ids, labels=ids))), rel=1e-5
+        )
+
+
+@pytest.mark.deepspeed
+def test_less_is_kept_than_logits_in_fp32() -> None:
+    logits = 3 * 50 * 2048
+    kept = {}
+    for loss in ("model", "chunked", "tiled"):
+        model = build("gpt2").to(torch.bfloat16)
+        losses.install_loss(model, loss)
+        _, _, kept[loss] = train_once(model, 1.0)
+    assert kept["model"] - kept["chunked"] == pytest.approx(2 * logits, rel=0.02)  # 16 bits in place of 32
+    # No logits, but the gradients of the output layer and of what goes into it.
+    assert kept["model"] - kept["tiled"] == pytest.approx(4 * logits - 2 * 32 * (2048 + 150), rel=0.02)
+
+
+def test_parts_are_many_and_small() -> None:
+    assert losses.count_tiles(100) == 8
+    assert losses.count_tiles(8 * 2048) == 8
+    assert losses.count_tiles(8 * 2048 + 1) == 9
+
+
+def test_a_model_whose_loss_would_change_is_refused() -> None:
+    model = build("llama")
+    model.config.logits_scaling = 8.0
+    with pytest.raises(TypeError, match="logits_scaling changes the logits"):
+        losses.install_loss(model, "tiled")
+    with pytest.raises(TypeError, match="Linear cannot be replaced: it has no output layer"):
+        losses.install_loss(torch.nn.Linear(2, 2), "tiled")
+    with pytest.raises(ValueError, match="only replaces the stock Hugging Face"):
+        losses.install_loss(torch.nn.Linear(2, 2), "chunked")
