@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from ds_bench.analysis.comparability import group_repeats, incomparable_fields, row_key
 from ds_bench.analysis.row_labels import unique_labels
 from ds_bench.analysis.summary import TrialSummary, summarise
-from ds_bench.config.spec import Placement, Trial, Workload
+from ds_bench.config.spec import SAME_TRAINING_FIELDS, Placement, Trial, Workload
 from ds_bench.records.schema import TrialRecord
 from tests.support import fakes
 
@@ -117,6 +117,8 @@ OTHER_WORKLOADS: dict[str, Any] = {
     "seed": 7,
     "trust_remote_code": True,
     "dropout": 0.0,
+    "attention": "eager",
+    "loss": "tiled",
 }
 OTHER_PLACEMENTS: dict[str, Any] = {
     "accelerator": "cpu",
@@ -141,6 +143,15 @@ def test_a_difference_of_the_workload_is_named_once_with_both_values(name: str) 
     values = getattr(gpu().workload, name), OTHER_WORKLOADS[name]
     ours, shown = ("none" if value is None else value for value in values)
     assert between(gpu(), theirs) == [f"{name} {ours} against {shown}"]
+
+
+@pytest.mark.parametrize("name", SAME_TRAINING_FIELDS)
+def test_how_a_step_is_computed_may_differ_where_a_row_is_there_to_show_it(name: str) -> None:
+    changes = {name: OTHER_WORKLOADS[name]}
+    row = replace(fakes.zero(1), workload_changes=changes)
+    assert between(gpu(), replace(gpu(of=fakes.workload(**changes)), configuration=row)) == []
+    longer = replace(gpu(of=fakes.workload(seq_length=256, **changes)), configuration=row)
+    assert between(gpu(), longer) == ["seq_length 128 against 256"]
 
 
 @pytest.mark.parametrize("name", OTHER_PLACEMENTS)

@@ -52,6 +52,15 @@ def test_rounding_is_allowed_as_far_as_the_precision_goes(precision: str, factor
     assert (1 in found) is said
 
 
+def test_rows_that_compute_a_step_in_other_ways_are_held_against_each_other() -> None:
+    """In another precision too, by the larger of both tolerances."""
+    usual = losing(1, 7.0, 6.9, precision="fp32")
+    for changes in ({"precision": "bf16"}, {"precision": "fp32", "loss": "tiled", "activation_checkpointing": True}):
+        for factor, said in ((1.0001, False), (1.01, True)):
+            row = losing(2, 7.0 * factor, 6.9 * factor, of=fakes.workload(**changes))
+            assert (compare_losses([usual, row]) != {}) is said
+
+
 def test_the_quirk_of_stage_0_in_16_bit_is_known_and_named_and_is_no_reference() -> None:
     found = compare_losses([losing(0, 7.08, 7.0, **QUIRK), losing(1, 7.0, 6.9), losing(2, 7.0, 6.9)])
     assert list(found) == [0]

@@ -81,6 +81,31 @@ def test_a_precision_this_device_lacks_is_refused_with_the_remedy() -> None:
     assert refusal(fakes.zero(1), volta, fp16={"enabled": True}) is None
 
 
+@pytest.mark.parametrize(
+    ("changes", "accelerator", "said"),
+    [
+        ({"attention": "flash_attention_2"}, "cpu", "runs on GPUs alone; use sdpa"),
+        ({"attention": "flash_attention_2", "precision": "fp32"}, "cuda", "computes in 16 bit alone; use"),
+        ({"loss": "liger"}, "cpu", "runs on GPUs alone; use chunked or tiled"),
+        ({"loss": "tiled", "precision": "fp16"}, "cuda", "which fp16 needs; use --precision bf16"),
+    ],
+)
+def test_a_way_to_compute_a_step_that_does_not_run_here_is_refused(
+    changes: dict[str, Any], accelerator: Any, said: str
+) -> None:
+    placement = Placement(accelerator=accelerator)
+    assert said in (validation.unsupported_workload_reason(fakes.workload(**changes), placement) or "")
+    assert validation.unsupported_workload_reason(fakes.workload(attention="eager", loss="chunked"), placement) is None
+
+
+def test_a_package_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for changes, package in (({"loss": "liger"}, "liger_kernel"), ({"attention": "flash_attention_2"}, "flash_attn")):
+        for spec, refused in ((None, True), (object(), False)):
+            monkeypatch.setattr(importlib.util, "find_spec", lambda _name, spec=spec: spec)
+            said = validation.unsupported_workload_reason(fakes.workload(**changes), CUDA)
+            assert said is None if not refused else f"needs the package {package}" in (said or "")
+
+
 @pytest.mark.parametrize(("name", "stage"), [("cpu_full", 2), ("nvme", 1), ("cpu_optimizer", 0)])
 def test_a_refusal_ends_with_what_to_do(name: str, stage: int) -> None:
     assert "; use" in (refusal(fakes.offload(name, stage)) or "")

@@ -7,6 +7,7 @@ ledger looks into backward when half of the gradients are there, so that cell is
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -298,3 +299,17 @@ def test_checkpointed_activations_are_those_of_the_saved_tensor_hook(
 ) -> None:
     trial = _trial(name, zero(2), 2, activation_checkpointing=True, batch_size=3)
     check(trial, profiles[name], launch(trial))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["zero1", "zero3"])
+@pytest.mark.parametrize("work", [{"loss": "chunked"}, {"loss": "tiled"}, {"attention": "eager"}], ids=str)
+def test_another_loss_or_attention_holds_what_was_predicted(
+    work: dict[str, Any], strategy: str, profiles: dict[str, ModelProfile], launch: Launch
+) -> None:
+    trial = _trial("llama", STRATEGIES[strategy], 2, **work)
+    variant = model_profile.variant_of(trial.workload)
+    other = model_profile.profile_of(_facts("llama"), 16, accelerator="cpu", variant=variant)
+    usual = replace(profiles["llama"], variants={variant: other})
+    assert predict(usual, trial.workload, trial.placement, trial.ds_config).unknown is None
+    check(trial, usual, launch(trial))

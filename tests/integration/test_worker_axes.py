@@ -1,0 +1,84 @@
+"""What changes how a step is computed: each is shown by two CPU ranks to change what it says, and to train the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from ds_bench.analysis.comparability import incomparable_fields
+from ds_bench.analysis.loss_parity import compare_losses
+from ds_bench.analysis.summary import summarise
+from ds_bench.config.spec import Configuration, Trial
+from ds_bench.launch import Limits
+from ds_bench.launch.warm import WarmLauncher
+from ds_bench.records.schema import TrialRecord
+from tests.support import fakes
+from tests.support.real_trials import SHORT, make_trial
+
+pytestmark = [pytest.mark.slow, pytest.mark.deepspeed]
+
+WORKLOAD = fakes.workload(batch_size=2, seq_length=64, grad_accum=2, num_steps=3, warmup_steps=1, dropout=0.0)
+"""Accumulation shows a loss whose gradients are not scaled; with dropout, sdpa keeps scores on the CPU too."""
+
+
+def of(changes: Mapping[str, Any], stage: int = 2, name: str = "row") -> Trial:
+    """A trial of the workload with these changes, as a row of an axis has them."""
+    row: Configuration = replace(fakes.zero(stage), name=name, label=name, workload_changes=changes)
+    return make_trial(row, workload=replace(WORKLOAD, **changes))
+
+
+Launch = Callable[[Trial], TrialRecord]
+
+
+@pytest.fixture(scope="module")
+def train(
+    server: Callable[[Limits], WarmLauncher], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[Trial], TrialRecord]:
+    def go(trial: Trial) -> TrialRecord:
+        record = server(SHORT).launch(trial, tmp_path_factory.mktemp("trial"), lambda _progress: None)
+        assert record.outcome.success, record.outcome
+        return record
+
+    return go
+
+
+@pytest.fixture(scope="module")
+def usual(train: Launch) -> TrialRecord:
+    return train(of({}, name="usual"))
+
+
+def activations(record: TrialRecord) -> int:
+    return record.ranks[0].ledger["cpu"]["activations"]
+
+
+def assert_trains_the_same(usual: TrialRecord, record: TrialRecord) -> None:
+    assert compare_losses([summarise(each, None, None) for each in (usual, record)]) == {}
+    assert incomparable_fields(usual, record) == []
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("loss", ["chunked", "tiled"])
+def test_a_loss_in_parts_keeps_less_and_trains_the_same(
+    loss: str, stage: int, usual: TrialRecord, train: Launch
+) -> None:
+    """Of GPT-2, whose output layer is the embedding, so that its gradient comes from both."""
+    record = train(of({"loss": loss}, stage, loss))
+    assert_trains_the_same(usual, record)
+    logits = 2 * 64 * WORKLOAD.model_config["vocab_size"]
+    assert activations(usual) - activations(record) > 1.5 * logits  # bytes, of the 4 of an fp32 logit
+
+
+def test_eager_attention_keeps_scores_and_trains_the_same(usual: TrialRecord, train: Launch) -> None:
+    record = train(of({"attention": "eager"}, name="eager"))
+    assert_trains_the_same(usual, record)
+    assert (usual.ranks[0].attention, record.ranks[0].attention) == ("sdpa", "eager")
+    assert activations(record) > activations(usual)
+
+
+def test_checkpointing_keeps_less_and_trains_the_same(usual: TrialRecord, train: Launch) -> None:
+    record = train(of({"activation_checkpointing": True}, name="checkpointing"))
+    assert_trains_the_same(usual, record)
+    assert activations(record) < activations(usual)
