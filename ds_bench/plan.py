@@ -311,7 +311,9 @@ class ConfigurationBuilder:
             return self._file_row_maker().make(row.file, batch_size, policy)
         assert row.strategy is not None, "a row has a strategy or a file"
         options, strategy = self.options, row.strategy
-        config = self.make_config(strategy, batch_size, options.grad_accum)
+        # The user's function is about DeepSpeed: what it changes there does not hold for torch's engines.
+        make_config = self.make_config if strategy.engine == "deepspeed" else deepspeed_config.base_config
+        config = make_config(strategy, batch_size, options.grad_accum)
         if not isinstance(config, dict):
             raise UsageError(f"create_deepspeed_config returned {type(config).__name__}", remedy="return a dict")
         config = self._with_flags(config)
@@ -369,6 +371,7 @@ def make_trials(
                 torch_adam=placement.accelerator == "cpu",
                 largest_parameter=model.largest_parameter,
             )
+            completed = replace(configuration, deepspeed_config=config)
             trials.append(
                 Trial(
                     trial_id=f"{len(trials):02d}_{configuration.name}" + (f"_r{repeat}" if options.repeats > 1 else ""),
@@ -380,14 +383,12 @@ def make_trials(
                     ),
                     placement=placement,
                     ds_config=config,
-                    unsupported=validation.unsupported_reason(
-                        replace(configuration, deepspeed_config=config), placement
-                    )
+                    unsupported=validation.unsupported_reason(completed, placement)
                     or validation.unsupported_workload_reason(workload, placement),
                     caveats=(
                         *configuration.caveats,
                         *_differences_from_name(configuration, workload, config),
-                        *validation.ineffective_settings(config, workload, placement),
+                        *validation.ineffective_settings(completed, workload, placement),
                     ),
                 )
             )
@@ -401,7 +402,7 @@ def with_op_states(trial: Trial, states: Mapping[str, ops.OpState], largest_para
     """
     config, caveats = trial.ds_config, trial.caveats
     fused = states.get(ops.FUSED_ADAM)
-    if fused is not None and not fused.ready:
+    if fused is not None and not fused.ready and not trial.configuration.is_reference:
         config = deepspeed_config.complete_config(
             config, trial.workload, trial.placement, torch_adam=True, largest_parameter=largest_parameter
         )

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NotRequired
 from .. import units
 from ..config import strategies
 from ..config.deepspeed_config import minimal_config
-from ..config.spec import Configuration, Placement, Strategy, Trial, Workload
+from ..config.spec import Configuration, Engine, Placement, Strategy, Trial, Workload
 from ..models.presets import ModelFacts, find_preset
 from ..records.json_files import check_numbers, invalid_value
 from ..records.schema import SUCCESS, Outcome, RankMeasurement, TrialRecord
@@ -31,7 +31,7 @@ _TEXTS = frozenset((
     "strategy", "model", "status", "error", "error_details", "caveats", "trial_id", "accelerator", "device",
     "precision", "batch_policy", "optimizer", "launch", "flops_convention", "started_at", "run_id", "config_hash",
     "gpu_name", "cpu_model", "torch_version", "deepspeed_version", "transformers_version", "cuda_version",
-    "gpu_driver_version",
+    "gpu_driver_version", "engine",
 ))  # fmt: skip
 _FLAGS = frozenset(("success", "activation_checkpointing"))
 _COUNTS = frozenset((
@@ -231,7 +231,7 @@ def _outcome(row: Mapping[str, Any]) -> Outcome:
 
 
 def _trial(row: Mapping[str, Any]) -> Trial:
-    configuration = _configuration(row["strategy"], row["stage"])
+    configuration = _configuration(row["strategy"], row["stage"], row.get("engine"))
     return Trial(
         trial_id=row.get("trial_id") or f"{configuration.name}_r{row['repeat']}",
         repeat=row["repeat"],
@@ -244,9 +244,10 @@ def _trial(row: Mapping[str, Any]) -> Trial:
 
 
 @cache
-def _configuration(name: str, stage: int) -> Configuration:
+def _configuration(name: str, stage: int, engine: Engine | None) -> Configuration:
     """The configuration of the catalogue's strategy; of another name the offload devices are not known."""
     strategy = strategies.find_strategy(name, stage) or Strategy(name=name, label=name, stage=stage)
+    strategy = replace(strategy, engine=engine or strategy.engine)
     return strategies.make_configuration(strategy, minimal_config(strategy))
 
 

@@ -163,6 +163,7 @@ COLUMNS: list[Column] = [
     ("gpu_driver_version", _of_environment(lambda e: e.gpu_driver_version)),
     ("round_position", lambda s: s.record.trial.round_position),
     ("gpu_outside_allocator_gb", lambda s: to_gb(s.gpu_outside_allocator_bytes)),
+    ("engine", lambda s: s.record.trial.configuration.engine),
 ]
 
 

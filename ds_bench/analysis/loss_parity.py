@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import fields, replace
 from typing import Any
 
-from ..config.spec import SAME_TRAINING_FIELDS, Workload
+from ..config.spec import SAME_TRAINING_FIELDS, Configuration, Workload
 from ..units import format_ratio
 from .caveats import Caveat, CaveatKind, CaveatText
 from .summary import TrialSummary
@@ -115,9 +115,14 @@ def _group_equal_batches(summaries: Sequence[TrialSummary]) -> list[_Group]:
 def _stage_3_alone(group: _Group) -> Caveat | None:
     """The caveat that a group of several strategies, all of stage 3, was not held against another stage."""
     strategies = [summary.record.trial.configuration for summary in group.values()]
-    if len({strategy.name for strategy in strategies}) < 2 or any(strategy.stage != 3 for strategy in strategies):
+    if len({strategy.name for strategy in strategies}) < 2 or not all(map(_is_stage_3, strategies)):
         return None
     return CaveatText.LOSS_PARITY_STAGE_3_ALONE.caveat(" among rows of stage 3 alone, not against another stage")
+
+
+def _is_stage_3(configuration: Configuration) -> bool:
+    """Whether DeepSpeed's stage 3 trained the row; FSDP2 shares no code with it."""
+    return configuration.stage == 3 and not configuration.is_reference
 
 
 def _other_adam_implementation(first: TrialSummary, summary: TrialSummary) -> Caveat | None:
@@ -148,7 +153,7 @@ def _reference_row(group: _Group) -> TrialSummary | None:
 
     def rank(row: TrialSummary) -> tuple[int, bool]:
         agreeing = sum(_training_difference(row, other) is None for other in rows)
-        return agreeing, row.record.trial.configuration.stage != 3
+        return agreeing, not _is_stage_3(row.record.trial.configuration)
 
     return max(rows, key=rank)
 

@@ -94,7 +94,9 @@ class TrialSummary:
         Equal for equal configurations on any machine. None if the result does not hold the configuration.
         """
         trial = self.record.trial
-        return hash_config(trial.ds_config) if is_full_config(trial) else self.flat_config_hash
+        if not is_full_config(trial):
+            return self.flat_config_hash
+        return hash_config(trial.ds_config, trial.configuration.engine)
 
     @property
     def gpu_fraction(self) -> float | None:

@@ -325,10 +325,13 @@ def _row_name(flag: str, text: str | None, family: Family, given: dict[str, Any]
     files = [file.name for file in read_configuration_files(given["configs"])[0]]
     if text in files:
         return text
-    if (name := next((row.name for row in rows if strategies.matches(row, text)), None)) is None:
+    if (row := next((row for row in rows if strategies.matches(row, text)), None)) is None:
         names = ", ".join([*(row.name for row in rows), *files])
         raise UsageError(f"--{flag.replace('_', '-')} {text}: no such row", remedy=f"one of {names}")
-    return name
+    if flag == "export" and row.engine != "deepspeed":
+        problem = f"--export {text}: {row.label} is torch's own engine, there is no DeepSpeed configuration"
+        raise UsageError(problem, remedy="export a row that DeepSpeed trains")
+    return row.name
 
 
 def parse(family: Family, prog: str, arguments: Sequence[str]) -> Options:

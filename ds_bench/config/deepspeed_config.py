@@ -19,7 +19,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..errors import UsageError
-from .spec import Configuration, Placement, Precision, Strategy, Trial, Workload, offload_device
+from .spec import Configuration, Engine, Placement, Precision, Strategy, Trial, Workload, offload_device
 
 Config = dict[str, Any]
 
@@ -46,6 +46,8 @@ def base_config(strategy: Strategy | Configuration, batch_size: int, grad_accum:
 def zero_block(strategy: Strategy | Configuration) -> Config:
     """Makes the ``zero_optimization`` block, with the defaults that affect memory or speed."""
     block: Config = {"stage": strategy.stage}
+    if strategy.engine != "deepspeed":
+        return block
     if strategy.stage >= 1:
         block |= {
             "contiguous_gradients": True,
@@ -240,9 +242,13 @@ def minimal_config(strategy: Strategy | Configuration) -> dict[str, Any]:
     return {"zero_optimization": {"stage": strategy.stage, **offloads}}
 
 
-def hash_config(ds_config: Mapping[str, Any]) -> str:
-    """Returns the first 12 hexadecimal digits of the SHA-256 of a DeepSpeed configuration without ``nvme_path``."""
-    text = json.dumps(_without_folders(ds_config), sort_keys=True, default=str)
+def hash_config(ds_config: Mapping[str, Any], engine: Engine = "deepspeed") -> str:
+    """Returns the first 12 hexadecimal digits of the SHA-256 of a DeepSpeed configuration without ``nvme_path``.
+
+    A reference engine's has its name added: it is not the configuration of the stage that splits alike.
+    """
+    named = ds_config if engine == "deepspeed" else {**ds_config, "engine": engine}
+    text = json.dumps(_without_folders(named), sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 

@@ -24,6 +24,7 @@ LossName = Literal["model", "chunked", "tiled", "liger"]
 Engine = Literal["deepspeed", "ddp", "fsdp2"]
 ConfigurationSource = Literal["catalogue", "file", "axis", "recipe"]
 
+ENGINES: tuple[Engine, ...] = ("deepspeed", "ddp", "fsdp2")
 PRECISIONS: tuple[Precision, ...] = ("bf16", "fp16", "fp32")
 LOSSES: tuple[LossName, ...] = ("model", "chunked", "tiled", "liger")
 ATTENTIONS = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
@@ -94,7 +95,9 @@ class Workload:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Strategy:
-    """A named entry of the catalogue (``strategies``), of which configurations are made: a ZeRO stage with offloads."""
+    """A named entry of the catalogue (``strategies``), of which configurations are made: a ZeRO stage with offloads, or
+    a reference engine of torch's, whose stage is the one that splits alike.
+    """
 
     name: str
     """Stable name, as in ``--strategies``: ``zero2``, ``cpu_optimizer``."""
@@ -106,6 +109,7 @@ class Strategy:
     """Where optimizer states and the optimizer step live when not on the accelerator."""
     offload_param: Device = "none"
     """Where parameters live between uses when not on the accelerator; stage 3 only."""
+    engine: Engine = "deepspeed"
 
     def __post_init__(self) -> None:
         _require(self.stage in (0, 1, 2, 3), "stage", self.stage, "must be 0, 1, 2 or 3")
@@ -152,6 +156,7 @@ class Configuration:
     workload_changes: Mapping[str, Any] = field(default_factory=dict)
     """Fields of the Workload that this row sets differently, with their values."""
     engine: Engine = "deepspeed"
+    """What trains it: DeepSpeed, or as a reference torch's DistributedDataParallel or ``fully_shard``."""
     source: ConfigurationSource = "catalogue"
     requires: Requirements = Requirements()
     file_text: str | None = None
@@ -169,6 +174,7 @@ class Configuration:
         _require(bool(self.name), "name", self.name, "must not be empty")
         stage = self.stage
         _require(type(stage) is int and 0 <= stage <= 3, "stage", stage, "must be 0, 1, 2 or 3")
+        _require(self.engine in ENGINES, "engine", self.engine, f"must be one of {ENGINES}")
         for block_name in ("offload_optimizer", "offload_param"):
             device = offload_device(self.deepspeed_config, block_name) or "none"
             if device not in DEVICES:
@@ -197,6 +203,11 @@ class Configuration:
     def layout(self) -> tuple[int, Device, Device]:
         """Stage and both offload devices: what decides where model states live, whatever the row is called."""
         return self.stage, self.offload_optimizer, self.offload_param
+
+    @property
+    def is_reference(self) -> bool:
+        """Whether torch's own engine trains it: never recommended, as it is no DeepSpeed configuration."""
+        return self.engine != "deepspeed"
 
     @property
     def uses_nvme(self) -> bool:

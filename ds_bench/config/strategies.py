@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from .deepspeed_config import base_config
+from .reference_engines import REFERENCES
 from .spec import Configuration, Device, Strategy
 
 ZERO_STAGES: dict[int, Strategy] = {
@@ -53,13 +54,18 @@ ALIASES: dict[str, Strategy] = {
 }
 """Names that people know from other tools' example files (``ds_z3_offload_config.json``), each with one stage."""
 
-STRATEGY_NAMES: tuple[str, ...] = (*OFFLOAD_NAMES, *(name for name in CATALOGUE if name not in _OFFLOADS), *ALIASES)
+STRATEGY_NAMES: tuple[str, ...] = (
+    *OFFLOAD_NAMES,
+    *(name for name in CATALOGUE if name not in _OFFLOADS),
+    *ALIASES,
+    *REFERENCES,
+)
 """What ``--strategies`` takes."""
 
 
 def named_strategy(name: str, stage: int = 3) -> Strategy:
     """Returns the strategy of that name; ``stage`` is that of the offload strategies. Raises KeyError."""
-    return offload_strategy(name, stage) if name in _OFFLOADS else (CATALOGUE | ALIASES)[name]
+    return offload_strategy(name, stage) if name in _OFFLOADS else (CATALOGUE | ALIASES | REFERENCES)[name]
 
 
 def find_strategy(name: str, stage: int) -> Strategy | None:
@@ -82,6 +88,7 @@ def make_configuration(
         label=strategy.label,
         deepspeed_config=base_config(strategy, 1) if deepspeed_config is None else deepspeed_config,
         workload_changes=workload_changes or {},
+        engine=strategy.engine,
     )
 
 
@@ -93,7 +100,7 @@ def matches(row: Strategy | Configuration, text: str) -> bool:
     """
     names = [row.name, row.label]
     other = isinstance(row, Configuration) and (row.source != "catalogue" or row.axis_values)
-    if row.offload_optimizer == "none" and not other:
+    if row.offload_optimizer == "none" and row.engine == "deepspeed" and not other:
         names += [f"zero{row.stage}", f"stage{row.stage}", str(row.stage)]
     return _without_separators(text) in map(_without_separators, names)
 

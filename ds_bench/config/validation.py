@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ..errors import UsageError
-from . import deepspeed_keys
+from . import deepspeed_keys, reference_engines
 from .rules import RULES, Case, RowUse
 from .spec import Configuration, Placement, Workload
 
@@ -73,6 +73,7 @@ def unsupported_reason(configuration: Configuration, placement: Placement) -> st
     return (
         configuration.refusal
         or _missing_requirement(configuration, placement)
+        or (reference_engines.refused_setting(configuration) if configuration.is_reference else None)
         or next(_row_texts(case, "refusal"), None)
     )
 
@@ -114,8 +115,14 @@ def _missing_requirement(configuration: Configuration, placement: Placement) -> 
     return None
 
 
-def ineffective_settings(config: Config, workload: Workload, placement: Placement) -> list[str]:
-    """Returns caveats for settings that have no effect, or that slow down what is measured."""
+def ineffective_settings(configuration: Configuration, workload: Workload, placement: Placement) -> list[str]:
+    """Returns caveats for settings that have no effect, or that slow down what is measured.
+
+    ``configuration``: with its completed DeepSpeed configuration.
+    """
+    if configuration.is_reference:
+        return reference_engines.ignored_settings(configuration)
+    config = configuration.deepspeed_config
     return list(_row_texts(Case(config=config, workload=workload, placement=placement), "caveat"))
 
 

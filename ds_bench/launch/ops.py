@@ -87,7 +87,7 @@ def needed_ops(accelerator: Accelerator, configurations: Iterable[Configuration]
 
 def fused_ops(configurations: Iterable[Configuration]) -> list[str]:
     """The ops of optimizers that stay on a GPU; without them torch's own are used."""
-    on_gpu = [configuration for configuration in configurations if not configuration.offloads_optimizer]
+    on_gpu = [each for each in configurations if not each.offloads_optimizer and not each.is_reference]
     names = [_FUSED_OPTIMIZER_OPS.get(_optimizer_kind(configuration)) for configuration in on_gpu]
     return list(dict.fromkeys(filter(None, names)))
 

@@ -151,6 +151,19 @@ def cost_of_leaving_out(row: Candidate, decision: Decision) -> str | None:
     return f"leaving it out costs {format_percent(1 - _speed_fraction(choice, row))} of its speed"
 
 
+def reference_text(row: Candidate, decision: Decision | None) -> str:
+    """One sentence on a row of torch's own engines: its speed beside that of the choice, and why it is no choice."""
+    text = f"{row.label} is a reference, torch's own engine, and no DeepSpeed configuration to choose"
+    if decision is None or row.optimizer != decision.choice.optimizer:
+        return text
+    choice = decision.choice
+    share = f"it reaches {format_percent(_speed_fraction(row, choice), digits=0)} of {choice.label}'s speed"
+    if not decision.speeds.differ(row, choice):
+        return f"{text}: {share}, which is within the noise"
+    faster = row.tokens_per_second > choice.tokens_per_second
+    return f"{text}: {share}{'; faster than the choice, so hold both against your own needs' if faster else ''}"
+
+
 def _rows(fitting: Sequence[Candidate]) -> str:
     return f"the {len(fitting)} rows that fit"
 

@@ -81,6 +81,8 @@ class Candidates:
 
     candidates: Sequence[Candidate]
     """Eligible rows, and rows that are too full, which the rule drops."""
+    references: Sequence[Candidate]
+    """Rows of torch's own engines, which are no DeepSpeed configuration and so no choice."""
     incomparable: Sequence[str]
     """One sentence per row that does not compare with the others."""
     left_out: Sequence[tuple[str, Candidate | None]]
@@ -88,7 +90,7 @@ class Candidates:
 
     def sentences(self, decision: Decision | None = None) -> list[str]:
         """On the rows that are not eligible; for rows that are too full with what leaving them out costs."""
-        sentences = [*self.incomparable]
+        sentences = [*self.incomparable, *(reasons.reference_text(row, decision) for row in self.references)]
         for sentence, row in self.left_out:
             cost = None if row is None or decision is None else reasons.cost_of_leaving_out(row, decision)
             sentences.append(sentence if cost is None else f"{sentence}; {cost}")
@@ -126,7 +128,7 @@ def recommend(comparison: Comparison, goal: str = "balanced") -> Recommendation:
         tied=tuple(candidate.label for candidate in decision.tied),
         undecided=tuple(undecided),
         headline=short_answer.say_choice(decision, comparison, goal, terms),
-        alternative=short_answer.say_alternative(decision, candidates.candidates, comparison),
+        alternative=short_answer.say_alternative(decision, candidates.candidates, candidates.references, comparison),
         try_next=short_answer.try_after_choice(decision, candidates.candidates, comparison),
     )
 
@@ -137,6 +139,7 @@ def _intervals(comparison: Comparison) -> IntervalOf:
 
 def _candidates(comparison: Comparison, terms: MemoryTerms) -> Candidates:
     candidates: list[Candidate] = []
+    references: list[Candidate] = []
     incomparable: list[str] = []
     left_out: list[tuple[str, Candidate | None]] = []
     for row in comparison.rows:
@@ -146,12 +149,14 @@ def _candidates(comparison: Comparison, terms: MemoryTerms) -> Candidates:
             incomparable.append(f"{row.label} does not compare with the others ({'; '.join(row.differences)})")
         elif reason := _reason_not_eligible(row):
             left_out.append((f"{row.label} is left out: {reason}", None))
+        elif row.configuration.is_reference:
+            references.append(_candidate(row, comparison, terms))
         else:
             candidates.append(candidate := _candidate(row, comparison, terms))
             if not candidate.fits:
                 share, limit = format_percent(candidate.fraction), format_percent(NEAR_CAPACITY, digits=0)
                 left_out.append((f"{row.label} is left out: {share} of {terms.capacity}, above {limit}", candidate))
-    return Candidates(candidates=candidates, incomparable=incomparable, left_out=left_out)
+    return Candidates(candidates=candidates, references=references, incomparable=incomparable, left_out=left_out)
 
 
 def _reason_not_eligible(row: ComparisonRow) -> str | None:
@@ -223,7 +228,7 @@ def _why_no_choice(comparison: Comparison, candidates: Candidates) -> str:
         return "There are no rows"
     if candidates.incomparable:
         return "There is no choice among rows that do not compare"
-    if candidates.left_out:
+    if candidates.left_out or candidates.references:
         return "No row that trained can be recommended"
     outcomes = [(row.label, run.outcome.status) for row in comparison.rows if (run := remedies.failed_run(row))]
     if len(outcomes) <= _MAX_ROWS_NAMED:
@@ -277,7 +282,7 @@ def _steps_for_caveats(caveats: Sequence[Caveat]) -> Iterator[str]:
 
 def _rule_of_thumb(comparison: Comparison, goal: str) -> str | None:
     """The rule of thumb for the memory that the fastest row without offload uses, or for rows out of memory."""
-    comparable = [row for row in comparison.rows if not row.differences]
+    comparable = [row for row in comparison.rows if not row.differences and not row.configuration.is_reference]
     without_offload = [row for row in comparable if not row.configuration.offloads_optimizer]
     if not without_offload or _on_cpu(comparison):
         return None

@@ -98,12 +98,17 @@ def say_no_choice(comparison: Comparison, incomparable: bool) -> str:
     return f"No row trained: {', '.join(f'{count} {status}' for status, count in counts.items())}."
 
 
-def say_alternative(decision: Decision, candidates: Sequence[Candidate], comparison: Comparison) -> str | None:
-    """What the fastest row that was not chosen would give, and why it was not; None if nothing speaks for another."""
+def say_alternative(
+    decision: Decision, candidates: Sequence[Candidate], references: Sequence[Candidate], comparison: Comparison
+) -> str | None:
+    """What the fastest row that was not chosen would give, and why it was not; None if nothing speaks for another.
+
+    ``references``: rows of torch's own engines, which are no choice.
+    """
     choice, speeds = decision.choice, decision.speeds
     if decision.undecided:
         return None
-    by_key = {candidate.key: candidate for candidate in candidates}
+    by_key = {candidate.key: candidate for candidate in (*candidates, *references)}
     rows = [row for row in comparison.rows if row.key != choice.key and not row.differences]
     faster = [row for row in rows if (row.tokens_per_second or 0.0) > choice.tokens_per_second]
     for row in sorted(faster, key=lambda row: -(row.tokens_per_second or 0.0)):
@@ -117,6 +122,8 @@ def say_alternative(decision: Decision, candidates: Sequence[Candidate], compari
             return f"{lead}, with another optimizer ({candidate.optimizer}): not compared by speed."
         if not speeds.differ(candidate, choice) or candidate.key == decision.simplest_tied.key:
             continue  # no faster, or weighed against the choice in the headline
+        if candidate in references:
+            return f"{lead}: torch's own engine, no DeepSpeed configuration."
         if not candidate.fits:
             return f"{lead} but reserves {format_percent(candidate.fraction)}: a longer sequence may end it."
         if candidate.memory_bytes is not None and choice.memory_bytes is not None:

@@ -161,8 +161,9 @@ def failed_setup(run: TrialRecord, comparison: Comparison, shortage: Shortage) -
         return None
     trial, config = run.trial, run.trial.ds_config
     rows = _rows_of_same_work(comparison, trial)
-    trained = {row.configuration.layout for row in rows if row.valid and row.leaves_room}
-    failed = {row.configuration.layout for row in rows} - trained
+    of_deepspeed = [row for row in rows if not row.configuration.is_reference]
+    trained = {row.configuration.layout for row in of_deepspeed if row.valid and row.leaves_room}
+    failed = {row.configuration.layout for row in of_deepspeed} - trained
     on_device = out_of_pool(run) == "device"
     batch = config.get("train_micro_batch_size_per_gpu")  # an override may have changed it
     return FailedSetup(

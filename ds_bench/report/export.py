@@ -51,9 +51,12 @@ def write_exports(
     """Writes the five files, replacing older ones whole; returns their paths.
 
     ``doubt``: a line for the head of its README, where it is not decided that this is the row to use. A row that failed
-    is written too, and its README says so. Raises UsageError where the folder cannot be written, or the configuration
-    holds NaN or an infinity.
+    is written too, and its README says so. Raises UsageError for a row of a reference engine, where the folder cannot
+    be written, or where the configuration holds NaN or an infinity.
     """
+    if record.trial.configuration.is_reference:
+        problem = f"{record.trial.configuration.label} is torch's own engine: there is no DeepSpeed configuration"
+        raise UsageError(problem, remedy="export a row that DeepSpeed trained")
     raw, trainer, accelerate = raw_config(record), trainer_config(record), accelerate_config(record)
     readme = export_readme.readme(record, raw, trainer, accelerate, trainer_arguments(record), environment, doubt)
     try:

@@ -296,3 +296,14 @@ def test_a_dropout_that_was_asked_for_and_the_same_as_the_models_own_are_alike()
     without = replace(gpu(), workload=fakes.workload(dropout=0.0))
     assert incomparable_fields(own, fakes.success(without, dropout=0.0)) == ["dropout 0.1 against 0.0"]
     assert incomparable_fields(own, fakes.failure(without)) == ["dropout none against 0.0"]
+
+
+@pytest.mark.parametrize(("engine", "stage"), [("ddp", 0), ("fsdp2", 3)])
+def test_a_reference_engine_is_never_one_row_with_the_stage_that_splits_alike(engine: str, stage: int) -> None:
+    """Their DeepSpeed configurations may be equal, down to the last key."""
+    reference = fakes.trial(fakes.reference(engine), on=CUDA)
+    same = replace(gpu(stage), ds_config=reference.ds_config)
+    rows = summaries(fakes.success(reference), fakes.success(same))
+    assert len(group_repeats(rows)) == 2
+    assert rows[0].config_hash != rows[1].config_hash
+    assert row_key(rows[0].record) == replace(reference, repeat=0).key

@@ -654,13 +654,14 @@ def test_a_flat_row_gives_the_same_row_again() -> None:
             nvme_written_bytes=5,
             ledger={"nvme": {"optimizer_states": 2**30}},
         ),
+        fakes.success(fakes.trial(fakes.reference("fsdp2"), on=fakes.placement(accelerator="cuda", num_gpus=2))),
         fakes.success(fakes.trial(of=fakes.workload(num_steps=1, warmup_steps=0)), gpu_alloc_retries=3),
         fakes.success(losses=(None,) * 12),
         fakes.failure(status=schema.OOM_HOST),
         fakes.failure(fakes.trial(fakes.offload("cpu_full", 2)), status="RuntimeError", error="it; broke; twice"),
         TrialRecord(trial=fakes.trial(fakes.zero(1)), outcome=Outcome(status=schema.UNSUPPORTED, error="no")),
     ],
-    ids=["cuda", "emulated card", "nvme", "one step", "nan", "host memory", "odd error", "refused"],
+    ids=["cuda", "emulated card", "nvme", "reference", "one step", "nan", "host memory", "odd error", "refused"],
 )
 def test_a_row_written_and_read_back_gives_the_same_row(entry: TrialRecord) -> None:
     (row,) = flat_rows(load_results.summarise_all([entry]))

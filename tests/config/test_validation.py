@@ -163,7 +163,8 @@ def inactive(
     strategy: Configuration, on: Placement | None = None, of: Workload | None = None, **changes: Any
 ) -> list[str]:
     config = complete(overrides.overlay(deepspeed_config.base_config(strategy, 4), changes))
-    return validation.ineffective_settings(config, of or fakes.workload(), on or fakes.placement())
+    completed = replace(strategy, deepspeed_config=config)
+    return validation.ineffective_settings(completed, of or fakes.workload(), on or fakes.placement())
 
 
 @pytest.mark.parametrize("strategy", EVERY_CONFIGURATION, ids=lambda s: s.name)

@@ -22,8 +22,7 @@ from tests.support.real_trials import SHORT, make_trial
 
 pytestmark = pytest.mark.deepspeed
 
-DDP = replace(fakes.zero(0), name="ddp", label="DDP (torch)", engine="ddp")
-FSDP2 = replace(fakes.zero(3), name="fsdp2", label="FSDP2 (torch)", engine="fsdp2")
+DDP, FSDP2 = fakes.reference("ddp"), fakes.reference("fsdp2")
 FP32_BYTES = 4
 
 Train = Callable[[Configuration, Workload], TrialRecord]

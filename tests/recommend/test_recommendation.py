@@ -712,3 +712,15 @@ def test_many_rows_without_success_or_comparison_are_counted_not_listed() -> Non
     told = answer(row(fakes.zero(0), 8, 1000), row(fakes.zero(2), 8, 1100), *others).reason
     assert told.count("does not compare") == 6
     assert "3 more rows are left out" in told
+
+
+def test_a_faster_reference_is_named_and_never_chosen() -> None:
+    fsdp2 = row(fakes.reference("fsdp2"), 20, 15_000, cards=4)
+    found = answer(row(fakes.zero(2), 28, 10_500, cards=4), row(fakes.zero(3), 18, 8_700, cards=4), fsdp2)
+    assert found.choice == "ZeRO-2"
+    assert found.alternative == "FSDP2 (torch) is 43 % faster: torch's own engine, no DeepSpeed configuration."
+    assert "FSDP2 (torch) is a reference" in found.reason
+    assert "143 % of ZeRO-2's speed" in found.reason
+    alone = answer(fsdp2)
+    assert alone.choice is None
+    assert "FSDP2 (torch) is a reference" in alone.reason

@@ -60,6 +60,11 @@ def offload(name: str, stage: int = 3) -> Configuration:
     return strategies.make_configuration(strategies.offload_strategy(name, stage))
 
 
+def reference(name: str) -> Configuration:
+    """``ddp`` or ``fsdp2``."""
+    return strategies.make_configuration(strategies.named_strategy(name))
+
+
 def trial(
     configuration: Configuration | None = None,
     *,
