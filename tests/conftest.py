@@ -98,7 +98,8 @@ def launch(server: Callable[[Limits], WarmLauncher], tmp_path: Path) -> Launch:
     """Launches a trial of make_trial's arguments in a fresh folder, and asserts that no process is left."""
 
     def go(trial: Trial | None = None, *, limits: Limits = SHORT, **arguments: Any) -> TrialRecord:
-        folder = tmp_path / "trial"
+        earlier = len(list(tmp_path.glob("trial*")))
+        folder = tmp_path / f"trial{earlier or ''}"
         folder.mkdir()
         before = processes.descendants()
         record = server(limits).launch(trial or make_trial(**arguments), folder, lambda _progress: None)

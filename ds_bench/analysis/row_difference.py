@@ -7,6 +7,7 @@ predicted when the trial was planned (``prediction.what_if.savings``).
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,7 +15,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from ..config import deepspeed_config
-from ..config.spec import Trial
+from ..config.spec import Configuration, Trial
 from ..prediction.memory import UNCOUNTED, Prediction
 from ..prediction.what_if import Saving
 from ..records.schema import RankMeasurement, Tier
@@ -40,7 +41,7 @@ Scope = Literal["fullest rank", "fullest node", "one rank", "whole job"]
 
 ACTS_ON: Mapping[str, tuple[str, ...]] = {
     "zero_optimization.stage": ("parameters", "gradients", "optimizer_states", "deepspeed_buffers"),
-    "zero_optimization.offload_optimizer.device": ("optimizer_states", "gradients", "step"),
+    "zero_optimization.offload_optimizer.device": ("optimizer_states", "gradients", "deepspeed_buffers", "step"),
     "zero_optimization.offload_optimizer.ratio": ("optimizer_states", "step"),
     "zero_optimization.offload_optimizer.pin_memory": ("pinned_rounding", "step"),
     "zero_optimization.offload_optimizer.buffer_count": ("deepspeed_buffers",),
@@ -101,12 +102,20 @@ _RESOLVED_KEYS = {
     "torch_autocast.enabled": "torch_autocast_enabled",
     "data_types.grad_accum_dtype": "grad_accum_dtype",
 }
-_STAGE_3_KEYS = ("stage3_", "sub_group_size", "offload_param", "zero_hpz", "zero_quantized")
+_STAGE_3_KEYS = (
+    "stage3_", "sub_group_size", "offload_param", "offload_optimizer.ratio", "zero_hpz", "zero_quantized",
+)  # fmt: skip
 """Beginnings of keys of ``zero_optimization`` that only stage 3 reads (runtime/zero/config.py)."""
+_NVME_KEYS = ("buffer_count", "buffer_size", "max_in_cpu")
+"""Keys of the offload blocks that are read with the device ``nvme`` alone."""
 _LEFT_OUT_KEYS = ("train_batch_size", "steps_per_print", "nvme_path", "gradient_accumulation_steps")
 """Last parts of keys that are not compared: those that follow from other keys or change nothing that is measured.
 Accumulation is compared as a field of the workload."""
-_LEFT_OUT_FIELDS = ("num_steps", "warmup_steps", "batch_policy", "model_config", "supported_precisions", "launcher")
+_LEFT_OUT_FIELDS = (
+    "num_steps", "warmup_steps", "batch_policy", "model_config",
+    "supported_precisions", "launcher", "hostfile", "nvme_path",
+)  # fmt: skip
+"""Fields of workload and placement that change nothing that is measured, or that other differences show."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -256,13 +265,20 @@ class RowDifference:
             "b": _row_facts(self.b),
             "memory": memory,
             "resident_bytes": asdict(self.resident_bytes),
-            "time": None if self.time is None else asdict(self.time),
+            "time": None if self.time is None else _finite(asdict(self.time)),
             "keys": [asdict(each) for each in self.keys],
             "environment_differences": list(self.environment_differences),
             "savings_of": self.larger.configuration.name,
             "savings": [asdict(each) for each in self.savings],
             "unknown": list(self.unknown),
         }
+
+
+def _finite(value: Any) -> Any:
+    """The value with None in place of the infinite ends that an interval may have."""
+    if isinstance(value, dict):
+        return {key: _finite(inner) for key, inner in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _row_facts(row: ComparisonRow) -> dict[str, Any]:
@@ -512,7 +528,7 @@ def _key_differences(a: TrialSummary, b: TrialSummary) -> Iterator[KeyDifference
 
 def _config_differences(a: TrialSummary, b: TrialSummary) -> Iterator[KeyDifference]:
     runs = a, b
-    stages = [run.record.trial.configuration.stage for run in runs]
+    configurations = [run.record.trial.configuration for run in runs]
     written = [flatten(run.record.trial.ds_config) for run in runs]
     resolved = [flatten(run.record.ranks[0].resolved_config) if run.record.ranks else {} for run in runs]
     defaults = [_layout_defaults(run.record.trial) for run in runs]
@@ -521,8 +537,8 @@ def _config_differences(a: TrialSummary, b: TrialSummary) -> Iterator[KeyDiffere
         if path.rpartition(".")[2] in _LEFT_OUT_KEYS:
             continue
         values = [
-            _effective_value(path, *each) if _is_read(path, stage) else None
-            for stage, *each in zip(stages, written, resolved, strict=True)
+            _effective_value(path, *each) if _is_read(path, configuration) else None
+            for configuration, *each in zip(configurations, written, resolved, strict=True)
         ]
         if values[0] == values[1]:
             continue
@@ -531,18 +547,21 @@ def _config_differences(a: TrialSummary, b: TrialSummary) -> Iterator[KeyDiffere
         )
         acts_on = ACTS_ON.get(path, ())
         if path.endswith(".overlap_comm") and not any(
-            value is True and stage < 3 for value, stage in zip(values, stages, strict=True)
+            value is True and configuration.stage < 3
+            for value, configuration in zip(values, configurations, strict=True)
         ):
             acts_on = tuple(name for name in acts_on if name != "deepspeed_buffers")  # a second bucket: stages 1 and 2
         yield KeyDifference(path=path, a=values[0], b=values[1], acts_on=acts_on, from_layout=from_layout)
 
 
-def _is_read(path: str, stage: int) -> bool:
-    """Whether DeepSpeed reads the key at that stage."""
+def _is_read(path: str, configuration: Configuration) -> bool:
+    """Whether DeepSpeed reads the key for that stage and those offload devices."""
     block, _, key = path.partition(".")
-    if block != "zero_optimization" or key == "stage" or stage == 3:
+    if block != "zero_optimization" or key == "stage":
         return True
-    return stage > 0 and not key.startswith(_STAGE_3_KEYS)
+    if key.partition(".")[2] in _NVME_KEYS and getattr(configuration, key.partition(".")[0]) != "nvme":
+        return False
+    return configuration.stage == 3 or (configuration.stage > 0 and not key.startswith(_STAGE_3_KEYS))
 
 
 def flatten(config: Mapping[str, Any], path: str = "") -> dict[str, Any]:

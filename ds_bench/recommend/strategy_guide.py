@@ -107,7 +107,7 @@ def advise(
         use_when=guide.use_when,
         avoid_when=guide.avoid_when,
         moves=guide.moves if guide is stage else f"{guide.moves}; at this stage {stage.moves}",
-        cost=_cost_text(configuration, parameters, num_gpus, precision, grad_accum),
+        cost=traffic_text(configuration, parameters, num_gpus, precision, grad_accum),
         saving=_saving_text(configuration, whole, bytes_by_tier["gpu"], num_gpus),
         device_bytes=bytes_by_tier["gpu"],
         host_bytes=bytes_by_tier["cpu"],
@@ -140,9 +140,10 @@ def _saving_text(configuration: Configuration, whole: int, held: int, num_gpus: 
     return f"{format_bytes(whole - held)} {where}: {both}"
 
 
-def _cost_text(
+def traffic_text(
     configuration: Configuration, parameters: int, num_gpus: int, precision: Precision, grad_accum: int
 ) -> str:
+    """What a configuration moves per optimizer step, by formula: ``≈ 7.62 GB through each GPU's links …``."""
     size = element_bytes(precision) * parameters
     costs = []
     if num_gpus > 1:

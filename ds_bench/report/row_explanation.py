@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ..analysis.comparison import ComparisonRow
+from ..analysis.comparison import ComparisonRow, representative_run
 from ..analysis.intervals import FEWEST_RUNS
 from ..analysis.row_difference import (
     REST,
@@ -26,6 +26,7 @@ from ..analysis.row_difference import (
 from ..prediction.what_if import Saving
 from ..recommend.remedies import failed_run
 from ..recommend.short_answer import format_list
+from ..recommend.strategy_guide import traffic_text
 from ..units import format_bytes, format_count, format_significant, to_ms
 from .columns import failure_text
 from .comparison_report import ComparisonReport
@@ -66,8 +67,11 @@ def explanation_lines(difference: RowDifference, title: str, width: int) -> Iter
                 yield from _wrapped(sentence, width, indent="  ")
 
 
-def paragraph(difference: RowDifference) -> str:
-    """The explanation in one paragraph, without its beginning ``ZeRO-3 against ZeRO-2:``."""
+def paragraph(difference: RowDifference, *, savings: Sequence[Saving] | None = None) -> str:
+    """The explanation in one paragraph, without its beginning ``ZeRO-3 against ZeRO-2:``.
+
+    ``savings``: those to name; None for the greatest.
+    """
     sentences = list(_failures(difference))
     main = difference.main
     if main is not None:
@@ -77,15 +81,16 @@ def paragraph(difference: RowDifference) -> str:
         if after is not None and after.tier == "gpu":
             sentences.append(_tier_sentence(after))
     if (time := difference.time) is not None:
-        sentences.append(_speed_sentence(time))
+        sentences.append(_speed_sentence(time, brief=True))
         if time.phase_seconds and time.interval is not None and time.interval.distinguishable:
             phase, pair = max(time.phase_seconds.items(), key=lambda entry: abs(entry[1].difference or 0.0))
             sentences.append(f"Of its phases, timed apart, {phase} changes most: {_milliseconds(pair)}.")
-    own = [key for key in difference.keys if not (key.from_layout or key.path in _LAYOUT_PATHS)]
+    own = [key for key in difference.keys if not (key.from_layout or key.path in _LAYOUT_PATHS or _is_off(key))]
     if own:
         more = f" and {len(own) - _MOST_KEYS} more" if len(own) > _MOST_KEYS else ""
         sentences.append(f"Set differently: {'; '.join(map(_key_text, own[:_MOST_KEYS]))}{more}.")
-    sentences += [_saving_sentence(saving, difference) for saving in difference.savings[:1]]
+    named = difference.savings[:1] if savings is None else savings
+    sentences += [_saving_sentence(saving, difference) for saving in named]
     return " ".join(sentences)
 
 
@@ -95,11 +100,14 @@ def report_paragraphs(report: ComparisonReport) -> list[tuple[str, str]]:
     The recommended row against the baseline and against the fastest other row, then each other row against the
     baseline. Rows that did not train are told apart only by what was predicted.
     """
-    return [
-        (f"{b.label} against {a.label}", text)
-        for a, b in _pairs(report)[:_MOST_PARAGRAPHS]
-        if (text := paragraph(explain(a, b)))
-    ]
+    paragraphs, told = [], set[tuple[str, str]]()
+    for a, b in _pairs(report)[:_MOST_PARAGRAPHS]:
+        difference = explain(a, b)
+        new = [each for each in difference.savings[:1] if (difference.larger.key, each.name) not in told]
+        told |= {(difference.larger.key, each.name) for each in new}
+        if text := paragraph(difference, savings=new):
+            paragraphs.append((f"{b.label} against {a.label}", text))
+    return paragraphs
 
 
 def paragraph_lines(report: ComparisonReport, width: int) -> list[str]:
@@ -230,6 +238,9 @@ def _time(difference: RowDifference) -> Iterator[str]:
         return
     yield _speed_sentence(time)
     yield from _phase_sentences(time)
+    traffic = [_traffic_text(row) for row in (difference.a, difference.b)]
+    if None not in traffic and traffic[0] != traffic[1]:
+        yield f"By formula, {difference.a.label}: {traffic[0]}. {difference.b.label}: {traffic[1]}."
     for name, pair in (("Read from NVMe", time.nvme_read_bytes), ("Written to NVMe", time.nvme_written_bytes)):
         if pair.a or pair.b:
             yield f"{name} per step: {size_text(pair.a or 0)} → {size_text(pair.b or 0)}."
@@ -242,12 +253,28 @@ def _time(difference: RowDifference) -> Iterator[str]:
         )
 
 
+def _traffic_text(row: ComparisonRow) -> str | None:
+    """What a step moves between GPUs and over the link to the host; None on the CPU accelerator or another engine."""
+    trial = representative_run(row.summaries).record.trial
+    if trial.placement.accelerator == "cpu" or trial.configuration.engine != "deepspeed":
+        return None
+    rank = representative_run(row.summaries).record.ranks[0]
+    if not rank.parameter_count:  # of a flat file without it
+        return None
+    return traffic_text(
+        trial.configuration, rank.parameter_count, rank.data_parallel_size, trial.workload.precision, rank.grad_accum
+    )
+
+
 def _counts(pair: Pair) -> str:
     return f"{format_count(pair.a)} → {format_count(pair.b)}"
 
 
-def _speed_sentence(time: TimeDifference) -> str:
-    """The step times, or the throughputs of rows whose steps have other tokens, with the ratio and its interval."""
+def _speed_sentence(time: TimeDifference, *, brief: bool = False) -> str:
+    """The step times, or the throughputs of rows whose steps have other tokens, with the ratio and its interval.
+
+    ``brief``: without the reasons why there is no ratio, which the notes of a report give.
+    """
     interval = time.interval
     if time.same_tokens:
         head = f"Step {_milliseconds(time.step_seconds)}"
@@ -259,6 +286,8 @@ def _speed_sentence(time: TimeDifference) -> str:
         ratio = _ratio(time.tokens_per_second)
         ends = None if interval is None else (interval.low, interval.high)
         meaning = "times as many"
+    if time.incomparable_reasons and brief:
+        return f"{head}; no ratio, as the notes say."
     if time.incomparable_reasons:
         return f"{head}; no ratio: {'; '.join(time.incomparable_reasons)}."
     if interval is None or ends is None:
@@ -288,15 +317,13 @@ def _phase_sentences(time: TimeDifference) -> Iterator[str]:
 
 def _settings(difference: RowDifference) -> Iterator[str]:
     """The keys that the rows set differently; of those that follow from the layout, what acts on changed memory."""
-    own = [key for key in difference.keys if not key.from_layout or key.path in _LAYOUT_PATHS]
+    keys = [key for key in difference.keys if not _is_off(key)]
+    own = [key for key in keys if not key.from_layout or key.path in _LAYOUT_PATHS]
     yield from (f"{_key_text(key)}." for key in own)
-    others = [key for key in difference.keys if key not in own]
+    others = [key for key in keys if key not in own]
     changed = [each.category for tier in difference.memory for each in named_categories(tier)]
     changed += [each.category for tier in difference.memory for each in tier.uncounted if _is_named(each, tier)]
-    acting = {
-        name: [key for key in others if name in key.acts_on and {key.a, key.b} != {None, False}]
-        for name in dict.fromkeys(changed)
-    }
+    acting = {name: [key for key in others if name in key.acts_on] for name in dict.fromkeys(changed)}
     for name, keys in acting.items():
         if keys:
             texts = [f"{_short_path(key)} {_value(key.a)} → {_value(key.b)}" for key in keys]
@@ -305,6 +332,11 @@ def _settings(difference: RowDifference) -> Iterator[str]:
     if rest:
         yield f"{rest} more key{'' if rest == 1 else 's'} that follow{'s' if rest == 1 else ''} from these: --json."
     yield from (f"The machines differ: {text}." for text in difference.environment_differences)
+
+
+def _is_off(key: KeyDifference) -> bool:
+    """Whether the key is off in one row and not read in the other."""
+    return (key.a is None and key.b is False) or (key.a is False and key.b is None)
 
 
 def _key_text(key: KeyDifference) -> str:
@@ -343,7 +375,9 @@ def _savings(difference: RowDifference) -> Iterator[str]:
 
 def _saving_sentence(saving: Saving, difference: RowDifference) -> str:
     on_gpu = saving.gpu_bytes > 0
-    saved = f"{size_text(saving.gpu_bytes)} per GPU" if on_gpu else f"{size_text(saving.host_bytes)} per node"
+    saved = (
+        f"{size_text(saving.gpu_bytes)} per GPU" if on_gpu else f"{size_text(saving.host_bytes)} of tensors per node"
+    )
     cost = ""
     if on_gpu and saving.host_bytes < 0:
         cost = f", and take {size_text(-saving.host_bytes)} more host memory per node"

@@ -15,7 +15,7 @@ import pytest
 
 from ds_bench.config.spec import Configuration, Trial, Workload
 from ds_bench.models.presets import ModelFacts, facts_from_config
-from ds_bench.prediction import model_profile
+from ds_bench.prediction import model_profile, what_if
 from ds_bench.prediction.memory import predict
 from ds_bench.prediction.model_profile import ModelProfile, request_for
 from ds_bench.records.schema import SUCCESS, TrialRecord
@@ -145,6 +145,11 @@ def check(trial: Trial, profile: ModelProfile, record: TrialRecord, *, unseen_gr
         if measured.get(cell, 0) != pytest.approx(predicted.get(cell, 0), rel=tolerance.get(cell, 0.01))
     }
     assert wrong == {}, "cell: (predicted, measured)"
+    for rank in record.ranks:
+        kept = {(tier, name): size for tier, row in rank.ledger_after_step.items() for name, size in row.items()}
+        assert ("cpu", "parameters") in kept
+        assert ("cpu", "activations") not in kept
+        assert all(size <= rank.ledger[tier][name] for (tier, name), size in kept.items())
 
 
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)])
@@ -224,6 +229,25 @@ def test_a_family_without_arithmetic_of_ours_holds_what_was_predicted(
         num_gpus=1,
     )
     check(trial, profile, launch(trial))
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_named_change_saves_what_was_predicted(stage: int, profiles: dict[str, ModelProfile], launch: Launch) -> None:
+    """The ledger of a run with smaller buffers has as much less."""
+    defaults = {"reduce_bucket_size": 500_000_000, "stage3_param_persistence_threshold": 100_000}
+    plain = _trial("llama", zero(stage), 2, {"zero_optimization": defaults})
+    planned = what_if.PlannedTrial(
+        profile=profiles["llama"],
+        workload=plain.workload,
+        placement=plain.placement,
+        configuration=plain.configuration,
+        torch_adam=True,
+    )
+    (saving,) = (each for each in what_if.savings(planned) if each.name != "activation checkpointing")
+    changes = {path.removeprefix("zero_optimization."): value for path, value in saving.changes.items()}
+    records = [launch(plain), launch(_trial("llama", zero(stage), 2, {"zero_optimization": {**defaults, **changes}}))]
+    before, after = (sum(sum(rank.ledger["cpu"].values()) for rank in record.ranks) for record in records)
+    assert before - after == pytest.approx(saving.host_bytes, rel=0.01)
 
 
 @pytest.mark.nvme

@@ -58,6 +58,7 @@ def runs(
         "gpu_peak_bytes": prediction.gpu_bytes - prediction.gpu["overhead"],
         "gpu_allocated_bytes": sum(kept.values()),
         "host_peak_bytes": 2 * GB,
+        "parameter_count": facts.parameters,
         "phase_seconds": {"forward": 0.3 * seconds, "backward": 0.6 * seconds, "step": 0.02},
     }
     return [
