@@ -9,7 +9,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from .config.spec import Trial
+from .config.spec import Trial, Workload
 from .launch import Launcher
 from .plan import Plan, RequestedRow
 from .prediction.memory import DOES_NOT_FIT, predict
@@ -87,8 +87,7 @@ class BatchSearch:
 
     def _probe(self, row: RequestedRow, size: int) -> TrialRecord:
         trial = self._trial(row, size, predicted=True)
-        workload = replace(trial.workload, num_steps=_PROBE_STEPS, warmup_steps=1)
-        trial = replace(trial, trial_id=f"probe_{row.name}_batch{size}", workload=workload)
+        trial = replace(trial, trial_id=f"probe_{row.name}_batch{size}", workload=_of_probe(trial.workload))
         record = self.launcher.launch(trial, self.store.trial_folder(trial.trial_id), lambda _progress: None)
         self.store.append_probe(record)
         return record
@@ -99,9 +98,18 @@ class BatchSearch:
             record.trial.workload.batch_size: record.outcome.success
             for record in self.store.probes()
             if record.trial.configuration.name == row.name
-            and record.trial.configuration == self.plan.builder.build(row, record.trial.workload.batch_size)
+            and self._is_probe_of(record.trial, row)
             and (record.outcome.success or record.outcome.status in _DID_NOT_FIT)
         }
+
+    def _is_probe_of(self, trial: Trial, row: RequestedRow) -> bool:
+        """Whether a trial is what a probe of this row would run: another point of a sweep has another workload."""
+        own = self._trial(row, trial.workload.batch_size, predicted=False)
+        return trial.configuration == own.configuration and trial.workload == _of_probe(own.workload)
+
+
+def _of_probe(workload: Workload) -> Workload:
+    return replace(workload, num_steps=_PROBE_STEPS, warmup_steps=1)
 
 
 def at_largest_batch(plan: Plan, launcher: Launcher, store: RunFolder, say: Callable[[str], None]) -> Plan:

@@ -173,7 +173,7 @@ def _run_comparison(config: BenchmarkConfig, arguments: list[str]) -> Path:
     """Runs a comparison of this one row and suppresses its output. Returns the run folder."""
     options = flags.parse(config.family, "benchmark", arguments)
     with contextlib.redirect_stdout(io.StringIO()):
-        code = run_comparison(options, deepspeed_config.base_config, arguments)
+        code = run_comparison([options], deepspeed_config.base_config, arguments)
     if code == INTERRUPTED_CODE:
         raise KeyboardInterrupt
     (run,) = (options.output_dir / "runs").iterdir()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
+from itertools import groupby
 from typing import Any, TypeVar
 
 from .config import deepspeed_config, overrides, strategies, validation
@@ -39,8 +41,8 @@ DEFAULT_SEQ_LENGTH = 512
 class Plan:
     """What a run compares: model, placement and configurations, and the trials made of them, in order.
 
-    :func:`make_plan` makes it once. Later facts complete its trials: the NVMe folder, the predicted memory, the state
-    of DeepSpeed's ops.
+    :func:`make_run_plan` makes it once. Later facts complete its trials: the NVMe folder, the predicted memory, the
+    state of DeepSpeed's ops.
     """
 
     options: Options
@@ -125,28 +127,114 @@ class Plan:
         return trial_predictions.attach_predictions(trials, self.profile, self.memory, skip=skip, force=force)
 
 
-def make_plan(options: Options, make_config: MakeConfig, machine: Machine) -> Plan:
-    """Makes the plan for these options on this machine, without running anything.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunPlan:
+    """What a run compares: the plan of each point of its sweep, or one plan, all on one placement.
 
-    Raises UsageError for everything that is wrong with the request.
+    :meth:`of` makes it. The trials of all points have numbers of one sequence.
     """
-    if options.output_dir.exists() and not options.output_dir.is_dir():
-        raise UsageError(f"--output-dir {options.output_dir} is not a folder", remedy="give a folder")
-    files, lines = read_configuration_files(options.configs)
-    rows = requested_rows(options, files)  # refuses before anything is looked up
-    placement = resolve_placement(options, machine.variables, machine.gpus)
+
+    plans: Sequence[Plan]
+
+    @classmethod
+    def of(cls, plans: Sequence[Plan]) -> RunPlan:
+        """Joins plans; numbers their trials in the order in which they run."""
+        if len(plans) == 1:
+            return cls(plans=plans)
+        digits = len(str(sum(len(plan.trials) for plan in plans)))
+        numbered: list[list[Trial]] = [[] for _ in plans]
+        for number, (index, trial) in enumerate(_in_rounds(plans)):
+            name = trial.trial_id.partition("_")[2]
+            numbered[index].append(replace(trial, trial_id=f"{number:0{digits}d}_{name}"))
+        return cls(plans=[replace(plan, trials=trials) for plan, trials in zip(plans, numbered, strict=True)])
+
+    def map(self, complete: Callable[[Plan], Plan]) -> RunPlan:
+        """The run with every plan completed by a further fact."""
+        return replace(self, plans=[complete(plan) for plan in self.plans])
+
+    @property
+    def options(self) -> Options:
+        """Of the first point; all points have the same configurations, placement and output."""
+        return self.plans[0].options
+
+    @property
+    def placement(self) -> Placement:
+        return self.plans[0].placement
+
+    @property
+    def variables(self) -> Mapping[str, str]:
+        """Environment variables of every process of every trial."""
+        return self.plans[0].variables
+
+    @property
+    def configurations(self) -> list[Configuration]:
+        """The rows of all points."""
+        return [row for plan in self.plans for row in plan.configurations]
+
+    @property
+    def trials(self) -> list[Trial]:
+        """The trials of all points in the order in which they run: round by round, every other round backwards."""
+        return [trial for _, trial in _in_rounds(self.plans)]
+
+
+def _in_rounds(plans: Sequence[Plan]) -> Iterator[tuple[int, Trial]]:
+    """The trials of all plans, each with the index of its plan. Rows of a point follow each other in every round."""
+    rounds = [[list(trials) for _, trials in groupby(plan.trials, lambda trial: trial.repeat)] for plan in plans]
+    for number in range(max(map(len, rounds))):
+        indices = range(len(plans))
+        for index in reversed(indices) if number % 2 else indices:
+            for trial in rounds[index][number] if number < len(rounds[index]) else ():
+                yield index, trial
+
+
+def make_run_plan(points: Sequence[Options], make_config: MakeConfig, machine: Machine) -> RunPlan:
+    """Makes the plan of each point of a run on this machine, without running anything.
+
+    ``points`` differ in model and workload alone. Raises UsageError for everything that is wrong with the request.
+    """
+    first = points[0]
+    if first.output_dir.exists() and not first.output_dir.is_dir():
+        raise UsageError(f"--output-dir {first.output_dir} is not a folder", remedy="give a folder")
+    files, lines = read_configuration_files(first.configs)
+    rows = requested_rows(first, files)  # refuses before anything is looked up
+    placement = resolve_placement(first, machine.variables, machine.gpus)
     variables = rank_environment.rank_environment(placement, machine.variables, None, query=machine.gpus)
-    model = resolve_model(
-        options.model,
-        factory=options.model_factory is not None,
-        trust_remote_code=options.trust_remote_code,
-        environment=variables,
-    )
-    variables = rank_environment.rank_environment(placement, machine.variables, model.model_type, query=machine.gpus)
-    if model.source == "hub":  # resolve_model has just filled the cache: ranks need no connection
+
+    @cache
+    def find_model(name: str, factory: bool, trust_remote_code: bool) -> ResolvedModel:
+        return resolve_model(name, factory=factory, trust_remote_code=trust_remote_code, environment=variables)
+
+    models = [find_model(each.model, each.model_factory is not None, each.trust_remote_code) for each in points]
+    types = dict.fromkeys(model.model_type for model in models if model.model_type is not None)
+    variables = rank_environment.rank_environment(placement, machine.variables, tuple(types), query=machine.gpus)
+    sources = {model.source for model in models}
+    if "hub" in sources and "factory" not in sources:  # resolve_model has filled the cache: ranks need no connection
         variables["HF_HUB_OFFLINE"] = "1"
     if placement.hostfile is None:  # other nodes do not have the folder
         variables |= scratch.temporary_folder_variables(machine.variables)
+    return RunPlan.of(
+        [
+            _plan_of_point(options, rows, lines, model, placement, make_config, variables)
+            for options, model in zip(points, models, strict=True)
+        ]
+    )
+
+
+def make_plan(options: Options, make_config: MakeConfig, machine: Machine) -> Plan:
+    """Makes the plan of a run of one point; see :func:`make_run_plan`."""
+    return make_run_plan([options], make_config, machine).plans[0]
+
+
+def _plan_of_point(
+    options: Options,
+    rows: Sequence[RequestedRow],
+    lines: Sequence[str],
+    model: ResolvedModel,
+    placement: Placement,
+    make_config: MakeConfig,
+    variables: Mapping[str, str],
+) -> Plan:
+    options = with_accumulation(options, placement)
     builder = ConfigurationBuilder(options=options, make_config=make_config, model=model, placement=placement)
     configurations = _as_usage_error(lambda: [builder.build(row, options.batch_size) for row in rows])
     trials = _as_usage_error(lambda: make_trials(options, model, placement, configurations))
@@ -165,7 +253,7 @@ def make_plan(options: Options, make_config: MakeConfig, machine: Machine) -> Pl
         builder=builder,
         variables=variables,
         trials=trials,
-        lines=(*lines, *_batch_lines(options, placement, files), *equal.values()),
+        lines=(*lines, *_batch_lines(options, placement, rows), *equal.values()),
     )
 
 
@@ -194,17 +282,35 @@ def _require_one_that_runs(configurations: Sequence[Configuration], refusals: Se
         raise UsageError("; ".join(problems[:3]), remedy="python -m ds_bench check explains a file")
 
 
-def _batch_lines(options: Options, placement: Placement, files: Sequence[ConfigurationFile]) -> list[str]:
+def _batch_lines(options: Options, placement: Placement, rows: Sequence[RequestedRow]) -> list[str]:
     """A line that names the files whose own batch keys are not used."""
     if options.keep_batch:
         return []
     size, accumulation = options.batch_size, options.grad_accum
+    files = [row.file for row in rows if row.file is not None]
     names = [file.name for file in files if has_other_batch(file, placement.num_gpus, size, accumulation)]
     if not names:
         return []
     which = ", ".join(names[:3]) + (f" and {len(names) - 3} more files" if len(names) > 3 else "")
     flags = f"--batch-size {'auto' if options.auto_batch else size} and --grad-accum {accumulation}"
     return [f"the batch keys of {which} yield to {flags}; --keep-batch lets them rule"]
+
+
+def with_accumulation(options: Options, placement: Placement) -> Options:
+    """The options with the accumulation that follows from the global batch. Raises UsageError unless it is whole."""
+    total = options.global_batch_size
+    if total is None:
+        return options
+    per_pass = options.batch_size * placement.num_gpus
+    if total % per_pass:
+        below, above = total // per_pass * per_pass, (total // per_pass + 1) * per_pass
+        near = f"{below} or {above}" if below else str(above)
+        raise UsageError(
+            f"training.global_batch_size {total} is no multiple of {options.batch_size} sequences × "
+            f"{placement.num_gpus} data-parallel ranks, so that accumulation is no whole number",
+            remedy=f"give {near}, or another local_batch_size",
+        )
+    return replace(options, grad_accum=total // per_pass)
 
 
 T = TypeVar("T")

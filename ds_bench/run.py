@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from .launch import Launcher, Limits, ProgressCallback, rank_environment
 from .launch.deepspeed import launch_command
 from .launch.scratch import remove_abandoned
 from .launch.selection import choose_launcher
-from .plan import MakeConfig, Plan, make_plan
+from .plan import MakeConfig, Plan, RunPlan, make_run_plan
 from .prediction import trial_predictions
 from .prediction.model_profile import ModelProfile, variant_of
 from .records import schema
@@ -33,7 +34,7 @@ from .records.rank_files import write_json
 from .records.resume import latest_records, remaining_trials, require_same_machine, require_same_workload
 from .records.run_folder import RUN_FILE, RunFolder
 from .records.schema import Outcome, TrialRecord
-from .report import export, table, terminal_report
+from .report import export, models_table, sweep_report, table, terminal_report
 from .report.comparison_report import ComparisonReport, build_report
 from .report.markdown import render_markdown
 from .report.progress import ProgressReporter
@@ -49,11 +50,18 @@ Observe = Callable[[Trial], ProgressCallback]
 """Called as a trial begins; what it returns is called with the trial's progress."""
 
 
-def run_comparison(options: Options, make_config: MakeConfig, arguments: Sequence[str]) -> int:
-    """Plans, checks, runs, saves and reports one comparison. Returns the exit code.
+def run_comparison(
+    points: Sequence[Options],
+    make_config: MakeConfig,
+    arguments: Sequence[str],
+    recipe: Mapping[str, Any] | None = None,
+) -> int:
+    """Plans, checks, runs, saves and reports one comparison of each point. Returns the exit code.
 
-    Raises DsBenchError for whatever the user can mend, before any work.
+    ``points``: one, or those of a sweep. ``recipe``: what run.json keeps of the recipe; None for a script. Raises
+    DsBenchError for whatever the user can mend, before any work.
     """
+    options = points[0]
     with signals.handling_signals():
         try:
             with signals.raising_on_interrupt():
@@ -62,14 +70,13 @@ def run_comparison(options: Options, make_config: MakeConfig, arguments: Sequenc
                 machine = read_machine()
                 if options.resume is not None:  # before anything that the folder names is looked at
                     require_same_machine(RunFolder.open(options.resume), machine.environment)
-                plan, nvme_folder = with_nvme_folder(make_plan(options, make_config, machine))
+                plan, nvme_folder = with_nvme_folder(make_run_plan(points, make_config, machine))
                 print_file_lines(plan)
             if options.dry_run:
                 return print_dry_run(plan)
             remove_abandoned()
             with signals.raising_on_interrupt():
-                memory = trial_predictions.MemoryCapacity.from_environment(machine.environment, plan.placement)
-                plan = plan.with_predictions(model_profile(plan), memory)
+                plan = with_predictions(plan, machine)
                 require_ready(plan, machine, nvme_folder)
             store = (
                 RunFolder.open(options.resume)
@@ -77,8 +84,9 @@ def run_comparison(options: Options, make_config: MakeConfig, arguments: Sequenc
                 else RunFolder.create(options.output_dir, options.family)
             )
             with store.locked() as note:
+                request = _Request(arguments=arguments, recipe=recipe)
                 try:
-                    return _run_plan(plan, machine, store, arguments, [note] if note else [])
+                    return _run_plan(plan, machine, store, request, [note] if note else [])
                 except KeyboardInterrupt:
                     if (store.folder / RUN_FILE).exists():
                         terminal.print_text(f"go on with: {resume_command(options, store.folder)}", sys.stderr)
@@ -89,7 +97,10 @@ def run_comparison(options: Options, make_config: MakeConfig, arguments: Sequenc
 
 
 def resume_command(options: Options, folder: Path) -> str:
-    """The command that runs what is missing of an interrupted run, with the flags that ``--resume`` wants again."""
+    """The command that runs what is missing of an interrupted run, with the flags that ``--resume`` wants again.
+
+    ``options``: of a script's run, or of the first point of a recipe's.
+    """
     again: list[str] = []
     if options.trust_remote_code:
         again.append("--trust-remote-code")
@@ -113,25 +124,25 @@ def require_writable(output_dir: Path) -> None:
         ) from None
 
 
-def with_nvme_folder(plan: Plan) -> tuple[Plan, nvme.NvmeFolder | None]:
-    """The plan with what its folder for NVMe offload shows, and the folder; None where no row swaps to it.
+def with_nvme_folder(plan: RunPlan) -> tuple[RunPlan, nvme.NvmeFolder | None]:
+    """The run with what its folder for NVMe offload shows, and the folder; None where no row swaps to it.
 
     Raises PreflightError where the folder cannot be used.
     """
-    options = plan.options
-    if options.nvme_path is None or not any(row.uses_nvme for row in plan.configurations):
+    options, path = plan.options, plan.options.nvme_path
+    if path is None or not any(row.uses_nvme for row in plan.configurations):
         return plan, None
-    folder = nvme.check_folder(options.nvme_path)
+    folder = nvme.check_folder(path)
     if options.family == "offload" and options.strategies and "nvme" not in options.strategies:
         terminal.print_text("note: --nvme-path is given, so the nvme strategy is added", sys.stderr)
-    return plan.with_nvme_folder(folder.caveat, nvme.lack_of_space(options.nvme_path, plan.model)), folder
+    return plan.map(lambda each: each.with_nvme_folder(folder.caveat, nvme.lack_of_space(path, each.model))), folder
 
 
-def print_file_lines(plan: Plan) -> None:
+def print_file_lines(plan: RunPlan) -> None:
     """Prints what the user must know about the files of ``--configs``; with ``--verbose`` every "auto" resolved."""
     if plan.options.quiet:
         return
-    for line in plan.lines:
+    for line in dict.fromkeys(line for each in plan.plans for line in each.lines):
         terminal.print_text(f"note: {terminal.escape_controls(line)}", sys.stderr)
     for configuration in plan.configurations if plan.options.verbose else ():
         for path, value in configuration.resolved_values.items():
@@ -140,7 +151,7 @@ def print_file_lines(plan: Plan) -> None:
             terminal.print_text(terminal.escape_controls(text), sys.stderr)
 
 
-def print_dry_run(plan: Plan) -> int:
+def print_dry_run(plan: RunPlan) -> int:
     """Prints each trial's configuration and command. Returns exit code 0."""
     with terminal.ignoring_broken_pipe():
         if plan.options.auto_batch:
@@ -158,6 +169,20 @@ def print_dry_run(plan: Plan) -> int:
     return OK
 
 
+def with_predictions(plan: RunPlan, machine: Machine) -> RunPlan:
+    """The run with the predicted memory of every trial; each model is profiled once for each sequence length."""
+    memory = trial_predictions.MemoryCapacity.from_environment(machine.environment, plan.placement)
+    profiles: dict[tuple[object, ...], ModelProfile | trial_predictions.Unpredicted] = {}
+
+    def predict(each: Plan) -> Plan:
+        key = each.model.name, each.options.trust_remote_code, each.trials[0].workload.seq_length, each.options.dropout
+        if key not in profiles:
+            profiles[key] = model_profile(each)
+        return each.with_predictions(profiles[key], memory)
+
+    return plan.map(predict)
+
+
 def model_profile(plan: Plan) -> ModelProfile | trial_predictions.Unpredicted:
     """What predictions need of the plan's model: at once for a preset, else measured by a child process."""
     return trial_predictions.profile_model(
@@ -171,17 +196,17 @@ def model_profile(plan: Plan) -> ModelProfile | trial_predictions.Unpredicted:
     )
 
 
-def require_ready(plan: Plan, machine: Machine, nvme_folder: nvme.NvmeFolder | None) -> None:
-    """Checks what could stop the plan on this machine, and prints warnings. Raises PreflightError for a problem."""
-    predicted_host_bytes = None
+def require_ready(plan: RunPlan, machine: Machine, nvme_folder: nvme.NvmeFolder | None) -> None:
+    """Checks what could stop the run on this machine, and prints warnings. Raises PreflightError for a problem."""
+    predicted_host_bytes, first = None, plan.plans[0]
     if plan.placement.hostfile is None:
         predicted_host_bytes = trial_predictions.peak_host_bytes(plan.trials)
         if not plan.options.force:
-            trial_predictions.require_host_memory(plan.trials, plan.memory.node_bytes)
+            trial_predictions.require_host_memory(plan.trials, first.memory.node_bytes)
     findings = doctor.run_plan_checks(
         plan.placement,
         plan.configurations,
-        lacks_space=plan.lack_of_space,
+        lacks_space=first.lack_of_space,
         nvme_folder=nvme_folder,
         need_host_bytes=predicted_host_bytes,
         system=SystemAccess(environ=machine.variables, gpu_query=machine.gpus),
@@ -189,34 +214,53 @@ def require_ready(plan: Plan, machine: Machine, nvme_folder: nvme.NvmeFolder | N
     doctor.require_ready(findings, sys.stderr, quiet=plan.options.quiet)
 
 
-def _run_plan(plan: Plan, machine: Machine, store: RunFolder, arguments: Sequence[str], notes: Sequence[str]) -> int:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Request:
+    """What was typed, as run.json keeps it."""
+
+    arguments: Sequence[str]
+    recipe: Mapping[str, Any] | None
+
+
+def _run_plan(plan: RunPlan, machine: Machine, store: RunFolder, request: _Request, notes: Sequence[str]) -> int:
     """Builds ops, chooses the launcher, runs the trials that are left, and reports. Returns the exit code."""
     options = plan.options
+    searches_batch = any(each.options.auto_batch for each in plan.plans)
     line = terminal.StatusLine(sys.stderr, quiet=options.quiet)
     with signals.raising_on_interrupt(), line:
         variables = plan.variables
         states = rank_environment.build_ops(plan.placement, plan.configurations, variables, line.say, line.show)
-        plan = plan.with_ops(states)
+        plan = plan.map(lambda each: each.with_ops(states))
     if options.resume is not None:
-        require_same_workload(store, plan.trials, _FIELDS_SET_BY_SEARCH if options.auto_batch else ())
+        require_same_workload(store, plan.trials, _FIELDS_SET_BY_SEARCH if searches_batch else ())
     with signals.raising_on_interrupt():
         limits = Limits(timeout_seconds=options.timeout, stall_timeout_seconds=options.stall_timeout)
         launcher, why_cold = choose_launcher(
             options.launcher, plan.placement, plan.variables, limits, plan.trials, machine.visible_gpu_indices, line.say
         )
     notes = [*notes, *([why_cold] if why_cold else [])]
-    _save_run(store, plan, [] if options.auto_batch else plan.trials, machine, arguments, notes)
-    if options.auto_batch:
-        plan = batch_search.at_largest_batch(plan, launcher, store, line.say)
-        _save_run(store, plan, plan.trials, machine, arguments, notes)
+    _save_run(store, plan, [] if searches_batch else plan.trials, machine, request, notes)
+    if searches_batch:
+        plan = _at_largest_batch(plan, launcher, store, line.say)
+        _save_run(store, plan, plan.trials, machine, request, notes)
     remaining = remaining_trials(plan.trials, store.records(), options.retry)
-    progress = ProgressReporter(line, remaining, options.repeats, verbose=options.verbose)
     results = ResultBuilder(plan, machine.environment, store.folder.name)
+    progress = ProgressReporter(line, remaining, options.repeats, verbose=options.verbose, point_of=results.point_text)
     with line:
         for record in run_trials(remaining, launcher, store, progress.begin):
             store.write_rows(flat_rows(results.summaries(store.records())))
             progress.end(record)
-    return _finish(options, store, results, notes, arguments)
+    return _finish(options, store, results, notes, request)
+
+
+def _at_largest_batch(plan: RunPlan, launcher: Launcher, store: RunFolder, say: Callable[[str], None]) -> RunPlan:
+    """The run with every point that asks for it at the largest micro-batch of each row."""
+    plans = []
+    for each in plan.plans:
+        if each.options.auto_batch and each.options.point_text:
+            say(f"{each.options.point_text}:")
+        plans.append(batch_search.at_largest_batch(each, launcher, store, say) if each.options.auto_batch else each)
+    return RunPlan.of(plans)
 
 
 def run_trials(
@@ -245,10 +289,10 @@ def _record_without_launch(trial: Trial) -> TrialRecord:
 
 def _save_run(
     store: RunFolder,
-    plan: Plan,
+    plan: RunPlan,
     trials: Sequence[Trial],
     machine: Machine,
-    arguments: Sequence[str],
+    request: _Request,
     notes: Sequence[str],
 ) -> None:
     """Writes ``run.json``; ``trials`` are none while their micro-batches are being searched for."""
@@ -256,7 +300,8 @@ def _save_run(
         {
             "ds_bench_version": __version__,
             "family": plan.options.family,
-            "arguments": list(arguments),
+            "arguments": list(request.arguments),
+            **({} if request.recipe is None else {"recipe": request.recipe}),
             "environment": machine.environment.to_dict(),
             "notes": list(notes),
             "trials": [{"key": trial.key, **trial.to_dict()} for trial in trials],
@@ -265,35 +310,57 @@ def _save_run(
 
 
 class ResultBuilder:
-    """Makes summaries and the report of a run's records, with what only the run knows: model, device, environment."""
+    """Makes summaries and the reports of a run's records, with what only the run knows: models, device, environment."""
 
-    def __init__(self, plan: Plan, environment: Environment, run_id: str) -> None:
+    def __init__(self, plan: RunPlan, environment: Environment, run_id: str) -> None:
         self._plan, self.environment, self._run_id = plan, environment, run_id
         gpus = environment.gpus if plan.placement.accelerator == "cuda" else ()
         self._gpu_name = gpus[0].name if gpus else None
+        self._plan_of_key = {trial.key: each for each in plan.plans for trial in each.trials}
 
     @property
     def gpu_without_peak(self) -> str | None:
         """Name of a GPU whose peak rate is unknown, so that MFU is left out; None where it is known, and on a CPU."""
-        precision = self._plan.trials[0].workload.precision
+        precision = self._plan.plans[0].trials[0].workload.precision
         return None if self._peak_flops(precision) else self._gpu_name
 
-    def summaries(self, records: Sequence[TrialRecord]) -> list[TrialSummary]:
-        """Numbers of the last record of each trial, in the order of the plan."""
-        summaries = [
-            summarise(record, self._plan.model.facts, self._peak_flops(record.trial.workload.precision))
-            for record in latest_records(self._plan.trials, records)
-        ]
-        return [replace(summary, environment=self.environment, run_id=self._run_id) for summary in summaries]
+    def point_text(self, trial: Trial) -> str:
+        """The values of the point that a trial belongs to; empty without a sweep."""
+        return self._plan_of(trial).options.point_text
 
-    def build_report(self, summaries: Sequence[TrialSummary], notes: Sequence[str], command: str) -> ComparisonReport:
-        """Comparison and recommendation of these summaries."""
-        baseline = self._plan.options.relative_to
+    def _plan_of(self, trial: Trial) -> Plan:
+        """The plan of a trial; of one that an earlier run of the folder made and this one does not ask for, the plan
+        of its workload, or the first."""
+        planned = self._plan_of_key.get(trial.key)
+        if planned is not None:
+            return planned
+        same = (each for each in self._plan.plans if each.trials[0].workload == trial.workload)
+        return next(same, self._plan.plans[0])
+
+    def summaries(self, records: Sequence[TrialRecord]) -> list[TrialSummary]:
+        """Numbers of the last record of each trial, point by point, in the order of the plan."""
+        return [summary for _, summaries in self.points(records) for summary in summaries]
+
+    def points(self, records: Sequence[TrialRecord]) -> list[tuple[Plan, list[TrialSummary]]]:
+        """The plan of each point that has records, and their numbers."""
+        of_plan: dict[int, list[TrialSummary]] = {id(each): [] for each in self._plan.plans}
+        for record in latest_records([trial for each in self._plan.plans for trial in each.trials], records):
+            each = self._plan_of(record.trial)
+            summary = summarise(record, each.model.facts, self._peak_flops(record.trial.workload.precision))
+            of_plan[id(each)].append(replace(summary, environment=self.environment, run_id=self._run_id))
+        found = [(each, of_plan[id(each)]) for each in self._plan.plans if of_plan[id(each)]]
+        return found or [(self._plan.plans[0], [])]
+
+    def build_report(
+        self, plan: Plan, summaries: Sequence[TrialSummary], notes: Sequence[str], command: str
+    ) -> ComparisonReport:
+        """Comparison and recommendation of the summaries of one point."""
+        baseline = plan.options.relative_to
         if not any(summary.record.trial.configuration.name == baseline for summary in summaries):
             baseline = None  # an interruption came before that row
         return build_report(
             summaries,
-            goal=self._plan.options.goal,
+            goal=plan.options.goal,
             relative_to=baseline,
             notes=notes,
             commands=[command],
@@ -307,22 +374,26 @@ class ResultBuilder:
         return flops.peak_flops(self._gpu_name, precision) if self._gpu_name else None
 
 
-def _finish(
-    options: Options, store: RunFolder, results: ResultBuilder, notes: Sequence[str], arguments: Sequence[str]
-) -> int:
+def _finish(options: Options, store: RunFolder, results: ResultBuilder, notes: Sequence[str], request: _Request) -> int:
     """Writes and prints the results. Returns the exit code."""
-    own_summaries = results.summaries(store.records())
-    rows, summaries = flat_rows(own_summaries), with_loss_caveats(own_summaries)
+    records = store.records()
+    summaries = results.summaries(records)
+    rows = flat_rows(summaries)
     store.write_rows(rows)
     if (gpu := results.gpu_without_peak) is not None:
         notes = [*notes, f"no peak rate known for {gpu}: MFU left out; --peak-tflops gives it"]
-    report = results.build_report(summaries, notes, provenance.command(options.family, arguments))
-    store.save_run({**store.load_run(), "recommendation": report.recommendation.to_dict()})
-    write_json(store.folder / "recommendation.json", report.recommendation.to_dict())
-    folder = export.write_configuration(options, report, store.folder, results.environment)
-    print_report(options, report, rows)  # last: standard output may be gone
+    command = provenance.command(options.family, request.arguments)
+    reports = [
+        (plan, results.build_report(plan, with_loss_caveats(own), notes, command))
+        for plan, own in results.points(records)
+    ]
+    folders = [folder for plan, report in reports if (folder := _write_point(plan, report, store, results.environment))]
+    recommendation = _recommendation_values(reports)
+    store.save_run({**store.load_run(), "recommendation": recommendation})
+    write_json(store.folder / "recommendation.json", recommendation)
+    print_reports(options, [report for _, report in reports], rows)  # last: standard output may be gone
     if not options.quiet:
-        if folder is not None:
+        for folder in dict.fromkeys(store.folder / "points" if options.point else folder for folder in folders):
             terminal.print_text(f"  Config: {folder}", sys.stderr)
         report_command = shlex.join(["python", "-m", "ds_bench", "report", str(store.folder), "--html", "r.html"])
         terminal.print_text(f"  Report: {report_command}\n  Files:  {store.json_path} and .csv", sys.stderr)
@@ -332,15 +403,36 @@ def _finish(
     return code
 
 
-def print_report(options: Options, report: ComparisonReport, rows: Sequence[dict[str, Any]]) -> None:
-    """The report on standard output, in the format asked for."""
+def _write_point(plan: Plan, report: ComparisonReport, store: RunFolder, environment: Environment) -> Path | None:
+    """Writes the recommended configuration of a point; that of a sweep's lies in a folder of the point's own."""
+    name = "_".join(str(value) for _, value in plan.options.point)
+    folder = store.folder if not name else store.folder / "points" / re.sub(r"[^A-Za-z0-9_.-]+", "-", name)
+    return export.write_configuration(plan.options, report, folder, environment)
+
+
+def _recommendation_values(reports: Sequence[tuple[Plan, ComparisonReport]]) -> dict[str, Any]:
+    """The recommendation of a run as JSON values; of a sweep, that of each point with the point's values."""
+    if len(reports) == 1 and not reports[0][0].options.point:
+        return reports[0][1].recommendation.to_dict()
+    return {
+        "points": [{"point": dict(plan.options.point), **report.recommendation.to_dict()} for plan, report in reports]
+    }
+
+
+def print_reports(options: Options, reports: Sequence[ComparisonReport], rows: Sequence[dict[str, Any]]) -> None:
+    """The reports on standard output, in the format asked for."""
     with terminal.ignoring_broken_pipe():
         if options.format == "json":
             terminal.print_json(table.as_json(rows))
         elif options.format == "markdown":
-            terminal.print_text(render_markdown(report))
+            terminal.print_text(
+                "\n\n".join(filter(None, [*map(render_markdown, reports), models_table.render_markdown(reports)]))
+            )
+        elif len(reports) > 1 and not options.verbose:
+            sweep_report.print_summary(reports, sys.stdout)
         else:
-            terminal_report.print_report(report, sys.stdout, verbose=options.verbose)
+            for report in reports:
+                terminal_report.print_report(report, sys.stdout, verbose=options.verbose)
 
 
 def exit_code(options: Options, summaries: Sequence[TrialSummary]) -> int:

@@ -192,7 +192,7 @@ def test_too_little_space_for_swapping_refuses_that_row_alone(tmp_path: Path, mo
     one_gb = shutil.disk_usage(tmp_path)._replace(free=2**30)
     monkeypatch.setattr(nvme.shutil, "disk_usage", lambda _path: one_gb)
     options = fakes.options("offload", "--model", "gpt2", "--nvme-path", str(tmp_path))
-    checked, _folder = run.with_nvme_folder(plan.make_plan(options, fakes.make_config, fakes.machine()))
+    checked, _folder = run.with_nvme_folder(plan.make_run_plan([options], fakes.make_config, fakes.machine()))
     refused = {trial.configuration.name: trial.unsupported or "" for trial in checked.trials}
     assert refused.pop("nvme") == (
         f"--nvme-path {tmp_path} has 1.00 GB free, and swapping gpt2 needs about 2.09 GB; "

@@ -22,14 +22,14 @@ from ..models.presets import find_preset
 from ..records import json_files, reader
 from ..records.json_files import InvalidJsonError, InvalidValueError
 from ..records.reader import RunInfo
-from ..records.run_folder import RECORDS_FILE, RUN_FILE
+from ..records.run_folder import RECORDS_FILE, RUN_FILE, flat_json_path
 from ..records.schema import TrialRecord
 from ..system.environment import Environment
 from . import flat_reader, flops
 from .loss_parity import with_loss_caveats
 from .summary import TrialSummary, summarise
 
-_FLAT_NAME = re.compile(r"(zero|offload)_comparison_(\w+)")
+_FLAT_NAME = re.compile(r"(?:(zero|offload)_)?comparison_(\w+)")
 _MAX_NOTES = 20
 _MAX_PEAK_TFLOPS = 1e9
 _VALUE_ERRORS = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
@@ -47,7 +47,7 @@ class Result:
     summaries: tuple[TrialSummary, ...]
     environment: Environment | None
     family: str | None
-    """``zero`` or ``offload``."""
+    """``zero``, ``offload`` or ``recipe``."""
     arguments: tuple[str, ...]
     """As they were typed, without the script."""
     notes: tuple[str, ...]
@@ -190,8 +190,7 @@ def _with_flops_of_flat_json(summaries: tuple[TrialSummary, ...], folder: Path) 
     """Fills in the FLOPs of a model that is not a preset: only the run knew its shape, and wrote them to its JSON."""
     if all(summary.model_flops_per_token or not summary.record.ranks for summary in summaries):
         return summaries
-    family, _, stamp = folder.resolve().name.partition("_")
-    path = folder.resolve().parent.parent / f"{family}_comparison_{stamp}.json"
+    path = flat_json_path(folder.resolve())
     try:
         rows = _check_rows(path, json_files.read_bytes(path), [])
     except UsageError:
@@ -225,7 +224,7 @@ def _load_flat_json(path: Path, data: bytes) -> Result:
         except ValueError as error:
             raise UsageError(f"{path}: row {number} is not usable: {error}", remedy="correct or remove it") from None
     name = _FLAT_NAME.match(path.stem)
-    folder = path.parent / "runs" / f"{name[1]}_{name[2]}" if name else None
+    folder = path.parent / "runs" / f"{name[1] or 'comparison'}_{name[2]}" if name else None
     if folder is not None and _holds_run(folder):
         try:
             run = _load_run(folder, path)
@@ -242,7 +241,7 @@ def _load_flat_json(path: Path, data: bytes) -> Result:
         records=None,
         summaries=tuple(summaries),
         environment=environment if all(summary.environment == environment for summary in summaries) else None,
-        family=name[1] if name else None,
+        family=(name[1] or "recipe") if name else None,
         arguments=(),
         notes=tuple(_limit_notes(notes)),
     )

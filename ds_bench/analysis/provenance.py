@@ -9,14 +9,18 @@ from .. import units
 from ..system.environment import Environment
 from .summary import TrialSummary
 
-SCRIPTS: Mapping[str, str] = {"zero": "zero_stage_comparison.py", "offload": "offload_comparison.py"}
-"""The script of each family of runs."""
+COMMANDS: Mapping[str, str] = {
+    "zero": "zero_stage_comparison.py",
+    "offload": "offload_comparison.py",
+    "recipe": "-m ds_bench run",
+}
+"""What Python runs for each family of runs."""
 
 
 def command(family: str | None, arguments: Sequence[str]) -> str:
     """The command line of a run, quoted for a shell; empty if its family is not known."""
-    script = SCRIPTS.get(family or "")
-    return shlex.join(["python", script, *arguments]) if script else ""
+    words = COMMANDS.get(family or "")
+    return shlex.join(["python", *words.split(), *arguments]) if words else ""
 
 
 def machine(environment: Environment) -> dict[str, str]:

@@ -8,19 +8,17 @@ import math
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
+from ..config.options import MAX_NUMBER
 from ..errors import UsageError
 
-_MAX_NUMBER = 10**9
-"""More than any batch, step count, time in seconds or memory in GB; with more, clocks and kernel limits overflow."""
-MAX_RANKS = 2**16
-MAX_REPEATS = 1000
 AUTO = "auto"
 
 
 class Parser(argparse.ArgumentParser):
     """A parser that raises UsageError, which is printed in one line like every other error.
 
-    The line names the nearest flag or value where one is near. Lists of values may be separated by commas too.
+    The line names the nearest flag or value where one is near. Lists of values may be separated by commas too. Where
+    ``typed`` has a default, it holds the arguments as they were typed.
     """
 
     def error(self, message: str, near: str | None = None) -> NoReturn:
@@ -30,6 +28,8 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Refuses what it does not know, where argparse would leave that to the parser above a subcommand's."""
         values, unknown = super().parse_known_args(args, namespace)
+        if self.get_default("typed") is not None:
+            values.typed = list(args)
         if unknown:
             shown = [action for action in self._actions if action.help != argparse.SUPPRESS]
             flags = [flag for action in shown for flag in action.option_strings]
@@ -55,7 +55,7 @@ def _nearest(text: str, known: Iterable[str]) -> str | None:
     return by_lower_case[near[0]] if near else None
 
 
-def integer(minimum: int, maximum: int = _MAX_NUMBER) -> Callable[[str], int]:
+def integer(minimum: int, maximum: int = MAX_NUMBER) -> Callable[[str], int]:
     """A whole number from ``minimum`` to ``maximum``."""
 
     def convert(text: str) -> int:
@@ -83,8 +83,8 @@ def positive_float(text: str) -> float:
     value = _to_float(text)
     if not 0 < value < math.inf:
         raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a number above 0")
-    if value > _MAX_NUMBER:
-        raise argparse.ArgumentTypeError(f"{text[:40]!r} is more than {_MAX_NUMBER}")
+    if value > MAX_NUMBER:
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is more than {MAX_NUMBER}")
     return value
 
 

@@ -8,19 +8,18 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ..config import strategies
 from ..config.configuration_files import read_configuration_files
 from ..config.deepspeed_config import OPTIMIZERS
-from ..config.options import GOALS, Family, Options
+from ..config.options import GOALS, MAX_RANKS, MAX_REPEATS, Family, Options
 from ..config.strategies import STRATEGY_NAMES
 from ..errors import UsageError
 from .argument_types import (
     AUTO,
-    MAX_RANKS,
-    MAX_REPEATS,
     Parser,
     factory,
     fraction,
@@ -34,6 +33,11 @@ DEFAULT_ROWS: dict[Family, dict[str, Any]] = {
     "offload": {"strategies": ("none", "cpu_optimizer", "cpu_full")},
 }
 """What is compared where no flag names a row."""
+_STRATEGIES_HELP: dict[Family, str] = {
+    "zero": "strategies, after the stages",
+    "offload": "strategies, in this order (default: none cpu_optimizer cpu_full)",
+    "recipe": "strategies, after the stages; all: every stage and offload strategy in one table",
+}
 _USAGE = "%(prog)s [--model NAME] [--batch-size N] [{rows} ...] [options]"
 SEQ_LENGTH_HELP = "tokens per sequence (default: 512, or the model's positions where it has fewer)"
 _ZERO_TEXT = """Compares ZeRO stages on one model: trains it for a few steps under each stage,
@@ -68,12 +72,23 @@ def build_parser(family: Family, prog: str) -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     _add_workload(parser)
-    _add_comparison(parser, zero)
+    _add_comparison(parser, family)
     _add_hardware(parser)
     _add_config(parser)
     _add_run(parser)
     parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
     return parser
+
+
+def add_flags_over_recipe(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags of the scripts without defaults: one that is given replaces a value of the recipe."""
+    before = len(parser._actions)
+    _add_workload(parser)
+    _add_comparison(parser, "recipe")
+    _add_hardware(parser)
+    _add_run(parser)
+    for action in parser._actions[before:]:
+        action.default = argparse.SUPPRESS
 
 
 def _add_workload(parser: argparse.ArgumentParser) -> None:
@@ -120,9 +135,9 @@ def _add_workload(parser: argparse.ArgumentParser) -> None:
     add("--trust-remote-code", action="store_true", help="run modelling code that comes with the model")
 
 
-def _add_comparison(parser: argparse.ArgumentParser, zero: bool) -> None:
+def _add_comparison(parser: argparse.ArgumentParser, family: Family) -> None:
     add = parser.add_argument_group("comparison").add_argument
-    if zero:
+    if family != "offload":
         add(
             "--stages",
             type=int,
@@ -133,10 +148,10 @@ def _add_comparison(parser: argparse.ArgumentParser, zero: bool) -> None:
     add(
         "--strategies",
         nargs="+",
-        choices=STRATEGY_NAMES,
-        help="strategies, " + ("after the stages" if zero else "in this order (default: none cpu_optimizer cpu_full)"),
+        choices=("all", *STRATEGY_NAMES) if family == "recipe" else STRATEGY_NAMES,
+        help=_STRATEGIES_HELP[family],
     )
-    if not zero:
+    if family != "zero":
         add("--stage", type=int, choices=(1, 2, 3), default=3, help="ZeRO stage of the offload strategies (default: 3)")
     add(
         "--configs",
@@ -154,7 +169,8 @@ def _add_comparison(parser: argparse.ArgumentParser, zero: bool) -> None:
         "--nvme-path",
         type=Path,
         metavar="DIR",
-        help="folder on the NVMe disk" + ("" if zero else "; adds the nvme strategy when it is not named"),
+        help="folder on the NVMe disk"
+        + ("" if family != "offload" else "; adds the nvme strategy when it is not named"),
     )
     add(
         "--repeats",
@@ -263,6 +279,7 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
         help="run also what is predicted to need more than 1.5 times the host memory there is",
     )
     add("--dry-run", action="store_true", help="print each trial's configuration and command, run nothing")
+    add("--print-recipe", action="store_true", help="print the recipe that makes the same comparison, run nothing")
     add("--format", choices=("table", "markdown", "json"), default="table", help="form of the summary (default: table)")
     add("--quiet", action="store_true", help="print the summary only")
     add("--verbose", action="store_true", help="also print every trial's caveats and files as they come")
@@ -273,7 +290,7 @@ def to_options(family: Family, values: argparse.Namespace) -> Options:
     """The parsed flags as Options. Raises UsageError if two of them contradict each other."""
     given: dict[str, Any] = vars(values).copy()
     given.pop("local_rank")
-    given["retry"] = tuple(name.strip() for name in given["retry"].split(",") if name.strip())
+    given["retry"] = split_names(given["retry"])
     given.setdefault("stages", None)
     given["configs"] = tuple(given["configs"] or ())
     if given["stages"] is None and given["strategies"] is None and not given["configs"]:
@@ -285,50 +302,47 @@ def to_options(family: Family, values: argparse.Namespace) -> Options:
     given["auto_batch"] = given["batch_size"] == AUTO
     if given["auto_batch"]:
         given["batch_size"] = 1
-    elif given["common_batch"]:
-        raise UsageError("--common-batch without --batch-size auto", remedy="add --batch-size auto")
-    _check_keep_batch(given)
-    for name in ("relative_to", "export"):
-        given[name] = _row_name(name, given[name], family, given)
     if given["model_factory"] is not None:
         given["model"] = given["model_factory"]
-    options = Options(family=family, **given)
+    return check_options(Options(family=family, **given))
+
+
+def split_names(text: str) -> tuple[str, ...]:
+    """The names in a text, separated by commas."""
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+def check_options(options: Options) -> Options:
+    """The options with the names of the rows that texts of the user mean. Raises UsageError where flags contradict."""
+    if options.common_batch and not options.auto_batch:
+        raise UsageError("--common-batch without --batch-size auto", remedy="add --batch-size auto")
+    if options.keep_batch and options.auto_batch:
+        raise UsageError("--keep-batch with --batch-size auto", remedy="leave one of them out")
+    if options.keep_batch and not options.configs:
+        raise UsageError("--keep-batch without --configs", remedy="add --configs FILE")
     if options.quiet and options.verbose:
         raise UsageError("--quiet and --verbose together", remedy="give one of them")
     if options.retry and options.resume is None:
         raise UsageError("--retry without --resume", remedy="add --resume RUN_DIR")
     if options.launcher == "warm" and options.hostfile is not None:
         raise UsageError("--launcher warm works on one node", remedy="leave --launcher out, or drop --hostfile")
-    return options
+    return replace(options, relative_to=_row_name(options, "relative_to"), export=_row_name(options, "export"))
 
 
-def _check_keep_batch(given: dict[str, Any]) -> None:
-    if given["keep_batch"] and given["auto_batch"]:
-        raise UsageError("--keep-batch with --batch-size auto", remedy="leave one of them out")
-    if given["keep_batch"] and not given["configs"]:
-        raise UsageError("--keep-batch without --configs", remedy="add --configs FILE")
-
-
-def _row_name(flag: str, text: str | None, family: Family, given: dict[str, Any]) -> str | None:
+def _row_name(options: Options, field: str) -> str | None:
     """The name of the row that the text of a flag means, such as a stage's number. Raises UsageError."""
+    text = getattr(options, field)
     if text is None:
         return None
-    rows = [strategies.ZERO_STAGES[stage] for stage in given["stages"]]
-    rows += [strategies.named_strategy(name, given["stage"]) for name in given["strategies"]]
-    if (
-        family == "offload"
-        and given["nvme_path"] is not None
-        and given["strategies"]
-        and "nvme" not in given["strategies"]
-    ):
-        rows.append(strategies.offload_strategy("nvme", given["stage"]))
-    files = [file.name for file in read_configuration_files(given["configs"])[0]]
-    if text in files:
-        return text
-    if (row := next((row for row in rows if strategies.matches(row, text)), None)) is None:
-        names = ", ".join([*(row.name for row in rows), *files])
-        raise UsageError(f"--{flag.replace('_', '-')} {text}: no such row", remedy=f"one of {names}")
-    if flag == "export" and row.engine != "deepspeed":
+    from ..plan import requested_rows
+
+    rows = requested_rows(options, read_configuration_files(options.configs)[0])
+    row = next((row for row in rows if row.name == text), None)
+    row = row or next((row for row in rows if row.strategy and strategies.matches(row.strategy, text)), None)
+    if row is None:
+        names = ", ".join(row.name for row in rows)
+        raise UsageError(f"--{field.replace('_', '-')} {text}: no such row", remedy=f"one of {names}")
+    if field == "export" and row.strategy is not None and row.strategy.engine != "deepspeed":
         problem = f"--export {text}: {row.label} is torch's own engine, there is no DeepSpeed configuration"
         raise UsageError(problem, remedy="export a row that DeepSpeed trains")
     return row.name

@@ -20,7 +20,7 @@ try:
     from ..errors import DsBenchError
     from ..system import terminal
     from .argument_types import Parser, fraction, integer, names_from, positive_float
-    from .arguments import SEQ_LENGTH_HELP
+    from .arguments import SEQ_LENGTH_HELP, add_flags_over_recipe
 except KeyboardInterrupt:  # Ctrl-C while these modules are loaded
     print("interrupted", file=sys.stderr)
     sys.exit(130)
@@ -75,7 +75,7 @@ def _add_command(
 
 PREDICTED_STRATEGIES = (*(strategy.name for strategy in ZERO_STAGES.values()), *OFFLOAD_NAMES[1:])
 """Values of ``plan --strategies``, in the order of the table, without ``none``, which is the same as ``zero3``."""
-_RESULT = "a run folder, its records.jsonl, or a zero_comparison_*.json or offload_comparison_*.json"
+_RESULT = "a run folder, its records.jsonl, or its flat JSON, such as zero_comparison_*.json or comparison_*.json"
 
 
 def _add_results(parser: argparse.ArgumentParser) -> None:
@@ -254,6 +254,28 @@ def _baseline_check(values: argparse.Namespace) -> int:
     return check_command(values.results, values.baselines, values.json, values.fail_on)
 
 
+def _add_recipe_run(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "%(prog)s [RECIPE] [--set KEY.PATH=VALUE ...] [options]"
+    add = parser.add_argument
+    add("recipe", nargs="?", type=Path, metavar="RECIPE", help="YAML file (docs/recipes.md); without it flags alone")
+    add(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY.PATH=VALUE",
+        help="a value that replaces the recipe's, e.g. training.seq_len=2048; a list [1024,2048] makes a sweep",
+    )
+    add("--yes", action="store_true", help="plan a sweep of more than 10,000 trials")
+    add_flags_over_recipe(parser)
+    parser.set_defaults(run=_recipe_run, typed=())
+
+
+def _recipe_run(values: argparse.Namespace) -> int:
+    from .run import run_command
+
+    return run_command(values)
+
+
 def _models(_values: argparse.Namespace) -> int:
     from .models import list_models
 
@@ -295,6 +317,15 @@ COMMANDS: dict[str, tuple[Callable[[argparse.ArgumentParser], None], str, list[s
         _add_advice,
         "when to use each strategy, and what it saves this model, by formula",
         ["--model meta-llama/Llama-2-7b-hf --num-gpus 8"],
+    ),
+    "run": (
+        _add_recipe_run,
+        "compare what a recipe asks for, one workload or a sweep of many",
+        [
+            "recipes/llama2_7b.yaml --set training.seq_len=2048",
+            "recipes/tiny_cpu.yaml --dry-run",
+            "--model gpt2 --strategies all",
+        ],
     ),
     "models": (
         lambda parser: parser.set_defaults(run=_models),

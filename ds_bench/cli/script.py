@@ -27,12 +27,14 @@ def main(
     with terminal.ignoring_broken_stderr():
         try:
             options, kept = _with_resumed_flags(family, prog, typed_flags)
-            if _is_other_rank(os.environ):
+            if options.print_recipe:
+                return _print_recipe(options, make_config)
+            if is_other_rank(os.environ):
                 return 0
-            _remove_launcher_variables(os.environ)
+            remove_launcher_variables(os.environ)
             from ..run import run_comparison
 
-            return run_comparison(options, make_config, redacted_arguments(kept))
+            return run_comparison([options], make_config, redacted_arguments(kept))
         except DsBenchError as error:
             terminal.print_text(f"{prog}: {error}", sys.stderr)
             return error.exit_code
@@ -42,6 +44,16 @@ def main(
         except KeyboardInterrupt:  # before the run handles signals, or after
             terminal.print_text("interrupted", sys.stderr)
             return 130
+
+
+def _print_recipe(options: Options, make_config: Callable[[Strategy, int, int], dict[str, Any]]) -> int:
+    """Prints the recipe that makes the same comparison. Returns exit code 0."""
+    from ..config.recipe import recipe_of, yaml_text
+    from ..plan import requested_rows
+
+    rows = [row.strategy for row in requested_rows(options) if row.strategy is not None]
+    terminal.print_text(yaml_text(recipe_of(options, make_config, rows)).rstrip())
+    return 0
 
 
 def _with_resumed_flags(family: Family, prog: str, typed_flags: list[str]) -> tuple[Options, list[str]]:
@@ -103,12 +115,12 @@ def _require_given_again(resumed: Options, typed: Options) -> None:
         )
 
 
-def _is_other_rank(environ: os._Environ[str]) -> bool:
+def is_other_rank(environ: os._Environ[str]) -> bool:
     """Whether this is one of a launcher's ranks, other than the first, which alone runs the comparison."""
     return environ.get("RANK", environ.get("LOCAL_RANK", "0")) not in ("", "0")
 
 
-def _remove_launcher_variables(environ: os._Environ[str]) -> None:
+def remove_launcher_variables(environ: os._Environ[str]) -> None:
     """Removes the variables of a launcher that started this script, which would mislead the launcher of the trials.
 
     Its WORLD_SIZE stays, as the requested number of ranks.

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from ..units import from_gb
 
-Family = Literal["zero", "offload"]
+Family = Literal["zero", "offload", "recipe"]
+"""What asked for a comparison: one of the scripts, or a recipe."""
+MAX_NUMBER = 10**9
+"""More than any batch, step count, time in seconds or memory in GB; with more, clocks and kernel limits overflow."""
+MAX_RANKS = 2**16
+MAX_REPEATS = 1000
 GOALS = ("speed", "balanced", "memory")
 """Aims of a recommendation (docs/choosing.md)."""
 FAIL_ON = ("regression", "missing", "unmatched", "noisy")
@@ -35,6 +40,7 @@ class Options:
     warmup_steps: int
     output_dir: Path
     grad_accum: int
+    """1 until the number of ranks is known, if it follows from the global batch."""
     stages: tuple[int, ...]
     strategies: tuple[str, ...]
     stage: int
@@ -78,6 +84,22 @@ class Options:
     quiet: bool
     verbose: bool
     strict: bool
+    print_recipe: bool = False
+    point: tuple[tuple[str, Any], ...] = ()
+    """Key paths of a recipe and their values at this point of its sweep; empty without a sweep."""
+    global_batch_size: int | None = None
+    """Sequences per optimizer step on all ranks, from which accumulation follows; None: ``grad_accum`` is given."""
+
+    @property
+    def point_text(self) -> str:
+        """``gpt2, seq_len 1024``: the values of this point in one line; empty without a sweep."""
+        words = {True: "on", False: "off", None: "none"}
+        return ", ".join(
+            str(value)
+            if path in ("model.name", "model.factory")
+            else f"{path.rpartition('.')[2]} {words[value] if isinstance(value, bool | None) else value}"
+            for path, value in self.point
+        )
 
     @property
     def cpu_memory_limit_bytes(self) -> int | None:

@@ -38,11 +38,14 @@ def build_ops(
 def rank_environment(
     placement: Placement,
     environ: Mapping[str, str],
-    preload_model: str | None,
+    preload_models: str | Sequence[str] | None,
     root: Path = host_memory.ROOT,
     query: gpus.GpuQuery | None = None,
 ) -> dict[str, str]:
-    """Variables of every process of every trial, the same for warm and cold launch."""
+    """Variables of every process of every trial, the same for warm and cold launch.
+
+    ``preload_models``: Transformers' names of the architectures whose modules the preloaded server loads.
+    """
     variables = {
         "DS_ACCELERATOR": placement.accelerator,
         **import_variables(environ.get("PYTHONPATH", "")),
@@ -53,8 +56,9 @@ def rank_environment(
         "TOKENIZERS_PARALLELISM": "false",
     }
     variables |= _name_and_home(environ)
-    if preload_model is not None:
-        variables["DS_BENCH_PRELOAD"] = f"transformers.models.{preload_model}.modeling_{preload_model}"
+    names = (preload_models,) if isinstance(preload_models, str) else preload_models
+    if names:
+        variables["DS_BENCH_PRELOAD"] = ",".join(f"transformers.models.{name}.modeling_{name}" for name in names)
     if placement.accelerator == "cuda":
         variables |= cuda_environment(environ, query or gpus.NvmlQuery())
     architectures = variables.get("TORCH_CUDA_ARCH_LIST") or environ.get("TORCH_CUDA_ARCH_LIST")

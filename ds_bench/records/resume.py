@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
 from ..config.spec import Trial
@@ -29,16 +29,13 @@ def require_same_machine(store: RunFolder, facts: Environment) -> None:
 def require_same_workload(store: RunFolder, trials: Sequence[Trial], leave_out: Sequence[str]) -> None:
     """Raises UsageError if the run has another workload or placement; stages, strategies and repeats may be added.
 
-    ``leave_out``: fields that may differ.
+    ``leave_out``: fields that may differ, besides those that a row itself sets. Of a sweep, each stored trial must have
+    the workload of one of the points.
     """
-
-    def requested(part: Any, changed: Collection[str]) -> Any:
-        values = json.loads(json.dumps(part))  # as they are read from the file: lists, not tuples
-        return {key: values[key] for key in values if key not in changed} if isinstance(values, dict) else values
-
-    present = trials[0].to_dict()
-    own_changes = trials[0].configuration.workload_changes
+    present = {name: [trial[name] for trial in _distinct(trials)] for name in ("workload", "placement")}
+    own_changes = {field for trial in trials for field in trial.configuration.workload_changes}
     texts = {trial.configuration.name: trial.configuration.file_text for trial in trials}
+    known: dict[tuple[str, frozenset[str]], set[str]] = {}
     for stored in store.load_run().get("trials", []):
         configuration = stored.get("configuration")
         configuration = configuration if isinstance(configuration, dict) else {}
@@ -48,13 +45,27 @@ def require_same_workload(store: RunFolder, trials: Sequence[Trial], leave_out: 
                 f"--resume {store.folder}: the file of {row} has changed since the run began",
                 remedy="put it back as it was (run.json has its text), or start a new run",
             )
-        row_changes = configuration.get("workload_changes")
-        changed = {*leave_out, *own_changes, *(row_changes if isinstance(row_changes, dict) else ())}
-        for name in ("workload", "placement"):
-            if requested(present[name], changed) != requested(stored.get(name), changed):
+        changes = configuration.get("workload_changes")
+        left_out = frozenset({*leave_out, *own_changes, *(changes if isinstance(changes, dict) else ())})
+        for name, parts in present.items():
+            if (name, left_out) not in known:
+                known[name, left_out] = {_text_without(part, left_out) for part in parts}
+            if _text_without(stored.get(name), left_out) not in known[name, left_out]:
                 raise UsageError(
                     f"--resume {store.folder}: another {name} than it began with", remedy="start a new run"
                 )
+
+
+def _distinct(trials: Sequence[Trial]) -> list[dict[str, Any]]:
+    """As JSON values, one trial of each workload and placement."""
+    return [trial.to_dict() for trial in {(id(each.workload), id(each.placement)): each for each in trials}.values()]
+
+
+def _text_without(part: Any, left_out: Container[str]) -> str:
+    """A part of a trial as text, without some of its fields; a list and a tuple, as in a file, are the same."""
+    if isinstance(part, dict):
+        part = {key: value for key, value in part.items() if key not in left_out}
+    return json.dumps(part, sort_keys=True)
 
 
 def remaining_trials(trials: Sequence[Trial], done: Sequence[TrialRecord], retry: Sequence[str]) -> list[Trial]:

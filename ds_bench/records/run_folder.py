@@ -5,6 +5,7 @@
     <output-dir>/
       zero_comparison_<YYYYmmdd_HHMMSS>.json   flat rows, rewritten whole after every trial
       zero_comparison_<YYYYmmdd_HHMMSS>.csv    the same rows and columns
+      comparison_<YYYYmmdd_HHMMSS>.json        likewise, of a recipe; its run is runs/comparison_<YYYYmmdd_HHMMSS>
       runs/zero_<YYYYmmdd_HHMMSS>/
         run.json                               what was requested, the machine, the versions
         records.jsonl                          one record per trial, appended and synced
@@ -54,15 +55,15 @@ class RunFolder:
     def create(cls, output_dir: Path, family: str) -> RunFolder:
         """Creates the folder of a new run; waits for the next second if another run has the name of this one.
 
-        ``family``: ``zero`` or ``offload``. Raises PreflightError if the folder cannot be written.
+        ``family``: ``zero``, ``offload`` or ``recipe``. Raises PreflightError if the folder cannot be written.
         """
-        runs = output_dir / "runs"
+        runs, prefix = output_dir / "runs", "comparison" if family == "recipe" else family
         try:
             runs.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=output_dir):
                 pass
             while True:
-                store = cls._named(output_dir, family, datetime.now().strftime("%Y%m%d_%H%M%S"))
+                store = cls._named(runs / f"{prefix}_{datetime.now():%Y%m%d_%H%M%S}")
                 if store._create_folder():
                     return store
                 time.sleep(0.1)
@@ -73,13 +74,9 @@ class RunFolder:
             ) from None
 
     @classmethod
-    def _named(cls, output_dir: Path, family: str, stamp: str) -> RunFolder:
-        stem = output_dir / f"{family}_comparison_{stamp}"
-        return cls(
-            folder=output_dir / "runs" / f"{family}_{stamp}",
-            json_path=stem.with_name(stem.name + ".json"),
-            csv_path=stem.with_name(stem.name + ".csv"),
-        )
+    def _named(cls, folder: Path) -> RunFolder:
+        json_path = flat_json_path(folder)
+        return cls(folder=folder, json_path=json_path, csv_path=json_path.with_suffix(".csv"))
 
     def _create_folder(self) -> bool:
         if self.json_path.exists() or self.csv_path.exists():
@@ -98,14 +95,13 @@ class RunFolder:
                 problem = "nothing to resume, the run ended before it had settled what to run"
                 raise UsageError(f"--resume {folder}: {problem}", remedy="start it again")
             raise UsageError(f"--resume {folder}: no {RUN_FILE} there", remedy="give a folder below <output-dir>/runs")
-        family, _, stamp = folder.resolve().name.partition("_")
-        store = cls._named(folder.resolve().parent.parent, family, stamp)
+        store = cls._named(folder.resolve())
         store._refuse_links()
         return store
 
     def _refuse_links(self) -> None:
         """Raises UsageError for links and special files: in a downloaded run they could redirect what is written."""
-        written = ("recommended", "recommended/*", "export_*", "export_*/*", "trials")
+        written = ("recommended", "recommended/*", "export_*", "export_*/*", "trials", "points", "points/**/*")
         names = {*self.folder.iterdir(), self.json_path, self.csv_path}
         for path in sorted(names.union(*(self.folder.glob(pattern) for pattern in written))):
             if path.is_symlink() or (path.exists() and not (path.is_file() or path.is_dir())):
@@ -215,6 +211,13 @@ class RunFolder:
             for row in rows
         ]
         write_texts({self.json_path: json_text(finite), self.csv_path: csv_text(finite)})
+
+
+def flat_json_path(folder: Path) -> Path:
+    """The flat JSON of a run, by its folder: of ``runs/zero_STAMP`` ``zero_comparison_STAMP.json``."""
+    prefix, _, stamp = folder.name.partition("_")
+    stem = f"comparison_{stamp}" if prefix == "comparison" else f"{prefix}_comparison_{stamp}"
+    return folder.parent.parent / f"{stem}.json"
 
 
 def csv_text(rows: Iterable[Mapping[str, Any]]) -> str:

@@ -83,7 +83,7 @@ def write_configuration(
     if row is None:
         return None
     folder = run_folder / (f"export_{row.configuration.name}" if options.export else "recommended")
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     doubt = None
     if not options.export and not report.recommendation.decided:
         doubt = report.recommendation.lines[0]

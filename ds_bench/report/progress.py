@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from ..analysis.summary import summarise
 from ..config.spec import Trial
@@ -21,14 +21,23 @@ class ProgressReporter:
     """Prints how each trial ended, and how long the rest of the comparison is likely to take.
 
     ``trials``: those that will run. ``repeats``: runs of each row. ``verbose``: also that a trial begins, its caveats
-    and its files.
+    and its files. ``point_of``: the point of a sweep that a trial belongs to, as text.
     """
 
-    def __init__(self, line: StatusLine, trials: Sequence[Trial], repeats: int = 1, *, verbose: bool = False) -> None:
+    def __init__(
+        self,
+        line: StatusLine,
+        trials: Sequence[Trial],
+        repeats: int = 1,
+        *,
+        verbose: bool = False,
+        point_of: Callable[[Trial], str] = lambda _trial: "",
+    ) -> None:
         self._line = line
         self._total = len(trials)
         self._repeats = repeats
         self._verbose = verbose
+        self._point_of = point_of
         self._number = 0
         self._wall_seconds: list[float] = []
 
@@ -46,9 +55,10 @@ class ProgressReporter:
         )
 
     def _head(self, trial: Trial) -> str:
-        """``[2/24] ZeRO-1 run 1/3``; without the run where there is one of each row."""
+        """``[2/24] ZeRO-1 run 1/3``; without the run where there is one of each row; in a sweep with the point."""
         run = f" run {trial.repeat + 1}/{self._repeats}" if self._repeats > 1 else ""
-        return f"[{self._number}/{self._total}] {trial.configuration.label}{run}"
+        point = f"{text}: " if (text := self._point_of(trial)) else ""
+        return f"[{self._number}/{self._total}] {point}{trial.configuration.label}{run}"
 
     def _describe_step(self, progress: Progress, trial: Trial, total: int) -> str:
         if progress.step < 0:

@@ -54,6 +54,7 @@ BOTH: dict[str, Any] = {
     "--skip-predicted-oom": False,
     "--force": False,
     "--dry-run": False,
+    "--print-recipe": False,
     "--format": "table",
     "--quiet": False,
     "--verbose": False,

@@ -40,6 +40,6 @@ class House:
         return cli.main(family, fakes.make_config, ["--resume", str(folder), *arguments])
 
     def rows(self) -> list[dict[str, Any]]:
-        (path,) = self.output.glob("*_comparison_*.json")
+        (path,) = self.output.glob("*comparison_*.json")
         rows: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))
         return rows

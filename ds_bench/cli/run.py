@@ -1,0 +1,142 @@
+"""The command ``run``: compares what a recipe asks for, at every point of its sweep.
+
+Flags replace values of the recipe, so that a recipe is not needed: ``run --model tiny --strategies all``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ..config import overrides, recipe_file, sweep
+from ..config.configuration_files import read_configuration_files
+from ..config.options import Options
+from ..config.recipe import PATHS, Recipe, check_recipe, config_maker, options_of, yaml_text
+from ..config.recipe_file import Data, RecipeText
+from ..errors import UsageError
+from ..models import presets
+from ..records.run_folder import RunFolder
+from ..system import terminal
+from ..system.redaction import REDACTED, redacted_arguments, redacted_config
+from . import arguments, script
+
+_RUN_FLAGS = ("resume", "dry_run", "format", "quiet", "verbose", "strict")
+
+
+def run_command(values: argparse.Namespace) -> int:
+    """Runs a recipe and returns the exit code. ``values``: the parsed flags, of the scripts' only those given."""
+    text, stored_arguments = _recipe_text(values)
+    for path, value in _given_values(values):
+        text = recipe_file.with_value(text, path, value)
+    asked = sweep.find_sweep(text)
+    if hasattr(values, "print_recipe"):
+        check_recipe(text, asked.data_of(asked.points()[0]))
+        terminal.print_text(yaml_text(text.data).rstrip())
+        return 0
+    points, recipe = _points(text, asked, values)
+    if hasattr(values, "resume") and values.recipe is None:
+        _require_given_again(points, values)
+    if script.is_other_rank(os.environ):
+        return 0
+    script.remove_launcher_variables(os.environ)
+    from ..run import run_comparison
+
+    return run_comparison(points, config_maker(recipe), redacted_arguments(stored_arguments), _stored(text))
+
+
+def _points(text: RecipeText, asked: sweep.Sweep, values: argparse.Namespace) -> tuple[list[Options], Recipe]:
+    """The Options of every point, and the recipe of the first. Raises UsageError for more trials than is usual."""
+    flags = {name: getattr(values, name) for name in _RUN_FLAGS if hasattr(values, name)}
+    flags["retry"] = arguments.split_names(getattr(values, "retry", ""))
+
+    def options_at(point: sweep.Values) -> tuple[Recipe, Options]:
+        recipe = check_recipe(text, asked.data_of(point))
+        return recipe, arguments.check_options(options_of(recipe, text.folder, point=tuple(point.items()), **flags))
+
+    first, options = options_at(asked.first_point)
+    from ..plan import requested_rows
+
+    rows = requested_rows(options, read_configuration_files(options.configs)[0])
+    trials = asked.most_points * len(rows) * options.repeats
+    if trials > sweep.MOST_TRIALS and not values.yes:
+        problem = f"this recipe makes {trials:,} trials: {asked.most_points:,} points, each with every row and repeat"
+        raise UsageError(problem, remedy="shorten its lists, or add --yes if that is meant")
+    return [options_at(point)[1] for point in asked.points()], first
+
+
+def _given_values(values: argparse.Namespace) -> list[tuple[tuple[str, ...], Any]]:
+    """The key path and the value of every flag that replaces a value of the recipe, those of ``--set`` last."""
+    given: list[tuple[tuple[str, ...], Any]] = []
+    for name, path in PATHS.items():
+        if hasattr(values, name):
+            given.append((tuple(path.split(".")), _from_current_folder(name, getattr(values, name))))
+    for text in values.set:
+        names, value = overrides.split_setting(text, "training.seq_len=2048")
+        given.append((tuple(names), value))
+    return given
+
+
+def _from_current_folder(name: str, value: Any) -> Any:
+    """The value of a flag as a recipe has it. Files that a recipe names are relative to it, those of a flag are not."""
+    if isinstance(value, list):
+        return [_from_current_folder(name, item) for item in value]
+    if isinstance(value, Path):
+        return str(value.absolute() if name in ("hostfile", "configs") else value)
+    return value
+
+
+# ------------------------------------------------------------------ what a run keeps of its recipe
+
+
+def _stored(text: RecipeText) -> Data:
+    """What run.json keeps of the recipe, for ``--resume`` and reports; credentials are redacted."""
+    return {"name": text.name, "folder": str(text.folder.absolute()), "values": redacted_config(text.data)}
+
+
+def _recipe_text(values: argparse.Namespace) -> tuple[RecipeText, Sequence[str]]:
+    """The recipe, and the arguments to store with the run: on ``--resume`` those that it began with."""
+    given = RecipeText(name="", folder=Path(), data={})
+    if values.recipe is not None:
+        given = recipe_file.read_recipe(values.recipe)
+    if getattr(values, "resume", None) is None:
+        return given, values.typed
+    earlier = RunFolder.open(values.resume).load_run()
+    stored, flags = earlier.get("recipe"), [str(flag) for flag in earlier.get("arguments", [])]
+    if not isinstance(stored, dict) or not isinstance(stored.get("values"), dict):
+        raise UsageError(f"--resume {values.resume} is of a script", remedy="use the script that started it")
+    if values.recipe is not None:
+        return given, flags
+    if REDACTED in str(stored):
+        raise UsageError(
+            f"--resume {values.resume}: it has values that may be credentials, which were not kept",
+            remedy=f"give its recipe again: run RECIPE --resume {shlex.quote(str(values.resume))}",
+        )
+    return RecipeText(name="", folder=Path(str(stored.get("folder"))), data=stored["values"]), flags
+
+
+def _require_given_again(points: Sequence[Options], values: argparse.Namespace) -> None:
+    """Raises UsageError where the recipe that a run folder holds starts code or other machines.
+
+    The folder may come from somebody else.
+    """
+    needed: dict[str, str] = {}
+    for options in points:
+        local = presets.find_preset(options.model) is None and Path(options.model).is_dir()
+        for flag, name, starts in (
+            ("--model-factory", "model_factory", options.model_factory is not None),
+            ("--trust-remote-code", "trust_remote_code", options.trust_remote_code),
+            ("--hostfile", "hostfile", options.hostfile is not None),
+            ("--model", "model", local and options.model_factory is None),
+        ):
+            if starts and not hasattr(values, name):
+                needed[flag] = str(getattr(options, name))
+    if needed:
+        raise UsageError(
+            f"--resume {values.resume}: a run folder alone does not start code or other machines: it asks for "
+            f"{', '.join(f'{flag} {value}' for flag, value in needed.items())}",
+            remedy=f"if you trust it, give its recipe again: run RECIPE --resume {shlex.quote(str(values.resume))}",
+        )

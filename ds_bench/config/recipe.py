@@ -1,0 +1,560 @@
+"""Recipes: everything that a comparison is asked for, as sections of named values, read from YAML and checked whole.
+
+A recipe becomes the same Options that the flags of the scripts become (:data:`PATHS`), and Options become a recipe
+again (:func:`recipe_of`), so that scripts and recipes run the same way. Lists of values and the section ``sweep`` are
+expanded by ``sweep`` beforehand: a :class:`Recipe` is one point.
+"""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import json
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeAlias
+
+import yaml
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema
+
+from ..errors import UsageError
+from . import overrides, strategies
+from .deepspeed_config import OPTIMIZERS, Config, base_config
+from .options import MAX_NUMBER, MAX_RANKS, MAX_REPEATS, Options
+from .recipe_file import FLOAT, Data, KeyPath, RecipeText
+from .spec import Strategy
+from .strategies import STRATEGY_NAMES
+
+ALL = "all"
+"""Stands for every strategy in ``configurations.strategies``."""
+BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+
+
+def _listed(value: Any) -> Any:
+    return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
+
+
+def _require_one_of(names: tuple[str, ...]) -> AfterValidator:
+    """Refuses a text that is none of these names, and says the nearest."""
+
+    def check(name: str) -> str:
+        if name not in names:
+            near = difflib.get_close_matches(name, names, n=1)
+            raise ValueError(f"did you mean {near[0]}?" if near else f"it must be one of {', '.join(names)}")
+        return name
+
+    return AfterValidator(check)
+
+
+def _enum(names: tuple[str, ...]) -> WithJsonSchema:
+    return WithJsonSchema({"type": "string", "enum": list(names)})
+
+
+Count: TypeAlias = Annotated[int, Field(ge=1, le=MAX_NUMBER)]
+Quantity: TypeAlias = Annotated[float, Field(gt=0, le=MAX_NUMBER)]
+_ROW_NAMES = (ALL, *STRATEGY_NAMES)
+StrategyName: TypeAlias = Annotated[str, _require_one_of(_ROW_NAMES), _enum(_ROW_NAMES)]
+OptimizerName: TypeAlias = Annotated[str, _require_one_of(OPTIMIZERS), _enum(OPTIMIZERS)]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+
+class Model(_Section):
+    """The model that is trained, with random weights."""
+
+    name: Annotated[str, Field(min_length=1, description="Preset, local folder or name on the Hub.")] = "gpt2"
+    factory: Annotated[
+        str | None,
+        Field(pattern=r"^[^:]+:[^:]+$", description="package.module:function that returns a model of your own."),
+    ] = None
+    trust_remote_code: Annotated[bool, Field(description="Run modelling code that comes with the model.")] = False
+
+
+class Training(_Section):
+    """How it is trained."""
+
+    seq_len: Annotated[
+        Count | None,
+        Field(description="Tokens per sequence; without it 512, or the model's positions where it has fewer."),
+    ] = None
+    local_batch_size: Annotated[
+        Count | Literal["auto"],
+        Field(description="Micro-batch: sequences per GPU in one forward pass; auto: the largest that trains."),
+    ] = 4
+    global_batch_size: Annotated[
+        Count | None,
+        Field(
+            description="Sequences per optimizer step on all GPUs; accumulation follows from it: "
+            "global_batch_size / (local_batch_size × data-parallel ranks)."
+        ),
+    ] = None
+    grad_accum: Annotated[
+        Count | None,
+        Field(description="Micro-batches per optimizer step, where global_batch_size does not say; without both 1."),
+    ] = None
+    steps: Annotated[Count, Field(description="Optimizer steps that are measured.")] = 20
+    warmup_steps: Annotated[
+        int, Field(ge=0, le=MAX_NUMBER, description="Steps run first and left out of every statistic.")
+    ] = 5
+    precision: Annotated[
+        Literal["auto", "bf16", "fp16", "fp32"],
+        Field(description="Number format; auto: bf16 where the device has it."),
+    ] = "auto"
+    activation_checkpointing: Annotated[bool, Field(description="Recompute activations in the backward pass.")] = False
+    seed: Annotated[int, Field(ge=0, le=2**32 - 1, description="Seed of weights and data.")] = 42
+    dropout: Annotated[
+        float | None, Field(ge=0, lt=1, description="Probability of every dropout; without it the model's own.")
+    ] = None
+
+
+class Configurations(_Section):
+    """The rows of the comparison. Without stages, strategies, configs and inline: stages 0, 1, 2 and 3."""
+
+    stages: Annotated[tuple[Annotated[int, Field(ge=0, le=3)], ...], Field(description="ZeRO stages, in order.")] = ()
+    strategies: Annotated[
+        tuple[StrategyName, ...],
+        BeforeValidator(_listed, json_schema_input_type=list[StrategyName] | StrategyName),
+        Field(description="Strategies by name, after the stages; all: every stage and offload strategy."),
+    ] = ()
+    stage: Annotated[int, Field(ge=1, le=3, description="ZeRO stage of the offload strategies.")] = 3
+    configs: Annotated[
+        tuple[Path, ...],
+        Field(description="Configurations of your own, each file one row: DeepSpeed JSON, Accelerate YAML, folders."),
+    ] = ()
+    keep_batch: Annotated[
+        bool, Field(description="The batch keys of each file of configs rule, not those of training.")
+    ] = False
+    inline: Annotated[
+        dict[str, dict[str, Any]],
+        Field(
+            description="Name of a strategy → its DeepSpeed configuration, in place of the built-in one; batch keys "
+            "come from the section training."
+        ),
+    ] = {}
+    deepspeed: Annotated[
+        dict[str, Any],
+        Field(description="Values that replace those of every DeepSpeed configuration, such as zero_optimization: …"),
+    ] = {}
+    common_batch: Annotated[
+        bool, Field(description="With local_batch_size auto: also rows at the largest that all of them train.")
+    ] = False
+    relative_to: Annotated[
+        str | None, Field(description="Row that ratios refer to; without it the first good one.")
+    ] = None
+
+
+class Optimizer(_Section):
+    """The optimizer of every row."""
+
+    type: Annotated[OptimizerName | None, Field(description="Without it AdamW.")] = None
+    params: Annotated[
+        dict[str, Any], Field(description="Its parameters, such as lr and weight_decay, as DeepSpeed takes them.")
+    ] = {}
+
+
+class Launch(_Section):
+    """The devices, and how trials are started and ended."""
+
+    num_gpus: Annotated[
+        int | None, Field(ge=1, le=MAX_RANKS, description="GPUs, or CPU ranks; without it all GPUs, or 1 rank.")
+    ] = None
+    accelerator: Annotated[Literal["auto", "cuda", "cpu"], Field(description="Device type.")] = "auto"
+    launcher: Annotated[
+        Literal["auto", "warm", "deepspeed"],
+        Field(description="warm: ranks forked from one preloaded process; deepspeed: its launcher for every trial."),
+    ] = "auto"
+    hostfile: Annotated[Path | None, Field(description="DeepSpeed hostfile, for several nodes.")] = None
+    nvme_path: Annotated[Path | None, Field(description="Folder on the NVMe disk.")] = None
+    cpu_memory_limit: Annotated[Quantity | None, Field(description="Limit of each rank's data, in GB (2^30).")] = None
+    gpu_memory_limit: Annotated[Quantity | None, Field(description="Emulate a GPU of this memory, in GB (2^30).")] = (
+        None
+    )
+    peak_tflops: Annotated[
+        Quantity | None, Field(description="Dense peak of one GPU in TFLOP/s, for MFU; without it known GPUs.")
+    ] = None
+    timeout: Annotated[Quantity, Field(description="Seconds after which a trial is ended.")] = 3600.0
+    stall_timeout: Annotated[
+        Quantity, Field(description="Seconds without a sign of life after which a trial is ended.")
+    ] = 600.0
+    skip_predicted_oom: Annotated[bool, Field(description="Leave out rows that are predicted not to fit.")] = False
+    force: Annotated[
+        bool, Field(description="Run also what is predicted to need more than 1.5 times the host memory there is.")
+    ] = False
+
+
+class Output(_Section):
+    """Where results go, how often rows run, and what the recommendation is for."""
+
+    dir: Annotated[Path, Field(description="Folder of the results, in the current folder; made when missing.")] = Path(
+        "results"
+    )
+    repeats: Annotated[int, Field(ge=1, le=MAX_REPEATS, description="Runs of every row; 3 or more give intervals.")] = 1
+    goal: Annotated[
+        Literal["speed", "balanced", "memory"],
+        Field(description="The fastest row, the least memory, or both."),
+    ] = "balanced"
+    export: Annotated[
+        str | None, Field(description="Row whose configuration is written too; the recommended one always is.")
+    ] = None
+
+
+class Recipe(_Section):
+    """One comparison: a model, how it is trained, which configurations, and where."""
+
+    model: Model = Model()
+    training: Training = Training()
+    configurations: Configurations = Configurations()
+    optimizer: Optimizer = Optimizer()
+    launch: Launch = Launch()
+    output: Output = Output()
+
+
+SWEPT_SECTIONS = ("model", "training")
+"""Sections whose values may be lists."""
+PATHS: Mapping[str, str] = {
+    "model": "model.name",
+    "model_factory": "model.factory",
+    "trust_remote_code": "model.trust_remote_code",
+    "seq_length": "training.seq_len",
+    "batch_size": "training.local_batch_size",
+    "global_batch_size": "training.global_batch_size",
+    "grad_accum": "training.grad_accum",
+    "num_steps": "training.steps",
+    "warmup_steps": "training.warmup_steps",
+    "precision": "training.precision",
+    "activation_checkpointing": "training.activation_checkpointing",
+    "seed": "training.seed",
+    "dropout": "training.dropout",
+    "stages": "configurations.stages",
+    "strategies": "configurations.strategies",
+    "stage": "configurations.stage",
+    "configs": "configurations.configs",
+    "keep_batch": "configurations.keep_batch",
+    "common_batch": "configurations.common_batch",
+    "relative_to": "configurations.relative_to",
+    "optimizer": "optimizer.type",
+    "num_gpus": "launch.num_gpus",
+    "accelerator": "launch.accelerator",
+    "launcher": "launch.launcher",
+    "hostfile": "launch.hostfile",
+    "nvme_path": "launch.nvme_path",
+    "cpu_memory_limit": "launch.cpu_memory_limit",
+    "gpu_memory_limit": "launch.gpu_memory_limit",
+    "peak_tflops": "launch.peak_tflops",
+    "timeout": "launch.timeout",
+    "stall_timeout": "launch.stall_timeout",
+    "skip_predicted_oom": "launch.skip_predicted_oom",
+    "force": "launch.force",
+    "output_dir": "output.dir",
+    "repeats": "output.repeats",
+    "goal": "output.goal",
+    "export": "output.export",
+}
+"""Field of Options → key path of the recipe."""
+_RUN_FLAGS: Mapping[str, Any] = {
+    "resume": None, "retry": (), "dry_run": False, "format": "table", "quiet": False, "verbose": False, "strict": False,
+}  # fmt: skip
+"""Fields of Options that no recipe holds: they say how this one command behaves."""
+
+
+# ------------------------------------------------------------------ from a file
+
+
+def check_recipe(text: RecipeText, data: Data | None = None) -> Recipe:
+    """The checked recipe of a text. ``data``: one point of its sweep, in place of its own values.
+
+    Raises UsageError for the first value that cannot be used, with its line.
+    """
+    values = text.data if data is None else data
+    values = {section: keys for section, keys in values.items() if keys is not None}  # a section without keys
+    try:
+        return Recipe.model_validate_json(json.dumps(values))
+    except ValidationError as error:
+        raise _usage_error(error, text) from None
+
+
+def _usage_error(error: ValidationError, text: RecipeText) -> UsageError:
+    errors = error.errors()
+    first = next((each for each in errors if each["type"] == "extra_forbidden"), errors[0])
+    path = _known_part(first["loc"])
+    place, shown = text.place(path), path_text(path)
+    if first["type"] == "extra_forbidden":
+        near = nearest_path(path)
+        return UsageError(f"{place}unknown key {shown}", remedy=f"did you mean {near}?" if near else _sections())
+    reasons = [_reason(each) for each in errors if _known_part(each["loc"]) == path]
+    value = json.dumps(first["input"], default=str)
+    value = value if len(value) <= 40 else f"{value[:36]} …"
+    return UsageError(f"{place}{shown} is {value}", remedy=" or ".join(dict.fromkeys(reasons)))
+
+
+_RULES = {
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "bool_type": "true or false",
+    "string_type": "a text",
+    "model_type": "a block of keys",
+    "dict_type": "a block of keys",
+    "tuple_type": "a list",
+    "greater_than_equal": "{ge} or more",
+    "less_than_equal": "{le} or less",
+    "greater_than": "above {gt}",
+    "less_than": "below {lt}",
+    "literal_error": "{expected}",
+    "string_pattern_mismatch": "package.module:function",
+}
+"""Kind of a pydantic error → what the value must be."""
+
+
+def _reason(error: Any) -> str:
+    rule = _RULES.get(error["type"])
+    if rule is None:
+        return str(error["msg"]).removeprefix("Value error, ")
+    return "it must be " + rule.format(**error.get("ctx", {}))
+
+
+def _known_part(path: KeyPath) -> KeyPath:
+    """A place as pydantic gives it, without the names of the alternatives of a value."""
+    return tuple(step for step in path if not (isinstance(step, str) and ("[" in step or step in _ALTERNATIVES)))
+
+
+_ALTERNATIVES = ("constrained-int", "int", "str", "bool", "float", "nullable")
+
+
+def path_text(path: KeyPath) -> str:
+    """``training.seq_len``, ``configurations.stages[1]``."""
+    return "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path).removeprefix(".")
+
+
+def _sections() -> str:
+    return f"the sections are {', '.join(Recipe.model_fields)} and sweep; docs/recipes.md lists their keys"
+
+
+@cache
+def known_paths() -> Mapping[str, Any]:
+    """Key path of every value of a recipe → its default."""
+    sections = Recipe().model_dump()
+    return {f"{section}.{key}": value for section, keys in sections.items() for key, value in keys.items()}
+
+
+def nearest_path(path: KeyPath) -> str | None:
+    """The key path that an unknown one most likely stands for: of the same section if one is near, else of another."""
+    *section, key = map(str, path)
+    if key in PATHS:  # the name of a script's flag
+        return PATHS[key]
+    names = {known: known.rpartition(".")[2] for known in known_paths()}
+    if len(path) == 1:
+        names |= {section: section for section in (*Recipe.model_fields, "sweep")}
+    own = {known: name for known, name in names.items() if known.startswith(".".join([*section, ""]))}
+    for candidates in (own, names):
+        near = difflib.get_close_matches(key, candidates.values(), n=1, cutoff=0.6)
+        if near:
+            return next(known for known, name in candidates.items() if name == near[0])
+    return None
+
+
+# ------------------------------------------------------------------ a recipe as Options
+
+
+def options_of(recipe: Recipe, folder: Path, **run_flags: Any) -> Options:
+    """The Options of one point. ``folder``: of the recipe, to which the files that it names are relative.
+
+    ``run_flags``: fields of Options that no recipe holds.
+
+    Raises UsageError for values that contradict each other.
+    """
+    values = {name: _value_at(recipe, path) for name, path in PATHS.items()}
+    _require_one_accumulation(values)
+    values["auto_batch"] = values["batch_size"] == "auto"
+    if values["auto_batch"]:
+        values["batch_size"] = 1
+    values["grad_accum"] = values["grad_accum"] or 1
+    values["strategies"] = _strategies(values["strategies"], values["stage"], values["nvme_path"] is not None)
+    if not values["stages"] and not values["strategies"] and not values["configs"]:
+        values["stages"] = (0, 1, 2, 3)
+    stages = dict.fromkeys(values["stages"])
+    named = {strategies.ZERO_STAGES[stage].name for stage in stages}
+    values["stages"] = tuple(stages)
+    values["strategies"] = tuple(name for name in dict.fromkeys(values["strategies"]) if name not in named)
+    values["configs"] = tuple(folder / path for path in values["configs"])
+    values["hostfile"] = None if values["hostfile"] is None else folder / values["hostfile"]
+    values["model"] = values["model_factory"] or values["model"]
+    return Options(
+        family="recipe",
+        **values,
+        ds_config=None,
+        set=_settings(recipe),
+        **{**_RUN_FLAGS, **run_flags},
+    )
+
+
+def _value_at(recipe: Recipe, path: str) -> Any:
+    section, _, key = path.partition(".")
+    return getattr(getattr(recipe, section), key)
+
+
+def _require_one_accumulation(values: Mapping[str, Any]) -> None:
+    if values["global_batch_size"] is None:
+        return
+    if values["grad_accum"] is not None:
+        raise UsageError(
+            "training.global_batch_size and training.grad_accum together",
+            remedy="give one of them: accumulation follows from the global batch",
+        )
+    if values["batch_size"] == "auto":
+        raise UsageError(
+            "training.global_batch_size with local_batch_size auto",
+            remedy="give grad_accum, or a local_batch_size in sequences",
+        )
+
+
+def _strategies(names: tuple[str, ...], stage: int, has_nvme: bool) -> tuple[str, ...]:
+    """The names, ``all`` replaced by every stage and offload strategy, each configuration once."""
+    if ALL not in names:
+        return names
+    by_label: dict[str, str] = {}
+    stages = [strategy.name for strategy in strategies.ZERO_STAGES.values()]
+    for name in (*stages, *STRATEGY_NAMES):
+        strategy = strategies.named_strategy(name, stage)
+        disk = "nvme" in (strategy.offload_optimizer, strategy.offload_param)
+        if strategy.engine == "deepspeed" and (has_nvme or not disk):
+            by_label.setdefault(strategy.label, name)
+    return tuple(by_label.values())
+
+
+def _settings(recipe: Recipe) -> tuple[str, ...]:
+    """The values that replace those of every configuration, as texts of ``--set``."""
+    changes: dict[str, Any] = dict(recipe.configurations.deepspeed)
+    texts = [f"{key}={json.dumps(value)}" for key, value in changes.items()]
+    return (*texts, *(f"optimizer.params.{key}={json.dumps(value)}" for key, value in recipe.optimizer.params.items()))
+
+
+MakeConfig = Callable[[Strategy, int, int], Config]
+
+
+def config_maker(recipe: Recipe) -> MakeConfig:
+    """The function that makes each strategy's configuration: the recipe's own where it gives one, else the built-in."""
+
+    def make(strategy: Strategy, batch_size: int, grad_accum: int) -> Config:
+        config = base_config(strategy, batch_size, grad_accum)
+        own = recipe.configurations.inline.get(strategy.name)
+        return config if own is None else {key: config[key] for key in BATCH_KEYS} | copy.deepcopy(own)
+
+    return make
+
+
+# ------------------------------------------------------------------ Options as a recipe
+
+
+def recipe_of(options: Options, make_config: MakeConfig, rows: list[Strategy]) -> Data:
+    """The values of the recipe that runs what these Options and this function of a script run.
+
+    ``rows``: the strategies that the Options ask for. Sections that every reader wants to see are whole, of the others
+    only what differs from the defaults. Raises UsageError for a file that cannot be read.
+    """
+    data: Data = {section: {} for section in Recipe.model_fields}
+    for name, path in PATHS.items():
+        section, _, key = path.partition(".")
+        value = getattr(options, name)
+        value = _json_value(value)
+        is_empty = value is None or value is False or value == []
+        if is_empty or (section not in SWEPT_SECTIONS and value == _default(path)):
+            continue
+        data[section][key] = value
+    if options.model_factory is not None:
+        del data["model"]["name"]
+    if options.auto_batch:
+        data["training"]["local_batch_size"] = "auto"
+    if options.family == "offload" and options.nvme_path is not None and "nvme" not in options.strategies:
+        data["configurations"]["strategies"].append("nvme")
+    inline = dict(_edited_configurations(options, make_config, rows))
+    changes = [overrides.read_file(options.ds_config), *map(overrides.parse_set, options.set)]
+    data["configurations"] |= {
+        key: value for key, value in (("inline", inline), ("deepspeed", _merged(changes))) if value
+    }
+    return {section: values for section, values in data.items() if values}
+
+
+def _json_value(value: Any) -> Any:
+    """A value of Options as a recipe has it: paths are absolute, since the recipe may be anywhere."""
+    if isinstance(value, tuple):
+        return [_json_value(item) for item in value]
+    return str(value.absolute()) if isinstance(value, Path) else value
+
+
+def _default(path: str) -> Any:
+    return _json_value(known_paths()[path])
+
+
+def _edited_configurations(
+    options: Options, make_config: MakeConfig, rows: list[Strategy]
+) -> Iterator[tuple[str, Config]]:
+    """The configurations of a script whose function was edited, without the batch keys that it left alone."""
+    for strategy in rows:
+        built_in = base_config(strategy, options.batch_size, options.grad_accum)
+        config = make_config(strategy, options.batch_size, options.grad_accum)
+        if config != built_in:
+            config = overrides.json_values(config)
+            same = [key for key in BATCH_KEYS if config.get(key) == built_in[key]]
+            yield strategy.name, {key: value for key, value in config.items() if key not in same}
+
+
+def _merged(layers: list[Config]) -> Config:
+    """Changes one after the other as one; unlike in ``overrides.overlay`` None stays, as it removes a key."""
+    merged: Config = {}
+    for layer in layers:
+        for key, value in layer.items():
+            below = merged.get(key)
+            both = isinstance(value, dict) and isinstance(below, dict)
+            merged[key] = _merged([below, value]) if both else value  # type: ignore[list-item]
+    return merged
+
+
+def yaml_text(data: Data) -> str:
+    """A recipe as YAML that ``recipe_file.parse_recipe`` reads back to the same values."""
+    return str(
+        yaml.dump(data, Dumper=_Dumper, sort_keys=False, default_flow_style=False, width=100, allow_unicode=True)
+    )
+
+
+class _Dumper(yaml.SafeDumper):  # type: ignore[misc]
+    """Quotes texts that YAML 1.2 reads as numbers, writes lists in one line, and no anchors."""
+
+    def ignore_aliases(self, _data: Any) -> bool:
+        return True
+
+
+_Dumper.add_representer(
+    list, lambda dumper, values: dumper.represent_sequence("tag:yaml.org,2002:seq", values, flow_style=True)
+)
+_Dumper.add_implicit_resolver("tag:yaml.org,2002:float", FLOAT, list("-+.0123456789"))
+
+
+# ------------------------------------------------------------------ JSON Schema
+
+
+def recipe_schema() -> Data:
+    """The JSON Schema of a recipe's file, for editors, with lists in the sections that may be swept, and ``sweep``."""
+    schema = Recipe.model_json_schema()
+    for section in SWEPT_SECTIONS:
+        for key, value in schema["$defs"][section.capitalize()]["properties"].items():
+            notes = {name: value.pop(name) for name in ("description", "default", "title") if name in value}
+            listed = {"type": "array", "items": copy.deepcopy(value), "minItems": 1}
+            alternatives = value["anyOf"] if set(value) == {"anyOf"} else [value]
+            schema["$defs"][section.capitalize()]["properties"][key] = {**notes, "anyOf": [*alternatives, listed]}
+    values = {"type": ["boolean", "integer", "number", "string", "null"]}
+    point = {"type": "object", "additionalProperties": values}
+    schema["properties"]["sweep"] = {
+        "type": "object",
+        "description": "Several workloads in one run: every combination of the values in matrix and in lists.",
+        "additionalProperties": False,
+        "properties": {
+            "matrix": {"type": "object", "additionalProperties": {"type": "array", "items": values, "minItems": 1}},
+            "include": {"type": "array", "items": point},
+            "exclude": {"type": "array", "items": point},
+        },
+    }
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "ds_bench recipe"}

@@ -1,0 +1,176 @@
+"""Sweeps: the points of a recipe whose values are lists, or that has a section ``sweep``, as CI systems have a matrix.
+
+Every combination of the axes is a point, but for those that an entry of ``exclude`` matches. An entry of ``include``
+adds its other values to each point that has its values of the axes; where there is none it is a point of its own.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import UsageError
+from .recipe import SWEPT_SECTIONS, known_paths, nearest_path, path_text
+from .recipe_file import Data, KeyPath, RecipeText
+
+MOST_TRIALS = 10_000
+"""More are planned only when the user confirms it."""
+_SWEEP_KEYS = ("matrix", "include", "exclude")
+
+Values = dict[str, Any]
+"""Key path of the recipe → its value at one point."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sweep:
+    """The points of a recipe, before they are expanded."""
+
+    base: Data
+    """The values of the recipe without its lists and its section ``sweep``."""
+    axes: Mapping[str, Sequence[Any]]
+    """Key path → its values, in the order of the recipe; empty for a recipe of one point."""
+    include: Sequence[Values]
+    exclude: Sequence[Values]
+
+    @property
+    def most_points(self) -> int:
+        """Number of points where nothing is excluded; counted without expanding them."""
+        return math.prod(len(values) for values in self.axes.values()) + (len(self.include) if self.axes else 0)
+
+    @property
+    def first_point(self) -> Values:
+        """The first value of every axis."""
+        return {path: values[0] for path, values in self.axes.items()}
+
+    def points(self) -> list[Values]:
+        """The values of each point, in order: the last axis changes first. One empty point without axes.
+
+        Raises UsageError if every point is excluded.
+        """
+        combinations = itertools.product(*self.axes.values())
+        products = [dict(zip(self.axes, values, strict=True)) for values in combinations]
+        kept = [point for point in products if not any(_matches(point, entry) for entry in self.exclude)]
+        if not kept and not self.include:
+            raise UsageError("sweep.exclude leaves no point of the sweep", remedy="leave some of its entries out")
+        return list(self._with_included(kept))
+
+    def _with_included(self, points: list[Values]) -> Iterator[Values]:
+        """As in CI systems: an entry may add values to points, but not change those of the axes."""
+        added: list[Values] = [{} for _ in points]
+        alone = []
+        for entry in self.include:
+            on_axes = {path: value for path, value in entry.items() if path in self.axes}
+            matching = [number for number, point in enumerate(points) if _matches(point, on_axes)]
+            for number in matching:
+                added[number] |= entry
+            if not matching:
+                alone.append(dict(entry))
+        yield from (point | more for point, more in zip(points, added, strict=True))
+        yield from alone
+
+    def data_of(self, point: Values) -> Data:
+        """The values of the recipe at a point."""
+        data = copy.deepcopy(self.base)
+        for path, value in point.items():
+            section, _, key = path.partition(".")
+            data[section] = {**(data.get(section) or {}), key: value}
+        return data
+
+
+def _matches(point: Values, entry: Values) -> bool:
+    return all(path in point and point[path] == value for path, value in entry.items())
+
+
+def find_sweep(text: RecipeText) -> Sweep:
+    """The sweep of a recipe. Raises UsageError for axes that cannot be used or contradict each other."""
+    base = {section: dict(keys) if isinstance(keys, dict) else keys for section, keys in text.data.items()}
+    block = base.pop("sweep", None) or {}
+    axes = dict(_listed_axes(text, base))
+    if not isinstance(block, dict):
+        raise UsageError(f"{text.place(('sweep',))}sweep holds no keys", remedy="write matrix:, include: or exclude:")
+    for key in block:
+        if key not in _SWEEP_KEYS:
+            problem = f"{text.place(('sweep', key))}unknown key sweep.{key}"
+            raise UsageError(problem, remedy=f"it has {', '.join(_SWEEP_KEYS)}")
+    for path, values in _mapping(text, ("sweep", "matrix"), block.get("matrix")).items():
+        place: KeyPath = ("sweep", "matrix", path)
+        section, _, key = _checked_path(text, place, path).partition(".")
+        if path in axes or key in (base.get(section) or {}):
+            problem = f"{text.place(place)}{path} is given in sweep.matrix and in the section {section}"
+            raise UsageError(problem, remedy="keep one of them")
+        axes[path] = _checked_values(text, place, values)
+    include, exclude = (_entries(text, name, block.get(name), axes) for name in ("include", "exclude"))
+    return Sweep(base=base, axes=axes, include=include, exclude=exclude)
+
+
+def _listed_axes(text: RecipeText, base: Data) -> Iterator[tuple[str, list[Any]]]:
+    """The values of the swept sections that are lists; removes them from ``base``."""
+    for section in SWEPT_SECTIONS:
+        keys = base.get(section)
+        if isinstance(keys, dict):
+            for key in [key for key, value in keys.items() if isinstance(value, list)]:
+                yield f"{section}.{key}", _checked_values(text, (section, key), keys.pop(key))
+
+
+def _mapping(text: RecipeText, path: KeyPath, value: Any) -> Mapping[str, Any]:
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise UsageError(f"{text.place(path)}{path_text(path)} holds no keys", remedy="write training.seq_len: [512]")
+    return value
+
+
+def _checked_path(text: RecipeText, place: KeyPath, path: str) -> str:
+    if path in known_paths() and path.startswith(tuple(f"{section}." for section in SWEPT_SECTIONS)):
+        return path
+    near = nearest_path(tuple(path.split(".")))
+    sections = " and ".join(SWEPT_SECTIONS)
+    remedy = f"values of the sections {sections} can be swept"
+    if near is not None and near != path:
+        remedy = f"did you mean {near}? {remedy}"
+    raise UsageError(f"{text.place(place)}{path} cannot be swept", remedy=remedy)
+
+
+def _checked_values(text: RecipeText, place: KeyPath, values: Any) -> list[Any]:
+    """The values of an axis: one at least, each a scalar, none twice."""
+    name = path_text(place).removeprefix("sweep.matrix.")
+    if not isinstance(values, list) or not values:
+        raise UsageError(f"{text.place(place)}{name} has no list of values", remedy="write [VALUE, …]")
+    seen: list[tuple[type, Any]] = []
+    for value in values:
+        if isinstance(value, (list, dict)):
+            raise UsageError(f"{text.place(place)}{name} holds a list in a list", remedy="write [VALUE, …]")
+        if (type(value), value) in seen:
+            raise UsageError(f"{text.place(place)}{name} has {value!r} twice", remedy="leave one out")
+        seen.append((type(value), value))
+    return values
+
+
+def _entries(text: RecipeText, name: str, value: Any, axes: Mapping[str, Sequence[Any]]) -> list[Values]:
+    """The entries of ``include`` or ``exclude``; those of the latter must name values of the axes."""
+    place: KeyPath = ("sweep", name)
+    if value is None:
+        return []
+    if not isinstance(value, list) or not all(isinstance(entry, dict) and entry for entry in value):
+        problem = f"{text.place(place)}sweep.{name} is no list of points"
+        raise UsageError(problem, remedy="write - {training.seq_len: 512, model.name: gpt2}")
+    for number, entry in enumerate(value):
+        for path, wanted in entry.items():
+            line = text.place((*place, number, path))
+            _checked_path(text, (*place, number, path), path)
+            if name == "exclude" and path not in axes:
+                raise UsageError(f"{line}sweep.exclude names {path}, which is no axis", remedy=_axes_text(axes))
+            if name == "exclude" and wanted not in axes[path]:
+                known = ", ".join(map(str, axes[path]))
+                raise UsageError(f"{line}sweep.exclude: {path} has no value {wanted!r}", remedy=f"it has {known}")
+    if name == "include" and not axes:
+        raise UsageError(f"{text.place(place)}sweep.include without any axis", remedy="add sweep.matrix")
+    return value
+
+
+def _axes_text(axes: Mapping[str, Sequence[Any]]) -> str:
+    return f"the axes are {', '.join(axes)}" if axes else "the recipe has no axes"

@@ -1,0 +1,230 @@
+"""The command ``run``: recipes and flags, what a run keeps, resuming, and scripts as recipes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ds_bench.cli import arguments, commands
+from ds_bench.config import recipe, recipe_file
+from ds_bench.config.spec import Strategy
+from ds_bench.plan import make_run_plan, requested_rows
+from tests.support import fakes
+from tests.support.fakes import FakeLauncher
+from tests.support.scripted_run import House
+
+SMALL = """
+model: {name: tiny}
+training: {seq_len: 16, local_batch_size: 2, steps: 4, warmup_steps: 1}
+configurations: {stages: [0, 2]}
+launch: {accelerator: cpu}
+"""
+SWEEP = SMALL.replace("seq_len: 16", "seq_len: [16, 32]")
+
+Run = Callable[..., int]
+
+
+@pytest.fixture
+def house(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> House:
+    return House(tmp_path, monkeypatch)
+
+
+@pytest.fixture
+def run(house: House, tmp_path: Path) -> Run:
+    """Runs ``ds_bench run`` on the text of a recipe, with trials that a FakeLauncher plays; returns the exit code."""
+
+    def call(text: str | None, *flags: str, script: FakeLauncher | None = None) -> int:
+        house.launcher = script or FakeLauncher()
+        path = tmp_path / "recipe.yaml"
+        path.write_text(text or "")
+        return commands.main(["run", *([] if text is None else [str(path)]), "--output-dir", str(house.output), *flags])
+
+    return call
+
+
+def trials(house: House) -> list[tuple[int, str, int]]:
+    """Sequence length, row and repeat of every trial that was launched, in order."""
+    return [(t.workload.seq_length, t.configuration.name, t.repeat) for t in house.launcher.launched]
+
+
+def run_folder(house: House) -> Path:
+    (folder,) = (house.output / "runs").iterdir()
+    return folder
+
+
+def test_a_recipe_runs_and_its_files_have_the_name_of_no_script(run: Run, house: House) -> None:
+    assert run(SMALL) == 0
+    assert trials(house) == [(16, "zero0", 0), (16, "zero2", 0)]
+    folder = run_folder(house)
+    assert folder.name.startswith("comparison_")
+    assert (house.output / f"{folder.name}.json").is_file()
+    stored = json.loads((folder / "run.json").read_text())
+    assert stored["family"] == "recipe"
+    assert stored["recipe"]["values"]["training"]["seq_len"] == 16
+    assert (folder / "recommended" / "ds_config.json").is_file()
+
+
+def test_flags_and_settings_replace_values_of_the_recipe(run: Run, house: House) -> None:
+    flags = ("--stages", "1", "--seq-length", "8", "--set", "training.steps=3", "--set", "optimizer.params.lr=0.5")
+    assert run(SWEEP, *flags) == 0
+    (trial,) = house.launcher.launched
+    assert (trial.configuration.name, trial.workload.seq_length, trial.workload.num_steps) == ("zero1", 8, 3)
+    assert trial.ds_config["optimizer"]["params"]["lr"] == 0.5
+
+
+def test_without_a_recipe_every_strategy_is_compared_in_one_table(run: Run, house: House) -> None:
+    assert run(None, "--model", "tiny", "--seq-length", "8", "--strategies", "all") == 0
+    names = [trial.configuration.name for trial in house.launcher.launched]
+    assert names == ["zero0", "zero1", "zero2", "zero3", "cpu_optimizer", "cpu_full", "zero2_offload"]
+
+
+def test_points_of_a_sweep_run_round_by_round_in_one_result(
+    run: Run, house: House, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(SWEEP, "--repeats", "2") == 0
+    first = [(16, "zero0", 0), (16, "zero2", 0), (32, "zero0", 0), (32, "zero2", 0)]
+    assert trials(house) == [*first, *((length, name, 1) for length, name, _ in reversed(first))]
+    identities = [trial.trial_id for trial in house.launcher.launched]
+    assert identities == sorted(identities)
+    assert len(house.rows()) == 8
+    folder = run_folder(house)
+    (first_point, second_point) = json.loads((folder / "recommendation.json").read_text())["points"]
+    assert (first_point["point"], second_point["point"]) == ({"training.seq_len": 16}, {"training.seq_len": 32})
+    assert (folder / "points" / "32" / "recommended" / "ds_config.json").is_file()
+    shown = capsys.readouterr().out
+    assert "2 points · tiny" in shown
+    assert "16 tokens: " in shown
+    assert commands.main(["report", str(folder)]) == 0
+    assert "micro-batch 2 × 32 tokens" in capsys.readouterr().out
+
+
+def test_an_interrupted_sweep_goes_on_from_its_folder_alone(
+    run: Run, house: House, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(SWEEP, script=FakeLauncher("Success", "Success", "Interrupted")) == 130
+    folder = run_folder(house)
+    assert f"go on with: python -m ds_bench run --resume {folder}" in capsys.readouterr().err
+    house.launcher = FakeLauncher()
+    assert commands.main(["run", "--resume", str(folder)]) == 0
+    assert trials(house) == [(32, "zero0", 0), (32, "zero2", 0)]
+    assert len(house.rows()) == 4
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [("model: {name: tiny, trust_remote_code: true}", "--trust-remote-code True")],
+)
+def test_a_run_folder_alone_starts_no_code(
+    run: Run, house: House, capsys: pytest.CaptureFixture[str], text: str, named: str
+) -> None:
+    recipe_text = SMALL.replace("model: {name: tiny}", text)
+    assert run(recipe_text, script=FakeLauncher("Interrupted")) == 130
+    house.launcher = FakeLauncher()
+    capsys.readouterr()
+    assert commands.main(["run", "--resume", str(run_folder(house))]) == 2
+    assert named in capsys.readouterr().err
+    assert run(recipe_text, "--resume", str(run_folder(house))) == 0
+    assert len(house.launcher.launched) == 2
+
+
+def test_a_value_that_may_be_a_credential_is_not_kept(
+    run: Run, house: House, capsys: pytest.CaptureFixture[str]
+) -> None:
+    secret = "hf_" + "Ab1" * 12
+    text = SMALL.replace("{stages: [0, 2]}", f"{{stages: [0], deepspeed: {{wandb: {{project: {secret}}}}}}}")
+    run(text, script=FakeLauncher("Interrupted"))
+    folder = run_folder(house)
+    assert secret not in (folder / "run.json").read_text()
+    capsys.readouterr()
+    assert commands.main(["run", "--resume", str(folder)]) == 2
+    assert "not kept" in capsys.readouterr().err
+
+
+REFUSED = {
+    "training: {seq_len: 4096}\nmodel: {name: gpt2}": "--seq-length 4096 is beyond the 1024 positions",
+    "training: {global_batch_size: 6, local_batch_size: 4}": "give 4 or 8, or another local_batch_size",
+    "configurations: {strategies: nvme}": "--strategies nvme needs a disk",
+    "configurations: {relative_to: zero9}": "--relative-to zero9: no such row",
+    "configurations: {deepspeed: {zero_optimisation: {}}}": "did you mean 'zero_optimization'",
+    "training: {steps: [1, 2, 3]}\nmodel: {name: no-such-model}": "no-such-model is no preset",
+}
+
+
+@pytest.mark.parametrize("text", REFUSED)
+def test_what_cannot_be_run_is_refused_before_anything_starts(
+    run: Run, house: House, capsys: pytest.CaptureFixture[str], text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert run(text) == 2
+    error = capsys.readouterr().err
+    assert REFUSED[text] in error
+    assert error.count("\n") == 1
+    assert not house.output.exists()
+
+
+def test_a_sweep_of_a_million_trials_asks_first(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    lists = {name: f"{list(range(1, 101))}" for name in ("seq_len", "steps", "grad_accum")}
+    text = "training: {" + ", ".join(f"{name}: {values}" for name, values in lists.items()) + "}"
+    assert run(text) == 2
+    assert "makes 4,000,000 trials" in capsys.readouterr().err
+
+
+def test_accumulation_follows_from_the_global_batch_and_the_ranks(run: Run, house: House) -> None:
+    assert run(SMALL.replace("steps: 4", "steps: 4, global_batch_size: 12"), "--num-gpus", "3", "--stages", "0") == 0
+    (trial,) = house.launcher.launched
+    assert (trial.workload.grad_accum, trial.ds_config["train_batch_size"]) == (2, 12)
+
+
+# ------------------------------------------------------------------ scripts as recipes
+
+
+def edited(strategy: Strategy, batch_size: int, grad_accum: int) -> dict[str, Any]:
+    """A script's function that somebody edited."""
+    config = fakes.make_config(strategy, batch_size, grad_accum)
+    return {**config, "gradient_clipping": 0.25} if strategy.stage < 3 else config
+
+
+FLAGS = [
+    ("zero", ""),
+    ("zero", "--model tiny --batch-size 2 --seq-length 64 --grad-accum 3 --num-steps 7 --warmup-steps 0 --seed 0"),
+    ("zero", "--model tiny --stages 3 1 --strategies cpu_optimizer zero2_offload --repeats 2 --precision fp32"),
+    ("zero", "--model tiny --optimizer Lion --set zero_optimization.overlap_comm=false --set bf16.enabled=true"),
+    ("zero", "--model tiny --activation-checkpointing --dropout 0.0 --num-gpus 2 --cpu-memory-limit 3 --relative-to 2"),
+    ("offload", "--model tiny --stage 2 --strategies none cpu_optimizer"),
+    ("offload", "--model tiny --nvme-path /nonexistent --trust-remote-code"),
+    ("zero", "--model tiny --configs mine.json --keep-batch --relative-to mine"),
+    ("zero", "--model tiny --stages 1 --configs mine.json"),
+    ("offload", '--model tiny --ds-config changes.json --set gradient_clipping=2 --set scheduler={"type":"WarmupLR"}'),
+]
+
+
+@pytest.mark.parametrize("make", [fakes.make_config, edited])
+@pytest.mark.parametrize(("family", "flags"), FLAGS)
+def test_the_recipe_of_a_script_makes_the_same_trials(
+    family: Any, flags: str, make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("changes.json").write_text('{"zero_optimization": {"reduce_bucket_size": 1000}, "gradient_clipping": 1.5}')
+    Path("mine.json").write_text('{"train_micro_batch_size_per_gpu": 3, "zero_optimization": {"stage": 2}}')
+    options = arguments.parse(family, "script.py", flags.split())
+    rows = [row.strategy for row in requested_rows(options) if row.strategy is not None]
+    text = recipe_file.parse_recipe(recipe.yaml_text(recipe.recipe_of(options, make, rows)))
+    read = recipe.check_recipe(text)
+    again = arguments.check_options(recipe.options_of(read, text.folder))
+    first = make_run_plan([options], make, fakes.machine())
+    second = make_run_plan([again], recipe.config_maker(read), fakes.machine())
+    assert [trial.key for trial in first.trials] == [trial.key for trial in second.trials]
+    assert [trial.trial_id for trial in first.trials] == [trial.trial_id for trial in second.trials]
+    for name in ("goal", "relative_to", "timeout", "output_dir"):
+        assert str(getattr(options, name)) in (str(getattr(again, name)), Path(str(getattr(again, name))).name)
+
+
+def test_scripts_print_their_recipe(house: House, capsys: pytest.CaptureFixture[str]) -> None:
+    assert house.run("--print-recipe", "--stages", "2") == 0
+    printed = recipe_file.parse_recipe(capsys.readouterr().out).data
+    assert printed["configurations"] == {"stages": [2]}
+    assert not house.output.exists()

@@ -1,0 +1,191 @@
+"""Recipes: what is refused and how that is said, the same defaults as the scripts, sweeps, the JSON Schema."""
+
+from __future__ import annotations
+
+import runpy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ds_bench.cli.arguments import parse
+from ds_bench.config import recipe, recipe_file, sweep
+from ds_bench.config.options import GOALS, Options
+from ds_bench.errors import UsageError
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def points(text: str) -> list[tuple[str, Options]]:
+    """Text and Options of every point of a recipe."""
+    read = recipe_file.parse_recipe(text, "r.yaml")
+    found = sweep.find_sweep(read)
+    made = []
+    for point in found.points():
+        checked = recipe.check_recipe(read, found.data_of(point))
+        options = recipe.options_of(checked, read.folder, point=tuple(point.items()))
+        made.append((options.point_text, options))
+    return made
+
+
+REFUSED = {
+    "": "r.yaml is empty",
+    "gpt2": "r.yaml holds no keys",
+    "training:\n  seq_length: 512": r"r.yaml, line 2: unknown key training.seq_length \(did you mean training.seq_len",
+    "training:\n  num_steps: 4": r"unknown key training.num_steps \(did you mean training.steps\?\)",
+    "seq_len: 4": r"unknown key seq_len \(did you mean training.seq_len\?\)",
+    "trainin: {}": r"unknown key trainin \(did you mean training\?\)",
+    "training:\n  seq_len: long": r'line 2: training.seq_len is "long" \(it must be a whole number\)',
+    "training: {steps: 0}": r"training.steps is 0 \(it must be 1 or more\)",
+    "training: {seed: -1}": r"training.seed is -1 \(it must be 0 or more\)",
+    "training: {dropout: 1}": "training.dropout is 1",
+    "training: {activation_checkpointing: on}": "it must be true or false",
+    "training: {local_batch_size: many}": r"a whole number or it must be 'auto'",
+    "training: {precision: int8}": "it must be 'auto', 'bf16', 'fp16' or 'fp32'",
+    "training: [512]": "it must be a block of keys",
+    "configurations: {stages: [0, 4]}": r"configurations.stages\[1\] is 4",
+    "configurations: {strategies: [zero2, zero3_ofload]}": "did you mean zero3_offload",
+    "optimizer: {type: adamw}": "optimizer.type",
+    "model: {factory: module}": "package.module:function",
+    "launch: {num_gpus: 1.5}": r"launch.num_gpus is 1.5 \(it must be a whole number\)",
+    "model: {name: a}\nmodel: {name: b}": "line 2: 'model' is given twice, first in line 1",
+    "a: &a [1, 1]\nb: &b [*a, *a]": r"line 1: anchors and aliases",
+    "a: !!python/object/apply:os.system [x]": "the tag tag:yaml.org,2002:python/object/apply:os.system is not read",
+    "[" * 1000: "nested deeper than 20 levels",
+    "a: 1\n---\nb: 2": "several documents",
+    "training:\n\tsteps: 1": "r.yaml, line 2: not YAML",
+    "training: {steps: " + "9" * 5000 + "}": "is no number that a recipe can use",
+    "training: {global_batch_size: 8, grad_accum: 2}": "give one of them",
+    "training: {global_batch_size: 8, local_batch_size: auto}": "local_batch_size auto",
+    "training: {seq_len: []}": "has no list of values",
+    "training: {seq_len: [8, 8]}": "has 8 twice",
+    "training: {seq_len: [8, x]}": 'training.seq_len is "x"',
+    "training: {seq_len: 8}\nsweep: {matrix: {training.seq_len: [16]}}": "in sweep.matrix and in the section training",
+    "sweep: {matrix: {training.seqlen: [16]}}": r"did you mean training.seq_len\?",
+    "sweep: {matrix: {launch.num_gpus: [1, 2]}}": "sections model and training can be swept",
+    "sweep: {matrx: {}}": "unknown key sweep.matrx",
+    "training: {seq_len: [8]}\nsweep: {exclude: [{training.seq_len: 16}]}": "has no value 16",
+    "training: {seq_len: [8]}\nsweep: {exclude: [{training.steps: 16}]}": "which is no axis",
+    "training: {seq_len: [8]}\nsweep: {exclude: [{training.seq_len: 8}]}": "leaves no point",
+    "sweep: {include: [{training.seq_len: 8}]}": "without any axis",
+}
+
+
+@pytest.mark.parametrize("text", REFUSED, ids=lambda text: text[:40])
+def test_what_no_recipe_may_say_is_refused_in_one_line_with_its_place(text: str) -> None:
+    with pytest.raises(UsageError, match=REFUSED[text]) as caught:
+        points(text)
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 250
+
+
+def test_a_file_that_is_too_large_or_no_text_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "r.yaml"
+    for content, reason in ((b"# \n" * 2**17, "is larger than"), (b"\xff\xfe", "is not text in UTF-8")):
+        path.write_bytes(content)
+        with pytest.raises(UsageError, match=reason):
+            recipe_file.read_recipe(path)
+
+
+def test_numbers_and_words_are_those_of_yaml_1_2() -> None:
+    text = "{a: 1e-4, b: 5e8, c: no, d: 1_000, e: 010, f: '1', g: null, h: 12:30, i: -0.5}"
+    values = recipe_file.parse_recipe(text).data
+    assert values == {
+        "a": 1e-4, "b": 5e8, "c": "no", "d": 1000, "e": 10, "f": "1", "g": None, "h": "12:30", "i": -0.5
+    }  # fmt: skip
+
+
+def test_without_values_a_recipe_asks_for_what_the_script_does() -> None:
+    made = recipe.options_of(recipe.Recipe(), Path())
+    assert replace(made, family="zero") == parse("zero", "zero.py", [])
+    assert set(GOALS) == set(recipe.Output.model_json_schema()["properties"]["goal"]["enum"])
+
+
+def test_every_value_of_a_recipe_has_an_effect() -> None:
+    elsewhere = {"configurations.inline", "configurations.deepspeed", "optimizer.params"}
+    assert set(recipe.PATHS.values()) == set(recipe.known_paths()) - elsewhere
+
+
+def test_all_stands_for_each_configuration_once() -> None:
+    every = ("zero0", "zero1", "zero2", "zero3", "cpu_optimizer", "cpu_full", "zero2_offload")
+    assert points("configurations: {strategies: all}")[0][1].strategies == every
+    with_disk = points("{configurations: {strategies: all, stages: [1]}, launch: {nvme_path: /d}}")[0][1]
+    assert with_disk.strategies == ("zero0", "zero2", "zero3", "cpu_optimizer", "cpu_full", "nvme", "zero2_offload")
+
+
+def test_deepspeed_values_and_parameters_of_the_optimizer_are_set_in_every_configuration() -> None:
+    text = "configurations: {deepspeed: {gradient_clipping: 0.5}}\noptimizer: {params: {lr: 1e-3}}"
+    assert points(text)[0][1].set == ("gradient_clipping=0.5", "optimizer.params.lr=0.001")
+
+
+# ------------------------------------------------------------------ sweeps
+
+
+def texts(text: str) -> list[str]:
+    return [name for name, _ in points(text)]
+
+
+def test_lists_and_the_matrix_make_every_combination() -> None:
+    text = "training: {seq_len: [8, 16]}\nsweep: {matrix: {model.name: [tiny, gpt2]}}"
+    assert texts(text) == ["seq_len 8, tiny", "seq_len 8, gpt2", "seq_len 16, tiny", "seq_len 16, gpt2"]
+
+
+def test_included_values_are_added_to_the_points_that_match_and_else_are_a_point() -> None:
+    text = """
+training:
+  seq_len: [8, 16]
+sweep:
+  include:
+    - {training.seq_len: 16, training.local_batch_size: 1}
+    - {training.seq_len: 32, training.local_batch_size: 2}
+    - {training.precision: fp32}
+  exclude: []
+"""
+    assert texts(text) == [
+        "seq_len 8, precision fp32",
+        "seq_len 16, local_batch_size 1, precision fp32",
+        "seq_len 32, local_batch_size 2",
+    ]
+
+
+def test_points_that_an_excluded_entry_matches_are_left_out() -> None:
+    excluded = "{training.seq_len: 8, training.dropout: 0.1}"
+    text = f"training: {{seq_len: [8, 16], dropout: [null, 0.1]}}\nsweep: {{exclude: [{excluded}]}}"
+    assert texts(text) == ["seq_len 8, dropout none", "seq_len 16, dropout none", "seq_len 16, dropout 0.1"]
+
+
+def test_a_million_points_are_counted_without_being_made() -> None:
+    axes = {f"training.{name}": list(range(1, 101)) for name in ("seq_len", "steps", "warmup_steps", "grad_accum")}
+    read = recipe_file.parse_recipe("{}")
+    found = sweep.find_sweep(replace(read, data={"sweep": {"matrix": axes}}))
+    assert found.most_points == 10**8
+
+
+def test_a_value_that_is_set_takes_the_place_of_its_list() -> None:
+    read = recipe_file.parse_recipe("training: {steps: [1, 2]}\nsweep: {matrix: {training.seq_len: [8, 16]}}")
+    for path, value in ((("training", "seq_len"), 32), (("training", "steps"), 3), (("output", "goal"), "speed")):
+        read = recipe_file.with_value(read, path, value)
+    found = sweep.find_sweep(read)
+    assert found.points() == [{}]
+    assert found.base["training"] == {"seq_len": 32, "steps": 3}
+    with pytest.raises(UsageError, match=r"training\.steps is no section"):
+        recipe_file.with_value(read, ("training", "steps", "more"), 1)
+
+
+# ------------------------------------------------------------------ the JSON Schema, and writing
+
+
+def test_the_committed_schema_is_that_of_the_models() -> None:
+    text = runpy.run_path(str(ROOT / "scripts" / "make_recipe_schema.py"))["schema_text"]()
+    committed = (ROOT / "docs" / "recipe.schema.json").read_text(encoding="utf-8")
+    assert committed == text, "run scripts/make_recipe_schema.py"
+
+
+@pytest.mark.parametrize(
+    "value", ["1e-4", "no", "010", "1_0", "~", "", "a: b", "# c", 1e-05, [1, None, True], {"a": {}}]
+)
+def test_values_are_written_so_that_they_are_read_back(value: Any) -> None:
+    shared = [value]
+    data = {"section": {"one": value, "two": shared, "three": shared}}
+    assert recipe_file.parse_recipe(recipe.yaml_text(data)).data == data
