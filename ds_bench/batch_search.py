@@ -70,7 +70,8 @@ class BatchSearch:
         if trial.unsupported or not isinstance(profile, ModelProfile):
             return False
         try:
-            prediction = predict(profile, trial.workload, trial.placement, trial.ds_config)
+            engine = trial.configuration.engine
+            prediction = predict(profile, trial.workload, trial.placement, trial.ds_config, engine=engine)
         except (
             ValueError,
             KeyError,

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from ..analysis.trial_caveats import NEAR_CAPACITY
 from ..config import strategies
+from ..config.reference_engines import REFERENCES
 from ..config.spec import Precision
 from ..errors import UsageError
 from ..models import lookup
@@ -21,7 +22,8 @@ def show_advice(model: str, num_gpus: int, precision: Precision, grad_accum: int
     facts = _model_facts(model)
     title = f"{facts.name}, {format_millions(facts.parameters)} parameters, {precision}, {num_gpus} GPU(s); by formula"
     terminal.print_text(terminal.escape_controls(title) + "\n")
-    for strategy in (*strategies.ZERO_STAGES.values(), *map(strategies.offload_strategy, strategies.OFFLOAD_NAMES[1:])):
+    offloads = map(strategies.offload_strategy, strategies.OFFLOAD_NAMES[1:])
+    for strategy in (*strategies.ZERO_STAGES.values(), *offloads, *REFERENCES.values()):
         advice = strategy_guide.advise(
             strategies.make_configuration(strategy),
             parameters=facts.parameters,

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..config.spec import Accelerator, Precision, offload_device
+from ..config.spec import Accelerator, Engine, Precision, offload_device
 from .model_profile import ModelProfile
 from .model_states import Ledger, element_bytes
 
@@ -112,6 +112,7 @@ class MemoryInputs:
     """Micro-batches per optimizer step."""
     accelerator: Accelerator
     settings: ZeroSettings
+    engine: Engine = "deepspeed"
 
     @property
     def element(self) -> int:

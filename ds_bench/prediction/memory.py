@@ -12,12 +12,12 @@ from dataclasses import asdict, dataclass
 from functools import lru_cache
 from typing import Any
 
-from ..config.spec import Placement, Precision, Workload
+from ..config.spec import Engine, Placement, Precision, Workload
 from ..units import from_gb
-from . import stage_3, stages_0_to_2
+from . import reference_engines, stage_3, stages_0_to_2
 from .inputs import LedgerBuilder, MemoryInputs, Phases, ZeroSettings
 from .model_profile import ModelProfile
-from .model_states import Ledger
+from .model_states import FP32_BYTES, Ledger
 
 CONTEXT_BYTES = from_gb(0.75)
 """Assumed per GPU: CUDA context, kernels and cuBLAS workspaces, outside torch's allocator."""
@@ -131,13 +131,14 @@ def predict(
     placement: Placement,
     ds_config: Mapping[str, Any],
     *,
+    engine: Engine = "deepspeed",
     ranks_per_node: int | None = None,
 ) -> Prediction:
     """Predicts the memory of a trial. Micro-batch, accumulation and precision of ``ds_config`` override the workload's.
 
     ``ranks_per_node``: None if all ranks are on one node.
     """
-    inputs = _make_inputs(profile, workload, placement, ds_config)
+    inputs = _make_inputs(profile, workload, placement, ds_config, engine)
     sizes = _activations(inputs, workload, ds_config)
     moments = _moments(inputs, sizes)
     if placement.accelerator == "cpu":
@@ -165,13 +166,18 @@ def predict(
 
 
 def gpu_bytes_by_moment(
-    profile: ModelProfile, workload: Workload, placement: Placement, ds_config: Mapping[str, Any]
+    profile: ModelProfile,
+    workload: Workload,
+    placement: Placement,
+    ds_config: Mapping[str, Any],
+    *,
+    engine: Engine = "deepspeed",
 ) -> dict[str, Mapping[str, int]]:
     """Moment (``Prediction.phase``) → category → bytes per GPU, without ``overhead``, which is always the same.
 
     ``Prediction.gpu`` has the fullest of them. For a GPU, not the CPU accelerator.
     """
-    inputs = _make_inputs(profile, workload, placement, ds_config)
+    inputs = _make_inputs(profile, workload, placement, ds_config, engine)
     moments = _moments(inputs, _activations(inputs, workload, ds_config))
     return {moment: ledger["gpu"] for moment, ledger in moments.items()}
 
@@ -179,6 +185,8 @@ def gpu_bytes_by_moment(
 @lru_cache(maxsize=512)
 def _phases(inputs: MemoryInputs) -> Phases:
     """One rank's ledgers without activations; cached for searches over micro-batches, so do not modify them."""
+    if inputs.engine != "deepspeed":
+        return reference_engines.ledger_by_phase(inputs)
     return stage_3.ledger_by_phase(inputs) if inputs.settings.stage == 3 else stages_0_to_2.ledger_by_phase(inputs)
 
 
@@ -186,11 +194,16 @@ def _with_frozen(inputs: MemoryInputs, ledger: Ledger) -> Ledger:
     """Adds parameters that are not trained: all of them on every rank, at stage 3 the rank's part on their tier."""
     count = inputs.profile.frozen_parameters
     part = -(-count // inputs.data_parallel_size) if inputs.settings.stage == 3 else count
-    return LedgerBuilder(ledger).add(inputs.settings.offload_param or "gpu", "parameters", inputs.element * part).ledger
+    element = inputs.element if inputs.engine == "deepspeed" else FP32_BYTES
+    return LedgerBuilder(ledger).add(inputs.settings.offload_param or "gpu", "parameters", element * part).ledger
 
 
 def _make_inputs(
-    profile: ModelProfile, workload: Workload, placement: Placement, ds_config: Mapping[str, Any]
+    profile: ModelProfile,
+    workload: Workload,
+    placement: Placement,
+    ds_config: Mapping[str, Any],
+    engine: Engine = "deepspeed",
 ) -> MemoryInputs:
     return MemoryInputs(
         profile=profile.for_workload(workload),
@@ -199,6 +212,7 @@ def _make_inputs(
         grad_accum=int(ds_config.get("gradient_accumulation_steps", workload.grad_accum)),
         accelerator=placement.accelerator,
         settings=ZeroSettings.from_config(ds_config),
+        engine=engine,
     )
 
 
@@ -228,6 +242,8 @@ class _Activations:
     @classmethod
     def for_batch(cls, inputs: MemoryInputs, batch: int, sequence: int, *, checkpointed: bool) -> _Activations:
         measured, layers = inputs.profile.activations_in(inputs.precision), inputs.profile.layers
+        if inputs.engine == "ddp" and inputs.precision != "fp32":
+            return cls(unknown="not measured under torch's autocast")
         if measured is None:
             return cls(unknown=inputs.profile.unknown or f"not measured in {inputs.precision}")
         saved = measured.checkpointed if checkpointed else measured.plain
@@ -279,7 +295,7 @@ def _plus(ledger: Ledger, **categories: int) -> Ledger:
 
 def _entering(inputs: MemoryInputs, bare: Phases) -> Ledger:
     """Memory when backward enters the last layer. At stages 0 and 1 the LM head's is the only gradient so far."""
-    if inputs.settings.stage >= 2:
+    if inputs.settings.stage >= 2 or inputs.engine != "deepspeed":
         return bare["backward"]
     tensors = inputs.profile.tensors
     head = tensors[0] if inputs.profile.tied_embeddings else tensors[-1]

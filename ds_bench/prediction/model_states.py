@@ -62,6 +62,10 @@ def model_states(
     the rank's part for good (initialize_optimizer_states of both), stage 3 the accumulated one beside it
     (grad_partitions_flat_buffer); stage 1 keeps every gradient on the GPU until the last is there.
     """
+    if configuration.is_reference:
+        held = parameters if configuration.stage == 0 else -(-parameters // data_parallel_size)
+        sizes = {"parameters": 1, "gradients": 1, "optimizer_states": _MOMENTS}
+        return {"gpu": {category: FP32_BYTES * copies * held for category, copies in sizes.items()}}
     whole = flat_elements(parameters, data_parallel_size) if configuration.stage in (1, 2) else parameters
     part = -(-whole // data_parallel_size) if configuration.stage else whole
     size, home = element_bytes(precision), _home(configuration)

@@ -231,7 +231,8 @@ def _with_prediction(
     if trial.unsupported:
         return trial
     try:
-        prediction = predict(profile, trial.workload, trial.placement, trial.ds_config)
+        engine = trial.configuration.engine
+        prediction = predict(profile, trial.workload, trial.placement, trial.ds_config, engine=engine)
     except (ValueError, KeyError, TypeError, ZeroDivisionError) as error:
         return _with_caveat(trial, f"memory is not predicted: the configuration's {type(error).__name__} ({error})")
     if prediction.unknown is not None:

@@ -67,11 +67,19 @@ class PlannedTrial:
 
     def predict(self) -> Prediction:
         """Predicts the memory of the trial."""
-        return predict(self.profile, self.workload, self.placement, self.config(), ranks_per_node=self.ranks_per_node)
+        return predict(
+            self.profile,
+            self.workload,
+            self.placement,
+            self.config(),
+            engine=self.configuration.engine,
+            ranks_per_node=self.ranks_per_node,
+        )
 
     def gpu_bytes_by_moment(self) -> dict[str, Mapping[str, int]]:
         """What it takes per GPU at every moment of a step, by category (``memory.gpu_bytes_by_moment``)."""
-        return gpu_bytes_by_moment(self.profile, self.workload, self.placement, self.config())
+        engine = self.configuration.engine
+        return gpu_bytes_by_moment(self.profile, self.workload, self.placement, self.config(), engine=engine)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,7 +184,9 @@ def savings(planned: PlannedTrial) -> list[Saving]:
 def _named_changes(planned: PlannedTrial) -> Iterator[tuple[str, dict[str, Any], PlannedTrial]]:
     configuration, on_gpu = planned.configuration, planned.placement.accelerator == "cuda"
     blocks: list[tuple[str, dict[str, Any]]] = []
-    if configuration.stage == 3:
+    if configuration.is_reference:
+        on_gpu = False  # and no buckets of ZeRO
+    elif configuration.stage == 3:
         blocks.append(("small_buffers", dict(_SMALL_BUFFERS)))
     elif configuration.stage:
         blocks.append(("a smaller bucket", {"reduce_bucket_size": _SMALL_BUCKET}))
@@ -347,7 +357,7 @@ def _remedies(
     planned: PlannedTrial, smaller: Callable[[PlannedTrial], Iterator[int]], others: Callable[[PlannedTrial], _Changed]
 ) -> _Changed:
     workload = planned.workload
-    if planned.configuration.stage:
+    if planned.configuration.stage and not planned.configuration.is_reference:
         bucket = {"zero_optimization": {"reduce_bucket_size": _SMALL_BUCKET}}
         yield "reduce_bucket_size 5e7", replace(planned, changes=overrides.overlay(planned.changes, bucket))
     if not workload.activation_checkpointing:

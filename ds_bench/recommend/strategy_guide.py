@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from ..analysis.trial_caveats import NEAR_CAPACITY
 from ..config.spec import Configuration, Precision
 from ..config.strategies import OFFLOAD_NAMES, ZERO_STAGES, make_configuration
-from ..prediction.model_states import element_bytes, model_states
+from ..prediction.model_states import FP32_BYTES, element_bytes, model_states
 from ..units import format_bytes, format_percent
 from .rule import COMFORTABLE_FRACTION
 
@@ -48,6 +48,18 @@ _STAGES: Mapping[int, _Guidance] = {
         use_when="the parameters in training precision do not fit on one GPU, or stage 2 runs out of memory",
         avoid_when="a lower stage fits, or the link between the GPUs is slow: parameters are gathered for every pass",
         moves="parameters, gradients and optimizer states are partitioned; each layer is gathered when it is needed",
+    ),
+}
+_REFERENCES: Mapping[str, _Guidance] = {
+    "ddp": _Guidance(
+        use_when="you want to know what DeepSpeed's stage 0 costs or gains against plain torch",
+        avoid_when="model states fill the card: every GPU holds all of them",
+        moves="nothing is partitioned; fp32 gradients are all-reduced in buckets while backward runs",
+    ),
+    "fsdp2": _Guidance(
+        use_when="you choose between ZeRO-3 and torch's own sharding: a reference, no DeepSpeed configuration",
+        avoid_when="a lower stage fits, or offload is needed",
+        moves="fp32 parameters, gradients and optimizer states are partitioned; each block is gathered when needed",
     ),
 }
 _OFFLOADS: Mapping[tuple[str, str], _Guidance] = {
@@ -97,7 +109,7 @@ def advise(
     Raises KeyError for a combination of offloads that the catalogue does not have.
     """
     offloads = configuration.layout[1:]
-    stage = _STAGES[configuration.stage]
+    stage = _REFERENCES[configuration.engine] if configuration.is_reference else _STAGES[configuration.stage]
     guide = stage if offloads == ("none", "none") else _OFFLOADS[offloads]
     ledger = model_states(parameters, num_gpus, configuration, precision)
     bytes_by_tier = {tier: sum(ledger.get(tier, {}).values()) for tier in ("gpu", "cpu", "nvme")}
@@ -147,7 +159,8 @@ def traffic_text(
     size = element_bytes(precision) * parameters
     costs = []
     if num_gpus > 1:
-        sent = _model_sizes_sent(configuration.stage, grad_accum) * size * (num_gpus - 1) // num_gpus
+        reduced = FP32_BYTES * parameters if configuration.engine == "ddp" else size  # its gradients are fp32
+        sent = _model_sizes_sent(configuration, grad_accum) * reduced * (num_gpus - 1) // num_gpus
         costs.append(f"≈ {format_bytes(sent)} through each GPU's links per optimizer step")
     if configuration.offloads_optimizer:
         share = -(-size // num_gpus)
@@ -159,12 +172,15 @@ def traffic_text(
     return "; ".join(costs) or "no traffic: there is one GPU and nothing is offloaded"
 
 
-def _model_sizes_sent(stage: int, grad_accum: int) -> int:
+def _model_sizes_sent(configuration: Configuration, grad_accum: int) -> int:
     """Model sizes sent per optimizer step; without accumulation 2, 2, 2, 3 (Rajbhandari et al., ZeRO, section 7).
 
-    DeepSpeed reduces gradients once per optimizer step at stages 0 and 1, and after every micro-batch at 2 and 3.
+    DeepSpeed reduces gradients once per optimizer step at stages 0 and 1, and after every micro-batch at 2 and 3; DDP
+    and FSDP2 once.
     """
-    return {0: 2, 1: 2, 2: grad_accum + 1, 3: 3 * grad_accum}[stage]
+    if configuration.engine == "fsdp2":
+        return 2 * grad_accum + 1
+    return {0: 2, 1: 2, 2: grad_accum + 1, 3: 3 * grad_accum}[configuration.stage]
 
 
 def _parameter_copies(configuration: Configuration, grad_accum: int) -> int:

@@ -19,7 +19,7 @@ from ds_bench.prediction import model_profile, what_if
 from ds_bench.prediction.memory import predict
 from ds_bench.prediction.model_profile import ModelProfile, request_for
 from ds_bench.records.schema import SUCCESS, TrialRecord
-from tests.support.fakes import offload, zero
+from tests.support.fakes import offload, reference, zero
 from tests.support.model_families import FAMILIES
 from tests.support.real_trials import Launch, make_trial
 
@@ -66,6 +66,8 @@ STRATEGIES: dict[str, Configuration] = {
     **{f"zero{stage}": zero(stage) for stage in range(4)},
     **{f"cpu_optimizer-{stage}": offload("cpu_optimizer", stage) for stage in (1, 2, 3)},
     "cpu_full": offload("cpu_full"),
+    "ddp": reference("ddp"),
+    "fsdp2": reference("fsdp2"),
 }
 BUCKET = 100_000
 """Elements: so that the buckets are seen and do not drown the rest."""
@@ -113,7 +115,10 @@ def _trial(
     return make_trial(
         strategy,
         workload=workload,
-        changes={**rest, **({"zero_optimization": zero_changes} if strategy.stage else {})},
+        changes={
+            **rest,
+            **({"zero_optimization": zero_changes} if strategy.stage and not strategy.is_reference else {}),
+        },
         largest_parameter=_facts(name).largest_parameter,
         num_gpus=ranks,
         **({"nvme_path": "/replaced-by-the-trial's-own"} if strategy.uses_nvme else {}),
@@ -132,7 +137,8 @@ def _fullest(record: TrialRecord) -> dict[tuple[str, str], int]:
 def check(trial: Trial, profile: ModelProfile, record: TrialRecord, *, unseen_gradient: bool = False) -> None:
     """``unseen_gradient``: the run's ledger may miss the gradient of one tensor."""
     assert record.outcome.status == SUCCESS, record.outcome.details
-    prediction = predict(profile, trial.workload, trial.placement, trial.ds_config)
+    engine = trial.configuration.engine
+    prediction = predict(profile, trial.workload, trial.placement, trial.ds_config, engine=engine)
     predicted = {(tier, name): size for tier, row in prediction.ledger.items() for name, size in row.items()}
     measured = _fullest(record)
     if unseen_gradient:
@@ -273,6 +279,30 @@ def _with_nvme_path(trial: Trial, path: Path) -> Trial:
 
     placement = replace(trial.placement, nvme_path=str(path))
     return replace(trial, placement=placement, ds_config=deepspeed_config.with_swap_folder(trial.ds_config, str(path)))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "work"),
+    [
+        ("ddp", {"precision": "fp32"}),
+        ("fsdp2", {}),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                ("ddp", {"precision": "fp32", "grad_accum": 2}),
+                ("ddp", {"precision": "fp32", "activation_checkpointing": True}),
+                ("fsdp2", {"precision": "fp32"}),
+                ("fsdp2", {"grad_accum": 2}),
+                ("fsdp2", {"activation_checkpointing": True}),
+            )
+        ),
+    ],
+)
+def test_reference_engines_hold_what_was_predicted(
+    strategy: str, work: dict[str, Any], profiles: dict[str, ModelProfile], launch: Launch
+) -> None:
+    trial = _trial("gpt2", STRATEGIES[strategy], 2, **work)
+    check(trial, profiles["gpt2"], launch(trial))
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from ds_bench.config.spec import PRECISIONS, Precision
 from ds_bench.prediction.model_states import flat_elements, model_states, partition_elements
-from tests.support.fakes import offload, zero
+from tests.support.fakes import offload, reference, zero
 
 PARAMETERS = st.integers(1, 10**12)
 RANKS = st.integers(1, 1024)
@@ -44,6 +44,16 @@ def test_stage_1_keeps_every_gradient_until_the_last_is_there() -> None:
 def test_stage_3_splits_the_parameters_too() -> None:
     ledger = model_states(900, 3, zero(3), "bf16")["gpu"]
     assert ledger == {"parameters": 600, "gradients": 600, "optimizer_states": 3600}
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_torchs_engines_keep_everything_in_fp32_and_no_second_copy(precision: Precision) -> None:
+    assert model_states(900, 3, reference("ddp"), precision)["gpu"] == {
+        "parameters": 3600,
+        "gradients": 3600,
+        "optimizer_states": 7200,
+    }
+    assert sum(model_states(900, 3, reference("fsdp2"), precision)["gpu"].values()) == 16 * 300
 
 
 def test_stage_3_pads_every_tensor_by_itself() -> None:

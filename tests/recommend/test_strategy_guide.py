@@ -18,7 +18,11 @@ from tests.support import fakes
 GB = 2**30
 BILLION = 2**30
 """Elements, so that two bytes each are 2 GB."""
-EVERY = [*(fakes.zero(stage) for stage in range(4)), *map(fakes.offload, ("cpu_optimizer", "cpu_full", "nvme"))]
+EVERY = [
+    *(fakes.zero(stage) for stage in range(4)),
+    *map(fakes.offload, ("cpu_optimizer", "cpu_full", "nvme")),
+    *map(fakes.reference, ("ddp", "fsdp2")),
+]
 
 
 def of(strategy: Configuration, num_gpus: int = 4, **changes: int) -> strategy_guide.StrategyAdvice:
@@ -38,6 +42,12 @@ def test_stage_1_saves_the_optimizer_states_of_the_other_gpus() -> None:
     """12 bytes × 2^30 elements are 12 GB of optimizer states; a quarter stays on each of 4 GPUs: 9 GB saved."""
     assert of(fakes.zero(1)).saving_bytes == 9 * GB
     assert of(fakes.zero(1)).saving.startswith("9.00 GB on each of 4 GPUs")
+
+
+def test_what_fsdp2_and_ddp_send_follows_what_they_reduce() -> None:
+    """2 GB of bf16 weights: FSDP2 gathers them twice per micro-batch and reduces once; DDP reduces 4 GB of fp32."""
+    assert of(fakes.reference("fsdp2"), grad_accum=4).cost.startswith("≈ 13.50 GB")
+    assert of(fakes.reference("ddp"), grad_accum=4).cost.startswith("≈ 6.00 GB")
 
 
 def test_offloading_everything_leaves_no_model_states_on_the_device() -> None:

@@ -1,0 +1,77 @@
+"""Computes the memory of one rank of torch's own engines, DistributedDataParallel and FSDP2.
+
+Written from torch 2.13 and ``worker/reference_engines.py``. Both keep fp32 parameters, gradients and moments and no
+further master copy.
+"""
+
+from __future__ import annotations
+
+from .inputs import LedgerBuilder, MemoryInputs, Phases
+from .model_states import FP32_BYTES, partition_elements
+
+
+def ledger_by_phase(inputs: MemoryInputs) -> Phases:
+    """Computes one rank's ledgers for the engine of ``inputs``."""
+    return _ddp(inputs) if inputs.engine == "ddp" else _fsdp2(inputs)
+
+
+def _ddp(inputs: MemoryInputs) -> Phases:
+    """Ledgers of DDP: every rank holds all, gradients are views into buckets that stay (nn/parallel/distributed.py,
+    gradient_as_bucket_view). While micro-batches are accumulated the gradients are tensors of their own."""
+    count = inputs.profile.parameters
+    builder = LedgerBuilder()
+    builder.add("gpu", "parameters", FP32_BYTES * count)
+    builder.add("gpu", "optimizer_states", FP32_BYTES * inputs.settings.moments * count)
+    builder.add("gpu", "gradients", FP32_BYTES * count * (1 if inputs.grad_accum == 1 else 2))
+    single = ("gpu", "temporaries", FP32_BYTES * max(inputs.profile.tensors))
+    return {
+        "forward": builder.ledger,
+        "backward": builder.plus(single),
+        "reduced": builder.ledger,
+        "flatten": builder.ledger,
+        "update": builder.plus(("gpu", "temporaries", _step_bytes(inputs) * count)),
+    }
+
+
+def _fsdp2(inputs: MemoryInputs) -> Phases:
+    """Ledgers of FSDP2: fp32 parts of every tensor, split by rows, and gathered groups in the number format of training
+    (distributed/fsdp/_fully_shard).
+
+    The group of the tensors outside the blocks stays gathered from the forward pass to the end of backward. Of the
+    blocks the current one is gathered, and the next one into a flat buffer; in backward its gradients come to it, and
+    the flat copy that is reduced. Whole gradients of all groups are held while micro-batches are accumulated.
+    """
+    profile, element = inputs.profile, inputs.element
+    part = sum(partition_elements([elements], inputs.data_parallel_size) for elements in profile.tensors)
+    block, outside = _group_elements(inputs)
+    builder = LedgerBuilder()
+    builder.add("gpu", "parameters", FP32_BYTES * part)
+    builder.add("gpu", "optimizer_states", FP32_BYTES * inputs.settings.moments * part)
+    gathered = ("gpu", "gathered_parameters", element * (outside + 2 * block))
+    reduced = ("gpu", "gradients", FP32_BYTES * part)
+    whole = ("gpu", "gradients", element * profile.parameters)
+    in_flight = ("gpu", "temporaries", element * (outside + 2 * block))
+    return {
+        "forward": builder.plus(gathered, *([whole] if inputs.grad_accum > 1 else [])),
+        "backward": builder.plus(gathered, in_flight, whole if inputs.grad_accum > 1 else reduced),
+        "reduced": builder.plus(reduced),
+        "flatten": builder.plus(reduced),
+        "update": builder.plus(reduced, ("gpu", "temporaries", _step_bytes(inputs) * part)),
+    }
+
+
+def _group_elements(inputs: MemoryInputs) -> tuple[int, int]:
+    """Elements of one block, and of the tensors outside the blocks.
+
+    Of a model whose blocks are not known by themselves, all but the largest tensor is taken to be in equal blocks.
+    """
+    profile = inputs.profile
+    if profile.layer:
+        return sum(profile.layer), sum(profile.before) + sum(profile.after)
+    outside = max(profile.tensors)
+    return (profile.parameters - outside) // profile.layers, outside
+
+
+def _step_bytes(inputs: MemoryInputs) -> int:
+    """Bytes per updated element of the square roots that torch's multi-tensor Adam takes; its fused one takes none."""
+    return FP32_BYTES if inputs.accelerator == "cpu" else 0
