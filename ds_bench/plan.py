@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import groupby
 from typing import Any, TypeVar
 
-from .config import deepspeed_config, overrides, strategies, validation
+from .config import axis_rows, deepspeed_config, overrides, strategies, validation
+from .config.axes import RowFacts
+from .config.axis_rows import AxisValues
 from .config.configuration_files import ConfigurationFile, read_configuration_files
 from .config.file_rows import FileRowMaker, has_other_batch
-from .config.options import Options
+from .config.options import DEFAULT_BATCH_SIZE, Options
 from .config.placement import choose_precision, resolve_placement
 from .config.spec import (
     BatchPolicy,
     Configuration,
+    Engine,
     Placement,
     Strategy,
     Trial,
@@ -58,7 +61,7 @@ class Plan:
     """Environment variables of every process of every trial."""
     trials: Sequence[Trial]
     lines: Sequence[str] = ()
-    """What the user must know about the files of ``--configs``, one line each."""
+    """What the user must know about the rows, one line each."""
     nvme_caveat: str | None = None
     """Why the folder for NVMe offload is not a local NVMe disk."""
     lack_of_space: str | None = None
@@ -197,6 +200,7 @@ def make_run_plan(points: Sequence[Options], make_config: MakeConfig, machine: M
         raise UsageError(f"--output-dir {first.output_dir} is not a folder", remedy="give a folder")
     files, lines = read_configuration_files(first.configs)
     rows = requested_rows(first, files)  # refuses before anything is looked up
+    lines += axis_notes(first, files)
     placement = resolve_placement(first, machine.variables, machine.gpus)
     variables = rank_environment.rank_environment(placement, machine.variables, None, query=machine.gpus)
 
@@ -258,21 +262,29 @@ def _plan_of_point(
 
 
 def _equal_rows(trials: Sequence[Trial]) -> dict[str, str]:
-    """Names of the rows of files that would train exactly as an earlier row does, each with a line that says so."""
+    """Names of the rows of files and axes that would train exactly as an earlier row does, each with a line for the
+    user.
+    """
     lines: dict[str, str] = {}
     first: list[Trial] = []
     for trial in trials:
         if trial.repeat or trial.configuration.refusal is not None:
             continue
-        same = next(
-            (each for each in first if (each.ds_config, each.workload) == (trial.ds_config, trial.workload)), None
-        )
+        same = next((each for each in first if _train_alike(each, trial)), None)
         if same is None:
             first.append(trial)
-        elif trial.configuration.source == "file":
+        elif trial.configuration.source == "file" or trial.configuration.axis_values:
             name, other = trial.configuration.name, same.configuration.label
             lines[name] = f"{name} trains exactly as {other} does and is left out"
     return lines
+
+
+def _train_alike(a: Trial, b: Trial) -> bool:
+    def what_trains(trial: Trial) -> tuple[object, ...]:
+        own = trial.configuration
+        return trial.ds_config, trial.workload, own.engine, own.variables
+
+    return what_trains(a) == what_trains(b)
 
 
 def _require_one_that_runs(configurations: Sequence[Configuration], refusals: Sequence[str]) -> None:
@@ -366,26 +378,97 @@ class RequestedRow:
 
     strategy: Strategy | None = None
     file: ConfigurationFile | None = None
+    axis_values: AxisValues = ()
+    """The values in which it differs from the strategy's or file's own row."""
 
     @property
     def name(self) -> str:
-        return (self.strategy or self._file).name
+        return axis_rows.row_name((self.strategy or self._file).name, self.axis_values)
 
     @property
     def label(self) -> str:
-        return self._file.name if self.strategy is None else self.strategy.label
+        own = self._file.name if self.strategy is None else self.strategy.label
+        return axis_rows.row_label(own, self.axis_values)
 
     @property
     def _file(self) -> ConfigurationFile:
         assert self.file is not None, "a row has a strategy or a file"
         return self.file
 
+    @property
+    def engine(self) -> Engine:
+        return "deepspeed" if self.strategy is None else self.strategy.engine
+
+    def matches(self, text: str) -> bool:
+        """Whether a user's text means this row: its name or label, without axes also what means its strategy."""
+        if text in (self.name, self.label):
+            return True
+        return self.strategy is not None and not self.axis_values and strategies.matches(self.strategy, text)
+
 
 def requested_rows(options: Options, files: Sequence[ConfigurationFile] = ()) -> list[RequestedRow]:
     """Returns the rows to compare, in order: stages, strategies, then ``files``, those of ``--configs``.
 
-    Raises UsageError for ``nvme`` without a path, and for two names of one configuration.
+    Each comes with every combination of the axes' values.
+
+    Raises UsageError for ``nvme`` without a path, for two names of one configuration, and for axes that are wrong or
+    make too many rows.
     """
+    selected = axis_rows.read_axes(options.axes)
+    rows = [
+        replace(row, axis_values=values)
+        for row in _rows_without_axes(options, files)
+        for values in axis_rows.combinations(selected, _layout(row, options))
+    ]
+    if selected and options.family != "recipe":
+        axis_rows.require_few(len(rows))
+    return rows
+
+
+def axis_notes(options: Options, files: Sequence[ConfigurationFile] = ()) -> list[str]:
+    """Returns a note for each axis that is not varied in some rows. Raises UsageError for an axis that acts in none,
+    and for one that sets what a flag sets.
+    """
+    selected = axis_rows.read_axes(options.axes)
+    axis_rows.require_no_override(selected, "--ds-config", overrides.read_file(options.ds_config))
+    for text in options.set:
+        axis_rows.require_no_override(selected, "--set", overrides.parse_set(text))
+    _require_no_flag_of_workload(options, {values[0].axis_name for values in selected})
+    rows = _rows_without_axes(options, files)
+    return axis_rows.idle_axes(selected, {row.label: _layout(row, options) for row in rows})
+
+
+def _require_no_flag_of_workload(options: Options, axes: Container[str]) -> None:
+    """Raises UsageError for an axis beside the flag of the same thing."""
+    flags = {
+        "micro_batch": ("--batch-size", options.auto_batch or options.batch_size != DEFAULT_BATCH_SIZE),
+        "grad_accum": ("--grad-accum", options.grad_accum != 1),
+        "precision": ("--precision", options.precision != "auto"),
+        "torch_autocast": ("--precision", options.precision != "auto"),
+        "bf16_states": ("--precision", options.precision not in ("auto", "bf16")),
+        "activation_checkpointing": ("--activation-checkpointing", options.activation_checkpointing),
+        "optimizer": ("--optimizer", options.optimizer is not None),
+    }
+    for axis, (flag, given) in flags.items():
+        if axis in axes and given:
+            raise UsageError(f"--axis {axis} and {flag} set the same", remedy="leave one of them out")
+
+
+def _layout(row: RequestedRow, options: Options) -> axis_rows.Layout:
+    """What decides which axes act in a row: its stage and offload devices, with the changes of the flags."""
+    own = row._file.config if row.strategy is None else deepspeed_config.minimal_config(row.strategy)
+    config = overrides.apply(own, overrides.read_file(options.ds_config), options.set)
+    zero = config.get("zero_optimization")
+    stage = zero.get("stage", 0) if isinstance(zero, dict) else int(zero is True)
+    return axis_rows.Layout(
+        stage=stage if isinstance(stage, int) else 0,
+        offload_optimizer=offload_device(config, "offload_optimizer"),
+        offload_param=offload_device(config, "offload_param"),
+        engine=row.engine,
+    )
+
+
+def _rows_without_axes(options: Options, files: Sequence[ConfigurationFile]) -> list[RequestedRow]:
     names = list(options.strategies)
     if "nvme" in names and options.nvme_path is None:
         raise UsageError("--strategies nvme needs a disk", remedy="add --nvme-path DIR, or leave nvme out")
@@ -413,6 +496,43 @@ class ConfigurationBuilder:
 
     def build(self, row: RequestedRow, batch_size: int, policy: BatchPolicy = "given") -> Configuration:
         """Builds the configuration of a row at a micro-batch. Raises UsageError."""
+        configuration = self._build_without_axes(row, batch_size, policy)
+        return self._with_axes(row, configuration) if row.axis_values else configuration
+
+    def _with_axes(self, row: RequestedRow, configuration: Configuration) -> Configuration:
+        """The configuration with what its axes set, which no flag sets (``axis_notes``)."""
+        if configuration.refusal is not None:
+            return replace(configuration, name=row.name, label=row.label)
+        facts = self.model.facts
+        setting = axis_rows.setting_of(
+            row.axis_values,
+            RowFacts(
+                stage=configuration.stage,
+                offload_optimizer=offload_device(configuration.deepspeed_config, "offload_optimizer"),
+                offload_param=offload_device(configuration.deepspeed_config, "offload_param"),
+                grad_accum=configuration.workload_changes.get("grad_accum", self.options.grad_accum),
+                ranks=self.placement.num_gpus,
+                hidden_size=self.model.hidden_size,
+                parameters=None if facts is None else facts.parameters,
+            ),
+        )
+        config = overrides.overlay(configuration.deepspeed_config, setting.config)
+        if setting.config.keys() & {"train_micro_batch_size_per_gpu", "gradient_accumulation_steps"}:
+            config.pop("train_batch_size", None)
+        validation.check_keys(config)
+        return replace(
+            configuration,
+            name=row.name,
+            label=row.label,
+            deepspeed_config=config,
+            workload_changes={**configuration.workload_changes, **setting.workload},
+            variables=setting.variables,
+            requires=setting.requires,
+            source="axis" if configuration.source == "catalogue" else configuration.source,
+            axis_values={value.axis_name: value.text for value in row.axis_values},
+        )
+
+    def _build_without_axes(self, row: RequestedRow, batch_size: int, policy: BatchPolicy) -> Configuration:
         if row.file is not None:
             return self._file_row_maker().make(row.file, batch_size, policy)
         assert row.strategy is not None, "a row has a strategy or a file"

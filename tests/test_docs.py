@@ -18,6 +18,11 @@ def test_the_flags_page_is_what_the_parsers_say() -> None:
     assert (ROOT / "docs" / "flags.md").read_text(encoding="utf-8") == page, "run scripts/make_flags_page.py"
 
 
+def test_the_axes_page_is_what_the_table_says() -> None:
+    page = runpy.run_path(str(ROOT / "scripts" / "make_axes_page.py"))["axes_page"]()
+    assert (ROOT / "docs" / "axes.md").read_text(encoding="utf-8") == page, "run scripts/make_axes_page.py"
+
+
 def test_every_command_of_readme_and_docs_parses() -> None:
     parsed = 0
     for page in PAGES:

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -588,3 +589,57 @@ def test_a_row_whose_op_is_missing_loses_its_prediction() -> None:
     kept, lost = predicted.with_ops(missing).trials
     assert kept == predicted.trials[0]
     assert (lost.prediction, lost.unsupported is None) == (None, False)
+
+
+def axis_rows_of(*arguments: str) -> dict[str, Trial]:
+    return {trial.configuration.name: trial for trial in trials(fakes.options("zero", *arguments))}
+
+
+def test_an_axis_makes_a_row_of_each_value_where_it_acts() -> None:
+    rows = axis_rows_of("--stages", "0", "2", "--axis", "overlap_comm=true,false")
+    assert list(rows) == ["zero0", "zero2+overlap_comm=true", "zero2+overlap_comm=false"]
+    on = rows["zero2+overlap_comm=true"]
+    assert on.ds_config["zero_optimization"]["overlap_comm"] is True
+    assert (on.configuration.label, on.configuration.source) == ("ZeRO-2, overlap_comm on", "axis")
+    assert on.configuration.axis_values == {"overlap_comm": "true"}
+    assert Trial.from_dict(json.loads(json.dumps(on.to_dict()))) == on
+
+
+def test_axes_of_the_workload_change_it_and_the_batch_agrees() -> None:
+    rows = axis_rows_of("--stages", "2", "--axis", "micro_batch=1,3", "--axis", "grad_accum=2")
+    trial = rows["zero2+micro_batch=3+grad_accum=2"]
+    assert (trial.workload.batch_size, trial.workload.grad_accum) == (3, 2)
+    assert trial.ds_config["train_batch_size"] == 3 * 2 * trial.placement.num_gpus
+    precision = axis_rows_of("--stages", "1", "--axis", "precision=fp32,bf16")["zero1+precision=fp32"]
+    assert precision.workload.precision == "fp32"
+    assert not precision.caveats
+
+
+def test_a_flag_or_setting_of_what_an_axis_sets_is_refused_before_anything_is_looked_up() -> None:
+    for arguments, says in (
+        (["--axis", "grad_accum=1,2", "--grad-accum", "4"], "--axis grad_accum and --grad-accum set the same"),
+        (["--axis", "micro_batch=1,2", "--batch-size", "auto"], "--axis micro_batch and --batch-size set the same"),
+        (["--axis", "prefetch=1,2", "--set", "zero_optimization.stage3_prefetch_bucket_size=1"], "both set"),
+        (["--axis", "pin_memory=true,false"], "pin_memory acts in rows of stage 1, 2 and 3 that offload"),
+    ):
+        with pytest.raises(UsageError, match=says):
+            plan.axis_notes(fakes.options("zero", *arguments))
+
+
+def test_a_setting_that_offloads_every_row_lets_an_offload_axis_act() -> None:
+    offload = "zero_optimization.offload_optimizer.device=cpu"
+    options = fakes.options("zero", "--stages", "2", "--set", offload, "--axis", "pin_memory=true,false")
+    assert plan.axis_notes(options) == []
+    rows = {trial.configuration.name: trial for trial in trials(options)}
+    block = rows["zero2+pin_memory=false"].ds_config["zero_optimization"]["offload_optimizer"]
+    assert block["pin_memory"] is False
+
+
+def test_rows_that_train_alike_are_one_and_a_line_says_so() -> None:
+    made = trials(fakes.options("zero", "--stages", "1", "--axis", "buffers=default", "--axis", "overlap_comm=false"))
+    twin = replace(made[0], configuration=replace(made[0].configuration, name="twin", label="Twin"))
+    label = made[0].configuration.label
+    assert plan._equal_rows([*made, twin]) == {"twin": f"twin trains exactly as {label} does and is left out"}
+    other = replace(twin, configuration=replace(twin.configuration, variables={"DS_PIN_MEMORY_BACKEND": "native"}))
+    assert plan._equal_rows([*made, other]) == {}
+    assert other.key != twin.key

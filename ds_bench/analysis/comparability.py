@@ -9,7 +9,7 @@ from dataclasses import asdict, fields
 from functools import lru_cache
 from operator import attrgetter
 
-from ..config.spec import ADDED_DEFAULTS, SAME_TRAINING_FIELDS, Placement, Workload
+from ..config.spec import ADDED_DEFAULTS, SAME_TRAINING_FIELDS, Configuration, Placement, Workload
 from ..records.schema import TrialRecord
 from .summary import TrialSummary
 
@@ -34,7 +34,7 @@ def row_key(record: TrialRecord) -> str:
     text = (
         f'{{"configuration": {_dumps(trial.configuration.name)}, "ds_config": {_dumps(trial.ds_config)}, '
         f'"engine": {_dumps(trial.configuration.engine)}, "placement": {_flat_text(trial.placement)}, "repeat": 0, '
-        f'"workload": {_workload_text(trial.workload)}}}'
+        f'{_variables_text(trial.configuration)}"workload": {_workload_text(trial.workload)}}}'
     )
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -50,6 +50,10 @@ def _workload_text(workload: Workload) -> str:
         if values[name] == default:
             del values[name]
     return _dumps(values)
+
+
+def _variables_text(configuration: Configuration) -> str:
+    return f'"variables": {_dumps(dict(configuration.variables))}, ' if configuration.variables else ""
 
 
 def group_repeats(summaries: Sequence[TrialSummary]) -> dict[str, list[TrialSummary]]:
@@ -86,7 +90,8 @@ def _content(summary: TrialSummary) -> tuple[object, ...]:
     """What identifies a row: not the configuration's name, unless the DeepSpeed configuration is not known."""
     trial, config = summary.record.trial, summary.config_hash
     identity = row_key(summary.record) if config is None else config
-    return identity, _flat_text(trial.placement), _workload_text(trial.workload)
+    own = _variables_text(trial.configuration)
+    return identity, own, _flat_text(trial.placement), _workload_text(trial.workload)
 
 
 _OWN_BATCH = ("batch_size", "micro_batch_size")

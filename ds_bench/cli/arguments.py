@@ -12,10 +12,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ..config import strategies
 from ..config.configuration_files import read_configuration_files
 from ..config.deepspeed_config import OPTIMIZERS
-from ..config.options import GOALS, MAX_RANKS, MAX_REPEATS, Family, Options
+from ..config.options import DEFAULT_BATCH_SIZE, GOALS, MAX_RANKS, MAX_REPEATS, Family, Options
 from ..config.strategies import STRATEGY_NAMES
 from ..errors import UsageError
 from .argument_types import (
@@ -97,7 +96,7 @@ def _add_workload(parser: argparse.ArgumentParser) -> None:
     add(
         "--batch-size",
         type=integer_or_auto(1),
-        default=4,
+        default=DEFAULT_BATCH_SIZE,
         metavar="N",
         help="micro-batch per GPU, in sequences; auto: the largest that trains, for each row by itself (default: 4)",
     )
@@ -178,6 +177,14 @@ def _add_comparison(parser: argparse.ArgumentParser, family: Family) -> None:
         default=1,
         metavar="R",
         help="runs of every row, in rounds whose order is rotated and reversed; 3 or more give intervals (default: 1)",
+    )
+    add(
+        "--axis",
+        action="append",
+        default=[],
+        metavar="NAME=V1,V2,...",
+        help="make a row of each value, in every row where it acts, e.g. overlap_comm=true,false; several make every "
+        "combination (python -m ds_bench axes lists them)",
     )
     add("--relative-to", metavar="STRATEGY", help="row that ratios refer to (default: the first good one)")
     add(
@@ -298,6 +305,7 @@ def to_options(family: Family, values: argparse.Namespace) -> Options:
     for name in ("stages", "strategies"):
         given[name] = tuple(dict.fromkeys(given[name] or ()))
     given["set"] = tuple(given["set"])  # in order, since the last value of a key decides
+    given["axes"] = tuple(given.pop("axis"))
     given.setdefault("stage", 3)
     given["auto_batch"] = given["batch_size"] == AUTO
     if given["auto_batch"]:
@@ -337,12 +345,10 @@ def _row_name(options: Options, field: str) -> str | None:
     from ..plan import requested_rows
 
     rows = requested_rows(options, read_configuration_files(options.configs)[0])
-    row = next((row for row in rows if row.name == text), None)
-    row = row or next((row for row in rows if row.strategy and strategies.matches(row.strategy, text)), None)
-    if row is None:
+    if (row := next((row for row in rows if row.matches(text)), None)) is None:
         names = ", ".join(row.name for row in rows)
         raise UsageError(f"--{field.replace('_', '-')} {text}: no such row", remedy=f"one of {names}")
-    if field == "export" and row.strategy is not None and row.strategy.engine != "deepspeed":
+    if field == "export" and row.engine != "deepspeed":
         problem = f"--export {text}: {row.label} is torch's own engine, there is no DeepSpeed configuration"
         raise UsageError(problem, remedy="export a row that DeepSpeed trains")
     return row.name

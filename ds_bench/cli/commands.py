@@ -288,6 +288,18 @@ def _ops(_values: argparse.Namespace) -> int:
     return build_ops()
 
 
+def _add_axes(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("names", nargs="*", metavar="NAME", help="these axes alone (default: all)")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(run=_axes)
+
+
+def _axes(values: argparse.Namespace) -> int:
+    from .axes import list_axes
+
+    return list_axes(values.names, values.json)
+
+
 COMMANDS: dict[str, tuple[Callable[[argparse.ArgumentParser], None], str, list[str]]] = {
     "plan": (
         _add_plan,
@@ -341,6 +353,11 @@ COMMANDS: dict[str, tuple[Callable[[argparse.ArgumentParser], None], str, list[s
         _add_explain,
         "why one row needs more memory or time than another",
         ["zero2 zero3 results/runs/zero_20261121_093000", "none cpu_optimizer RUN --json"],
+    ),
+    "axes": (
+        _add_axes,
+        "list the axes of --axis: values, what each sets and changes, and its source",
+        ["", "overlap_comm", "--json"],
     ),
 }
 """Name → function that adds its flags, what it is for, and arguments of examples; in the order of the help."""

@@ -14,6 +14,7 @@ MAX_NUMBER = 10**9
 """More than any batch, step count, time in seconds or memory in GB; with more, clocks and kernel limits overflow."""
 MAX_RANKS = 2**16
 MAX_REPEATS = 1000
+DEFAULT_BATCH_SIZE = 4
 GOALS = ("speed", "balanced", "memory")
 """Aims of a recommendation (docs/choosing.md)."""
 FAIL_ON = ("regression", "missing", "unmatched", "noisy")
@@ -69,6 +70,8 @@ class Options:
     """Whether the batch keys of a file of ``configs`` rule over ``batch_size`` and ``grad_accum``."""
     ds_config: Path | None
     set: tuple[str, ...]
+    axes: tuple[str, ...] = ()
+    """Texts of ``--axis``: ``overlap_comm=true,false``."""
     model_factory: str | None
     trust_remote_code: bool
     cpu_memory_limit: float | None

@@ -133,6 +133,8 @@ class Requirements:
     ops: tuple[str, ...] = ()
     """Builder classes of DeepSpeed ops."""
     accelerator: Accelerator | None = None
+    reason: str = ""
+    """Why it needs that accelerator; empty if nothing more is to be said."""
     min_ranks: int = 1
     min_nodes: int = 1
 
@@ -169,6 +171,8 @@ class Configuration:
     """How the row differs from what its file says, one text each."""
     refusal: str | None = None
     """Why DeepSpeed or this program refuses its file, with the remedy; such a row is not run."""
+    variables: Mapping[str, str] = field(default_factory=dict)
+    """Environment variables of this row's ranks, besides those of every row."""
 
     def __post_init__(self) -> None:
         _require(bool(self.name), "name", self.name, "must not be empty")
@@ -306,6 +310,8 @@ class Trial:
             "placement": asdict(self.placement),
             "ds_config": redacted_config(self.ds_config),
         }
+        if self.configuration.variables:
+            facts["variables"] = dict(self.configuration.variables)
         text = json.dumps(facts, sort_keys=True, default=str)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 

@@ -107,6 +107,8 @@ def _lacks_gpu_package(what: str, package: str, instead: str, placement: Placeme
 def _missing_requirement(configuration: Configuration, placement: Placement) -> str | None:
     needs, name = configuration.requires, configuration.label
     if needs.accelerator not in (None, placement.accelerator):
+        if needs.reason:
+            return f"{name}: {needs.reason}; use --accelerator {needs.accelerator}"
         return f"{name} needs the accelerator {needs.accelerator}; add --accelerator {needs.accelerator}"
     if needs.min_ranks > placement.num_gpus:
         return f"{name} needs {needs.min_ranks} ranks or more; use --num-gpus {needs.min_ranks}"

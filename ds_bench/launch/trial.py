@@ -131,7 +131,7 @@ def _create_assignment(
         trial=trial,
         rendezvous=f"file://{rendezvous}" if rendezvous_by_file else None,
         scratch_id=scratch_id,
-        environment=environment,
+        environment={**environment, **trial.configuration.variables},
         swap_folder=swap,
         collective_timeout_seconds=min(
             max(limits.timeout_seconds, limits.stall_timeout_seconds) + _COLLECTIVE_MARGIN_SECONDS,

@@ -11,11 +11,12 @@ from typing import Any
 
 from ..config.spec import Accelerator, Engine, Precision, offload_device
 from .model_profile import ModelProfile
-from .model_states import Ledger, element_bytes
+from .model_states import FP32_BYTES, Ledger, element_bytes
 
 NORM_BYTES = 8
 """Per element: norms of gradients are taken in fp64 (zero/utils.py, get_norm_dtype)."""
 _MOMENTS = {"adam": 2, "adamw": 2, "lion": 1, "adagrad": 1, "sgd": 0}
+_COMMUNICATION_BYTES = {"fp16": 2, "bfp16": 2, "bf16": 2, "fp32": 4}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +29,16 @@ class ZeroSettings:
     offload_param: str | None
     """``cpu``, ``nvme`` or None; stage 3 only."""
     moments: int
-    """fp32 tensors per parameter that the optimizer keeps besides the weights."""
+    """Tensors per parameter that the optimizer keeps besides the weights."""
+    master_bytes: int
+    """Bytes of an element of the master copy and of the gradient it is updated with: 2 with
+    ``bf16_master_weights_and_grads``, else 4 (base_optimizer.py, _configure_master_weights)."""
+    moment_bytes: int
+    """Bytes of an element of a moment: 2 with ``bf16_optimizer_states``, else 4."""
+    communication_bytes: int | None
+    """Bytes of an element that is sent; None: as the parameters (engine.py, communication_data_type)."""
+    secondary_ranks: int
+    """At stage 3, ranks among which a second copy of the parameters is split (hpZ); 1 for none."""
     torch_optimizer: bool
     """Whether torch's optimizer steps on the accelerator, which needs temporaries; else DeepSpeed's fused one."""
     fp32_accumulation: bool
@@ -66,6 +76,7 @@ class ZeroSettings:
         param: Mapping[str, Any] = zero.get("offload_param") or {}
         aio: Mapping[str, Any] = config.get("aio") or {}
         stage = _number(zero, "stage", 0)
+        bf16: Mapping[str, Any] = config.get("bf16") or {}
         kind = str((config.get("optimizer") or {}).get("type", "adamw")).lower()
         torch_adam = bool((config.get("optimizer") or {}).get("params", {}).get("torch_adam", False))
         return cls(
@@ -73,12 +84,18 @@ class ZeroSettings:
             offload_optimizer=offload_device(config, "offload_optimizer"),
             offload_param=offload_device(config, "offload_param") if stage == 3 else None,
             moments=_MOMENTS.get(kind, 2),
+            master_bytes=2 if bf16.get("bf16_master_weights_and_grads") else FP32_BYTES,
+            moment_bytes=2 if bf16.get("bf16_optimizer_states") else FP32_BYTES,
+            communication_bytes=_COMMUNICATION_BYTES.get(str(config.get("communication_data_type"))),
+            secondary_ranks=_number(zero, "zero_hpz_partition_size", 1) if stage == 3 else 1,
             torch_optimizer=torch_adam or kind not in ("adam", "adamw", "lion"),
             fp32_accumulation=(config.get("data_types") or {}).get("grad_accum_dtype") == "fp32",
             contiguous_gradients=bool(zero.get("contiguous_gradients", True)),
             overlap_comm=bool(stage == 3 if zero.get("overlap_comm") is None else zero["overlap_comm"]),
             reduce_bucket_elements=_number(zero, "reduce_bucket_size", 5e8),
-            prefetch_elements=_number(zero, "stage3_prefetch_bucket_size", 5e7),
+            prefetch_elements=1  # engine.py, _configure_zero_optimizer
+            if zero.get("stage3_allgather_sequential")
+            else _number(zero, "stage3_prefetch_bucket_size", 5e7),
             persistence_elements=_number(zero, "stage3_param_persistence_threshold", 1e5),
             max_live_elements=_number(zero, "stage3_max_live_parameters", 1e9),
             max_reuse_elements=_number(zero, "stage3_max_reuse_distance", 1e9),
@@ -125,16 +142,21 @@ class MemoryInputs:
         return 4 if self.settings.fp32_accumulation else self.element
 
     @property
+    def sent(self) -> int:
+        """Bytes of one element of a gradient that is sent."""
+        return self.settings.communication_bytes or self.element
+
+    @property
     def state(self) -> int:
-        """Bytes per element that the rank updates: the fp32 master copy, if there is one, and the moments."""
+        """Bytes per element that the rank updates: the master copy, if there is one, and the moments."""
         has_master = self.settings.stage > 0 or self.precision != "fp32"
-        return 4 * (self.settings.moments + has_master)
+        return self.settings.moment_bytes * self.settings.moments + self.settings.master_bytes * has_master
 
     @property
     def torch_step(self) -> int:
         """Bytes per updated element of the square root that torch's multi-tensor Adam takes (torch/optim/adam.py)."""
         on_gpu = self.accelerator == "cuda" and not self.settings.offload_optimizer
-        return 4 if on_gpu and self.settings.torch_optimizer else 0
+        return self.settings.moment_bytes if on_gpu and self.settings.torch_optimizer else 0
 
 
 class LedgerBuilder:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from .inputs import NORM_BYTES, LedgerBuilder, MemoryInputs, Phases
-from .model_states import FP32_BYTES, partition_elements
+from .model_states import partition_elements
 
 _NORM_PIECE_ELEMENTS = 250_000_000
 """Elements whose norm is taken at once with the optimizer offloaded (zero/stage3.py, _constant_buffered_norm2)."""
@@ -60,6 +60,9 @@ def _swapped(elements: int, size: int, inputs: MemoryInputs) -> bool:
 def _parameters(inputs: MemoryInputs, parts: list[int], groups: list[list[int]], builder: LedgerBuilder) -> None:
     """Adds the rank's own parts of the parameters (zero/stage3.py, _create_fp16_partitions_with_defragmentation)."""
     place, size = inputs.settings.offload_param, inputs.element
+    if inputs.settings.secondary_ranks > 1:  # from the first forward of a step to its end (_partition_param_sec)
+        ranks = inputs.settings.secondary_ranks
+        builder.add("gpu", "parameters", size * partition_elements(inputs.profile.tensors, ranks))
     if place is None:
         builder.add("gpu", "parameters", size * sum(parts))
     elif place == "cpu":
@@ -120,43 +123,44 @@ def _swap_file_of_tied_head(inputs: MemoryInputs, builder: LedgerBuilder) -> Non
 
 
 def _states(inputs: MemoryInputs, groups: list[list[int]], builder: LedgerBuilder) -> None:
-    """Adds the fp32 master copy, the moments and, if offloaded, the fp32 gradient (zero/stage3.py,
+    """Adds the master copy, the moments and, if offloaded, the master's gradient (zero/stage3.py,
     _create_fp32_partitions, initialize_optimizer_states). Twin-Flow leaves the first sub-groups on the accelerator."""
-    settings = inputs.settings
+    settings, master = inputs.settings, inputs.settings.master_bytes
     kept_on_gpu = int((1 - settings.offload_ratio) * len(groups)) if settings.offload_optimizer else len(groups)
     swaps = settings.offload_optimizer == "nvme"
     for number, group in enumerate(groups):
         count = sum(group)
-        if swaps and _swapped(count, FP32_BYTES, inputs):
+        if swaps and _swapped(count, master, inputs):
             _swapped_states(inputs, group, builder)
             continue
         tier = "gpu" if number < kept_on_gpu else "cpu"
         builder.add(tier, "optimizer_states", inputs.state * count)
         if settings.offload_optimizer and tier == "gpu":
-            builder.add("gpu", "gradients", FP32_BYTES * count)
+            builder.add("gpu", "gradients", master * count)
         elif settings.offload_optimizer:
-            builder.add_pinned("gradients", FP32_BYTES * count, pinned=_pins(inputs, wanted=settings.pin_optimizer))
+            builder.add_pinned("gradients", master * count, pinned=_pins(inputs, wanted=settings.pin_optimizer))
     if swaps:
-        largest = _aligned(max(map(sum, groups)), FP32_BYTES, inputs)
-        builder.add("cpu", "deepspeed_buffers", FP32_BYTES * largest * settings.optimizer_buffers)
+        largest = _aligned(max(map(sum, groups)), master, inputs)
+        builder.add("cpu", "deepspeed_buffers", master * largest * settings.optimizer_buffers)
 
 
 def _swapped_states(inputs: MemoryInputs, group: list[int], builder: LedgerBuilder) -> None:
     """Adds the swap files of a group: one per state, and one per gradient that is large enough. Smaller gradients stay
     in memory, and so does a gradient whose last block is incomplete, as a view keeps the whole tensor
     (swap_tensor/optimizer_utils.py, _swap_out_gradients, _adjust_for_misaligned_lengths)."""
-    unit = inputs.settings.swap_alignment_bytes // FP32_BYTES
-    builder.add("nvme", "optimizer_states", inputs.state * _aligned(sum(group), FP32_BYTES, inputs))
+    master = inputs.settings.master_bytes
+    unit = inputs.settings.swap_alignment_bytes // master
+    builder.add("nvme", "optimizer_states", inputs.state * _aligned(sum(group), master, inputs))
     for part in group:
-        written = part // unit * unit if _swapped(part, FP32_BYTES, inputs) else 0
-        builder.add("nvme", "optimizer_states", FP32_BYTES * written)
-        builder.add("cpu", "deepspeed_buffers", FP32_BYTES * (part if part != written else 0))
+        written = part // unit * unit if _swapped(part, master, inputs) else 0
+        builder.add("nvme", "optimizer_states", master * written)
+        builder.add("cpu", "deepspeed_buffers", master * (part if part != written else 0))
 
 
 def _bucket(inputs: MemoryInputs) -> int:
     """Bytes of the reduction bucket, held from the start at full size for any model (zero/stage3.py,
     _setup_for_real_optimizer)."""
-    return inputs.element * inputs.settings.reduce_bucket_elements if inputs.settings.contiguous_gradients else 0
+    return inputs.sent * inputs.settings.reduce_bucket_elements if inputs.settings.contiguous_gradients else 0
 
 
 def _flat_gradients(inputs: MemoryInputs, part: int, builder: LedgerBuilder) -> None:
@@ -175,7 +179,7 @@ def _in_flight(inputs: MemoryInputs) -> int:
     copy = (
         min(inputs.settings.reduce_bucket_elements, inputs.profile.parameters) if inputs.data_parallel_size > 1 else 0
     )
-    return inputs.element * (max(inputs.profile.tensors) + copy)
+    return inputs.element * max(inputs.profile.tensors) + inputs.sent * copy
 
 
 def _norm(inputs: MemoryInputs, parts: Sequence[int]) -> int:
@@ -192,7 +196,8 @@ def _step(inputs: MemoryInputs, groups: list[list[int]], builder: LedgerBuilder)
     if inputs.settings.offload_optimizer:
         return {"flatten": builder.ledger, "update": builder.ledger}
     largest, norm = max(map(sum, groups)), NORM_BYTES * max(part for group in groups for part in group)
-    cast = FP32_BYTES if inputs.accumulated != FP32_BYTES else 0
+    master = inputs.settings.master_bytes
+    cast = master if inputs.accumulated != master else 0
     update = max(cast, inputs.accumulated) + inputs.torch_step
     return {
         "flatten": builder.plus(("gpu", "temporaries", max(norm, (inputs.accumulated + cast) * largest))),

@@ -37,6 +37,7 @@ def _unpartitioned(inputs: MemoryInputs) -> Phases:
     )
     gradients = ("gpu", "gradients", inputs.element * count)
     bucket = min(count, _ENGINE_BUCKET_ELEMENTS) * inputs.element if inputs.data_parallel_size > 1 else 0
+    bucket += _copy_to_send(inputs)
     unfused = inputs.accelerator == "cpu" or inputs.settings.torch_optimizer
     copies = 0 if inputs.precision == "fp32" else 1 if unfused else 2
     return {
@@ -55,6 +56,16 @@ def _bucket(inputs: MemoryInputs, element: int) -> int:
     if not (inputs.settings.contiguous_gradients or inputs.settings.offload_optimizer):
         return 0
     return element * inputs.settings.reduce_bucket_elements * (2 if inputs.settings.overlap_comm else 1)
+
+
+def _copy_to_send(inputs: MemoryInputs) -> int:
+    """Bytes of a bucket's copy in the format in which gradients are sent, if that is another one
+    (zero/stage_1_and_2.py, gradient_reduction_w_predivide; engine.py, allreduce_bucket)."""
+    if inputs.sent == inputs.element or inputs.data_parallel_size == 1:
+        return 0
+    stage = inputs.settings.stage
+    most = inputs.settings.reduce_bucket_elements if stage else _ENGINE_BUCKET_ELEMENTS
+    return inputs.sent * min(inputs.profile.parameters, most)
 
 
 def owned_elements(tensors: Sequence[int], data_parallel_size: int) -> int:
@@ -92,17 +103,18 @@ def _partitioned(inputs: MemoryInputs) -> Phases:
     )
     kept, every, extra = _gradients(inputs, part)
     bucket = _bucket(inputs, inputs.accumulated if inputs.settings.stage == 1 else inputs.element)
-    cast = FP32_BYTES * part if inputs.accumulated != FP32_BYTES else 0
+    master = inputs.settings.master_bytes
+    cast = master * part if inputs.accumulated != master else 0
     flattened = 0 if inputs.settings.stage == 2 and inputs.settings.fp32_accumulation else inputs.accumulated * part
-    norm = _norm_bytes(inputs.profile.tensors, part)
+    norm, sent = _norm_bytes(inputs.profile.tensors, part), ("gpu", "temporaries", _copy_to_send(inputs))
     return {
         "forward": builder.plus(("gpu", "gradients", 0 if inputs.grad_accum == 1 else every)),
-        "backward": builder.plus(("gpu", "gradients", every), ("gpu", "deepspeed_buffers", bucket)),
+        "backward": builder.plus(("gpu", "gradients", every), ("gpu", "deepspeed_buffers", bucket), sent),
         "reduced": builder.plus(
-            ("gpu", "gradients", every), ("gpu", "deepspeed_buffers", bucket), ("gpu", "temporaries", extra)
+            ("gpu", "gradients", every), ("gpu", "deepspeed_buffers", bucket), ("gpu", "temporaries", extra), sent
         ),
         "flatten": builder.plus(("gpu", "gradients", kept), ("gpu", "temporaries", max(norm, flattened + cast))),
-        "update": builder.plus(("gpu", "temporaries", (FP32_BYTES + inputs.torch_step) * part)),
+        "update": builder.plus(("gpu", "temporaries", (master + inputs.torch_step) * part)),
     }
 
 
@@ -131,12 +143,13 @@ def _offloaded(inputs: MemoryInputs) -> Phases:
     part = flat // inputs.data_parallel_size
     single, pins = inputs.element * max(inputs.profile.tensors), settings.pin_optimizer and inputs.accelerator == "cuda"
     builder = LedgerBuilder().add("gpu", "parameters", inputs.element * flat).add("gpu", "gradients", single)
-    builder.add("cpu", "optimizer_states", FP32_BYTES * settings.moments * part)
-    builder.add_pinned("optimizer_states", FP32_BYTES * part, pinned=pins)
-    builder.add_pinned("gradients", FP32_BYTES * part, pinned=pins)
+    builder.add("cpu", "optimizer_states", settings.moment_bytes * settings.moments * part)
+    builder.add_pinned("optimizer_states", settings.master_bytes * part, pinned=pins)
+    builder.add_pinned("gradients", settings.master_bytes * part, pinned=pins)
     builder.add_pinned("gradients", single, pinned=pins)
     builder.add_pinned("deepspeed_buffers", inputs.element * part, pinned=pins)
-    if inputs.grad_accum > 1 and settings.stage == 2:  # accumulated_grads_in_cpu, tensor by tensor
+    # accumulated_grads_in_cpu, tensor by tensor; with a 16-bit master they are views of the master's gradient
+    if inputs.grad_accum > 1 and settings.stage == 2 and settings.master_bytes == FP32_BYTES:
         builder.add(
             "cpu", "gradients", inputs.element * owned_elements(inputs.profile.tensors, inputs.data_parallel_size)
         )
@@ -151,6 +164,7 @@ def _offloaded(inputs: MemoryInputs) -> Phases:
     tensors = inputs.profile.tensors
     inner = _norm_bytes(tensors[1:] if inputs.profile.tied_embeddings else tensors, part)
     own_gradient = 0 if every else single
+    own_gradient += _copy_to_send(inputs)
     backward = builder.plus(("gpu", "gradients", every), bucket, ("gpu", "temporaries", own_gradient + inner))
     reduced = builder.plus(
         ("gpu", "gradients", every), bucket, ("gpu", "temporaries", own_gradient + _norm_bytes(tensors, part))

@@ -34,6 +34,7 @@ BOTH: dict[str, Any] = {
     "--keep-batch": False,
     "--nvme-path": None,
     "--repeats": 1,
+    "--axis": [],
     "--relative-to": None,
     "--goal": "balanced",
     "--export": None,

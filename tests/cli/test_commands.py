@@ -490,7 +490,21 @@ def test_every_command_says_what_it_is_for_with_an_example_and_refuses_by_its_ow
     assert commands.main(["plan", "--frobnicate"]) == 2
     assert capsys.readouterr().err.splitlines() == [
         "ds_bench: unrecognized arguments: --modle gpt2 (did you mean --model? see python -m ds_bench plan --help)",
-        "ds_bench: COMMAND reprot is none of plan, doctor, report, compare, baseline, advice, models, ops, explain "
+        f"ds_bench: COMMAND reprot is none of {', '.join(commands.COMMANDS)} "
         "(did you mean report? see python -m ds_bench --help)",
         "ds_bench: unrecognized arguments: --frobnicate (see python -m ds_bench plan --help)",
     ]
+
+
+def test_axes_are_listed_with_what_they_set_and_their_source(capsys: pytest.CaptureFixture[str]) -> None:
+    assert commands.main(["axes", "--json"]) == 0
+    (*_, first) = [axis for axis in json.loads(capsys.readouterr().out) if axis["name"] == "overlap_comm"]
+    assert first["sets"]["keys"] == ["zero_optimization.overlap_comm"]
+    assert first["source"]
+    assert first["changes"] == ["deepspeed_buffers", "time"]
+    assert commands.main(["axes", "overlap_comm"]) == 0
+    text = capsys.readouterr().out
+    assert "zero_optimization.overlap_comm" in text
+    assert max(map(len, text.splitlines())) <= 80
+    assert commands.main(["axes", "overlap"]) == 2
+    assert "did you mean overlap_comm?" in capsys.readouterr().err

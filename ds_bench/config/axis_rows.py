@@ -1,0 +1,314 @@
+"""Reads values of axes from text, and makes rows of them: every combination that differs.
+
+Order of what decides a key: the strategy or file, then the axes, then ``--ds-config`` and ``--set``. An axis and a flag
+that set the same thing contradict each other.
+"""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ..errors import UsageError
+from .axes import AXES, Axis, NotForThisRowError, RowFacts, Setting, Value
+from .spec import Requirements
+
+MAX_ROWS = 64
+"""Rows that a comparison may have; above it the user is asked to narrow the axes."""
+_NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?")
+_TRUTHS = {"on": "true", "yes": "true", "1": "true", "off": "false", "no": "false", "0": "false"}
+_LIST = "python -m ds_bench axes lists them"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AxisValue:
+    """One value of an axis, as a row has it."""
+
+    axis_name: str
+    text: str
+    """As the user gave it."""
+    value: Value
+
+    @property
+    def axis(self) -> Axis:
+        return AXES[self.axis_name]
+
+    @property
+    def label(self) -> str:
+        """Short text for tables: ``overlap_comm off``."""
+        shown = {"true": "on", "false": "off"}.get(self.text, self.text)
+        return f"{self.axis.title} {shown}"
+
+    def __str__(self) -> str:
+        return f"{self.axis_name}={self.text}"
+
+
+AxisValues = tuple[AxisValue, ...]
+
+
+def read_axes(texts: Sequence[str]) -> list[AxisValues]:
+    """Reads the texts of ``--axis``, ``NAME=V1,V2…``: the values of each axis, in order. Raises UsageError."""
+    axes: dict[str, list[str]] = {}
+    for text in texts:
+        name, separator, values = text.partition("=")
+        if not separator or not values.strip():
+            raise UsageError(f"--axis {text!r} is not NAME=V1,V2,…", remedy="e.g. --axis overlap_comm=true,false")
+        if name.strip() in axes:
+            raise UsageError(f"--axis {name.strip()} is given twice", remedy="give all its values in one --axis")
+        axes[name.strip()] = [value.strip() for value in values.split(",")]
+    return [read_values(name, values) for name, values in axes.items()]
+
+
+def read_values(name: str, texts: Sequence[str]) -> AxisValues:
+    """Reads the values of one axis; a value that is given twice counts once. Raises UsageError."""
+    axis = find_axis(name)
+    values: dict[Value, AxisValue] = {}
+    for text in texts:
+        value = _read_value(axis, text)
+        spelling = text.lower() if isinstance(value, bool) else text
+        values.setdefault(value, AxisValue(axis_name=axis.name, text=spelling, value=value))
+    return tuple(values.values())
+
+
+def find_axis(name: str) -> Axis:
+    """Returns the axis of that name. Raises UsageError, with the nearest name, for an unknown one."""
+    if name in AXES:
+        return AXES[name]
+    # Users know DeepSpeed's keys: stage3_prefetch_bucket_size.
+    by_spelling = {key.rpartition(".")[2]: axis.name for axis in AXES.values() for key in axis.keys if key != "bf16"}
+    by_spelling |= {axis: axis for axis in AXES}
+    near = difflib.get_close_matches(name, by_spelling, n=1)
+    raise UsageError(f"axis {name!r} is not known", remedy=f"did you mean {by_spelling[near[0]]}?" if near else _LIST)
+
+
+def _read_value(axis: Axis, text: str) -> Value:
+    """Reads one value. Raises UsageError."""
+    if axis.switch and text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    if text in axis.names:
+        return text
+    if axis.numbers is not None and _NUMBER.fullmatch(text):
+        number, bounds = float(text), axis.numbers
+        fits = bounds.least <= number <= bounds.most and not (bounds.whole and number != math.floor(number))
+        if fits:
+            return int(number) if bounds.whole else number
+        raise UsageError(f"--axis {axis.name}: {text} is out of range", remedy=f"give {describe_values(axis)}")
+    near = [_TRUTHS[text.lower()]] if axis.switch and text.lower() in _TRUTHS else []
+    near += difflib.get_close_matches(text.lower(), axis.values, n=1)
+    remedy = f"did you mean {near[0]}?" if near else f"give {describe_values(axis)}"
+    raise UsageError(f"--axis {axis.name}: {text!r} is none of its values", remedy=remedy)
+
+
+def describe_values(axis: Axis) -> str:
+    """Describes the values of an axis: ``true or false``; ``a whole number from 1 to 1e13, or auto``."""
+    parts = []
+    if axis.numbers is not None:
+        kind = "a whole number" if axis.numbers.whole else "a number"
+        parts.append(f"{kind} from {axis.numbers.least:g} to {axis.numbers.most:g}")
+    names = ", ".join(axis.values[:-1]) + (" or " if len(axis.values) > 1 else "") + "".join(axis.values[-1:])
+    return ", or ".join(filter(None, [*parts, names]))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """What decides whether an axis acts in a row."""
+
+    stage: int
+    offload_optimizer: str | None = None
+    offload_param: str | None = None
+    engine: str = "deepspeed"
+
+
+def acts(axis: Axis, layout: Layout) -> bool:
+    """Whether an axis changes anything in rows of this layout."""
+    devices = (layout.offload_optimizer, layout.offload_param)
+    needed = {
+        None: True,
+        "optimizer": layout.offload_optimizer is not None,
+        "optimizer or parameters": any(devices),
+        "nvme": layout.offload_optimizer == "nvme",
+    }[axis.offload]
+    return needed and layout.stage in axis.stages and layout.engine in axis.engines
+
+
+def describe_rows(axis: Axis) -> str:
+    """Describes the rows in which an axis acts: ``rows of stage 3 that offload the optimizer``."""
+    parts = []
+    if axis.stages != (0, 1, 2, 3):
+        stages = " and ".join(filter(None, [", ".join(map(str, axis.stages[:-1])), str(axis.stages[-1])]))
+        parts.append(f"of stage {stages}")
+    if axis.offload is not None:
+        parts.append("that offload the optimizer to NVMe" if axis.offload == "nvme" else f"that offload {axis.offload}")
+    if axis.engines == ("deepspeed",) and not parts:
+        parts.append("of DeepSpeed")
+    return " ".join(["rows", *parts]) if parts else "all rows"
+
+
+def combinations(selected: Sequence[AxisValues], layout: Layout) -> list[AxisValues]:
+    """Returns the combinations of values for a row, without the axes that do not act in it; one, empty, if none acts.
+
+    ``selected``: the values of each axis.
+    """
+    acting = [values for values in selected if acts(values[0].axis, layout)]
+    return list(itertools.product(*acting))
+
+
+def idle_axes(selected: Sequence[AxisValues], layouts: Mapping[str, Layout]) -> list[str]:
+    """Returns a note for each axis that does not act in some of the rows. ``layouts``: label of each row → its layout.
+
+    Raises UsageError for an axis that acts in none of them.
+    """
+    notes = []
+    for values in selected:
+        axis = values[0].axis
+        idle = [label for label, layout in layouts.items() if not acts(axis, layout)]
+        if len(idle) == len(layouts):
+            problem = f"--axis {axis.name} acts in {describe_rows(axis)} alone, and none is compared"
+            raise UsageError(problem, remedy="leave it out, or compare such a row")
+        if idle:
+            notes.append(f"{axis.name} acts in {describe_rows(axis)} alone: not varied in {', '.join(idle)}")
+    return notes
+
+
+def require_few(count: int, most: int = MAX_ROWS) -> None:
+    """Raises UsageError if there are more rows than a comparison may have."""
+    if count > most:
+        problem = f"the axes make {count} rows, where {most} are the most"
+        raise UsageError(problem, remedy="give fewer values, fewer axes or fewer strategies")
+
+
+def row_name(base: str, values: AxisValues) -> str:
+    """Returns the name of a row: ``zero2+overlap_comm=false``."""
+    return "+".join([base, *map(str, values)])
+
+
+def row_label(base: str, values: AxisValues) -> str:
+    """Returns the short text of a row for tables: ``ZeRO-2, overlap_comm off``."""
+    return ", ".join([base, *(value.label for value in values)])
+
+
+def setting_of(values: AxisValues, facts: RowFacts) -> Setting:
+    """Returns what the values together set in a row. Raises UsageError if one cannot, or two contradict each other.
+
+    They are applied in the order of the table, as ZenFlow's intervals follow from the accumulation.
+    """
+    total = Setting()
+    setters: dict[str, tuple[AxisValue, Any]] = {}
+    for value in sorted(values, key=lambda each: list(AXES).index(each.axis_name)):
+        setting = _setting(value, replace(facts, grad_accum=total.workload.get("grad_accum", facts.grad_accum)))
+        for path, set_to in _leaves(setting):
+            _check_agreement(setters, value, path, set_to)
+        total = Setting(
+            config=overlay_changes(total.config, setting.config),
+            workload={**total.workload, **setting.workload},
+            variables={**total.variables, **setting.variables},
+            requires=_both(total.requires, setting.requires),
+        )
+    return total
+
+
+def _setting(value: AxisValue, facts: RowFacts) -> Setting:
+    """What one value sets, with what it needs."""
+    axis = value.axis
+    try:
+        if axis.compute is not None:
+            setting = axis.compute(value.value, facts)
+        elif isinstance(value.value, str) and value.value in axis.settings:
+            setting = axis.settings[value.value]
+        else:
+            setting = _plain_setting(value, facts)
+    except NotForThisRowError as error:
+        raise UsageError(f"--axis {value} {error}", remedy="leave this value out") from None
+    requires = axis.requires.get(value.text, Requirements())
+    if axis.cuda_only and value.text != axis.default:
+        requires = replace(requires, accelerator="cuda", reason=axis.cuda_only)
+    return replace(setting, requires=_both(setting.requires, requires))
+
+
+def _plain_setting(value: AxisValue, facts: RowFacts) -> Setting:
+    """Every key, field and variable of the axis gets the value; keys of an offload block only where the row has it."""
+    axis, config = value.axis, Setting().config
+    blocks = {"offload_optimizer": facts.offload_optimizer, "offload_param": facts.offload_param}
+    for path in axis.keys:
+        names = path.split(".")
+        if all(blocks.get(name, "") is not None for name in names):
+            nested: Any = value.value
+            for name in reversed(names):
+                nested = {name: nested}
+            config = overlay_changes(config, nested)
+    return Setting(
+        config=config,
+        workload=dict.fromkeys(axis.fields, value.value),
+        variables=dict.fromkeys(axis.variables, value.text),
+    )
+
+
+def overlay_changes(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
+    """Merges two sets of changes to a configuration; a None, which removes a key, is kept."""
+    merged = dict(first)
+    for key, value in second.items():
+        below = merged.get(key)
+        both = isinstance(value, Mapping) and isinstance(below, Mapping)
+        merged[key] = overlay_changes(below, value) if both and isinstance(below, Mapping) else value
+    return merged
+
+
+def _both(first: Requirements, second: Requirements) -> Requirements:
+    return Requirements(
+        ops=tuple(dict.fromkeys((*first.ops, *second.ops))),
+        accelerator=first.accelerator or second.accelerator,
+        min_ranks=max(first.min_ranks, second.min_ranks),
+        min_nodes=max(first.min_nodes, second.min_nodes),
+        reason=first.reason or second.reason,
+    )
+
+
+def _leaves(setting: Setting) -> Iterator[tuple[str, Any]]:
+    """Each path that a setting sets, with its value."""
+    yield from paths_of(setting.config)
+    yield from ((f"workload {name}", value) for name, value in setting.workload.items())
+    yield from ((f"variable {name}", value) for name, value in setting.variables.items())
+
+
+def paths_of(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields the dotted path of each value of a configuration, and the value."""
+    for key, value in config.items():
+        if isinstance(value, Mapping) and value:
+            yield from paths_of(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
+
+
+def _check_agreement(setters: dict[str, tuple[AxisValue, Any]], value: AxisValue, path: str, set_to: Any) -> None:
+    """Raises UsageError if an earlier value of another axis sets this path, or one within it, to something else."""
+    for other_path, (other, other_set_to) in setters.items():
+        if (
+            other.axis_name != value.axis_name
+            and _overlap(path, other_path)
+            and (path, set_to)
+            != (
+                other_path,
+                other_set_to,
+            )
+        ):
+            raise UsageError(f"--axis {other} and --axis {value} contradict each other", remedy=f"both set {path}")
+    setters[path] = (value, set_to)
+
+
+def _overlap(path: str, other: str) -> bool:
+    return path == other or path.startswith(f"{other}.") or other.startswith(f"{path}.")
+
+
+def require_no_override(selected: Sequence[AxisValues], flag: str, changes: Mapping[str, Any]) -> None:
+    """Raises UsageError if a flag, ``--set`` or ``--ds-config``, changes a key that an axis sets."""
+    changed = [path for path, _ in paths_of(changes)]
+    for values in selected:
+        axis = values[0].axis
+        path = next((path for path in changed for key in axis.keys if _overlap(path, key)), None)
+        if path is not None:
+            raise UsageError(f"--axis {axis.name} and {flag} both set {path}", remedy="leave one of them out")
