@@ -85,6 +85,9 @@ ACTS_ON: Mapping[str, tuple[str, ...]] = {
     "seq_length": ("activations", "forward", "backward"),
     "dropout": ("activations",),
     "num_gpus": ("parameters", "gradients", "optimizer_states"),
+    "attention": ("activations", "forward", "backward"),
+    "loss": ("activations", "logits_and_loss", "forward", "backward"),
+    "engine": ("parameters", "gradients", "optimizer_states", "deepspeed_buffers"),
 }
 """Key of the DeepSpeed configuration, or field of workload or placement → the categories of memory and the phases of a
 step that it acts on. From the formulas of ``prediction`` and from DeepSpeed 0.19.8."""
@@ -584,7 +587,8 @@ def _effective_value(path: str, written: Mapping[str, Any], resolved: Mapping[st
         name = f"{_RESOLVED_BLOCKS[block]}.{key.removeprefix('stage3_')}"
     elif name is None:
         name = path.replace("optimizer.params.", "optimizer_params.")
-    return resolved.get(name, written.get(path))
+    value = resolved.get(name, written.get(path))
+    return value.lower() if path == "optimizer.type" and isinstance(value, str) else value
 
 
 def _layout_defaults(trial: Trial) -> dict[str, Any]:

@@ -84,7 +84,8 @@ def paragraph(difference: RowDifference, *, savings: Sequence[Saving] | None = N
         sentences.append(_speed_sentence(time, brief=True))
         if time.phase_seconds and time.interval is not None and time.interval.distinguishable:
             phase, pair = max(time.phase_seconds.items(), key=lambda entry: abs(entry[1].difference or 0.0))
-            sentences.append(f"Of its phases, timed apart, {phase} changes most: {_milliseconds(pair)}.")
+            if abs(pair.difference or 0.0) > _NAMED_SHARE * max(pair.a or 0.0, pair.b or 0.0):
+                sentences.append(f"Of its phases, timed apart, {phase} changes most: {_milliseconds(pair)}.")
     own = [key for key in difference.keys if not (key.from_layout or key.path in _LAYOUT_PATHS or _is_off(key))]
     if own:
         more = f" and {len(own) - _MOST_KEYS} more" if len(own) > _MOST_KEYS else ""
@@ -98,15 +99,16 @@ def report_paragraphs(report: ComparisonReport) -> list[tuple[str, str]]:
     """Heading and paragraph of the pairs of rows that matter; at most eight.
 
     The recommended row against the baseline and against the fastest other row, then each other row against the
-    baseline. Rows that did not train are told apart only by what was predicted.
+    baseline. Of rows that did not train nothing is said unless both were predicted.
     """
     paragraphs, told = [], set[tuple[str, str]]()
     for a, b in _pairs(report)[:_MOST_PARAGRAPHS]:
         difference = explain(a, b)
+        if difference.main is None and difference.time is None:
+            continue  # nothing but failures, which the table says
         new = [each for each in difference.savings[:1] if (difference.larger.key, each.name) not in told]
         told |= {(difference.larger.key, each.name) for each in new}
-        if text := paragraph(difference, savings=new):
-            paragraphs.append((f"{b.label} against {a.label}", text))
+        paragraphs.append((f"{b.label} against {a.label}", paragraph(difference, savings=new)))
     return paragraphs
 
 
@@ -201,7 +203,9 @@ def _where(tier: TierDifference) -> str:
 
 def _category(name: str, tier: TierDifference) -> str:
     if name == REST:
-        return "rest" if tier.tier == "gpu" else "rest (Python, libraries and others)"
+        if tier.tier == "gpu":
+            return "rest of the peak" if tier.moment == "peak" else "rest"
+        return "rest (Python, libraries and others)"
     return category_text(name, "gpu" if tier.tier == "gpu" else "host")
 
 
@@ -327,7 +331,7 @@ def _settings(difference: RowDifference) -> Iterator[str]:
     for name, keys in acting.items():
         if keys:
             texts = [f"{_short_path(key)} {_value(key.a)} → {_value(key.b)}" for key in keys]
-            yield f"Following from stage and offload, on {category_text(name, 'gpu')}: {', '.join(texts)}."
+            yield f"Following from stage, offload and engine, on {category_text(name, 'gpu')}: {', '.join(texts)}."
     rest = len(others) - len({key.path for keys in acting.values() for key in keys})
     if rest:
         yield f"{rest} more key{'' if rest == 1 else 's'} that follow{'s' if rest == 1 else ''} from these: --json."

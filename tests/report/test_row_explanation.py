@@ -147,3 +147,8 @@ def test_noise_is_no_difference() -> None:
     text = paragraph(explain(*noisy.comparison.rows))
     assert "not distinguishable" in text
     assert "changes most" not in text
+
+
+def test_rows_that_only_failed_are_left_to_the_table() -> None:
+    trials = [fakes.trial(fakes.zero(stage), on=CARDS) for stage in (0, 1)]
+    assert report_paragraphs(report(*map(fakes.failure, trials))) == []
