@@ -258,6 +258,12 @@ def _without_folders(value: Any) -> Any:
     return value
 
 
+def is_deepcompiled(config: Mapping[str, Any]) -> bool:
+    """Whether a DeepSpeed configuration has DeepCompile compile the model."""
+    block = config.get("compile")
+    return bool(isinstance(block, Mapping) and block.get("deepcompile"))
+
+
 def is_full_config(trial: Trial) -> bool:
     """Whether the trial's ``ds_config`` is the configuration that ran, which has a batch and an optimizer at least."""
     return bool(trial.ds_config) and trial.ds_config != minimal_config(trial.configuration)

@@ -21,14 +21,16 @@ LauncherName = Literal["warm", "deepspeed"]
 BatchPolicy = Literal["given", "largest"]
 ModelSource = Literal["preset", "local", "hub", "factory"]
 LossName = Literal["model", "chunked", "tiled", "liger"]
+CompileName = Literal["none", "torch"]
 Engine = Literal["deepspeed", "ddp", "fsdp2"]
 ConfigurationSource = Literal["catalogue", "file", "axis", "recipe"]
 
 ENGINES: tuple[Engine, ...] = ("deepspeed", "ddp", "fsdp2")
 PRECISIONS: tuple[Precision, ...] = ("bf16", "fp16", "fp32")
+COMPILES: tuple[CompileName, ...] = ("none", "torch")
 LOSSES: tuple[LossName, ...] = ("model", "chunked", "tiled", "liger")
 ATTENTIONS = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
-SAME_TRAINING_FIELDS = ("activation_checkpointing", "attention", "loss")
+SAME_TRAINING_FIELDS = ("activation_checkpointing", "attention", "loss", "compile")
 """Fields of the Workload that change how a step is computed, but not what is learned but for rounding."""
 DEVICES: tuple[Device, ...] = ("none", "cpu", "nvme")
 
@@ -79,6 +81,9 @@ class Workload:
     """How the loss is computed of the last hidden states: ``model`` as the model's own code does; DeepSpeed's
     ``chunked`` cross-entropy (runtime/chunked_cross_entropy.py) or ``tiled`` computation of logits and loss
     (runtime/sequence_parallel/ulysses_sp.py); ``liger``, the fused kernel of Liger."""
+    compile: CompileName = "none"
+    """``torch``: the model is compiled by ``engine.compile()``, as it also is where the DeepSpeed configuration enables
+    ``compile.deepcompile``."""
 
     def __post_init__(self) -> None:
         _require(bool(self.model), "model", self.model, "must not be empty")
@@ -90,6 +95,7 @@ class Workload:
         known = self.attention is None or self.attention in ATTENTIONS
         _require(known, "attention", self.attention, f"must be one of {ATTENTIONS}")
         _require(self.loss in LOSSES, "loss", self.loss, f"must be one of {LOSSES}")
+        _require(self.compile in COMPILES, "compile", self.compile, f"must be one of {COMPILES}")
         _require(self.dropout is None or 0 <= self.dropout < 1, "dropout", self.dropout, "must be from 0 to below 1")
 
 

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from functools import lru_cache
 from typing import Any
 
+from ..config.deepspeed_config import is_deepcompiled
 from ..config.spec import Engine, Placement, Precision, Workload
 from ..units import from_gb
 from . import reference_engines, stage_3, stages_0_to_2
@@ -265,6 +266,8 @@ class _Activations:
 
 
 def _activations(inputs: MemoryInputs, workload: Workload, ds_config: Mapping[str, Any]) -> _Activations:
+    if workload.compile != "none" or is_deepcompiled(ds_config):
+        return _Activations(unknown="the compiler decides what a compiled model keeps for its backward pass")
     batch = int(ds_config.get("train_micro_batch_size_per_gpu", workload.batch_size))
     return _Activations.for_batch(inputs, batch, workload.seq_length, checkpointed=workload.activation_checkpointing)
 

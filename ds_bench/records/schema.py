@@ -147,6 +147,9 @@ class RankMeasurement:
     without a quota."""
     attention: str | None = None
     """Attention implementation of Transformers that the model used; None for a model of another library."""
+    compiled_graphs: int | None = None
+    """Graphs that torch.compile or DeepCompile has compiled until the end of the measured steps; None for a model that
+    runs uncompiled."""
     notes: tuple[str, ...] = ()
     """Caveats that the rank itself reports about its numbers."""
 

@@ -14,6 +14,7 @@ import deepspeed
 import torch
 import torch.distributed
 
+from ..config.deepspeed_config import is_deepcompiled
 from ..config.spec import Engine, Placement
 from ..records.rank_files import Assignment, HeartbeatWriter
 from . import ledger, memory, training_loop
@@ -48,6 +49,8 @@ def measure(
     heartbeat.beat("init")
     start = time.perf_counter()
     engine = _create_engine(engine_name, model, config, device, workload.seed, lambda: heartbeat.beat("init"))
+    if workload.compile != "none" or is_deepcompiled(config):
+        engine.compile()
     training_loop.synchronize(accelerator)
     init_seconds = time.perf_counter() - start
     trainer = _create_trainer(engine, built, config, assignment, device, heartbeat)
@@ -60,11 +63,25 @@ def measure(
     torch.manual_seed(workload.seed + torch.distributed.get_rank())
     heartbeat.beat("warmup", 0)
     cpu_before = CpuReading.read()
+    notes = (
+        []
+        if built.make_batch is None
+        else [f"the factory makes its own batches: a sample counts as {workload.seq_length} tokens, whatever it holds"]
+    )
     samples = training_loop.Samples(warmup_step_seconds=training_loop.warm_up(trainer, workload.warmup_steps))
+    least = training_loop.DEEPCOMPILE_WARMUP if is_deepcompiled(config) else 0
+    further = training_loop.warm_up_compiled(trainer, len(samples.warmup_step_seconds), least)
+    if further:
+        samples.warmup_step_seconds += further
+        notes.append(f"{len(further)} further warm-up steps, until compiling was over")
+    graphs = training_loop.compiled_graphs()
     retries, io_before = memory.alloc_retries(accelerator), memory.io_bytes()
     if accelerator == "cuda":
         torch.cuda.reset_peak_memory_stats()
     training_loop.measure(trainer, workload.num_steps, torch.distributed.barrier, samples)
+    compiled_within = training_loop.compiled_graphs() - graphs
+    if compiled_within:
+        notes.append(f"{compiled_within} graphs were compiled within the measured steps, which took longer for it")
     cpu_after = CpuReading.read()
     io_after = memory.io_bytes()
     device_facts = memory.device_facts(accelerator, retries, trial.placement.gpu_memory_limit_bytes)
@@ -85,9 +102,8 @@ def measure(
         "attention": build.attention_of(model),
         "optimizer_settings": training_loop.optimizer_settings(engine.optimizer),
         "vocabulary_size": None if built.make_batch else build.vocabulary_size(model),
-        "notes": []
-        if built.make_batch is None
-        else [f"the factory makes its own batches: a sample counts as {workload.seq_length} tokens, whatever it holds"],
+        "compiled_graphs": graphs + compiled_within if trainer.is_compiled else None,
+        "notes": notes,
         **asdict(samples),
         "build_seconds": build_seconds,
         "init_seconds": init_seconds,

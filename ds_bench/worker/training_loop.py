@@ -27,6 +27,10 @@ _MAX_BATCHES_BYTES = 256 * 2**20
 """Once these are held, no further micro-batch is made: images are large."""
 _MAX_EXTRA_WARMUP = 64
 """Limit of the further warm-up steps in which fp16's loss scale may settle."""
+_MAX_COMPILING_STEPS = 16
+"""Limit of the further warm-up steps in which a compiled model may settle."""
+DEEPCOMPILE_WARMUP = 8
+"""Warm-up steps that DeepCompile needs at least: it compiles again at step 5 (compile/init_z3.py, WARMUP)."""
 
 
 def random_tokens(vocabulary: int) -> MakeBatch:
@@ -135,6 +139,7 @@ class Trainer:
         self.accelerator = accelerator
         self.grad_accum = int(engine.gradient_accumulation_steps())
         self.first_batch = batches[0]
+        self.first_device = next(iter(batches[0].values())).device
         self.batches: Iterator[Batch] = cycle(batches)
         self.heartbeat = heartbeat
         self._losses: list[list[torch.Tensor]] = []
@@ -163,6 +168,11 @@ class Trainer:
     def skipped(self) -> int:
         """Steps the optimizer has skipped so far, for overflow or NaN gradients."""
         return int(getattr(self.engine, "skipped_steps", 0))
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether torch compiles the model."""
+        return bool(getattr(self.engine, "is_compiled", False))
 
     def losses(self) -> list[float | None]:
         """Mean over the micro-batches of each step so far; None where not finite."""
@@ -196,6 +206,27 @@ def warm_up(trainer: Trainer, steps: int) -> list[float]:
     return seconds
 
 
+def warm_up_compiled(trainer: Trainer, steps_done: int, min_steps: int) -> list[float]:
+    """Takes further warm-up steps of a compiled model, ``min_steps`` in all at least, until one compiles nothing.
+
+    All ranks take the same number, as they must. Returns the seconds of each; none for a model that runs uncompiled.
+    """
+    seconds = list[float]()
+    while trainer.is_compiled and len(seconds) < max(_MAX_COMPILING_STEPS, min_steps - steps_done):
+        before = compiled_graphs()
+        seconds += trainer.time_steps(1)
+        compiled = torch.tensor(compiled_graphs() > before, device=trainer.first_device, dtype=torch.int32)
+        torch.distributed.all_reduce(compiled, torch.distributed.ReduceOp.MAX)
+        if steps_done + len(seconds) >= min_steps and not compiled.item():
+            break
+    return seconds
+
+
+def compiled_graphs() -> int:
+    """Number of graphs that torch has compiled in this process so far."""
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+
 def measure(trainer: Trainer, steps: int, barrier: Callable[[], None], samples: Samples) -> None:
     """Fills ``samples`` from the measured window: synchronised before its first and after its last step, not between.
 
@@ -217,7 +248,7 @@ def repeated_loss(trainer: Trainer) -> float | None:
 
     None where it is not finite, and for a compiled engine, which would be compiled again.
     """
-    if getattr(trainer.engine, "is_compiled", False):
+    if trainer.is_compiled:
         return None
     trainer.engine.eval()
     try:

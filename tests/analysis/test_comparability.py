@@ -119,6 +119,7 @@ OTHER_WORKLOADS: dict[str, Any] = {
     "dropout": 0.0,
     "attention": "eager",
     "loss": "tiled",
+    "compile": "torch",
 }
 OTHER_PLACEMENTS: dict[str, Any] = {
     "accelerator": "cpu",

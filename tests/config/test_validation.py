@@ -82,6 +82,16 @@ def test_a_precision_this_device_lacks_is_refused_with_the_remedy() -> None:
     assert refusal(fakes.zero(1), volta, fp16={"enabled": True}) is None
 
 
+def test_deepcompile_runs_on_cuda_alone() -> None:
+    block = {"compile": {"deepcompile": True}}
+    assert "DeepCompile runs on CUDA alone" in (refusal(fakes.zero(1), fakes.placement(), **block) or "")
+    assert refusal(fakes.zero(1), CUDA, **block) is None
+    for stage, said in ((0, True), (3, False)):
+        config = deepspeed_config.base_config(fakes.zero(stage), 4) | block
+        caveats = validation.ineffective_settings(config, fakes.workload(), CUDA)
+        assert any("instead of DeepCompile" in each for each in caveats) is said
+
+
 @pytest.mark.parametrize(
     ("changes", "accelerator", "said"),
     [
@@ -115,7 +125,6 @@ def test_a_refusal_ends_with_what_to_do(name: str, stage: int) -> None:
 @pytest.mark.parametrize(
     "block",
     [
-        {"compile": {"deepcompile": True}},
         {"tensor_parallel": {"autotp_size": 2}},
         {"sequence_parallel_size": 2},
         {"expert_parallel": {"enabled": True}},

@@ -82,3 +82,19 @@ def test_checkpointing_keeps_less_and_trains_the_same(usual: TrialRecord, train:
     record = train(of({"activation_checkpointing": True}, name="checkpointing"))
     assert_trains_the_same(usual, record)
     assert activations(record) < activations(usual)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_compiled_model_is_compiled_before_it_is_measured_and_trains_the_same(
+    stage: int, usual: TrialRecord, train: Launch
+) -> None:
+    record = train(of({"compile": "torch"}, stage, "compiled"))
+    assert_trains_the_same(usual, record)
+    for rank in record.ranks:
+        assert (rank.compiled_graphs or 0) > 0
+        assert len(rank.warmup_step_seconds) > WORKLOAD.warmup_steps
+        assert (rank.first_step_seconds or 0) > 10 * max(rank.step_seconds)
+        assert [note for note in rank.notes if "compil" in note] == [
+            f"{len(rank.warmup_step_seconds) - 1} further warm-up steps, until compiling was over"
+        ]
+    assert usual.ranks[0].compiled_graphs is None

@@ -75,6 +75,27 @@ def trainer(tmp_path: Path, engine: FakeEngine) -> training_loop.Trainer:
     return training_loop.Trainer(engine, batches(), "cpu", HeartbeatWriter(tmp_path, 0))
 
 
+@pytest.mark.parametrize(
+    ("graphs", "done", "least", "further"),
+    [
+        ([1, 1], 1, 0, 1),  # nothing was compiled in the step after those that were asked for
+        ([1, 2, 2], 1, 0, 2),
+        ([1] * 9, 1, 8, 7),  # DeepCompile compiles again later on
+        (list(range(99)), 1, 0, 16),  # never over: measured all the same, and a note says so
+    ],
+)
+def test_a_compiled_model_is_warmed_up_until_a_step_compiles_nothing(
+    graphs: list[int], done: int, least: int, further: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = FakeEngine()
+    subject = trainer(tmp_path, engine)
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda *_: None)
+    monkeypatch.setattr(training_loop, "compiled_graphs", lambda: graphs[engine.calls.count("step") // 2])
+    assert training_loop.warm_up_compiled(subject, done, least) == []
+    engine.is_compiled = True  # type: ignore[attr-defined]
+    assert len(training_loop.warm_up_compiled(subject, done, least)) == further
+
+
 def test_a_step_is_every_micro_batch_forward_and_backward_and_its_loss_their_mean(tmp_path: Path) -> None:
     engine = FakeEngine()
     subject = trainer(tmp_path, engine)
