@@ -610,7 +610,7 @@ def make_trials(
                     placement=placement,
                     ds_config=config,
                     unsupported=validation.unsupported_reason(completed, placement)
-                    or validation.unsupported_workload_reason(workload, placement),
+                    or validation.unsupported_workload_reason(workload, placement, config),
                     caveats=(
                         *configuration.caveats,
                         *_differences_from_name(configuration, workload, config),

@@ -126,6 +126,8 @@ def _complete_batch(config: Config, num_gpus: int) -> None:
             f"train_micro_batch_size_per_gpu is {micro!r} and gradient_accumulation_steps is {accum!r}",
             remedy="both must be whole numbers of 1 or more",
         )
+    # DeepSpeed counts sequences of sequence-parallel groups, but of all ranks with tensor parallelism (config.py).
+    num_gpus = max(1, num_gpus // sequence_parallel_size(config))
     total = config.get("train_batch_size", micro * accum)
     if total not in (micro * accum, micro * accum * num_gpus):
         raise UsageError(
@@ -256,6 +258,21 @@ def _without_folders(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _without_folders(inner) for key, inner in value.items() if key != "nvme_path"}
     return value
+
+
+def tensor_parallel_size(config: Mapping[str, Any]) -> int:
+    """Ranks among which AutoTP splits every layer; 1 without it."""
+    block = config.get("tensor_parallel")
+    return _size(block.get("autotp_size")) if isinstance(block, Mapping) else 1
+
+
+def sequence_parallel_size(config: Mapping[str, Any]) -> int:
+    """Ranks among which Ulysses splits every sequence; 1 without it."""
+    return _size(config.get("sequence_parallel_size"))
+
+
+def _size(value: object) -> int:
+    return value if type(value) is int and value > 1 else 1
 
 
 def is_deepcompiled(config: Mapping[str, Any]) -> bool:

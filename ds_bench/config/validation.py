@@ -13,6 +13,7 @@ from typing import Any
 
 from ..errors import UsageError
 from . import deepspeed_keys, reference_engines
+from .deepspeed_config import sequence_parallel_size, tensor_parallel_size
 from .rules import RULES, Case, RowUse
 from .spec import Configuration, Placement, Workload
 
@@ -78,8 +79,44 @@ def unsupported_reason(configuration: Configuration, placement: Placement) -> st
     )
 
 
-def unsupported_workload_reason(workload: Workload, placement: Placement) -> str | None:
-    """Returns why a workload's attention implementation or loss does not run here; None if it does."""
+def unsupported_workload_reason(workload: Workload, placement: Placement, config: Config) -> str | None:
+    """Returns why a workload's attention implementation or loss does not run here; None if it does.
+
+    ``config``: the completed DeepSpeed configuration.
+    """
+    return _unsupported_step(workload, placement) or _unsupported_groups(workload, placement, config)
+
+
+def _unsupported_groups(workload: Workload, placement: Placement, config: Config) -> str | None:
+    """Why the ranks cannot be divided into the tensor-parallel or sequence-parallel groups of a configuration."""
+    tensor, sequence = tensor_parallel_size(config), sequence_parallel_size(config)
+    size, name = max(tensor, sequence), "autotp_size" if tensor > 1 else "sequence_parallel_size"
+    heads = next((workload.model_config[key] for key in _HEADS if key in workload.model_config), size)
+    problems = {
+        f"AutoTP does not know how to split {workload.model_type} (module_inject/auto_tp.py); use another model": tensor
+        > 1
+        and workload.model_type in _NO_AUTOTP,
+        "autotp_size and sequence_parallel_size are not trained together here; keep one": min(tensor, sequence) > 1,
+        f"{name} {size} does not divide the {placement.num_gpus} ranks; use --num-gpus {size}": placement.num_gpus
+        % size,
+        f"{name} {size} does not divide the {heads} attention heads; use a divisor of {heads}": heads % size,
+        f"sequence_parallel_size {sequence} does not divide --seq-length {workload.seq_length} into two tokens or more "
+        f"each; use a multiple of {sequence}": sequence > 1
+        and (workload.seq_length % sequence or workload.seq_length < 2 * sequence),
+        "Ulysses does not split eager attention; use attention sdpa": sequence > 1 and workload.attention == "eager",
+        f"loss {workload.loss} needs the whole output layer, which AutoTP splits; use loss model": tensor > 1
+        and workload.loss != "model",
+    }
+    return next((text for text, applies in problems.items() if applies), None)
+
+
+_NO_AUTOTP = ("deberta", "flaubert", "fsmt", "gpt2", "led", "longformer", "xlm", "xlnet")
+"""Architectures that DeepSpeed's AutoTP refuses (module_inject/auto_tp.py, AutoTP.supported)."""
+_HEADS = ("num_attention_heads", "n_head")
+"""Names of the number of attention heads in models' configurations."""
+
+
+def _unsupported_step(workload: Workload, placement: Placement) -> str | None:
     attention, loss = workload.attention or "", workload.loss
     if attention.startswith("flash"):
         if workload.precision == "fp32":

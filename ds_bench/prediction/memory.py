@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from functools import lru_cache
 from typing import Any
 
-from ..config.deepspeed_config import is_deepcompiled
+from ..config.deepspeed_config import is_deepcompiled, sequence_parallel_size
 from ..config.spec import Engine, Placement, Precision, Workload
 from ..units import from_gb
 from . import reference_engines, stage_3, stages_0_to_2
@@ -266,6 +266,8 @@ class _Activations:
 
 
 def _activations(inputs: MemoryInputs, workload: Workload, ds_config: Mapping[str, Any]) -> _Activations:
+    if sequence_parallel_size(ds_config) > 1:
+        return _Activations(unknown="what sequence parallelism exchanges is not counted")
     if workload.compile != "none" or is_deepcompiled(ds_config):
         return _Activations(unknown="the compiler decides what a compiled model keeps for its backward pass")
     batch = int(ds_config.get("train_micro_batch_size_per_gpu", workload.batch_size))

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from ..config.deepspeed_config import tensor_parallel_size
 from ..config.spec import Accelerator, Placement, Trial
 from ..errors import DsBenchError, PreflightError, UsageError
 from ..models.lookup import ResolvedModel
@@ -230,6 +231,8 @@ def _with_prediction(
 ) -> Trial:
     if trial.unsupported:
         return trial
+    if tensor_parallel_size(trial.ds_config) > 1:
+        return _with_caveat(trial, "memory is not predicted: AutoTP splits layers, which the formulas do not know")
     try:
         engine = trial.configuration.engine
         prediction = predict(profile, trial.workload, trial.placement, trial.ds_config, engine=engine)

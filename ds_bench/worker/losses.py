@@ -56,9 +56,12 @@ def _replace_head(model: Any, compute_loss: ComputeLoss) -> None:
     def head_forward(hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return compute_loss(head, hidden.flatten(0, 1), targets.flatten())
 
-    def model_forward(input_ids: torch.Tensor, labels: torch.Tensor, **inputs: Any) -> torch.Tensor:
+    def model_forward(
+        input_ids: torch.Tensor, labels: torch.Tensor, shift_labels: torch.Tensor | None = None, **inputs: Any
+    ) -> torch.Tensor:
         hidden = model.base_model(input_ids=input_ids, **inputs)[0]
-        loss: torch.Tensor = head(hidden, functional.pad(labels[:, 1:], (0, 1), value=_IGNORED))
+        targets = functional.pad(labels[:, 1:], (0, 1), value=_IGNORED) if shift_labels is None else shift_labels
+        loss: torch.Tensor = head(hidden, targets)
         return loss
 
     head.forward, model.forward = head_forward, model_forward

@@ -20,6 +20,7 @@ from ..records.rank_files import Assignment, HeartbeatWriter
 from . import ledger, memory, training_loop
 from . import model as build
 from .cpu_load import CpuReading, load_between
+from .rank_layout import RankLayout, register_sequence_attention
 from .reference_engines import ReferenceEngine, create_engine
 from .resolved_config import resolved_config
 from .weight_change import WeightChange
@@ -40,6 +41,7 @@ def measure(
     device = _select_device(trial.placement)
     heartbeat.beat("build")
     _init_process_group(assignment, accelerator)
+    layout = RankLayout.from_config(config)
     start = time.perf_counter()
     engine_name = trial.configuration.engine
     built = build.build_model(workload, config, device, lambda: heartbeat.beat("build"), engine_name)
@@ -48,19 +50,21 @@ def measure(
     build_seconds = time.perf_counter() - start
     heartbeat.beat("init")
     start = time.perf_counter()
-    engine = _create_engine(engine_name, model, config, device, workload.seed, lambda: heartbeat.beat("init"))
+    micro_batch_size = int(config["train_micro_batch_size_per_gpu"])
+    mpu = register_sequence_attention(model, layout, micro_batch_size, workload.seq_length)
+    engine = _create_engine(engine_name, model, config, device, mpu, workload.seed, lambda: heartbeat.beat("init"))
     if workload.compile != "none" or is_deepcompiled(config):
         engine.compile()
     training_loop.synchronize(accelerator)
     init_seconds = time.perf_counter() - start
-    trainer = _create_trainer(engine, built, config, assignment, device, heartbeat)
+    trainer = _create_trainer(engine, built, config, assignment, device, layout, heartbeat)
     init_peak = memory.reset_device_peak(accelerator)
     host_peak_before_reset = memory.peak_resident_bytes()
     change = WeightChange(engine, heartbeat)
     can_reset = memory.reset_host_peak()
 
     # Seeded again: stages draw differently while they build, and dropout must drop the same elements in every row.
-    torch.manual_seed(workload.seed + torch.distributed.get_rank())
+    torch.manual_seed(workload.seed + layout.dropout_rank)
     heartbeat.beat("warmup", 0)
     cpu_before = CpuReading.read()
     notes = (
@@ -96,6 +100,7 @@ def measure(
         "torch_version": str(torch.__version__),
         "deepspeed_version": str(deepspeed.__version__),
         **_engine_facts(engine),
+        "data_parallel_size": layout.data_parallel_size,
         "parameter_count": sum(sizes),
         "largest_parameter": max(sizes),
         "dropout": build.greatest_dropout(model),
@@ -177,13 +182,14 @@ def _create_engine(
     model: torch.nn.Module,
     config: dict[str, Any],
     device: torch.device,
+    mpu: Any,
     seed: int,
     report_progress: Callable[[], None],
 ) -> Any:
     if name != "deepspeed":
         return create_engine(name, model, config, device, seed=seed, report_progress=report_progress)
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=trainable, config=config)
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=trainable, config=config, mpu=mpu)
     return engine
 
 
@@ -193,6 +199,7 @@ def _create_trainer(
     config: dict[str, Any],
     assignment: Assignment,
     device: torch.device,
+    layout: RankLayout,
     heartbeat: HeartbeatWriter,
 ) -> training_loop.Trainer:
     workload = assignment.trial.workload
@@ -201,12 +208,19 @@ def _create_trainer(
         batch_size=int(engine.train_micro_batch_size_per_gpu()),
         seq_length=workload.seq_length,
         seed=workload.seed,
-        rank=torch.distributed.get_rank(),
+        rank=layout.data_rank,
         count=(workload.warmup_steps + workload.num_steps) * int(engine.gradient_accumulation_steps()),
         device=device,
         dtype=build.training_dtype(config),
     )
-    return training_loop.Trainer(engine, batches, assignment.trial.placement.accelerator, heartbeat)
+    return training_loop.Trainer(
+        engine,
+        [layout.part_of(batch) for batch in batches],
+        assignment.trial.placement.accelerator,
+        heartbeat,
+        loss_share=layout.loss_share(workload.seq_length),
+        loss_parts=layout.sequence_size,
+    )
 
 
 def _engine_facts(engine: Any) -> dict[str, Any]:
@@ -214,7 +228,6 @@ def _engine_facts(engine: Any) -> dict[str, Any]:
     return {
         "micro_batch_size": int(engine.train_micro_batch_size_per_gpu()),
         "grad_accum": int(engine.gradient_accumulation_steps()),
-        "data_parallel_size": int(getattr(engine, "dp_world_size", torch.distributed.get_world_size())),
         "optimizer_class": type(getattr(wrapper, "optimizer", wrapper)).__name__,
         "engine_optimizer_class": type(wrapper).__name__,
         "resolved_config": resolved_config(engine),
@@ -254,7 +267,7 @@ def _measure_phases_and_ledger(trainer: training_loop.Trainer, assignment: Assig
     batch = next(trainer.batches)
     reference = isinstance(engine, ReferenceEngine)
     parameters = list(engine.parameter_tensors() if reference else engine.module.parameters())
-    loss, activations = ledger.count_activations(lambda: training_loop.loss_of(engine(**batch)), parameters)
+    loss, activations = ledger.count_activations(lambda: trainer.compute_loss(batch), parameters)
     inside_backward = _backward_with_ledger(engine, loss)
     del loss
     before_step = ledger.count_storages(engine)

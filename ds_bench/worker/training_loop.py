@@ -134,7 +134,19 @@ class Samples:
 class Trainer:
     """Trains a DeepSpeed engine step by step, with a heartbeat at each phase."""
 
-    def __init__(self, engine: Any, batches: list[Batch], accelerator: str, heartbeat: HeartbeatWriter) -> None:
+    def __init__(
+        self,
+        engine: Any,
+        batches: list[Batch],
+        accelerator: str,
+        heartbeat: HeartbeatWriter,
+        *,
+        loss_share: float = 1.0,
+        loss_parts: int = 1,
+    ) -> None:
+        """``loss_share``: weight of this rank's mean loss in that of its sequences, of which each of ``loss_parts``
+        ranks has a part.
+        """
         self.engine = engine
         self.accelerator = accelerator
         self.grad_accum = int(engine.gradient_accumulation_steps())
@@ -142,15 +154,27 @@ class Trainer:
         self.first_device = next(iter(batches[0].values())).device
         self.batches: Iterator[Batch] = cycle(batches)
         self.heartbeat = heartbeat
+        self._loss_share, self._loss_parts = loss_share, loss_parts
         self._losses: list[list[torch.Tensor]] = []
         self._steps_done = 0
+
+    def compute_loss(self, batch: Batch) -> torch.Tensor:
+        """Forward pass. Where each rank has a part of every sequence, the mean over ranks is the loss of the sequences.
+
+        The gradients are those of the rank's share in that loss: DeepSpeed adds up those of a sequence's ranks.
+        """
+        loss = loss_of(self.engine(**batch))
+        if self._loss_parts == 1:
+            return loss
+        own = loss * self._loss_share
+        return own + (self._loss_parts - 1) * own.detach()
 
     def step(self) -> None:
         """One optimizer step: every micro-batch forward and backward, then the update."""
         losses = []
         for _ in range(self.grad_accum):
             self.heartbeat.beat("forward", self._steps_done)
-            loss = loss_of(self.engine(**next(self.batches)))
+            loss = self.compute_loss(next(self.batches))
             self.heartbeat.beat("backward")
             self.engine.backward(loss)
             self.heartbeat.beat("step")
@@ -253,7 +277,7 @@ def repeated_loss(trainer: Trainer) -> float | None:
     trainer.engine.eval()
     try:
         with torch.no_grad():
-            loss = float(loss_of(trainer.engine(**trainer.first_batch)))
+            loss = float(trainer.compute_loss(trainer.first_batch))
     finally:
         trainer.engine.train()
     return loss if math.isfinite(loss) else None
@@ -290,7 +314,7 @@ def time_micro_step(trainer: Trainer) -> dict[str, float]:
         return time.perf_counter()
 
     start = read_clock()
-    loss = loss_of(engine(**batch))
+    loss = trainer.compute_loss(batch)
     forward_end = read_clock()
     engine.backward(loss)
     backward_end = read_clock()

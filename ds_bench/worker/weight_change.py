@@ -107,7 +107,7 @@ def read_fragments(engine: Any) -> Iterator[Fragment]:
 
     The shares of all ranks make up the model, each weight once. Raises NotReadError where they would not.
     """
-    if int(getattr(engine, "dp_world_size", 1)) != torch.distributed.get_world_size():
+    if int(getattr(engine, "seq_dp_world_size", engine.dp_world_size)) != torch.distributed.get_world_size():
         raise NotReadError("tensors are split over ranks that are not data-parallel")
     if isinstance(engine, ReferenceEngine):
         yield from engine.weight_fragments()

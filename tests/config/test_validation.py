@@ -88,7 +88,8 @@ def test_deepcompile_runs_on_cuda_alone() -> None:
     assert refusal(fakes.zero(1), CUDA, **block) is None
     for stage, said in ((0, True), (3, False)):
         config = deepspeed_config.base_config(fakes.zero(stage), 4) | block
-        caveats = validation.ineffective_settings(config, fakes.workload(), CUDA)
+        row = replace(fakes.zero(stage), deepspeed_config=config)
+        caveats = validation.ineffective_settings(row, fakes.workload(), CUDA)
         assert any("instead of DeepCompile" in each for each in caveats) is said
 
 
@@ -105,15 +106,40 @@ def test_a_way_to_compute_a_step_that_does_not_run_here_is_refused(
     changes: dict[str, Any], accelerator: Any, said: str
 ) -> None:
     placement = Placement(accelerator=accelerator)
-    assert said in (validation.unsupported_workload_reason(fakes.workload(**changes), placement) or "")
-    assert validation.unsupported_workload_reason(fakes.workload(attention="eager", loss="chunked"), placement) is None
+    assert said in (validation.unsupported_workload_reason(fakes.workload(**changes), placement, {}) or "")
+    assert (
+        validation.unsupported_workload_reason(fakes.workload(attention="eager", loss="chunked"), placement, {}) is None
+    )
+
+
+@pytest.mark.parametrize(
+    ("block", "changes", "said"),
+    [
+        ({"tensor_parallel": {"autotp_size": 2}}, {}, "does not know how to split gpt2"),
+        ({"tensor_parallel": {"autotp_size": 2}}, {"model_type": "llama", "loss": "tiled"}, "use loss model"),
+        ({"tensor_parallel": {"autotp_size": 3}}, {"model_type": "llama"}, "does not divide the 4 ranks"),
+        ({"sequence_parallel_size": 4}, {"model_config": {"n_head": 6}}, "does not divide the 6 attention heads"),
+        ({"sequence_parallel_size": 4}, {"seq_length": 30}, "use a multiple of 4"),
+        ({"sequence_parallel_size": 4}, {"seq_length": 4}, "into two tokens or more each"),
+        ({"sequence_parallel_size": 2}, {"attention": "eager"}, "does not split eager attention"),
+        ({"sequence_parallel_size": 2, "tensor_parallel": {"autotp_size": 2}}, {"model_type": "llama"}, "keep one"),
+        ({"sequence_parallel_size": 4}, {}, None),
+        ({"tensor_parallel": {"autotp_size": 4}}, {"model_type": "llama"}, None),
+    ],
+)
+def test_groups_of_ranks_that_cannot_be_made_are_refused(
+    block: dict[str, Any], changes: dict[str, Any], said: str | None
+) -> None:
+    work, placement = fakes.workload(**changes), Placement(accelerator="cuda", num_gpus=4)
+    found = validation.unsupported_workload_reason(work, placement, block)
+    assert said in (found or "") if said else found is None
 
 
 def test_a_package_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     for changes, package in (({"loss": "liger"}, "liger_kernel"), ({"attention": "flash_attention_2"}, "flash_attn")):
         for spec, refused in ((None, True), (object(), False)):
             monkeypatch.setattr(importlib.util, "find_spec", lambda _name, spec=spec: spec)
-            said = validation.unsupported_workload_reason(fakes.workload(**changes), CUDA)
+            said = validation.unsupported_workload_reason(fakes.workload(**changes), CUDA, {})
             assert said is None if not refused else f"needs the package {package}" in (said or "")
 
 
@@ -125,8 +151,6 @@ def test_a_refusal_ends_with_what_to_do(name: str, stage: int) -> None:
 @pytest.mark.parametrize(
     "block",
     [
-        {"tensor_parallel": {"autotp_size": 2}},
-        {"sequence_parallel_size": 2},
         {"expert_parallel": {"enabled": True}},
         {"hybrid_engine": {"enabled": True}},
         {"autotuning": {"enabled": True}},

@@ -98,3 +98,51 @@ def test_a_compiled_model_is_compiled_before_it_is_measured_and_trains_the_same(
             f"{len(rank.warmup_step_seconds) - 1} further warm-up steps, until compiling was over"
         ]
     assert usual.ranks[0].compiled_graphs is None
+
+
+LLAMA = {
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 176,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "tie_word_embeddings": False,
+}
+FAMILIES = {
+    "gpt2": WORKLOAD,
+    "llama": replace(WORKLOAD, model="llama", model_type="llama", model_config=LLAMA),
+}
+
+
+@pytest.fixture(scope="module")
+def on_one_rank(train: Launch) -> dict[str, TrialRecord]:
+    return {name: train(make_trial(fakes.zero(1), workload=work, num_gpus=1)) for name, work in FAMILIES.items()}
+
+
+@pytest.mark.parametrize(
+    ("family", "key", "stage"),
+    [
+        *(("llama", "autotp", stage) for stage in (0, 1, 2)),
+        *(("llama", "ulysses", stage) for stage in (1, 2, 3)),
+        ("gpt2", "ulysses", 1),
+    ],
+)
+def test_two_ranks_of_one_group_train_what_one_rank_trains(
+    family: str, key: str, stage: int, on_one_rank: dict[str, TrialRecord], train: Launch
+) -> None:
+    """Of the same batches; tokens are counted once for the group."""
+    changes = {"tensor_parallel": {"autotp_size": 2}} if key == "autotp" else {"sequence_parallel_size": 2}
+    trial = make_trial(replace(fakes.zero(stage), name=key, label=key), workload=FAMILIES[family], changes=changes)
+    alone, together = on_one_rank[family], train(trial)
+    rows = [summarise(record, None, None) for record in (alone, together)]
+    assert [row.data_parallel_size for row in rows] == [1, 1]
+    for row in rows:
+        tokens = WORKLOAD.batch_size * WORKLOAD.grad_accum * WORKLOAD.seq_length
+        assert (row.tokens_per_second or 0) * (row.mean_step_seconds or 0) == pytest.approx(tokens)
+    caveats = compare_losses(rows)
+    assert [caveat for caveat in caveats.values() if "quirk" not in caveat.text] == []
+    # Each rank holds a half of the layers, or of the activations.
+    category = "parameters" if key == "autotp" else "activations"
+    assert together.ranks[0].ledger["cpu"][category] < 0.75 * alone.ranks[0].ledger["cpu"][category]

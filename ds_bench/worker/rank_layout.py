@@ -1,0 +1,118 @@
+"""Which ranks train on the same data: those of a tensor-parallel group (AutoTP) or a sequence-parallel one (Ulysses).
+
+Groups are of consecutive ranks. The ranks of a tensor-parallel group get equal batches, those of a sequence-parallel
+group the parts of the same sequences; no run has both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed
+
+from ..config.deepspeed_config import sequence_parallel_size, tensor_parallel_size
+from .training_loop import Batch
+
+_NO_TARGET = -100
+"""Label of a token that no other follows."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankLayout:
+    """The groups of a run, and this rank's place in them."""
+
+    rank: int
+    world_size: int
+    tensor_size: int = 1
+    """Ranks among which every layer is split."""
+    sequence_size: int = 1
+    """Ranks among which every sequence is split."""
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> RankLayout:
+        """The layout that a DeepSpeed configuration asks for, in the process group that exists."""
+        return cls(
+            rank=torch.distributed.get_rank(),
+            world_size=torch.distributed.get_world_size(),
+            tensor_size=tensor_parallel_size(config),
+            sequence_size=sequence_parallel_size(config),
+        )
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Groups of ranks that see different data."""
+        return self.world_size // (self.tensor_size * self.sequence_size)
+
+    @property
+    def data_rank(self) -> int:
+        """Number of this rank's group."""
+        return self.rank // (self.tensor_size * self.sequence_size)
+
+    @property
+    def dropout_rank(self) -> int:
+        """Equal in ranks that must drop the same elements: those that compute the same between split layers."""
+        return self.rank // self.tensor_size
+
+    def loss_share(self, seq_length: int) -> float:
+        """The part of a group's tokens with a next token that this rank has: the last rank's last token has none."""
+        if self.sequence_size == 1:
+            return 1.0
+        own = seq_length // self.sequence_size - (self.rank % self.sequence_size == self.sequence_size - 1)
+        return own / (seq_length - 1)
+
+    def part_of(self, batch: Batch) -> Batch:
+        """This rank's part of whole sequences, with each token's position and the token that follows it.
+
+        What Ulysses needs, as UlyssesSPDataLoaderAdapter makes it (runtime/sequence_parallel/ulysses_sp.py), but for
+        the gathering of other ranks' batches: every rank of a group draws the same.
+        """
+        if self.sequence_size == 1:
+            return batch
+        ids = batch["input_ids"]
+        targets = torch.nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=_NO_TARGET)
+        length = ids.shape[1] // self.sequence_size
+        own = slice(length * (self.rank % self.sequence_size), length * (self.rank % self.sequence_size + 1))
+        positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+        # Transformers computes a loss where there are labels, of the shifted ones where there are such.
+        return {
+            "input_ids": ids[:, own].contiguous(),
+            "position_ids": positions[:, own].contiguous(),
+            "labels": targets[:, own].contiguous(),
+            "shift_labels": targets[:, own].contiguous(),
+        }
+
+
+def register_sequence_attention(model: Any, layout: RankLayout, micro_batch_size: int, seq_length: int) -> Any:
+    """Makes the model's attention gather whole sequences of a part of the heads. Returns DeepSpeed's ``mpu``.
+
+    None without sequence parallelism. Raises ValueError where the heads cannot be split (UlyssesSPAttentionHF).
+    """
+    if layout.sequence_size == 1:
+        return None
+    from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
+
+    config = model.config.get_text_config()
+    if not hasattr(config, "num_key_value_heads"):  # of an architecture older than grouped-query attention
+        config.num_key_value_heads = config.num_attention_heads
+    mpu = UlyssesSPAttentionHF.register_with_transformers(
+        model_name_or_path=model,
+        core_attn_implementation=config._attn_implementation,
+        sequence_parallel_size=layout.sequence_size,
+        micro_batch_size=micro_batch_size,
+        seq_length=seq_length,
+        seq_length_is_variable=False,
+    )
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    gathering = ALL_ATTENTION_FUNCTIONS[config._attn_implementation]
+
+    def keep_heads(module: Any, query: torch.Tensor, *arguments: Any, **named: Any) -> tuple[torch.Tensor, Any]:
+        """Gives the output the form that Transformers' own functions give it, which GPT-2 relies on."""
+        output, weights = gathering(module, query, *arguments, **named)
+        return output.unflatten(-1, (query.shape[1], -1)), weights
+
+    ALL_ATTENTION_FUNCTIONS[config._attn_implementation] = keep_heads
+    return mpu
