@@ -22,15 +22,26 @@ BatchPolicy = Literal["given", "largest"]
 ModelSource = Literal["preset", "local", "hub", "factory"]
 LossName = Literal["model", "chunked", "tiled", "liger"]
 CompileName = Literal["none", "torch"]
+CpuBinding = Literal["none", "cores", "numa"]
 Engine = Literal["deepspeed", "ddp", "fsdp2"]
 ConfigurationSource = Literal["catalogue", "file", "axis", "recipe"]
 
 ENGINES: tuple[Engine, ...] = ("deepspeed", "ddp", "fsdp2")
 PRECISIONS: tuple[Precision, ...] = ("bf16", "fp16", "fp32")
+CPU_BINDINGS: tuple[CpuBinding, ...] = ("none", "cores", "numa")
 COMPILES: tuple[CompileName, ...] = ("none", "torch")
 LOSSES: tuple[LossName, ...] = ("model", "chunked", "tiled", "liger")
 ATTENTIONS = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
-SAME_TRAINING_FIELDS = ("activation_checkpointing", "attention", "loss", "compile")
+SAME_TRAINING_FIELDS = (
+    "activation_checkpointing",
+    "attention",
+    "loss",
+    "compile",
+    "data_workers",
+    "data_pin_memory",
+    "data_prefetch",
+    "cpu_binding",
+)
 """Fields of the Workload that change how a step is computed, but not what is learned but for rounding."""
 DEVICES: tuple[Device, ...] = ("none", "cpu", "nvme")
 
@@ -84,6 +95,16 @@ class Workload:
     compile: CompileName = "none"
     """``torch``: the model is compiled by ``engine.compile()``, as it also is where the DeepSpeed configuration enables
     ``compile.deepcompile``."""
+    data_workers: int | None = None
+    """Worker processes of the DataLoader that micro-batches come through, 0 for one in the rank itself; None:
+    micro-batches lie on the device before training begins."""
+    data_pin_memory: bool = False
+    """Whether the DataLoader copies micro-batches to page-locked memory first; only with ``data_workers``, on GPUs."""
+    data_prefetch: int = 2
+    """Micro-batches that each worker process loads ahead."""
+    cpu_binding: CpuBinding = "none"
+    """``cores``: each rank of a node runs on its own part of the processors, as DeepSpeed's launcher binds it with
+    ``--bind_cores_to_rank``; ``numa``: on the processors of one NUMA node, whose memory it then uses."""
 
     def __post_init__(self) -> None:
         _require(bool(self.model), "model", self.model, "must not be empty")
@@ -95,6 +116,10 @@ class Workload:
         known = self.attention is None or self.attention in ATTENTIONS
         _require(known, "attention", self.attention, f"must be one of {ATTENTIONS}")
         _require(self.loss in LOSSES, "loss", self.loss, f"must be one of {LOSSES}")
+        workers = self.data_workers
+        _require(workers is None or 0 <= workers <= 256, "data_workers", workers, "must be from 0 to 256")
+        _require(1 <= self.data_prefetch <= 1024, "data_prefetch", self.data_prefetch, "must be from 1 to 1024")
+        _require(self.cpu_binding in CPU_BINDINGS, "cpu_binding", self.cpu_binding, f"must be one of {CPU_BINDINGS}")
         _require(self.compile in COMPILES, "compile", self.compile, f"must be one of {COMPILES}")
         _require(self.dropout is None or 0 <= self.dropout < 1, "dropout", self.dropout, "must be from 0 to below 1")
 

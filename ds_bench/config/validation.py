@@ -8,10 +8,12 @@ that cannot run here makes a row Unsupported (:func:`unsupported_reason`), and a
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ..errors import UsageError
+from ..system import host_memory
 from . import deepspeed_keys, reference_engines
 from .deepspeed_config import sequence_parallel_size, tensor_parallel_size
 from .rules import RULES, Case, RowUse
@@ -84,7 +86,11 @@ def unsupported_workload_reason(workload: Workload, placement: Placement, config
 
     ``config``: the completed DeepSpeed configuration.
     """
-    return _unsupported_step(workload, placement) or _unsupported_groups(workload, placement, config)
+    return (
+        _unsupported_step(workload, placement)
+        or _unsupported_host_use(workload, placement)
+        or _unsupported_groups(workload, placement, config)
+    )
 
 
 def _unsupported_groups(workload: Workload, placement: Placement, config: Config) -> str | None:
@@ -114,6 +120,21 @@ _NO_AUTOTP = ("deberta", "flaubert", "fsmt", "gpt2", "led", "longformer", "xlm",
 """Architectures that DeepSpeed's AutoTP refuses (module_inject/auto_tp.py, AutoTP.supported)."""
 _HEADS = ("num_attention_heads", "n_head")
 """Names of the number of attention heads in models' configurations."""
+
+
+def _unsupported_host_use(workload: Workload, placement: Placement) -> str | None:
+    """Why the data loader or the binding to processors does nothing here."""
+    if workload.cpu_binding == "numa" and placement.hostfile is None and len(host_memory.numa_cpus()) < 2:
+        return "this machine has one NUMA node; use cpu_binding cores"
+    if workload.cpu_binding != "none" and placement.hostfile is None:
+        cores = len(os.sched_getaffinity(0))
+        if cores < placement.num_gpus:
+            return f"{placement.num_gpus} ranks cannot be bound to {cores} cores; use fewer ranks (--num-gpus)"
+    if workload.data_workers is None and (workload.data_pin_memory or workload.data_prefetch != 2):
+        return "data_pin_memory and data_prefetch are of a data loader; add data_workers"
+    if workload.data_pin_memory and placement.accelerator != "cuda":
+        return "the CPU accelerator pins no memory; use data_pin_memory false"
+    return None
 
 
 def _unsupported_step(workload: Workload, placement: Placement) -> str | None:

@@ -150,6 +150,11 @@ class RankMeasurement:
     compiled_graphs: int | None = None
     """Graphs that torch.compile or DeepCompile has compiled until the end of the measured steps; None for a model that
     runs uncompiled."""
+    data_wait_seconds: float | None = None
+    """Time that a measured step waited for the data loader, on average; None for micro-batches that were on the device
+    before."""
+    cpus_allowed: tuple[int, ...] | None = None
+    """Numbers of the processors that this rank was bound to; None if it was not bound."""
     notes: tuple[str, ...] = ()
     """Caveats that the rank itself reports about its numbers."""
 

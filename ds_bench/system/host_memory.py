@@ -116,6 +116,24 @@ def usable_cores(root: Path = ROOT) -> float:
     return min(allowed, cgroup_cpu_cores(root) or allowed)
 
 
+def numa_cpus(root: Path = ROOT) -> list[list[int]]:
+    """Numbers of the processors of each NUMA node; one list of all where the kernel tells of none."""
+    nodes = sorted(
+        (root / "sys/devices/system/node").glob("node[0-9]*/cpulist"), key=lambda path: int(path.parent.name[4:])
+    )
+    found = [_read_list(path) for path in nodes]
+    return [cpus for cpus in found if cpus] or [list(range(os.cpu_count() or 1))]
+
+
+def _read_list(path: Path) -> list[int]:
+    """Numbers in the kernel's form of a list: ``0-3,8``; none if it cannot be read."""
+    try:
+        parts = [part.split("-") for part in path.read_text().strip().split(",") if part]
+        return [number for part in parts for number in range(int(part[0]), int(part[-1]) + 1)]
+    except (OSError, ValueError):
+        return []
+
+
 def cgroup_cpu_periods(root: Path = ROOT) -> tuple[int, int] | None:
     """Periods in which a CPU quota was enforced so far, and the number of them in which it stopped the cgroup.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import time
@@ -20,6 +21,7 @@ from ..records.rank_files import Assignment, HeartbeatWriter
 from . import ledger, memory, training_loop
 from . import model as build
 from .cpu_load import CpuReading, load_between
+from .data_loader import LoadedBatches
 from .rank_layout import RankLayout, register_sequence_attention
 from .reference_engines import ReferenceEngine, create_engine
 from .resolved_config import resolved_config
@@ -114,6 +116,7 @@ def measure(
         "init_seconds": init_seconds,
         "first_step_seconds": (samples.warmup_step_seconds or samples.step_seconds)[0],
         "gpu_init_peak_bytes": init_peak,
+        "cpus_allowed": None if workload.cpu_binding == "none" else sorted(os.sched_getaffinity(0)),
         **load_between(cpu_before, cpu_after),
         **device_facts,
         **host_facts,
@@ -203,21 +206,29 @@ def _create_trainer(
     heartbeat: HeartbeatWriter,
 ) -> training_loop.Trainer:
     workload = assignment.trial.workload
-    batches = training_loop.make_batches(
+    count = (workload.warmup_steps + workload.num_steps) * int(engine.gradient_accumulation_steps())
+    make_batches = functools.partial(
+        training_loop.make_batches,
         built.make_batch or training_loop.random_tokens(build.vocabulary_size(built.module)),
         batch_size=int(engine.train_micro_batch_size_per_gpu()),
         seq_length=workload.seq_length,
         seed=workload.seed,
         rank=layout.data_rank,
-        count=(workload.warmup_steps + workload.num_steps) * int(engine.gradient_accumulation_steps()),
-        device=device,
         dtype=build.training_dtype(config),
     )
+
+    def make_parts(device: torch.device, count: int) -> list[training_loop.Batch]:
+        return [layout.part_of(batch) for batch in make_batches(device=device, count=count)]
+
+    loaded = None
+    if workload.data_workers is not None:
+        loaded = LoadedBatches(workload, functools.partial(make_parts, torch.device("cpu"), count), device)
     return training_loop.Trainer(
         engine,
-        [layout.part_of(batch) for batch in batches],
+        make_parts(device, count if loaded is None else 1),
         assignment.trial.placement.accelerator,
         heartbeat,
+        loaded=loaded,
         loss_share=layout.loss_share(workload.seq_length),
         loss_parts=layout.sequence_size,
     )

@@ -30,7 +30,7 @@ from ..records.rank_files import (
     write_json,
 )
 from ..system import redaction
-from . import memory
+from . import cpu_binding, memory
 from .failure import rank_failure
 
 
@@ -48,6 +48,8 @@ def run(folder: Path, *, rank: int, local_rank: int, world_size: int) -> int:
         emulated = assignment.trial.placement.gpu_memory_limit_bytes is not None
         limited = assignment.trial.placement.cpu_memory_limit_bytes is not None
         os.environ.update(rank_environment(assignment, rank, local_rank, world_size))
+        local_size = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", world_size)))
+        cpu_binding.bind(assignment.trial.workload.cpu_binding, local_rank, local_size)
         if assignment.working_folder is not None:
             with contextlib.suppress(FileNotFoundError):  # of another node, which may lack it
                 os.chdir(assignment.working_folder)

@@ -127,6 +127,7 @@ class Samples:
     warmup_step_seconds: list[float] = field(default_factory=list)
     step_seconds: list[float] = field(default_factory=list)
     window_seconds: float = 0.0
+    data_wait_seconds: float | None = None
     losses: list[float | None] = field(default_factory=list)
     skipped_steps: int = 0
 
@@ -141,18 +142,21 @@ class Trainer:
         accelerator: str,
         heartbeat: HeartbeatWriter,
         *,
+        loaded: Iterator[Batch] | None = None,
         loss_share: float = 1.0,
         loss_parts: int = 1,
     ) -> None:
-        """``loss_share``: weight of this rank's mean loss in that of its sequences, of which each of ``loss_parts``
-        ranks has a part.
+        """``loaded``: the micro-batches to train on; None: ``batches``, again and again.
+
+        ``loss_share``: weight of this rank's mean loss in that of its sequences, of which each of ``loss_parts`` ranks
+        has a part.
         """
         self.engine = engine
         self.accelerator = accelerator
         self.grad_accum = int(engine.gradient_accumulation_steps())
         self.first_batch = batches[0]
         self.first_device = next(iter(batches[0].values())).device
-        self.batches: Iterator[Batch] = cycle(batches)
+        self.batches: Iterator[Batch] = loaded or cycle(batches)
         self.heartbeat = heartbeat
         self._loss_share, self._loss_parts = loss_share, loss_parts
         self._losses: list[list[torch.Tensor]] = []
@@ -192,6 +196,11 @@ class Trainer:
     def skipped(self) -> int:
         """Steps the optimizer has skipped so far, for overflow or NaN gradients."""
         return int(getattr(self.engine, "skipped_steps", 0))
+
+    @property
+    def data_wait_seconds(self) -> float | None:
+        """Time spent waiting for a data loader so far; None without one."""
+        return getattr(self.batches, "wait_seconds", None)
 
     @property
     def is_compiled(self) -> bool:
@@ -259,10 +268,13 @@ def measure(trainer: Trainer, steps: int, barrier: Callable[[], None], samples: 
     skipped_before = trainer.skipped
     barrier()
     synchronize(trainer.accelerator)
-    start = time.perf_counter()
+    start, waited_before = time.perf_counter(), trainer.data_wait_seconds
     samples.step_seconds = trainer.time_steps(steps)
     synchronize(trainer.accelerator)
     samples.window_seconds = time.perf_counter() - start
+    waited = trainer.data_wait_seconds
+    if waited is not None and waited_before is not None:
+        samples.data_wait_seconds = (waited - waited_before) / steps
     samples.skipped_steps = trainer.skipped - skipped_before
     samples.losses = trainer.losses()
 

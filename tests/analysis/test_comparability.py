@@ -120,6 +120,10 @@ OTHER_WORKLOADS: dict[str, Any] = {
     "attention": "eager",
     "loss": "tiled",
     "compile": "torch",
+    "data_workers": 0,
+    "data_pin_memory": True,
+    "data_prefetch": 4,
+    "cpu_binding": "cores",
 }
 OTHER_PLACEMENTS: dict[str, Any] = {
     "accelerator": "cpu",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +13,7 @@ from ds_bench.config import deepspeed_config, overrides, validation
 from ds_bench.config.spec import Configuration, Placement, Requirements, Strategy, Workload
 from ds_bench.config.strategies import make_configuration
 from ds_bench.errors import UsageError
+from ds_bench.system import host_memory
 from tests.support import fakes
 from tests.support.deepspeed_configs import EVERY_CONFIGURATION, complete
 
@@ -98,6 +100,8 @@ def test_deepcompile_runs_on_cuda_alone() -> None:
     [
         ({"attention": "flash_attention_2"}, "cpu", "runs on GPUs alone; use sdpa"),
         ({"attention": "flash_attention_2", "precision": "fp32"}, "cuda", "computes in 16 bit alone; use"),
+        ({"data_pin_memory": True, "data_workers": 1}, "cpu", "pins no memory"),
+        ({"data_prefetch": 4}, "cuda", "are of a data loader; add data_workers"),
         ({"loss": "liger"}, "cpu", "runs on GPUs alone; use chunked or tiled"),
         ({"loss": "tiled", "precision": "fp16"}, "cuda", "which fp16 needs; use --precision bf16"),
     ],
@@ -133,6 +137,21 @@ def test_groups_of_ranks_that_cannot_be_made_are_refused(
     work, placement = fakes.workload(**changes), Placement(accelerator="cuda", num_gpus=4)
     found = validation.unsupported_workload_reason(work, placement, block)
     assert said in (found or "") if said else found is None
+
+
+def test_ranks_are_bound_where_there_are_cores_and_numa_nodes_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: {0, 1})
+    for binding, nodes, ranks, said in (
+        ("cores", [[0, 1]], 2, None),
+        ("cores", [[0, 1]], 3, "3 ranks cannot be bound to 2 cores"),
+        ("numa", [[0, 1]], 2, "this machine has one NUMA node; use cpu_binding cores"),
+        ("numa", [[0], [1]], 2, None),
+    ):
+        monkeypatch.setattr(host_memory, "numa_cpus", lambda nodes=nodes: nodes)
+        found = validation.unsupported_workload_reason(
+            fakes.workload(cpu_binding=binding), fakes.placement(num_gpus=ranks), {}
+        )
+        assert said in (found or "") if said else found is None
 
 
 def test_a_package_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

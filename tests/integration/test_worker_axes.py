@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -146,3 +147,28 @@ def test_two_ranks_of_one_group_train_what_one_rank_trains(
     # Each rank holds a half of the layers, or of the activations.
     category = "parameters" if key == "autotp" else "activations"
     assert together.ranks[0].ledger["cpu"][category] < 0.75 * alone.ranks[0].ledger["cpu"][category]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_data_loader_brings_the_same_batches_and_its_time_is_told(
+    workers: int, usual: TrialRecord, train: Launch
+) -> None:
+    record = train(of({"data_workers": workers}, name="loader"))
+    assert_trains_the_same(usual, record)
+    assert [rank.losses for rank in record.ranks] == [rank.losses for rank in usual.ranks]
+    for rank in record.ranks:
+        assert 0 < (rank.data_wait_seconds or 0) < max(rank.step_seconds)
+    assert usual.ranks[0].data_wait_seconds is None
+
+
+def test_bound_ranks_run_on_processors_of_their_own(usual: TrialRecord, train: Launch) -> None:
+    if len(os.sched_getaffinity(0)) < 2:
+        pytest.skip("one processor cannot be divided")
+    record = train(of({"cpu_binding": "cores"}, name="bound"))
+    assert_trains_the_same(usual, record)
+    first, second = (set(rank.cpus_allowed or ()) for rank in record.ranks)
+    assert first
+    assert len(first) == len(second)
+    assert not first & second
+    assert [rank.cpu_threads for rank in record.ranks] == [len(first)] * 2
+    assert usual.ranks[0].cpus_allowed is None

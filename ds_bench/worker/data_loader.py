@@ -1,0 +1,59 @@
+"""Feeds micro-batches through torch's DataLoader with worker processes, as training scripts do.
+
+The data are the random tokens of every other run, in the same order: what is measured is the way of a micro-batch from
+a worker process to the device, not the reading of files.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from itertools import cycle, islice
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+from ..config.spec import Workload
+from .training_loop import Batch
+
+
+class _MicroBatches(IterableDataset[Batch]):
+    """Micro-batches without end; each of several workers makes every n-th of them."""
+
+    def __init__(self, make_batches: Callable[[], list[Batch]]) -> None:
+        self._make_batches = make_batches
+
+    def __iter__(self) -> Iterator[Batch]:
+        worker = get_worker_info()
+        first, workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        for batch in islice(cycle(self._make_batches()), first, None, workers):
+            yield {name: tensor.clone() for name, tensor in batch.items()}
+
+
+class LoadedBatches:
+    """Micro-batches on the device, from a DataLoader as a workload describes it."""
+
+    def __init__(self, workload: Workload, make_batches: Callable[[], list[Batch]], device: torch.device) -> None:
+        """``make_batches``: makes the micro-batches in host memory, in each worker process."""
+        workers = workload.data_workers or 0
+        self._device = device
+        self._loader = DataLoader(
+            _MicroBatches(make_batches),
+            batch_size=None,  # the data set makes whole micro-batches
+            num_workers=workers,
+            pin_memory=workload.data_pin_memory and device.type == "cuda",
+            prefetch_factor=workload.data_prefetch if workers else None,
+            multiprocessing_context="fork" if workers else None,
+        )
+        self._batches = iter(self._loader)
+        self.wait_seconds = 0.0
+        """Time that training has waited for the loader so far, and that copying took where it is not asynchronous."""
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def __next__(self) -> Batch:
+        start = time.perf_counter()
+        batch = {name: tensor.to(self._device, non_blocking=True) for name, tensor in next(self._batches).items()}
+        self.wait_seconds += time.perf_counter() - start
+        return batch
