@@ -13,6 +13,7 @@
 #   probe                       versions, op builds with times, may ranks be forked; then ten steps of each stage, tiny
 #   MODEL-zero, MODEL-offload   both comparisons of each model, NVMe among them when NVME_PATH is set
 #   fidelity                    bench/fidelity.py: the product beside a bare DeepSpeed loop, first model
+#   references-bf16, references-fp32  the first model at ZeRO-0 and ZeRO-3 beside torch's DDP and FSDP2
 #   prediction                  bench/prediction.py: predicted against measured memory, first model
 #   launch-warm, launch-cold    the first model with each --launcher
 #   tests                       pytest -m gpu
@@ -135,7 +136,7 @@ wanted() {
 
 step_names() {
     local model
-    echo probe probe-stages fidelity prediction launch-warm launch-cold tests
+    echo probe probe-stages references-bf16 references-fp32 fidelity prediction launch-warm launch-cold tests
     for model in "${MODELS[@]}"; do
         echo "$(short_of "$model")-zero" "$(short_of "$model")-offload"
     done
@@ -311,6 +312,14 @@ prediction() {
         --output "$WORK/prediction/figures.json"
 }
 
+references() {
+    local precision
+    for precision in bf16 fp32; do
+        compare "references-$precision" zero_stage_comparison.py "$FIRST" --stages 0 3 --strategies ddp fsdp2 \
+            --precision "$precision"
+    done
+}
+
 launches() {
     compare launch-warm zero_stage_comparison.py "$FIRST" --launcher warm
     compare launch-cold zero_stage_comparison.py "$FIRST" --launcher deepspeed
@@ -404,13 +413,14 @@ print("\n".join(f"  {line}" for line in bad) or "  nothing failed, nothing is of
 PY
 }
 
-tests() { step tests 400 "$PYTHON" -m pytest "$ROOT/tests/test_gpu.py" -m gpu -p no:cacheprovider --junit-xml "$WORK/tests/junit.xml"; }
+tests() { step tests 400 "$PYTHON" -m pytest "$ROOT/tests/integration/test_gpu.py" -m gpu -p no:cacheprovider --junit-xml "$WORK/tests/junit.xml"; }
 
 run_steps() {
     local model
     probe
     zero "$FIRST"
     offload "$FIRST"
+    references
     tests
     prediction
     fidelity

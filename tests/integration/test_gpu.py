@@ -78,6 +78,17 @@ def test_ledger_and_allocator_agree_on_what_is_held(run: Run) -> None:
         assert 0.8 * row["gpu_allocated_gb"] < counted < 1.1 * row["gpu_peak_gb"], row["strategy"]
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_torchs_engines_train_what_deepspeed_trains(run: Run, precision: str) -> None:
+    flags = ("--stages", "1", "3", "--strategies", "ddp", "fsdp2", "--precision", precision, "--dropout", "0")
+    code, err, rows = run("zero_stage_comparison.py", *GPT2, *flags)
+    assert code == 0, err
+    assert [row["engine"] for row in rows] == ["deepspeed", "deepspeed", "ddp", "fsdp2"]
+    assert not [row["caveats"] for row in rows if "differ" in (row["caveats"] or "")]
+    finals = [row["final_loss"] for row in rows]
+    assert max(finals) - min(finals) < (5e-2 if precision == "bf16" else 1e-3), finals
+
+
 def test_a_card_too_small_is_oom_with_phase_and_bytes_asked(run: Run) -> None:
     code, _, rows = run("zero_stage_comparison.py", *GPT2, "--stages", "1", "--gpu-memory-limit", "1")
     assert code == 1
