@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -33,6 +34,7 @@ from .prediction import trial_predictions
 from .prediction.model_profile import ModelProfile
 from .prediction.trial_predictions import MemoryCapacity, Unpredicted
 from .system.machine import Machine
+from .units import format_duration
 
 MakeConfig = Callable[[Strategy, int, int], dict[str, Any]]
 """(strategy, micro-batch, accumulation) → what the user's ``create_deepspeed_config`` returns."""
@@ -154,6 +156,35 @@ class RunPlan:
     def map(self, complete: Callable[[Plan], Plan]) -> RunPlan:
         """The run with every plan completed by a further fact."""
         return replace(self, plans=[complete(plan) for plan in self.plans])
+
+    def within(self, seconds: float, estimate: Callable[[Trial], float]) -> tuple[RunPlan, list[tuple[Plan, int]]]:
+        """The run without the rounds of points that are estimated to take too long together, and those rounds.
+
+        Earlier rounds come first, and a point that does not fit makes room for later ones that do. A round is kept or
+        left out whole, since rows of one point are compared with each other. Raises UsageError if nothing fits.
+        """
+        rounds: dict[tuple[int, int], list[Trial]] = {}
+        for index, trial in _in_rounds(self.plans):
+            rounds.setdefault((index, trial.repeat), []).append(trial)
+        costs = {key: sum(map(estimate, trials)) for key, trials in rounds.items()}
+        kept: dict[tuple[int, int], list[Trial]] = {}
+        left = seconds
+        for (index, number), cost in costs.items():
+            if cost <= left and (number == 0 or (index, number - 1) in kept):
+                kept[index, number] = rounds[index, number]
+                left -= cost
+        if not kept:
+            raise UsageError(
+                f"--budget: {format_duration(seconds)} is less than the cheapest point is estimated to take",
+                remedy=f"give {math.ceil(min(costs.values()) / 60)} minutes or more",
+            )
+        trials = [
+            [trial for key, own in kept.items() if key[0] == index for trial in own] for index in range(len(self.plans))
+        ]
+        plans = [replace(plan, trials=own) for plan, own in zip(self.plans, trials, strict=True) if own]
+        return RunPlan(plans=plans), [
+            (self.plans[index], number) for index, number in rounds if (index, number) not in kept
+        ]
 
     @property
     def options(self) -> Options:

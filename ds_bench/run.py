@@ -6,7 +6,7 @@ import json
 import re
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from .analysis import flops, provenance
 from .analysis.flat_rows import flat_rows
 from .analysis.loss_parity import with_loss_caveats
 from .analysis.summary import TrialSummary, summarise
+from .analysis.time_estimate import estimate_trial_seconds
 from .config.options import Options
 from .config.spec import Precision, Trial
 from .doctor import nvme
@@ -34,7 +35,7 @@ from .records.rank_files import write_json
 from .records.resume import latest_records, remaining_trials, require_same_machine, require_same_workload
 from .records.run_folder import RUN_FILE, RunFolder
 from .records.schema import Outcome, TrialRecord
-from .report import export, models_table, sweep_report, table, terminal_report
+from .report import export, models_table, run_plan, sweep_report, table, terminal_report
 from .report.comparison_report import ComparisonReport, build_report
 from .report.markdown import render_markdown
 from .report.progress import ProgressReporter
@@ -72,11 +73,15 @@ def run_comparison(
                     require_same_machine(RunFolder.open(options.resume), machine.environment)
                 plan, nvme_folder = with_nvme_folder(make_run_plan(points, make_config, machine))
                 print_file_lines(plan)
-            if options.dry_run:
+            if options.dry_run and recipe is None:
                 return print_dry_run(plan)
             remove_abandoned()
             with signals.raising_on_interrupt():
                 plan = with_predictions(plan, machine)
+                if recipe is not None:
+                    plan = settle_plan(plan, machine)
+                if options.dry_run:
+                    return print_dry_run(plan) if options.verbose else OK
                 require_ready(plan, machine, nvme_folder)
             store = (
                 RunFolder.open(options.resume)
@@ -183,6 +188,36 @@ def with_predictions(plan: RunPlan, machine: Machine) -> RunPlan:
     return plan.map(predict)
 
 
+def settle_plan(plan: RunPlan, machine: Machine) -> RunPlan:
+    """Prints the plan of a recipe with its estimates: its size, or on ``--dry-run`` all of it. Returns what the budget
+    leaves of it.
+    """
+    options, environment = plan.options, machine.environment
+    gpu_name = environment.gpus[0].name if environment.gpus else None
+    cores = environment.cpu_quota_cores or environment.physical_cores or environment.logical_cores or 1
+    models = {each.model.name: each.model.facts for each in plan.plans}
+    finished: set[str] = set()
+    if options.resume is not None:
+        finished = {record.trial.key for record in RunFolder.open(options.resume).records() if record.outcome.success}
+
+    def estimate(trial: Trial) -> float:
+        if finished and trial.key in finished:
+            return 0.0
+        return estimate_trial_seconds(trial, models.get(trial.workload.model), gpu_name, cores)
+
+    lines = run_plan.plan_lines(plan, estimate) if options.dry_run else []
+    if not options.dry_run and len(plan.plans) > 1 and not options.quiet:
+        terminal.print_text(run_plan.count_line(plan, estimate), sys.stderr)
+    if options.budget is not None:
+        plan, left_out = plan.within(options.budget * 60, estimate)
+        if left_out:
+            lines.append(run_plan.left_out_line(left_out, options.budget))
+            lines.append(f"with what is left: {run_plan.count_line(plan, estimate)}")
+    for line in lines:
+        terminal.print_text(line, sys.stdout if options.dry_run else sys.stderr)
+    return plan
+
+
 def model_profile(plan: Plan) -> ModelProfile | trial_predictions.Unpredicted:
     """What predictions need of the plan's model: at once for a preset, else measured by a child process."""
     return trial_predictions.profile_model(
@@ -247,7 +282,7 @@ def _run_plan(plan: RunPlan, machine: Machine, store: RunFolder, request: _Reque
     results = ResultBuilder(plan, machine.environment, store.folder.name)
     progress = ProgressReporter(line, remaining, options.repeats, verbose=options.verbose, point_of=results.point_text)
     with line:
-        for record in run_trials(remaining, launcher, store, progress.begin):
+        for record in run_trials(map(results.with_changes, remaining), launcher, store, progress.begin):
             store.write_rows(flat_rows(results.summaries(store.records())))
             progress.end(record)
     return _finish(options, store, results, notes, request)
@@ -264,7 +299,7 @@ def _at_largest_batch(plan: RunPlan, launcher: Launcher, store: RunFolder, say: 
 
 
 def run_trials(
-    trials: Sequence[Trial], launcher: Launcher, store: RunFolder, observe: Observe
+    trials: Iterable[Trial], launcher: Launcher, store: RunFolder, observe: Observe
 ) -> Iterator[TrialRecord]:
     """Runs the trials in order, each saved before it is yielded. Ends early after an interruption."""
     for trial in trials:
@@ -316,6 +351,7 @@ class ResultBuilder:
         self._plan, self.environment, self._run_id = plan, environment, run_id
         gpus = environment.gpus if plan.placement.accelerator == "cuda" else ()
         self._gpu_name = gpus[0].name if gpus else None
+        self._changes: dict[int, dict[str, Any]] = {}
         self._plan_of_key = {trial.key: each for each in plan.plans for trial in each.trials}
 
     @property
@@ -327,6 +363,16 @@ class ResultBuilder:
     def point_text(self, trial: Trial) -> str:
         """The values of the point that a trial belongs to; empty without a sweep."""
         return self._plan_of(trial).options.point_text
+
+    def with_changes(self, trial: Trial) -> Trial:
+        """A trial that is about to run, with what other configurations of its work would need."""
+        profile = self._plan_of(trial).profile
+        if trial.prediction is None or not isinstance(profile, ModelProfile):
+            return trial
+        key = id(trial.configuration)  # repeats of a row share it
+        if key not in self._changes:
+            self._changes[key] = trial_predictions.predict_changes(trial, profile)
+        return replace(trial, prediction={**trial.prediction, **self._changes[key]})
 
     def _plan_of(self, trial: Trial) -> Plan:
         """The plan of a trial; of one that an earlier run of the folder made and this one does not ask for, the plan

@@ -437,7 +437,7 @@ def test_every_fact_is_read_once_and_every_row_planned_and_predicted_once(
     rows = 4
     assert counts == {
         "read": 1, "read_environment": 1, "check_folder": 1, "make_trials": 1, "make_config": rows,
-        "alternatives": rows,
+        **({} if again else {"alternatives": rows}),  # for rows that run
     }  # fmt: skip
 
 

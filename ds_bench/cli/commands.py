@@ -265,6 +265,12 @@ def _add_recipe_run(parser: argparse.ArgumentParser) -> None:
         metavar="KEY.PATH=VALUE",
         help="a value that replaces the recipe's, e.g. training.seq_len=2048; a list [1024,2048] makes a sweep",
     )
+    add(
+        "--budget",
+        type=positive_float,
+        metavar="MINUTES",
+        help="leave out points and repeats that are estimated not to fit in so many minutes, and say which",
+    )
     add("--yes", action="store_true", help="plan a sweep of more than 10,000 trials")
     add_flags_over_recipe(parser)
     parser.set_defaults(run=_recipe_run, typed=())

@@ -51,6 +51,7 @@ def run_command(values: argparse.Namespace) -> int:
 def _points(text: RecipeText, asked: sweep.Sweep, values: argparse.Namespace) -> tuple[list[Options], Recipe]:
     """The Options of every point, and the recipe of the first. Raises UsageError for more trials than is usual."""
     flags = {name: getattr(values, name) for name in _RUN_FLAGS if hasattr(values, name)}
+    flags["budget"] = values.budget
     flags["retry"] = arguments.split_names(getattr(values, "retry", ""))
 
     def options_at(point: sweep.Values) -> tuple[Recipe, Options]:

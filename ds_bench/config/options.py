@@ -88,6 +88,8 @@ class Options:
     verbose: bool
     strict: bool
     print_recipe: bool = False
+    budget: float | None = None
+    """Minutes that the trials may take, by the estimate of the plan; None without a limit."""
     point: tuple[tuple[str, Any], ...] = ()
     """Key paths of a recipe and their values at this point of its sweep; empty without a sweep."""
     global_batch_size: int | None = None

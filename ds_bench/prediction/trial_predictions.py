@@ -158,22 +158,16 @@ def attach_predictions(
 ) -> list[Trial]:
     """Returns the trials with their predictions, or with a caveat that says why they have none.
 
-    With ``skip`` those that cannot fit are marked as skipped, but not those that fit tightly. Those that need far more
-    host memory than the node has are marked in any case, unless ``force``.
+    What other configurations would need is left to :func:`predict_changes`, which takes longer. With ``skip`` those
+    that cannot fit are marked as skipped, but not those that fit tightly. Those that need far more host memory than the
+    node has are marked in any case, unless ``force``.
     """
     if isinstance(profile, Unpredicted):
         return [_with_caveat(trial, f"memory is not predicted: {profile.reason}") for trial in trials]
-    changes: dict[str, dict[str, Any]] = {}
-    predicted = []
-    for trial in trials:
-        key = replace(trial, repeat=0).key  # repeats of a row have the same alternatives
-        if key not in changes:
-            changes[key] = _predict_changes(trial, profile)
-        predicted.append(_with_prediction(trial, profile, capacity, changes[key], skip=skip, force=force))
-    return predicted
+    return [_with_prediction(trial, profile, capacity, skip=skip, force=force) for trial in trials]
 
 
-def _predict_changes(trial: Trial, profile: ModelProfile) -> dict[str, Any]:
+def predict_changes(trial: Trial, profile: ModelProfile) -> dict[str, Any]:
     """The memory of other configurations of the same workload, and what changes of this one would save.
 
     As JSON values, for advice and explanations after the run.
@@ -224,7 +218,6 @@ def _with_prediction(
     trial: Trial,
     profile: ModelProfile,
     capacity: MemoryCapacity,
-    changes: Mapping[str, Any],
     *,
     skip: bool,
     force: bool,
@@ -252,7 +245,7 @@ def _with_prediction(
         )
     elif not force and capacity.node_bytes is not None and _far_beyond(host_bytes, capacity.node_bytes):
         reason = _shortage_text(host_bytes, capacity.node_bytes, "of host memory", "--force tries it")
-    return replace(trial, prediction={**prediction.to_dict(), **changes}, skipped=reason)
+    return replace(trial, prediction=prediction.to_dict(), skipped=reason)
 
 
 def _resident_host_bytes(prediction: Prediction) -> int:

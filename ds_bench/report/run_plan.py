@@ -1,0 +1,110 @@
+"""The plan of a run before it starts: how many trials, which memory is predicted, and about how long it will take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from ..config.spec import Trial
+from ..plan import Plan, RunPlan
+from ..prediction.memory import DOES_NOT_FIT, Prediction
+from ..units import format_bytes, format_duration
+
+_MOST_LINES = 60
+"""Points or rows that are listed; the rest is counted."""
+
+Estimate = Callable[[Trial], float]
+"""Seconds that a trial is estimated to take."""
+
+
+def count_line(plan: RunPlan, estimate: Estimate) -> str:
+    """``4 points × 3 rows × 2 runs = 24 trials, about 6 min (a rough estimate)``."""
+    trials, runs, points = plan.trials, plan.options.repeats, len(plan.plans)
+    rows = {len(each.configurations) for each in plan.plans}
+    count, most = f"{len(trials):,} trials", max(rows)
+    if len(rows) == 1 and len(trials) == points * most * runs:
+        factors = ((points, "point"), (most, "row"), (runs, "run"))
+        named = [f"{number:,} {name}{'s' if number > 1 else ''}" for number, name in factors if number > 1]
+        count = " × ".join(named) + f" = {count}" if len(named) > 1 else count
+    return f"{count}, about {format_duration(sum(map(estimate, trials)))} (a rough estimate)"
+
+
+def plan_lines(plan: RunPlan, estimate: Estimate) -> list[str]:
+    """The plan as a table: of a sweep a line for each point, else for each row."""
+    if len(plan.plans) > 1:
+        heads = ["Point", "trials", _memory_name(plan), "fit", "time"]
+        cells = [_point_cells(each, estimate) for each in plan.plans[:_MOST_LINES]]
+        more = len(plan.plans) - len(cells)
+    else:
+        heads = ["Configuration", "trials", _memory_name(plan), "fits", "time"]
+        cells = [_row_cells(plan.plans[0], name, estimate) for name in _row_names(plan.plans[0])[:_MOST_LINES]]
+        more = len(_row_names(plan.plans[0])) - len(cells)
+    table = [heads, *cells]
+    widths = [max(len(row[column]) for row in table) for column in range(len(heads))]
+    lines = [
+        "  ".join(
+            [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
+        )
+        for row in table
+    ]
+    left = [f"and {more:,} more"] if more else []
+    return [count_line(plan, estimate), "", *(line.rstrip() for line in lines), *left]
+
+
+def _memory_name(plan: RunPlan) -> str:
+    return "GPU memory" if plan.placement.accelerator == "cuda" else "host memory"
+
+
+def _row_names(plan: Plan) -> list[str]:
+    return list(dict.fromkeys(trial.configuration.name for trial in plan.trials))
+
+
+def _point_cells(plan: Plan, estimate: Estimate) -> list[str]:
+    sizes = [size for trial in plan.trials if (size := _predicted_bytes(trial)) is not None]
+    memory = "" if not sizes else format_bytes(min(sizes))
+    if sizes and max(sizes) > min(sizes):
+        memory = f"{memory} – {format_bytes(max(sizes))}"
+    fitting = {trial.configuration.name for trial in plan.trials if _fits(plan, trial)}
+    seconds = format_duration(sum(map(estimate, plan.trials)))
+    name = plan.options.point_text
+    return [name, str(len(plan.trials)), memory, f"{len(fitting)} of {len(_row_names(plan))}", seconds]
+
+
+def _row_cells(plan: Plan, name: str, estimate: Estimate) -> list[str]:
+    trials = [trial for trial in plan.trials if trial.configuration.name == name]
+    first = trials[0]
+    fits = "unsupported" if first.unsupported else "yes" if _fits(plan, first) else "no"
+    seconds = format_duration(sum(map(estimate, trials)))
+    return [first.configuration.label, str(len(trials)), format_bytes(_predicted_bytes(first)), fits, seconds]
+
+
+def _predicted_bytes(trial: Trial) -> int | None:
+    """Predicted memory of one GPU, on the CPU accelerator of the host; None without a prediction."""
+    if trial.prediction is None:
+        return None
+    prediction = Prediction.from_dict(trial.prediction)
+    return prediction.gpu_bytes if trial.placement.accelerator == "cuda" else prediction.host_bytes
+
+
+def _fits(plan: Plan, trial: Trial) -> bool:
+    """Whether a trial is not known to be too large, and can run at all."""
+    if trial.not_launched or trial.prediction is None:
+        return not trial.not_launched
+    prediction = Prediction.from_dict(trial.prediction)
+    return prediction.verdict(plan.memory.gpu_bytes, plan.memory.host_bytes) != DOES_NOT_FIT
+
+
+def left_out_line(left_out: Sequence[tuple[Plan, int]], minutes: float) -> str:
+    """Which rounds of which points a budget leaves out. ``left_out``: pairs of a point and the number of a round."""
+    whole = [plan for plan, number in left_out if number == 0]
+    later = {plan.options.point_text for plan, number in left_out if number > 0} - {
+        plan.options.point_text for plan in whole
+    }
+    parts = []
+    if whole:
+        names = [plan.options.point_text for plan in whole]
+        more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+        parts.append(f"{len(names)} points ({'; '.join(names[:5])}{more})")
+    if later:
+        rounds = sum(1 for plan, number in left_out if number > 0 and plan not in whole)
+        parts.append(f"{rounds} repeats of {len(later)} point{'s' if len(later) > 1 else ''}")
+    return f"--budget {minutes:g} leaves out {' and '.join(parts)}; --resume RUN_DIR runs them later"
