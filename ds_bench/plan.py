@@ -176,7 +176,7 @@ class RunPlan:
         if not kept:
             raise UsageError(
                 f"--budget: {format_duration(seconds)} is less than the cheapest point is estimated to take",
-                remedy=f"give {math.ceil(min(costs.values()) / 60)} minutes or more",
+                remedy=f"give {(least := math.ceil(min(costs.values()) / 60))} minute{'s'[: least > 1]} or more",
             )
         trials = [
             [trial for key, own in kept.items() if key[0] == index for trial in own] for index in range(len(self.plans))

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from ds_bench.cli import arguments, commands
-from ds_bench.config import recipe, recipe_file
+from ds_bench.config import placement, recipe, recipe_file
 from ds_bench.config.spec import Strategy
 from ds_bench.plan import make_run_plan, requested_rows
+from ds_bench.system import gpus
 from tests.support import fakes
 from tests.support.fakes import FakeLauncher
 from tests.support.scripted_run import House
@@ -228,3 +229,67 @@ def test_scripts_print_their_recipe(house: House, capsys: pytest.CaptureFixture[
     printed = recipe_file.parse_recipe(capsys.readouterr().out).data
     assert printed["configurations"] == {"stages": [2]}
     assert not house.output.exists()
+
+
+# ------------------------------------------------------------------ the recipes that ship
+
+
+RECIPES = sorted((Path(__file__).resolve().parents[2] / "recipes").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_a_recipe_that_ships_can_be_planned(
+    path: Path, house: House, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpus.NvmlQuery, "read", lambda _query: fakes.FakeQuery(cards=8).inventory)
+    monkeypatch.setattr(placement.environment, "torch_cuda_version", lambda: "13.0")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert path.read_text().startswith("# yaml-language-server: $schema=../docs/recipe.schema.json\n# ")
+    assert commands.main(["run", str(path), "--dry-run", "--output-dir", str(house.output)]) == 0
+    shown = capsys.readouterr().out
+    assert "trials, about" in shown
+    assert "memory is not predicted" not in shown
+    assert not house.output.exists()
+
+
+def test_recipes_ship_for_the_families_people_train() -> None:
+    families = {"gpt2", "opt", "llama2", "llama3", "mistral", "qwen2.5", "qwen3", "mixtral", "tiny"}
+    assert {family for family in families if any(path.stem.startswith(family) for path in RECIPES)} == families
+
+
+# ------------------------------------------------------------------ the plan, and a budget
+
+
+def test_the_plan_says_how_much_there_is_to_do(run: Run, house: House, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(SWEEP, "--repeats", "2", "--dry-run") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("2 points × 2 rows × 2 runs = 8 trials, about ")
+    assert lines[3].split()[:3] == ["seq_len", "16", "4"]
+    assert run(SMALL, "--dry-run", "--verbose") == 0
+    shown = capsys.readouterr().out
+    assert "ZeRO-2 " in shown
+    assert '"train_micro_batch_size_per_gpu": 2' in shown
+    assert not house.output.exists()
+
+
+def test_a_budget_leaves_out_whole_rounds_of_points_and_says_which(
+    run: Run, house: House, capsys: pytest.CaptureFixture[str]
+) -> None:
+    large = SWEEP.replace("seq_len: [16, 32]", "seq_len: [16, 32], grad_accum: [1, 1000000]")
+    assert run(large, "--budget", "0.5", "--repeats", "2") == 0
+    done = {(length, name) for length, name, _ in trials(house)}
+    assert done == {(16, "zero0"), (16, "zero2"), (32, "zero0"), (32, "zero2")}
+    assert {trial.workload.grad_accum for trial in house.launcher.launched} == {1}
+    said = capsys.readouterr().err
+    assert "leaves out 2 points (seq_len 16, grad_accum 1000000; seq_len 32, grad_accum 1000000)" in said
+    assert run(SMALL, "--budget", "0.01") == 2
+    assert "give 1 minute or more" in capsys.readouterr().err
+
+
+def test_a_resumed_run_does_what_the_budget_left_out(run: Run, house: House) -> None:
+    assert run(SWEEP, "--budget", "0.15") == 0
+    assert len(house.launcher.launched) == 2
+    house.launcher = FakeLauncher()
+    assert commands.main(["run", "--resume", str(run_folder(house))]) == 0
+    assert trials(house) == [(32, "zero0", 0), (32, "zero2", 0)]
+    assert len(house.rows()) == 4
