@@ -77,6 +77,10 @@ class _ConfigReader:
         """Whether the key has a value; null means that it is derived from others."""
         return self._values.get(key) is not None
 
+    def is_empty(self, key: str) -> bool:
+        """Whether the key has no value, or an empty list."""
+        return self._values.get(key) in (None, [])
+
     def number(self, key: str) -> int:
         if key not in self._values:
             raise self.error(f"lacks {key}")
@@ -188,11 +192,14 @@ def _gated_mlp(config: _ConfigReader, *, bias: bool = False) -> list[_Tensor]:
     return [*_linear(2 * layers, hidden, inner, bias=bias), *_linear(layers, inner, hidden, bias=bias)]
 
 
-def _experts(config: _ConfigReader) -> list[_Tensor]:
-    """Router and experts of every layer. A layer's experts are two fused tensors; a token is multiplied with a part."""
+def _experts(config: _ConfigReader, inner_name: str, count_name: str) -> list[_Tensor]:
+    """Router and experts of every layer. A layer's experts are two fused tensors; a token is multiplied with a part.
+
+    ``inner_name``, ``count_name``: keys of an expert's inner size and of the number of experts.
+    """
     layers, hidden = config.number("num_hidden_layers"), config.number("hidden_size")
-    inner = config.number("intermediate_size")
-    experts, active = config.number("num_local_experts"), config.number("num_experts_per_tok")
+    inner = config.number(inner_name)
+    experts, active = config.number(count_name), config.number("num_experts_per_tok")
     if active > experts:
         raise config.error(f"has num_experts_per_tok {active} of only {experts} experts")
     gate_and_up, down = 2 * inner * hidden, inner * hidden
@@ -249,10 +256,17 @@ def _llama(config: _ConfigReader) -> ArchitectureCounts:
     return _decoder(config, mlp, key_value_heads=groups, input_bias=bias, output_bias=bias)
 
 
-def _qwen3(config: _ConfigReader) -> ArchitectureCounts:
+def _qwen3(config: _ConfigReader, mlp: list[_Tensor]) -> ArchitectureCounts:
     config.number("head_dim")  # every Qwen3 has it, seldom equal to hidden_size / heads
     bias = config.flag("attention_bias", False)
-    return _decoder(config, _gated_mlp(config), input_bias=bias, output_bias=bias, head_norms=True)
+    return _decoder(config, mlp, input_bias=bias, output_bias=bias, head_norms=True)
+
+
+def _qwen3_moe(config: _ConfigReader) -> ArchitectureCounts:
+    if not config.is_empty("mlp_only_layers") or config.number_or("decoder_sparse_step", 1) != 1:
+        raise config.error("has layers without experts (mlp_only_layers, decoder_sparse_step), which are not counted")
+    count_name = "num_experts" if config.has("num_experts") else "num_local_experts"  # as published, as it is written
+    return _qwen3(config, _experts(config, "moe_intermediate_size", count_name))
 
 
 _FAMILIES: dict[str, Callable[[_ConfigReader], ArchitectureCounts]] = {
@@ -261,6 +275,7 @@ _FAMILIES: dict[str, Callable[[_ConfigReader], ArchitectureCounts]] = {
     "llama": _llama,
     "mistral": lambda config: _decoder(config, _gated_mlp(config)),
     "qwen2": lambda config: _decoder(config, _gated_mlp(config), input_bias=True),
-    "qwen3": _qwen3,
-    "mixtral": lambda config: _decoder(config, _experts(config)),
+    "qwen3": lambda config: _qwen3(config, _gated_mlp(config)),
+    "qwen3_moe": _qwen3_moe,
+    "mixtral": lambda config: _decoder(config, _experts(config, "intermediate_size", "num_local_experts")),
 }

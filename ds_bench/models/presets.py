@@ -19,7 +19,7 @@ from typing import Any
 from . import architectures
 from .architectures import ArchitectureCounts
 
-_PRESET_FILES = ("gpt2", "opt", "llama", "mistral", "qwen2", "qwen3", "mixtral")
+_PRESET_FILES = ("gpt2", "opt", "llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral")
 """Names of the JSON files, in the order in which presets are listed; inside a file they go by release and size."""
 
 

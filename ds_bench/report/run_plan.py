@@ -25,7 +25,9 @@ def count_line(plan: RunPlan, estimate: Estimate) -> str:
         factors = ((points, "point"), (most, "row"), (runs, "run"))
         named = [f"{number:,} {name}{'s' if number > 1 else ''}" for number, name in factors if number > 1]
         count = " × ".join(named) + f" = {count}" if len(named) > 1 else count
-    return f"{count}, about {format_duration(sum(map(estimate, trials)))} (a rough estimate)"
+    idle = sum(trial.not_launched for trial in trials)
+    idle_text = f", {idle:,} of them predicted not to fit or unsupported" if idle else ""
+    return f"{count}{idle_text}, about {format_duration(sum(map(estimate, trials)))} (a rough estimate)"
 
 
 def plan_lines(plan: RunPlan, estimate: Estimate) -> list[str]:

@@ -30,6 +30,7 @@ PUBLISHED_PARAMETERS = {
     "meta-llama/Llama-2-70b-hf": 68_976_648_192,
     "meta-llama/Llama-3.1-8B": 8_030_261_248,
     "meta-llama/Llama-3.1-70B": 70_553_706_496,
+    "Qwen/Qwen3-30B-A3B": 30_532_122_624,
     "mistralai/Mistral-7B-v0.1": 7_241_732_096,
     "mistralai/Mistral-7B-v0.3": 7_248_023_552,
     "Qwen/Qwen2.5-0.5B": 494_032_768,
@@ -134,9 +135,9 @@ def multiplied_weights(model: Any) -> int:
     total = 0
     for module in model.modules():
         kind = type(module).__name__
-        if isinstance(module, (nn.Linear, Conv1D)) or kind == "MixtralTopKRouter":
+        if isinstance(module, (nn.Linear, Conv1D)) or kind in ("MixtralTopKRouter", "Qwen3MoeTopKRouter"):
             total += module.weight.numel()
-        elif kind == "MixtralExperts":
+        elif kind in ("MixtralExperts", "Qwen3MoeExperts"):
             weights = module.gate_up_proj.numel() + module.down_proj.numel()
             total += weights * model.config.num_experts_per_tok // model.config.num_local_experts
     return total
