@@ -229,7 +229,7 @@ def make_run_plan(points: Sequence[Options], make_config: MakeConfig, machine: M
     first = points[0]
     if first.output_dir.exists() and not first.output_dir.is_dir():
         raise UsageError(f"--output-dir {first.output_dir} is not a folder", remedy="give a folder")
-    files, lines = read_configuration_files(first.configs)
+    files, lines = read_files(first)
     rows = requested_rows(first, files)  # refuses before anything is looked up
     lines += axis_notes(first, files)
     placement = resolve_placement(first, machine.variables, machine.gpus)
@@ -435,6 +435,18 @@ class RequestedRow:
         if text in (self.name, self.label):
             return True
         return self.strategy is not None and not self.axis_values and strategies.matches(self.strategy, text)
+
+
+def read_files(options: Options) -> tuple[list[ConfigurationFile], list[str]]:
+    """Reads the configurations of ``--configs``, and adds those of the recipe itself. Returns them with lines for the
+    user. Raises UsageError.
+    """
+    files, lines = read_configuration_files(options.configs)
+    for file in options.inline:
+        if any(other.name == file.name for other in files):
+            problem = f"configurations.inline and a file of configs are both called {file.name}"
+            raise UsageError(problem, remedy="rename one of them")
+    return [*files, *options.inline], lines
 
 
 def requested_rows(options: Options, files: Sequence[ConfigurationFile] = ()) -> list[RequestedRow]:

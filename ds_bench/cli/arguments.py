@@ -12,7 +12,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ..config.configuration_files import read_configuration_files
 from ..config.deepspeed_config import OPTIMIZERS
 from ..config.options import DEFAULT_BATCH_SIZE, GOALS, MAX_RANKS, MAX_REPEATS, Family, Options
 from ..config.strategies import STRATEGY_NAMES
@@ -342,9 +341,9 @@ def _row_name(options: Options, field: str) -> str | None:
     text = getattr(options, field)
     if text is None:
         return None
-    from ..plan import requested_rows
+    from ..plan import read_files, requested_rows
 
-    rows = requested_rows(options, read_configuration_files(options.configs)[0])
+    rows = requested_rows(options, read_files(options)[0])
     if (row := next((row for row in rows if row.matches(text)), None)) is None:
         names = ", ".join(row.name for row in rows)
         raise UsageError(f"--{field.replace('_', '-')} {text}: no such row", remedy=f"one of {names}")

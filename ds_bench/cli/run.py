@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from ..config import overrides, recipe_file, sweep
-from ..config.configuration_files import read_configuration_files
 from ..config.options import Options
 from ..config.recipe import PATHS, Recipe, check_recipe, config_maker, options_of, yaml_text
 from ..config.recipe_file import Data, RecipeText
@@ -59,9 +58,9 @@ def _points(text: RecipeText, asked: sweep.Sweep, values: argparse.Namespace) ->
         return recipe, arguments.check_options(options_of(recipe, text.folder, point=tuple(point.items()), **flags))
 
     first, options = options_at(asked.first_point)
-    from ..plan import requested_rows
+    from ..plan import read_files, requested_rows
 
-    rows = requested_rows(options, read_configuration_files(options.configs)[0])
+    rows = requested_rows(options, read_files(options)[0])
     trials = asked.most_points * len(rows) * options.repeats
     if trials > sweep.MOST_TRIALS and not values.yes:
         problem = f"this recipe makes {trials:,} trials: {asked.most_points:,} points, each with every row and repeat"

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from ..units import from_gb
+
+if TYPE_CHECKING:
+    from .configuration_files import ConfigurationFile
 
 Family = Literal["zero", "offload", "recipe"]
 """What asked for a comparison: one of the scripts, or a recipe."""
@@ -88,6 +91,8 @@ class Options:
     verbose: bool
     strict: bool
     print_recipe: bool = False
+    inline: tuple[ConfigurationFile, ...] = ()
+    """Configurations that a recipe holds itself, each one row, as if read from a file."""
     budget: float | None = None
     """Minutes that the trials may take, by the estimate of the plan; None without a limit."""
     point: tuple[tuple[str, Any], ...] = ()

@@ -20,6 +20,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from ..errors import UsageError
 from . import overrides, strategies
+from .configuration_files import ConfigurationFile
 from .deepspeed_config import OPTIMIZERS, Config, base_config
 from .options import MAX_NUMBER, MAX_RANKS, MAX_REPEATS, Options
 from .recipe_file import FLOAT, Data, KeyPath, RecipeText
@@ -51,6 +52,8 @@ def _enum(names: tuple[str, ...]) -> WithJsonSchema:
     return WithJsonSchema({"type": "string", "enum": list(names)})
 
 
+_FACTORY = r"^[^:]+:[^:]+$"
+_NAME = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,79}$"
 Count: TypeAlias = Annotated[int, Field(ge=1, le=MAX_NUMBER)]
 Quantity: TypeAlias = Annotated[float, Field(gt=0, le=MAX_NUMBER)]
 _ROW_NAMES = (ALL, *STRATEGY_NAMES)
@@ -68,7 +71,7 @@ class Model(_Section):
     name: Annotated[str, Field(min_length=1, description="Preset, local folder or name on the Hub.")] = "gpt2"
     factory: Annotated[
         str | None,
-        Field(pattern=r"^[^:]+:[^:]+$", description="package.module:function that returns a model of your own."),
+        Field(pattern=_FACTORY, description="package.module:function that returns a model of your own."),
     ] = None
     trust_remote_code: Annotated[bool, Field(description="Run modelling code that comes with the model.")] = False
 
@@ -128,10 +131,10 @@ class Configurations(_Section):
         bool, Field(description="The batch keys of each file of configs rule, not those of training.")
     ] = False
     inline: Annotated[
-        dict[str, dict[str, Any]],
+        dict[Annotated[str, Field(pattern=_NAME)], dict[str, Any]],
         Field(
-            description="Name of a strategy → its DeepSpeed configuration, in place of the built-in one; batch keys "
-            "come from the section training."
+            description='DeepSpeed configurations by name, each one row, "auto" resolved as the Trainer does; under '
+            "the name of a strategy it stands for that strategy's."
         ),
     ] = {}
     deepspeed: Annotated[
@@ -304,13 +307,14 @@ _RULES = {
     "greater_than": "above {gt}",
     "less_than": "below {lt}",
     "literal_error": "{expected}",
-    "string_pattern_mismatch": "package.module:function",
+    _FACTORY: "package.module:function",
+    _NAME: "a name of letters, digits, dots, dashes and underscores",
 }
-"""Kind of a pydantic error → what the value must be."""
+"""Kind of a pydantic error, or the pattern of a text → what the value must be."""
 
 
 def _reason(error: Any) -> str:
-    rule = _RULES.get(error["type"])
+    rule = _RULES.get(error.get("ctx", {}).get("pattern", error["type"]))
     if rule is None:
         return str(error["msg"]).removeprefix("Value error, ")
     return "it must be " + rule.format(**error.get("ctx", {}))
@@ -373,7 +377,8 @@ def options_of(recipe: Recipe, folder: Path, **run_flags: Any) -> Options:
         values["batch_size"] = 1
     values["grad_accum"] = values["grad_accum"] or 1
     values["strategies"] = _strategies(values["strategies"], values["stage"], values["nvme_path"] is not None)
-    if not values["stages"] and not values["strategies"] and not values["configs"]:
+    inline = _inline_rows(recipe)
+    if not values["stages"] and not values["strategies"] and not values["configs"] and not inline:
         values["stages"] = (0, 1, 2, 3)
     stages = dict.fromkeys(values["stages"])
     named = {strategies.ZERO_STAGES[stage].name for stage in stages}
@@ -385,6 +390,7 @@ def options_of(recipe: Recipe, folder: Path, **run_flags: Any) -> Options:
     return Options(
         family="recipe",
         **values,
+        inline=inline,
         ds_config=None,
         set=_settings(recipe),
         **{**_RUN_FLAGS, **run_flags},
@@ -425,6 +431,17 @@ def _strategies(names: tuple[str, ...], stage: int, has_nvme: bool) -> tuple[str
     return tuple(by_label.values())
 
 
+def _inline_rows(recipe: Recipe) -> tuple[ConfigurationFile, ...]:
+    """The recipe's own configurations, without those that stand for a strategy's."""
+    return tuple(
+        ConfigurationFile(
+            path=Path(name), kind="deepspeed", name=name, text=json.dumps(config, indent=2), config=config
+        )
+        for name, config in recipe.configurations.inline.items()
+        if name not in STRATEGY_NAMES
+    )
+
+
 def _settings(recipe: Recipe) -> tuple[str, ...]:
     """The values that replace those of every configuration, as texts of ``--set``."""
     changes: dict[str, Any] = dict(recipe.configurations.deepspeed)
@@ -441,7 +458,7 @@ def config_maker(recipe: Recipe) -> MakeConfig:
     def make(strategy: Strategy, batch_size: int, grad_accum: int) -> Config:
         config = base_config(strategy, batch_size, grad_accum)
         own = recipe.configurations.inline.get(strategy.name)
-        return config if own is None else {key: config[key] for key in BATCH_KEYS} | copy.deepcopy(own)
+        return config if own is None else {key: config[key] for key in (*BATCH_KEYS, "optimizer")} | copy.deepcopy(own)
 
     return make
 

@@ -77,6 +77,17 @@ def test_flags_and_settings_replace_values_of_the_recipe(run: Run, house: House)
     assert trial.ds_config["optimizer"]["params"]["lr"] == 0.5
 
 
+def test_configurations_in_the_recipe_are_rows_or_stand_for_a_strategy(run: Run, house: House) -> None:
+    own = "{zero_optimization: {stage: 2, reduce_bucket_size: auto}, gradient_clipping: 0.25}"
+    text = SMALL.replace("{stages: [0, 2]}", f"{{stages: [2], inline: {{mine: {own}, zero2: {own}}}}}")
+    assert run(text, "--set", "configurations.inline.zero2.zero_optimization.reduce_bucket_size=1000") == 0
+    zero2, mine = house.launcher.launched
+    assert (zero2.configuration.name, zero2.ds_config["gradient_clipping"]) == ("zero2", 0.25)
+    assert zero2.ds_config["zero_optimization"]["reduce_bucket_size"] == 1000
+    assert (mine.configuration.name, mine.ds_config["gradient_clipping"]) == ("mine", 0.25)
+    assert mine.ds_config["zero_optimization"]["reduce_bucket_size"] == 128 * 128  # as the Trainer resolves "auto"
+
+
 def test_without_a_recipe_every_strategy_is_compared_in_one_table(run: Run, house: House) -> None:
     assert run(None, "--model", "tiny", "--seq-length", "8", "--strategies", "all") == 0
     names = [trial.configuration.name for trial in house.launcher.launched]

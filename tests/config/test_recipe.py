@@ -48,6 +48,7 @@ REFUSED = {
     "configurations: {strategies: [zero2, zero3_ofload]}": "did you mean zero3_offload",
     "optimizer: {type: adamw}": "optimizer.type",
     "model: {factory: module}": "package.module:function",
+    "configurations: {inline: {../up: {}}}": "a name of letters, digits, dots",
     "launch: {num_gpus: 1.5}": r"launch.num_gpus is 1.5 \(it must be a whole number\)",
     "model: {name: a}\nmodel: {name: b}": "line 2: 'model' is given twice, first in line 1",
     "a: &a [1, 1]\nb: &b [*a, *a]": r"line 1: anchors and aliases",
