@@ -74,6 +74,9 @@ def _given_values(values: argparse.Namespace) -> list[tuple[tuple[str, ...], Any
     for name, path in PATHS.items():
         if hasattr(values, name):
             given.append((tuple(path.split(".")), _from_current_folder(name, getattr(values, name))))
+    for text in getattr(values, "axis", ()):
+        name, _, texts = text.partition("=")
+        given.append((("axes", name), texts.split(",")))
     for text in values.set:
         names, value = overrides.split_setting(text, "training.seq_len=2048")
         given.append((tuple(names), value))

@@ -33,7 +33,8 @@ BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_ac
 
 
 def _listed(value: Any) -> Any:
-    return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
+    """A list as pydantic and Options want it; one value stands for a list of it."""
+    return tuple(value) if isinstance(value, list) else (value,)
 
 
 def _require_one_of(names: tuple[str, ...]) -> AfterValidator:
@@ -57,6 +58,7 @@ _NAME = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,79}$"
 Count: TypeAlias = Annotated[int, Field(ge=1, le=MAX_NUMBER)]
 Quantity: TypeAlias = Annotated[float, Field(gt=0, le=MAX_NUMBER)]
 _ROW_NAMES = (ALL, *STRATEGY_NAMES)
+AxisValue: TypeAlias = bool | int | float | str
 StrategyName: TypeAlias = Annotated[str, _require_one_of(_ROW_NAMES), _enum(_ROW_NAMES)]
 OptimizerName: TypeAlias = Annotated[str, _require_one_of(OPTIMIZERS), _enum(OPTIMIZERS)]
 
@@ -211,6 +213,13 @@ class Recipe(_Section):
     training: Training = Training()
     configurations: Configurations = Configurations()
     optimizer: Optimizer = Optimizer()
+    axes: Annotated[
+        dict[str, AxisValue | list[AxisValue]],
+        Field(
+            description="Name of an axis → its values: a row of each, in every row where it acts; several axes make "
+            "every combination (python -m ds_bench axes lists them)."
+        ),
+    ] = {}
     launch: Launch = Launch()
     output: Output = Output()
 
@@ -340,7 +349,7 @@ def _sections() -> str:
 @cache
 def known_paths() -> Mapping[str, Any]:
     """Key path of every value of a recipe → its default."""
-    sections = Recipe().model_dump()
+    sections = Recipe().model_dump(exclude={"axes"})
     return {f"{section}.{key}": value for section, keys in sections.items() for key, value in keys.items()}
 
 
@@ -391,6 +400,7 @@ def options_of(recipe: Recipe, folder: Path, **run_flags: Any) -> Options:
         family="recipe",
         **values,
         inline=inline,
+        axes=tuple(f"{name}={','.join(map(_axis_text, _listed(values)))}" for name, values in recipe.axes.items()),
         ds_config=None,
         set=_settings(recipe),
         **{**_RUN_FLAGS, **run_flags},
@@ -429,6 +439,10 @@ def _strategies(names: tuple[str, ...], stage: int, has_nvme: bool) -> tuple[str
         if strategy.engine == "deepspeed" and (has_nvme or not disk):
             by_label.setdefault(strategy.label, name)
     return tuple(by_label.values())
+
+
+def _axis_text(value: AxisValue) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _inline_rows(recipe: Recipe) -> tuple[ConfigurationFile, ...]:
@@ -481,6 +495,10 @@ def recipe_of(options: Options, make_config: MakeConfig, rows: list[Strategy]) -
         if is_empty or (section not in SWEPT_SECTIONS and value == _default(path)):
             continue
         data[section][key] = value
+    data["axes"] = {
+        name: [{"true": True, "false": False}.get(value, value) for value in values.split(",")]
+        for name, _, values in (text.partition("=") for text in options.axes)
+    }
     if options.model_factory is not None:
         del data["model"]["name"]
     if options.auto_batch:
