@@ -38,10 +38,10 @@ PASSED_ON = ("params", "model_info", "data_sampling", "data_routing")
 """Blocks that DeepSpeedConfig gives on, as they are, to what reads them."""
 SAMPLES: dict[str, tuple[Any, ...]] = {
     "null": (None,),
-    "boolean": (True, False),
-    "number": (1, 0),
+    "boolean": (True,),
+    "number": (1,),
     "string": ("text", "fp32", "mean", "warn", "fast", "replica"),
-    "list": ([],),
+    "list": (["text"],),
     "object": ({},),
 }
 """JSON types with values to try; of a string some keys take certain ones only."""
@@ -130,7 +130,7 @@ def _explore(path: tuple[str, ...], blocks: dict[str, Any]) -> None:
     error = _read(path, recorder)
     name = ".".join(path)
     if model := _model_at(path):
-        _add_model(name, model, blocks)
+        _add_model(path, model, blocks)
         return
     if path and (error is not None or not (recorder.asked or recorder.read_whole)):
         return
@@ -142,7 +142,7 @@ def _explore(path: tuple[str, ...], blocks: dict[str, Any]) -> None:
         if entry["default"] in (None, {}) and key not in PASSED_ON:
             _explore((*path, key), blocks)
         accepted = _accepted_types((*path, key))
-        if len(accepted) < len(SAMPLES):
+        if len(accepted) < len(SAMPLES) and (*path, key) != ("aio", "use_gds"):  # that one depends on the accelerator
             entry["accepts"] = accepted
 
 
@@ -152,8 +152,9 @@ def _read(path: tuple[str, ...], value: Any) -> Exception | None:
 
     for key in reversed(path):
         value = {key: value}
-    if path and path[0] != "train_batch_size":
-        value = {"train_batch_size": 1, **value}
+    if path:
+        batch = "train_batch_size" if path[0] != "train_batch_size" else "train_micro_batch_size_per_gpu"
+        value = {batch: 1, **value}
     try:
         DeepSpeedConfig(value)
     except Exception as error:
@@ -189,27 +190,28 @@ def _accepted_types(path: tuple[str, ...]) -> list[str]:
     ]
 
 
-def _add_model(name: str, model: Any, blocks: dict[str, Any]) -> None:
+def _add_model(path: tuple[str, ...], model: Any, blocks: dict[str, Any]) -> None:
     assert model.model_config["extra"] == "forbid"
     source = Path(inspect.getfile(model)).as_posix().rpartition("/deepspeed/")[2]
     keys: dict[str, Any] = {}
     for key, field in model.model_fields.items():
         inner = _inner_model(field.annotation)
         entry: dict[str, Any] = {"default": _json_value(field.get_default(call_default_factory=True))}
-        nullable = type(None) in typing.get_args(field.annotation)
-        if inner is None:
-            entry["schema"] = _schema(field)
-        else:
-            entry["accepts"] = ["null", "object"] if nullable else ["object"]
+        accepted = _accepted_types((*path, key))
+        schema = _schema(field)
+        if inner is None and _types_taken(schema) >= set(accepted):
+            entry["schema"] = schema
+        elif len(accepted) < len(SAMPLES):
+            entry["accepts"] = accepted  # DeepSpeed changes the value before the model sees it
         extra = field.json_schema_extra or {}
         if extra.get("deprecated"):
             entry["deprecated"] = {"use": extra["new_param"], "sets": extra.get("set_new_param", True)}
         keys[key] = entry
         if field.alias:
             keys[field.alias] = {**entry, "same_as": key}
-        if inner is not None:
-            _add_model(f"{name}.{key}", inner, blocks)
-    blocks[name] = {"unknown": "refused", "source": source, "keys": dict(sorted(keys.items()))}
+        for each in filter(None, (key, field.alias) if inner is not None else ()):
+            _add_model((*path, each), inner, blocks)
+    blocks[".".join(path)] = {"unknown": "refused", "source": source, "keys": dict(sorted(keys.items()))}
 
 
 def _inner_model(annotation: Any) -> Any:
@@ -231,6 +233,16 @@ def _schema(field: Any) -> dict[str, Any]:
     return schema
 
 
+def _types_taken(schema: dict[str, Any]) -> set[str]:
+    """JSON types of which the schema takes a sample."""
+    from pydantic_core import SchemaValidator
+
+    if schema["type"] == "never":
+        return set()
+    validator = SchemaValidator(schema)  # type: ignore[arg-type]
+    return {name for name, values in SAMPLES.items() if any(map(validator.isinstance_python, values))}
+
+
 _SCALARS = {bool: "bool", int: "int", float: "float", str: "str", pathlib.Path: "str", dict: "dict", list: "list"}
 
 
@@ -250,7 +262,9 @@ def _schema_of(annotation: Any) -> dict[str, Any]:
         return {"type": "list", "items_schema": _schema_of(arguments[0])}
     if origin is dict:
         return {"type": "dict"}
-    return {"type": "any"}
+    if annotation is tuple:
+        return {"type": "list"}
+    return {"type": "any"} if annotation in (object, Any) else {"type": "never"}  # such as torch.dtype
 
 
 def _json_value(value: Any) -> Any:
@@ -265,10 +279,12 @@ def _json_value(value: Any) -> Any:
         return None
 
 
-def _parameters(maker: Any) -> dict[str, list[str]]:
-    """Names of the arguments of an optimizer or a scheduler, after the first, which DeepSpeed gives."""
-    taken = [each for each in inspect.signature(maker).parameters.values() if each.kind != each.VAR_KEYWORD][1:]
-    required = [each.name for each in taken if each.default is each.empty]
+def _parameters(maker: Any) -> dict[str, list[str] | None]:
+    """Names of the arguments of an optimizer or a scheduler, after the first, which DeepSpeed gives; null: any."""
+    taken = list(inspect.signature(maker).parameters.values())[1:]
+    if any(each.kind in (each.VAR_KEYWORD, each.VAR_POSITIONAL) for each in taken):
+        return {"takes": None, "needs": []}
+    required: list[str] | None = [each.name for each in taken if each.default is each.empty]
     return {"takes": sorted(each.name for each in taken), "needs": required}
 
 

@@ -306,6 +306,30 @@ def _axes(values: argparse.Namespace) -> int:
     return list_axes(values.names, values.json)
 
 
+def _add_check(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("files", nargs="+", type=Path, metavar="FILE", help="DeepSpeed JSON, Accelerate YAML, a folder, or - for stdin")
+    add("--num-gpus", type=integer(1), metavar="N", help="also check the batch sizes for this number of GPUs")
+    add("--model", metavar="NAME", help="also compare buffer sizes with this built-in model")
+    add(
+        "--format", choices=("text", "github"), default="text", help="github: annotations of a workflow (default: text)"
+    )
+    add("--json", action="store_true", help="print the findings as JSON")
+    parser.set_defaults(run=_check)
+
+
+def _check(values: argparse.Namespace) -> int:
+    from .check import show_findings
+
+    return show_findings(
+        values.files,
+        num_gpus=values.num_gpus,
+        model=values.model,
+        output_format=values.format,
+        as_json=values.json,
+    )
+
+
 COMMANDS: dict[str, tuple[Callable[[argparse.ArgumentParser], None], str, list[str]]] = {
     "plan": (
         _add_plan,
@@ -364,6 +388,11 @@ COMMANDS: dict[str, tuple[Callable[[argparse.ArgumentParser], None], str, list[s
         _add_axes,
         "list the axes of --axis: values, what each sets and changes, and its source",
         ["", "overlap_comm", "--json"],
+    ),
+    "check": (
+        _add_check,
+        "what is wrong, ineffective or left open in DeepSpeed configurations, without a GPU",
+        ["ds_config.json", "configs/*.json --num-gpus 8 --model meta-llama/Llama-2-7b-hf"],
     ),
 }
 """Name → function that adds its flags, what it is for, and arguments of examples; in the order of the help."""

@@ -27,16 +27,16 @@ from .strategies import CATALOGUE
 
 FileKind = Literal["deepspeed", "accelerate", "trainer"]
 
-_MOST_BYTES = 2**18
+MOST_BYTES = 2**18
 """Size of a file; configurations have a few kilobytes."""
 _MOST_VALUES = 10_000
 """Values in a file, those behind a YAML alias counted wherever it stands."""
 _DEEPEST = 32
 """Levels of blocks within blocks."""
-_MOST_FILES = 500
+MOST_FILES = 500
 """Files of one folder."""
 _LONGEST_NAME = 120
-_SUFFIXES = (".json", ".yaml", ".yml")
+SUFFIXES = (".json", ".yaml", ".yml")
 _DEEPSPEED_MARKS = frozenset(
     {
         "zero_optimization",
@@ -98,6 +98,8 @@ class ConfigurationFile:
     """Number format that a Trainer's or Accelerate's file asks for; None where it leaves it open."""
     activation_checkpointing: bool = False
     """Whether a Trainer's file turns ``gradient_checkpointing`` on."""
+    deepspeed_file: Path | None = None
+    """The file that an Accelerate or Trainer file names for its DeepSpeed configuration; None where it has none."""
     notes: tuple[str, ...] = ()
     """What the user must know about reading it, one line each, without the name of the file."""
 
@@ -123,9 +125,9 @@ def read_configuration_files(paths: Sequence[Path]) -> tuple[list[ConfigurationF
 
 
 def _read_folder(folder: Path, lines: list[str]) -> list[ConfigurationFile]:
-    names = sorted(path for path in folder.iterdir() if path.suffix.lower() in _SUFFIXES and not path.is_dir())
-    if len(names) > _MOST_FILES:
-        raise UsageError(f"--configs {folder} has {len(names)} files", remedy=f"give {_MOST_FILES} or fewer")
+    names = sorted(path for path in folder.iterdir() if path.suffix.lower() in SUFFIXES and not path.is_dir())
+    if len(names) > MOST_FILES:
+        raise UsageError(f"--configs {folder} has {len(names)} files", remedy=f"give {MOST_FILES} or fewer")
     read, left_out = [], []
     for path in names:
         try:
@@ -146,7 +148,7 @@ def read_configuration_file(path: Path) -> ConfigurationFile:
     """Reads one file. Raises UsageError if it cannot be read or is no configuration."""
     text = _read_text(path)
     data, notes = _parse(path, text)
-    kind = _kind_of(data)
+    kind = kind_of(data)
     if kind is None:
         known = ", ".join(map(str, list(data)[:4])) or "nothing"
         raise UsageError(
@@ -164,7 +166,7 @@ def read_configuration_file(path: Path) -> ConfigurationFile:
     return readers[kind](file, data)
 
 
-def _kind_of(data: Mapping[str, Any]) -> FileKind | None:
+def kind_of(data: Mapping[str, Any]) -> FileKind | None:
     """Whose form the file has; None if it is no configuration."""
     if isinstance(data.get("deepspeed_config"), Mapping) or data.get("distributed_type") == "DEEPSPEED":
         return "accelerate"
@@ -279,13 +281,14 @@ def _with_deepspeed_file(file: ConfigurationFile, name: object, key: str) -> Con
         file,
         config=config,
         text=f"{file.text.rstrip()}\n\n# {key}: {name}\n{_redacted(text, config)}",
+        deepspeed_file=path,
         notes=(*file.notes, f"its DeepSpeed configuration is {path}", *notes),
     )
 
 
 def _read_text(path: Path) -> str:
     try:
-        return files.read_text(path, _MOST_BYTES)
+        return files.read_text(path, MOST_BYTES)
     except OSError as error:
         raise UsageError(f"--configs {path}: {error.strerror}", remedy="give a readable JSON or YAML file") from None
     except UnicodeDecodeError:
@@ -298,16 +301,16 @@ def _parse(path: Path, text: str) -> tuple[Config, tuple[str, ...]]:
         is_yaml = path.suffix.lower() in (".yaml", ".yml")
         data, notes = (_parse_yaml(text), ()) if is_yaml else _parse_json(text)
         if not isinstance(data, dict):
-            raise _FormError("is no JSON object")
-        _require_bounded(data)
+            raise FormError("is no JSON object")
+        require_bounded(data)
         return json_values(data), notes
-    except _FormError as error:
+    except FormError as error:
         raise UsageError(f"--configs {path} {error}", remedy="correct the file") from None
     except RecursionError:
         raise UsageError(f"--configs {path} is nested too deeply", remedy="give a DeepSpeed configuration") from None
 
 
-class _FormError(ValueError):
+class FormError(ValueError):
     """The file has not the form of JSON or YAML; the text goes on after the name of the file."""
 
 
@@ -322,7 +325,7 @@ def _parse_json(text: str) -> tuple[Any, tuple[str, ...]]:
     try:
         data = hjson.loads(text, object_pairs_hook=_unique_keys)
     except hjson.HjsonDecodeError:
-        raise _FormError(f"is neither JSON nor hjson: {place}") from None
+        raise FormError(f"is neither JSON nor hjson: {place}") from None
     note = f"not strict JSON at {place}: read as DeepSpeed reads it (hjson); Trainer and Accelerate refuse the file"
     return data, (note,)
 
@@ -332,12 +335,12 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(values) < len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
-        raise _FormError(f"has the key {twice!r} twice in one block, which DeepSpeed refuses")
+        raise FormError(f"has the key {twice!r} twice in one block, which DeepSpeed refuses")
     return values
 
 
 def _refuse_constant(name: str) -> Any:
-    raise _FormError(f"holds {name}, which is no JSON number")
+    raise FormError(f"holds {name}, which is no JSON number")
 
 
 def _parse_yaml(text: str) -> Any:
@@ -352,11 +355,11 @@ def _parse_yaml(text: str) -> Any:
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         place = "" if mark is None else f": line {mark.line + 1}, column {mark.column + 1}"
-        raise _FormError(f"is no YAML{place}") from None
+        raise FormError(f"is no YAML{place}") from None
     except (ValueError, TypeError) as error:  # an impossible date, a list as key
-        if isinstance(error, _FormError):
+        if isinstance(error, FormError):
             raise
-        raise _FormError(f"cannot be read as YAML: {error}") from None
+        raise FormError(f"cannot be read as YAML: {error}") from None
 
 
 def _check_yaml_nodes(document: Any) -> None:
@@ -368,7 +371,7 @@ def _check_yaml_nodes(document: Any) -> None:
         node = waiting.pop()
         count += 1
         if count > _MOST_VALUES:
-            raise _FormError(f"has more than {_MOST_VALUES:,} values, aliases counted wherever they stand")
+            raise FormError(f"has more than {_MOST_VALUES:,} values, aliases counted wherever they stand")
         if isinstance(node, yaml.MappingNode):
             names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.value != "<<"]
             _unique_keys([(name, None) for name in names])
@@ -377,8 +380,8 @@ def _check_yaml_nodes(document: Any) -> None:
             waiting += node.value
 
 
-def _require_bounded(data: Any) -> None:
-    """Raises _FormError for a file of more values or levels than a configuration has."""
+def require_bounded(data: Any) -> None:
+    """Raises FormError for a file of more values or levels than a configuration has."""
     count, level = 0, [data]
     for _ in range(_DEEPEST):
         inner: list[Any] = []
@@ -386,11 +389,11 @@ def _require_bounded(data: Any) -> None:
             inner += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
         count += len(inner)
         if count > _MOST_VALUES:
-            raise _FormError(f"has more than {_MOST_VALUES:,} values")
+            raise FormError(f"has more than {_MOST_VALUES:,} values")
         if not inner:
             return
         level = inner
-    raise _FormError(f"has more than {_DEEPEST} levels")
+    raise FormError(f"has more than {_DEEPEST} levels")
 
 
 def _redacted(text: str, data: Mapping[str, Any]) -> str:

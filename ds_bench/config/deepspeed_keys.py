@@ -53,9 +53,9 @@ def removed_keys() -> frozenset[str]:
     return frozenset(tables()["removed"])
 
 
-def nearest_key(key: str, known: Collection[str]) -> str | None:
-    """The key that ``key`` is probably a misspelling of; None if none is near."""
-    near = difflib.get_close_matches(key, known, n=1)
+def nearest_key(key: str, known: Collection[str], least_similarity: float = 0.6) -> str | None:
+    """The key that ``key`` is probably a misspelling of; None if none is near. Similarity goes from 0 to 1."""
+    near = difflib.get_close_matches(key, known, n=1, cutoff=least_similarity)
     return near[0] if near else None
 
 

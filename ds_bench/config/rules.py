@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from . import deepspeed_keys
 from .spec import Placement, Workload
 
 Level = Literal["error", "warning", "hint"]
@@ -58,15 +59,20 @@ class Case:
     def number(self, path: str, default: float) -> float:
         """The number of a key; ``default`` where there is none."""
         value = self.value(path, default)
-        return value if isinstance(value, (int, float)) and not isinstance(value, bool) else default
+        return value if isinstance(value, (int, float)) else default
 
     def is_on(self, path: str, default: bool = False) -> bool:
         """Whether a switch is on, read as pydantic reads it."""
         value = self.value(path, default)
-        return (value.lower() if isinstance(value, str) else value) in _TRUE if not isinstance(value, list) else False
+        return (value.lower() if isinstance(value, str) else value) in _TRUE
 
     def has_block(self, path: str) -> bool:
         return isinstance(self.value(path), Mapping)
+
+    def block(self, path: str) -> Mapping[str, Any]:
+        """The block at a path; empty where there is none."""
+        value = self.value(path)
+        return value if isinstance(value, Mapping) else {}
 
     @property
     def is_row(self) -> bool:
@@ -141,7 +147,7 @@ def _lacks_nvme_folder(case: Case) -> bool:
     if case.placement is not None:
         return _on_nvme(case) and case.placement.nvme_path is None
     blocks = [f"zero_optimization.offload_{kind}" for kind in ("optimizer", "param")]
-    on_nvme = [case.value(block) for block in blocks if case.value(f"{block}.device") == "nvme"]
+    on_nvme = [case.block(block) for block in blocks if case.value(f"{block}.device") == "nvme"]
     return case.stage == 3 and any(block.get("nvme_path") is None for block in on_nvme)
 
 
@@ -284,7 +290,11 @@ _REFUSED_IN_ROWS = (
         name="deepcompile-at-stage-0",
         level="warning",
         path="compile.deepcompile",
-        applies=lambda case: case.is_on("compile.deepcompile") and case.stage == 0,
+        applies=lambda case: (
+            case.is_on("compile.deepcompile")
+            and case.stage == 0
+            and not any(name in str(case.value("compile.passes")) for name in ("autosp", "autotp"))
+        ),
         reason="at stage 0 DeepSpeed compiles with torch.compile instead of DeepCompile",
         remedy="use stage 1, 2 or 3",
         source="runtime/engine.py, get_deepcompile_backend",
@@ -448,7 +458,7 @@ _CAVEATS_OF_ROWS = (
         name="renamed-thread-count",
         level="warning",
         path="aio.thread_count",
-        applies=lambda case: case.has_block("aio") and "thread_count" in case.value("aio"),
+        applies=lambda case: "thread_count" in case.block("aio"),
         reason="aio.thread_count is not read since DeepSpeed 0.16.4",
         remedy="the key is intra_op_parallelism",
         source="runtime/swap_tensor/constants.py",
@@ -469,5 +479,493 @@ _CAVEATS_OF_ROWS = (
     ),
 )
 
-RULES: tuple[Rule, ...] = (*_REFUSED_IN_ROWS, *_CAVEATS_OF_ROWS)
+_ZERO = "zero_optimization"
+_ENABLED_STAGES = (1, 2, 3)
+
+
+def _scales_before_reducing(case: Case) -> bool:
+    zero = case.stage in (2, 3) and case.is_on(f"{_ZERO}.reduce_scatter", default=True)
+    return zero and (case.is_on("prescale_gradients") or case.number("gradient_predivide_factor", 1.0) != 1.0)
+
+
+def _accumulates_in_another_format(case: Case) -> bool:
+    accumulated = case.value("data_types.grad_accum_dtype")
+    names = {"fp16": ("fp16", "float16", "half"), "bf16": ("bf16", "bfloat16"), "fp32": ("fp32", "float32", "float")}
+    return case.stage == 0 and isinstance(accumulated, str) and accumulated not in names[case.precision]
+
+
+def _has_master_weights_on_device(case: Case) -> bool:
+    in_16_bit = case.is_on("bf16.bf16_master_weights_and_grads") and not case.is_on("bf16.bf16_optimizer_states")
+    in_16_bit = in_16_bit or case.is_on("fp16.fp16_master_weights_and_grads")
+    return in_16_bit and case.stage in _ENABLED_STAGES and case.offload("optimizer") is None
+
+
+def _replaces_accumulation(case: Case) -> bool:
+    interval = case.value(f"{_ZERO}.zenflow.update_interval")
+    accumulation = case.value("gradient_accumulation_steps", interval)
+    return case.has_block(f"{_ZERO}.zenflow") and interval is not None and accumulation != interval
+
+
+def _lists_other_intervals(case: Case) -> bool:
+    """What ``configure_zenflow`` raises an exception for."""
+    if not case.has_block(f"{_ZERO}.zenflow"):
+        return False
+    select, update = (case.value(f"{_ZERO}.zenflow.{name}_interval") for name in ("select", "update"))
+    if case.value(f"{_ZERO}.zenflow.select_strategy") is None:
+        return isinstance(select, int)
+    return select is None or (isinstance(select, int) and isinstance(update, int) and select < update)
+
+
+def _is_text(*paths: str) -> Callable[[Case], bool]:
+    return lambda case: any(isinstance(case.value(path), str) for path in paths)
+
+
+def _not_in(path: str, *allowed: str) -> Callable[[Case], bool]:
+    def applies(case: Case) -> bool:
+        value = case.value(path)
+        return isinstance(value, str) and value.lower() not in allowed
+
+    return applies
+
+
+def _is_list_of_text(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(each, str) for each in value)
+
+
+def _float_formats(*names: str) -> tuple[str, ...]:
+    return tuple(prefix + name for name in names for prefix in ("", "torch."))
+
+
+_OF_FILES = (
+    # What DeepSpeedConfig raises an exception for, beside keys and types.
+    *(
+        Rule(
+            name=f"{name.replace('_', '-')}-at-stage-0",
+            level="error",
+            path=f"{block}.{name}",
+            applies=lambda case, path=f"{block}.{name}": case.is_on(path) and case.stage == 0,  # type: ignore[misc]
+            reason="refused at stage 0",
+            remedy="set zero_optimization.stage to 1, 2 or 3",
+            source="runtime/config.py",
+        )
+        for block, name in (
+            ("fp16", "fp16_master_weights_and_grads"),
+            ("bf16", "bf16_master_weights_and_grads"),
+            ("bf16", "bf16_optimizer_states"),
+        )
+    ),
+    Rule(
+        name="bf16-states-without-master-weights",
+        level="error",
+        path="bf16.bf16_optimizer_states",
+        applies=lambda case: (
+            case.is_on("bf16.bf16_optimizer_states") and not case.is_on("bf16.bf16_master_weights_and_grads")
+        ),
+        reason="refused without bf16_master_weights_and_grads",
+        remedy="set both",
+        source="runtime/config.py",
+    ),
+    Rule(
+        name="summed-gradients",
+        level="error",
+        path="gradient_allreduce_op",
+        applies=lambda case: (
+            str(case.value("gradient_allreduce_op")).lower() == "sum"
+            and (case.stage == 3 or case.has_block(f"{_ZERO}.zenflow") or case.is_on("compile.deepcompile"))
+        ),
+        reason="sum is refused at stage 3, with ZenFlow and with DeepCompile",
+        remedy="use mean, or stage 2 or below without them",
+        source="runtime/config.py",
+    ),
+    Rule(
+        name="unknown-allreduce-op",
+        level="error",
+        path="gradient_allreduce_op",
+        applies=_not_in("gradient_allreduce_op", "mean", "sum"),
+        reason="DeepSpeed knows mean and sum",
+        remedy="use mean, its default",
+        source="runtime/config.py",
+    ),
+    *(
+        Rule(
+            name=f"unknown-{key.replace('_', '-')}",
+            level="error",
+            path=key,
+            applies=_not_in(key, "fp16", "bf16", "fp32"),
+            reason="DeepSpeed knows fp16, bf16 and fp32",
+            remedy="use one of them",
+            source="runtime/config.py",
+        )
+        for key in ("communication_data_type", "seq_parallel_communication_data_type")
+    ),
+    Rule(
+        name="unknown-autocast-dtype",
+        level="error",
+        path="torch_autocast.dtype",
+        applies=_not_in(
+            "torch_autocast.dtype",
+            *_float_formats("float16", "float32", "bfloat16", "int8"),
+            *("fp16", "half", "fp32", "float", "bf16"),
+        ),
+        reason="DeepSpeed knows no such number format",
+        remedy="use bfloat16 or float16",
+        source="runtime/config.py",
+    ),
+    Rule(
+        name="unknown-tag-validation",
+        level="error",
+        path="checkpoint.tag_validation",
+        applies=_not_in("checkpoint.tag_validation", "warn", "ignore", "fail"),
+        reason="DeepSpeed knows Warn, Ignore and Fail",
+        remedy="use one of them",
+        source="runtime/config.py",
+    ),
+    Rule(
+        name="unknown-checkpoint-writer",
+        level="error",
+        path="checkpoint.writer.type",
+        applies=_not_in("checkpoint.writer.type", "mock", "python", "fast"),
+        reason="DeepSpeed knows mock, python and fast",
+        remedy="use one of them",
+        source="runtime/model_checkpointing/config.py",
+    ),
+    Rule(
+        name="unknown-writer-parallelism",
+        level="error",
+        path="checkpoint.writer.data_parallel",
+        applies=_not_in("checkpoint.writer.data_parallel", "replica", "socket", "machine"),
+        reason="DeepSpeed knows replica, socket and machine",
+        remedy="use one of them",
+        source="runtime/model_checkpointing/config.py",
+    ),
+    Rule(
+        name="no-sequence-parallel-ranks",
+        level="error",
+        path="sequence_parallel_size",
+        applies=lambda case: case.number("sequence_parallel_size", 1) < 1,
+        reason="DeepSpeed divides the number of ranks by sequence_parallel_size",
+        remedy="give 1 or more",
+        source="runtime/config.py",
+    ),
+    Rule(
+        name="patterns-not-text",
+        level="error",
+        path="data_types.keep_in_fp32_modules",
+        applies=lambda case: (
+            "keep_in_fp32_modules" in case.block("data_types")
+            and case.block("data_types")["keep_in_fp32_modules"] != AUTO
+            and not _is_list_of_text(case.value("data_types.keep_in_fp32_modules"))
+        ),
+        reason='DeepSpeed takes "auto" or a list of name patterns',
+        remedy="give a list of text",
+        source="runtime/config.py",
+    ),
+    Rule(
+        name="ratio-below-stage-3",
+        level="error",
+        path=f"{_ZERO}.offload_optimizer.ratio",
+        applies=lambda case: case.stage in (0, 1, 2) and case.number(f"{_ZERO}.offload_optimizer.ratio", 1.0) < 1.0,
+        reason="a ratio below 1 is refused below stage 3",
+        remedy="set zero_optimization.stage to 3, or remove it",
+        source="runtime/zero/config.py",
+    ),
+    Rule(
+        name="no-gradient-norm-at-this-stage",
+        level="error",
+        path=f"{_ZERO}.compute_grad_norm",
+        applies=lambda case: case.stage in (0, 3) and not case.is_on(f"{_ZERO}.compute_grad_norm", default=True),
+        reason="false is refused at stage {stage}",
+        remedy="use stage 1 or 2, or remove it",
+        source="runtime/zero/config.py",
+    ),
+    Rule(
+        name="no-gradient-norm-to-clip",
+        level="error",
+        path=f"{_ZERO}.compute_grad_norm",
+        applies=lambda case: (
+            case.stage in (1, 2)
+            and not case.is_on(f"{_ZERO}.compute_grad_norm", default=True)
+            and (
+                case.number("gradient_clipping", 1.0) > 0
+                or case.offload("optimizer") is not None
+                or case.has_block(f"{_ZERO}.zenflow")
+            )
+        ),
+        reason="false needs gradient_clipping 0, no optimizer offload and no ZenFlow: "
+        "DeepSpeed stops when training starts",
+        remedy="set gradient_clipping to 0 and leave the others out, or remove compute_grad_norm",
+        source="runtime/zero/stage_1_and_2.py",
+    ),
+    Rule(
+        name="unknown-select-strategy",
+        level="error",
+        path=f"{_ZERO}.zenflow.select_strategy",
+        applies=lambda case: case.value(f"{_ZERO}.zenflow.select_strategy", "step") not in ("step", "epoch"),
+        reason="DeepSpeed knows auto, step and epoch",
+        remedy="use one of them",
+        source="runtime/zenflow/zenflow_config.py",
+    ),
+    *(
+        Rule(
+            name=f"zenflow-{name.replace('_', '-')}",
+            level="error",
+            path=f"{_ZERO}.zenflow.{name}",
+            applies=lambda case, path=f"{_ZERO}.zenflow.{name}", least=least: (  # type: ignore[misc]
+                isinstance(case.value(path), str) or case.number(path, least) < least
+            ),
+            reason='DeepSpeed takes "auto" or a whole number' + (" of 1 or more" if least == 1 else ""),
+            remedy="give one of them",
+            source="runtime/zenflow/zenflow_config.py",
+        )
+        for name, least in (("select_interval", float("-inf")), ("update_interval", 1))
+    ),
+    Rule(
+        name="zenflow-intervals",
+        level="error",
+        path=f"{_ZERO}.zenflow",
+        applies=_lists_other_intervals,
+        reason="ZenFlow takes a select_interval only with a select_strategy, and then one that is not below "
+        "update_interval: DeepSpeed stops when training starts",
+        remedy="give select_strategy and select_interval together, or neither",
+        source="runtime/zenflow/engine.py",
+    ),
+    Rule(
+        name="zenflow-replaces-accumulation",
+        level="warning",
+        path="gradient_accumulation_steps",
+        applies=_replaces_accumulation,
+        reason="ZenFlow replaces gradient_accumulation_steps by its update_interval",
+        remedy="give both the same value",
+        source="runtime/zenflow/engine.py",
+    ),
+    Rule(
+        name="zenflow-without-interval",
+        level="warning",
+        path=f"{_ZERO}.zenflow",
+        applies=lambda case: (
+            case.has_block(f"{_ZERO}.zenflow") and case.value(f"{_ZERO}.zenflow.update_interval") is None
+        ),
+        reason="without an update_interval ZenFlow sets gradient_accumulation_steps to 0; the loss became NaN "
+        "in two CPU ranks",
+        remedy="give update_interval, with select_strategy and select_interval",
+        source="runtime/zenflow/engine.py",
+    ),
+    *(
+        Rule(
+            name=f"fp16-{name.replace('_', '-')}",
+            level="error",
+            path=f"fp16.{name}",
+            applies=lambda case, name=name: (  # type: ignore[misc]
+                isinstance(case.value(f"fp16.{name}"), bool)
+                or (
+                    case.is_on("fp16.enabled")
+                    and case.number("fp16.loss_scale", 0) == 0
+                    and case.number(f"fp16.{name}", 1) <= 0
+                )
+            ),
+            reason="must be a whole number above 0 where the loss scale is dynamic",
+            remedy="give one, or remove it",
+            source="runtime/precision_config.py",
+        )
+        for name in ("loss_scale_window", "min_loss_scale")
+    ),
+    Rule(
+        name="fp16-loss-scale",
+        level="error",
+        path="fp16.loss_scale",
+        applies=lambda case: isinstance(case.value("fp16.loss_scale"), bool) or case.number("fp16.loss_scale", 0) < 0,
+        reason="must be a number of 0 or more",
+        remedy="use 0 for dynamic loss scaling",
+        source="runtime/precision_config.py",
+    ),
+    # What deepspeed.initialize raises an exception for.
+    Rule(
+        name="scaling-before-reduce-scatter",
+        level="error",
+        path=f"{_ZERO}.reduce_scatter",
+        applies=_scales_before_reducing,
+        reason="reduce_scatter at stage {stage} forbids prescale_gradients and gradient_predivide_factor: "
+        "DeepSpeed stops when training starts",
+        remedy="remove them, or set reduce_scatter to false",
+        source="runtime/zero/stage3.py",
+    ),
+    Rule(
+        name="accumulation-format-at-stage-0",
+        level="error",
+        path="data_types.grad_accum_dtype",
+        applies=_accumulates_in_another_format,
+        reason="stage 0 accumulates gradients in the model's format ({precision}) only: "
+        "DeepSpeed stops when training starts",
+        remedy="set zero_optimization.stage to 1 or more, or remove it",
+        source="runtime/engine.py",
+    ),
+    Rule(
+        name="master-weights-without-offload",
+        level="error",
+        path=f"{_ZERO}.offload_optimizer",
+        applies=_has_master_weights_on_device,
+        reason="16-bit master weights with 32-bit optimizer states need the optimizer offloaded to DeepSpeedCPUAdam: "
+        "DeepSpeed stops when training starts",
+        remedy="offload the optimizer to cpu, or with bf16 set bf16_optimizer_states too",
+        source="runtime/base_optimizer.py",
+    ),
+    Rule(
+        name="legacy-stage-1",
+        level="error",
+        path=f"{_ZERO}.legacy_stage1",
+        applies=lambda case: case.is_on(f"{_ZERO}.legacy_stage1") and case.stage in _ENABLED_STAGES,
+        reason="the old form of stage 1 was removed in DeepSpeed 0.5.9: DeepSpeed stops when training starts",
+        remedy="remove it",
+        source="runtime/engine.py",
+    ),
+    Rule(
+        name="unmanaged-accumulation",
+        level="error",
+        path="managed_gradient_accumulation",
+        applies=lambda case: (
+            not case.is_on("managed_gradient_accumulation", default=True)
+            and (
+                (case.stage != 2 and case.is_on(f"{_ZERO}.overlap_comm", default=case.stage == 3))
+                or case.is_on("compile.deepcompile")
+            )
+        ),
+        reason="false allows overlap_comm at stage 2 only, and no DeepCompile: DeepSpeed stops when training starts",
+        remedy="set overlap_comm to false and leave DeepCompile out",
+        source="runtime/engine.py",
+    ),
+    Rule(
+        name="lamb-with-static-loss-scale",
+        level="error",
+        path="fp16.loss_scale",
+        applies=lambda case: case.optimizer == "lamb" and case.number("fp16.loss_scale", 0) != 0,
+        reason="Lamb needs dynamic loss scaling: DeepSpeed stops when training starts",
+        remedy="set loss_scale to 0",
+        source="runtime/engine.py",
+    ),
+    Rule(
+        name="muon-with-reduce-scatter",
+        level="error",
+        path=f"{_ZERO}.reduce_scatter",
+        applies=lambda case: (
+            case.optimizer == "muon" and case.stage == 3 and case.is_on(f"{_ZERO}.reduce_scatter", default=True)
+        ),
+        reason="Muon and reduce_scatter are refused together at stage 3: DeepSpeed stops when training starts",
+        remedy="set reduce_scatter to false",
+        source="runtime/zero/stage3.py",
+    ),
+    Rule(
+        name="max-grad-norm",
+        level="error",
+        path="optimizer.params.max_grad_norm",
+        applies=lambda case: "max_grad_norm" in case.block("optimizer.params"),
+        reason="refused as a parameter of the optimizer: DeepSpeed stops when training starts",
+        remedy="use the top-level key gradient_clipping",
+        source="runtime/engine.py",
+    ),
+    Rule(
+        name="aio-text",
+        level="error",
+        path="aio",
+        applies=_is_text(*(f"aio.{key}" for key in deepspeed_keys.keys_of("aio"))),
+        reason="a value of aio is text (ds_nvme_tune prints it so): DeepSpeed stops when training starts",
+        remedy="write numbers, true and false without quotes",
+        source="runtime/swap_tensor/aio_config.py",
+    ),
+    # What works otherwise than it seems.
+    Rule(
+        name="old-form-of-zero",
+        level="warning",
+        path=_ZERO,
+        applies=lambda case: isinstance(case.value(_ZERO), bool),
+        reason="a switch is the old form: true is stage 1, false is stage 0",
+        remedy='write {{"stage": 1}}',
+        source="runtime/zero/config.py",
+    ),
+    Rule(
+        name="old-name-of-bf16",
+        level="warning",
+        path="bfloat16",
+        applies=lambda case: "bfloat16" in case.config,
+        reason="an old name, read only where there is no bf16 block; other programs do not know it",
+        remedy="rename it to bf16",
+        source="runtime/precision_config.py",
+    ),
+    Rule(
+        name="elastic-checkpoint-at-stage-3",
+        level="warning",
+        path=f"{_ZERO}.elastic_checkpoint",
+        applies=lambda case: case.stage == 3 and case.is_on(f"{_ZERO}.elastic_checkpoint"),
+        reason="stage 3 does not support elastic_checkpoint any more",
+        remedy="remove it, and use universal checkpoints (checkpoint.load_universal)",
+        source="runtime/zero/config.py",
+    ),
+    Rule(
+        name="parameters-kept-in-memory",
+        level="hint",
+        path=f"{_ZERO}.offload_param.max_in_cpu",
+        applies=lambda case: (
+            case.stage == 3
+            and case.offload("param") == "nvme"
+            and case.value(f"{_ZERO}.offload_param.max_in_cpu") is None
+        ),
+        reason="left open: the first 1e9 parameters stay in host memory and never reach the NVMe disk",
+        remedy="set max_in_cpu to 0 to keep every parameter on the disk",
+        source="runtime/zero/offload_config.py",
+    ),
+    Rule(
+        name="muon-before-0.19.8",
+        level="hint",
+        path="optimizer.type",
+        applies=lambda case: (
+            case.optimizer == "muon"
+            and (
+                case.offload("optimizer") is not None
+                or (case.stage == 3 and case.value("gradient_accumulation_steps") != 1)
+            )
+        ),
+        reason="before DeepSpeed 0.19.8 Muon computed other updates with an offloaded optimizer (issue 8463) and at "
+        "stage 3 with accumulation (issue 8443), and the loss differed",
+        remedy="train with 0.19.8 or later",
+        source="runtime/zero/stage3.py",
+    ),
+    # Defaults that changed: the same file is another experiment with another version.
+    Rule(
+        name="open-gradient-clipping",
+        level="hint",
+        path="gradient_clipping",
+        applies=lambda case: "gradient_clipping" not in case.config,
+        reason="left open: 1.0 since DeepSpeed 0.19.3, and no clipping before",
+        remedy="write it down",
+        source="runtime/constants.py",
+    ),
+    *(
+        Rule(
+            name=f"open-pin-memory-of-{kind}",
+            level="hint",
+            path=f"{_ZERO}.offload_{kind}.pin_memory",
+            applies=lambda case, kind=kind, stages=stages: (  # type: ignore[misc]
+                case.stage in stages
+                and case.offload(kind) is not None
+                and "pin_memory" not in case.block(f"{_ZERO}.offload_{kind}")
+            ),
+            reason="left open: true since DeepSpeed 0.19.5, and false before",
+            remedy="write it down",
+            source="runtime/zero/offload_config.py",
+        )
+        for kind, stages in (("optimizer", _ENABLED_STAGES), ("param", (3,)))
+    ),
+    Rule(
+        name="open-overflow-check",
+        level="hint",
+        path="bf16.check_grad_overflow",
+        applies=lambda case: (
+            case.stage in (1, 2) and case.is_on("bf16.enabled") and "check_grad_overflow" not in case.block("bf16")
+        ),
+        reason="left open: since DeepSpeed 0.19.3 a step with infinite gradients is skipped, and was applied before",
+        remedy="write it down",
+        source="runtime/precision_config.py",
+    ),
+)
+
+RULES: tuple[Rule, ...] = (*_REFUSED_IN_ROWS, *_CAVEATS_OF_ROWS, *_OF_FILES)
 """In the order in which a row asks them."""

@@ -1,0 +1,95 @@
+"""The command ``check``: what is wrong, ineffective or left open in DeepSpeed configurations, each with its line.
+
+Needs no GPU and loads neither torch nor DeepSpeed.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from ..config.file_check import FileReport, check_files
+from ..config.lint import Finding
+from ..config.rules import ModelSize
+from ..errors import UsageError
+from ..models import presets
+from ..system import terminal
+
+_GITHUB_LEVELS = {"error": "error", "warning": "warning", "hint": "notice"}
+
+
+def show_findings(
+    paths: Sequence[Path], *, num_gpus: int | None, model: str | None, output_format: str, as_json: bool
+) -> int:
+    """Prints what is found. Returns 0 without errors and warnings, 1 with any, 2 if a file could not be checked."""
+    reports = check_files(paths, num_gpus=num_gpus, model=None if model is None else _model_size(model))
+    if as_json:
+        terminal.print_json(json.dumps([_json_entry(report) for report in reports], indent=1))
+    elif output_format == "github":
+        for report in reports:
+            for finding in report.findings:
+                _print_line(_annotation(report, finding))
+    else:
+        _print_text(reports)
+    unchecked = [report for report in reports if report.problem is not None]
+    for report in unchecked:
+        terminal.print_text(f"ds_bench: {report.path} {report.problem}", sys.stderr)
+    if unchecked:
+        return 2
+    return int(any(finding.level != "hint" for report in reports for finding in report.findings))
+
+
+def _model_size(name: str) -> ModelSize:
+    """The sizes of a built-in model. Raises UsageError for any other."""
+    facts = presets.find_preset(name)
+    if facts is None:
+        similar = presets.similar_presets(name)
+        remedy = f"nearest: {', '.join(similar)}" if similar else "python -m ds_bench models lists them"
+        raise UsageError(f"--model {name} is no built-in model", remedy=remedy)
+    return ModelSize(name=facts.name, parameters=facts.parameters, largest_parameter=facts.largest_parameter)
+
+
+def _print_text(reports: Sequence[FileReport]) -> None:
+    for report in reports:
+        for finding in report.findings:
+            place = f"{report.path}:{finding.line}" if finding.line else f"{report.path}"
+            key = f"{finding.path}: " if finding.path else ""
+            _print_line(f"{place}: {finding.level}: {key}{finding.reason}")
+            _print_line(f"    → {finding.remedy} [{finding.rule}, {finding.source}]")
+    counts = Counter(finding.level for report in reports for finding in report.findings)
+    checked = sum(report.problem is None for report in reports)
+    levels = [_counted(counts[level], level) for level in ("error", "warning", "hint") if counts[level]]
+    terminal.print_text(f"{_counted(checked, 'file')} checked: {', '.join(levels) or 'nothing found'}")
+
+
+def _print_line(text: str) -> None:
+    """Prints one line: a line break in a key would make a second one, which GitHub could take for a command."""
+    terminal.print_text(terminal.escape_controls(text))
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
+def _annotation(report: FileReport, finding: Finding) -> str:
+    """A workflow command of GitHub Actions, which shows the finding beside its line."""
+    properties = {
+        "file": str(report.path),
+        "line": finding.line,
+        "title": f"{finding.rule}: {finding.path}".rstrip(": "),
+    }
+    named = ",".join(f"{name}={_escaped(str(value), ':,')}" for name, value in properties.items() if value is not None)
+    return f"::{_GITHUB_LEVELS[finding.level]} {named}::{_escaped(f'{finding.reason} → {finding.remedy}')}"
+
+
+def _escaped(text: str, more: str = "") -> str:
+    return "".join(f"%{ord(sign):02X}" if sign in f"%\r\n{more}" else sign for sign in text)
+
+
+def _json_entry(report: FileReport) -> dict[str, object]:
+    findings = [asdict(finding) for finding in report.findings]
+    return {"file": str(report.path), "problem": report.problem, "findings": findings}

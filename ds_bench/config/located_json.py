@@ -1,0 +1,82 @@
+"""Reads JSON as DeepSpeed does, with the place of every key in the text.
+
+DeepSpeed reads with hjson: comments, trailing commas and text without quotes are allowed, duplicate keys are not
+(``runtime/config.py``, ``runtime/config_utils.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+
+class LocatedObject(dict[str, Any]):
+    """A JSON object that knows where in the text the value of each key begins."""
+
+    offsets: dict[str, int]
+
+
+class ConfigSyntaxError(ValueError):
+    """The text is not what DeepSpeed can read; ``line`` is 1-based."""
+
+    def __init__(self, problem: str, line: int) -> None:
+        super().__init__(problem)
+        self.problem, self.line = problem, line
+
+
+def parse(text: str) -> Any:
+    """The value of a text; its objects are LocatedObjects. Raises ConfigSyntaxError."""
+    import hjson
+    from hjson import decoder
+
+    def parse_object(state: Any, encoding: Any, strict: Any, scan: Callable[..., Any], *rest: Any) -> Any:
+        """hjson's own, which gives the hook below the pairs of an object; each value is scanned in their order."""
+        starts: list[int] = []
+
+        def scan_noting_start(string: str, start: int) -> Any:
+            starts.append(start)
+            return scan(string, start)
+
+        _object_hook, _pairs_hook, *others = rest
+        return decoder.JSONObject(
+            state, encoding, strict, scan_noting_start, None, lambda pairs: _located(text, pairs, starts), *others
+        )
+
+    reader = decoder.HjsonDecoder()
+    reader.parse_object = parse_object
+    reader.scan_once, reader.scan_object_once = decoder.make_scanner(reader)
+    try:
+        return reader.decode(text)
+    except hjson.HjsonDecodeError as error:
+        raise ConfigSyntaxError(
+            error.msg.replace("%r", repr(text[error.pos : error.pos + 1])).removesuffix(" at"), error.lineno
+        ) from None
+    except ConfigSyntaxError:
+        raise
+    except (IndexError, OverflowError, ValueError) as error:  # an open comment, 1e999, a number of thousands of digits
+        raise ConfigSyntaxError(f"cannot be read: {error}", text.count("\n") + 1) from None
+
+
+def _located(text: str, pairs: Sequence[tuple[str, Any]], starts: Sequence[int]) -> LocatedObject:
+    located = LocatedObject(pairs)
+    if len(located) < len(pairs):
+        names = [name for name, _ in pairs]
+        second = next(index for index, name in enumerate(names) if name in names[:index])
+        raise ConfigSyntaxError(f"the key {names[second]!r} stands twice in one block", line_at(text, starts[second]))
+    located.offsets = dict(zip(located, starts, strict=True))
+    return located
+
+
+def line_at(text: str, offset: int) -> int:
+    """The line of a place in the text, from 1."""
+    return text.count("\n", 0, offset) + 1
+
+
+def line_of(text: str, data: Any, path: str) -> int | None:
+    """The line of the key with this path, or of the innermost block on the way to it that is there; None if none is."""
+    line = None
+    for name in path.split("."):
+        if not isinstance(data, LocatedObject) or name not in data:
+            break
+        line, data = line_at(text, data.offsets[name]), data[name]
+    return line

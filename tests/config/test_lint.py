@@ -1,0 +1,282 @@
+"""What check finds in a configuration: each rule by a configuration that it applies to, and the texts that matter."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ds_bench.config import lint, overrides, rules
+from ds_bench.config.lint import Finding
+from ds_bench.config.rules import ModelSize
+
+CLEAN: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1, "gradient_clipping": 1.0}
+GPT2 = ModelSize(name="gpt2", parameters=124_439_808, largest_parameter=38_597_376)
+
+
+def zero(stage: int, **keys: Any) -> dict[str, Any]:
+    return {"zero_optimization": {"stage": stage, **keys}}
+
+
+def optimizer(name: str, **params: Any) -> dict[str, Any]:
+    return {"optimizer": {"type": name, "params": params}}
+
+
+CPU = {"device": "cpu", "pin_memory": True}
+NVME = {"device": "nvme", "nvme_path": "/nvme", "pin_memory": True}
+ZENFLOW = {"select_strategy": "step", "select_interval": 4, "update_interval": 2}
+WARMUP = {"scheduler": {"type": "WarmupLR", "params": {}}}
+
+CASES: list[tuple[str, dict[str, Any]]] = [
+    # keys
+    ("ignored-key", {"zero_optimisation": {"stage": 3}}),
+    ("comment-key", {"_comment": "for eight GPUs"}),
+    ("unknown-key", {"bf16": {"enable": True}}),
+    ("unknown-key", {"flops_profiler": {"enabeld": True}}),
+    ("removed-key", {"nebula": {}}),
+    ("removed-key", zero(3, mics_shard_size=8)),
+    ("old-name", zero(2, cpu_offload_use_pin_memory=True)),
+    ("old-name", {**zero(2, cpu_offload=True, offload_optimizer=CPU)}),
+    ("named-twice", zero(3, prefetch_bucket_size=1, stage3_prefetch_bucket_size=1)),
+    ("type", zero(3, reduce_bucket_size=1.5)),
+    ("type", {"fp16": True}),
+    ("text-as-switch", {"memory_breakdown": "false"}),
+    ("text-as-number", {"gradient_clipping": "1.0"}),
+    # batch sizes
+    ("batch-size", {"train_micro_batch_size_per_gpu": None}),
+    ("batch-size", {"train_micro_batch_size_per_gpu": 0}),
+    ("batch-size", {"train_batch_size": 30, "train_micro_batch_size_per_gpu": 4}),
+    ("batch-for-one-number-of-ranks", {"train_batch_size": 16, "gradient_accumulation_steps": 2}),
+    # optimizer and scheduler
+    ("removed-optimizer", optimizer("OneBitAdam")),
+    ("unknown-optimizer", optimizer("AdmW")),
+    ("untested-optimizer", {**zero(1), **optimizer("SGD")}),
+    ("unknown-argument", optimizer("AdamW", learning_rate=1e-4)),
+    ("missing-argument", {"scheduler": {"type": "WarmupDecayLR", "params": {}}}),
+    ("unknown-scheduler", {"scheduler": {"type": "WarmUpLR", "params": {}}}),
+    ("warmup-steps", {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 0}}}),
+    # automatic values
+    ("automatic-value", {"gradient_clipping": "auto"}),
+    ("unfilled-automatic-value", {"steps_per_print": "auto"}),
+    # what nothing reads
+    ("unread-key", zero(2, sub_group_size=10)),
+    ("dead-key", {**zero(1), "disable_allgather": True}),
+    ("dead-key", zero(2, allgather_partitions=True)),
+    # rules that rows have too
+    ("stage-0-offload", zero(0, offload_optimizer=CPU)),
+    ("offload-param-below-stage-3", zero(2, offload_param=CPU)),
+    ("nvme-below-stage-3", zero(1, offload_optimizer=NVME)),
+    ("nvme-without-folder", zero(3, offload_optimizer={"device": "nvme", "pin_memory": True})),
+    (
+        "no-cpu-optimizer",
+        {**zero(2, offload_optimizer=CPU), **optimizer("Lamb"), "zero_allow_untested_optimizer": True},
+    ),
+    ("two-precisions", {"bf16": {"enabled": True, "check_grad_overflow": True}, "fp16": {"enabled": True}}),
+    ("deepcompile", {**zero(1), "compile": {"deepcompile": True}}),
+    ("deepcompile-at-stage-0", {"compile": {"deepcompile": True}}),
+    ("autotp", {"tensor_parallel": {"autotp_size": 2}}),
+    ("ulysses", {"sequence_parallel_size": 2}),
+    ("pipeline", {"pipeline": {}}),
+    (
+        "ratio-with-one-sub-group",
+        zero(3, offload_optimizer={**CPU, "ratio": 0.5}),
+    ),
+    ("super-offload-below-stage-3", zero(2, offload_optimizer={**CPU, "super_offload": True})),
+    ("quantized-gradients-on-one-node", zero(3, zero_quantized_gradients=True)),
+    ("activation-checkpointing-block", {"activation_checkpointing": {"cpu_checkpointing": True}}),
+    ("comms-logger-switched-off", {"comms_logger": {"enabled": False}}),
+    ("comms-logger", {"comms_logger": {"enabled": True}}),
+    ("wall-clock-breakdown", {"wall_clock_breakdown": True}),
+    ("flops-profiler", {"flops_profiler": {"enabled": True}}),
+    ("throughput-timer", {"timers": {"throughput": {"enabled": True}}}),
+    ("renamed-thread-count", {"aio": {"thread_count": 4}}),
+    # rules of files
+    ("fp16-master-weights-and-grads-at-stage-0", {"fp16": {"fp16_master_weights_and_grads": True}}),
+    ("bf16-master-weights-and-grads-at-stage-0", {"bf16": {"bf16_master_weights_and_grads": True}}),
+    (
+        "bf16-optimizer-states-at-stage-0",
+        {"bf16": {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}},
+    ),
+    ("bf16-states-without-master-weights", {**zero(1), "bf16": {"bf16_optimizer_states": True}}),
+    ("summed-gradients", {**zero(3), "gradient_allreduce_op": "sum"}),
+    ("unknown-allreduce-op", {"gradient_allreduce_op": "max"}),
+    ("unknown-communication-data-type", {"communication_data_type": "int8"}),
+    ("unknown-seq-parallel-communication-data-type", {"seq_parallel_communication_data_type": "int8"}),
+    ("unknown-autocast-dtype", {"torch_autocast": {"dtype": "int4"}}),
+    ("unknown-tag-validation", {"checkpoint": {"tag_validation": "no"}}),
+    ("unknown-checkpoint-writer", {"checkpoint": {"writer": {"type": "slow"}}}),
+    ("unknown-writer-parallelism", {"checkpoint": {"writer": {"data_parallel": "all"}}}),
+    ("no-sequence-parallel-ranks", {"sequence_parallel_size": 0}),
+    ("patterns-not-text", {"data_types": {"keep_in_fp32_modules": [1]}}),
+    ("ratio-below-stage-3", zero(2, offload_optimizer={**CPU, "ratio": 0.5})),
+    ("no-gradient-norm-at-this-stage", zero(3, compute_grad_norm=False)),
+    ("no-gradient-norm-to-clip", zero(1, compute_grad_norm=False)),
+    ("unknown-select-strategy", zero(2, offload_optimizer=CPU, zenflow={**ZENFLOW, "select_strategy": "all"})),
+    ("zenflow-select-interval", zero(2, offload_optimizer=CPU, zenflow={**ZENFLOW, "select_interval": "all"})),
+    ("zenflow-update-interval", zero(2, offload_optimizer=CPU, zenflow={**ZENFLOW, "update_interval": 0})),
+    ("zenflow-intervals", zero(2, offload_optimizer=CPU, zenflow={**ZENFLOW, "select_interval": 1})),
+    (
+        "zenflow-replaces-accumulation",
+        {**zero(2, offload_optimizer=CPU, zenflow=ZENFLOW), "gradient_accumulation_steps": 3},
+    ),
+    ("zenflow-without-interval", zero(2, offload_optimizer=CPU, zenflow={})),
+    ("fp16-loss-scale-window", {"fp16": {"enabled": True, "loss_scale_window": 0}}),
+    ("fp16-min-loss-scale", {"fp16": {"enabled": True, "min_loss_scale": 0}}),
+    ("fp16-loss-scale", {"fp16": {"enabled": True, "loss_scale": -1}}),
+    ("scaling-before-reduce-scatter", {**zero(2), "prescale_gradients": True}),
+    ("accumulation-format-at-stage-0", {"fp16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}),
+    ("master-weights-without-offload", {**zero(2), "fp16": {"enabled": True, "fp16_master_weights_and_grads": True}}),
+    ("legacy-stage-1", zero(1, legacy_stage1=True)),
+    ("unmanaged-accumulation", {**zero(3), "managed_gradient_accumulation": False}),
+    ("lamb-with-static-loss-scale", {**optimizer("Lamb"), "fp16": {"enabled": True, "loss_scale": 128}}),
+    ("muon-with-reduce-scatter", {**zero(3), **optimizer("Muon"), "gradient_accumulation_steps": 1}),
+    ("max-grad-norm", optimizer("AdamW", max_grad_norm=1.0)),
+    ("aio-text", {"aio": {"block_size": "1048576"}}),
+    ("old-form-of-zero", {"zero_optimization": True}),
+    ("old-name-of-bf16", {"bfloat16": {"enabled": True, "check_grad_overflow": True}}),
+    ("elastic-checkpoint-at-stage-3", zero(3, elastic_checkpoint=True)),
+    ("parameters-kept-in-memory", zero(3, offload_param=NVME)),
+    ("muon-before-0.19.8", {**zero(2, offload_optimizer=CPU), **optimizer("Muon")}),
+    ("open-gradient-clipping", {"gradient_clipping": None}),
+    ("open-pin-memory-of-optimizer", zero(2, offload_optimizer={"device": "cpu"})),
+    ("open-pin-memory-of-param", zero(3, offload_param={"device": "cpu"})),
+    ("open-overflow-check", {**zero(2), "bf16": {"enabled": True}}),
+]
+"""Name of a rule, and what makes it apply when it is laid over CLEAN; null removes a key."""
+BESIDE = {
+    "deepcompile-at-stage-0": {"deepcompile"},
+    "bf16-optimizer-states-at-stage-0": {"bf16-master-weights-and-grads-at-stage-0"},
+    "aio-text": {"text-as-number"},
+}
+"""Rules that apply wherever another one does."""
+
+
+def check(config: dict[str, Any], **known: Any) -> list[Finding]:
+    return lint.check_config(config, **known)
+
+
+@pytest.mark.parametrize(("rule", "change"), CASES, ids=[rule for rule, _ in CASES])
+def test_each_rule_applies_to_its_configuration_and_no_other_rule_does(rule: str, change: dict[str, Any]) -> None:
+    config = overrides.overlay(CLEAN, change)
+    found = check(config)
+    assert {finding.rule for finding in found} == {rule, *BESIDE.get(rule, set())}
+    assert all(finding.reason and finding.remedy and ".py" in finding.source for finding in found)
+
+
+def test_every_rule_is_among_the_cases() -> None:
+    assert {rule.name for rule in rules.RULES if rule.level} <= {rule for rule, _ in CASES}
+
+
+def test_nothing_is_found_in_a_configuration_that_leaves_nothing_open() -> None:
+    config = {
+        **CLEAN,
+        "bf16": {"enabled": True, "check_grad_overflow": True},
+        **zero(3, overlap_comm=True, offload_optimizer=CPU, offload_param=CPU, reduce_bucket_size=5e8),
+        **optimizer("AdamW", lr=1e-4, betas=[0.9, 0.999], torch_adam=True),
+        **WARMUP,
+    }
+    assert check(config) == []
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "remedy"),
+    [
+        ("offload_optimizer", {"device": "cpu"}, "it belongs inside zero_optimization"),
+        ("loss_scale", 0, "it belongs inside fp16"),
+        ("log", {"steps_per_print": 10}, "its steps_per_print belongs at the top level"),
+        ("comms_config", {}, "did you mean comms_logger?"),
+        ("cuda_visible_devices", "0", "set the environment variable CUDA_VISIBLE_DEVICES, or start with --include"),
+        ("gradient-clipping", 1.0, "did you mean gradient_clipping?"),
+        ("model-parallel-size", 1, "remove it"),
+    ],
+)
+def test_an_ignored_key_is_told_with_the_place_where_it_belongs(key: str, value: Any, remedy: str) -> None:
+    (finding,) = check({**CLEAN, key: value})
+    assert (finding.level, finding.path, finding.remedy) == ("warning", key, remedy)
+
+
+def test_keys_of_another_program_are_told_in_one_finding() -> None:
+    (finding,) = check({**CLEAN, **{f"another program's key {number}": 1 for number in range(40)}})
+    assert "40 top-level keys" in finding.reason
+
+
+@pytest.mark.parametrize(
+    ("config", "remedy"),
+    [
+        ({"fp16": {"fp16": True}}, "did you mean enabled?"),
+        ({"compile": {"backend": "inductor"}}, "give it to engine.compile()"),
+        ({"zero_optimization": {"stage": 3, "gradient_clipping": 1.0}}, "it belongs at the top level"),
+        ({"zero_optimization": {"stage": [0, 1]}}, "give 0, 1, 2 or 3"),
+        ({"train_micro_batch_size_per_gpu": "SIZE"}, "give a number"),
+    ],
+)
+def test_an_error_has_a_remedy_that_fits_the_key(config: dict[str, Any], remedy: str) -> None:
+    assert [each.remedy for each in check({**CLEAN, **config}) if each.level == "error"] == [remedy]
+
+
+def test_a_key_of_another_block_is_refused_with_the_name_of_that_block() -> None:
+    (finding,) = [each for each in check({**CLEAN, "bf16": {"initial_scale_power": 16}}) if each.level == "error"]
+    assert finding.remedy == "remove it; it is a key of fp16"
+
+
+@pytest.mark.parametrize(
+    ("batch", "num_gpus", "said"),
+    [
+        ((32, 4, 1), 8, None),
+        ((32, 4, 1), 4, "32 is not train_micro_batch_size_per_gpu 4 × gradient_accumulation_steps 1 × 4 data-parallel"),
+        ((32, 4, 3), None, "32 is no multiple of train_micro_batch_size_per_gpu 4 × gradient_accumulation_steps 3,"),
+        ((32, None, None), 5, "32 is no multiple of 5 data-parallel ranks"),
+        ((32, 4, None), 8, None),
+        ((None, 4, 2), 8, None),
+    ],
+)
+def test_the_batch_keys_must_fit_the_number_of_gpus(
+    batch: tuple[int | None, ...], num_gpus: int | None, said: str | None
+) -> None:
+    keys = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    config = {**CLEAN, **dict(zip(keys, batch, strict=True))}
+    found = [finding for finding in check(config, num_gpus=num_gpus) if finding.level == "error"]
+    assert [said in finding.reason for finding in found if said] == ([True] if said else [])
+    assert len(found) == (1 if said else 0)
+
+
+def test_buffers_are_held_against_the_model() -> None:
+    found = {finding.rule: finding for finding in check({**CLEAN, **zero(3)}, model=GPT2)}
+    assert found.keys() == {"bucket-larger-than-model", "model-stays-gathered"}
+    assert "500,000,000 is more than the 124,439,808 parameters of gpt2" in found["bucket-larger-than-model"].reason
+    assert found["bucket-larger-than-model"].remedy == "set it to 120000000 or less"
+    small = zero(3, reduce_bucket_size=10**6, stage3_max_live_parameters=10**6)
+    assert check({**CLEAN, **small}, model=GPT2) == []
+
+
+def test_a_split_by_sub_groups_has_an_effect_where_a_rank_has_several() -> None:
+    split = zero(3, sub_group_size=10**7, offload_optimizer={**CPU, "ratio": 0.5})
+    assert check({**CLEAN, **split}) == []
+    several = {finding.rule for finding in check({**CLEAN, **split}, model=GPT2, num_gpus=16)}
+    assert "ratio-with-one-sub-group" in several
+
+
+def test_a_swap_buffer_must_hold_a_ranks_part_of_the_largest_tensor() -> None:
+    config = {**CLEAN, **zero(3, offload_param={**NVME, "max_in_cpu": 0, "buffer_size": 10**7})}
+    (finding,) = [each for each in check(config, model=GPT2, num_gpus=2) if each.level == "error"]
+    assert finding.rule == "swap-buffer-too-small"
+    assert not [each for each in check(config, model=GPT2, num_gpus=4) if each.level == "error"]
+
+
+def test_both_16_bit_formats_left_automatic_train_in_fp32() -> None:
+    config = {**CLEAN, "bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"}}
+    (finding,) = check(config)
+    assert "and trains in fp32" in finding.reason
+    assert "fp32" not in check({**config, "bf16": {"enabled": True, "check_grad_overflow": True}})[0].reason
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"data_types": {"keep_in_fp32_modules": "auto"}},
+        {"expert_parallel": {"enabled": True, "combine_impl": "auto"}},
+        zero(2, offload_optimizer=CPU, zenflow={**ZENFLOW, "auto_ratio": 0.5, "update_interval": 2}),
+    ],
+)
+def test_an_auto_that_deepspeed_knows_is_not_told(config: dict[str, Any]) -> None:
+    assert [finding for finding in check({**CLEAN, **config}) if "automatic" in finding.rule] == []
