@@ -366,12 +366,13 @@ class ResultBuilder:
 
     def with_changes(self, trial: Trial) -> Trial:
         """A trial that is about to run, with what other configurations of its work would need."""
-        profile = self._plan_of(trial).profile
+        plan = self._plan_of(trial)
+        profile = plan.profile
         if trial.prediction is None or not isinstance(profile, ModelProfile):
             return trial
         key = id(trial.configuration)  # repeats of a row share it
         if key not in self._changes:
-            self._changes[key] = trial_predictions.predict_changes(trial, profile)
+            self._changes[key] = trial_predictions.predict_changes(trial, profile, plan.model.hidden_size)
         return replace(trial, prediction={**trial.prediction, **self._changes[key]})
 
     def _plan_of(self, trial: Trial) -> Plan:

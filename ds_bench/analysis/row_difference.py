@@ -42,7 +42,7 @@ Scope = Literal["fullest rank", "fullest node", "one rank", "whole job"]
 ACTS_ON: Mapping[str, tuple[str, ...]] = {
     "zero_optimization.stage": ("parameters", "gradients", "optimizer_states", "deepspeed_buffers"),
     "zero_optimization.offload_optimizer.device": ("optimizer_states", "gradients", "deepspeed_buffers", "step"),
-    "zero_optimization.offload_optimizer.ratio": ("optimizer_states", "step"),
+    "zero_optimization.offload_optimizer.ratio": ("optimizer_states", "gradients", "step"),
     "zero_optimization.offload_optimizer.pin_memory": ("pinned_rounding", "step"),
     "zero_optimization.offload_optimizer.buffer_count": ("deepspeed_buffers",),
     "zero_optimization.offload_param.device": ("parameters", "forward", "backward"),
@@ -51,30 +51,30 @@ ACTS_ON: Mapping[str, tuple[str, ...]] = {
     "zero_optimization.offload_param.buffer_size": ("deepspeed_buffers",),
     "zero_optimization.offload_param.max_in_cpu": ("parameters",),
     "zero_optimization.reduce_bucket_size": ("deepspeed_buffers", "backward"),
-    "zero_optimization.allgather_bucket_size": ("step",),
     "zero_optimization.overlap_comm": ("deepspeed_buffers", "backward"),
     "zero_optimization.contiguous_gradients": ("deepspeed_buffers",),
-    "zero_optimization.reduce_scatter": ("backward",),
-    "zero_optimization.round_robin_gradients": ("step",),
+    "zero_optimization.reduce_scatter": ("temporaries", "backward"),
+    "zero_optimization.round_robin_gradients": ("gradients", "step"),
     "zero_optimization.stage3_prefetch_bucket_size": ("gathered_parameters", "forward", "backward"),
     "zero_optimization.stage3_param_persistence_threshold": ("parameters", "forward", "backward"),
     "zero_optimization.stage3_max_live_parameters": ("gathered_parameters", "forward", "backward"),
     "zero_optimization.stage3_max_reuse_distance": ("gathered_parameters", "backward"),
+    "zero_optimization.stage3_allgather_sequential": ("gathered_parameters", "forward", "backward"),
     "zero_optimization.sub_group_size": ("temporaries", "step"),
     "zero_optimization.zero_hpz_partition_size": ("parameters", "backward"),
-    "zero_optimization.zero_quantized_weights": ("parameters", "forward", "backward"),
-    "zero_optimization.zero_quantized_gradients": ("backward",),
+    "zero_optimization.zero_quantized_weights": ("gathered_parameters", "forward", "backward"),
+    "zero_optimization.zero_quantized_gradients": ("temporaries", "backward"),
     "optimizer.type": ("optimizer_states", "step"),
     "optimizer.params.torch_adam": ("temporaries", "step"),
     "bf16.enabled": ("parameters", "gradients", "optimizer_states", "activations"),
     "bf16.bf16_master_weights_and_grads": ("optimizer_states", "gradients"),
-    "bf16.bf16_optimizer_states": ("optimizer_states",),
+    "bf16.bf16_optimizer_states": ("optimizer_states", "gradients"),
     "fp16.enabled": ("parameters", "gradients", "optimizer_states", "activations"),
     "torch_autocast.enabled": ("activations", "forward", "backward"),
     "data_types.grad_accum_dtype": ("gradients",),
     "gradient_accumulation_steps": ("gradients", "forward", "backward"),
     "train_micro_batch_size_per_gpu": ("activations", "forward", "backward"),
-    "communication_data_type": ("backward",),
+    "communication_data_type": ("deepspeed_buffers", "temporaries", "backward"),
     "gradient_clipping": ("step",),
     "aio.block_size": ("step",),
     "aio.queue_depth": ("step",),
@@ -84,6 +84,7 @@ ACTS_ON: Mapping[str, tuple[str, ...]] = {
     "batch_size": ("activations", "forward", "backward"),
     "seq_length": ("activations", "forward", "backward"),
     "dropout": ("activations",),
+    "grad_accum": ("gradients", "forward", "backward"),
     "num_gpus": ("parameters", "gradients", "optimizer_states"),
     "attention": ("activations", "forward", "backward"),
     "loss": ("activations", "logits_and_loss", "forward", "backward"),
@@ -210,7 +211,7 @@ class KeyDifference:
     """A setting in which the rows differ."""
 
     path: str
-    """Key path of the DeepSpeed configuration, or a field of workload or placement."""
+    """Key path of the DeepSpeed configuration, an environment variable, or a field of workload or placement."""
     a: Any
     b: Any
     """None: not set, or not read at this row's stage."""
@@ -520,9 +521,15 @@ def _key_differences(a: TrialSummary, b: TrialSummary) -> Iterator[KeyDifference
             path="optimizer class", a=optimizers[0], b=optimizers[1], acts_on=("step",), from_layout=False
         )
     facts = [
-        {"engine": trial.configuration.engine, **asdict(trial.workload), **asdict(trial.placement)} for trial in trials
+        {
+            "engine": trial.configuration.engine,
+            **trial.configuration.variables,
+            **asdict(trial.workload),
+            **asdict(trial.placement),
+        }
+        for trial in trials
     ]
-    for name in facts[0]:
+    for name in dict.fromkeys([*facts[0], *facts[1]]):
         values = [each.get(name) for each in facts]
         if values[0] != values[1] and name not in _LEFT_OUT_FIELDS:
             acts_on = ACTS_ON.get(name, ())

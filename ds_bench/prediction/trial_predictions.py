@@ -167,10 +167,11 @@ def attach_predictions(
     return [_with_prediction(trial, profile, capacity, skip=skip, force=force) for trial in trials]
 
 
-def predict_changes(trial: Trial, profile: ModelProfile) -> dict[str, Any]:
+def predict_changes(trial: Trial, profile: ModelProfile, hidden_size: int | None = None) -> dict[str, Any]:
     """The memory of other configurations of the same workload, and what changes of this one would save.
 
-    As JSON values, for advice and explanations after the run.
+    As JSON values, for advice and explanations after the run. ``hidden_size``: of the model, from which small buffers
+    are computed; None if it is not known.
     """
     workload, config = trial.workload, trial.ds_config
     batch_size = int(config.get("train_micro_batch_size_per_gpu", workload.batch_size))
@@ -180,6 +181,7 @@ def predict_changes(trial: Trial, profile: ModelProfile) -> dict[str, Any]:
             workload=replace(workload, batch_size=batch_size),
             placement=replace(trial.placement, nvme_path=trial.placement.nvme_path or "/nvme"),
             configuration=trial.configuration,
+            hidden_size=hidden_size,
             torch_adam=bool(config["optimizer"]["params"].get("torch_adam")),
         )
         return {

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from ..config import deepspeed_config, overrides, strategies
+from ..config import bucket_sizes, deepspeed_config, overrides, strategies
 from ..config.spec import Configuration, Placement, Strategy, Workload
 from .memory import DOES_NOT_FIT, FITS, TIGHT, Prediction, gpu_bytes_by_moment, predict
 from .model_profile import ModelProfile
@@ -24,15 +24,6 @@ _MOST_GPUS = 8192
 """Largest number of GPUs that is tried."""
 _SMALL_BUCKET = 50_000_000
 """Elements: a tenth of DeepSpeed's default; smaller ones cost speed."""
-_SMALL_BUFFERS: Mapping[str, int] = {
-    "reduce_bucket_size": _SMALL_BUCKET,
-    "allgather_bucket_size": _SMALL_BUCKET,
-    "stage3_prefetch_bucket_size": 5_000_000,
-    "stage3_param_persistence_threshold": 10_000,
-    "stage3_max_live_parameters": 100_000_000,
-    "stage3_max_reuse_distance": 100_000_000,
-}
-"""Elements: a tenth of DeepSpeed's default for every buffer and limit of stage 3."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +36,8 @@ class PlannedTrial:
     configuration: Configuration
     ranks_per_node: int | None = None
     """GPUs of a node; None: all ranks are on one node."""
+    hidden_size: int | None = None
+    """Of the model, from which small buffers are computed; None if it is not known."""
     changes: Mapping[str, Any] = field(default_factory=dict)
     """Changes of the DeepSpeed configuration, merged into it by ``overrides.overlay``."""
     torch_adam: bool = False
@@ -152,7 +145,7 @@ class Saving:
     """What one named change of a configuration would save at the fullest moment, alone."""
 
     name: str
-    """``small_buffers``, ``activation checkpointing``, ``offload_optimizer cpu``."""
+    """``small_buffers`` (a value of the axis ``buffers``), ``activation checkpointing``, ``optimizer offload``."""
     changes: Mapping[str, Any]
     """Key path, or field of the workload → its value after the change."""
     gpu_bytes: int
@@ -186,10 +179,12 @@ def _named_changes(planned: PlannedTrial) -> Iterator[tuple[str, dict[str, Any],
     blocks: list[tuple[str, dict[str, Any]]] = []
     if configuration.is_reference:
         on_gpu = False  # and no buckets of ZeRO
-    elif configuration.stage == 3:
-        blocks.append(("small_buffers", dict(_SMALL_BUFFERS)))
-    elif configuration.stage:
+    elif configuration.stage and planned.hidden_size is None:
         blocks.append(("a smaller bucket", {"reduce_bucket_size": _SMALL_BUCKET}))
+    elif configuration.stage:
+        sizes = bucket_sizes.small_sizes(planned.hidden_size or 0)
+        kept = {key: size for key, size in sizes.items() if configuration.stage == 3 or not key.startswith("stage3_")}
+        blocks.append(("small_buffers", kept))
     if on_gpu and configuration.stage and not configuration.offloads_optimizer:
         blocks.append(("optimizer offload", {"offload_optimizer": {"device": "cpu", "pin_memory": True}}))
     if on_gpu and configuration.stage == 3 and configuration.layout[1:] == ("cpu", "none"):

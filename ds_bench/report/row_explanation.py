@@ -389,11 +389,13 @@ def _saving_sentence(saving: Saving, difference: RowDifference) -> str:
 
 
 def _changes(saving: Saving) -> str:
+    """The keys and their values, with the flag that sets them all where there is one."""
     parts = []
     for path, value in saving.changes.items():
         shown = value.get("device") if isinstance(value, dict) else value
         parts.append(f"{path.removeprefix('zero_optimization.')} {_value(shown)}")
-    return ", ".join(parts)
+    flag = "--axis buffers=small_buffers: " if saving.name == "small_buffers" else ""
+    return f"{flag}{', '.join(parts)}"
 
 
 # ------------------------------------------------------------------ sizes

@@ -247,6 +247,7 @@ def test_a_named_change_saves_what_was_predicted(stage: int, profiles: dict[str,
         workload=plain.workload,
         placement=plain.placement,
         configuration=plain.configuration,
+        hidden_size=_LLAMA["hidden_size"],
         torch_adam=True,
     )
     (saving,) = (each for each in what_if.savings(planned) if each.name != "activation checkpointing")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -41,12 +42,15 @@ def runs(
     work = fakes.workload(
         model=MODEL, model_type=facts.model_type, model_config=facts.config, batch_size=1, seq_length=512
     )
+    profile = profile_of(facts, 512)
     trials = trial_predictions.attach_predictions(
         [fakes.trial(configuration, on=CARDS, of=work, repeat=repeat) for repeat in range(3)],
-        profile_of(facts, 512),
+        profile,
         MemoryCapacity(gpu_bytes=None, host_bytes=None),
         skip=False,
     )
+    changes = trial_predictions.predict_changes(trials[0], profile, facts.hidden_size)
+    trials = [replace(trial, prediction={**(trial.prediction or {}), **changes}) for trial in trials]
     assert trials[0].prediction is not None
     prediction = Prediction.from_dict(trials[0].prediction)
     kept = {name: size for name, size in prediction.ledger["gpu"].items() if name in ("parameters", "optimizer_states")}
