@@ -7,13 +7,13 @@ weights, so that a difference larger than rounding explains shows a wrong config
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
-from ..config.spec import SAME_TRAINING_FIELDS, Configuration, Workload
+from ..config.spec import SAME_TRAINING_FIELDS, Configuration, Trial, Workload
 from ..units import format_ratio
-from .caveats import Caveat, CaveatKind, CaveatText
+from .caveats import Caveat, CaveatKind, CaveatText, note
 from .summary import TrialSummary
 from .trial_caveats import optimizer_family
 
@@ -69,8 +69,10 @@ def with_loss_caveats(summaries: Sequence[TrialSummary]) -> list[TrialSummary]:
             continue
         first = next(iter(group))
         stage_3_alone = _stage_3_alone(group)
+        alone = _file_compared_with_none(summaries, group)
         for index, summary in group.items():
-            caveats = [stage_3_alone if index == first else None, _other_adam_implementation(group[first], summary)]
+            once = [stage_3_alone if index == first else None, alone]
+            caveats = [*once, _other_adam_implementation(group[first], summary)]
             if not any(caveat.kind is CaveatKind.LOSS_DIFFERS for caveat in summary.caveats):
                 caveats.append(_training_difference(reference, summary))
             added = [caveat for caveat in caveats if caveat is not None and caveat not in summary.caveats]
@@ -97,7 +99,7 @@ def compare_losses(summaries: Sequence[TrialSummary]) -> dict[int, Caveat]:
 
 
 def _group_equal_batches(summaries: Sequence[TrialSummary]) -> list[_Group]:
-    """Groups rows that trained on the same batches; rows without finite losses are in no group."""
+    """Groups rows that were to train alike, on the same batches; rows without finite losses are in no group."""
     groups: list[_Group] = []
     batches: list[tuple[object, ...]] = []
     for index, summary in enumerate(summaries):
@@ -109,7 +111,56 @@ def _group_equal_batches(summaries: Sequence[TrialSummary]) -> list[_Group]:
             batches.append(batch)
             groups.append({})
         groups[batches.index(batch)][index] = summary
-    return groups
+    return [part for group in groups for part in _split_by_settings(group)]
+
+
+def _split_by_settings(group: _Group) -> list[_Group]:
+    """Splits off the rows of files that ask for other training on purpose, such as another learning rate."""
+    trials = [summary.record.trial for summary in group.values()]
+    common = next((_training_settings(trial.ds_config) for trial in trials if not _is_of_file(trial)), None)
+    parts: list[tuple[dict[str, Any] | None, _Group]] = []
+    for (index, summary), trial in zip(group.items(), trials, strict=True):
+        settings = _training_settings(trial.ds_config) if _is_of_file(trial) else common
+        part = next((part for known, part in parts if known == settings), None)
+        if part is None:
+            parts.append((settings, part := {}))
+        part[index] = summary
+    return [part for _, part in parts]
+
+
+def _is_of_file(trial: Trial) -> bool:
+    return trial.configuration.source == "file"
+
+
+def _training_settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What a DeepSpeed configuration says about the arithmetic of training, apart from the batch and the precision."""
+    optimizer, zero, bf16 = (config.get(name) or {} for name in ("optimizer", "zero_optimization", "bf16"))
+    params = {key: value for key, value in (optimizer.get("params") or {}).items() if key not in _IMPLEMENTATION}
+    return {
+        "optimizer": (str(optimizer.get("type")).lower(), params),
+        "clipping": config.get("gradient_clipping", 1.0),
+        "bf16": {key: value for key, value in bf16.items() if key.startswith(("bf16", "immediate")) and value},
+        **{key: config[key] for key in _ARITHMETIC if config.get(key)},
+        **{key: zero[key] for key in _ZERO_ARITHMETIC if zero.get(key)},
+    }
+
+
+_IMPLEMENTATION = ("torch_adam", "foreach", "adam_w_mode", "fp32_optimizer_states")
+"""Parameters of an optimizer that choose its implementation."""
+_ARITHMETIC = ("scheduler", "torch_autocast", "communication_data_type", "data_types")
+_ZERO_ARITHMETIC = ("zenflow", "zero_quantized_weights", "zero_quantized_gradients")
+
+
+def _file_compared_with_none(summaries: Sequence[TrialSummary], group: _Group) -> Caveat | None:
+    """The note of a file's row that no other row was asked to train like, where there are other rows."""
+    names = {summary.record.trial.configuration.name for summary in group.values()}
+    others = {summary.record.trial.configuration.name for summary in summaries if summary.losses} - names
+    configuration = next(iter(group.values())).record.trial.configuration
+    if len(names) > 1 or not others or configuration.source != "file":
+        return None
+    return note(
+        "its losses are compared with no other row's: its file asks for other training (optimizer, scheduler, …)"
+    )
 
 
 def _stage_3_alone(group: _Group) -> Caveat | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -154,3 +155,20 @@ def test_rows_on_the_cpu_that_step_with_another_adam_say_so_and_how_to_compare_w
 def test_a_loss_of_zero_is_compared_without_dividing_by_it() -> None:
     assert compare_losses([losing(1, 0.0), losing(2, 0.0)]) == {}
     assert list(compare_losses([losing(1, 0.0), losing(2, 1.0)])) == [1]
+
+
+def of_file(name: str, rate: float, *losses: float) -> TrialSummary:
+    """A row of a file that asks for this learning rate."""
+    trial = fakes.trial(fakes.zero(2), on=CUDA, of=fakes.workload())
+    optimizer = {"type": "AdamW", "params": {**trial.ds_config["optimizer"]["params"], "lr": rate}}
+    configuration = replace(trial.configuration, name=name, label=name, source="file")
+    trial = replace(trial, configuration=configuration, ds_config={**trial.ds_config, "optimizer": optimizer})
+    return summarise(fakes.success(trial, losses=losses), None, None)
+
+
+def test_a_file_that_asks_for_other_training_is_compared_with_files_that_ask_for_the_same() -> None:
+    rows = [losing(1, 7.0, 6.9), of_file("same", 1e-4, 7.5, 7.4), of_file("slow", 1e-5, 8.0, 8.0)]
+    assert list(compare_losses(rows)) == [1]
+    told = [[caveat.text for caveat in row.caveats if "no other row" in caveat.text] for row in with_loss_caveats(rows)]
+    assert list(map(len, told)) == [0, 0, 1]
+    assert 3 in compare_losses([*rows, of_file("wrong", 1e-5, 9.0, 9.0)])
