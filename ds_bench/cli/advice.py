@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from ..analysis.trial_caveats import NEAR_CAPACITY
-from ..config import strategies
+from ..config import strategies, validation
+from ..config.configuration_files import read_configuration_files
+from ..config.file_rows import FileRowMaker
 from ..config.reference_engines import REFERENCES
-from ..config.spec import Precision
+from ..config.spec import Configuration, Placement, Precision
 from ..errors import UsageError
 from ..models import lookup
 from ..models.presets import ModelFacts
@@ -17,23 +22,56 @@ from ..system import terminal
 from ..units import format_millions, format_percent
 
 
-def show_advice(model: str, num_gpus: int, precision: Precision, grad_accum: int) -> int:
-    """Prints when to use each strategy, and what it saves and costs for this model. Returns 0; raises UsageError."""
+def show_advice(model: str, num_gpus: int, precision: Precision, grad_accum: int, configs: Sequence[Path] = ()) -> int:
+    """Prints when to use each strategy, and what it saves and costs for this model. Returns 0; raises UsageError.
+
+    ``configs``: files and folders of configurations, of which the same is said in place of the strategies.
+    """
     facts = _model_facts(model)
     title = f"{facts.name}, {format_millions(facts.parameters)} parameters, {precision}, {num_gpus} GPU(s); by formula"
     terminal.print_text(terminal.escape_controls(title) + "\n")
     offloads = map(strategies.offload_strategy, strategies.OFFLOAD_NAMES[1:])
-    for strategy in (*strategies.ZERO_STAGES.values(), *offloads, *REFERENCES.values()):
+    catalogue = (*strategies.ZERO_STAGES.values(), *offloads, *REFERENCES.values())
+    configurations = [*map(strategies.make_configuration, catalogue)]
+    if configs:
+        maker = FileRowMaker(
+            num_gpus=num_gpus,
+            batch_size=1,
+            grad_accum=grad_accum,
+            precision=precision,
+            hidden_size=facts.hidden_size,
+            training_steps=1,
+        )
+        configurations = _of_files(maker, configs, Placement(accelerator="cuda", num_gpus=num_gpus, nvme_path="/nvme"))
+    for configuration in configurations:
         advice = strategy_guide.advise(
-            strategies.make_configuration(strategy),
+            configuration,
             parameters=facts.parameters,
             num_gpus=num_gpus,
-            precision=precision,
+            precision=configuration.workload_changes.get("precision", precision),
             grad_accum=grad_accum,
         )
         terminal.print_text("\n".join(strategy_guide.advice_lines(advice)))
     terminal.print_text("\n" + "\n".join(_rules_of_thumb(num_gpus)))
     return 0
+
+
+def _of_files(maker: FileRowMaker, paths: Sequence[Path], placement: Placement) -> list[Configuration]:
+    """The configurations of files, with what there is to say of each on standard error.
+
+    Raises UsageError where a file is no configuration, or all are refused.
+    """
+    files, lines = read_configuration_files(paths)
+    made = [maker.make(file, maker.batch_size) for file in files]
+    refusals = {each.name: validation.unsupported_reason(each, placement) for each in made}
+    lines += [f"{name}: {reason}" for name, reason in refusals.items() if reason is not None]
+    fit = [each for each in made if refusals[each.name] is None]
+    if not fit:
+        raise UsageError(f"--configs {'; '.join(lines)}", remedy="python -m ds_bench check explains a file")
+    lines += [f"{each.name}: {caveat}" for each in fit for caveat in each.caveats]
+    for line in lines:
+        terminal.print_text(f"note: {terminal.escape_controls(line)}", sys.stderr)
+    return [replace(each, label=f"{each.name} (stage {each.stage})") for each in fit]
 
 
 def _rules_of_thumb(num_gpus: int) -> list[str]:

@@ -73,6 +73,8 @@ def _add_command(
     )
 
 
+_ALL_STRATEGIES = ["all"]
+"""Value of ``--strategies`` of ``plan`` where the flag is not typed."""
 PREDICTED_STRATEGIES = (*(strategy.name for strategy in ZERO_STAGES.values()), *OFFLOAD_NAMES[1:])
 """Values of ``plan --strategies``, in the order of the table, without ``none``, which is the same as ``zero3``."""
 _RESULT = "a run folder, its records.jsonl, or its flat JSON, such as zero_comparison_*.json or comparison_*.json"
@@ -172,9 +174,11 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
         "--strategies",
         nargs="+",
         choices=("all", *PREDICTED_STRATEGIES, *ALIASES),
-        default=["all"],
-        help="strategies to predict (default: all)",
+        default=_ALL_STRATEGIES,
+        help="strategies to predict (default: all, or none with --configs)",
     )
+    _add_configs(parser)
+    add("--keep-batch", action="store_true", help="the batch keys of each file of --configs rule")
     add("--min-gpus", action="store_true", help="also show how many GPUs each strategy needs")
     add("--max-batch", action="store_true", help="also show the largest micro-batch of each strategy")
     add("--online", action="store_true", help="ask the Hub for a model that is neither a preset nor a folder")
@@ -184,16 +188,29 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=_plan)
 
 
+def _add_configs(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--configs",
+        nargs="+",
+        type=Path,
+        default=[],
+        metavar="FILE_OR_DIR",
+        help="configurations of your own: DeepSpeed JSON, Accelerate YAML, a Trainer's arguments",
+    )
+
+
 def _plan(values: argparse.Namespace) -> int:
     from .plan import PlanOptions, plan_command
 
     flags = {name: value for name, value in vars(values).items() if name not in ("command", "run")}
-    names = PREDICTED_STRATEGIES if "all" in values.strategies else tuple(dict.fromkeys(values.strategies))
-    return plan_command(PlanOptions(**{**flags, "strategies": names}))
+    names = [] if values.configs and values.strategies is _ALL_STRATEGIES else values.strategies
+    names = PREDICTED_STRATEGIES if "all" in names else tuple(dict.fromkeys(names))
+    return plan_command(PlanOptions(**{**flags, "strategies": names, "configs": tuple(values.configs)}))
 
 
 def _add_doctor(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--nvme-path", metavar="DIR", help="also check this disk's folder")
+    _add_configs(parser)
     parser.add_argument("--build", action="store_true", help="build the ops that are not built yet (minutes)")
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
     parser.set_defaults(run=_doctor)
@@ -202,7 +219,7 @@ def _add_doctor(parser: argparse.ArgumentParser) -> None:
 def _doctor(values: argparse.Namespace) -> int:
     from .doctor import show_findings
 
-    return show_findings(values.nvme_path, values.build, values.json)
+    return show_findings(values.nvme_path, values.build, values.json, values.configs)
 
 
 def _add_advice(parser: argparse.ArgumentParser) -> None:
@@ -214,13 +231,14 @@ def _add_advice(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--grad-accum", type=integer(1), default=1, metavar="N", help="micro-batches per optimizer step (default: 1)"
     )
+    _add_configs(parser)
     parser.set_defaults(run=_advice)
 
 
 def _advice(values: argparse.Namespace) -> int:
     from .advice import show_advice
 
-    return show_advice(values.model, values.num_gpus, values.precision, values.grad_accum)
+    return show_advice(values.model, values.num_gpus, values.precision, values.grad_accum, values.configs)
 
 
 def _report(values: argparse.Namespace) -> int:

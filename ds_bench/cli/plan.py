@@ -8,11 +8,16 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from .. import plan, units
-from ..config import strategies
+from ..config import strategies, validation
+from ..config.configuration_files import ConfigurationFile, read_configuration_files
+from ..config.file_rows import FileRowMaker
 from ..config.spec import Configuration, Placement, Precision, Workload
 from ..errors import UsageError
 from ..models.lookup import ResolvedModel, resolve_model
@@ -48,6 +53,8 @@ class PlanOptions:
     precision: Precision
     activation_checkpointing: bool
     strategies: tuple[str, ...]
+    configs: tuple[Path, ...]
+    keep_batch: bool
     min_gpus: bool
     max_batch: bool
     online: bool
@@ -59,15 +66,19 @@ class PlanOptions:
 def plan_command(options: PlanOptions) -> int:
     """Prints the answer and the table. Returns 0; raises UsageError."""
     capacity = devices.memory_bytes(options.gpu)
-    question = _planned_trial(options)
+    files, lines = read_configuration_files(options.configs)
+    question, hidden_size = _planned_trial(options)
+    configurations = [
+        *map(_configuration, options.strategies),
+        *_of_files(options, question, files, hidden_size, lines),
+    ]
+    for line in lines:
+        terminal.print_text(f"note: {terminal.escape_controls(line)}", sys.stderr)
     predicted = MemoryPlan(
         asked=question,
         gpu_bytes=capacity,
         host_bytes=_host_capacity(options),
-        rows=[
-            _row(options, replace(question, configuration=_configuration(name)), capacity)
-            for name in options.strategies
-        ],
+        rows=[_row(options, _with_configuration(question, each), capacity) for each in configurations],
         shows_min_gpus=options.min_gpus,
         shows_max_batch=options.max_batch,
     )
@@ -84,7 +95,46 @@ def _configuration(name: str) -> Configuration:
     return strategies.make_configuration(strategies.named_strategy(name))
 
 
-def _planned_trial(options: PlanOptions) -> PlannedTrial:
+def _of_files(
+    options: PlanOptions,
+    question: PlannedTrial,
+    files: Sequence[ConfigurationFile],
+    hidden_size: int | None,
+    lines: list[str],
+) -> list[Configuration]:
+    """The configurations of files that can be predicted; ``lines`` get their caveats, and why the others cannot.
+
+    Raises UsageError if there is nothing to predict.
+    """
+    maker = FileRowMaker(
+        num_gpus=options.num_gpus,
+        batch_size=options.batch_size,
+        grad_accum=options.grad_accum,
+        precision=options.precision,
+        hidden_size=hidden_size,
+        training_steps=1,  # a scheduler's; memory does not depend on it
+        keep_batch=options.keep_batch,
+    )
+    made, refusals = [], []
+    for file in files:
+        configuration = maker.make(file, options.batch_size)
+        if (reason := validation.unsupported_reason(configuration, question.placement)) is not None:
+            refusals.append(f"{file.name}: {reason}")
+            continue
+        made.append(configuration)
+        lines += [f"{file.name}: {caveat}" for caveat in configuration.caveats]
+    if refusals and not made and not options.strategies:
+        raise UsageError(f"--configs {'; '.join(refusals)}", remedy="python -m ds_bench check explains a file")
+    lines += [f"not predicted: {refusal}" for refusal in refusals]
+    return made
+
+
+def _with_configuration(question: PlannedTrial, configuration: Configuration) -> PlannedTrial:
+    return replace(question, configuration=configuration, workload=configuration.applied_to(question.workload))
+
+
+def _planned_trial(options: PlanOptions) -> tuple[PlannedTrial, int | None]:
+    """What is asked, without a configuration, and the model's hidden size."""
     if options.batch_size * (options.seq_length or 1) > _MAX_TOKENS:
         raise UsageError(f"--batch-size {options.batch_size} is beyond any memory", remedy="give a smaller one")
     if options.num_gpus > _MAX_GPUS:
@@ -108,13 +158,14 @@ def _planned_trial(options: PlanOptions) -> PlannedTrial:
         precision=options.precision,
         activation_checkpointing=options.activation_checkpointing,
     )
-    return PlannedTrial(
+    planned = PlannedTrial(
         profile=profile,
         workload=workload,
         placement=Placement(accelerator="cuda", num_gpus=options.num_gpus, nvme_path="/nvme"),
         configuration=_configuration("zero0"),
         ranks_per_node=options.gpus_per_node or 8,
     )
+    return planned, choice.hidden_size
 
 
 def _profile(choice: ResolvedModel, options: PlanOptions) -> ModelProfile:

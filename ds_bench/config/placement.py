@@ -47,7 +47,11 @@ def default_placement(environ: Mapping[str, str], query: gpus.GpuQuery) -> Place
     """Returns the placement of this machine without any flag: every visible GPU, or one CPU rank."""
     visible = gpus.select_visible(environ, query.read().gpus)
     accelerator = _accelerator("auto", len(visible))
-    return Placement(accelerator=accelerator, num_gpus=len(visible) if accelerator == "cuda" else 1)
+    return Placement(
+        accelerator=accelerator,
+        num_gpus=len(visible) if accelerator == "cuda" else 1,
+        supported_precisions=_precisions(accelerator, visible),
+    )
 
 
 def _accelerator(requested: str, visible: int) -> Accelerator:

@@ -23,6 +23,8 @@ Config = Mapping[str, Any]
 
 _BLOCKS = ("aio", "bf16", "fp16", "optimizer", "timers", "zero_optimization")
 """Keys whose value must be an object, as this program reads inside it."""
+_MOST_LISTED = 12
+"""Keys of a block that a message names."""
 _OLD_NAMES = frozenset({"bfloat16"})
 """Names that DeepSpeed still reads and this program does not."""
 
@@ -57,7 +59,8 @@ def check_keys(config: Mapping[str, Any]) -> None:
         for key in block if isinstance(block, Mapping) else ():
             if key not in known:
                 near = deepspeed_keys.nearest_key(key, known)
-                hint = f"did you mean {near!r}?" if near else f"it knows {', '.join(sorted(known))}"
+                listed = f"it knows {', '.join(sorted(known))}" if len(known) <= _MOST_LISTED else "remove it"
+                hint = f"did you mean {near!r}?" if near else listed
                 raise UsageError(f"DeepSpeed refuses {path}.{key}, which it does not know", remedy=hint)
     for key in _BLOCKS:
         if not isinstance(config.get(key, {}), Mapping):

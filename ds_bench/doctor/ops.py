@@ -6,12 +6,12 @@ import contextlib
 import fcntl
 import shlex
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from ..config import strategies
-from ..config.spec import Accelerator
+from ..config.spec import Accelerator, Configuration
 from ..launch import ops
 from . import compilers
 from .findings import Finding, Level, SystemAccess, ok, warning
@@ -20,10 +20,12 @@ BUILD_COMMAND = "python -m ds_bench doctor --build"
 _LIBAIO_PROGRAM = "#include <libaio.h>\nint main(void) { return io_submit(0, 0, 0); }\n"
 
 
-def strategies_by_op(accelerator: Accelerator) -> dict[str, list[str]]:
-    """Op → names of the strategies in the catalogue that load it."""
+def strategies_by_op(accelerator: Accelerator, own: Sequence[Configuration] = ()) -> dict[str, list[str]]:
+    """Op → names of the strategies in the catalogue, and of the user's ``own`` configurations, that load it."""
     names_by_op: dict[str, list[str]] = {}
-    for configuration in map(strategies.make_configuration, strategies.CATALOGUE.values()):
+    for configuration in (*map(strategies.make_configuration, strategies.CATALOGUE.values()), *own):
+        if configuration.refusal is not None:
+            continue
         fused = ops.fused_ops([configuration]) if accelerator == "cuda" else []
         for op in (*ops.needed_ops(accelerator, [configuration]), *fused):
             names_by_op.setdefault(op, []).append(configuration.name)
@@ -36,10 +38,11 @@ def check(
     folder: Path,
     *,
     check_nvme: bool,
+    own: Sequence[Configuration] = (),
     states: Mapping[str, ops.OpState] | None = None,
 ) -> Iterator[Finding]:
     """One finding per op. ``folder``: the cache of ops. ``states``: results of a build; None if none was made."""
-    for op, names in strategies_by_op(accelerator).items():
+    for op, names in strategies_by_op(accelerator, own).items():
         # Torch's AdamW can replace FusedAdam, and perhaps nobody wants NVMe offload.
         optional = op == ops.FUSED_ADAM or (op == ops.ASYNC_IO and not check_nvme)
         level: Level = "warning" if optional else "problem"
@@ -48,7 +51,8 @@ def check(
             finding = _check_unbuilt(system, op, accelerator, folder, level)
         else:
             finding = ok(_title(op), "built") if state.ready else _not_buildable(op, state.reason, level)
-        every = len(names) == len(strategies.ZERO_STAGES) + len(strategies.OFFLOAD_NAMES)
+        runnable = sum(each.refusal is None for each in own)
+        every = len(names) == len(strategies.ZERO_STAGES) + len(strategies.OFFLOAD_NAMES) + runnable
         yield replace(finding, text=f"{finding.text} (for {'every strategy' if every else ', '.join(names)})")
 
 

@@ -12,21 +12,36 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
+from ..config.configuration_files import ConfigurationFile
 from ..config.placement import default_placement
 from ..config.spec import Configuration, Placement
 from ..errors import PreflightError
 from ..launch import ops, rank_environment
 from ..system import environment, gpus, terminal
 from . import compilers, host, hub, nvme, packages
+from . import files as file_checks
 from . import gpus as gpu_checks
 from . import ops as op_checks
 from .findings import Finding, Groups, SystemAccess, format_count, format_finding, ok, run_check, warning
 
 
-def run_all_checks(system: SystemAccess, *, nvme_path: Path | None = None, build: bool = False) -> Groups:
-    """The findings of every check. Never raises because of the machine's state. ``build``: build missing ops first."""
+def run_all_checks(
+    system: SystemAccess,
+    *,
+    nvme_path: Path | None = None,
+    build: bool = False,
+    files: Sequence[ConfigurationFile] = (),
+    file_lines: Sequence[str] = (),
+) -> Groups:
+    """The findings of every check. Never raises because of the machine's state.
+
+    ``build``: build missing ops first. ``files``: configurations that are to run here, with the lines that reading
+    them gave.
+    """
     torch_cuda, inventory = environment.torch_cuda_version(), system.gpu_query.read()
     placement = default_placement(system.environ, gpus.KnownGpus(inventory))
+    placement = dataclasses.replace(placement, nvme_path=None if nvme_path is None else str(nvme_path))
+    own = file_checks.configurations_of(files, placement)
     groups = {
         "Packages": [
             *run_check("packages", packages.check),
@@ -37,14 +52,22 @@ def run_all_checks(system: SystemAccess, *, nvme_path: Path | None = None, build
         "Host": run_check("host", lambda: host.check(system, placement)),
     }
     variables: dict[str, str] = {}  # which the checks of ops and of the disk share
-    groups["DeepSpeed ops"] = run_check("ops", lambda: _check_ops(system, placement, nvme_path, build, variables))
+    groups["DeepSpeed ops"] = run_check("ops", lambda: _check_ops(system, placement, own, build, variables))
     groups["NVMe"] = _check_nvme(system, nvme_path, variables)
     groups["Hugging Face Hub"] = run_check("Hub", lambda: hub.check(system))
+    if files:
+        groups["Your configurations"] = run_check(
+            "files", lambda: file_checks.check(own, placement, file_lines), failed_level="problem"
+        )
     return groups
 
 
 def _check_ops(
-    system: SystemAccess, placement: Placement, nvme_path: Path | None, build: bool, variables: dict[str, str]
+    system: SystemAccess,
+    placement: Placement,
+    own: Sequence[Configuration],
+    build: bool,
+    variables: dict[str, str],
 ) -> Iterator[Finding]:
     """Fills ``variables`` with what every process needs that uses the ops."""
     variables.update(rank_environment.rank_environment(placement, system.environ, None))
@@ -52,10 +75,11 @@ def _check_ops(
     yield from op_checks.check_locks(system, folder)
     states = None
     if build:
-        names = list(op_checks.strategies_by_op(placement.accelerator))
+        names = list(op_checks.strategies_by_op(placement.accelerator, own))
         with terminal.StatusLine(sys.stderr) as line:
             states = ops.prepare_ops(names, folder, variables, say=line.say, show_elapsed=line.show)
-    yield from op_checks.check(system, placement.accelerator, folder, check_nvme=nvme_path is not None, states=states)
+    check_nvme = placement.nvme_path is not None
+    yield from op_checks.check(system, placement.accelerator, folder, check_nvme=check_nvme, own=own, states=states)
 
 
 def _check_nvme(system: SystemAccess, path: Path | None, variables: Mapping[str, str]) -> list[Finding]:

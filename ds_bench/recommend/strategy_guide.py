@@ -73,6 +73,16 @@ _OFFLOADS: Mapping[tuple[str, str], _Guidance] = {
         avoid_when="cpu_optimizer fits: parameters cross the link to the host for every forward and backward pass",
         moves="optimizer states and parameters live in host memory; layers come up when needed, gradients go down",
     ),
+    ("none", "cpu"): _Guidance(
+        use_when="the partitioned parameters do not fit beside the optimizer states, and the host has the memory",
+        avoid_when="it fits without: parameters cross the link to the host for every forward and backward pass",
+        moves="parameters live in host memory and come up when needed; optimizer states stay on the GPUs",
+    ),
+    ("nvme", "none"): _Guidance(
+        use_when="host memory does not hold the optimizer states, and there is a fast local NVMe disk",
+        avoid_when="host memory suffices, or the disk is slow, shared or nearly full: it bounds every step",
+        moves="optimizer states live on the disk and pass through host memory; parameters stay on the GPUs",
+    ),
     ("nvme", "nvme"): _Guidance(
         use_when="host memory does not hold the model states either, and there is a fast local NVMe disk",
         avoid_when="host memory suffices, or the disk is slow, shared or nearly full: it bounds every step",
@@ -104,13 +114,11 @@ class StrategyAdvice:
 def advise(
     configuration: Configuration, *, parameters: int, num_gpus: int, precision: Precision, grad_accum: int = 1
 ) -> StrategyAdvice:
-    """The advice for a strategy of the catalogue. ``parameters``: elements of the whole model.
-
-    Raises KeyError for a combination of offloads that the catalogue does not have.
-    """
+    """The advice for a configuration. ``parameters``: elements of the whole model."""
     offloads = configuration.layout[1:]
     stage = _REFERENCES[configuration.engine] if configuration.is_reference else _STAGES[configuration.stage]
-    guide = stage if offloads == ("none", "none") else _OFFLOADS[offloads]
+    # Of the rare combinations that are not listed (one part on the disk, one in host memory) the disk decides.
+    guide = stage if offloads == ("none", "none") else _OFFLOADS.get(offloads, _OFFLOADS["nvme", "nvme"])
     ledger = model_states(parameters, num_gpus, configuration, precision)
     bytes_by_tier = {tier: sum(ledger.get(tier, {}).values()) for tier in ("gpu", "cpu", "nvme")}
     whole = sum(model_states(parameters, num_gpus, make_configuration(ZERO_STAGES[0]), precision)["gpu"].values())

@@ -508,3 +508,13 @@ def test_axes_are_listed_with_what_they_set_and_their_source(capsys: pytest.Capt
     assert max(map(len, text.splitlines())) <= 80
     assert commands.main(["axes", "overlap"]) == 2
     assert "did you mean overlap_comm?" in capsys.readouterr().err
+
+
+def test_advice_is_given_for_files_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    zero = {"stage": 3, "offload_param": {"device": "cpu"}}
+    (tmp_path / "mine.json").write_text(json.dumps({"zero_optimization": zero, "bf16": {"enabled": True}}))
+    assert main(["advice", "--model", "gpt2", "--num-gpus", "4", "--configs", str(tmp_path)]) == 0
+    captured = capsys.readouterr()
+    assert "mine (stage 3)\n  use when: the partitioned parameters" in captured.out
+    assert "ZeRO-1" not in captured.out
+    assert "note: mine: its file has no optimizer" in captured.err

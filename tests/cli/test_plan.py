@@ -15,6 +15,7 @@ import pytest
 
 from ds_bench.cli.commands import main
 from ds_bench.prediction import trial_predictions
+from tests.support.shared_files import shared_files
 
 LLAMA = ["plan", "--model", "meta-llama/Llama-2-70b-hf", "--num-gpus", "8", "--batch-size", "1", "--seq-length", "4096"]
 
@@ -337,3 +338,29 @@ def test_planning_a_preset_loads_no_torch_and_starts_no_process(tmp_path: Path) 
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_file_is_predicted_like_a_strategy_and_what_it_ignores_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    zero = {"stage": 2, "reduce_bucket_size": "auto", "cpu_offload": True}
+    fine, refused = tmp_path / "mine.json", tmp_path / "old.json"
+    fine.write_text(json.dumps({"bf16": {"enabled": "auto"}, "zero_optimization": zero, "log": 1}))
+    refused.write_text(json.dumps({"zero_optimization": {"mics_shard_size": 2}}))
+    assert main([*LLAMA, "--configs", str(fine), str(refused), "--strategies", "zero2_offload", "--json"]) == 0
+    captured = capsys.readouterr()
+    found = {row["strategy"]: row for row in json.loads(captured.out)}
+    assert list(found) == ["zero2_offload", "mine"]
+    assert found["mine"]["gpu_total_bytes"] < found["zero2_offload"]["gpu_total_bytes"]  # its bucket is smaller
+    assert sum(found["mine"]["host_bytes_per_node"].values()) > 80e9  # the optimizer is offloaded
+    assert "note: mine: DeepSpeed ignores the key 'log' of its file" in captured.err
+    assert "note: not predicted: old: DeepSpeed refuses zero_optimization.mics_shard_size" in captured.err
+    assert main([*LLAMA, "--configs", str(refused)]) == 2
+    assert "mics_shard_size" in capsys.readouterr().err
+
+
+def test_every_real_file_is_planned_or_refused_with_a_reason(capsys: pytest.CaptureFixture[str]) -> None:
+    folder = shared_files("real_configs", "*.json")[0].parent
+    found = rows(capsys, *LLAMA, "--configs", str(folder))
+    assert len(found) > 50
+    assert all(row["gpu_total_bytes"] > 0 for row in found.values())

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from shared_files import shared_files
 
 from ds_bench.config import automatic_values
 from ds_bench.config.automatic_values import TrainingFacts
 from ds_bench.config.configuration_files import read_configuration_file
 from ds_bench.errors import UsageError
 from ds_bench.models.presets import find_preset
+from tests.support.shared_files import shared_files
 
 ALL_AUTO: dict[str, Any] = {
     "fp16": {"enabled": "auto", "loss_scale": 0},

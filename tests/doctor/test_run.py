@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import errno
 import io
+import json
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ds_bench.config.configuration_files import read_configuration_files
 from ds_bench.config.spec import Configuration, Placement
 from ds_bench.doctor import compilers, nvme, packages
 from ds_bench.doctor import run as doctor
@@ -208,3 +210,14 @@ def test_a_problem_is_printed_also_where_quiet() -> None:
 
 def test_a_plan_without_rows_needs_nothing_and_does_not_fail() -> None:
     assert "NVMe path" not in planned()
+
+
+def test_a_file_says_what_it_needs_here_and_why_it_cannot_run(bare: SystemAccess, tmp_path: Path) -> None:
+    for name, zero in (("fine", {"stage": 1, "offload_optimizer": {"device": "cpu"}}), ("old", {"mics_shard_size": 2})):
+        (tmp_path / f"{name}.json").write_text(json.dumps({"zero_optimization": zero, "optimizer": {"type": "Lion"}}))
+    files, lines = read_configuration_files([tmp_path])
+    fine, _, old = doctor.run_all_checks(bare, files=files, file_lines=lines)["Your configurations"]
+    assert (fine.name, fine.level) == ("fine", "ok")
+    assert "CPULion" in fine.text
+    assert (old.name, old.level) == ("old", "problem")
+    assert "mics_shard_size" in old.text

@@ -1,0 +1,44 @@
+"""Configurations of the user's own: whether each can be run on this machine, and what it needs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from ..config import validation
+from ..config.configuration_files import ConfigurationFile
+from ..config.file_rows import FileRowMaker
+from ..config.spec import Configuration, Placement
+from ..launch import ops
+from .findings import Finding, ok, problem, warning
+
+_ANY_HIDDEN_SIZE = 1024
+"""Stands for the model, which the doctor does not know; only bucket sizes depend on it."""
+
+
+def configurations_of(files: Sequence[ConfigurationFile], placement: Placement) -> list[Configuration]:
+    """The configurations of files on this machine, refused ones included."""
+    maker = FileRowMaker(
+        num_gpus=placement.num_gpus,
+        batch_size=1,
+        grad_accum=1,
+        precision=placement.supported_precisions[0],
+        hidden_size=_ANY_HIDDEN_SIZE,
+        training_steps=1,
+    )
+    return [maker.make(file, 1) for file in files]
+
+
+def check(configurations: Sequence[Configuration], placement: Placement, lines: Sequence[str]) -> Iterator[Finding]:
+    """One finding for each file, and one for each line that reading the files gave."""
+    for configuration in configurations:
+        if (reason := validation.unsupported_reason(configuration, placement)) is not None:
+            yield problem(configuration.name, f"cannot run here: {reason}")
+            continue
+        needed = [*ops.needed_ops(placement.accelerator, [configuration])]
+        needed += ops.fused_ops([configuration]) if placement.accelerator == "cuda" else []
+        names = ", ".join(op.removesuffix("Builder") for op in needed) or "none"
+        yield ok(configuration.name, f"stage {configuration.stage}, can run here; DeepSpeed ops: {names}")
+        for caveat in configuration.caveats:
+            yield ok(configuration.name, caveat)
+    for line in lines:
+        yield warning("files", line)
