@@ -11,7 +11,7 @@ from itertools import groupby
 from typing import Any, TypeVar
 
 from .config import axis_rows, deepspeed_config, overrides, strategies, validation
-from .config.axes import RowFacts
+from .config.axes import RowFacts, other_arithmetic
 from .config.axis_rows import AxisValues
 from .config.configuration_files import ConfigurationFile, read_configuration_files
 from .config.file_rows import FileRowMaker, has_other_batch
@@ -563,6 +563,7 @@ class ConfigurationBuilder:
         if setting.config.keys() & {"train_micro_batch_size_per_gpu", "gradient_accumulation_steps"}:
             config.pop("train_batch_size", None)
         validation.check_keys(config)
+        axis_values = {value.axis_name: value.text for value in row.axis_values}
         return replace(
             configuration,
             name=row.name,
@@ -572,7 +573,8 @@ class ConfigurationBuilder:
             variables=setting.variables,
             requires=setting.requires,
             source="axis" if configuration.source == "catalogue" else configuration.source,
-            axis_values={value.axis_name: value.text for value in row.axis_values},
+            axis_values=axis_values,
+            caveats=(*configuration.caveats, *_arithmetic_caveats(axis_values)),
         )
 
     def _build_without_axes(self, row: RequestedRow, batch_size: int, policy: BatchPolicy) -> Configuration:
@@ -622,6 +624,12 @@ class ConfigurationBuilder:
             keep_batch=options.keep_batch,
             change=self._with_flags,
         )
+
+
+def _arithmetic_caveats(axis_values: Mapping[str, str]) -> list[str]:
+    """Why the losses of a row are not compared with those of rows that compute in the usual way."""
+    values = ", ".join(f"{name}={value}" for name, value in other_arithmetic(axis_values).items())
+    return [f"{values} changes the arithmetic: losses are compared among rows of this value alone"] if values else []
 
 
 def make_trials(

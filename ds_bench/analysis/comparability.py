@@ -9,6 +9,7 @@ from dataclasses import asdict, fields
 from functools import lru_cache
 from operator import attrgetter
 
+from ..config.axes import workload_fields
 from ..config.spec import ADDED_DEFAULTS, SAME_TRAINING_FIELDS, Configuration, Placement, Workload
 from ..records.schema import TrialRecord
 from .summary import TrialSummary
@@ -101,9 +102,9 @@ _OWN_BATCH = ("batch_size", "micro_batch_size")
 def incomparable_fields(a: TrialRecord, b: TrialRecord) -> list[str]:
     """Returns the fields that forbid a ratio between two rows, as ``batch_size 4 against 8``; empty if there are none.
 
-    The micro-batch may differ between rows that are each at their own largest one, and how a step is computed where
-    that is what a row is there to show (``Configuration.workload_changes``). Facts known from the run alone
-    (versions, GPUs, the batch that the engine ran) are compared if both rows were measured.
+    The micro-batch may differ between rows that are each at their own largest one, and so may what a row is there to
+    show: ratios are of tokens per second. Facts known from the run alone (versions, GPUs, the batch that the engine
+    ran) are compared if both rows were measured.
     """
     pairs: Pairs = {}
     for part in ("workload", "placement"):
@@ -119,14 +120,20 @@ def incomparable_fields(a: TrialRecord, b: TrialRecord) -> list[str]:
             pairs |= {name: pair for name, pair in run_pairs.items() if REQUESTED_AS.get(name, name) not in pairs}
     elif a.method_version != b.method_version:
         pairs["method_version"] = (a.method_version, b.method_version)
-    for name in SAME_TRAINING_FIELDS:
-        if any(name in record.trial.configuration.workload_changes for record in (a, b)):
-            pairs.pop(name, None)
+    for name in _varied_on_purpose(a) | _varied_on_purpose(b):
+        pairs.pop(name, None)
     if a.trial.workload.batch_policy == b.trial.workload.batch_policy == "largest":
         pairs = {name: pair for name, pair in pairs.items() if name not in _OWN_BATCH}
     return [
         f"{name} {format_value(value_a)} against {format_value(value_b)}" for name, (value_a, value_b) in pairs.items()
     ]
+
+
+def _varied_on_purpose(record: TrialRecord) -> set[str]:
+    """Fields of the workload that a row is there to show: how a step is computed, and what an axis sets."""
+    configuration = record.trial.configuration
+    computed = set(SAME_TRAINING_FIELDS) & configuration.workload_changes.keys()
+    return computed | workload_fields(configuration.axis_values)
 
 
 def _differing_fields(pairs: Pairs) -> Pairs:

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
+from ..config.axes import other_arithmetic
 from ..config.spec import SAME_TRAINING_FIELDS, Configuration, Trial, Workload
 from ..units import format_ratio
 from .caveats import Caveat, CaveatKind, CaveatText, note
@@ -106,7 +107,8 @@ def _group_equal_batches(summaries: Sequence[TrialSummary]) -> list[_Group]:
         if not summary.losses or None in summary.losses:
             continue
         workload = replace(summary.record.trial.workload, **_COMMON_VALUES)
-        batch = summary.micro_batch_size, summary.grad_accum, summary.data_parallel_size, workload
+        arithmetic = other_arithmetic(summary.record.trial.configuration.axis_values)
+        batch = summary.micro_batch_size, summary.grad_accum, summary.data_parallel_size, workload, arithmetic
         if batch not in batches:  # a workload holds mappings, so that it is no key of a dictionary
             batches.append(batch)
             groups.append({})
@@ -145,7 +147,7 @@ def _training_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-_IMPLEMENTATION = ("torch_adam", "foreach", "adam_w_mode", "fp32_optimizer_states")
+_IMPLEMENTATION = ("torch_adam", "foreach", "fused", "adam_w_mode", "fp32_optimizer_states")
 """Parameters of an optimizer that choose its implementation."""
 _ARITHMETIC = ("scheduler", "torch_autocast", "communication_data_type", "data_types")
 _ZERO_ARITHMETIC = ("zenflow", "zero_quantized_weights", "zero_quantized_gradients")

@@ -137,6 +137,8 @@ class Axis:
     changes: tuple[Change, ...]
     """What it is expected to change, besides the configuration. With ``losses`` it changes the arithmetic, and a row is
     compared with rows of the same value alone."""
+    same_losses: tuple[str, ...] = ()
+    """With ``losses``: the values that leave the arithmetic as it is without the axis."""
     note: str = ""
     """What else a user must know."""
     cuda_only: str = ""
@@ -154,10 +156,6 @@ class Axis:
         """The values that have a name, ``true`` and ``false`` among them."""
         return (*(("true", "false") if self.switch else ()), *self.names)
 
-    @property
-    def changes_losses(self) -> bool:
-        return "losses" in self.changes
-
 
 ZERO = "zero_optimization."
 OPTIMIZER = ZERO + "offload_optimizer."
@@ -168,7 +166,7 @@ _SIZES_OR_0 = Numbers(least=0, most=1e13)
 
 def _known(size: int | None, what: str) -> int:
     if size is None:
-        raise NotForThisRowError(f"needs the model's {what}, which is not known; give a number with --set")
+        raise NotForThisRowError(f"needs the model's {what}, which is not known")
     return size
 
 
@@ -377,6 +375,7 @@ _PRECISION = (
         names=("off", "bf16", "fp16"),
         settings=_AUTOCAST,
         default="off",
+        same_losses=("off",),
         changes=("parameters", "gradients", "optimizer_states", "activations", "time", "losses"),
         source="runtime/torch_autocast.py, since 0.17.2",
     ),
@@ -394,6 +393,7 @@ _PRECISION = (
             "all": _bf16_block(master=True, states=True),
         },
         default="off",
+        same_losses=("off",),
         stages=(1, 2, 3),
         changes=("optimizer_states", "gradients", "time", "losses"),
         note="master alone needs the optimizer on the CPU. DeepSpeed's example keeps 16.2 instead of 25.7 GiB resident "
@@ -618,6 +618,7 @@ _STAGE_3 = (
         default="false",
         stages=(3,),
         changes=("peak", "time", "losses"),
+        same_losses=("false",),
         cuda_only="the op that quantises exists for CUDA alone",
         requires={"true": Requirements(ops=("QuantizerBuilder",))},
         source="arXiv 2306.10209; runtime/zero/partition_parameters.py, CUDAQuantizer",
@@ -631,6 +632,7 @@ _STAGE_3 = (
         default="false",
         stages=(3,),
         changes=("peak", "time", "losses"),
+        same_losses=("false",),
         cuda_only="the op that quantises exists for CUDA alone",
         requires={"true": Requirements(ops=("QuantizerBuilder",), min_nodes=2)},
         note="DeepSpeed ignores it on one node",
@@ -692,6 +694,7 @@ _OFFLOAD = (
         names=("off", "on", "overlap"),
         compute=_zenflow,
         default="off",
+        same_losses=("off",),
         stages=(1, 2, 3),
         offload="optimizer",
         changes=("optimizer_states", "gradients", "time", "losses"),
@@ -764,6 +767,7 @@ _OPTIMIZERS = (
         names=tuple(_OPTIMIZER_CONFIGS),
         compute=_optimizer,
         default="adamw (--optimizer)",
+        same_losses=("adamw", "torch_adamw", "torch_fused_adamw"),
         changes=("optimizer", "optimizer_states", "time", "losses"),
         note="muon trains matrices other than embeddings, and the rest with Adam; at stage 3 it needs reduce_scatter "
         "false, which is set. With offload (#8463), and at stage 3 with accumulation (#8443), it trains wrongly and is "
@@ -776,3 +780,20 @@ AXES: dict[str, Axis] = {
     axis.name: axis for axis in (*_WORKLOAD, *_PRECISION, *_COMMUNICATION, *_STAGE_3, *_OFFLOAD, *_OPTIMIZERS)
 }
 """Every axis by name, in the order in which they are listed and applied."""
+
+
+def other_arithmetic(axis_values: Mapping[str, str]) -> dict[str, str]:
+    """Returns those of a row's values (``Configuration.axis_values``) that change what is computed, not only how.
+
+    Precision is not among them, since it is a field of the workload.
+    """
+    return {
+        name: value
+        for name, value in axis_values.items()
+        if name in AXES and AXES[name].same_losses and value not in AXES[name].same_losses
+    }
+
+
+def workload_fields(axis_values: Mapping[str, str]) -> set[str]:
+    """Returns the fields of the workload that a row's values set on purpose."""
+    return {field for name in axis_values if name in AXES for field in AXES[name].fields}

@@ -37,6 +37,8 @@ class ZeroSettings:
     """Bytes of an element of a moment: 2 with ``bf16_optimizer_states``, else 4."""
     communication_bytes: int | None
     """Bytes of an element that is sent; None: as the parameters (engine.py, communication_data_type)."""
+    autocast: bool
+    """``torch_autocast``: parameters in fp32, and gradients of linear layers sent in 16 bit, the others in fp32."""
     secondary_ranks: int
     """At stage 3, ranks among which a second copy of the parameters is split (hpZ); 1 for none."""
     torch_optimizer: bool
@@ -87,6 +89,7 @@ class ZeroSettings:
             master_bytes=2 if bf16.get("bf16_master_weights_and_grads") else FP32_BYTES,
             moment_bytes=2 if bf16.get("bf16_optimizer_states") else FP32_BYTES,
             communication_bytes=_COMMUNICATION_BYTES.get(str(config.get("communication_data_type"))),
+            autocast=bool((config.get("torch_autocast") or {}).get("enabled")),
             secondary_ranks=_number(zero, "zero_hpz_partition_size", 1) if stage == 3 else 1,
             torch_optimizer=torch_adam or kind not in ("adam", "adamw", "lion"),
             fp32_accumulation=(config.get("data_types") or {}).get("grad_accum_dtype") == "fp32",
@@ -110,6 +113,11 @@ class ZeroSettings:
             swap_threshold_bytes=max(2**20, _number(aio, "block_size", 2**20)),
             swap_alignment_bytes=1024 * _number(aio, "intra_op_parallelism", 1),
         )
+
+    @property
+    def bucket_formats(self) -> int:
+        """Formats in which gradients are sent, each of which has buckets of its own (torch_autocast.py)."""
+        return 2 if self.autocast else 1
 
 
 def _number(block: Mapping[str, Any], key: str, default: float) -> int:
@@ -145,6 +153,11 @@ class MemoryInputs:
     def sent(self) -> int:
         """Bytes of one element of a gradient that is sent."""
         return self.settings.communication_bytes or self.element
+
+    @property
+    def bucket_bytes(self) -> int:
+        """Bytes of one element of the buckets of all formats at stage 3, where each has that of what it sends."""
+        return FP32_BYTES + 2 if self.settings.autocast else self.sent
 
     @property
     def state(self) -> int:

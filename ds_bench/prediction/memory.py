@@ -222,7 +222,8 @@ def _precision(workload: Workload, ds_config: Mapping[str, Any]) -> Precision:
         return "bf16"
     if (ds_config.get("fp16") or {}).get("enabled"):
         return "fp16"
-    return "fp32" if "bf16" in ds_config or "fp16" in ds_config else workload.precision
+    blocks = ("bf16", "fp16", "torch_autocast")  # under torch_autocast alone, parameters are in fp32
+    return "fp32" if any(name in ds_config for name in blocks) else workload.precision
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -243,7 +244,7 @@ class _Activations:
     @classmethod
     def for_batch(cls, inputs: MemoryInputs, batch: int, sequence: int, *, checkpointed: bool) -> _Activations:
         measured, layers = inputs.profile.activations_in(inputs.precision), inputs.profile.layers
-        if inputs.engine == "ddp" and inputs.precision != "fp32":
+        if inputs.settings.autocast or (inputs.engine == "ddp" and inputs.precision != "fp32"):
             return cls(unknown="not measured under torch's autocast")
         if measured is None:
             return cls(unknown=inputs.profile.unknown or f"not measured in {inputs.precision}")

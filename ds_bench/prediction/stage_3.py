@@ -61,8 +61,8 @@ def _parameters(inputs: MemoryInputs, parts: list[int], groups: list[list[int]],
     """Adds the rank's own parts of the parameters (zero/stage3.py, _create_fp16_partitions_with_defragmentation)."""
     place, size = inputs.settings.offload_param, inputs.element
     if inputs.settings.secondary_ranks > 1:  # from the first forward of a step to its end (_partition_param_sec)
-        ranks = inputs.settings.secondary_ranks
-        builder.add("gpu", "parameters", size * partition_elements(inputs.profile.tensors, ranks))
+        gathered = [each for each in inputs.profile.tensors if each > inputs.settings.persistence_elements]
+        builder.add("gpu", "parameters", size * partition_elements(gathered, inputs.settings.secondary_ranks))
     if place is None:
         builder.add("gpu", "parameters", size * sum(parts))
     elif place == "cpu":
@@ -160,7 +160,8 @@ def _swapped_states(inputs: MemoryInputs, group: list[int], builder: LedgerBuild
 def _bucket(inputs: MemoryInputs) -> int:
     """Bytes of the reduction bucket, held from the start at full size for any model (zero/stage3.py,
     _setup_for_real_optimizer)."""
-    return inputs.sent * inputs.settings.reduce_bucket_elements if inputs.settings.contiguous_gradients else 0
+    size = inputs.bucket_bytes * inputs.settings.reduce_bucket_elements
+    return size if inputs.settings.contiguous_gradients else 0
 
 
 def _flat_gradients(inputs: MemoryInputs, part: int, builder: LedgerBuilder) -> None:

@@ -55,7 +55,8 @@ def _bucket(inputs: MemoryInputs, element: int) -> int:
     """Bytes of the buckets during backward, at full size for any model (zero/stage_1_and_2.py, setup_buckets)."""
     if not (inputs.settings.contiguous_gradients or inputs.settings.offload_optimizer):
         return 0
-    return element * inputs.settings.reduce_bucket_elements * (2 if inputs.settings.overlap_comm else 1)
+    count = inputs.settings.bucket_formats * (2 if inputs.settings.overlap_comm else 1)
+    return element * inputs.settings.reduce_bucket_elements * count
 
 
 def _copy_to_send(inputs: MemoryInputs) -> int:
@@ -118,11 +119,19 @@ def _partitioned(inputs: MemoryInputs) -> Phases:
     }
 
 
+def _keeps_every_gradient(inputs: MemoryInputs) -> bool:
+    """Whether gradients of other ranks' parts stay until the last one is there: at stage 1, unless they are reduced
+    while backward goes on (zero/stage_1_and_2.py, reduce_gradients, reduce_ipg_grads)."""
+    settings = inputs.settings
+    meanwhile = settings.overlap_comm and inputs.grad_accum == 1 and not settings.fp32_accumulation
+    return settings.stage == 1 and not meanwhile
+
+
 def _gradients(inputs: MemoryInputs, part: int) -> tuple[int, int, int]:
     """Bytes of gradients after the reduction, at their peak in backward, and of temporaries besides them then."""
     owned = owned_elements(inputs.profile.tensors, inputs.data_parallel_size)
     largest = max(inputs.profile.tensors) * inputs.element
-    if inputs.settings.stage == 1:
+    if _keeps_every_gradient(inputs):
         kept = inputs.accumulated * owned
         return kept, inputs.accumulated * inputs.profile.parameters, kept
     if inputs.settings.fp32_accumulation:  # one fp32 buffer of the part's size (_build_compact_grad_partition_buffer)
@@ -155,7 +164,7 @@ def _offloaded(inputs: MemoryInputs) -> Phases:
         )
     if settings.fp32_accumulation and inputs.element != FP32_BYTES:  # _get_compact_grad_partition_buffer
         builder.add("gpu", "gradients", FP32_BYTES * part)
-    every = inputs.accumulated * inputs.profile.parameters if settings.stage == 1 else 0
+    every = inputs.accumulated * inputs.profile.parameters if _keeps_every_gradient(inputs) else 0
     bucket = (
         "gpu",
         "deepspeed_buffers",

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from ..analysis.caveats import Caveat
 from ..analysis.comparison import Comparison, ComparisonRow, ratio_between
 from ..analysis.trial_caveats import NEAR_CAPACITY
 from ..config import deepspeed_config
+from ..config.spec import SAME_TRAINING_FIELDS, Trial, Workload
 from ..records.schema import OOM
 from ..units import format_percent
 from . import reasons, remedies, short_answer, strategy_guide
@@ -179,7 +180,7 @@ def _candidate(row: ComparisonRow, comparison: Comparison, terms: MemoryTerms) -
         fraction=host_fraction if on_host else row.gpu_fraction,
         offload_level=(row.configuration.offload_optimizer, row.configuration.offload_param),
         stage=row.configuration.stage,
-        changed_keys=_count_values(changes),
+        changed_keys=_count_values(changes) + _count_workload_changes(trial),
         step_spread=_step_spread(row),
         at_largest_batch=row.at_largest_batch,
         optimizer=row.optimizer or "" if on_host else "",
@@ -189,6 +190,13 @@ def _candidate(row: ComparisonRow, comparison: Comparison, terms: MemoryTerms) -
 def _count_values(block: Mapping[str, Any]) -> int:
     """Number of values in a nested configuration."""
     return sum(_count_values(value) if isinstance(value, Mapping) else 1 for value in block.values())
+
+
+def _count_workload_changes(trial: Trial) -> int:
+    """Number of ways in which a step is computed otherwise than by default, and of environment variables."""
+    defaults = {each.name: each.default for each in fields(Workload)}
+    changed = [name for name in SAME_TRAINING_FIELDS if getattr(trial.workload, name) != defaults[name]]
+    return len(changed) + len(trial.configuration.variables)
 
 
 def _step_spread(row: ComparisonRow) -> float:

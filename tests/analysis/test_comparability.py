@@ -191,6 +191,18 @@ def test_what_the_engine_ran_counts_and_not_what_the_flags_said(changes: dict[st
     assert between(gpu(), gpu(3), **changes) == [said]
 
 
+def test_what_an_axis_sets_may_differ_and_nothing_else() -> None:
+    configuration = replace(fakes.zero(2), axis_values={"grad_accum": "2", "micro_batch": "8"})
+    row = fakes.success(
+        fakes.trial(configuration, on=CUDA, of=fakes.workload(grad_accum=2, batch_size=8)),
+        micro_batch_size=8,
+        grad_accum=2,
+    )
+    assert incomparable_fields(fakes.success(gpu(2)), row) == []
+    longer = fakes.success(fakes.trial(configuration, on=CUDA, of=fakes.workload(grad_accum=2, seq_length=8)))
+    assert len(incomparable_fields(fakes.success(gpu(2)), longer)) == 1
+
+
 def test_an_effective_batch_that_differs_on_purpose_is_a_difference_too() -> None:
     """Twice the micro-batch without accumulation trains the same tokens a step; its speed is of another workload."""
     ours = gpu(of=fakes.workload(batch_size=4, grad_accum=2))

@@ -62,6 +62,17 @@ def test_rows_that_compute_a_step_in_other_ways_are_held_against_each_other() ->
             assert (compare_losses([usual, row]) != {}) is said
 
 
+def test_rows_that_an_axis_lets_compute_otherwise_are_held_against_rows_of_the_same_value() -> None:
+    def row(loss: float, **axis_values: str) -> TrialSummary:
+        configuration = replace(fakes.zero(2), name=f"zero2{axis_values}", axis_values=axis_values)
+        return summarise(fakes.success(fakes.trial(configuration, on=CUDA), losses=(7.0, loss)), None, None)
+
+    usual, lion = row(6.9), row(6.0, optimizer="lion")
+    assert compare_losses([usual, lion, row(5.9, bf16_states="all")]) == {}
+    assert list(compare_losses([usual, lion, row(6.8, optimizer="torch_adamw", bf16_states="off")])) == [2]
+    assert list(compare_losses([usual, lion, row(5.0, optimizer="lion", overlap_comm="true")])) == [2]
+
+
 def test_the_quirk_of_stage_0_in_16_bit_is_known_and_named_and_is_no_reference() -> None:
     found = compare_losses([losing(0, 7.08, 7.0, **QUIRK), losing(1, 7.0, 6.9), losing(2, 7.0, 6.9)])
     assert list(found) == [0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +14,9 @@ from hypothesis import strategies as st
 
 from ds_bench.analysis.flat_rows import flat_rows
 from ds_bench.analysis.summary import summarise
+from ds_bench.config import axis_rows
+from ds_bench.config.axes import RowFacts
+from ds_bench.config.overrides import overlay
 from ds_bench.config.spec import Configuration
 from ds_bench.errors import UsageError
 from ds_bench.models.presets import find_preset
@@ -160,6 +164,72 @@ def test_the_bucket_has_its_full_size_however_small_the_model() -> None:
 def test_overlapping_communication_doubles_the_bucket() -> None:
     changes = {"zero_optimization": {"overlap_comm": True, "reduce_bucket_size": 1000}}
     assert replace(ask(zero(2)), changes=changes).predict().ledger["gpu"]["deepspeed_buffers"] == 2 * 2 * 1000
+
+
+def of_axis(strategy: Configuration, text: str, ranks: int = 4, **work: Any) -> Prediction:
+    """The prediction of a row of an axis, for 6.9 billion parameters."""
+    model = replace(TOY, layers=100, layer=(34_500_000, 34_500_000), tied_embeddings=False)
+    question = ask(strategy, ranks, model=model, **work)
+    (value,) = axis_rows.read_axes([text])[0]
+    facts = RowFacts(
+        stage=strategy.stage,
+        offload_optimizer=None if strategy.offload_optimizer == "none" else strategy.offload_optimizer,
+        offload_param=None,
+        grad_accum=1,
+        ranks=ranks,
+        parameters=6_900_000_080,
+    )
+    setting = axis_rows.setting_of((value,), facts)
+    config = overlay(question.config(), setting.config)
+    return memory.predict(model, replace(question.workload, **setting.workload), question.placement, config)
+
+
+def at_rest(prediction: Prediction) -> int:
+    row = prediction.ledger["gpu"]
+    return row["parameters"] + row["gradients"] + row["optimizer_states"]
+
+
+def test_states_in_bf16_take_what_was_published() -> None:
+    """DeepSpeed's example, 6.9 billion parameters on four GPUs: 25.74 GiB resident with fp32 states, 16.17 in bf16."""
+    full, less = (at_rest(of_axis(zero(3), f"bf16_states={value}")) / GB for value in ("off", "all"))
+    assert full == pytest.approx(25.74, rel=0.01)
+    assert less == pytest.approx(16.17, rel=0.01)
+
+
+def test_a_16_bit_master_alone_keeps_the_moments_in_fp32() -> None:
+    def host(value: str) -> Mapping[str, int]:
+        return of_axis(offload("cpu_optimizer", 3), f"bf16_states={value}").ledger["cpu"]
+
+    part = 6_900_000_080 // 4
+    assert host("off")["optimizer_states"] - host("master")["optimizer_states"] == pytest.approx(2 * part, rel=1e-6)
+    assert host("master")["optimizer_states"] - host("all")["optimizer_states"] == pytest.approx(4 * part, rel=1e-6)
+
+
+def test_a_second_copy_of_the_parameters_is_split_among_the_ranks_of_hpz() -> None:
+    one, two = (of_axis(zero(3), f"hpz={ranks}").ledger["gpu"]["parameters"] for ranks in (1, 2))
+    assert two - one == pytest.approx(2 * 6_900_000_000 / 2, rel=1e-6)  # bytes; small tensors stay gathered
+
+
+def test_the_bucket_of_stage_3_has_the_format_that_is_sent() -> None:
+    sent = {
+        value: of_axis(zero(3), f"communication_data_type={value}").ledger["gpu"]["deepspeed_buffers"]
+        for value in ("bf16", "fp32")
+    }
+    assert sent["fp32"] == 2 * sent["bf16"]
+
+
+def test_under_autocast_parameters_are_fp32_and_activations_are_not_predicted() -> None:
+    found = of_axis(zero(3), "torch_autocast=bf16")
+    assert found.ledger["gpu"]["parameters"] == 2 * of_axis(zero(3), "torch_autocast=off").ledger["gpu"]["parameters"]
+    assert found.unknown is not None
+
+
+def test_reducing_within_backward_frees_gradients_at_stage_1_unless_they_accumulate() -> None:
+    def gradients(value: str, **work: Any) -> int:
+        return of_axis(zero(1), f"overlap_comm={value}", **work).ledger["gpu"]["gradients"]
+
+    assert gradients("true") < gradients("false") / 3
+    assert gradients("true", grad_accum=2) == gradients("false", grad_accum=2)
 
 
 def test_tensors_below_the_threshold_stay_gathered_with_their_padding() -> None:
