@@ -11,8 +11,8 @@ import contextlib
 import math
 import re
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -52,6 +52,8 @@ class Result:
     """As they were typed, without the script."""
     notes: tuple[str, ...]
     """Notes of the run, then those of reading it."""
+    recipe: Mapping[str, Any] = field(default_factory=dict)
+    """See ``reader.RunInfo``."""
 
 
 def load(path: Path) -> Result:
@@ -149,7 +151,7 @@ def _load_records(source: Path, run_info: RunInfo, file: Path, notes: list[str])
     records = reader.read_records(file, run_info.trials, notes)
     run_id = file.resolve().parent.name if run_info.trials else None
     try:
-        summaries = summarise_all(records, _peak_tflops(run_info.arguments), run_info.environment, run_id)
+        summaries = summarise_all(records, _peak_tflops(run_info), run_info.environment, run_id)
         if any(summary.tokens_per_second == math.inf for summary in summaries):
             raise OverflowError("a throughput is beyond all measure")
     except _VALUE_ERRORS as error:
@@ -165,6 +167,7 @@ def _load_records(source: Path, run_info: RunInfo, file: Path, notes: list[str])
         family=run_info.family,
         arguments=run_info.arguments,
         notes=(*run_info.notes, *_limit_notes(notes)),
+        recipe=run_info.recipe,
     )
 
 
@@ -176,14 +179,23 @@ def _can_be_summarised(record: TrialRecord) -> bool:
     return True
 
 
-def _peak_tflops(arguments: Sequence[str]) -> float | None:
-    """The value of ``--peak-tflops`` in the arguments of a run; None if it was not given or is impossible."""
+def recipe_value(recipe: Mapping[str, Any], section: str, key: str) -> Any:
+    """A value of the recipe that a run keeps; None where it has none. It is as the file has it, and not checked."""
+    sections = recipe.get("values")
+    block = sections.get(section) if isinstance(sections, dict) else None
+    return block.get(key) if isinstance(block, dict) else None
+
+
+def _peak_tflops(run_info: RunInfo) -> float | None:
+    """The peak rate that the flags or the recipe of a run give; None if it was not given or is impossible."""
     parser = argparse.ArgumentParser(add_help=False, exit_on_error=False)
     parser.add_argument("--peak-tflops", type=float)
-    with contextlib.suppress(argparse.ArgumentError):
-        value: float | None = parser.parse_known_args(arguments)[0].peak_tflops
-        return value if value is not None and 0 < value < _MAX_PEAK_TFLOPS else None
-    return None
+    value = recipe_value(run_info.recipe, "launch", "peak_tflops")
+    if not run_info.recipe:
+        with contextlib.suppress(argparse.ArgumentError):
+            value = parser.parse_known_args(run_info.arguments)[0].peak_tflops
+    possible = isinstance(value, (int, float)) and 0 < value < _MAX_PEAK_TFLOPS
+    return float(value) if possible else None
 
 
 def _with_flops_of_flat_json(summaries: tuple[TrialSummary, ...], folder: Path) -> tuple[TrialSummary, ...]:

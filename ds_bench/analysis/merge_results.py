@@ -7,9 +7,10 @@ differs; a run that was given twice counts once. :mod:`comparison` compares the 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
+from typing import Any
 
 from ..config.spec import Placement, Workload
 from ..system.environment import Environment, comparability_differences, setting_differences
@@ -35,9 +36,11 @@ class ResultGroup:
     commands: tuple[str, ...]
     """The known command lines of the results, quoted for a shell, each once."""
     family: str | None
-    """``zero`` or ``offload``: the script to which ``arguments`` belong; None if no result holds its arguments."""
+    """``zero``, ``offload`` or ``recipe``: to which ``arguments`` belong; None if no result holds its arguments."""
     arguments: tuple[str, ...]
     """Of the first result that holds them; empty if none does."""
+    recipe: Mapping[str, Any]
+    """Of the same result; empty for a script's run."""
     notes: tuple[str, ...]
     sources: tuple[Path, ...]
     """What the user named, without results of which no row is in this group."""
@@ -116,6 +119,7 @@ class _GroupBuilder:
             commands=tuple(dict.fromkeys(filter(None, lines))),
             family=first.family if first else None,
             arguments=first.arguments if first else (),
+            recipe=first.recipe if first else {},
             notes=tuple(dict.fromkeys([*own_notes, *self._pooling_notes(), *notes])),
             sources=tuple(dict.fromkeys(result.source for result in results)),
         )

@@ -17,6 +17,7 @@ from ..analysis.merge_results import ResultGroup
 from ..analysis.summary import TrialSummary
 from ..config import strategies
 from ..config.deepspeed_config import is_full_config
+from ..config.options import GOALS
 from ..errors import UsageError
 from ..records.rank_files import write_text
 from ..report import export, html_report, markdown, models_table, terminal_report
@@ -104,7 +105,11 @@ def build_reports(
 
 
 def _flags_of_run(group: ResultGroup) -> tuple[str | None, str | None]:
-    """Goal and baseline row from the flags of the run; None for both if the flags cannot be parsed."""
+    """Goal and baseline row from the flags or the recipe of the run; None for both if the flags cannot be parsed."""
+    if group.recipe:
+        goal = load_results.recipe_value(group.recipe, "output", "goal")
+        row = load_results.recipe_value(group.recipe, "configurations", "relative_to")
+        return goal if goal in GOALS else None, row if isinstance(row, str) else None
     try:
         with contextlib.redirect_stdout(io.StringIO()):  # --help, which an edited file may hold, prints
             options = arguments.parse("offload" if group.family == "offload" else "zero", "run", group.arguments)

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import gc
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -69,6 +69,8 @@ class RunInfo:
     notes: tuple[str, ...] = ()
     trials: tuple[Trial, ...] = ()
     """As planned, in order."""
+    recipe: Mapping[str, Any] = field(default_factory=dict)
+    """``values``: the sections of the recipe that was run; empty for a script's run."""
     schema_version: int = SCHEMA_VERSION
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from ds_bench.cli import arguments, commands
+from ds_bench.cli.report import build_reports
 from ds_bench.config import placement, recipe, recipe_file
 from ds_bench.config.spec import Strategy
 from ds_bench.plan import make_run_plan, requested_rows
@@ -120,6 +121,18 @@ def test_points_of_a_sweep_run_round_by_round_in_one_result(
     assert "16 tokens: " in shown
     assert commands.main(["report", str(folder)]) == 0
     assert "micro-batch 2 × 32 tokens" in capsys.readouterr().out
+
+
+def test_a_report_keeps_the_goal_and_the_reference_row_of_the_recipe(
+    run: Run, house: House, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(SMALL, "--relative-to", "2", "--goal", "memory") == 0
+    reports = build_reports([run_folder(house)])
+    assert reports[0].recommendation.goal == "memory"
+    baseline = reports[0].comparison.baseline
+    assert baseline is not None
+    assert baseline.configuration.name == "zero2"
+    assert reports[0].commands[0].startswith("python -m ds_bench run ")
 
 
 def test_an_interrupted_sweep_goes_on_from_its_folder_alone(
