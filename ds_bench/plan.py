@@ -129,7 +129,9 @@ class Plan:
         if self.profile is None:
             return list(trials)
         skip, force = self.options.skip_predicted_oom, self.options.force
-        return trial_predictions.attach_predictions(trials, self.profile, self.memory, skip=skip, force=force)
+        return trial_predictions.attach_predictions(
+            trials, self.profile, self.memory, skip=skip, force=force, with_changes=False
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

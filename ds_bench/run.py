@@ -351,7 +351,7 @@ class ResultBuilder:
         self._plan, self.environment, self._run_id = plan, environment, run_id
         gpus = environment.gpus if plan.placement.accelerator == "cuda" else ()
         self._gpu_name = gpus[0].name if gpus else None
-        self._changes: dict[int, dict[str, Any]] = {}
+        self._predictor = trial_predictions.ChangePredictor()
         self._plan_of_key = {trial.key: each for each in plan.plans for trial in each.trials}
 
     @property
@@ -367,13 +367,7 @@ class ResultBuilder:
     def with_changes(self, trial: Trial) -> Trial:
         """A trial that is about to run, with what other configurations of its work would need."""
         plan = self._plan_of(trial)
-        profile = plan.profile
-        if trial.prediction is None or not isinstance(profile, ModelProfile):
-            return trial
-        key = id(trial.configuration)  # repeats of a row share it
-        if key not in self._changes:
-            self._changes[key] = trial_predictions.predict_changes(trial, profile, plan.model.hidden_size)
-        return replace(trial, prediction={**trial.prediction, **self._changes[key]})
+        return self._predictor.complete(trial, plan.profile, plan.model.hidden_size)
 
     def _plan_of(self, trial: Trial) -> Plan:
         """The plan of a trial; of one that an earlier run of the folder made and this one does not ask for, the plan

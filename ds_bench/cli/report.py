@@ -134,23 +134,25 @@ def _write_html(reports: Sequence[ComparisonReport], path: Path) -> None:
 
 def _write_charts(reports: Sequence[ComparisonReport], folder: Path) -> None:
     """Raises UsageError where the charts cannot be written."""
-    from ..report.charts import save_charts
+    from ..report.charts import save_charts, write_charts
+    from ..report.sweep_charts import sweep_charts
+    from ..report.sweep_report import common_title
 
-    for number, comparison_report in enumerate(reports, 1):
-        own_folder = folder if len(reports) == 1 else folder / f"{number:02d}"
-        _make_folder(own_folder)
-        try:
-            paths = save_charts(
+    _make_folder(folder)
+    try:
+        paths = write_charts(sweep_charts(reports), common_title(reports), folder)
+        for number, comparison_report in enumerate(reports, 1):
+            paths += save_charts(
                 comparison_report.title,
                 comparison_report.comparison,
-                own_folder,
+                folder if len(reports) == 1 else folder / f"{number:02d}",
                 recommended=comparison_report.recommendation.key,
             )
-        except OSError as error:
-            problem = f"--plots {own_folder}: {error.strerror or error}"
-            raise UsageError(problem, remedy="give a folder that you may write to") from None
-        for path in paths:
-            terminal.print_text(f"plot {path}", sys.stderr)
+    except OSError as error:
+        problem = f"--plots {folder}: {error.strerror or error}"
+        raise UsageError(problem, remedy="give a folder that you may write to") from None
+    for path in paths:
+        terminal.print_text(f"plot {path}", sys.stderr)
 
 
 def _make_folder(folder: Path) -> None:

@@ -20,6 +20,7 @@ from typing import Any
 
 from ..analysis.comparison import Comparison
 from .chart_data import BarChart, Chart, Dot, LineChart, ScatterChart, StackChart, charts_of, format_value
+from .sweep_charts import SweepChart
 
 INK, FAINT, RULE, PAPER, WARNING, HATCH = "#1b1f24", "#57606a", "#d5dae0", "#ffffff", "#a33b00", "#3a3f45"
 ROW_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#b8508f", "#e69f00", "#56b4e9", INK, "#847400")
@@ -97,9 +98,14 @@ def save_charts(title: str, comparison: Comparison, folder: Path, recommended: s
 
     ``recommended``: key of the row to mark. The same numbers give the same SVG. Makes the folder. Raises OSError.
     """
+    return write_charts(charts_of(comparison, recommended).charts, title, folder)
+
+
+def write_charts(charts: Sequence[Chart], title: str, folder: Path) -> list[Path]:
+    """Writes charts as :func:`save_charts` does."""
     folder.mkdir(parents=True, exist_ok=True)
     paths: list[Path] = []
-    for chart in charts_of(comparison, recommended).charts:
+    for chart in charts:
         for form in ("png", "svg"):
             path = folder / f"{chart.name}.{form}"
             options: Any = {"dpi": 200} if form == "png" else {"metadata": {"Date": None}}
@@ -397,7 +403,7 @@ def _draw_lines(chart: LineChart, axes: Any) -> _Frame:
             linestyle=DASHES[line.style],
             linewidth=2.4 - 0.19 * line.style,  # later lines are thinner, so that equal lines are all visible
             marker=MARKERS[line.style],
-            markevery=(line.style, max(1, len(steps) // 7)),
+            markevery=1 if isinstance(chart, SweepChart) else (line.style, max(1, len(steps) // 7)),
             markersize=5,
         )
         entries.append((drawn, line.label))
@@ -408,7 +414,12 @@ def _draw_lines(chart: LineChart, axes: Any) -> _Frame:
     axes.set_ylim(*chart.limits)
     axes.margins(x=0.01)
     frame = _draw_plane(axes, chart.horizontal, chart.axis, entries)
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    if isinstance(chart, SweepChart):
+        last = len(chart.ticks) - 1
+        axes.set_xlim(-0.08 * last, 1.08 * last)
+        axes.set_xticks(range(len(chart.ticks)), [_printable(tick, 80 / len(chart.ticks)) for tick in chart.ticks])
+    else:
+        axes.xaxis.get_major_locator().set_params(integer=True)
     return frame
 
 

@@ -17,10 +17,11 @@ from ..config.deepspeed_config import is_full_config
 from ..records.schema import SUCCESS
 from ..units import format_significant
 from . import charts
-from .chart_data import charts_of
+from .chart_data import Chart, charts_of
 from .columns import Column, measured_columns, row_status
 from .comparison_report import ComparisonReport, Note
 from .row_explanation import HEADING, report_paragraphs
+from .sweep_charts import sweep_charts
 
 # Control characters have no place in HTML, lone surrogates none in UTF-8, and bidirectional overrides reorder text.
 _UNPRINTABLE = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff\u202a-\u202e\u2066-\u2069]")
@@ -47,10 +48,17 @@ def render_page(reports: Sequence[ComparisonReport], generated: str) -> str:
             {**_section(report, f"s{number}"), "environments": None if one_machine else own}
             for number, (report, own) in enumerate(zip(reports, machines, strict=True), 1)
         ],
+        sweep=_drawn(sweep_charts(reports), "sweep"),
         styles=styles,
         script=script,
     )
     return _UNPRINTABLE.sub("\ufffd", page)
+
+
+def _drawn(found: Sequence[Chart], uid: str) -> list[dict[str, Any]]:
+    from markupsafe import Markup
+
+    return [{"chart": chart, "svg": Markup(charts.inline_svg(chart, f"{uid}-{chart.name}"))} for chart in found]
 
 
 def _machines(report: ComparisonReport) -> list[dict[str, str]]:

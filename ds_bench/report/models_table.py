@@ -111,6 +111,10 @@ def _row_names(group: Sequence[ComparisonReport]) -> list[str]:
                 f"{work.seq_length} tokens",
                 f"{work.grad_accum} accumulated",
                 work.precision,
+                f"checkpointing {'on' if work.activation_checkpointing else 'off'}",
+                f"dropout {'of the model' if work.dropout is None else work.dropout}",
+                f"{work.warmup_steps} + {work.num_steps} steps",
+                f"seed {work.seed}",
                 f"{placement.num_gpus} {'GPU' if placement.accelerator == 'cuda' else 'CPU rank'}(s)",
             )
         )
