@@ -9,12 +9,12 @@ Sources: DeepSpeed 0.19.8, ``runtime/config.py``, ``runtime/zero/config.py``, ``
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from ..errors import UsageError
-from . import deepspeed_config, validation
+from . import deepspeed_config, deepspeed_keys, lint, validation
 from .automatic_values import AUTO, TRAINING_DEFAULTS, TrainingFacts, resolve
 from .configuration_files import ConfigurationFile
 from .deepspeed_config import Config
@@ -24,18 +24,6 @@ from .spec import BatchPolicy, Configuration, Precision
 _BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 _MONITORS = ("tensorboard", "wandb", "csv_monitor", "comet")
 """Blocks with which DeepSpeed writes or sends values of every step."""
-_WITHOUT_PREFIX = (
-    "prefetch_bucket_size",
-    "param_persistence_threshold",
-    "model_persistence_threshold",
-    "max_live_parameters",
-    "max_reuse_distance",
-    "gather_16bit_weights_on_model_save",
-    "module_granularity_threshold",
-    "use_all_reduce_for_fetch_params",
-    "allgather_sequential",
-)
-"""Keys of ``zero_optimization`` that DeepSpeed also reads without their ``stage3_``."""
 _OLD_OFFLOADS = {"cpu_offload": "offload_optimizer", "cpu_offload_param": "offload_param"}
 
 
@@ -113,10 +101,11 @@ class FileRowMaker:
             arguments=file.arguments,
         )
         resolution = resolve(written, facts)
-        config = as_deepspeed_reads_it(resolution.config)
-        caveats += _remove_side_effects(config)
-        config.pop("train_batch_size", None)
+        config = {key: value for key, value in resolution.config.items() if key != "train_batch_size"}
         config |= {"train_micro_batch_size_per_gpu": micro, "gradient_accumulation_steps": accumulation}
+        _check_values(config)
+        config = as_deepspeed_reads_it(config)
+        caveats += _remove_side_effects(config)
         if not any(name in config for name in deepspeed_config.PRECISION_BLOCKS):
             config |= {} if facts.precision == "fp32" else {facts.precision: {"enabled": True}}
             if file.precision is None and facts.precision != "fp32":
@@ -125,7 +114,6 @@ class FileRowMaker:
             config["optimizer"] = _missing_optimizer(file)
             params = config["optimizer"]["params"]
             caveats.append(f"its file has no optimizer: AdamW of learning rate {params['lr']:g}")
-        _check_values(config)
         return config, {**resolution.values, **dict.fromkeys(resolution.left_to_deepspeed)}, caveats
 
 
@@ -180,10 +168,7 @@ def _replace_old_forms(config: Config) -> None:
 
 
 def as_deepspeed_reads_it(config: Mapping[str, Any]) -> Config:
-    """Returns a configuration with old and alternative spellings replaced by those that this program reads.
-
-    Raises UsageError for an old key beside the one that replaced it, which DeepSpeed refuses.
-    """
+    """Returns a configuration with old and alternative spellings replaced by those that this program reads."""
     read: Config = copy.deepcopy(dict(config))
     for name in ("bf16", "fp16"):
         enabled = read.get(name, {}).get("enabled")
@@ -197,16 +182,11 @@ def as_deepspeed_reads_it(config: Mapping[str, Any]) -> Config:
 
 def _rename_zero_keys(zero: Config) -> None:
     for old, new in _OLD_OFFLOADS.items():
-        if old in zero:
-            if new in zero:
-                raise UsageError(
-                    f"zero_optimization has {old} beside {new}, which DeepSpeed refuses", remedy="keep one"
-                )
-            if zero.pop(old):
-                zero[new] = {"device": "cpu"}
-    for key in _WITHOUT_PREFIX:
-        if key in zero:
-            zero.setdefault(f"stage3_{key}", zero.pop(key))
+        if old in zero and zero.pop(old):
+            zero[new] = {"device": "cpu"}
+    for name, facts in deepspeed_keys.keys_of("zero_optimization").items():
+        if facts.get("same_as") in zero:  # such as prefetch_bucket_size, of which the usual name has stage3_ before it
+            zero.setdefault(name, zero.pop(facts["same_as"]))
 
 
 def _remove_side_effects(config: Config) -> list[str]:
@@ -234,26 +214,15 @@ def _missing_optimizer(file: ConfigurationFile) -> Config:
 
 
 def _check_values(config: Config) -> None:
-    """Raises UsageError for values that this program cannot read and DeepSpeed refuses."""
-    for reason in _refused_values(config):
-        raise UsageError(reason, remedy="correct the file")
-
-
-def _refused_values(config: Config) -> Iterator[str]:
-    zero = config["zero_optimization"]
-    stage = zero.get("stage", 0)
-    if type(stage) is not int or not 0 <= stage <= 3:
-        yield f"zero_optimization.stage is {stage!r}, and DeepSpeed knows 0, 1, 2 and 3"
-    for name in ("offload_optimizer", "offload_param"):
-        block = zero.get(name)
-        if not (block is None or isinstance(block, dict)):
-            yield f"zero_optimization.{name} is {block!r}, not a block, which DeepSpeed refuses"
-        elif block and block.get("device") not in (None, "none", "cpu", "nvme"):
-            yield f"zero_optimization.{name}.device is {block['device']!r}, and DeepSpeed knows none, cpu and nvme"
-    if not isinstance(config["optimizer"].get("type"), str):
-        yield "optimizer has no type"
-    if not isinstance(params := config["optimizer"].get("params", {}), dict):
-        yield f"optimizer.params is {params!r}, not a block"
+    """Raises UsageError for what DeepSpeed refuses (``lint``), and for an optimizer that is none."""
+    refused = next((finding for finding in lint.check_config(config) if finding.level == "error"), None)
+    if refused is not None:
+        raise UsageError(f"{refused.path}: {refused.reason}", remedy=refused.remedy)
+    optimizer = config.get("optimizer", {"type": "AdamW"})
+    if not isinstance(optimizer.get("type"), str):
+        raise UsageError("optimizer has no type", remedy="correct the file")
+    if not isinstance(params := optimizer.get("params") or {}, dict):
+        raise UsageError(f"optimizer.params is {params!r}, not a block", remedy="correct the file")
 
 
 def _refused(file: ConfigurationFile, batch_size: int, reason: str) -> Configuration:

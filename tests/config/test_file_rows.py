@@ -153,17 +153,22 @@ def test_kept_batch_keys_are_completed_as_deepspeed_does(
 @pytest.mark.parametrize(
     ("content", "told"),
     [
-        ({"zero_optimization": {"stage": [0, 1]}}, "stage is [0, 1]"),
-        ({"zero_optimization": {"stage": 5}}, "stage is 5"),
+        ({"zero_optimization": {"stage": [0, 1]}}, "stage: DeepSpeed refuses [0, 1]"),
+        ({"zero_optimization": {"stage": 5}}, "stage: DeepSpeed refuses 5"),
         ({"zero_optimization": {"mics_shard_size": 2}}, "mics_shard_size"),
-        ({"zero_optimization": {"stage": 3, "offload_param": {"device": "disk"}}}, "device is 'disk'"),
-        ({"zero_optimization": {"cpu_offload": True, "offload_optimizer": {}}}, "cpu_offload beside"),
+        ({"zero_optimization": {"stage": 3, "offload_param": {"device": "disk"}}}, 'device: DeepSpeed refuses "disk"'),
+        (
+            {"zero_optimization": {"cpu_offload": True, "offload_optimizer": {}}},
+            "old name of offload_optimizer beside it",
+        ),
         ({"zero_optimization": {"reduce_bucket_size": "auto"}}, "hidden_size"),
         ({"fp16": None}, "'fp16'"),
         ({"bf16": {"enable": True}}, "bf16.enable"),
         ({"bf16": {}, "curriculum_learning": {"enabled": True}}, "curriculum_learning"),
         ({"bf16": {}, "optimizer": {"params": {}}}, "optimizer has no type"),
         ({"steps_per_print": "auto"}, "steps_per_print"),
+        ({"fp16": {"enabled": True, "min_loss_scale": 1e-10}}, "min_loss_scale: DeepSpeed refuses 1e-10"),
+        ({"bf16": {}, "optimizer": {"type": "AdamW", "params": {"max_grad_norm": 1.0}}}, "use the top-level key"),
     ],
 )
 def test_what_deepspeed_refuses_is_a_row_with_the_reason(tmp_path: Path, content: dict[str, Any], told: str) -> None:
