@@ -776,8 +776,158 @@ _OPTIMIZERS = (
     ),
 )
 
+_EVERY_ENGINE = ("deepspeed", "ddp", "fsdp2")
+
+_COMPUTATION = (
+    Axis(
+        name="attention",
+        group="Computation",
+        meaning="attention implementation of Transformers; eager keeps the scores of every head",
+        fields=("attention",),
+        names=("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"),
+        default="sdpa, where the model has it",
+        engines=_EVERY_ENGINE,
+        changes=("activations", "time"),
+        note="flash attention needs a GPU, 16 bit and its package (flash_attn, flash_attn_interface)",
+        source="transformers/modeling_utils.py, attn_implementation",
+    ),
+    Axis(
+        name="loss",
+        group="Computation",
+        meaning="how logits and loss are computed: as the model does, with its logits in fp32; chunked: DeepSpeed's "
+        "cross-entropy, which keeps the logits as they are; tiled: DeepSpeed's loss of a part of the tokens at a time, "
+        "which keeps no logits; liger: Liger's fused kernel, likewise",
+        fields=("loss",),
+        names=("model", "chunked", "tiled", "liger"),
+        default="model",
+        changes=("activations", "peak", "time"),
+        note="tiled and liger keep the gradients of the output layer and of its input instead; at long sequences "
+        "nothing else saves as much. liger needs a GPU and the package liger_kernel",
+        source="runtime/chunked_cross_entropy.py; runtime/sequence_parallel/ulysses_sp.py, TiledFusedLogitsLoss",
+    ),
+    Axis(
+        name="compile",
+        group="Computation",
+        meaning="compiles the model: torch.compile, or DeepCompile, which also schedules ZeRO's communication",
+        keys=("compile.deepcompile",),
+        fields=("compile",),
+        names=("none", "torch", "deepcompile"),
+        settings={
+            "none": Setting(config={"compile": {"deepcompile": False}}, workload={"compile": "none"}),
+            "torch": Setting(config={"compile": {"deepcompile": False}}, workload={"compile": "torch"}),
+            "deepcompile": Setting(config={"compile": {"deepcompile": True}}, workload={"compile": "torch"}),
+        },
+        default="none",
+        changes=("activations", "time"),
+        requires={
+            "deepcompile": Requirements(accelerator="cuda", reason="DeepCompile runs on CUDA alone (compile/util.py)")
+        },
+        note="warm-up steps are added until a step compiles nothing, for DeepCompile eight in all at least; "
+        "activations are not predicted",
+        source="runtime/engine.py, compile; compile/init_z3.py, WARMUP",
+    ),
+    Axis(
+        name="data_workers",
+        group="Data",
+        label="data workers",
+        meaning="worker processes of torch's DataLoader; 0: the rank itself; off: the data lie on the device before",
+        fields=("data_workers",),
+        numbers=Numbers(least=0, most=256),
+        names=("off",),
+        settings={"off": Setting(workload={"data_workers": None})},
+        default="off",
+        engines=_EVERY_ENGINE,
+        changes=("time",),
+        note="random tokens, the same in every row; the record holds the time that a step waits for them",
+        source="torch/utils/data/dataloader.py",
+    ),
+    Axis(
+        name="data_pin_memory",
+        group="Data",
+        label="pinned data",
+        meaning="copies each micro-batch to page-locked memory first, from which it is copied asynchronously",
+        fields=("data_pin_memory",),
+        switch=True,
+        default="false",
+        engines=_EVERY_ENGINE,
+        changes=("time",),
+        cuda_only="the CPU accelerator pins no memory",
+        note="only with data_workers",
+        source="torch/utils/data/dataloader.py",
+    ),
+    Axis(
+        name="data_prefetch",
+        group="Data",
+        label="prefetched",
+        meaning="micro-batches that each worker process loads ahead",
+        fields=("data_prefetch",),
+        numbers=Numbers(least=1, most=1024),
+        default="2",
+        engines=_EVERY_ENGINE,
+        changes=("time",),
+        note="only with data_workers of 1 or more",
+        source="torch/utils/data/dataloader.py, prefetch_factor",
+    ),
+    Axis(
+        name="cpu_binding",
+        group="Host",
+        label="bound to",
+        meaning="processors of a rank: cores gives each rank of a node a part of its own, numa those of a NUMA node",
+        fields=("cpu_binding",),
+        names=("none", "cores", "numa"),
+        default="none",
+        engines=_EVERY_ENGINE,
+        changes=("time",),
+        note="what the launcher's --bind_cores_to_rank does, without numactl; the record holds the processors. numa "
+        "needs a machine of several NUMA nodes",
+        source="utils/numa.py; DeepSpeed reports 2887 to 2497 ms a step for ZeRO-Offload",
+    ),
+    Axis(
+        name="allocator",
+        group="Host",
+        meaning="how torch's allocator reserves GPU memory: expandable_segments grows what it has, so that less is "
+        "lost between tensors",
+        variables=("PYTORCH_CUDA_ALLOC_CONF",),
+        names=("default", "expandable_segments"),
+        settings={
+            "default": Setting(variables={"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False"}),
+            "expandable_segments": Setting(variables={"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}),
+        },
+        default="default",
+        engines=_EVERY_ENGINE,
+        changes=("peak", "time"),
+        cuda_only="the allocator is CUDA's",
+        source="torch/cuda/memory.py, PYTORCH_CUDA_ALLOC_CONF",
+    ),
+    Axis(
+        name="autotp",
+        group="Parallel ranks",
+        meaning="ranks among which every layer is split (tensor parallelism)",
+        keys=("tensor_parallel.autotp_size",),
+        numbers=Numbers(least=1, most=1024),
+        default="1",
+        stages=(0, 1, 2),
+        changes=("parameters", "gradients", "optimizer_states", "activations", "time", "batch"),
+        note="a divisor of ranks and heads; the ranks of a group get the same data, whose tokens count once. Not for "
+        "GPT-2. Memory is not predicted",
+        source="runtime/engine.py, _apply_autotp_partitioning; module_inject/auto_tp.py; since 0.16.4",
+    ),
+    Axis(
+        name="sequence_parallel",
+        group="Parallel ranks",
+        meaning="ranks among which every sequence is split (Ulysses)",
+        keys=("sequence_parallel_size",),
+        numbers=Numbers(least=1, most=1024),
+        default="1",
+        changes=("activations", "time", "batch"),
+        note="a divisor of ranks, heads and sequence length; not with eager attention. Activations are not predicted",
+        source="runtime/sequence_parallel/ulysses_sp.py, since 0.17.0",
+    ),
+)
+
 AXES: dict[str, Axis] = {
-    axis.name: axis for axis in (*_WORKLOAD, *_PRECISION, *_COMMUNICATION, *_STAGE_3, *_OFFLOAD, *_OPTIMIZERS)
+    axis.name: axis
+    for axis in (*_WORKLOAD, *_COMPUTATION, *_PRECISION, *_COMMUNICATION, *_STAGE_3, *_OFFLOAD, *_OPTIMIZERS)
 }
 """Every axis by name, in the order in which they are listed and applied."""
 
