@@ -13,6 +13,7 @@
 #   probe                       versions, op builds with times, may ranks be forked; then ten steps of each stage, tiny
 #   MODEL-zero, MODEL-offload   both comparisons of each model, NVMe among them when NVME_PATH is set
 #   fidelity                    bench/fidelity.py: the product beside a bare DeepSpeed loop, first model
+#   axes-attention, -loss, -compile, -data, -allocator, -cores  the first model with the values of an axis that need a GPU
 #   references-bf16, references-fp32  the first model at ZeRO-0 and ZeRO-3 beside torch's DDP and FSDP2
 #   prediction                  bench/prediction.py: predicted against measured memory, first model
 #   launch-warm, launch-cold    the first model with each --launcher
@@ -137,6 +138,7 @@ wanted() {
 step_names() {
     local model
     echo probe probe-stages references-bf16 references-fp32 fidelity prediction launch-warm launch-cold tests
+    echo axes-attention axes-loss axes-compile axes-data axes-allocator axes-cores
     for model in "${MODELS[@]}"; do
         echo "$(short_of "$model")-zero" "$(short_of "$model")-offload"
     done
@@ -320,6 +322,17 @@ references() {
     done
 }
 
+# What the CPU accelerator cannot show, or shows otherwise.
+axes() {
+    compare axes-attention zero_stage_comparison.py "$FIRST" --stages 2 --axis attention=eager,sdpa,flash_attention_2
+    compare axes-loss zero_stage_comparison.py "$FIRST" --stages 2 --axis loss=model,chunked,tiled,liger
+    compare axes-compile zero_stage_comparison.py "$FIRST" --stages 1 3 --axis compile=none,torch,deepcompile
+    compare axes-data zero_stage_comparison.py "$FIRST" --stages 2 --axis data_workers=2 \
+        --axis data_pin_memory=false,true
+    compare axes-allocator zero_stage_comparison.py "$FIRST" --stages 3 --axis allocator=default,expandable_segments
+    compare axes-cores offload_comparison.py "$FIRST" --strategies cpu_optimizer --axis cpu_binding=none,cores
+}
+
 launches() {
     compare launch-warm zero_stage_comparison.py "$FIRST" --launcher warm
     compare launch-cold zero_stage_comparison.py "$FIRST" --launcher deepspeed
@@ -425,6 +438,7 @@ run_steps() {
     prediction
     fidelity
     launches
+    axes
     for model in "${MODELS[@]:1}"; do
         zero "$model"
         offload "$model"
