@@ -62,6 +62,8 @@ def _print_text(reports: Sequence[FileReport]) -> None:
             _print_line(f"    → {finding.remedy} [{finding.rule}, {finding.source}]")
     counts = Counter(finding.level for report in reports for finding in report.findings)
     checked = sum(report.problem is None for report in reports)
+    if not checked:
+        return
     levels = [_counted(counts[level], level) for level in ("error", "warning", "hint") if counts[level]]
     terminal.print_text(f"{_counted(checked, 'file')} checked: {', '.join(levels) or 'nothing found'}")
 

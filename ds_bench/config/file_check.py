@@ -143,7 +143,8 @@ def _check_read_by_others(path: Path, line_of: Callable[[str], int | None], chec
         names = _ACCELERATE_KEYS.get(key, key.rpartition(".")[2]) if file.kind == "accelerate" else key
         return line_of(".".join(filter(None, [block, names])))
 
-    return [FileReport(path=path, findings=_located(check(file.config), line_in_block))]
+    found = [finding for finding in check(file.config) if finding.rule != "automatic-value"]  # they fill it in
+    return [FileReport(path=path, findings=_located(found, line_in_block))]
 
 
 def _located(found: Iterable[Finding], line_of: Callable[[str], int | None]) -> list[Finding]:
@@ -175,10 +176,8 @@ def _strictness(text: str) -> list[Finding]:
     try:
         json.loads(text)
     except json.JSONDecodeError as error:
-        reason = (
-            "not strict JSON (a comment, a comma too many or missing quotes): Trainer and Accelerate refuse the file"
-        )
-        remedy = "remove it if one of them reads the file"
+        reason = f"no strict JSON ({error.msg.lower()}), which DeepSpeed reads and Trainer and Accelerate refuse"
+        remedy = "correct it if one of them reads the file"
         return [_whole_file_finding("not-strict-json", "hint", reason, remedy, error.lineno)]
     return []
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ..system.redaction import REDACTED, looks_secret, redacted_config
 from ..units import format_bytes, format_count
 from . import deepspeed_keys
 from .automatic_values import TrainingFacts, fill_in, paths_of_auto
@@ -168,7 +169,7 @@ def _nested_findings(config: Config) -> Iterator[Finding]:
                 continue
             if "deprecated" in known[key]:
                 yield _old_name(place, known[key]["deprecated"], values, known, source)
-            if value != AUTO and (problem := _type_problem(value, known[key])):
+            if value != AUTO and (problem := _type_problem(place, value, known[key])):
                 yield _finding("type", "error", place, *problem, source)
             elif "schema" not in known[key] and isinstance(value, str) and value != AUTO:
                 yield from _text_for_another_type(place, value, known[key]["default"], source)
@@ -230,13 +231,13 @@ def _named_twice(path: str, values: Config, known: Mapping[str, Any], source: st
 _JSON_TYPES: dict[type, str] = {bool: "boolean", int: "number", float: "number", str: "string", list: "list"}
 
 
-def _type_problem(value: object, entry: Mapping[str, Any]) -> tuple[str, str] | None:
+def _type_problem(place: str, value: object, entry: Mapping[str, Any]) -> tuple[str, str] | None:
     """Why DeepSpeed refuses the value for its type or limits, with the remedy; None if it takes it."""
     if "accepts" in entry:
         kind = "null" if value is None else _JSON_TYPES.get(type(value), "object")
         if kind in entry["accepts"]:
             return None
-        reason = f"DeepSpeed refuses {_shown(value)}, a JSON {kind}"
+        reason = f"DeepSpeed refuses {_shown_without_secrets(place, value)}, a JSON {kind}"
         kinds = [each for each in entry["accepts"] if each != "boolean" or isinstance(entry["default"], bool)]
         kinds = [each for each in kinds if each != "null"] or kinds
         return reason, f"give {_listed(map(_with_article, kinds), ' or ')}"
@@ -245,7 +246,7 @@ def _type_problem(value: object, entry: Mapping[str, Any]) -> tuple[str, str] | 
         return None
     allowed = entry["schema"].get("expected")
     remedy = f"give {_listed(map(str, allowed), ' or ')}" if allowed else f"its default is {_shown(entry['default'])}"
-    return f"DeepSpeed refuses {_shown(value)}: {message}", remedy
+    return f"DeepSpeed refuses {_shown_without_secrets(place, value)}: {message}", remedy
 
 
 def _schema_problem(value: object, schema: Mapping[str, Any] | None) -> str | None:
@@ -613,6 +614,13 @@ def _shown(value: object) -> str:
 
     text = json.dumps(value, ensure_ascii=False)
     return text if len(text) <= 60 else text[:57] + "…"
+
+
+def _shown_without_secrets(place: str, value: object) -> str:
+    """A value as JSON, without what may be a credential: findings go into logs and annotations that others read."""
+    if isinstance(value, (int, float)):
+        return REDACTED if looks_secret(place, str(value)) else _shown(value)
+    return _shown(redacted_config({place: value})[place])
 
 
 def _listed(names: Any, last: str = ", ") -> str:

@@ -48,9 +48,8 @@ def parse(text: str) -> Any:
     try:
         return reader.decode(text)
     except hjson.HjsonDecodeError as error:
-        raise ConfigSyntaxError(
-            error.msg.replace("%r", repr(text[error.pos : error.pos + 1])).removesuffix(" at"), error.lineno
-        ) from None
+        problem = error.msg.replace(" %r", "").removesuffix(" at")
+        raise ConfigSyntaxError(problem, error.lineno) from None
     except ConfigSyntaxError:
         raise
     except (IndexError, OverflowError, ValueError) as error:  # an open comment, 1e999, a number of thousands of digits

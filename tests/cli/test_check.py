@@ -92,7 +92,7 @@ def test_what_deepspeed_cannot_parse_is_an_error_with_its_line(
 
 def test_comments_are_read_and_told(write: Write, capsys: pytest.CaptureFixture[str]) -> None:
     assert commands.main(["check", write("// a comment\n" + json.dumps(GOOD))]) == 0
-    assert "ds.json:1: hint: not strict JSON" in capsys.readouterr().out
+    assert "ds.json:1: hint: no strict JSON (expecting value)" in capsys.readouterr().out
 
 
 def test_a_folder_is_its_configurations(write: Write, capsys: pytest.CaptureFixture[str]) -> None:
@@ -151,6 +151,15 @@ deepspeed_config:
 def test_an_accelerate_file_is_checked_at_its_own_lines(write: Write, capsys: pytest.CaptureFixture[str]) -> None:
     assert commands.main(["check", write(ACCELERATE, "accelerate.yaml")]) == 1
     assert "accelerate.yaml:5: warning: zero_optimization.offload_param: parameters are" in capsys.readouterr().out
+
+
+def test_auto_is_no_matter_where_the_trainer_fills_it_in(write: Write, capsys: pytest.CaptureFixture[str]) -> None:
+    config = {**GOOD, "train_micro_batch_size_per_gpu": "auto", "bf16": {"enabled": "auto"}}
+    assert commands.main(["check", write(config), write({"deepspeed": config}, "arguments.json")]) == 0
+    assert [line.partition(":")[0] for line in capsys.readouterr().out.splitlines() if "hint" in line] == [
+        "ds.json",
+        "2 files checked",
+    ]
 
 
 def test_the_file_that_an_accelerate_file_names_is_checked_too(

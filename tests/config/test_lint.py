@@ -200,6 +200,14 @@ def test_keys_of_another_program_are_told_in_one_finding() -> None:
     assert "40 top-level keys" in finding.reason
 
 
+@pytest.mark.parametrize("key", [123456789, ["hf_abcdefghijklmnopqrstuvwxyz"]])
+def test_a_refused_credential_is_not_shown(key: Any) -> None:
+    (finding,) = check({**CLEAN, "comet": {"api_key": key}})
+    assert "<redacted>" in finding.reason
+    assert "123456789" not in finding.reason
+    assert "hf_" not in finding.reason
+
+
 @pytest.mark.parametrize(
     ("config", "remedy"),
     [
