@@ -120,7 +120,7 @@ def incomparable_fields(a: TrialRecord, b: TrialRecord) -> list[str]:
             pairs |= {name: pair for name, pair in run_pairs.items() if REQUESTED_AS.get(name, name) not in pairs}
     elif a.method_version != b.method_version:
         pairs["method_version"] = (a.method_version, b.method_version)
-    for name in _varied_on_purpose(a) | _varied_on_purpose(b):
+    for name in varied_on_purpose(a) | varied_on_purpose(b):
         pairs.pop(name, None)
     if a.trial.workload.batch_policy == b.trial.workload.batch_policy == "largest":
         pairs = {name: pair for name, pair in pairs.items() if name not in _OWN_BATCH}
@@ -129,7 +129,7 @@ def incomparable_fields(a: TrialRecord, b: TrialRecord) -> list[str]:
     ]
 
 
-def _varied_on_purpose(record: TrialRecord) -> set[str]:
+def varied_on_purpose(record: TrialRecord) -> set[str]:
     """Fields of the workload that a row is there to show: how a step is computed, and what an axis sets."""
     configuration = record.trial.configuration
     computed = set(SAME_TRAINING_FIELDS) & configuration.workload_changes.keys()

@@ -15,7 +15,7 @@ from typing import Any
 from ..config.spec import Placement, Workload
 from ..system.environment import Environment, comparability_differences, setting_differences
 from . import provenance
-from .comparability import row_key
+from .comparability import row_key, varied_on_purpose
 from .load_results import Result, trial_identity
 from .summary import TrialSummary
 
@@ -51,6 +51,8 @@ class _GroupBuilder:
     """A group while rows are added to it."""
 
     workload: Workload
+    varied_fields: set[str]
+    """Fields of ``workload`` that its row is there to show (``comparability.varied_on_purpose``)."""
     placement: Placement
     method_version: int
     environment: Environment | None
@@ -73,10 +75,14 @@ class _GroupBuilder:
         return ", ".join(dict.fromkeys(str(result.source) for result in self.results))
 
     def same_request(self, other: _GroupBuilder) -> bool:
-        """True for equal workload and placement; the micro-batch may differ if each row has its own largest one."""
+        """True for equal workload and placement; the micro-batch may differ if each row has its own largest one.
+
+        So may what a row of an axis is there to show.
+        """
+        varied = {name: getattr(self.workload, name) for name in self.varied_fields | other.varied_fields}
         workloads = [
-            replace(each.workload, batch_size=1) if each.workload.batch_policy == "largest" else each.workload
-            for each in (self, other)
+            replace(each, batch_size=1) if each.batch_policy == "largest" else each
+            for each in (self.workload, replace(other.workload, **varied))
         ]
         return workloads[0] == workloads[1] and self.placement == other.placement
 
@@ -186,6 +192,7 @@ def _find_group(builders: list[_GroupBuilder], summary: TrialSummary, result: Re
     """The group to which the summary belongs; a new one is appended to ``builders``."""
     new = _GroupBuilder(
         workload=summary.record.trial.workload,
+        varied_fields=varied_on_purpose(summary.record),
         placement=summary.record.trial.placement,
         method_version=summary.record.method_version,
         environment=result.environment,

@@ -50,6 +50,22 @@ def run(stage: int, seconds: float, repeat: int = 0, **of: object) -> TrialRecor
     return replace(fakes.success(trial, step_seconds=[seconds] * 10), wall_seconds=100 * seconds)
 
 
+def test_rows_of_an_axis_stand_in_one_table() -> None:
+    plain = run(2, 0.1)
+    configuration = replace(
+        plain.trial.configuration,
+        name="zero2+activation_checkpointing=true",
+        workload_changes={"activation_checkpointing": True},
+        axis_values={"activation_checkpointing": "true"},
+    )
+    workload = replace(plain.trial.workload, activation_checkpointing=True)
+    varied = replace(plain, trial=replace(plain.trial, configuration=configuration, workload=workload), wall_seconds=9)
+    other_length = run(2, 0.3, seq_length=64)
+    for records in ((plain, varied), (varied, plain)):
+        assert len(merge_results.merge([result(*records)])) == 1
+    assert len(merge_results.merge([result(plain, varied, other_length)])) == 2
+
+
 def trials(group: ResultGroup) -> list[Trial]:
     return [entry.record.trial for entry in group.summaries]
 
