@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..config import overrides, recipe_file, sweep
+from ..config import recipe_file, sweep
 from ..config.options import Options
 from ..config.recipe import PATHS, Recipe, check_recipe, config_maker, options_of, yaml_text
 from ..config.recipe_file import Data, RecipeText
@@ -68,18 +68,16 @@ def _points(text: RecipeText, asked: sweep.Sweep, values: argparse.Namespace) ->
     return [options_at(point)[1] for point in asked.points()], first
 
 
-def _given_values(values: argparse.Namespace) -> list[tuple[tuple[str, ...], Any]]:
+def _given_values(values: argparse.Namespace) -> list[tuple[recipe_file.KeyPath, Any]]:
     """The key path and the value of every flag that replaces a value of the recipe, those of ``--set`` last."""
-    given: list[tuple[tuple[str, ...], Any]] = []
+    given: list[tuple[recipe_file.KeyPath, Any]] = []
     for name, path in PATHS.items():
         if hasattr(values, name):
             given.append((tuple(path.split(".")), _from_current_folder(name, getattr(values, name))))
     for text in getattr(values, "axis", ()):
         name, _, texts = text.partition("=")
         given.append((("axes", name), texts.split(",")))
-    for text in values.set:
-        names, value = overrides.split_setting(text, "training.seq_len=2048")
-        given.append((tuple(names), value))
+    given += map(recipe_file.parse_setting, values.set)
     return given
 
 

@@ -34,22 +34,19 @@ def parse_set(text: str) -> Config:
 
     Raises UsageError without ``=`` and for an empty name.
     """
-    names, value = split_setting(text, "zero_optimization.overlap_comm=false")
-    for name in reversed(names):
-        value = {name: value}
-    return dict(value)
-
-
-def split_setting(text: str, example: str) -> tuple[list[str], Any]:
-    """Splits ``a.b=value`` into the names and the value, which is text if it is not JSON. Raises as above."""
     path, separator, raw = text.partition("=")
     names = path.split(".")
     if not separator or not all(names):
-        raise UsageError(f"--set {text!r} is not key.path=value", remedy=f"e.g. --set {example}")
+        raise UsageError(
+            f"--set {text!r} is not key.path=value", remedy="e.g. --set zero_optimization.overlap_comm=false"
+        )
     try:
-        return names, json.loads(raw)
+        value: Any = json.loads(raw)
     except json.JSONDecodeError:
-        return names, raw
+        value = raw
+    for name in reversed(names):
+        value = {name: value}
+    return dict(value)
 
 
 def apply(config: Mapping[str, Any], file_changes: Mapping[str, Any], settings: Sequence[str]) -> Config:

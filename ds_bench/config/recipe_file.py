@@ -84,6 +84,19 @@ def parse_recipe(text: str, name: str = "", folder: Path = Path()) -> RecipeText
     return RecipeText(name=name, folder=folder, data=data, lines=reader.lines)
 
 
+def parse_setting(text: str) -> tuple[KeyPath, Any]:
+    """Reads ``training.seq_len=2048``: a key path and a value as a recipe has it. Raises UsageError."""
+    path, separator, value = text.partition("=")
+    names = tuple(path.split("."))
+    if not separator or not all(names):
+        raise UsageError(f"--set {text[:60]!r} is not key.path=value", remedy="e.g. --set training.seq_len=2048")
+    try:
+        return names, _Reader(f"--set {path}").read(value)
+    except (yaml.YAMLError, RecursionError):
+        remedy = "give a number, a text, true, false, null, or a list [1024, 2048]"
+        raise UsageError(f"--set {text[:60]!r} has a value that is not YAML", remedy=remedy) from None
+
+
 def with_value(text: RecipeText, path: KeyPath, value: Any) -> RecipeText:
     """The recipe with another value at a key path, which then has no line any more. Raises UsageError.
 

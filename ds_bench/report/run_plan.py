@@ -105,7 +105,7 @@ def left_out_line(left_out: Sequence[tuple[Plan, int]], minutes: float) -> str:
     if whole:
         names = [plan.options.point_text for plan in whole]
         more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-        parts.append(f"{len(names)} points ({'; '.join(names[:5])}{more})")
+        parts.append(f"{len(names)} point{'s' if len(names) > 1 else ''} ({'; '.join(names[:5])}{more})")
     if later:
         rounds = sum(1 for plan, number in left_out if number > 0 and plan not in whole)
         parts.append(f"{rounds} repeats of {len(later)} point{'s' if len(later) > 1 else ''}")
