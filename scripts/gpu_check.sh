@@ -13,8 +13,8 @@
 #   probe                       versions, op builds with times, may ranks be forked; then ten steps of each stage, tiny
 #   MODEL-zero, MODEL-offload   both comparisons of each model, NVMe among them when NVME_PATH is set
 #   fidelity                    bench/fidelity.py: the product beside a bare DeepSpeed loop, first model
-#   axes-attention, -loss, -compile, -data, -allocator, -cores  the first model with the values of an axis that need a GPU
 #   references-bf16, references-fp32  the first model at ZeRO-0 and ZeRO-3 beside torch's DDP and FSDP2
+#   axes-AXIS                   the first model with the values of an axis that acts on GPUs alone, or otherwise there
 #   prediction                  bench/prediction.py: predicted against measured memory, first model
 #   launch-warm, launch-cold    the first model with each --launcher
 #   tests                       pytest -m gpu
@@ -138,7 +138,7 @@ wanted() {
 step_names() {
     local model
     echo probe probe-stages references-bf16 references-fp32 fidelity prediction launch-warm launch-cold tests
-    echo axes-attention axes-loss axes-compile axes-data axes-allocator axes-cores
+    echo "${!AXES[@]}"
     for model in "${MODELS[@]}"; do
         echo "$(short_of "$model")-zero" "$(short_of "$model")-offload"
     done
@@ -322,15 +322,34 @@ references() {
     done
 }
 
-# What the CPU accelerator cannot show, or shows otherwise.
+# Step → script, rows and values of axes that the CPU accelerator cannot show, or shows otherwise (docs/axes.md).
+declare -A AXES=(
+    [axes-attention]="zero_stage_comparison.py --stages 2 --axis attention=eager,sdpa,flash_attention_2"
+    [axes-loss]="zero_stage_comparison.py --stages 2 --axis loss=model,chunked,tiled,liger"
+    [axes-compile]="zero_stage_comparison.py --stages 1 3 --axis compile=none,torch,deepcompile"
+    [axes-data]="zero_stage_comparison.py --stages 2 --axis data_workers=2 --axis data_pin_memory=false,true"
+    [axes-allocator]="zero_stage_comparison.py --stages 3 --axis allocator=default,expandable_segments"
+    [axes-cores]="offload_comparison.py --strategies cpu_optimizer --axis cpu_binding=none,cores"
+    [axes-pin-memory]="offload_comparison.py --strategies cpu_optimizer --axis pin_memory=true,false"
+    [axes-pin-backend]="offload_comparison.py --strategies cpu_optimizer --axis pin_memory_backend=torch,native"
+    [axes-ratio]="offload_comparison.py --strategies cpu_optimizer --axis offload_ratio=0.5,1"
+    [axes-superoffload]="offload_comparison.py --strategies cpu_optimizer --axis superoffload=false,true"
+    [axes-zenflow]="offload_comparison.py --stage 2 --strategies cpu_optimizer --grad-accum 2 --axis zenflow=off,on,overlap"
+    [axes-qwz]="zero_stage_comparison.py --stages 3 --axis qwz=false,true"
+    [axes-states]="zero_stage_comparison.py --stages 2 3 --axis bf16_states=off,all"
+    [axes-buffers]="zero_stage_comparison.py --stages 2 3 --axis buffers=default,trainer_auto,small_buffers"
+    [axes-overlap]="zero_stage_comparison.py --stages 2 3 --axis overlap_comm=true,false"
+    [axes-optimizer]="zero_stage_comparison.py --stages 2 --axis optimizer=adamw,torch_adamw,torch_fused_adamw,lion,muon"
+)
+
 axes() {
-    compare axes-attention zero_stage_comparison.py "$FIRST" --stages 2 --axis attention=eager,sdpa,flash_attention_2
-    compare axes-loss zero_stage_comparison.py "$FIRST" --stages 2 --axis loss=model,chunked,tiled,liger
-    compare axes-compile zero_stage_comparison.py "$FIRST" --stages 1 3 --axis compile=none,torch,deepcompile
-    compare axes-data zero_stage_comparison.py "$FIRST" --stages 2 --axis data_workers=2 \
-        --axis data_pin_memory=false,true
-    compare axes-allocator zero_stage_comparison.py "$FIRST" --stages 3 --axis allocator=default,expandable_segments
-    compare axes-cores offload_comparison.py "$FIRST" --strategies cpu_optimizer --axis cpu_binding=none,cores
+    local name words
+    while read -r name; do
+        read -r -a words <<<"${AXES[$name]}"
+        sizes_of "$(short_of "$FIRST")_$ACCELERATOR"
+        step "$name" 400 "$PYTHON" "$ROOT/${words[0]}" --model "$FIRST" "${SIZES[@]}" --num-steps 10 "${DEVICES[@]}" \
+            --output-dir "$WORK/$name" "${words[@]:1}"
+    done < <(printf '%s\n' "${!AXES[@]}" | sort)
 }
 
 launches() {

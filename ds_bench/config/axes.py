@@ -770,8 +770,8 @@ _OPTIMIZERS = (
         same_losses=("adamw", "torch_adamw", "torch_fused_adamw"),
         changes=("optimizer", "optimizer_states", "time", "losses"),
         note="muon trains matrices other than embeddings, and the rest with Adam; at stage 3 it needs reduce_scatter "
-        "false, which is set. With offload (#8463), and at stage 3 with accumulation (#8443), it trains wrongly and is "
-        "refused",
+        "false, which is set. DeepSpeed has no CPU version of it. Before 0.19.8 it trained wrongly with offload "
+        "(#8463) and at stage 3 with accumulation (#8443)",
         source="runtime/engine.py, _configure_basic_optimizer; runtime/zero/muon/",
     ),
 )

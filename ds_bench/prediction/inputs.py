@@ -120,6 +120,20 @@ class ZeroSettings:
         return 2 if self.autocast else 1
 
 
+def unpredicted_settings(config: Mapping[str, Any]) -> list[str]:
+    """Names what a DeepSpeed configuration asks for whose memory the formulas do not know; nothing in most cases."""
+    zero: Mapping[str, Any] = config.get("zero_optimization") or {}
+    asked = {
+        "ZenFlow's buffers": zero.get("zenflow") is not None,
+        "SuperOffload's buffers": bool((zero.get("offload_optimizer") or {}).get("super_offload")),
+        "the buffers of quantised communication": bool(
+            zero.get("zero_quantized_weights") or zero.get("zero_quantized_gradients")
+        ),
+        "what Muon saves of Adam's states": str((config.get("optimizer") or {}).get("type", "")).lower() == "muon",
+    }
+    return [name for name, is_asked in asked.items() if is_asked]
+
+
 def _number(block: Mapping[str, Any], key: str, default: float) -> int:
     """The value of a key as a whole number; the default for any other value, as DeepSpeed does (config_utils.py)."""
     value = block.get(key)

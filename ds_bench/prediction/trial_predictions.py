@@ -20,6 +20,7 @@ from ..system import host_memory
 from ..system.environment import Environment
 from ..units import format_bytes
 from . import what_if
+from .inputs import unpredicted_settings
 from .memory import Prediction, predict
 from .model_profile import USUAL, ModelProfile, Variant, profile_of, profile_of_any
 
@@ -256,6 +257,8 @@ def _with_prediction(
         return _with_caveat(trial, f"memory is not predicted: the configuration's {type(error).__name__} ({error})")
     if prediction.unknown is not None:
         trial = _with_caveat(trial, f"activations are not predicted, the rest is: {prediction.unknown}")
+    if left_out := unpredicted_settings(trial.ds_config):
+        trial = _with_caveat(trial, f"memory is predicted without {' and '.join(left_out)}")
     host_bytes = _resident_host_bytes(prediction)
     reason = None
     if skip and capacity.gpu_bytes is not None and prediction.gpu_bytes > capacity.gpu_bytes:

@@ -66,6 +66,16 @@ def test_unknown_activations_leave_the_rest_predicted_and_never_fit() -> None:
     assert summary.predicted_over_measured is None
 
 
+def test_what_the_formulas_do_not_know_is_named_beside_the_prediction() -> None:
+    room = MemoryCapacity(gpu_bytes=None, host_bytes=None)
+    plain = fakes.trial(fakes.offload("cpu_optimizer", 2), on=ON_GPUS)
+    zenflow = {**plain.ds_config, "zero_optimization": {**plain.ds_config["zero_optimization"], "zenflow": {}}}
+    assert not foreseen(plain, room).caveats
+    assert foreseen(replace(plain, ds_config=zenflow), room).caveats == (
+        "memory is predicted without ZenFlow's buffers",
+    )
+
+
 def test_frozen_parameters_have_no_gradient_and_no_state() -> None:
     assert isinstance(PROFILE, ModelProfile)
     adapter = replace(PROFILE, frozen_parameters=1_000_000)
