@@ -6,6 +6,7 @@ import json
 import re
 import shlex
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -281,11 +282,24 @@ def _run_plan(plan: RunPlan, machine: Machine, store: RunFolder, request: _Reque
     remaining = remaining_trials(plan.trials, store.records(), options.retry)
     results = ResultBuilder(plan, machine.environment, store.folder.name)
     progress = ProgressReporter(line, remaining, options.repeats, verbose=options.verbose, point_of=results.point_text)
+    within_budget = _until_budget_is_used(remaining, options.budget, line.say)
     with line:
-        for record in run_trials(map(results.with_changes, remaining), launcher, store, progress.begin):
+        for record in run_trials(map(results.with_changes, within_budget), launcher, store, progress.begin):
             store.write_rows(flat_rows(results.summaries(store.records())))
             progress.end(record)
     return _finish(options, store, results, notes, request)
+
+
+def _until_budget_is_used(
+    trials: Sequence[Trial], minutes: float | None, say: Callable[[str], None]
+) -> Iterator[Trial]:
+    """The trials that begin before the budget is used up; all without one. Trials may take longer than estimated."""
+    begun = time.monotonic()
+    for number, trial in enumerate(trials):
+        if minutes is not None and time.monotonic() - begun > minutes * 60:
+            say(f"--budget {minutes:g} is used up: {len(trials) - number} trials are left for --resume RUN_DIR")
+            return
+        yield trial
 
 
 def _at_largest_batch(plan: RunPlan, launcher: Launcher, store: RunFolder, say: Callable[[str], None]) -> RunPlan:

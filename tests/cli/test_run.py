@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 
+from ds_bench import run as comparison
 from ds_bench.cli import arguments, commands
 from ds_bench.cli.report import build_reports
 from ds_bench.config import placement, recipe, recipe_file
-from ds_bench.config.spec import Strategy
+from ds_bench.config.spec import Strategy, Trial
 from ds_bench.plan import make_run_plan, requested_rows
+from ds_bench.records.schema import TrialRecord
 from ds_bench.system import gpus
 from tests.support import fakes
 from tests.support.fakes import FakeLauncher
@@ -133,6 +135,19 @@ def test_a_report_keeps_the_goal_and_the_reference_row_of_the_recipe(
     assert baseline is not None
     assert baseline.configuration.name == "zero2"
     assert reports[0].commands[0].startswith("python -m ds_bench run ")
+
+
+def test_each_point_finds_its_own_largest_micro_batch(run: Run, house: House) -> None:
+    def fits(trial: Trial) -> TrialRecord:
+        tokens = trial.workload.batch_size * trial.workload.seq_length
+        return fakes.success(trial) if tokens <= 128 else fakes.failure(trial)
+
+    text = SWEEP.replace("local_batch_size: 2", "local_batch_size: auto")
+    assert run(text, "--stages", "2", script=FakeLauncher(by_strategy={"zero2": fits})) == 0
+    assert [(row["seq_length"], row["batch_size"], row["success"]) for row in house.rows()] == [
+        (16, 8, True),
+        (32, 4, True),
+    ]
 
 
 def test_an_interrupted_sweep_goes_on_from_its_folder_alone(
@@ -317,6 +332,16 @@ def test_a_budget_leaves_out_whole_rounds_of_points_and_says_which(
     assert "leaves out 2 points (seq_len 16, grad_accum 1000000; seq_len 32, grad_accum 1000000)" in said
     assert run(SMALL, "--budget", "0.01") == 2
     assert "give 1 minute or more" in capsys.readouterr().err
+
+
+def test_a_budget_that_trials_overrun_ends_the_run_between_two_of_them(
+    run: Run, house: House, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = iter(range(0, 10_000, 40))
+    monkeypatch.setattr(comparison.time, "monotonic", lambda: float(next(clock)))
+    assert run(SWEEP, "--budget", "1") == 0
+    assert trials(house) == [(16, "zero0", 0)]
+    assert "--budget 1 is used up: 3 trials are left for --resume RUN_DIR" in capsys.readouterr().err
 
 
 def test_a_resumed_run_does_what_the_budget_left_out(run: Run, house: House) -> None:
