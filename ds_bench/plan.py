@@ -346,16 +346,23 @@ def with_accumulation(options: Options, placement: Placement) -> Options:
     total = options.global_batch_size
     if total is None:
         return options
-    per_pass = options.batch_size * placement.num_gpus
-    if total % per_pass:
-        below, above = total // per_pass * per_pass, (total // per_pass + 1) * per_pass
-        near = f"{below} or {above}" if below else str(above)
-        raise UsageError(
-            f"training.global_batch_size {total} is no multiple of {options.batch_size} sequences × "
-            f"{placement.num_gpus} data-parallel ranks, so that accumulation is no whole number",
-            remedy=f"give {near}, or another local_batch_size",
-        )
-    return replace(options, grad_accum=total // per_pass)
+    if any(text.partition("=")[0].strip() == "grad_accum" for text in options.axes):
+        problem = "training.global_batch_size with the axis grad_accum: accumulation follows from the global batch"
+        raise UsageError(problem, remedy="leave one of them out; the axis micro_batch changes accumulation with it")
+    return replace(options, grad_accum=_accumulation(total, options.batch_size, placement.num_gpus))
+
+
+def _accumulation(total: int, batch_size: int, ranks: int, where: str = "") -> int:
+    """Micro-batches per optimizer step for a global batch. Raises UsageError unless they are a whole number."""
+    per_pass = batch_size * ranks
+    if total % per_pass == 0:
+        return total // per_pass
+    below, above = total // per_pass * per_pass, (total // per_pass + 1) * per_pass
+    raise UsageError(
+        f"training.global_batch_size {total} is no multiple of {batch_size} sequences × {ranks} data-parallel ranks"
+        f"{where}, so that accumulation is no whole number",
+        remedy=f"give {f'{below} or {above}' if below else above}, or another local_batch_size",
+    )
 
 
 T = TypeVar("T")
@@ -542,7 +549,28 @@ class ConfigurationBuilder:
     def build(self, row: RequestedRow, batch_size: int, policy: BatchPolicy = "given") -> Configuration:
         """Builds the configuration of a row at a micro-batch. Raises UsageError."""
         configuration = self._build_without_axes(row, batch_size, policy)
-        return self._with_axes(row, configuration) if row.axis_values else configuration
+        return self._with_global_batch(self._with_axes(row, configuration)) if row.axis_values else configuration
+
+    def _with_global_batch(self, configuration: Configuration) -> Configuration:
+        """The configuration with the accumulation that follows from the global batch, where an axis changes what a rank
+        computes in one pass: the micro-batch, or the ranks that share their data.
+        """
+        total, config = self.options.global_batch_size, configuration.deepspeed_config
+        if total is None or configuration.refusal is not None:
+            return configuration
+        sharing = deepspeed_config.tensor_parallel_size(config) * deepspeed_config.sequence_parallel_size(config)
+        ranks = max(1, self.placement.num_gpus // sharing)
+        accumulation = _accumulation(
+            total, config["train_micro_batch_size_per_gpu"], ranks, f" in {configuration.label}"
+        )
+        if accumulation == config["gradient_accumulation_steps"]:
+            return configuration
+        config = {key: value for key, value in config.items() if key != "train_batch_size"}
+        return replace(
+            configuration,
+            deepspeed_config={**config, "gradient_accumulation_steps": accumulation},
+            workload_changes={**configuration.workload_changes, "grad_accum": accumulation},
+        )
 
     def _with_axes(self, row: RequestedRow, configuration: Configuration) -> Configuration:
         """The configuration with what its axes set, which no flag sets (``axis_notes``)."""

@@ -227,6 +227,20 @@ def test_accumulation_follows_from_the_global_batch_and_the_ranks(run: Run, hous
     assert (trial.workload.grad_accum, trial.ds_config["train_batch_size"]) == (2, 12)
 
 
+def test_rows_whose_axes_change_what_a_rank_computes_keep_the_global_batch(run: Run, house: House) -> None:
+    text = SMALL.replace("local_batch_size: 2", "global_batch_size: 16") + "axes: {micro_batch: [1, 4]}"
+    assert run(text, "--num-gpus", "2", "--stages", "2") == 0
+    batches = [
+        (trial.workload.batch_size, trial.workload.grad_accum, trial.ds_config["train_batch_size"])
+        for trial in house.launcher.launched
+    ]
+    assert batches == [(1, 8, 16), (4, 2, 16)]
+    launched = len(house.launcher.launched)
+    assert run(text.replace("[1, 4]", "[1, 3]"), "--num-gpus", "2", "--stages", "2") == 2
+    assert run(SMALL + "axes: {grad_accum: [1, 2]}", "--set", "training.global_batch_size=8") == 2
+    assert len(house.launcher.launched) in (0, launched)
+
+
 # ------------------------------------------------------------------ scripts as recipes
 
 
