@@ -226,7 +226,11 @@ def model_profile(plan: Plan) -> ModelProfile | trial_predictions.Unpredicted:
         plan.trials[0].workload.seq_length,
         plan.placement.accelerator,
         dropout=plan.options.dropout,
-        variants=[variant_of(trial.workload) for trial in plan.trials if not trial.unsupported],
+        variants=[
+            variant_of(trial.workload, trial.ds_config, trial.configuration.engine)
+            for trial in plan.trials
+            if not trial.unsupported
+        ],
         trust_remote_code=plan.options.trust_remote_code,
         environment=plan.variables,
     )

@@ -17,7 +17,7 @@ from ..config.spec import Engine, Placement, Precision, Workload
 from ..units import from_gb
 from . import reference_engines, stage_3, stages_0_to_2
 from .inputs import LedgerBuilder, MemoryInputs, Phases, ZeroSettings
-from .model_profile import ModelProfile
+from .model_profile import ModelProfile, variant_of
 from .model_states import FP32_BYTES, Ledger
 
 CONTEXT_BYTES = from_gb(0.75)
@@ -207,7 +207,7 @@ def _make_inputs(
     engine: Engine = "deepspeed",
 ) -> MemoryInputs:
     return MemoryInputs(
-        profile=profile.for_workload(workload),
+        profile=profile.for_variant(variant_of(workload, ds_config, engine)),
         precision=_precision(workload, ds_config),
         data_parallel_size=placement.num_gpus,
         grad_accum=int(ds_config.get("gradient_accumulation_steps", workload.grad_accum)),
@@ -244,8 +244,6 @@ class _Activations:
     @classmethod
     def for_batch(cls, inputs: MemoryInputs, batch: int, sequence: int, *, checkpointed: bool) -> _Activations:
         measured, layers = inputs.profile.activations_in(inputs.precision), inputs.profile.layers
-        if inputs.settings.autocast or (inputs.engine == "ddp" and inputs.precision != "fp32"):
-            return cls(unknown="not measured under torch's autocast")
         if measured is None:
             return cls(unknown=inputs.profile.unknown or f"not measured in {inputs.precision}")
         saved = measured.checkpointed if checkpointed else measured.plain

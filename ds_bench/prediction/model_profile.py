@@ -16,9 +16,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
-from ..config.spec import Accelerator, LossName, Precision, Workload
+from ..config.spec import Accelerator, Engine, LossName, Precision, Workload
 from ..errors import UsageError
 from ..models.presets import ModelFacts
 from ..records.rank_files import write_json
@@ -40,24 +40,40 @@ _OWN_DROPOUTS = {"gpt2": ("resid_pdrop", "embd_pdrop", "attn_pdrop"), "opt": ("d
 """Architecture → dropouts whose default is above 0 in Transformers' configurations; all other defaults are 0."""
 
 
-Variant = tuple[str | None, LossName]
-"""Attention implementation and loss (``Workload``)."""
-USUAL: Variant = (None, "model")
+class Variant(NamedTuple):
+    """What a model's activations depend on besides size and number format."""
+
+    attention: str | None = None
+    """``Workload.attention``."""
+    loss: LossName = "model"
+    """``Workload.loss``."""
+    autocast: bool = False
+    """fp32 weights under ``torch.autocast`` in 16 bit."""
 
 
-def variant_of(workload: Workload) -> Variant:
-    """Returns what a workload's activations depend on besides its size, as it is measured.
+USUAL = Variant()
 
-    Flash attention runs on a GPU alone; it keeps what torch's own fused attention keeps.
+
+def variant_of(workload: Workload, ds_config: Mapping[str, Any], engine: Engine = "deepspeed") -> Variant:
+    """Returns the variant that a workload trains with a DeepSpeed configuration.
+
+    Flash attention runs on a GPU alone; it keeps what torch's own fused attention keeps. DDP in bf16 runs under
+    autocast, and so does DeepSpeed with ``torch_autocast``.
     """
     attention = workload.attention
-    return "sdpa" if attention is not None and attention.startswith("flash") else attention, workload.loss
+    block = ds_config.get("bf16" if engine == "ddp" else "torch_autocast") or {}
+    return Variant(
+        attention="sdpa" if attention is not None and attention.startswith("flash") else attention,
+        loss=workload.loss,
+        autocast=engine != "fsdp2" and bool(block.get("enabled")),
+    )
 
 
 def describe_variant(variant: Variant) -> str:
     """Returns a text for messages: ``attention eager and loss tiled``."""
-    parts = zip(("attention", "loss"), variant, USUAL, strict=True)
-    return " and ".join(f"{name} {value}" for name, value, usual in parts if value != usual)
+    parts = zip(("attention", "loss"), variant, USUAL, strict=False)
+    texts = [f"{name} {value}" for name, value, usual in parts if value != usual]
+    return " and ".join([*texts, *(["torch's autocast"] if variant.autocast else [])])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,12 +162,11 @@ class ModelProfile:
         """Number of elements that are trained."""
         return sum(self.before) + sum(self.layer) * self.layers + sum(self.after)
 
-    def for_workload(self, workload: Workload) -> ModelProfile:
-        """Returns the profile with the attention implementation and the loss of a workload.
+    def for_variant(self, variant: Variant) -> ModelProfile:
+        """Returns the profile with the activations of a variant.
 
-        If its activations were not measured, they are unknown there.
+        If they were not measured, they are unknown there.
         """
-        variant = variant_of(workload)
         if variant == USUAL:
             return self
         missing = replace(self, activations={}, unknown=f"not measured with {describe_variant(variant)}")
@@ -254,10 +269,13 @@ def _hash_code(path: str) -> str | None:
 
 def _variant_request(variant: Variant, accelerator: Accelerator) -> dict[str, Any]:
     """What a request says of a variant; nothing for the usual one."""
-    attention, loss = variant
-    named = {} if attention is None else {"attention": attention}
-    # DeepSpeed's chunked loss has another kernel on CUDA.
-    return named if loss == "model" else {**named, "loss": loss, "accelerator": accelerator}
+    named: dict[str, Any] = {} if variant.attention is None else {"attention": variant.attention}
+    if variant.loss != "model":
+        named["loss"] = variant.loss
+    if variant.autocast:
+        named["autocast"] = True
+    # DeepSpeed's chunked loss has another kernel on CUDA, and autocast other rules.
+    return named if variant.loss == "model" and not variant.autocast else {**named, "accelerator": accelerator}
 
 
 def request_for(

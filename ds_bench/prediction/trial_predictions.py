@@ -87,7 +87,7 @@ def profile_model(
 ) -> ModelProfile | Unpredicted:
     """Finds the sizes of a model's tensors and activations: stored for a preset, else measured in a child process.
 
-    ``dropout``: None for the model's own. ``variants``: other attention implementations and losses that are needed too.
+    ``dropout``: None for the model's own. ``variants``: those that are needed besides the usual one.
     ``environment``: variables of the trials' processes, so that a model is built as they build it. Never raises: a run
     must not fail because nothing can be predicted.
     """
@@ -107,7 +107,7 @@ def profile_model(
     if isinstance(usual, Unpredicted):
         return usual
     profiles = {}
-    for variant in {each for each in variants if each != USUAL and each[1] != "liger"}:  # its kernels need a GPU
+    for variant in {each for each in variants if each != USUAL and each.loss != "liger"}:  # its kernels need a GPU
         other = profile(variant)
         profiles[variant] = (
             replace(usual, activations={}, unknown=other.reason) if isinstance(other, Unpredicted) else other

@@ -55,6 +55,15 @@ _FORMATS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32
 _OWN_NUMBERS = ("layer_idx", "layer_id", "layer_number", "idx")
 """Attributes in which blocks of one kind differ: each block's own place in the model."""
 
+_IN_FP32_UNDER_AUTOCAST = (
+    torch.pow,
+    torch.Tensor.pow,
+    torch.Tensor.__pow__,
+    torch.softmax,
+    torch.nn.functional.softmax,
+    torch.nn.functional.layer_norm,
+)
+
 Answer = dict[str, Any]
 
 
@@ -68,8 +77,12 @@ def measure(request: Mapping[str, Any], report_partial: Callable[[Answer], None]
     kernels = _CudaKernelMode() if request.get("accelerator", "cuda") == "cuda" else contextlib.nullcontext()
     sequences = tuple(request.get("sequences") or SEQUENCES)
     answer: Answer = {}
+    autocast = bool(request.get("autocast"))
     for precision in request["precisions"]:
-        model, make_batch = build_fake_model(request, _FORMATS[precision])
+        if autocast and answer:  # the same whatever the weights' number format would be without it
+            answer["formats"][precision] = next(iter(answer["formats"].values()))
+            continue
+        model, make_batch = build_fake_model(request, torch.float32 if autocast else _FORMATS[precision])
         blocks = _find_blocks(model, _MIN_PARAMETER_FRACTION if is_whole else 0.0)
         if not answer:
             answer = _count_tensors(model, len(blocks)) if is_whole else {"tensors": _split_by_layer(model, blocks)}
@@ -80,7 +93,8 @@ def measure(request: Mapping[str, Any], report_partial: Callable[[Answer], None]
         if request.get("loss") == "tiled":
             _adapt_tiled_loss()
         with kernels:
-            fits = _fit_activations(_ShortenedModel(model, make_batch, blocks), sequences, request)
+            shortened = _ShortenedModel(model, make_batch, blocks, autocast=autocast)
+            fits = _fit_activations(shortened, sequences, request)
         if not is_whole:  # its layers are alike
             del fits["largest_layer"]
         answer["formats"][precision] = fits
@@ -91,11 +105,14 @@ class _CudaKernelMode(TorchFunctionMode):
     """Saves what CUDA's kernels save, on the CPU.
 
     Dropout: a mask of one byte per element (native_dropout), where the CPU keeps one of the number format. Fused
-    attention with dropout: no scores, where the CPU keeps them.
+    attention with dropout: no scores, where the CPU keeps them. Under autocast: powers, softmax and norms of 16-bit
+    tensors are computed in fp32 (aten/src/ATen/autocast_mode.h), where the CPU leaves the number format.
     """
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
+        if function in _IN_FP32_UNDER_AUTOCAST and args and torch.is_autocast_enabled("cpu"):
+            return function(args[0].float(), *args[1:], **kwargs)
         if function is torch.nn.functional.dropout:
             given = _name_arguments(("input", "p", "training", "inplace"), args, {"p": 0.5, "training": True, **kwargs})
             if given["training"] and 0 < given["p"] < 1:
@@ -260,9 +277,14 @@ class _ShortenedModel:
     """A model with at most two blocks of each kind, and the bytes that its passes keep."""
 
     def __init__(
-        self, model: torch.nn.Module, make_batch: build.MakeBatch | None, blocks: list[torch.nn.Module]
+        self,
+        model: torch.nn.Module,
+        make_batch: build.MakeBatch | None,
+        blocks: list[torch.nn.Module],
+        *,
+        autocast: bool = False,
     ) -> None:
-        self.model, self._make_batch = model, make_batch
+        self.model, self._make_batch, self._autocast = model, make_batch, autocast
         self.layers = max(1, len(blocks))
         """Blocks of the whole model."""
         self._mode: FakeTensorMode = next(model.parameters()).fake_mode  # type: ignore[attr-defined]
@@ -272,6 +294,10 @@ class _ShortenedModel:
         self._current = 0
         for number, block in enumerate(self.blocks):
             block.register_forward_hook(lambda *_, number=number: setattr(self, "_current", number + 1))
+
+    def _forward(self, batch: dict[str, torch.Tensor]) -> Any:
+        with torch.autocast("cpu", torch.bfloat16, enabled=self._autocast):
+            return self.model(**batch)
 
     def saved_bytes(self, batch_size: int, sequence: int) -> list[int]:
         """Bytes of the storages that autograd saves in a forward pass and that are no parameters (see ``ledger``).
@@ -293,7 +319,7 @@ class _ShortenedModel:
             return tensor
 
         with self._mode, torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            self.model(**self._make_fake_batch(batch_size, sequence))
+            self._forward(self._make_fake_batch(batch_size, sequence))
         return shares
 
     def loss_peak_bytes(self, batch_size: int, sequence: int, *, of_loss_alone: bool = False) -> int:
@@ -312,7 +338,7 @@ class _ShortenedModel:
                 hooks.callback(head.register_forward_pre_hook(lambda *_: live.forget_peak()).remove)
             inputs = self._make_fake_batch(batch_size, sequence)
             with ledger.gradient_hooks(self.model.parameters(), stop), contextlib.suppress(_LossDoneError):
-                training_loop.loss_of(self.model(**inputs)).backward()  # type: ignore[no-untyped-call]
+                training_loop.loss_of(self._forward(inputs)).backward()  # type: ignore[no-untyped-call]
         return int(live.peak)
 
     def _make_fake_batch(self, batch_size: int, sequence: int) -> dict[str, torch.Tensor]:

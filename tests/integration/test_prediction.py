@@ -356,6 +356,33 @@ def test_checkpointed_activations_are_those_of_the_saved_tensor_hook(
     check(trial, profiles[name], launch(trial))
 
 
+def _with_variant(name: str, trial: Trial, profiles: dict[str, ModelProfile]) -> ModelProfile:
+    """The profile with the activations that the trial's attention, loss or autocast keeps."""
+    variant = model_profile.variant_of(trial.workload, trial.ds_config, trial.configuration.engine)
+    other = model_profile.profile_of(_facts(name), 16, accelerator="cpu", variant=variant)
+    return replace(profiles[name], variants={variant: other})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [2, 3])
+def test_deepspeeds_autocast_holds_what_was_predicted(
+    stage: int, profiles: dict[str, ModelProfile], launch: Launch
+) -> None:
+    autocast = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
+    trial = _trial("llama", zero(stage), 2, autocast)
+    check(trial, _with_variant("llama", trial, profiles), launch(trial))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt2", "gpt2-dropout", "llama"])
+@pytest.mark.parametrize("work", [{}, {"activation_checkpointing": True}, {"grad_accum": 2}], ids=str)
+def test_autocast_holds_what_was_predicted(
+    work: dict[str, Any], name: str, profiles: dict[str, ModelProfile], launch: Launch
+) -> None:
+    trial = _trial(name, STRATEGIES["ddp"], 2, **work)
+    check(trial, _with_variant(name, trial, profiles), launch(trial))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["zero1", "zero3"])
 @pytest.mark.parametrize("work", [{"loss": "chunked"}, {"loss": "tiled"}, {"attention": "eager"}], ids=str)
@@ -363,8 +390,6 @@ def test_another_loss_or_attention_holds_what_was_predicted(
     work: dict[str, Any], strategy: str, profiles: dict[str, ModelProfile], launch: Launch
 ) -> None:
     trial = _trial("llama", STRATEGIES[strategy], 2, **work)
-    variant = model_profile.variant_of(trial.workload)
-    other = model_profile.profile_of(_facts("llama"), 16, accelerator="cpu", variant=variant)
-    usual = replace(profiles["llama"], variants={variant: other})
+    usual = _with_variant("llama", trial, profiles)
     assert predict(usual, trial.workload, trial.placement, trial.ds_config).unknown is None
     check(trial, usual, launch(trial))
