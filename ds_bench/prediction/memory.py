@@ -244,6 +244,8 @@ class _Activations:
     @classmethod
     def for_batch(cls, inputs: MemoryInputs, batch: int, sequence: int, *, checkpointed: bool) -> _Activations:
         measured, layers = inputs.profile.activations_in(inputs.precision), inputs.profile.layers
+        if inputs.settings.autocast and inputs.settings.stage == 3 and inputs.engine == "deepspeed":
+            return cls(unknown="torch_autocast at stage 3 gathers weights in 16 bit, which was not measured")
         if measured is None:
             return cls(unknown=inputs.profile.unknown or f"not measured in {inputs.precision}")
         saved = measured.checkpointed if checkpointed else measured.plain
