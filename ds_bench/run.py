@@ -190,8 +190,9 @@ def with_predictions(plan: RunPlan, machine: Machine) -> RunPlan:
 
 
 def settle_plan(plan: RunPlan, machine: Machine) -> RunPlan:
-    """Prints the plan of a recipe with its estimates: its size, or on ``--dry-run`` all of it. Returns what the budget
-    leaves of it.
+    """Prints the plan of a sweep with its estimates, on ``--dry-run`` that of any recipe.
+
+    Returns what the budget leaves of it.
     """
     options, environment = plan.options, machine.environment
     gpu_name = environment.gpus[0].name if environment.gpus else None
@@ -206,9 +207,11 @@ def settle_plan(plan: RunPlan, machine: Machine) -> RunPlan:
             return 0.0
         return estimate_trial_seconds(trial, models.get(trial.workload.model), gpu_name, cores)
 
-    lines = run_plan.plan_lines(plan, estimate) if options.dry_run else []
-    if not options.dry_run and len(plan.plans) > 1 and not options.quiet:
-        terminal.print_text(run_plan.count_line(plan, estimate), sys.stderr)
+    lines = []
+    if options.dry_run:
+        lines = run_plan.plan_lines(plan, estimate, most=1000)
+    elif len(plan.plans) > 1 and not options.quiet:
+        lines = run_plan.plan_lines(plan, estimate, most=20)
     if options.budget is not None:
         plan, left_out = plan.within(options.budget * 60, estimate)
         if left_out:

@@ -33,7 +33,7 @@ def run_command(values: argparse.Namespace) -> int:
         text = recipe_file.with_value(text, path, value)
     asked = sweep.find_sweep(text)
     if hasattr(values, "print_recipe"):
-        check_recipe(text, asked.data_of(asked.points()[0]))
+        check_recipe(text, asked.data_of(asked.first_point))
         terminal.print_text(yaml_text(text.data).rstrip())
         return 0
     points, recipe = _points(text, asked, values)
@@ -44,7 +44,8 @@ def run_command(values: argparse.Namespace) -> int:
     script.remove_launcher_variables(os.environ)
     from ..run import run_comparison
 
-    return run_comparison(points, config_maker(recipe), redacted_arguments(stored_arguments), _stored(text))
+    with terminal.ignoring_broken_stderr():
+        return run_comparison(points, config_maker(recipe), redacted_arguments(stored_arguments), _stored(text))
 
 
 def _points(text: RecipeText, asked: sweep.Sweep, values: argparse.Namespace) -> tuple[list[Options], Recipe]:
@@ -95,7 +96,11 @@ def _from_current_folder(name: str, value: Any) -> Any:
 
 def _stored(text: RecipeText) -> Data:
     """What run.json keeps of the recipe, for ``--resume`` and reports; credentials are redacted."""
-    return {"name": text.name, "folder": str(text.folder.absolute()), "values": redacted_config(text.data)}
+    values = {section: keys for section, keys in text.data.items() if section != "output"}
+    output = text.data.get("output")
+    if isinstance(output, dict):
+        values["output"] = {key: value for key, value in output.items() if key != "dir"}  # the run's folder tells it
+    return {"name": text.name, "folder": str(text.folder.absolute()), "values": redacted_config(values)}
 
 
 def _recipe_text(values: argparse.Namespace) -> tuple[RecipeText, Sequence[str]]:

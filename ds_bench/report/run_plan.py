@@ -9,9 +9,6 @@ from ..plan import Plan, RunPlan
 from ..prediction.memory import DOES_NOT_FIT, Prediction
 from ..units import format_bytes, format_duration
 
-_MOST_LINES = 60
-"""Points or rows that are listed; the rest is counted."""
-
 Estimate = Callable[[Trial], float]
 """Seconds that a trial is estimated to take."""
 
@@ -30,15 +27,15 @@ def count_line(plan: RunPlan, estimate: Estimate) -> str:
     return f"{count}{idle_text}, about {format_duration(sum(map(estimate, trials)))} (a rough estimate)"
 
 
-def plan_lines(plan: RunPlan, estimate: Estimate) -> list[str]:
-    """The plan as a table: of a sweep a line for each point, else for each row."""
+def plan_lines(plan: RunPlan, estimate: Estimate, most: int) -> list[str]:
+    """The plan as a table: of a sweep a line for each point, else for each row; ``most`` lines, and how many more."""
     if len(plan.plans) > 1:
         heads = ["Point", "trials", _memory_name(plan), "fit", "time"]
-        cells = [_point_cells(each, estimate) for each in plan.plans[:_MOST_LINES]]
+        cells = [_point_cells(each, estimate) for each in plan.plans[:most]]
         more = len(plan.plans) - len(cells)
     else:
         heads = ["Configuration", "trials", _memory_name(plan), "fits", "time"]
-        cells = [_row_cells(plan.plans[0], name, estimate) for name in _row_names(plan.plans[0])[:_MOST_LINES]]
+        cells = [_row_cells(plan.plans[0], name, estimate) for name in _row_names(plan.plans[0])[:most]]
         more = len(_row_names(plan.plans[0])) - len(cells)
     table = [heads, *cells]
     widths = [max(len(row[column]) for row in table) for column in range(len(heads))]
