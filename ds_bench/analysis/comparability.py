@@ -9,7 +9,7 @@ from dataclasses import asdict, fields
 from functools import lru_cache
 from operator import attrgetter
 
-from ..config.axes import workload_fields
+from ..config.axes import PARALLEL_AXES, workload_fields
 from ..config.spec import ADDED_DEFAULTS, SAME_TRAINING_FIELDS, Configuration, Placement, Workload
 from ..records.schema import TrialRecord
 from .summary import TrialSummary
@@ -133,7 +133,8 @@ def varied_on_purpose(record: TrialRecord) -> set[str]:
     """Fields of the workload that a row is there to show: how a step is computed, and what an axis sets."""
     configuration = record.trial.configuration
     computed = set(SAME_TRAINING_FIELDS) & configuration.workload_changes.keys()
-    return computed | workload_fields(configuration.axis_values)
+    groups = {"data_parallel_size"} if configuration.axis_values.keys() & set(PARALLEL_AXES) else set[str]()
+    return computed | groups | workload_fields(configuration.axis_values)
 
 
 def _differing_fields(pairs: Pairs) -> Pairs:

@@ -778,6 +778,9 @@ _OPTIMIZERS = (
 
 _EVERY_ENGINE = ("deepspeed", "ddp", "fsdp2")
 
+PARALLEL_AXES = ("autotp", "sequence_parallel")
+"""Axes with which ranks share data, so that fewer see different data; rows are compared by tokens per second."""
+
 _COMPUTATION = (
     Axis(
         name="attention",
@@ -804,6 +807,18 @@ _COMPUTATION = (
         note="tiled and liger keep the gradients of the output layer and of its input instead; at long sequences "
         "nothing else saves as much. liger needs a GPU and the package liger_kernel",
         source="runtime/chunked_cross_entropy.py; runtime/sequence_parallel/ulysses_sp.py, TiledFusedLogitsLoss",
+    ),
+    Axis(
+        name="tiled_mlp",
+        group="Computation",
+        label="tiled MLP",
+        meaning="computes the MLP of each layer for a part of the tokens at a time, and again in the backward pass",
+        fields=("tiled_mlp",),
+        switch=True,
+        default="false",
+        changes=("activations", "peak", "time"),
+        note="keeps the input of each MLP alone; for sequences that are long beside the hidden size",
+        source="runtime/sequence_parallel/ulysses_sp.py, TiledMLP",
     ),
     Axis(
         name="compile",

@@ -36,6 +36,7 @@ SAME_TRAINING_FIELDS = (
     "activation_checkpointing",
     "attention",
     "loss",
+    "tiled_mlp",
     "compile",
     "data_workers",
     "data_pin_memory",
@@ -92,6 +93,9 @@ class Workload:
     """How the loss is computed of the last hidden states: ``model`` as the model's own code does; DeepSpeed's
     ``chunked`` cross-entropy (runtime/chunked_cross_entropy.py) or ``tiled`` computation of logits and loss
     (runtime/sequence_parallel/ulysses_sp.py); ``liger``, the fused kernel of Liger."""
+    tiled_mlp: bool = False
+    """Compute the MLP of each layer for a part of the tokens at a time, and again in the backward pass: DeepSpeed's
+    TiledMLP (runtime/sequence_parallel/ulysses_sp.py)."""
     compile: CompileName = "none"
     """``torch``: the model is compiled by ``engine.compile()``, as it also is where the DeepSpeed configuration enables
     ``compile.deepcompile``."""

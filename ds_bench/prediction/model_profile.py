@@ -49,6 +49,8 @@ class Variant(NamedTuple):
     """``Workload.loss``."""
     autocast: bool = False
     """fp32 weights under ``torch.autocast`` in 16 bit."""
+    tiled_mlp: bool = False
+    """``Workload.tiled_mlp``."""
 
 
 USUAL = Variant()
@@ -66,6 +68,7 @@ def variant_of(workload: Workload, ds_config: Mapping[str, Any], engine: Engine 
         attention="sdpa" if attention is not None and attention.startswith("flash") else attention,
         loss=workload.loss,
         autocast=engine != "fsdp2" and bool(block.get("enabled")),
+        tiled_mlp=workload.tiled_mlp,
     )
 
 
@@ -73,7 +76,8 @@ def describe_variant(variant: Variant) -> str:
     """Returns a text for messages: ``attention eager and loss tiled``."""
     parts = zip(("attention", "loss"), variant, USUAL, strict=False)
     texts = [f"{name} {value}" for name, value, usual in parts if value != usual]
-    return " and ".join([*texts, *(["torch's autocast"] if variant.autocast else [])])
+    texts += ["torch's autocast"] if variant.autocast else []
+    return " and ".join([*texts, *(["a tiled MLP"] if variant.tiled_mlp else [])])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -274,6 +278,8 @@ def _variant_request(variant: Variant, accelerator: Accelerator) -> dict[str, An
         named["loss"] = variant.loss
     if variant.autocast:
         named["autocast"] = True
+    if variant.tiled_mlp:
+        named["tiled_mlp"] = True
     # DeepSpeed's chunked loss has another kernel on CUDA, and autocast other rules.
     return named if variant.loss == "model" and not variant.autocast else {**named, "accelerator": accelerator}
 

@@ -34,6 +34,7 @@ from torch.utils._pytree import tree_flatten
 from . import ledger, losses, training_loop
 from . import model as build
 from .failure import describe_error
+from .tiled_mlp import install_tiled_mlp
 
 TERMS = ("1", "s", "ss", "b", "bs", "bss")
 """Monomials in micro-batch b and sequence length s, as ``prediction.model_profile.Polynomial`` reads them."""
@@ -90,6 +91,8 @@ def measure(request: Mapping[str, Any], report_partial: Callable[[Answer], None]
             if is_whole:
                 report_partial(answer)
         losses.install_loss(model, request.get("loss", "model"))
+        if request.get("tiled_mlp"):
+            install_tiled_mlp(model)
         if request.get("loss") == "tiled":
             _adapt_tiled_loss()
         with kernels:

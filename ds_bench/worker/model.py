@@ -26,6 +26,7 @@ import torch
 
 from ..config.spec import Engine, Workload
 from .losses import install_loss
+from .tiled_mlp import install_tiled_mlp
 
 _INIT_STD = 0.02
 """Standard deviation of every matrix, as in GPT-2; speed does not depend on it."""
@@ -108,6 +109,8 @@ def build_model(
         set_dropouts(module, workload.dropout)
     module.train()
     install_loss(module, workload.loss)
+    if workload.tiled_mlp:
+        install_tiled_mlp(module)
     if workload.activation_checkpointing:
         enable_checkpointing(module)
     return BuiltModel(module=module, make_batch=make_batch, stage3=stage3)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from ds_bench.analysis.comparability import group_repeats, incomparable_fields, row_key
 from ds_bench.analysis.row_labels import unique_labels
 from ds_bench.analysis.summary import TrialSummary, summarise
+from ds_bench.config.axes import PARALLEL_AXES
 from ds_bench.config.spec import SAME_TRAINING_FIELDS, Placement, Trial, Workload
 from ds_bench.records.schema import TrialRecord
 from tests.support import fakes
@@ -120,6 +121,7 @@ OTHER_WORKLOADS: dict[str, Any] = {
     "attention": "eager",
     "loss": "tiled",
     "compile": "torch",
+    "tiled_mlp": True,
     "data_workers": 0,
     "data_pin_memory": True,
     "data_prefetch": 4,
@@ -157,6 +159,12 @@ def test_how_a_step_is_computed_may_differ_where_a_row_is_there_to_show_it(name:
     assert between(gpu(), replace(gpu(of=fakes.workload(**changes)), configuration=row)) == []
     longer = replace(gpu(of=fakes.workload(seq_length=256, **changes)), configuration=row)
     assert between(gpu(), longer) == ["seq_length 128 against 256"]
+
+
+@pytest.mark.parametrize("axis", PARALLEL_AXES)
+def test_rows_whose_ranks_share_data_are_compared_by_tokens_per_second(axis: str) -> None:
+    row = replace(fakes.zero(1), axis_values={axis: "2"})
+    assert between(gpu(), replace(gpu(), configuration=row), data_parallel_size=1) == []
 
 
 @pytest.mark.parametrize("name", OTHER_PLACEMENTS)

@@ -143,7 +143,8 @@ def _variants() -> list[Trial]:
         {"seq_length": 129}, {"grad_accum": 4}, {"num_steps": 11}, {"warmup_steps": 3},
         {"precision": "fp32"}, {"activation_checkpointing": False}, {"seed": 8}, {"model": "gpt2"},
         {"trust_remote_code": True}, {"dropout": 0.0}, {"model_config": {"n_layer": 1}}, {"model_type": "opt"},
-        {"model_source": "hub"}, {"attention": "eager"}, {"loss": "tiled"}, {"compile": "torch"}, {"data_workers": 0},
+        {"model_source": "hub"}, {"attention": "eager"}, {"loss": "tiled"}, {"compile": "torch"},
+        {"tiled_mlp": True}, {"data_workers": 0},
         {"data_pin_memory": True}, {"data_prefetch": 4}, {"cpu_binding": "cores"},
     ]  # fmt: skip
     placements = [

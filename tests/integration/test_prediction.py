@@ -381,7 +381,9 @@ def test_autocast_holds_what_was_predicted(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["zero1", "zero3"])
-@pytest.mark.parametrize("work", [{"loss": "chunked"}, {"loss": "tiled"}, {"attention": "eager"}], ids=str)
+@pytest.mark.parametrize(
+    "work", [{"loss": "chunked"}, {"loss": "tiled"}, {"attention": "eager"}, {"tiled_mlp": True}], ids=str
+)
 def test_another_loss_or_attention_holds_what_was_predicted(
     work: dict[str, Any], strategy: str, profiles: dict[str, ModelProfile], launch: Launch
 ) -> None:
