@@ -88,6 +88,11 @@ ACTS_ON: Mapping[str, tuple[str, ...]] = {
     "num_gpus": ("parameters", "gradients", "optimizer_states"),
     "attention": ("activations", "forward", "backward"),
     "loss": ("activations", "logits_and_loss", "forward", "backward"),
+    "tiled_mlp": ("activations", "forward", "backward"),
+    "compile": ("activations", "forward", "backward"),
+    "cpu_binding": ("forward", "backward", "step"),
+    "tensor_parallel.autotp_size": ("parameters", "gradients", "optimizer_states", "activations"),
+    "sequence_parallel_size": ("activations", "forward", "backward"),
     "engine": ("parameters", "gradients", "optimizer_states", "deepspeed_buffers"),
 }
 """Key of the DeepSpeed configuration, or field of workload or placement → the categories of memory and the phases of a

@@ -169,6 +169,10 @@ def trainer_arguments(record: TrialRecord) -> dict[str, str]:
         "fp16": _block(config, "fp16").get("enabled") or None,
         "use_cpu": True if record.trial.placement.accelerator == "cpu" else None,
         "gradient_checkpointing": work.activation_checkpointing or None,
+        "torch_compile": work.compile == "torch" or None,
+        "dataloader_num_workers": work.data_workers,
+        "dataloader_pin_memory": None if work.data_workers is None else work.data_pin_memory,
+        "dataloader_prefetch_factor": work.data_prefetch if work.data_workers else None,
         "gradient_checkpointing_kwargs": {"use_reentrant": False} if work.activation_checkpointing else None,
     }
     return {name: _argument(value) for name, value in arguments.items() if value is not None}

@@ -12,6 +12,7 @@ from typing import Any
 
 from .. import units
 from ..analysis import provenance, summary
+from ..config.deepspeed_config import is_deepcompiled, sequence_parallel_size, tensor_parallel_size
 from ..config.spec import Placement, Trial, offload_device
 from ..records.schema import TrialRecord
 from ..system.environment import Environment
@@ -57,6 +58,7 @@ def readme(
     sections = {
         "How to use it": _usage(record, raw, accelerate, arguments),
         f"What it was {'measured' if record.outcome.success else 'tried'} with": _measured(record, environment),
+        "In your code": _code(trial),
         "For another world size": _world_size(trial, trainer),
         "Keys to know": _keys(raw, accelerate, trial.placement),
         "What to know of this row": (f"- {escape(caveat)}" for caveat in record.caveats),
@@ -202,6 +204,39 @@ def _versions(record: TrialRecord, environment: Environment | None) -> str:
     if record.ranks:
         known |= {"torch": record.ranks[0].torch_version, "deepspeed": record.ranks[0].deepspeed_version}
     return ", ".join(f"{name} {escape(version)}" for name, version in sorted(known.items())) or "not recorded"
+
+
+_LOSS_CODE = {
+    "chunked": "`deepspeed.runtime.chunked_cross_entropy.install_chunked_causal_lm_loss(model)`",
+    "tiled": "`TiledFusedLogitsLoss` of `deepspeed.runtime.sequence_parallel.ulysses_sp`; with accumulation or a loss "
+    "scale, scale the gradient of the output layer yourself, as it computes that in the forward pass",
+    "liger": "`liger_kernel.transformers.LigerFusedLinearCrossEntropyLoss`",
+}
+
+
+def _code(trial: Trial) -> Iterator[str]:
+    """What the row has that no configuration file says."""
+    work, config = trial.workload, trial.ds_config
+    ulysses = "deepspeed.runtime.sequence_parallel.ulysses_sp"
+    if work.attention is not None:
+        yield f"- Attention: build the model with `attn_implementation={work.attention!r}`."
+    if work.loss != "model":
+        yield f"- Loss: {_LOSS_CODE[work.loss]}."
+    if work.tiled_mlp:
+        yield f"- MLP: `TiledMLP` of `{ulysses}` in each layer."
+    if work.compile != "none" or is_deepcompiled(config):
+        yield "- Compiled: call `engine.compile()` after `deepspeed.initialize`."
+    if sequence_parallel_size(config) > 1:
+        yield f"- Ulysses: `UlyssesSPAttentionHF.register_with_transformers` of `{ulysses}`, whose `mpu` goes to"
+        yield "  `deepspeed.initialize`; `UlyssesSPDataLoaderAdapter` splits the batches."
+    if tensor_parallel_size(config) > 1:
+        yield "- AutoTP: give all ranks of a group the same batches."
+    if work.data_workers is not None:
+        yield f"- Data: a `DataLoader` with `num_workers={work.data_workers}`, `pin_memory={work.data_pin_memory}`."
+    if work.cpu_binding != "none":
+        yield "- Processors: start it with the launcher's `--bind_cores_to_rank`, or bind each rank yourself."
+    for name, value in trial.configuration.variables.items():
+        yield f"- Environment: {inline_code(f'{name}={value}')}."
 
 
 def _world_size(trial: Trial, trainer: Config) -> Iterator[str]:

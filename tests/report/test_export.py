@@ -362,6 +362,21 @@ def test_the_readme_tells_what_was_measured_in_units(tmp_path: Path) -> None:
     assert "`steps_per_print`, `wall_clock_breakdown`, `timers`: added for measuring" in readme
 
 
+def test_what_no_file_says_is_told_to_be_done_in_code(tmp_path: Path) -> None:
+    plain = write(row(), tmp_path / "plain")["README.md"]
+    assert "## In your code" not in plain
+    work = {"attention": "eager", "loss": "tiled", "tiled_mlp": True, "compile": "torch", "data_workers": 2}
+    trial = row(changes={"sequence_parallel_size": 2}, num_gpus=2, cpu_binding="cores", **work)
+    strategy = replace(trial.configuration, variables={"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"})
+    told = write(replace(trial, configuration=strategy), tmp_path / "told")["README.md"]
+    for text in (
+        "attn_implementation='eager'", "TiledFusedLogitsLoss", "TiledMLP", "engine.compile()", "UlyssesSPAttentionHF",
+        "num_workers=2", "--bind_cores_to_rank", "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
+        "--torch_compile true", "--dataloader_num_workers 2",
+    ):  # fmt: skip
+        assert text in told, text
+
+
 def test_a_diagnostic_key_of_the_users_own_is_not_called_the_benchmarks(tmp_path: Path) -> None:
     readme = write(row(changes={"steps_per_print": 10, "wall_clock_breakdown": True}), tmp_path)["README.md"]
     assert "`timers`: added for measuring" in readme
