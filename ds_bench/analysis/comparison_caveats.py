@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
+from ..config.deepspeed_config import sequence_parallel_size, tensor_parallel_size
 from ..records.schema import TrialRecord
 from ..system.environment import Environment, comparability_differences
 from ..system.gpus import throttle_faults
@@ -38,10 +39,13 @@ def comparison_caveats(rows: Sequence[Sequence[TrialSummary]], environments: Seq
 def _placement_caveats(records: Sequence[TrialRecord]) -> Iterator[Caveat]:
     if any(record.trial.placement.accelerator == "cpu" for record in records):
         yield caveat_of_kind(CaveatKind.CPU_ACCELERATOR, "CPU accelerator: these figures say nothing about GPUs")
+    # ZeRO also partitions among the ranks of a sequence-parallel group (utils/groups.py).
     partitions = [
-        record.ranks[0].data_parallel_size if record.ranks else record.trial.placement.num_gpus
+        record.ranks[0].data_parallel_size * sequence_parallel_size(record.trial.ds_config)
+        if record.ranks
+        else record.trial.placement.num_gpus
         for record in records
-        if record.trial.configuration.stage > 0
+        if record.trial.configuration.stage > 0 and tensor_parallel_size(record.trial.ds_config) == 1
     ]
     if 1 in partitions:
         text = "one GPU or rank: stages 1 to 3 have nobody to partition with, so they save no model states"
