@@ -17,6 +17,7 @@ from typing import Any
 from .. import plan, units
 from ..config import strategies, validation
 from ..config.configuration_files import ConfigurationFile, read_configuration_files
+from ..config.deepspeed_config import tensor_parallel_size
 from ..config.file_rows import FileRowMaker
 from ..config.spec import Configuration, Placement, Precision, Workload
 from ..errors import UsageError
@@ -118,7 +119,10 @@ def _of_files(
     made, refusals = [], []
     for file in files:
         configuration = maker.make(file, options.batch_size)
-        if (reason := validation.unsupported_reason(configuration, question.placement)) is not None:
+        reason = validation.unsupported_reason(configuration, question.placement)
+        if reason is None and tensor_parallel_size(configuration.deepspeed_config) > 1:
+            reason = "AutoTP splits layers, which the formulas do not know"
+        if reason is not None:
             refusals.append(f"{file.name}: {reason}")
             continue
         made.append(configuration)

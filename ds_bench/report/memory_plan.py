@@ -69,8 +69,9 @@ class MemoryPlan:
 
     @property
     def unknown(self) -> str | None:
-        """Why no figure includes activations; None where they do."""
-        return self.rows[0].prediction.unknown
+        """Why no figure includes activations; None where one does."""
+        reasons = [row.prediction.unknown for row in self.rows]
+        return reasons[0] if all(reasons) else None
 
 
 # ------------------------------------------------------------------ the answer
@@ -84,8 +85,8 @@ def answer_text(plan: MemoryPlan) -> tuple[str, tuple[str, ...] | None]:
         text = _answer_if_some_fit(plan, fitting)
     elif unknown := next((row for row in plan.rows if row.verdict == UNKNOWN), None):
         text = (
-            f"not known, because activations are not counted ({plan.unknown}); without them {unknown.label} takes "
-            f"{_needs(unknown.trial, unknown.prediction)}"
+            f"not known, because activations are not counted ({unknown.prediction.unknown}); "
+            f"without them {unknown.label} takes {_needs(unknown.trial, unknown.prediction)}"
         )
     else:
         text, offered = _answer_if_none_fits(plan)

@@ -364,3 +364,17 @@ def test_every_real_file_is_planned_or_refused_with_a_reason(capsys: pytest.Capt
     found = rows(capsys, *LLAMA, "--configs", str(folder))
     assert len(found) > 50
     assert all(row["gpu_total_bytes"] > 0 for row in found.values())
+
+
+def test_a_file_whose_memory_the_formulas_do_not_know_is_named_and_left_out(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """AutoTP splits layers: predicted as plain ZeRO-1 it would be called the simplest row that fits."""
+    for name, keys in {"tp": {"tensor_parallel": {"autotp_size": 2}}, "sp": {"sequence_parallel_size": 2}}.items():
+        zero = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}, **keys}
+        (tmp_path / f"{name}.json").write_text(json.dumps(zero))
+    assert main(["plan", "--model", "meta-llama/Llama-2-7b-hf", "--num-gpus", "4", "--configs", str(tmp_path)]) == 0
+    shown = capsys.readouterr()
+    assert "not predicted: tp: AutoTP splits layers" in shown.err
+    assert "what sequence parallelism exchanges is not counted" in " ".join(shown.out.split())
+    assert "None" not in shown.out
