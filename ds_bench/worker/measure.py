@@ -41,6 +41,9 @@ def measure(
     trial = assignment.trial
     accelerator, workload = trial.placement.accelerator, trial.workload
     device = _select_device(trial.placement)
+    if accelerator == "cuda" and (settings := trial.configuration.variables.get("PYTORCH_CUDA_ALLOC_CONF")):
+        # torch may have read the variable before this rank was forked.
+        torch._C._accelerator_setAllocatorSettings(settings)
     heartbeat.beat("build")
     _init_process_group(assignment, accelerator)
     layout = RankLayout.from_config(config)
