@@ -791,7 +791,8 @@ _COMPUTATION = (
         default="sdpa, where the model has it",
         engines=_EVERY_ENGINE,
         changes=("activations", "time"),
-        note="flash attention needs a GPU, 16 bit and its package (flash_attn, flash_attn_interface)",
+        note="flash attention needs a GPU, 16 bit and its package (flash_attn, flash_attn_interface); flex_attention "
+        "needs a GPU",
         source="transformers/modeling_utils.py, attn_implementation",
     ),
     Axis(

@@ -142,6 +142,10 @@ def _unsupported_host_use(workload: Workload, placement: Placement) -> str | Non
 
 def _unsupported_step(workload: Workload, placement: Placement) -> str | None:
     attention, loss = workload.attention or "", workload.loss
+    if attention and workload.model_source == "factory":
+        return f"the model's factory chooses its attention itself, not {attention}; leave it out"
+    if attention == "flex_attention" and placement.accelerator != "cuda":
+        return "attention flex_attention trains on GPUs alone; use sdpa here"
     if attention.startswith("flash"):
         if workload.precision == "fp32":
             return f"attention {attention} computes in 16 bit alone; use --precision bf16, or attention sdpa"

@@ -100,6 +100,8 @@ def test_deepcompile_runs_on_cuda_alone() -> None:
     [
         ({"attention": "flash_attention_2"}, "cpu", "runs on GPUs alone; use sdpa"),
         ({"attention": "flash_attention_2", "precision": "fp32"}, "cuda", "computes in 16 bit alone; use"),
+        ({"attention": "flex_attention"}, "cpu", "trains on GPUs alone; use sdpa"),
+        ({"attention": "eager", "model_source": "factory"}, "cuda", "chooses its attention itself, not eager"),
         ({"data_pin_memory": True, "data_workers": 1}, "cpu", "pins no memory"),
         ({"data_prefetch": 4}, "cuda", "are of a data loader; add data_workers"),
         ({"loss": "liger"}, "cpu", "runs on GPUs alone; use chunked or tiled"),
