@@ -679,19 +679,19 @@ def make_trials(
                 largest_parameter=model.largest_parameter,
             )
             completed = replace(configuration, deepspeed_config=config)
+            precision = deepspeed_config.trained_precision(config, workload.precision)
+            trained = replace(workload, precision=precision)
             trials.append(
                 Trial(
                     trial_id=f"{len(trials):02d}_{configuration.name}" + (f"_r{repeat}" if options.repeats > 1 else ""),
                     repeat=repeat,
                     round_position=position,
                     configuration=configuration,
-                    workload=replace(
-                        workload, precision=deepspeed_config.trained_precision(config, workload.precision)
-                    ),
+                    workload=trained,
                     placement=placement,
                     ds_config=config,
                     unsupported=validation.unsupported_reason(completed, placement)
-                    or validation.unsupported_workload_reason(workload, placement, config),
+                    or validation.unsupported_workload_reason(trained, placement, config),
                     caveats=(
                         *configuration.caveats,
                         *_differences_from_name(configuration, workload, config),
