@@ -43,7 +43,7 @@ def test_the_ascii_form_is_ascii(text: str) -> None:
 
 
 def test_signs_of_the_table_have_words_in_ascii() -> None:
-    assert to_ascii("❌ OOM — 12 ± 3 → 4 ≈ 5 …") == "[failed] OOM - 12 +/- 3 -> 4 ~ 5 ..."
+    assert to_ascii("❌ OOM — 12 ± 3 → 4 ≈ 5 −6 …") == "[failed] OOM - 12 +/- 3 -> 4 ~ 5 -6 ..."
 
 
 def test_a_stream_without_an_encoding_is_taken_for_ascii() -> None:
