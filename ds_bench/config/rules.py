@@ -824,12 +824,10 @@ _OF_FILES = (
         path="managed_gradient_accumulation",
         applies=lambda case: (
             not case.is_on("managed_gradient_accumulation", default=True)
-            and (
-                (case.stage != 2 and case.is_on(f"{_ZERO}.overlap_comm", default=case.stage == 3))
-                or case.is_on("compile.deepcompile")
-            )
+            and ((case.stage in (0, 1) and case.is_on(f"{_ZERO}.overlap_comm")) or case.is_on("compile.deepcompile"))
         ),
-        reason="false allows overlap_comm at stage 2 only, and no DeepCompile: DeepSpeed stops when training starts",
+        reason="false allows overlap_comm at stages 2 and 3 only, and no DeepCompile: "
+        "DeepSpeed stops when training starts",
         remedy="set overlap_comm to false and leave DeepCompile out",
         source="runtime/engine.py",
     ),
@@ -867,7 +865,7 @@ _OF_FILES = (
         level="error",
         path="aio",
         applies=_is_text(*(f"aio.{key}" for key in deepspeed_keys.keys_of("aio"))),
-        reason="a value of aio is text (ds_nvme_tune prints it so): DeepSpeed stops when training starts",
+        reason="a value of aio is text (ds_nvme_tune prints it so): DeepSpeed stops when it swaps to NVMe",
         remedy="write numbers, true and false without quotes",
         source="runtime/swap_tensor/aio_config.py",
     ),
