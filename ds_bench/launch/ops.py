@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..config.deepspeed_config import is_deepcompiled
 from ..config.spec import Accelerator, Configuration
 from ..errors import PreflightError
 from ..records.rank_files import write_json
@@ -39,6 +40,7 @@ CPU_ADAM, FUSED_ADAM, ASYNC_IO, SHARED_MEMORY = (
     "AsyncIOBuilder",
     "ShareMemCommBuilder",
 )
+DEEPCOMPILE = "DeepCompileBuilder"
 _OPTIMIZER_OPS = {"adam": CPU_ADAM, "adamw": CPU_ADAM, "adagrad": "CPUAdagradBuilder", "lion": "CPULionBuilder"}
 _FUSED_OPTIMIZER_OPS = {"adam": FUSED_ADAM, "adamw": FUSED_ADAM, "lion": "FusedLionBuilder"}
 NO_TOOLKIT = "there is no CUDA toolkit: CUDA_HOME is not set, and no nvcc is found"
@@ -81,6 +83,8 @@ def needed_ops(accelerator: Accelerator, configurations: Iterable[Configuration]
             needed.append(optimizer_op)
         if configuration.uses_nvme:
             needed.append(ASYNC_IO)
+        if is_deepcompiled(configuration.deepspeed_config) and configuration.stage > 0:
+            needed.append(DEEPCOMPILE)
         needed += configuration.requires.ops
     return list(dict.fromkeys(needed))
 

@@ -64,6 +64,12 @@ def test_parameters_alone_on_nvme_need_async_io_too() -> None:
     assert needed("cuda", strategy) == [ops.ASYNC_IO]
 
 
+def test_deepcompile_needs_its_op_at_the_stages_that_it_acts_at() -> None:
+    for stage, expected in ((0, []), (1, [ops.DEEPCOMPILE]), (3, [ops.DEEPCOMPILE])):
+        config = {**fakes.zero(stage).deepspeed_config, "compile": {"deepcompile": True}}
+        assert needed("cuda", replace(fakes.zero(stage), deepspeed_config=config)) == expected
+
+
 def test_an_op_that_several_rows_need_is_built_once_in_order_of_need() -> None:
     rows = [fakes.offload(name) for name in ("none", "cpu_optimizer", "cpu_full", "nvme")]
     assert needed("cpu", *rows) == [ops.SHARED_MEMORY, ops.CPU_ADAM, ops.ASYNC_IO]
