@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
+import re
 import runpy
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ds_bench.cli.arguments import parse
+from ds_bench.cli.arguments import add_flags_over_recipe, parse
 from ds_bench.config import recipe, recipe_file, sweep
 from ds_bench.config.options import GOALS, Options
 from ds_bench.errors import UsageError
@@ -108,6 +110,17 @@ def test_every_value_of_a_recipe_has_an_effect() -> None:
     assert set(recipe.PATHS.values()) == set(recipe.known_paths()) - elsewhere
 
 
+def test_every_flag_of_run_and_every_option_of_a_script_is_a_value_of_recipes_or_of_this_command() -> None:
+    """A flag that is added to the scripts must reach recipes, or it would be taken and ignored."""
+    run_flags = {"resume", "retry", "dry_run", "format", "quiet", "verbose", "strict", "print_recipe"}
+    parser = argparse.ArgumentParser()
+    add_flags_over_recipe(parser)
+    names = {action.dest for action in parser._actions} - {"help"}
+    assert names - run_flags - {"axis"} == set(recipe.PATHS) - {"global_batch_size"}
+    made_of_others = {"family", "auto_batch", "axes", "ds_config", "set", "inline", "budget", "point"}
+    assert {field.name for field in fields(Options)} - run_flags - made_of_others == set(recipe.PATHS)
+
+
 def test_all_stands_for_each_configuration_once() -> None:
     every = ("zero0", "zero1", "zero2", "zero3", "cpu_optimizer", "cpu_full", "zero2_offload")
     assert points("configurations: {strategies: all}")[0][1].strategies == every
@@ -190,3 +203,11 @@ def test_values_are_written_so_that_they_are_read_back(value: Any) -> None:
     shared = [value]
     data = {"section": {"one": value, "two": shared, "three": shared}}
     assert recipe_file.parse_recipe(recipe.yaml_text(data)).data == data
+
+
+def test_the_recipes_of_the_documentation_are_recipes() -> None:
+    page = (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
+    assert len(blocks) > 1
+    for block in blocks:
+        points(block)
