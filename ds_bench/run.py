@@ -33,7 +33,7 @@ from .prediction import trial_predictions
 from .prediction.model_profile import ModelProfile, variant_of
 from .records import schema
 from .records.rank_files import write_json
-from .records.resume import latest_records, remaining_trials, require_same_machine, require_same_workload
+from .records.resume import remaining_trials, require_same_machine, require_same_workload
 from .records.run_folder import RUN_FILE, RunFolder
 from .records.schema import Outcome, TrialRecord
 from .report import export, models_table, run_plan, sweep_report, table, terminal_report
@@ -286,13 +286,18 @@ def _run_plan(plan: RunPlan, machine: Machine, store: RunFolder, request: _Reque
     if searches_batch:
         plan = _at_largest_batch(plan, launcher, store, line.say)
         _save_run(store, plan, plan.trials, machine, request, notes)
-    remaining = remaining_trials(plan.trials, store.records(), options.retry)
+    records = store.records()
+    remaining = remaining_trials(plan.trials, records, options.retry)
     results = ResultBuilder(plan, machine.environment, store.folder.name)
+    for record in records:
+        results.add(record)
     progress = ProgressReporter(line, remaining, options.repeats, verbose=options.verbose, point_of=results.point_text)
     within_budget = _until_budget_is_used(remaining, options.budget, line.say)
     with line:
         for record in run_trials(map(results.with_changes, within_budget), launcher, store, progress.begin):
-            store.write_rows(flat_rows(results.summaries(store.records())))
+            if (read := store.as_read(record)) is not None:
+                results.add(read)
+            store.write_rows(flat_rows(results.summaries))
             progress.end(record)
     return _finish(options, store, results, notes, request)
 
@@ -366,7 +371,10 @@ def _save_run(
 
 
 class ResultBuilder:
-    """Makes summaries and the reports of a run's records, with what only the run knows: models, device, environment."""
+    """Makes summaries and the reports of a run's records, with what only the run knows: models, device, environment.
+
+    A record that is added takes the place of an earlier one of its trial.
+    """
 
     def __init__(self, plan: RunPlan, environment: Environment, run_id: str) -> None:
         self._plan, self.environment, self._run_id = plan, environment, run_id
@@ -374,6 +382,14 @@ class ResultBuilder:
         self._gpu_name = gpus[0].name if gpus else None
         self._predictor = trial_predictions.ChangePredictor()
         self._plan_of_key = {trial.key: each for each in plan.plans for trial in each.trials}
+        self._summary_of_key: dict[str, TrialSummary] = {}
+
+    def add(self, record: TrialRecord) -> None:
+        """Adds the record of a trial, as it is read from the run's folder."""
+        facts = self._plan_of(record.trial).model.facts
+        summary = summarise(record, facts, self._peak_flops(record.trial.workload.precision))
+        summary = replace(summary, environment=self.environment, run_id=self._run_id)
+        self._summary_of_key[record.trial.key] = summary
 
     @property
     def gpu_without_peak(self) -> str | None:
@@ -399,18 +415,22 @@ class ResultBuilder:
         same = (each for each in self._plan.plans if each.trials[0].workload == trial.workload)
         return next(same, self._plan.plans[0])
 
-    def summaries(self, records: Sequence[TrialRecord]) -> list[TrialSummary]:
-        """Numbers of the last record of each trial, point by point, in the order of the plan."""
-        return [summary for _, summaries in self.points(records) for summary in summaries]
+    @property
+    def summaries(self) -> list[TrialSummary]:
+        """Numbers of each trial that has a record, point by point, in the order of the plan; then those of trials that
+        an earlier run of the folder made and this one does not ask for."""
+        return [summary for _, summaries in self.points for summary in summaries]
 
-    def points(self, records: Sequence[TrialRecord]) -> list[tuple[Plan, list[TrialSummary]]]:
+    @property
+    def points(self) -> list[tuple[Plan, list[TrialSummary]]]:
         """The plan of each point that has records, and their numbers."""
-        of_plan: dict[int, list[TrialSummary]] = {id(each): [] for each in self._plan.plans}
-        for record in latest_records([trial for each in self._plan.plans for trial in each.trials], records):
-            each = self._plan_of(record.trial)
-            summary = summarise(record, each.model.facts, self._peak_flops(record.trial.workload.precision))
-            of_plan[id(each)].append(replace(summary, environment=self.environment, run_id=self._run_id))
-        found = [(each, of_plan[id(each)]) for each in self._plan.plans if of_plan[id(each)]]
+        left = dict(self._summary_of_key)
+        of_plan = {
+            id(plan): [left.pop(trial.key) for trial in plan.trials if trial.key in left] for plan in self._plan.plans
+        }
+        for summary in left.values():
+            of_plan[id(self._plan_of(summary.record.trial))].append(summary)
+        found = [(plan, of_plan[id(plan)]) for plan in self._plan.plans if of_plan[id(plan)]]
         return found or [(self._plan.plans[0], [])]
 
     def build_report(
@@ -438,16 +458,14 @@ class ResultBuilder:
 
 def _finish(options: Options, store: RunFolder, results: ResultBuilder, notes: Sequence[str], request: _Request) -> int:
     """Writes and prints the results. Returns the exit code."""
-    records = store.records()
-    summaries = results.summaries(records)
+    summaries = results.summaries
     rows = flat_rows(summaries)
     store.write_rows(rows)
     if (gpu := results.gpu_without_peak) is not None:
         notes = [*notes, f"no peak rate known for {gpu}: MFU left out; --peak-tflops gives it"]
     command = provenance.command(options.family, request.arguments)
     reports = [
-        (plan, results.build_report(plan, with_loss_caveats(own), notes, command))
-        for plan, own in results.points(records)
+        (plan, results.build_report(plan, with_loss_caveats(own), notes, command)) for plan, own in results.points
     ]
     folders = [folder for plan, report in reports if (folder := _write_point(plan, report, store, results.environment))]
     recommendation = _recommendation_values(reports)

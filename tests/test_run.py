@@ -22,10 +22,10 @@ from ds_bench.doctor import nvme
 from ds_bench.launch import ProgressCallback
 from ds_bench.prediction import what_if
 from ds_bench.records import schema
-from ds_bench.records.resume import latest_records, remaining_trials
+from ds_bench.records.resume import remaining_trials
 from ds_bench.records.run_folder import RunFolder
 from ds_bench.records.schema import TrialRecord
-from ds_bench.run import run_trials
+from ds_bench.run import ResultBuilder, run_trials
 from ds_bench.system import environment, gpus, signals
 from tests.support import fakes
 from tests.support.fakes import FakeLauncher
@@ -175,16 +175,29 @@ def test_every_repeat_has_to_be_done_by_itself() -> None:
     assert remaining_trials(plan, [fakes.success(plan[1])], ()) == [plan[0], plan[2]]
 
 
+def run_plan() -> plan.RunPlan:
+    """A run of stages 0 and 1."""
+    flags = ("--model", "tiny", "--seq-length", "16", "--stages", "0", "1")
+    return plan.make_run_plan([fakes.options("zero", *flags)], fakes.make_config, fakes.machine())
+
+
+def in_results(*records: TrialRecord) -> list[TrialRecord]:
+    """The records in the order of that run's results."""
+    results = ResultBuilder(run_plan(), fakes.environment(), "run")
+    for each in records:
+        results.add(each)
+    return [summary.record for summary in results.summaries]
+
+
 def test_the_latest_record_of_each_trial_counts_in_the_order_of_the_plan() -> None:
-    plan = trials(0, 1)
-    failed, then, other = fakes.failure(plan[0]), fakes.success(plan[0]), fakes.success(plan[1])
-    assert latest_records(plan, [other, failed, then]) == [then, other]
+    first, second = run_plan().trials
+    failed, then, other = fakes.failure(first), fakes.success(first), fakes.success(second)
+    assert in_results(other, failed, then) == [then, other]
 
 
 def test_records_of_no_trial_of_the_plan_follow_and_are_not_lost() -> None:
-    plan = trials(0, 1)
-    stranger = fakes.success(fakes.trial(fakes.zero(3)))
-    assert latest_records(plan, [stranger, fakes.success(plan[1])]) == [fakes.success(plan[1]), stranger]
+    stranger, planned = fakes.success(fakes.trial(fakes.zero(3))), fakes.success(run_plan().trials[1])
+    assert in_results(stranger, planned) == [planned, stranger]
 
 
 # ------------------------------------------------------------------ signals

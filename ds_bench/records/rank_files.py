@@ -144,12 +144,17 @@ def remove_temporaries(folder: Path, name: str) -> None:
             temporary.unlink(missing_ok=True)
 
 
+def json_line(data: object) -> bytes:
+    """Formats a JSON line without its end. Raises ValueError for NaN and infinities."""
+    return json.dumps(data, allow_nan=False, ensure_ascii=False).encode("utf-8", "backslashreplace")
+
+
 def append_line(path: Path, data: object) -> None:
     """Appends a JSON line and syncs it to disk. Raises ValueError for NaN and infinities.
 
     Raises OSError naming the file if the disk does not take the whole line; the file is then as it was before.
     """
-    line = json.dumps(data, allow_nan=False, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n"
+    line = json_line(data) + b"\n"
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o644)
     try:
         start = os.fstat(descriptor).st_size

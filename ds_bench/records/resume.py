@@ -74,10 +74,3 @@ def remaining_trials(trials: Sequence[Trial], done: Sequence[TrialRecord], retry
     repeated = {INTERRUPTED.lower(), *(status.lower() for status in retry)}
     finished = {record.trial.key for record in done if record.outcome.status.lower() not in repeated}
     return [trial for trial in trials if trial.key not in finished]
-
-
-def latest_records(trials: Sequence[Trial], records: Sequence[TrialRecord]) -> list[TrialRecord]:
-    """Returns the last record of each trial, in the order of the trials; other records follow as they were written."""
-    by_key = {record.trial.key: record for record in records}
-    ordered = [by_key.pop(trial.key) for trial in trials if trial.key in by_key]
-    return ordered + list(by_key.values())

@@ -33,7 +33,7 @@ from typing import Any
 from ..errors import PreflightError, UsageError
 from ..system import files
 from . import json_files, reader
-from .rank_files import append_line, json_text, remove_temporaries, write_json, write_texts
+from .rank_files import append_line, json_line, json_text, remove_temporaries, write_json, write_texts
 from .schema import SCHEMA_VERSION, TrialRecord
 
 RUN_FILE = "run.json"
@@ -179,6 +179,14 @@ class RunFolder:
             if file.read(1) not in (b"", b"\n"):
                 file.write(b"\n")
         append_line(path, record.to_dict())
+
+    @staticmethod
+    def as_read(record: TrialRecord) -> TrialRecord | None:
+        """A record as :meth:`records` reads it, credentials redacted; None for one that it would leave out."""
+        try:
+            return reader.parse_record(json_line(record.to_dict()), RECORDS_FILE, {})
+        except (ValueError, UsageError):
+            return None
 
     def probes(self) -> list[TrialRecord]:
         """Reads all probes in order."""
