@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import shlex
@@ -150,11 +151,13 @@ def print_file_lines(plan: RunPlan) -> None:
         return
     for line in dict.fromkeys(line for each in plan.plans for line in each.lines):
         terminal.print_text(f"note: {terminal.escape_controls(line)}", sys.stderr)
+    texts = []
     for configuration in plan.configurations if plan.options.verbose else ():
         for path, value in configuration.resolved_values.items():
             shown = "DeepSpeed's default" if value is None else json.dumps(value)
-            text = f'{configuration.name}: {path} "auto" is {shown}'
-            terminal.print_text(terminal.escape_controls(text), sys.stderr)
+            texts.append(f'{configuration.name}: {path} "auto" is {shown}')
+    for text in dict.fromkeys(texts):  # points of a sweep may resolve alike
+        terminal.print_text(terminal.escape_controls(text), sys.stderr)
 
 
 def print_dry_run(plan: RunPlan) -> int:
@@ -249,7 +252,7 @@ def require_ready(plan: RunPlan, machine: Machine, nvme_folder: nvme.NvmeFolder 
     findings = doctor.run_plan_checks(
         plan.placement,
         plan.configurations,
-        lacks_space=first.lack_of_space,
+        lacks_space=next((each.lack_of_space for each in plan.plans if each.lack_of_space), None),
         nvme_folder=nvme_folder,
         need_host_bytes=predicted_host_bytes,
         system=SystemAccess(environ=machine.variables, gpu_query=machine.gpus),
@@ -486,7 +489,10 @@ def _finish(options: Options, store: RunFolder, results: ResultBuilder, notes: S
 def _write_point(plan: Plan, report: ComparisonReport, store: RunFolder, environment: Environment) -> Path | None:
     """Writes the recommended configuration of a point; that of a sweep's lies in a folder of the point's own."""
     name = "_".join(str(value) for _, value in plan.options.point)
-    folder = store.folder if not name else store.folder / "points" / re.sub(r"[^A-Za-z0-9_.-]+", "-", name)
+    plain = re.sub(r"[^A-Za-z0-9_.-]+", "-", name)[:100].lstrip(".")
+    if plain != name:  # two names must not become one
+        plain += f"-{hashlib.sha256(name.encode()).hexdigest()[:6]}"
+    folder = store.folder / "points" / plain if plan.options.point else store.folder
     return export.write_configuration(plan.options, report, folder, environment)
 
 
