@@ -529,6 +529,8 @@ def _edited_configurations(
 ) -> Iterator[tuple[str, Config]]:
     """The configurations of a script whose function was edited, without the batch keys that it left alone."""
     for strategy in rows:
+        if strategy.engine != "deepspeed":  # torch's engines do not follow the function
+            continue
         built_in = base_config(strategy, options.batch_size, options.grad_accum)
         config = make_config(strategy, options.batch_size, options.grad_accum)
         if config != built_in:

@@ -260,6 +260,7 @@ FLAGS = [
     ("offload", "--model tiny --nvme-path /nonexistent --trust-remote-code"),
     ("zero", "--model tiny --configs mine.json --keep-batch --relative-to mine"),
     ("zero", "--model tiny --stages 1 --configs mine.json"),
+    ("zero", "--model tiny --stages 0 --strategies ddp fsdp2"),
     ("zero", "--model tiny --stages 0 2 --axis overlap_comm=true,false --axis reduce_bucket_size=5e7,1000000"),
     ("offload", '--model tiny --ds-config changes.json --set gradient_clipping=2 --set scheduler={"type":"WarmupLR"}'),
 ]
