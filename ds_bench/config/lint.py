@@ -7,7 +7,7 @@ ignores or does otherwise than the file says; a hint is what the reader may want
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -240,12 +240,12 @@ def _type_problem(place: str, value: object, entry: Mapping[str, Any]) -> tuple[
         reason = f"DeepSpeed refuses {_shown_without_secrets(place, value)}, a JSON {kind}"
         kinds = [each for each in entry["accepts"] if each != "boolean" or isinstance(entry["default"], bool)]
         kinds = [each for each in kinds if each != "null"] or kinds
-        return reason, f"give {_listed(map(_with_article, kinds), ' or ')}"
+        return reason, f"give {_alternatives(map(_with_article, kinds))}"
     message = _schema_problem(value, entry.get("schema"))
     if message is None:
         return None
     allowed = entry["schema"].get("expected")
-    remedy = f"give {_listed(map(str, allowed), ' or ')}" if allowed else f"its default is {_shown(entry['default'])}"
+    remedy = f"give {_alternatives(map(str, allowed))}" if allowed else f"its default is {_shown(entry['default'])}"
     return f"DeepSpeed refuses {_shown_without_secrets(place, value)}: {message}", remedy
 
 
@@ -566,15 +566,17 @@ def _automatic_values(config: Config) -> Iterator[Finding]:
     automatic = [path for path in automatic if path not in unfilled]
     if not automatic:
         return
-    case, batch = Case(config=config), [path for path in automatic if path in _BATCH_KEYS]
+    case = Case(config=config)
+    dropped = [path for path in automatic if path.rpartition(".")[0] in deepspeed_keys.refusing_blocks()]
+    as_text = [path for path in automatic if path not in dropped]
     in_fp32 = case.precision == "fp32" and not case.is_on("torch_autocast.enabled")
     effects = [
-        "takes its default",
-        *(["trains in fp32"] if in_fp32 and {"bf16.enabled", "fp16.enabled"} & set(automatic) else []),
-        *([f"stops at {_listed(batch)}"] if batch else []),
+        *([f"fails at this text in {_listed(as_text, most=4)}"] if as_text else []),
+        *([f"takes its default for {_listed(dropped, most=4)}"] if dropped else []),
+        *(["trains in fp32"] if in_fp32 and {"bf16.enabled", "fp16.enabled"} & set(dropped) else []),
     ]
-    does = _listed(effects, " and ")
-    reason = f'only the Trainer and Accelerate fill in "auto" ({_listed(automatic)}); DeepSpeed itself {does}'
+    several = f'{len(automatic)} values are "auto"' if len(automatic) > 1 else 'a value is "auto"'
+    reason = f"{several}, which only the Trainer and Accelerate fill in; DeepSpeed itself {_listed(effects, '; it ')}"
     remedy = "give values where a training script passes the file to DeepSpeed itself"
     yield _finding("automatic-value", "hint", automatic[0], reason, remedy, "runtime/config_utils.py")
 
@@ -623,12 +625,16 @@ def _shown_without_secrets(place: str, value: object) -> str:
     return _shown(redacted_config({place: value})[place])
 
 
-def _listed(names: Any, last: str = ", ") -> str:
-    """Names in a row; of more than eight the first eight and how many are left."""
+def _listed(names: Iterable[str], separator: str = ", ", *, most: int = 8) -> str:
+    """Names in a row; of more than ``most`` the first ones and how many are left."""
     shown = list(names)
-    if len(shown) > 8:
-        return ", ".join(shown[:8]) + f" and {len(shown) - 8} more"
-    return last.join([", ".join(shown[:-1]), shown[-1]]) if len(shown) > 1 else "".join(shown)
+    left = len(shown) - most
+    return separator.join(shown[:most]) + (f" and {left} more" if left > 0 else "")
+
+
+def _alternatives(names: Iterable[str]) -> str:
+    *others, last = names
+    return f"{', '.join(others)} or {last}" if others else last
 
 
 def _with_article(kind: str) -> str:

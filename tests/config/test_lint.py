@@ -145,7 +145,7 @@ def test_a_swap_buffer_must_hold_a_ranks_part_of_the_largest_tensor() -> None:
 def test_both_16_bit_formats_left_automatic_train_in_fp32() -> None:
     config = {**CLEAN, "bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"}}
     (finding,) = check(config)
-    assert "and trains in fp32" in finding.reason
+    assert "; it trains in fp32" in finding.reason
     assert "fp32" not in check({**config, "bf16": {"enabled": True, "check_grad_overflow": True}})[0].reason
 
 
