@@ -332,11 +332,11 @@ def _batch_lines(options: Options, placement: Placement, rows: Sequence[Requeste
     if options.keep_batch:
         return []
     size, accumulation = options.batch_size, options.grad_accum
-    files = [row.file for row in rows if row.file is not None]
-    names = [file.name for file in files if has_other_batch(file, placement.num_gpus, size, accumulation)]
+    files = {row.file.name: row.file for row in rows if row.file is not None}
+    names = [name for name, file in files.items() if has_other_batch(file, placement.num_gpus, size, accumulation)]
     if not names:
         return []
-    which = ", ".join(names[:3]) + (f" and {len(names) - 3} more files" if len(names) > 3 else "")
+    which = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
     flags = f"--batch-size {'auto' if options.auto_batch else size} and --grad-accum {accumulation}"
     return [f"the batch keys of {which} yield to {flags}; --keep-batch lets them rule"]
 

@@ -23,7 +23,7 @@ from .automatic_values import AUTO
 from .deepspeed_config import Config
 from .overrides import json_values
 from .spec import Precision
-from .strategies import CATALOGUE
+from .strategies import STRATEGY_NAMES
 
 FileKind = Literal["deepspeed", "accelerate", "trainer"]
 
@@ -320,11 +320,17 @@ def _parse_json(text: str) -> tuple[Any, tuple[str, ...]]:
         return json.loads(text, object_pairs_hook=_unique_keys, parse_constant=_refuse_constant), ()
     except json.JSONDecodeError as error:
         place = f"line {error.lineno}, column {error.colno}"
+    except FormError:
+        raise
+    except ValueError:  # Python reads no integer of more than 4,300 digits
+        raise FormError("holds a number of too many digits") from None
     import hjson
 
     try:
         data = hjson.loads(text, object_pairs_hook=_unique_keys)
-    except hjson.HjsonDecodeError:
+    except FormError:
+        raise
+    except ValueError:  # HjsonDecodeError, and a number of too many digits
         raise FormError(f"is neither JSON nor hjson: {place}") from None
     note = f"not strict JSON at {place}: read as DeepSpeed reads it (hjson); Trainer and Accelerate refuse the file"
     return data, (note,)
@@ -410,10 +416,10 @@ def _machine_name(stem: str) -> str:
 
 
 def _with_unique_names(read: list[ConfigurationFile], lines: list[str]) -> list[ConfigurationFile]:
-    """The files with names that differ from each other and from those of the catalogue, by their folders' names."""
+    """The files with names that differ from each other and from those of strategies, by their folders' names."""
     names = [file.name for file in read]
     folders = [list(file.path.resolve().parts[1:-1]) for file in read]
-    while clashing := [index for index, name in enumerate(names) if name in CATALOGUE or names.count(name) > 1]:
+    while clashing := [index for index, name in enumerate(names) if name in STRATEGY_NAMES or names.count(name) > 1]:
         for index in clashing:
             if not folders[index]:
                 problem = f"--configs {read[index].path}: another row has the name {names[index]}"
@@ -421,5 +427,7 @@ def _with_unique_names(read: list[ConfigurationFile], lines: list[str]) -> list[
             names[index] = _machine_name(f"{folders[index].pop()}_{names[index]}")
     for file, name in zip(read, names, strict=True):
         if name != file.name:
-            lines.append(f"{file.path} is the row {name}, since another has the name {file.name}")
+            lines.append(
+                f"{file.path} is the row {name}, since {file.name} is the name of {'a strategy' if file.name in STRATEGY_NAMES else 'another'}"
+            )
     return [replace(file, name=name) for file, name in zip(read, names, strict=True)]

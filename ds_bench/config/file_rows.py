@@ -176,7 +176,10 @@ def as_deepspeed_reads_it(config: Mapping[str, Any]) -> Config:
             read[name]["enabled"] = enabled.lower() in ("true", "yes", "on", "1", "t", "y")
     if isinstance(optimizer := read.get("optimizer"), dict) and optimizer.get("params") is None:
         optimizer["params"] = {}
-    _rename_zero_keys(read.setdefault("zero_optimization", {}))
+    zero = read.setdefault("zero_optimization", {})
+    _rename_zero_keys(zero)
+    if isinstance(stage := zero.get("stage"), (bool, float, str)):  # as pydantic reads them
+        zero["stage"] = int(stage)
     return read
 
 

@@ -258,7 +258,7 @@ _REFUSED_IN_ROWS = (
             path=f"{precision}.enabled",
             applies=_unsupported(precision),
             reason=f"{precision} is not supported on this {{accelerator}} device",
-            remedy="use --precision fp32",
+            remedy=f"use --precision fp32, or change the {precision} block of your file",
             row="refusal",
             row_text="{reason}; {remedy}",
         )

@@ -96,7 +96,11 @@ class Candidates:
             cost = None if row is None or decision is None else reasons.cost_of_leaving_out(row, decision)
             sentences.append(sentence if cost is None else f"{sentence}; {cost}")
         more = len(sentences) - _MAX_ROWS_NAMED
-        return [*sentences[:_MAX_ROWS_NAMED], f"{more} more rows are left out"] if more > 0 else sentences
+        return (
+            [*sentences[:_MAX_ROWS_NAMED], f"{more} more {'row is' if more == 1 else 'rows are'} left out"]
+            if more > 0
+            else sentences
+        )
 
 
 def recommend(comparison: Comparison, goal: str = "balanced") -> Recommendation:

@@ -102,10 +102,13 @@ def test_a_folder_gives_its_configurations_and_names_the_other_files(tmp_path: P
 
 
 def test_files_of_one_name_and_of_a_strategys_name_are_told_apart_by_their_folders(tmp_path: Path) -> None:
-    paths = [write(tmp_path, name, DEEPSPEED) for name in ("a/ds.json", "b/ds.json", "b/zero3.json", "a/x/ds.json")]
+    paths = [
+        write(tmp_path, name, DEEPSPEED)
+        for name in ("a/ds.json", "b/ds.json", "b/zero3.json", "a/x/ds.json", "b/ddp.json")
+    ]
     read, lines = read_configuration_files(paths)
-    assert [file.name for file in read] == ["a_ds", "b_ds", "b_zero3", "x_ds"]
-    assert f"{paths[2]} is the row b_zero3, since another has the name zero3" in lines
+    assert [file.name for file in read] == ["a_ds", "b_ds", "b_zero3", "x_ds", "b_ddp"]
+    assert f"{paths[2]} is the row b_zero3, since zero3 is the name of a strategy" in lines
 
 
 @pytest.mark.parametrize(
@@ -117,6 +120,7 @@ def test_files_of_one_name_and_of_a_strategys_name_are_told_apart_by_their_folde
         ("open.json", '{"zero_optimization": {', "is neither JSON nor hjson: line 1"),
         ("twice.json", '{"train_batch_size": 1, "train_batch_size": 2}', "has the key 'train_batch_size' twice"),
         ("nan.json", '{"gradient_clipping": NaN}', "holds NaN"),
+        ("digits.json", '{"fp16": ' + "9" * 6000 + "}", "holds a number of too many digits"),
         ("deep.json", '{"fp16": ' * 40 + "1" + "}" * 40, "has more than 32 levels"),
         ("deeper.json", '{"fp16": ' * 9000 + "1" + "}" * 9000, "is nested too deeply"),
         ("large.json", '{"fp16": "' + "x" * 300_000 + '"}', "is larger than 262144 bytes"),
