@@ -427,7 +427,6 @@ def _with_unique_names(read: list[ConfigurationFile], lines: list[str]) -> list[
             names[index] = _machine_name(f"{folders[index].pop()}_{names[index]}")
     for file, name in zip(read, names, strict=True):
         if name != file.name:
-            lines.append(
-                f"{file.path} is the row {name}, since {file.name} is the name of {'a strategy' if file.name in STRATEGY_NAMES else 'another'}"
-            )
+            other = "a strategy" if file.name in STRATEGY_NAMES else "another row"
+            lines.append(f"{file.path} is the row {name}, since {file.name} is the name of {other}")
     return [replace(file, name=name) for file, name in zip(read, names, strict=True)]

@@ -178,7 +178,7 @@ def as_deepspeed_reads_it(config: Mapping[str, Any]) -> Config:
         optimizer["params"] = {}
     zero = read.setdefault("zero_optimization", {})
     _rename_zero_keys(zero)
-    if isinstance(stage := zero.get("stage"), (bool, float, str)):  # as pydantic reads them
+    if isinstance(stage := zero.get("stage"), (bool, float)):  # as pydantic reads them
         zero["stage"] = int(stage)
     return read
 
