@@ -15,6 +15,7 @@ try:
 
     from .. import __version__
     from ..config.options import FAIL_ON, FAIL_ON_DEFAULT, GOALS
+    from ..config.reference_engines import REFERENCES
     from ..config.spec import PRECISIONS
     from ..config.strategies import ALIASES, OFFLOAD_NAMES, ZERO_STAGES
     from ..errors import DsBenchError
@@ -173,7 +174,7 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     add(
         "--strategies",
         nargs="+",
-        choices=("all", *PREDICTED_STRATEGIES, *ALIASES),
+        choices=("all", *PREDICTED_STRATEGIES, *ALIASES, *REFERENCES),
         default=_ALL_STRATEGIES,
         help="strategies to predict (default: all, or none with --configs)",
     )

@@ -24,7 +24,7 @@ from ..errors import UsageError
 from ..models.lookup import ResolvedModel, resolve_model
 from ..prediction import deepspeed_estimator, trial_predictions, what_if
 from ..prediction.memory import DOES_NOT_FIT
-from ..prediction.model_profile import ModelProfile
+from ..prediction.model_profile import ModelProfile, Variant
 from ..prediction.what_if import PlannedTrial
 from ..report import plan_table
 from ..report.memory_plan import MemoryPlan, PlanRow
@@ -174,7 +174,14 @@ def _planned_trial(options: PlanOptions) -> tuple[PlannedTrial, int | None]:
 
 def _profile(choice: ResolvedModel, options: PlanOptions) -> ModelProfile:
     length = plan.resolve_seq_length(options.seq_length, choice)
-    profile = trial_predictions.profile_model(choice, length, "cuda", trust_remote_code=options.trust_remote_code)
+    autocast = "ddp" in options.strategies and options.precision == "bf16"
+    profile = trial_predictions.profile_model(
+        choice,
+        length,
+        "cuda",
+        variants=[Variant(autocast=True)] if autocast else [],
+        trust_remote_code=options.trust_remote_code,
+    )
     if isinstance(profile, trial_predictions.Unpredicted):
         raise UsageError(f"--model {choice.name}: {profile.reason}", remedy="measure it: zero_stage_comparison.py")
     return profile

@@ -38,11 +38,12 @@ def deepspeed_estimates(
     configuration: Configuration,
     precision: Precision = "bf16",
 ) -> Estimate | None:
-    """Returns their figures; None for what they do not cover: stages 0 and 1, offload to NVMe, fp32.
+    """Returns their figures; None for what they do not cover: stages 0 and 1, offload to NVMe, fp32, torch's engines.
 
     ``largest_layer``: elements of the largest module's own parameters; the largest tensor is close to it.
     """
-    if precision == "fp32" or "nvme" in (configuration.offload_optimizer, configuration.offload_param):
+    uncovered = precision == "fp32" or configuration.is_reference
+    if uncovered or "nvme" in (configuration.offload_optimizer, configuration.offload_param):
         return None
     nodes = -(-num_gpus // gpus_per_node)
     if configuration.stage == 2:

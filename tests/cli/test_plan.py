@@ -48,6 +48,16 @@ def test_the_line_of_the_readme_gives_a_row_for_every_strategy(capsys: pytest.Ca
     assert "DeepSpeed est." in text(capsys, *LLAMA[1:], "--gpu", "80GB", "--verbose")
 
 
+def test_torchs_engines_are_predicted_where_they_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    """16 bytes per parameter, which FSDP2 splits among the GPUs; DeepSpeed's estimators say nothing of them."""
+    found = rows(capsys, *LLAMA, "--precision", "fp32", "--strategies", "ddp", "fsdp2")
+    ddp, fsdp2 = (sum(found[name]["gpu_bytes"].values()) for name in ("ddp", "fsdp2"))
+    parameters = 68_976_648_192
+    assert ddp > 16 * parameters
+    assert 16 * parameters / 8 < fsdp2 < ddp / 3
+    assert found["fsdp2"]["deepspeed_estimator_gpu_bytes"] is None
+
+
 SEVEN_B = ["--model", "meta-llama/Llama-2-7b-hf"]
 SEVENTY_B = ["--model", "meta-llama/Llama-2-70b-hf", "--num-gpus", "8", "--gpu", "80GB"]
 CPU_OPTIMIZER, CPU_FULL, NVME = (
