@@ -12,7 +12,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any, NotRequired
 
 from .. import units
-from ..config import strategies
+from ..config import axis_rows, strategies
 from ..config.deepspeed_config import minimal_config
 from ..config.spec import Configuration, Engine, Placement, Strategy, Trial, Workload
 from ..models.presets import ModelFacts, find_preset
@@ -246,9 +246,15 @@ def _trial(row: Mapping[str, Any]) -> Trial:
 @cache
 def _configuration(name: str, stage: int, engine: Engine | None) -> Configuration:
     """The configuration of the catalogue's strategy; of another name the offload devices are not known."""
-    strategy = strategies.find_strategy(name, stage) or Strategy(name=name, label=name, stage=stage)
+    base, values = axis_rows.split_name(name)
+    strategy = strategies.find_strategy(base, stage) or Strategy(name=base, label=base, stage=stage)
     strategy = replace(strategy, engine=engine or strategy.engine)
-    return strategies.make_configuration(strategy, minimal_config(strategy))
+    made = strategies.make_configuration(strategy, minimal_config(strategy))
+    if not values:
+        return made
+    axis_values = {value.axis_name: value.text for value in values}
+    label = axis_rows.row_label(made.label, values)
+    return replace(made, name=name, label=label, source="axis", axis_values=axis_values)
 
 
 @cache

@@ -70,7 +70,8 @@ def read_values(name: str, texts: Sequence[str]) -> AxisValues:
     values: dict[Value, AxisValue] = {}
     for text in texts:
         value = _read_value(axis, text)
-        spelling = text.lower() if isinstance(value, bool) else text
+        # Names of rows join values by plus signs, so that 1e+8 becomes 1e8.
+        spelling = text.lower() if isinstance(value, bool) else text.replace("+", "")
         values.setdefault(value, AxisValue(axis_name=axis.name, text=spelling, value=value))
     return tuple(values.values())
 
@@ -190,6 +191,15 @@ def row_name(base: str, values: AxisValues) -> str:
 def row_label(base: str, values: AxisValues) -> str:
     """Returns the short text of a row for tables: ``ZeRO-2, overlap_comm off``."""
     return ", ".join([base, *(value.label for value in values)])
+
+
+def split_name(name: str) -> tuple[str, AxisValues]:
+    """The inverse of :func:`row_name`. Returns a name that no axes made as it is, without values."""
+    base, *parts = name.split("+")
+    try:
+        return base, tuple(read_values(axis, [value])[0] for axis, _, value in (part.partition("=") for part in parts))
+    except UsageError:
+        return name, ()
 
 
 def setting_of(values: AxisValues, facts: RowFacts) -> Setting:

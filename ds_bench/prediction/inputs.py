@@ -47,6 +47,8 @@ class ZeroSettings:
     """``data_types.grad_accum_dtype`` is fp32."""
     contiguous_gradients: bool
     overlap_comm: bool
+    round_robin: bool
+    """At stages 1 and 2, parameters are ordered anew before they are split among the ranks."""
     reduce_bucket_elements: int
     prefetch_elements: int
     persistence_elements: int
@@ -95,6 +97,7 @@ class ZeroSettings:
             fp32_accumulation=(config.get("data_types") or {}).get("grad_accum_dtype") == "fp32",
             contiguous_gradients=bool(zero.get("contiguous_gradients", True)),
             overlap_comm=bool(stage == 3 if zero.get("overlap_comm") is None else zero["overlap_comm"]),
+            round_robin=bool(zero.get("round_robin_gradients")),
             reduce_bucket_elements=_number(zero, "reduce_bucket_size", 5e8),
             prefetch_elements=1  # engine.py, _configure_zero_optimizer
             if zero.get("stage3_allgather_sequential")

@@ -86,6 +86,12 @@ def owned_elements(tensors: Sequence[int], data_parallel_size: int) -> int:
     return most
 
 
+def _in_flat_order(inputs: MemoryInputs) -> Sequence[int]:
+    """The tensors in the order of the flat parameters (zero/stage_1_and_2.py, _round_robin_reorder)."""
+    tensors, ranks = inputs.profile.tensors, inputs.data_parallel_size
+    return [each for rank in range(ranks) for each in tensors[rank::ranks]] if inputs.settings.round_robin else tensors
+
+
 def _norm_bytes(tensors: Sequence[int], part: int) -> int:
     """Bytes of the fp64 copy of the largest gradient, or of its share in a rank's part, whose norm is computed."""
     return NORM_BYTES * min(part, max(tensors, default=0))
@@ -129,7 +135,7 @@ def _keeps_every_gradient(inputs: MemoryInputs) -> bool:
 
 def _gradients(inputs: MemoryInputs, part: int) -> tuple[int, int, int]:
     """Bytes of gradients after the reduction, at their peak in backward, and of temporaries besides them then."""
-    owned = owned_elements(inputs.profile.tensors, inputs.data_parallel_size)
+    owned = owned_elements(_in_flat_order(inputs), inputs.data_parallel_size)
     largest = max(inputs.profile.tensors) * inputs.element
     if _keeps_every_gradient(inputs):
         kept = inputs.accumulated * owned
@@ -160,7 +166,7 @@ def _offloaded(inputs: MemoryInputs) -> Phases:
     # accumulated_grads_in_cpu, tensor by tensor; with a 16-bit master they are views of the master's gradient
     if inputs.grad_accum > 1 and settings.stage == 2 and settings.master_bytes == FP32_BYTES:
         builder.add(
-            "cpu", "gradients", inputs.element * owned_elements(inputs.profile.tensors, inputs.data_parallel_size)
+            "cpu", "gradients", inputs.element * owned_elements(_in_flat_order(inputs), inputs.data_parallel_size)
         )
     if settings.fp32_accumulation and inputs.element != FP32_BYTES:  # _get_compact_grad_partition_buffer
         builder.add("gpu", "gradients", FP32_BYTES * part)

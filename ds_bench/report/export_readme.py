@@ -174,6 +174,12 @@ def _measured(record: TrialRecord, environment: Environment | None) -> Iterator[
         f"{work.precision}"
     )
     yield f"- Activation checkpointing: {'on' if work.activation_checkpointing else 'off'}"
+    configuration = record.trial.configuration
+    for what, values in (("Axes", configuration.axis_values), ("Environment variables", configuration.variables)):
+        if values:
+            yield f"- {what}: {', '.join(inline_code(f'{name}={value}') for name, value in values.items())}"
+    if configuration.variables:
+        yield "- The commands above leave these variables out: set them too."
     yield from _results(record)
     yield f"- Versions: {_versions(record, environment)}"
     if record.started_at is not None:

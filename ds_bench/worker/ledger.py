@@ -113,6 +113,7 @@ def _deepspeed_tensors(engine: Any) -> Iterator[tuple[str, Iterable[torch.Tensor
     parameters = list(module.parameters())
     yield "parameters", parameters
     yield "parameters", (getattr(parameter, "ds_tensor", None) for parameter in parameters)
+    yield "parameters", (getattr(parameter, "ds_secondary_tensor", None) for parameter in parameters)  # of hpZ
     yield "optimizer_states", _master_and_states(wrapper, base)
     # Before the gradients, which are views into the bucket while backward runs.
     yield "deepspeed_buffers", find_tensors([b.buffer for b in getattr(wrapper, "ipg_buckets", {}).values()])

@@ -138,9 +138,24 @@ def _stage0_masters(wrapper: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]
 
 def _stage1_and_2_fragments(engine: Any, names: dict[int, str]) -> Iterator[Fragment]:
     """The part of each parameter that lies in this rank's partition (utils/tensor_fragment.py)."""
+    if getattr(engine.optimizer, "round_robin_gradients", False):
+        yield from _reordered_fragments(engine.optimizer, names)
+        return
     for parameter in engine.module.parameters():
         if id(parameter) in names and (mapping := parameter._hp_mapping) is not None:
             yield names[id(parameter)], mapping.lp_fragment_address.start, mapping.get_hp_fragment().detach()
+
+
+def _reordered_fragments(wrapper: Any, names: dict[int, str]) -> Iterator[Fragment]:
+    """The same where ``round_robin_gradients`` orders the parameters anew: DeepSpeed's own mapping to the partitions
+    follows the old order then (zero/stage_1_and_2.py, link_hp_params)."""
+    for index, flat in enumerate(wrapper.single_partition_of_fp32_groups):
+        begin = torch.distributed.get_rank(wrapper.real_dp_process_group[index]) * flat.numel()
+        offsets = wrapper.round_robin_bit16_offsets[index]
+        for parameter, offset in zip(wrapper.round_robin_bit16_groups[index], offsets, strict=True):
+            start, stop = max(0, begin - offset), min(parameter.numel(), begin + flat.numel() - offset)
+            if start < stop:
+                yield names[id(parameter)], start, flat.detach()[offset + start - begin : offset + stop - begin]
 
 
 def _stage3_fragments(wrapper: Any, names: dict[int, str]) -> Iterator[Fragment]:

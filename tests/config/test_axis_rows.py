@@ -74,6 +74,15 @@ def test_rows_are_every_combination_of_the_axes_that_act_there() -> None:
     assert axis_rows.row_label("ZeRO-3", selected[1][1:]) == "ZeRO-3, prefetch 5e7"
 
 
+def test_the_name_of_a_row_tells_its_values_and_other_names_stay() -> None:
+    (big,), (on, _) = axis_rows.read_axes(["sub_group_size=1e+8", "overlap_comm=TRUE,false"])
+    name = axis_rows.row_name("zero3", (big, on))
+    assert name == "zero3+sub_group_size=1e8+overlap_comm=true"
+    assert axis_rows.split_name(name) == ("zero3", (big, on))
+    for other in ("my+file", "zero3+colour=red", "zero2"):
+        assert axis_rows.split_name(other) == (other, ())
+
+
 def test_an_axis_that_acts_in_some_rows_is_noted_and_one_that_acts_in_none_is_refused() -> None:
     selected = axis_rows.read_axes(["prefetch=0,5e7"])
     layouts = {"ZeRO-2": Layout(stage=2), "ZeRO-3": Layout(stage=3)}

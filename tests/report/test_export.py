@@ -403,6 +403,16 @@ def test_caveats_of_the_row_come_along(tmp_path: Path) -> None:
     assert "- --nvme-path is memory (tmpfs), not an NVMe disk" in write(seen, tmp_path)["README.md"]
 
 
+def test_the_readme_names_the_axes_of_the_row_and_the_variables_it_ran_with(tmp_path: Path) -> None:
+    trial = row()
+    values = {"axis_values": {"pin_memory_backend": "native"}, "variables": {"DS_PIN_MEMORY_BACKEND": "native"}}
+    of_axis = replace(trial, configuration=replace(trial.configuration, **values))
+    readme = write(success(of_axis), tmp_path)["README.md"]
+    assert "Axes: `pin_memory_backend=native`" in readme
+    assert "Environment variables: `DS_PIN_MEMORY_BACKEND=native`" in readme
+    assert "Axes" not in write(success(trial), tmp_path / "plain")["README.md"]
+
+
 HOSTILE = "``evil`` \"quoted\" 'name'\n# <script>alert(1)</script>\n```\n- deepspeed_config: !!python/object:os.system"
 
 
