@@ -99,6 +99,10 @@ _OWN_BATCH = ("batch_size", "micro_batch_size")
 """Fields that may differ between rows that are each at their own largest micro-batch."""
 
 
+_BATCH_OF_FILE = ("batch_size", "grad_accum")
+"""Fields that a file sets with ``--keep-batch``."""
+
+
 def incomparable_fields(a: TrialRecord, b: TrialRecord) -> list[str]:
     """Returns the fields that forbid a ratio between two rows, as ``batch_size 4 against 8``; empty if there are none.
 
@@ -130,9 +134,10 @@ def incomparable_fields(a: TrialRecord, b: TrialRecord) -> list[str]:
 
 
 def varied_on_purpose(record: TrialRecord) -> set[str]:
-    """Fields of the workload that a row is there to show: how a step is computed, and what an axis sets."""
+    """Fields of the workload that a row is there to show: how a step is computed, what an axis sets, a file's batch."""
     configuration = record.trial.configuration
-    computed = set(SAME_TRAINING_FIELDS) & configuration.workload_changes.keys()
+    own_fields = {*SAME_TRAINING_FIELDS, *(_BATCH_OF_FILE if configuration.source == "file" else ())}
+    computed = own_fields & configuration.workload_changes.keys()
     groups = {"data_parallel_size"} if configuration.axis_values.keys() & set(PARALLEL_AXES) else set[str]()
     return computed | groups | workload_fields(configuration.axis_values)
 

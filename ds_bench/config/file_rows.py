@@ -64,9 +64,10 @@ class FileRowMaker:
         ):
             if value != common:
                 changes[name] = value
+        own_batch = self.keep_batch and (micro, accumulation) != (self.batch_size, self.grad_accum)
         return Configuration(
             name=file.name,
-            label=file.name,
+            label=f"{file.name}, micro-batch {micro} × {accumulation}" if own_batch else file.name,
             deepspeed_config=config,
             workload_changes=changes,
             source="file",

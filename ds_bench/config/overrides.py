@@ -44,6 +44,8 @@ def parse_set(text: str) -> Config:
         value: Any = json.loads(raw)
     except json.JSONDecodeError:
         value = raw
+    except ValueError:  # Python reads no integer of more than 4,300 digits
+        raise UsageError(f"--set {path} has a number of too many digits", remedy="give a smaller number") from None
     for name in reversed(names):
         value = {name: value}
     return dict(value)

@@ -211,6 +211,15 @@ def test_what_an_axis_sets_may_differ_and_nothing_else() -> None:
     assert len(incomparable_fields(fakes.success(gpu(2)), longer)) == 1
 
 
+def test_the_batch_of_a_file_may_differ() -> None:
+    """``--keep-batch`` is there to compare it: by tokens per second, as the rows of an axis are."""
+    own = {"batch_size": 8, "grad_accum": 2}
+    configuration = replace(fakes.zero(2), name="mine", source="file", workload_changes=own)
+    trial = fakes.trial(configuration, on=CUDA, of=fakes.workload(**own))
+    row = fakes.success(trial, micro_batch_size=8, grad_accum=2)
+    assert incomparable_fields(fakes.success(gpu(2)), row) == []
+
+
 def test_an_effective_batch_that_differs_on_purpose_is_a_difference_too() -> None:
     """Twice the micro-batch without accumulation trains the same tokens a step; its speed is of another workload."""
     ours = gpu(of=fakes.workload(batch_size=4, grad_accum=2))
