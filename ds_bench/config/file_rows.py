@@ -19,11 +19,14 @@ from .automatic_values import AUTO, TRAINING_DEFAULTS, TrainingFacts, resolve
 from .configuration_files import ConfigurationFile
 from .deepspeed_config import Config
 from .overrides import json_values
+from .rules import RULES
 from .spec import BatchPolicy, Configuration, Precision
 
 _BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 _MONITORS = ("tensorboard", "wandb", "csv_monitor", "comet")
 """Blocks with which DeepSpeed writes or sends values of every step."""
+_DECIDED_FOR_THE_ROW = frozenset(rule.name for rule in RULES if rule.row == "refusal")
+"""Rules of which ``validation.unsupported_reason`` tells with the flags and the machine, such as ``--nvme-path``."""
 _OLD_OFFLOADS = {"cpu_offload": "offload_optimizer", "cpu_offload_param": "offload_param"}
 
 
@@ -87,6 +90,8 @@ class FileRowMaker:
     ) -> tuple[Config, dict[str, Any], list[str]]:
         """The configuration with its "auto" resolved, the resolved values, and caveats. Raises UsageError."""
         written = json_values(self.change(copy.deepcopy(dict(file.config))))
+        if written.get("optimizer") != file.config.get("optimizer"):  # the flags' optimizer, which may be any
+            written.setdefault("zero_allow_untested_optimizer", True)
         _replace_old_forms(written)
         ignored = [key for key in written if validation.is_ignored_by_deepspeed(key)]
         caveats = [validation.ignored_key_text(key) for key in ignored]
@@ -219,7 +224,8 @@ def _missing_optimizer(file: ConfigurationFile) -> Config:
 
 def _check_values(config: Config) -> None:
     """Raises UsageError for what DeepSpeed refuses (``lint``), and for an optimizer that is none."""
-    refused = next((finding for finding in lint.check_config(config) if finding.level == "error"), None)
+    errors = (finding for finding in lint.check_config(config) if finding.level == "error")
+    refused = next((finding for finding in errors if finding.rule not in _DECIDED_FOR_THE_ROW), None)
     if refused is not None:
         raise UsageError(f"{refused.path}: {refused.reason}", remedy=refused.remedy)
     optimizer = config.get("optimizer", {"type": "AdamW"})
