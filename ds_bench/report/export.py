@@ -2,7 +2,8 @@
 
 Values come from what ran, never from what would be better: choosing the row is ``recommend``'s. The Trainer's file
 says "auto" only where the Trainer would otherwise refuse a value that differs from its arguments; buckets and
-thresholds stay numbers, since the Trainer's own are derived from the hidden size and are not those measured.
+thresholds stay numbers, since the Trainer's own are derived from the hidden size and are not those measured. What was
+"auto" in a file of the user's own stays "auto".
 
 Sources: DeepSpeed 0.19.8 ``runtime/config.py``; Transformers 5 ``integrations/deepspeed.py``
 (``trainer_config_process``); Accelerate 1 ``utils/dataclasses.py`` (``DeepSpeedPlugin``), ``utils/launch.py``.
@@ -11,6 +12,7 @@ Sources: DeepSpeed 0.19.8 ``runtime/config.py``; Transformers 5 ``integrations/d
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import re
 from collections.abc import Mapping
@@ -136,6 +138,11 @@ def trainer_config(record: TrialRecord) -> Config:
     params.update(dict.fromkeys(_fillable(params), "auto"))
     warmup = _block(_block(config, "scheduler"), "params")
     warmup.update({key: "auto" for key in _SCHEDULER_AUTO if key in warmup})
+    for path, value in record.trial.configuration.resolved_values.items():
+        *names, key = path.split(".")
+        block = functools.reduce(_block, names, config)
+        if value is not None and key in block:  # "auto" in the user's own file: the Trainer makes the same of it again
+            block[key] = "auto"
     return config
 
 

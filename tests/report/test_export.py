@@ -24,6 +24,8 @@ from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 
 from ds_bench.config import deepspeed_config, overrides
+from ds_bench.config.configuration_files import read_configuration_file
+from ds_bench.config.file_rows import FileRowMaker
 from ds_bench.config.spec import Configuration, Placement, Trial
 from ds_bench.errors import UsageError
 from ds_bench.launch import rank_environment
@@ -272,6 +274,21 @@ def autos(config: dict[str, Any], prefix: str = "") -> Iterator[str]:
             yield prefix + key
         elif isinstance(value, dict):
             yield from autos(value, f"{prefix}{key}.")
+
+
+def test_what_was_auto_in_the_users_file_stays_auto_for_the_trainer_alone(tmp_path: Path) -> None:
+    path = tmp_path / "mine.json"
+    zero_block = {"stage": 3, "reduce_bucket_size": "auto", "stage3_prefetch_bucket_size": 7, "sub_group_size": "auto"}
+    path.write_text(json.dumps({"bf16": {"enabled": "auto"}, "zero_optimization": zero_block}))
+    maker = FileRowMaker(num_gpus=1, batch_size=4, grad_accum=1, precision="bf16", hidden_size=128, training_steps=4)
+    configuration = maker.make(read_configuration_file(path), 4)
+    trial = replace(row(zero(3)), configuration=configuration, ds_config=row(configuration).ds_config)
+    trial = replace(trial, ds_config={**trial.ds_config, **configuration.deepspeed_config})
+    blocks = {"raw": export.raw_config(success(trial)), "trainer": export.trainer_config(success(trial))}
+    assert blocks["raw"]["zero_optimization"]["reduce_bucket_size"] == 128 * 128
+    block = blocks["trainer"]["zero_optimization"]
+    assert (block["reduce_bucket_size"], block["stage3_prefetch_bucket_size"]) == ("auto", 7)
+    assert "sub_group_size" not in block
 
 
 def test_parameters_that_are_not_of_the_trainers_form_stay_as_they_ran_and_are_named(tmp_path: Path) -> None:
