@@ -528,6 +528,7 @@ def _rows_without_axes(options: Options, files: Sequence[ConfigurationFile]) -> 
         names.append("nvme")
     found = [strategies.ZERO_STAGES[stage] for stage in options.stages]
     found += [strategies.named_strategy(name, options.stage) for name in names]
+    found = list(dict.fromkeys(found))  # --stages 2 --strategies zero2
     by_label: dict[str, Strategy] = {}
     for strategy in found:
         other = by_label.setdefault(strategy.label, strategy)

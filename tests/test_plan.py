@@ -144,6 +144,8 @@ def test_a_path_adds_nothing_to_a_comparison_of_stages() -> None:
 def test_strategies_by_name_follow_the_stages_in_a_comparison_of_stages() -> None:
     both = fakes.options("zero", "--stages", "3", "--strategies", "cpu_optimizer", "zero2_offload")
     assert [row.name for row in plan.requested_rows(both)] == ["zero3", "cpu_optimizer", "zero2_offload"]
+    twice = fakes.options("zero", "--stages", "3", "--strategies", "zero3")
+    assert [row.name for row in plan.requested_rows(twice)] == ["zero3"]
     alone = fakes.options("zero", "--strategies", "zero3_offload")
     (trial,) = trials(alone)
     assert trial.configuration.layout == (3, "cpu", "cpu")
