@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from ds_bench.cli import commands
 
@@ -193,3 +195,14 @@ def test_neither_torch_nor_deepspeed_is_loaded(write: Write) -> None:
         env={"PYTHONPATH": str(root)},
     )
     assert done.stdout.splitlines()[-1] == "set()"
+
+
+def test_the_hook_runs_this_command_on_files_with_names_of_configurations() -> None:
+    (hook,) = yaml.safe_load(
+        (Path(commands.__file__).parents[2] / ".pre-commit-hooks.yaml").read_text(encoding="utf-8")
+    )
+    program, *arguments = hook["entry"].split()
+    assert program == "ds-compare"
+    assert commands.build_parser().parse_args([*arguments, "ds_config.json"]).files == [Path("ds_config.json")]
+    names = ["ds_config.json", "configs/zero3.json", "scripts/zero_2_offload.json", "deepspeed.json"]
+    assert [name for name in [*names, "package.json", "zeros.json"] if re.search(hook["files"], name)] == names
