@@ -141,7 +141,9 @@ def ledger(record: TrialRecord) -> Mapping[str, int]:
 
 
 def assert_predicted(trial: Trial, record: TrialRecord, axis: str) -> None:
-    """Of the categories that the formulas know, each within 2 %; gradients at stage 1 are counted half-way through."""
+    """Of the categories that the formulas know: within 2 %, activations within 5 %. Gradients at stage 1 are counted
+    half-way through.
+    """
     facts = fakes.resolved_model().facts
     if trial.workload.model != "tiny" or facts is None or axis in NOT_PREDICTED:
         return
@@ -151,8 +153,9 @@ def assert_predicted(trial: Trial, record: TrialRecord, axis: str) -> None:
     if trial.configuration.stage == 1:
         assert measured["gradients"] <= 1.02 * predicted["gradients"] <= 2.1 * measured["gradients"]
         measured = {**measured, "gradients": predicted["gradients"]}
-    close = {name: predicted.get(name, 0) == pytest.approx(measured.get(name, 0), rel=0.02, abs=64) for name in LEDGER}
-    assert all(close.values()), (trial.configuration.name, predicted, measured)
+    for name in LEDGER:
+        close = pytest.approx(measured[name], rel=0.05 if name == "activations" else 0.02, abs=64)
+        assert predicted.get(name, 0) == close, (trial.configuration.name, name)
 
 
 @pytest.mark.parametrize(
