@@ -7,6 +7,7 @@ belongs to the first category that claims it: parameters, optimizer states, grad
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import os
 from collections import deque
@@ -173,9 +174,18 @@ def count_activations(forward: Callable[[], Any], parameters: Iterable[torch.Ten
 
 
 @contextlib.contextmanager
-def gradient_hooks(parameters: Iterable[torch.nn.Parameter], call: Callable[[torch.Tensor], None]) -> Iterator[None]:
-    """Calls ``call`` with the gradient of each trained parameter as backward computes it, within this context."""
-    handles = [parameter.register_hook(call) for parameter in parameters if parameter.requires_grad]  # type: ignore[no-untyped-call]
+def gradient_hooks(
+    parameters: Iterable[torch.nn.Parameter], call: Callable[[torch.nn.Parameter, torch.Tensor], None]
+) -> Iterator[None]:
+    """Calls ``call`` with each trained parameter and its gradient as backward computes it, within this context.
+
+    More than once for a parameter whose gradient comes in parts, as that of a tiled MLP.
+    """
+    handles = [
+        parameter.register_hook(functools.partial(call, parameter))  # type: ignore[no-untyped-call]
+        for parameter in parameters
+        if parameter.requires_grad
+    ]
     try:
         yield
     finally:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import os
 import time
 from collections.abc import Callable
@@ -260,11 +259,12 @@ def _backward_with_ledger(engine: Any, loss: torch.Tensor) -> ledger.Ledger:
         return {}
     trained_count = sum(parameter.requires_grad for parameter in engine.module.parameters())
     moment = trained_count if engine.zero_optimization_stage() < 2 else max(2, trained_count // 2)
-    gradient_numbers = itertools.count(1)
+    seen: set[int] = set()
     inside: ledger.Ledger = {}
 
-    def count(gradient: torch.Tensor) -> None:
-        if next(gradient_numbers) == moment:
+    def count(parameter: torch.nn.Parameter, gradient: torch.Tensor) -> None:
+        seen.add(id(parameter))
+        if len(seen) == moment and not inside:
             counter = ledger.count_storages(engine, others=False)
             counter.claim("gradients", [gradient])  # not yet the gradient of its parameter
             inside.update(counter.ledger)

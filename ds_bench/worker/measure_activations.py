@@ -332,7 +332,7 @@ class _ShortenedModel:
         loss in parts takes.
         """
 
-        def stop(_gradient: torch.Tensor) -> None:
+        def stop(_parameter: torch.nn.Parameter, _gradient: torch.Tensor) -> None:
             raise _LossDoneError
 
         with self._mode, LiveBytes() as live, contextlib.ExitStack() as hooks:
