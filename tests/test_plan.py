@@ -608,6 +608,13 @@ def test_an_axis_makes_a_row_of_each_value_where_it_acts() -> None:
     assert Trial.from_dict(json.loads(json.dumps(on.to_dict()))) == on
 
 
+def test_a_value_that_deepspeed_would_stop_at_is_an_unsupported_row_beside_the_others() -> None:
+    rows = axis_rows_of("--stages", "2", "--axis", "bf16_states=off,master,all")
+    reasons = {name.partition("=")[2]: trial.unsupported for name, trial in rows.items()}
+    assert (reasons["off"], reasons["all"]) == (None, None)
+    assert "need the optimizer offloaded to the CPU" in (reasons["master"] or "")
+
+
 def test_axes_of_the_workload_change_it_and_the_batch_agrees() -> None:
     rows = axis_rows_of("--stages", "2", "--axis", "micro_batch=1,3", "--axis", "grad_accum=2")
     trial = rows["zero2+micro_batch=3+grad_accum=2"]

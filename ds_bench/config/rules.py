@@ -808,6 +808,8 @@ _OF_FILES = (
         "DeepSpeed stops when training starts",
         remedy="offload the optimizer to cpu, or with bf16 set bf16_optimizer_states too",
         source="runtime/base_optimizer.py",
+        row="refusal",
+        row_text="16-bit master weights with 32-bit optimizer states need the optimizer offloaded to the CPU; {remedy}",
     ),
     Rule(
         name="legacy-stage-1",
