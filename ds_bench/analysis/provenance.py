@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 
 from .. import units
+from ..config.axes import workload_fields
 from ..system.environment import Environment
 from .summary import TrialSummary
 
@@ -62,11 +63,22 @@ def title(summaries: Sequence[TrialSummary]) -> str:
         measured = [rank.device_name for each in summaries for rank in each.record.ranks]
         known = [gpu.name for each in summaries if each.environment for gpu in each.environment.gpus if gpu.name]
         devices = f"{placement.num_gpus} × {next(iter([*measured, *known]), 'GPU').removeprefix('NVIDIA ')}"
-    batch = (
-        "each row's largest micro-batch" if workload.batch_policy == "largest" else f"micro-batch {workload.batch_size}"
-    )
+    own = _varied_by_axes(summaries)
+    precision = "each row's precision" if "precision" in own else workload.precision
+    batch = "each row's micro-batch" if "batch_size" in own else f"micro-batch {workload.batch_size}"
+    if workload.batch_policy == "largest":
+        batch = "each row's largest micro-batch"
     accumulated = f" × {workload.grad_accum} accumulated" if workload.grad_accum > 1 else ""
+    if "grad_accum" in own:
+        accumulated = " × each row's accumulation"
     return (
-        f"{workload.model} · {devices} · {workload.precision} · {batch} × {workload.seq_length} tokens{accumulated} · "
+        f"{workload.model} · {devices} · {precision} · {batch} × {workload.seq_length} tokens{accumulated} · "
         f"{workload.num_steps} steps"
     )
+
+
+def _varied_by_axes(summaries: Sequence[TrialSummary]) -> set[str]:
+    """Fields of the workload that axes set to different values in these rows."""
+    trials = [summary.record.trial for summary in summaries]
+    names = {name for trial in trials for name in workload_fields(trial.configuration.axis_values)}
+    return {name for name in names if len({getattr(trial.workload, name) for trial in trials}) > 1}

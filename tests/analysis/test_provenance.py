@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import shlex
+from dataclasses import replace
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_bench.analysis import provenance
+from ds_bench.analysis.provenance import title
+from ds_bench.analysis.summary import TrialSummary, summarise
 from ds_bench.system.environment import Environment
+from tests.support import fakes
 
 HOST = Environment(
     hostname="node-7",
@@ -41,3 +45,15 @@ def test_facts_that_are_not_known_are_left_out() -> None:
         "torch": "2.13.0",
     }
     assert provenance.one_line(HOST).startswith("GPUs none · CPU AMD EPYC 9654 · ")
+
+
+def test_what_axes_vary_is_not_said_of_all_rows() -> None:
+    def row(size: int, **axis_values: str) -> TrialSummary:
+        configuration = replace(fakes.zero(1), axis_values=axis_values)
+        trial = fakes.trial(configuration, of=fakes.workload(batch_size=size, grad_accum=2))
+        return summarise(fakes.success(trial), None, None)
+
+    assert "micro-batch 4 × " in title([row(4), row(4, micro_batch="4")])
+    varied = title([row(1, micro_batch="1", grad_accum="2"), row(4, micro_batch="4", grad_accum="2")])
+    assert "each row's micro-batch × " in varied
+    assert "tokens × 2 accumulated" in varied
