@@ -528,3 +528,58 @@ def test_output_that_cannot_be_written_costs_neither_the_files_nor_the_configura
     assert "No space left on device" in capsys.readouterr().err
     assert len(house.rows()) == 2
     assert list((house.output / "runs").glob("*/recommended/ds_config.json"))
+
+
+# ------------------------------------------------------------------ configurations from files
+
+
+@pytest.fixture
+def mine(tmp_path: Path) -> Path:
+    """A configuration of the user's own."""
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps({"zero_optimization": {"stage": 1}, "bf16": {"enabled": "auto"}, "train_batch_size": 8}))
+    return path
+
+
+def test_files_are_the_only_rows_unless_others_are_asked_for(house: House, mine: Path) -> None:
+    assert house.run("--configs", str(mine), "--export", "mine") == 0
+    assert [(row["strategy"], row["stage"]) for row in house.rows()] == [("mine", 1)]
+    (folder,) = (house.output / "runs").iterdir()
+    assert json.loads((folder / "export_mine" / "ds_config.json").read_text())["train_batch_size"] == 4
+    stored = json.loads((folder / "run.json").read_text())["trials"][0]["configuration"]
+    assert stored["file_text"] == mine.read_text()
+
+
+def test_a_file_follows_the_stages_and_one_that_trains_the_same_is_left_out(house: House, mine: Path) -> None:
+    again = mine.with_name("again.json")
+    again.write_text(mine.read_text().replace("8", "16"))
+    assert house.run("--stages", "2", "--configs", str(mine), str(again), "--relative-to", "mine") == 0
+    assert [row["strategy"] for row in house.rows()] == ["zero2", "mine"]
+
+
+def test_a_kept_batch_is_the_rows_own(house: House, mine: Path) -> None:
+    assert house.run("--configs", str(mine), "--keep-batch", "--num-gpus", "2", "--grad-accum", "2") == 0
+    assert [(row["batch_size"], row["grad_accum"]) for row in house.rows()] == [(4, 1)]
+
+
+def test_a_run_is_resumed_with_its_files_as_they_were(
+    house: House, mine: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = mine.read_text()
+    assert house.run("--stages", "0", "--configs", str(mine), script=FakeLauncher("Success", "Interrupted")) == 130
+    mine.write_text(text.replace("8", "12"))
+    assert house.resume() == 2
+    assert "the file of mine has changed since the run began" in capsys.readouterr().err
+    mine.write_text(text)
+    assert house.resume() == 0
+    assert [row["success"] for row in house.rows()] == [True, True]
+
+
+def test_nothing_is_run_where_every_file_is_refused(
+    house: House, mine: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mine.write_text(json.dumps({"zero_optimization": {"stage": 7}}))
+    assert house.run("--configs", str(mine)) == 2
+    assert "stage: DeepSpeed refuses 7" in capsys.readouterr().err
+    assert house.run("--stages", "1", "--configs", str(mine)) == 0
+    assert [row["status"] for row in house.rows()] == ["✅ Success", "❌ Unsupported"]
