@@ -225,6 +225,8 @@ def accelerate_yaml(record: TrialRecord, config_file: Path) -> str:
         "deepspeed_config": deepspeed,
     }
     text: str = yaml.safe_dump(settings, sort_keys=False, allow_unicode=True, width=10_000)  # a path stays on its line
+    if yaml.safe_load(text) != settings:  # PyYAML writes a next-line character (U+0085) as a line break
+        text = yaml.safe_dump(settings, sort_keys=False, width=10_000)
     return text
 
 

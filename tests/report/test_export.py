@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 
@@ -463,6 +463,7 @@ def test_any_text_shown_as_text_opens_no_markup(text: str) -> None:
 
 
 @given(st.text(alphabet=st.characters(exclude_categories=()), max_size=50))
+@example("\x85")
 def test_any_path_comes_back_out_of_the_yaml(text: str) -> None:
     trial = row(hostfile="/" + text)
     said = yaml.safe_load(export.accelerate_yaml(success(trial), Path("/" + text.replace("\0", "")) / "f.json"))

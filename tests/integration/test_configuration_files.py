@@ -1,0 +1,103 @@
+"""Files of eleven kinds as rows, trained by real DeepSpeed on two CPU ranks."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from ds_bench.records.run_folder import RunFolder
+from ds_bench.records.schema import TrialRecord
+from tests.support.real_trials import ROOT
+
+pytestmark = [pytest.mark.deepspeed, pytest.mark.slow, pytest.mark.usefixtures("built_ops")]
+
+AUTO = {"fp16": {"enabled": "auto"}, "bf16": {"enabled": "auto"}, "train_batch_size": "auto"}
+ADAMW = {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}}
+CPU = {"device": "cpu", "pin_memory": True}
+
+
+def zero(stage: int, **keys: Any) -> dict[str, Any]:
+    return {"zero_optimization": {"stage": stage, "reduce_bucket_size": "auto", **keys}}
+
+
+FILES: dict[str, Any] = {
+    "stage0.json": {**AUTO, "optimizer": ADAMW, "zero_optimization": {"stage": 0}},
+    "stage1.json": {**AUTO, "optimizer": ADAMW, **zero(1)},
+    "no_optimizer.json": {**AUTO, **zero(2)},
+    "stage3.json": {**AUTO, "optimizer": ADAMW, **zero(3, stage3_prefetch_bucket_size="auto", sub_group_size=1e9)},
+    "offload_optimizer.json": {**AUTO, "optimizer": ADAMW, **zero(2, cpu_offload=True)},
+    "full_offload.json": {**AUTO, "optimizer": ADAMW, **zero(3, offload_optimizer=CPU, offload_param=CPU)},
+    "scheduler.json": {
+        **AUTO,
+        "optimizer": ADAMW,
+        "scheduler": {
+            "type": "WarmupDecayLR",
+            "params": {
+                "warmup_min_lr": 0,
+                "warmup_max_lr": 1e-2,
+                "warmup_num_steps": 2,
+                "total_num_steps": 102,
+                "warmup_type": "linear",
+            },
+        },
+        **zero(2),
+    },
+    "half.json": {"fp16": {"enabled": True}, "optimizer": ADAMW, **zero(2)},
+    "batch.json": {"bf16": {"enabled": True}, "train_batch_size": 12, "gradient_accumulation_steps": 2, **zero(1)},
+    "comments.json": '{//\n"zero_optimization": {"stage": 2, "sub_group_size": 5e7,}, "bf16": {"enabled": true}}',
+    "accelerate.yaml": "distributed_type: DEEPSPEED\nmixed_precision: bf16\ndeepspeed_config:\n  zero_stage: 3\n",
+    "trainer.yaml": "deepspeed: stage1.json\nbf16: true\nlearning_rate: 3.0e-4\ngradient_checkpointing: true\n",
+}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, TrialRecord]:
+    """The record of each file's row, by its name."""
+    folder = tmp_path_factory.mktemp("files")
+    for name, content in FILES.items():
+        (folder / name).write_text(content if isinstance(content, str) else json.dumps(content))
+    command = [sys.executable, str(ROOT / "zero_stage_comparison.py"), "--configs", str(folder), "--keep-batch"]
+    command += ["--model", "tiny", "--batch-size", "2", "--seq-length", "16", "--num-steps", "3", "--warmup-steps", "1"]
+    command += ["--num-gpus", "2", "--accelerator", "cpu", "--output-dir", str(folder / "out")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=550, check=False)
+    assert done.returncode == 0, done.stderr
+    (run,) = (folder / "out" / "runs").iterdir()
+    records = RunFolder.open(run).records()
+    return {record.trial.configuration.name: record for record in records}
+
+
+def test_every_file_trains_as_it_says(trained: dict[str, TrialRecord]) -> None:
+    assert {name.rpartition(".")[0] for name in FILES} == trained.keys()
+    half = trained.pop("half")
+    assert (half.outcome.status, half.ranks) == ("Unsupported", ())
+    for name, record in trained.items():
+        assert record.outcome.success, (name, record.outcome)
+        (first, second) = record.ranks
+        assert first.losses[-1] is not None
+        assert first.resolved_config["bfloat16_config"]["enabled"], name
+        assert first.resolved_config["zero_config"]["stage"] == record.trial.configuration.stage
+        assert len(second.losses) == len(first.losses)
+    offloaded = {name: trained[name].ranks[0].optimizer_class for name in ("offload_optimizer", "full_offload")}
+    assert set(offloaded.values()) == {"DeepSpeedCPUAdam"}
+    rates = {name: trained[name].ranks[0].optimizer_settings[0]["lr"] for name in ("stage1", "no_optimizer", "trainer")}
+    assert rates == {"stage1": 5e-5, "no_optimizer": 1e-4, "trainer": 3e-4}
+    assert trained["trainer"].trial.workload.activation_checkpointing
+    assert (trained["batch"].ranks[0].micro_batch_size, trained["batch"].ranks[0].grad_accum) == (3, 2)
+
+
+def test_a_scheduler_is_stepped_once_per_optimizer_step(trained: dict[str, TrialRecord]) -> None:
+    """Its first step has rate 0, so that both losses are those of the initial weights on their batches."""
+    rank = trained["scheduler"].ranks[0]
+    # Two steps of warm-up, then 1/100 less of the maximum with each of the two steps that follow.
+    assert rank.optimizer_settings[0]["lr"] == pytest.approx(1e-2 * 0.98)
+
+
+def test_the_text_of_a_file_and_what_auto_became_are_kept(trained: dict[str, TrialRecord]) -> None:
+    configuration = trained["stage3"].trial.configuration
+    assert json.loads(configuration.file_text or "") == FILES["stage3.json"]
+    assert configuration.resolved_values["zero_optimization.stage3_prefetch_bucket_size"] == int(0.9 * 128 * 128)
+    assert trained["trainer"].trial.configuration.resolved_values["optimizer.params.lr"] == 3e-4
