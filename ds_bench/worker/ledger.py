@@ -153,7 +153,9 @@ def count_activations(forward: Callable[[], Any], parameters: Iterable[torch.Ten
 
     Returns what ``forward`` returns, and the bytes by tier.
     """
-    known = {_own_part(parameter).untyped_storage()._cdata for parameter in parameters}
+    # Held, or else an activation may get the address of a storage that stage 3 gives up as it gathers the parameter.
+    storages = [_own_part(parameter).untyped_storage() for parameter in parameters]
+    known = {storage._cdata for storage in storages}
     saved: dict[tuple[str, int], int] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
