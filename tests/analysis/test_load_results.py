@@ -278,6 +278,25 @@ def test_the_kept_result_of_schema_2_is_still_read() -> None:
     assert all(entry.tokens_per_second for entry in result.summaries)
 
 
+def test_the_kept_result_of_schema_3_is_still_read() -> None:
+    """Of a real run with an axis, a file of "auto" and an engine of torch's. Never rewritten either."""
+    folder = HERE / "data/schema3"
+    result = load_results.load(folder / "runs/zero_20261122_093000")
+    assert result.records is not None
+    rows = [entry.trial.configuration for entry in result.records]
+    assert [(row.engine, row.source, row.stage) for row in rows] == [
+        ("deepspeed", "axis", 2),
+        ("fsdp2", "axis", 3),
+        ("deepspeed", "file", 3),
+    ]
+    assert [row.axis_values["activation_checkpointing"] for row in rows] == ["false", "true", "true"]
+    assert '"reduce_bucket_size": "auto"' in (rows[2].file_text or "")
+    assert rows[2].resolved_values["zero_optimization.reduce_bucket_size"] == 128 * 128
+    assert all(entry.tokens_per_second for entry in result.summaries)
+    flat = load_results.load(folder / "zero_comparison_20261122_093000.json")
+    assert flat.records == result.records
+
+
 # ------------------------------------------------------------------ versions
 
 
