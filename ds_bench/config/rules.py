@@ -251,6 +251,22 @@ _REFUSED_IN_ROWS = (
         row="refusal",
         row_text="{reason}; {remedy}",
     ),
+    Rule(
+        name="zenflow-trains-other-weights",
+        level=None,
+        path="zero_optimization.zenflow",
+        applies=lambda case: (
+            case.has_block("zero_optimization.zenflow")
+            and case.placement is not None
+            and (case.stage == 3 or case.placement.accelerator == "cpu")
+        ),
+        reason="ZenFlow of DeepSpeed 0.19.8 trains other weights than the model's at stage 3, where it transposes "
+        "every matrix, and on CPU ranks, where the first loss differs and hardly falls",
+        remedy="leave it out, or use stage 1 or 2 on GPUs",
+        source="runtime/zenflow/engine_stage3.py",
+        row="refusal",
+        row_text="{reason}; {remedy}",
+    ),
     *(
         Rule(
             name=f"{precision}-unsupported",

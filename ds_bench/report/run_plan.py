@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from ..config.spec import Trial
 from ..plan import Plan, RunPlan
-from ..prediction.memory import DOES_NOT_FIT, Prediction
+from ..prediction.memory import DOES_NOT_FIT, UNKNOWN, Prediction
 from ..units import format_bytes, format_duration
 
 Estimate = Callable[[Trial], float]
@@ -17,7 +17,7 @@ def count_line(plan: RunPlan, estimate: Estimate) -> str:
     """``4 points × 3 rows × 2 runs = 24 trials, about 6 min (a rough estimate)``."""
     trials, runs, points = plan.trials, plan.options.repeats, len(plan.plans)
     rows = {len(each.configurations) for each in plan.plans}
-    count, most = f"{len(trials):,} trials", max(rows)
+    count, most = f"{len(trials):,} trial{'s' if len(trials) != 1 else ''}", max(rows)
     if len(rows) == 1 and len(trials) == points * most * runs:
         factors = ((points, "point"), (most, "row"), (runs, "run"))
         named = [f"{number:,} {name}{'s' if number > 1 else ''}" for number, name in factors if number > 1]
@@ -62,18 +62,21 @@ def _point_cells(plan: Plan, estimate: Estimate) -> list[str]:
     memory = "" if not sizes else format_bytes(min(sizes))
     if sizes and max(sizes) > min(sizes):
         memory = f"{memory} – {format_bytes(max(sizes))}"
-    fitting = {trial.configuration.name for trial in plan.trials if _fits(plan, trial)}
+    verdicts = {trial.configuration.name: _fit_text(plan, trial) for trial in plan.trials}
+    fitting, unknown = (list(verdicts.values()).count(text) for text in ("yes", "?"))
+    fits = f"{fitting} of {len(verdicts)}" + (f", {unknown} ?" if unknown else "")
     seconds = format_duration(sum(map(estimate, plan.trials)))
     name = plan.options.point_text
-    return [name, str(len(plan.trials)), memory, f"{len(fitting)} of {len(_row_names(plan))}", seconds]
+    return [name, str(len(plan.trials)), memory, fits, seconds]
 
 
 def _row_cells(plan: Plan, name: str, estimate: Estimate) -> list[str]:
     trials = [trial for trial in plan.trials if trial.configuration.name == name]
     first = trials[0]
-    fits = "unsupported" if first.unsupported else "yes" if _fits(plan, first) else "no"
+    fits = "unsupported" if first.unsupported else _fit_text(plan, first)
+    least = "≥ " if first.prediction is not None and Prediction.from_dict(first.prediction).unknown else ""
     seconds = format_duration(sum(map(estimate, trials)))
-    return [first.configuration.label, str(len(trials)), format_bytes(_predicted_bytes(first)), fits, seconds]
+    return [first.configuration.label, str(len(trials)), least + format_bytes(_predicted_bytes(first)), fits, seconds]
 
 
 def _predicted_bytes(trial: Trial) -> int | None:
@@ -84,12 +87,14 @@ def _predicted_bytes(trial: Trial) -> int | None:
     return prediction.gpu_bytes if trial.placement.accelerator == "cuda" else prediction.host_bytes
 
 
-def _fits(plan: Plan, trial: Trial) -> bool:
-    """Whether a trial is not known to be too large, and can run at all."""
-    if trial.not_launched or trial.prediction is None:
-        return not trial.not_launched
-    prediction = Prediction.from_dict(trial.prediction)
-    return prediction.verdict(plan.memory.gpu_bytes, plan.memory.host_bytes) != DOES_NOT_FIT
+def _fit_text(plan: Plan, trial: Trial) -> str:
+    """``yes``, ``no``, or ``?`` where a part of its memory is not predicted and the rest would fit."""
+    if trial.not_launched:
+        return "no"
+    if trial.prediction is None:
+        return "?"
+    verdict = Prediction.from_dict(trial.prediction).verdict(plan.memory.gpu_bytes, plan.memory.host_bytes)
+    return {DOES_NOT_FIT: "no", UNKNOWN: "?"}.get(verdict, "yes")
 
 
 def left_out_line(left_out: Sequence[tuple[Plan, int]], minutes: float) -> str:

@@ -317,8 +317,10 @@ def _notes_of_rows(comparison: Comparison, matters: Callable[[Caveat], bool]) ->
     for labelled in rows_by_form.values():
         labels = [label for label, _ in labelled]
         texts = dict.fromkeys(_without_step(caveat) for _, caveat in labelled)
-        which = "all rows" if len(labels) == len(trained) > 1 else format_list(labels, most=4)
-        example = f" (here {labels[0]})" if len(texts) > 1 else ""
+        long = any("," in label for label in labels)  # as rows of axes and files have
+        named = f"{len(labels)} rows" if long and len(labels) > 2 else format_list(labels, most=4)
+        which = "all rows" if len(labels) == len(trained) > 1 else named
+        example = f" (here {labels[0]})" if len(texts) > 1 or which == f"{len(labels)} rows" else ""
         yield f"{which}{example}: {next(iter(texts))}."
 
 

@@ -406,7 +406,7 @@ def test_bad_input_is_one_line_and_exit_2(
 def test_advice_tells_each_strategy_with_the_models_own_numbers(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["advice", "--model", "gpt2", "--num-gpus", "4"]) == 0
     out = capsys.readouterr().out
-    assert out.count("use when:") == 7
+    assert out.count("use when:") == 9
     assert "ZeRO-3" in out
 
 
@@ -465,7 +465,7 @@ def test_advice_takes_a_local_folder_without_asking_the_network(
     assert main(["advice", "--model", str(tmp_path)]) == 0
     out = capsys.readouterr().out
     assert "172 K parameters" in out
-    assert out.count("use when:") == 7
+    assert out.count("use when:") == 9
 
 
 def test_advice_for_a_model_that_cannot_be_counted_is_one_line(

@@ -366,3 +366,17 @@ def test_a_resumed_run_does_what_the_budget_left_out(run: Run, house: House) -> 
     assert commands.main(["run", "--resume", str(run_folder(house))]) == 0
     assert trials(house) == [(32, "zero0", 0), (32, "zero2", 0)]
     assert len(house.rows()) == 4
+
+
+def test_a_plan_says_of_no_row_that_it_fits_whose_memory_is_not_known(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe_path = tmp_path / "unknown.yaml"
+    recipe_path.write_text(
+        "model: {name: gpt2}\nconfigurations: {stages: [2]}\naxes: {compile: [none, torch]}\n"
+        "training: {seq_len: 128, local_batch_size: 1}\nlaunch: {num_gpus: 2, accelerator: cpu}\n"
+    )
+    assert commands.main(["run", str(recipe_path), "--dry-run"]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("ZeRO-2")]
+    assert ["?" in row for row in rows] == [False, True]
+    assert "≥" in rows[1]

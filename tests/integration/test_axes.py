@@ -61,7 +61,6 @@ CASES: Mapping[str, list[list[str]]] = {
     "leaf_modules": [["--stages", "3", "--axis", "leaf_modules=default,off"]],
     "hpz": [["--stages", "3", "--axis", "hpz=1,2"]],
     "offload_ratio": [["--strategies", "cpu_optimizer", "--axis", "offload_ratio=0.5,1"]],
-    "zenflow": [[*OFFLOADED, "--grad-accum", "2", "--axis", "zenflow=off,on"]],
     "optimizer": [
         ["--stages", "2", "--axis", "optimizer=adamw,torch_fused_adamw,adam,adagrad"],
     ],
@@ -71,7 +70,7 @@ CASES: Mapping[str, list[list[str]]] = {
 }
 """Axis → rows that it is shown in, each as the flags of a script."""
 LEDGER = ("parameters", "gradients", "optimizer_states", "deepspeed_buffers", "activations")
-NOT_PREDICTED = {"zenflow": "its own buffers", "torch_autocast": "activations"}
+NOT_PREDICTED = {"torch_autocast": "activations"}
 """Axes whose memory is predicted in part, with what is not."""
 SAME_ON_CPU = {"offload_ratio"}
 """Axes that move bytes between the GPU and the host, which are one on the CPU accelerator."""
