@@ -10,7 +10,7 @@ from functools import cache
 from itertools import groupby
 from typing import Any, TypeVar
 
-from .config import axis_rows, deepspeed_config, overrides, strategies, validation
+from .config import axis_rows, deepspeed_config, lint, overrides, strategies, validation
 from .config.axes import RowFacts, other_arithmetic
 from .config.axis_rows import AxisValues
 from .config.configuration_files import ConfigurationFile, read_configuration_files
@@ -626,6 +626,8 @@ class ConfigurationBuilder:
         if isinstance(zero, dict):
             config["zero_optimization"] = zero = {"stage": strategy.stage, **zero}
         validation.check_keys(config)
+        if options.set or options.ds_config is not None:
+            _check_values(config)
         if zero["stage"] != strategy.stage:  # the name of the row would be wrong
             raise UsageError(
                 f"the DeepSpeed config of {strategy.label} sets zero_optimization.stage to {zero['stage']!r}",
@@ -655,6 +657,14 @@ class ConfigurationBuilder:
             keep_batch=options.keep_batch,
             change=self._with_flags,
         )
+
+
+def _check_values(config: Mapping[str, Any]) -> None:
+    """Raises UsageError for a value of a wrong type and an argument that the optimizer or scheduler does not take."""
+    kinds = ("type", "unknown-argument")
+    refused = next((finding for finding in lint.check_config(config) if finding.rule in kinds), None)
+    if refused is not None:
+        raise UsageError(f"{refused.path}: {refused.reason}", remedy=refused.remedy)
 
 
 def _arithmetic_caveats(axis_values: Mapping[str, str]) -> list[str]:

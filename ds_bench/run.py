@@ -272,13 +272,13 @@ def _run_plan(plan: RunPlan, machine: Machine, store: RunFolder, request: _Reque
     """Builds ops, chooses the launcher, runs the trials that are left, and reports. Returns the exit code."""
     options = plan.options
     searches_batch = any(each.options.auto_batch for each in plan.plans)
+    if options.resume is not None:
+        require_same_workload(store, plan.trials, _FIELDS_SET_BY_SEARCH if searches_batch else ())
     line = terminal.StatusLine(sys.stderr, quiet=options.quiet)
     with signals.raising_on_interrupt(), line:
         variables = plan.variables
         states = rank_environment.build_ops(plan.placement, plan.configurations, variables, line.say, line.show)
         plan = plan.map(lambda each: each.with_ops(states))
-    if options.resume is not None:
-        require_same_workload(store, plan.trials, _FIELDS_SET_BY_SEARCH if searches_batch else ())
     with signals.raising_on_interrupt():
         limits = Limits(timeout_seconds=options.timeout, stall_timeout_seconds=options.stall_timeout)
         launcher, why_cold = choose_launcher(

@@ -501,6 +501,8 @@ def test_a_total_alone_that_contradicts_the_flags_is_refused_in_one_line() -> No
         ("zero_optimization.overlap_com=true", "zero_optimization.overlap_com, .*did you mean 'overlap_comm'"),
         ("zero_optimization.offload_param.pin=true", "zero_optimization.offload_param.pin, .*it knows buffer_count"),
         ("bf16.enable=true", "bf16.enable, .*did you mean 'enabled'"),
+        ("optimizer.params.lrr=3", "optimizer.params.lrr: .* takes no argument lrr.*did you mean lr"),
+        ("zero_optimization.overlap_comm=often", "zero_optimization.overlap_comm: .*valid boolean"),
     ],
 )
 def test_a_nested_key_that_deepspeed_refuses_is_named_before_any_trial(setting: str, said: str) -> None:
