@@ -12,10 +12,10 @@ import time
 
 import harness  # noqa: F401 - makes the package importable
 
-from ds_bench import run
+from ds_bench import runner
 from ds_bench.cli import arguments
 from ds_bench.config import recipe, recipe_file, sweep
-from ds_bench.plan import make_run_plan
+from ds_bench.planner import make_run_plan
 from ds_bench.system.machine import read_machine
 
 _TEXT = """
@@ -38,7 +38,7 @@ def main() -> int:
         found = sweep.find_sweep(text)
         recipes = [recipe.check_recipe(text, found.data_of(point)) for point in found.points()]
         points = [arguments.check_options(recipe.options_of(each, text.folder)) for each in recipes]
-        plan = run.with_predictions(make_run_plan(points, recipe.config_maker(recipes[0]), machine), machine)
+        plan = runner.with_predictions(make_run_plan(points, recipe.config_maker(recipes[0]), machine), machine)
         seconds = time.perf_counter() - start
         print(f"{len(plan.trials):,} trials of {len(points)} points planned in {seconds:.2f} s")
     return 0

@@ -9,9 +9,9 @@ from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from .config.spec import Trial, Workload
+from .config.spec import NO_INSPECTION, Trial, Workload
 from .launch import Launcher
-from .plan import Plan, RequestedRow
+from .planner import Plan, RequestedRow
 from .prediction.memory import DOES_NOT_FIT, predict
 from .prediction.model_profile import ModelProfile
 from .records import schema
@@ -88,7 +88,8 @@ class BatchSearch:
 
     def _probe(self, row: RequestedRow, size: int) -> TrialRecord:
         trial = self._trial(row, size, predicted=True)
-        trial = replace(trial, trial_id=f"probe_{row.name}_batch{size}", workload=_of_probe(trial.workload))
+        trial_id = f"probe_{row.name}_batch{size}"
+        trial = replace(trial, trial_id=trial_id, workload=_of_probe(trial.workload), inspection=NO_INSPECTION)
         record = self.launcher.launch(trial, self.store.trial_folder(trial.trial_id), lambda _progress: None)
         self.store.append_probe(record)
         return record

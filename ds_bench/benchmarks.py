@@ -22,7 +22,7 @@ from .config import deepspeed_config
 from .config.options import Family
 from .config.strategies import OFFLOAD_NAMES, ZERO_STAGES
 from .errors import DsBenchError, UsageError
-from .run import INTERRUPTED_CODE, run_comparison
+from .runner import INTERRUPTED_CODE, run_comparison
 
 __all__ = [
     "BenchmarkConfig",

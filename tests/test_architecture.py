@@ -18,10 +18,10 @@ PACKAGE = Path(ds_bench.__path__[0])
 LAYERS = (
     "benchmarks",
     "cli",
-    "run",
+    "runner",
     "report",
     "recommend doctor baselines batch_search",
-    "analysis plan",
+    "analysis planner",
     "prediction launch worker",
     "records",
     "models",
@@ -123,12 +123,12 @@ def test_only_the_worker_imports_torch_and_nothing_imports_the_worker() -> None:
     assert others <= WORKER_MAY_IMPORT
     # Guards the reader above, which would pass everything if it saw no lazy and no relative import.
     assert "torch" in {first_part(name) for name in chain(*map(imported, worker))}
-    assert "run" in ours("cli.script")
+    assert "runner" in ours("cli.script")
 
 
 def test_starting_the_parent_loads_neither_torch_nor_what_one_command_needs() -> None:
     program = (
-        "import json, sys, ds_bench.cli.commands, ds_bench.run, ds_bench.launch.warm, ds_bench.launch.deepspeed;"
+        "import json, sys, ds_bench.cli.commands, ds_bench.runner, ds_bench.launch.warm, ds_bench.launch.deepspeed;"
         "print(json.dumps(sorted({name.partition('.')[0] for name in sys.modules})))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

@@ -341,7 +341,7 @@ def _row_name(options: Options, field: str) -> str | None:
     text = getattr(options, field)
     if text is None:
         return None
-    from ..plan import read_files, requested_rows
+    from ..planner import read_files, requested_rows
 
     rows = requested_rows(options, read_files(options)[0])
     if (row := next((row for row in rows if row.matches(text)), None)) is None:

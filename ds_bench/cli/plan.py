@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from .. import plan, units
+from .. import planner, units
 from ..config import strategies, validation
 from ..config.configuration_files import ConfigurationFile, read_configuration_files
 from ..config.deepspeed_config import tensor_parallel_size
@@ -157,7 +157,7 @@ def _planned_trial(options: PlanOptions) -> tuple[PlannedTrial, int | None]:
         model_type=choice.model_type,
         model_config=choice.config,
         batch_size=options.batch_size,
-        seq_length=plan.resolve_seq_length(options.seq_length, choice),
+        seq_length=planner.resolve_seq_length(options.seq_length, choice),
         grad_accum=options.grad_accum,
         precision=options.precision,
         activation_checkpointing=options.activation_checkpointing,
@@ -173,7 +173,7 @@ def _planned_trial(options: PlanOptions) -> tuple[PlannedTrial, int | None]:
 
 
 def _profile(choice: ResolvedModel, options: PlanOptions) -> ModelProfile:
-    length = plan.resolve_seq_length(options.seq_length, choice)
+    length = planner.resolve_seq_length(options.seq_length, choice)
     autocast = "ddp" in options.strategies and options.precision == "bf16"
     profile = trial_predictions.profile_model(
         choice,

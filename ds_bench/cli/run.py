@@ -42,7 +42,7 @@ def run_command(values: argparse.Namespace) -> int:
     if script.is_other_rank(os.environ):
         return 0
     script.remove_launcher_variables(os.environ)
-    from ..run import run_comparison
+    from ..runner import run_comparison
 
     with terminal.ignoring_broken_stderr():
         return run_comparison(points, config_maker(recipe), redacted_arguments(stored_arguments), _stored(text))
@@ -59,7 +59,7 @@ def _points(text: RecipeText, asked: sweep.Sweep, values: argparse.Namespace) ->
         return recipe, arguments.check_options(options_of(recipe, text.folder, point=tuple(point.items()), **flags))
 
     first, options = options_at(asked.first_point)
-    from ..plan import read_files, requested_rows
+    from ..planner import read_files, requested_rows
 
     rows = requested_rows(options, read_files(options)[0])
     trials = asked.most_points * len(rows) * options.repeats

@@ -32,7 +32,7 @@ def main(
             if is_other_rank(os.environ):
                 return 0
             remove_launcher_variables(os.environ)
-            from ..run import run_comparison
+            from ..runner import run_comparison
 
             return run_comparison([options], make_config, redacted_arguments(kept))
         except DsBenchError as error:
@@ -49,7 +49,7 @@ def main(
 def _print_recipe(options: Options, make_config: Callable[[Strategy, int, int], dict[str, Any]]) -> int:
     """Prints the recipe that makes the same comparison. Returns exit code 0."""
     from ..config.recipe import recipe_of, yaml_text
-    from ..plan import requested_rows
+    from ..planner import requested_rows
 
     rows = [row.strategy for row in requested_rows(options) if row.strategy is not None]
     terminal.print_text(yaml_text(recipe_of(options, make_config, rows)).rstrip())

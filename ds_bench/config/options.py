@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..units import from_gb
+from .spec import NO_INSPECTION, Inspection
 
 if TYPE_CHECKING:
     from .configuration_files import ConfigurationFile
@@ -99,6 +100,8 @@ class Options:
     """Key paths of a recipe and their values at this point of its sweep; empty without a sweep."""
     global_batch_size: int | None = None
     """Sequences per optimizer step on all ranks, from which accumulation follows; None: ``grad_accum`` is given."""
+    inspection: Inspection = NO_INSPECTION
+    """What is observed of each trial besides its measured steps."""
 
     @property
     def point_text(self) -> str:

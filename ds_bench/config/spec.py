@@ -25,6 +25,7 @@ CompileName = Literal["none", "torch"]
 CpuBinding = Literal["none", "cores", "numa"]
 Engine = Literal["deepspeed", "ddp", "fsdp2"]
 ConfigurationSource = Literal["catalogue", "file", "axis", "recipe"]
+ProfileName = Literal["torch", "memory", "nsys", "flops", "comms"]
 
 ENGINES: tuple[Engine, ...] = ("deepspeed", "ddp", "fsdp2")
 PRECISIONS: tuple[Precision, ...] = ("bf16", "fp16", "fp32")
@@ -301,6 +302,25 @@ class Placement:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Inspection:
+    """What is observed of a trial besides its measured steps; nothing of it happens within the measured window."""
+
+    profiles: tuple[ProfileName, ...] = ()
+    """Profilers that observe further steps after the measured window."""
+    profile_steps: int = 2
+    """Optimizer steps that each profiler observes."""
+    profile_ranks: tuple[int, ...] = (0,)
+    """Ranks that write a profile."""
+    checkpoint: bool = False
+    """Whether a checkpoint is saved and loaded after the measured window."""
+    monitor: bool = False
+    """Whether loss, memory and throughput of each step are written to a file while the trial runs."""
+
+
+NO_INSPECTION = Inspection()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
     """One configuration run once: the unit that is launched, recorded and resumed."""
 
@@ -324,6 +344,7 @@ class Trial:
     """The predicted memory, as ``prediction.memory.Prediction.to_dict`` gives it; None without a prediction."""
     round_position: int | None = None
     """0-based position in its round; None in records that do not hold it."""
+    inspection: Inspection = NO_INSPECTION
 
     @property
     def not_launched(self) -> bool:
@@ -347,6 +368,8 @@ class Trial:
         }
         if self.configuration.variables:
             facts["variables"] = dict(self.configuration.variables)
+        if self.inspection != NO_INSPECTION:
+            facts["inspection"] = asdict(self.inspection)
         text = json.dumps(facts, sort_keys=True, default=str)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -371,4 +394,8 @@ class Trial:
         placement["supported_precisions"] = tuple(placement.get("supported_precisions", PRECISIONS))
         values["placement"] = Placement(**placement)
         values["caveats"] = tuple(values.get("caveats", ()))
+        inspection = dict(values.get("inspection", {}))
+        for name in ("profiles", "profile_ranks"):
+            inspection[name] = tuple(inspection.get(name, getattr(NO_INSPECTION, name)))
+        values["inspection"] = Inspection(**inspection)
         return cls(**values)

@@ -48,12 +48,12 @@ def _to_version_2(kind: Kind, data: dict[str, Any]) -> dict[str, Any]:
     return data
 
 
-def _to_version_3(_kind: Kind, data: dict[str, Any]) -> dict[str, Any]:
-    """Changes nothing: what version 3 adds has defaults that stand for version 2."""
+def _keep(_kind: Kind, data: dict[str, Any]) -> dict[str, Any]:
+    """Changes nothing: what the next version adds has defaults that stand for this one."""
     return data
 
 
-MIGRATIONS: dict[int, Migration] = {1: _to_version_2, 2: _to_version_3}
+MIGRATIONS: dict[int, Migration] = {1: _to_version_2, 2: _keep, 3: _keep}
 """Version → the function that migrates a document of that version to the next; applied in order."""
 
 _REMEDY = "give a result as ds_bench wrote it"
@@ -253,10 +253,10 @@ def parse_record(
     return record
 
 
-def _identity(trial: Trial) -> tuple[int | str, ...]:
+def _identity(trial: Trial) -> tuple[object, ...]:
     """Identifies a trial as ``Trial.key`` does, among trials that share equal parts; several times cheaper."""
     part_ids = map(id, (trial.workload, trial.placement, trial.ds_config))
-    return trial.repeat, trial.configuration.name, trial.configuration.engine, *part_ids
+    return trial.repeat, trial.configuration.name, trial.configuration.engine, trial.inspection, *part_ids
 
 
 def _migrate(data: dict[str, Any], kind: Kind, where: str) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from ..config.spec import Trial
-from ..plan import Plan, RunPlan
+from ..planner import Plan, RunPlan
 from ..prediction.memory import DOES_NOT_FIT, UNKNOWN, Prediction
 from ..units import format_bytes, format_duration
 

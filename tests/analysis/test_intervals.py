@@ -25,7 +25,7 @@ from ds_bench.analysis.intervals import (
     sample_std,
     student_t_quantile,
 )
-from ds_bench.plan import ordered_for_round
+from ds_bench.planner import ordered_for_round
 from tests.support import fakes
 
 speeds = st.lists(st.floats(1e-3, 1e9), min_size=3, max_size=12)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ds_bench import plan
+from ds_bench import planner
 from ds_bench.analysis.caveats import Caveat, CaveatKind, parse_caveats
 from ds_bench.analysis.summary import TrialSummary, summarise
 from ds_bench.doctor import nvme
@@ -261,8 +261,8 @@ def test_what_was_written_beside_a_record_is_typed(text: str, kind: CaveatKind, 
 
 
 def test_the_texts_of_plan_that_are_recognised_are_those_that_plan_writes() -> None:
-    """Guards the test above: the words are those of plan and doctor.nvme, and may change there."""
-    sources = "".join(Path(module.__file__ or "").read_text(encoding="utf-8") for module in (plan, nvme))
+    """Guards the test above: the words are those of planner and doctor.nvme, and may change there."""
+    sources = "".join(Path(module.__file__ or "").read_text(encoding="utf-8") for module in (planner, nvme))
     for words in ("torch's AdamW instead of", '"optimizer offload"', '"parameter offload"', "ran {what}"):
         assert words in sources
     assert nvme._NOT_A_DISK["tmpfs"] == "memory"

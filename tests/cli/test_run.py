@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from ds_bench import run as comparison
+from ds_bench import runner
 from ds_bench.cli import arguments, commands
 from ds_bench.cli.report import build_reports
 from ds_bench.config import placement, recipe, recipe_file
 from ds_bench.config.spec import Strategy, Trial
-from ds_bench.plan import make_run_plan, requested_rows
+from ds_bench.planner import make_run_plan, requested_rows
 from ds_bench.records.schema import TrialRecord
 from ds_bench.system import gpus
 from tests.support import fakes
@@ -353,7 +353,7 @@ def test_a_budget_that_trials_overrun_ends_the_run_between_two_of_them(
     run: Run, house: House, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = iter(range(0, 10_000, 40))
-    monkeypatch.setattr(comparison.time, "monotonic", lambda: float(next(clock)))
+    monkeypatch.setattr(runner.time, "monotonic", lambda: float(next(clock)))
     assert run(SWEEP, "--budget", "1") == 0
     assert trials(house) == [(16, "zero0", 0)]
     assert "--budget 1 is used up: 3 trials are left for --resume RUN_DIR" in capsys.readouterr().err

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from ds_bench import plan
+from ds_bench import planner
 from ds_bench.analysis.loss_parity import compare_losses
 from ds_bench.analysis.summary import summarise
 from ds_bench.config.axes import AXES, other_arithmetic
@@ -103,9 +103,9 @@ def trials_of(flags: list[str], folder: Path) -> list[Trial]:
     nvme = ["--nvme-path", str(folder)] if "nvme" in flags else []
     options = fakes.options(family, *flags, *SIZES, *batch, *nvme)
     model, place = swapped_model() if nvme else fakes.resolved_model(), placement(folder)
-    builder = plan.ConfigurationBuilder(options=options, make_config=fakes.make_config, model=model, placement=place)
-    rows = [builder.build(row, options.batch_size) for row in plan.requested_rows(options)]
-    return plan.make_trials(options, model, place, rows)
+    builder = planner.ConfigurationBuilder(options=options, make_config=fakes.make_config, model=model, placement=place)
+    rows = [builder.build(row, options.batch_size) for row in planner.requested_rows(options)]
+    return planner.make_trials(options, model, place, rows)
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ds_bench import run as comparison
+from ds_bench import runner
 from ds_bench.cli import script as cli
 from ds_bench.launch import ops, rank_environment
 from ds_bench.system import gpus
@@ -24,7 +24,7 @@ class House:
         self.launcher = FakeLauncher()
         ready = {op: ops.OpState(op=op, ready=True) for op in (ops.CPU_ADAM, ops.SHARED_MEMORY)}
         monkeypatch.setattr(rank_environment, "build_ops", lambda *_: ready)
-        monkeypatch.setattr(comparison, "choose_launcher", lambda *_: (self.launcher, None))
+        monkeypatch.setattr(runner, "choose_launcher", lambda *_: (self.launcher, None))
         monkeypatch.setattr(gpus.NvmlQuery, "read", lambda _query: gpus.GpuInventory())
         for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
             monkeypatch.delenv(name, raising=False)

@@ -708,6 +708,7 @@ def make_trials(
                         *_differences_from_name(configuration, workload, config),
                         *validation.ineffective_settings(completed, workload, placement),
                     ),
+                    inspection=options.inspection,
                 )
             )
     return trials

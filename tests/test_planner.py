@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_bench import plan, run
+from ds_bench import planner, runner
 from ds_bench.config.options import Options
 from ds_bench.config.spec import Placement, Strategy, Trial
 from ds_bench.doctor import nvme
@@ -37,19 +37,19 @@ def trials(
     options: Options,
     *,
     on: Placement | None = None,
-    make: plan.MakeConfig = fakes.make_config,
+    make: planner.MakeConfig = fakes.make_config,
     states: Mapping[str, OpState] | None = None,
     of: ResolvedModel | None = None,
 ) -> list[Trial]:
     on = on or fakes.placement(nvme_path=None if options.nvme_path is None else str(options.nvme_path))
     choice = of or fakes.resolved_model()
-    builder = plan.ConfigurationBuilder(options=options, make_config=make, model=choice, placement=on)
-    rows = [builder.build(row, options.batch_size) for row in plan.requested_rows(options)]
-    made = plan.make_trials(options, choice, on, rows)
-    return [plan.with_op_states(trial, states or {}, choice.largest_parameter) for trial in made]
+    builder = planner.ConfigurationBuilder(options=options, make_config=make, model=choice, placement=on)
+    rows = [builder.build(row, options.batch_size) for row in planner.requested_rows(options)]
+    made = planner.make_trials(options, choice, on, rows)
+    return [planner.with_op_states(trial, states or {}, choice.largest_parameter) for trial in made]
 
 
-def config_of(*arguments: str, make: plan.MakeConfig = fakes.make_config) -> dict[str, Any]:
+def config_of(*arguments: str, make: planner.MakeConfig = fakes.make_config) -> dict[str, Any]:
     """The configuration of the only trial that these flags give."""
     (trial,) = trials(fakes.options("zero", "--stages", "3", *arguments), make=make)
     return dict(trial.ds_config)
@@ -120,7 +120,7 @@ def test_the_same_request_makes_the_same_keys_so_that_it_can_be_resumed() -> Non
 
 
 def names(*arguments: str) -> list[str]:
-    return [row.name for row in plan.requested_rows(fakes.options("offload", *arguments))]
+    return [row.name for row in planner.requested_rows(fakes.options("offload", *arguments))]
 
 
 def test_a_path_appends_nvme_where_it_is_not_named() -> None:
@@ -138,14 +138,14 @@ def test_nvme_without_a_path_is_refused_with_both_ways_out() -> None:
 
 def test_a_path_adds_nothing_to_a_comparison_of_stages() -> None:
     options = fakes.options("zero", "--nvme-path", "/d")
-    assert [row.name for row in plan.requested_rows(options)] == ["zero0", "zero1", "zero2", "zero3"]
+    assert [row.name for row in planner.requested_rows(options)] == ["zero0", "zero1", "zero2", "zero3"]
 
 
 def test_strategies_by_name_follow_the_stages_in_a_comparison_of_stages() -> None:
     both = fakes.options("zero", "--stages", "3", "--strategies", "cpu_optimizer", "zero2_offload")
-    assert [row.name for row in plan.requested_rows(both)] == ["zero3", "cpu_optimizer", "zero2_offload"]
+    assert [row.name for row in planner.requested_rows(both)] == ["zero3", "cpu_optimizer", "zero2_offload"]
     twice = fakes.options("zero", "--stages", "3", "--strategies", "zero3")
-    assert [row.name for row in plan.requested_rows(twice)] == ["zero3"]
+    assert [row.name for row in planner.requested_rows(twice)] == ["zero3"]
     alone = fakes.options("zero", "--strategies", "zero3_offload")
     (trial,) = trials(alone)
     assert trial.configuration.layout == (3, "cpu", "cpu")
@@ -195,7 +195,7 @@ def test_too_little_space_for_swapping_refuses_that_row_alone(tmp_path: Path, mo
     one_gb = shutil.disk_usage(tmp_path)._replace(free=2**30)
     monkeypatch.setattr(nvme.shutil, "disk_usage", lambda _path: one_gb)
     options = fakes.options("offload", "--model", "gpt2", "--nvme-path", str(tmp_path))
-    checked, _folder = run.with_nvme_folder(plan.make_run_plan([options], fakes.make_config, fakes.machine()))
+    checked, _folder = runner.with_nvme_folder(planner.make_run_plan([options], fakes.make_config, fakes.machine()))
     refused = {trial.configuration.name: trial.unsupported or "" for trial in checked.trials}
     assert refused.pop("nvme") == (
         f"--nvme-path {tmp_path} has 1.00 GB free, and swapping gpt2 needs about 2.09 GB; "
@@ -246,7 +246,7 @@ def test_an_offloaded_optimizer_has_nothing_to_do_with_fused_adam() -> None:
 
 def test_what_is_known_of_the_disk_is_said_of_the_rows_that_use_it_only() -> None:
     options = fakes.options("offload", "--nvme-path", "/d")
-    checked = plan.make_plan(options, fakes.make_config, fakes.machine()).with_nvme_folder("it is an overlay", None)
+    checked = planner.make_plan(options, fakes.make_config, fakes.machine()).with_nvme_folder("it is an overlay", None)
     said = {trial.configuration.name: trial.caveats for trial in checked.trials}
     assert said == {"none": (), "cpu_optimizer": (), "cpu_full": (), "nvme": ("it is an overlay",)}
 
@@ -296,21 +296,21 @@ def test_a_sequence_beyond_the_models_positions_is_refused_with_what_is_allowed(
     with pytest.raises(
         UsageError, match=r"--seq-length 1025 is beyond the 1024 positions of gpt2 \(give 1024 or less\)"
     ):
-        plan.resolve_seq_length(options.seq_length, fakes.resolved_model("gpt2"))
+        planner.resolve_seq_length(options.seq_length, fakes.resolved_model("gpt2"))
 
 
 def test_a_sequence_of_all_positions_is_allowed() -> None:
-    assert plan.resolve_seq_length(1024, fakes.resolved_model("gpt2")) == 1024
+    assert planner.resolve_seq_length(1024, fakes.resolved_model("gpt2")) == 1024
 
 
 def test_the_default_sequence_is_512_or_the_positions_where_there_are_fewer() -> None:
-    assert plan.resolve_seq_length(None, fakes.resolved_model("gpt2")) == 512
-    assert plan.resolve_seq_length(None, fakes.resolved_model(max_positions=64)) == 64
-    assert plan.resolve_seq_length(None, fakes.resolved_model(max_positions=None)) == 512
+    assert planner.resolve_seq_length(None, fakes.resolved_model("gpt2")) == 512
+    assert planner.resolve_seq_length(None, fakes.resolved_model(max_positions=64)) == 64
+    assert planner.resolve_seq_length(None, fakes.resolved_model(max_positions=None)) == 512
 
 
 def test_a_model_of_unknown_positions_takes_any_sequence() -> None:
-    assert plan.resolve_seq_length(99999, fakes.resolved_model(max_positions=None)) == 99999
+    assert planner.resolve_seq_length(99999, fakes.resolved_model(max_positions=None)) == 99999
 
 
 # ------------------------------------------------------------------ --ds-config
@@ -576,7 +576,7 @@ def test_rows_that_lose_fused_adam_are_predicted_with_the_optimizer_that_they_th
     capacity = trial_predictions.MemoryCapacity(gpu_bytes=None, host_bytes=None)
     profile = trial_predictions.profile_model(fakes.resolved_model(), 16, "cuda", dropout=0.0)
     assert not isinstance(profile, trial_predictions.Unpredicted)
-    before = plan.make_plan(options, fakes.make_config, fakes.machine(cards=2)).with_predictions(profile, capacity)
+    before = planner.make_plan(options, fakes.make_config, fakes.machine(cards=2)).with_predictions(profile, capacity)
     assert before.with_ops({}).trials == before.trials
     on_torch, offloaded = before.with_ops(BROKEN_FUSED).trials
     assert offloaded == before.trials[1]
@@ -589,7 +589,7 @@ def test_a_row_whose_op_is_missing_loses_its_prediction() -> None:
     options = fakes.options("offload", "--strategies", "none", "cpu_optimizer")
     capacity = trial_predictions.MemoryCapacity(gpu_bytes=None, host_bytes=None)
     profile = trial_predictions.profile_model(fakes.resolved_model(), 16, "cpu", dropout=0.0)
-    predicted = plan.make_plan(options, fakes.make_config, fakes.machine()).with_predictions(profile, capacity)
+    predicted = planner.make_plan(options, fakes.make_config, fakes.machine()).with_predictions(profile, capacity)
     missing = {ops.CPU_ADAM: OpState(op=ops.CPU_ADAM, ready=False, reason="no g++")}
     kept, lost = predicted.with_ops(missing).trials
     assert kept == predicted.trials[0]
@@ -635,13 +635,13 @@ def test_a_flag_or_setting_of_what_an_axis_sets_is_refused_before_anything_is_lo
         (["--axis", "pin_memory=true,false"], "pin_memory acts in rows of stage 1, 2 and 3 that offload"),
     ):
         with pytest.raises(UsageError, match=says):
-            plan.axis_notes(fakes.options("zero", *arguments))
+            planner.axis_notes(fakes.options("zero", *arguments))
 
 
 def test_a_setting_that_offloads_every_row_lets_an_offload_axis_act() -> None:
     offload = "zero_optimization.offload_optimizer.device=cpu"
     options = fakes.options("zero", "--stages", "2", "--set", offload, "--axis", "pin_memory=true,false")
-    assert plan.axis_notes(options) == []
+    assert planner.axis_notes(options) == []
     rows = {trial.configuration.name: trial for trial in trials(options)}
     block = rows["zero2+pin_memory=false"].ds_config["zero_optimization"]["offload_optimizer"]
     assert block["pin_memory"] is False
@@ -651,7 +651,7 @@ def test_rows_that_train_alike_are_one_and_a_line_says_so() -> None:
     made = trials(fakes.options("zero", "--stages", "1", "--axis", "buffers=default", "--axis", "overlap_comm=false"))
     twin = replace(made[0], configuration=replace(made[0].configuration, name="twin", label="Twin"))
     label = made[0].configuration.label
-    assert plan._equal_rows([*made, twin]) == {"twin": f"twin trains exactly as {label} does and is left out"}
+    assert planner._equal_rows([*made, twin]) == {"twin": f"twin trains exactly as {label} does and is left out"}
     other = replace(twin, configuration=replace(twin.configuration, variables={"DS_PIN_MEMORY_BACKEND": "native"}))
-    assert plan._equal_rows([*made, other]) == {}
+    assert planner._equal_rows([*made, other]) == {}
     assert other.key != twin.key

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from ds_bench import plan
+from ds_bench import planner
 from ds_bench.cli import script as cli
 from ds_bench.config.spec import Trial
 from ds_bench.doctor import nvme
@@ -25,7 +25,7 @@ from ds_bench.records import schema
 from ds_bench.records.resume import remaining_trials
 from ds_bench.records.run_folder import RunFolder
 from ds_bench.records.schema import TrialRecord
-from ds_bench.run import ResultBuilder, run_trials
+from ds_bench.runner import ResultBuilder, run_trials
 from ds_bench.system import environment, gpus, signals
 from tests.support import fakes
 from tests.support.fakes import FakeLauncher
@@ -175,10 +175,10 @@ def test_every_repeat_has_to_be_done_by_itself() -> None:
     assert remaining_trials(plan, [fakes.success(plan[1])], ()) == [plan[0], plan[2]]
 
 
-def run_plan() -> plan.RunPlan:
+def run_plan() -> planner.RunPlan:
     """A run of stages 0 and 1."""
     flags = ("--model", "tiny", "--seq-length", "16", "--stages", "0", "1")
-    return plan.make_run_plan([fakes.options("zero", *flags)], fakes.make_config, fakes.machine())
+    return planner.make_run_plan([fakes.options("zero", *flags)], fakes.make_config, fakes.machine())
 
 
 def in_results(*records: TrialRecord) -> list[TrialRecord]:
@@ -443,7 +443,7 @@ def test_every_fact_is_read_once_and_every_row_planned_and_predicted_once(
     count(gpus.NvmlQuery, "read")
     count(environment, "read_environment")
     count(nvme, "check_folder")
-    count(plan, "make_trials")
+    count(planner, "make_trials")
     count(fakes, "make_config")
     count(what_if, "alternatives")
     assert (house.resume(family="offload") if again else house.run(*flags, family="offload")) == 0

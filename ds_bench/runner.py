@@ -29,7 +29,7 @@ from .launch import Launcher, Limits, ProgressCallback, rank_environment
 from .launch.deepspeed import launch_command
 from .launch.scratch import remove_abandoned
 from .launch.selection import choose_launcher
-from .plan import MakeConfig, Plan, RunPlan, make_run_plan
+from .planner import MakeConfig, Plan, RunPlan, make_run_plan
 from .prediction import trial_predictions
 from .prediction.model_profile import ModelProfile, variant_of
 from .records import schema
