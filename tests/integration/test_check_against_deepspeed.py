@@ -102,6 +102,7 @@ print(json.dumps([stops(config) for config in json.load(sys.stdin)]), file=out)
 _TORCH_ADAM = {"optimizer": {"type": "AdamW", "params": {"torch_adam": True}}}
 
 
+@pytest.mark.slow
 @pytest.mark.deepspeed
 @pytest.mark.usefixtures("built_ops")
 def test_deepspeed_stops_where_an_error_says_that_it_does_when_training_starts(tmp_path: Path) -> None:

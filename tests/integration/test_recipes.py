@@ -14,6 +14,7 @@ from tests.support.real_trials import ROOT
 pytestmark = [pytest.mark.deepspeed, pytest.mark.usefixtures("built_ops")]
 
 
+@pytest.mark.slow
 def test_the_small_recipe_trains_every_row_of_a_sweep_and_is_resumed(tmp_path: Path) -> None:
     def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "ds_bench", *map(str, arguments)]

@@ -129,6 +129,7 @@ def test_bf16_losses_agree_from_stage_1_on_and_stage_0_has_its_explained_quirk(s
     assert not any("loss differs" in (row["caveats"] or "") for row in rows[1:])
 
 
+@pytest.mark.slow
 @pytest.mark.nvme
 def test_all_offload_strategies_succeed_with_the_cpu_optimizer_named(shared: Shared) -> None:
     code, _, err, folder = shared(*OFFLOAD)
@@ -227,6 +228,7 @@ def test_repeats_are_interleaved_and_each_run_is_a_row(start_script: Start) -> N
     assert rows_shown(out) == ["ZeRO-0", "ZeRO-1"]
 
 
+@pytest.mark.slow
 def test_a_failing_row_does_not_stop_the_others_and_keeps_its_cause(start_script: Start) -> None:
     script = start_script("zero_stage_comparison.py", *FAULT, "--stages", "1", "2", "--model-factory", "faults:killed")
     code, out, _ = script.wait()
@@ -319,6 +321,7 @@ def test_a_cold_trial_ends_when_its_parent_and_its_leader_are_killed_together(st
     assert any(number in path.name for path in remove_abandoned())
 
 
+@pytest.mark.slow
 def test_a_stale_build_lock_does_not_hang_the_run(start_script: Start) -> None:
     lock = next(path for path in ops.cache_folder("cpu").iterdir() if path.is_dir()) / "lock"
     lock.touch()
@@ -455,6 +458,7 @@ def test_the_terminal_shows_row_step_and_last_step_while_a_trial_runs(tmp_path: 
     assert "left" in text
 
 
+@pytest.mark.slow
 def test_an_unknown_user_with_an_odd_temporary_folder_and_closed_output_gets_its_result(
     tmp_path: Path, built_ops: object
 ) -> None:

@@ -224,6 +224,7 @@ def test_the_file_of_the_rank_holds_the_credential_for_the_user_alone(tmp_path: 
     assert KEY not in (tmp_path / "trial.json").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.deepspeed
 @pytest.mark.usefixtures("built_ops")
 def test_no_file_of_a_real_run_holds_a_credential_but_the_configuration_of_its_trials(start_script: object) -> None:

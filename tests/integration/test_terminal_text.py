@@ -123,6 +123,7 @@ def test_no_verb_passes_on_what_steers_a_terminal(
     assert steering(said(capfd)) == []
 
 
+@pytest.mark.slow
 def test_no_error_repeats_a_flag_a_name_or_a_file_as_it_is(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -86,6 +86,7 @@ def test_a_hang_is_timeout_after_the_stall_time_with_the_stacks_of_every_rank(la
     assert "most recent call first" in (tmp_path / "trial" / "rank1.stacks").read_text()
 
 
+@pytest.mark.slow
 def test_a_hang_that_ignores_sigterm_ends_at_the_timeout(launch: Launch) -> None:
     outcome = launch(fault="hangs_ignoring_sigterm", limits=dataclasses.replace(SHORT, timeout_seconds=5)).outcome
     assert outcome.status == "Timeout"
@@ -176,6 +177,7 @@ def cold_launcher() -> cold.DeepSpeedLauncher:
     return cold.DeepSpeedLauncher(rank_environment.rank_environment(trial.placement, os.environ, "gpt2"), SHORT)
 
 
+@pytest.mark.slow
 def test_the_deepspeed_launcher_runs_the_same_trial(tmp_path: Path) -> None:
     tiny = find_preset("tiny")
     assert tiny is not None

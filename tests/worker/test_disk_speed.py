@@ -104,7 +104,7 @@ def test_nothing_is_left_on_the_disk_however_the_doctor_ends(tmp_path: Path, num
 
 def _writing(parent: subprocess.Popen[bytes], folder: Path) -> int:
     """Waits until a process below holds a nameless file of the folder open; returns its number."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 180
     while time.monotonic() < deadline:
         assert parent.poll() is None, "ended early"
         for pid in processes.descendants(parent.pid):
