@@ -170,6 +170,9 @@ def print_dry_run(plan: RunPlan) -> int:
         for trial in plan.trials:
             command = launch_command(trial.placement, Path("TRIAL_FOLDER"))
             terminal.print_text(f"# {trial.trial_id}: {trial.configuration.label}")
+            own = {**trial.configuration.workload_changes, **trial.configuration.variables}
+            if own:
+                terminal.print_text(f"# sets {', '.join(f'{name}={value}' for name, value in own.items())}")
             if trial.unsupported:
                 terminal.print_text(f"# Unsupported: {trial.unsupported}")
             terminal.print_json(json.dumps(trial.to_dict()["ds_config"], indent=2))

@@ -404,9 +404,10 @@ def test_the_first_rank_of_a_launcher_runs_with_its_world_size(house: House, mon
 
 
 def test_a_dry_run_prints_every_config_and_writes_nothing(house: House, capsys: pytest.CaptureFixture[str]) -> None:
-    assert house.run("--dry-run") == 0
+    assert house.run("--dry-run", "--axis", "loss=model,tiled") == 0
     out = capsys.readouterr().out
-    assert out.count('"train_batch_size": 4') == 4
+    assert out.count('"train_batch_size": 4') == 8
+    assert out.count("# sets loss=tiled") == 4
     assert not house.output.exists()
 
 

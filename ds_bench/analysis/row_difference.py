@@ -570,8 +570,10 @@ def _config_differences(a: TrialSummary, b: TrialSummary) -> Iterator[KeyDiffere
 
 
 def _is_read(path: str, configuration: Configuration) -> bool:
-    """Whether DeepSpeed reads the key for that stage and those offload devices."""
+    """Whether the row's engine reads the key for its stage and offload devices."""
     block, _, key = path.partition(".")
+    if configuration.is_reference and block == "zero_optimization":
+        return False
     if block != "zero_optimization" or key == "stage":
         return True
     if key.partition(".")[2] in _NVME_KEYS and getattr(configuration, key.partition(".")[0]) != "nvme":
@@ -600,6 +602,8 @@ def _effective_value(path: str, written: Mapping[str, Any], resolved: Mapping[st
     elif name is None:
         name = path.replace("optimizer.params.", "optimizer_params.")
     value = resolved.get(name, written.get(path))
+    if path.endswith(".device") and value == "none":
+        return None  # which is the same
     return value.lower() if path == "optimizer.type" and isinstance(value, str) else value
 
 

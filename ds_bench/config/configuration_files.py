@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import re
+import unicodedata
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -149,6 +150,9 @@ def read_configuration_file(path: Path) -> ConfigurationFile:
     text = _read_text(path)
     data, notes = _parse(path, text)
     kind = kind_of(data)
+    if "deepspeed" in data and data["deepspeed"] is None:
+        problem = f"--configs {path} holds a Trainer's arguments without DeepSpeed: deepspeed is null"
+        raise UsageError(problem, remedy="give the DeepSpeed configuration itself, or the arguments of a run with it")
     if kind is None:
         known = ", ".join(map(str, list(data)[:4])) or "nothing"
         raise UsageError(
@@ -236,7 +240,7 @@ def _read_trainer(file: ConfigurationFile, data: Config) -> ConfigurationFile:
         file,
         arguments=arguments,
         batch_arguments=batch,
-        precision=_trainer_precision(data),
+        precision=_trainer_precision(file.path, data),
         activation_checkpointing=data.get("gradient_checkpointing") is True,
     )
     deepspeed = data["deepspeed"]
@@ -245,7 +249,11 @@ def _read_trainer(file: ConfigurationFile, data: Config) -> ConfigurationFile:
     return _with_deepspeed_file(file, deepspeed, "deepspeed")
 
 
-def _trainer_precision(data: Mapping[str, Any]) -> Precision | None:
+def _trainer_precision(path: Path, data: Mapping[str, Any]) -> Precision | None:
+    if data.get("bf16") is True and data.get("fp16") is True:
+        raise UsageError(
+            f"--configs {path}: bf16 and fp16 are both true, which Transformers refuses", remedy="keep one"
+        )
     for name in ("bf16", "fp16"):
         if data.get(name) is True or data.get(f"{name}_full_eval") is True:
             return "bf16" if name == "bf16" else "fp16"
@@ -411,8 +419,8 @@ def _redacted(text: str, data: Mapping[str, Any]) -> str:
 
 
 def _machine_name(stem: str) -> str:
-    """A file's name as a row's: letters, digits, dots, dashes and underscores."""
-    return re.sub(r"[^A-Za-z0-9_.-]+", "_", stem).strip("._-")[:_LONGEST_NAME] or "configuration"
+    """A file's name as a row's: letters and digits of any script, dots, dashes and underscores."""
+    return re.sub(r"[^\w.-]+", "_", unicodedata.normalize("NFC", stem)).strip("._-")[:_LONGEST_NAME] or "configuration"
 
 
 def _with_unique_names(read: list[ConfigurationFile], lines: list[str]) -> list[ConfigurationFile]:

@@ -211,6 +211,7 @@ def _old_name(
             source,
         )
     names = {use, *(name for name, entry in known.items() if entry.get("same_as") == use)}
+    use = next((name for name in names if name.startswith("stage3_")), use)  # the usual name
     if names & values.keys():
         reason = f"DeepSpeed refuses this old name of {use} beside it"
         return _finding("old-name", "error", place, reason, "remove it", source)

@@ -274,7 +274,7 @@ _REFUSED_IN_ROWS = (
             path=f"{precision}.enabled",
             applies=_unsupported(precision),
             reason=f"{precision} is not supported on this {{accelerator}} device",
-            remedy=f"use --precision fp32, or change the {precision} block of your file",
+            remedy=f"use --precision fp32; for a file, --axis precision=fp32 or change its {precision} block",
             row="refusal",
             row_text="{reason}; {remedy}",
         )

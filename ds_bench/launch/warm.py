@@ -72,7 +72,7 @@ class WarmLauncher:
             raise
 
     def _probe_server(self, timeout_seconds: float) -> str | None:
-        resource_tracker.ensure_running()
+        _ensure_tracker()
         self._context.set_forkserver_preload([_PRELOAD])
         result_file = Path(temporary_folder()) / "probe.json"
         result_file.unlink(missing_ok=True)
@@ -94,7 +94,7 @@ class WarmLauncher:
         reason = "it died as often as it was started"
         for _ in range(_MAX_STARTS):
             # Before the trial, not in it: ending a trial spares what ran before it.
-            resource_tracker.ensure_running()
+            _ensure_tracker()
             forbidden = None if self._server_is_alive() else self.prepare()
             if forbidden is not None:
                 reason = forbidden
@@ -141,6 +141,12 @@ class WarmLauncher:
             return not process.is_alive()
 
         return Leader(process.pid or 0, wait)
+
+
+def _ensure_tracker() -> None:
+    """Starts multiprocessing's helper process that removes the semaphores of killed ranks, without a word about it."""
+    with _set_variables({"PYTHONWARNINGS": "ignore::UserWarning"}):
+        resource_tracker.ensure_running()
 
 
 @contextlib.contextmanager

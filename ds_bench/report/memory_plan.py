@@ -217,11 +217,13 @@ def _needs(trial: PlannedTrial, prediction: Prediction) -> str:
 
 def question_text(plan: MemoryPlan) -> str:
     work, profile = plan.asked.workload, plan.asked.profile
+    sizes = {row.trial.workload.batch_size for row in plan.rows} or {work.batch_size}
+    own_sizes = "" if sizes == {work.batch_size} else " where no other is named"
     parts = [
         profile.name,
         f"{units.format_millions(profile.parameters)} parameters",
         work.precision,
-        f"micro-batch {work.batch_size:,} × {work.seq_length:,} tokens",
+        f"micro-batch {work.batch_size:,} × {work.seq_length:,} tokens{own_sizes}",
         *(["activation checkpointing"] if work.activation_checkpointing else []),
         *([] if plan.host_bytes is None else [f"nodes with {_capacity(plan.host_bytes)} of host memory"]),
     ]

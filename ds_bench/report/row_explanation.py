@@ -96,19 +96,23 @@ def paragraph(difference: RowDifference, *, savings: Sequence[Saving] | None = N
 
 
 def report_paragraphs(report: ComparisonReport) -> list[tuple[str, str]]:
-    """Heading and paragraph of the pairs of rows that matter; at most eight.
+    """Heading and paragraph of the pairs of rows that matter; at most eight, and one that counts the others.
 
     The recommended row against the baseline and against the fastest other row, then each other row against the
     baseline. Of rows that did not train nothing is said unless both were predicted.
     """
     paragraphs, told = [], set[tuple[str, str]]()
-    for a, b in _pairs(report)[:_MOST_PARAGRAPHS]:
-        difference = explain(a, b)
-        if difference.main is None and difference.time is None:
-            continue  # nothing but failures, which the table says
+    differences = [(a, b, explain(a, b)) for a, b in _pairs(report)]
+    # Of the others there is nothing but failures, which the table says.
+    differences = [each for each in differences if each[2].main is not None or each[2].time is not None]
+    for a, b, difference in differences[:_MOST_PARAGRAPHS]:
         new = [each for each in difference.savings[:1] if (difference.larger.key, each.name) not in told]
         told |= {(difference.larger.key, each.name) for each in new}
         paragraphs.append((f"{b.label} against {a.label}", paragraph(difference, savings=new)))
+    more = len(differences) - _MOST_PARAGRAPHS
+    if more > 0:
+        heading = f"{more} more pair{'s' if more > 1 else ''}"
+        paragraphs.append((heading, "python -m ds_bench explain A B RESULT compares any two rows."))
     return paragraphs
 
 

@@ -104,10 +104,18 @@ def test_a_folder_gives_its_configurations_and_names_the_other_files(tmp_path: P
 def test_files_of_one_name_and_of_a_strategys_name_are_told_apart_by_their_folders(tmp_path: Path) -> None:
     paths = [
         write(tmp_path, name, DEEPSPEED)
-        for name in ("a/ds.json", "b/ds.json", "b/zero3.json", "a/x/ds.json", "b/ddp.json")
+        for name in (
+            "a/ds.json",
+            "b/ds.json",
+            "b/zero3.json",
+            "a/x/ds.json",
+            "b/ddp.json",
+            "b/設定 1.json",
+            "b/設定2.json",
+        )
     ]
     read, lines = read_configuration_files(paths)
-    assert [file.name for file in read] == ["a_ds", "b_ds", "b_zero3", "x_ds", "b_ddp"]
+    assert [file.name for file in read] == ["a_ds", "b_ds", "b_zero3", "x_ds", "b_ddp", "設定_1", "設定2"]
     assert f"{paths[2]} is the row b_zero3, since zero3 is the name of a strategy" in lines
 
 
@@ -133,6 +141,8 @@ def test_files_of_one_name_and_of_a_strategys_name_are_told_apart_by_their_folde
         ("gone.yaml", "deepspeed: nowhere.json", "deepspeed nowhere.json is neither in its folder"),
         ("other.yaml", "deepspeed: package.json", "is no DeepSpeed configuration"),
         ("rate.yaml", "deepspeed: {fp16: {}}\nlearning_rate: fast", "learning_rate is 'fast', no number"),
+        ("both.yaml", "deepspeed: {fp16: {}}\nbf16: true\nfp16: true", "bf16 and fp16 are both true"),
+        ("null.json", {"deepspeed": None, "bf16": True}, "a Trainer's arguments without DeepSpeed"),
         ("fp8.yaml", "mixed_precision: fp8\ndeepspeed_config: {zero_stage: 2}", "mixed_precision fp8"),
     ],
 )

@@ -117,7 +117,7 @@ def test_every_flag_of_run_and_every_option_of_a_script_is_a_value_of_recipes_or
     add_flags_over_recipe(parser)
     names = {action.dest for action in parser._actions} - {"help"}
     assert names - run_flags - {"axis"} == set(recipe.PATHS) - {"global_batch_size"}
-    made_of_others = {"family", "auto_batch", "axes", "ds_config", "set", "inline", "budget", "point"}
+    made_of_others = {"family", "auto_batch", "axes", "ds_config", "set", "inline", "budget", "point", "inspection"}
     assert {field.name for field in fields(Options)} - run_flags - made_of_others == set(recipe.PATHS)
 
 

@@ -20,6 +20,7 @@ from ds_bench.prediction.memory import Prediction
 from ds_bench.prediction.model_profile import profile_of
 from ds_bench.prediction.trial_predictions import MemoryCapacity
 from ds_bench.records.schema import TrialRecord
+from ds_bench.report import row_explanation
 from ds_bench.report.comparison_report import ComparisonReport, build_report
 from ds_bench.report.html_report import render_page
 from ds_bench.report.markdown import render_markdown
@@ -133,6 +134,14 @@ def test_reports_hold_the_pairs_that_matter_each_once(stages: ComparisonReport) 
     assert len(headings) == len(set(headings)) == 3  # the runner-up is the baseline
     page, block = render_page([whole], "now"), render_markdown(whole)
     assert all(heading in page and heading in block for heading in headings)
+
+
+def test_pairs_beyond_the_most_that_are_explained_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(row_explanation, "_MOST_PARAGRAPHS", 2)
+    whole = report(*(record for stage in range(4) for record in runs(fakes.zero(stage), 0.3 + stage / 100)))
+    *explained, (heading, text) = report_paragraphs(whole)
+    assert (len(explained), heading) == (2, "1 more pair")
+    assert "explain A B" in text
 
 
 def test_one_row_has_nothing_to_explain() -> None:
