@@ -21,6 +21,7 @@ from .config.spec import (
     BatchPolicy,
     Configuration,
     Engine,
+    Inspection,
     Placement,
     Strategy,
     Trial,
@@ -235,6 +236,7 @@ def make_run_plan(points: Sequence[Options], make_config: MakeConfig, machine: M
     rows = requested_rows(first, files)  # refuses before anything is looked up
     lines += axis_notes(first, files)
     placement = resolve_placement(first, machine.variables, machine.gpus)
+    lines += _profile_lines(first.inspection, placement)
     variables = rank_environment.rank_environment(placement, machine.variables, None, query=machine.gpus)
 
     @cache
@@ -255,6 +257,19 @@ def make_run_plan(points: Sequence[Options], make_config: MakeConfig, machine: M
             for options, model in zip(points, models, strict=True)
         ]
     )
+
+
+def _profile_lines(inspection: Inspection, placement: Placement) -> list[str]:
+    """What the user must know of the profiles. Raises UsageError for a rank that there is not."""
+    ranks = placement.num_gpus
+    if not inspection.profiles:
+        return []
+    if (greatest := max(inspection.profile_ranks)) >= ranks:
+        problem = f"--profile-ranks {greatest}: the job has {ranks} rank{'' if ranks == 1 else 's'}"
+        raise UsageError(problem, remedy=f"give ranks from 0 to {ranks - 1}" if ranks > 1 else "leave it out")
+    if "nsys" in inspection.profiles and placement.accelerator == "cpu":
+        return ["--profile nsys records GPUs: on the CPU accelerator its steps run, and its window is not opened"]
+    return []
 
 
 def make_plan(options: Options, make_config: MakeConfig, machine: Machine) -> Plan:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import shlex
 import sys
@@ -37,7 +38,7 @@ from .records.rank_files import write_json
 from .records.resume import remaining_trials, require_same_machine, require_same_workload
 from .records.run_folder import RUN_FILE, RunFolder
 from .records.schema import Outcome, TrialRecord
-from .report import export, models_table, run_plan, sweep_report, table, terminal_report
+from .report import export, models_table, profile_text, run_plan, sweep_report, table, terminal_report
 from .report.comparison_report import ComparisonReport, build_report
 from .report.markdown import render_markdown
 from .report.progress import ProgressReporter
@@ -75,6 +76,7 @@ def run_comparison(
                     require_same_machine(RunFolder.open(options.resume), machine.environment)
                 plan, nvme_folder = with_nvme_folder(make_run_plan(points, make_config, machine))
                 print_file_lines(plan)
+            print_nsys_command(plan, arguments)
             if options.dry_run and recipe is None:
                 return print_dry_run(plan)
             remove_abandoned()
@@ -158,6 +160,16 @@ def print_file_lines(plan: RunPlan) -> None:
             texts.append(f'{configuration.name}: {path} "auto" is {shown}')
     for text in dict.fromkeys(texts):  # points of a sweep may resolve alike
         terminal.print_text(terminal.escape_controls(text), sys.stderr)
+
+
+def print_nsys_command(plan: RunPlan, arguments: Sequence[str]) -> None:
+    """Prints the command that makes Nsight Systems record the windows of a run that opens some."""
+    inspection, cuda = plan.options.inspection, plan.placement.accelerator == "cuda"
+    if "nsys" not in inspection.profiles or not (cuda or plan.options.dry_run):
+        return
+    command = profile_text.nsys_command(plan.options.family, arguments, os.environ)
+    if command is not None:
+        terminal.print_text(f"note: to record the steps of --profile nsys:\n  {command}", sys.stderr)
 
 
 def print_dry_run(plan: RunPlan) -> int:
@@ -483,6 +495,8 @@ def _finish(options: Options, store: RunFolder, results: ResultBuilder, notes: S
             terminal.print_text(f"  Config: {folder}", sys.stderr)
         report_command = shlex.join(["python", "-m", "ds_bench", "report", str(store.folder), "--html", "r.html"])
         terminal.print_text(f"  Report: {report_command}\n  Files:  {store.json_path} and .csv", sys.stderr)
+        if line := profile_text.files_line(summaries, store.folder):
+            terminal.print_text(f"  {line}", sys.stderr)
     code = exit_code(options, summaries)
     if code == INTERRUPTED_CODE and not options.quiet:
         terminal.print_text(f"interrupted; go on with: {resume_command(options, store.folder)}", sys.stderr)

@@ -411,6 +411,22 @@ def test_a_dry_run_prints_every_config_and_writes_nothing(house: House, capsys: 
     assert not house.output.exists()
 
 
+def test_a_dry_run_prints_the_command_that_makes_nsys_record(
+    house: House, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("NSYS_PROFILING_SESSION_ID", raising=False)
+    arguments = ["--model", "tiny", "--seq-length", "16", "--profile", "nsys", "--dry-run"]
+    assert cli.main("zero", fakes.make_config, arguments) == 0
+    err = capsys.readouterr().err
+    assert "note: --profile nsys records GPUs" in err
+    assert f"zero_stage_comparison.py {' '.join(arguments)} --launcher deepspeed" in err
+
+
+def test_a_profile_of_a_rank_that_there_is_not_is_refused(house: House, capsys: pytest.CaptureFixture[str]) -> None:
+    assert house.run("--profile", "torch", "--profile-ranks", "2", "--num-gpus", "2") == 2
+    assert "--profile-ranks 2: the job has 2 ranks (give ranks from 0 to 1)" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("form", ["json", "markdown", "table"])
 def test_the_summary_alone_is_on_standard_output_in_the_form_asked_for(
     house: House, capsys: pytest.CaptureFixture[str], form: str

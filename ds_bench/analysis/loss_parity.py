@@ -266,9 +266,14 @@ def _loss_difference(a: TrialSummary, b: TrialSummary) -> float:
 
 def _repeated_loss_difference(a: TrialSummary, b: TrialSummary) -> float | None:
     """Difference of the losses on the first batch after training, relative to the first loss; None if unknown."""
-    if a.repeated_loss is None or b.repeated_loss is None or len(a.losses) != len(b.losses):
+    if a.repeated_loss is None or b.repeated_loss is None or not _took_equal_steps(a, b):
         return None
     return abs(a.repeated_loss - b.repeated_loss) / max(abs(a.losses[0] or 0.0), 1e-12)
+
+
+def _took_equal_steps(a: TrialSummary, b: TrialSummary) -> bool:
+    """Whether two rows trained for as many steps, those that were only observed after the measured ones included."""
+    return len(a.losses) == len(b.losses) and a.record.trial.inspection == b.record.trial.inspection
 
 
 def _differing_setting(reference: TrialSummary, summary: TrialSummary) -> str | None:
@@ -302,7 +307,7 @@ def _weight_distance(a: TrialSummary, b: TrialSummary) -> float | None:
     0 for equal changes, 1 if the weights of ``b`` did not move. None if either was not measured or the numbers of steps
     differ.
     """
-    if a.weight_change is None or b.weight_change is None or len(a.losses) != len(b.losses):
+    if a.weight_change is None or b.weight_change is None or not _took_equal_steps(a, b):
         return None
     if len(a.weight_change) != len(b.weight_change):
         return None

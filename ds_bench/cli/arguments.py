@@ -14,6 +14,7 @@ from typing import Any
 
 from ..config.deepspeed_config import OPTIMIZERS
 from ..config.options import DEFAULT_BATCH_SIZE, GOALS, MAX_RANKS, MAX_REPEATS, Family, Options
+from ..config.spec import MOST_PROFILE_STEPS, NO_INSPECTION, PROFILES, Inspection
 from ..config.strategies import STRATEGY_NAMES
 from ..errors import UsageError
 from .argument_types import (
@@ -73,6 +74,7 @@ def build_parser(family: Family, prog: str) -> argparse.ArgumentParser:
     _add_comparison(parser, family)
     _add_hardware(parser)
     _add_config(parser)
+    _add_profiling(parser)
     _add_run(parser)
     parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
     return parser
@@ -84,6 +86,7 @@ def add_flags_over_recipe(parser: argparse.ArgumentParser) -> None:
     _add_workload(parser)
     _add_comparison(parser, "recipe")
     _add_hardware(parser)
+    _add_profiling(parser)
     _add_run(parser)
     for action in parser._actions[before:]:
         action.default = argparse.SUPPRESS
@@ -242,6 +245,51 @@ def _add_config(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_profiling(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group(
+        "profiles, of further steps after the measured ones (docs/profiles.md)"
+    ).add_argument
+    add(
+        "--profile",
+        dest="profiles",
+        nargs="+",
+        choices=PROFILES,
+        default=(),
+        help="torch: trace and table of operators; memory: what allocates it; nsys: a window for Nsight Systems; "
+        "flops, comms: DeepSpeed's profilers of operations and of communication",
+    )
+    add(
+        "--profile-steps",
+        type=integer(1, MOST_PROFILE_STEPS),
+        default=NO_INSPECTION.profile_steps,
+        metavar="N",
+        help="steps that each profiler observes (default: 2)",
+    )
+    add(
+        "--profile-ranks",
+        type=integer(0, MAX_RANKS),
+        nargs="+",
+        default=NO_INSPECTION.profile_ranks,
+        metavar="RANK",
+        help="ranks that write a profile (default: 0)",
+    )
+    add(
+        "--nsys-start",
+        type=integer(-1),
+        default=-1,
+        metavar="STEP",
+        help="first step that nsys records, numbered from 0, the first warm-up step; adds --profile nsys (default: -1, "
+        "the first after the measured ones)",
+    )
+    add(
+        "--nsys-end",
+        type=integer(-1),
+        default=-1,
+        metavar="STEP",
+        help="last step that nsys records (default: -1, the last that --profile-steps gives)",
+    )
+
+
 def _add_run(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("run").add_argument
     add(
@@ -311,6 +359,13 @@ def to_options(family: Family, values: argparse.Namespace) -> Options:
         given["batch_size"] = 1
     if given["model_factory"] is not None:
         given["model"] = given["model_factory"]
+    given["inspection"] = Inspection(
+        profiles=tuple(given.pop("profiles")),
+        profile_steps=given.pop("profile_steps"),
+        profile_ranks=tuple(given.pop("profile_ranks")),
+        nsys_start=given.pop("nsys_start"),
+        nsys_end=given.pop("nsys_end"),
+    )
     return check_options(Options(family=family, **given))
 
 
@@ -333,7 +388,37 @@ def check_options(options: Options) -> Options:
         raise UsageError("--retry without --resume", remedy="add --resume RUN_DIR")
     if options.launcher == "warm" and options.hostfile is not None:
         raise UsageError("--launcher warm works on one node", remedy="leave --launcher out, or drop --hostfile")
-    return replace(options, relative_to=_row_name(options, "relative_to"), export=_row_name(options, "export"))
+    return replace(
+        options,
+        relative_to=_row_name(options, "relative_to"),
+        export=_row_name(options, "export"),
+        inspection=_check_profiling(options),
+    )
+
+
+def _check_profiling(options: Options) -> Inspection:
+    """The inspection with the profiler nsys where it has a window, each profiler and rank once.
+
+    Raises UsageError for a window that holds other steps than those after the measured ones.
+    """
+    asked = options.inspection
+    has_window = asked.nsys_start >= 0 or asked.nsys_end >= 0
+    names = (*asked.profiles, *(("nsys",) if has_window else ()))
+    inspection = replace(
+        asked, profiles=tuple(dict.fromkeys(names)), profile_ranks=tuple(dict.fromkeys(asked.profile_ranks))
+    )
+    usual = (NO_INSPECTION.profile_steps, NO_INSPECTION.profile_ranks)
+    if not names and (asked.profile_steps, asked.profile_ranks) != usual:
+        raise UsageError("--profile-steps or --profile-ranks without --profile", remedy="add --profile torch")
+    steps_before = options.warmup_steps + options.num_steps
+    observed, window = inspection.profiled_steps(steps_before), inspection.nsys_window(steps_before)
+    if not window or window.start < observed.start or window.stop > observed.stop:
+        raise UsageError(
+            f"nsys is to record steps {window.start} to {window.stop - 1}, but steps 0 to {observed.start - 1} are "
+            f"warm-up and measured, and profilers observe {observed.start} to {observed.stop - 1}",
+            remedy="give --nsys-start and --nsys-end among these, or more --profile-steps",
+        )
+    return inspection
 
 
 def _row_name(options: Options, field: str) -> str | None:

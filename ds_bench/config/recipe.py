@@ -11,6 +11,7 @@ import copy
 import difflib
 import json
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
@@ -24,7 +25,7 @@ from .configuration_files import ConfigurationFile
 from .deepspeed_config import OPTIMIZERS, Config, base_config
 from .options import MAX_NUMBER, MAX_RANKS, MAX_REPEATS, Options
 from .recipe_file import FLOAT, Data, KeyPath, RecipeText
-from .spec import Strategy
+from .spec import MOST_PROFILE_STEPS, PROFILES, Inspection, Strategy
 from .strategies import STRATEGY_NAMES
 
 ALL = "all"
@@ -60,6 +61,7 @@ Quantity: TypeAlias = Annotated[float, Field(gt=0, le=MAX_NUMBER)]
 _ROW_NAMES = (ALL, *STRATEGY_NAMES)
 AxisValue: TypeAlias = bool | int | float | str
 StrategyName: TypeAlias = Annotated[str, _require_one_of(_ROW_NAMES), _enum(_ROW_NAMES)]
+ProfilerName: TypeAlias = Annotated[str, _require_one_of(PROFILES), _enum(PROFILES)]
 OptimizerName: TypeAlias = Annotated[str, _require_one_of(OPTIMIZERS), _enum(OPTIMIZERS)]
 
 
@@ -160,6 +162,33 @@ class Optimizer(_Section):
     ] = {}
 
 
+class Profiling(_Section):
+    """Profilers that observe further steps after the measured ones."""
+
+    profiles: Annotated[
+        tuple[ProfilerName, ...],
+        BeforeValidator(_listed, json_schema_input_type=list[ProfilerName] | ProfilerName),
+        Field(description="Profilers, in order, each with steps of its own."),
+    ] = ()
+    steps: Annotated[int, Field(ge=1, le=MOST_PROFILE_STEPS, description="Steps that each profiler observes.")] = 2
+    ranks: Annotated[
+        tuple[Annotated[int, Field(ge=0, le=MAX_RANKS)], ...],
+        Field(min_length=1, description="Ranks that write a profile."),
+    ] = (0,)
+    nsys_start: Annotated[
+        int,
+        Field(
+            ge=-1,
+            le=MAX_NUMBER,
+            description="First step of the window that nsys records, among those after the measured ones, numbered "
+            "from 0, the first warm-up step; it adds the profiler nsys. -1: the first of them.",
+        ),
+    ] = -1
+    nsys_end: Annotated[
+        int, Field(ge=-1, le=MAX_NUMBER, description="Last step of that window. -1: the last of them.")
+    ] = -1
+
+
 class Launch(_Section):
     """The devices, and how trials are started and ended."""
 
@@ -220,6 +249,7 @@ class Recipe(_Section):
             "every combination (python -m ds_bench axes lists them)."
         ),
     ] = {}
+    profiling: Profiling = Profiling()
     launch: Launch = Launch()
     output: Output = Output()
 
@@ -248,6 +278,11 @@ PATHS: Mapping[str, str] = {
     "common_batch": "configurations.common_batch",
     "relative_to": "configurations.relative_to",
     "optimizer": "optimizer.type",
+    "profiles": "profiling.profiles",
+    "profile_steps": "profiling.steps",
+    "profile_ranks": "profiling.ranks",
+    "nsys_start": "profiling.nsys_start",
+    "nsys_end": "profiling.nsys_end",
     "num_gpus": "launch.num_gpus",
     "accelerator": "launch.accelerator",
     "launcher": "launch.launcher",
@@ -265,7 +300,8 @@ PATHS: Mapping[str, str] = {
     "goal": "output.goal",
     "export": "output.export",
 }
-"""Field of Options → key path of the recipe."""
+"""Field of Options, or of its Inspection → key path of the recipe."""
+INSPECTION_FIELDS = tuple(each.name for each in fields(Inspection) if each.name in PATHS)
 _RUN_FLAGS: Mapping[str, Any] = {
     "resume": None, "retry": (), "dry_run": False, "format": "table", "quiet": False, "verbose": False, "strict": False,
 }  # fmt: skip
@@ -396,6 +432,7 @@ def options_of(recipe: Recipe, folder: Path, **run_flags: Any) -> Options:
     values["configs"] = tuple(folder / path for path in values["configs"])
     values["hostfile"] = None if values["hostfile"] is None else folder / values["hostfile"]
     values["model"] = values["model_factory"] or values["model"]
+    values["inspection"] = Inspection(**{name: values.pop(name) for name in INSPECTION_FIELDS})
     return Options(
         family="recipe",
         **values,
@@ -489,8 +526,7 @@ def recipe_of(options: Options, make_config: MakeConfig, rows: list[Strategy]) -
     data: Data = {section: {} for section in Recipe.model_fields}
     for name, path in PATHS.items():
         section, _, key = path.partition(".")
-        value = getattr(options, name)
-        value = _json_value(value)
+        value = _json_value(getattr(options.inspection if name in INSPECTION_FIELDS else options, name))
         is_empty = value is None or value is False or value == []
         if is_empty or (section not in SWEPT_SECTIONS and value == _default(path)):
             continue

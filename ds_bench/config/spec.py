@@ -27,6 +27,9 @@ Engine = Literal["deepspeed", "ddp", "fsdp2"]
 ConfigurationSource = Literal["catalogue", "file", "axis", "recipe"]
 ProfileName = Literal["torch", "memory", "nsys", "flops", "comms"]
 
+PROFILES: tuple[ProfileName, ...] = ("torch", "memory", "nsys", "flops", "comms")
+MOST_PROFILE_STEPS = 50
+"""Steps that one profiler may observe: traces grow with each."""
 ENGINES: tuple[Engine, ...] = ("deepspeed", "ddp", "fsdp2")
 PRECISIONS: tuple[Precision, ...] = ("bf16", "fp16", "fp32")
 CPU_BINDINGS: tuple[CpuBinding, ...] = ("none", "cores", "numa")
@@ -311,10 +314,25 @@ class Inspection:
     """Optimizer steps that each profiler observes."""
     profile_ranks: tuple[int, ...] = (0,)
     """Ranks that write a profile."""
+    nsys_start: int = -1
+    """First step of the window that nsys records; -1: the first that profilers observe. Steps are numbered from 0, the
+    first warm-up step."""
+    nsys_end: int = -1
+    """Last step of that window; -1: the last that profilers observe."""
     checkpoint: bool = False
     """Whether a checkpoint is saved and loaded after the measured window."""
     monitor: bool = False
     """Whether loss, memory and throughput of each step are written to a file while the trial runs."""
+
+    def profiled_steps(self, steps_before: int) -> range:
+        """Numbers of the steps that a profiler observes. ``steps_before``: warm-up and measured steps."""
+        return range(steps_before, steps_before + self.profile_steps)
+
+    def nsys_window(self, steps_before: int) -> range:
+        """Numbers of the steps that nsys records."""
+        observed = self.profiled_steps(steps_before)
+        first = observed.start if self.nsys_start < 0 else self.nsys_start
+        return range(first, observed.stop if self.nsys_end < 0 else self.nsys_end + 1)
 
 
 NO_INSPECTION = Inspection()

@@ -42,6 +42,18 @@ STATUSES = (SUCCESS, OOM, OOM_HOST, OOM_DISK, KILLED, TIMEOUT, CRASHED, UNSUPPOR
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Profile:
+    """What one profiler left of one rank (docs/profiles.md)."""
+
+    name: str
+    """As in ``--profile``."""
+    files: tuple[str, ...] = ()
+    """Paths from the folder of the run."""
+    lines: tuple[str, ...] = ()
+    """What it found, in short: the first rows of its table."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RankMeasurement:
     """What one rank measured in one trial; of this rank alone unless said otherwise."""
 
@@ -159,6 +171,8 @@ class RankMeasurement:
     """Numbers of the processors that this rank was bound to; None if it was not bound."""
     notes: tuple[str, ...] = ()
     """Caveats that the rank itself reports about its numbers."""
+    profiles: tuple[Profile, ...] = ()
+    """Of steps after the measured ones, in the order in which the profilers observed them."""
 
     def __post_init__(self) -> None:
         if not self.step_seconds or not math.isfinite(sum(self.step_seconds)) or min(self.step_seconds) <= 0:

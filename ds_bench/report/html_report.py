@@ -16,7 +16,7 @@ from ..analysis.comparison import ComparisonRow
 from ..config.deepspeed_config import is_full_config
 from ..records.schema import SUCCESS
 from ..units import format_significant
-from . import charts
+from . import charts, profile_text
 from .chart_data import Chart, charts_of
 from .columns import Column, measured_columns, row_status
 from .comparison_report import ComparisonReport, Note
@@ -90,6 +90,8 @@ def _section(report: ComparisonReport, uid: str) -> dict[str, Any]:
         "rows": [_row(row, report, columns, numbers) for row in report.comparison.rows],
         "explanations_heading": HEADING,
         "explanations": report_paragraphs(report),
+        "profiles_heading": profile_text.HEADING,
+        "profiles": profile_text.report_profiles(report),
         "footnotes": list(report.labels_by_note.items()),
         "chart_sections": [(heading, drawn) for heading, drawn in sections.items() if drawn],
         "left_out": drawable.missing,

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from ..analysis import provenance
 from ..system.terminal import escape_controls
 from .comparison_report import ComparisonReport
+from .profile_text import report_profiles
 from .row_explanation import HEADING, report_paragraphs
 from .table import HEADINGS, general_notes, measured_indices, numbered_notes, table_rows
 
@@ -42,6 +43,12 @@ def shell_block(command: str, indent: str = "") -> str:
     return "\n".join(indent + line for line in (f"{fence}sh", escape_controls(command), fence))
 
 
+def text_block(text: str) -> str:
+    """A code block that no text can close."""
+    fence = _fence(text, 3)
+    return "\n".join((f"{fence}text", *map(escape_unprintable, text.splitlines()), fence))
+
+
 def _fence(text: str, shortest: int) -> str:
     """More backticks than stand beside each other anywhere in the text."""
     return "`" * max(shortest, *(len(run) + 1 for run in re.findall("`+", text)), 0)
@@ -71,6 +78,7 @@ def render_markdown(report: ComparisonReport) -> str:
         "\n".join(f"- {escape(line)}" for line in lines),
         *([f"**{HEADING}**"] if paragraphs else []),
         "\n".join(f"- **{escape(heading)}**: {escape(text)}" for heading, text in paragraphs),
+        *(f"**{escape(heading)}**\n\n{text_block(text)}" for heading, text in report_profiles(report)),
         *(f"**Set-up** {escape(provenance.one_line(environment))}" for environment in report.environments),
         *(f"**Command**\n\n{shell_block(command)}" for command in report.commands),
     ]

@@ -11,6 +11,7 @@ from ..records.schema import INTERRUPTED, TrialRecord
 from ..system.terminal import StatusLine
 from ..units import format_duration, format_significant
 from .columns import failure_text, format_gigabytes
+from .profile_text import profiles_of
 
 
 def ignore_progress(_progress: Progress) -> None:
@@ -95,6 +96,8 @@ class ProgressReporter:
         if self._verbose:
             for text in (*record.caveats, *filter(None, [record.outcome.details])):
                 self._line.say(f"      {text}")
+            for rank, profile in profiles_of(record):
+                self._line.say(f"      profile {profile.name}, rank {rank}: {', '.join(profile.files) or 'no file'}")
 
 
 def _result_text(record: TrialRecord) -> str:

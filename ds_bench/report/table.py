@@ -12,6 +12,7 @@ from ..system.terminal import can_encode, escape_controls, print_text, to_ascii,
 from ..units import MISSING
 from .columns import COLUMNS, row_status
 from .comparison_report import ComparisonReport
+from .profile_text import report_profiles
 from .row_explanation import paragraph_lines
 
 _COLUMNS = tuple(column for column in COLUMNS if not column.page_only)
@@ -74,6 +75,9 @@ def print_report(report: ComparisonReport, stream: IO[str]) -> None:
     explanations = paragraph_lines(report, min(width_of(stream), _MAX_TEXT_WIDTH))
     for line in ("", *explanations) if explanations else ():
         print_text(line, stream)
+    for heading, text in report_profiles(report):
+        for line in ("", heading, *text.splitlines()):
+            print_text(line if line == heading else f"  {line}".rstrip(), stream)
 
 
 def print_table(report: ComparisonReport, stream: IO[str]) -> None:

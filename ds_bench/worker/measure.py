@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import deepspeed
@@ -21,6 +22,7 @@ from . import ledger, memory, training_loop
 from . import model as build
 from .cpu_load import CpuReading, load_between
 from .data_loader import LoadedBatches
+from .profiles import take_profiles
 from .rank_layout import RankLayout, register_sequence_attention
 from .reference_engines import ReferenceEngine, create_engine
 from .resolved_config import resolved_config
@@ -30,12 +32,16 @@ SavePartial = Callable[[dict[str, Any]], None]
 
 
 def measure(
-    assignment: Assignment, config: dict[str, Any], heartbeat: HeartbeatWriter, save_partial: SavePartial
+    assignment: Assignment,
+    config: dict[str, Any],
+    heartbeat: HeartbeatWriter,
+    save_partial: SavePartial,
+    folder: Path,
 ) -> dict[str, Any]:
     """The fields of a RankMeasurement, as plain JSON values. Raises whatever torch or DeepSpeed raises.
 
     ``save_partial`` gets them before the inspection that follows the measured window, so that a failure there does not
-    lose them.
+    lose them. ``folder``: of the trial.
     """
     trial = assignment.trial
     accelerator, workload = trial.placement.accelerator, trial.workload
@@ -129,6 +135,8 @@ def measure(
     save_partial(measured)
     heartbeat.beat("inspect")
     measured |= _measure_phases_and_ledger(trainer, assignment)
+    save_partial(measured)
+    measured |= take_profiles(trainer, trial, folder, measured["notes"])
     save_partial(measured)
     # Last of all: where parameters lie on a disk, DeepSpeed fails in the next step after a forward pass that no
     # backward pass followed.

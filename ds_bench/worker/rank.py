@@ -142,7 +142,7 @@ def _measure(folder: Path, assignment: Assignment, heartbeat: HeartbeatWriter, s
     def save_partial(measured: dict[str, Any]) -> None:
         write_json(partial_rank_file(folder, measured["rank"]), {"measurement": {**measured, **own}})
 
-    measured = measure.measure(assignment, config, heartbeat, save_partial)
+    measured = measure.measure(assignment, config, heartbeat, save_partial, folder)
     heartbeat.beat("write")
     return {"measurement": {**measured, **own}}
 

@@ -47,6 +47,11 @@ BOTH: dict[str, Any] = {
     "--peak-tflops": None,
     "--ds-config": None,
     "--set": [],
+    "--profile": (),
+    "--profile-steps": 2,
+    "--profile-ranks": (0,),
+    "--nsys-start": -1,
+    "--nsys-end": -1,
     "--output-dir": Path("results"),
     "--timeout": 3600.0,
     "--stall-timeout": 600.0,
@@ -226,6 +231,9 @@ def test_options_cannot_be_changed_afterwards() -> None:
         ("--cpu-memory-limit -1", "--cpu-memory-limit", "'-1'"),
         ("--gpu-memory-limit 0", "--gpu-memory-limit", "'0'"),
         ("--peak-tflops x", "--peak-tflops", "'x'"),
+        ("--profile trace", "--profile", "trace"),
+        ("--profile-steps 51", "--profile-steps", "'51'"),
+        ("--profile-ranks -1", "--profile-ranks", "'-1'"),
         ("--model-factory models.build", "--model-factory", "'models.build'"),
         ("--model-factory :build", "--model-factory", "':build'"),
         ("--format csv", "--format", "csv"),
@@ -259,6 +267,14 @@ def test_a_strategy_that_does_not_exist_is_a_usage_error(line: str) -> None:
         ("--quiet --verbose", "--quiet and --verbose together", "give one of them"),
         ("--retry OOM", "--retry without --resume", "add --resume RUN_DIR"),
         ("--launcher warm --hostfile h", "--launcher warm works on one node", "drop --hostfile"),
+        ("--profile-steps 3", "--profile-steps or --profile-ranks without --profile", "add --profile torch"),
+        (
+            "--nsys-start 24",
+            "record steps 24 to 26, but steps 0 to 24 are warm-up and measured",
+            "more --profile-steps",
+        ),
+        ("--nsys-end 27", "profilers observe 25 to 26", "more --profile-steps"),
+        ("--nsys-start 26 --nsys-end 25", "record steps 26 to 25", "among these"),
     ],
 )
 def test_two_flags_that_contradict_each_other_are_refused_with_the_way_out(line: str, said: str, remedy: str) -> None:
@@ -317,6 +333,12 @@ def test_a_misspelling_is_answered_with_what_was_meant(line: str, meant: str) ->
     with pytest.raises(UsageError) as caught:
         parse("zero", "zero_stage_comparison.py", line.split())
     assert caught.value.remedy == f"did you mean {meant}? see zero_stage_comparison.py --help"
+
+
+def test_a_window_for_nsys_adds_its_profiler_and_may_be_among_the_steps_after_the_measured_ones() -> None:
+    asked = zero("--profile torch,torch --profile-steps 4 --nsys-start 26 --nsys-end 27").inspection
+    assert (asked.profiles, list(asked.nsys_window(25))) == (("torch", "nsys"), [26, 27])
+    assert list(zero("--profile nsys").inspection.nsys_window(25)) == [25, 26]
 
 
 def test_values_of_a_list_may_be_separated_by_commas() -> None:

@@ -14,6 +14,7 @@ import pytest
 from ds_bench.cli.arguments import add_flags_over_recipe, parse
 from ds_bench.config import recipe, recipe_file, sweep
 from ds_bench.config.options import GOALS, Options
+from ds_bench.config.spec import Inspection
 from ds_bench.errors import UsageError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -51,6 +52,10 @@ REFUSED = {
     "optimizer: {type: adamw}": "optimizer.type",
     "model: {factory: module}": "package.module:function",
     "configurations: {inline: {../up: {}}}": "a name of letters, digits, dots",
+    "profiling: {profiles: [torch, mem]}": "did you mean memory",
+    "profiling: {steps: 51}": r"profiling.steps is 51 \(it must be 50 or less\)",
+    "profiling: {ranks: []}": "profiling.ranks",
+    "profiling: {nsys_start: -2}": r"profiling.nsys_start is -2 \(it must be -1 or more\)",
     "launch: {num_gpus: 1.5}": r"launch.num_gpus is 1.5 \(it must be a whole number\)",
     "model: {name: a}\nmodel: {name: b}": "line 2: 'model' is given twice, first in line 1",
     "a: &a [1, 1]\nb: &b [*a, *a]": r"line 1: anchors and aliases",
@@ -118,7 +123,8 @@ def test_every_flag_of_run_and_every_option_of_a_script_is_a_value_of_recipes_or
     names = {action.dest for action in parser._actions} - {"help"}
     assert names - run_flags - {"axis"} == set(recipe.PATHS) - {"global_batch_size"}
     made_of_others = {"family", "auto_batch", "axes", "ds_config", "set", "inline", "budget", "point", "inspection"}
-    assert {field.name for field in fields(Options)} - run_flags - made_of_others == set(recipe.PATHS)
+    own = {field.name for field in fields(Options)} - run_flags - made_of_others
+    assert own | {field.name for field in fields(Inspection)} - {"checkpoint", "monitor"} == set(recipe.PATHS)
 
 
 def test_all_stands_for_each_configuration_once() -> None:

@@ -1,0 +1,56 @@
+"""What profilers found in each row, as text, and the command that makes Nsight Systems record a run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from ..analysis import provenance
+from ..analysis.summary import TrialSummary
+from ..records.schema import Profile, TrialRecord
+from ..units import format_bytes
+from .comparison_report import ComparisonReport
+
+HEADING = "Profiles"
+_NSYS_VARIABLE = "NSYS_PROFILING_SESSION_ID"
+"""Set by nsys in the processes that it records."""
+
+
+def profiles_of(record: TrialRecord) -> Iterator[tuple[int, Profile]]:
+    """Every profile of a trial with its rank."""
+    for rank in record.ranks:
+        for profile in rank.profiles:
+            yield rank.rank, profile
+
+
+def report_profiles(report: ComparisonReport) -> list[tuple[str, str]]:
+    """A heading and a text of several lines for each profile of each row's last run that has one."""
+    texts = []
+    for row in report.comparison.rows:
+        profiled = [list(profiles_of(summary.record)) for summary in row.successes]
+        for rank, profile in next((profiles for profiles in reversed(profiled) if profiles), []):
+            texts.append((f"{row.label}: {profile.name}, rank {rank}", "\n".join([*profile.lines, *profile.files])))
+    return texts
+
+
+def files_line(summaries: Sequence[TrialSummary], folder: Path) -> str | None:
+    """``Profiles: 6 files, 4.31 MB, in <run>/trials/*/profiles``; None without any. ``folder``: of the run."""
+    names = [name for each in summaries for _, profile in profiles_of(each.record) for name in profile.files]
+    sizes = [path.stat().st_size for path in (folder / name for name in names) if path.is_file()]
+    if not sizes:
+        return None
+    count = f"{len(sizes)} file{'' if len(sizes) == 1 else 's'}"
+    return f"Profiles: {count}, {format_bytes(sum(sizes))}, in {folder}/trials/*/profiles"
+
+
+def nsys_command(family: str, arguments: Sequence[str], environ: Mapping[str, str]) -> str | None:
+    """The command that repeats a run under nsys, to record its windows; None where it runs under nsys already.
+
+    Ranks are started cold, as nsys records no process that was forked without an exec. Each window becomes a file.
+    """
+    if environ.get(_NSYS_VARIABLE):
+        return None
+    launcher = [] if "--launcher" in arguments else ["--launcher", "deepspeed"]
+    flags = "--trace=cuda,nvtx,cublas --sample=none --capture-range=cudaProfilerApi --capture-range-end=repeat"
+    command = provenance.command(family, [*arguments, *launcher])
+    return f"nsys profile {flags} --output=nsys_window {command}"

@@ -1,0 +1,212 @@
+"""Profiles of further steps: the same steps on every rank whatever a profiler does, the window of nsys, real files."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ds_bench.config.spec import Inspection, ProfileName
+from ds_bench.records.rank_files import HeartbeatWriter
+from ds_bench.worker import nsys_window, profiles, training_loop
+from ds_bench.worker.profiled_steps import Findings, ProfiledSteps
+from tests.support import fakes
+from tests.support.batches import batches
+
+
+class Engine:
+    """Trains one layer; counts its steps, and runs out of memory in one of them."""
+
+    def __init__(self, fails_in: int | None = None) -> None:
+        self.layer = torch.nn.Linear(64, 64)
+        self.optimizer = torch.optim.AdamW(self.layer.parameters())
+        self.steps = 0
+        self._fails_in = fails_in
+
+    def gradient_accumulation_steps(self) -> int:
+        return 1
+
+    def __call__(self, **_batch: torch.Tensor) -> torch.Tensor:
+        return self.layer(torch.ones(128, 64)).square().mean()  # type: ignore[no-any-return]
+
+    def backward(self, loss: torch.Tensor) -> None:
+        loss.backward()  # type: ignore[no-untyped-call]
+
+    def step(self) -> None:
+        self.steps += 1
+        if self.steps == self._fails_in:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+@pytest.fixture(autouse=True)
+def one_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+    return None
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    path = tmp_path / "trials" / "00_zero1"
+    path.mkdir(parents=True)
+    return path
+
+
+def take(folder: Path, *names: ProfileName, engine: Engine | None = None, **asked: Any) -> dict[str, Any]:
+    trainer = training_loop.Trainer(engine or Engine(), batches(), "cpu", HeartbeatWriter(folder, 0))
+    trial = fakes.trial(inspection=Inspection(profiles=names, **asked))
+    return profiles.take_profiles(trainer, trial, folder, ["a note"])
+
+
+def use(monkeypatch: pytest.MonkeyPatch, observe: Any, **settings: Any) -> None:
+    monkeypatch.setitem(profiles.PROFILERS, "flops", profiles.Profiler(observe=observe, **settings))  # type: ignore[arg-type]
+
+
+def test_a_profiler_that_fails_leaves_a_note_no_files_and_all_steps_taken(
+    monkeypatch: pytest.MonkeyPatch, folder: Path
+) -> None:
+    def observe(steps: ProfiledSteps) -> Findings:
+        steps.step()
+        steps.file("txt").write_text("half of it")
+        raise OSError("no space\nleft")
+
+    use(monkeypatch, observe)
+    engine = Engine()
+    measured = take(folder, "flops", engine=engine, profile_steps=3)
+    assert engine.steps == 3
+    assert measured["notes"] == ["a note", "the profile flops failed on rank 0: OSError: no space left"]
+    assert measured["profiles"] == []
+    assert [*(folder / "profiles").iterdir()] == []
+
+
+def test_a_rank_that_writes_no_profile_takes_the_same_steps(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    called: list[int] = []
+
+    def observe(steps: ProfiledSteps) -> Findings:
+        called.append(steps.count)
+        return Findings(measured={"phase_seconds": {"x": 1.0}})
+
+    use(monkeypatch, observe, further_steps=2)
+    engine = Engine()
+    assert "phase_seconds" not in take(folder, "flops", engine=engine, profile_ranks=(1,))
+    assert (called, engine.steps) == ([], 4)
+    use(monkeypatch, observe, on_every_rank=True)
+    assert take(folder, "flops", engine=engine, profile_ranks=(1,))["phase_seconds"] == {"x": 1.0}
+    assert (called, engine.steps) == ([2], 6)
+
+
+def test_a_step_of_training_that_fails_ends_the_rank(folder: Path) -> None:
+    with pytest.raises(torch.OutOfMemoryError):
+        take(folder, "torch", engine=Engine(fails_in=2))
+
+
+def test_a_file_that_is_too_large_is_removed_with_a_note(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    def observe(steps: ProfiledSteps) -> Findings:
+        for ending, size in (("small", 10), ("large", 11)):
+            steps.file(ending).write_bytes(b"x" * size)
+        steps.file("not_written")
+        return Findings()
+
+    use(monkeypatch, observe)
+    monkeypatch.setattr(profiles, "MOST_FILE_BYTES", 10)
+    measured = take(folder, "flops")
+    assert [profile["files"] for profile in measured["profiles"]] == [("trials/00_zero1/profiles/flops_rank0.small",)]
+    assert "flops_rank0.large had more than" in measured["notes"][-1]
+    assert [path.name for path in (folder / "profiles").iterdir()] == ["flops_rank0.small"]
+
+
+def test_the_profile_torch_leaves_a_trace_a_table_and_a_memory_timeline(folder: Path) -> None:
+    engine = Engine()
+    measured = take(folder, "torch", engine=engine, profile_steps=3)
+    assert (engine.steps, measured["notes"]) == (4, ["a note"])
+    (profile,) = measured["profiles"]
+    trace, table, timeline = (folder.parents[1] / name for name in profile["files"])
+    events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
+    assert sum(event.get("name") == "optimizer step" for event in events) == 3
+    assert any(event.get("name") == "aten::addmm" for event in events)
+    assert "Self CPU" in table.read_text()
+    times, sizes = json.loads(gzip.decompress(timeline.read_bytes()))
+    assert len(times) == len(sizes)
+    assert max(map(sum, sizes)) >= 4 * 64 * 64 * 4  # parameters, gradients and two moments
+    lines = profile["lines"]
+    assert lines[0].startswith("CPU ms/step")
+    assert any(line.endswith("aten::addmm") for line in lines)
+    assert lines[-1].startswith("peak of tensors ")
+
+
+def test_where_torch_cannot_tell_categories_apart_the_bytes_are_kept(
+    monkeypatch: pytest.MonkeyPatch, folder: Path
+) -> None:
+    """As at stage 3, where operators write to one tensor twice."""
+
+    def refuse(*_arguments: Any) -> None:
+        raise AssertionError("duplicate outputs")
+
+    monkeypatch.setattr(torch.profiler.profile, "export_memory_timeline", refuse)
+    measured = take(folder, "memory")
+    assert measured["notes"] == ["a note"]
+    (profile,) = measured["profiles"]
+    times, sizes = json.loads(gzip.decompress((folder.parents[1] / profile["files"][1]).read_bytes()))
+    assert len(times) == len(sizes) > 10
+    assert times == sorted(times)
+    assert max(size for _, size in sizes) >= 2 * 64 * 64 * 4  # the two moments, and the gradients for a while
+    assert profile["lines"][0].startswith("peak of tensors above what there was before: ")
+
+
+def test_the_profile_memory_names_the_operators_that_allocate(folder: Path) -> None:
+    (profile,) = take(folder, "memory")["profiles"]
+    assert [Path(name).name for name in profile["files"]] == [
+        "memory_rank0.txt",
+        "memory_rank0.memory_timeline.json.gz",
+    ]
+    assert "CPU Mem" in (folder / "profiles" / "memory_rank0.txt").read_text()
+    text = "\n".join(profile["lines"])
+    assert "peak of tensors" in text
+    assert "MB resident" in text
+    assert "aten::" in text
+
+
+class Calls:
+    """CUDA's profiler API, which notes how many steps were taken before each call."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self.calls: list[tuple[str, int]] = []
+
+    def start(self) -> None:
+        self.calls.append(("start", self._engine.steps))
+
+    def stop(self) -> None:
+        self.calls.append(("stop", self._engine.steps))
+
+
+@pytest.mark.parametrize(
+    ("asked", "calls"),
+    [
+        ({}, [("start", 0), ("stop", 4)]),
+        ({"nsys_start": 13, "nsys_end": 14}, [("start", 1), ("stop", 3)]),
+        ({"nsys_end": 12}, [("start", 0), ("stop", 1)]),
+    ],
+)
+def test_the_window_of_nsys_opens_before_its_first_step_and_closes_after_its_last(
+    folder: Path, asked: dict[str, int], calls: list[tuple[str, int]]
+) -> None:
+    """The trial has 2 warm-up and 10 measured steps, so that the first step after them has number 12."""
+    engine = Engine()
+    trainer = training_loop.Trainer(engine, batches(), "cpu", HeartbeatWriter(folder, 0))
+    trial = fakes.trial(inspection=Inspection(profiles=("nsys",), profile_steps=4, **asked))
+    api = Calls(engine)
+    nsys_window.take_window(ProfiledSteps("nsys", trainer, trial, folder, 4), api)
+    assert (api.calls, engine.steps) == (calls, 4)
+
+
+def test_without_cuda_the_steps_of_nsys_are_taken_without_its_calls(folder: Path) -> None:
+    engine = Engine()
+    measured = take(folder, "nsys", engine=engine)
+    assert (engine.steps, measured["profiles"], measured["notes"]) == (2, [], ["a note"])
