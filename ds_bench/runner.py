@@ -45,6 +45,7 @@ from .report.progress import ProgressReporter
 from .system import files, signals, terminal
 from .system.environment import Environment
 from .system.machine import Machine, read_machine
+from .system.optional_packages import require_installed
 
 OK, NONE_SUCCEEDED, INTERRUPTED_CODE = 0, 1, 130
 _FIELDS_SET_BY_SEARCH = ("batch_size", "batch_policy")
@@ -66,6 +67,8 @@ def run_comparison(
     DsBenchError for whatever the user can mend, before any work.
     """
     options = points[0]
+    if options.inspection.monitor == "tensorboard":
+        require_installed("tensorboard", "--monitor tensorboard")
     with signals.handling_signals():
         try:
             with signals.raising_on_interrupt():

@@ -14,7 +14,7 @@ from typing import Any
 
 from ..config.deepspeed_config import OPTIMIZERS
 from ..config.options import DEFAULT_BATCH_SIZE, GOALS, MAX_RANKS, MAX_REPEATS, Family, Options
-from ..config.spec import MOST_PROFILE_STEPS, NO_INSPECTION, PROFILES, Inspection
+from ..config.spec import MONITORS, MOST_PROFILE_STEPS, NO_INSPECTION, PROFILES, Inspection
 from ..config.strategies import STRATEGY_NAMES
 from ..errors import UsageError
 from .argument_types import (
@@ -338,6 +338,14 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     add("--quiet", action="store_true", help="print the summary only")
     add("--verbose", action="store_true", help="also print every trial's caveats and files as they come")
     add("--strict", action="store_true", help="exit 1 when any row failed")
+    add(
+        "--monitor",
+        nargs="?",
+        const="steps",
+        choices=MONITORS,
+        help="write loss, memory and throughput of each step to steps.jsonl in the trial's folder while it runs; "
+        "tensorboard: to TensorBoard's files too (default with no value: steps)",
+    )
 
 
 def to_options(family: Family, values: argparse.Namespace) -> Options:
@@ -365,6 +373,7 @@ def to_options(family: Family, values: argparse.Namespace) -> Options:
         profile_ranks=tuple(given.pop("profile_ranks")),
         nsys_start=given.pop("nsys_start"),
         nsys_end=given.pop("nsys_end"),
+        monitor=given.pop("monitor"),
     )
     return check_options(Options(family=family, **given))
 

@@ -233,6 +233,13 @@ class Output(_Section):
     export: Annotated[
         str | None, Field(description="Row whose configuration is written too; the recommended one always is.")
     ] = None
+    monitor: Annotated[
+        Literal["steps", "tensorboard"] | None,
+        Field(
+            description="Write loss, memory and throughput of each step while a trial runs: to steps.jsonl in its "
+            "folder; tensorboard: to TensorBoard's files too."
+        ),
+    ] = None
 
 
 class Recipe(_Section):
@@ -299,6 +306,7 @@ PATHS: Mapping[str, str] = {
     "repeats": "output.repeats",
     "goal": "output.goal",
     "export": "output.export",
+    "monitor": "output.monitor",
 }
 """Field of Options, or of its Inspection → key path of the recipe."""
 INSPECTION_FIELDS = tuple(each.name for each in fields(Inspection) if each.name in PATHS)

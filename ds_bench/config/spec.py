@@ -26,10 +26,12 @@ CpuBinding = Literal["none", "cores", "numa"]
 Engine = Literal["deepspeed", "ddp", "fsdp2"]
 ConfigurationSource = Literal["catalogue", "file", "axis", "recipe"]
 ProfileName = Literal["torch", "memory", "nsys", "flops", "comms"]
+Monitor = Literal["steps", "tensorboard"]
 
 PROFILES: tuple[ProfileName, ...] = ("torch", "memory", "nsys", "flops", "comms")
 MOST_PROFILE_STEPS = 50
 """Steps that one profiler may observe: traces grow with each."""
+MONITORS: tuple[Monitor, ...] = ("steps", "tensorboard")
 ENGINES: tuple[Engine, ...] = ("deepspeed", "ddp", "fsdp2")
 PRECISIONS: tuple[Precision, ...] = ("bf16", "fp16", "fp32")
 CPU_BINDINGS: tuple[CpuBinding, ...] = ("none", "cores", "numa")
@@ -321,8 +323,9 @@ class Inspection:
     """Last step of that window; -1: the last that profilers observe."""
     checkpoint: bool = False
     """Whether a checkpoint is saved and loaded after the measured window."""
-    monitor: bool = False
-    """Whether loss, memory and throughput of each step are written to a file while the trial runs."""
+    monitor: Monitor | None = None
+    """``steps``: loss, memory and throughput of each step are written to steps.jsonl while the trial runs;
+    ``tensorboard``: to TensorBoard's files too. None: neither."""
 
     def profiled_steps(self, steps_before: int) -> range:
         """Numbers of the steps that a profiler observes. ``steps_before``: warm-up and measured steps."""

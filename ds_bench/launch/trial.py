@@ -15,7 +15,7 @@ from ..records.rank_files import Assignment
 from ..records.schema import TrialRecord
 from ..system import host_memory, processes
 from ..system.signals import raising_on_interrupt
-from .monitor import Ending, Limits, ProgressCallback, watch
+from .monitor import Ending, Limits, Progress, ProgressCallback, watch
 from .outcome import Evidence, determine_outcome
 from .scratch import (
     disk_is_full,
@@ -26,6 +26,7 @@ from .scratch import (
     shared_memory,
     swap_folder,
 )
+from .step_monitor import StepMonitor
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,16 +69,25 @@ def run_trial(
     start_seconds: float | None = None
     interruption: BaseException | None = None
     leader = None
+    monitor = StepMonitor(trial, folder) if trial.inspection.monitor is not None else None
+
+    def observe(progress: Progress) -> None:
+        if monitor is not None:
+            monitor.update()
+        listen(progress)
+
     try:
         leader = start(trial, folder)
         with raising_on_interrupt():
-            ending, start_seconds = watch(folder, trial.placement.num_gpus, limits, leader.wait, listen)
+            ending, start_seconds = watch(folder, trial.placement.num_gpus, limits, leader.wait, observe)
     except BaseException as error:  # the tree must end first
         interruption = error
     grace_seconds = min(limits.kill_grace_seconds, 2.0 if interruption is not None else limits.kill_grace_seconds)
     left = processes.end_tree(leader.pid if leader else None, earlier=earlier, grace_seconds=grace_seconds)
     if leader is not None:
         leader.wait(1.0)
+    if monitor is not None:
+        monitor.close()
     disk_full = disk_is_full(assignment.swap_folder)
     remove_scratch(assignment)
     if interruption is not None and not isinstance(interruption, KeyboardInterrupt):
@@ -94,6 +104,8 @@ def run_trial(
         )
     )
     caveats = (*trial.caveats, *result.caveats)
+    if monitor is not None and monitor.problem is not None:
+        caveats += (monitor.problem,)
     if left:
         caveats += (f"processes {sorted(left)} could not be ended",)
     return TrialRecord(

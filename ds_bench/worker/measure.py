@@ -16,7 +16,7 @@ import torch
 import torch.distributed
 
 from ..config.deepspeed_config import is_deepcompiled
-from ..config.spec import Engine, Placement
+from ..config.spec import Engine, Placement, Workload
 from ..records.rank_files import Assignment, HeartbeatWriter
 from . import ledger, memory, training_loop
 from . import model as build
@@ -26,6 +26,7 @@ from .profiles import take_profiles
 from .rank_layout import RankLayout, register_sequence_attention
 from .reference_engines import ReferenceEngine, create_engine
 from .resolved_config import resolved_config
+from .step_recorder import StepRecorder
 from .weight_change import WeightChange
 
 SavePartial = Callable[[dict[str, Any]], None]
@@ -68,6 +69,8 @@ def measure(
     training_loop.synchronize(accelerator)
     init_seconds = time.perf_counter() - start
     trainer = _create_trainer(engine, built, config, assignment, device, layout, heartbeat)
+    if trial.inspection.monitor is not None:
+        trainer.recorder = _create_recorder(trainer, workload, layout, folder)
     init_peak = memory.reset_device_peak(accelerator)
     host_peak_before_reset = memory.peak_resident_bytes()
     change = WeightChange(engine, heartbeat)
@@ -242,6 +245,14 @@ def _create_trainer(
         loss_share=layout.loss_share(workload.seq_length),
         loss_parts=layout.sequence_size,
     )
+
+
+def _create_recorder(
+    trainer: training_loop.Trainer, workload: Workload, layout: RankLayout, folder: Path
+) -> StepRecorder:
+    samples = int(trainer.engine.train_micro_batch_size_per_gpu()) * trainer.grad_accum * layout.data_parallel_size
+    rank, tokens = torch.distributed.get_rank(), samples * workload.seq_length
+    return StepRecorder(folder, rank, trainer.accelerator, trainer.grad_accum, tokens)
 
 
 def _engine_facts(engine: Any) -> dict[str, Any]:

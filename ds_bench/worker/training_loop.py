@@ -18,6 +18,8 @@ import torch
 from ..records.rank_files import HeartbeatWriter
 from .model import MakeBatch
 from .resolved_config import to_json_value
+from .step_clock import StepClock
+from .step_recorder import StepRecorder
 
 Batch = dict[str, torch.Tensor]
 _MAX_BATCHES = 64
@@ -92,29 +94,6 @@ def loss_of(output: Any) -> torch.Tensor:
     return loss
 
 
-class StepClock:
-    """Marks between steps: device events on CUDA, so that timing adds no synchronisation; else the clock."""
-
-    def __init__(self, accelerator: str) -> None:
-        self._cuda = accelerator == "cuda"
-        self._marks: list[Any] = []
-
-    def mark(self) -> None:
-        if self._cuda:
-            event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            event.record()
-            self._marks.append(event)
-        else:
-            self._marks.append(time.perf_counter())
-
-    def seconds(self) -> list[float]:
-        """Seconds from each mark to the next; synchronises the device first on CUDA."""
-        if self._cuda:
-            torch.cuda.synchronize()
-            return [a.elapsed_time(b) / 1000.0 for a, b in zip(self._marks, self._marks[1:], strict=False)]
-        return [b - a for a, b in zip(self._marks, self._marks[1:], strict=False)]
-
-
 def synchronize(accelerator: str) -> None:
     if accelerator == "cuda":
         torch.cuda.synchronize()
@@ -158,6 +137,8 @@ class Trainer:
         self.first_device = next(iter(batches[0].values())).device
         self.batches: Iterator[Batch] = loaded or cycle(batches)
         self.heartbeat = heartbeat
+        self.recorder: StepRecorder | None = None
+        """Reports each step while the trial runs, if that is asked for."""
         self._loss_share, self._loss_parts = loss_share, loss_parts
         self._losses: list[list[torch.Tensor]] = []
         self._steps_done = 0
@@ -212,14 +193,18 @@ class Trainer:
         means = [float(torch.stack([loss.float() for loss in step]).mean()) for step in self._losses]
         return [mean if math.isfinite(mean) else None for mean in means]
 
-    def time_steps(self, steps: int) -> list[float]:
-        """Takes ``steps`` steps. Returns the seconds of each."""
+    def time_steps(self, steps: int, measured: bool = False) -> list[float]:
+        """Takes ``steps`` steps. Returns the seconds of each. ``measured``: whether they are the measured window."""
         clock = StepClock(self.accelerator)
         clock.mark()
         before = time.perf_counter()
         for _ in range(steps):
             self.step()
+            if self.recorder is not None:
+                self.recorder.take_losses(self._losses[-1])
             clock.mark()
+            if self.recorder is not None:
+                self.recorder.end_step(clock, measured)
             now = time.perf_counter()
             self.heartbeat.beat("step", self._steps_done, now - before)
             before = now
@@ -266,12 +251,16 @@ def measure(trainer: Trainer, steps: int, barrier: Callable[[], None], samples: 
     ``barrier`` makes all ranks start together.
     """
     skipped_before = trainer.skipped
+    if trainer.recorder is not None:
+        trainer.recorder.report()
     barrier()
     synchronize(trainer.accelerator)
     start, waited_before = time.perf_counter(), trainer.data_wait_seconds
-    samples.step_seconds = trainer.time_steps(steps)
+    samples.step_seconds = trainer.time_steps(steps, measured=True)
     synchronize(trainer.accelerator)
     samples.window_seconds = time.perf_counter() - start
+    if trainer.recorder is not None:
+        trainer.recorder.report()
     waited = trainer.data_wait_seconds
     if waited is not None and waited_before is not None:
         samples.data_wait_seconds = (waited - waited_before) / steps

@@ -65,6 +65,7 @@ BOTH: dict[str, Any] = {
     "--quiet": False,
     "--verbose": False,
     "--strict": False,
+    "--monitor": None,
     "--local_rank": None,
     "--local-rank": None,
 }

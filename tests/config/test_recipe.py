@@ -16,6 +16,7 @@ from ds_bench.config import recipe, recipe_file, sweep
 from ds_bench.config.options import GOALS, Options
 from ds_bench.config.spec import Inspection
 from ds_bench.errors import UsageError
+from tests.support import fakes
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -124,7 +125,14 @@ def test_every_flag_of_run_and_every_option_of_a_script_is_a_value_of_recipes_or
     assert names - run_flags - {"axis"} == set(recipe.PATHS) - {"global_batch_size"}
     made_of_others = {"family", "auto_batch", "axes", "ds_config", "set", "inline", "budget", "point", "inspection"}
     own = {field.name for field in fields(Options)} - run_flags - made_of_others
-    assert own | {field.name for field in fields(Inspection)} - {"checkpoint", "monitor"} == set(recipe.PATHS)
+    assert own | {field.name for field in fields(Inspection)} - {"checkpoint"} == set(recipe.PATHS)
+
+
+def test_what_is_observed_of_a_trial_goes_from_flags_to_a_recipe_and_back() -> None:
+    options = parse("zero", "zero.py", ["--monitor", "tensorboard"])
+    assert options.inspection == Inspection(monitor="tensorboard")
+    data = recipe.recipe_of(options, fakes.make_config, [])
+    assert points(recipe.yaml_text(data))[0][1].inspection == options.inspection
 
 
 def test_all_stands_for_each_configuration_once() -> None:

@@ -1,0 +1,83 @@
+"""Writes the steps of a running trial to ``steps.jsonl``, from what its ranks report, and to TensorBoard's files."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections import deque
+from pathlib import Path
+
+from ..config.spec import Trial
+from ..records.rank_files import json_line
+from ..records.step_series import STEPS_FILE, StepFileReader, StepSample, TrialStep
+from ..records.tensorboard_files import TensorBoardFile
+
+
+class StepMonitor:
+    """Writes a line for each step that every rank has finished, when :meth:`update` is called."""
+
+    def __init__(self, trial: Trial, folder: Path) -> None:
+        ranks = range(trial.placement.num_gpus)
+        self._readers = [StepFileReader(folder, rank) for rank in ranks]
+        self._unwritten: list[deque[tuple[int, StepSample]]] = [deque() for _ in ranks]
+        self._file = (folder / STEPS_FILE).open("ab")
+        self.problem: str | None = None
+        """Why not all steps are in the files; None if they are."""
+        self._event_file = TensorBoardFile(folder) if trial.inspection.monitor == "tensorboard" else None
+
+    def update(self) -> None:
+        """Writes the steps that have been finished since the last call. A full disk ends the monitor, not the trial."""
+        if self.problem is None:
+            try:
+                self._write_new_steps()
+            except OSError as error:
+                self.problem = f"--monitor could not write all steps: {error.strerror or error}"
+
+    def _write_new_steps(self) -> None:
+        for reader, samples in zip(self._readers, self._unwritten, strict=True):
+            samples.extend(reader.new_samples())
+        while all(self._unwritten):
+            number = max(samples[0][0] for samples in self._unwritten)
+            if any(samples[0][0] < number for samples in self._unwritten):  # another rank's was missed
+                for samples in self._unwritten:
+                    if samples[0][0] < number:
+                        samples.popleft()
+                continue
+            step = _trial_step(
+                number, [samples.popleft()[1] for samples in self._unwritten], self._readers[0].tokens_per_step
+            )
+            self._file.write(json_line(step.to_dict()) + b"\n")
+            if self._event_file is not None:
+                self._event_file.add_scalars(step.shown_values, step.step, step.time)
+        self._file.flush()
+        if self._event_file is not None:
+            self._event_file.flush()
+
+    def close(self) -> None:
+        """Writes what is left, closes the files, and removes those of the ranks."""
+        self.update()
+        for reader in self._readers:
+            reader.path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            self._file.close()
+            if self._event_file is not None:
+                self._event_file.close()
+
+
+def _trial_step(number: int, samples: list[StepSample], tokens_per_step: int) -> TrialStep:
+    seconds = max(sample.seconds for sample in samples)
+    losses = [sample.loss for sample in samples if sample.loss is not None]
+    return TrialStep(
+        step=number,
+        phase="measured" if samples[0].measured else "warmup",
+        time=max(sample.time for sample in samples),
+        seconds=seconds,
+        tokens_per_second=tokens_per_step / seconds if seconds > 0 else None,
+        loss=math.fsum(losses) / len(losses) if len(losses) == len(samples) else None,
+        **{name: _largest(samples, name) for name in ("gpu_allocated_bytes", "gpu_reserved_bytes", "gpu_peak_bytes")},
+        host_resident_bytes=sum(sample.host_resident_bytes or 0 for sample in samples) or None,
+    )
+
+
+def _largest(samples: list[StepSample], name: str) -> int | None:
+    return max((size for sample in samples if (size := getattr(sample, name)) is not None), default=None)

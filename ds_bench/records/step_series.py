@@ -1,0 +1,186 @@
+"""What a trial reports of each step while it trains: a small file of each rank, and the lines of ``steps.jsonl``.
+
+A rank writes its steps into a mapped file (``rank<N>.steps``) by plain stores to memory: nothing is written to a disk
+and no system call is made, so that it can be done between two measured steps. The file holds the last steps only; the
+parent reads it while the trial runs and keeps every step as a line of ``steps.jsonl``.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+import struct
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ..system import files
+from ..units import to_gb, to_ms
+from . import json_files
+
+STEPS_FILE = "steps.jsonl"
+_HEADER = struct.Struct("<qq")
+"""Steps written so far; tokens of the whole job in a step."""
+_COUNT = struct.Struct("<q")
+_SAMPLE = struct.Struct("<qdddqqqq")
+_CAPACITY = 1024
+"""Steps that a rank's file holds. The parent reads it five times a second."""
+_FILE_BYTES = _HEADER.size + _CAPACITY * _SAMPLE.size
+_UNKNOWN = -1
+_MOST_BYTES = 2**30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepSample:
+    """One step on one rank. None where a value is not known."""
+
+    measured: bool
+    """False for a warm-up step."""
+    time: float
+    """End of the step in seconds since the epoch."""
+    seconds: float
+    loss: float | None
+    """Mean over the rank's micro-batches; None where it is not finite."""
+    gpu_allocated_bytes: int | None = None
+    """Held by tensors at the end of the step."""
+    gpu_reserved_bytes: int | None = None
+    """Held by torch's allocator at the end of the step."""
+    gpu_peak_bytes: int | None = None
+    """Peak allocated since the warm-up or the measured window began."""
+    host_resident_bytes: int | None = None
+    """Resident memory at the end of the step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrialStep:
+    """One step of the whole job: a line of ``steps.jsonl`` (docs/monitor.md)."""
+
+    step: int
+    """From 0, warm-up steps included."""
+    phase: str
+    """``warmup`` or ``measured``."""
+    time: float
+    seconds: float
+    """On the slowest rank."""
+    tokens_per_second: float | None
+    """Of the whole job; None for a step that took no time by the clock."""
+    loss: float | None
+    """Mean over ranks."""
+    gpu_allocated_bytes: int | None = None
+    gpu_reserved_bytes: int | None = None
+    gpu_peak_bytes: int | None = None
+    """All ``gpu_*``: the fullest rank."""
+    host_resident_bytes: int | None = None
+    """Sum over the ranks."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """The values of the line."""
+        return asdict(self)
+
+    @property
+    def shown_values(self) -> dict[str, float]:
+        """What is known of the step, under the names and in the units of the flat files, for trackers."""
+        values = {
+            "loss": self.loss,
+            "step_time_ms": to_ms(self.seconds),
+            "throughput_tokens_per_sec": self.tokens_per_second,
+            "gpu_allocated_gb": to_gb(self.gpu_allocated_bytes),
+            "gpu_reserved_gb": to_gb(self.gpu_reserved_bytes),
+            "gpu_peak_gb": to_gb(self.gpu_peak_bytes),
+            "cpu_used_gb": to_gb(self.host_resident_bytes),
+        }
+        return {name: value for name, value in values.items() if value is not None}
+
+
+def steps_file(folder: Path, rank: int) -> Path:
+    return folder / f"rank{rank}.steps"
+
+
+class StepFileWriter:
+    """Writes the steps of one rank. Raises OSError where the disk has no room for the file, when it is made."""
+
+    def __init__(self, folder: Path, rank: int, tokens_per_step: int) -> None:
+        descriptor = os.open(steps_file(folder, rank), os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+        try:
+            os.posix_fallocate(descriptor, 0, _FILE_BYTES)  # a store into a page without room would kill the rank
+            self._memory = mmap.mmap(descriptor, _FILE_BYTES)
+        finally:
+            os.close(descriptor)
+        self._count = 0
+        _HEADER.pack_into(self._memory, 0, 0, tokens_per_step)
+
+    def add(self, sample: StepSample) -> None:
+        """Adds the next step; the first one is step 0."""
+        sizes = (
+            sample.gpu_allocated_bytes,
+            sample.gpu_reserved_bytes,
+            sample.gpu_peak_bytes,
+            sample.host_resident_bytes,
+        )
+        _SAMPLE.pack_into(
+            self._memory,
+            _HEADER.size + self._count % _CAPACITY * _SAMPLE.size,
+            sample.measured,
+            sample.time,
+            sample.seconds,
+            math.nan if sample.loss is None else sample.loss,
+            *(_UNKNOWN if size is None else size for size in sizes),
+        )
+        self._count += 1
+        _COUNT.pack_into(self._memory, 0, self._count)  # last: what it counts is complete
+
+
+class StepFileReader:
+    """Reads the steps of one rank while it writes them."""
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self.path = steps_file(folder, rank)
+        self._next = 0
+        self.tokens_per_step = 0
+
+    def new_samples(self) -> Iterator[tuple[int, StepSample]]:
+        """The number and the sample of each step that was not read before; none before the rank has made its file."""
+        try:
+            data = files.read_bytes(self.path, _FILE_BYTES)
+        except OSError:
+            return
+        if len(data) < _FILE_BYTES:
+            return
+        count, self.tokens_per_step = _HEADER.unpack_from(data)
+        # The oldest place is left out where the file is full: the rank may be writing the next step to it.
+        first = max(self._next, count - _CAPACITY + 1)
+        self._next = max(count, self._next)
+        for number in range(first, count):
+            yield number, _sample(_SAMPLE.unpack_from(data, _HEADER.size + number % _CAPACITY * _SAMPLE.size))
+
+
+def _sample(values: tuple[float, ...]) -> StepSample:
+    measured, time, seconds, loss, *sizes = values
+    allocated, reserved, peak, resident = (None if size == _UNKNOWN else int(size) for size in sizes)
+    return StepSample(
+        measured=bool(measured),
+        time=time,
+        seconds=seconds,
+        loss=loss if math.isfinite(loss) else None,
+        gpu_allocated_bytes=allocated,
+        gpu_reserved_bytes=reserved,
+        gpu_peak_bytes=peak,
+        host_resident_bytes=resident,
+    )
+
+
+def read_steps(folder: Path) -> list[TrialStep]:
+    """The steps in ``steps.jsonl`` of a trial's folder, without lines that are none; empty without the file."""
+    try:
+        lines = files.read_bytes(folder / STEPS_FILE, _MOST_BYTES).splitlines()
+    except OSError:
+        return []
+    steps = []
+    for line in lines:
+        try:
+            steps.append(json_files.parse(TrialStep, line))
+        except ValueError:
+            continue
+    return steps

@@ -1,0 +1,100 @@
+"""Reports the loss, memory and time of each step while a rank trains (``--monitor``).
+
+Nothing waits for the device: on CUDA the losses of a step are copied to page-locked memory in the order of the stream,
+and are read once the mark that ends the step has passed, usually one step later. Nothing is written but memory that the
+parent reads (``records.step_series``).
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ..records.step_series import StepFileWriter, StepSample
+from .step_clock import StepClock
+
+_MOST_PENDING = 64
+"""Steps whose losses wait to be read; of a host that runs further ahead of its GPU the losses are left out."""
+
+
+@dataclass(frozen=True, slots=True)
+class _PendingStep:
+    """A step that the device has perhaps not finished."""
+
+    clock: StepClock
+    mark: int
+    """The mark of ``clock`` that ends the step."""
+    losses: torch.Tensor | list[float]
+    """Of the micro-batches; a tensor on the host is complete once the mark has passed. Empty where not taken."""
+    time: float
+    measured: bool
+    memory: dict[str, int | None]
+
+
+class StepRecorder:
+    """Reports the steps of one rank. Raises OSError where the disk has no room for its file, when it is made."""
+
+    def __init__(self, folder: Path, rank: int, accelerator: str, grad_accum: int, tokens_per_step: int) -> None:
+        self._file = StepFileWriter(folder, rank, tokens_per_step)
+        self._cuda = accelerator == "cuda"
+        self._pending: deque[_PendingStep] = deque()
+        self._losses: torch.Tensor | list[float] = []
+        self._slots = torch.zeros(_MOST_PENDING, grad_accum, pin_memory=True) if self._cuda else torch.zeros(0)
+        self._next_slot = 0
+        self._statm = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
+        self._page_bytes = os.sysconf("SC_PAGE_SIZE")
+
+    def take_losses(self, losses: Sequence[torch.Tensor]) -> None:
+        """Takes the losses of a step's micro-batches, before the mark that ends the step."""
+        self._losses = []
+        if any(loss.numel() != 1 for loss in losses) or len(self._pending) >= _MOST_PENDING:
+            return
+        if not self._cuda:
+            self._losses = [loss.item() for loss in losses]
+            return
+        self._losses = places = self._slots[self._next_slot]
+        self._next_slot = (self._next_slot + 1) % _MOST_PENDING
+        for place, loss in zip(places, losses, strict=True):
+            place.copy_(loss.reshape(()), non_blocking=True)
+
+    def end_step(self, clock: StepClock, measured: bool) -> None:
+        """Notes the step that the clock's last mark ends, and reports the steps that the device has finished."""
+        step = _PendingStep(clock, clock.last_mark, self._losses, time.time(), measured, self._memory())
+        self._pending.append(step)
+        self.report()
+
+    def report(self) -> None:
+        """Reports the steps that the device has finished."""
+        while self._pending and (step := self._pending[0]).clock.has_passed(step.mark):
+            self._pending.popleft()
+            losses = step.losses if isinstance(step.losses, list) else step.losses.tolist()
+            loss = sum(losses) / len(losses) if losses else math.nan
+            self._file.add(
+                StepSample(
+                    measured=step.measured,
+                    time=step.time,
+                    seconds=step.clock.seconds_before(step.mark),
+                    loss=loss if math.isfinite(loss) else None,
+                    **step.memory,
+                )
+            )
+
+    def _memory(self) -> dict[str, int | None]:
+        resident = int(os.pread(self._statm, 128, 0).split()[1]) * self._page_bytes
+        if not self._cuda:
+            return {"host_resident_bytes": resident}
+        statistics = torch.cuda.memory_stats_as_nested_dict()  # counters of the host; the flat ones take longer
+        allocated, reserved = statistics["allocated_bytes"]["all"], statistics["reserved_bytes"]["all"]
+        return {
+            "gpu_allocated_bytes": allocated["current"],
+            "gpu_reserved_bytes": reserved["current"],
+            "gpu_peak_bytes": allocated["peak"],
+            "host_resident_bytes": resident,
+        }
