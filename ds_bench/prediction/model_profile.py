@@ -26,8 +26,10 @@ from ..system.processes import run_worker_tool
 
 _FORMATS: dict[Precision, str] = {"bf16": "bf16", "fp16": "bf16", "fp32": "fp32"}
 """Number format → the one that is measured for it: fp16 has the same sizes and kernels as bf16."""
-_LEFT_OUT = ("n_layer", "num_hidden_layers", "layer_types", "model_type", "transformers_version", "architectures")
-"""Keys of a config that are not sent: the depth, which the child chooses, and those that do not change the layers."""
+_DEPTH = ("n_layer", "num_hidden_layers", "layer_types")
+"""Keys of a config that give its depth, which the child chooses where all layers are alike."""
+_LEFT_OUT = ("model_type", "transformers_version", "architectures")
+"""Keys of a config that are never sent, as they do not change the layers."""
 _STEP = 16
 """Distance between the sequence lengths that the child measures."""
 COUNTING_SECONDS = 240
@@ -36,6 +38,10 @@ _MOST_CODE_BYTES = 2**26
 """Largest total size of a folder's JSON and Python files; results of a larger folder are not cached."""
 _SOME_DROPOUT = 0.1
 """The probability that is measured for every one above 0, as the size of a mask does not depend on it."""
+_WINDOWED = ("mistral", "mixtral", "gemma2", "gemma3_text", "phi3", "gpt_oss")
+"""Architectures with a sliding window wherever their config gives its length."""
+_OF_SEVERAL_KINDS = ("gemma2", "gemma3_text", "deepseek_v2", "gpt_oss")
+"""Architectures with layers of several kinds: windowed and full attention in turn, or a dense MLP before experts."""
 _OWN_DROPOUTS = {"gpt2": ("resid_pdrop", "embd_pdrop", "attn_pdrop"), "opt": ("dropout",)}
 """Architecture → dropouts whose default is above 0 in Transformers' configurations; all other defaults are 0."""
 
@@ -215,8 +221,8 @@ def profile_of(
 ) -> ModelProfile:
     """Returns the profile of a model whose parameter count is known; a preset's is part of the package.
 
-    Any other is measured by a child process with one and two layers, and cached. ``dropout``: None for the model's own.
-    Raises UsageError if it cannot be measured, or has another parameter count.
+    Any other is measured by a child process, with two layers unless they are of several kinds, and cached.
+    ``dropout``: None for the model's own. Raises UsageError if it cannot be measured, or has another parameter count.
     """
     request = request_for(facts, seq_length, accelerator=accelerator, dropout=dropout, variant=variant)
     key = request_key(request)
@@ -295,7 +301,9 @@ def request_for(
     """Makes the request to the child; it is the same for models that differ in depth or in a dropout above 0 alone."""
     window = sliding_window(facts)
     start = window if window is not None and seq_length >= window else _STEP
-    config = {key: value for key, value in facts.config.items() if key not in _LEFT_OUT}
+    whole = {"whole": True} if facts.model_type in _OF_SEVERAL_KINDS else {}
+    left_out = _LEFT_OUT if whole else (*_LEFT_OUT, *_DEPTH)
+    config = {key: value for key, value in facts.config.items() if key not in left_out}
     defaults = _OWN_DROPOUTS.get(facts.model_type, ())
     stated = (value for name, value in facts.config.items() if "dropout" in name or "pdrop" in name)
     drops = any(facts.config.get(name, _SOME_DROPOUT) for name in defaults) or any(stated)
@@ -305,6 +313,7 @@ def request_for(
         "sequences": [start, start + _STEP, start + 2 * _STEP],
         "precisions": sorted(set(_FORMATS.values())),
         "dropout": None if dropout is None or (dropout == 0 and not drops) else _SOME_DROPOUT if dropout else 0.0,
+        **whole,
     }
     if drops if dropout is None else dropout > 0:  # without dropout all accelerators save the same
         request["accelerator"] = accelerator
@@ -314,7 +323,7 @@ def request_for(
 def sliding_window(facts: ModelFacts) -> int | None:
     """Returns the length from which a sequence has an explicit attention mask, which grows with its square, or None."""
     window = facts.config.get("sliding_window")
-    used = facts.config.get("use_sliding_window", facts.model_type in ("mistral", "mixtral"))
+    used = facts.config.get("use_sliding_window", facts.model_type in _WINDOWED)
     return int(window) if used and isinstance(window, int) else None
 
 

@@ -4,10 +4,11 @@ Reads one JSON request per line from standard input. The model is built under ``
 no bytes) on the CPU device, in its training number format; a saved-tensor hook counts the storages that autograd keeps,
 as the ledger of a real run does. Six sizes of batch and sequence give the coefficients of a polynomial in both.
 
-A request with a ``config`` names an architecture whose tensors are known by arithmetic: it is built with two layers.
-Any other request names a folder, a model on the Hub or a factory: its model is built whole and its tensors are printed
-at once (a line with ``partial``); then all but two blocks of each kind are removed. In both cases the second block of a
-kind is the measure of every other. Each request ends with one line: the answer, or ``error``.
+A request with a ``config`` names an architecture whose tensors are known by arithmetic: it is built with two layers,
+unless it asks for the ``whole`` model, whose layers are of several kinds. Any other request names a folder, a model on
+the Hub or a factory. A whole model's tensors are printed at once (a line with ``partial``); then all but two blocks of
+each kind are removed. In both cases the second block of a kind is the measure of every other. Each request ends with
+one line: the answer, or ``error``.
 
 CUDA keeps other tensors than the CPU in two cases, which ``_CudaKernelMode`` imitates. Not for measuring a real run:
 that is ``ledger``.
@@ -74,7 +75,7 @@ def measure(request: Mapping[str, Any], report_partial: Callable[[Answer], None]
     ``report_partial`` gets what is known of a whole model before its forward passes begin. Raises whatever the model's
     code raises.
     """
-    is_whole = request.get("config") is None
+    is_whole = request.get("config") is None or bool(request.get("whole"))
     kernels = _CudaKernelMode() if request.get("accelerator", "cuda") == "cuda" else contextlib.nullcontext()
     sequences = tuple(request.get("sequences") or SEQUENCES)
     answer: Answer = {}
@@ -196,9 +197,10 @@ def _build_from_config(request: Mapping[str, Any], dtype: torch.dtype, layers: i
         config = AutoConfig.from_pretrained(request["path"], trust_remote_code=trusted)
     else:
         config = AutoConfig.for_model(request["model_type"], **request["config"])
-        config.num_hidden_layers = layers
-        if isinstance(layer_types := getattr(config, "layer_types", None), list):
-            config.layer_types = layer_types[:layers]
+        if not request.get("whole"):
+            config.num_hidden_layers = layers
+            if isinstance(layer_types := getattr(config, "layer_types", None), list):
+                config.layer_types = layer_types[:layers]
     config.use_cache = False
     with no_init_weights():
         model: torch.nn.Module = AutoModelForCausalLM.from_config(

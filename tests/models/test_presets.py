@@ -9,6 +9,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +17,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_bench.errors import UsageError
-from ds_bench.models.presets import ModelFacts, facts_from_config, find_preset, preset_names, similar_presets
+from ds_bench.models.presets import (
+    ModelFacts,
+    facts_from_config,
+    find_preset,
+    preset_names,
+    short_names,
+    similar_presets,
+)
 from tests.support.real_trials import ROOT
 
 PUBLISHED_PARAMETERS = {
@@ -30,7 +38,18 @@ PUBLISHED_PARAMETERS = {
     "meta-llama/Llama-2-70b-hf": 68_976_648_192,
     "meta-llama/Llama-3.1-8B": 8_030_261_248,
     "meta-llama/Llama-3.1-70B": 70_553_706_496,
+    "meta-llama/Llama-3.2-1B": 1_235_814_400,
+    "meta-llama/Llama-3.2-3B": 3_212_749_824,
     "Qwen/Qwen3-30B-A3B": 30_532_122_624,
+    "Qwen/Qwen3-235B-A22B": 235_093_634_560,
+    "google/gemma-2-2b": 2_614_341_888,
+    "google/gemma-2-9b": 9_241_705_984,
+    "google/gemma-2-27b": 27_227_128_320,
+    "google/gemma-3-270m": 268_098_176,
+    "google/gemma-3-1b-pt": 999_885_952,
+    "microsoft/phi-4": 14_659_507_200,
+    "deepseek-ai/DeepSeek-V2-Lite": 15_706_484_224,
+    "openai/gpt-oss-20b": 20_914_757_184,
     "mistralai/Mistral-7B-v0.1": 7_241_732_096,
     "mistralai/Mistral-7B-v0.3": 7_248_023_552,
     "Qwen/Qwen2.5-0.5B": 494_032_768,
@@ -76,6 +95,18 @@ SMALL_OPT = {
     "max_position_embeddings": 64,
     "do_layer_norm_before": True,
 }
+SMALL_DEEPSEEK = {
+    **{key: value for key, value in SMALL_LLAMA.items() if key != "num_key_value_heads"},
+    "moe_intermediate_size": 24,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 20,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 6,
+    "n_routed_experts": 5,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 3,
+}
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2 untied": ("gpt2", {**SMALL_GPT2, "tie_word_embeddings": False}),
     "gpt2 with an inner width of its own": ("gpt2", {**SMALL_GPT2, "n_inner": 100}),
@@ -95,6 +126,22 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral without head_dim": ("mistral", {**SMALL_LLAMA, "head_dim": None}),
     "qwen2 tied": ("qwen2", {**SMALL_LLAMA, "tie_word_embeddings": True}),
     "qwen3 with attention bias": ("qwen3", {**SMALL_LLAMA, "head_dim": 16, "attention_bias": True}),
+    "gemma2 with attention bias": ("gemma2", {**SMALL_LLAMA, "head_dim": 16, "attention_bias": True}),
+    "gemma3 untied": ("gemma3_text", {**SMALL_LLAMA, "head_dim": 16, "tie_word_embeddings": False}),
+    "phi3 without key-value heads": (
+        "phi3",
+        {**{key: value for key, value in SMALL_LLAMA.items() if key != "num_key_value_heads"}, "pad_token_id": 0},
+    ),
+    "deepseek_v2 with a latent for queries and no dense layer": ("deepseek_v2", SMALL_DEEPSEEK),
+    "deepseek_v2 with dense layers and all biases": (
+        "deepseek_v2",
+        {**SMALL_DEEPSEEK, "first_k_dense_replace": 2, "attention_bias": True, "mlp_bias": True},
+    ),
+    "deepseek_v2 without experts": ("deepseek_v2", {**SMALL_DEEPSEEK, "first_k_dense_replace": 9}),
+    "gpt_oss without attention bias": (
+        "gpt_oss",
+        {**SMALL_LLAMA, "head_dim": 16, "num_local_experts": 5, "num_experts_per_tok": 3, "attention_bias": False},
+    ),
     "mixtral with three of five experts": (
         "mixtral",
         {**SMALL_LLAMA, "num_local_experts": 5, "num_experts_per_tok": 3},
@@ -135,11 +182,11 @@ def multiplied_weights(model: Any) -> int:
     total = 0
     for module in model.modules():
         kind = type(module).__name__
-        if isinstance(module, (nn.Linear, Conv1D)) or kind in ("MixtralTopKRouter", "Qwen3MoeTopKRouter"):
+        if isinstance(module, (nn.Linear, Conv1D)) or kind.endswith(("TopKRouter", "TopkRouter")):
             total += module.weight.numel()
-        elif kind in ("MixtralExperts", "Qwen3MoeExperts"):
+        elif kind.endswith("Experts"):
             weights = module.gate_up_proj.numel() + module.down_proj.numel()
-            total += weights * model.config.num_experts_per_tok // model.config.num_local_experts
+            total += weights * model.config.num_experts_per_tok // module.num_experts
     return total
 
 
@@ -190,11 +237,15 @@ def test_the_shape_of_a_preset_is_that_of_the_built_config() -> None:
             "layers": config.num_hidden_layers,
             "hidden_size": config.hidden_size,
             "attention_heads": config.num_attention_heads,
-            "head_dim": getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+            "head_dim": config.hidden_size // config.num_attention_heads,
             "vocabulary_size": config.vocab_size,
             "max_positions": config.max_position_embeddings,
             "tied_embeddings": config.tie_word_embeddings,
         }
+        if hasattr(config, "v_head_dim"):  # of keys and values: the mean has the FLOPs of both
+            shape["head_dim"] = (config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim) // 2
+        elif getattr(config, "head_dim", None):
+            shape["head_dim"] = config.head_dim
         assert {field: getattr(facts, field) for field in shape} == shape, name
 
 
@@ -277,9 +328,51 @@ def test_a_preset_is_found_in_any_case_and_keeps_its_own_spelling() -> None:
     assert preset("META-LLAMA/llama-3.1-8b").name == "meta-llama/Llama-3.1-8B"
 
 
-def test_only_the_whole_name_finds_a_preset() -> None:
-    names = ("", "gpt", "gpt2 ", "Llama-3.1-8B", "openai-community/gpt2", "./gpt2")
+def test_only_a_whole_name_finds_a_preset() -> None:
+    names = ("", "gpt", "gpt2 ", "Llama-3.1", "mistral-7b", "openai-community/gpt2", "./gpt2")
     assert [name for name in names if find_preset(name)] == []
+
+
+def test_a_short_name_finds_its_preset_unless_a_folder_is_called_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    meant = {
+        "llama-2-7b": "meta-llama/Llama-2-7b-hf",
+        "Llama-2-7b-hf": "meta-llama/Llama-2-7b-hf",
+        "llama-3.2-1b": "meta-llama/Llama-3.2-1B",
+        "mistral-7b-v0.1": "mistralai/Mistral-7B-v0.1",
+        "mixtral-8x7b": "mistralai/Mixtral-8x7B-v0.1",
+        "qwen3-30b-a3b": "Qwen/Qwen3-30B-A3B",
+        "gemma-3-1b": "google/gemma-3-1b-pt",
+        "phi-4": "microsoft/phi-4",
+        "gpt-oss-20b": "openai/gpt-oss-20b",
+        "deepseek-v2-lite": "deepseek-ai/DeepSeek-V2-Lite",
+    }
+    assert {short: preset(short).name for short in meant} == meant
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "llama-2-7b").mkdir()
+    (tmp_path / "gpt2").mkdir()
+    assert find_preset("llama-2-7b") is None
+    assert preset("gpt2").name == "gpt2"
+
+
+def test_every_preset_of_an_organisation_has_a_short_name() -> None:
+    shorter = short_names()
+    assert set(shorter) == {name for name in preset_names() if "/" in name}
+    assert {preset(short).name for short in shorter.values()} == set(shorter)
+
+
+def test_the_text_models_of_gemma_3_have_the_published_parameters_in_millions() -> None:
+    """Embedding and the rest, in millions (Gemma 3 technical report, table 1)."""
+    published = {
+        "gemma-3-4b-text": (675, 3_209),
+        "gemma-3-12b-text": (1_012, 10_759),
+        "gemma-3-27b-text": (1_416, 25_600),
+    }
+    for name, (embedding, rest) in published.items():
+        facts = preset(name)
+        assert facts.vocabulary_size * facts.hidden_size / 1e6 == pytest.approx(embedding, rel=0.01)
+        assert facts.parameters / 1e6 == pytest.approx(embedding + rest, rel=0.002)
 
 
 def test_a_misspelt_name_is_answered_with_what_was_meant_first() -> None:
@@ -367,6 +460,6 @@ def test_presets_train_with_the_dropout_of_their_family() -> None:
     for name in preset_names():
         facts = preset(name)
         family = AutoConfig.for_model(facts.model_type)
-        own = {key: value for key, value in facts.config.items() if "drop" in key}
+        own = {key: value for key, value in facts.config.items() if "drop" in key and not name.startswith("size-")}
         assert own == {key: getattr(family, key) for key in own}, name
     assert AutoConfig.for_model("gpt2", **preset("tiny").config).resid_pdrop == 0.1
