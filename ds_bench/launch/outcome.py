@@ -22,6 +22,7 @@ from .monitor import Ending, Limits
 
 _MAX_RANK_FILE_BYTES = 2**26
 """Enough for a million steps."""
+_MOST_CAVEAT_LENGTH = 160
 _INVALID_FILE_ERRORS = (ValueError, TypeError, KeyError, OSError, RecursionError)
 _STATUS_BY_KIND = {"device_oom": schema.OOM, "host_oom": schema.OOM_HOST, "disk_full": schema.OOM_DISK}
 _CRASH_SIGNALS = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
@@ -61,8 +62,8 @@ def determine_outcome(evidence: Evidence) -> TrialOutcome:
     if len(measurements) == evidence.world_size:
         return TrialOutcome(outcome=success, measurements=measurements, caveats=_exit_caveats(evidence))
     if evidence.ending is not None and not problems and (measurements := _read_partial_files(evidence)):
-        text = "what follows the measured window (ledger, phases) failed; the measured steps had finished"
-        return TrialOutcome(outcome=success, measurements=measurements, failures=failures, caveats=(text,))
+        caveats = (_unfinished_caveat(failures),)
+        return TrialOutcome(outcome=success, measurements=measurements, failures=failures, caveats=caveats)
     outcome = (
         _oom_outcome(failures, evidence)
         or _interrupted_outcome(evidence)
@@ -122,6 +123,16 @@ def _read_rank_file(path: Path, rank: int, evidence: Evidence) -> RankMeasuremen
     if measurement.rank != rank or measurement.world_size != evidence.world_size:
         raise ValueError(f"is of rank {measurement.rank} of {measurement.world_size}")
     return measurement
+
+
+def _unfinished_caveat(failures: tuple[RankFailure, ...]) -> str:
+    """What is missing of a trial whose ranks failed, hung or were ended after their measured steps, and why."""
+    first = next((failure for failure in failures if failure.kind != "peer_lost"), None)
+    cause = ""
+    if first is not None:
+        message = " ".join(first.message.split())[:_MOST_CAVEAT_LENGTH]
+        cause = f" ({first.error_class} on rank {first.rank}: {message})"
+    return f"what follows the measured window (ledger, phases, profiles) failed{cause}; the measured steps had finished"
 
 
 def _exit_caveats(evidence: Evidence) -> tuple[str, ...]:

@@ -116,6 +116,20 @@ def test_a_bad_end_after_the_file_is_success_with_a_caveat(scene: Scene, how: di
     assert said in found.caveats[0]
 
 
+def test_a_failure_after_the_window_leaves_a_success_with_what_failed(scene: Scene) -> None:
+    for rank in (0, 1):
+        seen = fakes.measurement(PAIR, rank=rank, world_size=2, data_parallel_size=2)
+        write_json(scene.folder / f"rank{rank}.measured.json", fakes.measured_file(seen))
+    scene.failed(0, kind="peer_lost", message="connection closed", time=99.0)
+    scene.failed(1, error_class="OutOfMemoryError", kind="device_oom", message="CUDA out\nof memory " + 999 * "x")
+    found = scene.findings("rank_failed")
+    assert found.outcome.success
+    (caveat,) = found.caveats
+    assert "(OutOfMemoryError on rank 1: CUDA out of memory" in caveat
+    assert caveat.endswith("; the measured steps had finished")
+    assert len(caveat) < 350
+
+
 def test_a_clean_success_has_no_caveat(scene: Scene) -> None:
     assert scene.measured(0, 1).ended(0, code=0).ended(1, code=0).findings().caveats == ()
 
