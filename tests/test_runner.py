@@ -419,7 +419,15 @@ def test_a_dry_run_prints_the_command_that_makes_nsys_record(
     assert cli.main("zero", fakes.make_config, arguments) == 0
     err = capsys.readouterr().err
     assert "note: --profile nsys records GPUs" in err
-    assert f"zero_stage_comparison.py {' '.join(arguments)} --launcher deepspeed" in err
+    assert f"zero_stage_comparison.py {' '.join(arguments[:-1])} --launcher deepspeed" in err
+
+
+def test_a_run_goes_on_with_the_profiles_it_began_with(house: House, capsys: pytest.CaptureFixture[str]) -> None:
+    assert house.run("--stages", "0", "1", "--profile", "torch", script=FakeLauncher("Success", "Interrupted")) == 130
+    assert house.resume("--profile", "memory") == 2
+    assert "other --profile, --checkpoint or --monitor flags than it began with" in capsys.readouterr().err
+    assert house.resume() == 0
+    assert [trial.inspection.profiles for trial in house.launcher.launched] == [("torch",)]
 
 
 def test_a_profile_of_a_rank_that_there_is_not_is_refused(house: House, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Container, Sequence
+from dataclasses import asdict
 from typing import Any
 
-from ..config.spec import Trial
+from ..config.spec import NO_INSPECTION, Trial
 from ..errors import UsageError
 from ..system.environment import Environment, comparability_differences
 from .run_folder import RunFolder
@@ -27,7 +28,9 @@ def require_same_machine(store: RunFolder, facts: Environment) -> None:
 
 
 def require_same_workload(store: RunFolder, trials: Sequence[Trial], leave_out: Sequence[str]) -> None:
-    """Raises UsageError if the run has another workload or placement; stages, strategies and repeats may be added.
+    """Raises UsageError if the run has another workload, placement or inspection.
+
+    Stages, strategies and repeats may be added.
 
     ``leave_out``: fields that may differ, besides those that a row itself sets. Of a sweep, each stored trial must have
     the workload of one of the points.
@@ -35,6 +38,7 @@ def require_same_workload(store: RunFolder, trials: Sequence[Trial], leave_out: 
     present = {name: [trial[name] for trial in _distinct(trials)] for name in ("workload", "placement")}
     own_changes = {field for trial in trials for field in trial.configuration.workload_changes}
     texts = {trial.configuration.name: trial.configuration.file_text for trial in trials}
+    inspections = {_text_without(asdict(trial.inspection), ()) for trial in trials}
     known: dict[tuple[str, frozenset[str]], set[str]] = {}
     for stored in store.load_run().get("trials", []):
         configuration = stored.get("configuration")
@@ -44,6 +48,13 @@ def require_same_workload(store: RunFolder, trials: Sequence[Trial], leave_out: 
             raise UsageError(
                 f"--resume {store.folder}: the file of {row} has changed since the run began",
                 remedy="put it back as it was (run.json has its text), or start a new run",
+            )
+        inspection = stored.get("inspection")
+        inspection = inspection if isinstance(inspection, dict) else {}  # older runs have none, or fewer fields
+        if _text_without({**asdict(NO_INSPECTION), **inspection}, ()) not in inspections:
+            raise UsageError(
+                f"--resume {store.folder}: other --profile, --checkpoint or --monitor flags than it began with",
+                remedy="start a new run",
             )
         changes = configuration.get("workload_changes")
         left_out = frozenset({*leave_out, *own_changes, *(changes if isinstance(changes, dict) else ())})

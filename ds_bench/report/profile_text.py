@@ -52,5 +52,6 @@ def nsys_command(family: str, arguments: Sequence[str], environ: Mapping[str, st
         return None
     launcher = [] if "--launcher" in arguments else ["--launcher", "deepspeed"]
     flags = "--trace=cuda,nvtx,cublas --sample=none --capture-range=cudaProfilerApi --capture-range-end=repeat"
-    command = provenance.command(family, [*arguments, *launcher])
+    asked = [argument for argument in arguments if argument != "--dry-run"]
+    command = provenance.command(family, [*asked, *launcher])
     return f"nsys profile {flags} --output=nsys_window {command}"
