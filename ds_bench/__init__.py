@@ -5,7 +5,42 @@ The packages in the order in which data passes them: ``cli`` reads the flags; ``
 ``prediction`` gives each trial the memory that it will need; ``launch`` runs each one in processes of its own, whose
 ranks are ``worker``; ``records`` keeps what was observed; ``analysis`` computes numbers, caveats and a comparison from
 it; ``recommend`` chooses a row; ``report`` shows all of it. ``runner`` is the main path through these, ``batch_search``
-finds the largest micro-batch, and ``baselines`` compares later results with stored ones.
+finds the largest micro-batch, and ``baselines`` compares later results with stored ones. ``api`` has the functions and
+classes of ``__all__`` (docs/python.md).
 """
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .api import Plan, PlannedRow, Result, load, plan, run
+    from .errors import DsBenchError, PreflightError, UsageError
+
 __version__ = "0.1.0"
+__all__ = [
+    "DsBenchError",
+    "Plan",
+    "PlannedRow",
+    "PreflightError",
+    "Result",
+    "UsageError",
+    "__version__",
+    "load",
+    "plan",
+    "run",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """The public names, imported on first use: importing the package alone loads nothing."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from . import api
+
+    value = globals()[name] = getattr(api, name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -45,7 +45,7 @@ from .report.progress import ProgressReporter
 from .system import files, signals, terminal
 from .system.environment import Environment
 from .system.machine import Machine, read_machine
-from .system.optional_packages import require_installed
+from .system.optional_packages import require_installed, require_packages
 
 OK, NONE_SUCCEEDED, INTERRUPTED_CODE = 0, 1, 130
 _FIELDS_SET_BY_SEARCH = ("batch_size", "batch_policy")
@@ -60,15 +60,16 @@ def run_comparison(
     make_config: MakeConfig,
     arguments: Sequence[str],
     recipe: Mapping[str, Any] | None = None,
+    begun: Callable[[Path], None] = lambda _folder: None,
 ) -> int:
     """Plans, checks, runs, saves and reports one comparison of each point. Returns the exit code.
 
-    ``points``: one, or those of a sweep. ``recipe``: what run.json keeps of the recipe; None for a script. Raises
-    DsBenchError for whatever the user can mend, before any work.
+    ``points``: one, or those of a sweep. ``recipe``: what run.json keeps of the recipe; None for a script. ``begun``:
+    called with the run's folder as soon as there is one. Raises DsBenchError for whatever the user can mend, before any
+    work.
     """
     options = points[0]
-    if options.inspection.monitor == "tensorboard":
-        require_installed("tensorboard", "--monitor tensorboard")
+    require_packages_of(options)
     with signals.handling_signals():
         try:
             with signals.raising_on_interrupt():
@@ -95,6 +96,7 @@ def run_comparison(
                 if options.resume
                 else RunFolder.create(options.output_dir, options.family)
             )
+            begun(store.folder)
             with store.locked() as note:
                 request = _Request(arguments=arguments, recipe=recipe)
                 try:
@@ -106,6 +108,14 @@ def run_comparison(
         except KeyboardInterrupt:  # before the first trial
             terminal.print_text("interrupted", sys.stderr)
             return INTERRUPTED_CODE
+
+
+def require_packages_of(options: Options) -> None:
+    """Raises PreflightError or UsageError for a package that is not installed and that these options need."""
+    if not options.dry_run:
+        require_packages("a run")
+    if options.inspection.monitor == "tensorboard":
+        require_installed("tensorboard", "--monitor tensorboard")
 
 
 def resume_command(options: Options, folder: Path) -> str:

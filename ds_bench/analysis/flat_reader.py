@@ -74,7 +74,7 @@ def _row_adapter() -> TypeAdapter[list[dict[str, Any]]]:
 
     columns: dict[str, Any] = {}
     for name, _ in COLUMNS:
-        kind: Any = str if name in _TEXTS else bool if name in _FLAGS else int if name in _COUNTS else float
+        kind: Any = column_type(name)
         if kind in (int, float) and name not in _SIGNED:
             kind = Annotated[kind, Field(ge=0)]
         columns[name] = kind if name in _NEEDED else NotRequired[kind | None]
@@ -82,6 +82,11 @@ def _row_adapter() -> TypeAdapter[list[dict[str, Any]]]:
     row: Any = make_type("row", columns)
     rows: Any = list[row]
     return TypeAdapter(rows)
+
+
+def column_type(name: str) -> type[str | bool | int | float]:
+    """The type of a column's values, where they are not None."""
+    return str if name in _TEXTS else bool if name in _FLAGS else int if name in _COUNTS else float
 
 
 def unknown_columns(row: Mapping[str, Any]) -> list[str]:

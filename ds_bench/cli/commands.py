@@ -12,9 +12,10 @@ try:
     import argparse
     from collections.abc import Callable, Sequence
     from pathlib import Path
+    from typing import TYPE_CHECKING
 
     from .. import __version__
-    from ..config.options import FAIL_ON, FAIL_ON_DEFAULT, GOALS
+    from ..config.options import FAIL_ON, FAIL_ON_DEFAULT, GOALS, ROW_FORMATS
     from ..config.reference_engines import REFERENCES
     from ..config.spec import PRECISIONS
     from ..config.strategies import ALIASES, OFFLOAD_NAMES, ZERO_STAGES
@@ -25,6 +26,9 @@ try:
 except KeyboardInterrupt:  # Ctrl-C while these modules are loaded
     print("interrupted", file=sys.stderr)
     sys.exit(130)
+
+if TYPE_CHECKING:
+    from .plan import PlanOptions
 
 Command = Callable[[argparse.Namespace], int]
 
@@ -89,6 +93,15 @@ def _add_report(parser: argparse.ArgumentParser) -> None:
     _add_results(parser)
     parser.add_argument("--html", type=Path, metavar="FILE", help="write one self-contained page")
     parser.add_argument("--markdown", action="store_true", help="print a Markdown block instead of the table")
+    parser.add_argument(
+        "--format",
+        choices=("table", "markdown", *ROW_FORMATS),
+        default="table",
+        help="what to print: the table, or one row per trial with every column (default: table)",
+    )
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE", help="write the rows of --format json, csv or parquet to this file"
+    )
     parser.add_argument("--plots", type=Path, metavar="DIR", help="write the charts as PNG and SVG")
     parser.add_argument("--relative-to", metavar="STRATEGY", help="row that ratios refer to (default: the run's own)")
     parser.add_argument("--goal", choices=GOALS, help="goal of the recommendation (default: the run's own)")
@@ -201,12 +214,19 @@ def _add_configs(parser: argparse.ArgumentParser) -> None:
 
 
 def _plan(values: argparse.Namespace) -> int:
-    from .plan import PlanOptions, plan_command
+    from .plan import plan_command
+
+    return plan_command(plan_options(values))
+
+
+def plan_options(values: argparse.Namespace) -> PlanOptions:
+    """The parsed flags of ``plan``."""
+    from .plan import PlanOptions
 
     flags = {name: value for name, value in vars(values).items() if name not in ("command", "run")}
     names = [] if values.configs and values.strategies is _ALL_STRATEGIES else values.strategies
     names = PREDICTED_STRATEGIES if "all" in names else tuple(dict.fromkeys(names))
-    return plan_command(PlanOptions(**{**flags, "strategies": names, "configs": tuple(values.configs)}))
+    return PlanOptions(**{**flags, "strategies": names, "configs": tuple(values.configs)})
 
 
 def _add_doctor(parser: argparse.ArgumentParser) -> None:
@@ -245,8 +265,10 @@ def _advice(values: argparse.Namespace) -> int:
 def _report(values: argparse.Namespace) -> int:
     from .report import ReportOptions, report
 
-    names = ("html", "markdown", "plots", "relative_to", "goal", "export", "verbose")
-    return report(ReportOptions(results=tuple(values.results), **{name: getattr(values, name) for name in names}))
+    names = ("html", "output", "plots", "relative_to", "goal", "export", "verbose")
+    flags = {name: getattr(values, name) for name in names}
+    form = "markdown" if values.markdown else values.format
+    return report(ReportOptions(results=tuple(values.results), format=form, **flags))
 
 
 def _compare(values: argparse.Namespace) -> int:
@@ -293,6 +315,18 @@ def _add_recipe_run(parser: argparse.ArgumentParser) -> None:
     add("--yes", action="store_true", help="plan a sweep of more than 10,000 trials")
     add_flags_over_recipe(parser)
     parser.set_defaults(run=_recipe_run, typed=())
+
+
+def run_flags() -> dict[str, argparse.Action]:
+    """The flags of ``run`` by their names as Python has them: ``num_gpus``."""
+    parser = Parser()
+    _add_recipe_run(parser)
+    return {
+        option.removeprefix("--").replace("-", "_"): action
+        for action in parser._actions
+        for option in action.option_strings
+        if option.startswith("--")
+    }
 
 
 def _recipe_run(values: argparse.Namespace) -> int:

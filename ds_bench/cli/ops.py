@@ -9,13 +9,15 @@ from pathlib import Path
 from ..config import placement
 from ..launch import ops, rank_environment
 from ..system import gpus, terminal
+from ..system.optional_packages import require_packages
 
 
 def build_ops() -> int:
     """Builds the ops that are not built yet and prints the state of each.
 
-    Returns 0 if at least one op can be used, else 1.
+    Returns 0 if at least one op can be used, else 1. Raises PreflightError without torch and DeepSpeed.
     """
+    require_packages("building DeepSpeed's ops", ("torch", "deepspeed"))
     here = placement.default_placement(os.environ, gpus.NvmlQuery())
     names = [ops.SHARED_MEMORY] if here.accelerator == "cpu" else [ops.FUSED_ADAM]
     variables = rank_environment.rank_environment(here, os.environ, None)

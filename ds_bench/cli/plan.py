@@ -34,7 +34,7 @@ _MAX_TOKENS = 2**40
 """Tokens of one micro-batch; more is taken for a typing error."""
 _MAX_GPUS = 100_000
 """GPUs of one job; more is taken for a typing error."""
-_WIDTH_OF_FILES = 100
+WIDTH_OF_FILES = 100
 """Characters of a line that goes into a file or a pipe."""
 
 
@@ -66,6 +66,23 @@ class PlanOptions:
 
 def plan_command(options: PlanOptions) -> int:
     """Prints the answer and the table. Returns 0; raises UsageError."""
+    predicted, lines = predict_plan(options)
+    for line in lines:
+        terminal.print_text(f"note: {terminal.escape_controls(line)}", sys.stderr)
+    if options.json:
+        terminal.print_json(json.dumps([_json_entry(row) for row in predicted.rows], indent=1, allow_nan=False))
+        return 0
+    width = shutil.get_terminal_size(fallback=(WIDTH_OF_FILES, 0)).columns
+    for line in plan_table.lines(predicted, width, verbose=options.verbose):
+        terminal.print_text(line)
+    return 0
+
+
+def predict_plan(options: PlanOptions) -> tuple[MemoryPlan, list[str]]:
+    """The predictions that the flags ask for, and what the user must know about the files of ``--configs``.
+
+    Raises UsageError.
+    """
     capacity = devices.memory_bytes(options.gpu)
     files, lines = read_configuration_files(options.configs)
     question, hidden_size = _planned_trial(options)
@@ -73,8 +90,6 @@ def plan_command(options: PlanOptions) -> int:
         *map(_configuration, options.strategies),
         *_of_files(options, question, files, hidden_size, lines),
     ]
-    for line in lines:
-        terminal.print_text(f"note: {terminal.escape_controls(line)}", sys.stderr)
     predicted = MemoryPlan(
         asked=question,
         gpu_bytes=capacity,
@@ -83,13 +98,7 @@ def plan_command(options: PlanOptions) -> int:
         shows_min_gpus=options.min_gpus,
         shows_max_batch=options.max_batch,
     )
-    if options.json:
-        terminal.print_json(json.dumps([_json_entry(row) for row in predicted.rows], indent=1, allow_nan=False))
-        return 0
-    width = shutil.get_terminal_size(fallback=(_WIDTH_OF_FILES, 0)).columns
-    for line in plan_table.lines(predicted, width, verbose=options.verbose):
-        terminal.print_text(line)
-    return 0
+    return predicted, lines
 
 
 def _configuration(name: str) -> Configuration:

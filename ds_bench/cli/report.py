@@ -5,23 +5,27 @@ from __future__ import annotations
 import contextlib
 import io
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import IO, Any
 
 from .. import __version__
 from ..analysis import load_results, merge_results
 from ..analysis.comparison import ComparisonRow, rows_called
+from ..analysis.flat_rows import flat_rows
 from ..analysis.merge_results import ResultGroup
 from ..analysis.summary import TrialSummary
 from ..config import strategies
 from ..config.deepspeed_config import is_full_config
-from ..config.options import GOALS
+from ..config.options import GOALS, ROW_FORMATS
 from ..errors import UsageError
 from ..records.rank_files import write_text
-from ..report import export, html_report, markdown, models_table, terminal_report
+from ..records.run_folder import csv_text
+from ..report import export, html_report, markdown, models_table, table, terminal_report
 from ..report.comparison_report import ComparisonReport, build_report
+from ..report.data_frame import parquet_bytes
 from ..system import terminal
 from . import arguments
 
@@ -32,7 +36,10 @@ class ReportOptions:
 
     results: tuple[Path, ...]
     html: Path | None = None
-    markdown: bool = False
+    format: str = "table"
+    """``table``, ``markdown``, or the flat rows: ``json``, ``csv``, ``parquet``."""
+    output: Path | None = None
+    """File of the flat rows; None: standard output."""
     plots: Path | None = None
     relative_to: str | None = None
     """None: the row that the run itself referred to, else the first."""
@@ -46,16 +53,10 @@ def report(options: ReportOptions) -> int:
     """Prints the results and writes the files that the flags name. Returns 0; raises UsageError."""
     _check_targets(options)
     reports = build_reports(options.results, options.relative_to, options.goal)
-    for number, comparison_report in enumerate(reports):
-        if number:
-            terminal.print_text("")
-        if options.markdown:
-            terminal.print_text(markdown.render_markdown(comparison_report))
-        else:
-            terminal_report.print_report(comparison_report, sys.stdout, verbose=options.verbose)
-    side_by_side = (models_table.render_markdown if options.markdown else models_table.render_text)(reports)
-    if side_by_side:
-        terminal.print_text(f"\n{side_by_side}")
+    if options.format in ROW_FORMATS:
+        _write_rows(flat_rows_of(reports), options)
+    else:
+        print_reports(reports, sys.stdout, as_markdown=options.format == "markdown", verbose=options.verbose)
     if options.html is not None:
         _write_html(reports, options.html)
     if options.plots is not None:
@@ -65,8 +66,66 @@ def report(options: ReportOptions) -> int:
     return 0
 
 
+def print_reports(
+    reports: Sequence[ComparisonReport], stream: IO[str], *, as_markdown: bool = False, verbose: bool = False
+) -> None:
+    """Prints the reports one after the other, and what they show side by side."""
+    for number, comparison_report in enumerate(reports):
+        if number:
+            terminal.print_text("", stream)
+        if as_markdown:
+            terminal.print_text(markdown.render_markdown(comparison_report), stream)
+        else:
+            terminal_report.print_report(comparison_report, stream, verbose=verbose)
+    if side_by_side := (models_table.render_markdown if as_markdown else models_table.render_text)(reports):
+        terminal.print_text(f"\n{side_by_side}", stream)
+
+
+def flat_rows_of(reports: Sequence[ComparisonReport]) -> list[dict[str, Any]]:
+    """The flat row of every trial, row by row of each report."""
+    return [
+        flat_row
+        for each in reports
+        for flat_row in flat_rows([summary for row in each.comparison.rows for summary in row.summaries])
+    ]
+
+
+def _write_rows(rows: Sequence[dict[str, Any]], options: ReportOptions) -> None:
+    """Writes the flat rows to the file of ``--output``, else to standard output. Raises UsageError."""
+    if options.format == "parquet":
+        content = parquet_bytes(rows)
+        if options.output is None:
+            sys.stdout.buffer.write(content)
+        else:
+            _write_file(options.output, lambda path: path.write_bytes(content))
+        return
+    text = table.as_json(rows) if options.format == "json" else csv_text(rows).removesuffix("\n")
+    if options.output is not None:
+        _write_file(options.output, lambda path: write_text(path, f"{text}\n"))
+    elif options.format == "json":
+        terminal.print_json(text)
+    else:
+        terminal.print_text(text)
+
+
+def _write_file(path: Path, write: Callable[[Path], object]) -> None:
+    """Raises UsageError where the file cannot be written."""
+    try:
+        write(path)
+    except OSError as error:
+        problem = f"--output {path}: {error.strerror or error}"
+        raise UsageError(problem, remedy="give a file that you may write") from None
+    terminal.print_text(f"rows {path}", sys.stderr)
+
+
 def _check_targets(options: ReportOptions) -> None:
     """Raises UsageError for a path that cannot be written, before anything is read."""
+    if options.output is not None and options.format not in ROW_FORMATS:
+        raise UsageError("--output is a file of rows", remedy=f"add --format, one of {', '.join(ROW_FORMATS)}")
+    if options.format == "parquet" and options.output is None and sys.stdout.isatty():
+        raise UsageError("--format parquet writes no text", remedy="give --output FILE")
+    if options.output is not None and options.output.is_dir():
+        raise UsageError(f"--output {options.output} is a folder", remedy="give a file name")
     if options.html is not None:
         if options.html.is_dir():
             raise UsageError(f"--html {options.html} is a folder", remedy="give a file name")

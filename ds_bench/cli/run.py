@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +26,11 @@ from . import arguments, script
 _RUN_FLAGS = ("resume", "dry_run", "format", "quiet", "verbose", "strict")
 
 
-def run_command(values: argparse.Namespace) -> int:
-    """Runs a recipe and returns the exit code. ``values``: the parsed flags, of the scripts' only those given."""
+def run_command(values: argparse.Namespace, begun: Callable[[Path], None] = lambda _folder: None) -> int:
+    """Runs a recipe and returns the exit code. ``values``: the parsed flags, of the scripts' only those given.
+
+    ``begun``: see ``runner.run_comparison``.
+    """
     text, stored_arguments = _recipe_text(values)
     for path, value in _given_values(values):
         text = recipe_file.with_value(text, path, value)
@@ -45,7 +48,7 @@ def run_command(values: argparse.Namespace) -> int:
     from ..runner import run_comparison
 
     with terminal.ignoring_broken_stderr():
-        return run_comparison(points, config_maker(recipe), redacted_arguments(stored_arguments), _stored(text))
+        return run_comparison(points, config_maker(recipe), redacted_arguments(stored_arguments), _stored(text), begun)
 
 
 def _points(text: RecipeText, asked: sweep.Sweep, values: argparse.Namespace) -> tuple[list[Options], Recipe]:

@@ -21,6 +21,8 @@ MAX_REPEATS = 1000
 DEFAULT_BATCH_SIZE = 4
 GOALS = ("speed", "balanced", "memory")
 """Aims of a recommendation (docs/choosing.md)."""
+ROW_FORMATS = ("json", "csv", "parquet")
+"""Forms in which ``report`` writes the flat rows of results."""
 FAIL_ON = ("regression", "missing", "unmatched", "noisy")
 """What ``baseline check`` may fail on: a regression; a row of the saved run that the result lacks; a row that trained
 and has no baseline; a row whose noise hides a regression."""

@@ -9,6 +9,7 @@ from functools import cache
 from importlib import metadata
 from pathlib import Path
 
+from ..system.optional_packages import install_command
 from .findings import Finding, ok, problem, unreadable, warning
 
 PROJECT = "ds-compare"
@@ -37,12 +38,27 @@ def declared_requirements(name: str) -> list[str]:
 
 
 def our_requirements(pyproject: Path = _PYPROJECT) -> list[str]:
-    """This project's dependencies: of the checkout that holds this file, else of the installed package."""
+    """What runs need: this project's dependencies and its extra ``run``.
+
+    Those of the checkout that holds this file, else of the installed package.
+    """
     try:
         project = tomllib.loads(pyproject.read_text(encoding="utf-8")).get("project", {})
     except (OSError, ValueError):
         project = {}
-    return list(project.get("dependencies", [])) if project.get("name") == PROJECT else declared_requirements(PROJECT)
+    if project.get("name") == PROJECT:
+        return [*project.get("dependencies", []), *project.get("optional-dependencies", {}).get("run", [])]
+    return list(_of_extra(declared_requirements(PROJECT), "run"))
+
+
+def _of_extra(lines: Sequence[str], extra: str) -> Iterator[str]:
+    """The requirements that apply with an extra, without their markers."""
+    from packaging.requirements import Requirement
+
+    for line in lines:
+        wanted = Requirement(line)
+        if wanted.marker is None or wanted.marker.evaluate({"extra": extra}):
+            yield f"{wanted.name}{wanted.specifier}"
 
 
 def check(
@@ -59,6 +75,10 @@ def check(
     if not requirements:
         yield unreadable("packages", "neither pyproject.toml nor the installed package tells the ranges")
         return
+    if set(_OUR_STACK) <= set(_names(requirements)) and not any(map(installed, _OUR_STACK)):
+        text = f"{', '.join(_OUR_STACK)} are not installed: results can be read here, and nothing can be run"
+        yield problem("packages", text, install_command())
+        return
     findings = {line: _check_requirement(line, installed, f"{PROJECT} needs") for line in requirements}
     if fitting := [line for line, finding in findings.items() if finding is None]:
         yield ok("packages", f"{_summarise(fitting, installed)}: within the ranges that {PROJECT} is for")
@@ -73,11 +93,15 @@ def check(
                 yield finding
 
 
-def _summarise(requirements: Sequence[str], installed: Installed) -> str:
-    """The versions that matter most, and how many others there are."""
+def _names(requirements: Sequence[str]) -> list[str]:
     from packaging.requirements import Requirement
 
-    names = [Requirement(line).name for line in requirements]
+    return [Requirement(line).name for line in requirements]
+
+
+def _summarise(requirements: Sequence[str], installed: Installed) -> str:
+    """The versions that matter most, and how many others there are."""
+    names = _names(requirements)
     shown = [f"{name} {installed(name)}" for name in names if name in _OUR_STACK] or names
     others = len(names) - len(shown)
     return ", ".join(shown) + (f" and {others} more" if others else "")

@@ -145,4 +145,7 @@ def require_ready(findings: Iterable[Finding], stream: IO[str], *, quiet: bool =
         terminal.print_text(format_finding(finding, width), stream)
     if count := sum(finding.level == "problem" for finding in shown):
         problems = format_count(count, "problem")
-        raise PreflightError(f"this machine is not ready: {problems}", remedy="python -m ds_bench doctor tells more")
+        error = PreflightError(f"this machine is not ready: {problems}", remedy="python -m ds_bench doctor tells more")
+        for finding in shown:
+            error.add_note(format_finding(finding, width).strip())
+        raise error

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from typing import Any
 from ..config.spec import ModelSource
 from ..errors import UsageError
 from ..system import hub
+from ..system.optional_packages import MODEL_PACKAGES, install_command, missing_packages, require_packages
 from ..system.processes import run_worker_tool
 from . import presets
 
@@ -74,6 +75,7 @@ def resolve_model(
 
 def _check_factory(name: str, environment: Mapping[str, str]) -> None:
     """Imports the factory in a child process, as every rank will. Raises UsageError if that fails."""
+    require_packages("a model factory", MODEL_PACKAGES)
     reply = _ask_child(name, "--factory", environment)
     if "error" in reply:
         raise UsageError(
@@ -86,6 +88,8 @@ def _look_up(
     name: str, trust_remote_code: bool, environment: Mapping[str, str], offline_reason: str | None
 ) -> ResolvedModel:
     is_folder = Path(name).is_dir()
+    if missing := missing_packages(MODEL_PACKAGES):
+        raise _cannot_look_up(name, missing)
     if not is_folder and offline_reason is None and (offline_reason := _hub_failure(environment)) is not None:
         environment = {**environment, "HF_HUB_OFFLINE": "1"}  # the cache may have the model
     facts = _ask_child(name, "--trust-remote-code" if trust_remote_code else None, environment)
@@ -115,6 +119,14 @@ def _look_up(
         max_positions=facts["max_positions"],
         hidden_size=facts["hidden_size"],
     )
+
+
+def _cannot_look_up(name: str, missing: Sequence[str]) -> UsageError:
+    """The error for a name that is no preset, where the packages that read models are not installed."""
+    similar = presets.similar_presets(name)
+    nearest = f"the nearest presets are {', '.join(similar)}; " if similar else ""
+    problem = f"--model {name} is no preset, and reading another model needs {' and '.join(missing)}"
+    return UsageError(problem, remedy=f"{nearest}{install_command()}")
 
 
 def _hub_failure(environment: Mapping[str, str]) -> str | None:

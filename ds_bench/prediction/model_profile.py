@@ -22,6 +22,7 @@ from ..config.spec import Accelerator, Engine, LossName, Precision, Workload
 from ..errors import UsageError
 from ..models.presets import ModelFacts
 from ..records.rank_files import write_json
+from ..system.optional_packages import MODEL_PACKAGES, install_command, missing_packages
 from ..system.processes import run_worker_tool
 
 _FORMATS: dict[Precision, str] = {"bf16": "bf16", "fp16": "bf16", "fp32": "fp32"}
@@ -356,6 +357,9 @@ def _measure(
     name: str, request: Mapping[str, Any], key: str | None, environment: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
     """Returns the child's answer, and caches it under ``key`` if it is complete."""
+    if missing := missing_packages(MODEL_PACKAGES):
+        problem = f"counting its activations needs {' and '.join(missing)} ({install_command()})"
+        raise UsageError(problem, remedy="take a preset as it is: its activations are part of ds_bench")
     (answer,) = measure_profiles([request], environment=environment)
     if "tensors" not in answer:
         raise UsageError(

@@ -16,12 +16,14 @@ from ..analysis.comparison import ComparisonRow
 from ..config.deepspeed_config import is_full_config
 from ..records.schema import SUCCESS
 from ..units import format_significant
-from . import charts, profile_text
+from . import charts, plan_table, profile_text
 from .chart_data import Chart, charts_of
 from .columns import Column, measured_columns, row_status
 from .comparison_report import ComparisonReport, Note
+from .memory_plan import MemoryPlan, answer_text
 from .row_explanation import HEADING, report_paragraphs
 from .sweep_charts import sweep_charts
+from .terminal_report import notes_that_matter
 
 # Control characters have no place in HTML, lone surrogates none in UTF-8, and bidirectional overrides reorder text.
 _UNPRINTABLE = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff\u202a-\u202e\u2066-\u2069]")
@@ -53,6 +55,48 @@ def render_page(reports: Sequence[ComparisonReport], generated: str) -> str:
         script=script,
     )
     return _UNPRINTABLE.sub("\ufffd", page)
+
+
+def render_tables(reports: Sequence[ComparisonReport]) -> str:
+    """The rows of each report and its answer, as part of another page: a notebook's."""
+    return _render_tables(
+        [
+            {
+                "title": report.title,
+                "headings": ["Configuration", "Status", *(column.heading for column in columns)],
+                "rows": [
+                    [
+                        f"{'★ ' if row.key == report.recommendation.key else ''}{row.label}",
+                        row_status(row, lambda status: f"{'✓' if status == SUCCESS else '✗'} {status}"),
+                        *(round_numbers(*column.cell(row, report.comparison)) for column in columns),
+                    ]
+                    for row in report.comparison.rows
+                ],
+                "lines": [report.recommendation.headline, *notes_that_matter(report)],
+            }
+            for report, columns in ((each, measured_columns(each.comparison)) for each in reports)
+        ]
+    )
+
+
+def render_plan(plan: MemoryPlan) -> str:
+    """The answer of a plan and its table, as part of another page: a notebook's."""
+    headings, *rows = plan_table.table_cells(plan)
+    return _render_tables([{"title": answer_text(plan)[0], "headings": headings, "rows": rows, "lines": []}])
+
+
+def _render_tables(parts: Sequence[Mapping[str, Any]]) -> str:
+    """Each part has a title, headings, rows of cells, and lines that follow the table."""
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    engine = Environment(
+        loader=PackageLoader("ds_bench.report"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    return _UNPRINTABLE.sub("\ufffd", engine.get_template("tables.html").render(parts=parts))
 
 
 def _drawn(found: Sequence[Chart], uid: str) -> list[dict[str, Any]]:

@@ -40,7 +40,7 @@ def lines(plan: MemoryPlan, width: int, *, verbose: bool) -> Iterator[str]:
     yield ""
     yield from _wrapped(memory_plan.question_text(plan), prose)
     yield ""
-    yield from _aligned(_table(plan), width)
+    yield from _aligned(table_cells(plan), width)
     for heading, items in (
         ("Too large for a GPU:", memory_plan.causes(plan, "gpu")),
         ("Too large for a host:", memory_plan.causes(plan, "host")),
@@ -77,7 +77,7 @@ def _reading_text(plan: MemoryPlan, *, verbose: bool) -> str:
     return " ".join(sentences)
 
 
-def _table(plan: MemoryPlan) -> list[list[str]]:
+def table_cells(plan: MemoryPlan) -> list[list[str]]:
     """Headings and rows; NVMe, GPUs needed and largest batch only where there is something to show."""
     columns = [
         ("Strategy", [row.label for row in plan.rows]),

@@ -29,6 +29,12 @@ def test_a_missing_package_is_a_problem() -> None:
     assert "not installed" in checked(["rich>=14"], versions())["rich"].text
 
 
+def test_where_only_results_can_be_read_one_line_names_the_extra() -> None:
+    found = checked([*packages.our_requirements()], versions(pandas="3.1"))
+    assert found.keys() == {"packages"}
+    assert found["packages"].remedy == 'pip install "ds-compare[run]"'
+
+
 def test_a_local_version_like_that_of_a_cpu_build_is_within_the_range() -> None:
     assert checked(["torch>=2.11"], versions(torch="2.13.0+cpu"))["packages"].level == "ok"
 

@@ -1,0 +1,497 @@
+"""The functions of ``import ds_bench``: run a comparison, load a result, predict memory (docs/python.md).
+
+They take what the commands ``run``, ``report`` and ``plan`` take, by the same names, and print nothing. What those
+commands say in one line and exit with 2 is an exception here: UsageError or PreflightError.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import selectors
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
+
+from .analysis.comparison import Comparison
+from .cli import commands
+from .cli.plan import WIDTH_OF_FILES, predict_plan
+from .cli.report import build_reports, flat_rows_of, print_reports
+from .config.recipe import PATHS, SWEPT_SECTIONS, Recipe, nearest_path
+from .errors import DsBenchError, PreflightError, UsageError
+from .prediction.memory import FITS, TIGHT
+from .recommend.recommendation import Recommendation
+from .records.run_folder import RUN_FILE
+from .report import html_report, memory_plan, plan_table
+from .report.comparison_report import ComparisonReport
+from .report.data_frame import data_frame
+from .report.memory_plan import MemoryPlan, PlanRow
+from .system import processes, terminal
+from .units import to_gb
+
+if TYPE_CHECKING:
+    import pandas
+
+PathText = str | os.PathLike[str]
+_INTERRUPTED = 130
+_ENDED_POLL_SECONDS = 0.2
+_ERRORS: Mapping[str, type[DsBenchError]] = {"UsageError": UsageError, "PreflightError": PreflightError}
+
+
+class RunKeywords(TypedDict, total=False):
+    """Keywords of :func:`run`: flags of the command ``run`` (docs/flags.md), and sections of a recipe as dicts."""
+
+    model: str | Sequence[str] | Mapping[str, Any]
+    model_factory: str
+    trust_remote_code: bool
+    seq_length: int | Sequence[int] | None
+    batch_size: int | Literal["auto"] | Sequence[int]
+    global_batch_size: int | Sequence[int] | None
+    grad_accum: int | Sequence[int] | None
+    num_steps: int | Sequence[int]
+    warmup_steps: int | Sequence[int]
+    precision: str | Sequence[str]
+    activation_checkpointing: bool | Sequence[bool]
+    seed: int | Sequence[int]
+    dropout: float | Sequence[float] | None
+    stages: int | Sequence[int]
+    strategies: str | Sequence[str]
+    stage: int
+    configs: PathText | Sequence[PathText]
+    keep_batch: bool
+    common_batch: bool
+    relative_to: str | int | None
+    optimizer: str | Mapping[str, Any] | None
+    profile: str | Sequence[str]
+    profile_steps: int
+    profile_ranks: int | Sequence[int]
+    nsys_start: int
+    nsys_end: int
+    monitor: str | bool | None
+    num_gpus: int | None
+    accelerator: str
+    launcher: str
+    hostfile: PathText | None
+    nvme_path: PathText | None
+    cpu_memory_limit: float | None
+    gpu_memory_limit: float | None
+    peak_tflops: float | None
+    timeout: float
+    stall_timeout: float
+    skip_predicted_oom: bool
+    force: bool
+    output_dir: PathText
+    repeats: int
+    goal: str
+    export: str | None
+    resume: PathText
+    retry: str | Sequence[str]
+    budget: float
+    yes: bool
+    training: Mapping[str, Any]
+    configurations: Mapping[str, Any]
+    axes: Mapping[str, Any]
+    profiling: Mapping[str, Any]
+    launch: Mapping[str, Any]
+    output: Mapping[str, Any]
+    sweep: Mapping[str, Any]
+
+
+RUN_ONLY = ("resume", "retry", "budget", "yes")
+"""Keywords of :func:`run` that are flags of its command and no values of a recipe."""
+
+
+class PlanKeywords(TypedDict, total=False):
+    """Keywords of :func:`plan`: flags of the command ``plan`` (docs/flags.md)."""
+
+    model: str
+    num_gpus: int
+    gpus_per_node: int | None
+    gpu: str
+    host_memory: float | None
+    batch_size: int
+    seq_length: int | None
+    grad_accum: int
+    precision: str
+    activation_checkpointing: bool
+    strategies: str | Sequence[str]
+    configs: PathText | Sequence[PathText]
+    keep_batch: bool
+    min_gpus: bool
+    max_batch: bool
+    online: bool
+    trust_remote_code: bool
+
+
+# ------------------------------------------------------------------ results
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """What a run measured, or several results together. ``print`` shows what ``report`` prints."""
+
+    reports: tuple[ComparisonReport, ...]
+    """One for each workload on one machine: one, or those of a sweep."""
+    folder: Path | None
+    """The run's folder; None for a flat JSON and for several results together."""
+
+    @property
+    def comparison(self) -> Comparison:
+        """The rows held against a baseline row. Raises UsageError if there are several comparisons."""
+        return self._only_report.comparison
+
+    @property
+    def recommendation(self) -> Recommendation:
+        """The row to use and why. Raises UsageError if there are several comparisons."""
+        return self._only_report.recommendation
+
+    @property
+    def _only_report(self) -> ComparisonReport:
+        if len(self.reports) != 1:
+            problem = f"this result has {len(self.reports)} comparisons, one for each workload"
+            raise UsageError(problem, remedy="take one of result.reports, which have .comparison and .recommendation")
+        return self.reports[0]
+
+    def to_dataframe(self) -> pandas.DataFrame:
+        """One row per trial with the columns of the CSV (docs/metrics.md), each of one type; failed trials too."""
+        return data_frame(flat_rows_of(self.reports))
+
+    def __str__(self) -> str:
+        """What the command ``report`` prints."""
+        stream = io.TextIOWrapper(buffer := io.BytesIO(), encoding="utf-8")
+        print_reports(self.reports, stream)
+        stream.flush()
+        return buffer.getvalue().decode().rstrip()
+
+    def __repr__(self) -> str:
+        rows = sum(len(report.comparison.rows) for report in self.reports)
+        choices = ", ".join(str(report.recommendation.choice) for report in self.reports[:3])
+        more = ", …" if len(self.reports) > 3 else ""
+        return f"<ds_bench.Result: {rows} row{'s'[: rows != 1]}, recommended: {choices}{more}>"
+
+    def _repr_html_(self) -> str:
+        """The table for notebooks; text of users and models is escaped, and nothing in it is a script."""
+        return html_report.render_tables(self.reports)
+
+
+def load(path: PathText, *more: PathText) -> Result:
+    """Reads a result: a run folder, its ``records.jsonl`` or ``run.json``, or a flat JSON.
+
+    ``more``: further results; repeats of one row are pooled, as ``report`` pools them. Raises UsageError.
+    """
+    paths = [Path(each) for each in (path, *more)]
+    reports = build_reports(paths)
+    folder = paths[0] if paths[0].is_dir() else paths[0].parent
+    is_run = not more and (folder / RUN_FILE).is_file()
+    return Result(reports=tuple(reports), folder=folder if is_run else None)
+
+
+# ------------------------------------------------------------------ runs
+
+
+def run(
+    recipe: PathText | Mapping[str, Any] | None = None, *, progress: bool = False, **keywords: Unpack[RunKeywords]
+) -> Result:
+    """Compares what a recipe asks for, as the command ``run`` does, and returns what was measured.
+
+    ``recipe``: a YAML file, a dict of its sections, or None for keywords alone. ``keywords``: flags of the command,
+    whose values replace the recipe's; a list for a value of ``model`` or ``training`` makes a sweep; sections of a
+    recipe as dicts. ``progress``: whether standard error tells what happens.
+
+    A trial that fails is a row of the result. Raises UsageError and PreflightError before anything runs. Ctrl-C ends
+    the run, keeps its rows and raises KeyboardInterrupt, whose text says how to go on.
+    """
+    answer = _run_in_process(_run_arguments(recipe, keywords), progress)
+    folder = answer.get("folder")
+    if (error := answer.get("error")) is not None:
+        made = _ERRORS.get(error["kind"], DsBenchError)(error["problem"], remedy=error["remedy"])
+        for line in error["notes"]:
+            made.add_note(line)
+        raise made
+    if answer["code"] == _INTERRUPTED or folder is None:
+        raise KeyboardInterrupt(_how_to_go_on(folder))
+    return load(folder)
+
+
+def _how_to_go_on(folder: str | None) -> str:
+    return "nothing was measured" if folder is None else f"go on with ds_bench.run(resume={folder!r})"
+
+
+def _run_arguments(recipe: PathText | Mapping[str, Any] | None, keywords: Mapping[str, Any]) -> list[str]:
+    """The arguments of the command ``run``. Raises UsageError for a keyword that there is not."""
+    if isinstance(recipe, Mapping):
+        arguments = [each for name, section in recipe.items() for each in _section_arguments(name, section)]
+    else:
+        arguments = [] if recipe is None else [_path_text(recipe)]
+    for name, value in keywords.items():
+        arguments += _keyword_arguments(name, value)
+    return arguments
+
+
+def _path_text(path: PathText) -> str:
+    text = os.fspath(path)
+    return os.path.join(".", text) if text.startswith("-") else text  # noqa: PTH118 - Path drops the dot
+
+
+def _section_arguments(name: str, section: object) -> Iterator[str]:
+    values = {f"{name}.{key}": value for key, value in section.items()} if isinstance(section, Mapping) else {}
+    for path, value in values.items() if isinstance(section, Mapping) else [(name, section)]:
+        yield from _setting(path, value)
+
+
+def _setting(path: str, value: object) -> list[str]:
+    try:
+        return ["--set", f"{path}={json.dumps(value, default=_json_value, ensure_ascii=False)}"]
+    except (TypeError, ValueError):
+        raise UsageError(
+            f"{path} is {value!r:.60}", remedy="give a number, a text, True, False, None or a list"
+        ) from None
+
+
+def _json_value(value: object) -> object:
+    """Paths as texts, and the numbers of numpy and pandas as Python's."""
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if callable(item := getattr(value, "item", None)):
+        return item()
+    raise TypeError
+
+
+def _keyword_arguments(name: str, value: object) -> Iterator[str]:
+    if isinstance(value, Mapping) and name in (*Recipe.model_fields, "sweep"):
+        yield from _section_arguments(name, value)
+        return
+    action = commands.run_flags().get(name)
+    path = PATHS.get(name if action is None else action.dest)
+    if path is None and name not in RUN_ONLY:
+        raise _unknown_keyword(name)
+    swept = isinstance(value, (list, tuple)) and path is not None and path.partition(".")[0] in SWEPT_SECTIONS
+    if path is not None and (action is None or value is None or value is False or swept):
+        yield from _setting(path, value)  # no flag can say it
+    elif name == "retry" and isinstance(value, (list, tuple)):
+        yield from _flag(name, ",".join(map(str, value)))
+    else:
+        yield from _flag(name, value)
+
+
+def _flag(name: str, value: object) -> list[str]:
+    """A keyword as a flag; none for one that is off. A list becomes several values of one flag."""
+    flag = f"--{name.replace('_', '-')}"
+    if value is None or value is False:
+        return []
+    if value is True:
+        return [flag]
+    if isinstance(value, (list, tuple)):
+        return [flag, *map(_flag_text, value)]
+    return [f"{flag}={_flag_text(value)}"]
+
+
+def _flag_text(value: object) -> str:
+    return os.fspath(value) if isinstance(value, os.PathLike) else str(value)
+
+
+def _unknown_keyword(name: str) -> UsageError:
+    near = nearest_path((name,))
+    same = next((keyword for keyword, path in PATHS.items() if path == near), None)
+    hint = f"did you mean {same}?" if same else "a flag of the command run, or a section of a recipe as a dict"
+    return UsageError(f"ds_bench.run has no keyword {name}", remedy=hint)
+
+
+def _run_in_process(arguments: Sequence[str], progress: bool) -> dict[str, Any]:
+    """Runs ``cli.requested_run`` and returns its answer.
+
+    Raises KeyboardInterrupt after that process has saved its rows and ended, and DsBenchError if it was killed.
+    """
+    process = subprocess.Popen(
+        [sys.executable, "-m", "ds_bench.cli.requested_run"],
+        env=processes.child_environment({"PYTHONPATH": _python_path()}),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,  # Ctrl-C reaches this process alone, which passes it on
+    )
+    request = {"arguments": list(arguments), "parent": os.getpid(), "progress": progress}
+    watched = _WatchedProcess(process, progress)
+    try:
+        try:
+            watched.send(json.dumps(request).encode())
+            watched.wait()
+        except KeyboardInterrupt:
+            process.send_signal(signal.SIGINT)
+            watched.wait()
+            raise KeyboardInterrupt(_how_to_go_on(watched.answer().get("folder"))) from None
+        answer = watched.answer()
+    finally:
+        if process.poll() is None:  # a second Ctrl-C, or an error of this process
+            process.terminate()
+            process.wait()
+        watched.close()
+    if not answer:
+        raise DsBenchError(
+            f"the process of the run ended with code {process.returncode}: {watched.last_line}",
+            remedy="its folder below output_dir has what was measured: ds_bench.run(resume=FOLDER)",
+        )
+    return answer
+
+
+def _python_path() -> str:
+    """``PYTHONPATH`` of the run: this program's folder is searched too, for a model factory beside it."""
+    own = [sys.path[0]] if sys.path and Path(sys.path[0]).is_dir() and sys.path[0] else []
+    return os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH", ""), *own]))
+
+
+class _WatchedProcess:
+    """A process whose standard error is passed on while it runs."""
+
+    def __init__(self, process: subprocess.Popen[bytes], progress: bool) -> None:
+        self._process, self._progress = process, progress
+        self._started_line = b""
+        self.last_line = ""
+
+    def send(self, request: bytes) -> None:
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError), self._process.stdin as stdin:
+            stdin.write(request)
+
+    def wait(self) -> None:
+        """Returns when the process has ended; its children may still hold its standard error."""
+        assert self._process.stderr is not None
+        descriptor = self._process.stderr.fileno()
+        with selectors.DefaultSelector() as selector:
+            selector.register(descriptor, selectors.EVENT_READ)
+            while True:
+                ended = self._process.poll() is not None
+                if selector.select(0 if ended else _ENDED_POLL_SECONDS):
+                    if not (chunk := os.read(descriptor, 65536)):
+                        self._process.wait()
+                        return
+                    self._show(chunk)
+                elif ended:
+                    return
+
+    def _show(self, chunk: bytes) -> None:
+        *lines, self._started_line = (self._started_line + chunk).split(b"\n")
+        for line in lines:
+            self.last_line = line.decode(errors="replace")
+            if self._progress:
+                terminal.print_text(self.last_line, sys.stderr)
+
+    def answer(self) -> dict[str, Any]:
+        """The answer of a process that has ended; empty if it gave none."""
+        assert self._process.stdout is not None
+        with contextlib.suppress(ValueError):
+            return dict(json.loads(self._process.stdout.read()))
+        return {}
+
+    def close(self) -> None:
+        for pipe in (self._process.stdout, self._process.stderr):
+            if pipe is not None:
+                pipe.close()
+
+
+# ------------------------------------------------------------------ plans
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedRow:
+    """The memory that is predicted for one strategy or configuration."""
+
+    strategy: str
+    """Name, as ``strategies`` of :func:`run` takes it."""
+    label: str
+    """Text for tables."""
+    stage: int
+    """ZeRO stage."""
+    verdict: str
+    """``fits``, ``tight`` (above 90 %), ``does not fit``, or ``not known`` without the activations."""
+    gpu_bytes: int
+    """Of the fullest GPU at its fullest moment."""
+    host_bytes: int
+    """Of a node's host."""
+    nvme_bytes: int
+    """Of a node's NVMe disk."""
+    smallest_change: str | None
+    """What would make it fit; None if it fits, or nothing helps."""
+    min_gpus: int | None
+    """GPUs needed; None unless it was asked for, or if no number is enough."""
+    max_batch: int | None
+    """Largest micro-batch; None unless it was asked for, or if one sequence does not fit."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """The predictions for all rows. ``print`` shows what the command ``plan`` prints."""
+
+    answer: str
+    """One sentence: what fits, or the smallest change with which something does."""
+    rows: tuple[PlannedRow, ...]
+    notes: tuple[str, ...]
+    """What must be known about the files of ``configs``."""
+    memory_plan: MemoryPlan
+    """The predictions at length: by category and moment."""
+
+    def to_dataframe(self) -> pandas.DataFrame:
+        """One row per strategy, in GB of 2**30 bytes."""
+        import pandas as pd
+
+        names = {"gpu_bytes": "gpu_gb", "host_bytes": "host_gb", "nvme_bytes": "nvme_gb"}
+        rows = [
+            {names.get(name, name): to_gb(value) if name in names else value for name, value in asdict(row).items()}
+            for row in self.rows
+        ]
+        types = {"stage": "Int64", "min_gpus": "Int64", "max_batch": "Int64"}
+        types |= dict.fromkeys(("strategy", "label", "verdict", "smallest_change"), "string")
+        return pd.DataFrame(rows).astype(types)
+
+    def __str__(self) -> str:
+        """What the command ``plan`` prints."""
+        return _plain("\n".join(plan_table.lines(self.memory_plan, WIDTH_OF_FILES, verbose=False)))
+
+    def __repr__(self) -> str:
+        fitting = sum(row.verdict in (FITS, TIGHT) for row in self.rows)
+        return f"<ds_bench.Plan: {fitting} of {len(self.rows)} rows fit>"
+
+    def _repr_html_(self) -> str:
+        """The answer and the table for notebooks, with escaped text and without scripts."""
+        return html_report.render_plan(self.memory_plan)
+
+
+def plan(**keywords: Unpack[PlanKeywords]) -> Plan:
+    """Predicts the memory of each strategy as the command ``plan`` does; runs nothing and needs no GPU.
+
+    ``keywords``: flags of the command. Raises UsageError.
+    """
+    arguments = [each for name, value in keywords.items() for each in _flag(name, value)]
+    options = commands.plan_options(commands.build_parser().parse_args(["plan", *arguments]))
+    predicted, notes = predict_plan(options)
+    return Plan(
+        answer=_plain(memory_plan.answer_text(predicted)[0]),
+        rows=tuple(map(_planned_row, predicted.rows)),
+        notes=tuple(notes),
+        memory_plan=predicted,
+    )
+
+
+def _plain(text: str) -> str:
+    return text.replace(memory_plan.NO_BREAK, " ")
+
+
+def _planned_row(row: PlanRow) -> PlannedRow:
+    return PlannedRow(
+        strategy=row.configuration.name,
+        label=row.label,
+        stage=row.configuration.stage,
+        verdict=row.verdict,
+        gpu_bytes=row.prediction.gpu_bytes,
+        host_bytes=row.prediction.host_bytes,
+        nvme_bytes=row.prediction.nvme_bytes,
+        smallest_change=row.change.text if row.change else None,
+        min_gpus=row.min_gpus,
+        max_batch=row.max_batch,
+    )

@@ -1,0 +1,232 @@
+"""The functions of ``import ds_bench``; real runs through them are in ``integration/test_python_programs.py``."""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import pandas as pd
+import pytest
+
+import ds_bench
+from ds_bench import api
+from ds_bench.analysis.flat_rows import COLUMNS
+from ds_bench.cli import commands, requested_run
+from ds_bench.config.recipe import PATHS, Recipe
+from tests.support import fakes
+from tests.support.fakes import FakeLauncher
+from tests.support.scripted_run import House
+
+ROOT = Path(__file__).resolve().parents[1]
+REFERENCE = ROOT / "results/reference/cpu_2cores_2026-11-21/zero_comparison_20261121_154122.json"
+SMALL: dict[str, Any] = {"model": "tiny", "seq_length": 16, "num_steps": 4, "warmup_steps": 1, "accelerator": "cpu"}
+
+
+PAGE = ROOT / "docs" / "python.md"
+
+
+@pytest.fixture
+def house(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> House:
+    """A machine without processes, where the run is in this process too."""
+    machine = House(tmp_path, monkeypatch)
+
+    def run_here(arguments: list[str], progress: bool) -> dict[str, Any]:
+        return requested_run.run_arguments([*arguments, "--output-dir", str(machine.output)], quiet=not progress)
+
+    monkeypatch.setattr(api, "_run_in_process", run_here)
+    return machine
+
+
+def test_importing_the_package_loads_nothing_and_it_has_its_names() -> None:
+    program = (
+        "import sys; before = set(sys.modules); import ds_bench;"
+        "print(sorted(name for name in set(sys.modules) - before if name.startswith(('ds_bench.', 'pandas', 'torch'))),"
+        "set(ds_bench.__all__) <= set(dir(ds_bench)), callable(ds_bench.run))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout == "[] True True\n"
+    with pytest.raises(AttributeError, match="no attribute 'runs'"):
+        ds_bench.runs  # noqa: B018
+
+
+def test_every_value_of_a_recipe_and_every_flag_of_plan_is_a_keyword() -> None:
+    flags = commands.run_flags()
+    by_flag = {keyword for keyword, action in flags.items() if action.dest in PATHS or keyword in api.RUN_ONLY}
+    without_flag = PATHS.keys() - {action.dest for action in flags.values()}
+    assert set(get_type_hints(api.RunKeywords, vars(api))) == {*by_flag, *without_flag, *Recipe.model_fields, "sweep"}
+    options = vars(commands.build_parser().parse_args(["plan"]))
+    assert set(get_type_hints(api.PlanKeywords, vars(api))) == options.keys() - {"command", "run", "verbose", "json"}
+
+
+def test_a_run_prints_nothing_and_returns_rows_that_are_in_its_folder(
+    house: House, capfd: pytest.CaptureFixture[str]
+) -> None:
+    house.launcher = FakeLauncher(by_strategy={"zero2": "OOM"})
+    result = ds_bench.run(**SMALL, stages=[0, 2])
+    assert capfd.readouterr() == ("", "")
+    assert [(t.configuration.name, t.workload.num_steps) for t in house.launcher.launched] == [
+        ("zero0", 4),
+        ("zero2", 4),
+    ]
+    frame = result.to_dataframe()
+    assert list(frame["success"]) == [True, False]
+    assert result.folder is not None
+    assert result.folder.parent == house.output / "runs"
+    stored = json.loads((result.folder / "recommendation.json").read_text())
+    assert stored == json.loads(json.dumps(result.recommendation.to_dict()))
+    assert result.comparison.rows[1].label == "ZeRO-2"
+    assert repr(result) == "<ds_bench.Result: 2 rows, recommended: ZeRO-0>"
+    assert "OOM" in str(result)
+
+
+def test_keywords_replace_values_of_a_recipe_in_a_file_or_a_dict(house: House, tmp_path: Path) -> None:
+    recipe = {"model": {"name": "tiny"}, "training": {"seq_len": 8, "activation_checkpointing": True}, "axes": {}}
+    path = tmp_path / "recipe.yaml"
+    path.write_text(json.dumps(recipe))
+    own = {"mine.v2": {"zero_optimization": {"stage": 1}, "gradient_clipping": 0.25}}
+    for given in (recipe, path, str(path)):
+        house.launcher = FakeLauncher()
+        ds_bench.run(
+            given,
+            seq_length=[16, 32],
+            activation_checkpointing=False,
+            global_batch_size=None,
+            stages=3,
+            configurations={"inline": own},
+            axes={"overlap_comm": [False]},
+            accelerator="cpu",
+            optimizer={"type": "Adam", "params": {"lr": 0.5}},
+        )
+        trials = house.launcher.launched
+        assert {t.workload.seq_length for t in trials} == {16, 32}
+        assert {t.configuration.name.partition("+")[0] for t in trials} == {"zero3", "mine.v2"}
+        assert not any(t.workload.activation_checkpointing for t in trials)
+        assert trials[0].ds_config["optimizer"]["params"]["lr"] == 0.5
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"batch_sizes": 2}, "no keyword batch_sizes (did you mean batch_size?)"),
+    ({"seq_len": 2}, "no keyword seq_len (did you mean seq_length?)"),
+    ({"stages": [7]}, "--stages 7 is none of 0, 1, 2, 3"),
+    ({"training": {"seq_lenn": 2}}, "unknown key training.seq_lenn (did you mean training.seq_len?)"),
+    ({"training": {"seq_len": {1, 2}}}, "training.seq_len is {1, 2}"),
+    ({"resume": "no-such-folder"}, "no run.json there"),
+    ({"relative_to": "zero9"}, "no such row"),
+]
+
+
+def test_what_cannot_be_run_is_an_exception_with_its_remedy(house: House) -> None:
+    for keywords, message in REFUSED:
+        with pytest.raises(ds_bench.UsageError) as refused:
+            ds_bench.run(**{**SMALL, **keywords})
+        assert message in str(refused.value)
+        assert refused.value.remedy
+    assert not house.launcher.launched
+
+
+def test_an_interrupted_run_keeps_its_rows_and_says_how_to_go_on(house: House) -> None:
+    house.launcher = FakeLauncher("Success", "Interrupted")
+    with pytest.raises(KeyboardInterrupt, match=r"go on with ds_bench\.run\(resume='(.*)'\)") as interrupted:
+        ds_bench.run(**SMALL, stages=[0, 1])
+    folder = str(interrupted.value).split("'")[1]
+    house.launcher = FakeLauncher()
+    result = ds_bench.run(resume=folder)
+    assert [t.configuration.name for t in house.launcher.launched] == ["zero1"]
+    assert list(result.to_dataframe()["strategy"]) == ["zero0", "zero1"]
+
+
+def test_a_problem_of_the_machine_is_in_the_notes_of_the_exception(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ds_bench.doctor import run as doctor
+    from ds_bench.doctor.findings import problem
+
+    monkeypatch.setattr(doctor, "run_plan_checks", lambda *_, **__: [problem("ninja", "is missing", "install it")])
+    with pytest.raises(ds_bench.PreflightError, match="not ready") as refused:
+        ds_bench.run(**SMALL)
+    assert [line.split() for line in refused.value.__notes__] == ["problem ninja is missing → install it".split()]
+
+
+def test_a_sweep_has_a_report_for_each_point(house: House) -> None:
+    result = ds_bench.run(**{**SMALL, "seq_length": [8, 16]}, stages=0)
+    assert [len(report.comparison.rows) for report in result.reports] == [1, 1]
+    with pytest.raises(ds_bench.UsageError, match=r"2 comparisons.*result\.reports"):
+        result.recommendation  # noqa: B018
+    assert len(result.to_dataframe()) == 2
+
+
+def test_a_data_frame_is_the_file_with_one_type_per_column(tmp_path: Path) -> None:
+    rows = json.loads(REFERENCE.read_text())
+    frame = ds_bench.load(REFERENCE).to_dataframe()
+    assert list(frame.columns) == [name for name, _ in COLUMNS]
+    assert len(frame) == len(rows)
+    by_trial = {row["trial_id"]: row for row in rows}
+    for _, row in frame.iterrows():
+        stored = by_trial[row["trial_id"]]
+        assert row["throughput_tokens_per_sec"] == pytest.approx(stored["throughput_tokens_per_sec"])
+        assert (row["stage"], row["success"], row["strategy"]) == (stored["stage"], True, stored["strategy"])
+        assert row["started_at"] == pd.Timestamp(stored["started_at"])
+    failed = ds_bench.load(fakes.write_run(tmp_path, [fakes.failure()]).folder)
+    assert (failed.to_dataframe().dtypes == frame.dtypes).all()
+
+
+def test_html_of_a_result_and_of_a_plan_executes_nothing(house: House, tmp_path: Path) -> None:
+    markup = "<img src=x onerror=alert(1)>\x1b[31m"
+    trial = fakes.trial(of=fakes.workload(model=markup))
+    folder = fakes.write_run(tmp_path, [fakes.failure(trial, error=markup)]).folder
+    shown = ds_bench.load(folder)._repr_html_()
+    assert "<img" not in shown
+    assert "\x1b" not in shown
+    assert html.escape("<img src=x") in shown
+    planned = ds_bench.plan(model="tiny")._repr_html_()
+    assert planned.count("<tr>") == 8
+    assert set(re.findall(r"<(\w+)", shown + planned)) == {"div", "p", "b", "table", "thead", "tbody", "tr", "th", "td"}
+
+
+def test_a_plan_has_the_rows_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    plan = ds_bench.plan(model="gpt2", gpu="8GB", num_gpus=4, strategies=["zero2", "cpu_full"], max_batch=True)
+    assert (
+        commands.main(
+            [
+                "plan",
+                "--model",
+                "gpt2",
+                "--gpu",
+                "8GB",
+                "--num-gpus",
+                "4",
+                "--strategies",
+                "zero2",
+                "cpu_full",
+                "--max-batch",
+            ]
+        )
+        == 0
+    )
+    assert str(plan) == capsys.readouterr().out.rstrip()
+    assert [(row.strategy, row.stage, row.verdict in ("fits", "tight")) for row in plan.rows] == [
+        ("zero2", 2, True),
+        ("cpu_full", 3, True),
+    ]
+    frame = plan.to_dataframe()
+    assert list(frame["gpu_gb"]) == [row.gpu_bytes / 2**30 for row in plan.rows]
+    assert frame["max_batch"].dtype == "Int64"
+    assert plan.answer.startswith("4 × 8 GB:")
+    with pytest.raises(ds_bench.UsageError, match="--num-gpus"):
+        ds_bench.plan(num_gpus=0)
+
+
+def test_the_examples_of_the_page_run(house: House, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Block after block, as a reader would type them; their assertions hold."""
+    monkeypatch.chdir(tmp_path)
+    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    names: dict[str, Any] = {}
+    for block in blocks:
+        exec(block, names)
+    assert len(blocks) > 5
+    assert house.launcher.launched
