@@ -33,6 +33,7 @@ class CaveatKind(StrEnum):
     CPU_BUSY = "cpu_busy"
     FIRST_LOSS = "first_loss"
     SHORT_WINDOW = "short_window"
+    DISK_BOUND = "disk_bound"
     NOTE = "note"
     """None of the above; in most cases a text that a rank, the launcher or the plan wrote."""
 
@@ -61,6 +62,7 @@ NEXT_STEPS: Mapping[CaveatKind, str | None] = MappingProxyType(
         CaveatKind.CPU_BUSY: "end the other programs, or wait for them, and measure again",
         CaveatKind.FIRST_LOSS: "see how the model draws its weights: matrices of standard deviation 0.02 are usual",
         CaveatKind.SHORT_WINDOW: "use more --num-steps",
+        CaveatKind.DISK_BOUND: "give a faster disk or several as RAID 0, or keep in host memory what has room there",
         CaveatKind.NOTE: None,
     }
 )
@@ -159,6 +161,7 @@ class CaveatText(Enum):
     """Written by the plan."""
     NOTHING_SWAPPED = CaveatKind.NOTE, "nothing was swapped", "", True
     NOTHING_REACHED_DISK = CaveatKind.NOTE, "no bytes reached", "", True
+    DISK_BOUND = CaveatKind.DISK_BOUND, "disk-bound: "
     OTHER_OPTIMIZER = CaveatKind.OTHER_OPTIMIZER, "", " stepped, not the ", True
     OTHER_ADAM = CaveatKind.NOTE, "", " steps here, ", False, _ONE_OPTIMIZER
     STEPS_SKIPPED = CaveatKind.NOTE, "", " measured steps were skipped"

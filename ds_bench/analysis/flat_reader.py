@@ -22,6 +22,7 @@ from ..system.environment import Environment
 from ..system.gpus import GpuFacts
 from .caveats import parse_caveats
 from .flat_rows import COLUMNS, MIG_SUFFIX
+from .step_costs import StepCosts
 from .summary import TrialSummary
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ _TEXTS = frozenset((
     "gpu_name", "cpu_model", "torch_version", "deepspeed_version", "transformers_version", "cuda_version",
     "gpu_driver_version", "engine",
 ))  # fmt: skip
-_FLAGS = frozenset(("success", "activation_checkpointing"))
+_FLAGS = frozenset(("success", "activation_checkpointing", "disk_bound"))
 _COUNTS = frozenset((
     "stage", "batch_size", "seq_length", "grad_accum", "num_steps", "warmup_steps", "repeat", "num_gpus",
     "data_parallel_size", "parameter_count", "model_flops_per_token", "causal_flops_per_token",
@@ -184,6 +185,17 @@ def _figures(row: Mapping[str, Any]) -> dict[str, Any]:
         "data_parallel_size": read("data_parallel_size"),
         "predicted_over_measured": over_measured,
         "predicted_over_ledger": over_ledger,
+        "costs": StepCosts(
+            communication_seconds=_seconds(row, "phase_communication_ms"),
+            communication_wait_seconds=_seconds(row, "communication_wait_ms"),
+            communication_bytes=_exact_bytes(row, "communication_gb_per_step"),
+            transfer_seconds=_seconds(row, "phase_transfer_ms"),
+            cpu_adam_bytes_per_second=_exact_bytes(row, "cpu_adam_gb_per_sec"),
+            disk_needed_bytes_per_second=_exact_bytes(row, "nvme_needed_gb_per_sec"),
+            disk_measured_bytes_per_second=_exact_bytes(row, "nvme_measured_gb_per_sec"),
+            disk_bound=read("disk_bound"),
+            profiled_flops_per_token=read("profiled_flops_per_token"),
+        ),
     }
 
 

@@ -164,6 +164,15 @@ COLUMNS: list[Column] = [
     ("round_position", lambda s: s.record.trial.round_position),
     ("gpu_outside_allocator_gb", lambda s: to_gb(s.gpu_outside_allocator_bytes)),
     ("engine", lambda s: s.record.trial.configuration.engine),
+    ("phase_communication_ms", lambda s: to_ms(s.costs.communication_seconds)),
+    ("phase_transfer_ms", lambda s: to_ms(s.costs.transfer_seconds)),
+    ("communication_wait_ms", lambda s: to_ms(s.costs.communication_wait_seconds)),
+    ("communication_gb_per_step", lambda s: to_gb(s.costs.communication_bytes)),
+    ("cpu_adam_gb_per_sec", lambda s: to_gb(s.costs.cpu_adam_bytes_per_second)),
+    ("nvme_needed_gb_per_sec", lambda s: to_gb(s.costs.disk_needed_bytes_per_second)),
+    ("nvme_measured_gb_per_sec", lambda s: to_gb(s.costs.disk_measured_bytes_per_second)),
+    ("disk_bound", lambda s: s.costs.disk_bound),
+    ("profiled_flops_per_token", lambda s: s.costs.profiled_flops_per_token),
 ]
 
 

@@ -200,7 +200,8 @@ class TimeDifference:
     """Why there is no ratio; empty if there is one."""
     phase_seconds: Mapping[str, Pair]
     """``forward``, ``backward`` and ``step``: measured apart from the window, with the device synchronised between
-    phases, on the slowest rank; mean of the runs. Empty where a row has none."""
+    phases, on the slowest rank; mean of the runs. Empty where a row has none. Within them ``communication`` and
+    ``transfer``, where both rows have them."""
     nvme_read_bytes: Pair
     """Per step."""
     nvme_written_bytes: Pair
@@ -456,6 +457,10 @@ def _time_difference(a: ComparisonRow, b: ComparisonRow) -> TimeDifference:
         for phase in PHASES
         if _phase_seconds(a, phase) is not None and _phase_seconds(b, phase) is not None
     }
+    for part in ("communication", "transfer"):
+        values = [_cost(row, f"{part}_seconds") for row in (a, b)]
+        if phases and None not in values:
+            phases[part] = Pair(a=values[0], b=values[1])
 
     def most(name: str) -> Pair:
         values = [max(measured_values(row.successes, name), default=None) for row in (a, b)]
@@ -494,6 +499,12 @@ def _phase_seconds(row: ComparisonRow, phase: str) -> float | None:
         if all(phase in rank.phase_seconds for rank in run.record.ranks)
     ]
     return statistics.fmean(slowest) if slowest else None
+
+
+def _cost(row: ComparisonRow, name: str) -> float | None:
+    """Mean of the runs of a field of ``StepCosts``."""
+    values = [value for run in row.successes if (value := getattr(run.costs, name)) is not None]
+    return statistics.fmean(values) if values else None
 
 
 def _hardware_differences(a: TrialSummary, b: TrialSummary) -> list[str]:

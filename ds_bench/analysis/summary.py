@@ -16,6 +16,7 @@ from ..system.environment import Environment
 from . import flops, trial_caveats
 from .caveats import Caveat, parse_caveat
 from .intervals import sample_std
+from .step_costs import NO_COSTS, StepCosts, step_costs
 from .trial_caveats import measured_values
 
 
@@ -74,6 +75,8 @@ class TrialSummary:
     """Predicted GPU memory to measured (``prediction.trial_predictions``); None without a prediction or a GPU."""
     predicted_over_ledger: float | None = None
     """Predicted ledger to the counted one; None without a prediction or a ledger."""
+    costs: StepCosts = NO_COSTS
+    """What a step's time is spent on besides computing."""
     caveats: tuple[Caveat, ...] = ()
     """Caveats that were written with the record, then those that its numbers show."""
     environment: Environment | None = None
@@ -166,6 +169,7 @@ def summarise(
         num_nodes=len({rank.hostname for rank in ranks}),
         predicted_over_measured=over_measured,
         predicted_over_ledger=over_ledger,
+        costs=step_costs(record),
         caveats=tuple(caveats),
         environment=environment,
         run_id=run_id,

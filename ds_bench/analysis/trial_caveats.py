@@ -11,9 +11,10 @@ from typing import Any
 from ..config.spec import Workload
 from ..prediction.trial_predictions import is_miss
 from ..records.schema import RankMeasurement, TrialRecord
-from ..units import format_percent, format_ratio
+from ..units import format_ms, format_percent, format_ratio
 from .caveats import Caveat, CaveatText, parse_caveat, skipped_steps
 from .intervals import sample_std
+from .step_costs import disk_wait
 
 UNSTABLE_CV = 0.05
 """Coefficient of variation of step times above which a row is called unstable."""
@@ -172,6 +173,11 @@ def _nvme_caveats(record: TrialRecord) -> Iterator[Caveat]:
     elif not any(measured_values(ranks, "nvme_read_bytes") + measured_values(ranks, "nvme_written_bytes")):
         text = " the disk in the measured steps: the path is memory or cache, not NVMe"
         yield CaveatText.NOTHING_REACHED_DISK.caveat(text)
+    wait = disk_wait(record)
+    if wait is not None and wait.is_disk_bound:
+        other = format_ms(wait.other_seconds)
+        text = f"a step waits {format_ms(wait.wait_seconds)} ms for the disk, all else takes {other} ms"
+        yield CaveatText.DISK_BOUND.caveat(text)
 
 
 def _loss_caveats(record: TrialRecord) -> Iterator[Caveat]:

@@ -54,6 +54,38 @@ class Profile:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class OffloadTimes:
+    """What offloading took in a synchronised step after the measured window, on average; of one rank.
+
+    None: DeepSpeed's CPU Adam did not step, or nothing is swapped to a disk.
+    """
+
+    cpu_adam_seconds: float | None = None
+    cpu_adam_bytes: float | None = None
+    """Moved between host memory and processor by CPU Adam: weights, gradients and moments, read and written."""
+    disk_read_bytes: float | None = None
+    disk_written_bytes: float | None = None
+    disk_wait_seconds: float | None = None
+    """In which training stood still for the disk."""
+    disk_busy_seconds: float | None = None
+    """In which operations on the disk were under way."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommunicationOperation:
+    """What one kind of collective operation took in a synchronised step, on average; of one rank."""
+
+    name: str
+    """As in ``deepspeed.comm``: ``all_gather_into_tensor``."""
+    count: float
+    bytes: float
+    """Of the whole tensors; an all-reduce counts twice, as a reduce-scatter and an all-gather."""
+    seconds: float
+    wait_seconds: float | None
+    """The part of ``seconds`` beyond the fastest rank's, which waited for no other; None if not known."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RankMeasurement:
     """What one rank measured in one trial; of this rank alone unless said otherwise."""
 
@@ -169,6 +201,16 @@ class RankMeasurement:
     before."""
     cpus_allowed: tuple[int, ...] | None = None
     """Numbers of the processors that this rank was bound to; None if it was not bound."""
+    offload: OffloadTimes | None = None
+    """None without offloading."""
+    step_parts: Mapping[str, float] = field(default_factory=dict)
+    """``forward``, ``backward``, ``step``, ``communication``, ``transfer`` (to or from a disk, and between host and
+    device) and ``data_wait`` → seconds per synchronised step, none of them within another; those that were measured
+    (docs/metrics.md, "Parts of a step")."""
+    communication: tuple[CommunicationOperation, ...] | None = None
+    """None without the profile ``comms``."""
+    profiled_forward_flops: float | None = None
+    """FLOPs of one micro-batch's forward pass as DeepSpeed's flops profiler counts them; None without it."""
     notes: tuple[str, ...] = ()
     """Caveats that the rank itself reports about its numbers."""
     profiles: tuple[Profile, ...] = ()

@@ -12,6 +12,7 @@ from functools import cached_property
 
 from ..analysis.comparison import Comparison, ComparisonRow
 from ..analysis.row_difference import ledger_of_tier
+from ..analysis.step_costs import PARTS, step_parts
 from ..analysis.summary import TrialSummary
 from ..recommend.shortage import predicted_bytes
 from ..records.schema import OOM, OOM_DISK, OOM_HOST, SKIPPED, TrialRecord
@@ -26,7 +27,6 @@ MAX_POINTS = 300
 MAX_ROWS_IN_ALT_TEXT = 12
 """Further rows are only in the table of numbers."""
 CATEGORIES = ("parameters", "gradients", "optimizer_states", "deepspeed_buffers", "activations", "other")
-PHASES = ("forward", "backward", "step")
 
 _TIERS = {
     "gpu": ("Device memory", "on the fullest rank"),
@@ -600,31 +600,31 @@ def _pareto_chart(rows: _Rows, memory: str) -> Chart | None:
 
 
 def _phase_chart(rows: _Rows) -> Chart | None:
-    """The phases as shares of their sum."""
-    measured = []
-    for row in rows.measured:
-        ranks = _run_nearest_mean(row).record.ranks
-        slowest = [max(rank.phase_seconds.get(phase, 0.0) for rank in ranks) for phase in PHASES]
-        if sum(slowest) > 0:
-            measured.append((row, slowest))
+    """The parts of a step as shares of their sum."""
+    measured = [
+        (row, parts) for row in rows.measured if sum((parts := step_parts(_run_nearest_mean(row).record)).values())
+    ]
     if not measured:
         return None
+    names = [name for name in PARTS if any(name in parts for _, parts in measured)]
     drawn = {row.key for row in rows.to_draw([row for row, _ in measured])}
     stacks = tuple(
         Stack(
             label=rows.label(row),
-            parts=tuple(100 * seconds / sum(slowest) for seconds in slowest),
-            value=format_value(to_ms(sum(slowest))),
+            parts=tuple(100 * parts.get(name, 0.0) / sum(parts.values()) for name in names),
+            value=format_value(to_ms(sum(parts.values()))),
         )
-        for row, slowest in measured
+        for row, parts in measured
         if row.key in drawn
     )
     note = "From a separate pass with synchronisation around each phase, so the sum may exceed a step of the table."
+    if "communication" in names:
+        note += " Communication is timed with each operation made synchronous; in the other rows it is in the phases."
     return StackChart(
         name="phases",
         title="Phases of a step",
         axis="% of the sum; at the right, the sum in ms",
-        categories=PHASES,
+        categories=tuple(names),
         stacks=stacks,
         value_heading="sum, ms",
         note=rows.note(note, measured, stacks),

@@ -16,7 +16,7 @@ from ..analysis.comparison import ComparisonRow
 from ..config.deepspeed_config import is_full_config
 from ..records.schema import SUCCESS
 from ..units import format_significant
-from . import charts, plan_table, profile_text
+from . import charts, plan_table, profile_text, step_time
 from .chart_data import Chart, charts_of
 from .columns import Column, measured_columns, row_status
 from .comparison_report import ComparisonReport, Note
@@ -134,6 +134,8 @@ def _section(report: ComparisonReport, uid: str) -> dict[str, Any]:
         "rows": [_row(row, report, columns, numbers) for row in report.comparison.rows],
         "explanations_heading": HEADING,
         "explanations": report_paragraphs(report),
+        "step_times_heading": step_time.HEADING,
+        "step_times": step_time.step_time_texts(report),
         "profiles_heading": profile_text.HEADING,
         "profiles": profile_text.report_profiles(report),
         "footnotes": list(report.labels_by_note.items()),

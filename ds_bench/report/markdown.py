@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from ..analysis import provenance
 from ..system.terminal import escape_controls
+from . import step_time
 from .comparison_report import ComparisonReport
 from .profile_text import report_profiles
 from .row_explanation import HEADING, report_paragraphs
@@ -69,6 +70,7 @@ def render_markdown(report: ComparisonReport) -> str:
     said = "\n".join((*row_notes, *other_notes))  # what a note ends with is no next step again
     lines = [line for line in report.recommendation.lines if line.removeprefix("Next: ") not in said]
     paragraphs = report_paragraphs(report)
+    step_times = step_time.step_time_texts(report)
     parts = [
         f"### {escape(report.title)}",
         "\n".join(table_lines(table, ["---"] * len(shown))),
@@ -78,6 +80,8 @@ def render_markdown(report: ComparisonReport) -> str:
         "\n".join(f"- {escape(line)}" for line in lines),
         *([f"**{HEADING}**"] if paragraphs else []),
         "\n".join(f"- **{escape(heading)}**: {escape(text)}" for heading, text in paragraphs),
+        *([f"**{step_time.HEADING}**"] if step_times else []),
+        "\n".join(f"- **{escape(label)}**: {escape(text)}" for label, text in step_times),
         *(f"**{escape(heading)}**\n\n{text_block(text)}" for heading, text in report_profiles(report)),
         *(f"**Set-up** {escape(provenance.one_line(environment))}" for environment in report.environments),
         *(f"**Command**\n\n{shell_block(command)}" for command in report.commands),

@@ -51,7 +51,7 @@ _LAYOUT_PATHS = (
 def explanation_lines(difference: RowDifference, title: str, width: int) -> Iterator[str]:
     """The whole explanation in lines of at most ``width`` characters, if no word is longer."""
     a, b = difference.a.label, difference.b.label
-    yield from _wrapped(f"{b} against {a} · {title}", width)
+    yield from wrapped_lines(f"{b} against {a} · {title}", width)
     sections = (
         ("Failed", list(_failures(difference))),
         ("Memory", list(_memory(difference))),
@@ -64,7 +64,7 @@ def explanation_lines(difference: RowDifference, title: str, width: int) -> Iter
         if sentences:
             yield from ["", heading]
             for sentence in sentences:
-                yield from _wrapped(sentence, width, indent="  ")
+                yield from wrapped_lines(sentence, width, indent="  ")
 
 
 def paragraph(difference: RowDifference, *, savings: Sequence[Saving] | None = None) -> str:
@@ -119,7 +119,7 @@ def report_paragraphs(report: ComparisonReport) -> list[tuple[str, str]]:
 def paragraph_lines(report: ComparisonReport, width: int) -> list[str]:
     """The paragraphs of a report as lines below a heading; empty if there are no two rows."""
     paragraphs = report_paragraphs(report)
-    lines = [line for heading, text in paragraphs for line in _wrapped(f"{heading}: {text}", width, indent="  ")]
+    lines = [line for heading, text in paragraphs for line in wrapped_lines(f"{heading}: {text}", width, indent="  ")]
     return [f"{HEADING}:", *lines] if lines else []
 
 
@@ -139,7 +139,7 @@ def _pairs(report: ComparisonReport) -> list[tuple[ComparisonRow, ComparisonRow]
     return list(unique.values())
 
 
-def _wrapped(text: str, width: int, indent: str = "") -> list[str]:
+def wrapped_lines(text: str, width: int, indent: str = "") -> list[str]:
     """The text in lines; a number and its unit stay together."""
     lines = textwrap.wrap(
         _NUMBER_AND_UNIT.sub(NO_BREAK, text),

@@ -14,6 +14,7 @@ from .columns import COLUMNS, row_status
 from .comparison_report import ComparisonReport
 from .profile_text import report_profiles
 from .row_explanation import paragraph_lines
+from .step_time import step_time_lines
 
 _COLUMNS = tuple(column for column in COLUMNS if not column.page_only)
 HEADINGS = ("Strategy", "Status", *(column.heading for column in _COLUMNS), "Notes")
@@ -68,13 +69,14 @@ def table_rows(report: ComparisonReport) -> list[TableRow]:
 
 
 def print_report(report: ComparisonReport, stream: IO[str]) -> None:
-    """Prints the table, its notes, the recommendation, and why rows differ."""
+    """Prints the table, its notes, the recommendation, why rows differ, and where the time of a step goes."""
     print_table(report, stream)
     for line in ("", *report.recommendation.lines):
         print_text(line, stream)
-    explanations = paragraph_lines(report, min(width_of(stream), _MAX_TEXT_WIDTH))
-    for line in ("", *explanations) if explanations else ():
-        print_text(line, stream)
+    width = min(width_of(stream), _MAX_TEXT_WIDTH)
+    for lines in (paragraph_lines(report, width), step_time_lines(report, width)):
+        for line in ("", *lines) if lines else ():
+            print_text(line, stream)
     for heading, text in report_profiles(report):
         for line in ("", heading, *text.splitlines()):
             print_text(line if line == heading else f"  {line}".rstrip(), stream)

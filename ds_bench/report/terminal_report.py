@@ -28,7 +28,13 @@ _MAX_TEXT_WIDTH = 120
 """Columns of a sentence; a table may be wider."""
 _MIN_LABEL_WIDTH = 12
 _MAX_NOTES = 2
-_ROW_KINDS = (CaveatKind.UNSTABLE, CaveatKind.NOT_STEADY, CaveatKind.ALLOCATOR_RETRIED, CaveatKind.OTHER_OPTIMIZER)
+_ROW_KINDS = (
+    CaveatKind.UNSTABLE,
+    CaveatKind.NOT_STEADY,
+    CaveatKind.ALLOCATOR_RETRIED,
+    CaveatKind.DISK_BOUND,
+    CaveatKind.OTHER_OPTIMIZER,
+)
 """Kinds of caveats of single rows that change how a table is read, besides those that disqualify a row."""
 _GENERAL_KINDS = (
     CaveatKind.ENVIRONMENT_DIFFERS,

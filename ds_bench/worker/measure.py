@@ -26,6 +26,7 @@ from .profiles import take_profiles
 from .rank_layout import RankLayout, register_sequence_attention
 from .reference_engines import ReferenceEngine, create_engine
 from .resolved_config import resolved_config
+from .step_parts import measure_phases
 from .step_recorder import StepRecorder
 from .weight_change import WeightChange
 
@@ -295,7 +296,7 @@ def _backward_with_ledger(engine: Any, loss: torch.Tensor) -> ledger.Ledger:
 
 def _measure_phases_and_ledger(trainer: training_loop.Trainer, assignment: Assignment) -> dict[str, Any]:
     """Phases, ledger and swapped bytes, from extra steps after the measured window, which they do not slow down."""
-    phases = training_loop.phase_seconds(trainer)
+    phases = measure_phases(trainer)
     engine = trainer.engine
     batch = next(trainer.batches)
     reference = isinstance(engine, ReferenceEngine)
@@ -315,7 +316,7 @@ def _measure_phases_and_ledger(trainer: training_loop.Trainer, assignment: Assig
     if stored:
         peak["nvme"] = stored
     return {
-        "phase_seconds": phases,
+        **phases,
         "ledger": peak,
         "ledger_after_step": after_step.ledger,
         "pinned_bytes": after_step.pinned_bytes,

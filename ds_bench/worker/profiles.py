@@ -13,7 +13,7 @@ from typing import Any
 
 from ..config.spec import ProfileName, Trial
 from ..records.schema import Profile
-from . import memory_profile, nsys_window, torch_profile
+from . import comms_profile, flops_profile, memory_profile, nsys_window, torch_profile
 from .profiled_steps import Findings, ProfiledSteps
 from .training_loop import Trainer
 
@@ -39,8 +39,8 @@ PROFILERS: Mapping[ProfileName, Profiler] = {
     "torch": Profiler(observe=torch_profile.observe, further_steps=1),
     "memory": Profiler(observe=memory_profile.observe),
     "nsys": Profiler(observe=nsys_window.observe),
-    "flops": Profiler(observe=lambda _steps: Findings()),
-    "comms": Profiler(observe=lambda _steps: Findings()),
+    "flops": Profiler(observe=flops_profile.observe),
+    "comms": Profiler(observe=comms_profile.observe, on_every_rank=True),
 }
 
 

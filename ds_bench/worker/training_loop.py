@@ -293,31 +293,48 @@ def optimizer_settings(optimizer: Any) -> list[dict[str, Any]]:
     ]
 
 
-def phase_seconds(trainer: Trainer, steps: int = 2) -> dict[str, float]:
+@dataclass(frozen=True, slots=True)
+class PhaseTimes:
+    """Seconds of ``forward``, ``backward`` and ``step``."""
+
+    seconds: dict[str, float]
+    own_seconds: dict[str, float]
+    """Without what is timed as a part of its own."""
+
+
+def phase_times(trainer: Trainer, steps: int = 2, parts: Callable[[], float] = lambda: 0.0) -> PhaseTimes:
     """Mean seconds per optimizer step in forward, backward and step, synchronised around each.
 
-    Slower than the measured steps, since nothing overlaps; never part of the headline numbers.
+    Slower than the measured steps, since nothing overlaps; never part of the headline numbers. ``parts``: seconds so
+    far in what is timed as a part of its own.
     """
-    totals = {"forward": 0.0, "backward": 0.0, "step": 0.0}
-    for _ in range(steps * trainer.grad_accum):
-        for phase, seconds in time_micro_step(trainer).items():
-            totals[phase] += seconds
-    return {phase: total / steps for phase, total in totals.items()}
+    micro_steps = [time_micro_step(trainer, parts) for _ in range(steps * trainer.grad_accum)]
+
+    def mean(kind: list[dict[str, float]]) -> dict[str, float]:
+        return {phase: sum(each[phase] for each in kind) / steps for phase in kind[0]}
+
+    return PhaseTimes(mean([each.seconds for each in micro_steps]), mean([each.own_seconds for each in micro_steps]))
 
 
-def time_micro_step(trainer: Trainer) -> dict[str, float]:
+def time_micro_step(trainer: Trainer, parts: Callable[[], float] = lambda: 0.0) -> PhaseTimes:
     """Trains on one micro-batch. Returns the seconds of its phases, with the device synchronised between them."""
     trainer.heartbeat.beat("inspect")
     engine, batch = trainer.engine, next(trainer.batches)
+    marks = list[tuple[float, float]]()
 
-    def read_clock() -> float:
+    def mark() -> None:
         synchronize(trainer.accelerator)
-        return time.perf_counter()
+        marks.append((time.perf_counter(), parts()))
 
-    start = read_clock()
+    mark()
     loss = trainer.compute_loss(batch)
-    forward_end = read_clock()
+    mark()
     engine.backward(loss)
-    backward_end = read_clock()
+    mark()
     engine.step()
-    return {"forward": forward_end - start, "backward": backward_end - forward_end, "step": read_clock() - backward_end}
+    mark()
+    seconds, own_seconds = dict[str, float](), dict[str, float]()
+    for phase, before, after in zip(("forward", "backward", "step"), marks, marks[1:], strict=False):
+        seconds[phase] = after[0] - before[0]
+        own_seconds[phase] = seconds[phase] - (after[1] - before[1])
+    return PhaseTimes(seconds, own_seconds)

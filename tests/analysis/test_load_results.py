@@ -25,7 +25,7 @@ from ds_bench.config.spec import Configuration
 from ds_bench.errors import UsageError
 from ds_bench.records import json_files, reader, schema
 from ds_bench.records.run_folder import RunFolder
-from ds_bench.records.schema import Outcome, TrialRecord
+from ds_bench.records.schema import CommunicationOperation, OffloadTimes, Outcome, TrialRecord
 from ds_bench.system import environment
 from ds_bench.system.environment import Environment
 from tests.support import fakes
@@ -672,6 +672,17 @@ def test_a_flat_row_gives_the_same_row_again() -> None:
             nvme_read_bytes=7 * fakes.GB,
             nvme_written_bytes=5,
             ledger={"nvme": {"optimizer_states": 2**30}},
+            offload=OffloadTimes(
+                cpu_adam_seconds=0.01,
+                cpu_adam_bytes=28,
+                disk_read_bytes=7,
+                disk_written_bytes=5,
+                disk_wait_seconds=0.09,
+                disk_busy_seconds=0.09,
+            ),
+            communication=(CommunicationOperation(name="reduce", count=1, bytes=2, seconds=0.1, wait_seconds=0.0),),
+            step_parts={"communication": 0.1, "transfer": 0.09},
+            profiled_forward_flops=1e9,
         ),
         fakes.success(fakes.trial(fakes.reference("fsdp2"), on=fakes.placement(accelerator="cuda", num_gpus=2))),
         fakes.success(fakes.trial(of=fakes.workload(num_steps=1, warmup_steps=0)), gpu_alloc_retries=3),

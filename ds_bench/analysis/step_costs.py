@@ -1,0 +1,136 @@
+"""What a step's time is spent on besides computing: communication, transfers, CPU Adam, the disk (docs/metrics.md).
+
+From synchronised steps after the measured window.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..records.schema import OffloadTimes, RankMeasurement, TrialRecord
+
+PARTS = ("forward", "backward", "step", "communication", "transfer", "data_wait")
+"""Parts of a step, none within another."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepCosts:
+    """Costs of one synchronised step; None where not measured."""
+
+    communication_seconds: float | None = None
+    """On the slowest rank, waiting for other ranks included."""
+    communication_wait_seconds: float | None = None
+    """The part of it in which that rank waited for others."""
+    communication_bytes: float | None = None
+    """Of one rank, the most of any."""
+    transfer_seconds: float | None = None
+    """On the slowest rank: waiting for the disk, and where timed copies between host and device."""
+    cpu_adam_bytes_per_second: float | None = None
+    """Of all ranks of a node together; of the slowest node, as the next two."""
+    disk_needed_bytes_per_second: float | None = None
+    disk_measured_bytes_per_second: float | None = None
+    disk_bound: bool | None = None
+    """Whether a rank waits for the disk longer than for everything else in a step."""
+    profiled_flops_per_token: float | None = None
+    """As DeepSpeed's flops profiler counts the forward pass, three times."""
+
+
+NO_COSTS = StepCosts()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiskWait:
+    """How long a step waits for the disk and for everything else, on the rank that waits longest for the disk."""
+
+    wait_seconds: float
+    other_seconds: float
+
+    @property
+    def is_disk_bound(self) -> bool:
+        return self.wait_seconds > self.other_seconds
+
+
+def step_costs(record: TrialRecord) -> StepCosts:
+    """Computes the costs of a step of a trial that measured something."""
+    ranks = record.ranks
+    slowest = max(ranks, key=lambda rank: rank.step_parts.get("communication", 0.0))
+    operations = slowest.communication or ()
+    waits = [each.wait_seconds for each in operations if each.wait_seconds is not None]
+    nodes: dict[str, list[RankMeasurement]] = {}
+    for rank in ranks:
+        nodes.setdefault(rank.hostname, []).append(rank)
+    adam = [speed for node in nodes.values() if (speed := _adam_speed(node)) is not None]
+    disks = [speeds for node in nodes.values() if (speeds := _disk_speeds(node)) is not None]
+    needed, measured = min(disks, key=lambda speeds: speeds[1] / speeds[0], default=(None, None))
+    wait = disk_wait(record)
+    return StepCosts(
+        communication_seconds=slowest.step_parts.get("communication"),
+        communication_wait_seconds=sum(waits) if operations and len(waits) == len(operations) else None,
+        communication_bytes=max(
+            (sum(each.bytes for each in rank.communication) for rank in ranks if rank.communication is not None),
+            default=None,
+        ),
+        transfer_seconds=max(
+            (rank.step_parts["transfer"] for rank in ranks if "transfer" in rank.step_parts), default=None
+        ),
+        cpu_adam_bytes_per_second=min(adam, default=None),
+        disk_needed_bytes_per_second=needed,
+        disk_measured_bytes_per_second=measured,
+        disk_bound=None if wait is None else wait.is_disk_bound,
+        profiled_flops_per_token=_profiled_flops_per_token(record),
+    )
+
+
+def step_parts(record: TrialRecord) -> dict[str, float]:
+    """Seconds of each part of a synchronised step, on the rank that is slowest in it; without those that no rank
+    measured. A record that holds no parts has the three phases."""
+    parts = [rank.step_parts or rank.phase_seconds for rank in record.ranks]
+    measured = [part for part in PARTS if any(part in each for each in parts)]
+    return {part: max(each.get(part, 0.0) for each in parts) for part in measured}
+
+
+def disk_wait(record: TrialRecord) -> DiskWait | None:
+    """What decides whether a trial is disk-bound; None if nothing was swapped."""
+    waits = [
+        DiskWait(wait_seconds=rank.offload.disk_wait_seconds, other_seconds=_seconds_without_disk(rank, rank.offload))
+        for rank in record.ranks
+        if rank.offload is not None and rank.offload.disk_wait_seconds is not None and _moved_bytes(rank.offload)
+    ]
+    return max(waits, key=lambda wait: wait.wait_seconds, default=None)
+
+
+def _adam_speed(node: Sequence[RankMeasurement]) -> float | None:
+    """Bytes per second that CPU Adam moves on one node; None if it did not step."""
+    times = [rank.offload for rank in node if rank.offload is not None and rank.offload.cpu_adam_seconds]
+    seconds = max((each.cpu_adam_seconds or 0.0 for each in times), default=0.0)
+    return sum(each.cpu_adam_bytes or 0.0 for each in times) / seconds if seconds else None
+
+
+def _disk_speeds(node: Sequence[RankMeasurement]) -> tuple[float, float] | None:
+    """Bytes per second that one node needs from its disk, and those that it gave; None if nothing was swapped."""
+    swapping = [(rank, rank.offload) for rank in node if rank.offload is not None and _moved_bytes(rank.offload)]
+    moved = sum(_moved_bytes(times) for _, times in swapping)
+    other_seconds = max((_seconds_without_disk(rank, times) for rank, times in swapping), default=0.0)
+    busy_seconds = max((times.disk_busy_seconds or 0.0 for _, times in swapping), default=0.0)
+    return (moved / other_seconds, moved / busy_seconds) if other_seconds and busy_seconds else None
+
+
+def _moved_bytes(times: OffloadTimes) -> float:
+    return (times.disk_read_bytes or 0.0) + (times.disk_written_bytes or 0.0)
+
+
+def _seconds_without_disk(rank: RankMeasurement, times: OffloadTimes) -> float:
+    return max(0.0, sum(rank.phase_seconds.values()) - (times.disk_wait_seconds or 0.0))
+
+
+def _profiled_flops_per_token(record: TrialRecord) -> float | None:
+    """Forward and backward; backward counts twice, as DeepSpeed's profiler assumes (runtime/engine.py)."""
+    found = [rank for rank in record.ranks if rank.profiled_forward_flops is not None]
+    if not found or found[0].profiled_forward_flops is None:
+        return None
+    rank = found[0]
+    # Ranks of a tensor- or sequence-parallel group each compute a part of the same tokens.
+    sharing = rank.world_size / rank.data_parallel_size
+    tokens = rank.micro_batch_size * record.trial.workload.seq_length
+    return 3 * found[0].profiled_forward_flops * sharing / tokens

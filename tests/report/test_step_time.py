@@ -1,0 +1,75 @@
+"""What a step's time is spent on, in words and in the chart of phases, everywhere it is reported."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+
+from ds_bench.records.schema import CommunicationOperation, OffloadTimes
+from ds_bench.report.chart_data import StackChart, charts_of
+from ds_bench.report.comparison_report import ComparisonReport
+from ds_bench.report.html_report import render_page
+from ds_bench.report.markdown import render_markdown
+from ds_bench.report.step_time import HEADING, step_time_texts
+from ds_bench.report.table import print_report
+from tests.support import fakes
+from tests.support import sample_reports as samples
+
+PHASES = {"forward": 0.02, "backward": 0.03, "step": 0.05}
+SWAPPED = OffloadTimes(
+    cpu_adam_seconds=0.01,
+    cpu_adam_bytes=2**27,
+    disk_read_bytes=2**27,
+    disk_written_bytes=2**27,
+    disk_wait_seconds=0.04,
+    disk_busy_seconds=0.04,
+)
+REDUCED = CommunicationOperation(name="all_reduce", count=3, bytes=2**20, seconds=0.005, wait_seconds=0.001)
+
+
+@pytest.fixture
+def report() -> ComparisonReport:
+    parts = {"forward": 0.02, "backward": 0.025, "step": 0.01, "communication": 0.005, "transfer": 0.04}
+    swapping = samples.run(
+        fakes.offload("nvme"),
+        0.09,
+        phase_seconds=PHASES,
+        step_parts=parts,
+        offload=SWAPPED,
+        communication=(REDUCED,),
+    )
+    plain = samples.run(fakes.zero(0), 0.1, phase_seconds=PHASES)
+    rows = (samples.row("ZeRO-0", plain), samples.row("NVMe", swapping))
+    return samples.report(samples.comparison(*rows))
+
+
+def test_a_row_of_which_parts_are_known_is_told(report: ComparisonReport) -> None:
+    assert step_time_texts(report) == [
+        (
+            "NVMe",
+            "forward 20 %, backward 25 %, optimizer step 10 %, communication 5 %, transfer 40 % of a synchronised step "
+            "of 100.0 ms; communication takes 5.00 ms for 1.00 MB, 1.00 ms of it waiting for other ranks; transfers "
+            "take 40.0 ms; CPU Adam moves 12.50 GB/s; the disk moves 6.25 GB/s where 4.17 GB/s are needed: not "
+            "disk-bound.",
+        )
+    ]
+
+
+def test_the_texts_are_in_every_form_of_the_report(report: ComparisonReport) -> None:
+    stream = io.StringIO()
+    print_report(report, stream)
+    for text in (stream.getvalue(), render_markdown(report), render_page([report], generated="now")):
+        assert HEADING in text
+        assert "not disk-bound" in " ".join(text.split())
+    silent = samples.report(samples.zero_comparison())
+    assert HEADING not in render_markdown(silent)
+
+
+def test_the_chart_of_phases_has_every_part_that_a_row_has(report: ComparisonReport) -> None:
+    (chart,) = [each for each in charts_of(report.comparison, None).charts if each.name == "phases"]
+    assert isinstance(chart, StackChart)
+    assert chart.categories == ("forward", "backward", "step", "communication", "transfer")
+    parts = {stack.label: stack.parts for stack in chart.stacks}
+    assert parts["NVMe"] == pytest.approx((20, 25, 10, 5, 40))
+    assert parts["ZeRO-0"] == pytest.approx((20, 30, 50, 0, 0))
