@@ -21,7 +21,8 @@ from ..records.schema import SUCCESS, Outcome, RankMeasurement, TrialRecord
 from ..system.environment import Environment
 from ..system.gpus import GpuFacts
 from .caveats import parse_caveats
-from .flat_rows import COLUMNS, MIG_SUFFIX
+from .flat_rows import COLUMNS, HOST_PHASES, MIG_SUFFIX
+from .phase_memory import NodePhaseMemory
 from .step_costs import StepCosts
 from .summary import TrialSummary
 
@@ -173,6 +174,7 @@ def _figures(row: Mapping[str, Any]) -> dict[str, Any]:
         "gpu_outside_allocator_bytes": _bytes(row, "gpu_outside_allocator_gb"),
         "host_peak_bytes": _bytes(row, "cpu_used_gb"),
         "host_pss_bytes": _bytes(row, "cpu_pss_gb"),
+        "phase_memory": _phase_memory(row),
         "nvme_stored_bytes": _bytes(row, "nvme_stored_gb"),
         "nvme_read_bytes_per_step": _exact_bytes(row, "nvme_read_gb_per_step"),
         "nvme_written_bytes_per_step": _exact_bytes(row, "nvme_written_gb_per_step"),
@@ -197,6 +199,16 @@ def _figures(row: Mapping[str, Any]) -> dict[str, Any]:
             profiled_flops_per_token=read("profiled_flops_per_token"),
         ),
     }
+
+
+def _phase_memory(row: Mapping[str, Any]) -> dict[str, NodePhaseMemory]:
+    phases = {
+        phase: NodePhaseMemory(
+            host_peak_bytes=_bytes(row, f"cpu_{phase}_peak_gb"), host_end_bytes=_bytes(row, f"cpu_{phase}_end_gb")
+        )
+        for phase in HOST_PHASES
+    }
+    return {phase: memory for phase, memory in phases.items() if memory != NodePhaseMemory()}
 
 
 def read_efficiency(row: Mapping[str, Any]) -> dict[str, Any]:

@@ -56,6 +56,15 @@ def _ledger_gb(tier: str, category: str) -> Callable[[TrialSummary], float | Non
     return value
 
 
+def _phase_gb(phase: str, size: str) -> Callable[[TrialSummary], float | None]:
+    """Host memory of one phase on the fullest node; ``size``: ``peak`` or ``end``. None if it was not measured."""
+
+    def value(summary: TrialSummary) -> float | None:
+        return to_gb(getattr(summary.phase_memory.get(phase), f"host_{size}_bytes", None))
+
+    return value
+
+
 def _gpu_names(environment: Environment) -> str | None:
     names = {f"{gpu.name or 'unnamed'}{MIG_SUFFIX if gpu.mig else ''}" for gpu in environment.gpus}
     return " + ".join(sorted(names)) or None
@@ -73,6 +82,8 @@ _LEDGER_CELLS = (
     ("nvme", "parameters"),
     ("nvme", "optimizer_states"),
 )
+HOST_PHASES = ("import", "build", "initialize", "first_step", "steady")
+"""Phases that have columns of host memory."""
 MIG_SUFFIX = " (MIG)"
 """Follows the name of a GPU that is divided into MIG instances."""
 
@@ -173,6 +184,7 @@ COLUMNS: list[Column] = [
     ("nvme_measured_gb_per_sec", lambda s: to_gb(s.costs.disk_measured_bytes_per_second)),
     ("disk_bound", lambda s: s.costs.disk_bound),
     ("profiled_flops_per_token", lambda s: s.costs.profiled_flops_per_token),
+    *((f"cpu_{phase}_{size}_gb", _phase_gb(phase, size)) for phase in HOST_PHASES for size in ("peak", "end")),
 ]
 
 

@@ -23,6 +23,7 @@ from ..system import environment
 from .comparability import incomparable_fields
 from .comparison import ComparisonRow, ratio_between, representative_run
 from .intervals import RatioInterval
+from .phase_memory import combined
 from .summary import TrialSummary
 from .trial_caveats import measured_values
 
@@ -91,6 +92,7 @@ ACTS_ON: Mapping[str, tuple[str, ...]] = {
     "tiled_mlp": ("activations", "forward", "backward"),
     "compile": ("activations", "forward", "backward"),
     "cpu_binding": ("forward", "backward", "step"),
+    "zero_init": ("build",),
     "tensor_parallel.autotp_size": ("parameters", "gradients", "optimizer_states", "activations"),
     "sequence_parallel_size": ("activations", "forward", "backward"),
     "engine": ("parameters", "gradients", "optimizer_states", "deepspeed_buffers"),
@@ -237,6 +239,8 @@ class RowDifference:
     resident_bytes: Pair
     """On the CPU accelerator the peak resident size of a node's ranks, which counts libraries but no page of a tensor
     that nobody wrote; elsewhere it is the total of host memory, and None here."""
+    phase_peaks: Mapping[str, Pair]
+    """Phase → peak of host memory of the fullest node in it, worst run; empty where a row did not measure it."""
     time: TimeDifference | None
     """None unless both rows trained."""
     keys: tuple[KeyDifference, ...]
@@ -275,6 +279,7 @@ class RowDifference:
             "b": _row_facts(self.b),
             "memory": memory,
             "resident_bytes": asdict(self.resident_bytes),
+            "phase_peaks": {phase: asdict(pair) for phase, pair in self.phase_peaks.items()},
             "time": None if self.time is None else _finite(asdict(self.time)),
             "keys": [asdict(each) for each in self.keys],
             "environment_differences": list(self.environment_differences),
@@ -307,6 +312,7 @@ def explain(a: ComparisonRow, b: ComparisonRow) -> RowDifference:
         b=b,
         memory=memory,
         resident_bytes=Pair(a=a.host_peak_bytes, b=b.host_peak_bytes) if on_cpu else Pair(a=None, b=None),
+        phase_peaks=_phase_peaks(a, b),
         time=_time_difference(a, b) if a.succeeded and b.succeeded else None,
         keys=tuple(_key_differences(representative_run(a.summaries), representative_run(b.summaries))),
         environment_differences=tuple(_environment_differences(a, b)),
@@ -314,6 +320,16 @@ def explain(a: ComparisonRow, b: ComparisonRow) -> RowDifference:
         savings=tuple(_savings(larger)),
         unknown=tuple(_unknown(a, b, memory)),
     )
+
+
+def _phase_peaks(a: ComparisonRow, b: ComparisonRow) -> dict[str, Pair]:
+    both = [combined([run.phase_memory for run in row.successes]) for row in (a, b)]
+    pairs = {
+        phase: Pair(a=both[0][phase].host_peak_bytes, b=both[1][phase].host_peak_bytes)
+        for phase in both[0]
+        if phase in both[1]
+    }
+    return {phase: pair for phase, pair in pairs.items() if pair.difference is not None}
 
 
 def _on_cpu(row: ComparisonRow) -> bool:

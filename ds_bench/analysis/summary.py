@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from ..config.deepspeed_config import hash_config, is_full_config
@@ -16,6 +16,7 @@ from ..system.environment import Environment
 from . import flops, trial_caveats
 from .caveats import Caveat, parse_caveat
 from .intervals import sample_std
+from .phase_memory import NodePhaseMemory, node_phase_memory
 from .step_costs import NO_COSTS, StepCosts, step_costs
 from .trial_caveats import measured_values
 
@@ -55,6 +56,8 @@ class TrialSummary:
     host_peak_bytes: int | None = None
     """Peak resident size, summed over the ranks of a node; of the node with the largest sum."""
     host_pss_bytes: int | None = None
+    phase_memory: Mapping[str, NodePhaseMemory] = field(default_factory=dict)
+    """Phase (``schema.MEMORY_PHASES``) → its memory."""
     nvme_stored_bytes: int | None = None
     nvme_read_bytes_per_step: float | None = None
     nvme_written_bytes_per_step: float | None = None
@@ -156,6 +159,7 @@ def summarise(
         gpu_outside_allocator_bytes=trial_predictions.outside_allocator_bytes(record),
         host_peak_bytes=_max_over_nodes(ranks, "host_peak_bytes"),
         host_pss_bytes=_max_over_nodes(ranks, "host_pss_bytes"),
+        phase_memory=node_phase_memory(ranks),
         nvme_stored_bytes=_sum(ranks, "nvme_stored_bytes"),
         nvme_read_bytes_per_step=_per_step(ranks, "nvme_read_bytes"),
         nvme_written_bytes_per_step=_per_step(ranks, "nvme_written_bytes"),

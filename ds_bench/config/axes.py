@@ -31,6 +31,7 @@ Change = Literal[
     "optimizer",
     "losses",
     "batch",
+    "build",
     "nothing",
 ]
 CHANGES: dict[Change, str] = {
@@ -45,6 +46,7 @@ CHANGES: dict[Change, str] = {
     "optimizer": "optimizer class",
     "losses": "losses",
     "batch": "tokens per step",
+    "build": "memory while the model is built and initialised",
     "nothing": "nothing in this version",
 }
 """What an axis may change, with its meaning."""
@@ -899,6 +901,22 @@ _COMPUTATION = (
         note="what the launcher's --bind_cores_to_rank does, without numactl; the record holds the processors. numa "
         "needs a machine of several NUMA nodes",
         source="utils/numa.py; DeepSpeed reports 2887 to 2497 ms a step for ZeRO-Offload",
+    ),
+    Axis(
+        name="zero_init",
+        group="Host",
+        label="zero.Init",
+        meaning="splits the model among the ranks while it is built; false: every rank builds it whole in host memory "
+        "and moves it whole to its GPU, and deepspeed.initialize splits it then",
+        fields=("zero_init",),
+        switch=True,
+        default="true",
+        stages=(3,),
+        changes=("build",),
+        note="false is what happens to a model that was made before the configuration, or with zero3_init_flag: false "
+        "of Accelerate. A factory's model is always built whole in host memory, and is split there tensor by tensor "
+        "with true",
+        source="runtime/engine.py, _configure_distributed_model; runtime/zero/parameter_offload.py; #1814, #3606",
     ),
     Axis(
         name="allocator",

@@ -48,6 +48,7 @@ SAME_TRAINING_FIELDS = (
     "data_pin_memory",
     "data_prefetch",
     "cpu_binding",
+    "zero_init",
 )
 """Fields of the Workload that change how a step is computed, but not what is learned but for rounding."""
 DEVICES: tuple[Device, ...] = ("none", "cpu", "nvme")
@@ -115,6 +116,9 @@ class Workload:
     cpu_binding: CpuBinding = "none"
     """``cores``: each rank of a node runs on its own part of the processors, as DeepSpeed's launcher binds it with
     ``--bind_cores_to_rank``; ``numa``: on the processors of one NUMA node, whose memory it then uses."""
+    zero_init: bool = True
+    """Whether the model is split among the ranks while it is built (``deepspeed.zero.Init``); else every rank builds it
+    whole in host memory, and ``deepspeed.initialize`` splits it. At stage 3 alone."""
 
     def __post_init__(self) -> None:
         _require(bool(self.model), "model", self.model, "must not be empty")

@@ -53,8 +53,8 @@ class Prediction:
     """Category → bytes of one node's swap files."""
     phase: str
     """The fullest moment on the GPU (of host memory on the CPU accelerator): ``loss`` (all activations, logits and
-    their temporaries), ``enter`` and ``leave`` (backward at the last and at the first layer), ``reduce``, ``flatten``
-    or ``update``."""
+    their temporaries), ``enter`` and ``leave`` (backward at the last and at the first layer), ``reduce``, ``flatten``,
+    ``update``, or ``build`` where every rank builds the model whole."""
     ledger: Mapping[str, Mapping[str, int]]
     """Tier → category → bytes of one rank, comparable with ``RankMeasurement.ledger``."""
     activation_bytes: int | None
@@ -145,18 +145,23 @@ def predict(
     if placement.accelerator == "cpu":
         moments = {name: _as_host_memory(ledger) for name, ledger in moments.items()}
     tier = "cpu" if placement.accelerator == "cpu" else "gpu"
-    phase = max(moments, key=lambda name: sum(moments[name].get(tier, {}).values()))
+
+    def fullest_moment() -> str:
+        return max(moments, key=lambda name: sum(moments[name].get(tier, {}).values()))
+
+    ledger, in_step = _largest_by_category(moments), fullest_moment()  # as in a run, whose ledger is counted in a step
+    moments |= _build_moment(inputs, workload)
+    phase = fullest_moment()
     overhead = CONTEXT_BYTES + (NCCL_BYTES if placement.num_gpus > 1 else 0)
     process = CPU_PROCESS_BYTES if tier == "cpu" else PROCESS_BYTES
     ranks = min(placement.num_gpus, ranks_per_node or placement.num_gpus)
     fullest_host = max((ledger.get("cpu", {}) for ledger in moments.values()), key=lambda row: sum(row.values()))
-    ledger = _largest_by_category(moments)
     if sizes.unknown is None:
         ledger.setdefault(tier, {})["activations"] = sizes.saved
     return Prediction(
         gpu={} if tier == "cpu" else {**moments[phase]["gpu"], "overhead": overhead},
         host={name: ranks * size for name, size in {**fullest_host, "overhead": process}.items()},
-        nvme={name: ranks * size for name, size in moments[phase].get("nvme", {}).items()},
+        nvme={name: ranks * size for name, size in moments[in_step].get("nvme", {}).items()},
         phase=phase,
         ledger=ledger,
         activation_bytes=None if sizes.unknown else sizes.plain,
@@ -289,6 +294,15 @@ def _moments(inputs: MemoryInputs, sizes: _Activations) -> dict[str, Ledger]:
         "flatten": bare["flatten"],
         "update": bare["update"],
     }
+
+
+def _build_moment(inputs: MemoryInputs, workload: Workload) -> dict[str, Ledger]:
+    """Without zero.Init: the whole model in every rank's host memory, and whole on its GPU before it is split."""
+    if workload.zero_init or inputs.settings.stage != 3 or inputs.engine != "deepspeed":
+        return {}
+    whole = inputs.element * (inputs.profile.parameters + inputs.profile.frozen_parameters)
+    tiers = ("cpu",) if inputs.accelerator == "cpu" else ("gpu", "cpu")
+    return {"build": {tier: {"parameters": whole} for tier in tiers}}
 
 
 def _plus(ledger: Ledger, **categories: int) -> Ledger:

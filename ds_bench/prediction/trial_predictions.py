@@ -297,9 +297,10 @@ def predicted_over_measured(record: TrialRecord) -> float | None:
     accelerator there is none: resident memory is not comparable with a prediction of tensor bytes (untouched buffers
     are not resident, forked ranks share libraries); see ``predicted_over_ledger``.
     """
-    peak = max((rank.gpu_peak_bytes for rank in record.ranks if rank.gpu_peak_bytes), default=None)
     with contextlib.suppress(TypeError, AttributeError):
         prediction = _stored_prediction(record)
+        name = "gpu_init_peak_bytes" if prediction is not None and prediction.phase == "build" else "gpu_peak_bytes"
+        peak: int | None = max((size for rank in record.ranks if (size := getattr(rank, name))), default=None)
         if prediction is not None and prediction.unknown is None and peak:
             return (prediction.gpu_bytes - prediction.gpu.get("overhead", 0)) / peak
     return None

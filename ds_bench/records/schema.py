@@ -41,6 +41,25 @@ STATUSES = (SUCCESS, OOM, OOM_HOST, OOM_DISK, KILLED, TIMEOUT, CRASHED, UNSUPPOR
 """Besides these, a status is the class name of an exception raised in a rank (docs/metrics.md, "How a trial ends")."""
 
 
+MEMORY_PHASES = ("import", "build", "initialize", "first_step", "warm_up", "steady")
+"""Phases of a rank whose memory is measured, in order (docs/metrics.md, "Memory by phase")."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PhaseMemory:
+    """Memory of one rank within one phase of the trial."""
+
+    host_peak_bytes: int | None = None
+    """Peak resident size within the phase (VmHWM); None where the kernel does not tell it."""
+    host_end_bytes: int | None = None
+    """Resident size at the end of the phase."""
+    host_end_pss_bytes: int | None = None
+    """The same with each shared page divided by the processes that map it."""
+    gpu_peak_bytes: int | None = None
+    """Peak allocated on the GPU within the phase."""
+    gpu_end_bytes: int | None = None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
     """What one profiler left of one rank (docs/profiles.md)."""
@@ -211,6 +230,8 @@ class RankMeasurement:
     """None without the profile ``comms``."""
     profiled_forward_flops: float | None = None
     """FLOPs of one micro-batch's forward pass as DeepSpeed's flops profiler counts them; None without it."""
+    phase_memory: Mapping[str, PhaseMemory] = field(default_factory=dict)
+    """Each of ``MEMORY_PHASES`` that the trial had → the memory of this rank in it."""
     notes: tuple[str, ...] = ()
     """Caveats that the rank itself reports about its numbers."""
     profiles: tuple[Profile, ...] = ()

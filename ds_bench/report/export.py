@@ -210,7 +210,7 @@ def accelerate_yaml(record: TrialRecord, config_file: Path) -> str:
     placement = record.trial.placement
     deepspeed: dict[str, str | bool] = {
         "deepspeed_config_file": str(config_file),
-        "zero3_init_flag": record.trial.configuration.stage == 3,
+        "zero3_init_flag": record.trial.configuration.stage == 3 and record.trial.workload.zero_init,
     }
     if placement.hostfile is not None:
         deepspeed |= {"deepspeed_hostfile": placement.hostfile, "deepspeed_multinode_launcher": "pdsh"}

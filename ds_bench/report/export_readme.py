@@ -239,8 +239,16 @@ def _code(trial: Trial) -> Iterator[str]:
         yield "- AutoTP: give all ranks of a group the same batches."
     if work.data_workers is not None:
         yield f"- Data: a `DataLoader` with `num_workers={work.data_workers}`, `pin_memory={work.data_pin_memory}`."
-    if work.cpu_binding != "none":
+    yield from _process(trial)
+
+
+def _process(trial: Trial) -> Iterator[str]:
+    """What concerns the ranks' processes rather than the model."""
+    if trial.workload.cpu_binding != "none":
         yield "- Processors: start it with the launcher's `--bind_cores_to_rank`, or bind each rank yourself."
+    if not trial.workload.zero_init:
+        yield "- Without zero.Init: build the model before the Trainer's arguments or Accelerate's plugin exist. After"
+        yield "  them it is split while it is built, which takes less memory."
     for name, value in trial.configuration.variables.items():
         yield f"- Environment: {inline_code(f'{name}={value}')}."
 

@@ -20,6 +20,7 @@ from . import charts, plan_table, profile_text, step_time
 from .chart_data import Chart, charts_of
 from .columns import Column, measured_columns, row_status
 from .comparison_report import ComparisonReport, Note
+from .detail_tables import detail_tables
 from .memory_plan import MemoryPlan, answer_text
 from .row_explanation import HEADING, report_paragraphs
 from .sweep_charts import sweep_charts
@@ -138,6 +139,7 @@ def _section(report: ComparisonReport, uid: str) -> dict[str, Any]:
         "step_times": step_time.step_time_texts(report),
         "profiles_heading": profile_text.HEADING,
         "profiles": profile_text.report_profiles(report),
+        "details": detail_tables(report.comparison),
         "footnotes": list(report.labels_by_note.items()),
         "chart_sections": [(heading, drawn) for heading, drawn in sections.items() if drawn],
         "left_out": drawable.missing,

@@ -10,6 +10,7 @@ from ..analysis import provenance
 from ..system.terminal import escape_controls
 from . import step_time
 from .comparison_report import ComparisonReport
+from .detail_tables import detail_tables
 from .profile_text import report_profiles
 from .row_explanation import HEADING, report_paragraphs
 from .table import HEADINGS, general_notes, measured_indices, numbered_notes, table_rows
@@ -76,6 +77,11 @@ def render_markdown(report: ComparisonReport) -> str:
         "\n".join(table_lines(table, ["---"] * len(shown))),
         "\n".join(f"{number}. {escape(note)}" for number, note in enumerate(row_notes, 1)),
         "\n".join(f"- {escape(note)}" for note in other_notes),
+        *(
+            f"**{escape(details.heading)}**: {escape(details.meaning)}\n\n"
+            + "\n".join(table_lines([details.headings, *details.rows], ["---"] * len(details.headings)))
+            for details in detail_tables(report.comparison)
+        ),
         "**Recommendation**",
         "\n".join(f"- {escape(line)}" for line in lines),
         *([f"**{HEADING}**"] if paragraphs else []),

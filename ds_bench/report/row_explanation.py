@@ -174,6 +174,14 @@ def _memory(difference: RowDifference) -> Iterator[str]:
             f"Peak resident size of the ranks of a node: {size_text(resident.a)} → {size_text(resident.b)}. It counts "
             "Python and its libraries, and of a buffer only the pages that were written."
         )
+    phases = {
+        phase.replace("_", " "): f"{size_text(int(pair.a or 0))} → {size_text(int(pair.b or 0))}"
+        for phase, pair in difference.phase_peaks.items()
+        if abs(pair.difference or 0) > _NAMED_SHARE * max(pair.a or 0, pair.b or 0)
+    }
+    if phases:
+        texts = ", ".join(f"{phase} {text}" for phase, text in phases.items())
+        yield f"Peak of a node's host memory by phase, where it differs by more than 5 %: {texts}."
 
 
 def _tier_sentence(tier: TierDifference) -> str:
@@ -358,6 +366,8 @@ def _short_path(key: KeyDifference) -> str:
 
 def _effect(name: str) -> str:
     """A category of memory, or a phase of a step."""
+    if name == "build":
+        return "memory while the model is built and initialised"
     return f"time of {name}" if name in ("forward", "backward", "step") else category_text(name, "gpu")
 
 

@@ -12,6 +12,7 @@ from ..system.terminal import can_encode, escape_controls, print_text, to_ascii,
 from ..units import MISSING
 from .columns import COLUMNS, row_status
 from .comparison_report import ComparisonReport
+from .detail_tables import DetailTable, detail_tables
 from .profile_text import report_profiles
 from .row_explanation import paragraph_lines
 from .step_time import step_time_lines
@@ -69,8 +70,11 @@ def table_rows(report: ComparisonReport) -> list[TableRow]:
 
 
 def print_report(report: ComparisonReport, stream: IO[str]) -> None:
-    """Prints the table, its notes, the recommendation, why rows differ, and where the time of a step goes."""
+    """Prints the table, its notes, tables of details, the recommendation, why rows differ, and where the time of a step
+    goes."""
     print_table(report, stream)
+    for details in detail_tables(report.comparison):
+        _print_details(details, stream)
     for line in ("", *report.recommendation.lines):
         print_text(line, stream)
     width = min(width_of(stream), _MAX_TEXT_WIDTH)
@@ -113,6 +117,19 @@ def print_table(report: ComparisonReport, stream: IO[str]) -> None:
     numbered = [f"{number}. {note}" for number, note in enumerate(numbered_notes(report), 1)]
     for note in [*numbered, *(f"* {note}" for note in starred)]:
         console.print(Text(printable(f"  {note}")), soft_wrap=True)
+
+
+def _print_details(details: DetailTable, stream: IO[str]) -> None:
+    from rich.cells import cell_len
+
+    lines = [tuple(map(escape_controls, cells)) for cells in (details.headings, *details.rows)]
+    if not can_encode("→—", stream):
+        lines = [tuple(map(to_ascii, cells)) for cells in lines]
+    widths = [max(map(cell_len, column)) for column in zip(*lines, strict=True)]
+    print_text(f"\n{details.heading} ({details.meaning})", stream)
+    for label, *cells in lines:
+        padded = (" " * (width - cell_len(cell)) + cell for cell, width in zip(cells, widths[1:], strict=True))
+        print_text("  ".join([label + " " * (widths[0] - cell_len(label)), *padded]).rstrip(), stream)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -53,6 +53,8 @@ def measure(
         torch._C._accelerator_setAllocatorSettings(settings)
     heartbeat.beat("build")
     _init_process_group(assignment, accelerator)
+    meter = memory.PhaseMeter(accelerator)
+    meter.end("import")
     layout = RankLayout.from_config(config)
     start = time.perf_counter()
     engine_name = trial.configuration.engine
@@ -60,6 +62,7 @@ def measure(
     model = built.module
     sizes = build.parameter_sizes(model)
     build_seconds = time.perf_counter() - start
+    meter.end("build")
     heartbeat.beat("init")
     start = time.perf_counter()
     micro_batch_size = int(config["train_micro_batch_size_per_gpu"])
@@ -72,10 +75,10 @@ def measure(
     trainer = _create_trainer(engine, built, config, assignment, device, layout, heartbeat)
     if trial.inspection.monitor is not None:
         trainer.recorder = _create_recorder(trainer, workload, layout, folder)
-    init_peak = memory.reset_device_peak(accelerator)
-    host_peak_before_reset = memory.peak_resident_bytes()
+    meter.end("initialize")
+    memory.empty_device_cache(accelerator)
     change = WeightChange(engine, heartbeat)
-    can_reset = memory.reset_host_peak()
+    meter.begin()
 
     # Seeded again: stages draw differently while they build, and dropout must drop the same elements in every row.
     torch.manual_seed(workload.seed + layout.dropout_rank)
@@ -86,7 +89,8 @@ def measure(
         if built.make_batch is None
         else [f"the factory makes its own batches: a sample counts as {workload.seq_length} tokens, whatever it holds"]
     )
-    samples = training_loop.Samples(warmup_step_seconds=training_loop.warm_up(trainer, workload.warmup_steps))
+    samples = training_loop.Samples()
+    samples.warmup_step_seconds = training_loop.warm_up(trainer, workload.warmup_steps, lambda: meter.end("first_step"))
     least = training_loop.DEEPCOMPILE_WARMUP if is_deepcompiled(config) else 0
     further = training_loop.warm_up_compiled(trainer, len(samples.warmup_step_seconds), least)
     if further:
@@ -94,8 +98,8 @@ def measure(
         notes.append(f"{len(further)} further warm-up steps, until compiling was over")
     graphs = training_loop.compiled_graphs()
     retries, io_before = memory.alloc_retries(accelerator), memory.io_bytes()
-    if accelerator == "cuda":
-        torch.cuda.reset_peak_memory_stats()
+    if len(samples.warmup_step_seconds) > 1:
+        meter.end("warm_up")
     training_loop.measure(trainer, workload.num_steps, torch.distributed.barrier, samples)
     compiled_within = training_loop.compiled_graphs() - graphs
     if compiled_within:
@@ -103,9 +107,9 @@ def measure(
     cpu_after = CpuReading.read()
     io_after = memory.io_bytes()
     device_facts = memory.device_facts(accelerator, retries, trial.placement.gpu_memory_limit_bytes)
-    host_facts = dict(memory.host_facts(host_peak_before_reset))
-    if not can_reset:
-        host_facts["host_peak_steps_bytes"] = None
+    meter.end("steady")
+    if not meter.can_reset:
+        notes.append("peaks of host memory by phase are not known: the kernel did not reset its high-water mark")
 
     measured = {
         "rank": torch.distributed.get_rank(),
@@ -127,11 +131,11 @@ def measure(
         "build_seconds": build_seconds,
         "init_seconds": init_seconds,
         "first_step_seconds": (samples.warmup_step_seconds or samples.step_seconds)[0],
-        "gpu_init_peak_bytes": init_peak,
+        "gpu_init_peak_bytes": meter.highest("gpu_peak_bytes", "build", "initialize"),
         "cpus_allowed": None if workload.cpu_binding == "none" else sorted(os.sched_getaffinity(0)),
         **load_between(cpu_before, cpu_after),
         **device_facts,
-        **host_facts,
+        **memory.host_facts(meter),
     }
     if assignment.swap_folder is not None and io_before is not None and io_after is not None:
         measured["nvme_read_bytes"] = io_after[0] - io_before[0]

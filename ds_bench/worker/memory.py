@@ -41,6 +41,55 @@ def reset_host_peak() -> bool:
     return True
 
 
+class PhaseMeter:
+    """Measures the memory of this rank in one phase of the trial after the other.
+
+    Each peak is the kernel's high-water mark, which is reset between phases; nothing is sampled. Where the kernel does
+    not allow the reset, the peak of a phase is known only if it was above those of all phases before.
+    """
+
+    def __init__(self, accelerator: str) -> None:
+        self._accelerator = accelerator
+        self.phases: dict[str, dict[str, int | None]] = {}
+        """Phase → the fields of its PhaseMemory."""
+        self.can_reset = True
+        """Whether every reset so far was allowed."""
+        self._highest_before = 0
+
+    def begin(self) -> None:
+        """Begins a phase: what was used before it counts no more."""
+        self.can_reset = reset_host_peak() and self.can_reset
+        self._highest_before = 0 if self.can_reset else peak_resident_bytes() or 0
+        if self._accelerator == "cuda":
+            import torch
+
+            torch.cuda.reset_peak_memory_stats()
+
+    def end(self, phase: str) -> None:
+        """Stores the memory of the phase that ends, and begins the next one."""
+        peak, sums = peak_resident_bytes(), _read_sizes("/proc/self/smaps_rollup")
+        self.phases[phase] = {
+            "host_peak_bytes": peak if peak is not None and peak > self._highest_before else None,
+            "host_end_bytes": _read_sizes("/proc/self/status").get("VmRSS"),
+            "host_end_pss_bytes": sums.get("Pss"),
+            **_gpu_bytes(self._accelerator),
+        }
+        self.begin()
+
+    def highest(self, name: str, *phases: str) -> int | None:
+        """The highest value of a field in those phases that were measured; None if none is known."""
+        measured = (self.phases[phase].get(name) for phase in phases if phase in self.phases)
+        return max((size for size in measured if size is not None), default=None)
+
+
+def _gpu_bytes(accelerator: str) -> dict[str, int | None]:
+    if accelerator != "cuda":
+        return {}
+    import torch
+
+    return {"gpu_peak_bytes": torch.cuda.max_memory_allocated(), "gpu_end_bytes": torch.cuda.memory_allocated()}
+
+
 def io_bytes() -> tuple[int, int] | None:
     """(read, written) bytes of this process that reached block devices; None where unreadable."""
     try:
@@ -64,17 +113,13 @@ def device_free_bytes() -> int | None:
         return None
 
 
-def reset_device_peak(accelerator: str) -> int | None:
-    """Peak bytes allocated on the GPU so far, which is reset; None on the CPU accelerator."""
-    if accelerator != "cuda":
-        return None
-    import torch
+def empty_device_cache(accelerator: str) -> None:
+    """Gives back the blocks that torch's allocator holds unused: they would count as reserved in the steps."""
+    if accelerator == "cuda":
+        import torch
 
-    peak = torch.cuda.max_memory_allocated()
-    gc.collect()
-    torch.cuda.empty_cache()  # blocks cached while building would count as reserved in the steps
-    torch.cuda.reset_peak_memory_stats()
-    return peak
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
 def alloc_retries(accelerator: str) -> int:
@@ -107,17 +152,16 @@ def device_facts(accelerator: str, retries_before: int, limit_bytes: int | None)
     }
 
 
-def host_facts(peak_before_reset: int | None) -> Mapping[str, Any]:
-    """The ``host_*`` fields of a RankMeasurement after the last measured step.
-
-    ``peak_before_reset``: peak resident memory when the peak was reset, at the end of initialisation.
-    """
-    steps_peak, sums = peak_resident_bytes(), _read_sizes("/proc/self/smaps_rollup")
-    peaks = [peak for peak in (peak_before_reset, steps_peak) if peak is not None]
+def host_facts(meter: PhaseMeter) -> Mapping[str, Any]:
+    """The ``host_*`` fields of a RankMeasurement after the last measured step, with which ``meter`` ended a phase."""
+    sums = _read_sizes("/proc/self/smaps_rollup")
     shared = [sums[name] for name in ("Shared_Clean", "Shared_Dirty") if name in sums]
     return {
-        "host_peak_bytes": max(peaks, default=None),
-        "host_peak_steps_bytes": steps_peak,
+        "host_peak_bytes": meter.highest("host_peak_bytes", *meter.phases),
+        "host_peak_steps_bytes": (
+            meter.highest("host_peak_bytes", "first_step", "warm_up", "steady") if meter.can_reset else None
+        ),
+        "phase_memory": meter.phases,
         "host_pss_bytes": sums.get("Pss"),
         "host_shared_bytes": sum(shared) if shared else None,
     }

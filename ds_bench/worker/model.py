@@ -6,6 +6,9 @@ the device in the training precision. The two draw random numbers in different o
 from a generator seeded by its own name: otherwise losses of different stages could not be compared. For FSDP2 matrices
 are built on the meta device, and drawn when the engine splits them (``reference_engines``).
 
+Without zero.Init (``Workload.zero_init``) a model for stage 3 is built whole in every rank's host memory, as a program
+does that makes it before it knows the configuration; ``deepspeed.initialize`` moves it to the device and splits it.
+
 A factory's model keeps the weights that its own code draws. It is built whole in every rank's host memory at every
 stage, converted, and then moved to the device or, at stage 3, partitioned tensor by tensor: code that was not written
 for ``zero.Init`` reads and copies weights while it builds, and a partitioned tensor has none.
@@ -89,22 +92,27 @@ def build_model(
     torch.manual_seed(workload.seed)
     dtype = training_dtype(config)
     at_stage3 = engine == "deepspeed" and config.get("zero_optimization", {}).get("stage") == 3
+    split = at_stage3 and workload.zero_init
     make_batch, stage3 = None, None
     if workload.model_source == "factory":
         module, make_batch = call_factory(workload.model)
         module.to(dtype=dtype)
-        if at_stage3:
+        if split:
             _partition(module, config, dtype, device)
-            stage3 = register_zero3_config(config)  # only now: the factory must not build inside zero.Init
+        elif at_stage3:
+            pass  # left in host memory
         elif engine != "fsdp2":  # which moves it part by part
             module.to(device=device)
     elif engine == "fsdp2":
         with matrices_on_meta():
             module = _build_from_config(workload, dtype, device, stage3=False)
     else:
-        stage3 = register_zero3_config(config) if at_stage3 else None
-        module = _build_from_config(workload, dtype, device, at_stage3)
-        reinitialise_weights(module, workload.seed, report_progress)
+        stage3 = register_zero3_config(config) if split else None
+        host = torch.device("cpu")
+        module = _build_from_config(workload, dtype, host if at_stage3 and not split else device, split)
+        reinitialise_weights(module, workload.seed, report_progress, device)
+    if at_stage3 and stage3 is None:
+        stage3 = register_zero3_config(config)  # only now: it must not be built inside zero.Init
     if workload.dropout is not None:
         set_dropouts(module, workload.dropout)
     module.train()
@@ -208,10 +216,16 @@ def _is_dropout(name: str, value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and ("dropout" in name or "pdrop" in name)
 
 
-def reinitialise_weights(model: torch.nn.Module, seed: int, report_progress: Callable[[], None] = lambda: None) -> None:
+def reinitialise_weights(
+    model: torch.nn.Module,
+    seed: int,
+    report_progress: Callable[[], None] = lambda: None,
+    device: torch.device | None = None,
+) -> None:
     """Draws every parameter of two or more dimensions from N(0, 0.02²), seeded by ``seed`` and its name.
 
     ``report_progress`` is called before each parameter: at stage 3 gathering those of a large model takes minutes.
+    ``device``: where the values are drawn, as each device draws others; None: where the parameter is.
     """
     import deepspeed
 
@@ -219,6 +233,9 @@ def reinitialise_weights(model: torch.nn.Module, seed: int, report_progress: Cal
         for name, parameter in model.named_parameters():
             report_progress()
             if len(getattr(parameter, "ds_shape", parameter.shape)) < 2:
+                continue
+            if device is not None and parameter.device.type != device.type:
+                parameter.copy_(draw_matrix(name, parameter.shape, seed, parameter.dtype, device))
                 continue
             with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):  # does nothing below stage 3
                 parameter.normal_(0.0, _INIT_STD, generator=_generator_of(name, seed, parameter.device))

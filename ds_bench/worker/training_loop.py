@@ -211,12 +211,16 @@ class Trainer:
         return clock.seconds()
 
 
-def warm_up(trainer: Trainer, steps: int) -> list[float]:
+def warm_up(trainer: Trainer, steps: int, after_first_step: Callable[[], None] = lambda: None) -> list[float]:
     """Takes ``steps`` steps, and under fp16's dynamic loss scale more, until the optimizer has not skipped one.
 
-    Returns the seconds of each.
+    ``after_first_step`` is called once, unless ``steps`` is 0. Returns the seconds of each step.
     """
-    seconds = trainer.time_steps(steps) if steps else []
+    seconds = trainer.time_steps(1) if steps else []
+    if steps:
+        after_first_step()
+    if steps > 1:
+        seconds += trainer.time_steps(steps - 1)
     for _ in range(_MAX_EXTRA_WARMUP if trainer.scales_loss else 0):
         if trainer.skipped < len(seconds):
             break

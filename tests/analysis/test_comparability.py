@@ -126,6 +126,7 @@ OTHER_WORKLOADS: dict[str, Any] = {
     "data_pin_memory": True,
     "data_prefetch": 4,
     "cpu_binding": "cores",
+    "zero_init": False,
 }
 OTHER_PLACEMENTS: dict[str, Any] = {
     "accelerator": "cpu",

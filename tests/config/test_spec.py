@@ -146,6 +146,7 @@ def _variants() -> list[Trial]:
         {"model_source": "hub"}, {"attention": "eager"}, {"loss": "tiled"}, {"compile": "torch"},
         {"tiled_mlp": True}, {"data_workers": 0},
         {"data_pin_memory": True}, {"data_prefetch": 4}, {"cpu_binding": "cores"},
+        {"zero_init": False},
     ]  # fmt: skip
     placements = [
         {"num_gpus": 8}, {"accelerator": "cpu"}, {"launcher": "warm"}, {"hostfile": None}, {"nvme_path": "/other"},

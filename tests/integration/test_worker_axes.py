@@ -174,6 +174,30 @@ def test_bound_ranks_run_on_processors_of_their_own(usual: TrialRecord, train: L
     assert usual.ranks[0].cpus_allowed is None
 
 
+WIDE = {"n_embd": 1024, "n_head": 8, "n_layer": 4, "vocab_size": 4096, "n_positions": 64}
+"""A model of 55 million parameters: 105 MB in 16 bits, which a process's libraries do not hide."""
+
+
+def test_without_zero_init_every_rank_builds_the_whole_model_and_trains_the_same(train: Launch) -> None:
+    wide = replace(WORKLOAD, model="wide", model_config={**WORKLOAD.model_config, **WIDE}, seq_length=32)
+    changes: list[dict[str, Any]] = [{}, {"zero_init": False}]
+    split, whole = (
+        train(make_trial(replace(fakes.zero(3), workload_changes=each), workload=replace(wide, **each)))
+        for each in changes
+    )
+    assert_trains_the_same(split, whole)
+    assert [rank.losses for rank in split.ranks] == [rank.losses for rank in whole.ranks]
+    model_bytes = 2 * whole.ranks[0].parameter_count
+    for rank in whole.ranks:
+        before, after = (rank.phase_memory[phase].host_end_bytes or 0 for phase in ("import", "build"))
+        assert after - before > 0.9 * model_bytes
+    for record in (split, whole):
+        phases = summarise(record, None, None).phase_memory
+        assert list(phases) == ["import", "build", "initialize", "first_step", "steady"]
+        for phase in phases.values():
+            assert (phase.host_peak_bytes or 0) >= (phase.host_end_bytes or 0) > 0
+
+
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_tiled_mlp_keeps_less_and_trains_the_same(stage: int, usual: TrialRecord, train: Launch) -> None:
     record = train(of({"tiled_mlp": True}, stage, "tiled MLP"))

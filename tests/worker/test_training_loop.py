@@ -201,18 +201,45 @@ def test_gpu_fields_come_from_the_allocator_and_the_device(monkeypatch: pytest.M
 
 def test_without_a_gpu_no_field_of_one_is_made_up() -> None:
     assert memory.device_facts("cpu", 0, None) == {}
-    assert memory.reset_device_peak("cpu") is None
 
 
-def test_the_high_water_mark_sees_a_peak_between_two_looks() -> None:
-    assert memory.reset_host_peak()
-    before = memory.peak_resident_bytes()
+def measured_phases() -> memory.PhaseMeter:
+    """200 MB are taken in ``build`` and freed in ``initialize``; 100 MB come and go within ``first_step``."""
+    meter = memory.PhaseMeter("cpu")
+    meter.end("import")
     block = torch.ones(200 * 2**20, dtype=torch.uint8)
+    meter.end("build")
     del block
-    after = memory.peak_resident_bytes()
-    assert before is not None
-    assert after is not None
-    assert after - before > 150 * 2**20
+    meter.end("initialize")
+    torch.ones(100 * 2**20, dtype=torch.uint8)
+    meter.end("first_step")
+    meter.end("steady")
+    return meter
+
+
+def test_the_high_water_mark_of_each_phase_sees_what_came_and_went_within_it() -> None:
+    meter = measured_phases()
+    assert meter.can_reset
+    peak = {phase: (sizes["host_peak_bytes"] or 0) // 2**20 for phase, sizes in meter.phases.items()}
+    end = {phase: (sizes["host_end_bytes"] or 0) // 2**20 for phase, sizes in meter.phases.items()}
+    assert end["build"] - end["import"] > 150
+    assert peak["initialize"] - end["initialize"] > 150
+    assert peak["first_step"] - end["first_step"] > 75
+    assert peak["steady"] - end["steady"] < 50
+    assert meter.highest("host_peak_bytes", *meter.phases) == max(
+        sizes["host_peak_bytes"] or 0 for sizes in meter.phases.values()
+    )
+    for sizes in meter.phases.values():
+        assert 0 < (sizes["host_end_pss_bytes"] or 0) <= (sizes["host_end_bytes"] or 0) + 2**20
+
+
+def test_without_a_reset_only_a_peak_above_all_before_it_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory.reset_host_peak()
+    monkeypatch.setattr(memory, "reset_host_peak", lambda: False)
+    meter = measured_phases()
+    assert not meter.can_reset
+    known = [phase for phase, sizes in meter.phases.items() if sizes["host_peak_bytes"] is not None]
+    assert known == ["import", "build"]
 
 
 def test_a_resolved_configuration_is_plain_json_whatever_is_in_it() -> None:

@@ -1,0 +1,77 @@
+"""Memory by phase of a trial, of a whole node: from what each rank measured of itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ..records.schema import MEMORY_PHASES, PhaseMemory, RankMeasurement
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodePhaseMemory:
+    """Memory of one phase: host memory of the node whose ranks take most, GPU memory of the fullest GPU.
+
+    None where it was not measured.
+    """
+
+    host_peak_bytes: int | None = None
+    """Sum of the ranks' peaks, the pages that they share counted once."""
+    host_end_bytes: int | None = None
+    """The same at the end of the phase."""
+    gpu_peak_bytes: int | None = None
+
+
+def node_phase_memory(ranks: Sequence[RankMeasurement]) -> dict[str, NodePhaseMemory]:
+    """Phase → memory of the fullest node; empty if the ranks measured none."""
+    phases = [phase for phase in MEMORY_PHASES if any(phase in rank.phase_memory for rank in ranks)]
+    return {phase: _of_phase(ranks, phase) for phase in phases}
+
+
+def _of_phase(ranks: Sequence[RankMeasurement], phase: str) -> NodePhaseMemory:
+    nodes: dict[str, list[PhaseMemory]] = {}
+    for rank in ranks:
+        nodes.setdefault(rank.hostname, []).append(rank.phase_memory.get(phase, PhaseMemory()))
+    return NodePhaseMemory(
+        host_peak_bytes=_largest([_sum([host_peak_share(each) for each in node]) for node in nodes.values()]),
+        host_end_bytes=_largest([_sum([each.host_end_pss_bytes for each in node]) for node in nodes.values()]),
+        gpu_peak_bytes=_largest([each.gpu_peak_bytes for node in nodes.values() for each in node]),
+    )
+
+
+def host_peak_share(memory: PhaseMemory) -> int | None:
+    """A rank's part of its node's peak: its own peak without what it has only a share in.
+
+    The kernel keeps no peak of the proportional size. What shared pages count too much is taken from the end of the
+    phase: libraries and pages of the preloaded process, which hardly change within a phase.
+    """
+    if memory.host_peak_bytes is None or memory.host_end_bytes is None or memory.host_end_pss_bytes is None:
+        return None
+    return memory.host_peak_bytes - max(0, memory.host_end_bytes - memory.host_end_pss_bytes)
+
+
+def _sum(sizes: Sequence[int | None]) -> int | None:
+    """None if one is not known."""
+    known = [size for size in sizes if size is not None]
+    return sum(known) if len(known) == len(sizes) else None
+
+
+def _largest(sizes: Sequence[int | None]) -> int | None:
+    """None if one is not known, as it may be the largest."""
+    known = [size for size in sizes if size is not None]
+    return max(known) if known and len(known) == len(sizes) else None
+
+
+def combined(runs: Sequence[Mapping[str, NodePhaseMemory]]) -> dict[str, NodePhaseMemory]:
+    """Phase → the largest values of several runs of a row, of those that measured them."""
+
+    def largest(phase: str, name: str) -> int | None:
+        sizes = [getattr(run[phase], name) for run in runs if phase in run]
+        return max((size for size in sizes if size is not None), default=None)
+
+    names = ("host_peak_bytes", "host_end_bytes", "gpu_peak_bytes")
+    return {
+        phase: NodePhaseMemory(**{name: largest(phase, name) for name in names})
+        for phase in MEMORY_PHASES
+        if any(phase in run for run in runs)
+    }

@@ -1,0 +1,85 @@
+"""Small tables beside that of the comparison, each about one thing that was observed: the same in the terminal
+(``--verbose``), in Markdown and in the HTML page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+from ..analysis.comparison import Comparison, ComparisonRow
+from ..analysis.phase_memory import NodePhaseMemory, combined
+from ..units import MISSING, format_significant, to_gb
+
+_PHASES = {
+    "import": "Import",
+    "build": "Model build",
+    "initialize": "Initialize",
+    "first_step": "First step",
+    "steady": "Measured steps",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DetailTable:
+    """A table with a heading and a sentence that says what its cells are."""
+
+    heading: str
+    meaning: str
+    headings: tuple[str, ...]
+    """The first is that of the rows' labels."""
+    rows: tuple[tuple[str, ...], ...]
+
+
+def detail_tables(comparison: Comparison) -> list[DetailTable]:
+    """The tables that some row has values for; columns without any are left out."""
+    return [table for make in _TABLES for table in make(comparison)]
+
+
+def _phase_memory_tables(comparison: Comparison) -> Iterator[DetailTable]:
+    def host(memory: NodePhaseMemory) -> str:
+        peak, end = to_gb(memory.host_peak_bytes), to_gb(memory.host_end_bytes)
+        return MISSING if peak is end is None else f"{_gigabytes(peak)} → {_gigabytes(end)}"
+
+    yield from _of_phases(
+        comparison,
+        "Host memory by phase",
+        "GB of the fullest node: peak within the phase → at its end; pages that ranks share count once",
+        host,
+    )
+    yield from _of_phases(
+        comparison,
+        "GPU memory by phase",
+        "GB, peak allocated within the phase on the fullest GPU",
+        lambda memory: _gigabytes(to_gb(memory.gpu_peak_bytes)),
+    )
+
+
+def _of_phases(
+    comparison: Comparison, heading: str, meaning: str, cell: Callable[[NodePhaseMemory], str]
+) -> Iterator[DetailTable]:
+    def cells(row: ComparisonRow) -> Mapping[str, str]:
+        phases = combined([run.phase_memory for run in row.successes])
+        return {title: cell(phases.get(phase, NodePhaseMemory())) for phase, title in _PHASES.items()}
+
+    yield from _table(heading, meaning, {row.label: cells(row) for row in comparison.rows})
+
+
+def _gigabytes(size: float | None) -> str:
+    return MISSING if size is None else format_significant(size)
+
+
+def _table(heading: str, meaning: str, cells: Mapping[str, Mapping[str, str]]) -> Iterator[DetailTable]:
+    """``cells``: label of a row → heading of a column → text. No table if no cell has a value."""
+    titles = dict.fromkeys(title for row in cells.values() for title, text in row.items() if text != MISSING)
+    labels = [label for label, row in cells.items() if any(text != MISSING for text in row.values())]
+    if labels:
+        yield DetailTable(
+            heading=heading,
+            meaning=meaning,
+            headings=("Strategy", *titles),
+            rows=tuple((label, *(cells[label].get(title, MISSING) for title in titles)) for label in labels),
+        )
+
+
+_TABLES: tuple[Callable[[Comparison], Iterator[DetailTable]], ...] = (_phase_memory_tables,)
