@@ -18,13 +18,13 @@ from pathlib import Path
 
 import harness
 
-from ds_bench.batch_search import MAX_BATCH_SIZE, largest_trained, next_batch_size
+from ds_bench.size_search import MAX_BATCH_SIZE, largest_trained, next_size
 
 
 def plain_doubling(answer: int) -> int:
     """Probes that a search from 1 takes where everything up to ``answer`` trains."""
     known: dict[int, bool] = {}
-    while (size := next_batch_size(known, 1, MAX_BATCH_SIZE)) is not None:
+    while (size := next_size(known, 1, MAX_BATCH_SIZE)) is not None:
         known[size] = size <= answer
     return len(known)
 
@@ -36,7 +36,7 @@ def probes(run_folder: Path) -> dict[str, dict[int, bool]]:
         entry = json.loads(line)
         trial = entry["trial"]
         trained = entry["outcome"]["status"] == "Success"
-        found.setdefault(trial["strategy"]["label"], {})[trial["workload"]["batch_size"]] = trained
+        found.setdefault(trial["configuration"]["label"], {})[trial["workload"]["batch_size"]] = trained
     return found
 
 

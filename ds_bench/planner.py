@@ -567,6 +567,12 @@ class ConfigurationBuilder:
         configuration = self._build_without_axes(row, batch_size, policy)
         return self._with_global_batch(self._with_axes(row, configuration)) if row.axis_values else configuration
 
+    def build_at_length(self, row: RequestedRow, seq_length: int) -> Configuration:
+        """Builds the configuration of a row at its own longest sequence. Raises UsageError."""
+        configuration = self.build(row, self.options.batch_size)
+        changes = {"seq_length": seq_length, "seq_policy": "longest"}
+        return replace(configuration, workload_changes={**configuration.workload_changes, **changes})
+
     def _with_global_batch(self, configuration: Configuration) -> Configuration:
         """The configuration with the accumulation that follows from the global batch, where an axis changes what a rank
         computes in one pass: the micro-batch, or the ranks that share their data.

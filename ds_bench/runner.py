@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from . import __version__, batch_search
+from . import __version__, size_search
 from .analysis import flops, provenance
 from .analysis.flat_rows import flat_rows
 from .analysis.loss_parity import with_loss_caveats
@@ -48,8 +48,8 @@ from .system.machine import Machine, read_machine
 from .system.optional_packages import require_installed, require_packages
 
 OK, NONE_SUCCEEDED, INTERRUPTED_CODE = 0, 1, 130
-_FIELDS_SET_BY_SEARCH = ("batch_size", "batch_policy")
-"""Fields of a workload that ``--batch-size auto`` decides."""
+_FIELDS_SET_BY_SEARCH = ("batch_size", "batch_policy", "seq_length", "seq_policy")
+"""Fields of a workload that ``--batch-size auto`` and ``--seq-length auto`` decide."""
 
 Observe = Callable[[Trial], ProgressCallback]
 """Called as a trial begins; what it returns is called with the trial's progress."""
@@ -188,10 +188,11 @@ def print_nsys_command(plan: RunPlan, arguments: Sequence[str]) -> None:
 def print_dry_run(plan: RunPlan) -> int:
     """Prints each trial's configuration and command. Returns exit code 0."""
     with terminal.ignoring_broken_pipe():
-        if plan.options.auto_batch:
-            terminal.print_text(
-                "# --batch-size auto: each micro-batch is found by probes when this is run; 1 stands for it here\n"
-            )
+        if plan.options.searches_size:
+            what, stand_in = "--batch-size auto: each micro-batch", 1
+            if plan.options.auto_seq:
+                what, stand_in = "--seq-length auto: each sequence length", plan.trials[0].workload.seq_length
+            terminal.print_text(f"# {what} is found by probes when this is run; {stand_in} stands for it here\n")
         for trial in plan.trials:
             command = launch_command(trial.placement, Path("TRIAL_FOLDER"))
             terminal.print_text(f"# {trial.trial_id}: {trial.configuration.label}")
@@ -299,9 +300,9 @@ class _Request:
 def _run_plan(plan: RunPlan, machine: Machine, store: RunFolder, request: _Request, notes: Sequence[str]) -> int:
     """Builds ops, chooses the launcher, runs the trials that are left, and reports. Returns the exit code."""
     options = plan.options
-    searches_batch = any(each.options.auto_batch for each in plan.plans)
+    searches = any(each.options.searches_size for each in plan.plans)
     if options.resume is not None:
-        require_same_workload(store, plan.trials, _FIELDS_SET_BY_SEARCH if searches_batch else ())
+        require_same_workload(store, plan.trials, _FIELDS_SET_BY_SEARCH if searches else ())
     line = terminal.StatusLine(sys.stderr, quiet=options.quiet)
     with signals.raising_on_interrupt(), line:
         variables = plan.variables
@@ -313,9 +314,9 @@ def _run_plan(plan: RunPlan, machine: Machine, store: RunFolder, request: _Reque
             options.launcher, plan.placement, plan.variables, limits, plan.trials, machine.visible_gpu_indices, line.say
         )
     notes = [*notes, *([why_cold] if why_cold else [])]
-    _save_run(store, plan, [] if searches_batch else plan.trials, machine, request, notes)
-    if searches_batch:
-        plan = _at_largest_batch(plan, launcher, store, line.say)
+    _save_run(store, plan, [] if searches else plan.trials, machine, request, notes)
+    if searches:
+        plan = _at_largest_size(plan, launcher, store, line.say)
         _save_run(store, plan, plan.trials, machine, request, notes)
     records = store.records()
     remaining = remaining_trials(plan.trials, records, options.retry)
@@ -345,13 +346,14 @@ def _until_budget_is_used(
         yield trial
 
 
-def _at_largest_batch(plan: RunPlan, launcher: Launcher, store: RunFolder, say: Callable[[str], None]) -> RunPlan:
-    """The run with every point that asks for it at the largest micro-batch of each row."""
+def _at_largest_size(plan: RunPlan, launcher: Launcher, store: RunFolder, say: Callable[[str], None]) -> RunPlan:
+    """The run with every point that asks for it at the largest micro-batch or longest sequence of each row."""
     plans = []
     for each in plan.plans:
-        if each.options.auto_batch and each.options.point_text:
+        if each.options.searches_size and each.options.point_text:
             say(f"{each.options.point_text}:")
-        plans.append(batch_search.at_largest_batch(each, launcher, store, say) if each.options.auto_batch else each)
+        search = each.options.searches_size
+        plans.append(size_search.at_largest_size(each, launcher, store, say) if search else each)
     return RunPlan.of(plans)
 
 

@@ -20,7 +20,7 @@ LAYERS = (
     "cli",
     "runner",
     "report",
-    "recommend doctor baselines batch_search",
+    "recommend doctor baselines size_search",
     "analysis planner",
     "prediction launch worker",
     "records",

@@ -106,7 +106,8 @@ _BATCH_OF_FILE = ("batch_size", "grad_accum")
 def incomparable_fields(a: TrialRecord, b: TrialRecord) -> list[str]:
     """Returns the fields that forbid a ratio between two rows, as ``batch_size 4 against 8``; empty if there are none.
 
-    The micro-batch may differ between rows that are each at their own largest one, and so may what a row is there to
+    The micro-batch may differ between rows that are each at their own largest one, the sequence between those at their
+    own longest one, and so may what a row is there to
     show: ratios are of tokens per second. Facts known from the run alone (versions, GPUs, the batch that the engine
     ran) are compared if both rows were measured.
     """
@@ -128,6 +129,8 @@ def incomparable_fields(a: TrialRecord, b: TrialRecord) -> list[str]:
         pairs.pop(name, None)
     if a.trial.workload.batch_policy == b.trial.workload.batch_policy == "largest":
         pairs = {name: pair for name, pair in pairs.items() if name not in _OWN_BATCH}
+    if a.trial.workload.seq_policy == b.trial.workload.seq_policy == "longest":
+        pairs.pop("seq_length", None)
     return [
         f"{name} {format_value(value_a)} against {format_value(value_b)}" for name, (value_a, value_b) in pairs.items()
     ]

@@ -85,14 +85,20 @@ class ComparisonRow:
         return next((run.record.ranks[0].optimizer_class for run in self.successes if run.record.ranks), None)
 
     @property
-    def at_largest_batch(self) -> bool:
-        """Whether its micro-batch is the largest that trains, not a given one."""
-        return self.summaries[0].record.trial.workload.batch_policy == "largest"
+    def fills_memory(self) -> bool:
+        """Whether its micro-batch or sequence is the largest that trains, not a given one."""
+        return self.summaries[0].record.trial.workload.fills_memory
+
+    @property
+    def longest_seq_length(self) -> int | None:
+        """Tokens of its longest sequence that trains; None if that was not searched for."""
+        workload = self.summaries[0].record.trial.workload
+        return workload.seq_length if workload.seq_policy == "longest" else None
 
     @property
     def leaves_room(self) -> bool:
         """Whether it uses at most ``NEAR_CAPACITY`` of the GPU, as far as known, or fills the GPU on purpose."""
-        return self.at_largest_batch or (self.gpu_fraction or 0.0) <= trial_caveats.NEAR_CAPACITY
+        return self.fills_memory or (self.gpu_fraction or 0.0) <= trial_caveats.NEAR_CAPACITY
 
     @property
     def invalid_reason(self) -> str | None:

@@ -33,7 +33,7 @@ _TEXTS = frozenset((
     "strategy", "model", "status", "error", "error_details", "caveats", "trial_id", "accelerator", "device",
     "precision", "batch_policy", "optimizer", "launch", "flops_convention", "started_at", "run_id", "config_hash",
     "gpu_name", "cpu_model", "torch_version", "deepspeed_version", "transformers_version", "cuda_version",
-    "gpu_driver_version", "engine",
+    "gpu_driver_version", "engine", "seq_policy",
 ))  # fmt: skip
 _FLAGS = frozenset(("success", "activation_checkpointing", "disk_bound"))
 _COUNTS = frozenset((
@@ -302,6 +302,7 @@ def _workload(row: Mapping[str, Any]) -> Workload:
         batch_size=row["batch_size"],
         batch_policy="largest" if row.get("batch_policy") == "largest" else "given",
         seq_length=row["seq_length"],
+        seq_policy="longest" if row.get("seq_policy") == "longest" else "given",
         grad_accum=row["grad_accum"],
         num_steps=row["num_steps"],
         warmup_steps=row["warmup_steps"],

@@ -185,6 +185,7 @@ COLUMNS: list[Column] = [
     ("disk_bound", lambda s: s.costs.disk_bound),
     ("profiled_flops_per_token", lambda s: s.costs.profiled_flops_per_token),
     *((f"cpu_{phase}_{size}_gb", _phase_gb(phase, size)) for phase in HOST_PHASES for size in ("peak", "end")),
+    ("seq_policy", lambda s: s.record.trial.workload.seq_policy),
 ]
 
 

@@ -75,13 +75,17 @@ class _GroupBuilder:
         return ", ".join(dict.fromkeys(str(result.source) for result in self.results))
 
     def same_request(self, other: _GroupBuilder) -> bool:
-        """True for equal workload and placement; the micro-batch may differ if each row has its own largest one.
+        """True for equal workload and placement; micro-batch and sequence may differ where each row has its own.
 
         So may what a row of an axis is there to show.
         """
         varied = {name: getattr(self.workload, name) for name in self.varied_fields | other.varied_fields}
         workloads = [
-            replace(each, batch_size=1) if each.batch_policy == "largest" else each
+            replace(
+                each,
+                batch_size=1 if each.batch_policy == "largest" else each.batch_size,
+                seq_length=1 if each.seq_policy == "longest" else each.seq_length,
+            )
             for each in (self.workload, replace(other.workload, **varied))
         ]
         return workloads[0] == workloads[1] and self.placement == other.placement

@@ -68,13 +68,11 @@ def title(summaries: Sequence[TrialSummary]) -> str:
     batch = "each row's micro-batch" if "batch_size" in own else f"micro-batch {workload.batch_size}"
     if workload.batch_policy == "largest":
         batch = "each row's largest micro-batch"
+    length = "each row's longest sequence" if workload.seq_policy == "longest" else f"{workload.seq_length} tokens"
     accumulated = f" × {workload.grad_accum} accumulated" if workload.grad_accum > 1 else ""
     if "grad_accum" in own:
         accumulated = " × each row's accumulation"
-    return (
-        f"{workload.model} · {devices} · {precision} · {batch} × {workload.seq_length} tokens{accumulated} · "
-        f"{workload.num_steps} steps"
-    )
+    return f"{workload.model} · {devices} · {precision} · {batch} × {length}{accumulated} · {workload.num_steps} steps"
 
 
 def _varied_by_axes(summaries: Sequence[TrialSummary]) -> set[str]:

@@ -123,7 +123,7 @@ _LEFT_OUT_KEYS = ("train_batch_size", "steps_per_print", "nvme_path", "gradient_
 """Last parts of keys that are not compared: those that follow from other keys or change nothing that is measured.
 Accumulation is compared as a field of the workload."""
 _LEFT_OUT_FIELDS = (
-    "num_steps", "warmup_steps", "batch_policy", "model_config",
+    "num_steps", "warmup_steps", "batch_policy", "seq_policy", "model_config",
     "supported_precisions", "launcher", "hostfile", "nvme_path",
 )  # fmt: skip
 """Fields of workload and placement that change nothing that is measured, or that other differences show."""

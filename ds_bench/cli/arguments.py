@@ -107,7 +107,12 @@ def _add_workload(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="with --batch-size auto: also rows at the largest that all of them train",
     )
-    add("--seq-length", type=integer(1), metavar="N", help=SEQ_LENGTH_HELP)
+    add(
+        "--seq-length",
+        type=integer_or_auto(1),
+        metavar="N",
+        help=f"{SEQ_LENGTH_HELP}; auto: the longest that trains, for each row by itself",
+    )
     add("--grad-accum", type=integer(1), default=1, metavar="N", help="micro-batches per optimizer step (default: 1)")
     add("--num-steps", type=integer(1), default=20, metavar="N", help="measured optimizer steps (default: 20)")
     add(
@@ -365,6 +370,9 @@ def to_options(family: Family, values: argparse.Namespace) -> Options:
     given["auto_batch"] = given["batch_size"] == AUTO
     if given["auto_batch"]:
         given["batch_size"] = 1
+    given["auto_seq"] = given["seq_length"] == AUTO
+    if given["auto_seq"]:
+        given["seq_length"] = None
     if given["model_factory"] is not None:
         given["model"] = given["model_factory"]
     given["inspection"] = Inspection(
@@ -387,6 +395,8 @@ def check_options(options: Options) -> Options:
     """The options with the names of the rows that texts of the user mean. Raises UsageError where flags contradict."""
     if options.common_batch and not options.auto_batch:
         raise UsageError("--common-batch without --batch-size auto", remedy="add --batch-size auto")
+    if options.auto_batch and options.auto_seq:
+        raise UsageError("--batch-size auto with --seq-length auto", remedy="give one of them a number")
     if options.keep_batch and options.auto_batch:
         raise UsageError("--keep-batch with --batch-size auto", remedy="leave one of them out")
     if options.keep_batch and not options.configs:

@@ -43,6 +43,8 @@ class Options:
     """Also run all at the largest micro-batch that every strategy trains."""
     seq_length: int | None
     """None: 512, or the model's positions if it has fewer."""
+    auto_seq: bool = False
+    """Run each row at the longest sequence that trains."""
     num_steps: int
     warmup_steps: int
     output_dir: Path
@@ -104,6 +106,11 @@ class Options:
     """Sequences per optimizer step on all ranks, from which accumulation follows; None: ``grad_accum`` is given."""
     inspection: Inspection = NO_INSPECTION
     """What is observed of each trial besides its measured steps."""
+
+    @property
+    def searches_size(self) -> bool:
+        """Whether each row's micro-batch or sequence length is searched for by probes."""
+        return self.auto_batch or self.auto_seq
 
     @property
     def point_text(self) -> str:

@@ -84,8 +84,11 @@ class Training(_Section):
     """How it is trained."""
 
     seq_len: Annotated[
-        Count | None,
-        Field(description="Tokens per sequence; without it 512, or the model's positions where it has fewer."),
+        Count | Literal["auto"] | None,
+        Field(
+            description="Tokens per sequence; without it 512, or the model's positions where it has fewer; auto: the "
+            "longest sequence that trains."
+        ),
     ] = None
     local_batch_size: Annotated[
         Count | Literal["auto"],
@@ -426,6 +429,9 @@ def options_of(recipe: Recipe, folder: Path, **run_flags: Any) -> Options:
     values = {name: _value_at(recipe, path) for name, path in PATHS.items()}
     _require_one_accumulation(values)
     values["auto_batch"] = values["batch_size"] == "auto"
+    values["auto_seq"] = values["seq_length"] == "auto"
+    if values["auto_seq"]:
+        values["seq_length"] = None
     if values["auto_batch"]:
         values["batch_size"] = 1
     values["grad_accum"] = values["grad_accum"] or 1
@@ -547,6 +553,8 @@ def recipe_of(options: Options, make_config: MakeConfig, rows: list[Strategy]) -
         del data["model"]["name"]
     if options.auto_batch:
         data["training"]["local_batch_size"] = "auto"
+    if options.auto_seq:
+        data["training"]["seq_len"] = "auto"
     if options.family == "offload" and options.nvme_path is not None and "nvme" not in options.strategies:
         data["configurations"]["strategies"].append("nvme")
     inline = dict(_edited_configurations(options, make_config, rows))

@@ -19,6 +19,7 @@ Accelerator = Literal["cuda", "cpu"]
 Precision = Literal["bf16", "fp16", "fp32"]
 LauncherName = Literal["warm", "deepspeed"]
 BatchPolicy = Literal["given", "largest"]
+SequencePolicy = Literal["given", "longest"]
 ModelSource = Literal["preset", "local", "hub", "factory"]
 LossName = Literal["model", "chunked", "tiled", "liger"]
 CompileName = Literal["none", "torch"]
@@ -119,6 +120,14 @@ class Workload:
     zero_init: bool = True
     """Whether the model is split among the ranks while it is built (``deepspeed.zero.Init``); else every rank builds it
     whole in host memory, and ``deepspeed.initialize`` splits it. At stage 3 alone."""
+
+    seq_policy: SequencePolicy = "given"
+    """``longest``: the row runs at its own longest sequence that trains, and is compared with other such rows."""
+
+    @property
+    def fills_memory(self) -> bool:
+        """Whether micro-batch or sequence is the largest that trains, which was searched for."""
+        return self.batch_policy == "largest" or self.seq_policy == "longest"
 
     def __post_init__(self) -> None:
         _require(bool(self.model), "model", self.model, "must not be empty")

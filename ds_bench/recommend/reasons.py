@@ -71,8 +71,8 @@ def _why_balanced(decision: Decision, head: str, terms: MemoryTerms) -> str:
             f"{format_percent(_speed_fraction(choice, best))} of {best.label}'s {_speed(best)} tokens/s with "
             f"{format_bytes(best.memory_bytes)} ({format_percent(best.fraction)})"
         )
-    if choice.at_largest_batch:
-        return f"{head}; it is at its own largest micro-batch, so how full {terms.capacity} is weighs nothing"
+    if choice.fills_memory:
+        return f"{head}; it fills the memory on purpose, so how full {terms.capacity} is weighs nothing"
     if choice.fraction is None:
         return f"{head}; how much of {terms.capacity} that is cannot be told, so nothing is traded for memory"
     if choice.comfortable:

@@ -17,12 +17,14 @@ from ..analysis.trial_caveats import NEAR_CAPACITY
 from ..config import deepspeed_config
 from ..config.spec import SAME_TRAINING_FIELDS, Trial, Workload
 from ..records.schema import OOM
-from ..units import format_percent
+from ..units import format_count, format_percent
 from . import reasons, remedies, short_answer, strategy_guide
 from .reasons import ON_DEVICE, ON_HOST, MemoryTerms
 from .rule import Candidate, Decision, IntervalOf, Speeds, decide, decide_for_speed
 from .short_answer import format_list
 
+SEARCH_ACCURACY = 1 / 32
+"""Fraction of a sequence length within which the search for the longest one ends (``size_search.resolution``)."""
 _MAX_ROWS_NAMED = 6
 """Rows that are described one by one if many failed or were left out."""
 
@@ -161,7 +163,24 @@ def _candidates(comparison: Comparison, terms: MemoryTerms) -> Candidates:
             if not candidate.fits:
                 share, limit = format_percent(candidate.fraction), format_percent(NEAR_CAPACITY, digits=0)
                 left_out.append((f"{row.label} is left out: {share} of {terms.capacity}, above {limit}", candidate))
+    candidates, shorter = _split_by_length(candidates, comparison)
+    for candidate in shorter:
+        length = format_count(comparison.row(candidate.key).longest_seq_length)
+        left_out.append((f"{candidate.label} is left out: it trains sequences of {length} tokens at most", None))
     return Candidates(candidates=candidates, references=references, incomparable=incomparable, left_out=left_out)
+
+
+def _split_by_length(
+    candidates: Sequence[Candidate], comparison: Comparison
+) -> tuple[list[Candidate], list[Candidate]]:
+    """The candidates that train the longest sequences, to the accuracy of the search, and the others.
+
+    All of them where lengths were not searched for.
+    """
+    lengths = {each.key: comparison.row(each.key).longest_seq_length or 0 for each in candidates if each.succeeded}
+    enough = max(lengths.values(), default=0) * (1 - SEARCH_ACCURACY)
+    longest = [each for each in candidates if lengths.get(each.key, 0) >= enough]
+    return longest, [each for each in candidates if each not in longest]
 
 
 def _reason_not_eligible(row: ComparisonRow) -> str | None:
@@ -186,7 +205,7 @@ def _candidate(row: ComparisonRow, comparison: Comparison, terms: MemoryTerms) -
         stage=row.configuration.stage,
         changed_keys=_count_values(changes) + _count_workload_changes(trial),
         step_spread=_step_spread(row),
-        at_largest_batch=row.at_largest_batch,
+        fills_memory=row.fills_memory,
         optimizer=row.optimizer or "" if on_host else "",
     )
 
@@ -313,7 +332,7 @@ def _rule_of_thumb(comparison: Comparison, goal: str) -> str | None:
     observed = strategy_guide.ObservedRows(
         fastest_stage=None if fastest is None else fastest.configuration.stage,
         fastest_label=None if fastest is None else fastest.label,
-        fraction=None if fastest is None or fastest.at_largest_batch else fastest.gpu_fraction,
+        fraction=None if fastest is None or fastest.fills_memory else fastest.gpu_fraction,
         trained_stages=frozenset(row.configuration.stage for row in fitting),
         out_of_memory_stages=frozenset(
             strategy.stage for strategy, status in outcomes if status == OOM and not strategy.offloads_optimizer

@@ -211,7 +211,7 @@ def larger_batch(row: ComparisonRow, comparison: Comparison) -> tuple[int, float
     have been measured for this row. A row at its own largest micro-batch is not extended: the search has tried more.
     """
     capacity, fraction = comparison.device_capacity_bytes, row.gpu_fraction
-    if capacity is None or fraction is None or fraction >= COMFORTABLE_FRACTION or row.at_largest_batch:
+    if capacity is None or fraction is None or fraction >= COMFORTABLE_FRACTION or row.fills_memory:
         return None
     run = row.successes[0].record
     batch = run.ranks[0].micro_batch_size

@@ -46,8 +46,8 @@ class Candidate:
     step_spread: float = 0.0
     """Relative standard deviation of its steps, or between its runs, whichever is more."""
     succeeded: bool = True
-    at_largest_batch: bool = False
-    """The micro-batch was chosen to fill the memory, so how full that is says nothing about the strategy."""
+    fills_memory: bool = False
+    """The micro-batch or sequence was chosen to fill the memory, so how full that is says nothing about the row."""
     optimizer: str = ""
     """Class of the optimizer, on the CPU accelerator alone: rows of different classes are not compared by speed."""
 
@@ -55,14 +55,14 @@ class Candidate:
     def fits(self) -> bool:
         """True if the row trained and used at most 95 % of the memory, as far as is known.
 
-        Rows at their own largest micro-batch are exempt, because they fill the memory on purpose.
+        Rows at their own largest micro-batch or longest sequence are exempt, because they fill the memory on purpose.
         """
-        return self.succeeded and (self.at_largest_batch or self.fraction is None or self.fraction <= NEAR_CAPACITY)
+        return self.succeeded and (self.fills_memory or self.fraction is None or self.fraction <= NEAR_CAPACITY)
 
     @property
     def comfortable(self) -> bool:
         """True if less memory would gain nothing: under 60 % is used, or the memory is filled on purpose."""
-        return self.at_largest_batch or self.fraction is None or self.fraction < COMFORTABLE_FRACTION
+        return self.fills_memory or self.fraction is None or self.fraction < COMFORTABLE_FRACTION
 
     @property
     def complexity(self) -> tuple[int, int, int, int]:

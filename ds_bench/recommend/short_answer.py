@@ -16,7 +16,7 @@ from ..config.spec import Trial
 from ..config.strategies import OFFLOAD_NAMES, STRATEGY_NAMES
 from ..prediction.what_if import Alternative
 from ..records import schema
-from ..units import BYTES_PER_GB, format_percent, format_significant
+from ..units import BYTES_PER_GB, format_count, format_percent, format_significant
 from . import remedies
 from .reasons import MemoryTerms, smaller_equally_fast, whole_percent
 from .rule import LEAST_LEAD, Candidate, Decision, nearly_least_memory
@@ -48,7 +48,9 @@ def say_choice(decision: Decision, comparison: Comparison, goal: str, terms: Mem
         why = f"least {terms.memory} of {count} rows{near}"
     else:
         why = _why_fast(decision, comparison, terms)
-    return f"Use {choice.label}: {why}."
+    length = comparison.row(choice.key).longest_seq_length
+    longest = "" if length is None else f"trains sequences of {format_count(length)} tokens, the longest; "
+    return f"Use {choice.label}: {longest}{why}."
 
 
 def _why_fast(decision: Decision, comparison: Comparison, terms: MemoryTerms) -> str:
@@ -114,10 +116,8 @@ def say_alternative(
     for row in sorted(faster, key=lambda row: -(row.tokens_per_second or 0.0)):
         lead = f"{row.label} is {_two_digits((row.tokens_per_second or 0.0) / choice.tokens_per_second - 1)} faster"
         candidate = by_key.get(row.key)
-        if candidate is None:  # its figures must not be used, or a run of it ran out of memory
-            failed = sum(not run.record.outcome.success for run in row.summaries)
-            ran_out = f"{failed} of its {len(row.summaries)} runs failed"
-            return f"{lead} but {ran_out if row.invalid_reason is None else f'is no result: {row.invalid_reason}'}."
+        if candidate is None:
+            return f"{lead} but {_why_no_candidate(row)}."
         if candidate.optimizer != choice.optimizer:
             return f"{lead}, with another optimizer ({candidate.optimizer}): not compared by speed."
         if not speeds.differ(candidate, choice) or candidate.key == decision.simplest_tied.key:
@@ -134,6 +134,18 @@ def say_alternative(
         return None
     saved = (choice.memory_bytes or 0) - (smaller.memory_bytes or 0)
     return f"{smaller.label} needs {_gigabytes(saved)} less and is as fast within the noise."
+
+
+def _why_no_candidate(row: ComparisonRow) -> str:
+    """Why a row with numbers is no choice: its figures must not be used, a run of it failed, or others train longer
+    sequences.
+    """
+    failed = sum(not run.record.outcome.success for run in row.summaries)
+    if row.invalid_reason is not None:
+        return f"is no result: {row.invalid_reason}"
+    if failed or row.longest_seq_length is None:
+        return f"{failed} of its {len(row.summaries)} runs failed"
+    return f"trains sequences of {format_count(row.longest_seq_length)} tokens at most"
 
 
 # ------------------------------------------------------------------ what to try
@@ -173,7 +185,7 @@ def _tries(row: ComparisonRow, short: Sequence[ComparisonRow], comparison: Compa
     larger = remedies.larger_batch(row, comparison)
     if larger is not None:
         yield f"--batch-size {larger[0]}"
-    if not row.at_largest_batch:
+    if not row.fills_memory:
         yield "--batch-size auto"
 
 

@@ -108,7 +108,7 @@ def _row_names(group: Sequence[ComparisonReport]) -> list[str]:
         facts.append(
             (
                 "largest micro-batch" if largest else f"micro-batch {work.batch_size}",
-                f"{work.seq_length} tokens",
+                "longest sequence" if work.seq_policy == "longest" else f"{work.seq_length} tokens",
                 f"{work.grad_accum} accumulated",
                 work.precision,
                 f"checkpointing {'on' if work.activation_checkpointing else 'off'}",

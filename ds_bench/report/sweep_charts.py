@@ -19,7 +19,7 @@ _MOST_PANELS = 12
 """Charts of one axis and quantity."""
 _AXES: dict[str, Callable[[Workload], object]] = {
     "model": lambda workload: workload.model,
-    "seq_len": lambda workload: workload.seq_length,
+    "seq_len": lambda workload: "longest" if workload.seq_policy == "longest" else workload.seq_length,
     "local_batch_size": lambda workload: "largest" if workload.batch_policy == "largest" else workload.batch_size,
     "grad_accum": lambda workload: workload.grad_accum,
     "precision": lambda workload: workload.precision,

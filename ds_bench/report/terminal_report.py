@@ -18,7 +18,7 @@ from ..analysis.trial_caveats import NEAR_CAPACITY
 from ..recommend.remedies import failed_run
 from ..recommend.short_answer import format_list
 from ..system.terminal import can_encode, escape_controls, print_text, to_ascii, width_of
-from ..units import BYTES_PER_GB, MISSING, format_percent, format_significant
+from ..units import BYTES_PER_GB, MISSING, format_count, format_percent, format_significant
 from . import table
 from .columns import failure_text
 from .comparison_report import ComparisonReport
@@ -121,6 +121,8 @@ def _columns(report: ComparisonReport) -> list[_Column]:
     """The columns that some row has a value for; a run on GPUs and one on CPU ranks have different ones."""
     comparison = report.comparison
     columns = [
+        _Column("batch", lambda row: _searched(row, "batch_policy", "batch_size")),
+        _Column("sequence", lambda row: _searched(row, "seq_policy", "seq_length")),
         _Column("tok/s", lambda row: format_significant(row.tokens_per_second)),
         _Column("±95 %", _relative_margin, 4),
     ]
@@ -128,7 +130,7 @@ def _columns(report: ComparisonReport) -> list[_Column]:
         columns.append(_Column("vs ★", lambda row: _against(row, chosen)))
     gpu = [
         _Column("GPU GB", lambda row: _gigabytes(row.gpu_peak_bytes), 2),
-        _Column("of card", lambda row: _share(row.gpu_fraction, warns=not row.at_largest_batch)),
+        _Column("of card", lambda row: _share(row.gpu_fraction, warns=not row.fills_memory)),
     ]
     host = [_Column("host GB", lambda row: _gigabytes(row.host_peak_bytes), 3)]
     if all(row.gpu_peak_bytes is None for row in comparison.rows):
@@ -137,6 +139,12 @@ def _columns(report: ComparisonReport) -> list[_Column]:
         columns += [*gpu, *host]
     columns.append(_Column("NVMe GB", _nvme_gigabytes, 1))
     return [column for column in columns if any(column.cell(row) != MISSING for row in comparison.rows)]
+
+
+def _searched(row: ComparisonRow, policy: str, size: str) -> str:
+    """The micro-batch or sequence length that was found for the row."""
+    workload = row.summaries[0].record.trial.workload
+    return MISSING if getattr(workload, policy) == "given" else format_count(getattr(workload, size))
 
 
 def _relative_margin(row: ComparisonRow) -> str:

@@ -109,6 +109,7 @@ OTHER_WORKLOADS: dict[str, Any] = {
     "model_type": None,
     "batch_size": 8,
     "batch_policy": "largest",
+    "seq_policy": "longest",
     "seq_length": 256,
     "grad_accum": 2,
     "num_steps": 11,

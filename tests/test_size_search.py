@@ -14,10 +14,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_bench.batch_search import largest_trained, next_batch_size, resolution
 from ds_bench.cli import script as cli
 from ds_bench.config.spec import Trial
 from ds_bench.records.schema import TrialRecord
+from ds_bench.size_search import largest_trained, next_size, resolution
 from tests.support import fakes
 from tests.support.fakes import FakeLauncher
 from tests.support.scripted_run import House
@@ -28,7 +28,7 @@ from tests.support.scripted_run import House
 def search(answer: int, start: int, limit: int = 4096) -> tuple[int | None, list[int]]:
     """What is found where exactly the sizes up to ``answer`` train, and the probes it took."""
     known: dict[int, bool] = {}
-    while (size := next_batch_size(known, start, limit)) is not None:
+    while (size := next_size(known, start, limit)) is not None:
         assert size not in known, f"{size} tried twice"
         known[size] = size <= answer
         assert len(known) <= 64
@@ -79,7 +79,7 @@ def test_nothing_trains_is_an_answer() -> None:
 
 def test_a_success_above_a_failure_does_not_count() -> None:
     assert largest_trained({4: True, 8: False, 16: True}) == 4
-    assert next_batch_size({4: True, 8: False, 16: True}, 4, 64) == 6
+    assert next_size({4: True, 8: False, 16: True}, 4, 64) == 6
 
 
 # ------------------------------------------------------------------ whole searches
@@ -195,3 +195,59 @@ def test_a_dry_run_says_that_the_micro_batch_is_not_known_yet(
 ) -> None:
     assert machine.search(trains_up_to({}), "--dry-run") == 0
     assert "found by probes" in capsys.readouterr().out
+
+
+# ------------------------------------------------------------------ the longest sequence
+
+
+def trains_lengths_up_to(lengths: dict[str, int]) -> Ends:
+    def end(trial: Trial) -> TrialRecord:
+        fits = trial.workload.seq_length <= lengths[trial.configuration.name]
+        seconds = (0.1,) * trial.workload.num_steps
+        return fakes.success(trial, step_seconds=seconds) if fits else fakes.failure(trial, "OOM")
+
+    return end
+
+
+def test_the_row_of_the_longest_sequence_is_chosen_whatever_its_speed(
+    machine: Machine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lengths = trains_lengths_up_to({"zero1": 100, "zero3": 200})
+    script = FakeLauncher(by_strategy={f"zero{stage}": lengths for stage in range(4)})
+    flags = ("--batch-size", "1", "--seq-length", "auto", "--stages", "1", "3")
+    assert machine.run(*flags, script=script) == 0
+    found = [(row["strategy"], row["seq_length"], row["seq_policy"]) for row in machine.rows()]
+    assert found == [("zero1", 96, "longest"), ("zero3", 192, "longest")]  # to 16 tokens of a model of 256 positions
+    out = " ".join(capsys.readouterr().out.split())
+    assert "each row's longest sequence" in out
+    assert "Use ZeRO-3: trains sequences of 192 tokens, the longest" in out
+    (told,) = machine.output.glob("runs/*/run.json")
+    assert "ZeRO-1 is left out: it trains sequences of 96 tokens at most" in told.read_text(encoding="utf-8")
+
+
+def test_the_search_ends_at_the_positions_of_the_model(machine: Machine) -> None:
+    script = FakeLauncher(by_strategy={"zero1": trains_lengths_up_to({"zero1": 10**6})})
+    assert machine.run("--seq-length", "auto", "--stages", "1", script=script) == 0
+    (row,) = machine.rows()
+    assert row["seq_length"] == 256
+    assert "256 tokens are all positions of the model" in row["caveats"]
+
+
+def test_a_row_that_runs_out_at_its_largest_is_searched_below_it_when_resumed(machine: Machine) -> None:
+    """Probes are shorter than rows, so that a size may train in them and not in the row."""
+    fits = trains_up_to({"zero1": 5})
+
+    def runs_out_later(trial: Trial) -> TrialRecord:
+        is_row = not trial.trial_id.startswith("probe")
+        return fakes.failure(trial, "OOM") if is_row and trial.workload.batch_size == 5 else fits(trial)
+
+    machine.search(runs_out_later, "--stages", "1")
+    (folder,) = (machine.output / "runs").iterdir()
+    assert cli.main("zero", fakes.make_config, ["--resume", str(folder), "--stages", "1"]) == 0
+    assert (4, True) in [(row["batch_size"], row["success"]) for row in machine.rows()]
+
+
+def test_one_size_is_searched_at_a_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    both = ["--batch-size", "auto", "--seq-length", "auto", "--output-dir", str(tmp_path)]
+    assert cli.main("zero", fakes.make_config, both) == 2
+    assert "give one of them a number" in capsys.readouterr().err

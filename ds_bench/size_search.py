@@ -1,0 +1,232 @@
+"""Searches each row's largest micro-batch, or its longest sequence, that trains, by probe trials that start at the
+predicted size.
+
+Probes are stored in the run folder beside the rows, so that a resumed run does not repeat them.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from .config.spec import NO_INSPECTION, Configuration, Trial, Workload
+from .launch import Launcher
+from .planner import Plan, RequestedRow
+from .prediction.memory import DOES_NOT_FIT, predict
+from .prediction.model_profile import ModelProfile
+from .records import schema
+from .records.run_folder import RunFolder
+from .records.schema import TrialRecord
+from .system import signals
+from .units import format_count
+
+MAX_BATCH_SIZE = 4096
+"""The largest micro-batch that is tried."""
+MAX_SEQ_LENGTH = 2**20
+"""The longest sequence that is tried, in tokens, of a model whose positions are not limited."""
+_PROBE_STEPS = 2
+"""Measured steps of a probe, after one warm-up step, which allocates the optimizer's states."""
+_DID_NOT_FIT = (schema.OOM, schema.OOM_HOST, schema.OOM_DISK, schema.KILLED, schema.TIMEOUT)
+"""Statuses of a probe whose size is too large; any other failure has another cause, which a row must show."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SizeSearch:
+    """Searches the largest micro-batch, or the longest sequence, of each row of a plan."""
+
+    plan: Plan
+    launcher: Launcher
+    store: RunFolder
+    say: Callable[[str], None]
+    dimension: Literal["batch_size", "seq_length"] = "batch_size"
+    """The field of the workload that is searched for."""
+
+    @property
+    def unit(self) -> int:
+        """Step between the sizes that are tried: one sequence, or 64 tokens (16 of a model of few positions)."""
+        if self.dimension == "batch_size":
+            return 1
+        return 64 if self._most_tokens >= 4096 else 16
+
+    @property
+    def limit(self) -> int:
+        """The largest size that is tried, in units."""
+        return MAX_BATCH_SIZE if self.dimension == "batch_size" else max(1, self._most_tokens // self.unit)
+
+    @property
+    def _most_tokens(self) -> int:
+        return min(self.plan.model.max_positions or MAX_SEQ_LENGTH, MAX_SEQ_LENGTH)
+
+    def find_largest(self, row: RequestedRow) -> int:
+        """Finds the largest micro-batch, or the tokens of the longest sequence, that trains.
+
+        If none trains, or a probe fails for a reason other than memory or time, returns the failing size, so that the
+        comparison shows the error. Raises KeyboardInterrupt if the user interrupts it; finished probes are kept for
+        ``--resume``.
+        """
+        trained = self._previous_trials(row)
+        start = self.predict_largest(row)
+        while (units := next_size(trained, start, self.limit)) is not None:
+            outcome = self._probe(row, units).outcome
+            status = outcome.status
+            if status == schema.INTERRUPTED or signals.interrupt_requested():
+                self.say(f"the search was interrupted at {row.label}")
+                raise KeyboardInterrupt
+            self.say(f"{row.label}: {self._text(units)} {'trains' if outcome.success else status}")
+            if not outcome.success and status not in _DID_NOT_FIT:
+                return units * self.unit
+            trained[units] = outcome.success
+        return (largest_trained(trained) or 1) * self.unit
+
+    def _text(self, units: int) -> str:
+        size = format_count(units * self.unit)
+        return f"micro-batch {size}" if self.dimension == "batch_size" else f"a sequence of {size} tokens"
+
+    def predict_largest(self, row: RequestedRow) -> int:
+        """Returns the largest size that is predicted to fit, in units.
+
+        Without a prediction it is 1: a micro-batch of 1, or the sequence that would be trained without a search.
+        """
+        if not isinstance(self.plan.profile, ModelProfile):
+            return max(1, self.plan.trials[0].workload.seq_length // self.unit) if self.dimension != "batch_size" else 1
+        sizes = range(2, self.limit + 1)
+        return 1 + bisect_left(sizes, True, key=lambda size: not self._predicted_to_fit(row, size))
+
+    def _predicted_to_fit(self, row: RequestedRow, units: int) -> bool:
+        profile, memory = self.plan.profile, self.plan.memory
+        trial = self._trial(row, units, predicted=False)
+        if trial.unsupported or not isinstance(profile, ModelProfile):
+            return False
+        try:
+            engine = trial.configuration.engine
+            prediction = predict(profile, trial.workload, trial.placement, trial.ds_config, engine=engine)
+        except (
+            ValueError,
+            KeyError,
+            TypeError,
+            ZeroDivisionError,
+        ):  # a configuration of a shape that the formulas do not know
+            return False
+        return prediction.verdict(memory.gpu_bytes, memory.host_bytes) != DOES_NOT_FIT
+
+    def configuration(self, row: RequestedRow, size: int) -> Configuration:
+        """The row at that micro-batch or sequence length, as its largest."""
+        if self.dimension == "batch_size":
+            return self.plan.builder.build(row, size, "largest")
+        configuration = self.plan.builder.build_at_length(row, size)
+        if size < self.limit * self.unit:
+            return configuration
+        caveat = f"no longer sequence was tried: {format_count(size)} tokens are all positions of the model"
+        return replace(configuration, caveats=(*configuration.caveats, caveat))
+
+    def _trial(self, row: RequestedRow, units: int, *, predicted: bool) -> Trial:
+        """The row's first trial at that size."""
+        size = units * self.unit
+        build = self.plan.builder.build if self.dimension == "batch_size" else self.plan.builder.build_at_length
+        return self.plan.trials_of([build(row, size)], predicted=predicted)[0]
+
+    def _probe(self, row: RequestedRow, units: int) -> TrialRecord:
+        trial = self._trial(row, units, predicted=True)
+        kind = "batch" if self.dimension == "batch_size" else "seq"
+        trial_id = f"probe_{row.name}_{kind}{units * self.unit}"
+        trial = replace(trial, trial_id=trial_id, workload=_of_probe(trial.workload), inspection=NO_INSPECTION)
+        record = self.launcher.launch(trial, self.store.trial_folder(trial.trial_id), lambda _progress: None)
+        self.store.append_probe(record)
+        return record
+
+    def _previous_trials(self, row: RequestedRow) -> dict[int, bool]:
+        """Size in units → whether it trained, from earlier probes of this run.
+
+        A row of this run that did not fit counts too: resumed, the search goes on below it.
+        """
+        known = {
+            units: record.outcome.success
+            for record, units in self._sizes_of(row, self.store.probes(), of_probe=True)
+            if record.outcome.success or record.outcome.status in _DID_NOT_FIT
+        }
+        failed = self._sizes_of(row, self.store.records(), of_probe=False)
+        return known | {units: False for record, units in failed if record.outcome.status in _DID_NOT_FIT}
+
+    def _sizes_of(
+        self, row: RequestedRow, records: Sequence[TrialRecord], *, of_probe: bool
+    ) -> Iterator[tuple[TrialRecord, int]]:
+        """The records of this row with their sizes: another point of a sweep has another workload."""
+        for record in records:
+            stored = record.trial
+            if stored.configuration.name != row.name:
+                continue
+            units = max(1, getattr(stored.workload, self.dimension) // self.unit)
+            if of_probe:
+                own = self._trial(row, units, predicted=False)
+                own = replace(own, workload=_of_probe(own.workload))
+            else:
+                own = self.plan.trials_of([self.configuration(row, units * self.unit)], predicted=False)[0]
+            if (stored.configuration, stored.workload) == (own.configuration, own.workload):
+                yield record, units
+
+
+def _of_probe(workload: Workload) -> Workload:
+    return replace(workload, num_steps=_PROBE_STEPS, warmup_steps=1)
+
+
+def at_largest_size(plan: Plan, launcher: Launcher, store: RunFolder, say: Callable[[str], None]) -> Plan:
+    """Returns the plan with every row at its own largest micro-batch or longest sequence, as its options ask.
+
+    With ``--common-batch`` every row also runs at the smallest of those micro-batches, which all of them train.
+    """
+    dimension: Literal["batch_size", "seq_length"] = "seq_length" if plan.options.auto_seq else "batch_size"
+    search = SizeSearch(plan=plan, launcher=launcher, store=store, say=say, dimension=dimension)
+    rows = plan.rows
+    sizes = {row.name: search.find_largest(row) for row in rows}
+    configurations = [search.configuration(row, sizes[row.name]) for row in rows]
+    if plan.options.common_batch:
+        common = min(sizes.values())
+        configurations += [plan.builder.build(row, common) for row in rows]
+    return plan.with_configurations(configurations)
+
+
+def next_size(trained: Mapping[int, bool], start: int, limit: int) -> int | None:
+    """Returns the size to try next; None once the largest is known.
+
+    ``trained``: size → whether it trained. ``start``: the predicted largest, 1 or more. ``limit``: the largest
+    that is tried. Exponential search from ``start``: the step doubles upwards after a success and downwards after
+    a failure. Once one size trains and a larger one fails, bisects until the gap is at most 1/32 of the size (1 below
+    64). If the prediction is exact, two probes are enough.
+    """
+    largest, failed = largest_trained(trained), smallest_failure(trained)
+    start = min(max(start, 1), limit)
+    if not trained:
+        return start
+    if largest is None:
+        return None if failed in (None, 1) else max(failed - _step_size(abs(failed - start), failed), 1)
+    if failed is None:
+        return None if largest >= limit else min(largest + _step_size(abs(largest - start), start), limit)
+    if failed - largest <= resolution(largest):
+        return None
+    power_of_two = 1 << (failed - 1).bit_length() - 1  # sizes that users choose, where the gap holds one
+    return power_of_two if largest < power_of_two < failed else (largest + failed) // 2
+
+
+def resolution(size: int) -> int:
+    """Returns the gap at which the search ends: speeds at sizes so close differ by less than the noise of runs."""
+    return max(1, size // 32)
+
+
+def largest_trained(trained: Mapping[int, bool]) -> int | None:
+    """Returns the largest size that trained below every failure; one that trained above a failure was luck."""
+    failed = smallest_failure(trained)
+    return max(
+        (size for size, success in trained.items() if success and (failed is None or size < failed)), default=None
+    )
+
+
+def smallest_failure(trained: Mapping[int, bool]) -> int | None:
+    """Returns the smallest size that did not train; None if all did."""
+    return min((size for size, success in trained.items() if not success), default=None)
+
+
+def _step_size(distance: int, size: int) -> int:
+    """The first step is the resolution; each further one is the distance so far, but at least an eighth of ``size``."""
+    return resolution(size) if distance == 0 else max(distance, size // 8, 1)
