@@ -117,6 +117,16 @@ def _load(path: Path) -> Result:
     return _load_flat_json(path, data)
 
 
+def run_folder_of(path: Path) -> Path | None:
+    """The run folder that a result lies in or belongs to by its name; None for a flat JSON alone."""
+    if path.is_dir() or path.name in (RUN_FILE, RECORDS_FILE):
+        return (path if path.is_dir() else path.parent).resolve()
+    if (name := _FLAT_NAME.match(path.stem)) is None:
+        return None
+    folder = path.parent / "runs" / f"{name[1] or 'comparison'}_{name[2]}"
+    return folder if _holds_run(folder) else None
+
+
 def _holds_run(folder: Path) -> bool:
     return (folder / RUN_FILE).is_file() or (folder / RECORDS_FILE).is_file()
 
@@ -235,9 +245,8 @@ def _load_flat_json(path: Path, data: bytes) -> Result:
             summaries.append(flat_reader.read_summary(row))
         except ValueError as error:
             raise UsageError(f"{path}: row {number} is not usable: {error}", remedy="correct or remove it") from None
-    name = _FLAT_NAME.match(path.stem)
-    folder = path.parent / "runs" / f"{name[1] or 'comparison'}_{name[2]}" if name else None
-    if folder is not None and _holds_run(folder):
+    name, folder = _FLAT_NAME.match(path.stem), run_folder_of(path)
+    if folder is not None:
         try:
             run = _load_run(folder, path)
         except UsageError as error:

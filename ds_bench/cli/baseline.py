@@ -7,7 +7,7 @@ import sys
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from .. import units
 from ..analysis import comparison, intervals, load_results, merge_results
@@ -17,7 +17,9 @@ from ..baselines.check import BaselineComparison
 from ..baselines.result import BenchmarkResult, benchmark_result
 from ..config.options import FAIL_ON_DEFAULT
 from ..errors import UsageError
+from ..report.junit import TestCase, junit_text
 from ..system import terminal
+from .output_file import check_output, write_output
 
 OK, REGRESSION = 0, 3
 
@@ -56,12 +58,22 @@ def _variation_warnings(entry: store.BaselineEntry) -> Iterator[str]:
             yield f"{text}, which hides smaller changes; measure again on a quieter machine, or with more --repeats"
 
 
-def check_command(paths: Sequence[Path], file: Path, as_json: bool, fail_on: Collection[str] = FAIL_ON_DEFAULT) -> int:
+def check_command(
+    paths: Sequence[Path],
+    file: Path,
+    as_json: bool,
+    fail_on: Collection[str] = FAIL_ON_DEFAULT,
+    junit: Path | None = None,
+) -> int:
     """Compares every row with its baseline. Returns 3 if a reason in ``fail_on`` holds for any of them, else 0.
+
+    ``junit``: file that gets a test for each row.
 
     Raises UsageError, which is exit code 2, if the file of baselines is missing or bad, and, after the lines are
     printed, if no row could be compared: such a check must not pass.
     """
+    if junit is not None:
+        check_output("--junit", junit)
     benchmark_results = results(paths)
     if store.read(file) is None:
         raise UsageError(f"--baselines {file}: no such file", remedy="make it with: baseline save RESULT")
@@ -72,10 +84,21 @@ def check_command(paths: Sequence[Path], file: Path, as_json: bool, fail_on: Col
             terminal.print_json(json.dumps(as_data(verdicts, fail_on), indent=1, ensure_ascii=True, allow_nan=False))
         else:
             _print_verdicts(verdicts)
+    if junit is not None:
+        cases = [_test_case(verdict, fail_on) for verdict in verdicts]
+        write_output("--junit", junit, junit_text("ds_bench baseline", cases))
     if any(_reasons(verdict) & set(fail_on) for verdict in verdicts):
         return REGRESSION
     _require_decided(verdicts)
     return OK
+
+
+def _test_case(verdict: BaselineComparison, fail_on: Collection[str]) -> TestCase:
+    """Failed is what exits 3; skipped is what was not judged: not comparable, too noisy, without a baseline."""
+    judged = verdict.comparable and verdict.baseline is not None and not verdict.noisy
+    outcome: Literal["passed", "skipped"] = "passed" if judged else "skipped"
+    failed = bool(_reasons(verdict) & set(fail_on))
+    return TestCase(name=verdict.name, outcome="failure" if failed else outcome, message=verdict.message)
 
 
 def _missing_verdict(entry: store.BaselineEntry) -> BaselineComparison:

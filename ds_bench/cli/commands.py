@@ -15,7 +15,7 @@ try:
     from typing import TYPE_CHECKING
 
     from .. import __version__
-    from ..config.options import FAIL_ON, FAIL_ON_DEFAULT, GOALS, ROW_FORMATS
+    from ..config.options import FAIL_ON, FAIL_ON_DEFAULT, GOALS, ROW_FORMATS, TRACKERS
     from ..config.reference_engines import REFERENCES
     from ..config.spec import PRECISIONS
     from ..config.strategies import ALIASES, OFFLOAD_NAMES, ZERO_STAGES
@@ -107,13 +107,30 @@ def _add_report(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--goal", choices=GOALS, help="goal of the recommendation (default: the run's own)")
     parser.add_argument("--export", metavar="STRATEGY", help="write that row's configuration to ds_config_STRATEGY/")
     parser.add_argument("--verbose", action="store_true", help="print every column, all notes and all next steps")
+    parser.add_argument(
+        "--github-benchmark",
+        type=Path,
+        metavar="FILE",
+        help="write tokens/s as JSON of github-action-benchmark, and memory to FILE_memory beside it",
+    )
+    parser.add_argument(
+        "--to",
+        choices=TRACKERS,
+        help="copy every trial as a run with config, steps and figures to this tracker, on this machine: nothing is "
+        "sent unless its own variables say so (docs/monitor.md)",
+    )
     parser.set_defaults(run=_report)
 
 
 def _add_compare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("before", type=Path, help=_RESULT)
     parser.add_argument("after", type=Path, help=_RESULT)
+    _add_junit(parser)
     parser.set_defaults(run=_compare)
+
+
+def _add_junit(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--junit", type=Path, metavar="FILE", help="also write JUnit XML with a test for each row")
 
 
 def _add_explain(parser: argparse.ArgumentParser) -> None:
@@ -162,6 +179,7 @@ def _add_baseline(parser: argparse.ArgumentParser) -> None:
         "without a baseline), noisy (default: all but noisy)",
     )
     check.add_argument("--json", action="store_true", help="print the verdicts as JSON")
+    _add_junit(check)
     save.set_defaults(run=_baseline_save)
     check.set_defaults(run=_baseline_check)
 
@@ -265,7 +283,7 @@ def _advice(values: argparse.Namespace) -> int:
 def _report(values: argparse.Namespace) -> int:
     from .report import ReportOptions, report
 
-    names = ("html", "output", "plots", "relative_to", "goal", "export", "verbose")
+    names = ("html", "output", "plots", "relative_to", "goal", "export", "verbose", "github_benchmark", "to")
     flags = {name: getattr(values, name) for name in names}
     form = "markdown" if values.markdown else values.format
     return report(ReportOptions(results=tuple(values.results), format=form, **flags))
@@ -274,7 +292,7 @@ def _report(values: argparse.Namespace) -> int:
 def _compare(values: argparse.Namespace) -> int:
     from .compare import show_changes
 
-    return show_changes(values.before, values.after)
+    return show_changes(values.before, values.after, values.junit)
 
 
 def _explain(values: argparse.Namespace) -> int:
@@ -292,7 +310,7 @@ def _baseline_save(values: argparse.Namespace) -> int:
 def _baseline_check(values: argparse.Namespace) -> int:
     from .baseline import check_command
 
-    return check_command(values.results, values.baselines, values.json, values.fail_on)
+    return check_command(values.results, values.baselines, values.json, values.fail_on, values.junit)
 
 
 def _add_recipe_run(parser: argparse.ArgumentParser) -> None:

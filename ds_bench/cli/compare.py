@@ -10,14 +10,32 @@ from ..analysis import load_results
 from ..analysis.before_after import ABSENT, BeforeAfter, RowChange, compare_before_after
 from ..analysis.comparison import ComparisonRow
 from ..analysis.intervals import RatioInterval
+from ..report.junit import TestCase, junit_text
 from ..system import terminal
+from .output_file import check_output, write_output
 
 
-def show_changes(before: Path, after: Path) -> int:
-    """Prints both results row by row. Returns 0; raises UsageError."""
-    for line in lines(compare_before_after(load_results.load(before), load_results.load(after))):
+def show_changes(before: Path, after: Path, junit: Path | None = None) -> int:
+    """Prints both results row by row. Returns 0; raises UsageError. ``junit``: file that gets a test for each row."""
+    if junit is not None:
+        check_output("--junit", junit)
+    comparison = compare_before_after(load_results.load(before), load_results.load(after))
+    for line in lines(comparison):
         terminal.print_text(line)
+    if junit is not None:
+        write_output("--junit", junit, junit_text("ds_bench compare", [_test_case(row) for row in comparison.rows]))
     return 0
+
+
+def _test_case(row: RowChange) -> TestCase:
+    """Failed is a row that trained before and does not now: a comparison has no limit for figures, a baseline has."""
+    text = _figures(row)
+    if row.before is not None and row.before.succeeded and not (row.after is not None and row.after.succeeded):
+        return TestCase(name=row.label, outcome="failure", message=text)
+    if row.ratio is None:
+        reasons = "; ".join([text, *row.incomparable_reasons])
+        return TestCase(name=row.label, outcome="skipped", message=f"no ratio: {reasons}")
+    return TestCase(name=row.label, outcome="passed", message="; ".join([text, *row.changes, *row.caveats]))
 
 
 def lines(comparison: BeforeAfter) -> Iterator[str]:

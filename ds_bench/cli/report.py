@@ -15,19 +15,22 @@ from .. import __version__
 from ..analysis import load_results, merge_results
 from ..analysis.comparison import ComparisonRow, rows_called
 from ..analysis.flat_rows import flat_rows
+from ..analysis.load_results import run_folder_of
 from ..analysis.merge_results import ResultGroup
 from ..analysis.summary import TrialSummary
 from ..config import strategies
 from ..config.deepspeed_config import is_full_config
 from ..config.options import GOALS, ROW_FORMATS
 from ..errors import UsageError
-from ..records.rank_files import write_text
+from ..records.rank_files import json_text, write_text
 from ..records.run_folder import csv_text
-from ..report import export, html_report, markdown, models_table, table, terminal_report
+from ..report import export, github_benchmark, html_report, markdown, models_table, table, terminal_report
 from ..report.comparison_report import ComparisonReport, build_report
 from ..report.data_frame import parquet_bytes
 from ..system import terminal
+from ..system.optional_packages import require_installed
 from . import arguments
+from .output_file import check_output, write_output
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +50,9 @@ class ReportOptions:
     """None: the run's own, else balanced."""
     export: str | None = None
     verbose: bool = False
+    github_benchmark: Path | None = None
+    to: str | None = None
+    """Tracker that gets the runs: one of ``trackers.TRACKERS``."""
 
 
 def report(options: ReportOptions) -> int:
@@ -63,6 +69,10 @@ def report(options: ReportOptions) -> int:
         _write_charts(reports, options.plots)
     if options.export is not None:
         _export(reports, options.export)
+    if options.github_benchmark is not None:
+        _write_github_benchmark(reports, options.github_benchmark)
+    if options.to is not None:
+        _send(reports, options.results, options.to)
     return 0
 
 
@@ -126,11 +136,11 @@ def _check_targets(options: ReportOptions) -> None:
         raise UsageError("--format parquet writes no text", remedy="give --output FILE")
     if options.output is not None and options.output.is_dir():
         raise UsageError(f"--output {options.output} is a folder", remedy="give a file name")
-    if options.html is not None:
-        if options.html.is_dir():
-            raise UsageError(f"--html {options.html} is a folder", remedy="give a file name")
-        if not options.html.parent.is_dir():
-            raise UsageError(f"--html {options.html}: no folder {options.html.parent}", remedy="make it first")
+    if options.to is not None:
+        require_installed(options.to, f"--to {options.to}")
+    for flag, path in (("--html", options.html), ("--github-benchmark", options.github_benchmark)):
+        if path is not None:
+            check_output(flag, path)
     if options.plots is not None and options.plots.exists() and not options.plots.is_dir():
         raise UsageError(f"--plots {options.plots} is not a folder", remedy="give a folder")
 
@@ -184,11 +194,29 @@ def _has_row(summaries: Sequence[TrialSummary], name: str | None) -> bool:
 def _write_html(reports: Sequence[ComparisonReport], path: Path) -> None:
     """Raises UsageError where the page cannot be written."""
     page = html_report.render_page(reports, f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC, ds_bench {__version__}")
-    try:
-        write_text(path, page)
-    except OSError as error:
-        raise UsageError(f"--html {path}: {error.strerror}", remedy="give a file that you may write") from None
+    write_output("--html", path, page)
     terminal.print_text(f"HTML {path}", sys.stderr)
+
+
+def _write_github_benchmark(reports: Sequence[ComparisonReport], path: Path) -> None:
+    """Writes tokens/s to the file and memory to one beside it. Raises UsageError without figures."""
+    speeds, sizes = github_benchmark.throughput_entries(reports), github_benchmark.memory_entries(reports)
+    if not speeds:
+        raise UsageError("--github-benchmark: no row has figures", remedy="see the table for what failed")
+    beside = path.with_name(f"{path.stem}_memory{path.suffix}")
+    for file, entries, tool in ((path, speeds, "customBiggerIsBetter"), (beside, sizes, "customSmallerIsBetter")):
+        write_output("--github-benchmark", file, json_text(entries))
+        terminal.print_text(f"{tool} {file}", sys.stderr)
+
+
+def _send(reports: Sequence[ComparisonReport], paths: Sequence[Path], tracker: str) -> None:
+    """Gives every run to a tracker, and says where it is and how to look at it."""
+    from ..report import trackers
+
+    folders = {folder.name: folder for path in paths for folder in [run_folder_of(path)] if folder is not None}
+    summaries = [run for report in reports for row in report.comparison.rows for run in row.summaries]
+    for line in trackers.send(trackers.tracked_runs(summaries, folders), tracker):
+        terminal.print_text(terminal.escape_controls(line), sys.stderr)
 
 
 def _write_charts(reports: Sequence[ComparisonReport], folder: Path) -> None:

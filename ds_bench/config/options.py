@@ -26,6 +26,8 @@ ROW_FORMATS = ("json", "csv", "parquet")
 FAIL_ON = ("regression", "missing", "unmatched", "noisy")
 """What ``baseline check`` may fail on: a regression; a row of the saved run that the result lacks; a row that trained
 and has no baseline; a row whose noise hides a regression."""
+TRACKERS = ("trackio", "wandb", "tensorboard")
+"""Programs that show runs; each is a package of this name."""
 FAIL_ON_DEFAULT = ("regression", "missing", "unmatched")
 
 

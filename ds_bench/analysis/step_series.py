@@ -1,0 +1,53 @@
+"""The steps of a trial that has ended, as the monitor wrote them or as its record holds them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import datetime
+from itertools import accumulate
+from pathlib import Path
+
+from ..records.step_series import TrialStep, read_steps
+from .summary import TrialSummary
+
+
+def steps_of(summary: TrialSummary, run_folders: Mapping[str, Path]) -> list[TrialStep]:
+    """The steps of a trial: those of ``steps.jsonl``, which tells memory too, else those of the record.
+
+    ``run_folders``: name of a run → its folder. Empty for a trial without either, such as a flat row or one that failed
+    without ``--monitor``.
+    """
+    folder = run_folders.get(summary.run_id or "")
+    monitored = [] if folder is None else read_steps(_last_attempt(folder / "trials", summary.record.trial.trial_id))
+    return monitored or _steps_of_record(summary)
+
+
+def _last_attempt(trials: Path, trial_id: str) -> Path:
+    """The folder of a trial; of one that was run again, the last."""
+    attempts = {int(path.name.rpartition("_attempt")[2]): path for path in trials.glob(f"{trial_id}_attempt[0-9]*")}
+    return attempts[max(attempts)] if attempts else trials / trial_id
+
+
+def _steps_of_record(summary: TrialSummary) -> list[TrialStep]:
+    record = summary.record
+    if not (record.ranks and summary.tokens_per_second and summary.mean_step_seconds):
+        return []
+    tokens_per_step = summary.tokens_per_second * summary.mean_step_seconds
+    slowest = max(record.ranks, key=lambda rank: rank.window_seconds)
+    seconds = [*slowest.warmup_step_seconds, *slowest.step_seconds]
+    begun = 0.0 if record.started_at is None else datetime.fromisoformat(record.started_at).timestamp()
+    ends = accumulate(seconds, initial=begun + (record.start_seconds or 0.0))
+    next(ends)
+    losses = [*summary.losses, *[None] * (len(seconds) - len(summary.losses))]
+    warmup_count = len(slowest.warmup_step_seconds)
+    return [
+        TrialStep(
+            step=number,
+            phase="warmup" if number < warmup_count else "measured",
+            time=end,
+            seconds=duration,
+            tokens_per_second=tokens_per_step / duration if duration > 0 else None,
+            loss=loss,
+        )
+        for number, (end, duration, loss) in enumerate(zip(ends, seconds, losses, strict=False))
+    ]

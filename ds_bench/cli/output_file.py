@@ -1,0 +1,24 @@
+"""Files that a flag names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ..errors import UsageError
+from ..records.rank_files import write_text
+
+
+def check_output(flag: str, path: Path) -> None:
+    """Raises UsageError for a path that cannot be a file, before anything is read."""
+    if path.is_dir():
+        raise UsageError(f"{flag} {path} is a folder", remedy="give a file name")
+    if not path.parent.is_dir():
+        raise UsageError(f"{flag} {path}: no folder {path.parent}", remedy="make it first")
+
+
+def write_output(flag: str, path: Path, text: str) -> None:
+    """Writes the file. Raises UsageError where it cannot be written."""
+    try:
+        write_text(path, text)
+    except OSError as error:
+        raise UsageError(f"{flag} {path}: {error.strerror}", remedy="give a file that you may write") from None

@@ -1,0 +1,60 @@
+"""Rows as the JSON of github-action-benchmark, a GitHub action that draws figures over commits.
+
+It takes lists of ``name``, ``unit``, ``value``, ``range`` and ``extra``, where either more is better or less.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from ..analysis.comparison import ComparisonRow, representative_run
+from ..baselines.result import baseline_name
+from ..units import to_gb
+from .comparison_report import ComparisonReport
+
+Entry = dict[str, Any]
+
+
+def throughput_entries(reports: Sequence[ComparisonReport]) -> list[Entry]:
+    """For the tool ``customBiggerIsBetter``: tokens/s of each valid row."""
+    entries = []
+    for name, row in _named_rows(reports):
+        if row.tokens_per_second is not None:
+            entry = {"name": name, "unit": "tokens/s", "value": row.tokens_per_second, "extra": _extra(row)}
+            if row.interval is not None:
+                entry["range"] = f"{row.interval[0]:.6g} to {row.interval[1]:.6g}"
+            entries.append(entry)
+    return entries
+
+
+def memory_entries(reports: Sequence[ComparisonReport]) -> list[Entry]:
+    """For the tool ``customSmallerIsBetter``: peak memory of each valid row."""
+    entries = []
+    for name, row in _named_rows(reports):
+        on_gpu = row.gpu_peak_bytes is not None
+        peak = row.gpu_peak_bytes if on_gpu else row.host_peak_bytes
+        if peak is not None:
+            memory = f"{name} peak {'GPU' if on_gpu else 'CPU'} memory"
+            entries.append({"name": memory, "unit": "GB", "value": to_gb(peak), "extra": _extra(row)})
+    return entries
+
+
+def _named_rows(reports: Sequence[ComparisonReport]) -> Iterator[tuple[str, ComparisonRow]]:
+    """The valid rows with the names of their baselines, which stay the same from run to run; with the label of the row
+    too where several have one name."""
+    rows = [row for report in reports for row in report.comparison.rows if row.valid]
+    names = [baseline_name(representative_run(row.summaries)) for row in rows]
+    counts = Counter(names)
+    for name, row in zip(names, rows, strict=True):
+        yield (name if counts[name] == 1 else f"{name} ({row.label})"), row
+
+
+def _extra(row: ComparisonRow) -> str:
+    """What is shown beside the figure: the device and how many runs it is the mean of."""
+    record = representative_run(row.summaries).record
+    runs = len(row.successes)
+    device = record.ranks[0].device_name if record.ranks else record.trial.placement.accelerator
+    versions = f"torch {record.ranks[0].torch_version}, DeepSpeed {record.ranks[0].deepspeed_version}"
+    return f"{record.trial.placement.num_gpus} × {device}; {versions}; {runs} run{'' if runs == 1 else 's'}"

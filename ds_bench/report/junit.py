@@ -1,0 +1,39 @@
+"""Verdicts on rows as JUnit XML, which CI systems show as tests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+from xml.etree import ElementTree
+
+from .markdown import escape_unprintable
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TestCase:
+    """The verdict on one row."""
+
+    __test__ = False  # pytest takes classes of this name for tests
+
+    name: str
+    outcome: Literal["passed", "failure", "skipped"]
+    message: str
+
+
+def junit_text(suite: str, cases: Sequence[TestCase]) -> str:
+    """An XML document with one test suite, whose tests are the rows."""
+    counts = {outcome: sum(case.outcome == outcome for case in cases) for outcome in ("failure", "skipped")}
+    root = ElementTree.Element("testsuites")
+    totals = {"tests": len(cases), "failures": counts["failure"], "errors": 0, "skipped": counts["skipped"]}
+    facts = {"name": suite, **{name: str(count) for name, count in totals.items()}}
+    parent = ElementTree.SubElement(root, "testsuite", facts)
+    for case in cases:
+        name, message = escape_unprintable(case.name), escape_unprintable(case.message)
+        element = ElementTree.SubElement(parent, "testcase", {"classname": suite, "name": name})
+        if case.outcome == "passed":
+            ElementTree.SubElement(element, "system-out").text = message
+        else:
+            ElementTree.SubElement(element, case.outcome, {"message": message})
+    ElementTree.indent(root, " ")
+    return ElementTree.tostring(root, encoding="unicode", xml_declaration=True) + "\n"

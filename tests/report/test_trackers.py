@@ -1,0 +1,175 @@
+"""Runs copied to trackio, wandb and TensorBoard, read back by their own readers; nothing leaves the machine."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ds_bench.cli import commands
+from ds_bench.config.options import TRACKERS
+from ds_bench.records.step_series import STEPS_FILE
+from ds_bench.system import optional_packages
+from tests.support import fakes
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two trials that trained, one of which was monitored, and one that ran out of memory."""
+    zero = [fakes.trial(fakes.zero(stage)) for stage in (0, 1, 2)]
+    records = [fakes.success(zero[0]), fakes.success(zero[1]), fakes.failure(zero[2])]
+    store = fakes.write_run(tmp_path_factory.mktemp("out"), records)
+    line = {"step": 0, "phase": "measured", "time": 1e9, "seconds": 0.5, "tokens_per_second": 99.0, "loss": 3.5}
+    for name in ("00_zero1", "00_zero1_attempt2"):  # it was run again
+        folder = store.folder / "trials" / name
+        folder.mkdir(parents=True)
+        (folder / STEPS_FILE).write_text(json.dumps(line | {"host_resident_bytes": 2**30}) + "\n")
+        line["loss"] = 2.5
+    return store.folder
+
+
+@pytest.fixture(scope="module")
+def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Mapping[str, str]]]:
+    """A folder and the variables of a machine whose only way out is a proxy that nobody may have asked."""
+    folder = tmp_path_factory.mktemp("machine")
+    with socket.create_server(("127.0.0.1", 0)) as proxy:
+        address = f"http://127.0.0.1:{proxy.getsockname()[1]}"
+        variables = {"PYTHONPATH": str(ROOT), "HOME": str(folder), "TRACKIO_DIR": str(folder / "trackio")}
+        variables |= dict.fromkeys(("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"), address)
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(("WANDB_", "TRACKIO_"))}
+        yield folder, {**kept, **variables, "HF_TOKEN": "hf_nobody", "WANDB_API_KEY": "0" * 40}
+        proxy.setblocking(False)
+        with contextlib.suppress(BlockingIOError), proxy.accept()[0] as asked:
+            pytest.fail(f"something was sent: {asked.recv(1000)!r}")
+
+
+def python(machine: tuple[Path, Mapping[str, str]], *words: object) -> str:
+    folder, variables = machine
+    command = [sys.executable, *map(str, words)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=variables, timeout=180, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout + done.stderr
+
+
+def test_tensorboard_shows_every_trial(run: Path, machine: tuple[Path, Mapping[str, str]]) -> None:
+    event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    for _ in range(2):  # copied again, a trial has its steps once
+        out = python(machine, "-m", "ds_bench", "report", run, "--to", "tensorboard")
+        assert "tensorboard: 3 runs in tensorboard; look at them: tensorboard --logdir tensorboard" in out
+    folders = machine[0] / "tensorboard" / run.name
+    events = event_accumulator.EventAccumulator(str(folders / "00_zero0")).Reload()
+    assert [event.step for event in events.Scalars("loss")] == list(range(12))
+    assert events.Scalars("loss")[11].value == pytest.approx(6.89)
+    assert events.Scalars("throughput_tokens_per_sec")[11].value == pytest.approx(4 * 128 / 0.1)
+    (summary,) = events.Scalars("summary/throughput_tokens_per_sec")
+    assert summary.value == pytest.approx(5120)
+    assert b"zero0" in events.SummaryMetadata("_hparams_/session_start_info").plugin_data.content
+    monitored = event_accumulator.EventAccumulator(str(folders / "00_zero1")).Reload()
+    assert [(event.step, event.value) for event in monitored.Scalars("cpu_used_gb")] == [(0, 1.0)]
+    assert [event.value for event in monitored.Scalars("loss")] == [2.5]
+    failed = event_accumulator.EventAccumulator(str(folders / "00_zero2")).Reload()
+    assert "loss" not in failed.Tags()["scalars"]
+
+
+TRACKIO = "from trackio.cli import main; main()"
+
+
+def test_trackio_shows_every_trial_on_this_machine(run: Path, machine: tuple[Path, Mapping[str, str]]) -> None:
+    pytest.importorskip("trackio")
+    for _ in range(2):  # copied again, a trial has its steps once
+        assert "trackio show --project ds_bench" in python(machine, "-m", "ds_bench", "report", run, "--to", "trackio")
+
+    def read(*words: str) -> Any:
+        return json.loads(python(machine, "-c", TRACKIO, *words, "--project", "ds_bench", "--json"))
+
+    assert sorted(read("list", "runs")["runs"]) == [f"{run.name}/00_zero{stage}" for stage in (0, 1, 2)]
+    first = ("--run", f"{run.name}/00_zero0")
+    config = read("get", "run", *first)["config"]
+    assert (config["model"], config["stage"], config["_Group"]) == ("tiny", 0, run.name)
+    assert config["deepspeed"]["zero_optimization"]["stage"] == 0
+    losses = read("get", "metric", *first, "--metric", "loss")["values"]
+    assert [(entry["step"], entry["value"]) for entry in losses] == [
+        (step, pytest.approx(7.0 - 0.01 * step)) for step in range(12)
+    ]
+    (rate,) = read("get", "metric", *first, "--metric", "summary/throughput_tokens_per_sec")["values"]
+    assert rate["value"] == pytest.approx(5120)
+
+
+WANDB_READER = """
+import json, struct, sys
+from wandb.proto import wandb_internal_pb2 as proto
+seen = {"config": {}, "history": [], "summary": {}}
+
+def records(data):  # the log format of LevelDB after a header of 7 bytes: blocks of 32 KiB, a record in one or several
+    parts, place = b"", 7
+    while place + 7 <= len(data):
+        if 32768 - place % 32768 < 7:
+            place += 32768 - place % 32768
+            continue
+        _, length, kind = struct.unpack_from("<IHB", data, place)
+        parts += data[place + 7 : place + 7 + length]
+        place += 7 + length
+        if kind in (1, 4):
+            record = proto.Record()
+            record.ParseFromString(parts)
+            yield record
+            parts = b""
+
+def values(items):
+    return {item.key or item.nested_key[0]: json.loads(item.value_json) for item in items}
+
+for record in records(open(sys.argv[1], "rb").read()):
+    if record.HasField("run"):
+        seen["run"] = [record.run.project, record.run.run_group, record.run.display_name]
+        seen["host"] = record.run.host
+        seen["config"] |= values(record.run.config.update)
+    if record.HasField("history"):
+        seen["history"].append(values(record.history.item))
+    if record.HasField("summary"):
+        seen["summary"] |= values(record.summary.update)
+print(json.dumps(seen))
+"""
+
+
+def test_wandb_gets_offline_runs_that_its_own_protocol_reads(
+    run: Path, machine: tuple[Path, Mapping[str, str]]
+) -> None:
+    pytest.importorskip("wandb")
+    out = python(machine, "-m", "ds_bench", "report", run, "--to", "wandb")
+    assert "wandb: 3 runs of project ds_bench" in out
+    assert "wandb sync" in out
+    files = sorted((machine[0] / "wandb").glob("offline-run-*/*.wandb"))
+    read = [json.loads(python(machine, "-c", WANDB_READER, file).splitlines()[-1]) for file in files]
+    by_name = {each["run"][2]: each for each in read}
+    assert sorted(by_name) == ["00_zero0", "00_zero1", "00_zero2"]
+    first = by_name["00_zero0"]
+    assert first["run"][:2] == ["ds_bench", run.name]
+    assert first["config"]["deepspeed"]["zero_optimization"]["stage"] == 0
+    assert [entry["loss"] for entry in first["history"]] == pytest.approx([7.0 - 0.01 * step for step in range(12)])
+    assert first["summary"]["status"] == "✅ Success"
+    assert by_name["00_zero2"]["summary"]["status"] == "❌ OOM"
+
+
+def test_a_tracker_that_is_not_installed_is_told_before_anything_is_read(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(optional_packages, "find_spec", lambda name: None if name in TRACKERS else name)
+    for tracker in TRACKERS:
+        assert commands.main(["report", str(tmp_path / "missing"), "--to", tracker]) == 2
+        message = f"ds_bench: --to {tracker}: the package {tracker} is not installed (pip install {tracker})\n"
+        assert capsys.readouterr() == ("", message)
+    # As is --monitor, before a run begins.
+    flags = ["run", "--model", "tiny", "--monitor", "tensorboard", "--output-dir", str(tmp_path / "out")]
+    assert commands.main(flags) == 2
+    assert "--monitor tensorboard: the package tensorboard is not installed" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
