@@ -88,13 +88,16 @@ def test_swapped_bytes_and_the_time_that_training_waits_for_them(launch: Launch,
 
 
 REDUCED_TO_OWNERS = {"zero_optimization": {"use_multi_rank_bucket_allreduce": False}}
+SHARED = WIDE.config["vocab_size"] * WIDE.config["n_embd"] / WIDE.parameters
+"""Part of the parameters that are in the shared embedding."""
 NOTHING_KEPT = {"zero_optimization": {"stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0}}
-VOLUMES = ((0, {}, 2), (1, {}, 3), (2, {}, 3), (2, REDUCED_TO_OWNERS, 2), (3, {}, 2), (3, NOTHING_KEPT, 3))
+VOLUMES = ((0, {}, 2), (1, {}, 3), (2, {}, 3), (2, REDUCED_TO_OWNERS, 2), (3, {}, 2), (3, NOTHING_KEPT, 3 + 2 * SHARED))
 """ZeRO stage, changes of its configuration, bytes of all collectives of a step in multiples of the parameters'.
 
 Rajbhandari et al., "ZeRO" (2020), section 7, say 2 for stages 0 to 2 and 3 for stage 3. DeepSpeed 0.19.8 by default
 all-reduces each bucket at stages 1 and 2, which the paper reduces to its owner, before it gathers parameters; and at
-stage 3 it keeps up to a billion gathered parameters for the backward pass, which a small model does not exceed."""
+stage 3 it keeps up to a billion gathered parameters for the backward pass, which a small model does not exceed. Where
+it keeps none, the embedding that is the output layer too is gathered for each use."""
 
 
 def test_communication_has_the_volume_of_the_stages_formula(launch: Launch) -> None:

@@ -6,11 +6,14 @@ import io
 
 import pytest
 
+from ds_bench.analysis.comparison import ComparisonRow
+from ds_bench.analysis.row_difference import explain
 from ds_bench.records.schema import CommunicationOperation, OffloadTimes
 from ds_bench.report.chart_data import StackChart, charts_of
 from ds_bench.report.comparison_report import ComparisonReport
 from ds_bench.report.html_report import render_page
 from ds_bench.report.markdown import render_markdown
+from ds_bench.report.row_explanation import explanation_lines
 from ds_bench.report.step_time import HEADING, step_time_texts
 from ds_bench.report.table import print_report
 from tests.support import fakes
@@ -73,3 +76,14 @@ def test_the_chart_of_phases_has_every_part_that_a_row_has(report: ComparisonRep
     parts = {stack.label: stack.parts for stack in chart.stacks}
     assert parts["NVMe"] == pytest.approx((20, 25, 10, 5, 40))
     assert parts["ZeRO-0"] == pytest.approx((20, 30, 50, 0, 0))
+
+
+def test_explain_names_communication_where_both_rows_have_it() -> None:
+    def row(label: str, seconds: float) -> ComparisonRow:
+        return samples.row(label, samples.run(fakes.zero(1), 0.1, step_parts={**PHASES, "communication": seconds}))
+
+    difference = explain(row("a", 0.005), row("b", 0.02))
+    (line,) = [line for line in explanation_lines(difference, "t", 200) if "Phases" in line]
+    assert line.endswith("communication 5.00 → 20.0 ms.")
+    without = explain(row("a", 0.005), samples.row("c", samples.run(fakes.zero(2), 0.1)))
+    assert "communication" not in "".join(explanation_lines(without, "t", 200))
