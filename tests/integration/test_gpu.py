@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import subprocess
@@ -183,3 +184,25 @@ def test_no_process_of_a_trial_stays_on_the_card(run: Run, tmp_path: Path) -> No
         pids = [pid for pid, _ in gpu.other_processes or ()]
         commands = [Path(f"/proc/{pid}/cmdline") for pid in pids]
         assert not any(b"ds_bench" in path.read_bytes() for path in commands if path.exists())
+
+
+def test_profiles_of_a_gpu_have_its_kernels_and_its_allocations(tmp_path: Path) -> None:
+    flags = ("--stages", "3", "--profile", "torch", "memory", "nsys", "--output-dir", str(tmp_path))
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "zero_stage_comparison.py"), "--num-gpus", "1", *GPT2, *flags],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=True,
+    )
+    assert "nsys profile --trace=cuda" in done.stderr
+    (row,) = json.loads(next(tmp_path.glob("*.json")).read_text())
+    assert "the profile" not in (row["caveats"] or "")
+    (folder,) = tmp_path.glob("runs/*/trials/*/profiles")
+    assert {path.name for path in folder.iterdir()} == {
+        *("torch_rank0.trace.json.gz", "torch_rank0.txt", "torch_rank0.memory_timeline.json.gz"),
+        *("memory_rank0.snapshot.pickle", "memory_rank0.txt"),
+    }
+    events = json.loads(gzip.decompress((folder / "torch_rank0.trace.json.gz").read_bytes()))["traceEvents"]
+    assert any(event.get("cat") == "kernel" for event in events)
+    assert (folder / "memory_rank0.snapshot.pickle").stat().st_size > 10_000
