@@ -15,7 +15,7 @@ from .config.axes import RowFacts, other_arithmetic
 from .config.axis_rows import AxisValues
 from .config.configuration_files import ConfigurationFile, read_configuration_files
 from .config.file_rows import FileRowMaker, has_other_batch
-from .config.options import DEFAULT_BATCH_SIZE, Options
+from .config.options import DEFAULT_BATCH_SIZE, DEFAULT_PREFETCH, Options
 from .config.placement import choose_precision, resolve_placement
 from .config.spec import (
     BatchPolicy,
@@ -28,6 +28,7 @@ from .config.spec import (
     Workload,
     offload_device,
 )
+from .config.token_file import read_token_file
 from .errors import DsBenchError, UsageError
 from .launch import ops, rank_environment, scratch
 from .models.lookup import ResolvedModel, resolve_model
@@ -137,7 +138,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunPlan:
-    """What a run compares: the plan of each point of its sweep, or one plan, all on one placement.
+    """What a run compares: the plan of each point of its sweep, or one plan, all on one kind of accelerator.
 
     :meth:`of` makes it. The trials of all points have numbers of one sequence.
     """
@@ -191,16 +192,17 @@ class RunPlan:
 
     @property
     def options(self) -> Options:
-        """Of the first point; all points have the same configurations, placement and output."""
+        """Of the first point; all points have the same rows and output."""
         return self.plans[0].options
 
     @property
     def placement(self) -> Placement:
-        return self.plans[0].placement
+        """That with the most ranks; points differ in number of ranks and limits of memory alone."""
+        return max((plan.placement for plan in self.plans), key=lambda placement: placement.num_gpus)
 
     @property
     def variables(self) -> Mapping[str, str]:
-        """Environment variables of every process of every trial."""
+        """Environment variables of every process of every trial; launchers set the number of threads for each trial."""
         return self.plans[0].variables
 
     @property
@@ -227,22 +229,36 @@ def _in_rounds(plans: Sequence[Plan]) -> Iterator[tuple[int, Trial]]:
 def make_run_plan(points: Sequence[Options], make_config: MakeConfig, machine: Machine) -> RunPlan:
     """Makes the plan of each point of a run on this machine, without running anything.
 
-    ``points`` differ in model and workload alone. Raises UsageError for everything that is wrong with the request.
+    ``points`` differ in model, workload, number of ranks, limits of memory, and values of every DeepSpeed configuration
+    alone. Raises UsageError for everything that is wrong with the request.
     """
     first = points[0]
     if first.output_dir.exists() and not first.output_dir.is_dir():
         raise UsageError(f"--output-dir {first.output_dir} is not a folder", remedy="give a folder")
     files, lines = read_files(first)
-    rows = requested_rows(first, files)  # refuses before anything is looked up
+    rows = {  # refuses before anything is looked up
+        settings: requested_rows(replace(first, set=settings), files)
+        for settings in dict.fromkeys(each.set for each in points)
+    }
     lines += axis_notes(first, files)
-    placement = resolve_placement(first, machine.variables, machine.gpus)
-    lines += _profile_lines(first.inspection, placement)
+    for options in points[1:] if first.axes else ():
+        axis_notes(options, files)  # refuses
+
+    @cache
+    def find_placement(num_gpus: int | None, cpu_limit: float | None, gpu_limit: float | None) -> Placement:
+        asked = replace(first, num_gpus=num_gpus, cpu_memory_limit=cpu_limit, gpu_memory_limit=gpu_limit)
+        return resolve_placement(asked, machine.variables, machine.gpus)
+
+    placements = [find_placement(each.num_gpus, each.cpu_memory_limit, each.gpu_memory_limit) for each in points]
+    placement = placements[0]
+    lines += _profile_lines(first.inspection, min(placements, key=lambda each: each.num_gpus))
     variables = rank_environment.rank_environment(placement, machine.variables, None, query=machine.gpus)
 
     @cache
     def find_model(name: str, factory: bool, trust_remote_code: bool) -> ResolvedModel:
         return resolve_model(name, factory=factory, trust_remote_code=trust_remote_code, environment=variables)
 
+    find_tokens = cache(read_token_file)
     models = [find_model(each.model, each.model_factory is not None, each.trust_remote_code) for each in points]
     types = dict.fromkeys(model.model_type for model in models if model.model_type is not None)
     variables = rank_environment.rank_environment(placement, machine.variables, tuple(types), query=machine.gpus)
@@ -251,12 +267,12 @@ def make_run_plan(points: Sequence[Options], make_config: MakeConfig, machine: M
         variables["HF_HUB_OFFLINE"] = "1"
     if placement.hostfile is None:  # other nodes do not have the folder
         variables |= scratch.temporary_folder_variables(machine.variables)
-    return RunPlan.of(
-        [
-            _plan_of_point(options, rows, lines, model, placement, make_config, variables)
-            for options, model in zip(points, models, strict=True)
-        ]
-    )
+    plans = []
+    for options, model, on in zip(points, models, placements, strict=True):
+        if options.data is not None:
+            options = replace(options, token_file=find_tokens(options.data, options.data_dtype))
+        plans.append(_plan_of_point(options, rows[options.set], lines, model, on, make_config, variables))
+    return RunPlan.of(plans)
 
 
 def _profile_lines(inspection: Inspection, placement: Placement) -> list[str]:
@@ -287,6 +303,7 @@ def _plan_of_point(
     variables: Mapping[str, str],
 ) -> Plan:
     options = with_accumulation(options, placement)
+    require_known_ids(options, model)
     builder = ConfigurationBuilder(options=options, make_config=make_config, model=model, placement=placement)
     configurations = _as_usage_error(lambda: [builder.build(row, options.batch_size) for row in rows])
     trials = _as_usage_error(lambda: make_trials(options, model, placement, configurations))
@@ -305,7 +322,12 @@ def _plan_of_point(
         builder=builder,
         variables=variables,
         trials=trials,
-        lines=(*lines, *_batch_lines(options, placement, rows), *equal.values()),
+        lines=(
+            *lines,
+            *_batch_lines(options, placement, rows),
+            *_data_lines(options, placement, resolve_seq_length(options.seq_length, model)),
+            *equal.values(),
+        ),
     )
 
 
@@ -354,6 +376,32 @@ def _batch_lines(options: Options, placement: Placement, rows: Sequence[Requeste
     which = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
     flags = f"--batch-size {'auto' if options.auto_batch else size} and --grad-accum {accumulation}"
     return [f"the batch keys of {which} yield to {flags}; --keep-batch lets them rule"]
+
+
+def require_known_ids(options: Options, model: ResolvedModel) -> None:
+    """Raises UsageError for ids that the model does not know, and for a file of less than one sequence."""
+    limit, own = options.vocab_size, model.vocabulary_size
+    if limit is not None and own is not None and limit > own:
+        raise UsageError(f"--vocab-size {limit} is beyond the {own} ids of {model.name}", remedy=f"give {own} or less")
+    if options.token_file is not None:
+        owner = f"the model {model.name}" if limit is None else "--vocab-size"
+        options.token_file.require_usable(limit or own, owner, resolve_seq_length(options.seq_length, model))
+
+
+def _data_lines(options: Options, placement: Placement, seq_length: int) -> list[str]:
+    """What the user must know about the file of token ids."""
+    if options.token_file is None:
+        return []
+    lines = [] if options.token_file.note is None else [options.token_file.note]
+    sequences = options.token_file.tokens // seq_length
+    steps = options.warmup_steps + options.num_steps
+    needed = steps * options.batch_size * options.grad_accum * placement.num_gpus
+    if needed > sequences and not options.auto_batch:
+        lines.append(
+            f"{options.data} has {sequences:,} sequences of {seq_length} tokens, and a run trains on {needed:,}: it is "
+            "read several times"
+        )
+    return lines
 
 
 def with_accumulation(options: Options, placement: Placement) -> Options:
@@ -424,6 +472,14 @@ def make_workload(options: Options, model: ResolvedModel, placement: Placement) 
         seed=options.seed,
         trust_remote_code=options.trust_remote_code,
         dropout=options.dropout,
+        vocab_size=options.vocab_size,
+        data_workers=0 if options.data is not None and options.data_workers is None else options.data_workers,
+        data_pin_memory=options.data_pin_memory,
+        data_prefetch=options.data_prefetch,
+        data_path=None if options.token_file is None else str(options.token_file.path.absolute()),
+        data_dtype=None if options.token_file is None else options.token_file.dtype,
+        data_tokens=None if options.token_file is None else options.token_file.tokens,
+        data_digest=None if options.token_file is None else options.token_file.digest,
     )
 
 
@@ -515,6 +571,9 @@ def _require_no_flag_of_workload(options: Options, axes: Container[str]) -> None
         "bf16_states": ("--precision", options.precision not in ("auto", "bf16")),
         "activation_checkpointing": ("--activation-checkpointing", options.activation_checkpointing),
         "optimizer": ("--optimizer", options.optimizer is not None),
+        "data_workers": ("--data-workers", options.data_workers is not None),
+        "data_pin_memory": ("--data-pin-memory", options.data_pin_memory),
+        "data_prefetch": ("--data-prefetch", options.data_prefetch != DEFAULT_PREFETCH),
     }
     for axis, (flag, given) in flags.items():
         if axis in axes and given:
@@ -730,6 +789,7 @@ def make_trials(
                         *validation.ineffective_settings(completed, workload, placement),
                     ),
                     inspection=options.inspection,
+                    point=dict(options.point),
                 )
             )
     return trials

@@ -79,6 +79,7 @@ def run_comparison(
                 if options.resume is not None:  # before anything that the folder names is looked at
                     require_same_machine(RunFolder.open(options.resume), machine.environment)
                 plan, nvme_folder = with_nvme_folder(make_run_plan(points, make_config, machine))
+                _require_resumable(plan)
                 print_file_lines(plan)
             print_nsys_command(plan, arguments)
             if options.dry_run and recipe is None:
@@ -116,6 +117,13 @@ def require_packages_of(options: Options) -> None:
         require_packages("a run")
     if options.inspection.monitor == "tensorboard":
         require_installed("tensorboard", "--monitor tensorboard")
+
+
+def _require_resumable(plan: RunPlan) -> None:
+    """Raises UsageError if ``--resume`` names a run of another workload."""
+    if (folder := plan.options.resume) is not None:
+        left_out = _FIELDS_SET_BY_SEARCH if any(each.options.searches_size for each in plan.plans) else ()
+        require_same_workload(RunFolder.open(folder), plan.trials, left_out)
 
 
 def resume_command(options: Options, folder: Path) -> str:
@@ -301,8 +309,6 @@ def _run_plan(plan: RunPlan, machine: Machine, store: RunFolder, request: _Reque
     """Builds ops, chooses the launcher, runs the trials that are left, and reports. Returns the exit code."""
     options = plan.options
     searches = any(each.options.searches_size for each in plan.plans)
-    if options.resume is not None:
-        require_same_workload(store, plan.trials, _FIELDS_SET_BY_SEARCH if searches else ())
     line = terminal.StatusLine(sys.stderr, quiet=options.quiet)
     with signals.raising_on_interrupt(), line:
         variables = plan.variables
@@ -395,6 +401,7 @@ def _save_run(
             "ds_bench_version": __version__,
             "family": plan.options.family,
             "arguments": list(request.arguments),
+            "folder": str(Path.cwd()) if plan.options.resume is None else store.load_run().get("folder"),
             **({} if request.recipe is None else {"recipe": request.recipe}),
             "environment": machine.environment.to_dict(),
             "notes": list(notes),

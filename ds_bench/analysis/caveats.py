@@ -34,6 +34,7 @@ class CaveatKind(StrEnum):
     FIRST_LOSS = "first_loss"
     SHORT_WINDOW = "short_window"
     DISK_BOUND = "disk_bound"
+    DATA_WAIT = "data_wait"
     NOTE = "note"
     """None of the above; in most cases a text that a rank, the launcher or the plan wrote."""
 
@@ -63,6 +64,7 @@ NEXT_STEPS: Mapping[CaveatKind, str | None] = MappingProxyType(
         CaveatKind.FIRST_LOSS: "see how the model draws its weights: matrices of standard deviation 0.02 are usual",
         CaveatKind.SHORT_WINDOW: "use more --num-steps",
         CaveatKind.DISK_BOUND: "give a faster disk or several as RAID 0, or keep in host memory what has room there",
+        CaveatKind.DATA_WAIT: "use more --data-workers, or a faster disk",
         CaveatKind.NOTE: None,
     }
 )
@@ -144,6 +146,7 @@ class CaveatText(Enum):
     CPU_BUSY = CaveatKind.CPU_BUSY, "the CPU was busy", "", True
     WEIGHT_CHANGE_NOT_MEASURED = CaveatKind.NOTE, "the weights' change was not"
     """Written by a rank."""
+    DATA_WAIT = CaveatKind.DATA_WAIT, "steps wait for data: "
     NO_WARM_UP = CaveatKind.NOTE, "no warm-up: "
     ONE_STEP = CaveatKind.NOTE, "one measured step: "
     MEMORY_PREDICTION_MISSED = CaveatKind.PREDICTION_MISSED, "memory was predicted as"

@@ -6,6 +6,7 @@ configuration. The summary of a row gives the same row again (``flat_rows.COLUMN
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
@@ -33,7 +34,7 @@ _TEXTS = frozenset((
     "strategy", "model", "status", "error", "error_details", "caveats", "trial_id", "accelerator", "device",
     "precision", "batch_policy", "optimizer", "launch", "flops_convention", "started_at", "run_id", "config_hash",
     "gpu_name", "cpu_model", "torch_version", "deepspeed_version", "transformers_version", "cuda_version",
-    "gpu_driver_version", "engine", "seq_policy",
+    "gpu_driver_version", "engine", "seq_policy", "data_file", "point",
 ))  # fmt: skip
 _FLAGS = frozenset(("success", "activation_checkpointing", "disk_bound"))
 _COUNTS = frozenset((
@@ -41,7 +42,7 @@ _COUNTS = frozenset((
     "data_parallel_size", "parameter_count", "model_flops_per_token", "causal_flops_per_token",
     "hardware_flops_per_token", "gpu_alloc_retries", "skipped_steps", "method_version", "num_nodes", "gpu_count",
     "cpu_threads", "cpu_logical_cores", "cpu_physical_cores",
-    "round_position",
+    "round_position", "vocab_size",
 ))  # fmt: skip
 _NEEDED = (
     "stage", "strategy", "model", "batch_size", "seq_length", "grad_accum", "num_steps", "warmup_steps", "success",
@@ -269,7 +270,16 @@ def _trial(row: Mapping[str, Any]) -> Trial:
         workload=_workload(row),
         placement=_placement(row),
         ds_config=configuration.deepspeed_config,
+        point=_point(row),
     )
+
+
+def _point(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of a sweep's point. Raises ValueError for a text that holds none."""
+    values = json.loads(row.get("point") or "{}")
+    if not isinstance(values, dict):
+        raise ValueError("has a point that is no JSON object")
+    return values
 
 
 @cache
@@ -309,6 +319,8 @@ def _workload(row: Mapping[str, Any]) -> Workload:
         precision=row["precision"],
         activation_checkpointing=row["activation_checkpointing"],
         dropout=row.get("dropout"),
+        vocab_size=row.get("vocab_size"),
+        data_path=row.get("data_file"),
     )
 
 
@@ -368,6 +380,7 @@ def _rank(row: Mapping[str, Any]) -> RankMeasurement:
         host_peak_bytes=_bytes(row, "cpu_used_gb"),
         host_pss_bytes=_bytes(row, "cpu_pss_gb"),
         nvme_stored_bytes=_bytes(row, "nvme_stored_gb"),
+        data_wait_seconds=_seconds(row, "data_wait_ms"),
         ledger=_ledger(row),
         phase_seconds=_phases(row),
         dropout=read("dropout"),
@@ -387,5 +400,6 @@ def _ledger(row: Mapping[str, Any]) -> dict[str, dict[str, int]]:
 
 
 def _phases(row: Mapping[str, Any]) -> dict[str, float]:
-    phases = {name: _seconds(row, f"phase_{name}_ms") for name in ("forward", "backward", "step")}
+    columns = {"forward": "forward", "backward": "backward", "step": "step", "data_wait": "data"}
+    phases = {name: _seconds(row, f"phase_{column}_ms") for name, column in columns.items()}
     return {name: seconds for name, seconds in phases.items() if seconds is not None}

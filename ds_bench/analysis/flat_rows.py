@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from ..system.environment import Environment
 from ..units import to_gb, to_ms
 from .flops import MODEL_CONVENTION
 from .loss_parity import with_loss_caveats
+from .step_costs import step_parts
 from .summary import TrialSummary
 from .trial_caveats import measured_values
 
@@ -186,6 +188,11 @@ COLUMNS: list[Column] = [
     ("profiled_flops_per_token", lambda s: s.costs.profiled_flops_per_token),
     *((f"cpu_{phase}_{size}_gb", _phase_gb(phase, size)) for phase in HOST_PHASES for size in ("peak", "end")),
     ("seq_policy", lambda s: s.record.trial.workload.seq_policy),
+    ("phase_data_ms", lambda s: to_ms(step_parts(s.record).get("data_wait"))),
+    ("data_wait_ms", lambda s: to_ms(max(measured_values(s.record.ranks, "data_wait_seconds"), default=None))),
+    ("vocab_size", lambda s: s.record.trial.workload.vocab_size),
+    ("data_file", lambda s: s.record.trial.workload.data_path),
+    ("point", lambda s: json.dumps(dict(s.record.trial.point)) if s.record.trial.point else None),
 ]
 
 

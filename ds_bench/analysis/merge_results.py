@@ -54,6 +54,8 @@ class _GroupBuilder:
     varied_fields: set[str]
     """Fields of ``workload`` that its row is there to show (``comparability.varied_on_purpose``)."""
     placement: Placement
+    common_settings: Mapping[str, Any]
+    """``Trial.common_settings``."""
     method_version: int
     environment: Environment | None
     device: str | None
@@ -88,7 +90,8 @@ class _GroupBuilder:
             )
             for each in (self.workload, replace(other.workload, **varied))
         ]
-        return workloads[0] == workloads[1] and self.placement == other.placement
+        same_settings = self.common_settings == other.common_settings
+        return workloads[0] == workloads[1] and self.placement == other.placement and same_settings
 
     def environment_differences(self, other: _GroupBuilder) -> list[str]:
         """Differences of hardware and versions. An environment that only one of the two knows is a difference."""
@@ -109,6 +112,10 @@ class _GroupBuilder:
                 values = getattr(ours, each.name), getattr(theirs, each.name)
                 if values[0] != values[1]:
                     yield f"{each.name} {_text(values[0])} against {_text(values[1])}"
+        for path in dict.fromkeys([*self.common_settings, *other.common_settings]):
+            settings = [each.common_settings.get(path) for each in (self, other)]
+            if settings[0] != settings[1]:
+                yield f"{path} {_text(settings[0])} against {_text(settings[1])}"
         if self.method_version != other.method_version:
             yield f"method of measurement {self.method_version} against {other.method_version}"
 
@@ -154,10 +161,11 @@ def merge(results: Sequence[Result]) -> tuple[ResultGroup, ...]:
     kept, notes = _drop_duplicates(results)
     builders: list[_GroupBuilder] = []
     for result, summaries in zip(results, kept, strict=True):
-        known: dict[tuple[int, int, int], _GroupBuilder] = {}
+        known: dict[tuple[object, ...], _GroupBuilder] = {}
         for summary in summaries:
             trial, method_version = summary.record.trial, summary.record.method_version
-            key = id(trial.workload), id(trial.placement), method_version  # rows of one file share these objects
+            parts = id(trial.workload), id(trial.placement)  # rows of one file share these objects
+            key = *parts, method_version, str(trial.common_settings) if trial.point else ""
             if key not in known:
                 known[key] = _find_group(builders, summary, result)
             known[key].add(summary, result)
@@ -198,6 +206,7 @@ def _find_group(builders: list[_GroupBuilder], summary: TrialSummary, result: Re
         workload=summary.record.trial.workload,
         varied_fields=varied_on_purpose(summary.record),
         placement=summary.record.trial.placement,
+        common_settings=summary.record.trial.common_settings,
         method_version=summary.record.method_version,
         environment=result.environment,
         device=next((rank.device_name for each in result.summaries for rank in each.record.ranks), None),

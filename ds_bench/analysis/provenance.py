@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 from .. import units
 from ..config.axes import workload_fields
+from ..config.spec import Trial, point_text
 from ..system.environment import Environment
 from .summary import TrialSummary
 
@@ -72,7 +75,25 @@ def title(summaries: Sequence[TrialSummary]) -> str:
     accumulated = f" × {workload.grad_accum} accumulated" if workload.grad_accum > 1 else ""
     if "grad_accum" in own:
         accumulated = " × each row's accumulation"
-    return f"{workload.model} · {devices} · {precision} · {batch} × {length}{accumulated} · {workload.num_steps} steps"
+    data = f" · data {Path(workload.data_path).name}" if workload.data_path else ""
+    point = "".join(f" · {point_text({path: value})}" for path, value in _unnamed_values(summaries[0].record.trial))
+    return (
+        f"{workload.model} · {devices} · {precision} · {batch} × {length}{accumulated} · {workload.num_steps} steps"
+        f"{data}{point}"
+    )
+
+
+_NAMED = (
+    "model.name", "model.factory", "training.seq_len", "training.local_batch_size", "training.global_batch_size",
+    "training.grad_accum", "training.steps", "training.precision", "dataset.seq_len", "dataset.path",
+    "launch.num_gpus",
+)  # fmt: skip
+"""Key paths of recipes whose values a title has in any case."""
+
+
+def _unnamed_values(trial: Trial) -> Iterator[tuple[str, Any]]:
+    """The values of a sweep's point that a title would not show otherwise."""
+    return ((path, value) for path, value in trial.point.items() if path not in _NAMED)
 
 
 def _varied_by_axes(summaries: Sequence[TrialSummary]) -> set[str]:

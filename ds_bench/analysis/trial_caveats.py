@@ -47,6 +47,8 @@ _MIN_OTHER_CORES_FRACTION = 0.05
 """The same as a fraction of the cores, for large machines, where more runs in the background."""
 _MAX_THROTTLED_FRACTION = 0.05
 """Fraction of a CPU quota's periods (0.1 s each by default) in which the quota may stop the trial."""
+_MAX_DATA_WAIT = 0.05
+"""Fraction of a step that it may wait for the data loader before the row says so."""
 _MIN_STEPS_FOR_OUTLIERS = 8
 """Number of steps below which quartiles are too uncertain to call a step an outlier."""
 _OUTLIER_FENCE = 3.0
@@ -88,6 +90,7 @@ def trial_caveats(
     """
     yield from _step_time_caveats(slowest.step_seconds, step_seconds_std)
     yield from _batch_caveats(record.trial.workload, slowest)
+    yield from _data_caveats(slowest)
     if record.trial.configuration.uses_nvme:
         yield from _nvme_caveats(record)
     if slowest.skipped_steps:
@@ -108,6 +111,12 @@ def trial_caveats(
     if mfu is not None and mfu > 1:
         yield CaveatText.MFU_ABOVE_1.caveat(f"{mfu:.0%} is an error of accounting (wrong peak?)")
     yield from map(parse_caveat, dict.fromkeys(text for rank in record.ranks for text in rank.notes))
+
+
+def _data_caveats(slowest: RankMeasurement) -> Iterator[Caveat]:
+    wait, step = slowest.data_wait_seconds or 0.0, statistics.fmean(slowest.step_seconds)
+    if wait > _MAX_DATA_WAIT * step:
+        yield CaveatText.DATA_WAIT.caveat(f"{wait * 1000:.1f} of the {step * 1000:.1f} ms of a step")
 
 
 def _step_time_caveats(seconds: Sequence[float], std: float | None) -> Iterator[Caveat]:

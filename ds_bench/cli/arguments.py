@@ -13,9 +13,20 @@ from pathlib import Path
 from typing import Any
 
 from ..config.deepspeed_config import OPTIMIZERS
-from ..config.options import DEFAULT_BATCH_SIZE, GOALS, MAX_RANKS, MAX_REPEATS, Family, Options
+from ..config.options import (
+    DEFAULT_BATCH_SIZE,
+    DEFAULT_PREFETCH,
+    GOALS,
+    MAX_DATA_WORKERS,
+    MAX_PREFETCH,
+    MAX_RANKS,
+    MAX_REPEATS,
+    Family,
+    Options,
+)
 from ..config.spec import MONITORS, MOST_PROFILE_STEPS, NO_INSPECTION, PROFILES, Inspection
 from ..config.strategies import STRATEGY_NAMES
+from ..config.token_file import TOKEN_TYPES
 from ..errors import UsageError
 from .argument_types import (
     AUTO,
@@ -71,6 +82,7 @@ def build_parser(family: Family, prog: str) -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     _add_workload(parser)
+    _add_data(parser)
     _add_comparison(parser, family)
     _add_hardware(parser)
     _add_config(parser)
@@ -84,6 +96,7 @@ def add_flags_over_recipe(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of the scripts without defaults: one that is given replaces a value of the recipe."""
     before = len(parser._actions)
     _add_workload(parser)
+    _add_data(parser)
     _add_comparison(parser, "recipe")
     _add_hardware(parser)
     _add_profiling(parser)
@@ -139,6 +152,41 @@ def _add_workload(parser: argparse.ArgumentParser) -> None:
     )
     add("--model-factory", type=factory, metavar="PKG.MOD:FN", help="function that returns your own model")
     add("--trust-remote-code", action="store_true", help="run modelling code that comes with the model")
+
+
+def _add_data(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("data").add_argument
+    add(
+        "--vocab-size",
+        type=integer(1),
+        metavar="N",
+        help="draw random ids below N, and refuse a file that has others (default: the model's number of ids)",
+    )
+    add(
+        "--data",
+        type=Path,
+        metavar="FILE",
+        help="train on the token ids of this file, through a data loader (default: random ids)",
+    )
+    add(
+        "--data-dtype",
+        choices=TOKEN_TYPES,
+        help="type of the file's ids (default: as its suffix says, .uint16 or .uint32)",
+    )
+    add(
+        "--data-workers",
+        type=integer(0, MAX_DATA_WORKERS),
+        metavar="N",
+        help="worker processes of the data loader, 0: the rank itself (default: 0 with --data, else no data loader)",
+    )
+    add("--data-pin-memory", action="store_true", help="the data loader copies micro-batches to page-locked memory")
+    add(
+        "--data-prefetch",
+        type=integer(1, MAX_PREFETCH),
+        default=DEFAULT_PREFETCH,
+        metavar="N",
+        help="micro-batches that each worker process loads ahead (default: 2)",
+    )
 
 
 def _add_comparison(parser: argparse.ArgumentParser, family: Family) -> None:
@@ -405,6 +453,7 @@ def check_options(options: Options) -> Options:
         raise UsageError("--quiet and --verbose together", remedy="give one of them")
     if options.retry and options.resume is None:
         raise UsageError("--retry without --resume", remedy="add --resume RUN_DIR")
+    _require_data_loader(options)
     if options.launcher == "warm" and options.hostfile is not None:
         raise UsageError("--launcher warm works on one node", remedy="leave --launcher out, or drop --hostfile")
     return replace(
@@ -438,6 +487,18 @@ def _check_profiling(options: Options) -> Inspection:
             remedy="give --nsys-start and --nsys-end among these, or more --profile-steps",
         )
     return inspection
+
+
+def _require_data_loader(options: Options) -> None:
+    """Raises UsageError for settings of a file or of a data loader that there is not."""
+    if options.data_dtype is not None and options.data is None:
+        raise UsageError("--data-dtype without --data", remedy="add --data FILE")
+    varied = any(text.partition("=")[0].strip() == "data_workers" for text in options.axes)
+    if options.data_pin_memory and options.data is None and options.data_workers is None and not varied:
+        raise UsageError("--data-pin-memory without a data loader", remedy="add --data-workers N")
+    if options.data_prefetch != DEFAULT_PREFETCH and not options.data_workers and not varied:
+        problem = f"--data-prefetch {options.data_prefetch} without worker processes"
+        raise UsageError(problem, remedy="add --data-workers 1 or more")
 
 
 def _row_name(options: Options, field: str) -> str | None:

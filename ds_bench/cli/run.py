@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,7 +17,7 @@ from ..config import recipe_file, sweep
 from ..config.options import Options
 from ..config.recipe import PATHS, Recipe, check_recipe, config_maker, options_of, yaml_text
 from ..config.recipe_file import Data, RecipeText
-from ..errors import UsageError
+from ..errors import DsBenchError, UsageError
 from ..models import presets
 from ..records.run_folder import RunFolder
 from ..system import terminal
@@ -39,16 +40,45 @@ def run_command(values: argparse.Namespace, begun: Callable[[Path], None] = lamb
         check_recipe(text, asked.data_of(asked.first_point))
         terminal.print_text(yaml_text(text.data).rstrip())
         return 0
-    points, recipe = _points(text, asked, values)
-    if hasattr(values, "resume") and values.recipe is None:
-        _require_given_again(points, values)
-    if script.is_other_rank(os.environ):
-        return 0
-    script.remove_launcher_variables(os.environ)
-    from ..runner import run_comparison
+    try:
+        points, recipe = _points(text, asked, values)
+        if hasattr(values, "resume") and values.recipe is None:
+            _require_given_again(points, values)
+        if script.is_other_rank(os.environ):
+            return 0
+        script.remove_launcher_variables(os.environ)
+        from ..runner import run_comparison
 
-    with terminal.ignoring_broken_stderr():
-        return run_comparison(points, config_maker(recipe), redacted_arguments(stored_arguments), _stored(text), begun)
+        with terminal.ignoring_broken_stderr():
+            arguments_kept = redacted_arguments(stored_arguments)
+            return run_comparison(points, config_maker(recipe), arguments_kept, _stored(text), begun)
+    except DsBenchError as error:
+        raise (error if values.recipe is None else _in_words_of_recipe(error, text, values)) from None
+
+
+def _in_words_of_recipe(error: DsBenchError, text: RecipeText, values: argparse.Namespace) -> DsBenchError:
+    """The error with the key path of each value in place of the flag that a script has for it, unless it was typed."""
+
+    def replace_flag(match: re.Match[str]) -> str:
+        name = match["flag"].replace("-", "_")
+        if name == "axis":
+            return match[0] if hasattr(values, "axis") else f"axes.{match['word']}"
+        elsewhere = {"set": "configurations.deepspeed or optimizer.params", "seq_length": _given_length(text)}
+        path = elsewhere.get(name, PATHS.get(name))
+        was_typed = hasattr(values, name) and name != "set"
+        return match[0] if path is None or was_typed else path + match["rest"]
+
+    problem, remedy = (_FLAG.sub(replace_flag, part) for part in (error.problem, error.remedy))
+    return type(error)(problem, remedy=remedy)
+
+
+_FLAG = re.compile(r"--(?P<flag>[a-z][a-z-]*[a-z])(?P<rest> (?P<word>[^ ]+)|)")
+
+
+def _given_length(text: RecipeText) -> str:
+    """The key path that gives the length of a sequence."""
+    dataset = text.data.get("dataset")
+    return "dataset.seq_len" if isinstance(dataset, dict) and "seq_len" in dataset else PATHS["seq_length"]
 
 
 def _points(text: RecipeText, asked: sweep.Sweep, values: argparse.Namespace) -> tuple[list[Options], Recipe]:
@@ -77,6 +107,8 @@ def _given_values(values: argparse.Namespace) -> list[tuple[recipe_file.KeyPath,
     given: list[tuple[recipe_file.KeyPath, Any]] = []
     for name, path in PATHS.items():
         if hasattr(values, name):
+            if name == "seq_length":  # which a recipe may have in either place
+                given.append((("dataset", "seq_len"), None))
             given.append((tuple(path.split(".")), _from_current_folder(name, getattr(values, name))))
     for text in getattr(values, "axis", ()):
         name, _, texts = text.partition("=")
@@ -90,7 +122,7 @@ def _from_current_folder(name: str, value: Any) -> Any:
     if isinstance(value, list):
         return [_from_current_folder(name, item) for item in value]
     if isinstance(value, Path):
-        return str(value.absolute() if name in ("hostfile", "configs") else value)
+        return str(value.absolute() if name in ("hostfile", "configs", "data") else value)
     return value
 
 

@@ -14,7 +14,7 @@ from ..errors import DsBenchError, UsageError
 from ..models import presets
 from ..system import terminal
 from ..system.redaction import REDACTED, redacted_arguments
-from .arguments import parse
+from .arguments import build_parser, parse, to_options
 
 
 def main(
@@ -70,7 +70,14 @@ def _with_resumed_flags(family: Family, prog: str, typed_flags: list[str]) -> tu
     if earlier.get("family") != family:
         raise UsageError(f"--resume {options.resume} is of the other script", remedy="use the script that started it")
     flags = [str(flag) for flag in earlier.get("arguments", [])]
-    resumed = parse(family, prog, [*_kept_flags(flags, options), *typed_flags])
+    parser = build_parser(family, prog)
+    values, typed = parser.parse_args([*_kept_flags(flags, options), *typed_flags]), parser.parse_args(typed_flags)
+    for name in ("configs", "ds_config", "data", "nvme_path"):  # those of the run's flags lie where it began
+        kept = getattr(values, name)
+        if kept and getattr(typed, name) is None:
+            folder = Path(str(earlier.get("folder") or ""))
+            setattr(values, name, [folder / path for path in kept] if isinstance(kept, list) else folder / kept)
+    resumed = to_options(family, values)
     _require_given_again(resumed, options)
     return resumed, flags
 

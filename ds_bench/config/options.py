@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..units import from_gb
-from .spec import NO_INSPECTION, Inspection
+from .spec import NO_INSPECTION, Inspection, point_text
+from .token_file import TokenFile, TokenType
 
 if TYPE_CHECKING:
     from .configuration_files import ConfigurationFile
@@ -19,6 +20,8 @@ MAX_NUMBER = 10**9
 MAX_RANKS = 2**16
 MAX_REPEATS = 1000
 DEFAULT_BATCH_SIZE = 4
+DEFAULT_PREFETCH = 2
+MAX_DATA_WORKERS, MAX_PREFETCH = 256, 1024
 GOALS = ("speed", "balanced", "memory")
 """Aims of a recommendation (docs/choosing.md)."""
 ROW_FORMATS = ("json", "csv", "parquet")
@@ -106,6 +109,18 @@ class Options:
     """Key paths of a recipe and their values at this point of its sweep; empty without a sweep."""
     global_batch_size: int | None = None
     """Sequences per optimizer step on all ranks, from which accumulation follows; None: ``grad_accum`` is given."""
+    vocab_size: int | None = None
+    """Random ids are drawn below it, and those of ``data`` must be; None: the model's own."""
+    data: Path | None = None
+    """File of token ids; None: random ids."""
+    data_dtype: TokenType | None = None
+    """Type of its ids; None: as its suffix says."""
+    data_workers: int | None = None
+    """Worker processes of the data loader; None: 0 with ``data``, else no data loader."""
+    data_pin_memory: bool = False
+    data_prefetch: int = DEFAULT_PREFETCH
+    token_file: TokenFile | None = None
+    """What was read of ``data``; None until the plan is made."""
     inspection: Inspection = NO_INSPECTION
     """What is observed of each trial besides its measured steps."""
 
@@ -117,13 +132,7 @@ class Options:
     @property
     def point_text(self) -> str:
         """``gpt2, seq_len 1024``: the values of this point in one line; empty without a sweep."""
-        words = {True: "on", False: "off", None: "none"}
-        return ", ".join(
-            str(value)
-            if path in ("model.name", "model.factory")
-            else f"{path.rpartition('.')[2]} {words[value] if isinstance(value, bool | None) else value}"
-            for path, value in self.point
-        )
+        return point_text(dict(self.point))
 
     @property
     def cpu_memory_limit_bytes(self) -> int | None:

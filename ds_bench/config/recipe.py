@@ -23,10 +23,19 @@ from ..errors import UsageError
 from . import overrides, strategies
 from .configuration_files import ConfigurationFile
 from .deepspeed_config import OPTIMIZERS, Config, base_config
-from .options import MAX_NUMBER, MAX_RANKS, MAX_REPEATS, Options
+from .options import (
+    DEFAULT_PREFETCH,
+    MAX_DATA_WORKERS,
+    MAX_NUMBER,
+    MAX_PREFETCH,
+    MAX_RANKS,
+    MAX_REPEATS,
+    Options,
+)
 from .recipe_file import FLOAT, Data, KeyPath, RecipeText
 from .spec import MOST_PROFILE_STEPS, PROFILES, Inspection, Strategy
 from .strategies import STRATEGY_NAMES
+from .token_file import TokenType
 
 ALL = "all"
 """Stands for every strategy in ``configurations.strategies``."""
@@ -192,6 +201,42 @@ class Profiling(_Section):
     ] = -1
 
 
+class Dataset(_Section):
+    """What is trained on: random ids, or those of a file."""
+
+    path: Annotated[
+        Path | None, Field(description="File of token ids, relative to the recipe; without it random ids.")
+    ] = None
+    dtype: Annotated[TokenType | None, Field(description="Type of the file's ids; without it as its suffix says.")] = (
+        None
+    )
+    vocab_size: Annotated[
+        Count | None,
+        Field(description="Random ids are below it, and those of the file must be; without it the model's number."),
+    ] = None
+    seq_len: Annotated[Count | None, Field(description="Tokens per sequence, where training.seq_len does not say.")] = (
+        None
+    )
+
+
+class Dataloader(_Section):
+    """How micro-batches come to the device."""
+
+    workers: Annotated[
+        int | None,
+        Field(
+            ge=0,
+            le=MAX_DATA_WORKERS,
+            description="Worker processes of torch's DataLoader, 0: the rank itself. Without it 0 for a file; random "
+            "ids are on the device before.",
+        ),
+    ] = None
+    pin_memory: Annotated[bool, Field(description="Copy micro-batches to page-locked memory first.")] = False
+    prefetch: Annotated[
+        int, Field(ge=1, le=MAX_PREFETCH, description="Micro-batches that each worker process loads ahead.")
+    ] = DEFAULT_PREFETCH
+
+
 class Launch(_Section):
     """The devices, and how trials are started and ended."""
 
@@ -251,6 +296,8 @@ class Recipe(_Section):
     model: Model = Model()
     training: Training = Training()
     configurations: Configurations = Configurations()
+    dataset: Dataset = Dataset()
+    dataloader: Dataloader = Dataloader()
     optimizer: Optimizer = Optimizer()
     axes: Annotated[
         dict[str, AxisValue | list[AxisValue]],
@@ -264,8 +311,17 @@ class Recipe(_Section):
     output: Output = Output()
 
 
-SWEPT_SECTIONS = ("model", "training")
-"""Sections whose values may be lists."""
+SWEPT_SECTIONS = ("model", "training", "dataset", "dataloader", "optimizer")
+"""Sections whose values may be lists, each value then makes points of a sweep."""
+_SWEPT_KEYS = ("launch.num_gpus", "launch.cpu_memory_limit", "launch.gpu_memory_limit")
+"""Other values that may be lists."""
+_SWEPT_BLOCKS = ("optimizer.params", "configurations.deepspeed")
+"""Blocks of DeepSpeed's own keys, whose values may be swept too; of the second in the section ``sweep`` alone, as its
+lists are DeepSpeed's."""
+_WHOLE_SECTIONS = ("model", "training")
+"""Sections of which a printed recipe has every value."""
+_LISTS_OF_DEEPSPEED = ("betas",)
+"""Values of an optimizer that are lists themselves."""
 PATHS: Mapping[str, str] = {
     "model": "model.name",
     "model_factory": "model.factory",
@@ -280,6 +336,12 @@ PATHS: Mapping[str, str] = {
     "activation_checkpointing": "training.activation_checkpointing",
     "seed": "training.seed",
     "dropout": "training.dropout",
+    "data": "dataset.path",
+    "data_dtype": "dataset.dtype",
+    "vocab_size": "dataset.vocab_size",
+    "data_workers": "dataloader.workers",
+    "data_pin_memory": "dataloader.pin_memory",
+    "data_prefetch": "dataloader.prefetch",
     "stages": "configurations.stages",
     "strategies": "configurations.strategies",
     "stage": "configurations.stage",
@@ -400,6 +462,21 @@ def known_paths() -> Mapping[str, Any]:
     return {f"{section}.{key}": value for section, keys in sections.items() for key, value in keys.items()}
 
 
+def can_be_swept(path: str) -> bool:
+    """Whether a sweep may have several values of a key path."""
+    if path.startswith(tuple(f"{block}." for block in _SWEPT_BLOCKS)):
+        return all(path.split("."))
+    is_known = path in known_paths() and path not in _SWEPT_BLOCKS
+    return is_known and (path in _SWEPT_KEYS or path.startswith(tuple(f"{section}." for section in SWEPT_SECTIONS)))
+
+
+def is_swept_list(path: str, value: Any) -> bool:
+    """Whether a value in a recipe is a list of values of a sweep, not a list that is one value."""
+    if not isinstance(value, list) or path.startswith("configurations."):
+        return False
+    return path.rpartition(".")[2] not in _LISTS_OF_DEEPSPEED or any(isinstance(item, list) for item in value)
+
+
 def nearest_path(path: KeyPath) -> str | None:
     """The key path that an unknown one most likely stands for: of the same section if one is near, else of another."""
     *section, key = map(str, path)
@@ -428,6 +505,7 @@ def options_of(recipe: Recipe, folder: Path, **run_flags: Any) -> Options:
     """
     values = {name: _value_at(recipe, path) for name, path in PATHS.items()}
     _require_one_accumulation(values)
+    values["seq_length"] = _seq_length(recipe)
     values["auto_batch"] = values["batch_size"] == "auto"
     values["auto_seq"] = values["seq_length"] == "auto"
     if values["auto_seq"]:
@@ -444,6 +522,7 @@ def options_of(recipe: Recipe, folder: Path, **run_flags: Any) -> Options:
     values["stages"] = tuple(stages)
     values["strategies"] = tuple(name for name in dict.fromkeys(values["strategies"]) if name not in named)
     values["configs"] = tuple(folder / path for path in values["configs"])
+    values["data"] = None if values["data"] is None else folder / values["data"]
     values["hostfile"] = None if values["hostfile"] is None else folder / values["hostfile"]
     values["model"] = values["model_factory"] or values["model"]
     values["inspection"] = Inspection(**{name: values.pop(name) for name in INSPECTION_FIELDS})
@@ -461,6 +540,15 @@ def options_of(recipe: Recipe, folder: Path, **run_flags: Any) -> Options:
 def _value_at(recipe: Recipe, path: str) -> Any:
     section, _, key = path.partition(".")
     return getattr(getattr(recipe, section), key)
+
+
+def _seq_length(recipe: Recipe) -> int | Literal["auto"] | None:
+    given = {"training.seq_len": recipe.training.seq_len, "dataset.seq_len": recipe.dataset.seq_len}
+    lengths = {length for length in given.values() if length is not None}
+    if len(lengths) > 1:
+        problem = " and ".join(f"{path} {length}" for path, length in given.items())
+        raise UsageError(f"{problem} contradict each other", remedy="keep one of them")
+    return next(iter(lengths), None)
 
 
 def _require_one_accumulation(values: Mapping[str, Any]) -> None:
@@ -542,7 +630,7 @@ def recipe_of(options: Options, make_config: MakeConfig, rows: list[Strategy]) -
         section, _, key = path.partition(".")
         value = _json_value(getattr(options.inspection if name in INSPECTION_FIELDS else options, name))
         is_empty = value is None or value is False or value == []
-        if is_empty or (section not in SWEPT_SECTIONS and value == _default(path)):
+        if is_empty or (section not in _WHOLE_SECTIONS and value == _default(path)):
             continue
         data[section][key] = value
     data["axes"] = {
@@ -628,12 +716,14 @@ _Dumper.add_implicit_resolver("tag:yaml.org,2002:float", FLOAT, list("-+.0123456
 def recipe_schema() -> Data:
     """The JSON Schema of a recipe's file, for editors, with lists in the sections that may be swept, and ``sweep``."""
     schema = Recipe.model_json_schema()
-    for section in SWEPT_SECTIONS:
-        for key, value in schema["$defs"][section.capitalize()]["properties"].items():
-            notes = {name: value.pop(name) for name in ("description", "default", "title") if name in value}
-            listed = {"type": "array", "items": copy.deepcopy(value), "minItems": 1}
-            alternatives = value["anyOf"] if set(value) == {"anyOf"} else [value]
-            schema["$defs"][section.capitalize()]["properties"][key] = {**notes, "anyOf": [*alternatives, listed]}
+    for path in filter(can_be_swept, known_paths()):
+        section, _, key = path.partition(".")
+        properties = schema["$defs"][section.capitalize()]["properties"]
+        value = properties[key]
+        notes = {name: value.pop(name) for name in ("description", "default", "title") if name in value}
+        listed = {"type": "array", "items": copy.deepcopy(value), "minItems": 1}
+        alternatives = value["anyOf"] if set(value) == {"anyOf"} else [value]
+        properties[key] = {**notes, "anyOf": [*alternatives, listed]}
     values = {"type": ["boolean", "integer", "number", "string", "null"]}
     point = {"type": "object", "additionalProperties": values}
     schema["properties"]["sweep"] = {

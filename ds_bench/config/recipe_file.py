@@ -91,7 +91,7 @@ def parse_setting(text: str) -> tuple[KeyPath, Any]:
     if not separator or not all(names):
         raise UsageError(f"--set {text[:60]!r} is not key.path=value", remedy="e.g. --set training.seq_len=2048")
     try:
-        return names, _Reader(f"--set {path}").read(value)
+        return names, _Reader(f"--set {path}").read(value, names)
     except (yaml.YAMLError, RecursionError):
         remedy = "give a number, a text, true, false, null, or a list [1024, 2048]"
         raise UsageError(f"--set {text[:60]!r} has a value that is not YAML", remedy=remedy) from None
@@ -124,10 +124,11 @@ class _Reader:
         self._name = name
         self.lines: dict[KeyPath, int] = {}
 
-    def read(self, text: str) -> Any:
+    def read(self, text: str, path: KeyPath = ()) -> Any:
+        """The value of a document. ``path``: where the recipe has it."""
         events = self._checked(yaml.parse(text, Loader=yaml.SafeLoader))
         first = next(events, None)
-        value = None if first is None else self._value(first, events, ())
+        value = None if first is None else self._value(first, events, path)
         if next(events, None) is not None:
             raise UsageError(f"{self._name} holds several documents (---)", remedy="keep one")
         return value
@@ -153,7 +154,7 @@ class _Reader:
 
     def _value(self, event: Any, events: Iterator[Any], path: KeyPath) -> Any:
         if isinstance(event, yaml.ScalarEvent):
-            return self._scalar(event)
+            return self._scalar(event, path)
         if isinstance(event, yaml.SequenceStartEvent):
             return self._items(events, path)
         return self._mapping(events, path)
@@ -178,7 +179,7 @@ class _Reader:
             values[key] = self._value(next(events), events, (*path, key))
         return values
 
-    def _scalar(self, event: Any) -> Any:
+    def _scalar(self, event: Any, path: KeyPath) -> Any:
         text: str = event.value
         if event.style is not None:  # quoted, or a block of text
             return text
@@ -188,4 +189,6 @@ class _Reader:
             return text
         if len(text) > _MOST_DIGITS or not math.isfinite(number := float(text)):
             self._refuse(event, f"{text[:20]}… is no number that a recipe can use", "give a smaller one")
-        return int(text) if _INTEGER.fullmatch(text) else number
+        if _INTEGER.fullmatch(text):
+            return int(text)
+        return text if path[:1] == ("axes",) else number  # rows of axes are named after the text: 1e8

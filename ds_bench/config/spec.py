@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal
 
 from ..system.redaction import redacted_config
+from .token_file import TOKEN_TYPES, TokenType
 
 Device = Literal["none", "cpu", "nvme"]
 Accelerator = Literal["cuda", "cpu"]
@@ -53,6 +54,25 @@ SAME_TRAINING_FIELDS = (
 )
 """Fields of the Workload that change how a step is computed, but not what is learned but for rounding."""
 DEVICES: tuple[Device, ...] = ("none", "cpu", "nvme")
+
+
+_SHORT_NAMES = {"optimizer.type": "optimizer", "dataset.path": "data", "dataloader.workers": "data workers"}
+_NAMELESS = ("model.name", "model.factory")
+
+
+def point_name(path: str) -> str:
+    """The short name of a key path of a recipe; empty where the value says what it is."""
+    return "" if path in _NAMELESS else _SHORT_NAMES.get(path, path.rpartition(".")[2])
+
+
+def point_text(values: Mapping[str, Any]) -> str:
+    """``gpt2, seq_len 1024``: key paths of a recipe and their values in one line."""
+    words = {True: "on", False: "off", None: "none"}
+    texts = []
+    for path, value in values.items():
+        shown = words[value] if isinstance(value, bool | None) else value
+        texts.append(f"{point_name(path)} {shown}".strip())
+    return ", ".join(texts)
 
 
 def _require(condition: bool, field_name: str, value: object, rule: str) -> None:
@@ -120,6 +140,16 @@ class Workload:
     zero_init: bool = True
     """Whether the model is split among the ranks while it is built (``deepspeed.zero.Init``); else every rank builds it
     whole in host memory, and ``deepspeed.initialize`` splits it. At stage 3 alone."""
+    vocab_size: int | None = None
+    """Random ids are drawn below it, and those of a file must be; None: the model's number of ids."""
+    data_path: str | None = None
+    """File of token ids that is trained on; None: random ids."""
+    data_dtype: TokenType | None = None
+    """Type of the file's ids; None without a file."""
+    data_tokens: int | None = None
+    """Number of the file's ids, which every rank compares with its own file; None without a file."""
+    data_digest: str | None = None
+    """Hash of the file's content, so that another content is another workload; None without a file."""
 
     seq_policy: SequencePolicy = "given"
     """``longest``: the row runs at its own longest sequence that trains, and is compared with other such rows."""
@@ -142,6 +172,9 @@ class Workload:
         workers = self.data_workers
         _require(workers is None or 0 <= workers <= 256, "data_workers", workers, "must be from 0 to 256")
         _require(1 <= self.data_prefetch <= 1024, "data_prefetch", self.data_prefetch, "must be from 1 to 1024")
+        known = self.data_dtype in (*TOKEN_TYPES, None)
+        _require(known, "data_dtype", self.data_dtype, f"must be one of {TOKEN_TYPES}")
+        _require(self.vocab_size is None or self.vocab_size >= 1, "vocab_size", self.vocab_size, "must be 1 or more")
         _require(self.cpu_binding in CPU_BINDINGS, "cpu_binding", self.cpu_binding, f"must be one of {CPU_BINDINGS}")
         _require(self.compile in COMPILES, "compile", self.compile, f"must be one of {COMPILES}")
         _require(self.dropout is None or 0 <= self.dropout < 1, "dropout", self.dropout, "must be from 0 to below 1")
@@ -379,6 +412,14 @@ class Trial:
     round_position: int | None = None
     """0-based position in its round; None in records that do not hold it."""
     inspection: Inspection = NO_INSPECTION
+    point: Mapping[str, Any] = field(default_factory=dict)
+    """Key paths of a recipe → their values at the point of its sweep that this trial belongs to; empty without a sweep.
+    No part of the key, since workload, placement and configuration follow from it."""
+
+    @property
+    def common_settings(self) -> dict[str, Any]:
+        """The values of its point that every DeepSpeed configuration has: what workload and placement do not show."""
+        return {path: value for path, value in self.point.items() if path.startswith(("optimizer.", "configurations."))}
 
     @property
     def not_launched(self) -> bool:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import UsageError
-from .recipe import SWEPT_SECTIONS, known_paths, nearest_path, path_text
+from .recipe import can_be_swept, is_swept_list, nearest_path, path_text
 from .recipe_file import Data, KeyPath, RecipeText
 
 MOST_TRIALS = 10_000
@@ -76,8 +76,13 @@ class Sweep:
         """The values of the recipe at a point."""
         data = copy.deepcopy(self.base)
         for path, value in point.items():
-            section, _, key = path.partition(".")
-            data[section] = {**(data.get(section) or {}), key: value}
+            *blocks, key = path.split(".")
+            block = data
+            for name in blocks:
+                if not isinstance(block.get(name), dict):
+                    block[name] = {}
+                block = block[name]
+            block[key] = copy.deepcopy(value)
         return data
 
 
@@ -87,9 +92,9 @@ def _matches(point: Values, entry: Values) -> bool:
 
 def find_sweep(text: RecipeText) -> Sweep:
     """The sweep of a recipe. Raises UsageError for axes that cannot be used or contradict each other."""
-    base = {section: dict(keys) if isinstance(keys, dict) else keys for section, keys in text.data.items()}
+    base = copy.deepcopy(text.data)
     block = base.pop("sweep", None) or {}
-    axes = dict(_listed_axes(text, base))
+    axes = dict(_listed_axes(text, base, ()))
     if not isinstance(block, dict):
         raise UsageError(f"{text.place(('sweep',))}sweep holds no keys", remedy="write matrix:, include: or exclude:")
     for key in block:
@@ -98,8 +103,9 @@ def find_sweep(text: RecipeText) -> Sweep:
             raise UsageError(problem, remedy=f"it has {', '.join(_SWEEP_KEYS)}")
     for path, values in _mapping(text, ("sweep", "matrix"), block.get("matrix")).items():
         place: KeyPath = ("sweep", "matrix", path)
-        section, _, key = _checked_path(text, place, path).partition(".")
-        if path in axes or key in (base.get(section) or {}):
+        _require_swept(text, place, path)
+        if path in axes or _holds(base, path):
+            section = path.partition(".")[0]
             problem = f"{text.place(place)}{path} is given in sweep.matrix and in the section {section}"
             raise UsageError(problem, remedy="keep one of them")
         axes[path] = _checked_values(text, place, values)
@@ -107,13 +113,24 @@ def find_sweep(text: RecipeText) -> Sweep:
     return Sweep(base=base, axes=axes, include=include, exclude=exclude)
 
 
-def _listed_axes(text: RecipeText, base: Data) -> Iterator[tuple[str, list[Any]]]:
-    """The values of the swept sections that are lists; removes them from ``base``."""
-    for section in SWEPT_SECTIONS:
-        keys = base.get(section)
-        if isinstance(keys, dict):
-            for key in [key for key, value in keys.items() if isinstance(value, list)]:
-                yield f"{section}.{key}", _checked_values(text, (section, key), keys.pop(key))
+def _listed_axes(text: RecipeText, block: Data, place: KeyPath) -> Iterator[tuple[str, list[Any]]]:
+    """The lists of values of what may be swept, in a block and within; removes them from it."""
+    for key, value in list(block.items()):
+        path = path_text((*place, key))
+        if isinstance(value, dict):
+            yield from _listed_axes(text, value, (*place, key))
+        elif is_swept_list(path, value) and can_be_swept(path):
+            yield path, _checked_values(text, (*place, key), block.pop(key))
+
+
+def _holds(data: Data, path: str) -> bool:
+    """Whether a recipe gives a value to a key path."""
+    block: Any = data
+    for name in path.split("."):
+        if not isinstance(block, dict) or name not in block:
+            return False
+        block = block[name]
+    return True
 
 
 def _mapping(text: RecipeText, path: KeyPath, value: Any) -> Mapping[str, Any]:
@@ -124,14 +141,14 @@ def _mapping(text: RecipeText, path: KeyPath, value: Any) -> Mapping[str, Any]:
     return value
 
 
-def _checked_path(text: RecipeText, place: KeyPath, path: str) -> str:
-    if path in known_paths() and path.startswith(tuple(f"{section}." for section in SWEPT_SECTIONS)):
-        return path
+def _require_swept(text: RecipeText, place: KeyPath, path: str) -> None:
+    """Raises UsageError for a key path of which a sweep cannot have several values."""
+    if can_be_swept(path):
+        return
     near = nearest_path(tuple(path.split(".")))
-    sections = " and ".join(SWEPT_SECTIONS)
-    remedy = f"values of the sections {sections} can be swept"
-    if near is not None and near != path:
-        remedy = f"did you mean {near}? {remedy}"
+    remedy = "docs/recipes.md says which values can be"
+    if near is not None and near != path and can_be_swept(near):
+        remedy = f"did you mean {near}?"
     raise UsageError(f"{text.place(place)}{path} cannot be swept", remedy=remedy)
 
 
@@ -142,7 +159,7 @@ def _checked_values(text: RecipeText, place: KeyPath, values: Any) -> list[Any]:
         raise UsageError(f"{text.place(place)}{name} has no list of values", remedy="write [VALUE, …]")
     seen: list[tuple[type, Any]] = []
     for value in values:
-        if isinstance(value, (list, dict)):
+        if isinstance(value, dict) or is_swept_list(name, value):
             raise UsageError(f"{text.place(place)}{name} holds a list in a list", remedy="write [VALUE, …]")
         if (type(value), value) in seen:
             raise UsageError(f"{text.place(place)}{name} has {value!r} twice", remedy="leave one out")
@@ -161,7 +178,7 @@ def _entries(text: RecipeText, name: str, value: Any, axes: Mapping[str, Sequenc
     for number, entry in enumerate(value):
         for path, wanted in entry.items():
             line = text.place((*place, number, path))
-            _checked_path(text, (*place, number, path), path)
+            _require_swept(text, (*place, number, path), path)
             if name == "exclude" and path not in axes:
                 raise UsageError(f"{line}sweep.exclude names {path}, which is no axis", remedy=_axes_text(axes))
             if name == "exclude" and wanted not in axes[path]:

@@ -20,6 +20,7 @@ from ..records.rank_files import LEADER_LOG
 from ..records.schema import TrialRecord
 from ..system.processes import child_environment, die_with_parent
 from .monitor import Limits, ProgressCallback
+from .rank_environment import thread_variables
 from .trial import Leader, run_trial
 
 
@@ -40,18 +41,22 @@ class DeepSpeedLauncher:
             folder,
             listen,
             limits=self._limits,
-            environment={name: value for name, value in self._environment.items() if name != "PYTHONPATH"},
+            environment={name: value for name, value in self._variables(trial).items() if name != "PYTHONPATH"},
             start=self._start,
             launch="deepspeed",
             rendezvous_by_file=trial.placement.hostfile is None,
         )
+
+    def _variables(self, trial: Trial) -> dict[str, str]:
+        """Of this trial: points of a sweep may have other numbers of ranks, and so of threads."""
+        return {**self._environment, **thread_variables(trial.placement, os.environ)}
 
     def _start(self, trial: Trial, folder: Path) -> Leader:
         command = launch_command(trial.placement, folder.resolve(), self._devices)
         with (folder / LEADER_LOG).open("ab") as log:
             process = subprocess.Popen(
                 [sys.executable, "-m", "ds_bench.launch.leader", str(folder), json.dumps(command)],
-                env=child_environment(self._environment),
+                env=child_environment(self._variables(trial)),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

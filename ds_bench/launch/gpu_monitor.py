@@ -32,12 +32,12 @@ class GpuMonitoringLauncher:
         self, launcher: Launcher, query: gpus.GpuQuery, indices: tuple[int, ...], *, wait_seconds: float = 30.0
     ) -> None:
         self._launcher, self._query, self._indices, self._wait_seconds = launcher, query, indices, wait_seconds
-        self._expected_free_bytes = 0
-        """The most that was free before a trial so far."""
+        self._expected_free_bytes: dict[int, int] = {}
+        """Number of GPUs of a trial → the most that was free before one so far."""
 
     def launch(self, trial: Trial, folder: Path, listen: ProgressCallback) -> TrialRecord:
         """See :class:`Launcher`."""
-        free_bytes, caveats = self._wait_for_memory()
+        free_bytes, caveats = self._wait_for_memory(trial.placement.num_gpus)
         middle = trial.workload.warmup_steps + trial.workload.num_steps // 2
         clocks_read = False
 
@@ -45,7 +45,7 @@ class GpuMonitoringLauncher:
             nonlocal clocks_read
             if progress.step >= middle and not clocks_read:
                 clocks_read = True
-                for gpu in self._read_gpus():
+                for gpu in self._read_gpus(trial.placement.num_gpus):
                     if faults := gpus.throttle_faults(gpu):
                         caveats.append(f"GPU {gpu.index} was held back while this ran: {', '.join(faults)}")
             listen(progress)
@@ -53,27 +53,27 @@ class GpuMonitoringLauncher:
         record = self._launcher.launch(trial, folder, listen_and_read_clocks)
         return replace(record, caveats=(*record.caveats, *caveats), gpu_free_start_bytes=free_bytes)
 
-    def _read_gpus(self) -> list[gpus.GpuFacts]:
-        return [gpu for gpu in self._query.read().gpus if gpu.index in self._indices]
+    def _read_gpus(self, count: int) -> list[gpus.GpuFacts]:
+        return [gpu for gpu in self._query.read().gpus if gpu.index in self._indices[:count]]
 
-    def _wait_for_memory(self) -> tuple[int | None, list[str]]:
+    def _wait_for_memory(self, count: int) -> tuple[int | None, list[str]]:
         """Free bytes of the GPU with the least, and a caveat where less is free than before an earlier trial."""
         deadline = time.monotonic() + self._wait_seconds
-        expected = self._expected_free_bytes
+        expected = self._expected_free_bytes.get(count, 0)
         while True:
             free_bytes = min(
                 (
                     gpu.memory_total_bytes - gpu.memory_used_bytes
-                    for gpu in self._read_gpus()
+                    for gpu in self._read_gpus(count)
                     if gpu.memory_total_bytes is not None and gpu.memory_used_bytes is not None
                 ),
                 default=None,
             )
             if free_bytes is None or free_bytes >= expected - _TOLERANCE_BYTES:
-                self._expected_free_bytes = max(free_bytes or 0, expected)
+                self._expected_free_bytes[count] = max(free_bytes or 0, expected)
                 return free_bytes, []
             if time.monotonic() >= deadline:
-                self._expected_free_bytes = free_bytes  # another program has it: the next trial does not wait
+                self._expected_free_bytes[count] = free_bytes  # another program has it: the next trial does not wait
                 less = format_bytes(expected - free_bytes)
                 return free_bytes, [f"{less} less of the card was free than when an earlier trial began"]
             time.sleep(_POLL_SECONDS)

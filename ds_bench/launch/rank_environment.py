@@ -66,14 +66,20 @@ def rank_environment(
     variables["TORCH_EXTENSIONS_DIR"] = str(ops.cache_folder(placement.accelerator, cuda_only))
     if placement.hostfile is None:  # one node: nothing listens to the outside
         variables |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "TP_SOCKET_IFNAME": "lo"}
-    if "OMP_NUM_THREADS" not in environ:
-        hosts = read_hostfile(Path(placement.hostfile)) if placement.hostfile is not None else {}
-        local_ranks = max(hosts.values(), default=placement.num_gpus)
-        variables["OMP_NUM_THREADS"] = str(max(1, int(host_memory.usable_cores(root) / local_ranks)))
+    variables |= thread_variables(placement, environ, root)
     if placement.accelerator == "cpu" and not _WAIT_VARIABLES & environ.keys():
         # Threads that spin between parallel regions take the cores from other ranks and from other programs.
         variables["OMP_WAIT_POLICY"] = "passive"
     return variables
+
+
+def thread_variables(placement: Placement, environ: Mapping[str, str], root: Path = host_memory.ROOT) -> dict[str, str]:
+    """The number of threads of each rank of a placement, as a variable; none where the user has set it."""
+    if "OMP_NUM_THREADS" in environ:
+        return {}
+    hosts = read_hostfile(Path(placement.hostfile)) if placement.hostfile is not None else {}
+    local_ranks = max(hosts.values(), default=placement.num_gpus)
+    return {"OMP_NUM_THREADS": str(max(1, int(host_memory.usable_cores(root) / local_ranks)))}
 
 
 def _name_and_home(environ: Mapping[str, str]) -> dict[str, str]:

@@ -24,6 +24,7 @@ from ..records.schema import CRASHED, Outcome, TrialRecord
 from ..system import processes
 from . import Launcher
 from .monitor import Limits, ProgressCallback
+from .rank_environment import thread_variables
 from .scratch import temporary_folder
 from .trial import Leader, run_trial
 
@@ -107,7 +108,7 @@ class WarmLauncher:
                     folder,
                     listen,
                     limits=self._limits,
-                    environment={},
+                    environment=thread_variables(trial.placement, os.environ),
                     start=self._start,
                     launch="warm",
                     server_is_alive=self._server_is_alive,

@@ -38,6 +38,8 @@ class ResolvedModel:
     """Elements of the largest tensor; None for a factory."""
     max_positions: int | None = None
     """Longest sequence in tokens; None without a limit, and for a factory."""
+    vocabulary_size: int | None = None
+    """Number of token ids; None for a factory, and where its config has none."""
     hidden_size: int | None = None
     """Width from which the Trainer computes "auto" values; None for a factory, and where its config has none."""
 
@@ -68,6 +70,7 @@ def resolve_model(
             facts=preset,
             largest_parameter=preset.largest_parameter,
             max_positions=preset.max_positions,
+            vocabulary_size=preset.vocabulary_size,
             hidden_size=preset.hidden_size,
         )
     return _look_up(name, trust_remote_code, environment, offline_reason)
@@ -117,6 +120,7 @@ def _look_up(
         facts=_model_facts(name, facts),
         largest_parameter=facts["largest_parameter"],
         max_positions=facts["max_positions"],
+        vocabulary_size=facts["vocabulary_size"],
         hidden_size=facts["hidden_size"],
     )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Container, Sequence
+from collections.abc import Collection, Container, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -39,6 +39,7 @@ def require_same_workload(store: RunFolder, trials: Sequence[Trial], leave_out: 
     own_changes = {field for trial in trials for field in trial.configuration.workload_changes}
     texts = {trial.configuration.name: trial.configuration.file_text for trial in trials}
     inspections = {_text_without(asdict(trial.inspection), ()) for trial in trials}
+    digests = {(trial.workload.data_path, trial.workload.data_digest) for trial in trials}
     known: dict[tuple[str, frozenset[str]], set[str]] = {}
     for stored in store.load_run().get("trials", []):
         configuration = stored.get("configuration")
@@ -56,6 +57,7 @@ def require_same_workload(store: RunFolder, trials: Sequence[Trial], leave_out: 
                 f"--resume {store.folder}: other --profile, --checkpoint or --monitor flags than it began with",
                 remedy="start a new run",
             )
+        _require_same_data(store, stored.get("workload"), digests)
         changes = configuration.get("workload_changes")
         left_out = frozenset({*leave_out, *own_changes, *(changes if isinstance(changes, dict) else ())})
         for name, parts in present.items():
@@ -65,6 +67,19 @@ def require_same_workload(store: RunFolder, trials: Sequence[Trial], leave_out: 
                 raise UsageError(
                     f"--resume {store.folder}: another {name} than it began with", remedy="start a new run"
                 )
+
+
+def _require_same_data(store: RunFolder, workload: Any, digests: Collection[tuple[str | None, str | None]]) -> None:
+    """Raises UsageError if a file of token ids has another content than when the run began.
+
+    ``digests``: path and hash of each file that is asked for now.
+    """
+    path, digest = (workload.get(name) if isinstance(workload, dict) else None for name in ("data_path", "data_digest"))
+    if path is not None and any(path == other for other, _ in digests) and (path, digest) not in digests:
+        raise UsageError(
+            f"--resume {store.folder}: the file {path} has changed since the run began",
+            remedy="put it back as it was, or start a new run",
+        )
 
 
 def _distinct(trials: Sequence[Trial]) -> list[dict[str, Any]]:

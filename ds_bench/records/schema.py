@@ -189,7 +189,7 @@ class RankMeasurement:
     """For each parameter group, the optimizer's settings after the last measured step: those of lr, betas, eps,
     weight_decay and momentum that it has."""
     vocabulary_size: int | None = None
-    """Number of different tokens in the random batches."""
+    """Number of token ids that the model knows; None for a factory that makes its own batches."""
     repeated_loss: float | None = None
     """Loss on this rank's first batch, computed without dropout after all steps of the trial."""
     weight_change: tuple[float, ...] | None = None

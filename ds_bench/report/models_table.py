@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from ..analysis.comparison import ComparisonRow
+from ..config.spec import point_text
 from ..records.schema import TrialRecord
 from ..system import environment
 from ..system.terminal import escape_controls
@@ -13,6 +14,8 @@ from .comparison_report import ComparisonReport
 from .markdown import escape, table_lines
 
 _TITLE = "Tokens/s of the whole job, models side by side"
+_POINT_SECTIONS = ("dataset.path", "dataset.vocab_size", "dataloader.", "optimizer.", "configurations.")
+"""Beginnings of the key paths of a sweep that no other fact of a row's name shows."""
 _INVALID_FOOTNOTE = "* not to be used: its own table says why"
 
 
@@ -103,7 +106,9 @@ def _row_names(group: Sequence[ComparisonReport]) -> list[str]:
     """The models, with what else the reports differ in; whole titles if that does not distinguish them all."""
     trials = [_first_record(report).trial for report in group]
     facts = []
-    for work, placement in ((trial.workload, trial.placement) for trial in trials):
+    paths = dict.fromkeys(path for trial in trials for path in trial.point if path.startswith(_POINT_SECTIONS))
+    for trial in trials:
+        work, placement = trial.workload, trial.placement
         largest = work.batch_policy == "largest"
         facts.append(
             (
@@ -116,11 +121,12 @@ def _row_names(group: Sequence[ComparisonReport]) -> list[str]:
                 f"{work.warmup_steps} + {work.num_steps} steps",
                 f"seed {work.seed}",
                 f"{placement.num_gpus} {'GPU' if placement.accelerator == 'cuda' else 'CPU rank'}(s)",
+                *(point_text({path: trial.point[path]}) if path in trial.point else "" for path in paths),
             )
         )
     differing = [index for index, values in enumerate(zip(*facts, strict=True)) if len(set(values)) > 1]
     names = [
-        ", ".join([trial.workload.model, *(own[index] for index in differing)])
+        ", ".join([trial.workload.model, *(own[index] for index in differing if own[index])])
         for trial, own in zip(trials, facts, strict=True)
     ]
     return names if len(set(names)) == len(names) else [report.title for report in group]

@@ -6,11 +6,13 @@ All charts of one quantity have the same vertical axis, from zero, so that they 
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from ..analysis.comparison import ComparisonRow
-from ..config.spec import Workload
+from ..config.spec import Trial, Workload, point_name
 from ..units import MISSING, to_gb
 from .chart_data import MAX_OVERLAID_ROWS, Line, LineChart, format_value
 from .comparison_report import ComparisonReport
@@ -28,8 +30,20 @@ _AXES: dict[str, Callable[[Workload], object]] = {
     "steps": lambda workload: workload.num_steps,
     "warmup_steps": lambda workload: workload.warmup_steps,
     "seed": lambda workload: workload.seed,
+    "vocab_size": lambda workload: "model's own" if workload.vocab_size is None else workload.vocab_size,
+    "data": lambda workload: "random" if workload.data_path is None else Path(workload.data_path).name,
+    "data workers": lambda workload: "none" if workload.data_workers is None else workload.data_workers,
+    "prefetch": lambda workload: workload.data_prefetch,
 }
 """Name of an axis, as recipes call it → its value in a workload."""
+
+
+def _axis_values(trial: Trial) -> dict[str, object]:
+    """The value of each axis: of the workload, the ranks, and what a point of a sweep sets in every configuration."""
+    values: dict[str, object] = {name: read(trial.workload) for name, read in _AXES.items()}
+    values["num_gpus"] = trial.placement.num_gpus
+    settings = {point_name(path): value for path, value in trial.common_settings.items()}
+    return values | {name: str(value) if isinstance(value, list) else value for name, value in settings.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,15 +82,15 @@ class _Point:
 
 def sweep_charts(reports: Sequence[ComparisonReport]) -> list[SweepChart]:
     """The charts of several comparisons on one machine; none where only one workload was run, or machines differ."""
-    workloads = [_workload(report) for report in reports]
+    found = [_values(report) for report in reports]
     machines = [report.environments for report in reports]
-    if len(reports) < 2 or None in workloads or any(each != machines[0] for each in machines):
+    if len(reports) < 2 or None in found or any(each != machines[0] for each in machines):
         return []
-    known = [workload for workload in workloads if workload is not None]
-    axes = [name for name, read in _AXES.items() if len({read(workload) for workload in known}) > 1]
+    known = [values for values in found if values is not None]
+    names = dict.fromkeys(name for values in known for name in values)
+    axes = [name for name in names if len({values.get(name) for values in known}) > 1]
     points = [
-        _Point(report, tuple(_AXES[name](workload) for name in axes))
-        for report, workload in zip(reports, known, strict=True)
+        _Point(report, tuple(values.get(name) for name in axes)) for report, values in zip(reports, known, strict=True)
     ]
     labels = list(dict.fromkeys(row.label for report in reports for row in report.comparison.rows if row.succeeded))
     styles = {label: style for style, label in enumerate(labels[:MAX_OVERLAID_ROWS])}
@@ -94,11 +108,12 @@ def sweep_charts(reports: Sequence[ComparisonReport]) -> list[SweepChart]:
     return charts
 
 
-def _workload(report: ComparisonReport) -> Workload | None:
-    """The workload of a comparison, as a row that does not change it trains it; None without rows."""
+def _values(report: ComparisonReport) -> dict[str, object] | None:
+    """The values of the axes in a comparison, as in a row that does not change its workload; None without rows."""
     trials = [run.record.trial for row in report.comparison.rows for run in row.summaries]
-    own = [trial.workload for trial in trials if not trial.configuration.workload_changes]
-    return next(iter([*own, *(trial.workload for trial in trials)]), None)
+    own = [trial for trial in trials if not trial.configuration.workload_changes]
+    trial = next(iter([*own, *trials]), None)
+    return None if trial is None else _axis_values(trial)
 
 
 def _panels(
@@ -130,7 +145,7 @@ def _panels(
         )
         left_out = len(drawn) - _MOST_PANELS if number == _MOST_PANELS else 0
         yield SweepChart(
-            name=f"sweep-{axis.replace('_', '-')}-{quantity[0]}-{number}",
+            name=f"sweep-{re.sub('[^a-z0-9]+', '-', axis.lower())}-{quantity[0]}-{number}",
             title=f"{quantity[0].capitalize()} by {axis}" + (f": {where}" if where else ""),
             axis=quantity[1],
             horizontal=axis,

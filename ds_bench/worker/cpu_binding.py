@@ -21,9 +21,14 @@ def bind(binding: CpuBinding, local_rank: int, local_size: int) -> None:
         return
     cpus = choose_cpus(binding, sorted(os.sched_getaffinity(0)), host_memory.numa_cpus(), local_rank, local_size)
     os.sched_setaffinity(0, cpus)
-    os.environ["OMP_NUM_THREADS"] = str(len(cpus))
+    set_threads(str(len(cpus)))
+
+
+def set_threads(count: str) -> None:
+    """Sets the number of threads of a parallel region, as ``OMP_NUM_THREADS`` has it."""
+    os.environ["OMP_NUM_THREADS"] = count
     if "torch" in sys.modules:  # forked from the warm server, torch has read the variable before
-        sys.modules["torch"].set_num_threads(len(cpus))
+        sys.modules["torch"].set_num_threads(int(count))
 
 
 def choose_cpus(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import time
 from collections.abc import Callable
@@ -20,8 +19,8 @@ from ..config.spec import Engine, Placement, Workload
 from ..records.rank_files import Assignment, HeartbeatWriter
 from . import ledger, memory, training_loop
 from . import model as build
+from .batches import prepare_batches
 from .cpu_load import CpuReading, load_between
-from .data_loader import LoadedBatches
 from .profiles import take_profiles
 from .rank_layout import RankLayout, register_sequence_attention
 from .reference_engines import ReferenceEngine, create_engine
@@ -225,25 +224,11 @@ def _create_trainer(
 ) -> training_loop.Trainer:
     workload = assignment.trial.workload
     count = (workload.warmup_steps + workload.num_steps) * int(engine.gradient_accumulation_steps())
-    make_batches = functools.partial(
-        training_loop.make_batches,
-        built.make_batch or training_loop.random_tokens(build.vocabulary_size(built.module)),
-        batch_size=int(engine.train_micro_batch_size_per_gpu()),
-        seq_length=workload.seq_length,
-        seed=workload.seed,
-        rank=layout.data_rank,
-        dtype=build.training_dtype(config),
-    )
-
-    def make_parts(device: torch.device, count: int) -> list[training_loop.Batch]:
-        return [layout.part_of(batch) for batch in make_batches(device=device, count=count)]
-
-    loaded = None
-    if workload.data_workers is not None:
-        loaded = LoadedBatches(workload, functools.partial(make_parts, torch.device("cpu"), count), device)
+    batch_size = int(engine.train_micro_batch_size_per_gpu())
+    held, loaded = prepare_batches(built, workload, config, layout, device, batch_size=batch_size, count=count)
     return training_loop.Trainer(
         engine,
-        make_parts(device, count if loaded is None else 1),
+        held,
         assignment.trial.placement.accelerator,
         heartbeat,
         loaded=loaded,

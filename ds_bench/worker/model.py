@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import inspect
 import sys
 import zlib
 from collections.abc import Callable, Iterator, Mapping
@@ -302,3 +303,25 @@ def vocabulary_size(model: torch.nn.Module) -> int:
         "the model has neither config.vocab_size nor vocab_size, so no tokens can be drawn for it: "
         "let its factory return (model, make_batch)"
     )
+
+
+_POSITIONS_OF_EACH_SAMPLE = ("opt",)
+"""Architectures that count the positions of every sample by itself, from the attention mask."""
+
+
+def position_ids(model: torch.nn.Module, batch_size: int, seq_length: int) -> torch.Tensor | None:
+    """The position of each token, in host memory, as the model itself would count them; None unless it takes them.
+
+    Of Transformers' models that take ``position_ids``. Their form is the model's own too, one sequence for the whole
+    batch in nearly all: one for each sample would cost memory and round the gradients of learned positions otherwise.
+    """
+    from transformers import PreTrainedModel
+
+    # Of the class: another way to compute the loss replaces the method of the model.
+    takes = isinstance(model, PreTrainedModel) and "position_ids" in inspect.signature(type(model).forward).parameters
+    if not takes:
+        return None
+    positions = torch.arange(seq_length).unsqueeze(0)
+    if getattr(model.config, "model_type", None) in _POSITIONS_OF_EACH_SAMPLE:
+        return positions.repeat(batch_size, 1)
+    return positions

@@ -47,7 +47,10 @@ def run(folder: Path, *, rank: int, local_rank: int, world_size: int) -> int:
         assignment = Assignment.load(folder)
         emulated = assignment.trial.placement.gpu_memory_limit_bytes is not None
         limited = assignment.trial.placement.cpu_memory_limit_bytes is not None
+        threads_of_server = os.environ.get("OMP_NUM_THREADS")
         os.environ.update(rank_environment(assignment, rank, local_rank, world_size))
+        if (threads := os.environ.get("OMP_NUM_THREADS")) is not None and threads != threads_of_server:
+            cpu_binding.set_threads(threads)
         local_size = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", world_size)))
         cpu_binding.bind(assignment.trial.workload.cpu_binding, local_rank, local_size)
         if assignment.working_folder is not None:

@@ -128,6 +128,11 @@ OTHER_WORKLOADS: dict[str, Any] = {
     "data_prefetch": 4,
     "cpu_binding": "cores",
     "zero_init": False,
+    "vocab_size": 9,
+    "data_path": "/ids.bin",
+    "data_dtype": "uint16",
+    "data_tokens": 9,
+    "data_digest": "a",
 }
 OTHER_PLACEMENTS: dict[str, Any] = {
     "accelerator": "cpu",

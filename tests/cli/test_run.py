@@ -193,12 +193,17 @@ def test_a_value_that_may_be_a_credential_is_not_kept(
 
 
 REFUSED = {
-    "training: {seq_len: 4096}\nmodel: {name: gpt2}": "--seq-length 4096 is beyond the 1024 positions",
+    "training: {seq_len: 4096}\nmodel: {name: gpt2}": "training.seq_len 4096 is beyond the 1024 positions",
     "training: {global_batch_size: 6, local_batch_size: 4}": "give 4 or 8, or another local_batch_size",
-    "configurations: {strategies: nvme}": "--strategies nvme needs a disk",
-    "configurations: {relative_to: zero9}": "--relative-to zero9: no such row",
+    "configurations: {strategies: nvme}": "configurations.strategies nvme needs a disk (add launch.nvme_path DIR",
+    "configurations: {relative_to: zero9}": "configurations.relative_to zero9: no such row",
     "configurations: {deepspeed: {zero_optimisation: {}}}": "did you mean 'zero_optimization'",
-    "training: {steps: [1, 2, 3]}\nmodel: {name: no-such-model}": "no-such-model is no preset",
+    "training: {steps: [1, 2, 3]}\nmodel: {name: no-such-model}": "model.name no-such-model is no preset",
+    "axes: {micro_batch: [1, 2]}\ntraining: {local_batch_size: 2}": "axes.micro_batch and training.local_batch_size",
+    "model: {name: tiny}\ndataset: {vocab_size: 2000}": "dataset.vocab_size 2000 is beyond the 1000 ids of tiny",
+    "dataset: {path: none.uint16}": "none.uint16: No such file or directory",
+    "dataset: {dtype: uint16}": "dataset.dtype without dataset.path",
+    "dataloader: {prefetch: 4}": "dataloader.prefetch 4 without worker processes (add dataloader.workers 1 or more)",
 }
 
 

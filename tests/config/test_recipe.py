@@ -72,7 +72,15 @@ REFUSED = {
     "training: {seq_len: [8, x]}": 'training.seq_len is "x"',
     "training: {seq_len: 8}\nsweep: {matrix: {training.seq_len: [16]}}": "in sweep.matrix and in the section training",
     "sweep: {matrix: {training.seqlen: [16]}}": r"did you mean training.seq_len\?",
-    "sweep: {matrix: {launch.num_gpus: [1, 2]}}": "sections model and training can be swept",
+    "sweep: {matrix: {launch.timeout: [1, 2]}}": "launch.timeout cannot be swept",
+    "sweep: {matrix: {optimizer.params: [1, 2]}}": "optimizer.params cannot be swept",
+    "sweep: {matrix: {optimizer.params.lr: [[1, 2]]}}": "holds a list in a list",
+    "optimizer: {params: {lr: [1e-4, 1e-4]}}": "optimizer.params.lr has 0.0001 twice",
+    "optimizer: {params: {lr: 1}}\nsweep: {matrix: {optimizer.params.lr: [2]}}": "and in the section optimizer",
+    "dataset: {dtype: int8}": "it must be 'uint16' or 'uint32'",
+    "dataset: {vocab: 8}": r"did you mean dataset.vocab_size\?",
+    "dataloader: {workers: -1}": r"dataloader.workers is -1 \(it must be 0 or more\)",
+    "training: {seq_len: 8}\ndataset: {seq_len: 16}": "training.seq_len 8 and dataset.seq_len 16 contradict each other",
     "sweep: {matrx: {}}": "unknown key sweep.matrx",
     "training: {seq_len: [8]}\nsweep: {exclude: [{training.seq_len: 16}]}": "has no value 16",
     "training: {seq_len: [8]}\nsweep: {exclude: [{training.steps: 16}]}": "which is no axis",
@@ -112,7 +120,7 @@ def test_without_values_a_recipe_asks_for_what_the_script_does() -> None:
 
 
 def test_every_value_of_a_recipe_has_an_effect() -> None:
-    elsewhere = {"configurations.inline", "configurations.deepspeed", "optimizer.params"}
+    elsewhere = {"configurations.inline", "configurations.deepspeed", "optimizer.params", "dataset.seq_len"}
     assert set(recipe.PATHS.values()) == set(recipe.known_paths()) - elsewhere
 
 
@@ -123,8 +131,19 @@ def test_every_flag_of_run_and_every_option_of_a_script_is_a_value_of_recipes_or
     add_flags_over_recipe(parser)
     names = {action.dest for action in parser._actions} - {"help"}
     assert names - run_flags - {"axis"} == set(recipe.PATHS) - {"global_batch_size"}
-    made_of_others = {"family", "auto_batch", "axes", "ds_config", "set", "inline", "budget", "point", "inspection"}
-    made_of_others |= {"auto_seq"}
+    made_of_others = {
+        "family",
+        "auto_batch",
+        "axes",
+        "ds_config",
+        "set",
+        "inline",
+        "budget",
+        "point",
+        "inspection",
+        "token_file",
+        "auto_seq",
+    }
     own = {field.name for field in fields(Options)} - run_flags - made_of_others
     assert own | {field.name for field in fields(Inspection)} - {"checkpoint"} == set(recipe.PATHS)
 

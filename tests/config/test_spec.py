@@ -147,6 +147,8 @@ def _variants() -> list[Trial]:
         {"tiled_mlp": True}, {"data_workers": 0},
         {"data_pin_memory": True}, {"data_prefetch": 4}, {"cpu_binding": "cores"},
         {"zero_init": False},
+        {"vocab_size": 9}, {"data_path": "/ids.bin"}, {"data_dtype": "uint16"},
+        {"data_tokens": 9}, {"data_digest": "a"}, {"seq_policy": "longest"},
     ]  # fmt: skip
     placements = [
         {"num_gpus": 8}, {"accelerator": "cpu"}, {"launcher": "warm"}, {"hostfile": None}, {"nvme_path": "/other"},

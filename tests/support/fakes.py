@@ -211,6 +211,7 @@ def resolved_model(name: str = "tiny", **changes: Any) -> ResolvedModel:
         facts=facts,
         largest_parameter=facts.largest_parameter,
         max_positions=facts.max_positions,
+        vocabulary_size=facts.vocabulary_size,
         hidden_size=facts.hidden_size,
     )
     return replace(found, **changes)

@@ -1,0 +1,142 @@
+"""Files of token ids: whole numbers of 16 or 32 bits, one after the other and nothing else, little-endian.
+
+``numpy.ndarray.tofile`` writes them so, as nanoGPT and Megatron do. Ranks read them through a memory map
+(``worker.token_reader``), so that they may be larger than memory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, Literal
+
+from ..errors import UsageError
+from ..system import files
+from ..units import format_bytes
+
+TokenType = Literal["uint16", "uint32"]
+TOKEN_TYPES: tuple[TokenType, ...] = ("uint16", "uint32")
+NUMPY_TYPES: dict[TokenType, str] = {"uint16": "<u2", "uint32": "<u4"}
+_SUFFIXES: dict[str, TokenType] = {".uint16": "uint16", ".u16": "uint16", ".uint32": "uint32", ".u32": "uint32"}
+_LARGEST_READ_WHOLE = 2**30
+"""Bytes; of a larger file parts of this size in all are read, which takes a second or two, and the note says so."""
+_PART_BYTES = 2**22
+_LARGEST_FILE_BYTES = 2**60
+_NUMPY_MAGIC = b"\x93NUMPY"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenFile:
+    """What was read of a file of token ids."""
+
+    path: Path
+    """As the user gave it."""
+    dtype: TokenType
+    tokens: int
+    digest: str
+    """Hash of size and content; of a file that is not read whole, of the parts that are, and of its time of change."""
+    largest_id: int
+    largest_at: int
+    """Number of the token that has it, from 0."""
+    read_tokens: int
+    """Tokens that were read; the ids of the others are not known yet."""
+
+    @property
+    def item_bytes(self) -> int:
+        return item_bytes(self.dtype)
+
+    @property
+    def note(self) -> str | None:
+        """What was left out of the check; None if all ids were read."""
+        if self.read_tokens == self.tokens:
+            return None
+        whole, read = (format_bytes(count * self.item_bytes) for count in (self.tokens, self.read_tokens))
+        return (
+            f"{self.path} has {whole}, of which {read} in evenly spaced parts were read to check its ids; every rank "
+            "checks those that it trains on"
+        )
+
+    def require_usable(self, vocabulary: int | None, owner: str, seq_length: int) -> None:
+        """Raises UsageError for an id that the vocabulary lacks, and for less than one sequence.
+
+        ``vocabulary``: number of ids; None if it is not known. ``owner``: what has so many ids, for the message.
+        """
+        if vocabulary is not None and self.largest_id >= vocabulary:
+            raise UsageError(
+                f"--data {self.path} holds the id {self.largest_id} (token {self.largest_at:,}), beyond the "
+                f"{vocabulary} ids of {owner}",
+                remedy="tokenize it with the model's tokenizer, or correct --data-dtype",
+            )
+        if self.tokens < seq_length:
+            raise UsageError(
+                f"--data {self.path} has {self.tokens} tokens, fewer than one sequence of {seq_length}",
+                remedy=f"give a longer file, or --seq-length {self.tokens} or less",
+            )
+
+
+def item_bytes(dtype: TokenType) -> int:
+    """Bytes of one id."""
+    return int(NUMPY_TYPES[dtype][-1])
+
+
+def token_type(path: Path, requested: TokenType | None) -> TokenType:
+    """The type of a file's ids: as requested, else as its suffix says. Raises UsageError if neither says it."""
+    found = requested or _SUFFIXES.get(path.suffix.lower())
+    if found is None:
+        problem = f"--data {path}: its name does not say how long its ids are"
+        raise UsageError(problem, remedy="add --data-dtype uint16, or uint32")
+    return found
+
+
+def read_token_file(path: Path, requested: TokenType | None) -> TokenFile:
+    """Reads size, ids and hash of a file, whole up to 1 GB and else in evenly spaced parts.
+
+    Raises UsageError for what is no such file.
+    """
+    dtype = token_type(path, requested)
+    try:
+        with files.opened(path, _LARGEST_FILE_BYTES) as file:
+            status = path.stat()
+            if file.read(len(_NUMPY_MAGIC)) == _NUMPY_MAGIC:
+                problem = f"--data {path} is a NumPy file, whose header would be read as ids"
+                raise UsageError(problem, remedy="write the ids alone: array.tofile(FILE)")
+            tokens, rest = divmod(status.st_size, item_bytes(dtype))
+            if rest:
+                problem = f"--data {path} has {status.st_size:,} bytes, which is no whole number of {dtype} ids"
+                raise UsageError(problem, remedy="it is cut off, or its ids have another type: --data-dtype")
+            if not tokens:
+                raise UsageError(f"--data {path} is empty", remedy="give a file of token ids")
+            return _read_ids(path, dtype, tokens, file, status.st_mtime_ns)
+    except OSError as error:
+        problem = f"--data {path}: {error.strerror or error}"
+        raise UsageError(problem, remedy="give a file of token ids that you may read") from None
+
+
+def _read_ids(path: Path, dtype: TokenType, tokens: int, file: BinaryIO, changed_ns: int) -> TokenFile:
+    import numpy
+
+    size, part_tokens = tokens * item_bytes(dtype), _PART_BYTES // item_bytes(dtype)
+    is_whole = size <= _LARGEST_READ_WHOLE
+    parts = -(-size // _PART_BYTES) if is_whole else _LARGEST_READ_WHOLE // _PART_BYTES
+    starts = [part * (part_tokens if is_whole else (tokens - part_tokens) / (parts - 1)) for part in range(parts)]
+    digest = hashlib.blake2b(f"{tokens}{'' if is_whole else f' {changed_ns}'}".encode(), digest_size=8)
+    largest_id, largest_at, read_tokens = -1, 0, 0
+    for start in map(round, starts):
+        file.seek(start * item_bytes(dtype))
+        content = file.read(_PART_BYTES)
+        digest.update(content)
+        ids = numpy.frombuffer(content, NUMPY_TYPES[dtype])
+        place = int(ids.argmax())
+        if int(ids[place]) > largest_id:
+            largest_id, largest_at = int(ids[place]), start + place
+        read_tokens += len(ids)
+    return TokenFile(
+        path=path,
+        dtype=dtype,
+        tokens=tokens,
+        digest=digest.hexdigest(),
+        largest_id=largest_id,
+        largest_at=largest_at,
+        read_tokens=read_tokens,
+    )
