@@ -29,7 +29,8 @@ _dumps = json.JSONEncoder(sort_keys=True, default=str).encode
 def row_key(record: TrialRecord) -> str:
     """Returns the key of the trial as if it were repeat 0, which all repeats of a row share.
 
-    It equals ``replace(trial, repeat=0).key``, but is several times cheaper for results of thousands of records.
+    It equals ``replace(trial, repeat=0).key`` of a trial that is only measured, but is several times cheaper for
+    results of thousands of records. What else is observed of a trial makes no other row.
     """
     trial = record.trial
     text = (

@@ -12,6 +12,7 @@ from ds_bench.analysis.caveats import CaveatKind
 from ds_bench.analysis.flat_rows import flat_rows
 from ds_bench.analysis.loss_parity import compare_losses, with_loss_caveats
 from ds_bench.analysis.summary import TrialSummary, summarise
+from ds_bench.config.spec import Inspection, ProfileName
 from tests.support import fakes
 from tests.support.summaries import CUDA
 
@@ -51,6 +52,17 @@ def test_a_wrong_configuration_is_found_by_its_loss() -> None:
 def test_rounding_is_allowed_as_far_as_the_precision_goes(precision: str, factor: float, said: bool) -> None:
     found = compare_losses([losing(1, 7.0, precision=precision), losing(2, 7.0 * factor, precision=precision)])
     assert (1 in found) is said
+
+
+def test_what_training_came_to_is_compared_among_rows_that_took_the_same_further_steps() -> None:
+    """Profiles train on after the measured steps, so that the loss on the first batch falls further."""
+
+    def row(stage: int, repeated_loss: float, *profiles: ProfileName) -> TrialSummary:
+        trial = fakes.trial(fakes.zero(stage), on=CUDA, inspection=Inspection(profiles=profiles))
+        return summarise(fakes.success(trial, losses=(7.0, 6.9), repeated_loss=repeated_loss), None, None)
+
+    assert list(compare_losses([row(1, 6.8, "torch"), row(2, 5.8, "torch")])) == [1]
+    assert compare_losses([row(1, 6.8), row(2, 5.8, "torch")]) == {}
 
 
 def test_rows_that_compute_a_step_in_other_ways_are_held_against_each_other() -> None:
