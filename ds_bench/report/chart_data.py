@@ -619,7 +619,9 @@ def _phase_chart(rows: _Rows) -> Chart | None:
     )
     note = "From a separate pass with synchronisation around each phase, so the sum may exceed a step of the table."
     if "communication" in names:
-        note += " Communication is timed with each operation made synchronous; in the other rows it is in the phases."
+        note += " Communication is timed with each operation made synchronous"
+        others = any("communication" not in parts for _, parts in measured)
+        note += "; in rows without it, it is in the phases." if others else "."
     return StackChart(
         name="phases",
         title="Phases of a step",

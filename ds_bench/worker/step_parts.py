@@ -45,7 +45,8 @@ def measure_communication(trainer: training_loop.Trainer, steps: int) -> dict[st
         )
     parts = {**phases.own_seconds, "communication": communication.seconds / steps}
     if offload.swaps or offload.copy_seconds:
-        parts["transfer"] = (offload.disk.wait_seconds + offload.copy_seconds) / steps
+        # not the sum of all copies, to which those of micro-batches to the device between steps belong
+        parts["transfer"] = max(0.0, sum(phases.seconds.values()) - sum(parts.values()))
     return {
         "communication": [asdict(each) for each in communication.operations(steps, trainer.first_device)],
         "step_parts": parts | _data_wait(trainer, waited_before, steps),
