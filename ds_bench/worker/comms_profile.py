@@ -5,17 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from ..config.deepspeed_config import is_deepcompiled
 from .profiled_steps import MOST_ROWS, Findings, ProfiledSteps
 from .reference_engines import ReferenceEngine
 from .step_parts import measure_communication
 
-_NOT_SEEN = "communication was not measured: torch's own engine does not communicate through DeepSpeed"
+_NOT_SEEN = "communication was not measured: {} does not communicate through deepspeed.comm"
 
 
 def observe(steps: ProfiledSteps) -> Findings:
     """Takes the steps with each operation made synchronous, on every rank."""
     if isinstance(steps.trainer.engine, ReferenceEngine):
-        return Findings(notes=(_NOT_SEEN,))
+        return Findings(notes=(_NOT_SEEN.format("torch's own engine"),))
+    if is_deepcompiled(steps.trial.ds_config):
+        return Findings(notes=(_NOT_SEEN.format("a model compiled by DeepCompile"),))
     steps.is_training = True
     measured = measure_communication(steps.trainer, steps.count)
     steps.is_training = False

@@ -17,6 +17,8 @@ from .profiled_steps import Findings, ProfiledSteps
 def observe(steps: ProfiledSteps) -> Findings:
     """Takes one step, its first forward pass under the profiler, and writes the profiler's table of modules."""
     trainer = steps.trainer
+    if trainer.is_compiled:
+        return Findings(notes=("FLOPs were not counted: DeepSpeed's profiler does not see into a compiled model",))
     profiler = flops_profiler.FlopsProfiler(trainer.engine.module)
     steps.is_training = True
     with _linear_layers_counted_once():

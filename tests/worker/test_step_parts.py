@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from ds_bench.records.rank_files import HeartbeatWriter
-from ds_bench.worker import communication, offload_times, step_parts, training_loop
+from ds_bench.worker import comms_profile, communication, offload_times, step_parts, training_loop
+from ds_bench.worker.reference_engines import DdpEngine
 from tests.support.batches import batches
 
 
@@ -93,3 +94,14 @@ def test_communication_is_a_part_where_it_is_profiled(trainer: training_loop.Tra
     assert measured["step_parts"] == parts
     (operation,) = measured["communication"]
     assert (operation["name"], operation["count"], operation["seconds"]) == ("all_gather", 2, 4)
+
+
+def test_what_cannot_be_seen_is_said_and_its_steps_are_taken_as_they_are(trainer: training_loop.Trainer) -> None:
+    """All rows of a run take equally many steps."""
+    for row, note in (({"compile": {"deepcompile": True}}, "DeepCompile"), ({}, "torch's own engine")):
+        if not row:
+            trainer.engine = DdpEngine.__new__(DdpEngine)
+        steps: Any = SimpleNamespace(trainer=trainer, trial=SimpleNamespace(ds_config=row), left=2)
+        findings = comms_profile.observe(steps)
+        assert note in findings.notes[0]
+        assert steps.left == 2
