@@ -6,10 +6,11 @@ MB is 2**20 bytes here, as GB is 2**30 elsewhere.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from ..analysis.caveats import CaveatKind
 from ..analysis.intervals import geometric_mean
 from ..analysis.summary import TrialSummary
 from ..analysis.trial_caveats import measured_values
@@ -52,6 +53,8 @@ class BenchmarkResult:
     failed_runs: int = 0
     doubts: tuple[str, ...] = ()
     """Texts of the caveats that disqualify the figures: a loss that is not finite, a strategy that did not run."""
+    disturbances: tuple[str, ...] = ()
+    """Texts of the caveats that other programs used the processors: the figures may be too low for that reason."""
     workload: Mapping[str, Any] = field(default_factory=dict)
     """See ``workload_facts``; empty if not known."""
     environment: Environment | None = None
@@ -82,11 +85,18 @@ def benchmark_result(
         status=representative.record.outcome.status,
         error=representative.record.outcome.error,
         failed_runs=len(summaries) - len(good),
-        doubts=tuple(dict.fromkeys(caveat.text for run in good for caveat in run.caveats if caveat.disqualifying)),
+        doubts=_caveat_texts(good, lambda kind: kind is not CaveatKind.CPU_BUSY),
+        disturbances=_caveat_texts(good, lambda kind: kind is CaveatKind.CPU_BUSY),
         workload=workload_facts(representative),
         environment=environment,
         run_id=next((run.run_id for run in summaries if run.run_id), None),
     )
+
+
+def _caveat_texts(runs: Sequence[TrialSummary], chosen: Callable[[CaveatKind], bool]) -> tuple[str, ...]:
+    """Texts of the disqualifying caveats of these kinds, each once."""
+    caveats = (caveat for run in runs for caveat in run.caveats if caveat.disqualifying and chosen(caveat.kind))
+    return tuple(dict.fromkeys(caveat.text for caveat in caveats))
 
 
 def _figures(good: Sequence[TrialSummary]) -> dict[str, Any]:

@@ -141,7 +141,7 @@ def _invalid_reason(result: BenchmarkResult) -> str | None:
         return f"{result.status}{f': {result.error}' if result.error else ''}"
     if result.environment is None:
         return "its hardware and versions are not known; give its run folder"
-    return result.doubts[0] if result.doubts else None
+    return next(iter([*result.doubts, *result.disturbances]), None)
 
 
 def _figures(entry: store.BaselineEntry) -> str:
