@@ -87,6 +87,17 @@ def format_millions(count: float | None) -> str:
     return f"{count:.0f}"
 
 
+def format_parameters(count: int, trained: int | None = None) -> str:
+    """``6.74 B parameters``; of a model that is trained in part ``1.10 B parameters, 0.8 % trained``."""
+    text = f"{format_millions(count)} parameters"
+    return text if trained is None or trained == count else f"{text}, {format_trained(trained / count)} trained"
+
+
+def format_trained(fraction: float) -> str:
+    """A fraction as percent with two significant digits, so that a small one is not shown as 0: ``0.062 %``."""
+    return f"{float(f'{fraction * 100:.2g}'):g} %"
+
+
 def format_ratio(ratio: float | None) -> str:
     """``1.00x`` against a baseline."""
     return MISSING if ratio is None else f"{ratio:.2f}x"

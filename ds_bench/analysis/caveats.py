@@ -162,6 +162,12 @@ class CaveatText(Enum):
     """Written by the plan."""
     NVME_PATH_IN_MEMORY = CaveatKind.NOTE, "--nvme-path is memory", "", True
     """Written by the plan."""
+    FROZEN_WEIGHTS_CHANGED = (
+        CaveatKind.NOTE, "the frozen weights changed", "", True,
+        "compare the row's ds_config.json with another row's: parameters whose requires_grad is False must not train",
+    )  # fmt: skip
+    OWN_BATCHES = CaveatKind.NOTE, "the factory makes its own batches"
+    """Written by a rank."""
     NOTHING_SWAPPED = CaveatKind.NOTE, "nothing was swapped", "", True
     NOTHING_REACHED_DISK = CaveatKind.NOTE, "no bytes reached", "", True
     DISK_BOUND = CaveatKind.DISK_BOUND, "disk-bound: "

@@ -15,7 +15,7 @@ from ..errors import UsageError
 from ..system.environment import Environment
 from ..units import BYTES_PER_GB
 from . import trial_caveats
-from .caveats import Caveat, CaveatKind, note
+from .caveats import Caveat, CaveatKind, CaveatText, known_text, note
 from .comparability import group_repeats, incomparable_fields
 from .comparison_caveats import comparison_caveats, device_capacity_bytes, host_capacity_bytes
 from .intervals import RatioInterval, RowRatios, Run, geometric_mean, mean_interval, ratio_interval, sample_std
@@ -94,6 +94,16 @@ class ComparisonRow:
         """Tokens of its longest sequence that trains; None if that was not searched for."""
         workload = self.summaries[0].record.trial.workload
         return workload.seq_length if workload.seq_policy == "longest" else None
+
+    @property
+    def samples_per_second(self) -> float | None:
+        """Geometric mean of the runs' means if samples have another length than the workload's, or none: of a factory
+        that makes its own batches. None for any other row."""
+        if self.tokens_per_second is None or not any(
+            known_text(c.text) is CaveatText.OWN_BATCHES for c in self.caveats
+        ):
+            return None
+        return self.tokens_per_second / self.summaries[0].record.trial.workload.seq_length
 
     @property
     def leaves_room(self) -> bool:

@@ -39,7 +39,8 @@ _TEXTS = frozenset((
 _FLAGS = frozenset(("success", "activation_checkpointing", "disk_bound"))
 _COUNTS = frozenset((
     "stage", "batch_size", "seq_length", "grad_accum", "num_steps", "warmup_steps", "repeat", "num_gpus",
-    "data_parallel_size", "parameter_count", "model_flops_per_token", "causal_flops_per_token",
+    "data_parallel_size", "parameter_count", "trainable_parameter_count",
+    "model_flops_per_token", "causal_flops_per_token",
     "hardware_flops_per_token", "gpu_alloc_retries", "skipped_steps", "method_version", "num_nodes", "gpu_count",
     "cpu_threads", "cpu_logical_cores", "cpu_physical_cores",
     "round_position", "vocab_size",
@@ -215,7 +216,7 @@ def _phase_memory(row: Mapping[str, Any]) -> dict[str, NodePhaseMemory]:
 def read_efficiency(row: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the fields of a TrialSummary that need the model's shape."""
     names = ("model_flops_per_token", "causal_flops_per_token", "hardware_flops_per_token", "model_tflops_per_gpu")
-    return {name: row.get(name) for name in (*names, "mfu")}
+    return {name: row.get(name) for name in (*names, "mfu", "flops_convention")}
 
 
 _GPU_BYTES = {
@@ -364,6 +365,7 @@ def _rank(row: Mapping[str, Any]) -> RankMeasurement:
         optimizer_class=read("optimizer") or "",
         engine_optimizer_class="",
         parameter_count=read("parameter_count") or 0,
+        trainable_parameter_count=read("trainable_parameter_count"),
         largest_parameter=facts.largest_parameter if facts else 0,
         resolved_config={},
         step_seconds=(step,),

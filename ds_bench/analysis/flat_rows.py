@@ -12,7 +12,6 @@ from typing import Any
 from ..records.schema import SUCCESS, RankMeasurement
 from ..system.environment import Environment
 from ..units import to_gb, to_ms
-from .flops import MODEL_CONVENTION
 from .loss_parity import with_loss_caveats
 from .step_costs import step_parts
 from .summary import TrialSummary
@@ -128,7 +127,7 @@ COLUMNS: list[Column] = [
     ("model_flops_per_token", lambda s: s.model_flops_per_token),
     ("causal_flops_per_token", lambda s: s.causal_flops_per_token),
     ("hardware_flops_per_token", lambda s: s.hardware_flops_per_token),
-    ("flops_convention", lambda s: None if s.model_flops_per_token is None else MODEL_CONVENTION),
+    ("flops_convention", lambda s: s.flops_convention),
     ("mfu", lambda s: s.mfu if s.mfu is not None and s.mfu <= 1 else None),
     ("first_loss", lambda s: s.losses[0] if s.losses else None),
     ("final_loss", lambda s: s.losses[-1] if s.losses else None),
@@ -193,6 +192,7 @@ COLUMNS: list[Column] = [
     ("vocab_size", lambda s: s.record.trial.workload.vocab_size),
     ("data_file", lambda s: s.record.trial.workload.data_path),
     ("point", lambda s: json.dumps(dict(s.record.trial.point)) if s.record.trial.point else None),
+    ("trainable_parameter_count", _of_first_rank(lambda r: r.trainable_parameter_count)),
 ]
 
 

@@ -21,6 +21,10 @@ CAUSAL_CONVENTION = (
 HARDWARE_CONVENTION = (
     "PaLM appendix B, and one more forward pass (x 4/3) where activation checkpointing recomputes the whole model"
 )
+COUNTED_CONVENTION = (
+    "counted: 2 per multiply-add of the matrix products, convolutions and attention that ran forward and backward, "
+    "full attention, no recomputation, none for gradients of frozen weights"
+)
 
 PEAK_PRECISIONS = ("bf16", "fp16", "fp32", "tf32")
 """``fp32`` is true fp32 (no tensor cores on NVIDIA); ``tf32`` holds only where the user allowed it."""

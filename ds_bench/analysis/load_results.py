@@ -210,7 +210,7 @@ def _peak_tflops(run_info: RunInfo) -> float | None:
 
 def _with_flops_of_flat_json(summaries: tuple[TrialSummary, ...], folder: Path) -> tuple[TrialSummary, ...]:
     """Fills in the FLOPs of a model that is not a preset: only the run knew its shape, and wrote them to its JSON."""
-    if all(summary.model_flops_per_token or not summary.record.ranks for summary in summaries):
+    if all(summary.flops_convention == flops.MODEL_CONVENTION or not summary.record.ranks for summary in summaries):
         return summaries
     path = flat_json_path(folder.resolve())
     try:
@@ -221,7 +221,7 @@ def _with_flops_of_flat_json(summaries: tuple[TrialSummary, ...], folder: Path) 
     complete = []
     for summary in summaries:
         row = row_of.get((summary.record.trial.trial_id, summary.record.trial.repeat))
-        if row and not summary.model_flops_per_token:
+        if row and row.get("model_flops_per_token") and summary.flops_convention != flops.MODEL_CONVENTION:
             summary = replace(summary, **flat_reader.read_efficiency(row))
         complete.append(summary)
     return tuple(complete)

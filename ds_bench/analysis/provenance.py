@@ -75,11 +75,11 @@ def title(summaries: Sequence[TrialSummary]) -> str:
     accumulated = f" × {workload.grad_accum} accumulated" if workload.grad_accum > 1 else ""
     if "grad_accum" in own:
         accumulated = " × each row's accumulation"
+    model = f"{workload.model}{_trained_share(summaries)}"
     data = f" · data {Path(workload.data_path).name}" if workload.data_path else ""
     point = "".join(f" · {point_text({path: value})}" for path, value in _unnamed_values(summaries[0].record.trial))
     return (
-        f"{workload.model} · {devices} · {precision} · {batch} × {length}{accumulated} · {workload.num_steps} steps"
-        f"{data}{point}"
+        f"{model} · {devices} · {precision} · {batch} × {length}{accumulated} · {workload.num_steps} steps{data}{point}"
     )
 
 
@@ -94,6 +94,15 @@ _NAMED = (
 def _unnamed_values(trial: Trial) -> Iterator[tuple[str, Any]]:
     """The values of a sweep's point that a title would not show otherwise."""
     return ((path, value) for path, value in trial.point.items() if path not in _NAMED)
+
+
+def _trained_share(summaries: Sequence[TrialSummary]) -> str:
+    """The size of a model that is trained in part, and how much of it; empty for any other."""
+    counted = (rank for each in summaries for rank in each.record.ranks if rank.trainable_parameter_count)
+    rank = next(counted, None)
+    if rank is None or rank.trainable_parameter_count == rank.parameter_count:
+        return ""
+    return f" · {units.format_parameters(rank.parameter_count, rank.trainable_parameter_count)}"
 
 
 def _varied_by_axes(summaries: Sequence[TrialSummary]) -> set[str]:

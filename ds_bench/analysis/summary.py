@@ -34,7 +34,9 @@ class TrialSummary:
     tokens_per_second_per_gpu: float | None = None
     samples_per_second: float | None = None
     model_flops_per_token: int | None = None
-    """PaLM appendix B: 6·N_matmul + 12·L·H·Q·T, full attention; forward and backward."""
+    """Forward and backward, full attention, without recomputation; by ``flops_convention``."""
+    flops_convention: str | None = None
+    """How ``model_flops_per_token`` was had: by the formula of PaLM's appendix B, or counted on what ran."""
     causal_flops_per_token: int | None = None
     """As ``model_flops_per_token``, with the attention term halved."""
     hardware_flops_per_token: int | None = None
@@ -138,7 +140,11 @@ def summarise(
     mean_step_seconds = slowest.window_seconds / len(slowest.step_seconds)
     samples_per_second = slowest.micro_batch_size * slowest.grad_accum * slowest.data_parallel_size / mean_step_seconds
     tokens_per_second = samples_per_second * workload.seq_length
-    efficiency = _efficiency(facts, workload, tokens_per_second / slowest.world_size, peak_flops)
+    efficiency = _efficiency(
+        _flops_of_shape(facts, workload) or _counted_flops(slowest, workload),
+        tokens_per_second / slowest.world_size,
+        peak_flops,
+    )
     over_measured = trial_predictions.predicted_over_measured(record)
     over_ledger = trial_predictions.predicted_over_ledger(record)
     caveats |= dict.fromkeys(
@@ -192,18 +198,41 @@ _GPU_FIELDS = (
 )
 
 
-def _efficiency(
-    facts: ModelFacts | None, workload: Workload, tokens_per_second_per_gpu: float, peak_flops: float | None
-) -> dict[str, Any]:
-    """The fields of a summary that need the model's shape; empty if it is not known."""
+def _flops_of_shape(facts: ModelFacts | None, workload: Workload) -> dict[str, Any]:
+    """FLOPs per token by formula; empty for a model whose shape is not known."""
     if facts is None:
         return {}
     length = workload.seq_length
-    per_token = flops.model_flops_per_token(facts, length)
     return {
-        "model_flops_per_token": per_token,
+        "model_flops_per_token": flops.model_flops_per_token(facts, length),
         "causal_flops_per_token": flops.causal_flops_per_token(facts, length),
         "hardware_flops_per_token": flops.hardware_flops_per_token(facts, length, workload.activation_checkpointing),
+        "flops_convention": flops.MODEL_CONVENTION,
+    }
+
+
+def _counted_flops(rank: RankMeasurement, workload: Workload) -> dict[str, Any]:
+    """FLOPs per token as they were counted on a rank; empty where they were not. Ranks that share data share them."""
+    if not rank.forward_backward_flops:
+        return {}
+    tokens = rank.micro_batch_size * workload.seq_length * rank.data_parallel_size / rank.world_size
+    executed = rank.forward_backward_flops + (rank.recomputed_flops or 0)
+    return {
+        "model_flops_per_token": round(rank.forward_backward_flops / tokens),
+        "hardware_flops_per_token": round(executed / tokens),
+        "flops_convention": flops.COUNTED_CONVENTION,
+    }
+
+
+def _efficiency(
+    flops_of_token: dict[str, Any], tokens_per_second_per_gpu: float, peak_flops: float | None
+) -> dict[str, Any]:
+    """The fields of a summary about FLOPs; empty if they are not known."""
+    if not flops_of_token:
+        return {}
+    per_token = flops_of_token["model_flops_per_token"]
+    return {
+        **flops_of_token,
         "model_tflops_per_gpu": per_token * tokens_per_second_per_gpu / 1e12,
         "mfu": flops.mfu(per_token, tokens_per_second_per_gpu, peak_flops),
     }

@@ -96,6 +96,8 @@ def trial_caveats(
     if slowest.skipped_steps:
         yield skipped_steps(slowest.skipped_steps, len(slowest.step_seconds))
     yield from _loss_caveats(record)
+    if any(rank.frozen_weights_changed for rank in record.ranks):
+        yield CaveatText.FROZEN_WEIGHTS_CHANGED.caveat(" in training: this row trained what it should not")
     yield from _cpu_caveats(record)
     yield from _bucket_caveats(record)
     yield from _window_caveats(record.trial.workload)

@@ -21,7 +21,7 @@ try:
     from ..config.strategies import ALIASES, OFFLOAD_NAMES, ZERO_STAGES
     from ..errors import DsBenchError
     from ..system import terminal
-    from .argument_types import Parser, fraction, integer, names_from, positive_float
+    from .argument_types import Parser, factory, fraction, integer, names_from, positive_float
     from .arguments import SEQ_LENGTH_HELP, add_flags_over_recipe
 except KeyboardInterrupt:  # Ctrl-C while these modules are loaded
     print("interrupted", file=sys.stderr)
@@ -188,6 +188,7 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     parser.usage = "%(prog)s [--model NAME] [--num-gpus N] [--gpu CARD] [options]"
     add = parser.add_argument
     add("--model", default="gpt2", metavar="NAME", help="preset, local path, or with --online a Hub name")
+    add("--model-factory", type=factory, metavar="PKG.MOD:FN", help="function that returns your own model")
     add("--num-gpus", type=integer(1), default=1, metavar="N", help="GPUs of the whole job (default: 1)")
     add("--gpus-per-node", type=integer(1), metavar="N", help="GPUs of one node (default: all, 8 at most)")
     add("--gpu", default="80GB", metavar="CARD", help="a card's name or its memory (default: 80GB)")

@@ -43,6 +43,8 @@ class PlanOptions:
     """Flags of ``plan``; the fields have the flags' names."""
 
     model: str
+    model_factory: str | None
+    """``package.module:function``; takes the place of ``model``."""
     num_gpus: int
     gpu: str
     gpus_per_node: int | None
@@ -153,8 +155,8 @@ def _planned_trial(options: PlanOptions) -> tuple[PlannedTrial, int | None]:
     if options.num_gpus > _MAX_GPUS:
         raise UsageError(f"--num-gpus {options.num_gpus} is beyond any job", remedy=f"give {_MAX_GPUS} or fewer")
     choice = resolve_model(
-        options.model,
-        factory=False,
+        options.model_factory or options.model,
+        factory=options.model_factory is not None,
         trust_remote_code=options.trust_remote_code,
         environment={} if options.online else {"HF_HUB_OFFLINE": "1"},
         offline_reason=None if options.online else "plan asks the Hub only with --online",
@@ -212,8 +214,8 @@ def _row(options: PlanOptions, question: PlannedTrial, capacity: int) -> PlanRow
         min_gpus=what_if.min_gpus(question, capacity, host) if options.min_gpus else None,
         max_batch=what_if.max_batch(question, capacity, host) if options.max_batch else None,
         deepspeed=deepspeed_estimator.deepspeed_estimates(
-            question.profile.parameters,
-            max(question.profile.tensors),
+            question.profile.parameters + question.profile.frozen_parameters,
+            max(question.profile.all_tensors),
             options.num_gpus,
             min(options.num_gpus, question.ranks_per_node or options.num_gpus),
             question.configuration,

@@ -39,6 +39,8 @@ class ZeroSettings:
     """Bytes of an element that is sent; None: as the parameters (engine.py, communication_data_type)."""
     autocast: bool
     """``torch_autocast``: parameters in fp32, and gradients of linear layers sent in 16 bit, the others in fp32."""
+    efficient_linear: bool
+    """At stage 3, DeepSpeed's own linear layers (``memory_efficient_linear``)."""
     secondary_ranks: int
     """At stage 3, ranks among which a second copy of the parameters is split (hpZ); 1 for none."""
     torch_optimizer: bool
@@ -92,6 +94,7 @@ class ZeroSettings:
             moment_bytes=2 if bf16.get("bf16_optimizer_states") else FP32_BYTES,
             communication_bytes=_COMMUNICATION_BYTES.get(str(config.get("communication_data_type"))),
             autocast=bool((config.get("torch_autocast") or {}).get("enabled")),
+            efficient_linear=stage == 3 and bool(zero.get("memory_efficient_linear", True)),
             secondary_ranks=_number(zero, "zero_hpz_partition_size", 1) if stage == 3 else 1,
             torch_optimizer=torch_adam or kind not in ("adam", "adamw", "lion"),
             fp32_accumulation=(config.get("data_types") or {}).get("grad_accum_dtype") == "fp32",

@@ -197,11 +197,11 @@ def _phases(inputs: MemoryInputs) -> Phases:
 
 
 def _with_frozen(inputs: MemoryInputs, ledger: Ledger) -> Ledger:
-    """Adds parameters that are not trained: all of them on every rank, at stage 3 the rank's part on their tier."""
-    count = inputs.profile.frozen_parameters
-    part = -(-count // inputs.data_parallel_size) if inputs.settings.stage == 3 else count
+    """Adds parameters that are not trained, which every rank holds whole: below stage 3, and with DDP."""
+    if inputs.settings.stage == 3 or inputs.engine == "fsdp2":
+        return ledger
     element = inputs.element if inputs.engine == "deepspeed" else FP32_BYTES
-    return LedgerBuilder(ledger).add(inputs.settings.offload_param or "gpu", "parameters", element * part).ledger
+    return LedgerBuilder(ledger).add("gpu", "parameters", element * inputs.profile.frozen_parameters).ledger
 
 
 def _make_inputs(
@@ -248,7 +248,9 @@ class _Activations:
 
     @classmethod
     def for_batch(cls, inputs: MemoryInputs, batch: int, sequence: int, *, checkpointed: bool) -> _Activations:
-        measured, layers = inputs.profile.activations_in(inputs.precision), inputs.profile.layers
+        efficient_linear = inputs.settings.efficient_linear and inputs.engine == "deepspeed"
+        measured = inputs.profile.activations_in(inputs.precision, efficient_linear=efficient_linear)
+        layers = inputs.profile.layers
         if inputs.settings.autocast and inputs.settings.stage == 3 and inputs.engine == "deepspeed":
             return cls(unknown="torch_autocast at stage 3 gathers weights in 16 bit, which was not measured")
         if measured is None:
@@ -284,7 +286,7 @@ def _moments(inputs: MemoryInputs, sizes: _Activations) -> dict[str, Ledger]:
     """The phases of DeepSpeed's memory with the activations that exist at the same time."""
     # With tied embeddings, autograd keeps the gradient of the LM head until that of the embedding exists, and sums both
     # into a new tensor.
-    tied_bytes = 2 * inputs.element * inputs.profile.tensors[0] if inputs.profile.tied_embeddings else 0
+    tied_bytes = 2 * inputs.element * inputs.profile.tensors[0] if inputs.profile.trains_tied_embeddings else 0
     bare = {name: _with_frozen(inputs, ledger) for name, ledger in _phases(inputs).items()}
     return {
         "loss": _plus(bare["forward"], activations=sizes.saved, logits_and_loss=sizes.logits_and_loss),
@@ -318,7 +320,7 @@ def _entering(inputs: MemoryInputs, bare: Phases) -> Ledger:
     if inputs.settings.stage >= 2 or inputs.engine != "deepspeed":
         return bare["backward"]
     tensors = inputs.profile.tensors
-    head = tensors[0] if inputs.profile.tied_embeddings else tensors[-1]
+    head = tensors[0] if inputs.profile.trains_tied_embeddings else tensors[-1]
     buckets = bare["backward"].get("gpu", {}).get("deepspeed_buffers", 0)
     return _plus(bare["forward"], deepspeed_buffers=buckets, gradients=inputs.element * head)
 

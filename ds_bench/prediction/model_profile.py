@@ -47,6 +47,10 @@ _OWN_DROPOUTS = {"gpt2": ("resid_pdrop", "embd_pdrop", "attn_pdrop"), "opt": ("d
 """Architecture → dropouts whose default is above 0 in Transformers' configurations; all other defaults are 0."""
 
 
+class NothingTrainedError(UsageError):
+    """A model of which no parameter is trained."""
+
+
 class Variant(NamedTuple):
     """What a model's activations depend on besides size and number format."""
 
@@ -158,8 +162,13 @@ class ModelProfile:
     """By measured number format; empty if they could not be measured."""
     unknown: str | None = None
     """Why the activations could not be measured; None if they were."""
-    frozen_parameters: int = 0
-    """Elements that are not trained, which are in none of the three tuples above."""
+    frozen: tuple[tuple[int, int], ...] = ()
+    """Position among all tensors of the model and elements of each tensor that is not trained, by position; these are
+    in none of the three tuples above."""
+    rows: tuple[int, ...] = ()
+    """Size of the first dimension of every tensor of the model, by which FSDP2 splits it; empty if it is not known."""
+    stage_3_activations: Mapping[str, Activations] = field(default_factory=dict, hash=False)
+    """The same with DeepSpeed's memory-efficient linear layers, if they keep more: with frozen parameters alone."""
     variants: Mapping[Variant, ModelProfile] = field(default_factory=dict, hash=False)
     """The same model with other activations: another attention implementation or loss."""
 
@@ -169,9 +178,27 @@ class ModelProfile:
         return self.before + self.layer * self.layers + self.after
 
     @property
+    def all_tensors(self) -> tuple[int, ...]:
+        """Elements of every tensor, trained or not, in the model's order; shared tensors once."""
+        sizes = list(self.tensors)
+        for position, elements in self.frozen:
+            sizes.insert(position, elements)
+        return tuple(sizes)
+
+    @property
     def parameters(self) -> int:
         """Number of elements that are trained."""
         return sum(self.before) + sum(self.layer) * self.layers + sum(self.after)
+
+    @property
+    def frozen_parameters(self) -> int:
+        """Number of elements that are not trained."""
+        return sum(elements for _, elements in self.frozen)
+
+    @property
+    def trains_tied_embeddings(self) -> bool:
+        """Whether input embedding and LM head are one tensor, and that is trained."""
+        return self.tied_embeddings and not any(position == 0 for position, _ in self.frozen)
 
     def for_variant(self, variant: Variant) -> ModelProfile:
         """Returns the profile with the activations of a variant.
@@ -180,12 +207,21 @@ class ModelProfile:
         """
         if variant == USUAL:
             return self
-        missing = replace(self, activations={}, unknown=f"not measured with {describe_variant(variant)}")
+        missing = replace(
+            self,
+            activations={},
+            stage_3_activations={},
+            unknown=f"not measured with {describe_variant(variant)}",
+        )
         return self.variants.get(variant, missing)
 
-    def activations_in(self, precision: Precision) -> Activations | None:
-        """Returns the activations in a number format; None if they could not be measured."""
-        return self.activations.get(_FORMATS[precision])
+    def activations_in(self, precision: Precision, *, efficient_linear: bool = False) -> Activations | None:
+        """Returns the activations in a number format; None if they could not be measured.
+
+        ``efficient_linear``: with DeepSpeed's linear layers of stage 3.
+        """
+        measured = self.stage_3_activations if efficient_linear and self.stage_3_activations else self.activations
+        return measured.get(_FORMATS[precision])
 
     @classmethod
     def from_answer(cls, name: str, layers: int, tied: bool, answer: Mapping[str, Any]) -> ModelProfile:
@@ -194,18 +230,23 @@ class ModelProfile:
 
         Raises KeyError or TypeError for an answer of another form.
         """
-        formats = {
-            precision: Activations(**{kind: Polynomial(**terms) for kind, terms in kinds.items()})
-            for precision, kinds in answer["formats"].items()
-        }
+        formats, stage_3_formats = (
+            {
+                precision: Activations(**{kind: Polynomial(**terms) for kind, terms in kinds.items()})
+                for precision, kinds in each.items()
+            }
+            for each in (answer["formats"], answer.get("stage_3_formats", {}))
+        )
         tensors = answer["tensors"]
         return cls(
             name=name,
             layers=answer.get("layers", layers),
             tied_embeddings=answer.get("tied", tied),
             activations=formats,
+            stage_3_activations=stage_3_formats,
             unknown=answer.get("error"),
-            frozen_parameters=answer.get("frozen", 0),
+            frozen=tuple((position, elements) for position, elements in answer.get("frozen") or ()),
+            rows=tuple(answer.get("rows") or ()),
             before=tuple(tensors["before"]),
             layer=tuple(tensors["layer"]),
             after=tuple(tensors["after"]),
@@ -251,7 +292,8 @@ def profile_of_any(
 
     A child process measures it; the result of a folder is cached. If the forward pass does not run on fake tensors, or
     takes too long, the profile has no activations and says why. Raises UsageError if not even the tensors could be
-    counted. ``environment``: variables that the child gets besides those of this process.
+    counted, NothingTrainedError for a model whose parameters are all frozen. ``environment``: variables that the child
+    gets besides those of this process.
     """
     # Up to the length in question, as a model's attention may change its form with the length.
     longest = max(3 * _STEP, seq_length)
@@ -267,7 +309,13 @@ def profile_of_any(
     code = _hash_code(name) if source == "path" else None
     key = None if code is None else request_key({**request, "code": code})
     answer = (_cached(key) if key else None) or _measure(name, request, key, environment)
-    return ModelProfile.from_answer(name, 1, False, answer)
+    profile = ModelProfile.from_answer(name, 1, False, answer)
+    if profile.frozen and not profile.parameters:
+        raise NothingTrainedError(
+            f"{name}: every parameter is frozen (requires_grad is False), so nothing would train",
+            remedy="leave some parameters of the model trainable",
+        )
+    return profile
 
 
 def _hash_code(path: str) -> str | None:

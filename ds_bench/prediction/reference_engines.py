@@ -7,7 +7,7 @@ further master copy.
 from __future__ import annotations
 
 from .inputs import LedgerBuilder, MemoryInputs, Phases
-from .model_states import FP32_BYTES, partition_elements
+from .model_states import FP32_BYTES
 
 
 def ledger_by_phase(inputs: MemoryInputs) -> Phases:
@@ -42,10 +42,10 @@ def _fsdp2(inputs: MemoryInputs) -> Phases:
     the flat copy that is reduced. Whole gradients of all groups are held while micro-batches are accumulated.
     """
     profile, element = inputs.profile, inputs.element
-    part = sum(partition_elements([elements], inputs.data_parallel_size) for elements in profile.tensors)
+    part, frozen_part = _part_elements(inputs)
     block, outside = _group_elements(inputs)
     builder = LedgerBuilder()
-    builder.add("gpu", "parameters", FP32_BYTES * part)
+    builder.add("gpu", "parameters", FP32_BYTES * (part + frozen_part))
     builder.add("gpu", "optimizer_states", FP32_BYTES * inputs.settings.moments * part)
     gathered = ("gpu", "gathered_parameters", element * (outside + 2 * block))
     reduced = ("gpu", "gradients", FP32_BYTES * part)
@@ -60,6 +60,22 @@ def _fsdp2(inputs: MemoryInputs) -> Phases:
     }
 
 
+def _part_elements(inputs: MemoryInputs) -> tuple[int, int]:
+    """Elements of the rank with the most, of tensors that are trained and of the others. A tensor is split by rows, of
+    which each rank but the last ones has the same number (distributed/tensor/placement_types.py, Shard)."""
+    profile, ranks = inputs.profile, inputs.data_parallel_size
+    frozen_positions = {position for position, _ in profile.frozen}
+    trained = frozen = 0
+    for position, elements in enumerate(profile.all_tensors):
+        rows = profile.rows[position] if profile.rows else elements
+        part = -(-rows // ranks) * (elements // max(1, rows))
+        if position in frozen_positions:
+            frozen += part
+        else:
+            trained += part
+    return trained, frozen
+
+
 def _group_elements(inputs: MemoryInputs) -> tuple[int, int]:
     """Elements of one block, and of the tensors outside the blocks.
 
@@ -68,8 +84,8 @@ def _group_elements(inputs: MemoryInputs) -> tuple[int, int]:
     profile = inputs.profile
     if profile.layer:
         return sum(profile.layer), sum(profile.before) + sum(profile.after)
-    outside = max(profile.tensors)
-    return (profile.parameters - outside) // profile.layers, outside
+    outside = max(profile.all_tensors)
+    return (profile.parameters + profile.frozen_parameters - outside) // profile.layers, outside
 
 
 def _step_bytes(inputs: MemoryInputs) -> int:

@@ -23,6 +23,7 @@ def ledger_by_phase(inputs: MemoryInputs) -> Phases:
     groups = _sub_groups(parts, inputs.settings.sub_group_elements)
     whole, builder = gathered_elements(inputs), LedgerBuilder()
     _parameters(inputs, parts, groups, builder)
+    _frozen_parameters(inputs, builder)
     _states(inputs, groups, builder)
     builder.add("gpu", "deepspeed_buffers", _bucket(inputs))
     _flat_gradients(inputs, sum(parts), builder)
@@ -61,7 +62,7 @@ def _parameters(inputs: MemoryInputs, parts: list[int], groups: list[list[int]],
     """Adds the rank's own parts of the parameters (zero/stage3.py, _create_fp16_partitions_with_defragmentation)."""
     place, size = inputs.settings.offload_param, inputs.element
     if inputs.settings.secondary_ranks > 1:  # from the first forward of a step to its end (_partition_param_sec)
-        gathered = [each for each in inputs.profile.tensors if each > inputs.settings.persistence_elements]
+        gathered = [each for each in inputs.profile.all_tensors if each > inputs.settings.persistence_elements]
         builder.add("gpu", "parameters", size * partition_elements(gathered, inputs.settings.secondary_ranks))
     if place is None:
         builder.add("gpu", "parameters", size * sum(parts))
@@ -69,6 +70,20 @@ def _parameters(inputs: MemoryInputs, parts: list[int], groups: list[list[int]],
         builder.add_pinned("parameters", size * sum(parts), pinned=_pins(inputs, wanted=True))
     else:
         _parameters_on_disk(inputs, groups, builder)
+
+
+def _frozen_parameters(inputs: MemoryInputs, builder: LedgerBuilder) -> None:
+    """Adds the rank's parts of tensors that are not trained. Each stays a tensor of its own, on the device that it was
+    given as it was split: on the disk if it is large enough (zero/partition_parameters.py, _partition_param)."""
+    size, place = inputs.element, inputs.settings.offload_param
+    for _, elements in inputs.profile.frozen:
+        part = partition_elements([elements], inputs.data_parallel_size)
+        if place is None:
+            builder.add("gpu", "parameters", size * part)
+        elif place == "nvme" and _swapped(part, size, inputs):
+            builder.add("nvme", "parameters", size * _aligned(part, size, inputs))
+        else:
+            builder.add_pinned("parameters", size * part, pinned=_pins(inputs, wanted=inputs.settings.pin_param))
 
 
 def _pins(inputs: MemoryInputs, *, wanted: bool) -> bool:
@@ -224,7 +239,7 @@ def gathered_elements(inputs: MemoryInputs) -> GatheredElements:
     the model lists them, forward and then backward. A real module gathers its weight and bias together, which adds
     little. Zero on a single rank whose whole parameters are on the accelerator already.
     """
-    tensors, settings = inputs.profile.tensors, inputs.settings
+    tensors, settings = inputs.profile.all_tensors, inputs.settings
     if inputs.data_parallel_size == 1 and (settings.offload_param is None or inputs.accelerator == "cpu"):
         return GatheredElements(persistent=0, peak=0)
     ranks = inputs.data_parallel_size

@@ -177,7 +177,7 @@ def _offloaded(inputs: MemoryInputs) -> Phases:
         _bucket(inputs, inputs.accumulated if settings.stage == 1 else inputs.element),
     )
     tensors = inputs.profile.tensors
-    inner = _norm_bytes(tensors[1:] if inputs.profile.tied_embeddings else tensors, part)
+    inner = _norm_bytes(tensors[1:] if inputs.profile.trains_tied_embeddings else tensors, part)
     own_gradient = 0 if every else single
     own_gradient += _copy_to_send(inputs)
     backward = builder.plus(("gpu", "gradients", every), bucket, ("gpu", "temporaries", own_gradient + inner))

@@ -22,7 +22,7 @@ from ..units import format_bytes
 from . import what_if
 from .inputs import unpredicted_settings
 from .memory import Prediction, predict
-from .model_profile import USUAL, ModelProfile, Variant, profile_of, profile_of_any
+from .model_profile import USUAL, ModelProfile, NothingTrainedError, Variant, profile_of, profile_of_any
 
 _NOT_RESIDENT = ("deepspeed_buffers", "overhead")
 """Categories of host memory that need not become resident: of DeepSpeed's buffers on the CPU accelerator only the
@@ -88,8 +88,8 @@ def profile_model(
     """Finds the sizes of a model's tensors and activations: stored for a preset, else measured in a child process.
 
     ``dropout``: None for the model's own. ``variants``: those that are needed besides the usual one.
-    ``environment``: variables of the trials' processes, so that a model is built as they build it. Never raises: a run
-    must not fail because nothing can be predicted.
+    ``environment``: variables of the trials' processes, so that a model is built as they build it. A run must not fail
+    because nothing can be predicted; raises NothingTrainedError alone.
     """
 
     def profile(variant: Variant) -> ModelProfile | Unpredicted:
@@ -110,7 +110,9 @@ def profile_model(
     for variant in {each for each in variants if each != USUAL and each.loss != "liger"}:  # its kernels need a GPU
         other = profile(variant)
         profiles[variant] = (
-            replace(usual, activations={}, unknown=other.reason) if isinstance(other, Unpredicted) else other
+            replace(usual, activations={}, stage_3_activations={}, unknown=other.reason)
+            if isinstance(other, Unpredicted)
+            else other
         )
     return replace(usual, variants=profiles)
 
@@ -143,6 +145,8 @@ def _profile_variant(
             trust_remote_code=trust_remote_code,
             environment=environment,
         )
+    except NothingTrainedError:
+        raise
     except UsageError as error:
         return Unpredicted(reason=error.problem)
     except (DsBenchError, OSError, ValueError, KeyError, TypeError) as error:

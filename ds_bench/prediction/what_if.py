@@ -55,7 +55,7 @@ class PlannedTrial:
             self.workload,
             self.placement,
             torch_adam=self.torch_adam,
-            largest_parameter=max(self.profile.tensors),
+            largest_parameter=max(self.profile.all_tensors),
         )
 
     def predict(self) -> Prediction:

@@ -232,6 +232,16 @@ class RankMeasurement:
     """FLOPs of one micro-batch's forward pass as DeepSpeed's flops profiler counts them; None without it."""
     phase_memory: Mapping[str, PhaseMemory] = field(default_factory=dict)
     """Each of ``MEMORY_PHASES`` that the trial had → the memory of this rank in it."""
+    trainable_parameter_count: int | None = None
+    """Elements of those parameters that are trained; None in records of before schema 4."""
+    frozen_weights_changed: bool | None = None
+    """Whether this rank's share of the parameters that are not trained had other values at the end; None if there are
+    none, or where it was not looked at."""
+    forward_backward_flops: int | None = None
+    """Floating-point operations of the matrix products and convolutions of one micro-batch, forward and backward, on
+    this rank, without what activation checkpointing recomputes (worker/flop_count.py); None where not counted."""
+    recomputed_flops: int | None = None
+    """Those that activation checkpointing recomputes besides."""
     notes: tuple[str, ...] = ()
     """Caveats that the rank itself reports about its numbers."""
     profiles: tuple[Profile, ...] = ()

@@ -145,6 +145,13 @@ COLUMNS: tuple[Column, ...] = (
         sort_key=lambda row: row.tokens_per_second,
     ),
     Column(
+        heading="Samples/s",
+        meaning="samples of the whole job, where a sample is no sequence of the given length",
+        text=lambda row: format_significant(row.samples_per_second),
+        sort_key=lambda row: row.samples_per_second,
+        page_only=True,
+    ),
+    Column(
         heading="Tokens/s, 95 %",
         meaning="95 % confidence interval of the mean tokens/s, from three runs on",
         text=_throughput_interval,

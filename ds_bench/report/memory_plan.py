@@ -221,7 +221,7 @@ def question_text(plan: MemoryPlan) -> str:
     own_sizes = "" if sizes == {work.batch_size} else " where no other is named"
     parts = [
         profile.name,
-        f"{units.format_millions(profile.parameters)} parameters",
+        units.format_parameters(profile.parameters + profile.frozen_parameters, profile.parameters),
         work.precision,
         f"micro-batch {work.batch_size:,} × {work.seq_length:,} tokens{own_sizes}",
         *(["activation checkpointing"] if work.activation_checkpointing else []),

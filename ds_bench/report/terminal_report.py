@@ -123,7 +123,9 @@ def _columns(report: ComparisonReport) -> list[_Column]:
     columns = [
         _Column("batch", lambda row: _searched(row, "batch_policy", "batch_size")),
         _Column("sequence", lambda row: _searched(row, "seq_policy", "seq_length")),
-        _Column("tok/s", lambda row: format_significant(row.tokens_per_second)),
+        _Column("samples/s", lambda row: format_significant(row.samples_per_second))
+        if any(row.samples_per_second is not None for row in comparison.rows)
+        else _Column("tok/s", lambda row: format_significant(row.tokens_per_second)),
         _Column("±95 %", _relative_margin, 4),
     ]
     if (chosen := report.recommended_row) is not None:

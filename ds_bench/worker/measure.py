@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable
@@ -21,13 +22,14 @@ from . import ledger, memory, training_loop
 from . import model as build
 from .batches import prepare_batches
 from .cpu_load import CpuReading, load_between
+from .flop_count import FlopCount
 from .profiles import take_profiles
 from .rank_layout import RankLayout, register_sequence_attention
 from .reference_engines import ReferenceEngine, create_engine
 from .resolved_config import resolved_config
 from .step_parts import measure_phases
 from .step_recorder import StepRecorder
-from .weight_change import WeightChange
+from .weight_change import FrozenWeights, WeightChange
 
 SavePartial = Callable[[dict[str, Any]], None]
 
@@ -59,7 +61,7 @@ def measure(
     engine_name = trial.configuration.engine
     built = build.build_model(workload, config, device, lambda: heartbeat.beat("build"), engine_name)
     model = built.module
-    sizes = build.parameter_sizes(model)
+    parameter_facts = _count_parameters(model)
     build_seconds = time.perf_counter() - start
     meter.end("build")
     heartbeat.beat("init")
@@ -76,18 +78,14 @@ def measure(
         trainer.recorder = _create_recorder(trainer, workload, layout, folder)
     meter.end("initialize")
     memory.empty_device_cache(accelerator)
-    change = WeightChange(engine, heartbeat)
+    change, frozen = WeightChange(engine, heartbeat), FrozenWeights(engine, heartbeat)
     meter.begin()
 
     # Seeded again: stages draw differently while they build, and dropout must drop the same elements in every row.
     torch.manual_seed(workload.seed + layout.dropout_rank)
     heartbeat.beat("warmup", 0)
     cpu_before = CpuReading.read()
-    notes = (
-        []
-        if built.make_batch is None
-        else [f"the factory makes its own batches: a sample counts as {workload.seq_length} tokens, whatever it holds"]
-    )
+    notes = _notes_of_factory(built, trainer, micro_batch_size, workload.seq_length)
     samples = training_loop.Samples()
     samples.warmup_step_seconds = training_loop.warm_up(trainer, workload.warmup_steps, lambda: meter.end("first_step"))
     least = training_loop.DEEPCOMPILE_WARMUP if is_deepcompiled(config) else 0
@@ -118,8 +116,7 @@ def measure(
         "deepspeed_version": str(deepspeed.__version__),
         **_engine_facts(engine),
         "data_parallel_size": layout.data_parallel_size,
-        "parameter_count": sum(sizes),
-        "largest_parameter": max(sizes),
+        **parameter_facts,
         "dropout": build.greatest_dropout(model),
         "attention": build.attention_of(model),
         "optimizer_settings": training_loop.optimizer_settings(engine.optimizer),
@@ -147,11 +144,37 @@ def measure(
     save_partial(measured)
     # Last of all: where parameters lie on a disk, DeepSpeed fails in the next step after a forward pass that no
     # backward pass followed.
-    measured |= {"weight_change": change.since_start(), "repeated_loss": training_loop.repeated_loss(trainer)}
+    measured |= {
+        "weight_change": change.since_start(),
+        "frozen_weights_changed": frozen.have_changed(),
+        "repeated_loss": training_loop.repeated_loss(trainer),
+    }
     if change.note is not None:
         measured["notes"] = [*measured["notes"], change.note]
     del built  # alive until here: Transformers knows by it that the weights are partitioned
     return measured
+
+
+def _count_parameters(model: torch.nn.Module) -> dict[str, int]:
+    """Counts of the whole model, under the names of a RankMeasurement. Raises ValueError if nothing is trained."""
+    sizes, trained = build.parameter_sizes(model), build.parameter_sizes(model, trained=True)
+    if not trained:
+        raise ValueError("every parameter of the model is frozen (requires_grad is False): nothing would train")
+    return {
+        "parameter_count": sum(sizes),
+        "trainable_parameter_count": sum(trained),
+        "largest_parameter": max(sizes),
+    }
+
+
+def _notes_of_factory(
+    built: build.BuiltModel, trainer: training_loop.Trainer, batch_size: int, seq_length: int
+) -> list[str]:
+    own = built.make_batch is not None
+    if own and not training_loop.has_token_per_position(trainer.first_batch, batch_size, seq_length):
+        text = f"the factory makes its own batches: a sample counts as {seq_length} tokens, whatever it holds"
+        return [*built.notes, text]
+    return [*built.notes]
 
 
 def _select_device(placement: Placement) -> torch.device:
@@ -290,8 +313,10 @@ def _measure_phases_and_ledger(trainer: training_loop.Trainer, assignment: Assig
     batch = next(trainer.batches)
     reference = isinstance(engine, ReferenceEngine)
     parameters = list(engine.parameter_tensors() if reference else engine.module.parameters())
-    loss, activations = ledger.count_activations(lambda: trainer.compute_loss(batch), parameters)
-    inside_backward = _backward_with_ledger(engine, loss)
+    counted = None if trainer.is_compiled else FlopCount()  # compiled code would be compiled anew under it
+    with counted or contextlib.nullcontext():
+        loss, activations = ledger.count_activations(lambda: trainer.compute_loss(batch), parameters)
+        inside_backward = _backward_with_ledger(engine, loss)
     del loss
     before_step = ledger.count_storages(engine)
     engine.step()
@@ -310,4 +335,5 @@ def _measure_phases_and_ledger(trainer: training_loop.Trainer, assignment: Assig
         "ledger_after_step": after_step.ledger,
         "pinned_bytes": after_step.pinned_bytes,
         "nvme_stored_bytes": sum(stored.values()) if assignment.swap_folder else None,
+        **({} if counted is None else counted.facts()),
     }

@@ -91,18 +91,45 @@ def measure(request: Mapping[str, Any], report_partial: Callable[[Answer], None]
             answer["formats"] = {}
             if is_whole:
                 report_partial(answer)
-        losses.install_loss(model, request.get("loss", "model"))
-        if request.get("tiled_mlp"):
-            install_tiled_mlp(model)
-        if request.get("loss") == "tiled":
-            _adapt_tiled_loss()
         with kernels:
-            shortened = _ShortenedModel(model, make_batch, blocks, autocast=autocast)
-            fits = _fit_activations(shortened, sequences, request)
+            fits = _fit_model(model, make_batch, blocks, sequences, request)
         if not is_whole:  # its layers are alike
             del fits["largest_layer"]
         answer["formats"][precision] = fits
+        if answer.get("frozen") and not autocast:
+            model, make_batch = build_fake_model(request, _FORMATS[precision])
+            blocks = _find_blocks(model, _MIN_PARAMETER_FRACTION)
+            with kernels, _linear_of_stage_3():
+                fits = _fit_model(model, make_batch, blocks, sequences, request)
+            answer.setdefault("stage_3_formats", {})[precision] = fits
     return answer
+
+
+def _fit_model(
+    model: torch.nn.Module,
+    make_batch: build.MakeBatch | None,
+    blocks: list[torch.nn.Module],
+    sequences: tuple[int, ...],
+    request: Mapping[str, Any],
+) -> dict[str, Any]:
+    """The polynomials of a model in its number format. Changes the model."""
+    losses.install_loss(model, request.get("loss", "model"))
+    if request.get("tiled_mlp"):
+        install_tiled_mlp(model)
+    if request.get("loss") == "tiled":
+        _adapt_tiled_loss()
+    shortened = _ShortenedModel(model, make_batch, blocks, autocast=bool(request.get("autocast")))
+    return _fit_activations(shortened, sequences, request)
+
+
+@contextlib.contextmanager
+def _linear_of_stage_3() -> Iterator[None]:
+    """Linear layers as zero.Init replaces them (runtime/zero/linear.py): they keep their input though its weight is
+    frozen, which torch's own do not. Of a trained weight both keep it."""
+    from deepspeed.runtime.zero.linear import zero3_linear_wrap
+
+    with mock.patch.object(torch.nn.functional, "linear", zero3_linear_wrap):
+        yield
 
 
 class _CudaKernelMode(TorchFunctionMode):
@@ -272,7 +299,8 @@ def _count_tensors(model: torch.nn.Module, block_count: int) -> Answer:
     trained = [parameter.numel() for parameter in parameters if parameter.requires_grad]
     return {
         "tensors": {"before": trained, "layer": [], "after": []},
-        "frozen": sum(parameter.numel() for parameter in parameters) - sum(trained),
+        "frozen": [(n, each.numel()) for n, each in enumerate(parameters) if not each.requires_grad],
+        "rows": [each.shape[0] if each.dim() else 1 for each in parameters],
         "tied": is_tied,
         "layers": max(1, block_count),
     }
@@ -388,8 +416,9 @@ def _remove_alike_blocks(
         return blocks, [1] * len(blocks)
     layer_types = getattr(config, "layer_types", None)
     numbers_by_kind: dict[Any, list[int]] = {}
+    trained_before = _trained_before(model, blocks)
     for number, block in enumerate(blocks):
-        kind = layer_types[number] if layer_types else None, _describe_kind(block)
+        kind = layer_types[number] if layer_types else None, trained_before[number], _describe_kind(block)
         numbers_by_kind.setdefault(kind, []).append(number)
     left = sorted(number for numbers in numbers_by_kind.values() for number in numbers[:2])
     weights = {numbers[:2][-1]: len(numbers) for numbers in numbers_by_kind.values()}
@@ -401,8 +430,16 @@ def _remove_alike_blocks(
     return [blocks[number] for number in left], [weights.get(number, 0) for number in left]
 
 
+def _trained_before(model: torch.nn.Module, blocks: list[torch.nn.Module]) -> list[bool]:
+    """For each block, whether parameters before it are trained: else no gradient of its input is computed."""
+    parameters = list(model.parameters())
+    first = next((number for number, each in enumerate(parameters) if each.requires_grad), len(parameters))
+    numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
+    return [any(numbers[id(parameter)] > first for parameter in block.parameters()) for block in blocks]
+
+
 def _describe_kind(block: torch.nn.Module) -> Any:
-    """Equal for blocks that keep the same: equal classes inside, equal tensors, equal settings."""
+    """Equal for blocks that keep the same: equal classes inside, equal tensors, trained or not, equal settings."""
     modules = []
     for module in block.modules():
         settings = frozenset(
@@ -411,7 +448,8 @@ def _describe_kind(block: torch.nn.Module) -> Any:
             if isinstance(value, bool | int | float | str) and name not in _OWN_NUMBERS
         )
         modules.append((type(module).__name__, settings))
-    return tuple(modules), tuple((name, tuple(tensor.shape)) for name, tensor in block.named_parameters())
+    tensors = tuple((name, tuple(each.shape), each.requires_grad) for name, each in block.named_parameters())
+    return tuple(modules), tensors
 
 
 def _fit_activations(model: _ShortenedModel, sequences: tuple[int, ...], request: Mapping[str, Any]) -> dict[str, Any]:

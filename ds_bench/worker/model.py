@@ -58,6 +58,8 @@ class BuiltModel:
     """A factory's own function for its data; None: random tokens of the model's vocabulary."""
     stage3: object | None
     """While it is alive, Transformers knows that weights are partitioned: hold it as long as the model is used."""
+    notes: tuple[str, ...] = ()
+    """What was changed of a factory's model."""
 
 
 class _Zero3Config:
@@ -95,8 +97,10 @@ def build_model(
     at_stage3 = engine == "deepspeed" and config.get("zero_optimization", {}).get("stage") == 3
     split = at_stage3 and workload.zero_init
     make_batch, stage3 = None, None
+    notes: tuple[str, ...] = ()
     if workload.model_source == "factory":
         module, make_batch = call_factory(workload.model)
+        notes = tuple(_note_of_formats(module, dtype))
         module.to(dtype=dtype)
         if split:
             _partition(module, config, dtype, device)
@@ -122,7 +126,15 @@ def build_model(
         install_tiled_mlp(module)
     if workload.activation_checkpointing:
         enable_checkpointing(module)
-    return BuiltModel(module=module, make_batch=make_batch, stage3=stage3)
+    return BuiltModel(module=module, make_batch=make_batch, stage3=stage3, notes=notes)
+
+
+def _note_of_formats(model: torch.nn.Module, dtype: torch.dtype) -> Iterator[str]:
+    """Says so of a factory's model that keeps parameters in several number formats, of which training leaves one."""
+    formats = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
+    if len(formats) > 1:
+        names = " and ".join(sorted(str(each).removeprefix("torch.") for each in formats))
+        yield f"the factory's parameters are in {names}, and all of them were trained in {dtype}".replace("torch.", "")
 
 
 def _build_from_config(workload: Workload, dtype: torch.dtype, device: torch.device, stage3: bool) -> torch.nn.Module:
@@ -288,9 +300,11 @@ def attention_of(model: torch.nn.Module) -> str | None:
     return getattr(getattr(model, "config", None), "_attn_implementation", None)
 
 
-def parameter_sizes(model: torch.nn.Module) -> list[int]:
-    """Elements of every parameter of the whole model, tied ones once, partitioned or not."""
-    return [int(getattr(parameter, "ds_numel", parameter.numel())) for parameter in model.parameters()]
+def parameter_sizes(model: torch.nn.Module, *, trained: bool = False) -> list[int]:
+    """Elements of every parameter of the whole model, tied ones once, partitioned or not. ``trained``: of those alone
+    that are trained."""
+    parameters = (each for each in model.parameters() if each.requires_grad or not trained)
+    return [int(getattr(each, "ds_numel", each.numel())) for each in parameters]
 
 
 def vocabulary_size(model: torch.nn.Module) -> int:

@@ -23,6 +23,8 @@ from .step_clock import StepClock
 from .step_recorder import StepRecorder
 
 Batch = dict[str, torch.Tensor]
+_TOKENS = (torch.int64, torch.int32, torch.bool)
+"""Number formats of token ids and of masks over them."""
 _MAX_BATCHES = 64
 """Different micro-batches held on the device; a run that needs more uses them again in the same order."""
 _OPTIMIZER_SETTINGS = ("lr", "betas", "eps", "weight_decay", "momentum")
@@ -80,6 +82,12 @@ def make_batches(
         batches.append(_move_to_device(batch, device, dtype))
         held_bytes += sum(value.nbytes for value in batches[-1].values())
     return batches
+
+
+def has_token_per_position(batch: Batch, batch_size: int, seq_length: int) -> bool:
+    """Whether every sample of a micro-batch is a sequence of ``seq_length`` tokens and nothing else but a class."""
+    shapes = {tuple(value.shape[:2]) for value in batch.values()} - {(batch_size,)}
+    return all(value.dtype in _TOKENS for value in batch.values()) and shapes == {(batch_size, seq_length)}
 
 
 def _move_to_device(batch: Mapping[str, torch.Tensor], device: torch.device, dtype: torch.dtype) -> Batch:

@@ -33,6 +33,10 @@ rank whose optimizer is on the CPU, 29 s for an eighth of 70 billion."""
 _PERIOD = 256 * DIMENSIONS
 _SIGN_SEED = 2002
 _DIGITS = 9
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Bytes of an element → whole numbers of that size."""
+_PIECE_ELEMENTS = 2**22
+"""Elements of a frozen tensor that are summed at once: their sum takes 8 bytes for each."""
 
 Fragment = tuple[str, int, torch.Tensor]
 """Name of a tensor, index of the first value in it, and the values, flat."""
@@ -67,6 +71,47 @@ class WeightChange:
         except (AttributeError, AssertionError, KeyError, RuntimeError, TypeError) as error:  # DeepSpeed's internals
             self.note = f"the weights' change was not measured ({type(error).__name__}: {str(error)[:200]})"
         return None
+
+
+class FrozenWeights:
+    """Tells whether a rank's share of the parameters that are not trained has changed since training began.
+
+    Compared are sums of the bits of their values, which any update changes.
+    """
+
+    def __init__(self, engine: Any, heartbeat: HeartbeatWriter) -> None:
+        self._engine, self._heartbeat = engine, heartbeat
+        self._before = self._read()
+
+    def have_changed(self) -> bool | None:
+        """None if no parameter is frozen, and if none could be read in time."""
+        if not self._before:
+            return None
+        return any(self._before.get(name, sums) != sums for name, sums in self._read().items())
+
+    def _read(self) -> dict[str, list[int]]:
+        """Sums of the parts of each tensor in memory, by its name."""
+        deadline = time.monotonic() + MAX_SECONDS
+        sums: dict[str, list[int]] = {}
+        for name, parameter in self._engine.module.named_parameters():
+            held = None if parameter.requires_grad else _held_part(parameter)
+            if held is not None and time.monotonic() < deadline:
+                bits = held.detach().contiguous().flatten().view(_BITS[held.element_size()])
+                pieces = (bits[start : start + _PIECE_ELEMENTS] for start in range(0, len(bits), _PIECE_ELEMENTS))
+                sums[name] = [int(piece.sum(dtype=torch.int64)) for piece in pieces]
+                self._heartbeat.beat(self._heartbeat.phase)
+        return sums
+
+
+def _held_part(parameter: Any) -> torch.Tensor | None:
+    """What this rank holds of a parameter, split or not; None for a part on a disk or of a format without bits."""
+    part = getattr(parameter, "ds_tensor", None)  # at stage 3
+    if part is None:
+        part = getattr(parameter, "_local_tensor", parameter)  # of FSDP2
+    elif part.status.name != "AVAILABLE":
+        return None
+    held: torch.Tensor = part
+    return held if held.numel() and held.element_size() in _BITS else None
 
 
 def sketch(fragments: Iterator[Fragment], heartbeat: HeartbeatWriter | None = None) -> torch.Tensor:

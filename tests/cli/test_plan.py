@@ -388,3 +388,32 @@ def test_a_file_whose_memory_the_formulas_do_not_know_is_named_and_left_out(
     assert "not predicted: tp: AutoTP splits layers" in shown.err
     assert "what sequence parallelism exchanges is not counted" in " ".join(shown.out.split())
     assert "None" not in shown.out
+
+
+def test_a_factory_is_planned_with_what_it_trains_and_one_that_trains_nothing_is_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own_parts.py").write_text(
+        "import torch\n"
+        "class Own(torch.nn.Module):\n"
+        "    def __init__(self, trained):\n"
+        "        super().__init__()\n"
+        "        self.base = torch.nn.Linear(2048, 2048, bias=False).requires_grad_(False)\n"
+        "        self.head = torch.nn.Linear(2048, 8, bias=False).requires_grad_(trained)\n"
+        "    def forward(self, pixels):\n"
+        "        return self.head(self.base(pixels)).pow(2).mean()\n"
+        "def batch(samples, _length, generator):\n"
+        "    return {'pixels': torch.rand(samples, 2048, generator=generator)}\n"
+        "def some(): return Own(True), batch\n"
+        "def none(): return Own(False), batch\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    arguments = ["--model-factory", "own_parts:some", "--num-gpus", "4", "--strategies", "zero0", "zero3"]
+    assert "own_parts:some · 4.21 M parameters, 0.39 % trained" in text(capsys, *arguments)
+    held = rows(capsys, "plan", *arguments)["zero0"]["gpu_bytes"]
+    trained = 2048 * 8
+    assert held["parameters"] == 2 * (2048 * 2048 + trained)
+    assert held["optimizer_states"] == 12 * trained
+    assert main(["plan", "--model-factory", "own_parts:none"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "own_parts:none: every parameter is frozen" in line

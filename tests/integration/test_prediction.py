@@ -18,8 +18,8 @@ from ds_bench.models.presets import ModelFacts, facts_from_config
 from ds_bench.prediction import model_profile, what_if
 from ds_bench.prediction.memory import predict
 from ds_bench.prediction.model_profile import ModelProfile, request_for
-from ds_bench.records.schema import SUCCESS, TrialRecord
 from tests.support.fakes import offload, reference, zero
+from tests.support.ledger_checks import check
 from tests.support.model_families import FAMILIES
 from tests.support.real_trials import Launch, make_trial
 
@@ -123,39 +123,6 @@ def _trial(
         num_gpus=ranks,
         **({"nvme_path": "/replaced-by-the-trial's-own"} if strategy.uses_nvme else {}),
     )
-
-
-def _fullest(record: TrialRecord) -> dict[tuple[str, str], int]:
-    cells: dict[tuple[str, str], int] = {}
-    for rank in record.ranks:
-        for tier, row in rank.ledger.items():
-            for category, size in row.items():
-                cells[tier, category] = max(size, cells.get((tier, category), 0))
-    return {cell: size for cell, size in cells.items() if cell[1] != "other"}
-
-
-def check(trial: Trial, profile: ModelProfile, record: TrialRecord, *, unseen_gradient: bool = False) -> None:
-    """``unseen_gradient``: the run's ledger may miss the gradient of one tensor."""
-    assert record.outcome.status == SUCCESS, record.outcome.details
-    engine = trial.configuration.engine
-    prediction = predict(profile, trial.workload, trial.placement, trial.ds_config, engine=engine)
-    predicted = {(tier, name): size for tier, row in prediction.ledger.items() for name, size in row.items()}
-    measured = _fullest(record)
-    if unseen_gradient:
-        found, most = measured.pop(("cpu", "gradients")), predicted.pop(("cpu", "gradients"))
-        assert most - 2 * max(profile.tensors) <= found <= most
-    tolerance = {cell: 0.05 if cell[1] == "activations" else 0.01 for cell in predicted}
-    wrong = {
-        cell: (predicted.get(cell, 0), measured.get(cell, 0))
-        for cell in predicted.keys() | measured.keys()
-        if measured.get(cell, 0) != pytest.approx(predicted.get(cell, 0), rel=tolerance.get(cell, 0.01))
-    }
-    assert wrong == {}, "cell: (predicted, measured)"
-    for rank in record.ranks:
-        kept = {(tier, name): size for tier, row in rank.ledger_after_step.items() for name, size in row.items()}
-        assert ("cpu", "parameters") in kept
-        assert ("cpu", "activations") not in kept
-        assert all(size <= rank.ledger[tier][name] for (tier, name), size in kept.items())
 
 
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)])

@@ -78,7 +78,7 @@ def test_what_the_formulas_do_not_know_is_named_beside_the_prediction() -> None:
 
 def test_frozen_parameters_have_no_gradient_and_no_state() -> None:
     assert isinstance(PROFILE, ModelProfile)
-    adapter = replace(PROFILE, frozen_parameters=1_000_000)
+    adapter = replace(PROFILE, frozen=((0, 1_000_000),))
     for stage, part in ((0, 1_000_000), (2, 1_000_000), (3, 500_000)):
         trial = fakes.trial(fakes.zero(stage), on=ON_GPUS)
         plain, more = (memory.predict(known, trial.workload, ON_GPUS, trial.ds_config) for known in (PROFILE, adapter))

@@ -6,10 +6,11 @@ from dataclasses import replace
 
 import pytest
 
+from ds_bench.analysis.caveats import parse_caveat
 from ds_bench.analysis.comparison import ComparisonRow
 from ds_bench.analysis.intervals import RatioInterval
 from ds_bench.report.columns import COLUMNS, NOT_TESTED, measured_columns, row_status
-from ds_bench.units import MISSING
+from ds_bench.units import MISSING, format_significant
 from tests.support import fakes
 from tests.support import sample_reports as samples
 
@@ -29,6 +30,7 @@ MEASURED = samples.row(
     gpu_difference_bytes=-2 * GB,
     host_peak_bytes=3 * GB,
     predicted_over_measured=0.98,
+    caveats=(parse_caveat("the factory makes its own batches: a sample counts as 512 tokens, whatever it holds"),),
 )
 
 
@@ -39,10 +41,12 @@ def cells(row: ComparisonRow) -> dict[str, tuple[str, float | None]]:
 
 def test_the_text_and_the_sort_key_of_every_column_by_hand() -> None:
     final_loss = MEASURED.summaries[0].losses[-1]
+    samples_per_second = 5000 / MEASURED.summaries[0].record.trial.workload.seq_length
     assert cells(MEASURED) == {
         "Step ms": ("102.4", 0.1024),
         "± ms": ("2.00", 0.002),
         "Tokens/s": ("5,000", 5000.0),
+        "Samples/s": (format_significant(samples_per_second), samples_per_second),
         "Tokens/s, 95 %": ("4,900 to 5,100", 4900.0),
         "Relative": ("1.25x", 1.25),
         "95 % interval": ("[1.10, 1.40]", 1.1),

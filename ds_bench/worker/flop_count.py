@@ -1,0 +1,66 @@
+"""Counts the floating-point operations of a forward and a backward pass, on the operations that really run.
+
+For models whose shape is not known beforehand: those of a user's factory, trained whole or in part. A frozen weight has
+no gradient, so that its matrix product runs twice, not three times; a frozen layer before all trained ones runs once.
+Counted are matrix products, convolutions and attention, two operations for a multiply-add, by torch's own table
+(``torch.utils.flop_counter``); attention in full, whatever a causal mask leaves out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry, sdpa_flop_count
+
+_aten: Any = torch.ops.aten
+
+
+def _attention_flops(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> int:
+    return int(sdpa_flop_count(query.shape, key.shape, value.shape))  # type: ignore[no-untyped-call]
+
+
+def _attention_backward_flops(_gradient: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+    """Twice those of forward: torch's table adds the scores that a fused kernel computes again."""
+    return 2 * _attention_flops(query, key, value)
+
+
+_FUSED_ATTENTION = (
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_flash_attention_for_cpu",
+)
+_FORMULAS: Mapping[Any, Callable[..., int]] = {
+    **flop_registry,
+    **{getattr(_aten, name): _attention_flops for name in _FUSED_ATTENTION},
+    **{getattr(_aten, f"{name}_backward"): _attention_backward_flops for name in _FUSED_ATTENTION},
+}
+
+
+class FlopCount(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts what runs on this rank within its context: one or more forward passes, each with its backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.model_flops = 0
+        """Without what activation checkpointing recomputes."""
+        self.recomputed_flops = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        formula = _FORMULAS.get(function._overloadpacket)
+        if formula is not None:
+            flops = int(formula(*args, **(kwargs or {}), out_val=result))
+            # Backward computes gradients without recording them, but forward passes that it repeats are recorded.
+            if torch._C._current_graph_task_id() != -1 and torch.is_grad_enabled():
+                self.recomputed_flops += flops
+            else:
+                self.model_flops += flops
+        return result
+
+    def facts(self) -> dict[str, int]:
+        """The counts, under the names of a RankMeasurement."""
+        return {"forward_backward_flops": self.model_flops, "recomputed_flops": self.recomputed_flops}

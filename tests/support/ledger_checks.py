@@ -1,0 +1,43 @@
+"""Holds the predicted memory of a trial against the tensors that it really had."""
+
+from __future__ import annotations
+
+import pytest
+
+from ds_bench.config.spec import Trial
+from ds_bench.prediction.memory import predict
+from ds_bench.prediction.model_profile import ModelProfile
+from ds_bench.records.schema import SUCCESS, TrialRecord
+
+
+def _fullest(record: TrialRecord) -> dict[tuple[str, str], int]:
+    cells: dict[tuple[str, str], int] = {}
+    for rank in record.ranks:
+        for tier, row in rank.ledger.items():
+            for category, size in row.items():
+                cells[tier, category] = max(size, cells.get((tier, category), 0))
+    return {cell: size for cell, size in cells.items() if cell[1] != "other"}
+
+
+def check(trial: Trial, profile: ModelProfile, record: TrialRecord, *, unseen_gradient: bool = False) -> None:
+    """``unseen_gradient``: the run's ledger may miss the gradient of one tensor."""
+    assert record.outcome.status == SUCCESS, record.outcome.details
+    engine = trial.configuration.engine
+    prediction = predict(profile, trial.workload, trial.placement, trial.ds_config, engine=engine)
+    predicted = {(tier, name): size for tier, row in prediction.ledger.items() for name, size in row.items()}
+    measured = _fullest(record)
+    if unseen_gradient:
+        found, most = measured.pop(("cpu", "gradients")), predicted.pop(("cpu", "gradients"))
+        assert most - 2 * max(profile.tensors) <= found <= most
+    tolerance = {cell: 0.05 if cell[1] == "activations" else 0.01 for cell in predicted}
+    wrong = {
+        cell: (predicted.get(cell, 0), measured.get(cell, 0))
+        for cell in predicted.keys() | measured.keys()
+        if measured.get(cell, 0) != pytest.approx(predicted.get(cell, 0), rel=tolerance.get(cell, 0.01))
+    }
+    assert wrong == {}, "cell: (predicted, measured)"
+    for rank in record.ranks:
+        kept = {(tier, name): size for tier, row in rank.ledger_after_step.items() for name, size in row.items()}
+        assert ("cpu", "parameters") in kept
+        assert ("cpu", "activations") not in kept
+        assert all(size <= rank.ledger[tier][name] for (tier, name), size in kept.items())

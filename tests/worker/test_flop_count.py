@@ -1,0 +1,58 @@
+"""FLOPs counted on what runs, against the formula for a model that is trained whole."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ds_bench.analysis.flops import model_flops_per_token
+from ds_bench.models.presets import find_preset
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+TOKENS = 2 * 16
+
+
+def _count(model: Any) -> Any:
+    from ds_bench.worker.flop_count import FlopCount
+
+    ids = torch.arange(TOKENS).view(2, 16)
+    with FlopCount() as counted:
+        model(input_ids=ids, labels=ids).loss.backward()
+    return counted
+
+
+def _tiny() -> Any:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    facts = find_preset("tiny")
+    assert facts is not None
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(facts.model_type, **facts.config)).eval()
+
+
+@pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable:FutureWarning")
+def test_a_model_that_is_trained_whole_counts_what_the_formula_says() -> None:
+    facts = find_preset("tiny")
+    assert facts is not None
+    expected = model_flops_per_token(facts, 16) * TOKENS
+    counted = _count(_tiny())
+    assert (counted.model_flops, counted.recomputed_flops) == (expected, 0)
+    checkpointed = _tiny().train()
+    checkpointed.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    counted = _count(checkpointed)
+    head = 2 * 1000 * 128 * TOKENS  # is not recomputed
+    assert (counted.model_flops, counted.recomputed_flops) == (expected, expected // 3 - head)
+
+
+def test_frozen_weights_count_no_gradients() -> None:
+    facts = find_preset("tiny")
+    assert facts is not None
+    products, head = facts.matmul_parameters * TOKENS, 1000 * 128 * TOKENS
+    attention = model_flops_per_token(facts, 16) * TOKENS - 6 * products
+    first, last = _tiny().requires_grad_(False), _tiny().requires_grad_(False)
+    first.transformer.wpe.requires_grad_(True)  # gradients pass through all layers to it
+    last.transformer.ln_f.requires_grad_(True)  # through the output layer alone
+    assert _count(first).model_flops == 4 * products + attention
+    assert _count(last).model_flops == 2 * products + 2 * head + attention // 3
