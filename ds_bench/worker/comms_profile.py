@@ -31,7 +31,7 @@ def observe(steps: ProfiledSteps) -> Findings:
 
 
 def _gb_per_second(operation: Mapping[str, Any]) -> float:
-    return float(operation["bytes"] / operation["seconds"] / 2**30)
+    return float(operation["bytes"] / operation["seconds"] / 2**30) if operation["seconds"] else 0.0
 
 
 def _csv_lines(operations: Sequence[Mapping[str, Any]]) -> Iterator[str]:

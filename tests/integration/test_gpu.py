@@ -206,3 +206,22 @@ def test_profiles_of_a_gpu_have_its_kernels_and_its_allocations(tmp_path: Path) 
     events = json.loads(gzip.decompress((folder / "torch_rank0.trace.json.gz").read_bytes()))["traceEvents"]
     assert any(event.get("cat") == "kernel" for event in events)
     assert (folder / "memory_rank0.snapshot.pickle").stat().st_size > 10_000
+
+
+def test_copies_between_host_and_device_are_timed_and_cpu_adam_with_them(tmp_path: Path) -> None:
+    flags = ("--strategies", "none", "cpu_optimizer", "--profile", "comms", "flops", "--output-dir", str(tmp_path))
+    subprocess.run(
+        [sys.executable, str(ROOT / "offload_comparison.py"), "--num-gpus", "1", *GPT2, *flags],
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=True,
+    )
+    kept, offloaded = json.loads(next(tmp_path.glob("*.json")).read_text())
+    assert kept["cpu_adam_gb_per_sec"] is None
+    assert offloaded["cpu_adam_gb_per_sec"] > 0.1
+    assert offloaded["phase_transfer_ms"] > 3 * (kept["phase_transfer_ms"] or 0)
+    assert offloaded["phase_transfer_ms"] > 0
+    for row in (kept, offloaded):
+        assert row["phase_communication_ms"] >= 0
+        assert 0.9 < row["profiled_flops_per_token"] / row["model_flops_per_token"] < 1.1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import json
 from collections.abc import Iterator
@@ -10,10 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+from deepspeed.profiling.flops_profiler import FlopsProfiler
+from deepspeed.runtime.zero.linear import zero3_linear_wrap
 
 from ds_bench.config.spec import Inspection, ProfileName
 from ds_bench.records.rank_files import HeartbeatWriter
-from ds_bench.worker import nsys_window, profiles, training_loop
+from ds_bench.worker import flops_profile, nsys_window, profiles, training_loop
 from ds_bench.worker.profiled_steps import Findings, ProfiledSteps
 from tests.support import fakes
 from tests.support.batches import batches
@@ -210,3 +213,18 @@ def test_without_cuda_the_steps_of_nsys_are_taken_without_its_calls(folder: Path
     engine = Engine()
     measured = take(folder, "nsys", engine=engine)
     assert (engine.steps, measured["profiles"], measured["notes"]) == (2, [], ["a note"])
+
+
+def test_linear_layers_of_stage_3_are_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If DeepSpeed's own count is no longer twice as high, it is mended there: look again."""
+    monkeypatch.setattr(torch.nn.functional, "linear", zero3_linear_wrap)
+    layer, flops = torch.nn.Linear(8, 4, bias=False), []
+    for counted_once in (contextlib.nullcontext(), flops_profile._linear_layers_counted_once()):
+        profiler = FlopsProfiler(layer)
+        with counted_once:
+            profiler.start_profile()
+        layer(torch.ones(2, 8))
+        profiler.stop_profile()
+        flops.append(profiler.get_total_flops())
+        profiler.end_profile()
+    assert flops == [2 * 2 * 2 * 8 * 4, 2 * 2 * 8 * 4]
