@@ -6,9 +6,11 @@ allocator: there torch.profiler sees the bytes that each operator allocates and 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch.autograd.profiler_util import EventList
 
 from . import memory
 from .profiled_steps import MOST_ROWS, Findings, ProfiledSteps
@@ -50,10 +52,14 @@ def _observe_cpu(steps: ProfiledSteps) -> Findings:
             steps.step()
     steps.trainer.heartbeat.beat("inspect")
     resident = memory.peak_resident_bytes()
-    averages = profiler.key_averages()
-    table = averages.table(sort_by="self_cpu_memory_usage", row_limit=_ROWS_IN_FILE, max_name_column_width=80)
+    # Stacks make events of Python's functions, which the timeline needs and a table of operators does not.
+    operators = [event for event in profiler.key_averages() if ".py(" not in event.key]
+    event_list: Any = EventList  # torch does not type it
+    table = event_list(operators, profile_memory=True).table(
+        sort_by="self_cpu_memory_usage", row_limit=_ROWS_IN_FILE, max_name_column_width=80
+    )
     steps.file("txt").write_text(table, encoding="utf-8")
-    lines = [export_timeline(profiler, steps), *_lines_by_bytes(averages, steps.count)]
+    lines = [export_timeline(profiler, steps), *_lines_by_bytes(operators, steps.count)]
     if resident is not None:
         lines.insert(
             1, f"peak of the process, with what the profiler itself keeps: {resident / 2**20:,.1f} MB resident"
@@ -61,9 +67,9 @@ def _observe_cpu(steps: ProfiledSteps) -> Findings:
     return Findings(lines=tuple(lines))
 
 
-def _lines_by_bytes(averages: Any, step_count: int) -> tuple[str, ...]:
+def _lines_by_bytes(operators: Iterable[Any], step_count: int) -> tuple[str, ...]:
     """The operators that allocate most and do not free it themselves: MB per step, calls per step, name."""
-    first = sorted(averages, key=lambda event: event.self_cpu_memory_usage, reverse=True)[:MOST_ROWS]
+    first = sorted(operators, key=lambda event: event.self_cpu_memory_usage, reverse=True)[:MOST_ROWS]
     return (
         "MB/step  calls/step  operator",
         *(
