@@ -758,6 +758,9 @@ def make_trials(
 ) -> list[Trial]:
     """Makes the trials in the order in which they run; ops, disks and predictions are not considered yet."""
     common = make_workload(options, model, placement)
+    inspection = options.inspection
+    if inspection.checkpoint and inspection.checkpoint_path is None:
+        inspection = replace(inspection, checkpoint_path=str((options.resume or options.output_dir).absolute()))
     trials: list[Trial] = []
     for repeat in range(options.repeats):
         for position, configuration in enumerate(ordered_for_round(configurations, options.seed, repeat)):
@@ -788,7 +791,7 @@ def make_trials(
                         *_differences_from_name(configuration, workload, config),
                         *validation.ineffective_settings(completed, workload, placement),
                     ),
-                    inspection=options.inspection,
+                    inspection=inspection,
                     point=dict(options.point),
                 )
             )

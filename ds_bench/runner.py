@@ -22,7 +22,7 @@ from .analysis.summary import TrialSummary, summarise
 from .analysis.time_estimate import estimate_trial_seconds
 from .config.options import Options
 from .config.spec import Precision, Trial
-from .doctor import nvme
+from .doctor import checkpoint_folder, nvme
 from .doctor import run as doctor
 from .doctor.findings import SystemAccess
 from .errors import PreflightError
@@ -286,6 +286,9 @@ def require_ready(plan: RunPlan, machine: Machine, nvme_folder: nvme.NvmeFolder 
         predicted_host_bytes = trial_predictions.peak_host_bytes(plan.trials)
         if not plan.options.force:
             trial_predictions.require_host_memory(plan.trials, first.memory.node_bytes)
+    if plan.options.inspection.checkpoint:
+        profiles = [each.profile for each in plan.plans if isinstance(each.profile, ModelProfile)]
+        checkpoint_folder.check_folder(plan.options.inspection.checkpoint_path, profiles, plan.trials)
     findings = doctor.run_plan_checks(
         plan.placement,
         plan.configurations,

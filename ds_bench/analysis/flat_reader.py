@@ -18,10 +18,11 @@ from ..config.deepspeed_config import minimal_config
 from ..config.spec import Configuration, Engine, Placement, Strategy, Trial, Workload
 from ..models.presets import ModelFacts, find_preset
 from ..records.json_files import check_numbers, invalid_value
-from ..records.schema import SUCCESS, Outcome, RankMeasurement, TrialRecord
+from ..records.schema import CHECKPOINT_ACTIONS, SUCCESS, Outcome, RankMeasurement, TrialRecord
 from ..system.environment import Environment
 from ..system.gpus import GpuFacts
 from .caveats import parse_caveats
+from .checkpoints import CheckpointCost
 from .flat_rows import COLUMNS, HOST_PHASES, MIG_SUFFIX
 from .phase_memory import NodePhaseMemory
 from .step_costs import StepCosts
@@ -36,7 +37,7 @@ _TEXTS = frozenset((
     "gpu_name", "cpu_model", "torch_version", "deepspeed_version", "transformers_version", "cuda_version",
     "gpu_driver_version", "engine", "seq_policy", "data_file", "point",
 ))  # fmt: skip
-_FLAGS = frozenset(("success", "activation_checkpointing", "disk_bound"))
+_FLAGS = frozenset(("success", "activation_checkpointing", "disk_bound", "checkpoint_restored"))
 _COUNTS = frozenset((
     "stage", "batch_size", "seq_length", "grad_accum", "num_steps", "warmup_steps", "repeat", "num_gpus",
     "data_parallel_size", "parameter_count", "trainable_parameter_count",
@@ -177,6 +178,8 @@ def _figures(row: Mapping[str, Any]) -> dict[str, Any]:
         "host_peak_bytes": _bytes(row, "cpu_used_gb"),
         "host_pss_bytes": _bytes(row, "cpu_pss_gb"),
         "phase_memory": _phase_memory(row),
+        "checkpoint": _checkpoint(row),
+        "checkpoint_restored": read("checkpoint_restored"),
         "nvme_stored_bytes": _bytes(row, "nvme_stored_gb"),
         "nvme_read_bytes_per_step": _exact_bytes(row, "nvme_read_gb_per_step"),
         "nvme_written_bytes_per_step": _exact_bytes(row, "nvme_written_gb_per_step"),
@@ -211,6 +214,18 @@ def _phase_memory(row: Mapping[str, Any]) -> dict[str, NodePhaseMemory]:
         for phase in HOST_PHASES
     }
     return {phase: memory for phase, memory in phases.items() if memory != NodePhaseMemory()}
+
+
+def _checkpoint(row: Mapping[str, Any]) -> dict[str, CheckpointCost]:
+    actions = {
+        action: CheckpointCost(
+            seconds=row.get(f"checkpoint_{action}_seconds"),
+            written_bytes=_bytes(row, f"checkpoint_{action}_gb"),
+            host_peak_bytes=_bytes(row, f"checkpoint_{action}_cpu_peak_gb"),
+        )
+        for action in CHECKPOINT_ACTIONS
+    }
+    return {action: cost for action, cost in actions.items() if cost != CheckpointCost()}
 
 
 def read_efficiency(row: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..records.schema import SUCCESS, RankMeasurement
+from ..records.schema import CHECKPOINT_ACTIONS, SUCCESS, RankMeasurement
 from ..system.environment import Environment
 from ..units import to_gb, to_ms
 from .loss_parity import with_loss_caveats
@@ -66,6 +66,16 @@ def _phase_gb(phase: str, size: str) -> Callable[[TrialSummary], float | None]:
     return value
 
 
+def _checkpoint(action: str, value: str) -> Callable[[TrialSummary], float | None]:
+    """One value of what was done with the checkpoint; None if it was not done. Bytes in GB."""
+
+    def read(summary: TrialSummary) -> float | None:
+        measured = getattr(summary.checkpoint.get(action), value, None)
+        return measured if value == "seconds" else to_gb(measured)
+
+    return read
+
+
 def _gpu_names(environment: Environment) -> str | None:
     names = {f"{gpu.name or 'unnamed'}{MIG_SUFFIX if gpu.mig else ''}" for gpu in environment.gpus}
     return " + ".join(sorted(names)) or None
@@ -85,6 +95,8 @@ _LEDGER_CELLS = (
 )
 HOST_PHASES = ("import", "build", "initialize", "first_step", "steady")
 """Phases that have columns of host memory."""
+CHECKPOINT_COLUMNS = {"seconds": "seconds", "gb": "written_bytes", "cpu_peak_gb": "host_peak_bytes"}
+"""End of the name of a column → field of ``CheckpointCost``."""
 MIG_SUFFIX = " (MIG)"
 """Follows the name of a GPU that is divided into MIG instances."""
 
@@ -193,6 +205,13 @@ COLUMNS: list[Column] = [
     ("data_file", lambda s: s.record.trial.workload.data_path),
     ("point", lambda s: json.dumps(dict(s.record.trial.point)) if s.record.trial.point else None),
     ("trainable_parameter_count", _of_first_rank(lambda r: r.trainable_parameter_count)),
+    *(
+        (f"checkpoint_{action}_{column}", _checkpoint(action, value))
+        for action in CHECKPOINT_ACTIONS
+        for column, value in CHECKPOINT_COLUMNS.items()
+        if (action, column) != ("load", "gb")
+    ),
+    ("checkpoint_restored", lambda s: s.checkpoint_restored),
 ]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ..records.schema import MEMORY_PHASES, PhaseMemory, RankMeasurement
@@ -25,13 +25,17 @@ class NodePhaseMemory:
 def node_phase_memory(ranks: Sequence[RankMeasurement]) -> dict[str, NodePhaseMemory]:
     """Phase → memory of the fullest node; empty if the ranks measured none."""
     phases = [phase for phase in MEMORY_PHASES if any(phase in rank.phase_memory for rank in ranks)]
-    return {phase: _of_phase(ranks, phase) for phase in phases}
+    return {
+        phase: fullest_node((rank.hostname, rank.phase_memory.get(phase, PhaseMemory())) for rank in ranks)
+        for phase in phases
+    }
 
 
-def _of_phase(ranks: Sequence[RankMeasurement], phase: str) -> NodePhaseMemory:
+def fullest_node(ranks: Iterable[tuple[str, PhaseMemory]]) -> NodePhaseMemory:
+    """The memory of one phase. ``ranks``: host and memory of each rank."""
     nodes: dict[str, list[PhaseMemory]] = {}
-    for rank in ranks:
-        nodes.setdefault(rank.hostname, []).append(rank.phase_memory.get(phase, PhaseMemory()))
+    for host, memory in ranks:
+        nodes.setdefault(host, []).append(memory)
     return NodePhaseMemory(
         host_peak_bytes=_largest([_sum([host_peak_share(each) for each in node]) for node in nodes.values()]),
         host_end_bytes=_largest([_sum([each.host_end_pss_bytes for each in node]) for node in nodes.values()]),

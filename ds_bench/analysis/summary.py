@@ -15,6 +15,7 @@ from ..records.schema import RankMeasurement, TrialRecord
 from ..system.environment import Environment
 from . import flops, trial_caveats
 from .caveats import Caveat, parse_caveat
+from .checkpoints import CheckpointCost, checkpoint_costs, is_restored
 from .intervals import sample_std
 from .phase_memory import NodePhaseMemory, node_phase_memory
 from .step_costs import NO_COSTS, StepCosts, step_costs
@@ -60,6 +61,10 @@ class TrialSummary:
     host_pss_bytes: int | None = None
     phase_memory: Mapping[str, NodePhaseMemory] = field(default_factory=dict)
     """Phase (``schema.MEMORY_PHASES``) → its memory."""
+    checkpoint: Mapping[str, CheckpointCost] = field(default_factory=dict)
+    """Action (``schema.CHECKPOINT_ACTIONS``) → its cost; empty if no checkpoint was measured."""
+    checkpoint_restored: bool | None = None
+    """Whether loading the checkpoint restored what was saved."""
     nvme_stored_bytes: int | None = None
     nvme_read_bytes_per_step: float | None = None
     nvme_written_bytes_per_step: float | None = None
@@ -166,6 +171,8 @@ def summarise(
         host_peak_bytes=_max_over_nodes(ranks, "host_peak_bytes"),
         host_pss_bytes=_max_over_nodes(ranks, "host_pss_bytes"),
         phase_memory=node_phase_memory(ranks),
+        checkpoint=checkpoint_costs(ranks),
+        checkpoint_restored=is_restored(ranks),
         nvme_stored_bytes=_sum(ranks, "nvme_stored_bytes"),
         nvme_read_bytes_per_step=_per_step(ranks, "nvme_read_bytes"),
         nvme_written_bytes_per_step=_per_step(ranks, "nvme_written_bytes"),

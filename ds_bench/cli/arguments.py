@@ -87,6 +87,7 @@ def build_parser(family: Family, prog: str) -> argparse.ArgumentParser:
     _add_hardware(parser)
     _add_config(parser)
     _add_profiling(parser)
+    _add_checkpoint(parser)
     _add_run(parser)
     parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
     return parser
@@ -100,6 +101,7 @@ def add_flags_over_recipe(parser: argparse.ArgumentParser) -> None:
     _add_comparison(parser, "recipe")
     _add_hardware(parser)
     _add_profiling(parser)
+    _add_checkpoint(parser)
     _add_run(parser)
     for action in parser._actions[before:]:
         action.default = argparse.SUPPRESS
@@ -343,6 +345,25 @@ def _add_profiling(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_checkpoint(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("checkpoints, after the measured steps (docs/checkpoints.md)").add_argument
+    add(
+        "--checkpoint",
+        action="store_true",
+        help="save, convert and load a checkpoint of every row, and time it; its files are removed afterwards",
+    )
+    add(
+        "--checkpoint-path",
+        type=_absolute,
+        metavar="DIR",
+        help="folder on the disk to save to; adds --checkpoint (default: the folder of the results)",
+    )
+
+
+def _absolute(text: str) -> str:
+    return str(Path(text).absolute())
+
+
 def _add_run(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("run").add_argument
     add(
@@ -429,6 +450,8 @@ def to_options(family: Family, values: argparse.Namespace) -> Options:
         profile_ranks=tuple(given.pop("profile_ranks")),
         nsys_start=given.pop("nsys_start"),
         nsys_end=given.pop("nsys_end"),
+        checkpoint=given.pop("checkpoint"),
+        checkpoint_path=given.pop("checkpoint_path"),
         monitor=given.pop("monitor"),
     )
     return check_options(Options(family=family, **given))
@@ -460,8 +483,13 @@ def check_options(options: Options) -> Options:
         options,
         relative_to=_row_name(options, "relative_to"),
         export=_row_name(options, "export"),
-        inspection=_check_profiling(options),
+        inspection=_with_checkpoint(_check_profiling(options)),
     )
+
+
+def _with_checkpoint(inspection: Inspection) -> Inspection:
+    """The inspection with a checkpoint where a folder is given for it."""
+    return replace(inspection, checkpoint=inspection.checkpoint or inspection.checkpoint_path is not None)
 
 
 def _check_profiling(options: Options) -> Inspection:

@@ -288,6 +288,14 @@ class Output(_Section):
             "folder; tensorboard: to TensorBoard's files too."
         ),
     ] = None
+    checkpoint: Annotated[
+        bool,
+        Field(description="Save, convert and load a checkpoint of every row after its measured steps, and time it."),
+    ] = False
+    checkpoint_path: Annotated[
+        str | None,
+        Field(description="Folder on the disk to save to; adds checkpoint. Without it the folder of the results."),
+    ] = None
 
 
 class Recipe(_Section):
@@ -371,6 +379,8 @@ PATHS: Mapping[str, str] = {
     "repeats": "output.repeats",
     "goal": "output.goal",
     "export": "output.export",
+    "checkpoint": "output.checkpoint",
+    "checkpoint_path": "output.checkpoint_path",
     "monitor": "output.monitor",
 }
 """Field of Options, or of its Inspection → key path of the recipe."""

@@ -368,7 +368,9 @@ class Inspection:
     nsys_end: int = -1
     """Last step of that window; -1: the last that profilers observe."""
     checkpoint: bool = False
-    """Whether a checkpoint is saved and loaded after the measured window."""
+    """Whether a checkpoint is saved, loaded and converted after the measured window."""
+    checkpoint_path: str | None = None
+    """Folder in whose private sub-folder that is done; None: the folder of the trial."""
     monitor: Monitor | None = None
     """``steps``: loss, memory and throughput of each step are written to steps.jsonl while the trial runs;
     ``tensorboard``: to TensorBoard's files too. None: neither."""
@@ -444,7 +446,7 @@ class Trial:
         if self.configuration.variables:
             facts["variables"] = dict(self.configuration.variables)
         if self.inspection != NO_INSPECTION:
-            facts["inspection"] = asdict(self.inspection)
+            facts["inspection"] = {**asdict(self.inspection), "checkpoint_path": None}  # another disk is no other trial
         text = json.dumps(facts, sort_keys=True, default=str)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 

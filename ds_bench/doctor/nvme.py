@@ -17,7 +17,7 @@ from typing import Any
 from ..config import deepspeed_config, strategies
 from ..config.spec import Placement, Workload
 from ..errors import PreflightError
-from ..launch.scratch import remove_abandoned_swap
+from ..launch.scratch import remove_abandoned_folders
 from ..models.lookup import ResolvedModel
 from ..system import files
 from ..system.host_memory import read_text
@@ -63,7 +63,7 @@ def check_folder(path: Path) -> NvmeFolder:
         raise PreflightError(
             f"--nvme-path {path} cannot be written: {error.strerror}", remedy="give a folder that you may write to"
         ) from None
-    remove_abandoned_swap(path)
+    remove_abandoned_folders(path)
     kind = file_system(path)
     caveat = None
     if kind in _NOT_A_DISK:

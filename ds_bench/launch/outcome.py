@@ -132,7 +132,8 @@ def _unfinished_caveat(failures: tuple[RankFailure, ...]) -> str:
     if first is not None:
         message = " ".join(first.message.split())[:_MOST_CAVEAT_LENGTH]
         cause = f" ({first.error_class} on rank {first.rank}: {message})"
-    return f"what follows the measured window (ledger, phases, profiles) failed{cause}; the measured steps had finished"
+    what = "what follows the measured window (ledger, phases, profiles, checkpoint)"
+    return f"{what} failed{cause}; the measured steps had finished"
 
 
 def _exit_caveats(evidence: Evidence) -> tuple[str, ...]:

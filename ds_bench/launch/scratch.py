@@ -1,8 +1,8 @@
-"""Names and removes what a run creates outside its folder: swap files, shared memory, temporary files.
+"""Names and removes what a run creates for a time: swap files, checkpoints, shared memory, temporary files.
 
 A run that is killed removes nothing. So each process notes what it is about to create in a file of its own, beside the
-shared memory; the next run of the same user removes what processes have noted that no longer exist. Swap folders, on
-other disks, carry their owner in their name.
+shared memory; the next run of the same user removes what processes have noted that no longer exist. Folders of swap
+files and checkpoints, on other disks, carry their owner in their name.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from ..records.rank_files import Assignment, append_line
 from ..system.processes import is_alive, start_ticks
 
 _SWAP_PREFIX = "ds_bench_swap"
+_CHECKPOINT_PREFIX = "ds_bench_checkpoint"
 _OWNER_PREFIX = "ds_bench_owner"
 _SHARED_MEMORY = Path("/dev/shm")
 _REMOVABLE = ("deepspeed_allreduce_buffer_", "ds_bench_meet_", "pymp-")
@@ -153,8 +154,21 @@ def swap_folder(trial: Trial, scratch_id: str) -> str | None:
     """
     if trial.placement.nvme_path is None or not trial.configuration.uses_nvme:
         return None
-    name = f"{_SWAP_PREFIX}.{_host_and_namespace()}.{_name_own_process()}.{scratch_id}"
-    return str(Path(trial.placement.nvme_path).resolve() / name)
+    return _private_folder(trial.placement.nvme_path, _SWAP_PREFIX, scratch_id)
+
+
+def checkpoint_folder(trial: Trial, folder: Path, scratch_id: str) -> str | None:
+    """The private folder for this trial's checkpoint, likewise named; None where none is measured.
+
+    ``folder``: of the trial.
+    """
+    if not trial.inspection.checkpoint:
+        return None
+    return _private_folder(trial.inspection.checkpoint_path or folder, _CHECKPOINT_PREFIX, scratch_id)
+
+
+def _private_folder(parent: str | Path, prefix: str, scratch_id: str) -> str:
+    return str(Path(parent).resolve() / f"{prefix}.{_host_and_namespace()}.{_name_own_process()}.{scratch_id}")
 
 
 def disk_is_full(folder: str | None) -> bool:
@@ -170,20 +184,22 @@ def disk_is_full(folder: str | None) -> bool:
 
 
 def remove_scratch(assignment: Assignment) -> None:
-    """Removes swap folder, shared-memory segments and rendezvous file, if they exist."""
-    if assignment.swap_folder is not None:
-        shutil.rmtree(assignment.swap_folder, ignore_errors=True)
+    """Removes the private folders, shared-memory segments and rendezvous file, if they exist."""
+    for folder in (assignment.swap_folder, assignment.checkpoint_folder):
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
     with contextlib.suppress(OSError):
         _remove_matches(shared_memory(assignment.scratch_id))
     if assignment.rendezvous is not None:
         Path(assignment.rendezvous.removeprefix("file://")).unlink(missing_ok=True)
 
 
-def remove_abandoned_swap(nvme_path: Path) -> list[str]:
-    """Removes swap folders whose owner on this host has ended. Returns their names."""
+def remove_abandoned_folders(parent: Path) -> list[str]:
+    """Removes private folders in ``parent`` whose owner on this host has ended. Returns their names."""
     removed = []
-    for folder in nvme_path.glob(f"{_SWAP_PREFIX}.{glob.escape(_host_and_namespace())}.*.*"):
-        if _is_gone(folder.name.split(".")[-2]):
-            shutil.rmtree(folder, ignore_errors=True)
-            removed.append(folder.name)
+    for prefix in (_SWAP_PREFIX, _CHECKPOINT_PREFIX):
+        for folder in parent.glob(f"{prefix}.{glob.escape(_host_and_namespace())}.*.*"):
+            if _is_gone(folder.name.split(".")[-2]):
+                shutil.rmtree(folder, ignore_errors=True)
+                removed.append(folder.name)
     return removed

@@ -18,6 +18,7 @@ from ..system.signals import raising_on_interrupt
 from .monitor import Ending, Limits, Progress, ProgressCallback, watch
 from .outcome import Evidence, determine_outcome
 from .scratch import (
+    checkpoint_folder,
     disk_is_full,
     new_scratch_id,
     note_owned,
@@ -60,7 +61,7 @@ def run_trial(
     process tree is ended first.
     """
     processes.adopt_orphans()
-    assignment = _create_assignment(trial, environment, rendezvous_by_file, limits)
+    assignment = _create_assignment(trial, folder, environment, rendezvous_by_file, limits)
     assignment.save(folder, with_swap_folder(trial.ds_config, assignment.swap_folder or ""))
     started_at, clock = datetime.now(UTC).isoformat(timespec="seconds"), time.monotonic()
     oom_kills_before = _read_oom_kill_count()
@@ -127,7 +128,7 @@ _MAX_COLLECTIVE_SECONDS = 30 * 24 * 3600.0
 
 
 def _create_assignment(
-    trial: Trial, environment: Mapping[str, str], rendezvous_by_file: bool, limits: Limits
+    trial: Trial, folder: Path, environment: Mapping[str, str], rendezvous_by_file: bool, limits: Limits
 ) -> Assignment:
     scratch_id = new_scratch_id()
     rendezvous = rendezvous_file(scratch_id)
@@ -136,15 +137,16 @@ def _create_assignment(
         rendezvous_by_file
     ):  # it exists for as long as the trial runs: a rank started by hand afterwards finds it missing
         rendezvous.touch(mode=0o600, exist_ok=False)
-    swap = swap_folder(trial, scratch_id)
-    if swap is not None:
-        Path(swap).mkdir()
+    swap, checkpoint = swap_folder(trial, scratch_id), checkpoint_folder(trial, folder, scratch_id)
+    for private in filter(None, (swap, checkpoint)):
+        Path(private).mkdir(parents=True)
     return Assignment(
         trial=trial,
         rendezvous=f"file://{rendezvous}" if rendezvous_by_file else None,
         scratch_id=scratch_id,
         environment={**environment, **trial.configuration.variables},
         swap_folder=swap,
+        checkpoint_folder=checkpoint,
         collective_timeout_seconds=min(
             max(limits.timeout_seconds, limits.stall_timeout_seconds) + _COLLECTIVE_MARGIN_SECONDS,
             _MAX_COLLECTIVE_SECONDS,

@@ -69,6 +69,8 @@ class Assignment:
     """Variables set in every rank before torch is used."""
     swap_folder: str | None = None
     """Private folder for NVMe swapping."""
+    checkpoint_folder: str | None = None
+    """Private folder for the checkpoint that is measured; None without one."""
     collective_timeout_seconds: float | None = None
     """For one collective: longer than any limit of the trial, so that no library ends a rank before the parent does."""
     working_folder: str | None = None

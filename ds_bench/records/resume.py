@@ -38,8 +38,9 @@ def require_same_workload(store: RunFolder, trials: Sequence[Trial], leave_out: 
     present = {name: [trial[name] for trial in _distinct(trials)] for name in ("workload", "placement")}
     own_changes = {field for trial in trials for field in trial.configuration.workload_changes}
     texts = {trial.configuration.name: trial.configuration.file_text for trial in trials}
-    inspections = {_text_without(asdict(trial.inspection), ()) for trial in trials}
     digests = {(trial.workload.data_path, trial.workload.data_digest) for trial in trials}
+    elsewhere = ("checkpoint_path",)  # the run may have been moved
+    inspections = {_text_without(asdict(trial.inspection), elsewhere) for trial in trials}
     known: dict[tuple[str, frozenset[str]], set[str]] = {}
     for stored in store.load_run().get("trials", []):
         configuration = stored.get("configuration")
@@ -52,7 +53,7 @@ def require_same_workload(store: RunFolder, trials: Sequence[Trial], leave_out: 
             )
         inspection = stored.get("inspection")
         inspection = inspection if isinstance(inspection, dict) else {}  # older runs have none, or fewer fields
-        if _text_without({**asdict(NO_INSPECTION), **inspection}, ()) not in inspections:
+        if _text_without({**asdict(NO_INSPECTION), **inspection}, elsewhere) not in inspections:
             raise UsageError(
                 f"--resume {store.folder}: other --profile, --checkpoint or --monitor flags than it began with",
                 remedy="start a new run",

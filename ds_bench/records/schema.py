@@ -104,6 +104,24 @@ class CommunicationOperation:
     """The part of ``seconds`` beyond the fastest rank's, which waited for no other; None if not known."""
 
 
+CHECKPOINT_ACTIONS = ("save", "universal", "load", "model_16bit")
+"""What is done with a checkpoint after the measured window, in order (docs/checkpoints.md)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointAction:
+    """One of ``CHECKPOINT_ACTIONS`` on one rank."""
+
+    seconds: float | None = None
+    """Until the rank's own part was done; None if it was not."""
+    memory: PhaseMemory = PhaseMemory()
+    """Of the rank while it was done; on the first rank with the peak of the processes that convert a checkpoint."""
+    written_bytes: int | None = None
+    """Size of the files of the whole job, on the first rank alone."""
+    not_done: str | None = None
+    """Why it could not be done."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankMeasurement:
     """What one rank measured in one trial; of this rank alone unless said otherwise."""
@@ -242,6 +260,11 @@ class RankMeasurement:
     this rank, without what activation checkpointing recomputes (worker/flop_count.py); None where not counted."""
     recomputed_flops: int | None = None
     """Those that activation checkpointing recomputes besides."""
+    checkpoint: Mapping[str, CheckpointAction] = field(default_factory=dict)
+    """Each of ``CHECKPOINT_ACTIONS`` that was tried → what came of it; empty without ``Inspection.checkpoint``."""
+    checkpoint_restored: bool | None = None
+    """Whether weights and loss were those of the saved state again after loading it; None where that was not tried, and
+    where the step in between had not changed this rank's weights."""
     notes: tuple[str, ...] = ()
     """Caveats that the rank itself reports about its numbers."""
     profiles: tuple[Profile, ...] = ()

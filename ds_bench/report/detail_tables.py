@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
+from ..analysis.checkpoints import CheckpointCost, slowest_costs
 from ..analysis.comparison import Comparison, ComparisonRow
 from ..analysis.phase_memory import NodePhaseMemory, combined
 from ..units import MISSING, format_significant, to_gb
@@ -65,21 +66,46 @@ def _of_phases(
     yield from _table(heading, meaning, {row.label: cells(row) for row in comparison.rows})
 
 
+_ACTIONS = {"save": "Save", "universal": "To universal", "load": "Load", "model_16bit": "16-bit model"}
+
+
+def _checkpoint_tables(comparison: Comparison) -> Iterator[DetailTable]:
+    def cell(cost: CheckpointCost) -> str:
+        if cost.seconds is None:
+            return MISSING
+        written = "" if cost.written_bytes is None else f", {_gigabytes(to_gb(cost.written_bytes))} GB"
+        return f"{format_significant(cost.seconds)} s{written} ({_gigabytes(to_gb(cost.host_peak_bytes))})"
+
+    def cells(row: ComparisonRow) -> Mapping[str, str]:
+        costs = slowest_costs([run.checkpoint for run in row.successes])
+        known = [run.checkpoint_restored for run in row.successes if run.checkpoint_restored is not None]
+        restored = MISSING if not known else "yes" if all(known) else "NO"
+        return {title: cell(costs.get(action, CheckpointCost())) for action, title in _ACTIONS.items()} | {
+            "Restored": restored
+        }
+
+    yield from _table(
+        "Checkpoint",
+        "seconds on the slowest rank, GB of files, in brackets GB of host memory at the peak on the fullest node",
+        {row.label: cells(row) for row in comparison.rows},
+    )
+
+
 def _gigabytes(size: float | None) -> str:
     return MISSING if size is None else format_significant(size)
 
 
 def _table(heading: str, meaning: str, cells: Mapping[str, Mapping[str, str]]) -> Iterator[DetailTable]:
     """``cells``: label of a row → heading of a column → text. No table if no cell has a value."""
-    titles = dict.fromkeys(title for row in cells.values() for title, text in row.items() if text != MISSING)
+    titles = [title for title in next(iter(cells.values()), {}) if any(row[title] != MISSING for row in cells.values())]
     labels = [label for label, row in cells.items() if any(text != MISSING for text in row.values())]
     if labels:
         yield DetailTable(
             heading=heading,
             meaning=meaning,
             headings=("Strategy", *titles),
-            rows=tuple((label, *(cells[label].get(title, MISSING) for title in titles)) for label in labels),
+            rows=tuple((label, *(cells[label][title] for title in titles)) for label in labels),
         )
 
 
-_TABLES: tuple[Callable[[Comparison], Iterator[DetailTable]], ...] = (_phase_memory_tables,)
+_TABLES: tuple[Callable[[Comparison], Iterator[DetailTable]], ...] = (_phase_memory_tables, _checkpoint_tables)

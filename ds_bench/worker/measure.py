@@ -21,6 +21,7 @@ from ..records.rank_files import Assignment, HeartbeatWriter
 from . import ledger, memory, training_loop
 from . import model as build
 from .batches import prepare_batches
+from .checkpoint import measure_checkpoint
 from .cpu_load import CpuReading, load_between
 from .flop_count import FlopCount
 from .profiles import take_profiles
@@ -142,16 +143,36 @@ def measure(
     save_partial(measured)
     measured |= take_profiles(trainer, trial, folder, measured["notes"])
     save_partial(measured)
-    # Last of all: where parameters lie on a disk, DeepSpeed fails in the next step after a forward pass that no
-    # backward pass followed.
-    measured |= {
-        "weight_change": change.since_start(),
-        "frozen_weights_changed": frozen.have_changed(),
-        "repeated_loss": training_loop.repeated_loss(trainer),
-    }
+    measured["frozen_weights_changed"] = frozen.have_changed()
+    measured |= _measure_training_and_checkpoint(trainer, change, assignment, measured, save_partial)
+    del built  # alive until here: Transformers knows by it that the weights are partitioned
+    return measured
+
+
+def _measure_training_and_checkpoint(
+    trainer: training_loop.Trainer,
+    change: WeightChange,
+    assignment: Assignment,
+    measured: dict[str, Any],
+    save_partial: SavePartial,
+) -> dict[str, Any]:
+    """``measured`` with what training has done to the weights, then with what a checkpoint of them costs.
+
+    Where parameters lie on a disk, DeepSpeed fails in a step after a forward pass that no backward pass followed.
+    There the loss is computed last of all, after the step by which the checkpoint is tried.
+    """
+    measured = {**measured, "weight_change": change.since_start()}
     if change.note is not None:
         measured["notes"] = [*measured["notes"], change.note]
-    del built  # alive until here: Transformers knows by it that the weights are partitioned
+    loss_last = assignment.trial.configuration.offload_param == "nvme"
+    if not loss_last:
+        measured["repeated_loss"] = training_loop.repeated_loss(trainer)
+    if assignment.checkpoint_folder is not None:
+        save_partial(measured)
+        folder = Path(assignment.checkpoint_folder)
+        measured |= measure_checkpoint(trainer, change, folder, measured, save_partial)
+    if loss_last:
+        measured["repeated_loss"] = training_loop.repeated_loss(trainer)
     return measured
 
 

@@ -11,7 +11,7 @@ import contextlib
 import gc
 import resource
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +88,20 @@ def _gpu_bytes(accelerator: str) -> dict[str, int | None]:
     import torch
 
     return {"gpu_peak_bytes": torch.cuda.max_memory_allocated(), "gpu_end_bytes": torch.cuda.memory_allocated()}
+
+
+def proportional_bytes(pids: Iterable[int]) -> int:
+    """Memory of processes, each shared page divided by the processes that map it; those that have ended count 0."""
+    return sum(_read_sizes(f"/proc/{pid}/smaps_rollup").get("Pss", 0) for pid in pids)
+
+
+def transferred_bytes() -> int | None:
+    """Bytes that this process has read and written by system calls, cached ones too; None where unreadable."""
+    try:
+        values = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+        return int(values["rchar"]) + int(values["wchar"])
+    except (OSError, ValueError, KeyError):
+        return None
 
 
 def io_bytes() -> tuple[int, int] | None:

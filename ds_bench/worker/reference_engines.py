@@ -17,6 +17,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -125,6 +126,42 @@ class ReferenceEngine(abc.ABC):
     def parameter_tensors(self) -> Iterator[torch.Tensor]:
         """Every tensor that holds parameters, for the optimizer or for a pass."""
         yield from self.module.parameters()
+
+    def save_checkpoint(self, save_dir: str, tag: str) -> None:
+        """Saves weights and optimizer states by ``torch.distributed.checkpoint``; to be called on all ranks."""
+        from torch.distributed.checkpoint.state_dict_saver import save
+
+        save(self._state(), checkpoint_id=Path(save_dir) / tag)
+
+    def load_checkpoint(self, load_dir: str, tag: str) -> tuple[str, None]:
+        """The inverse of ``save_checkpoint``. Returns the path first, as DeepSpeed's engine does."""
+        from torch.distributed.checkpoint.state_dict import set_state_dict
+        from torch.distributed.checkpoint.state_dict_loader import load
+
+        path, state = Path(load_dir) / tag, self._state()
+        load(state, checkpoint_id=path)
+        set_state_dict(
+            self.module, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+        )
+        return str(path), None
+
+    def _state(self) -> dict[str, Any]:
+        """Weights and optimizer states by name; of a split tensor this rank's part."""
+        from torch.distributed.checkpoint.state_dict import get_state_dict
+
+        weights, states = get_state_dict(self.module, self.optimizer)
+        return {"model": weights, "optimizer": states}
+
+    def save_16bit_model(self, save_dir: str) -> None:
+        """Saves the weights alone in the row's number format, on the first rank; to be called on all ranks."""
+        from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+        whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        weights: Mapping[str, Any] = get_model_state_dict(self.module, options=whole)
+        if torch.distributed.get_rank() == 0:
+            Path(save_dir).mkdir(parents=True)
+            reduced = {name: value.to(self._dtype) for name, value in weights.items()}
+            torch.save(reduced, Path(save_dir) / "pytorch_model.bin")
 
     def zero_optimization_stage(self) -> int:
         return self.stage

@@ -145,12 +145,12 @@ def test_every_flag_of_run_and_every_option_of_a_script_is_a_value_of_recipes_or
         "auto_seq",
     }
     own = {field.name for field in fields(Options)} - run_flags - made_of_others
-    assert own | {field.name for field in fields(Inspection)} - {"checkpoint"} == set(recipe.PATHS)
+    assert own | {field.name for field in fields(Inspection)} == set(recipe.PATHS)
 
 
 def test_what_is_observed_of_a_trial_goes_from_flags_to_a_recipe_and_back() -> None:
-    options = parse("zero", "zero.py", ["--monitor", "tensorboard"])
-    assert options.inspection == Inspection(monitor="tensorboard")
+    options = parse("zero", "zero.py", ["--monitor", "tensorboard", "--checkpoint-path", "/d"])
+    assert options.inspection == Inspection(monitor="tensorboard", checkpoint=True, checkpoint_path="/d")
     data = recipe.recipe_of(options, fakes.make_config, [])
     assert points(recipe.yaml_text(data))[0][1].inspection == options.inspection
 

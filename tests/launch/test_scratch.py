@@ -18,7 +18,7 @@ from ds_bench.launch.scratch import (
     disk_is_full,
     new_scratch_id,
     remove_abandoned,
-    remove_abandoned_swap,
+    remove_abandoned_folders,
     remove_scratch,
     swap_folder,
 )
@@ -123,55 +123,56 @@ def test_what_is_gone_already_is_no_error(tmp_path: Path) -> None:
 # ------------------------------------------------------------------ removing what dead runs left
 
 
-def abandoned(disk: Path, *, host: str | None = None, pid: int | str, number: str = "123456789") -> Path:
-    folder = disk / f"ds_bench_swap.{host or socket.gethostname()}.{NAMESPACE}.{pid}.{number}"
+def abandoned(disk: Path, *, host: str | None = None, pid: int | str, kind: str = "swap") -> Path:
+    folder = disk / f"ds_bench_{kind}.{host or socket.gethostname()}.{NAMESPACE}.{pid}.123456789"
     folder.mkdir()
     (folder / "1.tensor.swp").write_bytes(b"x")
     return folder
 
 
-def test_the_folder_of_a_dead_run_is_removed(tmp_path: Path) -> None:
-    folder = abandoned(tmp_path, pid=dead_pid())
-    assert remove_abandoned_swap(tmp_path) == [folder.name]
+@pytest.mark.parametrize("kind", ["swap", "checkpoint"])
+def test_the_folder_of_a_dead_run_is_removed(tmp_path: Path, kind: str) -> None:
+    folder = abandoned(tmp_path, pid=dead_pid(), kind=kind)
+    assert remove_abandoned_folders(tmp_path) == [folder.name]
     assert not folder.exists()
 
 
 def test_the_folder_of_a_living_run_is_kept(tmp_path: Path) -> None:
     folder = abandoned(tmp_path, pid=os.getpid())
-    assert remove_abandoned_swap(tmp_path) == []
+    assert remove_abandoned_folders(tmp_path) == []
     assert folder.exists()
 
 
 def test_the_folder_of_another_host_is_kept_since_nobody_here_knows_whether_it_lives(tmp_path: Path) -> None:
     folder = abandoned(tmp_path, host="another-node", pid=dead_pid())
-    assert remove_abandoned_swap(tmp_path) == []
+    assert remove_abandoned_folders(tmp_path) == []
     assert folder.exists()
 
 
 @pytest.mark.parametrize("name", ["models", "ds_bench_swap", "ds_bench_swap.txt", "my_ds_bench_swap.h.1.2"])
 def test_what_is_not_ours_is_kept(tmp_path: Path, name: str) -> None:
     (tmp_path / name).mkdir()
-    remove_abandoned_swap(tmp_path)
+    remove_abandoned_folders(tmp_path)
     assert (tmp_path / name).exists()
 
 
 def test_a_folder_whose_owner_is_no_number_is_kept(tmp_path: Path) -> None:
     folder = abandoned(tmp_path, pid="somebody")
-    assert remove_abandoned_swap(tmp_path) == []
+    assert remove_abandoned_folders(tmp_path) == []
     assert folder.exists()
 
 
 def test_a_host_name_with_dots_does_not_hide_the_owner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "gethostname", lambda: "node-7.cluster.example")
     dead, living = abandoned(tmp_path, pid=dead_pid()), abandoned(tmp_path, pid=os.getpid())
-    assert remove_abandoned_swap(tmp_path) == [dead.name]
+    assert remove_abandoned_folders(tmp_path) == [dead.name]
     assert living.exists()
 
 
 def test_a_number_that_another_process_has_got_since_is_a_dead_owner(tmp_path: Path) -> None:
     reused = abandoned(tmp_path, pid=f"{os.getpid()}-1")
     living = abandoned(tmp_path, pid=f"{os.getpid()}-{start_ticks(os.getpid())}")
-    assert remove_abandoned_swap(tmp_path) == [reused.name]
+    assert remove_abandoned_folders(tmp_path) == [reused.name]
     assert living.exists()
 
 

@@ -1,0 +1,58 @@
+"""What a checkpoint of a trial costs, of the whole job: from what each rank measured of its part."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..records.schema import CHECKPOINT_ACTIONS, CheckpointAction, RankMeasurement
+from .phase_memory import fullest_node
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointCost:
+    """One of ``CHECKPOINT_ACTIONS`` on the whole job; None where it was not measured."""
+
+    seconds: float | None = None
+    """On the slowest rank."""
+    written_bytes: int | None = None
+    host_peak_bytes: int | None = None
+    """Host memory of the node whose ranks take most, pages that they share counted once."""
+
+
+def checkpoint_costs(ranks: Sequence[RankMeasurement]) -> dict[str, CheckpointCost]:
+    """Action → its cost; empty if none was tried."""
+    names = [name for name in CHECKPOINT_ACTIONS if any(name in rank.checkpoint for rank in ranks)]
+    return {name: _cost(ranks, name) for name in names}
+
+
+def _cost(ranks: Sequence[RankMeasurement], name: str) -> CheckpointCost:
+    actions = [rank.checkpoint.get(name, CheckpointAction()) for rank in ranks]
+    if any(action.not_done is not None or action.seconds is None for action in actions):
+        return CheckpointCost()
+    memory = fullest_node((rank.hostname, action.memory) for rank, action in zip(ranks, actions, strict=True))
+    return CheckpointCost(
+        seconds=max(action.seconds or 0.0 for action in actions),
+        written_bytes=next((action.written_bytes for action in actions if action.written_bytes is not None), None),
+        host_peak_bytes=memory.host_peak_bytes,
+    )
+
+
+def is_restored(ranks: Sequence[RankMeasurement]) -> bool | None:
+    """Whether loading restored what was saved on every rank that can tell; None if none can."""
+    known = [rank.checkpoint_restored for rank in ranks if rank.checkpoint_restored is not None]
+    return all(known) if known else None
+
+
+def slowest_costs(runs: Sequence[Mapping[str, CheckpointCost]]) -> dict[str, CheckpointCost]:
+    """Action → its largest values in several runs of a row."""
+
+    def largest(name: str, value: str) -> float | None:
+        values = [getattr(run[name], value) for run in runs if name in run]
+        return max((each for each in values if each is not None), default=None)
+
+    names = [name for name in CHECKPOINT_ACTIONS if any(name in run for run in runs)]
+    values = ("seconds", "written_bytes", "host_peak_bytes")
+    made: dict[str, Any] = {name: {value: largest(name, value) for value in values} for name in names}
+    return {name: CheckpointCost(**fields) for name, fields in made.items()}

@@ -1,0 +1,246 @@
+"""Saves a checkpoint of a trained engine, loads it and converts it, each timed: after the measured window.
+
+Everything is written to a private folder of the trial. What no later action needs is removed at once, so that the
+folder holds at most the checkpoint and its universal form. Between saving and loading a further optimizer step changes
+the states, and the weights that passes compute with are halved: only a load that really restores all of them makes the
+loss and the weights what they were.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed
+
+from ..records.rank_files import HeartbeatWriter
+from ..system import processes
+from . import memory, training_loop
+from .reference_engines import ReferenceEngine
+from .weight_change import WeightChange
+
+_TAG = "step"
+_UNSUPPORTED = (NotImplementedError, AssertionError, ValueError, TypeError, KeyError, AttributeError, IndexError)
+"""What DeepSpeed raises on every rank alike where it cannot do something. Any other exception, such as of a full disk,
+may be one rank's alone: it ends the trial, whose measured steps are stored."""
+_TITLES = {
+    "save": "saving a checkpoint",
+    "universal": "converting it to a universal checkpoint",
+    "load": "loading it",
+    "model_16bit": "saving the 16-bit model",
+}
+_BEAT_SECONDS = 2.0
+_SAMPLE_SECONDS = 0.05
+_LONGEST_REASON = 200
+_LAUNCHER_VARIABLES = (
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "LOCAL_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
+
+Action = Callable[[], str | None]
+"""Does something on all ranks. Returns why it could not be done; None if it was."""
+
+
+def measure_checkpoint(
+    trainer: training_loop.Trainer,
+    change: WeightChange,
+    folder: Path,
+    measured: dict[str, Any],
+    save_partial: Callable[[dict[str, Any]], None],
+) -> dict[str, Any]:
+    """Saves, converts and loads a checkpoint in ``folder``. Returns further fields of a RankMeasurement.
+
+    ``measured``: the fields so far, with the loss and the change of the weights as they are now. ``save_partial`` gets
+    all that is known after each action. Raises OSError and RuntimeError, such as for a full disk.
+    """
+    engine, first = trainer.engine, torch.distributed.get_rank() == 0
+    checkpoint, universal, model = folder / "checkpoint", folder / "universal", folder / "model"
+    meter = memory.PhaseMeter(trainer.accelerator)
+    result: dict[str, Any] = {"checkpoint": {}, "notes": list(measured["notes"])}
+
+    def run(name: str, action: Action, files: Path | None, other_peaks: Sequence[int] = ()) -> bool:
+        facts = _run(trainer, meter, name, action, files if first else None)
+        if facts["memory"].get("host_peak_bytes") is not None:
+            facts["memory"]["host_peak_bytes"] += sum(other_peaks)
+        result["checkpoint"][name] = facts
+        if facts["not_done"] is not None and first:
+            result["notes"].append(f"{_TITLES[name]} was not done: {facts['not_done']}")
+        save_partial({**measured, **result})
+        return facts["not_done"] is None
+
+    if run("save", lambda: _without_result(engine.save_checkpoint(str(checkpoint), tag=_TAG)), checkpoint):
+        peaks: list[int] = []
+        convert = functools.partial(_convert, engine, checkpoint / _TAG, universal / _TAG, trainer.heartbeat, peaks)
+        run("universal", convert, universal, peaks)
+        _remove(universal)
+        _change_weights(trainer)
+        changed = change.since_start() != measured["weight_change"]
+        if run("load", lambda: _load(engine, checkpoint), None):
+            restored = _is_restored(trainer, change, measured)
+            result["checkpoint_restored"] = restored if changed else None
+            if changed and not restored:
+                result["notes"].append("a loaded checkpoint did not restore the weights that were saved")
+        _remove(checkpoint)
+    run("model_16bit", lambda: _save_model(engine, model), model)
+    _remove(model)
+    return result
+
+
+def _run(
+    trainer: training_loop.Trainer, meter: memory.PhaseMeter, name: str, action: Action, files: Path | None
+) -> dict[str, Any]:
+    """Runs one action, which all ranks begin together. Returns the fields of a CheckpointAction.
+
+    ``files``: the folder whose size counts; None on all ranks but the first.
+    """
+    torch.distributed.barrier()
+    meter.begin()
+    start = time.perf_counter()
+    with _beating_while_io_goes_on(trainer.heartbeat):
+        try:
+            not_done = action()
+        except _UNSUPPORTED as error:
+            not_done = f"{type(error).__name__}: {' '.join(str(error).split())[:_LONGEST_REASON]}"
+        training_loop.synchronize(trainer.accelerator)
+    seconds = time.perf_counter() - start
+    meter.end(name)
+    torch.distributed.barrier()  # now every rank has written its files
+    done = not_done is None
+    return {
+        "seconds": seconds if done else None,
+        "memory": meter.phases[name] if done else {},
+        "written_bytes": _size(files) if done and files is not None else None,
+        "not_done": not_done,
+    }
+
+
+def _change_weights(trainer: training_loop.Trainer) -> None:
+    """Takes a further optimizer step, and halves the 16-bit weights, of which a step may leave most as they were."""
+    for _ in range(trainer.grad_accum):
+        training_loop.time_micro_step(trainer)
+    with torch.no_grad():
+        for parameter in trainer.engine.module.parameters():
+            values = getattr(parameter, "ds_tensor", parameter.detach())  # at stage 3 this rank's part
+            if values.is_floating_point():  # quantised weights are not
+                values.mul_(0.5)
+
+
+def _without_result(_result: object) -> None:
+    return None
+
+
+def _load(engine: Any, folder: Path) -> str | None:
+    path, _ = engine.load_checkpoint(str(folder), tag=_TAG)
+    return None if path is not None else "no checkpoint was found"
+
+
+def _is_restored(trainer: training_loop.Trainer, change: WeightChange, measured: dict[str, Any]) -> bool:
+    """Whether this rank's weights, and the loss on its first batch, are what they were before saving."""
+    saved = measured["weight_change"]
+    same_weights = saved is None or change.since_start() == saved
+    if "repeated_loss" not in measured or trainer.is_compiled:  # on all ranks alike
+        return same_weights
+    before, after = measured["repeated_loss"], training_loop.repeated_loss(trainer)
+    same_loss = before == after if before is None or after is None else math.isclose(before, after, rel_tol=1e-6)
+    return same_weights and same_loss
+
+
+def _convert(
+    engine: Any, checkpoint: Path, universal: Path, heartbeat: HeartbeatWriter, tree_peaks: list[int]
+) -> str | None:
+    """Converts to a universal checkpoint by DeepSpeed's program, which the first rank starts as a user would.
+
+    The other ranks wait in the barrier that follows. ``tree_peaks`` gets the peak memory of the program's processes.
+    """
+    if isinstance(engine, ReferenceEngine):
+        return "DeepSpeed converts its own checkpoints alone"
+    if torch.distributed.get_rank() != 0:
+        return None
+    command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--inject_missing_state"]
+    command += ["--input_folder", str(checkpoint), "--output_folder", str(universal)]
+    environment = {name: value for name, value in os.environ.items() if name not in _LAUNCHER_VARIABLES}
+    with tempfile.TemporaryFile() as output:
+        program = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
+        try:
+            peak = 0
+            while program.poll() is None:
+                heartbeat.beat(heartbeat.phase)
+                peak = max(peak, memory.proportional_bytes({program.pid} | processes.descendants(program.pid)))
+                time.sleep(_SAMPLE_SECONDS)
+        finally:
+            program.kill()
+            program.wait()
+        tree_peaks.append(peak)
+        if program.returncode == 0:
+            return None
+        output.seek(0)
+        lines = output.read().decode(errors="replace").strip().splitlines()
+    if not lines:
+        return f"exit code {program.returncode}"
+    return lines[-1].replace(str(checkpoint), "CHECKPOINT")[:_LONGEST_REASON]
+
+
+def _save_model(engine: Any, folder: Path) -> str | None:
+    """Saves the weights alone, gathered on the first rank at stage 3.
+
+    There DeepSpeed does so only where ``stage3_gather_16bit_weights_on_model_save`` is set: the row trained without,
+    which changes nothing but this.
+    """
+    if isinstance(engine, ReferenceEngine):
+        engine.save_16bit_model(str(folder))
+        return None
+    zero = engine._config.zero_config
+    as_trained = zero.gather_16bit_weights_on_model_save
+    zero.gather_16bit_weights_on_model_save = True
+    try:
+        return None if engine.save_16bit_model(str(folder)) else "DeepSpeed saved no model"
+    finally:
+        zero.gather_16bit_weights_on_model_save = as_trained
+
+
+def _size(folder: Path) -> int:
+    """Bytes of all files in a folder."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def _remove(folder: Path) -> None:
+    if torch.distributed.get_rank() == 0:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _beating_while_io_goes_on(heartbeat: HeartbeatWriter) -> Iterator[None]:
+    """Reports a sign of life as long as this process reads or writes: a large checkpoint takes minutes."""
+    ended = threading.Event()
+
+    def watch() -> None:
+        before = memory.transferred_bytes()
+        while not ended.wait(_BEAT_SECONDS):
+            if (now := memory.transferred_bytes()) != before:
+                heartbeat.beat(heartbeat.phase)
+                before = now
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        watcher.join()
