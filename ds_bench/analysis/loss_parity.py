@@ -107,8 +107,8 @@ def _group_equal_batches(summaries: Sequence[TrialSummary]) -> list[_Group]:
         if not summary.losses or None in summary.losses:
             continue
         workload = replace(summary.record.trial.workload, **_COMMON_VALUES)
-        arithmetic = other_arithmetic(summary.record.trial.configuration.axis_values)
-        batch = summary.micro_batch_size, summary.grad_accum, summary.data_parallel_size, workload, arithmetic
+        other = other_arithmetic(summary.record.trial.configuration.axis_values), summary.record.trial.common_settings
+        batch = summary.micro_batch_size, summary.grad_accum, summary.data_parallel_size, workload, other
         if batch not in batches:  # a workload holds mappings, so that it is no key of a dictionary
             batches.append(batch)
             groups.append({})

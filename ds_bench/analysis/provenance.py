@@ -77,7 +77,7 @@ def title(summaries: Sequence[TrialSummary]) -> str:
         accumulated = " × each row's accumulation"
     model = f"{workload.model}{_trained_share(summaries)}"
     data = f" · data {Path(workload.data_path).name}" if workload.data_path else ""
-    point = "".join(f" · {point_text({path: value})}" for path, value in _unnamed_values(summaries[0].record.trial))
+    point = "".join(f" · {point_text({path: value})}" for path, value in unnamed_values(summaries[0].record.trial))
     return (
         f"{model} · {devices} · {precision} · {batch} × {length}{accumulated} · {workload.num_steps} steps{data}{point}"
     )
@@ -91,7 +91,7 @@ _NAMED = (
 """Key paths of recipes whose values a title has in any case."""
 
 
-def _unnamed_values(trial: Trial) -> Iterator[tuple[str, Any]]:
+def unnamed_values(trial: Trial) -> Iterator[tuple[str, Any]]:
     """The values of a sweep's point that a title would not show otherwise."""
     return ((path, value) for path, value in trial.point.items() if path not in _NAMED)
 

@@ -5,15 +5,19 @@ MB is 2**20 bytes here, as GB is 2**30 elsewhere.
 
 from __future__ import annotations
 
+import re
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 from ..analysis.caveats import CaveatKind
 from ..analysis.intervals import geometric_mean
+from ..analysis.provenance import unnamed_values
 from ..analysis.summary import TrialSummary
 from ..analysis.trial_caveats import measured_values
+from ..config.spec import Trial, point_text
 from ..records.schema import SUCCESS
 from ..system.environment import Environment
 from ..units import BYTES_PER_MB
@@ -157,6 +161,17 @@ def workload_facts(summary: TrialSummary) -> dict[str, Any]:
     }
 
 
+def _other_data_and_point(trial: Trial) -> Iterator[str]:
+    """The file of a trial that does not train on random ids, and values of a sweep's point that no other part shows."""
+    if trial.workload.data_path is not None:
+        yield f"data {Path(trial.workload.data_path).name}"
+    yield from (point_text({path: value}) for path, value in unnamed_values(trial))
+
+
+def _plain_text(text: str) -> str:
+    return re.sub(r"[^A-Za-z0-9._+]+", "_", text).strip("_")
+
+
 def baseline_name(summary: TrialSummary) -> str:
     """``<model>/<strategy>``, then the values that are not the scripts' defaults, as in ``/batch8-seq1024-4ranks``.
 
@@ -173,6 +188,7 @@ def baseline_name(summary: TrialSummary) -> str:
         ("checkpointing", facts["activation_checkpointing"]),
         (f"stage{facts['stage']}", not by_stage and facts["stage"] != 3),
         (f"{facts['num_gpus']}ranks", facts["num_gpus"] != 1),
+        *((_plain_text(text), True) for text in _other_data_and_point(summary.record.trial)),
     )
     suffix = "-".join(text for text, differs in parts if differs)
     return "/".join([facts["model"], facts["strategy"], *([suffix] if suffix else [])])

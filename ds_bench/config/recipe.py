@@ -734,7 +734,7 @@ def recipe_schema() -> Data:
         listed = {"type": "array", "items": copy.deepcopy(value), "minItems": 1}
         alternatives = value["anyOf"] if set(value) == {"anyOf"} else [value]
         properties[key] = {**notes, "anyOf": [*alternatives, listed]}
-    values = {"type": ["boolean", "integer", "number", "string", "null"]}
+    values = {"type": ["boolean", "integer", "number", "string", "null", "array"]}  # betas are a list
     point = {"type": "object", "additionalProperties": values}
     schema["properties"]["sweep"] = {
         "type": "object",

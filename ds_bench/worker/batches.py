@@ -48,6 +48,7 @@ def prepare_batches(
         seed=workload.seed,
         rank=layout.data_rank,
         dtype=build.training_dtype(config),
+        most=training_loop.MAX_BATCHES if reader is None else count,
     )
 
     def on_device(where: torch.device, count: int) -> list[Batch]:
@@ -55,8 +56,8 @@ def prepare_batches(
         return [_complete(batch, own, layout) for batch in make_batches(device=where, count=count)]
 
     def open_batches() -> BatchAt:
-        if reader is not None:
-            return lambda number: _complete(reader(number), positions, layout)
+        if reader is not None:  # after the run's steps from the first one on, as without a data loader
+            return lambda number: _complete(reader(number % count), positions, layout)
         batches = on_device(torch.device("cpu"), count)
         return lambda number: batches[number % len(batches)]
 

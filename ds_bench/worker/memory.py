@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import multiprocessing
+import os
 import resource
 import sys
 from collections.abc import Iterable, Mapping
@@ -67,11 +69,11 @@ class PhaseMeter:
 
     def end(self, phase: str) -> None:
         """Stores the memory of the phase that ends, and begins the next one."""
-        peak, sums = peak_resident_bytes(), _read_sizes("/proc/self/smaps_rollup")
+        peak = peak_resident_bytes()
         self.phases[phase] = {
             "host_peak_bytes": peak if peak is not None and peak > self._highest_before else None,
             "host_end_bytes": _read_sizes("/proc/self/status").get("VmRSS"),
-            "host_end_pss_bytes": sums.get("Pss"),
+            "host_end_pss_bytes": _proportional_bytes(),
             **_gpu_bytes(self._accelerator),
         }
         self.begin()
@@ -166,6 +168,13 @@ def device_facts(accelerator: str, retries_before: int, limit_bytes: int | None)
     }
 
 
+def _proportional_bytes() -> int | None:
+    """Proportional set size of this rank and of its data loader's worker processes, which share its pages."""
+    pids = [os.getpid(), *(child.pid for child in multiprocessing.active_children())]
+    sizes = [_read_sizes(f"/proc/{pid}/smaps_rollup").get("Pss") for pid in pids]
+    return None if sizes[0] is None else sum(size or 0 for size in sizes)
+
+
 def host_facts(meter: PhaseMeter) -> Mapping[str, Any]:
     """The ``host_*`` fields of a RankMeasurement after the last measured step, with which ``meter`` ended a phase."""
     sums = _read_sizes("/proc/self/smaps_rollup")
@@ -176,6 +185,6 @@ def host_facts(meter: PhaseMeter) -> Mapping[str, Any]:
             meter.highest("host_peak_bytes", "first_step", "warm_up", "steady") if meter.can_reset else None
         ),
         "phase_memory": meter.phases,
-        "host_pss_bytes": sums.get("Pss"),
+        "host_pss_bytes": _proportional_bytes(),
         "host_shared_bytes": sum(shared) if shared else None,
     }

@@ -25,7 +25,7 @@ from .step_recorder import StepRecorder
 Batch = dict[str, torch.Tensor]
 _TOKENS = (torch.int64, torch.int32, torch.bool)
 """Number formats of token ids and of masks over them."""
-_MAX_BATCHES = 64
+MAX_BATCHES = 64
 """Different micro-batches held on the device; a run that needs more uses them again in the same order."""
 _OPTIMIZER_SETTINGS = ("lr", "betas", "eps", "weight_decay", "momentum")
 _MAX_BATCHES_BYTES = 256 * 2**20
@@ -64,8 +64,10 @@ def make_batches(
     count: int,
     device: torch.device,
     dtype: torch.dtype,
+    most: int = MAX_BATCHES,
 ) -> list[Batch]:
-    """``count`` micro-batches on the device (at most 64 and 256 MB, at least one), drawn from a generator of this rank.
+    """``count`` micro-batches on the device (at most ``most`` and 256 MB, at least one), drawn from a generator of this
+    rank.
 
     Floating-point tensors are given the training ``dtype``. Raises TypeError or ValueError where ``make_batch`` returns
     no batch of ``batch_size`` samples: throughput would count samples that are not there.
@@ -73,7 +75,7 @@ def make_batches(
     generator = torch.Generator().manual_seed(seed * 100_003 + rank)
     batches: list[Batch] = []
     held_bytes = 0
-    while len(batches) < min(count, _MAX_BATCHES) and (not batches or held_bytes < _MAX_BATCHES_BYTES):
+    while len(batches) < min(count, most) and (not batches or held_bytes < _MAX_BATCHES_BYTES):
         batch = make_batch(batch_size, seq_length, generator)
         if not isinstance(batch, Mapping) or not all(isinstance(value, torch.Tensor) for value in batch.values()):
             raise TypeError("the factory's make_batch must return a dict of tensors, the arguments of the model")

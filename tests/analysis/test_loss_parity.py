@@ -39,6 +39,17 @@ def test_a_wrong_configuration_is_found_by_its_loss() -> None:
     assert "do not use this row" in found[1].text
 
 
+def test_points_of_a_sweep_that_train_otherwise_on_purpose_are_not_compared() -> None:
+    def at(rate: float, stage: int, loss: float) -> TrialSummary:
+        row = losing(stage, 7.0, loss)
+        trial = replace(row.record.trial, point={"optimizer.params.lr": rate, "launch.num_gpus": 2})
+        return replace(row, record=replace(row.record, trial=trial))
+
+    rows = [at(rate, stage, loss) for rate, loss in ((1e-4, 6.9), (1e-2, 5.0)) for stage in (0, 1)]
+    assert compare_losses(rows) == {}
+    assert list(compare_losses([*rows, at(1e-2, 3, 6.9)])) == [4]
+
+
 @pytest.mark.parametrize(
     ("precision", "factor", "said"),
     [

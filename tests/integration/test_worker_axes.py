@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+import numpy
 import pytest
 
 from ds_bench.analysis.comparability import incomparable_fields
@@ -159,6 +160,35 @@ def test_a_data_loader_brings_the_same_batches_and_its_time_is_told(
     for rank in record.ranks:
         assert 0 < (rank.data_wait_seconds or 0) < max(rank.step_seconds)
     assert usual.ranks[0].data_wait_seconds is None
+
+
+@pytest.mark.parametrize(("workers", "stage"), [(None, 1), (0, 1), (2, 3)])
+def test_a_file_of_token_ids_trains_the_same_however_it_is_read(
+    workers: int | None, stage: int, from_file: TrialRecord, token_file: Mapping[str, Any], train: Launch
+) -> None:
+    changes = {**token_file, "data_workers": workers}
+    record = train(of(changes, stage, f"workers {workers}"))
+    assert compare_losses([summarise(each, None, None) for each in (from_file, record)]) == {}
+    if workers is not None:
+        assert all((rank.data_wait_seconds or 0) > 0 and rank.step_parts["data_wait"] > 0 for rank in record.ranks)
+    else:
+        assert record.ranks[0].data_wait_seconds is None
+
+
+@pytest.fixture(scope="module")
+def token_file(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Any]:
+    """Fields of a workload that trains on a file, in a folder with a space, whose ids are the first hundred."""
+    path = tmp_path_factory.mktemp("my data") / "ids.bin"
+    (numpy.arange(40 * 64, dtype="<u4") * 7 % 100).tofile(path)
+    return {"data_path": str(path), "data_dtype": "uint32", "data_tokens": 40 * 64, "data_digest": "a"}
+
+
+@pytest.fixture(scope="module")
+def from_file(token_file: Mapping[str, Any], usual: TrialRecord, train: Launch) -> TrialRecord:
+    record = train(of({**token_file, "data_workers": 1}, name="file"))
+    assert record.ranks[0].losses != usual.ranks[0].losses
+    assert record.ranks[0].losses != record.ranks[1].losses  # every rank has its own share
+    return record
 
 
 def test_bound_ranks_run_on_processors_of_their_own(usual: TrialRecord, train: Launch) -> None:
