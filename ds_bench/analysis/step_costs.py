@@ -126,11 +126,10 @@ def _seconds_without_disk(rank: RankMeasurement, times: OffloadTimes) -> float:
 
 def _profiled_flops_per_token(record: TrialRecord) -> float | None:
     """Forward and backward; backward counts twice, as DeepSpeed's profiler assumes (runtime/engine.py)."""
-    found = [rank for rank in record.ranks if rank.profiled_forward_flops is not None]
-    if not found or found[0].profiled_forward_flops is None:
-        return None
-    rank = found[0]
-    # Ranks of a tensor- or sequence-parallel group each compute a part of the same tokens.
-    sharing = rank.world_size / rank.data_parallel_size
-    tokens = rank.micro_batch_size * record.trial.workload.seq_length
-    return 3 * found[0].profiled_forward_flops * sharing / tokens
+    for rank in record.ranks:
+        if rank.profiled_forward_flops is not None:
+            # Ranks of a tensor- or sequence-parallel group each compute a part of the same tokens.
+            sharing = rank.world_size / rank.data_parallel_size
+            tokens = rank.micro_batch_size * record.trial.workload.seq_length
+            return 3 * rank.profiled_forward_flops * sharing / tokens
+    return None

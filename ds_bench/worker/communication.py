@@ -10,7 +10,7 @@ training, as those of stage 3 do. Counted here is what passes through DeepSpeed'
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import wraps
@@ -114,26 +114,26 @@ class CommunicationTimer:
 
 
 def summarise_calls(
-    calls: Iterable[_Call], fastest: Iterable[float] | None, steps: int
+    calls: Sequence[_Call], fastest: Sequence[float] | None, steps: int
 ) -> tuple[CommunicationOperation, ...]:
     """Sums up calls by kind. ``fastest``: seconds of each call on the rank that took least; None if not known."""
-    calls = list(calls)
-    shortest = [None] * len(calls) if fastest is None else list(fastest)
-    by_name: dict[str, list[tuple[_Call, float | None]]] = {}
-    for call, least in zip(calls, shortest, strict=True):
-        by_name.setdefault(call.name, []).append((call, least))
-    operations = [
-        CommunicationOperation(
-            name=name,
-            count=len(each) / steps,
-            bytes=sum(call.bytes for call, _ in each) / steps,
-            seconds=sum(call.seconds for call, _ in each) / steps,
-            wait_seconds=None
-            if fastest is None
-            else sum(call.seconds - least for call, least in each if least is not None) / steps,
+    indices: dict[str, list[int]] = {}
+    for index, call in enumerate(calls):
+        indices.setdefault(call.name, []).append(index)
+    operations = []
+    for name, own in indices.items():
+        seconds = sum(calls[index].seconds for index in own) / steps
+        operations.append(
+            CommunicationOperation(
+                name=name,
+                count=len(own) / steps,
+                bytes=sum(calls[index].bytes for index in own) / steps,
+                seconds=seconds,
+                wait_seconds=None
+                if fastest is None
+                else sum(calls[index].seconds - fastest[index] for index in own) / steps,  # none of them below 0
+            )
         )
-        for name, each in by_name.items()
-    ]
     return tuple(sorted(operations, key=lambda operation: operation.bytes, reverse=True))
 
 
