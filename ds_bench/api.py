@@ -50,7 +50,7 @@ class RunKeywords(TypedDict, total=False):
     model: str | Sequence[str] | Mapping[str, Any]
     model_factory: str
     trust_remote_code: bool
-    seq_length: int | Sequence[int] | None
+    seq_length: int | Literal["auto"] | Sequence[int] | None
     batch_size: int | Literal["auto"] | Sequence[int]
     global_batch_size: int | Sequence[int] | None
     grad_accum: int | Sequence[int] | None
@@ -60,6 +60,12 @@ class RunKeywords(TypedDict, total=False):
     activation_checkpointing: bool | Sequence[bool]
     seed: int | Sequence[int]
     dropout: float | Sequence[float] | None
+    data: PathText | None
+    data_dtype: str | None
+    vocab_size: int | None
+    data_workers: int | Sequence[int] | None
+    data_pin_memory: bool
+    data_prefetch: int | Sequence[int]
     stages: int | Sequence[int]
     strategies: str | Sequence[str]
     stage: int
@@ -74,6 +80,8 @@ class RunKeywords(TypedDict, total=False):
     nsys_start: int
     nsys_end: int
     monitor: str | bool | None
+    checkpoint: bool
+    checkpoint_path: PathText | None
     num_gpus: int | None
     accelerator: str
     launcher: str
@@ -97,6 +105,8 @@ class RunKeywords(TypedDict, total=False):
     training: Mapping[str, Any]
     configurations: Mapping[str, Any]
     axes: Mapping[str, Any]
+    dataset: Mapping[str, Any]
+    dataloader: Mapping[str, Any]
     profiling: Mapping[str, Any]
     launch: Mapping[str, Any]
     output: Mapping[str, Any]

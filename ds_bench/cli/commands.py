@@ -31,6 +31,9 @@ if TYPE_CHECKING:
     from .plan import PlanOptions
 
 Command = Callable[[argparse.Namespace], int]
+PROGRAM = "ds-compare"
+"""The installed program."""
+_SHELLS = ("bash", "zsh", "fish")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -52,10 +55,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """The parser of all commands. ``run`` of the parsed arguments is the command's function."""
+def build_parser(prog: str | None = None) -> argparse.ArgumentParser:
+    """The parser of all commands. ``run`` of the parsed arguments is the command's function.
+
+    ``prog``: name of the program in its help; None for the name that was typed.
+    """
     typed = Path(sys.argv[0]).name
-    prog = typed if typed == "ds-compare" else "python -m ds_bench"
+    prog = prog or (typed if typed == PROGRAM else "python -m ds_bench")
     parser = Parser(prog=prog, description="Which DeepSpeed configuration should I train with?")
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=Parser)
@@ -402,6 +408,17 @@ def _check(values: argparse.Namespace) -> int:
     )
 
 
+def _add_completion(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("shell", choices=_SHELLS, help="your shell")
+    parser.set_defaults(run=_completion)
+
+
+def _completion(values: argparse.Namespace) -> int:
+    from .completion import show_script
+
+    return show_script(build_parser(PROGRAM), values.shell)
+
+
 COMMANDS: dict[str, tuple[Callable[[argparse.ArgumentParser], None], str, list[str]]] = {
     "plan": (
         _add_plan,
@@ -465,6 +482,11 @@ COMMANDS: dict[str, tuple[Callable[[argparse.ArgumentParser], None], str, list[s
         _add_check,
         "what is wrong, ineffective or left open in DeepSpeed configurations, without a GPU",
         ["ds_config.json", "configs/*.json --num-gpus 8 --model meta-llama/Llama-2-7b-hf"],
+    ),
+    "completion": (
+        _add_completion,
+        "print the script that completes ds-compare in a shell",
+        ["bash > ~/.local/share/bash-completion/completions/ds-compare"],
     ),
 }
 """Name → function that adds its flags, what it is for, and arguments of examples; in the order of the help."""

@@ -79,7 +79,8 @@ def _check_toolkit(system: SystemAccess, accelerator: Accelerator, torch_cuda: s
     """A warning at most: CPU optimizers are built without the toolkit, and torch's AdamW can replace FusedAdam."""
     name = "CUDA toolkit"
     if torch_cuda is None or accelerator == "cpu":
-        return ok(name, "not needed: " + ("torch is a CPU build" if torch_cuda is None else "no GPU is used"))
+        why = "no GPU is used" if accelerator == "cpu" else "torch is a CPU build"
+        return ok(name, f"not needed: {why}")
     remedy = f"install the CUDA toolkit {torch_cuda} and set CUDA_HOME to it"
     release = toolkit_release(system)
     if release is None:

@@ -32,6 +32,7 @@ from ..config.spec import Accelerator, Configuration
 from ..errors import PreflightError
 from ..records.rank_files import write_json
 from ..system import processes
+from ..system.optional_packages import install_command
 from ..units import format_duration
 
 CPU_ADAM, FUSED_ADAM, ASYNC_IO, SHARED_MEMORY = (
@@ -149,7 +150,7 @@ def _version(package: str) -> str:
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
-        raise PreflightError(f"{package} is not installed", remedy="pip install -r requirements.txt") from None
+        raise PreflightError(f"{package} is not installed", remedy=install_command()) from None
 
 
 def _build_tools() -> str:

@@ -406,7 +406,7 @@ def _measure(
 ) -> dict[str, Any]:
     """Returns the child's answer, and caches it under ``key`` if it is complete."""
     if missing := missing_packages(MODEL_PACKAGES):
-        problem = f"counting its activations needs {' and '.join(missing)} ({install_command()})"
+        problem = f"counting its activations needs {' and '.join(missing)}: {install_command()}"
         raise UsageError(problem, remedy="take a preset as it is: its activations are part of ds_bench")
     (answer,) = measure_profiles([request], environment=environment)
     if "tensors" not in answer:

@@ -258,7 +258,7 @@ def other_changes(plan: MemoryPlan, offered: tuple[str, ...] | None) -> Iterator
 
 def larger_than_a_lower_stage(plan: MemoryPlan) -> Iterator[str]:
     """For stages that need more of a GPU than a lower one, what they hold more of at their fullest moment."""
-    rows = [row for row in plan.rows if not row.configuration.offloads]
+    rows = [row for row in plan.rows if not row.configuration.offloads and not row.prediction.unknown]
     entries = []
     for row in rows:
         lower = [other for other in rows if other.configuration.stage < row.configuration.stage]
@@ -277,6 +277,13 @@ def _surplus_text(own: Mapping[str, int], others: Mapping[str, int]) -> str:
         for name in sorted(more, key=more.__getitem__, reverse=True)
         if more[name] >= _CATEGORY_SHARE * sum(more.values())
     )
+
+
+def reasons_not_known(plan: MemoryPlan) -> Iterator[str]:
+    """Why the activations of some rows are not counted; nothing where the answer says it of all rows."""
+    if plan.unknown is None:
+        reasons = ((row.label, row.prediction.unknown) for row in plan.rows)
+        yield from _grouped(plan, ((label, f"activations: {reason}") for label, reason in reasons if reason))
 
 
 def reasons_against_any_number(plan: MemoryPlan) -> Iterator[str]:

@@ -45,6 +45,7 @@ def lines(plan: MemoryPlan, width: int, *, verbose: bool) -> Iterator[str]:
         ("Too large for a GPU:", memory_plan.causes(plan, "gpu")),
         ("Too large for a host:", memory_plan.causes(plan, "host")),
         ("May fit:" if plan.unknown else "Would fit:", memory_plan.other_changes(plan, offered)),
+        ("Not known:", memory_plan.reasons_not_known(plan)),
         ("Needs more than a lower stage:", memory_plan.larger_than_a_lower_stage(plan)),
         ("No number of GPUs is enough:", memory_plan.reasons_against_any_number(plan)),
     ):

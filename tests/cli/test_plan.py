@@ -325,7 +325,7 @@ def test_a_batch_at_the_end_of_the_search_is_at_least_that(capsys: pytest.Captur
         (["--precision", "fp8"], ["fp8"]),
         (["--host-memory", "-1"], ["-1"]),
         (["--num-gpus", "1000000000"], ["1000000000", "100000"]),
-        (["--model", "meta-llama/Llama-3.2-1B"], ["no preset and no local folder", "only with --online"]),
+        (["--model", "meta-llama/Llama-9-1B"], ["no preset and no local folder", "only with --online"]),
     ],
 )
 def test_what_cannot_be_answered_is_one_line_and_exit_2(
