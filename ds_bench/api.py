@@ -121,6 +121,7 @@ class PlanKeywords(TypedDict, total=False):
     """Keywords of :func:`plan`: flags of the command ``plan`` (docs/flags.md)."""
 
     model: str
+    model_factory: str | None
     num_gpus: int
     gpus_per_node: int | None
     gpu: str
