@@ -480,6 +480,8 @@ def make_workload(options: Options, model: ResolvedModel, placement: Placement) 
         data_dtype=None if options.token_file is None else options.token_file.dtype,
         data_tokens=None if options.token_file is None else options.token_file.tokens,
         data_digest=None if options.token_file is None else options.token_file.digest,
+        pass_type=options.pass_type,
+        synchronized=options.synchronized,
     )
 
 
@@ -785,7 +787,8 @@ def make_trials(
                     placement=placement,
                     ds_config=config,
                     unsupported=validation.unsupported_reason(completed, placement)
-                    or validation.unsupported_workload_reason(trained, placement, config),
+                    or validation.unsupported_workload_reason(trained, placement, config)
+                    or validation.unsupported_pass_reason(completed, trained),
                     caveats=(
                         *configuration.caveats,
                         *_differences_from_name(configuration, workload, config),

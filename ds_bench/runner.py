@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
 import re
 import shlex
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -38,7 +40,7 @@ from .records.rank_files import write_json
 from .records.resume import remaining_trials, require_same_machine, require_same_workload
 from .records.run_folder import RUN_FILE, RunFolder
 from .records.schema import Outcome, TrialRecord
-from .report import export, models_table, profile_text, run_plan, sweep_report, table, terminal_report
+from .report import export, models_table, pass_table, profile_text, run_plan, sweep_report, table, terminal_report
 from .report.comparison_report import ComparisonReport, build_report
 from .report.markdown import render_markdown
 from .report.progress import ProgressReporter
@@ -75,6 +77,7 @@ def run_comparison(
             with signals.raising_on_interrupt():
                 if not (options.dry_run or options.resume):
                     require_writable(options.output_dir)
+                    require_writable_csv(options.csv)
                 machine = read_machine()
                 if options.resume is not None:  # before anything that the folder names is looked at
                     require_same_machine(RunFolder.open(options.resume), machine.environment)
@@ -152,6 +155,20 @@ def require_writable(output_dir: Path) -> None:
             f"--output-dir {output_dir} cannot be written: {error.strerror or error}",
             remedy="give a folder that you may write to",
         ) from None
+
+
+def require_writable_csv(path: Path | None) -> None:
+    """Raises PreflightError if the file for the rows, where one is asked for, cannot be written."""
+    if path is None:
+        return
+    try:
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        problem = f"the rows cannot be written to {path}: {error.strerror or error}"
+        raise PreflightError(problem, remedy="give a file in a folder that exists and that you may write to") from None
 
 
 def with_nvme_folder(plan: RunPlan) -> tuple[RunPlan, nvme.NvmeFolder | None]:
@@ -338,7 +355,7 @@ def _run_plan(plan: RunPlan, machine: Machine, store: RunFolder, request: _Reque
         for record in run_trials(map(results.with_changes, within_budget), launcher, store, progress.begin):
             if (read := store.as_read(record)) is not None:
                 results.add(read)
-            store.write_rows(flat_rows(results.summaries))
+            store.write_rows(flat_rows(results.summaries), options.csv)
             progress.end(record)
     return _finish(options, store, results, notes, request)
 
@@ -503,7 +520,7 @@ def _finish(options: Options, store: RunFolder, results: ResultBuilder, notes: S
     """Writes and prints the results. Returns the exit code."""
     summaries = results.summaries
     rows = flat_rows(summaries)
-    store.write_rows(rows)
+    store.write_rows(rows, options.csv)
     if (gpu := results.gpu_without_peak) is not None:
         notes = [*notes, f"no peak rate known for {gpu}: MFU left out; --peak-tflops gives it"]
     command = provenance.command(options.family, request.arguments)
@@ -519,7 +536,8 @@ def _finish(options: Options, store: RunFolder, results: ResultBuilder, notes: S
         for folder in dict.fromkeys(store.folder / "points" if options.point else folder for folder in folders):
             terminal.print_text(f"  Config: {folder}", sys.stderr)
         report_command = shlex.join(["python", "-m", "ds_bench", "report", str(store.folder), "--html", "r.html"])
-        terminal.print_text(f"  Report: {report_command}\n  Files:  {store.json_path} and .csv", sys.stderr)
+        also = "" if options.csv is None else f", {options.csv}"
+        terminal.print_text(f"  Report: {report_command}\n  Files:  {store.json_path} and .csv{also}", sys.stderr)
         if line := profile_text.files_line(summaries, store.folder):
             terminal.print_text(f"  {line}", sys.stderr)
     code = exit_code(options, summaries)
@@ -553,9 +571,10 @@ def print_reports(options: Options, reports: Sequence[ComparisonReport], rows: S
         if options.format == "json":
             terminal.print_json(table.as_json(rows))
         elif options.format == "markdown":
-            terminal.print_text(
-                "\n\n".join(filter(None, [*map(render_markdown, reports), models_table.render_markdown(reports)]))
-            )
+            side_by_side = (pass_table if pass_table.is_wanted(reports) else models_table).render_markdown(reports)
+            terminal.print_text("\n\n".join(filter(None, [*map(render_markdown, reports), side_by_side])))
+        elif pass_table.is_wanted(reports) and not options.verbose:
+            pass_table.print_tables(reports, sys.stdout)
         elif len(reports) > 1 and not options.verbose:
             sweep_report.print_summary(reports, sys.stdout)
         else:

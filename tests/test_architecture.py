@@ -16,7 +16,7 @@ PACKAGE = Path(ds_bench.__path__[0])
 
 # Top to bottom, by the first part of a module's name. A module imports from rows below and from its own package.
 LAYERS = (
-    "benchmarks api",
+    "benchmarks api model_size",
     "cli",
     "runner",
     "report",

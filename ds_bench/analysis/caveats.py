@@ -144,6 +144,9 @@ class CaveatText(Enum):
     FIRST_LOSS_FAR_TOO_LARGE = CaveatKind.FIRST_LOSS, "the first loss is ", "far too large", True
     FIRST_LOSS_TOO_LARGE = CaveatKind.FIRST_LOSS, "the first loss is "
     CPU_BUSY = CaveatKind.CPU_BUSY, "the CPU was busy", "", True
+    NOT_SYNCHRONIZED = (
+        CaveatKind.NOTE, "not synchronised", "", True, "leave --no-sync out"
+    )  # fmt: skip
     WEIGHT_CHANGE_NOT_MEASURED = CaveatKind.NOTE, "the weights' change was not"
     """Written by a rank."""
     DATA_WAIT = CaveatKind.DATA_WAIT, "steps wait for data: "

@@ -35,9 +35,9 @@ _TEXTS = frozenset((
     "strategy", "model", "status", "error", "error_details", "caveats", "trial_id", "accelerator", "device",
     "precision", "batch_policy", "optimizer", "launch", "flops_convention", "started_at", "run_id", "config_hash",
     "gpu_name", "cpu_model", "torch_version", "deepspeed_version", "transformers_version", "cuda_version",
-    "gpu_driver_version", "engine", "seq_policy", "data_file", "point",
+    "gpu_driver_version", "engine", "seq_policy", "data_file", "point", "pass_type",
 ))  # fmt: skip
-_FLAGS = frozenset(("success", "activation_checkpointing", "disk_bound", "checkpoint_restored"))
+_FLAGS = frozenset(("success", "activation_checkpointing", "disk_bound", "checkpoint_restored", "synchronized"))
 _COUNTS = frozenset((
     "stage", "batch_size", "seq_length", "grad_accum", "num_steps", "warmup_steps", "repeat", "num_gpus",
     "data_parallel_size", "parameter_count", "trainable_parameter_count",
@@ -337,6 +337,8 @@ def _workload(row: Mapping[str, Any]) -> Workload:
         dropout=row.get("dropout"),
         vocab_size=row.get("vocab_size"),
         data_path=row.get("data_file"),
+        pass_type=row.get("pass_type") or "train",
+        synchronized=row.get("synchronized") is not False,
     )
 
 

@@ -18,6 +18,7 @@ MODEL_CONVENTION = (
 CAUSAL_CONVENTION = (
     "6*N_matmul + 6*L*H*Q*T per token: as PaLM appendix B, but only the half of attention that the causal mask keeps"
 )
+FORWARD_CONVENTION = "a third of PaLM appendix B: the forward pass of one token, full attention"
 HARDWARE_CONVENTION = (
     "PaLM appendix B, and one more forward pass (x 4/3) where activation checkpointing recomputes the whole model"
 )

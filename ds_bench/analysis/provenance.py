@@ -9,7 +9,7 @@ from typing import Any
 
 from .. import units
 from ..config.axes import workload_fields
-from ..config.spec import Trial, point_text
+from ..config.spec import PassType, Trial, point_text
 from ..system.environment import Environment
 from .summary import TrialSummary
 
@@ -19,6 +19,11 @@ COMMANDS: Mapping[str, str] = {
     "recipe": "-m ds_bench run",
 }
 """What Python runs for each family of runs."""
+STEP_NAMES: Mapping[PassType, str] = {
+    "forward": "forward passes",
+    "forward_backward": "forward and backward passes",
+    "train": "steps",
+}
 
 
 def command(family: str | None, arguments: Sequence[str]) -> str:
@@ -78,15 +83,17 @@ def title(summaries: Sequence[TrialSummary]) -> str:
     model = f"{workload.model}{_trained_share(summaries)}"
     data = f" · data {Path(workload.data_path).name}" if workload.data_path else ""
     point = "".join(f" · {point_text({path: value})}" for path, value in unnamed_values(summaries[0].record.trial))
+    clock = "" if workload.synchronized else "NOT SYNCHRONISED (wrong on purpose) · "
     return (
-        f"{model} · {devices} · {precision} · {batch} × {length}{accumulated} · {workload.num_steps} steps{data}{point}"
+        f"{model} · {devices} · {precision} · {batch} × {length}{accumulated} · {clock}"
+        f"{workload.num_steps} {STEP_NAMES[workload.pass_type]}{data}{point}"
     )
 
 
 _NAMED = (
     "model.name", "model.factory", "training.seq_len", "training.local_batch_size", "training.global_batch_size",
     "training.grad_accum", "training.steps", "training.precision", "dataset.seq_len", "dataset.path",
-    "launch.num_gpus",
+    "launch.num_gpus", "training.pass_type", "training.synchronized",
 )  # fmt: skip
 """Key paths of recipes whose values a title has in any case."""
 

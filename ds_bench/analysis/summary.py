@@ -35,7 +35,8 @@ class TrialSummary:
     tokens_per_second_per_gpu: float | None = None
     samples_per_second: float | None = None
     model_flops_per_token: int | None = None
-    """Forward and backward, full attention, without recomputation; by ``flops_convention``."""
+    """Forward and backward, full attention, without recomputation; by ``flops_convention``. A third of it where only
+    forward passes ran (``Workload.pass_type``), here and in what follows from it."""
     flops_convention: str | None = None
     """How ``model_flops_per_token`` was had: by the formula of PaLM's appendix B, or counted on what ran."""
     causal_flops_per_token: int | None = None
@@ -110,6 +111,13 @@ class TrialSummary:
         if not is_full_config(trial):
             return self.flat_config_hash
         return hash_config(trial.ds_config, trial.configuration.engine)
+
+    @property
+    def step_seconds_cv(self) -> float | None:
+        """Coefficient of variation of the step times: ``step_seconds_std`` divided by ``mean_step_seconds``."""
+        if self.step_seconds_std is None or not self.mean_step_seconds:
+            return None
+        return self.step_seconds_std / self.mean_step_seconds
 
     @property
     def gpu_fraction(self) -> float | None:
@@ -210,11 +218,13 @@ def _flops_of_shape(facts: ModelFacts | None, workload: Workload) -> dict[str, A
     if facts is None:
         return {}
     length = workload.seq_length
+    forward_alone = workload.pass_type == "forward"  # a third of both, and nothing is recomputed
+    parts, recomputes = (3, False) if forward_alone else (1, workload.activation_checkpointing)
     return {
-        "model_flops_per_token": flops.model_flops_per_token(facts, length),
-        "causal_flops_per_token": flops.causal_flops_per_token(facts, length),
-        "hardware_flops_per_token": flops.hardware_flops_per_token(facts, length, workload.activation_checkpointing),
-        "flops_convention": flops.MODEL_CONVENTION,
+        "model_flops_per_token": flops.model_flops_per_token(facts, length) // parts,
+        "causal_flops_per_token": flops.causal_flops_per_token(facts, length) // parts,
+        "hardware_flops_per_token": flops.hardware_flops_per_token(facts, length, recomputes) // parts,
+        "flops_convention": flops.FORWARD_CONVENTION if forward_alone else flops.MODEL_CONVENTION,
     }
 
 

@@ -47,5 +47,8 @@ def estimate_trial_seconds(trial: Trial, facts: ModelFacts | None, gpu_name: str
     tokens = workload.batch_size * workload.seq_length * workload.grad_accum * ranks
     device = trial.configuration.offload_optimizer
     optimizer = facts.parameters * _OPTIMIZER_BYTES_PER_PARAMETER / ranks / _BYTES_PER_SECOND[device]
+    if workload.pass_type != "train":
+        optimizer = 0.0
+        per_token = per_token // 3 if workload.pass_type == "forward" else per_token
     steps = workload.num_steps + workload.warmup_steps
     return seconds + facts.parameters * _BUILD_SECONDS_PER_PARAMETER + steps * (tokens * per_token / rate + optimizer)

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any
 
-from ..config.spec import Workload
+from ..config.spec import Trial, Workload
 from ..prediction.trial_predictions import is_miss
 from ..records.schema import RankMeasurement, TrialRecord
 from ..units import format_ms, format_percent, format_ratio
@@ -88,6 +88,7 @@ def trial_caveats(
 
     ``step_seconds_std``: standard deviation of the step times of ``slowest``, the slowest rank.
     """
+    yield from _synchronization_caveats(record.trial)
     yield from _step_time_caveats(slowest.step_seconds, step_seconds_std)
     yield from _batch_caveats(record.trial.workload, slowest)
     yield from _data_caveats(slowest)
@@ -119,6 +120,23 @@ def _data_caveats(slowest: RankMeasurement) -> Iterator[Caveat]:
     wait, step = slowest.data_wait_seconds or 0.0, statistics.fmean(slowest.step_seconds)
     if wait > _MAX_DATA_WAIT * step:
         yield CaveatText.DATA_WAIT.caveat(f"{wait * 1000:.1f} of the {step * 1000:.1f} ms of a step")
+
+
+def _synchronization_caveats(trial: Trial) -> Iterator[Caveat]:
+    """Reports times that were taken wrongly on purpose, to show what the right way is for."""
+    if trial.workload.synchronized:
+        return
+    if trial.placement.accelerator == "cpu":
+        text = (
+            " (wrong on purpose): nothing is broken by it here, as a CPU has done its work when a function returns; on "
+            "a GPU these would be the times of launching the work"
+        )
+    else:
+        text = (
+            " (wrong on purpose): the clock was read while the GPU still worked, so these are the times of launching "
+            "the work and not of doing it; throughput, TFLOP/s and MFU are wrong with them"
+        )
+    yield CaveatText.NOT_SYNCHRONIZED.caveat(text)
 
 
 def _step_time_caveats(seconds: Sequence[float], std: float | None) -> Iterator[Caveat]:

@@ -17,12 +17,13 @@ try:
     from .. import __version__
     from ..config.options import FAIL_ON, FAIL_ON_DEFAULT, GOALS, ROW_FORMATS, TRACKERS
     from ..config.reference_engines import REFERENCES
-    from ..config.spec import PRECISIONS
+    from ..config.spec import PASS_TYPES, PRECISIONS
     from ..config.strategies import ALIASES, OFFLOAD_NAMES, ZERO_STAGES
     from ..errors import DsBenchError
     from ..system import terminal
     from .argument_types import Parser, factory, fraction, integer, names_from, positive_float
     from .arguments import SEQ_LENGTH_HELP, add_flags_over_recipe
+    from .model_size import SIZES
 except KeyboardInterrupt:  # Ctrl-C while these modules are loaded
     print("interrupted", file=sys.stderr)
     sys.exit(130)
@@ -360,6 +361,57 @@ def _recipe_run(values: argparse.Namespace) -> int:
     return run_command(values)
 
 
+def _add_model_size(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "%(prog)s [--model-sizes SIZE ...] [--pass-type PASS ...] [options]"
+    sizes = parser.add_mutually_exclusive_group()
+    meaning = "sizes, each a row: a model like GPT-2 with a vocabulary of 10,000"
+    sizes.add_argument("--model-size", nargs=1, choices=SIZES, help="one size (default: small)")
+    sizes.add_argument("--model-sizes", nargs="+", choices=SIZES, metavar="SIZE", help=f"{meaning}: {', '.join(SIZES)}")
+    add = parser.add_argument
+    add(
+        "--pass-type",
+        nargs="+",
+        choices=PASS_TYPES,
+        default=["train"],
+        metavar="PASS",
+        help=f"what is timed, one or more of {', '.join(PASS_TYPES)} (default: train)",
+    )
+    add("--context-length", type=integer(2), metavar="N", help="tokens per sequence (default: 512)")
+    add("--batch-size", type=integer(1), default=4, metavar="N", help="sequences per pass (default: 4)")
+    add("--measure-steps", type=integer(1), default=10, metavar="N", help="measured steps (default: 10)")
+    add(
+        "--warmup-steps",
+        type=integer(0),
+        default=5,
+        metavar="N",
+        help="steps run first and left out of every statistic; 0 shows what they are for (default: 5)",
+    )
+    add("--device", choices=("auto", "cuda", "cpu"), default="auto", help="one GPU, or the CPU (default: auto)")
+    add(
+        "--precision",
+        choices=("auto", *PRECISIONS),
+        default="auto",
+        help="number format (default: auto = bf16 where the device has it)",
+    )
+    add(
+        "--no-sync",
+        action="store_true",
+        help="wrong on purpose, for teaching: read the clock without waiting for the device, which then shows how long "
+        "it takes to launch the work; all its rows say so",
+    )
+    add("--output", type=Path, metavar="FILE.csv", help="also write the rows to this file, which is replaced")
+    add("--output-dir", type=Path, metavar="DIR", help="folder of the results (default: results)")
+    add("--timeout", type=positive_float, metavar="SECONDS", help="end a size that takes longer (default: 3600)")
+    add("--dry-run", action="store_true", help="print the plan, run nothing")
+    parser.set_defaults(run=_model_size)
+
+
+def _model_size(values: argparse.Namespace) -> int:
+    from .model_size import time_sizes
+
+    return time_sizes(values)
+
+
 def _models(_values: argparse.Namespace) -> int:
     from .models import list_models
 
@@ -457,6 +509,11 @@ COMMANDS: dict[str, tuple[Callable[[argparse.ArgumentParser], None], str, list[s
             "recipes/tiny_cpu.yaml --dry-run",
             "--model gpt2 --strategies all",
         ],
+    ),
+    "model-size": (
+        _add_model_size,
+        "time forward, backward and training steps of models of five sizes",
+        ["--model-size small", "--model-sizes small medium large xl 2.7B --pass-type forward train --output sizes.csv"],
     ),
     "models": (
         lambda parser: parser.set_defaults(run=_models),

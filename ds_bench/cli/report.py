@@ -24,7 +24,7 @@ from ..config.options import GOALS, ROW_FORMATS
 from ..errors import UsageError
 from ..records.rank_files import json_text, write_text
 from ..records.run_folder import csv_text
-from ..report import export, github_benchmark, html_report, markdown, models_table, table, terminal_report
+from ..report import export, github_benchmark, html_report, markdown, models_table, pass_table, table, terminal_report
 from ..report.comparison_report import ComparisonReport, build_report
 from ..report.data_frame import parquet_bytes
 from ..system import terminal
@@ -79,7 +79,14 @@ def report(options: ReportOptions) -> int:
 def print_reports(
     reports: Sequence[ComparisonReport], stream: IO[str], *, as_markdown: bool = False, verbose: bool = False
 ) -> None:
-    """Prints the reports one after the other, and what they show side by side."""
+    """Prints the reports one after the other, and what they show side by side.
+
+    Where passes other than training steps were timed, the table of them is all that a reader wants at first.
+    """
+    of_passes = pass_table.is_wanted(reports)
+    if of_passes and not as_markdown and not verbose:
+        pass_table.print_tables(reports, stream)
+        return
     for number, comparison_report in enumerate(reports):
         if number:
             terminal.print_text("", stream)
@@ -87,7 +94,8 @@ def print_reports(
             terminal.print_text(markdown.render_markdown(comparison_report), stream)
         else:
             terminal_report.print_report(comparison_report, stream, verbose=verbose)
-    if side_by_side := (models_table.render_markdown if as_markdown else models_table.render_text)(reports):
+    tables = pass_table if of_passes else models_table
+    if side_by_side := (tables.render_markdown if as_markdown else tables.render_text)(reports):
         terminal.print_text(f"\n{side_by_side}", stream)
 
 

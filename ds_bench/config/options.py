@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..units import from_gb
-from .spec import NO_INSPECTION, Inspection, point_text
+from .spec import NO_INSPECTION, Inspection, PassType, point_text
 from .token_file import TokenFile, TokenType
 
 if TYPE_CHECKING:
@@ -121,6 +121,10 @@ class Options:
     data_prefetch: int = DEFAULT_PREFETCH
     token_file: TokenFile | None = None
     """What was read of ``data``; None until the plan is made."""
+    pass_type: PassType = "train"
+    synchronized: bool = True
+    csv: Path | None = None
+    """File that the flat rows are written to besides the run's own; replaced if it exists."""
     inspection: Inspection = NO_INSPECTION
     """What is observed of each trial besides its measured steps."""
 

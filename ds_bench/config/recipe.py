@@ -33,7 +33,7 @@ from .options import (
     Options,
 )
 from .recipe_file import FLOAT, Data, KeyPath, RecipeText
-from .spec import MOST_PROFILE_STEPS, PROFILES, Inspection, Strategy
+from .spec import MOST_PROFILE_STEPS, PROFILES, Inspection, PassType, Strategy
 from .strategies import STRATEGY_NAMES
 from .token_file import TokenType
 
@@ -127,6 +127,17 @@ class Training(_Section):
     dropout: Annotated[
         float | None, Field(ge=0, lt=1, description="Probability of every dropout; without it the model's own.")
     ] = None
+    pass_type: Annotated[
+        PassType,
+        Field(
+            description="What a step is: the model's forward pass, forward and backward, or with the optimizer's step; "
+            "all but train at stage 0 alone."
+        ),
+    ] = "train"
+    synchronized: Annotated[
+        bool,
+        Field(description="false is wrong on purpose: the clock is read without waiting for the device."),
+    ] = True
 
 
 class Configurations(_Section):
@@ -296,6 +307,10 @@ class Output(_Section):
         str | None,
         Field(description="Folder on the disk to save to; adds checkpoint. Without it the folder of the results."),
     ] = None
+    csv: Annotated[
+        Path | None,
+        Field(description="File for the flat rows as CSV, besides that in dir; in the current folder, replaced."),
+    ] = None
 
 
 class Recipe(_Section):
@@ -350,6 +365,8 @@ PATHS: Mapping[str, str] = {
     "data_workers": "dataloader.workers",
     "data_pin_memory": "dataloader.pin_memory",
     "data_prefetch": "dataloader.prefetch",
+    "pass_type": "training.pass_type",
+    "synchronized": "training.synchronized",
     "stages": "configurations.stages",
     "strategies": "configurations.strategies",
     "stage": "configurations.stage",
@@ -382,9 +399,12 @@ PATHS: Mapping[str, str] = {
     "checkpoint": "output.checkpoint",
     "checkpoint_path": "output.checkpoint_path",
     "monitor": "output.monitor",
+    "csv": "output.csv",
 }
 """Field of Options, or of its Inspection → key path of the recipe."""
 INSPECTION_FIELDS = tuple(each.name for each in fields(Inspection) if each.name in PATHS)
+_OF_RECIPES_ALONE = ("pass_type", "synchronized")
+"""Fields of Options that no flag of the scripts sets."""
 _RUN_FLAGS: Mapping[str, Any] = {
     "resume": None, "retry": (), "dry_run": False, "format": "table", "quiet": False, "verbose": False, "strict": False,
 }  # fmt: skip
@@ -639,7 +659,7 @@ def recipe_of(options: Options, make_config: MakeConfig, rows: list[Strategy]) -
     for name, path in PATHS.items():
         section, _, key = path.partition(".")
         value = _json_value(getattr(options.inspection if name in INSPECTION_FIELDS else options, name))
-        is_empty = value is None or value is False or value == []
+        is_empty = value is None or value is False or value == [] or name in _OF_RECIPES_ALONE
         if is_empty or (section not in _WHOLE_SECTIONS and value == _default(path)):
             continue
         data[section][key] = value

@@ -29,6 +29,7 @@ Engine = Literal["deepspeed", "ddp", "fsdp2"]
 ConfigurationSource = Literal["catalogue", "file", "axis", "recipe"]
 ProfileName = Literal["torch", "memory", "nsys", "flops", "comms"]
 Monitor = Literal["steps", "tensorboard"]
+PassType = Literal["forward", "forward_backward", "train"]
 
 PROFILES: tuple[ProfileName, ...] = ("torch", "memory", "nsys", "flops", "comms")
 MOST_PROFILE_STEPS = 50
@@ -38,6 +39,7 @@ ENGINES: tuple[Engine, ...] = ("deepspeed", "ddp", "fsdp2")
 PRECISIONS: tuple[Precision, ...] = ("bf16", "fp16", "fp32")
 CPU_BINDINGS: tuple[CpuBinding, ...] = ("none", "cores", "numa")
 COMPILES: tuple[CompileName, ...] = ("none", "torch")
+PASS_TYPES: tuple[PassType, ...] = ("forward", "forward_backward", "train")
 LOSSES: tuple[LossName, ...] = ("model", "chunked", "tiled", "liger")
 ATTENTIONS = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
 SAME_TRAINING_FIELDS = (
@@ -137,6 +139,13 @@ class Workload:
     cpu_binding: CpuBinding = "none"
     """``cores``: each rank of a node runs on its own part of the processors, as DeepSpeed's launcher binds it with
     ``--bind_cores_to_rank``; ``numa``: on the processors of one NUMA node, whose memory it then uses."""
+    pass_type: PassType = "train"
+    """What a measured step is: ``forward`` the forward pass with all that a backward pass would need,
+    ``forward_backward`` both, ``train`` both and the optimizer's step. Only ``train`` is done by DeepSpeed: the others
+    are those of the model alone, without optimizer (``worker.pass_engine``)."""
+    synchronized: bool = True
+    """False, for teaching: the clock is read without waiting for the device, so that it shows how long it takes to
+    launch a step's work and not to do it."""
     zero_init: bool = True
     """Whether the model is split among the ranks while it is built (``deepspeed.zero.Init``); else every rank builds it
     whole in host memory, and ``deepspeed.initialize`` splits it. At stage 3 alone."""
@@ -177,6 +186,7 @@ class Workload:
         _require(self.vocab_size is None or self.vocab_size >= 1, "vocab_size", self.vocab_size, "must be 1 or more")
         _require(self.cpu_binding in CPU_BINDINGS, "cpu_binding", self.cpu_binding, f"must be one of {CPU_BINDINGS}")
         _require(self.compile in COMPILES, "compile", self.compile, f"must be one of {COMPILES}")
+        _require(self.pass_type in PASS_TYPES, "pass_type", self.pass_type, f"must be one of {PASS_TYPES}")
         _require(self.dropout is None or 0 <= self.dropout < 1, "dropout", self.dropout, "must be from 0 to below 1")
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from ..errors import UsageError
 from ..system import host_memory
 from . import deepspeed_keys, reference_engines
-from .deepspeed_config import sequence_parallel_size, tensor_parallel_size
+from .deepspeed_config import is_deepcompiled, sequence_parallel_size, tensor_parallel_size
 from .rules import RULES, Case, RowUse
 from .spec import Configuration, Placement, Workload
 
@@ -94,6 +94,24 @@ def unsupported_workload_reason(workload: Workload, placement: Placement, config
         or _unsupported_host_use(workload, placement)
         or _unsupported_groups(workload, placement, config)
     )
+
+
+def unsupported_pass_reason(configuration: Configuration, workload: Workload) -> str | None:
+    """Returns why only whole training steps are timed in a row; None if other passes are, or none are asked for.
+
+    ``configuration``: with its completed DeepSpeed configuration.
+    """
+    config = configuration.deepspeed_config
+    if workload.pass_type == "train":
+        return None
+    what = f"pass_type {workload.pass_type} is that of the model alone"
+    if configuration.is_reference or configuration.layout != (0, "none", "none"):
+        return f"{what}, without what {configuration.label} adds; time it at stage 0"
+    if workload.compile != "none" or is_deepcompiled(config):
+        return f"{what}, which runs uncompiled; leave compile out"
+    if max(tensor_parallel_size(config), sequence_parallel_size(config)) > 1:
+        return f"{what}, which is not split among ranks; leave autotp_size and sequence_parallel_size out"
+    return None
 
 
 def _unsupported_groups(workload: Workload, placement: Placement, config: Config) -> str | None:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..config.spec import Accelerator, Engine, Precision, offload_device
+from ..config.spec import Accelerator, Engine, PassType, Precision, offload_device
 from .model_profile import ModelProfile
 from .model_states import FP32_BYTES, Ledger, element_bytes
 
@@ -158,6 +158,7 @@ class MemoryInputs:
     accelerator: Accelerator
     settings: ZeroSettings
     engine: Engine = "deepspeed"
+    pass_type: PassType = "train"
 
     @property
     def element(self) -> int:

@@ -15,7 +15,7 @@ from typing import Any
 from ..config.deepspeed_config import is_deepcompiled, sequence_parallel_size
 from ..config.spec import Engine, Placement, Precision, Workload
 from ..units import from_gb
-from . import reference_engines, stage_3, stages_0_to_2
+from . import model_passes, reference_engines, stage_3, stages_0_to_2
 from .inputs import LedgerBuilder, MemoryInputs, Phases, ZeroSettings
 from .model_profile import ModelProfile, variant_of
 from .model_states import FP32_BYTES, Ledger
@@ -191,6 +191,8 @@ def gpu_bytes_by_moment(
 @lru_cache(maxsize=512)
 def _phases(inputs: MemoryInputs) -> Phases:
     """One rank's ledgers without activations; cached for searches over micro-batches, so do not modify them."""
+    if inputs.pass_type != "train":
+        return model_passes.ledger_by_phase(inputs)
     if inputs.engine != "deepspeed":
         return reference_engines.ledger_by_phase(inputs)
     return stage_3.ledger_by_phase(inputs) if inputs.settings.stage == 3 else stages_0_to_2.ledger_by_phase(inputs)
@@ -219,6 +221,7 @@ def _make_inputs(
         accelerator=placement.accelerator,
         settings=ZeroSettings.from_config(ds_config),
         engine=engine,
+        pass_type=workload.pass_type,
     )
 
 
@@ -288,8 +291,11 @@ def _moments(inputs: MemoryInputs, sizes: _Activations) -> dict[str, Ledger]:
     # into a new tensor.
     tied_bytes = 2 * inputs.element * inputs.profile.tensors[0] if inputs.profile.trains_tied_embeddings else 0
     bare = {name: _with_frozen(inputs, ledger) for name, ledger in _phases(inputs).items()}
+    loss = _plus(bare["forward"], activations=sizes.saved, logits_and_loss=sizes.logits_and_loss)
+    if inputs.pass_type == "forward":
+        return {"loss": loss}
     return {
-        "loss": _plus(bare["forward"], activations=sizes.saved, logits_and_loss=sizes.logits_and_loss),
+        "loss": loss,
         "enter": _plus(_entering(inputs, bare), activations=sizes.layers),
         "leave": _plus(bare["backward"], activations=sizes.one_layer, temporaries=tied_bytes),
         "reduce": bare["reduced"],

@@ -200,6 +200,8 @@ def predict_changes(trial: Trial, profile: ModelProfile, hidden_size: int | None
     are computed; None if it is not known.
     """
     workload, config = trial.workload, trial.ds_config
+    if workload.pass_type != "train":
+        return {}
     batch_size = int(config.get("train_micro_batch_size_per_gpu", workload.batch_size))
     try:
         planned = what_if.PlannedTrial(

@@ -110,6 +110,11 @@ def recommend(comparison: Comparison, goal: str = "balanced") -> Recommendation:
 
     Raises UsageError for a goal that is none of ``config.options.GOALS``.
     """
+    if any(run.record.trial.workload.pass_type != "train" for row in comparison.rows for run in row.summaries):
+        reason = "These are passes of the model alone: a configuration is chosen by training steps"
+        return Recommendation(
+            goal=goal, choice=None, key=None, reason=reason, cost=None, next_steps=(), headline=f"{reason}."
+        )
     terms = ON_HOST if _on_cpu(comparison) else ON_DEVICE
     candidates = _candidates(comparison, terms)
     decision = decide(candidates.candidates, goal, _intervals(comparison))

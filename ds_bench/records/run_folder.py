@@ -209,8 +209,8 @@ class RunFolder:
                 continue
         return records
 
-    def write_rows(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Replaces the flat JSON and CSV; if one cannot be written, neither changes."""
+    def write_rows(self, rows: Sequence[Mapping[str, Any]], other_csv: Path | None = None) -> None:
+        """Replaces the flat JSON and CSV; if one cannot be written, none changes. ``other_csv``: a further CSV."""
         finite = [
             {
                 name: None if isinstance(value, float) and not math.isfinite(value) else value
@@ -218,7 +218,9 @@ class RunFolder:
             }
             for row in rows
         ]
-        write_texts({self.json_path: json_text(finite), self.csv_path: csv_text(finite)})
+        text = csv_text(finite)
+        others = {} if other_csv is None else {other_csv: text}
+        write_texts({self.json_path: json_text(finite), self.csv_path: text, **others})
 
 
 def flat_json_path(folder: Path) -> Path:

@@ -16,7 +16,7 @@ from ..analysis.comparison import ComparisonRow
 from ..config.deepspeed_config import is_full_config
 from ..records.schema import SUCCESS
 from ..units import format_significant
-from . import charts, plan_table, profile_text, step_time
+from . import charts, pass_table, plan_table, profile_text, step_time
 from .chart_data import Chart, charts_of
 from .columns import Column, measured_columns, row_status
 from .comparison_report import ComparisonReport, Note
@@ -52,6 +52,7 @@ def render_page(reports: Sequence[ComparisonReport], generated: str) -> str:
             for number, (report, own) in enumerate(zip(reports, machines, strict=True), 1)
         ],
         sweep=_drawn(sweep_charts(reports), "sweep"),
+        passes=pass_table.build_table(reports) if pass_table.is_wanted(reports) else None,
         styles=styles,
         script=script,
     )

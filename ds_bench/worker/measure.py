@@ -16,7 +16,7 @@ import torch
 import torch.distributed
 
 from ..config.deepspeed_config import is_deepcompiled
-from ..config.spec import Engine, Placement, Workload
+from ..config.spec import Engine, PassType, Placement, Workload
 from ..records.rank_files import Assignment, HeartbeatWriter
 from . import ledger, memory, training_loop
 from . import model as build
@@ -24,6 +24,7 @@ from .batches import prepare_batches
 from .checkpoint import measure_checkpoint
 from .cpu_load import CpuReading, load_between
 from .flop_count import FlopCount
+from .pass_engine import PassEngine
 from .profiles import take_profiles
 from .rank_layout import RankLayout, register_sequence_attention
 from .reference_engines import ReferenceEngine, create_engine
@@ -33,6 +34,11 @@ from .step_recorder import StepRecorder
 from .weight_change import FrozenWeights, WeightChange
 
 SavePartial = Callable[[dict[str, Any]], None]
+_PHASES_LEFT_OUT: dict[PassType, tuple[str, ...]] = {
+    "forward": ("backward", "step"),
+    "forward_backward": ("step",),
+    "train": (),
+}
 
 
 def measure(
@@ -69,7 +75,7 @@ def measure(
     start = time.perf_counter()
     micro_batch_size = int(config["train_micro_batch_size_per_gpu"])
     mpu = register_sequence_attention(model, layout, micro_batch_size, workload.seq_length)
-    engine = _create_engine(engine_name, model, config, device, mpu, workload.seed, lambda: heartbeat.beat("init"))
+    engine = _create_engine(engine_name, model, config, device, mpu, workload, lambda: heartbeat.beat("init"))
     if workload.compile != "none" or is_deepcompiled(config):
         engine.compile()
     training_loop.synchronize(accelerator)
@@ -161,7 +167,8 @@ def _measure_training_and_checkpoint(
     Where parameters lie on a disk, DeepSpeed fails in a step after a forward pass that no backward pass followed.
     There the loss is computed last of all, after the step by which the checkpoint is tried.
     """
-    measured = {**measured, "weight_change": change.since_start()}
+    trains = assignment.trial.workload.pass_type == "train"
+    measured = {**measured, "weight_change": change.since_start() if trains else None}
     if change.note is not None:
         measured["notes"] = [*measured["notes"], change.note]
     loss_last = assignment.trial.configuration.offload_param == "nvme"
@@ -247,11 +254,13 @@ def _create_engine(
     config: dict[str, Any],
     device: torch.device,
     mpu: Any,
-    seed: int,
+    workload: Workload,
     report_progress: Callable[[], None],
 ) -> Any:
+    if workload.pass_type != "train":
+        return PassEngine(model, config, device, with_backward=workload.pass_type == "forward_backward")
     if name != "deepspeed":
-        return create_engine(name, model, config, device, seed=seed, report_progress=report_progress)
+        return create_engine(name, model, config, device, seed=workload.seed, report_progress=report_progress)
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     engine, *_ = deepspeed.initialize(model=model, model_parameters=trainable, config=config, mpu=mpu)
     return engine
@@ -278,6 +287,7 @@ def _create_trainer(
         loaded=loaded,
         loss_share=layout.loss_share(workload.seq_length),
         loss_parts=layout.sequence_size,
+        synchronized=workload.synchronized,
     )
 
 
@@ -294,8 +304,8 @@ def _engine_facts(engine: Any) -> dict[str, Any]:
     return {
         "micro_batch_size": int(engine.train_micro_batch_size_per_gpu()),
         "grad_accum": int(engine.gradient_accumulation_steps()),
-        "optimizer_class": type(getattr(wrapper, "optimizer", wrapper)).__name__,
-        "engine_optimizer_class": type(wrapper).__name__,
+        "optimizer_class": "none" if wrapper is None else type(getattr(wrapper, "optimizer", wrapper)).__name__,
+        "engine_optimizer_class": "none" if wrapper is None else type(wrapper).__name__,
         "resolved_config": resolved_config(engine),
     }
 
@@ -330,6 +340,9 @@ def _backward_with_ledger(engine: Any, loss: torch.Tensor) -> ledger.Ledger:
 def _measure_phases_and_ledger(trainer: training_loop.Trainer, assignment: Assignment) -> dict[str, Any]:
     """Phases, ledger and swapped bytes, from extra steps after the measured window, which they do not slow down."""
     phases = measure_phases(trainer)
+    for phase in _PHASES_LEFT_OUT[assignment.trial.workload.pass_type]:
+        del phases["phase_seconds"][phase]
+        phases["step_parts"].pop(phase, None)
     engine = trainer.engine
     batch = next(trainer.batches)
     reference = isinstance(engine, ReferenceEngine)

@@ -63,7 +63,10 @@ class ReferenceEngine(abc.ABC):
         self._clipping = float(config.get("gradient_clipping", 1.0))
         self._micro_steps = 0
         self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self.optimizer = _create_optimizer(self._trained, config["optimizer"], device)
+        self.optimizer: Any = self._create_optimizer(config)
+
+    def _create_optimizer(self, config: Mapping[str, Any]) -> torch.optim.Optimizer | None:
+        return _create_optimizer(self._trained, config["optimizer"], self._device)
 
     @property
     @abc.abstractmethod
@@ -81,13 +84,13 @@ class ReferenceEngine(abc.ABC):
 
     @property
     def settings(self) -> EngineSettings:
-        group = self.optimizer.param_groups[0]
+        group = self.optimizer.param_groups[0] if self.optimizer else {}
         return EngineSettings(
             engine=type(self).__name__,
             train_micro_batch_size_per_gpu=self._micro_batch_size,
             gradient_accumulation_steps=self._grad_accum,
             gradient_clipping=self._clipping,
-            optimizer=type(self.optimizer).__name__,
+            optimizer=type(self.optimizer).__name__ if self.optimizer else "none",
             optimizer_params={name: value for name, value in group.items() if name != "params"},
             engine_params=self.engine_params,
         )
@@ -116,7 +119,7 @@ class ReferenceEngine(abc.ABC):
             "optimizer_states",
             (
                 value
-                for state in self.optimizer.state.values()
+                for state in (self.optimizer.state.values() if self.optimizer else ())
                 for value in state.values()
                 if isinstance(value, torch.Tensor)
             ),

@@ -9,10 +9,13 @@ import torch
 
 
 class StepClock:
-    """Marks between steps: device events on CUDA, so that timing adds no synchronisation; else the clock."""
+    """Marks between steps: device events on CUDA, so that timing adds no synchronisation; else the clock.
 
-    def __init__(self, accelerator: str) -> None:
-        self._cuda = accelerator == "cuda"
+    With ``synchronized`` False the clock on CUDA too, which is wrong there (``Workload.synchronized``).
+    """
+
+    def __init__(self, accelerator: str, *, synchronized: bool = True) -> None:
+        self._cuda = accelerator == "cuda" and synchronized
         self._marks: list[Any] = []
 
     def mark(self) -> None:

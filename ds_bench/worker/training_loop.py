@@ -141,11 +141,12 @@ class Trainer:
         loaded: Iterator[Batch] | None = None,
         loss_share: float = 1.0,
         loss_parts: int = 1,
+        synchronized: bool = True,
     ) -> None:
         """``loaded``: the micro-batches to train on; None: ``batches``, again and again.
 
         ``loss_share``: weight of this rank's mean loss in that of its sequences, of which each of ``loss_parts`` ranks
-        has a part.
+        has a part. ``synchronized``: see ``StepClock``.
         """
         self.engine = engine
         self.accelerator = accelerator
@@ -156,6 +157,7 @@ class Trainer:
         self.heartbeat = heartbeat
         self.recorder: StepRecorder | None = None
         """Reports each step while the trial runs, if that is asked for."""
+        self.synchronized = synchronized
         self._loss_share, self._loss_parts = loss_share, loss_parts
         self._losses: list[list[torch.Tensor]] = []
         self._steps_done = 0
@@ -182,6 +184,7 @@ class Trainer:
             self.heartbeat.beat("step")
             self.engine.step()
             losses.append(loss.detach())
+            del loss  # its graph holds the activations where no backward pass freed them
         self._losses.append(losses)
         self._steps_done += 1
 
@@ -212,7 +215,7 @@ class Trainer:
 
     def time_steps(self, steps: int, measured: bool = False) -> list[float]:
         """Takes ``steps`` steps. Returns the seconds of each. ``measured``: whether they are the measured window."""
-        clock = StepClock(self.accelerator)
+        clock = StepClock(self.accelerator, synchronized=self.synchronized)
         clock.mark()
         before = time.perf_counter()
         for _ in range(steps):
@@ -278,7 +281,8 @@ def measure(trainer: Trainer, steps: int, barrier: Callable[[], None], samples: 
     synchronize(trainer.accelerator)
     start, waited_before = time.perf_counter(), trainer.data_wait_seconds
     samples.step_seconds = trainer.time_steps(steps, measured=True)
-    synchronize(trainer.accelerator)
+    if trainer.synchronized:
+        synchronize(trainer.accelerator)
     samples.window_seconds = time.perf_counter() - start
     if trainer.recorder is not None:
         trainer.recorder.report()

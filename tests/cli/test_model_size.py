@@ -1,0 +1,164 @@
+"""``python -m ds_bench.model_size``: sizes and passes as rows, the files of every run, tables in every report."""
+
+from __future__ import annotations
+
+import csv
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ds_bench.cli import commands
+from ds_bench.config.spec import Trial
+from ds_bench.models.presets import find_preset
+from ds_bench.records.schema import TrialRecord
+from tests.support import fakes
+from tests.support.fakes import FakeLauncher
+from tests.support.real_trials import ROOT
+from tests.support.scripted_run import House
+
+PASSES = ("--pass-type", "forward", "forward_backward", "train")
+SHORT = ("--context-length", "16", "--device", "cpu")
+
+
+@pytest.fixture
+def house(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> House:
+    return House(tmp_path, monkeypatch)
+
+
+def run(house: House, *flags: str, script: FakeLauncher | None = None) -> int:
+    house.launcher = script or FakeLauncher()
+    return commands.main(["model-size", *SHORT, "--output-dir", str(house.output), *flags])
+
+
+def scripted(trial: Trial) -> TrialRecord:
+    """Steps of forward passes vary by 2 % of their mean, those of both by 20 %; training runs out of memory."""
+    if trial.workload.pass_type == "train":
+        return fakes.failure(trial, "OOM")
+    spread = 0.02 if trial.workload.pass_type == "forward" else 0.2
+    deviation = 0.1 * spread / 2**0.5  # a sample of two has a standard deviation of √2 times that
+    steps = [0.1 - deviation, 0.1 + deviation]
+    return fakes.success(trial, step_seconds=steps, window_seconds=0.2)
+
+
+def run_folder(house: House) -> str:
+    (folder,) = (house.output / "runs").iterdir()
+    return str(folder)
+
+
+def test_the_presets_have_the_shapes_of_the_sizes() -> None:
+    shapes = {
+        "small": (768, 3072, 12, 12),
+        "medium": (1024, 4096, 24, 16),
+        "large": (1280, 5120, 36, 20),
+        "xl": (1600, 6400, 48, 25),
+        "2.7b": (2560, 10240, 32, 32),
+    }
+    for size, shape in shapes.items():
+        facts = find_preset(f"size-{size}")
+        assert facts is not None
+        config = facts.config
+        assert (config["n_embd"], config["n_inner"], config["n_layer"], config["n_head"]) == shape
+        assert config["vocab_size"] == 10_000
+
+
+def test_every_size_and_pass_is_a_trial_of_its_own_and_a_row_of_every_table(
+    house: House, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = FakeLauncher(by_strategy={"zero0": scripted})
+    assert run(house, "--model-sizes", "small,medium", *PASSES, "--output", str(tmp_path / "o.csv"), script=script) == 0
+    launched = [(trial.workload.model, trial.workload.pass_type) for trial in house.launcher.launched]
+    passes = ("forward", "forward_backward", "train")
+    assert sorted(launched) == sorted((f"size-{size}", each) for size in ("small", "medium") for each in passes)
+    assert {trial.placement.num_gpus for trial in house.launcher.launched} == {1}
+
+    printed = capsys.readouterr().out
+    for text in ("Passes of 2 models", "d_model 768 · d_ff 3,072 · layers 12 · heads 12", "parameters (", "✗ OOM"):
+        assert text in printed
+    rows = list(csv.DictReader((tmp_path / "o.csv").read_text().splitlines()))
+    assert [(row["model"], row["pass_type"], row["success"]) for row in rows[:3]] == [
+        ("size-small", "forward", "True"),
+        ("size-small", "forward_backward", "True"),
+        ("size-small", "train", "False"),
+    ]
+    assert [float(row["step_time_cv_percent"]) for row in rows[:2]] == pytest.approx([2, 20])
+    assert re.search(r"size-small +forward +100\.0 +0\.10000 +2\.00 +2\.00 % +stable +640 ", printed)
+    assert re.search(r"size-small +forward \+ backward +100\.0 +0\.10000 +20\.0 +20\.00 % +unstable +640 ", printed)
+    # A forward pass is a third of forward and backward: so are the FLOPs that TFLOP/s are computed from.
+    assert int(rows[1]["model_flops_per_token"]) == 3 * int(rows[0]["model_flops_per_token"])
+
+    page = tmp_path / "page.html"
+    assert commands.main(["report", run_folder(house), "--html", str(page)]) == 0
+    assert capsys.readouterr().out.rstrip() == printed.rstrip()
+    assert commands.main(["report", run_folder(house), "--markdown"]) == 0
+    markdown = capsys.readouterr().out
+    flat = next(house.output.glob("comparison_*.json"))
+    assert commands.main(["report", str(flat)]) == 0
+    assert "forward + backward" in capsys.readouterr().out
+    for text in (markdown, page.read_text()):
+        assert "Passes of 2 models" in text
+        assert "forward + backward" in text
+        assert "These are passes of the model alone" in text  # no configuration is recommended by them
+
+
+def test_times_without_synchronisation_are_labelled_wherever_they_are_shown(
+    house: House, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "wrong.csv"
+    assert run(house, "--model-size", "small", "--no-sync", "--warmup-steps", "0", "--output", str(output)) == 0
+    assert [trial.workload.synchronized for trial in house.launcher.launched] == [False]
+    assert capsys.readouterr().out.count("wrong on purpose") == 2  # in the title and as a note
+    (row,) = csv.DictReader(output.read_text().splitlines())
+    assert row["synchronized"] == "False"
+    assert "not synchronised (wrong on purpose)" in row["caveats"]
+    for flags in (["--markdown"], ["--verbose"]):
+        assert commands.main(["report", run_folder(house), *flags]) == 0
+        shown = capsys.readouterr().out
+        assert "NOT SYNCHRONISED (wrong on purpose)" in shown
+        assert "Recommendation (balanced): none" in shown
+    assert commands.main(["report", str(next(house.output.glob("comparison_*.json"))), "--markdown"]) == 0
+    assert "NOT SYNCHRONISED (wrong on purpose)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flags", "problem"),
+    [
+        (["--model-size", "tiny"], "--model-size tiny is none of small, medium, large, xl, 2.7B"),
+        (["--model-sizes", "small", "2.7b"], "did you mean 2.7B?"),
+        (["--model-size", "small", "--model-sizes", "xl"], "not allowed with argument"),
+        (["--pass-type", "backward"], "--pass-type backward is none of forward, forward_backward, train"),
+        (["--context-length", "4096"], "beyond the 2048 positions of size-small"),
+        (["--warmup-steps", "-1"], "not a whole number of 0 or more"),
+        (["--output", "no/such/folder/o.csv"], "the rows cannot be written to no/such/folder/o.csv"),
+        (["--output", "."], "Is a directory"),
+    ],
+)
+def test_a_mistake_is_one_line_and_starts_nothing(
+    flags: list[str], problem: str, house: House, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(house, *flags) == 2
+    shown = capsys.readouterr()
+    assert problem in shown.err
+    assert len(shown.err.strip().splitlines()) == 1
+    assert not house.launcher.launched
+
+
+def test_only_rows_without_zero_time_the_passes_of_the_model_alone(house: House) -> None:
+    passes = ("--set", "training.pass_type=forward", "--accelerator", "cpu", "--seq-length", "16", "--quiet")
+    rows = ("--stages", "0", "2", "--strategies", "ddp")
+    house.launcher = FakeLauncher()
+    assert commands.main(["run", "--model", "tiny", *passes, *rows, "--output-dir", str(house.output)]) == 0
+    assert [trial.configuration.name for trial in house.launcher.launched] == ["zero0"]
+    reasons = {row["strategy"]: row["error"] for row in house.rows() if not row["success"]}
+    assert set(reasons) == {"zero2", "ddp"}
+    assert all("time it at stage 0" in reason for reason in reasons.values())
+
+
+def test_it_runs_as_a_module() -> None:
+    command = [sys.executable, "-m", "ds_bench.model_size", "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT, timeout=60)
+    assert done.stdout.startswith("usage: python -m ds_bench model-size ")
+    for flag in ("--model-size", "--model-sizes", "--pass-type", "--context-length", "--no-sync", "--output"):
+        assert flag in done.stdout
