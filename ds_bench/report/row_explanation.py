@@ -13,6 +13,7 @@ from typing import Any
 from ..analysis.comparison import ComparisonRow, representative_run
 from ..analysis.intervals import FEWEST_RUNS
 from ..analysis.row_difference import (
+    PHASES,
     REST,
     TOTAL,
     CategoryDifference,
@@ -83,7 +84,8 @@ def paragraph(difference: RowDifference, *, savings: Sequence[Saving] | None = N
     if (time := difference.time) is not None:
         sentences.append(_speed_sentence(time, brief=True))
         if time.phase_seconds and time.interval is not None and time.interval.distinguishable:
-            phase, pair = max(time.phase_seconds.items(), key=lambda entry: abs(entry[1].difference or 0.0))
+            phases = [(phase, pair) for phase, pair in time.phase_seconds.items() if phase in PHASES]
+            phase, pair = max(phases, key=lambda entry: abs(entry[1].difference or 0.0))
             if abs(pair.difference or 0.0) > _NAMED_SHARE * max(pair.a or 0.0, pair.b or 0.0):
                 sentences.append(f"Of its phases, timed apart, {phase} changes most: {_milliseconds(pair)}.")
     own = [key for key in difference.keys if not (key.from_layout or key.path in _LAYOUT_PATHS or _is_off(key))]
@@ -324,8 +326,11 @@ def _milliseconds(pair: Pair) -> str:
 
 def _phase_sentences(time: TimeDifference) -> Iterator[str]:
     if time.phase_seconds:
-        parts = [f"{phase} {_milliseconds(pair)}" for phase, pair in time.phase_seconds.items()]
-        yield f"Phases, timed apart from these steps: {', '.join(parts)}."
+        texts = {phase: f"{phase} {_milliseconds(pair)}" for phase, pair in time.phase_seconds.items()}
+        phases = ", ".join(texts.pop(phase) for phase in PHASES if phase in texts)
+        yield f"Phases, timed apart from these steps: {phases}."
+        if texts:
+            yield f"Within them, in steps in which each operation is waited for: {', '.join(texts.values())}."
 
 
 # ------------------------------------------------------------------ settings

@@ -83,7 +83,7 @@ def test_explain_names_communication_where_both_rows_have_it() -> None:
         return samples.row(label, samples.run(fakes.zero(1), 0.1, step_parts={**PHASES, "communication": seconds}))
 
     difference = explain(row("a", 0.005), row("b", 0.02))
-    (line,) = [line for line in explanation_lines(difference, "t", 200) if "Phases" in line]
-    assert line.endswith("communication 5.00 → 20.0 ms.")
+    (line,) = [line for line in explanation_lines(difference, "t", 200) if "Within them" in line]
+    assert line.endswith("each operation is waited for: communication 5.00 → 20.0 ms.")
     without = explain(row("a", 0.005), samples.row("c", samples.run(fakes.zero(2), 0.1)))
     assert "communication" not in "".join(explanation_lines(without, "t", 200))
