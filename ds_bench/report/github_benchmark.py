@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from ..analysis.caveats import Caveat, CaveatKind
 from ..analysis.comparison import ComparisonRow, representative_run
 from ..baselines.result import baseline_name
 from ..units import to_gb
@@ -44,17 +45,23 @@ def memory_entries(reports: Sequence[ComparisonReport]) -> list[Entry]:
 def _named_rows(reports: Sequence[ComparisonReport]) -> Iterator[tuple[str, ComparisonRow]]:
     """The valid rows with the names of their baselines, which stay the same from run to run; with the label of the row
     too where several have one name."""
-    rows = [row for report in reports for row in report.comparison.rows if row.valid]
+    rows = [row for report in reports for row in report.comparison.rows if row.succeeded and not _doubts(row)]
     names = [baseline_name(representative_run(row.summaries)) for row in rows]
     counts = Counter(names)
     for name, row in zip(names, rows, strict=True):
         yield (name if counts[name] == 1 else f"{name} ({row.label})"), row
 
 
+def _doubts(row: ComparisonRow) -> list[Caveat]:
+    """The caveats that disqualify its figures; a busy processor, usual on shared runners, is told beside them."""
+    return [caveat for caveat in row.caveats if caveat.disqualifying and caveat.kind is not CaveatKind.CPU_BUSY]
+
+
 def _extra(row: ComparisonRow) -> str:
-    """What is shown beside the figure: the device and how many runs it is the mean of."""
+    """What is shown beside the figure: the device, how many runs it is the mean of, and a busy processor."""
     record = representative_run(row.summaries).record
     runs = len(row.successes)
     device = record.ranks[0].device_name if record.ranks else record.trial.placement.accelerator
     versions = f"torch {record.ranks[0].torch_version}, DeepSpeed {record.ranks[0].deepspeed_version}"
-    return f"{record.trial.placement.num_gpus} × {device}; {versions}; {runs} run{'' if runs == 1 else 's'}"
+    facts = [f"{record.trial.placement.num_gpus} × {device}", versions, f"{runs} run{'' if runs == 1 else 's'}"]
+    return "; ".join([*facts, *(caveat.text for caveat in row.caveats if caveat.kind is CaveatKind.CPU_BUSY)])

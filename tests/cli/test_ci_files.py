@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -10,8 +11,10 @@ from xml.etree import ElementTree
 import pytest
 
 from ds_bench.cli import commands
+from ds_bench.config import recipe, recipe_file
 from ds_bench.records.schema import TrialRecord
 from tests.support import fakes
+from tests.support.real_trials import ROOT
 
 CARD = fakes.placement(accelerator="cuda")
 
@@ -102,6 +105,10 @@ def test_figures_for_github_benchmark_are_lists_of_more_and_of_less_is_better(
     )  # fmt: skip
     allowed = {"name", "unit", "value", "range", "extra"}
     assert all(entry.keys() <= allowed for entry in [*speeds, *sizes])
+    busy = run(tmp_path / "busy", *ran(0, 0.1, cpu_cores=2.0, cpu_own_cores=2.0, cpu_other_cores=1.5, cpu_threads=2))
+    assert commands.main(["report", busy, "--github-benchmark", str(file)]) == 0
+    wrong = run(tmp_path / "wrong", *ran(0, 0.1, losses=(None,) * 12))
+    assert commands.main(["report", wrong, "--github-benchmark", str(file)]) == 2
     assert commands.main(["report", run(tmp_path / "oom", failed(0)), "--github-benchmark", str(file)]) == 2
     assert "--github-benchmark: no row has figures" in capsys.readouterr().err
 
@@ -113,3 +120,9 @@ def test_a_file_that_cannot_be_written_is_told_in_one_line(tmp_path: Path, capsy
         assert capsys.readouterr().err == (
             f"ds_bench: {words[-1]} {missing}: no folder {tmp_path / 'missing'} (make it first)\n"
         )
+
+
+def test_the_recipe_of_the_page_on_ci_is_one() -> None:
+    page = (ROOT / "docs" / "ci.md").read_text(encoding="utf-8")
+    (text,) = re.findall(r"```yaml\n(model: .*?)```", page, re.DOTALL)
+    assert recipe.check_recipe(recipe_file.parse_recipe(text)).output.repeats >= 3
