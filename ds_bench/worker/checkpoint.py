@@ -9,6 +9,7 @@ loss and the weights what they were.
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import math
 import os
@@ -41,6 +42,8 @@ _TITLES = {
     "load": "loading it",
     "model_16bit": "saving the 16-bit model",
 }
+_FULL_BYTES = 8 * 2**20
+"""With less free a disk counts as full (``launch.scratch.disk_is_full``)."""
 _BEAT_SECONDS = 2.0
 _SAMPLE_SECONDS = 0.05
 _LONGEST_REASON = 200
@@ -76,7 +79,7 @@ def measure_checkpoint(
     result: dict[str, Any] = {"checkpoint": {}, "notes": list(measured["notes"])}
 
     def run(name: str, action: Action, files: Path | None, other_peaks: Sequence[int] = ()) -> bool:
-        facts = _run(trainer, meter, name, action, files if first else None)
+        facts = _run(trainer, meter, name, action, folder, files if first else None)
         if facts["memory"].get("host_peak_bytes") is not None:
             facts["memory"]["host_peak_bytes"] += sum(other_peaks)
         result["checkpoint"][name] = facts
@@ -104,11 +107,16 @@ def measure_checkpoint(
 
 
 def _run(
-    trainer: training_loop.Trainer, meter: memory.PhaseMeter, name: str, action: Action, files: Path | None
+    trainer: training_loop.Trainer,
+    meter: memory.PhaseMeter,
+    name: str,
+    action: Action,
+    folder: Path,
+    files: Path | None,
 ) -> dict[str, Any]:
     """Runs one action, which all ranks begin together. Returns the fields of a CheckpointAction.
 
-    ``files``: the folder whose size counts; None on all ranks but the first.
+    ``folder``: the trial's private one. ``files``: that whose size counts; None on all ranks but the first.
     """
     torch.distributed.barrier()
     meter.begin()
@@ -118,6 +126,11 @@ def _run(
             not_done = action()
         except _UNSUPPORTED as error:
             not_done = f"{type(error).__name__}: {' '.join(str(error).split())[:_LONGEST_REASON]}"
+        except (OSError, RuntimeError) as error:
+            if shutil.disk_usage(folder).free < _FULL_BYTES:  # torch's own message does not say so
+                text = f"no space left for {_TITLES[name]}, in --checkpoint-path or the folder of the results"
+                raise OSError(errno.ENOSPC, text) from error
+            raise
         training_loop.synchronize(trainer.accelerator)
     seconds = time.perf_counter() - start
     meter.end(name)
