@@ -99,6 +99,8 @@ class ConfigurationFile:
     """Number format that a Trainer's or Accelerate's file asks for; None where it leaves it open."""
     activation_checkpointing: bool = False
     """Whether a Trainer's file turns ``gradient_checkpointing`` on."""
+    zero_init: bool = True
+    """Whether Accelerate builds a model of stage 3 under ``deepspeed.zero.Init`` (its ``zero3_init_flag``)."""
     deepspeed_file: Path | None = None
     """The file that an Accelerate or Trainer file names for its DeepSpeed configuration; None where it has none."""
     notes: tuple[str, ...] = ()
@@ -184,7 +186,8 @@ def _read_accelerate(file: ConfigurationFile, data: Config) -> ConfigurationFile
     block = data.get("deepspeed_config") or {}
     if not isinstance(block, Mapping):
         raise UsageError(f"--configs {file.path}: deepspeed_config is no block", remedy="write its keys below it")
-    file = replace(file, precision=_accelerate_precision(file.path, data))
+    split = str(block.get("zero3_init_flag")).lower() != "false"
+    file = replace(file, precision=_accelerate_precision(file.path, data), zero_init=split)
     other = block.get("deepspeed_config_file")
     if other is None:
         return replace(file, config=_accelerate_config(block))

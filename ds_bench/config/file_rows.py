@@ -64,6 +64,7 @@ class FileRowMaker:
             ("grad_accum", accumulation, self.grad_accum),
             ("precision", deepspeed_config.trained_precision(config, self.precision), self.precision),
             ("activation_checkpointing", file.activation_checkpointing, False),
+            ("zero_init", file.zero_init or config.get("zero_optimization", {}).get("stage") != 3, True),
         ):
             if value != common:
                 changes[name] = value

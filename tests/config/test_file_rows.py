@@ -176,3 +176,16 @@ def test_what_deepspeed_refuses_is_a_row_with_the_reason(tmp_path: Path, content
     row = row_of(tmp_path, content, hidden_size=None)
     assert told in (row.refusal or "")
     assert row.stage in (0, 3)
+
+
+@pytest.mark.parametrize(
+    ("stage", "flag", "changes"), [(3, False, {"zero_init": False}), (3, True, {}), (2, False, {}), (3, None, {})]
+)
+def test_a_model_is_built_as_accelerates_flag_says_where_that_matters(
+    stage: int, flag: bool | None, changes: dict[str, bool], tmp_path: Path
+) -> None:
+    block = {"zero_stage": stage, **({} if flag is None else {"zero3_init_flag": flag})}
+    content = {"distributed_type": "DEEPSPEED", "mixed_precision": "bf16", "deepspeed_config": block}
+    file = file_of(tmp_path, content, "accelerate.yaml")
+    assert file.kind == "accelerate"
+    assert dict(maker().make(file, 4).workload_changes) == changes
