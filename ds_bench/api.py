@@ -23,7 +23,7 @@ from .analysis.comparison import Comparison
 from .cli import commands
 from .cli.plan import WIDTH_OF_FILES, predict_plan
 from .cli.report import build_reports, flat_rows_of, print_reports
-from .config.recipe import PATHS, SWEPT_SECTIONS, Recipe, nearest_path
+from .config.recipe import PATHS, Recipe, can_be_swept, nearest_path
 from .errors import DsBenchError, PreflightError, UsageError
 from .prediction.memory import FITS, TIGHT
 from .recommend.recommendation import Recommendation
@@ -60,11 +60,11 @@ class RunKeywords(TypedDict, total=False):
     activation_checkpointing: bool | Sequence[bool]
     seed: int | Sequence[int]
     dropout: float | Sequence[float] | None
-    data: PathText | None
+    vocab_size: int | Sequence[int] | None
+    data: PathText | Sequence[PathText] | None
     data_dtype: str | None
-    vocab_size: int | None
     data_workers: int | Sequence[int] | None
-    data_pin_memory: bool
+    data_pin_memory: bool | Sequence[bool]
     data_prefetch: int | Sequence[int]
     stages: int | Sequence[int]
     strategies: str | Sequence[str]
@@ -82,13 +82,13 @@ class RunKeywords(TypedDict, total=False):
     monitor: str | bool | None
     checkpoint: bool
     checkpoint_path: PathText | None
-    num_gpus: int | None
+    num_gpus: int | Sequence[int] | None
     accelerator: str
     launcher: str
     hostfile: PathText | None
     nvme_path: PathText | None
-    cpu_memory_limit: float | None
-    gpu_memory_limit: float | None
+    cpu_memory_limit: float | Sequence[float] | None
+    gpu_memory_limit: float | Sequence[float] | None
     peak_tflops: float | None
     timeout: float
     stall_timeout: float
@@ -282,7 +282,7 @@ def _keyword_arguments(name: str, value: object) -> Iterator[str]:
     path = PATHS.get(name if action is None else action.dest)
     if path is None and name not in RUN_ONLY:
         raise _unknown_keyword(name)
-    swept = isinstance(value, (list, tuple)) and path is not None and path.partition(".")[0] in SWEPT_SECTIONS
+    swept = isinstance(value, (list, tuple)) and path is not None and can_be_swept(path)
     if path is not None and (action is None or value is None or value is False or swept):
         yield from _setting(path, value)  # no flag can say it
     elif name == "retry" and isinstance(value, (list, tuple)):

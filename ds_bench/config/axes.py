@@ -858,7 +858,8 @@ _COMPUTATION = (
         default="off",
         engines=_EVERY_ENGINE,
         changes=("time",),
-        note="random tokens, the same in every row; the record holds the time that a step waits for them",
+        note="random tokens or those of a file, the same in every row; the record holds the time that a step waits for "
+        "them",
         source="torch/utils/data/dataloader.py",
     ),
     Axis(

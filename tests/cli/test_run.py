@@ -267,6 +267,8 @@ FLAGS = [
     ("zero", "--model tiny --stages 1 --configs mine.json"),
     ("zero", "--model tiny --stages 0 --strategies ddp fsdp2"),
     ("zero", "--model tiny --stages 0 2 --axis overlap_comm=true,false --axis reduce_bucket_size=5e7,1000000"),
+    ("zero", "--model tiny --data ids.bin --data-dtype uint16 --data-workers 2 --data-prefetch 3 --vocab-size 100"),
+    ("zero", "--model tiny --data-workers 0 --data-pin-memory"),
     ("offload", '--model tiny --ds-config changes.json --set gradient_clipping=2 --set scheduler={"type":"WarmupLR"}'),
 ]
 
@@ -278,6 +280,7 @@ def test_the_recipe_of_a_script_makes_the_same_trials(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("changes.json").write_text('{"zero_optimization": {"reduce_bucket_size": 1000}, "gradient_clipping": 1.5}')
+    Path("ids.bin").write_bytes(b"\x07\0" * 512)
     Path("mine.json").write_text('{"train_micro_batch_size_per_gpu": 3, "zero_optimization": {"stage": 2}}')
     options = arguments.parse(family, "script.py", flags.split())
     rows = [row.strategy for row in requested_rows(options) if row.strategy is not None]
