@@ -322,13 +322,15 @@ def _plus(ledger: Ledger, **categories: int) -> Ledger:
 
 
 def _entering(inputs: MemoryInputs, bare: Phases) -> Ledger:
-    """Memory when backward enters the last layer. At stages 0 and 1 the LM head's is the only gradient so far."""
+    """Memory when backward enters the last layer. At stages 0 and 1 the LM head's is the only gradient so far, or, of a
+    later micro-batch of the step, a second one until it is added to the first."""
     if inputs.settings.stage >= 2 or inputs.engine != "deepspeed":
         return bare["backward"]
     tensors = inputs.profile.tensors
     head = tensors[0] if inputs.profile.trains_tied_embeddings else tensors[-1]
     buckets = bare["backward"].get("gpu", {}).get("deepspeed_buffers", 0)
-    return _plus(bare["forward"], deepspeed_buffers=buckets, gradients=inputs.element * head)
+    own = {"gradients" if inputs.grad_accum == 1 else "temporaries": inputs.element * head}
+    return _plus(bare["forward"], deepspeed_buffers=buckets, **own)
 
 
 def _as_host_memory(ledger: Ledger) -> Ledger:

@@ -161,34 +161,47 @@ def _saving_text(configuration: Configuration, whole: int, held: int, num_gpus: 
 
 
 def traffic_text(
-    configuration: Configuration, parameters: int, num_gpus: int, precision: Precision, grad_accum: int
+    configuration: Configuration,
+    parameters: int,
+    num_gpus: int,
+    precision: Precision,
+    grad_accum: int,
+    trained: int | None = None,
 ) -> str:
-    """What a configuration moves per optimizer step, by formula: ``≈ 7.62 GB through each GPU's links …``."""
-    size = element_bytes(precision) * parameters
+    """What a configuration moves per optimizer step, by formula: ``≈ 7.62 GB through each GPU's links …``.
+
+    ``trained``: elements that are trained; None for all of them.
+    """
+    trained = parameters if trained is None else trained
+    # Gradients of DDP are fp32.
+    size = FP32_BYTES if configuration.engine == "ddp" else element_bytes(precision)
     costs = []
     if num_gpus > 1:
-        reduced = FP32_BYTES * parameters if configuration.engine == "ddp" else size  # its gradients are fp32
-        sent = _model_sizes_sent(configuration, grad_accum) * reduced * (num_gpus - 1) // num_gpus
+        gathered, updated = _times_sent(configuration, grad_accum)
+        sent = size * (gathered * parameters + updated * trained) * (num_gpus - 1) // num_gpus
         costs.append(f"≈ {format_bytes(sent)} through each GPU's links per optimizer step")
     if configuration.offloads_optimizer:
-        share = -(-size // num_gpus)
-        moved = share * (1 + _parameter_copies(configuration, grad_accum))
+        copies = _parameter_copies(configuration, grad_accum)
+        held = trained if configuration.offload_param == "none" else parameters
+        moved = -(-size * (trained + copies * held) // num_gpus)
         costs.append(f"≥ {format_bytes(moved)} between GPU and host per rank and optimizer step, which runs on the CPU")
     if configuration.uses_nvme:
-        states = model_states(parameters, num_gpus, configuration, precision).get("nvme", {}).get("optimizer_states", 0)
+        states = model_states(trained, num_gpus, configuration, precision).get("nvme", {}).get("optimizer_states", 0)
         costs.append(f"{format_bytes(2 * states)} of optimizer states read and written per rank and step")
     return "; ".join(costs) or "no traffic: there is one GPU and nothing is offloaded"
 
 
-def _model_sizes_sent(configuration: Configuration, grad_accum: int) -> int:
-    """Model sizes sent per optimizer step; without accumulation 2, 2, 2, 3 (Rajbhandari et al., ZeRO, section 7).
+def _times_sent(configuration: Configuration, grad_accum: int) -> tuple[int, int]:
+    """How often an optimizer step sends all parameters, and those that are trained or their gradients.
+
+    Together, without accumulation 2, 2, 2, 3 at stages 0 to 3 (Rajbhandari et al., ZeRO, section 7).
 
     DeepSpeed reduces gradients once per optimizer step at stages 0 and 1, and after every micro-batch at 2 and 3; DDP
     and FSDP2 once.
     """
     if configuration.engine == "fsdp2":
-        return 2 * grad_accum + 1
-    return {0: 2, 1: 2, 2: grad_accum + 1, 3: 3 * grad_accum}[configuration.stage]
+        return 2 * grad_accum, 1
+    return {0: (0, 2), 1: (0, 2), 2: (0, grad_accum + 1), 3: (2 * grad_accum, grad_accum)}[configuration.stage]
 
 
 def _parameter_copies(configuration: Configuration, grad_accum: int) -> int:

@@ -280,7 +280,12 @@ def _traffic_text(row: ComparisonRow) -> str | None:
     if not rank.parameter_count:  # of a flat file without it
         return None
     return traffic_text(
-        trial.configuration, rank.parameter_count, rank.data_parallel_size, trial.workload.precision, rank.grad_accum
+        trial.configuration,
+        rank.parameter_count,
+        rank.data_parallel_size,
+        trial.workload.precision,
+        rank.grad_accum,
+        rank.trainable_parameter_count,
     )
 
 

@@ -8,10 +8,13 @@ Counted are matrix products, convolutions and attention, two operations for a mu
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
+from types import FrameType
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
@@ -40,6 +43,22 @@ _FORMULAS: Mapping[Any, Callable[..., int]] = {
 }
 
 
+def _is_recomputing() -> bool:
+    """Whether backward runs a part of a forward pass again, for activation checkpointing.
+
+    Backward records no operations, and what it repeats is recorded, but for the inside of autograd functions, such as
+    DeepSpeed's linear layers of stage 3: these are known by the hook that repeats it (torch/utils/checkpoint.py).
+    """
+    if torch.is_grad_enabled():
+        return True
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "unpack_hook" and frame.f_code.co_filename == torch.utils.checkpoint.__file__:
+            return True
+        frame = frame.f_back
+    return False
+
+
 class FlopCount(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts what runs on this rank within its context: one or more forward passes, each with its backward pass."""
 
@@ -54,8 +73,7 @@ class FlopCount(TorchDispatchMode):  # type: ignore[no-untyped-call]
         formula = _FORMULAS.get(function._overloadpacket)
         if formula is not None:
             flops = int(formula(*args, **(kwargs or {}), out_val=result))
-            # Backward computes gradients without recording them, but forward passes that it repeats are recorded.
-            if torch._C._current_graph_task_id() != -1 and torch.is_grad_enabled():
+            if torch._C._current_graph_task_id() != -1 and _is_recomputing():
                 self.recomputed_flops += flops
             else:
                 self.model_flops += flops

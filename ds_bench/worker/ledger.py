@@ -36,8 +36,10 @@ _STATE_NAMES = (
     "single_partition_of_fp32_groups",
     "fp32_groups_flat",
     "fp32_groups_flat_partition",
+    "_muon_pending_momentum",
 )
-"""Attributes that hold the fp32 master weights, which count as optimizer states."""
+"""Attributes that hold the fp32 master weights and the copy of Muon's momentum in which a step is prepared, which count
+as optimizer states."""
 
 
 def find_tensors(value: object, depth: int = 6) -> Iterator[torch.Tensor]:

@@ -1,55 +1,84 @@
-"""Models of a user's own under real DeepSpeed: the same training at every stage and with every offload."""
+"""The models of docs/models.md under real DeepSpeed, DDP and FSDP2: predicted, labelled, and trained alike by all."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
-from pathlib import Path
+import os
+from typing import Any
 
 import pytest
 
-from ds_bench.config.spec import Configuration, Workload
-from ds_bench.launch import Limits
-from ds_bench.launch.warm import WarmLauncher
-from ds_bench.records.schema import RankMeasurement
+from ds_bench.config.spec import Configuration, Trial, Workload
+from ds_bench.models.lookup import ResolvedModel
+from ds_bench.prediction import trial_predictions
+from ds_bench.prediction.model_profile import ModelProfile, variant_of
 from tests.support import fakes
-from tests.support.real_trials import SHORT, make_trial
+from tests.support.ledger_checks import check
+from tests.support.real_trials import ROOT, SUPPORT, Launch, make_trial
 
 pytestmark = pytest.mark.deepspeed
 
-STAGE_0, STAGE_3, OFFLOAD = fakes.zero(0), fakes.zero(3), fakes.offload("cpu_full")
-TRAINED: dict[str, tuple[Configuration, ...]] = {
-    "gpt2": (STAGE_0, fakes.zero(1), fakes.zero(2), STAGE_3, OFFLOAD),
-    "lora": (STAGE_0, STAGE_3, OFFLOAD),
-    "bert": (STAGE_0, STAGE_3),
-    "t5": (STAGE_0, STAGE_3),
-    "vit": (STAGE_0, STAGE_3),
+EXAMPLES = ("lora", "bert", "classifier", "t5", "vit")
+FROZEN = ("lora", "classifier")
+ROWS: dict[str, Configuration] = {
+    **{f"zero{stage}": fakes.zero(stage) for stage in range(4)},
+    **{f"cpu_optimizer-{stage}": fakes.offload("cpu_optimizer", stage) for stage in (1, 2, 3)},
+    "cpu_full": fakes.offload("cpu_full"),
+    "ddp": fakes.reference("ddp"),
+    "fsdp2": fakes.reference("fsdp2"),
 }
-FIRST_LOSS = {"gpt2": math.log(1000), "lora": math.log(1000), "bert": math.log(1000), "vit": math.log(10)}
-"""Of a model that has learnt nothing. T5's own weights start far from it."""
+BUCKETS = {
+    "reduce_bucket_size": 20_000,
+    "allgather_bucket_size": 20_000,
+    "stage3_param_persistence_threshold": 1000,
+}
 
 
-@pytest.mark.parametrize("name", ["lora", *(pytest.param(n, marks=pytest.mark.slow) for n in TRAINED if n != "lora")])
-def test_a_factorys_model_trains_alike_at_every_stage(
-    name: str, server: Callable[[Limits], WarmLauncher], tmp_path: Path
+def _workload(example: str, **changes: Any) -> Workload:
+    given = {"batch_size": 2, "seq_length": 16, "num_steps": 2, "warmup_steps": 1, **changes}
+    return Workload(model=f"documented_models:build_{example}", model_source="factory", **given)
+
+
+def _trial(row: Configuration, workload: Workload) -> Trial:
+    zero = {} if row.is_reference or not row.stage else {"zero_optimization": BUCKETS}
+    return make_trial(row, workload=workload, changes=zero)
+
+
+def _profile(workload: Workload, trials: list[Trial]) -> ModelProfile:
+    found = trial_predictions.profile_model(
+        ResolvedModel(name=workload.model, source="factory", config={}),
+        workload.seq_length,
+        "cpu",
+        variants=[variant_of(each.workload, each.ds_config, each.configuration.engine) for each in trials],
+        environment={"PYTHONPATH": os.pathsep.join([str(ROOT), str(SUPPORT)])},
+    )
+    assert isinstance(found, ModelProfile), found
+    assert found.unknown is None
+    return found
+
+
+@pytest.mark.parametrize(
+    ("example", "rows", "work"),
+    [
+        ("lora", ("zero1", "zero3"), {}),
+        *(pytest.param(example, tuple(ROWS), {}, marks=pytest.mark.slow) for example in EXAMPLES),
+        pytest.param("lora", ("zero1", "zero3"), {"activation_checkpointing": True}, marks=pytest.mark.slow),
+    ],
+)
+def test_a_documented_factory_is_predicted_labelled_and_trained_alike_in_every_row(
+    example: str, rows: tuple[str, ...], work: dict[str, Any], launch: Launch
 ) -> None:
-    workload = Workload(
-        model=f"factories:{name}", model_source="factory", batch_size=2, seq_length=16, num_steps=3, warmup_steps=1,
-        precision="fp32",
-    )  # fmt: skip
-    ranks: list[tuple[RankMeasurement, ...]] = []
-    for strategy in TRAINED[name]:
-        folder = tmp_path / strategy.name
-        folder.mkdir()
-        record = server(SHORT).launch(make_trial(strategy, workload=workload), folder, lambda _progress: None)
-        assert record.outcome.success, record.outcome.details
-        ranks.append(record.ranks)
-    first = ranks[0]
-    assert first[0].losses != first[1].losses  # ranks see different data, the same in every row
-    if name in FIRST_LOSS:
-        assert first[0].losses[0] == pytest.approx(FIRST_LOSS[name], rel=0.15)
-    for row in ranks[1:]:
-        assert row[0].parameter_count == first[0].parameter_count
-        for rank, reference in zip(row, first, strict=True):
-            assert rank.losses == pytest.approx(reference.losses, rel=1e-3)
-    assert bool(first[0].notes) is (name in ("t5", "vit"))
+    workload = _workload(example, **work)
+    trials = {name: _trial(ROWS[name], workload) for name in rows}
+    profile = _profile(workload, list(trials.values()))
+    records = {name: launch(trial) for name, trial in trials.items()}
+    reference = records["zero1"].ranks[0]
+    for name, record in records.items():
+        check(trials[name], profile, record, gradient_in_flight=True)
+        for rank in record.ranks:
+            assert rank.trainable_parameter_count == profile.parameters
+            assert rank.parameter_count == profile.parameters + profile.frozen_parameters
+            assert rank.frozen_weights_changed is (False if example in FROZEN else None)
+            assert rank.forward_backward_flops == reference.forward_backward_flops
+            assert bool(rank.recomputed_flops) is workload.activation_checkpointing
+            assert bool(rank.notes) is (example in ("t5", "vit"))  # whose samples are no sequences of that length
+        assert record.ranks[0].losses == pytest.approx(reference.losses, rel=0.02), name

@@ -56,3 +56,20 @@ def test_frozen_weights_count_no_gradients() -> None:
     last.transformer.ln_f.requires_grad_(True)  # through the output layer alone
     assert _count(first).model_flops == 4 * products + attention
     assert _count(last).model_flops == 2 * products + 2 * head + attention // 3
+
+
+@pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable:FutureWarning")
+def test_linear_layers_of_stage_3_that_checkpointing_recomputes_are_not_counted_as_the_models(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Their forward pass records nothing, not even where it is run again."""
+    linear = pytest.importorskip("deepspeed.runtime.zero.linear")
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    monkeypatch.setattr(torch.nn.functional, "linear", linear.zero3_linear_wrap)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    plain, again = (LlamaForCausalLM(LlamaConfig(vocab_size=100, **sizes)).train() for _ in range(2))
+    again.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    counted, recounted = _count(plain), _count(again)
+    assert counted.recomputed_flops == 0 < recounted.recomputed_flops
+    assert counted.model_flops == recounted.model_flops
