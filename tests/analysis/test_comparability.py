@@ -128,6 +128,8 @@ OTHER_WORKLOADS: dict[str, Any] = {
     "data_prefetch": 4,
     "cpu_binding": "cores",
     "zero_init": False,
+    "pass_type": "forward",
+    "synchronized": False,
     "vocab_size": 9,
     "data_path": "/ids.bin",
     "data_dtype": "uint16",
