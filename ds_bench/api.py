@@ -321,7 +321,7 @@ def _run_in_process(arguments: Sequence[str], progress: bool) -> dict[str, Any]:
     """
     process = subprocess.Popen(
         [sys.executable, "-m", "ds_bench.cli.requested_run"],
-        env=processes.child_environment({"PYTHONPATH": _python_path()}),
+        env=processes.child_environment({}),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -349,12 +349,6 @@ def _run_in_process(arguments: Sequence[str], progress: bool) -> dict[str, Any]:
             remedy="its folder below output_dir has what was measured: ds_bench.run(resume=FOLDER)",
         )
     return answer
-
-
-def _python_path() -> str:
-    """``PYTHONPATH`` of the run: this program's folder is searched too, for a model factory beside it."""
-    own = [sys.path[0]] if sys.path and Path(sys.path[0]).is_dir() and sys.path[0] else []
-    return os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH", ""), *own]))
 
 
 class _WatchedProcess:

@@ -1,0 +1,70 @@
+"""The flat rows as ``report --format json|csv|parquet`` and data frames give them."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from ds_bench.analysis.flat_reader import column_type
+from ds_bench.analysis.flat_rows import COLUMNS
+from ds_bench.cli import commands
+from ds_bench.report import data_frame
+from ds_bench.system import optional_packages
+from tests.support import fakes
+
+ROOT = Path(__file__).resolve().parents[2]
+TYPES = {"string": str, "boolean": bool, "integer": int, "number": float}
+
+
+def test_every_column_has_the_type_that_its_files_have() -> None:
+    stored = (ROOT / "tests/data/public_surface/flat_columns.txt").read_text()
+    types = {name: TYPES[kind] for name, kind in map(str.split, stored.splitlines())}
+    assert {name: column_type(name) for name, _ in COLUMNS} == types
+
+
+def test_report_writes_the_rows_of_the_file_in_three_forms(
+    tmp_path: Path, capsysbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    pytest.importorskip("pyarrow")
+    store = fakes.write_run(tmp_path, [fakes.success(), fakes.failure(fakes.trial(fakes.zero(3)))])
+    rows = json.loads(store.json_path.read_text())
+    assert len(rows) == 2
+
+    assert commands.main(["report", str(store.json_path), "--format", "json"]) == 0
+    printed = json.loads(capsysbinary.readouterr().out)
+    for row, stored in zip(printed, rows, strict=True):  # what the file lacks is computed where the model is known
+        known = {name: value for name, value in stored.items() if value is not None}
+        assert {name: row[name] for name in known} == known
+    assert commands.main(["report", str(store.json_path), "--format", "csv"]) == 0
+    (header, *cells) = csv.reader(io.StringIO(capsysbinary.readouterr().out.decode()))
+    assert (header, len(cells)) == (list(rows[0]), 2)
+    assert commands.main(["report", str(store.json_path), "--format", "parquet"]) == 0
+    piped = pd.read_parquet(io.BytesIO(capsysbinary.readouterr().out))
+    for form, read in (("json", pd.read_json), ("csv", pd.read_csv), ("parquet", pd.read_parquet)):
+        path = tmp_path / f"rows.{form}"
+        assert commands.main(["report", str(store.json_path), "--format", form, "--output", str(path)]) == 0
+        assert list(read(path)["strategy"]) == ["zero0", "zero3"]
+    pd.testing.assert_frame_equal(piped, pd.read_parquet(tmp_path / "rows.parquet"))
+    pd.testing.assert_frame_equal(piped, data_frame.data_frame(printed), check_dtype=False)
+
+
+def test_rows_that_cannot_be_written_are_refused_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = str(fakes.write_run(tmp_path, [fakes.success()]).folder)
+    monkeypatch.setattr(optional_packages, "find_spec", lambda _name: None)
+    for flags, words in (
+        (["--format", "csv", "--output", str(tmp_path)], "is a folder"),
+        (["--format", "csv", "--output", str(tmp_path / "none" / "rows.csv")], "No such file"),
+        (["--output", str(tmp_path / "rows.csv")], "add --format, one of json, csv, parquet"),
+        (["--format", "parquet"], 'pip install "ds-compare[parquet]"'),
+    ):
+        assert commands.main(["report", run, *flags]) == 2
+        shown = capsys.readouterr()
+        assert (shown.out, shown.err.count("\n")) == ("", 1)
+        assert words in shown.err
