@@ -56,6 +56,8 @@ class RunKeywords(TypedDict, total=False):
     grad_accum: int | Sequence[int] | None
     num_steps: int | Sequence[int]
     warmup_steps: int | Sequence[int]
+    pass_type: str | Sequence[str]
+    synchronized: bool | Sequence[bool]
     precision: str | Sequence[str]
     activation_checkpointing: bool | Sequence[bool]
     seed: int | Sequence[int]
@@ -95,6 +97,7 @@ class RunKeywords(TypedDict, total=False):
     skip_predicted_oom: bool
     force: bool
     output_dir: PathText
+    csv: PathText | None
     repeats: int
     goal: str
     export: str | None
