@@ -69,10 +69,11 @@ class PhaseMeter:
 
     def end(self, phase: str) -> None:
         """Stores the memory of the phase that ends, and begins the next one."""
-        peak = peak_resident_bytes()
+        resident = _read_sizes("/proc/self/status")  # peak and end of one moment
+        peak = resident.get("VmHWM")
         self.phases[phase] = {
             "host_peak_bytes": peak if peak is not None and peak > self._highest_before else None,
-            "host_end_bytes": _read_sizes("/proc/self/status").get("VmRSS"),
+            "host_end_bytes": resident.get("VmRSS"),
             "host_end_pss_bytes": _proportional_bytes(),
             **_gpu_bytes(self._accelerator),
         }
