@@ -46,12 +46,12 @@ def fullest_node(ranks: Iterable[tuple[str, PhaseMemory]]) -> NodePhaseMemory:
 def host_peak_share(memory: PhaseMemory) -> int | None:
     """A rank's part of its node's peak: its own peak without what it has only a share in.
 
-    The kernel keeps no peak of the proportional size. What shared pages count too much is taken from the end of the
-    phase: libraries and pages of the preloaded process, which hardly change within a phase.
+    The kernel keeps no peak of the proportional size. What shared pages count too much, and what the processes of a
+    data loader add, is taken from the end of the phase: it hardly changes within one.
     """
     if memory.host_peak_bytes is None or memory.host_end_bytes is None or memory.host_end_pss_bytes is None:
         return None
-    return memory.host_peak_bytes - max(0, memory.host_end_bytes - memory.host_end_pss_bytes)
+    return memory.host_peak_bytes - memory.host_end_bytes + memory.host_end_pss_bytes
 
 
 def _sum(sizes: Sequence[int | None]) -> int | None:

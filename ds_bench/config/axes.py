@@ -916,7 +916,8 @@ _COMPUTATION = (
         changes=("build",),
         note="false is what happens to a model that was made before the configuration, or with zero3_init_flag: false "
         "of Accelerate. A factory's model is always built whole in host memory, and is split there tensor by tensor "
-        "with true",
+        "with true. On the CPU accelerator, where the parts and the buffers of gathering lie in host memory too, two "
+        "ranks take less without zero.Init",
         source="runtime/engine.py, _configure_distributed_model; runtime/zero/parameter_offload.py; #1814, #3606",
     ),
     Axis(

@@ -54,7 +54,7 @@ class PhaseMemory:
     host_end_bytes: int | None = None
     """Resident size at the end of the phase."""
     host_end_pss_bytes: int | None = None
-    """The same with each shared page divided by the processes that map it."""
+    """The same with each shared page divided by the processes that map it, and with those of the rank's data loader."""
     gpu_peak_bytes: int | None = None
     """Peak allocated on the GPU within the phase."""
     gpu_end_bytes: int | None = None
