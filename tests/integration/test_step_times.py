@@ -17,6 +17,7 @@ from ds_bench.records.schema import TrialRecord
 from tests.support import fakes
 from tests.support.real_trials import Launch, make_trial
 
+pytestmark = pytest.mark.deepspeed
 TINY = find_preset("tiny")
 assert TINY is not None
 WIDE = facts_from_config("wide", "gpt2", {**TINY.config, "n_embd": 512, "n_layer": 2})
@@ -100,6 +101,7 @@ stage 3 it keeps up to a billion gathered parameters for the backward pass, whic
 it keeps none, the embedding that is the output layer too is gathered for each use."""
 
 
+@pytest.mark.slow
 def test_communication_has_the_volume_of_the_stages_formula(launch: Launch) -> None:
     for stage, changes, volume in VOLUMES:
         row = wide_trial(fakes.zero(stage), changes=changes)
