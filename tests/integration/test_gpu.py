@@ -225,3 +225,31 @@ def test_copies_between_host_and_device_are_timed_and_cpu_adam_with_them(tmp_pat
     for row in (kept, offloaded):
         assert row["phase_communication_ms"] >= 0
         assert 0.9 < row["profiled_flops_per_token"] / row["model_flops_per_token"] < 1.1
+
+
+def test_the_monitor_does_not_wait_for_the_device_between_steps(tmp_path: Path) -> None:
+    import torch
+
+    from ds_bench.records.step_series import StepFileReader
+    from ds_bench.worker.step_clock import StepClock
+    from ds_bench.worker.step_recorder import StepRecorder
+
+    recorder, reader, clock = StepRecorder(tmp_path, 0, "cuda", 2, 64), StepFileReader(tmp_path, 0), StepClock("cuda")
+    losses = [torch.full((), value, device="cuda", dtype=torch.bfloat16) for value in (1.0, 2.0)]
+    clock.mark()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(5):
+            torch.cuda._sleep(10**8)  # the device is busy for a while
+            recorder.take_losses(losses)
+            clock.mark()
+            recorder.end_step(clock, measured=True)
+        assert list(reader.new_samples()) == []
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+    recorder.report()
+    steps = [step for _, step in reader.new_samples()]
+    assert [step.loss for step in steps] == [1.5] * 5
+    assert all(step.seconds > 0 and (step.gpu_reserved_bytes or 0) > 0 for step in steps)
