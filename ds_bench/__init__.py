@@ -32,14 +32,16 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    """The public names, imported on first use: importing the package alone loads nothing."""
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from . import api
+if not TYPE_CHECKING:  # else type checkers would take any name for one that exists
 
-    value = globals()[name] = getattr(api, name)
-    return value
+    def __getattr__(name: str) -> Any:
+        """The public names, imported on first use: importing the package alone loads nothing."""
+        if name not in __all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from . import api
+
+        value = globals()[name] = getattr(api, name)
+        return value
 
 
 def __dir__() -> list[str]:

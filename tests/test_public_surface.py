@@ -437,7 +437,11 @@ def html_text(markup: str) -> str:
 
 def python_names() -> dict[str, Any]:
     """Public name → how it is called; for a class also its fields and properties."""
-    modules = {"ds_bench.baselines": ds_bench.baselines, "ds_bench.benchmarks": ds_bench.benchmarks}
+    modules = {
+        "ds_bench": ds_bench,
+        "ds_bench.baselines": ds_bench.baselines,
+        "ds_bench.benchmarks": ds_bench.benchmarks,
+    }
     values = {f"{where}.{name}": getattr(module, name) for where, module in modules.items() for name in module.__all__}
     values["ds_bench.baselines.BaselineEntry.of"] = ds_bench.baselines.BaselineEntry.of
     values["ds_bench.benchmarks.ThroughputBenchmark.run"] = ds_bench.benchmarks.ThroughputBenchmark.run
