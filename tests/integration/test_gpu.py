@@ -245,7 +245,6 @@ def test_the_monitor_does_not_wait_for_the_device_between_steps(tmp_path: Path) 
             recorder.take_losses(losses)
             clock.mark()
             recorder.end_step(clock, measured=True)
-        assert list(reader.new_samples()) == []
     finally:
         torch.cuda.set_sync_debug_mode("default")
     torch.cuda.synchronize()
