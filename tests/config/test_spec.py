@@ -146,7 +146,7 @@ def _variants() -> list[Trial]:
         {"model_source": "hub"}, {"attention": "eager"}, {"loss": "tiled"}, {"compile": "torch"},
         {"tiled_mlp": True}, {"data_workers": 0},
         {"data_pin_memory": True}, {"data_prefetch": 4}, {"cpu_binding": "cores"},
-        {"zero_init": False},
+        {"zero_init": False}, {"pass_type": "forward"}, {"synchronized": False},
         {"vocab_size": 9}, {"data_path": "/ids.bin"}, {"data_dtype": "uint16"},
         {"data_tokens": 9}, {"data_digest": "a"}, {"seq_policy": "longest"},
     ]  # fmt: skip
