@@ -158,14 +158,13 @@ class Result:
     @property
     def comparison(self) -> Comparison:
         """The rows held against a baseline row. Raises UsageError if there are several comparisons."""
-        return self._only_report.comparison
+        return self._only_report().comparison
 
     @property
     def recommendation(self) -> Recommendation:
         """The row to use and why. Raises UsageError if there are several comparisons."""
-        return self._only_report.recommendation
+        return self._only_report().recommendation
 
-    @property
     def _only_report(self) -> ComparisonReport:
         if len(self.reports) != 1:
             problem = f"this result has {len(self.reports)} comparisons, one for each workload"
