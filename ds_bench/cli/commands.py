@@ -402,6 +402,7 @@ def _add_model_size(parser: argparse.ArgumentParser) -> None:
     add("--output", type=Path, metavar="FILE.csv", help="also write the rows to this file, which is replaced")
     add("--output-dir", type=Path, metavar="DIR", help="folder of the results (default: results)")
     add("--timeout", type=positive_float, metavar="SECONDS", help="end a size that takes longer (default: 3600)")
+    add("--force", action="store_true", help="run also what is predicted to need more than 1.5 times the host memory")
     add("--dry-run", action="store_true", help="print the plan, run nothing")
     parser.set_defaults(run=_model_size)
 

@@ -49,6 +49,8 @@ def _settings(values: argparse.Namespace) -> Iterator[tuple[str, Any]]:
     yield "launch.num_gpus", 1
     if values.no_sync:
         yield "training.synchronized", False
+    if values.force:
+        yield "launch.force", True
     for flag, path in _KEYS.items():
         value = getattr(values, flag)
         if value is not None:
