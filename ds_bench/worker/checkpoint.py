@@ -3,7 +3,7 @@
 Everything is written to a private folder of the trial. What no later action needs is removed at once, so that the
 folder holds at most the checkpoint and its universal form. Between saving and loading a further optimizer step changes
 the states, and the weights that passes compute with are halved: only a load that really restores all of them makes the
-loss and the weights what they were.
+loss, the weights and the optimizer's states what they were.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import torch.distributed
 
 from ..records.rank_files import HeartbeatWriter
 from ..system import processes
-from . import memory, training_loop
+from . import ledger, memory, training_loop
 from .reference_engines import ReferenceEngine
 from .weight_change import WeightChange
 
@@ -88,6 +88,7 @@ def measure_checkpoint(
         save_partial({**measured, **result})
         return facts["not_done"] is None
 
+    states = _state_norms(engine)
     if run("save", lambda: _without_result(engine.save_checkpoint(str(checkpoint), tag=_TAG)), checkpoint):
         peaks: list[int] = []
         convert = functools.partial(_convert, engine, checkpoint / _TAG, universal / _TAG, trainer.heartbeat, peaks)
@@ -96,10 +97,12 @@ def measure_checkpoint(
         _change_weights(trainer)
         changed = change.since_start() != measured["weight_change"]
         if run("load", lambda: _load(engine, checkpoint), None):
-            restored = _is_restored(trainer, change, measured)
+            restored = _is_restored(trainer, change, measured) and _is_close(states, _state_norms(engine))
             result["checkpoint_restored"] = restored if changed else None
             if changed and not restored:
-                result["notes"].append("a loaded checkpoint did not restore the weights that were saved")
+                result["notes"].append(
+                    "a loaded checkpoint did not restore the weights and optimizer states that were saved"
+                )
         _remove(checkpoint)
     run("model_16bit", lambda: _save_model(engine, model), model)
     _remove(model)
@@ -173,6 +176,18 @@ def _is_restored(trainer: training_loop.Trainer, change: WeightChange, measured:
     before, after = measured["repeated_loss"], training_loop.repeated_loss(trainer)
     same_loss = before == after if before is None or after is None else math.isclose(before, after, rel_tol=1e-6)
     return same_weights and same_loss
+
+
+def _state_norms(engine: Any) -> list[float]:
+    """The norm of each tensor of optimizer states on this rank, in any order; empty where they lie on a disk."""
+    if getattr(engine.optimizer, "swap_optimizer", False):
+        return []
+    return sorted(float(tensor.detach().double().norm()) for tensor in ledger.optimizer_states(engine))
+
+
+def _is_close(before: Sequence[float], after: Sequence[float]) -> bool:
+    pairs = zip(before, after, strict=False)
+    return len(before) == len(after) and all(math.isclose(a, b, rel_tol=1e-6, abs_tol=1e-30) for a, b in pairs)
 
 
 def _convert(

@@ -109,6 +109,12 @@ def count_storages(engine: Any, *, others: bool = True) -> StorageCounter:
     return count
 
 
+def optimizer_states(engine: Any) -> Iterator[torch.Tensor]:
+    """What the optimizer keeps of each parameter besides the weights, such as Adam's moments: this rank's part."""
+    base = getattr(engine.optimizer, "optimizer", engine.optimizer)
+    yield from map(_own_part, find_tensors({id(key): value for key, value in getattr(base, "state", {}).items()}))
+
+
 def _deepspeed_tensors(engine: Any) -> Iterator[tuple[str, Iterable[torch.Tensor | None]]]:
     """Categories and the tensors of each, in the order in which they claim storages."""
     wrapper, module = engine.optimizer, engine.module
