@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from .bucket_sizes import small_sizes, trainer_sizes
+from .bucket_sizes import sizes_for, small_sizes, trainer_sizes
 from .spec import Requirements
 
 Value = bool | int | float | str
@@ -172,12 +172,6 @@ def _known(size: int | None, what: str) -> int:
     return size
 
 
-def _sizes(sizes: Mapping[str, int], stage: int) -> Setting:
-    """The sizes that act at a stage."""
-    kept = {key: size for key, size in sizes.items() if stage == 3 or not key.startswith("stage3_")}
-    return Setting(config={"zero_optimization": kept})
-
-
 _DEFAULT_SIZES = {
     "reduce_bucket_size": 500_000_000,
     "allgather_bucket_size": 500_000_000,
@@ -190,9 +184,11 @@ _DEFAULT_SIZES = {
 
 def _buffers(value: Value, row: RowFacts) -> Setting:
     if value == "default":
-        return _sizes(_DEFAULT_SIZES, row.stage)
-    sizes_of = small_sizes if value == "small_buffers" else trainer_sizes
-    return _sizes(sizes_of(_known(row.hidden_size, "hidden size")), row.stage)
+        sizes = _DEFAULT_SIZES
+    else:
+        sizes_of = small_sizes if value == "small_buffers" else trainer_sizes
+        sizes = sizes_of(_known(row.hidden_size, "hidden size"))
+    return Setting(config={"zero_optimization": sizes_for(sizes, row.stage, row.offload_param)})
 
 
 def _size_or_auto(key: str) -> Compute:
@@ -428,7 +424,8 @@ _COMMUNICATION = (
         stages=(1, 2, 3),
         changes=("deepspeed_buffers", "peak", "time"),
         note="with h the hidden size: small_buffers has buckets of h², prefetch 0.9 h², live parameters and reuse "
-        "distance 24 h²; trainer_auto has a reduce bucket of h², prefetch 0.9 h² and persistence 10 h",
+        "distance 24 h²; trainer_auto has a reduce bucket of h², prefetch 0.9 h² and persistence 10 h; "
+        "with parameters on NVMe prefetch and reuse distance stay 0",
         source="transformers/integrations/deepspeed.py, trainer_config_finalize; #4093, #5305",
     ),
     Axis(

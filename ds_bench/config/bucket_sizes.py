@@ -2,6 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+_FIXED_ON_NVME = ("stage3_prefetch_bucket_size", "stage3_max_reuse_distance")
+"""0 where parameters lie on NVMe: with any other value DeepSpeed stops there (``deepspeed_config.zero_block``)."""
+
+
+def sizes_for(sizes: Mapping[str, int], stage: int, offload_param: str | None) -> dict[str, int]:
+    """Returns the sizes that act at a stage, without those that must stay 0 where parameters lie on NVMe."""
+    fixed = _FIXED_ON_NVME if offload_param == "nvme" else ()
+    return {
+        key: size for key, size in sizes.items() if (stage == 3 or not key.startswith("stage3_")) and key not in fixed
+    }
+
 
 def trainer_sizes(hidden_size: int) -> dict[str, int]:
     """Returns the sizes that the Transformers Trainer puts in place of ``"auto"``, by key of ``zero_optimization``.

@@ -72,6 +72,10 @@ def zero_block(strategy: Strategy | Configuration) -> Config:
         # With the default of 1e9 elements a smaller model keeps every parameter gathered and its swap buffer
         # taken, and the second step dies of "Not enough buffers" (partitioned_param_coordinator.py).
         block["stage3_max_reuse_distance"] = 0
+        # Its prefetch from the disk asks twice for a parameter whose two next uses are near to each other, such as the
+        # last layer's in forward and backward: "param 24 already assigned swap buffer id 1" (the same file,
+        # __prefetch_nvme_param_partitions). Which models this stops depends on the sizes of all their tensors.
+        block["stage3_prefetch_bucket_size"] = 0
     return block
 
 

@@ -929,6 +929,20 @@ _OF_FILES = (
         source="runtime/zero/offload_config.py",
     ),
     Rule(
+        name="prefetch-from-nvme",
+        level="warning",
+        path=f"{_ZERO}.stage3_prefetch_bucket_size",
+        applies=lambda case: (
+            case.stage == 3
+            and case.offload("param") == "nvme"
+            and case.value(f"{_ZERO}.stage3_prefetch_bucket_size") != 0
+        ),
+        reason="not 0, and parameters lie on NVMe: where two uses of a parameter are near to each other, DeepSpeed "
+        "reads it ahead twice and stops with 'already assigned swap buffer id'; whether it does depends on the model",
+        remedy="set it to 0, at the price that nothing is read ahead, or try it with the model",
+        source="runtime/zero/partitioned_param_coordinator.py",
+    ),
+    Rule(
         name="muon-before-0.19.8",
         level="hint",
         path="optimizer.type",

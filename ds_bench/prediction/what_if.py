@@ -183,8 +183,8 @@ def _named_changes(planned: PlannedTrial) -> Iterator[tuple[str, dict[str, Any],
         blocks.append(("a smaller bucket", {"reduce_bucket_size": _SMALL_BUCKET}))
     elif configuration.stage:
         sizes = bucket_sizes.small_sizes(planned.hidden_size or 0)
-        kept = {key: size for key, size in sizes.items() if configuration.stage == 3 or not key.startswith("stage3_")}
-        blocks.append(("small_buffers", kept))
+        acting = bucket_sizes.sizes_for(sizes, configuration.stage, configuration.offload_param)
+        blocks.append(("small_buffers", acting))
     if on_gpu and configuration.stage and not configuration.offloads_optimizer:
         blocks.append(("optimizer offload", {"offload_optimizer": {"device": "cpu", "pin_memory": True}}))
     if on_gpu and configuration.stage == 3 and configuration.layout[1:] == ("cpu", "none"):

@@ -293,6 +293,25 @@ def test_nvme_works_for_a_model_with_more_large_tensors_than_swap_buffers(launch
     assert list(disk.iterdir()) == []
 
 
+@pytest.mark.slow
+@pytest.mark.nvme
+def test_nvme_works_where_the_last_layer_is_much_larger_than_the_embedding(launch: Launch, tmp_path: Path) -> None:
+    """DeepSpeed's prefetch from the disk asks for a matrix of that layer twice at once, and asserts in step 2."""
+    tiny = find_preset("tiny")
+    assert tiny is not None
+    config = {**tiny.config, "n_embd": 512}
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    work = fakes.workload(
+        model="wide", model_config=config, batch_size=1, seq_length=32, num_steps=2, warmup_steps=1, precision="bf16"
+    )
+    size = facts_from_config("wide", "gpt2", config).largest_parameter
+    trial = make_trial(fakes.offload("nvme"), workload=work, num_gpus=2, nvme_path=str(disk), largest_parameter=size)
+    record = launch(trial)
+    assert record.outcome.status == "Success", record.outcome.details
+    assert all(rank.ledger["nvme"]["parameters"] > 0 for rank in record.ranks)
+
+
 @pytest.mark.nvme
 def test_a_full_swap_disk_is_oom_disk_and_nothing_stays_on_it(launch: Launch, small_disk: Path) -> None:
     tiny = find_preset("tiny")
