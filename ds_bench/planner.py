@@ -42,6 +42,8 @@ MakeConfig = Callable[[Strategy, int, int], dict[str, Any]]
 """(strategy, micro-batch, accumulation) → what the user's ``create_deepspeed_config`` returns."""
 
 DEFAULT_SEQ_LENGTH = 512
+SHORTEST_SEQ_LENGTH = 16
+"""The shortest sequence that ``--seq-length auto`` tries, in tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -385,7 +387,8 @@ def require_known_ids(options: Options, model: ResolvedModel) -> None:
         raise UsageError(f"--vocab-size {limit} is beyond the {own} ids of {model.name}", remedy=f"give {own} or less")
     if options.token_file is not None:
         owner = f"the model {model.name}" if limit is None else "--vocab-size"
-        options.token_file.require_usable(limit or own, owner, resolve_seq_length(options.seq_length, model))
+        length = SHORTEST_SEQ_LENGTH if options.auto_seq else resolve_seq_length(options.seq_length, model)
+        options.token_file.require_usable(limit or own, owner, length)
 
 
 def _data_lines(options: Options, placement: Placement, seq_length: int) -> list[str]:

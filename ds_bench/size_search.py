@@ -13,7 +13,7 @@ from typing import Literal
 
 from .config.spec import NO_INSPECTION, Configuration, Trial, Workload
 from .launch import Launcher
-from .planner import Plan, RequestedRow
+from .planner import SHORTEST_SEQ_LENGTH, Plan, RequestedRow
 from .prediction.memory import DOES_NOT_FIT, predict
 from .prediction.model_profile import ModelProfile
 from .records import schema
@@ -48,7 +48,7 @@ class SizeSearch:
         """Step between the sizes that are tried: one sequence, or 64 tokens (16 of a model of few positions)."""
         if self.dimension == "batch_size":
             return 1
-        return 64 if self._most_tokens >= 4096 else 16
+        return 64 if self._most_tokens >= 4096 else SHORTEST_SEQ_LENGTH
 
     @property
     def limit(self) -> int:
@@ -57,7 +57,9 @@ class SizeSearch:
 
     @property
     def _most_tokens(self) -> int:
-        return min(self.plan.model.max_positions or MAX_SEQ_LENGTH, MAX_SEQ_LENGTH)
+        file = self.plan.options.token_file
+        lengths = (self.plan.model.max_positions, None if file is None else file.tokens, MAX_SEQ_LENGTH)
+        return min(length for length in lengths if length is not None)
 
     def find_largest(self, row: RequestedRow) -> int:
         """Finds the largest micro-batch, or the tokens of the longest sequence, that trains.
@@ -118,7 +120,10 @@ class SizeSearch:
         configuration = self.plan.builder.build_at_length(row, size)
         if size < self.limit * self.unit:
             return configuration
-        caveat = f"no longer sequence was tried: {format_count(size)} tokens are all positions of the model"
+        what = "positions of the model"
+        if self._most_tokens != self.plan.model.max_positions:
+            what = "that are tried" if self._most_tokens == MAX_SEQ_LENGTH else "of the file of tokens"
+        caveat = f"no longer sequence was tried: {format_count(size)} tokens are all {what}"
         return replace(configuration, caveats=(*configuration.caveats, caveat))
 
     def _trial(self, row: RequestedRow, units: int, *, predicted: bool) -> Trial:

@@ -233,6 +233,16 @@ def test_the_search_ends_at_the_positions_of_the_model(machine: Machine) -> None
     assert "256 tokens are all positions of the model" in row["caveats"]
 
 
+def test_the_search_ends_at_the_end_of_the_file_of_tokens(machine: Machine, tmp_path: Path) -> None:
+    ids = tmp_path / "ids.uint16"
+    ids.write_bytes(bytes(2 * 100))
+    script = FakeLauncher(by_strategy={"zero1": trains_lengths_up_to({"zero1": 10**6})})
+    assert machine.run("--seq-length", "auto", "--stages", "1", "--data", str(ids), script=script) == 0
+    (row,) = machine.rows()
+    assert row["seq_length"] == 96
+    assert "of the file of tokens" in row["caveats"]
+
+
 def test_a_row_that_runs_out_at_its_largest_is_searched_below_it_when_resumed(machine: Machine) -> None:
     """Probes are shorter than rows, so that a size may train in them and not in the row."""
     fits = trains_up_to({"zero1": 5})
