@@ -72,6 +72,8 @@ BOTH: dict[str, Any] = {
     "--verbose": False,
     "--strict": False,
     "--monitor": None,
+    "--checkpoint": False,
+    "--checkpoint-path": None,
     "--local_rank": None,
     "--local-rank": None,
 }

@@ -103,7 +103,7 @@ def test_ops_of_another_torch_or_processor_never_meet(monkeypatch: pytest.Monkey
 
 
 def test_a_package_that_is_missing_is_told_with_the_remedy() -> None:
-    with pytest.raises(PreflightError, match=r"no_such_package is not installed \(pip install -r requirements.txt\)"):
+    with pytest.raises(PreflightError, match=r"no_such_package is not installed \(pip install .ds-compare\[run\].\)"):
         ops._version("no_such_package")
 
 

@@ -83,7 +83,7 @@ def test_deepspeeds_own_logger_still_adds_up_the_times_of_earlier_operations(mon
     assert list(logger.comms_dict) == ["all_reduce"]
     count, milliseconds, *_ = logger.comms_dict["all_reduce"][8]
     assert count == 3
-    assert milliseconds[2] > 2.5 * milliseconds[0]
+    assert milliseconds[2] >= 29  # three times what one took
 
 
 def test_the_bytes_of_an_operation_are_those_of_the_whole_tensor() -> None:
