@@ -225,12 +225,15 @@ def test_the_row_of_the_longest_sequence_is_chosen_whatever_its_speed(
     assert "ZeRO-1 is left out: it trains sequences of 96 tokens at most" in told.read_text(encoding="utf-8")
 
 
-def test_the_search_ends_at_the_positions_of_the_model(machine: Machine) -> None:
+def test_the_search_ends_at_the_positions_of_the_model(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
     script = FakeLauncher(by_strategy={"zero1": trains_lengths_up_to({"zero1": 10**6})})
     assert machine.run("--seq-length", "auto", "--stages", "1", script=script) == 0
     (row,) = machine.rows()
     assert row["seq_length"] == 256
     assert "256 tokens are all positions of the model" in row["caveats"]
+    assert "256 tokens are all positions of the model" in " ".join(
+        capsys.readouterr().out.split()
+    )  # not memory's limit
 
 
 def test_the_search_ends_at_the_end_of_the_file_of_tokens(machine: Machine, tmp_path: Path) -> None:

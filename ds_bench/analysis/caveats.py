@@ -176,6 +176,8 @@ class CaveatText(Enum):
     DISK_BOUND = CaveatKind.DISK_BOUND, "disk-bound: "
     OTHER_OPTIMIZER = CaveatKind.OTHER_OPTIMIZER, "", " stepped, not the ", True
     OTHER_ADAM = CaveatKind.NOTE, "", " steps here, ", False, _ONE_OPTIMIZER
+    ALL_POSITIONS = CaveatKind.NOTE, "no longer sequence was tried: "
+    """Written by the search of the longest sequence."""
     STEPS_SKIPPED = CaveatKind.NOTE, "", " measured steps were skipped"
 
     def caveat(self, text: str) -> Caveat:

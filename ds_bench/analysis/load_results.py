@@ -41,7 +41,7 @@ class Result:
     """The content of one result. None or empty where its files do not hold it."""
 
     source: Path
-    """What the user named."""
+    """What the user named; in a folder of one result, that result."""
     records: tuple[TrialRecord, ...] | None
     """The last record of each trial, in the order of the plan; None if there are flat rows only."""
     summaries: tuple[TrialSummary, ...]
@@ -57,7 +57,10 @@ class Result:
 
 
 def load(path: Path) -> Result:
-    """Reads a run folder, its run.json or records.jsonl, or a flat JSON. Raises UsageError."""
+    """Reads a run folder, its run.json or records.jsonl, a flat JSON, or a folder that holds one such result.
+
+    Raises UsageError.
+    """
     try:
         with reader.gc_paused():
             return _load(Path(path))
@@ -103,7 +106,9 @@ def _load(path: Path) -> Result:
     if path.is_dir():
         if _holds_run(path):
             return _load_run(path, path)
-        raise _no_run_error(path)
+        if len(results := _results_in(path)) == 1:
+            return _load(results[0])
+        raise _no_run_error(path, results)
     if path.name in (RUN_FILE, RECORDS_FILE):
         with json_files.opened(path):  # raises UsageError unless it exists and is a file
             return _load_run(path.parent, path)
@@ -131,13 +136,17 @@ def _holds_run(folder: Path) -> bool:
     return (folder / RUN_FILE).is_file() or (folder / RECORDS_FILE).is_file()
 
 
-def _no_run_error(folder: Path) -> UsageError:
-    """The error for a folder without a run; its remedy names a result inside, if there is one."""
-    results = [
+def _results_in(folder: Path) -> list[Path]:
+    """The run folders and flat JSONs directly inside, sorted."""
+    return [
         entry
         for entry in sorted(folder.iterdir())
         if (entry.is_dir() and _holds_run(entry)) or (entry.suffix == ".json" and _FLAT_NAME.match(entry.name))
     ]
+
+
+def _no_run_error(folder: Path, results: Sequence[Path]) -> UsageError:
+    """The error for a folder without a run of its own. ``results``: those inside, of which the remedy names one."""
     remedy = (
         f"give one result, such as {results[-1]}" if results else "give <output-dir>/runs/<run> or a result's .json"
     )

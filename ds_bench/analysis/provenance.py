@@ -84,8 +84,9 @@ def title(summaries: Sequence[TrialSummary]) -> str:
     data = f" · data {Path(workload.data_path).name}" if workload.data_path else ""
     point = "".join(f" · {point_text({path: value})}" for path, value in unnamed_values(summaries[0].record.trial))
     clock = "" if workload.synchronized else "NOT SYNCHRONISED (wrong on purpose) · "
+    warm_up = "" if workload.warmup_steps else "no warm-up · "
     return (
-        f"{model} · {devices} · {precision} · {batch} × {length}{accumulated} · {clock}"
+        f"{model} · {devices} · {precision} · {batch} × {length}{accumulated} · {clock}{warm_up}"
         f"{workload.num_steps} {STEP_NAMES[workload.pass_type]}{data}{point}"
     )
 

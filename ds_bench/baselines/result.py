@@ -178,7 +178,7 @@ def baseline_name(summary: TrialSummary) -> str:
     Depends on the row alone, not on the other rows. Hardware, versions and the DeepSpeed configuration are left out, so
     that a row keeps its name, and its baseline, when these change.
     """
-    facts = workload_facts(summary)
+    facts, workload = workload_facts(summary), summary.record.trial.workload
     by_stage = facts["strategy"] == f"zero{facts['stage']}"
     parts = (
         (f"batch{facts['batch_size']}", facts["batch_size"] != 4),
@@ -188,6 +188,8 @@ def baseline_name(summary: TrialSummary) -> str:
         ("checkpointing", facts["activation_checkpointing"]),
         (f"stage{facts['stage']}", not by_stage and facts["stage"] != 3),
         (f"{facts['num_gpus']}ranks", facts["num_gpus"] != 1),
+        (workload.pass_type, workload.pass_type != "train"),
+        ("not_synchronized", not workload.synchronized),
         *((_plain_text(text), True) for text in _other_data_and_point(summary.record.trial)),
     )
     suffix = "-".join(text for text, differs in parts if differs)

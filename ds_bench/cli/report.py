@@ -15,7 +15,6 @@ from .. import __version__
 from ..analysis import load_results, merge_results
 from ..analysis.comparison import ComparisonRow, rows_called
 from ..analysis.flat_rows import flat_rows
-from ..analysis.load_results import run_folder_of
 from ..analysis.merge_results import ResultGroup
 from ..analysis.summary import TrialSummary
 from ..config import strategies
@@ -72,7 +71,7 @@ def report(options: ReportOptions) -> int:
     if options.github_benchmark is not None:
         _write_github_benchmark(reports, options.github_benchmark)
     if options.to is not None:
-        _send(reports, options.results, options.to)
+        _send(options.results, options.to)
     return 0
 
 
@@ -209,6 +208,10 @@ def _write_html(reports: Sequence[ComparisonReport], path: Path) -> None:
 def _write_github_benchmark(reports: Sequence[ComparisonReport], path: Path) -> None:
     """Writes tokens/s to the file and memory to one beside it. Raises UsageError without figures."""
     speeds, sizes = github_benchmark.throughput_entries(reports), github_benchmark.memory_entries(reports)
+    if not speeds and (left_out := github_benchmark.find_doubt(reports)) is not None:
+        label, doubt = left_out
+        problem = f"--github-benchmark: no row has figures that are right; {label}: {doubt.text}"
+        raise UsageError(problem, remedy=doubt.next_step_if_not_in_text or "see the table")
     if not speeds:
         raise UsageError("--github-benchmark: no row has figures", remedy="see the table for what failed")
     beside = path.with_name(f"{path.stem}_memory{path.suffix}")
@@ -217,13 +220,11 @@ def _write_github_benchmark(reports: Sequence[ComparisonReport], path: Path) -> 
         terminal.print_text(f"{tool} {file}", sys.stderr)
 
 
-def _send(reports: Sequence[ComparisonReport], paths: Sequence[Path], tracker: str) -> None:
+def _send(paths: Sequence[Path], tracker: str) -> None:
     """Gives every run to a tracker, and says where it is and how to look at it."""
     from ..report import trackers
 
-    folders = {folder.name: folder for path in paths for folder in [run_folder_of(path)] if folder is not None}
-    summaries = [run for report in reports for row in report.comparison.rows for run in row.summaries]
-    for line in trackers.send(trackers.tracked_runs(summaries, folders), tracker):
+    for line in trackers.send(trackers.tracked_runs([load_results.load(path) for path in paths]), tracker):
         terminal.print_text(terminal.escape_controls(line), sys.stderr)
 
 

@@ -6,8 +6,9 @@ The columns of the JSON and CSV files are ``analysis.flat_rows``.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from ..analysis import flops
 from ..analysis.comparison import Comparison, ComparisonRow
 from ..records.schema import INTERRUPTED, TrialRecord
 from ..units import (
@@ -125,6 +126,14 @@ def _mfu(row: ComparisonRow) -> float | None:
     return next((run.mfu for run in row.successes if run.mfu is not None and run.mfu <= 1), None)
 
 
+_MFU_MEANING = "model FLOPs utilisation, dense peak"
+_CONVENTION_TEXTS = {
+    flops.MODEL_CONVENTION: "PaLM convention",
+    flops.FORWARD_CONVENTION: "a third of the PaLM convention's FLOPs (forward passes)",
+    flops.COUNTED_CONVENTION: "FLOPs counted on what ran forward and backward",
+}
+
+
 COLUMNS: tuple[Column, ...] = (
     Column(
         heading="Step ms",
@@ -205,7 +214,7 @@ COLUMNS: tuple[Column, ...] = (
     ),
     Column(
         heading="MFU",
-        meaning="model FLOPs utilisation, PaLM convention, dense peak",
+        meaning=_MFU_MEANING,
         text=lambda row: format_percent(_mfu(row)),
         sort_key=_mfu,
         page_only=True,
@@ -229,8 +238,10 @@ COLUMNS: tuple[Column, ...] = (
 def measured_columns(comparison: Comparison) -> tuple[Column, ...]:
     """The columns that the page shows: throughput, and every other that some row has a value for."""
     empty = (MISSING, NOT_TESTED)
+    conventions = dict.fromkeys(run.flops_convention or "" for row in comparison.rows for run in row.successes)
+    how = " or ".join(text for convention, text in _CONVENTION_TEXTS.items() if convention in conventions)
     return tuple(
-        column
+        replace(column, meaning=f"{_MFU_MEANING}; {how}") if column.heading == "MFU" and how else column
         for column in COLUMNS
         if column.heading == "Tokens/s" or any(column.text(row) not in empty for row in comparison.rows)
     )

@@ -42,6 +42,12 @@ def memory_entries(reports: Sequence[ComparisonReport]) -> list[Entry]:
     return entries
 
 
+def find_doubt(reports: Sequence[ComparisonReport]) -> tuple[str, Caveat] | None:
+    """The first row that trained and is left out all the same: its label and the reason; None if there is none."""
+    rows = (row for report in reports for row in report.comparison.rows if row.succeeded)
+    return next(((row.label, doubt) for row in rows for doubt in _doubts(row)), None)
+
+
 def _named_rows(reports: Sequence[ComparisonReport]) -> Iterator[tuple[str, ComparisonRow]]:
     """The valid rows with the names of their baselines, which stay the same from run to run; with the label of the row
     too where several have one name."""
@@ -62,6 +68,9 @@ def _extra(row: ComparisonRow) -> str:
     record = representative_run(row.summaries).record
     runs = len(row.successes)
     device = record.ranks[0].device_name if record.ranks else record.trial.placement.accelerator
-    versions = f"torch {record.ranks[0].torch_version}, DeepSpeed {record.ranks[0].deepspeed_version}"
+    known = {"torch": record.ranks[0].torch_version, "DeepSpeed": record.ranks[0].deepspeed_version}
+    versions = ", ".join(f"{package} {version}" for package, version in known.items() if version)
     facts = [f"{record.trial.placement.num_gpus} × {device}", versions, f"{runs} run{'' if runs == 1 else 's'}"]
-    return "; ".join([*facts, *(caveat.text for caveat in row.caveats if caveat.kind is CaveatKind.CPU_BUSY)])
+    return "; ".join(
+        [*filter(None, facts), *(caveat.text for caveat in row.caveats if caveat.kind is CaveatKind.CPU_BUSY)]
+    )

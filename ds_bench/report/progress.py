@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from ..analysis.caveats import CaveatText, known_text
+from ..analysis.provenance import STEP_NAMES
 from ..analysis.summary import summarise
 from ..config.spec import Trial
 from ..launch import Progress, ProgressCallback
@@ -60,7 +61,10 @@ class ProgressReporter:
         """``[2/24] ZeRO-1 run 1/3``; without the run where there is one of each row; in a sweep with the point."""
         run = f" run {trial.repeat + 1}/{self._repeats}" if self._repeats > 1 else ""
         point = f"{text}: " if (text := self._point_of(trial)) else ""
-        return f"[{self._number}/{self._total}] {point}{trial.configuration.label}{run}"
+        pass_type, what = trial.workload.pass_type, trial.configuration.label
+        if pass_type != "train" and trial.configuration.name == "zero0":
+            what = STEP_NAMES[pass_type]  # of the model alone, without DeepSpeed
+        return f"[{self._number}/{self._total}] {point}{what}{run}"
 
     def _describe_step(self, progress: Progress, trial: Trial, total: int) -> str:
         if progress.step < 0:

@@ -401,6 +401,10 @@ def _savings(difference: RowDifference) -> Iterator[str]:
         yield f"{_saving_sentence(saving, difference).removesuffix('.')} ({_changes(saving)})."
 
 
+_SAVING_TEXTS = {"small_buffers": "smaller buffers"}
+"""Names of savings that are keys of records → what a reader is told."""
+
+
 def _saving_sentence(saving: Saving, difference: RowDifference) -> str:
     on_gpu = saving.gpu_bytes > 0
     saved = (
@@ -409,7 +413,8 @@ def _saving_sentence(saving: Saving, difference: RowDifference) -> str:
     cost = ""
     if on_gpu and saving.host_bytes < 0:
         cost = f", and take {size_text(-saving.host_bytes)} more host memory per node"
-    return f"On {difference.larger.label}, predicted: {saving.name} would save {saved}{cost}."
+    what = _SAVING_TEXTS.get(saving.name, saving.name)
+    return f"On {difference.larger.label}, predicted: {what} would save {saved}{cost}."
 
 
 def _changes(saving: Saving) -> str:

@@ -265,6 +265,7 @@ def _answer_lines(report: ComparisonReport, width: int, printable: Callable[[str
     yield from (Line(line, "bold") for line in _wrap(f"{mark} {headline}", width, indent))
     shown = [] if recommendation.alternative is None else [recommendation.alternative]
     shown += notes_that_matter(report)
+    shown += _notes_of_rows(report.comparison, lambda caveat: known_text(caveat.text) is CaveatText.ALL_POSITIONS)
     if any(caveat.kind is CaveatKind.CPU_ACCELERATOR for caveat in report.comparison.caveats):
         shown.append("CPU ranks: this says nothing about GPUs.")
     for text in shown:

@@ -9,13 +9,15 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from ..analysis.flat_rows import flat_rows
+from ..analysis.load_results import Result, run_folder_of
 from ..analysis.step_series import steps_of
 from ..analysis.summary import TrialSummary
 from ..errors import UsageError
@@ -39,7 +41,7 @@ class TrackedRun:
     """One trial as a tracker shows it."""
 
     group: str
-    """Name of the run folder, or of the model where a flat JSON does not tell it."""
+    """Name of the run folder, or of the file where a flat JSON does not tell it."""
     name: str
     """``00_zero0``: the trial's, unique in its group."""
     config: Mapping[str, Any]
@@ -57,11 +59,24 @@ class TrackedRun:
         return 0, 0.0 if self.started_at is None else datetime.fromisoformat(self.started_at).timestamp()
 
 
-def tracked_runs(summaries: Sequence[TrialSummary], run_folders: Mapping[str, Path]) -> list[TrackedRun]:
-    """One run for each trial. ``run_folders``: name of a run → its folder."""
-    return [
-        TrackedRun(
-            group=summary.run_id or summary.record.trial.workload.model,
+def tracked_runs(results: Sequence[Result]) -> list[TrackedRun]:
+    """One run for each trial; of a trial that several results hold, that with its steps."""
+    folders = {folder.name: folder for result in results if (folder := run_folder_of(result.source)) is not None}
+    names = Counter(result.source.stem for result in results)
+    runs: dict[tuple[str, str], TrackedRun] = {}
+    for result in sorted(results, key=lambda result: result.records is not None):
+        source, folder = result.source, run_folder_of(result.source)
+        name = source.stem if names[source.stem] == 1 else str(source.with_suffix(""))
+        for run in _runs_of(result.summaries, folders, name if folder is None else folder.name):
+            runs[run.group, run.name] = run
+    return list(runs.values())
+
+
+def _runs_of(summaries: Sequence[TrialSummary], run_folders: Mapping[str, Path], group: str) -> Iterator[TrackedRun]:
+    """``run_folders``: name of a run → its folder. ``group``: that of trials that do not tell their run."""
+    for summary, row in zip(summaries, flat_rows(summaries), strict=True):
+        yield TrackedRun(
+            group=summary.run_id or group,
             name=summary.record.trial.trial_id,
             config={
                 **{name: row[name] for name in _CONFIG_COLUMNS if row[name] is not None},
@@ -76,8 +91,6 @@ def tracked_runs(summaries: Sequence[TrialSummary], run_folders: Mapping[str, Pa
             succeeded=summary.record.outcome.success,
             started_at=summary.record.started_at,
         )
-        for summary, row in zip(summaries, flat_rows(summaries), strict=True)
-    ]
 
 
 def send(runs: Sequence[TrackedRun], tracker: str) -> list[str]:

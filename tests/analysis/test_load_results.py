@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import socket
 import time
 from collections.abc import Callable
@@ -543,9 +544,13 @@ def test_a_name_that_no_file_can_have_is_refused() -> None:
     assert "cannot be read" in refusal(Path("nul\0byte"))
 
 
-def test_a_folder_without_a_run_points_to_a_result_inside(run: RunFolder, tmp_path: Path) -> None:
-    assert str(run.json_path) in refusal(tmp_path)
-    assert str(run.folder) in refusal(run.folder.parent)
+def test_a_folder_without_a_run_is_its_only_result_or_points_to_one(run: RunFolder, tmp_path: Path) -> None:
+    for folder, result in ((tmp_path, run.json_path), (run.folder.parent, run.folder)):
+        loaded = load_results.load(folder)  # the only one
+        assert loaded.source == result
+        assert loaded.records == load_results.load(run.folder).records
+    shutil.copytree(run.folder, run.folder.with_name("zz"))
+    assert str(run.folder.with_name("zz")) in refusal(run.folder.parent)
     (tmp_path / "empty").mkdir()
     assert "holds no run.json" in refusal(tmp_path / "empty")
 

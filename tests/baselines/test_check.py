@@ -474,6 +474,9 @@ def test_failed_runs_are_counted_and_left_out_of_the_figures() -> None:
          "tiny/zero3/batch8-seq1024-accum2-4ranks"),
         ({"seq_length": 512, "precision": "fp32", "activation_checkpointing": True}, fakes.zero(0), 1,
          "tiny/zero0/fp32-checkpointing"),
+        ({"seq_length": 512, "pass_type": "forward"}, fakes.zero(0), 1, "tiny/zero0/forward"),
+        ({"pass_type": "forward_backward", "synchronized": False}, fakes.zero(0), 1,
+         "tiny/zero0/seq128-forward_backward-not_synchronized"),
     ],
 )  # fmt: skip
 def test_a_row_is_named_by_model_strategy_and_what_departs_from_the_defaults(

@@ -110,7 +110,12 @@ def test_figures_for_github_benchmark_are_lists_of_more_and_of_less_is_better(
     wrong = run(tmp_path / "wrong", *ran(0, 0.1, losses=(None,) * 12))
     assert commands.main(["report", wrong, "--github-benchmark", str(file)]) == 2
     assert commands.main(["report", run(tmp_path / "oom", failed(0)), "--github-benchmark", str(file)]) == 2
-    assert "--github-benchmark: no row has figures" in capsys.readouterr().err
+    errors = capsys.readouterr().err
+    assert "no row has figures that are right; ZeRO-0: loss is not finite" in errors
+    assert "--github-benchmark: no row has figures (see the table for what failed)" in errors
+    reference = ROOT / "results/reference/cpu_2cores_2026-11-21"  # its one flat JSON does not tell versions
+    assert commands.main(["report", str(reference), "--github-benchmark", str(file)]) == 0
+    assert {entry["extra"] for entry in json.loads(file.read_text())} == {"2 × cpu; 3 runs"}
 
 
 def test_a_file_that_cannot_be_written_is_told_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

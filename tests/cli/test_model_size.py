@@ -109,17 +109,21 @@ def test_times_without_synchronisation_are_labelled_wherever_they_are_shown(
     output = tmp_path / "wrong.csv"
     assert run(house, "--model-size", "small", "--no-sync", "--warmup-steps", "0", "--output", str(output)) == 0
     assert [trial.workload.synchronized for trial in house.launcher.launched] == [False]
-    assert capsys.readouterr().out.count("wrong on purpose") == 2  # in the title and as a note
+    printed = capsys.readouterr().out
+    assert printed.count("wrong on purpose") == 2  # in the title and as a note
+    assert "no warm-up" in printed.splitlines()[0]
     (row,) = csv.DictReader(output.read_text().splitlines())
     assert row["synchronized"] == "False"
     assert "not synchronised (wrong on purpose)" in row["caveats"]
     for flags in (["--markdown"], ["--verbose"]):
         assert commands.main(["report", run_folder(house), *flags]) == 0
         shown = capsys.readouterr().out
-        assert "NOT SYNCHRONISED (wrong on purpose)" in shown
+        assert "NOT SYNCHRONISED (wrong on purpose) · no warm-up · 10 steps" in shown
         assert "Recommendation (balanced): none" in shown
     assert commands.main(["report", str(next(house.output.glob("comparison_*.json"))), "--markdown"]) == 0
     assert "NOT SYNCHRONISED (wrong on purpose)" in capsys.readouterr().out
+    assert commands.main(["report", run_folder(house), "--github-benchmark", str(tmp_path / "github.json")]) == 2
+    assert "ZeRO-0: not synchronised (wrong on purpose)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

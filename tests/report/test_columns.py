@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from ds_bench.analysis import flops
 from ds_bench.analysis.caveats import parse_caveat
 from ds_bench.analysis.comparison import ComparisonRow
 from ds_bench.analysis.intervals import RatioInterval
@@ -86,6 +87,17 @@ def test_the_page_shows_throughput_and_every_column_that_some_row_has_a_value_fo
     failed = samples.row("ZeRO-0", samples.failed(fakes.zero(0)))
     assert [column.heading for column in measured_columns(samples.comparison(failed))] == ["Tokens/s"]
     assert measured_columns(replace(samples.comparison(failed), rows=(failed, MEASURED))) == COLUMNS
+
+
+def test_mfu_is_told_with_how_the_flops_were_had() -> None:
+    def meaning(convention: str) -> str:
+        runs = tuple(replace(run, flops_convention=convention) for run in MEASURED.summaries)
+        columns = measured_columns(samples.comparison(replace(MEASURED, summaries=runs)))
+        return next(column.meaning for column in columns if column.heading == "MFU")
+
+    assert meaning(flops.MODEL_CONVENTION) == "model FLOPs utilisation, dense peak; PaLM convention"
+    assert meaning(flops.COUNTED_CONVENTION).endswith("; FLOPs counted on what ran forward and backward")
+    assert "a third of" in meaning(flops.FORWARD_CONVENTION)
 
 
 @pytest.mark.parametrize(

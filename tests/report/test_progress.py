@@ -74,6 +74,15 @@ def reporter_to(
 # ------------------------------------------------------------------ into a file
 
 
+def test_passes_of_the_model_alone_are_not_called_by_a_stage() -> None:
+    stream = Stream()
+    trial = fakes.trial(fakes.zero(0), of=fakes.workload(pass_type="forward"))
+    reporter = reporter_to(stream, [trial])
+    reporter.begin(trial)
+    reporter.end(fakes.success(trial))
+    assert stream.text.startswith("[1/1] forward passes ✓ ")
+
+
 def test_a_file_gets_one_result_line_as_each_trial_ends_with_the_time_left() -> None:
     """Two trials of 12.5 s; 4 × 128 tokens in 0.1 s, 2 GB on the host."""
     stream = Stream()

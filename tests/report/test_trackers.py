@@ -14,9 +14,11 @@ from typing import Any
 
 import pytest
 
+from ds_bench.analysis import load_results
 from ds_bench.cli import commands
 from ds_bench.config.options import TRACKERS
 from ds_bench.records.step_series import STEPS_FILE
+from ds_bench.report.trackers import tracked_runs
 from ds_bench.system import optional_packages
 from tests.support import fakes
 
@@ -79,6 +81,27 @@ def test_tensorboard_shows_every_trial(run: Path, machine: tuple[Path, Mapping[s
     assert [event.value for event in monitored.Scalars("loss")] == [2.5]
     failed = event_accumulator.EventAccumulator(str(folders / "00_zero2")).Reload()
     assert "loss" not in failed.Tags()["scalars"]
+
+
+def test_flat_files_that_do_not_tell_their_run_are_groups_of_their_own(tmp_path: Path) -> None:
+    """Their trials have the same names, so that those of one would take the place of the other's."""
+    files = [tmp_path / "before.json", tmp_path / "after.json"]
+    for number, file in enumerate(files):
+        trial = fakes.trial(fakes.zero(1))
+        store = fakes.write_run(tmp_path / file.stem, [fakes.success(trial, step_seconds=[0.1 + number] * 10)])
+        rows = [{**row, "run_id": None} for row in json.loads(store.json_path.read_text())]
+        file.write_text(json.dumps(rows))
+    found = tracked_runs([load_results.load(file) for file in files])
+    assert [(each.group, each.name) for each in found] == [("before", "00_zero1"), ("after", "00_zero1")]
+
+
+def test_a_trial_of_two_results_is_sent_once_and_with_its_steps(run: Path) -> None:
+    flat = run.parent.parent / "copied.json"
+    flat.write_bytes(next(run.parent.parent.glob("*comparison_*.json")).read_bytes())
+    for paths in ([run, flat], [flat, run]):
+        found = tracked_runs([load_results.load(path) for path in paths])
+        assert [(each.group, each.name) for each in found] == [(run.name, f"00_zero{stage}") for stage in (0, 1, 2)]
+        assert found[0].steps
 
 
 TRACKIO = "from trackio.cli import main; main()"
