@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -256,7 +256,10 @@ def parse_record(
 def _identity(trial: Trial) -> tuple[object, ...]:
     """Identifies a trial as ``Trial.key`` does, among trials that share equal parts; several times cheaper."""
     part_ids = map(id, (trial.workload, trial.placement, trial.ds_config))
-    return trial.repeat, trial.configuration.name, trial.configuration.engine, trial.inspection, *part_ids
+    inspection = trial.inspection
+    if inspection.checkpoint_path is not None:
+        inspection = replace(inspection, checkpoint_path=None)
+    return trial.repeat, trial.configuration.name, trial.configuration.engine, inspection, *part_ids
 
 
 def _migrate(data: dict[str, Any], kind: Kind, where: str) -> dict[str, Any]:

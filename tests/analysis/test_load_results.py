@@ -183,6 +183,22 @@ def test_a_run_that_did_not_end_says_how_many_trials_are_missing(run: RunFolder)
     assert "2 of the 3 planned trials have no record: the run did not end" in load_results.load(run.folder).notes
 
 
+def test_a_trial_that_was_resumed_with_another_folder_for_checkpoints_is_the_one_that_was_planned(
+    run: RunFolder,
+) -> None:
+    planned = run.load_run()
+    for trial in planned["trials"]:
+        trial["inspection"] = {**trial["inspection"], "checkpoint": True, "checkpoint_path": "/planned"}
+    (run.folder / "run.json").write_text(json.dumps(planned))
+    other = {"checkpoint": True, "checkpoint_path": "/resumed"}
+    put_lines(run, *({**each, "trial": {**each["trial"], "inspection": {**each["trial"]["inspection"], **other}}}
+                     for each in lines(run)))  # fmt: skip
+    result = load_results.load(run.folder)
+    assert result.records is not None
+    assert len(result.records) == 3
+    assert not any("planned trials" in note for note in result.notes)
+
+
 def test_a_peak_rate_that_the_user_gave_is_used_again(tmp_path: Path) -> None:
     on = fakes.placement(accelerator="cuda")
     entry = fakes.success(fakes.trial(fakes.zero(1), on=on), device_name="Card of tomorrow")
