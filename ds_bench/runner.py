@@ -84,6 +84,8 @@ def run_comparison(
                 plan, nvme_folder = with_nvme_folder(make_run_plan(points, make_config, machine))
                 _require_resumable(plan)
                 print_file_lines(plan)
+                if options.dry_run and options.inspection.checkpoint:
+                    checkpoint_folder.require_folder(options.inspection.checkpoint_path, plan.trials)
             print_nsys_command(plan, arguments)
             if options.dry_run and recipe is None:
                 return print_dry_run(plan)
@@ -93,6 +95,7 @@ def run_comparison(
                 if recipe is not None:
                     plan = settle_plan(plan, machine)
                 if options.dry_run:
+                    _check_room_for_checkpoints(plan)
                     return print_dry_run(plan) if options.verbose else OK
                 require_ready(plan, machine, nvme_folder)
             store = (
@@ -218,6 +221,8 @@ def print_dry_run(plan: RunPlan) -> int:
             if plan.options.auto_seq:
                 what, stand_in = "--seq-length auto: each sequence length", plan.trials[0].workload.seq_length
             terminal.print_text(f"# {what} is found by probes when this is run; {stand_in} stands for it here\n")
+        if plan.options.inspection.checkpoint and not any(each.profile for each in plan.plans):
+            terminal.print_text("# whether there is room for a checkpoint is checked when this is run\n")
         for trial in plan.trials:
             command = launch_command(trial.placement, Path("TRIAL_FOLDER"))
             terminal.print_text(f"# {trial.trial_id}: {trial.configuration.label}")
@@ -303,9 +308,7 @@ def require_ready(plan: RunPlan, machine: Machine, nvme_folder: nvme.NvmeFolder 
         predicted_host_bytes = trial_predictions.peak_host_bytes(plan.trials)
         if not plan.options.force:
             trial_predictions.require_host_memory(plan.trials, first.memory.node_bytes)
-    if plan.options.inspection.checkpoint:
-        profiles = [each.profile for each in plan.plans if isinstance(each.profile, ModelProfile)]
-        checkpoint_folder.check_folder(plan.options.inspection.checkpoint_path, profiles, plan.trials)
+    _check_room_for_checkpoints(plan)
     findings = doctor.run_plan_checks(
         plan.placement,
         plan.configurations,
@@ -315,6 +318,13 @@ def require_ready(plan: RunPlan, machine: Machine, nvme_folder: nvme.NvmeFolder 
         system=SystemAccess(environ=machine.variables, gpu_query=machine.gpus),
     )
     doctor.require_ready(findings, sys.stderr, quiet=plan.options.quiet)
+
+
+def _check_room_for_checkpoints(plan: RunPlan) -> None:
+    """Raises PreflightError if the folder for checkpoints, where any are asked for, has no room for them."""
+    if plan.options.inspection.checkpoint:
+        profiles = [each.profile for each in plan.plans if isinstance(each.profile, ModelProfile)]
+        checkpoint_folder.check_folder(plan.options.inspection.checkpoint_path, profiles, plan.trials)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

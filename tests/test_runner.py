@@ -411,6 +411,17 @@ def test_a_dry_run_prints_every_config_and_writes_nothing(house: House, capsys: 
     assert not house.output.exists()
 
 
+def test_a_dry_run_refuses_a_folder_for_checkpoints_as_the_run_would(
+    house: House, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    missing = str(tmp_path / "missing")
+    assert house.run("--dry-run", "--checkpoint-path", missing) == house.run("--checkpoint-path", missing) == 2
+    assert capsys.readouterr().err.count(f"--checkpoint-path {missing} is not a folder") == 2
+    assert house.run("--dry-run", "--checkpoint") == 0
+    assert "# whether there is room for a checkpoint is checked when this is run" in capsys.readouterr().out
+    assert not house.output.exists()
+
+
 def test_a_dry_run_prints_the_command_that_makes_nsys_record(
     house: House, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

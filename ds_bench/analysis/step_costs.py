@@ -33,7 +33,7 @@ class StepCosts:
     disk_bound: bool | None = None
     """Whether a rank waits for the disk longer than for everything else in a step."""
     profiled_flops_per_token: float | None = None
-    """As DeepSpeed's flops profiler counts the forward pass, three times."""
+    """As DeepSpeed's flops profiler counts the forward pass, three times; None where parameters are frozen."""
 
 
 NO_COSTS = StepCosts()
@@ -82,6 +82,11 @@ def step_costs(record: TrialRecord) -> StepCosts:
     )
 
 
+def has_frozen_parameters(rank: RankMeasurement) -> bool:
+    """Whether only a part of the model is trained; False where that is not known."""
+    return rank.trainable_parameter_count is not None and rank.trainable_parameter_count < rank.parameter_count
+
+
 def step_parts(record: TrialRecord) -> dict[str, float]:
     """Seconds of each part of a synchronised step, on the rank that is slowest in it; without those that no rank
     measured. A record that holds no parts has the three phases."""
@@ -125,9 +130,12 @@ def _seconds_without_disk(rank: RankMeasurement, times: OffloadTimes) -> float:
 
 
 def _profiled_flops_per_token(record: TrialRecord) -> float | None:
-    """Forward and backward; backward counts twice, as DeepSpeed's profiler assumes (runtime/engine.py)."""
+    """Forward and backward; backward counts twice, as DeepSpeed's profiler assumes (runtime/engine.py).
+
+    That is too much for a model of which only a part is trained: frozen weights have no gradients.
+    """
     for rank in record.ranks:
-        if rank.profiled_forward_flops is not None:
+        if rank.profiled_forward_flops is not None and not has_frozen_parameters(rank):
             # Ranks of a tensor- or sequence-parallel group each compute a part of the same tokens.
             sharing = rank.world_size / rank.data_parallel_size
             tokens = rank.micro_batch_size * record.trial.workload.seq_length

@@ -509,9 +509,12 @@ def _check_profiling(options: Options) -> Inspection:
     steps_before = options.warmup_steps + options.num_steps
     observed, window = inspection.profiled_steps(steps_before), inspection.nsys_window(steps_before)
     if not window or window.start < observed.start or window.stop > observed.stop:
+        asked_for = f"nsys is to record steps {window.start} to {window.stop - 1}, but"
+        if inspection.nsys_end < 0 and window.start >= observed.stop:  # the window has no end of its own
+            asked_for = f"--nsys-start {window.start} is beyond the last step, {observed.stop - 1}:"
         raise UsageError(
-            f"nsys is to record steps {window.start} to {window.stop - 1}, but steps 0 to {observed.start - 1} are "
-            f"warm-up and measured, and profilers observe {observed.start} to {observed.stop - 1}",
+            f"{asked_for} steps 0 to {observed.start - 1} are warm-up and measured, and profilers observe "
+            f"{observed.start} to {observed.stop - 1}",
             remedy="give --nsys-start and --nsys-end among these, or more --profile-steps",
         )
     return inspection

@@ -81,7 +81,10 @@ def item_bytes(dtype: TokenType) -> int:
 
 
 def token_type(path: Path, requested: TokenType | None) -> TokenType:
-    """The type of a file's ids: as requested, else as its suffix says. Raises UsageError if neither says it."""
+    """The type of a file's ids: as requested, else as its suffix says. Raises UsageError if neither says it, and for a
+    folder."""
+    if path.is_dir():
+        raise UsageError(f"--data {path} is a folder", remedy="give a file of token ids")
     found = requested or _SUFFIXES.get(path.suffix.lower())
     if found is None:
         problem = f"--data {path}: its name does not say how long its ids are"

@@ -21,10 +21,10 @@ _SWAPPED_BYTES = 12
 """Besides, where the optimizer lies on a disk: DeepSpeed copies its swap files into the checkpoint."""
 
 
-def check_folder(given: str | None, profiles: Sequence[ModelProfile], trials: Sequence[Trial]) -> None:
-    """Removes checkpoints that ended runs left in the trials' folder, and checks its room for the largest model.
+def require_folder(given: str | None, trials: Sequence[Trial]) -> Path:
+    """The folder of the trials' checkpoints, or the nearest above it. Raises PreflightError if it cannot be written.
 
-    ``given``: as the user named it; None for the folder of the results. Raises PreflightError.
+    ``given``: as the user named it; None for the folder of the results.
     """
     if given is not None and not Path(given).is_dir():
         raise PreflightError(f"--checkpoint-path {given} is not a folder", remedy="create it, or give another")
@@ -36,6 +36,15 @@ def check_folder(given: str | None, profiles: Sequence[ModelProfile], trials: Se
     except OSError as error:
         problem = f"--checkpoint-path {path} cannot be written: {error.strerror or error}"
         raise PreflightError(problem, remedy="give a folder that you may write to") from None
+    return path
+
+
+def check_folder(given: str | None, profiles: Sequence[ModelProfile], trials: Sequence[Trial]) -> None:
+    """Removes checkpoints that ended runs left in the trials' folder, and checks its room for the largest model.
+
+    ``given``: as of ``require_folder``. Raises PreflightError.
+    """
+    path = require_folder(given, trials)
     remove_abandoned_folders(path)
     if not profiles:  # their sizes are not known
         return

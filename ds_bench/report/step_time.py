@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ..analysis.comparison import ComparisonRow
-from ..analysis.step_costs import NO_COSTS, PARTS, step_parts
+from ..analysis.step_costs import NO_COSTS, PARTS, has_frozen_parameters, step_parts
 from ..analysis.summary import TrialSummary
 from ..units import format_bytes, format_ms, format_percent, format_ratio
 from .comparison_report import ComparisonReport
@@ -29,7 +29,12 @@ def step_time_lines(report: ComparisonReport, width: int) -> list[str]:
 
 
 def _measured_run(row: ComparisonRow) -> TrialSummary | None:
-    return next((run for run in row.successes if run.costs != NO_COSTS), None)
+    return next((run for run in row.successes if run.costs != NO_COSTS or _is_profiled_in_part(run)), None)
+
+
+def _is_profiled_in_part(run: TrialSummary) -> bool:
+    """Whether FLOPs of the forward pass are known that say nothing of a whole step."""
+    return any(rank.profiled_forward_flops is not None and has_frozen_parameters(rank) for rank in run.record.ranks)
 
 
 def _texts(run: TrialSummary) -> Iterator[str]:
@@ -61,3 +66,8 @@ def _texts(run: TrialSummary) -> Iterator[str]:
     if costs.profiled_flops_per_token is not None and run.model_flops_per_token:
         ratio = format_ratio(costs.profiled_flops_per_token / run.model_flops_per_token)
         yield f"DeepSpeed's profiler counts {ratio} the FLOPs of the formula"
+    elif _is_profiled_in_part(run):
+        yield (
+            "DeepSpeed's profiler sees the forward pass alone, whose FLOPs are not compared with those of a step: "
+            "frozen parameters have no gradients"
+        )

@@ -21,6 +21,9 @@ _SECRET_VALUE = r"""(?xs)
     |://.*\?          # a signed address carries its signature in the query
     |(?i:bearer\s|(?:token|key|secret|passw\w*|pwd|credentials?|auth\w*|sig)["']?\s*[=:])
     |[0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}"""
+_CLASS_NAME = r"(?:[A-Za-z_]\w*\.)*(?:[A-Z]+[a-z]+\d{0,2})+"
+"""A class, with its module: words with capitals and short numbers, which an encoded key is not."""
+_CLASS_NAMES_PATH = "leaf_module.classes"
 _ADDRESS_CREDENTIALS = r"(://)[^/@\s]+@"
 _MAX_SETTING_LENGTH = 4096  # characters; a longer value is a document, which the patterns would need seconds for
 _GPU_UUID = r"\b(?:GPU|MIG)-[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}\b"
@@ -53,6 +56,8 @@ def _redacted(path: str, value: Any) -> Any:
 
 @lru_cache(maxsize=4096)
 def _is_secret(path: str, value: str) -> bool:
+    if path.endswith(_CLASS_NAMES_PATH) and re.fullmatch(_CLASS_NAME, value):
+        value = value.rpartition(".")[0]  # a long class name with a number would look random
     return looks_secret(path, value)
 
 

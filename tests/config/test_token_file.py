@@ -56,6 +56,7 @@ def refusal(path: Path, dtype: Any = None) -> str:
 
 def test_what_is_no_file_of_ids_is_refused_with_the_remedy(tmp_path: Path) -> None:
     assert "none.uint16: No such file or directory" in refusal(tmp_path / "none.uint16")
+    assert "is a folder (give a file" in refusal(tmp_path)
     assert "add --data-dtype uint16, or uint32" in refusal(write(tmp_path / "train.bin", [1]))
     (tmp_path / "odd.uint16").write_bytes(b"123")
     assert "has 3 bytes, which is no whole number of uint16 ids (it is cut off" in refusal(tmp_path / "odd.uint16")

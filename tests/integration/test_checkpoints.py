@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from ds_bench.config.spec import Configuration, Inspection
+from ds_bench.config.spec import Configuration, Inspection, ProfileName
 from ds_bench.launch import Limits
 from ds_bench.launch.warm import WarmLauncher
 from ds_bench.records.schema import TrialRecord
@@ -22,12 +22,13 @@ WORKLOAD = fakes.workload(batch_size=2, seq_length=32, num_steps=3, warmup_steps
 
 @pytest.fixture
 def train(server: Callable[[Limits], WarmLauncher], tmp_path: Path) -> Callable[[Configuration], TrialRecord]:
-    def go(row: Configuration) -> TrialRecord:
+    def go(row: Configuration, profiles: Sequence[ProfileName] = ()) -> TrialRecord:
         disk, folder = tmp_path / "disk", tmp_path / "trial"
         disk.mkdir()
         folder.mkdir()
-        asked = Inspection(checkpoint=True, checkpoint_path=str(disk))
-        trial = replace(make_trial(row, workload=WORKLOAD), inspection=asked)
+        asked = Inspection(checkpoint=True, checkpoint_path=str(disk), profiles=tuple(profiles))
+        on_disk = {"nvme_path": str(tmp_path)} if row.uses_nvme else {}
+        trial = replace(make_trial(row, workload=WORKLOAD, **on_disk), inspection=asked)
         record = server(SHORT).launch(trial, folder, lambda _progress: None)
         assert record.outcome.success, record.outcome
         assert list(disk.iterdir()) == []
@@ -70,3 +71,21 @@ def test_a_checkpoint_has_all_states_and_restores_them(
         assert (rank.checkpoint["save"].seconds or 0) > 0
         assert (rank.checkpoint["load"].memory.host_peak_bytes or 0) > 0
         assert rank.repeated_loss is not None
+
+
+@pytest.mark.parametrize("row", [fakes.offload("cpu_optimizer", 2), fakes.offload("nvme", 3)], ids=lambda row: row.name)
+def test_profilers_run_after_the_checkpoint_whose_memory_they_leave_alone(
+    row: Configuration, train: Callable[..., TrialRecord]
+) -> None:
+    """What profilers keep in the process is more than a checkpoint of this model takes."""
+    record = train(row, profiles=("torch", "memory"))
+    for rank in record.ranks:
+        assert {name for name, action in rank.checkpoint.items() if action.not_done} <= {"universal"}
+        assert rank.checkpoint_restored
+        assert rank.weight_change
+        steady = rank.phase_memory["steady"].host_peak_bytes or 0
+        for name in ("save", "load", "model_16bit"):
+            assert 0 < (rank.checkpoint[name].memory.host_peak_bytes or 0) < steady + 50 * 2**20
+        # Where parameters lie on a disk, DeepSpeed fails in a step after a forward pass alone.
+        assert (rank.repeated_loss is None) == (row.offload_param == "nvme")
+    assert [profile.name for profile in record.ranks[0].profiles] == ["torch", "memory"]

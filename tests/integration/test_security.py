@@ -169,6 +169,18 @@ def test_credentials_of_a_configuration_are_redacted_by_path_and_by_value() -> N
     assert secrets_of(redacted) == []
 
 
+def test_class_names_of_leaf_modules_are_kept_and_a_key_among_them_is_not() -> None:
+    """The first are DeepSpeed's own, in every resolved configuration."""
+    names = [
+        "transformers.models.mixtral.modeling_mixtral.MixtralSparseMoeBlock",
+        "transformers.models.qwen2_moe.modeling_qwen2_moe.Qwen2MoeSparseMoeBlock",
+        "Qwen3VLMoeTextSparseMoeBlock",
+    ]
+    for section in ("zero_config", "zero_optimization"):
+        kept = redacted_config({section: {"leaf_module": {"classes": [*names, KEY, f"mine.{KEY}", f"{KEY}.Block"]}}})
+        assert kept[section]["leaf_module"]["classes"] == [*names, REDACTED, REDACTED, REDACTED]
+
+
 @pytest.mark.parametrize("strategy", [fakes.zero(0), fakes.zero(3), fakes.offload("cpu_full"), fakes.offload("nvme")])
 def test_nothing_of_a_configuration_of_ours_is_taken_for_a_credential(strategy: object) -> None:
     config = fakes.trial(strategy, on=fakes.placement(nvme_path="/mnt/nvme0/jobs-2026/user_7")).ds_config  # type: ignore[arg-type]

@@ -59,6 +59,16 @@ def test_a_row_of_which_parts_are_known_is_told(report: ComparisonReport) -> Non
     ]
 
 
+def test_flops_of_a_partly_trained_model_have_no_ratio_and_the_text_says_why() -> None:
+    """Three times the forward pass is more than forward and backward take without gradients of frozen weights."""
+    for trained, said in ((100, "counts 1.50x the FLOPs of the formula"), (5, "frozen parameters have no gradients")):
+        facts = {"parameter_count": 100, "trainable_parameter_count": trained, "forward_backward_flops": 10_240}
+        run = samples.run(fakes.zero(1), 0.1, profiled_forward_flops=5120.0, **facts)
+        ((_, text),) = step_time_texts(samples.report(samples.comparison(samples.row("ZeRO-1", run))))
+        assert said in text
+        assert ("counts" in text) == (run.costs.profiled_flops_per_token is not None) == (trained == 100)
+
+
 def test_the_texts_are_in_every_form_of_the_report(report: ComparisonReport) -> None:
     stream = io.StringIO()
     print_report(report, stream)
