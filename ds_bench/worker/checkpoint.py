@@ -42,6 +42,11 @@ _TITLES = {
     "load": "loading it",
     "model_16bit": "saving the 16-bit model",
 }
+_SMALL_STATES = (
+    ": with the optimizer on NVMe DeepSpeed loads the swap files alone, and tensors too small to be swapped keep the "
+    "values of later steps"
+)
+"""Of DeepSpeed 0.19.8 (runtime/engine.py, load_checkpoint)."""
 _FULL_BYTES = 8 * 2**20
 """With less free a disk counts as full (``launch.scratch.disk_is_full``)."""
 _BEAT_SECONDS = 2.0
@@ -100,9 +105,8 @@ def measure_checkpoint(
             restored = _is_restored(trainer, change, measured) and _is_close(states, _state_norms(engine))
             result["checkpoint_restored"] = restored if changed else None
             if changed and not restored:
-                result["notes"].append(
-                    "a loaded checkpoint did not restore the weights and optimizer states that were saved"
-                )
+                text = "a loaded checkpoint did not restore the weights and optimizer states that were saved"
+                result["notes"].append(f"{text}{_SMALL_STATES if _swaps_optimizer(engine) else ''}")
         _remove(checkpoint)
     run("model_16bit", lambda: _save_model(engine, model), model)
     _remove(model)
@@ -178,9 +182,13 @@ def _is_restored(trainer: training_loop.Trainer, change: WeightChange, measured:
     return same_weights and same_loss
 
 
+def _swaps_optimizer(engine: Any) -> bool:
+    return bool(getattr(engine.optimizer, "swap_optimizer", False))
+
+
 def _state_norms(engine: Any) -> list[float]:
     """The norm of each tensor of optimizer states on this rank, in any order; empty where they lie on a disk."""
-    if getattr(engine.optimizer, "swap_optimizer", False):
+    if _swaps_optimizer(engine):
         return []
     return sorted(float(tensor.detach().double().norm()) for tensor in ledger.optimizer_states(engine))
 

@@ -73,6 +73,20 @@ def test_a_checkpoint_has_all_states_and_restores_them(
         assert rank.repeated_loss is not None
 
 
+def test_states_too_small_for_the_disk_are_not_restored_and_the_note_says_why(
+    server: Callable[[Limits], WarmLauncher], tmp_path: Path
+) -> None:
+    folder = tmp_path / "trial"
+    folder.mkdir()
+    trial = make_trial(fakes.offload("nvme"), nvme_path=str(tmp_path))
+    asked = Inspection(checkpoint=True, checkpoint_path=str(tmp_path))
+    record = server(SHORT).launch(replace(trial, inspection=asked), folder, lambda _progress: None)
+    assert record.outcome.success, record.outcome
+    first = record.ranks[0]
+    assert first.checkpoint_restored is False
+    assert any("too small to be swapped" in note for note in first.notes)
+
+
 @pytest.mark.parametrize("row", [fakes.offload("cpu_optimizer", 2), fakes.offload("nvme", 3)], ids=lambda row: row.name)
 def test_profilers_run_after_the_checkpoint_whose_memory_they_leave_alone(
     row: Configuration, train: Callable[..., TrialRecord]
