@@ -314,6 +314,25 @@ def test_the_kept_result_of_schema_3_is_still_read() -> None:
     assert flat.records == result.records
 
 
+def test_the_kept_result_of_schema_4_is_still_read() -> None:
+    """Of a real run with a file of tokens, profiles, checkpoints and the monitor. Never rewritten either."""
+    folder = HERE / "data/schema4"
+    result = load_results.load(folder / "runs/zero_20261122_142057")
+    assert result.records is not None
+    trials = [entry.trial for entry in result.records]
+    assert [trial.configuration.name for trial in trials] == ["zero1", "zero3+zero_init=true", "zero3+zero_init=false"]
+    assert {(trial.inspection.profiles, trial.inspection.checkpoint) for trial in trials} == {
+        (("flops", "comms"), True)
+    }
+    assert {(trial.workload.data_tokens, trial.workload.data_workers) for trial in trials} == {(4000, 1)}
+    for entry in result.records:
+        (rank,) = entry.ranks
+        assert rank.checkpoint_restored
+        assert rank.checkpoint.keys() == {"save", "universal", "load", "model_16bit"}
+        assert rank.trainable_parameter_count == rank.parameter_count
+    assert load_results.load(folder / "zero_comparison_20261122_142057.json").records == result.records
+
+
 # ------------------------------------------------------------------ versions
 
 
