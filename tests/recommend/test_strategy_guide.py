@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -73,21 +74,25 @@ def test_on_one_gpu_the_stages_save_nothing_and_the_number_says_so(stage: int) -
 
 
 def test_traffic_of_the_stages_by_hand() -> None:
-    """2 GB of parameters on 4 GPUs: each sends 2 × 2 GB × 3/4 = 3 GB; at stage 3 three times, 4.5 GB."""
-    assert [of(fakes.zero(stage)).cost.split(" through")[0] for stage in range(4)] == [
-        "≈ 3.00 GB",
-        "≈ 3.00 GB",
-        "≈ 3.00 GB",
-        "≈ 4.50 GB",
-    ]
+    """2 GB of parameters on 4 GPUs: at stage 0 each sends 2 × 2 GB × 3/4 = 3 GB, above three times, 4.5 GB."""
+
+    def sent(row: Configuration) -> str:
+        return of(row).cost.split(" through")[0]
+
+    assert [sent(fakes.zero(stage)) for stage in range(4)] == ["≈ 3.00 GB", "≈ 4.50 GB", "≈ 4.50 GB", "≈ 4.50 GB"]
+    block = {"stage": 2, "use_multi_rank_bucket_allreduce": False}
+    scattered = replace(fakes.zero(2), deepspeed_config={"zero_optimization": block})
+    limits = dict.fromkeys(("stage3_max_live_parameters", "stage3_max_reuse_distance"), BILLION)
+    kept = replace(fakes.zero(3), deepspeed_config={"zero_optimization": {"stage": 3, **limits}})
+    assert (sent(scattered), sent(kept)) == ("≈ 3.00 GB", "≈ 3.00 GB")
 
 
 def test_accumulation_multiplies_what_stages_2_and_3_send_and_not_what_0_and_1_do() -> None:
-    """With 3 micro-batches: stage 2 sends 3 + 1 model sizes, 4 × 2 × 3/4 = 6 GB; stage 3 nine, 13.5 GB."""
+    """With 3 micro-batches: stage 2 sends 6 + 1 model sizes, 7 × 2 × 3/4 = 10.5 GB; stage 3 nine, 13.5 GB."""
     assert [of(fakes.zero(stage), grad_accum=3).cost.split(" through")[0] for stage in range(4)] == [
         "≈ 3.00 GB",
-        "≈ 3.00 GB",
-        "≈ 6.00 GB",
+        "≈ 4.50 GB",
+        "≈ 10.50 GB",
         "≈ 13.50 GB",
     ]
 
