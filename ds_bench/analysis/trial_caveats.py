@@ -91,7 +91,7 @@ def trial_caveats(
     yield from _synchronization_caveats(record.trial)
     yield from _step_time_caveats(slowest.step_seconds, step_seconds_std)
     yield from _batch_caveats(record.trial.workload, slowest)
-    yield from _data_caveats(slowest)
+    yield from _data_caveats(record.ranks)
     if record.trial.configuration.uses_nvme:
         yield from _nvme_caveats(record)
     if slowest.skipped_steps:
@@ -116,8 +116,9 @@ def trial_caveats(
     yield from map(parse_caveat, dict.fromkeys(text for rank in record.ranks for text in rank.notes))
 
 
-def _data_caveats(slowest: RankMeasurement) -> Iterator[Caveat]:
-    wait, step = slowest.data_wait_seconds or 0.0, statistics.fmean(slowest.step_seconds)
+def _data_caveats(ranks: Sequence[RankMeasurement]) -> Iterator[Caveat]:
+    longest = max(ranks, key=lambda rank: rank.data_wait_seconds or 0.0)
+    wait, step = longest.data_wait_seconds or 0.0, statistics.fmean(longest.step_seconds)
     if wait > _MAX_DATA_WAIT * step:
         yield CaveatText.DATA_WAIT.caveat(f"{wait * 1000:.1f} of the {step * 1000:.1f} ms of a step")
 
