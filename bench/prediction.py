@@ -21,7 +21,7 @@ from harness import BenchError
 
 from ds_bench.models import presets
 from ds_bench.prediction import memory, trial_predictions
-from ds_bench.prediction.model_profile import profile_of
+from ds_bench.prediction.model_profile import find_profile
 from ds_bench.records import json_files
 from ds_bench.records.rank_files import write_json
 from ds_bench.records.schema import SUCCESS, TrialRecord
@@ -84,7 +84,7 @@ def pairs(record: TrialRecord) -> list[Pair]:
     if facts is None:
         raise BenchError(f"{trial.workload.model} is no preset")
     work = trial.workload
-    profile = profile_of(facts, work.seq_length, accelerator=trial.placement.accelerator, dropout=work.dropout)
+    profile = find_profile(facts, work.seq_length, accelerator=trial.placement.accelerator, dropout=work.dropout)
     found = memory.predict(profile, trial.workload, trial.placement, trial.ds_config)
     cells: dict[tuple[str, str], int] = {}
     for rank in record.ranks:

@@ -31,7 +31,7 @@ from harness import BenchError
 from ds_bench.config.spec import Trial
 from ds_bench.models import presets
 from ds_bench.prediction import memory
-from ds_bench.prediction.model_profile import profile_of
+from ds_bench.prediction.model_profile import find_profile
 from ds_bench.records.rank_files import write_json
 from ds_bench.records.reader import parse_record
 from ds_bench.records.run_folder import RECORDS_FILE, RUN_FILE
@@ -92,7 +92,7 @@ def _prediction(trial: Trial) -> Json:
     if facts is None:
         raise BenchError(f"{trial.workload.model} is no preset")
     work = trial.workload
-    profile = profile_of(facts, work.seq_length, accelerator=trial.placement.accelerator, dropout=work.dropout)
+    profile = find_profile(facts, work.seq_length, accelerator=trial.placement.accelerator, dropout=work.dropout)
     return memory.predict(profile, trial.workload, trial.placement, trial.ds_config).to_dict()
 
 

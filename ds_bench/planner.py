@@ -588,7 +588,7 @@ def _require_no_flag_of_workload(options: Options, axes: Container[str]) -> None
 def _layout(row: RequestedRow, options: Options) -> axis_rows.Layout:
     """What decides which axes act in a row: its stage and offload devices, with the changes of the flags."""
     own = row._file.config if row.strategy is None else deepspeed_config.minimal_config(row.strategy)
-    config = overrides.apply(own, overrides.read_file(options.ds_config), options.set)
+    config = overrides.apply_changes(own, overrides.read_file(options.ds_config), options.set)
     zero = config.get("zero_optimization")
     stage = zero.get("stage", 0) if isinstance(zero, dict) else int(zero is True)
     return axis_rows.Layout(
@@ -728,7 +728,9 @@ class ConfigurationBuilder:
         options = self.options
         if options.optimizer is not None:
             config = deepspeed_config.with_optimizer(config, options.optimizer)
-        return overrides.json_values(overrides.apply(config, overrides.read_file(options.ds_config), options.set))
+        return overrides.json_values(
+            overrides.apply_changes(config, overrides.read_file(options.ds_config), options.set)
+        )
 
     def _file_row_maker(self) -> FileRowMaker:
         options = self.options

@@ -51,7 +51,7 @@ def parse_set(text: str) -> Config:
     return dict(value)
 
 
-def apply(config: Mapping[str, Any], file_changes: Mapping[str, Any], settings: Sequence[str]) -> Config:
+def apply_changes(config: Mapping[str, Any], file_changes: Mapping[str, Any], settings: Sequence[str]) -> Config:
     """Returns ``config`` with the changes of ``--ds-config`` and then of every ``--set``. Raises UsageError.
 
     If they change the batch and not its total, the total is dropped, and ``complete_config`` computes it anew.

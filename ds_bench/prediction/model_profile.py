@@ -253,7 +253,7 @@ class ModelProfile:
         )
 
 
-def profile_of(
+def find_profile(
     facts: ModelFacts,
     seq_length: int,
     *,
@@ -277,7 +277,7 @@ def profile_of(
     return profile
 
 
-def profile_of_any(
+def measure_profile(
     name: str,
     source: Literal["path", "factory"],
     seq_length: int,

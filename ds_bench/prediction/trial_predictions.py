@@ -22,7 +22,7 @@ from ..units import format_bytes
 from . import what_if
 from .inputs import unpredicted_settings
 from .memory import Prediction, predict
-from .model_profile import USUAL, ModelProfile, NothingTrainedError, Variant, profile_of, profile_of_any
+from .model_profile import USUAL, ModelProfile, NothingTrainedError, Variant, find_profile, measure_profile
 
 _NOT_RESIDENT = ("deepspeed_buffers", "overhead")
 """Categories of host memory that need not become resident: of DeepSpeed's buffers on the CPU accelerator only the
@@ -132,10 +132,10 @@ def _profile_variant(
             kinds = model.facts.config.get("layer_types")
             if not isinstance(kinds, list) or len(set(map(str, kinds))) < 2:  # else layers differ: measure all of them
                 with contextlib.suppress(UsageError):  # Transformers may still build it whole
-                    return profile_of(
+                    return find_profile(
                         model.facts, seq_length, accelerator=accelerator, dropout=dropout, variant=variant
                     )
-        return profile_of_any(
+        return measure_profile(
             str(model.config.get("path", model.name)),
             "factory" if model.source == "factory" else "path",
             seq_length,

@@ -24,7 +24,7 @@ from ds_bench.analysis.summary import summarise
 from ds_bench.config.axes import AXES
 from ds_bench.config.spec import Configuration
 from ds_bench.prediction import trial_predictions
-from ds_bench.prediction.model_profile import profile_of
+from ds_bench.prediction.model_profile import find_profile
 from ds_bench.prediction.trial_predictions import MemoryCapacity
 from ds_bench.records import schema
 from ds_bench.records.schema import TrialRecord
@@ -50,7 +50,7 @@ def predicted(records: Sequence[TrialRecord]) -> list[TrialRecord]:
     """The records with the predictions of their trials, made as before a run."""
     facts = fakes.resolved_model().facts
     assert facts is not None
-    profile = profile_of(facts, records[0].trial.workload.seq_length)
+    profile = find_profile(facts, records[0].trial.workload.seq_length)
     trials = trial_predictions.attach_predictions(
         [record.trial for record in records], profile, MemoryCapacity(gpu_bytes=None, host_bytes=None), skip=False
     )

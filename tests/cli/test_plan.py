@@ -128,10 +128,10 @@ def test_what_the_answer_offers_fits_as_it_says(capsys: pytest.CaptureFixture[st
 def test_activations_that_could_not_be_counted_leave_the_answer_open(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    profile_of = trial_predictions.profile_model
+    find_profile = trial_predictions.profile_model
 
     def without_activations(*arguments: Any, **keywords: Any) -> Any:
-        return replace(profile_of(*arguments, **keywords), activations={}, unknown="its forward pass failed")
+        return replace(find_profile(*arguments, **keywords), activations={}, unknown="its forward pass failed")
 
     monkeypatch.setattr(trial_predictions, "profile_model", without_activations)
     out = text(capsys, *SEVEN_B, "--num-gpus", "2", "--min-gpus", "--max-batch")

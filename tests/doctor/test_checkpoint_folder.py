@@ -13,7 +13,7 @@ from ds_bench.config.spec import Inspection, Trial
 from ds_bench.doctor.checkpoint_folder import check_folder
 from ds_bench.errors import PreflightError
 from ds_bench.models.presets import find_preset
-from ds_bench.prediction.model_profile import ModelProfile, profile_of
+from ds_bench.prediction.model_profile import ModelProfile, find_profile
 from tests.support import fakes
 
 TINY = find_preset("tiny")
@@ -22,7 +22,7 @@ TINY = find_preset("tiny")
 @pytest.fixture
 def profile() -> ModelProfile:
     assert TINY is not None
-    return profile_of(TINY, 32, accelerator="cpu")
+    return find_profile(TINY, 32, accelerator="cpu")
 
 
 def trial(path: Path, name: str = "cpu_optimizer") -> Trial:

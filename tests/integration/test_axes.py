@@ -25,7 +25,7 @@ from ds_bench.launch.warm import WarmLauncher
 from ds_bench.models.lookup import ResolvedModel
 from ds_bench.models.presets import facts_from_config
 from ds_bench.prediction.memory import predict
-from ds_bench.prediction.model_profile import profile_of
+from ds_bench.prediction.model_profile import find_profile
 from ds_bench.records.schema import TrialRecord
 from tests.support import fakes
 from tests.support.real_trials import SHORT
@@ -146,7 +146,7 @@ def assert_predicted(trial: Trial, record: TrialRecord, axis: str) -> None:
     facts = fakes.resolved_model().facts
     if trial.workload.model != "tiny" or facts is None or axis in NOT_PREDICTED:
         return
-    profile = profile_of(facts, trial.workload.seq_length, accelerator="cpu", dropout=0.0)
+    profile = find_profile(facts, trial.workload.seq_length, accelerator="cpu", dropout=0.0)
     predicted = predict(profile, trial.workload, trial.placement, trial.ds_config).ledger["cpu"]
     measured = ledger(record)
     if trial.configuration.stage == 1:

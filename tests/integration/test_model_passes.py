@@ -12,7 +12,7 @@ from ds_bench.launch import Limits
 from ds_bench.launch.warm import WarmLauncher
 from ds_bench.models.presets import find_preset
 from ds_bench.prediction.memory import predict
-from ds_bench.prediction.model_profile import profile_of
+from ds_bench.prediction.model_profile import find_profile
 from ds_bench.records.schema import SUCCESS, RankMeasurement
 from tests.support import fakes
 from tests.support.real_trials import SHORT, make_trial
@@ -25,7 +25,7 @@ def test_each_pass_holds_what_it_needs_and_only_training_changes_weights(
 ) -> None:
     tiny = find_preset("tiny")
     assert tiny is not None
-    profile = profile_of(tiny, 32, accelerator="cpu")
+    profile = find_profile(tiny, 32, accelerator="cpu")
     ranks: dict[str, RankMeasurement] = {}
     for pass_type in PASS_TYPES:
         work = fakes.workload(batch_size=2, seq_length=32, num_steps=3, grad_accum=2, pass_type=pass_type)

@@ -183,7 +183,7 @@ def test_a_family_without_arithmetic_of_ours_holds_what_was_predicted(
 
     folder = tmp_path / name
     AutoConfig.for_model(name, **FAMILIES[name]).save_pretrained(folder)
-    profile = model_profile.profile_of_any(str(folder), "path", 16, accelerator="cpu")
+    profile = model_profile.measure_profile(str(folder), "path", 16, accelerator="cpu")
     workload = Workload(
         model=str(folder),
         model_source="local",
@@ -326,7 +326,7 @@ def test_checkpointed_activations_are_those_of_the_saved_tensor_hook(
 def _with_variant(name: str, trial: Trial, profiles: dict[str, ModelProfile]) -> ModelProfile:
     """The profile with the activations that the trial's attention, loss or autocast keeps."""
     variant = model_profile.variant_of(trial.workload, trial.ds_config, trial.configuration.engine)
-    other = model_profile.profile_of(_facts(name), 16, accelerator="cpu", variant=variant)
+    other = model_profile.find_profile(_facts(name), 16, accelerator="cpu", variant=variant)
     return replace(profiles[name], variants={variant: other})
 
 

@@ -24,7 +24,7 @@ from ds_bench.prediction import memory, trial_predictions
 from ds_bench.prediction.deepspeed_estimator import deepspeed_estimates
 from ds_bench.prediction.inputs import MemoryInputs, ZeroSettings
 from ds_bench.prediction.memory import DOES_NOT_FIT, FITS, TIGHT, Prediction
-from ds_bench.prediction.model_profile import Activations, ModelProfile, Polynomial, profile_of
+from ds_bench.prediction.model_profile import Activations, ModelProfile, Polynomial, find_profile
 from ds_bench.prediction.stage_3 import GatheredElements, gathered_elements
 from ds_bench.prediction.stages_0_to_2 import owned_elements
 from ds_bench.prediction.what_if import Change, PlannedTrial, fits, max_batch, min_gpus, smallest_change
@@ -67,7 +67,7 @@ def ask(strategy: Configuration, ranks: int = 2, *, model: ModelProfile = TOY, *
 def llama(strategy: Configuration, ranks: int = 8, **work: Any) -> PlannedTrial:
     facts = find_preset("meta-llama/Llama-2-7b-hf")
     assert facts is not None
-    question = ask(strategy, ranks, model=profile_of(facts, 2048), **{"seq_length": 2048, **work})
+    question = ask(strategy, ranks, model=find_profile(facts, 2048), **{"seq_length": 2048, **work})
     return replace(question, changes={})
 
 
@@ -150,7 +150,7 @@ def test_an_offloaded_gradient_is_copied_to_fp64_for_its_norm(stage: int, copy_b
     """Llama-3.1-8B's LM head of 128,256 × 4,096, on one GPU; stage 3 takes 250 million elements at a time."""
     facts = find_preset("meta-llama/Llama-3.1-8B")
     assert facts is not None
-    question = ask(offload("cpu_optimizer", stage), 1, model=profile_of(facts, 2048), seq_length=2048)
+    question = ask(offload("cpu_optimizer", stage), 1, model=find_profile(facts, 2048), seq_length=2048)
     found = question.predict()
     assert found.phase == "enter"
     assert found.gpu["temporaries"] == 2 * 525_336_576 + copy_bytes
@@ -381,7 +381,7 @@ def test_where_one_change_is_not_enough_two_are_named() -> None:
 def gpt2(strategy: Configuration, ranks: int = 1, **work: Any) -> PlannedTrial:
     facts = find_preset("gpt2")
     assert facts is not None
-    question = ask(strategy, ranks, model=profile_of(facts, 1024), **{"seq_length": 1024, **work})
+    question = ask(strategy, ranks, model=find_profile(facts, 1024), **{"seq_length": 1024, **work})
     return replace(question, changes={})
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from ds_bench.errors import UsageError
 from ds_bench.models.presets import ModelFacts, facts_from_config, find_preset, preset_names
 from ds_bench.prediction import model_profile
-from ds_bench.prediction.model_profile import ModelProfile, Polynomial, profile_of, profile_of_any, request_for
+from ds_bench.prediction.model_profile import ModelProfile, Polynomial, find_profile, measure_profile, request_for
 from tests.support.model_families import FAMILIES
 from tests.support.real_trials import SUPPORT
 
@@ -172,7 +172,7 @@ def test_every_preset_is_in_the_shipped_table(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(subprocess, "run", refuse)
     monkeypatch.setattr(model_profile, "_cached", lambda _key: None)
     for name in preset_names():
-        profile = profile_of(preset(name), 4096)
+        profile = find_profile(preset(name), 4096)
         assert profile.parameters == preset(name).parameters, name
         for precision in ("bf16", "fp16", "fp32"):
             measured = profile.activations_in(precision)
@@ -182,21 +182,21 @@ def test_every_preset_is_in_the_shipped_table(monkeypatch: pytest.MonkeyPatch) -
 
 def test_the_loss_takes_its_logits_about_three_times_in_fp32() -> None:
     """Log-softmax and both of its gradients, 4 bytes each, of which the first is saved."""
-    found = profile_of(preset("meta-llama/Llama-3.1-8B"), 1024).activations_in("bf16")
+    found = find_profile(preset("meta-llama/Llama-3.1-8B"), 1024).activations_in("bf16")
     extra = found.loss.bytes(32, 2, 1024) - found.plain.bytes(32, 2, 1024)
     assert extra / (2 * 1024 * 128_256) == pytest.approx(8, rel=0.02)
 
 
 def test_a_sliding_window_changes_the_table_from_its_length_on() -> None:
     facts = preset("mistralai/Mistral-7B-v0.1")
-    short, long = (profile_of(facts, length).activations_in("bf16").plain for length in (4095, 4096))
+    short, long = (find_profile(facts, length).activations_in("bf16").plain for length in (4095, 4096))
     assert not any("ss" in term for term in short.per_layer | short.fixed)
     assert long.bytes(32, 1, 8192) > short.bytes(32, 1, 8192) + 8192**2
 
 
 @given(st.integers(1, 64), st.integers(1, 4096), st.integers(1, 100))
 def test_more_of_anything_is_more_bytes(batch: int, sequence: int, layers: int) -> None:
-    plain = profile_of(preset("gpt2"), 128).activations_in("bf16").plain
+    plain = find_profile(preset("gpt2"), 128).activations_in("bf16").plain
     here = plain.bytes(layers, batch, sequence)
     assert here < plain.bytes(layers, batch + 1, sequence)
     assert here < plain.bytes(layers, batch, sequence + 1)
@@ -210,7 +210,7 @@ def test_an_architecture_that_cannot_be_built_is_one_line(tmp_path: Path, monkey
     )
     facts = facts_from_config("mine", "gpt2", {**GPT2, "n_embd": 96})
     with pytest.raises(UsageError, match=r"^the activations of mine cannot be measured: ValueError: no such thing"):
-        profile_of(facts, 64)
+        find_profile(facts, 64)
 
 
 def test_what_was_measured_once_is_kept(
@@ -226,8 +226,8 @@ def test_what_was_measured_once_is_kept(
     facts = facts_from_config("gpt2", "gpt2", GPT2)
     monkeypatch.setattr(model_profile, "measure_profiles", answer)
     deeper = facts_from_config("gpt2", "gpt2", {**GPT2, "n_layer": 9})
-    assert profile_of(facts, 64) == profiles["gpt2"]
-    assert profile_of(deeper, 128).layers == 9  # another depth or length is no other architecture
+    assert find_profile(facts, 64) == profiles["gpt2"]
+    assert find_profile(deeper, 128).layers == 9  # another depth or length is no other architecture
     assert len(asked) == 1
 
 
@@ -314,7 +314,7 @@ def test_a_factory_with_batches_of_its_own_is_counted_and_its_frozen_parameters_
         "def make(): return Own(), batch\n"
     )
     monkeypatch.chdir(tmp_path)  # where a user's factory lies
-    profile = profile_of_any("own_model:make", "factory", 64, accelerator="cpu")
+    profile = measure_profile("own_model:make", "factory", 64, accelerator="cpu")
     assert profile.unknown is None
     assert (profile.layers, profile.parameters, profile.frozen_parameters) == (4, 4 * (256 + 16), 8 * 16 + 16)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -363,7 +363,7 @@ def test_a_model_whose_forward_pass_hangs_has_its_tensors_counted(
         "def make(): return Hanging(3, 5)\n"
     )
     monkeypatch.setattr(model_profile.measure_profiles, "__defaults__", (45, None))
-    profile = profile_of_any("hanging:make", "factory", 64, environment={"PYTHONPATH": str(tmp_path)})
+    profile = measure_profile("hanging:make", "factory", 64, environment={"PYTHONPATH": str(tmp_path)})
     assert profile.tensors == (15, 5)
     assert profile.unknown == "the measuring process took more than 45 s"
     assert profile.activations_in("bf16") is None

@@ -17,7 +17,7 @@ from ds_bench.config.spec import Configuration
 from ds_bench.models.presets import find_preset
 from ds_bench.prediction import trial_predictions
 from ds_bench.prediction.memory import Prediction
-from ds_bench.prediction.model_profile import profile_of
+from ds_bench.prediction.model_profile import find_profile
 from ds_bench.prediction.trial_predictions import MemoryCapacity
 from ds_bench.records.schema import TrialRecord
 from ds_bench.report import row_explanation
@@ -43,7 +43,7 @@ def runs(
     work = fakes.workload(
         model=MODEL, model_type=facts.model_type, model_config=facts.config, batch_size=1, seq_length=512
     )
-    profile = profile_of(facts, 512)
+    profile = find_profile(facts, 512)
     trials = trial_predictions.attach_predictions(
         [fakes.trial(configuration, on=CARDS, of=work, repeat=repeat) for repeat in range(3)],
         profile,
