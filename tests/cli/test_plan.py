@@ -75,7 +75,7 @@ ANSWERS: dict[str, tuple[list[str], str]] = {
     ),
     "one, and the host is nearly full": (
         [*SEVEN_B, "--num-gpus", "2", "--gpu", "24GB", "--host-memory", "64"],
-        f"2 × 24 GB: only {NVME} and parameters fits, but nearly fills the host's memory: 18.1 GB per GPU, 58.8 GB of "
+        f"2 × 24 GB: only {NVME} and parameters fits, but nearly fills the host's memory: 16.3 GB per GPU, 58.8 GB of "
         "host memory and 113 GB of NVMe; without offload you need 16 GPUs, or 7 with activation checkpointing.",
     ),
     "nothing": (
@@ -90,8 +90,8 @@ ANSWERS: dict[str, tuple[list[str], str]] = {
     ),
     "nothing, and nothing helps": (
         ["--gpu", "1GB"],
-        f"1 × 1 GB: nothing fits as asked (the least: {CPU_OPTIMIZER}, 4.09 GB per GPU), and no change that was tried "
-        "helps.",
+        f"1 × 1 GB: nothing fits as asked (the least: {NVME} and parameters, 3.93 GB per GPU), and no change "
+        "that was tried helps.",
     ),
     "host too small": (
         [*SEVEN_B, "--num-gpus", "8", "--host-memory", "10"],
