@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from .config.spec import NO_INSPECTION, Configuration, Trial, Workload
+from .config.spec import NO_INSPECTION, SEARCH_ACCURACY, Configuration, Trial, Workload
 from .launch import Launcher
 from .planner import SHORTEST_SEQ_LENGTH, Plan, RequestedRow
 from .prediction.memory import DOES_NOT_FIT, predict
@@ -216,7 +216,7 @@ def next_size(trained: Mapping[int, bool], start: int, limit: int) -> int | None
 
 def resolution(size: int) -> int:
     """Returns the gap at which the search ends: speeds at sizes so close differ by less than the noise of runs."""
-    return max(1, size // 32)
+    return max(1, int(size * SEARCH_ACCURACY))
 
 
 def largest_trained(trained: Mapping[int, bool]) -> int | None:

@@ -7,6 +7,7 @@ from datetime import datetime
 from itertools import accumulate
 from pathlib import Path
 
+from ..records.run_folder import last_trial_folder
 from ..records.step_series import TrialStep, read_steps
 from .summary import TrialSummary
 
@@ -18,14 +19,8 @@ def steps_of(summary: TrialSummary, run_folders: Mapping[str, Path]) -> list[Tri
     without ``--monitor``.
     """
     folder = run_folders.get(summary.run_id or "")
-    monitored = [] if folder is None else read_steps(_last_attempt(folder / "trials", summary.record.trial.trial_id))
+    monitored = [] if folder is None else read_steps(last_trial_folder(folder, summary.record.trial.trial_id))
     return monitored or _steps_of_record(summary)
-
-
-def _last_attempt(trials: Path, trial_id: str) -> Path:
-    """The folder of a trial; of one that was run again, the last."""
-    attempts = {int(path.name.rpartition("_attempt")[2]): path for path in trials.glob(f"{trial_id}_attempt[0-9]*")}
-    return attempts[max(attempts)] if attempts else trials / trial_id
 
 
 def _steps_of_record(summary: TrialSummary) -> list[TrialStep]:

@@ -21,6 +21,8 @@ Precision = Literal["bf16", "fp16", "fp32"]
 LauncherName = Literal["warm", "deepspeed"]
 BatchPolicy = Literal["given", "largest"]
 SequencePolicy = Literal["given", "longest"]
+SEARCH_ACCURACY = 1 / 32
+"""Fraction of a micro-batch or sequence length within which the search for the largest that trains ends."""
 ModelSource = Literal["preset", "local", "hub", "factory"]
 LossName = Literal["model", "chunked", "tiled", "liger"]
 CompileName = Literal["none", "torch"]

@@ -27,8 +27,8 @@ from .findings import Finding, SystemAccess, ok, problem, run_checks, unreadable
 
 SWAP_BYTES_PER_PARAMETER = 18
 """On disk while training: fp32 weight, gradient and two moments (16) and the 16-bit weight (2)."""
-_MIN_SWAP_BYTES = 8 * 2**20
-"""Free bytes that every row needs which swaps; with less, a disk counts as full (``launch.scratch.disk_is_full``)."""
+_MIN_SWAP_BYTES = files.FULL_DISK_BYTES
+"""Free bytes that every row needs which swaps."""
 _NOT_A_DISK = {"tmpfs": "memory", "ramfs": "memory", "overlay": "a container's overlay"}
 _NETWORK = ("nfs", "nfs4", "cifs", "smb3", "lustre", "fuse", "ceph", "9p", "virtiofs")
 _SLOW_BYTES_PER_SECOND = from_gb(5.0)

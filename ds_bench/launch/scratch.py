@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import errno
 import glob
 import json
 import multiprocessing.util
@@ -169,18 +168,6 @@ def checkpoint_folder(trial: Trial, folder: Path, scratch_id: str) -> str | None
 
 def _private_folder(parent: str | Path, prefix: str, scratch_id: str) -> str:
     return str(Path(parent).resolve() / f"{prefix}.{_host_and_namespace()}.{_name_own_process()}.{scratch_id}")
-
-
-def disk_is_full(folder: str | None) -> bool:
-    """Whether the file system of a swap folder has no room for 8 MiB more."""
-    if folder is None:
-        return False
-    try:
-        with tempfile.TemporaryFile(dir=folder) as probe:
-            os.posix_fallocate(probe.fileno(), 0, 8 * 2**20)
-    except OSError as error:
-        return error.errno in (errno.ENOSPC, errno.EDQUOT)
-    return False
 
 
 def remove_scratch(assignment: Assignment) -> None:

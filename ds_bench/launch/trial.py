@@ -14,12 +14,12 @@ from ..config.spec import LauncherName, Trial
 from ..records.rank_files import Assignment
 from ..records.schema import TrialRecord
 from ..system import host_memory, processes
+from ..system.files import disk_is_full
 from ..system.signals import raising_on_interrupt
 from .monitor import Ending, Limits, Progress, ProgressCallback, watch
 from .outcome import Evidence, determine_outcome
 from .scratch import (
     checkpoint_folder,
-    disk_is_full,
     new_scratch_id,
     note_owned,
     remove_scratch,

@@ -15,7 +15,7 @@ from ..analysis.caveats import Caveat
 from ..analysis.comparison import Comparison, ComparisonRow, ratio_between
 from ..analysis.trial_caveats import NEAR_CAPACITY
 from ..config import deepspeed_config
-from ..config.spec import SAME_TRAINING_FIELDS, Trial, Workload
+from ..config.spec import SAME_TRAINING_FIELDS, SEARCH_ACCURACY, Trial, Workload
 from ..records.schema import OOM
 from ..units import format_count, format_percent
 from . import reasons, remedies, short_answer, strategy_guide
@@ -23,8 +23,6 @@ from .reasons import ON_DEVICE, ON_HOST, MemoryTerms
 from .rule import Candidate, Decision, IntervalOf, Speeds, decide, decide_for_speed
 from .short_answer import format_list
 
-SEARCH_ACCURACY = 1 / 32
-"""Fraction of a sequence length within which the search for the longest one ends (``size_search.resolution``)."""
 _MAX_ROWS_NAMED = 6
 """Rows that are described one by one if many failed or were left out."""
 

@@ -40,6 +40,8 @@ RUN_FILE = "run.json"
 RECORDS_FILE = "records.jsonl"
 PROBES_FILE = "probes.jsonl"
 _FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\n")
+_ATTEMPT = "_attempt"
+"""Between a trial's name and the number of its second and later attempts, in the names of their folders."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,7 +161,7 @@ class RunFolder:
         attempt = 1
         while folder.exists():
             attempt += 1
-            folder = self.folder / "trials" / f"{trial_id}_attempt{attempt}"
+            folder = self.folder / "trials" / f"{trial_id}{_ATTEMPT}{attempt}"
         folder.mkdir(parents=True)
         return folder
 
@@ -221,6 +223,13 @@ class RunFolder:
         text = csv_text(finite)
         others = {} if other_csv is None else {other_csv: text}
         write_texts({self.json_path: json_text(finite), self.csv_path: text, **others})
+
+
+def last_trial_folder(run: Path, trial_id: str) -> Path:
+    """The folder of a trial in that of its run; of one that was run again, that of the last attempt."""
+    trials = run / "trials"
+    attempts = {int(path.name.rpartition(_ATTEMPT)[2]): path for path in trials.glob(f"{trial_id}{_ATTEMPT}[0-9]*")}
+    return attempts[max(attempts)] if attempts else trials / trial_id
 
 
 def flat_json_path(folder: Path) -> Path:

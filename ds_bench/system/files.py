@@ -1,6 +1,6 @@
 """Reads files that another program may have written: regular files only, up to a size, without waiting for a writer.
 
-Also checks that a folder can be written, and removes lock files of processes that were killed.
+Also checks that a folder can be written and its disk is not full, and removes lock files of processes that were killed.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
+FULL_DISK_BYTES = 8 * 2**20
+"""With less room a disk counts as full."""
 _BUFFER_BYTES = 2**20
 
 
@@ -54,6 +56,18 @@ def read_bytes(path: Path, most_bytes: int) -> bytes:
 def read_text(path: Path, most_bytes: int) -> str:
     """The contents of a regular file as UTF-8 text. Raises as :func:`read_bytes` does, and UnicodeDecodeError."""
     return read_bytes(path, most_bytes).decode("utf-8")
+
+
+def disk_is_full(folder: str | None) -> bool:
+    """Whether the file system of a folder, or the user's quota there, has no room for 8 MiB more; False for None."""
+    if folder is None:
+        return False
+    try:
+        with tempfile.TemporaryFile(dir=folder) as probe:
+            os.posix_fallocate(probe.fileno(), 0, FULL_DISK_BYTES)
+    except OSError as error:
+        return error.errno in (errno.ENOSPC, errno.EDQUOT)
+    return False
 
 
 def check_writable(folder: Path) -> None:

@@ -28,6 +28,7 @@ import torch.distributed
 
 from ..records.rank_files import HeartbeatWriter
 from ..system import processes
+from ..system.files import disk_is_full
 from . import ledger, memory, training_loop
 from .reference_engines import ReferenceEngine
 from .weight_change import WeightChange
@@ -47,8 +48,6 @@ _SMALL_STATES = (
     "values of later steps"
 )
 """Of DeepSpeed 0.19.8 (runtime/engine.py, load_checkpoint)."""
-_FULL_BYTES = 8 * 2**20
-"""With less free a disk counts as full (``launch.scratch.disk_is_full``)."""
 _BEAT_SECONDS = 2.0
 _SAMPLE_SECONDS = 0.05
 _LONGEST_REASON = 200
@@ -134,7 +133,7 @@ def _run(
         except _UNSUPPORTED as error:
             not_done = f"{type(error).__name__}: {' '.join(str(error).split())[:_LONGEST_REASON]}"
         except (OSError, RuntimeError) as error:
-            if shutil.disk_usage(folder).free < _FULL_BYTES:  # torch's own message does not say so
+            if disk_is_full(str(folder)):  # torch's own message does not say so
                 text = f"no space left for {_TITLES[name]}, in --checkpoint-path or the folder of the results"
                 raise OSError(errno.ENOSPC, text) from error
             raise

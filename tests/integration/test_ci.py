@@ -71,19 +71,6 @@ class Machine:
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("wheel")
-    source = folder / "source"
-    shutil.copytree(ROOT / "ds_bench", source / "ds_bench", ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, source)
-    command = ["pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", str(folder), str(source)]
-    subprocess.run([sys.executable, "-m", *command], check=True)
-    (path,) = folder.glob("*.whl")
-    return path
-
-
-@pytest.fixture(scope="module")
 def machine(tmp_path_factory: pytest.TempPathFactory, wheel: Path) -> Machine:
     made = Machine(tmp_path_factory.mktemp("machine"), wheel)
     where = made.run("python -c 'import ds_bench; print(ds_bench.__file__)'").stdout

@@ -24,20 +24,6 @@ EXTRA = 'pip install "ds-compare[run]"'
 Call = Callable[..., subprocess.CompletedProcess[str]]
 
 
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built from a copy of the sources, so that nothing of an earlier build gets into it."""
-    folder = tmp_path_factory.mktemp("wheel")
-    source = folder / "source"
-    shutil.copytree(ROOT / "ds_bench", source / "ds_bench", ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, source)
-    options = ("--no-deps", "--no-build-isolation", "--quiet", "--wheel-dir", str(folder))
-    subprocess.run([sys.executable, "-m", "pip", "wheel", str(source), *options], check=True)
-    (path,) = folder.glob("*.whl")
-    return path
-
-
 def environment(folder: Path, install: Sequence[str], packages: Path | None = None) -> Call:
     """A new environment with what ``install`` asks of pip; returns a function that calls its programs.
 

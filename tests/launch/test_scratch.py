@@ -15,7 +15,6 @@ import pytest
 
 from ds_bench.config.spec import Trial
 from ds_bench.launch.scratch import (
-    disk_is_full,
     new_scratch_id,
     remove_abandoned,
     remove_abandoned_folders,
@@ -263,25 +262,3 @@ def test_a_note_that_another_user_left_is_not_followed(tmp_path: Path) -> None:
         assert target.exists()
     finally:
         note.unlink()
-
-
-# ------------------------------------------------------------------ a full disk
-
-
-def test_a_disk_with_room_is_not_full_and_is_left_as_it_was(tmp_path: Path) -> None:
-    assert not disk_is_full(str(tmp_path))
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("number", [28, 122])
-def test_a_disk_without_room_or_quota_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
-    def refuse(*_: int) -> None:
-        raise OSError(number, os.strerror(number))
-
-    monkeypatch.setattr(os, "posix_fallocate", refuse)
-    assert disk_is_full(str(tmp_path))
-
-
-def test_what_cannot_be_told_is_not_called_full(tmp_path: Path) -> None:
-    assert not disk_is_full(None)
-    assert not disk_is_full(str(tmp_path / "gone"))

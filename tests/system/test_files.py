@@ -18,7 +18,7 @@ from ds_bench.launch.monitor import Limits, watch
 from ds_bench.launch.outcome import Evidence, determine_outcome
 from ds_bench.records.rank_files import HeartbeatWriter, append_line, read_beat, read_exits, write_json
 from ds_bench.records.schema import TrialRecord
-from ds_bench.system.files import remove_abandoned_lock
+from ds_bench.system.files import disk_is_full, remove_abandoned_lock
 from tests.support import fakes
 from tests.support.fakes import FakeLauncher
 from tests.support.real_trials import ROOT, SUPPORT
@@ -273,3 +273,25 @@ def test_a_lock_is_removed_only_after_one_owner_has_held_it_for_the_whole_time(t
     assert remove_abandoned_lock(lock, 0.8)
     assert time.monotonic() - start >= 1.2
     assert not lock.exists()
+
+
+# ------------------------------------------------------------------ a full disk
+
+
+def test_a_disk_with_room_is_not_full_and_is_left_as_it_was(tmp_path: Path) -> None:
+    assert not disk_is_full(str(tmp_path))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("number", [28, 122])
+def test_a_disk_without_room_or_quota_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    def refuse(*_: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    assert disk_is_full(str(tmp_path))
+
+
+def test_what_cannot_be_told_is_not_called_full(tmp_path: Path) -> None:
+    assert not disk_is_full(None)
+    assert not disk_is_full(str(tmp_path / "gone"))
