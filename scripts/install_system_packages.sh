@@ -2,10 +2,13 @@
 # Installs the system packages that `make demo` and `make test` need and that this machine lacks.
 #
 #   scripts/install_system_packages.sh base    a C++ compiler, Python's headers and its venv module
-#   scripts/install_system_packages.sh test    libaio's headers (NVMe rows), Chromium and its driver (the HTML report)
+#   scripts/install_system_packages.sh test    libaio's headers (NVMe rows), Chromium and its driver (the HTML report),
+#                                              iproute2, ssh, pdsh, Open MPI and Slurm (runs on several hosts)
 #
 # It installs where it may: as root, with apt-get. Elsewhere one line says what to install. Without the packages of
 # `test` the tests that need them are skipped. Exit code: 1 where a package of `base` is missing, else 0.
+# The daemons among the packages (sshd, munged, slurmctld, slurmd) are started by the tests alone: neither by the
+# installation nor when the machine starts again.
 set -uo pipefail
 PYTHON=${PYTHON:-python3}
 
@@ -17,6 +20,32 @@ sys.exit(not (pathlib.Path(sysconfig.get_path("include")) / "Python.h").is_file(
 }
 has_browser() {
     command -v chromedriver >/dev/null && { command -v chromium || command -v google-chrome; } >/dev/null
+}
+
+# Adds to `missing` the package of each COMMAND:PACKAGE whose command is not there.
+add_missing() {
+    local pair
+    for pair in "$@"; do
+        command -v "${pair%%:*}" >/dev/null || missing+=("${pair#*:}")
+    done
+}
+
+# Installs packages; their daemons are not started (invoke-rc.d and systemd's helper ask the policy), nor enabled.
+install_packages() {
+    local policy=/usr/sbin/policy-rc.d package
+    if [[ ! -e $policy ]]; then
+        trap 'rm -f /usr/sbin/policy-rc.d' EXIT
+        printf '#!/bin/sh\nexit 101\n' >"$policy" && chmod 755 "$policy"
+    fi
+    apt-get update -qq
+    DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "$@"
+    command -v systemctl >/dev/null || return 0
+    for package in "$@"; do
+        case $package in
+        openssh-server) systemctl disable --quiet ssh.service ;;
+        munge | slurmctld | slurmd) systemctl disable --quiet "$package.service" ;;
+        esac
+    done
 }
 
 # The Debian packages of one group that are missing here, on one line.
@@ -31,6 +60,8 @@ missing_packages() {
     test)
         has_header libaio.h || missing+=(libaio-dev)
         has_browser || missing+=(chromium chromium-driver fonts-dejavu-core)
+        add_missing ip:iproute2 ssh:openssh-client sshd:openssh-server pdsh:pdsh mpirun:openmpi-bin \
+            munged:munge slurmctld:slurmctld slurmd:slurmd
         ;;
     *)
         echo "usage: $0 base|test" >&2
@@ -45,8 +76,7 @@ packages=$(missing_packages "$group") || exit 2
 if [[ -n $packages && $(id -u) == 0 ]] && command -v apt-get >/dev/null; then
     echo "installing system packages: $packages" >&2
     # shellcheck disable=SC2086  # one word per package
-    { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $packages; } \
-        >&2 </dev/null
+    install_packages $packages >&2 </dev/null
     packages=$(missing_packages "$group")
 fi
 [[ -z $packages ]] && exit 0
