@@ -92,7 +92,6 @@ def _check_nvme(system: SystemAccess, path: Path | None, variables: Mapping[str,
     if folder is None or not ops.is_built(ops.ASYNC_IO, Path(folder)):
         text = "not measured: DeepSpeed's AsyncIO op is not built"
         return [*findings, warning("NVMe speed", text, op_checks.BUILD_COMMAND)]
-    ops.remove_stale_locks(Path(folder))  # loading the op would wait for one without end
     return [*findings, *run_check("NVMe speed", lambda: nvme.check_speed(path, variables))]
 
 

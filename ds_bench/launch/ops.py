@@ -16,7 +16,6 @@ import json
 import os
 import re
 import shutil
-import signal
 import stat
 import subprocess
 import sys
@@ -31,7 +30,7 @@ from ..config.deepspeed_config import is_deepcompiled
 from ..config.spec import Accelerator, Configuration
 from ..errors import PreflightError
 from ..records.rank_files import write_json
-from ..system import processes
+from ..system import build_locks, processes
 from ..system.optional_packages import install_command
 from ..units import format_duration
 
@@ -53,8 +52,6 @@ _REMEDIES = {
     r"[Nn]inja|[cg]\+\+": "install a C++ compiler and ninja: apt-get install g++, pip install ninja",
 }
 """Remedies by a pattern for the reason why an op is missing; the first that matches is used."""
-_LOAD_SECONDS = 60.0
-"""More than it takes to load a built op, for which its lock is held too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,49 +168,6 @@ def _processor() -> str:
     return "cpu"
 
 
-def stale_locks(folder: Path) -> list[Path]:
-    """Build locks that no process holds open."""
-    is_open = {lock: _is_open(lock) for lock in folder.glob("*/lock")}
-    if None in is_open.values():
-        open_here = set()
-        for link in Path("/proc").glob("[0-9]*/fd/*"):
-            with contextlib.suppress(OSError):
-                open_here.add(str(link.readlink()))
-        for lock in [lock for lock, known in is_open.items() if known is None]:
-            # A process of another host, whose files are not in /proc, may be loading the op.
-            with contextlib.suppress(OSError):
-                is_open[lock] = str(lock.resolve()) in open_here or time.time() - lock.lstat().st_mtime <= _LOAD_SECONDS
-    return [lock for lock, known in is_open.items() if known is False]
-
-
-def _is_open(path: Path) -> bool | None:
-    """Whether any process of this machine has the file open, in containers too, whose processes /proc may not show.
-
-    The kernel grants a write lease on a file that nobody else has open (fcntl(2), F_SETLEASE). None where it never
-    grants one: for another user's file, or on a network file system.
-    """
-    try:
-        with path.open("rb") as file:
-            fcntl.fcntl(file, fcntl.F_SETSIG, signal.SIGURG)  # breaking a lease kills its holder by default
-            fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_WRLCK)
-            fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_UNLCK)
-    except BlockingIOError:
-        return True
-    except FileNotFoundError:  # removed since it was listed
-        return True
-    except OSError:
-        return None
-    return False
-
-
-def remove_stale_locks(folder: Path) -> list[Path]:
-    """Removes the locks that no process holds open. Returns them."""
-    removed = stale_locks(folder)
-    for lock in removed:
-        lock.unlink(missing_ok=True)
-    return removed
-
-
 def prepare_ops(
     names: Iterable[str],
     folder: Path,
@@ -234,11 +188,11 @@ def prepare_ops(
     except OSError as error:
         raise PreflightError(f"{folder} cannot be made: {error.strerror}", remedy="set DS_BENCH_OPS_CACHE") from None
     _copy_shared_cache(folder, names)
-    if all(is_built(name, folder) for name in names) and not stale_locks(folder):
+    if all(is_built(name, folder) for name in names) and not build_locks.stale_locks(folder):
         return {name: OpState(op=name, ready=True) for name in names}
     states = {}
     with _lock_cache(folder, say):
-        for lock in remove_stale_locks(folder):
+        for lock in build_locks.remove_stale_locks(folder):
             say(f"removed a stale build lock: {lock}")
         for name in names:
             if is_built(name, folder):  # by now, perhaps by the run that was waited for
@@ -256,7 +210,7 @@ def prepare_ops(
             if states[name].ready:
                 say(f"built {short_name} in {format_duration(states[name].seconds)}")
             else:
-                remove_stale_locks(folder)
+                build_locks.remove_stale_locks(folder)
     return states
 
 

@@ -9,7 +9,6 @@ import errno
 import os
 import stat
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -76,24 +75,3 @@ def check_writable(folder: Path) -> None:
         folder = folder.parent
     with tempfile.TemporaryFile(dir=folder):
         pass
-
-
-def remove_abandoned_lock(lock: Path, held_seconds: float) -> bool:
-    """Waits until a lock file is gone, and removes one that the same owner has held for ``held_seconds``.
-
-    Needed because torch waits for ever for the lock of a process that was killed while it loaded an op
-    (utils/file_baton.py). Returns whether the file was removed. A file written anew has a new owner, who gets
-    ``held_seconds`` too.
-    """
-    owner, since = None, time.monotonic()
-    while True:
-        try:
-            status = lock.stat()
-        except OSError:
-            return False
-        if (status.st_ino, status.st_mtime_ns) != owner:
-            owner, since = (status.st_ino, status.st_mtime_ns), time.monotonic()
-        if time.monotonic() - since >= held_seconds:
-            lock.unlink(missing_ok=True)
-            return True
-        time.sleep(0.1)

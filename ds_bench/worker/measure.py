@@ -24,6 +24,7 @@ from .batches import prepare_batches
 from .checkpoint import measure_checkpoint
 from .cpu_load import CpuReading, load_between
 from .flop_count import FlopCount
+from .op_loading import wait_only_for_living_programs
 from .pass_engine import PassEngine
 from .profiles import take_profiles
 from .rank_layout import RankLayout, register_sequence_attention
@@ -59,6 +60,7 @@ def measure(
     if accelerator == "cuda" and (settings := trial.configuration.variables.get("PYTORCH_CUDA_ALLOC_CONF")):
         # torch may have read the variable before this rank was forked.
         torch._C._accelerator_setAllocatorSettings(settings)
+    wait_only_for_living_programs()
     heartbeat.beat("build")
     _init_process_group(assignment, accelerator)
     meter = memory.PhaseMeter(accelerator)

@@ -11,9 +11,7 @@ import contextlib
 import importlib
 import os
 import sys
-from pathlib import Path
 
-from ..system.files import remove_abandoned_lock
 from ..system.processes import cuda_is_initialised, die_with_parent, open_gpu_files
 
 MODULES = (
@@ -52,10 +50,6 @@ MODULES = (
 )
 
 
-_LOCK_SECONDS = 60.0
-"""A built op loads in about a second; a lock on it that is older was left by a killed process."""
-
-
 def _import_modules(names: tuple[str, ...]) -> list[str]:
     """Imports each module. Returns the names of those that cannot be imported."""
     missing = []
@@ -70,12 +64,12 @@ def _import_modules(names: tuple[str, ...]) -> list[str]:
 def _load_ops(names: tuple[str, ...]) -> None:
     from deepspeed.accelerator import get_accelerator
 
-    folder = Path(os.environ["TORCH_EXTENSIONS_DIR"])
+    from .op_loading import wait_only_for_living_programs
+
+    wait_only_for_living_programs()
     for name in names:
         with contextlib.suppress(Exception):
-            builder = get_accelerator().create_op_builder(name)
-            remove_abandoned_lock(folder / builder.name / "lock", _LOCK_SECONDS)
-            builder.load(verbose=False)
+            get_accelerator().create_op_builder(name).load(verbose=False)
 
 
 def _close_nvml() -> None:

@@ -17,7 +17,7 @@ from ds_bench.doctor import compilers, nvme, packages
 from ds_bench.doctor import run as doctor
 from ds_bench.doctor.findings import Finding, SystemAccess, ok, problem, warning
 from ds_bench.errors import PreflightError
-from ds_bench.launch import ops, rank_environment
+from ds_bench.launch import ops
 from ds_bench.system import environment
 from ds_bench.system.gpus import GpuFacts, GpuInventory
 from tests.support import fakes
@@ -88,20 +88,6 @@ def test_without_the_op_the_speed_is_not_measured_and_the_remedy_builds_it(bare:
     found = doctor.run_all_checks(bare, nvme_path=tmp_path)["NVMe"][-1]
     assert (found.name, found.level) == ("NVMe speed", "warning")
     assert "--build" in (found.remedy or "")
-
-
-def test_a_lock_that_a_killed_program_left_does_not_stop_the_measurement_of_the_disk(
-    bare: SystemAccess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    op = tmp_path / "ops/async_io"
-    op.mkdir(parents=True)
-    (op / "lock").touch()
-    monkeypatch.setattr(ops, "is_built", lambda *_: True)
-    monkeypatch.setattr(
-        rank_environment, "rank_environment", lambda *_: {"TORCH_EXTENSIONS_DIR": str(tmp_path / "ops")}
-    )
-    monkeypatch.setattr(nvme, "check_speed", lambda *_: iter([ok("NVMe speed", str((op / "lock").exists()))]))
-    assert doctor.run_all_checks(bare, nvme_path=tmp_path)["NVMe"][-1].text == "False"
 
 
 def test_build_hands_every_op_of_the_catalogue_to_the_builder(

@@ -25,6 +25,7 @@ from ds_bench.errors import PreflightError
 from ds_bench.launch import ops, rank_environment
 from ds_bench.system import processes
 from tests.support import fakes
+from tests.support.namespaces import in_namespace
 
 # ------------------------------------------------------------------ what is needed
 
@@ -105,57 +106,6 @@ def test_ops_of_another_torch_or_processor_never_meet(monkeypatch: pytest.Monkey
 def test_a_package_that_is_missing_is_told_with_the_remedy() -> None:
     with pytest.raises(PreflightError, match=r"no_such_package is not installed \(pip install .ds-compare\[run\].\)"):
         ops._version("no_such_package")
-
-
-# ------------------------------------------------------------------ locks
-
-
-@pytest.fixture
-def lock(tmp_path: Path) -> Path:
-    """A lock as torch's file baton leaves it: empty, in the op's own folder."""
-    (tmp_path / "cpu_adam").mkdir()
-    path = tmp_path / "cpu_adam" / "lock"
-    path.touch()
-    return path
-
-
-def test_a_lock_that_nobody_holds_open_is_stale(lock: Path) -> None:
-    assert ops.stale_locks(lock.parent.parent) == [lock]
-
-
-def test_a_lock_that_this_process_holds_open_is_not(lock: Path) -> None:
-    with lock.open():
-        assert ops.stale_locks(lock.parent.parent) == []
-    assert ops.stale_locks(lock.parent.parent) == [lock]
-
-
-def test_a_lock_that_another_living_process_holds_open_is_not_until_it_is_killed(lock: Path) -> None:
-    program = f"import time; held = open({str(lock)!r}); print('held', flush=True); time.sleep(60)"
-    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as holder:
-        assert holder.stdout is not None
-        assert holder.stdout.readline() == b"held\n"
-        assert ops.remove_stale_locks(lock.parent.parent) == []
-        assert lock.exists()
-        holder.kill()
-        holder.wait()
-        assert ops.remove_stale_locks(lock.parent.parent) == [lock]
-    assert not lock.exists()
-
-
-def test_a_lock_behind_a_link_to_the_cache_is_known_as_the_one_that_is_held(lock: Path, tmp_path: Path) -> None:
-    link = tmp_path.parent / f"{tmp_path.name}_link"
-    link.symlink_to(tmp_path)
-    try:
-        with lock.open():
-            assert ops.stale_locks(link) == []
-        assert ops.stale_locks(link) == [link / "cpu_adam" / "lock"]
-    finally:
-        link.unlink()
-
-
-def test_without_locks_there_is_nothing_stale(tmp_path: Path) -> None:
-    assert ops.stale_locks(tmp_path) == []
-    assert ops.stale_locks(tmp_path / "missing") == []
 
 
 # ------------------------------------------------------------------ builds, by a fake builder
@@ -350,26 +300,6 @@ def test_no_ops_are_no_builds(workshop: Workshop) -> None:
 
 
 # ------------------------------------------------------------------ shared caches, containers, no locks
-
-
-def in_namespace(*flags: str, script: str) -> str:
-    """What a shell script prints in namespaces of its own; skips where they are not allowed."""
-    command = ["unshare", *flags, "--fork", "sh", "-ec", script]
-    if subprocess.run([*command[:-1], "true"], capture_output=True, check=False).returncode:
-        pytest.skip("no namespaces of its own for this user")
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
-
-
-def test_a_lock_that_a_process_of_another_namespace_holds_is_not_stale(tmp_path: Path) -> None:
-    lock = tmp_path / "cpu_adam" / "lock"
-    lock.parent.mkdir()
-    program = f"from pathlib import Path; from ds_bench.launch import ops; print(ops.stale_locks(Path('{tmp_path}')))"
-    script = f'{sys.executable} -c "{program}"'
-    with lock.open("x"):  # by this process, which the new namespace does not show
-        assert in_namespace("--pid", "--mount-proc", script=script) == "[]"
-    assert ops.stale_locks(tmp_path) == [lock]
 
 
 def test_a_cache_that_cannot_be_written_is_taken_over_and_nothing_is_built_twice(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from ds_bench.launch.monitor import Limits, watch
 from ds_bench.launch.outcome import Evidence, determine_outcome
 from ds_bench.records.rank_files import HeartbeatWriter, append_line, read_beat, read_exits, write_json
 from ds_bench.records.schema import TrialRecord
-from ds_bench.system.files import disk_is_full, remove_abandoned_lock
+from ds_bench.system.files import disk_is_full
 from tests.support import fakes
 from tests.support.fakes import FakeLauncher
 from tests.support.real_trials import ROOT, SUPPORT
@@ -259,20 +258,6 @@ def test_no_number_given_to_a_flag_is_a_traceback(given: Path) -> None:
         assert code in (0, 2), (line, code, err)
         if code == 2:
             assert err.count("\n") == 1, (line, err)
-
-
-def test_a_lock_is_removed_only_after_one_owner_has_held_it_for_the_whole_time(tmp_path: Path) -> None:
-    lock = tmp_path / "lock"
-    assert not remove_abandoned_lock(lock, 5.0)  # nobody holds it
-    lock.touch()
-    threading.Timer(0.3, lock.unlink).start()
-    assert not remove_abandoned_lock(lock, 5.0)  # its owner gave it back
-    lock.touch()
-    start = time.monotonic()
-    threading.Timer(0.4, lambda: os.utime(lock, (1, 1))).start()  # another owner's
-    assert remove_abandoned_lock(lock, 0.8)
-    assert time.monotonic() - start >= 1.2
-    assert not lock.exists()
 
 
 # ------------------------------------------------------------------ a full disk
