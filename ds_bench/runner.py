@@ -22,7 +22,7 @@ from .analysis.flat_rows import flat_rows
 from .analysis.loss_parity import with_loss_caveats
 from .analysis.summary import TrialSummary, summarise
 from .analysis.time_estimate import estimate_trial_seconds
-from .config.options import Options
+from .config.options import SEVERAL_NODES, Options
 from .config.spec import Precision, Trial
 from .doctor import checkpoint_folder, nvme
 from .doctor import run as doctor
@@ -144,8 +144,10 @@ def resume_command(options: Options, folder: Path) -> str:
         again += ["--model-factory", options.model_factory]
     elif Path(options.model).is_dir():
         again += ["--model", options.model]
-    if options.hostfile is not None:
-        again += ["--hostfile", str(options.hostfile)]
+    for name in SEVERAL_NODES:
+        if (value := getattr(options, name)) is not None:
+            flag = f"--{name.replace('_', '-')}"
+            again += [f"{flag}={value}"] if str(value).startswith("-") else [flag, str(value)]
     return provenance.command(options.family, ["--resume", str(folder), *again])
 
 

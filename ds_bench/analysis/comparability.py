@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, fields
+from dataclasses import fields
 from functools import lru_cache
 from operator import attrgetter
 
@@ -16,13 +16,11 @@ from .summary import TrialSummary
 
 Pairs = dict[str, tuple[object, object]]
 
-FIELDS = {
-    part: tuple(each.name for each in fields(of)) for part, of in (("workload", Workload), ("placement", Placement))
-}
+WORKLOAD_FIELDS = tuple(each.name for each in fields(Workload))
 REQUESTED_AS = {"micro_batch_size": "batch_size", "grad_accum": "grad_accum", "data_parallel_size": "num_gpus"}
 """Fact of the run → the requested field that explains a difference in it, so that the difference is reported once."""
 _parts = attrgetter("configuration", "workload", "placement", "ds_config")
-_workload_values = attrgetter(*FIELDS["workload"])
+_workload_values = attrgetter(*WORKLOAD_FIELDS)
 _dumps = json.JSONEncoder(sort_keys=True, default=str).encode
 
 
@@ -42,12 +40,12 @@ def row_key(record: TrialRecord) -> str:
 
 
 @lru_cache(maxsize=1024)
-def _flat_text(part: Placement) -> str:
-    return _dumps(asdict(part))
+def _flat_text(placement: Placement) -> str:
+    return _dumps(placement.measured_facts)
 
 
 def _workload_text(workload: Workload) -> str:
-    values = dict(zip(FIELDS["workload"], _workload_values(workload), strict=True))
+    values = dict(zip(WORKLOAD_FIELDS, _workload_values(workload), strict=True))
     for name, default in ADDED_DEFAULTS.items():
         if values[name] == default:
             del values[name]
@@ -113,10 +111,11 @@ def incomparable_fields(a: TrialRecord, b: TrialRecord) -> list[str]:
     ran) are compared if both rows were measured.
     """
     pairs: Pairs = {}
-    for part in ("workload", "placement"):
-        part_a, part_b = getattr(a.trial, part), getattr(b.trial, part)
-        if part_a != part_b:
-            pairs |= _differing_fields({name: (getattr(part_a, name), getattr(part_b, name)) for name in FIELDS[part]})
+    if (work_a := a.trial.workload) != (work_b := b.trial.workload):
+        pairs |= _differing_fields({name: (getattr(work_a, name), getattr(work_b, name)) for name in WORKLOAD_FIELDS})
+    if a.trial.placement != b.trial.placement:
+        facts = placement_facts([a.trial.placement, b.trial.placement])
+        pairs |= _differing_fields({name: (values[0], values[1]) for name, values in facts.items()})
     if a.ranks and b.ranks:
         if None not in (a.ranks[0].dropout, b.ranks[0].dropout):
             pairs.pop("dropout", None)  # a requested dropout may equal the model's own: compare those that ran
@@ -144,6 +143,15 @@ def varied_on_purpose(record: TrialRecord) -> set[str]:
     computed = own_fields & configuration.workload_changes.keys()
     groups = {"data_parallel_size"} if configuration.axis_values.keys() & set(PARALLEL_AXES) else set[str]()
     return computed | groups | workload_fields(configuration.axis_values)
+
+
+def placement_facts(placements: Sequence[Placement]) -> dict[str, list[object]]:
+    """What decides a measurement: name → its value in each placement.
+
+    Facts that only several nodes have are left out if one placement is of one node: ``num_nodes`` then says it.
+    """
+    facts = [{"num_nodes": each.num_nodes, **each.measured_facts} for each in placements]
+    return {name: [each[name] for each in facts] for name in facts[0] if all(name in each for each in facts)}
 
 
 def _differing_fields(pairs: Pairs) -> Pairs:

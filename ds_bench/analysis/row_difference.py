@@ -20,7 +20,7 @@ from ..prediction.memory import UNCOUNTED, Prediction
 from ..prediction.what_if import Saving
 from ..records.schema import RankMeasurement, Tier
 from ..system import environment
-from .comparability import incomparable_fields
+from .comparability import incomparable_fields, placement_facts
 from .comparison import ComparisonRow, ratio_between, representative_run
 from .intervals import RatioInterval
 from .phase_memory import combined
@@ -552,14 +552,15 @@ def _key_differences(a: TrialSummary, b: TrialSummary) -> Iterator[KeyDifference
         yield KeyDifference(
             path="optimizer class", a=optimizers[0], b=optimizers[1], acts_on=("step",), from_layout=False
         )
+    placements = placement_facts([trial.placement for trial in trials])
     facts = [
         {
             "engine": trial.configuration.engine,
             **trial.configuration.variables,
             **asdict(trial.workload),
-            **asdict(trial.placement),
+            **{name: values[index] for name, values in placements.items()},
         }
-        for trial in trials
+        for index, trial in enumerate(trials)
     ]
     for name in dict.fromkeys([*facts[0], *facts[1]]):
         values = [each.get(name) for each in facts]

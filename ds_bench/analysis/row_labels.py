@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..records.schema import TrialRecord
-from .comparability import FIELDS, REQUESTED_AS, RUN_FACTS, format_value, run_facts
+from .comparability import REQUESTED_AS, RUN_FACTS, WORKLOAD_FIELDS, format_value, placement_facts, run_facts
 
 Columns = dict[str, list[Any]]
 
@@ -18,6 +18,7 @@ _LABEL_FACTS = {
     "precision": "{}",
     "dropout": "dropout {}",
     "num_gpus": "{} ranks",
+    "num_nodes": "{} nodes",
     "stage": "stage {}",
     "device": "{}",
     "torch": "torch {}",
@@ -71,8 +72,8 @@ def _label_columns(records: Sequence[TrialRecord]) -> Columns:
     """Facts by name, one value per record, the best known facts first."""
     trials = [record.trial for record in records]
     columns: Columns = {name: [getattr(trial.configuration, name) for trial in trials] for name in ("stage", "name")}
-    for part, names in FIELDS.items():
-        columns |= {name: [getattr(getattr(trial, part), name) for trial in trials] for name in names}
+    columns |= {name: [getattr(trial.workload, name) for trial in trials] for name in WORKLOAD_FIELDS}
+    columns |= placement_facts([trial.placement for trial in trials])
     if all(record.ranks for record in records):  # a failed row would differ by facts that are not known of it
         ran = zip(*map(run_facts, records), strict=True)
         columns |= {name: list(values) for name, values in zip(RUN_FACTS, ran, strict=True) if name not in REQUESTED_AS}

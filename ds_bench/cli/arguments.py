@@ -18,13 +18,14 @@ from ..config.options import (
     DEFAULT_PREFETCH,
     GOALS,
     MAX_DATA_WORKERS,
+    MAX_PORT,
     MAX_PREFETCH,
     MAX_RANKS,
     MAX_REPEATS,
     Family,
     Options,
 )
-from ..config.spec import MONITORS, MOST_PROFILE_STEPS, NO_INSPECTION, PROFILES, Inspection
+from ..config.spec import MONITORS, MOST_PROFILE_STEPS, MULTI_NODE_LAUNCHERS, NO_INSPECTION, PROFILES, Inspection
 from ..config.strategies import STRATEGY_NAMES
 from ..config.token_file import TOKEN_TYPES
 from ..errors import UsageError
@@ -272,6 +273,20 @@ def _add_hardware(parser: argparse.ArgumentParser) -> None:
         type=Path,
         metavar="FILE",
         help="DeepSpeed hostfile, for several nodes; --output-dir must be on storage that all of them see",
+    )
+    add("--include", metavar="HOST[:SLOTS]@...", help="hosts and slots of the hostfile to use, e.g. a@b:0,1")
+    add("--exclude", metavar="HOST[:SLOTS]@...", help="hosts and slots of the hostfile to leave out, e.g. a@b:0,1")
+    add(
+        "--multi-node-launcher",
+        choices=MULTI_NODE_LAUNCHERS,
+        help="program with which DeepSpeed starts ranks on several nodes (default: pdsh)",
+    )
+    add("--master-addr", metavar="ADDR", help="address of the first host that all others reach (default: its first)")
+    add("--master-port", type=integer(1, MAX_PORT), metavar="PORT", help="port of it (default: a free one)")
+    add(
+        "--launcher-args",
+        metavar="ARGS",
+        help="further arguments of that program as one text, e.g. --launcher-args='--mca btl_tcp_if_include ib0'",
     )
     add(
         "--cpu-memory-limit",

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ..config import recipe_file, sweep
-from ..config.options import Options
+from ..config.options import SEVERAL_NODES, Options
 from ..config.recipe import PATHS, Recipe, check_recipe, config_maker, options_of, yaml_text
 from ..config.recipe_file import Data, RecipeText
 from ..errors import DsBenchError, UsageError
@@ -170,7 +170,7 @@ def _require_given_again(points: Sequence[Options], values: argparse.Namespace) 
         for flag, name, starts in (
             ("--model-factory", "model_factory", options.model_factory is not None),
             ("--trust-remote-code", "trust_remote_code", options.trust_remote_code),
-            ("--hostfile", "hostfile", options.hostfile is not None),
+            *((f"--{each.replace('_', '-')}", each, getattr(options, each) is not None) for each in SEVERAL_NODES),
             ("--model", "model", local and options.model_factory is None),
         ):
             if starts and not hasattr(values, name):

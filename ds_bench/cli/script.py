@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..config.options import Family, Options
+from ..config.options import SEVERAL_NODES, Family, Options
 from ..config.spec import Strategy
 from ..errors import DsBenchError, UsageError
 from ..models import presets
@@ -112,7 +113,13 @@ def _require_given_again(resumed: Options, typed: Options) -> None:
         "--trust-remote-code": (resumed.trust_remote_code, typed.trust_remote_code),
         f"--model-factory {resumed.model_factory}": (resumed.model_factory, typed.model_factory),
         f"--model {resumed.model}": (resumed.model if local else typed.model, typed.model),
-        f"--hostfile {resumed.hostfile}": (resumed.hostfile, typed.hostfile),
+        **{
+            shlex.join([f"--{name.replace('_', '-')}", str(getattr(resumed, name))]): (
+                getattr(resumed, name),
+                getattr(typed, name),
+            )
+            for name in SEVERAL_NODES
+        },
     }
     missing = [flag for flag, (value, typed_value) in needed.items() if value and value != typed_value]
     if missing:

@@ -19,6 +19,7 @@ MAX_NUMBER = 10**9
 """More than any batch, step count, time in seconds or memory in GB; with more, clocks and kernel limits overflow."""
 MAX_RANKS = 2**16
 MAX_REPEATS = 1000
+MAX_PORT = 2**16 - 1
 DEFAULT_BATCH_SIZE = 4
 DEFAULT_PREFETCH = 2
 MAX_DATA_WORKERS, MAX_PREFETCH = 256, 1024
@@ -31,6 +32,10 @@ FAIL_ON = ("regression", "missing", "unmatched", "noisy")
 and has no baseline; a row whose noise hides a regression."""
 TRACKERS = ("trackio", "wandb", "tensorboard")
 """Programs that show runs; each is a package of this name."""
+SEVERAL_NODES = (
+    "hostfile", "include", "exclude", "multi_node_launcher", "master_addr", "master_port", "launcher_args",
+)  # fmt: skip
+"""Fields of Options that reach other machines: a run folder alone does not give them."""
 FAIL_ON_DEFAULT = ("regression", "missing", "unmatched")
 
 
@@ -105,6 +110,16 @@ class Options:
     """Configurations that a recipe holds itself, each one row, as if read from a file."""
     budget: float | None = None
     """Minutes that the trials may take, by the estimate of the plan; None without a limit."""
+    include: str | None = None
+    """Hosts and slots of the hostfile that are used, in DeepSpeed's syntax; None: all."""
+    exclude: str | None = None
+    """Hosts and slots of the hostfile that are not used; None: none."""
+    multi_node_launcher: str | None = None
+    """None: pdsh."""
+    master_addr: str | None = None
+    master_port: int | None = None
+    launcher_args: str | None = None
+    """Further arguments of the program that starts the ranks, as a shell would read them."""
     point: tuple[tuple[str, Any], ...] = ()
     """Key paths of a recipe and their values at this point of its sweep; empty without a sweep."""
     global_batch_size: int | None = None

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+import shlex
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ..errors import UsageError
 from ..system import environment, files, gpus
 from .options import Options
-from .spec import PRECISIONS, Accelerator, Placement, Precision
+from .spec import MULTI_NODE_LAUNCHERS, PRECISIONS, Accelerator, MultiNodeLauncher, Placement, Precision
 
 _AMPERE = (8, 0)
 """First compute capability with bf16 arithmetic."""
+_WHOLE_HOSTS_ONLY: tuple[MultiNodeLauncher, ...] = ("openmpi", "mpich", "impi", "mvapich")
+"""Launchers that DeepSpeed gives no choice among the slots of a hostfile (launcher/multinode_runner.py)."""
+_EQUAL_SLOTS_ONLY: tuple[MultiNodeLauncher, ...] = ("mpich", "impi", "mvapich", "slurm")
+"""Launchers with which DeepSpeed starts equally many ranks on every host."""
 _HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_IPV6 = re.compile(r"[0-9A-Fa-f:]*:[0-9A-Fa-f:.]*")
 _SLOTS = re.compile(r"[1-9][0-9]{0,3}")
 _MOST_HOSTFILE_BYTES = 2**20
 
@@ -31,15 +37,22 @@ def resolve_placement(options: Options, environ: Mapping[str, str], query: gpus.
         raise UsageError("CUDA_VISIBLE_DEVICES names a MIG instance", remedy="give whole GPUs; MIG is not supported")
     if accelerator == "cpu" and options.gpu_memory_limit is not None:
         raise UsageError("--gpu-memory-limit, but no GPU is used", remedy="use --cpu-memory-limit on a CPU")
+    hosts = _used_slots(options)
     return Placement(
         accelerator=accelerator,
-        num_gpus=_ranks(options, environ, accelerator, len(visible)),
+        num_gpus=_ranks(options, environ, accelerator, len(visible), hosts),
         launcher="deepspeed" if options.launcher == "deepspeed" or options.hostfile is not None else "warm",
         hostfile=None if options.hostfile is None else str(options.hostfile.resolve()),
         nvme_path=None if options.nvme_path is None else str(options.nvme_path.resolve()),
         cpu_memory_limit_bytes=options.cpu_memory_limit_bytes,
         gpu_memory_limit_bytes=options.gpu_memory_limit_bytes,
         supported_precisions=_precisions(accelerator, visible),
+        hosts=tuple((name, len(slots)) for name, slots in hosts.items()),
+        include=_include_text(options, hosts),
+        multi_node_launcher=_multi_node_launcher(options, hosts),
+        master_addr=_master_address(options),
+        master_port=options.master_port,
+        launcher_args=_launcher_arguments(options),
     )
 
 
@@ -68,12 +81,14 @@ def _accelerator(requested: str, visible: int) -> Accelerator:
     return "cuda"
 
 
-def _ranks(options: Options, environ: Mapping[str, str], accelerator: Accelerator, visible: int) -> int:
-    if options.hostfile is not None:
-        slots = sum(read_hostfile(options.hostfile).values())
+def _ranks(options: Options, environ: Mapping[str, str], accelerator: Accelerator, visible: int, hosts: Slots) -> int:
+    if hosts:
+        slots = sum(map(len, hosts.values()))
         if options.num_gpus not in (None, slots):
+            selected = "the hostfile has" if not (options.include or options.exclude) else "the hosts selected have"
             raise UsageError(
-                f"--num-gpus {options.num_gpus}, but the hostfile has {slots} slots", remedy="leave --num-gpus out"
+                f"--num-gpus {options.num_gpus}, but {selected} {slots} slots",
+                remedy="leave --num-gpus out; --include selects slots",
             )
         return slots
     world_size = environ.get("WORLD_SIZE", "")  # a launcher that started this program says how many ranks it is for
@@ -137,3 +152,117 @@ def read_hostfile(path: Path) -> dict[str, int]:
     if not hosts:
         raise UsageError(f"--hostfile {path} names no host", remedy="write: host slots=N")
     return hosts
+
+
+# ------------------------------------------------------------------ the slots of a hostfile that are used
+
+Slots = Mapping[str, Sequence[int]]
+"""Host → numbers of its slots, counted from 0."""
+
+
+def _used_slots(options: Options) -> Slots:
+    """The slots that are used of each host, in the order of the hostfile; empty without a hostfile."""
+    given = (
+        ("--include", options.include),
+        ("--exclude", options.exclude),
+        ("--master-addr", options.master_addr),
+        ("--master-port", options.master_port),
+        ("--multi-node-launcher", options.multi_node_launcher),
+        ("--launcher-args", options.launcher_args),
+    )
+    if options.hostfile is None:
+        for flag, value in given:
+            if value is not None:
+                raise UsageError(f"{flag} without --hostfile", remedy="add --hostfile FILE, or leave it out")
+        return {}
+    slots = {name: range(number) for name, number in read_hostfile(options.hostfile).items()}
+    return select_slots(slots, options.include, options.exclude)
+
+
+def select_slots(slots: Slots, include: str | None, exclude: str | None) -> Slots:
+    """The slots that DeepSpeed's ``--include`` or ``--exclude`` leaves, hosts in their order.
+
+    The syntax is that of launcher/runner.py: ``host@host:0,2``, a host without slots stands for all of its slots.
+    Raises UsageError for a text of another form, a host or slot that there is not, and for no slot left.
+    """
+    if include is not None and exclude is not None:
+        raise UsageError("--include and --exclude together", remedy="give one of them, as DeepSpeed takes one")
+    if include is None and exclude is None:
+        return slots
+    flag, text = ("--include", include) if include is not None else ("--exclude", exclude)
+    named = _named_slots(f"{flag} {text!r}", str(text), slots)
+    kept = {
+        host: [slot for slot in numbers if (slot in named.get(host, ())) == (include is not None)]
+        for host, numbers in slots.items()
+    }
+    if not (kept := {host: numbers for host, numbers in kept.items() if numbers}):
+        raise UsageError(f"{flag} {text!r} leaves no slot", remedy="leave one host or slot")
+    return kept
+
+
+def _named_slots(flag: str, text: str, slots: Slots) -> dict[str, set[int]]:
+    """Host → its slots that a text names; a host that is named with slots and without means these slots."""
+    named: dict[str, set[int]] = {}
+    for part in text.split("@"):
+        host, colon, numbers = part.partition(":")
+        if host not in slots:
+            raise UsageError(f"{flag}: no host {host!r} in the hostfile", remedy=f"one of {_some(list(slots))}")
+        words = numbers.split(",") if colon else []
+        if not all(re.fullmatch("[0-9]{1,4}", word) for word in words):
+            raise UsageError(f"{flag}: {part!r} is no host with slots", remedy="write: HOST@HOST:SLOT,SLOT")
+        for slot in map(int, words):
+            if slot not in slots[host]:
+                last = len(slots[host]) - 1
+                remedy = f"{host} has slots 0 to {last}" if last else f"{host} has slot 0 alone"
+                raise UsageError(f"{flag}: no slot {slot} on {host}", remedy=remedy)
+        named.setdefault(host, set()).update(map(int, words))
+    return {host: numbers or set(slots[host]) for host, numbers in named.items()}
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+
+
+def _include_text(options: Options, hosts: Slots) -> str | None:
+    """The selected slots as DeepSpeed's ``--include``; None if it is every slot of the hostfile."""
+    if options.include is None and options.exclude is None:
+        return None
+    return "@".join(f"{host}:{','.join(map(str, slots))}" for host, slots in hosts.items())
+
+
+def _multi_node_launcher(options: Options, hosts: Slots) -> MultiNodeLauncher:
+    """The program that starts the ranks. Raises UsageError for slots that DeepSpeed cannot start with it."""
+    asked = options.multi_node_launcher or "pdsh"
+    launcher = next(name for name in MULTI_NODE_LAUNCHERS if name == asked)
+    flag = f"--multi-node-launcher {launcher}"
+    if launcher in _WHOLE_HOSTS_ONLY and (options.include is not None or options.exclude is not None):
+        raise UsageError(
+            f"{flag} with --include or --exclude: DeepSpeed takes every slot of the hostfile with it",
+            remedy="give a hostfile of the slots that are to be used",
+        )
+    if launcher in _EQUAL_SLOTS_ONLY and len({len(slots) for slots in hosts.values()}) > 1:
+        numbers = ", ".join(f"{host} {len(slots)}" for host, slots in list(hosts.items())[:8])
+        raise UsageError(
+            f"{flag} needs equally many slots on every host, not {numbers}", remedy="change the hostfile, or use pdsh"
+        )
+    if launcher == "slurm" and any(list(slots) != list(range(len(slots))) for slots in hosts.values()):
+        raise UsageError(f"{flag} cannot choose among a host's slots", remedy="select the first slots of each host")
+    return launcher
+
+
+def _master_address(options: Options) -> str | None:
+    address = options.master_addr
+    if address is not None and not (_HOST.fullmatch(address) or _IPV6.fullmatch(address)):
+        raise UsageError(f"--master-addr {address!r} is no host or address", remedy="give a name or an IP address")
+    return address
+
+
+def _launcher_arguments(options: Options) -> tuple[str, ...]:
+    """The words of ``--launcher-args``, which DeepSpeed splits as a shell does (launcher/multinode_runner.py)."""
+    text = options.launcher_args or ""
+    if not text.isprintable():
+        raise UsageError(f"--launcher-args {text!r} has control characters", remedy="write it in one line")
+    try:
+        return tuple(shlex.split(text))
+    except ValueError as error:
+        raise UsageError(f"--launcher-args {text!r}: {error}", remedy="close the quotation mark") from None

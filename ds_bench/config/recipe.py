@@ -27,13 +27,14 @@ from .options import (
     DEFAULT_PREFETCH,
     MAX_DATA_WORKERS,
     MAX_NUMBER,
+    MAX_PORT,
     MAX_PREFETCH,
     MAX_RANKS,
     MAX_REPEATS,
     Options,
 )
 from .recipe_file import FLOAT, Data, KeyPath, RecipeText
-from .spec import MOST_PROFILE_STEPS, PROFILES, Inspection, PassType, Strategy
+from .spec import MOST_PROFILE_STEPS, PROFILES, Inspection, MultiNodeLauncher, PassType, Strategy
 from .strategies import STRATEGY_NAMES
 from .token_file import TokenType
 
@@ -260,6 +261,21 @@ class Launch(_Section):
         Field(description="warm: ranks forked from one preloaded process; deepspeed: its launcher for every trial."),
     ] = "auto"
     hostfile: Annotated[Path | None, Field(description="DeepSpeed hostfile, for several nodes.")] = None
+    include: Annotated[
+        str | None, Field(description="Hosts and slots of the hostfile to use, in DeepSpeed's syntax: a@b:0,1.")
+    ] = None
+    exclude: Annotated[str | None, Field(description="Hosts and slots of the hostfile to leave out.")] = None
+    multi_node_launcher: Annotated[
+        MultiNodeLauncher | None,
+        Field(description="Program with which DeepSpeed starts ranks on several nodes; without it pdsh."),
+    ] = None
+    master_addr: Annotated[
+        str | None, Field(description="Address of the first host that all others reach; without it its first.")
+    ] = None
+    master_port: Annotated[
+        int | None, Field(ge=1, le=MAX_PORT, description="Port of that address; without it a free one.")
+    ] = None
+    launcher_args: Annotated[str | None, Field(description="Further arguments of that program, as one text.")] = None
     nvme_path: Annotated[Path | None, Field(description="Folder on the NVMe disk.")] = None
     cpu_memory_limit: Annotated[Quantity | None, Field(description="Limit of each rank's data, in GB (2^30).")] = None
     gpu_memory_limit: Annotated[Quantity | None, Field(description="Emulate a GPU of this memory, in GB (2^30).")] = (
@@ -384,6 +400,12 @@ PATHS: Mapping[str, str] = {
     "accelerator": "launch.accelerator",
     "launcher": "launch.launcher",
     "hostfile": "launch.hostfile",
+    "include": "launch.include",
+    "exclude": "launch.exclude",
+    "multi_node_launcher": "launch.multi_node_launcher",
+    "master_addr": "launch.master_addr",
+    "master_port": "launch.master_port",
+    "launcher_args": "launch.launcher_args",
     "nvme_path": "launch.nvme_path",
     "cpu_memory_limit": "launch.cpu_memory_limit",
     "gpu_memory_limit": "launch.gpu_memory_limit",

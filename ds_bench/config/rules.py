@@ -393,7 +393,7 @@ _CAVEATS_OF_ROWS = (
         path="zero_optimization.zero_quantized_gradients",
         applies=lambda case: (
             case.is_on("zero_optimization.zero_quantized_gradients")
-            and (case.placement is None or case.placement.hostfile is None)
+            and (case.placement is None or case.placement.num_nodes == 1)
         ),
         reason="zero_quantized_gradients has no effect on one node",
         remedy="leave it out unless the job has several nodes",

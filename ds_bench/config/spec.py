@@ -19,6 +19,7 @@ Device = Literal["none", "cpu", "nvme"]
 Accelerator = Literal["cuda", "cpu"]
 Precision = Literal["bf16", "fp16", "fp32"]
 LauncherName = Literal["warm", "deepspeed"]
+MultiNodeLauncher = Literal["pdsh", "openmpi", "mpich", "impi", "mvapich", "slurm"]
 BatchPolicy = Literal["given", "largest"]
 SequencePolicy = Literal["given", "longest"]
 SEARCH_ACCURACY = 1 / 32
@@ -37,6 +38,8 @@ PROFILES: tuple[ProfileName, ...] = ("torch", "memory", "nsys", "flops", "comms"
 MOST_PROFILE_STEPS = 50
 """Steps that one profiler may observe: traces grow with each."""
 MONITORS: tuple[Monitor, ...] = ("steps", "tensorboard")
+MULTI_NODE_LAUNCHERS: tuple[MultiNodeLauncher, ...] = ("pdsh", "openmpi", "mpich", "impi", "mvapich", "slurm")
+"""Programs with which DeepSpeed starts ranks on several nodes (launcher/runner.py)."""
 ENGINES: tuple[Engine, ...] = ("deepspeed", "ddp", "fsdp2")
 PRECISIONS: tuple[Precision, ...] = ("bf16", "fp16", "fp32")
 CPU_BINDINGS: tuple[CpuBinding, ...] = ("none", "cores", "numa")
@@ -359,9 +362,52 @@ class Placement:
     """Memory of a smaller GPU that torch's allocator emulates, per rank; None for the real GPU."""
     supported_precisions: tuple[Precision, ...] = PRECISIONS
     """Number formats this accelerator trains in."""
+    hosts: tuple[tuple[str, int], ...] = ()
+    """Name of each host and its number of ranks, which are numbered host by host in this order; empty where the job
+    runs on this machine without a hostfile."""
+    include: str | None = None
+    """The slots of the hostfile that are used, as DeepSpeed's ``--include``; None: every slot of every host."""
+    multi_node_launcher: MultiNodeLauncher = "pdsh"
+    """Program with which DeepSpeed starts the ranks on several nodes."""
+    master_addr: str | None = None
+    """Address of the first host at which the ranks meet; None: as DeepSpeed's launcher finds it."""
+    master_port: int | None = None
+    """Port of rank 0 at that address; None: a free one."""
+    launcher_args: tuple[str, ...] = ()
+    """Further arguments of ``multi_node_launcher``."""
 
     def __post_init__(self) -> None:
         _require(self.num_gpus >= 1, "num_gpus", self.num_gpus, "must be 1 or more")
+        known = self.multi_node_launcher in MULTI_NODE_LAUNCHERS
+        _require(known, "multi_node_launcher", self.multi_node_launcher, f"must be one of {MULTI_NODE_LAUNCHERS}")
+
+    @property
+    def num_nodes(self) -> int:
+        """Number of hosts; 1 without a hostfile."""
+        return max(1, len(self.hosts))
+
+    @property
+    def ranks_per_node(self) -> int:
+        """Ranks on the host that has the most."""
+        return max((slots for _, slots in self.hosts), default=self.num_gpus)
+
+    @property
+    def measured_facts(self) -> dict[str, Any]:
+        """What decides a measurement: not where ranks meet, and of several hosts the number of ranks, not the name.
+
+        On one node these are the facts that keys of trials were made of before there were several.
+        """
+        facts = asdict(self)
+        for name in ("hosts", "include", "multi_node_launcher", "master_addr", "master_port", "launcher_args"):
+            del facts[name]
+        if self.num_nodes > 1:
+            facts |= {
+                "num_nodes": self.num_nodes,
+                "ranks_of_nodes": sorted((slots for _, slots in self.hosts), reverse=True),
+                "multi_node_launcher": self.multi_node_launcher,
+                "launcher_args": list(self.launcher_args),
+            }
+        return facts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -452,7 +498,7 @@ class Trial:
                 for name, value in asdict(self.workload).items()
                 if name not in ADDED_DEFAULTS or value != ADDED_DEFAULTS[name]
             },
-            "placement": asdict(self.placement),
+            "placement": self.placement.measured_facts,
             "ds_config": redacted_config(self.ds_config),
         }
         if self.configuration.variables:
@@ -481,6 +527,8 @@ class Trial:
         values["workload"] = Workload(**values["workload"])
         placement = dict(values["placement"])
         placement["supported_precisions"] = tuple(placement.get("supported_precisions", PRECISIONS))
+        placement["hosts"] = tuple((name, slots) for name, slots in placement.get("hosts", ()))
+        placement["launcher_args"] = tuple(placement.get("launcher_args", ()))
         values["placement"] = Placement(**placement)
         values["caveats"] = tuple(values.get("caveats", ()))
         inspection = dict(values.get("inspection", {}))

@@ -195,7 +195,7 @@ def _missing_requirement(configuration: Configuration, placement: Placement) -> 
         return f"{name} needs the accelerator {needs.accelerator}; add --accelerator {needs.accelerator}"
     if needs.min_ranks > placement.num_gpus:
         return f"{name} needs {needs.min_ranks} ranks or more; use --num-gpus {needs.min_ranks}"
-    if needs.min_nodes > 1 and placement.hostfile is None:
+    if needs.min_nodes > placement.num_nodes:
         return f"{name} needs {needs.min_nodes} nodes or more; give them with --hostfile"
     return None
 

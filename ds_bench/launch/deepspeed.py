@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shlex
 import socket
 import subprocess
 import sys
@@ -74,9 +75,14 @@ class DeepSpeedLauncher:
 
 def launch_command(placement: Placement, folder: Path, devices: Sequence[int] | None = None) -> list[str]:
     """The launcher's command line for one trial. ``devices``: indices of the GPUs to use."""
-    command = [sys.executable, "-m", "deepspeed.launcher.runner", "--no_local_rank", "--master_port", str(_free_port())]
+    port = placement.master_port or _free_port()
+    command = [sys.executable, "-m", "deepspeed.launcher.runner", "--no_local_rank", "--master_port", str(port)]
     if placement.hostfile is not None:
-        command += ["--hostfile", placement.hostfile]
+        command += ["--hostfile", placement.hostfile, "--launcher", placement.multi_node_launcher]
+        command += ["--include", placement.include] if placement.include else []
+        command += ["--master_addr", placement.master_addr] if placement.master_addr else []
+        # With "=", since the arguments begin with a dash.
+        command += [f"--launcher_args={shlex.join(placement.launcher_args)}"] if placement.launcher_args else []
     else:  # an empty hostfile, since there may be one at the launcher's default path
         command += ["--hostfile", os.devnull, "--master_addr", "127.0.0.1"]
         # With --num_gpus the launcher ignores CUDA_VISIBLE_DEVICES and takes the first GPUs (launcher/runner.py).

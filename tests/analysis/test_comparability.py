@@ -136,6 +136,18 @@ OTHER_WORKLOADS: dict[str, Any] = {
     "data_tokens": 9,
     "data_digest": "a",
 }
+TWO_NODES = {"hosts": (("a", 1), ("b", 1))}
+OF_SEVERAL_NODES: dict[str, dict[str, Any]] = {
+    "ranks_of_nodes": {"hosts": (("a", 3), ("b", 1))},
+    "multi_node_launcher": {"multi_node_launcher": "openmpi"},
+    "launcher_args": {"launcher_args": ("--bind-to", "none")},
+}
+NOT_MEASURED: dict[str, Any] = {
+    "include": "a:0@b:0",
+    "master_addr": "10.0.0.1",
+    "master_port": 29501,
+    "hosts": (("c", 1), ("d", 1)),
+}
 OTHER_PLACEMENTS: dict[str, Any] = {
     "accelerator": "cpu",
     "num_gpus": 4,
@@ -150,7 +162,8 @@ OTHER_PLACEMENTS: dict[str, Any] = {
 
 def test_every_field_of_workload_and_placement_is_tried_below() -> None:
     assert {each.name for each in fields(Workload)} == OTHER_WORKLOADS.keys() | {"model_config"}
-    assert {each.name for each in fields(Placement)} == OTHER_PLACEMENTS.keys()
+    of_nodes = {name for changes in OF_SEVERAL_NODES.values() for name in changes}
+    assert {each.name for each in fields(Placement)} == {*OTHER_PLACEMENTS, *of_nodes, *NOT_MEASURED}
 
 
 @pytest.mark.parametrize("name", OTHER_WORKLOADS)
@@ -181,6 +194,18 @@ def test_a_difference_of_the_placement_is_named(name: str) -> None:
     theirs = gpu(on=replace(CUDA, **{name: OTHER_PLACEMENTS[name]}))
     found = incomparable_fields(fakes.success(gpu()), fakes.failure(theirs))
     assert [text.partition(" ")[0] for text in found] == [name]
+
+
+def test_of_several_nodes_their_number_and_ranks_count_and_not_their_names() -> None:
+    def named(**changes: Any) -> list[str]:
+        ours, theirs = (gpu(on=replace(CUDA, **TWO_NODES)), gpu(on=replace(CUDA, **{**TWO_NODES, **changes})))
+        return [text.partition(" ")[0] for text in incomparable_fields(fakes.success(ours), fakes.failure(theirs))]
+
+    assert {name: named(**changes) for name, changes in OF_SEVERAL_NODES.items()} == {
+        name: [name] for name in OF_SEVERAL_NODES
+    }
+    assert named(**NOT_MEASURED) == []
+    assert between(gpu(), gpu(on=replace(CUDA, **TWO_NODES))) == ["num_nodes 1 against 2"]
 
 
 def test_of_two_models_only_the_facts_that_differ_are_named() -> None:

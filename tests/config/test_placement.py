@@ -170,9 +170,81 @@ def test_a_hostfile_gives_the_ranks_and_takes_deepspeeds_launcher(tmp_path: Path
     assert place("--hostfile", str(path), "--num-gpus", "16").num_gpus == 16
 
 
+@pytest.mark.parametrize(
+    ("flags", "hosts", "include"),
+    [
+        ((), (("a", 4), ("b", 4), ("c", 2)), None),
+        (("--include", "c@a:3,0"), (("a", 2), ("c", 2)), "a:0,3@c:0,1"),
+        (("--include", "a:0@a:1,1"), (("a", 2),), "a:0,1"),
+        (("--exclude", "b@c:1"), (("a", 4), ("c", 1)), "a:0,1,2,3@c:0"),
+    ],
+)
+def test_slots_are_selected_as_deepspeed_selects_them(
+    flags: tuple[str, ...], hosts: tuple[tuple[str, int], ...], include: str | None, tmp_path: Path
+) -> None:
+    path = hostfile(tmp_path, "a slots=4\nb slots=4\nc slots=2\n")
+    found = place("--hostfile", str(path), *flags)
+    assert (found.hosts, found.include) == (hosts, include)
+    assert (found.num_nodes, found.num_gpus) == (len(hosts), sum(slots for _, slots in hosts))
+    runner = pytest.importorskip("deepspeed.launcher.runner")
+    text = {"--include": "inclusion", "--exclude": "exclusion"}
+    given = {"inclusion": "", "exclusion": "", **({text[flags[0]]: flags[1]} if flags else {})}
+    pool = {"a": 4, "b": 4, "c": 2}
+    slots = runner.parse_inclusion_exclusion(pool, **given)
+    assert {name: len(numbers) for name, numbers in slots.items()} == dict(found.hosts)
+    assert runner.parse_inclusion_exclusion(pool, found.include or "", "") == slots
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("--include", "a", "--exclude", "b"), "--include and --exclude together (give one"),
+        (("--include", "d"), "--include 'd': no host 'd' in the hostfile (one of a, b)"),
+        (("--include", "a:4"), "--include 'a:4': no slot 4 on a (a has slots 0 to 3)"),
+        (("--exclude", "b:1"), "--exclude 'b:1': no slot 1 on b (b has slot 0 alone)"),
+        (("--include", "a:0,"), "'a:0,' is no host with slots (write: HOST@HOST:SLOT,SLOT)"),
+        (("--include", "a:-1"), "'a:-1' is no host with slots"),
+        (("--include", ""), "no host '' in the hostfile"),
+        (("--include", "a\nb"), "no host 'a\\nb' in the hostfile"),
+        (("--include=-oProxyCommand=x",), "no host '-oProxyCommand=x' in the hostfile"),
+        (("--exclude", "a@b"), "--exclude 'a@b' leaves no slot"),
+        (("--master-addr=-oProxyCommand=x",), "--master-addr '-oProxyCommand=x' is no host or address"),
+        (("--master-addr", "a;b"), "--master-addr 'a;b' is no host or address"),
+        (("--master-addr", "a\nb"), "--master-addr 'a\\nb' is no host or address"),
+        (("--launcher-args", "-x 'y"), "No closing quotation (close the quotation mark)"),
+        (("--launcher-args=-x\n-y",), "control characters"),
+        (("--multi-node-launcher", "openmpi", "--include", "a"), "takes every slot of the hostfile"),
+        (("--multi-node-launcher", "mpich"), "needs equally many slots on every host, not a 4, b 1"),
+        (("--multi-node-launcher", "slurm", "--include", "a:1,2"), "cannot choose among a host's slots"),
+    ],
+)
+def test_what_deepspeeds_launcher_could_not_start_is_refused_in_one_line(
+    flags: tuple[str, ...], said: str, tmp_path: Path
+) -> None:
+    path = hostfile(tmp_path, "a slots=4\nb slots=1\n")
+    with pytest.raises(UsageError) as error:
+        place("--hostfile", str(path), *flags)
+    assert said in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--include", "a"), ("--exclude", "a"), ("--master-addr", "a"), ("--master-port", "1"),
+        ("--multi-node-launcher", "pdsh"), ("--launcher-args", "x"),
+    ],
+)  # fmt: skip
+def test_a_flag_for_several_nodes_needs_a_hostfile(flags: tuple[str, ...]) -> None:
+    with pytest.raises(UsageError, match=rf"{flags[0]} without --hostfile \(add --hostfile FILE"):
+        place(*flags)
+
+
 def test_a_number_of_gpus_against_the_hostfile_is_refused(tmp_path: Path) -> None:
     path = hostfile(tmp_path, "a slots=8\nb slots=8\n")
-    with pytest.raises(UsageError, match=r"--num-gpus 8, but the hostfile has 16 slots \(leave --num-gpus out\)"):
+    with pytest.raises(
+        UsageError, match=r"--num-gpus 8, but the hostfile has 16 slots \(leave --num-gpus out; --include"
+    ):
         place("--hostfile", str(path), "--num-gpus", "8")
 
 

@@ -106,6 +106,11 @@ def everything() -> Trial:
             cpu_memory_limit_bytes=7,
             gpu_memory_limit_bytes=8,
             supported_precisions=("fp16", "fp32"),
+            hosts=(("a", 2), ("b", 2)),
+            include="a:0,1@b:0,1",
+            master_addr="10.0.0.1",
+            master_port=29501,
+            launcher_args=("-v",),
         ),
         of=fakes.workload(precision="fp16", activation_checkpointing=True, grad_accum=3, seed=7),
         repeat=2,
@@ -120,6 +125,10 @@ def test_a_trial_survives_json_whole() -> None:
     assert again == trial
     assert isinstance(again.caveats, tuple)
     assert isinstance(again.placement.supported_precisions, tuple)
+    assert (again.placement.hosts, again.placement.launcher_args) == (
+        trial.placement.hosts,
+        trial.placement.launcher_args,
+    )
     assert again.key == trial.key
 
 
@@ -152,7 +161,8 @@ def _variants() -> list[Trial]:
     ]  # fmt: skip
     placements = [
         {"num_gpus": 8}, {"accelerator": "cpu"}, {"launcher": "warm"}, {"hostfile": None}, {"nvme_path": "/other"},
-        {"cpu_memory_limit_bytes": None}, {"gpu_memory_limit_bytes": None},
+        {"cpu_memory_limit_bytes": None}, {"gpu_memory_limit_bytes": None}, {"multi_node_launcher": "openmpi"},
+        {"hosts": ()}, {"hosts": (("a", 3), ("b", 1))}, {"launcher_args": ()},
     ]  # fmt: skip
     return [
         *(replace(trial, workload=replace(trial.workload, **change)) for change in workloads),
@@ -172,6 +182,17 @@ def test_what_does_not_decide_the_measurement_leaves_the_key() -> None:
     trial = everything()
     other = replace(trial, trial_id="07_nvme", caveats=(), unsupported=None)
     assert other.key == trial.key
+    elsewhere = {"hosts": (("c", 2), ("d", 2)), "include": None, "master_addr": None, "master_port": None}
+    assert replace(trial, placement=replace(trial.placement, **elsewhere)).key == trial.key
+
+
+def test_a_trial_of_one_node_keeps_the_key_that_it_had_before_there_were_several() -> None:
+    """``--resume`` finds trials of runs that began before by it."""
+    place = fakes.placement(hostfile="/hosts", launcher="deepspeed")
+    assert {field.name for field in dataclasses.fields(place)} - place.measured_facts.keys() == {
+        "hosts", "include", "multi_node_launcher", "master_addr", "master_port", "launcher_args",
+    }  # fmt: skip
+    assert replace(place, hosts=(("localhost", 1),), launcher_args=("-v",)).measured_facts == place.measured_facts
 
 
 def test_the_key_does_not_depend_on_the_order_of_a_config() -> None:

@@ -210,7 +210,7 @@ def test_a_block_that_is_switched_off_is_not_refused(block: dict[str, Any]) -> N
 def test_what_a_configuration_requires_is_asked_of_the_placement(needs: Requirements, named: str) -> None:
     row = replace(fakes.zero(3), requires=needs)
     assert named in (refusal(row) or "")
-    assert refusal(row, Placement(accelerator="cpu", num_gpus=2, hostfile="hosts")) is None
+    assert refusal(row, Placement(accelerator="cpu", num_gpus=2, hosts=(("a", 1), ("b", 1)))) is None
 
 
 def inactive(
@@ -255,7 +255,7 @@ def test_what_has_an_effect_after_all_is_not_said() -> None:
     split = {"zero_optimization": {"sub_group_size": 10**6, "offload_optimizer": {"ratio": 0.5}}}
     assert inactive(fakes.offload("cpu_optimizer"), **split) == []
     quantized = {"zero_optimization": {"zero_quantized_gradients": True}}
-    assert inactive(fakes.zero(3), fakes.placement(hostfile="/hosts"), **quantized) == []
+    assert inactive(fakes.zero(3), fakes.placement(hosts=(("a", 1), ("b", 1))), **quantized) == []
     own = fakes.workload(model="my.models:build", model_source="factory", model_type=None, model_config={})
     assert inactive(fakes.zero(3), of=own, activation_checkpointing={}) == []
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from ds_bench.config import options
 from ds_bench.models import lookup
 from ds_bench.records.rank_files import Assignment
 from ds_bench.system.processes import child_environment
@@ -38,7 +39,10 @@ def change_run(folder: Path, **changes: object) -> None:
 # ------------------------------------------------------------------ a run folder of somebody else
 
 
-@pytest.mark.parametrize("flag", ["--model-factory", "--model", "--trust-remote-code", "--hostfile"])
+REACHES_HOSTS = ["--hostfile", *(f"--{name.replace('_', '-')}" for name in options.SEVERAL_NODES if name != "hostfile")]
+
+
+@pytest.mark.parametrize("flag", ["--model-factory", "--model", "--trust-remote-code", *REACHES_HOSTS])
 def test_a_run_folder_alone_starts_no_code_and_reaches_no_host(
     house: House, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, flag: str
 ) -> None:
@@ -50,7 +54,10 @@ def test_a_run_folder_alone_starts_no_code_and_reaches_no_host(
     (model / "code.py").write_text("open('hit', 'w')\nclass C: pass\n")
     (tmp_path / "attack.py").write_text("open('hit', 'w')\ndef model(): pass\n")
     (tmp_path / "hosts").write_text("one slots=1\n")
-    value = {"--model-factory": "attack:model", "--model": str(model), "--hostfile": str(tmp_path / "hosts")}.get(flag)
+    others = {"--hostfile": str(tmp_path / "hosts"), "--multi-node-launcher": "openmpi", "--master-port": "1"}
+    value = {"--model-factory": "attack:model", "--model": str(model), "--trust-remote-code": None, **others}.get(
+        flag, "one"
+    )
     stored = [flag] if value is None else [flag, value]
     change_run(run_folder(house), arguments=["--model", "tiny", "--seq-length", "16", *stored])
     capsys.readouterr()
