@@ -1,0 +1,139 @@
+"""The program on each host of a run on several: ``python -m ds_bench.launch.host_agent``, started by :mod:`hosts`.
+
+It answers requests on standard input, one JSON object a line: ``{"id": 1, "request": "environment", …}`` by
+``{"id": 1, "result": …}`` or ``{"id": 1, "error": "…"}``. When its input ends, or nothing has come for 15 s, it ends
+every process that belongs to the run on this host, removes what it has created, and ends itself.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from typing import Any
+
+from .. import __version__
+from ..config.spec import Configuration, Placement
+from ..errors import DsBenchError
+from ..records import json_files
+from ..system import processes
+from ..system.environment import read_environment
+from . import rank_environment
+from .message_stream import Message, MessageStream
+from .scratch import remove_abandoned, temporary_folder_variables
+
+Values = Mapping[str, Any]
+Say = Callable[[str], None]
+_CLEAN_UP_SECONDS = 30.0
+"""For the main thread to end processes and remove files."""
+
+
+class HostAgent:
+    """Answers the requests of a run, one after the other."""
+
+    def __init__(self, reader: int, writer: int) -> None:
+        self._requests: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self._stream = MessageStream(reader, writer, receive=self._requests.put, ended=end_main_thread)
+
+    def run(self) -> None:
+        """Answers until SystemExit is raised, by a signal or the end of the input."""
+        processes.adopt_orphans()
+        self._stream.start()
+        self._stream.send({"agent": __version__, "hostname": socket.gethostname(), "address": own_address(os.environ)})
+        try:
+            while True:
+                self._answer(self._requests.get())
+        finally:
+            processes.end_tree(None, earlier=set(), grace_seconds=1.0)
+
+    def _answer(self, message: Message) -> None:
+        request_id = message.get("id")
+        answers: dict[str, Callable[[Values, Say], Any]] = {
+            "environment": lambda _values, _say: read_environment().to_dict(),
+            "build_ops": _build_ops,
+            "address": lambda values, _say: address_towards(str(values["towards"])),
+            "free_port": lambda _values, _say: free_port(),
+        }
+        try:
+            answer = answers[message["request"]]
+            result = answer(message, lambda text: self._stream.send({"id": request_id, "say": text}))
+            self._stream.send({"id": request_id, "result": result})
+        except Exception as error:  # whatever it is, the run is told
+            text = str(error) if isinstance(error, DsBenchError) else f"{type(error).__name__}: {error}"
+            self._stream.send({"id": request_id, "error": " ".join(text.split())[:500]})
+
+
+def end_main_thread(_reason: str) -> None:
+    """Makes the main thread end the process; does so itself where that hangs."""
+    signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
+    time.sleep(_CLEAN_UP_SECONDS)
+    os._exit(1)
+
+
+def own_address(environ: Mapping[str, str]) -> str | None:
+    """The address of this host that ssh has connected to; None without ssh, and for one that only this host has."""
+    words = environ.get("SSH_CONNECTION", "").split()  # the client's address and port, then the server's
+    address = words[2] if len(words) == 4 else None
+    return None if address is None or address.startswith(("127.", "::1")) else address
+
+
+def address_towards(host: str) -> str:
+    """The address of this host on the way to another. Nothing is sent: the kernel chooses the route."""
+    family, kind, _, _, target = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(target)
+        return str(probe.getsockname()[0])
+
+
+def free_port() -> int:
+    """A TCP port that nothing on this host listens on."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def host_variables(placement: Placement, environ: Mapping[str, str]) -> dict[str, str]:
+    """Variables of every process of every trial on this host."""
+    return {
+        **rank_environment.rank_environment(placement, environ, None),
+        **temporary_folder_variables(environ),
+    }
+
+
+def _build_ops(values: Values, say: Say) -> dict[str, Any]:
+    placement = json_files.build(Placement, values["placement"])
+    configurations = [json_files.build(Configuration, each) for each in values["configurations"]]
+    variables = host_variables(placement, os.environ)
+    states = rank_environment.build_ops(placement, configurations, variables, say, lambda _elapsed: None)
+    return {name: asdict(state) for name, state in states.items()}
+
+
+def main() -> None:
+    """Runs the agent on standard input and output."""
+    os.chdir("/")  # the folder that ssh begins in may be unmounted while the run goes on
+    reader, writer = os.dup(0), os.dup(1)
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.dup2(2, 1)  # whatever else prints must not get between the messages
+
+    def end(_number: int, _frame: object) -> None:
+        for number in ENDING_SIGNALS:
+            signal.signal(number, signal.SIG_IGN)  # one is enough
+        raise SystemExit(0)
+
+    for number in ENDING_SIGNALS:
+        signal.signal(number, end)
+    remove_abandoned()
+    HostAgent(reader, writer).run()
+
+
+ENDING_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,280 @@
+"""The hosts of a run on several: connections to an agent on each, which ssh or another program starts there.
+
+An agent runs on every host of the placement, on this one too where it is among them: ranks that a remote shell starts
+are children of that shell's server and not of this process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shlex
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from dataclasses import asdict
+from itertools import count
+from types import TracebackType
+from typing import IO, Any
+
+from .. import __version__
+from ..config.spec import Configuration, Placement
+from ..records import json_files
+from ..system.environment import Environment
+from ..system.processes import die_with_parent, import_variables
+from .message_stream import SILENCE_SECONDS, Message, MessageStream
+from .ops import OpState
+
+SSH_OPTIONS = (
+    "-o", "BatchMode=yes",
+    "-o", "ConnectTimeout=10",
+    "-o", "ServerAliveInterval=5",
+    "-o", "ServerAliveCountMax=3",
+    "-o", "ControlMaster=no",
+)  # fmt: skip
+"""Never asks, notices a lost host, leaves no process behind. Host keys are checked as the user's own ssh does."""
+_HOST = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._:-]*")
+_CONNECT_SECONDS = 60.0
+"""For ssh to log in and Python to start there, from a slow disk too."""
+_REQUEST_SECONDS = 60.0
+_CLOSE_SECONDS = 20.0
+"""For an agent to end what it has started."""
+_MOST_ERROR_BYTES = 2**16
+
+CommandOf = Callable[[str], list[str]]
+
+
+class HostError(Exception):
+    """A host cannot be used. ``str()`` is one line that begins with its name."""
+
+
+def ssh_command(host: str) -> list[str]:
+    """The beginning of an ssh command line for a host. Raises ValueError for what ssh could take for an option."""
+    if not _HOST.fullmatch(host):
+        raise ValueError(f"{host!r} is no name of a host")
+    return ["ssh", "-T", "-x", *SSH_OPTIONS, "--", host]
+
+
+def agent_words() -> list[str]:
+    """The agent's command line on any host: the interpreter and the package lie there where they lie here."""
+    variables = import_variables(os.environ.get("PYTHONPATH", ""))
+    assignments = [f"{name}={value}" for name, value in variables.items()]
+    return ["env", *assignments, sys.executable, "-m", "ds_bench.launch.host_agent"]
+
+
+def agent_over_ssh(host: str) -> list[str]:
+    """The command line that starts the agent on a host. ssh joins words for the login shell there: they are quoted."""
+    return [*ssh_command(host), shlex.join(agent_words())]
+
+
+class HostConnection:
+    """The agent of one host. It is lost at the end of its output, or after 15 s without a message."""
+
+    def __init__(self, name: str, command: Sequence[str] = (), *, connected: socket.socket | None = None) -> None:
+        """``command`` starts the agent; ``connected``: to one that runs already, in place of a command."""
+        self.name, self._command, self._socket = name, command, connected
+        self.hello: Message = {}
+        """What the agent said of itself: ``hostname``; ``address``, under which ssh reached it, or None."""
+        self.problem: str | None = f"{name}: not connected"
+        """Why it cannot be used, beginning with its name; None while it answers."""
+        self.listen: Callable[[Message], None] = lambda _message: None
+        """Called in a thread of the connection, with messages that answer no request."""
+        self._process: subprocess.Popen[bytes] | None = None
+        self._errors: IO[bytes] | None = None
+        self._stream: MessageStream | None = None
+        self._greeting: Future[Message] = Future()
+        self._replies: dict[int, tuple[Future[Any], Callable[[str], None]]] = {}
+        self._ids = count(1)
+
+    def start(self) -> None:
+        """Starts the agent, without waiting for it."""
+        own = self._socket
+        if own is None:
+            own, other = socket.socketpair()
+            self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed by close()
+            with other:
+                self._process = subprocess.Popen(
+                    self._command,
+                    stdin=other.fileno(),
+                    stdout=other.fileno(),
+                    stderr=self._errors,
+                    start_new_session=True,  # Ctrl-C is for the run, which then ends its trial
+                    preexec_fn=die_with_parent,
+                )
+            self._socket = own
+        self.problem = None
+        self._stream = MessageStream(own.fileno(), own.fileno(), receive=self._receive, ended=self._end)
+        self._stream.silence_seconds = _CONNECT_SECONDS
+        self._stream.start()
+
+    def wait_for_agent(self) -> None:
+        """Waits until the agent has answered. Raises HostError where it does not, or is of another version."""
+        self.hello = self.result_of(self._greeting, _CONNECT_SECONDS + 5.0)
+        if self.hello["agent"] != __version__:
+            self.close()
+            self.problem = f"{self.name}: has ds_bench {self.hello['agent']}, this host {__version__}"
+            raise HostError(self.problem)
+
+    def request(
+        self,
+        what: str,
+        *,
+        timeout_seconds: float = _REQUEST_SECONDS,
+        say: Callable[[str], None] = lambda _text: None,
+        **values: Any,
+    ) -> Any:
+        """The agent's answer to a request. ``say`` gets what it tells meanwhile. Raises HostError."""
+        return self.result_of(self.send_request(what, say, **values), timeout_seconds)
+
+    def send_request(self, what: str, say: Callable[[str], None] = lambda _text: None, **values: Any) -> Future[Any]:
+        """Sends a request without waiting; what :meth:`request` returns or raises is in the Future."""
+        future: Future[Any] = Future()
+        number = next(self._ids)
+        self._replies[number] = future, say
+        if self._stream is not None:
+            self._stream.send({"id": number, "request": what, **values})
+        if self.problem is not None:  # also if it was lost before it could answer
+            self._fail(future)
+        return future
+
+    def result_of(self, future: Future[Any], timeout_seconds: float) -> Any:
+        """Waits for the answer to a request. Raises HostError."""
+        try:
+            return future.result(timeout_seconds)
+        except FutureTimeoutError:
+            raise HostError(f"{self.name}: took longer than {timeout_seconds:.0f} s to answer") from None
+
+    def _receive(self, message: Message) -> None:
+        if "agent" in message and not self._greeting.done():
+            if self._stream is not None:
+                self._stream.silence_seconds = SILENCE_SECONDS
+            self._greeting.set_result(message)
+        elif "say" in message and message.get("id") in self._replies:
+            self._replies[message["id"]][1](str(message["say"]))
+        elif message.get("id") in self._replies:
+            future, _ = self._replies.pop(message["id"])
+            if "error" in message:
+                future.set_exception(HostError(f"{self.name}: {message['error']}"))
+            else:
+                future.set_result(message.get("result"))
+        else:
+            self.listen(message)
+
+    def _end(self, reason: str) -> None:
+        if self._process is not None and reason != "closed":
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(1.0)  # for what it has to say
+            reason = self._last_error_line() or reason
+        self.problem = self.problem or f"{self.name}: {reason}"
+        for future in [self._greeting, *(future for future, _ in self._replies.values())]:
+            self._fail(future)
+
+    def _fail(self, future: Future[Any]) -> None:
+        with contextlib.suppress(Exception):  # it has its answer
+            future.set_exception(HostError(self.problem or f"{self.name}: lost"))
+
+    def _last_error_line(self) -> str | None:
+        if self._errors is None:
+            return None
+        self._errors.seek(max(0, self._errors.seek(0, os.SEEK_END) - _MOST_ERROR_BYTES))
+        lines = self._errors.read().decode(errors="replace").strip().splitlines()
+        return lines[-1].strip()[:300] if lines else None
+
+    def close(self) -> None:
+        """Ends the agent, which ends what it has started. Does nothing if that has happened."""
+        if self._stream is not None:
+            self._stream.close()
+        if self._socket is not None:
+            self._socket.close()  # the end of the agent's input
+        if self._process is not None:
+            try:
+                self._process.wait(_CLOSE_SECONDS)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+        if self._errors is not None:
+            self._errors.close()
+
+
+class Hosts:
+    """The connections of a run, in the order of the hosts; a context that ends the agents."""
+
+    def __init__(self, names: Sequence[str], command_of: CommandOf = agent_over_ssh) -> None:
+        self.names, self._command_of = tuple(names), command_of
+        self.connections = [HostConnection(name, command_of(name)) for name in names]
+
+    def __enter__(self) -> Hosts:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _at: TracebackType | None
+    ) -> None:
+        for connection in self.connections:
+            connection.close()
+
+    def connect(self) -> None:
+        """Connects to every host, all at a time. Raises HostError, one line for each host that cannot be used."""
+        for connection in self.connections:
+            connection.start()
+        problems = []
+        for connection in self.connections:
+            try:
+                connection.wait_for_agent()
+            except HostError as error:
+                problems.append(str(error))
+        if problems:
+            raise HostError("\n".join(problems))
+
+    def request_all(
+        self,
+        what: str,
+        *,
+        timeout_seconds: float = _REQUEST_SECONDS,
+        say: Callable[[str], None] = lambda _text: None,
+        **values: Any,
+    ) -> dict[str, Any]:
+        """The answer of every host to the same request, worked on at a time. Raises HostError."""
+
+        def tell(connection: HostConnection) -> Callable[[str], None]:
+            return lambda text: say(f"{connection.name}: {text}")
+
+        futures = [connection.send_request(what, tell(connection), **values) for connection in self.connections]
+        deadline = time.monotonic() + timeout_seconds
+        return {
+            connection.name: connection.result_of(future, deadline - time.monotonic())
+            for connection, future in zip(self.connections, futures, strict=True)
+        }
+
+    def environments(self) -> dict[str, Environment]:
+        """The environment of every host, read by its agent. Raises HostError."""
+        answers = self.request_all("environment")
+        return {name: Environment.from_dict(values) for name, values in answers.items()}
+
+    def build_ops(
+        self,
+        placement: Placement,
+        configurations: Sequence[Configuration],
+        say: Callable[[str], None],
+        timeout_seconds: float = 7200.0,
+    ) -> dict[str, dict[str, OpState]]:
+        """Builds on every host the ops that the configurations need. Returns the states by host and op.
+
+        Raises HostError.
+        """
+        answers = self.request_all(
+            "build_ops",
+            timeout_seconds=timeout_seconds,
+            say=say,
+            placement=asdict(placement),
+            configurations=[asdict(each) for each in configurations],
+        )
+        return {
+            name: {op: json_files.build(OpState, state) for op, state in states.items()}
+            for name, states in answers.items()
+        }

@@ -1,0 +1,164 @@
+"""JSON objects both ways over two file descriptors, one a line: between a run and its agent on another host.
+
+A thread reads and writes, so that each side knows at any time whether the other still answers. Neither side waits for
+the other: what the network does not take yet is kept.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ..records.rank_files import json_line
+
+SILENCE_SECONDS = 15.0
+"""Without a message for so long, the other side counts as lost."""
+PING_SECONDS = 1.0
+_POLL_SECONDS = 0.25
+_READ_BYTES = 2**18
+_MOST_LINE_BYTES = 2**24
+"""More than any request or part of a file."""
+
+Message = dict[str, Any]
+
+
+class MessageStream:
+    """Sends and receives messages until :meth:`close`, the end of the input, or :data:`SILENCE_SECONDS` of silence."""
+
+    def __init__(
+        self,
+        reader: int,
+        writer: int,
+        *,
+        receive: Callable[[Message], None],
+        ended: Callable[[str], None],
+        tick: Callable[[], None] = lambda: None,
+    ) -> None:
+        """``receive``, ``tick`` and ``ended`` are called in the stream's thread: with each message, a few times a
+        second, and at the end with the reason. The descriptors stay the caller's."""
+        self._reader, self._writer = reader, writer
+        self._receive, self._ended, self._tick = receive, ended, tick
+        self.silence_seconds = SILENCE_SECONDS
+        self._outgoing = bytearray()
+        self._incoming = bytearray()
+        self._lock = threading.Lock()
+        self._wake_reader, self._wake_writer = os.pipe()
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="messages of a host", daemon=True)
+
+    def start(self) -> None:
+        for descriptor in {self._reader, self._writer, self._wake_reader, self._wake_writer}:
+            os.set_blocking(descriptor, False)
+        self._thread.start()
+
+    def send(self, message: Mapping[str, Any]) -> None:
+        """Queues a message. Nothing happens after the end of the stream."""
+        with self._lock:
+            self._outgoing += json_line(message) + b"\n"
+        if threading.current_thread() is not self._thread:
+            self._wake()
+
+    def flush(self, seconds: float) -> None:
+        """Waits until everything queued has been taken by the system, ``seconds`` at most."""
+        deadline = time.monotonic() + seconds
+        while self._outgoing and self._thread.is_alive() and time.monotonic() < deadline:
+            time.sleep(0.01)
+
+    def close(self) -> None:
+        """Ends the thread; ``ended`` is called with "closed"."""
+        self._closed = True
+        self._wake()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(5.0)
+
+    def _wake(self) -> None:
+        with contextlib.suppress(OSError):
+            os.write(self._wake_writer, b"\0")
+
+    def _run(self) -> None:
+        reason = "closed"
+        try:
+            self._exchange()
+        except EOFError:
+            reason = "the connection ended"
+        except TimeoutError:
+            reason = f"no answer for {self.silence_seconds:.0f} s"
+        except (OSError, ValueError) as error:
+            reason = str(error)
+        with self._lock:  # nobody wakes a closed pipe, whose number may be another file's by then
+            wakers, self._wake_writer = (self._wake_reader, self._wake_writer), -1
+        for descriptor in wakers:
+            os.close(descriptor)
+        self._ended(reason)
+
+    def _exchange(self) -> None:
+        heard = pinged = time.monotonic()
+        while not self._closed:
+            if self._read_messages(self._wait_for_events()):
+                heard = time.monotonic()
+            now = time.monotonic()
+            if now - heard > self.silence_seconds:
+                raise TimeoutError
+            if now - pinged > PING_SECONDS:
+                pinged = now
+                self.send({"ping": True})
+            self._tick()
+            self._write_messages()
+
+    def _wait_for_events(self) -> bool:
+        """Waits for something to do. Returns whether there is input."""
+        poll = select.poll()
+        poll.register(self._reader, select.POLLIN)
+        poll.register(self._wake_reader, select.POLLIN)
+        if self._outgoing:
+            poll.register(self._writer, select.POLLOUT | (select.POLLIN if self._writer == self._reader else 0))
+        events = dict(poll.poll(_POLL_SECONDS * 1000))
+        if self._wake_reader in events:
+            with contextlib.suppress(BlockingIOError):
+                os.read(self._wake_reader, _READ_BYTES)
+        return bool(events.get(self._reader, 0) & ~select.POLLOUT)
+
+    def _read_messages(self, is_ready: bool) -> bool:
+        """Receives what has arrived. Returns whether anything has. Raises EOFError, OSError and ValueError."""
+        if not is_ready:
+            return False
+        try:
+            data = os.read(self._reader, _READ_BYTES)
+        except BlockingIOError:
+            return False
+        if not data:
+            raise EOFError
+        self._incoming += data
+        lines: list[bytearray] = []
+        if b"\n" in data:
+            *lines, self._incoming = self._incoming.split(b"\n")
+        if len(self._incoming) > _MOST_LINE_BYTES:
+            raise ValueError("a message is too long")
+        for line in lines:
+            with contextlib.suppress(UnicodeDecodeError):
+                self._receive_line(line.decode())
+        return True
+
+    def _receive_line(self, line: str) -> None:
+        """Passes on a message; other text, such as a greeting of the login shell, is left out."""
+        try:
+            message = json.loads(line)
+        except (ValueError, RecursionError):
+            return
+        if isinstance(message, dict) and "ping" not in message:
+            self._receive(message)
+
+    def _write_messages(self) -> None:
+        with self._lock:
+            while self._outgoing:
+                try:
+                    written = os.write(self._writer, self._outgoing[:_READ_BYTES])
+                except BlockingIOError:
+                    return
+                del self._outgoing[:written]

@@ -1,0 +1,60 @@
+"""Connections to the agents of hosts. The agents here are children of the test, on this host."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+from ds_bench.config import strategies
+from ds_bench.config.spec import Placement
+from ds_bench.launch import hosts
+from ds_bench.system.environment import read_environment
+
+
+def local_agent(_host: str) -> list[str]:
+    return hosts.agent_words()
+
+
+def test_agents_on_two_hosts_tell_their_environments_and_ops_and_leave_nothing(tmp_path: Path) -> None:
+    row = strategies.make_configuration(strategies.ZERO_STAGES[1])
+    with hosts.Hosts(["a", "b"], local_agent) as both:
+        both.connect()
+        environments = both.environments()
+        assert [environments[name].packages for name in "ab"] == [read_environment().packages] * 2
+        states = both.build_ops(Placement(accelerator="cpu"), [row], lambda _text: None)
+        assert all(state.ready for each in states.values() for state in each.values())
+        with pytest.raises(hosts.HostError, match="a: KeyError"):
+            both.connections[0].request("nonsense")
+        agents = [connection._process for connection in both.connections]
+    assert [agent and agent.returncode for agent in agents] == [0, 0]
+
+
+def test_a_host_that_cannot_be_used_is_named_in_one_line() -> None:
+    old = [sys.executable, "-c", 'print(\'Welcome!\\n{"agent": "0.0.1"}\', flush=True); input()']
+    refused = [sys.executable, "-c", "import sys; sys.exit('b: Permission denied (publickey).')"]
+    commands = {"old": old, "refused": refused}
+    with hosts.Hosts(list(commands), commands.__getitem__) as both, pytest.raises(hosts.HostError) as caught:
+        both.connect()
+    old_line, refused_line = str(caught.value).splitlines()
+    assert old_line.startswith("old: has ds_bench 0.0.1, this host ")
+    assert refused_line == "refused: b: Permission denied (publickey)."
+
+
+@pytest.mark.parametrize(
+    "name", ["-oProxyCommand=touch x", "a b", "a;b", "a\nb", "", "$(x)", "a'b", "-l", "a@b", "a\n"]
+)
+def test_ssh_is_given_no_name_that_it_could_take_for_something_else(name: str) -> None:
+    with pytest.raises(ValueError, match="is no name of a host"):
+        hosts.ssh_command(name)
+
+
+def test_the_words_of_the_remote_command_reach_the_login_shell_quoted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/a b/'$(touch x)'; python")
+    monkeypatch.setenv("PYTHONPATH", "/x\n;`y`")
+    *ssh, remote = hosts.agent_over_ssh("node-1.cluster")
+    assert ssh[-2:] == ["--", "node-1.cluster"]
+    assert shlex.split(remote) == hosts.agent_words()
+    assert hosts.agent_words()[-3:] == [sys.executable, "-m", "ds_bench.launch.host_agent"]
