@@ -20,6 +20,7 @@ from ds_bench.launch.warm import WarmLauncher
 from ds_bench.records.schema import TrialRecord
 from ds_bench.system import processes
 from tests.support.real_trials import ROOT, SHORT, SUPPORT, Launch, Script, make_trial
+from tests.support.slurm import SlurmCluster, running_slurm, why_no_slurm
 
 # Examples that are slow to draw on a busy machine say nothing about the code. CI draws more of them.
 settings.register_profile(
@@ -163,3 +164,12 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         pytest.skip(f"cannot mount a small file system: {done.stderr.decode().strip()}")
     yield folder
     subprocess.run(["umount", str(folder)], check=True)
+
+
+@pytest.fixture(scope="session")
+def slurm() -> Iterator[SlurmCluster]:
+    """A Slurm cluster of two nodes, node1 and node2, of four processors each."""
+    if (reason := why_no_slurm()) is not None:
+        pytest.skip(f"no Slurm cluster: {reason}")
+    with running_slurm(nodes=2) as cluster:
+        yield cluster
