@@ -1,0 +1,319 @@
+"""Two hosts on one machine, as Linux namespaces joined by a virtual Ethernet link.
+
+Each host has namespaces of its own for processes, network, host name, mounts and shared memory, private ``/tmp`` and
+``/dev/shm``, its own ``/etc/hosts`` and an sshd on its address of the link. Only the two hosts see the link. Nothing
+survives the first process of a host, and the kernel kills that one with the process that made the host.
+
+Run as a program, this module is that first process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ds_bench.system.processes import die_with_parent
+
+ROOT = Path(__file__).resolve().parents[2]
+TOOLS = ("unshare", "nsenter", "ip", "tc", "sshd", "ssh", "ssh-keygen", "pdsh")
+NAMESPACES = ("--mount", "--uts", "--net", "--pid", "--ipc")
+DEVICE = "eth0"
+"""Name of the link on either host."""
+NAMES = {"node-a": "192.0.2.1", "node-b": "192.0.2.2"}
+"""Names and addresses; the addresses are reserved for documentation (RFC 5737)."""
+
+
+class NoHostsError(Exception):
+    """This machine has no rights or no programs to make hosts."""
+
+
+@dataclass
+class Host:
+    """One host. Paths and process ids are those of the machine unless said otherwise."""
+
+    name: str
+    address: str
+    first_process: subprocess.Popen[bytes]
+    """``unshare``, which waits for the host's first process."""
+    pid: int
+    ssh_folder: Path
+    sshd: subprocess.Popen[bytes] | None = None
+
+    def command(self, words: Sequence[str | Path], folder: str | Path = "/") -> list[str]:
+        """The command that runs ``words`` inside the host, in a session of its own."""
+        enter = ["nsenter", "--target", str(self.pid), *NAMESPACES, "setsid", "env", "--chdir", str(folder)]
+        return [*enter, *map(str, words)]
+
+    def start(self, words: Sequence[str | Path], *, folder: str | Path = "/", **options: Any) -> subprocess.Popen[Any]:
+        """Starts a command inside the host. The process returned is ``nsenter``, which ends as the command does."""
+        return subprocess.Popen(self.command(words, folder), **{"stdin": subprocess.DEVNULL, **options})
+
+    def run(
+        self, words: Sequence[str | Path], *, seconds: float = 60, check: bool = True, **options: Any
+    ) -> subprocess.CompletedProcess[str]:
+        """Runs a command inside the host to its end."""
+        process = self.start(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)
+        try:
+            output, errors = process.communicate(timeout=seconds)
+        finally:
+            send_signal(process, signal.SIGKILL)
+        if check and process.returncode:
+            raise AssertionError(f"{self.name}: {words} ended with {process.returncode}: {output}{errors}")
+        return subprocess.CompletedProcess(process.args, process.returncode, output, errors)
+
+    def path(self, inside: str | Path) -> Path:
+        """Where the machine sees a path of the host."""
+        return Path(f"/proc/{self.pid}/root") / str(inside).lstrip("/")
+
+    def processes(self, *, with_variable: str = "") -> dict[int, str]:
+        """Process ids and command lines in the host; of those whose environment has a variable of that name.
+
+        Left out are the first process, ended ones, and the host's sshd with its connections.
+        """
+        found = {}
+        for pid in namespace_members(Path(f"/proc/{self.pid}/ns/pid").readlink()) - {self.pid}:
+            with contextlib.suppress(OSError):
+                words = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+                if not words or words.startswith(("sshd:", "/usr/sbin/sshd")):
+                    continue
+                variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+                if not with_variable or any(each.startswith(f"{with_variable}=".encode()) for each in variables):
+                    found[pid] = words
+        return found
+
+    def temporary_files(self) -> set[str]:
+        """Paths inside the host of what is in its ``/tmp`` and ``/dev/shm``, without what holds mount points."""
+        mounts = {line.split()[1] for line in Path(f"/proc/{self.pid}/mounts").read_text().splitlines()}
+        paths = {f"{inside}/{path.name}" for inside in ("/tmp", "/dev/shm") for path in self.path(inside).iterdir()}
+        return {path for path in paths if not any(f"{mount}/".startswith(f"{path}/") for mount in mounts)}
+
+    def start_sshd(self) -> None:
+        """Starts sshd on the host's address, and waits until it listens."""
+        path = self.ssh_folder / "sshd.log"
+        with path.open("wb") as log:
+            self.sshd = self.start([shutil.which("sshd") or "", "-D", "-e"], stdout=log, stderr=log)
+        deadline = time.monotonic() + 10
+        while "Server listening" not in path.read_text():
+            assert self.sshd.poll() is None, path.read_text()
+            assert time.monotonic() < deadline, path.read_text()
+            time.sleep(0.02)
+
+    def stop_sshd(self) -> None:
+        """Ends sshd; connections that are open stay open."""
+        assert self.sshd is not None
+        send_signal(self.sshd, signal.SIGTERM)
+        self.sshd.wait(10)
+
+    def kill(self) -> None:
+        """Ends the host, like a loss of power."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
+        for process in filter(None, (self.first_process, self.sshd)):
+            process.wait(10)
+
+
+def namespace_members(namespace: Path) -> set[int]:
+    """Process ids of the processes in a process namespace (``pid:[…]``, what ``/proc/PID/ns/pid`` links to)."""
+    found = set()
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            if entry.name.isdecimal() and (entry / "ns/pid").readlink() == namespace:
+                found.add(int(entry.name))
+    return found
+
+
+def send_signal(process: subprocess.Popen[Any], number: int, *, group: bool = False) -> None:
+    """Sends a signal to the command that ``Host.start`` has started (``group``: to its process group, as Ctrl-C)."""
+    with contextlib.suppress(OSError):
+        for pid in map(int, Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()):
+            (os.killpg if group else os.kill)(pid, number)
+
+
+@dataclass
+class TwoHosts:
+    """Host ``a``, where the program under test is started, and host ``b``."""
+
+    a: Host
+    b: Host
+    folder: Path
+    """The folder for results, by its name on both hosts; one and the same where the file system is shared."""
+    hostfile: Path
+    """On host ``a``, with one slot for each host."""
+    variables: dict[str, str] = field(default_factory=dict)
+    """The environment for programs on host ``a``."""
+
+    def set_link(self, *, up: bool) -> None:
+        """Plugs the link in or pulls it, at host ``b``."""
+        self.b.run(["ip", "link", "set", DEVICE, "up" if up else "down"])
+
+    def shape_link(self, *, megabits_per_second: float, delay_milliseconds: float = 0.0) -> None:
+        """Limits the rate of the link in both directions, and delays what is sent.
+
+        Raises NoHostsError for a delay where the kernel has no netem.
+        """
+        for host in (self.a, self.b):
+            rate = ["rate", f"{megabits_per_second:g}mbit", "burst", "64kb", "latency", "400ms"]
+            host.run(["tc", "qdisc", "replace", "dev", DEVICE, "root", "handle", "1:", "tbf", *rate])
+            if delay_milliseconds:
+                delay = ["netem", "delay", f"{delay_milliseconds:g}ms"]
+                done = host.run(["tc", "qdisc", "add", "dev", DEVICE, "parent", "1:1", *delay], check=False)
+                if done.returncode:
+                    raise NoHostsError(f"no netem in this kernel: {done.stderr.strip()}")
+
+    def reset_link(self) -> None:
+        """Takes limits of the link away."""
+        for host in (self.a, self.b):
+            host.run(["tc", "qdisc", "del", "dev", DEVICE, "root"], check=False)
+
+
+@contextlib.contextmanager
+def make_two_hosts(folder: Path, *, shared_file_system: bool) -> Iterator[TwoHosts]:
+    """Makes two hosts, and removes them. ``folder``: an empty folder; its subfolder ``work`` is what both hosts see.
+
+    Without a shared file system, ``work`` is another folder on each host, under the same name.
+    Raises NoHostsError with the reason.
+    """
+    missing = [name for name in TOOLS if shutil.which(name) is None]
+    if missing:
+        raise NoHostsError(f"not installed: {', '.join(missing)}")
+    if os.geteuid():
+        raise NoHostsError("namespaces and sshd need root")
+    work = folder / "work"
+    work.mkdir()
+    ssh = _write_ssh_files(folder)
+    with contextlib.ExitStack() as stack:
+        hosts = []
+        for name in NAMES:
+            source = folder / "shared" if shared_file_system else folder / f"work of {name}"
+            source.mkdir(exist_ok=True)
+            hosts.append(_make_host(name, {str(source): str(work)}, ssh[name]))
+            stack.callback(hosts[-1].kill)
+        a, b = hosts
+        _join(a, b)
+        for host in hosts:
+            host.start_sshd()
+        hostfile = work / "hosts of the run"
+        a.path(hostfile).write_text("".join(f"{name} slots=1\n" for name in NAMES))
+        yield TwoHosts(a=a, b=b, folder=work, hostfile=hostfile, variables=_variables(a, work))
+
+
+def _variables(host: Host, work: Path) -> dict[str, str]:
+    """What a login shell has, and processors that are busy with nothing else, as everywhere in these tests."""
+    idle = os.environ.get("DS_BENCH_CPU_ROOT")
+    kept = {name: os.environ[name] for name in ("HOME", "USER", "PATH", "LANG") if name in os.environ}
+    if idle is not None:
+        shutil.copytree(idle, host.path(work / "idle"))
+        kept["DS_BENCH_CPU_ROOT"] = str(work / "idle")
+    return {**kept, "COLUMNS": "160", "PYTHONPATH": str(ROOT / "tests" / "support")}
+
+
+def _make_host(name: str, folders: Mapping[str, str], ssh_folder: Path) -> Host:
+    # A checkout or an environment below /tmp stays visible there.
+    kept = {str(path) for path in (ROOT, sys.prefix, sys.base_prefix) if Path(path).is_relative_to("/tmp")}
+    description = {"name": name, "folders": {**{path: path for path in kept}, **folders}, "ssh": str(ssh_folder)}
+    unshare = ["unshare", *NAMESPACES, "--fork", "--kill-child", "--mount-proc"]
+    process = subprocess.Popen(
+        [*unshare, sys.executable, "-m", "tests.support.two_hosts", json.dumps(description)],
+        cwd=ROOT,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        preexec_fn=die_with_parent,
+    )
+    assert process.stdout is not None
+    with process.stdout as output:
+        if (line := output.readline()) != b"ready\n":
+            process.kill()
+            raise NoHostsError((line + output.read()).decode().strip() or "namespaces cannot be made")
+    (pid,) = map(int, Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split())
+    return Host(name=name, address=NAMES[name], first_process=process, pid=pid, ssh_folder=ssh_folder)
+
+
+def _join(a: Host, b: Host) -> None:
+    # Only the network namespace is entered: the process id of b has no meaning in the process namespace of a.
+    peer = ["peer", "name", DEVICE, "netns", str(b.pid)]
+    enter = ["nsenter", "--target", str(a.pid), "--net"]
+    subprocess.run([*enter, "ip", "link", "add", DEVICE, "type", "veth", *peer], check=True)
+    for host in (a, b):
+        host.run(["ip", "address", "add", f"{host.address}/24", "dev", DEVICE])
+        host.run(["ip", "link", "set", DEVICE, "up"])
+
+
+def _write_ssh_files(folder: Path) -> dict[str, Path]:
+    """Writes what ``/etc/ssh`` is on each host: keys made for this test alone, and who is known and let in."""
+    folders = {}
+    for name, address in NAMES.items():
+        ssh = folders[name] = folder / f"ssh of {name}"
+        ssh.mkdir()
+        for key in ("host_key", "user_key"):
+            words = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", f"{key} of {name}", "-f", str(ssh / key)]
+            subprocess.run(words, check=True)
+        (ssh / "sshd_config").write_text(
+            f"ListenAddress {address}\nHostKey /etc/ssh/host_key\nPidFile none\nUsePAM no\nStrictModes no\n"
+            "PasswordAuthentication no\nKbdInteractiveAuthentication no\nPermitRootLogin prohibit-password\n"
+            "AuthorizedKeysFile /etc/ssh/authorized_keys\n"
+        )
+        (ssh / "ssh_config").write_text(
+            "IdentityFile /etc/ssh/user_key\nGlobalKnownHostsFile /etc/ssh/known_hosts\nUserKnownHostsFile none\n"
+            "UpdateHostKeys no\nIdentitiesOnly yes\n"
+        )
+    keys = "".join((ssh / "user_key.pub").read_text() for ssh in folders.values())
+    known = "".join(f"{name},{NAMES[name]} {(ssh / 'host_key.pub').read_text()}" for name, ssh in folders.items())
+    for ssh in folders.values():
+        (ssh / "authorized_keys").write_text(keys)
+        (ssh / "known_hosts").write_text(known)
+    return folders
+
+
+# ------------------------------------------------------------------ inside: the first process of a host
+
+
+def _become_first_process(description: Mapping[str, Any]) -> None:
+    """Mounts what the host sees, and collects processes that end, until it is killed."""
+    _mount_private_folders(description["folders"], description["ssh"])
+    socket.sethostname(description["name"])
+    subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
+    print("ready", flush=True)
+    while True:
+        try:
+            os.wait()
+        except ChildProcessError:
+            time.sleep(0.05)
+
+
+def _mount(*words: str) -> None:
+    subprocess.run(["mount", *words], check=True)
+
+
+def _mount_private_folders(folders: Mapping[str, str], ssh: str) -> None:
+    _mount("-t", "tmpfs", "tmpfs", "/run")
+    for number, source in enumerate(folders):
+        Path(f"/run/{number}").mkdir()
+        _mount("--rbind", source, f"/run/{number}")
+    hosts = Path("/run/hosts")
+    hosts.write_text("127.0.0.1 localhost\n" + "".join(f"{address} {name}\n" for name, address in NAMES.items()))
+    _mount("--bind", str(hosts), "/etc/hosts")
+    _mount("--bind", ssh, "/etc/ssh")
+    Path("/run/sshd").mkdir(mode=0o755)
+    if (own := Path.home() / ".ssh").is_dir():  # the user's keys and settings are not those of the host
+        _mount("-t", "tmpfs", "tmpfs", str(own))
+    for inside in ("/tmp", "/dev/shm"):
+        _mount("-t", "tmpfs", "-o", "mode=1777", "tmpfs", inside)
+    for number, target in enumerate(folders.values()):
+        Path(target).mkdir(parents=True, exist_ok=True)
+        _mount("--rbind", f"/run/{number}", target)
+
+
+if __name__ == "__main__":
+    _become_first_process(json.loads(sys.argv[1]))
