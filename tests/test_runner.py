@@ -358,6 +358,21 @@ def test_resuming_with_retry_runs_the_class_named_again(house: House) -> None:
     assert [row["status"] for row in house.rows()][:2] == ["✅ Success", "❌ OOM"]
 
 
+def test_a_run_that_began_before_there_were_several_nodes_is_resumed(house: House) -> None:
+    assert house.run("--stages", "0", "1", script=FakeLauncher("Success", "Interrupted")) == 130
+    (path,) = (house.output / "runs").glob("*/run.json")
+    run = json.loads(path.read_text())
+    for trial in run["trials"]:
+        for name in ("hosts", "include", "multi_node_launcher", "master_addr", "master_port", "launcher_args"):
+            del trial["placement"][name]
+    path.write_text(json.dumps(run))
+    assert house.resume() == 0
+    assert [trial.configuration.name for trial in house.launcher.launched] == ["zero1"]
+    run["trials"][0]["placement"]["num_gpus"] = 2
+    path.write_text(json.dumps(run))
+    assert house.resume() == 2
+
+
 def test_a_run_of_one_script_is_not_resumed_by_the_other(house: House, capsys: pytest.CaptureFixture[str]) -> None:
     house.run(family="offload")
     assert house.resume() == 2

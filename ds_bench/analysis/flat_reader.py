@@ -350,7 +350,16 @@ def _placement(row: Mapping[str, Any]) -> Placement:
         num_gpus=row["num_gpus"],
         launcher="deepspeed" if row.get("launch") == "deepspeed" else "warm",
         gpu_memory_limit_bytes=_emulated(row),
+        hosts=_hosts(row),
     )
+
+
+def _hosts(row: Mapping[str, Any]) -> tuple[tuple[str, int], ...]:
+    """Nodes without their names, equally many ranks on each; empty on one node."""
+    ranks, nodes = row["num_gpus"], row.get("num_nodes") or 1
+    if not 1 < nodes <= ranks:
+        return ()
+    return tuple((f"node{index}", ranks // nodes + (index < ranks % nodes)) for index in range(nodes))
 
 
 def _emulated(row: Mapping[str, Any]) -> int | None:

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from ..config.spec import Placement, Workload
 from ..system.environment import Environment, comparability_differences, setting_differences
 from . import provenance
-from .comparability import row_key, varied_on_purpose
+from .comparability import WORKLOAD_FIELDS, placement_facts, row_key, varied_on_purpose
 from .load_results import Result, trial_identity
 from .summary import TrialSummary
 
@@ -91,7 +91,8 @@ class _GroupBuilder:
             for each in (self.workload, replace(other.workload, **varied))
         ]
         same_settings = self.common_settings == other.common_settings
-        return workloads[0] == workloads[1] and self.placement == other.placement and same_settings
+        same_placement = self.placement.measured_facts == other.placement.measured_facts
+        return workloads[0] == workloads[1] and same_placement and same_settings
 
     def environment_differences(self, other: _GroupBuilder) -> list[str]:
         """Differences of hardware and versions. An environment that only one of the two knows is a difference."""
@@ -107,11 +108,10 @@ class _GroupBuilder:
     def differences(self, other: _GroupBuilder) -> Iterator[str]:
         """All differences, those of the environments first."""
         yield from self.environment_differences(other)
-        for ours, theirs in ((self.workload, other.workload), (self.placement, other.placement)):
-            for each in fields(ours):
-                values = getattr(ours, each.name), getattr(theirs, each.name)
-                if values[0] != values[1]:
-                    yield f"{each.name} {_text(values[0])} against {_text(values[1])}"
+        facts = {name: [getattr(each.workload, name) for each in (self, other)] for name in WORKLOAD_FIELDS}
+        for name, values in {**facts, **placement_facts([self.placement, other.placement])}.items():
+            if values[0] != values[1]:
+                yield f"{name} {_text(values[0])} against {_text(values[1])}"
         for path in dict.fromkeys([*self.common_settings, *other.common_settings]):
             settings = [each.common_settings.get(path) for each in (self, other)]
             if settings[0] != settings[1]:

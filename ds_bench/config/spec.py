@@ -381,6 +381,15 @@ class Placement:
         known = self.multi_node_launcher in MULTI_NODE_LAUNCHERS
         _require(known, "multi_node_launcher", self.multi_node_launcher, f"must be one of {MULTI_NODE_LAUNCHERS}")
 
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Placement:
+        """The inverse of ``asdict``, lists of JSON for tuples. Raises TypeError or ValueError on other shapes."""
+        values = dict(data)
+        values["supported_precisions"] = tuple(values.get("supported_precisions", PRECISIONS))
+        values["hosts"] = tuple((name, slots) for name, slots in values.get("hosts", ()))
+        values["launcher_args"] = tuple(values.get("launcher_args", ()))
+        return cls(**values)
+
     @property
     def num_nodes(self) -> int:
         """Number of hosts; 1 without a hostfile."""
@@ -401,6 +410,7 @@ class Placement:
         for name in ("hosts", "include", "multi_node_launcher", "master_addr", "master_port", "launcher_args"):
             del facts[name]
         if self.num_nodes > 1:
+            del facts["hostfile"]
             facts |= {
                 "num_nodes": self.num_nodes,
                 "ranks_of_nodes": sorted((slots for _, slots in self.hosts), reverse=True),
@@ -525,11 +535,7 @@ class Trial:
         configuration["caveats"] = tuple(configuration.get("caveats", ()))
         values["configuration"] = Configuration(**configuration)
         values["workload"] = Workload(**values["workload"])
-        placement = dict(values["placement"])
-        placement["supported_precisions"] = tuple(placement.get("supported_precisions", PRECISIONS))
-        placement["hosts"] = tuple((name, slots) for name, slots in placement.get("hosts", ()))
-        placement["launcher_args"] = tuple(placement.get("launcher_args", ()))
-        values["placement"] = Placement(**placement)
+        values["placement"] = Placement.from_dict(values["placement"])
         values["caveats"] = tuple(values.get("caveats", ()))
         inspection = dict(values.get("inspection", {}))
         for name in ("profiles", "profile_ranks"):

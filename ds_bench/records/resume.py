@@ -7,7 +7,7 @@ from collections.abc import Collection, Container, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from ..config.spec import NO_INSPECTION, Trial
+from ..config.spec import NO_INSPECTION, Placement, Trial
 from ..errors import UsageError
 from ..system.environment import Environment, comparability_differences
 from .run_folder import RunFolder
@@ -35,7 +35,10 @@ def require_same_workload(store: RunFolder, trials: Sequence[Trial], leave_out: 
     ``leave_out``: fields that may differ, besides those that a row itself sets. Of a sweep, each stored trial must have
     the workload of one of the points.
     """
-    present = {name: [trial[name] for trial in _distinct(trials)] for name in ("workload", "placement")}
+    present = {
+        "workload": [trial["workload"] for trial in _distinct(trials)],
+        "placement": [trial.placement.measured_facts for trial in trials],
+    }
     own_changes = {field for trial in trials for field in trial.configuration.workload_changes}
     texts = {trial.configuration.name: trial.configuration.file_text for trial in trials}
     digests = {(trial.workload.data_path, trial.workload.data_digest) for trial in trials}
@@ -64,10 +67,19 @@ def require_same_workload(store: RunFolder, trials: Sequence[Trial], leave_out: 
         for name, parts in present.items():
             if (name, left_out) not in known:
                 known[name, left_out] = {_text_without(part, left_out) for part in parts}
-            if _text_without(stored.get(name), left_out) not in known[name, left_out]:
+            part = stored.get(name) if name == "workload" else _placement_facts(stored.get(name))
+            if _text_without(part, left_out) not in known[name, left_out]:
                 raise UsageError(
                     f"--resume {store.folder}: another {name} than it began with", remedy="start a new run"
                 )
+
+
+def _placement_facts(stored: Any) -> dict[str, Any] | None:
+    """What decides a measurement in a stored placement, which may lie on other hosts; None if it is damaged."""
+    try:
+        return Placement.from_dict(stored).measured_facts
+    except (TypeError, ValueError, AttributeError):
+        return None
 
 
 def _require_same_data(store: RunFolder, workload: Any, digests: Collection[tuple[str | None, str | None]]) -> None:

@@ -87,6 +87,10 @@ class Environment:
     variables: Mapping[str, str] = field(default_factory=dict)
     """Environment variables that affect training, secrets redacted."""
 
+    hosts: tuple[Environment, ...] = ()
+    """Of a job on several hosts the environment of each, in the order of their ranks; this one then is of the host that
+    started them."""
+
     def __post_init__(self) -> None:
         if self.logical_cores < 1:
             raise ValueError(f"logical_cores must be at least 1, not {self.logical_cores}")
@@ -107,8 +111,9 @@ class Environment:
     @classmethod
     def from_dict(cls, plain: Mapping[str, Any]) -> Environment:
         """The inverse of :meth:`to_dict`. Raises TypeError, AttributeError or ValueError on other shapes."""
-        fields = {name: _as_tuples(value) for name, value in plain.items()}
-        return cls(**{**fields, "gpus": tuple(GpuFacts(**gpu) for gpu in fields.get("gpus", ()))})
+        hosts = tuple(map(cls.from_dict, plain.get("hosts", ())))
+        fields = {name: _as_tuples(value) for name, value in plain.items() if name != "hosts"}
+        return cls(**{**fields, "gpus": tuple(GpuFacts(**gpu) for gpu in fields.get("gpus", ())), "hosts": hosts})
 
 
 def read_environment(
@@ -152,7 +157,14 @@ def comparability_differences(a: Environment, b: Environment) -> list[str]:
 
 
 def hardware_differences(a: Environment, b: Environment) -> list[str]:
-    """Differences of GPUs, processor and cores, across which a ratio of throughputs means nothing."""
+    """Differences of GPUs, processor and cores, across which a ratio of throughputs means nothing.
+
+    Of several hosts those of the hosts, where both know them: the one that started them need not be among them.
+    """
+    if a.hosts and b.hosts:
+        kinds = [Counter(map(_describe_hardware, each.hosts)) for each in (a, b)]
+        texts = ["; ".join(f"{count} x ({kind})" for kind, count in sorted(each.items())) for each in kinds]
+        return [] if kinds[0] == kinds[1] else [f"hosts {texts[0]} against {texts[1]}"]
     return _differences(_HARDWARE, a, b)
 
 
@@ -209,6 +221,12 @@ _HARDWARE: _Facts = (
     ("physical cores", attrgetter("physical_cores")),
     ("CPU quota", attrgetter("cpu_quota_cores")),
 )
+
+
+def _describe_hardware(environment: Environment) -> str:
+    return ", ".join(f"{label} {value}" for label, read in _HARDWARE if (value := read(environment)))
+
+
 _SOFTWARE: _Facts = (
     ("torch", _package("torch")),
     ("deepspeed", _package("deepspeed")),

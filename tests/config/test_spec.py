@@ -160,7 +160,7 @@ def _variants() -> list[Trial]:
         {"data_tokens": 9}, {"data_digest": "a"}, {"seq_policy": "longest"},
     ]  # fmt: skip
     placements = [
-        {"num_gpus": 8}, {"accelerator": "cpu"}, {"launcher": "warm"}, {"hostfile": None}, {"nvme_path": "/other"},
+        {"num_gpus": 8}, {"accelerator": "cpu"}, {"launcher": "warm"}, {"nvme_path": "/other"},
         {"cpu_memory_limit_bytes": None}, {"gpu_memory_limit_bytes": None}, {"multi_node_launcher": "openmpi"},
         {"hosts": ()}, {"hosts": (("a", 3), ("b", 1))}, {"launcher_args": ()},
     ]  # fmt: skip
