@@ -6,6 +6,8 @@ import functools
 from dataclasses import asdict
 from typing import Any
 
+import torch.distributed
+
 from ..records.schema import OffloadTimes
 from . import training_loop
 from .communication import CommunicationTimer
@@ -36,6 +38,7 @@ def measure_communication(trainer: training_loop.Trainer, steps: int) -> dict[st
     Each collective operation, and on GPUs each copy between host and device, is made synchronous. Every rank must call
     it.
     """
+    torch.distributed.barrier()  # else the first operation waits for a rank that still writes another profile
     synchronize = functools.partial(training_loop.synchronize, trainer.accelerator)
     waited_before = trainer.data_wait_seconds
     offload = OffloadTimer(trainer.engine, synchronize if trainer.accelerator == "cuda" else None)

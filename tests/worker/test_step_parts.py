@@ -77,6 +77,7 @@ def trainer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> training_loop.Tr
         monkeypatch.setattr(module.time, "perf_counter", lambda: engine.now)
     monkeypatch.setattr(deepspeed.comm.comm, "cdb", SimpleNamespace(all_gather=lambda _: engine.pass_time(2)))
     monkeypatch.setattr(communication, "_fastest_of_ranks", lambda _seconds, _device: None)
+    monkeypatch.setattr(step_parts.torch.distributed, "barrier", lambda: engine.pass_time(100))
     return training_loop.Trainer(engine, batches(), "cpu", HeartbeatWriter(tmp_path, 0), loaded=Loader(engine))
 
 
@@ -92,6 +93,7 @@ def test_communication_is_a_part_where_it_is_profiled(trainer: training_loop.Tra
     measured = step_parts.measure_communication(trainer, 3)
     parts = {"forward": 2, "backward": 10, "step": 6, "communication": 4, "transfer": 8, "data_wait": 12}
     assert measured["step_parts"] == parts
+    assert trainer.engine.now == 100 + 3 * sum(parts.values()), "ranks begin together, before anything is timed"
     (operation,) = measured["communication"]
     assert (operation["name"], operation["count"], operation["seconds"]) == ("all_gather", 2, 4)
 
