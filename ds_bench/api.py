@@ -108,6 +108,7 @@ class RunKeywords(TypedDict, total=False):
     goal: str
     export: str | None
     resume: PathText
+    shard: str
     retry: str | Sequence[str]
     budget: float
     yes: bool
@@ -122,7 +123,7 @@ class RunKeywords(TypedDict, total=False):
     sweep: Mapping[str, Any]
 
 
-RUN_ONLY = ("resume", "retry", "budget", "yes")
+RUN_ONLY = ("resume", "shard", "retry", "budget", "yes")
 """Keywords of :func:`run` that are flags of its command and no values of a recipe."""
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,6 +18,7 @@ from .config.configuration_files import ConfigurationFile, read_configuration_fi
 from .config.file_rows import FileRowMaker, has_other_batch
 from .config.options import DEFAULT_BATCH_SIZE, DEFAULT_PREFETCH, Options
 from .config.placement import choose_precision, resolve_placement
+from .config.shard import Shard, rows_of_shard
 from .config.spec import (
     BatchPolicy,
     Configuration,
@@ -36,6 +38,7 @@ from .prediction import trial_predictions
 from .prediction.model_profile import ModelProfile
 from .prediction.trial_predictions import MemoryCapacity, Unpredicted
 from .system.machine import Machine
+from .system.redaction import redacted_config
 from .units import format_duration
 
 MakeConfig = Callable[[Strategy, int, int], dict[str, Any]]
@@ -119,6 +122,17 @@ class Plan:
         ]
         return self._with_predictions(trials) if predicted else trials
 
+    def with_rows(self, indices: range) -> Plan:
+        """The plan with some of its rows, by their places; its trials keep their names."""
+        configurations = self.configurations[indices.start : indices.stop]
+        names = {each.name for each in configurations}
+        return replace(
+            self,
+            rows=self.rows[indices.start : indices.stop],
+            configurations=configurations,
+            trials=[trial for trial in self.trials if trial.configuration.name in names],
+        )
+
     def with_configurations(self, configurations: Sequence[Configuration]) -> Plan:
         """The plan with other configurations and their trials."""
         return replace(self, configurations=configurations, trials=self.trials_of(configurations))
@@ -146,6 +160,10 @@ class RunPlan:
     """
 
     plans: Sequence[Plan]
+    digest_of_all: str | None = None
+    """Of a shard the :attr:`digest` of the plan that it is a part of, which all its shards share; else None."""
+    notes: Sequence[str] = ()
+    """What a reader of the result must know."""
 
     @classmethod
     def of(cls, plans: Sequence[Plan]) -> RunPlan:
@@ -158,6 +176,44 @@ class RunPlan:
             name = trial.trial_id.partition("_")[2]
             numbered[index].append(replace(trial, trial_id=f"{number:0{digits}d}_{name}"))
         return cls(plans=[replace(plan, trials=trials) for plan, trials in zip(plans, numbered, strict=True)])
+
+    def part(self, shard: Shard) -> RunPlan:
+        """The points or rows of one shard (:func:`config.shard.rows_of_shard`); trials keep the numbers of the plan.
+
+        Raises UsageError where there are fewer rows than shards, and where rows of one point would be separated that
+        are to run at the largest micro-batch of all of them.
+        """
+        selected = rows_of_shard([len(plan.rows) for plan in self.plans], shard)
+        kept = [(plan, own) for plan, own in zip(self.plans, selected, strict=True) if own]
+        notes = []
+        for plan, own in kept:
+            if len(own) < len(plan.rows):
+                if plan.options.common_batch:
+                    problem = f"--common-batch with more shards than points ({shard.count} of {len(self.plans)})"
+                    most = f"give {len(self.plans)} shards or fewer" if len(self.plans) > 1 else "leave --shard out"
+                    raise UsageError(problem, remedy=f"{most}: rows of one point must be probed together")
+                where = f" of {plan.options.point_text}" if plan.options.point_text else ""
+                notes.append(
+                    f"shard {shard} has {len(own)} of the {len(plan.rows)} rows{where}: what it recommends is among "
+                    "these alone, and report reads all shards together"
+                )
+        plans = [plan.with_rows(own) for plan, own in kept]
+        return replace(self, plans=plans, digest_of_all=self.digest, notes=notes)
+
+    @property
+    def digest(self) -> str:
+        """Hash of every row, with its workload and DeepSpeed configuration, and of the number of repeats.
+
+        Where it runs is left out, so that machines of one kind make the same.
+        """
+        facts = [
+            (plan.options.repeats, trial.point, trial.configuration.name, trial.to_dict()["workload"], trial.ds_config)
+            for plan in self.plans
+            for trial in plan.trials
+            if trial.repeat == 0
+        ]
+        text = json.dumps(redacted_config({"rows": facts}), sort_keys=True, default=str)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def map(self, complete: Callable[[Plan], Plan]) -> RunPlan:
         """The run with every plan completed by a further fact."""
@@ -188,7 +244,7 @@ class RunPlan:
             [trial for key, own in kept.items() if key[0] == index for trial in own] for index in range(len(self.plans))
         ]
         plans = [replace(plan, trials=own) for plan, own in zip(self.plans, trials, strict=True) if own]
-        return RunPlan(plans=plans), [
+        return replace(self, plans=plans), [
             (self.plans[index], number) for index, number in rounds if (index, number) not in kept
         ]
 
@@ -274,7 +330,8 @@ def make_run_plan(points: Sequence[Options], make_config: MakeConfig, machine: M
         if options.data is not None:
             options = replace(options, token_file=find_tokens(options.data, options.data_dtype))
         plans.append(_plan_of_point(options, rows[options.set], lines, model, on, make_config, variables))
-    return RunPlan.of(plans)
+    whole = RunPlan.of(plans)
+    return whole if first.shard is None else whole.part(first.shard)
 
 
 def _profile_lines(inspection: Inspection, placement: Placement) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import json
@@ -27,7 +28,7 @@ from .config.spec import Precision, Trial
 from .doctor import checkpoint_folder, nvme
 from .doctor import run as doctor
 from .doctor.findings import SystemAccess
-from .errors import PreflightError
+from .errors import PreflightError, UsageError
 from .launch import Launcher, Limits, ProgressCallback, rank_environment
 from .launch.deepspeed import launch_command
 from .launch.scratch import remove_abandoned
@@ -44,7 +45,7 @@ from .report import export, models_table, pass_table, profile_text, run_plan, sw
 from .report.comparison_report import ComparisonReport, build_report
 from .report.markdown import render_markdown
 from .report.progress import ProgressReporter
-from .system import files, signals, terminal
+from .system import device_locks, files, signals, terminal
 from .system.environment import Environment
 from .system.machine import Machine, read_machine
 from .system.optional_packages import require_installed, require_packages
@@ -97,24 +98,48 @@ def run_comparison(
                 if options.dry_run:
                     _check_room_for_checkpoints(plan)
                     return print_dry_run(plan) if options.verbose else OK
-                require_ready(plan, machine, nvme_folder)
-            store = (
-                RunFolder.open(options.resume)
-                if options.resume
-                else RunFolder.create(options.output_dir, options.family)
-            )
-            begun(store.folder)
-            with store.locked() as note:
-                request = _Request(arguments=arguments, recipe=recipe)
-                try:
-                    return _run_plan(plan, machine, store, request, [note] if note else [])
-                except KeyboardInterrupt:
-                    if (store.folder / RUN_FILE).exists():
-                        terminal.print_text(f"go on with: {resume_command(options, store.folder)}", sys.stderr)
-                    raise
+            with _devices_of_run(plan, machine) as (machine, notes):
+                with signals.raising_on_interrupt():
+                    require_ready(plan, machine, nvme_folder)
+                store = _open_folder(options)
+                begun(store.folder)
+                with store.locked() as note:
+                    request = _Request(arguments=arguments, recipe=recipe)
+                    try:
+                        return _run_plan(plan, machine, store, request, [*notes, *([note] if note else [])])
+                    except KeyboardInterrupt:
+                        if (store.folder / RUN_FILE).exists():
+                            terminal.print_text(f"go on with: {resume_command(options, store.folder)}", sys.stderr)
+                        raise
         except KeyboardInterrupt:  # before the first trial
             terminal.print_text("interrupted", sys.stderr)
             return INTERRUPTED_CODE
+
+
+@contextlib.contextmanager
+def _devices_of_run(plan: RunPlan, machine: Machine) -> Iterator[tuple[Machine, list[str]]]:
+    """Holds the locks of the devices that the trials use, so that no other run disturbs them; waits for its end.
+
+    Yields the machine, read again after a wait, and notes for the reader of the result.
+    """
+    names = device_locks.processor_names()
+    if plan.placement.accelerator == "cuda":
+        cards = machine.environment.gpus
+        names = device_locks.card_names(cards if plan.placement.hostfile else cards[: plan.placement.num_gpus])
+    with contextlib.ExitStack() as held:
+        line = terminal.StatusLine(sys.stderr, quiet=plan.options.quiet)
+        with signals.raising_on_interrupt():
+            locks = held.enter_context(device_locks.locked_devices(names, line.say))
+            machine = read_machine() if locks.waited else machine
+        yield machine, [*plan.notes, *locks.notes]
+
+
+def _open_folder(options: Options) -> RunFolder:
+    """The folder of the run that is resumed, or a new one."""
+    if options.resume is not None:
+        return RunFolder.open(options.resume)
+    suffix = "" if options.shard is None else options.shard.file_suffix
+    return RunFolder.create(options.output_dir, options.family, suffix)
 
 
 def require_packages_of(options: Options) -> None:
@@ -126,8 +151,14 @@ def require_packages_of(options: Options) -> None:
 
 
 def _require_resumable(plan: RunPlan) -> None:
-    """Raises UsageError if ``--resume`` names a run of another workload."""
+    """Raises UsageError if ``--resume`` names a run of another workload, or another shard of it."""
     if (folder := plan.options.resume) is not None:
+        stored = RunFolder.open(folder).load_run().get("shard")
+        begun = None if not isinstance(stored, dict) else f"{stored.get('number')}/{stored.get('count')}"
+        asked = None if plan.options.shard is None else str(plan.options.shard)
+        if begun != asked:
+            names = [f"shard {text}" if text else "no shard" for text in (begun, asked)]
+            raise UsageError(f"--resume {folder} is {names[0]}, not {names[1]}", remedy="leave --shard out")
         left_out = _FIELDS_SET_BY_SEARCH if any(each.options.searches_size for each in plan.plans) else ()
         require_same_workload(RunFolder.open(folder), plan.trials, left_out)
 
@@ -194,7 +225,7 @@ def print_file_lines(plan: RunPlan) -> None:
     """Prints what the user must know about the files of ``--configs``; with ``--verbose`` every "auto" resolved."""
     if plan.options.quiet:
         return
-    for line in dict.fromkeys(line for each in plan.plans for line in each.lines):
+    for line in dict.fromkeys([*plan.notes, *(line for each in plan.plans for line in each.lines)]):
         terminal.print_text(f"note: {terminal.escape_controls(line)}", sys.stderr)
     texts = []
     for configuration in plan.configurations if plan.options.verbose else ():
@@ -392,7 +423,7 @@ def _at_largest_size(plan: RunPlan, launcher: Launcher, store: RunFolder, say: C
             say(f"{each.options.point_text}:")
         search = each.options.searches_size
         plans.append(size_search.at_largest_size(each, launcher, store, say) if search else each)
-    return RunPlan.of(plans)
+    return replace(plan, plans=RunPlan.of(plans).plans)
 
 
 def run_trials(
@@ -435,11 +466,18 @@ def _save_run(
             "arguments": list(request.arguments),
             "folder": str(Path.cwd()) if plan.options.resume is None else store.load_run().get("folder"),
             **({} if request.recipe is None else {"recipe": request.recipe}),
+            **({} if plan.digest_of_all is None else {"shard": _shard_values(plan)}),
             "environment": machine.environment.to_dict(),
             "notes": list(notes),
             "trials": [{"key": trial.key, **trial.to_dict()} for trial in trials],
         }
     )
+
+
+def _shard_values(plan: RunPlan) -> dict[str, Any]:
+    """What run.json keeps of a shard. ``plan``: what all shards of one plan share, and those of another do not."""
+    assert plan.options.shard is not None, "a part of a plan has its number"
+    return {"number": plan.options.shard.number, "count": plan.options.shard.count, "plan": plan.digest_of_all}
 
 
 class ResultBuilder:
@@ -547,7 +585,10 @@ def _finish(options: Options, store: RunFolder, results: ResultBuilder, notes: S
     if not options.quiet:
         for folder in dict.fromkeys(store.folder / "points" if options.point else folder for folder in folders):
             terminal.print_text(f"  Config: {folder}", sys.stderr)
-        report_command = shlex.join(["python", "-m", "ds_bench", "report", str(store.folder), "--html", "r.html"])
+        shown = shlex.quote(str(store.folder))
+        if options.shard is not None:
+            shown = f"{shlex.quote(str(store.folder.parent))}/*of{options.shard.count}"
+        report_command = f"python -m ds_bench report {shown} --html r.html"
         also = "" if options.csv is None else f", {options.csv}"
         terminal.print_text(f"  Report: {report_command}\n  Files:  {store.json_path} and .csv{also}", sys.stderr)
         if line := profile_text.files_line(summaries, store.folder):

@@ -63,6 +63,14 @@ def idle_machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def own_device_locks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """No run waits for one of another program on this machine."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DS_BENCH_LOCK_DIR", str(tmp_path_factory.mktemp("locks")))
+        yield
+
+
 @pytest.fixture(scope="session")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Built from a copy of the sources, so that nothing of an earlier build gets into it."""

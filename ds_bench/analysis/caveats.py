@@ -29,6 +29,7 @@ class CaveatKind(StrEnum):
     BUCKET_DOMINATES = "bucket_dominates"
     PREDICTION_MISSED = "prediction_missed"
     ENVIRONMENT_DIFFERS = "environment_differs"
+    MEASURED_APART = "measured_apart"
     CPU_ACCELERATOR = "cpu_accelerator"
     CPU_BUSY = "cpu_busy"
     FIRST_LOSS = "first_loss"
@@ -58,6 +59,7 @@ NEXT_STEPS: Mapping[CaveatKind, str | None] = MappingProxyType(
         CaveatKind.ONE_GPU: "use two GPUs or more to see what stages 1 to 3 save",
         CaveatKind.BUCKET_DOMINATES: "try --set zero_optimization.reduce_bucket_size=50000000",
         CaveatKind.PREDICTION_MISSED: "believe the measurement; plan for this model with more room",
+        CaveatKind.MEASURED_APART: "where a difference is small, measure these rows in one run",
         CaveatKind.ENVIRONMENT_DIFFERS: "measure both again on one machine with the same versions",
         CaveatKind.CPU_ACCELERATOR: "run the same command where there is a GPU",
         CaveatKind.CPU_BUSY: "end the other programs, or wait for them, and measure again",

@@ -31,9 +31,31 @@ def comparison_caveats(rows: Sequence[Sequence[TrialSummary]], environments: Seq
         if differences := comparability_differences(environments[0], environment):
             text = f"environments differ: {'; '.join(differences)}"
             caveats.append(caveat_of_kind(CaveatKind.ENVIRONMENT_DIFFERS, text))
+    caveats += _apart_caveats(rows)
     for environment in environments:
         caveats += _machine_caveats(environment, num_gpus)
     return list(dict.fromkeys(caveats))
+
+
+def _apart_caveats(rows: Sequence[Sequence[TrialSummary]]) -> Iterator[Caveat]:
+    """Where no run has every row, ratios also hold what changed from one run, or one host, to another."""
+    trained = [row for row in rows if any(each.record.outcome.success for each in row)]
+    summaries = [(number, each) for number, row in enumerate(trained) for each in row if each.record.outcome.success]
+    labels: dict[str | None, dict[int, str]] = {}
+    hosts: dict[str | None, str] = {}
+    for number, summary in summaries:
+        labels.setdefault(summary.run_id, {})[number] = summary.record.trial.configuration.label
+        hosts[summary.run_id] = summary.environment.hostname if summary.environment else ""
+    if None in labels or max(map(len, labels.values()), default=0) == len(trained):
+        return
+    texts = []
+    for run, own in list(labels.items())[:4]:
+        names = list(own.values())
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        texts.append(f"{', '.join(names[:3])}{more} in {run}" + (f" on {hosts[run]}" if hosts[run] else ""))
+    more = f"; and {len(labels) - 4} more runs" if len(labels) > 4 else ""
+    where = "on different hosts" if len(set(hosts.values())) > 1 else "in different runs"
+    yield caveat_of_kind(CaveatKind.MEASURED_APART, f"rows were measured {where}: {'; '.join(texts)}{more}")
 
 
 def _placement_caveats(records: Sequence[TrialRecord]) -> Iterator[Caveat]:

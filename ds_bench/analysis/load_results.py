@@ -17,13 +17,14 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from ..config.shard import ShardOfPlan
 from ..errors import UsageError
 from ..models.presets import find_preset
 from ..records import json_files, reader
 from ..records.json_files import InvalidJsonError, InvalidValueError
 from ..records.reader import RunInfo
 from ..records.run_folder import RECORDS_FILE, RUN_FILE, flat_json_path
-from ..records.schema import TrialRecord
+from ..records.schema import INTERRUPTED, TrialRecord
 from ..system.environment import Environment
 from . import flat_reader, flops
 from .loss_parity import with_loss_caveats
@@ -54,6 +55,14 @@ class Result:
     """Notes of the run, then those of reading it."""
     recipe: Mapping[str, Any] = field(default_factory=dict)
     """See ``reader.RunInfo``."""
+    shard: ShardOfPlan | None = None
+    """The part of a plan that this is a result of; None for a whole plan, and where its files do not tell."""
+    trials_left: int = 0
+    """Trials that were planned and have no record, or were interrupted."""
+
+
+class NoTrialsError(UsageError):
+    """A run of which no trial had finished."""
 
 
 def load(path: Path) -> Result:
@@ -161,7 +170,7 @@ def _load_run(folder: Path, source: Path) -> Result:
     run_info = reader.read_run(folder / RUN_FILE, notes)
     file = folder / RECORDS_FILE
     if not file.exists():
-        raise UsageError(f"{folder} has no {RECORDS_FILE}: no trial had finished", remedy="give another result")
+        raise NoTrialsError(f"{folder} has no {RECORDS_FILE}: no trial had finished", remedy="give another result")
     result = _load_records(source, run_info, file, notes)
     return replace(result, summaries=_with_flops_of_flat_json(result.summaries, folder))
 
@@ -187,6 +196,11 @@ def _load_records(source: Path, run_info: RunInfo, file: Path, notes: list[str])
         arguments=run_info.arguments,
         notes=(*run_info.notes, *_limit_notes(notes)),
         recipe=run_info.recipe,
+        shard=run_info.shard,
+        trials_left=len(
+            {trial.key for trial in run_info.trials}
+            - {record.trial.key for record in records if record.outcome.status != INTERRUPTED}
+        ),
     )
 
 

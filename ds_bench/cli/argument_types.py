@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
 from ..config.options import MAX_NUMBER
+from ..config.shard import Shard
 from ..errors import UsageError
 
 AUTO = "auto"
@@ -110,6 +111,14 @@ def factory(text: str) -> str:
     if not module or not function:
         raise argparse.ArgumentTypeError(f"{text!r} is not package.module:function")
     return text
+
+
+def shard(text: str) -> Shard:
+    """A part of a plan: ``3/8``."""
+    try:
+        return Shard.parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def names_from(*choices: str) -> Callable[[str], tuple[str, ...]]:

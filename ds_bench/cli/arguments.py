@@ -37,6 +37,7 @@ from .argument_types import (
     integer,
     integer_or_auto,
     positive_float,
+    shard,
 )
 
 DEFAULT_ROWS: dict[Family, dict[str, Any]] = {
@@ -412,6 +413,13 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     )
     add("--retry", default="", metavar="CLASS,...", help="with --resume: also rows with this outcome, e.g. Timeout,OOM")
     add(
+        "--shard",
+        type=shard,
+        metavar="I/N",
+        help="run the I-th of N parts of the plan's trials; report reads the results of all parts together "
+        "(docs/recipes.md)",
+    )
+    add(
         "--skip-predicted-oom",
         action="store_true",
         help="leave out rows that are predicted not to fit; never one that may",
@@ -489,6 +497,9 @@ def check_options(options: Options) -> Options:
         raise UsageError("--keep-batch without --configs", remedy="add --configs FILE")
     if options.quiet and options.verbose:
         raise UsageError("--quiet and --verbose together", remedy="give one of them")
+    if options.shard is not None and options.csv is not None:
+        problem = "output.csv with --shard: each shard would replace the file"
+        raise UsageError(problem, remedy="leave it out; report --format csv --output FILE reads all shards")
     if options.retry and options.resume is None:
         raise UsageError("--retry without --resume", remedy="add --resume RUN_DIR")
     _require_data_loader(options)

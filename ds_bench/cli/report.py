@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from .. import __version__
-from ..analysis import load_results, merge_results
+from ..analysis import load_results, merge_results, shards
 from ..analysis.comparison import ComparisonRow, rows_called
 from ..analysis.flat_rows import flat_rows
 from ..analysis.merge_results import ResultGroup
@@ -57,7 +57,11 @@ class ReportOptions:
 def report(options: ReportOptions) -> int:
     """Prints the results and writes the files that the flags name. Returns 0; raises UsageError."""
     _check_targets(options)
-    reports = build_reports(options.results, options.relative_to, options.goal)
+
+    def tell(line: str) -> None:
+        terminal.print_text(f"note: {terminal.escape_controls(line)}", sys.stderr)
+
+    reports = build_reports(options.results, options.relative_to, options.goal, tell)
     if options.format in ROW_FORMATS:
         _write_rows(flat_rows_of(reports), options)
     else:
@@ -153,13 +157,22 @@ def _check_targets(options: ReportOptions) -> None:
 
 
 def build_reports(
-    paths: Sequence[Path], relative_to: str | None = None, goal: str | None = None
+    paths: Sequence[Path],
+    relative_to: str | None = None,
+    goal: str | None = None,
+    tell: Callable[[str], None] = lambda _line: None,
 ) -> list[ComparisonReport]:
     """One report per workload and machine; repeats from several files are pooled. Raises UsageError.
 
     If ``relative_to`` or ``goal`` is None, it is that of the run itself; of several runs, that of the first known.
+    ``tell``: called with each line on what is missing of the results, which are notes of every report too.
     """
-    groups = merge_results.merge([load_results.load(path) for path in paths])
+    results, left_out = _load_all(paths)
+    results = shards.in_order_of_shards(results)
+    groups = shards.in_order_of_plan(merge_results.merge(results), results)
+    notes = [*shards.missing_shards(results), *left_out]
+    for line in notes:
+        tell(line)
     nowhere = relative_to is not None and not any(_has_row(group.summaries, relative_to) for group in groups)
     reports = []
     for group in groups:
@@ -170,7 +183,7 @@ def build_reports(
                 group.summaries,
                 goal=goal or own_goal or "balanced",
                 relative_to=row if nowhere or _has_row(group.summaries, row) else None,  # a row found nowhere raises
-                notes=group.notes,
+                notes=[*notes, *group.notes],
                 commands=group.commands,
                 environments=group.environments,
                 sources=[str(source) for source in group.sources],
@@ -178,6 +191,21 @@ def build_reports(
             )
         )
     return reports
+
+
+def _load_all(paths: Sequence[Path]) -> tuple[list[load_results.Result], list[str]]:
+    """The results, and a note for each of several runs of which no trial had finished. Raises UsageError."""
+    results, notes = [], []
+    for path in paths:
+        try:
+            results.append(load_results.load(path))
+        except load_results.NoTrialsError as error:
+            if len(paths) == 1:
+                raise
+            notes.append(f"{error.problem}: left out")
+    if not results:
+        raise UsageError(notes[0].removesuffix(": left out"), remedy="give a result of which a trial had finished")
+    return results, notes
 
 
 def _flags_of_run(group: ResultGroup) -> tuple[str | None, str | None]:

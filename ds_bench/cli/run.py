@@ -17,14 +17,15 @@ from ..config import recipe_file, sweep
 from ..config.options import SEVERAL_NODES, Options
 from ..config.recipe import PATHS, Recipe, check_recipe, config_maker, options_of, yaml_text
 from ..config.recipe_file import Data, RecipeText
+from ..config.shard import Shard
 from ..errors import DsBenchError, UsageError
 from ..models import presets
-from ..records.run_folder import RunFolder
+from ..records.run_folder import RUN_FILE, RunFolder
 from ..system import terminal
 from ..system.redaction import REDACTED, redacted_arguments, redacted_config
 from . import arguments, script
 
-_RUN_FLAGS = ("resume", "dry_run", "format", "quiet", "verbose", "strict")
+_RUN_FLAGS = ("resume", "shard", "dry_run", "format", "quiet", "verbose", "strict")
 
 
 def run_command(values: argparse.Namespace, begun: Callable[[Path], None] = lambda _folder: None) -> int:
@@ -146,6 +147,7 @@ def _recipe_text(values: argparse.Namespace) -> tuple[RecipeText, Sequence[str]]
     if getattr(values, "resume", None) is None:
         return given, values.typed
     earlier = RunFolder.open(values.resume).load_run()
+    _resume_shard(values, earlier.get("shard"))
     stored, flags = earlier.get("recipe"), [str(flag) for flag in earlier.get("arguments", [])]
     if not isinstance(stored, dict) or not isinstance(stored.get("values"), dict):
         raise UsageError(f"--resume {values.resume} is of a script", remedy="use the script that started it")
@@ -157,6 +159,16 @@ def _recipe_text(values: argparse.Namespace) -> tuple[RecipeText, Sequence[str]]
             remedy=f"give its recipe again: run RECIPE --resume {shlex.quote(str(values.resume))}",
         )
     return RecipeText(name="", folder=Path(str(stored.get("folder"))), data=stored["values"]), flags
+
+
+def _resume_shard(values: argparse.Namespace, stored: Any) -> None:
+    """Makes the shard of a resumed run that of this one, unless a flag names one. Raises UsageError if damaged."""
+    if stored is None or hasattr(values, "shard"):
+        return
+    try:
+        values.shard = Shard(number=stored["number"], count=stored["count"])
+    except (KeyError, TypeError, ValueError):
+        raise UsageError(f"{values.resume / RUN_FILE} is damaged", remedy="start a new run") from None
 
 
 def _require_given_again(points: Sequence[Options], values: argparse.Namespace) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..units import from_gb
+from .shard import Shard
 from .spec import NO_INSPECTION, Inspection, PassType, point_text
 from .token_file import TokenFile, TokenType
 
@@ -108,6 +109,8 @@ class Options:
     print_recipe: bool = False
     inline: tuple[ConfigurationFile, ...] = ()
     """Configurations that a recipe holds itself, each one row, as if read from a file."""
+    shard: Shard | None = None
+    """The part of the plan that this run has; None for all of it."""
     budget: float | None = None
     """Minutes that the trials may take, by the estimate of the plan; None without a limit."""
     include: str | None = None

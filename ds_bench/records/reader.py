@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from ..config.shard import ShardOfPlan
 from ..config.spec import Trial
 from ..errors import UsageError
 from ..system.environment import Environment
@@ -71,6 +72,8 @@ class RunInfo:
     """As planned, in order."""
     recipe: Mapping[str, Any] = field(default_factory=dict)
     """``values``: the sections of the recipe that was run; empty for a script's run."""
+    shard: ShardOfPlan | None = None
+    """None for a run of a whole plan."""
     schema_version: int = SCHEMA_VERSION
 
 

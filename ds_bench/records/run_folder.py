@@ -54,10 +54,12 @@ class RunFolder:
     csv_path: Path
 
     @classmethod
-    def create(cls, output_dir: Path, family: str) -> RunFolder:
+    def create(cls, output_dir: Path, family: str, suffix: str = "") -> RunFolder:
         """Creates the folder of a new run; waits for the next second if another run has the name of this one.
 
-        ``family``: ``zero``, ``offload`` or ``recipe``. Raises PreflightError if the folder cannot be written.
+        ``family``: ``zero``, ``offload`` or ``recipe``. ``suffix``: the end of its name, of a shard.
+
+        Raises PreflightError if the folder cannot be written.
         """
         runs, prefix = output_dir / "runs", "comparison" if family == "recipe" else family
         try:
@@ -65,7 +67,7 @@ class RunFolder:
             with tempfile.TemporaryFile(dir=output_dir):
                 pass
             while True:
-                store = cls._named(runs / f"{prefix}_{datetime.now():%Y%m%d_%H%M%S}")
+                store = cls._named(runs / f"{prefix}_{datetime.now():%Y%m%d_%H%M%S}{suffix}")
                 if store._create_folder():
                     return store
                 time.sleep(0.1)

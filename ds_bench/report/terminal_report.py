@@ -38,6 +38,7 @@ _ROW_KINDS = (
 """Kinds of caveats of single rows that change how a table is read, besides those that disqualify a row."""
 _GENERAL_KINDS = (
     CaveatKind.ENVIRONMENT_DIFFERS,
+    CaveatKind.MEASURED_APART,
     CaveatKind.OTHER_PROCESS,
     CaveatKind.CLOCKS_THROTTLED,
     CaveatKind.SWAP_USED,

@@ -71,6 +71,7 @@ BOTH: dict[str, Any] = {
     "--stall-timeout": 600.0,
     "--resume": None,
     "--retry": "",
+    "--shard": None,
     "--skip-predicted-oom": False,
     "--force": False,
     "--dry-run": False,

@@ -126,7 +126,7 @@ def test_every_value_of_a_recipe_has_an_effect() -> None:
 
 def test_every_flag_of_run_and_every_option_of_a_script_is_a_value_of_recipes_or_of_this_command() -> None:
     """A flag that is added to the scripts must reach recipes, or it would be taken and ignored."""
-    run_flags = {"resume", "retry", "dry_run", "format", "quiet", "verbose", "strict", "print_recipe"}
+    run_flags = {"resume", "shard", "retry", "dry_run", "format", "quiet", "verbose", "strict", "print_recipe"}
     parser = argparse.ArgumentParser()
     add_flags_over_recipe(parser)
     names = {action.dest for action in parser._actions} - {"help"}

@@ -1,0 +1,178 @@
+"""Shards of a recipe or a script: what each runs, how their results are read together, what is said of missing ones."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from ds_bench.analysis.caveats import CaveatKind
+from ds_bench.cli import commands
+from ds_bench.cli.report import build_reports
+from tests.support.fakes import FakeLauncher
+from tests.support.scripted_run import House
+
+RECIPE = """
+model: {name: tiny}
+training: {seq_len: [8, 16, 32], local_batch_size: 2, steps: 4, warmup_steps: 1}
+configurations: {stages: [0, 1, 2]}
+launch: {accelerator: cpu}
+"""
+ONE_POINT = RECIPE.replace("[8, 16, 32]", "16")
+Run = Callable[..., int]
+
+
+@pytest.fixture
+def house(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> House:
+    return House(tmp_path, monkeypatch)
+
+
+@pytest.fixture
+def run(house: House, tmp_path: Path) -> Run:
+    """Runs ``ds_bench run`` on the text of a recipe, with trials that a FakeLauncher plays; returns the exit code."""
+
+    def call(text: str, *flags: str, script: FakeLauncher | None = None) -> int:
+        house.launcher = script or FakeLauncher()
+        path = tmp_path / "my recipe.yaml"
+        path.write_text(text)
+        return commands.main(["run", str(path), "--output-dir", str(house.output), *flags])
+
+    return call
+
+
+def launched(house: House) -> list[tuple[int, str, int]]:
+    return [(t.workload.seq_length, t.configuration.name, t.repeat) for t in house.launcher.launched]
+
+
+def folders(house: House) -> list[Path]:
+    return sorted((house.output / "runs").iterdir(), key=lambda folder: folder.name[-10:])
+
+
+def test_shards_have_every_trial_once_with_the_numbers_of_the_plan_and_are_read_as_the_whole(
+    run: Run, house: House, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(RECIPE, "--repeats", "2", "--shard", "1/2") == 0
+    mine = launched(house)
+    assert {length for length, _, _ in mine} == {8}  # one whole point, the other shard has two
+    assert run(RECIPE, "--repeats", "2", "--shard", "2/2") == 0
+    both = mine + launched(house)
+    identities = [t.trial_id for t in house.launcher.launched]
+    assert (len(both), len(set(both))) == (18, 18)
+    assert run(RECIPE, "--repeats", "2", "--output-dir", str(house.output / "whole")) == 0
+    assert {t.trial_id for t in house.launcher.launched} > set(identities)
+    shutil.rmtree(house.output / "whole")
+    first, second = folders(house)
+    assert re.fullmatch(r"comparison_\d{8}_\d{6}_shard1of2", first.name)
+    assert (house.output / f"{second.name}.json").is_file()
+    assert f"report {house.output / 'runs'}/*of2" in capsys.readouterr().err
+    reports = build_reports([second, first])
+    assert [report.comparison.rows[0].summaries[0].record.trial.workload.seq_length for report in reports] == [
+        8,
+        16,
+        32,
+    ]
+    assert all(len(row.summaries) == 2 for report in reports for row in report.comparison.rows)
+    assert not any("missing" in note for report in reports for note in report.notes)
+    assert not any(c.kind is CaveatKind.MEASURED_APART for report in reports for c in report.comparison.caveats)
+
+
+def test_rows_of_one_point_are_split_among_more_shards_and_the_table_says_so(
+    run: Run, house: House, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(ONE_POINT, "--shard", "2/2") == 0
+    assert launched(house) == [(16, "zero1", 0), (16, "zero2", 0)]
+    told = (
+        "shard 2/2 has 2 of the 3 rows: what it recommends is among these alone, and report reads all shards together"
+    )
+    assert f"note: {told}" in capsys.readouterr().err
+    assert told in json.loads((folders(house)[0] / "run.json").read_text())["notes"]
+    assert run(ONE_POINT, "--shard", "1/2") == 0
+    (report,) = build_reports(folders(house)[::-1])
+    assert [row.label for row in report.comparison.rows] == ["ZeRO-0", "ZeRO-1", "ZeRO-2"]
+    (caveat,) = (c for c in report.comparison.caveats if c.kind is CaveatKind.MEASURED_APART)
+    first, second = (folder.name for folder in folders(house))
+    host = report.environments[0].hostname
+    assert caveat.text == (
+        f"rows were measured in different runs: ZeRO-0 in {first} on {host}; ZeRO-1, ZeRO-2 in {second} on {host}"
+    )
+
+
+def test_a_lost_shard_is_named_with_the_command_that_runs_it_and_an_interrupted_one_is_resumed_alone(
+    run: Run, house: House, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(RECIPE, "--repeats", "2", "--shard=3/3", script=FakeLauncher("Success", "Interrupted")) == 130
+    capsys.readouterr()
+    (folder,) = folders(house)
+    assert commands.main(["report", str(folder)]) == 0
+    recipe = f"'{tmp_path / 'my recipe.yaml'}' --output-dir {house.output} --repeats 2"
+    assert capsys.readouterr().err.splitlines() == [
+        f"note: shards 1, 2 of 3 are missing: python -m ds_bench run {recipe} --shard 1/3, the others likewise",
+        f"note: shard 3 of 3 has 5 trials left: python -m ds_bench run --resume {folder}",
+    ]
+    house.launcher = FakeLauncher()
+    assert commands.main(["run", "--resume", str(folder)]) == 0
+    assert len(launched(house)) == 5
+    assert commands.main(["run", "--resume", str(folder), "--shard", "2/3"]) == 2
+    assert "is shard 3/3, not shard 2/3 (leave --shard out)" in capsys.readouterr().err
+    for shard in ("1/3", "2/3"):
+        assert run(RECIPE, "--repeats", "2", "--shard", shard) == 0
+    capsys.readouterr()
+    assert commands.main(["report", *map(str, folders(house))]) == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_a_shard_that_died_before_its_first_trial_does_not_keep_the_others_from_being_read(
+    run: Run, house: House, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for shard in ("1/2", "2/2"):
+        assert run(RECIPE, "--shard", shard) == 0
+    first, second = folders(house)
+    (first / "records.jsonl").unlink()
+    capsys.readouterr()
+    assert commands.main(["report", str(first), str(second)]) == 0
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].startswith("note: shard 1 of 2 is missing: python -m ds_bench run ")
+    assert lines[1] == f"note: {first} has no records.jsonl: no trial had finished: left out"
+    assert commands.main(["report", str(first)]) == 2
+
+
+def test_shards_of_plans_that_differ_are_not_taken_for_one(run: Run, house: House) -> None:
+    assert run(RECIPE, "--shard", "1/2") == 0
+    assert run(RECIPE, "--shard", "2/2", "--set", "optimizer.params.lr=0.5") == 0
+    notes = build_reports(folders(house))[0].notes
+    assert [note.split(" of ")[0] for note in notes if "missing" in note] == ["shard 2", "shard 1"]
+
+
+def test_a_script_runs_a_shard_of_its_rows(house: House, capsys: pytest.CaptureFixture[str]) -> None:
+    assert house.run("--stages", "0", "1", "2", "--shard", "1/2", script=FakeLauncher("Interrupted")) == 130
+    assert house.resume() == 0
+    assert [t.configuration.name for t in house.launcher.launched] == ["zero0"]
+    assert house.run("--shard", "1/9") == 2
+    assert "9 shards of a plan with 4 rows in all (give 4 or fewer)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "flags", "message"),
+    [
+        (RECIPE, ("--shard", "4/3"), "4/3 is no part I/N: I is from 1 to N"),
+        (RECIPE, ("--shard", "1/10"), "10 shards of a plan with 9 rows in all (give 9 or fewer)"),
+        (RECIPE + "output: {csv: all.csv}", ("--shard", "1/3"), "output.csv with --shard: each shard would replace"),
+        (
+            ONE_POINT,
+            ("--shard", "1/2", "--batch-size", "auto", "--common-batch"),
+            "more shards than points (2 of 1) (leave --shard out",
+        ),
+    ],
+)
+def test_a_shard_that_cannot_be_is_refused(
+    text: str, flags: tuple[str, ...], message: str, run: Run, house: House, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(text, *flags) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+    assert not house.launcher.launched
