@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from ..analysis.trial_caveats import NEAR_CAPACITY
 from ..config.spec import Configuration, Precision
 from ..config.strategies import OFFLOAD_NAMES, ZERO_STAGES, make_configuration
+from ..prediction.communication import times_sent
 from ..prediction.model_states import FP32_BYTES, element_bytes, model_states
 from ..units import format_bytes, format_percent
 from .rule import COMFORTABLE_FRACTION
@@ -177,7 +178,7 @@ def traffic_text(
     size = FP32_BYTES if configuration.engine == "ddp" else element_bytes(precision)
     costs = []
     if num_gpus > 1:
-        gathered, updated = _times_sent(configuration, parameters, grad_accum)
+        gathered, updated = times_sent(configuration, parameters, grad_accum)
         sent = size * (gathered * parameters + updated * trained) * (num_gpus - 1) // num_gpus
         costs.append(f"≈ {format_bytes(sent)} through each GPU's links per optimizer step")
     if configuration.offloads_optimizer:
@@ -189,30 +190,6 @@ def traffic_text(
         states = model_states(trained, num_gpus, configuration, precision).get("nvme", {}).get("optimizer_states", 0)
         costs.append(f"{format_bytes(2 * states)} of optimizer states read and written per rank and step")
     return "; ".join(costs) or "no traffic: there is one GPU and nothing is offloaded"
-
-
-def _times_sent(configuration: Configuration, parameters: int, grad_accum: int) -> tuple[int, int]:
-    """How often an optimizer step sends all parameters, and those that are trained or their gradients.
-
-    Together, without accumulation 2, 2, 2, 3 at stages 0 to 3 in the paper (Rajbhandari et al., ZeRO, section 7).
-    DeepSpeed 0.19.8 differs, as measured (docs/profiles.md): at stages 1 and 2 it all-reduces whole buckets, twice the
-    volume of a reduce-scatter, unless ``use_multi_rank_bucket_allreduce`` is off (zero/stage_1_and_2.py,
-    average_tensor); at stage 3 it keeps gathered parameters for the backward pass up to
-    ``stage3_max_live_parameters``.
-
-    DeepSpeed reduces gradients once per optimizer step at stages 0 and 1, and after every micro-batch at 2 and 3; DDP
-    and FSDP2 once.
-    """
-    if configuration.engine == "fsdp2":
-        return 2 * grad_accum, 1
-    stage, zero = configuration.stage, configuration.deepspeed_config.get("zero_optimization", {})
-    if stage == 0:
-        return 0, 2
-    if stage == 3:
-        limits = (zero.get(name, 10**9) for name in ("stage3_max_live_parameters", "stage3_max_reuse_distance"))
-        return grad_accum * (1 if parameters <= min(limits) else 2), grad_accum
-    is_scattered = zero.get("reduce_scatter", True) and not zero.get("use_multi_rank_bucket_allreduce", True)
-    return 0, (1 if is_scattered else 2) * (1 if stage == 1 else grad_accum) + 1
 
 
 def _parameter_copies(configuration: Configuration, grad_accum: int) -> int:

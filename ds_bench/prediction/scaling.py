@@ -1,0 +1,263 @@
+"""Projects a measured step to another number of GPUs: its time, throughput and efficiency (docs/projection.md).
+
+The measured step is split into communication, the optimizer's update and the rest. Each part is scaled by itself and
+added up again. How much of communication runs beside computing is not known, so that every time is an interval between
+two assumptions: nothing overlaps, and everything does. Both agree with the measurement at its own size and links.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from math import ceil
+from typing import Literal
+
+from ..config.deepspeed_config import sequence_parallel_size, tensor_parallel_size
+from ..config.spec import Configuration, Precision
+from ..errors import UsageError
+from .communication import Traffic, sent_bytes, step_traffic, traffic_seconds
+from .links import Links
+
+Scaling = Literal["weak", "strong"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredStep:
+    """What a projection starts from: an optimizer step as it was measured."""
+
+    configuration: Configuration
+    parameters: int
+    """Elements of the whole model."""
+    trained: int
+    """Elements of the parameters that are trained."""
+    layers: int | None
+    """None where not known."""
+    precision: Precision
+    num_gpus: int
+    gpus_per_node: int
+    """Of the nodes that it ran on."""
+    micro_batch_size: int
+    grad_accum: int
+    step_seconds: float
+    tokens_per_second: float
+    update_seconds: float | None = None
+    """Of the optimizer's update, in synchronised steps and with the communication in it; None where not measured."""
+    communication_seconds: float | None = None
+    """Of all collective operations, each waited for, without waiting for other ranks; None where not measured."""
+    communication: Traffic | None = None
+    """What was sent in these seconds; None where not measured."""
+
+    @property
+    def model_parts(self) -> int:
+        """Ranks that a layer is split among by tensor parallelism."""
+        return tensor_parallel_size(self.configuration.deepspeed_config)
+
+    @property
+    def ranks_per_sample(self) -> int:
+        """Ranks that work on the same sequences."""
+        return self.model_parts * sequence_parallel_size(self.configuration.deepspeed_config)
+
+    @property
+    def measured_rate(self) -> float | None:
+        """Bytes per second through each rank, of all collective operations together; None where not measured."""
+        if self.communication is None or not self.communication_seconds or self.num_gpus == 1:
+            return None
+        return sent_bytes([self.communication], self.num_gpus) / self.communication_seconds
+
+    def traffic(self, grad_accum: int, num_gpus: int, gpus_per_node: int) -> list[Traffic]:
+        """What a step sends: as measured, else by formula."""
+
+        def by_formula(accumulation: int, gpus: int, node: int) -> list[Traffic]:
+            return step_traffic(
+                self.configuration,
+                parameters=self.parameters // self.model_parts,
+                trained=self.trained // self.model_parts,
+                precision=self.precision,
+                grad_accum=accumulation,
+                layers=self.layers,
+                several_nodes=gpus > node,
+            )
+
+        wanted = by_formula(grad_accum, num_gpus, gpus_per_node)
+        if self.communication is None:
+            return wanted
+        as_measured = by_formula(self.grad_accum, self.num_gpus, self.gpus_per_node)
+        # Formulas do not know every tensor that a small model sends: they give how it changes, the profile how much.
+        factor = self.communication.bytes / (sum(each.bytes for each in as_measured) or 1.0)
+        calls = self.communication.calls / (sum(each.calls for each in as_measured) or 1.0)
+        return [replace(each, bytes=each.bytes * factor, calls=each.calls * calls) for each in wanted]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Range:
+    """A projected value under both assumptions."""
+
+    no_overlap: float
+    """All communication is waited for, and an update of fewer elements takes no less time."""
+    full_overlap: float
+    """All communication runs beside computing as far as that lasts, and every updated element takes the same time."""
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """The lower and the higher one."""
+        return min(self.no_overlap, self.full_overlap), max(self.no_overlap, self.full_overlap)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Projection:
+    """A step at another number of GPUs. Nothing of it was measured."""
+
+    num_gpus: int
+    num_nodes: int
+    micro_batch_size: int
+    grad_accum: int
+    global_batch_size: int
+    """Sequences per optimizer step."""
+    sent_bytes: float
+    """Through the links of each GPU per step."""
+    communication_seconds: float
+    """Of all collective operations, if each is waited for."""
+    step_seconds: Range
+    tokens_per_second: Range
+    """Of the whole job."""
+    efficiency: Range
+    """Tokens per second of a GPU, as a fraction of the measured ones."""
+    notes: tuple[str, ...] = field(default=())
+
+
+def project(measured: MeasuredStep, num_gpus: int, links: Links, scaling: Scaling) -> Projection:
+    """Projects a measured step to a number of GPUs on given links, which are those of the measurement too.
+
+    Where the communication of the measurement was timed, its links may be others. ``scaling``: ``weak`` keeps the batch
+    of every GPU, ``strong`` that of the whole job. Raises UsageError for a size that cannot be.
+    """
+    _check_size(measured, num_gpus, links)
+    micro_batch_size, grad_accum = _batch(measured, num_gpus, scaling)
+    notes = []
+    measured_seconds = measured.communication_seconds
+    if measured_seconds is None:
+        its_nodes = replace(links, gpus_per_node=measured.gpus_per_node)
+        measured_seconds = _communication_seconds(measured, measured.grad_accum, measured.num_gpus, its_nodes)
+    if measured_seconds > measured.step_seconds:
+        notes.append(
+            f"on the links given communication alone takes {measured_seconds * 1000:.1f} ms of the measured step of "
+            f"{measured.step_seconds * 1000:.1f} ms: its own links were faster"
+        )
+    if micro_batch_size < measured.micro_batch_size:
+        notes.append("a smaller micro-batch is taken to need the same time per sequence; GPUs compute it less well")
+    seconds = _communication_seconds(measured, grad_accum, num_gpus, links)
+    update = measured.update_seconds or 0.0
+    if measured.communication_seconds is None:  # it is in the update, and not known which part of it
+        update = max(0.0, update - measured_seconds)
+    of_samples = micro_batch_size * grad_accum / (measured.micro_batch_size * measured.grad_accum)
+    of_update = _updated_elements_ratio(measured, num_gpus, links.gpus_per_node)
+
+    def computing(measured_computing: float, of_update: float) -> float:
+        """Passes take as long for every sequence."""
+        part = min(update, measured_computing)
+        return (measured_computing - part) * of_samples + part * of_update
+
+    steps = Range(
+        no_overlap=computing(max(0.0, measured.step_seconds - measured_seconds), max(1.0, of_update)) + seconds,
+        full_overlap=max(computing(measured.step_seconds, of_update), seconds),
+    )
+    replicas = num_gpus // measured.ranks_per_sample
+    measured_batch = measured.micro_batch_size * measured.grad_accum * (measured.num_gpus // measured.ranks_per_sample)
+    batch = micro_batch_size * grad_accum * replicas
+    tokens = measured.tokens_per_second * measured.step_seconds * batch / measured_batch
+    rates = Range(no_overlap=tokens / steps.no_overlap, full_overlap=tokens / steps.full_overlap)
+    per_gpu = measured.tokens_per_second / measured.num_gpus * num_gpus
+    return Projection(
+        num_gpus=num_gpus,
+        num_nodes=ceil(num_gpus / links.gpus_per_node),
+        micro_batch_size=micro_batch_size,
+        grad_accum=grad_accum,
+        global_batch_size=batch,
+        sent_bytes=sent_bytes(
+            measured.traffic(grad_accum, num_gpus, links.gpus_per_node), num_gpus // measured.model_parts
+        ),
+        communication_seconds=seconds,
+        step_seconds=steps,
+        tokens_per_second=rates,
+        efficiency=Range(no_overlap=rates.no_overlap / per_gpu, full_overlap=rates.full_overlap / per_gpu),
+        notes=tuple(notes),
+    )
+
+
+def _check_size(measured: MeasuredStep, num_gpus: int, links: Links) -> None:
+    """Raises UsageError for a number of GPUs that the configuration or the nodes cannot have."""
+    node, parts = links.gpus_per_node, measured.ranks_per_sample
+    if num_gpus % parts:
+        raise UsageError(
+            f"{num_gpus} GPUs are no multiple of the {parts} that work on the same sequences",
+            remedy=f"give --num-gpus {_multiples(parts, num_gpus)}",
+        )
+    if num_gpus > node and (num_gpus % node or node % measured.model_parts):
+        raise UsageError(
+            f"{num_gpus} GPUs do not fill nodes of {node}",
+            remedy=f"give --num-gpus {_multiples(node, num_gpus)}, or --gpus-per-node",
+        )
+    if num_gpus > node and links.node_bytes_per_second is None:
+        raise UsageError(
+            f"{num_gpus} GPUs are {num_gpus // node} nodes of {node}, and the rate between nodes is not known",
+            remedy="give --inter, such as ib:400 or eth:100",
+        )
+    zero = measured.configuration.deepspeed_config.get("zero_optimization") or {}
+    second = zero.get("zero_hpz_partition_size") or 1
+    if num_gpus % second:
+        raise UsageError(
+            f"{num_gpus} GPUs are no multiple of zero_hpz_partition_size {second}",
+            remedy=f"give --num-gpus {_multiples(second, num_gpus)}",
+        )
+
+
+def _multiples(unit: int, near: int) -> str:
+    below = near // unit * unit
+    return f"{below} or {below + unit}" if below else str(unit)
+
+
+def _batch(measured: MeasuredStep, num_gpus: int, scaling: Scaling) -> tuple[int, int]:
+    """Micro-batch and accumulation at another size. Raises UsageError where the global batch cannot be kept.
+
+    Accumulation changes first. The micro-batch becomes smaller only where there is nothing left to accumulate.
+    """
+    micro_batch_size, grad_accum = measured.micro_batch_size, measured.grad_accum
+    if scaling == "weak":
+        return micro_batch_size, grad_accum
+    total = micro_batch_size * grad_accum * (measured.num_gpus // measured.ranks_per_sample)
+    replicas = num_gpus // measured.ranks_per_sample
+    if total % (replicas * micro_batch_size) == 0:
+        return micro_batch_size, total // (replicas * micro_batch_size)
+    if total % replicas == 0 and total // replicas < micro_batch_size:
+        return total // replicas, 1
+    raise UsageError(
+        f"the measured batch of {total} sequences cannot be split among {num_gpus} GPUs "
+        f"in micro-batches of {micro_batch_size}",
+        remedy="take sizes that divide it, or --scaling weak",
+    )
+
+
+def _communication_seconds(measured: MeasuredStep, grad_accum: int, num_gpus: int, links: Links) -> float:
+    parts = measured.model_parts
+    traffic = measured.traffic(grad_accum, num_gpus, links.gpus_per_node)
+    return traffic_seconds(traffic, num_gpus // parts, links.among(parts))
+
+
+def _updated_elements_ratio(measured: MeasuredStep, num_gpus: int, gpus_per_node: int) -> float:
+    """Elements that are updated at once at another size, as a multiple of the measured ones.
+
+    Of each GPU, or of a node where its processors and disks update them.
+    """
+    configuration = measured.configuration
+    if configuration.stage == 0:
+        return 1.0
+    if configuration.offloads_optimizer:
+        return ceil(measured.num_gpus / measured.gpus_per_node) / ceil(num_gpus / gpus_per_node)
+    return measured.num_gpus / num_gpus
+
+
+def measured_links(steps: Sequence[MeasuredStep]) -> tuple[float | None, float | None]:
+    """Rates that were measured within a node and between nodes: the median of the rows; None where none measured."""
+    within = sorted(rate for each in steps if each.num_gpus <= each.gpus_per_node and (rate := each.measured_rate))
+    between = sorted(rate for each in steps if each.num_gpus > each.gpus_per_node and (rate := each.measured_rate))
+    return tuple(rates[len(rates) // 2] if rates else None for rates in (within, between))  # type: ignore[return-value]
