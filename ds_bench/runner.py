@@ -580,8 +580,18 @@ def _finish(options: Options, store: RunFolder, results: ResultBuilder, notes: S
     folders = [folder for plan, report in reports if (folder := _write_point(plan, report, store, results.environment))]
     recommendation = _recommendation_values(reports)
     store.save_run({**store.load_run(), "recommendation": recommendation})
-    write_json(store.folder / "recommendation.json", recommendation)
-    print_reports(options, [report for _, report in reports], rows)  # last: standard output may be gone
+    for path in (store.folder / "recommendation.json", store.recommendation_path):
+        write_json(path, recommendation)
+    of_trial = {
+        summary.record.trial.key: report.recommendation.to_dict()
+        for (_, report), (_, own) in zip(reports, results.points, strict=True)
+        for summary in own
+    }
+    printed = [
+        {**row, "recommendation": of_trial[summary.record.trial.key]}
+        for row, summary in zip(rows, summaries, strict=True)
+    ]
+    print_reports(options, [report for _, report in reports], printed)  # last: standard output may be gone
     if not options.quiet:
         for folder in dict.fromkeys(store.folder / "points" if options.point else folder for folder in folders):
             terminal.print_text(f"  Config: {folder}", sys.stderr)

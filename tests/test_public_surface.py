@@ -279,9 +279,10 @@ def test_flat_columns_keep_their_names_order_and_types(
     flags = (*SMALL, "--output-dir", str(tmp_path / "out"), "--format", "json", "--num-gpus", "2")
     assert run_script("zero_stage_comparison.py", *flags, launcher=FakeLauncher("Success", "OOM")) == 0
     printed = json.loads(capsys.readouterr().out)
-    (json_path,), (csv_path,) = tmp_path.glob("out/*.json"), tmp_path.glob("out/*.csv")
-    rows = json.loads(json_path.read_text())
-    assert printed == rows
+    (json_path,), (csv_path,) = tmp_path.glob("out/*_comparison_*.json"), tmp_path.glob("out/*.csv")
+    (recommendation_path,) = tmp_path.glob("out/*_recommendation_*.json")
+    rows, recommendation = json.loads(json_path.read_text()), json.loads(recommendation_path.read_text())
+    assert printed == [{**row, "recommendation": recommendation} for row in rows]
     with csv_path.open(newline="") as file:
         assert next(csv.reader(file)) == list(columns)
     for row in rows:
@@ -399,7 +400,7 @@ def test_caveats_are_written_with_the_same_texts(run_script: Run, tmp_path: Path
     run_script("zero_stage_comparison.py", *SMALL, "--warmup-steps", "0", "--output-dir", str(out))
     run_script("zero_stage_comparison.py", *SMALL, "--num-steps", "1", "--output-dir", str(out))
     run_script("zero_stage_comparison.py", *SMALL, "--stages", "3", "--output-dir", str(out))
-    rows = [row for path in out.glob("*.json") for row in json.loads(path.read_text())]
+    rows = [row for path in out.glob("*_comparison_*.json") for row in json.loads(path.read_text())]
     cells = "\n".join(row["caveats"] or "" for row in rows)
     missing = [
         caveat["text"]

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from ds_bench import planner
+from ds_bench.analysis import load_results
 from ds_bench.cli import script as cli
 from ds_bench.config.spec import Trial
 from ds_bench.doctor import nvme
@@ -303,7 +304,7 @@ def test_the_files_are_whole_after_every_trial(house: House) -> None:
     counts: list[int] = []
 
     def count(trial: Trial) -> TrialRecord:
-        counts.append(len(house.rows()) if list(house.output.glob("*.json")) else 0)
+        counts.append(len(house.rows()) if list(house.output.glob("*_comparison_*.json")) else 0)
         return fakes.success(trial)
 
     house.run(script=FakeLauncher(*[count] * 4))
@@ -469,7 +470,10 @@ def test_the_summary_alone_is_on_standard_output_in_the_form_asked_for(
     out, err = capsys.readouterr()
     assert err == ""
     if form == "json":
-        assert json.loads(out) == house.rows()
+        assert [
+            {**row, "recommendation": each["recommendation"]}
+            for row, each in zip(house.rows(), json.loads(out), strict=True)
+        ] == json.loads(out)
     else:
         assert ("| ZeRO-0 |" in out) is (form == "markdown")
 
@@ -526,6 +530,12 @@ def test_the_end_recommends_a_row_and_leaves_its_configuration(
     assert (told["choice"], told["decided"], told["tied"]) == ("ZeRO-1", True, ["ZeRO-1", "ZeRO-3"])
     assert json.loads((folder.parent / "run.json").read_text(encoding="utf-8"))["recommendation"] == told
     assert json.loads((folder.parent / "recommendation.json").read_text(encoding="utf-8")) == told
+    (beside,) = house.output.glob("zero_recommendation_*.json")
+    assert json.loads(beside.read_text(encoding="utf-8")) == told
+    rows = beside.with_name(beside.name.replace("recommendation", "comparison"))
+    assert load_results.load(beside).source == rows
+    assert house.run("--stages", "1", "--format", "json") == 0
+    assert [row["recommendation"]["choice"] for row in json.loads(capsys.readouterr().out)] == ["ZeRO-1"]
 
 
 def test_where_it_is_undecided_the_readme_of_the_configuration_says_so_first(house: House) -> None:

@@ -123,6 +123,9 @@ def _load(path: Path) -> Result:
             return _load_run(path.parent, path)
     if path.suffix == ".jsonl":
         return _load_records(path, RunInfo(), path, [])
+    rows_path = path.with_name(path.name.replace("recommendation_", "comparison_", 1))
+    if rows_path != path and _FLAT_NAME.match(rows_path.name) and rows_path.is_file():
+        path = rows_path  # the recommendation beside the rows, as in a list of all files of a folder
     data = json_files.read_bytes(path)
     if path.suffix.lower() == ".csv" or data[:20].startswith((b"stage,strategy,", b"\xef\xbb\xbfstage,strategy,")):
         json_path = path.with_suffix(".json")

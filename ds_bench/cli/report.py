@@ -63,7 +63,7 @@ def report(options: ReportOptions) -> int:
 
     reports = build_reports(options.results, options.relative_to, options.goal, tell)
     if options.format in ROW_FORMATS:
-        _write_rows(flat_rows_of(reports), options)
+        _write_rows(reports, options)
     else:
         print_reports(reports, sys.stdout, as_markdown=options.format == "markdown", verbose=options.verbose)
     if options.html is not None:
@@ -111,8 +111,17 @@ def flat_rows_of(reports: Sequence[ComparisonReport]) -> list[dict[str, Any]]:
     ]
 
 
-def _write_rows(rows: Sequence[dict[str, Any]], options: ReportOptions) -> None:
-    """Writes the flat rows to the file of ``--output``, else to standard output. Raises UsageError."""
+def _write_rows(reports: Sequence[ComparisonReport], options: ReportOptions) -> None:
+    """Writes the flat rows to the file of ``--output``, else to standard output. Raises UsageError.
+
+    In JSON each row has the recommendation of its comparison too.
+    """
+    if options.format == "json":
+        rows = [
+            {**row, "recommendation": each.recommendation.to_dict()} for each in reports for row in flat_rows_of([each])
+        ]
+    else:
+        rows = flat_rows_of(reports)
     if options.format == "parquet":
         content = parquet_bytes(rows)
         if options.output is None:

@@ -53,6 +53,11 @@ class RunFolder:
     json_path: Path
     csv_path: Path
 
+    @property
+    def recommendation_path(self) -> Path:
+        """Of ``zero_comparison_STAMP.json`` ``zero_recommendation_STAMP.json``."""
+        return self.json_path.with_name(self.json_path.name.replace("comparison_", "recommendation_", 1))
+
     @classmethod
     def create(cls, output_dir: Path, family: str, suffix: str = "") -> RunFolder:
         """Creates the folder of a new run; waits for the next second if another run has the name of this one.
@@ -106,7 +111,7 @@ class RunFolder:
     def _refuse_links(self) -> None:
         """Raises UsageError for links and special files: in a downloaded run they could redirect what is written."""
         written = ("recommended", "recommended/*", "export_*", "export_*/*", "trials", "points", "points/**/*")
-        names = {*self.folder.iterdir(), self.json_path, self.csv_path}
+        names = {*self.folder.iterdir(), self.json_path, self.csv_path, self.recommendation_path}
         for path in sorted(names.union(*(self.folder.glob(pattern) for pattern in written))):
             if path.is_symlink() or (path.exists() and not (path.is_file() or path.is_dir())):
                 raise UsageError(
@@ -131,7 +136,8 @@ class RunFolder:
             except OSError as error:
                 yield f"the run folder cannot be locked ({error.strerror}): a second run in it would not be noticed"
                 return
-            remove_temporaries(self.json_path.parent, f"{self.json_path.stem}.*")
+            for path in (self.json_path, self.recommendation_path):
+                remove_temporaries(path.parent, f"{path.stem}.*")
             for folder in self.folder.glob("**/"):
                 remove_temporaries(folder, "*")
             yield None

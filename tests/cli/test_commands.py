@@ -273,7 +273,7 @@ def test_report_exports_a_row_by_name(result: Path, tmp_path: Path, monkeypatch:
 
 def flat_copy(result: Path, folder: Path) -> Path:
     """The run's flat JSON, without its run folder."""
-    (original,) = result.parent.parent.glob("*.json")
+    (original,) = result.parent.parent.glob("*comparison_*.json")
     copy = folder / "sent.json"
     copy.write_bytes(original.read_bytes())
     return copy

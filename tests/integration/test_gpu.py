@@ -40,7 +40,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
                 timeout=550,
                 check=False,
             )
-            rows = [row for path in sorted(folder.glob("*.json")) for row in json.loads(path.read_text())]
+            rows = [row for path in sorted(folder.glob("*_comparison_*.json")) for row in json.loads(path.read_text())]
             done[key] = (result.returncode, result.stderr, rows)
         return done[key]
 
@@ -196,7 +196,7 @@ def test_profiles_of_a_gpu_have_its_kernels_and_its_allocations(tmp_path: Path) 
         check=True,
     )
     assert "nsys profile --trace=cuda" in done.stderr
-    (row,) = json.loads(next(tmp_path.glob("*.json")).read_text())
+    (row,) = json.loads(next(tmp_path.glob("*_comparison_*.json")).read_text())
     assert "the profile" not in (row["caveats"] or "")
     (folder,) = tmp_path.glob("runs/*/trials/*/profiles")
     assert {path.name for path in folder.iterdir()} == {
@@ -217,7 +217,7 @@ def test_copies_between_host_and_device_are_timed_and_cpu_adam_with_them(tmp_pat
         timeout=400,
         check=True,
     )
-    kept, offloaded = json.loads(next(tmp_path.glob("*.json")).read_text())
+    kept, offloaded = json.loads(next(tmp_path.glob("*_comparison_*.json")).read_text())
     assert kept["cpu_adam_gb_per_sec"] is None
     assert offloaded["cpu_adam_gb_per_sec"] > 0.1
     assert offloaded["phase_transfer_ms"] > 3 * (kept["phase_transfer_ms"] or 0)

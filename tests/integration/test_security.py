@@ -88,7 +88,7 @@ def test_no_link_in_a_run_folder_is_followed(
     assert house.run("--stages", "0") == 0
     folder = run_folder(house)
     target = tmp_path / "target"
-    path = next(house.output.glob("*.json")) if name == "flat JSON" else folder / name
+    path = next(house.output.glob("*_comparison_*.json")) if name == "flat JSON" else folder / name
     if path.is_dir():
         shutil.move(path, target)
     elif path.exists():

@@ -40,6 +40,7 @@ def test_report_writes_the_rows_of_the_file_in_three_forms(
     for row, stored in zip(printed, rows, strict=True):  # what the file lacks is computed where the model is known
         known = {name: value for name, value in stored.items() if value is not None}
         assert {name: row[name] for name in known} == known
+        assert row["recommendation"]["choice"] == "ZeRO-0"
     assert commands.main(["report", str(store.json_path), "--format", "csv"]) == 0
     (header, *cells) = csv.reader(io.StringIO(capsysbinary.readouterr().out.decode()))
     assert (header, len(cells)) == (list(rows[0]), 2)
