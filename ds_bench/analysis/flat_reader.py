@@ -6,6 +6,7 @@ configuration. The summary of a row gives the same row again (``flat_rows.COLUMN
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -14,8 +15,10 @@ from typing import TYPE_CHECKING, Annotated, Any, NotRequired
 
 from .. import units
 from ..config import axis_rows, strategies
+from ..config.axes import RowFacts, Setting
 from ..config.deepspeed_config import minimal_config
 from ..config.spec import Configuration, Engine, Placement, Strategy, Trial, Workload
+from ..errors import UsageError
 from ..models.presets import ModelFacts, find_preset
 from ..records.json_files import check_numbers, invalid_value
 from ..records.schema import CHECKPOINT_ACTIONS, SUCCESS, Outcome, RankMeasurement, TrialRecord
@@ -278,12 +281,15 @@ def _outcome(row: Mapping[str, Any]) -> Outcome:
 
 def _trial(row: Mapping[str, Any]) -> Trial:
     configuration = _configuration(row["strategy"], row["stage"], row.get("engine"))
+    setting = _axes_setting(row["strategy"], row["stage"], row["num_gpus"])
+    if setting.variables:
+        configuration = replace(configuration, variables=setting.variables)
     return Trial(
         trial_id=row.get("trial_id") or f"{configuration.name}_r{row['repeat']}",
         repeat=row["repeat"],
         round_position=row.get("round_position"),
         configuration=configuration,
-        workload=_workload(row),
+        workload=_workload(row, setting),
         placement=_placement(row),
         ds_config=configuration.deepspeed_config,
         point=_point(row),
@@ -313,33 +319,51 @@ def _configuration(name: str, stage: int, engine: Engine | None) -> Configuratio
 
 
 @cache
+def _axes_setting(name: str, stage: int, ranks: int) -> Setting:
+    """What the axes in a row's name set besides the DeepSpeed configuration, which no column may tell.
+
+    A value that cannot be set in such a row is left out.
+    """
+    facts = RowFacts(stage=stage, offload_optimizer=None, offload_param=None, grad_accum=1, ranks=ranks)
+    workload: dict[str, Any] = {}
+    variables: dict[str, str] = {}
+    for value in axis_rows.split_name(name)[1]:
+        with contextlib.suppress(UsageError):
+            setting = axis_rows.setting_of((value,), facts)
+            workload |= setting.workload
+            variables |= setting.variables
+    return Setting(workload=workload, variables=variables)
+
+
+@cache
 def _preset(name: str) -> ModelFacts | None:
     return find_preset(name)
 
 
-def _workload(row: Mapping[str, Any]) -> Workload:
+def _workload(row: Mapping[str, Any], setting: Setting) -> Workload:
     facts = _preset(row["model"])
     elsewhere = "factory" if ":" in row["model"] else "hub"  # or a local folder: the row does not say
-    return Workload(
-        model=row["model"],
-        model_source="preset" if facts else elsewhere,  # type: ignore[arg-type]
-        model_type=facts.model_type if facts else None,
-        model_config=facts.config if facts else {},
-        batch_size=row["batch_size"],
-        batch_policy="largest" if row.get("batch_policy") == "largest" else "given",
-        seq_length=row["seq_length"],
-        seq_policy="longest" if row.get("seq_policy") == "longest" else "given",
-        grad_accum=row["grad_accum"],
-        num_steps=row["num_steps"],
-        warmup_steps=row["warmup_steps"],
-        precision=row["precision"],
-        activation_checkpointing=row["activation_checkpointing"],
-        dropout=row.get("dropout"),
-        vocab_size=row.get("vocab_size"),
-        data_path=row.get("data_file"),
-        pass_type=row.get("pass_type") or "train",
-        synchronized=row.get("synchronized") is not False,
-    )
+    columns = {
+        "model": row["model"],
+        "model_source": "preset" if facts else elsewhere,
+        "model_type": facts.model_type if facts else None,
+        "model_config": facts.config if facts else {},
+        "batch_size": row["batch_size"],
+        "batch_policy": "largest" if row.get("batch_policy") == "largest" else "given",
+        "seq_length": row["seq_length"],
+        "seq_policy": "longest" if row.get("seq_policy") == "longest" else "given",
+        "grad_accum": row["grad_accum"],
+        "num_steps": row["num_steps"],
+        "warmup_steps": row["warmup_steps"],
+        "precision": row["precision"],
+        "activation_checkpointing": row["activation_checkpointing"],
+        "dropout": row.get("dropout"),
+        "vocab_size": row.get("vocab_size"),
+        "data_path": row.get("data_file"),
+        "pass_type": row.get("pass_type") or "train",
+        "synchronized": row.get("synchronized") is not False,
+    }
+    return Workload(**{**setting.workload, **columns})
 
 
 def _placement(row: Mapping[str, Any]) -> Placement:

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from ds_bench.analysis import flat_reader, load_results
 from ds_bench.analysis.caveats import CaveatKind, parse_caveats
+from ds_bench.analysis.comparability import group_repeats
 from ds_bench.analysis.flat_rows import COLUMNS, flat_rows
 from ds_bench.analysis.load_results import Result
 from ds_bench.config.deepspeed_config import is_full_config
@@ -133,6 +134,24 @@ def test_a_flat_json_without_its_run_folder_gives_its_rows(run: RunFolder, tmp_p
     assert flat_rows(result.summaries) == json.loads(alone.read_text())
     assert [entry.tokens_per_second for entry in result.summaries[:2]] == [pytest.approx(5120), pytest.approx(2560)]
     assert any("flat rows only" in note for note in result.notes)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        ("zero_init=true", "zero_init=false"), ("compile=none", "compile=torch"), ("loss=model", "loss=tiled"),
+        ("data_workers=off", "data_workers=2"), ("data_prefetch=2", "data_prefetch=4"),
+        ("cpu_binding=none", "cpu_binding=numa"),
+        ("attention=sdpa", "attention=eager"), ("allocator=default", "allocator=expandable_segments"),
+        ("data_workers=0+zero_init=true", "data_workers=0+zero_init=false"),
+    ],
+)  # fmt: skip
+def test_rows_of_a_flat_json_that_differ_in_an_axis_alone_are_two_rows(values: tuple[str, str], tmp_path: Path) -> None:
+    """Neither a column nor the hash of the DeepSpeed configuration tells them apart, only their names."""
+    row = json.loads(REFERENCE.read_text())[-1]
+    alone = tmp_path / "elsewhere.json"
+    alone.write_text(json.dumps([{**row, "strategy": f"zero3+{value}", "config_hash": "0" * 16} for value in values]))
+    assert len(group_repeats(load_results.load(alone).summaries)) == 2
 
 
 def test_a_flat_json_whose_run_folder_holds_other_rows_is_read_by_itself(run: RunFolder) -> None:
