@@ -7,6 +7,8 @@ import runpy
 import shlex
 from pathlib import Path
 
+import pytest
+
 from ds_bench.cli import arguments, commands
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -62,3 +64,38 @@ def test_the_readmes_table_is_what_report_prints_of_the_committed_rows() -> None
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     table = (ROOT / "tests" / "data" / "public_surface" / "reference_table.txt").read_text(encoding="utf-8")
     assert f"```\n{table}```" in readme
+
+
+EXAMPLES = {
+    "Checkpoint (": "comparison_20261122_160859.json",
+    "Model ": "comparison_20261122_161908.json",
+    "Host memory by phase": "zero_comparison_20261122_160058.json",
+    "ZeRO-3 + NVMe": "parts_of_a_step.txt",
+    "ZeRO-1: torch": "profiles.txt",
+    "ZeRO-1: comms": "profiles.txt",
+    '{"step"': "zero1_steps.jsonl",
+}
+"""How a measured example of docs begins → the committed file that it shows."""
+
+
+@pytest.mark.parametrize("beginning", EXAMPLES)
+def test_measured_examples_are_lines_of_committed_results(
+    beginning: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a JSON file the lines that ``report`` prints today, so that the form is today's too."""
+    source = ROOT / "results/reference/cpu_2cores_2026-11-22" / EXAMPLES[beginning]
+    text = source.read_text(encoding="utf-8")
+    if source.suffix == ".json":
+        monkeypatch.setenv("COLUMNS", "160")
+        assert commands.main(["report", str(source), "--verbose"]) == 0
+        text = capsys.readouterr().out
+    shown = {line.strip() for line in text.splitlines()} | {"", "…"}
+    blocks = [
+        block
+        for page in PAGES
+        for block in re.findall(r"^```\w*\n(.*?)^```$", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+        if block.startswith(beginning)
+    ]
+    assert blocks, "the example is gone from the docs"
+    for block in blocks:
+        assert [line for line in block.splitlines() if line.strip() not in shown] == []

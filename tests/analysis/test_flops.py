@@ -23,7 +23,7 @@ from ds_bench.analysis.flops import (
     model_flops_per_token,
     peak_flops,
 )
-from ds_bench.models.presets import ModelFacts, find_preset
+from ds_bench.models.presets import ModelFacts, find_preset, preset_names
 
 DEVICES = Path(ds_bench.__path__[0], "system", "devices.json")
 TABLE: list[dict[str, Any]] = json.loads(DEVICES.read_text(encoding="utf-8"))
@@ -120,6 +120,15 @@ def test_a_sequence_without_tokens_is_refused(length: int) -> None:
 
 def test_the_three_conventions_are_told_apart() -> None:
     assert len({MODEL_CONVENTION, CAUSAL_CONVENTION, HARDWARE_CONVENTION}) == 3
+
+
+def test_the_conventions_differ_as_much_as_the_documentation_says() -> None:
+    differences = []
+    for facts in map(preset, preset_names()):
+        length = min(2048, facts.max_positions)
+        differences.append(model_flops_per_token(facts, length) / causal_flops_per_token(facts, length) - 1)
+    shown = f"differ by {100 * min(differences):.0f} to {100 * max(differences):.0f} % on the built-in models"
+    assert shown in (Path(__file__).parents[2] / "docs/metrics.md").read_text(encoding="utf-8")
 
 
 # Utilisation
