@@ -1,39 +1,56 @@
 """Cold launch: every trial through the ``deepspeed`` launcher, on one node or many.
 
-Ranks start as they do for a user and import everything again in each trial. On one node they meet through a file;
-across nodes through the launcher's MASTER_ADDR, with the run folder on storage that every node sees.
+Ranks start as they do for a user and import everything again in each trial. On one node they meet through a file. On
+several they meet at MASTER_ADDR; each host's files are in a private folder there, which its agent sends here.
 """
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import json
 import os
 import shlex
+import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ..config.spec import Placement, Trial
-from ..records.rank_files import LEADER_LOG
+from ..records.rank_files import LEADER_LOG, TRIAL_VARIABLE
 from ..records.schema import TrialRecord
-from ..system.processes import child_environment, die_with_parent
+from ..system.processes import LEADER_VARIABLE, child_environment, die_with_parent
+from .hosts import SSH_OPTIONS, Hosts
 from .monitor import Limits, ProgressCallback
 from .rank_environment import thread_variables
+from .remote_trial import RemoteTrial
+from .scratch import temporary_folder
 from .trial import Leader, run_trial
+
+_WORKER = "ds_bench.worker"
 
 
 class DeepSpeedLauncher:
-    """Runs ``deepspeed … --module ds_bench.worker FOLDER`` as the child of a leader of ours."""
+    """Runs ``deepspeed … --module ds_bench.worker FOLDER`` as the child of a leader of ours.
+
+    ``hosts``: of a placement on several; where it has no hostfile, their agents start the ranks.
+    """
 
     def __init__(
-        self, environment: Mapping[str, str], limits: Limits, *, device_indices: Sequence[int] | None = None
+        self,
+        environment: Mapping[str, str],
+        limits: Limits,
+        *,
+        device_indices: Sequence[int] | None = None,
+        hosts: Hosts | None = None,
     ) -> None:
         self._environment = dict(environment)
         self._limits = limits
         self._devices = device_indices
+        self._hosts = hosts
 
     def launch(self, trial: Trial, folder: Path, listen: ProgressCallback) -> TrialRecord:
         """See ``Launcher``."""
@@ -45,50 +62,124 @@ class DeepSpeedLauncher:
             environment={name: value for name, value in self._variables(trial).items() if name != "PYTHONPATH"},
             start=self._start,
             launch="deepspeed",
-            rendezvous_by_file=trial.placement.hostfile is None,
+            hosts=self._hosts,
         )
 
     def _variables(self, trial: Trial) -> dict[str, str]:
         """Of this trial: points of a sweep may have other numbers of ranks, and so of threads."""
         return {**self._environment, **thread_variables(trial.placement, os.environ)}
 
-    def _start(self, trial: Trial, folder: Path) -> Leader:
-        command = launch_command(trial.placement, folder.resolve(), self._devices)
-        with (folder / LEADER_LOG).open("ab") as log:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "ds_bench.launch.leader", str(folder), json.dumps(command)],
-                env=child_environment(self._variables(trial)),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-                preexec_fn=die_with_parent,
-            )
+    def _start(self, trial: Trial, folder: Path, remote: RemoteTrial | None) -> Leader:
+        if remote is None:
+            command = launch_command(trial.placement, folder.resolve(), self._devices)
+            return start_leader(folder, command, self._variables(trial), working_folder=folder)
+        if trial.placement.hostfile is None:
+            remote.start_ranks(lambda number: node_command(trial.placement, number, remote.master))
+            return Leader(None, lambda seconds: _wait_for_ranks(remote, seconds))
+        command = hosts_command(trial.placement, remote.master)
+        variables = {**self._variables(trial), **hosts_variables(remote, os.environ)}
+        # On SIGTERM DeepSpeed's runner ends every job of this user on these hosts that deepspeed has started, by
+        # "pkill -f deepspeed.launcher.launch" (launcher/runner.py, sigkill_handler). The agents end this trial alone.
+        kind = signal.SIGKILL if trial.placement.multi_node_launcher == "pdsh" else signal.SIGTERM
+        # The runner's working folder is part of a shell command and of PYTHONPATH on every host.
+        return start_leader(folder, command, variables, working_folder=Path("/"), first_signal=kind)
 
-        def wait(seconds: float) -> bool:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(seconds)
-            return process.poll() is not None
 
-        return Leader(process.pid, wait)
+def _wait_for_ranks(remote: RemoteTrial, seconds: float) -> bool:
+    if not remote.ranks_ended:
+        time.sleep(seconds)
+    return remote.ranks_ended
+
+
+def start_leader(
+    folder: Path,
+    command: Sequence[str],
+    variables: Mapping[str, str],
+    *,
+    working_folder: Path,
+    first_signal: int = signal.SIGTERM,
+) -> Leader:
+    """Runs a command as the child of a leader."""
+    with (folder / LEADER_LOG).open("ab") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "ds_bench.launch.leader", str(folder), json.dumps(command), str(working_folder)],
+            env=child_environment(variables),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+            preexec_fn=die_with_parent,
+        )
+
+    def wait(seconds: float) -> bool:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(seconds)
+        return process.poll() is not None
+
+    return Leader(process.pid, wait, first_signal)
 
 
 def launch_command(placement: Placement, folder: Path, devices: Sequence[int] | None = None) -> list[str]:
-    """The launcher's command line for one trial. ``devices``: indices of the GPUs to use."""
-    port = placement.master_port or _free_port()
-    command = [sys.executable, "-m", "deepspeed.launcher.runner", "--no_local_rank", "--master_port", str(port)]
+    """The launcher's command line for one trial. ``devices``: indices of the GPUs to use on one node."""
     if placement.hostfile is not None:
-        command += ["--hostfile", placement.hostfile, "--launcher", placement.multi_node_launcher]
-        command += ["--include", placement.include] if placement.include else []
-        command += ["--master_addr", placement.master_addr] if placement.master_addr else []
-        # With "=", since the arguments begin with a dash.
-        command += [f"--launcher_args={shlex.join(placement.launcher_args)}"] if placement.launcher_args else []
-    else:  # an empty hostfile, since there may be one at the launcher's default path
-        command += ["--hostfile", os.devnull, "--master_addr", "127.0.0.1"]
-        # With --num_gpus the launcher ignores CUDA_VISIBLE_DEVICES and takes the first GPUs (launcher/runner.py).
-        included = "localhost:" + ",".join(map(str, devices[: placement.num_gpus])) if devices else None
-        command += ["--include", included] if included else ["--num_gpus", str(placement.num_gpus)]
-    return [*command, "--module", "ds_bench.worker", str(folder)]
+        return hosts_command(
+            placement, (placement.master_addr or placement.hosts[0][0], placement.master_port or 29500)
+        )
+    command = [sys.executable, "-m", "deepspeed.launcher.runner", "--no_local_rank", "--master_port", str(_free_port())]
+    # An empty hostfile, since there may be one at the launcher's default path.
+    command += ["--hostfile", os.devnull, "--master_addr", "127.0.0.1"]
+    # With --num_gpus the launcher ignores CUDA_VISIBLE_DEVICES and takes the first GPUs (launcher/runner.py).
+    included = "localhost:" + ",".join(map(str, devices[: placement.num_gpus])) if devices else None
+    command += ["--include", included] if included else ["--num_gpus", str(placement.num_gpus)]
+    return [*command, "--module", _WORKER, str(folder)]
+
+
+def hosts_command(placement: Placement, master: tuple[str, int]) -> list[str]:
+    """The runner's command line for one trial on the hosts of a hostfile; ranks find their folder by DS_BENCH_TRIAL."""
+    address, port = master
+    command = [
+        sys.executable,
+        "-m",
+        "deepspeed.launcher.runner",
+        "--no_local_rank",
+        "--hostfile",
+        str(placement.hostfile),
+    ]
+    command += ["--launcher", placement.multi_node_launcher, "--master_addr", address, "--master_port", str(port)]
+    # By itself the runner tries ssh to the first host, and starts the ranks of a single host here, whichever it is.
+    command += ["--no_ssh_check", "--force_multi"]
+    if placement.include is not None:
+        command += [f"--include={placement.include}"]
+    if placement.launcher_args:
+        command += [f"--launcher_args={shlex.join(placement.launcher_args)}"]
+    if placement.multi_node_launcher == "slurm":  # that runner ignores --module (launcher/multinode_runner.py)
+        return [*command, "--", "-m", _WORKER]
+    return [*command, "--module", _WORKER]
+
+
+def hosts_variables(remote: RemoteTrial, environ: Mapping[str, str]) -> dict[str, str]:
+    """Variables of DeepSpeed's runner, and in a file of its own those that it sets on every host."""
+    address, port = remote.master
+    exported = {TRIAL_VARIABLE: remote.scratch_id, "MASTER_ADDR": address, "MASTER_PORT": str(port)}
+    name = environ.get("DS_ENV_FILE", ".deepspeed_env")
+    texts = [path.read_text() for path in dict.fromkeys([Path.home() / name, Path.cwd() / name]) if path.is_file()]
+    texts += [f"{name}={value}" for name, value in exported.items()]
+    path = Path(temporary_folder()) / "launcher_variables"
+    path.write_text("\n".join(text.strip("\n") for text in texts) + "\n")
+    path.chmod(0o600)
+    ssh = " ".join(filter(None, [environ.get("PDSH_SSH_ARGS_APPEND"), *SSH_OPTIONS]))
+    return {"DS_ENV_FILE": str(path), "PDSH_SSH_ARGS_APPEND": ssh, LEADER_VARIABLE: ""}
+
+
+def node_command(placement: Placement, number: int, master: tuple[str, int]) -> list[str]:
+    """The command that starts the ranks of one host, as DeepSpeed's runner starts it there."""
+    slots = {name: list(range(ranks)) for name, ranks in placement.hosts}
+    address, port = master
+    return [
+        *[sys.executable, "-u", "-m", "deepspeed.launcher.launch", f"--node_rank={number}"],
+        f"--world_info={base64.urlsafe_b64encode(json.dumps(slots).encode()).decode()}",
+        *[f"--master_addr={address}", f"--master_port={port}", "--no_local_rank", "--module", _WORKER],
+    ]
 
 
 def _free_port() -> int:

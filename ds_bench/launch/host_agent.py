@@ -7,6 +7,7 @@ every process that belongs to the run on this host, removes what it has created,
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import signal
@@ -18,27 +19,34 @@ from dataclasses import asdict
 from typing import Any
 
 from .. import __version__
-from ..config.spec import Configuration, Placement
+from ..config.spec import Configuration, Placement, Trial
 from ..errors import DsBenchError
 from ..records import json_files
 from ..system import processes
 from ..system.environment import read_environment
 from . import rank_environment
+from .host_trial import HostTrial
 from .message_stream import Message, MessageStream
 from .scratch import remove_abandoned, temporary_folder_variables
 
 Values = Mapping[str, Any]
 Say = Callable[[str], None]
+_SEND_SECONDS = 0.5
+"""How often the files of a running trial are looked at."""
+_STACKS_SECONDS = 1.0
 _CLEAN_UP_SECONDS = 30.0
 """For the main thread to end processes and remove files."""
 
 
 class HostAgent:
-    """Answers the requests of a run, one after the other."""
+    """Answers the requests of a run, one after the other; sends the files of a trial while it runs."""
 
     def __init__(self, reader: int, writer: int) -> None:
         self._requests: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._stream = MessageStream(reader, writer, receive=self._requests.put, ended=end_main_thread)
+        self._trial: HostTrial | None = None
+        self._variables: dict[str, str] = {}
+        """Of the trial's ranks."""
 
     def run(self) -> None:
         """Answers until SystemExit is raised, by a signal or the end of the input."""
@@ -47,8 +55,15 @@ class HostAgent:
         self._stream.send({"agent": __version__, "hostname": socket.gethostname(), "address": own_address(os.environ)})
         try:
             while True:
-                self._answer(self._requests.get())
+                with contextlib.suppress(queue.Empty):
+                    self._answer(self._requests.get(timeout=_SEND_SECONDS))
+                if self._trial is not None:
+                    self._trial.send_changes()
+                    if self._trial.ranks_ended:
+                        self._send({"leader_ended": True})
         finally:
+            if self._trial is not None:
+                self._trial.end(grace_seconds=0.0)
             processes.end_tree(None, earlier=set(), grace_seconds=1.0)
 
     def _answer(self, message: Message) -> None:
@@ -58,6 +73,11 @@ class HostAgent:
             "build_ops": _build_ops,
             "address": lambda values, _say: address_towards(str(values["towards"])),
             "free_port": lambda _values, _say: free_port(),
+            "begin": self._begin,
+            "launch": self._launch,
+            "activity": self._read_activity,
+            "stacks": self._request_stacks,
+            "end": self._end,
         }
         try:
             answer = answers[message["request"]]
@@ -66,6 +86,53 @@ class HostAgent:
         except Exception as error:  # whatever it is, the run is told
             text = str(error) if isinstance(error, DsBenchError) else f"{type(error).__name__}: {error}"
             self._stream.send({"id": request_id, "error": " ".join(text.split())[:500]})
+
+    def _send(self, message: Message) -> None:
+        self._stream.wait_for_room()
+        self._stream.send(message)
+
+    def _begin(self, values: Values, _say: Say) -> None:
+        """Prepares a trial: ``id``, ``folder``, ``assignment``, ``config``, ``master``, ``variables``, ``ranks``."""
+        trial = HostTrial(values["trial"], self._send)
+        placement = Trial.from_dict(values["assignment"]["trial"]).placement
+        address, port = values["master"]
+        environ = {**os.environ, **values["variables"]}
+        self._variables = {
+            **values["variables"],
+            **host_variables(placement, environ),
+            **interface_variables(address, environ),
+            "MASTER_ADDR": address,
+            "MASTER_PORT": str(port),
+            "LOCAL_SIZE": str(values["ranks"]),
+        }
+        self._trial = trial
+        own = {name: value for name, value in self._variables.items() if name != "PYTHONPATH"}
+        trial.begin(values["folder"], values["assignment"], values["config"], own)
+
+    def _launch(self, values: Values, _say: Say) -> None:
+        if self._trial is not None:
+            self._trial.start_ranks(list(values["command"]), self._variables)
+
+    def _read_activity(self, _values: Values, _say: Say) -> dict[str, Any]:
+        """Memory and disk traffic of the trial's processes here, and whether what ``launch`` began has ended."""
+        if self._trial is None:
+            return {"resident_bytes": 0, "disk_bytes": 0}
+        return asdict(processes.read_activity(self._trial.members()))
+
+    def _request_stacks(self, _values: Values, _say: Say) -> None:
+        if self._trial is not None:
+            self._trial.request_stacks()
+            time.sleep(_STACKS_SECONDS)
+            self._trial.send_changes()
+
+    def _end(self, values: Values, _say: Say) -> dict[str, Any]:
+        """Ends the trial of this id, which an earlier agent of this host may have begun."""
+        trial = self._trial
+        if trial is None or trial.scratch_id != values["trial"]:
+            trial = HostTrial(values["trial"])
+        facts = trial.end(float(values["grace_seconds"]))
+        self._trial = None
+        return facts
 
 
 def end_main_thread(_reason: str) -> None:
@@ -96,6 +163,20 @@ def free_port() -> int:
         probe.bind(("", 0))
         port: int = probe.getsockname()[1]
         return port
+
+
+def interface_variables(master: str, environ: Mapping[str, str]) -> dict[str, str]:
+    """The network interface of gloo and TensorPipe: the one that leads to the master. None that the user has named.
+
+    By itself gloo listens at the address of this host's name, which on many systems only this host can reach.
+    """
+    import psutil
+
+    own = address_towards(master)
+    addresses = psutil.net_if_addrs().items()
+    interface = next((name for name, each in addresses if any(one.address == own for one in each)), None)
+    names = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
+    return {} if interface is None else {name: interface for name in names if name not in environ}
 
 
 def host_variables(placement: Placement, environ: Mapping[str, str]) -> dict[str, str]:

@@ -43,6 +43,7 @@ _HOST = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._:-]*")
 _CONNECT_SECONDS = 60.0
 """For ssh to log in and Python to start there, from a slow disk too."""
 _REQUEST_SECONDS = 60.0
+_RETRY_SECONDS = 2.0
 _CLOSE_SECONDS = 20.0
 """For an agent to end what it has started."""
 _MOST_ERROR_BYTES = 2**16
@@ -88,6 +89,7 @@ class HostConnection:
         self._process: subprocess.Popen[bytes] | None = None
         self._errors: IO[bytes] | None = None
         self._stream: MessageStream | None = None
+        self._is_lost = False
         self._greeting: Future[Message] = Future()
         self._replies: dict[int, tuple[Future[Any], Callable[[str], None]]] = {}
         self._ids = count(1)
@@ -143,8 +145,8 @@ class HostConnection:
             self._fail(future)
         return future
 
-    def result_of(self, future: Future[Any], timeout_seconds: float) -> Any:
-        """Waits for the answer to a request. Raises HostError."""
+    def result_of(self, future: Future[Any], timeout_seconds: float | None) -> Any:
+        """Waits for the answer to a request; None: for as long as the agent answers at all. Raises HostError."""
         try:
             return future.result(timeout_seconds)
         except FutureTimeoutError:
@@ -167,7 +169,8 @@ class HostConnection:
             self.listen(message)
 
     def _end(self, reason: str) -> None:
-        if self._process is not None and reason != "closed":
+        self._is_lost = reason != "closed"
+        if self._process is not None and self._is_lost:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(1.0)  # for what it has to say
             reason = self._last_error_line() or reason
@@ -186,15 +189,19 @@ class HostConnection:
         lines = self._errors.read().decode(errors="replace").strip().splitlines()
         return lines[-1].strip()[:300] if lines else None
 
-    def close(self) -> None:
-        """Ends the agent, which ends what it has started. Does nothing if that has happened."""
+    def hang_up(self) -> None:
+        """Ends the agent's input, without waiting for its end."""
         if self._stream is not None:
             self._stream.close()
         if self._socket is not None:
-            self._socket.close()  # the end of the agent's input
+            self._socket.close()
+
+    def close(self) -> None:
+        """Ends the agent, which ends what it has started. Does nothing if that has happened."""
+        self.hang_up()
         if self._process is not None:
             try:
-                self._process.wait(_CLOSE_SECONDS)
+                self._process.wait(0.1 if self._is_lost else _CLOSE_SECONDS)
             except subprocess.TimeoutExpired:
                 self._process.kill()
                 self._process.wait()
@@ -208,6 +215,10 @@ class Hosts:
     def __init__(self, names: Sequence[str], command_of: CommandOf = agent_over_ssh) -> None:
         self.names, self._command_of = tuple(names), command_of
         self.connections = [HostConnection(name, command_of(name)) for name in names]
+        self._unproven: list[tuple[str, str]] = []
+        """Host and trial that was not seen to end there."""
+        self._gave_up = False
+        """Whether the last trial could not begin because a host was lost."""
 
     def __enter__(self) -> Hosts:
         return self
@@ -215,6 +226,8 @@ class Hosts:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _at: TracebackType | None
     ) -> None:
+        for connection in self.connections:
+            connection.hang_up()
         for connection in self.connections:
             connection.close()
 
@@ -230,6 +243,55 @@ class Hosts:
                 problems.append(str(error))
         if problems:
             raise HostError("\n".join(problems))
+
+    def reconnect(self, wait_seconds: float) -> None:
+        """Connects again to hosts that were lost, and proves that nothing of their trials is left on them.
+
+        Waits for them ``wait_seconds`` at most, after a failure not again. Raises HostError.
+        """
+        deadline = time.monotonic() + (0.0 if self._gave_up else wait_seconds)
+        for number, connection in enumerate(self.connections):
+            while connection.problem is not None:
+                connection.close()
+                connection = HostConnection(connection.name, self._command_of(connection.name))
+                self.connections[number] = connection
+                connection.start()
+                try:
+                    connection.wait_for_agent()
+                except HostError:
+                    if time.monotonic() > deadline:
+                        self._gave_up = True
+                        raise
+                    time.sleep(_RETRY_SECONDS)
+            self._end_unproven(connection)
+        self._gave_up = False
+
+    def note_unproven(self, name: str, trial: str) -> None:
+        """Notes that a host was lost before it could tell that nothing of a trial is left on it."""
+        self._unproven.append((name, trial))
+
+    def _end_unproven(self, connection: HostConnection) -> None:
+        for name, trial in list(self._unproven):
+            if name == connection.name:
+                left = connection.request("end", trial=trial, grace_seconds=0.0)["left"]
+                if left:
+                    raise HostError(f"{name}: processes {left} of an earlier trial could not be ended")
+                self._unproven.remove((name, trial))
+
+    def master_of(self, placement: Placement) -> tuple[str, int]:
+        """Address and port at which the ranks of the next trial meet, on the first host. Raises HostError.
+
+        The address is the one from which the first host reaches the second: another than its name may stand for.
+        """
+        first, *others = self.connections
+        address = placement.master_addr
+        if address is None:
+            towards = [other.hello.get("address") or other.hello["hostname"] for other in others[:1]]
+            known = first.hello.get("address") or "127.0.0.1"
+            address = str(first.request("address", towards=towards[0]) if towards else known)
+            if others and address.startswith(("127.", "::1")):
+                raise HostError(f"{first.name}: no address is found at which other hosts reach it: give --master-addr")
+        return address, placement.master_port or int(first.request("free_port"))
 
     def request_all(
         self,

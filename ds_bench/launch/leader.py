@@ -47,15 +47,16 @@ def _run_forked_rank(folder: Path, rank: int, world_size: int, run_rank: Callabl
         os._exit(code)  # a forked rank must not run the server's exit handlers
 
 
-def lead_command(folder: Path, command: list[str]) -> int:
+def lead_command(folder: Path, command: list[str], working_folder: Path) -> int:
     """Cold launch: runs a launcher's command and waits. Returns the exit code."""
     _become_leader(folder)
-    environment = {**os.environ, processes.LEADER_VARIABLE: str(os.getpid())}
+    # Where the variable is set, but empty, ranks are started on other hosts, where another process has this id.
+    environment = {processes.LEADER_VARIABLE: str(os.getpid()), **os.environ}
     child = subprocess.Popen(
         command,
         # With several nodes the launcher puts its working folder first on PYTHONPATH (launcher/runner.py): in a user's
         # folder, a random.py there would run in every rank.
-        cwd=folder,
+        cwd=working_folder,
         stdin=subprocess.DEVNULL,
         env=environment,
         preexec_fn=processes.die_with_parent,
@@ -128,4 +129,4 @@ def _wait_for_children(folder: Path, children: dict[int, int | None]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(lead_command(Path(sys.argv[1]), json.loads(sys.argv[2])))
+    sys.exit(lead_command(Path(sys.argv[1]), json.loads(sys.argv[2]), Path(sys.argv[3])))

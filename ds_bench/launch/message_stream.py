@@ -22,6 +22,7 @@ SILENCE_SECONDS = 15.0
 PING_SECONDS = 1.0
 _POLL_SECONDS = 0.25
 _READ_BYTES = 2**18
+_MOST_QUEUED_BYTES = 2**22
 _MOST_LINE_BYTES = 2**24
 """More than any request or part of a file."""
 
@@ -59,15 +60,16 @@ class MessageStream:
 
     def send(self, message: Mapping[str, Any]) -> None:
         """Queues a message. Nothing happens after the end of the stream."""
+        if self._closed:
+            return
         with self._lock:
             self._outgoing += json_line(message) + b"\n"
         if threading.current_thread() is not self._thread:
             self._wake()
 
-    def flush(self, seconds: float) -> None:
-        """Waits until everything queued has been taken by the system, ``seconds`` at most."""
-        deadline = time.monotonic() + seconds
-        while self._outgoing and self._thread.is_alive() and time.monotonic() < deadline:
+    def wait_for_room(self) -> None:
+        """Waits while much is queued, until the end of the stream: large files are not to lie in memory."""
+        while len(self._outgoing) > _MOST_QUEUED_BYTES and not self._closed:
             time.sleep(0.01)
 
     def close(self) -> None:
@@ -91,6 +93,7 @@ class MessageStream:
             reason = f"no answer for {self.silence_seconds:.0f} s"
         except (OSError, ValueError) as error:
             reason = str(error)
+        self._closed = True
         with self._lock:  # nobody wakes a closed pipe, whose number may be another file's by then
             wakers, self._wake_writer = (self._wake_reader, self._wake_writer), -1
         for descriptor in wakers:

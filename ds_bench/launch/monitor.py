@@ -9,12 +9,12 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Protocol
 
 from ..records.rank_files import Heartbeat, beat_file, rank_file, read_beat, read_exits
 from ..system import files, processes
 
-Ending = Literal["ended", "hung_at_exit", "rank_failed", "timeout", "stalled"]
+Ending = Literal["ended", "hung_at_exit", "rank_failed", "timeout", "stalled", "host_lost"]
 _POLL_SECONDS = 0.2
 _GROWTH_BYTES = 16 * 2**20
 """Growth of memory or I/O that shows that silent ranks are alive: more than that of a hung rank's log or caches."""
@@ -54,14 +54,37 @@ class Progress:
 ProgressCallback = Callable[[Progress], None]
 
 
+class OtherHosts(Protocol):
+    """The hosts of a trial whose processes are not descendants of this one."""
+
+    @property
+    def lost(self) -> str | None:
+        """A host that no longer answers, and why; None while all do."""
+        ...
+
+    def read_activity(self) -> processes.Activity | None:
+        """Sums over the trial's processes on them; None if one did not tell."""
+        ...
+
+    def request_stacks(self) -> None:
+        """Makes their ranks write the stacks of their threads."""
+        ...
+
+
 def watch(
-    folder: Path, world_size: int, limits: Limits, wait_leader: Callable[[float], bool], listen: ProgressCallback
+    folder: Path,
+    world_size: int,
+    limits: Limits,
+    wait_leader: Callable[[float], bool],
+    listen: ProgressCallback,
+    hosts: OtherHosts | None = None,
 ) -> tuple[Ending, float | None]:
     """Waits for the end of a trial. Returns how it ended, and seconds from the start to the first warm-up step.
 
-    ``wait_leader`` waits at most the seconds given and returns whether the leader has ended.
+    ``wait_leader`` waits at most the seconds given and returns whether the leader has ended. ``hosts``: of the ranks,
+    if they are no descendants of this process.
     """
-    watcher = _Watcher(folder, world_size, limits)
+    watcher = _Watcher(folder, world_size, limits, hosts)
     while True:
         if wait_leader(_POLL_SECONDS):
             watcher.check(listen)
@@ -76,8 +99,8 @@ def watch(
 class _Watcher:
     """What was seen of a trial so far."""
 
-    def __init__(self, folder: Path, world_size: int, limits: Limits) -> None:
-        self._folder, self._limits = folder, limits
+    def __init__(self, folder: Path, world_size: int, limits: Limits, hosts: OtherHosts | None = None) -> None:
+        self._folder, self._limits, self._hosts = folder, limits, hosts
         self._ranks = range(world_size)
         self._start = self._last_sign_of_life = time.monotonic()
         self._beats: dict[int, Heartbeat] = {}
@@ -103,6 +126,8 @@ class _Watcher:
             )
         if ending := self._check_rank_files(now):
             return ending
+        if self._hosts is not None and self._hosts.lost is not None:
+            return "host_lost"
         if now - self._start > self._limits.timeout_seconds:
             return "timeout"
         return "stalled" if now - self._last_sign_of_life > self._limits.stall_timeout_seconds else None
@@ -125,7 +150,12 @@ class _Watcher:
         if stepping or now - self._growth_checked_at < interval:
             return
         self._growth_checked_at = now
-        activity = processes.read_activity(processes.descendants())
+        if self._hosts is None:
+            activity = processes.read_activity(processes.descendants())
+        elif (told := self._hosts.read_activity()) is not None:
+            activity = told
+        else:
+            return
         lowest = self._lowest_activity or activity
         if (
             activity.resident_bytes >= lowest.resident_bytes + _GROWTH_BYTES
@@ -160,7 +190,10 @@ class _Watcher:
             return False
 
     def request_stacks(self) -> None:
-        """Makes every rank of this node write the stacks of its threads (rank<N>.stacks)."""
+        """Makes every rank write the stacks of its threads (rank<N>.stacks)."""
+        if self._hosts is not None:
+            self._hosts.request_stacks()
+            return
         ours = processes.descendants()
         for rank in self._ranks:
             beat = read_beat(self._folder, rank)

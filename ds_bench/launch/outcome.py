@@ -41,6 +41,8 @@ class Evidence:
     """The kernel's count of processes killed for memory rose while the trial ran."""
     disk_full: bool = False
     """The file system of the swap folder had no room left when the trial ended."""
+    lost_host: str | None = None
+    """The host that did not answer while the trial ran or when it ended, and why; None if all did."""
     server_died: bool = False
     """The preloaded server, with which its ranks die, was gone when the trial ended."""
 
@@ -67,6 +69,7 @@ def determine_outcome(evidence: Evidence) -> TrialOutcome:
     outcome = (
         _oom_outcome(failures, evidence)
         or _interrupted_outcome(evidence)
+        or _lost_host_outcome(evidence)
         or _server_died_outcome(evidence)
         or _disk_full_outcome(evidence)
         or _signal_outcome(failures, evidence)
@@ -185,6 +188,13 @@ def _interrupted_outcome(evidence: Evidence) -> Outcome | None:
     if evidence.ending is not None:
         return None
     return _fail(evidence, schema.INTERRUPTED, None, "interrupted while it ran", phase=_read_phase(evidence, 0))
+
+
+def _lost_host_outcome(evidence: Evidence) -> Outcome | None:
+    """How the other ranks ended is then no evidence of its own: they wait for those of the lost host."""
+    if evidence.lost_host is None:
+        return None
+    return _fail(evidence, schema.TIMEOUT, None, f"host {evidence.lost_host}")
 
 
 def _server_died_outcome(evidence: Evidence) -> Outcome | None:

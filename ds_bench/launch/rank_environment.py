@@ -64,7 +64,7 @@ def rank_environment(
     architectures = variables.get("TORCH_CUDA_ARCH_LIST") or environ.get("TORCH_CUDA_ARCH_LIST")
     cuda_only = architectures if placement.accelerator == "cuda" else None
     variables["TORCH_EXTENSIONS_DIR"] = str(ops.cache_folder(placement.accelerator, cuda_only))
-    if placement.hostfile is None:  # one node: nothing listens to the outside
+    if not placement.hosts:  # nothing listens to the outside
         variables |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "TP_SOCKET_IFNAME": "lo"}
     variables |= thread_variables(placement, environ, root)
     if placement.accelerator == "cpu" and not _WAIT_VARIABLES & environ.keys():

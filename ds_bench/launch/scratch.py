@@ -22,14 +22,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from ..config.spec import Trial
-from ..records.rank_files import Assignment, append_line
+from ..records.rank_files import HOST_FOLDER_PREFIX, Assignment, append_line
 from ..system.processes import is_alive, start_ticks
 
 _SWAP_PREFIX = "ds_bench_swap"
 _CHECKPOINT_PREFIX = "ds_bench_checkpoint"
 _OWNER_PREFIX = "ds_bench_owner"
 _SHARED_MEMORY = Path("/dev/shm")
-_REMOVABLE = ("deepspeed_allreduce_buffer_", "ds_bench_meet_", "pymp-")
+_REMOVABLE = ("deepspeed_allreduce_buffer_", "ds_bench_meet_", HOST_FOLDER_PREFIX, "pymp-")
 """Beginnings of the names that may be removed, whatever a file of notes contains."""
 
 

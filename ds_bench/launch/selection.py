@@ -10,6 +10,7 @@ from ..system import gpus
 from . import Launcher, Limits
 from .deepspeed import DeepSpeedLauncher
 from .gpu_monitor import GpuMonitoringLauncher
+from .hosts import Hosts
 from .warm import WarmLauncher
 
 
@@ -21,14 +22,16 @@ def choose_launcher(
     trials: Sequence[Trial],
     gpu_indices: tuple[int, ...],
     say: Callable[[str], None],
+    hosts: Hosts | None = None,
 ) -> tuple[Launcher, str | None]:
     """The launcher for these trials, and a note where ranks may not be forked warm and ``requested`` leaves it open.
 
-    ``requested``: ``auto``, ``warm`` or ``deepspeed``. ``gpu_indices``: NVML's, of the visible GPUs. Raises UsageError
-    where ``warm`` is requested and not safe.
+    ``requested``: ``auto``, ``warm`` or ``deepspeed``. ``gpu_indices``: NVML's, of the visible GPUs. ``hosts``: of a
+    placement on several. Raises UsageError where ``warm`` is requested and not safe.
     """
     on_gpus = placement.accelerator == "cuda"
-    launcher: Launcher = DeepSpeedLauncher(variables, limits, device_indices=gpu_indices if on_gpus else None)
+    devices = gpu_indices if on_gpus else None
+    launcher: Launcher = DeepSpeedLauncher(variables, limits, device_indices=devices, hosts=hosts)
     note = None
     if placement.launcher != "deepspeed" and not all(trial.not_launched for trial in trials):
         warm = WarmLauncher(variables, limits, otherwise=None if requested == "warm" else launcher)

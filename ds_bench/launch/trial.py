@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import glob
+import signal
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -13,11 +14,14 @@ from ..config.deepspeed_config import with_swap_folder
 from ..config.spec import LauncherName, Trial
 from ..records.rank_files import Assignment
 from ..records.schema import TrialRecord
-from ..system import host_memory, processes
+from ..system import processes
 from ..system.files import disk_is_full
+from ..system.host_memory import read_oom_kill_count
 from ..system.signals import raising_on_interrupt
+from .hosts import HostError, Hosts
 from .monitor import Ending, Limits, Progress, ProgressCallback, watch
 from .outcome import Evidence, determine_outcome
+from .remote_trial import RemoteEnd, RemoteTrial
 from .scratch import (
     checkpoint_folder,
     new_scratch_id,
@@ -34,12 +38,16 @@ from .step_monitor import StepMonitor
 class Leader:
     """The process that leads the session of a started trial."""
 
-    pid: int
+    pid: int | None
+    """None where agents on other hosts start the ranks."""
     wait: Callable[[float], bool]
     """Waits at most the seconds given. Returns whether the process has ended."""
+    first_signal: int = signal.SIGTERM
+    """With which its session is ended."""
 
 
-Start = Callable[[Trial, Path], Leader]
+Start = Callable[[Trial, Path, RemoteTrial | None], Leader]
+"""Starts a trial with its files in a folder, on several hosts if a RemoteTrial is given. May raise HostError."""
 
 
 def run_trial(
@@ -51,24 +59,27 @@ def run_trial(
     environment: Mapping[str, str],
     start: Start,
     launch: LauncherName,
-    rendezvous_by_file: bool = True,
+    hosts: Hosts | None = None,
     server_is_alive: Callable[[], bool] = lambda: True,
 ) -> TrialRecord:
     """Runs one trial through ``start`` and records how it ended.
 
-    ``server_is_alive``: whether the process that the ranks are forked from, and die with, still runs. A
-    KeyboardInterrupt becomes a record with status Interrupted; any other exception is raised again. In both cases the
-    process tree is ended first.
+    ``hosts``: on which the ranks run, if on several; without them ranks meet through a file. ``server_is_alive``:
+    whether the process that the ranks are forked from, and die with, still runs. A KeyboardInterrupt becomes a record
+    with status Interrupted; any other exception but HostError is raised again. In all cases the processes are ended
+    first.
     """
     processes.adopt_orphans()
-    assignment = _create_assignment(trial, folder, environment, rendezvous_by_file, limits)
+    assignment = _create_assignment(trial, folder, environment, limits, on_this_host=hosts is None)
     assignment.save(folder, with_swap_folder(trial.ds_config, assignment.swap_folder or ""))
+    remote = RemoteTrial(hosts, folder, assignment) if hosts is not None else None
     started_at, clock = datetime.now(UTC).isoformat(timespec="seconds"), time.monotonic()
-    oom_kills_before = _read_oom_kill_count()
+    oom_kills_before = read_oom_kill_count()
     earlier = processes.descendants()
     ending: Ending | None = None
     start_seconds: float | None = None
     interruption: BaseException | None = None
+    lost_host: str | None = None
     leader = None
     monitor = StepMonitor(trial, folder) if trial.inspection.monitor is not None else None
 
@@ -78,15 +89,17 @@ def run_trial(
         listen(progress)
 
     try:
-        leader = start(trial, folder)
+        if remote is not None:
+            _begin_on_hosts(remote, limits, earlier)
+        leader = start(trial, folder, remote)
         with raising_on_interrupt():
-            ending, start_seconds = watch(folder, trial.placement.num_gpus, limits, leader.wait, observe)
+            ending, start_seconds = watch(folder, trial.placement.num_gpus, limits, leader.wait, observe, remote)
+    except HostError as error:
+        ending, lost_host = "host_lost", str(error)
     except BaseException as error:  # the tree must end first
         interruption = error
     grace_seconds = min(limits.kill_grace_seconds, 2.0 if interruption is not None else limits.kill_grace_seconds)
-    left = processes.end_tree(leader.pid if leader else None, earlier=earlier, grace_seconds=grace_seconds)
-    if leader is not None:
-        leader.wait(1.0)
+    ended = _end_trial(leader, remote, earlier, grace_seconds)
     if monitor is not None:
         monitor.close()
     disk_full = disk_is_full(assignment.swap_folder)
@@ -99,16 +112,15 @@ def run_trial(
             world_size=trial.placement.num_gpus,
             ending=ending,
             limits=limits,
-            host_ran_out=_read_oom_kill_count() > oom_kills_before,
-            disk_full=disk_full,
+            host_ran_out=read_oom_kill_count() > oom_kills_before or ended.oom_killed,
+            disk_full=disk_full or ended.disk_full,
+            lost_host=lost_host or ended.lost,
             server_died=not server_is_alive(),
         )
     )
-    caveats = (*trial.caveats, *result.caveats)
+    caveats = (*trial.caveats, *result.caveats, *ended.caveats)
     if monitor is not None and monitor.problem is not None:
         caveats += (monitor.problem,)
-    if left:
-        caveats += (f"processes {sorted(left)} could not be ended",)
     return TrialRecord(
         trial=trial,
         outcome=result.outcome,
@@ -122,30 +134,55 @@ def run_trial(
     )
 
 
+def _begin_on_hosts(remote: RemoteTrial, limits: Limits, earlier: set[int]) -> None:
+    """Prepares every host, and adds connections that were made again to the processes that are not the trial's."""
+    try:
+        with raising_on_interrupt():
+            remote.begin(limits.stall_timeout_seconds)
+    finally:
+        earlier |= processes.descendants()
+
+
+def _end_trial(leader: Leader | None, remote: RemoteTrial | None, earlier: set[int], grace_seconds: float) -> RemoteEnd:
+    """Ends every process of the trial, on this host and on others. Returns what was seen of it."""
+    left = processes.end_tree(
+        leader.pid if leader is not None else None,
+        earlier=earlier,
+        grace_seconds=grace_seconds,
+        first_signal=leader.first_signal if leader is not None else signal.SIGTERM,
+    )
+    if leader is not None:
+        leader.wait(1.0)
+    ended = remote.end(grace_seconds) if remote is not None else RemoteEnd()
+    if left:
+        ended = replace(ended, caveats=(*ended.caveats, f"processes {sorted(left)} could not be ended"))
+    return ended
+
+
 _COLLECTIVE_MARGIN_SECONDS = 120.0
 """Added to the limits of a trial: time for the parent to notice that one is exceeded and to request stacks."""
 _MAX_COLLECTIVE_SECONDS = 30 * 24 * 3600.0
 
 
 def _create_assignment(
-    trial: Trial, folder: Path, environment: Mapping[str, str], rendezvous_by_file: bool, limits: Limits
+    trial: Trial, folder: Path, environment: Mapping[str, str], limits: Limits, *, on_this_host: bool
 ) -> Assignment:
+    """``on_this_host``: else each of several hosts makes its own private folders, and ranks do not meet by a file."""
     scratch_id = new_scratch_id()
     rendezvous = rendezvous_file(scratch_id)
-    note_owned(glob.escape(str(rendezvous)), shared_memory(scratch_id))
-    if (
-        rendezvous_by_file
-    ):  # it exists for as long as the trial runs: a rank started by hand afterwards finds it missing
-        rendezvous.touch(mode=0o600, exist_ok=False)
     swap, checkpoint = swap_folder(trial, scratch_id), checkpoint_folder(trial, folder, scratch_id)
-    for private in filter(None, (swap, checkpoint)):
-        Path(private).mkdir(parents=True)
+    if on_this_host:
+        note_owned(glob.escape(str(rendezvous)), shared_memory(scratch_id))
+        # It exists for as long as the trial runs: a rank started by hand afterwards finds it missing.
+        rendezvous.touch(mode=0o600, exist_ok=False)
+        for private in filter(None, (swap, checkpoint)):
+            Path(private).mkdir(parents=True)
     return Assignment(
         trial=trial,
-        rendezvous=f"file://{rendezvous}" if rendezvous_by_file else None,
+        rendezvous=f"file://{rendezvous}" if on_this_host else None,
         scratch_id=scratch_id,
         environment={**environment, **trial.configuration.variables},
-        swap_folder=swap,
+        swap_folder=swap if on_this_host else None,
         checkpoint_folder=checkpoint,
         collective_timeout_seconds=min(
             max(limits.timeout_seconds, limits.stall_timeout_seconds) + _COLLECTIVE_MARGIN_SECONDS,
@@ -153,8 +190,3 @@ def _create_assignment(
         ),
         working_folder=str(Path.cwd()),
     )
-
-
-def _read_oom_kill_count() -> int:
-    """How many processes the kernel has killed for memory so far, in this cgroup and on this host."""
-    return (host_memory.cgroup_oom_kill_count() or 0) + (host_memory.host_oom_kill_count() or 0)

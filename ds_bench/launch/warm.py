@@ -25,6 +25,7 @@ from ..system import processes
 from . import Launcher
 from .monitor import Limits, ProgressCallback
 from .rank_environment import thread_variables
+from .remote_trial import RemoteTrial
 from .scratch import temporary_folder
 from .trial import Leader, run_trial
 
@@ -126,7 +127,7 @@ class WarmLauncher:
     def _server_is_alive(self) -> bool:
         return self._server_pid is not None and processes.is_alive(self._server_pid)
 
-    def _start(self, trial: Trial, folder: Path) -> Leader:
+    def _start(self, trial: Trial, folder: Path, _remote: RemoteTrial | None) -> Leader:
         process = self._context.Process(target=_lead_trial, args=(str(folder), trial.placement.num_gpus), daemon=False)
         try:
             # Without a server multiprocessing would start one here: not probed, and as a part of the trial.

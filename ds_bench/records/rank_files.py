@@ -5,6 +5,8 @@ whole or not at all and as the rank's last act (``rank<N>.measured.json`` before
 follows the measured window fail); ``rank<N>.beat`` (progress, 48 bytes rewritten in
 place); ``rank<N>.log`` (output that nobody parses); ``rank<N>.stacks`` (on request). The leader
 of the trial adds a line to ``exits.jsonl`` for every rank that ended.
+
+On several hosts each has a private folder with these files; they are sent to the parent's.
 """
 
 from __future__ import annotations
@@ -13,7 +15,9 @@ import contextlib
 import json
 import math
 import os
+import stat
 import struct
+import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -33,6 +37,33 @@ EXITS_FILE = "exits.jsonl"
 LEADER_LOG = "leader.log"
 _MOST_EXITS_BYTES = 2**22
 """Tens of thousands of ranks."""
+
+
+TRIAL_VARIABLE = "DS_BENCH_TRIAL"
+"""On several hosts the ``scratch_id`` of the trial, in every process that belongs to it."""
+HOST_FOLDER_PREFIX = "ds_bench_trial_"
+
+
+def host_folders(scratch_id: str) -> list[Path]:
+    """Where a host's private folder of a trial may lie; the agent makes the first of them.
+
+    Ranks that were started another way than the agent may have another temporary folder.
+    """
+    name = f"{HOST_FOLDER_PREFIX}{os.getuid()}_{scratch_id}"
+    return [Path(folder) / name for folder in dict.fromkeys([tempfile.gettempdir(), "/tmp"])]
+
+
+def find_host_folder(scratch_id: str) -> Path:
+    """The folder of a trial's files on this host, within the private one, and named there as it is in the run's folder.
+
+    Raises RuntimeError if there is none that only this user can use.
+    """
+    for folder in host_folders(scratch_id):
+        with contextlib.suppress(OSError, StopIteration):
+            status = folder.lstat()
+            if status.st_uid == os.getuid() and stat.S_ISDIR(status.st_mode) and not status.st_mode & 0o077:
+                return next(folder.glob("*/*"))
+    raise RuntimeError(f"trial {scratch_id} has no folder on this host: it has ended, or its agent has")
 
 
 def rank_file(folder: Path, rank: int) -> Path:

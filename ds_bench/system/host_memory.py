@@ -247,3 +247,8 @@ def read_text(path: Path) -> str | None:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return None
+
+
+def read_oom_kill_count() -> int:
+    """How many processes the kernel has killed for memory so far, in this cgroup and on this host."""
+    return (cgroup_oom_kill_count() or 0) + (host_oom_kill_count() or 0)

@@ -264,8 +264,10 @@ def reap(pids: Iterable[int]) -> None:
             os.waitpid(pid, os.WNOHANG)
 
 
-def end_tree(leader: int | None, *, earlier: set[int], grace_seconds: float) -> set[int]:
-    """Ends a trial's process tree: SIGTERM to all of it, grace, SIGKILL, and a check that none is left.
+def end_tree(
+    leader: int | None, *, earlier: set[int], grace_seconds: float, first_signal: int = signal.SIGTERM
+) -> set[int]:
+    """Ends a trial's process tree: ``first_signal`` to all of it, grace, SIGKILL, and a check that none is left.
 
     ``leader``: of the trial's session; None if none was started. ``earlier``: descendants of this process from before
     the trial, which are left alone. All others belong to the trial, since orphans are adopted. Returns the processes
@@ -276,7 +278,7 @@ def end_tree(leader: int | None, *, earlier: set[int], grace_seconds: float) -> 
         return (descendants() - earlier) | (session_members(leader) if leader is not None else set())
 
     left = members()
-    send_signal(left, signal.SIGTERM)
+    send_signal(left, first_signal)
     deadline = time.monotonic() + grace_seconds
     while left and time.monotonic() < deadline:
         time.sleep(0.02)

@@ -1,25 +1,53 @@
 """A rank started by a launcher, or by hand for debugging: ``python -m ds_bench.worker TRIAL_FOLDER``.
 
-The launcher's RANK, LOCAL_RANK and WORLD_SIZE say which rank; without them it is rank 0 of 1. A failure is in the
-rank's file, and its message on standard error too.
+The launcher's RANK, LOCAL_RANK and WORLD_SIZE say which rank, or the variables of Open MPI, MPICH, Intel MPI or Slurm;
+without any it is rank 0 of 1. A failure is in the rank's file, and its message on standard error too.
+
+On several hosts there is no argument: DS_BENCH_TRIAL says which of the host's private folders is the trial's. The rank
+is then a child of this process, which adds to ``exits.jsonl`` how it ended, as the leader does on one host.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import sys
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 
-from ..records.rank_files import rank_file
+from ..records.rank_files import EXITS_FILE, TRIAL_VARIABLE, RankExit, append_line, find_host_folder, rank_file
 from ..system.processes import die_with_leader, die_with_parent
 from .rank import run
+
+_RANK_VARIABLES = {
+    "RANK": ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID"),
+    "LOCAL_RANK": ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID"),
+    "WORLD_SIZE": ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS"),
+}
+"""Variable that DeepSpeed reads → those that launchers set, in the order in which they count."""
+
+
+def rank_variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """RANK, LOCAL_RANK and WORLD_SIZE, each where a launcher has set one of its names for it."""
+    found = {name: [environ[each] for each in names if each in environ] for name, names in _RANK_VARIABLES.items()}
+    return {name: values[0] for name, values in found.items() if values}
 
 
 def main() -> int:
     die_with_parent()
-    die_with_leader()
-    folder, rank = Path(sys.argv[-1]), int(os.environ.get("RANK", "0"))
+    trial = os.environ.get(TRIAL_VARIABLE)
+    if len(sys.argv) == 1 and trial is not None:
+        os.environ.update(rank_variables(os.environ))
+        folder = find_host_folder(trial)
+        watch_rank(folder, int(os.environ.get("RANK", "0")))
+    else:
+        die_with_leader()
+        folder = Path(sys.argv[-1])
+    rank = int(os.environ.get("RANK", "0"))
     standard_error = os.dup(2)  # the rank sends its own to a log
     code = run(
         folder,
@@ -31,6 +59,27 @@ def main() -> int:
         failure = json.loads(rank_file(folder, rank).read_text(encoding="utf-8"))["failure"]
         os.write(standard_error, f"rank {rank}: {failure['error_class']}: {failure['message']}\n".encode())
     return code
+
+
+def watch_rank(folder: Path, rank: int) -> None:
+    """Goes on as the rank in a child process; the parent notes the child's end, ends likewise and never returns."""
+    pid = os.fork()
+    if pid == 0:
+        die_with_parent()
+        return
+    die_with_leader()
+    _, status = os.waitpid(pid, 0)
+    code = os.waitstatus_to_exitcode(status)
+    ended = RankExit(
+        rank=rank, pid=pid, code=code if code >= 0 else None, signal=-code if code < 0 else None, time=time.time()
+    )
+    with contextlib.suppress(OSError):
+        append_line(folder / EXITS_FILE, asdict(ended))
+    if code < 0:  # so that the launcher sees the same end
+        with contextlib.suppress(OSError, ValueError):
+            signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    os._exit(code if code >= 0 else 1)
 
 
 if __name__ == "__main__":

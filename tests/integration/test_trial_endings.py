@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import signal
 import sys
 import threading
@@ -18,11 +19,13 @@ from ds_bench.analysis import summary
 from ds_bench.config.spec import Workload
 from ds_bench.launch import Limits, rank_environment
 from ds_bench.launch import deepspeed as cold
+from ds_bench.launch.hosts import Hosts
 from ds_bench.launch.warm import WarmLauncher
 from ds_bench.models.presets import facts_from_config, find_preset
 from ds_bench.records.rank_files import Assignment, Heartbeat, read_beat
 from ds_bench.system import processes
 from tests.support import fakes
+from tests.support.local_agents import local_agents
 from tests.support.real_trials import SHORT, SUPPORT, Launch, make_trial
 
 pytestmark = [pytest.mark.deepspeed, pytest.mark.usefixtures("built_ops")]
@@ -228,7 +231,7 @@ def test_with_several_nodes_no_module_of_the_current_folder_reaches_a_remote_ran
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """DeepSpeed's own launcher, with stand-ins for ssh and pdsh that keep what would run on the nodes."""
-    tools, here, folder, remote = (tmp_path / name for name in ("tools", "here", "trial", "remote"))
+    tools, here, folder, remote = (tmp_path / name for name in ("tools", "here", "a $(touch x)", "remote"))
     for each in (tools, here, folder):
         each.mkdir()
     (tools / "ssh").write_text("#!/bin/sh\necho 127.0.0.1\n")
@@ -239,14 +242,23 @@ def test_with_several_nodes_no_module_of_the_current_folder_reaches_a_remote_ran
     hostfile.write_text("node1 slots=1\nnode2 slots=1\n")
     monkeypatch.chdir(here)
     Path("random.py").write_text("raise SystemExit('a module of the current folder runs')")
-    launcher = cold_launcher()
-    launcher._environment["PATH"] = f"{tools}:{launcher._environment['PATH']}"
-    launcher.launch(make_trial(hostfile=str(hostfile)), Path("../trial"), lambda _progress: None)
+    monkeypatch.setenv("PDSH_SSH_ARGS_APPEND", "-p 2222")
+    nodes = (("node1", 1), ("node2", 1))
+    trial = make_trial(hostfile=str(hostfile), hosts=nodes, include="node1:0@node2:0", master_addr="127.0.0.1")
+    variables = rank_environment.rank_environment(trial.placement, os.environ, None)
+    variables["PATH"] = f"{tools}:{variables['PATH']}"
+    with Hosts(["node1", "node2"], local_agents(tmp_path)) as hosts:
+        hosts.connect()
+        launcher = cold.DeepSpeedLauncher(variables, SHORT, hosts=hosts)
+        launcher.launch(trial, Path("../a $(touch x)"), lambda _progress: None)
     command = remote.read_text()
     assert str(here) not in command
+    assert str(folder) not in command
     assert "export PYTHONSAFEPATH=1;" in command
-    assert f"cd {folder};" in command
-    assert command.split()[-1] == str(folder)
+    assert re.search(r"export DS_BENCH_TRIAL=\d{9};", command)
+    assert "cd /;" in command
+    assert "-w node1,node2" in command
+    assert command.rstrip().endswith(" ds_bench.worker")
     assert Assignment.load(folder).working_folder == str(here)
 
 

@@ -1,0 +1,258 @@
+"""One host's part of a trial on several hosts: its private folder, its processes, and the files that go to the run."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import glob
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import zlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from ..config.deepspeed_config import with_swap_folder
+from ..config.spec import Trial
+from ..records.rank_files import (
+    CONFIG_FILE,
+    EXITS_FILE,
+    LEADER_LOG,
+    TRIAL_FILE,
+    TRIAL_VARIABLE,
+    Assignment,
+    host_folders,
+    read_beat,
+)
+from ..system import files, processes
+from ..system.host_memory import read_oom_kill_count
+from .message_stream import Message
+from .scratch import note_owned, remove_abandoned_folders, remove_scratch, shared_memory, swap_folder
+
+_REPLACED = re.compile(r"rank\d+(\.measured)?\.json|rank\d+\.beat|rank\d+\.steps")
+"""Files that are sent whole when they have changed."""
+_GROWING = re.compile(rf"rank\d+\.(log|stacks)|{re.escape(EXITS_FILE)}|{re.escape(LEADER_LOG)}")
+"""Files that are only added to, and sent from where they were. All others are sent at the end of the trial."""
+_PART_BYTES = 2**18
+_KILL_SECONDS = 10.0
+
+Send = Callable[[Message], None]
+
+
+class HostTrial:
+    """A trial on this host, from :meth:`begin` to :meth:`end`; to end one of an earlier agent, its id is enough."""
+
+    def __init__(self, scratch_id: str, send: Send = lambda _message: None) -> None:
+        self.scratch_id, self._send = scratch_id, send
+        self._private = host_folders(scratch_id)[0]
+        self.folder: Path | None = None
+        """Of the trial's files; None before :meth:`begin`."""
+        self._assignment: Assignment | None = None
+        self._seen: dict[Path, tuple[int, ...]] = {}
+        """What a file that is sent whole was like when it was sent."""
+        self._sent_bytes: dict[Path, int] = {}
+        """How much has been sent of a file that grows."""
+        self._leader: subprocess.Popen[bytes] | None = None
+        self._oom_kills_before = read_oom_kill_count()
+
+    def begin(
+        self, name: str, assignment: Mapping[str, Any], config: Mapping[str, Any], variables: Mapping[str, str]
+    ) -> None:
+        """Makes the private folder with the files of the trial. Raises OSError.
+
+        ``name``: last two parts of the folder's path on the run's host. ``assignment``: ``trial.json`` as the run has
+        it, which holds no folder of this host. ``variables``: of this host's ranks.
+        """
+        trial = Trial.from_dict(assignment["trial"])
+        # The port is in the names of shared memory (scratch.shared_memory) where ranks do not meet through a file.
+        address = f"{variables['MASTER_ADDR']}_{variables['MASTER_PORT']}"
+        note_owned(glob.escape(str(self._private)), shared_memory(address))
+        self._private.mkdir(mode=0o700)
+        parent, _, own = name.partition("/")
+        self.folder = self._private / parent / own
+        self.folder.mkdir(parents=True)
+        if trial.placement.nvme_path is not None:
+            remove_abandoned_folders(Path(trial.placement.nvme_path))
+        swap = swap_folder(trial, self.scratch_id)
+        if swap is not None:
+            Path(swap).mkdir()
+        checkpoint = assignment["checkpoint_folder"]
+        if checkpoint is not None and not Path(checkpoint).parent.is_dir():
+            checkpoint = str(self.folder / "checkpoint_files")
+        if checkpoint is not None:
+            Path(checkpoint).mkdir(exist_ok=True)
+        self._assignment = Assignment(
+            **{
+                **assignment,
+                "trial": trial,
+                "scratch_id": address,
+                "environment": {**variables, **trial.configuration.variables},
+                "swap_folder": swap,
+                "checkpoint_folder": checkpoint,
+            }
+        )
+        self._assignment.save(self.folder, with_swap_folder(config, swap or ""))
+
+    def start_ranks(self, command: list[str], variables: Mapping[str, str]) -> None:
+        """Runs a command that starts this host's ranks, as the child of a leader."""
+        assert self.folder is not None
+        own = {name: value for name, value in variables.items() if name != "TMPDIR"}  # ranks find their folder there
+        with (self.folder / LEADER_LOG).open("ab") as log:
+            self._leader = subprocess.Popen(
+                [sys.executable, "-m", "ds_bench.launch.leader", str(self.folder), json.dumps(command), "/"],
+                env=processes.child_environment({**own, TRIAL_VARIABLE: self.scratch_id}),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                preexec_fn=processes.die_with_parent,
+            )
+
+    @property
+    def ranks_ended(self) -> bool:
+        """Whether what :meth:`start_ranks` began has ended; False without it."""
+        return self._leader is not None and self._leader.poll() is not None
+
+    def members(self) -> set[int]:
+        """Living processes of the trial on this host."""
+        return find_trial_processes(self.scratch_id)
+
+    def request_stacks(self) -> None:
+        """Makes every rank of this host write the stacks of its threads."""
+        members = self.members()
+        for path in self.folder.glob("rank*.beat") if self.folder is not None else ():
+            beat = read_beat(path.parent, int(path.stem.removeprefix("rank")))
+            if beat is not None and beat.pid in members:
+                os.kill(beat.pid, signal.SIGUSR2)
+
+    def send_changes(self, most_parts: int = 4) -> None:
+        """Sends what has changed of the files that a running trial is watched by; ``most_parts`` of one that grows."""
+        for path in sorted(self.folder.iterdir()) if self.folder is not None else ():
+            with contextlib.suppress(OSError):  # it is being replaced
+                if _REPLACED.fullmatch(path.name):
+                    self._send_if_changed(path)
+                elif _GROWING.fullmatch(path.name):
+                    self._send_growth(path, most_parts)
+
+    def _send_all(self, folder: Path) -> None:
+        """Sends what has not been sent of any file, those of profilers too."""
+        self.send_changes(sys.maxsize)
+        checkpoint = self._assignment.checkpoint_folder if self._assignment is not None else None
+        for path in sorted(folder.rglob("*")):
+            was_sent = path.parent == folder and (_REPLACED.fullmatch(path.name) or _GROWING.fullmatch(path.name))
+            is_own = path.name in (TRIAL_FILE, CONFIG_FILE) or path.name.startswith(".")
+            if not (was_sent or is_own or (checkpoint is not None and path.is_relative_to(checkpoint))):
+                with contextlib.suppress(OSError):  # a folder
+                    self._send_if_changed(path)
+
+    def _send_if_changed(self, path: Path) -> None:
+        with files.opened(path, sys.maxsize) as file:
+            facts = os.fstat(file.fileno())
+            seen: tuple[int, ...] = (facts.st_ino, facts.st_size, facts.st_mtime_ns)
+            if path.suffix == ".steps":  # a mapped file, whose time does not tell of what is stored in it
+                seen = (zlib.crc32(file.read()),)
+                file.seek(0)
+            if seen != self._seen.get(path):
+                self._seen[path] = seen
+                part, start = file.read(_PART_BYTES), 0
+                while True:
+                    following = file.read(_PART_BYTES)
+                    self._send_part(path, start, part, whole=True, last=not following)
+                    if not following:
+                        return
+                    part, start = following, start + len(part)
+
+    def _send_growth(self, path: Path, most_parts: int) -> None:
+        start = self._sent_bytes.get(path, 0)
+        if path.stat().st_size <= start:
+            return
+        with files.opened(path, sys.maxsize) as file:
+            file.seek(start)
+            for _ in range(most_parts):
+                part = file.read(_PART_BYTES)
+                if not part:
+                    return
+                self._send_part(path, start, part, whole=False, last=True)
+                start = self._sent_bytes[path] = start + len(part)
+
+    def _send_part(self, path: Path, start: int, data: bytes, *, whole: bool, last: bool) -> None:
+        assert self.folder is not None
+        name, text = path.relative_to(self.folder).as_posix(), base64.b64encode(data).decode()
+        self._send({"file": name, "start": start, "data": text, "whole": whole, "last": last})
+
+    def end(self, grace_seconds: float) -> dict[str, Any]:
+        """Ends every process of the trial here, sends its last files and removes what it has created.
+
+        Returns what the run is told: processes that could not be ended, whether the kernel killed one for memory,
+        whether the swap disk was full.
+        """
+        left = self._end_processes(grace_seconds)
+        swap = self._assignment.swap_folder if self._assignment is not None else None
+        facts = {
+            "left": sorted(left),
+            "oom_killed": read_oom_kill_count() > self._oom_kills_before,
+            "disk_full": files.disk_is_full(swap),
+        }
+        if self.folder is not None:
+            self._send_all(self.folder)
+        self.remove_files()
+        return facts
+
+    def _end_processes(self, grace_seconds: float) -> set[int]:
+        left = self.members()
+        processes.send_signal(left, signal.SIGTERM)
+        deadline = time.monotonic() + grace_seconds
+        while left and time.monotonic() < deadline:
+            time.sleep(0.05)
+            self._reap(left)
+            left = self.members()
+        deadline = time.monotonic() + _KILL_SECONDS
+        while left and time.monotonic() < deadline:
+            processes.send_signal(left, signal.SIGKILL)
+            time.sleep(0.05)
+            self._reap(left)
+            left = self.members()
+        if self._leader is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._leader.wait(1.0)
+        return left
+
+    def _reap(self, pids: set[int]) -> None:
+        """Collects orphans that this process has adopted, but not the leader, whose Popen does."""
+        processes.reap(pids - ({self._leader.pid} if self._leader is not None else set()))
+
+    def remove_files(self) -> None:
+        """Removes the private folder and what the ranks leave behind."""
+        if self._assignment is not None:
+            remove_scratch(self._assignment)
+        for folder in host_folders(self.scratch_id):
+            with contextlib.suppress(OSError):
+                if folder.lstat().st_uid == os.getuid():
+                    shutil.rmtree(folder)
+
+
+def find_trial_processes(scratch_id: str) -> set[int]:
+    """Living processes of this user that carry a trial's id among their variables, what they have started, and what is
+    in a session that one of them leads."""
+    mark = f"{TRIAL_VARIABLE}={scratch_id}".encode()
+    members, parents, sessions = set(), {}, {}
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            pid = int(entry.name)
+            if entry.stat().st_uid != os.getuid() or not processes.is_alive(pid):
+                continue
+            values = processes.stat_values(entry / "stat")  # state, parent, group, session
+            parents[pid], sessions[pid] = (int(values[1]), int(values[3])) if values else (0, 0)
+            if mark in (entry / "environ").read_bytes().split(b"\0"):
+                members.add(pid)
+    while True:
+        related = {pid for pid in parents if parents[pid] in members or sessions[pid] in members}
+        if related <= members:
+            return members - {os.getpid()}
+        members |= related

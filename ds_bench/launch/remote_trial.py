@@ -1,0 +1,199 @@
+"""A trial on several hosts, as the run sees it: it begins on all, its files come here, and it ends on all."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import os
+import re
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ..records.rank_files import EXITS_FILE, LEADER_LOG, Assignment
+from ..system.processes import Activity
+from ..system.redaction import looks_secret
+from .hosts import HostConnection, HostError, Hosts
+from .message_stream import SILENCE_SECONDS, Message
+
+_USER_VARIABLES = ("NCCL_", "GLOO_", "TP_", "OMP_", "GOMP_", "KMP_", "MKL_", "UCX_", "FI_", "TORCH_NCCL_")
+"""Beginnings of the variables that hold on every host if the user has set them: of communication and threads."""
+_FILE_NAME = re.compile(r"(?:[A-Za-z0-9_][A-Za-z0-9_.@=+-]{0,200}/){0,3}[A-Za-z0-9_][A-Za-z0-9_.@=+-]{0,200}")
+_ACTIVITY_SECONDS = 3.0
+_STACKS_SECONDS = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RemoteEnd:
+    """What the hosts tell of a trial that was ended on them."""
+
+    lost: str | None = None
+    """The first host that did not answer and why; None if all did."""
+    caveats: tuple[str, ...] = ()
+    oom_killed: bool = False
+    """The kernel killed a process for memory on one of the hosts."""
+    disk_full: bool = False
+    """The disk of the swap folder was full on one of them."""
+
+
+class RemoteTrial:
+    """A trial on the hosts of a run. Its files are written to ``folder``, where monitor and outcome read them."""
+
+    def __init__(self, hosts: Hosts, folder: Path, assignment: Assignment) -> None:
+        self._hosts, self._folder, self._assignment = hosts, folder, assignment
+        self._placement, self.scratch_id = assignment.trial.placement, assignment.scratch_id
+        self.master: tuple[str, int] = ("", 0)
+        """Address and port at which the ranks meet; known once the trial has begun."""
+        self._receivers = [FileReceiver(folder, number) for number in range(len(hosts.names))]
+        self._begun: list[HostConnection] = []
+
+    def begin(self, wait_seconds: float) -> None:
+        """Prepares every host. Raises HostError if one cannot be used within ``wait_seconds``."""
+        self._hosts.reconnect(wait_seconds)
+        self.master = self._hosts.master_of(self._placement)
+        values: dict[str, Any] = {
+            "trial": self.scratch_id,
+            "folder": "/".join(self._folder.resolve().parts[-2:]),
+            "assignment": {**asdict(self._assignment), "trial": self._assignment.trial.to_dict()},
+            "config": dict(self._assignment.trial.ds_config),
+            "master": self.master,
+            "variables": user_variables(os.environ),
+        }
+        futures = []
+        for connection, receiver, (_, ranks) in zip(
+            self._hosts.connections, self._receivers, self._placement.hosts, strict=True
+        ):
+            connection.listen = receiver.receive
+            self._begun.append(connection)
+            futures.append((connection, connection.send_request("begin", **values, ranks=ranks)))
+        for connection, future in futures:
+            connection.result_of(future, SILENCE_SECONDS * 2)
+
+    def start_ranks(self, command_of: Callable[[int], list[str]]) -> None:
+        """Makes the agent of each host start its ranks by a command, which gets the host's number. Raises HostError."""
+        connections = enumerate(self._hosts.connections)
+        futures = [(each, each.send_request("launch", command=command_of(number))) for number, each in connections]
+        for connection, future in futures:
+            connection.result_of(future, SILENCE_SECONDS * 2)
+
+    @property
+    def ranks_ended(self) -> bool:
+        """Whether on every host what :meth:`start_ranks` began has ended."""
+        return all(receiver.ended for receiver in self._receivers)
+
+    @property
+    def lost(self) -> str | None:
+        """The first host that no longer answers, and why; None while all do."""
+        return next((each.problem for each in self._hosts.connections if each.problem is not None), None)
+
+    def read_activity(self) -> Activity | None:
+        """Sums over the trial's processes on every host; None if one did not tell."""
+        answers = self._ask_all("activity", _ACTIVITY_SECONDS)
+        if None in answers:
+            return None
+        return Activity(
+            resident_bytes=sum(answer["resident_bytes"] for answer in answers),
+            disk_bytes=sum(answer["disk_bytes"] for answer in answers),
+        )
+
+    def request_stacks(self) -> None:
+        """Makes the ranks of every host write the stacks of their threads."""
+        self._ask_all("stacks", _STACKS_SECONDS)
+
+    def _ask_all(self, what: str, seconds: float) -> list[Any]:
+        """The answer of each host; None of one that does not give any."""
+        futures: list[tuple[HostConnection, Future[Any]]] = [
+            (connection, connection.send_request(what)) for connection in self._hosts.connections
+        ]
+        answers: list[Any] = []
+        for connection, future in futures:
+            answers.append(None)
+            with contextlib.suppress(HostError):
+                answers[-1] = connection.result_of(future, seconds)
+        return answers
+
+    def end(self, grace_seconds: float) -> RemoteEnd:
+        """Ends the trial's processes on every host on which it has begun, and waits for their last files."""
+        futures = [
+            (each, each.send_request("end", trial=self.scratch_id, grace_seconds=grace_seconds)) for each in self._begun
+        ]
+        answers: list[dict[str, Any]] = []
+        caveats: list[str] = []
+        lost = None
+        for connection, future in futures:
+            try:
+                answers.append(connection.result_of(future, None))  # large profiles take long
+                if answers[-1]["left"]:
+                    caveats.append(f"processes {answers[-1]['left']} of host {connection.name} could not be ended")
+            except HostError as error:
+                lost = lost or str(error)
+                self._hosts.note_unproven(connection.name, self.scratch_id)
+                caveats.append(f"it is not proven that no process is left on a host: {error}")
+            connection.listen = lambda _message: None
+        caveats += [receiver.problem for receiver in self._receivers if receiver.problem is not None]
+        return RemoteEnd(
+            lost=lost,
+            caveats=tuple(caveats),
+            oom_killed=any(answer["oom_killed"] for answer in answers),
+            disk_full=any(answer["disk_full"] for answer in answers),
+        )
+
+
+class FileReceiver:
+    """Writes the files of one host's ranks into the trial's folder here."""
+
+    def __init__(self, folder: Path, number: int) -> None:
+        self._folder, self._number = folder, number
+        self.problem: str | None = None
+        """Why not all files are there; None if they are."""
+        self.ended = False
+        """Whether the leader of the host's ranks has ended."""
+
+    def receive(self, message: Message) -> None:
+        """Handles one message of the host's agent. A full disk ends the writing, not the trial."""
+        if "leader_ended" in message:
+            self.ended = True
+        if "file" not in message or self.problem is not None:
+            return
+        name = str(message["file"])
+        if not _FILE_NAME.fullmatch(name):
+            self.problem = f"a file of another host has the name {name[:80]!r} and was left out"
+            return
+        try:
+            self._write(name, int(message["start"]), base64.b64decode(message["data"]), message)
+        except OSError as error:
+            self.problem = f"files of another host could not be written: {error.strerror or error}"
+
+    def _write(self, name: str, start: int, data: bytes, message: Message) -> None:
+        if name == LEADER_LOG:  # each host has one
+            name = f"leader.host{self._number}.log"
+        path = self._folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        target = path.with_name(f".{path.name}.part") if message["whole"] else path
+        flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        flags |= os.O_TRUNC if message["whole"] and start == 0 else 0
+        flags |= os.O_APPEND if name == EXITS_FILE else 0  # each host adds to it
+        descriptor = os.open(target, flags, 0o644)
+        try:
+            if name != EXITS_FILE:
+                os.lseek(descriptor, start, os.SEEK_SET)
+            with os.fdopen(descriptor, "wb", closefd=False) as file:
+                file.write(data)
+        finally:
+            os.close(descriptor)
+        if message["whole"] and message["last"]:
+            target.replace(path)
+
+
+def user_variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """The variables of communication and threads that the user has set, which are to hold on every host.
+
+    None that may be a credential.
+    """
+    return {
+        name: value
+        for name, value in environ.items()
+        if name.startswith(_USER_VARIABLES) and not looks_secret(name, value)
+    }

@@ -1,0 +1,179 @@
+"""Trials on several hosts, through their agents: what comes back, how a lost host ends one, what is left."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from ds_bench.config.spec import Inspection
+from ds_bench.launch import deepspeed as cold
+from ds_bench.launch import rank_environment
+from ds_bench.launch.host_trial import find_trial_processes
+from ds_bench.launch.hosts import Hosts
+from ds_bench.launch.remote_trial import FileReceiver
+from ds_bench.records.rank_files import Assignment, read_beat
+from ds_bench.records.schema import TrialRecord
+from tests.support.local_agents import local_agents, make_hosts_trial
+from tests.support.real_trials import SHORT, SUPPORT
+
+RANK = """
+import os, sys, time
+from pathlib import Path
+from ds_bench.records.rank_files import HeartbeatWriter, find_host_folder
+folder = find_host_folder(os.environ["DS_BENCH_TRIAL"])
+HeartbeatWriter(folder, int(sys.argv[1])).beat("step", 3)
+(folder / "rank0.log").write_text("a" * 3_000_000)
+time.sleep(600)
+"""
+"""A rank that hangs at once, without the seconds that torch takes."""
+
+
+@pytest.fixture
+def hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hosts]:
+    monkeypatch.setenv("PYTHONPATH", str(SUPPORT))
+    with Hosts(["a", "b"], local_agents(tmp_path)) as both:
+        both.connect()
+        yield both
+    left = [path.name for name in "ab" for path in (tmp_path / name).iterdir()]
+    assert [name for name in left if not name.startswith("torchinductor")] == []
+
+
+def launch(
+    hosts: Hosts, folder: Path, fault: str = "fine", stall_timeout_seconds: float = 60, **more: object
+) -> TrialRecord:
+    trial = make_hosts_trial(fault=fault)
+    trial = replace(trial, inspection=Inspection(**more))  # type: ignore[arg-type]
+    folder.mkdir(parents=True)
+    variables = rank_environment.rank_environment(trial.placement, os.environ, None)
+    limits = replace(SHORT, exit_grace_seconds=10, kill_grace_seconds=1, stall_timeout_seconds=stall_timeout_seconds)
+    return cold.DeepSpeedLauncher(variables, limits, hosts=hosts).launch(trial, folder, lambda _progress: None)
+
+
+@pytest.fixture
+def ranks_that_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cold, "node_command", lambda _place, number, _master: [sys.executable, "-c", RANK, str(number)])
+
+
+def when_it_steps(folder: Path, act: Callable[[], None]) -> None:
+    """Calls ``act`` in a process of its own once both ranks have taken a step."""
+    if os.fork() == 0:
+        try:
+            while not all(beat is not None and beat.step >= 1 for beat in (read_beat(folder, 0), read_beat(folder, 1))):
+                time.sleep(0.1)
+            act()
+        finally:
+            os._exit(0)
+
+
+def marked(folder: Path) -> set[int]:
+    return find_trial_processes(Assignment.load(folder).scratch_id)
+
+
+@pytest.mark.slow
+def test_ranks_that_agents_start_train_together_and_their_files_come_back(hosts: Hosts, tmp_path: Path) -> None:
+    folder = tmp_path / "run" / "trials" / "t1"
+    record = launch(hosts, folder, monitor="steps", profiles=("torch",), profile_ranks=(1,))
+    assert record.outcome.status == "Success", record.outcome.details
+    assert [rank.rank for rank in record.ranks] == [0, 1]
+    assert record.caveats == ()
+    assert len((folder / "steps.jsonl").read_text().splitlines()) == 4
+    (profile,) = record.ranks[1].profiles
+    assert all((tmp_path / "run" / name).stat().st_size > 0 for name in profile.files)
+    assert {entry["rank"] for entry in map(json.loads, (folder / "exits.jsonl").read_text().splitlines())} >= {0, 1}
+    assert marked(folder) == set()
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_killed_on_another_host_is_named(hosts: Hosts, tmp_path: Path) -> None:
+    record = launch(hosts, tmp_path / "run" / "trials" / "t1", "killed")
+    assert record.outcome.status == "Killed", record.outcome
+    assert record.outcome.rank is not None
+
+
+@pytest.mark.usefixtures("ranks_that_hang")
+def test_a_lost_host_is_a_timeout_that_names_it_and_the_next_trial_connects_again(hosts: Hosts, tmp_path: Path) -> None:
+    for number, why in ((1, "b: the connection ended"), (2, "a: the connection ended")):
+        folder = tmp_path / "run" / "trials" / f"t{number}"
+        (agent,) = [each._process for each in hosts.connections if each.name == why[0]]
+        assert agent is not None
+        when_it_steps(folder, lambda pid=agent.pid: os.kill(pid, signal.SIGKILL))  # type: ignore[misc]
+        record = launch(hosts, folder)
+        assert record.outcome.status == "Timeout"
+        assert record.outcome.error == f"host {why}"
+        assert record.caveats == (f"it is not proven that no process is left on a host: {why}",)
+        assert (folder / "rank0.log").stat().st_size > 0
+    hosts.reconnect(30.0)  # which proves it
+    assert marked(folder) == set()
+
+
+def test_a_host_that_cannot_be_reached_fails_the_trial_in_one_line(
+    hosts: Hosts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hosts.connections[1].close()
+    refusal = [sys.executable, "-c", "import sys; sys.exit('ssh: connect to host b port 22: No route to host')"]
+    monkeypatch.setattr(hosts, "_command_of", lambda _name: refusal)
+    record = launch(hosts, tmp_path / "run" / "trials" / "t1", stall_timeout_seconds=1)
+    assert record.outcome.status == "Timeout"
+    assert record.outcome.error == "host b: ssh: connect to host b port 22: No route to host"
+    assert marked(tmp_path / "run" / "trials" / "t1") == set()
+
+
+@pytest.mark.parametrize("cut", ["end of input", pytest.param("silence", marks=pytest.mark.slow)])
+def test_an_agent_that_hears_nothing_more_ends_the_trial_on_its_host(tmp_path: Path, cut: str) -> None:
+    trial = make_hosts_trial()
+    assignment = Assignment(trial=trial, rendezvous=None, scratch_id="123456789")
+    values = {
+        "trial": "123456789",
+        "folder": "trials/t1",
+        "assignment": {**_fields(assignment), "trial": trial.to_dict()},
+        "config": {},
+        "master": ["127.0.0.1", 1],
+        "variables": {},
+        "ranks": 1,
+    }
+    requests = [{"request": "begin", **values}, {"request": "launch", "command": [sys.executable, "-c", RANK, "0"]}]
+    with subprocess.Popen(
+        local_agents(tmp_path)("a"), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as agent:
+        assert agent.stdin is not None
+        assert agent.stdout is not None
+        for number, request in enumerate(requests):
+            agent.stdin.write(json.dumps({"id": number, **request}) + "\n")
+        agent.stdin.flush()
+        while not (line := agent.stdout.readline()).startswith('{"file": "rank0.beat"'):
+            assert "error" not in json.loads(line), line
+        assert find_trial_processes("123456789")
+        began = time.monotonic()
+        if cut == "end of input":
+            agent.stdin.close()
+        while agent.stdout.readline():
+            pass
+        assert agent.wait(5) == 0
+    assert find_trial_processes("123456789") == set()
+    assert list((tmp_path / "a").iterdir()) == []
+    assert time.monotonic() - began < 25
+
+
+def _fields(assignment: Assignment) -> dict[str, object]:
+    return {name: getattr(assignment, name) for name in Assignment.__slots__}
+
+
+def test_files_of_another_host_stay_within_the_folder_of_the_trial(tmp_path: Path) -> None:
+    folder = tmp_path / "trial"
+    folder.mkdir()
+    (folder / "link").symlink_to(tmp_path / "target")
+    part = {"start": 0, "data": "eA==", "whole": False, "last": True}
+    for name in ("../x", "/x", "a/../../x", "", ".x", "a//x", "link", "a\nb", "a/b/c/d/e"):
+        receiver = FileReceiver(folder, 1)
+        receiver.receive({"file": name, **part})
+        assert receiver.problem is not None, name
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["link", "trial"]
