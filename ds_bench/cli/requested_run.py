@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import DsBenchError, UsageError
-from ..system import processes, terminal
-from . import script
+from ..system import job, processes, terminal
 from .commands import build_parser
 from .run import run_command
 
@@ -43,7 +42,7 @@ def run_arguments(arguments: Sequence[str], *, quiet: bool) -> dict[str, Any]:
     """
     folders: list[Path] = []
     try:
-        if script.is_other_rank(os.environ):
+        if job.rank_of_process(os.environ) != 0:
             raise UsageError(
                 "ds_bench.run was called by a launcher's rank other than the first",
                 remedy="start this program without a launcher: a run starts its ranks itself",

@@ -21,9 +21,9 @@ from ..config.shard import Shard
 from ..errors import DsBenchError, UsageError
 from ..models import presets
 from ..records.run_folder import RUN_FILE, RunFolder
-from ..system import terminal
+from ..system import job, terminal
 from ..system.redaction import REDACTED, redacted_arguments, redacted_config
-from . import arguments, script
+from . import arguments
 
 _RUN_FLAGS = ("resume", "shard", "dry_run", "format", "quiet", "verbose", "strict")
 
@@ -45,9 +45,9 @@ def run_command(values: argparse.Namespace, begun: Callable[[Path], None] = lamb
         points, recipe = _points(text, asked, values)
         if hasattr(values, "resume") and values.recipe is None:
             _require_given_again(points, values)
-        if script.is_other_rank(os.environ):
+        if job.rank_of_process(os.environ) != 0:
             return 0
-        script.remove_launcher_variables(os.environ)
+        job.take_over_job(os.environ)
         from ..runner import run_comparison
 
         with terminal.ignoring_broken_stderr():

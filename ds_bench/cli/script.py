@@ -13,7 +13,7 @@ from ..config.options import SEVERAL_NODES, Family, Options
 from ..config.spec import Strategy
 from ..errors import DsBenchError, UsageError
 from ..models import presets
-from ..system import terminal
+from ..system import job, terminal
 from ..system.redaction import REDACTED, redacted_arguments
 from .arguments import build_parser, parse, to_options
 
@@ -30,9 +30,9 @@ def main(
             options, kept = _with_resumed_flags(family, prog, typed_flags)
             if options.print_recipe:
                 return _print_recipe(options, make_config)
-            if is_other_rank(os.environ):
+            if job.rank_of_process(os.environ) != 0:
                 return 0
-            remove_launcher_variables(os.environ)
+            job.take_over_job(os.environ)
             from ..runner import run_comparison
 
             return run_comparison([options], make_config, redacted_arguments(kept))
@@ -127,20 +127,3 @@ def _require_given_again(resumed: Options, typed: Options) -> None:
             f"--resume {resumed.resume}: a run folder alone does not start code or other machines",
             remedy=f"if you trust it, say again: {' '.join(missing)}",
         )
-
-
-def is_other_rank(environ: os._Environ[str]) -> bool:
-    """Whether this is one of a launcher's ranks, other than the first, which alone runs the comparison."""
-    return environ.get("RANK", environ.get("LOCAL_RANK", "0")) not in ("", "0")
-
-
-def remove_launcher_variables(environ: os._Environ[str]) -> None:
-    """Removes the variables of a launcher that started this script, which would mislead the launcher of the trials.
-
-    Its WORLD_SIZE stays, as the requested number of ranks.
-    """
-    if "RANK" not in environ and "LOCAL_RANK" not in environ:
-        environ.pop("WORLD_SIZE", None)
-    names = "RANK LOCAL_RANK LOCAL_SIZE LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT CROSS_RANK CROSS_SIZE"
-    for name in names.split():
-        environ.pop(name, None)

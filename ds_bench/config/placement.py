@@ -95,6 +95,12 @@ def _ranks(options: Options, environ: Mapping[str, str], accelerator: Accelerato
     requested = options.num_gpus or (int(world_size) if world_size.isdecimal() and int(world_size) > 0 else None)
     if accelerator == "cpu":
         return requested or 1
+    if options.num_gpus is None and requested is not None and requested > visible:
+        raise UsageError(
+            f"{requested} processes were started for this comparison, but {visible} are visible to the first",
+            remedy="let the first see every GPU (Slurm: srun --gpus-per-node=N --gpu-bind=none), or give "
+            f"--num-gpus {visible}",
+        )
     if requested is not None and requested > visible:
         raise UsageError(f"--num-gpus {requested}, but {visible} are visible", remedy=f"give {visible} or less")
     return requested or visible

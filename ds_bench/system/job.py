@@ -1,0 +1,91 @@
+"""The job of which this process is one of several: started by a launcher, by Open MPI or MPICH, or by Slurm's srun.
+
+One of these processes runs the comparison and starts the ranks itself; the others end at once. Sources: torchrun's
+environment variables, ``mpirun(1)`` of Open MPI, "Output environment variables" of ``srun(1)`` and ``sbatch(1)``.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, MutableMapping
+
+from ..errors import UsageError
+
+_NO_STEP = 0xFFFFFFF0
+"""Numbers from here on are not of srun's steps, but of a batch script or of salloc's shell (slurm.h)."""
+_OF_A_LAUNCHER = [
+    "RANK",
+    "LOCAL_RANK",
+    "LOCAL_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "CROSS_RANK",
+    "CROSS_SIZE",
+]
+_OF_MPI = ("OMPI_", "PMIX_", "PMI_", "HYDI_", "MPI_LOCAL")
+_SET_BY_USERS = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_MCA_")
+_SET_BY_MPIRUN = (
+    "OMPI_MCA_orte_", "OMPI_MCA_ess", "OMPI_MCA_pmix", "OMPI_MCA_initial_wdir", "OMPI_MCA_shmem_RUNTIME",
+    "OMPI_MCA_mpi_oversubscribe", "OMPI_MCA_rmaps_base_oversubscribe",
+)  # fmt: skip
+_OF_A_TASK = (
+    "SLURM_CPU_BIND", "SLURM_DISTRIBUTION", "SLURM_GTIDS", "SLURM_LAUNCH_NODE_IPADDR", "SLURM_LOCALID",
+    "SLURM_MPI_TYPE", "SLURM_NODEID", "SLURM_NPROCS", "SLURM_NTASKS", "SLURM_PMI", "SLURM_PRIO_PROCESS",
+    "SLURM_PROCID", "SLURM_SRUN_COMM", "SLURM_STEP", "SLURM_TASK_PID", "SLURM_UMASK",
+)  # fmt: skip
+"""Beginnings of the names of what Slurm tells one task, and of what srun would take over from it for further ones."""
+
+
+def rank_of_process(environ: Mapping[str, str]) -> int:
+    """The number of this process among those that were started alike; 0 where it was started alone."""
+    names = ["RANK", "LOCAL_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK"]
+    if is_task_of_slurm(environ):
+        names.append("SLURM_PROCID")
+    rank = next((environ[name] for name in names if environ.get(name)), "0")
+    return int(rank) if rank.isdecimal() else 0
+
+
+def is_task_of_slurm(environ: Mapping[str, str]) -> bool:
+    """Whether srun started this process, or one above it; not so in a batch script or in salloc's shell."""
+    step = environ.get("SLURM_STEP_ID", "")
+    return step.isdecimal() and int(step) < _NO_STEP
+
+
+def take_over_job(environ: MutableMapping[str, str]) -> None:
+    """Makes the first process of a job the one that starts the ranks.
+
+    The number of processes stays, as WORLD_SIZE, the requested number of ranks. Variables that make a library take
+    this process, or one that it starts, for a rank or a task are removed from ``environ``; those of Slurm's allocation
+    stay. Raises UsageError where processes were started on several nodes in a way that cannot be taken over.
+    """
+    launched, task = "RANK" in environ or "LOCAL_RANK" in environ, is_task_of_slurm(environ)
+    size = environ.pop("WORLD_SIZE", None)
+    if not launched:
+        size = _size_of_mpi(environ) or (environ.get("SLURM_NTASKS") if task else environ.get("PMI_SIZE"))
+        # One task of Slurm is the usual way to have all GPUs of a node.
+        size = None if task and size == "1" else size
+    if size:
+        environ["WORLD_SIZE"] = size
+    if task and "SLURM_STEP_NODELIST" in environ:  # the nodes of the step may be fewer than those of the job
+        environ["SLURM_JOB_NODELIST"] = environ["SLURM_STEP_NODELIST"]
+    by_mpirun = "OMPI_COMM_WORLD_SIZE" in environ
+    for name in list(environ):
+        of_user = name.startswith(_SET_BY_USERS) and not (by_mpirun and name.startswith(_SET_BY_MPIRUN))
+        if name in _OF_A_LAUNCHER or name.startswith(_OF_A_TASK) or (name.startswith(_OF_MPI) and not of_user):
+            del environ[name]
+
+
+def _size_of_mpi(environ: Mapping[str, str]) -> str | None:
+    """The number of processes that Open MPI started; None if it did not start this one."""
+    size = environ.get("OMPI_COMM_WORLD_SIZE")
+    if size is None or size == "1":
+        return size
+    if size != environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", size):
+        raise UsageError(
+            "mpirun started processes on several nodes",
+            remedy="start one process without mpirun, with --hostfile FILE --multi-node-launcher openmpi",
+        )
+    # mpirun binds each process to a core or a socket of its own; this one starts the ranks of all of them.
+    os.sched_setaffinity(0, os.sched_getaffinity(os.getppid()))
+    return size

@@ -1,0 +1,74 @@
+"""Which process of a job runs the comparison, and what of the job's variables is left for the ranks."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from ds_bench.errors import UsageError
+from ds_bench.system.job import rank_of_process, take_over_job
+
+SRUN = {
+    "SLURM_JOB_ID": "3", "SLURM_JOB_NODELIST": "node[1-4]", "SLURM_STEP_ID": "0", "SLURM_STEPID": "0",
+    "SLURM_STEP_NODELIST": "node[1-2]", "SLURM_STEP_LAUNCHER_PORT": "40955", "SLURM_PROCID": "1", "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "0", "SLURM_NTASKS": "2", "SLURM_NPROCS": "2", "SLURM_TASKS_PER_NODE": "1(x2)",
+    "SLURM_GTIDS": "0,1", "SLURM_CPU_BIND": "quiet,none", "SLURM_CPU_BIND_TYPE": "none", "SLURM_CONF": "/slurm.conf",
+    "SLURM_SRUN_COMM_PORT": "40955", "SLURM_UMASK": "0022", "SLURM_TASK_PID": "28", "PMI_RANK": "1", "PMI_SIZE": "2",
+}  # fmt: skip
+MPIRUN = {
+    "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "PMIX_RANK": "1",
+    "OMPI_MCA_orte_num_nodes": "1", "OMPI_MCA_ess": "^singleton", "OMPI_MCA_btl": "self,tcp", "OMPI_ARGV": "x",
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("environ", "rank"),
+    [
+        ({}, 0),
+        ({"RANK": "3", "LOCAL_RANK": "0"}, 3),
+        ({"LOCAL_RANK": "1"}, 1),
+        ({"RANK": ""}, 0),
+        (SRUN, 1),
+        (MPIRUN, 1),
+        ({**SRUN, "SLURM_PROCID": "5", "RANK": "0"}, 0),  # torchrun started by srun
+        ({"SLURM_JOB_ID": "3", "SLURM_PROCID": "0", "SLURM_NTASKS": "8"}, 0),  # a batch script
+        ({"SLURM_STEP_ID": "4294967290", "SLURM_PROCID": "1"}, 0),  # salloc's interactive step
+    ],
+)
+def test_the_rank_is_that_of_the_program_that_started_the_process_last(environ: dict[str, str], rank: int) -> None:
+    assert rank_of_process(environ) == rank
+
+
+@pytest.mark.parametrize(
+    ("environ", "left"),
+    [
+        (
+            SRUN,
+            {
+                "WORLD_SIZE": "2", "SLURM_JOB_ID": "3", "SLURM_JOB_NODELIST": "node[1-2]", "SLURM_CONF": "/slurm.conf",
+                "SLURM_TASKS_PER_NODE": "1(x2)",
+            },
+        ),
+        (MPIRUN, {"WORLD_SIZE": "2", "OMPI_MCA_btl": "self,tcp", "OMPI_ALLOW_RUN_AS_ROOT": "1"}),
+        ({"SLURM_STEP_ID": "0", "SLURM_NTASKS": "1", "PMI_SIZE": "1"}, {}),
+        ({"SLURM_JOB_ID": "3", "SLURM_NTASKS": "8"}, {"SLURM_JOB_ID": "3"}),
+        ({"WORLD_SIZE": "4"}, {}),
+        ({"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "a"}, {"WORLD_SIZE": "4"}),
+        ({"OMPI_MCA_ess": "x"}, {"OMPI_MCA_ess": "x"}),  # of a user who is about to call mpirun
+    ],
+)  # fmt: skip
+def test_only_the_number_of_processes_is_left_and_what_the_user_set(
+    environ: dict[str, str], left: dict[str, str]
+) -> None:
+    allowed = os.sched_getaffinity(0)
+    variables = dict(environ)
+    take_over_job(variables)
+    assert variables == left
+    os.sched_setaffinity(0, allowed)
+
+
+def test_processes_of_mpirun_on_several_nodes_are_refused_with_what_to_do() -> None:
+    with pytest.raises(UsageError, match="--hostfile FILE --multi-node-launcher openmpi"):
+        take_over_job({**MPIRUN, "OMPI_COMM_WORLD_LOCAL_SIZE": "1"})
