@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.real_trials import ROOT
+from tests.support.real_trials import ROOT, SUPPORT
 from tests.support.slurm import SlurmCluster
 
 pytestmark = [pytest.mark.deepspeed, pytest.mark.usefixtures("built_ops")]
@@ -50,3 +50,36 @@ def test_two_processes_of_mpirun_are_one_comparison_on_two_ranks(tmp_path: Path)
     (row,) = rows_of(tmp_path / "out")
     assert (row["status"], row["num_gpus"]) == ("✅ Success", 2)
     assert len(list(tmp_path.glob("out/runs/*"))) == 1
+
+
+@pytest.mark.slow
+def test_slurms_signal_before_the_limit_and_the_limit_itself_keep_the_rows_and_the_next_job_resumes(
+    slurm: SlurmCluster, tmp_path: Path
+) -> None:
+    """Through the batch script in ``examples``; Slurm looks at limits every 30 s, and they are whole minutes."""
+    hangs = ["--model-factory", "faults:hangs_at_stage_2"]
+    flags = ["--accelerator", "cpu", "--num-gpus", "2", "--stages", "1", "2", *SMALL[2:], *hangs]
+    path = os.pathsep.join([str(Path(sys.executable).parent), slurm.environment["PATH"]])
+    variables = {"PYTHONPATH": str(SUPPORT), "PATH": path}
+    example = ["--gpus-per-node=0", "--cpus-per-task=2", str(ROOT / "examples" / "slurm" / "compare.sbatch")]
+    limits = {"signal": ("--time=3", "--signal=TERM@120"), "limit": ("--time=1", "--signal=TERM@0")}
+    jobs = {}
+    for name, limit in limits.items():
+        log, out = f"--output={tmp_path}/{name}.log", ["--output-dir", str(tmp_path / name)]
+        locks = {"DS_BENCH_LOCK_DIR": str(tmp_path)}  # the two do not wait for each other
+        jobs[name] = slurm.submit(*limit, log, *example, *flags, *out, cwd=ROOT, **variables, **locks)
+    assert {name: slurm.wait_for_job(job, 180) for name, job in jobs.items()} == {
+        "signal": "FAILED",
+        "limit": "TIMEOUT",
+    }
+    for name in limits:
+        log_text = (tmp_path / f"{name}.log").read_text()
+        assert [row["status"] for row in rows_of(tmp_path / name)] == ["✅ Success", "⏹️ Interrupted"], log_text
+        assert "Exited with exit code 130" in log_text
+        assert "interrupted; go on with: python zero_stage_comparison.py --resume" in log_text
+    (run,) = (tmp_path / "signal" / "runs").iterdir()
+    again = ["--resume", str(run), *hangs]
+    job = slurm.submit(f"--output={tmp_path}/again.log", *example, *again, cwd=ROOT, FAULTS_MENDED="1", **variables)
+    assert slurm.wait_for_job(job, 120) == "COMPLETED"
+    assert [row["status"] for row in rows_of(tmp_path / "signal")] == ["✅ Success"] * 2
+    assert "[1/1] ZeRO-2" in (tmp_path / "again.log").read_text()

@@ -1,0 +1,37 @@
+"""The files in ``examples``: that they are well formed and ask for what they must. A test runs the one for Slurm."""
+
+from __future__ import annotations
+
+import yaml
+
+from ds_bench.cli import arguments, commands
+from tests.support.real_trials import ROOT
+
+EXAMPLES = ROOT / "examples"
+
+
+def test_the_kubernetes_job_asks_for_what_a_run_needs_and_its_flags_are_ours() -> None:
+    job = yaml.safe_load((EXAMPLES / "kubernetes" / "job.yaml").read_text())
+    assert (job["apiVersion"], job["kind"], job["spec"]["backoffLimit"]) == ("batch/v1", "Job", 0)
+    pod = job["spec"]["template"]["spec"]
+    assert pod["restartPolicy"] == "Never"
+    assert pod["terminationGracePeriodSeconds"] > 60, "trials end, then rows are written"
+    (container,) = pod["containers"]
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == 8
+    volumes = {volume["name"]: volume for volume in pod["volumes"]}
+    mounted = {mount["mountPath"]: volumes[mount["name"]] for mount in container["volumeMounts"]}
+    assert mounted["/dev/shm"]["emptyDir"]["medium"] == "Memory"
+    assert "persistentVolumeClaim" in mounted["/work/results"]
+    assert 'ENTRYPOINT ["ds-compare"]' in (ROOT / "Dockerfile").read_text()
+    values = commands.build_parser().parse_args(container["args"])
+    assert str(values.nvme_path) in mounted
+    assert str(values.output_dir) in mounted
+
+
+def test_the_batch_script_is_asked_to_end_before_its_time_limit_and_its_examples_parse() -> None:
+    lines = (EXAMPLES / "slurm" / "compare.sbatch").read_text().splitlines()
+    asked = dict(line.removeprefix("#SBATCH --").split("=") for line in lines if line.startswith("#SBATCH"))
+    assert asked["signal"] == "TERM@120", "the run ends as on Ctrl-C"
+    for line in lines:
+        if line.startswith("#   sbatch"):
+            arguments.parse("zero", "x", line.split()[3:])
