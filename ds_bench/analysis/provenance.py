@@ -32,6 +32,18 @@ def command(family: str | None, arguments: Sequence[str]) -> str:
     return shlex.join(["python", *words.split(), *arguments]) if words else ""
 
 
+def arguments_without(arguments: Sequence[str], flags: Sequence[str]) -> list[str]:
+    """The arguments without these flags and their values, each of which has one; abbreviated ones too."""
+    kept, is_value = [], False
+    for word in arguments:
+        name, separator, _ = word.partition("=")
+        is_flag = not is_value and len(name) > 2 and name.startswith("--") and any(f.startswith(name) for f in flags)
+        if not is_flag and not is_value:
+            kept.append(word)
+        is_value = is_flag and not separator
+    return kept
+
+
 def machine(environment: Environment) -> dict[str, str]:
     """Facts of the machine that a reader needs to judge figures, by label, in reading order, without unknown ones."""
     physical, quota = environment.physical_cores, environment.cpu_quota_cores

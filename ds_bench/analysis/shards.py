@@ -70,9 +70,5 @@ def _lines_of_plan(shards: Sequence[tuple[ShardOfPlan, Result]], *, several: boo
 
 def _command(result: Result, shard: str) -> str:
     """The command that runs another shard of a result's plan. Values that were redacted must be put in again."""
-    words, skip = [], False
-    for word in result.arguments:
-        if not skip and not (word.startswith(f"{_FLAG}=") or word == _FLAG):
-            words.append(word)
-        skip = word == _FLAG and not skip
+    words = provenance.arguments_without(result.arguments, [_FLAG])
     return provenance.command(result.family, [*words, _FLAG, shard])

@@ -17,6 +17,7 @@ try:
     from .. import __version__
     from ..config.options import FAIL_ON, FAIL_ON_DEFAULT, GOALS, ROW_FORMATS, TRACKERS
     from ..config.reference_engines import REFERENCES
+    from ..config.shard import MOST_SHARDS
     from ..config.spec import PASS_TYPES, PRECISIONS
     from ..config.strategies import ALIASES, OFFLOAD_NAMES, ZERO_STAGES
     from ..errors import DsBenchError
@@ -340,6 +341,25 @@ def _add_recipe_run(parser: argparse.ArgumentParser) -> None:
         help="leave out points and repeats that are estimated not to fit in so many minutes, and say which",
     )
     add("--yes", action="store_true", help="plan a sweep of more than 10,000 trials")
+    add(
+        "--submit",
+        choices=("slurm",),
+        default=argparse.SUPPRESS,
+        help="submit the shards as an array of jobs, run nothing here",
+    )
+    add(
+        "--shards",
+        type=integer(1, MOST_SHARDS),
+        default=argparse.SUPPRESS,
+        metavar="N",
+        help="with --submit: number of shards",
+    )
+    add(
+        "--sbatch-args",
+        default=argparse.SUPPRESS,
+        metavar="TEXT",
+        help="with --submit: arguments of sbatch as one text, e.g. --sbatch-args='--partition gpu --gpus 8'",
+    )
     add_flags_over_recipe(parser)
     parser.set_defaults(run=_recipe_run, typed=())
 

@@ -24,6 +24,7 @@ from ..records.run_folder import RUN_FILE, RunFolder
 from ..system import job, terminal
 from ..system.redaction import REDACTED, redacted_arguments, redacted_config
 from . import arguments
+from .submission import require_submission, submit_shards
 
 _RUN_FLAGS = ("resume", "shard", "dry_run", "format", "quiet", "verbose", "strict")
 
@@ -41,8 +42,11 @@ def run_command(values: argparse.Namespace, begun: Callable[[Path], None] = lamb
         check_recipe(text, asked.data_of(asked.first_point))
         terminal.print_text(yaml_text(text.data).rstrip())
         return 0
+    require_submission(values)
     try:
-        points, recipe = _points(text, asked, values)
+        points, recipe, rows = _points(text, asked, values)
+        if hasattr(values, "submit"):
+            return submit_shards(points, len(points) * rows, values)
         if hasattr(values, "resume") and values.recipe is None:
             _require_given_again(points, values)
         if job.rank_of_process(os.environ) != 0:
@@ -82,8 +86,11 @@ def _given_length(text: RecipeText) -> str:
     return "dataset.seq_len" if isinstance(dataset, dict) and "seq_len" in dataset else PATHS["seq_length"]
 
 
-def _points(text: RecipeText, asked: sweep.Sweep, values: argparse.Namespace) -> tuple[list[Options], Recipe]:
-    """The Options of every point, and the recipe of the first. Raises UsageError for more trials than is usual."""
+def _points(text: RecipeText, asked: sweep.Sweep, values: argparse.Namespace) -> tuple[list[Options], Recipe, int]:
+    """The Options of every point, the recipe of the first, and the number of rows of each.
+
+    Raises UsageError for more trials than is usual.
+    """
     flags = {name: getattr(values, name) for name in _RUN_FLAGS if hasattr(values, name)}
     flags["budget"] = values.budget
     flags["retry"] = arguments.split_names(getattr(values, "retry", ""))
@@ -95,12 +102,12 @@ def _points(text: RecipeText, asked: sweep.Sweep, values: argparse.Namespace) ->
     first, options = options_at(asked.first_point)
     from ..planner import read_files, requested_rows
 
-    rows = requested_rows(options, read_files(options)[0])
-    trials = asked.most_points * len(rows) * options.repeats
+    rows = len(requested_rows(options, read_files(options)[0]))
+    trials = asked.most_points * rows * options.repeats
     if trials > sweep.MOST_TRIALS and not values.yes:
         problem = f"this recipe makes {trials:,} trials: {asked.most_points:,} points, each with every row and repeat"
         raise UsageError(problem, remedy="shorten its lists, or add --yes if that is meant")
-    return [options_at(point)[1] for point in asked.points()], first
+    return [options_at(point)[1] for point in asked.points()], first, rows
 
 
 def _given_values(values: argparse.Namespace) -> list[tuple[recipe_file.KeyPath, Any]]:

@@ -181,7 +181,7 @@ def setting_differences(a: Environment, b: Environment) -> list[str]:
     if not (a.complete and b.complete):
         return []
     names = sorted({*a.packages, *b.packages} - {"torch", "deepspeed", "transformers"})
-    variables = sorted({*a.variables, *b.variables})
+    variables = sorted({*a.variables, *b.variables} - {"SLURM_JOB_ID"})  # a number says nothing of the machine
     facts = (
         *_SETTINGS,
         *((name, _package(name)) for name in names),

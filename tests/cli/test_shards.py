@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -175,4 +178,100 @@ def test_a_shard_that_cannot_be_is_refused(
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
+    assert not house.launcher.launched
+
+
+# ------------------------------------------------------------------ --submit slurm
+
+FAKE_SBATCH = """#!/bin/sh
+[ "$1" = --parsable ] && cp "$2" "$FAKE_FOLDER/submitted" && echo "$FAKE_ANSWER" && exit 0
+echo "sbatch: error: invalid partition specified: gpu" >&2; exit 1
+"""
+SUBMIT = ("--submit", "slurm", "--shards", "3")
+
+
+@pytest.fixture
+def sbatch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A program in the place of sbatch; it copies the script to the path that is returned."""
+    programs = tmp_path / "programs"
+    programs.mkdir()
+    (programs / "sbatch").write_text(FAKE_SBATCH)
+    (programs / "sbatch").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{programs}:/usr/bin:/bin")
+    monkeypatch.setenv("FAKE_FOLDER", str(tmp_path))
+    monkeypatch.setenv("FAKE_ANSWER", "4321;cluster")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "submitted"
+
+
+def test_submission_quotes_all_that_a_user_typed_and_says_how_to_go_on(
+    run: Run, house: House, sbatch: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    house.output = tmp_path / "50% of; $(touch made)"
+    slurm_words = "--partition gpu --comment 'x \"y\" # $(touch made)'"
+    flags = (*SUBMIT, f"--sbatch-args={slurm_words}", "--repeats", "2", "--set", "model.name=tiny")
+    assert run(RECIPE, *flags) == 0
+    (folder,) = house.output.glob("slurm_*")
+    lines = sbatch.read_text().splitlines()
+    assert "#SBATCH --array=1-3" in lines
+    assert f"#SBATCH '--output={str(folder).replace('%', '%%')}/shard%a_%A.log'" in lines
+    assert shlex.split(next(line for line in lines if "gpu" in line)) == ["#SBATCH", *shlex.split(slurm_words)]
+    recipe, out = str(tmp_path / "my recipe.yaml"), str(house.output)
+    words = [recipe, "--output-dir", out, "--repeats", "2", "--set", "model.name=tiny", "--output-dir", str(folder)]
+    program = [sys.executable, "-m", "ds_bench", "run", *words, "--shard", "$SLURM_ARRAY_TASK_ID/3"]
+    assert shlex.split(lines[-1]) == ["exec", *program]
+    assert lines[-2] == f"cd -- {shlex.quote(str(tmp_path))} || exit 2"
+    subprocess.run(["bash", "-n", str(sbatch)], check=True)
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[0] == "submitted job 4321: an array of 3 shards"
+    assert f"  Report: python -m ds_bench report {shlex.quote(str(folder / 'runs'))}/*of3" in shown
+    assert not house.launcher.launched
+    assert not (tmp_path / "made").exists()
+
+
+def test_a_submission_that_is_refused_leaves_nothing_and_a_dry_run_shows_the_script(
+    run: Run, house: House, sbatch: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(RECIPE, *SUBMIT, "--dry-run") == 0
+    assert "--array=1-3" in capsys.readouterr().out
+    monkeypatch.setenv("FAKE_ANSWER", "")
+    assert run(RECIPE, *SUBMIT) == 2
+    monkeypatch.setenv("FAKE_FOLDER", "/nowhere")
+    assert run(RECIPE, *SUBMIT) == 2
+    error = "ds_bench: sbatch refused the job: "
+    assert error in (said := capsys.readouterr().err)
+    assert "sbatch: error: invalid partition specified: gpu (see --sbatch-args, and sinfo)" in said
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert run(RECIPE, *SUBMIT) == 2
+    assert "there is no sbatch on this machine (submit where" in capsys.readouterr().err
+    assert not list(house.output.rglob("*"))
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--shards", "3"), "--shards without --submit"),
+        (("--sbatch-args", "x"), "--sbatch-args without --submit"),
+        (("--submit", "slurm"), "--submit slurm without --shards"),
+        ((*SUBMIT, "--shard", "1/3"), "--submit slurm with --shard"),
+        ((*SUBMIT, "--resume", "x"), "--resume x: no run.json there"),
+        ((*SUBMIT[:3], "10"), "10 shards of a plan with 9 rows in all"),
+        ((*SUBMIT, "--sbatch-args=--array=1-99"), "the array is that of the shards"),
+        ((*SUBMIT, "--sbatch-args=-a5"), "the array is that of the shards"),
+        ((*SUBMIT, "--sbatch-args='a\nb'"), "has a backslash or a control character"),
+        ((*SUBMIT, "--sbatch-args=it's"), "No closing quotation"),
+        ((*SUBMIT, "--output-dir", "a\nb"), "has a backslash or a control character"),
+        ((*SUBMIT, "--set", "optimizer.params.token=hf_abcdefghijklmnop"), "may be a credential"),
+        ((*SUBMIT, "--set", "output.dir=x"), "use --output-dir"),
+        ((*SUBMIT, "--set", "output.csv=x.csv"), "each shard would replace the file"),
+    ],
+)
+def test_a_submission_that_cannot_be_is_refused_in_one_line(
+    flags: tuple[str, ...], message: str, run: Run, house: House, sbatch: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(RECIPE, *flags) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+    assert not sbatch.exists()
     assert not house.launcher.launched
