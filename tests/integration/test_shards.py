@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
+import shutil
 import subprocess
 import sys
 from datetime import datetime, timedelta
@@ -13,6 +15,7 @@ import pytest
 
 from ds_bench.cli.report import build_reports
 from tests.support.real_trials import ROOT
+from tests.support.slurm import SlurmCluster
 
 RECIPE = """
 model: {name: tiny}
@@ -55,3 +58,46 @@ def test_two_shards_started_side_by_side_take_turns_and_are_read_as_one_result(t
     reports = build_reports(folders)
     assert [(r.comparison.rows[0].label, len(r.comparison.rows)) for r in reports] == [("ZeRO-0", 2)] * 2
     assert not list(tmp_path.glob("ds_bench_lock_*"))
+
+
+@pytest.mark.deepspeed
+@pytest.mark.usefixtures("built_ops")
+def test_an_array_of_two_shards_runs_in_slurm_and_a_lost_one_is_submitted_again(
+    slurm: SlurmCluster, tmp_path: Path
+) -> None:
+    folder = tmp_path / 'it\'s 5% of; $(touch made) "x"'
+    folder.mkdir()
+    (folder / "sweep.yaml").write_text(RECIPE)
+
+    def ds_bench(*words: str) -> str:
+        done = slurm.run(sys.executable, "-m", "ds_bench", *words, cwd=folder, PYTHONPATH=str(ROOT))
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    arguments = "--sbatch-args=-N1 -c4 --time=10 --comment 'it # is; \"x\"'"
+    shown = ds_bench("run", "sweep.yaml", "--submit", "slurm", "--shards", "2", arguments).splitlines()
+    job = shown[0].split()[2].rstrip(":")
+    (submission,) = folder.glob("results/slurm_*")
+
+    def logs() -> list[str]:
+        return [path.read_text() for path in submission.glob("*.log")]
+
+    assert slurm.wait_for_job(job, 300) == "COMPLETED", logs()
+    assert {path.name for path in submission.glob("*.log")} == {f"shard{n}_{job}.log" for n in (1, 2)}
+    results = sorted((submission / "runs").iterdir(), key=lambda path: path.name[-10:])
+    reports = build_reports(results)
+    assert sorted(report.environments[0].hostname for report in reports) == ["node1", "node2"]
+    assert [len(report.comparison.rows) for report in reports] == [2, 2]
+    assert not any("missing" in note or "SLURM" in note for report in reports for note in report.notes)
+    report, again = (line.partition(": ")[2] for line in shown if "Report" in line or "again" in line)
+    in_shell = slurm.run("bash", "-c", f"'{sys.executable}' {report.removeprefix('python ')}", PYTHONPATH=str(ROOT))
+    assert (in_shell.returncode, in_shell.stderr) == (0, "")
+
+    shutil.rmtree(results[0])
+    (line,) = {note for report in build_reports(results[1:]) for note in report.notes if "missing" in note}
+    assert line.startswith("shard 1 of 2 is missing: python -m ds_bench run sweep.yaml --output-dir ")
+    assert line.endswith(" --shard 1/2")
+    job = slurm.submit(*shlex.split(again)[1:], PYTHONPATH=str(ROOT))
+    assert slurm.wait_for_job(job, 300) == "COMPLETED", logs()
+    assert not any("missing" in note for note in build_reports(list((submission / "runs").iterdir()))[0].notes)
+    assert not (folder / "made").exists()
