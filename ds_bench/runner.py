@@ -26,11 +26,13 @@ from .analysis.time_estimate import estimate_trial_seconds
 from .config.options import SEVERAL_NODES, Options
 from .config.spec import Precision, Trial
 from .doctor import checkpoint_folder, nvme
+from .doctor import hosts as host_checks
 from .doctor import run as doctor
 from .doctor.findings import SystemAccess
 from .errors import PreflightError, UsageError
 from .launch import Launcher, Limits, ProgressCallback, rank_environment
 from .launch.deepspeed import launch_command
+from .launch.hosts import Hosts
 from .launch.scratch import remove_abandoned
 from .launch.selection import choose_launcher
 from .planner import MakeConfig, Plan, RunPlan, make_run_plan
@@ -91,29 +93,47 @@ def run_comparison(
             if options.dry_run and recipe is None:
                 return print_dry_run(plan)
             remove_abandoned()
-            with signals.raising_on_interrupt():
-                plan = with_predictions(plan, machine)
-                if recipe is not None:
-                    plan = settle_plan(plan, machine)
-                if options.dry_run:
-                    _check_room_for_checkpoints(plan)
-                    return print_dry_run(plan) if options.verbose else OK
-            with _devices_of_run(plan, machine) as (machine, notes):
+            with contextlib.ExitStack() as stack:
                 with signals.raising_on_interrupt():
-                    require_ready(plan, machine, nvme_folder)
+                    hosts, machine = stack.enter_context(connected_hosts(plan, machine))
+                    plan = with_predictions(plan, machine)
+                    if recipe is not None:
+                        plan = settle_plan(plan, machine)
+                    if options.dry_run:
+                        _check_room_for_checkpoints(plan)
+                        return print_dry_run(plan) if options.verbose else OK
+                machine, notes = stack.enter_context(_devices_of_run(plan, machine))
+                with signals.raising_on_interrupt():
+                    require_ready(plan, machine, nvme_folder, hosts)
                 store = _open_folder(options)
                 begun(store.folder)
-                with store.locked() as note:
-                    request = _Request(arguments=arguments, recipe=recipe)
-                    try:
-                        return _run_plan(plan, machine, store, request, [*notes, *([note] if note else [])])
-                    except KeyboardInterrupt:
-                        if (store.folder / RUN_FILE).exists():
-                            terminal.print_text(f"go on with: {resume_command(options, store.folder)}", sys.stderr)
-                        raise
+                notes += [note] if (note := stack.enter_context(store.locked())) else []
+                try:
+                    return _run_plan(plan, machine, store, _Request(arguments=arguments, recipe=recipe), notes, hosts)
+                except KeyboardInterrupt:
+                    if (store.folder / RUN_FILE).exists():
+                        terminal.print_text(f"go on with: {resume_command(options, store.folder)}", sys.stderr)
+                    raise
         except KeyboardInterrupt:  # before the first trial
             terminal.print_text("interrupted", sys.stderr)
             return INTERRUPTED_CODE
+
+
+@contextlib.contextmanager
+def connected_hosts(plan: RunPlan, machine: Machine) -> Iterator[tuple[Hosts | None, Machine]]:
+    """Connections to the hosts of a job on several, and the machine with their environments; None without a hostfile,
+    and on ``--dry-run``, which reaches no host.
+
+    Raises PreflightError for a host that cannot be used or differs, UsageError if ``--resume`` began on others.
+    """
+    if plan.options.dry_run or not plan.placement.hosts:
+        yield None, machine
+        return
+    with host_checks.connected_hosts(plan.placement) as hosts:
+        environment = host_checks.environment_with_hosts(hosts, plan.placement, machine.environment)
+        if plan.options.resume is not None:
+            require_same_machine(RunFolder.open(plan.options.resume), environment)
+        yield hosts, replace(machine, environment=environment)
 
 
 @contextlib.contextmanager
@@ -130,7 +150,9 @@ def _devices_of_run(plan: RunPlan, machine: Machine) -> Iterator[tuple[Machine, 
         line = terminal.StatusLine(sys.stderr, quiet=plan.options.quiet)
         with signals.raising_on_interrupt():
             locks = held.enter_context(device_locks.locked_devices(names, line.say))
-            machine = read_machine() if locks.waited else machine
+            if locks.waited:
+                again = read_machine()
+                machine = replace(again, environment=replace(again.environment, hosts=machine.environment.hosts))
         yield machine, [*plan.notes, *locks.notes]
 
 
@@ -266,7 +288,7 @@ def print_dry_run(plan: RunPlan) -> int:
                 terminal.print_text(f"# Unsupported: {trial.unsupported}")
             terminal.print_json(json.dumps(trial.to_dict()["ds_config"], indent=2))
             terminal.print_text("# the same ranks, started cold:")
-            terminal.print_text(" ".join(["python", *command[1:]]) + "\n")
+            terminal.print_text(shlex.join(["python", *command[1:]]) + "\n")
     return OK
 
 
@@ -334,14 +356,23 @@ def model_profile(plan: Plan) -> ModelProfile | trial_predictions.Unpredicted:
     )
 
 
-def require_ready(plan: RunPlan, machine: Machine, nvme_folder: nvme.NvmeFolder | None) -> None:
-    """Checks what could stop the run on this machine, and prints warnings. Raises PreflightError for a problem."""
-    predicted_host_bytes, first = None, plan.plans[0]
-    if plan.placement.hostfile is None:
-        predicted_host_bytes = trial_predictions.peak_host_bytes(plan.trials)
-        if not plan.options.force:
-            trial_predictions.require_host_memory(plan.trials, first.memory.node_bytes)
+def require_ready(
+    plan: RunPlan, machine: Machine, nvme_folder: nvme.NvmeFolder | None, hosts: Hosts | None = None
+) -> None:
+    """Checks what could stop the run on this machine, or on every host of several, and prints warnings.
+
+    Raises PreflightError for a problem.
+    """
+    predicted_host_bytes = trial_predictions.peak_host_bytes(plan.trials)
+    if not plan.options.force:
+        trial_predictions.require_host_memory(plan.trials, plan.plans[0].memory.node_bytes)
     _check_room_for_checkpoints(plan)
+    if hosts is not None:
+        findings = host_checks.check_hosts(
+            hosts, plan.placement, plan.configurations, machine.environment, predicted_host_bytes
+        )
+        doctor.require_ready(findings, sys.stderr, quiet=plan.options.quiet)
+        return
     findings = doctor.run_plan_checks(
         plan.placement,
         plan.configurations,
@@ -368,19 +399,31 @@ class _Request:
     recipe: Mapping[str, Any] | None
 
 
-def _run_plan(plan: RunPlan, machine: Machine, store: RunFolder, request: _Request, notes: Sequence[str]) -> int:
+def _run_plan(
+    plan: RunPlan, machine: Machine, store: RunFolder, request: _Request, notes: Sequence[str], hosts: Hosts | None
+) -> int:
     """Builds ops, chooses the launcher, runs the trials that are left, and reports. Returns the exit code."""
     options = plan.options
     searches = any(each.options.searches_size for each in plan.plans)
     line = terminal.StatusLine(sys.stderr, quiet=options.quiet)
     with signals.raising_on_interrupt(), line:
         variables = plan.variables
-        states = rank_environment.build_ops(plan.placement, plan.configurations, variables, line.say, line.show)
+        if hosts is None:
+            states = rank_environment.build_ops(plan.placement, plan.configurations, variables, line.say, line.show)
+        else:
+            states = host_checks.build_ops(hosts, plan.placement, plan.configurations, line.say)
         plan = plan.map(lambda each: each.with_ops(states))
     with signals.raising_on_interrupt():
         limits = Limits(timeout_seconds=options.timeout, stall_timeout_seconds=options.stall_timeout)
         launcher, why_cold = choose_launcher(
-            options.launcher, plan.placement, plan.variables, limits, plan.trials, machine.visible_gpu_indices, line.say
+            options.launcher,
+            plan.placement,
+            plan.variables,
+            limits,
+            plan.trials,
+            machine.visible_gpu_indices,
+            line.say,
+            hosts,
         )
     notes = [*notes, *([why_cold] if why_cold else [])]
     _save_run(store, plan, [] if searches else plan.trials, machine, request, notes)

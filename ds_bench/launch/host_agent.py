@@ -8,10 +8,13 @@ every process that belongs to the run on this host, removes what it has created,
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import queue
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -34,6 +37,8 @@ Say = Callable[[str], None]
 _SEND_SECONDS = 0.5
 """How often the files of a running trial are looked at."""
 _STACKS_SECONDS = 1.0
+_CHECK_SECONDS = 100.0
+"""For the checks of this host, which take less than a second on a machine that is well."""
 _CLEAN_UP_SECONDS = 30.0
 """For the main thread to end processes and remove files."""
 
@@ -71,6 +76,7 @@ class HostAgent:
         answers: dict[str, Callable[[Values, Say], Any]] = {
             "environment": lambda _values, _say: read_environment().to_dict(),
             "build_ops": _build_ops,
+            "doctor": _run_checks,
             "address": lambda values, _say: address_towards(str(values["towards"])),
             "free_port": lambda _values, _say: free_port(),
             "begin": self._begin,
@@ -193,6 +199,25 @@ def _build_ops(values: Values, say: Say) -> dict[str, Any]:
     variables = host_variables(placement, os.environ)
     states = rank_environment.build_ops(placement, configurations, variables, say, lambda _elapsed: None)
     return {name: asdict(state) for name, state in states.items()}
+
+
+def _run_checks(values: Values, _say: Say) -> list[dict[str, Any]]:
+    """The findings of ``doctor.on_host``, a program of its own since its package imports this one."""
+    placement = json_files.build(Placement, values["placement"])
+    done = subprocess.run(
+        [sys.executable, "-m", "ds_bench.doctor.on_host"],
+        input=json.dumps({name: value for name, value in values.items() if name not in ("id", "request")}).encode(),
+        capture_output=True,
+        env=processes.child_environment(host_variables(placement, os.environ)),
+        timeout=_CHECK_SECONDS,
+        preexec_fn=processes.die_with_parent,
+        check=False,
+    )
+    if done.returncode != 0:
+        last = done.stderr.decode(errors="replace").strip().splitlines()[-1:]
+        raise RuntimeError(f"the checks ended with code {done.returncode}: {' '.join(last)}")
+    findings: list[dict[str, Any]] = json.loads(done.stdout)
+    return findings
 
 
 def main() -> None:

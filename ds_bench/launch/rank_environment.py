@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from ..config import validation
-from ..config.placement import read_hostfile
 from ..config.spec import Configuration, Placement
 from ..system import gpus, host_memory
 from ..system.processes import import_variables
@@ -77,9 +76,7 @@ def thread_variables(placement: Placement, environ: Mapping[str, str], root: Pat
     """The number of threads of each rank of a placement, as a variable; none where the user has set it."""
     if "OMP_NUM_THREADS" in environ:
         return {}
-    hosts = read_hostfile(Path(placement.hostfile)) if placement.hostfile is not None else {}
-    local_ranks = max(hosts.values(), default=placement.num_gpus)
-    return {"OMP_NUM_THREADS": str(max(1, int(host_memory.usable_cores(root) / local_ranks)))}
+    return {"OMP_NUM_THREADS": str(max(1, int(host_memory.usable_cores(root) / placement.ranks_per_node)))}
 
 
 def _name_and_home(environ: Mapping[str, str]) -> dict[str, str]:

@@ -40,22 +40,30 @@ class MemoryCapacity:
     gpu_bytes: int | None
     """Of the smallest GPU used, real or emulated; None on the CPU accelerator."""
     host_bytes: int | None
-    """Of this node, or the smallest limit of this process."""
+    """Of this node, or of the smallest of several, or what a smaller limit allows its processes."""
     node_bytes: int | None = None
-    """Host memory of this node or its cgroup's limit, without ``--cpu-memory-limit``: a rank that exceeds that limit
+    """Host memory of a node or its cgroup's limit, without ``--cpu-memory-limit``: a rank that exceeds that limit
     ends alone, but one that exceeds this takes memory from the whole machine."""
 
     @classmethod
     def from_environment(cls, environment: Environment, placement: Placement) -> MemoryCapacity:
-        """The capacity that a placement has on this machine, with the limits of its flags."""
-        used = environment.gpus[: placement.num_gpus] if placement.accelerator == "cuda" else ()
+        """The capacity that a placement has on this machine, with the limits of its flags.
+
+        Of several hosts it is that of the smallest; host memory is not known before their environments are.
+        """
+        ranks = placement.ranks_per_node
+        environments = environment.hosts or (environment,)
+        used = [gpu for each in environments for gpu in each.gpus[:ranks]] if placement.accelerator == "cuda" else []
         gpu_sizes = [*(gpu.memory_total_bytes for gpu in used), placement.gpu_memory_limit_bytes]
         limit = placement.cpu_memory_limit_bytes
-        node_bytes = _smallest(environment.host_memory_bytes, environment.cgroup_memory_limit_bytes)
+        node_bytes = None
+        if environment.hosts or not placement.hosts:
+            sizes = ((each.host_memory_bytes, each.cgroup_memory_limit_bytes) for each in environments)
+            node_bytes = _smallest(*(size for both in sizes for size in both))
         return cls(
             gpu_bytes=_smallest(*gpu_sizes) if used else None,
-            host_bytes=_smallest(node_bytes, None if limit is None else limit * placement.num_gpus),
-            node_bytes=None if placement.hostfile else node_bytes,
+            host_bytes=_smallest(node_bytes, None if limit is None else limit * ranks),
+            node_bytes=node_bytes,
         )
 
 
@@ -211,6 +219,7 @@ def predict_changes(trial: Trial, profile: ModelProfile, hidden_size: int | None
             configuration=trial.configuration,
             hidden_size=hidden_size,
             torch_adam=bool(config["optimizer"]["params"].get("torch_adam")),
+            ranks_per_node=trial.placement.ranks_per_node if trial.placement.num_nodes > 1 else None,
         )
         return {
             "alternatives": [asdict(each) for each in what_if.alternatives(planned)],
@@ -228,10 +237,11 @@ def require_host_memory(trials: Sequence[Trial], node_bytes: int | None) -> None
         return
     least = min(need for need in needs if need is not None)
     fewer = "fewer ranks (--num-gpus) " if supported[0].placement.num_gpus > 1 else ""
+    here = "the smallest host" if supported[0].placement.num_nodes > 1 else "this node"
     several_rows = len({trial.configuration.name for trial in supported}) > 1
     raise PreflightError(
         f"{supported[0].workload.model} is predicted to need {format_bytes(least)} of host memory"
-        f"{' in the row that needs least' if several_rows else ''}, where this node has {format_bytes(node_bytes)}",
+        f"{' in the row that needs least' if several_rows else ''}, where {here} has {format_bytes(node_bytes)}",
         remedy=f"take a smaller --model, {fewer}or another machine, or try it with --force",
     )
 
@@ -258,7 +268,14 @@ def _with_prediction(
         return _with_caveat(trial, "memory is not predicted: AutoTP splits layers, which the formulas do not know")
     try:
         engine = trial.configuration.engine
-        prediction = predict(profile, trial.workload, trial.placement, trial.ds_config, engine=engine)
+        prediction = predict(
+            profile,
+            trial.workload,
+            trial.placement,
+            trial.ds_config,
+            engine=engine,
+            ranks_per_node=trial.placement.ranks_per_node,
+        )
     except (ValueError, KeyError, TypeError, ZeroDivisionError) as error:
         return _with_caveat(trial, f"memory is not predicted: the configuration's {type(error).__name__} ({error})")
     if prediction.unknown is not None:

@@ -213,7 +213,11 @@ def accelerate_yaml(record: TrialRecord, config_file: Path) -> str:
         "zero3_init_flag": record.trial.configuration.stage == 3 and record.trial.workload.zero_init,
     }
     if placement.hostfile is not None:
-        deepspeed |= {"deepspeed_hostfile": placement.hostfile, "deepspeed_multinode_launcher": "pdsh"}
+        deepspeed |= {
+            "deepspeed_hostfile": placement.hostfile,
+            "deepspeed_multinode_launcher": placement.multi_node_launcher,
+        }
+        deepspeed |= {"deepspeed_inclusion_filter": placement.include} if placement.include else {}
     settings = {
         "compute_environment": "LOCAL_MACHINE",
         "distributed_type": "DEEPSPEED",
@@ -231,8 +235,8 @@ def accelerate_yaml(record: TrialRecord, config_file: Path) -> str:
 
 
 def _node_count(record: TrialRecord, placement: Placement) -> int:
-    if placement.hostfile is None:
-        return 1
+    if placement.hosts or placement.hostfile is None:
+        return placement.num_nodes
     seen = {rank.hostname for rank in record.ranks}
     if seen:
         return len(seen)

@@ -105,7 +105,11 @@ def _device(placement: Placement) -> list[str]:
 def _launcher(placement: Placement) -> list[str]:
     device = _device(placement)
     if placement.hostfile is not None:
-        return [*device, "deepspeed", "--hostfile", placement.hostfile]
+        own = [] if placement.multi_node_launcher == "pdsh" else ["--launcher", placement.multi_node_launcher]
+        own += ["--include", placement.include] if placement.include else []
+        own += ["--master_addr", placement.master_addr] if placement.master_addr else []
+        own += [f"--launcher_args={shlex.join(placement.launcher_args)}"] if placement.launcher_args else []
+        return [*device, "deepspeed", "--hostfile", placement.hostfile, *own]
     return [*device, "deepspeed", "--num_gpus", str(placement.num_gpus)]
 
 

@@ -1,0 +1,233 @@
+"""The hosts of a job on several: whether each can be reached, has what the others have, and is ready for the plan.
+
+Each host is checked by its agent (``launch.hosts``), which starts :mod:`.on_host` there.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from operator import attrgetter
+
+from ..config.spec import Configuration, MultiNodeLauncher, Placement
+from ..errors import PreflightError
+from ..launch.hosts import HostError, Hosts
+from ..launch.ops import OpState
+from ..system.environment import Environment
+from ..system.processes import import_variables
+from ..units import format_bytes
+from .findings import Finding, find_program, warning
+
+_PROGRAMS: Mapping[MultiNodeLauncher, tuple[str, ...]] = {
+    "pdsh": ("pdsh", "ssh"),
+    "openmpi": ("mpirun", "ompi_info"),
+    "mpich": ("mpirun",),
+    "impi": ("mpirun",),
+    "mvapich": ("mpirun", "mpiname"),
+    "slurm": ("srun", "sinfo"),
+}
+"""What DeepSpeed starts and looks for on the host that starts a job (launcher/multinode_runner.py)."""
+_UNQUOTED = re.compile(r"[\w@%+=:,./-]*")
+"""Texts that mean themselves in a shell's command line, as DeepSpeed's launcher writes one for pdsh."""
+_CHECK_SECONDS = 120.0
+
+Facts = tuple[tuple[str, Callable[[Environment], object]], ...]
+
+
+def _package(name: str) -> Callable[[Environment], object]:
+    return lambda environment: environment.packages.get(name)
+
+
+_MUST_AGREE: Facts = (
+    ("Python", attrgetter("python_version")),
+    ("torch", _package("torch")),
+    ("deepspeed", _package("deepspeed")),
+    ("transformers", _package("transformers")),
+    ("CUDA", attrgetter("torch_cuda_version")),
+)
+"""Versions with which ranks of one job must run."""
+_SHOULD_AGREE: Facts = (
+    ("CPU", attrgetter("cpu_model")),
+    ("cores", attrgetter("logical_cores")),
+    ("host memory", lambda environment: format_bytes(environment.host_memory_bytes)),
+    ("GPU driver", attrgetter("gpu_driver_version")),
+)
+"""What makes one host slower than the others, so that they wait for it."""
+
+
+def require_launchable(placement: Placement) -> None:
+    """Raises PreflightError if DeepSpeed's launcher could not start ranks on several hosts from this one."""
+    for program in _PROGRAMS[placement.multi_node_launcher] if placement.num_nodes > 1 else ():
+        if find_program(program) is None:
+            raise PreflightError(
+                f"--multi-node-launcher {placement.multi_node_launcher}: there is no program {program} on this host",
+                remedy=f"install it, put it on PATH, or choose another of {', '.join(_PROGRAMS)}",
+            )
+    for text in (sys.executable, import_variables("")["PYTHONPATH"]):
+        if not _UNQUOTED.fullmatch(text):
+            raise PreflightError(
+                f"DeepSpeed's launcher cannot start {text!r} on other hosts: a shell there would not read it so",
+                remedy="install in a folder of letters, digits and ._-+=@%,/ alone",
+            )
+
+
+@contextmanager
+def connected_hosts(placement: Placement) -> Iterator[Hosts]:
+    """Connections to all hosts of a placement, which are ended with the context.
+
+    Raises PreflightError for a host that cannot be reached or used, in one line with what ssh said.
+    """
+    require_launchable(placement)
+    with Hosts([name for name, _ in placement.hosts]) as hosts:
+        try:
+            hosts.connect()
+        except HostError as error:
+            first = str(error).partition(":")[0]
+            how = f"make `ssh {first} true` work without a question, with Python and ds_bench at the same paths there"
+            raise _not_usable(error, how) from None
+        yield hosts
+
+
+def _not_usable(error: HostError, how: str) -> PreflightError:
+    lines = str(error).splitlines()
+    more = f"; and {len(lines) - 5} more" if len(lines) > 5 else ""
+    return PreflightError(
+        f"cannot use {'; '.join(lines[:5])}{more}", remedy=f"{how}, or leave the host out with --exclude"
+    )
+
+
+@contextmanager
+def naming_lost_host() -> Iterator[None]:
+    """Raises PreflightError for a host that is lost meanwhile."""
+    try:
+        yield
+    except HostError as error:
+        raise _not_usable(error, "see what is wrong there") from None
+
+
+def environment_with_hosts(hosts: Hosts, placement: Placement, local: Environment) -> Environment:
+    """The environment of this host, which starts the ranks, with that of every host in the order of the ranks.
+
+    Raises PreflightError, in one line, if versions or GPUs differ, or a host has fewer GPUs than ranks.
+    """
+    with naming_lost_host():
+        environments = hosts.environments()
+    _require_one_machine_each(environments)
+    known = dict(environments)
+    if local.hostname not in {each.hostname for each in environments.values()}:
+        known["this host"] = local
+    differences = _differences(_MUST_AGREE, known)
+    if placement.accelerator == "cuda":
+        differences += _gpu_differences(environments, placement)
+    if differences:
+        raise PreflightError(
+            f"the hosts differ: {'; '.join(differences)}",
+            remedy="give every host the same versions and GPUs, or leave hosts out with --exclude",
+        )
+    return replace(local, hosts=tuple(environments.values()))
+
+
+def _require_one_machine_each(environments: Mapping[str, Environment]) -> None:
+    names: dict[str, str] = {}
+    for name, environment in environments.items():
+        if (other := names.setdefault(environment.hostname, name)) != name:
+            raise PreflightError(
+                f"{other} and {name} both call themselves {environment.hostname}: they are one machine, or cannot be "
+                "told apart",
+                remedy="write each machine once into the hostfile, and give each a host name of its own",
+            )
+
+
+def _gpu_differences(environments: Mapping[str, Environment], placement: Placement) -> list[str]:
+    used = {
+        name: [f"{gpu.name or 'unnamed'} ({format_bytes(gpu.memory_total_bytes)})" for gpu in each.gpus]
+        for name, each in environments.items()
+    }
+    few = [
+        f"{name} has {len(used[name])} GPUs for {ranks} ranks"
+        for name, ranks in placement.hosts
+        if len(used[name]) < ranks
+    ]
+    return few + _differences(
+        (("GPU", lambda each: " and ".join(sorted({gpu.name or "unnamed" for gpu in each.gpus})) or None),),
+        environments,
+    )
+
+
+def _differences(facts: Facts, environments: Mapping[str, Environment]) -> list[str]:
+    """``torch 2.13.0 on a, c, 2.11.0 on b`` for each fact that is not the same on all hosts."""
+    texts = []
+    for label, read in facts:
+        hosts_of: dict[object, list[str]] = {}
+        for name, environment in environments.items():
+            hosts_of.setdefault(read(environment), []).append(name)
+        if len(hosts_of) > 1:
+            values = (f"{value or 'none'} on {_names(names)}" for value, names in hosts_of.items())
+            texts.append(f"{label} {', '.join(values)}")
+    return texts
+
+
+def _names(names: Sequence[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+def check_hosts(
+    hosts: Hosts,
+    placement: Placement,
+    configurations: Sequence[Configuration],
+    environment: Environment,
+    need_host_bytes: int | None = None,
+) -> list[Finding]:
+    """The findings of the checks on every host, equal ones of several hosts as one.
+
+    ``environment``: with its ``hosts``. ``need_host_bytes``: predicted for the host with the most ranks.
+    """
+    environments = dict(zip(hosts.names, environment.hosts, strict=True))
+    unlike = _differences(_SHOULD_AGREE, environments)
+    findings: dict[Finding, list[str]] = {}
+    ranks = dict(placement.hosts)
+    with naming_lost_host():
+        futures = [
+            (
+                each,
+                each.send_request(
+                    "doctor",
+                    placement=asdict(replace(placement, num_gpus=ranks[each.name], hosts=(), hostfile=None)),
+                    configurations=[asdict(row) for row in configurations],
+                    need_host_bytes=_share(need_host_bytes, ranks[each.name], placement.ranks_per_node),
+                ),
+            )
+            for each in hosts.connections
+        ]
+        for each, future in futures:
+            for values in each.result_of(future, _CHECK_SECONDS):
+                findings.setdefault(Finding(**values), []).append(each.name)
+    found = [replace(finding, name=f"{_names(names)}: {finding.name}") for finding, names in findings.items()]
+    if unlike:
+        text = f"{'; '.join(unlike)}: all wait for the slowest"
+        found.append(warning("hosts", text, "compare on hosts of one kind, or leave hosts out with --exclude"))
+    return found
+
+
+def _share(need_bytes: int | None, ranks: int, most_ranks: int) -> int | None:
+    return None if need_bytes is None else need_bytes * ranks // most_ranks
+
+
+def build_ops(
+    hosts: Hosts, placement: Placement, configurations: Sequence[Configuration], say: Callable[[str], None]
+) -> dict[str, OpState]:
+    """Builds every op that these configurations need on every host, which each has a cache of its own unless they
+    share its folder. An op is ready where it is on all of them."""
+    with naming_lost_host():
+        states_of = hosts.build_ops(placement, configurations, say)
+    merged: dict[str, OpState] = {}
+    for name, states in states_of.items():
+        for op, state in states.items():
+            if not state.ready:
+                state = replace(state, reason=f"on {name}: {state.reason}")
+            before = merged.get(op, state)
+            merged[op] = before if not before.ready or state.ready else state
+    return merged

@@ -1,0 +1,31 @@
+"""The checks of one host of several, as a program that its agent starts: ``python -m ds_bench.doctor.on_host``.
+
+Reads one JSON object from standard input: ``placement`` and ``configurations``, and ``need_host_bytes``, the predicted
+memory of this host or null. Prints the findings as one JSON list.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+
+from ..config.spec import Configuration, Placement
+from ..records import json_files
+from ..system import terminal
+from .run import run_plan_checks
+
+
+def main() -> None:
+    """Runs the checks and prints their findings."""
+    asked = json.loads(sys.stdin.read())
+    findings = run_plan_checks(
+        Placement.from_dict(asked["placement"]),
+        [json_files.build(Configuration, each) for each in asked["configurations"]],
+        need_host_bytes=asked["need_host_bytes"],
+    )
+    terminal.print_json(json.dumps([asdict(each) for each in findings]))
+
+
+if __name__ == "__main__":
+    main()

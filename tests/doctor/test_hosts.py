@@ -1,0 +1,154 @@
+"""The checks of several hosts before the first trial. Agents are children of the test; other hosts are made up."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, cast
+
+import pytest
+
+from ds_bench.config.spec import Placement
+from ds_bench.doctor import hosts as host_checks
+from ds_bench.errors import PreflightError
+from ds_bench.launch import hosts
+from ds_bench.launch.ops import OpState
+from ds_bench.prediction.trial_predictions import MemoryCapacity
+from ds_bench.system.environment import Environment, hardware_differences, read_environment
+from ds_bench.system.gpus import GpuFacts
+from tests.support import fakes
+
+H100 = GpuFacts(index=0, name="NVIDIA H100", memory_total_bytes=80 * 2**30, compute_capability=(9, 0))
+PACKAGES = {"torch": "2.13.0", "deepspeed": "0.19.8", "transformers": "5.1.0"}
+HERE = Environment(hostname="a", logical_cores=8, python_version="3.12.1", cpu_model="X", packages=PACKAGES)
+TWO = Placement(accelerator="cpu", num_gpus=2, hostfile="/hosts", hosts=(("a", 1), ("b", 1)), launcher="deepspeed")
+
+
+class MadeUpHosts:
+    """Stands for connections; ``environments`` by the name in the hostfile."""
+
+    def __init__(self, **environments: Environment) -> None:
+        self.names, self._environments = tuple(environments), environments
+
+    def environments(self) -> Mapping[str, Environment]:
+        return self._environments
+
+
+def checked(placement: Placement = TWO, local: Environment = HERE, **environments: Environment) -> Environment:
+    return host_checks.environment_with_hosts(cast(Any, MadeUpHosts(**environments)), placement, local)
+
+
+def on(name: str, **changes: Any) -> Environment:
+    return replace(HERE, hostname=name, **changes)
+
+
+def test_hosts_that_agree_are_kept_in_the_order_of_their_ranks() -> None:
+    found = checked(b=on("b", cpu_model="Y"), a=HERE)
+    assert [each.hostname for each in found.hosts] == ["b", "a"]
+    assert Environment.from_dict(found.to_dict()) == found
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"packages": {**PACKAGES, "torch": "2.11.0"}}, "torch 2.13.0 on a, 2.11.0 on b ("),
+        ({"packages": {"torch": "2.13.0", "deepspeed": "0.19.8"}}, "transformers 5.1.0 on a, none on b ("),
+        ({"python_version": "3.11.7"}, "Python 3.12.1 on a, 3.11.7 on b ("),
+        ({"torch_cuda_version": "13.0"}, "CUDA none on a, 13.0 on b ("),
+        (
+            {"python_version": "3.11.7", "packages": {**PACKAGES, "deepspeed": "0.18.0"}},
+            "Python 3.12.1 on a, 3.11.7 on b; deepspeed 0.19.8 on a, 0.18.0 on b (",
+        ),
+        ({"hostname": "a"}, "a and b both call themselves a: "),
+    ],
+)
+def test_hosts_that_differ_are_refused_in_one_line(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(PreflightError) as caught:
+        checked(a=HERE, b=replace(on("b"), **changes))
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_host_that_starts_the_ranks_needs_the_same_versions_where_it_is_none_of_them() -> None:
+    other = on("login", packages={**PACKAGES, "torch": "2.11.0"})
+    with pytest.raises(PreflightError, match=r"torch 2\.13\.0 on a, b, 2\.11\.0 on this host"):
+        checked(a=HERE, b=on("b"), local=other)
+
+
+def test_gpus_are_of_one_kind_and_as_many_as_ranks() -> None:
+    cards = replace(TWO, accelerator="cuda", num_gpus=3, hosts=(("a", 2), ("b", 1)))
+    a = on("a", gpus=(H100, H100))
+    assert len(checked(cards, a, a=a, b=on("b", gpus=(H100,))).hosts) == 2
+    with pytest.raises(PreflightError, match="GPU NVIDIA H100 on a, NVIDIA A100 on b"):
+        checked(cards, a, a=a, b=on("b", gpus=(replace(H100, name="NVIDIA A100"),)))
+    with pytest.raises(PreflightError, match="a has 1 GPUs for 2 ranks"):
+        checked(cards, a, a=on("a", gpus=(H100,)), b=on("b", gpus=(H100,)))
+
+
+def test_memory_is_that_of_the_smallest_host_and_unknown_before_the_hosts_are() -> None:
+    placement = replace(TWO, num_gpus=3, hosts=(("a", 2), ("b", 1)), cpu_memory_limit_bytes=5)
+    known = checked(a=on("a", host_memory_bytes=100), b=on("b", host_memory_bytes=90, cgroup_memory_limit_bytes=80))
+    assert MemoryCapacity.from_environment(HERE, placement).node_bytes is None
+    capacity = MemoryCapacity.from_environment(known, placement)
+    assert (capacity.node_bytes, capacity.host_bytes) == (80, 2 * 5)
+
+
+def test_results_compare_by_the_kinds_of_their_hosts_and_not_by_their_order() -> None:
+    one, other = checked(a=HERE, b=on("b", cpu_model="Y")), checked(b=on("d", cpu_model="Y"), a=on("c"))
+    assert hardware_differences(one, other) == []
+    (difference,) = hardware_differences(one, checked(a=HERE, b=on("b")))
+    kinds = [f"(CPU {model}, logical cores 8)" for model in "XY"]
+    assert difference == f"hosts 1 x {kinds[0]}; 1 x {kinds[1]} against 2 x {kinds[0]}"
+
+
+def test_an_op_is_ready_where_it_is_on_every_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    failed = OpState(op="CPUAdamBuilder", ready=False, reason="no compiler")
+    ready = OpState(op="CPUAdamBuilder", ready=True)
+    both = MadeUpHosts(a=HERE, b=HERE)
+    for states in ({"a": ready, "b": failed}, {"b": failed, "a": ready}):
+        answer = {name: {"CPUAdamBuilder": state} for name, state in states.items()}
+        monkeypatch.setattr(both, "build_ops", lambda *_, answer=answer: answer, raising=False)
+        (state,) = host_checks.build_ops(cast(Any, both), TWO, [], lambda _text: None).values()
+        assert (state.ready, state.reason) == (False, "on b: no compiler")
+
+
+def test_every_host_runs_the_checks_of_its_own_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through a real agent, on this host."""
+    local = functools.partial(hosts.Hosts, command_of=lambda _name: hosts.agent_words())
+    monkeypatch.setattr(host_checks, "Hosts", local)
+    place = fakes.placement(hosts=(("here", 1),), hostfile="/only/on/the/first/host", nvme_path="/proc")
+    with host_checks.connected_hosts(place) as connections:
+        environment = host_checks.environment_with_hosts(connections, place, read_environment())
+        found = host_checks.check_hosts(connections, place, [fakes.offload("nvme")], environment, 2**60)
+    names = {finding.name: finding for finding in found}
+    assert names["here: host memory"].level != "ok"  # an exabyte is needed
+    assert "--nvme-path /proc cannot be written" in names["here: NVMe path"].text
+    with pytest.raises(PreflightError, match="cannot use here: "), host_checks.naming_lost_host():
+        connections.environments()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        (
+            "find_program",
+            lambda name: None if name == "pdsh" else "/usr/bin/x",
+            "there is no program pdsh on this host",
+        ),
+        (
+            "import_variables",
+            lambda _path: {"PYTHONPATH": "/a b;touch x"},
+            "cannot start '/a b;touch x' on other hosts",
+        ),
+    ],
+)
+def test_what_the_launcher_needs_on_this_host_is_looked_for_first(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: Any, said: str
+) -> None:
+    monkeypatch.setattr(host_checks, "find_program", lambda _name: "/usr/bin/x")
+    monkeypatch.setattr(sys, "executable", "/usr/bin/python3")
+    monkeypatch.setattr(host_checks, name, value)
+    with pytest.raises(PreflightError, match=said):
+        host_checks.require_launchable(TWO)
