@@ -25,7 +25,7 @@ def comparison_caveats(rows: Sequence[Sequence[TrialSummary]], environments: Seq
     summaries = [summary for row in rows for summary in row]
     records = [summary.record for summary in summaries]
     placements = [record.trial.placement for record in records]
-    num_gpus = max((each.num_gpus for each in placements if each.accelerator == "cuda"), default=0)
+    num_gpus = max((each.ranks_per_node for each in placements if each.accelerator == "cuda"), default=0)
     caveats = [*_placement_caveats(records), *_window_caveats(summaries), *_repeat_caveats(rows)]
     for environment in environments[1:]:
         if differences := comparability_differences(environments[0], environment):
@@ -33,7 +33,8 @@ def comparison_caveats(rows: Sequence[Sequence[TrialSummary]], environments: Seq
             caveats.append(caveat_of_kind(CaveatKind.ENVIRONMENT_DIFFERS, text))
     caveats += _apart_caveats(rows)
     for environment in environments:
-        caveats += _machine_caveats(environment, num_gpus)
+        for host in environment.hosts or (environment,):
+            caveats += _machine_caveats(host, num_gpus, f" on {host.hostname}" if environment.hosts else "")
     return list(dict.fromkeys(caveats))
 
 
@@ -102,17 +103,23 @@ def _repeat_caveats(rows: Sequence[Sequence[TrialSummary]]) -> Iterator[Caveat]:
     yield caveat_of_kind(CaveatKind.TOO_FEW_REPEATS, text)
 
 
-def _machine_caveats(environment: Environment, num_gpus: int) -> Iterator[Caveat]:
-    """State of the host and of its first ``num_gpus`` visible GPUs, which are those that the job used."""
+def _machine_caveats(environment: Environment, num_gpus: int, where: str) -> Iterator[Caveat]:
+    """State of the host and of its first ``num_gpus`` visible GPUs, which are those that the job used.
+
+    ``where``: `` on HOST`` for one of several hosts.
+    """
     for gpu in environment.gpus[:num_gpus]:
         if gpu.other_processes:
-            text = f"GPU {gpu.index} is also used by {len(gpu.other_processes)} other process(es): numbers suffer"
+            text = (
+                f"GPU {gpu.index}{where} is also used by {len(gpu.other_processes)} other process(es): numbers suffer"
+            )
             yield caveat_of_kind(CaveatKind.OTHER_PROCESS, text)
         if reasons := throttle_faults(gpu):
-            text = f"GPU {gpu.index} was held back before the first trial: {', '.join(reasons)}"
+            text = f"GPU {gpu.index}{where} was held back before the first trial: {', '.join(reasons)}"
             yield caveat_of_kind(CaveatKind.CLOCKS_THROTTLED, text)
     if environment.swap_used_bytes:
-        text = f"the host has {format_bytes(environment.swap_used_bytes)} swapped out"
+        host = f"the host {environment.hostname}" if where else "the host"
+        text = f"{host} has {format_bytes(environment.swap_used_bytes)} swapped out"
         yield caveat_of_kind(CaveatKind.SWAP_USED, text)
 
 
@@ -124,7 +131,12 @@ def device_capacity_bytes(records: Sequence[TrialRecord], environments: Sequence
     on_gpus = [record for record in records if record.trial.placement.accelerator == "cuda"]
     sizes = [rank.gpu_total_bytes for record in on_gpus for rank in record.ranks]
     if on_gpus and not any(sizes):
-        sizes = [gpu.memory_total_bytes for environment in environments for gpu in environment.gpus]
+        sizes = [
+            gpu.memory_total_bytes
+            for environment in environments
+            for host in environment.hosts or (environment,)
+            for gpu in host.gpus
+        ]
     limits = [record.trial.placement.gpu_memory_limit_bytes for record in on_gpus]
     return min((size for size in [*sizes, *limits] if size), default=None)
 

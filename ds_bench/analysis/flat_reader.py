@@ -38,7 +38,8 @@ _TEXTS = frozenset((
     "strategy", "model", "status", "error", "error_details", "caveats", "trial_id", "accelerator", "device",
     "precision", "batch_policy", "optimizer", "launch", "flops_convention", "started_at", "run_id", "config_hash",
     "gpu_name", "cpu_model", "torch_version", "deepspeed_version", "transformers_version", "cuda_version",
-    "gpu_driver_version", "engine", "seq_policy", "data_file", "point", "pass_type",
+    "gpu_driver_version", "engine", "seq_policy", "data_file", "point", "pass_type", "slowest_rank_host",
+    "cpu_used_gb_of_nodes",
 ))  # fmt: skip
 _FLAGS = frozenset(("success", "activation_checkpointing", "disk_bound", "checkpoint_restored", "synchronized"))
 _COUNTS = frozenset((
@@ -162,6 +163,15 @@ def _environment(row: Mapping[str, Any]) -> Environment | None:
     )
 
 
+def _sizes_of_nodes(row: Mapping[str, Any]) -> dict[str, int]:
+    """Host → bytes of ``cpu_used_gb_of_nodes``; empty where it holds something else."""
+    try:
+        sizes = json.loads(row.get("cpu_used_gb_of_nodes") or "{}")
+        return {str(name): round(size * units.BYTES_PER_GB) for name, size in sizes.items()}
+    except (ValueError, TypeError, AttributeError, OverflowError, RecursionError):
+        return {}
+
+
 def _figures(row: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of the summary that ``summary.summarise`` computes from a record."""
     read = row.get
@@ -180,6 +190,8 @@ def _figures(row: Mapping[str, Any]) -> dict[str, Any]:
         "gpu_outside_allocator_bytes": _bytes(row, "gpu_outside_allocator_gb"),
         "host_peak_bytes": _bytes(row, "cpu_used_gb"),
         "host_pss_bytes": _bytes(row, "cpu_pss_gb"),
+        "host_peak_bytes_of_nodes": _sizes_of_nodes(row),
+        "slowest_rank_host": read("slowest_rank_host"),
         "phase_memory": _phase_memory(row),
         "checkpoint": _checkpoint(row),
         "checkpoint_restored": read("checkpoint_restored"),

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..records.schema import CHECKPOINT_ACTIONS, SUCCESS, RankMeasurement
@@ -74,6 +74,11 @@ def _checkpoint(action: str, value: str) -> Callable[[TrialSummary], float | Non
         return measured if value == "seconds" else to_gb(measured)
 
     return read
+
+
+def _json_gb(sizes: Mapping[str, int]) -> str | None:
+    """Sizes by name as JSON, in GB; None without any."""
+    return json.dumps({name: to_gb(size) for name, size in sizes.items()}) if sizes else None
 
 
 def _gpu_names(environment: Environment) -> str | None:
@@ -215,6 +220,8 @@ COLUMNS: list[Column] = [
         if (action, column) != ("load", "gb")
     ),
     ("checkpoint_restored", lambda s: s.checkpoint_restored),
+    ("slowest_rank_host", lambda s: s.slowest_rank_host),
+    ("cpu_used_gb_of_nodes", lambda s: _json_gb(s.host_peak_bytes_of_nodes)),
 ]
 
 

@@ -45,7 +45,12 @@ def arguments_without(arguments: Sequence[str], flags: Sequence[str]) -> list[st
 
 
 def machine(environment: Environment) -> dict[str, str]:
-    """Facts of the machine that a reader needs to judge figures, by label, in reading order, without unknown ones."""
+    """Facts of the machine that a reader needs to judge figures, by label, in reading order, without unknown ones.
+
+    Of several hosts those of the hosts, each value once, with the hosts that have it where they differ.
+    """
+    if environment.hosts:
+        return _machines(environment.hosts)
     physical, quota = environment.physical_cores, environment.cpu_quota_cores
     cores = f"{environment.logical_cores} threads"
     cores += "" if physical is None else f" on {physical} cores"
@@ -68,6 +73,18 @@ def machine(environment: Environment) -> dict[str, str]:
     return {label: str(value) for label, value in facts.items() if value not in (None, "", units.MISSING)}
 
 
+def _machines(hosts: Sequence[Environment]) -> dict[str, str]:
+    facts = {"hosts": ", ".join(each.hostname for each in hosts)}
+    of_hosts = [(each.hostname, machine(each)) for each in hosts]
+    for label in dict.fromkeys(label for _, own in of_hosts for label in own):
+        hosts_of: dict[str, list[str]] = {}
+        for name, own in of_hosts:
+            hosts_of.setdefault(own.get(label, "unknown"), []).append(name)
+        values = [f"{value} ({', '.join(names)})" for value, names in hosts_of.items()]
+        facts[label] = "; ".join(values) if len(values) > 1 else next(iter(hosts_of))
+    return facts
+
+
 def one_line(environment: Environment) -> str:
     """The facts of :func:`machine` in one line, for Markdown."""
     return " · ".join(f"{label} {value}" for label, value in machine(environment).items())
@@ -78,11 +95,12 @@ def title(summaries: Sequence[TrialSummary]) -> str:
     if not summaries:
         return "nothing was run"
     workload, placement = summaries[0].record.trial.workload, summaries[0].record.trial.placement
-    devices = f"{placement.num_gpus} CPU rank{'s' if placement.num_gpus > 1 else ''}"
+    number = placement.ranks_text
+    devices = f"{number} CPU rank{'' if number.split()[-1] == '1' else 's'}"
     if placement.accelerator == "cuda":
         measured = [rank.device_name for each in summaries for rank in each.record.ranks]
         known = [gpu.name for each in summaries if each.environment for gpu in each.environment.gpus if gpu.name]
-        devices = f"{placement.num_gpus} × {next(iter([*measured, *known]), 'GPU').removeprefix('NVIDIA ')}"
+        devices = f"{placement.ranks_text} × {next(iter([*measured, *known]), 'GPU').removeprefix('NVIDIA ')}"
     own = _varied_by_axes(summaries)
     precision = "each row's precision" if "precision" in own else workload.precision
     batch = "each row's micro-batch" if "batch_size" in own else f"micro-batch {workload.batch_size}"

@@ -93,7 +93,13 @@ class TrialSummary:
     environment: Environment | None = None
     """Hardware and versions of the host it ran on; None if the result does not hold them."""
     num_nodes: int | None = None
-    """Number of hosts that the ranks ran on; None for a trial over a hostfile that measured nothing."""
+    """Number of hosts that the ranks ran on, or were to; None for a trial of an earlier version over a hostfile that
+    measured nothing."""
+    host_peak_bytes_of_nodes: Mapping[str, int] = field(default_factory=dict)
+    """Host → peak resident size, summed over its ranks; empty on one node."""
+    slowest_rank_host: str | None = None
+    """Host of the rank that the others waited for: the one that waited least in collective operations where that was
+    measured, else the one with the longest window. None on one node."""
     run_id: str | None = None
     """Name of the run's folder; None if the result does not hold it."""
     flat_config_hash: str | None = None
@@ -139,12 +145,13 @@ def summarise(
     """
     caveats = dict.fromkeys(map(parse_caveat, record.caveats))
     if not record.ranks:
-        alone = record.trial.placement.hostfile is None
+        placement = record.trial.placement
+        known = bool(placement.hosts) or placement.hostfile is None
         return TrialSummary(
             record=record,
             caveats=tuple(caveats),
             environment=environment,
-            num_nodes=1 if alone else None,
+            num_nodes=placement.num_nodes if known else None,
             run_id=run_id,
         )
     ranks, workload = record.ranks, record.trial.workload
@@ -192,6 +199,8 @@ def summarise(
         grad_accum=slowest.grad_accum,
         data_parallel_size=slowest.data_parallel_size,
         num_nodes=len({rank.hostname for rank in ranks}),
+        host_peak_bytes_of_nodes=_host_peaks(ranks),
+        slowest_rank_host=_slowest_rank_host(ranks),
         predicted_over_measured=over_measured,
         predicted_over_ledger=over_ledger,
         costs=step_costs(record),
@@ -263,11 +272,33 @@ def _sum(ranks: Sequence[RankMeasurement], name: str) -> int | None:
 
 def _max_over_nodes(ranks: Sequence[RankMeasurement], name: str) -> int | None:
     """The largest of the nodes' sums; None if a rank did not measure it, as its node may have the largest."""
+    sums = [_sum(node_ranks, name) for node_ranks in _ranks_of_nodes(ranks).values()]
+    return None if None in sums else max(value for value in sums if value is not None)
+
+
+def _ranks_of_nodes(ranks: Sequence[RankMeasurement]) -> dict[str, list[RankMeasurement]]:
     nodes: dict[str, list[RankMeasurement]] = {}
     for rank in ranks:
         nodes.setdefault(rank.hostname, []).append(rank)
-    sums = [_sum(node_ranks, name) for node_ranks in nodes.values()]
-    return None if None in sums else max(value for value in sums if value is not None)
+    return nodes
+
+
+def _host_peaks(ranks: Sequence[RankMeasurement]) -> dict[str, int]:
+    """See ``TrialSummary.host_peak_bytes_of_nodes``; without a node of which a rank did not measure it."""
+    nodes = _ranks_of_nodes(ranks)
+    sums = {name: _sum(own, "host_peak_bytes") for name, own in nodes.items()} if len(nodes) > 1 else {}
+    return {name: size for name, size in sums.items() if size is not None}
+
+
+def _slowest_rank_host(ranks: Sequence[RankMeasurement]) -> str | None:
+    """See ``TrialSummary.slowest_rank_host``."""
+    if len({rank.hostname for rank in ranks}) == 1:
+        return None
+    waits = [[operation.wait_seconds for operation in rank.communication or ()] for rank in ranks]
+    if all(own and None not in own for own in waits):
+        sums = [math.fsum(each for each in own if each is not None) for own in waits]
+        return ranks[sums.index(min(sums))].hostname
+    return max(ranks, key=lambda rank: rank.window_seconds).hostname
 
 
 def _per_step(ranks: Sequence[RankMeasurement], name: str) -> float | None:

@@ -30,7 +30,7 @@ def estimate_trial_seconds(trial: Trial, facts: ModelFacts | None, gpu_name: str
     """Estimates the duration of a trial from launch to end, in seconds; 0 for one that is not launched.
 
     ``facts``: None for a model whose shape is not known, which is taken to cost nothing but the start. ``cores``: CPU
-    cores of this node.
+    cores of a node.
     """
     if trial.not_launched:
         return 0.0
@@ -42,7 +42,7 @@ def estimate_trial_seconds(trial: Trial, facts: ModelFacts | None, gpu_name: str
         peak = flops.peak_flops(gpu_name, workload.precision) if gpu_name else None
         rate = ranks * _UTILISATION * (peak or _UNKNOWN_GPU_FLOPS)
     else:
-        rate = cores * _CPU_CORE_FLOPS
+        rate = cores * trial.placement.num_nodes * _CPU_CORE_FLOPS
     per_token = flops.hardware_flops_per_token(facts, workload.seq_length, workload.activation_checkpointing)
     tokens = workload.batch_size * workload.seq_length * workload.grad_accum * ranks
     device = trial.configuration.offload_optimizer

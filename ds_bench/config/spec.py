@@ -401,6 +401,16 @@ class Placement:
         return max((slots for _, slots in self.hosts), default=self.num_gpus)
 
     @property
+    def ranks_text(self) -> str:
+        """``8``; of several nodes ``2 nodes × 8``, or ``2 nodes, 12`` where they have unlike numbers of ranks."""
+        if self.num_nodes == 1:
+            return str(self.num_gpus)
+        alike = self.num_gpus == self.num_nodes * self.ranks_per_node
+        return (
+            f"{self.num_nodes} nodes × {self.ranks_per_node}" if alike else f"{self.num_nodes} nodes, {self.num_gpus}"
+        )
+
+    @property
     def measured_facts(self) -> dict[str, Any]:
         """What decides a measurement: not where ranks meet, and of several hosts the number of ranks, not the name.
 

@@ -120,7 +120,7 @@ def _row_names(group: Sequence[ComparisonReport]) -> list[str]:
                 f"dropout {'of the model' if work.dropout is None else work.dropout}",
                 f"{work.warmup_steps} + {work.num_steps} steps",
                 f"seed {work.seed}",
-                f"{placement.num_gpus} {'GPU' if placement.accelerator == 'cuda' else 'CPU rank'}(s)",
+                f"{placement.ranks_text} {'GPU' if placement.accelerator == 'cuda' else 'CPU rank'}(s)",
                 *(point_text({path: trial.point[path]}) if path in trial.point else "" for path in paths),
             )
         )

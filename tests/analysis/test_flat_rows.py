@@ -10,6 +10,7 @@ from typing import Any
 import pandas as pd
 import pytest
 
+from ds_bench.analysis.flat_reader import read_summary
 from ds_bench.analysis.flat_rows import COLUMNS, flat_rows, status_text
 from ds_bench.analysis.summary import TrialSummary, summarise
 from ds_bench.records import schema
@@ -134,6 +135,48 @@ def test_numbers_are_not_rounded_in_the_record() -> None:
 def test_the_phases_are_the_slowest_ranks() -> None:
     (row,) = rows(fakes.success(phase_seconds={"forward": 0.25}))
     assert (row["phase_forward_ms"], row["phase_backward_ms"]) == (250, None)
+
+
+# ------------------------------------------------------------------ several nodes
+
+
+def on_two_nodes(**changes: Any) -> TrialRecord:
+    place = fakes.placement(num_gpus=3, hosts=(("a", 2), ("b", 1)), hostfile="/hosts", launcher="deepspeed")
+    found = fakes.success(fakes.trial(fakes.zero(1), on=place))
+    return replace(
+        found,
+        ranks=tuple(
+            replace(rank, hostname="ab"[number // 2], **{name: values[number] for name, values in changes.items()})
+            for number, rank in enumerate(found.ranks)
+        ),
+    )
+
+
+def waiting(seconds: float) -> tuple[schema.CommunicationOperation, ...]:
+    return (schema.CommunicationOperation(name="all_reduce", count=1, bytes=8, seconds=9, wait_seconds=seconds),)
+
+
+def test_of_several_nodes_the_fullest_counts_and_each_is_told() -> None:
+    (row,) = rows(on_two_nodes(host_peak_bytes=[GB, GB, 3 * GB], window_seconds=[1.0, 3.0, 2.0]))
+    assert (row["num_nodes"], row["cpu_used_gb"], row["slowest_rank_host"]) == (2, 3.0, "a")
+    assert json.loads(row["cpu_used_gb_of_nodes"]) == {"a": 2.0, "b": 3.0}
+    (again,) = flat_rows([read_summary(row)])
+    assert {name: again[name] for name in row if name.endswith(("nodes", "_host"))} == {
+        name: row[name] for name in row if name.endswith(("nodes", "_host"))
+    }
+
+
+def test_the_slowest_rank_is_the_one_that_waits_least_where_waits_are_known() -> None:
+    waits = [waiting(0.5), waiting(0.4), waiting(0.1)]
+    (row,) = rows(on_two_nodes(communication=waits, window_seconds=[1.0, 3.0, 2.0]))
+    assert row["slowest_rank_host"] == "b"
+
+
+def test_one_node_has_no_slowest_host_and_a_failed_row_has_the_nodes_that_were_asked_for() -> None:
+    (row,) = rows(fakes.success(fakes.trial(fakes.zero(1), on=CUDA)))
+    assert (row["num_nodes"], row["slowest_rank_host"], row["cpu_used_gb_of_nodes"]) == (1, None, None)
+    (failed,) = rows(fakes.failure(on_two_nodes().trial))
+    assert failed["num_nodes"] == 2
 
 
 # ------------------------------------------------------------------ no GPU, no GPU numbers

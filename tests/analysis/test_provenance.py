@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from dataclasses import replace
+from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -45,6 +46,25 @@ def test_facts_that_are_not_known_are_left_out() -> None:
         "torch": "2.13.0",
     }
     assert provenance.one_line(HOST).startswith("GPUs none · CPU AMD EPYC 9654 · ")
+
+
+def test_of_several_hosts_a_fact_is_told_once_or_with_those_that_have_it() -> None:
+    other = replace(HOST, hostname="node-8", cpu_model="AMD EPYC 7763")
+    facts = provenance.machine(replace(HOST, hostname="login", cpu_model="Intel", hosts=(HOST, other)))
+    assert (facts["hosts"], facts["torch"]) == ("node-7, node-8", "2.13.0")
+    assert facts["CPU"] == "AMD EPYC 9654 (node-7); AMD EPYC 7763 (node-8)"
+
+
+def test_a_title_tells_how_ranks_lie_on_nodes() -> None:
+    def of(*slots: int, **placement: Any) -> str:
+        hosts = tuple((f"node-{number}", each) for number, each in enumerate(slots))
+        place = fakes.placement(num_gpus=sum(slots), hosts=hosts, **placement)
+        return title([summarise(fakes.success(fakes.trial(on=place), device_name="NVIDIA H100"), None, None)])
+
+    assert " · 2 nodes × 1 CPU rank · " in of(1, 1)
+    assert " · 2 nodes × 8 × H100 · " in of(8, 8, accelerator="cuda")
+    assert " · 2 nodes, 12 × H100 · " in of(8, 4, accelerator="cuda")
+    assert " · 2 CPU ranks · " in of(2)
 
 
 def test_what_axes_vary_is_not_said_of_all_rows() -> None:
