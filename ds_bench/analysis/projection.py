@@ -43,6 +43,7 @@ class ProjectedRow:
     num_gpus: int
     measured: MeasuredStep | None = None
     """None for a row that was not measured so that it could be projected."""
+    links: Links | None = None
     projection: Projection | None = None
     prediction: Prediction | None = None
     """Its memory; None where it cannot be predicted."""
@@ -53,10 +54,10 @@ class ProjectedRow:
 def project_rows(
     rows: Sequence[ComparisonRow],
     sizes: Sequence[int],
-    links_of: Callable[[Sequence[MeasuredStep]], Links],
+    links_of: Callable[[MeasuredStep, Sequence[MeasuredStep]], Links],
     how: Scaling,
 ) -> list[ProjectedRow]:
-    """Projects every row of one comparison to every size. ``links_of``: gives the links, knowing what was measured.
+    """Projects every row of one comparison to every size. ``links_of``: gives the links of a row, knowing all of them.
 
     Raises UsageError if nothing can be projected.
     """
@@ -68,17 +69,17 @@ def project_rows(
     profile = _profile([_trial(row) for row in able])
     layers = profile.layers if isinstance(profile, ModelProfile) else None
     measured = {row.key: _measured_step(row, layers) for row in able}
-    links = links_of(list(measured.values()))
+    links = {key: links_of(each, list(measured.values())) for key, each in measured.items()}
     found = []
     for row in rows:
         for num_gpus in sizes:
             if row.key in reasons:
                 found.append(ProjectedRow(row=row, num_gpus=num_gpus, notes=(reasons[row.key],)))
             else:
-                found.append(_project(row, measured[row.key], num_gpus, links, how, profile))
+                found.append(_project(row, measured[row.key], num_gpus, links[row.key], how, profile))
     if not any(each.projection for each in found):
         first = next(each for each in found if each.measured is not None)
-        scaling.project(measured[first.row.key], first.num_gpus, links, how)  # raises
+        scaling.project(measured[first.row.key], first.num_gpus, links[first.row.key], how)  # raises
     return found
 
 
@@ -90,12 +91,14 @@ def _project(
     how: Scaling,
     profile: ModelProfile | Unpredicted,
 ) -> ProjectedRow:
-    unable = ProjectedRow(row=row, num_gpus=num_gpus, measured=measured)
+    unable = ProjectedRow(row=row, num_gpus=num_gpus, measured=measured, links=links)
     try:
         projection = scaling.project(measured, num_gpus, links, how)
     except UsageError as error:
         return replace(unable, notes=(f"{error.problem} ({error.remedy})",))
     notes = list(projection.notes)
+    if row.invalid_reason is not None:
+        notes.append(f"the measured row itself is no result: {row.invalid_reason}")
     if _trial(row).placement.accelerator == "cpu":
         notes.append(FROM_CPU)
         if measured.communication_seconds is None and measured.num_gpus > 1:
@@ -113,11 +116,11 @@ def _not_measured(row: ComparisonRow) -> str | None:
     """Why a row cannot be projected; None if it can."""
     if not row.succeeded:
         return f"{row.summaries[-1].record.outcome.status}, not measured"
-    if row.invalid_reason is not None:
-        return f"no result: {row.invalid_reason}"
     run = representative_run(row.summaries)
     if run.record.trial.workload.pass_type != "train":
         return "no training steps were measured"
+    if not run.record.trial.workload.synchronized:
+        return "its times are those of launching the work (--no-sync)"
     if not run.record.ranks[0].parameter_count:
         return "the file does not hold the number of parameters: give the run folder"
     return None

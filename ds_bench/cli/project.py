@@ -12,7 +12,7 @@ from typing import Any
 from ..analysis.projection import ProjectedRow, project_rows
 from ..errors import UsageError
 from ..prediction.links import BETWEEN, REACHED_BETWEEN, REACHED_WITHIN, WITHIN, LinkRate, Links, parse_link
-from ..prediction.scaling import MeasuredStep, Range, Scaling, measured_links
+from ..prediction.scaling import MeasuredStep, Range, Scaling, measured_rates
 from ..records.run_folder import csv_text
 from ..report.comparison_report import ComparisonReport
 from ..system import terminal
@@ -42,7 +42,6 @@ class ProjectedReport:
 
     title: str
     rows: tuple[ProjectedRow, ...]
-    links: Links
     scaling: Scaling
     assumptions: tuple[str, ...]
 
@@ -73,14 +72,10 @@ def project_reports(options: ProjectOptions) -> list[ProjectedReport]:
 def _project(
     report: ComparisonReport, link: LinkRate | None, inter: LinkRate | None, options: ProjectOptions
 ) -> ProjectedReport:
-    chosen: list[tuple[Links, tuple[str, ...]]] = []
-
-    def links_of(steps: Sequence[MeasuredStep]) -> Links:
-        chosen.append(_links(steps, link, inter, options))
-        return chosen[0][0]
+    def links_of(step: MeasuredStep, steps: Sequence[MeasuredStep]) -> Links:
+        return _links(step, steps, link, inter, options)
 
     rows = project_rows(report.comparison.rows, sorted(set(options.num_gpus)), links_of, options.scaling)
-    links, texts = chosen[0]
     if options.scaling == "weak":
         batch = "weak scaling: every GPU keeps the micro-batch and accumulation that were measured"
     else:
@@ -88,11 +83,10 @@ def _project(
     return ProjectedReport(
         title=report.title,
         rows=tuple(rows),
-        links=links,
         scaling=options.scaling,
         assumptions=(
             batch,
-            *texts,
+            *_links_texts([each.links for each in rows if each.links], link, inter),
             "ranges are between no overlap of communication with computing and full overlap; efficiency is tokens/s of "
             "a GPU against the measured row; memory is predicted (docs/projection.md)",
         ),
@@ -100,47 +94,49 @@ def _project(
 
 
 def _links(
-    steps: Sequence[MeasuredStep], link: LinkRate | None, inter: LinkRate | None, options: ProjectOptions
-) -> tuple[Links, tuple[str, ...]]:
-    """The links as given, else as measured, with what is to be said of them. Raises UsageError."""
-    first = steps[0]
-    on_one_node = first.num_gpus <= first.gpus_per_node
-    node = options.gpus_per_node or (max(_NODE, first.num_gpus) if on_one_node else first.gpus_per_node)
-    measured_within, measured_between = measured_links(steps)
-    within = link.bytes_per_second if link else measured_within
-    if within is None:
-        if max(node, first.gpus_per_node) > 1:
-            raise UsageError(
-                "the rate of the links within a node is not known",
-                remedy="give --link, such as nvlink:900, or a result of several ranks with --profile comms",
-            )
-        within = math.inf
-    between = inter.bytes_per_second if inter else measured_between
-    links = Links(
+    step: MeasuredStep,
+    steps: Sequence[MeasuredStep],
+    link: LinkRate | None,
+    inter: LinkRate | None,
+    options: ProjectOptions,
+) -> Links:
+    """The links as given, else as measured. Raises UsageError."""
+    on_one_node = step.num_gpus <= step.gpus_per_node
+    node = options.gpus_per_node or (max(_NODE, step.num_gpus) if on_one_node else step.gpus_per_node)
+    within, between = measured_rates(step, steps)
+    within = link.bytes_per_second if link else within
+    if within is None and max(node, step.gpus_per_node) > 1:
+        raise UsageError(
+            "the rate of the links within a node is not known",
+            remedy="give --link, such as nvlink:900, or a result of several ranks with --profile comms",
+        )
+    return Links(
         gpus_per_node=node,
-        gpu_bytes_per_second=within,
+        gpu_bytes_per_second=math.inf if within is None else within,
         gpu_latency_seconds=link.latency_seconds if link else 0.0,
-        node_bytes_per_second=between,
+        node_bytes_per_second=inter.bytes_per_second if inter else between,
         node_latency_seconds=inter.latency_seconds if inter else 0.0,
     )
-    texts = []
-    if within != math.inf:
-        texts.append(f"within a node of {node} GPUs: {_rate_text(link, within, REACHED_WITHIN)} per GPU")
-    if between is not None:
-        texts.append(f"between nodes of {node}: {_rate_text(inter, between, REACHED_BETWEEN)} per node")
-    return links, tuple(texts)
 
 
-def _rate_text(given: LinkRate | None, reached: float, fraction: float) -> str:
-    if given is None:
-        return f"{_rate(reached)} each way, as measured (--profile comms)"
-    return (
-        f"{given.text}, of which {format_percent(fraction, digits=0)} is taken to be reached: {_rate(reached)} each way"
-    )
+def _links_texts(links: Sequence[Links], link: LinkRate | None, inter: LinkRate | None) -> Iterator[str]:
+    """What is to be said of the links of all rows."""
+    node = links[0].gpus_per_node
+    within = [each.gpu_bytes_per_second for each in links if each.gpu_bytes_per_second != math.inf]
+    between = [each.node_bytes_per_second for each in links if each.node_bytes_per_second is not None]
+    for rates, given, fraction, where in (
+        (within, link, REACHED_WITHIN, f"per GPU, within a node of {node}"),
+        (between, inter, REACHED_BETWEEN, f"per node of {node}, between nodes"),
+    ):
+        if rates and given:
+            share = format_percent(fraction, digits=0)
+            yield f"{given.text}, of which {share} is taken to be reached: {_rates(rates)} each way {where}"
+        elif rates:
+            yield f"{_rates(rates)} each way {where}, as each row measured it (--profile comms)"
 
 
-def _rate(bytes_per_second: float) -> str:
-    return f"{bytes_per_second / 1e9:.3g} GB/s (10^9)"
+def _rates(rates: Sequence[float]) -> str:
+    return f"{_range_text(f'{min(rates) / 1e9:.3g}', f'{max(rates) / 1e9:.3g}')} GB/s (10^9)"
 
 
 # ------------------------------------------------------------------ text
@@ -220,15 +216,10 @@ def _range_text(low: str, high: str) -> str:
 
 
 def _as_dict(report: ProjectedReport) -> dict[str, Any]:
-    links = report.links
-    within = links.gpu_bytes_per_second
     return {
         "projection": True,
         "title": report.title,
         "scaling": report.scaling,
-        "gpus_per_node": links.gpus_per_node,
-        "gpu_bytes_per_second": None if within == math.inf else within,
-        "node_bytes_per_second": links.node_bytes_per_second,
         "assumptions": list(report.assumptions),
         "rows": list(_flat_rows(report)),
     }
@@ -238,6 +229,7 @@ def _flat_rows(report: ProjectedReport) -> Iterator[dict[str, Any]]:
     """One row per configuration and size, of numbers that were not rounded; all are projected but ``measured_*``."""
     for each in report.rows:
         found, measured, memory = each.projection, each.measured, each.prediction
+        within = _get(each.links, "gpu_bytes_per_second")
         yield {
             "projection": True,
             "strategy": each.row.configuration.name,
@@ -261,6 +253,9 @@ def _flat_rows(report: ProjectedReport) -> Iterator[dict[str, Any]]:
             "measured_tokens_per_sec": _get(measured, "tokens_per_second"),
             "measured_communication_ms": to_ms(_get(measured, "communication_seconds")),
             "accelerator": each.row.summaries[0].record.trial.placement.accelerator,
+            "gpus_per_node": _get(each.links, "gpus_per_node"),
+            "link_bytes_per_sec": None if within == math.inf else within,
+            "inter_bytes_per_sec": _get(each.links, "node_bytes_per_second"),
             "notes": "; ".join(each.notes),
         }
 

@@ -256,8 +256,16 @@ def _updated_elements_ratio(measured: MeasuredStep, num_gpus: int, gpus_per_node
     return measured.num_gpus / num_gpus
 
 
-def measured_links(steps: Sequence[MeasuredStep]) -> tuple[float | None, float | None]:
-    """Rates that were measured within a node and between nodes: the median of the rows; None where none measured."""
-    within = sorted(rate for each in steps if each.num_gpus <= each.gpus_per_node and (rate := each.measured_rate))
-    between = sorted(rate for each in steps if each.num_gpus > each.gpus_per_node and (rate := each.measured_rate))
-    return tuple(rates[len(rates) // 2] if rates else None for rates in (within, between))  # type: ignore[return-value]
+def measured_rates(step: MeasuredStep, all_steps: Sequence[MeasuredStep]) -> tuple[float | None, float | None]:
+    """Rates that were measured within a node and between nodes: of the row itself, else the median of all; None for
+    one that no row measured."""
+
+    def rate(*, on_one_node: bool) -> float | None:
+        own, *others = (
+            each.measured_rate if (each.num_gpus <= each.gpus_per_node) == on_one_node else None
+            for each in (step, *all_steps)
+        )
+        known = sorted(filter(None, others))
+        return own or (known[len(known) // 2] if known else None)
+
+    return rate(on_one_node=True), rate(on_one_node=False)

@@ -97,12 +97,11 @@ def test_rates_that_a_profile_measured_take_the_place_of_flags(
     ranks = tuple(replace(rank, hostname=f"node-{rank.rank}") for rank in measured.ranks)
     folder = fakes.write_run(tmp_path, [replace(measured, ranks=ranks)]).folder
     (report,) = json.loads(project(capsys, folder, "--num-gpus", "2", "4", "--format", "json"))
-    assert report["gpus_per_node"] == 1
-    assert report["gpu_bytes_per_second"] is None
-    assert report["node_bytes_per_second"] == pytest.approx(4e6 / 0.03)
     own, four = report["rows"]
+    assert (own["gpus_per_node"], own["link_bytes_per_sec"]) == (1, None)
+    assert own["inter_bytes_per_sec"] == pytest.approx(4e6 / 0.03)
     assert own["communication_ms"] == pytest.approx(30.0)
-    assert own["step_time_ms_no_overlap"] == pytest.approx(100.0)
+    assert own["step_time_ms_no_overlap"] == own["step_time_ms_full_overlap"] == pytest.approx(100.0)
     assert four["communication_ms"] == pytest.approx(45.0)  # 3/4 of the tensors in place of 1/2
 
 

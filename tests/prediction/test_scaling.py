@@ -14,7 +14,7 @@ from ds_bench.config.spec import Configuration
 from ds_bench.errors import UsageError
 from ds_bench.prediction.communication import Traffic
 from ds_bench.prediction.links import BETWEEN, WITHIN, Links, parse_link
-from ds_bench.prediction.scaling import MeasuredStep, Scaling, measured_links, project
+from ds_bench.prediction.scaling import MeasuredStep, Scaling, measured_rates, project
 from tests.prediction.test_communication import with_zero
 from tests.support import fakes
 from tests.support.shared_files import shared_files
@@ -105,7 +105,7 @@ def test_a_timed_communication_is_replaced_by_that_of_other_links() -> None:
     """Two nodes of one rank, as measured between network namespaces: the rate falls to a quarter."""
     sent = Traffic(name="all", bytes=4e6, calls=3)
     measured = step(fakes.zero(1), 2, gpus_per_node=1, step_seconds=0.5, communication_seconds=0.4, communication=sent)
-    assert measured_links([measured]) == (None, pytest.approx(2e6 / 0.4))
+    assert measured_rates(measured, [measured]) == (None, pytest.approx(2e6 / 0.4))
     slower = Links(gpus_per_node=1, gpu_bytes_per_second=INFINITE, node_bytes_per_second=2e6 / 1.6)
     found = project(measured, 2, slower, "weak")
     assert found.communication_seconds == pytest.approx(1.6)
