@@ -140,6 +140,7 @@ def _measured_step(row: ComparisonRow, layers: int | None) -> MeasuredStep:
         most = max((each.communication or () for each in run.record.ranks), key=lambda all_: sum(c.bytes for c in all_))
         calls = sum(each.count * (2 if "all_reduce" in each.name else 1) for each in most)
         communication = Traffic(name="all", bytes=costs.communication_bytes, calls=calls)
+    parts = step_parts(run.record)
     return MeasuredStep(
         configuration=trial.configuration,
         parameters=rank.parameter_count,
@@ -152,11 +153,14 @@ def _measured_step(row: ComparisonRow, layers: int | None) -> MeasuredStep:
         grad_accum=run.grad_accum or trial.workload.grad_accum,
         step_seconds=row.mean_step_seconds,
         tokens_per_second=row.tokens_per_second,
-        update_seconds=step_parts(run.record).get("step"),
+        update_seconds=parts.get("step"),
         communication_seconds=None
         if communication is None or costs.communication_seconds is None
         else costs.communication_seconds - (costs.communication_wait_seconds or 0.0),
         communication=communication,
+        computing_seconds=None
+        if communication is None
+        else sum(seconds for name, seconds in parts.items() if name != "communication"),
     )
 
 

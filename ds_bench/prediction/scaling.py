@@ -46,6 +46,8 @@ class MeasuredStep:
     """Of all collective operations, each waited for, without waiting for other ranks; None where not measured."""
     communication: Traffic | None = None
     """What was sent in these seconds; None where not measured."""
+    computing_seconds: float | None = None
+    """Of everything but communication in synchronised steps; None where the two were not timed apart."""
 
     @property
     def model_parts(self) -> int:
@@ -95,7 +97,8 @@ class Range:
     no_overlap: float
     """All communication is waited for, and an update of fewer elements takes no less time."""
     full_overlap: float
-    """All communication runs beside computing as far as that lasts, and every updated element takes the same time."""
+    """All communication runs beside computing as far as that lasts and the measurement allows it, and every updated
+    element takes the same time."""
 
     @property
     def bounds(self) -> tuple[float, float]:
@@ -157,9 +160,10 @@ def project(measured: MeasuredStep, num_gpus: int, links: Links, scaling: Scalin
         part = min(update, measured_computing)
         return (measured_computing - part) * of_samples + part * of_update
 
+    overlapped, rest = _overlapped_parts(measured, measured_seconds)
     steps = Range(
         no_overlap=computing(max(0.0, measured.step_seconds - measured_seconds), max(1.0, of_update)) + seconds,
-        full_overlap=max(computing(measured.step_seconds, of_update), seconds),
+        full_overlap=max(computing(overlapped, of_update), seconds) + rest,
     )
     replicas = num_gpus // measured.ranks_per_sample
     measured_batch = measured.micro_batch_size * measured.grad_accum * (measured.num_gpus // measured.ranks_per_sample)
@@ -182,6 +186,17 @@ def project(measured: MeasuredStep, num_gpus: int, links: Links, scaling: Scalin
         efficiency=Range(no_overlap=rates.no_overlap / per_gpu, full_overlap=rates.full_overlap / per_gpu),
         notes=tuple(notes),
     )
+
+
+def _overlapped_parts(measured: MeasuredStep, communication_seconds: float) -> tuple[float, float]:
+    """Seconds of computing beside which communication may run, and what the measured step took longer than both.
+
+    Where computing was not timed by itself, it is taken to be the whole step.
+    """
+    computing = min(measured.computing_seconds or measured.step_seconds, measured.step_seconds)
+    if communication_seconds > measured.step_seconds:  # of other links than those measured
+        return computing, 0.0
+    return computing, measured.step_seconds - max(computing, communication_seconds)
 
 
 def _check_size(measured: MeasuredStep, num_gpus: int, links: Links) -> None:

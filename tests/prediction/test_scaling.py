@@ -65,6 +65,17 @@ def test_at_its_own_size_a_projection_is_the_measurement(stage: int, scaling: Sc
     assert found.step_seconds.bounds == pytest.approx((20.0, 20.0))
     assert found.tokens_per_second.bounds == pytest.approx((measured.tokens_per_second,) * 2)
     assert (found.micro_batch_size, found.grad_accum, found.efficiency.bounds) == (4, 2, pytest.approx((1.0, 1.0)))
+    for communication, computing in ((3.0, 15.0), (12.0, 18.0), (15.0, 2.0), (19.0, 30.0)):  # seconds of 20
+        timed = replace(
+            measured,
+            communication_seconds=communication,
+            communication=Traffic(name="all", bytes=1e9, calls=10),
+            computing_seconds=computing,
+        )
+        rate = timed.measured_rate or INFINITE
+        own = replace(INSTANT, gpu_bytes_per_second=rate, node_bytes_per_second=rate)
+        if num_gpus == 8:  # of several nodes the formula may find a faster way than one ring
+            assert project(timed, num_gpus, own, scaling).step_seconds.bounds == pytest.approx((20.0, 20.0))
 
 
 def test_links_without_resistance_scale_perfectly_and_slow_ones_only_slow_down() -> None:
@@ -110,6 +121,11 @@ def test_a_timed_communication_is_replaced_by_that_of_other_links() -> None:
     found = project(measured, 2, slower, "weak")
     assert found.communication_seconds == pytest.approx(1.6)
     assert found.step_seconds.bounds == pytest.approx((1.6, 1.7))
+    # Computing that was timed by itself tells that next to nothing overlapped: the range becomes narrow.
+    timed = replace(measured, computing_seconds=0.09)
+    assert project(timed, 2, slower, "weak").step_seconds.bounds == pytest.approx((1.7, 1.7))
+    faster = replace(slower, node_bytes_per_second=2e6 / 0.1)
+    assert project(timed, 2, faster, "weak").step_seconds.bounds == pytest.approx((0.2, 0.2))
     assert found.sent_bytes == pytest.approx(2e6)
 
 
