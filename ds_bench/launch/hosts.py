@@ -55,6 +55,10 @@ class HostError(Exception):
     """A host cannot be used. ``str()`` is one line that begins with its name."""
 
 
+class HostLostError(HostError):
+    """The host does not answer, or could not be reached."""
+
+
 def ssh_command(host: str) -> list[str]:
     """The beginning of an ssh command line for a host. Raises ValueError for what ssh could take for an option."""
     if not _HOST.fullmatch(host):
@@ -150,7 +154,7 @@ class HostConnection:
         try:
             return future.result(timeout_seconds)
         except FutureTimeoutError:
-            raise HostError(f"{self.name}: took longer than {timeout_seconds:.0f} s to answer") from None
+            raise HostLostError(f"{self.name}: took longer than {timeout_seconds:.0f} s to answer") from None
 
     def _receive(self, message: Message) -> None:
         if "agent" in message and not self._greeting.done():
@@ -180,7 +184,7 @@ class HostConnection:
 
     def _fail(self, future: Future[Any]) -> None:
         with contextlib.suppress(Exception):  # it has its answer
-            future.set_exception(HostError(self.problem or f"{self.name}: lost"))
+            future.set_exception(HostLostError(self.problem or f"{self.name}: lost"))
 
     def _last_error_line(self) -> str | None:
         if self._errors is None:

@@ -18,6 +18,7 @@ from ..records.rank_files import PHASES, RankExit, log_file, partial_rank_file, 
 from ..records.schema import Outcome, RankFailure, RankMeasurement
 from ..system import files
 from ..units import format_bytes, format_duration
+from .hosts import HostError, HostLostError
 from .monitor import Ending, Limits
 
 _MAX_RANK_FILE_BYTES = 2**26
@@ -41,8 +42,9 @@ class Evidence:
     """The kernel's count of processes killed for memory rose while the trial ran."""
     disk_full: bool = False
     """The file system of the swap folder had no room left when the trial ended."""
-    lost_host: str | None = None
-    """The host that did not answer while the trial ran or when it ended, and why; None if all did."""
+    host_error: HostError | None = None
+    """Of the host that did not answer while the trial ran or when it ended, or on which it could not begin; None where
+    all hosts did what they were asked."""
     server_died: bool = False
     """The preloaded server, with which its ranks die, was gone when the trial ended."""
 
@@ -69,7 +71,7 @@ def determine_outcome(evidence: Evidence) -> TrialOutcome:
     outcome = (
         _oom_outcome(failures, evidence)
         or _interrupted_outcome(evidence)
-        or _lost_host_outcome(evidence)
+        or _host_outcome(evidence)
         or _server_died_outcome(evidence)
         or _disk_full_outcome(evidence)
         or _signal_outcome(failures, evidence)
@@ -190,11 +192,12 @@ def _interrupted_outcome(evidence: Evidence) -> Outcome | None:
     return _fail(evidence, schema.INTERRUPTED, None, "interrupted while it ran", phase=_read_phase(evidence, 0))
 
 
-def _lost_host_outcome(evidence: Evidence) -> Outcome | None:
+def _host_outcome(evidence: Evidence) -> Outcome | None:
     """How the other ranks ended is then no evidence of its own: they wait for those of the lost host."""
-    if evidence.lost_host is None:
+    if evidence.host_error is None:
         return None
-    return _fail(evidence, schema.TIMEOUT, None, f"host {evidence.lost_host}")
+    status = schema.TIMEOUT if isinstance(evidence.host_error, HostLostError) else schema.CRASHED
+    return _fail(evidence, status, None, f"host {evidence.host_error}")
 
 
 def _server_died_outcome(evidence: Evidence) -> Outcome | None:

@@ -15,7 +15,7 @@ from typing import Any
 from ..records.rank_files import EXITS_FILE, LEADER_LOG, Assignment
 from ..system.processes import Activity
 from ..system.redaction import looks_secret
-from .hosts import HostConnection, HostError, Hosts
+from .hosts import HostConnection, HostError, HostLostError, Hosts
 from .message_stream import SILENCE_SECONDS, Message
 
 _USER_VARIABLES = ("NCCL_", "GLOO_", "TP_", "OMP_", "GOMP_", "KMP_", "MKL_", "UCX_", "FI_", "TORCH_NCCL_")
@@ -29,8 +29,8 @@ _STACKS_SECONDS = 5.0
 class RemoteEnd:
     """What the hosts tell of a trial that was ended on them."""
 
-    lost: str | None = None
-    """The first host that did not answer and why; None if all did."""
+    lost: HostLostError | None = None
+    """Of the first host that did not answer; None if all did."""
     caveats: tuple[str, ...] = ()
     oom_killed: bool = False
     """The kernel killed a process for memory on one of the hosts."""
@@ -121,14 +121,14 @@ class RemoteTrial:
         ]
         answers: list[dict[str, Any]] = []
         caveats: list[str] = []
-        lost = None
+        lost: HostLostError | None = None
         for connection, future in futures:
             try:
                 answers.append(connection.result_of(future, None))  # large profiles take long
                 if answers[-1]["left"]:
                     caveats.append(f"processes {answers[-1]['left']} of host {connection.name} could not be ended")
             except HostError as error:
-                lost = lost or str(error)
+                lost = lost or (error if isinstance(error, HostLostError) else None)
                 self._hosts.note_unproven(connection.name, self.scratch_id)
                 caveats.append(f"it is not proven that no process is left on a host: {error}")
             connection.listen = lambda _message: None

@@ -79,7 +79,7 @@ def run_trial(
     ending: Ending | None = None
     start_seconds: float | None = None
     interruption: BaseException | None = None
-    lost_host: str | None = None
+    host_error: HostError | None = None
     leader = None
     monitor = StepMonitor(trial, folder) if trial.inspection.monitor is not None else None
 
@@ -95,7 +95,7 @@ def run_trial(
         with raising_on_interrupt():
             ending, start_seconds = watch(folder, trial.placement.num_gpus, limits, leader.wait, observe, remote)
     except HostError as error:
-        ending, lost_host = "host_lost", str(error)
+        ending, host_error = "host_lost", error
     except BaseException as error:  # the tree must end first
         interruption = error
     grace_seconds = min(limits.kill_grace_seconds, 2.0 if interruption is not None else limits.kill_grace_seconds)
@@ -114,7 +114,7 @@ def run_trial(
             limits=limits,
             host_ran_out=read_oom_kill_count() > oom_kills_before or ended.oom_killed,
             disk_full=disk_full or ended.disk_full,
-            lost_host=lost_host or ended.lost,
+            host_error=host_error or ended.lost,
             server_died=not server_is_alive(),
         )
     )

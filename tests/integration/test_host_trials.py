@@ -127,6 +127,13 @@ def test_a_host_that_cannot_be_reached_fails_the_trial_in_one_line(
     assert marked(tmp_path / "run" / "trials" / "t1") == set()
 
 
+def test_a_host_on_which_a_trial_cannot_begin_is_no_lost_host(hosts: Hosts, tmp_path: Path) -> None:
+    record = launch(hosts, tmp_path / "run" / "trials" / "t1", checkpoint=True, checkpoint_path="/proc")
+    assert record.outcome.status == "Crashed"
+    assert (record.outcome.error or "").startswith("host a: FileNotFoundError: ")
+    assert all(connection.problem is None for connection in hosts.connections)
+
+
 @pytest.mark.parametrize("cut", ["end of input", pytest.param("silence", marks=pytest.mark.slow)])
 def test_an_agent_that_hears_nothing_more_ends_the_trial_on_its_host(tmp_path: Path, cut: str) -> None:
     trial = make_hosts_trial()
