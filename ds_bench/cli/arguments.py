@@ -273,7 +273,7 @@ def _add_hardware(parser: argparse.ArgumentParser) -> None:
         "--hostfile",
         type=Path,
         metavar="FILE",
-        help="DeepSpeed hostfile, for several nodes; --output-dir must be on storage that all of them see",
+        help="DeepSpeed hostfile: the hosts of every trial, which ssh must reach (docs/many_nodes.md)",
     )
     add("--include", metavar="HOST[:SLOTS]@...", help="hosts and slots of the hostfile to use, e.g. a@b:0,1")
     add("--exclude", metavar="HOST[:SLOTS]@...", help="hosts and slots of the hostfile to leave out, e.g. a@b:0,1")
