@@ -102,7 +102,7 @@ def run_comparison(
                     if options.dry_run:
                         _check_room_for_checkpoints(plan)
                         return print_dry_run(plan) if options.verbose else OK
-                machine, notes = stack.enter_context(_devices_of_run(plan, machine))
+                machine, notes = stack.enter_context(_devices_of_run(plan, machine, hosts))
                 with signals.raising_on_interrupt():
                     require_ready(plan, machine, nvme_folder, hosts)
                 store = _open_folder(options)
@@ -137,22 +137,26 @@ def connected_hosts(plan: RunPlan, machine: Machine) -> Iterator[tuple[Hosts | N
 
 
 @contextlib.contextmanager
-def _devices_of_run(plan: RunPlan, machine: Machine) -> Iterator[tuple[Machine, list[str]]]:
+def _devices_of_run(plan: RunPlan, machine: Machine, hosts: Hosts | None) -> Iterator[tuple[Machine, list[str]]]:
     """Holds the locks of the devices that the trials use, so that no other run disturbs them; waits for its end.
 
     Yields the machine, read again after a wait, and notes for the reader of the result.
     """
-    names = device_locks.processor_names()
-    if plan.placement.accelerator == "cuda":
-        cards = machine.environment.gpus
-        names = device_locks.card_names(cards if plan.placement.hostfile else cards[: plan.placement.num_gpus])
+    line, placement = terminal.StatusLine(sys.stderr, quiet=plan.options.quiet), plan.placement
     with contextlib.ExitStack() as held:
-        line = terminal.StatusLine(sys.stderr, quiet=plan.options.quiet)
         with signals.raising_on_interrupt():
-            locks = held.enter_context(device_locks.locked_devices(names, line.say))
+            if hosts is not None:  # this one has an agent too, if it is among them
+                with host_checks.naming_lost_host():
+                    locks = hosts.lock_devices(placement, line.say)
+            else:
+                gpus = machine.environment.gpus
+                names = device_locks.device_names(placement.accelerator, gpus, range(placement.num_gpus))
+                locks = held.enter_context(device_locks.locked_devices(names, line.say))
             if locks.waited:
-                again = read_machine()
-                machine = replace(again, environment=replace(again.environment, hosts=machine.environment.hosts))
+                machine = read_machine()
+                if hosts is not None:
+                    environment = host_checks.environment_with_hosts(hosts, placement, machine.environment)
+                    machine = replace(machine, environment=environment)
         yield machine, [*plan.notes, *locks.notes]
 
 

@@ -400,6 +400,14 @@ class Placement:
         """Ranks on the host that has the most."""
         return max((slots for _, slots in self.hosts), default=self.num_gpus)
 
+    def slots_of(self, host: str) -> list[int]:
+        """The slots of a host that have ranks: those that ``include`` names, else the first ones."""
+        for part in (self.include or "").split("@"):
+            name, _, slots = part.rpartition(":")
+            if name == host:
+                return [int(slot) for slot in slots.split(",")]
+        return list(range(dict(self.hosts).get(host, 0)))
+
     @property
     def ranks_text(self) -> str:
         """``8``; of several nodes ``2 nodes × 8``, or ``2 nodes, 12`` where they have unlike numbers of ranks."""

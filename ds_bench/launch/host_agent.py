@@ -25,7 +25,7 @@ from .. import __version__
 from ..config.spec import Configuration, Placement, Trial
 from ..errors import DsBenchError
 from ..records import json_files
-from ..system import processes
+from ..system import device_locks, processes
 from ..system.environment import read_environment
 from . import rank_environment
 from .host_trial import HostTrial
@@ -50,6 +50,7 @@ class HostAgent:
         self._requests: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._stream = MessageStream(reader, writer, receive=self._requests.put, ended=end_main_thread)
         self._trial: HostTrial | None = None
+        self._locks = contextlib.ExitStack()
         self._variables: dict[str, str] = {}
         """Of the trial's ranks."""
 
@@ -70,12 +71,14 @@ class HostAgent:
             if self._trial is not None:
                 self._trial.end(grace_seconds=0.0)
             processes.end_tree(None, earlier=set(), grace_seconds=1.0)
+            self._locks.close()
 
     def _answer(self, message: Message) -> None:
         request_id = message.get("id")
         answers: dict[str, Callable[[Values, Say], Any]] = {
             "environment": lambda _values, _say: read_environment().to_dict(),
             "build_ops": _build_ops,
+            "lock": self._lock_devices,
             "doctor": _run_checks,
             "address": lambda values, _say: address_towards(str(values["towards"])),
             "free_port": lambda _values, _say: free_port(),
@@ -114,6 +117,12 @@ class HostAgent:
         self._trial = trial
         own = {name: value for name, value in self._variables.items() if name != "PYTHONPATH"}
         trial.begin(values["folder"], values["assignment"], values["config"], own)
+
+    def _lock_devices(self, values: Values, say: Say) -> dict[str, Any]:
+        """Holds the locks of the devices in these ``slots`` of this host until the agent ends; waits for them."""
+        gpus = read_environment().gpus
+        names = device_locks.device_names(values["accelerator"], gpus, values["slots"])
+        return asdict(self._locks.enter_context(device_locks.locked_devices(names, say)))
 
     def _launch(self, values: Values, _say: Say) -> None:
         if self._trial is not None:

@@ -26,6 +26,7 @@ from typing import IO, Any
 from .. import __version__
 from ..config.spec import Configuration, Placement
 from ..records import json_files
+from ..system.device_locks import DeviceLocks
 from ..system.environment import Environment
 from ..system.processes import die_with_parent, import_variables
 from .message_stream import SILENCE_SECONDS, Message, MessageStream
@@ -223,6 +224,8 @@ class Hosts:
         """Host and trial that was not seen to end there."""
         self._gave_up = False
         """Whether the last trial could not begin because a host was lost."""
+        self._locked: Placement | None = None
+        """The placement whose devices are locked."""
 
     def __enter__(self) -> Hosts:
         return self
@@ -267,8 +270,35 @@ class Hosts:
                         self._gave_up = True
                         raise
                     time.sleep(_RETRY_SECONDS)
+                else:
+                    self._lock_again(connection)
             self._end_unproven(connection)
         self._gave_up = False
+
+    def lock_devices(self, placement: Placement, say: Callable[[str], None]) -> DeviceLocks:
+        """Holds on every host the locks of the devices that the ranks use, until its agent ends; waits for them.
+
+        One host after the other, in the order of their names, so that two runs never wait for each other. Raises
+        HostError.
+        """
+        locks = DeviceLocks()
+        for connection in sorted(self.connections, key=lambda each: each.name):
+            answer = self._lock(connection, placement, say)
+            locks.waited |= answer["waited"]
+            locks.notes += [f"{connection.name}: {note}" for note in answer["notes"]]
+        self._locked = placement
+        return locks
+
+    def _lock(self, connection: HostConnection, placement: Placement, say: Callable[[str], None]) -> dict[str, Any]:
+        slots = placement.slots_of(connection.name)
+        answer = connection.send_request(
+            "lock", lambda text: say(f"{connection.name}: {text}"), accelerator=placement.accelerator, slots=slots
+        )
+        return dict(connection.result_of(answer, None))
+
+    def _lock_again(self, connection: HostConnection) -> None:
+        if self._locked is not None:
+            self._lock(connection, self._locked, lambda _text: None)
 
     def note_unproven(self, name: str, trial: str) -> None:
         """Notes that a host was lost before it could tell that nothing of a trial is left on it."""

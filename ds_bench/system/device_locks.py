@@ -11,6 +11,7 @@ import fcntl
 import hashlib
 import os
 import re
+import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -36,6 +37,16 @@ class DeviceLocks:
     """Why a second run on one of them would not be noticed."""
 
 
+def device_names(accelerator: str, gpus: Sequence[GpuFacts], slots: Iterable[int]) -> dict[str, str]:
+    """The locks of what ranks in these slots of this host use: a card each, on the CPU accelerator the processors.
+
+    ``gpus``: the visible ones, in order. Lock → name for messages.
+    """
+    if accelerator != "cuda":
+        return processor_names()
+    return card_names([gpus[slot] for slot in slots if slot < len(gpus)])
+
+
 def card_names(gpus: Sequence[GpuFacts]) -> dict[str, str]:
     """The lock of each card → the card's name for messages. MIG instances of one card share its lock."""
     return {gpu.uuid or f"gpu{gpu.index}": f"GPU {gpu.index}" for gpu in gpus}
@@ -45,12 +56,14 @@ def processor_names(processors: Iterable[int] | None = None) -> dict[str, str]:
     """The lock of a set of processors → its name for messages. ``processors``: by default those of this process.
 
     Two sets that are not equal have two locks: a scheduler gives its jobs separate ones, and a run on some of the
-    processors of another is told by what the processors did besides its own work.
+    processors of another is told by what the processors did besides its own work. The host's name is part of the lock,
+    as several hosts may share the folder.
     """
     numbers = sorted(os.sched_getaffinity(0) if processors is None else processors)
     text = ",".join(map(str, numbers))
     shown = f"{numbers[0]}-{numbers[-1]}" if numbers == list(range(numbers[0], numbers[-1] + 1)) else text
-    return {f"processors_{hashlib.sha256(text.encode()).hexdigest()[:16]}": f"processors {shown}"}
+    key = hashlib.sha256(f"{socket.gethostname()} {text}".encode()).hexdigest()[:16]
+    return {f"processors_{key}": f"processors {shown}"}
 
 
 def lock_folder() -> Path:
@@ -67,10 +80,12 @@ def locked_devices(names: Mapping[str, str], say: Callable[[str], None]) -> Iter
     ``names``: lock → name for messages. Locks are taken in order of their names, so that two runs never wait for each
     other.
     """
-    locks = DeviceLocks()
+    locks, folder = DeviceLocks(), lock_folder()
+    with contextlib.suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as held:
         for name in sorted(names):
-            path = lock_folder() / f"{_PREFIX}{re.sub(r'[^A-Za-z0-9-]', '_', name)}"
+            path = folder / f"{_PREFIX}{re.sub(r'[^A-Za-z0-9-]', '_', name)}"
             try:
                 file = _lock(path, names[name], locks, say)
             except OSError as error:

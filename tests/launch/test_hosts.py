@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import shlex
 import sys
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -30,6 +32,43 @@ def test_agents_on_two_hosts_tell_their_environments_and_ops_and_leave_nothing(t
             both.connections[0].request("nonsense")
         agents = [connection._process for connection in both.connections]
     assert [agent and agent.returncode for agent in agents] == [0, 0]
+
+
+def test_a_run_holds_the_devices_of_its_slots_on_each_host_until_it_ends_also_where_a_host_was_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    placement = Placement(accelerator="cpu", num_gpus=3, hosts=(("b", 2), ("a", 1)), include="b:1,3@a:0")
+    assert [placement.slots_of(name) for name in "abc"] == [[0], [1, 3], []]
+    assert replace(placement, include=None).slots_of("b") == [0, 1]
+
+    def agent(host: str) -> list[str]:  # each host has locks of its own
+        return ["env", f"DS_BENCH_LOCK_DIR={tmp_path / host}", *hosts.agent_words()]
+
+    def held() -> list[int]:
+        return [len(list((tmp_path / name).glob("ds_bench_lock_processors_*"))) for name in "ab"]
+
+    said: list[str] = []
+    with hosts.Hosts(["b", "a"], agent) as first, hosts.Hosts(["a", "b"], agent) as second:
+        first.connect()
+        second.connect()
+        assert not first.lock_devices(placement, pytest.fail).waited
+        assert held() == [1, 1]
+        lost = first.connections[0]
+        assert lost._process is not None
+        lost._process.kill()
+        lost._process.wait()
+        while lost.problem is None:
+            time.sleep(0.05)
+        first.reconnect(10.0)
+
+        def let_go(text: str) -> None:
+            said.append(text)
+            first.__exit__(None, None, None)
+
+        assert second.lock_devices(placement, let_go).waited
+        assert [text.partition(", which")[0].split(" processors")[0] for text in said] == ["a: waiting for"]
+        assert held() == [1, 1]
+    assert held() == [0, 0]
 
 
 def test_a_host_that_cannot_be_used_is_named_in_one_line() -> None:

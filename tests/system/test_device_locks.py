@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from ds_bench.system import device_locks
-from ds_bench.system.device_locks import card_names, locked_devices, processor_names
+from ds_bench.system.device_locks import card_names, device_names, locked_devices, processor_names
 from ds_bench.system.gpus import GpuFacts
 from tests.support.real_trials import ROOT
 
@@ -82,6 +82,12 @@ def test_other_cards_and_other_processors_are_not_waited_for(
     hold([*card_names([GpuFacts(index=1, uuid="GPU-c")]), *processor_names({0, 1})])
     with locked_devices({**CARDS, **processor_names({2, 3})}, pytest.fail) as locks:
         assert not locks.waited
+
+
+def test_a_run_locks_the_cards_in_its_slots_or_on_the_cpu_accelerator_its_processors() -> None:
+    gpus = [GpuFacts(index=index, uuid=f"GPU-{index}") for index in (4, 5, 6)]
+    assert device_names("cuda", gpus, [0, 2, 3]) == {"GPU-4": "GPU 4", "GPU-6": "GPU 6"}
+    assert device_names("cpu", gpus, [0]) == processor_names()
 
 
 def test_two_runs_never_hold_one_lock_though_its_file_is_removed_at_the_end_of_each(folder: Path) -> None:
