@@ -376,6 +376,7 @@ def require_ready(
             hosts, plan.placement, plan.configurations, machine.environment, predicted_host_bytes
         )
         doctor.require_ready(findings, sys.stderr, quiet=plan.options.quiet)
+        host_checks.require_connections(hosts, plan.placement)
         return
     findings = doctor.run_plan_checks(
         plan.placement,

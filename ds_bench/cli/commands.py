@@ -260,6 +260,9 @@ def plan_options(values: argparse.Namespace) -> PlanOptions:
 def _add_doctor(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--nvme-path", metavar="DIR", help="also check this disk's folder")
     _add_configs(parser)
+    parser.add_argument(
+        "--hostfile", type=Path, metavar="FILE", help="also check its hosts, and how they reach each other"
+    )
     parser.add_argument("--build", action="store_true", help="build the ops that are not built yet (minutes)")
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
     parser.set_defaults(run=_doctor)
@@ -268,7 +271,7 @@ def _add_doctor(parser: argparse.ArgumentParser) -> None:
 def _doctor(values: argparse.Namespace) -> int:
     from .doctor import show_findings
 
-    return show_findings(values.nvme_path, values.build, values.json, values.configs)
+    return show_findings(values.nvme_path, values.build, values.json, values.configs, values.hostfile)
 
 
 def _add_advice(parser: argparse.ArgumentParser) -> None:

@@ -14,12 +14,12 @@ from operator import attrgetter
 
 from ..config.spec import Configuration, MultiNodeLauncher, Placement
 from ..errors import PreflightError
-from ..launch.hosts import HostError, Hosts
+from ..launch.hosts import HostConnection, HostError, Hosts
 from ..launch.ops import OpState
 from ..system.environment import Environment
 from ..system.processes import import_variables
 from ..units import format_bytes
-from .findings import Finding, find_program, warning
+from .findings import Finding, find_program, ok, warning
 
 _PROGRAMS: Mapping[MultiNodeLauncher, tuple[str, ...]] = {
     "pdsh": ("pdsh", "ssh"),
@@ -172,6 +172,61 @@ def _differences(facts: Facts, environments: Mapping[str, Environment]) -> list[
 
 def _names(names: Sequence[str]) -> str:
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+def require_connections(hosts: Hosts, placement: Placement) -> None:
+    """Raises PreflightError where a firewall or a wrong address keeps ranks from meeting, which they would wait for.
+
+    Every host connects to the first where ranks are to meet, and the first to every other: ranks also exchange data
+    directly.
+    """
+    first, *others = hosts.connections
+    if not others:
+        return
+    with naming_lost_host():
+        address, port = hosts.master_of(placement)
+        addresses = [str(each.request("address", towards=address)) for each in others]
+        _try_connections(first, others, address, port)
+        for other, own in zip(others, addresses, strict=True):
+            _try_connections(other, [first], own, 0)
+
+
+def _try_connections(listener: HostConnection, others: Sequence[HostConnection], address: str, port: int) -> None:
+    try:
+        port = int(listener.request("listen", address=address, port=port))
+    except HostError as error:
+        raise PreflightError(
+            f"ranks cannot meet at {address} port {port} of {listener.name}: {_reason(error)}",
+            remedy="give --master-addr an address of the first host that the others reach, or another --master-port",
+        ) from None
+    try:
+        futures = [each.send_request("connect", address=address, port=port, timeout_seconds=5.0) for each in others]
+        for each, future in zip(others, futures, strict=True):
+            try:
+                each.result_of(future, _CHECK_SECONDS)
+            except HostError as error:
+                raise PreflightError(
+                    f"{each.name} cannot connect to {listener.name} at {address} port {port}: {_reason(error)}",
+                    remedy="open all TCP ports between the hosts, or choose their network with --master-addr",
+                ) from None
+    finally:
+        listener.request("stop_listening")
+
+
+def _reason(error: HostError) -> str:
+    """What a host has said, without its name and the class of the exception."""
+    text = str(error).partition(" (while attempting")[0]
+    return re.sub(r"^[^:]*: (?:\w+: )?(?:\[Errno -?\d+\] )?", "", text)
+
+
+def check_all(placement: Placement, configurations: Sequence[Configuration], local: Environment) -> Iterator[Finding]:
+    """Every check of the hosts of a hostfile, for the doctor. Raises PreflightError for the first that all fail."""
+    with connected_hosts(placement) as hosts:
+        environment = environment_with_hosts(hosts, placement, local)
+        yield ok("hosts", f"{_names(hosts.names)}: reached, same versions")
+        yield from check_hosts(hosts, placement, configurations, environment)
+        require_connections(hosts, placement)
+        yield ok("network", "ranks can connect to each other")
 
 
 def check_hosts(

@@ -1,7 +1,7 @@
 """Which checks of this machine run, and in which order: all of them, or those that a plan needs before its first trial.
 
-The other modules of this package hold the checks, one module per subject; ``cli/doctor.py`` prints them. Only this
-node is checked, even if a hostfile names others.
+The other modules of this package hold the checks, one module per subject; ``cli/doctor.py`` prints them. Other hosts
+are checked with ``hostfile`` alone (:mod:`.hosts`).
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import IO
 
 from ..config.configuration_files import ConfigurationFile
-from ..config.placement import default_placement
+from ..config.placement import default_placement, read_hostfile
 from ..config.spec import Configuration, Placement
 from ..errors import PreflightError
 from ..launch import ops, rank_environment
 from ..system import environment, gpus, terminal
-from . import compilers, host, hub, nvme, packages
+from . import compilers, host, hosts, hub, nvme, packages
 from . import files as file_checks
 from . import gpus as gpu_checks
 from . import ops as op_checks
@@ -32,15 +32,17 @@ def run_all_checks(
     build: bool = False,
     files: Sequence[ConfigurationFile] = (),
     file_lines: Sequence[str] = (),
+    hostfile: Path | None = None,
 ) -> Groups:
-    """The findings of every check. Never raises because of the machine's state.
+    """The findings of every check. Never raises because of the machine's state, but UsageError for a bad hostfile.
 
     ``build``: build missing ops first. ``files``: configurations that are to run here, with the lines that reading
-    them gave.
+    them gave. ``hostfile``: the hosts that it names are checked too.
     """
     torch_cuda, inventory = environment.torch_cuda_version(), system.gpu_query.read()
     placement = default_placement(system.environ, gpus.KnownGpus(inventory))
     placement = dataclasses.replace(placement, nvme_path=None if nvme_path is None else str(nvme_path))
+    slots = {} if hostfile is None else read_hostfile(hostfile)
     own = file_checks.configurations_of(files, placement)
     groups = {
         "Packages": [
@@ -59,6 +61,12 @@ def run_all_checks(
         groups["Your configurations"] = run_check(
             "files", lambda: file_checks.check(own, placement, file_lines), failed_level="problem"
         )
+    if hostfile is not None:
+        several = dataclasses.replace(
+            placement, num_gpus=sum(slots.values()), hosts=tuple(slots.items()), hostfile=str(hostfile.absolute())
+        )
+        local = environment.read_environment(system.environ, gpus.KnownGpus(inventory))
+        groups["Hosts"] = run_check("hosts", lambda: hosts.check_all(several, own, local), failed_level="problem")
     return groups
 
 

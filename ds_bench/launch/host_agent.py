@@ -53,6 +53,7 @@ class HostAgent:
         self._locks = contextlib.ExitStack()
         self._variables: dict[str, str] = {}
         """Of the trial's ranks."""
+        self._listener: socket.socket | None = None
 
     def run(self) -> None:
         """Answers until SystemExit is raised, by a signal or the end of the input."""
@@ -80,6 +81,9 @@ class HostAgent:
             "build_ops": _build_ops,
             "lock": self._lock_devices,
             "doctor": _run_checks,
+            "listen": self._listen,
+            "stop_listening": lambda _values, _say: self._stop_listening(),
+            "connect": _connect,
             "address": lambda values, _say: address_towards(str(values["towards"])),
             "free_port": lambda _values, _say: free_port(),
             "begin": self._begin,
@@ -95,6 +99,23 @@ class HostAgent:
         except Exception as error:  # whatever it is, the run is told
             text = str(error) if isinstance(error, DsBenchError) else f"{type(error).__name__}: {error}"
             self._stream.send({"id": request_id, "error": " ".join(text.split())[:500]})
+
+    def _listen(self, values: Values, _say: Say) -> int:
+        """Listens at an ``address`` and ``port`` of this host, 0 for a free one, until told to stop. Returns the port.
+
+        Nothing is accepted: the kernel completes a connection by itself.
+        """
+        self._stop_listening()
+        address, port = str(values["address"]), int(values["port"])
+        family = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0][0]
+        self._listener = socket.create_server((address, port), family=family, backlog=128)
+        taken: int = self._listener.getsockname()[1]
+        return taken
+
+    def _stop_listening(self) -> None:
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
 
     def _send(self, message: Message) -> None:
         self._stream.wait_for_room()
@@ -170,6 +191,13 @@ def address_towards(host: str) -> str:
     with socket.socket(family, kind) as probe:
         probe.connect(target)
         return str(probe.getsockname()[0])
+
+
+def _connect(values: Values, _say: Say) -> None:
+    """Connects to another host, and hangs up."""
+    target = str(values["address"]), int(values["port"])
+    with socket.create_connection(target, timeout=float(values["timeout_seconds"])):
+        pass
 
 
 def free_port() -> int:

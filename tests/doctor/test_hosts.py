@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import functools
+import socket
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
 from ds_bench.config.spec import Placement
 from ds_bench.doctor import hosts as host_checks
+from ds_bench.doctor import run
+from ds_bench.doctor.findings import SystemAccess
 from ds_bench.errors import PreflightError
 from ds_bench.launch import hosts
 from ds_bench.launch.ops import OpState
@@ -127,6 +131,40 @@ def test_every_host_runs_the_checks_of_its_own_ranks(monkeypatch: pytest.MonkeyP
     assert "--nvme-path /proc cannot be written" in names["here: NVMe path"].text
     with pytest.raises(PreflightError, match="cannot use here: "), host_checks.naming_lost_host():
         connections.environments()
+
+
+def test_ranks_that_could_not_meet_are_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = replace(TWO, master_addr="127.0.0.1")
+    with hosts.Hosts(["a", "b"], lambda _name: hosts.agent_words()) as both, socket.create_server(("", 0)) as other:
+        both.connect()
+        host_checks.require_connections(both, here)
+        taken = replace(here, master_port=other.getsockname()[1])
+        with pytest.raises(
+            PreflightError, match=r"ranks cannot meet at 127\.0\.0\.1 port \d+ of a: Address already in use "
+        ):
+            host_checks.require_connections(both, taken)
+        monkeypatch.setattr(both.connections[0], "request", lambda *_, **__: 1)  # as if it listened at port 1
+        with pytest.raises(
+            PreflightError, match=r"b cannot connect to a at 127\.0\.0\.1 port 1: Connection refused \(open"
+        ):
+            host_checks.require_connections(both, replace(here, master_port=1))
+
+
+def test_the_doctor_checks_the_hosts_of_a_hostfile(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    commands = {
+        "here": hosts.agent_words(),
+        "gone": [sys.executable, "-c", "raise SystemExit('ssh: no route to host')"],
+    }
+    local = functools.partial(hosts.Hosts, command_of=commands.__getitem__)
+    monkeypatch.setattr(host_checks, "Hosts", local)
+    monkeypatch.setattr(host_checks, "find_program", lambda _name: "/usr/bin/x")
+    path = tmp_path / "hosts"
+    found = {}
+    for text, level in (("here slots=1\n", "ok"), ("here slots=1\ngone slots=1\n", "problem")):
+        path.write_text(text)
+        found = {each.name: each for each in run.run_all_checks(SystemAccess(), hostfile=path)["Hosts"]}
+        assert found["hosts"].level == level
+    assert found["hosts"].text == "cannot use gone: ssh: no route to host"
 
 
 @pytest.mark.parametrize(
