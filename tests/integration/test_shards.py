@@ -6,15 +6,18 @@ import json
 import os
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from datetime import datetime, timedelta
 from pathlib import Path
 
 import pytest
 
 from ds_bench.cli.report import build_reports
-from tests.support.real_trials import ROOT
+from ds_bench.system.device_locks import locked_devices, processor_names
+from tests.support.real_trials import ROOT, Script
 from tests.support.slurm import SlurmCluster
 
 RECIPE = """
@@ -58,6 +61,18 @@ def test_two_shards_started_side_by_side_take_turns_and_are_read_as_one_result(t
     reports = build_reports(folders)
     assert [(r.comparison.rows[0].label, len(r.comparison.rows)) for r in reports] == [("ZeRO-0", 2)] * 2
     assert not list(tmp_path.glob("ds_bench_lock_*"))
+
+
+def test_ctrl_c_ends_a_run_that_waits_and_it_has_begun_nothing(start_script: Callable[..., Script]) -> None:
+    with locked_devices(processor_names(), pytest.fail):
+        script = start_script("zero_stage_comparison.py", "--model", "tiny")
+        assert script.process.stderr is not None
+        line = script.process.stderr.readline()
+        script.process.send_signal(signal.SIGINT)
+        _, rest = script.process.communicate(timeout=60)
+    assert line.endswith(f", which process {os.getpid()} uses …\n")
+    assert (script.process.returncode, rest) == (130, "interrupted\n")
+    assert not script.output_dir.exists()
 
 
 @pytest.mark.deepspeed
