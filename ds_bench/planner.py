@@ -329,7 +329,7 @@ def make_run_plan(points: Sequence[Options], make_config: MakeConfig, machine: M
     sources = {model.source for model in models}
     if "hub" in sources and "factory" not in sources:  # resolve_model has filled the cache: ranks need no connection
         variables["HF_HUB_OFFLINE"] = "1"
-    if placement.hostfile is None:  # other nodes do not have the folder
+    if placement.is_on_this_host:  # other nodes do not have the folder
         variables |= scratch.temporary_folder_variables(machine.variables)
     plans = []
     for options, model, on in zip(points, models, placements, strict=True):

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ..errors import UsageError
-from ..system import environment, files, gpus
+from ..system import environment, files, gpus, slurm
 from .options import Options
 from .spec import MULTI_NODE_LAUNCHERS, PRECISIONS, Accelerator, MultiNodeLauncher, Placement, Precision
 
@@ -37,11 +37,11 @@ def resolve_placement(options: Options, environ: Mapping[str, str], query: gpus.
         raise UsageError("CUDA_VISIBLE_DEVICES names a MIG instance", remedy="give whole GPUs; MIG is not supported")
     if accelerator == "cpu" and options.gpu_memory_limit is not None:
         raise UsageError("--gpu-memory-limit, but no GPU is used", remedy="use --cpu-memory-limit on a CPU")
-    hosts = _used_slots(options)
+    hosts = _used_slots(options, environ, len(visible) if accelerator == "cuda" else None)
     return Placement(
         accelerator=accelerator,
         num_gpus=_ranks(options, environ, accelerator, len(visible), hosts),
-        launcher="deepspeed" if options.launcher == "deepspeed" or options.hostfile is not None else "warm",
+        launcher="deepspeed" if options.launcher == "deepspeed" or hosts else "warm",
         hostfile=None if options.hostfile is None else str(options.hostfile.resolve()),
         nvme_path=None if options.nvme_path is None else str(options.nvme_path.resolve()),
         cpu_memory_limit_bytes=options.cpu_memory_limit_bytes,
@@ -49,7 +49,7 @@ def resolve_placement(options: Options, environ: Mapping[str, str], query: gpus.
         supported_precisions=_precisions(accelerator, visible),
         hosts=tuple((name, len(slots)) for name, slots in hosts.items()),
         include=_include_text(options, hosts),
-        multi_node_launcher=_multi_node_launcher(options, hosts),
+        multi_node_launcher="slurm" if hosts and options.hostfile is None else _multi_node_launcher(options, hosts),
         master_addr=_master_address(options),
         master_port=options.master_port,
         launcher_args=_launcher_arguments(options),
@@ -91,8 +91,7 @@ def _ranks(options: Options, environ: Mapping[str, str], accelerator: Accelerato
                 remedy="leave --num-gpus out; --include selects slots",
             )
         return slots
-    world_size = environ.get("WORLD_SIZE", "")  # a launcher that started this program says how many ranks it is for
-    requested = options.num_gpus or (int(world_size) if world_size.isdecimal() and int(world_size) > 0 else None)
+    requested = options.num_gpus or _world_size(environ)
     if accelerator == "cpu":
         return requested or 1
     if options.num_gpus is None and requested is not None and requested > visible:
@@ -104,6 +103,12 @@ def _ranks(options: Options, environ: Mapping[str, str], accelerator: Accelerato
     if requested is not None and requested > visible:
         raise UsageError(f"--num-gpus {requested}, but {visible} are visible", remedy=f"give {visible} or less")
     return requested or visible
+
+
+def _world_size(environ: Mapping[str, str]) -> int | None:
+    """How many ranks a launcher that started this program has started it for; None without one."""
+    text = environ.get("WORLD_SIZE", "")
+    return int(text) if text.isdecimal() and int(text) > 0 else None
 
 
 def _precisions(accelerator: Accelerator, visible: tuple[gpus.GpuFacts, ...]) -> tuple[Precision, ...]:
@@ -166,23 +171,43 @@ Slots = Mapping[str, Sequence[int]]
 """Host → numbers of its slots, counted from 0."""
 
 
-def _used_slots(options: Options) -> Slots:
-    """The slots that are used of each host, in the order of the hostfile; empty without a hostfile."""
+def _used_slots(options: Options, environ: Mapping[str, str], visible: int | None) -> Slots:
+    """The slots that are used of each host, in the order of the hostfile or of the Slurm job; empty without both."""
     given = (
         ("--include", options.include),
         ("--exclude", options.exclude),
-        ("--master-addr", options.master_addr),
-        ("--master-port", options.master_port),
         ("--multi-node-launcher", options.multi_node_launcher),
         ("--launcher-args", options.launcher_args),
+        ("--master-addr", options.master_addr),
+        ("--master-port", options.master_port),
     )
     if options.hostfile is None:
-        for flag, value in given:
+        nodes = _slots_of_job(options, environ, visible)
+        for flag, value in given[:4] if nodes else given:
             if value is not None:
                 raise UsageError(f"{flag} without --hostfile", remedy="add --hostfile FILE, or leave it out")
-        return {}
+        return nodes
     slots = {name: range(number) for name, number in read_hostfile(options.hostfile).items()}
     return select_slots(slots, options.include, options.exclude)
+
+
+def _slots_of_job(options: Options, environ: Mapping[str, str], visible: int | None) -> Slots:
+    """The slots of the nodes of a Slurm job of several; empty elsewhere.
+
+    Ranks are as many as asked for, else one on every GPU that is visible here (``visible``; None on a CPU: one for each
+    task of Slurm). Raises UsageError for a number that leaves nodes with unequal numbers of ranks.
+    """
+    tasks = slurm.tasks_of_nodes(environ)
+    requested = options.num_gpus or _world_size(environ)
+    if not tasks or requested == sum(tasks.values()) or (requested is None and visible is None):
+        return {node: range(count) for node, count in tasks.items()}
+    ranks, left = divmod(requested or len(tasks) * (visible or 1), len(tasks))
+    if left or not ranks:
+        raise UsageError(
+            f"{requested} ranks cannot be shared out equally among the {len(tasks)} nodes of this Slurm job",
+            remedy=f"--num-gpus with a multiple of {len(tasks)}, or use one node: srun --nodes=1 --ntasks=1",
+        )
+    return {node: range(ranks) for node in tasks}
 
 
 def select_slots(slots: Slots, include: str | None, exclude: str | None) -> Slots:

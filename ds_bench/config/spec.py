@@ -363,8 +363,8 @@ class Placement:
     supported_precisions: tuple[Precision, ...] = PRECISIONS
     """Number formats this accelerator trains in."""
     hosts: tuple[tuple[str, int], ...] = ()
-    """Name of each host and its number of ranks, which are numbered host by host in this order; empty where the job
-    runs on this machine without a hostfile."""
+    """Name of each host and its number of ranks, which are numbered host by host in this order: those of ``hostfile``,
+    or the nodes of a Slurm job; empty where the job runs on this machine."""
     include: str | None = None
     """The slots of the hostfile that are used, as DeepSpeed's ``--include``; None: every slot of every host."""
     multi_node_launcher: MultiNodeLauncher = "pdsh"
@@ -389,6 +389,11 @@ class Placement:
         values["hosts"] = tuple((name, slots) for name, slots in values.get("hosts", ()))
         values["launcher_args"] = tuple(values.get("launcher_args", ()))
         return cls(**values)
+
+    @property
+    def is_on_this_host(self) -> bool:
+        """Whether all ranks run on the machine that starts them."""
+        return self.hostfile is None and not self.hosts
 
     @property
     def num_nodes(self) -> int:

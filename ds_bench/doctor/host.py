@@ -82,7 +82,7 @@ def _check_shared_memory(system: SystemAccess, placement: Placement) -> Finding:
     text = f"/dev/shm has {format_bytes(free)} of {format_bytes(size)} free"
     remedy = "start the container with --shm-size=1g or more, or --ipc=host; or remove old files from /dev/shm"
     ranks = (
-        placement.num_gpus if placement.hostfile is None else 1
+        placement.num_gpus if placement.is_on_this_host else 1
     )  # how many of them run on this node is not known here
     need = ranks * SHM_BYTES_PER_CPU_RANK
     if on_cpu and free < need:

@@ -6,6 +6,7 @@ Each host is checked by its agent (``launch.hosts``), which starts :mod:`.on_hos
 from __future__ import annotations
 
 import re
+import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,10 +15,11 @@ from operator import attrgetter
 
 from ..config.spec import Configuration, MultiNodeLauncher, Placement
 from ..errors import PreflightError
-from ..launch.hosts import HostConnection, HostError, Hosts
+from ..launch.hosts import HostConnection, HostError, Hosts, agent_over_srun, agent_over_ssh
 from ..launch.ops import OpState
 from ..system.environment import Environment
 from ..system.processes import import_variables
+from ..system.slurm import command_on_node
 from ..units import format_bytes
 from .findings import Finding, find_program, ok, warning
 
@@ -60,13 +62,14 @@ _SHOULD_AGREE: Facts = (
 
 def require_launchable(placement: Placement) -> None:
     """Raises PreflightError if DeepSpeed's launcher could not start ranks on several hosts from this one."""
-    for program in _PROGRAMS[placement.multi_node_launcher] if placement.num_nodes > 1 else ():
+    programs = _PROGRAMS[placement.multi_node_launcher] if placement.num_nodes > 1 else ()
+    for program in programs if placement.hostfile is not None else ("srun",):
         if find_program(program) is None:
             raise PreflightError(
                 f"--multi-node-launcher {placement.multi_node_launcher}: there is no program {program} on this host",
                 remedy=f"install it, put it on PATH, or choose another of {', '.join(_PROGRAMS)}",
             )
-    for text in (sys.executable, import_variables("")["PYTHONPATH"]):
+    for text in (sys.executable, import_variables("")["PYTHONPATH"]) if placement.hostfile is not None else ():
         if not _UNQUOTED.fullmatch(text):
             raise PreflightError(
                 f"DeepSpeed's launcher cannot start {text!r} on other hosts: a shell there would not read it so",
@@ -81,12 +84,15 @@ def connected_hosts(placement: Placement) -> Iterator[Hosts]:
     Raises PreflightError for a host that cannot be reached or used, in one line with what ssh said.
     """
     require_launchable(placement)
-    with Hosts([name for name, _ in placement.hosts]) as hosts:
+    start_agent = agent_over_ssh if placement.hostfile is not None else agent_over_srun
+    with Hosts([name for name, _ in placement.hosts], start_agent) as hosts:
         try:
             hosts.connect()
         except HostError as error:
             first = str(error).partition(":")[0]
-            how = f"make `ssh {first} true` work without a question, with Python and ds_bench at the same paths there"
+            by_srun = placement.hostfile is None
+            works = shlex.join(command_on_node(first, "true")) if by_srun else f"ssh {first} true"
+            how = f"make `{works}` work without a question, with Python and ds_bench at the same paths there"
             raise _not_usable(error, how) from None
         yield hosts
 

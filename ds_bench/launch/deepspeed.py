@@ -121,10 +121,11 @@ def start_leader(
 
 def launch_command(placement: Placement, folder: Path, devices: Sequence[int] | None = None) -> list[str]:
     """The launcher's command line for one trial. ``devices``: indices of the GPUs to use on one node."""
-    if placement.hostfile is not None:
-        return hosts_command(
-            placement, (placement.master_addr or placement.hosts[0][0], placement.master_port or 29500)
-        )
+    if placement.hosts:
+        master = placement.master_addr or placement.hosts[0][0], placement.master_port or 29500
+        if placement.hostfile is None:
+            return node_command(placement, 0, master)
+        return hosts_command(placement, master)
     command = [sys.executable, "-m", "deepspeed.launcher.runner", "--no_local_rank", "--master_port", str(_free_port())]
     # An empty hostfile, since there may be one at the launcher's default path.
     command += ["--hostfile", os.devnull, "--master_addr", "127.0.0.1"]

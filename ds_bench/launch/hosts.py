@@ -29,6 +29,7 @@ from ..records import json_files
 from ..system.device_locks import DeviceLocks
 from ..system.environment import Environment
 from ..system.processes import die_with_parent, import_variables
+from ..system.slurm import command_on_node
 from .message_stream import SILENCE_SECONDS, Message, MessageStream
 from .ops import OpState
 
@@ -77,6 +78,11 @@ def agent_words() -> list[str]:
 def agent_over_ssh(host: str) -> list[str]:
     """The command line that starts the agent on a host. ssh joins words for the login shell there: they are quoted."""
     return [*ssh_command(host), shlex.join(agent_words())]
+
+
+def agent_over_srun(node: str) -> list[str]:
+    """The command line that starts the agent on a node of this Slurm job."""
+    return command_on_node(node, *agent_words())
 
 
 class HostConnection:
@@ -233,6 +239,9 @@ class Hosts:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _at: TracebackType | None
     ) -> None:
+        if self._unproven:  # the last trial's: Slurm's signal before a time limit ends srun, and so agents too
+            with contextlib.suppress(HostError):
+                self.reconnect(0.0)
         for connection in self.connections:
             connection.hang_up()
         for connection in self.connections:

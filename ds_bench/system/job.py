@@ -63,8 +63,8 @@ def take_over_job(environ: MutableMapping[str, str]) -> None:
     size = environ.pop("WORLD_SIZE", None)
     if not launched:
         size = _size_of_mpi(environ) or (environ.get("SLURM_NTASKS") if task else environ.get("PMI_SIZE"))
-        # One task of Slurm is the usual way to have all GPUs of a node.
-        size = None if task and size == "1" else size
+        if task and size == environ.get("SLURM_STEP_NUM_NODES", "1"):
+            size = None  # one task of Slurm on a node is the usual way to have all of its GPUs
     if size:
         environ["WORLD_SIZE"] = size
     if task and "SLURM_STEP_NODELIST" in environ:  # the nodes of the step may be fewer than those of the job

@@ -318,3 +318,32 @@ def test_a_cpu_trains_in_fp16_only_with_the_instructions_for_it(
 def test_a_precision_asked_for_is_never_exchanged_for_another(asked: str, supported: Any, chosen: str) -> None:
     """Where the device lacks it, the row says Unsupported: a silent fallback would be a wrong label."""
     assert choose_precision(asked, fakes.placement(supported_precisions=supported)) == chosen
+
+
+# ------------------------------------------------------------------ a Slurm job of several nodes
+
+
+@pytest.mark.parametrize(
+    ("flags", "tasks", "cards", "world_size", "ranks"),
+    [
+        ((), "1(x2)", 0, "", (1, 1)),
+        ((), "2,1", 0, "", (2, 1)),
+        ((), "1(x2)", 4, "", (4, 4)),
+        ((), "2,1", 4, "3", (2, 1)),  # the tasks of srun
+        ((), "1(x2)", 4, "4", (2, 2)),  # torchrun, started by srun once on each node
+        (("--num-gpus", "6"), "1(x2)", 4, "", (3, 3)),
+    ],
+)
+def test_the_nodes_of_a_slurm_job_are_its_hosts(
+    flags: tuple[str, ...], tasks: str, cards: int, world_size: str, ranks: tuple[int, int],
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+) -> None:  # fmt: skip
+    (tmp_path / "scontrol").write_text("#!/bin/sh\necho a b\n")
+    (tmp_path / "scontrol").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "[a-b]", "SLURM_TASKS_PER_NODE": tasks, "WORLD_SIZE": world_size}
+    placement = place(*flags, cards=cards, **job)
+    assert placement.hosts == (("a", ranks[0]), ("b", ranks[1]))
+    assert (placement.num_gpus, placement.launcher, placement.hostfile) == (sum(ranks), "deepspeed", None)
+    with pytest.raises(UsageError, match="a multiple of 2, or use one node: srun --nodes=1 --ntasks=1"):
+        place("--num-gpus", "1", cards=cards, **job)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import socket
 import sys
 from collections.abc import Mapping
@@ -120,8 +119,7 @@ def test_an_op_is_ready_where_it_is_on_every_host(monkeypatch: pytest.MonkeyPatc
 
 def test_every_host_runs_the_checks_of_its_own_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Through a real agent, on this host."""
-    local = functools.partial(hosts.Hosts, command_of=lambda _name: hosts.agent_words())
-    monkeypatch.setattr(host_checks, "Hosts", local)
+    monkeypatch.setattr(host_checks, "agent_over_ssh", lambda _name: hosts.agent_words())
     place = fakes.placement(hosts=(("here", 1),), hostfile="/only/on/the/first/host", nvme_path="/proc")
     with host_checks.connected_hosts(place) as connections:
         environment = host_checks.environment_with_hosts(connections, place, read_environment())
@@ -155,8 +153,7 @@ def test_the_doctor_checks_the_hosts_of_a_hostfile(monkeypatch: pytest.MonkeyPat
         "here": hosts.agent_words(),
         "gone": [sys.executable, "-c", "raise SystemExit('ssh: no route to host')"],
     }
-    local = functools.partial(hosts.Hosts, command_of=commands.__getitem__)
-    monkeypatch.setattr(host_checks, "Hosts", local)
+    monkeypatch.setattr(host_checks, "agent_over_ssh", commands.__getitem__)
     monkeypatch.setattr(host_checks, "find_program", lambda _name: "/usr/bin/x")
     path = tmp_path / "hosts"
     found = {}
