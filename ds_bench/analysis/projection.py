@@ -160,7 +160,7 @@ def _measured_step(row: ComparisonRow, layers: int | None) -> MeasuredStep:
         communication=communication,
         computing_seconds=None
         if communication is None
-        else sum(seconds for name, seconds in parts.items() if name != "communication"),
+        else sum(seconds for name, seconds in parts.items() if name != "communication") or None,
     )
 
 

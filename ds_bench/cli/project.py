@@ -209,7 +209,7 @@ def _projected_cells(each: ProjectedRow, on_cpu: bool) -> tuple[str, ...]:
 
 
 def _range_text(low: str, high: str) -> str:
-    return low if low == high else f"{low}–{high}"
+    return low if low == high else f"{low}-{high}"
 
 
 # ------------------------------------------------------------------ values

@@ -137,21 +137,21 @@ def project(measured: MeasuredStep, num_gpus: int, links: Links, scaling: Scalin
     _check_size(measured, num_gpus, links)
     micro_batch_size, grad_accum = _batch(measured, num_gpus, scaling)
     notes = []
-    measured_seconds = measured.communication_seconds
-    if measured_seconds is None:
-        its_nodes = replace(links, gpus_per_node=measured.gpus_per_node)
-        measured_seconds = _communication_seconds(measured, measured.grad_accum, measured.num_gpus, its_nodes)
-    if measured_seconds > measured.step_seconds:
+    its_nodes = replace(links, gpus_per_node=measured.gpus_per_node)
+    own_seconds = measured.communication_seconds
+    if own_seconds is None:
+        own_seconds = _communication_seconds(measured, measured.grad_accum, measured.num_gpus, its_nodes)
+    scale = _scale_to_step(measured, own_seconds)
+    if scale < 1:
         notes.append(
-            f"on the links given communication alone takes {measured_seconds * 1000:.1f} ms of the measured step of "
-            f"{measured.step_seconds * 1000:.1f} ms: its own links were faster"
+            "timed by itself, its communication takes longer than the whole step: both were scaled to the step"
         )
     if micro_batch_size < measured.micro_batch_size:
         notes.append("a smaller micro-batch is taken to need the same time per sequence; GPUs compute it less well")
     seconds = _communication_seconds(measured, grad_accum, num_gpus, links)
     update = measured.update_seconds or 0.0
     if measured.communication_seconds is None:  # it is in the update, and not known which part of it
-        update = max(0.0, update - measured_seconds)
+        update = max(0.0, update - own_seconds)
     of_samples = micro_batch_size * grad_accum / (measured.micro_batch_size * measured.grad_accum)
     of_update = _updated_elements_ratio(measured, num_gpus, links.gpus_per_node)
 
@@ -160,10 +160,11 @@ def project(measured: MeasuredStep, num_gpus: int, links: Links, scaling: Scalin
         part = min(update, measured_computing)
         return (measured_computing - part) * of_samples + part * of_update
 
-    overlapped, rest = _overlapped_parts(measured, measured_seconds)
+    overlapped = min(scale * (measured.computing_seconds or measured.step_seconds), measured.step_seconds)
+    rest = measured.step_seconds - max(overlapped, scale * own_seconds)  # that the measured step took longer than both
     steps = Range(
-        no_overlap=computing(max(0.0, measured.step_seconds - measured_seconds), max(1.0, of_update)) + seconds,
-        full_overlap=max(computing(overlapped, of_update), seconds) + rest,
+        no_overlap=computing(measured.step_seconds - scale * own_seconds, max(1.0, of_update)) + scale * seconds,
+        full_overlap=max(computing(overlapped, of_update), scale * seconds) + rest,
     )
     replicas = num_gpus // measured.ranks_per_sample
     measured_batch = measured.micro_batch_size * measured.grad_accum * (measured.num_gpus // measured.ranks_per_sample)
@@ -188,15 +189,21 @@ def project(measured: MeasuredStep, num_gpus: int, links: Links, scaling: Scalin
     )
 
 
-def _overlapped_parts(measured: MeasuredStep, communication_seconds: float) -> tuple[float, float]:
-    """Seconds of computing beside which communication may run, and what the measured step took longer than both.
+def _scale_to_step(measured: MeasuredStep, communication_seconds: float) -> float:
+    """Factor with which communication and computing fit into the measured step; 1 where communication does.
 
-    Where computing was not timed by itself, it is taken to be the whole step.
+    Operations that are timed one by one may take longer than a step in which they overlap. Raises UsageError where the
+    communication was not timed: then the links are not those of the measurement.
     """
-    computing = min(measured.computing_seconds or measured.step_seconds, measured.step_seconds)
-    if communication_seconds > measured.step_seconds:  # of other links than those measured
-        return computing, 0.0
-    return computing, measured.step_seconds - max(computing, communication_seconds)
+    if communication_seconds <= measured.step_seconds:
+        return 1.0
+    if measured.computing_seconds is None:
+        raise UsageError(
+            f"on the links given communication alone takes {communication_seconds * 1000:.1f} ms of the measured step "
+            f"of {measured.step_seconds * 1000:.1f} ms, which had faster ones",
+            remedy="give its own links, or a result with --profile comms",
+        )
+    return measured.step_seconds / (communication_seconds + measured.computing_seconds)
 
 
 def _check_size(measured: MeasuredStep, num_gpus: int, links: Links) -> None:
@@ -212,9 +219,13 @@ def _check_size(measured: MeasuredStep, num_gpus: int, links: Links) -> None:
             f"{num_gpus} GPUs do not fill nodes of {node}",
             remedy=f"give --num-gpus {_multiples(node, num_gpus)}, or --gpus-per-node",
         )
-    if num_gpus > node and links.node_bytes_per_second is None:
+    nodes = {num_gpus: num_gpus // node}
+    if measured.communication_seconds is None:
+        nodes[measured.num_gpus] = measured.num_gpus // measured.gpus_per_node
+    gpus = max(nodes, key=lambda each: nodes[each])
+    if nodes[gpus] > 1 and links.node_bytes_per_second is None:
         raise UsageError(
-            f"{num_gpus} GPUs are {num_gpus // node} nodes of {node}, and the rate between nodes is not known",
+            f"{gpus} GPUs are {nodes[gpus]} nodes of {gpus // nodes[gpus]}, and the rate between nodes is not known",
             remedy="give --inter, such as ib:400 or eth:100",
         )
     zero = measured.configuration.deepspeed_config.get("zero_optimization") or {}
