@@ -2,20 +2,36 @@
 
 from __future__ import annotations
 
+import json
+import re
+import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import dataclass, field
+from importlib.metadata import files
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from ds_bench.records.rank_files import read_beat
 from tests.support.real_trials import ROOT
-from tests.support.two_hosts import NoHostsError, TwoHosts, make_two_hosts, namespace_members
+from tests.support.two_hosts import (
+    DEVICE,
+    Host,
+    NoHostsError,
+    TwoHosts,
+    make_two_hosts,
+    namespace_members,
+)
 
-pytestmark = [pytest.mark.deepspeed]
+pytestmark = [pytest.mark.deepspeed, pytest.mark.usefixtures("built_ops")]
 
+TINY = ("--model", "tiny", "--batch-size", "2", "--seq-length", "32", "--num-steps", "3", "--warmup-steps", "1")
+LONG = ("--model-factory", "faults:trains_long_at_stage_2", "--batch-size", "2", "--seq-length", "8")
 MakeHosts = Callable[..., TwoHosts]
 
 
@@ -24,13 +40,84 @@ def make_hosts(tmp_path: Path) -> Iterator[MakeHosts]:
     """Makes the hosts of a test, which ends them."""
     with ExitStack() as stack:
 
-        def make(*, shared_file_system: bool = True) -> TwoHosts:
+        def make(*, shared_file_system: bool = True, **options: bool) -> TwoHosts:
+            context = make_two_hosts(tmp_path, shared_file_system=shared_file_system, **options)
             try:
-                return stack.enter_context(make_two_hosts(tmp_path, shared_file_system=shared_file_system))
+                return stack.enter_context(context)
             except NoHostsError as error:
                 pytest.skip(f"no hosts can be made here: {error}")
 
         yield make
+
+
+@dataclass
+class Run:
+    """A comparison script, started on host ``a``."""
+
+    hosts: TwoHosts
+    process: subprocess.Popen[str]
+    output: Path
+    """As host ``a`` names it."""
+    earlier_files: dict[str, set[str]]
+    started_at: float = field(default_factory=time.time)
+
+    def finish(self, seconds: float = 200) -> tuple[int, str, str]:
+        """(exit code, standard output, standard error)."""
+        output, errors = self.process.communicate(timeout=seconds)
+        return self.process.returncode, output, errors
+
+    def rows(self) -> list[dict[str, Any]]:
+        (path,) = self.hosts.a.path(self.output).glob("*_comparison_*.json")
+        rows: list[dict[str, Any]] = json.loads(path.read_text())
+        return rows
+
+    def folder(self) -> Path:
+        """The run folder, as this machine names it."""
+        (folder,) = self.hosts.a.path(self.output).glob("runs/*")
+        return folder
+
+    def records(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.folder() / "records.jsonl").read_text().splitlines()]
+
+    def wait_for_training(self, trial: str, rank: int = 1) -> None:
+        """Until a rank of a trial has begun its steps."""
+
+        def trains() -> bool:
+            assert self.process.poll() is None, self.process.communicate()
+            folders = self.hosts.a.path(self.output).glob(f"runs/*/trials/{trial}*")
+            beats = [read_beat(folder, rank) for folder in folders]
+            return any(beat is not None and beat.time > self.started_at and beat.step >= 0 for beat in beats)
+
+        assert wait_until(trains, 120)
+
+    def left_on(self, host: Host) -> tuple[dict[int, str], set[str]]:
+        """Processes, and files in ``/tmp`` and ``/dev/shm``, that the run has left on a host."""
+        files = {path for path in host.temporary_files() if "torchinductor_" not in path}  # torch's cache
+        return host.processes(), files - self.earlier_files[host.name]
+
+    def assert_nothing_left(self, seconds: float = 5) -> None:
+        """Neither processes nor temporary files on either host, after at most so long."""
+        hosts = (self.hosts.a, self.hosts.b)
+        wait_until(lambda: all(self.left_on(host) == ({}, set()) for host in hosts), seconds)
+        assert {host.name: self.left_on(host) for host in hosts} == {host.name: ({}, set()) for host in hosts}
+
+
+def start(hosts: TwoHosts, script: str, *words: str | Path, output: str = "out", **variables: str) -> Run:
+    """Starts a script on both hosts, with CPU ranks."""
+    folder = hosts.folder / output
+    command = [sys.executable, ROOT / script, "--accelerator", "cpu", "--output-dir", folder, *words]
+    if "--hostfile" not in words:
+        command += ["--hostfile", hosts.hostfile]
+    earlier = {host.name: host.temporary_files() for host in (hosts.a, hosts.b)}
+    process = hosts.a.start(
+        command,
+        folder=hosts.folder,
+        env={**hosts.variables, **variables},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    return Run(hosts, process, folder, earlier)
 
 
 def wait_until(condition: Callable[[], object], seconds: float) -> bool:
@@ -41,6 +128,9 @@ def wait_until(condition: Callable[[], object], seconds: float) -> bool:
             return False
         time.sleep(0.1)
     return True
+
+
+# ------------------------------------------------------------------ the hosts themselves
 
 
 def test_the_hosts_are_two_and_end_with_the_process_that_made_them(make_hosts: MakeHosts, tmp_path: Path) -> None:
@@ -67,3 +157,116 @@ def test_the_hosts_are_two_and_end_with_the_process_that_made_them(make_hosts: M
     maker.kill()
     maker.wait()
     assert wait_until(lambda: not any(namespace_members(space) for space in spaces), 5)
+
+
+# ------------------------------------------------------------------ runs that work
+
+
+@pytest.mark.nvme
+def test_offload_strategies_train_in_folders_whose_names_a_shell_would_read_otherwise(make_hosts: MakeHosts) -> None:
+    hosts = make_hosts()
+    disk = hosts.folder / "nvme $(touch hit) ; touch hit"
+    hosts.a.path(disk).mkdir()
+    words = ("--nvme-path", disk, "--strategies", "none", "cpu_optimizer", "cpu_full", "nvme")
+    run = start(hosts, "offload_comparison.py", *TINY, *words, output='it\'s "an" `touch hit` output')
+    code, output, errors = run.finish()
+    assert code == 0, errors + output
+    rows = run.rows()
+    assert [row["status"] for row in rows] == ["✅ Success"] * 4, errors + output
+    assert rows[3]["nvme_written_gb_per_step"] > 0
+    run.assert_nothing_left()
+    assert not list(hosts.a.path(disk).iterdir())
+    assert not list(hosts.a.path(hosts.folder).rglob("hit"))
+    assert not any(
+        host.path(folder).joinpath("hit").exists() for host in (hosts.a, hosts.b) for folder in ("/", "/root")
+    )
+
+
+def test_mpirun_starts_the_ranks_of_both_hosts(make_hosts: MakeHosts) -> None:
+    if shutil.which("mpirun") is None:
+        pytest.skip("Open MPI is not installed")
+    hosts = make_hosts(shared_file_system=False)
+    root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    words = ("--multi-node-launcher", "openmpi", f"--launcher-args=--mca btl_tcp_if_include {DEVICE}")
+    run = start(hosts, "zero_stage_comparison.py", *TINY, "--stages", "2", *words, **root)
+    code, output, errors = run.finish()
+    assert code == 0, errors + output
+    assert [(row["status"], row["num_nodes"]) for row in run.rows()] == [("✅ Success", 2)]
+    run.assert_nothing_left()
+
+
+# ------------------------------------------------------------------ what ends a trial, or the run
+
+
+def test_a_host_that_drops_out_costs_the_row_that_ran_and_no_other(make_hosts: MakeHosts) -> None:
+    hosts = make_hosts(shared_file_system=False)
+    words = ("--num-steps", "60", "--warmup-steps", "1", "--stages", "2", "1", "--stall-timeout", "8")
+    run = start(hosts, "zero_stage_comparison.py", *LONG, *words)
+    run.wait_for_training("00_zero2")
+    hosts.set_link(up=False)
+    pulled = time.monotonic()
+    assert wait_until(lambda: (run.folder() / "records.jsonl").exists() and run.records(), 60)
+    seconds = time.monotonic() - pulled
+    hosts.set_link(up=True)
+    code, output, errors = run.finish()
+    statuses = [row["status"] for row in run.rows()]
+    assert (code, statuses[1]) == (0, "✅ Success"), errors + output
+    assert statuses[0] == "❌ Timeout", errors + output
+    assert "node-b" in run.rows()[0]["error"]
+    assert seconds < 8 + 20, "of the stall timeout and the silence of a host"
+    run.assert_nothing_left()
+
+
+# ------------------------------------------------------------------ hosts that cannot be used
+
+
+def test_hosts_that_cannot_be_used_are_named_in_one_line_before_the_first_trial(make_hosts: MakeHosts) -> None:
+    hosts = make_hosts(shared_file_system=False)
+    hit = hosts.folder / "hit"
+    hostfiles = {
+        "node-a slots=1\nnode-b slot=1\n": "line 2",
+        "node-a slots=1\nnode-a slots=1\n": "line 2",
+        "node-a slots=1\nnode-c slots=1\n": "node-c",
+        "node-a slots=1\n192.0.2.9 slots=1\n": "192.0.2.9",
+        "node-b slots=1\n192.0.2.2 slots=1\n": "both call themselves node-b",
+        f"node-a slots=1\n-oProxyCommand=touch${{IFS}}{hit} slots=1\n": "line 2",
+        f"node-a slots=1\nnode-b;touch${{IFS}}{hit} slots=1\n": "line 2",
+        f"node-a slots=1\n$(touch${{IFS}}{hit}) slots=1\n": "line 2",
+    }
+    hostfile = hosts.folder / "hosts"
+    for text, named in hostfiles.items():
+        hosts.a.path(hostfile).write_text(text)
+        assert named in refusal(hosts, hostfile), text
+    hosts.b.stop_sshd()
+    assert "Connection refused" in refusal(hosts, hosts.hostfile)
+    hosts.b.start_sshd()
+    keys = hosts.b.ssh_folder / "authorized_keys"
+    known = keys.read_text()
+    keys.write_text("")
+    assert "Permission denied" in refusal(hosts, hosts.hostfile)
+    keys.write_text(known)
+    change_version(hosts.b, hosts.folder, "transformers", "5.0.0.dev1")
+    line = refusal(hosts, hosts.hostfile)
+    assert "node-b" in line, line
+    assert "5.0.0.dev1" in line, line
+    assert not any(host.path(hit).exists() for host in (hosts.a, hosts.b))
+
+
+def change_version(host: Host, folder: Path, package: str, version: str) -> None:
+    """Makes a host see another version of a package, in its own view of the package's metadata."""
+    (metadata,) = (path for path in files(package) or () if path.name == "METADATA")
+    original, changed = Path(str(metadata.locate())), folder / "METADATA"
+    text = re.sub(r"(?m)^Version: .*$", f"Version: {version}", original.read_text(), count=1)
+    host.path(changed).write_text(text)
+    host.run(["mount", "--bind", changed, original])
+
+
+def refusal(hosts: TwoHosts, hostfile: Path, **variables: str) -> str:
+    """The line with which a run is refused; nothing else happens."""
+    run = start(hosts, "zero_stage_comparison.py", *TINY, "--hostfile", hostfile, **variables)
+    code, output, errors = run.finish(60)
+    assert (code, output) == (2, ""), errors
+    assert not hosts.a.path(run.output / "runs").exists()
+    run.assert_nothing_left()
+    (line,) = errors.splitlines()
+    return line

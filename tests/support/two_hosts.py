@@ -178,10 +178,13 @@ class TwoHosts:
 
 
 @contextlib.contextmanager
-def make_two_hosts(folder: Path, *, shared_file_system: bool) -> Iterator[TwoHosts]:
+def make_two_hosts(
+    folder: Path, *, shared_file_system: bool, own_names_on_loopback: bool = False
+) -> Iterator[TwoHosts]:
     """Makes two hosts, and removes them. ``folder``: an empty folder; its subfolder ``work`` is what both hosts see.
 
     Without a shared file system, ``work`` is another folder on each host, under the same name.
+    ``own_names_on_loopback``: each host's own name stands for 127.0.1.1 there, as Debian's installer writes it.
     Raises NoHostsError with the reason.
     """
     missing = [name for name in TOOLS if shutil.which(name) is None]
@@ -192,12 +195,13 @@ def make_two_hosts(folder: Path, *, shared_file_system: bool) -> Iterator[TwoHos
     work = folder / "work"
     work.mkdir()
     ssh = _write_ssh_files(folder)
+    loopback = "127.0.1.1" if own_names_on_loopback else None
     with contextlib.ExitStack() as stack:
         hosts = []
         for name in NAMES:
             source = folder / "shared" if shared_file_system else folder / f"work of {name}"
             source.mkdir(exist_ok=True)
-            hosts.append(_make_host(name, {str(source): str(work)}, ssh[name]))
+            hosts.append(_make_host(name, {str(source): str(work)}, ssh[name], loopback))
             stack.callback(hosts[-1].kill)
         a, b = hosts
         _join(a, b)
@@ -218,10 +222,17 @@ def _variables(host: Host, work: Path) -> dict[str, str]:
     return {**kept, "COLUMNS": "160", "PYTHONPATH": str(ROOT / "tests" / "support")}
 
 
-def _make_host(name: str, folders: Mapping[str, str], ssh_folder: Path) -> Host:
+def _make_host(name: str, folders: Mapping[str, str], ssh_folder: Path, own_address: str | None) -> Host:
     # A checkout or an environment below /tmp stays visible there.
     kept = {str(path) for path in (ROOT, sys.prefix, sys.base_prefix) if Path(path).is_relative_to("/tmp")}
-    description = {"name": name, "folders": {**{path: path for path in kept}, **folders}, "ssh": str(ssh_folder)}
+    addresses = NAMES | ({name: own_address} if own_address else {})
+    hosts_file = "127.0.0.1 localhost\n" + "".join(f"{address} {name}\n" for name, address in addresses.items())
+    description = {
+        "name": name,
+        "folders": {**{path: path for path in kept}, **folders},
+        "ssh": str(ssh_folder),
+        "hosts_file": hosts_file,
+    }
     unshare = ["unshare", *NAMESPACES, "--fork", "--kill-child", "--mount-proc"]
     process = subprocess.Popen(
         [*unshare, sys.executable, "-m", "tests.support.two_hosts", json.dumps(description)],
@@ -260,7 +271,8 @@ def _write_ssh_files(folder: Path) -> dict[str, Path]:
             words = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", f"{key} of {name}", "-f", str(ssh / key)]
             subprocess.run(words, check=True)
         (ssh / "sshd_config").write_text(
-            f"ListenAddress {address}\nHostKey /etc/ssh/host_key\nPidFile none\nUsePAM no\nStrictModes no\n"
+            f"ListenAddress {address}\nListenAddress 127.0.1.1\nHostKey /etc/ssh/host_key\n"
+            "PidFile none\nUsePAM no\nStrictModes no\n"
             "PasswordAuthentication no\nKbdInteractiveAuthentication no\nPermitRootLogin prohibit-password\n"
             "AuthorizedKeysFile /etc/ssh/authorized_keys\n"
         )
@@ -281,7 +293,7 @@ def _write_ssh_files(folder: Path) -> dict[str, Path]:
 
 def _become_first_process(description: Mapping[str, Any]) -> None:
     """Mounts what the host sees, and collects processes that end, until it is killed."""
-    _mount_private_folders(description["folders"], description["ssh"])
+    _mount_private_folders(description["folders"], description["ssh"], description["hosts_file"])
     socket.sethostname(description["name"])
     subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
     print("ready", flush=True)
@@ -296,13 +308,13 @@ def _mount(*words: str) -> None:
     subprocess.run(["mount", *words], check=True)
 
 
-def _mount_private_folders(folders: Mapping[str, str], ssh: str) -> None:
+def _mount_private_folders(folders: Mapping[str, str], ssh: str, hosts_file: str) -> None:
     _mount("-t", "tmpfs", "tmpfs", "/run")
     for number, source in enumerate(folders):
         Path(f"/run/{number}").mkdir()
         _mount("--rbind", source, f"/run/{number}")
     hosts = Path("/run/hosts")
-    hosts.write_text("127.0.0.1 localhost\n" + "".join(f"{address} {name}\n" for name, address in NAMES.items()))
+    hosts.write_text(hosts_file)
     _mount("--bind", str(hosts), "/etc/hosts")
     _mount("--bind", ssh, "/etc/ssh")
     Path("/run/sshd").mkdir(mode=0o755)
