@@ -162,7 +162,9 @@ def _no_run_error(folder: Path, results: Sequence[Path]) -> UsageError:
     remedy = (
         f"give one result, such as {results[-1]}" if results else "give <output-dir>/runs/<run> or a result's .json"
     )
-    return UsageError(f"{folder} holds no {RUN_FILE} and no {RECORDS_FILE}", remedy=remedy)
+    ended_early = folder.resolve().parent.name == "runs" and not results
+    kind = NoTrialsError if ended_early else UsageError
+    return kind(f"{folder} holds no {RUN_FILE} and no {RECORDS_FILE}", remedy=remedy)
 
 
 # ------------------------------------------------------------------ a run folder

@@ -135,11 +135,16 @@ def test_a_shard_that_died_before_its_first_trial_does_not_keep_the_others_from_
         assert run(RECIPE, "--shard", shard) == 0
     first, second = folders(house)
     (first / "records.jsonl").unlink()
+    empty = first.with_name(f"{first.name[:-10]}x{first.name[-10:]}")  # it ended while the ops were built
+    empty.mkdir()
     capsys.readouterr()
-    assert commands.main(["report", str(first), str(second)]) == 0
+    assert commands.main(["report", str(first), str(second), str(empty)]) == 0
     lines = capsys.readouterr().err.splitlines()
     assert lines[0].startswith("note: shard 1 of 2 is missing: python -m ds_bench run ")
-    assert lines[1] == f"note: {first} has no records.jsonl: no trial had finished: left out"
+    assert lines[1:] == [
+        f"note: {first} has no records.jsonl: no trial had finished: left out",
+        f"note: {empty} holds no run.json and no records.jsonl: left out",
+    ]
     assert commands.main(["report", str(first)]) == 2
 
 
