@@ -27,8 +27,8 @@ _NODE = 8
 class ProjectOptions:
     """Flags of ``project``; the fields have the flags' names."""
 
-    results: tuple[Path, ...]
     num_gpus: tuple[int, ...]
+    results: tuple[Path, ...] = ()
     link: str | None = None
     inter: str | None = None
     gpus_per_node: int | None = None
@@ -48,7 +48,7 @@ class ProjectedReport:
 
 def show_projection(options: ProjectOptions) -> int:
     """Prints the projection. Returns 0; raises UsageError."""
-    projected = project_reports(options)
+    projected = project_reports(build_reports(options.results), options)
     if options.format == "json":
         text = json.dumps([_as_dict(each) for each in projected], indent=1, allow_nan=False, ensure_ascii=False)
         terminal.print_json(text)
@@ -62,11 +62,11 @@ def show_projection(options: ProjectOptions) -> int:
     return 0
 
 
-def project_reports(options: ProjectOptions) -> list[ProjectedReport]:
-    """Projects every comparison of the results. Raises UsageError."""
+def project_reports(reports: Sequence[ComparisonReport], options: ProjectOptions) -> list[ProjectedReport]:
+    """Projects every comparison. Raises UsageError."""
     link = None if options.link is None else parse_link("--link", options.link, WITHIN)
     inter = None if options.inter is None else parse_link("--inter", options.inter, BETWEEN)
-    return [_project(report, link, inter, options) for report in build_reports(options.results)]
+    return [_project(report, link, inter, options) for report in reports]
 
 
 def _project(

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from ds_bench import load
 from ds_bench.cli.commands import main
 from ds_bench.prediction.memory import Prediction
 from ds_bench.prediction.trial_predictions import MemoryCapacity, attach_predictions, profile_model
@@ -51,6 +52,10 @@ def test_every_form_says_that_it_is_a_projection(tmp_path: Path, capsys: pytest.
     (report,) = json.loads(project(capsys, folder, *sizes, "--format", "json"))
     assert report["projection"] is True
     assert all(row["projection"] is True for row in report["rows"])
+    (same,) = load(folder).project([8, 64], link="nvlink:900", inter="ib:400x8")
+    assert [row.projection and row.projection.step_seconds.no_overlap * 1000 for row in same.rows] == [
+        row["step_time_ms_no_overlap"] for row in report["rows"]
+    ]
     of_csv = list(csv.DictReader(io.StringIO(project(capsys, folder, *sizes, "--format", "csv"))))
     assert [row["projection"] for row in of_csv] == ["True"] * 4
     for row, cells in zip(report["rows"], of_csv, strict=True):
