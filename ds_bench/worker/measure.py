@@ -7,7 +7,6 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import asdict
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +28,7 @@ from .pass_engine import PassEngine
 from .profiles import take_profiles
 from .rank_layout import RankLayout, register_sequence_attention
 from .reference_engines import ReferenceEngine, create_engine
+from .rendezvous import connect_ranks
 from .resolved_config import resolved_config
 from .step_parts import measure_phases
 from .step_recorder import StepRecorder
@@ -62,7 +62,7 @@ def measure(
         torch._C._accelerator_setAllocatorSettings(settings)
     wait_only_for_living_programs()
     heartbeat.beat("build")
-    _init_process_group(assignment, accelerator)
+    connect_ranks(assignment, accelerator)
     meter = memory.PhaseMeter(accelerator)
     meter.end("import")
     layout = RankLayout.from_config(config)
@@ -261,20 +261,6 @@ def _apply_memory_limit_to_deepspeed(limit_bytes: int) -> None:
         return min(int(original(device_index)), max(0, limit_bytes - torch.cuda.memory_allocated(device_index)))
 
     device.available_memory = available_memory
-
-
-def _init_process_group(assignment: Assignment, accelerator: str) -> None:
-    limit = timedelta(seconds=assignment.collective_timeout_seconds or 3600.0)
-    # DeepSpeed passes no timeout to new_group (comm/torch.py), and its data-parallel group is one (utils/groups.py):
-    # torch would end every rank after its own default, 10 minutes with NCCL.
-    groups: Any = torch.distributed.distributed_c10d  # which exports neither name
-    groups.default_pg_timeout = groups.default_pg_nccl_timeout = limit
-    through_file: dict[str, Any] = {}  # otherwise through the launcher's MASTER_ADDR and MASTER_PORT
-    if assignment.rendezvous is not None:
-        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        through_file = {"init_method": assignment.rendezvous, "rank": rank, "world_size": world_size}
-    backend = "nccl" if accelerator == "cuda" else None
-    deepspeed.init_distributed(dist_backend=backend, timeout=limit, **through_file)
 
 
 def _create_engine(

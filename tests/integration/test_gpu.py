@@ -130,9 +130,9 @@ import os
 os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
 import torch, torch.distributed
 from types import SimpleNamespace
-from ds_bench.worker import measure
+from ds_bench.worker.rendezvous import connect_ranks
 assignment = SimpleNamespace(rendezvous="file://{tmp_path}/meet", collective_timeout_seconds=7320.0)
-measure._init_process_group(assignment, "cuda")
+connect_ranks(assignment, "cuda")
 import deepspeed.comm
 for group in (torch.distributed.group.WORLD, deepspeed.comm.new_group([0])):
     print(group._get_backend(torch.device("cuda")).options._timeout.total_seconds(), flush=True)

@@ -28,9 +28,9 @@ import os
 os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
 import torch.distributed
 from types import SimpleNamespace
-from ds_bench.worker import measure
+from ds_bench.worker.rendezvous import connect_ranks
 assignment = SimpleNamespace(rendezvous="file://{tmp_path}/meet", collective_timeout_seconds=7320.0)
-measure._init_process_group(assignment, "cpu")
+connect_ranks(assignment, "cpu")
 groups = torch.distributed.distributed_c10d
 import deepspeed.comm
 for group in (None, deepspeed.comm.new_group([0])):

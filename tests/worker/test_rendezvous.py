@@ -1,0 +1,37 @@
+"""Where the ranks of several hosts meet."""
+
+from __future__ import annotations
+
+import socket
+from datetime import timedelta
+
+import psutil
+import pytest
+from torch.distributed import TCPStore
+
+from ds_bench.worker.rendezvous import serve_store
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def test_the_store_listens_at_the_masters_address_alone() -> None:
+    port = free_port()
+    store = serve_store({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
+    assert store is not None
+    own = psutil.Process().net_connections("tcp")
+    assert {each.laddr for each in own if each.status == psutil.CONN_LISTEN} == {("127.0.0.1", port)}
+    TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=10)).set("key", "value")
+    assert store.get("key") == b"value"
+    with pytest.raises(OSError, match="in use"):
+        serve_store({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
+
+
+@pytest.mark.parametrize("address", ["localhost", "192.0.2.77", ""])
+def test_a_name_and_an_address_of_another_host_are_left_to_torch(address: str) -> None:
+    """A name may be 127.0.1.1 on its own host; an address may be translated on the way."""
+    assert serve_store({"MASTER_ADDR": address, "MASTER_PORT": str(free_port())}) is None
