@@ -207,12 +207,18 @@ class RunPlan:
         Where it runs is left out, so that machines of one kind make the same.
         """
         facts = [
-            (plan.options.repeats, trial.point, trial.configuration.name, trial.to_dict()["workload"], trial.ds_config)
+            (
+                plan.options.repeats,
+                trial.point,
+                trial.configuration.name,
+                trial.workload,
+                redacted_config(trial.ds_config),
+            )
             for plan in self.plans
             for trial in plan.trials
             if trial.repeat == 0
         ]
-        text = json.dumps(redacted_config({"rows": facts}), sort_keys=True, default=str)
+        text = json.dumps(facts, sort_keys=True, default=str)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def map(self, complete: Callable[[Plan], Plan]) -> RunPlan:
