@@ -51,7 +51,7 @@ def run_command(values: argparse.Namespace, begun: Callable[[Path], None] = lamb
             _require_given_again(points, values)
         if job.rank_of_process(os.environ) != 0:
             return 0
-        job.take_over_job(os.environ)
+        job.take_over_job(os.environ, has_hosts=points[0].hostfile is not None)
         from ..runner import run_comparison
 
         with terminal.ignoring_broken_stderr():

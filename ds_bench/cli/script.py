@@ -32,7 +32,7 @@ def main(
                 return _print_recipe(options, make_config)
             if job.rank_of_process(os.environ) != 0:
                 return 0
-            job.take_over_job(os.environ)
+            job.take_over_job(os.environ, has_hosts=options.hostfile is not None)
             from ..runner import run_comparison
 
             return run_comparison([options], make_config, redacted_arguments(kept))

@@ -52,13 +52,16 @@ def is_task_of_slurm(environ: Mapping[str, str]) -> bool:
     return step.isdecimal() and int(step) < _NO_STEP
 
 
-def take_over_job(environ: MutableMapping[str, str]) -> None:
+def take_over_job(environ: MutableMapping[str, str], *, has_hosts: bool = False) -> None:
     """Makes the first process of a job the one that starts the ranks.
 
     The number of processes stays, as WORLD_SIZE, the requested number of ranks. Variables that make a library take
     this process, or one that it starts, for a rank or a task are removed from ``environ``; those of Slurm's allocation
-    stay. Raises UsageError where processes were started on several nodes in a way that cannot be taken over.
+    stay. Raises UsageError where processes were started on several nodes, unless the hosts are known: from a hostfile
+    (``has_hosts``) or from Slurm.
     """
+    if not has_hosts and "SLURM_JOB_ID" not in environ:
+        _require_one_node(environ)
     launched, task = "RANK" in environ or "LOCAL_RANK" in environ, is_task_of_slurm(environ)
     size = environ.pop("WORLD_SIZE", None)
     if not launched:
@@ -76,16 +79,25 @@ def take_over_job(environ: MutableMapping[str, str]) -> None:
             del environ[name]
 
 
+def _require_one_node(environ: Mapping[str, str]) -> None:
+    for total, here, what in (
+        ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "torchrun"),
+        ("WORLD_SIZE", "LOCAL_SIZE", "deepspeed"),
+        ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "mpirun"),
+    ):
+        if total in environ and here in environ and environ[total] != environ[here]:
+            more = " --multi-node-launcher openmpi" if what == "mpirun" else ""
+            raise UsageError(
+                f"{what} started processes on several nodes, of which this one cannot start the ranks of a trial",
+                remedy=f"start one process, without {what}, with --hostfile FILE{more}",
+            )
+
+
 def _size_of_mpi(environ: Mapping[str, str]) -> str | None:
     """The number of processes that Open MPI started; None if it did not start this one."""
     size = environ.get("OMPI_COMM_WORLD_SIZE")
     if size is None or size == "1":
         return size
-    if size != environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", size):
-        raise UsageError(
-            "mpirun started processes on several nodes",
-            remedy="start one process without mpirun, with --hostfile FILE --multi-node-launcher openmpi",
-        )
     # mpirun binds each process to a core or a socket of its own; this one starts the ranks of all of them.
     os.sched_setaffinity(0, os.sched_getaffinity(os.getppid()))
     return size

@@ -69,6 +69,23 @@ def test_only_the_number_of_processes_is_left_and_what_the_user_set(
     os.sched_setaffinity(0, allowed)
 
 
-def test_processes_of_mpirun_on_several_nodes_are_refused_with_what_to_do() -> None:
-    with pytest.raises(UsageError, match="--hostfile FILE --multi-node-launcher openmpi"):
-        take_over_job({**MPIRUN, "OMPI_COMM_WORLD_LOCAL_SIZE": "1"})
+@pytest.mark.parametrize(
+    ("environ", "remedy"),
+    [
+        (
+            {**MPIRUN, "OMPI_COMM_WORLD_LOCAL_SIZE": "1"},
+            "without mpirun, with --hostfile FILE --multi-node-launcher",
+        ),
+        ({"RANK": "0", "WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}, "without torchrun, with --hostfile FILE"),
+        ({"RANK": "0", "WORLD_SIZE": "16", "LOCAL_SIZE": "8"}, "without deepspeed, with --hostfile FILE"),
+    ],
+)
+def test_processes_on_several_nodes_are_refused_unless_the_hosts_are_known(
+    environ: dict[str, str], remedy: str
+) -> None:
+    with pytest.raises(UsageError, match=f"on several nodes.*{remedy}"):
+        take_over_job(dict(environ))
+    allowed = os.sched_getaffinity(0)
+    take_over_job(dict(environ), has_hosts=True)
+    take_over_job({**environ, "SLURM_JOB_ID": "1"})
+    os.sched_setaffinity(0, allowed)
