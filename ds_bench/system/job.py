@@ -13,16 +13,13 @@ from ..errors import UsageError
 
 _NO_STEP = 0xFFFFFFF0
 """Numbers from here on are not of srun's steps, but of a batch script or of salloc's shell (slurm.h)."""
-_OF_A_LAUNCHER = [
-    "RANK",
-    "LOCAL_RANK",
-    "LOCAL_SIZE",
-    "LOCAL_WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-    "CROSS_RANK",
-    "CROSS_SIZE",
-]
+_OF_A_LAUNCHER = (
+    "RANK", "LOCAL_RANK", "LOCAL_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "CROSS_RANK", "CROSS_SIZE",
+    "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_NAME", "ROLE_WORLD_SIZE",
+    # With TORCHELASTIC_USE_AGENT_STORE ranks wait for a store of torchrun's, which theirs is not.
+    "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_RUN_ID",
+    "TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_SIGNALS_TO_HANDLE",
+)  # fmt: skip
 _OF_MPI = ("OMPI_", "PMIX_", "PMI_", "HYDI_", "MPI_LOCAL")
 _SET_BY_USERS = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_MCA_")
 _SET_BY_MPIRUN = (

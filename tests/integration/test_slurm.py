@@ -6,7 +6,6 @@ import json
 import os
 import shlex
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -60,20 +59,6 @@ def test_a_batch_job_of_two_nodes_is_one_comparison_on_both(slurm: SlurmCluster,
     for line in records.read_text().splitlines():
         assert [rank["hostname"] for rank in json.loads(line)["ranks"]] == ["node1", "node2"]
     assert left_on_nodes(slurm) == ""
-
-
-@pytest.mark.slow
-def test_torchrun_started_by_srun_on_two_nodes_is_one_comparison_on_both(slurm: SlurmCluster, tmp_path: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    rendezvous = [f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-backend=c10d", "--nnodes=2", "--nproc-per-node=1"]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", *rendezvous]
-    command = script(tmp_path / "out", "--stages", "1", "--master-addr", "127.0.0.1")[1:]
-    done = slurm.run("srun", "-N2", "--ntasks-per-node=1", *torchrun, *command, cwd=tmp_path, seconds=240)
-    assert [(row["status"], row["num_nodes"]) for row in rows_of(tmp_path / "out")] == [("✅ Success", 2)], done.stderr
-    assert done.returncode == 0, done.stderr
-    assert len(list(tmp_path.glob("out/runs/*"))) == 1
 
 
 @pytest.mark.slow

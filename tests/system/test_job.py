@@ -55,7 +55,10 @@ def test_the_rank_is_that_of_the_program_that_started_the_process_last(environ: 
         ({"SLURM_STEP_ID": "0", "SLURM_NTASKS": "1", "PMI_SIZE": "1"}, {}),
         ({"SLURM_JOB_ID": "3", "SLURM_NTASKS": "8"}, {"SLURM_JOB_ID": "3"}),
         ({"WORLD_SIZE": "4"}, {}),
-        ({"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "a"}, {"WORLD_SIZE": "4"}),
+        (
+            {"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "a", "TORCHELASTIC_USE_AGENT_STORE": "True"},
+            {"WORLD_SIZE": "4"},
+        ),
         ({"OMPI_MCA_ess": "x"}, {"OMPI_MCA_ess": "x"}),  # of a user who is about to call mpirun
     ],
 )  # fmt: skip
