@@ -375,7 +375,7 @@ def require_ready(
         findings = host_checks.check_hosts(
             hosts, plan.placement, plan.configurations, machine.environment, predicted_host_bytes
         )
-        doctor.require_ready(findings, sys.stderr, quiet=plan.options.quiet)
+        doctor.require_ready(findings, sys.stderr, quiet=plan.options.quiet, hostfile=plan.placement.hostfile)
         host_checks.require_connections(hosts, plan.placement)
         return
     findings = doctor.run_plan_checks(

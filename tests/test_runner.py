@@ -359,6 +359,20 @@ def test_resuming_with_retry_runs_the_class_named_again(house: House) -> None:
     assert [row["status"] for row in house.rows()][:2] == ["✅ Success", "❌ OOM"]
 
 
+def test_a_trial_that_runs_again_on_other_hosts_is_the_same_row(house: House) -> None:
+    """As in the next allocation of a cluster."""
+    assert house.run("--stages", "0", "1", script=FakeLauncher("Success", "Timeout")) == 0
+    (path,) = (house.output / "runs").glob("*/records.jsonl")
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    for record in records:
+        record["trial"]["placement"]["hosts"] = [["another", 1]]
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    assert house.resume("--retry", "Timeout") == 0
+    result = load_results.load(path.parent)
+    assert [each.record.outcome.status for each in result.summaries] == ["Success", "Success"]
+    assert result.notes == ()
+
+
 def test_a_run_that_began_before_there_were_several_nodes_is_resumed(house: House) -> None:
     assert house.run("--stages", "0", "1", script=FakeLauncher("Success", "Interrupted")) == 130
     (path,) = (house.output / "runs").glob("*/run.json")

@@ -7,6 +7,7 @@ are checked with ``hostfile`` alone (:mod:`.hosts`).
 from __future__ import annotations
 
 import dataclasses
+import shlex
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -144,15 +145,22 @@ def _as_warning(finding: Finding) -> Finding:
     return dataclasses.replace(finding, level="warning") if finding.level == "problem" else finding
 
 
-def require_ready(findings: Iterable[Finding], stream: IO[str], *, quiet: bool = False) -> None:
-    """Prints warnings and problems, or problems alone if ``quiet``. Raises PreflightError if there is a problem."""
+def require_ready(
+    findings: Iterable[Finding], stream: IO[str], *, quiet: bool = False, hostfile: str | None = None
+) -> None:
+    """Prints warnings and problems, or problems alone if ``quiet``. Raises PreflightError if there is a problem.
+
+    ``hostfile``: of the hosts that the findings are of; None for this machine.
+    """
     shown = [each for each in findings if each.level == "problem" or (each.level == "warning" and not quiet)]
     width = max((len(each.name) for each in shown), default=0)
     for finding in shown:
         terminal.print_text(format_finding(finding, width), stream)
     if count := sum(finding.level == "problem" for finding in shown):
         problems = format_count(count, "problem")
-        error = PreflightError(f"this machine is not ready: {problems}", remedy="python -m ds_bench doctor tells more")
+        what, words = ("this machine is", []) if hostfile is None else ("the hosts are", ["--hostfile", hostfile])
+        command = shlex.join(["python", "-m", "ds_bench", "doctor", *words])
+        error = PreflightError(f"{what} not ready: {problems}", remedy=f"{command} tells more")
         for finding in shown:
             error.add_note(format_finding(finding, width).strip())
         raise error

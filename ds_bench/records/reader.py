@@ -11,11 +11,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
 from ..config.shard import ShardOfPlan
-from ..config.spec import Trial
+from ..config.spec import Placement, Trial
 from ..errors import UsageError
 from ..system.environment import Environment
 from . import json_files
@@ -258,11 +259,16 @@ def parse_record(
 
 def _identity(trial: Trial) -> tuple[object, ...]:
     """Identifies a trial as ``Trial.key`` does, among trials that share equal parts; several times cheaper."""
-    part_ids = map(id, (trial.workload, trial.placement, trial.ds_config))
+    parts = id(trial.workload), _placement_text(trial.placement), id(trial.ds_config)
     inspection = trial.inspection
     if inspection.checkpoint_path is not None:
         inspection = replace(inspection, checkpoint_path=None)
-    return trial.repeat, trial.configuration.name, trial.configuration.engine, inspection, *part_ids
+    return trial.repeat, trial.configuration.name, trial.configuration.engine, inspection, *parts
+
+
+@lru_cache(maxsize=1024)
+def _placement_text(placement: Placement) -> str:
+    return json.dumps(placement.measured_facts, sort_keys=True)
 
 
 def _migrate(data: dict[str, Any], kind: Kind, where: str) -> dict[str, Any]:
