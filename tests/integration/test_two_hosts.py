@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -26,6 +27,7 @@ from tests.support.two_hosts import (
     TwoHosts,
     make_two_hosts,
     namespace_members,
+    send_signal,
 )
 
 pytestmark = [pytest.mark.deepspeed, pytest.mark.usefixtures("built_ops")]
@@ -162,6 +164,32 @@ def test_the_hosts_are_two_and_end_with_the_process_that_made_them(make_hosts: M
 # ------------------------------------------------------------------ runs that work
 
 
+def test_every_stage_trains_without_a_shared_file_system_and_a_slow_link_shows(make_hosts: MakeHosts) -> None:
+    hosts = make_hosts(shared_file_system=False, own_names_on_loopback=True)
+    run = start(hosts, "zero_stage_comparison.py", *TINY, "--profile", "comms")
+    code, output, errors = run.finish()
+    assert code == 0, errors + output
+    rows = run.rows()
+    assert [(row["stage"], row["status"]) for row in rows] == [(stage, "✅ Success") for stage in range(4)]
+    assert {(row["num_nodes"], row["num_gpus"], row["launch"]) for row in rows} == {(2, 2, "deepspeed")}
+    assert len({row["first_loss"] for row in rows}) == 1, "both hosts have the data of their ranks"
+    run_file = json.loads((run.folder() / "run.json").read_text())
+    assert [each["hostname"] for each in run_file["environment"]["hosts"]] == ["node-a", "node-b"]
+    run.assert_nothing_left()
+    assert not list(hosts.b.path(hosts.folder).iterdir()), "of the run nothing is kept"
+    fast = rows[0]
+    hosts.shape_link(megabits_per_second=10)
+    slowed = start(hosts, "zero_stage_comparison.py", *TINY, "--profile", "comms", "--stages", "0", output="slow")
+    code, output, errors = slowed.finish()
+    assert code == 0, errors + output
+    (slow,) = slowed.rows()
+    assert slow["communication_gb_per_step"] == fast["communication_gb_per_step"] > 0
+    sent_bits = fast["communication_gb_per_step"] * 2**30 / 2 * 8  # by each of two ranks
+    assert slow["avg_step_time_ms"] > 0.8 * sent_bits / 10e6 * 1000, "the link holds the step up"
+    assert slow["phase_communication_ms"] > 3 * fast["phase_communication_ms"]
+    slowed.assert_nothing_left()
+
+
 @pytest.mark.nvme
 def test_offload_strategies_train_in_folders_whose_names_a_shell_would_read_otherwise(make_hosts: MakeHosts) -> None:
     hosts = make_hosts()
@@ -214,6 +242,33 @@ def test_a_host_that_drops_out_costs_the_row_that_ran_and_no_other(make_hosts: M
     assert statuses[0] == "❌ Timeout", errors + output
     assert "node-b" in run.rows()[0]["error"]
     assert seconds < 8 + 20, "of the stall timeout and the silence of a host"
+    run.assert_nothing_left()
+
+
+def test_ctrl_c_and_a_killed_run_leave_nothing_on_either_host_and_resume_goes_on(make_hosts: MakeHosts) -> None:
+    hosts = make_hosts(shared_file_system=False)
+    words = ("--num-steps", "60", "--warmup-steps", "1", "--stages", "1", "2")
+    run = start(hosts, "zero_stage_comparison.py", *LONG, *words)
+    run.wait_for_training("01_zero2")
+    assert hosts.b.processes(with_variable="DS_BENCH_TRIAL")
+    send_signal(run.process, signal.SIGINT, group=True)
+    code, output, errors = run.finish(60)
+    assert code == 130, errors + output
+    assert [row["status"] for row in run.rows()] == ["✅ Success", "⏹️ Interrupted"]
+    run.assert_nothing_left()
+    again = ("--resume", hosts.folder / "out" / "runs" / run.folder().name, "--hostfile", hosts.hostfile, *LONG[:2])
+    killed = start(hosts, "zero_stage_comparison.py", *again)
+    killed.wait_for_training("01_zero2")
+    send_signal(killed.process, signal.SIGKILL)
+    killed.finish(10)
+    wait_until(lambda: killed.left_on(hosts.b) == ({}, set()) and not killed.left_on(hosts.a)[0], 20)
+    # What the killed process itself had noted on its host, the next run there removes.
+    assert (killed.left_on(hosts.b), killed.left_on(hosts.a)[0]) == (({}, set()), {})
+    resumed = start(hosts, "zero_stage_comparison.py", *again, FAULTS_MENDED="1")
+    code, output, errors = resumed.finish()
+    assert code == 0, errors + output
+    assert [row["status"] for row in resumed.rows()] == ["✅ Success"] * 2
+    assert "[1/1]" in errors, "the first row is not run again"
     run.assert_nothing_left()
 
 
