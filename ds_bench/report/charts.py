@@ -388,7 +388,8 @@ def _draw_plane(axes: Any, horizontal: str, vertical: str, legend: Sequence[tupl
     axes.grid(axis="y")
     _format_ticks(axes.xaxis)
     _format_ticks(axes.yaxis)
-    longest_number = max(6, len(f"{axes.get_ylim()[1]:,.0f}"))
+    # Of a damaged record a number may have hundreds of digits, for which there is no space.
+    longest_number = min(max(6, len(f"{axes.get_ylim()[1]:,.0f}")), 20)
     return _Frame(height=18, left=1 + longest_number * CHARACTER_WIDTH_EM, above=1.8, legend=legend)
 
 
