@@ -6,7 +6,6 @@ Flags replace values of the recipe, so that a recipe is not needed: ``run --mode
 from __future__ import annotations
 
 import argparse
-import os
 import re
 import shlex
 from collections.abc import Callable, Sequence
@@ -21,9 +20,10 @@ from ..config.shard import Shard
 from ..errors import DsBenchError, UsageError
 from ..models import presets
 from ..records.run_folder import RUN_FILE, RunFolder
-from ..system import job, terminal
+from ..system import terminal
 from ..system.redaction import REDACTED, redacted_arguments, redacted_config
 from . import arguments
+from .launched import runs_comparison
 from .submission import require_submission, submit_shards
 
 _RUN_FLAGS = ("resume", "shard", "dry_run", "format", "quiet", "verbose", "strict")
@@ -49,9 +49,8 @@ def run_command(values: argparse.Namespace, begun: Callable[[Path], None] = lamb
             return submit_shards(points, len(points) * rows, values)
         if hasattr(values, "resume") and values.recipe is None:
             _require_given_again(points, values)
-        if job.rank_of_process(os.environ) != 0:
+        if not runs_comparison(points[0]):
             return 0
-        job.take_over_job(os.environ, has_hosts=points[0].hostfile is not None)
         from ..runner import run_comparison
 
         with terminal.ignoring_broken_stderr():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 import sys
 from collections.abc import Callable, Sequence
@@ -13,9 +12,10 @@ from ..config.options import SEVERAL_NODES, Family, Options
 from ..config.spec import Strategy
 from ..errors import DsBenchError, UsageError
 from ..models import presets
-from ..system import job, terminal
+from ..system import terminal
 from ..system.redaction import REDACTED, redacted_arguments
 from .arguments import build_parser, parse, to_options
+from .launched import runs_comparison
 
 
 def main(
@@ -30,9 +30,8 @@ def main(
             options, kept = _with_resumed_flags(family, prog, typed_flags)
             if options.print_recipe:
                 return _print_recipe(options, make_config)
-            if job.rank_of_process(os.environ) != 0:
+            if not runs_comparison(options):
                 return 0
-            job.take_over_job(os.environ, has_hosts=options.hostfile is not None)
             from ..runner import run_comparison
 
             return run_comparison([options], make_config, redacted_arguments(kept))

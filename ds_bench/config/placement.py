@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ..errors import UsageError
-from ..system import environment, files, gpus, slurm
+from ..system import environment, files, gpus, lenders, slurm
 from .options import Options
 from .spec import MULTI_NODE_LAUNCHERS, PRECISIONS, Accelerator, MultiNodeLauncher, Placement, Precision
 
@@ -49,8 +49,8 @@ def resolve_placement(options: Options, environ: Mapping[str, str], query: gpus.
         supported_precisions=_precisions(accelerator, visible),
         hosts=tuple((name, len(slots)) for name, slots in hosts.items()),
         include=_include_text(options, hosts),
-        multi_node_launcher="slurm" if hosts and options.hostfile is None else _multi_node_launcher(options, hosts),
-        master_addr=_master_address(options),
+        multi_node_launcher=_multi_node_launcher(options, hosts),
+        master_addr=_master_address(options) or lenders.master_address(),
         master_port=options.master_port,
         launcher_args=_launcher_arguments(options),
     )
@@ -172,7 +172,7 @@ Slots = Mapping[str, Sequence[int]]
 
 
 def _used_slots(options: Options, environ: Mapping[str, str], visible: int | None) -> Slots:
-    """The slots that are used of each host, in the order of the hostfile or of the Slurm job; empty without both."""
+    """The slots that are used of each host, in the order of the hostfile or of the job; empty without both."""
     given = (
         ("--include", options.include),
         ("--exclude", options.exclude),
@@ -192,20 +192,23 @@ def _used_slots(options: Options, environ: Mapping[str, str], visible: int | Non
 
 
 def _slots_of_job(options: Options, environ: Mapping[str, str], visible: int | None) -> Slots:
-    """The slots of the nodes of a Slurm job of several; empty elsewhere.
+    """The slots of the nodes of a job of several, of Slurm or lent by a launcher's processes; empty elsewhere.
 
     Ranks are as many as asked for, else one on every GPU that is visible here (``visible``; None on a CPU: one for each
     task of Slurm). Raises UsageError for a number that leaves nodes with unequal numbers of ranks.
     """
-    tasks = slurm.tasks_of_nodes(environ)
+    borrowed = lenders.ranks_of_hosts()
+    tasks = borrowed or slurm.tasks_of_nodes(environ)
     requested = options.num_gpus or _world_size(environ)
     if not tasks or requested == sum(tasks.values()) or (requested is None and visible is None):
         return {node: range(count) for node, count in tasks.items()}
     ranks, left = divmod(requested or len(tasks) * (visible or 1), len(tasks))
     if left or not ranks:
         raise UsageError(
-            f"{requested} ranks cannot be shared out equally among the {len(tasks)} nodes of this Slurm job",
-            remedy=f"--num-gpus with a multiple of {len(tasks)}, or use one node: srun --nodes=1 --ntasks=1",
+            f"{requested} ranks cannot be shared out equally among the {len(tasks)} nodes of this "
+            f"{'' if borrowed else 'Slurm '}job",
+            remedy=f"--num-gpus with a multiple of {len(tasks)}, or use one node"
+            + ("" if borrowed else ": srun --nodes=1 --ntasks=1"),
         )
     return {node: range(ranks) for node in tasks}
 
@@ -263,6 +266,8 @@ def _include_text(options: Options, hosts: Slots) -> str | None:
 
 def _multi_node_launcher(options: Options, hosts: Slots) -> MultiNodeLauncher:
     """The program that starts the ranks. Raises UsageError for slots that DeepSpeed cannot start with it."""
+    if hosts and options.hostfile is None and not lenders.ranks_of_hosts():
+        return "slurm"
     asked = options.multi_node_launcher or "pdsh"
     launcher = next(name for name in MULTI_NODE_LAUNCHERS if name == asked)
     flag = f"--multi-node-launcher {launcher}"

@@ -364,7 +364,7 @@ class Placement:
     """Number formats this accelerator trains in."""
     hosts: tuple[tuple[str, int], ...] = ()
     """Name of each host and its number of ranks, which are numbered host by host in this order: those of ``hostfile``,
-    or the nodes of a Slurm job; empty where the job runs on this machine."""
+    or the nodes of a job of Slurm or torchrun; empty where the job runs on this machine."""
     include: str | None = None
     """The slots of the hostfile that are used, as DeepSpeed's ``--include``; None: every slot of every host."""
     multi_node_launcher: MultiNodeLauncher = "pdsh"

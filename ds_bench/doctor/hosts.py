@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,8 +16,9 @@ from operator import attrgetter
 
 from ..config.spec import Configuration, MultiNodeLauncher, Placement
 from ..errors import PreflightError
-from ..launch.hosts import HostConnection, HostError, Hosts, agent_over_srun, agent_over_ssh
+from ..launch.hosts import CommandOf, HostConnection, HostError, Hosts, agent_over_srun, agent_over_ssh, agent_words
 from ..launch.ops import OpState
+from ..system import lenders
 from ..system.environment import Environment
 from ..system.processes import import_variables
 from ..system.slurm import command_on_node
@@ -62,8 +64,11 @@ _SHOULD_AGREE: Facts = (
 
 def require_launchable(placement: Placement) -> None:
     """Raises PreflightError if DeepSpeed's launcher could not start ranks on several hosts from this one."""
-    programs = _PROGRAMS[placement.multi_node_launcher] if placement.num_nodes > 1 else ()
-    for program in programs if placement.hostfile is not None else ("srun",):
+    if placement.hostfile is None:
+        programs: tuple[str, ...] = ("srun",) if placement.multi_node_launcher == "slurm" else ()
+    else:
+        programs = _PROGRAMS[placement.multi_node_launcher] if placement.num_nodes > 1 else ()
+    for program in programs:
         if find_program(program) is None:
             raise PreflightError(
                 f"--multi-node-launcher {placement.multi_node_launcher}: there is no program {program} on this host",
@@ -84,17 +89,33 @@ def connected_hosts(placement: Placement) -> Iterator[Hosts]:
     Raises PreflightError for a host that cannot be reached or used, in one line with what ssh said.
     """
     require_launchable(placement)
-    start_agent = agent_over_ssh if placement.hostfile is not None else agent_over_srun
-    with Hosts([name for name, _ in placement.hosts], start_agent) as hosts:
+    start_agent, connected, how = _ways_to_agents(placement)
+    with Hosts([name for name, _ in placement.hosts], start_agent, connected=connected) as hosts:
         try:
             hosts.connect()
         except HostError as error:
-            first = str(error).partition(":")[0]
-            by_srun = placement.hostfile is None
-            works = shlex.join(command_on_node(first, "true")) if by_srun else f"ssh {first} true"
-            how = f"make `{works}` work without a question, with Python and ds_bench at the same paths there"
-            raise _not_usable(error, how) from None
+            raise _not_usable(error, how(str(error).partition(":")[0])) from None
         yield hosts
+
+
+def _ways_to_agents(
+    placement: Placement,
+) -> tuple[CommandOf, Mapping[str, socket.socket], Callable[[str], str]]:
+    """What starts the agent of a host; connections to agents that run already; what to do about a host without one."""
+    same = "with Python and ds_bench at the same paths there"
+    if placement.hostfile is not None:
+        return agent_over_ssh, {}, lambda host: f"make `ssh {host} true` work without a question, {same}"
+    if placement.multi_node_launcher == "slurm":
+        return (
+            agent_over_srun,
+            {},
+            lambda host: f"make `{shlex.join(command_on_node(host, 'true'))}` work without a question, {same}",
+        )
+    return (
+        lambda _this_host: agent_words(),
+        lenders.accept_lenders(),
+        lambda _host: "see what the launcher's processes have printed there",
+    )
 
 
 def _not_usable(error: HostError, how: str) -> PreflightError:

@@ -129,6 +129,7 @@ class HostAgent:
         environ = {**os.environ, **values["variables"]}
         self._variables = {
             **values["variables"],
+            **chosen_devices(placement, environ),
             **host_variables(placement, environ),
             **interface_variables(address, environ),
             "MASTER_ADDR": address,
@@ -220,6 +221,13 @@ def interface_variables(master: str, environ: Mapping[str, str]) -> dict[str, st
     interface = next((name for name, each in addresses if any(one.address == own for one in each)), None)
     names = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
     return {} if interface is None else {name: interface for name in names if name not in environ}
+
+
+def chosen_devices(placement: Placement, environ: Mapping[str, str]) -> dict[str, str]:
+    """The GPUs that Slurm or a launcher chose for this host's processes, of which DeepSpeed would take the first."""
+    if placement.hostfile is not None or placement.accelerator != "cuda":
+        return {}
+    return {name: environ[name] for name in ("CUDA_VISIBLE_DEVICES",) if name in environ}
 
 
 def host_variables(placement: Placement, environ: Mapping[str, str]) -> dict[str, str]:

@@ -15,12 +15,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import asdict
 from itertools import count
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import IO, Any
 
 from .. import __version__
@@ -223,9 +223,22 @@ class HostConnection:
 class Hosts:
     """The connections of a run, in the order of the hosts; a context that ends the agents."""
 
-    def __init__(self, names: Sequence[str], command_of: CommandOf = agent_over_ssh) -> None:
+    def __init__(
+        self,
+        names: Sequence[str],
+        command_of: CommandOf = agent_over_ssh,
+        *,
+        connected: Mapping[str, socket.socket] = MappingProxyType({}),
+    ) -> None:
+        """``connected``: connections to agents that run already, by the names of their hosts."""
         self.names, self._command_of = tuple(names), command_of
-        self.connections = [HostConnection(name, command_of(name)) for name in names]
+        self._connected = frozenset(connected)
+        self.connections = [
+            HostConnection(name, connected=connected[name])
+            if name in connected
+            else HostConnection(name, command_of(name))
+            for name in names
+        ]
         self._unproven: list[tuple[str, str]] = []
         """Host and trial that was not seen to end there."""
         self._gave_up = False
@@ -268,6 +281,8 @@ class Hosts:
         deadline = time.monotonic() + (0.0 if self._gave_up else wait_seconds)
         for number, connection in enumerate(self.connections):
             while connection.problem is not None:
+                if connection.name in self._connected:
+                    raise HostLostError(f"{connection.problem}; a launcher had started it, and starts it once")
                 connection.close()
                 connection = HostConnection(connection.name, self._command_of(connection.name))
                 self.connections[number] = connection

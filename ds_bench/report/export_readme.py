@@ -110,10 +110,11 @@ def _launcher(placement: Placement) -> list[str]:
         own += ["--master_addr", placement.master_addr] if placement.master_addr else []
         own += [f"--launcher_args={shlex.join(placement.launcher_args)}"] if placement.launcher_args else []
         return [*device, "deepspeed", "--hostfile", placement.hostfile, *own]
-    if placement.hosts:  # of a Slurm job
+    if placement.hosts:  # of a job of Slurm or torchrun
         nodes, first = placement.num_nodes, placement.hosts[0][0]
         own = [f"--nnodes={nodes}", f"--nproc-per-node={placement.ranks_per_node}", "--rdzv-backend=c10d"]
-        launch = ["srun", f"--nodes={nodes}", "--ntasks-per-node=1", "torchrun", *own]
+        by_slurm = placement.multi_node_launcher == "slurm"
+        launch = [*(["srun", f"--nodes={nodes}", "--ntasks-per-node=1"] if by_slurm else []), "torchrun", *own]
         return [*device, *launch, f"--rdzv-endpoint={first}:29500"]
     return [*device, "deepspeed", "--num_gpus", str(placement.num_gpus)]
 

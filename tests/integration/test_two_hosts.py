@@ -223,6 +223,87 @@ def test_mpirun_starts_the_ranks_of_both_hosts(make_hosts: MakeHosts) -> None:
     run.assert_nothing_left()
 
 
+def start_torchrun(hosts: TwoHosts, *words: str | Path) -> tuple[Run, subprocess.Popen[str]]:
+    """Starts a script by torchrun on each host. Returns the run, whose process is torchrun on host ``a``, and the
+    torchrun of host ``b``."""
+    earlier = {host.name: host.temporary_files() for host in (hosts.a, hosts.b)}
+
+    def torchrun(host: Host, number: int) -> subprocess.Popen[str]:
+        own = ["--node-rank", str(number), "--master-addr", hosts.a.address, "--master-port", "29400"]
+        command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", *own]
+        command += ["--rdzv-id", "one job", ROOT / "zero_stage_comparison.py", "--accelerator", "cpu"]
+        return host.start(
+            [*command, "--output-dir", hosts.folder / "out", *words],
+            folder=hosts.folder,
+            env=hosts.variables,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    lender = torchrun(hosts.b, 1)
+    return Run(hosts, torchrun(hosts.a, 0), hosts.folder / "out", earlier), lender
+
+
+def without_torchruns_folder(run: Run, host: Host) -> tuple[dict[int, str], set[str]]:
+    left, files = run.left_on(host)
+    return left, {path for path in files if "/torchelastic_" not in path}  # torchrun leaves it
+
+
+def test_torchrun_on_both_hosts_is_one_comparison_with_the_ranks_of_both(make_hosts: MakeHosts) -> None:
+    hosts = make_hosts(shared_file_system=False)
+    run, lender = start_torchrun(hosts, *TINY, "--stages", "0", "2")
+    code, output, errors = run.finish()
+    other_output, other_errors = lender.communicate(timeout=60)
+    assert (code, lender.returncode) == (0, 0), errors + output + other_output + other_errors
+    assert [(row["status"], row["num_nodes"]) for row in run.rows()] == [("✅ Success", 2)] * 2, errors
+    assert [rank["hostname"] for rank in run.records()[0]["ranks"]] == ["node-a", "node-b"]
+    assert other_output == ""
+    assert not hosts.b.path(hosts.folder / "out").exists()
+    assert [without_torchruns_folder(run, host) for host in (hosts.a, hosts.b)] == [({}, set())] * 2
+
+
+def test_ctrl_c_at_torchrun_writes_the_rows_and_a_lender_that_ends_is_told_once(make_hosts: MakeHosts) -> None:
+    hosts = make_hosts(shared_file_system=False)
+    run, lender = start_torchrun(hosts, *LONG, "--num-steps", "60", "--warmup-steps", "1", "--stages", "2")
+    run.wait_for_training("00_zero2")
+    send_signal(run.process, signal.SIGINT, group=True)
+    _, output, errors = run.finish(60)
+    assert [row["status"] for row in run.rows()] == ["⏹️ Interrupted"], errors + output
+    lender.communicate(timeout=60)
+    wait_until(lambda: not any(without_torchruns_folder(run, host)[0] for host in (hosts.a, hosts.b)), 10)
+    assert [without_torchruns_folder(run, host) for host in (hosts.a, hosts.b)] == [({}, set())] * 2
+    shutil.rmtree(hosts.a.path(hosts.folder / "out"))
+    run, lender = start_torchrun(hosts, *LONG, "--num-steps", "60", "--warmup-steps", "1", "--stages", "2", "1", "0")
+    run.wait_for_training("00_zero2")
+    send_signal(lender, signal.SIGTERM)
+    began = time.monotonic()
+    _, output, errors = run.finish(60)
+    lender.communicate(timeout=60)
+    assert [row["status"] for row in run.rows()] == ["❌ Timeout"] * 3, errors + output
+    assert all("node-b" in row["error"] for row in run.rows()), errors
+    assert time.monotonic() - began < 30
+
+
+def test_the_deepspeed_launcher_on_both_hosts_is_one_comparison_with_the_ranks_of_both(make_hosts: MakeHosts) -> None:
+    hosts = make_hosts(shared_file_system=False)
+    earlier = {host.name: host.temporary_files() for host in (hosts.a, hosts.b)}
+    hostfile = hosts.folder / "hosts"  # DeepSpeed's pdsh command has its words unquoted
+    hosts.a.path(hostfile).write_text(hosts.a.path(hosts.hostfile).read_text())
+    launcher = [sys.executable, "-m", "deepspeed.launcher.runner", "--hostfile", hostfile, "--no_ssh_check"]
+    words = ("--accelerator", "cpu", "--output-dir", hosts.folder / "out", *TINY, "--stages", "0")
+    done = hosts.a.run(
+        [*launcher, ROOT / "zero_stage_comparison.py", *words],
+        seconds=200, check=False, folder=hosts.folder, env=hosts.variables,
+    )  # fmt: skip
+    (path,) = hosts.a.path(hosts.folder / "out").glob("*_comparison_*.json")
+    assert done.returncode == 0, done.stderr + done.stdout
+    assert [(row["status"], row["num_nodes"]) for row in json.loads(path.read_text())] == [("✅ Success", 2)]
+    left = [host.temporary_files() - earlier[host.name] for host in (hosts.a, hosts.b)]
+    assert all("torchinductor_" in path for files in left for path in files), left
+    assert hosts.a.processes() == hosts.b.processes() == {}
+
+
 # ------------------------------------------------------------------ what ends a trial, or the run
 
 

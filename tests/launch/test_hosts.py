@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shlex
+import socket
+import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -12,7 +14,7 @@ import pytest
 
 from ds_bench.config import strategies
 from ds_bench.config.spec import Placement
-from ds_bench.launch import hosts
+from ds_bench.launch import host_agent, hosts
 from ds_bench.system.environment import read_environment
 
 
@@ -97,3 +99,28 @@ def test_the_words_of_the_remote_command_reach_the_login_shell_quoted(monkeypatc
     assert ssh[-2:] == ["--", "node-1.cluster"]
     assert shlex.split(remote) == hosts.agent_words()
     assert hosts.agent_words()[-3:] == [sys.executable, "-m", "ds_bench.launch.host_agent"]
+
+
+def test_an_agent_that_a_launcher_has_started_is_not_started_again() -> None:
+    own, other = socket.socketpair()
+    with own, other, hosts.Hosts(["a"], pytest.fail, connected={"a": own}) as one:
+        agent = subprocess.Popen(hosts.agent_words(), stdin=other, stdout=other)
+        other.close()
+        one.connect()
+        assert one.environments()["a"].packages == read_environment().packages
+        agent.kill()
+        agent.wait()
+        while one.connections[0].problem is None:
+            time.sleep(0.05)
+        with pytest.raises(hosts.HostLostError, match="a: the connection ended; a launcher had started it"):
+            one.reconnect(60.0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "devices"),
+    [({}, {"CUDA_VISIBLE_DEVICES": "2,3"}), ({"hostfile": "h"}, {}), ({"accelerator": "cpu"}, {})],
+)
+def test_gpus_that_a_launcher_has_chosen_stay_chosen(changes: dict[str, str], devices: dict[str, str]) -> None:
+    placement = replace(Placement(accelerator="cuda", num_gpus=2, hosts=(("a", 1), ("b", 1))), **changes)  # type: ignore[arg-type]
+    assert host_agent.chosen_devices(placement, {"CUDA_VISIBLE_DEVICES": "2,3"}) == devices
+    assert host_agent.chosen_devices(placement, {}) == {}

@@ -1,0 +1,29 @@
+"""What one of several processes of a launcher does: run the comparison, lend the ranks of its node, or leave."""
+
+from __future__ import annotations
+
+import os
+
+from ..config.options import Options
+from ..launch.hosts import agent_words
+from ..system import job, lenders
+
+
+def runs_comparison(options: Options) -> bool:
+    """Whether this process is the one that runs the comparison; if so, the ranks of the others are its own.
+
+    On other nodes of torchrun or DeepSpeed's launcher the first process becomes the agent of its node, and does not
+    return. Raises UsageError or PreflightError where the nodes cannot be used.
+    """
+    is_first = job.rank_of_process(os.environ) == 0
+    nodes = lenders.find_nodes(os.environ) if options.hostfile is None else None
+    if nodes is not None and options.dry_run and is_first:
+        lenders.assume_hosts(nodes)
+    elif nodes is not None and is_first:
+        lenders.borrow_ranks(nodes)
+    elif nodes is not None and nodes.is_first_of_node and not options.dry_run:
+        job.take_over_job(os.environ, has_hosts=True)
+        lenders.lend_ranks(nodes, agent_words(), os.environ)
+    if is_first:
+        job.take_over_job(os.environ, has_hosts=options.hostfile is not None or nodes is not None)
+    return is_first
