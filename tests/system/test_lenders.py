@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import pytest
 
+from ds_bench.cli import requested_run
 from ds_bench.errors import PreflightError
 from ds_bench.system import lenders
 
@@ -161,3 +162,10 @@ def test_a_dry_run_assumes_the_nodes() -> None:
     assert found is not None
     lenders.assume_hosts(found)
     assert list(lenders.ranks_of_hosts().values()) == [1, 3, 2]
+
+
+def test_a_program_of_python_does_not_borrow_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {**TORCHRUN, "RANK": "0", "GROUP_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    answer = requested_run.run_arguments(["--model", "tiny"], quiet=True)
+    assert "on several nodes" in answer["error"]["problem"]
