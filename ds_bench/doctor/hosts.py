@@ -5,6 +5,7 @@ Each host is checked by its agent (``launch.hosts``), which starts :mod:`.on_hos
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import socket
@@ -74,11 +75,12 @@ def require_launchable(placement: Placement) -> None:
                 f"--multi-node-launcher {placement.multi_node_launcher}: there is no program {program} on this host",
                 remedy=f"install it, put it on PATH, or choose another of {', '.join(_PROGRAMS)}",
             )
-    for text in (sys.executable, import_variables("")["PYTHONPATH"]) if placement.hostfile is not None else ():
+    python_path = import_variables(os.environ.get("PYTHONPATH", ""))["PYTHONPATH"]
+    for text in (sys.executable, python_path) if placement.hostfile is not None else ():
         if not _UNQUOTED.fullmatch(text):
             raise PreflightError(
                 f"DeepSpeed's launcher cannot start {text!r} on other hosts: a shell there would not read it so",
-                remedy="install in a folder of letters, digits and ._-+=@%,/ alone",
+                remedy="install in a folder of letters, digits and ._-+=@%,/ alone, and have no others in PYTHONPATH",
             )
 
 

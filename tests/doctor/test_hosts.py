@@ -187,3 +187,16 @@ def test_what_the_launcher_needs_on_this_host_is_looked_for_first(
     monkeypatch.setattr(host_checks, name, value)
     with pytest.raises(PreflightError, match=said):
         host_checks.require_launchable(TWO)
+
+
+@pytest.mark.parametrize("path", ["/a/$(touch x)", "/ok:/a'b", '/a"b', "/a b", "/a;b", "/a\nb"])
+def test_what_a_shell_on_other_hosts_would_run_is_refused_in_pythonpath(
+    monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    monkeypatch.setattr(host_checks, "find_program", lambda _name: "/usr/bin/x")
+    monkeypatch.setenv("PYTHONPATH", path)
+    with pytest.raises(PreflightError, match="DeepSpeed's launcher cannot start "):
+        host_checks.require_launchable(TWO)
+    host_checks.require_launchable(replace(TWO, hostfile=None, multi_node_launcher="slurm"))  # no shell reads it
+    monkeypatch.setenv("PYTHONPATH", "/ok:/other")
+    host_checks.require_launchable(TWO)
