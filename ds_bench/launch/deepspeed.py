@@ -17,6 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from ..config.spec import Placement, Trial
@@ -31,6 +32,10 @@ from .scratch import temporary_folder
 from .trial import Leader, run_trial
 
 _WORKER = "ds_bench.worker"
+_EXPORTED_NAMES = ("MLFLOW", "PYTHON", "MV2", "UCX", "NCCL")
+"""Beginnings of the variables that DeepSpeed's runner writes into the command line of every host, between double quotes
+at most (launcher/runner.py, EXPORT_ENVS and the accelerator's export_envs): where others see them, and a shell reads
+them."""
 
 
 class DeepSpeedLauncher:
@@ -72,17 +77,18 @@ class DeepSpeedLauncher:
     def _start(self, trial: Trial, folder: Path, remote: RemoteTrial | None) -> Leader:
         if remote is None:
             command = launch_command(trial.placement, folder.resolve(), self._devices)
-            return start_leader(folder, command, self._variables(trial), working_folder=folder)
+            return start_leader(folder, command, child_environment(self._variables(trial)), working_folder=folder)
         if trial.placement.hostfile is None:
             remote.start_ranks(lambda number: node_command(trial.placement, number, remote.master))
             return Leader(None, lambda seconds: _wait_for_ranks(remote, seconds))
-        command = hosts_command(trial.placement, remote.master)
-        variables = {**self._variables(trial), **hosts_variables(remote, os.environ)}
+        # The runner reads the file for every trial: the user's may have changed since the hosts were checked.
+        command = hosts_command(replace(trial.placement, hostfile=write_hostfile(trial.placement)), remote.master)
+        environment = runner_environment({**self._variables(trial), **hosts_variables(remote, os.environ)})
         # On SIGTERM DeepSpeed's runner ends every job of this user on these hosts that deepspeed has started, by
         # "pkill -f deepspeed.launcher.launch" (launcher/runner.py, sigkill_handler). The agents end this trial alone.
         kind = signal.SIGKILL if trial.placement.multi_node_launcher == "pdsh" else signal.SIGTERM
         # The runner's working folder is part of a shell command and of PYTHONPATH on every host.
-        return start_leader(folder, command, variables, working_folder=Path("/"), first_signal=kind)
+        return start_leader(folder, command, environment, working_folder=Path("/"), first_signal=kind)
 
 
 def _wait_for_ranks(remote: RemoteTrial, seconds: float) -> bool:
@@ -94,16 +100,16 @@ def _wait_for_ranks(remote: RemoteTrial, seconds: float) -> bool:
 def start_leader(
     folder: Path,
     command: Sequence[str],
-    variables: Mapping[str, str],
+    environment: Mapping[str, str],
     *,
     working_folder: Path,
     first_signal: int = signal.SIGTERM,
 ) -> Leader:
-    """Runs a command as the child of a leader."""
+    """Runs a command as the child of a leader. ``environment``: all variables of both."""
     with (folder / LEADER_LOG).open("ab") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "ds_bench.launch.leader", str(folder), json.dumps(command), str(working_folder)],
-            env=child_environment(variables),
+            env=dict(environment),
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
@@ -156,6 +162,23 @@ def hosts_command(placement: Placement, master: tuple[str, int]) -> list[str]:
     if placement.multi_node_launcher == "slurm":  # that runner ignores --module (launcher/multinode_runner.py)
         return [*command, "--", "-m", _WORKER]
     return [*command, "--module", _WORKER]
+
+
+def write_hostfile(placement: Placement) -> str:
+    """Writes the hosts of a placement, with slots up to the last that is used. Returns the path of the private file."""
+    path = Path(temporary_folder()) / "launcher_hosts"
+    path.write_text("".join(f"{name} slots={max(placement.slots_of(name)) + 1}\n" for name, _ in placement.hosts))
+    return str(path)
+
+
+def runner_environment(variables: Mapping[str, str]) -> dict[str, str]:
+    """Variables of DeepSpeed's runner on several hosts: none that it writes into command lines but Python's path.
+
+    The ranks get what the user has set of them from the agents (``remote_trial.user_variables``).
+    """
+    own = ("PYTHONPATH", "PYTHONSAFEPATH")
+    everything = child_environment(variables).items()
+    return {name: value for name, value in everything if name in own or not name.startswith(_EXPORTED_NAMES)}
 
 
 def hosts_variables(remote: RemoteTrial, environ: Mapping[str, str]) -> dict[str, str]:

@@ -18,7 +18,7 @@ from ..system.redaction import looks_secret
 from .hosts import HostConnection, HostError, HostLostError, Hosts
 from .message_stream import SILENCE_SECONDS, Message
 
-_USER_VARIABLES = ("NCCL_", "GLOO_", "TP_", "OMP_", "GOMP_", "KMP_", "MKL_", "UCX_", "FI_", "TORCH_NCCL_")
+_USER_VARIABLES = ("NCCL_", "GLOO_", "TP_", "OMP_", "GOMP_", "KMP_", "MKL_", "UCX_", "FI_", "MV2_", "TORCH_NCCL_")
 """Beginnings of the variables that hold on every host if the user has set them: of communication and threads."""
 _FILE_NAME = re.compile(r"(?:[A-Za-z0-9_][A-Za-z0-9_.@=+-]{0,200}/){0,3}[A-Za-z0-9_][A-Za-z0-9_.@=+-]{0,200}")
 _ACTIVITY_SECONDS = 3.0
