@@ -35,13 +35,14 @@ def command(family: str | None, arguments: Sequence[str]) -> str:
 def arguments_without(arguments: Sequence[str], flags: Sequence[str]) -> list[str]:
     """The arguments without these flags and their values, each of which has one; abbreviated ones too."""
     kept, is_value = [], False
-    for word in arguments:
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    for word in arguments[:end]:
         name, separator, _ = word.partition("=")
         is_flag = not is_value and len(name) > 2 and name.startswith("--") and any(f.startswith(name) for f in flags)
         if not is_flag and not is_value:
             kept.append(word)
         is_value = is_flag and not separator
-    return kept
+    return [*kept, *arguments[end:]]
 
 
 def machine(environment: Environment) -> dict[str, str]:

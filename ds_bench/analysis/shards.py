@@ -71,4 +71,4 @@ def _lines_of_plan(shards: Sequence[tuple[ShardOfPlan, Result]], *, several: boo
 def _command(result: Result, shard: str) -> str:
     """The command that runs another shard of a result's plan. Values that were redacted must be put in again."""
     words = provenance.arguments_without(result.arguments, [_FLAG])
-    return provenance.command(result.family, [*words, _FLAG, shard])
+    return provenance.command(result.family, [_FLAG, shard, *words])  # not after a -- among the words

@@ -22,7 +22,7 @@ from ..system import terminal
 from ..system.redaction import redacted_arguments
 from .arguments import check_options
 
-_OWN_FLAGS = ("--submit", "--shards", "--sbatch-args")
+_OWN_FLAGS = ("--submit", "--shards", "--sbatch-args", "--output-dir")
 _SCRIPT_NAME = "submit.sbatch"
 _SBATCH_SECONDS = 120
 
@@ -110,7 +110,8 @@ def submission_script(words: Sequence[str], count: int, folder: Path, sbatch_wor
 
     Everything that a user typed is quoted for the shell, or for Slurm, which reads quotes as a shell does.
     """
-    program = [sys.executable, "-m", "ds_bench", "run", *words, "--output-dir", str(folder)]
+    program = shlex.join([sys.executable, "-m", "ds_bench", "run"])
+    more = shlex.join(["--output-dir", str(folder), *words])  # after a -- among the words flags are not read
     log = str(folder).replace("%", "%%") + "/shard%a_%A.log"  # Slurm's: number of the task, of the job
     settings = ["--job-name=ds_bench", f"--array=1-{count}", f"--output={log}", "--open-mode=append"]
     lines = [
@@ -121,7 +122,7 @@ def submission_script(words: Sequence[str], count: int, folder: Path, sbatch_wor
         "",
         f"cd -- {shlex.quote(str(Path.cwd()))} || exit 2",
         # In the place of the shell, so that Slurm's signal before the time limit reaches it.
-        f'exec {shlex.join(program)} --shard "$SLURM_ARRAY_TASK_ID/{count}"',
+        f'exec {program} --shard "$SLURM_ARRAY_TASK_ID/{count}" {more}',
     ]
     return "\n".join(lines) + "\n"
 

@@ -113,7 +113,7 @@ def test_a_lost_shard_is_named_with_the_command_that_runs_it_and_an_interrupted_
     assert commands.main(["report", str(folder)]) == 0
     recipe = f"'{tmp_path / 'my recipe.yaml'}' --output-dir {house.output} --repeats 2"
     assert capsys.readouterr().err.splitlines() == [
-        f"note: shards 1, 2 of 3 are missing: python -m ds_bench run {recipe} --shard 1/3, the others likewise",
+        f"note: shards 1, 2 of 3 are missing: python -m ds_bench run --shard 1/3 {recipe}, the others likewise",
         f"note: shard 3 of 3 has 5 trials left: python -m ds_bench run --resume {folder}",
     ]
     house.launcher = FakeLauncher()
@@ -221,10 +221,9 @@ def test_submission_quotes_all_that_a_user_typed_and_says_how_to_go_on(
     assert "#SBATCH --array=1-3" in lines
     assert f"#SBATCH '--output={str(folder).replace('%', '%%')}/shard%a_%A.log'" in lines
     assert shlex.split(next(line for line in lines if "gpu" in line)) == ["#SBATCH", *shlex.split(slurm_words)]
-    recipe, out = str(tmp_path / "my recipe.yaml"), str(house.output)
-    words = [recipe, "--output-dir", out, "--repeats", "2", "--set", "model.name=tiny", "--output-dir", str(folder)]
-    program = [sys.executable, "-m", "ds_bench", "run", *words, "--shard", "$SLURM_ARRAY_TASK_ID/3"]
-    assert shlex.split(lines[-1]) == ["exec", *program]
+    words = [str(tmp_path / "my recipe.yaml"), "--repeats", "2", "--set", "model.name=tiny"]
+    own = ["--shard", "$SLURM_ARRAY_TASK_ID/3", "--output-dir", str(folder)]
+    assert shlex.split(lines[-1]) == ["exec", sys.executable, "-m", "ds_bench", "run", *own, *words]
     assert lines[-2] == f"cd -- {shlex.quote(str(tmp_path))} || exit 2"
     subprocess.run(["bash", "-n", str(sbatch)], check=True)
     shown = capsys.readouterr().out.splitlines()
@@ -232,6 +231,21 @@ def test_submission_quotes_all_that_a_user_typed_and_says_how_to_go_on(
     assert f"  Report: python -m ds_bench report {shlex.quote(str(folder / 'runs'))}/*of3" in shown
     assert not house.launcher.launched
     assert not (tmp_path / "made").exists()
+
+
+def test_flags_of_a_submission_stand_before_a_recipe_that_is_named_after_two_dashes(
+    house: House, sbatch: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("-odd.yaml").write_text(RECIPE)
+    assert commands.main(["run", *SUBMIT, "--output-dir", str(house.output), "--", "-odd.yaml"]) == 0
+    (folder,) = house.output.glob("slurm_*")
+    words = ["--shard", "$SLURM_ARRAY_TASK_ID/3", "--output-dir", str(folder), "--", "-odd.yaml"]
+    assert shlex.split(sbatch.read_text().splitlines()[-1])[5:] == words
+    assert commands.main(["run", "--shard", "1/3", "--output-dir", str(house.output), "--", "-odd.yaml"]) == 0
+    capsys.readouterr()
+    assert commands.main(["report", *map(str, folders(house))]) == 0
+    missing = f"run --shard 2/3 --output-dir {house.output} -- -odd.yaml, the others likewise"
+    assert capsys.readouterr().err.splitlines()[0].endswith(missing)
 
 
 def test_a_submission_that_is_refused_leaves_nothing_and_a_dry_run_shows_the_script(
