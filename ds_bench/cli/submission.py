@@ -134,10 +134,16 @@ def _sbatch_words(text: str) -> list[str]:
     except ValueError as error:
         problem = f"--sbatch-args {text!r}: {error}"
         raise UsageError(problem, remedy="write it as on a command line") from None
+    may_be_value = False
     for word in words:
         _require_one_line("--sbatch-args", word)
-        if re.match(r"-a|--ar", word):
+        if word.startswith("--ar"):  # any abbreviation of --array
             raise UsageError(f"--sbatch-args {word}: the array is that of the shards", remedy="use --shards N")
+        is_option = re.match("--[a-z]", word) is not None
+        if not is_option and (word.startswith("-") or not may_be_value):  # short ones can hide an -a: -Ha1-9
+            problem = f"--sbatch-args {word}: is no long option of sbatch, nor the value of one"
+            raise UsageError(problem, remedy="write each as --name=value or --name")
+        may_be_value = is_option and "=" not in word
     return words
 
 

@@ -89,7 +89,7 @@ def test_an_array_of_two_shards_runs_in_slurm_and_a_lost_one_is_submitted_again(
         assert done.returncode == 0, done.stderr
         return done.stdout
 
-    arguments = "--sbatch-args=-N1 -c4 --time=10 --comment 'it # is; \"x\"'"
+    arguments = "--sbatch-args=--nodes=1 --cpus-per-task=4 --time=10 --comment 'it # is; \"x\"'"
     shown = ds_bench("run", "sweep.yaml", "--submit", "slurm", "--shards", "2", arguments).splitlines()
     job = shown[0].split()[2].rstrip(":")
     (submission,) = folder.glob("results/slurm_*")
