@@ -5,7 +5,7 @@ They report the state of the machine, too few repeats, a single GPU, the CPU acc
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from ..config.deepspeed_config import sequence_parallel_size, tensor_parallel_size
 from ..records.schema import TrialRecord
@@ -25,7 +25,6 @@ def comparison_caveats(rows: Sequence[Sequence[TrialSummary]], environments: Seq
     summaries = [summary for row in rows for summary in row]
     records = [summary.record for summary in summaries]
     placements = [record.trial.placement for record in records]
-    num_gpus = max((each.ranks_per_node for each in placements if each.accelerator == "cuda"), default=0)
     caveats = [*_placement_caveats(records), *_window_caveats(summaries), *_repeat_caveats(rows)]
     for environment in environments[1:]:
         if differences := comparability_differences(environments[0], environment):
@@ -33,8 +32,9 @@ def comparison_caveats(rows: Sequence[Sequence[TrialSummary]], environments: Seq
             caveats.append(caveat_of_kind(CaveatKind.ENVIRONMENT_DIFFERS, text))
     caveats += _apart_caveats(rows)
     for environment in environments:
-        for host in environment.hosts or (environment,):
-            caveats += _machine_caveats(host, num_gpus, f" on {host.hostname}" if environment.hosts else "")
+        for number, host in enumerate(environment.hosts or (environment,)):
+            slots = {slot for each in placements for slot in each.slots_of_node(number)}
+            caveats += _machine_caveats(host, slots, f" on {host.hostname}" if environment.hosts else "")
     return list(dict.fromkeys(caveats))
 
 
@@ -103,12 +103,12 @@ def _repeat_caveats(rows: Sequence[Sequence[TrialSummary]]) -> Iterator[Caveat]:
     yield caveat_of_kind(CaveatKind.TOO_FEW_REPEATS, text)
 
 
-def _machine_caveats(environment: Environment, num_gpus: int, where: str) -> Iterator[Caveat]:
-    """State of the host and of its first ``num_gpus`` visible GPUs, which are those that the job used.
+def _machine_caveats(environment: Environment, slots: Collection[int], where: str) -> Iterator[Caveat]:
+    """State of the host and of the GPUs in these slots, which are those that the job used.
 
     ``where``: `` on HOST`` for one of several hosts.
     """
-    for gpu in environment.gpus[:num_gpus]:
+    for gpu in (gpu for slot, gpu in enumerate(environment.gpus) if slot in slots):
         if gpu.other_processes:
             text = (
                 f"GPU {gpu.index}{where} is also used by {len(gpu.other_processes)} other process(es): numbers suffer"

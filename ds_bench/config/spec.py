@@ -413,6 +413,12 @@ class Placement:
                 return [int(slot) for slot in slots.split(",")]
         return list(range(dict(self.hosts).get(host, 0)))
 
+    def slots_of_node(self, number: int) -> list[int]:
+        """The numbers of the GPUs that have ranks on a node; none on the CPU accelerator, and of a node too many."""
+        if self.accelerator != "cuda" or number >= self.num_nodes:
+            return []
+        return self.slots_of(self.hosts[number][0]) if self.hosts else list(range(self.num_gpus))
+
     @property
     def ranks_text(self) -> str:
         """``8``; of several nodes ``2 nodes × 8``, or ``2 nodes, 12`` where they have unlike numbers of ranks."""

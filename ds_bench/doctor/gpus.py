@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from ..system.gpus import GpuFacts, GpuInventory, select_visible, throttle_faults
@@ -20,9 +20,15 @@ def has_amd_gpu(root: Path = ROOT) -> bool:
     return (root / "dev/kfd").exists()
 
 
-def check(system: SystemAccess, inventory: GpuInventory, torch_cuda: str | None) -> Iterator[Finding]:
-    """Findings for each GPU that ``CUDA_VISIBLE_DEVICES`` leaves, or why there is none."""
+def check(
+    system: SystemAccess, inventory: GpuInventory, torch_cuda: str | None, slots: Collection[int] | None = None
+) -> Iterator[Finding]:
+    """Findings for each GPU that ``CUDA_VISIBLE_DEVICES`` leaves, or why there is none.
+
+    ``slots``: the numbers of those among them that are used; None: all.
+    """
     visible = select_visible(system.environ, inventory.gpus)
+    visible = tuple(gpu for number, gpu in enumerate(visible) if slots is None or number in slots)
     if not visible:
         text, remedy = _why_none_visible(system, inventory)
         yield warning("GPUs", text, remedy)

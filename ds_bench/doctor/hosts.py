@@ -71,6 +71,9 @@ def require_launchable(placement: Placement) -> None:
         programs = _PROGRAMS[placement.multi_node_launcher] if placement.num_nodes > 1 else ()
     for program in programs:
         if find_program(program) is None:
+            if placement.hostfile is None:
+                problem = f"the nodes of this Slurm job cannot be reached: there is no program {program} on this host"
+                raise PreflightError(problem, remedy="put it on PATH")
             raise PreflightError(
                 f"--multi-node-launcher {placement.multi_node_launcher}: there is no program {program} on this host",
                 remedy=f"install it, put it on PATH, or choose another of {', '.join(_PROGRAMS)}",
@@ -96,7 +99,8 @@ def connected_hosts(placement: Placement) -> Iterator[Hosts]:
         try:
             hosts.connect()
         except HostError as error:
-            raise _not_usable(error, how(str(error).partition(":")[0])) from None
+            remedy = f"{how(str(error).partition(':')[0])}, or {_way_to_leave_out('the host', placement)}"
+            raise _not_usable(error, remedy) from None
         yield hosts
 
 
@@ -120,12 +124,19 @@ def _ways_to_agents(
     )
 
 
-def _not_usable(error: HostError, how: str) -> PreflightError:
+def _way_to_leave_out(what: str, placement: Placement) -> str:
+    """``leave WHAT out with …``, for a remedy."""
+    if placement.hostfile is not None:
+        return f"leave {what} out with --exclude"
+    if placement.multi_node_launcher == "slurm":
+        return f"leave {what} out with sbatch --exclude"
+    return f"leave {what} out of the command that started these processes"
+
+
+def _not_usable(error: HostError, remedy: str) -> PreflightError:
     lines = str(error).splitlines()
     more = f"; and {len(lines) - 5} more" if len(lines) > 5 else ""
-    return PreflightError(
-        f"cannot use {'; '.join(lines[:5])}{more}", remedy=f"{how}, or leave the host out with --exclude"
-    )
+    return PreflightError(f"cannot use {'; '.join(lines[:5])}{more}", remedy=remedy)
 
 
 @contextmanager
@@ -134,7 +145,7 @@ def naming_lost_host() -> Iterator[None]:
     try:
         yield
     except HostError as error:
-        raise _not_usable(error, "see what is wrong there") from None
+        raise _not_usable(error, "see what is wrong there, or run without it") from None
 
 
 def environment_with_hosts(hosts: Hosts, placement: Placement, local: Environment) -> Environment:
@@ -154,7 +165,7 @@ def environment_with_hosts(hosts: Hosts, placement: Placement, local: Environmen
     if differences:
         raise PreflightError(
             f"the hosts differ: {'; '.join(differences)}",
-            remedy="give every host the same versions and GPUs, or leave hosts out with --exclude",
+            remedy=f"give every host the same versions and GPUs, or {_way_to_leave_out('hosts', placement)}",
         )
     return replace(local, hosts=tuple(environments.values()))
 
@@ -175,11 +186,12 @@ def _gpu_differences(environments: Mapping[str, Environment], placement: Placeme
         name: [f"{gpu.name or 'unnamed'} ({format_bytes(gpu.memory_total_bytes)})" for gpu in each.gpus]
         for name, each in environments.items()
     }
-    few = [
-        f"{name} has {len(used[name])} GPUs for {ranks} ranks"
-        for name, ranks in placement.hosts
-        if len(used[name]) < ranks
-    ]
+    few = []
+    for name, ranks in placement.hosts:
+        slots = placement.slots_of(name)
+        if len(used[name]) <= max(slots):
+            chosen = "" if placement.include is None else f" in slots {', '.join(map(str, slots))}"
+            few.append(f"{name} has {len(used[name])} GPUs for {ranks} ranks{chosen}")
     return few + _differences(
         (("GPU", lambda each: " and ".join(sorted({gpu.name or "unnamed" for gpu in each.gpus})) or None),),
         environments,
@@ -281,6 +293,7 @@ def check_hosts(
                     "doctor",
                     placement=asdict(replace(placement, num_gpus=ranks[each.name], hosts=(), hostfile=None)),
                     configurations=[asdict(row) for row in configurations],
+                    slots=placement.slots_of(each.name),
                     need_host_bytes=_share(need_host_bytes, ranks[each.name], placement.ranks_per_node),
                 ),
             )
@@ -292,7 +305,8 @@ def check_hosts(
     found = [replace(finding, name=f"{_names(names)}: {finding.name}") for finding, names in findings.items()]
     if unlike:
         text = f"{'; '.join(unlike)}: all wait for the slowest"
-        found.append(warning("hosts", text, "compare on hosts of one kind, or leave hosts out with --exclude"))
+        remedy = f"compare on hosts of one kind, or {_way_to_leave_out('hosts', placement)}"
+        found.append(warning("hosts", text, remedy))
     return found
 
 

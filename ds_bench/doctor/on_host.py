@@ -1,7 +1,7 @@
 """The checks of one host of several, as a program that its agent starts: ``python -m ds_bench.doctor.on_host``.
 
-Reads one JSON object from standard input: ``placement`` and ``configurations``, and ``need_host_bytes``, the predicted
-memory of this host or null. Prints the findings as one JSON list.
+Reads one JSON object from standard input: ``placement`` and ``configurations``; ``slots``, the numbers of the GPUs that
+have ranks; ``need_host_bytes``, the predicted memory of this host or null. Prints the findings as one JSON list.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ def main() -> None:
         Placement.from_dict(asked["placement"]),
         [json_files.build(Configuration, each) for each in asked["configurations"]],
         need_host_bytes=asked["need_host_bytes"],
+        slots=asked["slots"],
     )
     terminal.print_json(json.dumps([asdict(each) for each in findings]))
 

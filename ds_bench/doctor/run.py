@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import shlex
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -111,20 +111,21 @@ def run_plan_checks(
     lacks_space: str | None = None,
     nvme_folder: nvme.NvmeFolder | None = None,
     need_host_bytes: int | None = None,
+    slots: Collection[int] | None = None,
     system: SystemAccess | None = None,
 ) -> list[Finding]:
     """What could stop these configurations on this machine: no builds, no speed and no Hub; takes 0.2 s.
 
     ``configurations``: of each row that will be tried. ``need_host_bytes``: predicted for this
     node. ``lacks_space``: ``nvme.lack_of_space`` of the plan. What only some rows need is a warning: those rows
-    are then Unsupported, and the others run.
+    are then Unsupported, and the others run. ``slots``: which of the visible GPUs are used; None: all.
     """
     system = SystemAccess() if system is None else system
     torch_cuda, inventory = environment.torch_cuda_version(), system.gpu_query.read()
     findings = run_check("packages", packages.check)
     if placement.accelerator == "cuda":
         findings += run_check("GPU driver", lambda: packages.check_driver(inventory.driver_version, torch_cuda))
-        findings += run_check("GPUs", lambda: gpu_checks.check(system, inventory, torch_cuda))
+        findings += run_check("GPUs", lambda: gpu_checks.check(system, inventory, torch_cuda, slots))
     elif not inventory.gpus and gpu_checks.has_amd_gpu(system.root):
         text = f"{gpu_checks.NO_ROCM}: this runs on the CPU"
         findings.append(warning("GPUs", text, "run where there is an NVIDIA GPU"))

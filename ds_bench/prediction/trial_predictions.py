@@ -53,7 +53,12 @@ class MemoryCapacity:
         """
         ranks = placement.ranks_per_node
         environments = environment.hosts or (environment,)
-        used = [gpu for each in environments for gpu in each.gpus[:ranks]] if placement.accelerator == "cuda" else []
+        used = [
+            gpu
+            for number, each in enumerate(environments)
+            for slot, gpu in enumerate(each.gpus)
+            if slot in placement.slots_of_node(number)
+        ]
         gpu_sizes = [*(gpu.memory_total_bytes for gpu in used), placement.gpu_memory_limit_bytes]
         limit = placement.cpu_memory_limit_bytes
         node_bytes = None

@@ -11,6 +11,9 @@ from typing import Any, cast
 
 import pytest
 
+from ds_bench.analysis.caveats import CaveatKind
+from ds_bench.analysis.comparison_caveats import comparison_caveats
+from ds_bench.analysis.summary import summarise
 from ds_bench.config.spec import Placement
 from ds_bench.doctor import hosts as host_checks
 from ds_bench.doctor import run
@@ -20,7 +23,7 @@ from ds_bench.launch import hosts
 from ds_bench.launch.ops import OpState
 from ds_bench.prediction.trial_predictions import MemoryCapacity
 from ds_bench.system.environment import Environment, hardware_differences, read_environment
-from ds_bench.system.gpus import GpuFacts
+from ds_bench.system.gpus import GpuFacts, GpuInventory, KnownGpus
 from tests.support import fakes
 
 H100 = GpuFacts(index=0, name="NVIDIA H100", memory_total_bytes=80 * 2**30, compute_capability=(9, 0))
@@ -88,6 +91,30 @@ def test_gpus_are_of_one_kind_and_as_many_as_ranks() -> None:
         checked(cards, a, a=a, b=on("b", gpus=(replace(H100, name="NVIDIA A100"),)))
     with pytest.raises(PreflightError, match="a has 1 GPUs for 2 ranks"):
         checked(cards, a, a=on("a", gpus=(H100,)), b=on("b", gpus=(H100,)))
+
+
+def test_gpus_are_those_of_the_slots_that_have_ranks() -> None:
+    """Two cards of each host of six: only they are checked, count for memory and are told of."""
+    six = tuple(replace(H100, index=number, uuid=f"GPU-{number}") for number in range(6))
+    busy = [replace(six[0], memory_total_bytes=2**30, other_processes=((7, None),)), *six[1:5]]
+    last = replace(six[5], other_processes=((9, None),))
+    a, b = on("a", gpus=six), on("b", gpus=(*busy, last))
+    four = replace(TWO, accelerator="cuda", num_gpus=4, hosts=(("a", 2), ("b", 2)), include="a:4,5@b:4,5")
+    known = checked(four, a, a=a, b=b)
+    with pytest.raises(PreflightError, match=r"b has 5 GPUs for 2 ranks in slots 4, 5 \("):
+        checked(four, a, a=a, b=replace(b, gpus=six[:5]))
+    assert MemoryCapacity.from_environment(known, four).gpu_bytes == H100.memory_total_bytes
+    record = fakes.success(fakes.trial(on=four))
+    told = comparison_caveats([[summarise(record, None, None)]], [known])
+    assert [each.text for each in told if each.kind is CaveatKind.OTHER_PROCESS] == [
+        "GPU 5 on b is also used by 1 other process(es): numbers suffer"
+    ]
+    system = SystemAccess(gpu_query=KnownGpus(GpuInventory(gpus=b.gpus)), environ={})
+    found = run.run_plan_checks(four, [], slots=four.slots_of("b"), system=system)
+    assert {each.name for each in found if each.name.endswith(" memory") and each.name[:3] == "GPU"} == {
+        "GPU 4 memory",
+        "GPU 5 memory",
+    }
 
 
 def test_memory_is_that_of_the_smallest_host_and_unknown_before_the_hosts_are() -> None:
@@ -162,6 +189,23 @@ def test_the_doctor_checks_the_hosts_of_a_hostfile(monkeypatch: pytest.MonkeyPat
         found = {each.name: each for each in run.run_all_checks(SystemAccess(), hostfile=path)["Hosts"]}
         assert found["hosts"].level == level
     assert found["hosts"].text == "cannot use gone: ssh: no route to host"
+
+
+def test_in_a_slurm_job_no_remedy_is_a_flag_that_is_refused_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = replace(TWO, hostfile=None, multi_node_launcher="slurm")
+    with pytest.raises(PreflightError, match=r"same versions and GPUs, or leave hosts out with sbatch --exclude\)$"):
+        checked(job, a=HERE, b=on("b", python_version="3.11.7"))
+    monkeypatch.setattr(host_checks, "find_program", lambda _name: None)
+    with pytest.raises(PreflightError, match=r"of this Slurm job .* no program srun on this host \(put it on PATH\)"):
+        host_checks.require_launchable(job)
+    monkeypatch.setattr(host_checks, "find_program", lambda _name: "/usr/bin/x")
+    gone = [sys.executable, "-c", "raise SystemExit('srun: error: no such node')"]
+    monkeypatch.setattr(host_checks, "agent_over_srun", lambda _name: gone)
+    with (
+        pytest.raises(PreflightError, match="or leave the host out with sbatch --exclude"),
+        host_checks.connected_hosts(job),
+    ):
+        pass
 
 
 @pytest.mark.parametrize(
