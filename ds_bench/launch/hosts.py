@@ -302,11 +302,11 @@ class Hosts:
     def lock_devices(self, placement: Placement, say: Callable[[str], None]) -> DeviceLocks:
         """Holds on every host the locks of the devices that the ranks use, until its agent ends; waits for them.
 
-        One host after the other, in the order of their names, so that two runs never wait for each other. Raises
-        HostError.
+        One host after the other, in the order of the names that they have themselves, since two hostfiles may call
+        one by different names: so two runs never wait for each other. Raises HostError.
         """
         locks = DeviceLocks()
-        for connection in sorted(self.connections, key=lambda each: each.name):
+        for connection in sorted(self.connections, key=lambda each: str(each.hello["hostname"])):
             answer = self._lock(connection, placement, say)
             locks.waited |= answer["waited"]
             locks.notes += [f"{connection.name}: {note}" for note in answer["notes"]]

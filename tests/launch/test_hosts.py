@@ -36,6 +36,27 @@ def test_agents_on_two_hosts_tell_their_environments_and_ops_and_leave_nothing(t
     assert [agent and agent.returncode for agent in agents] == [0, 0]
 
 
+def test_locks_are_taken_machine_by_machine_in_one_order_whatever_hostfiles_call_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else two runs could each hold what the other waits for."""
+
+    def order(machines: dict[str, str]) -> list[str]:
+        run, locked = hosts.Hosts(list(machines)), []
+        for connection in run.connections:
+            connection.hello = {"hostname": machines[connection.name]}
+
+        def lock(connection: hosts.HostConnection, *_: object) -> dict[str, object]:
+            locked.append(connection.hello["hostname"])
+            return {"waited": False, "notes": []}
+
+        monkeypatch.setattr(run, "_lock", lock)
+        run.lock_devices(Placement(accelerator="cpu"), pytest.fail)
+        return locked
+
+    assert order({"a": "node1", "b": "node2"}) == order({"192.0.2.1": "node2", "192.0.2.2": "node1"})
+
+
 def test_a_run_holds_the_devices_of_its_slots_on_each_host_until_it_ends_also_where_a_host_was_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
