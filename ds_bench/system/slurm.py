@@ -22,12 +22,20 @@ def tasks_of_nodes(environ: Mapping[str, str]) -> dict[str, int]:
         return {}
     try:
         done = subprocess.run(
-            ["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, timeout=_SECONDS, check=True
+            ["scontrol", "show", "hostnames", nodes],
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_SECONDS,
+            check=True,
         )
     except (OSError, subprocess.SubprocessError) as error:
+        of_scontrol = error.stderr if isinstance(error, subprocess.CalledProcessError) else None
+        said = " ".join((of_scontrol or str(error)).split())[:400]
+        mend = "put scontrol and srun on PATH" if isinstance(error, FileNotFoundError) else "see whether sinfo answers"
         raise UsageError(
-            f"this is a Slurm job of the nodes {nodes}, but scontrol does not tell their names: {error}",
-            remedy="put scontrol and srun on PATH, or start one process on one node: srun --nodes=1 --ntasks=1",
+            f"this is a Slurm job of the nodes {nodes}, but scontrol does not tell their names: {said}",
+            remedy=f"{mend}, or start one process on one node: srun --nodes=1 --ntasks=1",
         ) from None
     names = done.stdout.split()
     counts: list[int] = []

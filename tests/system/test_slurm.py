@@ -40,3 +40,9 @@ def test_without_scontrol_one_line_says_what_to_do(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(UsageError, match=r"nodes node\[1-3\].*put scontrol and srun on PATH"):
         tasks_of_nodes(JOB)
+
+
+def test_what_scontrol_says_when_it_fails_is_told(scontrol: None, tmp_path: Path) -> None:
+    (tmp_path / "scontrol").write_text("#!/bin/sh\necho 'scontrol: error: no controller' >&2; exit 1\n")
+    with pytest.raises(UsageError, match=r"names: scontrol: error: no controller \(see whether sinfo answers, or"):
+        tasks_of_nodes(JOB)
