@@ -69,6 +69,10 @@ def take_over_job(environ: MutableMapping[str, str], *, has_hosts: bool = False)
         environ["WORLD_SIZE"] = size
     if task and "SLURM_STEP_NODELIST" in environ:  # the nodes of the step may be fewer than those of the job
         environ["SLURM_JOB_NODELIST"] = environ["SLURM_STEP_NODELIST"]
+    of_torchrun = "TORCHELASTIC_RUN_ID" in environ and environ.get("LOCAL_WORLD_SIZE", "1") != "1"
+    if of_torchrun and environ.get("OMP_NUM_THREADS") == "1":
+        # torchrun's own choice for several processes on a node (torch/distributed/run.py), which makes CPU Adam slow.
+        del environ["OMP_NUM_THREADS"]
     by_mpirun = "OMPI_COMM_WORLD_SIZE" in environ
     for name in list(environ):
         of_user = name.startswith(_SET_BY_USERS) and not (by_mpirun and name.startswith(_SET_BY_MPIRUN))

@@ -59,6 +59,21 @@ def test_the_rank_is_that_of_the_program_that_started_the_process_last(environ: 
             {"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "a", "TORCHELASTIC_USE_AGENT_STORE": "True"},
             {"WORLD_SIZE": "4"},
         ),
+        (
+            {
+                "RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "none",
+                "OMP_NUM_THREADS": "1",
+            },
+            {"WORLD_SIZE": "2"},
+        ),
+        (
+            {
+                "RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "none",
+                "OMP_NUM_THREADS": "4",
+            },
+            {"WORLD_SIZE": "2", "OMP_NUM_THREADS": "4"},
+        ),
+        ({"OMP_NUM_THREADS": "1"}, {"OMP_NUM_THREADS": "1"}),
         ({"OMPI_MCA_ess": "x"}, {"OMPI_MCA_ess": "x"}),  # of a user who is about to call mpirun
     ],
 )  # fmt: skip
