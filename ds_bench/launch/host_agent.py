@@ -70,7 +70,7 @@ class HostAgent:
                         self._send({"leader_ended": True})
         finally:
             if self._trial is not None:
-                self._trial.end(grace_seconds=0.0)
+                self._trial.end(grace_seconds=0.0, send_files=not self._stream.closed)
             processes.end_tree(None, earlier=set(), grace_seconds=1.0)
             self._locks.close()
 

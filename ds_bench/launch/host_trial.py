@@ -40,7 +40,8 @@ _REPLACED = re.compile(r"rank\d+(\.measured)?\.json|rank\d+\.beat|rank\d+\.steps
 _GROWING = re.compile(rf"rank\d+\.(log|stacks)|{re.escape(EXITS_FILE)}|{re.escape(LEADER_LOG)}")
 """Files that are only added to, and sent from where they were. All others are sent at the end of the trial."""
 _PART_BYTES = 2**18
-_KILL_SECONDS = 10.0
+KILL_SECONDS = 10.0
+"""For processes to end after SIGKILL."""
 
 Send = Callable[[Message], None]
 
@@ -186,9 +187,10 @@ class HostTrial:
         name, text = path.relative_to(self.folder).as_posix(), base64.b64encode(data).decode()
         self._send({"file": name, "start": start, "data": text, "whole": whole, "last": last})
 
-    def end(self, grace_seconds: float) -> dict[str, Any]:
+    def end(self, grace_seconds: float, *, send_files: bool = True) -> dict[str, Any]:
         """Ends every process of the trial here, sends its last files and removes what it has created.
 
+        ``send_files``: False where nobody receives them, as reading large ones would keep them from being removed.
         Returns what the run is told: processes that could not be ended, whether the kernel killed one for memory,
         whether the swap disk was full.
         """
@@ -199,7 +201,7 @@ class HostTrial:
             "oom_killed": read_oom_kill_count() > self._oom_kills_before,
             "disk_full": files.disk_is_full(swap),
         }
-        if self.folder is not None:
+        if send_files and self.folder is not None:
             self._send_all(self.folder)
         self.remove_files()
         return facts
@@ -212,7 +214,7 @@ class HostTrial:
             time.sleep(0.05)
             self._reap(left)
             left = self.members()
-        deadline = time.monotonic() + _KILL_SECONDS
+        deadline = time.monotonic() + KILL_SECONDS
         while left and time.monotonic() < deadline:
             processes.send_signal(left, signal.SIGKILL)
             time.sleep(0.05)

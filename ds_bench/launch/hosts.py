@@ -101,6 +101,8 @@ class HostConnection:
         self._errors: IO[bytes] | None = None
         self._stream: MessageStream | None = None
         self._is_lost = False
+        self._heard = 0.0
+        """When the last message that is no ping came, by the monotonic clock."""
         self._greeting: Future[Message] = Future()
         self._replies: dict[int, tuple[Future[Any], Callable[[str], None]]] = {}
         self._ids = count(1)
@@ -156,14 +158,35 @@ class HostConnection:
             self._fail(future)
         return future
 
-    def result_of(self, future: Future[Any], timeout_seconds: float | None) -> Any:
-        """Waits for the answer to a request; None: for as long as the agent answers at all. Raises HostError."""
+    def result_of(self, future: Future[Any], timeout_seconds: float | None, began: float | None = None) -> Any:
+        """Waits for the answer to a request; None: for as long as the agent answers at all. Raises HostError.
+
+        ``began``: when the request was sent, by the monotonic clock, if the time counts from then and not from now.
+        """
+        waited = 0.0 if began is None else time.monotonic() - began
         try:
-            return future.result(timeout_seconds)
+            return future.result(None if timeout_seconds is None else max(0.0, timeout_seconds - waited))
         except FutureTimeoutError:
             raise HostLostError(f"{self.name}: took longer than {timeout_seconds:.0f} s to answer") from None
 
+    def result_while_active(self, future: Future[Any], quiet_seconds: float, began: float) -> Any:
+        """Waits for the answer to a request for as long as the agent sends more than pings. Raises HostError.
+
+        The host is lost after ``quiet_seconds`` without: the agent's pings go on where a file system makes it hang.
+        ``began``: when the request was sent, by the monotonic clock.
+        """
+        while True:
+            left = max(began, self._heard) + quiet_seconds - time.monotonic()
+            with contextlib.suppress(FutureTimeoutError):
+                return future.result(max(0.0, left))
+            if left <= 0:
+                self._is_lost = True
+                self.problem = self.problem or f"{self.name}: did nothing for {quiet_seconds:.0f} s"
+                self.hang_up()
+                raise HostLostError(self.problem)
+
     def _receive(self, message: Message) -> None:
+        self._heard = time.monotonic()
         if "agent" in message and not self._greeting.done():
             if self._stream is not None:
                 self._stream.silence_seconds = SILENCE_SECONDS
@@ -180,7 +203,7 @@ class HostConnection:
             self.listen(message)
 
     def _end(self, reason: str) -> None:
-        self._is_lost = reason != "closed"
+        self._is_lost = self._is_lost or reason != "closed"
         if self._process is not None and self._is_lost:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(1.0)  # for what it has to say
@@ -365,9 +388,9 @@ class Hosts:
             return lambda text: say(f"{connection.name}: {text}")
 
         futures = [connection.send_request(what, tell(connection), **values) for connection in self.connections]
-        deadline = time.monotonic() + timeout_seconds
+        began = time.monotonic()
         return {
-            connection.name: connection.result_of(future, deadline - time.monotonic())
+            connection.name: connection.result_of(future, timeout_seconds, began)
             for connection, future in zip(self.connections, futures, strict=True)
         }
 

@@ -72,6 +72,11 @@ class MessageStream:
         while len(self._outgoing) > _MOST_QUEUED_BYTES and not self._closed:
             time.sleep(0.01)
 
+    @property
+    def closed(self) -> bool:
+        """Whether nothing is sent any more."""
+        return self._closed
+
     def close(self) -> None:
         """Ends the thread; ``ended`` is called with "closed"."""
         self._closed = True
@@ -91,8 +96,10 @@ class MessageStream:
             reason = "the connection ended"
         except TimeoutError:
             reason = f"no answer for {self.silence_seconds:.0f} s"
-        except (OSError, ValueError) as error:
+        except OSError as error:
             reason = str(error)
+        except Exception:  # such as a message without what belongs to its kind: nobody may wait for the next
+            reason = "it sent a message that cannot be read"
         self._closed = True
         with self._lock:  # nobody wakes a closed pipe, whose number may be another file's by then
             wakers, self._wake_writer = (self._wake_reader, self._wake_writer), -1
@@ -128,7 +135,7 @@ class MessageStream:
         return bool(events.get(self._reader, 0) & ~select.POLLOUT)
 
     def _read_messages(self, is_ready: bool) -> bool:
-        """Receives what has arrived. Returns whether anything has. Raises EOFError, OSError and ValueError."""
+        """Receives what has arrived. Returns whether anything has. Raises EOFError, OSError, what ``receive`` does."""
         if not is_ready:
             return False
         try:
@@ -142,7 +149,7 @@ class MessageStream:
         if b"\n" in data:
             *lines, self._incoming = self._incoming.split(b"\n")
         if len(self._incoming) > _MOST_LINE_BYTES:
-            raise ValueError("a message is too long")
+            raise OSError("a message is too long")
         for line in lines:
             with contextlib.suppress(UnicodeDecodeError):
                 self._receive_line(line.decode())

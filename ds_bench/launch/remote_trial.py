@@ -6,21 +6,26 @@ import base64
 import contextlib
 import os
 import re
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from ..records.rank_files import EXITS_FILE, LEADER_LOG, Assignment
+from ..records.rank_files import CONFIG_FILE, EXITS_FILE, LEADER_LOG, TRIAL_FILE, Assignment
 from ..system.processes import Activity
 from ..system.redaction import looks_secret
+from .host_trial import KILL_SECONDS
 from .hosts import HostConnection, HostError, HostLostError, Hosts
 from .message_stream import SILENCE_SECONDS, Message
 
 _USER_VARIABLES = ("NCCL_", "GLOO_", "TP_", "OMP_", "GOMP_", "KMP_", "MKL_", "UCX_", "FI_", "MV2_", "TORCH_NCCL_")
 """Beginnings of the variables that hold on every host if the user has set them: of communication and threads."""
 _FILE_NAME = re.compile(r"(?:[A-Za-z0-9_][A-Za-z0-9_.@=+-]{0,200}/){0,3}[A-Za-z0-9_][A-Za-z0-9_.@=+-]{0,200}")
+_RANK_FILE = re.compile(r"rank([0-9]+)")
+"""The beginning of the names of a rank's files."""
 _ACTIVITY_SECONDS = 3.0
 _STACKS_SECONDS = 5.0
 
@@ -46,7 +51,11 @@ class RemoteTrial:
         self._placement, self.scratch_id = assignment.trial.placement, assignment.scratch_id
         self.master: tuple[str, int] = ("", 0)
         """Address and port at which the ranks meet; known once the trial has begun."""
-        self._receivers = [FileReceiver(folder, number) for number in range(len(hosts.names))]
+        ends = list(accumulate(ranks for _, ranks in self._placement.hosts))
+        self._receivers = [
+            FileReceiver(folder, number, range(end - ranks, end))
+            for number, (end, (_, ranks)) in enumerate(zip(ends, self._placement.hosts, strict=True))
+        ]
         self._begun: list[HostConnection] = []
 
     def begin(self, wait_seconds: float) -> None:
@@ -68,15 +77,17 @@ class RemoteTrial:
             connection.listen = receiver.receive
             self._begun.append(connection)
             futures.append((connection, connection.send_request("begin", **values, ranks=ranks)))
+        began = time.monotonic()
         for connection, future in futures:
-            connection.result_of(future, SILENCE_SECONDS * 2)
+            connection.result_of(future, SILENCE_SECONDS * 2, began)
 
     def start_ranks(self, command_of: Callable[[int], list[str]]) -> None:
         """Makes the agent of each host start its ranks by a command, which gets the host's number. Raises HostError."""
         connections = enumerate(self._hosts.connections)
         futures = [(each, each.send_request("launch", command=command_of(number))) for number, each in connections]
+        began = time.monotonic()
         for connection, future in futures:
-            connection.result_of(future, SILENCE_SECONDS * 2)
+            connection.result_of(future, SILENCE_SECONDS * 2, began)
 
     @property
     def ranks_ended(self) -> bool:
@@ -108,23 +119,28 @@ class RemoteTrial:
             (connection, connection.send_request(what)) for connection in self._hosts.connections
         ]
         answers: list[Any] = []
+        began = time.monotonic()
         for connection, future in futures:
             answers.append(None)
             with contextlib.suppress(HostError):
-                answers[-1] = connection.result_of(future, seconds)
+                answers[-1] = connection.result_of(future, seconds, began)
         return answers
 
-    def end(self, grace_seconds: float) -> RemoteEnd:
-        """Ends the trial's processes on every host on which it has begun, and waits for their last files."""
+    def end(self, grace_seconds: float, quiet_seconds: float) -> RemoteEnd:
+        """Ends the trial's processes on every host on which it has begun, and waits for their last files.
+
+        ``quiet_seconds``: after so long without a file of a host, besides the time that ending takes, it is lost.
+        """
         futures = [
             (each, each.send_request("end", trial=self.scratch_id, grace_seconds=grace_seconds)) for each in self._begun
         ]
         answers: list[dict[str, Any]] = []
         caveats: list[str] = []
         lost: HostLostError | None = None
+        began, quiet_seconds = time.monotonic(), quiet_seconds + grace_seconds + KILL_SECONDS
         for connection, future in futures:
             try:
-                answers.append(connection.result_of(future, None))  # large profiles take long
+                answers.append(connection.result_while_active(future, quiet_seconds, began))  # large profiles take long
                 if answers[-1]["left"]:
                     caveats.append(f"processes {answers[-1]['left']} of host {connection.name} could not be ended")
             except HostError as error:
@@ -144,8 +160,11 @@ class RemoteTrial:
 class FileReceiver:
     """Writes the files of one host's ranks into the trial's folder here."""
 
-    def __init__(self, folder: Path, number: int) -> None:
-        self._folder, self._number = folder, number
+    def __init__(self, folder: Path, number: int, ranks: range) -> None:
+        """``number``: of the host; ``ranks``: those that are on it, the only ones whose files it may send."""
+        self._folder, self._number, self._ranks = folder, number, ranks
+        self._stopped = False
+        """Whether a file could not be written: the next could not either."""
         self.problem: str | None = None
         """Why not all files are there; None if they are."""
         self.ended = False
@@ -155,16 +174,26 @@ class FileReceiver:
         """Handles one message of the host's agent. A full disk ends the writing, not the trial."""
         if "leader_ended" in message:
             self.ended = True
-        if "file" not in message or self.problem is not None:
+        if "file" not in message or self._stopped:
             return
         name = str(message["file"])
-        if not _FILE_NAME.fullmatch(name):
-            self.problem = f"a file of another host has the name {name[:80]!r} and was left out"
+        if not self._is_allowed(name):
+            self.problem = self.problem or f"a file of another host has the name {name[:80]!r} and was left out"
             return
         try:
             self._write(name, int(message["start"]), base64.b64decode(message["data"]), message)
         except OSError as error:
+            self._stopped = True
             self.problem = f"files of another host could not be written: {error.strerror or error}"
+
+    def _is_allowed(self, name: str) -> bool:
+        """Whether a host may write a file of this name: none of the run's own, and none of a rank of another host."""
+        rank = _RANK_FILE.match(name)
+        return (
+            _FILE_NAME.fullmatch(name) is not None
+            and name not in (TRIAL_FILE, CONFIG_FILE)
+            and (rank is None or int(rank[1]) in self._ranks)
+        )
 
     def _write(self, name: str, start: int, data: bytes, message: Message) -> None:
         if name == LEADER_LOG:  # each host has one

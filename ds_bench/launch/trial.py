@@ -99,7 +99,7 @@ def run_trial(
     except BaseException as error:  # the tree must end first
         interruption = error
     grace_seconds = min(limits.kill_grace_seconds, 2.0 if interruption is not None else limits.kill_grace_seconds)
-    ended = _end_trial(leader, remote, earlier, grace_seconds)
+    ended = _end_trial(leader, remote, earlier, grace_seconds, limits.stall_timeout_seconds)
     if monitor is not None:
         monitor.close()
     disk_full = disk_is_full(assignment.swap_folder)
@@ -143,7 +143,9 @@ def _begin_on_hosts(remote: RemoteTrial, limits: Limits, earlier: set[int]) -> N
         earlier |= processes.descendants()
 
 
-def _end_trial(leader: Leader | None, remote: RemoteTrial | None, earlier: set[int], grace_seconds: float) -> RemoteEnd:
+def _end_trial(
+    leader: Leader | None, remote: RemoteTrial | None, earlier: set[int], grace_seconds: float, quiet_seconds: float
+) -> RemoteEnd:
     """Ends every process of the trial, on this host and on others. Returns what was seen of it."""
     left = processes.end_tree(
         leader.pid if leader is not None else None,
@@ -153,7 +155,7 @@ def _end_trial(leader: Leader | None, remote: RemoteTrial | None, earlier: set[i
     )
     if leader is not None:
         leader.wait(1.0)
-    ended = remote.end(grace_seconds) if remote is not None else RemoteEnd()
+    ended = remote.end(grace_seconds, quiet_seconds) if remote is not None else RemoteEnd()
     if left:
         ended = replace(ended, caveats=(*ended.caveats, f"processes {sorted(left)} could not be ended"))
     return ended

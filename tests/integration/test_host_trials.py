@@ -32,7 +32,7 @@ from pathlib import Path
 from ds_bench.records.rank_files import HeartbeatWriter, find_host_folder
 folder = find_host_folder(os.environ["DS_BENCH_TRIAL"])
 HeartbeatWriter(folder, int(sys.argv[1])).beat("step", 3)
-(folder / "rank0.log").write_text("a" * 3_000_000)
+(folder / f"rank{sys.argv[1]}.log").write_text("a" * 3_000_000)
 time.sleep(600)
 """
 """A rank that hangs at once, without the seconds that torch takes."""
@@ -148,7 +148,9 @@ def test_an_agent_that_hears_nothing_more_ends_the_trial_on_its_host(tmp_path: P
         "variables": {},
         "ranks": 1,
     }
-    requests = [{"request": "begin", **values}, {"request": "launch", "command": [sys.executable, "-c", RANK, "0"]}]
+    # A large profile, which nobody receives any more, does not keep the agent from its end.
+    rank = RANK.replace("time.sleep", '(folder / "large").touch(); os.truncate(folder / "large", 2**37); time.sleep')
+    requests = [{"request": "begin", **values}, {"request": "launch", "command": [sys.executable, "-c", rank, "0"]}]
     with subprocess.Popen(
         local_agents(tmp_path)("a"), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as agent:
@@ -180,11 +182,21 @@ def test_files_of_another_host_stay_within_the_folder_of_the_trial(tmp_path: Pat
     folder.mkdir()
     (folder / "link").symlink_to(tmp_path / "target")
     part = {"start": 0, "data": "eA==", "whole": False, "last": True}
-    for name in ("../x", "/x", "a/../../x", "", ".x", "a//x", "link", "a\nb", "a/b/c/d/e"):
-        receiver = FileReceiver(folder, 1)
+    names = ["../x", "/x", "a/../../x", "", ".x", "a//x", "link", "a\nb", "a/b/c/d/e"]
+    for name in [*names, "trial.json", "ds_config.json", "rank0.json", "rank3.log", "rank03.beat/x"]:
+        receiver = FileReceiver(folder, 1, range(1, 3))
         receiver.receive({"file": name, **part})
         assert receiver.problem is not None, name
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["link", "trial"]
+
+
+def test_a_file_that_is_left_out_keeps_no_later_file_from_being_written(tmp_path: Path) -> None:
+    part = {"start": 0, "data": "eA==", "whole": True, "last": True}
+    receiver = FileReceiver(tmp_path, 1, range(2, 4))
+    for name in ("core.python 3.1234", "trace,0.json", "rank2.json", "profiles/torch_rank3.json"):
+        receiver.receive({"file": name, **part})
+    assert receiver.problem == "a file of another host has the name 'core.python 3.1234' and was left out"
+    assert sorted(path.name for path in tmp_path.rglob("*.json")) == ["rank2.json", "torch_rank3.json"]
 
 
 _PDSH = """#!{python}

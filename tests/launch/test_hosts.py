@@ -12,10 +12,13 @@ from pathlib import Path
 
 import pytest
 
+from ds_bench import __version__
 from ds_bench.config import strategies
 from ds_bench.config.spec import Placement
-from ds_bench.launch import host_agent, hosts
+from ds_bench.launch import host_agent, hosts, remote_trial
+from ds_bench.records.rank_files import Assignment
 from ds_bench.system.environment import read_environment
+from tests.support.local_agents import make_hosts_trial
 
 
 def local_agent(_host: str) -> list[str]:
@@ -145,3 +148,71 @@ def test_gpus_that_a_launcher_has_chosen_stay_chosen(changes: dict[str, str], de
     placement = replace(Placement(accelerator="cuda", num_gpus=2, hosts=(("a", 1), ("b", 1))), **changes)  # type: ignore[arg-type]
     assert host_agent.chosen_devices(placement, {"CUDA_VISIBLE_DEVICES": "2,3"}) == devices
     assert host_agent.chosen_devices(placement, {}) == {}
+
+
+MADE_UP_AGENT = """
+import json, sys, threading, time
+def say(text):
+    print(text, flush=True)
+def ping():
+    while True:
+        time.sleep(0.2)
+        say('{"ping": true}')
+def send_files(number):
+    for _ in range(8):
+        time.sleep(0.25)
+        say('{"file": "large"}')
+    say(json.dumps({"id": number, "result": 5}))
+say(json.dumps({"agent": VERSION, "hostname": "x"}))
+threading.Thread(target=ping, daemon=True).start()
+for line in sys.stdin:
+    if "request" in line:
+        number = json.loads(line)["id"]
+        ANSWER
+"""
+
+
+def made_up_hosts(names: str, answer: str) -> hosts.Hosts:
+    """Hosts whose agents ping, and answer a request by a line of Python."""
+    program = MADE_UP_AGENT.replace("VERSION", repr(__version__)).replace("ANSWER", answer)
+    return hosts.Hosts(list(names), lambda _name: [sys.executable, "-c", program])
+
+
+@pytest.mark.parametrize(
+    "message",
+    ['{"file": "rank0.log"}', '{"id": [1], "result": 1}', '{"file": "x", "start": 1e400, "data": "", "whole": 0}'],
+)
+def test_nobody_waits_for_a_host_that_has_sent_a_message_that_cannot_be_read(message: str, tmp_path: Path) -> None:
+    with made_up_hosts("a", f"say({message!r})") as one:
+        one.connect()
+        (connection,) = one.connections
+        connection.listen = remote_trial.FileReceiver(tmp_path, 0, range(1)).receive
+        with pytest.raises(hosts.HostLostError, match="a: it sent a message that cannot be read"):
+            connection.request("end", timeout_seconds=10.0)
+        assert connection.problem is not None
+
+
+def test_a_host_that_hangs_at_the_end_of_a_trial_is_lost_though_it_pings_and_one_that_sends_files_is_not() -> None:
+    with made_up_hosts("a", "pass") as hanging, made_up_hosts("b", "send_files(number)") as sending:
+        hanging.connect()
+        sending.connect()
+        (a,), (b,) = hanging.connections, sending.connections
+        began = time.monotonic()
+        futures = a.send_request("end"), b.send_request("end")
+        with pytest.raises(hosts.HostLostError, match=r"^a: did nothing for 1 s$"):
+            a.result_while_active(futures[0], 1.0, began)
+        assert a.problem == "a: did nothing for 1 s"  # so that the next trial connects again
+        assert b.result_while_active(futures[1], 1.0, began) == 5
+
+
+def test_many_hosts_that_do_not_answer_are_waited_for_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote_trial, "_ACTIVITY_SECONDS", 1.0)
+    trial = make_hosts_trial()
+    place = replace(trial.placement, num_gpus=4, hosts=tuple((name, 1) for name in "abcd"))
+    with made_up_hosts("abcd", "pass") as four:
+        four.connect()
+        assignment = Assignment(trial=replace(trial, placement=place), rendezvous=None, scratch_id="1")
+        remote = remote_trial.RemoteTrial(four, tmp_path, assignment)
+        began = time.monotonic()
+        assert remote.read_activity() is None
+        assert time.monotonic() - began < 2
