@@ -5,6 +5,7 @@ The mathematics are in ``prediction.scaling``, memory is predicted as ``plan`` p
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -121,6 +122,8 @@ def _not_measured(row: ComparisonRow) -> str | None:
         return "no training steps were measured"
     if not run.record.trial.workload.synchronized:
         return "its times are those of launching the work (--no-sync)"
+    if len(set(Counter(rank.hostname for rank in run.record.ranks).values())) > 1:
+        return "its hosts have unequal numbers of ranks, which the formulas do not know"
     if not run.record.ranks[0].parameter_count:
         return "the file does not hold the number of parameters: give the run folder"
     return None

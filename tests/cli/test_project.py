@@ -140,6 +140,17 @@ def test_a_result_without_a_row_that_trained_is_refused(tmp_path: Path, capsys: 
     assert "nothing to project: ZeRO-2: OOM, not measured" in capsys.readouterr().err
 
 
+def test_hosts_of_unequal_numbers_of_ranks_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Three and one: a node of neither number would come out."""
+    (measured,) = records(2)
+    ranks = tuple(replace(rank, hostname=f"node-{rank.rank // 3}") for rank in measured.ranks)
+    folder = fakes.write_run(tmp_path, [replace(measured, ranks=ranks)]).folder
+    assert main(["project", str(folder), "--num-gpus", "8", *LINKS]) == 2
+    error = capsys.readouterr().err
+    assert "nothing to project: ZeRO-2: its hosts have unequal numbers of ranks" in error
+    assert error.count("\n") == 1
+
+
 def test_rows_that_cannot_be_projected_stay_beside_those_that_can(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
