@@ -34,4 +34,4 @@ def test_the_batch_script_is_asked_to_end_before_its_time_limit_and_its_examples
     assert asked["signal"] == "TERM@120", "the run ends as on Ctrl-C"
     for line in lines:
         if line.startswith("#   sbatch"):
-            arguments.parse("zero", "x", line.split()[3:])
+            arguments.parse("zero", "x", line.partition("compare.sbatch")[2].split())

@@ -25,6 +25,8 @@ from .arguments import check_options
 _OWN_FLAGS = ("--submit", "--shards", "--sbatch-args", "--output-dir")
 _SCRIPT_NAME = "submit.sbatch"
 _SBATCH_SECONDS = 120
+_SIGNAL = "--signal=B:TERM@120"
+"""Two minutes before the time limit, to the batch script itself: without the B Slurm sends it to steps of srun alone."""
 
 
 def require_submission(values: argparse.Namespace) -> None:
@@ -113,7 +115,7 @@ def submission_script(words: Sequence[str], count: int, folder: Path, sbatch_wor
     program = shlex.join([sys.executable, "-m", "ds_bench", "run"])
     more = shlex.join(["--output-dir", str(folder), *words])  # after a -- among the words flags are not read
     log = str(folder).replace("%", "%%") + "/shard%a_%A.log"  # Slurm's: number of the task, of the job
-    settings = ["--job-name=ds_bench", f"--array=1-{count}", f"--output={log}", "--open-mode=append"]
+    settings = ["--job-name=ds_bench", f"--array=1-{count}", f"--output={log}", "--open-mode=append", _SIGNAL]
     lines = [
         "#!/bin/bash",
         "# Each task of the array runs one shard. One alone, here the first: sbatch --array=1 THIS_FILE",
@@ -121,7 +123,7 @@ def submission_script(words: Sequence[str], count: int, folder: Path, sbatch_wor
         *([f"#SBATCH {shlex.join(sbatch_words)}"] if sbatch_words else []),
         "",
         f"cd -- {shlex.quote(str(Path.cwd()))} || exit 2",
-        # In the place of the shell, so that Slurm's signal before the time limit reaches it.
+        # In the place of the shell, to which Slurm sends the signal.
         f'exec {program} --shard "$SLURM_ARRAY_TASK_ID/{count}" {more}',
     ]
     return "\n".join(lines) + "\n"

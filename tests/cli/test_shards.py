@@ -218,7 +218,7 @@ def test_submission_quotes_all_that_a_user_typed_and_says_how_to_go_on(
     assert run(RECIPE, *flags) == 0
     (folder,) = house.output.glob("slurm_*")
     lines = sbatch.read_text().splitlines()
-    assert "#SBATCH --array=1-3" in lines
+    assert {"#SBATCH --array=1-3", "#SBATCH --signal=B:TERM@120"} < set(lines)
     assert f"#SBATCH '--output={str(folder).replace('%', '%%')}/shard%a_%A.log'" in lines
     assert shlex.split(next(line for line in lines if "gpu" in line)) == ["#SBATCH", *shlex.split(slurm_words)]
     words = [str(tmp_path / "my recipe.yaml"), "--repeats", "2", "--set", "model.name=tiny"]
