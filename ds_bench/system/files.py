@@ -1,6 +1,6 @@
 """Reads files that another program may have written: regular files only, up to a size, without waiting for a writer.
 
-Also checks that a folder can be written and its disk is not full, and removes lock files of processes that were killed.
+Also checks that a folder can be written and that its disk is not full.
 """
 
 from __future__ import annotations
