@@ -26,7 +26,7 @@ _OWN_FLAGS = ("--submit", "--shards", "--sbatch-args", "--output-dir")
 _SCRIPT_NAME = "submit.sbatch"
 _SBATCH_SECONDS = 120
 _SIGNAL = "--signal=B:TERM@120"
-"""Two minutes before the time limit, to the batch script itself: without the B Slurm sends it to steps of srun alone."""
+"""Two minutes before the time limit, to the batch script itself: without B it is sent to steps of srun alone."""
 
 
 def require_submission(values: argparse.Namespace) -> None:

@@ -6,7 +6,6 @@ dies, it kills every process of the trial and removes its scratch files, so that
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
@@ -14,10 +13,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 
-from ..records.rank_files import EXITS_FILE, LEADER_LOG, Assignment, RankExit, append_line
+from ..records.rank_files import LEADER_LOG, Assignment, append_exit
 from ..system import processes
 from .scratch import remove_scratch
 
@@ -116,16 +114,7 @@ def _wait_for_children(folder: Path, children: dict[int, int | None]) -> None:
         if pid not in waiting:
             continue
         waiting.discard(pid)
-        code = os.waitstatus_to_exitcode(status)
-        rank_exit = RankExit(
-            rank=children[pid],
-            pid=pid,
-            code=code if code >= 0 else None,
-            signal=-code if code < 0 else None,
-            time=time.time(),
-        )
-        with contextlib.suppress(OSError):  # on a full disk the ranks that still train go on
-            append_line(folder / EXITS_FILE, asdict(rank_exit))
+        append_exit(folder, children[pid], pid, status)
 
 
 if __name__ == "__main__":

@@ -272,6 +272,16 @@ class RankExit:
     """Seconds since the epoch."""
 
 
+def append_exit(folder: Path, rank: int | None, pid: int, status: int) -> None:
+    """Writes how a process ended. ``status``: of ``waitpid``. Does nothing on a full disk: ranks that train go on."""
+    code = os.waitstatus_to_exitcode(status)
+    ended = RankExit(
+        rank=rank, pid=pid, code=code if code >= 0 else None, signal=-code if code < 0 else None, time=time.time()
+    )
+    with contextlib.suppress(OSError):
+        append_line(folder / EXITS_FILE, asdict(ended))
+
+
 def read_exits(folder: Path) -> list[RankExit]:
     """Reads the exits that the leader has written so far, without incomplete lines; none if the file cannot be read."""
     exits = []

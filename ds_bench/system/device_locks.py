@@ -1,7 +1,7 @@
 """Locks on the devices of a run: no two runs train on one card, or on the same processors, at a time.
 
 A lock is an empty file in shared memory that every user may open; the kernel unlocks it however its holder ends. Where
-containers do not share that folder, ``DS_BENCH_LOCK_DIR`` names a local one that they do: NFS refuses to lock a file that
+containers do not share that folder, ``DS_BENCH_LOCK_DIR`` names a local one that they do: NFS does not lock a file that
 is open for reading alone, and one of another user may not be opened for writing.
 """
 

@@ -14,12 +14,10 @@ import json
 import os
 import signal
 import sys
-import time
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 
-from ..records.rank_files import EXITS_FILE, TRIAL_VARIABLE, RankExit, append_line, find_host_folder, rank_file
+from ..records.rank_files import TRIAL_VARIABLE, append_exit, find_host_folder, rank_file
 from ..system.processes import die_with_leader, die_with_parent
 from .rank import run
 
@@ -69,12 +67,8 @@ def watch_rank(folder: Path, rank: int) -> None:
         return
     die_with_leader()
     _, status = os.waitpid(pid, 0)
+    append_exit(folder, rank, pid, status)
     code = os.waitstatus_to_exitcode(status)
-    ended = RankExit(
-        rank=rank, pid=pid, code=code if code >= 0 else None, signal=-code if code < 0 else None, time=time.time()
-    )
-    with contextlib.suppress(OSError):
-        append_line(folder / EXITS_FILE, asdict(ended))
     if code < 0:  # so that the launcher sees the same end
         with contextlib.suppress(OSError, ValueError):
             signal.signal(-code, signal.SIG_DFL)
