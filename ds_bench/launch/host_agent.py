@@ -28,7 +28,7 @@ from ..records import json_files
 from ..system import device_locks, processes
 from ..system.environment import read_environment
 from . import rank_environment
-from .host_trial import HostTrial
+from .host_trial import HostTrial, end_late_processes
 from .message_stream import Message, MessageStream
 from .scratch import remove_abandoned, temporary_folder_variables
 
@@ -50,6 +50,8 @@ class HostAgent:
         self._requests: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._stream = MessageStream(reader, writer, receive=self._requests.put, ended=end_main_thread)
         self._trial: HostTrial | None = None
+        self._ended_trials: list[str] = []
+        """Ids of earlier trials, whose processes are looked for once more: a shell may start ranks late."""
         self._locks = contextlib.ExitStack()
         self._variables: dict[str, str] = {}
         """Of the trial's ranks."""
@@ -71,6 +73,7 @@ class HostAgent:
         finally:
             if self._trial is not None:
                 self._trial.end(grace_seconds=0.0, send_files=not self._stream.closed)
+            end_late_processes(self._ended_trials)
             processes.end_tree(None, earlier=set(), grace_seconds=1.0)
             self._locks.close()
 
@@ -123,6 +126,8 @@ class HostAgent:
 
     def _begin(self, values: Values, _say: Say) -> None:
         """Prepares a trial: ``id``, ``folder``, ``assignment``, ``config``, ``master``, ``variables``, ``ranks``."""
+        if left := end_late_processes(self._ended_trials):
+            raise RuntimeError(f"processes {sorted(left)} of an earlier trial could not be ended")
         trial = HostTrial(values["trial"], self._send)
         placement = Trial.from_dict(values["assignment"]["trial"]).placement
         address, port = values["master"]
@@ -169,6 +174,7 @@ class HostAgent:
             trial = HostTrial(values["trial"])
         facts = trial.end(float(values["grace_seconds"]))
         self._trial = None
+        self._ended_trials.append(trial.scratch_id)
         return facts
 
 

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -239,10 +239,25 @@ class HostTrial:
                     shutil.rmtree(folder)
 
 
-def find_trial_processes(scratch_id: str) -> set[int]:
+def end_late_processes(scratch_ids: Collection[str]) -> set[int]:
+    """Kills processes of trials that have ended, such as ranks of a shell that had not set their variables by then.
+
+    Returns those that could not be ended.
+    """
+    deadline = time.monotonic() + KILL_SECONDS
+    left: set[int] = find_trial_processes(*scratch_ids) if scratch_ids else set()
+    while left and time.monotonic() < deadline:
+        processes.send_signal(left, signal.SIGKILL)
+        time.sleep(0.05)
+        processes.reap(left)
+        left = find_trial_processes(*scratch_ids)
+    return left
+
+
+def find_trial_processes(*scratch_ids: str) -> set[int]:
     """Living processes of this user that carry a trial's id among their variables, what they have started, and what is
     in a session that one of them leads."""
-    mark = f"{TRIAL_VARIABLE}={scratch_id}".encode()
+    marks = {f"{TRIAL_VARIABLE}={scratch_id}".encode() for scratch_id in scratch_ids}
     members, parents, sessions = set(), {}, {}
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
@@ -251,7 +266,7 @@ def find_trial_processes(scratch_id: str) -> set[int]:
                 continue
             values = processes.stat_values(entry / "stat")  # state, parent, group, session
             parents[pid], sessions[pid] = (int(values[1]), int(values[3])) if values else (0, 0)
-            if mark in (entry / "environ").read_bytes().split(b"\0"):
+            if not marks.isdisjoint((entry / "environ").read_bytes().split(b"\0")):
                 members.add(pid)
     while True:
         related = {pid for pid in parents if parents[pid] in members or sessions[pid] in members}

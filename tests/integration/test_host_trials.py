@@ -240,3 +240,17 @@ def test_the_runner_starts_ranks_on_the_checked_hosts_and_tells_others_nothing_o
     assert exported == {"PYTHONPATH", "PYTHONSAFEPATH", "DS_BENCH_TRIAL", "MASTER_ADDR", "MASTER_PORT"}
     assert "/known" in " ".join(words)
     assert "hidden" not in " ".join(words) + log
+
+
+def test_a_process_that_a_shell_started_late_ends_before_the_next_trial_and_with_the_run(tmp_path: Path) -> None:
+    def start_late() -> subprocess.Popen[bytes]:
+        return subprocess.Popen(["sleep", "600"], env={**os.environ, "DS_BENCH_TRIAL": "77"}, start_new_session=True)
+
+    with Hosts(["a", "b"], local_agents(tmp_path)) as both:
+        both.connect()
+        both.request_all("end", trial="77", grace_seconds=0.0)
+        late = start_late()
+        launch(both, tmp_path / "run" / "trials" / "t1", checkpoint=True, checkpoint_path="/proc")
+        assert late.wait(5) == -signal.SIGKILL
+        late = start_late()
+    assert late.wait(5) == -signal.SIGKILL
