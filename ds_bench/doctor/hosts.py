@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from functools import partial
 from operator import attrgetter
 
 from ..config.spec import Configuration, MultiNodeLauncher, Placement
@@ -110,7 +111,9 @@ def _ways_to_agents(
     """What starts the agent of a host; connections to agents that run already; what to do about a host without one."""
     same = "with Python and ds_bench at the same paths there"
     if placement.hostfile is not None:
-        return agent_over_ssh, {}, lambda host: f"make `ssh {host} true` work without a question, {same}"
+        # With pdsh a slot is a number among all GPUs: DeepSpeed sets CUDA_VISIBLE_DEVICES to it (launcher/launch.py).
+        start_agent = partial(agent_over_ssh, every_gpu=placement.multi_node_launcher == "pdsh")
+        return start_agent, {}, lambda host: f"make `ssh {host} true` work without a question, {same}"
     if placement.multi_node_launcher == "slurm":
         return (
             agent_over_srun,

@@ -68,16 +68,20 @@ def ssh_command(host: str) -> list[str]:
     return ["ssh", "-T", "-x", *SSH_OPTIONS, "--", host]
 
 
-def agent_words() -> list[str]:
-    """The agent's command line on any host: the interpreter and the package lie there where they lie here."""
+def agent_words(*, every_gpu: bool = False) -> list[str]:
+    """The agent's command line on any host: the interpreter and the package lie there where they lie here.
+
+    ``every_gpu``: whatever a login there sets in CUDA_VISIBLE_DEVICES.
+    """
     variables = import_variables(os.environ.get("PYTHONPATH", ""))
     assignments = [f"{name}={value}" for name, value in variables.items()]
-    return ["env", *assignments, sys.executable, "-m", "ds_bench.launch.host_agent"]
+    unset = ["-u", "CUDA_VISIBLE_DEVICES"] if every_gpu else []
+    return ["env", *unset, *assignments, sys.executable, "-m", "ds_bench.launch.host_agent"]
 
 
-def agent_over_ssh(host: str) -> list[str]:
+def agent_over_ssh(host: str, *, every_gpu: bool = False) -> list[str]:
     """The command line that starts the agent on a host. ssh joins words for the login shell there: they are quoted."""
-    return [*ssh_command(host), shlex.join(agent_words())]
+    return [*ssh_command(host), shlex.join(agent_words(every_gpu=every_gpu))]
 
 
 def agent_over_srun(node: str) -> list[str]:

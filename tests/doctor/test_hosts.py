@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import shlex
 import socket
+import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
@@ -146,7 +149,7 @@ def test_an_op_is_ready_where_it_is_on_every_host(monkeypatch: pytest.MonkeyPatc
 
 def test_every_host_runs_the_checks_of_its_own_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Through a real agent, on this host."""
-    monkeypatch.setattr(host_checks, "agent_over_ssh", lambda _name: hosts.agent_words())
+    monkeypatch.setattr(host_checks, "agent_over_ssh", lambda _name, **_: hosts.agent_words())
     place = fakes.placement(hosts=(("here", 1),), hostfile="/only/on/the/first/host", nvme_path="/proc")
     with host_checks.connected_hosts(place) as connections:
         environment = host_checks.environment_with_hosts(connections, place, read_environment())
@@ -180,7 +183,7 @@ def test_the_doctor_checks_the_hosts_of_a_hostfile(monkeypatch: pytest.MonkeyPat
         "here": hosts.agent_words(),
         "gone": [sys.executable, "-c", "raise SystemExit('ssh: no route to host')"],
     }
-    monkeypatch.setattr(host_checks, "agent_over_ssh", commands.__getitem__)
+    monkeypatch.setattr(host_checks, "agent_over_ssh", lambda name, **_: commands[name])
     monkeypatch.setattr(host_checks, "find_program", lambda _name: "/usr/bin/x")
     path = tmp_path / "hosts"
     found = {}
@@ -244,3 +247,16 @@ def test_what_a_shell_on_other_hosts_would_run_is_refused_in_pythonpath(
     host_checks.require_launchable(replace(TWO, hostfile=None, multi_node_launcher="slurm"))  # no shell reads it
     monkeypatch.setenv("PYTHONPATH", "/ok:/other")
     host_checks.require_launchable(TWO)
+
+
+@pytest.mark.parametrize(("launcher", "seen"), [("pdsh", b""), ("openmpi", b"4,5\n")])
+def test_slots_of_pdsh_count_all_gpus_whatever_a_login_sets(launcher: Any, seen: bytes) -> None:
+    start_agent, _, _ = host_checks._ways_to_agents(replace(TWO, multi_node_launcher=launcher))
+    *env, _python, _module, _agent = shlex.split(start_agent("a")[-1])
+    done = subprocess.run(
+        [*env, "printenv", "CUDA_VISIBLE_DEVICES"],
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": "4,5"},
+        capture_output=True,
+        check=False,
+    )
+    assert done.stdout == seen
