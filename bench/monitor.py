@@ -1,6 +1,6 @@
 """What ``--monitor`` costs: processor time of a step with it divided by that of one without, and of a line written.
 
-Blocks of steps of a small model take turns with and without the recorder in one process, so that a busy minute of the
+Blocks of steps of a small model run with and without the recorder alternately in one process: a busy minute of the
 machine favours neither. Processor time of the process is compared, not the time of the clock, which other programs
 disturb. The parent's part, which runs beside the ranks, is measured by itself.
 """

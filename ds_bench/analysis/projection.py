@@ -99,7 +99,7 @@ def _project(
         return replace(unable, notes=(f"{error.problem} ({error.remedy})",))
     notes = list(projection.notes)
     if row.invalid_reason is not None:
-        notes.append(f"the measured row itself is no result: {row.invalid_reason}")
+        notes.append(f"the measured row is disqualified: {row.invalid_reason}")
     if _trial(row).placement.accelerator == "cpu":
         notes.append(FROM_CPU)
         if measured.communication_seconds is None and measured.num_gpus > 1:

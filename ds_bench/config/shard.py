@@ -59,7 +59,7 @@ def rows_of_shard(rows_per_point: Sequence[int], shard: Shard) -> list[range]:
     """The indices of the rows of each point that a shard runs; an empty range for a point that it leaves out.
 
     ``rows_per_point``: number of rows of each point, in the order of the plan. With as many points as shards or more,
-    points are dealt out in turn, every other turn backwards: in the order of a plan the points become longer along each
+    points are assigned in turn, every other turn backwards: in the order of a plan the points become longer along each
     axis, so that no shard gets all the long ones. With fewer points each shard has consecutive rows, the numbers of
     rows of two shards differing by one at most. Raises UsageError where there are fewer rows than shards.
     """
@@ -67,7 +67,7 @@ def rows_of_shard(rows_per_point: Sequence[int], shard: Shard) -> list[range]:
     require_enough_rows(total, shard.count)
     if shard.count <= points:
         return [
-            range(rows if _dealt_to(index, shard.count) == shard.number - 1 else 0)
+            range(rows if _assigned_to(index, shard.count) == shard.number - 1 else 0)
             for index, rows in enumerate(rows_per_point)
         ]
     begin, end = (total * number // shard.count for number in (shard.number - 1, shard.number))
@@ -85,6 +85,6 @@ def require_enough_rows(rows: int, shards: int) -> None:
         raise UsageError(problem, remedy=f"give {rows} or fewer" if rows > 1 else "run it as a whole")
 
 
-def _dealt_to(index: int, count: int) -> int:
+def _assigned_to(index: int, count: int) -> int:
     turn, position = divmod(index, count)
     return count - 1 - position if turn % 2 else position

@@ -38,7 +38,7 @@ def test_every_row_is_in_one_shard_and_no_shard_is_empty(case: tuple[list[int], 
     assert max(sizes) - min(sizes) <= 1
 
 
-def test_points_are_dealt_out_backwards_in_every_other_turn_so_that_no_shard_has_all_the_long_ones() -> None:
+def test_points_are_assigned_backwards_in_every_other_turn_so_that_no_shard_has_all_the_long_ones() -> None:
     assert [[point for point, _ in shard] for shard in split([1] * 8, 4)] == [[0, 7], [1, 6], [2, 5], [3, 4]]
 
 

@@ -1,4 +1,4 @@
-"""Shards as real processes side by side: they take turns on the processors, and are read as one result."""
+"""Shards as real processes side by side: one after the other on the same processors, and read as one result."""
 
 from __future__ import annotations
 
