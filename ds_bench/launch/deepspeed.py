@@ -12,7 +12,6 @@ import json
 import os
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -24,6 +23,7 @@ from ..config.spec import Placement, Trial
 from ..records.rank_files import LEADER_LOG, TRIAL_VARIABLE
 from ..records.schema import TrialRecord
 from ..system.processes import LEADER_VARIABLE, child_environment, die_with_parent
+from .host_agent import free_port
 from .hosts import SSH_OPTIONS, Hosts
 from .monitor import Limits, ProgressCallback
 from .rank_environment import thread_variables
@@ -132,7 +132,7 @@ def launch_command(placement: Placement, folder: Path, devices: Sequence[int] | 
         if placement.hostfile is None:
             return node_command(placement, 0, master)
         return hosts_command(placement, master)
-    command = [sys.executable, "-m", "deepspeed.launcher.runner", "--no_local_rank", "--master_port", str(_free_port())]
+    command = [sys.executable, "-m", "deepspeed.launcher.runner", "--no_local_rank", "--master_port", str(free_port())]
     # An empty hostfile, since there may be one at the launcher's default path.
     command += ["--hostfile", os.devnull, "--master_addr", "127.0.0.1"]
     # With --num_gpus the launcher ignores CUDA_VISIBLE_DEVICES and takes the first GPUs (launcher/runner.py).
@@ -204,10 +204,3 @@ def node_command(placement: Placement, number: int, master: tuple[str, int]) -> 
         f"--world_info={base64.urlsafe_b64encode(json.dumps(slots).encode()).decode()}",
         *[f"--master_addr={address}", f"--master_port={port}", "--no_local_rank", "--module", _WORKER],
     ]
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

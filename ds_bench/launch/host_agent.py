@@ -201,7 +201,7 @@ def address_towards(host: str) -> str:
 
 
 def _connect(values: Values, _say: Say) -> None:
-    """Connects to another host, and hangs up."""
+    """Connects to another host, and closes the connection."""
     target = str(values["address"]), int(values["port"])
     with socket.create_connection(target, timeout=float(values["timeout_seconds"])):
         pass

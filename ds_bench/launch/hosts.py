@@ -186,7 +186,7 @@ class HostConnection:
             if left <= 0:
                 self._is_lost = True
                 self.problem = self.problem or f"{self.name}: did nothing for {quiet_seconds:.0f} s"
-                self.hang_up()
+                self.close_input()
                 raise HostLostError(self.problem)
 
     def _receive(self, message: Message) -> None:
@@ -227,7 +227,7 @@ class HostConnection:
         lines = self._errors.read().decode(errors="replace").strip().splitlines()
         return lines[-1].strip()[:300] if lines else None
 
-    def hang_up(self) -> None:
+    def close_input(self) -> None:
         """Ends the agent's input, without waiting for its end."""
         if self._stream is not None:
             self._stream.close()
@@ -236,7 +236,7 @@ class HostConnection:
 
     def close(self) -> None:
         """Ends the agent, which ends what it has started. Does nothing if that has happened."""
-        self.hang_up()
+        self.close_input()
         if self._process is not None:
             try:
                 self._process.wait(0.1 if self._is_lost else _CLOSE_SECONDS)
@@ -283,7 +283,7 @@ class Hosts:
             with contextlib.suppress(HostError):
                 self.reconnect(0.0)
         for connection in self.connections:
-            connection.hang_up()
+            connection.close_input()
         for connection in self.connections:
             connection.close()
 
