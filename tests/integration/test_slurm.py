@@ -119,7 +119,7 @@ def test_slurms_signal_before_the_limit_and_the_limit_itself_keep_the_rows_and_t
     jobs = {}
     for name, limit in limits.items():
         log, out = f"--output={tmp_path}/{name}.log", ["--output-dir", str(tmp_path / name)]
-        locks = {"DS_BENCH_LOCK_DIR": str(tmp_path)}  # the two do not wait for each other
+        locks = {"DS_BENCH_LOCK_DIR": str(tmp_path / f"locks_{name}")}  # the two do not wait for each other
         jobs[name] = slurm.submit(*limit, log, *example, *flags, *out, cwd=ROOT, **variables, **locks)
     assert {name: slurm.wait_for_job(job, 180) for name, job in jobs.items()} == {
         "signal": "FAILED",
