@@ -110,8 +110,8 @@ def test_an_array_of_two_shards_runs_in_slurm_and_a_lost_one_is_submitted_again(
 
     shutil.rmtree(results[0])
     (line,) = {note for report in build_reports(results[1:]) for note in report.notes if "missing" in note}
-    assert line.startswith("shard 1 of 2 is missing: python -m ds_bench run sweep.yaml --output-dir ")
-    assert line.endswith(" --shard 1/2")
+    assert line.startswith("shard 1 of 2 is missing: python -m ds_bench run --shard 1/2 --output-dir ")
+    assert line.endswith(" sweep.yaml")
     job = slurm.submit(*shlex.split(again)[1:], PYTHONPATH=str(ROOT))
     assert slurm.wait_for_job(job, 300) == "COMPLETED", logs()
     assert not any("missing" in note for note in build_reports(list((submission / "runs").iterdir()))[0].notes)
