@@ -158,7 +158,7 @@ def test_the_hosts_are_two_and_end_with_the_process_that_made_them(make_hosts: M
     assert all(len(namespace_members(space)) > 2 for space in spaces)
     maker.kill()
     maker.wait()
-    assert wait_until(lambda: not any(namespace_members(space) for space in spaces), 5)
+    assert wait_until(lambda: not any(namespace_members(space) for space in spaces), 30)
 
 
 # ------------------------------------------------------------------ runs that work
