@@ -124,11 +124,15 @@ class Host:
 
 
 def namespace_members(namespace: Path) -> set[int]:
-    """Process ids of the processes in a process namespace (``pid:[…]``, what ``/proc/PID/ns/pid`` links to)."""
+    """Process ids of the running processes in a process namespace (``pid:[…]``, what ``/proc/PID/ns/pid`` links to).
+
+    An ended process whose parent has not collected it yet has no executable file, and does not count: the first
+    process of the machine, which inherits those of a killed host, may take as long as it likes.
+    """
     found = set()
     for entry in Path("/proc").iterdir():
         with contextlib.suppress(OSError):
-            if entry.name.isdecimal() and (entry / "ns/pid").readlink() == namespace:
+            if entry.name.isdecimal() and (entry / "ns/pid").readlink() == namespace and (entry / "exe").readlink():
                 found.add(int(entry.name))
     return found
 
