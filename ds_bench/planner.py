@@ -16,10 +16,11 @@ from .config.axes import RowFacts, other_arithmetic
 from .config.axis_rows import AxisValues
 from .config.configuration_files import ConfigurationFile, read_configuration_files
 from .config.file_rows import FileRowMaker, has_other_batch
-from .config.options import DEFAULT_BATCH_SIZE, DEFAULT_PREFETCH, Options
+from .config.options import DEFAULT_BATCH_SIZE, Options
 from .config.placement import choose_precision, resolve_placement
 from .config.shard import Shard, rows_of_shard
 from .config.spec import (
+    DEFAULT_PREFETCH,
     BatchPolicy,
     Configuration,
     Engine,

@@ -15,17 +15,24 @@ from typing import Any
 from ..config.deepspeed_config import OPTIMIZERS
 from ..config.options import (
     DEFAULT_BATCH_SIZE,
-    DEFAULT_PREFETCH,
     GOALS,
-    MAX_DATA_WORKERS,
     MAX_PORT,
-    MAX_PREFETCH,
     MAX_RANKS,
     MAX_REPEATS,
     Family,
     Options,
 )
-from ..config.spec import MONITORS, MOST_PROFILE_STEPS, MULTI_NODE_LAUNCHERS, NO_INSPECTION, PROFILES, Inspection
+from ..config.spec import (
+    DEFAULT_PREFETCH,
+    MAX_DATA_WORKERS,
+    MAX_PREFETCH,
+    MONITORS,
+    MOST_PROFILE_STEPS,
+    MULTI_NODE_LAUNCHERS,
+    NO_INSPECTION,
+    PROFILES,
+    Inspection,
+)
 from ..config.strategies import STRATEGY_NAMES
 from ..config.token_file import TOKEN_TYPES
 from ..errors import UsageError

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import UsageError
+from .bucket_sizes import sizes_for, trainer_sizes
 from .deepspeed_config import Config
 from .deepspeed_keys import refusing_blocks
 from .spec import Precision
@@ -34,9 +35,6 @@ TRAINING_DEFAULTS: Mapping[str, float] = {
     "warmup_steps": 0,
 }
 """Defaults of TrainingArguments that "auto" stands for."""
-
-_HIDDEN_SIZE_KEYS = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
-"""Keys of ``zero_optimization`` whose "auto" the Trainer replaces by a multiple of the model's hidden size."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,8 +122,10 @@ def _trainer_values(config: Mapping[str, Any], facts: TrainingFacts) -> dict[str
 
 
 def _hidden_size_values(config: Mapping[str, Any], hidden_size: int | None) -> dict[str, int]:
-    zero = config.get("zero_optimization")
-    if not isinstance(zero, Mapping) or not (asked := [key for key in _HIDDEN_SIZE_KEYS if zero.get(key) == AUTO]):
+    zero = _block(config, "zero_optimization")
+    sizes = trainer_sizes(hidden_size or 0)
+    asked = [key for key in sizes if zero.get(key) == AUTO]
+    if not asked:
         return {}
     if hidden_size is None:
         raise UsageError(
@@ -133,11 +133,8 @@ def _hidden_size_values(config: Mapping[str, Any], hidden_size: int | None) -> d
             "config, and this model has none",
             remedy=f'give whole numbers instead of "auto" for {", ".join(asked)}',
         )
-    values = {"zero_optimization.reduce_bucket_size": hidden_size * hidden_size}
-    if zero.get("stage") == 3:
-        values["zero_optimization.stage3_prefetch_bucket_size"] = int(0.9 * hidden_size * hidden_size)
-        values["zero_optimization.stage3_param_persistence_threshold"] = 10 * hidden_size
-    return values
+    acting = sizes_for(sizes, zero.get("stage", 0), None)
+    return {f"zero_optimization.{key}": size for key, size in acting.items()}
 
 
 def _with_precision(config: Config, written: Mapping[str, Any], precision: Precision) -> Config:

@@ -14,27 +14,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from .bucket_sizes import sizes_for, small_sizes, trainer_sizes
-from .spec import Requirements
+from .bucket_sizes import DEFAULT_SIZES, sizes_for, small_sizes, trainer_sizes
+from .spec import ATTENTIONS, CPU_BINDINGS, ENGINES, LOSSES, MAX_DATA_WORKERS, MAX_PREFETCH, PRECISIONS, Requirements
 
 Value = bool | int | float | str
 """A value of an axis: a truth value, a number, or a name."""
-Change = Literal[
-    "parameters",
-    "gradients",
-    "optimizer_states",
-    "deepspeed_buffers",
-    "activations",
-    "nvme",
-    "peak",
-    "time",
-    "optimizer",
-    "losses",
-    "batch",
-    "build",
-    "nothing",
-]
-CHANGES: dict[Change, str] = {
+CHANGES = {
     "parameters": "ledger: parameters",
     "gradients": "ledger: gradients",
     "optimizer_states": "ledger: optimizer states",
@@ -136,8 +121,8 @@ class Axis:
     offload: Literal["optimizer", "optimizer or parameters", "nvme"] | None = None
     """What a row must offload so that it acts; None: nothing."""
     engines: tuple[str, ...] = ("deepspeed",)
-    changes: tuple[Change, ...]
-    """What it is expected to change, besides the configuration. With ``losses`` it changes the arithmetic, and a row is
+    changes: tuple[str, ...]
+    """What it is expected to change, besides the configuration: keys of :data:`CHANGES`. With ``losses`` it changes the arithmetic, and a row is
     compared with rows of the same value alone."""
     same_losses: tuple[str, ...] = ()
     """With ``losses``: the values that leave the arithmetic as it is without the axis."""
@@ -172,19 +157,9 @@ def _known(size: int | None, what: str) -> int:
     return size
 
 
-_DEFAULT_SIZES = {
-    "reduce_bucket_size": 500_000_000,
-    "allgather_bucket_size": 500_000_000,
-    "stage3_prefetch_bucket_size": 50_000_000,
-    "stage3_param_persistence_threshold": 100_000,
-    "stage3_max_live_parameters": 1_000_000_000,
-    "stage3_max_reuse_distance": 1_000_000_000,
-}
-
-
 def _buffers(value: Value, row: RowFacts) -> Setting:
     if value == "default":
-        sizes = _DEFAULT_SIZES
+        sizes = DEFAULT_SIZES
     else:
         sizes_of = small_sizes if value == "small_buffers" else trainer_sizes
         sizes = sizes_of(_known(row.hidden_size, "hidden size"))
@@ -313,7 +288,7 @@ _WORKLOAD = (
         fields=("activation_checkpointing",),
         switch=True,
         default="false",
-        engines=("deepspeed", "ddp", "fsdp2"),
+        engines=ENGINES,
         changes=("activations", "time"),
         note="through Transformers' gradient_checkpointing_enable: DeepSpeed's activation_checkpointing block does "
         "nothing for its models",
@@ -328,7 +303,7 @@ _WORKLOAD = (
         fields=("batch_size",),
         numbers=Numbers(least=1, most=4096),
         default="--batch-size",
-        engines=("deepspeed", "ddp", "fsdp2"),
+        engines=ENGINES,
         changes=("activations", "time", "batch"),
         note="rows are compared by tokens per second",
         source="runtime/config.py",
@@ -342,7 +317,7 @@ _WORKLOAD = (
         fields=("grad_accum",),
         numbers=Numbers(least=1, most=4096),
         default="--grad-accum",
-        engines=("deepspeed", "ddp", "fsdp2"),
+        engines=ENGINES,
         changes=("peak", "time", "batch"),
         note="rows are compared by tokens per second",
         source="runtime/config.py",
@@ -356,10 +331,10 @@ _PRECISION = (
         meaning="number format of parameters and activations",
         keys=("bf16", "fp16"),
         fields=("precision",),
-        names=("bf16", "fp16", "fp32"),
+        names=PRECISIONS,
         settings=_PRECISIONS,
         default="--precision",
-        engines=("deepspeed", "ddp", "fsdp2"),
+        engines=ENGINES,
         changes=("parameters", "gradients", "activations", "time", "losses"),
         source="runtime/precision_config.py",
     ),
@@ -417,7 +392,7 @@ _COMMUNICATION = (
         name="buffers",
         group="Communication and buckets",
         meaning="all buffer sizes together: those of about a layer, those of the Trainer's auto, or the defaults",
-        keys=tuple(ZERO + key for key in _DEFAULT_SIZES),
+        keys=tuple(ZERO + key for key in DEFAULT_SIZES),
         names=("small_buffers", "trainer_auto", "default"),
         compute=_buffers,
         default="default",
@@ -777,8 +752,6 @@ _OPTIMIZERS = (
     ),
 )
 
-_EVERY_ENGINE = ("deepspeed", "ddp", "fsdp2")
-
 PARALLEL_AXES = ("autotp", "sequence_parallel")
 """Axes with which ranks share data, so that fewer see different data; rows are compared by tokens per second."""
 
@@ -788,9 +761,9 @@ _COMPUTATION = (
         group="Computation",
         meaning="attention implementation of Transformers; eager keeps the scores of every head",
         fields=("attention",),
-        names=("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"),
+        names=ATTENTIONS,
         default="sdpa, where the model has it",
-        engines=_EVERY_ENGINE,
+        engines=ENGINES,
         changes=("activations", "time"),
         note="flash attention needs a GPU, 16 bit and its package (flash_attn, flash_attn_interface); flex_attention "
         "needs a GPU",
@@ -803,7 +776,7 @@ _COMPUTATION = (
         "cross-entropy, which keeps the logits as they are; tiled: DeepSpeed's loss of a part of the tokens at a time, "
         "which keeps no logits; liger: Liger's fused kernel, likewise",
         fields=("loss",),
-        names=("model", "chunked", "tiled", "liger"),
+        names=LOSSES,
         default="model",
         changes=("activations", "peak", "time"),
         note="tiled and liger keep the gradients of the output layer and of its input instead; at long sequences "
@@ -849,11 +822,11 @@ _COMPUTATION = (
         label="data workers",
         meaning="worker processes of torch's DataLoader; 0: the rank itself; off: the data lie on the device before",
         fields=("data_workers",),
-        numbers=Numbers(least=0, most=256),
+        numbers=Numbers(least=0, most=MAX_DATA_WORKERS),
         names=("off",),
         settings={"off": Setting(workload={"data_workers": None})},
         default="off",
-        engines=_EVERY_ENGINE,
+        engines=ENGINES,
         changes=("time",),
         note="random tokens or those of a file, the same in every row; the record holds the time that a step waits for "
         "them",
@@ -867,7 +840,7 @@ _COMPUTATION = (
         fields=("data_pin_memory",),
         switch=True,
         default="false",
-        engines=_EVERY_ENGINE,
+        engines=ENGINES,
         changes=("time",),
         cuda_only="the CPU accelerator pins no memory",
         note="only with data_workers",
@@ -879,9 +852,9 @@ _COMPUTATION = (
         label="prefetched",
         meaning="micro-batches that each worker process loads ahead",
         fields=("data_prefetch",),
-        numbers=Numbers(least=1, most=1024),
+        numbers=Numbers(least=1, most=MAX_PREFETCH),
         default="2",
-        engines=_EVERY_ENGINE,
+        engines=ENGINES,
         changes=("time",),
         note="only with data_workers of 1 or more",
         source="torch/utils/data/dataloader.py, prefetch_factor",
@@ -892,9 +865,9 @@ _COMPUTATION = (
         label="bound to",
         meaning="processors of a rank: cores gives each rank of a node a part of its own, numa those of a NUMA node",
         fields=("cpu_binding",),
-        names=("none", "cores", "numa"),
+        names=CPU_BINDINGS,
         default="none",
-        engines=_EVERY_ENGINE,
+        engines=ENGINES,
         changes=("time",),
         note="what the launcher's --bind_cores_to_rank does, without numactl; the record holds the processors. numa "
         "needs a machine of several NUMA nodes",
@@ -929,7 +902,7 @@ _COMPUTATION = (
             "expandable_segments": Setting(variables={"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}),
         },
         default="default",
-        engines=_EVERY_ENGINE,
+        engines=ENGINES,
         changes=("peak", "time"),
         cuda_only="the allocator is CUDA's",
         source="torch/cuda/memory.py, PYTORCH_CUDA_ALLOC_CONF",

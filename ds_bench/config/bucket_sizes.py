@@ -7,6 +7,16 @@ from collections.abc import Mapping
 _FIXED_ON_NVME = ("stage3_prefetch_bucket_size", "stage3_max_reuse_distance")
 """0 where parameters lie on NVMe: with any other value DeepSpeed stops there (``deepspeed_config.zero_block``)."""
 
+DEFAULT_SIZES = {
+    "reduce_bucket_size": 500_000_000,
+    "allgather_bucket_size": 500_000_000,
+    "stage3_prefetch_bucket_size": 50_000_000,
+    "stage3_param_persistence_threshold": 100_000,
+    "stage3_max_live_parameters": 1_000_000_000,
+    "stage3_max_reuse_distance": 1_000_000_000,
+}
+"""DeepSpeed's own, by key of ``zero_optimization``."""
+
 
 def sizes_for(sizes: Mapping[str, int], stage: int, offload_param: str | None) -> dict[str, int]:
     """Returns the sizes that act at a stage, without those that must stay 0 where parameters lie on NVMe."""

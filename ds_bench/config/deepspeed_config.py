@@ -19,7 +19,19 @@ from dataclasses import replace
 from typing import Any
 
 from ..errors import UsageError
-from .spec import Configuration, Engine, Placement, Precision, Strategy, Trial, Workload, offload_device
+from .bucket_sizes import DEFAULT_SIZES, sizes_for
+from .spec import (
+    BATCH_KEYS,
+    OFFLOAD_BLOCKS,
+    Configuration,
+    Engine,
+    Placement,
+    Precision,
+    Strategy,
+    Trial,
+    Workload,
+    offload_device,
+)
 
 Config = dict[str, Any]
 
@@ -53,17 +65,10 @@ def zero_block(strategy: Strategy | Configuration) -> Config:
             "contiguous_gradients": True,
             "overlap_comm": strategy.stage == 3,
             "reduce_scatter": True,
-            "reduce_bucket_size": 500_000_000,
-            "allgather_bucket_size": 500_000_000,
+            **sizes_for(DEFAULT_SIZES, strategy.stage, None),
         }
     if strategy.stage == 3:
-        block |= {
-            "stage3_prefetch_bucket_size": 50_000_000,
-            "stage3_param_persistence_threshold": 100_000,
-            "stage3_max_live_parameters": 1_000_000_000,
-            "stage3_max_reuse_distance": 1_000_000_000,
-            "sub_group_size": 1_000_000_000,
-        }
+        block["sub_group_size"] = 1_000_000_000
     if strategy.offload_optimizer != "none":
         block["offload_optimizer"] = {"device": strategy.offload_optimizer, "pin_memory": True, "ratio": 1.0}
     if strategy.offload_param != "none":
@@ -166,7 +171,7 @@ def with_optimizer(config: Config, name: str) -> Config:
 
 def _complete_nvme(config: Config, placement: Placement, largest_parameter: int | None) -> None:
     zero = config.get("zero_optimization", {})
-    on_nvme = [key for key in ("offload_optimizer", "offload_param") if offload_device(config, key) == "nvme"]
+    on_nvme = [key for key in OFFLOAD_BLOCKS if offload_device(config, key) == "nvme"]
     if not on_nvme:
         return
     for key in on_nvme:
@@ -196,7 +201,7 @@ def _complete_nvme(config: Config, placement: Placement, largest_parameter: int 
 def with_swap_folder(config: Mapping[str, Any], folder: str) -> Config:
     """Returns the configuration with every ``nvme_path`` replaced by the trial's private folder."""
     private = copy.deepcopy(dict(config))
-    for key in ("offload_optimizer", "offload_param"):
+    for key in OFFLOAD_BLOCKS:
         if offload_device(private, key) == "nvme":
             private["zero_optimization"][key]["nvme_path"] = folder
     return private
@@ -216,10 +221,10 @@ def changes_of(
     base = base_config(configuration, workload.batch_size, workload.grad_accum)
     expected = complete_config(base, workload, placement, torch_adam=torch_adam, largest_parameter=None)
     changed = _difference(config, expected)
-    for key in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
+    for key in BATCH_KEYS:
         changed.pop(key, None)
     if isinstance(block := changed.get("zero_optimization"), dict):
-        for key in ("stage", "offload_optimizer", "offload_param"):
+        for key in ("stage", *OFFLOAD_BLOCKS):
             block.pop(key, None)
     return {key: value for key, value in changed.items() if value != {}}
 

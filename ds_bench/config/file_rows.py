@@ -20,9 +20,8 @@ from .configuration_files import ConfigurationFile
 from .deepspeed_config import Config
 from .overrides import json_values
 from .rules import RULES
-from .spec import BatchPolicy, Configuration, Precision
+from .spec import BATCH_KEYS, OFFLOAD_BLOCKS, BatchPolicy, Configuration, Precision
 
-_BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 _MONITORS = ("tensorboard", "wandb", "csv_monitor", "comet")
 """Blocks with which DeepSpeed writes or sends values of every step."""
 _DECIDED_FOR_THE_ROW = frozenset(rule.name for rule in RULES if rule.row == "refusal")
@@ -130,7 +129,7 @@ def batch_of_file(file: ConfigurationFile, num_gpus: int, batch_size: int, grad_
     Raises UsageError where its keys contradict each other or the number of GPUs.
     """
     given = file.batch_arguments
-    total, micro, accumulation = (_batch_value(file.config, key) for key in _BATCH_KEYS)
+    total, micro, accumulation = (_batch_value(file.config, key) for key in BATCH_KEYS)
     micro = micro or given.get("per_device_train_batch_size")
     accumulation = accumulation or given.get("gradient_accumulation_steps")
     if total is not None:
@@ -207,7 +206,7 @@ def _remove_side_effects(config: Config) -> list[str]:
             caveats.append(f"{name} of its file is left out: a comparison writes nothing elsewhere and sends nothing")
     if isinstance(profiler := config.get("flops_profiler"), dict) and profiler.pop("output_file", None):
         caveats.append("flops_profiler.output_file of its file is left out")
-    for name in ("offload_optimizer", "offload_param"):
+    for name in OFFLOAD_BLOCKS:
         if isinstance(block := config["zero_optimization"].get(name), dict):
             block.pop("nvme_path", None)  # a private folder below --nvme-path takes its place
     return caveats

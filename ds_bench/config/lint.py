@@ -14,8 +14,9 @@ from typing import Any
 from ..system.redaction import REDACTED, looks_secret, redacted_config
 from ..units import format_bytes, format_count
 from . import deepspeed_keys
-from .automatic_values import TrainingFacts, fill_in, paths_of_auto
-from .rules import AUTO, RULES, Case, Level, ModelSize
+from .automatic_values import AUTO, TrainingFacts, fill_in, paths_of_auto
+from .rules import RULES, Case, Level, ModelSize
+from .spec import BATCH_KEYS
 
 Config = Mapping[str, Any]
 
@@ -277,16 +278,13 @@ def _text_for_another_type(place: str, value: str, default: object, source: str)
 # Batch sizes
 
 
-_BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-
-
 def _batch_findings(case: Case) -> Iterator[Finding]:
     """Whether train_batch_size = micro-batch × accumulation × ranks can hold (``DeepSpeedConfig``)."""
-    written = [case.config.get(key) for key in _BATCH_KEYS]
-    values = [case.value(key) for key in _BATCH_KEYS]
+    written = [case.config.get(key) for key in BATCH_KEYS]
+    values = [case.value(key) for key in BATCH_KEYS]
     if not all(isinstance(value, (int, float, type(None))) for value in values):
         return  # the wrong type is told
-    for key, value in zip(_BATCH_KEYS, values, strict=True):
+    for key, value in zip(BATCH_KEYS, values, strict=True):
         if value is not None and value <= 0:
             yield _batch_finding(key, f"DeepSpeed refuses {_shown(value)}, which is not above 0", "give 1 or more")
             return
@@ -299,7 +297,7 @@ def _batch_findings(case: Case) -> Iterator[Finding]:
 
 
 def _total_findings(case: Case, total: float, micro: float | None, accumulation: float | None) -> Iterator[Finding]:
-    given = zip(_BATCH_KEYS[1:], (micro, accumulation), strict=True)
+    given = zip(BATCH_KEYS[1:], (micro, accumulation), strict=True)
     parts = [f"{key} {_shown(value)}" for key, value in given if value is not None]
     product = (micro or 1) * (accumulation or 1)
     ranks = case.num_gpus / max(1, case.number("sequence_parallel_size", 1)) if case.num_gpus else None

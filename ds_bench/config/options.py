@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ..units import from_gb
 from .shard import Shard
-from .spec import NO_INSPECTION, Inspection, PassType, point_text
+from .spec import DEFAULT_PREFETCH, NO_INSPECTION, Inspection, PassType, point_text
 from .token_file import TokenFile, TokenType
 
 if TYPE_CHECKING:
@@ -22,8 +22,6 @@ MAX_RANKS = 2**16
 MAX_REPEATS = 1000
 MAX_PORT = 2**16 - 1
 DEFAULT_BATCH_SIZE = 4
-DEFAULT_PREFETCH = 2
-MAX_DATA_WORKERS, MAX_PREFETCH = 256, 1024
 GOALS = ("speed", "balanced", "memory")
 """Aims of a recommendation (docs/choosing.md)."""
 ROW_FORMATS = ("json", "csv", "parquet")

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ..errors import UsageError
 from ..system import files
+from .automatic_values import paths_of_auto
 from .deepspeed_config import Config
 
 _LARGEST_FILE_BYTES = 2**22
@@ -95,17 +96,9 @@ def read_file(path: Path | None) -> Config:
         raise UsageError(f"--ds-config {path} is nested too deeply", remedy="give a DeepSpeed configuration") from None
     if not isinstance(data, dict):
         raise UsageError(f"--ds-config {path} is not a JSON object", remedy="write {…}")
-    place = next(_places_of_auto(data), None)
+    place = next(paths_of_auto(data), None)
     if place is not None:
         raise UsageError(
             f'--ds-config {path}: {place} is "auto"', remedy="only the Trainer fills that in; give a value"
         )
     return data
-
-
-def _places_of_auto(data: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    for key, value in data.items():
-        if value == "auto":
-            yield prefix + key
-        elif isinstance(value, dict):
-            yield from _places_of_auto(value, f"{prefix}{key}.")

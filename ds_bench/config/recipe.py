@@ -23,24 +23,25 @@ from ..errors import UsageError
 from . import overrides, strategies
 from .configuration_files import ConfigurationFile
 from .deepspeed_config import OPTIMIZERS, Config, base_config
-from .options import (
+from .options import MAX_NUMBER, MAX_PORT, MAX_RANKS, MAX_REPEATS, Options
+from .recipe_file import FLOAT, Data, KeyPath, RecipeText
+from .spec import (
+    BATCH_KEYS,
     DEFAULT_PREFETCH,
     MAX_DATA_WORKERS,
-    MAX_NUMBER,
-    MAX_PORT,
     MAX_PREFETCH,
-    MAX_RANKS,
-    MAX_REPEATS,
-    Options,
+    MOST_PROFILE_STEPS,
+    PROFILES,
+    Inspection,
+    MultiNodeLauncher,
+    PassType,
+    Strategy,
 )
-from .recipe_file import FLOAT, Data, KeyPath, RecipeText
-from .spec import MOST_PROFILE_STEPS, PROFILES, Inspection, MultiNodeLauncher, PassType, Strategy
 from .strategies import STRATEGY_NAMES
 from .token_file import TokenType
 
 ALL = "all"
 """Stands for every strategy in ``configurations.strategies``."""
-BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
 def _listed(value: Any) -> Any:

@@ -51,9 +51,6 @@ class ShardOfPlan(Shard):
     plan: str
     """What all shards of one plan have in common, and those of another plan do not."""
 
-    def __str__(self) -> str:
-        return Shard.__str__(self)
-
 
 def rows_of_shard(rows_per_point: Sequence[int], shard: Shard) -> list[range]:
     """The indices of the rows of each point that a shard runs; an empty range for a point that it leaves out.

@@ -10,7 +10,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from ..system.redaction import redacted_config
 from .token_file import TOKEN_TYPES, TokenType
@@ -34,18 +34,18 @@ ProfileName = Literal["torch", "memory", "nsys", "flops", "comms"]
 Monitor = Literal["steps", "tensorboard"]
 PassType = Literal["forward", "forward_backward", "train"]
 
-PROFILES: tuple[ProfileName, ...] = ("torch", "memory", "nsys", "flops", "comms")
+PROFILES: tuple[ProfileName, ...] = get_args(ProfileName)
 MOST_PROFILE_STEPS = 50
 """Steps that one profiler may observe: traces grow with each."""
-MONITORS: tuple[Monitor, ...] = ("steps", "tensorboard")
-MULTI_NODE_LAUNCHERS: tuple[MultiNodeLauncher, ...] = ("pdsh", "openmpi", "mpich", "impi", "mvapich", "slurm")
+MONITORS: tuple[Monitor, ...] = get_args(Monitor)
+MULTI_NODE_LAUNCHERS: tuple[MultiNodeLauncher, ...] = get_args(MultiNodeLauncher)
 """Programs with which DeepSpeed starts ranks on several nodes (launcher/runner.py)."""
-ENGINES: tuple[Engine, ...] = ("deepspeed", "ddp", "fsdp2")
-PRECISIONS: tuple[Precision, ...] = ("bf16", "fp16", "fp32")
-CPU_BINDINGS: tuple[CpuBinding, ...] = ("none", "cores", "numa")
-COMPILES: tuple[CompileName, ...] = ("none", "torch")
-PASS_TYPES: tuple[PassType, ...] = ("forward", "forward_backward", "train")
-LOSSES: tuple[LossName, ...] = ("model", "chunked", "tiled", "liger")
+ENGINES: tuple[Engine, ...] = get_args(Engine)
+PRECISIONS: tuple[Precision, ...] = get_args(Precision)
+CPU_BINDINGS: tuple[CpuBinding, ...] = get_args(CpuBinding)
+COMPILES: tuple[CompileName, ...] = get_args(CompileName)
+PASS_TYPES: tuple[PassType, ...] = get_args(PassType)
+LOSSES: tuple[LossName, ...] = get_args(LossName)
 ATTENTIONS = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
 SAME_TRAINING_FIELDS = (
     "activation_checkpointing",
@@ -60,7 +60,13 @@ SAME_TRAINING_FIELDS = (
     "zero_init",
 )
 """Fields of the Workload that change how a step is computed, but not what is learned but for rounding."""
-DEVICES: tuple[Device, ...] = ("none", "cpu", "nvme")
+DEVICES: tuple[Device, ...] = get_args(Device)
+OFFLOAD_BLOCKS = ("offload_optimizer", "offload_param")
+"""Blocks of ``zero_optimization`` that move model states off the accelerator."""
+BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+"""Keys of a DeepSpeed configuration that give the batch: the first is the product of the others and of the ranks."""
+DEFAULT_PREFETCH = 2
+MAX_DATA_WORKERS, MAX_PREFETCH = 256, 1024
 
 
 _SHORT_NAMES = {"optimizer.type": "optimizer", "dataset.path": "data", "dataloader.workers": "data workers"}
@@ -139,7 +145,7 @@ class Workload:
     micro-batches lie on the device before training begins."""
     data_pin_memory: bool = False
     """Whether the DataLoader copies micro-batches to page-locked memory first; only with ``data_workers``, on GPUs."""
-    data_prefetch: int = 2
+    data_prefetch: int = DEFAULT_PREFETCH
     """Micro-batches that each worker process loads ahead."""
     cpu_binding: CpuBinding = "none"
     """``cores``: each rank of a node runs on its own part of the processors, as DeepSpeed's launcher binds it with
@@ -179,20 +185,29 @@ class Workload:
             value = getattr(self, name)
             _require(value >= 1, name, value, "must be 1 or more")
         _require(self.warmup_steps >= 0, "warmup_steps", self.warmup_steps, "must be 0 or more")
-        _require(self.precision in PRECISIONS, "precision", self.precision, f"must be one of {PRECISIONS}")
+        for name, names in _NAMES.items():
+            _require(getattr(self, name) in names, name, getattr(self, name), f"must be one of {names}")
         known = self.attention is None or self.attention in ATTENTIONS
         _require(known, "attention", self.attention, f"must be one of {ATTENTIONS}")
-        _require(self.loss in LOSSES, "loss", self.loss, f"must be one of {LOSSES}")
         workers = self.data_workers
-        _require(workers is None or 0 <= workers <= 256, "data_workers", workers, "must be from 0 to 256")
-        _require(1 <= self.data_prefetch <= 1024, "data_prefetch", self.data_prefetch, "must be from 1 to 1024")
+        few = workers is None or 0 <= workers <= MAX_DATA_WORKERS
+        _require(few, "data_workers", workers, f"must be from 0 to {MAX_DATA_WORKERS}")
+        few = 1 <= self.data_prefetch <= MAX_PREFETCH
+        _require(few, "data_prefetch", self.data_prefetch, f"must be from 1 to {MAX_PREFETCH}")
         known = self.data_dtype in (*TOKEN_TYPES, None)
         _require(known, "data_dtype", self.data_dtype, f"must be one of {TOKEN_TYPES}")
         _require(self.vocab_size is None or self.vocab_size >= 1, "vocab_size", self.vocab_size, "must be 1 or more")
-        _require(self.cpu_binding in CPU_BINDINGS, "cpu_binding", self.cpu_binding, f"must be one of {CPU_BINDINGS}")
-        _require(self.compile in COMPILES, "compile", self.compile, f"must be one of {COMPILES}")
-        _require(self.pass_type in PASS_TYPES, "pass_type", self.pass_type, f"must be one of {PASS_TYPES}")
         _require(self.dropout is None or 0 <= self.dropout < 1, "dropout", self.dropout, "must be from 0 to below 1")
+
+
+_NAMES: dict[str, tuple[str, ...]] = {
+    "precision": PRECISIONS,
+    "loss": LOSSES,
+    "cpu_binding": CPU_BINDINGS,
+    "compile": COMPILES,
+    "pass_type": PASS_TYPES,
+}
+"""Fields of the Workload → the names that each takes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -281,7 +296,7 @@ class Configuration:
         stage = self.stage
         _require(type(stage) is int and 0 <= stage <= 3, "stage", stage, "must be 0, 1, 2 or 3")
         _require(self.engine in ENGINES, "engine", self.engine, f"must be one of {ENGINES}")
-        for block_name in ("offload_optimizer", "offload_param"):
+        for block_name in OFFLOAD_BLOCKS:
             device = offload_device(self.deepspeed_config, block_name) or "none"
             if device not in DEVICES:
                 _require(False, f"{block_name}.device", device, f"must be one of {DEVICES}")

@@ -9,14 +9,14 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Literal
+from typing import BinaryIO, Literal, get_args
 
 from ..errors import UsageError
 from ..system import files
 from ..units import format_bytes
 
 TokenType = Literal["uint16", "uint32"]
-TOKEN_TYPES: tuple[TokenType, ...] = ("uint16", "uint32")
+TOKEN_TYPES: tuple[TokenType, ...] = get_args(TokenType)
 NUMPY_TYPES: dict[TokenType, str] = {"uint16": "<u2", "uint32": "<u4"}
 _SUFFIXES: dict[str, TokenType] = {".uint16": "uint16", ".u16": "uint16", ".uint32": "uint32", ".u32": "uint32"}
 _LARGEST_READ_WHOLE = 2**30

@@ -17,7 +17,7 @@ from ..system import host_memory
 from . import deepspeed_keys, reference_engines
 from .deepspeed_config import is_deepcompiled, sequence_parallel_size, tensor_parallel_size
 from .rules import RULES, Case, RowUse
-from .spec import Configuration, Placement, Workload
+from .spec import DEFAULT_PREFETCH, Configuration, Placement, Workload
 
 Config = Mapping[str, Any]
 
@@ -151,7 +151,7 @@ def _unsupported_host_use(workload: Workload, placement: Placement) -> str | Non
         cores = len(os.sched_getaffinity(0))
         if cores < placement.num_gpus:
             return f"{placement.num_gpus} ranks cannot be bound to {cores} cores; use fewer ranks (--num-gpus)"
-    if workload.data_workers is None and (workload.data_pin_memory or workload.data_prefetch != 2):
+    if workload.data_workers is None and (workload.data_pin_memory or workload.data_prefetch != DEFAULT_PREFETCH):
         return "data_pin_memory and data_prefetch are of a data loader; add data_workers"
     if workload.data_pin_memory and placement.accelerator != "cuda":
         return "the CPU accelerator pins no memory; use data_pin_memory false"

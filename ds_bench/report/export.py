@@ -24,7 +24,7 @@ from ..config import deepspeed_config
 from ..config.deepspeed_config import Config
 from ..config.options import Options
 from ..config.placement import read_hostfile
-from ..config.spec import Placement, offload_device
+from ..config.spec import BATCH_KEYS, OFFLOAD_BLOCKS, Placement, offload_device
 from ..errors import UsageError
 from ..records.rank_files import write_json, write_text
 from ..records.schema import TrialRecord
@@ -38,7 +38,6 @@ ACCELERATE_FILE = "ds_config_accelerate.json"
 YAML_FILE = "accelerate.yaml"
 README_FILE = "README.md"
 
-_BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 _SCHEDULER_AUTO = ("warmup_max_lr", "warmup_num_steps", "total_num_steps")
 
 
@@ -116,7 +115,7 @@ def _spell_out_defaults(config: Config, resolved: Mapping[str, Any]) -> None:
     zero, resolved_zero = _block(config, "zero_optimization"), _block(resolved, "zero_config")
     if zero.get("stage", 0) != 0:
         _take(zero, resolved_zero, "overlap_comm")
-    for key in ("offload_optimizer", "offload_param"):
+    for key in OFFLOAD_BLOCKS:
         if offload_device(config, key):
             _take(zero[key], _block(resolved_zero, key), "pin_memory")
 
@@ -129,7 +128,7 @@ def _take(into: Any, resolved: Mapping[str, Any], key: str) -> None:
 def trainer_config(record: TrialRecord) -> Config:
     """For ``TrainingArguments(deepspeed=…)``: "auto" where that fills in, literals for all that was measured."""
     config = raw_config(record)
-    config.update(dict.fromkeys(_BATCH_KEYS, "auto"))
+    config.update(dict.fromkeys(BATCH_KEYS, "auto"))
     config["gradient_clipping"] = "auto"
     config.setdefault("zero_optimization", {"stage": 0})
     for precision in ("bf16", "fp16"):
