@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from . import deepspeed_keys
+from .automatic_values import AUTO
 from .spec import Placement, Workload
 
 Level = Literal["error", "warning", "hint"]
 RowUse = Literal["refusal", "caveat"]
 
-AUTO = "auto"
 CPU_OPTIMIZERS = ("adamw", "adam", "adagrad", "lion")
 """Optimizers that DeepSpeed has a CPU version of."""
 _TRUE = (True, 1, "1", "true", "t", "yes", "y", "on")
@@ -124,8 +124,9 @@ class Rule:
     source: str = ""
     """File of DeepSpeed, below its package."""
     row: RowUse | None = None
-    row_text: str = "{reason}"
-    """What a row says; ``{reason}``, ``{remedy}`` and ``{source}`` stand for those above."""
+    row_text: str | None = None
+    """What a row says; ``{reason}``, ``{remedy}`` and ``{source}`` stand for those above. None: the reason, in a refusal
+    with the remedy, in a caveat with the source."""
 
     def reason_for(self, case: Case) -> str:
         """The reason with the configuration's own values."""
@@ -136,7 +137,8 @@ class Rule:
 
     def row_text_for(self, case: Case) -> str:
         """What a row says, in one line."""
-        return self.row_text.format(reason=self.reason_for(case), remedy=self.remedy, source=self.source)
+        usual = "{reason}; {remedy}" if self.row == "refusal" else "{reason} ({source})"
+        return (self.row_text or usual).format(reason=self.reason_for(case), remedy=self.remedy, source=self.source)
 
 
 def _on_nvme(case: Case) -> bool:
@@ -175,7 +177,6 @@ _REFUSED_IN_ROWS = (
         remedy="use stage 1, 2 or 3",
         source="runtime/engine.py",
         row="refusal",
-        row_text="{reason}; {remedy}",
     ),
     Rule(
         name="offload-param-below-stage-3",
@@ -223,7 +224,6 @@ _REFUSED_IN_ROWS = (
         remedy="use AdamW, Adam, Adagrad or Lion to offload it",
         source="runtime/engine.py",
         row="refusal",
-        row_text="{reason}; {remedy}",
     ),
     Rule(
         name="lion-on-cpu",
@@ -238,7 +238,6 @@ _REFUSED_IN_ROWS = (
         reason="FusedLion does not exist for the CPU accelerator",
         remedy="use AdamW, or offload the optimizer",
         row="refusal",
-        row_text="{reason}; {remedy}",
     ),
     Rule(
         name="two-precisions",
@@ -249,7 +248,6 @@ _REFUSED_IN_ROWS = (
         remedy="keep one",
         source="runtime/config.py",
         row="refusal",
-        row_text="{reason}; {remedy}",
     ),
     Rule(
         name="zenflow-trains-other-weights",
@@ -265,7 +263,6 @@ _REFUSED_IN_ROWS = (
         remedy="leave it out, or use stage 1 or 2 on GPUs",
         source="runtime/zenflow/engine_stage3.py",
         row="refusal",
-        row_text="{reason}; {remedy}",
     ),
     *(
         Rule(
@@ -276,7 +273,6 @@ _REFUSED_IN_ROWS = (
             reason=f"{precision} is not supported on this {{accelerator}} device",
             remedy=f"use --precision fp32; for a file, --axis precision=fp32 or change its {precision} block",
             row="refusal",
-            row_text="{reason}; {remedy}",
         )
         for precision in ("bf16", "fp16")
     ),
@@ -300,7 +296,6 @@ _REFUSED_IN_ROWS = (
         remedy="remove the block, or compile with torch.compile",
         source="compile/util.py, is_deepcompile_supported",
         row="refusal",
-        row_text="{reason}; {remedy}",
     ),
     Rule(
         name="deepcompile-at-stage-0",
@@ -344,7 +339,6 @@ _REFUSED_IN_ROWS = (
             reason=f"{block} is not exercised by this comparison",
             remedy="remove the block",
             row="refusal",
-            row_text="{reason}; {remedy}",
         )
         for block in ("expert_parallel", "hybrid_engine", "autotuning", "data_efficiency")
     ),
@@ -374,7 +368,6 @@ _CAVEATS_OF_ROWS = (
         remedy="set sub_group_size to an eighth of a rank's parameters or less",
         source="runtime/zero/stage3.py",
         row="caveat",
-        row_text="{reason} ({source})",
     ),
     Rule(
         name="super-offload-below-stage-3",
@@ -385,7 +378,6 @@ _CAVEATS_OF_ROWS = (
         remedy="set zero_optimization.stage to 3, or remove it",
         source="runtime/engine.py",
         row="caveat",
-        row_text="{reason} ({source})",
     ),
     Rule(
         name="quantized-gradients-on-one-node",
@@ -399,7 +391,6 @@ _CAVEATS_OF_ROWS = (
         remedy="leave it out unless the job has several nodes",
         source="runtime/zero/stage3.py",
         row="caveat",
-        row_text="{reason} ({source})",
     ),
     Rule(
         name="activation-checkpointing-block",
@@ -425,7 +416,6 @@ _CAVEATS_OF_ROWS = (
         remedy="remove the block; enabled: false does not turn it off",
         source="comm/config.py",
         row="caveat",
-        row_text="{reason} ({source})",
     ),
     Rule(
         name="comms-logger",
@@ -436,7 +426,6 @@ _CAVEATS_OF_ROWS = (
         remedy="remove the block where speed matters",
         source="comm/config.py",
         row="caveat",
-        row_text="{reason} ({source})",
     ),
     Rule(
         name="wall-clock-breakdown",
@@ -447,6 +436,7 @@ _CAVEATS_OF_ROWS = (
         remedy="set it to false where speed matters",
         source="runtime/engine.py",
         row="caveat",
+        row_text="{reason}",
     ),
     Rule(
         name="flops-profiler",
@@ -457,7 +447,6 @@ _CAVEATS_OF_ROWS = (
         remedy="set it to false where speed matters",
         source="runtime/config.py",
         row="caveat",
-        row_text="{reason} ({source})",
     ),
     Rule(
         name="throughput-timer",
@@ -468,7 +457,6 @@ _CAVEATS_OF_ROWS = (
         remedy="set it to false where speed matters",
         source="utils/timer.py",
         row="caveat",
-        row_text="{reason} ({source})",
     ),
     Rule(
         name="renamed-thread-count",
@@ -492,6 +480,7 @@ _CAVEATS_OF_ROWS = (
         ),
         reason="--cpu-memory-limit does not count page-locked memory, which offloading uses on GPUs",
         row="caveat",
+        row_text="{reason}",
     ),
 )
 
