@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import groupby
 from typing import Any, TypeVar
 
 from .config import axis_rows, deepspeed_config, lint, overrides, strategies, validation
+from .config.automatic_values import TrainingFacts
 from .config.axes import RowFacts, other_arithmetic
 from .config.axis_rows import AxisValues
 from .config.configuration_files import ConfigurationFile, read_configuration_files
@@ -301,10 +302,7 @@ def make_run_plan(points: Sequence[Options], make_config: MakeConfig, machine: M
     if first.output_dir.exists() and not first.output_dir.is_dir():
         raise UsageError(f"--output-dir {first.output_dir} is not a folder", remedy="give a folder")
     files, lines = read_files(first)
-    rows = {  # refuses before anything is looked up
-        settings: requested_rows(replace(first, set=settings), files)
-        for settings in dict.fromkeys(each.set for each in points)
-    }
+    rows = [requested_rows(each, files) for each in points]  # refuses before anything is looked up
     lines += axis_notes(first, files)
     for options in points[1:] if first.axes else ():
         axis_notes(options, files)  # refuses
@@ -333,10 +331,10 @@ def make_run_plan(points: Sequence[Options], make_config: MakeConfig, machine: M
     if placement.is_on_this_host:  # other nodes do not have the folder
         variables |= scratch.temporary_folder_variables(machine.variables)
     plans = []
-    for options, model, on in zip(points, models, placements, strict=True):
+    for options, own_rows, model, on in zip(points, rows, models, placements, strict=True):
         if options.data is not None:
             options = replace(options, token_file=find_tokens(options.data, options.data_dtype))
-        plans.append(_plan_of_point(options, rows[options.set], lines, model, on, make_config, variables))
+        plans.append(_plan_of_point(options, own_rows, lines, model, on, make_config, variables))
     whole = RunPlan.of(plans)
     return whole if first.shard is None else whole.part(first.shard)
 
@@ -476,7 +474,7 @@ def with_accumulation(options: Options, placement: Placement) -> Options:
     total = options.global_batch_size
     if total is None:
         return options
-    if any(text.partition("=")[0].strip() == "grad_accum" for text in options.axes):
+    if "grad_accum" in options.axis_names:
         problem = "training.global_batch_size with the axis grad_accum: accumulation follows from the global batch"
         raise UsageError(problem, remedy="leave one of them out; the axis micro_batch changes accumulation with it")
     return replace(options, grad_accum=_accumulation(total, options.batch_size, placement.num_gpus))
@@ -603,16 +601,15 @@ def requested_rows(options: Options, files: Sequence[ConfigurationFile] = ()) ->
 
     Each comes with every combination of the axes' values.
 
-    Raises UsageError for ``nvme`` without a path, for two names of one configuration, and for axes that are wrong or
-    make too many rows.
+    Raises UsageError for ``nvme`` without a path, for two names of one configuration, and for axes that make too many
+    rows.
     """
-    selected = axis_rows.read_axes(options.axes)
     rows = [
         replace(row, axis_values=values)
         for row in _rows_without_axes(options, files)
-        for values in axis_rows.combinations(selected, _layout(row, options))
+        for values in axis_rows.combinations(options.axes, _layout(row, options))
     ]
-    if selected and options.family != "recipe":
+    if options.axes and options.family != "recipe":
         axis_rows.require_few(len(rows))
     return rows
 
@@ -621,16 +618,15 @@ def axis_notes(options: Options, files: Sequence[ConfigurationFile] = ()) -> lis
     """Returns a note for each axis that is not varied in some rows. Raises UsageError for an axis that acts in none,
     and for one that sets what a flag sets.
     """
-    selected = axis_rows.read_axes(options.axes)
-    axis_rows.require_no_override(selected, "--ds-config", overrides.read_file(options.ds_config))
-    for text in options.set:
-        axis_rows.require_no_override(selected, "--set", overrides.parse_set(text))
-    _require_no_flag_of_workload(options, {values[0].axis_name for values in selected})
+    axis_rows.require_no_override(options.axes, "--ds-config", options.ds_config)
+    for changes in options.set:
+        axis_rows.require_no_override(options.axes, "--set", changes)
+    _require_no_flag_of_workload(options)
     rows = _rows_without_axes(options, files)
-    return axis_rows.idle_axes(selected, {row.label: _layout(row, options) for row in rows})
+    return axis_rows.idle_axes(options.axes, {row.label: _layout(row, options) for row in rows})
 
 
-def _require_no_flag_of_workload(options: Options, axes: Container[str]) -> None:
+def _require_no_flag_of_workload(options: Options) -> None:
     """Raises UsageError for an axis beside the flag of the same thing."""
     flags = {
         "micro_batch": ("--batch-size", options.auto_batch or options.batch_size != DEFAULT_BATCH_SIZE),
@@ -645,14 +641,14 @@ def _require_no_flag_of_workload(options: Options, axes: Container[str]) -> None
         "data_prefetch": ("--data-prefetch", options.data_prefetch != DEFAULT_PREFETCH),
     }
     for axis, (flag, given) in flags.items():
-        if axis in axes and given:
+        if axis in options.axis_names and given:
             raise UsageError(f"--axis {axis} and {flag} set the same", remedy="leave one of them out")
 
 
 def _layout(row: RequestedRow, options: Options) -> axis_rows.Layout:
     """What decides which axes act in a row: its stage and offload devices, with the changes of the flags."""
     own = row._file.config if row.strategy is None else deepspeed_config.minimal_config(row.strategy)
-    config = overrides.apply_changes(own, overrides.read_file(options.ds_config), options.set)
+    config = overrides.apply_changes(own, *options.config_changes)
     zero = config.get("zero_optimization")
     stage = zero.get("stage", 0) if isinstance(zero, dict) else int(zero is True)
     return axis_rows.Layout(
@@ -715,10 +711,9 @@ class ConfigurationBuilder:
         )
         if accumulation == config["gradient_accumulation_steps"]:
             return configuration
-        config = {key: value for key, value in config.items() if key != "train_batch_size"}
         return replace(
             configuration,
-            deepspeed_config={**config, "gradient_accumulation_steps": accumulation},
+            deepspeed_config=overrides.apply_changes(config, {"gradient_accumulation_steps": accumulation}),
             workload_changes={**configuration.workload_changes, "grad_accum": accumulation},
         )
 
@@ -739,9 +734,7 @@ class ConfigurationBuilder:
                 parameters=None if facts is None else facts.parameters,
             ),
         )
-        config = overrides.overlay(configuration.deepspeed_config, setting.config)
-        if setting.config.keys() & {"train_micro_batch_size_per_gpu", "gradient_accumulation_steps"}:
-            config.pop("train_batch_size", None)
+        config = overrides.apply_changes(configuration.deepspeed_config, setting.config)
         validation.check_keys(config)
         axis_values = {value.axis_name: value.text for value in row.axis_values}
         return replace(
@@ -775,7 +768,7 @@ class ConfigurationBuilder:
         if isinstance(zero, dict):
             config["zero_optimization"] = zero = {"stage": strategy.stage, **zero}
         validation.check_keys(config)
-        if options.set or options.ds_config is not None:
+        if options.set or options.ds_config:
             _check_values(config)
         if zero["stage"] != strategy.stage:  # the name of the row would be wrong
             raise UsageError(
@@ -792,22 +785,19 @@ class ConfigurationBuilder:
         options = self.options
         if options.optimizer is not None:
             config = deepspeed_config.with_optimizer(config, options.optimizer)
-        return overrides.json_values(
-            overrides.apply_changes(config, overrides.read_file(options.ds_config), options.set)
-        )
+        return overrides.json_values(overrides.apply_changes(config, *options.config_changes))
 
     def _file_row_maker(self) -> FileRowMaker:
         options = self.options
-        return FileRowMaker(
+        facts = TrainingFacts(
             num_gpus=self.placement.num_gpus,
             batch_size=options.batch_size,
             grad_accum=options.grad_accum,
             precision=choose_precision(options.precision, self.placement),
             hidden_size=self.model.hidden_size,
             training_steps=options.warmup_steps + options.num_steps,
-            keep_batch=options.keep_batch,
-            change=self._with_flags,
         )
+        return FileRowMaker(facts=facts, keep_batch=options.keep_batch, change=self._with_flags)
 
 
 def _check_values(config: Mapping[str, Any]) -> None:

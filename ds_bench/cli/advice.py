@@ -9,6 +9,7 @@ from pathlib import Path
 
 from ..analysis.trial_caveats import NEAR_CAPACITY
 from ..config import strategies, validation
+from ..config.automatic_values import TrainingFacts
 from ..config.configuration_files import read_configuration_files
 from ..config.file_rows import FileRowMaker
 from ..config.reference_engines import REFERENCES
@@ -34,14 +35,10 @@ def show_advice(model: str, num_gpus: int, precision: Precision, grad_accum: int
     catalogue = (*strategies.ZERO_STAGES.values(), *offloads, *REFERENCES.values())
     configurations = [*map(strategies.make_configuration, catalogue)]
     if configs:
-        maker = FileRowMaker(
-            num_gpus=num_gpus,
-            batch_size=1,
-            grad_accum=grad_accum,
-            precision=precision,
-            hidden_size=facts.hidden_size,
-            training_steps=1,
+        training = TrainingFacts(
+            num_gpus=num_gpus, grad_accum=grad_accum, precision=precision, hidden_size=facts.hidden_size
         )
+        maker = FileRowMaker(facts=training)
         configurations = _of_files(maker, configs, Placement(accelerator="cuda", num_gpus=num_gpus, nvme_path="/nvme"))
     for configuration in configurations:
         advice = strategy_guide.advise(
@@ -62,7 +59,7 @@ def _of_files(maker: FileRowMaker, paths: Sequence[Path], placement: Placement) 
     Raises UsageError where a file is no configuration, or all are refused.
     """
     files, lines = read_configuration_files(paths)
-    made = [maker.make(file, maker.batch_size) for file in files]
+    made = [maker.make(file) for file in files]
     refusals = {each.name: validation.unsupported_reason(each, placement) for each in made}
     lines += [f"{name}: {reason}" for name, reason in refusals.items() if reason is not None]
     fit = [each for each in made if refusals[each.name] is None]

@@ -453,7 +453,12 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
 
 
 def to_options(family: Family, values: argparse.Namespace) -> Options:
-    """The parsed flags as Options. Raises UsageError if two of them contradict each other."""
+    """The parsed flags as Options.
+
+    Raises UsageError if two of them contradict each other, and for a value of an axis or of a file that cannot be used.
+    """
+    from ..config import axis_rows, overrides
+
     given: dict[str, Any] = vars(values).copy()
     given.pop("local_rank")
     given["retry"] = split_names(given["retry"])
@@ -463,8 +468,9 @@ def to_options(family: Family, values: argparse.Namespace) -> Options:
         given |= DEFAULT_ROWS[family]
     for name in ("stages", "strategies"):
         given[name] = tuple(dict.fromkeys(given[name] or ()))
-    given["set"] = tuple(given["set"])  # in order, since the last value of a key decides
-    given["axes"] = tuple(given.pop("axis"))
+    given["ds_config"] = overrides.read_file(given["ds_config"])
+    given["set"] = tuple(map(overrides.parse_set, given["set"]))  # in order, since the last value of a key decides
+    given["axes"] = axis_rows.read_axes(given.pop("axis"))
     given.setdefault("stage", 3)
     given["auto_batch"] = given["batch_size"] == AUTO
     if given["auto_batch"]:
@@ -557,7 +563,7 @@ def _require_data_loader(options: Options) -> None:
     """Raises UsageError for settings of a file or of a data loader that there is not."""
     if options.data_dtype is not None and options.data is None:
         raise UsageError("--data-dtype without --data", remedy="add --data FILE")
-    varied = any(text.partition("=")[0].strip() == "data_workers" for text in options.axes)
+    varied = "data_workers" in options.axis_names
     if options.data_pin_memory and options.data is None and options.data_workers is None and not varied:
         raise UsageError("--data-pin-memory without a data loader", remedy="add --data-workers N")
     if options.data_prefetch != DEFAULT_PREFETCH and not options.data_workers and not varied:

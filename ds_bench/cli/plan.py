@@ -16,6 +16,7 @@ from typing import Any
 
 from .. import planner, units
 from ..config import strategies, validation
+from ..config.automatic_values import TrainingFacts
 from ..config.configuration_files import ConfigurationFile, read_configuration_files
 from ..config.deepspeed_config import tensor_parallel_size
 from ..config.file_rows import FileRowMaker
@@ -118,18 +119,17 @@ def _of_files(
 
     Raises UsageError if there is nothing to predict.
     """
-    maker = FileRowMaker(
+    facts = TrainingFacts(
         num_gpus=options.num_gpus,
         batch_size=options.batch_size,
         grad_accum=options.grad_accum,
         precision=options.precision,
         hidden_size=hidden_size,
-        training_steps=1,  # a scheduler's; memory does not depend on it
-        keep_batch=options.keep_batch,
     )
+    maker = FileRowMaker(facts=facts, keep_batch=options.keep_batch)
     made, refusals = [], []
     for file in files:
-        configuration = maker.make(file, options.batch_size)
+        configuration = maker.make(file)
         reason = validation.unsupported_reason(configuration, question.placement)
         if reason is None and tensor_parallel_size(configuration.deepspeed_config) > 1:
             reason = "AutoTP splits layers, which the formulas do not know"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import shlex
 import sys
 from collections.abc import Callable, Sequence
@@ -71,7 +72,8 @@ def _with_resumed_flags(family: Family, prog: str, typed_flags: list[str]) -> tu
         raise UsageError(f"--resume {options.resume} is of the other script", remedy="use the script that started it")
     flags = [str(flag) for flag in earlier.get("arguments", [])]
     parser = build_parser(family, prog)
-    values, typed = parser.parse_args([*_kept_flags(flags, options), *typed_flags]), parser.parse_args(typed_flags)
+    typed = parser.parse_args(typed_flags)
+    values = parser.parse_args([*_kept_flags(flags, typed), *typed_flags])
     for name in ("configs", "ds_config", "data", "nvme_path"):  # those of the run's flags lie where it began
         kept = getattr(values, name)
         if kept and getattr(typed, name) is None:
@@ -82,9 +84,9 @@ def _with_resumed_flags(family: Family, prog: str, typed_flags: list[str]) -> tu
     return resumed, flags
 
 
-def _kept_flags(flags: list[str], options: Options) -> list[str]:
+def _kept_flags(flags: list[str], typed: argparse.Namespace) -> list[str]:
     """The flags that the run began with, without redacted settings. Raises UsageError if one is not given again."""
-    again = {text.partition("=")[0] for text in options.set}
+    again = {text.partition("=")[0] for text in typed.set}
     kept: list[str] = []
     for flag in flags:
         if REDACTED not in flag:
@@ -93,7 +95,7 @@ def _kept_flags(flags: list[str], options: Options) -> list[str]:
         key = flag.removeprefix("--set=").partition("=")[0]
         if key not in again:
             raise UsageError(
-                f"--resume {options.resume}: the value of {key} may be a credential and was not kept",
+                f"--resume {typed.resume}: the value of {key} may be a credential and was not kept",
                 remedy=f"say it again: --set {key}=VALUE",
             )
         if kept[-1:] == ["--set"]:

@@ -41,14 +41,14 @@ TRAINING_DEFAULTS: Mapping[str, float] = {
 class TrainingFacts:
     """What "auto" is resolved from."""
 
-    batch_size: int
+    batch_size: int = 1
     """Micro-batch: sequences per GPU in one forward pass."""
-    grad_accum: int
+    grad_accum: int = 1
     num_gpus: int
     precision: Precision
     hidden_size: int | None
     """Of the model, as the Trainer finds it (``hidden_size`` of its config); None where the config has none."""
-    training_steps: int
+    training_steps: int = 1
     """Optimizer steps of the training, over which a scheduler runs."""
     arguments: Mapping[str, float] = field(default_factory=dict)
     """TrainingArguments that the user's file gives; :data:`TRAINING_DEFAULTS` hold for the others."""

@@ -12,10 +12,12 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 from typing import Any
 
 from ..errors import UsageError
 from .axes import AXES, Axis, NotForThisRowError, RowFacts, Setting, Value
+from .overrides import merge, nested
 from .spec import Requirements
 
 MAX_ROWS = 64
@@ -51,7 +53,7 @@ class AxisValue:
 AxisValues = tuple[AxisValue, ...]
 
 
-def read_axes(texts: Sequence[str]) -> list[AxisValues]:
+def read_axes(texts: Sequence[str]) -> tuple[AxisValues, ...]:
     """Reads the texts of ``--axis``, ``NAME=V1,V2…``: the values of each axis, in order. Raises UsageError."""
     axes: dict[str, list[str]] = {}
     for text in texts:
@@ -61,12 +63,14 @@ def read_axes(texts: Sequence[str]) -> list[AxisValues]:
         if name.strip() in axes:
             raise UsageError(f"--axis {name.strip()} is given twice", remedy="give all its values in one --axis")
         axes[name.strip()] = [value.strip() for value in values.split(",")]
-    return [read_values(name, values) for name, values in axes.items()]
+    return tuple(read_values(name, values) for name, values in axes.items())
 
 
 def read_values(name: str, texts: Sequence[str]) -> AxisValues:
     """Reads the values of one axis; a value that is given twice counts once. Raises UsageError."""
     axis = find_axis(name)
+    if not texts:
+        raise UsageError(f"--axis {name} has no value", remedy=f"give {describe_values(axis)}")
     values: dict[Value, AxisValue] = {}
     for text in texts:
         value = _read_value(axis, text)
@@ -214,7 +218,7 @@ def setting_of(values: AxisValues, facts: RowFacts) -> Setting:
         for path, set_to in _leaves(setting):
             _check_agreement(setters, value, path, set_to)
         total = Setting(
-            config=overlay_changes(total.config, setting.config),
+            config=merge(total.config, setting.config),
             workload={**total.workload, **setting.workload},
             variables={**total.variables, **setting.variables},
             requires=_both(total.requires, setting.requires),
@@ -242,30 +246,14 @@ def _setting(value: AxisValue, facts: RowFacts) -> Setting:
 
 def _plain_setting(value: AxisValue, facts: RowFacts) -> Setting:
     """Every key, field and variable of the axis gets the value; keys of an offload block only where the row has it."""
-    axis, config = value.axis, Setting().config
+    axis = value.axis
     blocks = {"offload_optimizer": facts.offload_optimizer, "offload_param": facts.offload_param}
-    for path in axis.keys:
-        names = path.split(".")
-        if all(blocks.get(name, "") is not None for name in names):
-            nested: Any = value.value
-            for name in reversed(names):
-                nested = {name: nested}
-            config = overlay_changes(config, nested)
+    keys = [path for path in axis.keys if all(blocks.get(name, "") is not None for name in path.split("."))]
     return Setting(
-        config=config,
+        config=reduce(merge, (nested(path, value.value) for path in keys), {}),
         workload=dict.fromkeys(axis.fields, value.value),
         variables=dict.fromkeys(axis.variables, value.text),
     )
-
-
-def overlay_changes(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
-    """Merges two sets of changes to a configuration; a None, which removes a key, is kept."""
-    merged = dict(first)
-    for key, value in second.items():
-        below = merged.get(key)
-        both = isinstance(value, Mapping) and isinstance(below, Mapping)
-        merged[key] = overlay_changes(below, value) if both and isinstance(below, Mapping) else value
-    return merged
 
 
 def _both(first: Requirements, second: Requirements) -> Requirements:
@@ -297,15 +285,9 @@ def paths_of(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
 def _check_agreement(setters: dict[str, tuple[AxisValue, Any]], value: AxisValue, path: str, set_to: Any) -> None:
     """Raises UsageError if an earlier value of another axis sets this path, or one within it, to something else."""
     for other_path, (other, other_set_to) in setters.items():
-        if (
-            other.axis_name != value.axis_name
-            and _overlap(path, other_path)
-            and (path, set_to)
-            != (
-                other_path,
-                other_set_to,
-            )
-        ):
+        if other.axis_name == value.axis_name or (path, set_to) == (other_path, other_set_to):
+            continue
+        if _overlap(path, other_path):
             raise UsageError(f"--axis {other} and --axis {value} contradict each other", remedy=f"both set {path}")
     setters[path] = (value, set_to)
 

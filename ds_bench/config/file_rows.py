@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..errors import UsageError
@@ -20,7 +20,7 @@ from .configuration_files import ConfigurationFile
 from .deepspeed_config import Config
 from .overrides import json_values
 from .rules import RULES
-from .spec import BATCH_KEYS, OFFLOAD_BLOCKS, BatchPolicy, Configuration, Precision
+from .spec import BATCH_KEYS, OFFLOAD_BLOCKS, BatchPolicy, Configuration
 
 _MONITORS = ("tensorboard", "wandb", "csv_monitor", "comet")
 """Blocks with which DeepSpeed writes or sends values of every step."""
@@ -33,41 +33,40 @@ _OLD_OFFLOADS = {"cpu_offload": "offload_optimizer", "cpu_offload_param": "offlo
 class FileRowMaker:
     """Makes the configurations of files for one workload on one placement."""
 
-    num_gpus: int
-    batch_size: int
-    """Micro-batch of the workload; a row with another one says so in its ``workload_changes``."""
-    grad_accum: int
-    precision: Precision
-    """What "auto" is resolved to, and what a file without any precision is trained in."""
-    hidden_size: int | None
-    """Of the model; None where its config has none."""
-    training_steps: int
+    facts: TrainingFacts
+    """Of the workload; a row that differs says so in its ``workload_changes``. Its precision is also what a file
+    without any is trained in."""
     keep_batch: bool = False
     """Whether the batch keys of a file rule."""
     change: Callable[[Config], Config] = lambda config: config
     """Applies the flags that change every row's configuration."""
 
-    def make(self, file: ConfigurationFile, batch_size: int, policy: BatchPolicy = "given") -> Configuration:
-        """Makes the configuration of a file at a micro-batch.
+    def make(
+        self, file: ConfigurationFile, batch_size: int | None = None, policy: BatchPolicy = "given"
+    ) -> Configuration:
+        """Makes the configuration of a file at a micro-batch; None for that of the workload.
 
         Where DeepSpeed refuses the file, the configuration has the reason as ``refusal`` and is not to be run.
         """
+        common = self.facts
+        micro, accumulation = batch_size or common.batch_size, common.grad_accum
         changes: dict[str, Any] = {} if policy == "given" else {"batch_policy": policy}
         try:
-            micro, accumulation = self._batch(file, batch_size)
+            if self.keep_batch:
+                micro, accumulation = batch_of_file(file, common.num_gpus, micro, accumulation)
             config, resolved, caveats = self._resolve(file, micro, accumulation)
         except UsageError as error:
-            return _refused(file, batch_size, str(error))
-        for name, value, common in (
-            ("batch_size", micro, self.batch_size),
-            ("grad_accum", accumulation, self.grad_accum),
-            ("precision", deepspeed_config.trained_precision(config, self.precision), self.precision),
+            return _refused(file, micro, str(error))
+        for name, value, usual in (
+            ("batch_size", micro, common.batch_size),
+            ("grad_accum", accumulation, common.grad_accum),
+            ("precision", deepspeed_config.trained_precision(config, common.precision), common.precision),
             ("activation_checkpointing", file.activation_checkpointing, False),
             ("zero_init", file.zero_init or config.get("zero_optimization", {}).get("stage") != 3, True),
         ):
-            if value != common:
+            if value != usual:
                 changes[name] = value
-        own_batch = self.keep_batch and (micro, accumulation) != (self.batch_size, self.grad_accum)
+        own_batch = self.keep_batch and (micro, accumulation) != (common.batch_size, common.grad_accum)
         return Configuration(
             name=file.name,
             label=f"{file.name}, micro-batch {micro} × {accumulation}" if own_batch else file.name,
@@ -78,12 +77,6 @@ class FileRowMaker:
             resolved_values=resolved,
             caveats=tuple(caveats),
         )
-
-    def _batch(self, file: ConfigurationFile, batch_size: int) -> tuple[int, int]:
-        """The row's micro-batch and accumulation. Raises UsageError for batch keys of a file that contradict."""
-        if not self.keep_batch:
-            return batch_size, self.grad_accum
-        return batch_of_file(file, self.num_gpus, batch_size, self.grad_accum)
 
     def _resolve(
         self, file: ConfigurationFile, micro: int, accumulation: int
@@ -97,13 +90,11 @@ class FileRowMaker:
         caveats = [validation.ignored_key_text(key) for key in ignored]
         written = {key: value for key, value in written.items() if key not in ignored}
         validation.check_keys(written)
-        facts = TrainingFacts(
+        facts = replace(
+            self.facts,
             batch_size=micro,
             grad_accum=accumulation,
-            num_gpus=self.num_gpus,
-            precision=file.precision or self.precision,
-            hidden_size=self.hidden_size,
-            training_steps=self.training_steps,
+            precision=file.precision or self.facts.precision,
             arguments=file.arguments,
         )
         resolution = resolve(written, facts)

@@ -15,6 +15,7 @@ from ..system.redaction import REDACTED, looks_secret, redacted_config
 from ..units import format_bytes, format_count
 from . import deepspeed_keys
 from .automatic_values import AUTO, TrainingFacts, fill_in, paths_of_auto
+from .overrides import nested
 from .rules import RULES, Case, Level, ModelSize
 from .spec import BATCH_KEYS
 
@@ -585,13 +586,10 @@ def _is_unfilled(path: str) -> bool:
     parent, _, key = path.rpartition(".")
     if parent in deepspeed_keys.refusing_blocks() or (not parent and key not in deepspeed_keys.top_level_keys()):
         return False
-    config: dict[str, Any] = {key: AUTO}
-    for name in reversed(parent.split(".") if parent else []):
-        config = {name: config}
-    return bool(list(paths_of_auto(fill_in(config, _ANY_FACTS).config)))
+    return any(paths_of_auto(fill_in(nested(path, AUTO), _ANY_FACTS).config))
 
 
-_ANY_FACTS = TrainingFacts(batch_size=1, grad_accum=1, num_gpus=1, precision="bf16", hidden_size=1, training_steps=1)
+_ANY_FACTS = TrainingFacts(num_gpus=1, precision="bf16", hidden_size=1)
 """To ask which values the Trainer fills in, whatever they are."""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -12,6 +13,7 @@ from .spec import DEFAULT_PREFETCH, NO_INSPECTION, Inspection, PassType, point_t
 from .token_file import TokenFile, TokenType
 
 if TYPE_CHECKING:
+    from .axis_rows import AxisValues
     from .configuration_files import ConfigurationFile
 
 Family = Literal["zero", "offload", "recipe"]
@@ -85,10 +87,12 @@ class Options:
     """Files and folders of configurations, each file one row."""
     keep_batch: bool
     """Whether the batch keys of a file of ``configs`` rule over ``batch_size`` and ``grad_accum``."""
-    ds_config: Path | None
-    set: tuple[str, ...]
-    axes: tuple[str, ...] = ()
-    """Texts of ``--axis``: ``overlap_comm=true,false``."""
+    ds_config: Mapping[str, Any]
+    """Content of the file of ``--ds-config``, which replaces values of every DeepSpeed configuration."""
+    set: tuple[Mapping[str, Any], ...]
+    """The same of each ``--set``, after that of the file: ``{"zero_optimization": {"overlap_comm": False}}``."""
+    axes: tuple[AxisValues, ...] = ()
+    """The values of each axis."""
     model_factory: str | None
     trust_remote_code: bool
     cpu_memory_limit: float | None
@@ -148,6 +152,15 @@ class Options:
     def searches_size(self) -> bool:
         """Whether each row's micro-batch or sequence length is searched for by probes."""
         return self.auto_batch or self.auto_seq
+
+    @property
+    def config_changes(self) -> tuple[Mapping[str, Any], ...]:
+        """What replaces values of every DeepSpeed configuration, one after the other."""
+        return self.ds_config, *self.set
+
+    @property
+    def axis_names(self) -> list[str]:
+        return [values[0].axis_name for values in self.axes]
 
     @property
     def point_text(self) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from ..errors import UsageError
 from ..system import files
 from .automatic_values import paths_of_auto
 from .deepspeed_config import Config
+from .spec import BATCH_KEYS
 
 _LARGEST_FILE_BYTES = 2**22
 
@@ -30,14 +31,29 @@ def overlay(config: Mapping[str, Any], changes: Mapping[str, Any]) -> Config:
     return merged
 
 
+def merge(first: Mapping[str, Any], second: Mapping[str, Any]) -> Config:
+    """Joins two sets of changes block by block, the second over the first; unlike in :func:`overlay` None is kept."""
+    merged: Config = dict(first)
+    for key, value in second.items():
+        below = merged.get(key)
+        merged[key] = merge(below, value) if isinstance(below, Mapping) and isinstance(value, Mapping) else value
+    return merged
+
+
+def nested(path: str, value: Any) -> Config:
+    """``a.b`` and a value as ``{"a": {"b": value}}``."""
+    for name in reversed(path.split(".")):
+        value = {name: value}
+    return dict(value)
+
+
 def parse_set(text: str) -> Config:
     """Parses ``a.b=value`` to ``{"a": {"b": value}}``; a value that is not JSON is text.
 
     Raises UsageError without ``=`` and for an empty name.
     """
     path, separator, raw = text.partition("=")
-    names = path.split(".")
-    if not separator or not all(names):
+    if not separator or not all(path.split(".")):
         raise UsageError(
             f"--set {text!r} is not key.path=value", remedy="e.g. --set zero_optimization.overlap_comm=false"
         )
@@ -47,23 +63,19 @@ def parse_set(text: str) -> Config:
         value = raw
     except ValueError:  # Python reads no integer of more than 4,300 digits
         raise UsageError(f"--set {path} has a number of too many digits", remedy="give a smaller number") from None
-    for name in reversed(names):
-        value = {name: value}
-    return dict(value)
+    return nested(path, value)
 
 
-def apply_changes(config: Mapping[str, Any], file_changes: Mapping[str, Any], settings: Sequence[str]) -> Config:
-    """Returns ``config`` with the changes of ``--ds-config`` and then of every ``--set``. Raises UsageError.
+def apply_changes(config: Mapping[str, Any], *layers: Mapping[str, Any]) -> Config:
+    """Returns ``config`` with changes, one layer after the other.
 
     If they change the batch and not its total, the total is dropped, and ``complete_config`` computes it anew.
     """
-    layers = [file_changes, *map(parse_set, settings)]
+    total, *parts = BATCH_KEYS
     changed = {key for layer in layers for key in layer}
     result = dict(config)
-    if changed & {"train_micro_batch_size_per_gpu", "gradient_accumulation_steps"} and (
-        "train_batch_size" not in changed
-    ):
-        result.pop("train_batch_size", None)
+    if changed.intersection(parts) and total not in changed:
+        result.pop(total, None)
     for layer in layers:
         result = overlay(result, layer)
     return result

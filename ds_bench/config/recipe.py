@@ -12,7 +12,7 @@ import difflib
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
-from functools import cache
+from functools import cache, reduce
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
 
@@ -20,7 +20,7 @@ import yaml
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema
 
 from ..errors import UsageError
-from . import overrides, strategies
+from . import axis_rows, overrides, strategies
 from .configuration_files import ConfigurationFile
 from .deepspeed_config import OPTIMIZERS, Config, base_config
 from .options import MAX_NUMBER, MAX_PORT, MAX_RANKS, MAX_REPEATS, Options
@@ -583,9 +583,15 @@ def options_of(recipe: Recipe, folder: Path, **run_flags: Any) -> Options:
         family="recipe",
         **values,
         inline=inline,
-        axes=tuple(f"{name}={','.join(map(_axis_text, _listed(values)))}" for name, values in recipe.axes.items()),
-        ds_config=None,
-        set=_settings(recipe),
+        axes=tuple(
+            axis_rows.read_values(name, [_axis_text(value) for value in _listed(values)])
+            for name, values in recipe.axes.items()
+        ),
+        ds_config={},
+        set=(
+            *(overrides.nested(key, value) for key, value in recipe.configurations.deepspeed.items()),
+            *(overrides.nested(f"optimizer.params.{key}", value) for key, value in recipe.optimizer.params.items()),
+        ),
         **{**_RUN_FLAGS, **run_flags},
     )
 
@@ -648,13 +654,6 @@ def _inline_rows(recipe: Recipe) -> tuple[ConfigurationFile, ...]:
     )
 
 
-def _settings(recipe: Recipe) -> tuple[str, ...]:
-    """The values that replace those of every configuration, as texts of ``--set``."""
-    changes: dict[str, Any] = dict(recipe.configurations.deepspeed)
-    texts = [f"{key}={json.dumps(value)}" for key, value in changes.items()]
-    return (*texts, *(f"optimizer.params.{key}={json.dumps(value)}" for key, value in recipe.optimizer.params.items()))
-
-
 MakeConfig = Callable[[Strategy, int, int], Config]
 
 
@@ -676,7 +675,7 @@ def recipe_of(options: Options, make_config: MakeConfig, rows: list[Strategy]) -
     """The values of the recipe that runs what these Options and this function of a script run.
 
     ``rows``: the strategies that the Options ask for. Sections that every reader wants to see are whole, of the others
-    only what differs from the defaults. Raises UsageError for a file that cannot be read.
+    only what differs from the defaults.
     """
     data: Data = {section: {} for section in Recipe.model_fields}
     for name, path in PATHS.items():
@@ -687,8 +686,8 @@ def recipe_of(options: Options, make_config: MakeConfig, rows: list[Strategy]) -
             continue
         data[section][key] = value
     data["axes"] = {
-        name: [{"true": True, "false": False}.get(value, value) for value in values.split(",")]
-        for name, _, values in (text.partition("=") for text in options.axes)
+        values[0].axis_name: [{"true": True, "false": False}.get(each.text, each.text) for each in values]
+        for values in options.axes
     }
     if options.model_factory is not None:
         del data["model"]["name"]
@@ -699,10 +698,8 @@ def recipe_of(options: Options, make_config: MakeConfig, rows: list[Strategy]) -
     if options.family == "offload" and options.nvme_path is not None and "nvme" not in options.strategies:
         data["configurations"]["strategies"].append("nvme")
     inline = dict(_edited_configurations(options, make_config, rows))
-    changes = [overrides.read_file(options.ds_config), *map(overrides.parse_set, options.set)]
-    data["configurations"] |= {
-        key: value for key, value in (("inline", inline), ("deepspeed", _merged(changes))) if value
-    }
+    changes = reduce(overrides.merge, options.config_changes)
+    data["configurations"] |= {key: value for key, value in (("inline", inline), ("deepspeed", changes)) if value}
     return {section: values for section, values in data.items() if values}
 
 
@@ -730,17 +727,6 @@ def _edited_configurations(
             config = overrides.json_values(config)
             same = [key for key in BATCH_KEYS if config.get(key) == built_in[key]]
             yield strategy.name, {key: value for key, value in config.items() if key not in same}
-
-
-def _merged(layers: list[Config]) -> Config:
-    """Changes one after the other as one; unlike in ``overrides.overlay`` None stays, as it removes a key."""
-    merged: Config = {}
-    for layer in layers:
-        for key, value in layer.items():
-            below = merged.get(key)
-            both = isinstance(value, dict) and isinstance(below, dict)
-            merged[key] = _merged([below, value]) if both else value  # type: ignore[list-item]
-    return merged
 
 
 def yaml_text(data: Data) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from ..config import validation
+from ..config.automatic_values import TrainingFacts
 from ..config.configuration_files import ConfigurationFile
 from ..config.file_rows import FileRowMaker
 from ..config.spec import Configuration, Placement
@@ -17,15 +18,10 @@ _ANY_HIDDEN_SIZE = 1024
 
 def configurations_of(files: Sequence[ConfigurationFile], placement: Placement) -> list[Configuration]:
     """The configurations of files on this machine, refused ones included."""
-    maker = FileRowMaker(
-        num_gpus=placement.num_gpus,
-        batch_size=1,
-        grad_accum=1,
-        precision=placement.supported_precisions[0],
-        hidden_size=_ANY_HIDDEN_SIZE,
-        training_steps=1,
+    facts = TrainingFacts(
+        num_gpus=placement.num_gpus, precision=placement.supported_precisions[0], hidden_size=_ANY_HIDDEN_SIZE
     )
-    return [maker.make(file, 1) for file in files]
+    return [FileRowMaker(facts=facts).make(file) for file in files]
 
 
 def check(configurations: Sequence[Configuration], placement: Placement, lines: Sequence[str]) -> Iterator[Finding]:

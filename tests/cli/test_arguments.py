@@ -173,7 +173,7 @@ def test_a_strategy_or_stage_named_twice_is_run_once_in_the_order_named() -> Non
 
 
 def test_settings_keep_their_order_and_repetition_since_the_last_one_decides() -> None:
-    assert zero("--set a=1 --set a=2 --set a=1").set == ("a=1", "a=2", "a=1")
+    assert zero("--set a=1 --set a=2 --set a=1").set == ({"a": 1}, {"a": 2}, {"a": 1})
 
 
 def test_a_retry_list_is_split_at_commas_and_trimmed() -> None:

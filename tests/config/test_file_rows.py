@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ds_bench.config.automatic_values import TrainingFacts
 from ds_bench.config.configuration_files import ConfigurationFile, read_configuration_file
 from ds_bench.config.file_rows import FileRowMaker, batch_of_file
 from ds_bench.config.spec import Configuration
@@ -20,16 +22,11 @@ def file_of(folder: Path, content: Any, name: str = "mine.json") -> Configuratio
     return read_configuration_file(path)
 
 
-def maker(**changes: Any) -> FileRowMaker:
-    values: dict[str, Any] = {
-        "num_gpus": 2,
-        "batch_size": 4,
-        "grad_accum": 1,
-        "precision": "bf16",
-        "hidden_size": 128,
-        "training_steps": 4,
-    }
-    return FileRowMaker(**{**values, **changes})
+FACTS = TrainingFacts(num_gpus=2, batch_size=4, precision="bf16", hidden_size=128, training_steps=4)
+
+
+def maker(*, keep_batch: bool = False, **facts: Any) -> FileRowMaker:
+    return FileRowMaker(facts=replace(FACTS, **facts), keep_batch=keep_batch)
 
 
 def row_of(folder: Path, content: Any, **changes: Any) -> Configuration:

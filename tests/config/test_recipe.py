@@ -165,7 +165,10 @@ def test_all_stands_for_each_configuration_once() -> None:
 
 def test_deepspeed_values_and_parameters_of_the_optimizer_are_set_in_every_configuration() -> None:
     text = "configurations: {deepspeed: {gradient_clipping: 0.5}}\noptimizer: {params: {lr: 1e-3}}"
-    assert points(text)[0][1].set == ("gradient_clipping=0.5", "optimizer.params.lr=0.001")
+    assert points(text)[0][1].set == (
+        {"gradient_clipping": 0.5},
+        {"optimizer": {"params": {"lr": 0.001}}},
+    )
 
 
 # ------------------------------------------------------------------ sweeps

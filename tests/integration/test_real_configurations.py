@@ -61,8 +61,8 @@ def as_it_is_run(row: Configuration) -> dict[str, Any]:
 
 def test_what_deepspeed_refuses_is_refused_and_a_row_trains_what_deepspeed_reads_in_its_file() -> None:
     files = [read_configuration_file(path) for path in shared_files("real_configs", "*.json")]
-    maker = FileRowMaker(num_gpus=1, batch_size=2, grad_accum=1, precision="bf16", hidden_size=128, training_steps=4)
-    rows = [maker.make(file, 2) for file in files]
+    facts = TrainingFacts(num_gpus=1, batch_size=2, precision="bf16", hidden_size=128, training_steps=4)
+    rows = [FileRowMaker(facts=facts).make(file) for file in files]
     answers = ask_deepspeed([*map(as_the_trainer_gives_it, files), *map(as_it_is_run, rows)])
     run = 0
     for file, row, theirs, ours in zip(files, rows, answers[: len(files)], answers[len(files) :], strict=True):

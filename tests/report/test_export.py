@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 
 from ds_bench.config import deepspeed_config, overrides
+from ds_bench.config.automatic_values import TrainingFacts
 from ds_bench.config.configuration_files import read_configuration_file
 from ds_bench.config.file_rows import FileRowMaker
 from ds_bench.config.spec import Configuration, Placement, Trial
@@ -280,8 +281,8 @@ def test_what_was_auto_in_the_users_file_stays_auto_for_the_trainer_alone(tmp_pa
     path = tmp_path / "mine.json"
     zero_block = {"stage": 3, "reduce_bucket_size": "auto", "stage3_prefetch_bucket_size": 7, "sub_group_size": "auto"}
     path.write_text(json.dumps({"bf16": {"enabled": "auto"}, "zero_optimization": zero_block}))
-    maker = FileRowMaker(num_gpus=1, batch_size=4, grad_accum=1, precision="bf16", hidden_size=128, training_steps=4)
-    configuration = maker.make(read_configuration_file(path), 4)
+    maker = FileRowMaker(facts=TrainingFacts(num_gpus=1, batch_size=4, precision="bf16", hidden_size=128))
+    configuration = maker.make(read_configuration_file(path))
     trial = replace(row(zero(3)), configuration=configuration, ds_config=row(configuration).ds_config)
     trial = replace(trial, ds_config={**trial.ds_config, **configuration.deepspeed_config})
     blocks = {"raw": export.raw_config(success(trial)), "trainer": export.trainer_config(success(trial))}
