@@ -16,6 +16,7 @@ from .config.automatic_values import TrainingFacts
 from .config.axes import RowFacts, other_arithmetic
 from .config.axis_rows import AxisValues
 from .config.configuration_files import ConfigurationFile, read_configuration_files
+from .config.deepspeed_config import MakeConfig
 from .config.file_rows import FileRowMaker, has_other_batch
 from .config.options import DEFAULT_BATCH_SIZE, Options
 from .config.placement import choose_precision, resolve_placement
@@ -42,9 +43,6 @@ from .prediction.trial_predictions import MemoryCapacity, Unpredicted
 from .system.machine import Machine
 from .system.redaction import redacted_config
 from .units import format_duration
-
-MakeConfig = Callable[[Strategy, int, int], dict[str, Any]]
-"""(strategy, micro-batch, accumulation) → what the user's ``create_deepspeed_config`` returns."""
 
 DEFAULT_SEQ_LENGTH = 512
 SHORTEST_SEQ_LENGTH = 16

@@ -23,6 +23,7 @@ from .analysis.flat_rows import flat_rows
 from .analysis.loss_parity import with_loss_caveats
 from .analysis.summary import TrialSummary, summarise
 from .analysis.time_estimate import estimate_trial_seconds
+from .config.deepspeed_config import MakeConfig
 from .config.options import SEVERAL_NODES, Options
 from .config.spec import Precision, Trial
 from .doctor import checkpoint_folder, nvme
@@ -35,7 +36,7 @@ from .launch.deepspeed import launch_command
 from .launch.hosts import Hosts
 from .launch.scratch import remove_abandoned
 from .launch.selection import choose_launcher
-from .planner import MakeConfig, Plan, RunPlan, make_run_plan
+from .planner import Plan, RunPlan, make_run_plan
 from .prediction import trial_predictions
 from .prediction.model_profile import ModelProfile, variant_of
 from .records import schema

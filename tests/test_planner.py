@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_bench import planner, runner
+from ds_bench.config.deepspeed_config import MakeConfig
 from ds_bench.config.options import Options
 from ds_bench.config.spec import Placement, Strategy, Trial
 from ds_bench.doctor import nvme
@@ -37,7 +38,7 @@ def trials(
     options: Options,
     *,
     on: Placement | None = None,
-    make: planner.MakeConfig = fakes.make_config,
+    make: MakeConfig = fakes.make_config,
     states: Mapping[str, OpState] | None = None,
     of: ResolvedModel | None = None,
 ) -> list[Trial]:
@@ -49,7 +50,7 @@ def trials(
     return [planner.with_op_states(trial, states or {}, choice.largest_parameter) for trial in made]
 
 
-def config_of(*arguments: str, make: planner.MakeConfig = fakes.make_config) -> dict[str, Any]:
+def config_of(*arguments: str, make: MakeConfig = fakes.make_config) -> dict[str, Any]:
     """The configuration of the only trial that these flags give."""
     (trial,) = trials(fakes.options("zero", "--stages", "3", *arguments), make=make)
     return dict(trial.ds_config)

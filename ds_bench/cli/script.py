@@ -5,12 +5,11 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
+from ..config.deepspeed_config import MakeConfig
 from ..config.options import SEVERAL_NODES, Family, Options
-from ..config.spec import Strategy
 from ..errors import DsBenchError, UsageError
 from ..models import presets
 from ..system import terminal
@@ -19,9 +18,7 @@ from .arguments import build_parser, parse, to_options
 from .launched import runs_comparison
 
 
-def main(
-    family: Family, make_config: Callable[[Strategy, int, int], dict[str, Any]], arguments: Sequence[str] | None = None
-) -> int:
+def main(family: Family, make_config: MakeConfig, arguments: Sequence[str] | None = None) -> int:
     """Runs a comparison script and returns its exit code. ``make_config``: the script's ``create_deepspeed_config``."""
     prog = terminal.escape_controls(Path(sys.argv[0]).name)
     typed_flags = list(sys.argv[1:] if arguments is None else arguments)
@@ -47,7 +44,7 @@ def main(
             return 130
 
 
-def _print_recipe(options: Options, make_config: Callable[[Strategy, int, int], dict[str, Any]]) -> int:
+def _print_recipe(options: Options, make_config: MakeConfig) -> int:
     """Prints the recipe that makes the same comparison. Returns exit code 0."""
     from ..config.recipe import recipe_of, yaml_text
     from ..planner import requested_rows

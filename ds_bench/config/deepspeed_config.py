@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -34,6 +34,8 @@ from .spec import (
 )
 
 Config = dict[str, Any]
+MakeConfig = Callable[[Strategy, int, int], Config]
+"""(strategy, micro-batch, accumulation) → what the user's ``create_deepspeed_config`` returns."""
 
 OPTIMIZERS = ("AdamW", "Adam", "Adagrad", "Lion", "SGD")
 """Values of ``--optimizer``."""

@@ -10,9 +10,10 @@ from __future__ import annotations
 import copy
 import difflib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from functools import cache, reduce
+from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
 
@@ -22,7 +23,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from ..errors import UsageError
 from . import axis_rows, overrides, strategies
 from .configuration_files import ConfigurationFile
-from .deepspeed_config import OPTIMIZERS, Config, base_config
+from .deepspeed_config import OPTIMIZERS, Config, MakeConfig, base_config
 from .options import MAX_NUMBER, MAX_PORT, MAX_RANKS, MAX_REPEATS, Options
 from .recipe_file import FLOAT, Data, KeyPath, RecipeText
 from .spec import (
@@ -362,67 +363,36 @@ _WHOLE_SECTIONS = ("model", "training")
 """Sections of which a printed recipe has every value."""
 _LISTS_OF_DEEPSPEED = ("betas",)
 """Values of an optimizer that are lists themselves."""
+_OTHER_NAMES = {
+    "model.name": "model",
+    "model.factory": "model_factory",
+    "training.seq_len": "seq_length",
+    "training.local_batch_size": "batch_size",
+    "training.steps": "num_steps",
+    "dataset.path": "data",
+    "dataset.dtype": "data_dtype",
+    "dataloader.workers": "data_workers",
+    "dataloader.pin_memory": "data_pin_memory",
+    "dataloader.prefetch": "data_prefetch",
+    "optimizer.type": "optimizer",
+    "profiling.steps": "profile_steps",
+    "profiling.ranks": "profile_ranks",
+    "output.dir": "output_dir",
+}
+"""Key path → the field of Options that it gives, where their names differ."""
+_NO_FIELD = ("configurations.inline", "configurations.deepspeed", "optimizer.params", "dataset.seq_len")
+"""Key paths that Options have in another form (:func:`options_of`)."""
+
+
+@cache
+def known_paths() -> Mapping[str, Any]:
+    """Key path of every value of a recipe → its default."""
+    sections = Recipe().model_dump(exclude={"axes"})
+    return {f"{section}.{key}": value for section, keys in sections.items() for key, value in keys.items()}
+
+
 PATHS: Mapping[str, str] = {
-    "model": "model.name",
-    "model_factory": "model.factory",
-    "trust_remote_code": "model.trust_remote_code",
-    "seq_length": "training.seq_len",
-    "batch_size": "training.local_batch_size",
-    "global_batch_size": "training.global_batch_size",
-    "grad_accum": "training.grad_accum",
-    "num_steps": "training.steps",
-    "warmup_steps": "training.warmup_steps",
-    "precision": "training.precision",
-    "activation_checkpointing": "training.activation_checkpointing",
-    "seed": "training.seed",
-    "dropout": "training.dropout",
-    "data": "dataset.path",
-    "data_dtype": "dataset.dtype",
-    "vocab_size": "dataset.vocab_size",
-    "data_workers": "dataloader.workers",
-    "data_pin_memory": "dataloader.pin_memory",
-    "data_prefetch": "dataloader.prefetch",
-    "pass_type": "training.pass_type",
-    "synchronized": "training.synchronized",
-    "stages": "configurations.stages",
-    "strategies": "configurations.strategies",
-    "stage": "configurations.stage",
-    "configs": "configurations.configs",
-    "keep_batch": "configurations.keep_batch",
-    "common_batch": "configurations.common_batch",
-    "relative_to": "configurations.relative_to",
-    "optimizer": "optimizer.type",
-    "profiles": "profiling.profiles",
-    "profile_steps": "profiling.steps",
-    "profile_ranks": "profiling.ranks",
-    "nsys_start": "profiling.nsys_start",
-    "nsys_end": "profiling.nsys_end",
-    "num_gpus": "launch.num_gpus",
-    "accelerator": "launch.accelerator",
-    "launcher": "launch.launcher",
-    "hostfile": "launch.hostfile",
-    "include": "launch.include",
-    "exclude": "launch.exclude",
-    "multi_node_launcher": "launch.multi_node_launcher",
-    "master_addr": "launch.master_addr",
-    "master_port": "launch.master_port",
-    "launcher_args": "launch.launcher_args",
-    "nvme_path": "launch.nvme_path",
-    "cpu_memory_limit": "launch.cpu_memory_limit",
-    "gpu_memory_limit": "launch.gpu_memory_limit",
-    "peak_tflops": "launch.peak_tflops",
-    "timeout": "launch.timeout",
-    "stall_timeout": "launch.stall_timeout",
-    "skip_predicted_oom": "launch.skip_predicted_oom",
-    "force": "launch.force",
-    "output_dir": "output.dir",
-    "repeats": "output.repeats",
-    "goal": "output.goal",
-    "export": "output.export",
-    "checkpoint": "output.checkpoint",
-    "checkpoint_path": "output.checkpoint_path",
-    "monitor": "output.monitor",
-    "csv": "output.csv",
+    _OTHER_NAMES.get(path, path.rpartition(".")[2]): path for path in known_paths() if path not in _NO_FIELD
 }
 """Field of Options, or of its Inspection → key path of the recipe."""
 INSPECTION_FIELDS = tuple(each.name for each in fields(Inspection) if each.name in PATHS)
@@ -457,7 +427,8 @@ def _usage_error(error: ValidationError, text: RecipeText) -> UsageError:
     place, shown = text.place(path), path_text(path)
     if first["type"] == "extra_forbidden":
         near = nearest_path(path)
-        return UsageError(f"{place}unknown key {shown}", remedy=f"did you mean {near}?" if near else _sections())
+        sections = f"the sections are {', '.join(Recipe.model_fields)} and sweep; docs/recipes.md lists their keys"
+        return UsageError(f"{place}unknown key {shown}", remedy=f"did you mean {near}?" if near else sections)
     reasons = [_reason(each) for each in errors if _known_part(each["loc"]) == path]
     value = json.dumps(first["input"], default=str)
     value = value if len(value) <= 40 else f"{value[:36]} …"
@@ -504,17 +475,6 @@ def path_text(path: KeyPath) -> str:
     return "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path).removeprefix(".")
 
 
-def _sections() -> str:
-    return f"the sections are {', '.join(Recipe.model_fields)} and sweep; docs/recipes.md lists their keys"
-
-
-@cache
-def known_paths() -> Mapping[str, Any]:
-    """Key path of every value of a recipe → its default."""
-    sections = Recipe().model_dump(exclude={"axes"})
-    return {f"{section}.{key}": value for section, keys in sections.items() for key, value in keys.items()}
-
-
 def can_be_swept(path: str) -> bool:
     """Whether a sweep may have several values of a key path."""
     if path.startswith(tuple(f"{block}." for block in _SWEPT_BLOCKS)):
@@ -556,7 +516,7 @@ def options_of(recipe: Recipe, folder: Path, **run_flags: Any) -> Options:
 
     Raises UsageError for values that contradict each other.
     """
-    values = {name: _value_at(recipe, path) for name, path in PATHS.items()}
+    values = {name: attrgetter(path)(recipe) for name, path in PATHS.items()}
     _require_one_accumulation(values)
     values["seq_length"] = _seq_length(recipe)
     values["auto_batch"] = values["batch_size"] == "auto"
@@ -575,8 +535,9 @@ def options_of(recipe: Recipe, folder: Path, **run_flags: Any) -> Options:
     values["stages"] = tuple(stages)
     values["strategies"] = tuple(name for name in dict.fromkeys(values["strategies"]) if name not in named)
     values["configs"] = tuple(folder / path for path in values["configs"])
-    values["data"] = None if values["data"] is None else folder / values["data"]
-    values["hostfile"] = None if values["hostfile"] is None else folder / values["hostfile"]
+    for name in ("data", "hostfile"):
+        if values[name] is not None:
+            values[name] = folder / values[name]
     values["model"] = values["model_factory"] or values["model"]
     values["inspection"] = Inspection(**{name: values.pop(name) for name in INSPECTION_FIELDS})
     return Options(
@@ -594,11 +555,6 @@ def options_of(recipe: Recipe, folder: Path, **run_flags: Any) -> Options:
         ),
         **{**_RUN_FLAGS, **run_flags},
     )
-
-
-def _value_at(recipe: Recipe, path: str) -> Any:
-    section, _, key = path.partition(".")
-    return getattr(getattr(recipe, section), key)
 
 
 def _seq_length(recipe: Recipe) -> int | Literal["auto"] | None:
@@ -654,9 +610,6 @@ def _inline_rows(recipe: Recipe) -> tuple[ConfigurationFile, ...]:
     )
 
 
-MakeConfig = Callable[[Strategy, int, int], Config]
-
-
 def config_maker(recipe: Recipe) -> MakeConfig:
     """The function that makes each strategy's configuration: the recipe's own where it gives one, else the built-in."""
 
@@ -682,7 +635,7 @@ def recipe_of(options: Options, make_config: MakeConfig, rows: list[Strategy]) -
         section, _, key = path.partition(".")
         value = _json_value(getattr(options.inspection if name in INSPECTION_FIELDS else options, name))
         is_empty = value is None or value is False or value == [] or name in _OF_RECIPES_ALONE
-        if is_empty or (section not in _WHOLE_SECTIONS and value == _default(path)):
+        if is_empty or (section not in _WHOLE_SECTIONS and value == _json_value(known_paths()[path])):
             continue
         data[section][key] = value
     data["axes"] = {
@@ -708,10 +661,6 @@ def _json_value(value: Any) -> Any:
     if isinstance(value, tuple):
         return [_json_value(item) for item in value]
     return str(value.absolute()) if isinstance(value, Path) else value
-
-
-def _default(path: str) -> Any:
-    return _json_value(known_paths()[path])
 
 
 def _edited_configurations(
