@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
@@ -9,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import groupby
-from typing import Any, TypeVar
+from typing import Any
 
 from .config import axis_rows, deepspeed_config, lint, overrides, strategies, validation
 from .config.automatic_values import TrainingFacts
@@ -350,11 +351,6 @@ def _profile_lines(inspection: Inspection, placement: Placement) -> list[str]:
     return []
 
 
-def make_plan(options: Options, make_config: MakeConfig, machine: Machine) -> Plan:
-    """Makes the plan of a run of one point; see :func:`make_run_plan`."""
-    return make_run_plan([options], make_config, machine).plans[0]
-
-
 def _plan_of_point(
     options: Options,
     rows: Sequence[RequestedRow],
@@ -367,14 +363,16 @@ def _plan_of_point(
     options = with_accumulation(options, placement)
     require_known_ids(options, model)
     builder = ConfigurationBuilder(options=options, make_config=make_config, model=model, placement=placement)
-    configurations = _as_usage_error(lambda: [builder.build(row, options.batch_size) for row in rows])
-    trials = _as_usage_error(lambda: make_trials(options, model, placement, configurations))
+    with _as_usage_error():
+        configurations = [builder.build(row, options.batch_size) for row in rows]
+        trials = make_trials(options, model, placement, configurations)
     if equal := _equal_rows(trials):
         rows = [row for row in rows if row.name not in equal]
         configurations = [each for each in configurations if each.name not in equal]
         trials = make_trials(options, model, placement, configurations)
-    if refusals := [each.refusal for each in configurations if each.refusal is not None]:
-        _require_one_that_runs(configurations, refusals)
+    refusals = [f"--configs {each.name}: {each.refusal}" for each in configurations if each.refusal is not None]
+    if refusals and len(refusals) == len(configurations):
+        raise UsageError("; ".join(refusals[:3]), remedy="python -m ds_bench check explains a file")
     return Plan(
         options=options,
         model=model,
@@ -398,32 +396,19 @@ def _equal_rows(trials: Sequence[Trial]) -> dict[str, str]:
     user.
     """
     lines: dict[str, str] = {}
-    first: list[Trial] = []
+    first: list[tuple[str, object]] = []
+    """Label of each row that trains as none before it, with what it trains."""
     for trial in trials:
-        if trial.repeat or trial.configuration.refusal is not None:
+        row = trial.configuration
+        if trial.repeat or row.refusal is not None:
             continue
-        same = next((each for each in first if _train_alike(each, trial)), None)
+        trains = (trial.ds_config, trial.workload, row.engine, row.variables)
+        same = next((label for label, other in first if other == trains), None)
         if same is None:
-            first.append(trial)
-        elif trial.configuration.source == "file" or trial.configuration.axis_values:
-            name, other = trial.configuration.name, same.configuration.label
-            lines[name] = f"{name} trains exactly as {other} does and is left out"
+            first.append((row.label, trains))
+        elif row.source == "file" or row.axis_values:
+            lines[row.name] = f"{row.name} trains exactly as {same} does and is left out"
     return lines
-
-
-def _train_alike(a: Trial, b: Trial) -> bool:
-    def what_trains(trial: Trial) -> tuple[object, ...]:
-        own = trial.configuration
-        return trial.ds_config, trial.workload, own.engine, own.variables
-
-    return what_trains(a) == what_trains(b)
-
-
-def _require_one_that_runs(configurations: Sequence[Configuration], refusals: Sequence[str]) -> None:
-    """Raises UsageError where every row is of a file that is refused."""
-    if len(refusals) == len(configurations):
-        problems = [f"--configs {each.name}: {reason}" for each, reason in zip(configurations, refusals, strict=True)]
-        raise UsageError("; ".join(problems[:3]), remedy="python -m ds_bench check explains a file")
 
 
 def _batch_lines(options: Options, placement: Placement, rows: Sequence[RequestedRow]) -> list[str]:
@@ -431,7 +416,7 @@ def _batch_lines(options: Options, placement: Placement, rows: Sequence[Requeste
     if options.keep_batch:
         return []
     size, accumulation = options.batch_size, options.grad_accum
-    files = {row.file.name: row.file for row in rows if row.file is not None}
+    files = {row.origin.name: row.origin for row in rows if isinstance(row.origin, ConfigurationFile)}
     names = [name for name, file in files.items() if has_other_batch(file, placement.num_gpus, size, accumulation)]
     if not names:
         return []
@@ -491,13 +476,11 @@ def _accumulation(total: int, batch_size: int, ranks: int, where: str = "") -> i
     )
 
 
-T = TypeVar("T")
-
-
-def _as_usage_error(make: Callable[[], T]) -> T:
-    """Calls ``make`` and turns any error into a UsageError: a user's file or function may give any values."""
+@contextlib.contextmanager
+def _as_usage_error() -> Iterator[None]:
+    """Turns any error into a UsageError: a user's file or function may give any values."""
     try:
-        return make()
+        yield
     except DsBenchError:
         raise
     except Exception as error:
@@ -552,34 +535,28 @@ def make_workload(options: Options, model: ResolvedModel, placement: Placement) 
 class RequestedRow:
     """A row that the user asked for, before its micro-batch is known: of a strategy or of a file."""
 
-    strategy: Strategy | None = None
-    file: ConfigurationFile | None = None
+    origin: Strategy | ConfigurationFile
     axis_values: AxisValues = ()
     """The values in which it differs from the strategy's or file's own row."""
 
     @property
     def name(self) -> str:
-        return axis_rows.row_name((self.strategy or self._file).name, self.axis_values)
+        return axis_rows.row_name(self.origin.name, self.axis_values)
 
     @property
     def label(self) -> str:
-        own = self._file.name if self.strategy is None else self.strategy.label
+        own = self.origin.label if isinstance(self.origin, Strategy) else self.origin.name
         return axis_rows.row_label(own, self.axis_values)
 
     @property
-    def _file(self) -> ConfigurationFile:
-        assert self.file is not None, "a row has a strategy or a file"
-        return self.file
-
-    @property
     def engine(self) -> Engine:
-        return "deepspeed" if self.strategy is None else self.strategy.engine
+        return self.origin.engine if isinstance(self.origin, Strategy) else "deepspeed"
 
     def matches(self, text: str) -> bool:
         """Whether a user's text means this row: its name or label, without axes also what means its strategy."""
         if text in (self.name, self.label):
             return True
-        return self.strategy is not None and not self.axis_values and strategies.matches(self.strategy, text)
+        return isinstance(self.origin, Strategy) and not self.axis_values and strategies.matches(self.origin, text)
 
 
 def read_files(options: Options) -> tuple[list[ConfigurationFile], list[str]]:
@@ -645,7 +622,7 @@ def _require_no_flag_of_workload(options: Options) -> None:
 
 def _layout(row: RequestedRow, options: Options) -> axis_rows.Layout:
     """What decides which axes act in a row: its stage and offload devices, with the changes of the flags."""
-    own = row._file.config if row.strategy is None else deepspeed_config.minimal_config(row.strategy)
+    own = deepspeed_config.minimal_config(row.origin) if isinstance(row.origin, Strategy) else row.origin.config
     config = overrides.apply_changes(own, *options.config_changes)
     zero = config.get("zero_optimization")
     stage = zero.get("stage", 0) if isinstance(zero, dict) else int(zero is True)
@@ -672,7 +649,7 @@ def _rows_without_axes(options: Options, files: Sequence[ConfigurationFile]) -> 
         if other is not strategy:
             problem = f"{other.name} and {strategy.name} are the same configuration, {strategy.label}"
             raise UsageError(problem, remedy="leave one of them out")
-    return [*(RequestedRow(strategy=strategy) for strategy in found), *(RequestedRow(file=file) for file in files)]
+    return [RequestedRow(origin=origin) for origin in (*found, *files)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -749,10 +726,9 @@ class ConfigurationBuilder:
         )
 
     def _build_without_axes(self, row: RequestedRow, batch_size: int, policy: BatchPolicy) -> Configuration:
-        if row.file is not None:
-            return self._file_row_maker().make(row.file, batch_size, policy)
-        assert row.strategy is not None, "a row has a strategy or a file"
-        options, strategy = self.options, row.strategy
+        if isinstance(row.origin, ConfigurationFile):
+            return self._file_row_maker().make(row.origin, batch_size, policy)
+        options, strategy = self.options, row.origin
         # The user's function is about DeepSpeed: what it changes there does not hold for torch's engines.
         make_config = self.make_config if strategy.engine == "deepspeed" else deepspeed_config.base_config
         config = make_config(strategy, batch_size, options.grad_accum)
@@ -832,8 +808,7 @@ def make_trials(
                 largest_parameter=model.largest_parameter,
             )
             completed = replace(configuration, deepspeed_config=config)
-            precision = deepspeed_config.trained_precision(config, workload.precision)
-            trained = replace(workload, precision=precision)
+            trained = replace(workload, precision=deepspeed_config.trained_precision(config, workload.precision))
             trials.append(
                 Trial(
                     trial_id=f"{len(trials):02d}_{configuration.name}" + (f"_r{repeat}" if options.repeats > 1 else ""),
@@ -844,11 +819,10 @@ def make_trials(
                     placement=placement,
                     ds_config=config,
                     unsupported=validation.unsupported_reason(completed, placement)
-                    or validation.unsupported_workload_reason(trained, placement, config)
-                    or validation.unsupported_pass_reason(completed, trained),
+                    or validation.unsupported_workload_reason(completed, trained, placement),
                     caveats=(
                         *configuration.caveats,
-                        *_differences_from_name(configuration, workload, config),
+                        *_differences_from_name(configuration, workload, trained),
                         *validation.ineffective_settings(completed, workload, placement),
                     ),
                     inspection=inspection,
@@ -904,11 +878,10 @@ def _missing_op(trial: Trial, states: Mapping[str, ops.OpState]) -> str | None:
     return None
 
 
-def _differences_from_name(configuration: Configuration, requested: Workload, config: Mapping[str, Any]) -> list[str]:
+def _differences_from_name(configuration: Configuration, requested: Workload, trained: Workload) -> list[str]:
     """Caveats of a row whose edited DeepSpeed configuration differs from what its name and the flags say."""
     strategy = strategies.find_strategy(configuration.name, configuration.stage)
-    trained = deepspeed_config.trained_precision(config, requested.precision)
-    pairs: list[tuple[str, str, str]] = [("precision", trained, requested.precision)]
+    pairs: list[tuple[str, str, str]] = [("precision", trained.precision, requested.precision)]
     if strategy is not None and configuration.source == "catalogue":
         pairs = [
             ("optimizer offload", configuration.offload_optimizer, strategy.offload_optimizer),

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from ..config.deepspeed_config import MakeConfig
 from ..config.options import SEVERAL_NODES, Family, Options
+from ..config.spec import Strategy
 from ..errors import DsBenchError, UsageError
 from ..models import presets
 from ..system import terminal
@@ -49,7 +50,7 @@ def _print_recipe(options: Options, make_config: MakeConfig) -> int:
     from ..config.recipe import recipe_of, yaml_text
     from ..planner import requested_rows
 
-    rows = [row.strategy for row in requested_rows(options) if row.strategy is not None]
+    rows = [row.origin for row in requested_rows(options) if isinstance(row.origin, Strategy)]
     terminal.print_text(yaml_text(recipe_of(options, make_config, rows)).rstrip())
     return 0
 

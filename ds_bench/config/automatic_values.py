@@ -21,7 +21,7 @@ from ..errors import UsageError
 from .bucket_sizes import sizes_for, trainer_sizes
 from .deepspeed_config import Config
 from .deepspeed_keys import refusing_blocks
-from .spec import Precision
+from .spec import Precision, block_of
 
 AUTO = "auto"
 
@@ -122,7 +122,7 @@ def _trainer_values(config: Mapping[str, Any], facts: TrainingFacts) -> dict[str
 
 
 def _hidden_size_values(config: Mapping[str, Any], hidden_size: int | None) -> dict[str, int]:
-    zero = _block(config, "zero_optimization")
+    zero = block_of(config, "zero_optimization")
     sizes = trainer_sizes(hidden_size or 0)
     asked = [key for key in sizes if zero.get(key) == AUTO]
     if not asked:
@@ -142,7 +142,7 @@ def _with_precision(config: Config, written: Mapping[str, Any], precision: Preci
 
     Otherwise ``{"fp16": {"enabled": "auto"}}`` alone would train fp32 where bf16 is asked for.
     """
-    automatic = any(_block(written, name).get("enabled") == AUTO for name in ("bf16", "fp16"))
+    automatic = any(block_of(written, name).get("enabled") == AUTO for name in ("bf16", "fp16"))
     if automatic and precision != "fp32" and precision not in config:
         return {**config, precision: {"enabled": True}}
     return config
@@ -164,8 +164,3 @@ def _find(config: Config, path: str) -> tuple[Config | None, str]:
     for name in names:
         block = block.get(name) if isinstance(block, dict) else None
     return (block if isinstance(block, dict) else None), key
-
-
-def _block(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    value = config.get(name)
-    return value if isinstance(value, Mapping) else {}

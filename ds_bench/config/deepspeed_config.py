@@ -30,6 +30,7 @@ from .spec import (
     Strategy,
     Trial,
     Workload,
+    block_of,
     offload_device,
 )
 
@@ -217,17 +218,14 @@ def changes_of(
     ``config``: of the configuration, completed or not. Merged into the configuration of another strategy
     (``overrides.overlay``), the result makes the same changes there.
     """
-    optimizer = config.get("optimizer")
-    params = optimizer.get("params") if isinstance(optimizer, Mapping) else None
-    torch_adam = bool(params.get("torch_adam")) if isinstance(params, Mapping) else False
+    torch_adam = bool(block_of(block_of(config, "optimizer"), "params").get("torch_adam"))
     base = base_config(configuration, workload.batch_size, workload.grad_accum)
     expected = complete_config(base, workload, placement, torch_adam=torch_adam, largest_parameter=None)
     changed = _difference(config, expected)
     for key in BATCH_KEYS:
         changed.pop(key, None)
-    if isinstance(block := changed.get("zero_optimization"), dict):
-        for key in ("stage", *OFFLOAD_BLOCKS):
-            block.pop(key, None)
+    for key in ("stage", *OFFLOAD_BLOCKS):
+        block_of(changed, "zero_optimization").pop(key, None)
     return {key: value for key, value in changed.items() if value != {}}
 
 
@@ -273,8 +271,7 @@ def _without_folders(value: Any) -> Any:
 
 def tensor_parallel_size(config: Mapping[str, Any]) -> int:
     """Ranks among which AutoTP splits every layer; 1 without it."""
-    block = config.get("tensor_parallel")
-    return _size(block.get("autotp_size")) if isinstance(block, Mapping) else 1
+    return _size(block_of(config, "tensor_parallel").get("autotp_size"))
 
 
 def sequence_parallel_size(config: Mapping[str, Any]) -> int:
@@ -288,8 +285,7 @@ def _size(value: object) -> int:
 
 def is_deepcompiled(config: Mapping[str, Any]) -> bool:
     """Whether a DeepSpeed configuration has DeepCompile compile the model."""
-    block = config.get("compile")
-    return bool(isinstance(block, Mapping) and block.get("deepcompile"))
+    return bool(block_of(config, "compile").get("deepcompile"))
 
 
 def is_full_config(trial: Trial) -> bool:

@@ -6,10 +6,7 @@ optimizer, clipping and number format of it, so that these are given and compare
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-from .spec import Configuration, Strategy, offload_device
+from .spec import Configuration, Strategy, block_of, offload_device
 
 REFERENCES: dict[str, Strategy] = {
     "ddp": Strategy(name="ddp", label="DDP (torch)", stage=0, engine="ddp"),
@@ -54,16 +51,16 @@ _BF16_KEYS = frozenset({"enabled", "check_grad_overflow", "immediate_grad_update
 def refused_setting(configuration: Configuration) -> str | None:
     """Returns why a reference engine would not train as the configuration says; None if it would."""
     config, label = configuration.deepspeed_config, configuration.label
-    optimizer = str(_block(config, "optimizer").get("type", ""))
+    optimizer = str(block_of(config, "optimizer").get("type", ""))
     without = f"remove it, or leave --strategies {configuration.name} out"
     if offload_device(config, "offload_optimizer") or offload_device(config, "offload_param"):
         return f"{label} does not offload here; {without}"
-    if _block(config, "fp16").get("enabled"):
+    if block_of(config, "fp16").get("enabled"):
         return f"{label} in fp16 would need a loss scaler other than DeepSpeed's; use --precision bf16 or fp32"
     if optimizer.lower() not in _OPTIMIZERS:
         return f"{label} has no {optimizer or 'optimizer'} that is DeepSpeed's too; use AdamW, Adam or SGD"
     others = sorted(config.keys() - _READ - _ABOUT_DEEPSPEED)
-    others += [f"bf16.{key}" for key in sorted(_block(config, "bf16").keys() - _BF16_KEYS)]
+    others += [f"bf16.{key}" for key in sorted(block_of(config, "bf16").keys() - _BF16_KEYS)]
     if others:
         return f"{label} does not have {', '.join(others)} of the DeepSpeed config; {without}"
     return None
@@ -71,13 +68,8 @@ def refused_setting(configuration: Configuration) -> str | None:
 
 def ignored_settings(configuration: Configuration) -> list[str]:
     """Returns a caveat that names ZeRO's settings, which a reference engine does not have; empty if there are none."""
-    keys = sorted(_block(configuration.deepspeed_config, "zero_optimization").keys() - {"stage"})
+    keys = sorted(block_of(configuration.deepspeed_config, "zero_optimization").keys() - {"stage"})
     if not keys:
         return []
     names = ", ".join(f"zero_optimization.{key}" for key in keys)
     return [f"{configuration.label} does not read {names}: torch has no such setting"]
-
-
-def _block(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    value = config.get(name)
-    return value if isinstance(value, Mapping) else {}

@@ -232,14 +232,18 @@ class Strategy:
         _require(self.stage in (0, 1, 2, 3), "stage", self.stage, "must be 0, 1, 2 or 3")
 
 
+def block_of(config: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Returns a block of a DeepSpeed configuration; empty where there is none."""
+    value = config.get(name)
+    return value if isinstance(value, dict) else {}  # values of JSON, of which only dict is a mapping
+
+
 def offload_device(config: Mapping[str, Any], block_name: str) -> str | None:
     """Returns the device of an offload block of a DeepSpeed configuration: ``cpu``, ``nvme``; None without offload.
 
     ``block_name``: ``offload_optimizer`` or ``offload_param``.
     """
-    zero = config.get("zero_optimization")
-    block = zero.get(block_name) if isinstance(zero, dict) else None  # values of JSON, of which only dict is a mapping
-    device = block.get("device", "none") if isinstance(block, dict) else "none"
+    device = block_of(block_of(config, "zero_optimization"), block_name).get("device", "none")
     return None if device in (None, "none") else str(device)
 
 
@@ -306,8 +310,7 @@ class Configuration:
     @property
     def stage(self) -> int:
         """ZeRO stage, 0 to 3; 0 where the DeepSpeed configuration names none, as DeepSpeed reads it."""
-        zero = self.deepspeed_config.get("zero_optimization")
-        stage: int = zero.get("stage", 0) if isinstance(zero, dict) else 0
+        stage: int = block_of(self.deepspeed_config, "zero_optimization").get("stage", 0)
         return stage
 
     @property

@@ -53,10 +53,7 @@ def check_keys(config: Mapping[str, Any]) -> None:
             hint = f"did you mean {near!r}?" if near else "DeepSpeed would ignore it silently; remove it"
             raise UsageError(f"unknown top-level key {key!r} in the DeepSpeed config", remedy=hint)
     for path, known in deepspeed_keys.refusing_blocks().items():
-        block: Any = config
-        for name in path.split("."):
-            block = block.get(name) if isinstance(block, Mapping) else None
-        for key in block if isinstance(block, Mapping) else ():
+        for key in Case(config=config).block(path):
             if key not in known:
                 near = deepspeed_keys.nearest_key(key, known)
                 listed = f"it knows {', '.join(sorted(known))}" if len(known) <= _MOST_LISTED else "remove it"
@@ -84,23 +81,23 @@ def unsupported_reason(configuration: Configuration, placement: Placement) -> st
     )
 
 
-def unsupported_workload_reason(workload: Workload, placement: Placement, config: Config) -> str | None:
-    """Returns why a workload's attention implementation or loss does not run here; None if it does.
+def unsupported_workload_reason(
+    configuration: Configuration, workload: Workload, placement: Placement
+) -> str | None:
+    """Returns why a workload's attention, loss, data loader, groups of ranks or pass do not run here; None if they do.
 
-    ``config``: the completed DeepSpeed configuration.
+    ``configuration``: with its completed DeepSpeed configuration.
     """
     return (
         _unsupported_step(workload, placement)
         or _unsupported_host_use(workload, placement)
-        or _unsupported_groups(workload, placement, config)
+        or _unsupported_groups(workload, placement, configuration.deepspeed_config)
+        or _unsupported_pass(configuration, workload)
     )
 
 
-def unsupported_pass_reason(configuration: Configuration, workload: Workload) -> str | None:
-    """Returns why only whole training steps are timed in a row; None if other passes are, or none are asked for.
-
-    ``configuration``: with its completed DeepSpeed configuration.
-    """
+def _unsupported_pass(configuration: Configuration, workload: Workload) -> str | None:
+    """Why only whole training steps are timed in a row; None if other passes are, or none are asked for."""
     config = configuration.deepspeed_config
     if workload.pass_type == "train":
         return None

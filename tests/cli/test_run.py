@@ -283,7 +283,7 @@ def test_the_recipe_of_a_script_makes_the_same_trials(
     Path("ids.bin").write_bytes(b"\x07\0" * 512)
     Path("mine.json").write_text('{"train_micro_batch_size_per_gpu": 3, "zero_optimization": {"stage": 2}}')
     options = arguments.parse(family, "script.py", flags.split())
-    rows = [row.strategy for row in requested_rows(options) if row.strategy is not None]
+    rows = [row.origin for row in requested_rows(options) if isinstance(row.origin, Strategy)]
     text = recipe_file.parse_recipe(recipe.yaml_text(recipe.recipe_of(options, make, rows)))
     read = recipe.check_recipe(text)
     again = arguments.check_options(recipe.options_of(read, text.folder))

@@ -25,6 +25,11 @@ def refusal(strategy: Configuration, on: Placement = CUDA, **changes: Any) -> st
     return validation.unsupported_reason(replace(strategy, deepspeed_config=config), on)
 
 
+def workload_refusal(workload: Workload, placement: Placement, config: dict[str, Any] | None = None) -> str | None:
+    row = Configuration(name="x", label="X", deepspeed_config=config or {})
+    return validation.unsupported_workload_reason(row, workload, placement)
+
+
 @pytest.mark.parametrize("strategy", EVERY_CONFIGURATION, ids=lambda s: s.name)
 def test_what_the_catalogue_offers_at_its_own_stage_is_not_refused(strategy: Configuration) -> None:
     assert refusal(strategy) is None
@@ -112,10 +117,8 @@ def test_a_way_to_compute_a_step_that_does_not_run_here_is_refused(
     changes: dict[str, Any], accelerator: Any, said: str
 ) -> None:
     placement = Placement(accelerator=accelerator)
-    assert said in (validation.unsupported_workload_reason(fakes.workload(**changes), placement, {}) or "")
-    assert (
-        validation.unsupported_workload_reason(fakes.workload(attention="eager", loss="chunked"), placement, {}) is None
-    )
+    assert said in (workload_refusal(fakes.workload(**changes), placement) or "")
+    assert workload_refusal(fakes.workload(attention="eager", loss="chunked"), placement) is None
 
 
 @pytest.mark.parametrize(
@@ -137,7 +140,7 @@ def test_groups_of_ranks_that_cannot_be_made_are_refused(
     block: dict[str, Any], changes: dict[str, Any], said: str | None
 ) -> None:
     work, placement = fakes.workload(**changes), Placement(accelerator="cuda", num_gpus=4)
-    found = validation.unsupported_workload_reason(work, placement, block)
+    found = workload_refusal(work, placement, block)
     assert said in (found or "") if said else found is None
 
 
@@ -150,9 +153,7 @@ def test_ranks_are_bound_where_there_are_cores_and_numa_nodes_for_them(monkeypat
         ("numa", [[0], [1]], 2, None),
     ):
         monkeypatch.setattr(host_memory, "numa_cpus", lambda nodes=nodes: nodes)
-        found = validation.unsupported_workload_reason(
-            fakes.workload(cpu_binding=binding), fakes.placement(num_gpus=ranks), {}
-        )
+        found = workload_refusal(fakes.workload(cpu_binding=binding), fakes.placement(num_gpus=ranks))
         assert said in (found or "") if said else found is None
 
 
@@ -160,7 +161,7 @@ def test_a_package_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatc
     for changes, package in (({"loss": "liger"}, "liger_kernel"), ({"attention": "flash_attention_2"}, "flash_attn")):
         for spec, refused in ((None, True), (object(), False)):
             monkeypatch.setattr(importlib.util, "find_spec", lambda _name, spec=spec: spec)
-            said = validation.unsupported_workload_reason(fakes.workload(**changes), CUDA, {})
+            said = workload_refusal(fakes.workload(**changes), CUDA)
             assert said is None if not refused else f"needs the package {package}" in (said or "")
 
 
