@@ -649,7 +649,7 @@ def _rows_without_axes(options: Options, files: Sequence[ConfigurationFile]) -> 
         if other is not strategy:
             problem = f"{other.name} and {strategy.name} are the same configuration, {strategy.label}"
             raise UsageError(problem, remedy="leave one of them out")
-    return [RequestedRow(origin=origin) for origin in (*found, *files)]
+    return [*(RequestedRow(origin=each) for each in found), *(RequestedRow(origin=each) for each in files)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -247,7 +247,11 @@ def test_an_offloaded_optimizer_has_nothing_to_do_with_fused_adam() -> None:
 
 def test_what_is_known_of_the_disk_is_said_of_the_rows_that_use_it_only() -> None:
     options = fakes.options("offload", "--nvme-path", "/d")
-    checked = planner.make_run_plan([options], fakes.make_config, fakes.machine()).plans[0].with_nvme_folder("it is an overlay", None)
+    checked = (
+        planner.make_run_plan([options], fakes.make_config, fakes.machine())
+        .plans[0]
+        .with_nvme_folder("it is an overlay", None)
+    )
     said = {trial.configuration.name: trial.caveats for trial in checked.trials}
     assert said == {"none": (), "cpu_optimizer": (), "cpu_full": (), "nvme": ("it is an overlay",)}
 
@@ -577,7 +581,11 @@ def test_rows_that_lose_fused_adam_are_predicted_with_the_optimizer_that_they_th
     capacity = trial_predictions.MemoryCapacity(gpu_bytes=None, host_bytes=None)
     profile = trial_predictions.profile_model(fakes.resolved_model(), 16, "cuda", dropout=0.0)
     assert not isinstance(profile, trial_predictions.Unpredicted)
-    before = planner.make_run_plan([options], fakes.make_config, fakes.machine(cards=2)).plans[0].with_predictions(profile, capacity)
+    before = (
+        planner.make_run_plan([options], fakes.make_config, fakes.machine(cards=2))
+        .plans[0]
+        .with_predictions(profile, capacity)
+    )
     assert before.with_ops({}).trials == before.trials
     on_torch, offloaded = before.with_ops(BROKEN_FUSED).trials
     assert offloaded == before.trials[1]
@@ -590,7 +598,11 @@ def test_a_row_whose_op_is_missing_loses_its_prediction() -> None:
     options = fakes.options("offload", "--strategies", "none", "cpu_optimizer")
     capacity = trial_predictions.MemoryCapacity(gpu_bytes=None, host_bytes=None)
     profile = trial_predictions.profile_model(fakes.resolved_model(), 16, "cpu", dropout=0.0)
-    predicted = planner.make_run_plan([options], fakes.make_config, fakes.machine()).plans[0].with_predictions(profile, capacity)
+    predicted = (
+        planner.make_run_plan([options], fakes.make_config, fakes.machine())
+        .plans[0]
+        .with_predictions(profile, capacity)
+    )
     missing = {ops.CPU_ADAM: OpState(op=ops.CPU_ADAM, ready=False, reason="no g++")}
     kept, lost = predicted.with_ops(missing).trials
     assert kept == predicted.trials[0]

@@ -122,8 +122,8 @@ class Axis:
     """What a row must offload so that it acts; None: nothing."""
     engines: tuple[str, ...] = ("deepspeed",)
     changes: tuple[str, ...]
-    """What it is expected to change, besides the configuration: keys of :data:`CHANGES`. With ``losses`` it changes the arithmetic, and a row is
-    compared with rows of the same value alone."""
+    """What it is expected to change, besides the configuration: keys of :data:`CHANGES`. With ``losses`` it changes the
+    arithmetic, and a row is compared with rows of the same value alone."""
     same_losses: tuple[str, ...] = ()
     """With ``losses``: the values that leave the arithmetic as it is without the axis."""
     note: str = ""

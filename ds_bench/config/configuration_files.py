@@ -13,14 +13,14 @@ from __future__ import annotations
 import json
 import re
 import unicodedata
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from ..errors import UsageError
 from ..system import files, redaction
-from .automatic_values import AUTO
+from .automatic_values import AUTO, TRAINING_DEFAULTS
 from .deepspeed_config import Config
 from .overrides import json_values
 from .spec import Precision
@@ -52,16 +52,7 @@ _DEEPSPEED_MARKS = frozenset(
     }
 )
 """Top-level keys of which a DeepSpeed configuration has at least one, and other JSON files have none."""
-_ARGUMENTS = (
-    "learning_rate",
-    "adam_beta1",
-    "adam_beta2",
-    "adam_epsilon",
-    "weight_decay",
-    "max_grad_norm",
-    "warmup_steps",
-    "max_steps",
-)
+_ARGUMENTS = (*TRAINING_DEFAULTS, "max_steps")
 """TrainingArguments that "auto" stands for, apart from those that are the workload's."""
 _BATCH_ARGUMENTS = ("per_device_train_batch_size", "gradient_accumulation_steps")
 _ACCELERATE_CONFLICTS = (
@@ -164,12 +155,9 @@ def read_configuration_file(path: Path) -> ConfigurationFile:
     file = ConfigurationFile(
         path=path, kind=kind, name=_machine_name(path.stem), text=_redacted(text, data), config={}, notes=notes
     )
-    readers: Mapping[FileKind, Callable[[ConfigurationFile, Config], ConfigurationFile]] = {
-        "deepspeed": lambda file, data: replace(file, config=data),
-        "accelerate": _read_accelerate,
-        "trainer": _read_trainer,
-    }
-    return readers[kind](file, data)
+    if kind == "deepspeed":
+        return replace(file, config=data)
+    return _read_accelerate(file, data) if kind == "accelerate" else _read_trainer(file, data)
 
 
 def kind_of(data: Mapping[str, Any]) -> FileKind | None:
@@ -321,7 +309,7 @@ def _parse(path: Path, text: str) -> tuple[Config, tuple[str, ...]]:
         raise UsageError(f"--configs {path} is nested too deeply", remedy="give a DeepSpeed configuration") from None
 
 
-class FormError(ValueError):
+class FormError(Exception):
     """The file has not the form of JSON or YAML; the text goes on after the name of the file."""
 
 
@@ -331,16 +319,12 @@ def _parse_json(text: str) -> tuple[Any, tuple[str, ...]]:
         return json.loads(text, object_pairs_hook=_unique_keys, parse_constant=_refuse_constant), ()
     except json.JSONDecodeError as error:
         place = f"line {error.lineno}, column {error.colno}"
-    except FormError:
-        raise
     except ValueError:  # Python reads no integer of more than 4,300 digits
         raise FormError("holds a number of too many digits") from None
     import hjson
 
     try:
         data = hjson.loads(text, object_pairs_hook=_unique_keys)
-    except FormError:
-        raise
     except ValueError:  # HjsonDecodeError, and a number of too many digits
         raise FormError(f"is neither JSON nor hjson: {place}") from None
     note = f"not strict JSON at {place}: read as DeepSpeed reads it (hjson); Trainer and Accelerate refuse the file"
@@ -374,8 +358,6 @@ def _parse_yaml(text: str) -> Any:
         place = "" if mark is None else f": line {mark.line + 1}, column {mark.column + 1}"
         raise FormError(f"is no YAML{place}") from None
     except (ValueError, TypeError) as error:  # an impossible date, a list as key
-        if isinstance(error, FormError):
-            raise
         raise FormError(f"cannot be read as YAML: {error}") from None
 
 

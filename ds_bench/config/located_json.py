@@ -16,7 +16,7 @@ class LocatedObject(dict[str, Any]):
     offsets: dict[str, int]
 
 
-class ConfigSyntaxError(ValueError):
+class ConfigSyntaxError(Exception):
     """The text is not what DeepSpeed can read; ``line`` is 1-based."""
 
     def __init__(self, problem: str, line: int) -> None:
@@ -50,8 +50,6 @@ def parse(text: str) -> Any:
     except hjson.HjsonDecodeError as error:
         problem = error.msg.replace(" %r", "").removesuffix(" at")
         raise ConfigSyntaxError(problem, error.lineno) from None
-    except ConfigSyntaxError:
-        raise
     except (IndexError, OverflowError, ValueError) as error:  # an open comment, 1e999, a number of thousands of digits
         raise ConfigSyntaxError(f"cannot be read: {error}", text.count("\n") + 1) from None
 

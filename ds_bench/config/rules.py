@@ -125,8 +125,8 @@ class Rule:
     """File of DeepSpeed, below its package."""
     row: RowUse | None = None
     row_text: str | None = None
-    """What a row says; ``{reason}``, ``{remedy}`` and ``{source}`` stand for those above. None: the reason, in a refusal
-    with the remedy, in a caveat with the source."""
+    """What a row says; ``{reason}``, ``{remedy}`` and ``{source}`` stand for those above. None: the reason, in a
+    refusal with the remedy, in a caveat with the source."""
 
     def reason_for(self, case: Case) -> str:
         """The reason with the configuration's own values."""

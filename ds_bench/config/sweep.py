@@ -180,14 +180,11 @@ def _entries(text: RecipeText, name: str, value: Any, axes: Mapping[str, Sequenc
             line = text.place((*place, number, path))
             _require_swept(text, (*place, number, path), path)
             if name == "exclude" and path not in axes:
-                raise UsageError(f"{line}sweep.exclude names {path}, which is no axis", remedy=_axes_text(axes))
+                known = f"the axes are {', '.join(axes)}" if axes else "the recipe has no axes"
+                raise UsageError(f"{line}sweep.exclude names {path}, which is no axis", remedy=known)
             if name == "exclude" and wanted not in axes[path]:
                 known = ", ".join(map(str, axes[path]))
                 raise UsageError(f"{line}sweep.exclude: {path} has no value {wanted!r}", remedy=f"it has {known}")
     if name == "include" and not axes:
         raise UsageError(f"{text.place(place)}sweep.include without any axis", remedy="add sweep.matrix")
     return value
-
-
-def _axes_text(axes: Mapping[str, Sequence[Any]]) -> str:
-    return f"the axes are {', '.join(axes)}" if axes else "the recipe has no axes"

@@ -43,15 +43,11 @@ class TokenFile:
     """Tokens that were read; the ids of the others are not known yet."""
 
     @property
-    def item_bytes(self) -> int:
-        return item_bytes(self.dtype)
-
-    @property
     def note(self) -> str | None:
         """What was left out of the check; None if all ids were read."""
         if self.read_tokens == self.tokens:
             return None
-        whole, read = (format_bytes(count * self.item_bytes) for count in (self.tokens, self.read_tokens))
+        whole, read = (format_bytes(count * item_bytes(self.dtype)) for count in (self.tokens, self.read_tokens))
         return (
             f"{self.path} has {whole}, of which {read} in evenly spaced parts were read to check its ids; every rank "
             "checks those that it trains on"

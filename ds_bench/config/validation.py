@@ -81,9 +81,7 @@ def unsupported_reason(configuration: Configuration, placement: Placement) -> st
     )
 
 
-def unsupported_workload_reason(
-    configuration: Configuration, workload: Workload, placement: Placement
-) -> str | None:
+def unsupported_workload_reason(configuration: Configuration, workload: Workload, placement: Placement) -> str | None:
     """Returns why a workload's attention, loss, data loader, groups of ranks or pass do not run here; None if they do.
 
     ``configuration``: with its completed DeepSpeed configuration.
@@ -116,22 +114,25 @@ def _unsupported_groups(workload: Workload, placement: Placement, config: Config
     tensor, sequence = tensor_parallel_size(config), sequence_parallel_size(config)
     size, name = max(tensor, sequence), "autotp_size" if tensor > 1 else "sequence_parallel_size"
     heads = next((workload.model_config[key] for key in _HEADS if key in workload.model_config), size)
-    problems = {
-        f"AutoTP does not know how to split {workload.model_type} (module_inject/auto_tp.py); use another model": tensor
-        > 1
-        and workload.model_type in _NO_AUTOTP,
-        "autotp_size and sequence_parallel_size are not trained together here; keep one": min(tensor, sequence) > 1,
-        f"{name} {size} does not divide the {placement.num_gpus} ranks; use --num-gpus {size}": placement.num_gpus
-        % size,
-        f"{name} {size} does not divide the {heads} attention heads; use a divisor of {heads}": heads % size,
-        f"sequence_parallel_size {sequence} does not divide --seq-length {workload.seq_length} into two tokens or more "
-        f"each; use a multiple of {sequence}": sequence > 1
-        and (workload.seq_length % sequence or workload.seq_length < 2 * sequence),
-        "Ulysses does not split eager attention; use attention sdpa": sequence > 1 and workload.attention == "eager",
-        f"loss {workload.loss} needs the whole output layer, which AutoTP splits; use loss model": tensor > 1
-        and workload.loss != "model",
-    }
-    return next((text for text, applies in problems.items() if applies), None)
+    ranks, length = placement.num_gpus, workload.seq_length
+    if tensor > 1 and workload.model_type in _NO_AUTOTP:
+        return f"AutoTP does not know how to split {workload.model_type} (module_inject/auto_tp.py); use another model"
+    if min(tensor, sequence) > 1:
+        return "autotp_size and sequence_parallel_size are not trained together here; keep one"
+    if ranks % size:
+        return f"{name} {size} does not divide the {ranks} ranks; use --num-gpus {size}"
+    if heads % size:
+        return f"{name} {size} does not divide the {heads} attention heads; use a divisor of {heads}"
+    if sequence > 1 and (length % sequence or length < 2 * sequence):
+        return (
+            f"sequence_parallel_size {sequence} does not divide --seq-length {length} into two tokens or more each; "
+            f"use a multiple of {sequence}"
+        )
+    if sequence > 1 and workload.attention == "eager":
+        return "Ulysses does not split eager attention; use attention sdpa"
+    if tensor > 1 and workload.loss != "model":
+        return f"loss {workload.loss} needs the whole output layer, which AutoTP splits; use loss model"
+    return None
 
 
 _NO_AUTOTP = ("deberta", "flaubert", "fsmt", "gpt2", "led", "longformer", "xlm", "xlnet")
