@@ -196,34 +196,6 @@ class MemoryInputs:
         return self.settings.moment_bytes if on_gpu and self.settings.torch_optimizer else 0
 
 
-class LedgerBuilder:
-    """Sums bytes by tier and category to a ledger."""
-
-    def __init__(self, start: Ledger | None = None) -> None:
-        self.ledger: Ledger = {tier: dict(row) for tier, row in (start or {}).items()}
-
-    def add(self, tier: str, category: str, count_bytes: int) -> LedgerBuilder:
-        """Adds bytes to a category; 0 bytes make no entry."""
-        if count_bytes:
-            row = self.ledger.setdefault(tier, {})
-            row[category] = row.get(category, 0) + count_bytes
-        return self
-
-    def add_pinned(self, category: str, count_bytes: int, *, pinned: bool) -> LedgerBuilder:
-        """Adds one piece of host memory, which torch's pinned allocator rounds up to a power of two."""
-        self.add("cpu", category, count_bytes)
-        if pinned and count_bytes > 1:
-            self.add("cpu", "pinned_rounding", (1 << (count_bytes - 1).bit_length()) - count_bytes)
-        return self
-
-    def plus(self, *entries: tuple[str, str, int]) -> Ledger:
-        """Returns a copy of the ledger with further entries of (tier, category, bytes)."""
-        copy = LedgerBuilder(self.ledger)
-        for entry in entries:
-            copy.add(*entry)
-        return copy.ledger
-
-
 Phases = dict[str, Ledger]
 """``forward``, ``backward``, ``reduced`` (after backward), ``flatten`` and ``update`` (in the step) → one rank's ledger
 without activations."""

@@ -12,13 +12,13 @@ from dataclasses import asdict, dataclass
 from functools import lru_cache
 from typing import Any
 
-from ..config.deepspeed_config import is_deepcompiled, sequence_parallel_size
+from ..config.deepspeed_config import PRECISION_BLOCKS, is_deepcompiled, sequence_parallel_size
 from ..config.spec import Engine, Placement, Precision, Workload
 from ..units import from_gb
 from . import model_passes, reference_engines, stage_3, stages_0_to_2
-from .inputs import LedgerBuilder, MemoryInputs, Phases, ZeroSettings
+from .inputs import MemoryInputs, Phases, ZeroSettings
 from .model_profile import ModelProfile, variant_of
-from .model_states import FP32_BYTES, Ledger
+from .model_states import FP32_BYTES, Ledger, LedgerBuilder
 
 CONTEXT_BYTES = from_gb(0.75)
 """Assumed per GPU: CUDA context, kernels and cuBLAS workspaces, outside torch's allocator."""
@@ -84,11 +84,6 @@ class Prediction:
     def nvme_bytes(self) -> int:
         """Per node."""
         return sum(self.nvme.values())
-
-    @property
-    def biggest(self) -> tuple[str, int]:
-        """The category that takes most per GPU, or in host memory where there is no GPU, and its bytes."""
-        return self.biggest_in("gpu" if self.gpu else "host")
 
     def biggest_in(self, tier: str) -> tuple[str, int]:
         """The category that takes most of the ``gpu`` or of the ``host``, and its bytes."""
@@ -203,7 +198,7 @@ def _with_frozen(inputs: MemoryInputs, ledger: Ledger) -> Ledger:
     if inputs.settings.stage == 3 or inputs.engine == "fsdp2":
         return ledger
     element = inputs.element if inputs.engine == "deepspeed" else FP32_BYTES
-    return LedgerBuilder(ledger).add("gpu", "parameters", element * inputs.profile.frozen_parameters).ledger
+    return LedgerBuilder(ledger).plus(parameters=element * inputs.profile.frozen_parameters)
 
 
 def _make_inputs(
@@ -230,8 +225,8 @@ def _precision(workload: Workload, ds_config: Mapping[str, Any]) -> Precision:
         return "bf16"
     if (ds_config.get("fp16") or {}).get("enabled"):
         return "fp16"
-    blocks = ("bf16", "fp16", "torch_autocast")  # under torch_autocast alone, parameters are in fp32
-    return "fp32" if any(name in ds_config for name in blocks) else workload.precision
+    # Under torch_autocast alone, parameters are in fp32.
+    return "fp32" if any(name in ds_config for name in PRECISION_BLOCKS) else workload.precision
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,6 +30,32 @@ FP32_BYTES = 4
 _MOMENTS = 2
 
 
+class LedgerBuilder:
+    """Sums bytes by tier and category to a ledger."""
+
+    def __init__(self, start: Ledger | None = None) -> None:
+        self.ledger: Ledger = {tier: dict(row) for tier, row in (start or {}).items()}
+
+    def add(self, tier: str, category: str, count_bytes: int) -> None:
+        """Adds bytes to a category; 0 bytes make no entry."""
+        if count_bytes:
+            row = self.ledger.setdefault(tier, {})
+            row[category] = row.get(category, 0) + count_bytes
+
+    def add_pinned(self, category: str, count_bytes: int, *, pinned: bool) -> None:
+        """Adds one piece of host memory, which torch's pinned allocator rounds up to a power of two."""
+        self.add("cpu", category, count_bytes)
+        if pinned and count_bytes > 1:
+            self.add("cpu", "pinned_rounding", (1 << (count_bytes - 1).bit_length()) - count_bytes)
+
+    def plus(self, **gpu_bytes: int) -> Ledger:
+        """Returns a copy of the ledger with further bytes on the GPU, by category."""
+        copy = LedgerBuilder(self.ledger)
+        for category, count_bytes in gpu_bytes.items():
+            copy.add("gpu", category, count_bytes)
+        return copy.ledger
+
+
 def element_bytes(precision: Precision) -> int:
     """Returns the bytes of one element of a parameter."""
     return 4 if precision == "fp32" else 2
@@ -69,22 +95,22 @@ def model_states(
     whole = flat_elements(parameters, data_parallel_size) if configuration.stage in (1, 2) else parameters
     part = -(-whole // data_parallel_size) if configuration.stage else whole
     size, home = element_bytes(precision), _home(configuration)
-    ledger: Ledger = {}
-    for tier, category, count in (
-        (
-            "gpu" if configuration.offload_param == "none" or configuration.stage < 3 else configuration.offload_param,
-            "parameters",
-            size * (whole if configuration.stage < 3 else part),
-        ),
-        *_gradients(configuration, size * parameters, size * part, FP32_BYTES * part),
-        (home, "optimizer_states", optimizer_bytes(configuration.stage, precision) * part),
-    ):
-        row = ledger.setdefault(tier, {})
-        row[category] = row.get(category, 0) + count
-    return ledger
-
-
-_Cell = tuple[str, str, int]
+    stage, offload_param = configuration.stage, configuration.offload_param
+    builder = LedgerBuilder()
+    if stage < 3:
+        builder.add("gpu", "parameters", size * whole)
+    else:
+        builder.add("gpu" if offload_param == "none" else offload_param, "parameters", size * part)
+    if home == "gpu":
+        builder.add("gpu", "gradients", size * (part if stage >= 2 else parameters))
+    else:
+        builder.add(home, "gradients", FP32_BYTES * part)
+        if stage == 1:
+            builder.add("gpu", "gradients", size * parameters)
+        if stage == 3:
+            builder.add("cpu", "gradients", size * part)
+    builder.add(home, "optimizer_states", optimizer_bytes(stage, precision) * part)
+    return builder.ledger
 
 
 def _home(configuration: Configuration) -> str:
@@ -92,13 +118,3 @@ def _home(configuration: Configuration) -> str:
     if configuration.offload_optimizer == "none" or configuration.stage == 0:
         return "gpu"
     return configuration.offload_optimizer if configuration.stage == 3 else "cpu"
-
-
-def _gradients(configuration: Configuration, every: int, part: int, fp32: int) -> list[_Cell]:
-    home = _home(configuration)
-    if home == "gpu":
-        return [("gpu", "gradients", part if configuration.stage >= 2 else every)]
-    waiting: list[_Cell] = [(home, "gradients", fp32)]
-    if configuration.stage == 1:
-        waiting.append(("gpu", "gradients", every))
-    return [*waiting, ("cpu", "gradients", part)] if configuration.stage == 3 else waiting

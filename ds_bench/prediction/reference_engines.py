@@ -6,8 +6,8 @@ further master copy.
 
 from __future__ import annotations
 
-from .inputs import LedgerBuilder, MemoryInputs, Phases
-from .model_states import FP32_BYTES
+from .inputs import MemoryInputs, Phases
+from .model_states import FP32_BYTES, LedgerBuilder
 
 
 def ledger_by_phase(inputs: MemoryInputs) -> Phases:
@@ -23,13 +23,12 @@ def _ddp(inputs: MemoryInputs) -> Phases:
     builder.add("gpu", "parameters", FP32_BYTES * count)
     builder.add("gpu", "optimizer_states", FP32_BYTES * inputs.settings.moments * count)
     builder.add("gpu", "gradients", FP32_BYTES * count * (1 if inputs.grad_accum == 1 else 2))
-    single = ("gpu", "temporaries", FP32_BYTES * max(inputs.profile.tensors))
     return {
         "forward": builder.ledger,
-        "backward": builder.plus(single),
+        "backward": builder.plus(temporaries=FP32_BYTES * max(inputs.profile.tensors)),
         "reduced": builder.ledger,
         "flatten": builder.ledger,
-        "update": builder.plus(("gpu", "temporaries", _step_bytes(inputs) * count)),
+        "update": builder.plus(temporaries=_step_bytes(inputs) * count),
     }
 
 
@@ -47,16 +46,15 @@ def _fsdp2(inputs: MemoryInputs) -> Phases:
     builder = LedgerBuilder()
     builder.add("gpu", "parameters", FP32_BYTES * (part + frozen_part))
     builder.add("gpu", "optimizer_states", FP32_BYTES * inputs.settings.moments * part)
-    gathered = ("gpu", "gathered_parameters", element * (outside + 2 * block))
-    reduced = ("gpu", "gradients", FP32_BYTES * part)
-    whole = ("gpu", "gradients", element * profile.parameters)
-    in_flight = ("gpu", "temporaries", element * (outside + 2 * block))
+    gathered = element * (outside + 2 * block)
+    reduced = FP32_BYTES * part
+    waiting = element * profile.parameters if inputs.grad_accum > 1 else 0
     return {
-        "forward": builder.plus(gathered, *([whole] if inputs.grad_accum > 1 else [])),
-        "backward": builder.plus(gathered, in_flight, whole if inputs.grad_accum > 1 else reduced),
-        "reduced": builder.plus(reduced),
-        "flatten": builder.plus(reduced),
-        "update": builder.plus(reduced, ("gpu", "temporaries", _step_bytes(inputs) * part)),
+        "forward": builder.plus(gathered_parameters=gathered, gradients=waiting),
+        "backward": builder.plus(gathered_parameters=gathered, temporaries=gathered, gradients=waiting or reduced),
+        "reduced": builder.plus(gradients=reduced),
+        "flatten": builder.plus(gradients=reduced),
+        "update": builder.plus(gradients=reduced, temporaries=_step_bytes(inputs) * part),
     }
 
 

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from .inputs import NORM_BYTES, LedgerBuilder, MemoryInputs, Phases
-from .model_states import partition_elements
+from .inputs import NORM_BYTES, MemoryInputs, Phases
+from .model_states import LedgerBuilder, partition_elements
 
 _NORM_PIECE_ELEMENTS = 250_000_000
 """Elements whose norm is taken at once with the optimizer offloaded (zero/stage3.py, _constant_buffered_norm2)."""
@@ -27,13 +27,13 @@ def ledger_by_phase(inputs: MemoryInputs) -> Phases:
     _states(inputs, groups, builder)
     builder.add("gpu", "deepspeed_buffers", _bucket(inputs))
     _flat_gradients(inputs, sum(parts), builder)
-    resting = ("gpu", "parameters", inputs.element * whole.persistent)
-    moving = ("gpu", "gathered_parameters", inputs.element * (whole.peak - whole.persistent))
-    forward = builder.plus(resting, moving)
+    resting = inputs.element * whole.persistent
+    moving = inputs.element * (whole.peak - whole.persistent)
+    temporaries = _in_flight(inputs) + _norm(inputs, parts)
     return {
-        "forward": forward,
-        "backward": builder.plus(resting, moving, ("gpu", "temporaries", _in_flight(inputs) + _norm(inputs, parts))),
-        "reduced": builder.plus(resting),
+        "forward": builder.plus(parameters=resting, gathered_parameters=moving),
+        "backward": builder.plus(parameters=resting, gathered_parameters=moving, temporaries=temporaries),
+        "reduced": builder.plus(parameters=resting),
         **_step(inputs, groups, builder),
     }
 
@@ -58,6 +58,11 @@ def _swapped(elements: int, size: int, inputs: MemoryInputs) -> bool:
     return elements * size >= inputs.settings.swap_threshold_bytes
 
 
+def _swap_file_bytes(elements: int, size: int, inputs: MemoryInputs) -> int:
+    """Bytes of the file to which a tensor is swapped; 0 for one below the threshold, which stays in memory."""
+    return size * _aligned(elements, size, inputs) if _swapped(elements, size, inputs) else 0
+
+
 def _parameters(inputs: MemoryInputs, parts: list[int], groups: list[list[int]], builder: LedgerBuilder) -> None:
     """Adds the rank's own parts of the parameters (zero/stage3.py, _create_fp16_partitions_with_defragmentation)."""
     place, size = inputs.settings.offload_param, inputs.element
@@ -80,8 +85,8 @@ def _frozen_parameters(inputs: MemoryInputs, builder: LedgerBuilder) -> None:
         part = partition_elements([elements], inputs.data_parallel_size)
         if place is None:
             builder.add("gpu", "parameters", size * part)
-        elif place == "nvme" and _swapped(part, size, inputs):
-            builder.add("nvme", "parameters", size * _aligned(part, size, inputs))
+        elif place == "nvme" and (on_file := _swap_file_bytes(part, size, inputs)):
+            builder.add("nvme", "parameters", on_file)
         else:
             builder.add_pinned("parameters", size * part, pinned=_pins(inputs, wanted=inputs.settings.pin_param))
 
@@ -106,11 +111,12 @@ def _parameters_on_disk(inputs: MemoryInputs, groups: list[list[int]], builder: 
     flat = min(room, sum(map(sum, groups))) or 1
     builder.add_pinned("parameters", size * flat, pinned=_pins(inputs, wanted=True))
     for part in (part for group in on_disk for part in group):
-        swapped = _swapped(part, size, inputs)
-        builder.add(
-            "nvme" if swapped else "cpu", "parameters", size * (_aligned(part, size, inputs) if swapped else part)
-        )
-    _swap_file_of_tied_head(inputs, builder)
+        on_file = _swap_file_bytes(part, size, inputs)
+        builder.add("nvme" if on_file else "cpu", "parameters", on_file or size * part)
+    if inputs.profile.tied_embeddings:
+        # zero.Init swaps the LM head out before Transformers ties it to the embedding: it has a file of its own.
+        head = partition_elements(inputs.profile.tensors[:1], inputs.data_parallel_size)
+        builder.add("nvme", "parameters", _swap_file_bytes(head, size, inputs))
     buffer = _aligned(settings.param_buffer_elements, size, inputs)
     builder.add("cpu", "deepspeed_buffers", size * buffer * settings.param_buffers)
     if on_disk:
@@ -126,15 +132,6 @@ def _write_back_elements(inputs: MemoryInputs, groups: list[list[int]]) -> int:
             largest = sum(group)
             whole = sum(_aligned(elements, inputs.element, inputs) for elements in members)
     return whole
-
-
-def _swap_file_of_tied_head(inputs: MemoryInputs, builder: LedgerBuilder) -> None:
-    """Adds the file of a tied LM head: ``zero.Init`` swaps it out before Transformers ties it to the embedding."""
-    if not inputs.profile.tied_embeddings:
-        return
-    part = partition_elements(inputs.profile.tensors[:1], inputs.data_parallel_size)
-    if _swapped(part, inputs.element, inputs):
-        builder.add("nvme", "parameters", inputs.element * _aligned(part, inputs.element, inputs))
 
 
 def _states(inputs: MemoryInputs, groups: list[list[int]], builder: LedgerBuilder) -> None:
@@ -216,8 +213,8 @@ def _step(inputs: MemoryInputs, groups: list[list[int]], builder: LedgerBuilder)
     cast = master if inputs.accumulated != master else 0
     update = max(cast, inputs.accumulated) + inputs.torch_step
     return {
-        "flatten": builder.plus(("gpu", "temporaries", max(norm, (inputs.accumulated + cast) * largest))),
-        "update": builder.plus(("gpu", "temporaries", update * largest)),
+        "flatten": builder.plus(temporaries=max(norm, (inputs.accumulated + cast) * largest)),
+        "update": builder.plus(temporaries=update * largest),
     }
 
 

@@ -10,8 +10,8 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
 
-from .inputs import NORM_BYTES, LedgerBuilder, MemoryInputs, Phases
-from .model_states import FP32_BYTES, Ledger, flat_elements
+from .inputs import NORM_BYTES, MemoryInputs, Phases
+from .model_states import FP32_BYTES, LedgerBuilder, flat_elements
 
 _ENGINE_BUCKET_ELEMENTS = 500_000_000
 """Stage 0 reduces gradients in flattened copies of this size (engine.py, buffered_allreduce_fallback)."""
@@ -21,42 +21,44 @@ def ledger_by_phase(inputs: MemoryInputs) -> Phases:
     """Computes one rank's ledgers at stage 0, 1 or 2."""
     if inputs.settings.stage == 0:
         return _unpartitioned(inputs)
-    if _in_bf16_optimizer(inputs):
-        return _bf16_optimizer(inputs)
-    return _offloaded(inputs) if inputs.settings.offload_optimizer else _partitioned(inputs)
+    flat = flat_elements(inputs.profile.parameters, inputs.data_parallel_size)
+    part = flat // inputs.data_parallel_size
+    builder = LedgerBuilder()
+    builder.add("gpu", "parameters", inputs.element * flat)
+    if inputs.settings.offload_optimizer:
+        return _offloaded(inputs, part, builder)
+    builder.add("gpu", "optimizer_states", inputs.state * part)
+    return _bf16_optimizer(inputs, part, builder) if _in_bf16_optimizer(inputs) else _partitioned(inputs, part, builder)
 
 
 def _unpartitioned(inputs: MemoryInputs) -> Phases:
     """Ledgers at stage 0. In 16 bit the step makes fp32 gradients: one list of them (fp16/unfused_optimizer.py, step),
     or a list and a flat copy while the 16-bit ones are there (fp16/fused_optimizer.py, step)."""
     count = inputs.profile.parameters
-    builder = (
-        LedgerBuilder()
-        .add("gpu", "parameters", inputs.element * count)
-        .add("gpu", "optimizer_states", inputs.state * count)
-    )
-    gradients = ("gpu", "gradients", inputs.element * count)
+    builder = LedgerBuilder()
+    builder.add("gpu", "parameters", inputs.element * count)
+    builder.add("gpu", "optimizer_states", inputs.state * count)
+    gradients = inputs.element * count
     bucket = min(count, _ENGINE_BUCKET_ELEMENTS) * inputs.element if inputs.data_parallel_size > 1 else 0
-    bucket += _copy_to_send(inputs)
     unfused = inputs.accelerator == "cpu" or inputs.settings.torch_optimizer
     copies = 0 if inputs.precision == "fp32" else 1 if unfused else 2
+    update = (FP32_BYTES * min(copies, 1) + inputs.torch_step) * count
     return {
-        "forward": builder.plus(*([gradients] if inputs.grad_accum > 1 else [])),
-        "backward": builder.plus(gradients),
-        "reduced": builder.plus(gradients, ("gpu", "temporaries", bucket)),
-        "flatten": builder.plus(gradients, ("gpu", "temporaries", FP32_BYTES * copies * count)),
-        "update": builder.plus(
-            gradients, ("gpu", "temporaries", (FP32_BYTES * min(copies, 1) + inputs.torch_step) * count)
-        ),
+        "forward": builder.plus(gradients=gradients if inputs.grad_accum > 1 else 0),
+        "backward": builder.plus(gradients=gradients),
+        "reduced": builder.plus(gradients=gradients, temporaries=bucket + _copy_to_send(inputs)),
+        "flatten": builder.plus(gradients=gradients, temporaries=FP32_BYTES * copies * count),
+        "update": builder.plus(gradients=gradients, temporaries=update),
     }
 
 
-def _bucket(inputs: MemoryInputs, element: int) -> int:
+def _bucket(inputs: MemoryInputs) -> int:
     """Bytes of the buckets during backward, at full size for any model (zero/stage_1_and_2.py, setup_buckets)."""
-    if not (inputs.settings.contiguous_gradients or inputs.settings.offload_optimizer):
+    settings = inputs.settings
+    if not (settings.contiguous_gradients or settings.offload_optimizer):
         return 0
-    count = inputs.settings.bucket_formats * (2 if inputs.settings.overlap_comm else 1)
-    return element * inputs.settings.reduce_bucket_elements * count
+    element = inputs.accumulated if settings.stage == 1 else inputs.element
+    return element * settings.reduce_bucket_elements * settings.bucket_formats * (2 if settings.overlap_comm else 1)
 
 
 def _copy_to_send(inputs: MemoryInputs) -> int:
@@ -86,10 +88,12 @@ def owned_elements(tensors: Sequence[int], data_parallel_size: int) -> int:
     return most
 
 
-def _in_flat_order(inputs: MemoryInputs) -> Sequence[int]:
-    """The tensors in the order of the flat parameters (zero/stage_1_and_2.py, _round_robin_reorder)."""
+def _owned_elements(inputs: MemoryInputs) -> int:
+    """``owned_elements`` in the order of the flat parameters (zero/stage_1_and_2.py, _round_robin_reorder)."""
     tensors, ranks = inputs.profile.tensors, inputs.data_parallel_size
-    return [each for rank in range(ranks) for each in tensors[rank::ranks]] if inputs.settings.round_robin else tensors
+    if inputs.settings.round_robin:
+        tensors = tuple(each for rank in range(ranks) for each in tensors[rank::ranks])
+    return owned_elements(tensors, ranks)
 
 
 def _norm_bytes(tensors: Sequence[int], part: int) -> int:
@@ -97,31 +101,21 @@ def _norm_bytes(tensors: Sequence[int], part: int) -> int:
     return NORM_BYTES * min(part, max(tensors, default=0))
 
 
-def _partitioned(inputs: MemoryInputs) -> Phases:
+def _partitioned(inputs: MemoryInputs, part: int, builder: LedgerBuilder) -> Phases:
     """Ledgers at stages 1 and 2 without offload. Stage 1 keeps all gradients until the last exists, stage 2 those of
     the rank's part. The step computes the norm of each gradient in fp64 (get_grad_norm_direct), flattens its part, then
     casts it to fp32 (zero/stage_1_and_2.py, step)."""
-    flat = flat_elements(inputs.profile.parameters, inputs.data_parallel_size)
-    part = flat // inputs.data_parallel_size
-    builder = (
-        LedgerBuilder()
-        .add("gpu", "parameters", inputs.element * flat)
-        .add("gpu", "optimizer_states", inputs.state * part)
-    )
     kept, every, extra = _gradients(inputs, part)
-    bucket = _bucket(inputs, inputs.accumulated if inputs.settings.stage == 1 else inputs.element)
+    bucket, sent, norm = _bucket(inputs), _copy_to_send(inputs), _norm_bytes(inputs.profile.tensors, part)
     master = inputs.settings.master_bytes
     cast = master * part if inputs.accumulated != master else 0
     flattened = 0 if inputs.settings.stage == 2 and inputs.settings.fp32_accumulation else inputs.accumulated * part
-    norm, sent = _norm_bytes(inputs.profile.tensors, part), ("gpu", "temporaries", _copy_to_send(inputs))
     return {
-        "forward": builder.plus(("gpu", "gradients", 0 if inputs.grad_accum == 1 else every)),
-        "backward": builder.plus(("gpu", "gradients", every), ("gpu", "deepspeed_buffers", bucket), sent),
-        "reduced": builder.plus(
-            ("gpu", "gradients", every), ("gpu", "deepspeed_buffers", bucket), ("gpu", "temporaries", extra), sent
-        ),
-        "flatten": builder.plus(("gpu", "gradients", kept), ("gpu", "temporaries", max(norm, flattened + cast))),
-        "update": builder.plus(("gpu", "temporaries", (master + inputs.torch_step) * part)),
+        "forward": builder.plus(gradients=0 if inputs.grad_accum == 1 else every),
+        "backward": builder.plus(gradients=every, deepspeed_buffers=bucket, temporaries=sent),
+        "reduced": builder.plus(gradients=every, deepspeed_buffers=bucket, temporaries=extra + sent),
+        "flatten": builder.plus(gradients=kept, temporaries=max(norm, flattened + cast)),
+        "update": builder.plus(temporaries=(master + inputs.torch_step) * part),
     }
 
 
@@ -135,7 +129,7 @@ def _keeps_every_gradient(inputs: MemoryInputs) -> bool:
 
 def _gradients(inputs: MemoryInputs, part: int) -> tuple[int, int, int]:
     """Bytes of gradients after the reduction, at their peak in backward, and of temporaries besides them then."""
-    owned = owned_elements(_in_flat_order(inputs), inputs.data_parallel_size)
+    owned = _owned_elements(inputs)
     largest = max(inputs.profile.tensors) * inputs.element
     if _keeps_every_gradient(inputs):
         kept = inputs.accumulated * owned
@@ -147,17 +141,15 @@ def _gradients(inputs: MemoryInputs, part: int) -> tuple[int, int, int]:
     return kept, kept, largest + (kept if inputs.grad_accum > 1 else 0)
 
 
-def _offloaded(inputs: MemoryInputs) -> Phases:
+def _offloaded(inputs: MemoryInputs, part: int, builder: LedgerBuilder) -> Phases:
     """Ledgers at stages 1 and 2 with the optimizer on the host: the fp32 master copy and its gradient, a 16-bit copy of
     the updated part, and one gradient of the largest tensor on either side (zero/stage_1_and_2.py, __init__). As each
     gradient is reduced, its norm is taken of an fp64 copy of what the rank's part has of it
     (set_norm_for_param_grad_in_gpu, copy_grads_in_partition): of a tied embedding when backward has ended, of any other
     tensor within backward."""
-    settings = inputs.settings
-    flat = flat_elements(inputs.profile.parameters, inputs.data_parallel_size)
-    part = flat // inputs.data_parallel_size
-    single, pins = inputs.element * max(inputs.profile.tensors), settings.pin_optimizer and inputs.accelerator == "cuda"
-    builder = LedgerBuilder().add("gpu", "parameters", inputs.element * flat).add("gpu", "gradients", single)
+    settings, tensors = inputs.settings, inputs.profile.tensors
+    single, pins = inputs.element * max(tensors), settings.pin_optimizer and inputs.accelerator == "cuda"
+    builder.add("gpu", "gradients", single)
     builder.add("cpu", "optimizer_states", settings.moment_bytes * settings.moments * part)
     builder.add_pinned("optimizer_states", settings.master_bytes * part, pinned=pins)
     builder.add_pinned("gradients", settings.master_bytes * part, pinned=pins)
@@ -165,30 +157,19 @@ def _offloaded(inputs: MemoryInputs) -> Phases:
     builder.add_pinned("deepspeed_buffers", inputs.element * part, pinned=pins)
     # accumulated_grads_in_cpu, tensor by tensor; with a 16-bit master they are views of the master's gradient
     if inputs.grad_accum > 1 and settings.stage == 2 and settings.master_bytes == FP32_BYTES:
-        builder.add(
-            "cpu", "gradients", inputs.element * owned_elements(_in_flat_order(inputs), inputs.data_parallel_size)
-        )
+        builder.add("cpu", "gradients", inputs.element * _owned_elements(inputs))
     if settings.fp32_accumulation and inputs.element != FP32_BYTES:  # _get_compact_grad_partition_buffer
         builder.add("gpu", "gradients", FP32_BYTES * part)
     every = inputs.accumulated * inputs.profile.parameters if _keeps_every_gradient(inputs) else 0
-    bucket = (
-        "gpu",
-        "deepspeed_buffers",
-        _bucket(inputs, inputs.accumulated if settings.stage == 1 else inputs.element),
-    )
-    tensors = inputs.profile.tensors
+    bucket = _bucket(inputs)
     inner = _norm_bytes(tensors[1:] if inputs.profile.trains_tied_embeddings else tensors, part)
-    own_gradient = 0 if every else single
-    own_gradient += _copy_to_send(inputs)
-    backward = builder.plus(("gpu", "gradients", every), bucket, ("gpu", "temporaries", own_gradient + inner))
-    reduced = builder.plus(
-        ("gpu", "gradients", every), bucket, ("gpu", "temporaries", own_gradient + _norm_bytes(tensors, part))
-    )
-    forward = builder.plus(("gpu", "gradients", every if inputs.grad_accum > 1 else 0))
+    in_flight = (0 if every else single) + _copy_to_send(inputs)
     return {
-        "forward": forward,
-        "backward": backward,
-        "reduced": reduced,
+        "forward": builder.plus(gradients=every if inputs.grad_accum > 1 else 0),
+        "backward": builder.plus(gradients=every, deepspeed_buffers=bucket, temporaries=in_flight + inner),
+        "reduced": builder.plus(
+            gradients=every, deepspeed_buffers=bucket, temporaries=in_flight + _norm_bytes(tensors, part)
+        ),
         "flatten": builder.ledger,
         "update": builder.ledger,
     }
@@ -196,28 +177,18 @@ def _offloaded(inputs: MemoryInputs) -> Phases:
 
 def _in_bf16_optimizer(inputs: MemoryInputs) -> bool:
     """bf16 with fp32 accumulation at stage 1, not offloaded to the CPU (engine.py, _do_optimizer_sanity_check)."""
-    settings = inputs.settings
-    wanted = inputs.precision == "bf16" and settings.fp32_accumulation and settings.stage == 1
-    return wanted and settings.offload_optimizer is None
+    return inputs.precision == "bf16" and inputs.settings.fp32_accumulation and inputs.settings.stage == 1
 
 
-def _bf16_optimizer(inputs: MemoryInputs) -> Phases:
+def _bf16_optimizer(inputs: MemoryInputs, part: int, builder: LedgerBuilder) -> Phases:
     """Ledgers where every rank accumulates all gradients in fp32 from the start (bf16_optimizer.py,
     _setup_for_real_optimizer)."""
-    flat = flat_elements(inputs.profile.parameters, inputs.data_parallel_size)
-    part = flat // inputs.data_parallel_size
-    builder = (
-        LedgerBuilder()
-        .add("gpu", "parameters", inputs.element * flat)
-        .add("gpu", "optimizer_states", inputs.state * part)
-    )
-    builder.add("gpu", "gradients", FP32_BYTES * flat)
-    single: Ledger = builder.plus(("gpu", "gradients", inputs.element * inputs.profile.parameters))
-    update = builder.plus(("gpu", "temporaries", inputs.torch_step * part))
+    builder.add("gpu", "gradients", FP32_BYTES * part * inputs.data_parallel_size)
+    single = builder.plus(gradients=inputs.element * inputs.profile.parameters)
     return {
         "forward": builder.ledger,
         "backward": single,
         "reduced": single,
         "flatten": builder.ledger,
-        "update": update,
+        "update": builder.plus(temporaries=inputs.torch_step * part),
     }

@@ -7,6 +7,7 @@ memory than the node has are always skipped, unless forced. Records store the pr
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -16,7 +17,6 @@ from ..config.spec import Accelerator, Placement, Trial
 from ..errors import DsBenchError, PreflightError, UsageError
 from ..models.lookup import ResolvedModel
 from ..records.schema import TrialRecord
-from ..system import host_memory
 from ..system.environment import Environment
 from ..units import format_bytes
 from . import what_if
@@ -76,11 +76,6 @@ def _smallest(*sizes: int | None) -> int | None:
     return min(filter(None, sizes), default=None)
 
 
-def node_memory_bytes() -> int | None:
-    """Returns this machine's memory, or its cgroup's limit if that is less; None if the kernel reports neither."""
-    return _smallest(host_memory.host_memory_bytes(), host_memory.cgroup_limit_bytes())
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unpredicted:
     """Takes the place of a ModelProfile for a model whose memory cannot be predicted."""
@@ -104,24 +99,21 @@ def profile_model(
     ``environment``: variables of the trials' processes, so that a model is built as they build it. A run must not fail
     because nothing can be predicted; raises NothingTrainedError alone.
     """
-
-    def profile(variant: Variant) -> ModelProfile | Unpredicted:
-        return _profile_variant(
-            model,
-            seq_length,
-            accelerator,
-            dropout=dropout,
-            variant=variant,
-            trust_remote_code=trust_remote_code,
-            environment=environment,
-        )
-
-    usual = profile(USUAL)
+    profile = functools.partial(
+        _profile_variant,
+        model,
+        seq_length,
+        accelerator,
+        dropout=dropout,
+        trust_remote_code=trust_remote_code,
+        environment=environment,
+    )
+    usual = profile(variant=USUAL)
     if isinstance(usual, Unpredicted):
         return usual
     profiles = {}
     for variant in {each for each in variants if each != USUAL and each.loss != "liger"}:  # its kernels need a GPU
-        other = profile(variant)
+        other = profile(variant=variant)
         profiles[variant] = (
             replace(usual, activations={}, stage_3_activations={}, unknown=other.reason)
             if isinstance(other, Unpredicted)
@@ -272,13 +264,12 @@ def _with_prediction(
     if tensor_parallel_size(trial.ds_config) > 1:
         return _with_caveat(trial, "memory is not predicted: AutoTP splits layers, which the formulas do not know")
     try:
-        engine = trial.configuration.engine
         prediction = predict(
             profile,
             trial.workload,
             trial.placement,
             trial.ds_config,
-            engine=engine,
+            engine=trial.configuration.engine,
             ranks_per_node=trial.placement.ranks_per_node,
         )
     except (ValueError, KeyError, TypeError, ZeroDivisionError) as error:
@@ -288,15 +279,11 @@ def _with_prediction(
     if left_out := unpredicted_settings(trial.ds_config):
         trial = _with_caveat(trial, f"memory is predicted without {' and '.join(left_out)}")
     host_bytes = _resident_host_bytes(prediction)
-    reason = None
+    reason, try_it = None, "leave out --skip-predicted-oom to try it"
     if skip and capacity.gpu_bytes is not None and prediction.gpu_bytes > capacity.gpu_bytes:
-        reason = _shortage_text(
-            prediction.gpu_bytes, capacity.gpu_bytes, "per GPU", "leave out --skip-predicted-oom to try it"
-        )
+        reason = _shortage_text(prediction.gpu_bytes, capacity.gpu_bytes, "per GPU", try_it)
     elif skip and capacity.host_bytes is not None and host_bytes > capacity.host_bytes:
-        reason = _shortage_text(
-            host_bytes, capacity.host_bytes, "of host memory", "leave out --skip-predicted-oom to try it"
-        )
+        reason = _shortage_text(host_bytes, capacity.host_bytes, "of host memory", try_it)
     elif not force and capacity.node_bytes is not None and _far_beyond(host_bytes, capacity.node_bytes):
         reason = _shortage_text(host_bytes, capacity.node_bytes, "of host memory", "--force tries it")
     return replace(trial, prediction=prediction.to_dict(), skipped=reason)

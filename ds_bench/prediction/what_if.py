@@ -75,6 +75,10 @@ class PlannedTrial:
         return gpu_bytes_by_moment(self.profile, self.workload, self.placement, self.config(), engine=engine)
 
 
+_Changed = Iterator[tuple[str, PlannedTrial]]
+"""Text of each change, and the changed trial."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
     """A change of a planned trial, with the memory that the changed trial takes."""
@@ -202,7 +206,7 @@ def _halves(planned: PlannedTrial) -> Iterator[int]:
         yield size
 
 
-def _more_gpus(planned: PlannedTrial) -> Iterator[tuple[str, PlannedTrial]]:
+def _more_gpus(planned: PlannedTrial) -> _Changed:
     if planned.configuration.stage:
         for factor in (2, 4, 8):
             count = factor * planned.placement.num_gpus
@@ -314,9 +318,6 @@ def smallest_change(planned: PlannedTrial, gpu_bytes: int, host_bytes: int | Non
     return tight
 
 
-_Changed = Iterator[tuple[str, PlannedTrial]]
-
-
 def _combined(
     planned: PlannedTrial, smaller: Callable[[PlannedTrial], Iterator[int]], others: Callable[[PlannedTrial], _Changed]
 ) -> _Changed:
@@ -335,11 +336,11 @@ def _combined(
             yield from _on_top(f"{text}, {other}", others(changed))
 
 
-def _on_top(text: str, remedies: Iterator[tuple[str, PlannedTrial]]) -> Iterator[tuple[str, PlannedTrial]]:
+def _on_top(text: str, remedies: _Changed) -> _Changed:
     return ((f"{text}, {other}", changed) for other, changed in remedies)
 
 
-def _cheap_changes(planned: PlannedTrial) -> Iterator[tuple[str, PlannedTrial]]:
+def _cheap_changes(planned: PlannedTrial) -> _Changed:
     text = ""
     if not planned.workload.activation_checkpointing:
         text, planned = "activation checkpointing", _checkpointed(planned)
@@ -370,7 +371,7 @@ def _smaller_batch(planned: PlannedTrial, gpu_bytes: int, host_bytes: int | None
         yield from filter(None, [size])
 
 
-def _on_others(planned: PlannedTrial, gpu_bytes: int, host_bytes: int | None) -> Iterator[tuple[str, PlannedTrial]]:
+def _on_others(planned: PlannedTrial, gpu_bytes: int, host_bytes: int | None) -> _Changed:
     """Other numbers of GPUs: fewer if the node lacks memory, as every rank takes some of it; then more."""
     if host_bytes is not None and planned.predict().host_bytes > host_bytes:
         count = min(planned.placement.num_gpus, planned.ranks_per_node or planned.placement.num_gpus)
@@ -389,7 +390,7 @@ def _checkpointed(planned: PlannedTrial) -> PlannedTrial:
     return replace(planned, workload=replace(planned.workload, activation_checkpointing=True))
 
 
-def _strategies_with_less_memory(planned: PlannedTrial) -> Iterator[tuple[str, PlannedTrial]]:
+def _strategies_with_less_memory(planned: PlannedTrial) -> _Changed:
     """The trial with strategies that keep less on the GPU, in the order of their cost, and the row's own settings."""
     now = planned.configuration
     later = [] if now.offloads_optimizer else [strategies.ZERO_STAGES[stage] for stage in range(now.stage + 1, 4)]

@@ -576,7 +576,7 @@ def test_the_tier_that_is_short_is_named_and_no_other() -> None:
 def test_the_parts_of_a_prediction_add_up_to_its_total() -> None:
     found = llama(zero(3)).predict()
     assert found.gpu_bytes == sum(found.gpu.values())
-    assert found.biggest == max(((size, name) for name, size in found.gpu.items()), default=None)[::-1]  # type: ignore[index]
+    assert found.biggest_in("gpu") == max(((size, name) for name, size in found.gpu.items()), default=None)[::-1]  # type: ignore[index]
 
 
 @pytest.mark.parametrize("value", ["auto", None])
