@@ -9,11 +9,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import io
+import itertools
 import shutil
 import tempfile
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 from .analysis import load_results
 from .baselines.result import BenchmarkResult, benchmark_result
@@ -187,22 +188,6 @@ def _run_comparison(config: BenchmarkConfig, arguments: list[str]) -> Path:
 # its documented interface is used: ``pedantic``, the ``timer`` of its marker, ``extra_info``, ``group``, ``stats``.
 
 
-class Bench(Protocol):
-    """An object that :func:`run_under` can run."""
-
-    group: str
-    """Heading of its table."""
-
-    @property
-    def rounds(self) -> int:
-        """Measured optimizer steps of all runs together."""
-        ...
-
-    def run(self) -> BenchmarkResult:
-        """Trains and measures."""
-        ...
-
-
 class _StepClock:
     """A timer that shows the sum of measured step times instead of the time of day."""
 
@@ -218,7 +203,7 @@ step_clock = _StepClock()
 """The timer for ``@pytest.mark.benchmark(timer=step_clock)``: pytest-benchmark then takes the trial's step times."""
 
 
-def run_under(benchmark: Any, bench: Bench) -> BenchmarkResult:
+def run_under(benchmark: Any, bench: _Benchmark) -> BenchmarkResult:
     """Runs ``bench`` once under pytest-benchmark's fixture; every measured optimizer step is a round of its table.
 
     Figures other than times go to ``extra_info``. With ``--benchmark-disable`` the benchmark runs and nothing is
@@ -235,21 +220,15 @@ def run_under(benchmark: Any, bench: Bench) -> BenchmarkResult:
             benchmark.extra_info.update(extra_info(results[0]))
         step_clock.seconds = 0.0
 
-    steps = _Steps(results)
-    benchmark.pedantic(steps, setup=before_round, rounds=bench.rounds)
+    calls = itertools.count()
+
+    def show_next_step() -> None:
+        """What pytest-benchmark times: each call adds the time of the next measured step to ``step_clock``."""
+        steps = results[0].step_seconds
+        step_clock.seconds += steps[next(calls) % len(steps)]  # with a profile, pytest-benchmark calls once more
+
+    benchmark.pedantic(show_next_step, setup=before_round, rounds=bench.rounds)
     return results[0]
-
-
-class _Steps:
-    """The function that pytest-benchmark times: each call adds the time of the next measured step to ``step_clock``."""
-
-    def __init__(self, results: list[BenchmarkResult]) -> None:
-        self._results, self._done = results, 0
-
-    def __call__(self) -> None:
-        steps = self._results[0].step_seconds
-        step_clock.seconds += steps[self._done % len(steps)]  # with a profile, pytest-benchmark calls once more
-        self._done += 1
 
 
 def _require_step_clock(benchmark: Any) -> None:
