@@ -42,17 +42,17 @@ _V2 = _FileNames("memory.max", "memory.current", "memory.peak", "memory.events",
 
 def host_memory_bytes(root: Path = ROOT) -> int | None:
     """Memory of the whole machine, without regard to cgroups."""
-    return _read_table(root / "proc/meminfo").get("MemTotal")
+    return read_table(root / "proc/meminfo").get("MemTotal")
 
 
 def swap_total_bytes(root: Path = ROOT) -> int | None:
     """Swap space of the whole machine."""
-    return _read_table(root / "proc/meminfo").get("SwapTotal")
+    return read_table(root / "proc/meminfo").get("SwapTotal")
 
 
 def swap_used_bytes(root: Path = ROOT) -> int | None:
     """Swap space in use, by every process of the machine."""
-    table = _read_table(root / "proc/meminfo")
+    table = read_table(root / "proc/meminfo")
     if "SwapTotal" not in table or "SwapFree" not in table:
         return None
     return table["SwapTotal"] - table["SwapFree"]
@@ -66,7 +66,7 @@ def available_host_bytes(root: Path = ROOT) -> int | None:
     """
     names, groups = _memory_cgroups(root)
     free = [_free_in_cgroup(group, limit, names) for group, limit in _limits(groups, names)]
-    free.append(_read_table(root / "proc/meminfo").get("MemAvailable"))
+    free.append(read_table(root / "proc/meminfo").get("MemAvailable"))
     return min((count for count in free if count is not None), default=None)
 
 
@@ -95,13 +95,13 @@ def cgroup_oom_kill_count(root: Path = ROOT) -> int | None:
     Version 2 also counts the cgroups below it.
     """
     names, groups = _memory_cgroups(root)
-    counts = (_read_table(group / names.events).get("oom_kill") for group in groups)
+    counts = (read_table(group / names.events).get("oom_kill") for group in groups)
     return next((count for count in counts if count is not None), None)
 
 
 def host_oom_kill_count(root: Path = ROOT) -> int | None:
     """How many processes the kernel of this host has killed for memory since it started (/proc/vmstat, oom_kill)."""
-    return _read_table(root / "proc/vmstat").get("oom_kill")
+    return read_table(root / "proc/vmstat").get("oom_kill")
 
 
 def cgroup_cpu_cores(root: Path = ROOT) -> float | None:
@@ -141,7 +141,7 @@ def cgroup_cpu_periods(root: Path = ROOT) -> tuple[int, int] | None:
     """
     _, groups = _cgroups(root, "cpu")
     for group in groups:
-        counts = _read_table(group / "cpu.stat")
+        counts = read_table(group / "cpu.stat")
         if _quota_cores(group) is not None and "nr_periods" in counts and "nr_throttled" in counts:
             return counts["nr_periods"], counts["nr_throttled"]
     return None
@@ -182,7 +182,7 @@ def _free_in_cgroup(group: Path, limit: int, names: _FileNames) -> int | None:
     usage = _read_number(group / names.usage)
     if usage is None:
         return None
-    reclaimable = _read_table(group / "memory.stat").get(names.reclaimable, 0)
+    reclaimable = read_table(group / "memory.stat").get(names.reclaimable, 0)
     return max(0, limit - max(0, usage - reclaimable))
 
 
@@ -225,7 +225,7 @@ def _cgroup_path_and_parents(own: str, mounted_path: str, mount_point: Path) -> 
     return [mount_point / level for level in (inner, *inner.parents)]
 
 
-def _read_table(path: Path) -> dict[str, int]:
+def read_table(path: Path) -> dict[str, int]:
     """Lines of ``name value`` or ``name: value kB``, in bytes where the kernel says kB; empty if unreadable."""
     rows = [line.split() for line in (read_text(path) or "").splitlines()]
     return {

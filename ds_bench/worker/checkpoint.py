@@ -52,14 +52,8 @@ _BEAT_SECONDS = 2.0
 _SAMPLE_SECONDS = 0.05
 _LONGEST_REASON = 200
 _LAUNCHER_VARIABLES = (
-    "RANK",
-    "LOCAL_RANK",
-    "WORLD_SIZE",
-    "LOCAL_WORLD_SIZE",
-    "LOCAL_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-)
+    "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT",
+)  # fmt: skip
 
 Action = Callable[[], str | None]
 """Does something on all ranks. Returns why it could not be done; None if it was."""
@@ -93,7 +87,11 @@ def measure_checkpoint(
         return facts["not_done"] is None
 
     states = _state_norms(engine)
-    if run("save", lambda: _without_result(engine.save_checkpoint(str(checkpoint), tag=_TAG)), checkpoint):
+
+    def save() -> None:
+        engine.save_checkpoint(str(checkpoint), tag=_TAG)
+
+    if run("save", save, checkpoint):
         peaks: list[int] = []
         convert = functools.partial(_convert, engine, checkpoint / _TAG, universal / _TAG, trainer.heartbeat, peaks)
         run("universal", convert, universal, peaks)
@@ -159,10 +157,6 @@ def _change_weights(trainer: training_loop.Trainer) -> None:
             values = getattr(parameter, "ds_tensor", parameter.detach())  # at stage 3 this rank's part
             if values.is_floating_point():  # quantised weights are not
                 values.mul_(0.5)
-
-
-def _without_result(_result: object) -> None:
-    return None
 
 
 def _load(engine: Any, folder: Path) -> str | None:

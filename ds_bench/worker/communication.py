@@ -14,15 +14,14 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import wraps
-from types import TracebackType
 from typing import Any, Self
+from unittest import mock
 
 import deepspeed.comm.comm
 import torch
 import torch.distributed
 
 from ..records.schema import CommunicationOperation
-from .offload_times import replaced_attribute
 
 _COLLECTIVES = (
     "all_reduce",
@@ -74,12 +73,10 @@ class CommunicationTimer:
         for name in _COLLECTIVES:
             if hasattr(backend, name):
                 timed = self._timed(name, getattr(backend, name))
-                self._stack.enter_context(replaced_attribute(backend, name, timed))
+                self._stack.enter_context(mock.patch.object(backend, name, timed))
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         self._stack.close()
 
     def _timed(self, name: str, operation: Callable[..., Any]) -> Callable[..., Any]:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from typing import Any
+from unittest import mock
 
 import deepspeed.profiling.flops_profiler.profiler as flops_profiler
 import torch
 from deepspeed.runtime.zero.linear import zero3_linear_wrap
 
 from . import training_loop
-from .offload_times import replaced_attribute
 from .profiled_steps import Findings, ProfiledSteps
 
 
@@ -40,7 +40,7 @@ def observe(steps: ProfiledSteps) -> Findings:
     return Findings(measured={"profiled_forward_flops": float(flops)}, lines=(line,))
 
 
-def _linear_layers_counted_once() -> contextlib.AbstractContextManager[None]:
+def _linear_layers_counted_once() -> contextlib.AbstractContextManager[Any]:
     """For the time in which the profiler replaces functions: at stage 3 DeepSpeed's own ``linear`` calls ``matmul``
     (runtime/zero/linear.py), and DeepSpeed 0.19.8 counts both."""
     if torch.nn.functional.linear is not zero3_linear_wrap:
@@ -49,4 +49,4 @@ def _linear_layers_counted_once() -> contextlib.AbstractContextManager[None]:
     def count_nothing(*_arguments: Any, **_keywords: Any) -> tuple[int, int]:
         return 0, 0
 
-    return replaced_attribute(flops_profiler, "_linear_flops_compute", count_nothing)
+    return mock.patch.object(flops_profiler, "_linear_flops_compute", count_nothing)

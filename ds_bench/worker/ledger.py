@@ -29,6 +29,7 @@ _GRADIENT_NAMES = (
     "fp32_groups_gradients_flat",
     "bf16_groups_gradients",
     "all_grad_tensors",
+    "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition",
 )
 """Attributes of DeepSpeed's optimizers that hold gradients (runtime/zero/, bf16_optimizer.py)."""
 _STATE_NAMES = (
@@ -123,10 +124,14 @@ def _deepspeed_tensors(engine: Any) -> Iterator[tuple[str, Iterable[torch.Tensor
     yield "parameters", parameters
     yield "parameters", (getattr(parameter, "ds_tensor", None) for parameter in parameters)
     yield "parameters", (getattr(parameter, "ds_secondary_tensor", None) for parameter in parameters)  # of hpZ
-    yield "optimizer_states", _master_and_states(wrapper, base)
+    masters = list(_masters(wrapper, base))
+    yield "optimizer_states", masters
+    yield "optimizer_states", optimizer_states(engine)
     # Before the gradients, which are views into the bucket while backward runs.
     yield "deepspeed_buffers", find_tensors([b.buffer for b in getattr(wrapper, "ipg_buckets", {}).values()])
-    yield "gradients", _gradients(wrapper, base, parameters)
+    yield "gradients", (each.grad for each in (*parameters, *masters))
+    for name in _GRADIENT_NAMES:
+        yield "gradients", find_tensors(getattr(wrapper, name, None))
     yield "deepspeed_buffers", find_tensors(vars(wrapper) if wrapper is not base else {})
     yield "deepspeed_buffers", find_tensors({k: v for k, v in vars(engine).items() if k != "module"}, depth=4)
     yield "deepspeed_buffers", find_tensors([getattr(p, "nvme_swapper", None) for p in parameters])
@@ -138,22 +143,36 @@ def _own_part(tensor: torch.Tensor) -> torch.Tensor:
     return part
 
 
-def _master_and_states(wrapper: Any, base: Any) -> Iterator[torch.Tensor]:
+def _masters(wrapper: Any, base: Any) -> Iterator[torch.Tensor]:
+    """What the optimizer updates: the fp32 master weights, or the parameters themselves where there are none."""
     for group in getattr(base, "param_groups", ()):
         yield from (parameter for parameter in group["params"] if isinstance(parameter, torch.Tensor))
     for name in _STATE_NAMES:
         yield from find_tensors(getattr(wrapper, name, None))
-    yield from find_tensors({id(key): value for key, value in getattr(base, "state", {}).items()})
 
 
-def _gradients(wrapper: Any, base: Any, parameters: list[torch.nn.Parameter]) -> Iterator[torch.Tensor]:
-    yield from (parameter.grad for parameter in parameters if parameter.grad is not None)
-    for group in getattr(base, "param_groups", ()):
-        yield from (p.grad for p in group["params"] if isinstance(p, torch.Tensor) and p.grad is not None)
-    for name in _STATE_NAMES:
-        yield from (m.grad for m in find_tensors(getattr(wrapper, name, None)) if m.grad is not None)
-    for name in (*_GRADIENT_NAMES, "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition"):
-        yield from find_tensors(getattr(wrapper, name, None))
+@contextlib.contextmanager
+def saved_storages(
+    parameters: Iterable[torch.Tensor], call: Callable[[torch.Tensor, torch.UntypedStorage], None]
+) -> Iterator[None]:
+    """Calls ``call`` with each tensor that autograd saves for backward within this context, and its storage.
+
+    Parameters are left out. A storage may come more than once.
+    """
+    # Held, or else an activation may get the address of a storage that stage 3 gives up as it gathers the parameter.
+    storages = [_own_part(parameter).untyped_storage() for parameter in parameters]
+    known = {storage._cdata for storage in storages}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        base = tensor._base if tensor._base is not None else tensor
+        if not isinstance(base, torch.nn.Parameter):
+            storage = tensor.untyped_storage()
+            if storage._cdata not in known:
+                call(tensor, storage)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield
 
 
 def count_activations(forward: Callable[[], Any], parameters: Iterable[torch.Tensor]) -> tuple[Any, dict[str, int]]:
@@ -161,20 +180,12 @@ def count_activations(forward: Callable[[], Any], parameters: Iterable[torch.Ten
 
     Returns what ``forward`` returns, and the bytes by tier.
     """
-    # Held, or else an activation may get the address of a storage that stage 3 gives up as it gathers the parameter.
-    storages = [_own_part(parameter).untyped_storage() for parameter in parameters]
-    known = {storage._cdata for storage in storages}
     saved: dict[tuple[str, int], int] = {}
 
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        base = tensor._base if tensor._base is not None else tensor
-        if not isinstance(base, torch.nn.Parameter):
-            storage = tensor.untyped_storage()
-            if storage._cdata not in known:
-                saved[tensor.device.type, storage.data_ptr()] = storage.nbytes()
-        return tensor
+    def note(tensor: torch.Tensor, storage: torch.UntypedStorage) -> None:
+        saved[tensor.device.type, storage.data_ptr()] = storage.nbytes()
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    with saved_storages(parameters, note):
         result = forward()
     tiers: dict[str, int] = {}
     for (device, _), size in saved.items():

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -54,12 +55,18 @@ def hidden_size(config: Any) -> int | None:
     return None
 
 
-def import_factory(name: str) -> None:
-    """Imports ``package.module:function``. Raises whatever the import raises, AttributeError, or TypeError."""
-    sys.path.append(str(Path.cwd()))  # as in the ranks: last, so that it hides no installed module
+def import_factory(name: str) -> Callable[[], Any]:
+    """The function ``package.module:function``. Raises whatever the import raises, AttributeError, or TypeError.
+
+    The current folder is searched for the module last, so that it hides no installed one.
+    """
+    if (current := str(Path.cwd())) not in sys.path:
+        sys.path.append(current)
     module_name, _, function_name = name.partition(":")
-    if not callable(getattr(importlib.import_module(module_name), function_name)):
+    factory: Callable[[], Any] = getattr(importlib.import_module(module_name), function_name)
+    if not callable(factory):
         raise TypeError(f"{function_name} is no function")
+    return factory
 
 
 def main() -> None:

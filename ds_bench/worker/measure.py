@@ -27,7 +27,7 @@ from .op_loading import wait_only_for_living_programs
 from .pass_engine import PassEngine
 from .profiles import take_profiles
 from .rank_layout import RankLayout, register_sequence_attention
-from .reference_engines import ReferenceEngine, create_engine
+from .reference_engines import DdpEngine, Fsdp2Engine, ReferenceEngine
 from .rendezvous import connect_ranks
 from .resolved_config import resolved_config
 from .step_parts import measure_phases
@@ -227,11 +227,10 @@ def _count_parameters(model: torch.nn.Module) -> dict[str, int]:
 def _notes_of_factory(
     built: build.BuiltModel, trainer: training_loop.Trainer, batch_size: int, seq_length: int
 ) -> list[str]:
-    own = built.make_batch is not None
-    if own and not training_loop.has_token_per_position(trainer.first_batch, batch_size, seq_length):
-        text = f"the factory makes its own batches: a sample counts as {seq_length} tokens, whatever it holds"
-        return [*built.notes, text]
-    return [*built.notes]
+    notes = list(built.notes)
+    if built.make_batch and not training_loop.has_token_per_position(trainer.first_batch, batch_size, seq_length):
+        notes.append(f"the factory makes its own batches: a sample counts as {seq_length} tokens, whatever it holds")
+    return notes
 
 
 def _select_device(placement: Placement) -> torch.device:
@@ -274,8 +273,10 @@ def _create_engine(
 ) -> Any:
     if workload.pass_type != "train":
         return PassEngine(model, config, device, with_backward=workload.pass_type == "forward_backward")
-    if name != "deepspeed":
-        return create_engine(name, model, config, device, seed=workload.seed, report_progress=report_progress)
+    if name == "ddp":
+        return DdpEngine(model, config, device)
+    if name == "fsdp2":
+        return Fsdp2Engine(model, config, device, seed=workload.seed, report_progress=report_progress)
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     engine, *_ = deepspeed.initialize(model=model, model_parameters=trainable, config=config, mpu=mpu)
     return engine

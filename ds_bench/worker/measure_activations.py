@@ -85,7 +85,7 @@ def measure(request: Mapping[str, Any], report_partial: Callable[[Answer], None]
             answer["formats"][precision] = next(iter(answer["formats"].values()))
             continue
         model, make_batch = build_fake_model(request, torch.float32 if autocast else _FORMATS[precision])
-        blocks = _find_blocks(model, _MIN_PARAMETER_FRACTION if is_whole else 0.0)
+        blocks = build.find_blocks(model, _MIN_PARAMETER_FRACTION if is_whole else 0.0)
         if not answer:
             answer = _count_tensors(model, len(blocks)) if is_whole else {"tensors": _split_by_layer(model, blocks)}
             answer["formats"] = {}
@@ -98,7 +98,7 @@ def measure(request: Mapping[str, Any], report_partial: Callable[[Answer], None]
         answer["formats"][precision] = fits
         if answer.get("frozen") and not autocast:
             model, make_batch = build_fake_model(request, _FORMATS[precision])
-            blocks = _find_blocks(model, _MIN_PARAMETER_FRACTION)
+            blocks = build.find_blocks(model, _MIN_PARAMETER_FRACTION)
             with kernels, _linear_of_stage_3():
                 fits = _fit_model(model, make_batch, blocks, sequences, request)
             answer.setdefault("stage_3_formats", {})[precision] = fits
@@ -193,7 +193,6 @@ def _call_factory(name: str, dtype: torch.dtype) -> tuple[torch.nn.Module, build
 def _converting_fake_parameters() -> Iterator[None]:
     """Makes ``Module.to`` replace parameters: it swaps their contents in place, which fake tensors do not allow."""
     converted: dict[int, tuple[torch.nn.Parameter, torch.nn.Parameter]] = {}  # tied parameters stay tied
-    original = torch.nn.Module._apply
 
     def apply(module: torch.nn.Module, function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         for child in module.children() if recurse else ():
@@ -208,11 +207,8 @@ def _converting_fake_parameters() -> Iterator[None]:
             module._buffers[name] = None if buffer is None else function(buffer)
         return module
 
-    torch.nn.Module._apply = apply  # type: ignore[method-assign]
-    try:
+    with mock.patch.object(torch.nn.Module, "_apply", apply):
         yield
-    finally:
-        torch.nn.Module._apply = original  # type: ignore[method-assign]
 
 
 def _build_from_config(request: Mapping[str, Any], dtype: torch.dtype, layers: int) -> torch.nn.Module:
@@ -261,20 +257,6 @@ def _adapt_tiled_loss() -> None:
         return None, None, ctx.saved_tensors[0], None, None, None, None, None
 
     TiledFusedLogitsLoss.backward = staticmethod(backward)
-
-
-def _find_blocks(model: torch.nn.Module, min_parameter_fraction: float) -> list[torch.nn.Module]:
-    """The blocks that a model repeats: members of its large lists of modules that lie in no other such list."""
-    min_parameters = min_parameter_fraction * sum(parameter.numel() for parameter in model.parameters())
-    blocks: list[torch.nn.Module] = []
-    inside: set[int] = set()
-    for module in model.modules():
-        if not isinstance(module, torch.nn.ModuleList) or id(module) in inside:
-            continue
-        if sum(parameter.numel() for parameter in module.parameters()) >= min_parameters:
-            inside.update(map(id, module.modules()))
-            blocks.extend(module)
-    return blocks
 
 
 def _split_by_layer(model: torch.nn.Module, layers: list[torch.nn.Module]) -> dict[str, list[int]]:
@@ -339,19 +321,14 @@ class _ShortenedModel:
         """
         self._current = 0
         shares = [0] * (len(self.blocks) + 1)
-        known = {parameter.untyped_storage()._cdata for parameter in self.model.parameters()}
-        saved = []  # alive, so that no other storage gets the address of one of them
+        saved: dict[int, torch.UntypedStorage] = {}  # alive, so that no other storage gets the address of one of them
 
-        def pack(tensor: torch.Tensor) -> torch.Tensor:
-            base = tensor._base if tensor._base is not None else tensor
-            storage = tensor.untyped_storage()
-            if not isinstance(base, torch.nn.Parameter) and storage._cdata not in known:
-                known.add(storage._cdata)
-                saved.append(storage)
+        def note(_tensor: torch.Tensor, storage: torch.UntypedStorage) -> None:
+            if storage._cdata not in saved:
+                saved[storage._cdata] = storage
                 shares[self._current] += int(storage.nbytes())
-            return tensor
 
-        with self._mode, torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        with self._mode, ledger.saved_storages(self.model.parameters(), note):
             self._forward(self._make_fake_batch(batch_size, sequence))
         return shares
 

@@ -7,37 +7,28 @@ CPU accelerator there is no device memory: DeepSpeed's ``memory_allocated`` is t
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import multiprocessing
-import os
 import resource
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from ..system.host_memory import read_table
 
-def _read_sizes(path: str) -> dict[str, int]:
-    """The lines ``name: n kB`` of a file under /proc, in bytes; none where it cannot be read."""
-    sizes: dict[str, int] = {}
-    with contextlib.suppress(OSError):
-        for line in Path(path).read_text().splitlines():
-            name, _, value = line.partition(":")
-            if value.endswith(" kB"):
-                sizes[name] = int(value.removesuffix(" kB")) * 1024
-    return sizes
+_PROCESS = Path("/proc/self")
 
 
 def peak_resident_bytes() -> int | None:
     """Peak resident memory of this process since it began or :func:`reset_host_peak` was called."""
-    return _read_sizes("/proc/self/status").get("VmHWM")
+    return read_table(_PROCESS / "status").get("VmHWM")
 
 
 def reset_host_peak() -> bool:
     """Resets the peak resident memory (proc(5), clear_refs 5). False where the kernel does not allow it."""
     try:
-        Path("/proc/self/clear_refs").write_text("5")
+        (_PROCESS / "clear_refs").write_text("5")
     except OSError:
         return False
     return True
@@ -69,14 +60,18 @@ class PhaseMeter:
 
     def end(self, phase: str) -> None:
         """Stores the memory of the phase that ends, and begins the next one."""
-        resident = _read_sizes("/proc/self/status")  # peak and end of one moment
+        resident = read_table(_PROCESS / "status")  # peak and end of one moment
         peak = resident.get("VmHWM")
         self.phases[phase] = {
             "host_peak_bytes": peak if peak is not None and peak > self._highest_before else None,
             "host_end_bytes": resident.get("VmRSS"),
             "host_end_pss_bytes": _proportional_bytes(),
-            **_gpu_bytes(self._accelerator),
         }
+        if self._accelerator == "cuda":
+            import torch
+
+            gpu = {"gpu_peak_bytes": torch.cuda.max_memory_allocated(), "gpu_end_bytes": torch.cuda.memory_allocated()}
+            self.phases[phase] |= gpu
         self.begin()
 
     def highest(self, name: str, *phases: str) -> int | None:
@@ -85,35 +80,21 @@ class PhaseMeter:
         return max((size for size in measured if size is not None), default=None)
 
 
-def _gpu_bytes(accelerator: str) -> dict[str, int | None]:
-    if accelerator != "cuda":
-        return {}
-    import torch
-
-    return {"gpu_peak_bytes": torch.cuda.max_memory_allocated(), "gpu_end_bytes": torch.cuda.memory_allocated()}
-
-
-def proportional_bytes(pids: Iterable[int]) -> int:
+def proportional_bytes(pids: Iterable[int | None]) -> int:
     """Memory of processes, each shared page divided by the processes that map it; those that have ended count 0."""
-    return sum(_read_sizes(f"/proc/{pid}/smaps_rollup").get("Pss", 0) for pid in pids)
+    return sum(read_table(Path(f"/proc/{pid}/smaps_rollup")).get("Pss", 0) for pid in pids)
 
 
 def transferred_bytes() -> int | None:
     """Bytes that this process has read and written by system calls, cached ones too; None where unreadable."""
-    try:
-        values = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
-        return int(values["rchar"]) + int(values["wchar"])
-    except (OSError, ValueError, KeyError):
-        return None
+    counters = read_table(_PROCESS / "io")
+    return counters["rchar"] + counters["wchar"] if "wchar" in counters else None
 
 
 def io_bytes() -> tuple[int, int] | None:
     """(read, written) bytes of this process that reached block devices; None where unreadable."""
-    try:
-        values = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
-        return int(values["read_bytes"]), int(values["write_bytes"])
-    except (OSError, ValueError, KeyError):
-        return None
+    counters = read_table(_PROCESS / "io")
+    return (counters["read_bytes"], counters["write_bytes"]) if "write_bytes" in counters else None
 
 
 def limit_data_segment(limit_bytes: int) -> None:
@@ -171,14 +152,14 @@ def device_facts(accelerator: str, retries_before: int, limit_bytes: int | None)
 
 def _proportional_bytes() -> int | None:
     """Proportional set size of this rank and of its data loader's worker processes, which share its pages."""
-    pids = [os.getpid(), *(child.pid for child in multiprocessing.active_children())]
-    sizes = [_read_sizes(f"/proc/{pid}/smaps_rollup").get("Pss") for pid in pids]
-    return None if sizes[0] is None else sum(size or 0 for size in sizes)
+    own = read_table(_PROCESS / "smaps_rollup").get("Pss")
+    children = proportional_bytes(child.pid for child in multiprocessing.active_children())
+    return None if own is None else own + children
 
 
 def host_facts(meter: PhaseMeter) -> Mapping[str, Any]:
     """The ``host_*`` fields of a RankMeasurement after the last measured step, with which ``meter`` ended a phase."""
-    sums = _read_sizes("/proc/self/smaps_rollup")
+    sums = read_table(_PROCESS / "smaps_rollup")
     shared = [sums[name] for name in ("Shared_Clean", "Shared_Dirty") if name in sums]
     return {
         "host_peak_bytes": meter.highest("host_peak_bytes", *meter.phases),

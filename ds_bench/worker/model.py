@@ -19,16 +19,16 @@ from __future__ import annotations
 import contextlib
 import importlib
 import inspect
-import sys
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
 from ..config.spec import Engine, Workload
+from .lookup_model import import_factory
 from .losses import install_loss
 from .tiled_mlp import install_tiled_mlp
 
@@ -168,14 +168,8 @@ def _build_from_config(workload: Workload, dtype: torch.dtype, device: torch.dev
 
 
 def call_factory(name: str) -> tuple[torch.nn.Module, MakeBatch | None]:
-    """The model that ``package.module:function`` returns, alone or with a function that makes its batches.
-
-    The current folder is searched for the module last, so that it hides no installed one.
-    """
-    if (current := str(Path.cwd())) not in sys.path:
-        sys.path.append(current)
-    module_name, _, function_name = name.partition(":")
-    returned = getattr(importlib.import_module(module_name), function_name)()
+    """The model that ``package.module:function`` returns, alone or with a function that makes its batches."""
+    returned = import_factory(name)()
     model, make_batch = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, None)
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"the model factory returned {type(model).__name__}, not a torch.nn.Module")
@@ -280,11 +274,25 @@ def matrices_on_meta() -> Iterator[None]:
             param = torch.nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
         original(self, name, param)
 
-    torch.nn.Module.register_parameter = register  # type: ignore[method-assign]
-    try:
+    with mock.patch.object(torch.nn.Module, "register_parameter", register):
         yield
-    finally:
-        torch.nn.Module.register_parameter = original  # type: ignore[method-assign]
+
+
+def find_blocks(model: torch.nn.Module, min_parameter_fraction: float = 0.0) -> list[torch.nn.Module]:
+    """The blocks that a model repeats: members of its lists of modules that lie in no other such list.
+
+    ``min_parameter_fraction``: part of the model's parameters that a list must hold.
+    """
+    min_parameters = min_parameter_fraction * sum(parameter.numel() for parameter in model.parameters())
+    blocks: list[torch.nn.Module] = []
+    inside: set[int] = set()
+    for module in model.modules():
+        if not isinstance(module, torch.nn.ModuleList) or id(module) in inside:
+            continue
+        if sum(parameter.numel() for parameter in module.parameters()) >= min_parameters:
+            inside.update(map(id, module.modules()))
+            blocks.extend(module)
+    return blocks
 
 
 def enable_checkpointing(model: torch.nn.Module) -> None:

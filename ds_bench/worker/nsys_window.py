@@ -5,19 +5,11 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any
 
 import torch
 
 from .profiled_steps import Findings, ProfiledSteps
-
-
-class ProfilerApi(Protocol):
-    """``torch.cuda.profiler``: cudaProfilerStart and cudaProfilerStop."""
-
-    def start(self) -> None: ...
-
-    def stop(self) -> None: ...
 
 
 def observe(steps: ProfiledSteps) -> Findings:
@@ -25,8 +17,8 @@ def observe(steps: ProfiledSteps) -> Findings:
     return take_window(steps, torch.cuda.profiler) if steps.on_cuda else Findings()
 
 
-def take_window(steps: ProfiledSteps, api: ProfilerApi) -> Findings:
-    """Takes the steps, those of the window between ``api.start()`` and ``api.stop()``."""
+def take_window(steps: ProfiledSteps, api: Any) -> Findings:
+    """Takes the steps, those of the window between ``api.start()`` and ``api.stop()``, as ``torch.cuda.profiler``'s."""
     workload, inspection = steps.trial.workload, steps.trial.inspection
     steps_before = workload.warmup_steps + workload.num_steps
     window = inspection.nsys_window(steps_before)

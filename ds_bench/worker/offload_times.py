@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from functools import wraps
-from types import TracebackType
 from typing import Any, Self
+from unittest import mock
 
 import torch
 from deepspeed.ops.adam import DeepSpeedCPUAdam
@@ -21,20 +21,6 @@ from ..records.schema import OffloadTimes
 _COPY_METHODS = ("copy_", "to", "cpu", "cuda")
 _READS = ("async_pread", "sync_pread", "pread")
 _WRITES = ("async_pwrite", "sync_pwrite", "pwrite")
-
-
-@contextmanager
-def replaced_attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Sets an attribute of ``owner`` itself, and takes it away again or puts back the one that it had."""
-    had, before = name in vars(owner), vars(owner).get(name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        if had:
-            setattr(owner, name, before)
-        else:
-            delattr(owner, name)
 
 
 class DiskUse:
@@ -120,23 +106,21 @@ class OffloadTimer:
         if isinstance(optimizer, DeepSpeedCPUAdam):
             for name in ("step", "step_subgroup"):
                 timed = self._timed_adam(optimizer, getattr(optimizer, name))
-                self._stack.enter_context(replaced_attribute(optimizer, name, timed))
+                self._stack.enter_context(mock.patch.object(optimizer, name, timed))
         timed_handles: dict[int, TimedHandle] = {}
         for owner in _swappers(self._engine):
             for name, value in list(vars(owner).items()):
                 if not isinstance(value, type) and hasattr(value, "async_pread"):
                     handle = timed_handles.setdefault(id(value), TimedHandle(value, self.disk))
-                    self._stack.enter_context(replaced_attribute(owner, name, handle))
+                    self._stack.enter_context(mock.patch.object(owner, name, handle))
         self.swaps = bool(timed_handles)
         if self._synchronize is not None:
             for name in _COPY_METHODS:
                 timed = self._timed_copy(name, getattr(torch.Tensor, name), self._synchronize)
-                self._stack.enter_context(replaced_attribute(torch.Tensor, name, timed))
+                self._stack.enter_context(mock.patch.object(torch.Tensor, name, timed))
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         self._stack.close()
         self.disk.end_all(time.perf_counter())
 

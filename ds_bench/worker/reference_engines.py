@@ -16,37 +16,24 @@ import abc
 import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed
 
-from ..config.spec import Engine
-from .model import draw_matrix, training_dtype
+from .model import draw_matrix, find_blocks, training_dtype
 
 BUCKET_MB = 25
 """Size of DDP's gradient buckets: torch's default (nn/parallel/distributed.py)."""
 _OPTIMIZERS = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineSettings:
-    """How a reference engine was set up, for the record; the counterpart of DeepSpeed's resolved configuration."""
-
-    engine: str
-    train_micro_batch_size_per_gpu: int
-    gradient_accumulation_steps: int
-    gradient_clipping: float
-    optimizer: str
-    optimizer_params: Mapping[str, Any]
-    engine_params: Mapping[str, Any]
-    """Arguments of torch's engine that are not its defaults, or that decide memory."""
-
-
 class ReferenceEngine(abc.ABC):
-    """One rank's model, optimizer and gradient synchronisation, with the interface of a DeepSpeed engine."""
+    """One rank's model, optimizer and gradient synchronisation, with the interface of a DeepSpeed engine.
+
+    ``config``: the row's DeepSpeed configuration, of which batch, optimizer, clipping and number format are read.
+    """
 
     stage: int
     """The ZeRO stage that splits the same among the ranks."""
@@ -71,7 +58,7 @@ class ReferenceEngine(abc.ABC):
     @property
     @abc.abstractmethod
     def engine_params(self) -> Mapping[str, Any]:
-        """See ``EngineSettings``."""
+        """Arguments of torch's engine that are not its defaults, or that decide memory."""
 
     @abc.abstractmethod
     def __call__(self, **batch: torch.Tensor) -> Any:
@@ -83,17 +70,18 @@ class ReferenceEngine(abc.ABC):
         flat; the parts of all ranks make up the model, each weight once."""
 
     @property
-    def settings(self) -> EngineSettings:
+    def settings(self) -> dict[str, Any]:
+        """How the engine was set up, for the record; the counterpart of DeepSpeed's resolved configuration."""
         group = self.optimizer.param_groups[0] if self.optimizer else {}
-        return EngineSettings(
-            engine=type(self).__name__,
-            train_micro_batch_size_per_gpu=self._micro_batch_size,
-            gradient_accumulation_steps=self._grad_accum,
-            gradient_clipping=self._clipping,
-            optimizer=type(self.optimizer).__name__ if self.optimizer else "none",
-            optimizer_params={name: value for name, value in group.items() if name != "params"},
-            engine_params=self.engine_params,
-        )
+        return {
+            "engine": type(self).__name__,
+            "train_micro_batch_size_per_gpu": self._micro_batch_size,
+            "gradient_accumulation_steps": self._grad_accum,
+            "gradient_clipping": self._clipping,
+            "optimizer": type(self.optimizer).__name__ if self.optimizer else "none",
+            "optimizer_params": {name: value for name, value in group.items() if name != "params"},
+            "engine_params": self.engine_params,
+        }
 
     @property
     def at_accumulation_boundary(self) -> bool:
@@ -235,7 +223,7 @@ class Fsdp2Engine(ReferenceEngine):
     """``fully_shard`` of every block and of the rest of the model, each tensor split by rows among the ranks.
 
     ``model``: with matrices on the meta device (``model.matrices_on_meta``), which are drawn here group by group, so
-    that no rank holds more than one whole group. Blocks are the members of lists of modules that lie in no other list.
+    that no rank holds more than one whole group. Blocks are those of ``model.find_blocks``.
     """
 
     stage = 3
@@ -256,7 +244,7 @@ class Fsdp2Engine(ReferenceEngine):
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype)
-        self._blocks = find_blocks(model)
+        self._blocks = [block for block in find_blocks(model) if _can_be_split(block)]
         for group in (*self._blocks, model):
             report_progress()
             _materialise(group, names, dtype, device, seed)
@@ -308,35 +296,10 @@ class Fsdp2Engine(ReferenceEngine):
                 yield name, offset[0] * math.prod(shape[1:]), part.to_local().detach().flatten()
 
 
-def create_engine(
-    name: Engine,
-    model: torch.nn.Module,
-    config: Mapping[str, Any],
-    device: torch.device,
-    *,
-    seed: int,
-    report_progress: Callable[[], None],
-) -> ReferenceEngine:
-    """Makes the reference engine of that name for a model that ``build_model`` built for it.
-
-    ``config``: the row's DeepSpeed configuration, of which batch, optimizer, clipping and number format are read.
-    """
-    if name == "ddp":
-        return DdpEngine(model, config, device)
-    return Fsdp2Engine(model, config, device, seed=seed, report_progress=report_progress)
-
-
-def find_blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """The modules that a model repeats: those in lists of modules that lie in no other such list."""
-    blocks: list[torch.nn.Module] = []
-    inside: set[int] = set()
-    containers = (torch.nn.ModuleList, torch.nn.ModuleDict)
-    for module in model.modules():
-        if isinstance(module, torch.nn.ModuleList) and id(module) not in inside:
-            inside.update(map(id, module.modules()))
-            with_forward = (block for block in module if not isinstance(block, containers))
-            blocks += [block for block in with_forward if next(block.parameters(), None) is not None]
-    return blocks
+def _can_be_split(block: torch.nn.Module) -> bool:
+    """Whether a block has parameters and a forward pass, before which they can be gathered."""
+    has_forward = not isinstance(block, (torch.nn.ModuleList, torch.nn.ModuleDict))
+    return has_forward and next(block.parameters(), None) is not None
 
 
 def _materialise(

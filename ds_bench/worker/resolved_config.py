@@ -6,7 +6,6 @@ import enum
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import asdict
 from typing import Any
 
 from ..system.redaction import redacted_config
@@ -20,7 +19,7 @@ def resolved_config(engine: Any) -> dict[str, Any]:
 
     Plain JSON values, credentials redacted.
     """
-    settings = asdict(engine.settings) if isinstance(engine, ReferenceEngine) else vars(engine._config)
+    settings = engine.settings if isinstance(engine, ReferenceEngine) else vars(engine._config)
     values = {name: value for name, value in settings.items() if not name.startswith("_")}
     return redacted_config({name: to_json_value(value) for name, value in sorted(values.items())})
 
