@@ -163,7 +163,7 @@ def test_a_sweep_has_a_report_for_each_point(house: House) -> None:
 def test_a_data_frame_is_the_file_with_one_type_per_column(tmp_path: Path) -> None:
     rows = json.loads(REFERENCE.read_text())
     frame = ds_bench.load(REFERENCE).to_dataframe()
-    assert list(frame.columns) == [name for name, _ in COLUMNS]
+    assert list(frame.columns) == [column.name for column in COLUMNS]
     assert len(frame) == len(rows)
     by_trial = {row["trial_id"]: row for row in rows}
     for _, row in frame.iterrows():

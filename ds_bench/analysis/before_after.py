@@ -17,7 +17,7 @@ from ..system import environment
 from . import comparability, comparison, flat_reader
 from .caveats import Caveat
 from .comparison import ComparisonRow
-from .flat_rows import COLUMNS
+from .flat_rows import flat_row
 from .intervals import RatioInterval
 from .load_results import Result
 from .loss_parity import compare_losses
@@ -164,7 +164,7 @@ def _differences(before: ComparisonRow, after: ComparisonRow) -> list[str]:
 def _as_flat(summary: TrialSummary) -> TrialRecord:
     """The record as it would be read back from its flat row."""
     with contextlib.suppress(ValueError):  # values that no flat row can hold: then the record itself is compared
-        return flat_reader.read_summary({name: get(summary) for name, get in COLUMNS}).record
+        return flat_reader.read_summary(flat_row(summary)).record
     return summary.record
 
 

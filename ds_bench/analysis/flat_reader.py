@@ -26,35 +26,19 @@ from ..system.environment import Environment
 from ..system.gpus import GpuFacts
 from .caveats import parse_caveats
 from .checkpoints import CheckpointCost
-from .flat_rows import COLUMNS, HOST_PHASES, MIG_SUFFIX
+from .flat_rows import CHECKPOINT_COLUMNS, COLUMNS, HOST_PHASES, LEDGER_CELLS, MIG_SUFFIX
 from .phase_memory import NodePhaseMemory
 from .step_costs import StepCosts
-from .summary import TrialSummary
+from .summary import GPU_FIELDS, TrialSummary
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
 
-_TEXTS = frozenset((
-    "strategy", "model", "status", "error", "error_details", "caveats", "trial_id", "accelerator", "device",
-    "precision", "batch_policy", "optimizer", "launch", "flops_convention", "started_at", "run_id", "config_hash",
-    "gpu_name", "cpu_model", "torch_version", "deepspeed_version", "transformers_version", "cuda_version",
-    "gpu_driver_version", "engine", "seq_policy", "data_file", "point", "pass_type", "slowest_rank_host",
-    "cpu_used_gb_of_nodes",
-))  # fmt: skip
-_FLAGS = frozenset(("success", "activation_checkpointing", "disk_bound", "checkpoint_restored", "synchronized"))
-_COUNTS = frozenset((
-    "stage", "batch_size", "seq_length", "grad_accum", "num_steps", "warmup_steps", "repeat", "num_gpus",
-    "data_parallel_size", "parameter_count", "trainable_parameter_count",
-    "model_flops_per_token", "causal_flops_per_token",
-    "hardware_flops_per_token", "gpu_alloc_retries", "skipped_steps", "method_version", "num_nodes", "gpu_count",
-    "cpu_threads", "cpu_logical_cores", "cpu_physical_cores",
-    "round_position", "vocab_size",
-))  # fmt: skip
 _NEEDED = (
     "stage", "strategy", "model", "batch_size", "seq_length", "grad_accum", "num_steps", "warmup_steps", "success",
     "status", "repeat", "num_gpus", "accelerator", "precision", "activation_checkpointing", "method_version",
 )  # fmt: skip
-_KNOWN = frozenset(name for name, _ in COLUMNS)
+_KNOWN = frozenset(column.name for column in COLUMNS)
 _SIGNED = frozenset(("first_loss", "final_loss", "repeated_loss", "weight_change_cosine"))
 _MAX_GPUS = 1024
 """GPUs of a host at most, so that a damaged row cannot ask for millions of objects."""
@@ -82,20 +66,13 @@ def _row_adapter() -> TypeAdapter[list[dict[str, Any]]]:
     from typing_extensions import TypedDict
 
     columns: dict[str, Any] = {}
-    for name, _ in COLUMNS:
-        kind: Any = column_type(name)
-        if kind in (int, float) and name not in _SIGNED:
-            kind = Annotated[kind, Field(ge=0)]
-        columns[name] = kind if name in _NEEDED else NotRequired[kind | None]
+    for name, _, kind, _ in COLUMNS:
+        checked: Any = Annotated[kind, Field(ge=0)] if kind in (int, float) and name not in _SIGNED else kind
+        columns[name] = checked if name in _NEEDED else NotRequired[checked | None]
     make_type: Any = TypedDict
     row: Any = make_type("row", columns)
     rows: Any = list[row]
     return TypeAdapter(rows)
-
-
-def column_type(name: str) -> type[str | bool | int | float]:
-    """The type of a column's values, where they are not None."""
-    return str if name in _TEXTS else bool if name in _FLAGS else int if name in _COUNTS else float
 
 
 def unknown_columns(row: Mapping[str, Any]) -> list[str]:
@@ -110,7 +87,8 @@ def read_summary(row: Mapping[str, Any]) -> TrialSummary:
     losses between the first and the last are None.
     """
     trial = _trial(row)
-    ranks = () if row.get("avg_step_time_ms") is None else (_rank(row),)
+    figures = {} if row.get("avg_step_time_ms") is None else _figures(row)
+    ranks = (_rank(row, figures),) if figures else ()
     if ranks and not row.get("throughput_tokens_per_sec"):
         raise ValueError("has a step time and no throughput_tokens_per_sec")
     record = TrialRecord(
@@ -123,15 +101,15 @@ def read_summary(row: Mapping[str, Any]) -> TrialSummary:
         start_seconds=row.get("start_seconds"),
         method_version=row["method_version"],
     )
-    summary = TrialSummary(
+    return TrialSummary(
         record=record,
         caveats=tuple(parse_caveats(row.get("caveats") or "", row["num_steps"])),
         environment=_environment(row),
         num_nodes=row.get("num_nodes"),
         run_id=row.get("run_id"),
         flat_config_hash=row.get("config_hash"),
+        **figures,
     )
-    return replace(summary, **_figures(row)) if ranks else summary
 
 
 def _environment(row: Mapping[str, Any]) -> Environment | None:
@@ -142,7 +120,7 @@ def _environment(row: Mapping[str, Any]) -> Environment | None:
     """
     if not row.get("cpu_logical_cores"):
         return None
-    name, memory_bytes = row.get("gpu_name"), _bytes(row, "gpu_memory_gb")
+    name, memory_bytes = row.get("gpu_name"), _value(row, "gpu_memory_gb")
     gpu = GpuFacts(
         index=0,
         name=name and name.removesuffix(MIG_SUFFIX),
@@ -174,57 +152,28 @@ def _sizes_of_nodes(row: Mapping[str, Any]) -> dict[str, int]:
 
 def _figures(row: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of the summary that ``summary.summarise`` computes from a record."""
-    read = row.get
-    over_measured, over_ledger = read("predicted_over_measured"), read("predicted_over_ledger")
+    figures = {column.field: _value(row, column.name) for column in COLUMNS if column.field is not None}
+    costs = {name: figures.pop(name) for name in list(figures) if name.startswith("costs.")}
     if row["accelerator"] == "cpu":  # files without the second column hold its value in the first
-        over_measured, over_ledger = None, over_measured if over_ledger is None else over_ledger
+        over_measured = figures.pop("predicted_over_measured")
+        if figures["predicted_over_ledger"] is None:
+            figures["predicted_over_ledger"] = over_measured
     return {
-        "mean_step_seconds": _seconds(row, "avg_step_time_ms"),
-        "step_seconds_std": _seconds(row, "std_step_time_ms"),
-        "tokens_per_second": read("throughput_tokens_per_sec"),
-        "tokens_per_second_per_gpu": read("throughput_tokens_per_sec_per_gpu"),
-        "samples_per_second": read("throughput_samples_per_sec"),
-        **read_efficiency(row),
-        **{name: _bytes(row, column) for name, column in _GPU_BYTES.items()},
-        "gpu_alloc_retries": read("gpu_alloc_retries"),
-        "gpu_outside_allocator_bytes": _bytes(row, "gpu_outside_allocator_gb"),
-        "host_peak_bytes": _bytes(row, "cpu_used_gb"),
-        "host_pss_bytes": _bytes(row, "cpu_pss_gb"),
+        **figures,
+        "costs": StepCosts(**{name.removeprefix("costs."): value for name, value in costs.items()}),
         "host_peak_bytes_of_nodes": _sizes_of_nodes(row),
-        "slowest_rank_host": read("slowest_rank_host"),
         "phase_memory": _phase_memory(row),
         "checkpoint": _checkpoint(row),
-        "checkpoint_restored": read("checkpoint_restored"),
-        "nvme_stored_bytes": _bytes(row, "nvme_stored_gb"),
-        "nvme_read_bytes_per_step": _exact_bytes(row, "nvme_read_gb_per_step"),
-        "nvme_written_bytes_per_step": _exact_bytes(row, "nvme_written_gb_per_step"),
         "losses": _losses(row),
-        "repeated_loss": read("repeated_loss"),
-        "weight_change_norm": read("weight_change_norm"),
-        "weight_change_cosine": read("weight_change_cosine"),
         "micro_batch_size": row["batch_size"],
         "grad_accum": row["grad_accum"],
-        "data_parallel_size": read("data_parallel_size"),
-        "predicted_over_measured": over_measured,
-        "predicted_over_ledger": over_ledger,
-        "costs": StepCosts(
-            communication_seconds=_seconds(row, "phase_communication_ms"),
-            communication_wait_seconds=_seconds(row, "communication_wait_ms"),
-            communication_bytes=_exact_bytes(row, "communication_gb_per_step"),
-            transfer_seconds=_seconds(row, "phase_transfer_ms"),
-            cpu_adam_bytes_per_second=_exact_bytes(row, "cpu_adam_gb_per_sec"),
-            disk_needed_bytes_per_second=_exact_bytes(row, "nvme_needed_gb_per_sec"),
-            disk_measured_bytes_per_second=_exact_bytes(row, "nvme_measured_gb_per_sec"),
-            disk_bound=read("disk_bound"),
-            profiled_flops_per_token=read("profiled_flops_per_token"),
-        ),
     }
 
 
 def _phase_memory(row: Mapping[str, Any]) -> dict[str, NodePhaseMemory]:
     phases = {
         phase: NodePhaseMemory(
-            host_peak_bytes=_bytes(row, f"cpu_{phase}_peak_gb"), host_end_bytes=_bytes(row, f"cpu_{phase}_end_gb")
+            host_peak_bytes=_value(row, f"cpu_{phase}_peak_gb"), host_end_bytes=_value(row, f"cpu_{phase}_end_gb")
         )
         for phase in HOST_PHASES
     }
@@ -234,9 +183,7 @@ def _phase_memory(row: Mapping[str, Any]) -> dict[str, NodePhaseMemory]:
 def _checkpoint(row: Mapping[str, Any]) -> dict[str, CheckpointCost]:
     actions = {
         action: CheckpointCost(
-            seconds=row.get(f"checkpoint_{action}_seconds"),
-            written_bytes=_bytes(row, f"checkpoint_{action}_gb"),
-            host_peak_bytes=_bytes(row, f"checkpoint_{action}_cpu_peak_gb"),
+            **{field: _value(row, f"checkpoint_{action}_{column}") for column, field in CHECKPOINT_COLUMNS.items()}
         )
         for action in CHECKPOINT_ACTIONS
     }
@@ -249,30 +196,16 @@ def read_efficiency(row: Mapping[str, Any]) -> dict[str, Any]:
     return {name: row.get(name) for name in (*names, "mfu", "flops_convention")}
 
 
-_GPU_BYTES = {
-    "gpu_total_bytes": "gpu_total_gb",
-    "gpu_init_peak_bytes": "gpu_init_peak_gb",
-    "gpu_peak_bytes": "gpu_peak_gb",
-    "gpu_peak_reserved_bytes": "gpu_peak_reserved_gb",
-    "gpu_allocated_bytes": "gpu_allocated_gb",
-    "gpu_reserved_bytes": "gpu_reserved_gb",
-    "gpu_device_used_bytes": "gpu_device_used_gb",
-}
-
-
-def _exact_bytes(row: Mapping[str, Any], column: str) -> float | None:
+def _value(row: Mapping[str, Any], column: str) -> Any:
+    """The value of a column in seconds, in bytes, or as it stands: the inverse of what ``flat_rows`` writes."""
     value = row.get(column)
-    return None if value is None else value * units.BYTES_PER_GB
-
-
-def _bytes(row: Mapping[str, Any], column: str) -> int | None:
-    exact = _exact_bytes(row, column)
-    return None if exact is None else round(exact)
-
-
-def _seconds(row: Mapping[str, Any], column: str) -> float | None:
-    value = row.get(column)
-    return None if value is None else value / 1000.0
+    if value is None:
+        return None
+    if column.endswith("_ms"):
+        return value / 1000.0
+    if "_gb_per_" in column:
+        return value * units.BYTES_PER_GB
+    return round(value * units.BYTES_PER_GB) if column.endswith("_gb") else value
 
 
 def _losses(row: Mapping[str, Any]) -> tuple[float | None, ...]:
@@ -408,11 +341,9 @@ def _emulated(row: Mapping[str, Any]) -> int | None:
     return round(size * units.BYTES_PER_GB) if size < total * (1 - 1e-6) else None
 
 
-def _rank(row: Mapping[str, Any]) -> RankMeasurement:
-    step = row["avg_step_time_ms"] / 1000.0
-    read = row.get
-    facts = _preset(row["model"])
-    gpu_bytes: dict[str, Any] = {name: _bytes(row, column) for name, column in _GPU_BYTES.items()}
+def _rank(row: Mapping[str, Any], figures: Mapping[str, Any]) -> RankMeasurement:
+    """One rank with the figures of the whole job. ``figures``: fields of the summary."""
+    read, facts = row.get, _preset(row["model"])
     return RankMeasurement(
         rank=0,
         world_size=row["num_gpus"],
@@ -430,21 +361,17 @@ def _rank(row: Mapping[str, Any]) -> RankMeasurement:
         trainable_parameter_count=read("trainable_parameter_count"),
         largest_parameter=facts.largest_parameter if facts else 0,
         resolved_config={},
-        step_seconds=(step,),
+        step_seconds=(figures["mean_step_seconds"],),
         warmup_step_seconds=(),
-        window_seconds=step,
-        losses=_losses(row),
+        window_seconds=figures["mean_step_seconds"],
+        losses=figures["losses"],
         skipped_steps=read("skipped_steps") or 0,
         import_seconds=0.0,
         build_seconds=0.0,
         init_seconds=0.0,
         first_step_seconds=None,
-        **gpu_bytes,
-        gpu_alloc_retries=read("gpu_alloc_retries"),
-        host_peak_bytes=_bytes(row, "cpu_used_gb"),
-        host_pss_bytes=_bytes(row, "cpu_pss_gb"),
-        nvme_stored_bytes=_bytes(row, "nvme_stored_gb"),
-        data_wait_seconds=_seconds(row, "data_wait_ms"),
+        **{name: figures[name] for name in (*GPU_FIELDS, "host_peak_bytes", "host_pss_bytes", "nvme_stored_bytes")},
+        data_wait_seconds=_value(row, "data_wait_ms"),
         ledger=_ledger(row),
         phase_seconds=_phases(row),
         dropout=read("dropout"),
@@ -455,15 +382,14 @@ def _rank(row: Mapping[str, Any]) -> RankMeasurement:
 
 def _ledger(row: Mapping[str, Any]) -> dict[str, dict[str, int]]:
     ledger: dict[str, dict[str, int]] = {}
-    for name in row:
-        prefix, tier, category = [*name.split("_", 2), "", ""][:3]
-        size = _bytes(row, name) if prefix == "ledger" else None
+    for tier, category in LEDGER_CELLS:
+        size = _value(row, f"ledger_{tier}_{category}_gb")
         if size is not None:
-            ledger.setdefault(tier, {})[category.removesuffix("_gb")] = size
+            ledger.setdefault(tier, {})[category] = size
     return ledger
 
 
 def _phases(row: Mapping[str, Any]) -> dict[str, float]:
     columns = {"forward": "forward", "backward": "backward", "step": "step", "data_wait": "data"}
-    phases = {name: _seconds(row, f"phase_{column}_ms") for name, column in columns.items()}
+    phases = {name: _value(row, f"phase_{column}_ms") for name, column in columns.items()}
     return {name: seconds for name, seconds in phases.items() if seconds is not None}

@@ -181,7 +181,7 @@ def summarise(
         tokens_per_second_per_gpu=tokens_per_second / slowest.world_size,
         samples_per_second=samples_per_second,
         **efficiency,
-        **{name: max(values) for name in _GPU_FIELDS if (values := measured_values(ranks, name))},
+        **{name: max(values) for name in GPU_FIELDS if (values := measured_values(ranks, name))},
         gpu_outside_allocator_bytes=trial_predictions.outside_allocator_bytes(record),
         host_peak_bytes=_max_over_nodes(ranks, "host_peak_bytes"),
         host_pss_bytes=_max_over_nodes(ranks, "host_pss_bytes"),
@@ -210,7 +210,7 @@ def summarise(
     )
 
 
-_GPU_FIELDS = (
+GPU_FIELDS = (
     "gpu_total_bytes",
     "gpu_init_peak_bytes",
     "gpu_peak_bytes",
@@ -220,6 +220,7 @@ _GPU_FIELDS = (
     "gpu_device_used_bytes",
     "gpu_alloc_retries",
 )
+"""Fields of the summary that are the largest of the ranks' fields of the same name."""
 
 
 def _flops_of_shape(facts: ModelFacts | None, workload: Workload) -> dict[str, Any]:

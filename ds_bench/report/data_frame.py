@@ -6,7 +6,6 @@ import io
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..analysis.flat_reader import column_type
 from ..analysis.flat_rows import COLUMNS
 from ..system.optional_packages import require_packages
 
@@ -26,13 +25,13 @@ def data_frame(rows: Sequence[Mapping[str, Any]]) -> pandas.DataFrame:
     import pandas as pd
 
     columns = {}
-    for name, _ in COLUMNS:
+    for name, _, kind, _ in COLUMNS:
         values = [row.get(name) for row in rows]
         if name in _TIMES:
             times = pd.Series(pd.to_datetime(values, utc=True, errors="coerce", format="ISO8601"))
             columns[name] = times.astype("datetime64[us, UTC]")
         else:
-            columns[name] = pd.Series(values, dtype=_DTYPES[column_type(name)])
+            columns[name] = pd.Series(values, dtype=_DTYPES[kind])
     return pd.DataFrame(columns)
 
 

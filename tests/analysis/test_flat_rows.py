@@ -55,7 +55,7 @@ EVERY_ENDING = [
 def test_every_row_has_every_key_whatever_came_of_the_trial(entry: TrialRecord) -> None:
     (row,) = rows(entry)
     assert list(row)[: len(KEYS)] == KEYS
-    assert list(row) == [name for name, _ in COLUMNS]
+    assert list(row) == [column.name for column in COLUMNS]
 
 
 @pytest.mark.parametrize("entry", EVERY_ENDING, ids=lambda entry: entry.outcome.status)
@@ -66,7 +66,7 @@ def test_the_stage_is_a_whole_number_in_every_row(entry: TrialRecord) -> None:
 
 
 def test_no_two_columns_share_a_name() -> None:
-    names = [name for name, _ in COLUMNS]
+    names = [column.name for column in COLUMNS]
     assert len(set(names)) == len(names)
 
 

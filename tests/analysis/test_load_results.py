@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from ds_bench.analysis import flat_reader, load_results
 from ds_bench.analysis.caveats import CaveatKind, parse_caveats
 from ds_bench.analysis.comparability import group_repeats
-from ds_bench.analysis.flat_rows import COLUMNS, flat_rows
+from ds_bench.analysis.flat_rows import COLUMNS, flat_row, flat_rows
 from ds_bench.analysis.load_results import Result
 from ds_bench.config.deepspeed_config import is_full_config
 from ds_bench.config.spec import Configuration
@@ -712,7 +712,7 @@ def test_a_flat_row_gives_the_same_row_again() -> None:
         summary = flat_reader.read_summary(flat_reader.check_rows([row])[0])
         assert summary.predicted_over_ledger == row["predicted_over_measured"]  # where it stood before
         row["predicted_over_measured"] = None
-        again = {name: get(summary) for name, get in COLUMNS if name in row}
+        again = {name: value for name, value in flat_row(summary).items() if name in row}
         assert again == {name: pytest.approx(value, rel=1e-9) if isinstance(value, float) else value
                          for name, value in row.items()}  # fmt: skip
 
@@ -755,7 +755,7 @@ def test_a_flat_row_gives_the_same_row_again() -> None:
 def test_a_row_written_and_read_back_gives_the_same_row(entry: TrialRecord) -> None:
     (row,) = flat_rows(load_results.summarise_all([entry]))
     stored = json.loads(json.dumps(row))
-    again = {name: get(flat_reader.read_summary(flat_reader.check_rows([stored])[0])) for name, get in COLUMNS}
+    again = flat_row(flat_reader.read_summary(flat_reader.check_rows([stored])[0]))
     assert again == {
         name: pytest.approx(value, rel=1e-9) if isinstance(value, float) else value for name, value in stored.items()
     }
@@ -763,7 +763,7 @@ def test_a_row_written_and_read_back_gives_the_same_row(entry: TrialRecord) -> N
 
 def test_how_far_a_prediction_was_off_comes_back_from_a_flat_row() -> None:
     (summary,) = load_results.summarise_all([fakes.success()])
-    row = {name: get(replace(summary, predicted_over_measured=0.93)) for name, get in COLUMNS}
+    row = flat_row(replace(summary, predicted_over_measured=0.93))
     changed = [{**row, "accelerator": "cuda"}, {**row, "predicted_over_ledger": None}]
     on_a_gpu, before_the_ledgers_column = map(flat_reader.read_summary, flat_reader.check_rows(changed))
     assert on_a_gpu.predicted_over_measured == 0.93
@@ -792,7 +792,7 @@ def test_a_flat_row_keeps_what_its_caveats_are_and_whether_they_disqualify_it() 
         fakes.success(fakes.trial(on=on), losses=(None,) * 12, skipped_steps=10, notes=("odd; very odd",)),
     ]
     for summary in load_results.summarise_all(entries):
-        (row,) = [{name: get(summary) for name, get in COLUMNS}]
+        row = flat_row(summary)
         seen = parse_caveats(row["caveats"], summary.record.trial.workload.num_steps)
         assert "; ".join(caveat.text for caveat in seen) == row["caveats"]
         for caveat in summary.caveats:
@@ -851,10 +851,12 @@ def test_a_strategy_that_this_version_does_not_know_keeps_its_name(tmp_path: Pat
 def test_every_column_of_a_flat_row_has_a_type() -> None:
     for row in json.loads(REFERENCE.read_text()):
         assert flat_reader.check_rows([row]) == [row]
-        assert list(row) == [name for name, _ in COLUMNS if name in row]  # it was written before some of them
+        assert list(row) == [
+            column.name for column in COLUMNS if column.name in row
+        ]  # it was written before some of them
     (row,) = flat_rows(load_results.summarise_all([fakes.success()]))
     assert flat_reader.check_rows([row]) == [row]
-    assert list(row) == [name for name, _ in COLUMNS]
+    assert list(row) == [column.name for column in COLUMNS]
 
 
 # ------------------------------------------------------------------ parsing and building
