@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..records.schema import OffloadTimes, RankMeasurement, TrialRecord
+from ..records.schema import OffloadTimes, RankMeasurement, TrialRecord, ranks_of_nodes
 
 PARTS = ("forward", "backward", "step", "communication", "transfer", "data_wait")
 """Parts of a step, none within another."""
@@ -57,11 +57,9 @@ def step_costs(record: TrialRecord) -> StepCosts:
     slowest = max(ranks, key=lambda rank: rank.step_parts.get("communication", 0.0))
     operations = slowest.communication or ()
     waits = [each.wait_seconds for each in operations if each.wait_seconds is not None]
-    nodes: dict[str, list[RankMeasurement]] = {}
-    for rank in ranks:
-        nodes.setdefault(rank.hostname, []).append(rank)
-    adam = [speed for node in nodes.values() if (speed := _adam_speed(node)) is not None]
-    disks = [speeds for node in nodes.values() if (speeds := _disk_speeds(node)) is not None]
+    nodes = ranks_of_nodes(ranks).values()
+    adam = [speed for node in nodes if (speed := _adam_speed(node)) is not None]
+    disks = [speeds for node in nodes if (speeds := _disk_speeds(node)) is not None]
     needed, measured = min(disks, key=lambda speeds: speeds[1] / speeds[0], default=(None, None))
     wait = disk_wait(record)
     return StepCosts(

@@ -28,7 +28,7 @@ def _steps_of_record(summary: TrialSummary) -> list[TrialStep]:
     if not (record.ranks and summary.tokens_per_second and summary.mean_step_seconds):
         return []
     tokens_per_step = summary.tokens_per_second * summary.mean_step_seconds
-    slowest = max(record.ranks, key=lambda rank: rank.window_seconds)
+    slowest = record.slowest_rank
     seconds = [*slowest.warmup_step_seconds, *slowest.step_seconds]
     begun = 0.0 if record.started_at is None else datetime.fromisoformat(record.started_at).timestamp()
     ends = accumulate(seconds, initial=begun + (record.start_seconds or 0.0))

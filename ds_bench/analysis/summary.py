@@ -11,7 +11,7 @@ from ..config.deepspeed_config import hash_config, is_full_config
 from ..config.spec import Workload
 from ..models.presets import ModelFacts
 from ..prediction import trial_predictions
-from ..records.schema import RankMeasurement, TrialRecord
+from ..records.schema import RankMeasurement, TrialRecord, ranks_of_nodes
 from ..system.environment import Environment
 from . import flops, trial_caveats
 from .caveats import Caveat, parse_caveat
@@ -155,7 +155,7 @@ def summarise(
             run_id=run_id,
         )
     ranks, workload = record.ranks, record.trial.workload
-    slowest = max(ranks, key=lambda rank: rank.window_seconds)
+    slowest = record.slowest_rank
     step_seconds_std = sample_std(slowest.step_seconds)
     mean_step_seconds = slowest.window_seconds / len(slowest.step_seconds)
     samples_per_second = slowest.micro_batch_size * slowest.grad_accum * slowest.data_parallel_size / mean_step_seconds
@@ -200,7 +200,7 @@ def summarise(
         data_parallel_size=slowest.data_parallel_size,
         num_nodes=len({rank.hostname for rank in ranks}),
         host_peak_bytes_of_nodes=_host_peaks(ranks),
-        slowest_rank_host=_slowest_rank_host(ranks),
+        slowest_rank_host=_slowest_rank_host(record),
         predicted_over_measured=over_measured,
         predicted_over_ledger=over_ledger,
         costs=step_costs(record),
@@ -273,33 +273,27 @@ def _sum(ranks: Sequence[RankMeasurement], name: str) -> int | None:
 
 def _max_over_nodes(ranks: Sequence[RankMeasurement], name: str) -> int | None:
     """The largest of the nodes' sums; None if a rank did not measure it, as its node may have the largest."""
-    sums = [_sum(node_ranks, name) for node_ranks in _ranks_of_nodes(ranks).values()]
+    sums = [_sum(node_ranks, name) for node_ranks in ranks_of_nodes(ranks).values()]
     return None if None in sums else max(value for value in sums if value is not None)
-
-
-def _ranks_of_nodes(ranks: Sequence[RankMeasurement]) -> dict[str, list[RankMeasurement]]:
-    nodes: dict[str, list[RankMeasurement]] = {}
-    for rank in ranks:
-        nodes.setdefault(rank.hostname, []).append(rank)
-    return nodes
 
 
 def _host_peaks(ranks: Sequence[RankMeasurement]) -> dict[str, int]:
     """See ``TrialSummary.host_peak_bytes_of_nodes``; without a node of which a rank did not measure it."""
-    nodes = _ranks_of_nodes(ranks)
+    nodes = ranks_of_nodes(ranks)
     sums = {name: _sum(own, "host_peak_bytes") for name, own in nodes.items()} if len(nodes) > 1 else {}
     return {name: size for name, size in sums.items() if size is not None}
 
 
-def _slowest_rank_host(ranks: Sequence[RankMeasurement]) -> str | None:
+def _slowest_rank_host(record: TrialRecord) -> str | None:
     """See ``TrialSummary.slowest_rank_host``."""
+    ranks = record.ranks
     if len({rank.hostname for rank in ranks}) == 1:
         return None
     waits = [[operation.wait_seconds for operation in rank.communication or ()] for rank in ranks]
     if all(own and None not in own for own in waits):
         sums = [math.fsum(each for each in own if each is not None) for own in waits]
         return ranks[sums.index(min(sums))].hostname
-    return max(ranks, key=lambda rank: rank.window_seconds).hostname
+    return record.slowest_rank.hostname
 
 
 def _per_step(ranks: Sequence[RankMeasurement], name: str) -> float | None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from ..config.spec import Trial, Workload
 from ..prediction.trial_predictions import is_miss
-from ..records.schema import RankMeasurement, TrialRecord
+from ..records.schema import RankMeasurement, TrialRecord, ranks_of_nodes
 from ..units import format_ms, format_percent, format_ratio
 from .caveats import Caveat, CaveatText, parse_caveat, skipped_steps
 from .intervals import sample_std
@@ -233,10 +233,7 @@ def _loss_caveats(record: TrialRecord) -> Iterator[Caveat]:
 
 def _cpu_caveats(record: TrialRecord) -> Iterator[Caveat]:
     """Reports that other programs used cores which the trial needed, or that a CPU quota stopped it: once at most."""
-    nodes: dict[str, list[RankMeasurement]] = {}
-    for rank in record.ranks:
-        nodes.setdefault(rank.hostname, []).append(rank)
-    for ranks in nodes.values():
+    for ranks in ranks_of_nodes(record.ranks).values():
         rank = next((rank for rank in ranks if rank.cpu_other_cores is not None), ranks[0])
         if rank.cpu_other_cores is None or not rank.cpu_cores:
             continue

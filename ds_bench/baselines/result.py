@@ -111,12 +111,6 @@ def _figures(good: Sequence[TrialSummary]) -> dict[str, Any]:
     peaks = measured_values(good, "gpu_peak_bytes" if on_gpu else "host_peak_bytes")
     held = measured_values(good, "gpu_allocated_bytes" if on_gpu else "host_pss_bytes")
     rates = measured_values(good, "tokens_per_second")
-    slowest = [max(run.record.ranks, key=lambda rank: rank.window_seconds) for run in good]
-    variations = [
-        run.step_seconds_std / run.mean_step_seconds
-        for run in good
-        if run.step_seconds_std is not None and run.mean_step_seconds
-    ]
     return {
         "throughput_tokens_per_sec": geometric_mean(rates),
         "samples_per_sec": geometric_mean(measured_values(good, "samples_per_second")),
@@ -125,8 +119,8 @@ def _figures(good: Sequence[TrialSummary]) -> dict[str, Any]:
         "memory": "gpu" if on_gpu else "host",
         "tokens_per_sec_runs": tuple(rates),
         "peak_memory_mb_runs": tuple(peak / BYTES_PER_MB for peak in peaks),
-        "step_seconds": tuple(seconds for rank in slowest for seconds in rank.step_seconds),
-        "step_variation": max(variations, default=None),
+        "step_seconds": tuple(seconds for run in good for seconds in run.record.slowest_rank.step_seconds),
+        "step_variation": max(measured_values(good, "step_seconds_cv"), default=None),
     }
 
 

@@ -7,7 +7,7 @@ bytes or seconds. None means that a value could not be measured.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -352,6 +352,19 @@ class TrialRecord:
         if self.outcome.success and not self.ranks:
             raise ValueError("a trial that succeeded has a measurement of every rank")
 
+    @property
+    def slowest_rank(self) -> RankMeasurement:
+        """The rank with the longest measured window. Raises ValueError if nothing was measured."""
+        return max(self.ranks, key=lambda rank: rank.window_seconds)
+
     def to_dict(self) -> dict[str, Any]:
         """Converts to JSON values; credentials in the configuration are redacted."""
         return {**asdict(self), "trial": self.trial.to_dict()}
+
+
+def ranks_of_nodes(ranks: Sequence[RankMeasurement]) -> dict[str, list[RankMeasurement]]:
+    """Host → its ranks."""
+    nodes: dict[str, list[RankMeasurement]] = {}
+    for rank in ranks:
+        nodes.setdefault(rank.hostname, []).append(rank)
+    return nodes

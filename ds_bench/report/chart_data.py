@@ -637,7 +637,7 @@ def _step_time_chart(rows: _Rows) -> Chart | None:
     def step_ms(run: TrialSummary) -> list[float | None]:
         if not run.record.ranks:
             return []
-        slowest = max(run.record.ranks, key=lambda rank: rank.window_seconds)
+        slowest = run.record.slowest_rank
         return [to_ms(seconds) for seconds in (*slowest.warmup_step_seconds, *slowest.step_seconds)]
 
     note = "The slowest rank of the run nearest to the row's mean; warm-up steps are in no statistic."
