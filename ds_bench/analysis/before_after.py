@@ -86,7 +86,7 @@ def compare_before_after(before: Result, after: Result) -> BeforeAfter:
         settings=tuple(settings),
         environment_unknown=a is None or b is None,
         configs_unknown=any(
-            _representative_run(side).config_hash is None
+            side.representative.config_hash is None
             for row in rows
             if row.before and row.after
             for side in (row.before, row.after)
@@ -103,7 +103,7 @@ def _pair_rows(
     """
 
     def name(row: ComparisonRow) -> tuple[object, ...]:
-        return row.configuration.name, row.configuration.stage, row.summaries[0].record.trial.workload.model
+        return row.configuration.name, row.configuration.stage, row.trial.workload.model
 
     unpaired = list(comparison.compare(after).rows)
     for row in comparison.compare(before).rows:
@@ -125,7 +125,7 @@ def _pair(before: ComparisonRow, after: ComparisonRow, hardware: Sequence[str], 
     if not reasons and (loss_caveat := _loss_caveat(before, after)):
         caveats.append(("after against before", loss_caveat))
     reasons += [f"{side}: {caveat.text}" for side, caveat in caveats if caveat.disqualifying]
-    config_changes = list(_config_changes(_representative_run(before), _representative_run(after)))
+    config_changes = list(_config_changes(before.representative, after.representative))
     changes = [text for text in differences if _field(text) in _CHANGES and text not in software]
     ratio, interval = None, None
     if not reasons and before.tokens_per_second and after.tokens_per_second:
@@ -144,10 +144,6 @@ def _pair(before: ComparisonRow, after: ComparisonRow, hardware: Sequence[str], 
     )
 
 
-def _representative_run(row: ComparisonRow) -> TrialSummary:
-    return comparison.representative_run(row.summaries)
-
-
 def _field(difference: str) -> str:
     """``model_config`` of ``model_config.n_layer 2 against 4``."""
     return difference.partition(" ")[0].partition(".")[0]
@@ -155,7 +151,7 @@ def _field(difference: str) -> str:
 
 def _differences(before: ComparisonRow, after: ComparisonRow) -> list[str]:
     """Differences of workload, placement and run. If a row is from a flat JSON, only its fields are compared."""
-    runs = _representative_run(before), _representative_run(after)
+    runs = before.representative, after.representative
     from_records = all(is_full_config(run.record.trial) for run in runs)
     records = [run.record if from_records else _as_flat(run) for run in runs]
     return [text for text in comparability.incomparable_fields(*records) if _field(text) not in _IRRELEVANT_FIELDS]
@@ -170,7 +166,7 @@ def _as_flat(summary: TrialSummary) -> TrialRecord:
 
 def _loss_caveat(before: ComparisonRow, after: ComparisonRow) -> Caveat | None:
     """The caveat on the losses of two rows that differ at most in the number of steps; None if the losses agree."""
-    runs = [_representative_run(before), _representative_run(after)]
+    runs = [before.representative, after.representative]
     workload = runs[0].record.trial.workload
     wrappers = {rank.engine_optimizer_class for run in runs for rank in run.record.ranks}
     for index, run in enumerate(runs):

@@ -10,7 +10,7 @@ from itertools import groupby
 from typing import Any
 
 from ..config import strategies
-from ..config.spec import Configuration
+from ..config.spec import Configuration, Trial
 from ..errors import UsageError
 from ..system.environment import Environment
 from ..units import BYTES_PER_GB
@@ -75,6 +75,21 @@ class ComparisonRow:
         return tuple(summary for summary in self.summaries if summary.record.outcome.success)
 
     @property
+    def representative(self) -> TrialSummary:
+        """Its first run that succeeded; if none did, its first run."""
+        return _representative_run(self.summaries)
+
+    @property
+    def trial(self) -> Trial:
+        """Of its first run; what is asked of the others is the same."""
+        return self.summaries[0].record.trial
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether it ran on the CPU accelerator."""
+        return self.trial.placement.accelerator == "cpu"
+
+    @property
     def succeeded(self) -> bool:
         """Whether at least one run succeeded."""
         return bool(self.successes)
@@ -87,12 +102,12 @@ class ComparisonRow:
     @property
     def fills_memory(self) -> bool:
         """Whether its micro-batch or sequence is the largest that trains, not a given one."""
-        return self.summaries[0].record.trial.workload.fills_memory
+        return self.trial.workload.fills_memory
 
     @property
     def longest_seq_length(self) -> int | None:
         """Tokens of its longest sequence that trains; None if that was not searched for."""
-        workload = self.summaries[0].record.trial.workload
+        workload = self.trial.workload
         return workload.seq_length if workload.seq_policy == "longest" else None
 
     @property
@@ -103,7 +118,7 @@ class ComparisonRow:
             known_text(c.text) is CaveatText.OWN_BATCHES for c in self.caveats
         ):
             return None
-        return self.tokens_per_second / self.summaries[0].record.trial.workload.seq_length
+        return self.tokens_per_second / self.trial.workload.seq_length
 
     @property
     def leaves_room(self) -> bool:
@@ -157,7 +172,7 @@ def compare(
     the requested name.
     """
     groups = group_repeats(with_loss_caveats(summaries))
-    labels = unique_labels([representative_run(group).record for group in groups.values()])
+    labels = unique_labels([_representative_run(group).record for group in groups.values()])
     rows = [_row(key, label, group) for (key, group), label in zip(groups.items(), labels, strict=True)]
     requested = _requested_baseline(rows, relative_to)
     chosen = _first_valid_row(rows, requested) if relative_to is None else requested
@@ -178,8 +193,8 @@ def compare(
     )
 
 
-def representative_run(runs: Sequence[TrialSummary]) -> TrialSummary:
-    """The first run of a row that succeeded; if none did, its first run."""
+def _representative_run(runs: Sequence[TrialSummary]) -> TrialSummary:
+    """See ``ComparisonRow.representative``."""
     return next((summary for summary in runs if summary.record.outcome.success), runs[0])
 
 
@@ -267,8 +282,8 @@ def _relative_to_baseline(
     """The rows with ratios to the baseline; without a baseline only with the fields that forbid a ratio."""
     if reference is None:
         return
-    first = representative_run(reference.summaries).record
-    forbidden = {row.key: tuple(incomparable_fields(first, representative_run(row.summaries).record)) for row in rows}
+    first = reference.representative.record
+    forbidden = {row.key: tuple(incomparable_fields(first, row.representative.record)) for row in rows}
     ratios = RowRatios(
         _runs([row for row in rows if not forbidden[row.key]]), None if baseline is None else baseline.key
     )
@@ -333,8 +348,7 @@ def ratio_between(row: ComparisonRow, other: ComparisonRow) -> RatioInterval | N
 
 def _mark_if_too_wide(interval: RatioInterval | None, row: ComparisonRow) -> RatioInterval | None:
     """The interval; on the CPU accelerator marked if it is too wide to decide anything."""
-    on_cpu = row.summaries[0].record.trial.placement.accelerator == "cpu"
-    return interval.on_shared_processor if interval is not None and on_cpu else interval
+    return interval.on_shared_processor if interval is not None and row.on_cpu else interval
 
 
 def _pareto_front(rows: Sequence[tuple[ComparisonRow, int | None]]) -> tuple[str, ...]:

@@ -23,7 +23,7 @@ from ..prediction.model_profile import ModelProfile, variant_of
 from ..prediction.scaling import MeasuredStep, Projection, Scaling
 from ..prediction.trial_predictions import Unpredicted
 from ..prediction.what_if import PlannedTrial
-from .comparison import ComparisonRow, representative_run
+from .comparison import ComparisonRow
 from .step_costs import step_parts
 
 FROM_CPU = (
@@ -67,7 +67,7 @@ def project_rows(
     if not able:
         labels = "; ".join(f"{row.label}: {reasons[row.key]}" for row in rows)
         raise UsageError(f"there is nothing to project: {labels}", remedy="give a result with a row that trained")
-    profile = _profile([_trial(row) for row in able])
+    profile = _profile([row.trial for row in able])
     layers = profile.layers if isinstance(profile, ModelProfile) else None
     measured = {row.key: _measured_step(row, layers) for row in able}
     links = {key: links_of(each, list(measured.values())) for key, each in measured.items()}
@@ -100,11 +100,11 @@ def _project(
     notes = list(projection.notes)
     if row.invalid_reason is not None:
         notes.append(f"the measured row is disqualified: {row.invalid_reason}")
-    if _trial(row).placement.accelerator == "cpu":
+    if row.trial.placement.accelerator == "cpu":
         notes.append(FROM_CPU)
         if measured.communication_seconds is None and measured.num_gpus > 1:
             notes.append(COMMUNICATION_NOT_MEASURED)
-    prediction = _predict(_trial(row), projection, links.gpus_per_node, profile)
+    prediction = _predict(row.trial, projection, links.gpus_per_node, profile)
     if isinstance(prediction, str):
         notes.append(f"memory is not predicted: {prediction}")
         return replace(unable, projection=projection, notes=tuple(notes))
@@ -117,7 +117,7 @@ def _not_measured(row: ComparisonRow) -> str | None:
     """Why a row cannot be projected; None if it can."""
     if not row.succeeded:
         return f"{row.summaries[-1].record.outcome.status}, not measured"
-    run = representative_run(row.summaries)
+    run = row.representative
     if run.record.trial.workload.pass_type != "train":
         return "no training steps were measured"
     if not run.record.trial.workload.synchronized:
@@ -129,12 +129,8 @@ def _not_measured(row: ComparisonRow) -> str | None:
     return None
 
 
-def _trial(row: ComparisonRow) -> Trial:
-    return representative_run(row.summaries).record.trial
-
-
 def _measured_step(row: ComparisonRow, layers: int | None) -> MeasuredStep:
-    run = representative_run(row.summaries)
+    run = row.representative
     trial, rank, costs = run.record.trial, run.record.ranks[0], run.costs
     assert row.mean_step_seconds is not None
     assert row.tokens_per_second is not None

@@ -21,7 +21,7 @@ from ..prediction.what_if import Saving
 from ..records.schema import RankMeasurement, Tier
 from ..system import environment
 from .comparability import incomparable_fields, placement_facts
-from .comparison import ComparisonRow, ratio_between, representative_run
+from .comparison import ComparisonRow, ratio_between
 from .intervals import RatioInterval
 from .phase_memory import combined
 from .summary import TrialSummary
@@ -297,14 +297,14 @@ def _finite(value: Any) -> Any:
 
 
 def _row_facts(row: ComparisonRow) -> dict[str, Any]:
-    outcome = representative_run(row.summaries).record.outcome
+    outcome = row.representative.record.outcome
     return {"name": row.configuration.name, "label": row.label, "runs": len(row.summaries), "outcome": asdict(outcome)}
 
 
 def explain(a: ComparisonRow, b: ComparisonRow) -> RowDifference:
     """Explains how row ``b`` differs from row ``a`` in memory and time."""
     memory = tuple(_memory_differences(a, b))
-    on_cpu = _on_cpu(a) and _on_cpu(b)
+    on_cpu = a.on_cpu and b.on_cpu
     peaks = [each for each in memory if each.moment == "peak"]
     larger = a if peaks and peaks[0].difference_bytes < 0 else b
     return RowDifference(
@@ -314,7 +314,7 @@ def explain(a: ComparisonRow, b: ComparisonRow) -> RowDifference:
         resident_bytes=Pair(a=a.host_peak_bytes, b=b.host_peak_bytes) if on_cpu else Pair(a=None, b=None),
         phase_peaks=_phase_peaks(a, b),
         time=_time_difference(a, b) if a.succeeded and b.succeeded else None,
-        keys=tuple(_key_differences(representative_run(a.summaries), representative_run(b.summaries))),
+        keys=tuple(_key_differences(a.representative, b.representative)),
         environment_differences=tuple(_environment_differences(a, b)),
         larger=larger,
         savings=tuple(_savings(larger)),
@@ -332,10 +332,6 @@ def _phase_peaks(a: ComparisonRow, b: ComparisonRow) -> dict[str, Pair]:
     return {phase: pair for phase, pair in pairs.items() if pair.difference is not None}
 
 
-def _on_cpu(row: ComparisonRow) -> bool:
-    return row.summaries[0].record.trial.placement.accelerator == "cpu"
-
-
 # ------------------------------------------------------------------ memory
 
 
@@ -350,7 +346,7 @@ def ledger_of_tier(ranks: Sequence[RankMeasurement], tier: str, moment: Moment =
 
 def _memory_differences(a: ComparisonRow, b: ComparisonRow) -> Iterator[TierDifference]:
     """The tiers that either row uses: first the peak of that which the rows train in."""
-    device: Tier = "cpu" if _on_cpu(a) and _on_cpu(b) else "gpu"
+    device: Tier = "cpu" if a.on_cpu and b.on_cpu else "gpu"
     moments: list[tuple[Tier, Moment]] = [(device, "peak"), (device, "after_step")]
     moments += [(tier, "peak") for tier in ("cpu", "nvme") if tier != device]
     for tier, moment in moments:
@@ -395,7 +391,7 @@ def _measured_total(row: ComparisonRow, tier: Tier, moment: Moment) -> int | Non
     if tier == "gpu":
         allocated = max(measured_values(row.successes, "gpu_allocated_bytes"), default=None)
         return row.gpu_peak_bytes if moment == "peak" else allocated
-    if tier == "cpu" and not _on_cpu(row) and _has_all_ranks(row):
+    if tier == "cpu" and not row.on_cpu and _has_all_ranks(row):
         return row.host_peak_bytes
     return None
 
@@ -420,7 +416,7 @@ def _predicted_difference(a: ComparisonRow, b: ComparisonRow, tier: Tier) -> Tie
 
 def _prediction(row: ComparisonRow) -> Prediction | None:
     """The stored prediction; None without one, or for one of an unknown format."""
-    stored = representative_run(row.summaries).record.trial.prediction
+    stored = row.representative.record.trial.prediction
     try:
         return None if stored is None else Prediction.from_dict(stored)
     except (TypeError, AttributeError):
@@ -465,7 +461,7 @@ def _savings(row: ComparisonRow) -> Iterator[Saving]:
 
 
 def _time_difference(a: ComparisonRow, b: ComparisonRow) -> TimeDifference:
-    runs = [representative_run(row.summaries) for row in (a, b)]
+    runs = [row.representative for row in (a, b)]
     reasons = [*incomparable_fields(*(run.record for run in runs)), *_hardware_differences(*runs)]
     reasons += [f"{row.label}: {row.invalid_reason}" for row in (a, b) if row.invalid_reason is not None]
     phases = {
@@ -530,7 +526,7 @@ def _hardware_differences(a: TrialSummary, b: TrialSummary) -> list[str]:
 
 
 def _environment_differences(a: ComparisonRow, b: ComparisonRow) -> list[str]:
-    first, second = (representative_run(row.summaries).environment for row in (a, b))
+    first, second = (row.representative.environment for row in (a, b))
     if first is None or second is None or first == second:
         return []
     return [
@@ -650,7 +646,7 @@ def _layout_defaults(trial: Trial) -> dict[str, Any]:
 
 
 def _unknown(a: ComparisonRow, b: ComparisonRow, memory: Sequence[TierDifference]) -> Iterator[str]:
-    trials = [representative_run(row.summaries).record.trial for row in (a, b)]
+    trials = [row.representative.record.trial for row in (a, b)]
     if not all(map(deepspeed_config.is_full_config, trials)):
         yield "the DeepSpeed configurations"
     if any(trial.prediction is None for trial in trials):

@@ -252,7 +252,7 @@ def _flat_rows(report: ProjectedReport) -> Iterator[dict[str, Any]]:
             "measured_step_time_ms": to_ms(_get(measured, "step_seconds")),
             "measured_tokens_per_sec": _get(measured, "tokens_per_second"),
             "measured_communication_ms": to_ms(_get(measured, "communication_seconds")),
-            "accelerator": each.row.summaries[0].record.trial.placement.accelerator,
+            "accelerator": each.row.trial.placement.accelerator,
             "gpus_per_node": _get(each.links, "gpus_per_node"),
             "link_bytes_per_sec": None if within == math.inf else within,
             "inter_bytes_per_sec": _get(each.links, "node_bytes_per_second"),

@@ -196,7 +196,7 @@ def _reason_not_eligible(row: ComparisonRow) -> str | None:
 def _candidate(row: ComparisonRow, comparison: Comparison, terms: MemoryTerms) -> Candidate:
     on_host, capacity = terms is ON_HOST, comparison.host_capacity_bytes
     host_fraction = row.host_peak_bytes / capacity if row.host_peak_bytes is not None and capacity else None
-    trial = row.summaries[0].record.trial
+    trial = row.trial
     changes = deepspeed_config.changes_of(trial.ds_config, trial.configuration, trial.workload, trial.placement)
     return Candidate(
         label=row.label,
@@ -236,8 +236,7 @@ def _step_spread(row: ComparisonRow) -> float:
 
 def _on_cpu(comparison: Comparison) -> bool:
     """Whether every row ran on the CPU accelerator."""
-    placements = [run.record.trial.placement for row in comparison.rows for run in row.summaries]
-    return bool(placements) and all(placement.accelerator == "cpu" for placement in placements)
+    return bool(comparison.rows) and all(row.on_cpu for row in comparison.rows)
 
 
 def _reason(decision: Decision, candidates: Candidates, comparison: Comparison, goal: str, terms: MemoryTerms) -> str:
@@ -288,7 +287,7 @@ def _next_steps(choice: Candidate, undecided: Sequence[str], comparison: Compari
     """Steps if a row is chosen. ``undecided``: labels of the rows between which more runs would decide."""
     row = comparison.row(choice.key)
     if undecided:
-        repeats, steps = max(5, 2 * len(row.successes)), max(50, row.summaries[0].record.trial.workload.num_steps)
+        repeats, steps = max(5, 2 * len(row.successes)), max(50, row.trial.workload.num_steps)
         yield f"to decide between {format_list(undecided)}, run them again with --repeats {repeats} --num-steps {steps}"
     yield from _steps_for_failures(comparison)
     yield from _steps_for_caveats(row.caveats)
@@ -346,5 +345,5 @@ def _rule_of_thumb(comparison: Comparison, goal: str) -> str | None:
             strategy.name for strategy, status in outcomes if status in remedies.RAN_OUT and strategy.offloads_optimizer
         ),
     )
-    placement = without_offload[0].summaries[0].record.trial.placement
-    return strategy_guide.rule_of_thumb(observed, goal=goal, num_gpus=placement.num_gpus)
+    num_gpus = without_offload[0].trial.placement.num_gpus
+    return strategy_guide.rule_of_thumb(observed, goal=goal, num_gpus=num_gpus)

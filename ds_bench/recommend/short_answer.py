@@ -12,7 +12,6 @@ from ..analysis.caveats import Caveat, CaveatKind, CaveatText, known_text
 from ..analysis.comparison import Comparison, ComparisonRow
 from ..analysis.intervals import FEWEST_RUNS
 from ..analysis.trial_caveats import NEAR_CAPACITY
-from ..config.spec import Trial
 from ..config.strategies import OFFLOAD_NAMES, STRATEGY_NAMES
 from ..prediction.what_if import Alternative
 from ..records import schema
@@ -157,7 +156,7 @@ def try_after_choice(decision: Decision, candidates: Sequence[Candidate], compar
     if any(run.record.outcome.status == schema.INTERRUPTED for each in comparison.rows for run in each.summaries):
         return _ACTIONS[schema.INTERRUPTED]
     if decision.undecided:
-        steps = max(_MORE_STEPS, _first_trial(row).workload.num_steps)
+        steps = max(_MORE_STEPS, row.trial.workload.num_steps)
         return f"--repeats {max(5, 2 * len(row.successes))} --num-steps {steps}"
     too_full = {candidate.key for candidate in candidates if not candidate.fits}
     short = [each for each in comparison.rows if each.key in too_full or _ran_out_of_memory(each)]
@@ -167,7 +166,7 @@ def try_after_choice(decision: Decision, candidates: Sequence[Candidate], compar
 def _tries(row: ComparisonRow, short: Sequence[ComparisonRow], comparison: Comparison) -> Iterator[str | None]:
     """The reasons for another run, most useful first. ``row``: the chosen one; ``short``: those short of memory."""
     caveats = [*row.caveats, *comparison.caveats]
-    workload = _first_trial(row).workload
+    workload = row.trial.workload
     if short:
         yield " ".join([_smaller_work(short[0]), *_flags_of_rows(short)])
     if _has_text(CaveatText.OTHER_ADAM, (caveat for each in comparison.rows for caveat in each.caveats)):
@@ -243,7 +242,7 @@ def flags_of_change(change: Alternative, comparison: Comparison) -> str:
 
 def _smaller_work(row: ComparisonRow) -> str:
     """The simplest change that needs less memory: half the micro-batch, else checkpointing, else half the sequence."""
-    workload = _first_trial(row).workload
+    workload = row.trial.workload
     if workload.batch_size > 1 and workload.batch_policy != "largest":
         return f"--batch-size {workload.batch_size // 2}"
     if not workload.activation_checkpointing:
@@ -268,10 +267,6 @@ def _is_offload_run(comparison: Comparison) -> bool:
 def _ran_out_of_memory(row: ComparisonRow) -> bool:
     run = remedies.failed_run(row)
     return run is not None and run.outcome.status in remedies.MEMORY_STATUSES
-
-
-def _first_trial(row: ComparisonRow) -> Trial:
-    return row.summaries[0].record.trial
 
 
 def _has_text(form: CaveatText, caveats: Iterable[Caveat]) -> bool:

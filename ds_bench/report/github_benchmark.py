@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ..analysis.caveats import Caveat, CaveatKind
-from ..analysis.comparison import ComparisonRow, representative_run
+from ..analysis.comparison import ComparisonRow
 from ..baselines.result import baseline_name
 from ..units import to_gb
 from .comparison_report import ComparisonReport
@@ -52,7 +52,7 @@ def _named_rows(reports: Sequence[ComparisonReport]) -> Iterator[tuple[str, Comp
     """The valid rows with the names of their baselines, which stay the same from run to run; with the label of the row
     too where several have one name."""
     rows = [row for report in reports for row in report.comparison.rows if row.succeeded and not _doubts(row)]
-    names = [baseline_name(representative_run(row.summaries)) for row in rows]
+    names = [baseline_name(row.representative) for row in rows]
     counts = Counter(names)
     for name, row in zip(names, rows, strict=True):
         yield (name if counts[name] == 1 else f"{name} ({row.label})"), row
@@ -65,7 +65,7 @@ def _doubts(row: ComparisonRow) -> list[Caveat]:
 
 def _extra(row: ComparisonRow) -> str:
     """What is shown beside the figure: the device, how many runs it is the mean of, and a busy processor."""
-    record = representative_run(row.summaries).record
+    record = row.representative.record
     runs = len(row.successes)
     device = record.ranks[0].device_name if record.ranks else record.trial.placement.accelerator
     known = {"torch": record.ranks[0].torch_version, "DeepSpeed": record.ranks[0].deepspeed_version}

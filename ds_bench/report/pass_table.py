@@ -88,7 +88,7 @@ _HEADINGS = ("Model", "Pass", "mean ms", "mean s", "std ms", "CV", "under 5 %", 
 
 
 def _cells(name: str, row: ComparisonRow) -> tuple[str, ...]:
-    trial = row.summaries[0].record.trial
+    trial = row.trial
     what = _PASS_TEXTS[trial.workload.pass_type]
     if row.mean_step_seconds is None:
         return (name, what, f"✗ {row.summaries[-1].record.outcome.status}", *[MISSING] * (len(_HEADINGS) - 3))
@@ -114,7 +114,7 @@ def _overview(cells: Sequence[tuple[str, ComparisonRow]], several: bool) -> tupl
     times: dict[str, dict[str, str]] = {}
     for name, row in cells:
         label = name + (f", {row.label}" if several else "")
-        workload = row.summaries[0].record.trial.workload
+        workload = row.trial.workload
         failed = f"✗ {row.summaries[-1].record.outcome.status}"
         text = failed if row.mean_step_seconds is None else f"{format_ms(row.mean_step_seconds)} ms"
         times.setdefault(label, {})[workload.pass_type] = text
@@ -128,7 +128,7 @@ def _first(summaries: Sequence[TrialSummary], name: str) -> Any:
 
 
 def _first_trial(report: ComparisonReport) -> Trial:
-    return report.comparison.rows[0].summaries[0].record.trial
+    return report.comparison.rows[0].trial
 
 
 def _row_name(report: ComparisonReport, common: str) -> str:

@@ -10,7 +10,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ..analysis.comparison import ComparisonRow, representative_run
+from ..analysis.comparison import ComparisonRow
 from ..analysis.intervals import FEWEST_RUNS
 from ..analysis.row_difference import (
     PHASES,
@@ -273,10 +273,11 @@ def _time(difference: RowDifference) -> Iterator[str]:
 
 def _traffic_text(row: ComparisonRow) -> str | None:
     """What a step moves between GPUs and over the link to the host; None on the CPU accelerator or another engine."""
-    trial = representative_run(row.summaries).record.trial
+    record = row.representative.record
+    trial = record.trial
     if trial.placement.accelerator == "cpu" or trial.configuration.engine != "deepspeed":
         return None
-    rank = representative_run(row.summaries).record.ranks[0]
+    rank = record.ranks[0]
     if not rank.parameter_count:  # of a flat file without it
         return None
     return traffic_text(

@@ -146,7 +146,7 @@ def _columns(report: ComparisonReport) -> list[_Column]:
 
 def _searched(row: ComparisonRow, policy: str, size: str) -> str:
     """The micro-batch or sequence length that was found for the row."""
-    workload = row.summaries[0].record.trial.workload
+    workload = row.trial.workload
     return MISSING if getattr(workload, policy) == "given" else format_count(getattr(workload, size))
 
 
