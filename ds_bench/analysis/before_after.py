@@ -7,7 +7,7 @@ differ, as the change may be an upgrade; they are reported.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -189,22 +189,14 @@ def _config_changes(before: TrialSummary, after: TrialSummary) -> Iterator[str]:
         if None not in hashes and hashes[0] != hashes[1]:
             yield "the DeepSpeed configuration (its hash alone is known)"
         return
-    written = list(_key_changes("", a.trial.ds_config, b.trial.ds_config))
-    yield from written
+    written = comparability.differing({"": [a.trial.ds_config, b.trial.ds_config]})
+    for key, values in written.items():
+        yield f"{key} {' against '.join(map(_text, values))}"
     if a.ranks and b.ranks:
-        written_keys = {line.split()[0] for line in written}
-        for line in _key_changes("", a.ranks[0].resolved_config, b.ranks[0].resolved_config):
-            if line.split()[0] not in written_keys:
-                yield f"{line} (as DeepSpeed resolved it)"
-
-
-def _key_changes(path: str, a: Any, b: Any) -> Iterator[str]:
-    """``zero_optimization.overlap_comm true against false``, key by key."""
-    if isinstance(a, Mapping) and isinstance(b, Mapping):
-        for key in dict.fromkeys([*a, *b]):
-            yield from _key_changes(f"{path}.{key}" if path else str(key), a.get(key), b.get(key))
-    elif a != b:
-        yield f"{path} {_text(a)} against {_text(b)}"
+        resolved = comparability.differing({"": [a.ranks[0].resolved_config, b.ranks[0].resolved_config]})
+        for key, values in resolved.items():
+            if key not in written:
+                yield f"{key} {' against '.join(map(_text, values))} (as DeepSpeed resolved it)"
 
 
 def _text(value: Any) -> str:

@@ -8,13 +8,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from functools import lru_cache
 from operator import attrgetter
+from typing import Any
 
 from ..config.axes import PARALLEL_AXES, workload_fields
 from ..config.spec import ADDED_DEFAULTS, SAME_TRAINING_FIELDS, Configuration, Placement, Workload
 from ..records.schema import TrialRecord
 from .summary import TrialSummary
 
-Pairs = dict[str, tuple[object, object]]
+Values = Mapping[str, Sequence[Any]]
+"""Name of a fact → its value in each of several rows."""
 
 WORKLOAD_FIELDS = tuple(each.name for each in fields(Workload))
 REQUESTED_AS = {"micro_batch_size": "batch_size", "grad_accum": "grad_accum", "data_parallel_size": "num_gpus"}
@@ -110,19 +112,16 @@ def incomparable_fields(a: TrialRecord, b: TrialRecord) -> list[str]:
     show: ratios are of tokens per second. Facts known from the run alone (versions, GPUs, the batch that the engine
     ran) are compared if both rows were measured.
     """
-    pairs: Pairs = {}
+    pairs: dict[str, Sequence[Any]] = {}
     if (work_a := a.trial.workload) != (work_b := b.trial.workload):
-        pairs |= _differing_fields({name: (getattr(work_a, name), getattr(work_b, name)) for name in WORKLOAD_FIELDS})
+        pairs |= differing({name: (getattr(work_a, name), getattr(work_b, name)) for name in WORKLOAD_FIELDS})
     if a.trial.placement != b.trial.placement:
-        facts = placement_facts([a.trial.placement, b.trial.placement])
-        pairs |= _differing_fields({name: (values[0], values[1]) for name, values in facts.items()})
+        pairs |= differing(placement_facts([a.trial.placement, b.trial.placement]))
     if a.ranks and b.ranks:
         if None not in (a.ranks[0].dropout, b.ranks[0].dropout):
             pairs.pop("dropout", None)  # a requested dropout may equal the model's own: compare those that ran
-        facts_a, facts_b = run_facts(a), run_facts(b)
-        if facts_a != facts_b:
-            run_pairs = _differing_fields(dict(zip(RUN_FACTS, zip(facts_a, facts_b, strict=True), strict=True)))
-            pairs |= {name: pair for name, pair in run_pairs.items() if REQUESTED_AS.get(name, name) not in pairs}
+        ran = differing(dict(zip(RUN_FACTS, zip(run_facts(a), run_facts(b), strict=True), strict=True)))
+        pairs |= {name: pair for name, pair in ran.items() if REQUESTED_AS.get(name, name) not in pairs}
     elif a.method_version != b.method_version:
         pairs["method_version"] = (a.method_version, b.method_version)
     for name in varied_on_purpose(a) | varied_on_purpose(b):
@@ -154,21 +153,26 @@ def placement_facts(placements: Sequence[Placement]) -> dict[str, list[object]]:
     return {name: [each[name] for each in facts] for name in facts[0] if all(name in each for each in facts)}
 
 
-def _differing_fields(pairs: Pairs) -> Pairs:
-    """The pairs whose values differ; for two mappings the inner values that differ, named by dotted paths."""
-    different: Pairs = {}
-    for name, (value_a, value_b) in pairs.items():
-        if isinstance(value_a, Mapping) and isinstance(value_b, Mapping):
-            inner = dict.fromkeys([*value_a, *value_b])
-            different |= _differing_fields({f"{name}.{key}": (value_a.get(key), value_b.get(key)) for key in inner})
-        elif value_a != value_b:
-            different[name] = (value_a, value_b)
+def differing(facts: Values) -> dict[str, Sequence[Any]]:
+    """The facts that are not equal in all rows; of mappings their inner values that are not, named by dotted paths."""
+    different: dict[str, Sequence[Any]] = {}
+    for name, values in facts.items():
+        if values.count(values[0]) == len(values):
+            continue
+        if all(isinstance(value, Mapping) for value in values):
+            path = f"{name}." if name else ""
+            keys = dict.fromkeys(key for value in values for key in value)
+            different |= differing({f"{path}{key}": [value.get(key) for value in values] for key in keys})
+        else:
+            different[name] = values
     return different
 
 
 def format_value(value: object) -> str:
     """Formats the value of a field; ``none`` for None."""
-    return "none" if value is None else str(value)
+    if value is None:
+        return "none"
+    return ", ".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 RUN_FACTS = (

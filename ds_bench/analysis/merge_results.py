@@ -15,7 +15,7 @@ from typing import Any
 from ..config.spec import Placement, Workload
 from ..system.environment import Environment, comparability_differences, setting_differences
 from . import provenance
-from .comparability import WORKLOAD_FIELDS, placement_facts, row_key, varied_on_purpose
+from .comparability import WORKLOAD_FIELDS, differing, format_value, placement_facts, row_key, varied_on_purpose
 from .load_results import Result, trial_identity
 from .summary import TrialSummary
 
@@ -108,16 +108,14 @@ class _GroupBuilder:
     def differences(self, other: _GroupBuilder) -> Iterator[str]:
         """All differences, those of the environments first."""
         yield from self.environment_differences(other)
-        facts = {name: [getattr(each.workload, name) for each in (self, other)] for name in WORKLOAD_FIELDS}
-        for name, values in {**facts, **placement_facts([self.placement, other.placement])}.items():
-            if values[0] != values[1]:
-                yield f"{name} {_text(values[0])} against {_text(values[1])}"
-        for path in dict.fromkeys([*self.common_settings, *other.common_settings]):
-            settings = [each.common_settings.get(path) for each in (self, other)]
-            if settings[0] != settings[1]:
-                yield f"{path} {_text(settings[0])} against {_text(settings[1])}"
-        if self.method_version != other.method_version:
-            yield f"method of measurement {self.method_version} against {other.method_version}"
+        facts = {
+            **{name: [getattr(each.workload, name) for each in (self, other)] for name in WORKLOAD_FIELDS},
+            **placement_facts([self.placement, other.placement]),
+            "": [self.common_settings, other.common_settings],
+            "method of measurement": [self.method_version, other.method_version],
+        }
+        for name, values in differing(facts).items():
+            yield f"{name} {' against '.join(map(format_value, values))}"
 
     def build(self, title: str, notes: Iterable[str]) -> ResultGroup:
         """The finished group. ``notes`` follow those of the results."""
@@ -232,12 +230,6 @@ def _titles(builders: Sequence[_GroupBuilder]) -> list[str]:
             differences[_MAX_DIFFERENCES_IN_TITLE:] = [f"{more} more differences"]
         titles.append(f"{title} · {'; '.join(differences)}" if differences else title)
     return titles
-
-
-def _text(value: object) -> str:
-    if value is None:
-        return "none"
-    return ", ".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 def _reasons_not_to_pool(builder: _GroupBuilder, builders: Sequence[_GroupBuilder]) -> Iterator[str]:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from ..records.schema import TrialRecord
-from .comparability import REQUESTED_AS, RUN_FACTS, WORKLOAD_FIELDS, format_value, placement_facts, run_facts
-
-Columns = dict[str, list[Any]]
+from .comparability import (
+    REQUESTED_AS,
+    RUN_FACTS,
+    WORKLOAD_FIELDS,
+    differing,
+    format_value,
+    placement_facts,
+    run_facts,
+)
 
 _LABEL_FACTS = {
     "model": "{}",
@@ -57,9 +63,9 @@ def _number_equal_labels(labels: Sequence[str]) -> list[str]:
 
 def _distinguishing_facts(records: Sequence[TrialRecord]) -> list[str]:
     """The facts in which the records differ, as text for each; DeepSpeed settings only if no other fact differs."""
-    columns = _differing(_label_columns(records))
+    columns = differing(_label_columns(records))
     if len({*zip(*(map(format_value, column) for column in columns.values()), strict=True)}) < len(records):
-        columns |= _differing({"": [record.trial.ds_config for record in records]})
+        columns |= differing({"": [record.trial.ds_config for record in records]})
     names = list(columns)[:_MOST_FACTS]
     formats = {name: _LABEL_FACTS.get(name, f"{name.rpartition('.')[2]} {{}}") for name in names}
     return [
@@ -68,28 +74,15 @@ def _distinguishing_facts(records: Sequence[TrialRecord]) -> list[str]:
     ]
 
 
-def _label_columns(records: Sequence[TrialRecord]) -> Columns:
+def _label_columns(records: Sequence[TrialRecord]) -> dict[str, Sequence[Any]]:
     """Facts by name, one value per record, the best known facts first."""
     trials = [record.trial for record in records]
-    columns: Columns = {name: [getattr(trial.configuration, name) for trial in trials] for name in ("stage", "name")}
+    columns: dict[str, Sequence[Any]] = {
+        name: [getattr(trial.configuration, name) for trial in trials] for name in ("stage", "name")
+    }
     columns |= {name: [getattr(trial.workload, name) for trial in trials] for name in WORKLOAD_FIELDS}
     columns |= placement_facts([trial.placement for trial in trials])
     if all(record.ranks for record in records):  # a failed row would differ by facts that are not known of it
         ran = zip(*map(run_facts, records), strict=True)
-        columns |= {name: list(values) for name, values in zip(RUN_FACTS, ran, strict=True) if name not in REQUESTED_AS}
+        columns |= {name: values for name, values in zip(RUN_FACTS, ran, strict=True) if name not in REQUESTED_AS}
     return {name: columns[name] for name in dict.fromkeys([*_LABEL_FACTS, *columns]) if name in columns}
-
-
-def _differing(columns: Columns, prefix: str = "") -> Columns:
-    """The columns whose values are not all equal; for mappings their inner columns, named by dotted paths."""
-    different: Columns = {}
-    for name, values in columns.items():
-        if values.count(values[0]) == len(values):
-            continue
-        if all(isinstance(value, Mapping) for value in values):
-            inner = dict.fromkeys(key for value in values for key in value)
-            parts = {key: [value.get(key) for value in values] for key in inner}
-            different |= _differing(parts, f"{prefix}{name}." if name else "")
-        else:
-            different[f"{prefix}{name}"] = values
-    return different
