@@ -6,7 +6,7 @@ The texts are stored in the ``caveats`` column of CSV and JSON and recognised th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum, StrEnum
 from types import MappingProxyType
@@ -192,6 +192,11 @@ class CaveatText(Enum):
 def known_text(text: str) -> CaveatText | None:
     """The member of the closed set that matches ``text``; None for a free note."""
     return next((each for each in CaveatText if text.startswith(each.start) and each.contains in text), None)
+
+
+def has_text(caveats: Iterable[Caveat], form: CaveatText) -> bool:
+    """Whether one of the caveats was written with that text."""
+    return any(known_text(caveat.text) is form for caveat in caveats)
 
 
 def parse_caveat(text: str) -> Caveat:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from ..records.schema import CHECKPOINT_ACTIONS, CheckpointAction, RankMeasurement
 from .phase_memory import fullest_node
+from .trial_caveats import measured_values
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,20 +39,10 @@ def _cost(ranks: Sequence[RankMeasurement], name: str) -> CheckpointCost:
     )
 
 
-def is_restored(ranks: Sequence[RankMeasurement]) -> bool | None:
-    """Whether loading restored what was saved on every rank that can tell; None if none can."""
-    known = [rank.checkpoint_restored for rank in ranks if rank.checkpoint_restored is not None]
+def is_restored(parts: Sequence[object]) -> bool | None:
+    """Whether loading restored what was saved on every rank of a trial, or in every run of a row, that can tell.
+
+    None if none can.
+    """
+    known = measured_values(parts, "checkpoint_restored")
     return all(known) if known else None
-
-
-def slowest_costs(runs: Sequence[Mapping[str, CheckpointCost]]) -> dict[str, CheckpointCost]:
-    """Action → its largest values in several runs of a row."""
-
-    def largest(name: str, value: str) -> float | None:
-        values = [getattr(run[name], value) for run in runs if name in run]
-        return max((each for each in values if each is not None), default=None)
-
-    names = [name for name in CHECKPOINT_ACTIONS if any(name in run for run in runs)]
-    values = ("seconds", "written_bytes", "host_peak_bytes")
-    made: dict[str, Any] = {name: {value: largest(name, value) for value in values} for name in names}
-    return {name: CheckpointCost(**fields) for name, fields in made.items()}

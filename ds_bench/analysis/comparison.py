@@ -15,7 +15,7 @@ from ..errors import UsageError
 from ..system.environment import Environment
 from ..units import BYTES_PER_GB
 from . import trial_caveats
-from .caveats import Caveat, CaveatKind, CaveatText, known_text, note
+from .caveats import Caveat, CaveatKind, CaveatText, has_text, note
 from .comparability import group_repeats, incomparable_fields
 from .comparison_caveats import comparison_caveats, device_capacity_bytes, host_capacity_bytes
 from .intervals import RatioInterval, RowRatios, Run, geometric_mean, mean_interval, ratio_interval, sample_std
@@ -114,9 +114,7 @@ class ComparisonRow:
     def samples_per_second(self) -> float | None:
         """Geometric mean of the runs' means if samples have another length than the workload's, or none: of a factory
         that makes its own batches. None for any other row."""
-        if self.tokens_per_second is None or not any(
-            known_text(c.text) is CaveatText.OWN_BATCHES for c in self.caveats
-        ):
+        if self.tokens_per_second is None or not has_text(self.caveats, CaveatText.OWN_BATCHES):
             return None
         return self.tokens_per_second / self.trial.workload.seq_length
 

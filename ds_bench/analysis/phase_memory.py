@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, TypeVar
 
 from ..records.schema import MEMORY_PHASES, PhaseMemory, RankMeasurement
+from .trial_caveats import measured_values
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+Measured = TypeVar("Measured", bound="DataclassInstance")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,16 +73,11 @@ def _largest(sizes: Sequence[int | None]) -> int | None:
     return max(known) if known and len(known) == len(sizes) else None
 
 
-def combined(runs: Sequence[Mapping[str, NodePhaseMemory]]) -> dict[str, NodePhaseMemory]:
-    """Phase → the largest values of several runs of a row, of those that measured them."""
-
-    def largest(phase: str, name: str) -> int | None:
-        sizes = [getattr(run[phase], name) for run in runs if phase in run]
-        return max((size for size in sizes if size is not None), default=None)
-
-    names = ("host_peak_bytes", "host_end_bytes", "gpu_peak_bytes")
-    return {
-        phase: NodePhaseMemory(**{name: largest(phase, name) for name in names})
-        for phase in MEMORY_PHASES
-        if any(phase in run for run in runs)
-    }
+def largest_of_runs(runs: Sequence[Mapping[str, Measured]]) -> dict[str, Measured]:
+    """Name of a phase or action → each of its values, the largest of several runs of a row that measured it."""
+    largest = {}
+    for name in dict.fromkeys(name for run in runs for name in run):
+        measured = [run[name] for run in runs if name in run]
+        values = {each.name: max(measured_values(measured, each.name), default=None) for each in fields(measured[0])}
+        largest[name] = replace(measured[0], **values)
+    return largest

@@ -23,7 +23,7 @@ from ..system import environment
 from .comparability import incomparable_fields, placement_facts
 from .comparison import ComparisonRow, ratio_between
 from .intervals import RatioInterval
-from .phase_memory import combined
+from .phase_memory import largest_of_runs
 from .summary import TrialSummary
 from .trial_caveats import measured_values
 
@@ -323,7 +323,7 @@ def explain(a: ComparisonRow, b: ComparisonRow) -> RowDifference:
 
 
 def _phase_peaks(a: ComparisonRow, b: ComparisonRow) -> dict[str, Pair]:
-    both = [combined([run.phase_memory for run in row.successes]) for row in (a, b)]
+    both = [largest_of_runs([run.phase_memory for run in row.successes]) for row in (a, b)]
     pairs = {
         phase: Pair(a=both[0][phase].host_peak_bytes, b=both[1][phase].host_peak_bytes)
         for phase in both[0]

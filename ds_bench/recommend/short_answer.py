@@ -6,9 +6,9 @@ The sentences of ``reasons`` and the steps of ``remedies`` say the same at lengt
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
-from ..analysis.caveats import Caveat, CaveatKind, CaveatText, known_text
+from ..analysis.caveats import CaveatKind, CaveatText, has_text
 from ..analysis.comparison import Comparison, ComparisonRow
 from ..analysis.intervals import FEWEST_RUNS
 from ..analysis.trial_caveats import NEAR_CAPACITY
@@ -169,13 +169,13 @@ def _tries(row: ComparisonRow, short: Sequence[ComparisonRow], comparison: Compa
     workload = row.trial.workload
     if short:
         yield " ".join([_smaller_work(short[0]), *_flags_of_rows(short)])
-    if _has_text(CaveatText.OTHER_ADAM, (caveat for each in comparison.rows for caveat in each.caveats)):
+    if any(has_text(each.caveats, CaveatText.OTHER_ADAM) for each in comparison.rows):
         yield "--set optimizer.params.torch_adam=true"
     if any(caveat.kind is CaveatKind.TOO_FEW_REPEATS for caveat in caveats):
         yield f"--repeats {FEWEST_RUNS}"
-    if _has_text(CaveatText.UNSTABLE_RUNS, caveats):
+    if has_text(caveats, CaveatText.UNSTABLE_RUNS):
         yield f"--repeats {max(5, 2 * len(row.successes))}"
-    if _has_text(CaveatText.NOT_STEADY, caveats):
+    if has_text(caveats, CaveatText.NOT_STEADY):
         yield f"--warmup-steps {max(10, 2 * workload.warmup_steps)}"
     if any(caveat.kind in (CaveatKind.UNSTABLE, CaveatKind.SHORT_WINDOW) for caveat in caveats):
         yield f"--num-steps {max(_MORE_STEPS, 2 * workload.num_steps)}"
@@ -267,10 +267,6 @@ def _is_offload_run(comparison: Comparison) -> bool:
 def _ran_out_of_memory(row: ComparisonRow) -> bool:
     run = remedies.failed_run(row)
     return run is not None and run.outcome.status in remedies.MEMORY_STATUSES
-
-
-def _has_text(form: CaveatText, caveats: Iterable[Caveat]) -> bool:
-    return any(known_text(caveat.text) is form for caveat in caveats)
 
 
 def _two_digits(fraction: float) -> str:

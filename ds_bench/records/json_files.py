@@ -156,6 +156,19 @@ def parse(kind: type[T], data: bytes) -> T:
     return build(kind, parse_json(data)) if parsed is None else parsed
 
 
+def read_lines(kind: type[T], path: Path, most_bytes: int) -> list[T]:
+    """The lines of a file that are a ``kind``; others, as a crash may leave, are left out.
+
+    Empty if the file cannot be read or has more than ``most_bytes``.
+    """
+    read = []
+    with contextlib.suppress(OSError):
+        for line in files.read_bytes(path, most_bytes).splitlines():
+            with contextlib.suppress(ValueError):
+                read.append(parse(kind, line))
+    return read
+
+
 _adapters: dict[Any, TypeAdapter[Any]] = {}
 
 

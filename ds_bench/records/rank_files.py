@@ -284,14 +284,4 @@ def append_exit(folder: Path, rank: int | None, pid: int, status: int) -> None:
 
 def read_exits(folder: Path) -> list[RankExit]:
     """Reads the exits that the leader has written so far, without incomplete lines; none if the file cannot be read."""
-    exits = []
-    try:
-        lines = files.read_bytes(folder / EXITS_FILE, _MOST_EXITS_BYTES).splitlines()
-    except OSError:
-        return []
-    for line in lines:
-        try:
-            exits.append(json_files.parse(RankExit, line))
-        except ValueError:
-            continue
-    return exits
+    return json_files.read_lines(RankExit, folder / EXITS_FILE, _MOST_EXITS_BYTES)

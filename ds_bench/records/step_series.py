@@ -173,14 +173,4 @@ def _sample(values: tuple[float, ...]) -> StepSample:
 
 def read_steps(folder: Path) -> list[TrialStep]:
     """The steps in ``steps.jsonl`` of a trial's folder, without lines that are none; empty without the file."""
-    try:
-        lines = files.read_bytes(folder / STEPS_FILE, _MOST_BYTES).splitlines()
-    except OSError:
-        return []
-    steps = []
-    for line in lines:
-        try:
-            steps.append(json_files.parse(TrialStep, line))
-        except ValueError:
-            continue
-    return steps
+    return json_files.read_lines(TrialStep, folder / STEPS_FILE, _MOST_BYTES)

@@ -7,9 +7,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-from ..analysis.checkpoints import CheckpointCost, slowest_costs
+from ..analysis.checkpoints import CheckpointCost, is_restored
 from ..analysis.comparison import Comparison, ComparisonRow
-from ..analysis.phase_memory import NodePhaseMemory, combined
+from ..analysis.phase_memory import NodePhaseMemory, largest_of_runs
 from ..units import MISSING, format_significant, to_gb
 
 _PHASES = {
@@ -60,7 +60,7 @@ def _of_phases(
     comparison: Comparison, heading: str, meaning: str, cell: Callable[[NodePhaseMemory], str]
 ) -> Iterator[DetailTable]:
     def cells(row: ComparisonRow) -> Mapping[str, str]:
-        phases = combined([run.phase_memory for run in row.successes])
+        phases = largest_of_runs([run.phase_memory for run in row.successes])
         return {title: cell(phases.get(phase, NodePhaseMemory())) for phase, title in _PHASES.items()}
 
     yield from _table(heading, meaning, {row.label: cells(row) for row in comparison.rows})
@@ -77,9 +77,8 @@ def _checkpoint_tables(comparison: Comparison) -> Iterator[DetailTable]:
         return f"{format_significant(cost.seconds)} s{written} ({_gigabytes(to_gb(cost.host_peak_bytes))})"
 
     def cells(row: ComparisonRow) -> Mapping[str, str]:
-        costs = slowest_costs([run.checkpoint for run in row.successes])
-        known = [run.checkpoint_restored for run in row.successes if run.checkpoint_restored is not None]
-        restored = MISSING if not known else "yes" if all(known) else "NO"
+        costs = largest_of_runs([run.checkpoint for run in row.successes])
+        restored = {None: MISSING, True: "yes", False: "NO"}[is_restored(row.successes)]
         return {title: cell(costs.get(action, CheckpointCost())) for action, title in _ACTIONS.items()} | {
             "Restored": restored
         }

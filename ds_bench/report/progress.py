@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from ..analysis.caveats import CaveatText, known_text
+from ..analysis.caveats import CaveatText, has_text
 from ..analysis.provenance import STEP_NAMES
 from ..analysis.summary import summarise
 from ..config.spec import Trial
@@ -111,7 +111,7 @@ def _result_text(record: TrialRecord) -> str:
         return f"✗ {failure_text(record)}"
     summary = summarise(record, None, None)
     speed = f"✓ {format_significant(summary.tokens_per_second)} tok/s"
-    if any(known_text(caveat.text) is CaveatText.OWN_BATCHES for caveat in summary.caveats):
+    if has_text(summary.caveats, CaveatText.OWN_BATCHES):
         speed = f"✓ {format_significant(summary.samples_per_second)} samples/s"
     if summary.gpu_peak_bytes is not None:
         return f"{speed} {format_gigabytes(summary.gpu_peak_bytes)}"

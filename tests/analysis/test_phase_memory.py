@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ds_bench.analysis.phase_memory import NodePhaseMemory, combined, node_phase_memory
+from ds_bench.analysis.phase_memory import NodePhaseMemory, largest_of_runs, node_phase_memory
 from ds_bench.records.schema import PhaseMemory, RankMeasurement
 from tests.support import fakes
 
@@ -37,4 +37,4 @@ def test_a_node_of_which_one_rank_is_not_known_is_not_known() -> None:
 
 def test_of_several_runs_the_largest_values_are_shown() -> None:
     runs = [node_phase_memory([rank("a", peak, 300, 300)]) for peak in (400, 380)]
-    assert combined([*runs, {}])["build"] == NodePhaseMemory(host_peak_bytes=400 * MB, host_end_bytes=300 * MB)
+    assert largest_of_runs([*runs, {}])["build"] == NodePhaseMemory(host_peak_bytes=400 * MB, host_end_bytes=300 * MB)
