@@ -16,7 +16,8 @@ from typing import Any, Literal
 
 from ..config import deepspeed_config
 from ..config.spec import Configuration, Trial
-from ..prediction.memory import UNCOUNTED, Prediction
+from ..prediction.memory import UNCOUNTED
+from ..prediction.trial_predictions import stored_prediction
 from ..prediction.what_if import Saving
 from ..records.schema import RankMeasurement, Tier
 from ..system import environment
@@ -405,22 +406,13 @@ def _measured_ledger(row: ComparisonRow, tier: Tier, moment: Moment) -> Counter[
 
 def _predicted_difference(a: ComparisonRow, b: ComparisonRow, tier: Tier) -> TierDifference | None:
     """Both rows at their predicted fullest moment; None without predictions of both."""
-    predictions = [_prediction(row) for row in (a, b)]
+    predictions = [stored_prediction(row.representative.record.trial) for row in (a, b)]
     if None in predictions:
         return None
     name = {"gpu": "gpu", "cpu": "host", "nvme": "nvme"}[tier]
     sides = [getattr(each, name) for each in predictions]
     scope: Scope = "fullest rank" if tier == "gpu" else "fullest node"
     return TierDifference(tier=tier, moment="peak", scope=scope, categories=_categories(*sides), predicted=True)
-
-
-def _prediction(row: ComparisonRow) -> Prediction | None:
-    """The stored prediction; None without one, or for one of an unknown format."""
-    stored = row.representative.record.trial.prediction
-    try:
-        return None if stored is None else Prediction.from_dict(stored)
-    except (TypeError, AttributeError):
-        return None
 
 
 def _uncounted(a: ComparisonRow, b: ComparisonRow, tier: Tier) -> tuple[CategoryDifference, ...]:
@@ -443,7 +435,7 @@ def _categories(a: Mapping[str, int], b: Mapping[str, int]) -> tuple[CategoryDif
 
 def _savings(row: ComparisonRow) -> Iterator[Saving]:
     """The greatest savings of the memory that the row trains in, as they were predicted with it."""
-    prediction = _prediction(row)
+    prediction = stored_prediction(row.representative.record.trial)
     if prediction is None:
         return
     on_gpu = bool(prediction.gpu)

@@ -313,7 +313,7 @@ def predicted_over_measured(record: TrialRecord) -> float | None:
     are not resident, forked ranks share libraries); see ``predicted_over_ledger``.
     """
     with contextlib.suppress(TypeError, AttributeError):
-        prediction = _stored_prediction(record)
+        prediction = stored_prediction(record.trial)
         name = "gpu_init_peak_bytes" if prediction is not None and prediction.phase == "build" else "gpu_peak_bytes"
         peak: int | None = max((size for rank in record.ranks if (size := getattr(rank, name))), default=None)
         if prediction is not None and prediction.unknown is None and peak:
@@ -328,7 +328,7 @@ def predicted_over_ledger(record: TrialRecord) -> float | None:
     for one of an unknown format, and without a measured ledger.
     """
     with contextlib.suppress(TypeError, AttributeError):
-        prediction = _stored_prediction(record)
+        prediction = stored_prediction(record.trial)
         if prediction is not None:
             left_out = ("other",) if prediction.unknown is None else ("other", "activations")
             measured = max((_ledger_bytes(rank.ledger, left_out) for rank in record.ranks), default=0)
@@ -336,8 +336,11 @@ def predicted_over_ledger(record: TrialRecord) -> float | None:
     return None
 
 
-def _stored_prediction(record: TrialRecord) -> Prediction | None:
-    return None if record.trial.prediction is None else Prediction.from_dict(record.trial.prediction)
+def stored_prediction(trial: Trial) -> Prediction | None:
+    """The prediction that a trial was planned with; None without one, and for one of an unknown format."""
+    with contextlib.suppress(TypeError, AttributeError):
+        return None if trial.prediction is None else Prediction.from_dict(trial.prediction)
+    return None
 
 
 def _ledger_bytes(ledger: Mapping[str, Mapping[str, int]], left_out: Sequence[str]) -> int:

@@ -166,24 +166,18 @@ def _candidates(comparison: Comparison, terms: MemoryTerms) -> Candidates:
             if not candidate.fits:
                 share, limit = format_percent(candidate.fraction), format_percent(NEAR_CAPACITY, digits=0)
                 left_out.append((f"{row.label} is left out: {share} of {terms.capacity}, above {limit}", candidate))
-    candidates, shorter = _split_by_length(candidates, comparison)
-    for candidate in shorter:
-        length = format_count(comparison.row(candidate.key).longest_seq_length)
-        left_out.append((f"{candidate.label} is left out: it trains sequences of {length} tokens at most", None))
-    return Candidates(candidates=candidates, references=references, incomparable=incomparable, left_out=left_out)
-
-
-def _split_by_length(
-    candidates: Sequence[Candidate], comparison: Comparison
-) -> tuple[list[Candidate], list[Candidate]]:
-    """The candidates that train the longest sequences, to the accuracy of the search, and the others.
-
-    All of them where lengths were not searched for.
-    """
-    lengths = {each.key: comparison.row(each.key).longest_seq_length or 0 for each in candidates if each.succeeded}
+    # Where the longest sequence was searched for, only rows that train it count, to the accuracy of the search.
+    lengths = {each.key: comparison.row(each.key).longest_seq_length or 0 for each in candidates}
     enough = max(lengths.values(), default=0) * (1 - SEARCH_ACCURACY)
-    longest = [each for each in candidates if lengths.get(each.key, 0) >= enough]
-    return longest, [each for each in candidates if each not in longest]
+    for short in (each for each in candidates if lengths[each.key] < enough):
+        at_most = f"it trains sequences of {format_count(lengths[short.key])} tokens at most"
+        left_out.append((f"{short.label} is left out: {at_most}", None))
+    return Candidates(
+        candidates=[each for each in candidates if lengths[each.key] >= enough],
+        references=references,
+        incomparable=incomparable,
+        left_out=left_out,
+    )
 
 
 def _reason_not_eligible(row: ComparisonRow) -> str | None:

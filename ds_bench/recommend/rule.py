@@ -27,7 +27,7 @@ _DEVICES = ("none", "cpu", "nvme")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """The values of one row that the rule reads."""
+    """The values of one row that trained, which the rule reads."""
 
     label: str
     key: str = ""
@@ -45,7 +45,6 @@ class Candidate:
     """Number of values in the DeepSpeed configuration that are not the strategy's own."""
     step_spread: float = 0.0
     """Relative standard deviation of its steps, or between its runs, whichever is more."""
-    succeeded: bool = True
     fills_memory: bool = False
     """The micro-batch or sequence was chosen to fill the memory, so how full that is says nothing about the row."""
     optimizer: str = ""
@@ -53,11 +52,11 @@ class Candidate:
 
     @property
     def fits(self) -> bool:
-        """True if the row trained and used at most 95 % of the memory, as far as is known.
+        """True if the row used at most 95 % of the memory, as far as is known.
 
         Rows at their own largest micro-batch or longest sequence are exempt, because they fill the memory on purpose.
         """
-        return self.succeeded and (self.fills_memory or self.fraction is None or self.fraction <= NEAR_CAPACITY)
+        return self.fills_memory or self.fraction is None or self.fraction <= NEAR_CAPACITY
 
     @property
     def comfortable(self) -> bool:

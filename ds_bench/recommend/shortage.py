@@ -14,7 +14,8 @@ from ..analysis.comparison import Comparison, ComparisonRow
 from ..config.spec import Trial, Workload
 from ..prediction.memory import TIGHT_FRACTION, Prediction
 from ..prediction.what_if import Alternative
-from ..records import schema
+from ..records import json_files, schema
+from ..records.json_files import InvalidValueError
 from ..records.schema import TrialRecord
 from ..units import format_bytes
 
@@ -146,16 +147,9 @@ class FailedSetup:
 def failed_setup(run: TrialRecord, comparison: Comparison, shortage: Shortage) -> FailedSetup | None:
     """The setup of a run that did not fit; None if its record has no complete prediction of the known format."""
     try:
-        prediction = Prediction.from_dict(run.trial.prediction or {})
-        alternatives = [Alternative(**each) for each in prediction.alternatives]
-        gpu_bytes, host_bytes = prediction.gpu_bytes, prediction.host_bytes
-    except (TypeError, ValueError, AttributeError):
-        return None
-    sizes = [prediction.activation_bytes, prediction.checkpointed_activation_bytes]
-    sizes += [size for each in alternatives for size in (each.gpu_bytes, each.host_bytes, each.rank)]
-    if not all(size is None or isinstance(size, int) for size in sizes):
-        return None  # not a file of this program
-    if not all(isinstance(each.text, str) for each in alternatives):
+        prediction = json_files.build(Prediction, run.trial.prediction)
+        alternatives = json_files.build(tuple[Alternative, ...], prediction.alternatives)
+    except InvalidValueError:
         return None
     if prediction.unknown is not None:  # without the activations it is not known what would fit
         return None
@@ -164,15 +158,15 @@ def failed_setup(run: TrialRecord, comparison: Comparison, shortage: Shortage) -
     of_deepspeed = [row for row in rows if not row.configuration.is_reference]
     trained = {row.configuration.layout for row in of_deepspeed if row.valid and row.leaves_room}
     failed = {row.configuration.layout for row in of_deepspeed} - trained
-    on_device = out_of_pool(run) == "device"
+    of_device, of_host = (shortage, Shortage()) if out_of_pool(run) == "device" else (Shortage(), shortage)
     batch = config.get("train_micro_batch_size_per_gpu")  # an override may have changed it
     return FailedSetup(
         prediction=prediction,
         micro_batch_size=batch if isinstance(batch, int) and batch > 0 else trial.workload.batch_size,
         checkpointed=trial.workload.activation_checkpointing,
         alternatives=tuple(each for each in alternatives if not (each.strategy_alone and each.layout in failed)),
-        gpu_limit_bytes=_limit(gpu_bytes, comparison.device_capacity_bytes, shortage if on_device else Shortage()),
-        host_limit_bytes=_limit(host_bytes, comparison.host_capacity_bytes, Shortage() if on_device else shortage),
+        gpu_limit_bytes=_limit(prediction.gpu_bytes, comparison.device_capacity_bytes, of_device),
+        host_limit_bytes=_limit(prediction.host_bytes, comparison.host_capacity_bytes, of_host),
         trained=frozenset(trained),
     )
 
