@@ -173,7 +173,7 @@ class TierDifference:
         return self.b_bytes - self.a_bytes
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Pair:
     """One value in both rows; None where it was not measured."""
 
@@ -312,7 +312,7 @@ def explain(a: ComparisonRow, b: ComparisonRow) -> RowDifference:
         a=a,
         b=b,
         memory=memory,
-        resident_bytes=Pair(a=a.host_peak_bytes, b=b.host_peak_bytes) if on_cpu else Pair(a=None, b=None),
+        resident_bytes=Pair(a.host_peak_bytes, b.host_peak_bytes) if on_cpu else Pair(None, None),
         phase_peaks=_phase_peaks(a, b),
         time=_time_difference(a, b) if a.succeeded and b.succeeded else None,
         keys=tuple(_key_differences(a.representative, b.representative)),
@@ -324,11 +324,9 @@ def explain(a: ComparisonRow, b: ComparisonRow) -> RowDifference:
 
 
 def _phase_peaks(a: ComparisonRow, b: ComparisonRow) -> dict[str, Pair]:
-    both = [largest_of_runs([run.phase_memory for run in row.successes]) for row in (a, b)]
+    first, second = (largest_of_runs([run.phase_memory for run in row.successes]) for row in (a, b))
     pairs = {
-        phase: Pair(a=both[0][phase].host_peak_bytes, b=both[1][phase].host_peak_bytes)
-        for phase in both[0]
-        if phase in both[1]
+        phase: Pair(first[phase].host_peak_bytes, second[phase].host_peak_bytes) for phase in first if phase in second
     }
     return {phase: pair for phase, pair in pairs.items() if pair.difference is not None}
 
@@ -343,6 +341,13 @@ def ledger_of_tier(ranks: Sequence[RankMeasurement], tier: str, moment: Moment =
         ledger = rank.ledger if moment == "peak" else rank.ledger_after_step
         totals.setdefault(rank.rank if tier == "gpu" else rank.hostname, Counter()).update(ledger.get(tier, {}))
     return max(totals.values(), key=Counter.total)
+
+
+def ledger_of_row(row: ComparisonRow, tier: str, moment: Moment = "peak") -> Counter[str] | None:
+    """That of the run with most bytes; None if no run counted any tensor."""
+    attribute = "ledger" if moment == "peak" else "ledger_after_step"
+    counted = [run.record.ranks for run in row.successes if any(getattr(rank, attribute) for rank in run.record.ranks)]
+    return max((ledger_of_tier(ranks, tier, moment) for ranks in counted), key=Counter.total, default=None)
 
 
 def _memory_differences(a: ComparisonRow, b: ComparisonRow) -> Iterator[TierDifference]:
@@ -361,7 +366,7 @@ def _memory_differences(a: ComparisonRow, b: ComparisonRow) -> Iterator[TierDiff
 def _measured_difference(a: ComparisonRow, b: ComparisonRow, tier: Tier, moment: Moment) -> TierDifference | None:
     """None if a row measured neither a total nor a ledger."""
     totals = [_measured_total(row, tier, moment) for row in (a, b)]
-    ledgers = [_measured_ledger(row, tier, moment) for row in (a, b)]
+    ledgers = [ledger_of_row(row, tier, moment) for row in (a, b)]
     if None in ledgers and None in totals:
         return None
     scope = _scope(a, b, tier)
@@ -395,13 +400,6 @@ def _measured_total(row: ComparisonRow, tier: Tier, moment: Moment) -> int | Non
     if tier == "cpu" and not row.on_cpu and _has_all_ranks(row):
         return row.host_peak_bytes
     return None
-
-
-def _measured_ledger(row: ComparisonRow, tier: Tier, moment: Moment) -> Counter[str] | None:
-    """Of the run with most bytes; None if no run counted any tensor."""
-    attribute = "ledger" if moment == "peak" else "ledger_after_step"
-    counted = [run.record.ranks for run in row.successes if any(getattr(rank, attribute) for rank in run.record.ranks)]
-    return max((ledger_of_tier(ranks, tier, moment) for ranks in counted), key=Counter.total, default=None)
 
 
 def _predicted_difference(a: ComparisonRow, b: ComparisonRow, tier: Tier) -> TierDifference | None:
@@ -456,38 +454,29 @@ def _time_difference(a: ComparisonRow, b: ComparisonRow) -> TimeDifference:
     runs = [row.representative for row in (a, b)]
     reasons = [*incomparable_fields(*(run.record for run in runs)), *_hardware_differences(*runs)]
     reasons += [f"{row.label}: {row.invalid_reason}" for row in (a, b) if row.invalid_reason is not None]
-    phases = {
-        phase: Pair(a=_phase_seconds(a, phase), b=_phase_seconds(b, phase))
-        for phase in PHASES
-        if _phase_seconds(a, phase) is not None and _phase_seconds(b, phase) is not None
-    }
-    for part in ("communication", "transfer"):
-        values = [_cost(row, f"{part}_seconds") for row in (a, b)]
-        if phases and None not in values:
-            phases[part] = Pair(a=values[0], b=values[1])
+    seconds = {phase: Pair(*(_phase_seconds(row, phase) for row in (a, b))) for phase in PHASES}
+    phases = {phase: pair for phase, pair in seconds.items() if pair.difference is not None}
+    for part in ("communication", "transfer") if phases else ():
+        pair = Pair(*(_mean_cost(row, f"{part}_seconds") for row in (a, b)))
+        if pair.difference is not None:
+            phases[part] = pair
+    successes = a.successes, b.successes
+    ranks = [[rank for run in runs_of_row for rank in run.record.ranks] for runs_of_row in successes]
 
-    def most(name: str) -> Pair:
-        values = [max(measured_values(row.successes, name), default=None) for row in (a, b)]
-        return Pair(a=values[0], b=values[1])
-
-    def most_of_ranks(name: str) -> Pair:
-        values = [
-            max((value for run in row.successes for value in measured_values(run.record.ranks, name)), default=None)
-            for row in (a, b)
-        ]
-        return Pair(a=values[0], b=values[1])
+    def most(name: str, measured: Sequence[Sequence[object]]) -> Pair:
+        return Pair(*(max(measured_values(of_row, name), default=None) for of_row in measured))
 
     return TimeDifference(
-        step_seconds=Pair(a=a.mean_step_seconds, b=b.mean_step_seconds),
-        tokens_per_second=Pair(a=a.tokens_per_second, b=b.tokens_per_second),
+        step_seconds=Pair(a.mean_step_seconds, b.mean_step_seconds),
+        tokens_per_second=Pair(a.tokens_per_second, b.tokens_per_second),
         same_tokens=len({_tokens_per_step(run) for run in runs}) == 1,
         interval=None if reasons else ratio_between(b, a),
         incomparable_reasons=tuple(reasons),
         phase_seconds=phases,
-        nvme_read_bytes=most("nvme_read_bytes_per_step"),
-        nvme_written_bytes=most("nvme_written_bytes_per_step"),
-        skipped_steps=most_of_ranks("skipped_steps"),
-        allocator_retries=most_of_ranks("gpu_alloc_retries"),
+        nvme_read_bytes=most("nvme_read_bytes_per_step", successes),
+        nvme_written_bytes=most("nvme_written_bytes_per_step", successes),
+        skipped_steps=most("skipped_steps", ranks),
+        allocator_retries=most("gpu_alloc_retries", ranks),
     )
 
 
@@ -505,9 +494,9 @@ def _phase_seconds(row: ComparisonRow, phase: str) -> float | None:
     return statistics.fmean(slowest) if slowest else None
 
 
-def _cost(row: ComparisonRow, name: str) -> float | None:
+def _mean_cost(row: ComparisonRow, name: str) -> float | None:
     """Mean of the runs of a field of ``StepCosts``."""
-    values = [value for run in row.successes if (value := getattr(run.costs, name)) is not None]
+    values = measured_values([run.costs for run in row.successes], name)
     return statistics.fmean(values) if values else None
 
 
@@ -519,7 +508,7 @@ def _hardware_differences(a: TrialSummary, b: TrialSummary) -> list[str]:
 
 def _environment_differences(a: ComparisonRow, b: ComparisonRow) -> list[str]:
     first, second = (row.representative.environment for row in (a, b))
-    if first is None or second is None or first == second:
+    if first is None or second is None:
         return []
     return [
         *environment.comparability_differences(first, second),

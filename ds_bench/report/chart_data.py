@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from ..analysis.comparison import Comparison, ComparisonRow
-from ..analysis.row_difference import ledger_of_tier
+from ..analysis.row_difference import ledger_of_row
 from ..analysis.step_costs import PARTS, step_parts
 from ..analysis.summary import TrialSummary
 from ..recommend.shortage import predicted_bytes
@@ -501,8 +501,7 @@ def _memory_stack(row: ComparisonRow, tier: str, rows: _Rows) -> Stack | None:
         if (request := _request(row, tier, rows.comparison)) is None:
             return None
         return Stack(label=label, parts=(), requested=request[0], value=request[1])
-    ledgers = [run.record.ranks for run in row.successes if any(rank.ledger for rank in run.record.ranks)]
-    bytes_by_category = max((ledger_of_tier(ranks, tier) for ranks in ledgers), key=Counter.total, default=Counter())
+    bytes_by_category = ledger_of_row(row, tier) or Counter[str]()
     stored = max((run.nvme_stored_bytes or 0 for run in row.successes), default=0) or None
     peak = {"gpu": row.gpu_peak_bytes, "cpu": row.host_peak_bytes, "nvme": stored}[tier]
     total = sum(bytes_by_category[category] for category in CATEGORIES)
