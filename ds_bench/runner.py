@@ -20,7 +20,6 @@ from typing import Any
 from . import __version__, size_search
 from .analysis import flops, provenance
 from .analysis.flat_rows import flat_rows
-from .analysis.loss_parity import with_loss_caveats
 from .analysis.summary import TrialSummary, summarise
 from .analysis.time_estimate import estimate_trial_seconds
 from .config.deepspeed_config import MakeConfig
@@ -623,9 +622,7 @@ def _finish(options: Options, store: RunFolder, results: ResultBuilder, notes: S
     if (gpu := results.gpu_without_peak) is not None:
         notes = [*notes, f"no peak rate known for {gpu}: MFU left out; --peak-tflops gives it"]
     command = provenance.command(options.family, request.arguments)
-    reports = [
-        (plan, results.build_report(plan, with_loss_caveats(own), notes, command)) for plan, own in results.points
-    ]
+    reports = [(plan, results.build_report(plan, own, notes, command)) for plan, own in results.points]
     folders = [folder for plan, report in reports if (folder := _write_point(plan, report, store, results.environment))]
     recommendation = _recommendation_values(reports)
     store.save_run({**store.load_run(), "recommendation": recommendation})

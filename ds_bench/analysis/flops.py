@@ -1,7 +1,7 @@
 """Floating-point operations (FLOPs) per token, peak rates of devices, and the fraction of them that was used (MFU).
 
 FLOPs are computed from the model's shape, never measured; a multiply-add is two of them. The conventions differ by 3 to
-16 % on common models, so each number is stored with its ``*_CONVENTION``; numbers of two conventions do not compare.
+16 % on common models, so a number is stored with its convention; numbers of two conventions do not compare.
 
 Peak rates are those of a table of exact device names (``system/devices.json``). A device that is not in the table has
 none: it is not taken to be like a similar one.
@@ -15,13 +15,7 @@ from ..system import devices
 MODEL_CONVENTION = (
     "PaLM appendix B: 6*N_matmul + 12*L*H*Q*T per token, forward and backward, full attention, no recomputation"
 )
-CAUSAL_CONVENTION = (
-    "6*N_matmul + 6*L*H*Q*T per token: as PaLM appendix B, but only the half of attention that the causal mask keeps"
-)
 FORWARD_CONVENTION = "a third of PaLM appendix B: the forward pass of one token, full attention"
-HARDWARE_CONVENTION = (
-    "PaLM appendix B, and one more forward pass (x 4/3) where activation checkpointing recomputes the whole model"
-)
 COUNTED_CONVENTION = (
     "counted: 2 per multiply-add of the matrix products, convolutions and attention that ran forward and backward, "
     "full attention, no recomputation, none for gradients of frozen weights"

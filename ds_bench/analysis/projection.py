@@ -13,7 +13,6 @@ from ..config.deepspeed_config import is_full_config, tensor_parallel_size
 from ..config.spec import Placement, Trial
 from ..errors import DsBenchError, UsageError
 from ..models import lookup
-from ..models.lookup import ResolvedModel
 from ..models.presets import find_preset
 from ..prediction import scaling, trial_predictions
 from ..prediction.communication import Traffic
@@ -169,7 +168,10 @@ def _profile(trials: Sequence[Trial]) -> ModelProfile | Unpredicted:
     if workload.model_source == "factory":
         return Unpredicted(reason="its factory would have to run")
     try:
-        model = _resolve(workload.model, str(workload.model_config.get("path", workload.model)))
+        known = find_preset(workload.model) is not None
+        name = workload.model if known else str(workload.model_config.get("path", workload.model))
+        offline = {"HF_HUB_OFFLINE": "1"}
+        model = lookup.resolve_model(name, factory=False, trust_remote_code=False, environment=offline)
         return trial_predictions.profile_model(
             model,
             workload.seq_length,
@@ -179,12 +181,6 @@ def _profile(trials: Sequence[Trial]) -> ModelProfile | Unpredicted:
         )
     except UsageError as error:
         return Unpredicted(reason=error.problem)
-
-
-def _resolve(name: str, path: str) -> ResolvedModel:
-    offline = {"HF_HUB_OFFLINE": "1"}
-    target = name if find_preset(name) is not None else path
-    return lookup.resolve_model(target, factory=False, trust_remote_code=False, environment=offline)
 
 
 def _predict(

@@ -188,12 +188,12 @@ def _incomparable_reasons(result: BenchmarkResult, baseline: BaselineEntry) -> I
 
 def _compare_figures(result: BenchmarkResult, baseline: BaselineEntry) -> BaselineComparison:
     metrics, tolerance = _compare_metrics(result, baseline), baseline.tolerance
-    regressions = tuple(metric.kind for metric in metrics if metric.regressed(tolerance))
+    regressed = [metric for metric in metrics if metric.regressed(tolerance)]
     # What other programs took from the processors slows a row down, whatever its code: neither passed nor a regression.
-    excused = [metric for metric in metrics if result.disturbances and metric.kind in regressions and metric.is_speed]
-    regressions = tuple(kind for kind in regressions if kind not in [metric.kind for metric in excused])
+    excused = [metric for metric in regressed if result.disturbances and not metric.more_is_worse]
+    regressions = tuple(metric.kind for metric in regressed if metric not in excused)
     ratios = {metric.kind: metric.ratio for metric in metrics}
-    noisy = [metric for metric in metrics if metric.noisy(tolerance) or metric in excused] if not regressions else []
+    noisy = [] if regressions else [metric for metric in metrics if metric in excused or metric.noisy(tolerance)]
     parts = [metric.text(tolerance) + (metric.noise_text if metric in noisy else "") for metric in metrics]
     parts += _remarks(result, baseline, metrics)
     return BaselineComparison(
@@ -242,10 +242,6 @@ class _MetricComparison:
     @property
     def ratio(self) -> float:
         return self.value / self.baseline
-
-    @property
-    def is_speed(self) -> bool:
-        return self.kind == "throughput"
 
     @property
     def more_is_worse(self) -> bool:

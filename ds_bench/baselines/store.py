@@ -37,9 +37,10 @@ _PACKAGES = ("torch", "deepspeed", "transformers")
 _GPU = ("name", "memory_total_bytes", "mig")
 _FIGURES = ("throughput_tokens_per_sec", "peak_memory_mb", "samples_per_sec", "average_memory_mb")
 _SHARED = (
-    "throughput_tokens_per_sec", "peak_memory_mb", "samples_per_sec", "average_memory_mb", "memory",
-    "tokens_per_sec_runs", "peak_memory_mb_runs", "step_variation", "workload", "environment", "run_id",
+    *_FIGURES, "memory", "tokens_per_sec_runs", "peak_memory_mb_runs", "step_variation", "workload", "environment",
+    "run_id",
 )  # fmt: skip
+"""Fields that a result has too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -182,7 +182,8 @@ def traffic_text(
         sent = size * (gathered * parameters + updated * trained) * (num_gpus - 1) // num_gpus
         costs.append(f"≈ {format_bytes(sent)} through each GPU's links per optimizer step")
     if configuration.offloads_optimizer:
-        copies = _parameter_copies(configuration, grad_accum)
+        # A rank's parameters are copied to the GPU once after the step, offloaded ones in each pass.
+        copies = 1 if configuration.offload_param == "none" else 2 * grad_accum
         held = trained if configuration.offload_param == "none" else parameters
         moved = -(-size * (trained + copies * held) // num_gpus)
         costs.append(f"≥ {format_bytes(moved)} between GPU and host per rank and optimizer step, which runs on the CPU")
@@ -190,11 +191,6 @@ def traffic_text(
         states = model_states(trained, num_gpus, configuration, precision).get("nvme", {}).get("optimizer_states", 0)
         costs.append(f"{format_bytes(2 * states)} of optimizer states read and written per rank and step")
     return "; ".join(costs) or "no traffic: there is one GPU and nothing is offloaded"
-
-
-def _parameter_copies(configuration: Configuration, grad_accum: int) -> int:
-    """How often a rank's parameters are copied to the GPU: once after the step, offloaded ones in each pass."""
-    return 1 if configuration.offload_param == "none" else 2 * grad_accum
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -36,7 +36,7 @@ def require_same_workload(store: RunFolder, trials: Sequence[Trial], leave_out: 
     the workload of one of the points.
     """
     present = {
-        "workload": [trial["workload"] for trial in _distinct(trials)],
+        "workload": [asdict(each) for each in {id(trial.workload): trial.workload for trial in trials}.values()],
         "placement": [trial.placement.measured_facts for trial in trials],
     }
     own_changes = {field for trial in trials for field in trial.configuration.workload_changes}
@@ -93,11 +93,6 @@ def _require_same_data(store: RunFolder, workload: Any, digests: Collection[tupl
             f"--resume {store.folder}: the file {path} has changed since the run began",
             remedy="put it back as it was, or start a new run",
         )
-
-
-def _distinct(trials: Sequence[Trial]) -> list[dict[str, Any]]:
-    """As JSON values, one trial of each workload and placement."""
-    return [trial.to_dict() for trial in {(id(each.workload), id(each.placement)): each for each in trials}.values()]
 
 
 def _text_without(part: Any, left_out: Container[str]) -> str:

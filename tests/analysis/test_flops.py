@@ -13,9 +13,6 @@ from hypothesis import strategies as st
 
 import ds_bench
 from ds_bench.analysis.flops import (
-    CAUSAL_CONVENTION,
-    HARDWARE_CONVENTION,
-    MODEL_CONVENTION,
     PEAK_PRECISIONS,
     causal_flops_per_token,
     hardware_flops_per_token,
@@ -116,10 +113,6 @@ def test_attention_work_grows_linearly_with_layers_heads_and_length(facts: Model
 def test_a_sequence_without_tokens_is_refused(length: int) -> None:
     with pytest.raises(ValueError, match="seq_length"):
         model_flops_per_token(preset("tiny"), length)
-
-
-def test_the_three_conventions_are_told_apart() -> None:
-    assert len({MODEL_CONVENTION, CAUSAL_CONVENTION, HARDWARE_CONVENTION}) == 3
 
 
 def test_the_conventions_differ_as_much_as_the_documentation_says() -> None:
