@@ -23,7 +23,6 @@ from ..records.run_folder import RUN_FILE, RunFolder
 from ..system import terminal
 from ..system.redaction import REDACTED, redacted_arguments, redacted_config
 from . import arguments
-from .launched import runs_comparison
 from .submission import require_submission, submit_shards
 
 _RUN_FLAGS = ("resume", "shard", "dry_run", "format", "quiet", "verbose", "strict")
@@ -49,6 +48,8 @@ def run_command(values: argparse.Namespace, begun: Callable[[Path], None] = lamb
             return submit_shards(points, len(points) * rows, values)
         if hasattr(values, "resume") and values.recipe is None:
             _require_given_again(points, values)
+        from .launched import runs_comparison
+
         if not runs_comparison(points[0]):
             return 0
         from ..runner import run_comparison

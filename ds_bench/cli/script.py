@@ -16,7 +16,6 @@ from ..models import presets
 from ..system import terminal
 from ..system.redaction import REDACTED, redacted_arguments
 from .arguments import build_parser, parse, to_options
-from .launched import runs_comparison
 
 
 def main(family: Family, make_config: MakeConfig, arguments: Sequence[str] | None = None) -> int:
@@ -29,6 +28,8 @@ def main(family: Family, make_config: MakeConfig, arguments: Sequence[str] | Non
             options, kept = _with_resumed_flags(family, prog, typed_flags)
             if options.print_recipe:
                 return _print_recipe(options, make_config)
+            from .launched import runs_comparison  # here, so that --help stays fast
+
             if not runs_comparison(options):
                 return 0
             from ..runner import run_comparison
