@@ -20,11 +20,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from ..config.spec import Placement, Trial
-from ..records.rank_files import LEADER_LOG, TRIAL_VARIABLE
+from ..records.rank_files import TRIAL_VARIABLE
 from ..records.schema import TrialRecord
-from ..system.processes import LEADER_VARIABLE, child_environment, die_with_parent
+from ..system.processes import LEADER_VARIABLE, child_environment
 from .host_agent import free_port
 from .hosts import SSH_OPTIONS, Hosts
+from .leader import start_leader
 from .monitor import Limits, ProgressCallback
 from .rank_environment import thread_variables
 from .remote_trial import RemoteTrial
@@ -77,7 +78,7 @@ class DeepSpeedLauncher:
     def _start(self, trial: Trial, folder: Path, remote: RemoteTrial | None) -> Leader:
         if remote is None:
             command = launch_command(trial.placement, folder.resolve(), self._devices)
-            return start_leader(folder, command, child_environment(self._variables(trial)), working_folder=folder)
+            return _leader_of(start_leader(folder, command, child_environment(self._variables(trial)), folder))
         if trial.placement.hostfile is None:
             remote.start_ranks(lambda number: node_command(trial.placement, number, remote.master))
             return Leader(None, lambda seconds: _wait_for_ranks(remote, seconds))
@@ -88,7 +89,7 @@ class DeepSpeedLauncher:
         # "pkill -f deepspeed.launcher.launch" (launcher/runner.py, sigkill_handler). The agents end this trial alone.
         kind = signal.SIGKILL if trial.placement.multi_node_launcher == "pdsh" else signal.SIGTERM
         # The runner's working folder is part of a shell command and of PYTHONPATH on every host.
-        return start_leader(folder, command, environment, working_folder=Path("/"), first_signal=kind)
+        return _leader_of(start_leader(folder, command, environment, Path("/")), kind)
 
 
 def _wait_for_ranks(remote: RemoteTrial, seconds: float) -> bool:
@@ -97,26 +98,7 @@ def _wait_for_ranks(remote: RemoteTrial, seconds: float) -> bool:
     return remote.ranks_ended
 
 
-def start_leader(
-    folder: Path,
-    command: Sequence[str],
-    environment: Mapping[str, str],
-    *,
-    working_folder: Path,
-    first_signal: int = signal.SIGTERM,
-) -> Leader:
-    """Runs a command as the child of a leader. ``environment``: all variables of both."""
-    with (folder / LEADER_LOG).open("ab") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "ds_bench.launch.leader", str(folder), json.dumps(command), str(working_folder)],
-            env=dict(environment),
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-            preexec_fn=die_with_parent,
-        )
-
+def _leader_of(process: subprocess.Popen[bytes], first_signal: int = signal.SIGTERM) -> Leader:
     def wait(seconds: float) -> bool:
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(seconds)

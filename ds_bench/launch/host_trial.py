@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import contextlib
 import glob
-import json
 import os
 import re
 import shutil
@@ -32,6 +31,7 @@ from ..records.rank_files import (
 )
 from ..system import files, processes
 from ..system.host_memory import read_oom_kill_count
+from .leader import start_leader
 from .message_stream import Message
 from .scratch import note_owned, remove_abandoned_folders, remove_scratch, shared_memory, swap_folder
 
@@ -104,16 +104,8 @@ class HostTrial:
         """Runs a command that starts this host's ranks, as the child of a leader."""
         assert self.folder is not None
         own = {name: value for name, value in variables.items() if name != "TMPDIR"}  # ranks find their folder there
-        with (self.folder / LEADER_LOG).open("ab") as log:
-            self._leader = subprocess.Popen(
-                [sys.executable, "-m", "ds_bench.launch.leader", str(self.folder), json.dumps(command), "/"],
-                env=processes.child_environment({**own, TRIAL_VARIABLE: self.scratch_id}),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-                preexec_fn=processes.die_with_parent,
-            )
+        environment = processes.child_environment({**own, TRIAL_VARIABLE: self.scratch_id})
+        self._leader = start_leader(self.folder, command, environment, Path("/"))
 
     @property
     def ranks_ended(self) -> bool:

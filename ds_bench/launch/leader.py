@@ -12,12 +12,31 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from ..records.rank_files import LEADER_LOG, Assignment, append_exit
 from ..system import processes
 from .scratch import remove_scratch
+
+
+def start_leader(
+    folder: Path, command: Sequence[str], environment: Mapping[str, str], working_folder: Path
+) -> subprocess.Popen[bytes]:
+    """Cold launch, in the program that starts the trial: runs a command in ``working_folder`` as the child of a leader.
+
+    ``environment``: all variables of both.
+    """
+    with (folder / LEADER_LOG).open("ab") as log:
+        return subprocess.Popen(
+            [sys.executable, "-m", "ds_bench.launch.leader", str(folder), json.dumps(command), str(working_folder)],
+            env=dict(environment),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+            preexec_fn=processes.die_with_parent,
+        )
 
 
 def lead_forked_ranks(folder: Path, world_size: int, run_rank: Callable[[Path, int, int], int]) -> None:
