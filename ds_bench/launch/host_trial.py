@@ -11,7 +11,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 import zlib
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
@@ -40,8 +39,6 @@ _REPLACED = re.compile(r"rank\d+(\.measured)?\.json|rank\d+\.beat|rank\d+\.steps
 _GROWING = re.compile(rf"rank\d+\.(log|stacks)|{re.escape(EXITS_FILE)}|{re.escape(LEADER_LOG)}")
 """Files that are only added to, and sent from where they were. All others are sent at the end of the trial."""
 _PART_BYTES = 2**18
-KILL_SECONDS = 10.0
-"""For processes to end after SIGKILL."""
 
 Send = Callable[[Message], None]
 
@@ -186,7 +183,10 @@ class HostTrial:
         Returns what the run is told: processes that could not be ended, whether the kernel killed one for memory,
         whether the swap disk was full.
         """
-        left = self._end_processes(grace_seconds)
+        left = processes.end_processes(self.members, grace_seconds=grace_seconds, first_signal=signal.SIGTERM)
+        if self._leader is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._leader.wait(1.0)
         swap = self._assignment.swap_folder if self._assignment is not None else None
         facts = {
             "left": sorted(left),
@@ -197,29 +197,6 @@ class HostTrial:
             self._send_all(self.folder)
         self.remove_files()
         return facts
-
-    def _end_processes(self, grace_seconds: float) -> set[int]:
-        left = self.members()
-        processes.send_signal(left, signal.SIGTERM)
-        deadline = time.monotonic() + grace_seconds
-        while left and time.monotonic() < deadline:
-            time.sleep(0.05)
-            self._reap(left)
-            left = self.members()
-        deadline = time.monotonic() + KILL_SECONDS
-        while left and time.monotonic() < deadline:
-            processes.send_signal(left, signal.SIGKILL)
-            time.sleep(0.05)
-            self._reap(left)
-            left = self.members()
-        if self._leader is not None:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._leader.wait(1.0)
-        return left
-
-    def _reap(self, pids: set[int]) -> None:
-        """Collects orphans that this process has adopted, but not the leader, whose Popen does."""
-        processes.reap(pids - ({self._leader.pid} if self._leader is not None else set()))
 
     def remove_files(self) -> None:
         """Removes the private folder and what the ranks leave behind."""
@@ -236,14 +213,7 @@ def end_late_processes(scratch_ids: Collection[str]) -> set[int]:
 
     Returns those that could not be ended.
     """
-    deadline = time.monotonic() + KILL_SECONDS
-    left: set[int] = find_trial_processes(*scratch_ids) if scratch_ids else set()
-    while left and time.monotonic() < deadline:
-        processes.send_signal(left, signal.SIGKILL)
-        time.sleep(0.05)
-        processes.reap(left)
-        left = find_trial_processes(*scratch_ids)
-    return left
+    return processes.end_processes(lambda: find_trial_processes(*scratch_ids))
 
 
 def find_trial_processes(*scratch_ids: str) -> set[int]:

@@ -11,7 +11,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -100,13 +99,9 @@ def _become_leader(folder: Path) -> None:
 def _kill_and_clean_up(folder: Path) -> None:
     """Kills what is left of the trial, removes its scratch files, and ends this process."""
     try:
-        for _ in range(100):
-            left = (processes.descendants() | processes.session_members(os.getsid(0))) - {os.getpid()}
-            if not left:
-                break
-            processes.send_signal(left, signal.SIGKILL)
-            processes.reap(left)
-            time.sleep(0.05)
+        processes.end_processes(
+            lambda: (processes.descendants() | processes.session_members(os.getsid(0))) - {os.getpid()}
+        )
         remove_scratch(Assignment.load(folder))
     finally:
         os._exit(1)

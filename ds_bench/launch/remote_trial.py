@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from ..records.rank_files import CONFIG_FILE, EXITS_FILE, LEADER_LOG, TRIAL_FILE, Assignment
-from ..system.processes import Activity
+from ..system.processes import KILL_SECONDS, Activity
 from ..system.redaction import looks_secret
-from .host_trial import KILL_SECONDS
 from .hosts import HostConnection, HostError, HostLostError, Hosts
 from .message_stream import SILENCE_SECONDS, Message
 

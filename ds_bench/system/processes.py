@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -264,30 +264,40 @@ def reap(pids: Iterable[int]) -> None:
             os.waitpid(pid, os.WNOHANG)
 
 
+KILL_SECONDS = 10.0
+"""For processes to end after SIGKILL."""
+_POLL_SECONDS = 0.02
+
+
+def end_processes(
+    find: Callable[[], set[int]], *, grace_seconds: float = 0.0, first_signal: int = signal.SIGKILL
+) -> set[int]:
+    """Ends processes: ``first_signal``, grace, SIGKILL until none is left. Returns those that could not be ended.
+
+    ``find``: those that live now. It is asked again and again, since they may start others.
+    """
+    left = find()
+    send_signal(left, first_signal)
+    start = time.monotonic()
+    while left and (seconds := time.monotonic() - start) < grace_seconds + KILL_SECONDS:
+        if seconds >= grace_seconds:
+            send_signal(left, signal.SIGKILL)
+        time.sleep(_POLL_SECONDS)
+        reap(left)
+        left = find()
+    return left
+
+
 def end_tree(
     leader: int | None, *, earlier: set[int], grace_seconds: float, first_signal: int = signal.SIGTERM
 ) -> set[int]:
-    """Ends a trial's process tree: ``first_signal`` to all of it, grace, SIGKILL, and a check that none is left.
+    """Ends a trial's process tree as :func:`end_processes` does. Returns what is left, which is nothing without a bug.
 
     ``leader``: of the trial's session; None if none was started. ``earlier``: descendants of this process from before
-    the trial, which are left alone. All others belong to the trial, since orphans are adopted. Returns the processes
-    that could not be ended, which is empty unless there is a bug.
+    the trial, which are left alone. All others belong to the trial, since orphans are adopted.
     """
 
     def members() -> set[int]:
         return (descendants() - earlier) | (session_members(leader) if leader is not None else set())
 
-    left = members()
-    send_signal(left, first_signal)
-    deadline = time.monotonic() + grace_seconds
-    while left and time.monotonic() < deadline:
-        time.sleep(0.02)
-        reap(left)
-        left = members()
-    deadline = time.monotonic() + 10.0
-    while left and time.monotonic() < deadline:
-        send_signal(left, signal.SIGKILL)
-        time.sleep(0.05)
-        reap(left)
-        left = members()
-    return left
+    return end_processes(members, grace_seconds=grace_seconds, first_signal=first_signal)
