@@ -287,24 +287,19 @@ def check_hosts(
     environments = dict(zip(hosts.names, environment.hosts, strict=True))
     unlike = _differences(_SHOULD_AGREE, environments)
     findings: dict[Finding, list[str]] = {}
-    ranks = dict(placement.hosts)
+    asked = [
+        {
+            "placement": asdict(replace(placement, num_gpus=ranks, hosts=(), hostfile=None)),
+            "configurations": [asdict(row) for row in configurations],
+            "slots": placement.slots_of(name),
+            "need_host_bytes": _share(need_host_bytes, ranks, placement.ranks_per_node),
+        }
+        for name, ranks in placement.hosts
+    ]
     with naming_lost_host():
-        futures = [
-            (
-                each,
-                each.send_request(
-                    "doctor",
-                    placement=asdict(replace(placement, num_gpus=ranks[each.name], hosts=(), hostfile=None)),
-                    configurations=[asdict(row) for row in configurations],
-                    slots=placement.slots_of(each.name),
-                    need_host_bytes=_share(need_host_bytes, ranks[each.name], placement.ranks_per_node),
-                ),
-            )
-            for each in hosts.connections
-        ]
-        for each, future in futures:
-            for values in each.result_of(future, _CHECK_SECONDS):
-                findings.setdefault(Finding(**values), []).append(each.name)
+        for name, answer in hosts.request_each("doctor", asked, timeout_seconds=_CHECK_SECONDS).items():
+            for values in answer:
+                findings.setdefault(Finding(**values), []).append(name)
     found = [replace(finding, name=f"{_names(names)}: {finding.name}") for finding, names in findings.items()]
     if unlike:
         text = f"{'; '.join(unlike)}: all wait for the slowest"

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import asdict
@@ -387,12 +387,26 @@ class Hosts:
         **values: Any,
     ) -> dict[str, Any]:
         """The answer of every host to the same request, worked on at a time. Raises HostError."""
+        return self.request_each(what, [values] * len(self.connections), timeout_seconds=timeout_seconds, say=say)
+
+    def request_each(
+        self,
+        what: str,
+        values: Iterable[Mapping[str, Any]],
+        *,
+        timeout_seconds: float = _REQUEST_SECONDS,
+        say: Callable[[str], None] = lambda _text: None,
+    ) -> dict[str, Any]:
+        """The answer of every host, by its name, to a request with ``values`` of its own. Raises HostError."""
 
         def tell(connection: HostConnection) -> Callable[[str], None]:
             return lambda text: say(f"{connection.name}: {text}")
 
-        futures = [connection.send_request(what, tell(connection), **values) for connection in self.connections]
         began = time.monotonic()
+        futures = [
+            connection.send_request(what, tell(connection), **own)
+            for connection, own in zip(self.connections, values, strict=True)
+        ]
         return {
             connection.name: connection.result_of(future, timeout_seconds, began)
             for connection, future in zip(self.connections, futures, strict=True)

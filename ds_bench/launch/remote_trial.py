@@ -25,6 +25,7 @@ _USER_VARIABLES = ("NCCL_", "GLOO_", "TP_", "OMP_", "GOMP_", "KMP_", "MKL_", "UC
 _FILE_NAME = re.compile(r"(?:[A-Za-z0-9_][A-Za-z0-9_.@=+-]{0,200}/){0,3}[A-Za-z0-9_][A-Za-z0-9_.@=+-]{0,200}")
 _RANK_FILE = re.compile(r"rank([0-9]+)")
 """The beginning of the names of a rank's files."""
+_BEGIN_SECONDS = 2 * SILENCE_SECONDS
 _ACTIVITY_SECONDS = 3.0
 _STACKS_SECONDS = 5.0
 
@@ -69,24 +70,16 @@ class RemoteTrial:
             "master": self.master,
             "variables": user_variables(os.environ),
         }
-        futures = []
-        for connection, receiver, (_, ranks) in zip(
-            self._hosts.connections, self._receivers, self._placement.hosts, strict=True
-        ):
+        for connection, receiver in zip(self._hosts.connections, self._receivers, strict=True):
             connection.listen = receiver.receive
             self._begun.append(connection)
-            futures.append((connection, connection.send_request("begin", **values, ranks=ranks)))
-        began = time.monotonic()
-        for connection, future in futures:
-            connection.result_of(future, SILENCE_SECONDS * 2, began)
+        each = [{**values, "ranks": ranks} for _, ranks in self._placement.hosts]
+        self._hosts.request_each("begin", each, timeout_seconds=_BEGIN_SECONDS)
 
     def start_ranks(self, command_of: Callable[[int], list[str]]) -> None:
         """Makes the agent of each host start its ranks by a command, which gets the host's number. Raises HostError."""
-        connections = enumerate(self._hosts.connections)
-        futures = [(each, each.send_request("launch", command=command_of(number))) for number, each in connections]
-        began = time.monotonic()
-        for connection, future in futures:
-            connection.result_of(future, SILENCE_SECONDS * 2, began)
+        commands = [{"command": command_of(number)} for number in range(self._placement.num_nodes)]
+        self._hosts.request_each("launch", commands, timeout_seconds=_BEGIN_SECONDS)
 
     @property
     def ranks_ended(self) -> bool:
