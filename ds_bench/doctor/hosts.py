@@ -229,7 +229,7 @@ def require_connections(hosts: Hosts, placement: Placement) -> None:
         return
     with naming_lost_host():
         address, port = hosts.master_of(placement)
-        addresses = [str(each.request("address", towards=address)) for each in others]
+        addresses = [each.request("address", kind=str, towards=address) for each in others]
         _try_connections(first, others, address, port)
         for other, own in zip(others, addresses, strict=True):
             _try_connections(other, [first], own, 0)
@@ -237,7 +237,7 @@ def require_connections(hosts: Hosts, placement: Placement) -> None:
 
 def _try_connections(listener: HostConnection, others: Sequence[HostConnection], address: str, port: int) -> None:
     try:
-        port = int(listener.request("listen", address=address, port=port))
+        port = listener.request("listen", kind=int, address=address, port=port)
     except HostError as error:
         raise PreflightError(
             f"ranks cannot meet at {address} port {port} of {listener.name}: {_reason(error)}",
@@ -287,29 +287,30 @@ def check_hosts(
     environments = dict(zip(hosts.names, environment.hosts, strict=True))
     unlike = _differences(_SHOULD_AGREE, environments)
     findings: dict[Finding, list[str]] = {}
-    asked = [
-        {
-            "placement": asdict(replace(placement, num_gpus=ranks, hosts=(), hostfile=None)),
-            "configurations": [asdict(row) for row in configurations],
-            "slots": placement.slots_of(name),
-            "need_host_bytes": _share(need_host_bytes, ranks, placement.ranks_per_node),
-        }
-        for name, ranks in placement.hosts
-    ]
     with naming_lost_host():
-        for name, answer in hosts.request_each("doctor", asked, timeout_seconds=_CHECK_SECONDS).items():
-            for values in answer:
-                findings.setdefault(Finding(**values), []).append(name)
+        answers = hosts.request_all(
+            "doctor",
+            [
+                {
+                    "placement": asdict(replace(placement, num_gpus=ranks, hosts=(), hostfile=None)),
+                    "slots": placement.slots_of(name),
+                    "need_host_bytes": need_host_bytes and need_host_bytes * ranks // placement.ranks_per_node,
+                }
+                for name, ranks in placement.hosts
+            ],
+            timeout_seconds=_CHECK_SECONDS,
+            kind=list[Finding],
+            configurations=[asdict(row) for row in configurations],
+        )
+    for name, own in answers.items():
+        for finding in own:
+            findings.setdefault(finding, []).append(name)
     found = [replace(finding, name=f"{_names(names)}: {finding.name}") for finding, names in findings.items()]
     if unlike:
         text = f"{'; '.join(unlike)}: all wait for the slowest"
         remedy = f"compare on hosts of one kind, or {_way_to_leave_out('hosts', placement)}"
         found.append(warning("hosts", text, remedy))
     return found
-
-
-def _share(need_bytes: int | None, ranks: int, most_ranks: int) -> int | None:
-    return None if need_bytes is None else need_bytes * ranks // most_ranks
 
 
 def build_ops(

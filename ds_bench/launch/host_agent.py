@@ -172,10 +172,10 @@ class HostAgent:
         trial = self._trial
         if trial is None or trial.scratch_id != values["trial"]:
             trial = HostTrial(values["trial"])
-        facts = trial.end(float(values["grace_seconds"]))
+        end = trial.end(float(values["grace_seconds"]))
         self._trial = None
         self._ended_trials.append(trial.scratch_id)
-        return facts
+        return asdict(end)
 
 
 def end_main_thread(_reason: str) -> None:

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import zlib
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,18 @@ _GROWING = re.compile(rf"rank\d+\.(log|stacks)|{re.escape(EXITS_FILE)}|{re.escap
 _PART_BYTES = 2**18
 
 Send = Callable[[Message], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostEnd:
+    """What a host tells of a trial that was ended on it."""
+
+    left: tuple[int, ...]
+    """Processes that could not be ended."""
+    oom_killed: bool
+    """The kernel killed a process for memory meanwhile."""
+    disk_full: bool
+    """The disk of the swap folder was full."""
 
 
 class HostTrial:
@@ -176,27 +189,25 @@ class HostTrial:
         name, text = path.relative_to(self.folder).as_posix(), base64.b64encode(data).decode()
         self._send({"file": name, "start": start, "data": text, "whole": whole, "last": last})
 
-    def end(self, grace_seconds: float, *, send_files: bool = True) -> dict[str, Any]:
+    def end(self, grace_seconds: float, *, send_files: bool = True) -> HostEnd:
         """Ends every process of the trial here, sends its last files and removes what it has created.
 
         ``send_files``: False where nobody receives them, as reading large ones would keep them from being removed.
-        Returns what the run is told: processes that could not be ended, whether the kernel killed one for memory,
-        whether the swap disk was full.
         """
         left = processes.end_processes(self.members, grace_seconds=grace_seconds, first_signal=signal.SIGTERM)
         if self._leader is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._leader.wait(1.0)
         swap = self._assignment.swap_folder if self._assignment is not None else None
-        facts = {
-            "left": sorted(left),
-            "oom_killed": read_oom_kill_count() > self._oom_kills_before,
-            "disk_full": files.disk_is_full(swap),
-        }
+        end = HostEnd(
+            left=tuple(sorted(left)),
+            oom_killed=read_oom_kill_count() > self._oom_kills_before,
+            disk_full=files.disk_is_full(swap),
+        )
         if send_files and self.folder is not None:
             self._send_all(self.folder)
         self.remove_files()
-        return facts
+        return end
 
     def remove_files(self) -> None:
         """Removes the private folder and what the ranks leave behind."""

@@ -30,6 +30,7 @@ from ..system.device_locks import DeviceLocks
 from ..system.environment import Environment
 from ..system.processes import die_with_parent, import_variables
 from ..system.slurm import command_on_node
+from .host_trial import HostEnd
 from .message_stream import SILENCE_SECONDS, Message, MessageStream
 from .ops import OpState
 
@@ -45,12 +46,14 @@ _HOST = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._:-]*")
 _CONNECT_SECONDS = 60.0
 """For ssh to log in and Python to start there, from a slow disk too."""
 _REQUEST_SECONDS = 60.0
+_BUILD_SECONDS = 7200.0
 _RETRY_SECONDS = 2.0
 _CLOSE_SECONDS = 20.0
 """For an agent to end what it has started."""
 _MOST_ERROR_BYTES = 2**16
 
 CommandOf = Callable[[str], list[str]]
+Say = Callable[[str], None]
 
 
 class HostError(Exception):
@@ -95,8 +98,10 @@ class HostConnection:
     def __init__(self, name: str, command: Sequence[str] = (), *, connected: socket.socket | None = None) -> None:
         """``command`` starts the agent; ``connected``: to one that runs already, in place of a command."""
         self.name, self._command, self._socket = name, command, connected
-        self.hello: Message = {}
-        """What the agent said of itself: ``hostname``; ``address``, under which ssh reached it, or None."""
+        self.hostname = ""
+        """The name that the host has itself; empty until its agent has answered."""
+        self.address: str | None = None
+        """Under which ssh reached it; None without ssh."""
         self.problem: str | None = f"{name}: not connected"
         """Why it cannot be used, beginning with its name; None while it answers."""
         self.listen: Callable[[Message], None] = lambda _message: None
@@ -107,8 +112,9 @@ class HostConnection:
         self._is_lost = False
         self._heard = 0.0
         """When the last message that is no ping came, by the monotonic clock."""
-        self._greeting: Future[Message] = Future()
-        self._replies: dict[int, tuple[Future[Any], Callable[[str], None]]] = {}
+        self._greeting: Future[str] = Future()
+        """The version of the agent."""
+        self._replies: dict[int, tuple[Future[Any], Say, Any]] = {}
         self._ids = count(1)
 
     def start(self) -> None:
@@ -134,28 +140,27 @@ class HostConnection:
 
     def wait_for_agent(self) -> None:
         """Waits until the agent has answered. Raises HostError where it does not, or is of another version."""
-        self.hello = self.result_of(self._greeting, _CONNECT_SECONDS + 5.0)
-        if self.hello["agent"] != __version__:
+        version = self.result_of(self._greeting, _CONNECT_SECONDS + 5.0)
+        if version != __version__:
             self.close()
-            self.problem = f"{self.name}: has ds_bench {self.hello['agent']}, this host {__version__}"
+            self.problem = f"{self.name}: has ds_bench {version}, this host {__version__}"
             raise HostError(self.problem)
 
-    def request(
-        self,
-        what: str,
-        *,
-        timeout_seconds: float = _REQUEST_SECONDS,
-        say: Callable[[str], None] = lambda _text: None,
-        **values: Any,
-    ) -> Any:
-        """The agent's answer to a request. ``say`` gets what it tells meanwhile. Raises HostError."""
-        return self.result_of(self.send_request(what, say, **values), timeout_seconds)
+    def request(self, what: str, *, timeout_seconds: float = _REQUEST_SECONDS, kind: Any = Any, **values: Any) -> Any:
+        """The agent's answer to a request, a JSON value of this ``kind``. Raises HostError.
 
-    def send_request(self, what: str, say: Callable[[str], None] = lambda _text: None, **values: Any) -> Future[Any]:
-        """Sends a request without waiting; what :meth:`request` returns or raises is in the Future."""
+        A host that gives another answer is lost.
+        """
+        return self.result_of(self.send_request(what, kind=kind, **values), timeout_seconds)
+
+    def send_request(self, what: str, say: Say = lambda _text: None, kind: Any = Any, **values: Any) -> Future[Any]:
+        """Sends a request without waiting; what :meth:`request` returns or raises is in the Future.
+
+        ``say`` gets what the agent tells meanwhile.
+        """
         future: Future[Any] = Future()
         number = next(self._ids)
-        self._replies[number] = future, say
+        self._replies[number] = future, say, kind
         if self._stream is not None:
             self._stream.send({"id": number, "request": what, **values})
         if self.problem is not None:  # also if it was lost before it could answer
@@ -194,15 +199,18 @@ class HostConnection:
         if "agent" in message and not self._greeting.done():
             if self._stream is not None:
                 self._stream.silence_seconds = SILENCE_SECONDS
-            self._greeting.set_result(message)
+            if message["agent"] == __version__:
+                self.hostname, self.address = str(message["hostname"]), message.get("address")
+            self._greeting.set_result(str(message["agent"]))
         elif "say" in message and message.get("id") in self._replies:
             self._replies[message["id"]][1](str(message["say"]))
         elif message.get("id") in self._replies:
-            future, _ = self._replies.pop(message["id"])
+            future, _, kind = self._replies[message["id"]]
             if "error" in message:
                 future.set_exception(HostError(f"{self.name}: {message['error']}"))
             else:
-                future.set_result(message.get("result"))
+                future.set_result(json_files.build(kind, message.get("result")))  # an error ends the stream, and the wait
+            del self._replies[message["id"]]
         else:
             self.listen(message)
 
@@ -213,7 +221,7 @@ class HostConnection:
                 self._process.wait(1.0)  # for what it has to say
             reason = self._last_error_line() or reason
         self.problem = self.problem or f"{self.name}: {reason}"
-        for future in [self._greeting, *(future for future, _ in self._replies.values())]:
+        for future in [self._greeting, *(future for future, _, _ in self._replies.values())]:
             self._fail(future)
 
     def _fail(self, future: Future[Any]) -> None:
@@ -322,34 +330,37 @@ class Hosts:
                         raise
                     time.sleep(_RETRY_SECONDS)
                 else:
-                    self._lock_again(connection)
+                    if self._locked is not None:
+                        self._lock(connection, self._locked, lambda _text: None)
             self._end_unproven(connection)
         self._gave_up = False
 
-    def lock_devices(self, placement: Placement, say: Callable[[str], None]) -> DeviceLocks:
+    def lock_devices(self, placement: Placement, say: Say) -> DeviceLocks:
         """Holds on every host the locks of the devices that the ranks use, until its agent ends; waits for them.
 
         One host after the other, in the order of the names that they have themselves, since two hostfiles may call
         one by different names: so two runs never wait for each other. Raises HostError.
         """
         locks = DeviceLocks()
-        for connection in sorted(self.connections, key=lambda each: str(each.hello["hostname"])):
-            answer = self._lock(connection, placement, say)
-            locks.waited |= answer["waited"]
-            locks.notes += [f"{connection.name}: {note}" for note in answer["notes"]]
+        for connection in sorted(self.connections, key=lambda each: each.hostname):
+            own = self._lock(connection, placement, say)
+            locks.waited |= own.waited
+            locks.notes += [f"{connection.name}: {note}" for note in own.notes]
         self._locked = placement
         return locks
 
-    def _lock(self, connection: HostConnection, placement: Placement, say: Callable[[str], None]) -> dict[str, Any]:
-        slots = placement.slots_of(connection.name)
+    def _lock(
+        self, connection: HostConnection, placement: Placement, say: Say, timeout_seconds: float | None = None
+    ) -> DeviceLocks:
         answer = connection.send_request(
-            "lock", lambda text: say(f"{connection.name}: {text}"), accelerator=placement.accelerator, slots=slots
+            "lock",
+            lambda text: say(f"{connection.name}: {text}"),
+            DeviceLocks,
+            accelerator=placement.accelerator,
+            slots=placement.slots_of(connection.name),
         )
-        return dict(connection.result_of(answer, None))
-
-    def _lock_again(self, connection: HostConnection) -> None:
-        if self._locked is not None:
-            self._lock(connection, self._locked, lambda _text: None)
+        locks: DeviceLocks = connection.result_of(answer, timeout_seconds)
+        return locks
 
     def note_unproven(self, name: str, trial: str) -> None:
         """Notes that a host was lost before it could tell that nothing of a trial is left on it."""
@@ -358,9 +369,9 @@ class Hosts:
     def _end_unproven(self, connection: HostConnection) -> None:
         for name, trial in list(self._unproven):
             if name == connection.name:
-                left = connection.request("end", trial=trial, grace_seconds=0.0)["left"]
-                if left:
-                    raise HostError(f"{name}: processes {left} of an earlier trial could not be ended")
+                end = connection.request("end", kind=HostEnd, trial=trial, grace_seconds=0.0)
+                if end.left:
+                    raise HostError(f"{name}: processes {[*end.left]} of an earlier trial could not be ended")
                 self._unproven.remove((name, trial))
 
     def master_of(self, placement: Placement) -> tuple[str, int]:
@@ -371,41 +382,35 @@ class Hosts:
         first, *others = self.connections
         address = placement.master_addr
         if address is None:
-            towards = [other.hello.get("address") or other.hello["hostname"] for other in others[:1]]
-            known = first.hello.get("address") or "127.0.0.1"
-            address = str(first.request("address", towards=towards[0]) if towards else known)
+            towards = [other.address or other.hostname for other in others[:1]]
+            known = first.address or "127.0.0.1"
+            address = first.request("address", kind=str, towards=towards[0]) if towards else known
             if others and address.startswith(("127.", "::1")):
                 raise HostError(f"{first.name}: no address is found at which other hosts reach it: give --master-addr")
-        return address, placement.master_port or int(first.request("free_port"))
+        return address, placement.master_port or first.request("free_port", kind=int)
 
     def request_all(
         self,
         what: str,
+        each: Iterable[Mapping[str, Any]] | None = None,
         *,
         timeout_seconds: float = _REQUEST_SECONDS,
-        say: Callable[[str], None] = lambda _text: None,
+        say: Say = lambda _text: None,
+        kind: Any = Any,
         **values: Any,
     ) -> dict[str, Any]:
-        """The answer of every host to the same request, worked on at a time. Raises HostError."""
-        return self.request_each(what, [values] * len(self.connections), timeout_seconds=timeout_seconds, say=say)
+        """The answer of every host, by its name, to a request that all work on at a time. Raises HostError.
 
-    def request_each(
-        self,
-        what: str,
-        values: Iterable[Mapping[str, Any]],
-        *,
-        timeout_seconds: float = _REQUEST_SECONDS,
-        say: Callable[[str], None] = lambda _text: None,
-    ) -> dict[str, Any]:
-        """The answer of every host, by its name, to a request with ``values`` of its own. Raises HostError."""
+        ``each``: values of each host alone, in their order. Others as of ``HostConnection.request``.
+        """
 
-        def tell(connection: HostConnection) -> Callable[[str], None]:
+        def tell(connection: HostConnection) -> Say:
             return lambda text: say(f"{connection.name}: {text}")
 
         began = time.monotonic()
         futures = [
-            connection.send_request(what, tell(connection), **own)
-            for connection, own in zip(self.connections, values, strict=True)
+            connection.send_request(what, tell(connection), kind, **values, **own)
+            for connection, own in zip(self.connections, each or [{}] * len(self.connections), strict=True)
         ]
         return {
             connection.name: connection.result_of(future, timeout_seconds, began)
@@ -414,28 +419,20 @@ class Hosts:
 
     def environments(self) -> dict[str, Environment]:
         """The environment of every host, read by its agent. Raises HostError."""
-        answers = self.request_all("environment")
-        return {name: Environment.from_dict(values) for name, values in answers.items()}
+        return self.request_all("environment", kind=Environment)
 
     def build_ops(
-        self,
-        placement: Placement,
-        configurations: Sequence[Configuration],
-        say: Callable[[str], None],
-        timeout_seconds: float = 7200.0,
+        self, placement: Placement, configurations: Sequence[Configuration], say: Say
     ) -> dict[str, dict[str, OpState]]:
         """Builds on every host the ops that the configurations need. Returns the states by host and op.
 
         Raises HostError.
         """
-        answers = self.request_all(
+        return self.request_all(
             "build_ops",
-            timeout_seconds=timeout_seconds,
+            timeout_seconds=_BUILD_SECONDS,
             say=say,
+            kind=dict[str, OpState],
             placement=asdict(placement),
             configurations=[asdict(each) for each in configurations],
         )
-        return {
-            name: {op: json_files.build(OpState, state) for op, state in states.items()}
-            for name, states in answers.items()
-        }

@@ -8,7 +8,6 @@ import os
 import re
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 from ..records.rank_files import CONFIG_FILE, EXITS_FILE, LEADER_LOG, TRIAL_FILE, Assignment
 from ..system.processes import KILL_SECONDS, Activity
 from ..system.redaction import looks_secret
+from .host_trial import HostEnd
 from .hosts import HostConnection, HostError, HostLostError, Hosts
 from .message_stream import SILENCE_SECONDS, Message
 
@@ -62,24 +62,25 @@ class RemoteTrial:
         """Prepares every host. Raises HostError if one cannot be used within ``wait_seconds``."""
         self._hosts.reconnect(wait_seconds)
         self.master = self._hosts.master_of(self._placement)
-        values: dict[str, Any] = {
-            "trial": self.scratch_id,
-            "folder": "/".join(self._folder.resolve().parts[-2:]),
-            "assignment": {**asdict(self._assignment), "trial": self._assignment.trial.to_dict()},
-            "config": dict(self._assignment.trial.ds_config),
-            "master": self.master,
-            "variables": user_variables(os.environ),
-        }
         for connection, receiver in zip(self._hosts.connections, self._receivers, strict=True):
             connection.listen = receiver.receive
             self._begun.append(connection)
-        each = [{**values, "ranks": ranks} for _, ranks in self._placement.hosts]
-        self._hosts.request_each("begin", each, timeout_seconds=_BEGIN_SECONDS)
+        self._hosts.request_all(
+            "begin",
+            [{"ranks": ranks} for _, ranks in self._placement.hosts],
+            timeout_seconds=_BEGIN_SECONDS,
+            trial=self.scratch_id,
+            folder="/".join(self._folder.resolve().parts[-2:]),
+            assignment={**asdict(self._assignment), "trial": self._assignment.trial.to_dict()},
+            config=dict(self._assignment.trial.ds_config),
+            master=self.master,
+            variables=user_variables(os.environ),
+        )
 
     def start_ranks(self, command_of: Callable[[int], list[str]]) -> None:
         """Makes the agent of each host start its ranks by a command, which gets the host's number. Raises HostError."""
         commands = [{"command": command_of(number)} for number in range(self._placement.num_nodes)]
-        self._hosts.request_each("launch", commands, timeout_seconds=_BEGIN_SECONDS)
+        self._hosts.request_all("launch", commands, timeout_seconds=_BEGIN_SECONDS)
 
     @property
     def ranks_ended(self) -> bool:
@@ -93,29 +94,26 @@ class RemoteTrial:
 
     def read_activity(self) -> Activity | None:
         """Sums over the trial's processes on every host; None if one did not tell."""
-        answers = self._ask_all("activity", _ACTIVITY_SECONDS)
+        answers = self._ask_all("activity", _ACTIVITY_SECONDS, Activity)
         if None in answers:
             return None
         return Activity(
-            resident_bytes=sum(answer["resident_bytes"] for answer in answers),
-            disk_bytes=sum(answer["disk_bytes"] for answer in answers),
+            resident_bytes=sum(answer.resident_bytes for answer in answers),
+            disk_bytes=sum(answer.disk_bytes for answer in answers),
         )
 
     def request_stacks(self) -> None:
         """Makes the ranks of every host write the stacks of their threads."""
         self._ask_all("stacks", _STACKS_SECONDS)
 
-    def _ask_all(self, what: str, seconds: float) -> list[Any]:
+    def _ask_all(self, what: str, seconds: float, kind: Any = Any) -> list[Any]:
         """The answer of each host; None of one that does not give any."""
-        futures: list[tuple[HostConnection, Future[Any]]] = [
-            (connection, connection.send_request(what)) for connection in self._hosts.connections
-        ]
-        answers: list[Any] = []
         began = time.monotonic()
-        for connection, future in futures:
-            answers.append(None)
+        futures = [(each, each.send_request(what, kind=kind)) for each in self._hosts.connections]
+        answers: list[Any] = [None] * len(futures)
+        for number, (connection, future) in enumerate(futures):
             with contextlib.suppress(HostError):
-                answers[-1] = connection.result_of(future, seconds, began)
+                answers[number] = connection.result_of(future, seconds, began)
         return answers
 
     def end(self, grace_seconds: float, quiet_seconds: float) -> RemoteEnd:
@@ -123,18 +121,17 @@ class RemoteTrial:
 
         ``quiet_seconds``: after so long without a file of a host, besides the time that ending takes, it is lost.
         """
-        futures = [
-            (each, each.send_request("end", trial=self.scratch_id, grace_seconds=grace_seconds)) for each in self._begun
-        ]
-        answers: list[dict[str, Any]] = []
+        values = {"trial": self.scratch_id, "grace_seconds": grace_seconds}
+        futures = [(each, each.send_request("end", kind=HostEnd, **values)) for each in self._begun]
+        answers: list[HostEnd] = []
         caveats: list[str] = []
         lost: HostLostError | None = None
         began, quiet_seconds = time.monotonic(), quiet_seconds + grace_seconds + KILL_SECONDS
         for connection, future in futures:
             try:
                 answers.append(connection.result_while_active(future, quiet_seconds, began))  # large profiles take long
-                if answers[-1]["left"]:
-                    caveats.append(f"processes {answers[-1]['left']} of host {connection.name} could not be ended")
+                if left := answers[-1].left:
+                    caveats.append(f"processes {[*left]} of host {connection.name} could not be ended")
             except HostError as error:
                 lost = lost or (error if isinstance(error, HostLostError) else None)
                 self._hosts.note_unproven(connection.name, self.scratch_id)
@@ -144,8 +141,8 @@ class RemoteTrial:
         return RemoteEnd(
             lost=lost,
             caveats=tuple(caveats),
-            oom_killed=any(answer["oom_killed"] for answer in answers),
-            disk_full=any(answer["disk_full"] for answer in answers),
+            oom_killed=any(answer.oom_killed for answer in answers),
+            disk_full=any(answer.disk_full for answer in answers),
         )
 
 

@@ -17,6 +17,7 @@ from ds_bench.config import strategies
 from ds_bench.config.spec import Placement
 from ds_bench.launch import host_agent, hosts, remote_trial
 from ds_bench.records.rank_files import Assignment
+from ds_bench.system.device_locks import DeviceLocks
 from ds_bench.system.environment import read_environment
 from tests.support.local_agents import make_hosts_trial
 
@@ -47,11 +48,11 @@ def test_locks_are_taken_machine_by_machine_in_one_order_whatever_hostfiles_call
     def order(machines: dict[str, str]) -> list[str]:
         run, locked = hosts.Hosts(list(machines)), []
         for connection in run.connections:
-            connection.hello = {"hostname": machines[connection.name]}
+            connection.hostname = machines[connection.name]
 
-        def lock(connection: hosts.HostConnection, *_: object) -> dict[str, object]:
-            locked.append(connection.hello["hostname"])
-            return {"waited": False, "notes": []}
+        def lock(connection: hosts.HostConnection, *_: object) -> DeviceLocks:
+            locked.append(connection.hostname)
+            return DeviceLocks()
 
         monkeypatch.setattr(run, "_lock", lock)
         run.lock_devices(Placement(accelerator="cpu"), pytest.fail)
@@ -190,6 +191,16 @@ def test_nobody_waits_for_a_host_that_has_sent_a_message_that_cannot_be_read(mes
         with pytest.raises(hosts.HostLostError, match="a: it sent a message that cannot be read"):
             connection.request("end", timeout_seconds=10.0)
         assert connection.problem is not None
+
+
+@pytest.mark.parametrize("answer", ["{}", "null", '{"waited": 0, "notes": []}', '"begun"'])
+def test_an_answer_without_what_belongs_to_it_is_a_message_that_cannot_be_read(answer: str) -> None:
+    placement = Placement(accelerator="cpu", num_gpus=1, hosts=(("a", 1),))
+    with made_up_hosts("a", f'say(\'{{"id": \' + str(number) + \', "result": {answer}}}\')') as one:
+        one.connect()
+        with pytest.raises(hosts.HostLostError, match="^a: it sent a message that cannot be read$"):
+            one.lock_devices(placement, pytest.fail)
+        assert one.connections[0].problem is not None
 
 
 def test_a_host_that_hangs_at_the_end_of_a_trial_is_lost_though_it_pings_and_one_that_sends_files_is_not() -> None:
