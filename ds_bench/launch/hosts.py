@@ -288,6 +288,7 @@ class Hosts:
         self, kind: type[BaseException] | None, error: BaseException | None, _at: TracebackType | None
     ) -> None:
         if self._unproven:  # the last trial's: Slurm's signal before a time limit ends srun, and so agents too
+            self._locked = None  # no trial follows
             with contextlib.suppress(HostError):
                 self.reconnect(0.0)
         for connection in self.connections:
@@ -324,14 +325,12 @@ class Hosts:
                 connection.start()
                 try:
                     connection.wait_for_agent()
+                    self._lock_again(connection, max(_REQUEST_SECONDS, deadline - time.monotonic()))
                 except HostError:
                     if time.monotonic() > deadline:
                         self._gave_up = True
                         raise
                     time.sleep(_RETRY_SECONDS)
-                else:
-                    if self._locked is not None:
-                        self._lock(connection, self._locked, lambda _text: None)
             self._end_unproven(connection)
         self._gave_up = False
 
@@ -361,6 +360,17 @@ class Hosts:
         )
         locks: DeviceLocks = connection.result_of(answer, timeout_seconds)
         return locks
+
+    def _lock_again(self, connection: HostConnection, timeout_seconds: float) -> None:
+        """Locks the devices of a host whose agent was lost, and its locks with it. Raises HostLostError."""
+        if self._locked is None:
+            return
+        try:
+            self._lock(connection, self._locked, lambda _text: None, timeout_seconds)
+        except HostLostError:
+            what = f"another run has held its devices for {timeout_seconds:.0f} s since it was lost"
+            connection.problem = connection.problem or f"{connection.name}: {what}"
+            raise HostLostError(connection.problem) from None
 
     def note_unproven(self, name: str, trial: str) -> None:
         """Notes that a host was lost before it could tell that nothing of a trial is left on it."""

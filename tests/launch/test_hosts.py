@@ -98,6 +98,33 @@ def test_a_run_holds_the_devices_of_its_slots_on_each_host_until_it_ends_also_wh
     assert held() == [0, 0]
 
 
+def test_a_lost_host_whose_devices_another_run_has_taken_is_not_waited_for_without_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hosts, "_REQUEST_SECONDS", 1.0)
+    placement = Placement(accelerator="cpu", num_gpus=1, hosts=(("a", 1),))
+
+    def agent(_host: str) -> list[str]:
+        return ["env", f"DS_BENCH_LOCK_DIR={tmp_path}", *hosts.agent_words()]
+
+    with hosts.Hosts(["a"], agent) as first:
+        first.connect()
+        first.lock_devices(placement, pytest.fail)
+        with hosts.Hosts(["a"], agent) as second:
+            second.connect()
+            lost = first.connections[0]._process
+            assert lost is not None
+            lost.kill()
+            lost.wait()
+            while first.connections[0].problem is None:
+                time.sleep(0.05)
+            second.lock_devices(placement, lambda _text: None)
+            with pytest.raises(hosts.HostLostError, match="^a: another run has held its devices for 1 s since it was"):
+                first.reconnect(0.0)
+        first.reconnect(10.0)
+        assert first.connections[0].problem is None
+
+
 def test_a_host_that_cannot_be_used_is_named_in_one_line() -> None:
     old = [sys.executable, "-c", 'print(\'Welcome!\\n{"agent": "0.0.1"}\', flush=True); input()']
     refused = [sys.executable, "-c", "import sys; sys.exit('b: Permission denied (publickey).')"]
