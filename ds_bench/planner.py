@@ -43,7 +43,7 @@ from .prediction.model_profile import ModelProfile
 from .prediction.trial_predictions import MemoryCapacity, Unpredicted
 from .system.machine import Machine
 from .system.redaction import redacted_config
-from .units import format_duration
+from .units import format_duration, format_names
 
 DEFAULT_SEQ_LENGTH = 512
 SHORTEST_SEQ_LENGTH = 16
@@ -420,9 +420,8 @@ def _batch_lines(options: Options, placement: Placement, rows: Sequence[Requeste
     names = [name for name, file in files.items() if has_other_batch(file, placement.num_gpus, size, accumulation)]
     if not names:
         return []
-    which = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
     flags = f"--batch-size {'auto' if options.auto_batch else size} and --grad-accum {accumulation}"
-    return [f"the batch keys of {which} yield to {flags}; --keep-batch lets them rule"]
+    return [f"the batch keys of {format_names(names, 3)} yield to {flags}; --keep-batch lets them rule"]
 
 
 def require_known_ids(options: Options, model: ResolvedModel) -> None:

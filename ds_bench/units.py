@@ -5,6 +5,8 @@ GB means 2**30 bytes everywhere (README.md). A missing value is ``None`` and is 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 BYTES_PER_GB = 2**30
 BYTES_PER_MB = 2**20
 MISSING = "—"
@@ -66,6 +68,18 @@ def format_duration(seconds: float | None) -> str:
 def format_count(count: float | None) -> str:
     """Thousands separated by commas: ``124,439,808``."""
     return MISSING if count is None else f"{count:,.0f}"
+
+
+def format_items(count: int, noun: str) -> str:
+    """``1 row``, ``3 rows``."""
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
+def format_names(names: Iterable[object], most: int = 8, separator: str = ", ") -> str:
+    """``a, b, c``; of more than ``most`` the first ones and how many are left: ``a, b and 4 more``."""
+    shown = list(map(str, names))
+    left = len(shown) - most
+    return separator.join(shown[:most]) + (f" and {left} more" if left > 0 else "")
 
 
 def format_significant(value: float | None) -> str:

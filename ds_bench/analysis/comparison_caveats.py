@@ -11,7 +11,7 @@ from ..config.deepspeed_config import sequence_parallel_size, tensor_parallel_si
 from ..records.schema import TrialRecord
 from ..system.environment import Environment, comparability_differences
 from ..system.gpus import throttle_faults
-from ..units import format_bytes
+from ..units import format_bytes, format_names
 from .caveats import Caveat, CaveatKind, caveat_of_kind
 from .intervals import FEWEST_RUNS
 from .summary import TrialSummary
@@ -51,9 +51,7 @@ def _apart_caveats(rows: Sequence[Sequence[TrialSummary]]) -> Iterator[Caveat]:
         return
     texts = []
     for run, own in list(labels.items())[:4]:
-        names = list(own.values())
-        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        texts.append(f"{', '.join(names[:3])}{more} in {run}" + (f" on {hosts[run]}" if hosts[run] else ""))
+        texts.append(f"{format_names(own.values(), 3)} in {run}" + (f" on {hosts[run]}" if hosts[run] else ""))
     more = f"; and {len(labels) - 4} more runs" if len(labels) > 4 else ""
     where = "on different hosts" if len(set(hosts.values())) > 1 else "in different runs"
     yield caveat_of_kind(CaveatKind.MEASURED_APART, f"rows were measured {where}: {'; '.join(texts)}{more}")

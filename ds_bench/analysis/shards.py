@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from ..config.shard import ShardOfPlan
+from ..units import format_names
 from . import provenance
 from .load_results import Result, run_folder_of
 from .merge_results import ResultGroup
@@ -57,7 +58,7 @@ def _lines_of_plan(shards: Sequence[tuple[ShardOfPlan, Result]], *, several: boo
     of = f"{count} of the plan of {first.source}" if several else str(count)
     missing = [number for number in range(1, count + 1) if number not in best]
     if missing:
-        shown = ", ".join(map(str, missing[:20])) + (f" and {len(missing) - 20} more" if len(missing) > 20 else "")
+        shown = format_names(missing, 20)
         names = f"shard {shown} of {of} is" if len(missing) == 1 else f"shards {shown} of {of} are"
         likewise = ", the others likewise" if len(missing) > 1 else ""
         yield f"{names} missing: {_command(first, f'{missing[0]}/{count}')}{likewise}"

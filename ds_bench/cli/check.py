@@ -18,6 +18,7 @@ from ..config.rules import ModelSize
 from ..errors import UsageError
 from ..models import presets
 from ..system import terminal
+from ..units import format_items
 
 _GITHUB_LEVELS = {"error": "error", "warning": "warning", "hint": "notice"}
 
@@ -64,17 +65,13 @@ def _print_text(reports: Sequence[FileReport]) -> None:
     checked = sum(report.problem is None for report in reports)
     if not checked:
         return
-    levels = [_counted(counts[level], level) for level in ("error", "warning", "hint") if counts[level]]
-    terminal.print_text(f"{_counted(checked, 'file')} checked: {', '.join(levels) or 'nothing found'}")
+    levels = [format_items(counts[level], level) for level in ("error", "warning", "hint") if counts[level]]
+    terminal.print_text(f"{format_items(checked, 'file')} checked: {', '.join(levels) or 'nothing found'}")
 
 
 def _print_line(text: str) -> None:
     """Prints one line: a line break in a key would make a second one, which GitHub could take for a command."""
     terminal.print_text(terminal.escape_controls(text))
-
-
-def _counted(count: int, noun: str) -> str:
-    return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 def _annotation(report: FileReport, finding: Finding) -> str:

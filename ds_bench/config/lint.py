@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..system.redaction import REDACTED, looks_secret, redacted_config
-from ..units import format_bytes, format_count
+from ..units import format_bytes, format_count, format_names
 from . import deepspeed_keys
 from .automatic_values import AUTO, TrainingFacts, fill_in, paths_of_auto
 from .overrides import nested
@@ -110,7 +110,7 @@ def _unknown_top_level_keys(config: Config) -> Iterator[Finding]:
         else:
             strangers.append(key)
     if strangers:
-        several = f"DeepSpeed ignores {len(strangers)} top-level keys that it does not know: {_listed(strangers)}"
+        several = f"DeepSpeed ignores {len(strangers)} top-level keys that it does not know: {format_names(strangers)}"
         reason = several if len(strangers) > 1 else "DeepSpeed ignores this top-level key, which it does not know"
         remedy = "remove them" if len(strangers) > 1 else "remove it"
         yield _finding("ignored-key", "warning", strangers[0], reason, remedy, source)
@@ -131,7 +131,7 @@ def _place_of(key: str, value: object) -> str | None:
     near = deepspeed_keys.nearest_key(key.replace("-", "_"), deepspeed_keys.top_level_keys(), _SIMILAR)
     if near is not None:
         return f"did you mean {near}?"
-    return f"its {_listed(inner)} belongs at the top level" if inner else None
+    return f"its {format_names(inner)} belongs at the top level" if inner else None
 
 
 _REMOVED_REMEDIES = {
@@ -386,13 +386,13 @@ def _argument_findings(
     for key in given:
         if takes is not None and key not in takes:
             near = deepspeed_keys.nearest_key(key, takes)
-            remedy = f"did you mean {near}?" if near else f"remove it; {maker} takes {_listed(takes)}"
+            remedy = f"did you mean {near}?" if near else f"remove it; {maker} takes {format_names(takes)}"
             reason = f"{maker} takes no argument {key}: DeepSpeed stops when training starts"
             yield _finding("unknown-argument", "error", f"{block}.params.{key}", reason, remedy, source)
     missing = [key for key in arguments["needs"] if key not in given]
     if missing:
-        reason = f"{maker} needs {_listed(missing)}: DeepSpeed stops when training starts"
-        yield _finding("missing-argument", "error", f"{block}.params", reason, f"add {_listed(missing)}", source)
+        reason = f"{maker} needs {format_names(missing)}: DeepSpeed stops when training starts"
+        yield _finding("missing-argument", "error", f"{block}.params", reason, f"add {format_names(missing)}", source)
 
 
 def _scheduler_findings(case: Case) -> Iterator[Finding]:
@@ -457,7 +457,7 @@ def _keys_without_reader(case: Case) -> Iterator[Finding]:
         yield _finding("dead-key", "hint", path, "nothing in DeepSpeed 0.19.8 acts on it", "remove it", source)
     unread = [key for key in zero if case.stage is not None and _is_unread(key, case.stage)]
     if unread:
-        reason = f"DeepSpeed does not act on {_listed(unread)} at stage {case.stage}"
+        reason = f"DeepSpeed does not act on {format_names(unread)} at stage {case.stage}"
         they = "them" if len(unread) > 1 else "it"
         remedy = f"remove {they}, or keep {they} for another stage"
         yield _finding("unread-key", "hint", f"zero_optimization.{unread[0]}", reason, remedy, source)
@@ -571,12 +571,12 @@ def _automatic_values(config: Config) -> Iterator[Finding]:
     as_text = [path for path in automatic if path not in dropped]
     in_fp32 = case.precision == "fp32" and not case.is_on("torch_autocast.enabled")
     effects = [
-        *([f"fails at this text in {_listed(as_text, most=4)}"] if as_text else []),
-        *([f"takes its default for {_listed(dropped, most=4)}"] if dropped else []),
+        *([f"fails at this text in {format_names(as_text, most=4)}"] if as_text else []),
+        *([f"takes its default for {format_names(dropped, most=4)}"] if dropped else []),
         *(["trains in fp32"] if in_fp32 and {"bf16.enabled", "fp16.enabled"} & set(dropped) else []),
     ]
     several = f'{len(automatic)} values are "auto"' if len(automatic) > 1 else 'a value is "auto"'
-    reason = f"{several}, which only the Trainer and Accelerate fill in; DeepSpeed itself {_listed(effects, '; it ')}"
+    reason = f"{several}, which only the Trainer and Accelerate fill in; DeepSpeed itself {format_names(effects, separator='; it ')}"
     remedy = "give values where a training script passes the file to DeepSpeed itself"
     yield _finding("automatic-value", "hint", automatic[0], reason, remedy, "runtime/config_utils.py")
 
@@ -620,13 +620,6 @@ def _shown_without_secrets(place: str, value: object) -> str:
     if isinstance(value, (int, float)):
         return REDACTED if looks_secret(place, str(value)) else _shown(value)
     return _shown(redacted_config({place: value})[place])
-
-
-def _listed(names: Iterable[str], separator: str = ", ", *, most: int = 8) -> str:
-    """Names in a row; of more than ``most`` the first ones and how many are left."""
-    shown = list(names)
-    left = len(shown) - most
-    return separator.join(shown[:most]) + (f" and {left} more" if left > 0 else "")
 
 
 def _alternatives(names: Iterable[str]) -> str:

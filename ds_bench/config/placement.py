@@ -9,6 +9,7 @@ from pathlib import Path
 
 from ..errors import UsageError
 from ..system import environment, files, gpus, lenders, slurm
+from ..units import format_names
 from .options import Options
 from .spec import MULTI_NODE_LAUNCHERS, PRECISIONS, Accelerator, MultiNodeLauncher, Placement, Precision
 
@@ -240,7 +241,7 @@ def _named_slots(flag: str, text: str, slots: Slots) -> dict[str, set[int]]:
     for part in text.split("@"):
         host, colon, numbers = part.partition(":")
         if host not in slots:
-            raise UsageError(f"{flag}: no host {host!r} in the hostfile", remedy=f"one of {_some(list(slots))}")
+            raise UsageError(f"{flag}: no host {host!r} in the hostfile", remedy=f"one of {format_names(slots)}")
         words = numbers.split(",") if colon else []
         if not all(re.fullmatch("[0-9]{1,4}", word) for word in words):
             raise UsageError(f"{flag}: {part!r} is no host with slots", remedy="write: HOST@HOST:SLOT,SLOT")
@@ -251,10 +252,6 @@ def _named_slots(flag: str, text: str, slots: Slots) -> dict[str, set[int]]:
                 raise UsageError(f"{flag}: no slot {slot} on {host}", remedy=remedy)
         named.setdefault(host, set()).update(map(int, words))
     return {host: numbers or set(slots[host]) for host, numbers in named.items()}
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
 
 
 def _include_text(options: Options, hosts: Slots) -> str | None:

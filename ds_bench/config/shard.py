@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..errors import UsageError
+from ..units import format_items
 
 MOST_SHARDS = 10_000
 
@@ -78,7 +79,7 @@ def rows_of_shard(rows_per_point: Sequence[int], shard: Shard) -> list[range]:
 def require_enough_rows(rows: int, shards: int) -> None:
     """Raises UsageError where there are fewer rows than shards."""
     if shards > rows:
-        problem = f"{shards} shards of a plan with {rows} row{'' if rows == 1 else 's'} in all"
+        problem = f"{shards} shards of a plan with {format_items(rows, 'row')} in all"
         raise UsageError(problem, remedy=f"give {rows} or fewer" if rows > 1 else "run it as a whole")
 
 

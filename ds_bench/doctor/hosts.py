@@ -24,7 +24,7 @@ from ..system import lenders
 from ..system.environment import Environment
 from ..system.processes import import_variables
 from ..system.slurm import command_on_node
-from ..units import format_bytes
+from ..units import format_bytes, format_names
 from .findings import Finding, find_program, ok, warning
 
 _PROGRAMS: Mapping[MultiNodeLauncher, tuple[str, ...]] = {
@@ -137,9 +137,7 @@ def _way_to_leave_out(what: str, placement: Placement) -> str:
 
 
 def _not_usable(error: HostError, remedy: str) -> PreflightError:
-    lines = str(error).splitlines()
-    more = f"; and {len(lines) - 5} more" if len(lines) > 5 else ""
-    return PreflightError(f"cannot use {'; '.join(lines[:5])}{more}", remedy=remedy)
+    return PreflightError(f"cannot use {format_names(str(error).splitlines(), 5, '; ')}", remedy=remedy)
 
 
 @contextmanager
@@ -209,13 +207,9 @@ def _differences(facts: Facts, environments: Mapping[str, Environment]) -> list[
         for name, environment in environments.items():
             hosts_of.setdefault(read(environment), []).append(name)
         if len(hosts_of) > 1:
-            values = (f"{value or 'none'} on {_names(names)}" for value, names in hosts_of.items())
+            values = (f"{value or 'none'} on {format_names(names, 5)}" for value, names in hosts_of.items())
             texts.append(f"{label} {', '.join(values)}")
     return texts
-
-
-def _names(names: Sequence[str]) -> str:
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 def require_connections(hosts: Hosts, placement: Placement) -> None:
@@ -267,7 +261,7 @@ def check_all(placement: Placement, configurations: Sequence[Configuration], loc
     """Every check of the hosts of a hostfile, for the doctor. Raises PreflightError for the first that all fail."""
     with connected_hosts(placement) as hosts:
         environment = environment_with_hosts(hosts, placement, local)
-        yield ok("hosts", f"{_names(hosts.names)}: reached, same versions")
+        yield ok("hosts", f"{format_names(hosts.names, 5)}: reached, same versions")
         yield from check_hosts(hosts, placement, configurations, environment)
         require_connections(hosts, placement)
         yield ok("network", "ranks can connect to each other")
@@ -305,7 +299,7 @@ def check_hosts(
     for name, own in answers.items():
         for finding in own:
             findings.setdefault(finding, []).append(name)
-    found = [replace(finding, name=f"{_names(names)}: {finding.name}") for finding, names in findings.items()]
+    found = [replace(finding, name=f"{format_names(names, 5)}: {finding.name}") for finding, names in findings.items()]
     if unlike:
         text = f"{'; '.join(unlike)}: all wait for the slowest"
         remedy = f"compare on hosts of one kind, or {_way_to_leave_out('hosts', placement)}"

@@ -13,6 +13,7 @@ from typing import Any
 
 from ..config import bucket_sizes, deepspeed_config, overrides, strategies
 from ..config.spec import Configuration, Placement, Strategy, Workload
+from ..units import format_items
 from .memory import DOES_NOT_FIT, FITS, TIGHT, Prediction, gpu_bytes_by_moment, predict
 from .model_profile import ModelProfile
 
@@ -210,7 +211,7 @@ def _more_gpus(planned: PlannedTrial) -> _Changed:
     if planned.configuration.stage:
         for factor in (2, 4, 8):
             count = factor * planned.placement.num_gpus
-            yield _gpus_text(count), _with_gpus(planned, count)
+            yield format_items(count, "GPU"), _with_gpus(planned, count)
 
 
 def fits(planned: PlannedTrial, gpu_bytes: int, host_bytes: int | None = None) -> bool:
@@ -376,14 +377,10 @@ def _on_others(planned: PlannedTrial, gpu_bytes: int, host_bytes: int | None) ->
     if host_bytes is not None and planned.predict().host_bytes > host_bytes:
         count = min(planned.placement.num_gpus, planned.ranks_per_node or planned.placement.num_gpus)
         while count := count // 2:
-            yield _gpus_text(count), _with_gpus(planned, count)
+            yield format_items(count, "GPU"), _with_gpus(planned, count)
     needed = min_gpus(planned, gpu_bytes, host_bytes)
     if needed is not None and needed > planned.placement.num_gpus:
-        yield _gpus_text(needed), _with_gpus(planned, needed)
-
-
-def _gpus_text(count: int) -> str:
-    return f"{count} GPU{'' if count == 1 else 's'}"
+        yield format_items(needed, "GPU"), _with_gpus(planned, needed)
 
 
 def _checkpointed(planned: PlannedTrial) -> PlannedTrial:

@@ -12,7 +12,7 @@ from typing import Any
 from ..analysis.caveats import Caveat, CaveatKind
 from ..analysis.comparison import ComparisonRow
 from ..baselines.result import baseline_name
-from ..units import to_gb
+from ..units import format_items, to_gb
 from .comparison_report import ComparisonReport
 
 Entry = dict[str, Any]
@@ -70,7 +70,7 @@ def _extra(row: ComparisonRow) -> str:
     device = record.ranks[0].device_name if record.ranks else record.trial.placement.accelerator
     known = {"torch": record.ranks[0].torch_version, "DeepSpeed": record.ranks[0].deepspeed_version}
     versions = ", ".join(f"{package} {version}" for package, version in known.items() if version)
-    facts = [f"{record.trial.placement.ranks_text} × {device}", versions, f"{runs} run{'' if runs == 1 else 's'}"]
+    facts = [f"{record.trial.placement.ranks_text} × {device}", versions, format_items(runs, "run")]
     return "; ".join(
         [*filter(None, facts), *(caveat.text for caveat in row.caveats if caveat.kind is CaveatKind.CPU_BUSY)]
     )

@@ -8,7 +8,7 @@ from pathlib import Path
 from ..analysis import provenance
 from ..analysis.summary import TrialSummary
 from ..records.schema import Profile, TrialRecord
-from ..units import format_bytes
+from ..units import format_bytes, format_items
 from .comparison_report import ComparisonReport
 
 HEADING = "Profiles"
@@ -39,8 +39,7 @@ def files_line(summaries: Sequence[TrialSummary], folder: Path) -> str | None:
     sizes = [path.stat().st_size for path in (folder / name for name in names) if path.is_file()]
     if not sizes:
         return None
-    count = f"{len(sizes)} file{'' if len(sizes) == 1 else 's'}"
-    return f"Profiles: {count}, {format_bytes(sum(sizes))}, in {folder}/trials/*/profiles"
+    return f"Profiles: {format_items(len(sizes), 'file')}, {format_bytes(sum(sizes))}, in {folder}/trials/*/profiles"
 
 
 def nsys_command(family: str, arguments: Sequence[str], environ: Mapping[str, str]) -> str | None:

@@ -28,7 +28,7 @@ from ..prediction.what_if import Saving
 from ..recommend.remedies import failed_run
 from ..recommend.short_answer import format_list
 from ..recommend.strategy_guide import traffic_text
-from ..units import format_bytes, format_count, format_significant, to_ms
+from ..units import format_bytes, format_count, format_items, format_names, format_significant, to_ms
 from .columns import failure_text
 from .comparison_report import ComparisonReport
 from .memory_plan import NO_BREAK, category_text
@@ -90,8 +90,7 @@ def paragraph(difference: RowDifference, *, savings: Sequence[Saving] | None = N
                 sentences.append(f"Of its phases, timed apart, {phase} changes most: {_milliseconds(pair)}.")
     own = [key for key in difference.keys if not (key.from_layout or key.path in _LAYOUT_PATHS or _is_off(key))]
     if own:
-        more = f" and {len(own) - _MOST_KEYS} more" if len(own) > _MOST_KEYS else ""
-        sentences.append(f"Set differently: {'; '.join(map(_key_text, own[:_MOST_KEYS]))}{more}.")
+        sentences.append(f"Set differently: {format_names(map(_key_text, own), _MOST_KEYS, '; ')}.")
     named = difference.savings[:1] if savings is None else savings
     sentences += [_saving_sentence(saving, difference) for saving in named]
     return " ".join(sentences)
@@ -113,8 +112,7 @@ def report_paragraphs(report: ComparisonReport) -> list[tuple[str, str]]:
         paragraphs.append((f"{b.label} against {a.label}", paragraph(difference, savings=new)))
     more = len(differences) - _MOST_PARAGRAPHS
     if more > 0:
-        heading = f"{more} more pair{'s' if more > 1 else ''}"
-        paragraphs.append((heading, "python -m ds_bench explain A B RESULT compares any two rows."))
+        paragraphs.append((format_items(more, "more pair"), "python -m ds_bench explain A B RESULT compares any two rows."))
     return paragraphs
 
 
@@ -357,7 +355,7 @@ def _settings(difference: RowDifference) -> Iterator[str]:
             yield f"Following from stage, offload and engine, on {category_text(name, 'gpu')}: {', '.join(texts)}."
     rest = len(others) - len({key.path for keys in acting.values() for key in keys})
     if rest:
-        yield f"{rest} more key{'' if rest == 1 else 's'} that follow{'s' if rest == 1 else ''} from these: --json."
+        yield f"{format_items(rest, 'more key')} that follow{'s' if rest == 1 else ''} from these: --json."
     yield from (f"The machines differ: {text}." for text in difference.environment_differences)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from ..config.spec import Trial
 from ..planner import Plan, RunPlan
 from ..prediction.memory import DOES_NOT_FIT, UNKNOWN, Prediction
-from ..units import format_bytes, format_duration
+from ..units import format_bytes, format_duration, format_items, format_names
 
 Estimate = Callable[[Trial], float]
 """Seconds that a trial is estimated to take."""
@@ -106,9 +106,8 @@ def left_out_line(left_out: Sequence[tuple[Plan, int]], minutes: float) -> str:
     parts = []
     if whole:
         names = [plan.options.point_text for plan in whole]
-        more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-        parts.append(f"{len(names)} point{'s' if len(names) > 1 else ''} ({'; '.join(names[:5])}{more})")
+        parts.append(f"{format_items(len(names), 'point')} ({format_names(names, 5, '; ')})")
     if later:
         rounds = sum(1 for plan, number in left_out if number > 0 and plan not in whole)
-        parts.append(f"{rounds} repeats of {len(later)} point{'s' if len(later) > 1 else ''}")
+        parts.append(f"{rounds} repeats of {format_items(len(later), 'point')}")
     return f"--budget {minutes:g} leaves out {' and '.join(parts)}; --resume RUN_DIR runs them later"

@@ -18,7 +18,7 @@ from ..analysis.trial_caveats import NEAR_CAPACITY
 from ..recommend.remedies import failed_run
 from ..recommend.short_answer import format_list
 from ..system.terminal import can_encode, escape_controls, print_text, to_ascii, width_of
-from ..units import BYTES_PER_GB, MISSING, format_count, format_percent, format_significant
+from ..units import BYTES_PER_GB, MISSING, format_count, format_items, format_percent, format_significant
 from . import table
 from .columns import failure_text
 from .comparison_report import ComparisonReport
@@ -279,7 +279,7 @@ def _last_lines(report: ComparisonReport, width: int, indent: str, printable: Ca
     try_next = report.recommendation.try_next
     try_lines = [] if try_next is None else _wrap(printable(f"Try:    {try_next}"), width - len(indent), " " * 8)
     count = len(table.numbered_notes(report)) + len(table.general_notes(report))
-    notes = f"{count} note{'' if count == 1 else 's'}: --verbose, or the HTML report" if count else ""
+    notes = f"{format_items(count, 'note')}: --verbose, or the HTML report" if count else ""
     if len(try_lines) == 1 and notes and len(indent) + len(try_lines[0]) + 4 + len(notes) <= min(width, 100):
         yield f"{indent}{try_lines[0]}    {notes}"
         return

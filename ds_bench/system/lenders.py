@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from ..errors import PreflightError
+from ..units import format_names
 from . import terminal
 
 WAIT_SECONDS = 120.0
@@ -187,9 +188,8 @@ def _keep_own(nodes: LaunchedNodes) -> None:
 
 
 def _missing(nodes: LaunchedNodes, found: Mapping[int, _Lender]) -> str:
-    numbers = [str(number) for number in range(1, nodes.count) if number not in found]
-    more = f" and {len(numbers) - 8} more" if len(numbers) > 8 else ""
-    return f"{'node' if len(numbers) == 1 else 'nodes'} {', '.join(numbers[:8])}{more} of {nodes.launcher}"
+    numbers = [number for number in range(1, nodes.count) if number not in found]
+    return f"{'node' if len(numbers) == 1 else 'nodes'} {format_names(numbers)} of {nodes.launcher}"
 
 
 def _listen(nodes: LaunchedNodes, deadline: float) -> socket.socket:
