@@ -9,7 +9,7 @@ from functools import cache
 from importlib import metadata
 from pathlib import Path
 
-from ..system.optional_packages import install_command
+from ..system.optional_packages import install_command, installed_version
 from .findings import Finding, ok, problem, unreadable, warning
 
 PROJECT = "ds-compare"
@@ -20,13 +20,6 @@ MIN_DRIVER_BRANCH = {11: 450, 12: 525, 13: 580}
 
 Installed = Callable[[str], str | None]
 """Name of a package → its version; None if it is not installed."""
-
-
-def installed_version(name: str) -> str | None:
-    try:
-        return metadata.version(name) or None
-    except (metadata.PackageNotFoundError, KeyError, ValueError):  # absent, or the remains of a broken installation
-        return None
 
 
 def declared_requirements(name: str) -> list[str]:

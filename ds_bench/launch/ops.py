@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
-import importlib.metadata
 import json
 import os
 import re
@@ -31,7 +30,7 @@ from ..config.spec import Accelerator, Configuration
 from ..errors import PreflightError
 from ..records.rank_files import write_json
 from ..system import build_locks, processes
-from ..system.optional_packages import install_command
+from ..system.optional_packages import install_command, installed_version
 from ..units import format_duration
 
 CPU_ADAM, FUSED_ADAM, ASYNC_IO, SHARED_MEMORY = (
@@ -144,19 +143,14 @@ def _can_write(folder: Path) -> bool:
 
 
 def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        raise PreflightError(f"{package} is not installed", remedy=install_command()) from None
+    if (version := installed_version(package)) is None:
+        raise PreflightError(f"{package} is not installed", remedy=install_command())
+    return version
 
 
 def _build_tools() -> str:
     """Hash of the Python environment and its ninja: builds contain absolute paths, and another ninja repeats them."""
-    try:
-        ninja = importlib.metadata.version("ninja")
-    except importlib.metadata.PackageNotFoundError:
-        ninja = "system"
-    return hashlib.sha256(f"{sys.prefix} {ninja}".encode()).hexdigest()[:8]
+    return hashlib.sha256(f"{sys.prefix} {installed_version('ninja') or 'system'}".encode()).hexdigest()[:8]
 
 
 def _processor() -> str:

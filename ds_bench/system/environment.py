@@ -23,6 +23,7 @@ from .. import units
 from . import host_memory
 from .gpus import GpuFacts, GpuQuery, NvmlQuery, select_visible
 from .host_memory import ROOT, read_text
+from .optional_packages import installed_version
 from .redaction import REDACTED, looks_secret
 
 PACKAGES = (
@@ -247,13 +248,7 @@ _SETTINGS: _Facts = (
 
 def package_versions() -> dict[str, str]:
     """Versions of :data:`PACKAGES` from the installed metadata; nothing is imported."""
-    from importlib import metadata
-
-    versions = {}
-    for name in PACKAGES:
-        with contextlib.suppress(metadata.PackageNotFoundError, KeyError):  # absent, or the remains of an installation
-            versions[name] = metadata.version(name)
-    return {name: version for name, version in versions.items() if version}
+    return {name: version for name in PACKAGES if (version := installed_version(name)) is not None}
 
 
 def torch_cuda_version() -> str | None:

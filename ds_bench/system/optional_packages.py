@@ -1,4 +1,4 @@
-"""Packages that some commands or flags need and others do without; looked for without importing them."""
+"""Installed packages, and those that some commands or flags need; looked for without importing them."""
 
 from __future__ import annotations
 
@@ -11,6 +11,16 @@ RUN_PACKAGES = ("torch", "deepspeed", "transformers", "accelerate")
 """What trials need beside the packages that reading results needs: the extra ``run``."""
 MODEL_PACKAGES = ("torch", "transformers")
 """Those of them that build a model."""
+
+
+def installed_version(name: str) -> str | None:
+    """The version in a package's metadata; None if it is not installed."""
+    from importlib import metadata
+
+    try:
+        return metadata.version(name) or None
+    except (metadata.PackageNotFoundError, KeyError, ValueError):  # absent, or the remains of a broken installation
+        return None
 
 
 def missing_packages(names: Sequence[str]) -> list[str]:
