@@ -21,7 +21,7 @@ from ..errors import PreflightError
 from ..launch.hosts import CommandOf, HostConnection, HostError, Hosts, agent_over_srun, agent_over_ssh, agent_words
 from ..launch.ops import OpState
 from ..system import lenders
-from ..system.environment import Environment
+from ..system.environment import LIBRARIES, Environment, Facts
 from ..system.processes import import_variables
 from ..system.slurm import command_on_node
 from ..units import format_bytes, format_names
@@ -40,20 +40,7 @@ _UNQUOTED = re.compile(r"[\w@%+=:,./-]*")
 """Texts that mean themselves in a shell's command line, as DeepSpeed's launcher writes one for pdsh."""
 _CHECK_SECONDS = 120.0
 
-Facts = tuple[tuple[str, Callable[[Environment], object]], ...]
-
-
-def _package(name: str) -> Callable[[Environment], object]:
-    return lambda environment: environment.packages.get(name)
-
-
-_MUST_AGREE: Facts = (
-    ("Python", attrgetter("python_version")),
-    ("torch", _package("torch")),
-    ("deepspeed", _package("deepspeed")),
-    ("transformers", _package("transformers")),
-    ("CUDA", attrgetter("torch_cuda_version")),
-)
+_MUST_AGREE: Facts = (("Python", attrgetter("python_version")), *LIBRARIES)
 """Versions with which ranks of one job must run."""
 _SHOULD_AGREE: Facts = (
     ("CPU", attrgetter("cpu_model")),

@@ -191,10 +191,10 @@ def setting_differences(a: Environment, b: Environment) -> list[str]:
     return _differences(facts, a, b)
 
 
-_Facts = tuple[tuple[str, Callable[[Environment], object]], ...]
+Facts = tuple[tuple[str, Callable[[Environment], object]], ...]
 
 
-def _differences(facts: _Facts, a: Environment, b: Environment) -> list[str]:
+def _differences(facts: Facts, a: Environment, b: Environment) -> list[str]:
     pairs = [(label, read(a), read(b)) for label, read in facts]
     return [f"{label} {left or 'none'} against {right or 'none'}" for label, left, right in pairs if left != right]
 
@@ -215,7 +215,7 @@ def _describe_gpus(environment: Environment) -> str:
     return ", ".join(f"{count} x {kind}" for kind, count in sorted(kinds.items()))
 
 
-_HARDWARE: _Facts = (
+_HARDWARE: Facts = (
     ("GPUs", _describe_gpus),
     ("CPU", attrgetter("cpu_model")),
     ("logical cores", attrgetter("logical_cores")),
@@ -228,14 +228,14 @@ def _describe_hardware(environment: Environment) -> str:
     return ", ".join(f"{label} {value}" for label, read in _HARDWARE if (value := read(environment)))
 
 
-_SOFTWARE: _Facts = (
+LIBRARIES: Facts = (
     ("torch", _package("torch")),
     ("deepspeed", _package("deepspeed")),
     ("transformers", _package("transformers")),
     ("CUDA", attrgetter("torch_cuda_version")),
-    ("GPU driver", attrgetter("gpu_driver_version")),
 )
-_SETTINGS: _Facts = (
+_SOFTWARE: Facts = (*LIBRARIES, ("GPU driver", attrgetter("gpu_driver_version")))
+_SETTINGS: Facts = (
     ("host", attrgetter("hostname")),
     ("operating system", attrgetter("operating_system")),
     ("kernel", attrgetter("kernel")),
