@@ -10,6 +10,7 @@ from typing import Any
 from ..config.spec import NO_INSPECTION, Placement, Trial
 from ..errors import UsageError
 from ..system.environment import Environment, comparability_differences
+from . import json_files
 from .run_folder import RunFolder
 from .schema import INTERRUPTED, TrialRecord
 
@@ -17,8 +18,8 @@ from .schema import INTERRUPTED, TrialRecord
 def require_same_machine(store: RunFolder, facts: Environment) -> None:
     """Raises UsageError if the run was made with other hardware or versions: its rows would not compare."""
     try:
-        earlier = Environment.from_dict(store.load_run()["environment"])
-    except (KeyError, TypeError, ValueError, AttributeError):
+        earlier = json_files.build(Environment, store.load_run()["environment"])
+    except (KeyError, ValueError):
         raise UsageError(f"{store.folder} has no readable environment", remedy="start a new run") from None
     differences = comparability_differences(earlier, facts)
     if differences:

@@ -109,13 +109,6 @@ class Environment:
         plain: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(self)))
         return plain
 
-    @classmethod
-    def from_dict(cls, plain: Mapping[str, Any]) -> Environment:
-        """The inverse of :meth:`to_dict`. Raises TypeError, AttributeError or ValueError on other shapes."""
-        hosts = tuple(map(cls.from_dict, plain.get("hosts", ())))
-        fields = {name: _as_tuples(value) for name, value in plain.items() if name != "hosts"}
-        return cls(**{**fields, "gpus": tuple(GpuFacts(**gpu) for gpu in fields.get("gpus", ())), "hosts": hosts})
-
 
 def read_environment(
     environ: Mapping[str, str] | None = None, query: GpuQuery | None = None, root: Path = ROOT
@@ -309,10 +302,3 @@ def _file_system_bytes(path: Path) -> int | None:
         status = os.statvfs(path)
         return status.f_blocks * status.f_frsize
     return None
-
-
-def _as_tuples(value: Any) -> Any:
-    """The same with a tuple for every list."""
-    if isinstance(value, dict):
-        return {name: _as_tuples(inner) for name, inner in value.items()}
-    return tuple(_as_tuples(inner) for inner in value) if isinstance(value, list) else value

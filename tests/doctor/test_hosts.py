@@ -25,6 +25,7 @@ from ds_bench.errors import PreflightError
 from ds_bench.launch import hosts
 from ds_bench.launch.ops import OpState
 from ds_bench.prediction.trial_predictions import MemoryCapacity
+from ds_bench.records import json_files
 from ds_bench.system.environment import Environment, hardware_differences, read_environment
 from ds_bench.system.gpus import GpuFacts, GpuInventory, KnownGpus
 from tests.support import fakes
@@ -56,7 +57,7 @@ def on(name: str, **changes: Any) -> Environment:
 def test_hosts_that_agree_are_kept_in_the_order_of_their_ranks() -> None:
     found = checked(b=on("b", cpu_model="Y"), a=HERE)
     assert [each.hostname for each in found.hosts] == ["b", "a"]
-    assert Environment.from_dict(found.to_dict()) == found
+    assert json_files.build(Environment, found.to_dict()) == found
 
 
 @pytest.mark.parametrize(

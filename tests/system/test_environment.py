@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ds_bench.system.environment
+from ds_bench.records import json_files
 from ds_bench.system.environment import (
     PACKAGES,
     Environment,
@@ -203,7 +204,7 @@ def test_capture_tells_this_machine_and_survives_json() -> None:
     assert {"torch", "deepspeed", "transformers"} <= set(environment.packages) <= set(PACKAGES)
     plain = environment.to_dict()
     assert json.loads(json.dumps(plain)) == plain
-    assert Environment.from_dict(json.loads(json.dumps(plain))) == environment
+    assert json_files.build(Environment, plain) == environment
 
 
 def test_capture_keeps_only_the_cards_that_are_visible_in_their_order() -> None:
@@ -304,7 +305,7 @@ def test_the_processor_is_named_as_the_kernel_names_it(text: str, expected: str 
 
 
 def test_a_stored_environment_comes_back_equal_with_tuples_in_place() -> None:
-    again = Environment.from_dict(json.loads(json.dumps(HOST.to_dict())))
+    again = json_files.build(Environment, HOST.to_dict())
     assert again == HOST
     assert again.gpus[0].compute_capability == (9, 0)
     assert again.gpus[0].other_processes == ((77, None), (78, 2**30))
@@ -323,15 +324,15 @@ def test_a_stored_environment_comes_back_equal_with_tuples_in_place() -> None:
 def test_a_stored_environment_that_does_not_fit_is_refused_by_the_name_of_its_field(
     change: dict[str, Any], names: str
 ) -> None:
-    with pytest.raises((TypeError, ValueError), match=names):
-        Environment.from_dict({**HOST.to_dict(), **change})
+    with pytest.raises(ValueError, match=names):
+        json_files.build(Environment, {**HOST.to_dict(), **change})
 
 
 def test_a_stored_environment_without_its_host_is_refused() -> None:
     plain = HOST.to_dict()
     del plain["hostname"]
-    with pytest.raises(TypeError, match="hostname"):
-        Environment.from_dict(plain)
+    with pytest.raises(ValueError, match="hostname"):
+        json_files.build(Environment, plain)
 
 
 # --- comparing
@@ -379,7 +380,7 @@ def test_what_does_not_bear_on_speed_does_not_forbid_comparing() -> None:
 
 
 def test_an_environment_compares_with_itself_after_storing() -> None:
-    assert comparability_differences(HOST, Environment.from_dict(HOST.to_dict())) == []
+    assert comparability_differences(HOST, json_files.build(Environment, HOST.to_dict())) == []
 
 
 def test_versions_and_hardware_are_told_apart() -> None:
