@@ -79,7 +79,7 @@ def run_comparison(
         try:
             with signals.raising_on_interrupt():
                 if not (options.dry_run or options.resume):
-                    require_writable(options.output_dir)
+                    files.require_writable(options.output_dir, "--output-dir")
                     require_writable_csv(options.csv)
                 machine = read_machine()
                 if options.resume is not None:  # before anything that the folder names is looked at
@@ -206,17 +206,6 @@ def resume_command(options: Options, folder: Path) -> str:
             flag = f"--{name.replace('_', '-')}"
             again += [f"{flag}={value}"] if str(value).startswith("-") else [flag, str(value)]
     return provenance.command(options.family, ["--resume", str(folder), *again])
-
-
-def require_writable(output_dir: Path) -> None:
-    """Raises PreflightError if results cannot be written, before the time that a look-up and the checks take."""
-    try:
-        files.check_writable(output_dir)
-    except OSError as error:
-        raise PreflightError(
-            f"--output-dir {output_dir} cannot be written: {error.strerror or error}",
-            remedy="give a folder that you may write to",
-        ) from None
 
 
 def require_writable_csv(path: Path | None) -> None:

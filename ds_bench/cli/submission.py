@@ -18,7 +18,7 @@ from ..analysis.provenance import arguments_without
 from ..config.options import Options
 from ..config.shard import Shard, require_enough_rows
 from ..errors import PreflightError, UsageError
-from ..system import terminal
+from ..system import files, terminal
 from ..system.redaction import redacted_arguments
 from .arguments import check_options
 
@@ -103,8 +103,7 @@ def _make_folder(folder: Path) -> Path:
             else:
                 return folder
     except OSError as error:
-        problem = f"--output-dir {folder.parent} cannot be written: {error.strerror or error}"
-        raise PreflightError(problem, remedy="give a folder that you may write to") from None
+        raise files.not_writable(folder.parent, "--output-dir", error) from None
 
 
 def submission_script(words: Sequence[str], count: int, folder: Path, sbatch_words: Sequence[str]) -> str:

@@ -31,11 +31,7 @@ def require_folder(given: str | None, trials: Sequence[Trial]) -> Path:
     path = Path(given or trials[0].inspection.checkpoint_path or ".")
     while not path.exists():  # the folder of the results is made later
         path = path.parent
-    try:
-        files.check_writable(path)
-    except OSError as error:
-        problem = f"--checkpoint-path {path} cannot be written: {error.strerror or error}"
-        raise PreflightError(problem, remedy="give a folder that you may write to") from None
+    files.require_writable(path, "--checkpoint-path")
     return path
 
 

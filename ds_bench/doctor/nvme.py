@@ -57,12 +57,7 @@ def check_folder(path: Path) -> NvmeFolder:
         if path.exists():
             raise PreflightError(f"--nvme-path {path} is a file, not a folder", remedy="give a folder on the NVMe disk")
         raise PreflightError(f"--nvme-path {path} is not a folder", remedy="create it on the NVMe disk")
-    try:
-        files.check_writable(path)
-    except OSError as error:
-        raise PreflightError(
-            f"--nvme-path {path} cannot be written: {error.strerror}", remedy="give a folder that you may write to"
-        ) from None
+    files.require_writable(path, "--nvme-path")
     remove_abandoned_folders(path)
     kind = file_system(path)
     caveat = None

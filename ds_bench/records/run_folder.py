@@ -30,7 +30,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from ..errors import PreflightError, UsageError
+from ..errors import UsageError
 from ..system import files
 from . import json_files, reader
 from .rank_files import append_line, json_line, json_text, remove_temporaries, write_json, write_texts
@@ -77,10 +77,7 @@ class RunFolder:
                     return store
                 time.sleep(0.1)
         except OSError as error:
-            raise PreflightError(
-                f"--output-dir {output_dir} cannot be written: {error.strerror or error}",
-                remedy="give a folder that you may write to",
-            ) from None
+            raise files.not_writable(output_dir, "--output-dir", error) from None
 
     @classmethod
     def _named(cls, folder: Path) -> RunFolder:

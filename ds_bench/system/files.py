@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
+from ..errors import PreflightError
+
 FULL_DISK_BYTES = 8 * 2**20
 """With less room a disk counts as full."""
 _BUFFER_BYTES = 2**20
@@ -69,9 +71,22 @@ def disk_is_full(folder: str | None) -> bool:
     return False
 
 
-def check_writable(folder: Path) -> None:
-    """Raises OSError if no file can be made in ``folder``, or in the nearest folder above it if it does not exist."""
-    while not folder.exists():
-        folder = folder.parent
-    with tempfile.TemporaryFile(dir=folder):
-        pass
+def require_writable(folder: Path, flag: str) -> None:
+    """Raises PreflightError if no file can be made in ``folder``, or in the nearest one above it that exists.
+
+    ``flag``: that named it.
+    """
+    nearest = folder
+    while not nearest.exists():
+        nearest = nearest.parent
+    try:
+        with tempfile.TemporaryFile(dir=nearest):
+            pass
+    except OSError as error:
+        raise not_writable(folder, flag, error) from None
+
+
+def not_writable(folder: Path, flag: str, error: OSError) -> PreflightError:
+    """What the user is told of a folder that cannot be written. ``flag``: that named it."""
+    problem = f"{flag} {folder} cannot be written: {error.strerror or error}"
+    return PreflightError(problem, remedy="give a folder that you may write to")
