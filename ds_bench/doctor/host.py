@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from ..analysis.caveats import NEXT_STEPS, CaveatKind
 from ..config.spec import Placement
 from ..system import host_memory
-from ..system.host_memory import read_text
+from ..system.host_memory import parse_numbers, read_text
 from ..units import format_bytes
 from .findings import Finding, SystemAccess, ok, problem, run_checks, unreadable, warning
 
@@ -20,7 +20,6 @@ SHM_BYTES_FOR_NCCL = 2**30
 _LOW_FREE_FRACTION = 0.25
 """If less of the memory that this process may use is free, other programs are using the host."""
 _CAP_IPC_LOCK = 1 << 14
-_MAX_CPU_NUMBER = 2**16 - 1
 
 
 def check(system: SystemAccess, placement: Placement, need_bytes: int | None = None) -> Iterator[Finding]:
@@ -142,15 +141,3 @@ def _check_numa(system: SystemAccess) -> Finding:
 
 def _format_nodes(values: set[int]) -> str:
     return f"node {', '.join(map(str, sorted(values)))}" if values else "no node known"
-
-
-def parse_numbers(text: str | None) -> set[int]:
-    """``0-3,8`` → {0, 1, 2, 3, 8}, as the kernel writes lists. Raises ValueError on anything else."""
-    numbers: set[int] = set()
-    for part in filter(None, (text or "").strip().split(",")):
-        first_text, _, last_text = part.partition("-")
-        first, last = int(first_text), int(last_text or first_text)
-        if not 0 <= first <= last <= _MAX_CPU_NUMBER:
-            raise ValueError(f"{part!r} is no range of numbers")
-        numbers.update(range(first, last + 1))
-    return numbers

@@ -9,6 +9,7 @@ Cgroups above that, outside a container, are not visible and not counted.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator, Set
 from pathlib import Path, PurePosixPath
@@ -18,6 +19,7 @@ ROOT = Path("/")
 
 # Version 1 writes "no limit" as the largest page-aligned long; no machine has a quarter of that.
 _NO_LIMIT_BYTES = 2**62
+_MAX_CPU_NUMBER = 2**16 - 1
 
 
 class _FileNames(NamedTuple):
@@ -121,17 +123,23 @@ def numa_cpus(root: Path = ROOT) -> list[list[int]]:
     nodes = sorted(
         (root / "sys/devices/system/node").glob("node[0-9]*/cpulist"), key=lambda path: int(path.parent.name[4:])
     )
-    found = [_read_list(path) for path in nodes]
+    found = []
+    for path in nodes:
+        with contextlib.suppress(ValueError):
+            found.append(sorted(parse_numbers(read_text(path))))
     return [cpus for cpus in found if cpus] or [list(range(os.cpu_count() or 1))]
 
 
-def _read_list(path: Path) -> list[int]:
-    """Numbers in the kernel's form of a list: ``0-3,8``; none if it cannot be read."""
-    try:
-        parts = [part.split("-") for part in path.read_text().strip().split(",") if part]
-        return [number for part in parts for number in range(int(part[0]), int(part[-1]) + 1)]
-    except (OSError, ValueError):
-        return []
+def parse_numbers(text: str | None) -> set[int]:
+    """``0-3,8`` → {0, 1, 2, 3, 8}, as the kernel writes lists. Raises ValueError on anything else."""
+    numbers: set[int] = set()
+    for part in filter(None, (text or "").strip().split(",")):
+        first_text, _, last_text = part.partition("-")
+        first, last = int(first_text), int(last_text or first_text)
+        if not 0 <= first <= last <= _MAX_CPU_NUMBER:
+            raise ValueError(f"{part!r} is no range of numbers")
+        numbers.update(range(first, last + 1))
+    return numbers
 
 
 def cgroup_cpu_periods(root: Path = ROOT) -> tuple[int, int] | None:

@@ -16,6 +16,7 @@ from ds_bench.config.spec import Placement
 from ds_bench.doctor import gpus as cards
 from ds_bench.doctor import host
 from ds_bench.doctor.findings import Finding, SystemAccess, run_check
+from ds_bench.system import host_memory
 from ds_bench.system.gpus import GpuFacts, GpuInventory
 
 GB = 2**30
@@ -173,17 +174,17 @@ def test_cores_whose_memory_is_not_allowed_are_a_warning(root: Path) -> None:
 
 @given(st.sets(st.integers(0, 300)))
 def test_lists_of_the_kernel_are_read_as_they_are_written(wanted: set[int]) -> None:
-    assert host.parse_numbers(",".join(map(str, sorted(wanted))) + "\n") == wanted
+    assert host_memory.parse_numbers(",".join(map(str, sorted(wanted))) + "\n") == wanted
 
 
 def test_ranges_of_the_kernel_include_both_ends() -> None:
-    assert host.parse_numbers("0-3,8,10-11") == {0, 1, 2, 3, 8, 10, 11}
+    assert host_memory.parse_numbers("0-3,8,10-11") == {0, 1, 2, 3, 8, 10, 11}
 
 
 @pytest.mark.parametrize("text", ["x", "3-1", "-1", "0-99999999999", "1--2"])
 def test_a_list_that_is_none_is_refused_at_once(text: str) -> None:
     with pytest.raises(ValueError, match=r".+"):
-        host.parse_numbers(text)
+        host_memory.parse_numbers(text)
 
 
 def test_an_empty_machine_gives_findings_that_cannot_be_read_and_no_error(tmp_path: Path) -> None:
