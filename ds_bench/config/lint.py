@@ -576,7 +576,8 @@ def _automatic_values(config: Config) -> Iterator[Finding]:
         *(["trains in fp32"] if in_fp32 and {"bf16.enabled", "fp16.enabled"} & set(dropped) else []),
     ]
     several = f'{len(automatic)} values are "auto"' if len(automatic) > 1 else 'a value is "auto"'
-    reason = f"{several}, which only the Trainer and Accelerate fill in; DeepSpeed itself {format_names(effects, separator='; it ')}"
+    itself = f"DeepSpeed itself {format_names(effects, separator='; it ')}"
+    reason = f"{several}, which only the Trainer and Accelerate fill in; {itself}"
     remedy = "give values where a training script passes the file to DeepSpeed itself"
     yield _finding("automatic-value", "hint", automatic[0], reason, remedy, "runtime/config_utils.py")
 

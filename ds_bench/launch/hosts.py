@@ -209,7 +209,9 @@ class HostConnection:
             if "error" in message:
                 future.set_exception(HostError(f"{self.name}: {message['error']}"))
             else:
-                future.set_result(json_files.build(kind, message.get("result")))  # an error ends the stream, and the wait
+                future.set_result(
+                    json_files.build(kind, message.get("result"))
+                )  # an error ends the stream, and the wait
             del self._replies[message["id"]]
         else:
             self.listen(message)

@@ -121,7 +121,7 @@ class RemoteTrial:
 
         ``quiet_seconds``: after so long without a file of a host, besides the time that ending takes, it is lost.
         """
-        values = {"trial": self.scratch_id, "grace_seconds": grace_seconds}
+        values: dict[str, Any] = {"trial": self.scratch_id, "grace_seconds": grace_seconds}
         futures = [(each, each.send_request("end", kind=HostEnd, **values)) for each in self._begun]
         answers: list[HostEnd] = []
         caveats: list[str] = []

@@ -119,7 +119,7 @@ def test_a_lost_host_whose_devices_another_run_has_taken_is_not_waited_for_witho
             while first.connections[0].problem is None:
                 time.sleep(0.05)
             second.lock_devices(placement, lambda _text: None)
-            with pytest.raises(hosts.HostLostError, match="^a: another run has held its devices for 1 s since it was"):
+            with pytest.raises(hosts.HostLostError, match=r"^a: another run has held its devices for 1 s since it was"):
                 first.reconnect(0.0)
         first.reconnect(10.0)
         assert first.connections[0].problem is None
@@ -220,13 +220,13 @@ def test_nobody_waits_for_a_host_that_has_sent_a_message_that_cannot_be_read(mes
         assert connection.problem is not None
 
 
-@pytest.mark.parametrize("answer", ["{}", "null", '{"waited": 0, "notes": []}', '"begun"'])
+@pytest.mark.parametrize("answer", ["{}", "null", '{"left": 1, "oom_killed": false, "disk_full": false}', '"ended"'])
 def test_an_answer_without_what_belongs_to_it_is_a_message_that_cannot_be_read(answer: str) -> None:
-    placement = Placement(accelerator="cpu", num_gpus=1, hosts=(("a", 1),))
-    with made_up_hosts("a", f'say(\'{{"id": \' + str(number) + \', "result": {answer}}}\')') as one:
+    with made_up_hosts("a", f"say('{{\"id\": ' + str(number) + ', \"result\": {answer}}}')") as one:
         one.connect()
-        with pytest.raises(hosts.HostLostError, match="^a: it sent a message that cannot be read$"):
-            one.lock_devices(placement, pytest.fail)
+        one.note_unproven("a", "77")
+        with pytest.raises(hosts.HostLostError, match=r"^a: it sent a message that cannot be read$"):
+            one.reconnect(0.0)
         assert one.connections[0].problem is not None
 
 
