@@ -127,7 +127,8 @@ def decide(setting: Setting) -> tuple[Setting, Placement, dict[str, str]]:
     options = flags.parse("zero", PRODUCT.name, setting.flags())
     place = placement.resolve_placement(options, os.environ, gpus.NvmlQuery())
     settled = replace(setting, accelerator=place.accelerator, num_gpus=place.num_gpus)
-    return settled, place, rank_environment.rank_environment(place, os.environ, facts.model_type)
+    variables = rank_environment.rank_environment(place, os.environ)
+    return settled, place, variables | rank_environment.preload_variables([facts.model_type])
 
 
 def product_command(setting: Setting, stages: Sequence[int], launcher: str, output_dir: Path) -> list[str]:

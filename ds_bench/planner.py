@@ -314,7 +314,7 @@ def make_run_plan(points: Sequence[Options], make_config: MakeConfig, machine: M
     placements = [find_placement(each.num_gpus, each.cpu_memory_limit, each.gpu_memory_limit) for each in points]
     placement = placements[0]
     lines += _profile_lines(first.inspection, min(placements, key=lambda each: each.num_gpus))
-    variables = rank_environment.rank_environment(placement, machine.variables, None, query=machine.gpus)
+    variables = rank_environment.rank_environment(placement, machine.variables, query=machine.gpus)
 
     @cache
     def find_model(name: str, factory: bool, trust_remote_code: bool) -> ResolvedModel:
@@ -323,7 +323,7 @@ def make_run_plan(points: Sequence[Options], make_config: MakeConfig, machine: M
     find_tokens = cache(read_token_file)
     models = [find_model(each.model, each.model_factory is not None, each.trust_remote_code) for each in points]
     types = dict.fromkeys(model.model_type for model in models if model.model_type is not None)
-    variables = rank_environment.rank_environment(placement, machine.variables, tuple(types), query=machine.gpus)
+    variables |= rank_environment.preload_variables(types)
     sources = {model.source for model in models}
     if "hub" in sources and "factory" not in sources:  # resolve_model has filled the cache: ranks need no connection
         variables["HF_HUB_OFFLINE"] = "1"

@@ -31,7 +31,7 @@ def main() -> int:
     found: dict[str, Any] = {"environment": environment.read_environment().to_dict()}
     cards = [gpu.index for gpu in gpus.NvmlQuery().read().gpus]
     place = Placement(accelerator=args.accelerator, num_gpus=1)
-    variables = rank_environment.rank_environment(place, os.environ, "gpt2")
+    variables = rank_environment.rank_environment(place, os.environ) | rank_environment.preload_variables(["gpt2"])
 
     def keep(name: str, answer: object) -> None:
         found[name] = answer

@@ -88,7 +88,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def built_ops() -> dict[str, ops.OpState]:
     """DeepSpeed's ops for the CPU accelerator, built once into the user's cache."""
-    variables = rank_environment.rank_environment(Placement(accelerator="cpu"), os.environ, None)
+    variables = rank_environment.rank_environment(Placement(accelerator="cpu"), os.environ)
     names = (ops.SHARED_MEMORY, ops.CPU_ADAM, ops.ASYNC_IO)
     states = ops.prepare_ops(names, ops.cache_folder("cpu"), variables, say=lambda text: print(text, flush=True))
     assert states[ops.SHARED_MEMORY].ready, states[ops.SHARED_MEMORY].reason
@@ -110,7 +110,8 @@ def require_async_io(request: pytest.FixtureRequest) -> None:
 @pytest.fixture(scope="session")
 def server(built_ops: dict[str, ops.OpState]) -> Callable[[Limits], WarmLauncher]:
     """Launchers of one preloaded server, by limits."""
-    variables = rank_environment.rank_environment(Placement(accelerator="cpu", num_gpus=2), os.environ, "gpt2")
+    variables = rank_environment.rank_environment(Placement(accelerator="cpu", num_gpus=2), os.environ)
+    variables |= rank_environment.preload_variables(["gpt2"])
     variables["PYTHONPATH"] = os.pathsep.join([str(SUPPORT), variables["PYTHONPATH"]])
     variables["DS_BENCH_PRELOAD_OPS"] = ",".join(op for op, state in built_ops.items() if state.ready)
     assert WarmLauncher(variables, SHORT).prepare() is None

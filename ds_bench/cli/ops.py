@@ -20,7 +20,7 @@ def build_ops() -> int:
     require_packages("building DeepSpeed's ops", ("torch", "deepspeed"))
     here = placement.default_placement(os.environ, gpus.NvmlQuery())
     names = [ops.SHARED_MEMORY] if here.accelerator == "cpu" else [ops.FUSED_ADAM]
-    variables = rank_environment.rank_environment(here, os.environ, None)
+    variables = rank_environment.rank_environment(here, os.environ)
     folder = Path(variables["TORCH_EXTENSIONS_DIR"])
     names += [ops.CPU_ADAM, ops.ASYNC_IO]
     with terminal.StatusLine(sys.stdout) as line:

@@ -79,7 +79,7 @@ def _check_ops(
     variables: dict[str, str],
 ) -> Iterator[Finding]:
     """Fills ``variables`` with what every process needs that uses the ops."""
-    variables.update(rank_environment.rank_environment(placement, system.environ, None))
+    variables.update(rank_environment.rank_environment(placement, system.environ))
     folder = Path(variables["TORCH_EXTENSIONS_DIR"])
     yield from op_checks.check_locks(system, folder)
     states = None

@@ -239,7 +239,7 @@ def chosen_devices(placement: Placement, environ: Mapping[str, str]) -> dict[str
 def host_variables(placement: Placement, environ: Mapping[str, str]) -> dict[str, str]:
     """Variables of every process of every trial on this host."""
     return {
-        **rank_environment.rank_environment(placement, environ, None),
+        **rank_environment.rank_environment(placement, environ),
         **temporary_folder_variables(environ),
     }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import pwd
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from ..config import validation
@@ -37,14 +37,10 @@ def build_ops(
 def rank_environment(
     placement: Placement,
     environ: Mapping[str, str],
-    preload_models: str | Sequence[str] | None,
     root: Path = host_memory.ROOT,
     query: gpus.GpuQuery | None = None,
 ) -> dict[str, str]:
-    """Variables of every process of every trial, the same for warm and cold launch.
-
-    ``preload_models``: Transformers' names of the architectures whose modules the preloaded server loads.
-    """
+    """Variables of every process of every trial, the same for warm and cold launch."""
     variables = {
         "DS_ACCELERATOR": placement.accelerator,
         **import_variables(environ.get("PYTHONPATH", "")),
@@ -55,9 +51,6 @@ def rank_environment(
         "TOKENIZERS_PARALLELISM": "false",
     }
     variables |= _name_and_home(environ)
-    names = (preload_models,) if isinstance(preload_models, str) else preload_models
-    if names:
-        variables["DS_BENCH_PRELOAD"] = ",".join(f"transformers.models.{name}.modeling_{name}" for name in names)
     if placement.accelerator == "cuda":
         variables |= cuda_environment(environ, query or gpus.NvmlQuery())
     architectures = variables.get("TORCH_CUDA_ARCH_LIST") or environ.get("TORCH_CUDA_ARCH_LIST")
@@ -70,6 +63,12 @@ def rank_environment(
         # Threads that spin between parallel regions take the cores from other ranks and from other programs.
         variables["OMP_WAIT_POLICY"] = "passive"
     return variables
+
+
+def preload_variables(architectures: Iterable[str]) -> dict[str, str]:
+    """Makes the preloaded server load the modules of these architectures, by their names in Transformers."""
+    modules = [f"transformers.models.{name}.modeling_{name}" for name in architectures]
+    return {"DS_BENCH_PRELOAD": ",".join(modules)} if modules else {}
 
 
 def thread_variables(placement: Placement, environ: Mapping[str, str], root: Path = host_memory.ROOT) -> dict[str, str]:

@@ -122,7 +122,7 @@ def test_deepspeed_stops_where_an_error_says_that_it_does_when_training_starts(t
         check=False,
         env={
             **os.environ,
-            **rank_environment.rank_environment(placement, os.environ, None),
+            **rank_environment.rank_environment(placement, os.environ),
             "RANK": "0",
             "LOCAL_RANK": "0",
             "WORLD_SIZE": "1",

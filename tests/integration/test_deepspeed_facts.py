@@ -176,7 +176,7 @@ def test_a_built_module_is_partitioned_with_its_weights_ties_and_frozen_paramete
         text=True,
         timeout=120,
         check=False,
-        env={**os.environ, **rank_environment.rank_environment(Placement(accelerator="cpu"), os.environ, None)},
+        env={**os.environ, **rank_environment.rank_environment(Placement(accelerator="cpu"), os.environ)},
     )
     assert done.returncode == 0, done.stderr[-2000:]
     answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])

@@ -54,7 +54,7 @@ def launch(
     trial = make_hosts_trial(fault=fault)
     trial = replace(trial, inspection=Inspection(**more))  # type: ignore[arg-type]
     folder.mkdir(parents=True)
-    variables = rank_environment.rank_environment(trial.placement, os.environ, None)
+    variables = rank_environment.rank_environment(trial.placement, os.environ)
     limits = replace(SHORT, exit_grace_seconds=10, kill_grace_seconds=1, stall_timeout_seconds=stall_timeout_seconds)
     return cold.DeepSpeedLauncher(variables, limits, hosts=hosts).launch(trial, folder, lambda _progress: None)
 
@@ -226,7 +226,7 @@ def test_the_runner_starts_ranks_on_the_checked_hosts_and_tells_others_nothing_o
     trial = replace(make_hosts_trial(), placement=place)
     remote = RemoteTrial(Hosts(["a", "b"]), folder, Assignment(trial=trial, rendezvous=None, scratch_id="1"))
     remote.master = "10.0.0.1", 29500
-    launcher = cold.DeepSpeedLauncher(rank_environment.rank_environment(place, os.environ, None), SHORT)
+    launcher = cold.DeepSpeedLauncher(rank_environment.rank_environment(place, os.environ), SHORT)
     leader = launcher._start(trial, folder, remote)
     while not leader.wait(1.0):
         pass

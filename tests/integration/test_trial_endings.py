@@ -177,7 +177,7 @@ def parent_of(pid: int) -> int:
 
 def cold_launcher() -> cold.DeepSpeedLauncher:
     trial = make_trial()
-    return cold.DeepSpeedLauncher(rank_environment.rank_environment(trial.placement, os.environ, "gpt2"), SHORT)
+    return cold.DeepSpeedLauncher(rank_environment.rank_environment(trial.placement, os.environ), SHORT)
 
 
 @pytest.mark.slow
@@ -245,7 +245,7 @@ def test_with_several_nodes_no_module_of_the_current_folder_reaches_a_remote_ran
     monkeypatch.setenv("PDSH_SSH_ARGS_APPEND", "-p 2222")
     nodes = (("node1", 1), ("node2", 1))
     trial = make_trial(hostfile=str(hostfile), hosts=nodes, include="node1:0@node2:0", master_addr="127.0.0.1")
-    variables = rank_environment.rank_environment(trial.placement, os.environ, None)
+    variables = rank_environment.rank_environment(trial.placement, os.environ)
     variables["PATH"] = f"{tools}:{variables['PATH']}"
     with Hosts(["node1", "node2"], local_agents(tmp_path)) as hosts:
         hosts.connect()

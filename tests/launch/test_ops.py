@@ -216,7 +216,7 @@ print(build_op.build("AsyncIOBuilder")["reason"])
 def test_deepspeeds_type_error_without_a_cuda_toolkit_is_told_as_what_it_is(tmp_path: Path) -> None:
     """DeepSpeed's own builder, as on a machine with a GPU and no CUDA_HOME."""
     variables = {
-        **rank_environment.rank_environment(Placement(accelerator="cpu"), os.environ, None),
+        **rank_environment.rank_environment(Placement(accelerator="cpu"), os.environ),
         "DS_ACCELERATOR": "cpu",
         "TORCH_EXTENSIONS_DIR": str(tmp_path),
     }

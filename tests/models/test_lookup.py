@@ -18,7 +18,7 @@ from ds_bench.models.lookup import ResolvedModel, resolve_model
 
 
 def find(name: str, *, factory: bool = False) -> ResolvedModel:
-    variables = {**rank_environment(Placement(accelerator="cpu"), os.environ, None), "HF_HUB_OFFLINE": "1"}
+    variables = {**rank_environment(Placement(accelerator="cpu"), os.environ), "HF_HUB_OFFLINE": "1"}
     return resolve_model(name, factory=factory, trust_remote_code=False, environment=variables)
 
 

@@ -651,7 +651,7 @@ def run_command(words: list[str], folder: Path) -> dict[str, Any]:
     """What the script reports of its engine; the only liberty taken is a free port."""
     variables = {
         **scrubbed(),
-        **rank_environment.rank_environment(placement(), os.environ, None),
+        **rank_environment.rank_environment(placement(), os.environ),
         "HF_HUB_OFFLINE": "1",
     }
     while "=" in words[0]:

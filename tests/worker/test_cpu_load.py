@@ -39,7 +39,7 @@ print(json.dumps([main, time.process_time() - process - main]))
 
 def test_idle_threads_of_a_cpu_rank_do_not_spin() -> None:
     """Measured here: 0.06 of the main thread's time with the variable, 1.03 without it (torch's wheel has libgomp)."""
-    variables = rank_environment.rank_environment(TWO_RANKS, {}, None) | {"OMP_NUM_THREADS": "2"}
+    variables = rank_environment.rank_environment(TWO_RANKS, {}) | {"OMP_NUM_THREADS": "2"}
     command = [sys.executable, "-c", THREE_MS_BETWEEN_PARALLEL_REGIONS]
     done = subprocess.run(command, env=variables, capture_output=True, text=True, check=True, timeout=120)
     main, others = json.loads(done.stdout)
@@ -47,9 +47,9 @@ def test_idle_threads_of_a_cpu_rank_do_not_spin() -> None:
 
 
 def test_how_threads_wait_is_left_to_a_user_who_says_it_and_to_gpu_ranks() -> None:
-    assert rank_environment.rank_environment(TWO_RANKS, {}, None)["OMP_WAIT_POLICY"] == "passive"
+    assert rank_environment.rank_environment(TWO_RANKS, {})["OMP_WAIT_POLICY"] == "passive"
     for said in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"):
-        assert "OMP_WAIT_POLICY" not in rank_environment.rank_environment(TWO_RANKS, {said: "1"}, None)
+        assert "OMP_WAIT_POLICY" not in rank_environment.rank_environment(TWO_RANKS, {said: "1"})
 
 
 def test_threads_per_rank_follow_the_cpu_quota_where_it_is_less_than_the_cores(tmp_path: Path) -> None:
@@ -57,14 +57,12 @@ def test_threads_per_rank_follow_the_cpu_quota_where_it_is_less_than_the_cores(t
         place(tmp_path, "0::/job")
         write(tmp_path / "sys/fs/cgroup/job/cpu.max", quota)
         on = Placement(accelerator="cpu", num_gpus=ranks)
-        return int(rank_environment.rank_environment(on, {}, None, tmp_path)["OMP_NUM_THREADS"])
+        return int(rank_environment.rank_environment(on, {}, tmp_path)["OMP_NUM_THREADS"])
 
     assert threads("max 100000", 1) == len(CPUS)
     assert threads("100000 100000", 1) == 1
     assert threads("50000 100000", 2) == 1
-    assert "OMP_NUM_THREADS" not in rank_environment.rank_environment(
-        TWO_RANKS, {"OMP_NUM_THREADS": "5"}, None, tmp_path
-    )
+    assert "OMP_NUM_THREADS" not in rank_environment.rank_environment(TWO_RANKS, {"OMP_NUM_THREADS": "5"}, tmp_path)
 
 
 def test_busy_time_is_of_the_named_processors_with_what_a_hypervisor_withheld(tmp_path: Path) -> None:

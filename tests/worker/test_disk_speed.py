@@ -22,7 +22,7 @@ MIB = 2**20
 
 
 def variables() -> dict[str, str]:
-    return rank_environment.rank_environment(Placement(accelerator="cpu"), os.environ, None)
+    return rank_environment.rank_environment(Placement(accelerator="cpu"), os.environ)
 
 
 def command(folder: Path, size: int, seconds: float = 5.0) -> list[str]:

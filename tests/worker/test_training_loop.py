@@ -38,7 +38,7 @@ for group in (None, deepspeed.comm.new_group([0])):
     print(backend.options._timeout.total_seconds(), flush=True)
 print(groups._get_default_timeout("nccl").total_seconds())
 """
-    variables = rank_environment.rank_environment(Placement(accelerator="cpu"), os.environ, None)
+    variables = rank_environment.rank_environment(Placement(accelerator="cpu"), os.environ)
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=variables, check=False)
     assert done.stdout.split()[-3:] == ["7320.0"] * 3, done.stderr
 
