@@ -480,9 +480,8 @@ def run_trials(
 
 
 def _record_without_launch(trial: Trial) -> TrialRecord:
-    status, reason = (
-        (schema.UNSUPPORTED, trial.unsupported) if trial.unsupported is not None else (schema.SKIPPED, trial.skipped)
-    )
+    reason = trial.unsupported or trial.skipped
+    status = schema.UNSUPPORTED if trial.unsupported else schema.SKIPPED
     outcome = Outcome(status=status, error=reason, details=reason)
     return TrialRecord(trial=trial, outcome=outcome, caveats=trial.caveats)
 

@@ -20,7 +20,7 @@ def main() -> None:
     """Runs the checks and prints their findings."""
     asked = json.loads(sys.stdin.read())
     findings = run_plan_checks(
-        Placement.from_dict(asked["placement"]),
+        json_files.build(Placement, asked["placement"]),
         [json_files.build(Configuration, each) for each in asked["configurations"]],
         need_host_bytes=asked["need_host_bytes"],
         slots=asked["slots"],

@@ -17,22 +17,24 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from .. import __version__
-from ..config.spec import Configuration, Placement, Trial
+from ..config.spec import Configuration, Placement
 from ..errors import DsBenchError
 from ..records import json_files
+from ..records.rank_files import Assignment
 from ..system import device_locks, processes
 from ..system.environment import read_environment
+from ..system.signals import ENDING_SIGNALS
 from . import rank_environment
 from .host_trial import HostTrial, end_late_processes
 from .message_stream import Message, MessageStream
 from .scratch import remove_abandoned, temporary_folder_variables
 
-Values = Mapping[str, Any]
 Say = Callable[[str], None]
 _SEND_SECONDS = 0.5
 """How often the files of a running trial are looked at."""
@@ -78,17 +80,23 @@ class HostAgent:
             self._locks.close()
 
     def _answer(self, message: Message) -> None:
-        request_id = message.get("id")
-        answers: dict[str, Callable[[Values, Say], Any]] = {
-            "environment": lambda _values, _say: read_environment().to_dict(),
-            "build_ops": _build_ops,
-            "lock": self._lock_devices,
+        """Does what a request asks for with its values, and sends the result."""
+        values = dict(message)
+        request_id = values.pop("id", None)
+
+        def say(text: str) -> None:
+            self._stream.send({"id": request_id, "say": text})
+
+        answers: dict[str, Callable[..., Any]] = {
+            "environment": lambda: read_environment().to_dict(),
+            "build_ops": partial(_build_ops, say),
+            "lock": partial(self._lock_devices, say),
             "doctor": _run_checks,
             "listen": self._listen,
-            "stop_listening": lambda _values, _say: self._stop_listening(),
+            "stop_listening": self._stop_listening,
             "connect": _connect,
-            "address": lambda values, _say: address_towards(str(values["towards"])),
-            "free_port": lambda _values, _say: free_port(),
+            "address": address_towards,
+            "free_port": free_port,
             "begin": self._begin,
             "launch": self._launch,
             "activity": self._read_activity,
@@ -96,20 +104,18 @@ class HostAgent:
             "end": self._end,
         }
         try:
-            answer = answers[message["request"]]
-            result = answer(message, lambda text: self._stream.send({"id": request_id, "say": text}))
+            result = answers[values.pop("request")](**values)
             self._stream.send({"id": request_id, "result": result})
         except Exception as error:  # whatever it is, the run is told
             text = str(error) if isinstance(error, DsBenchError) else f"{type(error).__name__}: {error}"
             self._stream.send({"id": request_id, "error": " ".join(text.split())[:500]})
 
-    def _listen(self, values: Values, _say: Say) -> int:
-        """Listens at an ``address`` and ``port`` of this host, 0 for a free one, until told to stop. Returns the port.
+    def _listen(self, address: str, port: int) -> int:
+        """Listens at an address and port of this host, 0 for a free one, until told to stop. Returns the port.
 
         Nothing is accepted: the kernel completes a connection by itself.
         """
         self._stop_listening()
-        address, port = str(values["address"]), int(values["port"])
         family = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0][0]
         self._listener = socket.create_server((address, port), family=family, backlog=128)
         taken: int = self._listener.getsockname()[1]
@@ -124,57 +130,60 @@ class HostAgent:
         self._stream.wait_for_room()
         self._stream.send(message)
 
-    def _begin(self, values: Values, _say: Say) -> None:
-        """Prepares a trial: ``id``, ``folder``, ``assignment``, ``config``, ``master``, ``variables``, ``ranks``."""
+    def _begin(
+        self,
+        trial: str,
+        folder: str,
+        assignment: Mapping[str, Any],
+        config: Mapping[str, Any],
+        master: tuple[str, int],
+        variables: Mapping[str, str],
+        ranks: int,
+    ) -> None:
+        """Prepares a trial. ``trial``: its id. ``variables``: those that the user has set. ``ranks``: on this host."""
         if left := end_late_processes(self._ended_trials):
             raise RuntimeError(f"processes {sorted(left)} of an earlier trial could not be ended")
-        trial = HostTrial(values["trial"], self._send)
-        placement = Trial.from_dict(values["assignment"]["trial"]).placement
-        address, port = values["master"]
-        environ = {**os.environ, **values["variables"]}
+        asked = Assignment.from_dict(assignment)
+        placement, environ = asked.trial.placement, {**os.environ, **variables}
+        address, port = master
         self._variables = {
-            **values["variables"],
+            **variables,
             **chosen_devices(placement, environ),
             **host_variables(placement, environ),
             **interface_variables(address, environ),
             "MASTER_ADDR": address,
             "MASTER_PORT": str(port),
-            "LOCAL_SIZE": str(values["ranks"]),
+            "LOCAL_SIZE": str(ranks),
         }
-        self._trial = trial
+        self._trial = HostTrial(trial, self._send)
         own = {name: value for name, value in self._variables.items() if name != "PYTHONPATH"}
-        trial.begin(values["folder"], values["assignment"], values["config"], own)
+        self._trial.begin(folder, asked, config, own)
 
-    def _lock_devices(self, values: Values, say: Say) -> dict[str, Any]:
-        """Holds the locks of the devices in these ``slots`` of this host until the agent ends; waits for them."""
-        gpus = read_environment().gpus
-        names = device_locks.device_names(values["accelerator"], gpus, values["slots"])
+    def _lock_devices(self, say: Say, accelerator: str, slots: Sequence[int]) -> dict[str, Any]:
+        """Holds the locks of the devices in these slots of this host until the agent ends; waits for them."""
+        names = device_locks.device_names(accelerator, read_environment().gpus, slots)
         return asdict(self._locks.enter_context(device_locks.locked_devices(names, say)))
 
-    def _launch(self, values: Values, _say: Say) -> None:
+    def _launch(self, command: Sequence[str]) -> None:
         if self._trial is not None:
-            self._trial.start_ranks(list(values["command"]), self._variables)
+            self._trial.start_ranks(command, self._variables)
 
-    def _read_activity(self, _values: Values, _say: Say) -> dict[str, Any]:
-        """Memory and disk traffic of the trial's processes here, and whether what ``launch`` began has ended."""
-        if self._trial is None:
-            return {"resident_bytes": 0, "disk_bytes": 0}
-        return asdict(processes.read_activity(self._trial.members()))
+    def _read_activity(self) -> dict[str, Any]:
+        """Memory and disk traffic of the trial's processes here."""
+        return asdict(processes.read_activity(self._trial.members() if self._trial is not None else ()))
 
-    def _request_stacks(self, _values: Values, _say: Say) -> None:
+    def _request_stacks(self) -> None:
         if self._trial is not None:
             self._trial.request_stacks()
             time.sleep(_STACKS_SECONDS)
             self._trial.send_changes()
 
-    def _end(self, values: Values, _say: Say) -> dict[str, Any]:
+    def _end(self, trial: str, grace_seconds: float) -> dict[str, Any]:
         """Ends the trial of this id, which an earlier agent of this host may have begun."""
-        trial = self._trial
-        if trial is None or trial.scratch_id != values["trial"]:
-            trial = HostTrial(values["trial"])
-        end = trial.end(float(values["grace_seconds"]))
+        own = self._trial
+        end = (own if own is not None and own.scratch_id == trial else HostTrial(trial)).end(grace_seconds)
         self._trial = None
-        self._ended_trials.append(trial.scratch_id)
+        self._ended_trials.append(trial)
         return asdict(end)
 
 
@@ -192,19 +201,17 @@ def own_address(environ: Mapping[str, str]) -> str | None:
     return None if address is None or address.startswith(("127.", "::1")) else address
 
 
-def address_towards(host: str) -> str:
+def address_towards(towards: str) -> str:
     """The address of this host on the way to another. Nothing is sent: the kernel chooses the route."""
-    family, kind, _, _, target = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    family, kind, _, _, target = socket.getaddrinfo(towards, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
         probe.connect(target)
         return str(probe.getsockname()[0])
 
 
-def _connect(values: Values, _say: Say) -> None:
+def _connect(address: str, port: int, timeout_seconds: float) -> None:
     """Connects to another host, and closes the connection."""
-    target = str(values["address"]), int(values["port"])
-    with socket.create_connection(target, timeout=float(values["timeout_seconds"])):
-        pass
+    socket.create_connection((address, port), timeout=timeout_seconds).close()
 
 
 def free_port() -> int:
@@ -244,20 +251,19 @@ def host_variables(placement: Placement, environ: Mapping[str, str]) -> dict[str
     }
 
 
-def _build_ops(values: Values, say: Say) -> dict[str, Any]:
-    placement = json_files.build(Placement, values["placement"])
-    configurations = [json_files.build(Configuration, each) for each in values["configurations"]]
-    variables = host_variables(placement, os.environ)
-    states = rank_environment.build_ops(placement, configurations, variables, say, lambda _elapsed: None)
+def _build_ops(say: Say, placement: Mapping[str, Any], configurations: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    here = json_files.build(Placement, placement)
+    rows = [json_files.build(Configuration, each) for each in configurations]
+    states = rank_environment.build_ops(here, rows, host_variables(here, os.environ), say, lambda _elapsed: None)
     return {name: asdict(state) for name, state in states.items()}
 
 
-def _run_checks(values: Values, _say: Say) -> list[dict[str, Any]]:
+def _run_checks(**values: Any) -> list[dict[str, Any]]:
     """The findings of ``doctor.on_host``, a program of its own since its package imports this one."""
     placement = json_files.build(Placement, values["placement"])
     done = subprocess.run(
         [sys.executable, "-m", "ds_bench.doctor.on_host"],
-        input=json.dumps({name: value for name, value in values.items() if name not in ("id", "request")}).encode(),
+        input=json.dumps(values).encode(),
         capture_output=True,
         env=processes.child_environment(host_variables(placement, os.environ)),
         timeout=_CHECK_SECONDS,
@@ -289,8 +295,6 @@ def main() -> None:
     remove_abandoned()
     HostAgent(reader, writer).run()
 
-
-ENDING_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 
 if __name__ == "__main__":
     main()

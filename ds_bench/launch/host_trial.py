@@ -12,13 +12,12 @@ import signal
 import subprocess
 import sys
 import zlib
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from ..config.deepspeed_config import with_swap_folder
-from ..config.spec import Trial
 from ..records.rank_files import (
     CONFIG_FILE,
     EXITS_FILE,
@@ -72,15 +71,13 @@ class HostTrial:
         self._leader: subprocess.Popen[bytes] | None = None
         self._oom_kills_before = read_oom_kill_count()
 
-    def begin(
-        self, name: str, assignment: Mapping[str, Any], config: Mapping[str, Any], variables: Mapping[str, str]
-    ) -> None:
+    def begin(self, name: str, assignment: Assignment, config: Mapping[str, Any], variables: Mapping[str, str]) -> None:
         """Makes the private folder with the files of the trial. Raises OSError.
 
-        ``name``: last two parts of the folder's path on the run's host. ``assignment``: ``trial.json`` as the run has
-        it, which holds no folder of this host. ``variables``: of this host's ranks.
+        ``name``: last two parts of the folder's path on the run's host. ``assignment``: as the run has it, without
+        folders of this host. ``variables``: of this host's ranks.
         """
-        trial = Trial.from_dict(assignment["trial"])
+        trial = assignment.trial
         # The port is in the names of shared memory (scratch.shared_memory) where ranks do not meet through a file.
         address = f"{variables['MASTER_ADDR']}_{variables['MASTER_PORT']}"
         note_owned(glob.escape(str(self._private)), shared_memory(address))
@@ -93,24 +90,21 @@ class HostTrial:
         swap = swap_folder(trial, self.scratch_id)
         if swap is not None:
             Path(swap).mkdir()
-        checkpoint = assignment["checkpoint_folder"]
+        checkpoint = assignment.checkpoint_folder
         if checkpoint is not None and not Path(checkpoint).parent.is_dir():
             checkpoint = str(self.folder / "checkpoint_files")
         if checkpoint is not None:
             Path(checkpoint).mkdir(exist_ok=True)
-        self._assignment = Assignment(
-            **{
-                **assignment,
-                "trial": trial,
-                "scratch_id": address,
-                "environment": {**variables, **trial.configuration.variables},
-                "swap_folder": swap,
-                "checkpoint_folder": checkpoint,
-            }
+        self._assignment = replace(
+            assignment,
+            scratch_id=address,
+            environment={**variables, **trial.configuration.variables},
+            swap_folder=swap,
+            checkpoint_folder=checkpoint,
         )
         self._assignment.save(self.folder, with_swap_folder(config, swap or ""))
 
-    def start_ranks(self, command: list[str], variables: Mapping[str, str]) -> None:
+    def start_ranks(self, command: Sequence[str], variables: Mapping[str, str]) -> None:
         """Runs a command that starts this host's ranks, as the child of a leader."""
         assert self.folder is not None
         own = {name: value for name, value in variables.items() if name != "TMPDIR"}  # ranks find their folder there

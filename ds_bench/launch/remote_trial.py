@@ -8,7 +8,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -71,7 +71,7 @@ class RemoteTrial:
             timeout_seconds=_BEGIN_SECONDS,
             trial=self.scratch_id,
             folder="/".join(self._folder.resolve().parts[-2:]),
-            assignment={**asdict(self._assignment), "trial": self._assignment.trial.to_dict()},
+            assignment=self._assignment.to_dict(),
             config=dict(self._assignment.trial.ds_config),
             master=self.master,
             variables=user_variables(os.environ),

@@ -113,13 +113,20 @@ class Assignment:
         ds_config.json is the only file that holds the configuration's credentials; only the user may read it.
         """
         write_json(folder / CONFIG_FILE, config, mode=0o600)
-        write_json(folder / TRIAL_FILE, {**asdict(self), "trial": self.trial.to_dict()})
+        write_json(folder / TRIAL_FILE, self.to_dict())
 
     @classmethod
     def load(cls, folder: Path) -> Assignment:
-        data = json.loads((folder / TRIAL_FILE).read_text(encoding="utf-8"))
-        data["trial"] = Trial.from_dict(data["trial"])
-        return cls(**data)
+        return cls.from_dict(json.loads((folder / TRIAL_FILE).read_text(encoding="utf-8")))
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON values. The configuration's credentials are redacted."""
+        return {**asdict(self), "trial": self.trial.to_dict()}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Assignment:
+        """The inverse of :meth:`to_dict`."""
+        return cls(**{**data, "trial": Trial.from_dict(data["trial"])})
 
 
 def write_json(path: Path, data: object, mode: int = 0o666) -> None:

@@ -39,10 +39,6 @@ def child_environment(changes: Mapping[str, str]) -> dict[str, str]:
     return {**variables, **import_variables(variables.get("PYTHONPATH", ""))}
 
 
-WORKER_TOOL_SECONDS = 300.0
-"""Default time limit of a worker program."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerReply:
     """What a worker program printed and how it ended."""
@@ -62,7 +58,7 @@ def run_worker_tool(
     *arguments: str,
     environment: Mapping[str, str],
     requests: Sequence[Mapping[str, Any]] = (),
-    timeout_seconds: float = WORKER_TOOL_SECONDS,
+    timeout_seconds: float = 300.0,
 ) -> WorkerReply:
     """Runs ``python -m ds_bench.worker.MODULE`` and reads the JSON objects that it prints.
 

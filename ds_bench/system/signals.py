@@ -11,7 +11,7 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-_NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _state = {"requested": False, "raising_blocks": 0}
 
 
@@ -33,7 +33,7 @@ def handling_signals() -> Iterator[None]:
             raise KeyboardInterrupt
 
     _state.update(requested=False, raising_blocks=0)
-    handled = [number for number in _NUMBERS if signal.getsignal(number) is not signal.SIG_IGN]
+    handled = [number for number in ENDING_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
     handlers_before = {number: signal.signal(number, handle) for number in handled}
     try:
         yield
