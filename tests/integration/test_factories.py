@@ -56,12 +56,12 @@ def _profile(workload: Workload, trials: list[Trial]) -> ModelProfile:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("example", "rows", "work"),
     [
-        ("lora", ("zero1", "zero3"), {}),
-        *(pytest.param(example, tuple(ROWS), {}, marks=pytest.mark.slow) for example in EXAMPLES),
-        pytest.param("lora", ("zero1", "zero3"), {"activation_checkpointing": True}, marks=pytest.mark.slow),
+        *((example, tuple(ROWS), {}) for example in EXAMPLES),
+        ("lora", ("zero1", "zero3"), {"activation_checkpointing": True}),
     ],
 )
 def test_a_documented_factory_is_predicted_labelled_and_trained_alike_in_every_row(

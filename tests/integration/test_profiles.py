@@ -28,6 +28,7 @@ def trained(launch: Launch, stage: int, inspection: Inspection) -> TrialRecord:
     return record
 
 
+@pytest.mark.slow
 def test_profiled_rows_are_measured_as_others_and_compare_with_each_other(launch: Launch, tmp_path: Path) -> None:
     plain = trained(launch, 1, Inspection())
     first, third = (trained(launch, stage, PROFILED) for stage in (1, 3))

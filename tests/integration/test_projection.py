@@ -30,6 +30,7 @@ def measure(hosts: TwoHosts, megabits_per_second: int) -> Path:
     return run
 
 
+@pytest.mark.slow
 def test_a_measured_step_is_projected_to_a_link_of_another_rate(tmp_path: Path) -> None:
     try:
         with make_two_hosts(tmp_path, shared_file_system=True) as hosts:

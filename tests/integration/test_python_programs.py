@@ -80,6 +80,7 @@ def test_ctrl_c_ends_the_ranks_and_keeps_the_rows_that_had_finished(tmp_path: Pa
     assert not any(map(processes.is_alive, started))
 
 
+@pytest.mark.slow
 @pytest.mark.deepspeed
 @pytest.mark.usefixtures("built_ops")
 def test_a_killed_program_takes_its_run_with_it(tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ launch: {accelerator: cpu, num_gpus: 1}
 """
 
 
+@pytest.mark.slow
 @pytest.mark.deepspeed
 @pytest.mark.usefixtures("built_ops")
 def test_two_shards_started_side_by_side_take_turns_and_are_read_as_one_result(tmp_path: Path) -> None:
@@ -75,6 +76,7 @@ def test_ctrl_c_ends_a_run_that_waits_and_it_has_begun_nothing(start_script: Cal
     assert not script.output_dir.exists()
 
 
+@pytest.mark.slow
 @pytest.mark.deepspeed
 @pytest.mark.usefixtures("built_ops")
 def test_an_array_of_two_shards_runs_in_slurm_and_a_lost_one_is_submitted_again(

@@ -164,6 +164,7 @@ def test_the_hosts_are_two_and_end_with_the_process_that_made_them(make_hosts: M
 # ------------------------------------------------------------------ runs that work
 
 
+@pytest.mark.slow
 def test_every_stage_trains_without_a_shared_file_system_and_a_slow_link_shows(make_hosts: MakeHosts) -> None:
     hosts = make_hosts(shared_file_system=False, own_names_on_loopback=True)
     run = start(hosts, "zero_stage_comparison.py", *TINY, "--profile", "comms")
@@ -190,6 +191,7 @@ def test_every_stage_trains_without_a_shared_file_system_and_a_slow_link_shows(m
     slowed.assert_nothing_left()
 
 
+@pytest.mark.slow
 @pytest.mark.nvme
 def test_offload_strategies_train_in_folders_whose_names_a_shell_would_read_otherwise(make_hosts: MakeHosts) -> None:
     hosts = make_hosts()
@@ -210,6 +212,7 @@ def test_offload_strategies_train_in_folders_whose_names_a_shell_would_read_othe
     )
 
 
+@pytest.mark.slow
 def test_mpirun_starts_the_ranks_of_both_hosts(make_hosts: MakeHosts) -> None:
     if shutil.which("mpirun") is None:
         pytest.skip("Open MPI is not installed")
@@ -250,6 +253,7 @@ def without_torchruns_folder(run: Run, host: Host) -> tuple[dict[int, str], set[
     return left, {path for path in files if "/torchelastic_" not in path}  # torchrun leaves it
 
 
+@pytest.mark.slow
 def test_torchrun_on_both_hosts_is_one_comparison_with_the_ranks_of_both(make_hosts: MakeHosts) -> None:
     hosts = make_hosts(shared_file_system=False)
     run, lender = start_torchrun(hosts, *TINY, "--stages", "0", "2")
@@ -263,6 +267,7 @@ def test_torchrun_on_both_hosts_is_one_comparison_with_the_ranks_of_both(make_ho
     assert [without_torchruns_folder(run, host) for host in (hosts.a, hosts.b)] == [({}, set())] * 2
 
 
+@pytest.mark.slow
 def test_ctrl_c_at_torchrun_writes_the_rows_and_a_lender_that_ends_is_told_once(make_hosts: MakeHosts) -> None:
     hosts = make_hosts(shared_file_system=False)
     run, lender = start_torchrun(hosts, *LONG, "--num-steps", "60", "--warmup-steps", "1", "--stages", "2")
@@ -307,6 +312,7 @@ def test_the_deepspeed_launcher_on_both_hosts_is_one_comparison_with_the_ranks_o
 # ------------------------------------------------------------------ what ends a trial, or the run
 
 
+@pytest.mark.slow
 def test_a_host_that_drops_out_costs_the_row_that_ran_and_no_other(make_hosts: MakeHosts) -> None:
     hosts = make_hosts(shared_file_system=False)
     words = ("--num-steps", "60", "--warmup-steps", "1", "--stages", "2", "1", "--stall-timeout", "8")
@@ -326,6 +332,7 @@ def test_a_host_that_drops_out_costs_the_row_that_ran_and_no_other(make_hosts: M
     run.assert_nothing_left()
 
 
+@pytest.mark.slow
 def test_ctrl_c_and_a_killed_run_leave_nothing_on_either_host_and_resume_goes_on(make_hosts: MakeHosts) -> None:
     hosts = make_hosts(shared_file_system=False)
     words = ("--num-steps", "60", "--warmup-steps", "1", "--stages", "1", "2")
@@ -356,6 +363,7 @@ def test_ctrl_c_and_a_killed_run_leave_nothing_on_either_host_and_resume_goes_on
 # ------------------------------------------------------------------ hosts that cannot be used
 
 
+@pytest.mark.slow
 def test_hosts_that_cannot_be_used_are_named_in_one_line_before_the_first_trial(make_hosts: MakeHosts) -> None:
     hosts = make_hosts(shared_file_system=False)
     hit = hosts.folder / "hit"
