@@ -1,6 +1,6 @@
 """Whatever a file holds, reading it gives a result or one line: nothing but a UsageError may come out.
 
-A hundred examples of each property here; ``HYPOTHESIS_PROFILE=nightly`` makes it ten thousand.
+As many examples of each property as elsewhere; ``HYPOTHESIS_PROFILE=nightly`` makes it ten thousand.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, event, given, settings
+from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from ds_bench.analysis import load_results, merge_results
@@ -23,9 +23,8 @@ from ds_bench.cli.commands import main
 from ds_bench.errors import UsageError
 from tests.support import fakes
 
-settings.register_profile("usual", max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.register_profile("nightly", settings.get_profile("usual"), max_examples=10_000)
-PROFILE = settings.get_profile("nightly" if os.environ.get("HYPOTHESIS_PROFILE") == "nightly" else "usual")
+settings.register_profile("nightly", settings.get_profile("any_machine"), max_examples=10_000)
+PROFILE = settings.get_profile("nightly" if os.environ.get("HYPOTHESIS_PROFILE") == "nightly" else "any_machine")
 
 TWICE = "\u0001twice"
 """At the end of a key: the key once more, which no dict can hold."""
