@@ -212,22 +212,23 @@ def _signal_myself(number: int) -> bool:
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-@pytest.mark.parametrize("number", SIGNALS)
-def test_a_signal_acts_where_we_wait(number: int) -> None:
-    went_on = False
-    with signals.handling_signals(), pytest.raises(KeyboardInterrupt), signals.raising_on_interrupt():
-        went_on = _signal_myself(number)
-    assert not went_on
+def test_a_signal_acts_where_we_wait(subtests: pytest.Subtests) -> None:
+    for number in SIGNALS:
+        with subtests.test(number=number):
+            went_on = False
+            with signals.handling_signals(), pytest.raises(KeyboardInterrupt), signals.raising_on_interrupt():
+                went_on = _signal_myself(number)
+            assert not went_on
 
 
-@pytest.mark.parametrize("number", SIGNALS)
-def test_a_signal_where_we_clear_up_is_remembered_and_acts_at_the_next_wait(number: int) -> None:
-    with signals.handling_signals():
-        os.kill(os.getpid(), number)
-        os.kill(os.getpid(), number)
-        assert signals.interrupt_requested()
-        with pytest.raises(KeyboardInterrupt), signals.raising_on_interrupt():
-            pytest.fail("it went on")
+def test_a_signal_where_we_clear_up_is_remembered_and_acts_at_the_next_wait(subtests: pytest.Subtests) -> None:
+    for number in SIGNALS:
+        with subtests.test(number=number), signals.handling_signals():
+            os.kill(os.getpid(), number)
+            os.kill(os.getpid(), number)
+            assert signals.interrupt_requested()
+            with pytest.raises(KeyboardInterrupt), signals.raising_on_interrupt():
+                pytest.fail("it went on")
 
 
 def test_an_interruption_during_a_trials_last_moments_stops_the_run_after_it_is_saved(tmp_path: Path) -> None:
@@ -265,11 +266,6 @@ def test_afterwards_signals_mean_what_they_meant_before() -> None:
 
 
 # ------------------------------------------------------------------ the whole way, from flags to exit code
-
-
-@pytest.fixture
-def house(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> House:
-    return House(tmp_path, monkeypatch)
 
 
 def test_a_run_writes_json_csv_and_a_table_and_ends_with_0(house: House, capsys: pytest.CaptureFixture[str]) -> None:
@@ -619,7 +615,7 @@ def mine(tmp_path: Path) -> Path:
 def test_files_are_the_only_rows_unless_others_are_asked_for(house: House, mine: Path) -> None:
     assert house.run("--configs", str(mine), "--export", "mine") == 0
     assert [(row["strategy"], row["stage"]) for row in house.rows()] == [("mine", 1)]
-    (folder,) = (house.output / "runs").iterdir()
+    folder = house.folder
     assert json.loads((folder / "export_mine" / "ds_config.json").read_text())["train_batch_size"] == 4
     stored = json.loads((folder / "run.json").read_text())["trials"][0]["configuration"]
     assert stored["file_text"] == mine.read_text()

@@ -65,11 +65,12 @@ def test_the_cost_grows_with_the_logarithm_of_the_error(answer: int, start: int)
     assert len(search(answer, start)[1]) <= 2 * abs(answer - start).bit_length() + 4
 
 
-@pytest.mark.parametrize("start", [1, 7, 64])
-def test_the_limit_is_tried_and_never_exceeded(start: int) -> None:
-    best, probes = search(10**6, start, limit=64)
-    assert best == 64
-    assert max(probes) == 64
+def test_the_limit_is_tried_and_never_exceeded(subtests: pytest.Subtests) -> None:
+    for start in (1, 7, 64):
+        with subtests.test(start=start):
+            best, probes = search(10**6, start, limit=64)
+            assert best == 64
+            assert max(probes) == 64
 
 
 def test_nothing_trains_is_an_answer() -> None:
@@ -153,7 +154,7 @@ def test_a_failure_that_no_batch_mends_ends_the_search_at_once(machine: Machine)
 def test_a_resumed_search_repeats_no_probe(machine: Machine) -> None:
     machine.search(trains_up_to({"zero1": 5}), "--stages", "1")
     before = len(machine.probes())
-    (folder,) = (machine.output / "runs").iterdir()
+    folder = machine.folder
     again = trains_up_to({"zero1": 5, "zero3": 5})
     machine.launcher = FakeLauncher(by_strategy={f"zero{stage}": again for stage in range(4)})
     assert cli.main("zero", fakes.make_config, ["--resume", str(folder), "--stages", "1", "3"]) == 0
@@ -183,7 +184,7 @@ def test_an_interrupted_search_runs_no_row_and_goes_on_with_resume(
     assert "go on with: python zero_stage_comparison.py --resume " in capsys.readouterr().err
     assert not list(machine.output.glob("*_comparison_*.json"))
     before = len(machine.probes())
-    (folder,) = (machine.output / "runs").iterdir()
+    folder = machine.folder
     machine.launcher = FakeLauncher(by_strategy={f"zero{stage}": fits for stage in range(4)})
     assert cli.main("zero", fakes.make_config, ["--resume", str(folder)]) == 0
     assert {entry["trial"]["configuration"]["name"] for entry in machine.probes()[before:]} == {"zero3"}
@@ -255,7 +256,7 @@ def test_a_row_that_runs_out_at_its_largest_is_searched_below_it_when_resumed(ma
         return fakes.failure(trial, "OOM") if is_row and trial.workload.batch_size == 5 else fits(trial)
 
     machine.search(runs_out_later, "--stages", "1")
-    (folder,) = (machine.output / "runs").iterdir()
+    folder = machine.folder
     assert cli.main("zero", fakes.make_config, ["--resume", str(folder), "--stages", "1"]) == 0
     assert (4, True) in [(row["batch_size"], row["success"]) for row in machine.rows()]
 

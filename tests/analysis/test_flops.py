@@ -20,18 +20,13 @@ from ds_bench.analysis.flops import (
     model_flops_per_token,
     peak_flops,
 )
-from ds_bench.models.presets import ModelFacts, find_preset, preset_names
+from ds_bench.models.presets import ModelFacts, preset_names
+from tests.support.fakes import preset
 
 DEVICES = Path(ds_bench.__path__[0], "system", "devices.json")
 TABLE: list[dict[str, Any]] = json.loads(DEVICES.read_text(encoding="utf-8"))
 
 sequences = st.integers(1, 2**20)
-
-
-def preset(name: str) -> ModelFacts:
-    facts = find_preset(name)
-    assert facts is not None
-    return facts
 
 
 @st.composite

@@ -14,6 +14,7 @@ from ds_bench.analysis.caveats import note
 from ds_bench.analysis.summary import TrialSummary, summarise
 from ds_bench.models.presets import find_preset
 from tests.support import fakes
+from tests.support.fakes import preset
 from tests.support.summaries import CUDA, record_of, seen, summary, texts
 
 PAIR = fakes.placement(accelerator="cuda", num_gpus=2)
@@ -95,12 +96,13 @@ def test_the_order_of_steps_changes_neither_time_nor_spread(steps: list[float], 
     assert a.step_seconds_std == pytest.approx(b.step_seconds_std, abs=1e-12)
 
 
-@pytest.mark.parametrize("slow", [0, 1, 2])
-def test_the_slowest_rank_decides_wherever_it_sits(slow: int) -> None:
-    ranks = [seen(step_seconds=[0.3 if rank == slow else 0.1] * 10, data_parallel_size=3) for rank in range(3)]
-    found = summary(*ranks)
-    assert found.mean_step_seconds == pytest.approx(0.3)
-    assert found.tokens_per_second == pytest.approx(4 * 128 * 3 / 0.3)
+def test_the_slowest_rank_decides_wherever_it_sits(subtests: pytest.Subtests) -> None:
+    for slow in (0, 1, 2):
+        with subtests.test(slow=slow):
+            ranks = [seen(step_seconds=[0.3 if rank == slow else 0.1] * 10, data_parallel_size=3) for rank in range(3)]
+            found = summary(*ranks)
+            assert found.mean_step_seconds == pytest.approx(0.3)
+            assert found.tokens_per_second == pytest.approx(4 * 128 * 3 / 0.3)
 
 
 def test_model_parallel_ranks_do_not_multiply_the_batch() -> None:
@@ -131,8 +133,7 @@ def test_mfu_by_hand() -> None:
 
     1000 tokens/s on one device are 0.7553 TFLOP/s; of a peak of 10 TFLOP/s, 7.55 %.
     """
-    facts = find_preset("gpt2")
-    assert facts is not None
+    facts = preset("gpt2")
     assert facts.matmul_parameters == 123_532_032
     entry = record_of(seen(step_seconds=[4 * 128 / 1000] * 10))
     found = summarise(entry, facts, 10e12)

@@ -12,20 +12,14 @@ import pytest
 
 from ds_bench.cli import commands
 from ds_bench.config.spec import Trial
-from ds_bench.models.presets import find_preset
 from ds_bench.records.schema import TrialRecord
 from tests.support import fakes
-from tests.support.fakes import FakeLauncher
+from tests.support.fakes import FakeLauncher, preset
 from tests.support.real_trials import ROOT
 from tests.support.scripted_run import House
 
 PASSES = ("--pass-type", "forward", "forward_backward", "train")
 SHORT = ("--context-length", "16", "--device", "cpu")
-
-
-@pytest.fixture
-def house(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> House:
-    return House(tmp_path, monkeypatch)
 
 
 def run(house: House, *flags: str, script: FakeLauncher | None = None) -> int:
@@ -43,11 +37,6 @@ def scripted(trial: Trial) -> TrialRecord:
     return fakes.success(trial, step_seconds=steps, window_seconds=0.2)
 
 
-def run_folder(house: House) -> str:
-    (folder,) = (house.output / "runs").iterdir()
-    return str(folder)
-
-
 def test_the_presets_have_the_shapes_of_the_sizes() -> None:
     shapes = {
         "small": (768, 3072, 12, 12),
@@ -57,8 +46,7 @@ def test_the_presets_have_the_shapes_of_the_sizes() -> None:
         "2.7b": (2560, 10240, 32, 32),
     }
     for size, shape in shapes.items():
-        facts = find_preset(f"size-{size}")
-        assert facts is not None
+        facts = preset(f"size-{size}")
         config = facts.config
         assert (config["n_embd"], config["n_inner"], config["n_layer"], config["n_head"]) == shape
         assert config["vocab_size"] == 10_000
@@ -90,9 +78,9 @@ def test_every_size_and_pass_is_a_trial_of_its_own_and_a_row_of_every_table(
     assert int(rows[1]["model_flops_per_token"]) == 3 * int(rows[0]["model_flops_per_token"])
 
     page = tmp_path / "page.html"
-    assert commands.main(["report", run_folder(house), "--html", str(page)]) == 0
+    assert commands.main(["report", str(house.folder), "--html", str(page)]) == 0
     assert capsys.readouterr().out.rstrip() == printed.rstrip()
-    assert commands.main(["report", run_folder(house), "--markdown"]) == 0
+    assert commands.main(["report", str(house.folder), "--markdown"]) == 0
     markdown = capsys.readouterr().out
     flat = next(house.output.glob("comparison_*.json"))
     assert commands.main(["report", str(flat)]) == 0
@@ -116,13 +104,13 @@ def test_times_without_synchronisation_are_labelled_wherever_they_are_shown(
     assert row["synchronized"] == "False"
     assert "not synchronised (wrong on purpose)" in row["caveats"]
     for flags in (["--markdown"], ["--verbose"]):
-        assert commands.main(["report", run_folder(house), *flags]) == 0
+        assert commands.main(["report", str(house.folder), *flags]) == 0
         shown = capsys.readouterr().out
         assert "NOT SYNCHRONISED (wrong on purpose) · no warm-up · 10 steps" in shown
         assert "Recommendation (balanced): none" in shown
     assert commands.main(["report", str(next(house.output.glob("comparison_*.json"))), "--markdown"]) == 0
     assert "NOT SYNCHRONISED (wrong on purpose)" in capsys.readouterr().out
-    assert commands.main(["report", run_folder(house), "--github-benchmark", str(tmp_path / "github.json")]) == 2
+    assert commands.main(["report", str(house.folder), "--github-benchmark", str(tmp_path / "github.json")]) == 2
     assert "ZeRO-0: not synchronised (wrong on purpose)" in capsys.readouterr().err
 
 

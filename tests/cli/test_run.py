@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from ds_bench.records.schema import TrialRecord
 from ds_bench.system import gpus
 from tests.support import fakes
 from tests.support.fakes import FakeLauncher
-from tests.support.scripted_run import House
+from tests.support.scripted_run import House, Run
 
 SMALL = """
 model: {name: tiny}
@@ -29,41 +28,11 @@ launch: {accelerator: cpu}
 """
 SWEEP = SMALL.replace("seq_len: 16", "seq_len: [16, 32]")
 
-Run = Callable[..., int]
-
-
-@pytest.fixture
-def house(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> House:
-    return House(tmp_path, monkeypatch)
-
-
-@pytest.fixture
-def run(house: House, tmp_path: Path) -> Run:
-    """Runs ``ds_bench run`` on the text of a recipe, with trials that a FakeLauncher plays; returns the exit code."""
-
-    def call(text: str | None, *flags: str, script: FakeLauncher | None = None) -> int:
-        house.launcher = script or FakeLauncher()
-        path = tmp_path / "recipe.yaml"
-        path.write_text(text or "")
-        return commands.main(["run", *([] if text is None else [str(path)]), "--output-dir", str(house.output), *flags])
-
-    return call
-
-
-def trials(house: House) -> list[tuple[int, str, int]]:
-    """Sequence length, row and repeat of every trial that was launched, in order."""
-    return [(t.workload.seq_length, t.configuration.name, t.repeat) for t in house.launcher.launched]
-
-
-def run_folder(house: House) -> Path:
-    (folder,) = (house.output / "runs").iterdir()
-    return folder
-
 
 def test_a_recipe_runs_and_its_files_have_the_name_of_no_script(run: Run, house: House) -> None:
     assert run(SMALL) == 0
-    assert trials(house) == [(16, "zero0", 0), (16, "zero2", 0)]
-    folder = run_folder(house)
+    assert house.trials == [(16, "zero0", 0), (16, "zero2", 0)]
+    folder = house.folder
     assert folder.name.startswith("comparison_")
     assert (house.output / f"{folder.name}.json").is_file()
     stored = json.loads((folder / "run.json").read_text())
@@ -110,11 +79,11 @@ def test_points_of_a_sweep_run_round_by_round_in_one_result(
 ) -> None:
     assert run(SWEEP, "--repeats", "2") == 0
     first = [(16, "zero0", 0), (16, "zero2", 0), (32, "zero0", 0), (32, "zero2", 0)]
-    assert trials(house) == [*first, *((length, name, 1) for length, name, _ in reversed(first))]
+    assert house.trials == [*first, *((length, name, 1) for length, name, _ in reversed(first))]
     identities = [trial.trial_id for trial in house.launcher.launched]
     assert identities == sorted(identities)
     assert len(house.rows()) == 8
-    folder = run_folder(house)
+    folder = house.folder
     (first_point, second_point) = json.loads((folder / "recommendation.json").read_text())["points"]
     assert (first_point["point"], second_point["point"]) == ({"training.seq_len": 16}, {"training.seq_len": 32})
     assert (folder / "points" / "32" / "recommended" / "ds_config.json").is_file()
@@ -129,7 +98,7 @@ def test_a_report_keeps_the_goal_and_the_reference_row_of_the_recipe(
     run: Run, house: House, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(SMALL, "--relative-to", "2", "--goal", "memory") == 0
-    reports = build_reports([run_folder(house)])
+    reports = build_reports([house.folder])
     assert reports[0].recommendation.goal == "memory"
     baseline = reports[0].comparison.baseline
     assert baseline is not None
@@ -154,11 +123,11 @@ def test_an_interrupted_sweep_goes_on_from_its_folder_alone(
     run: Run, house: House, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(SWEEP, script=FakeLauncher("Success", "Success", "Interrupted")) == 130
-    folder = run_folder(house)
+    folder = house.folder
     assert f"go on with: python -m ds_bench run --resume {folder}" in capsys.readouterr().err
     house.launcher = FakeLauncher()
     assert commands.main(["run", "--resume", str(folder)]) == 0
-    assert trials(house) == [(32, "zero0", 0), (32, "zero2", 0)]
+    assert house.trials == [(32, "zero0", 0), (32, "zero2", 0)]
     assert len(house.rows()) == 4
 
 
@@ -173,9 +142,9 @@ def test_a_run_folder_alone_starts_no_code(
     assert run(recipe_text, script=FakeLauncher("Interrupted")) == 130
     house.launcher = FakeLauncher()
     capsys.readouterr()
-    assert commands.main(["run", "--resume", str(run_folder(house))]) == 2
+    assert commands.main(["run", "--resume", str(house.folder)]) == 2
     assert named in capsys.readouterr().err
-    assert run(recipe_text, "--resume", str(run_folder(house))) == 0
+    assert run(recipe_text, "--resume", str(house.folder)) == 0
     assert len(house.launcher.launched) == 2
 
 
@@ -185,7 +154,7 @@ def test_a_value_that_may_be_a_credential_is_not_kept(
     secret = "hf_" + "Ab1" * 12
     text = SMALL.replace("{stages: [0, 2]}", f"{{stages: [0], deepspeed: {{wandb: {{project: {secret}}}}}}}")
     run(text, script=FakeLauncher("Interrupted"))
-    folder = run_folder(house)
+    folder = house.folder
     assert secret not in (folder / "run.json").read_text()
     capsys.readouterr()
     assert commands.main(["run", "--resume", str(folder)]) == 2
@@ -348,7 +317,7 @@ def test_a_budget_leaves_out_whole_rounds_of_points_and_says_which(
 ) -> None:
     large = SWEEP.replace("seq_len: [16, 32]", "seq_len: [16, 32], grad_accum: [1, 1000000]")
     assert run(large, "--budget", "0.5", "--repeats", "2") == 0
-    done = {(length, name) for length, name, _ in trials(house)}
+    done = {(length, name) for length, name, _ in house.trials}
     assert done == {(16, "zero0"), (16, "zero2"), (32, "zero0"), (32, "zero2")}
     assert {trial.workload.grad_accum for trial in house.launcher.launched} == {1}
     said = capsys.readouterr().err
@@ -363,7 +332,7 @@ def test_a_budget_that_trials_overrun_ends_the_run_between_two_of_them(
     clock = iter(range(0, 10_000, 40))
     monkeypatch.setattr(runner.time, "monotonic", lambda: float(next(clock)))
     assert run(SWEEP, "--budget", "1") == 0
-    assert trials(house) == [(16, "zero0", 0)]
+    assert house.trials == [(16, "zero0", 0)]
     assert "--budget 1 is used up: 3 trials are left for --resume RUN_DIR" in capsys.readouterr().err
 
 
@@ -371,8 +340,8 @@ def test_a_resumed_run_does_what_the_budget_left_out(run: Run, house: House) -> 
     assert run(SWEEP, "--budget", "0.15") == 0
     assert len(house.launcher.launched) == 2
     house.launcher = FakeLauncher()
-    assert commands.main(["run", "--resume", str(run_folder(house))]) == 0
-    assert trials(house) == [(32, "zero0", 0), (32, "zero2", 0)]
+    assert commands.main(["run", "--resume", str(house.folder)]) == 0
+    assert house.trials == [(32, "zero0", 0), (32, "zero2", 0)]
     assert len(house.rows()) == 4
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy
@@ -15,7 +14,7 @@ from ds_bench.cli import commands
 from ds_bench.cli.report import build_reports
 from ds_bench.report.sweep_charts import sweep_charts
 from tests.support.fakes import FakeLauncher
-from tests.support.scripted_run import House
+from tests.support.scripted_run import House, Run
 
 SMALL = """
 model: {name: tiny}
@@ -23,30 +22,6 @@ training: {seq_len: 16, local_batch_size: 2, steps: 4, warmup_steps: 1}
 configurations: {stages: [0, 2]}
 launch: {accelerator: cpu}
 """
-Run = Callable[..., int]
-
-
-@pytest.fixture
-def house(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> House:
-    return House(tmp_path, monkeypatch)
-
-
-@pytest.fixture
-def run(house: House, tmp_path: Path) -> Run:
-    """Runs ``ds_bench run`` on the text of a recipe, with trials that a FakeLauncher plays; returns the exit code."""
-
-    def call(text: str, *flags: str, script: FakeLauncher | None = None) -> int:
-        house.launcher = script or FakeLauncher()
-        path = tmp_path / "recipe.yaml"
-        path.write_text(text)
-        return commands.main(["run", str(path), "--output-dir", str(house.output), *flags])
-
-    return call
-
-
-def folder_of(house: House) -> Path:
-    (folder,) = (house.output / "runs").iterdir()
-    return folder
 
 
 RANKS_AND_RATES = SMALL.replace("accelerator: cpu", "accelerator: cpu, num_gpus: [1, 2]") + (
@@ -70,8 +45,8 @@ def test_points_may_differ_in_ranks_and_in_the_optimizer_and_are_reported_apart(
     shown = capsys.readouterr().out
     assert "4 points · tiny" in shown
     assert "1 CPU rank · lr 0.0001: " in shown
-    flat = house.output / f"{folder_of(house).name}.json"
-    for source in (folder_of(house), flat):
+    flat = house.output / f"{house.folder.name}.json"
+    for source in (house.folder, flat):
         reports = build_reports([source])
         assert [len(report.comparison.rows) for report in reports] == [2] * 4
         assert len({report.title for report in reports}) == 4
@@ -81,8 +56,8 @@ def test_points_may_differ_in_ranks_and_in_the_optimizer_and_are_reported_apart(
     names = {baseline_name(summary) for summary in load_results.load(flat).summaries}
     assert "tiny/zero2/batch2-seq16-2ranks-lr_0.001" in names
     assert len(names) == 8
-    (folder_of(house) / "run.json").unlink()
-    (folder_of(house) / "records.jsonl").unlink()
+    (house.folder / "run.json").unlink()
+    (house.folder / "records.jsonl").unlink()
     assert len(build_reports([flat])) == 4  # from the columns alone
 
 
@@ -95,7 +70,7 @@ def test_a_sweep_of_ranks_is_resumed_and_planned_with_the_memory_of_each_point(
     assert lines[3].startswith("num_gpus 1, lr 0.0001")
     assert run(RANKS_AND_RATES, script=FakeLauncher(*["Success"] * 5, "Interrupted")) == 130
     house.launcher = FakeLauncher()
-    assert commands.main(["run", "--resume", str(folder_of(house))]) == 0
+    assert commands.main(["run", "--resume", str(house.folder)]) == 0
     assert len(house.launcher.launched) == 3
     assert len(house.rows()) == 8
 
@@ -156,10 +131,10 @@ def test_a_changed_file_is_another_trial_and_is_not_resumed(
     capsys.readouterr()
     house.launcher = FakeLauncher()
     for dry in ([], ["--dry-run"]):
-        assert commands.main(["run", "--resume", str(folder_of(house)), *dry]) == 2
+        assert commands.main(["run", "--resume", str(house.folder), *dry]) == 2
         assert f"the file {path} has changed since the run began (put it back as it was" in capsys.readouterr().err
     write_ids(path)
-    assert commands.main(["run", "--resume", str(folder_of(house))]) == 0
+    assert commands.main(["run", "--resume", str(house.folder)]) == 0
     assert len(house.launcher.launched) == 4
 
 

@@ -8,7 +8,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,7 @@ from ds_bench.analysis.caveats import CaveatKind
 from ds_bench.cli import commands
 from ds_bench.cli.report import build_reports
 from tests.support.fakes import FakeLauncher
-from tests.support.scripted_run import House
+from tests.support.scripted_run import House, Run
 
 RECIPE = """
 model: {name: tiny}
@@ -26,29 +25,6 @@ configurations: {stages: [0, 1, 2]}
 launch: {accelerator: cpu}
 """
 ONE_POINT = RECIPE.replace("[8, 16, 32]", "16")
-Run = Callable[..., int]
-
-
-@pytest.fixture
-def house(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> House:
-    return House(tmp_path, monkeypatch)
-
-
-@pytest.fixture
-def run(house: House, tmp_path: Path) -> Run:
-    """Runs ``ds_bench run`` on the text of a recipe, with trials that a FakeLauncher plays; returns the exit code."""
-
-    def call(text: str, *flags: str, script: FakeLauncher | None = None) -> int:
-        house.launcher = script or FakeLauncher()
-        path = tmp_path / "my recipe.yaml"
-        path.write_text(text)
-        return commands.main(["run", str(path), "--output-dir", str(house.output), *flags])
-
-    return call
-
-
-def launched(house: House) -> list[tuple[int, str, int]]:
-    return [(t.workload.seq_length, t.configuration.name, t.repeat) for t in house.launcher.launched]
 
 
 def folders(house: House) -> list[Path]:
@@ -59,10 +35,10 @@ def test_shards_have_every_trial_once_with_the_numbers_of_the_plan_and_are_read_
     run: Run, house: House, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(RECIPE, "--repeats", "2", "--shard", "1/2") == 0
-    mine = launched(house)
+    mine = house.trials
     assert {length for length, _, _ in mine} == {8}  # one whole point, the other shard has two
     assert run(RECIPE, "--repeats", "2", "--shard", "2/2") == 0
-    both = mine + launched(house)
+    both = mine + house.trials
     identities = [t.trial_id for t in house.launcher.launched]
     assert (len(both), len(set(both))) == (18, 18)
     assert run(RECIPE, "--repeats", "2", "--output-dir", str(house.output / "whole")) == 0
@@ -87,7 +63,7 @@ def test_rows_of_one_point_are_split_among_more_shards_and_the_table_says_so(
     run: Run, house: House, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(ONE_POINT, "--shard", "2/2") == 0
-    assert launched(house) == [(16, "zero1", 0), (16, "zero2", 0)]
+    assert house.trials == [(16, "zero1", 0), (16, "zero2", 0)]
     told = (
         "shard 2/2 has 2 of the 3 rows: what it recommends is among these alone, and report reads all shards together"
     )
@@ -118,7 +94,7 @@ def test_a_lost_shard_is_named_with_the_command_that_runs_it_and_an_interrupted_
     ]
     house.launcher = FakeLauncher()
     assert commands.main(["run", "--resume", str(folder)]) == 0
-    assert len(launched(house)) == 5
+    assert len(house.trials) == 5
     assert commands.main(["run", "--resume", str(folder), "--shard", "2/3"]) == 2
     assert "is shard 3/3, not shard 2/3 (leave --shard out)" in capsys.readouterr().err
     for shard in ("1/3", "2/3"):

@@ -10,11 +10,11 @@ import pytest
 from ds_bench.config.spec import PASS_TYPES, Trial
 from ds_bench.launch import Limits
 from ds_bench.launch.warm import WarmLauncher
-from ds_bench.models.presets import find_preset
 from ds_bench.prediction.memory import predict
 from ds_bench.prediction.model_profile import find_profile
 from ds_bench.records.schema import SUCCESS, RankMeasurement
 from tests.support import fakes
+from tests.support.fakes import preset
 from tests.support.real_trials import SHORT, make_trial
 
 pytestmark = pytest.mark.deepspeed
@@ -23,8 +23,7 @@ pytestmark = pytest.mark.deepspeed
 def test_each_pass_holds_what_it_needs_and_only_training_changes_weights(
     server: Callable[[Limits], WarmLauncher], tmp_path: Path
 ) -> None:
-    tiny = find_preset("tiny")
-    assert tiny is not None
+    tiny = preset("tiny")
     profile = find_profile(tiny, 32, accelerator="cpu")
     ranks: dict[str, RankMeasurement] = {}
     for pass_type in PASS_TYPES:

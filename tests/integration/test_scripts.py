@@ -21,7 +21,8 @@ import pytest
 from ds_bench.launch import ops
 from ds_bench.launch.scratch import remove_abandoned
 from ds_bench.system import processes
-from tests.support.real_trials import ROOT, Script, gone_within
+from tests.support.fakes import preset
+from tests.support.real_trials import ROOT, Script, gone_within, rows_of
 
 pytestmark = [pytest.mark.deepspeed, pytest.mark.usefixtures("built_ops")]
 
@@ -66,12 +67,6 @@ def shared(tmp_path_factory: pytest.TempPathFactory, built_ops: object) -> Calla
         return done[arguments]
 
     return run
-
-
-def rows_of(folder: Path) -> list[dict[str, Any]]:
-    (path,) = folder.glob("*_comparison_*.json")
-    rows: list[dict[str, Any]] = json.loads(path.read_text())
-    return rows
 
 
 def records_of(folder: Path) -> list[dict[str, Any]]:
@@ -141,6 +136,7 @@ def test_all_offload_strategies_succeed_with_the_cpu_optimizer_named(shared: Sha
     assert "nvme strategy is added" in err
 
 
+@pytest.mark.slow
 @pytest.mark.nvme
 def test_the_nvme_row_has_bytes_on_disk_and_leaves_none_behind(shared: Shared) -> None:
     folder = shared(*OFFLOAD)[3]
@@ -149,6 +145,7 @@ def test_the_nvme_row_has_bytes_on_disk_and_leaves_none_behind(shared: Shared) -
     assert list(folder.glob("ds_bench_swap*")) == []
 
 
+@pytest.mark.slow
 @pytest.mark.nvme
 def test_offload_losses_agree_with_no_offload(shared: Shared) -> None:
     finals = [row["final_loss"] for row in rows_of(shared(*OFFLOAD)[3])]
@@ -352,10 +349,8 @@ def test_two_runs_in_one_second_never_overwrite_each_other(start_script: Start, 
 
 @pytest.mark.slow
 def test_a_hostile_model_name_is_neutralised_in_csv_and_kept_in_json(start_script: Start, tmp_path: Path) -> None:
-    from ds_bench.models.presets import find_preset
 
-    tiny = find_preset("tiny")
-    assert tiny is not None
+    tiny = preset("tiny")
     folder = tmp_path / "=HYPERLINK(1)"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps({"model_type": "gpt2", **tiny.config}))

@@ -21,16 +21,6 @@ from tests.support.real_trials import ROOT, SUPPORT, Script
 from tests.support.scripted_run import House
 
 
-@pytest.fixture
-def house(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> House:
-    return House(tmp_path, monkeypatch)
-
-
-def run_folder(house: House) -> Path:
-    (folder,) = (house.output / "runs").iterdir()
-    return folder
-
-
 def change_run(folder: Path, **changes: object) -> None:
     path = folder / "run.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
@@ -59,7 +49,7 @@ def test_a_run_folder_alone_starts_no_code_and_reaches_no_host(
         flag, "one"
     )
     stored = [flag] if value is None else [flag, value]
-    change_run(run_folder(house), arguments=["--model", "tiny", "--seq-length", "16", *stored])
+    change_run(house.folder, arguments=["--model", "tiny", "--seq-length", "16", *stored])
     capsys.readouterr()
     assert house.resume() == 2
     said = capsys.readouterr().err
@@ -72,8 +62,8 @@ def test_another_machine_is_told_before_the_model_is_looked_at(
     house: House, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert house.run("--stages", "0") == 0
-    facts = json.loads((run_folder(house) / "run.json").read_text())["environment"]
-    change_run(run_folder(house), environment={**facts, "cpu_model": "another"})
+    facts = json.loads((house.folder / "run.json").read_text())["environment"]
+    change_run(house.folder, environment={**facts, "cpu_model": "another"})
     model = tmp_path / "no-model"
     model.mkdir()  # to look at it would fail
     capsys.readouterr()
@@ -86,7 +76,7 @@ def test_no_link_in_a_run_folder_is_followed(
     house: House, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
     assert house.run("--stages", "0") == 0
-    folder = run_folder(house)
+    folder = house.folder
     target = tmp_path / "target"
     path = next(house.output.glob("*_comparison_*.json")) if name == "flat JSON" else folder / name
     if path.is_dir():
@@ -217,7 +207,7 @@ def test_a_credential_reaches_the_trials_own_private_file_alone(
     flags = ["--ds-config", str(overlay), "--set", f"comet.api_key={KEY}", "--stages", "0", "1"]
     assert house.run(*flags, "--export", "0") == 0
     assert house.run(*flags, "--dry-run") == 0
-    run = run_folder(house)
+    run = house.folder
     said = capsys.readouterr()
     assert KEY not in said.out + said.err
     files = [path for path in house.output.rglob("*") if path.is_file()]

@@ -10,11 +10,10 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.support.real_trials import ROOT, SUPPORT
+from tests.support.real_trials import ROOT, SUPPORT, rows_of
 from tests.support.slurm import SlurmCluster
 
 pytestmark = [pytest.mark.deepspeed, pytest.mark.usefixtures("built_ops")]
@@ -25,12 +24,6 @@ SMALL = ("--model", "tiny", "--batch-size", "2", "--seq-length", "32", "--num-st
 def script(output: Path, *flags: str) -> list[str]:
     command = [sys.executable, str(ROOT / "zero_stage_comparison.py"), "--accelerator", "cpu", *SMALL]
     return [*command, "--output-dir", str(output), *flags]
-
-
-def rows_of(folder: Path) -> list[dict[str, Any]]:
-    (path,) = folder.glob("*_comparison_*.json")
-    rows: list[dict[str, Any]] = json.loads(path.read_text())
-    return rows
 
 
 def left_on_nodes(slurm: SlurmCluster) -> str:
@@ -46,6 +39,7 @@ def test_two_tasks_of_srun_are_one_comparison_on_two_ranks(slurm: SlurmCluster, 
     assert len(list(tmp_path.glob("out/runs/*"))) == 1, "the second task made a run of its own"
 
 
+@pytest.mark.slow
 def test_a_batch_job_of_two_nodes_is_one_comparison_on_both(slurm: SlurmCluster, tmp_path: Path) -> None:
     """The agents and the ranks are started through srun; nodes have namespaces, so each host ends its own processes."""
     flags = ["--ntasks-per-node=1", "--nodes=2", f"--output={tmp_path}/log"]

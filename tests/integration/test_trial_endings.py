@@ -21,10 +21,11 @@ from ds_bench.launch import Limits, rank_environment
 from ds_bench.launch import deepspeed as cold
 from ds_bench.launch.hosts import Hosts
 from ds_bench.launch.warm import WarmLauncher
-from ds_bench.models.presets import facts_from_config, find_preset
+from ds_bench.models.presets import facts_from_config
 from ds_bench.records.rank_files import Assignment, Heartbeat, read_beat
 from ds_bench.system import processes
 from tests.support import fakes
+from tests.support.fakes import preset
 from tests.support.local_agents import local_agents
 from tests.support.real_trials import SHORT, SUPPORT, Launch, make_trial
 
@@ -182,8 +183,7 @@ def cold_launcher() -> cold.DeepSpeedLauncher:
 
 @pytest.mark.slow
 def test_the_deepspeed_launcher_runs_the_same_trial(tmp_path: Path) -> None:
-    tiny = find_preset("tiny")
-    assert tiny is not None
+    tiny = preset("tiny")
     work = Workload(
         model="tiny",
         model_source="preset",
@@ -272,8 +272,7 @@ def test_a_rank_that_dies_before_hello_is_crashed_and_said_so(tmp_path: Path, mo
 @pytest.mark.slow
 @pytest.mark.nvme
 def test_nvme_works_for_a_model_with_more_large_tensors_than_swap_buffers(launch: Launch, tmp_path: Path) -> None:
-    tiny = find_preset("tiny")
-    assert tiny is not None
+    tiny = preset("tiny")
     config = {**tiny.config, "n_embd": 512, "n_layer": 3}
     facts = facts_from_config("wide", "gpt2", config)
     disk = tmp_path / "disk"
@@ -309,8 +308,7 @@ def test_nvme_works_for_a_model_with_more_large_tensors_than_swap_buffers(launch
 @pytest.mark.nvme
 def test_nvme_works_where_the_last_layer_is_much_larger_than_the_embedding(launch: Launch, tmp_path: Path) -> None:
     """DeepSpeed's prefetch from the disk asks for a matrix of that layer twice at once, and asserts in step 2."""
-    tiny = find_preset("tiny")
-    assert tiny is not None
+    tiny = preset("tiny")
     config = {**tiny.config, "n_embd": 512}
     disk = tmp_path / "disk"
     disk.mkdir()
@@ -326,8 +324,7 @@ def test_nvme_works_where_the_last_layer_is_much_larger_than_the_embedding(launc
 
 @pytest.mark.nvme
 def test_a_full_swap_disk_is_oom_disk_and_nothing_stays_on_it(launch: Launch, small_disk: Path) -> None:
-    tiny = find_preset("tiny")
-    assert tiny is not None
+    tiny = preset("tiny")
     config = {**tiny.config, "n_embd": 512, "vocab_size": 10_000}
     facts = facts_from_config("wide", "gpt2", config)
     work = Workload(

@@ -25,6 +25,7 @@ from ds_bench.models.presets import (
     short_names,
     similar_presets,
 )
+from tests.support.fakes import preset
 from tests.support.real_trials import ROOT
 
 PUBLISHED_PARAMETERS = {
@@ -147,12 +148,6 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         {**SMALL_LLAMA, "num_local_experts": 5, "num_experts_per_tok": 3},
     ),
 }
-
-
-def preset(name: str) -> ModelFacts:
-    facts = find_preset(name)
-    assert facts is not None
-    return facts
 
 
 @cache
@@ -413,38 +408,34 @@ def test_an_unknown_family_is_a_usage_error_that_names_the_known_ones() -> None:
         facts_from_config("my-model", "bert", {})
 
 
-@pytest.mark.parametrize("key", [key for key in SMALL_LLAMA if not key.endswith("_id")])
-def test_a_mistral_config_that_lacks_a_size_is_refused_by_the_name_of_the_size(key: str) -> None:
-    config = {each: value for each, value in SMALL_LLAMA.items() if each != key}
-    if key == "max_position_embeddings":  # rotary positions need no table, so no count depends on it
-        assert facts_from_config("m", "mistral", config).max_positions is None
-        return
-    with pytest.raises(UsageError, match=key):
-        facts_from_config("m", "mistral", config)
+def test_a_mistral_config_that_lacks_a_size_is_refused_by_the_name_of_the_size(subtests: pytest.Subtests) -> None:
+    for key in [key for key in SMALL_LLAMA if not key.endswith("_id")]:
+        with subtests.test(key):
+            config = {each: value for each, value in SMALL_LLAMA.items() if each != key}
+            if key == "max_position_embeddings":  # rotary positions need no table, so no count depends on it
+                assert facts_from_config("m", "mistral", config).max_positions is None
+                continue
+            with pytest.raises(UsageError, match=key):
+                facts_from_config("m", "mistral", config)
 
 
-@pytest.mark.parametrize("value", [0, -1, 2.0, "32", True, None, [32]])
-def test_a_size_that_is_no_size_is_refused_by_name(value: object) -> None:
-    with pytest.raises(UsageError, match="num_hidden_layers"):
-        facts_from_config("m", "llama", {**SMALL_LLAMA, "num_hidden_layers": value})
+def test_a_size_that_is_no_size_is_refused_by_name(subtests: pytest.Subtests) -> None:
+    for value in (0, -1, 2.0, "32", True, None, [32]):
+        with subtests.test(value=value), pytest.raises(UsageError, match="num_hidden_layers"):
+            facts_from_config("m", "llama", {**SMALL_LLAMA, "num_hidden_layers": value})
 
 
-@pytest.mark.parametrize(
-    ("model_type", "config", "named"),
-    [
+def test_an_impossible_config_is_refused_with_its_reason(subtests: pytest.Subtests) -> None:
+    for model_type, config, named in (
         ("gpt2", {**SMALL_GPT2, "n_head": 5}, "n_head 5 does not divide"),
         ("gpt2", {**SMALL_GPT2, "add_cross_attention": True}, "cross-attention"),
         ("llama", {**SMALL_LLAMA, "num_attention_heads": 5}, "num_attention_heads 5 does not divide"),
         ("llama", {**SMALL_LLAMA, "tie_word_embeddings": "no"}, "tie_word_embeddings"),
         ("qwen3", SMALL_LLAMA, "lacks head_dim"),
         ("mixtral", {**SMALL_LLAMA, "num_local_experts": 2, "num_experts_per_tok": 3}, "num_experts_per_tok 3"),
-    ],
-)
-def test_an_impossible_config_is_refused_with_its_reason(
-    model_type: str, config: Mapping[str, Any], named: str
-) -> None:
-    with pytest.raises(UsageError, match=named):
-        facts_from_config("m", model_type, config)
+    ):
+        with subtests.test(model_type=model_type, config=config, named=named), pytest.raises(UsageError, match=named):
+            facts_from_config("m", model_type, config)
 
 
 # Facts as data

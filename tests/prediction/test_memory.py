@@ -19,7 +19,6 @@ from ds_bench.config.axes import RowFacts
 from ds_bench.config.overrides import overlay
 from ds_bench.config.spec import Configuration
 from ds_bench.errors import UsageError
-from ds_bench.models.presets import find_preset
 from ds_bench.prediction import memory, trial_predictions
 from ds_bench.prediction.deepspeed_estimator import deepspeed_estimates
 from ds_bench.prediction.inputs import MemoryInputs, ZeroSettings
@@ -29,7 +28,7 @@ from ds_bench.prediction.stage_3 import GatheredElements, gathered_elements
 from ds_bench.prediction.stages_0_to_2 import owned_elements
 from ds_bench.prediction.what_if import Change, PlannedTrial, fits, max_batch, min_gpus, smallest_change
 from ds_bench.system import devices
-from tests.support.fakes import failure, offload, placement, success, trial, workload, zero
+from tests.support.fakes import failure, offload, placement, preset, success, trial, workload, zero
 
 GB = 2**30
 NO_BUCKETS = {"zero_optimization": {"reduce_bucket_size": 1, "stage3_prefetch_bucket_size": 0}}
@@ -65,8 +64,7 @@ def ask(strategy: Configuration, ranks: int = 2, *, model: ModelProfile = TOY, *
 
 
 def llama(strategy: Configuration, ranks: int = 8, **work: Any) -> PlannedTrial:
-    facts = find_preset("meta-llama/Llama-2-7b-hf")
-    assert facts is not None
+    facts = preset("meta-llama/Llama-2-7b-hf")
     question = ask(strategy, ranks, model=find_profile(facts, 2048), **{"seq_length": 2048, **work})
     return replace(question, changes={})
 
@@ -148,8 +146,7 @@ def test_with_checkpointing_one_layer_is_recomputed_at_a_time() -> None:
 @pytest.mark.parametrize(("stage", "copy_bytes"), [(2, 8 * 525_336_576), (3, 2 * 525_336_576 + 8 * 250_000_000)])
 def test_an_offloaded_gradient_is_copied_to_fp64_for_its_norm(stage: int, copy_bytes: int) -> None:
     """Llama-3.1-8B's LM head of 128,256 × 4,096, on one GPU; stage 3 takes 250 million elements at a time."""
-    facts = find_preset("meta-llama/Llama-3.1-8B")
-    assert facts is not None
+    facts = preset("meta-llama/Llama-3.1-8B")
     question = ask(offload("cpu_optimizer", stage), 1, model=find_profile(facts, 2048), seq_length=2048)
     found = question.predict()
     assert found.phase == "enter"
@@ -282,11 +279,15 @@ def test_the_cpu_accelerator_has_no_gpu() -> None:
     assert "pinned_rounding" not in on_cpu.host
 
 
-@pytest.mark.parametrize(
-    ("used", "verdict"), [(899, FITS), (900, FITS), (901, TIGHT), (1000, TIGHT), (1001, DOES_NOT_FIT)]
-)
-def test_the_verdict_turns_at_nine_tenths_and_at_all_of_the_card(used: int, verdict: str) -> None:
-    assert prediction(gpu=used).verdict(1000) == verdict
+def test_the_verdict_turns_at_nine_tenths_and_at_all_of_the_card() -> None:
+    verdict = {
+        899: FITS,
+        900: FITS,
+        901: TIGHT,
+        1000: TIGHT,
+        1001: DOES_NOT_FIT,
+    }
+    assert {used: prediction(gpu=used).verdict(1000) for used in verdict} == verdict
 
 
 def test_the_worse_of_gpu_and_host_decides() -> None:
@@ -314,19 +315,21 @@ def test_a_larger_batch_never_takes_less(strategy: Configuration, batch: int, ra
     assert small.gpu_bytes <= large.gpu_bytes
 
 
-@pytest.mark.parametrize("strategy", EVERY[1:], ids=lambda s: s.name)
-def test_more_gpus_never_take_more_each(strategy: Configuration) -> None:
-    found = [llama(strategy, ranks).predict().gpu_bytes for ranks in (2, 4, 8, 16, 64)]
-    assert found == sorted(found, reverse=True)
+def test_more_gpus_never_take_more_each(subtests: pytest.Subtests) -> None:
+    for strategy in EVERY[1:]:
+        with subtests.test(strategy.name):
+            found = [llama(strategy, ranks).predict().gpu_bytes for ranks in (2, 4, 8, 16, 64)]
+            assert found == sorted(found, reverse=True)
 
 
-@pytest.mark.parametrize("strategy", EVERY, ids=lambda s: s.name)
-def test_the_prediction_is_the_fullest_of_the_moments(strategy: Configuration) -> None:
-    question = llama(strategy)
-    prediction, moments = question.predict(), question.gpu_bytes_by_moment()
-    totals = {moment: sum(sizes.values()) for moment, sizes in moments.items()}
-    assert max(totals.values()) == totals[prediction.phase] == prediction.gpu_bytes - prediction.gpu["overhead"]
-    assert moments[prediction.phase].items() <= prediction.gpu.items()
+def test_the_prediction_is_the_fullest_of_the_moments(subtests: pytest.Subtests) -> None:
+    for strategy in EVERY:
+        with subtests.test(strategy.name):
+            question = llama(strategy)
+            prediction, moments = question.predict(), question.gpu_bytes_by_moment()
+            totals = {moment: sum(sizes.values()) for moment, sizes in moments.items()}
+            assert max(totals.values()) == totals[prediction.phase] == prediction.gpu_bytes - prediction.gpu["overhead"]
+            assert moments[prediction.phase].items() <= prediction.gpu.items()
 
 
 def test_a_stage_higher_takes_less_on_eight_gpus() -> None:
@@ -379,8 +382,7 @@ def test_where_one_change_is_not_enough_two_are_named() -> None:
 
 
 def gpt2(strategy: Configuration, ranks: int = 1, **work: Any) -> PlannedTrial:
-    facts = find_preset("gpt2")
-    assert facts is not None
+    facts = preset("gpt2")
     question = ask(strategy, ranks, model=find_profile(facts, 1024), **{"seq_length": 1024, **work})
     return replace(question, changes={})
 
@@ -490,9 +492,8 @@ def test_deepspeed_estimates_nothing_below_stage_2() -> None:
     assert deepspeed_estimates(10**9, 10**6, 8, 8, zero(1)) is None
 
 
-@pytest.mark.parametrize(
-    ("text", "gigabytes"),
-    [
+def test_a_card_is_a_name_or_a_size(subtests: pytest.Subtests) -> None:
+    for text, gigabytes in (
         ("80GB", 80),
         ("24GiB", 24),
         ("79.1", 79.1),
@@ -515,15 +516,15 @@ def test_deepspeed_estimates_nothing_below_stage_2() -> None:
         ("NVIDIA RTX 6000 Ada Generation", 47.4),
         ("L40S-48GB", 44.4),
         ("AMD Instinct MI300X", 192.0),
-    ],
-)
-def test_a_card_is_a_name_or_a_size(text: str, gigabytes: float) -> None:
-    assert devices.memory_bytes(text) == pytest.approx(gigabytes * GB, rel=1e-9)
+    ):
+        with subtests.test(text):
+            assert devices.memory_bytes(text) == pytest.approx(gigabytes * GB, rel=1e-9)
 
 
-@pytest.mark.parametrize("name", devices.names())
-def test_every_card_is_found_by_its_own_name(name: str) -> None:
-    assert 10 * GB < devices.memory_bytes(name) < 300 * GB
+def test_every_card_is_found_by_its_own_name(subtests: pytest.Subtests) -> None:
+    for name in devices.names():
+        with subtests.test(name):
+            assert 10 * GB < devices.memory_bytes(name) < 300 * GB
 
 
 def test_a_name_that_two_cards_share_is_asked_back() -> None:
@@ -531,9 +532,8 @@ def test_a_name_that_two_cards_share_is_asked_back() -> None:
         devices.memory_bytes("A100")
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
+def test_a_card_that_is_not_certain_is_not_guessed(subtests: pytest.Subtests) -> None:
+    for text, words in (
         ("A100-SXM4", "may be A100-40GB or A100-80GB"),
         ("MI300", "may be MI300X"),
         ("H100-96GB", "no card known"),  # there is one, but not the H100 of the table
@@ -541,21 +541,21 @@ def test_a_name_that_two_cards_share_is_asked_back() -> None:
         ("zzz", "H200"),
         ("10001", "10,000 GB"),
         ("9" * 400, "10,000 GB"),
-    ],
-)
-def test_a_card_that_is_not_certain_is_not_guessed(text: str, words: str) -> None:
-    with pytest.raises(UsageError) as caught:
-        devices.memory_bytes(text)
-    assert words in str(caught.value)
-    assert ".json" not in str(caught.value)
+    ):
+        with subtests.test(text):
+            with pytest.raises(UsageError) as caught:
+                devices.memory_bytes(text)
+            assert words in str(caught.value)
+            assert ".json" not in str(caught.value)
 
 
-@pytest.mark.parametrize("text", ["H300", "nan", "", "-5GB", "0GB", "80TB", "80GB 80GB"])
-def test_no_card_is_one_line(text: str) -> None:
-    with pytest.raises(UsageError) as caught:
-        devices.memory_bytes(text)
-    assert "\n" not in str(caught.value)
-    assert "80GB" in str(caught.value)
+def test_no_card_is_one_line(subtests: pytest.Subtests) -> None:
+    for text in ("H300", "nan", "", "-5GB", "0GB", "80TB", "80GB 80GB"):
+        with subtests.test(text):
+            with pytest.raises(UsageError) as caught:
+                devices.memory_bytes(text)
+            assert "\n" not in str(caught.value)
+            assert "80GB" in str(caught.value)
 
 
 def test_an_unknown_card_names_its_neighbours() -> None:
@@ -600,9 +600,10 @@ def test_a_prediction_survives_its_json() -> None:
     assert Prediction.from_dict(json.loads(json.dumps(found.to_dict()))) == found
 
 
-@pytest.mark.parametrize(("ratio", "missed"), [(1.09, False), (1.11, True), (0.91, False), (0.89, True)])
-def test_a_miss_is_more_than_a_tenth(ratio: float, missed: bool) -> None:
-    assert trial_predictions.is_miss(ratio) is missed
+def test_a_miss_is_more_than_a_tenth(subtests: pytest.Subtests) -> None:
+    for ratio, missed in ((1.09, False), (1.11, True), (0.91, False), (0.89, True)):
+        with subtests.test(ratio=ratio):
+            assert trial_predictions.is_miss(ratio) is missed
 
 
 def test_on_gpus_the_allocators_peak_is_what_was_predicted() -> None:

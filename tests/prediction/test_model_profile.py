@@ -12,9 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_bench.errors import UsageError
-from ds_bench.models.presets import ModelFacts, facts_from_config, find_preset, preset_names
+from ds_bench.models.presets import facts_from_config, preset_names
 from ds_bench.prediction import model_profile
 from ds_bench.prediction.model_profile import ModelProfile, Polynomial, find_profile, measure_profile, request_for
+from tests.support.fakes import preset
 from tests.support.model_families import FAMILIES
 from tests.support.real_trials import SUPPORT
 
@@ -40,12 +41,6 @@ LLAMA: dict[str, Any] = {
     "tie_word_embeddings": False,
 }
 SMALL = {"gpt2": GPT2, "llama": LLAMA}
-
-
-def preset(name: str) -> ModelFacts:
-    facts = find_preset(name)
-    assert facts is not None
-    return facts
 
 
 WHOLE = {"accelerator": "cpu", "sequences": [16, 32, 48], "precisions": ["bf16"]}

@@ -9,7 +9,6 @@ import math
 import os
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -36,7 +35,7 @@ from ds_bench.records.schema import TrialRecord
 from ds_bench.report import export, markdown
 from ds_bench.system.environment import Environment
 from tests.support.fakes import GB, failure, offload, placement, success, workload, zero
-from tests.support.real_trials import SUPPORT
+from tests.support.real_trials import SUPPORT, free_port
 
 NVME = "/mnt/nvme"
 FILES = ["ds_config.json", "ds_config_trainer.json", "ds_config_accelerate.json", "accelerate.yaml", "README.md"]
@@ -548,18 +547,15 @@ def test_files_of_a_mangled_configuration_can_be_read_and_the_first_holds_it(
     assert "This row did not train here" in read["README.md"]
 
 
-@pytest.mark.parametrize(
-    ("strategy", "folder"),
-    [
-        ("zero2", "ds_config_zero2"),
-        ("../../etc", "ds_config_.._.._etc"),
-        ("/", "ds_config__"),
-        ("a\0b\\c d", "ds_config_a_b_c_d"),
-        ("cpu_optimizer-2.1", "ds_config_cpu_optimizer-2.1"),
-    ],
-)
-def test_the_folder_of_a_strategy_keeps_its_name_and_leads_nowhere_else(strategy: str, folder: str) -> None:
-    assert export.folder_name(strategy) == folder
+def test_the_folder_of_a_strategy_keeps_its_name_and_leads_nowhere_else() -> None:
+    folder = {
+        "zero2": "ds_config_zero2",
+        "../../etc": "ds_config_.._.._etc",
+        "/": "ds_config__",
+        "a\0b\\c d": "ds_config_a_b_c_d",
+        "cpu_optimizer-2.1": "ds_config_cpu_optimizer-2.1",
+    }
+    assert {strategy: export.folder_name(strategy) for strategy in folder} == folder
 
 
 @given(st.text())
@@ -674,10 +670,3 @@ def run_command(words: list[str], folder: Path) -> dict[str, Any]:
     (line,) = [line for line in out.splitlines() if "REPORT " in line] or [pytest.fail(out[-4000:])]
     report: dict[str, Any] = json.loads(line.partition("REPORT ")[2])
     return report
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

@@ -14,7 +14,6 @@ import pytest
 from ds_bench.analysis.row_difference import RowDifference, explain
 from ds_bench.analysis.summary import summarise
 from ds_bench.config.spec import Configuration
-from ds_bench.models.presets import find_preset
 from ds_bench.prediction import trial_predictions
 from ds_bench.prediction.memory import Prediction
 from ds_bench.prediction.model_profile import find_profile
@@ -27,6 +26,7 @@ from ds_bench.report.markdown import render_markdown
 from ds_bench.report.row_explanation import explanation_lines, paragraph, report_paragraphs, signed_size, size_text
 from ds_bench.report.table import print_report
 from tests.support import fakes
+from tests.support.fakes import preset
 
 GB = fakes.GB
 EXPECTED = Path(__file__).resolve().parents[1] / "data" / "explanations" / "higher_stage.txt"
@@ -38,8 +38,7 @@ def runs(
     configuration: Configuration, seconds: float, factors: tuple[float, ...] = (0.998, 1.0, 1.002), **values: Any
 ) -> list[TrialRecord]:
     """Three runs on eight cards that took what was predicted: the gathered parameters are the rest of the peak."""
-    facts = find_preset(MODEL)
-    assert facts is not None
+    facts = preset(MODEL)
     work = fakes.workload(
         model=MODEL, model_type=facts.model_type, model_config=facts.config, batch_size=1, seq_length=512
     )

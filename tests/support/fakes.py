@@ -18,7 +18,7 @@ from ds_bench.config.options import Options
 from ds_bench.config.spec import Configuration, Placement, Strategy, Trial, Workload
 from ds_bench.launch import Progress, ProgressCallback
 from ds_bench.models.lookup import ResolvedModel
-from ds_bench.models.presets import find_preset
+from ds_bench.models.presets import ModelFacts, find_preset
 from ds_bench.records import schema
 from ds_bench.records.run_folder import RunFolder
 from ds_bench.records.schema import Outcome, RankFailure, RankMeasurement, TrialRecord
@@ -272,6 +272,12 @@ class FakeQuery:
     def read(self) -> GpuInventory:
         """See ``ds_bench.system.gpus.GpuQuery``."""
         return self.inventory
+
+
+def preset(name: str) -> ModelFacts:
+    facts = find_preset(name)
+    assert facts is not None
+    return facts
 
 
 def environment(**changes: Any) -> Environment:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import time
 from collections.abc import Callable
@@ -73,12 +74,23 @@ class Script:
             time.sleep(0.05)
 
     def rows(self) -> list[dict[str, Any]]:
-        (path,) = self.output_dir.glob("*_comparison_*.json")
-        rows: list[dict[str, Any]] = json.loads(path.read_text())
-        return rows
+        return rows_of(self.output_dir)
 
     def beats(self, trial_id: str) -> list[Path]:
         return sorted(self.output_dir.glob(f"runs/*/trials/{trial_id}*/rank*.beat"))
+
+
+def rows_of(folder: Path) -> list[dict[str, Any]]:
+    (path,) = folder.glob("*_comparison_*.json")
+    rows: list[dict[str, Any]] = json.loads(path.read_text())
+    return rows
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
 
 
 def gone_within(pids: set[int], seconds: float) -> set[int]:

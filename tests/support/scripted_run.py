@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from ds_bench.launch import ops, rank_environment
 from ds_bench.system import gpus
 from tests.support import fakes
 from tests.support.fakes import FakeLauncher
+
+Run = Callable[..., int]  # the text of a recipe and flags → the exit code of ``ds_bench run``
 
 
 class House:
@@ -36,8 +39,18 @@ class House:
 
     def resume(self, *arguments: str, script: FakeLauncher | None = None, family: Any = "zero") -> int:
         self.launcher = script or FakeLauncher()
+        return cli.main(family, fakes.make_config, ["--resume", str(self.folder), *arguments])
+
+    @property
+    def folder(self) -> Path:
+        """Of the only run."""
         (folder,) = (self.output / "runs").iterdir()
-        return cli.main(family, fakes.make_config, ["--resume", str(folder), *arguments])
+        return folder
+
+    @property
+    def trials(self) -> list[tuple[int, str, int]]:
+        """Sequence length, row and repeat of every trial that was launched last, in order."""
+        return [(t.workload.seq_length, t.configuration.name, t.repeat) for t in self.launcher.launched]
 
     def rows(self) -> list[dict[str, Any]]:
         (path,) = self.output.glob("*comparison_*.json")

@@ -73,7 +73,7 @@ def test_a_run_on_a_disk_that_fills_ends_in_one_line_and_can_be_resumed(
     assert said.count("\n") == 0, said
     assert "No space left on device" in said
     assert "records.jsonl" in said
-    (run,) = (house.output / "runs").iterdir()
+    run = house.folder
     lines = (run / "records.jsonl").read_text().splitlines()
     assert [json.loads(line)["trial"]["configuration"]["name"] for line in lines] == ["zero0"]
     assert [row["strategy"] for row in house.rows()] == ["zero0"]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from ds_bench.analysis.flops import model_flops_per_token
-from ds_bench.models.presets import find_preset
+from tests.support.fakes import preset
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -27,15 +27,13 @@ def _count(model: Any) -> Any:
 def _tiny() -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    facts = find_preset("tiny")
-    assert facts is not None
+    facts = preset("tiny")
     return AutoModelForCausalLM.from_config(AutoConfig.for_model(facts.model_type, **facts.config)).eval()
 
 
 @pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable:FutureWarning")
 def test_a_model_that_is_trained_whole_counts_what_the_formula_says() -> None:
-    facts = find_preset("tiny")
-    assert facts is not None
+    facts = preset("tiny")
     expected = model_flops_per_token(facts, 16) * TOKENS
     counted = _count(_tiny())
     assert (counted.model_flops, counted.recomputed_flops) == (expected, 0)
@@ -47,8 +45,7 @@ def test_a_model_that_is_trained_whole_counts_what_the_formula_says() -> None:
 
 
 def test_frozen_weights_count_no_gradients() -> None:
-    facts = find_preset("tiny")
-    assert facts is not None
+    facts = preset("tiny")
     products, head = facts.matmul_parameters * TOKENS, 1000 * 128 * TOKENS
     attention = model_flops_per_token(facts, 16) * TOKENS - 6 * products
     first, last = _tiny().requires_grad_(False), _tiny().requires_grad_(False)

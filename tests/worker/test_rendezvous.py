@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from datetime import timedelta
 
 import psutil
@@ -10,13 +9,7 @@ import pytest
 from torch.distributed import TCPStore
 
 from ds_bench.worker.rendezvous import serve_store
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+from tests.support.real_trials import free_port
 
 
 def test_the_store_listens_at_the_masters_address_alone() -> None:
@@ -31,7 +24,8 @@ def test_the_store_listens_at_the_masters_address_alone() -> None:
         serve_store({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
 
 
-@pytest.mark.parametrize("address", ["localhost", "192.0.2.77", ""])
-def test_a_name_and_an_address_of_another_host_are_left_to_torch(address: str) -> None:
+def test_a_name_and_an_address_of_another_host_are_left_to_torch(subtests: pytest.Subtests) -> None:
     """A name may be 127.0.1.1 on its own host; an address may be translated on the way."""
-    assert serve_store({"MASTER_ADDR": address, "MASTER_PORT": str(free_port())}) is None
+    for address in ("localhost", "192.0.2.77", ""):
+        with subtests.test(address=address):
+            assert serve_store({"MASTER_ADDR": address, "MASTER_PORT": str(free_port())}) is None
