@@ -8,7 +8,6 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -38,16 +37,13 @@ def test_the_defaults_are_the_documented_ones() -> None:
     assert (config.num_steps, config.warmup_steps) == (10, 2)
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
+def test_a_value_that_makes_no_sense_names_its_field(subtests: pytest.Subtests) -> None:
+    for changes in (
         {"batch_size": 0}, {"seq_length": -1}, {"num_steps": 0}, {"num_steps": 2.5}, {"warmup_steps": -1},
         {"repeats": 0}, {"backend": "nccl"}, {"device": "tpu"}, {"strategy": "zero4"}, {"batch_size": True},
-    ],
-)  # fmt: skip
-def test_a_value_that_makes_no_sense_names_its_field(changes: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=f"^{next(iter(changes))} is "):
-        BenchmarkConfig("x", **changes)
+    ):  # fmt: skip
+        with subtests.test(changes=changes), pytest.raises(ValueError, match=f"^{next(iter(changes))} is "):
+            BenchmarkConfig("x", **changes)
 
 
 def test_a_benchmark_needs_a_name() -> None:
@@ -62,20 +58,20 @@ def test_fields_may_be_laid_over_a_config() -> None:
     assert (bench.config.name, bench.config.batch_size, bench.config.seq_length) == ("x", 8, 64)
 
 
-@pytest.mark.parametrize(
-    ("strategy", "family", "rows"),
-    [("zero0", "zero", (0,)), ("zero3", "zero", (3,)), ("cpu_full", "offload", ("cpu_full",))],
-)
-def test_a_config_becomes_the_flags_of_the_script_that_has_its_strategy(
-    strategy: str, family: str, rows: tuple[Any, ...]
-) -> None:
-    config = BenchmarkConfig("x", strategy=strategy, repeats=3, arguments=("--grad-accum", "2"), **TINY)
-    options = flags.parse(config.family, "benchmark", config.flags())
-    assert config.family == family
-    assert (options.stages or options.strategies) == rows
-    assert (options.model, options.batch_size, options.seq_length) == ("tiny", 2, 64)
-    assert (options.num_steps, options.warmup_steps, options.repeats, options.grad_accum) == (3, 1, 3, 2)
-    assert (options.accelerator, options.launcher) == ("cpu", "deepspeed")
+def test_a_config_becomes_the_flags_of_the_script_that_has_its_strategy(subtests: pytest.Subtests) -> None:
+    for strategy, family, rows in (
+        ("zero0", "zero", (0,)),
+        ("zero3", "zero", (3,)),
+        ("cpu_full", "offload", ("cpu_full",)),
+    ):
+        with subtests.test(strategy):
+            config = BenchmarkConfig("x", strategy=strategy, repeats=3, arguments=("--grad-accum", "2"), **TINY)
+            options = flags.parse(config.family, "benchmark", config.flags())
+            assert config.family == family
+            assert (options.stages or options.strategies) == rows
+            assert (options.model, options.batch_size, options.seq_length) == ("tiny", 2, 64)
+            assert (options.num_steps, options.warmup_steps, options.repeats, options.grad_accum) == (3, 1, 3, 2)
+            assert (options.accelerator, options.launcher) == ("cpu", "deepspeed")
 
 
 def test_a_request_that_cannot_be_run_is_one_line_and_leaves_no_folder(

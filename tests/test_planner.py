@@ -173,23 +173,19 @@ def test_what_deepspeed_would_not_do_is_a_row_with_a_reason_and_the_others_stay(
     assert "use --stage 3" in (refused["cpu_full"] or "")
 
 
-@pytest.mark.parametrize(
-    ("op", "name", "reason", "remedy"),
-    [
+def test_a_row_whose_op_does_not_build_is_unsupported_with_reason_and_remedy(subtests: pytest.Subtests) -> None:
+    for op, name, reason, remedy in (
         (ops.CPU_ADAM, "cpu_optimizer", "g++ is missing", "install a C++ compiler"),
         (ops.ASYNC_IO, "nvme", "async_io requires the dev libaio .so object", "install libaio's headers"),
         (ops.ASYNC_IO, "nvme", ops.NO_TOOLKIT, "install the CUDA toolkit"),
         (ops.ASYNC_IO, "nvme", "CalledProcessError: error: a template", "see the build log"),
-    ],
-)
-def test_a_row_whose_op_does_not_build_is_unsupported_with_reason_and_remedy(
-    op: str, name: str, reason: str, remedy: str
-) -> None:
-    states = {op: OpState(op=op, ready=False, reason=reason)}
-    options = fakes.options("offload", "--strategies", "none", name, "--nvme-path", "/d")
-    refused = {trial.configuration.name: trial.unsupported for trial in trials(options, states=states)}
-    assert refused["none"] is None
-    assert f"{reason}; {remedy}" in (refused[name] or "")
+    ):
+        with subtests.test(op=op, name=name, remedy=remedy):
+            states = {op: OpState(op=op, ready=False, reason=reason)}
+            options = fakes.options("offload", "--strategies", "none", name, "--nvme-path", "/d")
+            refused = {trial.configuration.name: trial.unsupported for trial in trials(options, states=states)}
+            assert refused["none"] is None
+            assert f"{reason}; {remedy}" in (refused[name] or "")
 
 
 def test_too_little_space_for_swapping_refuses_that_row_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -262,19 +258,17 @@ def test_a_setting_that_slows_what_is_measured_is_said(setting: str) -> None:
     assert any("synchron" in caveat for caveat in trial.caveats)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
+def test_a_row_that_is_not_what_its_columns_say_says_so(subtests: pytest.Subtests) -> None:
+    for arguments, said in (
         (['--set=zero_optimization.offload_optimizer={"device": "cpu"}'], "ran optimizer offload cpu"),
         (["--set", 'zero_optimization.offload_param={"device": "cpu"}'], "ran parameter offload cpu"),
         (["--set", "fp16.enabled=true", "--precision", "bf16"], "ran precision fp16"),
         (["--set", "bf16.enabled=false", "--precision", "bf16"], "ran precision fp32"),
-    ],
-)
-def test_a_row_that_is_not_what_its_columns_say_says_so(arguments: list[str], said: str) -> None:
-    (trial,) = trials(fakes.options("zero", "--stages", "3", *arguments))
-    assert len(trial.caveats) == 1
-    assert said in trial.caveats[0]
+    ):
+        with subtests.test(arguments=arguments):
+            (trial,) = trials(fakes.options("zero", "--stages", "3", *arguments))
+            assert len(trial.caveats) == 1
+            assert said in trial.caveats[0]
 
 
 def test_a_stage_changed_in_the_config_is_refused_since_it_would_mislabel_the_row() -> None:
@@ -394,25 +388,22 @@ def test_a_null_in_the_file_takes_the_key_out_too(tmp_path: Path) -> None:
     assert "gradient_clipping" not in config_of("--ds-config", path, "--set", "steps_per_print=5")
 
 
-@pytest.mark.parametrize("setting", ["", "gradient_clipping", "=1", "zero_optimization..stage=1"])
-def test_a_setting_that_is_none_is_refused(setting: str) -> None:
-    with pytest.raises(UsageError, match=r"is not key\.path=value"):
-        config_of("--set", setting)
+def test_a_setting_that_is_none_is_refused(subtests: pytest.Subtests) -> None:
+    for setting in ("", "gradient_clipping", "=1", "zero_optimization..stage=1"):
+        with subtests.test(setting), pytest.raises(UsageError, match=r"is not key\.path=value"):
+            config_of("--set", setting)
 
 
-@pytest.mark.parametrize(
-    ("setting", "said"),
-    [
+def test_a_setting_that_would_be_ignored_or_break_a_file_is_refused(subtests: pytest.Subtests) -> None:
+    for setting, said in (
         ("bf17.enabled=true", "did you mean 'bf16'"),
         ("bf16=true", "not an object"),
         ("optimizer=SGD", "not an object"),
         ("gradient_clipping=NaN", "cannot be written as JSON"),
         ("gradient_clipping=Infinity", "cannot be written as JSON"),
-    ],
-)
-def test_a_setting_that_would_be_ignored_or_break_a_file_is_refused(setting: str, said: str) -> None:
-    with pytest.raises(UsageError, match=said):
-        config_of("--set", setting)
+    ):
+        with subtests.test(setting), pytest.raises(UsageError, match=said):
+            config_of("--set", setting)
 
 
 def test_another_micro_batch_makes_the_total_anew() -> None:
@@ -500,34 +491,34 @@ def test_a_total_alone_that_contradicts_the_flags_is_refused_in_one_line() -> No
         trials(fakes.options("zero"), make=other)
 
 
-@pytest.mark.parametrize(
-    ("setting", "said"),
-    [
+def test_a_nested_key_that_deepspeed_refuses_is_named_before_any_trial(subtests: pytest.Subtests) -> None:
+    for setting, said in (
         ("zero_optimization.overlap_com=true", "zero_optimization.overlap_com, .*did you mean 'overlap_comm'"),
         ("zero_optimization.offload_param.pin=true", "zero_optimization.offload_param.pin, .*it knows buffer_count"),
         ("bf16.enable=true", "bf16.enable, .*did you mean 'enabled'"),
         ("optimizer.params.lrr=3", "optimizer.params.lrr: .* takes no argument lrr.*did you mean lr"),
         ("zero_optimization.overlap_comm=often", "zero_optimization.overlap_comm: .*valid boolean"),
-    ],
-)
-def test_a_nested_key_that_deepspeed_refuses_is_named_before_any_trial(setting: str, said: str) -> None:
-    with pytest.raises(UsageError, match=said):
-        config_of("--set", setting)
+    ):
+        with subtests.test(setting), pytest.raises(UsageError, match=said):
+            config_of("--set", setting)
 
 
-@pytest.mark.parametrize("returned", [None, [], "config.json"])
-def test_a_function_that_returns_no_dict_is_refused(returned: Any) -> None:
-    with pytest.raises(UsageError, match=f"create_deepspeed_config returned {type(returned).__name__}"):
-        trials(fakes.options("zero"), make=lambda *_: returned)
+def test_a_function_that_returns_no_dict_is_refused(subtests: pytest.Subtests) -> None:
+    for returned in (None, [], "config.json"):
+        with (
+            subtests.test(returned=returned),
+            pytest.raises(UsageError, match=f"create_deepspeed_config returned {type(returned).__name__}"),
+        ):
+            trials(fakes.options("zero"), make=lambda *_, returned=returned: returned)
 
 
-@pytest.mark.parametrize("value", [{1, 2}, object(), float("nan"), Path("/x")], ids=["set", "object", "nan", "path"])
-def test_a_function_that_returns_what_no_file_can_hold_is_refused_before_any_work(value: Any) -> None:
+def test_a_function_that_returns_what_no_file_can_hold_is_refused_before_any_work(subtests: pytest.Subtests) -> None:
     def odd(strategy: Strategy, batch_size: int, grad_accum: int = 1) -> dict[str, Any]:
         return {**fakes.make_config(strategy, batch_size, grad_accum), "scheduler": {"params": value}}
 
-    with pytest.raises(UsageError, match="cannot be written as JSON"):
-        trials(fakes.options("zero"), make=odd)
+    for value in ({1, 2}, object(), float("nan"), Path("/x")):
+        with subtests.test(value=value), pytest.raises(UsageError, match="cannot be written as JSON"):
+            trials(fakes.options("zero"), make=odd)
 
 
 def test_one_dict_returned_for_every_stage_is_not_changed_by_planning() -> None:
@@ -564,10 +555,11 @@ def test_the_workload_is_what_the_flags_say_and_the_same_in_every_trial() -> Non
     assert work.trust_remote_code
 
 
-@pytest.mark.parametrize("optimizer", ["SGD", "Adagrad", "Adam"])
-def test_the_optimizer_asked_for_is_that_of_every_row(optimizer: str) -> None:
-    made: Sequence[Trial] = trials(fakes.options("zero", "--optimizer", optimizer))
-    assert {trial.ds_config["optimizer"]["type"] for trial in made} == {optimizer}
+def test_the_optimizer_asked_for_is_that_of_every_row(subtests: pytest.Subtests) -> None:
+    for optimizer in ("SGD", "Adagrad", "Adam"):
+        with subtests.test(optimizer):
+            made: Sequence[Trial] = trials(fakes.options("zero", "--optimizer", optimizer))
+            assert {trial.ds_config["optimizer"]["type"] for trial in made} == {optimizer}
 
 
 # ------------------------------------------------------------------ completed by the op builds

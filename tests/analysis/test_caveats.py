@@ -25,11 +25,12 @@ def test_every_kind_has_a_next_step() -> None:
     assert {kind for kind, step in NEXT_STEPS.items() if not step} == FREE
 
 
-@pytest.mark.parametrize("kind", sorted(set(CaveatKind) - FREE))
-def test_a_caveat_carries_the_next_step_of_its_kind(kind: CaveatKind) -> None:
-    caveat = caveat_of_kind(kind, "seen: 3 %")
-    assert caveat.next_step == NEXT_STEPS[kind]
-    assert caveat.line == f"seen: 3 %; {NEXT_STEPS[kind]}"
+def test_a_caveat_carries_the_next_step_of_its_kind(subtests: pytest.Subtests) -> None:
+    for kind in sorted(set(CaveatKind) - FREE):
+        with subtests.test(kind):
+            caveat = caveat_of_kind(kind, "seen: 3 %")
+            assert caveat.next_step == NEXT_STEPS[kind]
+            assert caveat.line == f"seen: 3 %; {NEXT_STEPS[kind]}"
 
 
 def test_a_remedy_that_the_text_ends_with_is_not_said_twice() -> None:

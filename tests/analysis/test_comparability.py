@@ -71,15 +71,14 @@ def test_interleaved_repeats_are_one_row_each_in_order_of_appearance() -> None:
     assert list(groups) == [row_key(records[0]), row_key(records[1])]
 
 
-@pytest.mark.parametrize(
-    "changes", [{"device_name": "NVIDIA A100"}, {"torch_version": "2.11.0"}, {"deepspeed_version": "0.18.0"}]
-)
-def test_runs_of_one_row_on_other_cards_or_versions_are_never_mixed_into_a_median(changes: dict[str, Any]) -> None:
-    here, there = fakes.success(gpu()), fakes.success(gpu(repeat=1), **changes)
-    failed = fakes.failure(gpu(repeat=2))
-    groups = group_repeats(summaries(here, there, failed, here))
-    key = row_key(here)
-    assert {name: len(runs) for name, runs in groups.items()} == {key: 3, f"{key}-2": 1}
+def test_runs_of_one_row_on_other_cards_or_versions_are_never_mixed_into_a_median(subtests: pytest.Subtests) -> None:
+    for changes in ({"device_name": "NVIDIA A100"}, {"torch_version": "2.11.0"}, {"deepspeed_version": "0.18.0"}):
+        with subtests.test(changes=changes):
+            here, there = fakes.success(gpu()), fakes.success(gpu(repeat=1), **changes)
+            failed = fakes.failure(gpu(repeat=2))
+            groups = group_repeats(summaries(here, there, failed, here))
+            key = row_key(here)
+            assert {name: len(runs) for name, runs in groups.items()} == {key: 3, f"{key}-2": 1}
 
 
 def test_a_run_that_measured_nothing_does_not_make_a_row_of_its_own_by_coming_first() -> None:
@@ -166,34 +165,38 @@ def test_every_field_of_workload_and_placement_is_tried_below() -> None:
     assert {each.name for each in fields(Placement)} == {*OTHER_PLACEMENTS, *of_nodes, *NOT_MEASURED}
 
 
-@pytest.mark.parametrize("name", OTHER_WORKLOADS)
-def test_a_difference_of_the_workload_is_named_once_with_both_values(name: str) -> None:
-    theirs = gpu(of=fakes.workload(**{name: OTHER_WORKLOADS[name]}))
-    values = getattr(gpu().workload, name), OTHER_WORKLOADS[name]
-    ours, shown = ("none" if value is None else value for value in values)
-    assert between(gpu(), theirs) == [f"{name} {ours} against {shown}"]
+def test_a_difference_of_the_workload_is_named_once_with_both_values(subtests: pytest.Subtests) -> None:
+    for name in OTHER_WORKLOADS:
+        with subtests.test(name):
+            theirs = gpu(of=fakes.workload(**{name: OTHER_WORKLOADS[name]}))
+            values = getattr(gpu().workload, name), OTHER_WORKLOADS[name]
+            ours, shown = ("none" if value is None else value for value in values)
+            assert between(gpu(), theirs) == [f"{name} {ours} against {shown}"]
 
 
-@pytest.mark.parametrize("name", SAME_TRAINING_FIELDS)
-def test_how_a_step_is_computed_may_differ_where_a_row_is_there_to_show_it(name: str) -> None:
-    changes = {name: OTHER_WORKLOADS[name]}
-    row = replace(fakes.zero(1), workload_changes=changes)
-    assert between(gpu(), replace(gpu(of=fakes.workload(**changes)), configuration=row)) == []
-    longer = replace(gpu(of=fakes.workload(seq_length=256, **changes)), configuration=row)
-    assert between(gpu(), longer) == ["seq_length 128 against 256"]
+def test_how_a_step_is_computed_may_differ_where_a_row_is_there_to_show_it(subtests: pytest.Subtests) -> None:
+    for name in SAME_TRAINING_FIELDS:
+        with subtests.test(name):
+            changes = {name: OTHER_WORKLOADS[name]}
+            row = replace(fakes.zero(1), workload_changes=changes)
+            assert between(gpu(), replace(gpu(of=fakes.workload(**changes)), configuration=row)) == []
+            longer = replace(gpu(of=fakes.workload(seq_length=256, **changes)), configuration=row)
+            assert between(gpu(), longer) == ["seq_length 128 against 256"]
 
 
-@pytest.mark.parametrize("axis", PARALLEL_AXES)
-def test_rows_whose_ranks_share_data_are_compared_by_tokens_per_second(axis: str) -> None:
-    row = replace(fakes.zero(1), axis_values={axis: "2"})
-    assert between(gpu(), replace(gpu(), configuration=row), data_parallel_size=1) == []
+def test_rows_whose_ranks_share_data_are_compared_by_tokens_per_second(subtests: pytest.Subtests) -> None:
+    for axis in PARALLEL_AXES:
+        with subtests.test(axis):
+            row = replace(fakes.zero(1), axis_values={axis: "2"})
+            assert between(gpu(), replace(gpu(), configuration=row), data_parallel_size=1) == []
 
 
-@pytest.mark.parametrize("name", OTHER_PLACEMENTS)
-def test_a_difference_of_the_placement_is_named(name: str) -> None:
-    theirs = gpu(on=replace(CUDA, **{name: OTHER_PLACEMENTS[name]}))
-    found = incomparable_fields(fakes.success(gpu()), fakes.failure(theirs))
-    assert [text.partition(" ")[0] for text in found] == [name]
+def test_a_difference_of_the_placement_is_named(subtests: pytest.Subtests) -> None:
+    for name in OTHER_PLACEMENTS:
+        with subtests.test(name):
+            theirs = gpu(on=replace(CUDA, **{name: OTHER_PLACEMENTS[name]}))
+            found = incomparable_fields(fakes.success(gpu()), fakes.failure(theirs))
+            assert [text.partition(" ")[0] for text in found] == [name]
 
 
 def test_of_several_nodes_their_number_and_ranks_count_and_not_their_names() -> None:
@@ -218,19 +221,17 @@ def test_of_two_models_only_the_facts_that_differ_are_named() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
+def test_what_the_engine_ran_counts_and_not_what_the_flags_said(subtests: pytest.Subtests) -> None:
+    for changes, said in (
         ({"micro_batch_size": 8}, "micro_batch_size 4 against 8"),
         ({"grad_accum": 2}, "grad_accum 1 against 2"),
         ({"data_parallel_size": 1}, "data_parallel_size 2 against 1"),
         ({"torch_version": "2.11.0"}, "torch 2.13.0 against 2.11.0"),
         ({"deepspeed_version": "0.18.0"}, "deepspeed 0.19.8 against 0.18.0"),
         ({"device_name": "NVIDIA A100"}, "device 2 x NVIDIA H100 80GB HBM3 against 2 x NVIDIA A100"),
-    ],
-)
-def test_what_the_engine_ran_counts_and_not_what_the_flags_said(changes: dict[str, Any], said: str) -> None:
-    assert between(gpu(), gpu(3), **changes) == [said]
+    ):
+        with subtests.test(changes=changes):
+            assert between(gpu(), gpu(3), **changes) == [said]
 
 
 def test_what_an_axis_sets_may_differ_and_nothing_else() -> None:

@@ -259,11 +259,12 @@ def test_a_failed_run_does_not_count_towards_three() -> None:
     assert row.ratio_interval is None
 
 
-@pytest.mark.parametrize("name", ["zero2", "ZeRO-2", "zero-2", "stage 2", "stage2"])
-def test_any_row_can_be_the_baseline_by_any_of_its_names(name: str) -> None:
-    comparison = compared(*(ran(stage, 0.1 * (stage + 1)) for stage in (0, 1, 2)), relative_to=name)
-    assert comparison.baseline == comparison.rows[2]
-    assert [row.ratio for row in comparison.rows] == pytest.approx([3, 1.5, 1])
+def test_any_row_can_be_the_baseline_by_any_of_its_names(subtests: pytest.Subtests) -> None:
+    for name in ("zero2", "ZeRO-2", "zero-2", "stage 2", "stage2"):
+        with subtests.test(name):
+            comparison = compared(*(ran(stage, 0.1 * (stage + 1)) for stage in (0, 1, 2)), relative_to=name)
+            assert comparison.baseline == comparison.rows[2]
+            assert [row.ratio for row in comparison.rows] == pytest.approx([3, 1.5, 1])
 
 
 def test_a_row_is_found_by_its_own_label_before_the_strategies_name() -> None:
@@ -349,21 +350,19 @@ def test_where_the_baseline_failed_rows_are_still_told_apart_that_do_not_compare
     assert [row.differences for row in found] == [(), (), ("batch_size 4 against 64",)]
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
+def test_rows_that_do_not_compare_get_neither_ratio_nor_difference_of_memory(subtests: pytest.Subtests) -> None:
+    for other in (
         fakes.success(gpu(2, of=fakes.workload(batch_size=8))),
         fakes.success(gpu(2), micro_batch_size=8),
         fakes.success(gpu(2, on=replace(CUDA, num_gpus=4))),
         fakes.success(gpu(2), torch_version="2.11.0"),
         replace(fakes.success(gpu(2)), method_version=99),
-    ],
-)
-def test_rows_that_do_not_compare_get_neither_ratio_nor_difference_of_memory(other: TrialRecord) -> None:
-    _, row = rows(ran(0), other)
-    assert row.differences
-    assert row.tokens_per_second is not None
-    assert (row.ratio, row.ratio_interval, row.gpu_difference_bytes, row.host_difference_bytes) == (None,) * 4
+    ):
+        with subtests.test(other=other):
+            _, row = rows(ran(0), other)
+            assert row.differences
+            assert row.tokens_per_second is not None
+            assert (row.ratio, row.ratio_interval, row.gpu_difference_bytes, row.host_difference_bytes) == (None,) * 4
 
 
 def test_results_are_in_order_of_appearance_with_labels_of_their_own_and_found_by_key() -> None:
@@ -489,15 +488,14 @@ def test_a_tested_comparison_on_quiet_cards_has_no_caveat() -> None:
     assert comparison.caveats == ()
 
 
-@pytest.mark.parametrize(
-    ("seconds", "on", "told"), [(0.19, CUDA, True), (0.21, CUDA, False), (0.1, fakes.placement(num_gpus=2), False)]
-)
-def test_a_window_on_a_gpu_below_two_seconds_is_told(seconds: float, on: Any, told: bool) -> None:
-    short = fakes.success(gpu(1, on=on), step_seconds=[seconds] * 10)
-    assert (CaveatKind.SHORT_WINDOW in kinds(compared(short))) is told
-    (flat,) = flat_rows([summarise(short, None, None)])  # tells the mean step and the number of steps
-    again = compare([flat_reader.read_summary(flat_reader.check_rows([flat])[0])])
-    assert kinds(again).get(CaveatKind.SHORT_WINDOW) == kinds(compared(short)).get(CaveatKind.SHORT_WINDOW)
+def test_a_window_on_a_gpu_below_two_seconds_is_told(subtests: pytest.Subtests) -> None:
+    for seconds, on, told in ((0.19, CUDA, True), (0.21, CUDA, False), (0.1, fakes.placement(num_gpus=2), False)):
+        with subtests.test(seconds=seconds):
+            short = fakes.success(gpu(1, on=on), step_seconds=[seconds] * 10)
+            assert (CaveatKind.SHORT_WINDOW in kinds(compared(short))) is told
+            (flat,) = flat_rows([summarise(short, None, None)])  # tells the mean step and the number of steps
+            again = compare([flat_reader.read_summary(flat_reader.check_rows([flat])[0])])
+            assert kinds(again).get(CaveatKind.SHORT_WINDOW) == kinds(compared(short)).get(CaveatKind.SHORT_WINDOW)
 
 
 def test_too_few_repeats_are_said_with_the_remedy() -> None:
@@ -515,18 +513,16 @@ def test_one_row_with_numbers_has_no_difference_to_test() -> None:
     assert CaveatKind.TOO_FEW_REPEATS not in kinds(compared(ran(0), fakes.failure(gpu(1))))
 
 
-@pytest.mark.parametrize(
-    ("records", "said"),
-    [
+def test_stages_that_have_nobody_to_partition_with_are_said(subtests: pytest.Subtests) -> None:
+    for records, said in (
         ([fakes.success(gpu(1, on=replace(CUDA, num_gpus=1)))], True),
         ([fakes.failure(gpu(3, on=replace(CUDA, num_gpus=1)))], True),
         ([fakes.success(gpu(1), data_parallel_size=1)], True),
         ([fakes.success(gpu(0, on=replace(CUDA, num_gpus=1)))], False),
         ([fakes.success(gpu(3))], False),
-    ],
-)
-def test_stages_that_have_nobody_to_partition_with_are_said(records: list[TrialRecord], said: bool) -> None:
-    assert (CaveatKind.ONE_GPU in kinds(compared(*records))) is said
+    ):
+        with subtests.test(records=records):
+            assert (CaveatKind.ONE_GPU in kinds(compared(*records))) is said
 
 
 def test_figures_of_the_cpu_accelerator_are_said_to_say_nothing_about_gpus() -> None:
@@ -538,9 +534,8 @@ def card(index: int = 0, **changes: Any) -> GpuFacts:
     return GpuFacts(index=index, name="NVIDIA H100 80GB HBM3", memory_total_bytes=80 * GB, **changes)
 
 
-@pytest.mark.parametrize(
-    ("changes", "kind", "said"),
-    [
+def test_what_disturbs_the_machine_is_said_of_the_cards_that_were_used(subtests: pytest.Subtests) -> None:
+    for changes, kind, said in (
         ({"gpus": (card(other_processes=((7, None), (8, GB))),)}, CaveatKind.OTHER_PROCESS, True),
         ({"gpus": (card(other_processes=()),)}, CaveatKind.OTHER_PROCESS, False),
         ({"gpus": (card(other_processes=None),)}, CaveatKind.OTHER_PROCESS, False),
@@ -552,15 +547,12 @@ def card(index: int = 0, **changes: Any) -> GpuFacts:
         ({"swap_used_bytes": 3 * GB}, CaveatKind.SWAP_USED, True),
         ({"swap_used_bytes": 0}, CaveatKind.SWAP_USED, False),
         ({"swap_used_bytes": None}, CaveatKind.SWAP_USED, False),
-    ],
-)
-def test_what_disturbs_the_machine_is_said_of_the_cards_that_were_used(
-    changes: dict[str, Any], kind: CaveatKind, said: bool
-) -> None:
-    found = kinds(compared(ran(0), on=(fakes.environment(**changes),)))
-    assert (kind in found) is said
-    if said:
-        assert found[kind].next_step
+    ):
+        with subtests.test(changes=changes, kind=kind):
+            found = kinds(compared(ran(0), on=(fakes.environment(**changes),)))
+            assert (kind in found) is said
+            if said:
+                assert found[kind].next_step
 
 
 def test_cards_that_a_cpu_run_did_not_use_are_no_matter() -> None:
@@ -592,16 +584,17 @@ def test_where_no_rank_got_far_enough_the_environment_tells_the_card() -> None:
     assert compared(fakes.success(), on=(fakes.environment(),)).device_capacity_bytes is None
 
 
-@pytest.mark.parametrize(
-    ("host", "cgroup", "capacity"),
-    [(256 * GB, None, 256 * GB), (256 * GB, 64 * GB, 64 * GB), (None, None, None), (None, GB, GB)],
-)
-def test_the_hosts_capacity_is_the_tighter_of_machine_and_cgroup(
-    host: int | None, cgroup: int | None, capacity: int | None
-) -> None:
-    facts = fakes.environment(host_memory_bytes=host, cgroup_memory_limit_bytes=cgroup)
-    assert compared(ran(0), on=(facts,)).host_capacity_bytes == capacity
-    assert compared(ran(0)).host_capacity_bytes is None
+def test_the_hosts_capacity_is_the_tighter_of_machine_and_cgroup(subtests: pytest.Subtests) -> None:
+    for host, cgroup, capacity in (
+        (256 * GB, None, 256 * GB),
+        (256 * GB, 64 * GB, 64 * GB),
+        (None, None, None),
+        (None, GB, GB),
+    ):
+        with subtests.test(host=host, cgroup=cgroup, capacity=capacity):
+            facts = fakes.environment(host_memory_bytes=host, cgroup_memory_limit_bytes=cgroup)
+            assert compared(ran(0), on=(facts,)).host_capacity_bytes == capacity
+            assert compared(ran(0)).host_capacity_bytes is None
 
 
 # ------------------------------------------------------------------ speed

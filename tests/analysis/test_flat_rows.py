@@ -51,18 +51,20 @@ EVERY_ENDING = [
 ]
 
 
-@pytest.mark.parametrize("entry", EVERY_ENDING, ids=lambda entry: entry.outcome.status)
-def test_every_row_has_every_key_whatever_came_of_the_trial(entry: TrialRecord) -> None:
-    (row,) = rows(entry)
-    assert list(row)[: len(KEYS)] == KEYS
-    assert list(row) == [column.name for column in COLUMNS]
+def test_every_row_has_every_key_whatever_came_of_the_trial(subtests: pytest.Subtests) -> None:
+    for entry in EVERY_ENDING:
+        with subtests.test(entry.outcome.status):
+            (row,) = rows(entry)
+            assert list(row)[: len(KEYS)] == KEYS
+            assert list(row) == [column.name for column in COLUMNS]
 
 
-@pytest.mark.parametrize("entry", EVERY_ENDING, ids=lambda entry: entry.outcome.status)
-def test_the_stage_is_a_whole_number_in_every_row(entry: TrialRecord) -> None:
-    (row,) = rows(entry)
-    assert type(row["stage"]) is int
-    assert row["stage"] == entry.trial.configuration.stage
+def test_the_stage_is_a_whole_number_in_every_row(subtests: pytest.Subtests) -> None:
+    for entry in EVERY_ENDING:
+        with subtests.test(entry.outcome.status):
+            (row,) = rows(entry)
+            assert type(row["stage"]) is int
+            assert row["stage"] == entry.trial.configuration.stage
 
 
 def test_no_two_columns_share_a_name() -> None:
@@ -106,13 +108,16 @@ def test_a_good_row_has_no_error() -> None:
     assert (row["success"], row["status"], row["error"], row["error_details"]) == (True, "✅ Success", None, None)
 
 
-@pytest.mark.parametrize(
-    ("status", "text"),
-    [("Success", "✅ Success"), ("OOM", "❌ OOM"), ("RuntimeError", "❌ RuntimeError"), ("OOM (host)", "❌ OOM (host)"),
-     ("Skipped", "⏭️ Skipped"), ("Interrupted", "⏹️ Interrupted")],
-)  # fmt: skip
-def test_a_status_is_a_sign_and_a_word(status: str, text: str) -> None:
-    assert status_text(status) == text
+def test_a_status_is_a_sign_and_a_word() -> None:
+    text = {
+        "Success": "✅ Success",
+        "OOM": "❌ OOM",
+        "RuntimeError": "❌ RuntimeError",
+        "OOM (host)": "❌ OOM (host)",
+        "Skipped": "⏭️ Skipped",
+        "Interrupted": "⏹️ Interrupted",
+    }
+    assert {status: status_text(status) for status in text} == text
 
 
 # ------------------------------------------------------------------ units
@@ -229,10 +234,11 @@ def test_a_failed_row_shows_the_batch_that_was_asked_for() -> None:
     assert (row["batch_size"], row["grad_accum"]) == (7, 2)
 
 
-@pytest.mark.parametrize(("mfu", "shown"), [(0.4, 0.4), (1.0, 1.0), (5.63, None), (None, None)])
-def test_an_mfu_above_100_percent_is_no_result(mfu: float | None, shown: float | None) -> None:
-    (row,) = flat_rows([TrialSummary(record=fakes.success(), mfu=mfu)])
-    assert row["mfu"] == shown
+def test_an_mfu_above_100_percent_is_no_result(subtests: pytest.Subtests) -> None:
+    for mfu, shown in ((0.4, 0.4), (1.0, 1.0), (5.63, None), (None, None)):
+        with subtests.test(mfu=mfu):
+            (row,) = flat_rows([TrialSummary(record=fakes.success(), mfu=mfu)])
+            assert row["mfu"] == shown
 
 
 def test_losses_are_the_first_and_the_last_of_the_whole_training() -> None:

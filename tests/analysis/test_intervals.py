@@ -34,13 +34,14 @@ quick = settings(deadline=None)
 # ------------------------------------------------------------------ Student's t
 
 
-@pytest.mark.parametrize("p", [0.6, 0.9, 0.975, 0.999])
-def test_a_quantile_agrees_with_the_closed_forms_to_12_digits(p: float) -> None:
+def test_a_quantile_agrees_with_the_closed_forms_to_12_digits(subtests: pytest.Subtests) -> None:
     """One degree of freedom: tan(π (p − 1/2)); two: (2p − 1) / √(2 p (1 − p)); four: Shaw (2006), equation 37."""
-    root = math.sqrt(4 * p * (1 - p))
-    four = 2 * math.sqrt(math.cos(math.acos(root) / 3) / root - 1)
-    closed = [math.tan(math.pi * (p - 0.5)), (2 * p - 1) / math.sqrt(2 * p * (1 - p)), four]
-    assert [student_t_quantile(p, df) for df in (1, 2, 4)] == pytest.approx(closed, rel=1e-12)
+    for p in (0.6, 0.9, 0.975, 0.999):
+        with subtests.test(p=p):
+            root = math.sqrt(4 * p * (1 - p))
+            four = 2 * math.sqrt(math.cos(math.acos(root) / 3) / root - 1)
+            closed = [math.tan(math.pi * (p - 0.5)), (2 * p - 1) / math.sqrt(2 * p * (1 - p)), four]
+            assert [student_t_quantile(p, df) for df in (1, 2, 4)] == pytest.approx(closed, rel=1e-12)
 
 
 # ------------------------------------------------------------------ spread
@@ -111,17 +112,19 @@ def test_unequal_spreads_cost_degrees_of_freedom() -> None:
     assert found.degrees_of_freedom == pytest.approx(2)
 
 
-@pytest.mark.parametrize(("runs", "others"), [(2, 3), (3, 2), (0, 3), (1, 1)])
-def test_fewer_than_three_runs_on_a_side_are_not_tested(runs: int, others: int) -> None:
-    assert ratio_interval([1.0] * runs, [1.0] * others) is None
-    assert mean_interval([1.0] * min(runs, others)) is None
+def test_fewer_than_three_runs_on_a_side_are_not_tested(subtests: pytest.Subtests) -> None:
+    for runs, others in ((2, 3), (3, 2), (0, 3), (1, 1)):
+        with subtests.test(runs=runs):
+            assert ratio_interval([1.0] * runs, [1.0] * others) is None
+            assert mean_interval([1.0] * min(runs, others)) is None
 
 
-@pytest.mark.parametrize("bad", [0.0, -1.0, math.nan, math.inf])
-def test_what_is_no_throughput_is_not_tested(bad: float) -> None:
-    assert ratio_interval([1.0, 2.0, bad], [1.0, 2.0, 3.0]) is None
-    assert ratio_interval([1.0, 2.0, 3.0], [1.0, 2.0, bad]) is None
-    assert mean_interval([1.0, 2.0, bad]) is None
+def test_what_is_no_throughput_is_not_tested(subtests: pytest.Subtests) -> None:
+    for bad in (0.0, -1.0, math.nan, math.inf):
+        with subtests.test(bad=bad):
+            assert ratio_interval([1.0, 2.0, bad], [1.0, 2.0, 3.0]) is None
+            assert ratio_interval([1.0, 2.0, 3.0], [1.0, 2.0, bad]) is None
+            assert mean_interval([1.0, 2.0, bad]) is None
 
 
 def test_runs_that_do_not_vary_at_all_have_an_interval_without_width() -> None:
@@ -135,11 +138,10 @@ def test_runs_that_do_not_vary_at_all_have_an_interval_without_width() -> None:
     assert mean_interval([100.0] * 3) == pytest.approx((100, 100))
 
 
-@pytest.mark.parametrize(
-    ("low", "high", "said"), [(0.9, 0.99, True), (0.9, 1.0, False), (1.0, 1.1, False), (1.01, 1.1, True)]
-)
-def test_only_an_interval_that_leaves_out_1_distinguishes(low: float, high: float, said: bool) -> None:
-    assert RatioInterval(ratio=1.0, low=low, high=high, degrees_of_freedom=4).distinguishable is said
+def test_only_an_interval_that_leaves_out_1_distinguishes(subtests: pytest.Subtests) -> None:
+    for low, high, said in ((0.9, 0.99, True), (0.9, 1.0, False), (1.0, 1.1, False), (1.01, 1.1, True)):
+        with subtests.test(low=low, high=high):
+            assert RatioInterval(ratio=1.0, low=low, high=high, degrees_of_freedom=4).distinguishable is said
 
 
 # ------------------------------------------------------------------ laws
@@ -411,19 +413,21 @@ def test_two_rows_of_which_none_is_the_baseline_are_held_to_one_level_for_all_ot
     assert found.confidence == pytest.approx(1 - 0.05 / 3)
 
 
-@pytest.mark.parametrize("bad", [[1.0, 2.0], [1.0, 2.0, 0.0], []])
-def test_a_row_that_cannot_be_tested_takes_no_part(bad: list[float]) -> None:
-    found = table({"a": [100.0, 101.0, 102.0], "b": [50.0, 51.0, 50.0], "bad": bad})
-    assert found.between("bad", "a") is None
-    assert found.between("a", "a") is None
-    assert found.between("b", "a") == table({"a": [100.0, 101.0, 102.0], "b": [50.0, 51.0, 50.0]}).between("b", "a")
+def test_a_row_that_cannot_be_tested_takes_no_part(subtests: pytest.Subtests) -> None:
+    for bad in ([1.0, 2.0], [1.0, 2.0, 0.0], []):
+        with subtests.test(bad=bad):
+            found = table({"a": [100.0, 101.0, 102.0], "b": [50.0, 51.0, 50.0], "bad": bad})
+            assert found.between("bad", "a") is None
+            assert found.between("a", "a") is None
+            assert found.between("b", "a") == table({"a": [100.0, 101.0, 102.0], "b": [50.0, 51.0, 50.0]}).between(
+                "b", "a"
+            )
 
 
-@pytest.mark.parametrize(("low", "high", "said"), [(2.26, 109.08, False), (1.1, 2.1, True), (1.1, 2.3, False)])
-def test_on_a_shared_processor_an_interval_beyond_a_factor_of_two_decides_nothing(
-    low: float, high: float, said: bool
-) -> None:
-    found = RatioInterval(ratio=1.5, low=low, high=high, degrees_of_freedom=4)
-    assert found.distinguishable
-    assert found.on_shared_processor.distinguishable is said
-    assert found.on_shared_processor.inverse.distinguishable is said
+def test_on_a_shared_processor_an_interval_beyond_a_factor_of_two_decides_nothing(subtests: pytest.Subtests) -> None:
+    for low, high, said in ((2.26, 109.08, False), (1.1, 2.1, True), (1.1, 2.3, False)):
+        with subtests.test(low=low, high=high):
+            found = RatioInterval(ratio=1.5, low=low, high=high, degrees_of_freedom=4)
+            assert found.distinguishable
+            assert found.on_shared_processor.distinguishable is said
+            assert found.on_shared_processor.inverse.distinguishable is said

@@ -23,7 +23,6 @@ from ds_bench.analysis.comparability import group_repeats
 from ds_bench.analysis.flat_rows import COLUMNS, flat_row, flat_rows
 from ds_bench.analysis.load_results import Result
 from ds_bench.config.deepspeed_config import is_full_config
-from ds_bench.config.spec import Configuration
 from ds_bench.errors import UsageError
 from ds_bench.records import json_files, reader, schema
 from ds_bench.records.run_folder import RunFolder
@@ -717,15 +716,14 @@ def test_a_flat_row_gives_the_same_row_again() -> None:
                          for name, value in row.items()}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "entry",
-    [
-        fakes.success(fakes.trial(fakes.zero(3), on=fakes.placement(accelerator="cuda", num_gpus=2))),
-        fakes.success(
+def test_a_row_written_and_read_back_gives_the_same_row(subtests: pytest.Subtests) -> None:
+    for case, entry in {
+        "cuda": fakes.success(fakes.trial(fakes.zero(3), on=fakes.placement(accelerator="cuda", num_gpus=2))),
+        "emulated card": fakes.success(
             fakes.trial(on=fakes.placement(accelerator="cuda", gpu_memory_limit_bytes=12 * fakes.GB)),
             ledger={"gpu": {"parameters": 2**20, "other": 3}, "cpu": {}},
         ),
-        fakes.success(
+        "nvme": fakes.success(
             fakes.trial(fakes.offload("nvme"), on=fakes.placement(accelerator="cuda", nvme_path="/mnt/disk")),
             nvme_stored_bytes=3 * fakes.GB,
             nvme_read_bytes=7 * fakes.GB,
@@ -743,22 +741,27 @@ def test_a_flat_row_gives_the_same_row_again() -> None:
             step_parts={"communication": 0.1, "transfer": 0.09},
             profiled_forward_flops=1e9,
         ),
-        fakes.success(fakes.trial(fakes.reference("fsdp2"), on=fakes.placement(accelerator="cuda", num_gpus=2))),
-        fakes.success(fakes.trial(of=fakes.workload(num_steps=1, warmup_steps=0)), gpu_alloc_retries=3),
-        fakes.success(losses=(None,) * 12),
-        fakes.failure(status=schema.OOM_HOST),
-        fakes.failure(fakes.trial(fakes.offload("cpu_full", 2)), status="RuntimeError", error="it; broke; twice"),
-        TrialRecord(trial=fakes.trial(fakes.zero(1)), outcome=Outcome(status=schema.UNSUPPORTED, error="no")),
-    ],
-    ids=["cuda", "emulated card", "nvme", "reference", "one step", "nan", "host memory", "odd error", "refused"],
-)
-def test_a_row_written_and_read_back_gives_the_same_row(entry: TrialRecord) -> None:
-    (row,) = flat_rows(load_results.summarise_all([entry]))
-    stored = json.loads(json.dumps(row))
-    again = flat_row(flat_reader.read_summary(flat_reader.check_rows([stored])[0]))
-    assert again == {
-        name: pytest.approx(value, rel=1e-9) if isinstance(value, float) else value for name, value in stored.items()
-    }
+        "reference": fakes.success(
+            fakes.trial(fakes.reference("fsdp2"), on=fakes.placement(accelerator="cuda", num_gpus=2))
+        ),
+        "one step": fakes.success(fakes.trial(of=fakes.workload(num_steps=1, warmup_steps=0)), gpu_alloc_retries=3),
+        "nan": fakes.success(losses=(None,) * 12),
+        "host memory": fakes.failure(status=schema.OOM_HOST),
+        "odd error": fakes.failure(
+            fakes.trial(fakes.offload("cpu_full", 2)), status="RuntimeError", error="it; broke; twice"
+        ),
+        "refused": TrialRecord(
+            trial=fakes.trial(fakes.zero(1)), outcome=Outcome(status=schema.UNSUPPORTED, error="no")
+        ),
+    }.items():
+        with subtests.test(case):
+            (row,) = flat_rows(load_results.summarise_all([entry]))
+            stored = json.loads(json.dumps(row))
+            again = flat_row(flat_reader.read_summary(flat_reader.check_rows([stored])[0]))
+            assert again == {
+                name: pytest.approx(value, rel=1e-9) if isinstance(value, float) else value
+                for name, value in stored.items()
+            }
 
 
 def test_how_far_a_prediction_was_off_comes_back_from_a_flat_row() -> None:
@@ -771,15 +774,14 @@ def test_how_far_a_prediction_was_off_comes_back_from_a_flat_row() -> None:
     assert before_the_ledgers_column.predicted_over_ledger == 0.93
 
 
-@pytest.mark.parametrize(
-    "strategy", [fakes.zero(0), fakes.zero(3), fakes.offload("nvme"), fakes.offload("cpu_full", 2)]
-)
-def test_a_configuration_is_known_of_a_record_and_not_of_its_flat_row(strategy: Configuration) -> None:
-    entry = fakes.success(fakes.trial(strategy))
-    (row,) = flat_rows(load_results.summarise_all([entry]))
-    assert is_full_config(entry.trial)
-    assert not is_full_config(flat_reader.read_summary(flat_reader.check_rows([row])[0]).record.trial)
-    assert not is_full_config(replace(entry.trial, ds_config={}))
+def test_a_configuration_is_known_of_a_record_and_not_of_its_flat_row(subtests: pytest.Subtests) -> None:
+    for strategy in (fakes.zero(0), fakes.zero(3), fakes.offload("nvme"), fakes.offload("cpu_full", 2)):
+        with subtests.test(strategy.name):
+            entry = fakes.success(fakes.trial(strategy))
+            (row,) = flat_rows(load_results.summarise_all([entry]))
+            assert is_full_config(entry.trial)
+            assert not is_full_config(flat_reader.read_summary(flat_reader.check_rows([row])[0]).record.trial)
+            assert not is_full_config(replace(entry.trial, ds_config={}))
 
 
 def test_a_flat_row_keeps_what_its_caveats_are_and_whether_they_disqualify_it() -> None:

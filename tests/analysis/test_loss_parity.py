@@ -50,19 +50,17 @@ def test_points_of_a_sweep_that_train_otherwise_on_purpose_are_not_compared() ->
     assert list(compare_losses([*rows, at(1e-2, 3, 6.9)])) == [4]
 
 
-@pytest.mark.parametrize(
-    ("precision", "factor", "said"),
-    [
+def test_rounding_is_allowed_as_far_as_the_precision_goes(subtests: pytest.Subtests) -> None:
+    for precision, factor, said in (
         ("fp32", 1.0001, False),
         ("fp32", 1.001, True),
         ("bf16", 1.004, False),
         ("bf16", 1.01, True),
         ("fp16", 1.01, True),
-    ],
-)
-def test_rounding_is_allowed_as_far_as_the_precision_goes(precision: str, factor: float, said: bool) -> None:
-    found = compare_losses([losing(1, 7.0, precision=precision), losing(2, 7.0 * factor, precision=precision)])
-    assert (1 in found) is said
+    ):
+        with subtests.test(precision=precision, factor=factor):
+            found = compare_losses([losing(1, 7.0, precision=precision), losing(2, 7.0 * factor, precision=precision)])
+            assert (1 in found) is said
 
 
 def test_what_training_came_to_is_compared_among_rows_that_took_the_same_further_steps() -> None:

@@ -170,13 +170,12 @@ def test_what_may_explain_a_spread_between_pooled_results_is_noted() -> None:
 # ------------------------------------------------------------------ kept apart
 
 
-@pytest.mark.parametrize(
-    "change", [{"model": "gpt2"}, {"seq_length": 64}, {"num_steps": 20}, {"precision": "fp32"}, {"seed": 7}]
-)
-def test_other_workloads_stand_side_by_side(change: dict[str, object]) -> None:
-    groups = merge_results.merge([result(run(1, 0.1)), result(run(1, 0.2, **change), name="b.json")])
-    assert sources(groups) == [("a.json",), ("b.json",)]
-    assert len({group.title for group in groups}) == 2
+def test_other_workloads_stand_side_by_side(subtests: pytest.Subtests) -> None:
+    for change in ({"model": "gpt2"}, {"seq_length": 64}, {"num_steps": 20}, {"precision": "fp32"}, {"seed": 7}):
+        with subtests.test(change=change):
+            groups = merge_results.merge([result(run(1, 0.1)), result(run(1, 0.2, **change), name="b.json")])
+            assert sources(groups) == [("a.json",), ("b.json",)]
+            assert len({group.title for group in groups}) == 2
 
 
 def test_other_placements_stand_side_by_side() -> None:
@@ -191,24 +190,22 @@ def test_rows_of_another_method_of_measurement_stand_by_themselves() -> None:
     assert groups[1].title.endswith(f"method of measurement 99 against {METHOD_VERSION}")
 
 
-@pytest.mark.parametrize(
-    ("changed", "named"),
-    [
+def test_results_of_environments_that_differ_are_not_pooled_and_their_titles_say_why(subtests: pytest.Subtests) -> None:
+    for changed, named in (
         (replace(HOST, packages={**HOST.packages, "torch": "2.11.0"}), "torch 2.11.0 against 2.13.0"),
         (replace(HOST, gpus=fakes.FakeQuery(cards=1).inventory.gpus), "GPUs 1 x NVIDIA H100 80GB HBM3"),
         (replace(HOST, cpu_model="Xeon"), "CPU Xeon against AMD EPYC 9654"),
-    ],
-)
-def test_results_of_environments_that_differ_are_not_pooled_and_their_titles_say_why(
-    changed: Environment, named: str
-) -> None:
-    groups = merge_results.merge([result(run(1, 0.1)), result(run(1, 0.2), on=changed, name="b.json")])
-    assert sources(groups) == [("a.json",), ("b.json",)]
-    assert named in groups[1].title
-    assert groups[0].title != groups[1].title
-    for group, other in zip(groups, ("b.json", "a.json"), strict=True):
-        (note,) = group.notes
-        assert note.startswith(f"not pooled with {other}, and no ratio is given between the two, as these differ: ")
+    ):
+        with subtests.test(changed=changed, named=named):
+            groups = merge_results.merge([result(run(1, 0.1)), result(run(1, 0.2), on=changed, name="b.json")])
+            assert sources(groups) == [("a.json",), ("b.json",)]
+            assert named in groups[1].title
+            assert groups[0].title != groups[1].title
+            for group, other in zip(groups, ("b.json", "a.json"), strict=True):
+                (note,) = group.notes
+                assert note.startswith(
+                    f"not pooled with {other}, and no ratio is given between the two, as these differ: "
+                )
 
 
 def test_a_title_names_three_differences_and_counts_the_rest() -> None:

@@ -157,14 +157,15 @@ def test_savings_are_those_predicted_for_the_larger_row() -> None:
     assert difference.savings[0].gpu_bytes / GB == pytest.approx(2 * 5e8 / GB, rel=0.05)
 
 
-@pytest.mark.parametrize(("count", "spread", "verdict"), [(1, 0.0, None), (3, 0.0, True), (3, 0.5, False)])
-def test_noise_decides_nothing(count: int, spread: float, verdict: bool | None) -> None:
-    seconds = [(0.2 * (1 + spread * step), 0.22 * (1 - spread * step)) for step in (-1, 0, 1)][:count]
-    a, b = rows(*runs(fakes.zero(1), *(a for a, _ in seconds)), *runs(fakes.zero(2), *(b for _, b in seconds)))
-    time = explain(a, b).time
-    assert time is not None
-    assert not time.incomparable_reasons
-    assert verdict == (None if time.interval is None else time.interval.distinguishable)
+def test_noise_decides_nothing(subtests: pytest.Subtests) -> None:
+    for count, spread, verdict in ((1, 0.0, None), (3, 0.0, True), (3, 0.5, False)):
+        with subtests.test(count=count, spread=spread, verdict=verdict):
+            seconds = [(0.2 * (1 + spread * step), 0.22 * (1 - spread * step)) for step in (-1, 0, 1)][:count]
+            a, b = rows(*runs(fakes.zero(1), *(a for a, _ in seconds)), *runs(fakes.zero(2), *(b for _, b in seconds)))
+            time = explain(a, b).time
+            assert time is not None
+            assert not time.incomparable_reasons
+            assert verdict == (None if time.interval is None else time.interval.distinguishable)
 
 
 def test_rows_of_other_hardware_have_no_ratio_and_say_what_differs() -> None:

@@ -29,17 +29,19 @@ def test_a_quiet_row_has_no_caveat() -> None:
     assert caveats() == ""
 
 
-@pytest.mark.parametrize(("last", "said"), [(0.10, False), (0.105, False), (0.13, True)])
-def test_a_spread_above_5_percent_is_called_unstable_with_the_remedy(last: float, said: bool) -> None:
-    text = caveats(step_seconds=[0.1, last] * 5)
-    assert ("unstable" in text) is said
-    assert ("--num-steps" in text) is said
+def test_a_spread_above_5_percent_is_called_unstable_with_the_remedy(subtests: pytest.Subtests) -> None:
+    for last, said in ((0.10, False), (0.105, False), (0.13, True)):
+        with subtests.test(last=last):
+            text = caveats(step_seconds=[0.1, last] * 5)
+            assert ("unstable" in text) is said
+            assert ("--num-steps" in text) is said
 
 
-@pytest.mark.parametrize(("second", "said"), [(0.104, False), (0.096, False), (0.106, True), (0.094, True)])
-def test_halves_more_than_5_percent_apart_are_called_not_steady(second: float, said: bool) -> None:
-    text = caveats(step_seconds=[0.1] * 5 + [second] * 5)
-    assert ("not steady" in text) is said
+def test_halves_more_than_5_percent_apart_are_called_not_steady(subtests: pytest.Subtests) -> None:
+    for second, said in ((0.104, False), (0.096, False), (0.106, True), (0.094, True)):
+        with subtests.test(second=second):
+            text = caveats(step_seconds=[0.1] * 5 + [second] * 5)
+            assert ("not steady" in text) is said
 
 
 def test_one_outlier_does_not_make_the_halves_differ() -> None:
@@ -72,11 +74,16 @@ def test_an_outlier_lies_beyond_three_interquartile_ranges_above_the_third_quart
     assert (outliers(*steps) != "none") is said
 
 
-@pytest.mark.parametrize(
-    "steps", [[0.1] * 6 + [0.9], [0.1] * 19 + [0.124], [0.1, 0.2] * 10, [0.1] * 10 + [0.2] * 10, [0.1] * 19 + [0.01]]
-)
-def test_few_steps_small_blips_two_modes_and_fast_steps_are_no_outliers(steps: list[float]) -> None:
-    assert outliers(*steps) == "none"
+def test_few_steps_small_blips_two_modes_and_fast_steps_are_no_outliers(subtests: pytest.Subtests) -> None:
+    for steps in (
+        [0.1] * 6 + [0.9],
+        [0.1] * 19 + [0.124],
+        [0.1, 0.2] * 10,
+        [0.1] * 10 + [0.2] * 10,
+        [0.1] * 19 + [0.01],
+    ):
+        with subtests.test(steps=steps):
+            assert outliers(*steps) == "none"
 
 
 def test_outliers_neither_disqualify_nor_vanish_in_a_flat_row() -> None:
@@ -87,9 +94,10 @@ def test_outliers_neither_disqualify_nor_vanish_in_a_flat_row() -> None:
     assert parse_caveats(cell, 10)[1] == named
 
 
-@pytest.mark.parametrize("steps", [1, 2, 3])
-def test_too_few_steps_are_not_judged_by_halves(steps: int) -> None:
-    assert "not steady" not in caveats(step_seconds=[0.1 * (n + 1) for n in range(steps)])
+def test_too_few_steps_are_not_judged_by_halves(subtests: pytest.Subtests) -> None:
+    for steps in (1, 2, 3):
+        with subtests.test(steps=steps):
+            assert "not steady" not in caveats(step_seconds=[0.1 * (n + 1) for n in range(steps)])
 
 
 def test_a_single_step_is_not_judged_at_all() -> None:
@@ -131,12 +139,14 @@ BUFFERS = {"parameters": 1, "deepspeed_buffers": 9}
 SOUND = {"parameters": 900, "deepspeed_buffers": 1}
 
 
-@pytest.mark.parametrize(
-    ("ledger", "said"),
-    [({"gpu": SOUND, "cpu": BUFFERS}, False), ({"gpu": BUFFERS, "cpu": SOUND}, True), ({"nvme": BUFFERS}, False)],
-)
-def test_on_a_gpu_only_buffers_on_the_device_are_weighed(ledger: dict[str, Any], said: bool) -> None:
-    assert ("reduce_bucket_size" in caveats(ledger=ledger)) is said
+def test_on_a_gpu_only_buffers_on_the_device_are_weighed(subtests: pytest.Subtests) -> None:
+    for ledger, said in (
+        ({"gpu": SOUND, "cpu": BUFFERS}, False),
+        ({"gpu": BUFFERS, "cpu": SOUND}, True),
+        ({"nvme": BUFFERS}, False),
+    ):
+        with subtests.test(ledger=ledger):
+            assert ("reduce_bucket_size" in caveats(ledger=ledger)) is said
 
 
 def test_on_the_cpu_accelerator_buffers_in_host_memory_are_weighed() -> None:
@@ -153,12 +163,13 @@ def test_the_fullest_rank_decides_whether_buffers_dominate() -> None:
         assert of_kind(summary(*(seen(ledger=each) for each in order)), CaveatKind.BUCKET_DOMINATES)
 
 
-@pytest.mark.parametrize(("size", "said"), [(1_000_000, False), (50_000_000, False), (50_000_001, True), (5e8, True)])
-def test_a_bucket_that_is_small_already_is_not_told_to_be_raised(size: float, said: bool) -> None:
-    plain = fakes.trial(fakes.zero(2), on=CUDA)
-    config = {**plain.ds_config, "zero_optimization": {"stage": 2, "reduce_bucket_size": size}}
-    found = summarise(fakes.success(replace(plain, ds_config=config), ledger={"gpu": BUFFERS}), None, None)
-    assert bool(of_kind(found, CaveatKind.BUCKET_DOMINATES)) is said
+def test_a_bucket_that_is_small_already_is_not_told_to_be_raised(subtests: pytest.Subtests) -> None:
+    for size, said in ((1_000_000, False), (50_000_000, False), (50_000_001, True), (5e8, True)):
+        with subtests.test(size=size):
+            plain = fakes.trial(fakes.zero(2), on=CUDA)
+            config = {**plain.ds_config, "zero_optimization": {"stage": 2, "reduce_bucket_size": size}}
+            found = summarise(fakes.success(replace(plain, ds_config=config), ledger={"gpu": BUFFERS}), None, None)
+            assert bool(of_kind(found, CaveatKind.BUCKET_DOMINATES)) is said
 
 
 # ------------------------------------------------------------------ the kinds of caveats and what they rule out
@@ -168,9 +179,8 @@ def of_kind(found: TrialSummary, kind: CaveatKind) -> list[Caveat]:
     return [caveat for caveat in found.caveats if caveat.kind is kind]
 
 
-@pytest.mark.parametrize(
-    ("changes", "kind"),
-    [
+def test_every_doubt_has_its_kind(subtests: pytest.Subtests) -> None:
+    for changes, kind in (
         ({"step_seconds": [0.1, 0.2] * 5}, CaveatKind.UNSTABLE),
         ({"step_seconds": [0.1] * 5 + [0.2] * 5}, CaveatKind.NOT_STEADY),
         ({"gpu_alloc_retries": 1}, CaveatKind.ALLOCATOR_RETRIED),
@@ -181,18 +191,18 @@ def of_kind(found: TrialSummary, kind: CaveatKind) -> list[Caveat]:
         ({"skipped_steps": 3}, CaveatKind.NOTE),
         ({"micro_batch_size": 8}, CaveatKind.NOTE),
         ({"notes": ("no smaps",)}, CaveatKind.NOTE),
-    ],
-)
-def test_every_doubt_has_its_kind(changes: dict[str, Any], kind: CaveatKind) -> None:
-    assert kind in {caveat.kind for caveat in summary(seen(**changes)).caveats}
-    assert kind not in {caveat.kind for caveat in summary(seen()).caveats}
+    ):
+        with subtests.test(changes=changes, kind=kind):
+            assert kind in {caveat.kind for caveat in summary(seen(**changes)).caveats}
+            assert kind not in {caveat.kind for caveat in summary(seen()).caveats}
 
 
-@pytest.mark.parametrize(("reserved", "said"), [(76.0, False), (76.1, True), (80.0, True)])
-def test_above_95_percent_of_the_card_is_near_capacity(reserved: float, said: bool) -> None:
+def test_above_95_percent_of_the_card_is_near_capacity(subtests: pytest.Subtests) -> None:
     """95 % of 80 GB are 76 GB, which is allowed itself."""
-    found = summary(seen(gpu_peak_reserved_bytes=int(reserved * GB)))
-    assert bool(of_kind(found, CaveatKind.NEAR_CAPACITY)) is said
+    for reserved, said in ((76.0, False), (76.1, True), (80.0, True)):
+        with subtests.test(reserved=reserved):
+            found = summary(seen(gpu_peak_reserved_bytes=int(reserved * GB)))
+            assert bool(of_kind(found, CaveatKind.NEAR_CAPACITY)) is said
 
 
 def test_near_capacity_names_the_share_and_what_to_do() -> None:
@@ -202,14 +212,14 @@ def test_near_capacity_names_the_share_and_what_to_do() -> None:
     assert not caveat.disqualifying
 
 
-@pytest.mark.parametrize("used", ["AdamW", "Adam", "FusedAdam", "DeepSpeedCPUAdam", "ZenFlowCPUAdam"])
-def test_who_implements_adam_is_no_other_optimizer(used: str) -> None:
-    assert not of_kind(summary(seen(optimizer_class=used)), CaveatKind.OTHER_OPTIMIZER)
+def test_who_implements_adam_is_no_other_optimizer(subtests: pytest.Subtests) -> None:
+    for used in ("AdamW", "Adam", "FusedAdam", "DeepSpeedCPUAdam", "ZenFlowCPUAdam"):
+        with subtests.test(used):
+            assert not of_kind(summary(seen(optimizer_class=used)), CaveatKind.OTHER_OPTIMIZER)
 
 
-@pytest.mark.parametrize(
-    ("asked", "used", "said"),
-    [
+def test_an_optimizer_of_another_kind_than_asked_for_is_said_and_rules_the_row_out(subtests: pytest.Subtests) -> None:
+    for asked, used, said in (
         ("Lion", "DeepSpeedCPULion", False),
         ("Lion", "AdamW", True),
         ("Adagrad", "DeepSpeedCPUAdagrad", False),
@@ -220,15 +230,12 @@ def test_who_implements_adam_is_no_other_optimizer(used: str) -> None:
         ("OneBitAdam", "OnebitAdam", False),
         ("somebody.Own", "Own", False),
         ("AdamW", "Own", False),
-    ],
-)
-def test_an_optimizer_of_another_kind_than_asked_for_is_said_and_rules_the_row_out(
-    asked: str, used: str, said: bool
-) -> None:
-    plain = fakes.trial(on=CUDA)
-    config = {**plain.ds_config, "optimizer": {"type": asked, "params": {}}}
-    found = summarise(fakes.success(replace(plain, ds_config=config), optimizer_class=used), None, None)
-    assert [caveat.disqualifying for caveat in of_kind(found, CaveatKind.OTHER_OPTIMIZER)] == [True] * said
+    ):
+        with subtests.test(asked=asked, used=used):
+            plain = fakes.trial(on=CUDA)
+            config = {**plain.ds_config, "optimizer": {"type": asked, "params": {}}}
+            found = summarise(fakes.success(replace(plain, ds_config=config), optimizer_class=used), None, None)
+            assert [caveat.disqualifying for caveat in of_kind(found, CaveatKind.OTHER_OPTIMIZER)] == [True] * said
 
 
 def test_a_configuration_without_an_optimizer_is_asked_nothing() -> None:
@@ -238,9 +245,8 @@ def test_a_configuration_without_an_optimizer_is_asked_nothing() -> None:
     assert not of_kind(found, CaveatKind.OTHER_OPTIMIZER)
 
 
-@pytest.mark.parametrize(
-    ("text", "kind", "ruled_out"),
-    [
+def test_what_was_written_beside_a_record_is_typed(subtests: pytest.Subtests) -> None:
+    for text, kind, ruled_out in (
         (
             "torch's AdamW instead of DeepSpeed's FusedAdam, which does not build here",
             CaveatKind.OTHER_OPTIMIZER,
@@ -252,12 +258,11 @@ def test_a_configuration_without_an_optimizer_is_asked_nothing() -> None:
         ("--nvme-path is a container's overlay (overlay), not an NVMe disk", CaveatKind.NOTE, False),
         ("ran precision fp16, as the DeepSpeed config says, not this row's bf16", CaveatKind.NOTE, False),
         ("hung at exit: ended 10 s after its results were written", CaveatKind.NOTE, False),
-    ],
-)
-def test_what_was_written_beside_a_record_is_typed(text: str, kind: CaveatKind, ruled_out: bool) -> None:
-    entry = replace(fakes.success(fakes.trial(on=CUDA)), caveats=(text,))
-    (caveat,) = summarise(entry, None, None).caveats
-    assert (caveat.kind, caveat.text, caveat.disqualifying) == (kind, text, ruled_out)
+    ):
+        with subtests.test(text):
+            entry = replace(fakes.success(fakes.trial(on=CUDA)), caveats=(text,))
+            (caveat,) = summarise(entry, None, None).caveats
+            assert (caveat.kind, caveat.text, caveat.disqualifying) == (kind, text, ruled_out)
 
 
 def test_the_texts_of_plan_that_are_recognised_are_those_that_plan_writes() -> None:
@@ -268,19 +273,17 @@ def test_the_texts_of_plan_that_are_recognised_are_those_that_plan_writes() -> N
     assert nvme._NOT_A_DISK["tmpfs"] == "memory"
 
 
-@pytest.mark.parametrize(
-    ("changes", "ruled_out"),
-    [
+def test_only_a_row_that_did_not_train_what_was_asked_is_ruled_out(subtests: pytest.Subtests) -> None:
+    for changes, ruled_out in (
         ({"losses": (7.0, None)}, True),
         ({"skipped_steps": 10}, True),
         ({"skipped_steps": 9}, False),
         ({"step_seconds": [0.1, 0.2] * 5}, False),
         ({"gpu_alloc_retries": 7}, False),
         ({"micro_batch_size": 8}, False),
-    ],
-)
-def test_only_a_row_that_did_not_train_what_was_asked_is_ruled_out(changes: dict[str, Any], ruled_out: bool) -> None:
-    assert any(caveat.disqualifying for caveat in summary(seen(**changes)).caveats) is ruled_out
+    ):
+        with subtests.test(changes=changes, ruled_out=ruled_out):
+            assert any(caveat.disqualifying for caveat in summary(seen(**changes)).caveats) is ruled_out
 
 
 # ------------------------------------------------------------------ NVMe that is none
@@ -310,19 +313,16 @@ def test_an_nvme_row_whose_parameters_stayed_in_memory_says_so() -> None:
     assert "parameters stayed in memory" in text
 
 
-@pytest.mark.parametrize(
-    ("stored", "moved", "parameters", "ruled_out"), [(0, 0, 0, True), (GB, 0, 1, True), (GB, 1, 0, False)]
-)
-def test_an_nvme_row_that_never_used_the_disk_is_ruled_out(
-    stored: int, moved: int, parameters: int, ruled_out: bool
-) -> None:
-    trial = fakes.trial(fakes.offload("nvme"), on=replace(CUDA, nvme_path="/d"))
-    ledger = {"nvme": {"parameters": parameters, "optimizer_states": 1}}
-    entry = fakes.success(
-        trial, nvme_stored_bytes=stored, nvme_read_bytes=moved, nvme_written_bytes=moved, ledger=ledger
-    )
-    (caveat,) = summarise(entry, None, None).caveats
-    assert caveat.disqualifying is ruled_out
+def test_an_nvme_row_that_never_used_the_disk_is_ruled_out(subtests: pytest.Subtests) -> None:
+    for stored, moved, parameters, ruled_out in ((0, 0, 0, True), (GB, 0, 1, True), (GB, 1, 0, False)):
+        with subtests.test(stored=stored, moved=moved, parameters=parameters, ruled_out=ruled_out):
+            trial = fakes.trial(fakes.offload("nvme"), on=replace(CUDA, nvme_path="/d"))
+            ledger = {"nvme": {"parameters": parameters, "optimizer_states": 1}}
+            entry = fakes.success(
+                trial, nvme_stored_bytes=stored, nvme_read_bytes=moved, nvme_written_bytes=moved, ledger=ledger
+            )
+            (caveat,) = summarise(entry, None, None).caveats
+            assert caveat.disqualifying is ruled_out
 
 
 def test_an_nvme_row_that_swapped_is_quiet() -> None:

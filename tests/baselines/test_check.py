@@ -46,30 +46,24 @@ def measured(**changes: Any) -> BenchmarkResult:
 # ------------------------------------------------------------------ the formulas
 
 
-@pytest.mark.parametrize(
-    ("tokens", "passed"),
-    # 1000 × (1 − 0.05) = 950: the limit itself is no regression
-    [(1000.0, True), (950.0, True), (949.99, False), (951.0, True), (2000.0, True), (1.0, False)],
-)
 def test_throughput_regresses_below_the_baseline_less_its_tolerance_and_not_at_that_limit(
-    tokens: float, passed: bool
+    subtests: pytest.Subtests,
 ) -> None:
-    verdict = compare_to_baseline(result(tokens), entry())
-    assert verdict.passed is passed
-    assert verdict.regressions == (() if passed else ("throughput",))
+    for tokens, passed in ((1000.0, True), (950.0, True), (949.99, False), (951.0, True), (2000.0, True), (1.0, False)):
+        with subtests.test(tokens=tokens):
+            verdict = compare_to_baseline(result(tokens), entry())
+            assert verdict.passed is passed
+            assert verdict.regressions == (() if passed else ("throughput",))
 
 
-@pytest.mark.parametrize(
-    ("peak", "passed"),
-    # 1000 × (1 + 0.05) = 1050
-    [(1000.0, True), (1050.0, True), (1050.01, False), (10.0, True), (2000.0, False)],
-)
 def test_memory_regresses_above_the_baseline_plus_its_tolerance_and_not_at_that_limit(
-    peak: float, passed: bool
+    subtests: pytest.Subtests,
 ) -> None:
-    verdict = compare_to_baseline(result(peak=peak), entry())
-    assert verdict.passed is passed
-    assert verdict.regressions == (() if passed else ("memory",))
+    for peak, passed in ((1000.0, True), (1050.0, True), (1050.01, False), (10.0, True), (2000.0, False)):
+        with subtests.test(peak=peak):
+            verdict = compare_to_baseline(result(peak=peak), entry())
+            assert verdict.passed is passed
+            assert verdict.regressions == (() if passed else ("memory",))
 
 
 @pytest.mark.parametrize("tolerance", [0.0, 0.01, 0.07, 0.1, 0.3, 0.35, 0.9])
@@ -202,12 +196,15 @@ def test_memory_that_does_not_vary_is_tested_too() -> None:
     assert verdict.regressions == ("memory",)
 
 
-@pytest.mark.parametrize("runs", [(), (900.0,), (700.0, 1100.0)])
-def test_below_three_runs_the_tolerance_alone_decides_and_the_message_says_not_tested(runs: tuple[float, ...]) -> None:
-    shaky = result(900, tokens_per_sec_runs=runs, step_variation=0.21)
-    verdict = compare_to_baseline(shaky, entry(tokens_per_sec_runs=(800.0, 1000.0, 1200.0)))
-    assert verdict.failed
-    assert "not tested against noise: fewer than three runs on a side (steps vary by 21.0 %" in verdict.message
+def test_below_three_runs_the_tolerance_alone_decides_and_the_message_says_not_tested(
+    subtests: pytest.Subtests,
+) -> None:
+    for runs in ((), (900.0,), (700.0, 1100.0)):
+        with subtests.test(runs=runs):
+            shaky = result(900, tokens_per_sec_runs=runs, step_variation=0.21)
+            verdict = compare_to_baseline(shaky, entry(tokens_per_sec_runs=(800.0, 1000.0, 1200.0)))
+            assert verdict.failed
+            assert "not tested against noise: fewer than three runs on a side (steps vary by 21.0 %" in verdict.message
 
 
 # ------------------------------------------------------------------ what does not compare
@@ -221,9 +218,8 @@ def test_no_baseline_passes_with_a_notice(tmp_path: Path) -> None:
     assert verdict.message == "no baseline of this name"
 
 
-@pytest.mark.parametrize(
-    ("changes", "named"),
-    [
+def test_other_hardware_or_versions_are_neither_pass_nor_regression(subtests: pytest.Subtests) -> None:
+    for changes, named in (
         ({"cpu_model": "another"}, "CPU AMD EPYC 9654 against another"),
         ({"gpus": fakes.FakeQuery(cards=1).inventory.gpus}, "GPUs 2 x NVIDIA H100 80GB HBM3"),
         ({"gpu_driver_version": "999"}, "GPU driver none against 999"),
@@ -231,33 +227,30 @@ def test_no_baseline_passes_with_a_notice(tmp_path: Path) -> None:
             {"packages": {"torch": "2.13.0", "deepspeed": "0.19.9", "transformers": "5.23.0"}},
             "deepspeed 0.19.8 against",
         ),
-    ],
-)
-def test_other_hardware_or_versions_are_neither_pass_nor_regression(changes: dict[str, Any], named: str) -> None:
-    baseline = BaselineEntry.of(measured(environment=fakes.environment(**changes)))
-    verdict = compare_to_baseline(measured(throughput_tokens_per_sec=1.0), baseline)
-    assert verdict.passed is None
-    assert not verdict.comparable
-    assert not verdict.failed
-    assert verdict.message.startswith("not comparable with the baseline: ")
-    assert named in verdict.message
+    ):
+        with subtests.test(changes=changes, named=named):
+            baseline = BaselineEntry.of(measured(environment=fakes.environment(**changes)))
+            verdict = compare_to_baseline(measured(throughput_tokens_per_sec=1.0), baseline)
+            assert verdict.passed is None
+            assert not verdict.comparable
+            assert not verdict.failed
+            assert verdict.message.startswith("not comparable with the baseline: ")
+            assert named in verdict.message
 
 
-@pytest.mark.parametrize(
-    ("fact", "value"),
-    [
+def test_another_workload_is_not_comparable_and_the_difference_named(subtests: pytest.Subtests) -> None:
+    for fact, value in (
         ("model", "other"), ("batch_size", 8), ("seq_length", 256), ("grad_accum", 2), ("precision", "fp32"),
         ("strategy", "zero1"), ("stage", 1), ("num_gpus", 2), ("data_parallel_size", 2), ("optimizer", "SGD"),
         ("activation_checkpointing", True), ("accelerator", "cpu"), ("device", "NVIDIA H200"), ("launch", "deepspeed"),
         ("parameter_count", 7), ("method_version", 99),
-    ],
-)  # fmt: skip
-def test_another_workload_is_not_comparable_and_the_difference_named(fact: str, value: object) -> None:
-    ours = measured()
-    baseline = BaselineEntry.of(measured(workload={**ours.workload, fact: value}))
-    verdict = compare_to_baseline(ours, baseline)
-    assert verdict.passed is None
-    assert f"{fact} {ours.workload[fact]} against {value}" in verdict.message
+    ):  # fmt: skip
+        with subtests.test(fact):
+            ours = measured()
+            baseline = BaselineEntry.of(measured(workload={**ours.workload, fact: value}))
+            verdict = compare_to_baseline(ours, baseline)
+            assert verdict.passed is None
+            assert f"{fact} {ours.workload[fact]} against {value}" in verdict.message
 
 
 def test_more_steps_of_the_same_workload_compare() -> None:
@@ -464,9 +457,8 @@ def test_failed_runs_are_counted_and_left_out_of_the_figures() -> None:
     assert found.tokens_per_sec_runs == pytest.approx((5120,))
 
 
-@pytest.mark.parametrize(
-    ("work", "strategy", "ranks", "name"),
-    [
+def test_a_row_is_named_by_model_strategy_and_what_departs_from_the_defaults(subtests: pytest.Subtests) -> None:
+    for work, strategy, ranks, name in (
         ({"model": "gpt2", "seq_length": 512}, fakes.zero(2), 1, "gpt2/zero2"),
         ({"model": "org/m", "seq_length": 512}, fakes.offload("cpu_full"), 1, "org/m/cpu_full"),
         ({"seq_length": 512}, fakes.offload("cpu_optimizer", 2), 1, "tiny/cpu_optimizer/stage2"),
@@ -477,12 +469,9 @@ def test_failed_runs_are_counted_and_left_out_of_the_figures() -> None:
         ({"seq_length": 512, "pass_type": "forward"}, fakes.zero(0), 1, "tiny/zero0/forward"),
         ({"pass_type": "forward_backward", "synchronized": False}, fakes.zero(0), 1,
          "tiny/zero0/seq128-forward_backward-not_synchronized"),
-    ],
-)  # fmt: skip
-def test_a_row_is_named_by_model_strategy_and_what_departs_from_the_defaults(
-    work: dict[str, Any], strategy: Any, ranks: int, name: str
-) -> None:
-    trial = fakes.trial(strategy, of=fakes.workload(**work), on=fakes.placement(num_gpus=ranks))
-    ran = summarise(fakes.success(trial), None, None)
-    failed = summarise(fakes.failure(trial), None, None)
-    assert baseline_name(ran) == baseline_name(failed) == name
+    ):  # fmt: skip
+        with subtests.test(name):
+            trial = fakes.trial(strategy, of=fakes.workload(**work), on=fakes.placement(num_gpus=ranks))
+            ran = summarise(fakes.success(trial), None, None)
+            failed = summarise(fakes.failure(trial), None, None)
+            assert baseline_name(ran) == baseline_name(failed) == name

@@ -151,9 +151,10 @@ def test_the_line_offload_with_a_disk() -> None:
     assert options.nvme_path == Path("DIR")
 
 
-@pytest.mark.parametrize("model", ["gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"])
-def test_the_shell_loops_over_gpt2_sizes(model: str) -> None:
-    assert offload(f"--model {model}").model == zero(f"--model {model}").model == model
+def test_the_shell_loops_over_gpt2_sizes(subtests: pytest.Subtests) -> None:
+    for model in ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"):
+        with subtests.test(model):
+            assert offload(f"--model {model}").model == zero(f"--model {model}").model == model
 
 
 # ------------------------------------------------------------------ flags by meaning
@@ -217,9 +218,8 @@ def test_options_cannot_be_changed_afterwards() -> None:
 # ------------------------------------------------------------------ what cannot be meant
 
 
-@pytest.mark.parametrize(
-    ("line", "flag", "value"),
-    [
+def test_a_bad_value_is_one_line_with_flag_value_and_remedy(subtests: pytest.Subtests) -> None:
+    for line, flag, value in (
         ("--batch-size 0", "--batch-size", "'0'"),
         ("--batch-size -4", "--batch-size", "'-4'"),
         ("--batch-size 2.5", "--batch-size", "'2.5'"),
@@ -258,28 +258,26 @@ def test_options_cannot_be_changed_afterwards() -> None:
         ("--batch 4", "--batch", "4"),
         ("--strategies cpu", "--strategies", "cpu"),
         ("gpt2", "gpt2", ""),
-    ],
-)
-def test_a_bad_value_is_one_line_with_flag_value_and_remedy(line: str, flag: str, value: str) -> None:
-    with pytest.raises(UsageError) as caught:
-        zero(line)
-    text = str(caught.value)
-    assert flag in text
-    assert value in text
-    assert "see zero_stage_comparison.py --help" in text
-    assert "\n" not in text
-    assert caught.value.exit_code == 2
+    ):
+        with subtests.test(line):
+            with pytest.raises(UsageError) as caught:
+                zero(line)
+            text = str(caught.value)
+            assert flag in text
+            assert value in text
+            assert "see zero_stage_comparison.py --help" in text
+            assert "\n" not in text
+            assert caught.value.exit_code == 2
 
 
-@pytest.mark.parametrize("line", ["--strategies cpu", "--strategies", "--stage 0", "--stages 0"])
-def test_a_strategy_that_does_not_exist_is_a_usage_error(line: str) -> None:
-    with pytest.raises(UsageError, match=r"offload_comparison\.py --help"):
-        offload(line)
+def test_a_strategy_that_does_not_exist_is_a_usage_error(subtests: pytest.Subtests) -> None:
+    for line in ("--strategies cpu", "--strategies", "--stage 0", "--stages 0"):
+        with subtests.test(line), pytest.raises(UsageError, match=r"offload_comparison\.py --help"):
+            offload(line)
 
 
-@pytest.mark.parametrize(
-    ("line", "said", "remedy"),
-    [
+def test_two_flags_that_contradict_each_other_are_refused_with_the_way_out(subtests: pytest.Subtests) -> None:
+    for line, said, remedy in (
         ("--quiet --verbose", "--quiet and --verbose together", "give one of them"),
         ("--retry OOM", "--retry without --resume", "add --resume RUN_DIR"),
         ("--launcher warm --hostfile h", "--launcher warm works on one node", "drop --hostfile"),
@@ -292,13 +290,12 @@ def test_a_strategy_that_does_not_exist_is_a_usage_error(line: str) -> None:
         ("--nsys-start 99", "--nsys-start 99 is beyond the last step, 26: steps 0 to 24 are", "more --profile-steps"),
         ("--nsys-end 27", "profilers observe 25 to 26", "more --profile-steps"),
         ("--nsys-start 26 --nsys-end 25", "record steps 26 to 25", "among these"),
-    ],
-)
-def test_two_flags_that_contradict_each_other_are_refused_with_the_way_out(line: str, said: str, remedy: str) -> None:
-    with pytest.raises(UsageError) as caught:
-        zero(line)
-    assert said in str(caught.value)
-    assert remedy in caught.value.remedy
+    ):
+        with subtests.test(line):
+            with pytest.raises(UsageError) as caught:
+                zero(line)
+            assert said in str(caught.value)
+            assert remedy in caught.value.remedy
 
 
 def test_a_flag_is_never_guessed_from_its_beginning() -> None:
@@ -319,37 +316,32 @@ def test_a_row_may_be_named_by_its_strategy_or_its_stage() -> None:
     assert parse("offload", "offload.py", ["--relative-to", "cpu_full"]).relative_to == "cpu_full"
 
 
-@pytest.mark.parametrize(
-    ("family", "flags", "rows"),
-    [
+def test_a_row_that_is_not_compared_is_refused_with_those_that_are(subtests: pytest.Subtests) -> None:
+    for family, flags, rows in (
         ("zero", ["--stages", "1", "2", "--relative-to", "0"], "one of zero1, zero2"),
         ("zero", ["--export", "fastest"], "one of zero0, zero1, zero2, zero3"),
         ("offload", ["--export", "nvme"], "one of none, cpu_optimizer, cpu_full"),
-    ],
-)
-def test_a_row_that_is_not_compared_is_refused_with_those_that_are(family: Family, flags: list[str], rows: str) -> None:
-    with pytest.raises(UsageError, match=rows):
-        parse(family, "script.py", flags)
+    ):
+        with subtests.test(family=family, flags=flags, rows=rows), pytest.raises(UsageError, match=rows):
+            parse(family, "script.py", flags)
 
 
 def test_the_row_that_an_nvme_path_adds_can_be_exported(tmp_path: Path) -> None:
     assert parse("offload", "offload.py", ["--nvme-path", str(tmp_path), "--export", "nvme"]).export == "nvme"
 
 
-@pytest.mark.parametrize(
-    ("line", "meant"),
-    [
+def test_a_misspelling_is_answered_with_what_was_meant(subtests: pytest.Subtests) -> None:
+    for line, meant in (
         ("--bach-size 2", "--batch-size"),
         ("--stage 2", "--stages"),
         ("--precision bf61", "bf16"),
         ("--optimizer adamw", "AdamW"),
         ("--goal balance", "balanced"),
-    ],
-)
-def test_a_misspelling_is_answered_with_what_was_meant(line: str, meant: str) -> None:
-    with pytest.raises(UsageError) as caught:
-        parse("zero", "zero_stage_comparison.py", line.split())
-    assert caught.value.remedy == f"did you mean {meant}? see zero_stage_comparison.py --help"
+    ):
+        with subtests.test(line):
+            with pytest.raises(UsageError) as caught:
+                parse("zero", "zero_stage_comparison.py", line.split())
+            assert caught.value.remedy == f"did you mean {meant}? see zero_stage_comparison.py --help"
 
 
 def test_a_window_for_nsys_adds_its_profiler_and_may_be_among_the_steps_after_the_measured_ones() -> None:

@@ -138,29 +138,28 @@ def test_nothing_is_left_of_auto_and_every_value_is_told() -> None:
     assert automatic_values.resolve(ODD, facts()).config == ODD
 
 
-@pytest.mark.parametrize("path", ["steps_per_print", "optimizer.params.momentum", "aio.block_size"])
-def test_an_auto_that_nothing_fills_in_is_refused(path: str) -> None:
-    *blocks, key = path.split(".")
-    config: dict[str, Any] = {key: "auto"}
-    for block in reversed(blocks):
-        config = {block: config}
-    with pytest.raises(UsageError, match=path):
-        automatic_values.resolve(config, facts())
+def test_an_auto_that_nothing_fills_in_is_refused(subtests: pytest.Subtests) -> None:
+    for path in ("steps_per_print", "optimizer.params.momentum", "aio.block_size"):
+        with subtests.test(path):
+            *blocks, key = path.split(".")
+            config: dict[str, Any] = {key: "auto"}
+            for block in reversed(blocks):
+                config = {block: config}
+            with pytest.raises(UsageError, match=path):
+                automatic_values.resolve(config, facts())
 
 
-@pytest.mark.parametrize(
-    ("written", "precision", "trained"),
-    [
+def test_auto_never_means_fp32_silently(subtests: pytest.Subtests) -> None:
+    for written, precision, trained in (
         ({"fp16": {"enabled": "auto"}, "bf16": {"enabled": "auto"}}, "bf16", {"bf16"}),
         ({"fp16": {"enabled": "auto"}}, "bf16", {"bf16"}),
         ({"bf16": {"enabled": "auto"}}, "fp16", {"fp16"}),
         ({"fp16": {"enabled": "auto"}}, "fp32", set()),
         ({"fp16": {"enabled": False}}, "bf16", set()),
-    ],
-)
-def test_auto_never_means_fp32_silently(written: dict[str, Any], precision: Any, trained: set[str]) -> None:
-    config = automatic_values.resolve(written, facts(precision)).config
-    assert {name for name in ("bf16", "fp16") if config.get(name, {}).get("enabled")} == trained
+    ):
+        with subtests.test(written=written, precision=precision, trained=trained):
+            config = automatic_values.resolve(written, facts(precision)).config
+            assert {name for name in ("bf16", "fp16") if config.get(name, {}).get("enabled")} == trained
 
 
 def test_presets_know_the_hidden_size_that_the_trainer_uses() -> None:

@@ -19,9 +19,8 @@ def setting(facts: RowFacts, *texts: str) -> axis_rows.Setting:
     return axis_rows.setting_of(tuple(value for values in axis_rows.read_axes(texts) for value in values), facts)
 
 
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
+def test_a_wrong_axis_is_one_line_with_the_nearest(subtests: pytest.Subtests) -> None:
+    for text, says in (
         ("overlap_comm", "is not NAME=V1,V2"),
         ("overlap_comm=", "is not NAME=V1,V2"),
         ("overlap_com=true", "did you mean overlap_comm?"),
@@ -38,13 +37,12 @@ def setting(facts: RowFacts, *texts: str) -> axis_rows.Setting:
         ("sub_group_size=nan", "'nan' is none of its values"),
         ("prefetch=atuo", "did you mean auto?"),
         ("offload_ratio=1.1", "give a number from 0 to 1"),
-    ],
-)
-def test_a_wrong_axis_is_one_line_with_the_nearest(text: str, says: str) -> None:
-    with pytest.raises(UsageError) as error:
-        axis_rows.read_axes([text])
-    assert says in str(error.value)
-    assert "\n" not in str(error.value)
+    ):
+        with subtests.test(text):
+            with pytest.raises(UsageError) as error:
+                axis_rows.read_axes([text])
+            assert says in str(error.value)
+            assert "\n" not in str(error.value)
 
 
 def test_an_axis_given_twice_is_refused_and_a_value_given_twice_counts_once() -> None:
@@ -91,21 +89,19 @@ def test_an_axis_that_acts_in_some_rows_is_noted_and_one_that_acts_in_none_is_re
         axis_rows.idle_axes(selected, {"ZeRO-2": Layout(stage=2)})
 
 
-@pytest.mark.parametrize(
-    ("texts", "facts"),
-    [
+def test_axes_that_set_one_thing_differently_contradict_each_other(subtests: pytest.Subtests) -> None:
+    for texts, facts in (
         (["buffers=default", "reduce_bucket_size=5e8"], ZERO2),
         (["precision=fp32", "bf16_states=all"], ZERO2),
         (["offload_ratio=0.5", "sub_group_size=1e9"], CPU_ADAM),
         (["precision=bf16", "torch_autocast=bf16"], ZERO2),
-    ],
-)
-def test_axes_that_set_one_thing_differently_contradict_each_other(texts: list[str], facts: RowFacts) -> None:
-    if texts[0] == "buffers=default":
-        assert setting(facts, *texts).config  # they agree
-        texts = ["buffers=default", "reduce_bucket_size=1e6"]
-    with pytest.raises(UsageError, match="contradict each other"):
-        setting(facts, *texts)
+    ):
+        with subtests.test(texts=texts, facts=facts):
+            if texts[0] == "buffers=default":
+                assert setting(facts, *texts).config  # they agree
+                texts = ["buffers=default", "reduce_bucket_size=1e6"]
+            with pytest.raises(UsageError, match="contradict each other"):
+                setting(facts, *texts)
 
 
 def test_axes_that_agree_go_together() -> None:

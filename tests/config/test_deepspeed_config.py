@@ -127,34 +127,37 @@ def test_what_a_user_edits_into_the_config_is_kept_by_completing_it() -> None:
     }
 
 
-@pytest.mark.parametrize("strategy", EVERY_CONFIGURATION, ids=lambda s: s.name)
-def test_every_default_that_changed_between_versions_is_written_out(strategy: Configuration) -> None:
-    config = deepspeed_config.base_config(strategy, 4)
-    zero = config["zero_optimization"]
-    assert config["gradient_clipping"] == 1.0
-    if strategy.stage >= 1:
-        assert zero["overlap_comm"] is (strategy.stage == 3)
-    for key in ("offload_optimizer", "offload_param"):
-        assert key not in zero or zero[key]["pin_memory"] is True
+def test_every_default_that_changed_between_versions_is_written_out(subtests: pytest.Subtests) -> None:
+    for strategy in EVERY_CONFIGURATION:
+        with subtests.test(strategy.name):
+            config = deepspeed_config.base_config(strategy, 4)
+            zero = config["zero_optimization"]
+            assert config["gradient_clipping"] == 1.0
+            if strategy.stage >= 1:
+                assert zero["overlap_comm"] is (strategy.stage == 3)
+            for key in ("offload_optimizer", "offload_param"):
+                assert key not in zero or zero[key]["pin_memory"] is True
 
 
-@pytest.mark.parametrize("strategy", EVERY_CONFIGURATION, ids=lambda s: s.name)
-def test_a_block_says_what_its_strategy_is(strategy: Configuration) -> None:
-    config = deepspeed_config.base_config(strategy, 4)
-    catalogued = strategies.find_strategy(strategy.name, strategy.stage)
-    assert catalogued is not None
-    assert replace(strategy, deepspeed_config=config).layout == (
-        catalogued.stage,
-        catalogued.offload_optimizer,
-        catalogued.offload_param,
-    )
+def test_a_block_says_what_its_strategy_is(subtests: pytest.Subtests) -> None:
+    for strategy in EVERY_CONFIGURATION:
+        with subtests.test(strategy.name):
+            config = deepspeed_config.base_config(strategy, 4)
+            catalogued = strategies.find_strategy(strategy.name, strategy.stage)
+            assert catalogued is not None
+            assert replace(strategy, deepspeed_config=config).layout == (
+                catalogued.stage,
+                catalogued.offload_optimizer,
+                catalogued.offload_param,
+            )
 
 
-@pytest.mark.parametrize("strategy", EVERY_CONFIGURATION, ids=lambda s: s.name)
-def test_a_config_is_json_and_has_only_keys_that_deepspeed_reads(strategy: Configuration) -> None:
-    completed = complete(deepspeed_config.base_config(strategy, 4))
-    assert json.loads(json.dumps(completed, allow_nan=False)) == completed
-    validation.check_keys(completed)
+def test_a_config_is_json_and_has_only_keys_that_deepspeed_reads(subtests: pytest.Subtests) -> None:
+    for strategy in EVERY_CONFIGURATION:
+        with subtests.test(strategy.name):
+            completed = complete(deepspeed_config.base_config(strategy, 4))
+            assert json.loads(json.dumps(completed, allow_nan=False)) == completed
+            validation.check_keys(completed)
 
 
 def test_stage_0_carries_no_settings_of_a_partition_that_is_none() -> None:
@@ -168,19 +171,22 @@ def test_deepspeed_neither_prints_nor_synchronises_inside_the_measured_steps() -
     assert config["steps_per_print"] > 10**9
 
 
-@pytest.mark.parametrize(
-    ("precision", "expected"),
-    [("bf16", {"bf16": {"enabled": True}}), ("fp16", {"fp16": {"enabled": True}}), ("fp32", {})],
-)
-def test_the_precision_is_filled_in_where_the_config_leaves_it_open(precision: str, expected: Any) -> None:
-    config = complete(deepspeed_config.base_config(fakes.zero(2), 4), of=fakes.workload(precision=precision))
-    assert {key: config[key] for key in ("bf16", "fp16") if key in config} == expected
+def test_the_precision_is_filled_in_where_the_config_leaves_it_open(subtests: pytest.Subtests) -> None:
+    for precision, expected in (
+        ("bf16", {"bf16": {"enabled": True}}),
+        ("fp16", {"fp16": {"enabled": True}}),
+        ("fp32", {}),
+    ):
+        with subtests.test(precision):
+            config = complete(deepspeed_config.base_config(fakes.zero(2), 4), of=fakes.workload(precision=precision))
+            assert {key: config[key] for key in ("bf16", "fp16") if key in config} == expected
 
 
-@pytest.mark.parametrize("block", [{"fp16": {"enabled": True}}, {"bf16": {"enabled": False}}, {"torch_autocast": {}}])
-def test_a_precision_the_user_wrote_is_left_alone(block: dict[str, Any]) -> None:
-    config = complete({**deepspeed_config.base_config(fakes.zero(2), 4), **block})
-    assert {key: config[key] for key in ("bf16", "fp16", "torch_autocast") if key in config} == block
+def test_a_precision_the_user_wrote_is_left_alone(subtests: pytest.Subtests) -> None:
+    for block in ({"fp16": {"enabled": True}}, {"bf16": {"enabled": False}}, {"torch_autocast": {}}):
+        with subtests.test(block=block):
+            config = complete({**deepspeed_config.base_config(fakes.zero(2), 4), **block})
+            assert {key: config[key] for key in ("bf16", "fp16", "torch_autocast") if key in config} == block
 
 
 def test_completing_leaves_its_input_as_it_was() -> None:
@@ -271,11 +277,12 @@ def test_what_the_user_set_for_nvme_stands() -> None:
     assert completed["aio"] == {"queue_depth": 99}
 
 
-@pytest.mark.parametrize("name", ["none", "cpu_optimizer", "cpu_full"])
-def test_without_nvme_nothing_of_it_is_in_the_config(name: str) -> None:
-    completed = complete(deepspeed_config.base_config(fakes.offload(name), 4))
-    assert "aio" not in completed
-    assert "nvme" not in json.dumps(completed)
+def test_without_nvme_nothing_of_it_is_in_the_config(subtests: pytest.Subtests) -> None:
+    for name in ("none", "cpu_optimizer", "cpu_full"):
+        with subtests.test(name):
+            completed = complete(deepspeed_config.base_config(fakes.offload(name), 4))
+            assert "aio" not in completed
+            assert "nvme" not in json.dumps(completed)
 
 
 def test_a_private_swap_folder_replaces_every_nvme_path_and_nothing_else() -> None:
@@ -290,10 +297,13 @@ def test_a_config_without_nvme_gets_no_swap_folder() -> None:
     assert deepspeed_config.with_swap_folder(config, "/x") == config
 
 
-@pytest.mark.parametrize(
-    "config",
-    [{}, {"zero_optimization": None}, {"zero_optimization": {"offload_param": None}},
-     {"zero_optimization": {"offload_param": {"device": "none"}}}, {"zero_optimization": {"offload_param": {}}}],
-)  # fmt: skip
-def test_no_device_is_none_however_it_is_written(config: dict[str, Any]) -> None:
-    assert deepspeed_config.offload_device(config, "offload_param") is None
+def test_no_device_is_none_however_it_is_written(subtests: pytest.Subtests) -> None:
+    for config in (
+        {},
+        {"zero_optimization": None},
+        {"zero_optimization": {"offload_param": None}},
+        {"zero_optimization": {"offload_param": {"device": "none"}}},
+        {"zero_optimization": {"offload_param": {}}},
+    ):
+        with subtests.test(config=config):
+            assert deepspeed_config.offload_device(config, "offload_param") is None

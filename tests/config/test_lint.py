@@ -49,9 +49,8 @@ def test_nothing_is_found_in_a_configuration_that_leaves_nothing_open() -> None:
     assert check(config) == []
 
 
-@pytest.mark.parametrize(
-    ("key", "value", "remedy"),
-    [
+def test_an_ignored_key_is_told_with_the_place_where_it_belongs(subtests: pytest.Subtests) -> None:
+    for key, value, remedy in (
         ("offload_optimizer", {"device": "cpu"}, "it belongs inside zero_optimization"),
         ("loss_scale", 0, "it belongs inside fp16"),
         ("log", {"steps_per_print": 10}, "its steps_per_print belongs at the top level"),
@@ -59,11 +58,10 @@ def test_nothing_is_found_in_a_configuration_that_leaves_nothing_open() -> None:
         ("cuda_visible_devices", "0", "set the environment variable CUDA_VISIBLE_DEVICES, or start with --include"),
         ("gradient-clipping", 1.0, "did you mean gradient_clipping?"),
         ("model-parallel-size", 1, "remove it"),
-    ],
-)
-def test_an_ignored_key_is_told_with_the_place_where_it_belongs(key: str, value: Any, remedy: str) -> None:
-    (finding,) = check({**CLEAN, key: value})
-    assert (finding.level, finding.path, finding.remedy) == ("warning", key, remedy)
+    ):
+        with subtests.test(key):
+            (finding,) = check({**CLEAN, key: value})
+            assert (finding.level, finding.path, finding.remedy) == ("warning", key, remedy)
 
 
 def test_keys_of_another_program_are_told_in_one_finding() -> None:
@@ -79,18 +77,16 @@ def test_a_refused_credential_is_not_shown(key: Any) -> None:
     assert "hf_" not in finding.reason
 
 
-@pytest.mark.parametrize(
-    ("config", "remedy"),
-    [
+def test_an_error_has_a_remedy_that_fits_the_key(subtests: pytest.Subtests) -> None:
+    for config, remedy in (
         ({"fp16": {"fp16": True}}, "did you mean enabled?"),
         ({"compile": {"backend": "inductor"}}, "give it to engine.compile()"),
         ({"zero_optimization": {"stage": 3, "gradient_clipping": 1.0}}, "it belongs at the top level"),
         ({"zero_optimization": {"stage": [0, 1]}}, "give 0, 1, 2 or 3"),
         ({"train_micro_batch_size_per_gpu": "SIZE"}, "give a number"),
-    ],
-)
-def test_an_error_has_a_remedy_that_fits_the_key(config: dict[str, Any], remedy: str) -> None:
-    assert [each.remedy for each in check({**CLEAN, **config}) if each.level == "error"] == [remedy]
+    ):
+        with subtests.test(config=config, remedy=remedy):
+            assert [each.remedy for each in check({**CLEAN, **config}) if each.level == "error"] == [remedy]
 
 
 def test_a_key_of_another_block_is_refused_with_the_name_of_that_block() -> None:
@@ -98,25 +94,21 @@ def test_a_key_of_another_block_is_refused_with_the_name_of_that_block() -> None
     assert finding.remedy == "remove it; it is a key of fp16"
 
 
-@pytest.mark.parametrize(
-    ("batch", "num_gpus", "said"),
-    [
+def test_the_batch_keys_must_fit_the_number_of_gpus(subtests: pytest.Subtests) -> None:
+    for batch, num_gpus, said in (
         ((32, 4, 1), 8, None),
         ((32, 4, 1), 4, "32 is not train_micro_batch_size_per_gpu 4 × gradient_accumulation_steps 1 × 4 data-parallel"),
         ((32, 4, 3), None, "32 is no multiple of train_micro_batch_size_per_gpu 4 × gradient_accumulation_steps 3,"),
         ((32, None, None), 5, "32 is no multiple of 5 data-parallel ranks"),
         ((32, 4, None), 8, None),
         ((None, 4, 2), 8, None),
-    ],
-)
-def test_the_batch_keys_must_fit_the_number_of_gpus(
-    batch: tuple[int | None, ...], num_gpus: int | None, said: str | None
-) -> None:
-    keys = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-    config = {**CLEAN, **dict(zip(keys, batch, strict=True))}
-    found = [finding for finding in check(config, num_gpus=num_gpus) if finding.level == "error"]
-    assert [said in finding.reason for finding in found if said] == ([True] if said else [])
-    assert len(found) == (1 if said else 0)
+    ):
+        with subtests.test(batch=batch, num_gpus=num_gpus):
+            keys = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+            config = {**CLEAN, **dict(zip(keys, batch, strict=True))}
+            found = [finding for finding in check(config, num_gpus=num_gpus) if finding.level == "error"]
+            assert [said in finding.reason for finding in found if said] == ([True] if said else [])
+            assert len(found) == (1 if said else 0)
 
 
 def test_buffers_are_held_against_the_model() -> None:
@@ -149,13 +141,11 @@ def test_both_16_bit_formats_left_automatic_train_in_fp32() -> None:
     assert "fp32" not in check({**config, "bf16": {"enabled": True, "check_grad_overflow": True}})[0].reason
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
+def test_an_auto_that_deepspeed_knows_is_not_told(subtests: pytest.Subtests) -> None:
+    for config in (
         {"data_types": {"keep_in_fp32_modules": "auto"}},
         {"expert_parallel": {"enabled": True, "combine_impl": "auto"}},
         zero(2, offload_optimizer=CPU, zenflow={**ZENFLOW, "auto_ratio": 0.5, "update_interval": 2}),
-    ],
-)
-def test_an_auto_that_deepspeed_knows_is_not_told(config: dict[str, Any]) -> None:
-    assert [finding for finding in check({**CLEAN, **config}) if "automatic" in finding.rule] == []
+    ):
+        with subtests.test(config=config):
+            assert [finding for finding in check({**CLEAN, **config}) if "automatic" in finding.rule] == []

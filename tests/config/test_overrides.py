@@ -46,9 +46,8 @@ def test_a_null_never_enters_a_block_that_was_not_there() -> None:
     assert overrides.overlay({"a": 1}, {"aio": {"block_size": None}, "a": {"x": None}}) == {"aio": {}, "a": {}}
 
 
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [
+def test_a_setting_is_json_and_else_text(subtests: pytest.Subtests) -> None:
+    for text, value in (
         ("a.b=false", {"a": {"b": False}}),
         ("a=1e6", {"a": 1e6}),
         ("a=12", {"a": 12}),
@@ -59,16 +58,16 @@ def test_a_null_never_enters_a_block_that_was_not_there() -> None:
         ("a=", {"a": ""}),
         ("a=b=c", {"a": "b=c"}),
         ("a.b.c=x.y", {"a": {"b": {"c": "x.y"}}}),
-    ],
-)
-def test_a_setting_is_json_and_else_text(text: str, value: Any) -> None:
-    parsed = overrides.parse_set(text)
-    assert parsed == value
-    assert json.dumps(parsed) == json.dumps(value)  # 1 and True are equal to Python
+    ):
+        with subtests.test(text):
+            parsed = overrides.parse_set(text)
+            assert parsed == value
+            assert json.dumps(parsed) == json.dumps(value)  # 1 and True are equal to Python
 
 
-@pytest.mark.parametrize("text", ["", "a", "=1", ".a=1", "a.=1", "a..b=1", "."])
-def test_a_setting_without_a_name_or_a_value_is_refused_by_its_text(text: str) -> None:
-    with pytest.raises(UsageError, match=r"--set .* is not key\.path=value \(e\.g\. --set") as caught:
-        overrides.parse_set(text)
-    assert repr(text) in str(caught.value)
+def test_a_setting_without_a_name_or_a_value_is_refused_by_its_text(subtests: pytest.Subtests) -> None:
+    for text in ("", "a", "=1", ".a=1", "a.=1", "a..b=1", "."):
+        with subtests.test(text):
+            with pytest.raises(UsageError, match=r"--set .* is not key\.path=value \(e\.g\. --set") as caught:
+                overrides.parse_set(text)
+            assert repr(text) in str(caught.value)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -68,9 +67,10 @@ def test_cuda_asked_of_a_host_without_cards_is_refused_with_both_ways_out() -> N
         place("--accelerator", "cuda", cards=0)
 
 
-@pytest.mark.parametrize("hidden", ["", "-1", "7"])
-def test_cards_hidden_from_us_are_no_cards(hidden: str) -> None:
-    assert place(CUDA_VISIBLE_DEVICES=hidden).accelerator == "cpu"
+def test_cards_hidden_from_us_are_no_cards(subtests: pytest.Subtests) -> None:
+    for hidden in ("", "-1", "7"):
+        with subtests.test(hidden=hidden):
+            assert place(CUDA_VISIBLE_DEVICES=hidden).accelerator == "cpu"
 
 
 def test_only_visible_cards_count() -> None:
@@ -109,9 +109,10 @@ def test_a_flag_beats_the_launchers_world_size() -> None:
     assert place("--num-gpus", "3", WORLD_SIZE="2").num_gpus == 3
 
 
-@pytest.mark.parametrize("nonsense", ["", "0", "-2", "two", "2.0", "²"])
-def test_a_world_size_that_is_none_means_nothing(nonsense: str) -> None:
-    assert place(WORLD_SIZE=nonsense).num_gpus == 4
+def test_a_world_size_that_is_none_means_nothing(subtests: pytest.Subtests) -> None:
+    for nonsense in ("", "0", "-2", "two", "2.0", "²"):
+        with subtests.test(nonsense=nonsense):
+            assert place(WORLD_SIZE=nonsense).num_gpus == 4
 
 
 def test_a_world_size_beyond_the_cards_is_refused() -> None:
@@ -228,16 +229,16 @@ def test_what_deepspeeds_launcher_could_not_start_is_refused_in_one_line(
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [
+def test_a_flag_for_several_nodes_needs_a_hostfile(subtests: pytest.Subtests) -> None:
+    for flags in (
         ("--include", "a"), ("--exclude", "a"), ("--master-addr", "a"), ("--master-port", "1"),
         ("--multi-node-launcher", "pdsh"), ("--launcher-args", "x"),
-    ],
-)  # fmt: skip
-def test_a_flag_for_several_nodes_needs_a_hostfile(flags: tuple[str, ...]) -> None:
-    with pytest.raises(UsageError, match=rf"{flags[0]} without --hostfile \(add --hostfile FILE"):
-        place(*flags)
+    ):  # fmt: skip
+        with (
+            subtests.test(flags=flags),
+            pytest.raises(UsageError, match=rf"{flags[0]} without --hostfile \(add --hostfile FILE"),
+        ):
+            place(*flags)
 
 
 def test_a_number_of_gpus_against_the_hostfile_is_refused(tmp_path: Path) -> None:
@@ -274,13 +275,14 @@ def test_limits_are_passed_on_in_bytes() -> None:
 # ------------------------------------------------------------------ number formats
 
 
-@pytest.mark.parametrize(
-    ("capability", "formats"),
-    [((7, 0), ("fp16", "fp32")), ((7, 5), ("fp16", "fp32")), ((8, 0), ("bf16", "fp16", "fp32")),
-     ((9, 0), ("bf16", "fp16", "fp32"))],
-)  # fmt: skip
-def test_bf16_begins_with_ampere(capability: tuple[int, int], formats: tuple[str, ...]) -> None:
-    assert place(capability=capability).supported_precisions == formats
+def test_bf16_begins_with_ampere() -> None:
+    formats = {
+        (7, 0): ("fp16", "fp32"),
+        (7, 5): ("fp16", "fp32"),
+        (8, 0): ("bf16", "fp16", "fp32"),
+        (9, 0): ("bf16", "fp16", "fp32"),
+    }
+    assert {capability: place(capability=capability).supported_precisions for capability in formats} == formats
 
 
 def test_the_oldest_of_several_cards_decides() -> None:
@@ -303,21 +305,21 @@ def test_a_cpu_trains_in_fp16_only_with_the_instructions_for_it(
     assert place(cards=0).supported_precisions == formats
 
 
-@pytest.mark.parametrize(
-    ("asked", "supported", "chosen"),
-    [
-        ("auto", ("bf16", "fp16", "fp32"), "bf16"),
-        ("auto", ("fp16", "fp32"), "fp16"),
-        ("auto", ("fp32",), "fp32"),
-        ("fp32", ("bf16", "fp16", "fp32"), "fp32"),
-        ("fp16", ("bf16", "fp16", "fp32"), "fp16"),
-        ("bf16", ("fp16", "fp32"), "bf16"),
-        ("fp16", ("bf16", "fp32"), "fp16"),
-    ],
-)
-def test_a_precision_asked_for_is_never_exchanged_for_another(asked: str, supported: Any, chosen: str) -> None:
+def test_a_precision_asked_for_is_never_exchanged_for_another() -> None:
     """Where the device lacks it, the row says Unsupported: a silent fallback would be a wrong label."""
-    assert choose_precision(asked, fakes.placement(supported_precisions=supported)) == chosen
+    chosen = {
+        ("auto", ("bf16", "fp16", "fp32")): "bf16",
+        ("auto", ("fp16", "fp32")): "fp16",
+        ("auto", ("fp32",)): "fp32",
+        ("fp32", ("bf16", "fp16", "fp32")): "fp32",
+        ("fp16", ("bf16", "fp16", "fp32")): "fp16",
+        ("bf16", ("fp16", "fp32")): "bf16",
+        ("fp16", ("bf16", "fp32")): "fp16",
+    }
+    assert {
+        (asked, supported): choose_precision(asked, fakes.placement(supported_precisions=supported))
+        for asked, supported in chosen
+    } == chosen
 
 
 # ------------------------------------------------------------------ a Slurm job of several nodes

@@ -22,26 +22,25 @@ def completed(name: str, **changes: Any) -> Configuration:
     return replace(row, deepspeed_config=config)
 
 
-@pytest.mark.parametrize("name", REFERENCES)
-def test_a_reference_of_the_catalogue_runs_as_it_is(name: str) -> None:
-    row = completed(name)
-    assert validation.unsupported_reason(row, PLACE) is None
-    assert validation.ineffective_settings(row, fakes.workload(), PLACE) == []
+def test_a_reference_of_the_catalogue_runs_as_it_is(subtests: pytest.Subtests) -> None:
+    for name in REFERENCES:
+        with subtests.test(name):
+            row = completed(name)
+            assert validation.unsupported_reason(row, PLACE) is None
+            assert validation.ineffective_settings(row, fakes.workload(), PLACE) == []
 
 
-@pytest.mark.parametrize(
-    ("changes", "named"),
-    [
+def test_what_it_would_train_differently_makes_it_unsupported(subtests: pytest.Subtests) -> None:
+    for changes, named in (
         ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, "does not offload"),
         ({"bf16": {"enabled": False}, "fp16": {"enabled": True}}, "--precision bf16"),
         ({"bf16": {"bf16_optimizer_states": True}}, "bf16.bf16_optimizer_states"),
         ({"optimizer": {"type": "Lion"}}, "Lion"),
         ({"scheduler": {"type": "WarmupLR", "params": {}}}, "scheduler"),
         ({"torch_autocast": {"enabled": True}}, "torch_autocast"),
-    ],
-)
-def test_what_it_would_train_differently_makes_it_unsupported(changes: dict[str, Any], named: str) -> None:
-    assert named in (validation.unsupported_reason(completed("fsdp2", **changes), PLACE) or "")
+    ):
+        with subtests.test(changes=changes, named=named):
+            assert named in (validation.unsupported_reason(completed("fsdp2", **changes), PLACE) or "")
 
 
 def test_settings_of_zero_are_said_to_be_left_out() -> None:
@@ -51,7 +50,8 @@ def test_settings_of_zero_are_said_to_be_left_out() -> None:
     assert validation.unsupported_reason(row, PLACE) is None
 
 
-@pytest.mark.parametrize("text", ["zero3", "3", "stage 3"])
-def test_a_stage_never_means_a_reference(text: str) -> None:
-    assert not strategies.matches(fakes.reference("fsdp2"), text)
-    assert strategies.matches(fakes.reference("fsdp2"), "FSDP2")
+def test_a_stage_never_means_a_reference(subtests: pytest.Subtests) -> None:
+    for text in ("zero3", "3", "stage 3"):
+        with subtests.test(text):
+            assert not strategies.matches(fakes.reference("fsdp2"), text)
+            assert strategies.matches(fakes.reference("fsdp2"), "FSDP2")

@@ -48,19 +48,19 @@ def test_a_placement_on_no_device_is_refused() -> None:
         Placement(accelerator="cpu", num_gpus=0)
 
 
-@pytest.mark.parametrize("value", [fakes.workload(), fakes.zero(2), fakes.placement(), fakes.trial()])
-def test_what_was_asked_cannot_be_changed_afterwards(value: Any) -> None:
-    name = dataclasses.fields(value)[0].name
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        setattr(value, name, "changed")
+def test_what_was_asked_cannot_be_changed_afterwards(subtests: pytest.Subtests) -> None:
+    for value in (fakes.workload(), fakes.zero(2), fakes.placement(), fakes.trial()):
+        with subtests.test(type(value).__name__):
+            name = dataclasses.fields(value)[0].name
+            with pytest.raises(dataclasses.FrozenInstanceError):
+                setattr(value, name, "changed")
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "param", "uses"), [("nvme", "none", True), ("cpu", "nvme", True), ("cpu", "cpu", False)]
-)
-def test_a_strategy_uses_nvme_when_either_of_the_two_lies_there(optimizer: Any, param: Any, uses: bool) -> None:
-    strategy = Strategy(name="x", label="X", stage=3, offload_optimizer=optimizer, offload_param=param)
-    assert make_configuration(strategy).uses_nvme is uses
+def test_a_strategy_uses_nvme_when_either_of_the_two_lies_there(subtests: pytest.Subtests) -> None:
+    for optimizer, param, uses in (("nvme", "none", True), ("cpu", "nvme", True), ("cpu", "cpu", False)):
+        with subtests.test(optimizer=optimizer, param=param, uses=uses):
+            strategy = Strategy(name="x", label="X", stage=3, offload_optimizer=optimizer, offload_param=param)
+            assert make_configuration(strategy).uses_nvme is uses
 
 
 def test_stage_and_devices_are_those_of_the_deepspeed_configuration() -> None:
@@ -72,19 +72,16 @@ def test_stage_and_devices_are_those_of_the_deepspeed_configuration() -> None:
     assert (plain.layout, plain.offloads_optimizer, plain.uses_nvme) == ((0, "none", "none"), False, False)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
+def test_a_configuration_that_would_mislead_is_refused(subtests: pytest.Subtests) -> None:
+    for changes, message in (
         ({"name": ""}, "name is ''"),
         ({"deepspeed_config": {"zero_optimization": {"stage": 4}}}, "stage is 4"),
         ({"deepspeed_config": {"zero_optimization": {"stage": True}}}, "stage is True"),
         ({"deepspeed_config": {"zero_optimization": {"offload_param": {"device": "gpu"}}}}, "offload_param.device"),
         ({"workload_changes": {"batchsize": 4}}, "workload_changes is \\['batchsize'\\]"),
-    ],
-)
-def test_a_configuration_that_would_mislead_is_refused(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        Configuration(**{"name": "mine", "label": "mine", "deepspeed_config": {}, **changes})
+    ):
+        with subtests.test(changes=changes), pytest.raises(ValueError, match=message):
+            Configuration(**{"name": "mine", "label": "mine", "deepspeed_config": {}, **changes})
 
 
 def test_a_row_changes_the_workload_as_it_says() -> None:
@@ -132,12 +129,13 @@ def test_a_trial_survives_json_whole() -> None:
     assert again.key == trial.key
 
 
-@pytest.mark.parametrize("damage", ["configuration", "workload", "placement"])
-def test_a_trial_that_lost_a_part_is_no_trial(damage: str) -> None:
-    data = everything().to_dict()
-    del data[damage]
-    with pytest.raises(KeyError):
-        Trial.from_dict(data)
+def test_a_trial_that_lost_a_part_is_no_trial(subtests: pytest.Subtests) -> None:
+    for damage in ("configuration", "workload", "placement"):
+        with subtests.test(damage):
+            data = everything().to_dict()
+            del data[damage]
+            with pytest.raises(KeyError):
+                Trial.from_dict(data)
 
 
 def test_a_trial_with_a_field_of_another_program_is_no_trial() -> None:

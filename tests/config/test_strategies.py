@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from ds_bench.config.strategies import OFFLOAD_NAMES, ZERO_STAGES, matches, offload_strategy
@@ -27,18 +25,16 @@ def test_the_offload_strategies_and_their_order() -> None:
     assert OFFLOAD_NAMES == ("none", "cpu_optimizer", "cpu_full", "nvme")
 
 
-@pytest.mark.parametrize(
-    ("name", "optimizer", "param"),
-    [
+def test_an_offload_strategy_moves_what_its_name_says(subtests: pytest.Subtests) -> None:
+    for name, optimizer, param in (
         ("none", "none", "none"),
         ("cpu_optimizer", "cpu", "none"),
         ("cpu_full", "cpu", "cpu"),
         ("nvme", "nvme", "nvme"),
-    ],
-)
-def test_an_offload_strategy_moves_what_its_name_says(name: str, optimizer: str, param: str) -> None:
-    strategy = offload_strategy(name)
-    assert (strategy.offload_optimizer, strategy.offload_param) == (optimizer, param)
+    ):
+        with subtests.test(name):
+            strategy = offload_strategy(name)
+            assert (strategy.offload_optimizer, strategy.offload_param) == (optimizer, param)
 
 
 def test_offload_is_at_stage_3_unless_asked() -> None:
@@ -61,9 +57,8 @@ def test_an_unknown_offload_is_no_strategy() -> None:
         offload_strategy("gpu")
 
 
-@pytest.mark.parametrize(
-    ("strategy", "name", "meant"),
-    [
+def test_a_strategy_is_meant_by_its_name_its_label_or_its_stage(subtests: pytest.Subtests) -> None:
+    for strategy, name, meant in (
         (fakes.zero(3), "zero3", True),
         (fakes.offload("cpu_optimizer"), "cpu_optimizer", True),
         (fakes.offload("cpu_optimizer"), "cpu-optimizer", True),
@@ -72,7 +67,6 @@ def test_an_unknown_offload_is_no_strategy() -> None:
         (fakes.offload("none"), "stage 3", True),
         (fakes.zero(3), "3", True),
         (fakes.zero(3), "", False),
-    ],
-)
-def test_a_strategy_is_meant_by_its_name_its_label_or_its_stage(strategy: Any, name: str, meant: bool) -> None:
-    assert matches(strategy, name) is meant
+    ):
+        with subtests.test(name):
+            assert matches(strategy, name) is meant

@@ -30,14 +30,16 @@ def workload_refusal(workload: Workload, placement: Placement, config: dict[str,
     return validation.unsupported_workload_reason(row, workload, placement)
 
 
-@pytest.mark.parametrize("strategy", EVERY_CONFIGURATION, ids=lambda s: s.name)
-def test_what_the_catalogue_offers_at_its_own_stage_is_not_refused(strategy: Configuration) -> None:
-    assert refusal(strategy) is None
+def test_what_the_catalogue_offers_at_its_own_stage_is_not_refused(subtests: pytest.Subtests) -> None:
+    for strategy in EVERY_CONFIGURATION:
+        with subtests.test(strategy.name):
+            assert refusal(strategy) is None
 
 
-@pytest.mark.parametrize("name", ["cpu_optimizer", "cpu_full", "nvme"])
-def test_stage_0_offloads_nothing_and_is_refused(name: str) -> None:
-    assert "stage 0 does not offload" in (refusal(fakes.offload(name, 0)) or "")
+def test_stage_0_offloads_nothing_and_is_refused(subtests: pytest.Subtests) -> None:
+    for name in ("cpu_optimizer", "cpu_full", "nvme"):
+        with subtests.test(name):
+            assert "stage 0 does not offload" in (refusal(fakes.offload(name, 0)) or "")
 
 
 @pytest.mark.parametrize("stage", [1, 2])
@@ -55,21 +57,24 @@ def test_nvme_without_a_folder_is_refused_with_the_flag_that_gives_one() -> None
     assert "--nvme-path" in (refusal(fakes.offload("nvme"), Placement(accelerator="cuda")) or "")
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_the_cpu_optimizer_is_allowed_at_every_stage_above_0(stage: int) -> None:
-    assert refusal(fakes.offload("cpu_optimizer", stage)) is None
+def test_the_cpu_optimizer_is_allowed_at_every_stage_above_0(subtests: pytest.Subtests) -> None:
+    for stage in (1, 2, 3):
+        with subtests.test(stage=stage):
+            assert refusal(fakes.offload("cpu_optimizer", stage)) is None
 
 
-@pytest.mark.parametrize("name", ["SGD", "Lamb", "Muon"])
-def test_an_optimizer_without_a_cpu_version_cannot_be_offloaded(name: str) -> None:
-    refused = refusal(fakes.offload("cpu_optimizer"), optimizer={"type": name})
-    assert "has no CPU version" in (refused or "")
-    assert refusal(fakes.zero(2), optimizer={"type": name}) is None
+def test_an_optimizer_without_a_cpu_version_cannot_be_offloaded(subtests: pytest.Subtests) -> None:
+    for name in ("SGD", "Lamb", "Muon"):
+        with subtests.test(name):
+            refused = refusal(fakes.offload("cpu_optimizer"), optimizer={"type": name})
+            assert "has no CPU version" in (refused or "")
+            assert refusal(fakes.zero(2), optimizer={"type": name}) is None
 
 
-@pytest.mark.parametrize("name", ["Adam", "AdamW", "Adagrad", "Lion"])
-def test_an_optimizer_with_a_cpu_version_can_be_offloaded(name: str) -> None:
-    assert refusal(fakes.offload("cpu_optimizer"), optimizer={"type": name}) is None
+def test_an_optimizer_with_a_cpu_version_can_be_offloaded(subtests: pytest.Subtests) -> None:
+    for name in ("Adam", "AdamW", "Adagrad", "Lion"):
+        with subtests.test(name):
+            assert refusal(fakes.offload("cpu_optimizer"), optimizer={"type": name}) is None
 
 
 def test_lion_needs_a_gpu_or_the_cpu_op() -> None:
@@ -100,9 +105,8 @@ def test_deepcompile_runs_on_cuda_alone() -> None:
         assert any("instead of DeepCompile" in each for each in caveats) is said
 
 
-@pytest.mark.parametrize(
-    ("changes", "accelerator", "said"),
-    [
+def test_a_way_to_compute_a_step_that_does_not_run_here_is_refused(subtests: pytest.Subtests) -> None:
+    for changes, accelerator, said in (
         ({"attention": "flash_attention_2"}, "cpu", "runs on GPUs alone; use sdpa"),
         ({"attention": "flash_attention_2", "precision": "fp32"}, "cuda", "computes in 16 bit alone; use"),
         ({"attention": "flex_attention"}, "cpu", "trains on GPUs alone; use sdpa"),
@@ -111,19 +115,15 @@ def test_deepcompile_runs_on_cuda_alone() -> None:
         ({"data_prefetch": 4}, "cuda", "are of a data loader; add data_workers"),
         ({"loss": "liger"}, "cpu", "runs on GPUs alone; use chunked or tiled"),
         ({"loss": "tiled", "precision": "fp16"}, "cuda", "which fp16 needs; use --precision bf16"),
-    ],
-)
-def test_a_way_to_compute_a_step_that_does_not_run_here_is_refused(
-    changes: dict[str, Any], accelerator: Any, said: str
-) -> None:
-    placement = Placement(accelerator=accelerator)
-    assert said in (workload_refusal(fakes.workload(**changes), placement) or "")
-    assert workload_refusal(fakes.workload(attention="eager", loss="chunked"), placement) is None
+    ):
+        with subtests.test(changes=changes, accelerator=accelerator):
+            placement = Placement(accelerator=accelerator)
+            assert said in (workload_refusal(fakes.workload(**changes), placement) or "")
+            assert workload_refusal(fakes.workload(attention="eager", loss="chunked"), placement) is None
 
 
-@pytest.mark.parametrize(
-    ("block", "changes", "said"),
-    [
+def test_groups_of_ranks_that_cannot_be_made_are_refused(subtests: pytest.Subtests) -> None:
+    for block, changes, said in (
         ({"tensor_parallel": {"autotp_size": 2}}, {}, "does not know how to split gpt2"),
         ({"tensor_parallel": {"autotp_size": 2}}, {"model_type": "llama", "loss": "tiled"}, "use loss model"),
         ({"tensor_parallel": {"autotp_size": 3}}, {"model_type": "llama"}, "does not divide the 4 ranks"),
@@ -134,14 +134,11 @@ def test_a_way_to_compute_a_step_that_does_not_run_here_is_refused(
         ({"sequence_parallel_size": 2, "tensor_parallel": {"autotp_size": 2}}, {"model_type": "llama"}, "keep one"),
         ({"sequence_parallel_size": 4}, {}, None),
         ({"tensor_parallel": {"autotp_size": 4}}, {"model_type": "llama"}, None),
-    ],
-)
-def test_groups_of_ranks_that_cannot_be_made_are_refused(
-    block: dict[str, Any], changes: dict[str, Any], said: str | None
-) -> None:
-    work, placement = fakes.workload(**changes), Placement(accelerator="cuda", num_gpus=4)
-    found = workload_refusal(work, placement, block)
-    assert said in (found or "") if said else found is None
+    ):
+        with subtests.test(block=block, changes=changes):
+            work, placement = fakes.workload(**changes), Placement(accelerator="cuda", num_gpus=4)
+            found = workload_refusal(work, placement, block)
+            assert said in (found or "") if said else found is None
 
 
 def test_ranks_are_bound_where_there_are_cores_and_numa_nodes_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,53 +162,47 @@ def test_a_package_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatc
             assert said is None if not refused else f"needs the package {package}" in (said or "")
 
 
-@pytest.mark.parametrize(("name", "stage"), [("cpu_full", 2), ("nvme", 1), ("cpu_optimizer", 0)])
-def test_a_refusal_ends_with_what_to_do(name: str, stage: int) -> None:
-    assert "; use" in (refusal(fakes.offload(name, stage)) or "")
+def test_a_refusal_ends_with_what_to_do(subtests: pytest.Subtests) -> None:
+    for name, stage in (("cpu_full", 2), ("nvme", 1), ("cpu_optimizer", 0)):
+        with subtests.test(name):
+            assert "; use" in (refusal(fakes.offload(name, stage)) or "")
 
 
-@pytest.mark.parametrize(
-    "block",
-    [
+def test_a_block_that_would_do_nothing_here_is_refused_with_the_remedy(subtests: pytest.Subtests) -> None:
+    for block in (
         {"expert_parallel": {"enabled": True}},
         {"hybrid_engine": {"enabled": True}},
         {"autotuning": {"enabled": True}},
         {"data_efficiency": {"enabled": True}},
         {"pipeline": {}},
-    ],
-    ids=lambda block: next(iter(block)),
-)
-def test_a_block_that_would_do_nothing_here_is_refused_with_the_remedy(block: dict[str, Any]) -> None:
-    assert "remove" in (refusal(fakes.zero(3), **block) or "")
+    ):
+        with subtests.test(block=block):
+            assert "remove" in (refusal(fakes.zero(3), **block) or "")
 
 
-@pytest.mark.parametrize(
-    "block",
-    [
+def test_a_block_that_is_switched_off_is_not_refused(subtests: pytest.Subtests) -> None:
+    for block in (
         {},
         {"compile": {"deepcompile": False}},
         {"tensor_parallel": {"autotp_size": 1}},
         {"sequence_parallel_size": 1},
         {"expert_parallel": {"enabled": False}},
         {"autotuning": None},
-    ],
-)
-def test_a_block_that_is_switched_off_is_not_refused(block: dict[str, Any]) -> None:
-    assert refusal(fakes.zero(3), **block) is None
+    ):
+        with subtests.test(block=block):
+            assert refusal(fakes.zero(3), **block) is None
 
 
-@pytest.mark.parametrize(
-    ("needs", "named"),
-    [
+def test_what_a_configuration_requires_is_asked_of_the_placement(subtests: pytest.Subtests) -> None:
+    for needs, named in (
         (Requirements(accelerator="cpu"), "--accelerator cpu"),
         (Requirements(min_ranks=2), "--num-gpus 2"),
         (Requirements(min_nodes=2), "--hostfile"),
-    ],
-)
-def test_what_a_configuration_requires_is_asked_of_the_placement(needs: Requirements, named: str) -> None:
-    row = replace(fakes.zero(3), requires=needs)
-    assert named in (refusal(row) or "")
-    assert refusal(row, Placement(accelerator="cpu", num_gpus=2, hosts=(("a", 1), ("b", 1)))) is None
+    ):
+        with subtests.test(needs=needs, named=named):
+            row = replace(fakes.zero(3), requires=needs)
+            assert named in (refusal(row) or "")
+            assert refusal(row, Placement(accelerator="cpu", num_gpus=2, hosts=(("a", 1), ("b", 1)))) is None
 
 
 def inactive(
@@ -222,14 +213,14 @@ def inactive(
     return validation.ineffective_settings(completed, of or fakes.workload(), on or fakes.placement())
 
 
-@pytest.mark.parametrize("strategy", EVERY_CONFIGURATION, ids=lambda s: s.name)
-def test_nothing_in_the_catalogue_is_inactive_or_slows_what_is_measured(strategy: Configuration) -> None:
-    assert inactive(strategy) == []
+def test_nothing_in_the_catalogue_is_inactive_or_slows_what_is_measured(subtests: pytest.Subtests) -> None:
+    for strategy in EVERY_CONFIGURATION:
+        with subtests.test(strategy.name):
+            assert inactive(strategy) == []
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
+def test_what_changes_nothing_or_slows_the_steps_is_said_beside_the_row(subtests: pytest.Subtests) -> None:
+    for changes, said in (
         ({"zero_optimization": {"offload_optimizer": {"ratio": 0.5}}}, "ratio below 1 has no effect"),
         ({"zero_optimization": {"zero_quantized_gradients": True}}, "zero_quantized_gradients has no effect"),
         ({"activation_checkpointing": {}}, "use --activation-checkpointing"),
@@ -238,12 +229,11 @@ def test_nothing_in_the_catalogue_is_inactive_or_slows_what_is_measured(strategy
         ({"flops_profiler": {"enabled": True}}, "instruments a step"),
         ({"timers": {"throughput": {"enabled": True}}}, "the throughput timer"),
         ({"aio": {"thread_count": 4}}, "intra_op_parallelism"),
-    ],
-)
-def test_what_changes_nothing_or_slows_the_steps_is_said_beside_the_row(changes: dict[str, Any], said: str) -> None:
-    found = inactive(fakes.offload("cpu_optimizer"), **changes)
-    assert len(found) == 1
-    assert said in found[0]
+    ):
+        with subtests.test(changes=changes):
+            found = inactive(fakes.offload("cpu_optimizer"), **changes)
+            assert len(found) == 1
+            assert said in found[0]
 
 
 def test_super_offload_below_stage_3_is_said_and_at_stage_3_is_not() -> None:
@@ -261,13 +251,17 @@ def test_what_has_an_effect_after_all_is_not_said() -> None:
     assert inactive(fakes.zero(3), of=own, activation_checkpointing={}) == []
 
 
-@pytest.mark.parametrize(
-    ("typed", "meant"),
-    [("gradient_cliping", "gradient_clipping"), ("zero_optimisation", "zero_optimization"), ("bfloat16", "bf16")],
-)
-def test_a_misspelt_key_is_refused_with_its_neighbour(typed: str, meant: str) -> None:
-    with pytest.raises(UsageError, match=f"unknown top-level key '{typed}'.*did you mean '{meant}'"):
-        validation.check_keys({typed: 1})
+def test_a_misspelt_key_is_refused_with_its_neighbour(subtests: pytest.Subtests) -> None:
+    for typed, meant in (
+        ("gradient_cliping", "gradient_clipping"),
+        ("zero_optimisation", "zero_optimization"),
+        ("bfloat16", "bf16"),
+    ):
+        with (
+            subtests.test(typed),
+            pytest.raises(UsageError, match=f"unknown top-level key '{typed}'.*did you mean '{meant}'"),
+        ):
+            validation.check_keys({typed: 1})
 
 
 def test_a_key_like_none_is_refused_without_a_guess() -> None:
@@ -275,7 +269,10 @@ def test_a_key_like_none_is_refused_without_a_guess() -> None:
         validation.check_keys({"qqqqq": 1})
 
 
-@pytest.mark.parametrize(("key", "value"), [("bf16", True), ("optimizer", "SGD"), ("zero_optimization", 3)])
-def test_a_block_that_is_no_object_is_refused_with_the_way_to_write_it(key: str, value: Any) -> None:
-    with pytest.raises(UsageError, match=f"'{key}' in the DeepSpeed config is .*, not an object .*{key}.KEY=VALUE"):
-        validation.check_keys({key: value})
+def test_a_block_that_is_no_object_is_refused_with_the_way_to_write_it(subtests: pytest.Subtests) -> None:
+    for key, value in (("bf16", True), ("optimizer", "SGD"), ("zero_optimization", 3)):
+        with (
+            subtests.test(key),
+            pytest.raises(UsageError, match=f"'{key}' in the DeepSpeed config is .*, not an object .*{key}.KEY=VALUE"),
+        ):
+            validation.check_keys({key: value})

@@ -181,10 +181,10 @@ def test_ranges_of_the_kernel_include_both_ends() -> None:
     assert host_memory.parse_numbers("0-3,8,10-11") == {0, 1, 2, 3, 8, 10, 11}
 
 
-@pytest.mark.parametrize("text", ["x", "3-1", "-1", "0-99999999999", "1--2"])
-def test_a_list_that_is_none_is_refused_at_once(text: str) -> None:
-    with pytest.raises(ValueError, match=r".+"):
-        host_memory.parse_numbers(text)
+def test_a_list_that_is_none_is_refused_at_once(subtests: pytest.Subtests) -> None:
+    for text in ("x", "3-1", "-1", "0-99999999999", "1--2"):
+        with subtests.test(text), pytest.raises(ValueError, match=r".+"):
+            host_memory.parse_numbers(text)
 
 
 def test_an_empty_machine_gives_findings_that_cannot_be_read_and_no_error(tmp_path: Path) -> None:
@@ -277,14 +277,15 @@ def test_persistence_mode_off_is_mended_by_the_flag_for_it_and_by_no_clock_setti
     assert "nvidia-smi -i 0 -pm 1" in (found.remedy or "")
 
 
-@pytest.mark.parametrize("reason", ["hw_thermal_slowdown", "sw_power_cap", "hw_power_brake_slowdown", "0x800"])
-def test_a_card_that_is_held_down_says_by_what(reason: str) -> None:
-    held = card(throttle_reasons=("gpu_idle", reason), temperature_celsius=93, power_limit_watts=350.0)
-    found = seen(held)["GPU 0 clocks"]
-    assert found.level == "warning"
-    assert reason in found.text
-    assert "93 degrees" in found.text
-    assert "350 W" in found.text
+def test_a_card_that_is_held_down_says_by_what(subtests: pytest.Subtests) -> None:
+    for reason in ("hw_thermal_slowdown", "sw_power_cap", "hw_power_brake_slowdown", "0x800"):
+        with subtests.test(reason):
+            held = card(throttle_reasons=("gpu_idle", reason), temperature_celsius=93, power_limit_watts=350.0)
+            found = seen(held)["GPU 0 clocks"]
+            assert found.level == "warning"
+            assert reason in found.text
+            assert "93 degrees" in found.text
+            assert "350 W" in found.text
 
 
 def test_a_card_cut_into_instances_is_a_problem() -> None:

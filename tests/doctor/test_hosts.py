@@ -60,9 +60,8 @@ def test_hosts_that_agree_are_kept_in_the_order_of_their_ranks() -> None:
     assert json_files.build(Environment, found.to_dict()) == found
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
+def test_hosts_that_differ_are_refused_in_one_line(subtests: pytest.Subtests) -> None:
+    for changes, said in (
         ({"packages": {**PACKAGES, "torch": "2.11.0"}}, "torch 2.13.0 on a, 2.11.0 on b ("),
         ({"packages": {"torch": "2.13.0", "deepspeed": "0.19.8"}}, "transformers 5.1.0 on a, none on b ("),
         ({"python_version": "3.11.7"}, "Python 3.12.1 on a, 3.11.7 on b ("),
@@ -72,13 +71,12 @@ def test_hosts_that_agree_are_kept_in_the_order_of_their_ranks() -> None:
             "Python 3.12.1 on a, 3.11.7 on b; deepspeed 0.19.8 on a, 0.18.0 on b (",
         ),
         ({"hostname": "a"}, "a and b both call themselves a: "),
-    ],
-)
-def test_hosts_that_differ_are_refused_in_one_line(changes: dict[str, Any], said: str) -> None:
-    with pytest.raises(PreflightError) as caught:
-        checked(a=HERE, b=replace(on("b"), **changes))
-    assert said in str(caught.value)
-    assert "\n" not in str(caught.value)
+    ):
+        with subtests.test(changes=changes):
+            with pytest.raises(PreflightError) as caught:
+                checked(a=HERE, b=replace(on("b"), **changes))
+            assert said in str(caught.value)
+            assert "\n" not in str(caught.value)
 
 
 def test_the_host_that_starts_the_ranks_needs_the_same_versions_where_it_is_none_of_them() -> None:

@@ -172,18 +172,16 @@ def test_a_fast_disk_is_ok_and_its_figures_have_a_unit() -> None:
     assert "blocks of 1.00 MB, queue depth 8" in found.text
 
 
-@pytest.mark.parametrize(
-    ("read", "write", "said"),
-    [
+def test_below_five_gb_a_second_is_said_of_the_way_it_is_true_of(subtests: pytest.Subtests) -> None:
+    for read, write, said in (
         (4.99, 5.0, "; reading below 5.00 GB/s"),
         (5.0, 4.99, "; writing below 5.00 GB/s"),
         (1.0, 1.0, "; reading and writing below 5.00 GB/s"),
-    ],
-)
-def test_below_five_gb_a_second_is_said_of_the_way_it_is_true_of(read: float, write: float, said: str) -> None:
-    found = judged(read_bytes_per_second=read * GB, write_bytes_per_second=write * GB)
-    assert found.level == "warning"
-    assert found.text.endswith(said)
+    ):
+        with subtests.test(read=read):
+            found = judged(read_bytes_per_second=read * GB, write_bytes_per_second=write * GB)
+            assert found.level == "warning"
+            assert found.text.endswith(said)
 
 
 def test_a_read_that_came_from_a_cache_is_no_speed_of_the_disk() -> None:

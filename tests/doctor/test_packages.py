@@ -74,9 +74,8 @@ def test_another_projects_file_beside_the_package_is_not_ours(tmp_path: Path, co
     assert "x" not in packages.our_requirements(path)
 
 
-@pytest.mark.parametrize(
-    ("driver", "torch_cuda", "level"),
-    [
+def test_the_driver_must_be_of_the_branch_that_torchs_cuda_needs(subtests: pytest.Subtests) -> None:
+    for driver, torch_cuda, level in (
         ("580.65.06", "13.0", "ok"),
         ("575.57", "13.0", "warning"),
         ("525.60.13", "12.8", "ok"),
@@ -84,11 +83,10 @@ def test_another_projects_file_beside_the_package_is_not_ours(tmp_path: Path, co
         ("450.80.02", "11.8", "ok"),
         ("580.65.06", "99.0", "warning"),
         ("garbage", "12.8", "warning"),
-    ],
-)
-def test_the_driver_must_be_of_the_branch_that_torchs_cuda_needs(driver: str, torch_cuda: str, level: str) -> None:
-    (found,) = packages.check_driver(driver, torch_cuda)
-    assert found.level == level
+    ):
+        with subtests.test(driver=driver, torch_cuda=torch_cuda, level=level):
+            (found,) = packages.check_driver(driver, torch_cuda)
+            assert found.level == level
 
 
 def test_without_driver_or_cuda_there_is_nothing_to_say_of_the_driver() -> None:

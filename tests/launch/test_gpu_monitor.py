@@ -94,9 +94,10 @@ def test_memory_that_somebody_else_keeps_is_waited_for_once_and_told() -> None:
     assert "20.00 GB less of the card was free" in records[1].caveats[0]
 
 
-@pytest.mark.parametrize("reasons", [(), ("gpu_idle",), ("applications_clocks_setting",)])
-def test_a_clock_that_somebody_set_or_an_idle_card_is_no_fault(reasons: tuple[str, ...]) -> None:
-    assert launch(Cards(*reasons)).caveats == ()
+def test_a_clock_that_somebody_set_or_an_idle_card_is_no_fault(subtests: pytest.Subtests) -> None:
+    for reasons in ((), ("gpu_idle",), ("applications_clocks_setting",)):
+        with subtests.test(reasons=reasons):
+            assert launch(Cards(*reasons)).caveats == ()
 
 
 def test_a_card_that_the_job_does_not_use_is_left_out() -> None:

@@ -136,12 +136,10 @@ def test_a_host_that_cannot_be_used_is_named_in_one_line() -> None:
     assert refused_line == "refused: b: Permission denied (publickey)."
 
 
-@pytest.mark.parametrize(
-    "name", ["-oProxyCommand=touch x", "a b", "a;b", "a\nb", "", "$(x)", "a'b", "-l", "a@b", "a\n"]
-)
-def test_ssh_is_given_no_name_that_it_could_take_for_something_else(name: str) -> None:
-    with pytest.raises(ValueError, match="is no name of a host"):
-        hosts.ssh_command(name)
+def test_ssh_is_given_no_name_that_it_could_take_for_something_else(subtests: pytest.Subtests) -> None:
+    for name in ("-oProxyCommand=touch x", "a b", "a;b", "a\nb", "", "$(x)", "a'b", "-l", "a@b", "a\n"):
+        with subtests.test(name), pytest.raises(ValueError, match="is no name of a host"):
+            hosts.ssh_command(name)
 
 
 def test_the_words_of_the_remote_command_reach_the_login_shell_quoted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,14 +166,16 @@ def test_an_agent_that_a_launcher_has_started_is_not_started_again() -> None:
             one.reconnect(60.0)
 
 
-@pytest.mark.parametrize(
-    ("changes", "devices"),
-    [({}, {"CUDA_VISIBLE_DEVICES": "2,3"}), ({"hostfile": "h"}, {}), ({"accelerator": "cpu"}, {})],
-)
-def test_gpus_that_a_launcher_has_chosen_stay_chosen(changes: dict[str, str], devices: dict[str, str]) -> None:
-    placement = replace(Placement(accelerator="cuda", num_gpus=2, hosts=(("a", 1), ("b", 1))), **changes)  # type: ignore[arg-type]
-    assert host_agent.chosen_devices(placement, {"CUDA_VISIBLE_DEVICES": "2,3"}) == devices
-    assert host_agent.chosen_devices(placement, {}) == {}
+def test_gpus_that_a_launcher_has_chosen_stay_chosen(subtests: pytest.Subtests) -> None:
+    for changes, devices in (
+        ({}, {"CUDA_VISIBLE_DEVICES": "2,3"}),
+        ({"hostfile": "h"}, {}),
+        ({"accelerator": "cpu"}, {}),
+    ):
+        with subtests.test(changes=changes, devices=devices):
+            placement = replace(Placement(accelerator="cuda", num_gpus=2, hosts=(("a", 1), ("b", 1))), **changes)  # type: ignore[arg-type]
+            assert host_agent.chosen_devices(placement, {"CUDA_VISIBLE_DEVICES": "2,3"}) == devices
+            assert host_agent.chosen_devices(placement, {}) == {}
 
 
 MADE_UP_AGENT = """

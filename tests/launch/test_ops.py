@@ -47,13 +47,16 @@ def test_on_the_cpu_ranks_talk_through_shared_memory() -> None:
     assert needed("cpu") == [ops.SHARED_MEMORY]
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "op"),
-    [("AdamW", ops.CPU_ADAM), ("Adam", ops.CPU_ADAM), ("Adagrad", "CPUAdagradBuilder"), ("Lion", "CPULionBuilder")],
-)
-def test_an_offloaded_optimizer_needs_its_cpu_version(optimizer: str, op: str) -> None:
-    assert needed("cuda", fakes.offload("cpu_optimizer"), optimizer=optimizer) == [op]
-    assert needed("cuda", fakes.offload("none"), optimizer=optimizer) == []
+def test_an_offloaded_optimizer_needs_its_cpu_version(subtests: pytest.Subtests) -> None:
+    for optimizer, op in (
+        ("AdamW", ops.CPU_ADAM),
+        ("Adam", ops.CPU_ADAM),
+        ("Adagrad", "CPUAdagradBuilder"),
+        ("Lion", "CPULionBuilder"),
+    ):
+        with subtests.test(optimizer):
+            assert needed("cuda", fakes.offload("cpu_optimizer"), optimizer=optimizer) == [op]
+            assert needed("cuda", fakes.offload("none"), optimizer=optimizer) == []
 
 
 def test_nvme_needs_async_io_and_the_cpu_optimizer() -> None:
@@ -76,9 +79,10 @@ def test_an_op_that_several_rows_need_is_built_once_in_order_of_need() -> None:
     assert needed("cpu", *rows) == [ops.SHARED_MEMORY, ops.CPU_ADAM, ops.ASYNC_IO]
 
 
-@pytest.mark.parametrize("config", [{}, {"optimizer": None}, {"optimizer": {"type": None}}, {"zero_optimization": {}}])
-def test_a_config_that_says_little_needs_little(config: dict[str, Any]) -> None:
-    assert ops.needed_ops("cuda", [replace(fakes.zero(0), deepspeed_config=config)]) == []
+def test_a_config_that_says_little_needs_little(subtests: pytest.Subtests) -> None:
+    for config in ({}, {"optimizer": None}, {"optimizer": {"type": None}}, {"zero_optimization": {}}):
+        with subtests.test(config=config):
+            assert ops.needed_ops("cuda", [replace(fakes.zero(0), deepspeed_config=config)]) == []
 
 
 # ------------------------------------------------------------------ where they lie

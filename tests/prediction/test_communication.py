@@ -63,11 +63,10 @@ VOLUMES = [
 ]
 
 
-@pytest.mark.parametrize(("configuration", "grad_accum", "expected"), VOLUMES)
-def test_volumes_are_those_of_the_papers_and_of_deepspeed(
-    configuration: Configuration, grad_accum: int, expected: tuple[float, float]
-) -> None:
-    assert volumes(configuration, grad_accum=grad_accum) == pytest.approx(expected)
+def test_volumes_are_those_of_the_papers_and_of_deepspeed(subtests: pytest.Subtests) -> None:
+    for configuration, grad_accum, expected in VOLUMES:
+        with subtests.test(configuration=configuration, grad_accum=grad_accum):
+            assert volumes(configuration, grad_accum=grad_accum) == pytest.approx(expected)
 
 
 def test_gradients_are_quantised_between_nodes_alone_and_sent_in_their_own_format() -> None:
@@ -98,19 +97,17 @@ LINKS = Links(
 ONE = Traffic(name="x", bytes=16e9, calls=2)
 
 
-@pytest.mark.parametrize(
-    ("traffic", "ranks", "seconds"),
-    [
+def test_time_on_links_by_hand(subtests: pytest.Subtests) -> None:
+    for traffic, ranks, seconds in (
         (ONE, 1, 0.0),
         (ONE, 8, 2 * 7e-6 + 16 * 7 / 8 / 100),
         # Two nodes: half of it crosses once between them, and 7/8 within each: faster than a ring over 16 ranks.
         (ONE, 16, 2 * (7e-6 + 10e-6) + 16 * (7 / 8 / 100 + 1 / 2 / 10)),
         (replace(ONE, is_all_to_all=True), 16, 2 * (7e-6 + 10e-6) + 16 * (7 / 8 / 100 + 1 / 2 / 10)),
         (replace(ONE, ranks=8), 16, 2 * 7e-6 + 16 * 7 / 8 / 100),
-    ],
-)
-def test_time_on_links_by_hand(traffic: Traffic, ranks: int, seconds: float) -> None:
-    assert traffic_seconds([traffic], ranks, LINKS) == pytest.approx(seconds)
+    ):
+        with subtests.test(traffic=traffic, ranks=ranks, seconds=seconds):
+            assert traffic_seconds([traffic], ranks, LINKS) == pytest.approx(seconds)
 
 
 def test_a_ring_is_taken_where_it_is_faster() -> None:
@@ -137,8 +134,9 @@ def test_units_of_links_are_those_of_vendors() -> None:
     assert parse_link("--inter", "eth:0.1", BETWEEN).bytes_per_second == pytest.approx(12.5e6 * reached[1])
 
 
-@pytest.mark.parametrize("text", ["", "ib", "ib:", ":400", "ib:-1", "ib:0", "ib:nan", "ib:4e9", "nvlink:900", "ib:1x0"])
-def test_a_text_that_is_no_network_is_refused_in_one_line(text: str) -> None:
-    with pytest.raises(UsageError, match="--inter") as refused:
-        parse_link("--inter", text, BETWEEN)
-    assert "ib:400" in str(refused.value)
+def test_a_text_that_is_no_network_is_refused_in_one_line(subtests: pytest.Subtests) -> None:
+    for text in ("", "ib", "ib:", ":400", "ib:-1", "ib:0", "ib:nan", "ib:4e9", "nvlink:900", "ib:1x0"):
+        with subtests.test(text):
+            with pytest.raises(UsageError, match="--inter") as refused:
+                parse_link("--inter", text, BETWEEN)
+            assert "ib:400" in str(refused.value)

@@ -109,14 +109,13 @@ def test_the_update_shrinks_with_its_share_in_the_better_case_alone() -> None:
     assert project(host, 16, INSTANT, "weak").step_seconds.bounds == pytest.approx((0.8, 1.0))
 
 
-@pytest.mark.parametrize(
-    ("num_gpus", "expected"), [(4, (4, 4)), (8, (4, 2)), (16, (4, 1)), (32, (2, 1)), (64, (1, 1)), (2, (4, 8))]
-)
-def test_strong_scaling_keeps_the_global_batch(num_gpus: int, expected: tuple[int, int]) -> None:
-    found = project(step(fakes.zero(2), step_seconds=20.0), num_gpus, H100, "strong")
-    assert (found.micro_batch_size, found.grad_accum) == expected
-    assert found.global_batch_size == 64
-    assert bool(found.notes) == (expected[0] < 4)  # a smaller micro-batch is computed less well
+def test_strong_scaling_keeps_the_global_batch(subtests: pytest.Subtests) -> None:
+    for num_gpus, expected in ((4, (4, 4)), (8, (4, 2)), (16, (4, 1)), (32, (2, 1)), (64, (1, 1)), (2, (4, 8))):
+        with subtests.test(num_gpus=num_gpus):
+            found = project(step(fakes.zero(2), step_seconds=20.0), num_gpus, H100, "strong")
+            assert (found.micro_batch_size, found.grad_accum) == expected
+            assert found.global_batch_size == 64
+            assert bool(found.notes) == (expected[0] < 4)  # a smaller micro-batch is computed less well
 
 
 def test_a_timed_communication_is_replaced_by_that_of_other_links() -> None:
@@ -142,9 +141,8 @@ TENSOR_PARALLEL = replace(
 SEQUENCE_PARALLEL = replace(fakes.zero(3), deepspeed_config={"sequence_parallel_size": 4})
 
 
-@pytest.mark.parametrize(
-    ("measured", "num_gpus", "on", "scaling", "problem"),
-    [
+def test_sizes_that_cannot_be_are_refused(subtests: pytest.Subtests) -> None:
+    for measured, num_gpus, on, scaling, problem in (
         (step(TENSOR_PARALLEL), 6, H100, "weak", "no multiple of the 4 that work on the same sequences"),
         (step(SEQUENCE_PARALLEL), 6, H100, "weak", "no multiple of the 4"),
         (step(fakes.zero(2)), 12, H100, "weak", "do not fill nodes of 8"),
@@ -154,13 +152,12 @@ SEQUENCE_PARALLEL = replace(fakes.zero(3), deepspeed_config={"sequence_parallel_
         (step(fakes.zero(3)), 1, links("pcie:8", "eth:10"), "weak", "which had faster ones"),
         (step(fakes.zero(2)), 128, H100, "strong", "batch of 64 sequences cannot be split"),
         (step(fakes.zero(2)), 3, H100, "strong", "batch of 64 sequences cannot be split"),
-    ],
-)
-def test_sizes_that_cannot_be_are_refused(
-    measured: MeasuredStep, num_gpus: int, on: Links, scaling: Scaling, problem: str
-) -> None:
-    with pytest.raises(UsageError, match=problem):
-        project(measured, num_gpus, on, scaling)
+    ):
+        with (
+            subtests.test(measured=measured, num_gpus=num_gpus, on=on, scaling=scaling, problem=problem),
+            pytest.raises(UsageError, match=problem),
+        ):
+            project(measured, num_gpus, on, scaling)
 
 
 def test_tensor_parallel_ranks_send_their_part_of_the_model_over_their_part_of_the_network() -> None:

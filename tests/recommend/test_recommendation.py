@@ -546,24 +546,29 @@ def test_on_the_cpu_accelerator_a_full_host_counts_as_a_full_card_does() -> None
     assert recommendation.recommend(replace(comparison, host_capacity_bytes=100 * GB)).choice == "ZeRO-0"
 
 
-@pytest.mark.parametrize("goal", ["speed", "balanced", "memory"])
-def test_on_the_cpu_accelerator_no_choice_is_made_between_optimizers_by_speed(goal: str) -> None:
+def test_on_the_cpu_accelerator_no_choice_is_made_between_optimizers_by_speed(subtests: pytest.Subtests) -> None:
     """Three quiet runs each: offload four times as fast, as its optimizer is another program."""
-    speeds = [(fakes.zero(0), 900.0), (fakes.zero(3), 1000.0), (fakes.offload("cpu_optimizer"), 4000.0)]
-    runs = [
-        on_cpu(strategy, 2, speed * (1 + 0.001 * repeat), repeat) for strategy, speed in speeds for repeat in range(3)
-    ]
-    comparison = compared(*runs)
-    found = recommendation.recommend(comparison, goal)
-    assert found.choice == "ZeRO-3"  # faster than ZeRO-0 with the same optimizer
-    assert found.decided
-    assert not found.tied
-    assert "the fastest of the 2 rows that fit and step with AdamW" in found.reason or goal == "memory"
-    offloaded = comparison.rows[2].label
-    assert f"{offloaded} steps with DeepSpeedCPUAdam and not with AdamW: on CPU ranks no choice" in found.reason
-    assert "behind" not in found.reason
-    assert found.cost is None
-    assert recommendation.recommend(compared(*runs[6:]), goal).choice == offloaded  # nothing else to choose from
+    for goal in ("speed", "balanced", "memory"):
+        with subtests.test(goal):
+            speeds = [(fakes.zero(0), 900.0), (fakes.zero(3), 1000.0), (fakes.offload("cpu_optimizer"), 4000.0)]
+            runs = [
+                on_cpu(strategy, 2, speed * (1 + 0.001 * repeat), repeat)
+                for strategy, speed in speeds
+                for repeat in range(3)
+            ]
+            comparison = compared(*runs)
+            found = recommendation.recommend(comparison, goal)
+            assert found.choice == "ZeRO-3"  # faster than ZeRO-0 with the same optimizer
+            assert found.decided
+            assert not found.tied
+            assert "the fastest of the 2 rows that fit and step with AdamW" in found.reason or goal == "memory"
+            offloaded = comparison.rows[2].label
+            assert f"{offloaded} steps with DeepSpeedCPUAdam and not with AdamW: on CPU ranks no choice" in found.reason
+            assert "behind" not in found.reason
+            assert found.cost is None
+            assert (
+                recommendation.recommend(compared(*runs[6:]), goal).choice == offloaded
+            )  # nothing else to choose from
 
 
 def test_on_a_gpu_the_optimizer_of_an_offloaded_row_is_part_of_its_speed() -> None:
@@ -663,12 +668,13 @@ def skipped(strategy: Configuration, gigabytes: float, **changes: Any) -> TrialR
     return fakes.failure(trial, schema.SKIPPED, **{"error": reason, "details": reason, "phase": None, **changes})
 
 
-@pytest.mark.parametrize("prediction", [None, {"gpu": None}, {"gpu": {"all": "much"}}, {"gpu": {}}])
-def test_a_skipped_row_without_a_usable_prediction_still_has_a_next_step(prediction: Any) -> None:
-    entry = skipped(fakes.zero(0), 1, error="by hand")
-    entry = replace(entry, trial=replace(entry.trial, prediction=prediction))
-    (step,) = answer(entry, row(fakes.zero(3), 20, 1000, cards=4)).next_steps[:1]
-    assert "leave out --skip-predicted-oom to try it, or try a smaller micro-batch" in step
+def test_a_skipped_row_without_a_usable_prediction_still_has_a_next_step(subtests: pytest.Subtests) -> None:
+    for prediction in (None, {"gpu": None}, {"gpu": {"all": "much"}}, {"gpu": {}}):
+        with subtests.test(prediction=prediction):
+            entry = skipped(fakes.zero(0), 1, error="by hand")
+            entry = replace(entry, trial=replace(entry.trial, prediction=prediction))
+            (step,) = answer(entry, row(fakes.zero(3), 20, 1000, cards=4)).next_steps[:1]
+            assert "leave out --skip-predicted-oom to try it, or try a smaller micro-batch" in step
 
 
 def test_rows_of_which_the_same_is_to_be_said_share_a_line() -> None:

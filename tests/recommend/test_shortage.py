@@ -253,9 +253,8 @@ def test_a_timeout_before_training_is_not_helped_by_fewer_steps() -> None:
     assert "--num-steps" not in said
 
 
-@pytest.mark.parametrize(
-    ("status", "needed"),
-    [
+def test_every_other_ending_has_a_next_step_and_its_cause(subtests: pytest.Subtests) -> None:
+    for status, needed in (
         (schema.KILLED, "--retry Killed"),
         (schema.CRASHED, "python -m ds_bench ops"),
         (schema.UNSUPPORTED, "use --stage 3"),
@@ -263,20 +262,20 @@ def test_a_timeout_before_training_is_not_helped_by_fewer_steps() -> None:
         (schema.INTERRUPTED, "--resume"),
         ("RuntimeError", "failed with RuntimeError in phase backward"),
         ("ValueError", "read the traceback"),
-    ],
-)
-def test_every_other_ending_has_a_next_step_and_its_cause(status: str, needed: str) -> None:
-    said = line(failed(status=status, error="cause of it; use --stage 3"))
-    assert needed in said
-    assert said.startswith("ZeRO-2 ")
-    assert status == schema.INTERRUPTED or "cause of it" in said
+    ):
+        with subtests.test(status):
+            said = line(failed(status=status, error="cause of it; use --stage 3"))
+            assert needed in said
+            assert said.startswith("ZeRO-2 ")
+            assert status == schema.INTERRUPTED or "cause of it" in said
 
 
-@pytest.mark.parametrize("status", [status for status in schema.STATUSES if status != schema.SUCCESS])
-def test_no_ending_is_left_without_a_line_even_where_its_record_is_bare(status: str) -> None:
-    said = line(failed(status=status, error=None, phase=None, rank=None, details=None))
-    assert said.startswith("ZeRO-2 ")
-    assert "None" not in said
+def test_no_ending_is_left_without_a_line_even_where_its_record_is_bare(subtests: pytest.Subtests) -> None:
+    for status in [status for status in schema.STATUSES if status != schema.SUCCESS]:
+        with subtests.test(status):
+            said = line(failed(status=status, error=None, phase=None, rank=None, details=None))
+            assert said.startswith("ZeRO-2 ")
+            assert "None" not in said
 
 
 def test_an_exception_with_nvme_points_at_the_disk_and_what_it_must_hold() -> None:

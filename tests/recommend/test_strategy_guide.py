@@ -30,13 +30,14 @@ def of(strategy: Configuration, num_gpus: int = 4, **changes: int) -> strategy_g
     return advise(strategy, parameters=BILLION, num_gpus=num_gpus, precision="bf16", **changes)
 
 
-@pytest.mark.parametrize("strategy", EVERY, ids=lambda strategy: strategy.name)
-def test_every_strategy_says_when_to_use_it_when_not_what_moves_and_what_it_costs(strategy: Configuration) -> None:
-    found = of(strategy)
-    texts = (found.use_when, found.avoid_when, found.moves, found.cost, found.saving)
-    assert all(texts)
-    assert all("\n" not in text for text in texts)
-    assert len(strategy_guide.advice_lines(found)) == 6
+def test_every_strategy_says_when_to_use_it_when_not_what_moves_and_what_it_costs(subtests: pytest.Subtests) -> None:
+    for strategy in EVERY:
+        with subtests.test(strategy.name):
+            found = of(strategy)
+            texts = (found.use_when, found.avoid_when, found.moves, found.cost, found.saving)
+            assert all(texts)
+            assert all("\n" not in text for text in texts)
+            assert len(strategy_guide.advice_lines(found)) == 6
 
 
 def test_stage_1_saves_the_optimizer_states_of_the_other_gpus() -> None:
@@ -64,13 +65,14 @@ def test_nvme_keeps_neither_device_nor_host_full() -> None:
     assert found.nvme_bytes >= 12 * GB // 4
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_on_one_gpu_the_stages_save_nothing_and_the_number_says_so(stage: int) -> None:
-    found = of(fakes.zero(stage), num_gpus=1)
-    assert found.saving_bytes <= 0
-    assert found.saving.startswith("nothing")
-    assert "on one GPU" in found.saving
-    assert "GB" in found.saving
+def test_on_one_gpu_the_stages_save_nothing_and_the_number_says_so(subtests: pytest.Subtests) -> None:
+    for stage in (1, 2, 3):
+        with subtests.test(stage=stage):
+            found = of(fakes.zero(stage), num_gpus=1)
+            assert found.saving_bytes <= 0
+            assert found.saving.startswith("nothing")
+            assert "on one GPU" in found.saving
+            assert "GB" in found.saving
 
 
 def test_traffic_of_the_stages_by_hand() -> None:
@@ -168,10 +170,11 @@ def test_between_comfortable_and_barely_there_is_no_pattern() -> None:
     assert said(0.7) == "nothing"
 
 
-@pytest.mark.parametrize("fraction", [0.8, 0.9, 0.95])
-def test_what_barely_fits_goes_to_stage_2(fraction: float) -> None:
-    assert said(fraction).startswith("ZeRO-0 barely fits")
-    assert said(fraction).endswith("stage 2")
+def test_what_barely_fits_goes_to_stage_2(subtests: pytest.Subtests) -> None:
+    for fraction in (0.8, 0.9, 0.95):
+        with subtests.test(fraction=fraction):
+            assert said(fraction).startswith("ZeRO-0 barely fits")
+            assert said(fraction).endswith("stage 2")
 
 
 def test_a_card_about_to_run_out_is_said_of_a_row_and_not_sent_to_a_stage_as_full() -> None:

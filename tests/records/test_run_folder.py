@@ -296,20 +296,17 @@ FULL = fakes.success(
 )
 
 
-@pytest.mark.parametrize(
-    "entry",
-    [
+def test_every_record_survives_json_whole(subtests: pytest.Subtests) -> None:
+    for entry in (
         FULL,
         fakes.success(),
         replace(fakes.success(), caveats=("known",)),
         *(fakes.failure(status=s) for s in ("OOM", "OOM (host)", "Killed", "Timeout", "Unsupported", "ValueError")),
         replace(fakes.failure(), failures=(fakes.rank_failure(requested_bytes=1, free_bytes=0, step=None),)),
         fakes.failure(requested_bytes=2**40, free_bytes=0, rank=None, phase=None),
-    ],
-    ids=lambda entry: entry.outcome.status,
-)
-def test_every_record_survives_json_whole(entry: TrialRecord) -> None:
-    assert json_files.parse(TrialRecord, json.dumps(entry.to_dict(), allow_nan=False).encode()) == entry
+    ):
+        with subtests.test(entry.outcome.status):
+            assert json_files.parse(TrialRecord, json.dumps(entry.to_dict(), allow_nan=False).encode()) == entry
 
 
 def test_a_full_record_leaves_no_field_at_its_default_unseen() -> None:
@@ -345,10 +342,11 @@ def test_zero_and_false_are_not_taken_for_missing(run: RunFolder) -> None:
     assert run.csv_path.read_text() == "a,b,c,d,e\n0,0.0,False,,\n"
 
 
-@pytest.mark.parametrize("text", ["=1+1", "+1", "-1", "@SUM(A1)", "\t=1", "\r=1", '=HYPERLINK("http://x")'])
-def test_text_that_a_spreadsheet_would_run_is_made_harmless(text: str) -> None:
-    (cell,) = [row["a"] for row in csv.DictReader(io.StringIO(csv_text([{"a": text, "b": 1}]), newline=""))]
-    assert cell == "'" + text.replace("\r", "\n")
+def test_text_that_a_spreadsheet_would_run_is_made_harmless(subtests: pytest.Subtests) -> None:
+    for text in ("=1+1", "+1", "-1", "@SUM(A1)", "\t=1", "\r=1", '=HYPERLINK("http://x")'):
+        with subtests.test(text):
+            (cell,) = [row["a"] for row in csv.DictReader(io.StringIO(csv_text([{"a": text, "b": 1}]), newline=""))]
+            assert cell == "'" + text.replace("\r", "\n")
 
 
 def test_a_negative_number_stays_a_number() -> None:

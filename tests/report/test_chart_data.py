@@ -88,9 +88,9 @@ def out_of_memory(status: str = schema.OOM, gpu: float | None = 95, **changes: A
     return replace(failed, record=replace(failed.record, trial=trial))
 
 
-@pytest.mark.parametrize(
-    ("run", "name", "requested", "text"),
-    [
+def test_a_row_out_of_memory_is_drawn_in_that_tier_at_what_it_asked_for(subtests: pytest.Subtests) -> None:
+    """What was in use, 80 GB less the free ones, and the request; else the prediction."""
+    for run, name, requested, text in (
         (out_of_memory(requested_bytes=50 * GB, free_bytes=4 * GB), "ledger-gpu", 126, "OOM, ≥ 126"),
         (out_of_memory(requested_bytes=50 * GB), "ledger-gpu", 95, "OOM, predicted 95.0"),
         (out_of_memory(gpu=None, requested_bytes=50 * GB), "ledger-gpu", None, "OOM"),
@@ -98,23 +98,26 @@ def out_of_memory(status: str = schema.OOM, gpu: float | None = 95, **changes: A
         (out_of_memory(schema.OOM_HOST), "ledger-cpu", 70, "OOM, predicted 70.0"),
         (out_of_memory(schema.OOM_DISK), "ledger-nvme", 900, "OOM, predicted 900"),
         (out_of_memory(schema.SKIPPED), "ledger-gpu", 95, "not run, predicted 95.0"),
-    ],
-)
-def test_a_row_out_of_memory_is_drawn_in_that_tier_at_what_it_asked_for(
-    run: TrialSummary, name: str, requested: float | None, text: str
-) -> None:
-    """What was in use, 80 GB less the free ones, and the request; else the prediction."""
-    measured = samples.offload_comparison().rows
-    of = samples.comparison(*measured, samples.row("failed", run), host_capacity_bytes=1000 * GB)
-    drawn = [one for one in charts_of(of).charts if "failed" in one.alt_text]
-    assert [one.name for one in drawn] == [*(["pareto-device"] if requested and name == "ledger-gpu" else []), name]
-    stacks = drawn[-1]
-    assert isinstance(stacks, StackChart)
-    assert (stacks.stacks[-1].requested, stacks.stacks[-1].value, stacks.stacks[-1].parts) == (requested, text, ())
-    assert text in stacks.alt_text
-    if len(drawn) == 2:
-        assert isinstance(drawn[0], ScatterChart)
-        assert (drawn[0].dots[-1].x, drawn[0].dots[-1].failed) == (requested, text)
+    ):
+        with subtests.test(text):
+            measured = samples.offload_comparison().rows
+            of = samples.comparison(*measured, samples.row("failed", run), host_capacity_bytes=1000 * GB)
+            drawn = [one for one in charts_of(of).charts if "failed" in one.alt_text]
+            assert [one.name for one in drawn] == [
+                *(["pareto-device"] if requested and name == "ledger-gpu" else []),
+                name,
+            ]
+            stacks = drawn[-1]
+            assert isinstance(stacks, StackChart)
+            assert (stacks.stacks[-1].requested, stacks.stacks[-1].value, stacks.stacks[-1].parts) == (
+                requested,
+                text,
+                (),
+            )
+            assert text in stacks.alt_text
+            if len(drawn) == 2:
+                assert isinstance(drawn[0], ScatterChart)
+                assert (drawn[0].dots[-1].x, drawn[0].dots[-1].failed) == (requested, text)
 
 
 def test_a_row_that_failed_otherwise_is_in_no_chart_and_unknown_bytes_make_none() -> None:

@@ -100,16 +100,16 @@ def test_mfu_is_told_with_how_the_flops_were_had() -> None:
     assert "a third of" in meaning(flops.FORWARD_CONVENTION)
 
 
-@pytest.mark.parametrize(
-    ("runs", "text"),
-    [
+def test_a_status_is_that_of_a_failed_run_with_how_many_failed(subtests: pytest.Subtests) -> None:
+    for runs, text in (
         ((True,), "! Success"),
         ((False,), "! OOM"),
         ((False, False), "! OOM"),
         ((True, False, True), "! OOM (1 of 3)"),
-    ],
-)
-def test_a_status_is_that_of_a_failed_run_with_how_many_failed(runs: tuple[bool, ...], text: str) -> None:
-    strategy = fakes.zero(1)
-    row = samples.row("ZeRO-1", *(samples.run(strategy, 0.1) if good else samples.failed(strategy) for good in runs))
-    assert row_status(row, lambda status: f"! {status}") == text
+    ):
+        with subtests.test(runs=runs):
+            strategy = fakes.zero(1)
+            row = samples.row(
+                "ZeRO-1", *(samples.run(strategy, 0.1) if good else samples.failed(strategy) for good in runs)
+            )
+            assert row_status(row, lambda status: f"! {status}") == text

@@ -79,32 +79,35 @@ ALL = {
 }
 
 
-@pytest.mark.parametrize("name", ALL)
-def test_a_page_is_well_formed_and_its_ids_are_unique(name: str) -> None:
-    page = page_of(samples.report(ALL[name]()), samples.report(ALL[name]()))
-    ids = Counter(attributes["id"] for _, attributes in page.elements if "id" in attributes)
-    assert page.unbalanced == []
-    assert page.open == []
-    assert [one for one, count in ids.items() if count > 1] == []
+def test_a_page_is_well_formed_and_its_ids_are_unique(subtests: pytest.Subtests) -> None:
+    for name in ALL:
+        with subtests.test(name):
+            page = page_of(samples.report(ALL[name]()), samples.report(ALL[name]()))
+            ids = Counter(attributes["id"] for _, attributes in page.elements if "id" in attributes)
+            assert page.unbalanced == []
+            assert page.open == []
+            assert [one for one, count in ids.items() if count > 1] == []
 
 
-@pytest.mark.parametrize("name", ALL)
-def test_what_refers_to_an_id_finds_it(name: str) -> None:
-    page = page_of(samples.report(ALL[name]()), samples.report(ALL[name]()))
-    ids = {attributes["id"] for _, attributes in page.elements if "id" in attributes}
-    asked = [
-        target
-        for _, attributes in page.elements
-        for target in [
-            *(attributes.get("aria-labelledby") or "").split(),
-            *re.findall(
-                r"#([\w-]+)\)?", attributes.get("href") or attributes.get("clip-path") or attributes.get("style") or ""
-            ),
-            *filter(None, [attributes.get("data-copies")]),
-        ]
-    ]
-    assert asked
-    assert set(asked) <= ids
+def test_what_refers_to_an_id_finds_it(subtests: pytest.Subtests) -> None:
+    for name in ALL:
+        with subtests.test(name):
+            page = page_of(samples.report(ALL[name]()), samples.report(ALL[name]()))
+            ids = {attributes["id"] for _, attributes in page.elements if "id" in attributes}
+            asked = [
+                target
+                for _, attributes in page.elements
+                for target in [
+                    *(attributes.get("aria-labelledby") or "").split(),
+                    *re.findall(
+                        r"#([\w-]+)\)?",
+                        attributes.get("href") or attributes.get("clip-path") or attributes.get("style") or "",
+                    ),
+                    *filter(None, [attributes.get("data-copies")]),
+                ]
+            ]
+            assert asked
+            assert set(asked) <= ids
 
 
 def test_nothing_is_asked_of_the_network() -> None:
@@ -120,35 +123,36 @@ def test_nothing_is_asked_of_the_network() -> None:
     assert re.findall(r"https?:|@import|@font-face|url\((?!#)", source) == []
 
 
-@pytest.mark.parametrize("evil", [EVIL, QUOTES, "\x1b[31mred\x00\ud800\u202egnirts", "&amp;lt;b&gt;"])
-def test_text_from_users_models_and_machines_is_only_text(evil: str) -> None:
-    plain = samples.zero_comparison()
-    doubt = Caveat(kind=CaveatKind.NOTE, text=evil, next_step=evil)
-    work = fakes.workload(model=evil)
-    trial = fakes.trial(fakes.zero(0), of=work, ds_config={evil: evil})
-    failure = samples.summary.summarise(fakes.failure(trial, error=evil, details=evil, status=evil), None, None)
-    rows = [replace(row, label=f"{evil}{n}", caveats=(doubt,)) for n, row in enumerate(plain.rows)]
-    rows.append(samples.row(evil, failure, differences=(evil,)))
-    comparison = replace(plain, rows=tuple(rows), baseline=rows[0], caveats=(doubt,))
-    report = samples.report(
-        comparison,
-        title=evil,
-        recommendation=samples.recommendation(choice=evil, reason=evil, next_steps=(evil,)),
-        notes=(evil,),
-        commands=(evil,),
-        environments=(fakes.environment(cpu_model=evil, packages={evil: evil}),),
-        sources=(evil,),
-    )
-    source = samples.page(report, generated=evil)
-    harmless = samples.page(samples.report(plain))
-    page = Page(source)
-    assert page.count("script") == Page(harmless).count("script") == 1
-    assert page.count("style") == 1
-    assert page.unbalanced == []
-    assert not any(key.startswith("on") for _, attributes in page.elements for key in attributes)
-    shown = re.sub("[\x00-\x08\x0b-\x1f\x7f\ud800-\udfff\u202a-\u202e]", "\ufffd", evil)
-    assert page.text().count(shown) > 20
-    source.encode()
+def test_text_from_users_models_and_machines_is_only_text(subtests: pytest.Subtests) -> None:
+    for evil in (EVIL, QUOTES, "\x1b[31mred\x00\ud800\u202egnirts", "&amp;lt;b&gt;"):
+        with subtests.test(evil):
+            plain = samples.zero_comparison()
+            doubt = Caveat(kind=CaveatKind.NOTE, text=evil, next_step=evil)
+            work = fakes.workload(model=evil)
+            trial = fakes.trial(fakes.zero(0), of=work, ds_config={evil: evil})
+            failure = samples.summary.summarise(fakes.failure(trial, error=evil, details=evil, status=evil), None, None)
+            rows = [replace(row, label=f"{evil}{n}", caveats=(doubt,)) for n, row in enumerate(plain.rows)]
+            rows.append(samples.row(evil, failure, differences=(evil,)))
+            comparison = replace(plain, rows=tuple(rows), baseline=rows[0], caveats=(doubt,))
+            report = samples.report(
+                comparison,
+                title=evil,
+                recommendation=samples.recommendation(choice=evil, reason=evil, next_steps=(evil,)),
+                notes=(evil,),
+                commands=(evil,),
+                environments=(fakes.environment(cpu_model=evil, packages={evil: evil}),),
+                sources=(evil,),
+            )
+            source = samples.page(report, generated=evil)
+            harmless = samples.page(samples.report(plain))
+            page = Page(source)
+            assert page.count("script") == Page(harmless).count("script") == 1
+            assert page.count("style") == 1
+            assert page.unbalanced == []
+            assert not any(key.startswith("on") for _, attributes in page.elements for key in attributes)
+            shown = re.sub("[\x00-\x08\x0b-\x1f\x7f\ud800-\udfff\u202a-\u202e]", "\ufffd", evil)
+            assert page.text().count(shown) > 20
+            source.encode()
 
 
 def test_a_template_in_a_model_name_is_not_run() -> None:

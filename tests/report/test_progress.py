@@ -117,21 +117,19 @@ def test_repeats_are_counted_and_the_time_left_is_of_all_that_is_left() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("outcome", "text"),
-    [
+def test_a_failure_is_told_with_its_place_and_cause_in_one_line(subtests: pytest.Subtests) -> None:
+    for outcome, text in (
         ({"error": "OOM in backward: asked 2.00 GB"}, "✗ OOM in backward: asked 2.00 GB"),
         ({"status": "ValueError", "error": "ValueError in forward:\n no"}, "✗ ValueError in forward: no"),
         ({"status": "Killed", "error": "killed by SIGTERM"}, "✗ Killed in backward: killed by SIGTERM"),
         ({"status": "Unsupported", "error": None, "phase": None}, "✗ Unsupported"),
-    ],
-)
-def test_a_failure_is_told_with_its_place_and_cause_in_one_line(outcome: dict[str, Any], text: str) -> None:
-    stream = Stream()
-    reporter = reporter_to(stream, trials()[:1])
-    reporter.begin(trials()[0])
-    reporter.end(fakes.failure(trials()[0], **outcome))
-    assert stream.getvalue() == f"[1/1] ZeRO-0 {text}\n"
+    ):
+        with subtests.test(outcome=outcome, text=text):
+            stream = Stream()
+            reporter = reporter_to(stream, trials()[:1])
+            reporter.begin(trials()[0])
+            reporter.end(fakes.failure(trials()[0], **outcome))
+            assert stream.getvalue() == f"[1/1] ZeRO-0 {text}\n"
 
 
 def test_every_line_is_there_at_once_for_whoever_follows_the_file() -> None:

@@ -78,14 +78,13 @@ def test_a_line_by_hand() -> None:
     assert line["CPU GB"] == "2.00"
 
 
-@pytest.mark.parametrize(
-    ("status", "shown"), [("OOM", "❌ OOM"), ("RuntimeError", "❌ RuntimeError"), ("Timeout", "❌ Timeout")]
-)
-def test_a_failed_row_shows_its_class_and_dashes(status: str, shown: str) -> None:
-    _, line = cells(fakes.success(gpu(0)), fakes.failure(gpu(1), status))
-    assert line["Status"] == shown
-    measured = set(tables.HEADINGS) - {"Strategy", "Status", "Notes"}
-    assert {line[name] for name in measured} == {"—"}
+def test_a_failed_row_shows_its_class_and_dashes(subtests: pytest.Subtests) -> None:
+    for status, shown in (("OOM", "❌ OOM"), ("RuntimeError", "❌ RuntimeError"), ("Timeout", "❌ Timeout")):
+        with subtests.test(status):
+            _, line = cells(fakes.success(gpu(0)), fakes.failure(gpu(1), status))
+            assert line["Status"] == shown
+            measured = set(tables.HEADINGS) - {"Strategy", "Status", "Notes"}
+            assert {line[name] for name in measured} == {"—"}
 
 
 def test_a_cpu_run_shows_no_gpu_memory() -> None:
@@ -248,14 +247,17 @@ def test_a_stream_that_prints_everything_gets_the_signs() -> None:
     assert all(sign in text for sign in ("✅ Success", "❌ OOM", "⏭️ Skipped", "⏹️ Interrupted", "—", "→"))
 
 
-@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "cp1252"])
-def test_a_stream_that_does_not_gets_ascii_with_the_same_words(encoding: str) -> None:
-    text = printed(*MIXED, encoding=encoding, notes=("4 × 8 → out …",))
-    assert text.isascii()
-    assert all(word in text for word in ("[ok] Success", "[failed] OOM", "[skipped] Skipped", "[stopped] Interrupted"))
-    assert "ZeRO-3 + CPU optimizer and parameters" in text
-    assert "4 x 8 -> out ..." in text
-    assert re.search(r"\s-\s", text)
+def test_a_stream_that_does_not_gets_ascii_with_the_same_words(subtests: pytest.Subtests) -> None:
+    for encoding in ("ascii", "latin-1", "cp1252"):
+        with subtests.test(encoding):
+            text = printed(*MIXED, encoding=encoding, notes=("4 × 8 → out …",))
+            assert text.isascii()
+            assert all(
+                word in text for word in ("[ok] Success", "[failed] OOM", "[skipped] Skipped", "[stopped] Interrupted")
+            )
+            assert "ZeRO-3 + CPU optimizer and parameters" in text
+            assert "4 x 8 -> out ..." in text
+            assert re.search(r"\s-\s", text)
 
 
 @settings(deadline=None)

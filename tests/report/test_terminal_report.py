@@ -107,16 +107,17 @@ def text_of(of: ComparisonReport, width: int = 80, unicode: bool = True) -> str:
     return "\n".join(line.text for line in report_lines(of, width, unicode)) + "\n"
 
 
-@pytest.mark.parametrize("name", SITUATIONS)
-def test_the_end_of_a_run_at_80_columns(name: str) -> None:
-    make, headline, try_next = SITUATIONS[name]
-    text, path = text_of(make()), ENDS / f"{name}.txt"
-    if os.environ.get("DS_BENCH_UPDATE"):
-        path.write_text(text, encoding="utf-8")
-    assert text == path.read_text(encoding="utf-8")
-    assert f"\n{headline}" in text
-    assert re.findall(r"Try: +(.*?)(?:    |\n)", text) == [try_next]
-    assert len(text.splitlines()) <= 14  # and three lines of paths
+def test_the_end_of_a_run_at_80_columns(subtests: pytest.Subtests) -> None:
+    for name in SITUATIONS:
+        with subtests.test(name):
+            make, headline, try_next = SITUATIONS[name]
+            text, path = text_of(make()), ENDS / f"{name}.txt"
+            if os.environ.get("DS_BENCH_UPDATE"):
+                path.write_text(text, encoding="utf-8")
+            assert text == path.read_text(encoding="utf-8")
+            assert f"\n{headline}" in text
+            assert re.findall(r"Try: +(.*?)(?:    |\n)", text) == [try_next]
+            assert len(text.splitlines()) <= 14  # and three lines of paths
 
 
 @pytest.mark.parametrize("width", [60, 80, 100, 120, 200])

@@ -137,9 +137,8 @@ def test_the_password_of_an_address_is_stored_nowhere(name: str, scheme: str, pa
     assert recorded_variables({name: value}) == {name: REDACTED}
 
 
-@pytest.mark.parametrize(
-    "value",
-    [
+def test_other_forms_of_credentials_are_hidden(subtests: pytest.Subtests) -> None:
+    for value in (
         "https://ghp0token@github.com/x",
         "https://store.example/blob?sv=2024&sig=abc",
         "password=short",
@@ -147,15 +146,13 @@ def test_the_password_of_an_address_is_stored_nowhere(name: str, scheme: str, pa
         "user=me;PWD=hunter2",
         "-----BEGIN PRIVATE KEY-----\nMIIE",
         "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxIn0.abc",
-    ],
-)
-def test_other_forms_of_credentials_are_hidden(value: str) -> None:
-    assert looks_secret("DS_NOTE", value)
+    ):
+        with subtests.test(value):
+            assert looks_secret("DS_NOTE", value)
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
+def test_settings_that_explain_a_result_stay_readable(subtests: pytest.Subtests) -> None:
+    for name, value in (
         ("CUDA_VISIBLE_DEVICES", "0,1,2,3"),
         ("CUDA_VISIBLE_DEVICES", H200.uuid),
         ("CUDA_VISIBLE_DEVICES", f"{H200.uuid},GPU-11111111-d72c-4106-c12f-20bd9faed9f6"),
@@ -172,10 +169,9 @@ def test_other_forms_of_credentials_are_hidden(value: str) -> None:
         ("OMP_NUM_THREADS", "8"),
         ("KMP_AFFINITY", "granularity=fine,compact,1,0"),
         ("HF_TOKEN", ""),
-    ],
-)
-def test_settings_that_explain_a_result_stay_readable(name: str, value: str) -> None:
-    assert recorded_variables({name: value}) == {name: value}
+    ):
+        with subtests.test(name=name, value=value):
+            assert recorded_variables({name: value}) == {name: value}
 
 
 @given(st.dictionaries(st.text(min_size=1), st.text()))
@@ -311,21 +307,16 @@ def test_a_stored_environment_comes_back_equal_with_tuples_in_place() -> None:
     assert again.gpus[0].other_processes == ((77, None), (78, 2**30))
 
 
-@pytest.mark.parametrize(
-    ("change", "names"),
-    [
+def test_a_stored_environment_that_does_not_fit_is_refused_by_the_name_of_its_field(subtests: pytest.Subtests) -> None:
+    for change, names in (
         ({"logical_cores": 0}, "logical_cores"),
         ({"host_memory_bytes": -1}, "host_memory_bytes"),
         ({"colour": "red"}, "colour"),
         ({"gpus": [{"index": -2}]}, "index"),
         ({"gpus": [{"name": "x"}]}, "index"),
-    ],
-)
-def test_a_stored_environment_that_does_not_fit_is_refused_by_the_name_of_its_field(
-    change: dict[str, Any], names: str
-) -> None:
-    with pytest.raises(ValueError, match=names):
-        json_files.build(Environment, {**HOST.to_dict(), **change})
+    ):
+        with subtests.test(change=change, names=names), pytest.raises(ValueError, match=names):
+            json_files.build(Environment, {**HOST.to_dict(), **change})
 
 
 def test_a_stored_environment_without_its_host_is_refused() -> None:
@@ -338,9 +329,8 @@ def test_a_stored_environment_without_its_host_is_refused() -> None:
 # --- comparing
 
 
-@pytest.mark.parametrize(
-    ("change", "clause"),
-    [
+def test_each_difference_that_forbids_comparing_is_one_clause(subtests: pytest.Subtests) -> None:
+    for change, clause in (
         ({"packages": {**HOST.packages, "torch": "2.11.0"}}, "torch 2.13.0 against 2.11.0"),
         ({"packages": {**HOST.packages, "deepspeed": "0.19.9"}}, "deepspeed 0.19.8 against 0.19.9"),
         ({"packages": {"torch": "2.13.0", "deepspeed": "0.19.8"}}, "transformers 5.23.0 against none"),
@@ -360,10 +350,9 @@ def test_a_stored_environment_without_its_host_is_refused() -> None:
             {"gpus": (replace(H200, mig=True), H200)},
             "GPUs 2 x NVIDIA H200 (140 GB) against 1 x NVIDIA H200 (140 GB), 1 x NVIDIA H200 (140 GB, MIG)",
         ),
-    ],
-)
-def test_each_difference_that_forbids_comparing_is_one_clause(change: dict[str, Any], clause: str) -> None:
-    assert comparability_differences(HOST, replace(HOST, **change)) == [clause]
+    ):
+        with subtests.test(change=change, clause=clause):
+            assert comparability_differences(HOST, replace(HOST, **change)) == [clause]
 
 
 def test_what_does_not_bear_on_speed_does_not_forbid_comparing() -> None:

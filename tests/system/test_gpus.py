@@ -110,19 +110,22 @@ def test_every_fact_of_a_card_arrives_in_the_unit_its_name_says() -> None:
     )
 
 
-@pytest.mark.parametrize("call", USED_CALLS)
-def test_any_one_failing_call_costs_its_own_fact_and_nothing_more(call: str) -> None:
-    whole, maimed = NvmlQuery(FakeNvml()).read(), NvmlQuery(FakeNvml(failing=frozenset([call]))).read()
-    if call in ("nvmlInit", "nvmlDeviceGetCount"):
-        assert maimed.gpus == ()
-        return
-    assert len(maimed.gpus) == 2
-    if call == "nvmlDeviceGetHandleByIndex":
-        assert maimed.gpus == (GpuFacts(index=0), GpuFacts(index=1))
-        return
-    fields = [name for name in GpuFacts.__slots__ if getattr(maimed.gpus[0], name) != getattr(whole.gpus[0], name)]
-    assert len(fields) <= 2
-    assert all(getattr(maimed.gpus[0], name) is None for name in fields if name != "other_processes")
+def test_any_one_failing_call_costs_its_own_fact_and_nothing_more(subtests: pytest.Subtests) -> None:
+    for call in USED_CALLS:
+        with subtests.test(call=call):
+            whole, maimed = NvmlQuery(FakeNvml()).read(), NvmlQuery(FakeNvml(failing=frozenset([call]))).read()
+            if call in ("nvmlInit", "nvmlDeviceGetCount"):
+                assert maimed.gpus == ()
+                continue
+            assert len(maimed.gpus) == 2
+            if call == "nvmlDeviceGetHandleByIndex":
+                assert maimed.gpus == (GpuFacts(index=0), GpuFacts(index=1))
+                continue
+            fields = [
+                name for name in GpuFacts.__slots__ if getattr(maimed.gpus[0], name) != getattr(whole.gpus[0], name)
+            ]
+            assert len(fields) <= 2
+            assert all(getattr(maimed.gpus[0], name) is None for name in fields if name != "other_processes")
 
 
 @given(st.frozensets(st.sampled_from(USED_CALLS)))
@@ -207,38 +210,35 @@ def test_without_the_variable_every_card_is_visible() -> None:
     assert select_visible({}, cards(3)) == cards(3)
 
 
-@pytest.mark.parametrize(
-    "selection", ["", " ", "-1", "NoDevFiles", "none", ",0", "4", "GPU-", "GPU-zzz", "MIG-zzz", "MIG-"]
-)
-def test_a_list_whose_first_entry_names_no_card_shows_none(selection: str) -> None:
-    assert visible(selection) == ()
+def test_a_list_whose_first_entry_names_no_card_shows_none(subtests: pytest.Subtests) -> None:
+    for selection in ("", " ", "-1", "NoDevFiles", "none", ",0", "4", "GPU-", "GPU-zzz", "MIG-zzz", "MIG-"):
+        with subtests.test(selection):
+            assert visible(selection) == ()
 
 
-@pytest.mark.parametrize(
-    ("selection", "expected"),
-    [
-        ("0,2", (0, 2)),
-        ("3,1", (3, 1)),
-        (" 1 , 0 ", (1, 0)),
-        ("+1", (1,)),
-        ("007,1", ()),
-        ("01", (1,)),
-        ("1gpu,2ampere", (1, 2)),
-        ("0,-1,2", (0,)),
-        ("0,9,1", (0,)),
-        ("0,,1", (0,)),
-        ("GPU-2abc,GPU-0", (2, 0)),
-        ("GPU-2abc,1", (2,)),
-        ("0,GPU-2abc", (0,)),
-    ],
-)
-def test_a_list_counts_up_to_the_first_entry_that_names_no_card(selection: str, expected: tuple[int, ...]) -> None:
-    assert visible(selection) == expected
+def test_a_list_counts_up_to_the_first_entry_that_names_no_card() -> None:
+    expected = {
+        "0,2": (0, 2),
+        "3,1": (3, 1),
+        " 1 , 0 ": (1, 0),
+        "+1": (1,),
+        "007,1": (),
+        "01": (1,),
+        "1gpu,2ampere": (1, 2),
+        "0,-1,2": (0,),
+        "0,9,1": (0,),
+        "0,,1": (0,),
+        "GPU-2abc,GPU-0": (2, 0),
+        "GPU-2abc,1": (2,),
+        "0,GPU-2abc": (0,),
+    }
+    assert {selection: visible(selection) for selection in expected} == expected
 
 
-@pytest.mark.parametrize("selection", ["0,0", "1,2,1", "1,01", "0,9,0", "GPU-1,GPU-1", "GPU-1,GPU-1abc"])
-def test_a_card_given_twice_leaves_none_at_all(selection: str) -> None:
-    assert visible(selection) == ()
+def test_a_card_given_twice_leaves_none_at_all(subtests: pytest.Subtests) -> None:
+    for selection in ("0,0", "1,2,1", "1,01", "0,9,0", "GPU-1,GPU-1", "GPU-1,GPU-1abc"):
+        with subtests.test(selection):
+            assert visible(selection) == ()
 
 
 def test_the_beginning_of_a_uuid_that_fits_two_cards_names_neither() -> None:
@@ -247,13 +247,14 @@ def test_the_beginning_of_a_uuid_that_fits_two_cards_names_neither() -> None:
     assert visible("GPU-ab2", twins) == (1,)
 
 
-@pytest.mark.parametrize("selection", ["MIG-b2", "MIG-b2,MIG-b1", "MIG-GPU-bb/3/0"])
-def test_cuda_gives_one_mig_instance_however_many_are_named(selection: str) -> None:
-    gpus = (
-        GpuFacts(index=0, uuid="GPU-aa"),
-        GpuFacts(index=1, uuid="GPU-bb", mig=True, mig_uuids=("MIG-b1", "MIG-b2")),
-    )
-    assert visible(selection, gpus) == (1,)
+def test_cuda_gives_one_mig_instance_however_many_are_named(subtests: pytest.Subtests) -> None:
+    for selection in ("MIG-b2", "MIG-b2,MIG-b1", "MIG-GPU-bb/3/0"):
+        with subtests.test(selection):
+            gpus = (
+                GpuFacts(index=0, uuid="GPU-aa"),
+                GpuFacts(index=1, uuid="GPU-bb", mig=True, mig_uuids=("MIG-b1", "MIG-b2")),
+            )
+            assert visible(selection, gpus) == (1,)
 
 
 @given(st.text(alphabet="0123456789,-+ GPUMI/abc٣²", max_size=40), st.integers(0, 4))

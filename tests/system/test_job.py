@@ -23,9 +23,8 @@ MPIRUN = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("environ", "rank"),
-    [
+def test_the_rank_is_that_of_the_program_that_started_the_process_last(subtests: pytest.Subtests) -> None:
+    for environ, rank in (
         ({}, 0),
         ({"RANK": "3", "LOCAL_RANK": "0"}, 3),
         ({"LOCAL_RANK": "1"}, 1),
@@ -35,15 +34,13 @@ MPIRUN = {
         ({**SRUN, "SLURM_PROCID": "5", "RANK": "0"}, 0),  # torchrun started by srun
         ({"SLURM_JOB_ID": "3", "SLURM_PROCID": "0", "SLURM_NTASKS": "8"}, 0),  # a batch script
         ({"SLURM_STEP_ID": "4294967290", "SLURM_PROCID": "1"}, 0),  # salloc's interactive step
-    ],
-)
-def test_the_rank_is_that_of_the_program_that_started_the_process_last(environ: dict[str, str], rank: int) -> None:
-    assert rank_of_process(environ) == rank
+    ):
+        with subtests.test(environ=environ, rank=rank):
+            assert rank_of_process(environ) == rank
 
 
-@pytest.mark.parametrize(
-    ("environ", "left"),
-    [
+def test_only_the_number_of_processes_is_left_and_what_the_user_set(subtests: pytest.Subtests) -> None:
+    for environ, left in (
         (
             SRUN,
             {
@@ -75,35 +72,28 @@ def test_the_rank_is_that_of_the_program_that_started_the_process_last(environ: 
         ),
         ({"OMP_NUM_THREADS": "1"}, {"OMP_NUM_THREADS": "1"}),
         ({"OMPI_MCA_ess": "x"}, {"OMPI_MCA_ess": "x"}),  # of a user who is about to call mpirun
-    ],
-)  # fmt: skip
-def test_only_the_number_of_processes_is_left_and_what_the_user_set(
-    environ: dict[str, str], left: dict[str, str]
-) -> None:
-    allowed = os.sched_getaffinity(0)
-    variables = dict(environ)
-    take_over_job(variables)
-    assert variables == left
-    os.sched_setaffinity(0, allowed)
+    ):  # fmt: skip
+        with subtests.test(environ=environ, left=left):
+            allowed = os.sched_getaffinity(0)
+            variables = dict(environ)
+            take_over_job(variables)
+            assert variables == left
+            os.sched_setaffinity(0, allowed)
 
 
-@pytest.mark.parametrize(
-    ("environ", "remedy"),
-    [
+def test_processes_on_several_nodes_are_refused_unless_the_hosts_are_known(subtests: pytest.Subtests) -> None:
+    for environ, remedy in (
         (
             {**MPIRUN, "OMPI_COMM_WORLD_LOCAL_SIZE": "1"},
             "without mpirun, with --hostfile FILE --multi-node-launcher",
         ),
         ({"RANK": "0", "WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}, "without torchrun, with --hostfile FILE"),
         ({"RANK": "0", "WORLD_SIZE": "16", "LOCAL_SIZE": "8"}, "without deepspeed, with --hostfile FILE"),
-    ],
-)
-def test_processes_on_several_nodes_are_refused_unless_the_hosts_are_known(
-    environ: dict[str, str], remedy: str
-) -> None:
-    with pytest.raises(UsageError, match=f"on several nodes.*{remedy}"):
-        take_over_job(dict(environ))
-    allowed = os.sched_getaffinity(0)
-    take_over_job(dict(environ), has_hosts=True)
-    take_over_job({**environ, "SLURM_JOB_ID": "1"})
-    os.sched_setaffinity(0, allowed)
+    ):
+        with subtests.test(environ=environ, remedy=remedy):
+            with pytest.raises(UsageError, match=f"on several nodes.*{remedy}"):
+                take_over_job(dict(environ))
+            allowed = os.sched_getaffinity(0)
+            take_over_job(dict(environ), has_hosts=True)
+            take_over_job({**environ, "SLURM_JOB_ID": "1"})
+            os.sched_setaffinity(0, allowed)

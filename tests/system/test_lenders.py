@@ -140,21 +140,19 @@ def _accept_falsely(listener: socket.socket) -> None:
         connection.sendall(b'{"proof": "x"}\n')
 
 
-@pytest.mark.parametrize(
-    ("address", "said"),
-    [
+def test_nothing_listens_but_at_the_address_of_the_first_node(subtests: pytest.Subtests) -> None:
+    for address, said in (
         ("127.0.0.1", "is 127.0.0.1 here, for this machine alone"),
         ("192.0.2.77", "Cannot assign requested address"),
         ("no.host.invalid", "the first node's address no.host.invalid"),
-    ],
-)
-def test_nothing_listens_but_at_the_address_of_the_first_node(address: str, said: str) -> None:
-    found = lenders.find_nodes({**TORCHRUN, "MASTER_ADDR": address})
-    assert found is not None
-    with pytest.raises(PreflightError, match=f"{said}.*--master-addr"):
-        lenders.borrow_ranks(found)
-    assert lenders.ranks_of_hosts() == {}
-    assert lenders.master_address() is None
+    ):
+        with subtests.test(address):
+            found = lenders.find_nodes({**TORCHRUN, "MASTER_ADDR": address})
+            assert found is not None
+            with pytest.raises(PreflightError, match=f"{said}.*--master-addr"):
+                lenders.borrow_ranks(found)
+            assert lenders.ranks_of_hosts() == {}
+            assert lenders.master_address() is None
 
 
 def test_a_dry_run_assumes_the_nodes() -> None:

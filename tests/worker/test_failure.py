@@ -63,9 +63,10 @@ def test_a_bare_assert_is_told_by_its_source_line(tmp_path: Path, monkeypatch: p
     assert message == f"assert size % 2 == 0 ({tmp_path}/own_check.py:2)"
 
 
-@pytest.mark.parametrize(("error", "kind"), KINDS, ids=lambda value: str(value)[:30])
-def test_an_exception_is_of_the_kind_its_text_and_class_say(error: BaseException, kind: str) -> None:
-    assert classify(error) == kind
+def test_an_exception_is_of_the_kind_its_text_and_class_say(subtests: pytest.Subtests) -> None:
+    for error, kind in KINDS:
+        with subtests.test(error=error, kind=kind):
+            assert classify(error) == kind
 
 
 def test_bytes_asked_and_free_are_read_from_an_out_of_memory_error() -> None:
@@ -81,12 +82,13 @@ def test_bytes_asked_and_free_are_read_from_an_out_of_memory_error() -> None:
 NO_HANDLE = RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`")
 
 
-@pytest.mark.parametrize(("free", "kind"), [(100 * 2**20, "device_oom"), (40 * 2**30, "other"), (None, "other")])
 def test_a_cublas_handle_that_cannot_be_made_is_a_lack_of_memory_where_little_is_free(
-    free: int | None, kind: str
+    subtests: pytest.Subtests,
 ) -> None:
-    failure = rank_failure(NO_HANDLE, rank=0, phase="forward", step=0, device_free_bytes=free)
-    assert (failure.kind, failure.free_bytes) == (kind, free)
+    for free, kind in ((100 * 2**20, "device_oom"), (40 * 2**30, "other"), (None, "other")):
+        with subtests.test(free=free, kind=kind):
+            failure = rank_failure(NO_HANDLE, rank=0, phase="forward", step=0, device_free_bytes=free)
+            assert (failure.kind, failure.free_bytes) == (kind, free)
 
 
 def test_what_a_text_says_was_free_goes_before_what_was_free_once_it_was_caught() -> None:

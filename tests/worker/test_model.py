@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -55,17 +53,15 @@ def test_shared_parameters_are_counted_once() -> None:
     assert sum(build.parameter_sizes(model)) == 16
 
 
-@pytest.mark.parametrize(
-    ("config", "dtype"),
-    [
+def test_parameters_have_the_format_that_the_configuration_says(subtests: pytest.Subtests) -> None:
+    for config, dtype in (
         ({}, torch.float32),
         ({"bf16": {"enabled": True}}, torch.bfloat16),
         ({"fp16": {"enabled": True}}, torch.float16),
         ({"bf16": {"enabled": False}}, torch.float32),
-    ],
-)
-def test_parameters_have_the_format_that_the_configuration_says(config: dict[str, Any], dtype: torch.dtype) -> None:
-    assert build.training_dtype(config) is dtype
+    ):
+        with subtests.test(config=config, dtype=dtype):
+            assert build.training_dtype(config) is dtype
 
 
 def test_data_is_the_same_for_one_rank_and_seed_and_other_for_another_rank() -> None:

@@ -142,9 +142,10 @@ def test_a_beat_tells_phase_and_step(tmp_path: Path) -> None:
     assert (beat.phase, beat.step) == ("step", 3)
 
 
-@pytest.mark.parametrize("output", [SimpleNamespace(loss=torch.tensor(1.0)), (torch.tensor(1.0), 2), torch.tensor(1.0)])
-def test_the_loss_is_found_in_what_models_return(output: object) -> None:
-    assert float(training_loop.loss_of(output)) == 1.0
+def test_the_loss_is_found_in_what_models_return(subtests: pytest.Subtests) -> None:
+    for output in (SimpleNamespace(loss=torch.tensor(1.0)), (torch.tensor(1.0), 2), torch.tensor(1.0)):
+        with subtests.test(output=output):
+            assert float(training_loop.loss_of(output)) == 1.0
 
 
 def test_a_model_without_a_loss_is_a_type_error() -> None:
