@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -281,10 +282,10 @@ def test_the_precision_column_is_the_configs() -> None:
     assert trial.workload.precision == "fp32"
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
-@pytest.mark.parametrize("family", ["zero", "offload"])
-def test_a_row_that_is_what_its_columns_say_says_nothing(family: str, precision: str) -> None:
-    assert {t.caveats for t in trials(fakes.options(family, "--precision", precision))} == {()}
+def test_a_row_that_is_what_its_columns_say_says_nothing(subtests: pytest.Subtests) -> None:
+    for precision, family in product(("bf16", "fp16", "fp32"), ("zero", "offload")):
+        with subtests.test(precision=precision, family=family):
+            assert {t.caveats for t in trials(fakes.options(family, "--precision", precision))} == {()}
 
 
 # ------------------------------------------------------------------ sequence length

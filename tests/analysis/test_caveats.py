@@ -27,7 +27,7 @@ def test_every_kind_has_a_next_step() -> None:
 
 def test_a_caveat_carries_the_next_step_of_its_kind(subtests: pytest.Subtests) -> None:
     for kind in sorted(set(CaveatKind) - FREE):
-        with subtests.test(kind):
+        with subtests.test(kind=kind):
             caveat = caveat_of_kind(kind, "seen: 3 %")
             assert caveat.next_step == NEXT_STEPS[kind]
             assert caveat.line == f"seen: 3 %; {NEXT_STEPS[kind]}"

@@ -109,10 +109,10 @@ ANSWERS: dict[str, tuple[list[str], str]] = {
 }
 
 
-@pytest.mark.parametrize("case", ANSWERS)
-def test_the_first_sentence_answers_the_question(case: str, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments, expected = ANSWERS[case]
-    assert answer(text(capsys, *arguments)).startswith(expected)
+def test_the_first_sentence_answers_the_question(capsys: pytest.CaptureFixture[str], subtests: pytest.Subtests) -> None:
+    for case, (arguments, expected) in ANSWERS.items():
+        with subtests.test(case):
+            assert answer(text(capsys, *arguments)).startswith(expected)
 
 
 def test_what_the_answer_offers_fits_as_it_says(capsys: pytest.CaptureFixture[str]) -> None:
@@ -152,31 +152,33 @@ def test_activations_that_could_not_be_counted_leave_the_answer_open(
 EVERY_CASE = [*(arguments for arguments, _ in ANSWERS.values()), [*SEVENTY_B, "--host-memory", "900"]]
 
 
-@pytest.mark.parametrize("width", [1, 80, 200])
-@pytest.mark.parametrize("arguments", EVERY_CASE, ids=" ".join)
 def test_no_line_is_wider_than_the_terminal_and_no_word_is_cut(
-    arguments: list[str], width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], subtests: pytest.Subtests
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "10000")
-    whole = text(capsys, *arguments, "--min-gpus", "--verbose")
-    monkeypatch.setenv("COLUMNS", str(width))
-    out = text(capsys, *arguments, "--min-gpus", "--verbose")
-    assert max(map(len, out.splitlines())) <= max(width, 80)  # the ledger takes nearly 80
-    assert sorted(out.split()) == sorted(whole.split())
+    for arguments in EVERY_CASE:
+        monkeypatch.setenv("COLUMNS", "10000")
+        whole = text(capsys, *arguments, "--min-gpus", "--verbose")
+        for width in (1, 80, 200):
+            with subtests.test(" ".join(arguments), width=width):
+                monkeypatch.setenv("COLUMNS", str(width))
+                out = text(capsys, *arguments, "--min-gpus", "--verbose")
+                assert max(map(len, out.splitlines())) <= max(width, 80)  # the ledger takes nearly 80
+                assert sorted(out.split()) == sorted(whole.split())
 
 
-@pytest.mark.parametrize("arguments", EVERY_CASE, ids=" ".join)
 def test_one_screen_holds_it_and_nothing_is_said_twice(
-    arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], subtests: pytest.Subtests
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    out = text(capsys, *arguments)
-    assert len(out.splitlines()) <= 40
-    assert len(max(re.split(r"\s{2,}", line) for line in out.splitlines() if line.startswith("Strategy"))) <= 7
-    prose = " ".join(out.split()).replace("Would fit:", ";").replace("Too large for a", ";")
-    clauses = [clause.strip() for clause in re.split(r"[;(]|\. |: ", prose)]
-    long_clauses = [clause for clause in clauses if len(clause.split()) > 4]
-    assert len(long_clauses) == len(set(long_clauses))
+    for arguments in EVERY_CASE:
+        with subtests.test(" ".join(arguments)):
+            monkeypatch.setenv("COLUMNS", "80")
+            out = text(capsys, *arguments)
+            assert len(out.splitlines()) <= 40
+            assert len(max(re.split(r"\s{2,}", line) for line in out.splitlines() if line.startswith("Strategy"))) <= 7
+            prose = " ".join(out.split()).replace("Would fit:", ";").replace("Too large for a", ";")
+            clauses = [clause.strip() for clause in re.split(r"[;(]|\. |: ", prose)]
+            long_clauses = [clause for clause in clauses if len(clause.split()) > 4]
+            assert len(long_clauses) == len(set(long_clauses))
 
 
 def test_totals_are_the_sums_of_their_categories(capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,6 +7,7 @@ import importlib.util
 import json
 import sys
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -55,12 +56,12 @@ def test_a_total_that_fits_neither_one_gpu_nor_all_is_refused() -> None:
         complete(config, on=fakes.placement(num_gpus=2))
 
 
-@pytest.mark.parametrize("wrong", [0, -1, 2.0, "4", "auto", None, True])
-@pytest.mark.parametrize("key", BATCH[1:])
-def test_a_batch_that_is_no_whole_number_is_refused(key: str, wrong: Any) -> None:
-    config = {**deepspeed_config.base_config(fakes.zero(0), 1, 1), key: wrong}
-    with pytest.raises(UsageError, match="both must be whole numbers of 1 or more"):
-        complete(config)
+def test_a_batch_that_is_no_whole_number_is_refused(subtests: pytest.Subtests) -> None:
+    for wrong, key in product((0, -1, 2.0, "4", "auto", None, True), BATCH[1:]):
+        with subtests.test(key=key, wrong=wrong):
+            config = {**deepspeed_config.base_config(fakes.zero(0), 1, 1), key: wrong}
+            with pytest.raises(UsageError, match="both must be whole numbers of 1 or more"):
+                complete(config)
 
 
 def test_a_config_without_accumulation_accumulates_nothing() -> None:

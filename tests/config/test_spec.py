@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -14,11 +15,10 @@ from ds_bench.config.strategies import make_configuration
 from tests.support import fakes
 
 
-@pytest.mark.parametrize("name", ["batch_size", "seq_length", "grad_accum", "num_steps"])
-@pytest.mark.parametrize("value", [0, -1])
-def test_a_workload_without_work_is_refused_by_the_name_of_its_field(name: str, value: int) -> None:
-    with pytest.raises(ValueError, match=f"{name} is {value}: must be 1 or more"):
-        fakes.workload(**{name: value})
+def test_a_workload_without_work_is_refused_by_the_name_of_its_field(subtests: pytest.Subtests) -> None:
+    for name, value in product(("batch_size", "seq_length", "grad_accum", "num_steps"), (0, -1)):
+        with subtests.test(name, value=value), pytest.raises(ValueError, match=f"{name} is {value}: must be 1 or more"):
+            fakes.workload(**{name: value})
 
 
 def test_no_warm_up_is_allowed_and_less_than_none_is_not() -> None:

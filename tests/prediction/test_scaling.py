@@ -6,6 +6,7 @@ import csv
 import statistics
 from collections import defaultdict
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from ds_bench.config.spec import Configuration
 from ds_bench.errors import UsageError
 from ds_bench.prediction.communication import Traffic
 from ds_bench.prediction.links import BETWEEN, WITHIN, Links, parse_link
-from ds_bench.prediction.scaling import MeasuredStep, Scaling, measured_rates, project
+from ds_bench.prediction.scaling import MeasuredStep, measured_rates, project
 from tests.prediction.test_communication import with_zero
 from tests.support import fakes
 from tests.support.shared_files import shared_files
@@ -56,33 +57,33 @@ def step(configuration: Configuration, num_gpus: int = 8, **changes: Any) -> Mea
     return MeasuredStep(**{**values, **changes})
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("scaling", ["weak", "strong"])
-@pytest.mark.parametrize("num_gpus", [1, 8, 32])
-def test_at_its_own_size_a_projection_is_the_measurement(stage: int, scaling: Scaling, num_gpus: int) -> None:
-    measured = step(fakes.zero(stage), num_gpus, step_seconds=20.0, update_seconds=0.5)
-    found = project(measured, num_gpus, H100, scaling)
-    assert found.step_seconds.bounds == pytest.approx((20.0, 20.0))
-    assert found.tokens_per_second.bounds == pytest.approx((measured.tokens_per_second,) * 2)
-    assert (found.micro_batch_size, found.grad_accum, found.efficiency.bounds) == (4, 2, pytest.approx((1.0, 1.0)))
-    for communication, computing in (
-        (3.0, 15.0),
-        (12.0, 18.0),
-        (15.0, 2.0),
-        (19.0, 30.0),
-        (25.0, 15.0),
-    ):  # seconds of 20
-        timed = replace(
-            measured,
-            communication_seconds=communication,
-            communication=Traffic(name="all", bytes=1e9, calls=10),
-            computing_seconds=computing,
-        )
-        rate = timed.measured_rate or INFINITE
-        own = replace(INSTANT, gpu_bytes_per_second=rate, node_bytes_per_second=rate)
-        if num_gpus == 8:  # of several nodes the formula may find a faster way than one ring
-            assert project(timed, num_gpus, own, scaling).step_seconds.bounds == pytest.approx((20.0, 20.0))
-            assert project(timed, 1, own, "weak").step_seconds.bounds[0] > 0
+def test_at_its_own_size_a_projection_is_the_measurement(subtests: pytest.Subtests) -> None:
+    for stage, scaling, num_gpus in product((0, 1, 2, 3), ("weak", "strong"), (1, 8, 32)):
+        with subtests.test(stage=stage, scaling=scaling, num_gpus=num_gpus):
+            measured = step(fakes.zero(stage), num_gpus, step_seconds=20.0, update_seconds=0.5)
+            found = project(measured, num_gpus, H100, scaling)
+            assert found.step_seconds.bounds == pytest.approx((20.0, 20.0))
+            assert found.tokens_per_second.bounds == pytest.approx((measured.tokens_per_second,) * 2)
+            assert (found.micro_batch_size, found.grad_accum) == (4, 2)
+            assert found.efficiency.bounds == pytest.approx((1.0, 1.0))
+            for communication, computing in (
+                (3.0, 15.0),
+                (12.0, 18.0),
+                (15.0, 2.0),
+                (19.0, 30.0),
+                (25.0, 15.0),
+            ):  # seconds of 20
+                timed = replace(
+                    measured,
+                    communication_seconds=communication,
+                    communication=Traffic(name="all", bytes=1e9, calls=10),
+                    computing_seconds=computing,
+                )
+                rate = timed.measured_rate or INFINITE
+                own = replace(INSTANT, gpu_bytes_per_second=rate, node_bytes_per_second=rate)
+                if num_gpus == 8:  # of several nodes the formula may find a faster way than one ring
+                    assert project(timed, num_gpus, own, scaling).step_seconds.bounds == pytest.approx((20.0, 20.0))
+                    assert project(timed, 1, own, "weak").step_seconds.bounds[0] > 0
 
 
 def test_links_without_resistance_scale_perfectly_and_slow_ones_only_slow_down() -> None:

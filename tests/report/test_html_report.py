@@ -125,7 +125,7 @@ def test_nothing_is_asked_of_the_network() -> None:
 
 def test_text_from_users_models_and_machines_is_only_text(subtests: pytest.Subtests) -> None:
     for evil in (EVIL, QUOTES, "\x1b[31mred\x00\ud800\u202egnirts", "&amp;lt;b&gt;"):
-        with subtests.test(evil):
+        with subtests.test(evil=evil):
             plain = samples.zero_comparison()
             doubt = Caveat(kind=CaveatKind.NOTE, text=evil, next_step=evil)
             work = fakes.workload(model=evil)

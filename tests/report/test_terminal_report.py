@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -108,9 +109,8 @@ def text_of(of: ComparisonReport, width: int = 80, unicode: bool = True) -> str:
 
 
 def test_the_end_of_a_run_at_80_columns(subtests: pytest.Subtests) -> None:
-    for name in SITUATIONS:
+    for name, (make, headline, try_next) in SITUATIONS.items():
         with subtests.test(name):
-            make, headline, try_next = SITUATIONS[name]
             text, path = text_of(make()), ENDS / f"{name}.txt"
             if os.environ.get("DS_BENCH_UPDATE"):
                 path.write_text(text, encoding="utf-8")
@@ -120,20 +120,20 @@ def test_the_end_of_a_run_at_80_columns(subtests: pytest.Subtests) -> None:
             assert len(text.splitlines()) <= 14  # and three lines of paths
 
 
-@pytest.mark.parametrize("width", [60, 80, 100, 120, 200])
-@pytest.mark.parametrize("name", SITUATIONS)
-def test_in_any_width_lines_fit_words_are_whole_and_nothing_is_said_twice(name: str, width: int) -> None:
-    make, headline, _ = SITUATIONS[name]
-    of = make()
-    for unicode in (True, False):
-        text = text_of(of, width, unicode)
-        assert max(map(len, text.splitlines())) <= width
-        assert text.isascii() or unicode
-        words = text.split()
-        assert set(words) - {"…", "..."} <= set(text_of(of, 10_000, unicode).split())
-        sentences = [each for each in re.split(r"[.:;] |\n", " ".join(words)) if len(each.split()) > 3]
-        assert len(sentences) == len(set(sentences))
-    assert headline in " ".join(text_of(of, width).split())
+def test_in_any_width_lines_fit_words_are_whole_and_nothing_is_said_twice(subtests: pytest.Subtests) -> None:
+    for width, name in product((60, 80, 100, 120, 200), SITUATIONS):
+        with subtests.test(name, width=width):
+            make, headline, _ = SITUATIONS[name]
+            of = make()
+            for unicode in (True, False):
+                text = text_of(of, width, unicode)
+                assert max(map(len, text.splitlines())) <= width
+                assert text.isascii() or unicode
+                words = text.split()
+                assert set(words) - {"…", "..."} <= set(text_of(of, 10_000, unicode).split())
+                sentences = [each for each in re.split(r"[.:;] |\n", " ".join(words)) if len(each.split()) > 3]
+                assert len(sentences) == len(set(sentences))
+            assert headline in " ".join(text_of(of, width).split())
 
 
 def test_every_number_of_the_table_by_hand() -> None:
