@@ -709,7 +709,6 @@ class ConfigurationBuilder:
             ),
         )
         config = overrides.apply_changes(configuration.deepspeed_config, setting.config)
-        validation.check_keys(config)
         axis_values = {value.axis_name: value.text for value in row.axis_values}
         return replace(
             configuration,
@@ -742,7 +741,7 @@ class ConfigurationBuilder:
             config["zero_optimization"] = zero = {"stage": strategy.stage, **zero}
         validation.check_keys(config)
         if options.set or options.ds_config:
-            _check_values(config)
+            lint.refuse(config, lambda finding: finding.rule in ("type", "unknown-argument"))
         if zero["stage"] != strategy.stage:  # the name of the row would be wrong
             raise UsageError(
                 f"the DeepSpeed config of {strategy.label} sets zero_optimization.stage to {zero['stage']!r}",
@@ -771,14 +770,6 @@ class ConfigurationBuilder:
             training_steps=options.warmup_steps + options.num_steps,
         )
         return FileRowMaker(facts=facts, keep_batch=options.keep_batch, change=self._with_flags)
-
-
-def _check_values(config: Mapping[str, Any]) -> None:
-    """Raises UsageError for a value of a wrong type and an argument that the optimizer or scheduler does not take."""
-    kinds = ("type", "unknown-argument")
-    refused = next((finding for finding in lint.check_config(config) if finding.rule in kinds), None)
-    if refused is not None:
-        raise UsageError(f"{refused.path}: {refused.reason}", remedy=refused.remedy)
 
 
 def _arithmetic_caveats(axis_values: Mapping[str, str]) -> list[str]:

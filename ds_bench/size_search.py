@@ -104,12 +104,7 @@ class SizeSearch:
         try:
             engine = trial.configuration.engine
             prediction = predict(profile, trial.workload, trial.placement, trial.ds_config, engine=engine)
-        except (
-            ValueError,
-            KeyError,
-            TypeError,
-            ZeroDivisionError,
-        ):  # a configuration of a shape that the formulas do not know
+        except (ValueError, KeyError, TypeError, ZeroDivisionError):  # of a shape that the formulas do not know
             return False
         return prediction.verdict(memory.gpu_bytes, memory.host_bytes) != DOES_NOT_FIT
 

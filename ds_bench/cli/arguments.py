@@ -24,6 +24,7 @@ from ..config.options import (
 )
 from ..config.spec import (
     DEFAULT_PREFETCH,
+    INSPECTION_FIELDS,
     MAX_DATA_WORKERS,
     MAX_PREFETCH,
     MONITORS,
@@ -480,16 +481,9 @@ def to_options(family: Family, values: argparse.Namespace) -> Options:
         given["seq_length"] = None
     if given["model_factory"] is not None:
         given["model"] = given["model_factory"]
-    given["inspection"] = Inspection(
-        profiles=tuple(given.pop("profiles")),
-        profile_steps=given.pop("profile_steps"),
-        profile_ranks=tuple(given.pop("profile_ranks")),
-        nsys_start=given.pop("nsys_start"),
-        nsys_end=given.pop("nsys_end"),
-        checkpoint=given.pop("checkpoint"),
-        checkpoint_path=given.pop("checkpoint_path"),
-        monitor=given.pop("monitor"),
-    )
+    for name in ("profiles", "profile_ranks"):
+        given[name] = tuple(given[name])
+    given["inspection"] = Inspection(**{name: given.pop(name) for name in INSPECTION_FIELDS})
     return check_options(Options(family=family, **given))
 
 

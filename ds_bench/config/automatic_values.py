@@ -19,7 +19,7 @@ from typing import Any
 
 from ..errors import UsageError
 from .bucket_sizes import sizes_for, trainer_sizes
-from .deepspeed_config import Config
+from .deepspeed_config import Config, paths_of
 from .deepspeed_keys import refusing_blocks
 from .spec import Precision, block_of
 
@@ -148,13 +148,9 @@ def _with_precision(config: Config, written: Mapping[str, Any], precision: Preci
     return config
 
 
-def paths_of_auto(config: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+def paths_of_auto(config: Mapping[str, Any]) -> Iterator[str]:
     """The path of every key whose value is "auto"."""
-    for key, value in config.items():
-        if value == AUTO:
-            yield prefix + key
-        elif isinstance(value, Mapping):
-            yield from paths_of_auto(value, f"{prefix}{key}.")
+    return (path for path, value in paths_of(config) if value == AUTO)
 
 
 def _find(config: Config, path: str) -> tuple[Config | None, str]:

@@ -17,6 +17,7 @@ from typing import Any
 
 from ..errors import UsageError
 from .axes import AXES, Axis, NotForThisRowError, RowFacts, Setting, Value
+from .deepspeed_config import paths_of
 from .overrides import merge, nested
 from .spec import Requirements
 
@@ -271,15 +272,6 @@ def _leaves(setting: Setting) -> Iterator[tuple[str, Any]]:
     yield from paths_of(setting.config)
     yield from ((f"workload {name}", value) for name, value in setting.workload.items())
     yield from ((f"variable {name}", value) for name, value in setting.variables.items())
-
-
-def paths_of(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields the dotted path of each value of a configuration, and the value."""
-    for key, value in config.items():
-        if isinstance(value, Mapping) and value:
-            yield from paths_of(value, f"{prefix}{key}.")
-        else:
-            yield prefix + key, value
 
 
 def _check_agreement(setters: dict[str, tuple[AxisValue, Any]], value: AxisValue, path: str, set_to: Any) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -240,6 +240,15 @@ def _difference(config: Mapping[str, Any], base: Mapping[str, Any]) -> Config:
         elif key not in base or value != base_value:
             different[key] = copy.deepcopy(value)
     return different
+
+
+def paths_of(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields the dotted path of each value of a configuration, and the value."""
+    for key, value in config.items():
+        if isinstance(value, Mapping) and value:
+            yield from paths_of(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
 
 
 def minimal_config(strategy: Strategy | Configuration) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import json
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,9 +48,7 @@ def check_files(paths: Sequence[Path], *, num_gpus: int | None, model: ModelSize
     folder without a configuration.
     """
 
-    def check(config: lint.Config) -> list[Finding]:
-        return lint.check_config(config, num_gpus=num_gpus, model=model)
-
+    check = partial(lint.check_config, num_gpus=num_gpus, model=model)
     reports: list[FileReport] = []
     for path in paths:
         reports += _check_folder(path, check) if path.is_dir() else _check_file(path, check)

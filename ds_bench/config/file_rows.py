@@ -89,7 +89,6 @@ class FileRowMaker:
         ignored = [key for key in written if validation.is_ignored_by_deepspeed(key)]
         caveats = [validation.ignored_key_text(key) for key in ignored]
         written = {key: value for key, value in written.items() if key not in ignored}
-        validation.check_keys(written)
         facts = replace(
             self.facts,
             batch_size=micro,
@@ -215,10 +214,7 @@ def _missing_optimizer(file: ConfigurationFile) -> Config:
 
 def _check_values(config: Config) -> None:
     """Raises UsageError for what DeepSpeed refuses (``lint``), and for an optimizer that is none."""
-    errors = (finding for finding in lint.check_config(config) if finding.level == "error")
-    refused = next((finding for finding in errors if finding.rule not in _DECIDED_FOR_THE_ROW), None)
-    if refused is not None:
-        raise UsageError(f"{refused.path}: {refused.reason}", remedy=refused.remedy)
+    lint.refuse(config, lambda finding: finding.level == "error" and finding.rule not in _DECIDED_FOR_THE_ROW)
     optimizer = config.get("optimizer", {"type": "AdamW"})
     if not isinstance(optimizer.get("type"), str):
         raise UsageError("optimizer has no type", remedy="correct the file")

@@ -7,10 +7,11 @@ ignores or does otherwise than the file says; a hint is what the reader may want
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ..errors import UsageError
 from ..system.redaction import REDACTED, looks_secret, redacted_config
 from ..units import format_bytes, format_count, format_names
 from . import deepspeed_keys
@@ -58,6 +59,13 @@ def check_config(config: Config, *, num_gpus: int | None = None, model: ModelSiz
     found += [*_keys_without_reader(case), *_buffer_findings(case), *_automatic_values(config)]
     told = {finding.path for finding in found if finding.rule not in _UNKNOWN}
     return [finding for finding in found if finding.rule not in _UNKNOWN or finding.path not in told]
+
+
+def refuse(config: Config, is_refused: Callable[[Finding], bool]) -> None:
+    """Raises UsageError for the first finding that the caller refuses."""
+    found = next(filter(is_refused, check_config(config)), None)
+    if found is not None:
+        raise UsageError(f"{found.path}: {found.reason}", remedy=found.remedy)
 
 
 _UNKNOWN = ("unknown-key", "ignored-key")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ..units import from_gb
 from .shard import Shard
-from .spec import DEFAULT_PREFETCH, NO_INSPECTION, Inspection, PassType, point_text
+from .spec import DEFAULT_PREFETCH, NO_INSPECTION, Inspection, MultiNodeLauncher, PassType, Precision, point_text
 from .token_file import TokenFile, TokenType
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ class Options:
     nvme_path: Path | None
     num_gpus: int | None
     accelerator: str
-    precision: str
+    precision: Precision | Literal["auto"]
     launcher: str
     hostfile: Path | None
     repeats: int
@@ -98,16 +98,16 @@ class Options:
     cpu_memory_limit: float | None
     gpu_memory_limit: float | None
     peak_tflops: float | None
-    resume: Path | None
-    retry: tuple[str, ...]
+    resume: Path | None = None
+    retry: tuple[str, ...] = ()
     skip_predicted_oom: bool
     force: bool
     """Also run trials that are predicted to need far more host memory than there is."""
-    dry_run: bool
-    format: str
-    quiet: bool
-    verbose: bool
-    strict: bool
+    dry_run: bool = False
+    format: str = "table"
+    quiet: bool = False
+    verbose: bool = False
+    strict: bool = False
     print_recipe: bool = False
     inline: tuple[ConfigurationFile, ...] = ()
     """Configurations that a recipe holds itself, each one row, as if read from a file."""
@@ -119,7 +119,7 @@ class Options:
     """Hosts and slots of the hostfile that are used, in DeepSpeed's syntax; None: all."""
     exclude: str | None = None
     """Hosts and slots of the hostfile that are not used; None: none."""
-    multi_node_launcher: str | None = None
+    multi_node_launcher: MultiNodeLauncher | None = None
     """None: pdsh."""
     master_addr: str | None = None
     master_port: int | None = None

@@ -6,12 +6,13 @@ import re
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Literal
 
 from ..errors import UsageError
 from ..system import environment, files, gpus, lenders, slurm
 from ..units import format_names
-from .options import Options
-from .spec import MULTI_NODE_LAUNCHERS, PRECISIONS, Accelerator, MultiNodeLauncher, Placement, Precision
+from .options import SEVERAL_NODES, Options
+from .spec import Accelerator, MultiNodeLauncher, Placement, Precision
 
 _AMPERE = (8, 0)
 """First compute capability with bf16 arithmetic."""
@@ -129,14 +130,12 @@ def _cpu_has_fp16() -> bool:
     return "avx512_fp16" in words or "amx_fp16" in words
 
 
-def choose_precision(requested: str, placement: Placement) -> Precision:
+def choose_precision(requested: Precision | Literal["auto"], placement: Placement) -> Precision:
     """Returns the requested number format; for ``auto`` the first of bf16, fp16, fp32 that the device trains in.
 
     One that the device does not train in is returned too: every row then is Unsupported, with the remedy.
     """
-    if requested == "auto":
-        return placement.supported_precisions[0]
-    return next(precision for precision in PRECISIONS if precision == requested)
+    return placement.supported_precisions[0] if requested == "auto" else requested
 
 
 def read_hostfile(path: Path) -> dict[str, int]:
@@ -174,18 +173,12 @@ Slots = Mapping[str, Sequence[int]]
 
 def _used_slots(options: Options, environ: Mapping[str, str], visible: int | None) -> Slots:
     """The slots that are used of each host, in the order of the hostfile or of the job; empty without both."""
-    given = (
-        ("--include", options.include),
-        ("--exclude", options.exclude),
-        ("--multi-node-launcher", options.multi_node_launcher),
-        ("--launcher-args", options.launcher_args),
-        ("--master-addr", options.master_addr),
-        ("--master-port", options.master_port),
-    )
     if options.hostfile is None:
         nodes = _slots_of_job(options, environ, visible)
-        for flag, value in given[:4] if nodes else given:
-            if value is not None:
+        for name in SEVERAL_NODES:
+            of_jobs = nodes and name in ("master_addr", "master_port")
+            if getattr(options, name) is not None and not of_jobs:
+                flag = f"--{name.replace('_', '-')}"
                 raise UsageError(f"{flag} without --hostfile", remedy="add --hostfile FILE, or leave it out")
         return nodes
     slots = {name: range(number) for name, number in read_hostfile(options.hostfile).items()}
@@ -265,8 +258,7 @@ def _multi_node_launcher(options: Options, hosts: Slots) -> MultiNodeLauncher:
     """The program that starts the ranks. Raises UsageError for slots that DeepSpeed cannot start with it."""
     if hosts and options.hostfile is None and not lenders.ranks_of_hosts():
         return "slurm"
-    asked = options.multi_node_launcher or "pdsh"
-    launcher = next(name for name in MULTI_NODE_LAUNCHERS if name == asked)
+    launcher = options.multi_node_launcher or "pdsh"
     flag = f"--multi-node-launcher {launcher}"
     if launcher in _WHOLE_HOSTS_ONLY and (options.include is not None or options.exclude is not None):
         raise UsageError(

@@ -11,7 +11,6 @@ import copy
 import difflib
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import fields
 from functools import cache, reduce
 from operator import attrgetter
 from pathlib import Path
@@ -29,6 +28,7 @@ from .recipe_file import FLOAT, Data, KeyPath, RecipeText
 from .spec import (
     BATCH_KEYS,
     DEFAULT_PREFETCH,
+    INSPECTION_FIELDS,
     MAX_DATA_WORKERS,
     MAX_PREFETCH,
     MOST_PROFILE_STEPS,
@@ -395,13 +395,8 @@ PATHS: Mapping[str, str] = {
     _OTHER_NAMES.get(path, path.rpartition(".")[2]): path for path in known_paths() if path not in _NO_FIELD
 }
 """Field of Options, or of its Inspection → key path of the recipe."""
-INSPECTION_FIELDS = tuple(each.name for each in fields(Inspection) if each.name in PATHS)
 _OF_RECIPES_ALONE = ("pass_type", "synchronized")
 """Fields of Options that no flag of the scripts sets."""
-_RUN_FLAGS: Mapping[str, Any] = {
-    "resume": None, "retry": (), "dry_run": False, "format": "table", "quiet": False, "verbose": False, "strict": False,
-}  # fmt: skip
-"""Fields of Options that no recipe holds: they say how this one command behaves."""
 
 
 # ------------------------------------------------------------------ from a file
@@ -512,7 +507,7 @@ def nearest_path(path: KeyPath) -> str | None:
 def options_of(recipe: Recipe, folder: Path, **run_flags: Any) -> Options:
     """The Options of one point. ``folder``: of the recipe, to which the files that it names are relative.
 
-    ``run_flags``: fields of Options that no recipe holds.
+    ``run_flags``: fields of Options that no recipe holds: they say how this one command behaves.
 
     Raises UsageError for values that contradict each other.
     """
@@ -553,7 +548,7 @@ def options_of(recipe: Recipe, folder: Path, **run_flags: Any) -> Options:
             *(overrides.nested(key, value) for key, value in recipe.configurations.deepspeed.items()),
             *(overrides.nested(f"optimizer.params.{key}", value) for key, value in recipe.optimizer.params.items()),
         ),
-        **{**_RUN_FLAGS, **run_flags},
+        **run_flags,
     )
 
 

@@ -528,7 +528,7 @@ def _is_text(*paths: str) -> Callable[[Case], bool]:
 def _not_in(path: str, *allowed: str) -> Callable[[Case], bool]:
     def applies(case: Case) -> bool:
         value = case.value(path)
-        return isinstance(value, str) and value.lower() not in allowed
+        return isinstance(value, str) and value.lower() not in map(str.lower, allowed)
 
     return applies
 
@@ -540,6 +540,8 @@ def _is_list_of_text(value: object) -> bool:
 def _float_formats(*names: str) -> tuple[str, ...]:
     return tuple(prefix + name for name in names for prefix in ("", "torch."))
 
+
+_WRITER = "runtime/model_checkpointing/config.py"
 
 _OF_FILES = (
     # What DeepSpeedConfig raises an exception for, beside keys and types.
@@ -593,15 +595,23 @@ _OF_FILES = (
     ),
     *(
         Rule(
-            name=f"unknown-{key.replace('_', '-')}",
+            name=f"unknown-{name}",
             level="error",
-            path=key,
-            applies=_not_in(key, "fp16", "bf16", "fp32"),
-            reason="DeepSpeed knows fp16, bf16 and fp32",
+            path=path,
+            applies=_not_in(path, *known),
+            reason=f"DeepSpeed knows {', '.join(known[:-1])} and {known[-1]}",
             remedy="use one of them",
-            source="runtime/config.py",
+            source=source,
         )
-        for key in ("communication_data_type", "seq_parallel_communication_data_type")
+        for name, path, known, source in (
+            *(
+                (key.replace("_", "-"), key, ("fp16", "bf16", "fp32"), "runtime/config.py")
+                for key in ("communication_data_type", "seq_parallel_communication_data_type")
+            ),
+            ("tag-validation", "checkpoint.tag_validation", ("Warn", "Ignore", "Fail"), "runtime/config.py"),
+            ("checkpoint-writer", "checkpoint.writer.type", ("mock", "python", "fast"), _WRITER),
+            ("writer-parallelism", "checkpoint.writer.data_parallel", ("replica", "socket", "machine"), _WRITER),
+        )
     ),
     Rule(
         name="unknown-autocast-dtype",
@@ -615,33 +625,6 @@ _OF_FILES = (
         reason="DeepSpeed knows no such number format",
         remedy="use bfloat16 or float16",
         source="runtime/config.py",
-    ),
-    Rule(
-        name="unknown-tag-validation",
-        level="error",
-        path="checkpoint.tag_validation",
-        applies=_not_in("checkpoint.tag_validation", "warn", "ignore", "fail"),
-        reason="DeepSpeed knows Warn, Ignore and Fail",
-        remedy="use one of them",
-        source="runtime/config.py",
-    ),
-    Rule(
-        name="unknown-checkpoint-writer",
-        level="error",
-        path="checkpoint.writer.type",
-        applies=_not_in("checkpoint.writer.type", "mock", "python", "fast"),
-        reason="DeepSpeed knows mock, python and fast",
-        remedy="use one of them",
-        source="runtime/model_checkpointing/config.py",
-    ),
-    Rule(
-        name="unknown-writer-parallelism",
-        level="error",
-        path="checkpoint.writer.data_parallel",
-        applies=_not_in("checkpoint.writer.data_parallel", "replica", "socket", "machine"),
-        reason="DeepSpeed knows replica, socket and machine",
-        remedy="use one of them",
-        source="runtime/model_checkpointing/config.py",
     ),
     Rule(
         name="no-sequence-parallel-ranks",

@@ -502,6 +502,7 @@ class Inspection:
 
 
 NO_INSPECTION = Inspection()
+INSPECTION_FIELDS = tuple(each.name for each in fields(Inspection))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

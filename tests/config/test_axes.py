@@ -8,7 +8,7 @@ import pytest
 
 from ds_bench.config import axis_rows, deepspeed_keys, validation
 from ds_bench.config.axes import AXES, CHANGES, Axis, RowFacts
-from ds_bench.config.deepspeed_config import base_config
+from ds_bench.config.deepspeed_config import base_config, paths_of
 from ds_bench.config.overrides import overlay
 from ds_bench.config.spec import Strategy, Workload
 
@@ -38,7 +38,7 @@ def test_an_axis_sets_what_it_says_and_deepspeed_knows_it(axis: Axis) -> None:
     for setting in settings:
         config = overlay(base_config(FULL, 1), setting.config)
         validation.check_keys(config)
-        paths = {path for path, _ in axis_rows.paths_of(setting.config)}
+        paths = {path for path, _ in paths_of(setting.config)}
         assert all(any(path == key or path.startswith(f"{key}.") for key in axis.keys) for path in paths), paths
         assert setting.workload.keys() == set(axis.fields) or (not setting.workload and axis.settings)
         assert setting.workload.keys() <= names

@@ -160,7 +160,7 @@ def test_kept_batch_keys_are_completed_as_deepspeed_does(
             "old name of offload_optimizer beside it",
         ),
         ({"zero_optimization": {"reduce_bucket_size": "auto"}}, "hidden_size"),
-        ({"fp16": None}, "'fp16'"),
+        ({"fp16": None}, "fp16: DeepSpeed refuses null"),
         ({"bf16": {"enable": True}}, "bf16.enable"),
         ({"bf16": {}, "curriculum_learning": {"enabled": True}}, "curriculum_learning"),
         ({"bf16": {}, "optimizer": {"params": {}}}, "optimizer has no type"),
