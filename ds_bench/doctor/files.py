@@ -30,9 +30,8 @@ def check(configurations: Sequence[Configuration], placement: Placement, lines: 
         if (reason := validation.unsupported_reason(configuration, placement)) is not None:
             yield problem(configuration.name, f"cannot run here: {reason}")
             continue
-        needed = [*ops.needed_ops(placement.accelerator, [configuration])]
-        needed += ops.fused_ops([configuration]) if placement.accelerator == "cuda" else []
-        names = ", ".join(op.removesuffix("Builder") for op in needed) or "none"
+        loaded = ops.loaded_ops(placement.accelerator, [configuration])
+        names = ", ".join(op.removesuffix("Builder") for op in loaded) or "none"
         yield ok(configuration.name, f"stage {configuration.stage}, can run here; DeepSpeed ops: {names}")
         for caveat in configuration.caveats:
             yield ok(configuration.name, caveat)

@@ -27,8 +27,7 @@ def strategies_by_op(accelerator: Accelerator, own: Sequence[Configuration] = ()
     for configuration in (*map(strategies.make_configuration, strategies.CATALOGUE.values()), *own):
         if configuration.refusal is not None:
             continue
-        fused = ops.fused_ops([configuration]) if accelerator == "cuda" else []
-        for op in (*ops.needed_ops(accelerator, [configuration]), *fused):
+        for op in ops.loaded_ops(accelerator, [configuration]):
             names_by_op.setdefault(op, []).append(configuration.name)
     return names_by_op
 

@@ -21,7 +21,7 @@ import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -86,11 +86,11 @@ def needed_ops(accelerator: Accelerator, configurations: Iterable[Configuration]
     return list(dict.fromkeys(needed))
 
 
-def fused_ops(configurations: Iterable[Configuration]) -> list[str]:
-    """The ops of optimizers that stay on a GPU; without them torch's own are used."""
+def loaded_ops(accelerator: Accelerator, configurations: Sequence[Configuration]) -> list[str]:
+    """The needed ops, and those of optimizers that stay on a GPU; without the latter torch's own are used."""
     on_gpu = [each for each in configurations if not each.offloads_optimizer and not each.is_reference]
-    names = [_FUSED_OPTIMIZER_OPS.get(_optimizer_kind(configuration)) for configuration in on_gpu]
-    return list(dict.fromkeys(filter(None, names)))
+    fused = [_FUSED_OPTIMIZER_OPS.get(_optimizer_kind(each)) for each in on_gpu] if accelerator == "cuda" else []
+    return list(dict.fromkeys([*needed_ops(accelerator, configurations), *filter(None, fused)]))
 
 
 def _optimizer_kind(configuration: Configuration) -> str:
