@@ -23,7 +23,7 @@ from .analysis.flat_rows import flat_rows
 from .analysis.summary import TrialSummary, summarise
 from .analysis.time_estimate import estimate_trial_seconds
 from .config.deepspeed_config import MakeConfig
-from .config.options import SEVERAL_NODES, Options
+from .config.options import Options
 from .config.spec import Precision, Trial
 from .doctor import checkpoint_folder, nvme
 from .doctor import hosts as host_checks
@@ -194,17 +194,7 @@ def resume_command(options: Options, folder: Path) -> str:
 
     ``options``: of a script's run, or of the first point of a recipe's.
     """
-    again: list[str] = []
-    if options.trust_remote_code:
-        again.append("--trust-remote-code")
-    if options.model_factory is not None:
-        again += ["--model-factory", options.model_factory]
-    elif Path(options.model).is_dir():
-        again += ["--model", options.model]
-    for name in SEVERAL_NODES:
-        if (value := getattr(options, name)) is not None:
-            flag = f"--{name.replace('_', '-')}"
-            again += [f"{flag}={value}"] if str(value).startswith("-") else [flag, str(value)]
+    again = [word for words in provenance.flags_to_repeat(options).values() for word in words]
     return provenance.command(options.family, ["--resume", str(folder), *again])
 
 

@@ -9,7 +9,9 @@ from typing import Any
 
 from .. import units
 from ..config.axes import workload_fields
+from ..config.options import SEVERAL_NODES, Options
 from ..config.spec import PassType, Trial, point_text
+from ..models import presets
 from ..system.environment import Environment
 from .summary import TrialSummary
 
@@ -30,6 +32,25 @@ def command(family: str | None, arguments: Sequence[str]) -> str:
     """The command line of a run, quoted for a shell; empty if its family is not known."""
     words = COMMANDS.get(family or "")
     return shlex.join(["python", *words.split(), *arguments]) if words else ""
+
+
+def flags_to_repeat(options: Options) -> dict[str, list[str]]:
+    """Flags that run code or reach other machines, by the names of their fields; each has its value as a second word.
+
+    ``--resume`` wants them typed again: a run folder, which holds the others, may come from somebody else.
+    """
+    flags: dict[str, list[str]] = {}
+    if options.trust_remote_code:
+        flags["trust_remote_code"] = ["--trust-remote-code"]
+    if options.model_factory is not None:
+        flags["model_factory"] = ["--model-factory", options.model_factory]
+    elif presets.find_preset(options.model) is None and Path(options.model).is_dir():
+        flags["model"] = ["--model", options.model]
+    for name in SEVERAL_NODES:
+        if (value := getattr(options, name)) is not None:
+            flag = f"--{name.replace('_', '-')}"
+            flags[name] = [f"{flag}={value}"] if str(value).startswith("-") else [flag, str(value)]
+    return flags
 
 
 def arguments_without(arguments: Sequence[str], flags: Sequence[str]) -> list[str]:

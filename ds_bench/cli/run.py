@@ -13,12 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from ..config import recipe_file, sweep
-from ..config.options import SEVERAL_NODES, Options
+from ..config.options import Options
 from ..config.recipe import PATHS, Recipe, check_recipe, config_maker, options_of, yaml_text
 from ..config.recipe_file import Data, RecipeText
 from ..config.shard import Shard
 from ..errors import DsBenchError, UsageError
-from ..models import presets
 from ..records.run_folder import RUN_FILE, RunFolder
 from ..system import terminal
 from ..system.redaction import REDACTED, redacted_arguments, redacted_config
@@ -183,20 +182,14 @@ def _require_given_again(points: Sequence[Options], values: argparse.Namespace) 
 
     The folder may come from somebody else.
     """
-    needed: dict[str, str] = {}
+    from ..analysis.provenance import flags_to_repeat
+
+    needed: dict[str, list[str]] = {}
     for options in points:
-        local = presets.find_preset(options.model) is None and Path(options.model).is_dir()
-        for flag, name, starts in (
-            ("--model-factory", "model_factory", options.model_factory is not None),
-            ("--trust-remote-code", "trust_remote_code", options.trust_remote_code),
-            *((f"--{each.replace('_', '-')}", each, getattr(options, each) is not None) for each in SEVERAL_NODES),
-            ("--model", "model", local and options.model_factory is None),
-        ):
-            if starts and not hasattr(values, name):
-                needed[flag] = str(getattr(options, name))
+        needed |= {name: words for name, words in flags_to_repeat(options).items() if not hasattr(values, name)}
     if needed:
         raise UsageError(
             f"--resume {values.resume}: a run folder alone does not start code or other machines: it asks for "
-            f"{', '.join(f'{flag} {value}' for flag, value in needed.items())}",
+            f"{', '.join(map(shlex.join, needed.values()))}",
             remedy=f"if you trust it, give its recipe again: run RECIPE --resume {shlex.quote(str(values.resume))}",
         )

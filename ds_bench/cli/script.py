@@ -9,10 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..config.deepspeed_config import MakeConfig
-from ..config.options import SEVERAL_NODES, Family, Options
+from ..config.options import Family, Options
 from ..config.spec import Strategy
 from ..errors import DsBenchError, UsageError
-from ..models import presets
 from ..system import terminal
 from ..system.redaction import REDACTED, redacted_arguments
 from .arguments import build_parser, parse, to_options
@@ -108,22 +107,12 @@ def _require_given_again(resumed: Options, typed: Options) -> None:
     A run folder may come from somebody else. ``resumed``: options with the flags of the folder; ``typed``: options of
     this command alone.
     """
-    local = presets.find_preset(resumed.model) is None and Path(resumed.model).is_dir()
-    needed = {
-        "--trust-remote-code": (resumed.trust_remote_code, typed.trust_remote_code),
-        f"--model-factory {resumed.model_factory}": (resumed.model_factory, typed.model_factory),
-        f"--model {resumed.model}": (resumed.model if local else typed.model, typed.model),
-        **{
-            shlex.join([f"--{name.replace('_', '-')}", str(getattr(resumed, name))]): (
-                getattr(resumed, name),
-                getattr(typed, name),
-            )
-            for name in SEVERAL_NODES
-        },
-    }
-    missing = [flag for flag, (value, typed_value) in needed.items() if value and value != typed_value]
+    from ..analysis.provenance import flags_to_repeat
+
+    needed = flags_to_repeat(resumed)
+    missing = [words for name, words in needed.items() if getattr(resumed, name) != getattr(typed, name)]
     if missing:
         raise UsageError(
             f"--resume {resumed.resume}: a run folder alone does not start code or other machines",
-            remedy=f"if you trust it, say again: {' '.join(missing)}",
+            remedy=f"if you trust it, say again: {' '.join(map(shlex.join, missing))}",
         )

@@ -28,7 +28,9 @@ def build_ops(
     """Builds every op that these configurations need, as ``ops.prepare_ops`` does. Returns the states."""
     runnable = [each for each in configurations if validation.unsupported_reason(each, placement) is None]
     folder = Path(base_environment["TORCH_EXTENSIONS_DIR"])
-    return ops.prepare_ops(ops.loaded_ops(placement.accelerator, runnable), folder, base_environment, say=say, show_elapsed=show_elapsed)
+    return ops.prepare_ops(
+        ops.loaded_ops(placement.accelerator, runnable), folder, base_environment, say=say, show_elapsed=show_elapsed
+    )
 
 
 def rank_environment(
