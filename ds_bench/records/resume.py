@@ -11,7 +11,7 @@ from ..config.spec import NO_INSPECTION, Placement, Trial
 from ..errors import UsageError
 from ..system.environment import Environment, comparability_differences
 from . import json_files
-from .run_folder import RunFolder
+from .run_folder import RunFolder, cannot_resume
 from .schema import INTERRUPTED, TrialRecord
 
 
@@ -23,9 +23,7 @@ def require_same_machine(store: RunFolder, facts: Environment) -> None:
         raise UsageError(f"{store.folder} has no readable environment", remedy="start a new run") from None
     differences = comparability_differences(earlier, facts)
     if differences:
-        raise UsageError(
-            f"--resume {store.folder}: not the same machine: {'; '.join(differences)}", remedy="start a new run"
-        )
+        raise cannot_resume(store.folder, f"not the same machine: {'; '.join(differences)}")
 
 
 def require_same_workload(store: RunFolder, trials: Sequence[Trial], leave_out: Sequence[str]) -> None:
@@ -51,17 +49,15 @@ def require_same_workload(store: RunFolder, trials: Sequence[Trial], leave_out: 
         configuration = configuration if isinstance(configuration, dict) else {}
         row, text = str(configuration.get("name")), configuration.get("file_text")
         if text is not None and texts.get(row, text) != text:
-            raise UsageError(
-                f"--resume {store.folder}: the file of {row} has changed since the run began",
+            raise cannot_resume(
+                store.folder,
+                f"the file of {row} has changed since the run began",
                 remedy="put it back as it was (run.json has its text), or start a new run",
             )
         inspection = stored.get("inspection")
         inspection = inspection if isinstance(inspection, dict) else {}  # older runs have none, or fewer fields
         if _text_without({**asdict(NO_INSPECTION), **inspection}, elsewhere) not in inspections:
-            raise UsageError(
-                f"--resume {store.folder}: other --profile, --checkpoint or --monitor flags than it began with",
-                remedy="start a new run",
-            )
+            raise cannot_resume(store.folder, "other --profile, --checkpoint or --monitor flags than it began with")
         _require_same_data(store, stored.get("workload"), digests)
         changes = configuration.get("workload_changes")
         left_out = frozenset({*leave_out, *own_changes, *(changes if isinstance(changes, dict) else ())})
@@ -70,9 +66,7 @@ def require_same_workload(store: RunFolder, trials: Sequence[Trial], leave_out: 
                 known[name, left_out] = {_text_without(part, left_out) for part in parts}
             part = stored.get(name) if name == "workload" else _placement_facts(stored.get(name))
             if _text_without(part, left_out) not in known[name, left_out]:
-                raise UsageError(
-                    f"--resume {store.folder}: another {name} than it began with", remedy="start a new run"
-                )
+                raise cannot_resume(store.folder, f"another {name} than it began with")
 
 
 def _placement_facts(stored: Any) -> dict[str, Any] | None:
@@ -90,8 +84,9 @@ def _require_same_data(store: RunFolder, workload: Any, digests: Collection[tupl
     """
     path, digest = (workload.get(name) if isinstance(workload, dict) else None for name in ("data_path", "data_digest"))
     if path is not None and any(path == other for other, _ in digests) and (path, digest) not in digests:
-        raise UsageError(
-            f"--resume {store.folder}: the file {path} has changed since the run began",
+        raise cannot_resume(
+            store.folder,
+            f"the file {path} has changed since the run began",
             remedy="put it back as it was, or start a new run",
         )
 

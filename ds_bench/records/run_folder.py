@@ -99,8 +99,8 @@ class RunFolder:
         if not (folder / RUN_FILE).is_file():
             if folder.is_dir() and folder.resolve().parent.name == "runs":
                 problem = "nothing to resume, the run ended before it had settled what to run"
-                raise UsageError(f"--resume {folder}: {problem}", remedy="start it again")
-            raise UsageError(f"--resume {folder}: no {RUN_FILE} there", remedy="give a folder below <output-dir>/runs")
+                raise cannot_resume(folder, problem, remedy="start it again")
+            raise cannot_resume(folder, f"no {RUN_FILE} there", remedy="give a folder below <output-dir>/runs")
         store = cls._named(folder.resolve())
         store._refuse_links()
         return store
@@ -111,10 +111,8 @@ class RunFolder:
         names = {*self.folder.iterdir(), self.json_path, self.csv_path, self.recommendation_path}
         for path in sorted(names.union(*(self.folder.glob(pattern) for pattern in written))):
             if path.is_symlink() or (path.exists() and not (path.is_file() or path.is_dir())):
-                raise UsageError(
-                    f"--resume {self.folder}: {path.name} is a link or no regular file, and would be written to",
-                    remedy="remove it, or start a new run",
-                )
+                problem = f"{path.name} is a link or no regular file, and would be written to"
+                raise cannot_resume(self.folder, problem, remedy="remove it, or start a new run")
 
     @contextmanager
     def locked(self) -> Iterator[str | None]:
@@ -228,6 +226,11 @@ class RunFolder:
         text = csv_text(finite)
         others = {} if other_csv is None else {other_csv: text}
         write_texts({self.json_path: json_text(finite), self.csv_path: text, **others})
+
+
+def cannot_resume(folder: Path, problem: str, remedy: str = "start a new run") -> UsageError:
+    """The error that a run cannot be resumed."""
+    return UsageError(f"--resume {folder}: {problem}", remedy=remedy)
 
 
 def last_trial_folder(run: Path, trial_id: str) -> Path:
