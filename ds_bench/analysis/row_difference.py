@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from ..config import deepspeed_config
-from ..config.spec import Configuration, Trial
+from ..config.spec import Configuration
 from ..prediction.memory import UNCOUNTED
 from ..prediction.trial_predictions import stored_prediction
 from ..prediction.what_if import Saving
@@ -179,10 +179,6 @@ class Pair:
 
     a: float | None
     b: float | None
-
-    @property
-    def differs(self) -> bool:
-        return self.a != self.b
 
     @property
     def difference(self) -> float | None:
@@ -551,7 +547,10 @@ def _config_differences(a: TrialSummary, b: TrialSummary) -> Iterator[KeyDiffere
     configurations = [run.record.trial.configuration for run in runs]
     written = [flatten(run.record.trial.ds_config) for run in runs]
     resolved = [flatten(run.record.ranks[0].resolved_config) if run.record.ranks else {} for run in runs]
-    defaults = [_layout_defaults(run.record.trial) for run in runs]
+    defaults = [
+        flatten(deepspeed_config.layout_config(each.ds_config, each.configuration, each.workload, each.placement))
+        for each in (a.record.trial, b.record.trial)
+    ]
     paths = dict.fromkeys([*ACTS_ON, *written[0], *written[1]])
     for path in paths:
         if path.rpartition(".")[2] in _LEFT_OUT_KEYS:
@@ -610,17 +609,6 @@ def _effective_value(path: str, written: Mapping[str, Any], resolved: Mapping[st
     if path.endswith(".device") and value == "none":
         return None  # which is the same
     return value.lower() if path == "optimizer.type" and isinstance(value, str) else value
-
-
-def _layout_defaults(trial: Trial) -> dict[str, Any]:
-    """The configuration that stage and offload devices alone give, by key path."""
-    base = deepspeed_config.base_config(trial.configuration, trial.workload.batch_size, trial.workload.grad_accum)
-    torch_adam = bool(flatten(trial.ds_config).get("optimizer.params.torch_adam"))
-    return flatten(
-        deepspeed_config.complete_config(
-            base, trial.workload, trial.placement, torch_adam=torch_adam, largest_parameter=None
-        )
-    )
 
 
 # ------------------------------------------------------------------ what is not known

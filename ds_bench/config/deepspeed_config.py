@@ -218,15 +218,21 @@ def changes_of(
     ``config``: of the configuration, completed or not. Merged into the configuration of another strategy
     (``overrides.overlay``), the result makes the same changes there.
     """
-    torch_adam = bool(block_of(block_of(config, "optimizer"), "params").get("torch_adam"))
-    base = base_config(configuration, workload.batch_size, workload.grad_accum)
-    expected = complete_config(base, workload, placement, torch_adam=torch_adam, largest_parameter=None)
-    changed = _difference(config, expected)
+    changed = _difference(config, layout_config(config, configuration, workload, placement))
     for key in BATCH_KEYS:
         changed.pop(key, None)
     for key in ("stage", *OFFLOAD_BLOCKS):
         block_of(changed, "zero_optimization").pop(key, None)
     return {key: value for key, value in changed.items() if value != {}}
+
+
+def layout_config(
+    config: Mapping[str, Any], configuration: Configuration, workload: Workload, placement: Placement
+) -> Config:
+    """Makes the configuration that stage, offload devices and batch alone give, with the Adam that ``config`` names."""
+    torch_adam = bool(block_of(block_of(config, "optimizer"), "params").get("torch_adam"))
+    base = base_config(configuration, workload.batch_size, workload.grad_accum)
+    return complete_config(base, workload, placement, torch_adam=torch_adam, largest_parameter=None)
 
 
 def _difference(config: Mapping[str, Any], base: Mapping[str, Any]) -> Config:

@@ -7,12 +7,13 @@ are never recommended. ``rule`` chooses one, ``reasons`` words why, and ``remedi
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from ..analysis.caveats import Caveat
 from ..analysis.comparison import Comparison, ComparisonRow, ratio_between
+from ..analysis.row_difference import flatten
 from ..analysis.trial_caveats import NEAR_CAPACITY
 from ..config import deepspeed_config
 from ..config.spec import SAME_TRAINING_FIELDS, SEARCH_ACCURACY, Trial, Workload
@@ -198,18 +199,13 @@ def _candidate(row: ComparisonRow, comparison: Comparison, terms: MemoryTerms) -
         tokens_per_second=row.tokens_per_second or 0.0,
         memory_bytes=row.host_peak_bytes if on_host else row.gpu_peak_bytes,
         fraction=host_fraction if on_host else row.gpu_fraction,
-        offload_level=(row.configuration.offload_optimizer, row.configuration.offload_param),
+        offload_level=row.configuration.layout[1:],
         stage=row.configuration.stage,
-        changed_keys=_count_values(changes) + _count_workload_changes(trial),
+        changed_keys=len(flatten(changes)) + _count_workload_changes(trial),
         step_spread=_step_spread(row),
         fills_memory=row.fills_memory,
         optimizer=row.optimizer or "" if on_host else "",
     )
-
-
-def _count_values(block: Mapping[str, Any]) -> int:
-    """Number of values in a nested configuration."""
-    return sum(_count_values(value) if isinstance(value, Mapping) else 1 for value in block.values())
 
 
 def _count_workload_changes(trial: Trial) -> int:

@@ -109,9 +109,9 @@ class Speeds:
             return interval is None or possible > LEAST_LEAD
         return possible > 1 - MIN_SPEED_FRACTION
 
-    def with_optimizer_of(self, row: Candidate) -> list[Candidate]:
-        """The candidates that used the optimizer of ``row``, with which it is compared by speed."""
-        return _with_optimizer_of(row, self.candidates)
+    def with_optimizer_of(self, row: Candidate, rows: Sequence[Candidate] | None = None) -> list[Candidate]:
+        """Those of ``rows`` (None: of all) that used the optimizer of ``row``, with which it is compared by speed."""
+        return [other for other in (self.candidates if rows is None else rows) if other.optimizer == row.optimizer]
 
     def tied(self, best: Candidate, rows: Sequence[Candidate]) -> list[Candidate]:
         """Those of ``rows`` that cannot be told from ``best`` by speed, itself included if it is among them.
@@ -125,10 +125,6 @@ class Speeds:
 def _nearly_with_less(row: Candidate, best: Candidate) -> bool:
     lead = math.log(best.tokens_per_second / row.tokens_per_second)
     return row.complexity[:2] < best.complexity[:2] and row.comfortable and lead <= math.log1p(LEAST_LEAD)
-
-
-def _with_optimizer_of(row: Candidate, rows: Sequence[Candidate]) -> list[Candidate]:
-    return [other for other in rows if other.optimizer == row.optimizer]
 
 
 def _untested_lead(row: Candidate, other: Candidate) -> float:
@@ -207,7 +203,7 @@ def decide_for_speed(speeds: Speeds, rows: Sequence[Candidate] | None = None) ->
     Rows with another optimizer than the simplest row take no part, as their speed is the optimizer's too.
     """
     rows = speeds.candidates if rows is None else rows
-    compared = _with_optimizer_of(_simplest(rows), rows)
+    compared = speeds.with_optimizer_of(_simplest(rows), rows)
     best = fastest(compared)
     tied = speeds.tied(best, compared)
     return _decision(speeds, _simplest(tied), best, tied)
