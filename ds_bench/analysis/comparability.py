@@ -6,12 +6,12 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from functools import lru_cache
 from operator import attrgetter
 from typing import Any
 
 from ..config.axes import PARALLEL_AXES, workload_fields
 from ..config.spec import ADDED_DEFAULTS, SAME_TRAINING_FIELDS, Configuration, Placement, Workload
+from ..records.reader import placement_text
 from ..records.schema import TrialRecord
 from .summary import TrialSummary
 
@@ -35,15 +35,10 @@ def row_key(record: TrialRecord) -> str:
     trial = record.trial
     text = (
         f'{{"configuration": {_dumps(trial.configuration.name)}, "ds_config": {_dumps(trial.ds_config)}, '
-        f'"engine": {_dumps(trial.configuration.engine)}, "placement": {_flat_text(trial.placement)}, "repeat": 0, '
+        f'"engine": {_dumps(trial.configuration.engine)}, "placement": {placement_text(trial.placement)}, "repeat": 0, '
         f'{_variables_text(trial.configuration)}"workload": {_workload_text(trial.workload)}}}'
     )
     return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-@lru_cache(maxsize=1024)
-def _flat_text(placement: Placement) -> str:
-    return _dumps(placement.measured_facts)
 
 
 def _workload_text(workload: Workload) -> str:
@@ -93,7 +88,7 @@ def _content(summary: TrialSummary) -> tuple[object, ...]:
     trial, config = summary.record.trial, summary.config_hash
     identity = row_key(summary.record) if config is None else config
     own = _variables_text(trial.configuration)
-    return identity, own, _flat_text(trial.placement), _workload_text(trial.workload)
+    return identity, own, placement_text(trial.placement), _workload_text(trial.workload)
 
 
 _OWN_BATCH = ("batch_size", "micro_batch_size")

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ..config.spec import Placement, Workload
+from ..records.schema import TrialRecord
 from ..system.environment import Environment, comparability_differences, setting_differences
 from . import provenance
 from .comparability import WORKLOAD_FIELDS, differing, format_value, placement_facts, row_key, varied_on_purpose
@@ -50,13 +50,8 @@ class ResultGroup:
 class _GroupBuilder:
     """A group while rows are added to it."""
 
-    workload: Workload
-    varied_fields: set[str]
-    """Fields of ``workload`` that its row is there to show (``comparability.varied_on_purpose``)."""
-    placement: Placement
-    common_settings: Mapping[str, Any]
-    """``Trial.common_settings``."""
-    method_version: int
+    first: TrialRecord
+    """Of its first row; those of the others ask for the same."""
     environment: Environment | None
     device: str | None
     """Name of the first result's device; None if no row measured anything."""
@@ -81,17 +76,19 @@ class _GroupBuilder:
 
         So may what a row of an axis is there to show.
         """
-        varied = {name: getattr(self.workload, name) for name in self.varied_fields | other.varied_fields}
+        ours, theirs = self.first.trial, other.first.trial
+        names = varied_on_purpose(self.first) | varied_on_purpose(other.first)
+        varied = {name: getattr(ours.workload, name) for name in names}
         workloads = [
             replace(
                 each,
                 batch_size=1 if each.batch_policy == "largest" else each.batch_size,
                 seq_length=1 if each.seq_policy == "longest" else each.seq_length,
             )
-            for each in (self.workload, replace(other.workload, **varied))
+            for each in (ours.workload, replace(theirs.workload, **varied))
         ]
-        same_settings = self.common_settings == other.common_settings
-        same_placement = self.placement.measured_facts == other.placement.measured_facts
+        same_settings = ours.common_settings == theirs.common_settings
+        same_placement = ours.placement.measured_facts == theirs.placement.measured_facts
         return workloads[0] == workloads[1] and same_placement and same_settings
 
     def environment_differences(self, other: _GroupBuilder) -> list[str]:
@@ -108,11 +105,12 @@ class _GroupBuilder:
     def differences(self, other: _GroupBuilder) -> Iterator[str]:
         """All differences, those of the environments first."""
         yield from self.environment_differences(other)
+        trials = self.first.trial, other.first.trial
         facts = {
-            **{name: [getattr(each.workload, name) for each in (self, other)] for name in WORKLOAD_FIELDS},
-            **placement_facts([self.placement, other.placement]),
-            "": [self.common_settings, other.common_settings],
-            "method of measurement": [self.method_version, other.method_version],
+            **{name: [getattr(each.workload, name) for each in trials] for name in WORKLOAD_FIELDS},
+            **placement_facts([each.placement for each in trials]),
+            "": [each.common_settings for each in trials],
+            "method of measurement": [self.first.method_version, other.first.method_version],
         }
         for name, values in differing(facts).items():
             yield f"{name} {' against '.join(map(format_value, values))}"
@@ -201,16 +199,12 @@ def _drop_duplicates(results: Sequence[Result]) -> tuple[list[list[TrialSummary]
 def _find_group(builders: list[_GroupBuilder], summary: TrialSummary, result: Result) -> _GroupBuilder:
     """The group to which the summary belongs; a new one is appended to ``builders``."""
     new = _GroupBuilder(
-        workload=summary.record.trial.workload,
-        varied_fields=varied_on_purpose(summary.record),
-        placement=summary.record.trial.placement,
-        common_settings=summary.record.trial.common_settings,
-        method_version=summary.record.method_version,
+        first=summary.record,
         environment=result.environment,
         device=next((rank.device_name for each in result.summaries for rank in each.record.ranks), None),
     )
     for builder in builders:
-        same_method = builder.method_version == new.method_version
+        same_method = builder.first.method_version == new.first.method_version
         if same_method and builder.same_request(new) and not builder.environment_differences(new):
             return builder
     builders.append(new)

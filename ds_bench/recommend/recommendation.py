@@ -34,15 +34,15 @@ class Recommendation:
 
     goal: str
     """speed, balanced or memory."""
-    choice: str | None
+    choice: str | None = None
     """Label of the row; None if nothing can be recommended."""
-    key: str | None
+    key: str | None = None
     """The row's key in the comparison."""
     reason: str
     """Why, with the row's numbers and how certain they are; or why there is no choice. Names the rows left out."""
-    cost: str | None
+    cost: str | None = None
     """What it costs, and saves, against the fastest row that fits; None if it is that row."""
-    next_steps: tuple[str, ...]
+    next_steps: tuple[str, ...] = ()
     """Most useful first."""
     tied: tuple[str, ...] = ()
     """Labels of the rows that tie with the fastest (docs/choosing.md); empty if no other does."""
@@ -111,19 +111,14 @@ def recommend(comparison: Comparison, goal: str = "balanced") -> Recommendation:
     """
     if any(run.record.trial.workload.pass_type != "train" for row in comparison.rows for run in row.summaries):
         reason = "These are passes of the model alone: a configuration is chosen by training steps"
-        return Recommendation(
-            goal=goal, choice=None, key=None, reason=reason, cost=None, next_steps=(), headline=f"{reason}."
-        )
+        return Recommendation(goal=goal, reason=reason, headline=f"{reason}.")
     terms = ON_HOST if _on_cpu(comparison) else ON_DEVICE
     candidates = _candidates(comparison, terms)
     decision = decide(candidates.candidates, goal, _intervals(comparison))
     if decision is None or (candidates.incomparable and len(candidates.candidates) < 2):
         return Recommendation(
             goal=goal,
-            choice=None,
-            key=None,
             reason=". ".join([_why_no_choice(comparison, candidates), *candidates.sentences()]),
-            cost=None,
             next_steps=tuple(dict.fromkeys(_steps_without_choice(comparison, candidates))),
             headline=short_answer.say_no_choice(comparison, bool(candidates.incomparable)),
             try_next=short_answer.try_without_choice(comparison),
