@@ -19,7 +19,7 @@ from ..config.spec import Engine, PassType, Placement, Workload
 from ..records.rank_files import Assignment, HeartbeatWriter
 from . import ledger, memory, training_loop
 from . import model as build
-from .batches import prepare_batches
+from .batches import has_token_per_position, prepare_batches
 from .checkpoint import measure_checkpoint
 from .cpu_load import CpuReading, load_between
 from .flop_count import FlopCount
@@ -228,7 +228,7 @@ def _notes_of_factory(
     built: build.BuiltModel, trainer: training_loop.Trainer, batch_size: int, seq_length: int
 ) -> list[str]:
     notes = list(built.notes)
-    if built.make_batch and not training_loop.has_token_per_position(trainer.first_batch, batch_size, seq_length):
+    if built.make_batch and not has_token_per_position(trainer.first_batch, batch_size, seq_length):
         notes.append(f"the factory makes its own batches: a sample counts as {seq_length} tokens, whatever it holds")
     return notes
 

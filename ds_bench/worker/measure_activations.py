@@ -34,6 +34,7 @@ from torch.utils._pytree import tree_flatten
 
 from . import ledger, losses, training_loop
 from . import model as build
+from .batches import make_batches
 from .failure import describe_error
 from .tiled_mlp import install_tiled_mlp
 
@@ -355,7 +356,7 @@ class _ShortenedModel:
         """Token ids, or what the model's factory makes for it."""
         if self._make_batch is None:
             return make_fake_tokens(batch_size, sequence)
-        return training_loop.make_batches(
+        return make_batches(
             self._make_batch,
             batch_size=batch_size,
             seq_length=sequence,

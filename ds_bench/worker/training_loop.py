@@ -6,10 +6,9 @@ Nothing is synchronised inside the window that plain DeepSpeed training would no
 
 from __future__ import annotations
 
-import itertools
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import cycle
 from typing import Any
@@ -17,88 +16,18 @@ from typing import Any
 import torch
 
 from ..records.rank_files import HeartbeatWriter
-from .model import MakeBatch
 from .resolved_config import to_json_value
 from .step_clock import StepClock
 from .step_recorder import StepRecorder
 
 Batch = dict[str, torch.Tensor]
-_TOKENS = (torch.int64, torch.int32, torch.bool)
-"""Number formats of token ids and of masks over them."""
-MAX_BATCHES = 64
-"""Different micro-batches held on the device; a run that needs more uses them again in the same order."""
 _OPTIMIZER_SETTINGS = ("lr", "betas", "eps", "weight_decay", "momentum")
-_MAX_BATCHES_BYTES = 256 * 2**20
-"""Once these are held, no further micro-batch is made: images are large."""
 _MAX_EXTRA_WARMUP = 64
 """Limit of the further warm-up steps in which fp16's loss scale may settle."""
 _MAX_COMPILING_STEPS = 16
 """Limit of the further warm-up steps in which a compiled model may settle."""
 DEEPCOMPILE_WARMUP = 8
 """Warm-up steps that DeepCompile needs at least: it compiles again at step 5 (compile/init_z3.py, WARMUP)."""
-
-
-def random_tokens(vocabulary: int) -> MakeBatch:
-    """A function that makes batches of random tokens: ids of shape (samples, sequence length), labels the same ids."""
-
-    def make_batch(batch_size: int, seq_length: int, generator: torch.Generator) -> Batch:
-        ids = torch.randint(0, vocabulary, (batch_size, seq_length), generator=generator)
-        return {"input_ids": ids, "labels": ids}
-
-    return make_batch
-
-
-def in_order(batch_at: Callable[[int], Batch]) -> MakeBatch:
-    """A function that makes the batches of a reader one after the other, which draws nothing."""
-    numbers = itertools.count()
-    return lambda _batch_size, _seq_length, _generator: batch_at(next(numbers))
-
-
-def make_batches(
-    make_batch: MakeBatch,
-    *,
-    batch_size: int,
-    seq_length: int,
-    seed: int,
-    rank: int,
-    count: int,
-    device: torch.device,
-    dtype: torch.dtype,
-    most: int = MAX_BATCHES,
-) -> list[Batch]:
-    """``count`` micro-batches on the device (at most ``most`` and 256 MB, at least one), drawn from a generator of this
-    rank.
-
-    Floating-point tensors are given the training ``dtype``. Raises TypeError or ValueError where ``make_batch`` returns
-    no batch of ``batch_size`` samples: throughput would count samples that are not there.
-    """
-    generator = torch.Generator().manual_seed(seed * 100_003 + rank)
-    batches: list[Batch] = []
-    held_bytes = 0
-    while len(batches) < min(count, most) and (not batches or held_bytes < _MAX_BATCHES_BYTES):
-        batch = make_batch(batch_size, seq_length, generator)
-        if not isinstance(batch, Mapping) or not all(isinstance(value, torch.Tensor) for value in batch.values()):
-            raise TypeError("the factory's make_batch must return a dict of tensors, the arguments of the model")
-        if not any(value.shape[:1] == (batch_size,) for value in batch.values()):
-            raise ValueError(f"the factory's make_batch returned no tensor of {batch_size} samples, as it was asked to")
-        batches.append(_move_to_device(batch, device, dtype))
-        held_bytes += sum(value.nbytes for value in batches[-1].values())
-    return batches
-
-
-def has_token_per_position(batch: Batch, batch_size: int, seq_length: int) -> bool:
-    """Whether every sample of a micro-batch is a sequence of ``seq_length`` tokens and nothing else but a class."""
-    shapes = {tuple(value.shape[:2]) for value in batch.values()} - {(batch_size,)}
-    return all(value.dtype in _TOKENS for value in batch.values()) and shapes == {(batch_size, seq_length)}
-
-
-def _move_to_device(batch: Mapping[str, torch.Tensor], device: torch.device, dtype: torch.dtype) -> Batch:
-    """One copy of each tensor, however many names it has."""
-    moved = {
-        id(value): value.to(device=device, dtype=dtype if value.is_floating_point() else value.dtype)
-        for value in batch.values()
-    }
-    return {name: moved[id(value)] for name, value in batch.items()}
 
 
 def loss_of(output: Any) -> torch.Tensor:

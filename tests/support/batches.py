@@ -6,11 +6,12 @@ from typing import Any
 
 import torch
 
-from ds_bench.worker import model as build
-from ds_bench.worker import training_loop
+from ds_bench.worker import batches as worker
+from ds_bench.worker.model import MakeBatch
+from ds_bench.worker.training_loop import Batch
 
 
-def batches(make_batch: build.MakeBatch | None = None, **changes: Any) -> list[training_loop.Batch]:
+def batches(make_batch: MakeBatch | None = None, **changes: Any) -> list[Batch]:
     arguments: dict[str, Any] = {
         "batch_size": 3,
         "seq_length": 5,
@@ -20,4 +21,4 @@ def batches(make_batch: build.MakeBatch | None = None, **changes: Any) -> list[t
         "device": torch.device("cpu"),
         "dtype": torch.bfloat16,
     }
-    return training_loop.make_batches(make_batch or training_loop.random_tokens(11), **{**arguments, **changes})
+    return worker.make_batches(make_batch or worker.random_tokens(11), **{**arguments, **changes})
