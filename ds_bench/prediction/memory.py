@@ -15,7 +15,7 @@ from typing import Any
 from ..config.deepspeed_config import PRECISION_BLOCKS, is_deepcompiled, sequence_parallel_size
 from ..config.spec import Engine, Placement, Precision, Workload
 from ..units import from_gb
-from . import model_passes, reference_engines, stage_3, stages_0_to_2
+from . import reference_engines, stage_3, stages_0_to_2
 from .inputs import MemoryInputs, Phases, ZeroSettings
 from .model_profile import ModelProfile, variant_of
 from .model_states import FP32_BYTES, Ledger, LedgerBuilder
@@ -186,9 +186,7 @@ def gpu_bytes_by_moment(
 @lru_cache(maxsize=512)
 def _phases(inputs: MemoryInputs) -> Phases:
     """One rank's ledgers without activations; cached for searches over micro-batches, so do not modify them."""
-    if inputs.pass_type != "train":
-        return model_passes.ledger_by_phase(inputs)
-    if inputs.engine != "deepspeed":
+    if inputs.engine != "deepspeed" or inputs.pass_type != "train":
         return reference_engines.ledger_by_phase(inputs)
     return stage_3.ledger_by_phase(inputs) if inputs.settings.stage == 3 else stages_0_to_2.ledger_by_phase(inputs)
 

@@ -1,7 +1,8 @@
-"""Computes the memory of one rank of torch's own engines, DistributedDataParallel and FSDP2.
+"""Computes the memory of one rank without DeepSpeed: of torch's own engines, DistributedDataParallel and FSDP2, and of
+the passes of a model alone.
 
-Written from torch 2.13 and ``worker/reference_engines.py``. Both keep fp32 parameters, gradients and moments and no
-further master copy.
+Written from torch 2.13, ``worker/reference_engines.py`` and ``worker/pass_engine.py``. Both engines keep fp32
+parameters, gradients and moments and no further master copy.
 """
 
 from __future__ import annotations
@@ -11,8 +12,19 @@ from .model_states import FP32_BYTES, LedgerBuilder
 
 
 def ledger_by_phase(inputs: MemoryInputs) -> Phases:
-    """Computes one rank's ledgers for the engine of ``inputs``."""
+    """Computes one rank's ledgers for the engine of ``inputs``, or for the passes of a model alone."""
+    if inputs.pass_type != "train":
+        return _passes(inputs)
     return _ddp(inputs) if inputs.engine == "ddp" else _fsdp2(inputs)
+
+
+def _passes(inputs: MemoryInputs) -> Phases:
+    """Ledgers without an optimizer: parameters in the number format of training, and gradients where they are made."""
+    size = inputs.element * inputs.profile.parameters
+    builder = LedgerBuilder()
+    builder.add("gpu", "parameters", size)
+    after = builder.plus(gradients=size if inputs.pass_type == "forward_backward" else 0)
+    return {"forward": builder.ledger, "backward": after, "reduced": after, "flatten": after, "update": after}
 
 
 def _ddp(inputs: MemoryInputs) -> Phases:
