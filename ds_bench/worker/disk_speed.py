@@ -92,15 +92,12 @@ def _repeat(transfer: Callable[[int], None], max_bytes: int, max_seconds: float)
             return done, seconds
 
 
-def _measure_or_error(folder: str, settings: str) -> dict[str, Any]:
-    try:
-        return measure(Path(folder), json.loads(settings))
-    except Exception as error:  # of the disk, the file system or DeepSpeed
-        return {"error": describe_error(error)}
-
-
 if __name__ == "__main__":
     die_with_parent()
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # DeepSpeed's builders and C++ print; the answer alone goes to stdout
-    print(json.dumps(_measure_or_error(*sys.argv[1:3])), file=out, flush=True)
+    try:
+        answer = measure(Path(sys.argv[1]), json.loads(sys.argv[2]))
+    except Exception as error:  # of the disk, the file system or DeepSpeed
+        answer = {"error": describe_error(error)}
+    print(json.dumps(answer), file=out, flush=True)

@@ -149,12 +149,12 @@ def measure(
     heartbeat.beat("inspect")
     measured |= _measure_phases_and_ledger(trainer, assignment)
     save_partial(measured)
-    measured = _measure_training_and_profiles(trainer, (change, frozen), assignment, measured, save_partial, folder)
+    measured = _measure_training(trainer, (change, frozen), assignment, measured, save_partial, folder)
     del built  # alive until here: Transformers knows by it that the weights are partitioned
     return measured
 
 
-def _measure_training_and_profiles(
+def _measure_training(
     trainer: training_loop.Trainer,
     weights: tuple[WeightChange, FrozenWeights],
     assignment: Assignment,
@@ -162,53 +162,33 @@ def _measure_training_and_profiles(
     save_partial: SavePartial,
     folder: Path,
 ) -> dict[str, Any]:
-    """``measured`` with what training has done to the weights, with profiles and a checkpoint where asked for.
-
-    Profiles come first, but after a checkpoint: what profilers leave in the process would count in the peaks of its
-    host memory.
-    """
-    change, frozen = weights
-    profiles_last = assignment.checkpoint_folder is not None
-    if not profiles_last:
-        measured |= take_profiles(trainer, assignment.trial, folder, measured["notes"])
+    """``measured`` with what training has done to the weights, with profiles and a checkpoint where asked for."""
+    trial, (change, frozen), has_checkpoint = assignment.trial, weights, assignment.checkpoint_folder is not None
+    if not has_checkpoint:
+        measured |= take_profiles(trainer, trial, folder, measured["notes"])
         save_partial(measured)
     measured["frozen_weights_changed"] = frozen.have_changed()
-    measured |= _measure_training_and_checkpoint(trainer, change, assignment, measured, save_partial)
-    if profiles_last:
-        save_partial(measured)
-        measured |= take_profiles(trainer, assignment.trial, folder, measured["notes"])
-    return measured
-
-
-def _measure_training_and_checkpoint(
-    trainer: training_loop.Trainer,
-    change: WeightChange,
-    assignment: Assignment,
-    measured: dict[str, Any],
-    save_partial: SavePartial,
-) -> dict[str, Any]:
-    """``measured`` with what training has done to the weights, then with what a checkpoint of them costs.
-
-    Where parameters lie on a disk, DeepSpeed fails in a step after a forward pass that no backward pass followed.
-    There the loss is computed last of all, after the step by which the checkpoint is tried; and not where profiles
-    follow, after whose steps it would be another model's than in other rows.
-    """
-    trains = assignment.trial.workload.pass_type == "train"
-    measured = {**measured, "weight_change": change.since_start() if trains else None}
+    measured["weight_change"] = change.since_start() if trial.workload.pass_type == "train" else None
     if change.note is not None:
         measured["notes"] = [*measured["notes"], change.note]
-    loss_last = assignment.trial.configuration.offload_param == "nvme"
+    # Where parameters lie on a disk, DeepSpeed fails in a step after a forward pass that no backward pass followed.
+    # There the loss is computed last of all, after the step by which the checkpoint is tried.
+    loss_last = trial.configuration.offload_param == "nvme"
     if not loss_last:
         measured["repeated_loss"] = training_loop.repeated_loss(trainer)
     if assignment.checkpoint_folder is not None:
         save_partial(measured)
-        folder = Path(assignment.checkpoint_folder)
-        measured |= measure_checkpoint(trainer, change, folder, measured, save_partial)
-    if loss_last and not (assignment.checkpoint_folder is not None and assignment.trial.inspection.profiles):
-        measured["repeated_loss"] = training_loop.repeated_loss(trainer)
-    elif loss_last:
+        measured |= measure_checkpoint(trainer, change, Path(assignment.checkpoint_folder), measured, save_partial)
+    if loss_last and has_checkpoint and trial.inspection.profiles:
+        # Not after the profiles either: after their steps it would be another model's than in other rows.
         text = "the loss on the first batch was not computed: profiles follow, and DeepSpeed fails in a step after it"
         measured["notes"] = [*measured["notes"], f"{text} where parameters lie on a disk"]
+    elif loss_last:
+        measured["repeated_loss"] = training_loop.repeated_loss(trainer)
+    if has_checkpoint:
+        # Only now: what profilers leave in the process would count in the peaks of a checkpoint's host memory.
+        save_partial(measured)
+        measured |= take_profiles(trainer, trial, folder, measured["notes"])
     return measured
 
 
