@@ -160,8 +160,9 @@ def project(measured: MeasuredStep, num_gpus: int, links: Links, scaling: Scalin
         part = min(update, measured_computing)
         return (measured_computing - part) * of_samples + part * of_update
 
+    # With full overlap the step is the longer of computing and communication, plus what was longer than both.
     overlapped = min(scale * (measured.computing_seconds or measured.step_seconds), measured.step_seconds)
-    rest = measured.step_seconds - max(overlapped, scale * own_seconds)  # that the measured step took longer than both
+    rest = measured.step_seconds - max(overlapped, scale * own_seconds)
     steps = Range(
         no_overlap=computing(measured.step_seconds - scale * own_seconds, max(1.0, of_update)) + scale * seconds,
         full_overlap=max(computing(overlapped, of_update), scale * seconds) + rest,
@@ -171,7 +172,7 @@ def project(measured: MeasuredStep, num_gpus: int, links: Links, scaling: Scalin
     batch = micro_batch_size * grad_accum * replicas
     tokens = measured.tokens_per_second * measured.step_seconds * batch / measured_batch
     rates = Range(no_overlap=tokens / steps.no_overlap, full_overlap=tokens / steps.full_overlap)
-    per_gpu = measured.tokens_per_second / measured.num_gpus * num_gpus
+    ideal_rate = measured.tokens_per_second / measured.num_gpus * num_gpus
     return Projection(
         num_gpus=num_gpus,
         num_nodes=ceil(num_gpus / links.gpus_per_node),
@@ -184,7 +185,7 @@ def project(measured: MeasuredStep, num_gpus: int, links: Links, scaling: Scalin
         communication_seconds=seconds,
         step_seconds=steps,
         tokens_per_second=rates,
-        efficiency=Range(no_overlap=rates.no_overlap / per_gpu, full_overlap=rates.full_overlap / per_gpu),
+        efficiency=Range(no_overlap=rates.no_overlap / ideal_rate, full_overlap=rates.full_overlap / ideal_rate),
         notes=tuple(notes),
     )
 

@@ -184,12 +184,12 @@ def _named_changes(planned: PlannedTrial) -> Iterator[tuple[str, dict[str, Any],
     blocks: list[tuple[str, dict[str, Any]]] = []
     if configuration.is_reference:
         on_gpu = False  # and no buckets of ZeRO
-    elif configuration.stage and planned.hidden_size is None:
-        blocks.append(("a smaller bucket", {"reduce_bucket_size": _SMALL_BUCKET}))
-    elif configuration.stage:
-        sizes = bucket_sizes.small_sizes(planned.hidden_size or 0)
+    elif configuration.stage and planned.hidden_size is not None:
+        sizes = bucket_sizes.small_sizes(planned.hidden_size)
         acting = bucket_sizes.sizes_for(sizes, configuration.stage, configuration.offload_param)
         blocks.append(("small_buffers", acting))
+    elif configuration.stage:
+        blocks.append(("a smaller bucket", {"reduce_bucket_size": _SMALL_BUCKET}))
     if on_gpu and configuration.stage and not configuration.offloads_optimizer:
         blocks.append(("optimizer offload", {"offload_optimizer": {"device": "cpu", "pin_memory": True}}))
     if on_gpu and configuration.stage == 3 and configuration.layout[1:] == ("cpu", "none"):

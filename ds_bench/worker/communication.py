@@ -114,11 +114,9 @@ def summarise_calls(
     calls: Sequence[_Call], fastest: Sequence[float] | None, steps: int
 ) -> tuple[CommunicationOperation, ...]:
     """Sums up calls by kind. ``fastest``: seconds of each call on the rank that took least; None if not known."""
-    indices: dict[str, list[int]] = {}
-    for index, call in enumerate(calls):
-        indices.setdefault(call.name, []).append(index)
     operations = []
-    for name, own in indices.items():
+    for name in dict.fromkeys(call.name for call in calls):
+        own = [index for index, call in enumerate(calls) if call.name == name]
         seconds = sum(calls[index].seconds for index in own) / steps
         operations.append(
             CommunicationOperation(
