@@ -11,9 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from math import ceil
-from typing import Any
 
-from ..config.spec import Configuration, Precision
+from ..config.spec import Configuration, Precision, block_of
 from .inputs import ZeroSettings
 from .links import Links
 from .model_states import FP32_BYTES, element_bytes
@@ -53,12 +52,13 @@ def times_sent(configuration: Configuration, parameters: int, grad_accum: int) -
     """
     if configuration.engine == "fsdp2":
         return 2 * grad_accum, 1
-    stage, zero = configuration.stage, configuration.deepspeed_config.get("zero_optimization", {})
+    stage, zero = configuration.stage, block_of(configuration.deepspeed_config, "zero_optimization")
     if stage == 0:
         return 0, 2
     if stage == 3:
-        limits = (zero.get(name, 10**9) for name in ("stage3_max_live_parameters", "stage3_max_reuse_distance"))
-        return grad_accum * (1 if parameters <= min(limits) else 2), grad_accum
+        settings = ZeroSettings.from_config(configuration.deepspeed_config)
+        stay = parameters <= min(settings.max_live_elements, settings.max_reuse_elements)
+        return grad_accum * (1 if stay else 2), grad_accum
     is_scattered = zero.get("reduce_scatter", True) and not zero.get("use_multi_rank_bucket_allreduce", True)
     return 0, (1 if is_scattered else 2) * (1 if stage == 1 else grad_accum) + 1
 
@@ -79,7 +79,7 @@ def step_traffic(
     operations are counted by bucket sizes alone. ``several_nodes``: DeepSpeed quantises gradients only between nodes.
     """
     settings = ZeroSettings.from_config(configuration.deepspeed_config)
-    zero: dict[str, Any] = configuration.deepspeed_config.get("zero_optimization") or {}
+    zero = block_of(configuration.deepspeed_config, "zero_optimization")
     # Gradients of DDP are fp32.
     element = FP32_BYTES if configuration.engine == "ddp" else element_bytes(precision)
     sent = settings.communication_bytes or element

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..config.spec import Accelerator, Engine, PassType, Precision, offload_device
+from ..config.spec import Accelerator, Engine, PassType, Precision, block_of, offload_device
 from .model_profile import ModelProfile
 from .model_states import FP32_BYTES, Ledger, element_bytes
 
@@ -79,14 +79,11 @@ class ZeroSettings:
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> ZeroSettings:
         """Reads the settings of a completed DeepSpeed configuration."""
-        zero: Mapping[str, Any] = config.get("zero_optimization") or {}
-        optimizer: Mapping[str, Any] = zero.get("offload_optimizer") or {}
-        param: Mapping[str, Any] = zero.get("offload_param") or {}
-        aio: Mapping[str, Any] = config.get("aio") or {}
+        zero, aio, bf16 = (block_of(config, name) for name in ("zero_optimization", "aio", "bf16"))
+        optimizer, param = (block_of(zero, name) for name in ("offload_optimizer", "offload_param"))
         stage = _number(zero, "stage", 0)
-        bf16: Mapping[str, Any] = config.get("bf16") or {}
-        kind = str((config.get("optimizer") or {}).get("type", "adamw")).lower()
-        torch_adam = bool((config.get("optimizer") or {}).get("params", {}).get("torch_adam", False))
+        kind = str(block_of(config, "optimizer").get("type", "adamw")).lower()
+        torch_adam = bool(block_of(block_of(config, "optimizer"), "params").get("torch_adam"))
         return cls(
             stage=stage,
             offload_optimizer=offload_device(config, "offload_optimizer"),
@@ -95,12 +92,12 @@ class ZeroSettings:
             master_bytes=2 if bf16.get("bf16_master_weights_and_grads") else FP32_BYTES,
             moment_bytes=2 if bf16.get("bf16_optimizer_states") else FP32_BYTES,
             communication_bytes=_COMMUNICATION_BYTES.get(str(config.get("communication_data_type"))),
-            autocast=bool((config.get("torch_autocast") or {}).get("enabled")),
+            autocast=bool(block_of(config, "torch_autocast").get("enabled")),
             efficient_linear=stage == 3 and bool(zero.get("memory_efficient_linear", True)),
             secondary_ranks=_number(zero, "zero_hpz_partition_size", 1) if stage == 3 else 1,
             quantized_weights=stage == 3 and bool(zero.get("zero_quantized_weights")),
             torch_optimizer=torch_adam or kind not in ("adam", "adamw", "lion"),
-            fp32_accumulation=(config.get("data_types") or {}).get("grad_accum_dtype") == "fp32",
+            fp32_accumulation=block_of(config, "data_types").get("grad_accum_dtype") == "fp32",
             contiguous_gradients=bool(zero.get("contiguous_gradients", True)),
             overlap_comm=bool(stage == 3 if zero.get("overlap_comm") is None else zero["overlap_comm"]),
             round_robin=bool(zero.get("round_robin_gradients")),
@@ -131,14 +128,14 @@ class ZeroSettings:
 
 def unpredicted_settings(config: Mapping[str, Any]) -> list[str]:
     """Names what a DeepSpeed configuration asks for whose memory the formulas do not know; nothing in most cases."""
-    zero: Mapping[str, Any] = config.get("zero_optimization") or {}
+    zero = block_of(config, "zero_optimization")
     asked = {
         "ZenFlow's buffers": zero.get("zenflow") is not None,
-        "SuperOffload's buffers": bool((zero.get("offload_optimizer") or {}).get("super_offload")),
+        "SuperOffload's buffers": bool(block_of(zero, "offload_optimizer").get("super_offload")),
         "the buffers of quantised communication": bool(
             zero.get("zero_quantized_weights") or zero.get("zero_quantized_gradients")
         ),
-        "what Muon saves of Adam's states": str((config.get("optimizer") or {}).get("type", "")).lower() == "muon",
+        "what Muon saves of Adam's states": str(block_of(config, "optimizer").get("type", "")).lower() == "muon",
     }
     return [name for name, is_asked in asked.items() if is_asked]
 

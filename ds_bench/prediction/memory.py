@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import Any
 
 from ..config.deepspeed_config import PRECISION_BLOCKS, is_deepcompiled, sequence_parallel_size
-from ..config.spec import Engine, Placement, Precision, Workload
+from ..config.spec import Engine, Placement, Precision, Workload, block_of
 from ..units import from_gb
 from . import reference_engines, stage_3, stages_0_to_2
 from .inputs import MemoryInputs, Phases, ZeroSettings
@@ -219,9 +219,9 @@ def _make_inputs(
 
 
 def _precision(workload: Workload, ds_config: Mapping[str, Any]) -> Precision:
-    if (ds_config.get("bf16") or {}).get("enabled"):
+    if block_of(ds_config, "bf16").get("enabled"):
         return "bf16"
-    if (ds_config.get("fp16") or {}).get("enabled"):
+    if block_of(ds_config, "fp16").get("enabled"):
         return "fp16"
     # Under torch_autocast alone, parameters are in fp32.
     return "fp32" if any(name in ds_config for name in PRECISION_BLOCKS) else workload.precision

@@ -18,7 +18,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from ..config.spec import Accelerator, Engine, LossName, Precision, Workload
+from ..config.spec import Accelerator, Engine, LossName, Precision, Workload, block_of
 from ..errors import UsageError
 from ..models.presets import ModelFacts
 from ..records.rank_files import write_json
@@ -74,7 +74,7 @@ def variant_of(workload: Workload, ds_config: Mapping[str, Any], engine: Engine 
     autocast, and so does DeepSpeed with ``torch_autocast``.
     """
     attention = workload.attention
-    block = ds_config.get("bf16" if engine == "ddp" else "torch_autocast") or {}
+    block = block_of(ds_config, "bf16" if engine == "ddp" else "torch_autocast")
     return Variant(
         attention="sdpa" if attention is not None and attention.startswith("flash") else attention,
         loss=workload.loss,

@@ -13,7 +13,7 @@ from math import ceil
 from typing import Literal
 
 from ..config.deepspeed_config import sequence_parallel_size, tensor_parallel_size
-from ..config.spec import Configuration, Precision
+from ..config.spec import Configuration, Precision, block_of
 from ..errors import UsageError
 from .communication import Traffic, sent_bytes, step_traffic, traffic_seconds
 from .links import Links
@@ -229,7 +229,7 @@ def _check_size(measured: MeasuredStep, num_gpus: int, links: Links) -> None:
             f"{gpus} GPUs are {nodes[gpus]} nodes of {gpus // nodes[gpus]}, and the rate between nodes is not known",
             remedy="give --inter, such as ib:400 or eth:100",
         )
-    zero = measured.configuration.deepspeed_config.get("zero_optimization") or {}
+    zero = block_of(measured.configuration.deepspeed_config, "zero_optimization")
     second = zero.get("zero_hpz_partition_size") or 1
     if num_gpus % second:
         raise UsageError(

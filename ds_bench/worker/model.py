@@ -27,7 +27,7 @@ from unittest import mock
 
 import torch
 
-from ..config.spec import Engine, Workload
+from ..config.spec import Engine, Workload, block_of
 from .lookup_model import import_factory
 from .losses import install_loss
 from .tiled_mlp import install_tiled_mlp
@@ -38,9 +38,9 @@ _INIT_STD = 0.02
 
 def training_dtype(config: Mapping[str, Any]) -> torch.dtype:
     """The number format of the parameters, as the DeepSpeed configuration says."""
-    if config.get("bf16", {}).get("enabled"):
+    if block_of(config, "bf16").get("enabled"):
         return torch.bfloat16
-    if config.get("fp16", {}).get("enabled"):
+    if block_of(config, "fp16").get("enabled"):
         return torch.float16
     return torch.float32
 
@@ -94,7 +94,7 @@ def build_model(
     """
     torch.manual_seed(workload.seed)
     dtype = training_dtype(config)
-    at_stage3 = engine == "deepspeed" and config.get("zero_optimization", {}).get("stage") == 3
+    at_stage3 = engine == "deepspeed" and block_of(config, "zero_optimization").get("stage") == 3
     split = at_stage3 and workload.zero_init
     make_batch, stage3 = None, None
     notes: tuple[str, ...] = ()
