@@ -17,7 +17,9 @@ from ds_bench.cli import arguments as flags
 from ds_bench.cli.commands import build_parser
 from ds_bench.errors import UsageError
 from ds_bench.launch import scratch
+from tests.support.fakes import FakeLauncher
 from tests.support.real_trials import ROOT
+from tests.support.scripted_run import House
 
 TINY = {"model_name": "tiny", "batch_size": 2, "seq_length": 64, "num_steps": 3, "warmup_steps": 1, "device": "cpu"}
 
@@ -83,6 +85,17 @@ def test_a_request_that_cannot_be_run_is_one_line_and_leaves_no_folder(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_run_that_fails_is_an_exception_that_says_how_and_keeps_its_folder(
+    house: House, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    house.launcher = FakeLauncher("OOM (host)")
+    with pytest.raises(BenchmarkFailedError, match=r"^benchmark small failed: OOM \(host\)") as caught:
+        MemoryBenchmark(name="small", **TINY).run()
+    kept = Path(str(caught.value).rpartition("logs in ")[2].rstrip(")"))
+    assert (kept / "records.jsonl").is_file()
+
+
 # ------------------------------------------------------------------ real trials
 
 
@@ -113,6 +126,7 @@ def test_a_real_benchmark_is_measured_saved_and_compared(
     assert saved.environment is not None
 
 
+@pytest.mark.slow
 @pytest.mark.deepspeed
 @pytest.mark.usefixtures("built_ops")
 def test_a_run_that_fails_says_how_and_keeps_its_logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,12 +220,13 @@ def test_every_step_of_every_run_is_a_round_and_nothing_is_timed_by_the_wall(sta
     assert entry["extra_info"]["throughput_tokens_per_sec"] == 5.0
 
 
-@pytest.mark.parametrize(("step", "code"), [("1.04", 0), ("1.06", 1)])
-def test_compare_fail_looks_at_the_measured_step_time(stand_in: Path, step: str, code: int) -> None:
+def test_compare_fail_looks_at_the_measured_step_time(stand_in: Path) -> None:
     assert nested(stand_in, "--benchmark-enable", "--benchmark-save=before", STEP="1.0").returncode == 0
-    done = nested(stand_in, "--benchmark-enable", "--benchmark-compare", "--benchmark-compare-fail=mean:5%", STEP=step)
-    assert done.returncode == code, done.stdout + done.stderr
-    assert ("Performance has regressed" in done.stderr) is (code == 1)
+    compare = ("--benchmark-enable", "--benchmark-compare", "--benchmark-compare-fail=mean:5%")
+    for step, code in (("1.04", 0), ("1.06", 1)):
+        done = nested(stand_in, *compare, STEP=step)
+        assert done.returncode == code, done.stdout + done.stderr
+        assert ("Performance has regressed" in done.stderr) is (code == 1)
 
 
 def test_with_benchmarks_disabled_the_benchmark_still_runs_once(stand_in: Path) -> None:

@@ -17,6 +17,7 @@ pytestmark = [pytest.mark.deepspeed, pytest.mark.usefixtures("built_ops")]
 FLAGS = ("--model", "tiny", "--batch-size", "2", "--seq-length", "32", "--num-gpus", "2", "--accelerator", "cpu")
 
 
+@pytest.mark.slow
 def test_steps_can_be_followed_while_a_trial_runs_and_are_those_of_its_record(tmp_path: Path) -> None:
     command = [
         *(sys.executable, str(ROOT / "zero_stage_comparison.py"), *FLAGS, "--stages", "1", "--monitor"),

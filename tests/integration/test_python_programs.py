@@ -47,6 +47,7 @@ def start(folder: Path, text: str) -> subprocess.Popen[str]:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.deepspeed
 @pytest.mark.usefixtures("built_ops")
 def test_a_script_without_a_guard_runs_once_and_its_runs_leave_nothing_behind(tmp_path: Path) -> None:

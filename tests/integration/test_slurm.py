@@ -85,6 +85,7 @@ def test_slurms_signal_to_a_job_of_two_nodes_leaves_nothing_on_them_and_the_next
     assert [(row["status"], row["num_nodes"]) for row in rows_of(tmp_path / "out")] == [("✅ Success", 2)]
 
 
+@pytest.mark.slow
 def test_two_processes_of_mpirun_are_one_comparison_on_two_ranks(tmp_path: Path) -> None:
     if (mpirun := shutil.which("mpirun")) is None:
         pytest.skip("Open MPI's mpirun is not installed")

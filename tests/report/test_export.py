@@ -625,11 +625,9 @@ report(engine, losses)
 }
 
 
+@pytest.mark.slow
 @pytest.mark.deepspeed
-@pytest.mark.parametrize(
-    "file",
-    ["--deepspeed_config", *(pytest.param(n, marks=pytest.mark.slow) for n in SCRIPTS if n != "--deepspeed_config")],
-)
+@pytest.mark.parametrize("file", SCRIPTS)
 def test_the_readmes_command_trains_with_the_exported_file(
     file: str, built_ops: dict[str, OpState], tmp_path: Path
 ) -> None:
