@@ -14,7 +14,7 @@ from typing import Any
 
 from .config import axis_rows, deepspeed_config, lint, overrides, strategies, validation
 from .config.automatic_values import TrainingFacts
-from .config.axes import RowFacts, other_arithmetic
+from .config.axes import Layout, RowFacts, other_arithmetic
 from .config.axis_rows import AxisValues
 from .config.configuration_files import ConfigurationFile, read_configuration_files
 from .config.deepspeed_config import MakeConfig
@@ -619,13 +619,13 @@ def _require_no_flag_of_workload(options: Options) -> None:
             raise UsageError(f"--axis {axis} and {flag} set the same", remedy="leave one of them out")
 
 
-def _layout(row: RequestedRow, options: Options) -> axis_rows.Layout:
+def _layout(row: RequestedRow, options: Options) -> Layout:
     """What decides which axes act in a row: its stage and offload devices, with the changes of the flags."""
     own = deepspeed_config.minimal_config(row.origin) if isinstance(row.origin, Strategy) else row.origin.config
     config = overrides.apply_changes(own, *options.config_changes)
     zero = config.get("zero_optimization")
     stage = zero.get("stage", 0) if isinstance(zero, dict) else int(zero is True)
-    return axis_rows.Layout(
+    return Layout(
         stage=stage if isinstance(stage, int) else 0,
         offload_optimizer=offload_device(config, "offload_optimizer"),
         offload_param=offload_device(config, "offload_param"),

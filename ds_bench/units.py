@@ -5,7 +5,7 @@ GB means 2**30 bytes everywhere (README.md). A missing value is ``None`` and is 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 BYTES_PER_GB = 2**30
 BYTES_PER_MB = 2**20
@@ -80,6 +80,11 @@ def format_names(names: Iterable[object], most: int = 8, separator: str = ", ") 
     shown = list(map(str, names))
     left = len(shown) - most
     return separator.join(shown[:most]) + (f" and {left} more" if left > 0 else "")
+
+
+def format_place(place: Sequence[str | int]) -> str:
+    """Keys and list indices on the way to a value: ``ranks[0].losses[4]``."""
+    return "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in place).removeprefix(".")
 
 
 def format_significant(value: float | None) -> str:

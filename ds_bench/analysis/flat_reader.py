@@ -269,7 +269,7 @@ def _axes_setting(name: str, stage: int, ranks: int) -> Setting:
 
     A value that cannot be set in such a row is left out.
     """
-    facts = RowFacts(stage=stage, offload_optimizer=None, offload_param=None, grad_accum=1, ranks=ranks)
+    facts = RowFacts(stage=stage, grad_accum=1, ranks=ranks)
     workload: dict[str, Any] = {}
     variables: dict[str, str] = {}
     for value in axis_rows.split_name(name)[1]:

@@ -26,6 +26,7 @@ from ..records.reader import RunInfo
 from ..records.run_folder import RECORDS_FILE, RUN_FILE, flat_json_path
 from ..records.schema import INTERRUPTED, TrialRecord
 from ..system.environment import Environment
+from ..units import format_place
 from . import flat_reader, flops
 from .loss_parity import with_loss_caveats
 from .summary import TrialSummary, summarise
@@ -314,5 +315,5 @@ def _check_rows(path: Path, data: bytes, notes: list[str]) -> list[dict[str, Any
         return flat_reader.check_rows(value)
     except InvalidValueError as error:
         index, *cell = error.place
-        place = ": ".join(filter(None, [f"row {int(index) + 1}", json_files.place_text(cell)]))
+        place = ": ".join(filter(None, [f"row {int(index) + 1}", format_place(cell)]))
         raise UsageError(f"{path}: {place} {error.reason}", remedy="give a result as ds_bench wrote it") from None

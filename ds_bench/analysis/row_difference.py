@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from ..config import deepspeed_config
+from ..config.deepspeed_config import is_full_config, layout_config, paths_of
 from ..config.spec import Configuration
 from ..prediction.memory import UNCOUNTED
 from ..prediction.trial_predictions import stored_prediction
@@ -518,7 +518,7 @@ def _environment_differences(a: ComparisonRow, b: ComparisonRow) -> list[str]:
 def _key_differences(a: TrialSummary, b: TrialSummary) -> Iterator[KeyDifference]:
     """Keys of the DeepSpeed configurations, as resolved where that is known; then fields of workload and placement."""
     trials = a.record.trial, b.record.trial
-    if len({deepspeed_config.is_full_config(trial) for trial in trials}) == 1:  # of flat rows stage and devices
+    if len({is_full_config(trial) for trial in trials}) == 1:  # of flat rows stage and devices
         yield from _config_differences(a, b)
     optimizers = [run.record.ranks[0].optimizer_class if run.record.ranks else "" for run in (a, b)]
     if all(optimizers) and optimizers[0] != optimizers[1]:
@@ -545,10 +545,10 @@ def _key_differences(a: TrialSummary, b: TrialSummary) -> Iterator[KeyDifference
 def _config_differences(a: TrialSummary, b: TrialSummary) -> Iterator[KeyDifference]:
     runs = a, b
     configurations = [run.record.trial.configuration for run in runs]
-    written = [flatten(run.record.trial.ds_config) for run in runs]
-    resolved = [flatten(run.record.ranks[0].resolved_config) if run.record.ranks else {} for run in runs]
+    written = [dict(paths_of(run.record.trial.ds_config)) for run in runs]
+    resolved = [dict(paths_of(run.record.ranks[0].resolved_config)) if run.record.ranks else {} for run in runs]
     defaults = [
-        flatten(deepspeed_config.layout_config(each.ds_config, each.configuration, each.workload, each.placement))
+        dict(paths_of(layout_config(each.ds_config, each.configuration, each.workload, each.placement)))
         for each in (a.record.trial, b.record.trial)
     ]
     paths = dict.fromkeys([*ACTS_ON, *written[0], *written[1]])
@@ -585,18 +585,6 @@ def _is_read(path: str, configuration: Configuration) -> bool:
     return configuration.stage == 3 or (configuration.stage > 0 and not key.startswith(_STAGE_3_KEYS))
 
 
-def flatten(config: Mapping[str, Any], path: str = "") -> dict[str, Any]:
-    """The values of a configuration by dotted key path; an empty block is a value."""
-    flat: dict[str, Any] = {}
-    for key, value in config.items():
-        inner = f"{path}{key}"
-        if isinstance(value, Mapping) and value:
-            flat |= flatten(value, f"{inner}.")
-        else:
-            flat[inner] = value
-    return flat
-
-
 def _effective_value(path: str, written: Mapping[str, Any], resolved: Mapping[str, Any]) -> Any:
     """The value as the engine resolved it, else as it was written; None if neither is known."""
     block, _, key = path.partition(".")
@@ -616,7 +604,7 @@ def _effective_value(path: str, written: Mapping[str, Any], resolved: Mapping[st
 
 def _unknown(a: ComparisonRow, b: ComparisonRow, memory: Sequence[TierDifference]) -> Iterator[str]:
     trials = [row.representative.record.trial for row in (a, b)]
-    if not all(map(deepspeed_config.is_full_config, trials)):
+    if not all(map(is_full_config, trials)):
         yield "the DeepSpeed configurations"
     if any(trial.prediction is None for trial in trials):
         yield "predictions"

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from .bucket_sizes import DEFAULT_SIZES, sizes_for, small_sizes, trainer_sizes
+from .deepspeed_config import ADAMW_PARAMETERS
 from .spec import ATTENTIONS, CPU_BINDINGS, ENGINES, LOSSES, MAX_DATA_WORKERS, MAX_PREFETCH, PRECISIONS, Requirements
 
 Value = bool | int | float | str
@@ -38,13 +39,20 @@ CHANGES = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RowFacts:
-    """What the settings of a value may depend on: the row that they are made for."""
+class Layout:
+    """What decides whether an axis acts in a row."""
 
     stage: int
-    offload_optimizer: str | None
+    offload_optimizer: str | None = None
     """``cpu``, ``nvme`` or None."""
-    offload_param: str | None
+    offload_param: str | None = None
+    engine: str = "deepspeed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowFacts(Layout):
+    """What the settings of a value may depend on: the row that they are made for."""
+
     grad_accum: int
     ranks: int
     hidden_size: int | None = None
@@ -220,7 +228,7 @@ def _optimizer_block(kind: str, **params: Any) -> dict[str, Any]:
     return {"optimizer": {"type": kind, "params": all_params}}
 
 
-_ADAM = {"betas": [0.9, 0.999], "eps": 1e-8}
+_ADAM = {key: ADAMW_PARAMETERS[key] for key in ("betas", "eps")}
 _OPTIMIZER_CONFIGS: dict[str, dict[str, Any]] = {
     "adamw": _optimizer_block("AdamW", **_ADAM),
     "torch_adamw": _optimizer_block("AdamW", **_ADAM, torch_adam=True),

@@ -16,7 +16,7 @@ from functools import reduce
 from typing import Any
 
 from ..errors import UsageError
-from .axes import AXES, Axis, NotForThisRowError, RowFacts, Setting, Value
+from .axes import AXES, Axis, Layout, NotForThisRowError, RowFacts, Setting, Value
 from .deepspeed_config import paths_of
 from .overrides import merge, nested
 from .spec import Requirements
@@ -118,16 +118,6 @@ def describe_values(axis: Axis) -> str:
         parts.append(f"{kind} from {axis.numbers.least:g} to {axis.numbers.most:g}")
     names = ", ".join(axis.values[:-1]) + (" or " if len(axis.values) > 1 else "") + "".join(axis.values[-1:])
     return ", or ".join(filter(None, [*parts, names]))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
-    """What decides whether an axis acts in a row."""
-
-    stage: int
-    offload_optimizer: str | None = None
-    offload_param: str | None = None
-    engine: str = "deepspeed"
 
 
 def acts(axis: Axis, layout: Layout) -> bool:

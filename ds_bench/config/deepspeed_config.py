@@ -154,7 +154,7 @@ def _complete_optimizer(config: Config, torch_adam: bool) -> None:
     optimizer = config.get("optimizer")
     if not isinstance(optimizer, dict):
         raise UsageError("the DeepSpeed config has no optimizer", remedy="keep its 'optimizer' block")
-    name = str(optimizer.get("type", "")).lower()
+    name = optimizer_kind(config)
     if name in ("adam", "adamw") and torch_adam and not offload_device(config, "offload_optimizer"):
         optimizer.setdefault("params", {}).setdefault("torch_adam", True)
     if name not in ("adam", "adamw", "lion", "adagrad"):
@@ -164,9 +164,9 @@ def _complete_optimizer(config: Config, torch_adam: bool) -> None:
 def with_optimizer(config: Config, name: str) -> Config:
     """Returns the configuration with another optimizer and the parameters that it takes."""
     given = config.get("optimizer", {}).get("params", {})
-    params: Config = {"lr": given.get("lr", 1e-4), "weight_decay": given.get("weight_decay", 0.01)}
+    params: Config = {key: given.get(key, ADAMW_PARAMETERS[key]) for key in ("lr", "weight_decay")}
     if name.lower() in ("adam", "adamw"):
-        params |= {"betas": [0.9, 0.999], "eps": 1e-8}
+        params |= {key: ADAMW_PARAMETERS[key] for key in ("betas", "eps")}
     if name.lower() == "adam":
         params["adam_w_mode"] = False  # DeepSpeed's default makes AdamW of it (runtime/engine.py)
     return {**config, "optimizer": {"type": name, "params": params}}
@@ -282,6 +282,11 @@ def _without_folders(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _without_folders(inner) for key, inner in value.items() if key != "nvme_path"}
     return value
+
+
+def optimizer_kind(config: Mapping[str, Any]) -> str:
+    """Name of the optimizer as DeepSpeed compares it, in lower case; empty where the configuration names none."""
+    return str(block_of(config, "optimizer").get("type", "")).lower()
 
 
 def tensor_parallel_size(config: Mapping[str, Any]) -> int:

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from ..errors import UsageError
 from ..system import files
@@ -72,7 +71,9 @@ def _check_file(path: Path, check: Check) -> list[FileReport]:
     try:
         return _check_readable_file(path, check)
     except located_json.ConfigSyntaxError as error:
-        return [FileReport(path=path, findings=[_syntax_finding(error)])]
+        reason = f"DeepSpeed cannot read it: {error.problem}"
+        found = Finding("syntax", "error", "", reason, "correct it", "runtime/config.py", error.line)
+        return [FileReport(path=path, findings=[found])]
     except UsageError as error:
         problem = _without_name(error.problem, path)
     except OSError as error:
@@ -126,12 +127,12 @@ def _check_read_by_others(path: Path, line_of: Callable[[str], int | None], chec
         refused = [note for note in file.notes if note.startswith("Accelerate refuses")]
         found = [
             Finding(
-                rule="accelerate-conflict",
-                level="error",
-                path="deepspeed_config.deepspeed_config_file",
-                reason=note,
-                remedy="keep them in one of the two files",
-                source="Accelerate, utils/dataclasses.py",
+                "accelerate-conflict",
+                "error",
+                "deepspeed_config.deepspeed_config_file",
+                note,
+                "keep them in one of the two files",
+                "Accelerate, utils/dataclasses.py",
             )
             for note in refused
         ]
@@ -177,19 +178,8 @@ def _strictness(text: str) -> list[Finding]:
     except json.JSONDecodeError as error:
         reason = f"no strict JSON ({error.msg.lower()}), which DeepSpeed reads and Trainer and Accelerate refuse"
         remedy = "correct it if one of them reads the file"
-        return [_whole_file_finding("not-strict-json", "hint", reason, remedy, error.lineno)]
+        return [Finding("not-strict-json", "hint", "", reason, remedy, "runtime/config.py", error.lineno)]
     return []
-
-
-def _syntax_finding(error: located_json.ConfigSyntaxError) -> Finding:
-    return _whole_file_finding(
-        "syntax", "error", f"DeepSpeed cannot read it: {error.problem}", "correct it", error.line
-    )
-
-
-def _whole_file_finding(rule: str, level: Any, reason: str, remedy: str, line: int) -> Finding:
-    source = "runtime/config.py"
-    return Finding(rule=rule, level=level, path="", reason=reason, remedy=remedy, source=source, line=line)
 
 
 def _without_name(problem: str, path: Path) -> str:

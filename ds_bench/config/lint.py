@@ -23,7 +23,7 @@ from .spec import BATCH_KEYS
 Config = Mapping[str, Any]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Finding:
     """One thing to know about a configuration."""
 
@@ -45,17 +45,24 @@ def check_config(config: Config, *, num_gpus: int | None = None, model: ModelSiz
 
     ``num_gpus``: ranks of the job, for the batch sizes. ``model``: for the sizes of buffers.
     """
-    case = Case(config=_with_old_bf16(config), num_gpus=num_gpus, model=model)
+    written = Case(config=config)
+    # DeepSpeed reads the block under its old name where there is no bf16.
+    renamed = {**config, "bf16": config["bfloat16"]} if "bfloat16" in config and config.get("bf16") is None else config
+    case = Case(config=renamed, num_gpus=num_gpus, model=model)
     found = [
         *_unknown_top_level_keys(config),
-        *_removed_keys(config),
-        *_nested_findings(config),
+        *_removed_keys(written),
+        *_nested_findings(written),
         *_batch_findings(case),
         *_optimizer_findings(case),
         *_scheduler_findings(case),
     ]
     refused = {finding.path for finding in found if finding.level == "error"}
-    found += [_of_rule(rule, case) for rule in RULES if rule.level and rule.path not in refused and rule.applies(case)]
+    found += [
+        Finding(rule.name, rule.level, rule.path, rule.reason_for(case), rule.remedy, rule.source)
+        for rule in RULES
+        if rule.level and rule.path not in refused and rule.applies(case)
+    ]
     found += [*_keys_without_reader(case), *_buffer_findings(case), *_automatic_values(config)]
     told = {finding.path for finding in found if finding.rule not in _UNKNOWN}
     return [finding for finding in found if finding.rule not in _UNKNOWN or finding.path not in told]
@@ -70,22 +77,6 @@ def refuse(config: Config, is_refused: Callable[[Finding], bool]) -> None:
 
 _UNKNOWN = ("unknown-key", "ignored-key")
 """Findings that say less than a rule about the same key."""
-
-
-def _with_old_bf16(config: Config) -> Config:
-    """The configuration with its ``bfloat16`` block as ``bf16``, as DeepSpeed reads it where there is no ``bf16``."""
-    return {**config, "bf16": config["bfloat16"]} if config.get("bf16") is None and "bfloat16" in config else config
-
-
-def _of_rule(rule: Any, case: Case) -> Finding:
-    return Finding(
-        rule=rule.name,
-        level=rule.level,
-        path=rule.path,
-        reason=rule.reason_for(case),
-        remedy=rule.remedy,
-        source=rule.source,
-    )
 
 
 # Keys
@@ -112,16 +103,16 @@ def _unknown_top_level_keys(config: Config) -> Iterator[Finding]:
             continue
         if _is_comment(key):
             reason = "DeepSpeed reads no comment of this form, and ignores the key"
-            yield _finding("comment-key", "hint", key, reason, "write it behind //, which DeepSpeed reads", source)
+            yield Finding("comment-key", "hint", key, reason, "write it behind //, which DeepSpeed reads", source)
         elif remedy := _place_of(key, value):
-            yield _finding("ignored-key", "warning", key, "DeepSpeed ignores it at the top level", remedy, source)
+            yield Finding("ignored-key", "warning", key, "DeepSpeed ignores it at the top level", remedy, source)
         else:
             strangers.append(key)
     if strangers:
         several = f"DeepSpeed ignores {len(strangers)} top-level keys that it does not know: {format_names(strangers)}"
         reason = several if len(strangers) > 1 else "DeepSpeed ignores this top-level key, which it does not know"
         remedy = "remove them" if len(strangers) > 1 else "remove it"
-        yield _finding("ignored-key", "warning", strangers[0], reason, remedy, source)
+        yield Finding("ignored-key", "warning", strangers[0], reason, remedy, source)
 
 
 def _is_comment(key: str) -> bool:
@@ -151,25 +142,20 @@ _REMOVED_REMEDIES = {
 }
 
 
-def _removed_keys(config: Config) -> Iterator[Finding]:
-    case = Case(config=config)
+def _removed_keys(case: Case) -> Iterator[Finding]:
     for path in sorted(deepspeed_keys.removed_keys()):
         parent, _, key = path.rpartition(".")
-        block = case.value(parent) if parent else config
-        if isinstance(block, Mapping) and key in block:
+        if key in (case.block(parent) if parent else case.config):
             reason = "the feature was removed from DeepSpeed (0.19.7 or 0.19.8), which refuses the key"
-            yield _finding(
+            yield Finding(
                 "removed-key", "error", path, reason, _REMOVED_REMEDIES.get(path, "remove it"), "runtime/config.py"
             )
 
 
-def _nested_findings(config: Config) -> Iterator[Finding]:
+def _nested_findings(case: Case) -> Iterator[Finding]:
     """Unknown keys, old names and wrong types, block by block."""
-    case = Case(config=config)
     for path, block in deepspeed_keys.blocks().items():
-        values = case.value(path) if path else config
-        if not isinstance(values, Mapping):
-            continue
+        values = case.block(path) if path else case.config
         source, known = block.get("source", "runtime/config.py"), block["keys"]
         for key, value in values.items():
             place = f"{path}.{key}" if path else key
@@ -180,7 +166,7 @@ def _nested_findings(config: Config) -> Iterator[Finding]:
             if "deprecated" in known[key]:
                 yield _old_name(place, known[key]["deprecated"], values, known, source)
             if value != AUTO and (problem := _type_problem(place, value, known[key])):
-                yield _finding("type", "error", place, *problem, source)
+                yield Finding("type", "error", place, *problem, source)
             elif "schema" not in known[key] and isinstance(value, str) and value != AUTO:
                 yield from _text_for_another_type(place, value, known[key]["default"], source)
         yield from _named_twice(path, values, known, source)
@@ -204,7 +190,7 @@ def _unknown_nested_key(path: str, key: str, value: object, block: Mapping[str, 
         else "DeepSpeed ignores this key, which it does not know here"
     )
     source = block.get("source", "runtime/config.py")
-    return _finding("unknown-key", "error" if refused else "warning", f"{path}.{key}", reason, remedy, source)
+    return Finding("unknown-key", "error" if refused else "warning", f"{path}.{key}", reason, remedy, source)
 
 
 def _old_name(
@@ -212,7 +198,7 @@ def _old_name(
 ) -> Finding:
     use = deprecated["use"]
     if not deprecated["sets"]:
-        return _finding(
+        return Finding(
             "old-name",
             "warning",
             place,
@@ -224,9 +210,9 @@ def _old_name(
     use = next((name for name in names if name.startswith("stage3_")), use)  # the usual name
     if names & values.keys():
         reason = f"DeepSpeed refuses this old name of {use} beside it"
-        return _finding("old-name", "error", place, reason, "remove it", source)
+        return Finding("old-name", "error", place, reason, "remove it", source)
     example = f'"{use}": {{"device": "cpu"}}' if "cpu_offload" in place else use
-    return _finding(
+    return Finding(
         "old-name", "warning", place, f"this is an old name, which DeepSpeed reads as {use}", f"write {example}", source
     )
 
@@ -236,7 +222,7 @@ def _named_twice(path: str, values: Config, known: Mapping[str, Any], source: st
         same_as = known.get(key, {}).get("same_as")
         if same_as in values:
             reason = f"DeepSpeed refuses {same_as} beside {key}, which is the same setting"
-            yield _finding("named-twice", "error", f"{path}.{same_as}", reason, "keep one", source)
+            yield Finding("named-twice", "error", f"{path}.{same_as}", reason, "keep one", source)
 
 
 _JSON_TYPES: dict[type, str] = {bool: "boolean", int: "number", float: "number", str: "string", list: "list"}
@@ -278,10 +264,10 @@ def _schema_problem(value: object, schema: Mapping[str, Any] | None) -> str | No
 def _text_for_another_type(place: str, value: str, default: object, source: str) -> Iterator[Finding]:
     if isinstance(default, bool):
         reason = f"the text {_shown(value)} counts as true, since DeepSpeed does not convert it"
-        yield _finding("text-as-switch", "warning", place, reason, "write true or false without quotes", source)
+        yield Finding("text-as-switch", "warning", place, reason, "write true or false without quotes", source)
     elif isinstance(default, (int, float)):
         reason = f"DeepSpeed does not convert the text {_shown(value)} to a number"
-        yield _finding("text-as-number", "warning", place, reason, "write the number without quotes", source)
+        yield Finding("text-as-number", "warning", place, reason, "write the number without quotes", source)
 
 
 # Batch sizes
@@ -320,11 +306,11 @@ def _total_findings(case: Case, total: float, micro: float | None, accumulation:
         needed = int(total // product)
         reason = f"the three batch keys agree on {needed} data-parallel {'rank' if needed == 1 else 'ranks'} only"
         remedy = "leave train_batch_size out to use the file with any number of GPUs"
-        yield _finding("batch-for-one-number-of-ranks", "hint", "train_batch_size", reason, remedy, "runtime/config.py")
+        yield Finding("batch-for-one-number-of-ranks", "hint", "train_batch_size", reason, remedy, "runtime/config.py")
 
 
 def _batch_finding(path: str, reason: str, remedy: str) -> Finding:
-    return _finding("batch-size", "error", path, reason, remedy, "runtime/config.py")
+    return Finding("batch-size", "error", path, reason, remedy, "runtime/config.py")
 
 
 # Optimizer and scheduler
@@ -341,7 +327,7 @@ def _optimizer_findings(case: Case) -> Iterator[Finding]:
         return
     if case.optimizer in _REMOVED_OPTIMIZERS:
         reason = f"{name} was removed in DeepSpeed 0.19.7: DeepSpeed stops when training starts"
-        yield _finding("removed-optimizer", "error", "optimizer.type", reason, "use AdamW, or DeepSpeed 0.19.6", source)
+        yield Finding("removed-optimizer", "error", "optimizer.type", reason, "use AdamW, or DeepSpeed 0.19.6", source)
         return
     if case.optimizer not in known["names"] and name not in known["torch_names"]:
         spellings = {each.lower(): each for each in (*known["torch_names"], *known["names"])}
@@ -352,13 +338,13 @@ def _optimizer_findings(case: Case) -> Iterator[Finding]:
             else "use AdamW, Adam, Adagrad, Lamb, Lion, Muon or one of torch.optim"
         )
         reason = f"neither DeepSpeed nor torch.optim has an optimizer {name!r}: DeepSpeed stops when training starts"
-        yield _finding("unknown-optimizer", "error", "optimizer.type", reason, remedy, source)
+        yield Finding("unknown-optimizer", "error", "optimizer.type", reason, remedy, source)
         return
     untested = case.stage in (1, 2, 3) and case.optimizer not in _SUPPORTED_WITH_ZERO
     if untested and not case.is_on("zero_allow_untested_optimizer"):
         reason = f"{name} is not tested with ZeRO: DeepSpeed stops when training starts"
         remedy = "add zero_allow_untested_optimizer: true, or use AdamW"
-        yield _finding("untested-optimizer", "error", "optimizer.type", reason, remedy, source)
+        yield Finding("untested-optimizer", "error", "optimizer.type", reason, remedy, source)
     class_name, read_before = _optimizer_class(case, name)
     if class_name is not None:
         given = [key for key in case.block("optimizer.params") if key not in (*read_before, "max_grad_norm")]
@@ -396,11 +382,11 @@ def _argument_findings(
             near = deepspeed_keys.nearest_key(key, takes)
             remedy = f"did you mean {near}?" if near else f"remove it; {maker} takes {format_names(takes)}"
             reason = f"{maker} takes no argument {key}: DeepSpeed stops when training starts"
-            yield _finding("unknown-argument", "error", f"{block}.params.{key}", reason, remedy, source)
+            yield Finding("unknown-argument", "error", f"{block}.params.{key}", reason, remedy, source)
     missing = [key for key in arguments["needs"] if key not in given]
     if missing:
         reason = f"{maker} needs {format_names(missing)}: DeepSpeed stops when training starts"
-        yield _finding("missing-argument", "error", f"{block}.params", reason, f"add {format_names(missing)}", source)
+        yield Finding("missing-argument", "error", f"{block}.params", reason, f"add {format_names(missing)}", source)
 
 
 def _scheduler_findings(case: Case) -> Iterator[Finding]:
@@ -411,18 +397,18 @@ def _scheduler_findings(case: Case) -> Iterator[Finding]:
         near = deepspeed_keys.nearest_key(name, known)
         reason = f"neither DeepSpeed nor torch has a scheduler {name!r}: DeepSpeed stops when training starts"
         remedy = f"did you mean {near}?" if near else "use WarmupLR, WarmupDecayLR, WarmupCosineLR or OneCycle"
-        yield _finding("unknown-scheduler", "error", "scheduler.type", reason, remedy, "runtime/engine.py")
+        yield Finding("unknown-scheduler", "error", "scheduler.type", reason, remedy, "runtime/engine.py")
         return
     params = case.value("scheduler.params")
     if not isinstance(params, Mapping):
         reason = "a scheduler without params: DeepSpeed stops when training starts"
-        yield _finding("missing-argument", "error", "scheduler", reason, "add params, {} at least", "runtime/engine.py")
+        yield Finding("missing-argument", "error", "scheduler", reason, "add params, {} at least", "runtime/engine.py")
         return
     yield from _argument_findings("scheduler", name, list(params), known[name], source)
     steps = params.get("warmup_num_steps", 1)
     if name.startswith("Warmup") and steps != AUTO and (type(steps) is not int or steps <= 0):
         reason = f"{_shown(steps)} is no whole number above 0: DeepSpeed stops when training starts"
-        yield _finding("warmup-steps", "error", "scheduler.params.warmup_num_steps", reason, "give 1 or more", source)
+        yield Finding("warmup-steps", "error", "scheduler.params.warmup_num_steps", reason, "give 1 or more", source)
 
 
 # Settings that nothing reads, and buffers
@@ -462,13 +448,13 @@ def _keys_without_reader(case: Case) -> Iterator[Finding]:
     zero, source = case.block("zero_optimization"), "runtime/engine.py"
     dead = [path for path in _DEAD_KEYS if path in case.config or path.rpartition(".")[2] in zero]
     for path in dead:
-        yield _finding("dead-key", "hint", path, "nothing in DeepSpeed 0.19.8 acts on it", "remove it", source)
+        yield Finding("dead-key", "hint", path, "nothing in DeepSpeed 0.19.8 acts on it", "remove it", source)
     unread = [key for key in zero if case.stage is not None and _is_unread(key, case.stage)]
     if unread:
         reason = f"DeepSpeed does not act on {format_names(unread)} at stage {case.stage}"
         they = "them" if len(unread) > 1 else "it"
         remedy = f"remove {they}, or keep {they} for another stage"
-        yield _finding("unread-key", "hint", f"zero_optimization.{unread[0]}", reason, remedy, source)
+        yield Finding("unread-key", "hint", f"zero_optimization.{unread[0]}", reason, remedy, source)
 
 
 _DEAD_KEYS = ("disable_allgather", "zero_optimization.allgather_partitions")
@@ -505,7 +491,7 @@ def _buffer_findings(case: Case) -> Iterator[Finding]:
             f"{size.name}: a buffer of {format_bytes(2 * bucket)} in 16 bit, whatever the model"
         )
         remedy = f"set it to {_round_size(size.parameters)} or less"
-        yield _finding(
+        yield Finding(
             "bucket-larger-than-model",
             "warning",
             f"{zero}.reduce_bucket_size",
@@ -522,7 +508,7 @@ def _buffer_findings(case: Case) -> Iterator[Finding]:
             )
             least = _round_size(size.parameters / 10)
             remedy = f"set stage3_max_live_parameters and stage3_max_reuse_distance to {least} or less"
-            yield _finding(
+            yield Finding(
                 "model-stays-gathered",
                 "hint",
                 f"{zero}.stage3_max_live_parameters",
@@ -545,7 +531,7 @@ def _swap_buffer_findings(case: Case, size: ModelSize) -> Iterator[Finding]:
             f"buffer_size {format_count(buffer)} is less than the {format_count(needed)} elements that a rank holds of "
             f"the largest tensor of {size.name}: DeepSpeed stops when it swaps it"
         )
-        yield _finding(
+        yield Finding(
             "swap-buffer-too-small",
             "error",
             path,
@@ -570,7 +556,7 @@ def _automatic_values(config: Config) -> Iterator[Finding]:
     unfilled = [path for path in automatic if _is_unfilled(path)]
     for path in unfilled:
         reason = 'neither the Trainer nor Accelerate fills in "auto" here, and DeepSpeed takes it as text'
-        yield _finding("unfilled-automatic-value", "warning", path, reason, "give a value", "runtime/config.py")
+        yield Finding("unfilled-automatic-value", "warning", path, reason, "give a value", "runtime/config.py")
     automatic = [path for path in automatic if path not in unfilled]
     if not automatic:
         return
@@ -587,7 +573,7 @@ def _automatic_values(config: Config) -> Iterator[Finding]:
     itself = f"DeepSpeed itself {format_names(effects, separator='; it ')}"
     reason = f"{several}, which only the Trainer and Accelerate fill in; {itself}"
     remedy = "give values where a training script passes the file to DeepSpeed itself"
-    yield _finding("automatic-value", "hint", automatic[0], reason, remedy, "runtime/config_utils.py")
+    yield Finding("automatic-value", "hint", automatic[0], reason, remedy, "runtime/config_utils.py")
 
 
 def _is_unfilled(path: str) -> bool:
@@ -610,10 +596,6 @@ def _is_deepspeeds_own(path: str) -> bool:
 
 
 # Texts
-
-
-def _finding(rule: str, level: Level, path: str, reason: str, remedy: str, source: str) -> Finding:
-    return Finding(rule=rule, level=level, path=path, reason=reason, remedy=remedy, source=source)
 
 
 def _shown(value: object) -> str:

@@ -20,6 +20,7 @@ import yaml
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema
 
 from ..errors import UsageError
+from ..units import format_place
 from . import axis_rows, overrides, strategies
 from .configuration_files import ConfigurationFile
 from .deepspeed_config import OPTIMIZERS, Config, MakeConfig, base_config
@@ -419,7 +420,7 @@ def _usage_error(error: ValidationError, text: RecipeText) -> UsageError:
     errors = error.errors()
     first = next((each for each in errors if each["type"] == "extra_forbidden"), errors[0])
     path = _known_part(first["loc"])
-    place, shown = text.place(path), path_text(path)
+    place, shown = text.place(path), format_place(path)
     if first["type"] == "extra_forbidden":
         near = nearest_path(path)
         sections = f"the sections are {', '.join(Recipe.model_fields)} and sweep; docs/recipes.md lists their keys"
@@ -463,11 +464,6 @@ def _known_part(path: KeyPath) -> KeyPath:
 
 
 _ALTERNATIVES = ("constrained-int", "int", "str", "bool", "float", "nullable")
-
-
-def path_text(path: KeyPath) -> str:
-    """``training.seq_len``, ``configurations.stages[1]``."""
-    return "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path).removeprefix(".")
 
 
 def can_be_swept(path: str) -> bool:

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from . import deepspeed_keys
 from .automatic_values import AUTO
-from .spec import Placement, Workload
+from .spec import Accelerator, Placement, Workload
 
 Level = Literal["error", "warning", "hint"]
 RowUse = Literal["refusal", "caveat"]
@@ -80,6 +80,11 @@ class Case:
         return self.placement is not None
 
     @property
+    def accelerator(self) -> Accelerator | None:
+        """Of the row's placement; None where there is no row."""
+        return None if self.placement is None else self.placement.accelerator
+
+    @property
     def stage(self) -> int | None:
         """ZeRO stage; None where the file says something else than 0 to 3."""
         stage = self.value("zero_optimization.stage", 0)
@@ -130,9 +135,8 @@ class Rule:
 
     def reason_for(self, case: Case) -> str:
         """The reason with the configuration's own values."""
-        accelerator = case.placement.accelerator if case.placement else None
         return self.reason.format(
-            stage=case.stage, optimizer=case.optimizer, precision=case.precision, accelerator=accelerator
+            stage=case.stage, optimizer=case.optimizer, precision=case.precision, accelerator=case.accelerator
         )
 
     def row_text_for(self, case: Case) -> str:
@@ -141,13 +145,9 @@ class Rule:
         return (self.row_text or usual).format(reason=self.reason_for(case), remedy=self.remedy, source=self.source)
 
 
-def _on_nvme(case: Case) -> bool:
-    return "nvme" in (case.offload("optimizer"), case.offload("param"))
-
-
 def _lacks_nvme_folder(case: Case) -> bool:
     if case.placement is not None:
-        return _on_nvme(case) and case.placement.nvme_path is None
+        return "nvme" in (case.offload("optimizer"), case.offload("param")) and case.placement.nvme_path is None
     blocks = [f"zero_optimization.offload_{kind}" for kind in ("optimizer", "param")]
     on_nvme = [case.block(block) for block in blocks if case.value(f"{block}.device") == "nvme"]
     return case.stage == 3 and any(block.get("nvme_path") is None for block in on_nvme)
@@ -230,10 +230,7 @@ _REFUSED_IN_ROWS = (
         level=None,
         path="optimizer.type",
         applies=lambda case: (
-            case.placement is not None
-            and case.placement.accelerator == "cpu"
-            and case.optimizer == "lion"
-            and case.offload("optimizer") is None
+            case.accelerator == "cpu" and case.optimizer == "lion" and case.offload("optimizer") is None
         ),
         reason="FusedLion does not exist for the CPU accelerator",
         remedy="use AdamW, or offload the optimizer",
@@ -254,9 +251,9 @@ _REFUSED_IN_ROWS = (
         level=None,
         path="zero_optimization.zenflow",
         applies=lambda case: (
-            case.has_block("zero_optimization.zenflow")
-            and case.placement is not None
-            and (case.stage == 3 or case.placement.accelerator == "cpu")
+            case.is_row
+            and case.has_block("zero_optimization.zenflow")
+            and (case.stage == 3 or case.accelerator == "cpu")
         ),
         reason="ZenFlow of DeepSpeed 0.19.8 trains other weights than the model's at stage 3, where it transposes "
         "every matrix, and on CPU ranks, where the first loss differs and hardly falls",
@@ -289,9 +286,7 @@ _REFUSED_IN_ROWS = (
         name="deepcompile-without-cuda",
         level=None,
         path="compile.deepcompile",
-        applies=lambda case: (
-            case.placement is not None and case.placement.accelerator != "cuda" and case.is_on("compile.deepcompile")
-        ),
+        applies=lambda case: case.is_row and case.accelerator != "cuda" and case.is_on("compile.deepcompile"),
         reason="DeepCompile runs on CUDA alone",
         remedy="remove the block, or compile with torch.compile",
         source="compile/util.py, is_deepcompile_supported",

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import UsageError
-from .recipe import can_be_swept, is_swept_list, nearest_path, path_text
+from ..units import format_place
+from .recipe import can_be_swept, is_swept_list, nearest_path
 from .recipe_file import Data, KeyPath, RecipeText
 
 MOST_TRIALS = 10_000
@@ -101,7 +102,11 @@ def find_sweep(text: RecipeText) -> Sweep:
         if key not in _SWEEP_KEYS:
             problem = f"{text.place(('sweep', key))}unknown key sweep.{key}"
             raise UsageError(problem, remedy=f"it has {', '.join(_SWEEP_KEYS)}")
-    for path, values in _mapping(text, ("sweep", "matrix"), block.get("matrix")).items():
+    matrix = {} if block.get("matrix") is None else block["matrix"]
+    if not isinstance(matrix, dict):
+        problem = f"{text.place(('sweep', 'matrix'))}sweep.matrix holds no keys"
+        raise UsageError(problem, remedy="write training.seq_len: [512]")
+    for path, values in matrix.items():
         place: KeyPath = ("sweep", "matrix", path)
         _require_swept(text, place, path)
         if path in axes or _holds(base, path):
@@ -116,7 +121,7 @@ def find_sweep(text: RecipeText) -> Sweep:
 def _listed_axes(text: RecipeText, block: Data, place: KeyPath) -> Iterator[tuple[str, list[Any]]]:
     """The lists of values of what may be swept, in a block and within; removes them from it."""
     for key, value in list(block.items()):
-        path = path_text((*place, key))
+        path = format_place((*place, key))
         if isinstance(value, dict):
             yield from _listed_axes(text, value, (*place, key))
         elif is_swept_list(path, value) and can_be_swept(path):
@@ -133,14 +138,6 @@ def _holds(data: Data, path: str) -> bool:
     return True
 
 
-def _mapping(text: RecipeText, path: KeyPath, value: Any) -> Mapping[str, Any]:
-    if value is None:
-        return {}
-    if not isinstance(value, dict):
-        raise UsageError(f"{text.place(path)}{path_text(path)} holds no keys", remedy="write training.seq_len: [512]")
-    return value
-
-
 def _require_swept(text: RecipeText, place: KeyPath, path: str) -> None:
     """Raises UsageError for a key path of which a sweep cannot have several values."""
     if can_be_swept(path):
@@ -154,7 +151,7 @@ def _require_swept(text: RecipeText, place: KeyPath, path: str) -> None:
 
 def _checked_values(text: RecipeText, place: KeyPath, values: Any) -> list[Any]:
     """The values of an axis: one at least, each a scalar, none twice."""
-    name = path_text(place).removeprefix("sweep.matrix.")
+    name = format_place(place).removeprefix("sweep.matrix.")
     if not isinstance(values, list) or not values:
         raise UsageError(f"{text.place(place)}{name} has no list of values", remedy="write [VALUE, …]")
     seen: list[tuple[type, Any]] = []

@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..config.deepspeed_config import is_deepcompiled
+from ..config.deepspeed_config import is_deepcompiled, optimizer_kind
 from ..config.spec import Accelerator, Configuration
 from ..errors import PreflightError
 from ..records.rank_files import write_json
@@ -75,7 +75,7 @@ def needed_ops(accelerator: Accelerator, configurations: Iterable[Configuration]
     """The ops without which trials of these configurations cannot run, in build order."""
     needed = [SHARED_MEMORY] if accelerator == "cpu" else []
     for configuration in configurations:
-        optimizer_op = _OPTIMIZER_OPS.get(_optimizer_kind(configuration))
+        optimizer_op = _OPTIMIZER_OPS.get(optimizer_kind(configuration.deepspeed_config))
         if optimizer_op and configuration.offloads_optimizer:
             needed.append(optimizer_op)
         if configuration.uses_nvme:
@@ -89,13 +89,9 @@ def needed_ops(accelerator: Accelerator, configurations: Iterable[Configuration]
 def loaded_ops(accelerator: Accelerator, configurations: Sequence[Configuration]) -> list[str]:
     """The needed ops, and those of optimizers that stay on a GPU; without the latter torch's own are used."""
     on_gpu = [each for each in configurations if not each.offloads_optimizer and not each.is_reference]
-    fused = [_FUSED_OPTIMIZER_OPS.get(_optimizer_kind(each)) for each in on_gpu] if accelerator == "cuda" else []
+    kinds = [optimizer_kind(each.deepspeed_config) for each in on_gpu] if accelerator == "cuda" else []
+    fused = map(_FUSED_OPTIMIZER_OPS.get, kinds)
     return list(dict.fromkeys([*needed_ops(accelerator, configurations), *filter(None, fused)]))
-
-
-def _optimizer_kind(configuration: Configuration) -> str:
-    optimizer = configuration.deepspeed_config.get("optimizer")
-    return str(optimizer.get("type", "")).lower() if isinstance(optimizer, Mapping) else ""
 
 
 def cache_folder(accelerator: Accelerator, architectures: str | None = None) -> Path:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -92,7 +92,10 @@ def _look_up(
 ) -> ResolvedModel:
     is_folder = Path(name).is_dir()
     if missing := missing_packages(MODEL_PACKAGES):
-        raise _cannot_look_up(name, missing)
+        similar = presets.similar_presets(name)
+        nearest = f"the nearest presets are {', '.join(similar)}; " if similar else ""
+        problem = f"--model {name} is no preset, and reading another model needs {' and '.join(missing)}"
+        raise UsageError(problem, remedy=f"{nearest}{install_command()}")
     if not is_folder and offline_reason is None and (offline_reason := _hub_failure(environment)) is not None:
         environment = {**environment, "HF_HUB_OFFLINE": "1"}  # the cache may have the model
     facts = _ask_child(name, "--trust-remote-code" if trust_remote_code else None, environment)
@@ -123,14 +126,6 @@ def _look_up(
         vocabulary_size=facts["vocabulary_size"],
         hidden_size=facts["hidden_size"],
     )
-
-
-def _cannot_look_up(name: str, missing: Sequence[str]) -> UsageError:
-    """The error for a name that is no preset, where the packages that read models are not installed."""
-    similar = presets.similar_presets(name)
-    nearest = f"the nearest presets are {', '.join(similar)}; " if similar else ""
-    problem = f"--model {name} is no preset, and reading another model needs {' and '.join(missing)}"
-    return UsageError(problem, remedy=f"{nearest}{install_command()}")
 
 
 def _hub_failure(environment: Mapping[str, str]) -> str | None:

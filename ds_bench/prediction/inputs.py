@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ..config.deepspeed_config import optimizer_kind
 from ..config.spec import Accelerator, Engine, PassType, Precision, block_of, offload_device
 from .model_profile import ModelProfile
 from .model_states import FP32_BYTES, Ledger, element_bytes
@@ -135,7 +136,7 @@ def unpredicted_settings(config: Mapping[str, Any]) -> list[str]:
         "the buffers of quantised communication": bool(
             zero.get("zero_quantized_weights") or zero.get("zero_quantized_gradients")
         ),
-        "what Muon saves of Adam's states": str(block_of(config, "optimizer").get("type", "")).lower() == "muon",
+        "what Muon saves of Adam's states": optimizer_kind(config) == "muon",
     }
     return [name for name, is_asked in asked.items() if is_asked]
 

@@ -13,9 +13,9 @@ from typing import Any
 
 from ..analysis.caveats import Caveat
 from ..analysis.comparison import Comparison, ComparisonRow, ratio_between
-from ..analysis.row_difference import flatten
 from ..analysis.trial_caveats import NEAR_CAPACITY
 from ..config import deepspeed_config
+from ..config.deepspeed_config import paths_of
 from ..config.spec import SAME_TRAINING_FIELDS, SEARCH_ACCURACY, Trial, Workload
 from ..records.schema import OOM
 from ..units import format_count, format_percent
@@ -196,7 +196,7 @@ def _candidate(row: ComparisonRow, comparison: Comparison, terms: MemoryTerms) -
         fraction=host_fraction if on_host else row.gpu_fraction,
         offload_level=row.configuration.layout[1:],
         stage=row.configuration.stage,
-        changed_keys=len(flatten(changes)) + _count_workload_changes(trial),
+        changed_keys=len(list(paths_of(changes))) + _count_workload_changes(trial),
         step_spread=_step_spread(row),
         fills_memory=row.fills_memory,
         optimizer=row.optimizer or "" if on_host else "",

@@ -11,12 +11,13 @@ import contextlib
 import errno
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal, TypeVar
 
 from ..errors import UsageError
 from ..system import files
+from ..units import format_place
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
@@ -46,7 +47,7 @@ class InvalidValueError(ValueError):
     """A value is not one that its field may hold. ``str()`` names the place and the reason."""
 
     def __init__(self, place: Place, reason: str) -> None:
-        super().__init__(f"{place_text(place)} {reason}".strip())
+        super().__init__(f"{format_place(place)} {reason}".strip())
         self.place, self.reason = place, reason
 
 
@@ -146,7 +147,7 @@ def build(kind: type[T], value: Any, unknown_keys: dict[str, None] | None = None
         built = adapter(kind).validate_json(data, strict=True, extra="ignore")
     except ValidationError as error:
         raise invalid_value(error) from None
-    unknown_keys |= dict.fromkeys(place_text([name for name in place if isinstance(name, str)]) for place in unknown)
+    unknown_keys |= dict.fromkeys(format_place([name for name in place if isinstance(name, str)]) for place in unknown)
     return built
 
 
@@ -192,8 +193,3 @@ def invalid_value(error: Any) -> InvalidValueError:
     shown = "an object" if isinstance(value, dict) else "a list" if isinstance(value, list) else json.dumps(value)
     shown = shown if len(shown) <= 40 else f"{shown[:36]} …"
     return InvalidValueError(first["loc"], f"is {shown}: {first['msg'][:1].lower()}{first['msg'][1:]}")
-
-
-def place_text(place: Sequence[str | int]) -> str:
-    """Formats a place as ``ranks[0].losses[4]``."""
-    return "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in place).removeprefix(".")

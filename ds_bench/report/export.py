@@ -24,7 +24,7 @@ from ..config import deepspeed_config
 from ..config.deepspeed_config import Config
 from ..config.options import Options
 from ..config.placement import read_hostfile
-from ..config.spec import BATCH_KEYS, OFFLOAD_BLOCKS, Placement, offload_device
+from ..config.spec import BATCH_KEYS, OFFLOAD_BLOCKS, Placement, block_of, offload_device
 from ..errors import UsageError
 from ..records.rank_files import write_json, write_text
 from ..records.schema import TrialRecord
@@ -112,12 +112,12 @@ def raw_config(record: TrialRecord) -> Config:
 def _spell_out_defaults(config: Config, resolved: Mapping[str, Any]) -> None:
     """Keys whose default DeepSpeed has changed between versions, where the row left them to it."""
     _take(config, resolved, "gradient_clipping")
-    zero, resolved_zero = _block(config, "zero_optimization"), _block(resolved, "zero_config")
+    zero, resolved_zero = block_of(config, "zero_optimization"), block_of(resolved, "zero_config")
     if zero.get("stage", 0) != 0:
         _take(zero, resolved_zero, "overlap_comm")
     for key in OFFLOAD_BLOCKS:
         if offload_device(config, key):
-            _take(zero[key], _block(resolved_zero, key), "pin_memory")
+            _take(zero[key], block_of(resolved_zero, key), "pin_memory")
 
 
 def _take(into: Any, resolved: Mapping[str, Any], key: str) -> None:
@@ -132,14 +132,14 @@ def trainer_config(record: TrialRecord) -> Config:
     config["gradient_clipping"] = "auto"
     config.setdefault("zero_optimization", {"stage": 0})
     for precision in ("bf16", "fp16"):
-        config[precision] = {**_block(config, precision), "enabled": "auto"}
-    params = _block(_block(config, "optimizer"), "params")
+        config[precision] = {**block_of(config, precision), "enabled": "auto"}
+    params = block_of(block_of(config, "optimizer"), "params")
     params.update(dict.fromkeys(_fillable(params), "auto"))
-    warmup = _block(_block(config, "scheduler"), "params")
+    warmup = block_of(block_of(config, "scheduler"), "params")
     warmup.update({key: "auto" for key in _SCHEDULER_AUTO if key in warmup})
     for path, value in record.trial.configuration.resolved_values.items():
         *names, key = path.split(".")
-        block = functools.reduce(_block, names, config)
+        block = functools.reduce(block_of, names, config)
         if value is not None and key in block:  # "auto" in the user's own file: the Trainer makes the same of it again
             block[key] = "auto"
     return config
@@ -157,8 +157,8 @@ def _fillable(params: Mapping[str, Any]) -> list[str]:
 def trainer_arguments(record: TrialRecord) -> dict[str, str]:
     """TrainingArguments that make the "auto" values what ran: name → value as on a command line."""
     config, work = raw_config(record), record.trial.workload
-    params = _block(_block(config, "optimizer"), "params")
-    warmup = _block(_block(config, "scheduler"), "params")
+    params = block_of(block_of(config, "optimizer"), "params")
+    warmup = block_of(block_of(config, "scheduler"), "params")
     fillable = _fillable(params)
     arguments: dict[str, Any] = {
         "per_device_train_batch_size": config.get("train_micro_batch_size_per_gpu", work.batch_size),
@@ -171,8 +171,8 @@ def trainer_arguments(record: TrialRecord) -> dict[str, str]:
         "adam_epsilon": params["eps"] if "eps" in fillable else None,
         "max_grad_norm": config.get("gradient_clipping"),
         "warmup_steps": warmup.get("warmup_num_steps"),
-        "bf16": _block(config, "bf16").get("enabled") or None,
-        "fp16": _block(config, "fp16").get("enabled") or None,
+        "bf16": block_of(config, "bf16").get("enabled") or None,
+        "fp16": block_of(config, "fp16").get("enabled") or None,
         "use_cpu": True if record.trial.placement.accelerator == "cpu" else None,
         "gradient_checkpointing": work.activation_checkpointing or None,
         "torch_compile": work.compile == "torch" or None,
@@ -191,7 +191,7 @@ def _argument(value: Any) -> str:
 def accelerate_config(record: TrialRecord) -> Config:
     """For ``accelerate.yaml``: the user's code makes optimizer and scheduler; the total follows the world size."""
     config = raw_config(record)
-    kind = export_readme.optimizer_kind(config)
+    kind = deepspeed_config.optimizer_kind(config)
     config.pop("optimizer", None)
     config.pop("scheduler", None)
     config["train_batch_size"] = "auto"
@@ -243,12 +243,6 @@ def _node_count(record: TrialRecord, placement: Placement) -> int:
         return len(read_hostfile(Path(placement.hostfile)))
     except UsageError:  # a row from another machine; the README says to check the count
         return 1
-
-
-def _block(config: Mapping[str, Any], name: str) -> Any:
-    """The mapping at ``name``, to be read or changed in place; an empty one of nobody's where there is none."""
-    value = config.get(name)
-    return value if isinstance(value, dict) else {}
 
 
 def _is_number(value: object) -> bool:

@@ -12,8 +12,8 @@ from typing import Any
 
 from .. import units
 from ..analysis import provenance, summary
-from ..config.deepspeed_config import is_deepcompiled, sequence_parallel_size, tensor_parallel_size
-from ..config.spec import Placement, Trial, offload_device
+from ..config.deepspeed_config import is_deepcompiled, optimizer_kind, sequence_parallel_size, tensor_parallel_size
+from ..config.spec import Placement, Trial, block_of, offload_device
 from ..records.schema import TrialRecord
 from ..system.environment import Environment
 from ..system.redaction import REDACTED, redacted_keys
@@ -130,7 +130,7 @@ def _shell(word: str) -> str:
 
 
 def _refused_by_trainer(raw: Config) -> Iterator[str]:
-    params = _block(_block(raw, "optimizer"), "params")
+    params = block_of(block_of(raw, "optimizer"), "params")
     for key, fits in (("eps", int | float), ("betas", list | tuple)):
         if key in params and not isinstance(params[key], fits):
             yield f"The Trainer refuses this form of `optimizer.params.{key}`: remove the block and use `--optim`."
@@ -138,10 +138,10 @@ def _refused_by_trainer(raw: Config) -> Iterator[str]:
 
 def _optimizer(raw: Config, accelerate: Config) -> str:
     kind, offloaded = optimizer_kind(raw), bool(offload_device(raw, "offload_optimizer"))
-    name = str(_block(raw, "optimizer").get("type", ""))
+    name = str(block_of(raw, "optimizer").get("type", ""))
     if kind == "muon":
         return "copy the `optimizer` block of `ds_config.json` into it and use `accelerate.utils.DummyOptim`."
-    params = dict(_block(_block(raw, "optimizer"), "params"))
+    params = dict(block_of(block_of(raw, "optimizer"), "params"))
     on_torch = bool(params.pop("torch_adam", False))
     decoupled = kind == "adamw" or params.get("adam_w_mode", True)
     if kind in ("adam", "adamw") and (offloaded or on_torch):
@@ -154,11 +154,6 @@ def _optimizer(raw: Config, accelerate: Config) -> str:
     return f"{inline_code(f'{maker}(model.parameters(){given})')}" + (
         ", which Accelerate replaces by DeepSpeed's CPU version." if swapped else "."
     )
-
-
-def optimizer_kind(config: Config) -> str:
-    """The optimizer's name as DeepSpeed compares it; empty where the configuration names none."""
-    return str(_block(config, "optimizer").get("type", "")).lower()
 
 
 def _places(placement: Placement) -> Iterator[str]:
@@ -268,7 +263,7 @@ def _world_size(trial: Trial, trainer: Config) -> Iterator[str]:
     yield f"- `ds_config.json`: set `train_batch_size` to {micro} × {accumulated} × ranks, or DeepSpeed refuses it."
     yield "- Trainer: nothing in the file; start it with another number of GPUs."
     yield "- Accelerate: `num_processes` in `accelerate.yaml`, or `--num_processes`."
-    stage = _block(trainer, "zero_optimization").get("stage", 0)
+    stage = block_of(trainer, "zero_optimization").get("stage", 0)
     if stage != 0:
         yield "- Memory per rank depends on how many share the model states, throughput on their links: measure again."
 
@@ -289,7 +284,7 @@ def _keys(raw: Config, accelerate: Config, placement: Placement) -> Iterator[str
     own = [key for key, value in OWN_KEYS.items() if raw.get(key) == value]
     if own:
         yield f"- {', '.join(map(inline_code, own))}: added for measuring (no printing, no timers); remove at will."
-    if _block(_block(raw, "optimizer"), "params").get("torch_adam"):
+    if block_of(block_of(raw, "optimizer"), "params").get("torch_adam"):
         yield "- `optimizer.params.torch_adam`: torch's AdamW stepped; remove it where DeepSpeed's FusedAdam builds."
     if raw.get("zero_allow_untested_optimizer"):
         yield "- `zero_allow_untested_optimizer`: DeepSpeed wants it for this optimizer."
@@ -299,8 +294,3 @@ def _keys(raw: Config, accelerate: Config, placement: Placement) -> Iterator[str
         path = inline_code(placement.nvme_path or "not given")
         yield f"- `nvme_path`: {path}; two jobs must not share it, and swap files stay there."
         yield "- `buffer_size` holds the largest parameter of this model: another model needs its own."
-
-
-def _block(config: Config, name: str) -> Config:
-    value = config.get(name)
-    return value if isinstance(value, Mapping) else {}

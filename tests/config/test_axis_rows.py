@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ds_bench.config import axis_rows
-from ds_bench.config.axes import RowFacts
-from ds_bench.config.axis_rows import Layout
+from ds_bench.config.axes import Layout, RowFacts
 from ds_bench.errors import UsageError
 
 ZERO2 = RowFacts(stage=2, offload_optimizer=None, offload_param=None, grad_accum=1, ranks=4, hidden_size=64)
