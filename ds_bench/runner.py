@@ -661,9 +661,9 @@ def print_reports(options: Options, reports: Sequence[ComparisonReport], rows: S
             side_by_side = (pass_table if pass_table.is_wanted(reports) else models_table).render_markdown(reports)
             terminal.print_text("\n\n".join(filter(None, [*map(render_markdown, reports), side_by_side])))
         elif pass_table.is_wanted(reports) and not options.verbose:
-            pass_table.print_tables(reports, sys.stdout)
+            terminal.print_text(pass_table.render_text(reports))
         elif len(reports) > 1 and not options.verbose:
-            sweep_report.print_summary(reports, sys.stdout)
+            terminal.print_text("\n".join(sweep_report.summary_lines(reports)))
         else:
             for report in reports:
                 terminal_report.print_report(report, sys.stdout, verbose=options.verbose)

@@ -158,10 +158,7 @@ def lines(report: ProjectedReport) -> Iterator[str]:
             table.append(_measured_cells(each, on_cpu))
         numbers = " ".join(str(notes.index(note) + 1) for note in each.notes)
         table.append((*_projected_cells(each, on_cpu), numbers))
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    for first, *others in table:
-        cells = [first.ljust(widths[0]), *map(str.rjust, others[:-1], widths[1:-1]), others[-1]]
-        yield terminal.escape_controls("  ".join(cells).rstrip())
+    yield from terminal.aligned_lines([[*map(terminal.escape_controls, row)] for row in table], left=(0, len(headings)))
     for number, note in enumerate(notes, 1):
         yield f"  {number}. {terminal.escape_controls(note)}"
     for assumption in report.assumptions:

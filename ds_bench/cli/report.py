@@ -88,7 +88,7 @@ def print_reports(
     """
     of_passes = pass_table.is_wanted(reports)
     if of_passes and not as_markdown and not verbose:
-        pass_table.print_tables(reports, stream)
+        terminal.print_text(pass_table.render_text(reports), stream)
         return
     for number, comparison_report in enumerate(reports):
         if number:

@@ -8,7 +8,7 @@ from ..analysis.comparison import ComparisonRow
 from ..config.spec import point_text
 from ..records.schema import TrialRecord
 from ..system import environment
-from ..system.terminal import escape_controls
+from ..system.terminal import aligned_lines, escape_controls
 from ..units import format_count
 from .comparison_report import ComparisonReport
 from .markdown import escape, table_lines
@@ -24,11 +24,7 @@ def render_text(reports: Sequence[ComparisonReport]) -> str:
     tables = []
     for device, group in _group_by_machine(reports):
         rows = [[escape_controls(cell) for cell in row] for row in _table(group)]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = [f"{_TITLE} ({escape_controls(device)})"]
-        for name, *numbers in rows:
-            cells = [name.ljust(widths[0]), *map(str.rjust, numbers, widths[1:])]
-            lines.append("  ".join(cells).rstrip())
+        lines = [f"{_TITLE} ({escape_controls(device)})", *aligned_lines(rows)]
         tables.append("\n".join([*lines, *([_INVALID_FOOTNOTE] if _has_invalid(rows) else [])]))
     return "\n\n".join(tables)
 

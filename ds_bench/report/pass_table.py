@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import IO, Any
+from typing import Any
 
 from ..analysis.comparison import ComparisonRow
 from ..analysis.provenance import STEP_NAMES
 from ..analysis.summary import TrialSummary
 from ..analysis.trial_caveats import UNSTABLE_CV
 from ..config.spec import PASS_TYPES, Trial, Workload
-from ..system.terminal import can_encode, escape_controls, print_text, to_ascii
+from ..system.terminal import aligned_lines, escape_controls
 from ..units import MISSING, format_count, format_gb, format_millions, format_ms, format_percent, format_significant
 from .columns import failure_text
 from .comparison_report import ComparisonReport
@@ -175,38 +175,17 @@ def _notes(reports: Sequence[ComparisonReport]) -> Iterator[str]:
         yield "Forward and backward passes are those of the model alone; training steps are DeepSpeed's."
 
 
-def print_tables(reports: Sequence[ComparisonReport], stream: IO[str]) -> None:
-    """Prints the tables; in ASCII where the stream cannot show more."""
-    text = render_text(reports)
-    print_text(text if can_encode(text, stream) else to_ascii(text), stream)
-
-
 def render_text(reports: Sequence[ComparisonReport]) -> str:
     """The tables aligned by spaces."""
     table = build_table(reports)
     parts = [
         escape_controls(table.title),
         "\n".join(map(escape_controls, table.models)),
-        _aligned(table.rows),
-        _aligned(table.overview),
+        "\n".join(aligned_lines([[*map(escape_controls, row)] for row in table.rows], left=(0, 1))),
+        "\n".join(aligned_lines([[*map(escape_controls, row)] for row in table.overview])),
         "\n".join(map(escape_controls, table.notes)),
     ]
     return "\n\n".join(filter(None, parts))
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> str:
-    if not rows:
-        return ""
-    escaped = [[escape_controls(cell) for cell in row] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*escaped, strict=True)]
-    words = 2 if len(rows[0]) == len(_HEADINGS) else 1
-    return "\n".join(
-        "  ".join(
-            cell.ljust(width) if number < words else cell.rjust(width)
-            for number, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in escaped
-    )
 
 
 def render_markdown(reports: Sequence[ComparisonReport]) -> str:

@@ -118,13 +118,6 @@ def report_paragraphs(report: ComparisonReport) -> list[tuple[str, str]]:
     return paragraphs
 
 
-def paragraph_lines(report: ComparisonReport, width: int) -> list[str]:
-    """The paragraphs of a report as lines below a heading; empty if there are no two rows."""
-    paragraphs = report_paragraphs(report)
-    lines = [line for heading, text in paragraphs for line in wrapped_lines(f"{heading}: {text}", width, indent="  ")]
-    return [f"{HEADING}:", *lines] if lines else []
-
-
 def _pairs(report: ComparisonReport) -> list[tuple[ComparisonRow, ComparisonRow]]:
     rows, chosen = report.comparison.rows, report.recommended_row
     baseline = report.comparison.baseline or next(iter(rows), None)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from ..config.spec import Trial
 from ..planner import Plan, RunPlan
 from ..prediction.memory import DOES_NOT_FIT, UNKNOWN, Prediction
+from ..system.terminal import aligned_lines
 from ..units import format_bytes, format_duration, format_items, format_names
 
 Estimate = Callable[[Trial], float]
@@ -37,16 +38,8 @@ def plan_lines(plan: RunPlan, estimate: Estimate, most: int) -> list[str]:
         heads = ["Configuration", "trials", _memory_name(plan), "fits", "time"]
         cells = [_row_cells(plan.plans[0], name, estimate) for name in _row_names(plan.plans[0])[:most]]
         more = len(_row_names(plan.plans[0])) - len(cells)
-    table = [heads, *cells]
-    widths = [max(len(row[column]) for row in table) for column in range(len(heads))]
-    lines = [
-        "  ".join(
-            [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
-        )
-        for row in table
-    ]
     left = [f"and {more:,} more"] if more else []
-    return [count_line(plan, estimate), "", *(line.rstrip() for line in lines), *left]
+    return [count_line(plan, estimate), "", *aligned_lines([heads, *cells]), *left]
 
 
 def _memory_name(plan: RunPlan) -> str:

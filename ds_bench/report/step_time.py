@@ -9,7 +9,6 @@ from ..analysis.step_costs import NO_COSTS, PARTS, has_frozen_parameters, step_p
 from ..analysis.summary import TrialSummary
 from ..units import format_bytes, format_ms, format_percent, format_ratio
 from .comparison_report import ComparisonReport
-from .row_explanation import wrapped_lines
 
 HEADING = "Where the time of a step goes"
 _PART_TEXTS = {"step": "optimizer step", "data_wait": "waiting for data"}
@@ -19,13 +18,6 @@ def step_time_texts(report: ComparisonReport) -> list[tuple[str, str]]:
     """Label and text of each row of which more than the phases is known."""
     rows = ((row, representative) for row in report.comparison.rows if (representative := _measured_run(row)))
     return [(row.label, f"{'; '.join(_texts(run))}.") for row, run in rows]
-
-
-def step_time_lines(report: ComparisonReport, width: int) -> list[str]:
-    """The texts as lines of at most ``width`` characters below a heading; empty without texts."""
-    texts = step_time_texts(report)
-    lines = [line for label, text in texts for line in wrapped_lines(f"{label}: {text}", width, indent="  ")]
-    return [f"{HEADING}:", *lines] if lines else []
 
 
 def _measured_run(row: ComparisonRow) -> TrialSummary | None:

@@ -3,17 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import IO
 
-from ..system.terminal import can_encode, print_text, to_ascii
 from . import models_table
 from .comparison_report import ComparisonReport
-
-
-def print_summary(reports: Sequence[ComparisonReport], stream: IO[str]) -> None:
-    """Prints one line for each point and a table of all of them."""
-    for line in summary_lines(reports):
-        print_text(line if can_encode(line, stream) else to_ascii(line), stream)
 
 
 def common_title(reports: Sequence[ComparisonReport]) -> str:

@@ -8,14 +8,15 @@ from dataclasses import dataclass, replace
 from typing import IO, Any, Literal
 
 from ..analysis.flat_rows import status_text
-from ..system.terminal import can_encode, escape_controls, print_text, to_ascii, width_of
+from ..system.terminal import aligned_lines, can_encode, escape_controls, print_text, to_ascii, width_of
 from ..units import MISSING
+from . import row_explanation, step_time
 from .columns import COLUMNS, row_status
 from .comparison_report import ComparisonReport
 from .detail_tables import DetailTable, detail_tables
 from .profile_text import report_profiles
-from .row_explanation import paragraph_lines
-from .step_time import step_time_lines
+from .row_explanation import report_paragraphs, wrapped_lines
+from .step_time import step_time_texts
 
 _COLUMNS = tuple(column for column in COLUMNS if not column.page_only)
 HEADINGS = ("Strategy", "Status", *(column.heading for column in _COLUMNS), "Notes")
@@ -78,8 +79,10 @@ def print_report(report: ComparisonReport, stream: IO[str]) -> None:
     for line in ("", *report.recommendation.lines):
         print_text(line, stream)
     width = min(width_of(stream), _MAX_TEXT_WIDTH)
-    for lines in (paragraph_lines(report, width), step_time_lines(report, width)):
-        for line in ("", *lines) if lines else ():
+    paragraphs = {row_explanation.HEADING: report_paragraphs(report), step_time.HEADING: step_time_texts(report)}
+    for heading, texts in paragraphs.items():
+        lines = [line for label, text in texts for line in wrapped_lines(f"{label}: {text}", width, indent="  ")]
+        for line in ("", f"{heading}:", *lines) if lines else ():
             print_text(line, stream)
     for heading, text in report_profiles(report):
         for line in ("", heading, *text.splitlines()):
@@ -120,16 +123,11 @@ def print_table(report: ComparisonReport, stream: IO[str]) -> None:
 
 
 def _print_details(details: DetailTable, stream: IO[str]) -> None:
-    from rich.cells import cell_len
-
-    lines = [tuple(map(escape_controls, cells)) for cells in (details.headings, *details.rows)]
+    rows = [tuple(map(escape_controls, cells)) for cells in (details.headings, *details.rows)]
     if not can_encode("→—", stream):
-        lines = [tuple(map(to_ascii, cells)) for cells in lines]
-    widths = [max(map(cell_len, column)) for column in zip(*lines, strict=True)]
-    print_text(f"\n{details.heading} ({details.meaning})", stream)
-    for label, *cells in lines:
-        padded = (" " * (width - cell_len(cell)) + cell for cell, width in zip(cells, widths[1:], strict=True))
-        print_text("  ".join([label + " " * (widths[0] - cell_len(label)), *padded]).rstrip(), stream)
+        rows = [tuple(map(to_ascii, cells)) for cells in rows]
+    for line in (f"\n{details.heading} ({details.meaning})", *aligned_lines(rows)):
+        print_text(line, stream)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,15 +186,10 @@ class _TerminalTable:
 
     def print_aligned(self, stream: IO[str]) -> None:
         """Prints the columns padded with spaces to their widest cell."""
-        from rich.cells import cell_len
-
         shown = measured_indices(self.rows)
-        lines = [[cells[i] for i in shown] for cells in (self.headings, *(row.cells for row in self.rows))]
-        widths = [max(map(cell_len, column)) for column in zip(*lines, strict=True)]
-        print_text(self.title, stream)
-        for cells in lines:
-            padded = (cell + " " * (width - cell_len(cell)) for cell, width in zip(cells, widths, strict=True))
-            print_text("  ".join(padded).rstrip(), stream)
+        cells = [[cells[i] for i in shown] for cells in (self.headings, *(row.cells for row in self.rows))]
+        for line in (self.title, *aligned_lines(cells, left=range(len(shown)))):
+            print_text(line, stream)
 
 
 def measured_indices(rows: Sequence[TableRow]) -> list[int]:
