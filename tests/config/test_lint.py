@@ -26,12 +26,13 @@ def check(config: dict[str, Any], **known: Any) -> list[Finding]:
     return lint.check_config(config, **known)
 
 
-@pytest.mark.parametrize(("rule", "change"), CASES, ids=[rule for rule, _ in CASES])
-def test_each_rule_applies_to_its_configuration_and_no_other_rule_does(rule: str, change: dict[str, Any]) -> None:
-    config = overrides.overlay(CLEAN, change)
-    found = check(config)
-    assert {finding.rule for finding in found} == {rule, *BESIDE.get(rule, set())}
-    assert all(finding.reason and finding.remedy and ".py" in finding.source for finding in found)
+def test_each_rule_applies_to_its_configuration_and_no_other_rule_does(subtests: pytest.Subtests) -> None:
+    for rule, change in CASES:
+        with subtests.test(rule):
+            config = overrides.overlay(CLEAN, change)
+            found = check(config)
+            assert {finding.rule for finding in found} == {rule, *BESIDE.get(rule, set())}
+            assert all(finding.reason and finding.remedy and ".py" in finding.source for finding in found)
 
 
 def test_every_rule_is_among_the_cases() -> None:

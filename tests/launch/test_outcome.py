@@ -80,18 +80,22 @@ ENDINGS: list[Ending | None] = ["ended", "hung_at_exit", "rank_failed", "timeout
 # ------------------------------------------------------------------ success is one thing
 
 
-@pytest.mark.parametrize("ending", ENDINGS)
-def test_success_is_every_ranks_valid_file_however_the_trial_ended(scene: Scene, ending: Ending | None) -> None:
-    found = scene.measured(0, 1).findings(ending)
-    assert found.outcome == Outcome(status="Success")
-    assert [rank.rank for rank in found.measurements] == [0, 1]
+def test_success_is_every_ranks_valid_file_however_the_trial_ended(scene: Scene, subtests: pytest.Subtests) -> None:
+    scene.measured(0, 1)
+    for ending in ENDINGS:
+        with subtests.test(ending):
+            found = scene.findings(ending)
+            assert found.outcome == Outcome(status="Success")
+            assert [rank.rank for rank in found.measurements] == [0, 1]
 
 
-@pytest.mark.parametrize("ending", ENDINGS)
-def test_one_missing_file_is_never_success_even_with_exit_codes_of_0(scene: Scene, ending: Ending | None) -> None:
-    found = scene.measured(0).ended(0, code=0).ended(1, code=0).findings(ending)
-    assert not found.outcome.success
-    assert found.measurements == ()
+def test_one_missing_file_is_never_success_even_with_exit_codes_of_0(scene: Scene, subtests: pytest.Subtests) -> None:
+    scene.measured(0).ended(0, code=0).ended(1, code=0)
+    for ending in ENDINGS:
+        with subtests.test(ending):
+            found = scene.findings(ending)
+            assert not found.outcome.success
+            assert found.measurements == ()
 
 
 def test_an_exit_code_of_0_and_no_file_is_a_crash_that_names_rank_and_code(scene: Scene) -> None:
@@ -146,9 +150,11 @@ def damaged(**changes: Any) -> str:
     return json.dumps(content)
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
+def test_a_file_that_is_torn_foreign_or_impossible_is_a_crash_of_that_rank(
+    scene: Scene, subtests: pytest.Subtests
+) -> None:
+    scene.measured(0).ended(0, code=0).ended(1, code=0)
+    for content in (
         "",
         "{",
         VALID[: len(VALID) // 2],
@@ -181,13 +187,12 @@ def damaged(**changes: Any) -> str:
         damaged(micro_batch_size=0),
         damaged(data_parallel_size=None),
         damaged(gpu_peak_bytes=float("-inf")),
-    ],
-)
-def test_a_file_that_is_torn_foreign_or_impossible_is_a_crash_of_that_rank(scene: Scene, content: str | bytes) -> None:
-    found = scene.measured(0).wrote(1, content).ended(0, code=0).ended(1, code=0).findings()
-    assert (found.outcome.status, found.outcome.rank) == ("Crashed", 1)
-    assert "rank1.json is not a valid rank file" in (found.outcome.error or "")
-    assert found.measurements == ()
+    ):
+        with subtests.test(content=content):
+            found = scene.wrote(1, content).findings()
+            assert (found.outcome.status, found.outcome.rank) == ("Crashed", 1)
+            assert "rank1.json is not a valid rank file" in (found.outcome.error or "")
+            assert found.measurements == ()
 
 
 def test_a_file_of_a_rank_beyond_the_world_is_not_looked_at(scene: Scene) -> None:
@@ -218,12 +223,14 @@ def test_oom_on_rank_1_wins_over_the_broken_collective_that_rank_0_saw_first(sce
 @pytest.mark.parametrize(
     ("kind", "status"), [("device_oom", "OOM"), ("host_oom", "OOM (host)"), ("disk_full", "OOM (disk)")]
 )
-@pytest.mark.parametrize("ending", ENDINGS)
 def test_what_ran_out_is_named_however_the_trial_ended(
-    scene: Scene, kind: str, status: str, ending: Ending | None
+    scene: Scene, kind: str, status: str, subtests: pytest.Subtests
 ) -> None:
-    outcome = scene.failed(1, kind=kind).ended(0, by=signal.SIGKILL, at=99).outcome(ending)
-    assert (outcome.status, outcome.rank) == (status, 1)
+    scene.failed(1, kind=kind).ended(0, by=signal.SIGKILL, at=99)
+    for ending in ENDINGS:
+        with subtests.test(ending):
+            outcome = scene.outcome(ending)
+            assert (outcome.status, outcome.rank) == (status, 1)
 
 
 def test_of_two_that_ran_out_the_first_is_the_cause_whatever_its_rank(scene: Scene) -> None:
@@ -386,12 +393,13 @@ def test_a_peer_that_had_finished_well_is_not_silent(scene: Scene) -> None:
     assert (outcome.status, outcome.rank) == ("DistBackendError", 1)
 
 
-@pytest.mark.parametrize("name", [*schema.STATUSES, "not a name", "", "❌"])
-def test_an_exception_cannot_call_itself_what_it_is_not(scene: Scene, name: str) -> None:
+def test_an_exception_cannot_call_itself_what_it_is_not(scene: Scene, subtests: pytest.Subtests) -> None:
     """A class named Success in a model's own code must not make a success."""
-    outcome = scene.failed(0, error_class=name).outcome(world=1)
-    assert outcome.status == "Crashed"
-    assert not outcome.success
+    for name in (*schema.STATUSES, "not a name", "", "❌"):
+        with subtests.test(name):
+            outcome = scene.failed(0, error_class=name).outcome(world=1)
+            assert outcome.status == "Crashed"
+            assert not outcome.success
 
 
 def test_every_report_is_kept_in_order_of_time(scene: Scene) -> None:
@@ -483,18 +491,19 @@ def test_exits_that_are_torn_or_foreign_are_passed_over(scene: Scene) -> None:
 ENDS = ["measured", "other", "peer_lost", "device_oom", "broken", "missing"]
 
 
-@pytest.mark.parametrize("first", ENDS)
-@pytest.mark.parametrize("second", ENDS)
-def test_any_two_ends_in_any_way_make_one_outcome(tmp_path: Path, first: str, second: str) -> None:
+def test_any_two_ends_in_any_way_make_one_outcome(tmp_path: Path, subtests: pytest.Subtests) -> None:
     """No combination may end in an exception of ours, and only two measured ranks are a success."""
-    for number, (ending, exits) in enumerate(product(ENDINGS, ["none", "codes", "signals", "launcher"])):
-        folder = tmp_path / str(number)
-        folder.mkdir()
-        outcome = staged(Scene(folder), first, second, exits).outcome(ending)
-        assert outcome.success is (first == second == "measured")
-        assert outcome.success or outcome.error
-        if "device_oom" in (first, second):
-            assert outcome.status == "OOM"
+    for first, second, exits in product(ENDS, ENDS, ["none", "codes", "signals", "launcher"]):
+        folder = tmp_path / first / second / exits
+        folder.mkdir(parents=True)
+        scene = staged(Scene(folder), first, second, exits)
+        for ending in ENDINGS:
+            with subtests.test(f"{first}, {second}, {exits}, {ending}"):
+                outcome = scene.outcome(ending)
+                assert outcome.success is (first == second == "measured")
+                assert outcome.success or outcome.error
+                if "device_oom" in (first, second):
+                    assert outcome.status == "OOM"
 
 
 def staged(scene: Scene, first: str, second: str, exits: str) -> Scene:
