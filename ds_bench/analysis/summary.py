@@ -168,9 +168,7 @@ def summarise(
     over_measured = trial_predictions.predicted_over_measured(record)
     over_ledger = trial_predictions.predicted_over_ledger(record)
     caveats |= dict.fromkeys(
-        trial_caveats.trial_caveats(
-            record, slowest, step_seconds_std, efficiency.get("mfu"), over_measured, over_ledger
-        )
+        trial_caveats.trial_caveats(record, step_seconds_std, efficiency.get("mfu"), over_measured, over_ledger)
     )
     weight_change = _sum_of_sketches(ranks)
     return TrialSummary(

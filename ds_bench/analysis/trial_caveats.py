@@ -78,7 +78,6 @@ def gpu_fraction(record: TrialRecord) -> float | None:
 
 def trial_caveats(
     record: TrialRecord,
-    slowest: RankMeasurement,
     step_seconds_std: float | None,
     mfu: float | None,
     predicted_over_measured: float | None,
@@ -86,8 +85,9 @@ def trial_caveats(
 ) -> Iterator[Caveat]:
     """The caveats that the measurements of one trial show, then the texts that its ranks wrote.
 
-    ``step_seconds_std``: standard deviation of the step times of ``slowest``, the slowest rank.
+    ``step_seconds_std``: standard deviation of the step times of the slowest rank.
     """
+    slowest = record.slowest_rank
     yield from _synchronization_caveats(record.trial)
     yield from _step_time_caveats(slowest.step_seconds, step_seconds_std)
     yield from _batch_caveats(record.trial.workload, slowest)
