@@ -38,6 +38,11 @@ def format_bytes(count_bytes: float | None) -> str:
     return f"{count_bytes:.0f} B"
 
 
+def format_gigabytes(count_bytes: float) -> str:
+    """Bytes in GB, whatever the size, with three significant digits and the unit."""
+    return f"{format_significant(count_bytes / BYTES_PER_GB)} GB"
+
+
 def format_gb(count_bytes: float | None) -> str:
     """The number of GB with two decimals and no unit, for a column headed GB."""
     return MISSING if count_bytes is None else f"{count_bytes / BYTES_PER_GB:.2f}"

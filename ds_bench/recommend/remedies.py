@@ -91,9 +91,7 @@ def _shortage(run: TrialRecord, comparison: Comparison) -> Shortage | None:
 
 def _out_of_memory_remedy(row: ComparisonRow, run: TrialRecord, comparison: Comparison) -> str:
     shortage, on_device = shortage_of(run), out_of_pool(run) == "device"
-    head = " ".join(
-        filter(None, [f"{row.label} ran out of {'device' if on_device else 'host'} memory", shortage.where])
-    )
+    head = f"{row.label} ran out of {'device' if on_device else 'host'} memory{run.outcome.where}"
     parts = [f"{head}, {shortage.text}", *([] if on_device else _host_numbers(run, comparison))]
     if shortage.fragmented and on_device:
         return "; ".join([*parts, "set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, or lower --batch-size"])
@@ -119,10 +117,6 @@ def cause(run: TrialRecord) -> str:
     return text if len(text) <= _MAX_CAUSE_LENGTH else f"{text[: _MAX_CAUSE_LENGTH - 1]}…"
 
 
-def _in_phase(run: TrialRecord) -> str:
-    return f" in phase {run.outcome.phase}" if run.outcome.phase else ""
-
-
 def _disk_full_remedy(row: ComparisonRow, run: TrialRecord, *_: object) -> str:
     size = predicted_bytes(run, "nvme")
     predicted = f"its swap files are predicted to take {format_bytes(size)}"
@@ -137,19 +131,19 @@ def _timeout_remedy(row: ComparisonRow, run: TrialRecord, *_: object) -> str:
         remedy = "it had not begun to train, so fewer steps do not help: raise --timeout"
     else:
         remedy = f"give fewer than its {steps} steps (--num-steps, --warmup-steps) or raise --timeout"
-    return f"{row.label} timed out{after}{_in_phase(run)} ({cause(run)}): {remedy}; if it hung, see the stacks"
+    return f"{row.label} timed out{after}{run.outcome.where} ({cause(run)}): {remedy}; if it hung, see the stacks"
 
 
 def _killed_remedy(row: ComparisonRow, run: TrialRecord, *_: object) -> str:
     return (
-        f"{row.label} was killed{_in_phase(run)} ({cause(run)}): look who sent it (the scheduler's limits, dmesg), "
+        f"{row.label} was killed{run.outcome.where} ({cause(run)}): look who sent it (the scheduler's limits, dmesg), "
         "then run the row again with --resume and --retry Killed"
     )
 
 
 def _crashed_remedy(row: ComparisonRow, run: TrialRecord, *_: object) -> str:
     return (
-        f"{row.label} crashed{_in_phase(run)} ({cause(run)}): read the end of its log, "
+        f"{row.label} crashed{run.outcome.where} ({cause(run)}): read the end of its log, "
         "build the ops anew (python -m ds_bench ops), then run this row alone"
     )
 
@@ -169,12 +163,14 @@ def _skipped_remedy(row: ComparisonRow, run: TrialRecord, comparison: Comparison
 
 
 def _interrupted_remedy(row: ComparisonRow, run: TrialRecord, *_: object) -> str:
-    return f"{row.label} was interrupted{_in_phase(run)}: --resume with the run's folder goes on from there"
+    return f"{row.label} was interrupted{run.outcome.where}: --resume with the run's folder goes on from there"
 
 
 def _exception_remedy(row: ComparisonRow, run: TrialRecord, *_: object) -> str:
     """An exception of some class in a rank."""
-    line = f"{row.label} failed with {run.outcome.status}{_in_phase(run)} ({cause(run)}): read the traceback in its log"
+    line = (
+        f"{row.label} failed with {run.outcome.status}{run.outcome.where} ({cause(run)}): read the traceback in its log"
+    )
     if run.trial.configuration.uses_nvme:
         size = predicted_bytes(run, "nvme")
         need = f" with {format_bytes(size)} free" if size else ""

@@ -15,7 +15,7 @@ from ..analysis.trial_caveats import NEAR_CAPACITY
 from ..config.strategies import OFFLOAD_NAMES, STRATEGY_NAMES
 from ..prediction.what_if import Alternative
 from ..records import schema
-from ..units import BYTES_PER_GB, format_count, format_percent, format_significant
+from ..units import format_count, format_gigabytes, format_percent
 from . import remedies
 from .reasons import MemoryTerms, smaller_equally_fast, whole_percent
 from .rule import LEAST_LEAD, Candidate, Decision, nearly_least_memory
@@ -57,7 +57,7 @@ def _why_fast(decision: Decision, comparison: Comparison, terms: MemoryTerms) ->
     if best != choice:  # the rule traded speed for memory
         saved = (best.memory_bytes or 0) - (choice.memory_bytes or 0)
         share = format_percent(choice.tokens_per_second / best.tokens_per_second, digits=0)
-        return f"{share} of {best.label}'s speed with {_gigabytes(saved)} less of {terms.memory}"
+        return f"{share} of {best.label}'s speed with {format_gigabytes(saved)} less of {terms.memory}"
     if choice != decision.fastest and decision.speeds.differ(choice, decision.fastest):
         return f"within {whole_percent(LEAST_LEAD)} of the fastest, {decision.fastest.label}, and offloads less"
     if decision.tied:
@@ -127,12 +127,12 @@ def say_alternative(
             return f"{lead} but reserves {format_percent(candidate.fraction)}: a longer sequence may end it."
         if candidate.memory_bytes is not None and choice.memory_bytes is not None:
             more = candidate.memory_bytes - choice.memory_bytes
-            return f"{lead} but takes {_gigabytes(more)} more." if more > 0 else f"{lead} and offloads more."
+            return f"{lead} but takes {format_gigabytes(more)} more." if more > 0 else f"{lead} and offloads more."
     smaller = smaller_equally_fast(choice, speeds)
     if smaller is None:
         return None
     saved = (choice.memory_bytes or 0) - (smaller.memory_bytes or 0)
-    return f"{smaller.label} needs {_gigabytes(saved)} less and is as fast within the noise."
+    return f"{smaller.label} needs {format_gigabytes(saved)} less and is as fast within the noise."
 
 
 def _why_no_candidate(row: ComparisonRow) -> str:
@@ -273,7 +273,3 @@ def _two_digits(fraction: float) -> str:
     """``0.4 %``, ``13 %``, ``340 %``."""
     percent = float(f"{100 * fraction:.2g}")
     return f"{percent:,.0f} %" if percent >= 10 else f"{percent:g} %"
-
-
-def _gigabytes(size: float) -> str:
-    return f"{format_significant(size / BYTES_PER_GB)} GB"

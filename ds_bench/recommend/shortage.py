@@ -22,14 +22,6 @@ from ..units import format_bytes
 Pool = Literal["device", "host", "both"]
 """The memory that ran out. ``both``: on the CPU accelerator the host's memory is the device's too."""
 
-_PHASES = {
-    "build": "while the model was built",
-    "init": "in deepspeed.initialize",
-    "warmup": "in the warm-up steps",
-    "forward": "in the forward pass",
-    "backward": "in the backward pass",
-    "step": "in the optimizer step",
-}
 LAST_RESORTS = "more GPUs, a shorter --seq-length or a smaller model"
 _NEVER_TRIED = (schema.SKIPPED, schema.INTERRUPTED)
 
@@ -38,8 +30,6 @@ _NEVER_TRIED = (schema.SKIPPED, schema.INTERRUPTED)
 class Shortage:
     """The allocation of one rank that failed."""
 
-    phase: str | None = None
-    """As in ``Outcome.phase``; None where unknown."""
     requested_bytes: int | None = None
     """Size of the allocation that failed; later ones might have failed too."""
     free_bytes: int | None = None
@@ -62,11 +52,6 @@ class Shortage:
         return self.missing_bytes == 0
 
     @property
-    def where(self) -> str:
-        """``in the optimizer step``; empty where unknown."""
-        return _PHASES.get(self.phase or "", f"in phase {self.phase}" if self.phase else "")
-
-    @property
     def text(self) -> str:
         """How much was missing, or that it is not known."""
         if self.fragmented:
@@ -82,7 +67,7 @@ class Shortage:
 def shortage_of(run: TrialRecord) -> Shortage:
     """The shortage that the outcome of a run reports."""
     outcome = run.outcome
-    return Shortage(phase=outcome.phase, requested_bytes=outcome.requested_bytes, free_bytes=outcome.free_bytes)
+    return Shortage(requested_bytes=outcome.requested_bytes, free_bytes=outcome.free_bytes)
 
 
 def predicted_bytes(run: TrialRecord, tier: str) -> int | None:

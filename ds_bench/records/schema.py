@@ -303,6 +303,17 @@ class RankFailure:
             raise ValueError("time must be a finite number")
 
 
+_PHASE_TEXTS = {
+    "import": "while importing",
+    "build": "while building the model",
+    "init": "in optimizer init",
+    "warmup": "in warm-up",
+    "forward": "in forward",
+    "backward": "in backward",
+    "step": "in the optimizer step",
+}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
     """How a trial ended, with one root cause, chosen by class and time."""
@@ -323,6 +334,11 @@ class Outcome:
     @property
     def success(self) -> bool:
         return self.status == SUCCESS
+
+    @property
+    def where(self) -> str:
+        """`` in optimizer init``, for a sentence on what happened; empty where the phase is unknown."""
+        return f" {_PHASE_TEXTS.get(self.phase, f'in phase {self.phase}')}" if self.phase else ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,11 +12,11 @@ from ..analysis import flops
 from ..analysis.comparison import Comparison, ComparisonRow
 from ..records.schema import INTERRUPTED, TrialRecord
 from ..units import (
-    BYTES_PER_GB,
     MISSING,
     format_bytes,
     format_count,
     format_gb,
+    format_gigabytes,
     format_ms,
     format_percent,
     format_ratio,
@@ -59,22 +59,10 @@ def row_status(row: ComparisonRow, with_sign: Callable[[str], str]) -> str:
     return f"{text} ({len(failed)} of {len(row.summaries)})" if failed and row.succeeded else text
 
 
-_PHASES = {
-    "import": "while importing",
-    "build": "while building the model",
-    "init": "in optimizer init",
-    "warmup": "in warm-up",
-    "forward": "in forward",
-    "backward": "in backward",
-    "step": "in the optimizer step",
-}
-
-
 def failure_text(record: TrialRecord) -> str:
     """How a run failed and where, in one line: ``OOM in optimizer init, asked 50.2 GB, 3.60 GB free``."""
     outcome = record.outcome
-    phase = outcome.phase or ""
-    where = f" {_PHASES.get(phase, f'in phase {phase}')}" if phase else ""
+    where = outcome.where
     if outcome.requested_bytes is not None or outcome.free_bytes is not None:
         asked = "" if outcome.requested_bytes is None else f", asked {format_gigabytes(outcome.requested_bytes)}"
         free = "" if outcome.free_bytes is None else f", {format_gigabytes(outcome.free_bytes)} free"
@@ -85,11 +73,6 @@ def failure_text(record: TrialRecord) -> str:
     if outcome.status == INTERRUPTED:
         return f"{outcome.status}{where}"
     return f"{outcome.status}{where}{': ' if cause else ''}{cause}"
-
-
-def format_gigabytes(size: float) -> str:
-    """Bytes in GB, whatever the size, with three significant digits and the unit."""
-    return f"{format_significant(size / BYTES_PER_GB)} GB"
 
 
 def _throughput_interval(row: ComparisonRow) -> str:

@@ -11,8 +11,8 @@ from ..config.spec import Trial
 from ..launch import Progress, ProgressCallback
 from ..records.schema import INTERRUPTED, TrialRecord
 from ..system.terminal import StatusLine
-from ..units import format_duration, format_significant
-from .columns import failure_text, format_gigabytes
+from ..units import format_duration, format_gigabytes, format_significant
+from .columns import failure_text
 from .profile_text import profiles_of
 
 

@@ -688,9 +688,9 @@ def test_rows_of_which_the_same_is_to_be_said_share_a_line() -> None:
         return fakes.failure(fakes.trial(fakes.zero(stage)), schema.KILLED)
 
     (short,) = kept_out(schema.OOM)
-    assert short.startswith("ZeRO-0 and ZeRO-1 ran out of device memory in the backward pass")
+    assert short.startswith("ZeRO-0 and ZeRO-1 ran out of device memory in backward")
     (ended,) = kept_out(schema.KILLED)
-    assert ended.startswith("ZeRO-0 and ZeRO-1 were killed in phase backward")
+    assert ended.startswith("ZeRO-0 and ZeRO-1 were killed in backward")
 
 
 def test_many_failures_do_not_drown_the_answer() -> None:
