@@ -523,9 +523,8 @@ class ResultBuilder:
     def add(self, record: TrialRecord) -> None:
         """Adds the record of a trial, as it is read from the run's folder."""
         facts = self._plan_of(record.trial).model.facts
-        summary = summarise(record, facts, self._peak_flops(record.trial.workload.precision))
-        summary = replace(summary, environment=self.environment, run_id=self._run_id)
-        self._summary_of_key[record.trial.key] = summary
+        peak_flops = self._peak_flops(record.trial.workload.precision)
+        self._summary_of_key[record.trial.key] = summarise(record, facts, peak_flops, self.environment, self._run_id)
 
     @property
     def gpu_without_peak(self) -> str | None:

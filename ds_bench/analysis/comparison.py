@@ -169,6 +169,7 @@ def compare(
     numbers decides which rows compare. ``environments``: those of the runs, in order. Raises UsageError if no row has
     the requested name.
     """
+    # Rows of several results meet here for the first time; what their own results found out is not found twice.
     groups = group_repeats(with_loss_caveats(summaries))
     labels = unique_labels([_representative_run(group).record for group in groups.values()])
     rows = [_row(key, label, group) for (key, group), label in zip(groups.items(), labels, strict=True)]
