@@ -19,7 +19,7 @@ from ..config.axes import RowFacts, Setting
 from ..config.deepspeed_config import minimal_config
 from ..config.spec import Configuration, Engine, Placement, Strategy, Trial, Workload
 from ..errors import UsageError
-from ..models.presets import ModelFacts, find_preset
+from ..models.presets import find_preset
 from ..records.json_files import check_numbers, invalid_value
 from ..records.schema import CHECKPOINT_ACTIONS, SUCCESS, Outcome, RankMeasurement, TrialRecord
 from ..system.environment import Environment
@@ -280,9 +280,7 @@ def _axes_setting(name: str, stage: int, ranks: int) -> Setting:
     return Setting(workload=workload, variables=variables)
 
 
-@cache
-def _preset(name: str) -> ModelFacts | None:
-    return find_preset(name)
+_preset = cache(find_preset)
 
 
 def _workload(row: Mapping[str, Any], setting: Setting) -> Workload:

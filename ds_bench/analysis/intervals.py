@@ -83,10 +83,8 @@ def geometric_mean(values: Sequence[float]) -> float | None:
     return math.exp(math.fsum(map(math.log, values)) / len(values)) if min(values) > 0 else 0.0
 
 
-def ratio_interval(
-    values: Sequence[float], baseline: Sequence[float], confidence: float = 0.95
-) -> RatioInterval | None:
-    """Welch's interval of the ratio of two rows, from the logarithms of their per-run means.
+def ratio_interval(values: Sequence[float], baseline: Sequence[float]) -> RatioInterval | None:
+    """Welch's 95 % interval of the ratio of two rows, from the logarithms of their per-run means.
 
     For rows of two results, which share neither rounds nor a trend; :class:`RowRatios` uses both for rows of one
     comparison. None below three runs of either row, or if a value is not positive and finite.
@@ -101,13 +99,13 @@ def ratio_interval(
     difference = statistics.fmean(samples[0]) - statistics.fmean(samples[1])
     variances = [(sample_std(logs) or 0.0) ** 2 / len(logs) for logs in samples]
     freedom = _satterthwaite(variances, [len(logs) - 1 for logs in samples])
-    margin = student_t_quantile((1 + confidence) / 2, freedom) * math.sqrt(math.fsum(variances))
+    margin = student_t_quantile(1 - ERROR_RATE / 2, freedom) * math.sqrt(math.fsum(variances))
     ratio, low, high = (_exp(difference + shift) for shift in (0.0, -margin, margin))
     return RatioInterval(ratio=ratio, low=low, high=high, degrees_of_freedom=freedom)
 
 
-def mean_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float] | None:
-    """Student's interval of the geometric mean of per-run means, from their logarithms: its ends are positive.
+def mean_interval(values: Sequence[float]) -> tuple[float, float] | None:
+    """Student's 95 % interval of the geometric mean of per-run means, from their logarithms: its ends are positive.
 
     None below three runs, if a value is not positive and finite, or if the upper end exceeds the largest float.
     """
@@ -115,7 +113,7 @@ def mean_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[fl
         return None
     logs = [math.log(value) for value in values]
     mean = statistics.fmean(logs)
-    margin = student_t_quantile((1 + confidence) / 2, len(logs) - 1) * (sample_std(logs) or 0.0) / math.sqrt(len(logs))
+    margin = student_t_quantile(1 - ERROR_RATE / 2, len(logs) - 1) * (sample_std(logs) or 0.0) / math.sqrt(len(logs))
     low, high = _exp(mean - margin), _exp(mean + margin)
     return (low, high) if math.isfinite(high) else None
 

@@ -101,7 +101,7 @@ def _out_of_memory_remedy(row: ComparisonRow, run: TrialRecord, comparison: Comp
 def _host_numbers(run: TrialRecord, comparison: Comparison) -> list[str]:
     """Host memory that the run was predicted to take, and that there is."""
     numbers = []
-    if size := predicted_bytes(run, "host"):
+    if size := predicted_bytes(run, "cpu"):
         numbers.append(f"it is predicted to take {format_bytes(size)} of it")
     if comparison.host_capacity_bytes is not None:
         numbers.append(f"the host has {format_bytes(comparison.host_capacity_bytes)}")

@@ -71,8 +71,8 @@ def shortage_of(run: TrialRecord) -> Shortage:
 
 
 def predicted_bytes(run: TrialRecord, tier: str) -> int | None:
-    """Predicted peak of ``gpu``, per rank, or of ``host`` or ``nvme``, per node; None without a prediction."""
-    parts = (run.trial.prediction or {}).get(tier)
+    """Predicted peak of ``gpu``, per rank, or of ``cpu`` or ``nvme``, per node; None without a prediction."""
+    parts = (run.trial.prediction or {}).get("host" if tier == "cpu" else tier)
     sizes = list(parts.values()) if isinstance(parts, Mapping) else []
     return sum(sizes) if sizes and all(isinstance(size, int) for size in sizes) else None
 

@@ -145,14 +145,11 @@ class RunFolder:
         """Reads run.json. Raises UsageError if it is damaged or of a newer version."""
         try:
             data = json_files.parse_json(files.read_bytes(self.folder / RUN_FILE, json_files.LARGEST_FILE_BYTES))
-            version = data["schema_version"]
-            lists = data.get("arguments", []), data.get("trials", [])
+            version, arguments = data["schema_version"], data.get("arguments", [])
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             raise UsageError(f"{self.folder / RUN_FILE} is damaged", remedy="start a new run") from None
-        if not isinstance(version, int) or not all(
-            isinstance(values, list) and all(isinstance(value, kind) for value in values)
-            for values, kind in zip(lists, (str, dict), strict=True)
-        ):
+        is_list_of_words = isinstance(arguments, list) and all(isinstance(word, str) for word in arguments)
+        if not isinstance(version, int) or not is_list_of_words:
             raise UsageError(f"{self.folder / RUN_FILE} is damaged", remedy="start a new run")
         if version > SCHEMA_VERSION:
             raise UsageError(f"{self.folder} was written by a newer version", remedy="upgrade ds_bench")

@@ -526,7 +526,7 @@ def _predicted_bytes(record: TrialRecord, tier: str) -> int | None:
     prediction = record.trial.prediction or {}
     if prediction.get("unknown") is not None or (tier == "cpu" and record.trial.placement.accelerator == "cpu"):
         return None
-    size = predicted_bytes(record, {"cpu": "host"}.get(tier, tier))
+    size = predicted_bytes(record, tier)
     return size - prediction["gpu"].get("overhead", 0) if size is not None and tier == "gpu" else size
 
 
@@ -537,7 +537,7 @@ def _request(row: ComparisonRow, tier: str, comparison: Comparison) -> tuple[flo
     """
     record, capacity = row.summaries[0].record, _capacity_bytes(comparison, tier)
     outcome, on_cpu = record.outcome, record.trial.placement.accelerator == "cpu"
-    predicted = predicted_bytes(record, {"cpu": "host"}.get(tier, tier))
+    predicted = predicted_bytes(record, tier)
     if outcome.status == SKIPPED:
         too_much = predicted is not None and capacity is not None and predicted > capacity
         return (to_gb(predicted), f"not run, predicted {format_value(to_gb(predicted))}") if too_much else None
