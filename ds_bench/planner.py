@@ -794,7 +794,7 @@ def make_trials(
                 configuration.deepspeed_config,
                 workload,
                 placement,
-                torch_adam=placement.accelerator == "cpu",
+                torch_adam=placement.accelerator == "cpu",  # which has no FusedAdam
                 largest_parameter=model.largest_parameter,
             )
             completed = replace(configuration, deepspeed_config=config)

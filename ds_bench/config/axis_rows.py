@@ -171,10 +171,10 @@ def idle_axes(selected: Sequence[AxisValues], layouts: Mapping[str, Layout]) -> 
     return notes
 
 
-def require_few(count: int, most: int = MAX_ROWS) -> None:
+def require_few(count: int) -> None:
     """Raises UsageError if there are more rows than a comparison may have."""
-    if count > most:
-        problem = f"the axes make {count} rows, where {most} are the most"
+    if count > MAX_ROWS:
+        problem = f"the axes make {count} rows, where {MAX_ROWS} are the most"
         raise UsageError(problem, remedy="give fewer values, fewer axes or fewer strategies")
 
 

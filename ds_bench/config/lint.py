@@ -353,10 +353,8 @@ def _optimizer_findings(case: Case) -> Iterator[Finding]:
 
 def _optimizer_class(case: Case, name: str) -> tuple[str | None, tuple[str, ...]]:
     """The class that DeepSpeed makes, and the parameters that it reads itself; None where it gives on only some."""
-    offloaded, read_before = (
-        case.offload("optimizer") is not None,
-        ("torch_adam", "adam_w_mode", "fp32_optimizer_states"),
-    )
+    offloaded = case.offload("optimizer") is not None
+    read_before = ("torch_adam", "adam_w_mode", "fp32_optimizer_states")
     if case.optimizer in ("adam", "adamw"):
         if case.is_on("optimizer.params.torch_adam"):
             return "torch.optim.AdamW", read_before

@@ -516,10 +516,6 @@ def _lists_other_intervals(case: Case) -> bool:
     return select is None or (isinstance(select, int) and isinstance(update, int) and select < update)
 
 
-def _is_text(*paths: str) -> Callable[[Case], bool]:
-    return lambda case: any(isinstance(case.value(path), str) for path in paths)
-
-
 def _not_in(path: str, *allowed: str) -> Callable[[Case], bool]:
     def applies(case: Case) -> bool:
         value = case.value(path)
@@ -530,10 +526,6 @@ def _not_in(path: str, *allowed: str) -> Callable[[Case], bool]:
 
 def _is_list_of_text(value: object) -> bool:
     return isinstance(value, list) and all(isinstance(each, str) for each in value)
-
-
-def _float_formats(*names: str) -> tuple[str, ...]:
-    return tuple(prefix + name for name in names for prefix in ("", "torch."))
 
 
 _WRITER = "runtime/model_checkpointing/config.py"
@@ -614,7 +606,7 @@ _OF_FILES = (
         path="torch_autocast.dtype",
         applies=_not_in(
             "torch_autocast.dtype",
-            *_float_formats("float16", "float32", "bfloat16", "int8"),
+            *(prefix + name for name in ("float16", "float32", "bfloat16", "int8") for prefix in ("", "torch.")),
             *("fp16", "half", "fp32", "float", "bf16"),
         ),
         reason="DeepSpeed knows no such number format",
@@ -849,7 +841,7 @@ _OF_FILES = (
         name="aio-text",
         level="error",
         path="aio",
-        applies=_is_text(*(f"aio.{key}" for key in deepspeed_keys.keys_of("aio"))),
+        applies=lambda case: any(isinstance(case.value(f"aio.{key}"), str) for key in deepspeed_keys.keys_of("aio")),
         reason="a value of aio is text (ds_nvme_tune prints it so): DeepSpeed stops when it swaps to NVMe",
         remedy="write numbers, true and false without quotes",
         source="runtime/swap_tensor/aio_config.py",

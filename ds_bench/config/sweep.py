@@ -11,10 +11,13 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 from ..errors import UsageError
 from ..units import format_place
+from .deepspeed_config import paths_of
+from .overrides import merge, nested
 from .recipe import can_be_swept, is_swept_list, nearest_path
 from .recipe_file import Data, KeyPath, RecipeText
 
@@ -75,16 +78,7 @@ class Sweep:
 
     def data_of(self, point: Values) -> Data:
         """The values of the recipe at a point."""
-        data = copy.deepcopy(self.base)
-        for path, value in point.items():
-            *blocks, key = path.split(".")
-            block = data
-            for name in blocks:
-                if not isinstance(block.get(name), dict):
-                    block[name] = {}
-                block = block[name]
-            block[key] = copy.deepcopy(value)
-        return data
+        return reduce(merge, (nested(path, value) for path, value in point.items()), self.base)
 
 
 def _matches(point: Values, entry: Values) -> bool:
@@ -106,10 +100,11 @@ def find_sweep(text: RecipeText) -> Sweep:
     if not isinstance(matrix, dict):
         problem = f"{text.place(('sweep', 'matrix'))}sweep.matrix holds no keys"
         raise UsageError(problem, remedy="write training.seq_len: [512]")
+    given = dict(paths_of(base))
     for path, values in matrix.items():
         place: KeyPath = ("sweep", "matrix", path)
         _require_swept(text, place, path)
-        if path in axes or _holds(base, path):
+        if path in axes or path in given:
             section = path.partition(".")[0]
             problem = f"{text.place(place)}{path} is given in sweep.matrix and in the section {section}"
             raise UsageError(problem, remedy="keep one of them")
@@ -126,16 +121,6 @@ def _listed_axes(text: RecipeText, block: Data, place: KeyPath) -> Iterator[tupl
             yield from _listed_axes(text, value, (*place, key))
         elif is_swept_list(path, value) and can_be_swept(path):
             yield path, _checked_values(text, (*place, key), block.pop(key))
-
-
-def _holds(data: Data, path: str) -> bool:
-    """Whether a recipe gives a value to a key path."""
-    block: Any = data
-    for name in path.split("."):
-        if not isinstance(block, dict) or name not in block:
-            return False
-        block = block[name]
-    return True
 
 
 def _require_swept(text: RecipeText, place: KeyPath, path: str) -> None:
