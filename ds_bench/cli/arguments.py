@@ -24,7 +24,6 @@ from ..config.options import (
 )
 from ..config.spec import (
     DEFAULT_PREFETCH,
-    INSPECTION_FIELDS,
     MAX_DATA_WORKERS,
     MAX_PREFETCH,
     MONITORS,
@@ -38,7 +37,6 @@ from ..config.strategies import STRATEGY_NAMES
 from ..config.token_file import TOKEN_TYPES
 from ..errors import UsageError
 from .argument_types import (
-    AUTO,
     Parser,
     factory,
     fraction,
@@ -473,18 +471,9 @@ def to_options(family: Family, values: argparse.Namespace) -> Options:
     given["set"] = tuple(map(overrides.parse_set, given["set"]))  # in order, since the last value of a key decides
     given["axes"] = axis_rows.read_axes(given.pop("axis"))
     given.setdefault("stage", 3)
-    given["auto_batch"] = given["batch_size"] == AUTO
-    if given["auto_batch"]:
-        given["batch_size"] = 1
-    given["auto_seq"] = given["seq_length"] == AUTO
-    if given["auto_seq"]:
-        given["seq_length"] = None
-    if given["model_factory"] is not None:
-        given["model"] = given["model_factory"]
     for name in ("profiles", "profile_ranks"):
         given[name] = tuple(given[name])
-    given["inspection"] = Inspection(**{name: given.pop(name) for name in INSPECTION_FIELDS})
-    return check_options(Options(family=family, **given))
+    return check_options(Options.of(family=family, **given))
 
 
 def split_names(text: str) -> tuple[str, ...]:

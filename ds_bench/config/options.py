@@ -9,7 +9,16 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ..units import from_gb
 from .shard import Shard
-from .spec import DEFAULT_PREFETCH, NO_INSPECTION, Inspection, MultiNodeLauncher, PassType, Precision, point_text
+from .spec import (
+    DEFAULT_PREFETCH,
+    INSPECTION_FIELDS,
+    NO_INSPECTION,
+    Inspection,
+    MultiNodeLauncher,
+    PassType,
+    Precision,
+    point_text,
+)
 from .token_file import TokenFile, TokenType
 
 if TYPE_CHECKING:
@@ -147,6 +156,20 @@ class Options:
     """File that the flat rows are written to besides the run's own; replaced if it exists."""
     inspection: Inspection = NO_INSPECTION
     """What is observed of each trial besides its measured steps."""
+
+    @classmethod
+    def of(cls, **values: Any) -> Options:
+        """Makes Options of the values of flags or of a recipe, where ``auto`` stands for a size that is searched for,
+        and what is observed of a trial stands beside the rest.
+        """
+        inspection = Inspection(**{name: values.pop(name) for name in INSPECTION_FIELDS})
+        auto_batch, auto_seq = values["batch_size"] == "auto", values["seq_length"] == "auto"
+        if auto_batch:
+            values["batch_size"] = 1
+        if auto_seq:
+            values["seq_length"] = None
+        values["model"] = values["model_factory"] or values["model"]
+        return cls(**values, auto_batch=auto_batch, auto_seq=auto_seq, inspection=inspection)
 
     @property
     def searches_size(self) -> bool:

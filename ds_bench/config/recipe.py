@@ -34,7 +34,6 @@ from .spec import (
     MAX_PREFETCH,
     MOST_PROFILE_STEPS,
     PROFILES,
-    Inspection,
     MultiNodeLauncher,
     PassType,
     Strategy,
@@ -510,12 +509,6 @@ def options_of(recipe: Recipe, folder: Path, **run_flags: Any) -> Options:
     values = {name: attrgetter(path)(recipe) for name, path in PATHS.items()}
     _require_one_accumulation(values)
     values["seq_length"] = _seq_length(recipe)
-    values["auto_batch"] = values["batch_size"] == "auto"
-    values["auto_seq"] = values["seq_length"] == "auto"
-    if values["auto_seq"]:
-        values["seq_length"] = None
-    if values["auto_batch"]:
-        values["batch_size"] = 1
     values["grad_accum"] = values["grad_accum"] or 1
     values["strategies"] = _strategies(values["strategies"], values["stage"], values["nvme_path"] is not None)
     inline = _inline_rows(recipe)
@@ -529,9 +522,7 @@ def options_of(recipe: Recipe, folder: Path, **run_flags: Any) -> Options:
     for name in ("data", "hostfile"):
         if values[name] is not None:
             values[name] = folder / values[name]
-    values["model"] = values["model_factory"] or values["model"]
-    values["inspection"] = Inspection(**{name: values.pop(name) for name in INSPECTION_FIELDS})
-    return Options(
+    return Options.of(
         family="recipe",
         **values,
         inline=inline,
