@@ -75,7 +75,7 @@ def _check_file(path: Path, check: Check) -> list[FileReport]:
         found = Finding("syntax", "error", "", reason, "correct it", "runtime/config.py", error.line)
         return [FileReport(path=path, findings=[found])]
     except UsageError as error:
-        problem = _without_name(error.problem, path)
+        problem = error.problem.removeprefix(f"--configs {path}").removeprefix(":").strip()  # the report names the file
     except OSError as error:
         problem = error.strerror or str(error)
     except (configuration_files.FormError, RecursionError, UnicodeDecodeError) as error:
@@ -92,12 +92,13 @@ def _check_readable_file(path: Path, check: Check) -> list[FileReport]:
     if not isinstance(data, dict):
         return [FileReport(path=path, problem="is no JSON object")]
     configuration_files.require_bounded(data)
+    line_of = partial(located_json.line_of, text, data)
     if configuration_files.kind_of(data) in ("accelerate", "trainer"):
-        return _check_read_by_others(path, lambda key: located_json.line_of(text, data, key), check)
+        return _check_read_by_others(path, line_of, check)
     if not _has_deepspeed_keys(data):
-        return [FileReport(path=path, problem=f"is no DeepSpeed configuration: it has {_first_keys(data)}")]
-    found = [*check(data), *_strictness(text)]
-    return [FileReport(path=path, findings=_located(found, lambda key: located_json.line_of(text, data, key)))]
+        keys = ", ".join(list(data)[:4]) or "no key"
+        return [FileReport(path=path, problem=f"is no DeepSpeed configuration: it has {keys}")]
+    return [FileReport(path=path, findings=_located([*check(data), *_strictness(text)], line_of))]
 
 
 def _read(path: Path) -> str:
@@ -114,10 +115,6 @@ def _has_deepspeed_keys(data: lint.Config) -> bool:
     """Whether a key at the top level is DeepSpeed's, was, or is a misspelling of one."""
     known = deepspeed_keys.top_level_keys() | deepspeed_keys.removed_keys()
     return bool(known & data.keys()) or any(deepspeed_keys.nearest_key(key, known, 0.85) for key in list(data)[:50])
-
-
-def _first_keys(data: lint.Config) -> str:
-    return ", ".join(list(data)[:4]) or "no key"
 
 
 def _check_read_by_others(path: Path, line_of: Callable[[str], int | None], check: Check) -> list[FileReport]:
@@ -180,8 +177,3 @@ def _strictness(text: str) -> list[Finding]:
         remedy = "correct it if one of them reads the file"
         return [Finding("not-strict-json", "hint", "", reason, remedy, "runtime/config.py", error.lineno)]
     return []
-
-
-def _without_name(problem: str, path: Path) -> str:
-    """The problem of a UsageError without the flag and the file that it names first."""
-    return problem.removeprefix(f"--configs {path}").removeprefix(":").strip()

@@ -281,11 +281,13 @@ def _batch_findings(case: Case) -> Iterator[Finding]:
         return  # the wrong type is told
     for key, value in zip(BATCH_KEYS, values, strict=True):
         if value is not None and value <= 0:
-            yield _batch_finding(key, f"DeepSpeed refuses {_shown(value)}, which is not above 0", "give 1 or more")
+            reason = f"DeepSpeed refuses {_shown(value)}, which is not above 0"
+            yield Finding("batch-size", "error", key, reason, "give 1 or more", "runtime/config.py")
             return
     if written[0] is None and written[1] is None:
         reason = "DeepSpeed needs train_batch_size or train_micro_batch_size_per_gpu, and the file has neither"
-        yield _batch_finding("", reason, "add train_micro_batch_size_per_gpu, unless the training script adds it")
+        remedy = "add train_micro_batch_size_per_gpu, unless the training script adds it"
+        yield Finding("batch-size", "error", "", reason, remedy, "runtime/config.py")
     elif AUTO not in written and written[0] is not None:
         total, micro, accumulation = values
         yield from _total_findings(case, total, micro, accumulation)
@@ -301,16 +303,13 @@ def _total_findings(case: Case, total: float, micro: float | None, accumulation:
         factors = " × ".join([*parts, *([f"{ranks:g} data-parallel ranks"] if ranks else [])])
         relation = "is not" if exactly else "is no multiple of"
         reason = f"train_batch_size {_shown(total)} {relation} {factors}, and DeepSpeed refuses it"
-        yield _batch_finding("train_batch_size", reason, "leave train_batch_size out, and DeepSpeed computes it")
+        remedy = "leave train_batch_size out, and DeepSpeed computes it"
+        yield Finding("batch-size", "error", "train_batch_size", reason, remedy, "runtime/config.py")
     elif ranks is None and len(parts) == 2:
         needed = int(total // product)
         reason = f"the three batch keys agree on {needed} data-parallel {'rank' if needed == 1 else 'ranks'} only"
         remedy = "leave train_batch_size out to use the file with any number of GPUs"
         yield Finding("batch-for-one-number-of-ranks", "hint", "train_batch_size", reason, remedy, "runtime/config.py")
-
-
-def _batch_finding(path: str, reason: str, remedy: str) -> Finding:
-    return Finding("batch-size", "error", path, reason, remedy, "runtime/config.py")
 
 
 # Optimizer and scheduler

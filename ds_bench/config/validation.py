@@ -25,8 +25,6 @@ _BLOCKS = ("aio", "bf16", "fp16", "optimizer", "timers", "zero_optimization")
 """Keys whose value must be an object, as this program reads inside it."""
 _MOST_LISTED = 12
 """Keys of a block that a message names."""
-_OLD_NAMES = frozenset({"bfloat16"})
-"""Names that DeepSpeed still reads and this program does not."""
 
 
 def is_ignored_by_deepspeed(key: str) -> bool:
@@ -44,7 +42,7 @@ def check_keys(config: Mapping[str, Any]) -> None:
     """Raises UsageError for a top-level key that DeepSpeed would ignore, a nested key that it would refuse, and a block
     that is not an object.
     """
-    known_keys = deepspeed_keys.top_level_keys() - _OLD_NAMES
+    known_keys = deepspeed_keys.top_level_keys() - {"bfloat16"}  # which DeepSpeed still reads and this program does not
     for key in config:
         if key in deepspeed_keys.removed_keys():
             raise UsageError(f"DeepSpeed refuses {key}, which it no longer has", remedy="remove it")
