@@ -301,7 +301,8 @@ def make_run_plan(points: Sequence[Options], make_config: MakeConfig, machine: M
     if first.output_dir.exists() and not first.output_dir.is_dir():
         raise UsageError(f"--output-dir {first.output_dir} is not a folder", remedy="give a folder")
     files, lines = read_files(first)
-    rows = [requested_rows(each, files) for each in points]  # refuses before anything is looked up
+    # Refuses before anything is looked up. The values of a point may decide which axes act in a row.
+    rows = [requested_rows(each, files) for each in points]
     lines += axis_notes(first, files)
     for options in points[1:] if first.axes else ():
         axis_notes(options, files)  # refuses
@@ -830,6 +831,7 @@ def with_op_states(trial: Trial, states: Mapping[str, ops.OpState], largest_para
     config, caveats = trial.ds_config, trial.caveats
     fused = states.get(ops.FUSED_ADAM)
     if fused is not None and not fused.ready and not trial.configuration.is_reference:
+        # What is complete stays as it is: only the optimizer changes.
         config = deepspeed_config.complete_config(
             config, trial.workload, trial.placement, torch_adam=True, largest_parameter=largest_parameter
         )

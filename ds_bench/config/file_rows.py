@@ -99,7 +99,7 @@ class FileRowMaker:
         resolution = resolve(written, facts)
         config = {key: value for key, value in resolution.config.items() if key != "train_batch_size"}
         config |= {"train_micro_batch_size_per_gpu": micro, "gradient_accumulation_steps": accumulation}
-        _check_values(config)
+        _check_values(config)  # after "auto" is resolved, as DeepSpeed sees it
         config = as_deepspeed_reads_it(config)
         caveats += _remove_side_effects(config)
         if not any(name in config for name in deepspeed_config.PRECISION_BLOCKS):
