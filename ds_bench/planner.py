@@ -148,9 +148,7 @@ class Plan:
         if self.profile is None:
             return list(trials)
         skip, force = self.options.skip_predicted_oom, self.options.force
-        return trial_predictions.attach_predictions(
-            trials, self.profile, self.memory, skip=skip, force=force, with_changes=False
-        )
+        return trial_predictions.attach_predictions(trials, self.profile, self.memory, skip=skip, force=force)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -583,7 +583,7 @@ def test_rows_that_lose_fused_adam_are_predicted_with_the_optimizer_that_they_th
     on_torch, offloaded = before.with_ops(BROKEN_FUSED).trials
     assert offloaded == before.trials[1]
     assert on_torch.ds_config["optimizer"]["params"]["torch_adam"] is True
-    again = trial_predictions.attach_predictions([on_torch], profile, capacity, skip=False, with_changes=False)
+    again = trial_predictions.attach_predictions([on_torch], profile, capacity, skip=False)
     assert again == [on_torch]
 
 

@@ -268,9 +268,7 @@ def find_profile(
     """
     request = request_for(facts, seq_length, accelerator=accelerator, dropout=dropout, variant=variant)
     key = request_key(request)
-    answer = _built_in().get(key)
-    if answer is None:
-        answer = _cached(key) or _measure(facts.name, request, key)
+    answer = _built_in().get(key) or _cached(key) or _measure(facts.name, request, key)
     profile = ModelProfile.from_answer(facts.name, facts.layers, facts.tied_embeddings, answer)
     if profile.parameters != facts.parameters:
         raise UsageError(f"{facts.name} was counted as {facts.parameters} parameters and built as {profile.parameters}")
@@ -328,13 +326,8 @@ def _hash_code(path: str) -> str | None:
 
 def _variant_request(variant: Variant, accelerator: Accelerator) -> dict[str, Any]:
     """What a request says of a variant; nothing for the usual one."""
-    named: dict[str, Any] = {} if variant.attention is None else {"attention": variant.attention}
-    if variant.loss != "model":
-        named["loss"] = variant.loss
-    if variant.autocast:
-        named["autocast"] = True
-    if variant.tiled_mlp:
-        named["tiled_mlp"] = True
+    usual = USUAL._asdict()
+    named = {name: value for name, value in variant._asdict().items() if value != usual[name]}
     # DeepSpeed's chunked loss has another kernel on CUDA, and autocast other rules.
     return named if variant.loss == "model" and not variant.autocast else {**named, "accelerator": accelerator}
 

@@ -165,23 +165,22 @@ def attach_predictions(
     *,
     skip: bool,
     force: bool = False,
-    with_changes: bool = True,
 ) -> list[Trial]:
     """Returns the trials with their predictions, or with a caveat that says why they have none.
 
     With ``skip`` those that cannot fit are marked as skipped, but not those that fit tightly. Those that need far more
-    host memory than the node has are marked in any case, unless ``force``. ``with_changes``: see
-    :class:`ChangePredictor`; without, it is ten times as fast.
+    host memory than the node has are marked in any case, unless ``force``.
     """
     if isinstance(profile, Unpredicted):
         return [_with_caveat(trial, f"memory is not predicted: {profile.reason}") for trial in trials]
-    predicted = [_with_prediction(trial, profile, capacity, skip=skip, force=force) for trial in trials]
-    predictor = ChangePredictor()
-    return [predictor.complete(trial, profile) for trial in predicted] if with_changes else predicted
+    return [_with_prediction(trial, profile, capacity, skip=skip, force=force) for trial in trials]
 
 
 class ChangePredictor:
-    """Adds to predicted trials what other configurations and changes of their own would need, once for each row."""
+    """Adds to predicted trials what other configurations and changes of their own would need, once for each row.
+
+    That takes ten times as long as the predictions themselves.
+    """
 
     def __init__(self) -> None:
         self._changes: dict[str, dict[str, Any]] = {}
@@ -252,12 +251,7 @@ def _with_caveat(trial: Trial, why: str) -> Trial:
 
 
 def _with_prediction(
-    trial: Trial,
-    profile: ModelProfile,
-    capacity: MemoryCapacity,
-    *,
-    skip: bool,
-    force: bool,
+    trial: Trial, profile: ModelProfile, capacity: MemoryCapacity, *, skip: bool, force: bool
 ) -> Trial:
     if trial.unsupported:
         return trial

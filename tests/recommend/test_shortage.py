@@ -84,7 +84,7 @@ def planned(strategy: Configuration, cards: int = 1, **work: Any) -> Trial:
     (found,) = trial_predictions.attach_predictions(
         [trial], PROFILE, MemoryCapacity(gpu_bytes=None, host_bytes=None), skip=False
     )
-    return found
+    return trial_predictions.ChangePredictor().complete(found, PROFILE)
 
 
 def ended(trial: Trial, gigabytes: float | None = None) -> TrialRecord:
