@@ -14,12 +14,12 @@ from .communication import CommunicationTimer
 from .offload_times import OffloadTimer
 
 
-def measure_phases(trainer: training_loop.Trainer, steps: int = 2) -> dict[str, Any]:
-    """The fields ``phase_seconds``, ``offload`` and ``step_parts`` of a RankMeasurement, from ``steps`` steps.
+def measure_phases(trainer: training_loop.Trainer) -> dict[str, Any]:
+    """The fields ``phase_seconds``, ``offload`` and ``step_parts`` of a RankMeasurement, from two steps.
 
     Nothing is made slower but by the synchronisation between phases.
     """
-    waited_before = trainer.data_wait_seconds
+    steps, waited_before = 2, trainer.data_wait_seconds
     with OffloadTimer(trainer.engine) as offload:
         phases = training_loop.phase_times(trainer, steps, lambda: offload.disk.wait_seconds)
     parts = dict(phases.own_seconds)

@@ -256,7 +256,7 @@ class PhaseTimes:
     """Without what is timed as a part of its own."""
 
 
-def phase_times(trainer: Trainer, steps: int = 2, parts: Callable[[], float] = lambda: 0.0) -> PhaseTimes:
+def phase_times(trainer: Trainer, steps: int, parts: Callable[[], float]) -> PhaseTimes:
     """Mean seconds per optimizer step in forward, backward and step, synchronised around each.
 
     Slower than the measured steps, since nothing overlaps; never part of the headline numbers. ``parts``: seconds so
