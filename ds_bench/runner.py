@@ -593,27 +593,22 @@ class ResultBuilder:
 
 def _finish(options: Options, store: RunFolder, results: ResultBuilder, notes: Sequence[str], request: _Request) -> int:
     """Writes and prints the results. Returns the exit code."""
-    summaries = results.summaries
+    points, summaries = results.points, results.summaries
     rows = flat_rows(summaries)
     store.write_rows(rows, options.csv)
     if (gpu := results.gpu_without_peak) is not None:
         notes = [*notes, f"no peak rate known for {gpu}: MFU left out; --peak-tflops gives it"]
     command = provenance.command(options.family, request.arguments)
-    reports = [(plan, results.build_report(plan, own, notes, command)) for plan, own in results.points]
+    reports = [(plan, results.build_report(plan, own, notes, command)) for plan, own in points]
     folders = [folder for plan, report in reports if (folder := _write_point(plan, report, store, results.environment))]
     recommendation = _recommendation_values(reports)
     store.save_run({**store.load_run(), "recommendation": recommendation})
     for path in (store.folder / "recommendation.json", store.recommendation_path):
         write_json(path, recommendation)
-    of_trial = {
-        summary.record.trial.key: report.recommendation.to_dict()
-        for (_, report), (_, own) in zip(reports, results.points, strict=True)
-        for summary in own
-    }
-    printed = [
-        {**row, "recommendation": of_trial[summary.record.trial.key]}
-        for row, summary in zip(rows, summaries, strict=True)
+    of_rows = [
+        report.recommendation.to_dict() for (_, report), (_, own) in zip(reports, points, strict=True) for _ in own
     ]
+    printed = [{**row, "recommendation": of_row} for row, of_row in zip(rows, of_rows, strict=True)]
     print_reports(options, [report for _, report in reports], printed)  # last: standard output may be gone
     if not options.quiet:
         for folder in dict.fromkeys(store.folder / "points" if options.point else folder for folder in folders):

@@ -33,12 +33,12 @@ from ..system.signals import ENDING_SIGNALS
 from . import rank_environment
 from .host_trial import HostTrial, end_late_processes
 from .message_stream import Message, MessageStream
+from .monitor import STACKS_SECONDS
 from .scratch import remove_abandoned, temporary_folder_variables
 
 Say = Callable[[str], None]
 _SEND_SECONDS = 0.5
 """How often the files of a running trial are looked at."""
-_STACKS_SECONDS = 1.0
 _CHECK_SECONDS = 100.0
 """For the checks of this host, which take less than a second on a machine that is well."""
 _CLEAN_UP_SECONDS = 30.0
@@ -175,7 +175,7 @@ class HostAgent:
     def _request_stacks(self) -> None:
         if self._trial is not None:
             self._trial.request_stacks()
-            time.sleep(_STACKS_SECONDS)
+            time.sleep(STACKS_SECONDS)
             self._trial.send_changes()
 
     def _end(self, trial: str, grace_seconds: float) -> dict[str, Any]:
@@ -240,7 +240,7 @@ def chosen_devices(placement: Placement, environ: Mapping[str, str]) -> dict[str
     """The GPUs that Slurm or a launcher chose for this host's processes, of which DeepSpeed would take the first."""
     if placement.hostfile is not None or placement.accelerator != "cuda":
         return {}
-    return {name: environ[name] for name in ("CUDA_VISIBLE_DEVICES",) if name in environ}
+    return {name: value for name, value in environ.items() if name == "CUDA_VISIBLE_DEVICES"}
 
 
 def host_variables(placement: Placement, environ: Mapping[str, str]) -> dict[str, str]:

@@ -26,12 +26,12 @@ from ..records.rank_files import (
     TRIAL_VARIABLE,
     Assignment,
     host_folders,
-    read_beat,
 )
 from ..system import files, processes
 from ..system.host_memory import read_oom_kill_count
 from .leader import start_leader
 from .message_stream import Message
+from .monitor import request_stacks
 from .scratch import note_owned, remove_abandoned_folders, remove_scratch, shared_memory, swap_folder
 
 _REPLACED = re.compile(r"rank\d+(\.measured)?\.json|rank\d+\.beat|rank\d+\.steps")
@@ -122,11 +122,8 @@ class HostTrial:
 
     def request_stacks(self) -> None:
         """Makes every rank of this host write the stacks of its threads."""
-        members = self.members()
-        for path in self.folder.glob("rank*.beat") if self.folder is not None else ():
-            beat = read_beat(path.parent, int(path.stem.removeprefix("rank")))
-            if beat is not None and beat.pid in members:
-                os.kill(beat.pid, signal.SIGUSR2)
+        if self.folder is not None:
+            request_stacks(self.folder, self.members())
 
     def send_changes(self, most_parts: int = 4) -> None:
         """Sends what has changed of the files that a running trial is watched by; ``most_parts`` of one that grows."""

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 
-from ..records.rank_files import Heartbeat, beat_file, rank_file, read_beat, read_exits
+from ..records.rank_files import Heartbeat, rank_file, read_beat, read_exits
 from ..system import files, processes
 
 Ending = Literal["ended", "hung_at_exit", "rank_failed", "timeout", "stalled", "host_lost"]
@@ -21,6 +20,8 @@ _GROWTH_BYTES = 16 * 2**20
 _CHECKS_PER_STALL = 4
 """How often the growth of silent ranks is measured within the stall timeout, if not every few seconds."""
 _MAX_CHECK_INTERVAL_SECONDS = 5.0
+STACKS_SECONDS = 1.0
+"""For ranks to write their stacks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,9 +195,14 @@ class _Watcher:
         if self._hosts is not None:
             self._hosts.request_stacks()
             return
-        ours = processes.descendants()
-        for rank in self._ranks:
-            beat = read_beat(self._folder, rank)
-            if beat is not None and beat.pid in ours and beat_file(self._folder, rank).exists():
-                os.kill(beat.pid, signal.SIGUSR2)
-        time.sleep(1.0)
+        request_stacks(self._folder, processes.descendants())
+        time.sleep(STACKS_SECONDS)
+
+
+def request_stacks(folder: Path, members: Collection[int]) -> None:
+    """Makes the ranks with their files in ``folder`` write their stacks, if they are among these processes.
+
+    What a file says is not enough: its process may have ended, and another may have its id by now.
+    """
+    beats = (read_beat(folder, int(path.stem.removeprefix("rank"))) for path in folder.glob("rank[0-9]*.beat"))
+    processes.send_signal([beat.pid for beat in beats if beat is not None and beat.pid in members], signal.SIGUSR2)

@@ -96,7 +96,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
     made = World(tmp_path)
     monkeypatch.setattr(module, "time", made)
     monkeypatch.setattr(module.processes, "descendants", lambda: {os.getpid()})
-    monkeypatch.setattr(module.os, "kill", lambda pid, number: made.killed.append((pid, number)))
+    monkeypatch.setattr(os, "kill", lambda pid, number: made.killed.append((pid, number)))
     return made
 
 
