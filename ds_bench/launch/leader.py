@@ -82,7 +82,7 @@ def lead_command(folder: Path, command: list[str], working_folder: Path) -> int:
 
 
 def _become_leader(folder: Path) -> None:
-    _redirect_streams(folder / LEADER_LOG)
+    processes.redirect_streams(folder / LEADER_LOG)
     processes.adopt_orphans()
     parent = os.getppid()
 
@@ -105,16 +105,6 @@ def _kill_and_clean_up(folder: Path) -> None:
         remove_scratch(Assignment.load(folder))
     finally:
         os._exit(1)
-
-
-def _redirect_streams(path: Path) -> None:
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    null = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(null, 0)
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
-    os.close(descriptor)
-    os.close(null)
 
 
 def _wait_for_children(folder: Path, children: dict[int, int | None]) -> None:

@@ -100,6 +100,18 @@ def import_variables(python_path: str) -> dict[str, str]:
     return {"PYTHONPATH": os.pathsep.join(path), "PYTHONSAFEPATH": "1"}
 
 
+def redirect_streams(path: Path) -> None:
+    """Appends to a file what this process and its children print from now on; their standard input is empty."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    output = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    null = os.open(os.devnull, os.O_RDONLY)
+    for source, target in ((null, 0), (output, 1), (output, 2)):
+        os.dup2(source, target)
+    os.close(null)
+    os.close(output)
+
+
 def die_with_parent(number: int = signal.SIGKILL) -> None:
     """Makes the kernel send signal ``number`` to this process when its parent dies (prctl(2), PR_SET_PDEATHSIG)."""
     parent = os.getppid()

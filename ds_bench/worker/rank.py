@@ -29,7 +29,7 @@ from ..records.rank_files import (
     stacks_file,
     write_json,
 )
-from ..system import redaction
+from ..system import processes, redaction
 from . import cpu_binding, memory
 from .failure import rank_failure
 
@@ -37,7 +37,7 @@ from .failure import rank_failure
 def run(folder: Path, *, rank: int, local_rank: int, world_size: int) -> int:
     """Runs this rank and writes its file. Returns the exit code: 0 for a measurement, 1 for a failure."""
     started = time.time()
-    _redirect_output(log_file(folder, rank))
+    processes.redirect_streams(log_file(folder, rank))
     stacks = stacks_file(folder, rank).open("w")
     faulthandler.enable(stacks)
     faulthandler.register(signal.SIGUSR2, file=stacks, all_threads=True)
@@ -111,15 +111,6 @@ def rank_environment(assignment: Assignment, rank: int, local_rank: int, world_s
             "MASTER_PORT": assignment.scratch_id,
         }
     return variables
-
-
-def _redirect_output(path: Path) -> None:
-    sys.stdout.flush()
-    sys.stderr.flush()
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
-    os.close(descriptor)
 
 
 def _measure(folder: Path, assignment: Assignment, heartbeat: HeartbeatWriter, started: float) -> dict[str, Any]:
