@@ -21,7 +21,7 @@ from ..launch.scratch import remove_abandoned_folders
 from ..models.lookup import ResolvedModel
 from ..system import files
 from ..system.host_memory import read_text
-from ..system.processes import run_worker_tool
+from ..system.processes import run_tool
 from ..units import format_bytes, format_millions, from_gb
 from .findings import Finding, SystemAccess, ok, problem, run_checks, unreadable, warning
 
@@ -176,7 +176,7 @@ def check_speed(path: Path, variables: Mapping[str, str]) -> Iterator[Finding]:
         return
     aio = configured_aio(path)
     settings = json.dumps({**aio, "bytes": size, "seconds": _SECONDS_EACH_WAY})
-    reply = run_worker_tool("disk_speed", str(path.resolve()), settings, environment=variables)
+    reply = run_tool("worker.disk_speed", str(path.resolve()), settings, environment=variables)
     yield speed_finding(reply.last_object("the measurement"), aio)
 
 

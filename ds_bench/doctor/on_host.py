@@ -1,7 +1,7 @@
 """The checks of one host of several, as a program that its agent starts: ``python -m ds_bench.doctor.on_host``.
 
 Reads one JSON object from standard input: ``placement`` and ``configurations``; ``slots``, the numbers of the GPUs that
-have ranks; ``need_host_bytes``, the predicted memory of this host or null. Prints the findings as one JSON list.
+have ranks; ``need_host_bytes``, the predicted memory of this host or null. Prints one with the ``findings``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def main() -> None:
         need_host_bytes=asked["need_host_bytes"],
         slots=asked["slots"],
     )
-    terminal.print_json(json.dumps([asdict(each) for each in findings]))
+    terminal.print_json(json.dumps({"findings": [asdict(each) for each in findings]}))
 
 
 if __name__ == "__main__":

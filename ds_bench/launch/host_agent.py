@@ -8,13 +8,10 @@ every process that belongs to the run on this host, removes what it has created,
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import queue
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -261,19 +258,13 @@ def _build_ops(say: Say, placement: Mapping[str, Any], configurations: Sequence[
 def _run_checks(**values: Any) -> list[dict[str, Any]]:
     """The findings of ``doctor.on_host``, a program of its own since its package imports this one."""
     placement = json_files.build(Placement, values["placement"])
-    done = subprocess.run(
-        [sys.executable, "-m", "ds_bench.doctor.on_host"],
-        input=json.dumps(values).encode(),
-        capture_output=True,
-        env=processes.child_environment(host_variables(placement, os.environ)),
-        timeout=_CHECK_SECONDS,
-        preexec_fn=processes.die_with_parent,
-        check=False,
-    )
-    if done.returncode != 0:
-        last = done.stderr.decode(errors="replace").strip().splitlines()[-1:]
-        raise RuntimeError(f"the checks ended with code {done.returncode}: {' '.join(last)}")
-    findings: list[dict[str, Any]] = json.loads(done.stdout)
+    variables = host_variables(placement, os.environ)
+    reply = processes.run_tool(
+        "doctor.on_host", environment=variables, requests=[values], timeout_seconds=_CHECK_SECONDS
+    ).last_object("the checks")
+    if "error" in reply:
+        raise RuntimeError(reply["error"])
+    findings: list[dict[str, Any]] = reply["findings"]
     return findings
 
 

@@ -19,7 +19,7 @@ from ..config.spec import ModelSource
 from ..errors import UsageError
 from ..system import hub
 from ..system.optional_packages import MODEL_PACKAGES, install_command, missing_packages, require_packages
-from ..system.processes import run_worker_tool
+from ..system.processes import run_tool
 from . import presets
 
 
@@ -141,7 +141,7 @@ def _hub_failure(environment: Mapping[str, str]) -> str | None:
 
 def _ask_child(name: str, flag: str | None, environment: Mapping[str, str]) -> dict[str, Any]:
     """The reply of ``worker.lookup_model``; only ``error`` if it failed."""
-    reply = run_worker_tool("lookup_model", name, *([flag] if flag else []), environment=environment)
+    reply = run_tool("worker.lookup_model", name, *([flag] if flag else []), environment=environment)
     return reply.last_object("the process that looks it up")
 
 

@@ -23,7 +23,7 @@ from ..errors import UsageError
 from ..models.presets import ModelFacts
 from ..records.rank_files import write_json
 from ..system.optional_packages import MODEL_PACKAGES, install_command, missing_packages
-from ..system.processes import run_worker_tool
+from ..system.processes import run_tool
 
 _FORMATS: dict[Precision, str] = {"bf16": "bf16", "fp16": "bf16", "fp32": "fp32"}
 """Number format → the one that is measured for it: fp16 has the same sizes and kernels as bf16."""
@@ -422,8 +422,8 @@ def measure_profiles(
     environment: Mapping[str, str] | None = None,
 ) -> list[dict[str, Any]]:
     """Returns the answers of ``worker.measure_activations`` in order; ``error`` says what could not be measured."""
-    reply = run_worker_tool(
-        "measure_activations",
+    reply = run_tool(
+        "worker.measure_activations",
         environment={**(environment or {}), "CUDA_VISIBLE_DEVICES": "", "TRANSFORMERS_VERBOSITY": "error"},
         requests=requests,
         timeout_seconds=timeout_seconds,

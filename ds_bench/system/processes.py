@@ -1,4 +1,4 @@
-"""Process trees on Linux: ending them completely, and ending children with their parent; running a worker program.
+"""Process trees on Linux: ending them completely, and ending children with their parent; running programs of ours.
 
 prctl(2) is called through ctypes, because the standard library does not have it.
 """
@@ -40,8 +40,8 @@ def child_environment(changes: Mapping[str, str]) -> dict[str, str]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerReply:
-    """What a worker program printed and how it ended."""
+class ToolReply:
+    """What a program of this package printed and how it ended."""
 
     objects: tuple[dict[str, Any], ...]
     """The JSON objects on standard output, one per line; other lines are skipped."""
@@ -53,14 +53,14 @@ class WorkerReply:
         return self.objects[-1] if self.objects else {"error": f"{program} {self.ending}"}
 
 
-def run_worker_tool(
+def run_tool(
     module: str,
     *arguments: str,
     environment: Mapping[str, str],
     requests: Sequence[Mapping[str, Any]] = (),
     timeout_seconds: float = 300.0,
-) -> WorkerReply:
-    """Runs ``python -m ds_bench.worker.MODULE`` and reads the JSON objects that it prints.
+) -> ToolReply:
+    """Runs ``python -m ds_bench.MODULE`` and reads the JSON objects that it prints.
 
     ``environment``: variables beside those of this process. ``requests``: written to standard input, one JSON line
     each. Never raises if the program fails or takes too long: the reply holds what it printed until then. The program
@@ -68,7 +68,7 @@ def run_worker_tool(
     """
     try:
         done = subprocess.run(
-            [sys.executable, "-m", f"ds_bench.worker.{module}", *arguments],
+            [sys.executable, "-m", f"ds_bench.{module}", *arguments],
             input="".join(json.dumps(request) + "\n" for request in requests).encode(),
             env=child_environment(environment),
             preexec_fn=die_with_parent,
@@ -87,7 +87,7 @@ def run_worker_tool(
             value = json.loads(line)
             if isinstance(value, dict):
                 objects.append(value)
-    return WorkerReply(objects=tuple(objects), ending=ending)
+    return ToolReply(objects=tuple(objects), ending=ending)
 
 
 def import_variables(python_path: str) -> dict[str, str]:
