@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,6 @@ from ds_bench.errors import UsageError
 from ds_bench.records import schema
 from ds_bench.records.schema import TrialRecord
 from tests.support import fakes
-from tests.support.real_trials import ROOT
 
 NAME = "tiny/zero1/seq128"
 
@@ -313,23 +310,3 @@ def test_a_name_that_would_steer_the_terminal_does_not(tmp_path: Path, capsys: p
     save_command([folder], path, None)
     check_command([folder], path, False)
     assert "\x1b" not in capsys.readouterr().out
-
-
-def test_the_verbs_exit_with_these_codes_as_a_command(tmp_path: Path) -> None:
-    path, folder = tmp_path / "baselines.json", run(tmp_path / "before", ran())
-    slower = run(tmp_path / "after", ran(0.2))
-
-    def verb(action: str, result: Path) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "ds_bench", "baseline", action, str(result), "--baselines", str(path)]
-        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-
-    assert verb("check", folder).returncode == 2
-    assert verb("save", folder).returncode == 0
-    assert verb("check", folder).returncode == 0
-    done = verb("check", slower)
-    assert done.returncode == 3
-    assert done.stderr == ""
-    path.write_text("[]")
-    done = verb("check", folder)
-    assert done.returncode == 2
-    assert len(done.stderr.splitlines()) == 1

@@ -10,7 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from ds_bench.cli import script as cli
+from tests.support import fakes
 from tests.support.real_trials import ROOT
+from tests.support.scripted_run import House
 
 ZERO, OFFLOAD = "zero_stage_comparison.py", "offload_comparison.py"
 
@@ -52,18 +55,23 @@ BAD_INPUT = [
 ]
 
 
-@pytest.mark.parametrize(("script", "arguments", "words"), BAD_INPUT, ids=lambda value: str(value)[:40])
 def test_bad_input_is_one_line_with_flag_value_and_remedy_and_exit_2(
-    script: str, arguments: tuple[str, ...], words: tuple[str, ...], tmp_path: Path
+    house: House,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    subtests: pytest.Subtests,
 ) -> None:
-    done = run(script, *arguments, cwd=tmp_path)
-    assert done.returncode == 2, done.stderr
-    # What the doctor has to say of this machine, such as a limit on locked memory, is not about the input.
-    lines = [line for line in done.stderr.strip().splitlines() if not line.strip().startswith("warning")]
-    assert len(lines) == 1, done.stderr
-    assert all(word in lines[0] for word in words), done.stderr
-    assert "Traceback" not in done.stderr
-    assert not list(tmp_path.rglob("rank*"))
+    monkeypatch.chdir(tmp_path)
+    for script, arguments, words in BAD_INPUT:
+        with subtests.test(" ".join(arguments)):
+            assert cli.main("zero" if script == ZERO else "offload", fakes.make_config, arguments) == 2
+            said = capsys.readouterr().err
+            # What the doctor has to say of this machine, such as a limit on locked memory, is not about the input.
+            lines = [line for line in said.strip().splitlines() if not line.strip().startswith("warning")]
+            assert len(lines) == 1, said
+            assert all(word in lines[0] for word in words), said
+            assert house.launcher.launched == []
 
 
 def test_a_model_that_exists_nowhere_is_one_line_that_names_the_nearest_presets(tmp_path: Path) -> None:
@@ -81,17 +89,6 @@ def test_an_output_dir_that_cannot_be_written_is_refused_before_the_model_and_th
     assert done.returncode == 2
     (line,) = done.stderr.strip().splitlines()
     assert "--output-dir /proc/nowhere/results cannot be written" in line
-
-
-def test_a_rank_other_than_the_first_under_a_launcher_leaves_quietly(tmp_path: Path) -> None:
-    done = run(ZERO, "--model", "tiny", "--local_rank=1", cwd=tmp_path, RANK="1", LOCAL_RANK="1", WORLD_SIZE="2")
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-
-
-def test_rank_zero_under_a_launcher_takes_its_world_size(tmp_path: Path) -> None:
-    arguments = ("--model", "tiny", "--accelerator", "cpu", "--dry-run", "--stages", "1")
-    done = run(ZERO, *arguments, cwd=tmp_path, RANK="0", LOCAL_RANK="0", WORLD_SIZE="3")
-    assert '"train_batch_size": 12' in done.stdout
 
 
 def test_a_left_over_world_size_without_a_rank_means_nothing(tmp_path: Path) -> None:

@@ -280,12 +280,6 @@ def test_exits_come_back_in_order_and_torn_lines_are_left_out(tmp_path: Path) ->
     assert read_exits(tmp_path) == exits
 
 
-@pytest.mark.parametrize("line", ["null", "[]", "3", "{}", '{"rank": 1}', '{"colour": "red"}', ""])
-def test_a_line_that_is_no_exit_is_left_out(tmp_path: Path, line: str) -> None:
-    (tmp_path / "exits.jsonl").write_text(line + "\n")
-    assert read_exits(tmp_path) == []
-
-
 def test_without_a_file_nobody_has_ended(tmp_path: Path) -> None:
     assert read_exits(tmp_path) == []
 
