@@ -383,7 +383,6 @@ BAD_INPUT = [
     (["compare", "{result}", "absent"], ["absent"]),
     (["baseline", "check", "{result}", "--baselines", "{notes}"], ["notes.txt"]),
     (["baseline", "save", "{result}", "--tolerance", "2"], ["--tolerance", "'2'"]),
-    (["advice", "--model", "gpt9"], ["gpt9", "gpt2"]),
     (["frobnicate"], ["frobnicate"]),
 ]
 

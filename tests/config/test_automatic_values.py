@@ -97,18 +97,23 @@ def ask_trainer(cases: list[tuple[dict[str, Any], TrainingFacts]]) -> list[dict[
     return answers
 
 
-def test_auto_becomes_what_the_trainer_makes_of_it() -> None:
-    tuned = facts(arguments=TUNED)
+def test_auto_becomes_what_the_trainer_makes_of_it_which_asks_for_a_hidden_size() -> None:
+    without = facts(hidden_size=None)
     cases = [
         (ALL_AUTO, facts()),
         (ALL_AUTO, facts("fp16", num_gpus=1)),
         (ALL_AUTO, facts("fp32", arguments={"warmup_steps": 7})),
-        (ALL_AUTO, tuned),
+        (ALL_AUTO, facts(arguments=TUNED)),
         (STAGE_2, facts(hidden_size=1001)),
         (LITERAL, facts()),
     ]
-    for (config, case), answer in zip(cases, ask_trainer(cases), strict=True):
+    *answers, refused = ask_trainer([*cases, (ALL_AUTO, without)])
+    for (config, case), answer in zip(cases, answers, strict=True):
         assert automatic_values.fill_in(config, case).config == answer
+    assert "hidden_size" in refused["error"]
+    with pytest.raises(UsageError, match="hidden_size"):
+        automatic_values.resolve(ALL_AUTO, without)
+    automatic_values.resolve(LITERAL, without)
 
 
 def test_auto_of_real_files_becomes_what_the_trainer_makes_of_it() -> None:
@@ -119,14 +124,6 @@ def test_auto_of_real_files_becomes_what_the_trainer_makes_of_it() -> None:
     cases = [(config, case) for config in configs for case in (facts(), facts("fp32", arguments=TUNED))]
     for (config, case), answer in zip(cases, ask_trainer(cases), strict=True):
         assert automatic_values.fill_in(config, case).config == answer
-
-
-def test_the_model_must_have_a_hidden_size_where_the_trainer_asks_for_it() -> None:
-    without = facts(hidden_size=None)
-    assert "hidden_size" in ask_trainer([(ALL_AUTO, without)])[0]["error"]
-    with pytest.raises(UsageError, match="hidden_size"):
-        automatic_values.resolve(ALL_AUTO, without)
-    automatic_values.resolve(LITERAL, without)
 
 
 def test_nothing_is_left_of_auto_and_every_value_is_told() -> None:

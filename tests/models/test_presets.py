@@ -213,16 +213,19 @@ def test_the_largest_tensor_of_mixtral_is_the_fused_gate_and_up_of_all_experts()
 # Against models built by Transformers
 
 
-@pytest.mark.parametrize("name", preset_names())
-def test_a_preset_counts_as_the_model_built_from_it_and_building_leaves_it_as_it_was(name: str) -> None:
-    facts = preset(name)
-    before = json.dumps(asdict(facts))
-    model = built_preset(name)
-    sizes = parameter_sizes(model)
-    assert facts.parameters == sum(sizes)
-    assert facts.largest_parameter == max(sizes)
-    assert facts.matmul_parameters == multiplied_weights(model)
-    assert json.dumps(asdict(facts)) == before
+def test_a_preset_counts_as_the_model_built_from_it_and_building_leaves_it_as_it_was(
+    subtests: pytest.Subtests,
+) -> None:
+    for name in preset_names():
+        with subtests.test(name):
+            facts = preset(name)
+            before = json.dumps(asdict(facts))
+            model = built_preset(name)
+            sizes = parameter_sizes(model)
+            assert facts.parameters == sum(sizes)
+            assert facts.largest_parameter == max(sizes)
+            assert facts.matmul_parameters == multiplied_weights(model)
+            assert json.dumps(asdict(facts)) == before
 
 
 def test_the_shape_of_a_preset_is_that_of_the_built_config() -> None:
@@ -244,12 +247,13 @@ def test_the_shape_of_a_preset_is_that_of_the_built_config() -> None:
         assert {field: getattr(facts, field) for field in shape} == shape, name
 
 
-@pytest.mark.parametrize(("model_type", "config"), VARIANTS.values(), ids=VARIANTS.keys())
-def test_variants_of_a_family_count_as_they_are_built(model_type: str, config: dict[str, Any]) -> None:
-    facts, model = facts_from_config("variant", model_type, config), build(model_type, config)
-    sizes = parameter_sizes(model)
-    assert (facts.parameters, facts.largest_parameter) == (sum(sizes), max(sizes))
-    assert facts.matmul_parameters == multiplied_weights(model)
+def test_variants_of_a_family_count_as_they_are_built(subtests: pytest.Subtests) -> None:
+    for name, (model_type, config) in VARIANTS.items():
+        with subtests.test(name):
+            facts, model = facts_from_config("variant", model_type, config), build(model_type, config)
+            sizes = parameter_sizes(model)
+            assert (facts.parameters, facts.largest_parameter) == (sum(sizes), max(sizes))
+            assert facts.matmul_parameters == multiplied_weights(model)
 
 
 def test_the_whole_config_that_transformers_writes_counts_like_the_preset() -> None:
