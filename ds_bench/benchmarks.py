@@ -1,6 +1,6 @@
 """Benchmarks from Python and under pytest: one configuration, trained for a few steps by real DeepSpeed processes.
 
-A benchmark is one row of a comparison script and runs the same way (:mod:`run`), so its figures mean the same.
+A benchmark is one row of a comparison script and runs the same way (``runner.py``), so its figures mean the same.
 :func:`run_under` puts the measured optimizer steps into the table and the JSON of pytest-benchmark.
 """
 

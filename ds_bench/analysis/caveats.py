@@ -2,6 +2,10 @@
 
 The texts are stored in the ``caveats`` column of CSV and JSON and recognised there by their beginnings
 (:func:`parse_caveat`), which are therefore part of the file format.
+
+Stored in a record are those that only the run could see (``launch/``, ``worker/measure.py``). All others are found when
+results are read: of one trial in ``trial_caveats.py``, of a comparison in ``comparison_caveats.py`` and
+``loss_parity.py``. A plan has those of ``planner.py`` and ``prediction/trial_predictions.py``.
 """
 
 from __future__ import annotations

@@ -311,7 +311,7 @@ def _runs(rows: Sequence[ComparisonRow]) -> dict[str, list[Run]]:
     """The successful runs of every row, each with its position in the order in which all of them were started.
 
     ``started_at`` has a resolution of one second; runs of one second are ordered by round and by position in the round.
-    If neither is known, as in compared of earlier versions, they have the same position.
+    If neither is known, as in comparisons of earlier versions, they have the same position.
     """
 
     def round_of(run: TrialSummary) -> int:

@@ -362,7 +362,7 @@ def _parse_yaml(text: str) -> Any:
 
 
 def _check_yaml_nodes(document: Any) -> None:
-    """Refuses a YAML document whose aliases explode, and duplicate keys."""
+    """Refuses a YAML document whose aliases would expand to too many values, and duplicate keys."""
     import yaml
 
     waiting, count = [document], 0

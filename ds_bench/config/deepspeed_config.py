@@ -78,7 +78,7 @@ def zero_block(strategy: Strategy | Configuration) -> Config:
         block["offload_param"] = {"device": strategy.offload_param, "pin_memory": True}
     if strategy.offload_param == "nvme":
         # With the default of 1e9 elements a smaller model keeps every parameter gathered and its swap buffer
-        # taken, and the second step dies of "Not enough buffers" (partitioned_param_coordinator.py).
+        # taken, and the second step fails with "Not enough buffers" (partitioned_param_coordinator.py).
         block["stage3_max_reuse_distance"] = 0
         # Its prefetch from the disk asks twice for a parameter whose two next uses are near to each other, such as the
         # last layer's in forward and backward: "param 24 already assigned swap buffer id 1" (the same file,

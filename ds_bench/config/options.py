@@ -95,7 +95,7 @@ class Options:
     configs: tuple[Path, ...]
     """Files and folders of configurations, each file one row."""
     keep_batch: bool
-    """Whether the batch keys of a file of ``configs`` rule over ``batch_size`` and ``grad_accum``."""
+    """Whether the batch keys of a file of ``configs`` are used instead of ``batch_size`` and ``grad_accum``."""
     ds_config: Mapping[str, Any]
     """Content of the file of ``--ds-config``, which replaces values of every DeepSpeed configuration."""
     set: tuple[Mapping[str, Any], ...]

@@ -2,7 +2,7 @@
 
 Success means that the file of every rank is present, complete and valid. Of any other ending the cause is chosen by its
 class, then by its time, never by the number of the rank: the ranks that outlive a dead one fail in a collective, and
-their exceptions must not hide its end.
+their exceptions must not hide its end. What an exception means is told by the rank itself (``worker/failure.py``).
 """
 
 from __future__ import annotations

@@ -89,7 +89,7 @@ class Speeds:
         """Whether the measurements show which of the two rows is faster.
 
         From three runs on the interval of their ratio must exclude 1; ``comparison.ratio_between`` corrects it for the
-        number of rows, as the fastest row is partly the luckiest. With fewer runs the lead must be more than the
+        number of rows, as chance too makes a row the fastest. With fewer runs the lead must be more than the
         standard deviation of their steps and more than ``LEAST_LEAD``.
         """
         interval = self.interval_of(row, other)

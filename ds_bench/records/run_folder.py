@@ -175,7 +175,7 @@ class RunFolder:
 
     def _append(self, name: str, record: TrialRecord) -> None:
         path = self.folder / name
-        # A crash may have torn the last line: end it, or the new record would be a part of it.
+        # A crash may have cut the last line off: end it, or the new record would be a part of it.
         with contextlib.suppress(FileNotFoundError), path.open("rb+") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - 1))
             if file.read(1) not in (b"", b"\n"):
@@ -195,7 +195,7 @@ class RunFolder:
         return self._read(PROBES_FILE)
 
     def records(self) -> list[TrialRecord]:
-        """Reads the records of all finished trials in order, without lines that are no record (torn by a crash)."""
+        """Reads the records of all finished trials in order, without lines that are no record (cut off by a crash)."""
         return self._read(RECORDS_FILE)
 
     def _read(self, name: str) -> list[TrialRecord]:

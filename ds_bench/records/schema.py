@@ -14,7 +14,9 @@ from typing import Any, Literal
 from ..config.spec import Trial
 
 SCHEMA_VERSION = 4
-"""Form of the stored records. History: 1 (2026-11-20) first form. 2 (2026-11-22) ``trial.configuration`` in place of
+"""Form of the stored records; ``reader.MIGRATIONS`` reads those of an earlier one.
+
+History: 1 (2026-11-20) first form. 2 (2026-11-22) ``trial.configuration`` in place of
 ``trial.strategy``. 3 (2026-11-22) fields with defaults for files, axes and reference engines.
 4 (2026-11-22) fields with defaults for what is observed besides the measured steps: profiles, checkpoints, data files,
 frozen parameters."""
