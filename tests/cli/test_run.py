@@ -133,7 +133,7 @@ def test_an_interrupted_sweep_goes_on_from_its_folder_alone(
 
 @pytest.mark.parametrize(
     ("text", "named"),
-    [("model: {name: tiny, trust_remote_code: true}", "--trust-remote-code True")],
+    [("model: {name: tiny, trust_remote_code: true}", "asks for --trust-remote-code")],
 )
 def test_a_run_folder_alone_starts_no_code(
     run: Run, house: House, capsys: pytest.CaptureFixture[str], text: str, named: str
