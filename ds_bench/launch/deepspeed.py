@@ -126,15 +126,9 @@ def launch_command(placement: Placement, folder: Path, devices: Sequence[int] | 
 def hosts_command(placement: Placement, master: tuple[str, int]) -> list[str]:
     """The runner's command line for one trial on the hosts of a hostfile; ranks find their folder by DS_BENCH_TRIAL."""
     address, port = master
-    command = [
-        sys.executable,
-        "-m",
-        "deepspeed.launcher.runner",
-        "--no_local_rank",
-        "--hostfile",
-        str(placement.hostfile),
-    ]
-    command += ["--launcher", placement.multi_node_launcher, "--master_addr", address, "--master_port", str(port)]
+    command = [sys.executable, "-m", "deepspeed.launcher.runner", "--no_local_rank"]
+    command += ["--hostfile", str(placement.hostfile), "--launcher", placement.multi_node_launcher]
+    command += ["--master_addr", address, "--master_port", str(port)]
     # By itself the runner tries ssh to the first host, and starts the ranks of a single host here, whichever it is.
     command += ["--no_ssh_check", "--force_multi"]
     if placement.include is not None:

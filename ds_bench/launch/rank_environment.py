@@ -96,12 +96,12 @@ def cuda_environment(environ: Mapping[str, str], query: gpus.GpuQuery) -> dict[s
     capabilities = sorted({gpu.compute_capability for gpu in visible if gpu.compute_capability is not None})
     if capabilities and "TORCH_CUDA_ARCH_LIST" not in environ:  # one build for all these GPUs
         variables["TORCH_CUDA_ARCH_LIST"] = ";".join(f"{major}.{minor}" for major, minor in capabilities)
-    stubs = Path(environ.get("CUDA_HOME", "/usr/local/cuda")) / "lib64" / "stubs"
+    toolkit = Path(environ.get("CUDA_HOME", "/usr/local/cuda"))
+    stubs = toolkit / "lib64" / "stubs"
     if stubs.is_dir():  # libcuda.so for the linker, which may not find the driver's
         variables["LIBRARY_PATH"] = os.pathsep.join(filter(None, [environ.get("LIBRARY_PATH"), str(stubs)]))
     headers = _find_headers_of_wheels()
-    toolkit = Path(environ.get("CUDA_HOME", "/usr/local/cuda")) / "include" / "cusparse.h"
-    if headers is not None and not toolkit.exists():
+    if headers is not None and not (toolkit / "include" / "cusparse.h").exists():
         variables["CPATH"] = os.pathsep.join(filter(None, [environ.get("CPATH"), str(headers)]))
     return variables
 
