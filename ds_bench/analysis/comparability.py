@@ -66,9 +66,7 @@ def group_repeats(summaries: Sequence[TrialSummary]) -> dict[str, list[TrialSumm
     keys: dict[tuple[int, ...], str] = {}
     key_of_content: dict[tuple[object, ...], str] = {}
     for summary in summaries:
-        part_ids = tuple(
-            map(id, _parts(summary.record.trial))
-        )  # repeats that were read from one file share their parts
+        part_ids = tuple(map(id, _parts(summary.record.trial)))  # shared by repeats that were read from one file
         if part_ids not in keys:
             keys[part_ids] = key_of_content.setdefault(_content(summary), row_key(summary.record))
         key = keys[part_ids]

@@ -38,7 +38,7 @@ _NEEDED = (
     "stage", "strategy", "model", "batch_size", "seq_length", "grad_accum", "num_steps", "warmup_steps", "success",
     "status", "repeat", "num_gpus", "accelerator", "precision", "activation_checkpointing", "method_version",
 )  # fmt: skip
-_KNOWN = frozenset(column.name for column in COLUMNS)
+KNOWN_COLUMNS = frozenset(column.name for column in COLUMNS)
 _SIGNED = frozenset(("first_loss", "final_loss", "repeated_loss", "weight_change_cosine"))
 _MAX_GPUS = 1024
 """GPUs of a host at most, so that a damaged row cannot ask for millions of objects."""
@@ -73,11 +73,6 @@ def _row_adapter() -> TypeAdapter[list[dict[str, Any]]]:
     row: Any = make_type("row", columns)
     rows: Any = list[row]
     return TypeAdapter(rows)
-
-
-def unknown_columns(row: Mapping[str, Any]) -> list[str]:
-    """Returns the names that are no column of a flat row."""
-    return [name for name in row if name not in _KNOWN]
 
 
 def read_summary(row: Mapping[str, Any]) -> TrialSummary:

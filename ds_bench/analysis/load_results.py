@@ -308,7 +308,8 @@ def _check_rows(path: Path, data: bytes, notes: list[str]) -> list[dict[str, Any
         raise UsageError(f"{path} is {what}", remedy="give a run folder, or a result's .json")
     if not value:
         raise UsageError(f"{path} has no rows", remedy="no trial had finished; run it again")
-    unknown = dict.fromkeys(name for row in value if isinstance(row, dict) for name in flat_reader.unknown_columns(row))
+    names = dict.fromkeys(name for row in value if isinstance(row, dict) for name in row)
+    unknown = [name for name in names if name not in flat_reader.KNOWN_COLUMNS]
     if unknown:
         notes.append(f"{path.name}: unknown columns left out: {', '.join(unknown)}")
     try:

@@ -185,10 +185,7 @@ class RunFolder:
     @staticmethod
     def as_read(record: TrialRecord) -> TrialRecord | None:
         """A record as :meth:`records` reads it, credentials redacted; None for one that it would leave out."""
-        try:
-            return reader.parse_record(json_line(record.to_dict()), RECORDS_FILE, {})
-        except (ValueError, UsageError):
-            return None
+        return _record_of(json_line(record.to_dict()), RECORDS_FILE)
 
     def probes(self) -> list[TrialRecord]:
         """Reads all probes in order."""
@@ -203,13 +200,7 @@ class RunFolder:
             lines = files.read_bytes(self.folder / name, json_files.LARGEST_FILE_BYTES).split(b"\n")
         except FileNotFoundError:
             return []
-        records = []
-        for line in lines:
-            try:
-                records.append(reader.parse_record(line, name, {}))
-            except (ValueError, UsageError):
-                continue
-        return records
+        return [record for line in lines if (record := _record_of(line, name)) is not None]
 
     def write_rows(self, rows: Sequence[Mapping[str, Any]], other_csv: Path | None = None) -> None:
         """Replaces the flat JSON and CSV; if one cannot be written, none changes. ``other_csv``: a further CSV."""
@@ -228,6 +219,14 @@ class RunFolder:
 def cannot_resume(folder: Path, problem: str, remedy: str = "start a new run") -> UsageError:
     """The error that a run cannot be resumed."""
     return UsageError(f"--resume {folder}: {problem}", remedy=remedy)
+
+
+def _record_of(line: bytes, file: str) -> TrialRecord | None:
+    """The record that a line of ``file`` holds; None if it holds none."""
+    try:
+        return reader.parse_record(line, file, {})
+    except (ValueError, UsageError):
+        return None
 
 
 def last_trial_folder(run: Path, trial_id: str) -> Path:
