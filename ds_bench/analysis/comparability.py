@@ -62,7 +62,7 @@ def group_repeats(summaries: Sequence[TrialSummary]) -> dict[str, list[TrialSumm
     the first group.
     """
     groups: dict[str, list[TrialSummary]] = {}
-    variants: dict[str, list[tuple[object, ...]]] = {}
+    variants: dict[str, list[tuple[dict[str, object], str | None]]] = {}
     keys: dict[tuple[int, ...], str] = {}
     key_of_content: dict[tuple[object, ...], str] = {}
     for summary in summaries:
@@ -71,7 +71,7 @@ def group_repeats(summaries: Sequence[TrialSummary]) -> dict[str, list[TrialSumm
             keys[part_ids] = key_of_content.setdefault(_content(summary), row_key(summary.record))
         key = keys[part_ids]
         if summary.record.ranks:
-            facts = (*run_facts(summary.record), summary.flat_config_hash)
+            facts = run_facts(summary.record), summary.flat_config_hash
             known_variants = variants.setdefault(key, [])
             if facts not in known_variants:
                 known_variants.append(facts)
@@ -113,7 +113,7 @@ def incomparable_fields(a: TrialRecord, b: TrialRecord) -> list[str]:
     if a.ranks and b.ranks:
         if None not in (a.ranks[0].dropout, b.ranks[0].dropout):
             pairs.pop("dropout", None)  # a requested dropout may equal the model's own: compare those that ran
-        ran = differing(dict(zip(RUN_FACTS, zip(run_facts(a), run_facts(b), strict=True), strict=True)))
+        ran = differing({"": [run_facts(a), run_facts(b)]})
         pairs |= {name: pair for name, pair in ran.items() if REQUESTED_AS.get(name, name) not in pairs}
     elif a.method_version != b.method_version:
         pairs["method_version"] = (a.method_version, b.method_version)
@@ -168,34 +168,20 @@ def format_value(value: object) -> str:
     return ", ".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
-RUN_FACTS = (
-    "micro_batch_size",
-    "grad_accum",
-    "data_parallel_size",
-    "device",
-    "torch",
-    "deepspeed",
-    "launch",
-    "method_version",
-    "dropout",
-)
-"""Facts that decide a measurement and are known from the run alone."""
-
-
-def run_facts(record: TrialRecord) -> tuple[object, ...]:
-    """Returns the values of ``RUN_FACTS``."""
+def run_facts(record: TrialRecord) -> dict[str, object]:
+    """Returns the facts that decide a measurement and are known from the run alone, by name."""
     rank = record.ranks[0]
-    return (
-        rank.micro_batch_size,
-        rank.grad_accum,
-        rank.data_parallel_size,
-        _devices(record),
-        rank.torch_version,
-        rank.deepspeed_version,
-        record.launch,
-        record.method_version,
-        rank.dropout,
-    )
+    return {
+        "micro_batch_size": rank.micro_batch_size,
+        "grad_accum": rank.grad_accum,
+        "data_parallel_size": rank.data_parallel_size,
+        "device": _devices(record),
+        "torch": rank.torch_version,
+        "deepspeed": rank.deepspeed_version,
+        "launch": record.launch,
+        "method_version": record.method_version,
+        "dropout": rank.dropout,
+    }
 
 
 def _devices(record: TrialRecord) -> str:

@@ -21,7 +21,7 @@ from ..prediction.trial_predictions import stored_prediction
 from ..prediction.what_if import Saving
 from ..records.schema import RankMeasurement, Tier
 from ..system import environment
-from .comparability import incomparable_fields, placement_facts
+from .comparability import WORKLOAD_FIELDS, differing, incomparable_fields, placement_facts
 from .comparison import ComparisonRow, ratio_between
 from .intervals import RatioInterval
 from .phase_memory import largest_of_runs
@@ -525,19 +525,14 @@ def _key_differences(a: TrialSummary, b: TrialSummary) -> Iterator[KeyDifference
         yield KeyDifference(
             path="optimizer class", a=optimizers[0], b=optimizers[1], acts_on=("step",), from_layout=False
         )
-    placements = placement_facts([trial.placement for trial in trials])
-    facts = [
-        {
-            "engine": trial.configuration.engine,
-            **trial.configuration.variables,
-            **asdict(trial.workload),
-            **{name: values[index] for name, values in placements.items()},
-        }
-        for index, trial in enumerate(trials)
-    ]
-    for name in dict.fromkeys([*facts[0], *facts[1]]):
-        values = [each.get(name) for each in facts]
-        if values[0] != values[1] and name not in _LEFT_OUT_FIELDS:
+    facts: dict[str, Sequence[Any]] = {
+        "engine": [trial.configuration.engine for trial in trials],
+        "": [trial.configuration.variables for trial in trials],
+        **{name: [getattr(trial.workload, name) for trial in trials] for name in WORKLOAD_FIELDS},
+        **placement_facts([trial.placement for trial in trials]),
+    }
+    for name, values in differing(facts).items():
+        if name not in _LEFT_OUT_FIELDS:
             acts_on = ACTS_ON.get(name, ())
             yield KeyDifference(path=name, a=values[0], b=values[1], acts_on=acts_on, from_layout=False)
 

@@ -8,7 +8,6 @@ from typing import Any
 from ..records.schema import TrialRecord
 from .comparability import (
     REQUESTED_AS,
-    RUN_FACTS,
     WORKLOAD_FIELDS,
     differing,
     format_value,
@@ -83,6 +82,6 @@ def _label_columns(records: Sequence[TrialRecord]) -> dict[str, Sequence[Any]]:
     columns |= {name: [getattr(trial.workload, name) for trial in trials] for name in WORKLOAD_FIELDS}
     columns |= placement_facts([trial.placement for trial in trials])
     if all(record.ranks for record in records):  # a failed row would differ by facts that are not known of it
-        ran = zip(*map(run_facts, records), strict=True)
-        columns |= {name: values for name, values in zip(RUN_FACTS, ran, strict=True) if name not in REQUESTED_AS}
+        ran = [*map(run_facts, records)]
+        columns |= {name: [facts[name] for facts in ran] for name in ran[0] if name not in REQUESTED_AS}
     return {name: columns[name] for name in dict.fromkeys([*_LABEL_FACTS, *columns]) if name in columns}
