@@ -14,7 +14,7 @@ import struct
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..system import files
 from ..units import to_gb, to_ms
@@ -32,9 +32,8 @@ _UNKNOWN = -1
 _MOST_BYTES = 2**30
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepSample:
-    """One step on one rank. None where a value is not known."""
+class StepSample(NamedTuple):
+    """One step on one rank, in the order of ``_SAMPLE``. None where a value is not known."""
 
     measured: bool
     """False for a warm-up step."""
@@ -113,19 +112,14 @@ class StepFileWriter:
 
     def add(self, sample: StepSample) -> None:
         """Adds the next step; the first one is step 0."""
-        sizes = (
-            sample.gpu_allocated_bytes,
-            sample.gpu_reserved_bytes,
-            sample.gpu_peak_bytes,
-            sample.host_resident_bytes,
-        )
+        measured, time, seconds, loss, *sizes = sample
         _SAMPLE.pack_into(
             self._memory,
             _HEADER.size + self._count % _CAPACITY * _SAMPLE.size,
-            sample.measured,
-            sample.time,
-            sample.seconds,
-            math.nan if sample.loss is None else sample.loss,
+            measured,
+            time,
+            seconds,
+            math.nan if loss is None else loss,
             *(_UNKNOWN if size is None else size for size in sizes),
         )
         self._count += 1
@@ -158,17 +152,8 @@ class StepFileReader:
 
 def _sample(values: tuple[float, ...]) -> StepSample:
     measured, time, seconds, loss, *sizes = values
-    allocated, reserved, peak, resident = (None if size == _UNKNOWN else int(size) for size in sizes)
-    return StepSample(
-        measured=bool(measured),
-        time=time,
-        seconds=seconds,
-        loss=loss if math.isfinite(loss) else None,
-        gpu_allocated_bytes=allocated,
-        gpu_reserved_bytes=reserved,
-        gpu_peak_bytes=peak,
-        host_resident_bytes=resident,
-    )
+    known_sizes = (None if size == _UNKNOWN else int(size) for size in sizes)
+    return StepSample(bool(measured), time, seconds, loss if math.isfinite(loss) else None, *known_sizes)
 
 
 def read_steps(folder: Path) -> list[TrialStep]:
