@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..records.schema import CHECKPOINT_ACTIONS, CheckpointAction, RankMeasurement
+from ..records.schema import CHECKPOINT_ACTIONS, CheckpointAction, RankMeasurement, measured_values
 from .phase_memory import fullest_node
-from .trial_caveats import measured_values
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

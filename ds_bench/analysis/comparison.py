@@ -12,6 +12,7 @@ from typing import Any
 from ..config import strategies
 from ..config.spec import Configuration, Trial
 from ..errors import UsageError
+from ..records.schema import measured_values
 from ..system.environment import Environment
 from ..units import BYTES_PER_GB
 from . import trial_caveats
@@ -22,7 +23,6 @@ from .intervals import RatioInterval, RowRatios, Run, geometric_mean, mean_inter
 from .loss_parity import with_loss_caveats
 from .row_labels import unique_labels
 from .summary import TrialSummary
-from .trial_caveats import measured_values
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

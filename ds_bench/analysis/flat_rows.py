@@ -10,13 +10,12 @@ from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple
 
-from ..records.schema import CHECKPOINT_ACTIONS, SUCCESS, RankMeasurement
+from ..records.schema import CHECKPOINT_ACTIONS, SUCCESS, RankMeasurement, measured_values
 from ..system.environment import Environment
 from ..units import to_gb, to_ms
 from .loss_parity import with_loss_caveats
 from .step_costs import step_parts
 from .summary import TrialSummary
-from .trial_caveats import measured_values
 
 _SIGNS = {"Skipped": "⏭️", "Unsupported": "❌", "Interrupted": "⏹️"}
 

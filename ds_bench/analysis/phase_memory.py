@@ -6,8 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, TypeVar
 
-from ..records.schema import MEMORY_PHASES, PhaseMemory, RankMeasurement
-from .trial_caveats import measured_values
+from ..records.schema import MEMORY_PHASES, PhaseMemory, RankMeasurement, measured_values
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance

@@ -19,14 +19,13 @@ from ..config.spec import Configuration
 from ..prediction.memory import UNCOUNTED
 from ..prediction.trial_predictions import stored_prediction
 from ..prediction.what_if import Saving
-from ..records.schema import RankMeasurement, Tier
+from ..records.schema import RankMeasurement, Tier, measured_values
 from ..system import environment
 from .comparability import WORKLOAD_FIELDS, differing, incomparable_fields, placement_facts
 from .comparison import ComparisonRow, ratio_between
 from .intervals import RatioInterval
 from .phase_memory import largest_of_runs
 from .summary import TrialSummary
-from .trial_caveats import measured_values
 
 REST = "rest"
 """Category of what is in the total and in no tensor that the ledger counted; negative where categories, each at its own

@@ -11,7 +11,7 @@ from ..config.deepspeed_config import hash_config, is_full_config
 from ..config.spec import Workload
 from ..models.presets import ModelFacts
 from ..prediction import trial_predictions
-from ..records.schema import RankMeasurement, TrialRecord, ranks_of_nodes
+from ..records.schema import RankMeasurement, TrialRecord, measured_values, ranks_of_nodes
 from ..system.environment import Environment
 from . import flops, trial_caveats
 from .caveats import Caveat, parse_caveat
@@ -19,7 +19,6 @@ from .checkpoints import CheckpointCost, checkpoint_costs, is_restored
 from .intervals import sample_std
 from .phase_memory import NodePhaseMemory, node_phase_memory
 from .step_costs import NO_COSTS, StepCosts, step_costs
-from .trial_caveats import measured_values
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,11 +6,10 @@ import math
 import statistics
 from collections.abc import Iterator, Sequence
 from functools import cache
-from typing import Any
 
 from ..config.spec import Trial, Workload
 from ..prediction.trial_predictions import is_miss
-from ..records.schema import RankMeasurement, TrialRecord, ranks_of_nodes
+from ..records.schema import RankMeasurement, TrialRecord, measured_values, ranks_of_nodes
 from ..units import format_ms, format_percent, format_ratio
 from .caveats import Caveat, CaveatText, parse_caveat, skipped_steps
 from .intervals import sample_std
@@ -58,11 +57,6 @@ _MIN_OUTLIER_RATIO = 1.25
 _MAX_NAMED_OUTLIERS = 3
 _OPTIMIZER_FAMILIES = ("muon", "adagrad", "adam", "lion", "lamb", "sgd")
 """Parts of the names of optimizers and their classes; the first that matches counts: ``MuonWithAuxAdam`` is a Muon."""
-
-
-def measured_values(measurements: Sequence[object], name: str) -> list[Any]:
-    """The values of one field of several ranks or runs, without those that were not measured."""
-    return [value for each in measurements if (value := getattr(each, name)) is not None]
 
 
 def gpu_fraction(record: TrialRecord) -> float | None:

@@ -16,9 +16,8 @@ from ..analysis.caveats import CaveatKind
 from ..analysis.intervals import geometric_mean
 from ..analysis.provenance import unnamed_values
 from ..analysis.summary import TrialSummary
-from ..analysis.trial_caveats import measured_values
 from ..config.spec import Trial, point_text
-from ..records.schema import SUCCESS
+from ..records.schema import SUCCESS, measured_values
 from ..system.environment import Environment
 from ..units import BYTES_PER_MB
 

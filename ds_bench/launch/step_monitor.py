@@ -9,6 +9,7 @@ from pathlib import Path
 
 from ..config.spec import Trial
 from ..records.rank_files import json_line
+from ..records.schema import measured_values
 from ..records.step_series import STEPS_FILE, StepFileReader, StepSample, TrialStep
 from ..records.tensorboard_files import TensorBoardFile
 
@@ -74,10 +75,9 @@ def _trial_step(number: int, samples: list[StepSample], tokens_per_step: int) ->
         seconds=seconds,
         tokens_per_second=tokens_per_step / seconds if seconds > 0 else None,
         loss=math.fsum(losses) / len(losses) if len(losses) == len(samples) else None,
-        **{name: _largest(samples, name) for name in ("gpu_allocated_bytes", "gpu_reserved_bytes", "gpu_peak_bytes")},
+        **{
+            name: max(measured_values(samples, name), default=None)
+            for name in ("gpu_allocated_bytes", "gpu_reserved_bytes", "gpu_peak_bytes")
+        },
         host_resident_bytes=sum(sample.host_resident_bytes or 0 for sample in samples) or None,
     )
-
-
-def _largest(samples: list[StepSample], name: str) -> int | None:
-    return max((size for sample in samples if (size := getattr(sample, name)) is not None), default=None)

@@ -380,6 +380,11 @@ class TrialRecord:
         return {**asdict(self), "trial": self.trial.to_dict()}
 
 
+def measured_values(measurements: Sequence[object], name: str) -> list[Any]:
+    """The values of one field of several ranks, runs or steps, without those that were not measured."""
+    return [value for each in measurements if (value := getattr(each, name)) is not None]
+
+
 def ranks_of_nodes(ranks: Sequence[RankMeasurement]) -> dict[str, list[RankMeasurement]]:
     """Host → its ranks."""
     nodes: dict[str, list[RankMeasurement]] = {}
