@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..analysis import provenance
 from ..analysis.comparison import ComparisonRow
@@ -26,20 +26,20 @@ from .row_explanation import HEADING, report_paragraphs
 from .sweep_charts import sweep_charts
 from .terminal_report import notes_that_matter
 
+if TYPE_CHECKING:
+    from jinja2 import Environment
+
 # Control characters have no place in HTML, lone surrogates none in UTF-8, and bidirectional overrides reorder text.
 _UNPRINTABLE = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff\u202a-\u202e\u2066-\u2069]")
 
 
 def render_page(reports: Sequence[ComparisonReport], generated: str) -> str:
     """The whole page as text, to be written as UTF-8. ``generated``: when and by which version."""
-    from jinja2 import Environment, PackageLoader, StrictUndefined
     from markupsafe import Markup
 
-    loader = PackageLoader("ds_bench.report")
-    engine = Environment(
-        loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    styles, script = (Markup(loader.get_source(engine, name)[0]) for name in ("report.css", "report.js"))
+    engine = _template_engine()
+    assert engine.loader is not None
+    styles, script = (Markup(engine.loader.get_source(engine, name)[0]) for name in ("report.css", "report.js"))
     machines = [_machines(report) for report in reports]
     one_machine = len(set(map(str, machines))) == 1 and len(machines[0]) < 2
     page = engine.get_template("report.html").render(
@@ -51,7 +51,7 @@ def render_page(reports: Sequence[ComparisonReport], generated: str) -> str:
             {**_section(report, f"s{number}"), "environments": None if one_machine else own}
             for number, (report, own) in enumerate(zip(reports, machines, strict=True), 1)
         ],
-        sweep=_drawn(sweep_charts(reports), "sweep"),
+        sweep=[_drawn(chart, "sweep") for chart in sweep_charts(reports)],
         passes=pass_table.build_table(reports) if pass_table.is_wanted(reports) else None,
         styles=styles,
         script=script,
@@ -69,7 +69,7 @@ def render_tables(reports: Sequence[ComparisonReport]) -> str:
                 "rows": [
                     [
                         f"{'★ ' if row.key == report.recommendation.key else ''}{row.label}",
-                        row_status(row, lambda status: f"{'✓' if status == SUCCESS else '✗'} {status}"),
+                        _status(row),
                         *(round_numbers(*column.cell(row, report.comparison)) for column in columns),
                     ]
                     for row in report.comparison.rows
@@ -89,22 +89,30 @@ def render_plan(plan: MemoryPlan) -> str:
 
 def _render_tables(parts: Sequence[Mapping[str, Any]]) -> str:
     """Each part has a title, headings, rows of cells, and lines that follow the table."""
+    return _UNPRINTABLE.sub("\ufffd", _template_engine().get_template("tables.html").render(parts=parts))
+
+
+def _template_engine() -> Environment:
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
-    engine = Environment(
+    return Environment(
         loader=PackageLoader("ds_bench.report"),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    return _UNPRINTABLE.sub("\ufffd", engine.get_template("tables.html").render(parts=parts))
 
 
-def _drawn(found: Sequence[Chart], uid: str) -> list[dict[str, Any]]:
+def _drawn(chart: Chart, uid: str) -> dict[str, Any]:
+    """The chart with its drawing, whose ids begin with ``uid``."""
     from markupsafe import Markup
 
-    return [{"chart": chart, "svg": Markup(charts.inline_svg(chart, f"{uid}-{chart.name}"))} for chart in found]
+    return {"chart": chart, "svg": Markup(charts.inline_svg(chart, f"{uid}-{chart.name}"))}
+
+
+def _status(row: ComparisonRow) -> str:
+    return row_status(row, lambda status: f"{'✓' if status == SUCCESS else '✗'} {status}")
 
 
 def _machines(report: ComparisonReport) -> list[dict[str, str]]:
@@ -118,8 +126,6 @@ def _machines(report: ComparisonReport) -> list[dict[str, str]]:
 
 def _section(report: ComparisonReport, uid: str) -> dict[str, Any]:
     """What the template needs for one report. ``uid``: beginning of all its ids."""
-    from markupsafe import Markup
-
     drawable = charts_of(report.comparison, report.recommendation.key)
     numbers = {note: number for number, note in enumerate(report.labels_by_note, 1)}
     columns = measured_columns(report.comparison)
@@ -128,7 +134,7 @@ def _section(report: ComparisonReport, uid: str) -> dict[str, Any]:
         heading = {"throughput": "Speed", "pareto": "Speed", "ledger": "Memory"}.get(
             chart.name.partition("-")[0], "Steps"
         )
-        sections[heading].append({"chart": chart, "svg": Markup(charts.inline_svg(chart, f"{uid}-{chart.name}"))})
+        sections[heading].append(_drawn(chart, uid))
     return {
         "uid": uid,
         "report": report,
@@ -157,7 +163,7 @@ def _row(
         "label": row.label,
         "recommended": row.key == report.recommendation.key,
         "baseline": comparison.baseline is not None and row.key == comparison.baseline.key,
-        "status": row_status(row, lambda status: f"{'✓' if status == SUCCESS else '✗'} {status}"),
+        "status": _status(row),
         "succeeded": row.succeeded,
         # an empty key sorts last
         "cells": [(round_numbers(text, key), text, "" if key is None else repr(key)) for text, key in cells],
