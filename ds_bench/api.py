@@ -513,7 +513,7 @@ def plan(**keywords: Unpack[PlanKeywords]) -> Plan:
 
 
 def _plain(text: str) -> str:
-    return text.replace(memory_plan.NO_BREAK, " ")
+    return text.replace(terminal.NO_BREAK, " ")
 
 
 def _planned_row(row: PlanRow) -> PlannedRow:

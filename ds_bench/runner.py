@@ -39,11 +39,11 @@ from .planner import Plan, RunPlan, make_run_plan
 from .prediction import trial_predictions
 from .prediction.model_profile import ModelProfile, variant_of
 from .records import schema
-from .records.rank_files import write_json
+from .records.rank_files import json_text, write_json
 from .records.resume import remaining_trials, require_same_machine, require_same_workload
 from .records.run_folder import RUN_FILE, RunFolder
 from .records.schema import Outcome, TrialRecord
-from .report import export, models_table, pass_table, profile_text, run_plan, sweep_report, table, terminal_report
+from .report import export, models_table, pass_table, profile_text, run_plan, sweep_report, terminal_report
 from .report.comparison_report import ComparisonReport, build_report
 from .report.markdown import render_markdown
 from .report.progress import ProgressReporter
@@ -650,7 +650,7 @@ def print_reports(options: Options, reports: Sequence[ComparisonReport], rows: S
     """The reports on standard output, in the format asked for."""
     with terminal.ignoring_broken_pipe():
         if options.format == "json":
-            terminal.print_json(table.as_json(rows))
+            terminal.print_json(json_text(rows).rstrip())
         elif options.format == "markdown":
             side_by_side = (pass_table if pass_table.is_wanted(reports) else models_table).render_markdown(reports)
             terminal.print_text("\n\n".join(filter(None, [*map(render_markdown, reports), side_by_side])))

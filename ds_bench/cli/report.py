@@ -23,7 +23,7 @@ from ..config.options import GOALS, ROW_FORMATS
 from ..errors import UsageError
 from ..records.rank_files import json_text, write_text
 from ..records.run_folder import csv_text
-from ..report import export, github_benchmark, html_report, markdown, models_table, pass_table, table, terminal_report
+from ..report import export, github_benchmark, html_report, markdown, models_table, pass_table, terminal_report
 from ..report.comparison_report import ComparisonReport, build_report
 from ..report.data_frame import parquet_bytes
 from ..system import terminal
@@ -129,13 +129,13 @@ def _write_rows(reports: Sequence[ComparisonReport], options: ReportOptions) -> 
         else:
             _write_file(options.output, lambda path: path.write_bytes(content))
         return
-    text = table.as_json(rows) if options.format == "json" else csv_text(rows).removesuffix("\n")
+    text = json_text(rows) if options.format == "json" else csv_text(rows)
     if options.output is not None:
-        _write_file(options.output, lambda path: write_text(path, f"{text}\n"))
+        _write_file(options.output, lambda path: write_text(path, text))
     elif options.format == "json":
-        terminal.print_json(text)
+        terminal.print_json(text.removesuffix("\n"))
     else:
-        terminal.print_text(text)
+        terminal.print_text(text.removesuffix("\n"))
 
 
 def _write_file(path: Path, write: Callable[[Path], object]) -> None:
@@ -271,7 +271,6 @@ def _write_charts(reports: Sequence[ComparisonReport], folder: Path) -> None:
     from ..report.sweep_charts import sweep_charts
     from ..report.sweep_report import common_title
 
-    _make_folder(folder)
     try:
         paths = write_charts(sweep_charts(reports), common_title(reports), folder)
         for number, comparison_report in enumerate(reports, 1):
@@ -288,13 +287,6 @@ def _write_charts(reports: Sequence[ComparisonReport], folder: Path) -> None:
         terminal.print_text(f"plot {path}", sys.stderr)
 
 
-def _make_folder(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"{folder} cannot be made: {error.strerror}", remedy="give another folder") from None
-
-
 def _export(reports: Sequence[ComparisonReport], name: str) -> None:
     """Writes the configuration of that row, from the first report that holds it. Raises UsageError."""
     rows = _rows_called(reports, name)
@@ -306,7 +298,6 @@ def _export(reports: Sequence[ComparisonReport], name: str) -> None:
                 problem = f"--export {name}: {len(rows)} rows are called that; taken from {origin}"
                 terminal.print_text(problem, sys.stderr)
             folder = Path(export.folder_name(row.configuration.name))
-            _make_folder(folder)
             for path in export.write_exports(record, folder, next(iter(comparison_report.environments), None)):
                 terminal.print_text(f"config {path}", sys.stderr)
             return

@@ -40,7 +40,7 @@ def detail_tables(comparison: Comparison) -> list[DetailTable]:
 def _phase_memory_tables(comparison: Comparison) -> Iterator[DetailTable]:
     def host(memory: NodePhaseMemory) -> str:
         peak, end = to_gb(memory.host_peak_bytes), to_gb(memory.host_end_bytes)
-        return MISSING if peak is end is None else f"{_gigabytes(peak)} → {_gigabytes(end)}"
+        return MISSING if peak is end is None else f"{format_significant(peak)} → {format_significant(end)}"
 
     yield from _of_phases(
         comparison,
@@ -52,7 +52,7 @@ def _phase_memory_tables(comparison: Comparison) -> Iterator[DetailTable]:
         comparison,
         "GPU memory by phase",
         "GB, peak allocated within the phase on the fullest GPU",
-        lambda memory: _gigabytes(to_gb(memory.gpu_peak_bytes)),
+        lambda memory: format_significant(to_gb(memory.gpu_peak_bytes)),
     )
 
 
@@ -73,8 +73,8 @@ def _checkpoint_tables(comparison: Comparison) -> Iterator[DetailTable]:
     def cell(cost: CheckpointCost) -> str:
         if cost.seconds is None:
             return MISSING
-        written = "" if cost.written_bytes is None else f", {_gigabytes(to_gb(cost.written_bytes))} GB"
-        return f"{format_significant(cost.seconds)} s{written} ({_gigabytes(to_gb(cost.host_peak_bytes))})"
+        written = "" if cost.written_bytes is None else f", {format_significant(to_gb(cost.written_bytes))} GB"
+        return f"{format_significant(cost.seconds)} s{written} ({format_significant(to_gb(cost.host_peak_bytes))})"
 
     def cells(row: ComparisonRow) -> Mapping[str, str]:
         costs = largest_of_runs([run.checkpoint for run in row.successes])
@@ -88,10 +88,6 @@ def _checkpoint_tables(comparison: Comparison) -> Iterator[DetailTable]:
         "seconds on the slowest rank, GB of files, in brackets GB of host memory at the peak on the fullest node",
         {row.label: cells(row) for row in comparison.rows},
     )
-
-
-def _gigabytes(size: float | None) -> str:
-    return MISSING if size is None else format_significant(size)
 
 
 def _table(heading: str, meaning: str, cells: Mapping[str, Mapping[str, str]]) -> Iterator[DetailTable]:

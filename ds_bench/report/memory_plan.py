@@ -13,11 +13,11 @@ from ..config.spec import DEVICES, Configuration
 from ..prediction import deepspeed_estimator, what_if
 from ..prediction.memory import DOES_NOT_FIT, FITS, TIGHT, UNKNOWN, Prediction
 from ..prediction.what_if import Change, PlannedTrial
+from ..recommend.short_answer import format_list
+from ..system.terminal import NO_BREAK
 
 _NOTICEABLE_SHARE = 0.01
 """A stage that needs more than a lower one is explained from this difference on."""
-NO_BREAK = "\N{NO-BREAK SPACE}"
-"""A space at which no line is broken; printed as an ordinary one."""
 _CATEGORY_SHARE = 0.1
 """A category with less than this part of a difference is not named as its cause."""
 
@@ -192,7 +192,7 @@ def _settings(plan: MemoryPlan, trial: PlannedTrial) -> list[str]:
 def _change_text(plan: MemoryPlan, change: Change) -> str:
     """``with activation checkpointing on 16 GPUs ZeRO-3``."""
     trial, settings = change.trial, _settings(plan, change.trial)
-    parts = [f"with {_joined(settings)}"] if settings else []
+    parts = [f"with {format_list(settings)}"] if settings else []
     if trial.placement.num_gpus != plan.num_gpus:
         parts.append(f"on {_gpus(trial.placement.num_gpus)}")
     return " ".join([*parts, trial.configuration.label])
@@ -212,7 +212,7 @@ def _needs(trial: PlannedTrial, prediction: Prediction) -> str:
         parts.append(f"{format_size(prediction.host_bytes)} of host memory{where}")
     if prediction.nvme_bytes:
         parts.append(f"{format_size(prediction.nvme_bytes)} of NVMe{where}")
-    return _joined(parts)
+    return format_list(parts)
 
 
 def question_text(plan: MemoryPlan) -> str:
@@ -272,11 +272,12 @@ def larger_than_a_lower_stage(plan: MemoryPlan) -> Iterator[str]:
 
 def _surplus_text(own: Mapping[str, int], others: Mapping[str, int]) -> str:
     more = {name: size - others.get(name, 0) for name, size in own.items() if size > others.get(name, 0)}
-    return _joined(
+    largest = [
         f"{format_size(more[name])} of {category_text(name, 'gpu')}"
         for name in sorted(more, key=more.__getitem__, reverse=True)
         if more[name] >= _CATEGORY_SHARE * sum(more.values())
-    )
+    ]
+    return format_list(largest)
 
 
 def reasons_not_known(plan: MemoryPlan) -> Iterator[str]:
@@ -334,19 +335,13 @@ def _gpus(count: int) -> str:
     return f"{count:,}{NO_BREAK}GPU{'' if count == 1 else 's'}"
 
 
-def _joined(parts: Iterable[str]) -> str:
-    """``a``, ``a and b``, ``a, b and c``."""
-    *first, last = parts
-    return f"{', '.join(first)} and {last}" if first else last
-
-
 def _labels(plan: MemoryPlan, labels: Collection[str]) -> str:
     """``ZeRO-0, ZeRO-1``; with most of the rows ``all``, or where it is shorter ``all but ZeRO-2``."""
     listed = ", ".join(labels)
     others = [row.label for row in plan.rows if row.label not in labels]
     if len(labels) <= len(others) + 1:
         return listed
-    return min(listed, f"all but {_joined(others)}", key=len) if others else "all"
+    return min(listed, f"all but {format_list(others)}", key=len) if others else "all"
 
 
 def _grouped(plan: MemoryPlan, entries: Iterable[tuple[str, str]]) -> Iterator[str]:

@@ -21,8 +21,9 @@ from ..prediction.memory import (
     UNKNOWN,
     Prediction,
 )
+from ..system.terminal import wrapped_lines
 from . import memory_plan
-from .memory_plan import NO_BREAK, MemoryPlan, PlanRow, format_size, format_size_number
+from .memory_plan import MemoryPlan, PlanRow, format_size, format_size_number
 
 _VERDICTS = {FITS: "yes", TIGHT: "tight", DOES_NOT_FIT: "no", UNKNOWN: "?"}
 """Cells of the column Fits."""
@@ -36,9 +37,9 @@ def lines(plan: MemoryPlan, width: int, *, verbose: bool) -> Iterator[str]:
     """The whole text, in lines of at most ``width`` characters if its longest words leave that room."""
     prose = min(width, _WIDEST_SENTENCE)
     answer, offered = memory_plan.answer_text(plan)
-    yield from _wrapped(answer, prose)
+    yield from wrapped_lines(answer, prose)
     yield ""
-    yield from _wrapped(memory_plan.question_text(plan), prose)
+    yield from wrapped_lines(memory_plan.question_text(plan), prose)
     yield ""
     yield from _aligned(table_cells(plan), width)
     for heading, items in (
@@ -49,17 +50,17 @@ def lines(plan: MemoryPlan, width: int, *, verbose: bool) -> Iterator[str]:
         ("Needs more than a lower stage:", memory_plan.larger_than_a_lower_stage(plan)),
         ("No number of GPUs is enough:", memory_plan.reasons_against_any_number(plan)),
     ):
-        texts = [line for item in items for line in _wrapped(item, prose, indent=2)]
+        texts = [line for item in items for line in wrapped_lines(item, prose, indent="  ")]
         if texts:
             yield from ["", heading, *texts]
     yield ""
-    yield from _wrapped(_reading_text(plan, verbose=verbose), prose)
+    yield from wrapped_lines(_reading_text(plan, verbose=verbose), prose)
     if verbose:
         yield ""
         yield from _aligned(_ledger(plan), width)
         for note in _notes(plan):
             yield ""
-            yield from _wrapped(note, prose)
+            yield from wrapped_lines(note, prose)
 
 
 def _reading_text(plan: MemoryPlan, *, verbose: bool) -> str:
@@ -160,19 +161,6 @@ def _notes(plan: MemoryPlan) -> Iterator[str]:
 def _percent(share: float) -> str:
     """``9 %``, ``98 %``, ``1,930 %``: whole, and three significant digits."""
     return f"{float(f'{100 * share:.3g}'):,.0f} %"
-
-
-def _wrapped(text: str, width: int, *, indent: int = 0) -> list[str]:
-    """Lines broken between words, indented; the second and later ones by two more where ``indent`` is given."""
-    broken = textwrap.wrap(
-        text,
-        max(width, 20),
-        initial_indent=" " * indent,
-        subsequent_indent=" " * 2 * indent,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
-    return [line.replace(NO_BREAK, " ") for line in broken]
 
 
 def _aligned(table: Sequence[Sequence[str]], width: int) -> Iterator[str]:

@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-import re
-import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -28,10 +26,11 @@ from ..prediction.what_if import Saving
 from ..recommend.remedies import failed_run
 from ..recommend.short_answer import format_list
 from ..recommend.strategy_guide import traffic_text
+from ..system.terminal import wrapped_lines
 from ..units import format_bytes, format_count, format_items, format_names, format_significant, to_ms
 from .columns import failure_text
 from .comparison_report import ComparisonReport
-from .memory_plan import NO_BREAK, category_text
+from .memory_plan import category_text
 
 HEADING = "What changes between rows"
 _NAMED_SHARE = 0.05
@@ -39,7 +38,6 @@ _NAMED_SHARE = 0.05
 _SAME_SHARE = 0.01
 """A total that differs by less than this part is called the same, and smaller changes are not named."""
 _MOST_PARAGRAPHS = 8
-_NUMBER_AND_UNIT = re.compile(r"(?<=\d) (?=(?:GB|MB|KB|B|ms|%)\b|%)")
 _MOST_KEYS = 3
 """Keys that a paragraph names."""
 _LAYOUT_PATHS = (
@@ -132,19 +130,6 @@ def _pairs(report: ComparisonReport) -> list[tuple[ComparisonRow, ComparisonRow]
         if a.key != b.key:
             unique.setdefault(frozenset((a.key, b.key)), (a, b))
     return list(unique.values())
-
-
-def wrapped_lines(text: str, width: int, indent: str = "") -> list[str]:
-    """The text in lines; a number and its unit stay together."""
-    lines = textwrap.wrap(
-        _NUMBER_AND_UNIT.sub(NO_BREAK, text),
-        max(width, 20),
-        initial_indent=indent,
-        subsequent_indent=indent + ("  " if indent else ""),
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
-    return [line.replace(NO_BREAK, " ") for line in lines]
 
 
 # ------------------------------------------------------------------ memory

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import IO, Any, Literal
 
 from ..analysis.flat_rows import status_text
-from ..system.terminal import aligned_lines, can_encode, escape_controls, print_text, to_ascii, width_of
+from ..system.terminal import aligned_lines, can_encode, escape_controls, print_text, to_ascii, width_of, wrapped_lines
 from ..units import MISSING
 from . import row_explanation, step_time
 from .columns import COLUMNS, row_status
 from .comparison_report import ComparisonReport
 from .detail_tables import DetailTable, detail_tables
 from .profile_text import report_profiles
-from .row_explanation import report_paragraphs, wrapped_lines
+from .row_explanation import report_paragraphs
 from .step_time import step_time_texts
 
 _COLUMNS = tuple(column for column in COLUMNS if not column.page_only)
@@ -198,8 +197,3 @@ def measured_indices(rows: Sequence[TableRow]) -> list[int]:
     return [
         i for i in range(len(HEADINGS)) if i <= _LAST_ALWAYS_SHOWN or any(row.cells[i] not in empty for row in rows)
     ]
-
-
-def as_json(rows: Sequence[dict[str, Any]]) -> str:
-    """The flat records as the JSON file holds them."""
-    return json.dumps(list(rows), indent=1, allow_nan=False, ensure_ascii=False)

@@ -18,7 +18,7 @@ from ..analysis.trial_caveats import NEAR_CAPACITY
 from ..recommend.remedies import failed_run
 from ..recommend.short_answer import format_list
 from ..system.terminal import can_encode, escape_controls, print_text, to_ascii, width_of
-from ..units import BYTES_PER_GB, MISSING, format_count, format_items, format_percent, format_significant
+from ..units import MISSING, format_count, format_items, format_percent, format_significant, to_gb
 from . import table
 from .columns import failure_text
 from .comparison_report import ComparisonReport
@@ -132,10 +132,10 @@ def _columns(report: ComparisonReport) -> list[_Column]:
     if (chosen := report.recommended_row) is not None:
         columns.append(_Column("vs ★", lambda row: _against(row, chosen)))
     gpu = [
-        _Column("GPU GB", lambda row: _gigabytes(row.gpu_peak_bytes), 2),
+        _Column("GPU GB", lambda row: format_significant(to_gb(row.gpu_peak_bytes)), 2),
         _Column("of card", lambda row: _share(row.gpu_fraction, warns=not row.fills_memory)),
     ]
-    host = [_Column("host GB", lambda row: _gigabytes(row.host_peak_bytes), 3)]
+    host = [_Column("host GB", lambda row: format_significant(to_gb(row.host_peak_bytes)), 3)]
     if all(row.gpu_peak_bytes is None for row in comparison.rows):
         columns += [*host, _Column("of host", lambda row: _host_share(row, comparison), 1)]
     else:
@@ -187,11 +187,8 @@ def _host_share(row: ComparisonRow, comparison: Comparison) -> str:
 
 
 def _nvme_gigabytes(row: ComparisonRow) -> str:
-    return _gigabytes(max((run.nvme_stored_bytes or 0 for run in row.successes), default=0) or None)
-
-
-def _gigabytes(size: float | None) -> str:
-    return MISSING if size is None else format_significant(size / BYTES_PER_GB)
+    stored = max((run.nvme_stored_bytes or 0 for run in row.successes), default=0)
+    return format_significant(to_gb(stored or None))
 
 
 def _table_lines(report: ComparisonReport, width: int, printable: Callable[[str], str]) -> Iterator[Line]:

@@ -8,13 +8,18 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
+import textwrap
 import time
 import unicodedata
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import IO, Any, TextIO, cast
 
+NO_BREAK = "\N{NO-BREAK SPACE}"
+"""A space at which no line is broken; printed as an ordinary one."""
+_NUMBER_AND_UNIT = re.compile(r"(?<=\d) (?=(?:GB|MB|KB|B|ms|%)\b|%)")
 _ASCII = {
     "✅": "[ok]",
     "❌": "[failed]",
@@ -101,6 +106,22 @@ def aligned_lines(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -
             space = " " * (width - cell_len(cell))
             cells.append(cell + space if number in left else space + cell)
         yield "  ".join(cells).rstrip()
+
+
+def wrapped_lines(text: str, width: int, indent: str = "") -> list[str]:
+    """The text in lines, the second and later ones indented by two more where there is an indent.
+
+    A number and its unit stay together, and so do words with ``NO_BREAK`` between them.
+    """
+    lines = textwrap.wrap(
+        _NUMBER_AND_UNIT.sub(NO_BREAK, text),
+        max(width, 20),
+        initial_indent=indent,
+        subsequent_indent=indent + ("  " if indent else ""),
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    return [line.replace(NO_BREAK, " ") for line in lines]
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from ds_bench.analysis.comparison import Comparison
 from ds_bench.analysis.flat_rows import flat_rows
 from ds_bench.analysis.summary import TrialSummary, summarise
 from ds_bench.records import schema
+from ds_bench.records.rank_files import json_text
 from ds_bench.records.schema import TrialRecord
 from ds_bench.report import table as tables
 from ds_bench.report.comparison_report import ComparisonReport
@@ -456,9 +457,9 @@ def test_a_note_with_a_pipe_or_a_tag_is_escaped() -> None:
 
 def test_json_on_the_screen_is_what_the_file_holds() -> None:
     rows = flat_rows(summaries(*MIXED))
-    assert json.loads(tables.as_json(rows)) == rows
+    assert json.loads(json_text(rows)) == rows
 
 
 def test_json_on_the_screen_refuses_a_number_that_is_none() -> None:
     with pytest.raises(ValueError, match="JSON"):
-        tables.as_json([{"a": float("nan")}])
+        json_text([{"a": float("nan")}])
