@@ -16,9 +16,13 @@ def check_output(flag: str, path: Path) -> None:
         raise UsageError(f"{flag} {path}: no folder {path.parent}", remedy="make it first")
 
 
-def write_output(flag: str, path: Path, text: str) -> None:
+def write_output(flag: str, path: Path, content: str | bytes) -> None:
     """Writes the file. Raises UsageError where it cannot be written."""
     try:
-        write_text(path, text)
+        if isinstance(content, str):
+            write_text(path, content)
+        else:
+            path.write_bytes(content)
     except OSError as error:
-        raise UsageError(f"{flag} {path}: {error.strerror}", remedy="give a file that you may write") from None
+        problem = f"{flag} {path}: {error.strerror or error}"
+        raise UsageError(problem, remedy="give a file that you may write") from None

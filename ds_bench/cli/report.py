@@ -21,7 +21,7 @@ from ..config import strategies
 from ..config.deepspeed_config import is_full_config
 from ..config.options import GOALS, ROW_FORMATS
 from ..errors import UsageError
-from ..records.rank_files import json_text, write_text
+from ..records.rank_files import json_text
 from ..records.run_folder import csv_text
 from ..report import export, github_benchmark, html_report, markdown, models_table, pass_table, terminal_report
 from ..report.comparison_report import ComparisonReport, build_report
@@ -122,30 +122,20 @@ def _write_rows(reports: Sequence[ComparisonReport], options: ReportOptions) -> 
         ]
     else:
         rows = flat_rows_of(reports)
+    content: str | bytes
     if options.format == "parquet":
         content = parquet_bytes(rows)
-        if options.output is None:
-            sys.stdout.buffer.write(content)
-        else:
-            _write_file(options.output, lambda path: path.write_bytes(content))
-        return
-    text = json_text(rows) if options.format == "json" else csv_text(rows)
-    if options.output is not None:
-        _write_file(options.output, lambda path: write_text(path, text))
-    elif options.format == "json":
-        terminal.print_json(text.removesuffix("\n"))
     else:
-        terminal.print_text(text.removesuffix("\n"))
-
-
-def _write_file(path: Path, write: Callable[[Path], object]) -> None:
-    """Raises UsageError where the file cannot be written."""
-    try:
-        write(path)
-    except OSError as error:
-        problem = f"--output {path}: {error.strerror or error}"
-        raise UsageError(problem, remedy="give a file that you may write") from None
-    terminal.print_text(f"rows {path}", sys.stderr)
+        content = json_text(rows) if options.format == "json" else csv_text(rows)
+    if options.output is not None:
+        write_output("--output", options.output, content)
+        terminal.print_text(f"rows {options.output}", sys.stderr)
+    elif isinstance(content, bytes):
+        sys.stdout.buffer.write(content)
+    elif options.format == "json":
+        terminal.print_json(content.removesuffix("\n"))
+    else:
+        terminal.print_text(content.removesuffix("\n"))
 
 
 def _check_targets(options: ReportOptions) -> None:
@@ -154,11 +144,10 @@ def _check_targets(options: ReportOptions) -> None:
         raise UsageError("--output is a file of rows", remedy=f"add --format, one of {', '.join(ROW_FORMATS)}")
     if options.format == "parquet" and options.output is None and sys.stdout.isatty():
         raise UsageError("--format parquet writes no text", remedy="give --output FILE")
-    if options.output is not None and options.output.is_dir():
-        raise UsageError(f"--output {options.output} is a folder", remedy="give a file name")
     if options.to is not None:
         require_installed(options.to, f"--to {options.to}")
-    for flag, path in (("--html", options.html), ("--github-benchmark", options.github_benchmark)):
+    for flag in ("--output", "--html", "--github-benchmark"):
+        path: Path | None = getattr(options, flag.removeprefix("--").replace("-", "_"))
         if path is not None:
             check_output(flag, path)
     if options.plots is not None and options.plots.exists() and not options.plots.is_dir():

@@ -60,7 +60,7 @@ def test_rows_that_cannot_be_written_are_refused_in_one_line(
     monkeypatch.setattr(optional_packages, "find_spec", lambda _name: None)
     for flags, words in (
         (["--format", "csv", "--output", str(tmp_path)], "is a folder"),
-        (["--format", "csv", "--output", str(tmp_path / "none" / "rows.csv")], "No such file"),
+        (["--format", "csv", "--output", str(tmp_path / "none" / "rows.csv")], "make it first"),
         (["--output", str(tmp_path / "rows.csv")], "add --format, one of json, csv, parquet"),
         (["--format", "parquet"], 'pip install "ds-compare[parquet]"'),
     ):
