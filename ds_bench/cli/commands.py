@@ -12,7 +12,7 @@ try:
     import argparse
     from collections.abc import Callable, Sequence
     from pathlib import Path
-    from typing import TYPE_CHECKING
+    from typing import TYPE_CHECKING, Any
 
     from .. import __version__
     from ..config.options import FAIL_ON, FAIL_ON_DEFAULT, GOALS, ROW_FORMATS, TRACKERS
@@ -20,12 +20,12 @@ try:
     from ..config.shard import MOST_SHARDS
     from ..config.spec import PASS_TYPES, PRECISIONS
     from ..config.strategies import ALIASES, OFFLOAD_NAMES, ZERO_STAGES
-    from ..errors import DsBenchError
     from ..prediction.links import INTER_HELP, LINK_HELP
     from ..system import terminal
     from .argument_types import Parser, factory, fraction, integer, names_from, positive_float
     from .arguments import SEQ_LENGTH_HELP, add_flags_over_recipe
     from .model_size import SIZES
+    from .script import run_program
 except KeyboardInterrupt:  # Ctrl-C while these modules are loaded
     print("interrupted", file=sys.stderr)
     sys.exit(130)
@@ -41,21 +41,15 @@ _SHELLS = ("bash", "zsh", "fish")
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code."""
-    terminal.ensure_streams()
-    try:
+
+    def run_command() -> int:
         values = build_parser().parse_args(arguments)
         command: Command = values.run
         with terminal.ignoring_broken_pipe():
             return command(values)
-    except DsBenchError as error:
-        terminal.print_text(f"ds_bench: {error}", sys.stderr)
-        return error.exit_code
-    except OSError as error:  # such as a full disk
-        terminal.print_text(f"ds_bench: {error}", sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        terminal.print_text("interrupted", sys.stderr)
-        return 130
+
+    terminal.ensure_streams()
+    return run_program("ds_bench", run_command)
 
 
 def build_parser(prog: str | None = None) -> argparse.ArgumentParser:
@@ -251,10 +245,15 @@ def plan_options(values: argparse.Namespace) -> PlanOptions:
     """The parsed flags of ``plan``."""
     from .plan import PlanOptions
 
-    flags = {name: value for name, value in vars(values).items() if name not in ("command", "run")}
     names = [] if values.configs and values.strategies is _ALL_STRATEGIES else values.strategies
     names = PREDICTED_STRATEGIES if "all" in names else tuple(dict.fromkeys(names))
-    return PlanOptions(**{**flags, "strategies": names, "configs": tuple(values.configs)})
+    return PlanOptions(**{**_flags(values), "strategies": names})
+
+
+def _flags(values: argparse.Namespace) -> dict[str, Any]:
+    """The flags of a command by their names, lists as tuples."""
+    flags = {name: value for name, value in vars(values).items() if name not in ("command", "run")}
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in flags.items()}
 
 
 def _add_doctor(parser: argparse.ArgumentParser) -> None:
@@ -296,10 +295,10 @@ def _advice(values: argparse.Namespace) -> int:
 def _report(values: argparse.Namespace) -> int:
     from .report import ReportOptions, report
 
-    names = ("html", "output", "plots", "relative_to", "goal", "export", "verbose", "github_benchmark", "to")
-    flags = {name: getattr(values, name) for name in names}
-    form = "markdown" if values.markdown else values.format
-    return report(ReportOptions(results=tuple(values.results), format=form, **flags))
+    flags = _flags(values)
+    if flags.pop("markdown"):
+        flags["format"] = "markdown"
+    return report(ReportOptions(**flags))
 
 
 def _compare(values: argparse.Namespace) -> int:
@@ -474,17 +473,7 @@ def _add_project(parser: argparse.ArgumentParser) -> None:
 def _project(values: argparse.Namespace) -> int:
     from .project import ProjectOptions, show_projection
 
-    return show_projection(
-        ProjectOptions(
-            results=tuple(values.results),
-            num_gpus=tuple(values.num_gpus),
-            link=values.link,
-            inter=values.inter,
-            gpus_per_node=values.gpus_per_node,
-            scaling=values.scaling,
-            format=values.format,
-        )
-    )
+    return show_projection(ProjectOptions(**_flags(values)))
 
 
 def _add_axes(parser: argparse.ArgumentParser) -> None:

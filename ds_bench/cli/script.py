@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ..config.deepspeed_config import MakeConfig
@@ -23,26 +23,36 @@ def main(family: Family, make_config: MakeConfig, arguments: Sequence[str] | Non
     typed_flags = list(sys.argv[1:] if arguments is None else arguments)
     terminal.ensure_streams()
     with terminal.ignoring_broken_stderr():
-        try:
-            options, kept = _with_resumed_flags(family, prog, typed_flags)
-            if options.print_recipe:
-                return _print_recipe(options, make_config)
-            from .launched import runs_comparison  # here, so that --help stays fast
+        return run_program(prog, lambda: _compare(family, make_config, prog, typed_flags))
 
-            if not runs_comparison(options):
-                return 0
-            from ..runner import run_comparison
 
-            return run_comparison([options], make_config, redacted_arguments(kept))
-        except DsBenchError as error:
-            terminal.print_text(f"{prog}: {error}", sys.stderr)
-            return error.exit_code
-        except OSError as error:  # such as a full disk; what was written before stays
-            terminal.print_text(f"{prog}: {error}", sys.stderr)
-            return 1
-        except KeyboardInterrupt:  # before the run handles signals, or after
-            terminal.print_text("interrupted", sys.stderr)
-            return 130
+def run_program(prog: str, command: Callable[[], int]) -> int:
+    """Runs a command and returns its exit code; an error of the user or the system is one line that begins with
+    ``prog``."""
+    try:
+        return command()
+    except DsBenchError as error:
+        terminal.print_text(f"{prog}: {error}", sys.stderr)
+        return error.exit_code
+    except OSError as error:  # such as a full disk; what was written before stays
+        terminal.print_text(f"{prog}: {error}", sys.stderr)
+        return 1
+    except KeyboardInterrupt:  # before a run handles signals, or after
+        terminal.print_text("interrupted", sys.stderr)
+        return 130
+
+
+def _compare(family: Family, make_config: MakeConfig, prog: str, typed_flags: list[str]) -> int:
+    options, kept = _with_resumed_flags(family, prog, typed_flags)
+    if options.print_recipe:
+        return _print_recipe(options, make_config)
+    from .launched import runs_comparison  # here, so that --help stays fast
+
+    if not runs_comparison(options):
+        return 0
+    from ..runner import run_comparison
+
+    return run_comparison([options], make_config, redacted_arguments(kept))
 
 
 def _print_recipe(options: Options, make_config: MakeConfig) -> int:
