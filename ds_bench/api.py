@@ -280,9 +280,11 @@ def _path_text(path: PathText) -> str:
 
 
 def _section_arguments(name: str, section: object) -> Iterator[str]:
-    values = {f"{name}.{key}": value for key, value in section.items()} if isinstance(section, Mapping) else {}
-    for path, value in values.items() if isinstance(section, Mapping) else [(name, section)]:
-        yield from _setting(path, value)
+    if not isinstance(section, Mapping):
+        yield from _setting(name, section)
+        return
+    for key, value in section.items():
+        yield from _setting(f"{name}.{key}", value)
 
 
 def _setting(path: str, value: object) -> list[str]:

@@ -121,11 +121,16 @@ def shard(text: str) -> Shard:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
+def split_names(text: str) -> tuple[str, ...]:
+    """The names in a text, separated by commas."""
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
 def names_from(*choices: str) -> Callable[[str], tuple[str, ...]]:
     """Some of ``choices``, separated by commas."""
 
     def convert(text: str) -> tuple[str, ...]:
-        names = tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+        names = tuple(dict.fromkeys(split_names(text)))
         for name in names:
             if name not in choices:
                 raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(choices)}")

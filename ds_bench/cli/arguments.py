@@ -44,6 +44,7 @@ from .argument_types import (
     integer_or_auto,
     positive_float,
     shard,
+    split_names,
 )
 
 DEFAULT_ROWS: dict[Family, dict[str, Any]] = {
@@ -476,11 +477,6 @@ def to_options(family: Family, values: argparse.Namespace) -> Options:
     return check_options(Options.of(family=family, **given))
 
 
-def split_names(text: str) -> tuple[str, ...]:
-    """The names in a text, separated by commas."""
-    return tuple(name.strip() for name in text.split(",") if name.strip())
-
-
 def check_options(options: Options) -> Options:
     """The options with the names of the rows that texts of the user mean. Raises UsageError where flags contradict."""
     if options.common_batch and not options.auto_batch:
@@ -505,17 +501,13 @@ def check_options(options: Options) -> Options:
         options,
         relative_to=_row_name(options, "relative_to"),
         export=_row_name(options, "export"),
-        inspection=_with_checkpoint(_check_profiling(options)),
+        inspection=_check_inspection(options),
     )
 
 
-def _with_checkpoint(inspection: Inspection) -> Inspection:
-    """The inspection with a checkpoint where a folder is given for it."""
-    return replace(inspection, checkpoint=inspection.checkpoint or inspection.checkpoint_path is not None)
-
-
-def _check_profiling(options: Options) -> Inspection:
-    """The inspection with the profiler nsys where it has a window, each profiler and rank once.
+def _check_inspection(options: Options) -> Inspection:
+    """The inspection with a checkpoint where a folder is given for one, with nsys where it has a window, and with each
+    profiler and rank once.
 
     Raises UsageError for a window that holds other steps than those after the measured ones.
     """
@@ -523,7 +515,10 @@ def _check_profiling(options: Options) -> Inspection:
     has_window = asked.nsys_start >= 0 or asked.nsys_end >= 0
     names = (*asked.profiles, *(("nsys",) if has_window else ()))
     inspection = replace(
-        asked, profiles=tuple(dict.fromkeys(names)), profile_ranks=tuple(dict.fromkeys(asked.profile_ranks))
+        asked,
+        profiles=tuple(dict.fromkeys(names)),
+        profile_ranks=tuple(dict.fromkeys(asked.profile_ranks)),
+        checkpoint=asked.checkpoint or asked.checkpoint_path is not None,
     )
     usual = (NO_INSPECTION.profile_steps, NO_INSPECTION.profile_ranks)
     if not names and (asked.profile_steps, asked.profile_ranks) != usual:

@@ -22,6 +22,7 @@ from ..records.run_folder import RUN_FILE, RunFolder
 from ..system import terminal
 from ..system.redaction import REDACTED, redacted_arguments, redacted_config
 from . import arguments
+from .argument_types import split_names
 from .submission import require_submission, submit_shards
 
 _RUN_FLAGS = ("resume", "shard", "dry_run", "format", "quiet", "verbose", "strict")
@@ -92,7 +93,7 @@ def _points(text: RecipeText, asked: sweep.Sweep, values: argparse.Namespace) ->
     """
     flags = {name: getattr(values, name) for name in _RUN_FLAGS if hasattr(values, name)}
     flags["budget"] = values.budget
-    flags["retry"] = arguments.split_names(getattr(values, "retry", ""))
+    flags["retry"] = split_names(getattr(values, "retry", ""))
 
     def options_at(point: sweep.Values) -> tuple[Recipe, Options]:
         recipe = check_recipe(text, asked.data_of(point))

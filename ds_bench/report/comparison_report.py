@@ -13,6 +13,7 @@ from ..analysis import provenance
 from ..analysis.caveats import Caveat
 from ..analysis.comparison import Comparison, ComparisonRow, compare
 from ..analysis.summary import TrialSummary
+from ..config.spec import Trial
 from ..recommend.recommendation import Recommendation, recommend
 from ..system.environment import Environment
 
@@ -58,6 +59,11 @@ class ComparisonReport:
         """None if no row is recommended."""
         key = self.recommendation.key
         return None if key is None else self.comparison.row(key)
+
+    @property
+    def first_trial(self) -> Trial:
+        """Of the first row; its workload and placement are those of all rows, but for what rows change."""
+        return self.comparison.rows[0].trial
 
     @cached_property
     def general_notes(self) -> tuple[Note, ...]:

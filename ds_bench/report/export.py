@@ -19,7 +19,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..analysis.comparison import ComparisonRow
 from ..config import deepspeed_config
 from ..config.deepspeed_config import Config
 from ..config.options import Options
@@ -80,8 +79,10 @@ def write_configuration(
     options: Options, report: ComparisonReport, run_folder: Path, environment: Environment
 ) -> Path | None:
     """The recommended row's configuration, or that of ``--export``, ready to be used; its folder, None without one."""
-    row = _asked(options, report) if options.export else report.recommended_row
-    if row is None:
+    row = report.recommended_row
+    if options.export:
+        row = next((row for row in report.comparison.rows if row.configuration.name == options.export), None)
+    if row is None:  # none is recommended, or an interruption came before that of --export
         return None
     folder = run_folder / (f"export_{row.configuration.name}" if options.export else "recommended")
     folder.mkdir(parents=True, exist_ok=True)
@@ -92,11 +93,6 @@ def write_configuration(
     if not options.export:
         write_json(folder / "recommendation.json", report.recommendation.to_dict())
     return folder
-
-
-def _asked(options: Options, report: ComparisonReport) -> ComparisonRow | None:
-    """None where an interruption came before that row."""
-    return next((row for row in report.comparison.rows if row.configuration.name == options.export), None)
 
 
 def raw_config(record: TrialRecord) -> Config:

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 
 from ..analysis.comparison import ComparisonRow
 from ..config.spec import point_text
-from ..records.schema import TrialRecord
 from ..system import environment
 from ..system.terminal import aligned_lines, escape_controls
 from ..units import format_count
@@ -50,12 +49,12 @@ def _group_by_machine(reports: Sequence[ComparisonReport]) -> Iterator[tuple[str
         group.append(report)
     for group in groups:
         if len(group) > 1:
-            yield next(filter(None, map(_device, group)), _first_record(group[0]).trial.placement.accelerator), group
+            yield next(filter(None, map(_device, group)), group[0].first_trial.placement.accelerator), group
 
 
 def _same_machine(a: ComparisonReport, b: ComparisonReport) -> bool:
     """Whether accelerator, device and environment agree; a report without a measured device agrees with any device."""
-    if len({_first_record(report).trial.placement.accelerator for report in (a, b)}) > 1:
+    if len({report.first_trial.placement.accelerator for report in (a, b)}) > 1:
         return False
     if len({_device(a), _device(b)} - {None}) > 1:
         return False
@@ -66,15 +65,8 @@ def _same_machine(a: ComparisonReport, b: ComparisonReport) -> bool:
 
 def _device(report: ComparisonReport) -> str | None:
     """Name of the device of the first row that has one."""
-    return next((rank.device_name for record in _records(report) for rank in record.ranks), None)
-
-
-def _records(report: ComparisonReport) -> Iterator[TrialRecord]:
-    return (run.record for row in report.comparison.rows for run in row.summaries)
-
-
-def _first_record(report: ComparisonReport) -> TrialRecord:
-    return next(_records(report))
+    runs = (run for row in report.comparison.rows for run in row.summaries)
+    return next((rank.device_name for run in runs for rank in run.record.ranks), None)
 
 
 def _table(group: Sequence[ComparisonReport]) -> list[list[str]]:
@@ -100,7 +92,7 @@ def _has_invalid(rows: Sequence[Sequence[str]]) -> bool:
 
 def _row_names(group: Sequence[ComparisonReport]) -> list[str]:
     """The models, with what else the reports differ in; whole titles if that does not distinguish them all."""
-    trials = [_first_record(report).trial for report in group]
+    trials = [report.first_trial for report in group]
     facts = []
     paths = dict.fromkeys(path for trial in trials for path in trial.point if path.startswith(_POINT_SECTIONS))
     for trial in trials:

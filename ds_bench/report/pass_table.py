@@ -13,9 +13,18 @@ from ..analysis.comparison import ComparisonRow
 from ..analysis.provenance import STEP_NAMES
 from ..analysis.summary import TrialSummary
 from ..analysis.trial_caveats import UNSTABLE_CV
-from ..config.spec import PASS_TYPES, Trial, Workload
+from ..config.spec import PASS_TYPES, Workload
 from ..system.terminal import aligned_lines, escape_controls
-from ..units import MISSING, format_count, format_gb, format_millions, format_ms, format_percent, format_significant
+from ..units import (
+    MISSING,
+    format_count,
+    format_gb,
+    format_items,
+    format_millions,
+    format_ms,
+    format_percent,
+    format_significant,
+)
 from .columns import failure_text
 from .comparison_report import ComparisonReport
 from .markdown import escape, table_lines
@@ -56,7 +65,7 @@ class PassTable:
 
 def is_wanted(reports: Sequence[ComparisonReport]) -> bool:
     """Whether passes other than training steps were timed, or models of the model-size benchmark trained."""
-    workloads = [_first_trial(report).workload for report in reports if report.comparison.rows]
+    workloads = [report.first_trial.workload for report in reports if report.comparison.rows]
     sizes = bool(workloads) and all(workload.model.startswith(SIZE_PREFIX) for workload in workloads)
     return sizes or any(workload.pass_type != "train" for workload in workloads)
 
@@ -67,16 +76,16 @@ def build_table(reports: Sequence[ComparisonReport]) -> PassTable:
     common = common_title(reports)
     names = [_row_name(report, common) for report in reports]
     order = list(dict.fromkeys(names))
-    pass_of = [_first_trial(report).workload.pass_type for report in reports]
+    pass_of = [report.first_trial.workload.pass_type for report in reports]
     sorted_reports = sorted(
         zip(names, reports, strict=True),
-        key=lambda pair: (order.index(pair[0]), PASS_TYPES.index(_first_trial(pair[1]).workload.pass_type)),
+        key=lambda pair: (order.index(pair[0]), PASS_TYPES.index(pair[1].first_trial.workload.pass_type)),
     )
     cells = [(name, row) for name, report in sorted_reports for row in report.comparison.rows]
     several = len({row.label for _, row in cells}) > 1
     rows = [_cells(name + (f", {row.label}" if several else ""), row) for name, row in cells]
     return PassTable(
-        title=f"Passes of {len(order)} model{'s' if len(order) > 1 else ''} · {common}".rstrip(" ·"),
+        title=f"Passes of {format_items(len(order), 'model')} · {common}".rstrip(" ·"),
         models=tuple(dict.fromkeys(map(_model_line, reports))),
         rows=(_HEADINGS, *rows),
         overview=_overview(cells, several) if len(set(pass_of)) > 1 else (),
@@ -127,10 +136,6 @@ def _first(summaries: Sequence[TrialSummary], name: str) -> Any:
     return next((value for each in summaries if (value := getattr(each, name)) is not None), None)
 
 
-def _first_trial(report: ComparisonReport) -> Trial:
-    return report.comparison.rows[0].trial
-
-
 def _row_name(report: ComparisonReport, common: str) -> str:
     """The model, with what else of its title is not common to all, but for the number and kind of steps."""
     model, *others = report.title.split(" · ")
@@ -140,7 +145,7 @@ def _row_name(report: ComparisonReport, common: str) -> str:
 
 def _model_line(report: ComparisonReport) -> str:
     """``size-small: d_model 768 · … · 94,298,112 parameters (94.3 M)``; parameters as counted in the built model."""
-    workload = _first_trial(report).workload
+    workload = report.first_trial.workload
     counts = [
         rank.parameter_count for row in report.comparison.rows for run in row.successes for rank in run.record.ranks
     ]
@@ -166,7 +171,7 @@ def _failures(cells: Sequence[tuple[str, ComparisonRow]]) -> Iterator[str]:
 
 
 def _notes(reports: Sequence[ComparisonReport]) -> Iterator[str]:
-    trials = [_first_trial(report) for report in reports]
+    trials = [report.first_trial for report in reports]
     if any(trial.placement.accelerator == "cpu" for trial in trials):
         yield "CPU: these times say nothing about GPUs, and the memory is the host memory of the process."
     if any(not trial.workload.synchronized for trial in trials):

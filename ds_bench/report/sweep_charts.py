@@ -94,14 +94,13 @@ def sweep_charts(reports: Sequence[ComparisonReport]) -> list[SweepChart]:
     ]
     labels = list(dict.fromkeys(row.label for report in reports for row in report.comparison.rows if row.succeeded))
     styles = {label: style for style, label in enumerate(labels[:MAX_OVERLAID_ROWS])}
-    quantities: list[tuple[str, str, Callable[[ComparisonRow], float | None]]] = [
-        ("throughput", "tokens/s of the whole job", lambda row: row.tokens_per_second)
-    ]
     on_gpus = any(row.gpu_peak_bytes is not None for report in reports for row in report.comparison.rows)
-    if on_gpus:
-        quantities.append(("memory", "peak GPU memory, GB", lambda row: to_gb(row.gpu_peak_bytes)))
-    else:
-        quantities.append(("memory", "peak host memory, GB", lambda row: to_gb(row.host_peak_bytes)))
+    quantities: list[tuple[str, str, Callable[[ComparisonRow], float | None]]] = [
+        ("throughput", "tokens/s of the whole job", lambda row: row.tokens_per_second),
+        ("memory", "peak GPU memory, GB", lambda row: to_gb(row.gpu_peak_bytes))
+        if on_gpus
+        else ("memory", "peak host memory, GB", lambda row: to_gb(row.host_peak_bytes)),
+    ]
     charts: list[SweepChart] = []
     for (index, axis), quantity in itertools.product(enumerate(axes), quantities):
         charts += _panels(axis, index, axes, points, quantity, styles)

@@ -224,14 +224,10 @@ def _table_lines(report: ComparisonReport, width: int, printable: Callable[[str]
             yield from _failed_row_lines(row, printable, mark_width, label_width, width)
             continue
         mark = printable("★" if chosen else "!" if row.invalid_reason is not None else " ")
-        first, *rest = _wrap_label(label, label_width)
+        first, *rest = textwrap.wrap(label, label_width, subsequent_indent="  ", break_on_hyphens=False) or [""]
         style = "bold" if chosen else ""
         yield Line(line(mark, first, [printable(column.cell(row)) for column in columns]), style)
         yield from (Line(" " * mark_width + more, style) for more in rest)
-
-
-def _wrap_label(label: str, width: int) -> list[str]:
-    return textwrap.wrap(label, width, subsequent_indent="  ", break_on_hyphens=False) or [""]
 
 
 def _failed_row_lines(
