@@ -536,12 +536,11 @@ def _request(row: ComparisonRow, tier: str, comparison: Comparison) -> tuple[flo
     What was in use when an allocation failed and that allocation, else the prediction; None GB if neither is known.
     """
     record, capacity = row.summaries[0].record, _capacity_bytes(comparison, tier)
-    outcome, on_cpu = record.outcome, record.trial.placement.accelerator == "cpu"
-    predicted = predicted_bytes(record, tier)
+    outcome, predicted = record.outcome, predicted_bytes(record, tier)
     if outcome.status == SKIPPED:
         too_much = predicted is not None and capacity is not None and predicted > capacity
         return (to_gb(predicted), f"not run, predicted {format_value(to_gb(predicted))}") if too_much else None
-    if tier != {OOM: "cpu" if on_cpu else "gpu", OOM_HOST: "cpu", OOM_DISK: "nvme"}.get(outcome.status):
+    if tier != {OOM: "cpu" if row.on_cpu else "gpu", OOM_HOST: "cpu", OOM_DISK: "nvme"}.get(outcome.status):
         return None
     requested, free = outcome.requested_bytes, outcome.free_bytes
     if requested is not None and free is not None and capacity is not None and free <= capacity:

@@ -53,8 +53,6 @@ def row_status(row: ComparisonRow, with_sign: Callable[[str], str]) -> str:
     ``with_sign`` puts a sign in front of a status: not every font has the emoji of the terminal.
     """
     failed = [run for run in row.summaries if not run.record.outcome.success]
-    if not row.summaries:
-        return MISSING
     text = with_sign((failed or row.summaries)[0].record.outcome.status)
     return f"{text} ({len(failed)} of {len(row.summaries)})" if failed and row.succeeded else text
 

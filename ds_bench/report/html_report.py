@@ -41,6 +41,7 @@ def render_page(reports: Sequence[ComparisonReport], generated: str) -> str:
     assert engine.loader is not None
     styles, script = (Markup(engine.loader.get_source(engine, name)[0]) for name in ("report.css", "report.js"))
     machines = [_machines(report) for report in reports]
+    # One machine is told once, above all comparisons; of several, each comparison tells its own.
     one_machine = len(set(map(str, machines))) == 1 and len(machines[0]) < 2
     page = engine.get_template("report.html").render(
         title=reports[0].title if len(reports) == 1 else f"{len(reports)} comparisons",
@@ -190,6 +191,6 @@ def round_numbers(text: str, exact: float | None = None) -> str:
 
 def _config(row: ComparisonRow) -> str | None:
     """The DeepSpeed configuration as JSON; None if the result does not hold all of it, as a flat JSON does not."""
-    if not row.summaries or not is_full_config(trial := row.summaries[-1].record.trial):
+    if not is_full_config(trial := row.summaries[-1].record.trial):
         return None
     return json.dumps(trial.ds_config, indent=2, ensure_ascii=False, default=str)

@@ -97,13 +97,11 @@ _HEADINGS = ("Model", "Pass", "mean ms", "mean s", "std ms", "CV", "under 5 %", 
 
 
 def _cells(name: str, row: ComparisonRow) -> tuple[str, ...]:
-    trial = row.trial
-    what = _PASS_TEXTS[trial.workload.pass_type]
+    what = _PASS_TEXTS[row.trial.workload.pass_type]
     if row.mean_step_seconds is None:
         return (name, what, f"✗ {row.summaries[-1].record.outcome.status}", *[MISSING] * (len(_HEADINGS) - 3))
     variation = None if row.step_seconds_std is None else row.step_seconds_std / row.mean_step_seconds
     stable = MISSING if variation is None else "stable" if variation < UNSTABLE_CV else "unstable"
-    on_cpu = trial.placement.accelerator == "cpu"
     return (
         name,
         what,
@@ -114,7 +112,7 @@ def _cells(name: str, row: ComparisonRow) -> tuple[str, ...]:
         stable,
         format_count(row.tokens_per_second),
         format_significant(_first(row.successes, "model_tflops_per_gpu")),
-        format_gb(row.host_peak_bytes if on_cpu else row.gpu_peak_bytes) + (" host" if on_cpu else ""),
+        f"{format_gb(row.host_peak_bytes)} host" if row.on_cpu else format_gb(row.gpu_peak_bytes),
     )
 
 

@@ -140,6 +140,7 @@ class _TerminalTable:
 
     def fit(self, console: Any) -> tuple[Any, list[str]]:
         """The widest form that fits the terminal, and the headings left out; None if no form fits."""
+        # Measured against the console's own width, rich would say of every table that it fits.
         unlimited, shown = console.options.update(max_width=_UNLIMITED_WIDTH), measured_indices(self.rows)
         table = self._draw(shown)
         if console.measure(table, options=unlimited).maximum <= console.width:

@@ -201,19 +201,23 @@ def _table_lines(report: ComparisonReport, width: int, printable: Callable[[str]
     widest_label = max([len("Configuration") if trained else 0, *map(cell_len, labels)])
     mark_width = max(map(cell_len, map(printable, ("★", "✗")))) + 1
 
-    def widths() -> list[int]:
-        return [max(map(cell_len, map(printable, [column.heading, *map(column.cell, trained)]))) for column in columns]
+    widths = {
+        column.heading: max(map(cell_len, map(printable, [column.heading, *map(column.cell, trained)])))
+        for column in columns
+    }
 
-    room = width - mark_width - sum(widths()) - 2 * len(columns)
-    while room < min(widest_label, _MIN_LABEL_WIDTH) and any(column.dispensable for column in columns):
+    def room_for_labels() -> int:
+        return width - mark_width - sum(widths[column.heading] + 2 for column in columns)
+
+    # Columns are left out until labels have their least width; what is longer continues on further lines.
+    while room_for_labels() < min(widest_label, _MIN_LABEL_WIDTH) and any(column.dispensable for column in columns):
         columns.remove(max(columns, key=lambda column: column.dispensable))
-        room = width - mark_width - sum(widths()) - 2 * len(columns)
-    label_width = min(widest_label, max(room, _MIN_LABEL_WIDTH))
+    label_width = min(widest_label, max(room_for_labels(), _MIN_LABEL_WIDTH))
 
     def line(mark: str, label: str, cells: Sequence[str]) -> str:
         padded = [mark, " " * (mark_width - cell_len(mark)), label, " " * (label_width - cell_len(label))]
-        for cell, cell_width in zip(cells, widths(), strict=True):
-            padded += ["  ", " " * (cell_width - cell_len(cell)), cell]
+        for column, cell in zip(columns, cells, strict=True):
+            padded += ["  ", " " * (widths[column.heading] - cell_len(cell)), cell]
         return "".join(padded).rstrip()
 
     if trained:
