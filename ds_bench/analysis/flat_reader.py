@@ -61,8 +61,11 @@ def check_rows(rows: Sequence[Any]) -> list[dict[str, Any]]:
 
 @cache
 def _row_adapter() -> TypeAdapter[list[dict[str, Any]]]:
-    """Makes the checker: each column has its type, and all but ``_NEEDED`` may be null or missing."""
-    from pydantic import Field, TypeAdapter
+    """Makes the checker: each column has its type, and all but ``_NEEDED`` may be null or missing.
+
+    It ends at the first row that is wrong: of some other JSON every value is, and all errors together fill the memory.
+    """
+    from pydantic import FailFast, Field, TypeAdapter
     from typing_extensions import TypedDict
 
     columns: dict[str, Any] = {}
@@ -71,7 +74,7 @@ def _row_adapter() -> TypeAdapter[list[dict[str, Any]]]:
         columns[name] = checked if name in _NEEDED else NotRequired[checked | None]
     make_type: Any = TypedDict
     row: Any = make_type("row", columns)
-    rows: Any = list[row]
+    rows: Any = Annotated[list[row], FailFast()]
     return TypeAdapter(rows)
 
 
@@ -317,9 +320,11 @@ def _placement(row: Mapping[str, Any]) -> Placement:
 
 
 def _hosts(row: Mapping[str, Any]) -> tuple[tuple[str, int], ...]:
-    """Nodes without their names, equally many ranks on each; empty on one node."""
+    """Nodes without their names, equally many ranks on each; empty on one node. Raises ValueError."""
     ranks, nodes = row["num_gpus"], row.get("num_nodes") or 1
-    if not 1 < nodes <= ranks:
+    if nodes > max(ranks, 1):
+        raise ValueError(f"has {nodes} nodes and {ranks} ranks")
+    if nodes == 1:
         return ()
     return tuple((f"node{index}", ranks // nodes + (index < ranks % nodes)) for index in range(nodes))
 

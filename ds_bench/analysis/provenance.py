@@ -158,7 +158,8 @@ def unnamed_values(trial: Trial) -> Iterator[tuple[str, Any]]:
 
 def _trained_share(summaries: Sequence[TrialSummary]) -> str:
     """The size of a model that is trained in part, and how much of it; empty for any other."""
-    counted = (rank for each in summaries for rank in each.record.ranks if rank.trainable_parameter_count)
+    ranks = (rank for each in summaries for rank in each.record.ranks)
+    counted = (rank for rank in ranks if rank.trainable_parameter_count and rank.parameter_count)
     rank = next(counted, None)
     if rank is None or rank.trainable_parameter_count == rank.parameter_count:
         return ""

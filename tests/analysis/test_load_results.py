@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_bench.analysis import flat_reader, load_results
+from ds_bench.analysis import flat_reader, load_results, provenance
 from ds_bench.analysis.caveats import CaveatKind, parse_caveats
 from ds_bench.analysis.comparability import group_repeats
 from ds_bench.analysis.flat_rows import COLUMNS, flat_row, flat_rows
@@ -829,10 +829,26 @@ def test_taking_caveats_apart_loses_nothing(texts: list[str]) -> None:
         ({"precision": "int2"}, "precision is 'int2'"),
         ({"accelerator": "abacus"}, "neither cuda nor cpu"),
         ({"num_gpus": 0}, "num_gpus is 0: must be 1 or more"),
+        ({"num_nodes": 99}, "row 1 is not usable: has 99 nodes and "),
     ],
 )
 def test_a_flat_row_with_an_impossible_cell_is_named(tmp_path: Path, changes: dict[str, Any], expected: str) -> None:
     assert expected in refusal(flat(tmp_path, **changes))
+
+
+def test_only_the_first_wrong_value_of_another_json_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    errors = []
+    told = flat_reader.invalid_value
+    monkeypatch.setattr(flat_reader, "invalid_value", lambda error: errors.extend(error.errors()) or told(error))
+    path = tmp_path / "numbers.json"
+    path.write_text(json.dumps([1] * 1000))
+    assert "row 1 is 1: input should be an object" in refusal(path)
+    assert len(errors) == 1  # those of a large file fill the memory
+
+
+def test_the_trained_share_of_an_unknown_number_of_parameters_is_left_out(tmp_path: Path) -> None:
+    result = load_results.load(flat(tmp_path, parameter_count=0, trainable_parameter_count=7))
+    assert "trained" not in provenance.title(result.summaries)
 
 
 def test_a_flat_row_may_lack_columns_that_are_not_needed_and_have_more(tmp_path: Path) -> None:
