@@ -20,6 +20,7 @@ from ..models import presets
 from ..system import terminal
 from ..units import format_items
 
+_REMEDY = "give a DeepSpeed JSON, an Accelerate YAML, or a Trainer's arguments"
 _GITHUB_LEVELS = {"error": "error", "warning": "warning", "hint": "notice"}
 
 
@@ -38,7 +39,7 @@ def show_findings(
         _print_text(reports)
     unchecked = [report for report in reports if report.problem is not None]
     for report in unchecked:
-        terminal.print_text(f"ds_bench: {report.path} {report.problem}", sys.stderr)
+        terminal.print_text(f"ds_bench: {report.path} {report.problem} ({_REMEDY})", sys.stderr)
     if unchecked:
         return 2
     return int(any(finding.level != "hint" for report in reports for finding in report.findings))

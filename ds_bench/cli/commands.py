@@ -20,6 +20,7 @@ try:
     from ..config.shard import MOST_SHARDS
     from ..config.spec import PASS_TYPES, PRECISIONS
     from ..config.strategies import ALIASES, OFFLOAD_NAMES, ZERO_STAGES
+    from ..errors import UsageError
     from ..prediction.links import INTER_HELP, LINK_HELP
     from ..system import terminal
     from .argument_types import Parser, factory, fraction, integer, names_from, positive_float
@@ -297,6 +298,8 @@ def _report(values: argparse.Namespace) -> int:
 
     flags = _flags(values)
     if flags.pop("markdown"):
+        if values.format not in ("table", "markdown"):
+            raise UsageError(f"--markdown and --format {values.format} together", remedy="give one of them")
         flags["format"] = "markdown"
     return report(ReportOptions(**flags))
 

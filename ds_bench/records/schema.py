@@ -306,6 +306,7 @@ class RankFailure:
 
 
 _PHASE_TEXTS = {
+    "hello": "while its ranks started",
     "import": "while importing",
     "build": "while building the model",
     "init": "in optimizer init",

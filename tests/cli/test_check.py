@@ -78,11 +78,15 @@ def test_a_file_that_is_no_configuration_exits_2_and_the_others_are_checked(
     (line,) = shown.err.splitlines()
     assert line.startswith(f"ds_bench: {name} ")
     assert said in line
+    assert line.endswith("(give a DeepSpeed JSON, an Accelerate YAML, or a Trainer's arguments)")
 
 
 def test_a_missing_file_exits_2(write: Write, capsys: pytest.CaptureFixture[str]) -> None:
     assert commands.main(["check", "absent.json"]) == 2
-    assert capsys.readouterr().err == "ds_bench: absent.json No such file or directory\n"
+    assert (
+        capsys.readouterr().err
+        == "ds_bench: absent.json No such file or directory (give a DeepSpeed JSON, an Accelerate YAML, or a Trainer's arguments)\n"
+    )
 
 
 def test_what_deepspeed_cannot_parse_is_an_error_with_its_line(

@@ -77,6 +77,13 @@ def test_the_markdown_block_has_table_set_up_command_and_versions(
     assert "AMD EPYC 9654" in out
 
 
+def test_two_forms_of_one_report_are_refused(result: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", str(result), "--markdown", "--format", "json"]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert "--markdown and --format json together (give one of them)" in shown.err
+
+
 def test_several_files_of_one_workload_are_taken_together_as_runs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

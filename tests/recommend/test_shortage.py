@@ -18,6 +18,7 @@ from ds_bench.recommend.recommendation import recommend
 from ds_bench.recommend.shortage import Shortage, failed_setup, measured_activations, shortage_of, smallest_fit
 from ds_bench.records import schema
 from ds_bench.records.schema import TrialRecord
+from ds_bench.report.columns import failure_text
 from ds_bench.system.environment import Environment
 from tests.support import fakes
 
@@ -244,6 +245,12 @@ def test_a_timeout_in_training_is_helped_by_fewer_steps() -> None:
     said = line(failed(status=schema.TIMEOUT, phase="forward", error="still running after 1 h 0 min (--timeout)"))
     assert "timed out after 3.0 s in forward" in said
     assert "fewer than its 12 steps" in said
+
+
+def test_a_phase_before_the_first_is_told_in_words() -> None:
+    run = failed(status=schema.TIMEOUT, phase="hello", error="still running after 1 h 0 min (--timeout)")
+    assert "timed out after 3.0 s while its ranks started (" in line(run)
+    assert failure_text(run).startswith("Timeout while its ranks started: ")
 
 
 def test_a_timeout_before_training_is_not_helped_by_fewer_steps() -> None:
