@@ -7,7 +7,7 @@
     ├── PreflightError           this machine is not ready for the plan (exit 2)
     └── BenchmarkFailedError     a benchmark's run did not succeed (``benchmarks``; exit 1)
 
-The failure of a *trial* is not an exception but a value: see ``record.Outcome``.
+The failure of a *trial* is not an exception but a value: see ``records.schema.Outcome``.
 """
 
 from __future__ import annotations
