@@ -83,10 +83,9 @@ def test_a_file_that_is_no_configuration_exits_2_and_the_others_are_checked(
 
 def test_a_missing_file_exits_2(write: Write, capsys: pytest.CaptureFixture[str]) -> None:
     assert commands.main(["check", "absent.json"]) == 2
-    assert (
-        capsys.readouterr().err
-        == "ds_bench: absent.json No such file or directory (give a DeepSpeed JSON, an Accelerate YAML, or a Trainer's arguments)\n"
-    )
+    problem, _, remedy = capsys.readouterr().err.partition(" (")
+    assert problem == "ds_bench: absent.json No such file or directory"
+    assert remedy == "give a DeepSpeed JSON, an Accelerate YAML, or a Trainer's arguments)\n"
 
 
 def test_what_deepspeed_cannot_parse_is_an_error_with_its_line(
