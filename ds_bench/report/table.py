@@ -7,7 +7,16 @@ from dataclasses import dataclass, replace
 from typing import IO, Any, Literal
 
 from ..analysis.flat_rows import status_text
-from ..system.terminal import aligned_lines, can_encode, escape_controls, print_text, to_ascii, width_of, wrapped_lines
+from ..system.terminal import (
+    aligned_lines,
+    can_encode,
+    escape_controls,
+    make_console,
+    print_text,
+    to_ascii,
+    width_of,
+    wrapped_lines,
+)
 from ..units import MISSING
 from . import row_explanation, step_time
 from .columns import COLUMNS, row_status
@@ -90,7 +99,6 @@ def print_report(report: ComparisonReport, stream: IO[str]) -> None:
 
 def print_table(report: ComparisonReport, stream: IO[str]) -> None:
     """Prints the table with its notes. Columns that no row has a value for are left out."""
-    from rich.console import Console
     from rich.text import Text
 
     has_signs = can_encode("✅❌—→±", stream)
@@ -99,9 +107,8 @@ def print_table(report: ComparisonReport, stream: IO[str]) -> None:
         return text if has_signs and can_encode(text, stream) else to_ascii(text)
 
     rows = [replace(row, cells=tuple(map(printable, row.cells))) for row in table_rows(report)]
-    console = Console(
-        file=stream, width=None if stream.isatty() else 160, highlight=False, safe_box=not has_signs, emoji=False
-    )
+    width = None if stream.isatty() else 160
+    console = make_console(stream, width=width, safe_box=not has_signs, emoji=False)
     layout = _TerminalTable(
         title=printable(escape_controls(report.title)),
         headings=tuple(map(printable, HEADINGS)),

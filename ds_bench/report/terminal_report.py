@@ -17,7 +17,7 @@ from ..analysis.intervals import FEWEST_RUNS
 from ..analysis.trial_caveats import NEAR_CAPACITY
 from ..recommend.remedies import failed_run
 from ..recommend.short_answer import format_list
-from ..system.terminal import can_encode, escape_controls, print_text, to_ascii, width_of
+from ..system.terminal import can_encode, escape_controls, make_console, print_text, to_ascii, width_of
 from ..units import MISSING, format_count, format_items, format_percent, format_significant, to_gb
 from . import table
 from .columns import failure_text
@@ -65,10 +65,9 @@ def print_report(report: ComparisonReport, stream: IO[str], *, verbose: bool = F
         for line in lines:
             print_text(line.text, stream)
         return
-    from rich.console import Console
     from rich.text import Text
 
-    console = Console(file=stream, highlight=False, emoji=False)
+    console = make_console(stream, emoji=False)
     for line in lines:
         shown = line.text if can_encode(line.text, stream) else to_ascii(line.text)
         console.print(Text(escape_controls(shown), style=line.style), soft_wrap=True)

@@ -6,6 +6,7 @@ whose cells went through :func:`escape_controls`.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -15,7 +16,10 @@ import time
 import unicodedata
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from typing import IO, Any, TextIO, cast
+from typing import IO, TYPE_CHECKING, Any, TextIO, cast
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 NO_BREAK = "\N{NO-BREAK SPACE}"
 """A space at which no line is broken; printed as an ordinary one."""
@@ -172,6 +176,17 @@ def print_text(text: str, stream: IO[str] | None = None) -> None:
     print(shown if can_encode(shown, stream) else to_ascii(shown), file=stream, flush=stream is not sys.stdout)
 
 
+def make_console(stream: IO[str], **settings: Any) -> Console:
+    """Makes rich's Console. Where its reader is gone (``| head``) it raises BrokenPipeError, as ``print`` does."""
+    from rich.console import Console
+
+    class PipedConsole(Console):
+        def on_broken_pipe(self) -> None:  # rich would end the program with exit code 1
+            raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
+
+    return PipedConsole(file=stream, highlight=False, **settings)
+
+
 class StatusLine:
     """Prints lines that stay, and below them one line that is redrawn on a terminal.
 
@@ -203,14 +218,13 @@ class StatusLine:
         if not self._is_terminal:
             print_text(text, self.stream)
             return
-        from rich.console import Console
         from rich.live import Live
         from rich.text import Text
 
         shown = escape_controls(text) if can_encode(text, self.stream) else to_ascii(escape_controls(text))
         line = Text(shown, no_wrap=True, overflow="ellipsis")
         if self._live is None:
-            console = Console(file=self.stream, highlight=False)
+            console = make_console(self.stream)
             self._live = Live(line, console=console, auto_refresh=False, transient=True)
             self._live.start()
         self._live.update(line, refresh=True)

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_bench.system.terminal import can_encode, escape_controls, ignoring_broken_stderr, to_ascii
+from ds_bench.system.terminal import can_encode, escape_controls, ignoring_broken_stderr, make_console, to_ascii
 
 
 @given(st.text())
@@ -71,3 +71,12 @@ def ignoring_broken_stderr_on(stream: IO[str], monkeypatch: pytest.MonkeyPatch) 
         with ignoring_broken_stderr():
             yield
         assert sys.stderr is stream
+
+
+def test_a_table_whose_reader_is_gone_is_a_broken_pipe_and_does_not_end_the_program() -> None:
+    class Closed(io.StringIO):
+        def write(self, _text: str) -> int:
+            raise BrokenPipeError
+
+    with pytest.raises(BrokenPipeError):
+        make_console(Closed()).print("a table")
