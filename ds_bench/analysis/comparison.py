@@ -75,6 +75,16 @@ class ComparisonRow:
         return tuple(summary for summary in self.summaries if summary.record.outcome.success)
 
     @property
+    def nearest_to_mean(self) -> list[TrialSummary]:
+        """Its successful runs, first the one of which the throughput is nearest to the row's.
+
+        Where one run has to stand for all, it is the first of these that has what is shown: the parts of a step are
+        then those of the same run in every chart, text and projection.
+        """
+        mean = self.tokens_per_second or 0.0
+        return sorted(self.successes, key=lambda run: abs((run.tokens_per_second or 0.0) - mean))
+
+    @property
     def representative(self) -> TrialSummary:
         """Its first run that succeeded; if none did, its first run."""
         return _representative_run(self.summaries)

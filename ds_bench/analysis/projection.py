@@ -129,7 +129,8 @@ def _not_measured(row: ComparisonRow) -> str | None:
 
 
 def _measured_step(row: ComparisonRow, layers: int | None) -> MeasuredStep:
-    run = row.representative
+    runs = row.nearest_to_mean
+    run = next((run for run in runs if run.costs.communication_seconds is not None), runs[0])
     trial, rank, costs = run.record.trial, run.record.ranks[0], run.costs
     assert row.mean_step_seconds is not None
     assert row.tokens_per_second is not None

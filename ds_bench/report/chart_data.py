@@ -412,12 +412,6 @@ def downsample(points: Sequence[tuple[float, float]], limit: int = MAX_POINTS) -
     return tuple(extremes)
 
 
-def _run_nearest_mean(row: ComparisonRow) -> TrialSummary:
-    """The run that is drawn if only one can be."""
-    mean = row.tokens_per_second or 0.0
-    return min(row.successes, key=lambda run: abs((run.tokens_per_second or 0.0) - mean))
-
-
 def _throughput_chart(rows: _Rows) -> Chart | None:
     measured = [row for row in rows.measured if row.tokens_per_second is not None]
     if not measured:
@@ -600,7 +594,7 @@ def _pareto_chart(rows: _Rows, memory: str) -> Chart | None:
 def _phase_chart(rows: _Rows) -> Chart | None:
     """The parts of a step as shares of their sum."""
     measured = [
-        (row, parts) for row in rows.measured if sum((parts := step_parts(_run_nearest_mean(row).record)).values())
+        (row, parts) for row in rows.measured if sum((parts := step_parts(row.nearest_to_mean[0].record)).values())
     ]
     if not measured:
         return None
@@ -661,7 +655,7 @@ def _line_chart(
     lines = []
     for row in rows.measured:
         if row.key in rows.styles:
-            values = values_of(_run_nearest_mean(row))
+            values = values_of(row.nearest_to_mean[0])
             points = [(float(step), value) for step, value in enumerate(values, 1) if value is not None]
             if len(points) > 1:
                 lines.append(Line(label=rows.label(row), points=downsample(points), style=rows.styles[row.key]))

@@ -24,11 +24,11 @@ def profiles_of(record: TrialRecord) -> Iterator[tuple[int, Profile]]:
 
 
 def report_profiles(report: ComparisonReport) -> list[tuple[str, str]]:
-    """A heading and a text of several lines for each profile of each row's last run that has one."""
+    """A heading and a text of several lines for each profile of the row's run that is shown (``nearest_to_mean``)."""
     texts = []
     for row in report.comparison.rows:
-        profiled = [list(profiles_of(summary.record)) for summary in row.successes]
-        for rank, profile in next((profiles for profiles in reversed(profiled) if profiles), []):
+        profiled = [list(profiles_of(summary.record)) for summary in row.nearest_to_mean]
+        for rank, profile in next(filter(None, profiled), []):
             texts.append((f"{row.label}: {profile.name}, rank {rank}", "\n".join([*profile.lines, *profile.files])))
     return texts
 

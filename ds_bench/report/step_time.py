@@ -21,7 +21,7 @@ def step_time_texts(report: ComparisonReport) -> list[tuple[str, str]]:
 
 
 def _measured_run(row: ComparisonRow) -> TrialSummary | None:
-    return next((run for run in row.successes if run.costs != NO_COSTS or _is_profiled_in_part(run)), None)
+    return next((run for run in row.nearest_to_mean if run.costs != NO_COSTS or _is_profiled_in_part(run)), None)
 
 
 def _is_profiled_in_part(run: TrialSummary) -> bool:

@@ -8,11 +8,13 @@ import pytest
 
 from ds_bench.analysis.comparison import ComparisonRow
 from ds_bench.analysis.row_difference import explain
-from ds_bench.records.schema import CommunicationOperation, OffloadTimes
+from ds_bench.analysis.summary import TrialSummary
+from ds_bench.records.schema import CommunicationOperation, OffloadTimes, Profile
 from ds_bench.report.chart_data import StackChart, charts_of
 from ds_bench.report.comparison_report import ComparisonReport
 from ds_bench.report.html_report import render_page
 from ds_bench.report.markdown import render_markdown
+from ds_bench.report.profile_text import report_profiles
 from ds_bench.report.row_explanation import explanation_lines
 from ds_bench.report.step_time import HEADING, step_time_texts
 from ds_bench.report.table import print_report
@@ -86,6 +88,28 @@ def test_the_chart_of_phases_has_every_part_that_a_row_has(report: ComparisonRep
     parts = {stack.label: stack.parts for stack in chart.stacks}
     assert parts["NVMe"] == pytest.approx((20, 25, 10, 5, 40))
     assert parts["ZeRO-0"] == pytest.approx((20, 30, 50, 0, 0))
+
+
+def test_text_chart_and_profiles_show_the_same_run_of_several() -> None:
+    def run(repeat: int, seconds: float, communication: float) -> TrialSummary:
+        return samples.run(
+            fakes.zero(1),
+            seconds,
+            repeat=repeat,
+            phase_seconds=PHASES,
+            step_parts={**PHASES, "communication": communication},
+            communication=(REDUCED,),
+            profiles=(Profile(name="comms", files=(f"run{repeat}.csv",)),),
+        )
+
+    runs = run(0, 0.3, 0.9), run(1, 0.2, 0.1), run(2, 0.1, 0.4)
+    shown = samples.report(samples.comparison(samples.row("ZeRO-1", *runs)))
+    ((_, text),) = step_time_texts(shown)
+    assert "communication 50 % of a synchronised step of 200.0 ms" in text
+    (chart,) = [each for each in charts_of(shown.comparison, None).charts if each.name == "phases"]
+    assert isinstance(chart, StackChart)
+    assert dict(zip(chart.categories, chart.stacks[0].parts, strict=True))["communication"] == pytest.approx(50)
+    assert [text for _, text in report_profiles(shown)] == ["run1.csv"]
 
 
 def test_explain_names_communication_where_both_rows_have_it() -> None:
