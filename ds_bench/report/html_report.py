@@ -18,12 +18,12 @@ from ..records.schema import SUCCESS
 from ..units import format_significant
 from . import charts, pass_table, plan_table, profile_text, step_time
 from .chart_data import Chart, charts_of
-from .columns import Column, measured_columns, row_status
 from .comparison_report import ComparisonReport, Note
 from .detail_tables import detail_tables
 from .memory_plan import MemoryPlan, answer_text
 from .row_explanation import HEADING, report_paragraphs
 from .sweep_charts import sweep_charts
+from .table_columns import TableColumn, measured_columns, row_status
 from .terminal_report import notes_that_matter
 
 if TYPE_CHECKING:
@@ -155,7 +155,7 @@ def _section(report: ComparisonReport, uid: str) -> dict[str, Any]:
 
 
 def _row(
-    row: ComparisonRow, report: ComparisonReport, columns: Sequence[Column], numbers: Mapping[Note, int]
+    row: ComparisonRow, report: ComparisonReport, columns: Sequence[TableColumn], numbers: Mapping[Note, int]
 ) -> dict[str, Any]:
     comparison = report.comparison
     notes = [note for note in report.row_notes[row.key] if report.labels_by_note[note]]

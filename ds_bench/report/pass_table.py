@@ -25,10 +25,10 @@ from ..units import (
     format_percent,
     format_significant,
 )
-from .columns import failure_text
 from .comparison_report import ComparisonReport
 from .markdown import escape, table_lines
 from .sweep_report import common_title
+from .table_columns import failure_text
 
 SIZE_PREFIX = "size-"
 """Beginning of the names of the models of the model-size benchmark."""

@@ -12,8 +12,8 @@ from ..launch import Progress, ProgressCallback
 from ..records.schema import INTERRUPTED, TrialRecord
 from ..system.terminal import StatusLine
 from ..units import format_duration, format_gigabytes, format_significant
-from .columns import failure_text
 from .profile_text import profiles_of
+from .table_columns import failure_text
 
 
 def ignore_progress(_progress: Progress) -> None:

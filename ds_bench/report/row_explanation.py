@@ -28,9 +28,9 @@ from ..recommend.short_answer import format_list
 from ..recommend.strategy_guide import traffic_text
 from ..system.terminal import wrapped_lines
 from ..units import format_bytes, format_count, format_items, format_names, format_significant, to_ms
-from .columns import failure_text
 from .comparison_report import ComparisonReport
 from .memory_plan import category_text
+from .table_columns import failure_text
 
 HEADING = "What changes between rows"
 _NAMED_SHARE = 0.05

@@ -19,14 +19,14 @@ from ..system.terminal import (
 )
 from ..units import MISSING
 from . import row_explanation, step_time
-from .columns import COLUMNS, row_status
 from .comparison_report import ComparisonReport
 from .detail_tables import DetailTable, detail_tables
 from .profile_text import report_profiles
 from .row_explanation import report_paragraphs
 from .step_time import step_time_texts
+from .table_columns import TABLE_COLUMNS, row_status
 
-_COLUMNS = tuple(column for column in COLUMNS if not column.page_only)
+_COLUMNS = tuple(column for column in TABLE_COLUMNS if not column.page_only)
 HEADINGS = ("Strategy", "Status", *(column.heading for column in _COLUMNS), "Notes")
 _LAST_ALWAYS_SHOWN = HEADINGS.index("Relative")
 """Columns up to this one are shown even if no row has a value."""

@@ -20,8 +20,8 @@ from ..recommend.short_answer import format_list
 from ..system.terminal import can_encode, escape_controls, make_console, print_text, to_ascii, width_of
 from ..units import MISSING, format_count, format_items, format_percent, format_significant, to_gb
 from . import table
-from .columns import failure_text
 from .comparison_report import ComparisonReport
+from .table_columns import failure_text
 
 _SIGNS = "★✗×±·…—"
 _MAX_TEXT_WIDTH = 120

@@ -18,7 +18,7 @@ from ds_bench.recommend.recommendation import recommend
 from ds_bench.recommend.shortage import Shortage, failed_setup, measured_activations, shortage_of, smallest_fit
 from ds_bench.records import schema
 from ds_bench.records.schema import TrialRecord
-from ds_bench.report.columns import failure_text
+from ds_bench.report.table_columns import failure_text
 from ds_bench.system.environment import Environment
 from tests.support import fakes
 

@@ -10,7 +10,7 @@ from ds_bench.analysis import flops
 from ds_bench.analysis.caveats import parse_caveat
 from ds_bench.analysis.comparison import ComparisonRow
 from ds_bench.analysis.intervals import RatioInterval
-from ds_bench.report.columns import COLUMNS, NOT_TESTED, measured_columns, row_status
+from ds_bench.report.table_columns import NOT_TESTED, TABLE_COLUMNS, measured_columns, row_status
 from ds_bench.units import MISSING, format_significant
 from tests.support import fakes
 from tests.support import sample_reports as samples
@@ -37,7 +37,7 @@ MEASURED = samples.row(
 
 def cells(row: ComparisonRow) -> dict[str, tuple[str, float | None]]:
     comparison = samples.comparison(row)
-    return {column.heading: column.cell(row, replace(comparison, baseline=None)) for column in COLUMNS}
+    return {column.heading: column.cell(row, replace(comparison, baseline=None)) for column in TABLE_COLUMNS}
 
 
 def test_the_text_and_the_sort_key_of_every_column_by_hand() -> None:
@@ -78,7 +78,7 @@ def test_an_mfu_above_one_is_not_shown() -> None:
 
 def test_the_baseline_is_not_compared_with_itself() -> None:
     comparison = samples.comparison(MEASURED)
-    against = [column for column in COLUMNS if column.against_baseline]
+    against = [column for column in TABLE_COLUMNS if column.against_baseline]
     assert [column.heading for column in against] == ["95 % interval", "GPU less baseline"]
     assert {column.cell(comparison.rows[0], comparison) for column in against} == {(MISSING, None)}
 
@@ -86,7 +86,7 @@ def test_the_baseline_is_not_compared_with_itself() -> None:
 def test_the_page_shows_throughput_and_every_column_that_some_row_has_a_value_for() -> None:
     failed = samples.row("ZeRO-0", samples.failed(fakes.zero(0)))
     assert [column.heading for column in measured_columns(samples.comparison(failed))] == ["Tokens/s"]
-    assert measured_columns(replace(samples.comparison(failed), rows=(failed, MEASURED))) == COLUMNS
+    assert measured_columns(replace(samples.comparison(failed), rows=(failed, MEASURED))) == TABLE_COLUMNS
 
 
 def test_mfu_is_told_with_how_the_flops_were_had() -> None:

@@ -27,7 +27,7 @@ NOT_TESTED = "not tested"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Column:
+class TableColumn:
     """One measured or derived column."""
 
     heading: str
@@ -115,65 +115,65 @@ _CONVENTION_TEXTS = {
 }
 
 
-COLUMNS: tuple[Column, ...] = (
-    Column(
+TABLE_COLUMNS: tuple[TableColumn, ...] = (
+    TableColumn(
         heading="Step ms",
         meaning="milliseconds per optimizer step, slowest rank, geometric mean of the runs",
         text=lambda row: format_ms(row.mean_step_seconds),
         sort_key=lambda row: row.mean_step_seconds,
     ),
-    Column(
+    TableColumn(
         heading="± ms",
         meaning="standard deviation between runs, or between the steps of a single run",
         text=lambda row: format_ms(row.step_seconds_std),
         sort_key=lambda row: row.step_seconds_std,
     ),
-    Column(
+    TableColumn(
         heading="Tokens/s",
         meaning="throughput of the whole job, geometric mean of the runs",
         text=lambda row: format_count(row.tokens_per_second),
         sort_key=lambda row: row.tokens_per_second,
     ),
-    Column(
+    TableColumn(
         heading="Samples/s",
         meaning="samples of the whole job, where a sample is no sequence of the given length",
         text=lambda row: format_significant(row.samples_per_second),
         sort_key=lambda row: row.samples_per_second,
         page_only=True,
     ),
-    Column(
+    TableColumn(
         heading="Tokens/s, 95 %",
         meaning="95 % confidence interval of the mean tokens/s, from three runs on",
         text=_throughput_interval,
         sort_key=lambda row: None if row.interval is None else row.interval[0],
         page_only=True,
     ),
-    Column(
+    TableColumn(
         heading="Relative",
         meaning="throughput as a multiple of the baseline row's",
         text=lambda row: format_ratio(row.ratio),
         sort_key=lambda row: row.ratio,
     ),
-    Column(
+    TableColumn(
         heading="95 % interval",
         meaning="95 % confidence interval of the multiple, from three runs on",
         text=_ratio_interval,
         sort_key=lambda row: None if row.ratio_interval is None else row.ratio_interval.low,
         against_baseline=True,
     ),
-    Column(
+    TableColumn(
         heading="GPU peak GB",
         meaning="peak allocated device memory of the fullest rank, worst run",
         text=lambda row: format_gb(row.gpu_peak_bytes),
         sort_key=lambda row: row.gpu_peak_bytes,
     ),
-    Column(
+    TableColumn(
         heading="of card",
         meaning="peak reserved device memory as a share of the card",
         text=lambda row: format_percent(row.gpu_fraction, digits=0),
         sort_key=lambda row: row.gpu_fraction,
     ),
-    Column(
+    TableColumn(
         heading="GPU less baseline",
         meaning="peak device memory less the baseline's",
         text=lambda row: _signed_bytes(row.gpu_difference_bytes),
@@ -181,33 +181,33 @@ COLUMNS: tuple[Column, ...] = (
         page_only=True,
         against_baseline=True,
     ),
-    Column(
+    TableColumn(
         heading="Tok/s/GB",
         meaning="tokens per second for each GB of peak device memory",
         text=lambda row: format_count(row.tokens_per_second_per_gb),
         sort_key=lambda row: row.tokens_per_second_per_gb,
     ),
-    Column(
+    TableColumn(
         heading="CPU GB",
         meaning="peak resident host memory of a node's ranks, worst run",
         text=lambda row: format_gb(row.host_peak_bytes),
         sort_key=lambda row: row.host_peak_bytes,
     ),
-    Column(
+    TableColumn(
         heading="MFU",
         meaning=_MFU_MEANING,
         text=lambda row: format_percent(_mfu(row)),
         sort_key=_mfu,
         page_only=True,
     ),
-    Column(
+    TableColumn(
         heading="Final loss",
         meaning="mean over ranks, last step",
         text=_final_loss_text,
         sort_key=_final_loss,
         page_only=True,
     ),
-    Column(
+    TableColumn(
         heading="Predicted",
         meaning="predicted peak memory as a multiple of the measured one",
         text=lambda row: format_ratio(row.predicted_over_measured),
@@ -216,13 +216,13 @@ COLUMNS: tuple[Column, ...] = (
 )
 
 
-def measured_columns(comparison: Comparison) -> tuple[Column, ...]:
+def measured_columns(comparison: Comparison) -> tuple[TableColumn, ...]:
     """The columns that the page shows: throughput, and every other that some row has a value for."""
     empty = (MISSING, NOT_TESTED)
     conventions = dict.fromkeys(run.flops_convention or "" for row in comparison.rows for run in row.successes)
     how = " or ".join(text for convention, text in _CONVENTION_TEXTS.items() if convention in conventions)
     return tuple(
         replace(column, meaning=f"{_MFU_MEANING}; {how}") if column.heading == "MFU" and how else column
-        for column in COLUMNS
+        for column in TABLE_COLUMNS
         if column.heading == "Tokens/s" or any(column.text(row) not in empty for row in comparison.rows)
     )
