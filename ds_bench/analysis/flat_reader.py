@@ -1,7 +1,7 @@
 """Reads flat rows, the rows of a result's JSON, to summaries.
 
 A flat row holds figures, status and caveats, but neither the series of step times and losses nor the DeepSpeed
-configuration. The summary of a row gives the same row again (``flat_rows.COLUMNS``).
+configuration. The summary of a row gives the same row again (``flat_rows.FLAT_COLUMNS``).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ..system.environment import Environment
 from ..system.gpus import GpuFacts
 from .caveats import parse_caveats
 from .checkpoints import CheckpointCost
-from .flat_rows import CHECKPOINT_COLUMNS, COLUMNS, HOST_PHASES, LEDGER_CELLS, MIG_SUFFIX
+from .flat_rows import CHECKPOINT_COLUMNS, FLAT_COLUMNS, HOST_PHASES, LEDGER_CELLS, MIG_SUFFIX
 from .phase_memory import NodePhaseMemory
 from .step_costs import StepCosts
 from .summary import GPU_FIELDS, TrialSummary
@@ -38,7 +38,7 @@ _NEEDED = (
     "stage", "strategy", "model", "batch_size", "seq_length", "grad_accum", "num_steps", "warmup_steps", "success",
     "status", "repeat", "num_gpus", "accelerator", "precision", "activation_checkpointing", "method_version",
 )  # fmt: skip
-KNOWN_COLUMNS = frozenset(column.name for column in COLUMNS)
+KNOWN_COLUMNS = frozenset(column.name for column in FLAT_COLUMNS)
 _SIGNED = frozenset(("first_loss", "final_loss", "repeated_loss", "weight_change_cosine"))
 _MAX_GPUS = 1024
 """GPUs of a host at most, so that a damaged row cannot ask for millions of objects."""
@@ -69,7 +69,7 @@ def _row_adapter() -> TypeAdapter[list[dict[str, Any]]]:
     from typing_extensions import TypedDict
 
     columns: dict[str, Any] = {}
-    for name, _, kind, _ in COLUMNS:
+    for name, _, kind, _ in FLAT_COLUMNS:
         checked: Any = Annotated[kind, Field(ge=0)] if kind in (int, float) and name not in _SIGNED else kind
         columns[name] = checked if name in _NEEDED else NotRequired[checked | None]
     make_type: Any = TypedDict
@@ -150,7 +150,7 @@ def _sizes_of_nodes(row: Mapping[str, Any]) -> dict[str, int]:
 
 def _figures(row: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of the summary that ``summary.summarise`` computes from a record."""
-    figures = {column.field: _value(row, column.name) for column in COLUMNS if column.field is not None}
+    figures = {column.field: _value(row, column.name) for column in FLAT_COLUMNS if column.field is not None}
     costs = {name: figures.pop(name) for name in list(figures) if name.startswith("costs.")}
     if row["accelerator"] == "cpu":  # files without the second column hold its value in the first
         over_measured = figures.pop("predicted_over_measured")

@@ -128,7 +128,7 @@ CHECKPOINT_COLUMNS = {"seconds": "seconds", "gb": "written_bytes", "cpu_peak_gb"
 MIG_SUFFIX = " (MIG)"
 """Follows the name of a GPU that is divided into MIG instances."""
 
-COLUMNS: list[Column] = [
+FLAT_COLUMNS: list[Column] = [
     Column("stage", lambda s: s.record.trial.configuration.stage, int),
     Column("strategy", lambda s: s.record.trial.configuration.name, str),
     Column("model", lambda s: s.record.trial.workload.model, str),
@@ -255,7 +255,7 @@ def status_text(status: str) -> str:
 
 def flat_row(summary: TrialSummary) -> dict[str, Any]:
     """The row of one trial, with all columns."""
-    return {column.name: column.value(summary) for column in COLUMNS}
+    return {column.name: column.value(summary) for column in FLAT_COLUMNS}
 
 
 def flat_rows(summaries: Sequence[TrialSummary]) -> list[dict[str, Any]]:

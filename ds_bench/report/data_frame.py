@@ -6,7 +6,7 @@ import io
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..analysis.flat_rows import COLUMNS
+from ..analysis.flat_rows import FLAT_COLUMNS
 from ..system.optional_packages import require_packages
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ def data_frame(rows: Sequence[Mapping[str, Any]]) -> pandas.DataFrame:
     import pandas as pd
 
     columns = {}
-    for name, _, kind, _ in COLUMNS:
+    for name, _, kind, _ in FLAT_COLUMNS:
         values = [row.get(name) for row in rows]
         if name in _TIMES:
             times = pd.Series(pd.to_datetime(values, utc=True, errors="coerce", format="ISO8601"))

@@ -11,7 +11,7 @@ import pandas as pd
 import pytest
 
 from ds_bench.analysis.flat_reader import read_summary
-from ds_bench.analysis.flat_rows import COLUMNS, flat_rows, status_text
+from ds_bench.analysis.flat_rows import FLAT_COLUMNS, flat_rows, status_text
 from ds_bench.analysis.summary import TrialSummary, summarise
 from ds_bench.records import schema
 from ds_bench.records.run_folder import RunFolder
@@ -56,7 +56,7 @@ def test_every_row_has_every_key_whatever_came_of_the_trial(subtests: pytest.Sub
         with subtests.test(entry.outcome.status):
             (row,) = rows(entry)
             assert list(row)[: len(KEYS)] == KEYS
-            assert list(row) == [column.name for column in COLUMNS]
+            assert list(row) == [column.name for column in FLAT_COLUMNS]
 
 
 def test_the_stage_is_a_whole_number_in_every_row(subtests: pytest.Subtests) -> None:
@@ -68,7 +68,7 @@ def test_the_stage_is_a_whole_number_in_every_row(subtests: pytest.Subtests) -> 
 
 
 def test_no_two_columns_share_a_name() -> None:
-    names = [column.name for column in COLUMNS]
+    names = [column.name for column in FLAT_COLUMNS]
     assert len(set(names)) == len(names)
 
 

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from ds_bench.analysis import flat_reader, load_results, provenance
 from ds_bench.analysis.caveats import CaveatKind, parse_caveats
 from ds_bench.analysis.comparability import group_repeats
-from ds_bench.analysis.flat_rows import COLUMNS, flat_row, flat_rows
+from ds_bench.analysis.flat_rows import FLAT_COLUMNS, flat_row, flat_rows
 from ds_bench.analysis.load_results import Result
 from ds_bench.config.deepspeed_config import is_full_config
 from ds_bench.errors import UsageError
@@ -870,11 +870,11 @@ def test_every_column_of_a_flat_row_has_a_type() -> None:
     for row in json.loads(REFERENCE.read_text()):
         assert flat_reader.check_rows([row]) == [row]
         assert list(row) == [
-            column.name for column in COLUMNS if column.name in row
+            column.name for column in FLAT_COLUMNS if column.name in row
         ]  # it was written before some of them
     (row,) = flat_rows(load_results.summarise_all([fakes.success()]))
     assert flat_reader.check_rows([row]) == [row]
-    assert list(row) == [column.name for column in COLUMNS]
+    assert list(row) == [column.name for column in FLAT_COLUMNS]
 
 
 # ------------------------------------------------------------------ parsing and building
