@@ -18,7 +18,7 @@ from ..errors import UsageError
 from ..models import lookup
 from ..models.presets import ModelFacts
 from ..recommend import strategy_guide
-from ..recommend.rule import COMFORTABLE_FRACTION
+from ..recommend.decision import COMFORTABLE_FRACTION
 from ..system import terminal
 from ..units import format_millions, format_percent
 

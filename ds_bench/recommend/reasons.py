@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from ..analysis.intervals import FEWEST_RUNS
 from ..units import format_bytes, format_count, format_percent
-from .rule import (
+from .decision import (
     COMFORTABLE_FRACTION,
     LEAST_LEAD,
     MIN_SPEED_FRACTION,

@@ -20,8 +20,8 @@ from ..config.spec import SAME_TRAINING_FIELDS, SEARCH_ACCURACY, Trial, Workload
 from ..records.schema import OOM
 from ..units import format_count, format_percent
 from . import reasons, remedies, short_answer, strategy_guide
+from .decision import Candidate, Decision, IntervalOf, Speeds, decide, decide_for_speed
 from .reasons import ON_DEVICE, ON_HOST, MemoryTerms
-from .rule import Candidate, Decision, IntervalOf, Speeds, decide, decide_for_speed
 from .short_answer import format_list
 
 _MAX_ROWS_NAMED = 6

@@ -10,7 +10,7 @@ from ..prediction.what_if import Alternative
 from ..records import schema
 from ..records.schema import TrialRecord
 from ..units import format_bytes, format_duration, format_percent
-from .rule import COMFORTABLE_FRACTION
+from .decision import COMFORTABLE_FRACTION
 from .shortage import (
     LAST_RESORTS,
     FailedSetup,

@@ -17,8 +17,8 @@ from ..prediction.what_if import Alternative
 from ..records import schema
 from ..units import format_count, format_gigabytes, format_percent
 from . import remedies
+from .decision import LEAST_LEAD, Candidate, Decision, nearly_least_memory
 from .reasons import MemoryTerms, smaller_equally_fast, whole_percent
-from .rule import LEAST_LEAD, Candidate, Decision, nearly_least_memory
 
 _MORE_STEPS = 50
 """Measured steps of a run that is to decide between rows."""

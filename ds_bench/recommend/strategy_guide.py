@@ -14,7 +14,7 @@ from ..config.strategies import OFFLOAD_NAMES, ZERO_STAGES, make_configuration
 from ..prediction.communication import times_sent
 from ..prediction.model_states import FP32_BYTES, element_bytes, model_states
 from ..units import format_bytes, format_percent
-from .rule import COMFORTABLE_FRACTION
+from .decision import COMFORTABLE_FRACTION
 
 BARELY_FITS_FRACTION = 0.80
 """Fraction of the card from which a configuration barely fits."""

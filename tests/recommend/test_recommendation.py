@@ -20,8 +20,8 @@ from ds_bench.config.spec import Configuration
 from ds_bench.errors import UsageError
 from ds_bench.models.presets import find_preset
 from ds_bench.recommend import recommendation
+from ds_bench.recommend.decision import Candidate, decide
 from ds_bench.recommend.recommendation import Recommendation
-from ds_bench.recommend.rule import Candidate, decide
 from ds_bench.records import schema
 from ds_bench.records.schema import TrialRecord
 from tests.support import fakes
