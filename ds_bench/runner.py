@@ -26,8 +26,8 @@ from .config.deepspeed_config import MakeConfig
 from .config.options import Options
 from .config.spec import Precision, Trial
 from .doctor import checkpoint_folder, nvme
+from .doctor import checks as doctor
 from .doctor import hosts as host_checks
-from .doctor import run as doctor
 from .doctor.findings import SystemAccess
 from .errors import PreflightError, UsageError
 from .launch import Launcher, Limits, ProgressCallback, rank_environment

@@ -143,7 +143,7 @@ def test_an_interrupted_run_keeps_its_rows_and_says_how_to_go_on(house: House) -
 def test_a_problem_of_the_machine_is_in_the_notes_of_the_exception(
     house: House, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from ds_bench.doctor import run as doctor
+    from ds_bench.doctor import checks as doctor
     from ds_bench.doctor.findings import problem
 
     monkeypatch.setattr(doctor, "run_plan_checks", lambda *_, **__: [problem("ninja", "is missing", "install it")])

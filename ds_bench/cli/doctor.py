@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from ..config.configuration_files import read_configuration_files
-from ..doctor import run
+from ..doctor import checks
 from ..doctor.findings import Groups, SystemAccess, format_count, format_finding
 from ..errors import UsageError
 from ..system import terminal
@@ -29,7 +29,7 @@ def show_findings(
         raise UsageError("--nvme-path is empty", remedy="give a folder on the NVMe disk")
     files, file_lines = read_configuration_files(configs)
     folder = None if nvme_path is None else Path(nvme_path)
-    groups = run.run_all_checks(
+    groups = checks.run_all_checks(
         SystemAccess(), nvme_path=folder, build=build, files=files, file_lines=file_lines, hostfile=hostfile
     )
     with terminal.ignoring_broken_pipe():

@@ -13,7 +13,7 @@ from dataclasses import asdict
 from ..config.spec import Configuration, Placement
 from ..records import json_files
 from ..system import terminal
-from .run import run_plan_checks
+from .checks import run_plan_checks
 
 
 def main() -> None:

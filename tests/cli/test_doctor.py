@@ -38,7 +38,7 @@ def test_no_name_of_a_process_or_a_disk_can_steer_the_terminal() -> None:
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *, as_json: bool) -> int:
-    monkeypatch.setattr("ds_bench.doctor.run.run_all_checks", lambda _machine, **_: SAMPLE)
+    monkeypatch.setattr("ds_bench.doctor.checks.run_all_checks", lambda _machine, **_: SAMPLE)
     return show_findings(None, False, as_json)
 
 
@@ -67,7 +67,7 @@ def test_a_terminal_of_ascii_gets_ascii(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.parametrize("path", ["", "  "])
 def test_an_empty_path_is_refused_before_anything_is_looked_at(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ds_bench.doctor.run.run_all_checks", lambda *_, **__: pytest.fail("looked all the same"))
+    monkeypatch.setattr("ds_bench.doctor.checks.run_all_checks", lambda *_, **__: pytest.fail("looked all the same"))
     with pytest.raises(UsageError, match="--nvme-path is empty"):
         show_findings(path, False, False)
 

@@ -13,8 +13,8 @@ import pytest
 
 from ds_bench.config.configuration_files import read_configuration_files
 from ds_bench.config.spec import Configuration, Placement
+from ds_bench.doctor import checks as doctor
 from ds_bench.doctor import compilers, nvme, packages
-from ds_bench.doctor import run as doctor
 from ds_bench.doctor.findings import Finding, SystemAccess, ok, problem, warning
 from ds_bench.errors import PreflightError
 from ds_bench.launch import ops
