@@ -43,7 +43,15 @@ from .records.rank_files import json_text, write_json
 from .records.resume import remaining_trials, require_same_machine, require_same_workload
 from .records.run_folder import RUN_FILE, RunFolder
 from .records.schema import Outcome, TrialRecord
-from .report import export, models_table, pass_table, profile_text, run_plan, sweep_report, terminal_report
+from .report import (
+    configuration_export,
+    models_table,
+    pass_table,
+    profile_text,
+    run_plan,
+    sweep_report,
+    terminal_report,
+)
 from .report.comparison_report import ComparisonReport, build_report
 from .report.markdown import render_markdown
 from .report.progress import ProgressReporter
@@ -634,7 +642,7 @@ def _write_point(plan: Plan, report: ComparisonReport, store: RunFolder, environ
     if plain != name:  # two names must not become one
         plain += f"-{hashlib.sha256(name.encode()).hexdigest()[:6]}"
     folder = store.folder / "points" / plain if plan.options.point else store.folder
-    return export.write_configuration(plan.options, report, folder, environment)
+    return configuration_export.write_configuration(plan.options, report, folder, environment)
 
 
 def _recommendation_values(reports: Sequence[tuple[Plan, ComparisonReport]]) -> dict[str, Any]:

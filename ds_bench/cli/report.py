@@ -23,7 +23,15 @@ from ..config.options import GOALS, ROW_FORMATS
 from ..errors import UsageError
 from ..records.rank_files import json_text
 from ..records.run_folder import csv_text
-from ..report import export, github_benchmark, html_report, markdown, models_table, pass_table, terminal_report
+from ..report import (
+    configuration_export,
+    github_benchmark,
+    html_report,
+    markdown,
+    models_table,
+    pass_table,
+    terminal_report,
+)
 from ..report.comparison_report import ComparisonReport, build_report
 from ..report.data_frame import parquet_bytes
 from ..system import terminal
@@ -286,8 +294,10 @@ def _export(reports: Sequence[ComparisonReport], name: str) -> None:
                 origin = f"{row.label} of {comparison_report.title} ({', '.join(comparison_report.sources)})"
                 problem = f"--export {name}: {len(rows)} rows are called that; taken from {origin}"
                 terminal.print_text(problem, sys.stderr)
-            folder = Path(export.folder_name(row.configuration.name))
-            for path in export.write_exports(record, folder, next(iter(comparison_report.environments), None)):
+            folder = Path(configuration_export.folder_name(row.configuration.name))
+            for path in configuration_export.write_exports(
+                record, folder, next(iter(comparison_report.environments), None)
+            ):
                 terminal.print_text(f"config {path}", sys.stderr)
             return
     raise UsageError(

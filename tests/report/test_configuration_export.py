@@ -32,7 +32,7 @@ from ds_bench.launch import rank_environment
 from ds_bench.launch.ops import OpState
 from ds_bench.records import json_files, schema
 from ds_bench.records.schema import TrialRecord
-from ds_bench.report import export, markdown
+from ds_bench.report import configuration_export, markdown
 from ds_bench.system.environment import Environment
 from tests.support.fakes import GB, failure, offload, placement, success, workload, zero
 from tests.support.real_trials import SUPPORT, free_port
@@ -116,7 +116,7 @@ def command(readme: str, word: str) -> list[str]:
 
 def write(trial: Trial | TrialRecord, folder: Path) -> dict[str, Any]:
     """The exports read back by name: JSON and YAML as values, the README as text."""
-    paths = export.write_exports(trial if isinstance(trial, TrialRecord) else success(trial), folder)
+    paths = configuration_export.write_exports(trial if isinstance(trial, TrialRecord) else success(trial), folder)
     assert [path.name for path in paths] == FILES
     texts = {path.name: path.read_text(encoding="utf-8") for path in paths}
     return {
@@ -284,7 +284,10 @@ def test_what_was_auto_in_the_users_file_stays_auto_for_the_trainer_alone(tmp_pa
     configuration = maker.make(read_configuration_file(path))
     trial = replace(row(zero(3)), configuration=configuration, ds_config=row(configuration).ds_config)
     trial = replace(trial, ds_config={**trial.ds_config, **configuration.deepspeed_config})
-    blocks = {"raw": export.raw_config(success(trial)), "trainer": export.trainer_config(success(trial))}
+    blocks = {
+        "raw": configuration_export.raw_config(success(trial)),
+        "trainer": configuration_export.trainer_config(success(trial)),
+    }
     assert blocks["raw"]["zero_optimization"]["reduce_bucket_size"] == 128 * 128
     block = blocks["trainer"]["zero_optimization"]
     assert (block["reduce_bucket_size"], block["stage3_prefetch_bucket_size"]) == ("auto", 7)
@@ -367,7 +370,7 @@ def test_the_readme_tells_what_was_measured_in_units(tmp_path: Path) -> None:
         hostname="node-0", logical_cores=8, packages={"torch": "2.13.0", "transformers": "5.23.0"}
     )
     trial = row(zero(3), num_gpus=2, grad_accum=4)
-    export.write_exports(success(trial, gpu_peak_bytes=8 * GB), tmp_path, environment)
+    configuration_export.write_exports(success(trial, gpu_peak_bytes=8 * GB), tmp_path, environment)
     readme = (tmp_path / "README.md").read_text()
     # 4 sequences × 4 micro-batches × 2 ranks × 128 tokens in 0.1 s: 4096 tokens per step, 40,960 per second.
     assert "Throughput: 40,960 tokens/s" in readme
@@ -466,7 +469,9 @@ def test_any_text_shown_as_text_opens_no_markup(text: str) -> None:
 @example("\x85")
 def test_any_path_comes_back_out_of_the_yaml(text: str) -> None:
     trial = row(hostfile="/" + text)
-    said = yaml.safe_load(export.accelerate_yaml(success(trial), Path("/" + text.replace("\0", "")) / "f.json"))
+    said = yaml.safe_load(
+        configuration_export.accelerate_yaml(success(trial), Path("/" + text.replace("\0", "")) / "f.json")
+    )
     assert said["deepspeed_config"]["deepspeed_hostfile"] == "/" + text
     assert said["deepspeed_config"]["deepspeed_config_file"] == str(Path("/" + text.replace("\0", "")) / "f.json")
 
@@ -485,7 +490,7 @@ def test_a_folder_that_cannot_be_written_is_one_line_with_a_remedy(place: str, t
         "no_such_root": Path("/proc/ds_bench_exports"),
     }
     with pytest.raises(UsageError) as caught:
-        export.write_exports(success(row()), folders[place])
+        configuration_export.write_exports(success(row()), folders[place])
     assert str(folders[place]) in str(caught.value)
     assert "give a folder that you may write to" in str(caught.value)
     assert len(str(caught.value).splitlines()) == 1
@@ -498,13 +503,13 @@ def test_a_name_that_no_folder_can_have_is_a_users_mistake(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UsageError):
-        export.write_exports(success(row()), folder)
+        configuration_export.write_exports(success(row()), folder)
 
 
 def test_a_value_that_json_cannot_hold_is_refused_and_nothing_is_written(tmp_path: Path) -> None:
     trial = row(changes={"gradient_clipping": math.nan})
     with pytest.raises(UsageError, match="cannot export this row"):
-        export.write_exports(success(trial), tmp_path / "out")
+        configuration_export.write_exports(success(trial), tmp_path / "out")
     assert list((tmp_path / "out").iterdir()) == []
 
 
@@ -555,12 +560,12 @@ def test_the_folder_of_a_strategy_keeps_its_name_and_leads_nowhere_else() -> Non
         "a\0b\\c d": "ds_config_a_b_c_d",
         "cpu_optimizer-2.1": "ds_config_cpu_optimizer-2.1",
     }
-    assert {strategy: export.folder_name(strategy) for strategy in folder} == folder
+    assert {strategy: configuration_export.folder_name(strategy) for strategy in folder} == folder
 
 
 @given(st.text())
 def test_no_strategys_name_leads_out_of_the_folder_one_is_in(strategy: str) -> None:
-    name = export.folder_name(strategy)
+    name = configuration_export.folder_name(strategy)
     assert Path(name).name == name
     assert (Path("/here") / name).resolve().parent == Path("/here")
 
