@@ -16,9 +16,9 @@ from .config import axis_rows, deepspeed_config, lint, overrides, strategies, va
 from .config.automatic_values import TrainingFacts
 from .config.axes import Layout, RowFacts, other_arithmetic
 from .config.axis_rows import AxisValues
+from .config.configuration_file_rows import FileRowMaker, has_other_batch
 from .config.configuration_files import ConfigurationFile, read_configuration_files
 from .config.deepspeed_config import MakeConfig
-from .config.file_rows import FileRowMaker, has_other_batch
 from .config.options import DEFAULT_BATCH_SIZE, Options
 from .config.placement import choose_precision, resolve_placement
 from .config.shard import Shard, rows_of_shard

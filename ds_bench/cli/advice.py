@@ -10,8 +10,8 @@ from pathlib import Path
 from ..analysis.trial_caveats import NEAR_CAPACITY
 from ..config import strategies, validation
 from ..config.automatic_values import TrainingFacts
+from ..config.configuration_file_rows import FileRowMaker
 from ..config.configuration_files import read_configuration_files
-from ..config.file_rows import FileRowMaker
 from ..config.reference_engines import REFERENCES
 from ..config.spec import Configuration, Placement, Precision
 from ..errors import UsageError

@@ -17,9 +17,9 @@ from typing import Any
 from .. import planner, units
 from ..config import strategies, validation
 from ..config.automatic_values import TrainingFacts
+from ..config.configuration_file_rows import FileRowMaker
 from ..config.configuration_files import ConfigurationFile, read_configuration_files
 from ..config.deepspeed_config import tensor_parallel_size
-from ..config.file_rows import FileRowMaker
 from ..config.spec import Configuration, Placement, Precision, Workload
 from ..errors import UsageError
 from ..models.lookup import ResolvedModel, resolve_model

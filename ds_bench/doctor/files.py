@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 
 from ..config import validation
 from ..config.automatic_values import TrainingFacts
+from ..config.configuration_file_rows import FileRowMaker
 from ..config.configuration_files import ConfigurationFile
-from ..config.file_rows import FileRowMaker
 from ..config.spec import Configuration, Placement
 from ..launch import ops
 from .findings import Finding, ok, problem, warning

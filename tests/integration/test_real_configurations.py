@@ -9,8 +9,8 @@ from typing import Any
 
 from ds_bench.config import deepspeed_config
 from ds_bench.config.automatic_values import TrainingFacts, fill_in
+from ds_bench.config.configuration_file_rows import FileRowMaker
 from ds_bench.config.configuration_files import ConfigurationFile, read_configuration_file
-from ds_bench.config.file_rows import FileRowMaker
 from ds_bench.config.spec import Configuration, Placement
 from tests.support import fakes
 from tests.support.shared_files import shared_files

@@ -24,8 +24,8 @@ from markdown_it import MarkdownIt
 
 from ds_bench.config import deepspeed_config, overrides
 from ds_bench.config.automatic_values import TrainingFacts
+from ds_bench.config.configuration_file_rows import FileRowMaker
 from ds_bench.config.configuration_files import read_configuration_file
-from ds_bench.config.file_rows import FileRowMaker
 from ds_bench.config.spec import Configuration, Placement, Trial
 from ds_bench.errors import UsageError
 from ds_bench.launch import rank_environment

@@ -1,4 +1,4 @@
-"""Tests of ``config.file_rows``: what a row of a file trains, and what its reader is told."""
+"""Tests of ``config.configuration_file_rows``: what a row of a file trains, and what its reader is told."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from ds_bench.config.automatic_values import TrainingFacts
+from ds_bench.config.configuration_file_rows import FileRowMaker, batch_of_file
 from ds_bench.config.configuration_files import ConfigurationFile, read_configuration_file
-from ds_bench.config.file_rows import FileRowMaker, batch_of_file
 from ds_bench.config.spec import Configuration
 from ds_bench.errors import UsageError
 
