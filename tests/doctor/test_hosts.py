@@ -18,8 +18,8 @@ from ds_bench.analysis.caveats import CaveatKind
 from ds_bench.analysis.comparison_caveats import comparison_caveats
 from ds_bench.analysis.summary import summarise
 from ds_bench.config.spec import Placement
+from ds_bench.doctor import checks
 from ds_bench.doctor import hosts as host_checks
-from ds_bench.doctor import run
 from ds_bench.doctor.findings import SystemAccess
 from ds_bench.errors import PreflightError
 from ds_bench.launch import hosts
@@ -112,7 +112,7 @@ def test_gpus_are_those_of_the_slots_that_have_ranks() -> None:
         "GPU 5 on b is also used by 1 other process(es): numbers suffer"
     ]
     system = SystemAccess(gpu_query=KnownGpus(GpuInventory(gpus=b.gpus)), environ={})
-    found = run.run_plan_checks(four, [], slots=four.slots_of("b"), system=system)
+    found = checks.run_plan_checks(four, [], slots=four.slots_of("b"), system=system)
     assert {each.name for each in found if each.name.endswith(" memory") and each.name[:3] == "GPU"} == {
         "GPU 4 memory",
         "GPU 5 memory",
@@ -188,7 +188,7 @@ def test_the_doctor_checks_the_hosts_of_a_hostfile(monkeypatch: pytest.MonkeyPat
     found = {}
     for text, level in (("here slots=1\n", "ok"), ("here slots=1\ngone slots=1\n", "problem")):
         path.write_text(text)
-        found = {each.name: each for each in run.run_all_checks(SystemAccess(), hostfile=path)["Hosts"]}
+        found = {each.name: each for each in checks.run_all_checks(SystemAccess(), hostfile=path)["Hosts"]}
         assert found["hosts"].level == level
     assert found["hosts"].text == "cannot use gone: ssh: no route to host"
 
