@@ -5,6 +5,7 @@
     DsBenchError                 one line and its remedy; never a traceback
     ├── UsageError               a flag, a value or a file the user gave is wrong (exit 2)
     ├── PreflightError           this machine is not ready for the plan (exit 2)
+    ├── ResultsNotWrittenError   the disk of the results is full, or their folder cannot be written any more (exit 1)
     └── BenchmarkFailedError     a benchmark's run did not succeed (``benchmarks``; exit 1)
 
 The failure of a *trial* is not an exception but a value: see ``records.schema.Outcome``.
@@ -34,3 +35,9 @@ class UsageError(DsBenchError):
 
 class PreflightError(DsBenchError):
     """The machine is not ready for what the plan needs."""
+
+
+class ResultsNotWrittenError(DsBenchError):
+    """A run's files could not all be written, after the run had begun."""
+
+    exit_code = 1

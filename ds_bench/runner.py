@@ -29,7 +29,7 @@ from .doctor import checkpoint_folder, nvme
 from .doctor import checks as doctor
 from .doctor import hosts as host_checks
 from .doctor.findings import SystemAccess
-from .errors import PreflightError, UsageError
+from .errors import PreflightError, ResultsNotWrittenError, UsageError
 from .launch import Launcher, Limits, ProgressCallback, rank_environment
 from .launch.deepspeed import launch_command
 from .launch.hosts import Hosts
@@ -429,13 +429,17 @@ def _run_plan(
         results.add(record)
     progress = ProgressReporter(line, remaining, options.repeats, verbose=options.verbose, point_of=results.point_text)
     within_budget = _until_budget_is_used(remaining, options.budget, line.say)
+    failure: OSError | None = None
     with line:
-        for record in run_trials(map(results.with_changes, within_budget), launcher, store, progress.begin):
-            if (read := store.as_read(record)) is not None:
-                results.add(read)
-            store.write_rows(flat_rows(results.summaries), options.csv)
-            progress.end(record)
-    return _finish(options, store, results, notes, request)
+        try:
+            for record in run_trials(map(results.with_changes, within_budget), launcher, store, progress.begin):
+                if (read := store.as_read(record)) is not None:
+                    results.add(read)
+                store.write_rows(flat_rows(results.summaries), options.csv)
+                progress.end(record)
+        except OSError as error:  # such as a full disk: no trial can be kept from here on, but those before are shown
+            failure = error
+    return _finish(options, store, results, notes, request, failure)
 
 
 def _until_budget_is_used(
@@ -599,40 +603,80 @@ class ResultBuilder:
         return flops.peak_flops(self._gpu_name, precision) if self._gpu_name else None
 
 
-def _finish(options: Options, store: RunFolder, results: ResultBuilder, notes: Sequence[str], request: _Request) -> int:
-    """Writes and prints the results. Returns the exit code."""
+def _finish(
+    options: Options,
+    store: RunFolder,
+    results: ResultBuilder,
+    notes: Sequence[str],
+    request: _Request,
+    failure: OSError | UsageError | None,
+) -> int:
+    """Writes and prints the results. Returns the exit code.
+
+    ``failure``: what kept a trial's files from being written. Raises DsBenchError for it, and for a failure to write
+    the results or to export a configuration, after what there is has been printed.
+    """
     points, summaries = results.points, results.summaries
     rows = flat_rows(summaries)
-    store.write_rows(rows, options.csv)
+    try:
+        store.write_rows(rows, options.csv)
+    except OSError as error:
+        failure = failure or error
     if (gpu := results.gpu_without_peak) is not None:
         notes = [*notes, f"no peak rate known for {gpu}: MFU left out; --peak-tflops gives it"]
     command = provenance.command(options.family, request.arguments)
     reports = [(plan, results.build_report(plan, own, notes, command)) for plan, own in points]
-    folders = [folder for plan, report in reports if (folder := _write_point(plan, report, store, results.environment))]
-    recommendation = _recommendation_values(reports)
-    store.save_run({**store.load_run(), "recommendation": recommendation})
-    for path in (store.folder / "recommendation.json", store.recommendation_path):
-        write_json(path, recommendation)
+    folders: list[Path] = []
+    try:
+        folders = _write_recommendations(reports, store, results.environment)
+    except (OSError, UsageError) as error:
+        failure = failure or error
     of_rows = [
         report.recommendation.to_dict() for (_, report), (_, own) in zip(reports, points, strict=True) for _ in own
     ]
     printed = [{**row, "recommendation": of_row} for row, of_row in zip(rows, of_rows, strict=True)]
     print_reports(options, [report for _, report in reports], printed)  # last: standard output may be gone
+    if isinstance(failure, OSError):
+        raise ResultsNotWrittenError(
+            f"not every file could be written: {failure}",
+            remedy=f"what had finished is kept; make room, then: {resume_command(options, store.folder)}",
+        )
+    if failure is not None:
+        raise failure
     if not options.quiet:
-        for folder in dict.fromkeys(store.folder / "points" if options.point else folder for folder in folders):
-            terminal.print_text(f"  Config: {folder}", sys.stderr)
-        shown = shlex.quote(str(store.folder))
-        if options.shard is not None:
-            shown = f"{shlex.quote(str(store.folder.parent))}/*of{options.shard.count}"
-        report_command = f"python -m ds_bench report {shown} --html r.html"
-        also = "" if options.csv is None else f", {options.csv}"
-        terminal.print_text(f"  Report: {report_command}\n  Files:  {store.json_path} and .csv{also}", sys.stderr)
-        if line := profile_text.files_line(summaries, store.folder):
-            terminal.print_text(f"  {line}", sys.stderr)
+        _print_places(options, store, folders, summaries)
     code = exit_code(options, summaries)
     if code == INTERRUPTED_CODE and not options.quiet:
         terminal.print_text(f"interrupted; go on with: {resume_command(options, store.folder)}", sys.stderr)
     return code
+
+
+def _write_recommendations(
+    reports: Sequence[tuple[Plan, ComparisonReport]], store: RunFolder, environment: Environment
+) -> list[Path]:
+    """Writes the recommendation of the run and the recommended configurations. Returns the folders of these."""
+    folders = [folder for plan, report in reports if (folder := _write_point(plan, report, store, environment))]
+    recommendation = _recommendation_values(reports)
+    store.save_run({**store.load_run(), "recommendation": recommendation})
+    for path in (store.folder / "recommendation.json", store.recommendation_path):
+        write_json(path, recommendation)
+    return folders
+
+
+def _print_places(
+    options: Options, store: RunFolder, folders: Sequence[Path], summaries: Sequence[TrialSummary]
+) -> None:
+    """Prints where the recommended configurations and the files of the results are."""
+    for folder in dict.fromkeys(store.folder / "points" if options.point else folder for folder in folders):
+        terminal.print_text(f"  Config: {folder}", sys.stderr)
+    shown = shlex.quote(str(store.folder))
+    if options.shard is not None:
+        shown = f"{shlex.quote(str(store.folder.parent))}/*of{options.shard.count}"
+    report_command = f"python -m ds_bench report {shown} --html r.html"
+    also = "" if options.csv is None else f", {options.csv}"
+    terminal.print_text(f"  Report: {report_command}\n  Files:  {store.json_path} and .csv{also}", sys.stderr)
+    if line := profile_text.files_line(summaries, store.folder):
+        terminal.print_text(f"  {line}", sys.stderr)
 
 
 def _write_point(plan: Plan, report: ComparisonReport, store: RunFolder, environment: Environment) -> Path | None:

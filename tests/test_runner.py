@@ -5,8 +5,10 @@ The last part runs the whole way from Options to exit code with that launcher, w
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import shutil
 import signal
 from collections import Counter
 from dataclasses import replace
@@ -599,6 +601,40 @@ def test_output_that_cannot_be_written_costs_neither_the_files_nor_the_configura
     assert "No space left on device" in capsys.readouterr().err
     assert len(house.rows()) == 2
     assert list((house.output / "runs").glob("*/recommended/ds_config.json"))
+
+
+def test_a_disk_that_is_full_costs_no_row_that_had_finished_and_no_table(
+    house: House, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], subtests: pytest.Subtests
+) -> None:
+    write_rows, append = RunFolder.write_rows, RunFolder.append
+    calls: list[object] = []
+
+    def fail_from(call: int, function: Any) -> Any:
+        def write(*values: Any) -> None:
+            calls.append(values)
+            if len(calls) >= call:
+                raise OSError(errno.ENOSPC, "No space left on device", "results")
+            function(*values)
+
+        return write
+
+    for name, patched, shown in (
+        ("rows of the first trial", ("write_rows", fail_from(1, write_rows)), ["ZeRO-1"]),
+        ("rows at the end", ("write_rows", fail_from(3, write_rows)), ["ZeRO-1", "ZeRO-3"]),
+        ("record of the second trial", ("append", fail_from(2, append)), ["ZeRO-1"]),
+    ):
+        with subtests.test(name), monkeypatch.context() as context:
+            calls.clear()
+            context.setattr(RunFolder, *patched)
+            assert house.run("--stages", "1", "3") == 1
+            printed = capsys.readouterr()
+            assert all(f"{label} " in printed.out for label in shown)
+            assert printed.err.count("No space left on device") == 1
+            assert "make room, then: " in printed.err
+            context.undo()
+            assert house.resume() == 0
+            assert len(house.rows()) == 2
+            shutil.rmtree(house.output)
 
 
 # ------------------------------------------------------------------ configurations from files
