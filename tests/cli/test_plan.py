@@ -392,6 +392,7 @@ def test_a_file_whose_memory_the_formulas_do_not_know_is_named_and_left_out(
     assert "None" not in shown.out
 
 
+@pytest.mark.slow
 def test_a_factory_is_planned_with_what_it_trains_and_one_that_trains_nothing_is_refused(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -237,7 +237,8 @@ def test_a_failing_row_does_not_stop_the_others_and_keeps_its_cause(start_script
     assert "both ended with Killed" in out
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interruption_keeps_what_is_finished_prints_the_table_and_exits_130(
     start_script: Start, number: signal.Signals
 ) -> None:
@@ -276,6 +277,7 @@ def test_resume_runs_what_is_missing_and_nothing_twice(start_script: Start) -> N
 
 
 @pytest.mark.nvme
+@pytest.mark.slow
 def test_a_killed_parent_takes_every_process_and_the_swap_folder_with_it(start_script: Start, tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()

@@ -290,6 +290,7 @@ def test_ctrl_c_at_torchrun_writes_the_rows_and_a_lender_that_ends_is_told_once(
     assert time.monotonic() - began < 30
 
 
+@pytest.mark.slow
 def test_the_deepspeed_launcher_on_both_hosts_is_one_comparison_with_the_ranks_of_both(make_hosts: MakeHosts) -> None:
     hosts = make_hosts(shared_file_system=False)
     earlier = {host.name: host.temporary_files() for host in (hosts.a, hosts.b)}
