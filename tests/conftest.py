@@ -20,7 +20,7 @@ from ds_bench.launch.warm import WarmLauncher
 from ds_bench.records.schema import TrialRecord
 from ds_bench.system import processes
 from tests.support.real_trials import ROOT, SHORT, SUPPORT, Launch, Script, make_trial
-from tests.support.scripted_run import House
+from tests.support.scripted_run import ScriptedRun
 from tests.support.slurm import SlurmCluster, running_slurm, why_no_slurm
 
 # Examples that are slow to draw on a busy machine say nothing about the code. CI draws more of them.
@@ -163,8 +163,8 @@ def start_script(tmp_path: Path) -> Iterator[Callable[..., Script]]:
 
 
 @pytest.fixture
-def house(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> House:
-    return House(tmp_path, monkeypatch)
+def scripted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ScriptedRun:
+    return ScriptedRun(tmp_path, monkeypatch)
 
 
 @pytest.fixture

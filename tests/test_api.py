@@ -20,7 +20,7 @@ from ds_bench.cli import commands, requested_run
 from ds_bench.config.recipe import PATHS, Recipe
 from tests.support import fakes
 from tests.support.fakes import FakeLauncher
-from tests.support.scripted_run import House
+from tests.support.scripted_run import ScriptedRun
 
 ROOT = Path(__file__).resolve().parents[1]
 REFERENCE = ROOT / "results/reference/cpu_2cores_2026-11-21/zero_comparison_20261121_154122.json"
@@ -31,9 +31,9 @@ PAGE = ROOT / "docs" / "python.md"
 
 
 @pytest.fixture
-def house(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> House:
+def scripted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ScriptedRun:
     """A machine without processes, where the run is in this process too."""
-    machine = House(tmp_path, monkeypatch)
+    machine = ScriptedRun(tmp_path, monkeypatch)
 
     def run_here(arguments: list[str], progress: bool) -> dict[str, Any]:
         return requested_run.run_arguments([*arguments, "--output-dir", str(machine.output)], quiet=not progress)
@@ -64,19 +64,19 @@ def test_every_value_of_a_recipe_and_every_flag_of_plan_is_a_keyword() -> None:
 
 
 def test_a_run_prints_nothing_and_returns_rows_that_are_in_its_folder(
-    house: House, capfd: pytest.CaptureFixture[str]
+    scripted: ScriptedRun, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    house.launcher = FakeLauncher(by_strategy={"zero2": "OOM"})
+    scripted.launcher = FakeLauncher(by_strategy={"zero2": "OOM"})
     result = ds_bench.run(**SMALL, stages=[0, 2])
     assert capfd.readouterr() == ("", "")
-    assert [(t.configuration.name, t.workload.num_steps) for t in house.launcher.launched] == [
+    assert [(t.configuration.name, t.workload.num_steps) for t in scripted.launcher.launched] == [
         ("zero0", 4),
         ("zero2", 4),
     ]
     frame = result.to_dataframe()
     assert list(frame["success"]) == [True, False]
     assert result.folder is not None
-    assert result.folder.parent == house.output / "runs"
+    assert result.folder.parent == scripted.output / "runs"
     stored = json.loads((result.folder / "recommendation.json").read_text())
     assert stored == json.loads(json.dumps(result.recommendation.to_dict()))
     assert result.comparison.rows[1].label == "ZeRO-2"
@@ -84,13 +84,13 @@ def test_a_run_prints_nothing_and_returns_rows_that_are_in_its_folder(
     assert "OOM" in str(result)
 
 
-def test_keywords_replace_values_of_a_recipe_in_a_file_or_a_dict(house: House, tmp_path: Path) -> None:
+def test_keywords_replace_values_of_a_recipe_in_a_file_or_a_dict(scripted: ScriptedRun, tmp_path: Path) -> None:
     recipe = {"model": {"name": "tiny"}, "training": {"seq_len": 8, "activation_checkpointing": True}, "axes": {}}
     path = tmp_path / "recipe.yaml"
     path.write_text(json.dumps(recipe))
     own = {"mine.v2": {"zero_optimization": {"stage": 1}, "gradient_clipping": 0.25}}
     for given in (recipe, path, str(path)):
-        house.launcher = FakeLauncher()
+        scripted.launcher = FakeLauncher()
         ds_bench.run(
             given,
             seq_length=[16, 32],
@@ -102,7 +102,7 @@ def test_keywords_replace_values_of_a_recipe_in_a_file_or_a_dict(house: House, t
             accelerator="cpu",
             optimizer={"type": "Adam", "params": {"lr": 0.5}},
         )
-        trials = house.launcher.launched
+        trials = scripted.launcher.launched
         assert {t.workload.seq_length for t in trials} == {16, 32}
         assert {t.configuration.name.partition("+")[0] for t in trials} == {"zero3", "mine.v2"}
         assert not any(t.workload.activation_checkpointing for t in trials)
@@ -120,28 +120,28 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-def test_what_cannot_be_run_is_an_exception_with_its_remedy(house: House) -> None:
+def test_what_cannot_be_run_is_an_exception_with_its_remedy(scripted: ScriptedRun) -> None:
     for keywords, message in REFUSED:
         with pytest.raises(ds_bench.UsageError) as refused:
             ds_bench.run(**{**SMALL, **keywords})
         assert message in str(refused.value)
         assert refused.value.remedy
-    assert not house.launcher.launched
+    assert not scripted.launcher.launched
 
 
-def test_an_interrupted_run_keeps_its_rows_and_says_how_to_go_on(house: House) -> None:
-    house.launcher = FakeLauncher("Success", "Interrupted")
+def test_an_interrupted_run_keeps_its_rows_and_says_how_to_go_on(scripted: ScriptedRun) -> None:
+    scripted.launcher = FakeLauncher("Success", "Interrupted")
     with pytest.raises(KeyboardInterrupt, match=r"go on with ds_bench\.run\(resume='(.*)'\)") as interrupted:
         ds_bench.run(**SMALL, stages=[0, 1])
     folder = str(interrupted.value).split("'")[1]
-    house.launcher = FakeLauncher()
+    scripted.launcher = FakeLauncher()
     result = ds_bench.run(resume=folder)
-    assert [t.configuration.name for t in house.launcher.launched] == ["zero1"]
+    assert [t.configuration.name for t in scripted.launcher.launched] == ["zero1"]
     assert list(result.to_dataframe()["strategy"]) == ["zero0", "zero1"]
 
 
 def test_a_problem_of_the_machine_is_in_the_notes_of_the_exception(
-    house: House, monkeypatch: pytest.MonkeyPatch
+    scripted: ScriptedRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from ds_bench.doctor import checks as doctor
     from ds_bench.doctor.findings import problem
@@ -152,7 +152,7 @@ def test_a_problem_of_the_machine_is_in_the_notes_of_the_exception(
     assert [line.split() for line in refused.value.__notes__] == ["problem ninja is missing → install it".split()]
 
 
-def test_a_sweep_has_a_report_for_each_point(house: House) -> None:
+def test_a_sweep_has_a_report_for_each_point(scripted: ScriptedRun) -> None:
     result = ds_bench.run(**{**SMALL, "seq_length": [8, 16]}, stages=0)
     assert [len(report.comparison.rows) for report in result.reports] == [1, 1]
     with pytest.raises(ds_bench.UsageError, match=r"2 comparisons.*result\.reports"):
@@ -175,7 +175,7 @@ def test_a_data_frame_is_the_file_with_one_type_per_column(tmp_path: Path) -> No
     assert (failed.to_dataframe().dtypes == frame.dtypes).all()
 
 
-def test_html_of_a_result_and_of_a_plan_executes_nothing(house: House, tmp_path: Path) -> None:
+def test_html_of_a_result_and_of_a_plan_executes_nothing(scripted: ScriptedRun, tmp_path: Path) -> None:
     markup = "<img src=x onerror=alert(1)>\x1b[31m"
     trial = fakes.trial(of=fakes.workload(model=markup))
     folder = fakes.write_run(tmp_path, [fakes.failure(trial, error=markup)]).folder
@@ -221,7 +221,7 @@ def test_a_plan_has_the_rows_of_the_command(capsys: pytest.CaptureFixture[str]) 
         ds_bench.plan(num_gpus=0)
 
 
-def test_the_examples_of_the_page_run(house: House, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_examples_of_the_page_run(scripted: ScriptedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Block after block, as a reader would type them; their assertions hold."""
     monkeypatch.chdir(tmp_path)
     blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
@@ -229,4 +229,4 @@ def test_the_examples_of_the_page_run(house: House, tmp_path: Path, monkeypatch:
     for block in blocks:
         exec(block, names)
     assert len(blocks) > 5
-    assert house.launcher.launched
+    assert scripted.launcher.launched

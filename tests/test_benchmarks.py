@@ -19,7 +19,7 @@ from ds_bench.errors import UsageError
 from ds_bench.launch import scratch
 from tests.support.fakes import FakeLauncher
 from tests.support.real_trials import ROOT
-from tests.support.scripted_run import House
+from tests.support.scripted_run import ScriptedRun
 
 TINY = {"model_name": "tiny", "batch_size": 2, "seq_length": 64, "num_steps": 3, "warmup_steps": 1, "device": "cpu"}
 
@@ -86,10 +86,10 @@ def test_a_request_that_cannot_be_run_is_one_line_and_leaves_no_folder(
 
 
 def test_a_run_that_fails_is_an_exception_that_says_how_and_keeps_its_folder(
-    house: House, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    scripted: ScriptedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    house.launcher = FakeLauncher("OOM (host)")
+    scripted.launcher = FakeLauncher("OOM (host)")
     with pytest.raises(BenchmarkFailedError, match=r"^benchmark small failed: OOM \(host\)") as caught:
         MemoryBenchmark(name="small", **TINY).run()
     kept = Path(str(caught.value).rpartition("logs in ")[2].rstrip(")"))

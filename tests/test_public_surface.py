@@ -32,7 +32,7 @@ import ds_bench.baselines
 import ds_bench.benchmarks
 import ds_bench.cli
 from tests.support.fakes import FakeLauncher, success  # the only internals: runs that tests script, without processes
-from tests.support.scripted_run import House
+from tests.support.scripted_run import ScriptedRun
 
 TESTS = Path(__file__).resolve().parent
 ROOT = TESTS.parent
@@ -56,7 +56,7 @@ def expected(name: str) -> Any:
 @pytest.fixture
 def run_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     """Runs a script file with the flags given and trials that a FakeLauncher plays; returns its exit code."""
-    machine = House(tmp_path, monkeypatch)
+    machine = ScriptedRun(tmp_path, monkeypatch)
 
     def run(script: str | Path, *flags: str, launcher: FakeLauncher | None = None) -> int:
         machine.launcher = launcher or FakeLauncher()

@@ -1,4 +1,4 @@
-"""The heart, with a fake launcher: each record saved before it is seen, and an end that loses nothing.
+"""The main path of a run, with a fake launcher: each record saved before it is seen, and an end that loses nothing.
 
 The last part runs the whole way from Options to exit code with that launcher, without a process.
 """
@@ -32,7 +32,7 @@ from ds_bench.runner import ResultBuilder, run_trials
 from ds_bench.system import environment, gpus, signals
 from tests.support import fakes
 from tests.support.fakes import FakeLauncher
-from tests.support.scripted_run import House
+from tests.support.scripted_run import ScriptedRun
 
 
 @pytest.fixture
@@ -270,10 +270,12 @@ def test_afterwards_signals_mean_what_they_meant_before() -> None:
 # ------------------------------------------------------------------ the whole way, from flags to exit code
 
 
-def test_a_run_writes_json_csv_and_a_table_and_ends_with_0(house: House, capsys: pytest.CaptureFixture[str]) -> None:
-    assert house.run() == 0
-    assert [row["stage"] for row in house.rows()] == [0, 1, 2, 3]
-    assert len(list(house.output.glob("zero_comparison_*.csv"))) == 1
+def test_a_run_writes_json_csv_and_a_table_and_ends_with_0(
+    scripted: ScriptedRun, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert scripted.run() == 0
+    assert [row["stage"] for row in scripted.rows()] == [0, 1, 2, 3]
+    assert len(list(scripted.output.glob("zero_comparison_*.csv"))) == 1
     assert "ZeRO-3" in capsys.readouterr().out
 
 
@@ -288,41 +290,41 @@ def test_a_run_writes_json_csv_and_a_table_and_ends_with_0(house: House, capsys:
         (["Interrupted"], ["--strict"], 130),
     ],
 )
-def test_the_exit_code_says_how_it_went(house: House, script: list[str], flags: list[str], code: int) -> None:
-    assert house.run(*flags, script=FakeLauncher(*script)) == code
+def test_the_exit_code_says_how_it_went(scripted: ScriptedRun, script: list[str], flags: list[str], code: int) -> None:
+    assert scripted.run(*flags, script=FakeLauncher(*script)) == code
 
 
-def test_a_failed_row_is_in_the_files_beside_the_others(house: House) -> None:
-    assert house.run(script=FakeLauncher("Success", "OOM")) == 0
-    assert [row["status"] for row in house.rows()] == ["✅ Success", "❌ OOM", "✅ Success", "✅ Success"]
-    assert house.rows()[1]["error_details"]
+def test_a_failed_row_is_in_the_files_beside_the_others(scripted: ScriptedRun) -> None:
+    assert scripted.run(script=FakeLauncher("Success", "OOM")) == 0
+    assert [row["status"] for row in scripted.rows()] == ["✅ Success", "❌ OOM", "✅ Success", "✅ Success"]
+    assert scripted.rows()[1]["error_details"]
 
 
-def test_the_files_are_whole_after_every_trial(house: House) -> None:
+def test_the_files_are_whole_after_every_trial(scripted: ScriptedRun) -> None:
     counts: list[int] = []
 
     def count(trial: Trial) -> TrialRecord:
-        counts.append(len(house.rows()) if list(house.output.glob("*_comparison_*.json")) else 0)
+        counts.append(len(scripted.rows()) if list(scripted.output.glob("*_comparison_*.json")) else 0)
         return fakes.success(trial)
 
-    house.run(script=FakeLauncher(*[count] * 4))
+    scripted.run(script=FakeLauncher(*[count] * 4))
     assert counts == [0, 1, 2, 3]
 
 
-def test_an_interrupted_run_keeps_its_rows_and_is_completed_by_resuming(house: House) -> None:
-    assert house.run("--num-steps", "7", script=FakeLauncher("Success", "Interrupted")) == 130
-    assert [row["stage"] for row in house.rows()] == [0, 1]
-    assert house.resume() == 0
-    assert [trial.configuration.stage for trial in house.launcher.launched] == [1, 2, 3]
-    assert [(row["stage"], row["success"]) for row in house.rows()] == [(s, True) for s in (0, 1, 2, 3)]
+def test_an_interrupted_run_keeps_its_rows_and_is_completed_by_resuming(scripted: ScriptedRun) -> None:
+    assert scripted.run("--num-steps", "7", script=FakeLauncher("Success", "Interrupted")) == 130
+    assert [row["stage"] for row in scripted.rows()] == [0, 1]
+    assert scripted.resume() == 0
+    assert [trial.configuration.stage for trial in scripted.launcher.launched] == [1, 2, 3]
+    assert [(row["stage"], row["success"]) for row in scripted.rows()] == [(s, True) for s in (0, 1, 2, 3)]
 
 
 def test_an_interruption_prints_the_command_that_goes_on_unless_quiet(
-    house: House, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    scripted: ScriptedRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert house.run(script=FakeLauncher("Success", "Interrupted")) == 130
+    assert scripted.run(script=FakeLauncher("Success", "Interrupted")) == 130
     assert capsys.readouterr().err == ""
-    house.launcher = FakeLauncher("Success", "Interrupted")
+    scripted.launcher = FakeLauncher("Success", "Interrupted")
     flags = ["--model", "tiny", "--seq-length", "16", "--output-dir", str(tmp_path / "o")]
     assert cli.main("zero", fakes.make_config, flags) == 130
     (folder,) = tmp_path.glob("o/runs/*")
@@ -331,127 +333,133 @@ def test_an_interruption_prints_the_command_that_goes_on_unless_quiet(
     assert cli.main("zero", fakes.make_config, [*last.split()[-2:], "--quiet"]) == 0
 
 
-def test_a_run_can_be_resumed_twice_and_keeps_the_flags_it_began_with(house: House) -> None:
-    house.run("--num-steps", "7", "--stages", "0", "1", "2", script=FakeLauncher("Interrupted"))
-    assert house.resume(script=FakeLauncher("Success", "Interrupted")) == 130
-    assert house.resume() == 0
-    assert [trial.configuration.stage for trial in house.launcher.launched] == [1, 2]
-    assert {trial.workload.num_steps for trial in house.launcher.launched} == {7}
-    assert {row["model"] for row in house.rows()} == {"tiny"}
+def test_a_run_can_be_resumed_twice_and_keeps_the_flags_it_began_with(scripted: ScriptedRun) -> None:
+    scripted.run("--num-steps", "7", "--stages", "0", "1", "2", script=FakeLauncher("Interrupted"))
+    assert scripted.resume(script=FakeLauncher("Success", "Interrupted")) == 130
+    assert scripted.resume() == 0
+    assert [trial.configuration.stage for trial in scripted.launcher.launched] == [1, 2]
+    assert {trial.workload.num_steps for trial in scripted.launcher.launched} == {7}
+    assert {row["model"] for row in scripted.rows()} == {"tiny"}
 
 
 def test_resuming_a_finished_run_launches_nothing_and_shows_it_again(
-    house: House, capsys: pytest.CaptureFixture[str]
+    scripted: ScriptedRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    house.run()
+    scripted.run()
     capsys.readouterr()
-    assert house.resume() == 0
-    assert house.launcher.launched == []
+    assert scripted.resume() == 0
+    assert scripted.launcher.launched == []
     assert "ZeRO-2" in capsys.readouterr().out
 
 
-def test_resuming_with_retry_runs_the_class_named_again(house: House) -> None:
-    house.run(script=FakeLauncher("Timeout", "OOM"))
-    assert house.resume("--retry", "Timeout") == 0
-    assert [trial.configuration.stage for trial in house.launcher.launched] == [0]
-    assert [row["status"] for row in house.rows()][:2] == ["✅ Success", "❌ OOM"]
+def test_resuming_with_retry_runs_the_class_named_again(scripted: ScriptedRun) -> None:
+    scripted.run(script=FakeLauncher("Timeout", "OOM"))
+    assert scripted.resume("--retry", "Timeout") == 0
+    assert [trial.configuration.stage for trial in scripted.launcher.launched] == [0]
+    assert [row["status"] for row in scripted.rows()][:2] == ["✅ Success", "❌ OOM"]
 
 
-def test_a_trial_that_runs_again_on_other_hosts_is_the_same_row(house: House) -> None:
+def test_a_trial_that_runs_again_on_other_hosts_is_the_same_row(scripted: ScriptedRun) -> None:
     """As in the next allocation of a cluster."""
-    assert house.run("--stages", "0", "1", script=FakeLauncher("Success", "Timeout")) == 0
-    (path,) = (house.output / "runs").glob("*/records.jsonl")
+    assert scripted.run("--stages", "0", "1", script=FakeLauncher("Success", "Timeout")) == 0
+    (path,) = (scripted.output / "runs").glob("*/records.jsonl")
     records = [json.loads(line) for line in path.read_text().splitlines()]
     for record in records:
         record["trial"]["placement"]["hosts"] = [["another", 1]]
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    assert house.resume("--retry", "Timeout") == 0
+    assert scripted.resume("--retry", "Timeout") == 0
     result = load_results.load(path.parent)
     assert [each.record.outcome.status for each in result.summaries] == ["Success", "Success"]
     assert result.notes == ()
 
 
-def test_a_run_that_began_before_there_were_several_nodes_is_resumed(house: House) -> None:
-    assert house.run("--stages", "0", "1", script=FakeLauncher("Success", "Interrupted")) == 130
-    (path,) = (house.output / "runs").glob("*/run.json")
+def test_a_run_that_began_before_there_were_several_nodes_is_resumed(scripted: ScriptedRun) -> None:
+    assert scripted.run("--stages", "0", "1", script=FakeLauncher("Success", "Interrupted")) == 130
+    (path,) = (scripted.output / "runs").glob("*/run.json")
     run = json.loads(path.read_text())
     for trial in run["trials"]:
         for name in ("hosts", "include", "multi_node_launcher", "master_addr", "master_port", "launcher_args"):
             del trial["placement"][name]
     path.write_text(json.dumps(run))
-    assert house.resume() == 0
-    assert [trial.configuration.name for trial in house.launcher.launched] == ["zero1"]
+    assert scripted.resume() == 0
+    assert [trial.configuration.name for trial in scripted.launcher.launched] == ["zero1"]
     run["trials"][0]["placement"]["num_gpus"] = 2
     path.write_text(json.dumps(run))
-    assert house.resume() == 2
+    assert scripted.resume() == 2
 
 
-def test_a_run_of_one_script_is_not_resumed_by_the_other(house: House, capsys: pytest.CaptureFixture[str]) -> None:
-    house.run(family="offload")
-    assert house.resume() == 2
+def test_a_run_of_one_script_is_not_resumed_by_the_other(
+    scripted: ScriptedRun, capsys: pytest.CaptureFixture[str]
+) -> None:
+    scripted.run(family="offload")
+    assert scripted.resume() == 2
     assert "is of the other script" in capsys.readouterr().err
 
 
-def test_repeats_run_counterbalanced_through_the_whole_house(house: House) -> None:
-    house.run("--repeats", "2", "--stages", "1", "2")
-    assert [trial.configuration.stage for trial in house.launcher.launched] == [1, 2, 2, 1]
-    assert [(row["stage"], row["repeat"]) for row in house.rows()] == [(1, 0), (2, 0), (2, 1), (1, 1)]
+def test_repeats_run_counterbalanced_to_the_end(scripted: ScriptedRun) -> None:
+    scripted.run("--repeats", "2", "--stages", "1", "2")
+    assert [trial.configuration.stage for trial in scripted.launcher.launched] == [1, 2, 2, 1]
+    assert [(row["stage"], row["repeat"]) for row in scripted.rows()] == [(1, 0), (2, 0), (2, 1), (1, 1)]
 
 
 @pytest.mark.parametrize(
     "arguments", [["--seq-length", "0"], ["--set", "x"], ["--num-gpus", "2", "--accelerator", "cuda"]]
 )
 def test_a_mistake_ends_with_2_one_line_and_no_files(
-    house: House, capsys: pytest.CaptureFixture[str], arguments: list[str]
+    scripted: ScriptedRun, capsys: pytest.CaptureFixture[str], arguments: list[str]
 ) -> None:
-    assert house.run(*arguments) == 2
+    assert scripted.run(*arguments) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
     assert len(captured.err.splitlines()) == 1
-    assert not house.output.exists()
-    assert house.launcher.launched == []
+    assert not scripted.output.exists()
+    assert scripted.launcher.launched == []
 
 
 def test_every_rank_but_the_first_of_a_launcher_leaves_quietly(
-    house: House, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    scripted: ScriptedRun, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert house.run() == 0
+    assert scripted.run() == 0
     assert capsys.readouterr() == ("", "")
-    assert house.launcher.launched == []
+    assert scripted.launcher.launched == []
 
 
-def test_the_first_rank_of_a_launcher_runs_with_its_world_size(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_rank_of_a_launcher_runs_with_its_world_size(
+    scripted: ScriptedRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
-    assert house.run("--stages", "1") == 0
-    assert [trial.placement.num_gpus for trial in house.launcher.launched] == [2]
-    assert house.rows()[0]["num_gpus"] == 2
+    assert scripted.run("--stages", "1") == 0
+    assert [trial.placement.num_gpus for trial in scripted.launcher.launched] == [2]
+    assert scripted.rows()[0]["num_gpus"] == 2
 
 
-def test_a_dry_run_prints_every_config_and_writes_nothing(house: House, capsys: pytest.CaptureFixture[str]) -> None:
-    assert house.run("--dry-run", "--axis", "loss=model,tiled") == 0
+def test_a_dry_run_prints_every_config_and_writes_nothing(
+    scripted: ScriptedRun, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert scripted.run("--dry-run", "--axis", "loss=model,tiled") == 0
     out = capsys.readouterr().out
     assert out.count('"train_batch_size": 4') == 8
     assert out.count("# sets loss=tiled") == 4
-    assert not house.output.exists()
+    assert not scripted.output.exists()
 
 
 def test_a_dry_run_refuses_a_folder_for_checkpoints_as_the_run_would(
-    house: House, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    scripted: ScriptedRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     missing = str(tmp_path / "missing")
-    assert house.run("--dry-run", "--checkpoint-path", missing) == house.run("--checkpoint-path", missing) == 2
+    assert scripted.run("--dry-run", "--checkpoint-path", missing) == scripted.run("--checkpoint-path", missing) == 2
     assert capsys.readouterr().err.count(f"--checkpoint-path {missing} is not a folder") == 2
-    assert house.run("--dry-run", "--checkpoint") == 0
+    assert scripted.run("--dry-run", "--checkpoint") == 0
     assert "# whether there is room for a checkpoint is checked when this is run" in capsys.readouterr().out
-    assert not house.output.exists()
+    assert not scripted.output.exists()
 
 
 def test_a_dry_run_prints_the_command_that_makes_nsys_record(
-    house: House, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    scripted: ScriptedRun, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("NSYS_PROFILING_SESSION_ID", raising=False)
     arguments = ["--model", "tiny", "--seq-length", "16", "--profile", "nsys", "--dry-run"]
@@ -461,30 +469,36 @@ def test_a_dry_run_prints_the_command_that_makes_nsys_record(
     assert f"zero_stage_comparison.py {' '.join(arguments[:-1])} --launcher deepspeed" in err
 
 
-def test_a_run_goes_on_with_the_profiles_it_began_with(house: House, capsys: pytest.CaptureFixture[str]) -> None:
-    assert house.run("--stages", "0", "1", "--profile", "torch", script=FakeLauncher("Success", "Interrupted")) == 130
-    assert house.resume("--profile", "memory") == 2
+def test_a_run_goes_on_with_the_profiles_it_began_with(
+    scripted: ScriptedRun, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert (
+        scripted.run("--stages", "0", "1", "--profile", "torch", script=FakeLauncher("Success", "Interrupted")) == 130
+    )
+    assert scripted.resume("--profile", "memory") == 2
     assert "other --profile, --checkpoint or --monitor flags than it began with" in capsys.readouterr().err
-    assert house.resume() == 0
-    assert [trial.inspection.profiles for trial in house.launcher.launched] == [("torch",)]
+    assert scripted.resume() == 0
+    assert [trial.inspection.profiles for trial in scripted.launcher.launched] == [("torch",)]
 
 
-def test_a_profile_of_a_rank_that_there_is_not_is_refused(house: House, capsys: pytest.CaptureFixture[str]) -> None:
-    assert house.run("--profile", "torch", "--profile-ranks", "2", "--num-gpus", "2") == 2
+def test_a_profile_of_a_rank_that_there_is_not_is_refused(
+    scripted: ScriptedRun, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert scripted.run("--profile", "torch", "--profile-ranks", "2", "--num-gpus", "2") == 2
     assert "--profile-ranks 2: the job has 2 ranks (give ranks from 0 to 1)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("form", ["json", "markdown", "table"])
 def test_the_summary_alone_is_on_standard_output_in_the_form_asked_for(
-    house: House, capsys: pytest.CaptureFixture[str], form: str
+    scripted: ScriptedRun, capsys: pytest.CaptureFixture[str], form: str
 ) -> None:
-    house.run("--format", form)
+    scripted.run("--format", form)
     out, err = capsys.readouterr()
     assert err == ""
     if form == "json":
         assert [
             {**row, "recommendation": each["recommendation"]}
-            for row, each in zip(house.rows(), json.loads(out), strict=True)
+            for row, each in zip(scripted.rows(), json.loads(out), strict=True)
         ] == json.loads(out)
     else:
         assert ("| ZeRO-0 |" in out) is (form == "markdown")
@@ -492,10 +506,10 @@ def test_the_summary_alone_is_on_standard_output_in_the_form_asked_for(
 
 @pytest.mark.parametrize("again", ["", "resumed"])
 def test_every_fact_is_read_once_and_every_row_planned_and_predicted_once(
-    house: House, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, again: str
+    scripted: ScriptedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, again: str
 ) -> None:
     flags = ("--repeats", "2", "--nvme-path", str(tmp_path))
-    assert house.run(*flags, family="offload") == 0
+    assert scripted.run(*flags, family="offload") == 0
     counts: Counter[str] = Counter()
 
     def count(owner: Any, name: str) -> None:
@@ -513,7 +527,7 @@ def test_every_fact_is_read_once_and_every_row_planned_and_predicted_once(
     count(planner, "make_trials")
     count(fakes, "make_config")
     count(what_if, "alternatives")
-    assert (house.resume(family="offload") if again else house.run(*flags, family="offload")) == 0
+    assert (scripted.resume(family="offload") if again else scripted.run(*flags, family="offload")) == 0
     rows = 4
     assert counts == {
         "read": 1, "read_environment": 1, "check_folder": 1, "make_trials": 1, "make_config": rows,
@@ -525,11 +539,11 @@ def test_every_fact_is_read_once_and_every_row_planned_and_predicted_once(
 
 
 def test_the_end_recommends_a_row_and_leaves_its_configuration(
-    house: House, capsys: pytest.CaptureFixture[str]
+    scripted: ScriptedRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert house.run("--stages", "1", "3") == 0
+    assert scripted.run("--stages", "1", "3") == 0
     assert "★ Use ZeRO-1: simplest of 2 rows that cannot be told apart by speed." in capsys.readouterr().out
-    (folder,) = (house.output / "runs").glob("*/recommended")
+    (folder,) = (scripted.output / "runs").glob("*/recommended")
     assert {path.name for path in folder.iterdir()} == {
         "README.md",
         "accelerate.yaml",
@@ -542,69 +556,72 @@ def test_the_end_recommends_a_row_and_leaves_its_configuration(
     assert (told["choice"], told["decided"], told["tied"]) == ("ZeRO-1", True, ["ZeRO-1", "ZeRO-3"])
     assert json.loads((folder.parent / "run.json").read_text(encoding="utf-8"))["recommendation"] == told
     assert json.loads((folder.parent / "recommendation.json").read_text(encoding="utf-8")) == told
-    (beside,) = house.output.glob("zero_recommendation_*.json")
+    (beside,) = scripted.output.glob("zero_recommendation_*.json")
     assert json.loads(beside.read_text(encoding="utf-8")) == told
     rows = beside.with_name(beside.name.replace("recommendation", "comparison"))
     assert load_results.load(beside).source == rows
-    assert house.run("--stages", "1", "--format", "json") == 0
+    assert scripted.run("--stages", "1", "--format", "json") == 0
     assert [row["recommendation"]["choice"] for row in json.loads(capsys.readouterr().out)] == ["ZeRO-1"]
 
 
-def test_where_it_is_undecided_the_readme_of_the_configuration_says_so_first(house: House) -> None:
+def test_where_it_is_undecided_the_readme_of_the_configuration_says_so_first(scripted: ScriptedRun) -> None:
     def unsteady(trial: Trial) -> TrialRecord:
         return fakes.success(trial, step_seconds=(0.05, 0.15) * (trial.workload.num_steps // 2))
 
     script = FakeLauncher(by_strategy={"zero1": unsteady, "zero3": unsteady})
-    assert house.run("--stages", "1", "3", script=script) == 0
-    (readme,) = (house.output / "runs").glob("*/recommended/README.md")
+    assert scripted.run("--stages", "1", "3", script=script) == 0
+    (readme,) = (scripted.output / "runs").glob("*/recommended/README.md")
     _, said, *_ = readme.read_text(encoding="utf-8").split("\n\n")
     assert said == "**Recommendation (balanced): undecided between ZeRO-1 and ZeRO-3; until then ZeRO-1**"
 
 
-def test_another_row_can_be_exported(house: House) -> None:
-    assert house.run("--export", "3") == 0
-    (folder,) = (house.output / "runs").glob("*/export_zero3")
+def test_another_row_can_be_exported(scripted: ScriptedRun) -> None:
+    assert scripted.run("--export", "3") == 0
+    (folder,) = (scripted.output / "runs").glob("*/export_zero3")
     config = json.loads((folder / "ds_config.json").read_text(encoding="utf-8"))
     assert config["zero_optimization"]["stage"] == 3
 
 
-def test_ratios_refer_to_the_row_asked_for(house: House, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ratios_refer_to_the_row_asked_for(scripted: ScriptedRun, capsys: pytest.CaptureFixture[str]) -> None:
     slow = FakeLauncher(by_strategy={"zero3": lambda trial: fakes.success(trial, step_seconds=(0.2,) * 20)})
-    assert house.run("--stages", "1", "3", "--relative-to", "3", "--format", "markdown", script=slow) == 0
+    assert scripted.run("--stages", "1", "3", "--relative-to", "3", "--format", "markdown", script=slow) == 0
     out = capsys.readouterr().out
     assert "2.00x" in out
 
 
 def test_an_interruption_before_the_row_that_ratios_refer_to_still_ends_with_a_table(
-    house: House, capsys: pytest.CaptureFixture[str]
+    scripted: ScriptedRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert house.run("--relative-to", "3", script=FakeLauncher("Success", "Interrupted")) == 130
+    assert scripted.run("--relative-to", "3", script=FakeLauncher("Success", "Interrupted")) == 130
     assert "ZeRO-0" in capsys.readouterr().out
 
 
 def test_a_run_in_which_all_failed_recommends_no_row_and_leaves_no_configuration(
-    house: House, capsys: pytest.CaptureFixture[str]
+    scripted: ScriptedRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert house.run(script=FakeLauncher("OOM", "OOM", "OOM", "OOM")) == 1
+    assert scripted.run(script=FakeLauncher("OOM", "OOM", "OOM", "OOM")) == 1
     assert "✗ No row trained: all 4 ended with OOM." in capsys.readouterr().out
-    assert not list((house.output / "runs").glob("*/recommended"))
-    (told,) = (house.output / "runs").glob("*/recommendation.json")
+    assert not list((scripted.output / "runs").glob("*/recommended"))
+    (told,) = (scripted.output / "runs").glob("*/recommendation.json")
     assert json.loads(told.read_text(encoding="utf-8"))["choice"] is None
 
 
 def test_output_that_cannot_be_written_costs_neither_the_files_nor_the_configuration(
-    house: House, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    scripted: ScriptedRun, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with Path("/dev/full").open("w") as full, monkeypatch.context() as patched:
         patched.setattr("sys.stdout", full)
-        assert house.run("--stages", "1", "3") == 1
+        assert scripted.run("--stages", "1", "3") == 1
     assert "No space left on device" in capsys.readouterr().err
-    assert len(house.rows()) == 2
-    assert list((house.output / "runs").glob("*/recommended/ds_config.json"))
+    assert len(scripted.rows()) == 2
+    assert list((scripted.output / "runs").glob("*/recommended/ds_config.json"))
 
 
 def test_a_disk_that_is_full_costs_no_row_that_had_finished_and_no_table(
-    house: House, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], subtests: pytest.Subtests
+    scripted: ScriptedRun,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    subtests: pytest.Subtests,
 ) -> None:
     write_rows, append = RunFolder.write_rows, RunFolder.append
     calls: list[object] = []
@@ -626,15 +643,15 @@ def test_a_disk_that_is_full_costs_no_row_that_had_finished_and_no_table(
         with subtests.test(name), monkeypatch.context() as context:
             calls.clear()
             context.setattr(RunFolder, *patched)
-            assert house.run("--stages", "1", "3") == 1
+            assert scripted.run("--stages", "1", "3") == 1
             printed = capsys.readouterr()
             assert all(f"{label} " in printed.out for label in shown)
             assert printed.err.count("No space left on device") == 1
             assert "make room, then: " in printed.err
             context.undo()
-            assert house.resume() == 0
-            assert len(house.rows()) == 2
-            shutil.rmtree(house.output)
+            assert scripted.resume() == 0
+            assert len(scripted.rows()) == 2
+            shutil.rmtree(scripted.output)
 
 
 # ------------------------------------------------------------------ configurations from files
@@ -648,45 +665,45 @@ def mine(tmp_path: Path) -> Path:
     return path
 
 
-def test_files_are_the_only_rows_unless_others_are_asked_for(house: House, mine: Path) -> None:
-    assert house.run("--configs", str(mine), "--export", "mine") == 0
-    assert [(row["strategy"], row["stage"]) for row in house.rows()] == [("mine", 1)]
-    folder = house.folder
+def test_files_are_the_only_rows_unless_others_are_asked_for(scripted: ScriptedRun, mine: Path) -> None:
+    assert scripted.run("--configs", str(mine), "--export", "mine") == 0
+    assert [(row["strategy"], row["stage"]) for row in scripted.rows()] == [("mine", 1)]
+    folder = scripted.folder
     assert json.loads((folder / "export_mine" / "ds_config.json").read_text())["train_batch_size"] == 4
     stored = json.loads((folder / "run.json").read_text())["trials"][0]["configuration"]
     assert stored["file_text"] == mine.read_text()
 
 
-def test_a_file_follows_the_stages_and_one_that_trains_the_same_is_left_out(house: House, mine: Path) -> None:
+def test_a_file_follows_the_stages_and_one_that_trains_the_same_is_left_out(scripted: ScriptedRun, mine: Path) -> None:
     again = mine.with_name("again.json")
     again.write_text(mine.read_text().replace("8", "16"))
-    assert house.run("--stages", "2", "--configs", str(mine), str(again), "--relative-to", "mine") == 0
-    assert [row["strategy"] for row in house.rows()] == ["zero2", "mine"]
+    assert scripted.run("--stages", "2", "--configs", str(mine), str(again), "--relative-to", "mine") == 0
+    assert [row["strategy"] for row in scripted.rows()] == ["zero2", "mine"]
 
 
-def test_a_kept_batch_is_the_rows_own(house: House, mine: Path) -> None:
-    assert house.run("--configs", str(mine), "--keep-batch", "--num-gpus", "2", "--grad-accum", "2") == 0
-    assert [(row["batch_size"], row["grad_accum"]) for row in house.rows()] == [(4, 1)]
+def test_a_kept_batch_is_the_rows_own(scripted: ScriptedRun, mine: Path) -> None:
+    assert scripted.run("--configs", str(mine), "--keep-batch", "--num-gpus", "2", "--grad-accum", "2") == 0
+    assert [(row["batch_size"], row["grad_accum"]) for row in scripted.rows()] == [(4, 1)]
 
 
 def test_a_run_is_resumed_with_its_files_as_they_were(
-    house: House, mine: Path, capsys: pytest.CaptureFixture[str]
+    scripted: ScriptedRun, mine: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = mine.read_text()
-    assert house.run("--stages", "0", "--configs", str(mine), script=FakeLauncher("Success", "Interrupted")) == 130
+    assert scripted.run("--stages", "0", "--configs", str(mine), script=FakeLauncher("Success", "Interrupted")) == 130
     mine.write_text(text.replace("8", "12"))
-    assert house.resume() == 2
+    assert scripted.resume() == 2
     assert "the file of mine has changed since the run began" in capsys.readouterr().err
     mine.write_text(text)
-    assert house.resume() == 0
-    assert [row["success"] for row in house.rows()] == [True, True]
+    assert scripted.resume() == 0
+    assert [row["success"] for row in scripted.rows()] == [True, True]
 
 
 def test_nothing_is_run_where_every_file_is_refused(
-    house: House, mine: Path, capsys: pytest.CaptureFixture[str]
+    scripted: ScriptedRun, mine: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     mine.write_text(json.dumps({"zero_optimization": {"stage": 7}}))
-    assert house.run("--configs", str(mine)) == 2
+    assert scripted.run("--configs", str(mine)) == 2
     assert "stage: DeepSpeed refuses 7" in capsys.readouterr().err
-    assert house.run("--stages", "1", "--configs", str(mine)) == 0
-    assert [row["status"] for row in house.rows()] == ["✅ Success", "❌ Unsupported"]
+    assert scripted.run("--stages", "1", "--configs", str(mine)) == 0
+    assert [row["status"] for row in scripted.rows()] == ["✅ Success", "❌ Unsupported"]

@@ -20,7 +20,7 @@ from ds_bench.records.schema import TrialRecord
 from ds_bench.size_search import largest_trained, next_size, resolution
 from tests.support import fakes
 from tests.support.fakes import FakeLauncher
-from tests.support.scripted_run import House
+from tests.support.scripted_run import ScriptedRun
 
 # ------------------------------------------------------------------ the next micro-batch to try
 
@@ -97,7 +97,7 @@ def trains_up_to(sizes: dict[str, int], otherwise: str = "OOM") -> Ends:
     return end
 
 
-class Machine(House):
+class Machine(ScriptedRun):
     """Searches; ``end`` says how each trial ends."""
 
     def search(self, end: Ends, *arguments: str) -> int:

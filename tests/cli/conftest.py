@@ -8,17 +8,19 @@ import pytest
 
 from ds_bench.cli import commands
 from tests.support.fakes import FakeLauncher
-from tests.support.scripted_run import House, Run
+from tests.support.scripted_run import Run, ScriptedRun
 
 
 @pytest.fixture
-def run(house: House, tmp_path: Path) -> Run:
+def run(scripted: ScriptedRun, tmp_path: Path) -> Run:
     """Runs ``ds_bench run`` on the text of a recipe, with trials that a FakeLauncher plays; returns the exit code."""
 
     def call(text: str | None, *flags: str, script: FakeLauncher | None = None) -> int:
-        house.launcher = script or FakeLauncher()
+        scripted.launcher = script or FakeLauncher()
         path = tmp_path / "my recipe.yaml"
         path.write_text(text or "")
-        return commands.main(["run", *([] if text is None else [str(path)]), "--output-dir", str(house.output), *flags])
+        return commands.main(
+            ["run", *([] if text is None else [str(path)]), "--output-dir", str(scripted.output), *flags]
+        )
 
     return call

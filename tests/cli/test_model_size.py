@@ -16,18 +16,18 @@ from ds_bench.records.schema import TrialRecord
 from tests.support import fakes
 from tests.support.fakes import FakeLauncher, preset
 from tests.support.real_trials import ROOT
-from tests.support.scripted_run import House
+from tests.support.scripted_run import ScriptedRun
 
 PASSES = ("--pass-type", "forward", "forward_backward", "train")
 SHORT = ("--context-length", "16", "--device", "cpu")
 
 
-def run(house: House, *flags: str, script: FakeLauncher | None = None) -> int:
-    house.launcher = script or FakeLauncher()
-    return commands.main(["model-size", *SHORT, "--output-dir", str(house.output), *flags])
+def run(scripted: ScriptedRun, *flags: str, script: FakeLauncher | None = None) -> int:
+    scripted.launcher = script or FakeLauncher()
+    return commands.main(["model-size", *SHORT, "--output-dir", str(scripted.output), *flags])
 
 
-def scripted(trial: Trial) -> TrialRecord:
+def successful_trial(trial: Trial) -> TrialRecord:
     """Steps of forward passes vary by 2 % of their mean, those of both by 20 %; training runs out of memory."""
     if trial.workload.pass_type == "train":
         return fakes.failure(trial, "OOM")
@@ -53,14 +53,16 @@ def test_the_presets_have_the_shapes_of_the_sizes() -> None:
 
 
 def test_every_size_and_pass_is_a_trial_of_its_own_and_a_row_of_every_table(
-    house: House, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    scripted: ScriptedRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    script = FakeLauncher(by_strategy={"zero0": scripted})
-    assert run(house, "--model-sizes", "small,medium", *PASSES, "--output", str(tmp_path / "o.csv"), script=script) == 0
-    launched = [(trial.workload.model, trial.workload.pass_type) for trial in house.launcher.launched]
+    script = FakeLauncher(by_strategy={"zero0": successful_trial})
+    assert (
+        run(scripted, "--model-sizes", "small,medium", *PASSES, "--output", str(tmp_path / "o.csv"), script=script) == 0
+    )
+    launched = [(trial.workload.model, trial.workload.pass_type) for trial in scripted.launcher.launched]
     passes = ("forward", "forward_backward", "train")
     assert sorted(launched) == sorted((f"size-{size}", each) for size in ("small", "medium") for each in passes)
-    assert {trial.placement.num_gpus for trial in house.launcher.launched} == {1}
+    assert {trial.placement.num_gpus for trial in scripted.launcher.launched} == {1}
 
     printed = capsys.readouterr().out
     for text in ("Passes of 2 models", "d_model 768 · d_ff 3,072 · layers 12 · heads 12", "parameters (", "✗ OOM"):
@@ -78,11 +80,11 @@ def test_every_size_and_pass_is_a_trial_of_its_own_and_a_row_of_every_table(
     assert int(rows[1]["model_flops_per_token"]) == 3 * int(rows[0]["model_flops_per_token"])
 
     page = tmp_path / "page.html"
-    assert commands.main(["report", str(house.folder), "--html", str(page)]) == 0
+    assert commands.main(["report", str(scripted.folder), "--html", str(page)]) == 0
     assert capsys.readouterr().out.rstrip() == printed.rstrip()
-    assert commands.main(["report", str(house.folder), "--markdown"]) == 0
+    assert commands.main(["report", str(scripted.folder), "--markdown"]) == 0
     markdown = capsys.readouterr().out
-    flat = next(house.output.glob("comparison_*.json"))
+    flat = next(scripted.output.glob("comparison_*.json"))
     assert commands.main(["report", str(flat)]) == 0
     assert "forward + backward" in capsys.readouterr().out
     for text in (markdown, page.read_text()):
@@ -92,11 +94,11 @@ def test_every_size_and_pass_is_a_trial_of_its_own_and_a_row_of_every_table(
 
 
 def test_times_without_synchronisation_are_labelled_wherever_they_are_shown(
-    house: House, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    scripted: ScriptedRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     output = tmp_path / "wrong.csv"
-    assert run(house, "--model-size", "small", "--no-sync", "--warmup-steps", "0", "--output", str(output)) == 0
-    assert [trial.workload.synchronized for trial in house.launcher.launched] == [False]
+    assert run(scripted, "--model-size", "small", "--no-sync", "--warmup-steps", "0", "--output", str(output)) == 0
+    assert [trial.workload.synchronized for trial in scripted.launcher.launched] == [False]
     printed = capsys.readouterr().out
     assert printed.count("wrong on purpose") == 2  # in the title and as a note
     assert "no warm-up" in printed.splitlines()[0]
@@ -104,13 +106,13 @@ def test_times_without_synchronisation_are_labelled_wherever_they_are_shown(
     assert row["synchronized"] == "False"
     assert "not synchronised (wrong on purpose)" in row["caveats"]
     for flags in (["--markdown"], ["--verbose"]):
-        assert commands.main(["report", str(house.folder), *flags]) == 0
+        assert commands.main(["report", str(scripted.folder), *flags]) == 0
         shown = capsys.readouterr().out
         assert "NOT SYNCHRONISED (wrong on purpose) · no warm-up · 10 steps" in shown
         assert "Recommendation (balanced): none" in shown
-    assert commands.main(["report", str(next(house.output.glob("comparison_*.json"))), "--markdown"]) == 0
+    assert commands.main(["report", str(next(scripted.output.glob("comparison_*.json"))), "--markdown"]) == 0
     assert "NOT SYNCHRONISED (wrong on purpose)" in capsys.readouterr().out
-    assert commands.main(["report", str(house.folder), "--github-benchmark", str(tmp_path / "github.json")]) == 2
+    assert commands.main(["report", str(scripted.folder), "--github-benchmark", str(tmp_path / "github.json")]) == 2
     assert "ZeRO-0: not synchronised (wrong on purpose)" in capsys.readouterr().err
 
 
@@ -128,22 +130,22 @@ def test_times_without_synchronisation_are_labelled_wherever_they_are_shown(
     ],
 )
 def test_a_mistake_is_one_line_and_starts_nothing(
-    flags: list[str], problem: str, house: House, capsys: pytest.CaptureFixture[str]
+    flags: list[str], problem: str, scripted: ScriptedRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(house, *flags) == 2
+    assert run(scripted, *flags) == 2
     shown = capsys.readouterr()
     assert problem in shown.err
     assert len(shown.err.strip().splitlines()) == 1
-    assert not house.launcher.launched
+    assert not scripted.launcher.launched
 
 
-def test_only_rows_without_zero_time_the_passes_of_the_model_alone(house: House) -> None:
+def test_only_rows_without_zero_time_the_passes_of_the_model_alone(scripted: ScriptedRun) -> None:
     passes = ("--set", "training.pass_type=forward", "--accelerator", "cpu", "--seq-length", "16", "--quiet")
     rows = ("--stages", "0", "2", "--strategies", "ddp")
-    house.launcher = FakeLauncher()
-    assert commands.main(["run", "--model", "tiny", *passes, *rows, "--output-dir", str(house.output)]) == 0
-    assert [trial.configuration.name for trial in house.launcher.launched] == ["zero0"]
-    reasons = {row["strategy"]: row["error"] for row in house.rows() if not row["success"]}
+    scripted.launcher = FakeLauncher()
+    assert commands.main(["run", "--model", "tiny", *passes, *rows, "--output-dir", str(scripted.output)]) == 0
+    assert [trial.configuration.name for trial in scripted.launcher.launched] == ["zero0"]
+    reasons = {row["strategy"]: row["error"] for row in scripted.rows() if not row["success"]}
     assert set(reasons) == {"zero2", "ddp"}
     assert all("time it at stage 0" in reason for reason in reasons.values())
 

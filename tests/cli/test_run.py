@@ -18,7 +18,7 @@ from ds_bench.records.schema import TrialRecord
 from ds_bench.system import gpus
 from tests.support import fakes
 from tests.support.fakes import FakeLauncher
-from tests.support.scripted_run import House, Run
+from tests.support.scripted_run import Run, ScriptedRun
 
 SMALL = """
 model: {name: tiny}
@@ -29,61 +29,61 @@ launch: {accelerator: cpu}
 SWEEP = SMALL.replace("seq_len: 16", "seq_len: [16, 32]")
 
 
-def test_a_recipe_runs_and_its_files_have_the_name_of_no_script(run: Run, house: House) -> None:
+def test_a_recipe_runs_and_its_files_have_the_name_of_no_script(run: Run, scripted: ScriptedRun) -> None:
     assert run(SMALL) == 0
-    assert house.trials == [(16, "zero0", 0), (16, "zero2", 0)]
-    folder = house.folder
+    assert scripted.trials == [(16, "zero0", 0), (16, "zero2", 0)]
+    folder = scripted.folder
     assert folder.name.startswith("comparison_")
-    assert (house.output / f"{folder.name}.json").is_file()
+    assert (scripted.output / f"{folder.name}.json").is_file()
     stored = json.loads((folder / "run.json").read_text())
     assert stored["family"] == "recipe"
     assert stored["recipe"]["values"]["training"]["seq_len"] == 16
     assert (folder / "recommended" / "ds_config.json").is_file()
 
 
-def test_flags_and_settings_replace_values_of_the_recipe(run: Run, house: House) -> None:
+def test_flags_and_settings_replace_values_of_the_recipe(run: Run, scripted: ScriptedRun) -> None:
     flags = ("--stages", "1", "--seq-length", "8", "--set", "training.steps=3", "--set", "optimizer.params.lr=0.5")
     assert run(SWEEP, *flags) == 0
-    (trial,) = house.launcher.launched
+    (trial,) = scripted.launcher.launched
     assert (trial.configuration.name, trial.workload.seq_length, trial.workload.num_steps) == ("zero1", 8, 3)
     assert trial.ds_config["optimizer"]["params"]["lr"] == 0.5
 
 
-def test_configurations_in_the_recipe_are_rows_or_stand_for_a_strategy(run: Run, house: House) -> None:
+def test_configurations_in_the_recipe_are_rows_or_stand_for_a_strategy(run: Run, scripted: ScriptedRun) -> None:
     own = "{zero_optimization: {stage: 2, reduce_bucket_size: auto}, gradient_clipping: 0.25}"
     text = SMALL.replace("{stages: [0, 2]}", f"{{stages: [2], inline: {{mine: {own}, zero2: {own}}}}}")
     assert run(text, "--set", "configurations.inline.zero2.zero_optimization.reduce_bucket_size=1000") == 0
-    zero2, mine = house.launcher.launched
+    zero2, mine = scripted.launcher.launched
     assert (zero2.configuration.name, zero2.ds_config["gradient_clipping"]) == ("zero2", 0.25)
     assert zero2.ds_config["zero_optimization"]["reduce_bucket_size"] == 1000
     assert (mine.configuration.name, mine.ds_config["gradient_clipping"]) == ("mine", 0.25)
     assert mine.ds_config["zero_optimization"]["reduce_bucket_size"] == 128 * 128  # as the Trainer resolves "auto"
 
 
-def test_axes_of_a_recipe_and_of_flags_make_rows(run: Run, house: House) -> None:
+def test_axes_of_a_recipe_and_of_flags_make_rows(run: Run, scripted: ScriptedRun) -> None:
     text = SMALL + "axes: {overlap_comm: [true, false], reduce_bucket_size: 1000000}"
     assert run(text, "--axis", "overlap_comm=false", "--stages", "2") == 0
-    assert [trial.configuration.name for trial in house.launcher.launched] == [
+    assert [trial.configuration.name for trial in scripted.launcher.launched] == [
         "zero2+overlap_comm=false+reduce_bucket_size=1000000"
     ]
 
 
-def test_without_a_recipe_every_strategy_is_compared_in_one_table(run: Run, house: House) -> None:
+def test_without_a_recipe_every_strategy_is_compared_in_one_table(run: Run, scripted: ScriptedRun) -> None:
     assert run(None, "--model", "tiny", "--seq-length", "8", "--strategies", "all") == 0
-    names = [trial.configuration.name for trial in house.launcher.launched]
+    names = [trial.configuration.name for trial in scripted.launcher.launched]
     assert names == ["zero0", "zero1", "zero2", "zero3", "cpu_optimizer", "cpu_full", "zero2_offload"]
 
 
 def test_points_of_a_sweep_run_round_by_round_in_one_result(
-    run: Run, house: House, capsys: pytest.CaptureFixture[str]
+    run: Run, scripted: ScriptedRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(SWEEP, "--repeats", "2") == 0
     first = [(16, "zero0", 0), (16, "zero2", 0), (32, "zero0", 0), (32, "zero2", 0)]
-    assert house.trials == [*first, *((length, name, 1) for length, name, _ in reversed(first))]
-    identities = [trial.trial_id for trial in house.launcher.launched]
+    assert scripted.trials == [*first, *((length, name, 1) for length, name, _ in reversed(first))]
+    identities = [trial.trial_id for trial in scripted.launcher.launched]
     assert identities == sorted(identities)
-    assert len(house.rows()) == 8
-    folder = house.folder
+    assert len(scripted.rows()) == 8
+    folder = scripted.folder
     (first_point, second_point) = json.loads((folder / "recommendation.json").read_text())["points"]
     assert (first_point["point"], second_point["point"]) == ({"training.seq_len": 16}, {"training.seq_len": 32})
     assert (folder / "points" / "32" / "recommended" / "ds_config.json").is_file()
@@ -95,10 +95,10 @@ def test_points_of_a_sweep_run_round_by_round_in_one_result(
 
 
 def test_a_report_keeps_the_goal_and_the_reference_row_of_the_recipe(
-    run: Run, house: House, capsys: pytest.CaptureFixture[str]
+    run: Run, scripted: ScriptedRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(SMALL, "--relative-to", "2", "--goal", "memory") == 0
-    reports = build_reports([house.folder])
+    reports = build_reports([scripted.folder])
     assert reports[0].recommendation.goal == "memory"
     baseline = reports[0].comparison.baseline
     assert baseline is not None
@@ -106,29 +106,29 @@ def test_a_report_keeps_the_goal_and_the_reference_row_of_the_recipe(
     assert reports[0].commands[0].startswith("python -m ds_bench run ")
 
 
-def test_each_point_finds_its_own_largest_micro_batch(run: Run, house: House) -> None:
+def test_each_point_finds_its_own_largest_micro_batch(run: Run, scripted: ScriptedRun) -> None:
     def fits(trial: Trial) -> TrialRecord:
         tokens = trial.workload.batch_size * trial.workload.seq_length
         return fakes.success(trial) if tokens <= 128 else fakes.failure(trial)
 
     text = SWEEP.replace("local_batch_size: 2", "local_batch_size: auto")
     assert run(text, "--stages", "2", script=FakeLauncher(by_strategy={"zero2": fits})) == 0
-    assert [(row["seq_length"], row["batch_size"], row["success"]) for row in house.rows()] == [
+    assert [(row["seq_length"], row["batch_size"], row["success"]) for row in scripted.rows()] == [
         (16, 8, True),
         (32, 4, True),
     ]
 
 
 def test_an_interrupted_sweep_goes_on_from_its_folder_alone(
-    run: Run, house: House, capsys: pytest.CaptureFixture[str]
+    run: Run, scripted: ScriptedRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(SWEEP, script=FakeLauncher("Success", "Success", "Interrupted")) == 130
-    folder = house.folder
+    folder = scripted.folder
     assert f"go on with: python -m ds_bench run --resume {folder}" in capsys.readouterr().err
-    house.launcher = FakeLauncher()
+    scripted.launcher = FakeLauncher()
     assert commands.main(["run", "--resume", str(folder)]) == 0
-    assert house.trials == [(32, "zero0", 0), (32, "zero2", 0)]
-    assert len(house.rows()) == 4
+    assert scripted.trials == [(32, "zero0", 0), (32, "zero2", 0)]
+    assert len(scripted.rows()) == 4
 
 
 @pytest.mark.parametrize(
@@ -136,25 +136,25 @@ def test_an_interrupted_sweep_goes_on_from_its_folder_alone(
     [("model: {name: tiny, trust_remote_code: true}", "asks for --trust-remote-code")],
 )
 def test_a_run_folder_alone_starts_no_code(
-    run: Run, house: House, capsys: pytest.CaptureFixture[str], text: str, named: str
+    run: Run, scripted: ScriptedRun, capsys: pytest.CaptureFixture[str], text: str, named: str
 ) -> None:
     recipe_text = SMALL.replace("model: {name: tiny}", text)
     assert run(recipe_text, script=FakeLauncher("Interrupted")) == 130
-    house.launcher = FakeLauncher()
+    scripted.launcher = FakeLauncher()
     capsys.readouterr()
-    assert commands.main(["run", "--resume", str(house.folder)]) == 2
+    assert commands.main(["run", "--resume", str(scripted.folder)]) == 2
     assert named in capsys.readouterr().err
-    assert run(recipe_text, "--resume", str(house.folder)) == 0
-    assert len(house.launcher.launched) == 2
+    assert run(recipe_text, "--resume", str(scripted.folder)) == 0
+    assert len(scripted.launcher.launched) == 2
 
 
 def test_a_value_that_may_be_a_credential_is_not_kept(
-    run: Run, house: House, capsys: pytest.CaptureFixture[str]
+    run: Run, scripted: ScriptedRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
     secret = "hf_" + "Ab1" * 12
     text = SMALL.replace("{stages: [0, 2]}", f"{{stages: [0], deepspeed: {{wandb: {{project: {secret}}}}}}}")
     run(text, script=FakeLauncher("Interrupted"))
-    folder = house.folder
+    folder = scripted.folder
     assert secret not in (folder / "run.json").read_text()
     capsys.readouterr()
     assert commands.main(["run", "--resume", str(folder)]) == 2
@@ -178,14 +178,14 @@ REFUSED = {
 
 @pytest.mark.parametrize("text", REFUSED)
 def test_what_cannot_be_run_is_refused_before_anything_starts(
-    run: Run, house: House, capsys: pytest.CaptureFixture[str], text: str, monkeypatch: pytest.MonkeyPatch
+    run: Run, scripted: ScriptedRun, capsys: pytest.CaptureFixture[str], text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert run(text) == 2
     error = capsys.readouterr().err
     assert REFUSED[text] in error
     assert error.count("\n") == 1
-    assert not house.output.exists()
+    assert not scripted.output.exists()
 
 
 def test_a_sweep_of_a_million_trials_asks_first(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
@@ -195,24 +195,24 @@ def test_a_sweep_of_a_million_trials_asks_first(run: Run, capsys: pytest.Capture
     assert "makes 4,000,000 trials" in capsys.readouterr().err
 
 
-def test_accumulation_follows_from_the_global_batch_and_the_ranks(run: Run, house: House) -> None:
+def test_accumulation_follows_from_the_global_batch_and_the_ranks(run: Run, scripted: ScriptedRun) -> None:
     assert run(SMALL.replace("steps: 4", "steps: 4, global_batch_size: 12"), "--num-gpus", "3", "--stages", "0") == 0
-    (trial,) = house.launcher.launched
+    (trial,) = scripted.launcher.launched
     assert (trial.workload.grad_accum, trial.ds_config["train_batch_size"]) == (2, 12)
 
 
-def test_rows_whose_axes_change_what_a_rank_computes_keep_the_global_batch(run: Run, house: House) -> None:
+def test_rows_whose_axes_change_what_a_rank_computes_keep_the_global_batch(run: Run, scripted: ScriptedRun) -> None:
     text = SMALL.replace("local_batch_size: 2", "global_batch_size: 16") + "axes: {micro_batch: [1, 4]}"
     assert run(text, "--num-gpus", "2", "--stages", "2") == 0
     batches = [
         (trial.workload.batch_size, trial.workload.grad_accum, trial.ds_config["train_batch_size"])
-        for trial in house.launcher.launched
+        for trial in scripted.launcher.launched
     ]
     assert batches == [(1, 8, 16), (4, 2, 16)]
-    launched = len(house.launcher.launched)
+    launched = len(scripted.launcher.launched)
     assert run(text.replace("[1, 4]", "[1, 3]"), "--num-gpus", "2", "--stages", "2") == 2
     assert run(SMALL + "axes: {grad_accum: [1, 2]}", "--set", "training.global_batch_size=8") == 2
-    assert len(house.launcher.launched) in (0, launched)
+    assert len(scripted.launcher.launched) in (0, launched)
 
 
 # ------------------------------------------------------------------ scripts as recipes
@@ -264,11 +264,11 @@ def test_the_recipe_of_a_script_makes_the_same_trials(
         assert str(getattr(options, name)) in (str(getattr(again, name)), Path(str(getattr(again, name))).name)
 
 
-def test_scripts_print_their_recipe(house: House, capsys: pytest.CaptureFixture[str]) -> None:
-    assert house.run("--print-recipe", "--stages", "2") == 0
+def test_scripts_print_their_recipe(scripted: ScriptedRun, capsys: pytest.CaptureFixture[str]) -> None:
+    assert scripted.run("--print-recipe", "--stages", "2") == 0
     printed = recipe_file.parse_recipe(capsys.readouterr().out).data
     assert printed["configurations"] == {"stages": [2]}
-    assert not house.output.exists()
+    assert not scripted.output.exists()
 
 
 # ------------------------------------------------------------------ the recipes that ship
@@ -279,17 +279,17 @@ RECIPES = sorted((Path(__file__).resolve().parents[2] / "recipes").glob("*.yaml"
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_a_recipe_that_ships_can_be_planned(
-    path: Path, house: House, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    path: Path, scripted: ScriptedRun, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gpus.NvmlQuery, "read", lambda _query: fakes.FakeQuery(cards=8).inventory)
     monkeypatch.setattr(placement.environment, "torch_cuda_version", lambda: "13.0")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert path.read_text().startswith("# yaml-language-server: $schema=../docs/recipe.schema.json\n# ")
-    assert commands.main(["run", str(path), "--dry-run", "--output-dir", str(house.output)]) == 0
+    assert commands.main(["run", str(path), "--dry-run", "--output-dir", str(scripted.output)]) == 0
     shown = capsys.readouterr().out
     assert "(a rough estimate)" in shown
     assert "memory is not predicted" not in shown
-    assert not house.output.exists()
+    assert not scripted.output.exists()
 
 
 def test_recipes_ship_for_the_families_people_train() -> None:
@@ -300,7 +300,9 @@ def test_recipes_ship_for_the_families_people_train() -> None:
 # ------------------------------------------------------------------ the plan, and a budget
 
 
-def test_the_plan_says_how_much_there_is_to_do(run: Run, house: House, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_plan_says_how_much_there_is_to_do(
+    run: Run, scripted: ScriptedRun, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run(SWEEP, "--repeats", "2", "--dry-run") == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("2 points × 2 rows × 2 runs = 8 trials, about ")
@@ -309,17 +311,17 @@ def test_the_plan_says_how_much_there_is_to_do(run: Run, house: House, capsys: p
     shown = capsys.readouterr().out
     assert "ZeRO-2 " in shown
     assert '"train_micro_batch_size_per_gpu": 2' in shown
-    assert not house.output.exists()
+    assert not scripted.output.exists()
 
 
 def test_a_budget_leaves_out_whole_rounds_of_points_and_says_which(
-    run: Run, house: House, capsys: pytest.CaptureFixture[str]
+    run: Run, scripted: ScriptedRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
     large = SWEEP.replace("seq_len: [16, 32]", "seq_len: [16, 32], grad_accum: [1, 1000000]")
     assert run(large, "--budget", "0.5", "--repeats", "2") == 0
-    done = {(length, name) for length, name, _ in house.trials}
+    done = {(length, name) for length, name, _ in scripted.trials}
     assert done == {(16, "zero0"), (16, "zero2"), (32, "zero0"), (32, "zero2")}
-    assert {trial.workload.grad_accum for trial in house.launcher.launched} == {1}
+    assert {trial.workload.grad_accum for trial in scripted.launcher.launched} == {1}
     said = capsys.readouterr().err
     assert "leaves out 2 points (seq_len 16, grad_accum 1000000; seq_len 32, grad_accum 1000000)" in said
     assert run(SMALL, "--budget", "0.01") == 2
@@ -327,22 +329,22 @@ def test_a_budget_leaves_out_whole_rounds_of_points_and_says_which(
 
 
 def test_a_budget_that_trials_overrun_ends_the_run_between_two_of_them(
-    run: Run, house: House, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    run: Run, scripted: ScriptedRun, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = iter(range(0, 10_000, 40))
     monkeypatch.setattr(runner.time, "monotonic", lambda: float(next(clock)))
     assert run(SWEEP, "--budget", "1") == 0
-    assert house.trials == [(16, "zero0", 0)]
+    assert scripted.trials == [(16, "zero0", 0)]
     assert "--budget 1 is used up: 3 trials are left for --resume RUN_DIR" in capsys.readouterr().err
 
 
-def test_a_resumed_run_does_what_the_budget_left_out(run: Run, house: House) -> None:
+def test_a_resumed_run_does_what_the_budget_left_out(run: Run, scripted: ScriptedRun) -> None:
     assert run(SWEEP, "--budget", "0.15") == 0
-    assert len(house.launcher.launched) == 2
-    house.launcher = FakeLauncher()
-    assert commands.main(["run", "--resume", str(house.folder)]) == 0
-    assert house.trials == [(32, "zero0", 0), (32, "zero2", 0)]
-    assert len(house.rows()) == 4
+    assert len(scripted.launcher.launched) == 2
+    scripted.launcher = FakeLauncher()
+    assert commands.main(["run", "--resume", str(scripted.folder)]) == 0
+    assert scripted.trials == [(32, "zero0", 0), (32, "zero2", 0)]
+    assert len(scripted.rows()) == 4
 
 
 def test_a_plan_says_of_no_row_that_it_fits_whose_memory_is_not_known(

@@ -14,7 +14,7 @@ from ds_bench.cli import commands
 from ds_bench.cli.report import build_reports
 from ds_bench.report.sweep_charts import sweep_charts
 from tests.support.fakes import FakeLauncher
-from tests.support.scripted_run import House, Run
+from tests.support.scripted_run import Run, ScriptedRun
 
 SMALL = """
 model: {name: tiny}
@@ -30,10 +30,10 @@ RANKS_AND_RATES = SMALL.replace("accelerator: cpu", "accelerator: cpu, num_gpus:
 
 
 def test_points_may_differ_in_ranks_and_in_the_optimizer_and_are_reported_apart(
-    run: Run, house: House, capsys: pytest.CaptureFixture[str]
+    run: Run, scripted: ScriptedRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(RANKS_AND_RATES) == 0
-    launched = house.launcher.launched
+    launched = scripted.launcher.launched
     made = [
         (trial.placement.num_gpus, trial.ds_config["optimizer"]["params"]["lr"], trial.configuration.name)
         for trial in launched
@@ -45,8 +45,8 @@ def test_points_may_differ_in_ranks_and_in_the_optimizer_and_are_reported_apart(
     shown = capsys.readouterr().out
     assert "4 points · tiny" in shown
     assert "1 CPU rank · lr 0.0001: " in shown
-    flat = house.output / f"{house.folder.name}.json"
-    for source in (house.folder, flat):
+    flat = scripted.output / f"{scripted.folder.name}.json"
+    for source in (scripted.folder, flat):
         reports = build_reports([source])
         assert [len(report.comparison.rows) for report in reports] == [2] * 4
         assert len({report.title for report in reports}) == 4
@@ -56,41 +56,41 @@ def test_points_may_differ_in_ranks_and_in_the_optimizer_and_are_reported_apart(
     names = {baseline_name(summary) for summary in load_results.load(flat).summaries}
     assert "tiny/zero2/batch2-seq16-2ranks-lr_0.001" in names
     assert len(names) == 8
-    (house.folder / "run.json").unlink()
-    (house.folder / "records.jsonl").unlink()
+    (scripted.folder / "run.json").unlink()
+    (scripted.folder / "records.jsonl").unlink()
     assert len(build_reports([flat])) == 4  # from the columns alone
 
 
 def test_a_sweep_of_ranks_is_resumed_and_planned_with_the_memory_of_each_point(
-    run: Run, house: House, capsys: pytest.CaptureFixture[str]
+    run: Run, scripted: ScriptedRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(RANKS_AND_RATES, "--dry-run") == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("4 points × 2 rows = 8 trials")
     assert lines[3].startswith("num_gpus 1, lr 0.0001")
     assert run(RANKS_AND_RATES, script=FakeLauncher(*["Success"] * 5, "Interrupted")) == 130
-    house.launcher = FakeLauncher()
-    assert commands.main(["run", "--resume", str(house.folder)]) == 0
-    assert len(house.launcher.launched) == 3
-    assert len(house.rows()) == 8
+    scripted.launcher = FakeLauncher()
+    assert commands.main(["run", "--resume", str(scripted.folder)]) == 0
+    assert len(scripted.launcher.launched) == 3
+    assert len(scripted.rows()) == 8
 
 
-def test_any_value_of_every_deepspeed_configuration_may_be_swept_in_the_matrix(run: Run, house: House) -> None:
+def test_any_value_of_every_deepspeed_configuration_may_be_swept_in_the_matrix(run: Run, scripted: ScriptedRun) -> None:
     matrix = (
         "optimizer.params.betas: [[0.9, 0.95], [0.9, 0.99]], configurations.deepspeed.gradient_clipping: [0.5, 1.0]"
     )
     included = "{optimizer.type: Adagrad, launch.num_gpus: 2, configurations.deepspeed.gradient_clipping: 2.0}"
     assert run(SMALL + f"sweep: {{matrix: {{{matrix}}}, include: [{included}]}}", "--stages", "0") == 0
-    made = [(t.ds_config["optimizer"], t.ds_config["gradient_clipping"]) for t in house.launcher.launched]
+    made = [(t.ds_config["optimizer"], t.ds_config["gradient_clipping"]) for t in scripted.launcher.launched]
     assert [(o["params"].get("betas"), clip) for o, clip in made[:4]] == [
         ([0.9, second], clip) for second in (0.95, 0.99) for clip in (0.5, 1.0)
     ]
     assert (made[4][0]["type"], made[4][1]) == ("Adagrad", 2.0)
 
 
-def test_rows_of_axes_are_named_after_the_numbers_as_they_were_written(run: Run, house: House) -> None:
+def test_rows_of_axes_are_named_after_the_numbers_as_they_were_written(run: Run, scripted: ScriptedRun) -> None:
     assert run(SMALL + "axes: {reduce_bucket_size: [1e5, 2.5e6, 1000000]}", "--stages", "2") == 0
-    assert [trial.configuration.name for trial in house.launcher.launched] == [
+    assert [trial.configuration.name for trial in scripted.launcher.launched] == [
         f"zero2+reduce_bucket_size={text}" for text in ("1e5", "2.5e6", "1000000")
     ]
 
@@ -109,33 +109,33 @@ WITH_FILE = SMALL + "dataset: {path: my ids.uint16, seq_len: 16}\ndataloader: {w
 
 
 def test_a_recipe_names_a_file_beside_it_and_its_loader(
-    run: Run, house: House, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    run: Run, scripted: ScriptedRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = write_ids(tmp_path / "my ids.uint16")
     assert run(WITH_FILE.replace("seq_len: 16, local", "local")) == 0
-    works = [trial.workload for trial in house.launcher.launched]
+    works = [trial.workload for trial in scripted.launcher.launched]
     assert [work.data_workers for work in works] == [0, 0, 2, 2]
     assert {(work.data_path, work.data_dtype, work.data_tokens, work.seq_length) for work in works} == {
         (str(path), "uint16", 4096, 16)
     }
     assert "data my ids.uint16" in capsys.readouterr().out
-    assert {row["data_file"] for row in house.rows()} == {str(path)}
+    assert {row["data_file"] for row in scripted.rows()} == {str(path)}
 
 
 def test_a_changed_file_is_another_trial_and_is_not_resumed(
-    run: Run, house: House, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    run: Run, scripted: ScriptedRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = write_ids(tmp_path / "my ids.uint16")
     assert run(WITH_FILE, script=FakeLauncher("Interrupted")) == 130
     write_ids(path, largest=998)
     capsys.readouterr()
-    house.launcher = FakeLauncher()
+    scripted.launcher = FakeLauncher()
     for dry in ([], ["--dry-run"]):
-        assert commands.main(["run", "--resume", str(house.folder), *dry]) == 2
+        assert commands.main(["run", "--resume", str(scripted.folder), *dry]) == 2
         assert f"the file {path} has changed since the run began (put it back as it was" in capsys.readouterr().err
     write_ids(path)
-    assert commands.main(["run", "--resume", str(house.folder)]) == 0
-    assert len(house.launcher.launched) == 4
+    assert commands.main(["run", "--resume", str(scripted.folder)]) == 0
+    assert len(scripted.launcher.launched) == 4
 
 
 REFUSED = {
@@ -149,7 +149,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("text", REFUSED)
 def test_a_file_that_cannot_be_trained_on_is_refused_before_anything_starts(
-    text: str, run: Run, house: House, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    text: str, run: Run, scripted: ScriptedRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in ("ids.uint16", "ids.bin"):
         write_ids(tmp_path / name, largest=2000)
@@ -163,22 +163,22 @@ def test_a_file_that_cannot_be_trained_on_is_refused_before_anything_starts(
     error = capsys.readouterr().err
     assert REFUSED[text] in error
     assert error.count("\n") == 1
-    assert not house.output.exists()
+    assert not scripted.output.exists()
 
 
 def test_a_script_takes_a_file_and_goes_on_from_another_folder(
-    house: House, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    scripted: ScriptedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     write_ids(tmp_path / "ids.bin")
     Path("mine.json").write_text(json.dumps({"zero_optimization": {"stage": 2}}))
     flags = ["--data", "ids.bin", "--data-dtype", "uint16", "--configs", "mine.json", "--relative-to", "mine"]
-    assert house.run(*flags, script=FakeLauncher("Interrupted")) == 130
+    assert scripted.run(*flags, script=FakeLauncher("Interrupted")) == 130
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     monkeypatch.chdir(elsewhere)
-    assert house.resume("--dry-run") == 0
-    assert house.resume() == 0
-    (trial,) = house.launcher.launched
+    assert scripted.resume("--dry-run") == 0
+    assert scripted.resume() == 0
+    (trial,) = scripted.launcher.launched
     assert (trial.workload.data_path, trial.configuration.name) == (str(tmp_path / "ids.bin"), "mine")
     assert trial.workload.data_workers == 0

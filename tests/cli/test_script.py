@@ -13,7 +13,7 @@ import pytest
 from ds_bench.cli import script as cli
 from tests.support import fakes
 from tests.support.real_trials import ROOT
-from tests.support.scripted_run import House
+from tests.support.scripted_run import ScriptedRun
 
 ZERO, OFFLOAD = "zero_stage_comparison.py", "offload_comparison.py"
 
@@ -56,7 +56,7 @@ BAD_INPUT = [
 
 
 def test_bad_input_is_one_line_with_flag_value_and_remedy_and_exit_2(
-    house: House,
+    scripted: ScriptedRun,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -71,7 +71,7 @@ def test_bad_input_is_one_line_with_flag_value_and_remedy_and_exit_2(
             lines = [line for line in said.strip().splitlines() if not line.strip().startswith("warning")]
             assert len(lines) == 1, said
             assert all(word in lines[0] for word in words), said
-            assert house.launcher.launched == []
+            assert scripted.launcher.launched == []
 
 
 def test_a_model_that_exists_nowhere_is_one_line_that_names_the_nearest_presets(tmp_path: Path) -> None:

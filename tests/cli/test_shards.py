@@ -16,7 +16,7 @@ from ds_bench.analysis.caveats import CaveatKind
 from ds_bench.cli import commands
 from ds_bench.cli.report import build_reports
 from tests.support.fakes import FakeLauncher
-from tests.support.scripted_run import House, Run
+from tests.support.scripted_run import Run, ScriptedRun
 
 RECIPE = """
 model: {name: tiny}
@@ -27,27 +27,27 @@ launch: {accelerator: cpu}
 ONE_POINT = RECIPE.replace("[8, 16, 32]", "16")
 
 
-def folders(house: House) -> list[Path]:
-    return sorted((house.output / "runs").iterdir(), key=lambda folder: folder.name[-10:])
+def folders(scripted: ScriptedRun) -> list[Path]:
+    return sorted((scripted.output / "runs").iterdir(), key=lambda folder: folder.name[-10:])
 
 
 def test_shards_have_every_trial_once_with_the_numbers_of_the_plan_and_are_read_as_the_whole(
-    run: Run, house: House, capsys: pytest.CaptureFixture[str]
+    run: Run, scripted: ScriptedRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(RECIPE, "--repeats", "2", "--shard", "1/2") == 0
-    mine = house.trials
+    mine = scripted.trials
     assert {length for length, _, _ in mine} == {8}  # one whole point, the other shard has two
     assert run(RECIPE, "--repeats", "2", "--shard", "2/2") == 0
-    both = mine + house.trials
-    identities = [t.trial_id for t in house.launcher.launched]
+    both = mine + scripted.trials
+    identities = [t.trial_id for t in scripted.launcher.launched]
     assert (len(both), len(set(both))) == (18, 18)
-    assert run(RECIPE, "--repeats", "2", "--output-dir", str(house.output / "whole")) == 0
-    assert {t.trial_id for t in house.launcher.launched} > set(identities)
-    shutil.rmtree(house.output / "whole")
-    first, second = folders(house)
+    assert run(RECIPE, "--repeats", "2", "--output-dir", str(scripted.output / "whole")) == 0
+    assert {t.trial_id for t in scripted.launcher.launched} > set(identities)
+    shutil.rmtree(scripted.output / "whole")
+    first, second = folders(scripted)
     assert re.fullmatch(r"comparison_\d{8}_\d{6}_shard1of2", first.name)
-    assert (house.output / f"{second.name}.json").is_file()
-    assert f"report {house.output / 'runs'}/*of2" in capsys.readouterr().err
+    assert (scripted.output / f"{second.name}.json").is_file()
+    assert f"report {scripted.output / 'runs'}/*of2" in capsys.readouterr().err
     reports = build_reports([second, first])
     assert [report.comparison.rows[0].summaries[0].record.trial.workload.seq_length for report in reports] == [
         8,
@@ -60,20 +60,20 @@ def test_shards_have_every_trial_once_with_the_numbers_of_the_plan_and_are_read_
 
 
 def test_rows_of_one_point_are_split_among_more_shards_and_the_table_says_so(
-    run: Run, house: House, capsys: pytest.CaptureFixture[str]
+    run: Run, scripted: ScriptedRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(ONE_POINT, "--shard", "2/2") == 0
-    assert house.trials == [(16, "zero1", 0), (16, "zero2", 0)]
+    assert scripted.trials == [(16, "zero1", 0), (16, "zero2", 0)]
     told = (
         "shard 2/2 has 2 of the 3 rows: what it recommends is among these alone, and report reads all shards together"
     )
     assert f"note: {told}" in capsys.readouterr().err
-    assert told in json.loads((folders(house)[0] / "run.json").read_text())["notes"]
+    assert told in json.loads((folders(scripted)[0] / "run.json").read_text())["notes"]
     assert run(ONE_POINT, "--shard", "1/2") == 0
-    (report,) = build_reports(folders(house)[::-1])
+    (report,) = build_reports(folders(scripted)[::-1])
     assert [row.label for row in report.comparison.rows] == ["ZeRO-0", "ZeRO-1", "ZeRO-2"]
     (caveat,) = (c for c in report.comparison.caveats if c.kind is CaveatKind.MEASURED_APART)
-    first, second = (folder.name for folder in folders(house))
+    first, second = (folder.name for folder in folders(scripted))
     host = report.environments[0].hostname
     assert caveat.text == (
         f"rows were measured in different runs: ZeRO-0 in {first} on {host}; ZeRO-1, ZeRO-2 in {second} on {host}"
@@ -81,35 +81,35 @@ def test_rows_of_one_point_are_split_among_more_shards_and_the_table_says_so(
 
 
 def test_a_lost_shard_is_named_with_the_command_that_runs_it_and_an_interrupted_one_is_resumed_alone(
-    run: Run, house: House, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    run: Run, scripted: ScriptedRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(RECIPE, "--repeats", "2", "--shard=3/3", script=FakeLauncher("Success", "Interrupted")) == 130
     capsys.readouterr()
-    (folder,) = folders(house)
+    (folder,) = folders(scripted)
     assert commands.main(["report", str(folder)]) == 0
-    recipe = f"'{tmp_path / 'my recipe.yaml'}' --output-dir {house.output} --repeats 2"
+    recipe = f"'{tmp_path / 'my recipe.yaml'}' --output-dir {scripted.output} --repeats 2"
     assert capsys.readouterr().err.splitlines() == [
         f"note: shards 1, 2 of 3 are missing: python -m ds_bench run --shard 1/3 {recipe}, the others likewise",
         f"note: shard 3 of 3 has 5 trials left: python -m ds_bench run --resume {folder}",
     ]
-    house.launcher = FakeLauncher()
+    scripted.launcher = FakeLauncher()
     assert commands.main(["run", "--resume", str(folder)]) == 0
-    assert len(house.trials) == 5
+    assert len(scripted.trials) == 5
     assert commands.main(["run", "--resume", str(folder), "--shard", "2/3"]) == 2
     assert "is shard 3/3, not shard 2/3 (leave --shard out)" in capsys.readouterr().err
     for shard in ("1/3", "2/3"):
         assert run(RECIPE, "--repeats", "2", "--shard", shard) == 0
     capsys.readouterr()
-    assert commands.main(["report", *map(str, folders(house))]) == 0
+    assert commands.main(["report", *map(str, folders(scripted))]) == 0
     assert capsys.readouterr().err == ""
 
 
 def test_a_shard_that_died_before_its_first_trial_does_not_keep_the_others_from_being_read(
-    run: Run, house: House, capsys: pytest.CaptureFixture[str]
+    run: Run, scripted: ScriptedRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for shard in ("1/2", "2/2"):
         assert run(RECIPE, "--shard", shard) == 0
-    first, second = folders(house)
+    first, second = folders(scripted)
     (first / "records.jsonl").unlink()
     empty = first.with_name(f"{first.name[:-10]}x{first.name[-10:]}")  # it ended while the ops were built
     empty.mkdir()
@@ -124,18 +124,18 @@ def test_a_shard_that_died_before_its_first_trial_does_not_keep_the_others_from_
     assert commands.main(["report", str(first)]) == 2
 
 
-def test_shards_of_plans_that_differ_are_not_taken_for_one(run: Run, house: House) -> None:
+def test_shards_of_plans_that_differ_are_not_taken_for_one(run: Run, scripted: ScriptedRun) -> None:
     assert run(RECIPE, "--shard", "1/2") == 0
     assert run(RECIPE, "--shard", "2/2", "--set", "optimizer.params.lr=0.5") == 0
-    notes = build_reports(folders(house))[0].notes
+    notes = build_reports(folders(scripted))[0].notes
     assert [note.split(" of ")[0] for note in notes if "missing" in note] == ["shard 2", "shard 1"]
 
 
-def test_a_script_runs_a_shard_of_its_rows(house: House, capsys: pytest.CaptureFixture[str]) -> None:
-    assert house.run("--stages", "0", "1", "2", "--shard", "1/2", script=FakeLauncher("Interrupted")) == 130
-    assert house.resume() == 0
-    assert [t.configuration.name for t in house.launcher.launched] == ["zero0"]
-    assert house.run("--shard", "1/9") == 2
+def test_a_script_runs_a_shard_of_its_rows(scripted: ScriptedRun, capsys: pytest.CaptureFixture[str]) -> None:
+    assert scripted.run("--stages", "0", "1", "2", "--shard", "1/2", script=FakeLauncher("Interrupted")) == 130
+    assert scripted.resume() == 0
+    assert [t.configuration.name for t in scripted.launcher.launched] == ["zero0"]
+    assert scripted.run("--shard", "1/9") == 2
     assert "9 shards of a plan with 4 rows in all (give 4 or fewer)" in capsys.readouterr().err
 
 
@@ -153,13 +153,13 @@ def test_a_script_runs_a_shard_of_its_rows(house: House, capsys: pytest.CaptureF
     ],
 )
 def test_a_shard_that_cannot_be_is_refused(
-    text: str, flags: tuple[str, ...], message: str, run: Run, house: House, capsys: pytest.CaptureFixture[str]
+    text: str, flags: tuple[str, ...], message: str, run: Run, scripted: ScriptedRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(text, *flags) == 2
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
-    assert not house.launcher.launched
+    assert not scripted.launcher.launched
 
 
 # ------------------------------------------------------------------ --submit slurm
@@ -186,13 +186,13 @@ def sbatch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_submission_quotes_all_that_a_user_typed_and_says_how_to_go_on(
-    run: Run, house: House, sbatch: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    run: Run, scripted: ScriptedRun, sbatch: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    house.output = tmp_path / "50% of; $(touch made)"
+    scripted.output = tmp_path / "50% of; $(touch made)"
     slurm_words = "--partition gpu --comment 'x \"y\" # $(touch made)'"
     flags = (*SUBMIT, f"--sbatch-args={slurm_words}", "--repeats", "2", "--set", "model.name=tiny")
     assert run(RECIPE, *flags) == 0
-    (folder,) = house.output.glob("slurm_*")
+    (folder,) = scripted.output.glob("slurm_*")
     lines = sbatch.read_text().splitlines()
     assert {"#SBATCH --array=1-3", "#SBATCH --signal=B:TERM@120"} < set(lines)
     assert f"#SBATCH '--output={str(folder).replace('%', '%%')}/shard%a_%A.log'" in lines
@@ -205,27 +205,27 @@ def test_submission_quotes_all_that_a_user_typed_and_says_how_to_go_on(
     shown = capsys.readouterr().out.splitlines()
     assert shown[0] == "submitted job 4321: an array of 3 shards"
     assert f"  Report: python -m ds_bench report {shlex.quote(str(folder / 'runs'))}/*of3" in shown
-    assert not house.launcher.launched
+    assert not scripted.launcher.launched
     assert not (tmp_path / "made").exists()
 
 
 def test_flags_of_a_submission_stand_before_a_recipe_that_is_named_after_two_dashes(
-    house: House, sbatch: Path, capsys: pytest.CaptureFixture[str]
+    scripted: ScriptedRun, sbatch: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path("-odd.yaml").write_text(RECIPE)
-    assert commands.main(["run", *SUBMIT, "--output-dir", str(house.output), "--", "-odd.yaml"]) == 0
-    (folder,) = house.output.glob("slurm_*")
+    assert commands.main(["run", *SUBMIT, "--output-dir", str(scripted.output), "--", "-odd.yaml"]) == 0
+    (folder,) = scripted.output.glob("slurm_*")
     words = ["--shard", "$SLURM_ARRAY_TASK_ID/3", "--output-dir", str(folder), "--", "-odd.yaml"]
     assert shlex.split(sbatch.read_text().splitlines()[-1])[5:] == words
-    assert commands.main(["run", "--shard", "1/3", "--output-dir", str(house.output), "--", "-odd.yaml"]) == 0
+    assert commands.main(["run", "--shard", "1/3", "--output-dir", str(scripted.output), "--", "-odd.yaml"]) == 0
     capsys.readouterr()
-    assert commands.main(["report", *map(str, folders(house))]) == 0
-    missing = f"run --shard 2/3 --output-dir {house.output} -- -odd.yaml, the others likewise"
+    assert commands.main(["report", *map(str, folders(scripted))]) == 0
+    missing = f"run --shard 2/3 --output-dir {scripted.output} -- -odd.yaml, the others likewise"
     assert capsys.readouterr().err.splitlines()[0].endswith(missing)
 
 
 def test_a_submission_that_is_refused_leaves_nothing_and_a_dry_run_shows_the_script(
-    run: Run, house: House, sbatch: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    run: Run, scripted: ScriptedRun, sbatch: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(RECIPE, *SUBMIT, "--dry-run") == 0
     assert "--array=1-3" in capsys.readouterr().out
@@ -239,7 +239,7 @@ def test_a_submission_that_is_refused_leaves_nothing_and_a_dry_run_shows_the_scr
     monkeypatch.setenv("PATH", "/nowhere")
     assert run(RECIPE, *SUBMIT) == 2
     assert "there is no sbatch on this machine (submit where" in capsys.readouterr().err
-    assert not list(house.output.rglob("*"))
+    assert not list(scripted.output.rglob("*"))
 
 
 @pytest.mark.parametrize(
@@ -264,11 +264,16 @@ def test_a_submission_that_is_refused_leaves_nothing_and_a_dry_run_shows_the_scr
     ],
 )
 def test_a_submission_that_cannot_be_is_refused_in_one_line(
-    flags: tuple[str, ...], message: str, run: Run, house: House, sbatch: Path, capsys: pytest.CaptureFixture[str]
+    flags: tuple[str, ...],
+    message: str,
+    run: Run,
+    scripted: ScriptedRun,
+    sbatch: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert run(RECIPE, *flags) == 2
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
     assert not sbatch.exists()
-    assert not house.launcher.launched
+    assert not scripted.launcher.launched

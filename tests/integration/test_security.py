@@ -18,7 +18,7 @@ from ds_bench.system.processes import child_environment
 from ds_bench.system.redaction import REDACTED, redacted_arguments, redacted_config, redacted_keys, secrets_of
 from tests.support import fakes
 from tests.support.real_trials import ROOT, SUPPORT, Script
-from tests.support.scripted_run import House
+from tests.support.scripted_run import ScriptedRun
 
 
 def change_run(folder: Path, **changes: object) -> None:
@@ -34,9 +34,13 @@ REACHES_HOSTS = ["--hostfile", *(f"--{name.replace('_', '-')}" for name in optio
 
 @pytest.mark.parametrize("flag", ["--model-factory", "--model", "--trust-remote-code", *REACHES_HOSTS])
 def test_a_run_folder_alone_starts_no_code_and_reaches_no_host(
-    house: House, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, flag: str
+    scripted: ScriptedRun,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    flag: str,
 ) -> None:
-    assert house.run("--stages", "0") == 0
+    assert scripted.run("--stages", "0") == 0
     monkeypatch.chdir(tmp_path)
     model = tmp_path / "model"
     model.mkdir()
@@ -49,9 +53,9 @@ def test_a_run_folder_alone_starts_no_code_and_reaches_no_host(
         flag, "one"
     )
     stored = [flag] if value is None else [flag, value]
-    change_run(house.folder, arguments=["--model", "tiny", "--seq-length", "16", *stored])
+    change_run(scripted.folder, arguments=["--model", "tiny", "--seq-length", "16", *stored])
     capsys.readouterr()
-    assert house.resume() == 2
+    assert scripted.resume() == 2
     said = capsys.readouterr().err
     assert said.count("\n") == 1
     assert f"say again: {' '.join(stored)}" in said
@@ -59,26 +63,26 @@ def test_a_run_folder_alone_starts_no_code_and_reaches_no_host(
 
 
 def test_another_machine_is_told_before_the_model_is_looked_at(
-    house: House, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    scripted: ScriptedRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert house.run("--stages", "0") == 0
-    facts = json.loads((house.folder / "run.json").read_text())["environment"]
-    change_run(house.folder, environment={**facts, "cpu_model": "another"})
+    assert scripted.run("--stages", "0") == 0
+    facts = json.loads((scripted.folder / "run.json").read_text())["environment"]
+    change_run(scripted.folder, environment={**facts, "cpu_model": "another"})
     model = tmp_path / "no-model"
     model.mkdir()  # to look at it would fail
     capsys.readouterr()
-    assert house.resume("--model", str(model)) == 2
+    assert scripted.resume("--model", str(model)) == 2
     assert "not the same machine" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", [".lock", "records.jsonl", "run.json", "flat JSON", "recommended", "trials"])
 def test_no_link_in_a_run_folder_is_followed(
-    house: House, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+    scripted: ScriptedRun, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
-    assert house.run("--stages", "0") == 0
-    folder = house.folder
+    assert scripted.run("--stages", "0") == 0
+    folder = scripted.folder
     target = tmp_path / "target"
-    path = next(house.output.glob("*_comparison_*.json")) if name == "flat JSON" else folder / name
+    path = next(scripted.output.glob("*_comparison_*.json")) if name == "flat JSON" else folder / name
     if path.is_dir():
         shutil.move(path, target)
     elif path.exists():
@@ -89,7 +93,7 @@ def test_no_link_in_a_run_folder_is_followed(
     before = {each: each.read_bytes() for each in [target, *target.rglob("*")] if each.is_file()}
     path.symlink_to(target)
     capsys.readouterr()
-    assert house.resume("--stages", "0", "1") == 2
+    assert scripted.resume("--stages", "0", "1") == 2
     assert "is a link" in capsys.readouterr().err
     assert {each: each.read_bytes() for each in [target, *target.rglob("*")] if each.is_file()} == before
 
@@ -200,27 +204,27 @@ def test_settings_of_a_typed_command_are_redacted_and_the_rest_is_not() -> None:
 
 
 def test_a_credential_reaches_the_trials_own_private_file_alone(
-    house: House, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    scripted: ScriptedRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     overlay = tmp_path / "ds.json"
     overlay.write_text(json.dumps({name: CONFIG[name] for name in ("tensorboard", "wandb")}))
     flags = ["--ds-config", str(overlay), "--set", f"comet.api_key={KEY}", "--stages", "0", "1"]
-    assert house.run(*flags, "--export", "0") == 0
-    assert house.run(*flags, "--dry-run") == 0
-    run = house.folder
+    assert scripted.run(*flags, "--export", "0") == 0
+    assert scripted.run(*flags, "--dry-run") == 0
+    run = scripted.folder
     said = capsys.readouterr()
     assert KEY not in said.out + said.err
-    files = [path for path in house.output.rglob("*") if path.is_file()]
+    files = [path for path in scripted.output.rglob("*") if path.is_file()]
     assert len(files) > 6
     assert [path for path in files if KEY in path.read_text(errors="replace")] == []
     readme = (run / "export_zero0" / "README.md").read_text()
     assert "`comet.api_key`: may be a credential and was not kept" in readme
-    assert house.resume() == 2
+    assert scripted.resume() == 2
     assert "say it again: --set comet.api_key=VALUE" in capsys.readouterr().err
-    assert house.resume("--set", f"comet.api_key={KEY}", "--stages", "0", "1", "2") == 0
-    assert [row["strategy"] for row in house.rows()] == ["zero0", "zero1", "zero2"]
+    assert scripted.resume("--set", f"comet.api_key={KEY}", "--stages", "0", "1", "2") == 0
+    assert [row["strategy"] for row in scripted.rows()] == ["zero0", "zero1", "zero2"]
     assert len((run / "records.jsonl").read_text().splitlines()) == 3
-    assert [path for path in house.output.rglob("*.json*") if KEY in path.read_text()] == []
+    assert [path for path in scripted.output.rglob("*.json*") if KEY in path.read_text()] == []
 
 
 def test_the_file_of_the_rank_holds_the_credential_for_the_user_alone(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from ds_bench.report.progress import ProgressReporter
 from ds_bench.system.terminal import StatusLine
 from tests.support import fakes
 from tests.support.real_trials import ROOT, SUPPORT
-from tests.support.scripted_run import House
+from tests.support.scripted_run import ScriptedRun
 
 EVIL = "\x1b]52;c;ZWNobw==\x07\x1b[31m\u202edne\u2066\u0000\x9b2J\r\u2028\x85\ud800\U000e0041"
 """A clipboard write, a colour, two changes of direction, NUL, C1, line ends of other kinds, half a surrogate, a tag."""
@@ -149,12 +149,12 @@ def test_no_error_repeats_a_flag_a_name_or_a_file_as_it_is(
         text = said(capfd)
         assert text.strip(), line
         assert steering(text) == [], (line, text)
-    house = House(tmp_path, monkeypatch)
+    scripted = ScriptedRun(tmp_path, monkeypatch)
     flags = ["--model", "--num-steps", "--ds-config", "--set", "--hostfile", "--stages", "--relative-to", "--resume"]
     flags += ["--retry", evil]
     values = {"--ds-config": str(config), "--hostfile": str(hosts), "--set": f".x{evil}=1{evil}"}
     for flag in flags:
-        assert house.run(flag, values.get(flag, evil)) == 2, flag
+        assert scripted.run(flag, values.get(flag, evil)) == 2, flag
         text = said(capfd)
         assert text.count("\n") == 1, text
         assert steering(text) == [], (flag, text)

@@ -19,7 +19,7 @@ from tests.support.fakes import FakeLauncher
 Run = Callable[..., int]  # the text of a recipe and flags → the exit code of ``ds_bench run``
 
 
-class House:
+class ScriptedRun:
     """A machine without processes: scripted trials, ops that are ready, no cards."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

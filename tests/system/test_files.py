@@ -21,7 +21,7 @@ from ds_bench.system.files import disk_is_full
 from tests.support import fakes
 from tests.support.fakes import FakeLauncher
 from tests.support.real_trials import ROOT, SUPPORT
-from tests.support.scripted_run import House
+from tests.support.scripted_run import ScriptedRun
 
 PARENT_SECONDS = 20
 """No file of a rank is worth more of the parent's time."""
@@ -67,19 +67,19 @@ class FillsTheDisk(FakeLauncher):
 def test_a_run_on_a_disk_that_fills_ends_in_one_line_and_can_be_resumed(
     small_disk: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    house = House(small_disk, monkeypatch)
-    assert house.run(script=FillsTheDisk()) == 1
+    scripted = ScriptedRun(small_disk, monkeypatch)
+    assert scripted.run(script=FillsTheDisk()) == 1
     said = capsys.readouterr().err.strip()
     assert said.count("\n") == 0, said
     assert "No space left on device" in said
     assert "records.jsonl" in said
-    run = house.folder
+    run = scripted.folder
     lines = (run / "records.jsonl").read_text().splitlines()
     assert [json.loads(line)["trial"]["configuration"]["name"] for line in lines] == ["zero0"]
-    assert [row["strategy"] for row in house.rows()] == ["zero0"]
+    assert [row["strategy"] for row in scripted.rows()] == ["zero0"]
     (run / "filler").unlink()
-    assert house.resume() == 0
-    assert [row["success"] for row in house.rows()] == [True] * 4
+    assert scripted.resume() == 0
+    assert [row["success"] for row in scripted.rows()] == [True] * 4
 
 
 # ------------------------------------------------------------------ what a rank writes
