@@ -6,9 +6,10 @@ import argparse
 import difflib
 import math
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any, NoReturn
 
-from ..config.options import MAX_NUMBER
+from ..config.options import EMPTY_PATH, MAX_NUMBER
 from ..config.shard import Shard
 from ..errors import UsageError
 
@@ -103,6 +104,13 @@ def _to_float(text: str) -> float:
         return float(text)
     except ValueError:
         return math.nan
+
+
+def path(text: str) -> Path:
+    """A path. An empty text, which a shell variable without value leaves, would be the current folder."""
+    if not text.strip():
+        raise argparse.ArgumentTypeError(EMPTY_PATH)
+    return Path(text)
 
 
 def factory(text: str) -> str:

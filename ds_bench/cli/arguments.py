@@ -42,6 +42,7 @@ from .argument_types import (
     fraction,
     integer,
     integer_or_auto,
+    path,
     positive_float,
     shard,
     split_names,
@@ -175,7 +176,7 @@ def _add_data(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--data",
-        type=Path,
+        type=path,
         metavar="FILE",
         help="train on the token ids of this file, through a data loader (default: random ids)",
     )
@@ -221,7 +222,7 @@ def _add_comparison(parser: argparse.ArgumentParser, family: Family) -> None:
     add(
         "--configs",
         nargs="+",
-        type=Path,
+        type=path,
         metavar="FILE_OR_DIR",
         help="configurations of your own, each file one row: DeepSpeed JSON, Accelerate YAML, a Trainer's arguments",
     )
@@ -232,7 +233,7 @@ def _add_comparison(parser: argparse.ArgumentParser, family: Family) -> None:
     )
     add(
         "--nvme-path",
-        type=Path,
+        type=path,
         metavar="DIR",
         help="folder on the NVMe disk"
         + ("" if family != "offload" else "; adds the nvme strategy when it is not named"),
@@ -278,7 +279,7 @@ def _add_hardware(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--hostfile",
-        type=Path,
+        type=path,
         metavar="FILE",
         help="DeepSpeed hostfile: the hosts of every trial, which ssh must reach (docs/many_nodes.md)",
     )
@@ -313,7 +314,7 @@ def _add_hardware(parser: argparse.ArgumentParser) -> None:
 
 def _add_config(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("DeepSpeed configuration").add_argument
-    add("--ds-config", type=Path, metavar="FILE", help="JSON file whose values replace those of every configuration")
+    add("--ds-config", type=path, metavar="FILE", help="JSON file whose values replace those of every configuration")
     add(
         "--set",
         action="append",
@@ -384,14 +385,14 @@ def _add_checkpoint(parser: argparse.ArgumentParser) -> None:
 
 
 def _absolute(text: str) -> str:
-    return str(Path(text).absolute())
+    return str(path(text).absolute())
 
 
 def _add_run(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("run").add_argument
     add(
         "--output-dir",
-        type=Path,
+        type=path,
         default=Path("results"),
         metavar="DIR",
         help="folder of the results, created when missing (default: results)",
@@ -413,7 +414,7 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--resume",
-        type=Path,
+        type=path,
         metavar="RUN_DIR",
         help="run what is missing of an earlier run on the same machine, with its flags; flags that run code or reach "
         "other machines, and values that may be credentials, must be given again",

@@ -23,7 +23,7 @@ try:
     from ..errors import UsageError
     from ..prediction.links import INTER_HELP, LINK_HELP
     from ..system import terminal
-    from .argument_types import Parser, factory, fraction, integer, names_from, positive_float
+    from .argument_types import Parser, factory, fraction, integer, names_from, path, positive_float
     from .arguments import SEQ_LENGTH_HELP, add_flags_over_recipe
     from .model_size import SIZES
     from .script import run_program
@@ -90,12 +90,12 @@ _RESULT = "a run folder, its records.jsonl, or its flat JSON, such as zero_compa
 
 
 def _add_results(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("results", nargs="+", type=Path, metavar="RUN_OR_JSON", help=_RESULT)
+    parser.add_argument("results", nargs="+", type=path, metavar="RUN_OR_JSON", help=_RESULT)
 
 
 def _add_report(parser: argparse.ArgumentParser) -> None:
     _add_results(parser)
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write one self-contained page")
+    parser.add_argument("--html", type=path, metavar="FILE", help="write one self-contained page")
     parser.add_argument("--markdown", action="store_true", help="print a Markdown block instead of the table")
     parser.add_argument(
         "--format",
@@ -104,16 +104,16 @@ def _add_report(parser: argparse.ArgumentParser) -> None:
         help="what to print: the table, or one row per trial with every column (default: table)",
     )
     parser.add_argument(
-        "--output", type=Path, metavar="FILE", help="write the rows of --format json, csv or parquet to this file"
+        "--output", type=path, metavar="FILE", help="write the rows of --format json, csv or parquet to this file"
     )
-    parser.add_argument("--plots", type=Path, metavar="DIR", help="write the charts as PNG and SVG")
+    parser.add_argument("--plots", type=path, metavar="DIR", help="write the charts as PNG and SVG")
     parser.add_argument("--relative-to", metavar="STRATEGY", help="row that ratios refer to (default: the run's own)")
     parser.add_argument("--goal", choices=GOALS, help="goal of the recommendation (default: the run's own)")
     parser.add_argument("--export", metavar="STRATEGY", help="write that row's configuration to ds_config_STRATEGY/")
     parser.add_argument("--verbose", action="store_true", help="print every column, all notes and all next steps")
     parser.add_argument(
         "--github-benchmark",
-        type=Path,
+        type=path,
         metavar="FILE",
         help="write tokens/s as JSON of github-action-benchmark, and memory to FILE_memory beside it",
     )
@@ -127,14 +127,14 @@ def _add_report(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_compare(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("before", type=Path, help=_RESULT)
-    parser.add_argument("after", type=Path, help=_RESULT)
+    parser.add_argument("before", type=path, help=_RESULT)
+    parser.add_argument("after", type=path, help=_RESULT)
     _add_junit(parser)
     parser.set_defaults(run=_compare)
 
 
 def _add_junit(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--junit", type=Path, metavar="FILE", help="also write JUnit XML with a test for each row")
+    parser.add_argument("--junit", type=path, metavar="FILE", help="also write JUnit XML with a test for each row")
 
 
 def _add_explain(parser: argparse.ArgumentParser) -> None:
@@ -163,7 +163,7 @@ def _add_baseline(parser: argparse.ArgumentParser) -> None:
         _add_results(action)
         action.add_argument(
             "--baselines",
-            type=Path,
+            type=path,
             default=Path("baselines.json"),
             metavar="FILE",
             help="file of baselines (default: baselines.json)",
@@ -229,7 +229,7 @@ def _add_configs(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--configs",
         nargs="+",
-        type=Path,
+        type=path,
         default=[],
         metavar="FILE_OR_DIR",
         help="configurations of your own: DeepSpeed JSON, Accelerate YAML, a Trainer's arguments",
@@ -261,7 +261,7 @@ def _add_doctor(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--nvme-path", metavar="DIR", help="also check this disk's folder")
     _add_configs(parser)
     parser.add_argument(
-        "--hostfile", type=Path, metavar="FILE", help="also check its hosts, and how they reach each other"
+        "--hostfile", type=path, metavar="FILE", help="also check its hosts, and how they reach each other"
     )
     parser.add_argument("--build", action="store_true", help="build the ops that are not built yet (minutes)")
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
@@ -331,7 +331,7 @@ def _baseline_check(values: argparse.Namespace) -> int:
 def _add_recipe_run(parser: argparse.ArgumentParser) -> None:
     parser.usage = "%(prog)s [RECIPE] [--set KEY.PATH=VALUE ...] [options]"
     add = parser.add_argument
-    add("recipe", nargs="?", type=Path, metavar="RECIPE", help="YAML file (docs/recipes.md); without it flags alone")
+    add("recipe", nargs="?", type=path, metavar="RECIPE", help="YAML file (docs/recipes.md); without it flags alone")
     add(
         "--set",
         action="append",
@@ -425,8 +425,8 @@ def _add_model_size(parser: argparse.ArgumentParser) -> None:
         help="wrong on purpose, for teaching: read the clock without waiting for the device, which then shows how long "
         "it takes to launch the work; all its rows say so",
     )
-    add("--output", type=Path, metavar="FILE.csv", help="also write the rows to this file, which is replaced")
-    add("--output-dir", type=Path, metavar="DIR", help="folder of the results (default: results)")
+    add("--output", type=path, metavar="FILE.csv", help="also write the rows to this file, which is replaced")
+    add("--output-dir", type=path, metavar="DIR", help="folder of the results (default: results)")
     add("--timeout", type=positive_float, metavar="SECONDS", help="end a size that takes longer (default: 3600)")
     add("--force", action="store_true", help="run also what is predicted to need more than 1.5 times the host memory")
     add("--dry-run", action="store_true", help="print the plan, run nothing")
@@ -493,7 +493,7 @@ def _axes(values: argparse.Namespace) -> int:
 
 def _add_check(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("files", nargs="+", type=Path, metavar="FILE", help="DeepSpeed JSON, Accelerate YAML, a folder, or - for stdin")
+    add("files", nargs="+", type=path, metavar="FILE", help="DeepSpeed JSON, Accelerate YAML, a folder, or - for stdin")
     add("--num-gpus", type=integer(1), metavar="N", help="also check the batch sizes for this number of GPUs")
     add("--model", metavar="NAME", help="also compare buffer sizes with this built-in model")
     add(

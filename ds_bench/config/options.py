@@ -33,6 +33,7 @@ MAX_RANKS = 2**16
 MAX_REPEATS = 1000
 MAX_PORT = 2**16 - 1
 DEFAULT_BATCH_SIZE = 4
+EMPTY_PATH = "an empty text is no path; . is the current folder"
 GOALS = ("speed", "balanced", "memory")
 """Aims of a recommendation (docs/choosing.md)."""
 ROW_FORMATS = ("json", "csv", "parquet")

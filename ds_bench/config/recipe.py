@@ -24,7 +24,7 @@ from ..units import format_place
 from . import axis_rows, overrides, strategies
 from .configuration_files import ConfigurationFile
 from .deepspeed_config import OPTIMIZERS, Config, MakeConfig, base_config
-from .options import MAX_NUMBER, MAX_PORT, MAX_RANKS, MAX_REPEATS, Options
+from .options import EMPTY_PATH, MAX_NUMBER, MAX_PORT, MAX_RANKS, MAX_REPEATS, Options
 from .recipe_file import FLOAT, Data, KeyPath, RecipeText
 from .spec import (
     BATCH_KEYS,
@@ -48,6 +48,16 @@ ALL = "all"
 def _listed(value: Any) -> Any:
     """A list as pydantic and Options want it; one value stands for a list of it."""
     return tuple(value) if isinstance(value, list) else (value,)
+
+
+def _require_path(value: Any) -> Any:
+    if isinstance(value, str) and not value.strip():
+        raise ValueError(EMPTY_PATH)
+    return value
+
+
+GivenPath: TypeAlias = Annotated[Path, BeforeValidator(_require_path)]
+"""A path that is not empty: pydantic would take an empty text for the current folder."""
 
 
 def _require_one_of(names: tuple[str, ...]) -> AfterValidator:
@@ -154,7 +164,7 @@ class Configurations(_Section):
     ] = ()
     stage: Annotated[int, Field(ge=1, le=3, description="ZeRO stage of the offload strategies.")] = 3
     configs: Annotated[
-        tuple[Path, ...],
+        tuple[GivenPath, ...],
         Field(description="Configurations of your own, each file one row: DeepSpeed JSON, Accelerate YAML, folders."),
     ] = ()
     keep_batch: Annotated[
@@ -219,7 +229,7 @@ class Dataset(_Section):
     """What is trained on: random ids, or those of a file."""
 
     path: Annotated[
-        Path | None, Field(description="File of token ids, relative to the recipe; without it random ids.")
+        GivenPath | None, Field(description="File of token ids, relative to the recipe; without it random ids.")
     ] = None
     dtype: Annotated[TokenType | None, Field(description="Type of the file's ids; without it as its suffix says.")] = (
         None
@@ -262,7 +272,7 @@ class Launch(_Section):
         Literal["auto", "warm", "deepspeed"],
         Field(description="warm: ranks forked from one preloaded process; deepspeed: its launcher for every trial."),
     ] = "auto"
-    hostfile: Annotated[Path | None, Field(description="DeepSpeed hostfile, for several nodes.")] = None
+    hostfile: Annotated[GivenPath | None, Field(description="DeepSpeed hostfile, for several nodes.")] = None
     include: Annotated[
         str | None, Field(description="Hosts and slots of the hostfile to use, in DeepSpeed's syntax: a@b:0,1.")
     ] = None
@@ -278,7 +288,7 @@ class Launch(_Section):
         int | None, Field(ge=1, le=MAX_PORT, description="Port of that address; without it a free one.")
     ] = None
     launcher_args: Annotated[str | None, Field(description="Further arguments of that program, as one text.")] = None
-    nvme_path: Annotated[Path | None, Field(description="Folder on the NVMe disk.")] = None
+    nvme_path: Annotated[GivenPath | None, Field(description="Folder on the NVMe disk.")] = None
     cpu_memory_limit: Annotated[Quantity | None, Field(description="Limit of each rank's data, in GB (2^30).")] = None
     gpu_memory_limit: Annotated[Quantity | None, Field(description="Emulate a GPU of this memory, in GB (2^30).")] = (
         None
@@ -299,8 +309,8 @@ class Launch(_Section):
 class Output(_Section):
     """Where results go, how often rows run, and what the recommendation is for."""
 
-    dir: Annotated[Path, Field(description="Folder of the results, in the current folder; made when missing.")] = Path(
-        "results"
+    dir: Annotated[GivenPath, Field(description="Folder of the results, in the current folder; made when missing.")] = (
+        Path("results")
     )
     repeats: Annotated[int, Field(ge=1, le=MAX_REPEATS, description="Runs of every row; 3 or more give intervals.")] = 1
     goal: Annotated[
@@ -326,7 +336,7 @@ class Output(_Section):
         Field(description="Folder on the disk to save to; adds checkpoint. Without it the folder of the results."),
     ] = None
     csv: Annotated[
-        Path | None,
+        GivenPath | None,
         Field(description="File for the flat rows as CSV, besides that in dir; in the current folder, replaced."),
     ] = None
 

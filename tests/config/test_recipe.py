@@ -56,6 +56,8 @@ REFUSED = {
     "profiling: {steps: 51}": r"profiling.steps is 51 \(it must be 50 or less\)",
     "profiling: {ranks: []}": "profiling.ranks",
     "profiling: {nsys_start: -2}": r"profiling.nsys_start is -2 \(it must be -1 or more\)",
+    'launch: {nvme_path: ""}': "an empty text is no path",
+    'configurations: {configs: [" "]}': "an empty text is no path",
     "launch: {num_gpus: 1.5}": r"launch.num_gpus is 1.5 \(it must be a whole number\)",
     "model: {name: a}\nmodel: {name: b}": "line 2: 'model' is given twice, first in line 1",
     "a: &a [1, 1]\nb: &b [*a, *a]": r"line 1: anchors and aliases",
