@@ -41,6 +41,7 @@ def check_folder(given: str | None, profiles: Sequence[ModelProfile], trials: Se
     ``given``: as of ``require_folder``. Raises PreflightError.
     """
     path = require_folder(given, trials)
+    # Before the room is looked at, as this makes some.
     remove_abandoned_folders(path)
     if not profiles:  # their sizes are not known
         return

@@ -55,9 +55,11 @@ def run_all_checks(
         "Host": run_check("host", lambda: host.check(system, placement)),
     }
     variables: dict[str, str] = {}  # which the checks of ops and of the disk share
+    # Before the disk, whose speed is measured with an op from the folder that this check finds.
     groups["DeepSpeed ops"] = run_check("ops", lambda: _check_ops(system, placement, own, build, variables))
     groups["NVMe"] = _check_nvme(system, nvme_path, variables)
     groups["Hugging Face Hub"] = run_check("Hub", lambda: hub.check(system))
+    # What the user named must be usable: a check of it that breaks is a problem, not a warning.
     if files:
         groups["Your configurations"] = run_check(
             "files", lambda: file_checks.check(own, placement, file_lines), failed_level="problem"
@@ -132,6 +134,7 @@ def run_plan_checks(
     need_ops = [bool(ops.needed_ops(placement.accelerator, [row])) for row in configurations]
     if any(need_ops) or placement.accelerator == "cuda":
         tools = run_check("tools", lambda: compilers.check(system, placement.accelerator, torch_cuda))
+        # Without compilers the rows that need no op still run.
         findings += tools if need_ops and all(need_ops) else map(_as_warning, tools)
     findings += run_check("host", lambda: host.check(system, placement, need_host_bytes))
     path = placement.nvme_path

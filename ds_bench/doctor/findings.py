@@ -115,6 +115,7 @@ def run_program(command: Sequence[str], text: str = "") -> str | None:
             capture_output=True,
             timeout=_PROGRAM_SECONDS,
             check=False,
+            # A compiler that hangs must not outlive a doctor that is killed.
             preexec_fn=die_with_parent,
         )
     except (OSError, ValueError, subprocess.SubprocessError):

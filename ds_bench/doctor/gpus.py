@@ -72,6 +72,7 @@ def _check_memory(system: SystemAccess, gpu: GpuFacts) -> Finding:
     if gpu.other_processes:
         users = ", ".join(_describe_process(system, pid, used_bytes) for pid, used_bytes in gpu.other_processes)
         return warning(name, f"{text}; used by {users}", remedy)
+    # Processes of other containers may be missing from NVML's list; their memory is not.
     if used > _DRIVER_FRACTION * total:
         return warning(name, f"{text}; used by processes that cannot be seen from here", remedy)
     return ok(name, f"{text}, no other process")

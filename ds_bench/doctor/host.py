@@ -19,6 +19,7 @@ SHM_BYTES_PER_CPU_RANK = 2 * 2**20 + 2 * 32 * 2**20
 SHM_BYTES_FOR_NCCL = 2**30
 _LOW_FREE_FRACTION = 0.25
 """If less of the memory that this process may use is free, other programs are using the host."""
+# Bit of an effective set of capabilities (linux/capability.h).
 _CAP_IPC_LOCK = 1 << 14
 
 
@@ -96,6 +97,7 @@ def _check_locked_memory(system: SystemAccess) -> Finding:
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if limit == resource.RLIM_INFINITY:
         return ok("locked memory", "no limit")
+    # The kernel applies no limit to a process with this capability (mlock(2), "Limits and permissions").
     if int(_process_status(system).get("CapEff", "0"), 16) & _CAP_IPC_LOCK:
         return ok("locked memory", "no limit for this user (CAP_IPC_LOCK)")
     text = f"limited to {format_bytes(limit)}: buffers for NVMe and NCCL may be refused"
@@ -112,6 +114,7 @@ def _check_cores(system: SystemAccess) -> Finding:
     online = parse_numbers(read_text(system.root / "sys/devices/system/cpu/online"))
     if not allowed:
         return unreadable("cores")
+    # The mask may name processors that are offline. If the list of those online is not readable, the mask counts alone.
     usable = allowed & online or allowed
     text = f"{len(usable)} hardware thread(s)"
     text += f" of the machine's {len(online)} (affinity)" if len(usable) < len(online) else ""

@@ -177,6 +177,7 @@ def _gpu_differences(environments: Mapping[str, Environment], placement: Placeme
     few = []
     for name, ranks in placement.hosts:
         slots = placement.slots_of(name)
+        # Slots are numbers among all GPUs of the host: the highest must exist.
         if len(used[name]) <= max(slots):
             chosen = "" if placement.include is None else f" in slots {', '.join(map(str, slots))}"
             few.append(f"{name} has {len(used[name])} GPUs for {ranks} ranks{chosen}")
@@ -210,9 +211,11 @@ def require_connections(hosts: Hosts, placement: Placement) -> None:
         return
     with naming_lost_host():
         address, port = hosts.master_of(placement)
+        # The address of each host in the network in which it reaches the first.
         addresses = [each.request("address", kind=str, towards=address) for each in others]
         _try_connections(first, others, address, port)
         for other, own in zip(others, addresses, strict=True):
+            # At any free port: the ranks choose theirs themselves.
             _try_connections(other, [first], own, 0)
 
 
@@ -225,6 +228,7 @@ def _try_connections(listener: HostConnection, others: Sequence[HostConnection],
             remedy="give --master-addr an address of the first host that the others reach, or another --master-port",
         ) from None
     try:
+        # All are asked before one is waited for, so that a firewall that drops packets costs the five seconds once.
         futures = [each.send_request("connect", address=address, port=port, timeout_seconds=5.0) for each in others]
         for each, future in zip(others, futures, strict=True):
             try:
@@ -273,6 +277,7 @@ def check_hosts(
             "doctor",
             [
                 {
+                    # Each host checks itself as a machine of its own, with its ranks alone.
                     "placement": asdict(replace(placement, num_gpus=ranks, hosts=(), hostfile=None)),
                     "slots": placement.slots_of(name),
                     "need_host_bytes": need_host_bytes and need_host_bytes * ranks // placement.ranks_per_node,
@@ -307,5 +312,6 @@ def build_ops(
             if not state.ready:
                 state = replace(state, reason=f"on {name}: {state.reason}")
             before = merged.get(op, state)
+            # Of several hosts without the op the first one's reason stays.
             merged[op] = before if not before.ready or state.ready else state
     return merged

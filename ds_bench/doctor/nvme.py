@@ -130,6 +130,7 @@ def _check_device(system: SystemAccess, path: Path) -> Finding:
     if not entry.exists():
         return unreadable("NVMe disk", "this file system shows no block device")
     device = entry.resolve()
+    # In /sys a partition has neither ``slaves`` nor ``queue``; the folder above it, the whole disk's, has both.
     disk = device.parent if (device / "partition").exists() else device
     # The disks of an array or of a logical volume.
     members = sorted(member.name for member in disk.glob("slaves/*")) or [disk.name]
@@ -159,6 +160,8 @@ def _check_direct_io(path: Path) -> Finding:
 def _write_directly(path: Path) -> None:
     # A page from mmap has the alignment that O_DIRECT asks of a buffer.
     with tempfile.TemporaryFile(dir=path) as file, mmap.mmap(-1, _PAGE_BYTES) as page:
+        # The file has no name, so that nothing is left behind, but ``tempfile`` cannot create it with O_DIRECT: it is
+        # opened a second time through its descriptor.
         descriptor = os.open(f"/proc/self/fd/{file.fileno()}", os.O_WRONLY | os.O_DIRECT)
         try:
             os.write(descriptor, page)
@@ -182,6 +185,7 @@ def check_speed(path: Path, variables: Mapping[str, str]) -> Iterator[Finding]:
 
 def configured_aio(path: Path) -> dict[str, Any]:
     """The ``aio`` block that the nvme strategy trains with."""
+    # Only ``aio`` is used of it, which depends neither on the model nor on the accelerator.
     config = deepspeed_config.complete_config(
         deepspeed_config.base_config(strategies.offload_strategy("nvme"), 1),
         Workload(model="any", model_source="preset"),

@@ -82,6 +82,7 @@ def _check_unbuilt(system: SystemAccess, op: str, accelerator: Accelerator, fold
     if links_cuda and compilers.toolkit_release(system) is None:
         return _not_buildable(op, ops.NO_TOOLKIT, level)
     log = folder / f"{op}.log"
+    # The log of a build stays; as the op is not there, it is that of a build that failed.
     if log.exists():
         remedy = f"read it, then {BUILD_COMMAND}"
         return Finding(name=name, level=level, text=f"the last build failed: {log}", remedy=remedy)
@@ -95,6 +96,7 @@ def has_libaio(system: SystemAccess) -> bool:
         return False
     compile_flags, link_flags = (shlex.split(system.environ.get(name, "")) for name in ("CFLAGS", "LDFLAGS"))
     with tempfile.TemporaryDirectory() as folder:
+        # DeepSpeed links such a program as well (op_builder/async_io.py, is_compatible).
         command = [compiler, *compile_flags, "-x", "c", "-", "-o", f"{folder}/program", *link_flags, "-laio"]
         return system.run_program(command, _LIBAIO_PROGRAM) is not None
 
@@ -103,6 +105,7 @@ def _being_built(folder: Path) -> bool:
     """Whether a process that builds ops holds the cache's lock (see ``ops.prepare_ops``)."""
     with contextlib.suppress(OSError), (folder / "builder").open() as file:
         try:
+            # Shared: a build holds this lock alone, and two doctors must not take each other for one.
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             return True

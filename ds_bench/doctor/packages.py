@@ -68,6 +68,7 @@ def check(
     if not requirements:
         yield unreadable("packages", "neither pyproject.toml nor the installed package tells the ranges")
         return
+    # An installation for reading results gets one finding, not one for every package that it lacks.
     if set(_OUR_STACK) <= set(_names(requirements)) and not any(map(installed, _OUR_STACK)):
         text = f"{', '.join(_OUR_STACK)} are not installed: results can be read here, and nothing can be run"
         yield problem("packages", text, install_command())
@@ -115,6 +116,7 @@ def _check_requirement(line: str, installed: Installed, needed_by: str) -> Findi
     if version is None:
         return problem(wanted.name, f"not installed; {needed_by} {wanted.name}{wanted.specifier}", install)
     try:
+        # What is installed may be a pre-release, as builds of torch from its main branch are.
         fits = wanted.specifier.contains(Version(version), prereleases=True)
     except InvalidVersion:
         return unreadable(wanted.name, f"its version is {version!r}")

@@ -54,6 +54,7 @@ def times_sent(configuration: Configuration, parameters: int, grad_accum: int) -
         return 2 * grad_accum, 1
     stage, zero = configuration.stage, block_of(configuration.deepspeed_config, "zero_optimization")
     if stage == 0:
+        # One all-reduce, which counts twice (``Traffic``).
         return 0, 2
     if stage == 3:
         settings = ZeroSettings.from_config(configuration.deepspeed_config)
@@ -142,16 +143,19 @@ def traffic_seconds(traffic: Iterable[Traffic], num_gpus: int, links: Links) -> 
 def _seconds(traffic: Traffic, ranks: int, links: Links) -> float:
     nodes = ceil(ranks / links.gpus_per_node)
     if nodes == 1:
+        # A ring takes one step less than it has ranks, each with its latency.
         return traffic.calls * (ranks - 1) * links.gpu_latency_seconds + (
             traffic.bytes * _share(ranks) / links.gpu_bytes_per_second
         )
     if links.node_bytes_per_second is None:
         raise ValueError("the rate between nodes is not known")
+    # First within every node, then between the nodes: each ring passes on its own share of the bytes.
     local = ranks // nodes
     two_steps = traffic.calls * (
         (local - 1) * links.gpu_latency_seconds + (nodes - 1) * links.node_latency_seconds
     ) + traffic.bytes * (_share(local) / links.gpu_bytes_per_second + _share(nodes) / links.node_bytes_per_second)
     if traffic.is_all_to_all:
+        # DeepSpeed exchanges quantised gradients in these two steps only (all_to_all_quant_reduce).
         return two_steps
     # In a ring every byte leaves each node once, whatever its number of GPUs.
     rate = min(links.node_bytes_per_second, links.gpu_bytes_per_second if local > 1 else float("inf"))

@@ -100,6 +100,7 @@ class ZeroSettings:
             torch_optimizer=torch_adam or kind not in ("adam", "adamw", "lion"),
             fp32_accumulation=block_of(config, "data_types").get("grad_accum_dtype") == "fp32",
             contiguous_gradients=bool(zero.get("contiguous_gradients", True)),
+            # Null, DeepSpeed's default, means on at stage 3 and off below (zero/config.py).
             overlap_comm=bool(stage == 3 if zero.get("overlap_comm") is None else zero["overlap_comm"]),
             round_robin=bool(zero.get("round_robin_gradients")),
             reduce_bucket_elements=_number(zero, "reduce_bucket_size", 5e8),

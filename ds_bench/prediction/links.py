@@ -45,6 +45,7 @@ class Links:
     def among(self, parts: int) -> Links:
         """The links that each of so many equal parts of a node has if all parts communicate at the same time."""
         node = self.node_bytes_per_second
+        # The rate of a GPU's own link stays: the parts do not share GPUs, but they share the node's adapters.
         return replace(
             self,
             gpus_per_node=max(1, self.gpus_per_node // parts),

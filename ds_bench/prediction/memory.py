@@ -107,6 +107,7 @@ class Prediction:
             if capacity is not None
         ]
         share = max(shares, default=0.0)
+        # Activations that are not known could still decide, unless the rest is too much already.
         if share <= 1 and self.unknown is not None:
             return UNKNOWN
         return DOES_NOT_FIT if share > 1 else TIGHT if share > TIGHT_FRACTION else FITS
@@ -150,7 +151,9 @@ def predict(
     overhead = CONTEXT_BYTES + (NCCL_BYTES if placement.num_gpus > 1 else 0)
     process = CPU_PROCESS_BYTES if tier == "cpu" else PROCESS_BYTES
     ranks = min(placement.num_gpus, ranks_per_node or placement.num_gpus)
+    # The host may be fullest at another moment than the GPU.
     fullest_host = max((ledger.get("cpu", {}) for ledger in moments.values()), key=lambda row: sum(row.values()))
+    # The ledger of a run counts as activations what its forward pass saved (worker/measure.py), not what is left later.
     if sizes.unknown is None:
         ledger.setdefault(tier, {})["activations"] = sizes.saved
     return Prediction(
@@ -195,6 +198,7 @@ def _with_frozen(inputs: MemoryInputs, ledger: Ledger) -> Ledger:
     """Adds parameters that are not trained, which every rank holds whole: below stage 3, and with DDP."""
     if inputs.settings.stage == 3 or inputs.engine == "fsdp2":
         return ledger
+    # DDP trains fp32 weights in every precision; what is frozen is fp32 with them.
     element = inputs.element if inputs.engine == "deepspeed" else FP32_BYTES
     return LedgerBuilder(ledger).plus(parameters=element * inputs.profile.frozen_parameters)
 
@@ -224,6 +228,7 @@ def _precision(workload: Workload, ds_config: Mapping[str, Any]) -> Precision:
     if block_of(ds_config, "fp16").get("enabled"):
         return "fp16"
     # Under torch_autocast alone, parameters are in fp32.
+    # A block that is present but not enabled means fp32 too: ``complete_config`` adds none beside it.
     return "fp32" if any(name in ds_config for name in PRECISION_BLOCKS) else workload.precision
 
 
@@ -255,6 +260,7 @@ class _Activations:
         if saved is None:
             return cls(unknown="this model has no activation checkpointing")
         largest = measured.largest_layer
+        # The largest layer is fitted as one block of the whole model: all its bytes are in the fixed terms.
         one_layer = largest.fixed_bytes(batch, sequence) if largest else measured.plain.layer_bytes(batch, sequence)
         plain = measured.plain.bytes(layers, batch, sequence)
         return cls(
@@ -291,6 +297,7 @@ def _moments(inputs: MemoryInputs, sizes: _Activations) -> dict[str, Ledger]:
         "loss": loss,
         "enter": _plus(_entering(inputs, bare), activations=sizes.layers),
         "leave": _plus(bare["backward"], activations=sizes.one_layer, temporaries=tied_bytes),
+        # Backward has ended: no activations are left.
         "reduce": bare["reduced"],
         "flatten": bare["flatten"],
         "update": bare["update"],
@@ -320,6 +327,7 @@ def _entering(inputs: MemoryInputs, bare: Phases) -> Ledger:
     if inputs.settings.stage >= 2 or inputs.engine != "deepspeed":
         return bare["backward"]
     tensors = inputs.profile.tensors
+    # A tied LM head is listed as the embedding, which comes first.
     head = tensors[0] if inputs.profile.trains_tied_embeddings else tensors[-1]
     buckets = bare["backward"].get("gpu", {}).get("deepspeed_buffers", 0)
     own = {"gradients" if inputs.grad_accum == 1 else "temporaries": inputs.element * head}

@@ -85,6 +85,7 @@ def variant_of(workload: Workload, ds_config: Mapping[str, Any], engine: Engine 
 
 def describe_variant(variant: Variant) -> str:
     """Returns a text for messages: ``attention eager and loss tiled``."""
+    # Only the first two fields have values to name; the others are flags.
     parts = zip(("attention", "loss"), variant, USUAL, strict=False)
     texts = [f"{name} {value}" for name, value, usual in parts if value != usual]
     texts += ["torch's autocast"] if variant.autocast else []
@@ -158,6 +159,7 @@ class ModelProfile:
     """Elements of the tensors after the last layer; a tied LM head is in ``before`` alone."""
     tied_embeddings: bool
     """Whether input embedding and LM head are one tensor."""
+    # Mappings have no hash. Equality still compares them, so a cache keyed by profiles (``memory._phases``) is correct.
     activations: Mapping[str, Activations] = field(hash=False)
     """By measured number format; empty if they could not be measured."""
     unknown: str | None = None
@@ -181,6 +183,7 @@ class ModelProfile:
     def all_tensors(self) -> tuple[int, ...]:
         """Elements of every tensor, trained or not, in the model's order; shared tensors once."""
         sizes = list(self.tensors)
+        # In ascending order, as each position counts the tensors inserted before it.
         for position, elements in self.frozen:
             sizes.insert(position, elements)
         return tuple(sizes)
@@ -270,6 +273,7 @@ def find_profile(
     key = request_key(request)
     answer = _built_in().get(key) or _cached(key) or _measure(facts.name, request, key)
     profile = ModelProfile.from_answer(facts.name, facts.layers, facts.tied_embeddings, answer)
+    # One number is from arithmetic, the other from the built model: where they differ, the profile is of another model.
     if profile.parameters != facts.parameters:
         raise UsageError(f"{facts.name} was counted as {facts.parameters} parameters and built as {profile.parameters}")
     return profile
@@ -304,6 +308,7 @@ def measure_profile(
         "precisions": sorted(set(_FORMATS.values())),
         **_variant_request(variant, accelerator),
     }
+    # A factory's code, or a model of the Hub, may change under the same name: answers about them are not kept.
     code = _hash_code(name) if source == "path" else None
     key = None if code is None else request_key({**request, "code": code})
     answer = (_cached(key) if key else None) or _measure(name, request, key, environment)
@@ -342,6 +347,7 @@ def request_for(
 ) -> dict[str, Any]:
     """Makes the request to the child; it is the same for models that differ in depth or in a dropout above 0 alone."""
     window = sliding_window(facts)
+    # From the window on attention has a mask: all lengths must lie on the side of it that the run is on.
     start = window if window is not None and seq_length >= window else _STEP
     whole = {"whole": True} if facts.model_type in _OF_SEVERAL_KINDS else {}
     left_out = _LEFT_OUT if whole else (*_LEFT_OUT, *_DEPTH)
@@ -352,6 +358,7 @@ def request_for(
     request = {
         "model_type": facts.model_type,
         "config": config,
+        # A polynomial of second degree in the length is determined by three lengths.
         "sequences": [start, start + _STEP, start + 2 * _STEP],
         "precisions": sorted(set(_FORMATS.values())),
         "dropout": None if dropout is None or (dropout == 0 and not drops) else _SOME_DROPOUT if dropout else 0.0,
@@ -384,11 +391,13 @@ def _built_in() -> dict[str, Any]:
 
 def _cache_file(key: str) -> Path:
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    # Other versions may build other layers, or save other tensors for backward.
     versions = "_".join(f"{name}{importlib.metadata.version(name)}" for name in ("torch", "transformers"))
     return root / "ds_bench" / "activations" / versions / f"{key}.json"
 
 
 def _cached(key: str) -> dict[str, Any] | None:
+    # RuntimeError: Path.home() of a user without a home folder.
     with contextlib.suppress(OSError, ValueError, RuntimeError, importlib.metadata.PackageNotFoundError):
         return dict(json.loads(_cache_file(key).read_text(encoding="utf-8")))
     return None

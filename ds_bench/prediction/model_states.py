@@ -45,6 +45,7 @@ class LedgerBuilder:
     def add_pinned(self, category: str, count_bytes: int, *, pinned: bool) -> None:
         """Adds one piece of host memory, which torch's pinned allocator rounds up to a power of two."""
         self.add("cpu", category, count_bytes)
+        # A category of its own: the ledger of a run counts tensors, which are not rounded (``memory.UNCOUNTED``).
         if pinned and count_bytes > 1:
             self.add("cpu", "pinned_rounding", (1 << (count_bytes - 1).bit_length()) - count_bytes)
 
@@ -89,6 +90,7 @@ def model_states(
     (grad_partitions_flat_buffer); stage 1 keeps every gradient on the GPU until the last is there.
     """
     if configuration.is_reference:
+        # Of the two engines DDP has stage 0 and splits nothing, FSDP2 stage 3. Both keep fp32 in every precision.
         held = parameters if configuration.stage == 0 else -(-parameters // data_parallel_size)
         sizes = {"parameters": 1, "gradients": 1, "optimizer_states": _MOMENTS}
         return {"gpu": {category: FP32_BYTES * copies * held for category, copies in sizes.items()}}
@@ -102,6 +104,7 @@ def model_states(
     else:
         builder.add("gpu" if offload_param == "none" else offload_param, "parameters", size * part)
     if home == "gpu":
+        # From stage 2 on a rank keeps the reduced gradients of its own part alone.
         builder.add("gpu", "gradients", size * (part if stage >= 2 else parameters))
     else:
         builder.add(home, "gradients", FP32_BYTES * part)

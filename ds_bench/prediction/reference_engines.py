@@ -24,6 +24,7 @@ def _passes(inputs: MemoryInputs) -> Phases:
     builder = LedgerBuilder()
     builder.add("gpu", "parameters", size)
     after = builder.plus(gradients=size if inputs.pass_type == "forward_backward" else 0)
+    # There is no optimizer: after backward nothing more is added.
     return {"forward": builder.ledger, "backward": after, "reduced": after, "flatten": after, "update": after}
 
 
@@ -77,6 +78,7 @@ def _part_elements(inputs: MemoryInputs) -> tuple[int, int]:
     frozen_positions = {position for position, _ in profile.frozen}
     trained = frozen = 0
     for position, elements in enumerate(profile.all_tensors):
+        # Without known rows a tensor counts as split by elements, the finest split there is.
         rows = profile.rows[position] if profile.rows else elements
         part = -(-rows // ranks) * (elements // max(1, rows))
         if position in frozen_positions:

@@ -137,6 +137,7 @@ def project(measured: MeasuredStep, num_gpus: int, links: Links, scaling: Scalin
     _check_size(measured, num_gpus, links)
     micro_batch_size, grad_accum = _batch(measured, num_gpus, scaling)
     notes = []
+    # The measured nodes may have another number of GPUs than those that are projected to.
     its_nodes = replace(links, gpus_per_node=measured.gpus_per_node)
     own_seconds = measured.communication_seconds
     if own_seconds is None:
@@ -148,6 +149,7 @@ def project(measured: MeasuredStep, num_gpus: int, links: Links, scaling: Scalin
         )
     if micro_batch_size < measured.micro_batch_size:
         notes.append("a smaller micro-batch is taken to need the same time per sequence; GPUs compute it less well")
+    # The projected step: its communication, then the factors of what computing consists of.
     seconds = _communication_seconds(measured, grad_accum, num_gpus, links)
     update = measured.update_seconds or 0.0
     if measured.communication_seconds is None:  # it is in the update, and not known which part of it
@@ -167,6 +169,7 @@ def project(measured: MeasuredStep, num_gpus: int, links: Links, scaling: Scalin
         no_overlap=computing(measured.step_seconds - scale * own_seconds, max(1.0, of_update)) + scale * seconds,
         full_overlap=max(computing(overlapped, of_update), scale * seconds) + rest,
     )
+    # Throughput: the tokens of a step grow with its sequences.
     replicas = num_gpus // measured.ranks_per_sample
     measured_batch = measured.micro_batch_size * measured.grad_accum * (measured.num_gpus // measured.ranks_per_sample)
     batch = micro_batch_size * grad_accum * replicas
@@ -215,12 +218,14 @@ def _check_size(measured: MeasuredStep, num_gpus: int, links: Links) -> None:
             f"{num_gpus} GPUs are no multiple of the {parts} that work on the same sequences",
             remedy=f"give --num-gpus {_multiples(parts, num_gpus)}",
         )
+    # Tensor-parallel groups must not cross nodes: ``Links.among`` divides each node among them.
     if num_gpus > node and (num_gpus % node or node % measured.model_parts):
         raise UsageError(
             f"{num_gpus} GPUs do not fill nodes of {node}",
             remedy=f"give --num-gpus {_multiples(node, num_gpus)}, or --gpus-per-node",
         )
     nodes = {num_gpus: num_gpus // node}
+    # Communication that was not timed is computed on these links for the measured size too.
     if measured.communication_seconds is None:
         nodes[measured.num_gpus] = measured.num_gpus // measured.gpus_per_node
     gpus = max(nodes, key=lambda each: nodes[each])

@@ -19,6 +19,7 @@ _NORM_PIECE_ELEMENTS = 250_000_000
 
 def ledger_by_phase(inputs: MemoryInputs) -> Phases:
     """Computes one rank's ledgers at stage 3."""
+    # Tensor by tensor, as sub-groups, swap files and norms depend on single sizes.
     parts = [partition_elements([elements], inputs.data_parallel_size) for elements in inputs.profile.tensors]
     groups = _sub_groups(parts, inputs.settings.sub_group_elements)
     whole, builder = gathered_elements(inputs), LedgerBuilder()
@@ -27,6 +28,8 @@ def ledger_by_phase(inputs: MemoryInputs) -> Phases:
     _states(inputs, groups, builder)
     builder.add("gpu", "deepspeed_buffers", _bucket(inputs))
     _flat_gradients(inputs, sum(parts), builder)
+    # Persistent tensors stay between steps, so the ledger of a run counts them as parameters; those that come and go
+    # are a category that it does not hold (``memory.UNCOUNTED``).
     resting = inputs.element * whole.persistent
     moving = inputs.element * (whole.peak - whole.persistent)
     temporaries = _in_flight(inputs) + _norm(inputs, parts)
@@ -42,6 +45,7 @@ def _sub_groups(parts: Iterable[int], limit: int) -> list[list[int]]:
     """Groups the tensors' parts as they are updated together (zero/stage3.py, _create_fp16_sub_groups)."""
     groups: list[list[int]] = [[]]
     for part in parts:
+        # A group ends after the tensor that reaches the limit: it may be larger than the limit.
         if limit and sum(groups[-1]) >= limit:
             groups.append([])
         groups[-1].append(part)
@@ -72,6 +76,7 @@ def _parameters(inputs: MemoryInputs, parts: list[int], groups: list[list[int]],
     if place is None:
         builder.add("gpu", "parameters", size * sum(parts))
     elif place == "cpu":
+        # DeepSpeed pins this flat buffer whatever ``pin_memory`` says (_create_param_groups_fp16_flat_cpu_memory).
         builder.add_pinned("parameters", size * sum(parts), pinned=_pins(inputs, wanted=True))
     else:
         _parameters_on_disk(inputs, groups, builder)
@@ -108,6 +113,7 @@ def _parameters_on_disk(inputs: MemoryInputs, groups: list[list[int]], builder: 
             in_memory += sum(group)
         else:
             on_disk.append(group)
+    # The flat buffer is allocated by the limit, whether groups fill it or not; with a limit of 0 it has one element.
     flat = min(room, sum(map(sum, groups))) or 1
     builder.add_pinned("parameters", size * flat, pinned=_pins(inputs, wanted=True))
     for part in (part for group in on_disk for part in group):
@@ -117,6 +123,7 @@ def _parameters_on_disk(inputs: MemoryInputs, groups: list[list[int]], builder: 
         # zero.Init swaps the LM head out before Transformers ties it to the embedding: it has a file of its own.
         head = partition_elements(inputs.profile.tensors[:1], inputs.data_parallel_size)
         builder.add("nvme", "parameters", _swap_file_bytes(head, size, inputs))
+    # Not ``add_pinned``: DeepSpeed allocates swap buffers itself (new_cpu_locked_tensor), so torch does not round them.
     buffer = _aligned(settings.param_buffer_elements, size, inputs)
     builder.add("cpu", "deepspeed_buffers", size * buffer * settings.param_buffers)
     if on_disk:
@@ -128,8 +135,10 @@ def _write_back_elements(inputs: MemoryInputs, groups: list[list[int]]) -> int:
     for group in groups:
         members = tensors[start : start + len(group)]
         start += len(group)
+        # Of equally large groups the first, as in DeepSpeed, whose comparison is strict.
         if sum(group) > largest:
             largest = sum(group)
+            # Whole tensors, not the rank's parts: DeepSpeed sums ``ds_numel`` of the parameters.
             whole = sum(_aligned(elements, inputs.element, inputs) for elements in members)
     return whole
 
@@ -138,10 +147,12 @@ def _states(inputs: MemoryInputs, groups: list[list[int]], builder: LedgerBuilde
     """Adds the master copy, the moments and, if offloaded, the master's gradient (zero/stage3.py,
     _create_fp32_partitions, initialize_optimizer_states). Twin-Flow leaves the first sub-groups on the accelerator."""
     settings, master = inputs.settings, inputs.settings.master_bytes
+    # Truncated as in DeepSpeed: with one sub-group every ratio above 0 moves all of it.
     kept_on_gpu = int((1 - settings.offload_ratio) * len(groups)) if settings.offload_optimizer else len(groups)
     swaps = settings.offload_optimizer == "nvme"
     for number, group in enumerate(groups):
         count = sum(group)
+        # The swap files hold the master's gradient too. Smaller groups stay in host memory, as with CPU offload.
         if swaps and _swapped(count, master, inputs):
             _swapped_states(inputs, group, builder)
             continue
@@ -189,6 +200,7 @@ def _flat_gradients(inputs: MemoryInputs, part: int, builder: LedgerBuilder) -> 
 def _in_flight(inputs: MemoryInputs) -> int:
     """Bytes of the largest gradient before it is split, and of the copy of a bucket that reduce-scatter sends
     (comm/coalesced_collectives.py)."""
+    # A bucket never holds more than all gradients.
     copy = (
         min(inputs.settings.reduce_bucket_elements, inputs.profile.parameters) if inputs.data_parallel_size > 1 else 0
     )
@@ -206,11 +218,13 @@ def _norm(inputs: MemoryInputs, parts: Sequence[int]) -> int:
 def _step(inputs: MemoryInputs, groups: list[list[int]], builder: LedgerBuilder) -> Phases:
     """Ledgers of the optimizer step. The norm is computed of one tensor's part at a time, in fp64 (zero/stage3.py,
     get_grad_norm_direct); then each sub-group is flattened and cast to fp32 (_prepare_fp32_grad_for_sub_group)."""
+    # With offload the norm was taken during backward (``_norm``), and fp32 gradients have their place for good.
     if inputs.settings.offload_optimizer:
         return {"flatten": builder.ledger, "update": builder.ledger}
     largest, norm = max(map(sum, groups)), NORM_BYTES * max(part for group in groups for part in group)
     master = inputs.settings.master_bytes
     cast = master if inputs.accumulated != master else 0
+    # The flat copy is freed once it is cast; without a cast it is the gradient that the optimizer updates with.
     update = max(cast, inputs.accumulated) + inputs.torch_step
     return {
         "flatten": builder.plus(temporaries=max(norm, (inputs.accumulated + cast) * largest)),
@@ -240,6 +254,8 @@ def gathered_elements(inputs: MemoryInputs) -> GatheredElements:
     if inputs.data_parallel_size == 1 and (settings.offload_param is None or inputs.accelerator == "cpu"):
         return GatheredElements(persistent=0, peak=0)
     ranks = inputs.data_parallel_size
+    # DeepSpeed gathers equal parts, so the padding of a tensor takes memory as well. Which tensors persist is decided
+    # by their sizes without padding (zero/partition_parameters.py, ds_persist).
     sizes = [-(-elements // ranks) * ranks for elements in tensors]
     small = [elements <= settings.persistence_elements for elements in tensors]
     persistent = sum(size for size, stays in zip(sizes, small, strict=True) if stays)
@@ -262,6 +278,8 @@ def _peak_elements(order: Sequence[int], sizes: Sequence[int], inputs: MemoryInp
     for step, number in enumerate(order):
         uses.setdefault(number, []).append(step)
     live: set[int] = set()
+    # ``queued``: the next entry of DeepSpeed's parameter queue. ``fetched_for``: the last use for which a tensor was
+    # fetched (__most_recent_step_id_param_fetched_for).
     elements = peak = queued = 0
     fetched_for: dict[int, int] = {}
     for step, number in enumerate(order):
@@ -275,6 +293,7 @@ def _peak_elements(order: Sequence[int], sizes: Sequence[int], inputs: MemoryInp
         while queued < len(order) and ahead < allowed:  # the tensor that crosses the limit still comes
             following = order[queued]
             fetched_for[following] = queued
+            # A tensor that is there already takes nothing of the limit, but is then kept for this use.
             if following not in live:
                 live.add(following)
                 elements += sizes[following]

@@ -40,9 +40,11 @@ def _unpartitioned(inputs: MemoryInputs) -> Phases:
     builder.add("gpu", "optimizer_states", inputs.state * count)
     gradients = inputs.element * count
     bucket = min(count, _ENGINE_BUCKET_ELEMENTS) * inputs.element if inputs.data_parallel_size > 1 else 0
+    # Only DeepSpeed's FusedAdam gets the fused wrapper (engine.py, use_fused_optimizer).
     unfused = inputs.accelerator == "cpu" or inputs.settings.torch_optimizer
     copies = 0 if inputs.precision == "fp32" else 1 if unfused else 2
     update = (FP32_BYTES * min(copies, 1) + inputs.torch_step) * count
+    # From the second micro-batch on the gradients of those before it are there during the forward pass.
     return {
         "forward": builder.plus(gradients=gradients if inputs.grad_accum > 1 else 0),
         "backward": builder.plus(gradients=gradients),
@@ -55,8 +57,11 @@ def _unpartitioned(inputs: MemoryInputs) -> Phases:
 def _bucket(inputs: MemoryInputs) -> int:
     """Bytes of the buckets during backward, at full size for any model (zero/stage_1_and_2.py, setup_buckets)."""
     settings = inputs.settings
+    # Offload switches contiguous gradients on, whatever the configuration says (zero/stage_1_and_2.py, __init__).
     if not (settings.contiguous_gradients or settings.offload_optimizer):
         return 0
+    # The bucket holds what is accumulated at stage 1, gradients as backward makes them at stage 2
+    # (_gradient_reduction_buffer_dtype). With overlap there are two, so that one is filled while the other is sent.
     element = inputs.accumulated if settings.stage == 1 else inputs.element
     return element * settings.reduce_bucket_elements * settings.bucket_formats * (2 if settings.overlap_comm else 1)
 
@@ -82,6 +87,7 @@ def owned_elements(tensors: Sequence[int], data_parallel_size: int) -> int:
     # ranks where tensors begin, and the last rank.
     for rank in {*(min(end // part, data_parallel_size - 1) for end in ends), data_parallel_size - 1}:
         start, stop = rank * part, (rank + 1) * part
+        # Gradients are kept by whole tensors: also those parts of the first and the last one that are not of this rank.
         begin = ends[max(0, bisect_right(ends, start) - 1)]
         end = ends[min(bisect_left(ends, stop), len(tensors))]
         most = max(most, max(0, end - min(begin, end)) + max(0, stop - max(total, start)))
@@ -109,12 +115,14 @@ def _partitioned(inputs: MemoryInputs, part: int, builder: LedgerBuilder) -> Pha
     bucket, sent, norm = _bucket(inputs), _copy_to_send(inputs), _norm_bytes(inputs.profile.tensors, part)
     master = inputs.settings.master_bytes
     cast = master * part if inputs.accumulated != master else 0
+    # Stage 2 accumulates fp32 in one flat buffer (_build_compact_grad_partition_buffer), so nothing is flattened.
     flattened = 0 if inputs.settings.stage == 2 and inputs.settings.fp32_accumulation else inputs.accumulated * part
     return {
         "forward": builder.plus(gradients=0 if inputs.grad_accum == 1 else every),
         "backward": builder.plus(gradients=every, deepspeed_buffers=bucket, temporaries=sent),
         "reduced": builder.plus(gradients=every, deepspeed_buffers=bucket, temporaries=extra + sent),
         "flatten": builder.plus(gradients=kept, temporaries=max(norm, flattened + cast)),
+        # The step frees the gradients once their fp32 copy exists (free_grad_in_param_list).
         "update": builder.plus(temporaries=(master + inputs.torch_step) * part),
     }
 
@@ -150,6 +158,7 @@ def _offloaded(inputs: MemoryInputs, part: int, builder: LedgerBuilder) -> Phase
     settings, tensors = inputs.settings, inputs.profile.tensors
     single, pins = inputs.element * max(tensors), settings.pin_optimizer and inputs.accelerator == "cuda"
     builder.add("gpu", "gradients", single)
+    # Moments are not pinned: DeepSpeedCPUAdam makes them by torch.zeros_like (ops/adam/cpu_adam.py).
     builder.add("cpu", "optimizer_states", settings.moment_bytes * settings.moments * part)
     builder.add_pinned("optimizer_states", settings.master_bytes * part, pinned=pins)
     builder.add_pinned("gradients", settings.master_bytes * part, pinned=pins)

@@ -154,6 +154,7 @@ def _profile_variant(
         raise
     except UsageError as error:
         return Unpredicted(reason=error.problem)
+    # Formulas and the child's answer may fail on an unusual model in any of these ways; the run goes on without.
     except (DsBenchError, OSError, ValueError, KeyError, TypeError) as error:
         return Unpredicted(reason=f"{type(error).__name__}: {error}")
 
@@ -211,6 +212,7 @@ def predict_changes(trial: Trial, profile: ModelProfile, hidden_size: int | None
         planned = what_if.PlannedTrial(
             profile=profile,
             workload=replace(workload, batch_size=batch_size),
+            # Alternatives may offload to NVMe, whose configuration names a folder; no formula reads it.
             placement=replace(trial.placement, nvme_path=trial.placement.nvme_path or "/nvme"),
             configuration=trial.configuration,
             hidden_size=hidden_size,
@@ -274,6 +276,7 @@ def _with_prediction(
         trial = _with_caveat(trial, f"memory is predicted without {' and '.join(left_out)}")
     host_bytes = _resident_host_bytes(prediction)
     reason, try_it = None, "leave out --skip-predicted-oom to try it"
+    # The first two are what the user asked to skip; the last protects the machine, and only --force turns it off.
     if skip and capacity.gpu_bytes is not None and prediction.gpu_bytes > capacity.gpu_bytes:
         reason = _shortage_text(prediction.gpu_bytes, capacity.gpu_bytes, "per GPU", try_it)
     elif skip and capacity.host_bytes is not None and host_bytes > capacity.host_bytes:
@@ -306,8 +309,10 @@ def predicted_over_measured(record: TrialRecord) -> float | None:
     accelerator there is none: resident memory is not comparable with a prediction of tensor bytes (untouched buffers
     are not resident, forked ranks share libraries); see ``predicted_over_ledger``.
     """
+    # A record of another version may hold a prediction of another shape.
     with contextlib.suppress(TypeError, AttributeError):
         prediction = stored_prediction(record.trial)
+        # Where building the model is the fullest moment, the peak of building is what was predicted.
         name = "gpu_init_peak_bytes" if prediction is not None and prediction.phase == "build" else "gpu_peak_bytes"
         peak: int | None = max((size for rank in record.ranks if (size := getattr(rank, name))), default=None)
         if prediction is not None and prediction.unknown is None and peak:

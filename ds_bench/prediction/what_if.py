@@ -46,6 +46,7 @@ class PlannedTrial:
 
     def config(self) -> deepspeed_config.Config:
         """Completes the DeepSpeed configuration that the trial would run with."""
+        # The three batch keys are set anew: a train_batch_size for the unchanged trial would contradict a changed one.
         batch = {
             "train_batch_size": None,
             "train_micro_batch_size_per_gpu": self.workload.batch_size,
@@ -248,6 +249,7 @@ def _min_gpus_in_whole_nodes(planned: PlannedTrial, gpu_bytes: int, host_bytes: 
     too_few, node = 0, planned.ranks_per_node or _NODE
     for count in _doubled_gpus(node):
         if fits(_with_gpus(planned, count), gpu_bytes, host_bytes):
+            # Between the last count that does not fit and the first that does, bisect: single GPUs, or whole nodes.
             unit = 1 if count <= node else node
             between = range(too_few + unit, count, unit)
             index = bisect_left(between, True, key=lambda gpus: fits(_with_gpus(planned, gpus), gpu_bytes, host_bytes))
@@ -260,6 +262,7 @@ def _min_gpus_in_whole_nodes(planned: PlannedTrial, gpu_bytes: int, host_bytes: 
 
 def _doubled_gpus(node: int) -> Iterator[int]:
     """1, 2, 4 … below a node, then 1, 2, 4 … nodes."""
+    # At least one node, should a node be larger than the most that is tried.
     for count, end in ((1, node - 1), (node, max(node, _MOST_GPUS))):
         while count <= end:
             yield count
@@ -390,6 +393,7 @@ def _checkpointed(planned: PlannedTrial) -> PlannedTrial:
 def _strategies_with_less_memory(planned: PlannedTrial) -> _Changed:
     """The trial with strategies that keep less on the GPU, in the order of their cost, and the row's own settings."""
     now = planned.configuration
+    # A later stage without offload would move the optimizer states of a row that offloads back to the GPU.
     later = [] if now.offloads_optimizer else [strategies.ZERO_STAGES[stage] for stage in range(now.stage + 1, 4)]
     offloads = map(strategies.offload_strategy, ("cpu_optimizer", "cpu_full", "nvme"))
     for strategy in (*later, *offloads):
