@@ -101,11 +101,13 @@ class Plan:
 
         Only the trials that this changes are predicted anew.
         """
+        # Only the ops that are built: loading another one in the preloaded process would build it.
         ready = ",".join(op for op, state in states.items() if state.ready)
         plan = replace(self, op_states=states, variables={**self.variables, "DS_BENCH_PRELOAD_OPS": ready})
         trials = []
         for trial in self.trials:
             completed = with_op_states(trial, states, plan.model.largest_parameter)
+            # A row that cannot run needs no prediction, which was made before this was known.
             if completed.unsupported:
                 completed = replace(completed, prediction=None, skipped=None)
             elif completed.ds_config != trial.ds_config:
@@ -117,6 +119,7 @@ class Plan:
 
     def trials_of(self, configurations: Sequence[Configuration], *, predicted: bool = True) -> list[Trial]:
         """Makes the trials of other configurations than the plan's own, completed as the plan's are."""
+        # Predictions come last: they read the completed configuration and leave out unsupported trials.
         trials = [
             with_op_states(self._with_nvme_folder(trial), self.op_states, self.model.largest_parameter)
             for trial in make_trials(self.options, self.model, self.placement, configurations)
@@ -171,6 +174,7 @@ class RunPlan:
             return cls(plans=plans)
         digits = len(str(sum(len(plan.trials) for plan in plans)))
         numbered: list[list[Trial]] = [[] for _ in plans]
+        # A trial's own number is that within its plan.
         for number, (index, trial) in enumerate(_in_rounds(plans)):
             name = trial.trial_id.partition("_")[2]
             numbered[index].append(replace(trial, trial_id=f"{number:0{digits}d}_{name}"))
@@ -215,6 +219,7 @@ class RunPlan:
             )
             for plan in self.plans
             for trial in plan.trials
+            # One trial of each row is enough: the number of repeats is part of the facts.
             if trial.repeat == 0
         ]
         text = json.dumps(facts, sort_keys=True, default=str)
@@ -236,6 +241,7 @@ class RunPlan:
         costs = {key: sum(map(estimate, trials)) for key, trials in rounds.items()}
         kept: dict[tuple[int, int], list[Trial]] = {}
         left = seconds
+        # Later rounds of a point are kept only with the earlier ones, so that its repeats have no gap.
         for (index, number), cost in costs.items():
             if cost <= left and (number == 0 or (index, number - 1) in kept):
                 kept[index, number] = rounds[index, number]
@@ -281,8 +287,10 @@ class RunPlan:
 
 def _in_rounds(plans: Sequence[Plan]) -> Iterator[tuple[int, Trial]]:
     """The trials of all plans, each with the index of its plan. Rows of a point follow each other in every round."""
+    # make_trials makes a plan's trials repeat by repeat, as groupby needs them.
     rounds = [[list(trials) for _, trials in groupby(plan.trials, lambda trial: trial.repeat)] for plan in plans]
     for number in range(max(map(len, rounds))):
+        # Points run backwards in every other round, as rows do (ordered_for_round), so that drift favours none.
         indices = range(len(plans))
         for index in reversed(indices) if number % 2 else indices:
             for trial in rounds[index][number] if number < len(rounds[index]) else ():
@@ -302,6 +310,7 @@ def make_run_plan(points: Sequence[Options], make_config: MakeConfig, machine: M
     # Refuses before anything is looked up. The values of a point may decide which axes act in a row.
     rows = [requested_rows(each, files) for each in points]
     lines += axis_notes(first, files)
+    # All points have the same axes: further notes would repeat those of the first point.
     for options in points[1:] if first.axes else ():
         axis_notes(options, files)  # refuses
 
@@ -312,6 +321,7 @@ def make_run_plan(points: Sequence[Options], make_config: MakeConfig, machine: M
 
     placements = [find_placement(each.num_gpus, each.cpu_memory_limit, each.gpu_memory_limit) for each in points]
     placement = placements[0]
+    # The ranks to profile must exist at the point that has the fewest.
     lines += _profile_lines(first.inspection, min(placements, key=lambda each: each.num_gpus))
     variables = rank_environment.rank_environment(placement, machine.variables, query=machine.gpus)
 
@@ -319,8 +329,10 @@ def make_run_plan(points: Sequence[Options], make_config: MakeConfig, machine: M
     def find_model(name: str, factory: bool, trust_remote_code: bool) -> ResolvedModel:
         return resolve_model(name, factory=factory, trust_remote_code=trust_remote_code, environment=variables)
 
+    # Points may share a file, of which up to 1 GB is read.
     find_tokens = cache(read_token_file)
     models = [find_model(each.model, each.model_factory is not None, each.trust_remote_code) for each in points]
+    # Modelling code is imported once, in the process from which ranks are forked.
     types = dict.fromkeys(model.model_type for model in models if model.model_type is not None)
     variables |= rank_environment.preload_variables(types)
     sources = {model.source for model in models}
@@ -333,6 +345,7 @@ def make_run_plan(points: Sequence[Options], make_config: MakeConfig, machine: M
         if options.data is not None:
             options = replace(options, token_file=find_tokens(options.data, options.data_dtype))
         plans.append(_plan_of_point(options, own_rows, lines, model, on, make_config, variables))
+    # A shard is taken of the whole plan: all shards share its digest and its numbers of trials.
     whole = RunPlan.of(plans)
     return whole if first.shard is None else whole.part(first.shard)
 
@@ -368,7 +381,9 @@ def _plan_of_point(
     if equal := _equal_rows(trials):
         rows = [row for row in rows if row.name not in equal]
         configurations = [each for each in configurations if each.name not in equal]
+        # Made anew, as numbers and order of trials depend on which rows there are.
         trials = make_trials(options, model, placement, configurations)
+    # A file that DeepSpeed refuses is a row among the others; it is an error only where no row is left to run.
     refusals = [f"--configs {each.name}: {each.refusal}" for each in configurations if each.refusal is not None]
     if refusals and len(refusals) == len(configurations):
         raise UsageError("; ".join(refusals[:3]), remedy="python -m ds_bench check explains a file")
@@ -399,6 +414,7 @@ def _equal_rows(trials: Sequence[Trial]) -> dict[str, str]:
     """Label of each row that trains as none before it, with what it trains."""
     for trial in trials:
         row = trial.configuration
+        # A refused row has a stand-in configuration, which other refused rows may have too.
         if trial.repeat or row.refusal is not None:
             continue
         trains = (trial.ds_config, trial.workload, row.engine, row.variables)
@@ -442,6 +458,7 @@ def _data_lines(options: Options, placement: Placement, seq_length: int) -> list
     sequences = options.token_file.tokens // seq_length
     steps = options.warmup_steps + options.num_steps
     needed = steps * options.batch_size * options.grad_accum * placement.num_gpus
+    # With --batch-size auto the batch is not known yet.
     if needed > sequences and not options.auto_batch:
         lines.append(
             f"{options.data} has {sequences:,} sequences of {seq_length} tokens, and a run trains on {needed:,}: it is "
@@ -582,6 +599,7 @@ def requested_rows(options: Options, files: Sequence[ConfigurationFile] = ()) ->
         for row in _rows_without_axes(options, files)
         for values in axis_rows.combinations(options.axes, _layout(row, options))
     ]
+    # Of a recipe the trials of all points are limited instead (sweep.MOST_TRIALS).
     if options.axes and options.family != "recipe":
         axis_rows.require_few(len(rows))
     return rows
@@ -601,6 +619,7 @@ def axis_notes(options: Options, files: Sequence[ConfigurationFile] = ()) -> lis
 
 def _require_no_flag_of_workload(options: Options) -> None:
     """Raises UsageError for an axis beside the flag of the same thing."""
+    # A flag that is given with its default value cannot be told from one that is not given.
     flags = {
         "micro_batch": ("--batch-size", options.auto_batch or options.batch_size != DEFAULT_BATCH_SIZE),
         "grad_accum": ("--grad-accum", options.grad_accum != 1),
@@ -623,6 +642,7 @@ def _layout(row: RequestedRow, options: Options) -> Layout:
     own = deepspeed_config.minimal_config(row.origin) if isinstance(row.origin, Strategy) else row.origin.config
     config = overrides.apply_changes(own, *options.config_changes)
     zero = config.get("zero_optimization")
+    # true is the old form of stage 1, which DeepSpeed still reads (runtime/zero/config.py).
     stage = zero.get("stage", 0) if isinstance(zero, dict) else int(zero is True)
     return Layout(
         stage=stage if isinstance(stage, int) else 0,
@@ -636,6 +656,7 @@ def _rows_without_axes(options: Options, files: Sequence[ConfigurationFile]) -> 
     names = list(options.strategies)
     if "nvme" in names and options.nvme_path is None:
         raise UsageError("--strategies nvme needs a disk", remedy="add --nvme-path DIR, or leave nvme out")
+    # For the script of offload strategies --nvme-path alone asks for the row nvme.
     if options.family == "offload" and names and options.nvme_path is not None and "nvme" not in names:
         names.append("nvme")
     found = [strategies.ZERO_STAGES[stage] for stage in options.stages]
@@ -662,6 +683,7 @@ class ConfigurationBuilder:
     def build(self, row: RequestedRow, batch_size: int, policy: BatchPolicy = "given") -> Configuration:
         """Builds the configuration of a row at a micro-batch. Raises UsageError."""
         configuration = self._build_without_axes(row, batch_size, policy)
+        # Without axes accumulation is that of the options (with_accumulation).
         return self._with_global_batch(self._with_axes(row, configuration)) if row.axis_values else configuration
 
     def build_at_length(self, row: RequestedRow, seq_length: int) -> Configuration:
@@ -692,6 +714,7 @@ class ConfigurationBuilder:
 
     def _with_axes(self, row: RequestedRow, configuration: Configuration) -> Configuration:
         """The configuration with what its axes set, which no flag sets (``axis_notes``)."""
+        # A refused row has a stand-in configuration, in which axes would set nothing that is trained.
         if configuration.refusal is not None:
             return replace(configuration, name=row.name, label=row.label)
         facts = self.model.facts
@@ -732,11 +755,13 @@ class ConfigurationBuilder:
         if not isinstance(config, dict):
             raise UsageError(f"create_deepspeed_config returned {type(config).__name__}", remedy="return a dict")
         config = self._with_flags(config)
+        # The user's function may leave the micro-batch out; an accumulation that it gives is kept.
         if "train_micro_batch_size_per_gpu" not in config:
             flags = {"gradient_accumulation_steps": options.grad_accum}
             config = {**flags, **config, "train_micro_batch_size_per_gpu": batch_size}
         zero = config.get("zero_optimization", {})
         if isinstance(zero, dict):
+            # A stage that the user set stays, so that one that differs from the row's is refused below.
             config["zero_optimization"] = zero = {"stage": strategy.stage, **zero}
         validation.check_keys(config)
         if options.set or options.ds_config:
@@ -783,6 +808,7 @@ def make_trials(
     """Makes the trials in the order in which they run; ops, disks and predictions are not considered yet."""
     common = make_workload(options, model, placement)
     inspection = options.inspection
+    # Checkpoints of a resumed run go to the folder that is resumed.
     if inspection.checkpoint and inspection.checkpoint_path is None:
         inspection = replace(inspection, checkpoint_path=str((options.resume or options.output_dir).absolute()))
     trials: list[Trial] = []
@@ -796,6 +822,7 @@ def make_trials(
                 torch_adam=placement.accelerator == "cpu",  # which has no FusedAdam
                 largest_parameter=model.largest_parameter,
             )
+            # The checks need what will run; the row keeps what the user gave (Configuration.deepspeed_config).
             completed = replace(configuration, deepspeed_config=config)
             trained = replace(workload, precision=deepspeed_config.trained_precision(config, workload.precision))
             trials.append(
@@ -833,6 +860,7 @@ def with_op_states(trial: Trial, states: Mapping[str, ops.OpState], largest_para
         config = deepspeed_config.complete_config(
             config, trial.workload, trial.placement, torch_adam=True, largest_parameter=largest_parameter
         )
+        # An offloaded optimizer is DeepSpeedCPUAdam, which does not need FusedAdam.
         if not offload_device(config, "offload_optimizer"):
             text = (
                 "torch's AdamW instead of DeepSpeed's FusedAdam, which does not build here (stage 0 in 16 bit then "
@@ -850,6 +878,7 @@ def ordered_for_round(configurations: Sequence[Configuration], seed: int, number
     first pair begins with the first row, each further pair with another row, which depends on the seed and the names
     of the rows. The order of a round does not depend on the number of rounds, so that a resumed run keeps its order.
     """
+    # With --common-batch a row may be there at two micro-batches.
     names = [f"{row.name} {row.deepspeed_config['train_micro_batch_size_per_gpu']}" for row in configurations]
     shuffled = sorted(
         range(1, len(names)), key=lambda index: hashlib.sha256(f"{seed} {names[index]}".encode()).digest()

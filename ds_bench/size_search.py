@@ -73,6 +73,7 @@ class SizeSearch:
         while (units := next_size(trained, start, self.limit)) is not None:
             outcome = self._probe(row, units).outcome
             status = outcome.status
+            # A signal may also come when the probe has just ended, with a status of its own.
             if status == schema.INTERRUPTED or signals.interrupt_requested():
                 self.say(f"the search was interrupted at {row.label}")
                 raise KeyboardInterrupt
@@ -93,6 +94,7 @@ class SizeSearch:
         """
         if not isinstance(self.plan.profile, ModelProfile):
             return max(1, self.plan.trials[0].workload.seq_length // self.unit) if self.dimension != "batch_size" else 1
+        # 1 is the least, even if it is predicted not to fit. Above a size that does not fit none is supposed to fit.
         sizes = range(2, self.limit + 1)
         return 1 + bisect_left(sizes, True, key=lambda size: not self._predicted_to_fit(row, size))
 
@@ -144,9 +146,11 @@ class SizeSearch:
         known = {
             units: record.outcome.success
             for record, units in self._sizes_of(row, self.store.probes(), of_probe=True)
+            # A probe that failed for another reason says nothing about sizes, and is run again.
             if record.outcome.success or record.outcome.status in _DID_NOT_FIT
         }
         failed = self._sizes_of(row, self.store.records(), of_probe=False)
+        # A row that failed outweighs a probe of its size that trained.
         return known | {units: False for record, units in failed if record.outcome.status in _DID_NOT_FIT}
 
     def _sizes_of(
@@ -199,10 +203,13 @@ def next_size(trained: Mapping[int, bool], start: int, limit: int) -> int | None
     start = min(max(start, 1), limit)
     if not trained:
         return start
+    # Nothing has trained yet: go down.
     if largest is None:
         return None if failed in (None, 1) else max(failed - _step_size(abs(failed - start), failed), 1)
+    # Nothing has failed yet: go up.
     if failed is None:
         return None if largest >= limit else min(largest + _step_size(abs(largest - start), start), limit)
+    # A size between the two decides, until they are close enough.
     if failed - largest <= resolution(largest):
         return None
     power_of_two = 1 << (failed - 1).bit_length() - 1  # sizes that users choose, where the gap holds one

@@ -71,6 +71,8 @@ def resolve(config: Mapping[str, Any], facts: TrainingFacts) -> Resolution:
     resolved, left = copy.deepcopy(resolution.config), []
     for path in list(paths_of_auto(resolved)):
         parent, _, key = path.rpartition(".")
+        # In the blocks that it checks with pydantic DeepSpeed drops "auto" and takes its default
+        # (runtime/config_utils.py); elsewhere it would take the text.
         if parent not in refusing_blocks():
             raise UsageError(
                 f'{path} is "auto", which neither the Trainer nor DeepSpeed fills in', remedy="give a value"
@@ -116,6 +118,7 @@ def _trainer_values(config: Mapping[str, Any], facts: TrainingFacts) -> dict[str
         "bf16.enabled": facts.precision == "bf16",
         **_hidden_size_values(config, facts.hidden_size),
         "scheduler.params.total_num_steps": steps,
+        # At least 1, as DeepSpeed's warm-up schedulers refuse 0 (runtime/lr_schedules.py).
         # A value below 1 is a fraction of the steps (TrainingArguments.get_warmup_steps).
         "scheduler.params.warmup_num_steps": max(1, int(warmup) if warmup >= 1 else math.ceil(steps * warmup)),
     }
@@ -133,6 +136,7 @@ def _hidden_size_values(config: Mapping[str, Any], hidden_size: int | None) -> d
             "config, and this model has none",
             remedy=f'give whole numbers instead of "auto" for {", ".join(asked)}',
         )
+    # The Trainer fills in the sizes of stage 3 at stage 3 alone, wherever the parameters lie.
     acting = sizes_for(sizes, zero.get("stage", 0), None)
     return {f"zero_optimization.{key}": size for key, size in acting.items()}
 

@@ -189,6 +189,7 @@ _SUB_GROUPS_PER_RANK = 8
 
 
 def _offload_ratio(value: Value, row: RowFacts) -> Setting:
+    # DeepSpeed moves whole sub-groups to the host (runtime/zero/stage3.py): with one, a ratio has no effect.
     part = _known(row.parameters, "number of parameters") // row.ranks
     return Setting(
         config={
@@ -203,6 +204,7 @@ def _offload_ratio(value: Value, row: RowFacts) -> Setting:
 def _zenflow(value: Value, row: RowFacts) -> Setting:
     if value == "off":
         return Setting(config={"zero_optimization": {"zenflow": None}})
+    # DeepSpeed takes update_interval for the accumulation, and its "auto" as 0 (runtime/zenflow/engine.py).
     interval = row.grad_accum
     block = {
         "topk_ratio": 0.1,
@@ -224,6 +226,7 @@ def _hpz(value: Value, row: RowFacts) -> Setting:
 
 def _optimizer_block(kind: str, **params: Any) -> dict[str, Any]:
     """The block of an optimizer; parameters of others are removed."""
+    # None removes what the row had: DeepSpeed stops for an argument that the other class does not take.
     all_params = {"betas": None, "eps": None, "torch_adam": None, "fused": None, "adam_w_mode": None} | params
     return {"optimizer": {"type": kind, "params": all_params}}
 
@@ -244,6 +247,7 @@ def _optimizer(value: Value, row: RowFacts) -> Setting:
     config = _OPTIMIZER_CONFIGS[str(value)]
     if value in ("torch_adamw", "torch_fused_adamw") and row.offload_optimizer:
         raise NotForThisRowError("does not step on the host; offloaded AdamW is DeepSpeed's own: optimizer=adamw")
+    # DeepSpeed refuses Muon with reduce_scatter at stage 3 (runtime/zero/stage3.py).
     if value == "muon" and row.stage == 3:
         config = config | {"zero_optimization": {"reduce_scatter": False}}
     return Setting(config=config)

@@ -23,7 +23,9 @@ from .spec import Requirements
 
 MAX_ROWS = 64
 """Rows that a comparison may have; above it the user is asked to narrow the axes."""
+# float() would also take nan, inf and 1_000.
 _NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?")
+# For remedies alone: other spellings of a switch are refused.
 _TRUTHS = {"on": "true", "yes": "true", "1": "true", "off": "false", "no": "false", "0": "false"}
 _LIST = "python -m ds_bench axes lists them"
 
@@ -209,6 +211,7 @@ def setting_of(values: AxisValues, facts: RowFacts) -> Setting:
         for path, set_to in _leaves(setting):
             _check_agreement(setters, value, path, set_to)
         total = Setting(
+            # merge keeps None, which is to remove a key of the row's configuration; overlay would drop it.
             config=merge(total.config, setting.config),
             workload={**total.workload, **setting.workload},
             variables={**total.variables, **setting.variables},
@@ -239,6 +242,7 @@ def _plain_setting(value: AxisValue, facts: RowFacts) -> Setting:
     """Every key, field and variable of the axis gets the value; keys of an offload block only where the row has it."""
     axis = value.axis
     blocks = {"offload_optimizer": facts.offload_optimizer, "offload_param": facts.offload_param}
+    # get() gives "" for names that are no offload block, and None for a block that the row lacks.
     keys = [path for path in axis.keys if all(blocks.get(name, "") is not None for name in path.split("."))]
     return Setting(
         config=reduce(merge, (nested(path, value.value) for path in keys), {}),

@@ -56,12 +56,14 @@ class FileRowMaker:
                 micro, accumulation = batch_of_file(file, common.num_gpus, micro, accumulation)
             config, resolved, caveats = self._resolve(file, micro, accumulation)
         except UsageError as error:
+            # A row that shows the reason, so that the other files are compared all the same.
             return _refused(file, micro, str(error))
         for name, value, usual in (
             ("batch_size", micro, common.batch_size),
             ("grad_accum", accumulation, common.grad_accum),
             ("precision", deepspeed_config.trained_precision(config, common.precision), common.precision),
             ("activation_checkpointing", file.activation_checkpointing, False),
+            # DeepSpeed splits a model while it is built at stage 3 alone.
             ("zero_init", file.zero_init or config.get("zero_optimization", {}).get("stage") != 3, True),
         ):
             if value != usual:
@@ -85,6 +87,7 @@ class FileRowMaker:
         written = json_values(self.change(copy.deepcopy(dict(file.config))))
         if written.get("optimizer") != file.config.get("optimizer"):  # the flags' optimizer, which may be any
             written.setdefault("zero_allow_untested_optimizer", True)
+        # Before "auto" is resolved, as the Trainer fills in bf16 and not bfloat16.
         _replace_old_forms(written)
         ignored = [key for key in written if validation.is_ignored_by_deepspeed(key)]
         caveats = [validation.ignored_key_text(key) for key in ignored]
@@ -97,8 +100,10 @@ class FileRowMaker:
             arguments=file.arguments,
         )
         resolution = resolve(written, facts)
+        # complete_config computes the total batch, for the number of ranks of the run.
         config = {key: value for key, value in resolution.config.items() if key != "train_batch_size"}
         config |= {"train_micro_batch_size_per_gpu": micro, "gradient_accumulation_steps": accumulation}
+        # Before spellings are replaced, since DeepSpeed refuses one setting under two names.
         _check_values(config)  # after "auto" is resolved, as DeepSpeed sees it
         config = as_deepspeed_reads_it(config)
         caveats += _remove_side_effects(config)
@@ -122,6 +127,7 @@ def batch_of_file(file: ConfigurationFile, num_gpus: int, batch_size: int, grad_
     total, micro, accumulation = (_batch_value(file.config, key) for key in BATCH_KEYS)
     micro = micro or given.get("per_device_train_batch_size")
     accumulation = accumulation or given.get("gradient_accumulation_steps")
+    # The divisions of DeepSpeed's _set_batch_related_parameters (runtime/config.py).
     if total is not None:
         if micro is None and accumulation is None:
             accumulation = 1
@@ -158,6 +164,7 @@ def has_other_batch(file: ConfigurationFile, num_gpus: int, batch_size: int, gra
 def _replace_old_forms(config: Config) -> None:
     """Replaces what DeepSpeed still reads and this program does not: ``bfloat16``, and ZeRO without a block."""
     if "bfloat16" in config:
+        # DeepSpeed reads bfloat16 only where there is no bf16 block.
         config.setdefault("bf16", config.pop("bfloat16"))
     if isinstance(zero := config.get("zero_optimization"), bool):
         config["zero_optimization"] = {"stage": int(zero)}
@@ -226,6 +233,7 @@ def _refused(file: ConfigurationFile, batch_size: int, reason: str) -> Configura
     """The configuration of a file that is not run: as much of it as can be shown."""
     zero = file.config.get("zero_optimization")
     stage = zero.get("stage") if isinstance(zero, Mapping) else 0
+    # type() and not isinstance(), for which true is an int.
     known = stage if type(stage) is int and 0 <= stage <= 3 else 0
     return Configuration(
         name=file.name,

@@ -164,6 +164,7 @@ def kind_of(data: Mapping[str, Any]) -> FileKind | None:
     """Whose form the file has; None if it is no configuration."""
     if isinstance(data.get("deepspeed_config"), Mapping) or data.get("distributed_type") == "DEEPSPEED":
         return "accelerate"
+    # Asked before DeepSpeed's own form, since a Trainer's arguments have keys such as fp16 and bf16 too.
     if isinstance(data.get("deepspeed"), (str, Mapping)):
         return "trainer"
     return "deepspeed" if _DEEPSPEED_MARKS & data.keys() else None
@@ -174,6 +175,7 @@ def _read_accelerate(file: ConfigurationFile, data: Config) -> ConfigurationFile
     block = data.get("deepspeed_config") or {}
     if not isinstance(block, Mapping):
         raise UsageError(f"--configs {file.path}: deepspeed_config is no block", remedy="write its keys below it")
+    # A text or a truth value; left out, Accelerate takes it for true at stage 3, and it acts there alone.
     split = str(block.get("zero3_init_flag")).lower() != "false"
     file = replace(file, precision=_accelerate_precision(file.path, data), zero_init=split)
     other = block.get("deepspeed_config_file")
@@ -201,6 +203,7 @@ def _accelerate_config(block: Mapping[str, Any]) -> Config:
         "gradient_accumulation_steps": block.get("gradient_accumulation_steps", 1),
         "gradient_clipping": block.get("gradient_clipping", AUTO),
         "zero_optimization": {
+            # Accelerate's own default, unlike DeepSpeed's 0 (DeepSpeedPlugin).
             "stage": block.get("zero_stage", 2),
             "offload_optimizer": offload("optimizer"),
             "offload_param": offload("param"),
@@ -246,6 +249,7 @@ def _trainer_precision(path: Path, data: Mapping[str, Any]) -> Precision | None:
             f"--configs {path}: bf16 and fp16 are both true, which Transformers refuses", remedy="keep one"
         )
     for name in ("bf16", "fp16"):
+        # Either of the two, as in transformers/integrations/deepspeed.py.
         if data.get(name) is True or data.get(f"{name}_full_eval") is True:
             return "bf16" if name == "bf16" else "fp16"
     return "fp32" if data.get("bf16") is False and data.get("fp16") is False else None
@@ -316,6 +320,7 @@ class FormError(Exception):
 def _parse_json(text: str) -> tuple[Any, tuple[str, ...]]:
     """As DeepSpeed reads its JSON: hjson, with duplicate keys refused. A line says where it is not strict JSON."""
     try:
+        # Strict JSON first: where it fails is the place that the note names.
         return json.loads(text, object_pairs_hook=_unique_keys, parse_constant=_refuse_constant), ()
     except json.JSONDecodeError as error:
         place = f"line {error.lineno}, column {error.colno}"
@@ -341,6 +346,7 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _refuse_constant(name: str) -> Any:
+    # Python's json would take NaN and Infinity.
     raise FormError(f"holds {name}, which is no JSON number")
 
 
@@ -349,6 +355,7 @@ def _parse_yaml(text: str) -> Any:
     import yaml
 
     try:
+        # Nodes are counted before values are made of them, since merge keys (<<) copy what an alias stands for.
         document = yaml.compose(text, Loader=yaml.SafeLoader)
         if document is not None:
             _check_yaml_nodes(document)
@@ -369,6 +376,7 @@ def _check_yaml_nodes(document: Any) -> None:
     while waiting:
         node = waiting.pop()
         count += 1
+        # The limit also ends the walk where an alias stands for a block around it.
         if count > _MOST_VALUES:
             raise FormError(f"has more than {_MOST_VALUES:,} values, aliases counted wherever they stand")
         if isinstance(node, yaml.MappingNode):
@@ -381,6 +389,7 @@ def _check_yaml_nodes(document: Any) -> None:
 
 def require_bounded(data: Any) -> None:
     """Raises FormError for a file of more values or levels than a configuration has."""
+    # Level by level: a recursive walk would fail on a file that is nested too deeply.
     count, level = 0, [data]
     for _ in range(_DEEPEST):
         inner: list[Any] = []
@@ -412,6 +421,7 @@ def _with_unique_names(read: list[ConfigurationFile], lines: list[str]) -> list[
     """The files with names that differ from each other and from those of strategies, by their folders' names."""
     names = [file.name for file in read]
     folders = [list(file.path.resolve().parts[1:-1]) for file in read]
+    # Names of folders are put before, the nearest first, until no name is taken twice.
     while clashing := [index for index, name in enumerate(names) if name in STRATEGY_NAMES or names.count(name) > 1]:
         for index in clashing:
             if not folders[index]:

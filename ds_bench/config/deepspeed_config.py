@@ -52,6 +52,7 @@ def base_config(strategy: Strategy | Configuration, batch_size: int, grad_accum:
         "train_batch_size": batch_size * grad_accum,
         "train_micro_batch_size_per_gpu": batch_size,
         "gradient_accumulation_steps": grad_accum,
+        # Written down, since its default was 0 before DeepSpeed 0.19.3.
         "gradient_clipping": 1.0,
         "optimizer": {"type": "AdamW", "params": copy.deepcopy(ADAMW_PARAMETERS)},
         "zero_optimization": zero_block(strategy),
@@ -61,17 +62,20 @@ def base_config(strategy: Strategy | Configuration, batch_size: int, grad_accum:
 def zero_block(strategy: Strategy | Configuration) -> Config:
     """Makes the ``zero_optimization`` block, with the defaults that affect memory or speed."""
     block: Config = {"stage": strategy.stage}
+    # torch's engines read nothing else of this block (reference_engines.ignored_settings).
     if strategy.engine != "deepspeed":
         return block
     if strategy.stage >= 1:
         block |= {
             "contiguous_gradients": True,
+            # DeepSpeed's own default (runtime/zero/config.py, overlap_comm_valid).
             "overlap_comm": strategy.stage == 3,
             "reduce_scatter": True,
             **sizes_for(DEFAULT_SIZES, strategy.stage, None),
         }
     if strategy.stage == 3:
         block["sub_group_size"] = 1_000_000_000
+    # pin_memory is written down in both blocks, since its default was false before DeepSpeed 0.19.5.
     if strategy.offload_optimizer != "none":
         block["offload_optimizer"] = {"device": strategy.offload_optimizer, "pin_memory": True, "ratio": 1.0}
     if strategy.offload_param != "none":
@@ -133,6 +137,7 @@ def trained_precision(config: Mapping[str, Any], requested: Precision) -> Precis
 
 def _complete_batch(config: Config, num_gpus: int) -> None:
     micro, accum = config.get("train_micro_batch_size_per_gpu"), config.get("gradient_accumulation_steps", 1)
+    # type() and not isinstance(), for which True is an int.
     if type(micro) is not int or type(accum) is not int or micro < 1 or accum < 1:
         raise UsageError(
             f"train_micro_batch_size_per_gpu is {micro!r} and gradient_accumulation_steps is {accum!r}",
@@ -141,6 +146,7 @@ def _complete_batch(config: Config, num_gpus: int) -> None:
     # DeepSpeed counts sequences of sequence-parallel groups, but of all ranks with tensor parallelism (config.py).
     num_gpus = max(1, num_gpus // sequence_parallel_size(config))
     total = config.get("train_batch_size", micro * accum)
+    # base_config writes the total of one GPU; a user's configuration may have that of all.
     if total not in (micro * accum, micro * accum * num_gpus):
         raise UsageError(
             f"train_batch_size {total} is neither {micro} × {accum} (one GPU) nor {micro} × {accum} × {num_gpus} GPUs",
@@ -157,6 +163,7 @@ def _complete_optimizer(config: Config, torch_adam: bool) -> None:
     name = optimizer_kind(config)
     if name in ("adam", "adamw") and torch_adam and not offload_device(config, "offload_optimizer"):
         optimizer.setdefault("params", {}).setdefault("torch_adam", True)
+    # DeepSpeed stops for an optimizer that it has not tested with ZeRO (runtime/engine.py), such as SGD.
     if name not in ("adam", "adamw", "lion", "adagrad"):
         config.setdefault("zero_allow_untested_optimizer", True)
 
@@ -187,8 +194,11 @@ def _complete_nvme(config: Config, placement: Placement, largest_parameter: int 
         param.setdefault("buffer_count", 5)
         # 0: every parameter lives on the disk; DeepSpeed's 1e9 would keep the first billion in memory.
         param.setdefault("max_in_cpu", 0)
+        # DeepSpeed asserts that a buffer holds a rank's part of any tensor
+        # (runtime/swap_tensor/partitioned_param_swapper.py); one that holds the largest tensor always does.
         if largest_parameter is not None:
             param.setdefault("buffer_size", -(-largest_parameter // 2**20) * 2**20)
+    # DeepSpeed's own defaults (runtime/swap_tensor/aio_config.py), so that the record shows them.
     config.setdefault(
         "aio",
         {

@@ -105,6 +105,7 @@ def _read(path: Path) -> str:
     most = configuration_files.MOST_BYTES
     if path != STANDARD_INPUT:
         return files.read_text(path, most)
+    # One byte more than allowed shows that the input is longer.
     data = sys.stdin.buffer.read(most + 1)
     if len(data) > most:
         raise UsageError(f"is larger than {most} bytes")
@@ -114,6 +115,7 @@ def _read(path: Path) -> str:
 def _has_deepspeed_keys(data: lint.Config) -> bool:
     """Whether a key at the top level is DeepSpeed's, was, or is a misspelling of one."""
     known = deepspeed_keys.top_level_keys() | deepspeed_keys.removed_keys()
+    # Similarity is asked of the first keys alone: it takes time for each, and other JSON may have thousands.
     return bool(known & data.keys()) or any(deepspeed_keys.nearest_key(key, known, 0.85) for key in list(data)[:50])
 
 

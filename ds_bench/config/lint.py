@@ -45,6 +45,7 @@ def check_config(config: Config, *, num_gpus: int | None = None, model: ModelSiz
 
     ``num_gpus``: ranks of the job, for the batch sizes. ``model``: for the sizes of buffers.
     """
+    # Findings about keys use the spelling of the file; the other checks see the blocks that DeepSpeed reads.
     written = Case(config=config)
     # DeepSpeed reads the block under its old name where there is no bf16.
     renamed = {**config, "bf16": config["bfloat16"]} if "bfloat16" in config and config.get("bf16") is None else config
@@ -57,6 +58,7 @@ def check_config(config: Config, *, num_gpus: int | None = None, model: ModelSiz
         *_optimizer_findings(case),
         *_scheduler_findings(case),
     ]
+    # A key that DeepSpeed refuses anyway is not told again by a rule.
     refused = {finding.path for finding in found if finding.level == "error"}
     found += [
         Finding(rule.name, rule.level, rule.path, rule.reason_for(case), rule.remedy, rule.source)
@@ -173,7 +175,9 @@ def _nested_findings(case: Case) -> Iterator[Finding]:
 
 
 def _unknown_nested_key(path: str, key: str, value: object, block: Mapping[str, Any]) -> Finding:
+    # DeepSpeed drops "auto" before its pydantic model sees the key (runtime/config_utils.py).
     refused = block["unknown"] == "refused" and value != AUTO
+    # A switch under the name of its block: {"fp16": {"fp16": true}}.
     near = "enabled" if key == path else deepspeed_keys.nearest_key(key, block["keys"], 0.7)
     others = [other for other in deepspeed_keys.blocks_with(key) if other not in _ALSO_IN_OTHER_FILES]
     if near is not None:
@@ -289,6 +293,7 @@ def _batch_findings(case: Case) -> Iterator[Finding]:
         remedy = "add train_micro_batch_size_per_gpu, unless the training script adds it"
         yield Finding("batch-size", "error", "", reason, remedy, "runtime/config.py")
     elif AUTO not in written and written[0] is not None:
+        # Where another program fills a key in, the product is not known.
         total, micro, accumulation = values
         yield from _total_findings(case, total, micro, accumulation)
 
@@ -297,6 +302,7 @@ def _total_findings(case: Case, total: float, micro: float | None, accumulation:
     given = zip(BATCH_KEYS[1:], (micro, accumulation), strict=True)
     parts = [f"{key} {_shown(value)}" for key, value in given if value is not None]
     product = (micro or 1) * (accumulation or 1)
+    # DeepSpeed divides the ranks by sequence_parallel_size too (runtime/config.py).
     ranks = case.num_gpus / max(1, case.number("sequence_parallel_size", 1)) if case.num_gpus else None
     exactly = ranks is not None and len(parts) == 2
     if total % (product * (ranks or 1)) or (exactly and total != product * (ranks or 1)):
@@ -478,6 +484,7 @@ def _buffer_findings(case: Case) -> Iterator[Finding]:
     defaults = {key: entry["default"] for key, entry in deepspeed_keys.keys_of(zero).items()}
 
     def elements(key: str) -> float:
+        # "auto" asks for no size that could be compared with the model's.
         automatic = case.has_block(zero) and case.config[zero].get(key) == AUTO
         return 0 if automatic else case.number(f"{zero}.{key}", defaults[key])
 
@@ -578,6 +585,7 @@ def _is_unfilled(path: str) -> bool:
     parent, _, key = path.rpartition(".")
     if parent in deepspeed_keys.refusing_blocks() or (not parent and key not in deepspeed_keys.top_level_keys()):
         return False
+    # Asked of the code that fills them in, so that there is no second list of such keys.
     return any(paths_of_auto(fill_in(nested(path, AUTO), _ANY_FACTS).config))
 
 

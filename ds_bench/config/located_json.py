@@ -44,6 +44,7 @@ def parse(text: str) -> Any:
 
     reader = decoder.HjsonDecoder()
     reader.parse_object = parse_object
+    # After parse_object is set, since make_scanner keeps the function that it finds there.
     reader.scan_once, reader.scan_object_once = decoder.make_scanner(reader)
     try:
         return reader.decode(text)

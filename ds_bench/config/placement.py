@@ -43,6 +43,7 @@ def resolve_placement(options: Options, environ: Mapping[str, str], query: gpus.
     return Placement(
         accelerator=accelerator,
         num_gpus=_ranks(options, environ, accelerator, len(visible), hosts),
+        # The warm launcher forks ranks on this machine alone.
         launcher="deepspeed" if options.launcher == "deepspeed" or hosts else "warm",
         hostfile=None if options.hostfile is None else str(options.hostfile.resolve()),
         nvme_path=None if options.nvme_path is None else str(options.nvme_path.resolve()),
@@ -117,6 +118,7 @@ def _precisions(accelerator: Accelerator, visible: tuple[gpus.GpuFacts, ...]) ->
     if accelerator == "cpu":
         return ("bf16", "fp16", "fp32") if _cpu_has_fp16() else ("bf16", "fp32")
     capabilities = [gpu.compute_capability for gpu in visible if gpu.compute_capability is not None]
+    # All ranks train in one format, so that the oldest GPU decides.
     if capabilities and min(capabilities) < _AMPERE:
         return ("fp16", "fp32")
     return ("bf16", "fp16", "fp32")
@@ -127,6 +129,8 @@ def _cpu_has_fp16() -> bool:
         words = Path("/proc/cpuinfo").read_text().split()
     except OSError:
         return False
+    # The instructions that oneDNN needs for it, by which DeepSpeed decides
+    # (accelerator/cpu_accelerator.py, is_fp16_supported), read here without torch.
     return "avx512_fp16" in words or "amx_fp16" in words
 
 

@@ -88,6 +88,7 @@ OptimizerName: TypeAlias = Annotated[str, _require_one_of(OPTIMIZERS), _enum(OPT
 
 
 class _Section(BaseModel):
+    # strict: otherwise pydantic would take the text "4" for a number.
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
 
@@ -420,6 +421,7 @@ def check_recipe(text: RecipeText, data: Data | None = None) -> Recipe:
     values = text.data if data is None else data
     values = {section: keys for section, keys in values.items() if keys is not None}  # a section without keys
     try:
+        # As JSON, of which a strict model takes lists for tuples and texts for paths; of Python values it does not.
         return Recipe.model_validate_json(json.dumps(values))
     except ValidationError as error:
         raise _usage_error(error, text) from None
@@ -519,12 +521,14 @@ def options_of(recipe: Recipe, folder: Path, **run_flags: Any) -> Options:
     values = {name: attrgetter(path)(recipe) for name, path in PATHS.items()}
     _require_one_accumulation(values)
     values["seq_length"] = _seq_length(recipe)
+    # 1 until the ranks are known, where the global batch is given (planner.with_accumulation).
     values["grad_accum"] = values["grad_accum"] or 1
     values["strategies"] = _strategies(values["strategies"], values["stage"], values["nvme_path"] is not None)
     inline = _inline_rows(recipe)
     if not values["stages"] and not values["strategies"] and not values["configs"] and not inline:
         values["stages"] = (0, 1, 2, 3)
     stages = dict.fromkeys(values["stages"])
+    # Stage 2 and the strategy zero2 are one row.
     named = {strategies.ZERO_STAGES[stage].name for stage in stages}
     values["stages"] = tuple(stages)
     values["strategies"] = tuple(name for name in dict.fromkeys(values["strategies"]) if name not in named)
@@ -608,6 +612,7 @@ def config_maker(recipe: Recipe) -> MakeConfig:
     def make(strategy: Strategy, batch_size: int, grad_accum: int) -> Config:
         config = base_config(strategy, batch_size, grad_accum)
         own = recipe.configurations.inline.get(strategy.name)
+        # A recipe's own configuration may leave out batch and optimizer, without which no row can run.
         return config if own is None else {key: config[key] for key in (*BATCH_KEYS, "optimizer")} | copy.deepcopy(own)
 
     return make
@@ -635,6 +640,7 @@ def recipe_of(options: Options, make_config: MakeConfig, rows: list[Strategy]) -
         for values in options.axes
     }
     if options.model_factory is not None:
+        # Options.model then holds the factory (Options.of).
         del data["model"]["name"]
     if options.auto_batch:
         data["training"]["local_batch_size"] = "auto"

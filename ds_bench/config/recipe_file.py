@@ -126,6 +126,7 @@ class _Reader:
 
     def read(self, text: str, path: KeyPath = ()) -> Any:
         """The value of a document. ``path``: where the recipe has it."""
+        # Events and not values: they have lines, and an anchor is refused before an alias multiplies anything.
         events = self._checked(yaml.parse(text, Loader=yaml.SafeLoader))
         first = next(events, None)
         value = None if first is None else self._value(first, events, path)

@@ -59,6 +59,7 @@ def refused_setting(configuration: Configuration) -> str | None:
         return f"{label} in fp16 would need a loss scaler other than DeepSpeed's; use --precision bf16 or fp32"
     if optimizer.lower() not in _OPTIMIZERS:
         return f"{label} has no {optimizer or 'optimizer'} that is DeepSpeed's too; use AdamW, Adam or SGD"
+    # Only known keys pass: a setting of a later DeepSpeed may change what is trained.
     others = sorted(config.keys() - _READ - _ABOUT_DEEPSPEED)
     others += [f"bf16.{key}" for key in sorted(block_of(config, "bf16").keys() - _BF16_KEYS)]
     if others:

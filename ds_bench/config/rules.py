@@ -146,9 +146,11 @@ class Rule:
 
 
 def _lacks_nvme_folder(case: Case) -> bool:
+    # A row swaps to a private folder below --nvme-path, whatever its configuration names (with_swap_folder).
     if case.placement is not None:
         return "nvme" in (case.offload("optimizer"), case.offload("param")) and case.placement.nvme_path is None
     blocks = [f"zero_optimization.offload_{kind}" for kind in ("optimizer", "param")]
+    # Below stage 3 nothing is swapped, which other rules tell.
     on_nvme = [case.block(block) for block in blocks if case.value(f"{block}.device") == "nvme"]
     return case.stage == 3 and any(block.get("nvme_path") is None for block in on_nvme)
 
@@ -164,6 +166,7 @@ def _unsupported(precision: str) -> Callable[[Case], bool]:
 def _one_sub_group(case: Case) -> bool:
     if case.stage != 3 or case.number("zero_optimization.offload_optimizer.ratio", 1.0) >= 1.0:
         return False
+    # Of an unknown model a sub-group of DeepSpeed's default size counts as all of a rank's part.
     return case.number("zero_optimization.sub_group_size", _WHOLE_MODEL) >= (case.rank_parameters or _WHOLE_MODEL)
 
 
@@ -330,6 +333,7 @@ _REFUSED_IN_ROWS = (
             name=f"{block}-in-a-row",
             level=None,
             path=block,
+            # The default argument keeps the block of each pass: all lambdas would else see the last one.
             applies=lambda case, block=block: case.has_block(block) and bool(case.value(f"{block}.enabled")),  # type: ignore[misc]
             reason=f"{block} is not exercised by this comparison",
             remedy="remove the block",
@@ -447,6 +451,8 @@ _CAVEATS_OF_ROWS = (
         name="throughput-timer",
         level="hint",
         path="timers.throughput.enabled",
+        # On in DeepSpeed by default. Rows that do not say otherwise have it off (complete_config); for a file that
+        # leaves it open a hint would say nothing about the file.
         applies=lambda case: case.is_on("timers.throughput.enabled", default=case.is_row),
         reason="the throughput timer synchronises the device around every step",
         remedy="set it to false where speed matters",

@@ -35,6 +35,7 @@ class Shard:
     def parse(cls, text: str) -> Shard:
         """Reads ``3/8``. Raises ValueError."""
         number, _, count = text.partition("/")
+        # int() would take digits of other scripts too, and fail on thousands of digits.
         if not all(part.isascii() and part.isdigit() and len(part) < 10 for part in (number, count)):
             raise ValueError(f"{text!r} is no part I/N such as 3/8")
         return cls(number=int(number), count=int(count))

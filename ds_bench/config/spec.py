@@ -83,6 +83,7 @@ def point_text(values: Mapping[str, Any]) -> str:
     words = {True: "on", False: "off", None: "none"}
     texts = []
     for path, value in values.items():
+        # isinstance first, since 1 and 0 are equal to the keys True and False.
         shown = words[value] if isinstance(value, bool | None) else value
         texts.append(f"{point_name(path)} {shown}".strip())
     return ", ".join(texts)
@@ -559,6 +560,7 @@ class Trial:
             "placement": self.placement.measured_facts,
             "ds_config": redacted_config(self.ds_config),
         }
+        # Only where there are any, so that the keys of trials without them stay the same.
         if self.configuration.variables:
             facts["variables"] = dict(self.configuration.variables)
         if self.inspection != NO_INSPECTION:

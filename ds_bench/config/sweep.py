@@ -143,6 +143,7 @@ def _checked_values(text: RecipeText, place: KeyPath, values: Any) -> list[Any]:
     for value in values:
         if isinstance(value, dict) or is_swept_list(name, value):
             raise UsageError(f"{text.place(place)}{name} holds a list in a list", remedy="write [VALUE, …]")
+        # With its type, since 1, 1.0 and True are equal.
         if (type(value), value) in seen:
             raise UsageError(f"{text.place(place)}{name} has {value!r} twice", remedy="leave one out")
         seen.append((type(value), value))

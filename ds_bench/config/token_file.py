@@ -73,6 +73,7 @@ class TokenFile:
 
 def item_bytes(dtype: TokenType) -> int:
     """Bytes of one id."""
+    # The digit of "<u2" and "<u4" is the number of bytes.
     return int(NUMPY_TYPES[dtype][-1])
 
 
@@ -118,6 +119,7 @@ def _read_ids(path: Path, dtype: TokenType, tokens: int, file: BinaryIO, changed
     size, part_tokens = tokens * item_bytes(dtype), _PART_BYTES // item_bytes(dtype)
     is_whole = size <= _LARGEST_READ_WHOLE
     parts = -(-size // _PART_BYTES) if is_whole else _LARGEST_READ_WHOLE // _PART_BYTES
+    # The last of the evenly spaced parts ends with the file.
     starts = [part * (part_tokens if is_whole else (tokens - part_tokens) / (parts - 1)) for part in range(parts)]
     digest = hashlib.blake2b(f"{tokens}{'' if is_whole else f' {changed_ns}'}".encode(), digest_size=8)
     largest_id, largest_at, read_tokens = -1, 0, 0

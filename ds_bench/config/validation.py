@@ -111,6 +111,7 @@ def _unsupported_groups(workload: Workload, placement: Placement, config: Config
     """Why the ranks cannot be divided into the tensor-parallel or sequence-parallel groups of a configuration."""
     tensor, sequence = tensor_parallel_size(config), sequence_parallel_size(config)
     size, name = max(tensor, sequence), "autotp_size" if tensor > 1 else "sequence_parallel_size"
+    # Where the number of heads is not known, the default passes the check below.
     heads = next((workload.model_config[key] for key in _HEADS if key in workload.model_config), size)
     ranks, length = placement.num_gpus, workload.seq_length
     if tensor > 1 and workload.model_type in _NO_AUTOTP:
@@ -141,9 +142,11 @@ _HEADS = ("num_attention_heads", "n_head")
 
 def _unsupported_host_use(workload: Workload, placement: Placement) -> str | None:
     """Why the data loader or the binding to processors does nothing here."""
+    # With a hostfile ranks run on machines whose processors are not known here.
     if workload.cpu_binding == "numa" and placement.hostfile is None and len(host_memory.numa_cpus()) < 2:
         return "this machine has one NUMA node; use cpu_binding cores"
     if workload.cpu_binding != "none" and placement.hostfile is None:
+        # Not os.cpu_count(): a container or taskset may leave this process fewer.
         cores = len(os.sched_getaffinity(0))
         if cores < placement.num_gpus:
             return f"{placement.num_gpus} ranks cannot be bound to {cores} cores; use fewer ranks (--num-gpus)"

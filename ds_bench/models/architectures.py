@@ -349,6 +349,7 @@ def _deepseek_v2(config: _ConfigReader) -> ArchitectureCounts:
         queries = [*down, _Tensor(rank, layers, 0), *up]
     attention = [
         *queries,
+        # The rotary part of the keys is projected beside the latent, once for all heads.
         *_linear(layers, hidden, latent + rotary, bias=bias),
         _Tensor(latent, layers, 0),
         *_linear(layers, latent, heads * (key - rotary + value), bias=False),

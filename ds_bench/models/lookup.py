@@ -146,6 +146,7 @@ def _ask_child(name: str, flag: str | None, environment: Mapping[str, str]) -> d
 
 
 def _model_facts(name: str, facts: Mapping[str, Any]) -> presets.ModelFacts | None:
+    # A model that cannot be counted is trained all the same, without these facts.
     with contextlib.suppress(UsageError):
         return presets.facts_from_config(name, facts["model_type"], facts["config"])
     return None

@@ -90,6 +90,7 @@ def facts_from_config(name: str, model_type: str, config: Mapping[str, Any]) -> 
     Raises UsageError for an unknown family, and for a config that lacks a size or has an impossible one.
     """
     counts = architectures.count_architecture(name, model_type, config)
+    # Copied, since presets are read once and shared.
     return ModelFacts(name=name, model_type=model_type, config=deepcopy(dict(config)), **asdict(counts))
 
 
@@ -108,6 +109,7 @@ def _long_names() -> dict[str, str]:
         if organisation:
             for short in {model, _SUFFIXES.sub("", model)}:
                 names.setdefault(short, []).append(known)
+    # A short name that would stand for two presets stands for neither.
     unique = {short: known for short, (known, *others) in names.items() if not others and short not in _spellings()}
     return dict(sorted(unique.items(), key=lambda item: -len(item[0])))
 
