@@ -86,6 +86,7 @@ def run_comparison(
     with signals.handling_signals():
         try:
             with signals.raising_on_interrupt():
+                # What cannot be written is told before hours of trials, not after them.
                 if not (options.dry_run or options.resume):
                     files.require_writable(options.output_dir, "--output-dir")
                     require_writable_csv(options.csv)
@@ -98,8 +99,10 @@ def run_comparison(
                 if options.dry_run and options.inspection.checkpoint:
                     checkpoint_folder.require_folder(options.inspection.checkpoint_path, plan.trials)
             print_nsys_command(plan, arguments)
+            # A recipe's dry run goes on: its table shows predicted memory and estimated time.
             if options.dry_run and recipe is None:
                 return print_dry_run(plan)
+            # Shared memory that killed runs left is freed before the checks look at the memory that is free.
             remove_abandoned()
             with contextlib.ExitStack() as stack:
                 with signals.raising_on_interrupt():
@@ -110,15 +113,18 @@ def run_comparison(
                     if options.dry_run:
                         _check_room_for_checkpoints(plan)
                         return print_dry_run(plan) if options.verbose else OK
+                # Locks come before the checks, which would find a card in use by the run that is waited for.
                 machine, notes = stack.enter_context(_devices_of_run(plan, machine, hosts))
                 with signals.raising_on_interrupt():
                     require_ready(plan, machine, nvme_folder, hosts)
+                # Only after the checks: a run that is refused leaves no empty folder.
                 store = _open_folder(options)
                 begun(store.folder)
                 notes += [note] if (note := stack.enter_context(store.locked())) else []
                 try:
                     return _run_plan(plan, machine, store, _Request(arguments=arguments, recipe=recipe), notes, hosts)
                 except KeyboardInterrupt:
+                    # Without this file --resume has nothing to go on with.
                     if (store.folder / RUN_FILE).exists():
                         terminal.print_text(f"go on with: {resume_command(options, store.folder)}", sys.stderr)
                     raise
@@ -160,6 +166,7 @@ def _devices_of_run(plan: RunPlan, machine: Machine, hosts: Hosts | None) -> Ite
                 gpus = machine.environment.gpus
                 names = device_locks.device_names(placement.accelerator, gpus, range(placement.num_gpus))
                 locks = held.enter_context(device_locks.locked_devices(names, line.say))
+            # The first reading shows the memory and the clocks that the other run caused.
             if locks.waited:
                 machine = read_machine()
                 if hosts is not None:
@@ -193,6 +200,7 @@ def _require_resumable(plan: RunPlan) -> None:
         if begun != asked:
             names = [f"shard {text}" if text else "no shard" for text in (begun, asked)]
             raise UsageError(f"--resume {folder} is {names[0]}, not {names[1]}", remedy="leave --shard out")
+        # The stored trials have the sizes that a search found, those of this plan still have stand-ins for them.
         left_out = _FIELDS_SET_BY_SEARCH if any(each.options.searches_size for each in plan.plans) else ()
         require_same_workload(RunFolder.open(folder), plan.trials, left_out)
 
@@ -213,6 +221,7 @@ def require_writable_csv(path: Path | None) -> None:
     try:
         if path.is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        # The folder is tried, since the file is replaced by renaming one beside it (records.rank_files.write_text).
         with tempfile.TemporaryFile(dir=path.parent):
             pass
     except OSError as error:
@@ -304,6 +313,7 @@ def settle_plan(plan: RunPlan, machine: Machine) -> RunPlan:
     """
     options, environment = plan.options, machine.environment
     gpu_name = environment.gpus[0].name if environment.gpus else None
+    # A quota holds whatever the number of cores; hardware threads of one core do not add up to two cores.
     cores = environment.cpu_quota_cores or environment.physical_cores or environment.logical_cores or 1
     models = {each.model.name: each.model.facts for each in plan.plans}
     finished: set[str] = set()
@@ -311,6 +321,7 @@ def settle_plan(plan: RunPlan, machine: Machine) -> RunPlan:
         finished = {record.trial.key for record in RunFolder.open(options.resume).records() if record.outcome.success}
 
     def estimate(trial: Trial) -> float:
+        # What --resume does not repeat takes nothing of the budget.
         if finished and trial.key in finished:
             return 0.0
         return estimate_trial_seconds(trial, models.get(trial.workload.model), gpu_name, cores)
@@ -359,6 +370,7 @@ def require_ready(
         trial_predictions.require_host_memory(plan.trials, plan.plans[0].memory.node_bytes)
     _check_room_for_checkpoints(plan)
     if hosts is not None:
+        # This machine is not checked itself: it need not be among the hosts.
         findings = host_checks.check_hosts(
             hosts, plan.placement, plan.configurations, machine.environment, predicted_host_bytes
         )
@@ -401,6 +413,7 @@ def _run_plan(
     with signals.raising_on_interrupt(), line:
         variables = plan.variables
         if hosts is None:
+            # Before the first trial: a build takes minutes, which would count as part of what is measured.
             states = rank_environment.build_ops(plan.placement, plan.configurations, variables, line.say, line.show)
         else:
             states = host_checks.build_ops(hosts, plan.placement, plan.configurations, line.say)
@@ -418,6 +431,7 @@ def _run_plan(
             hosts,
         )
     notes = [*notes, *([why_cold] if why_cold else [])]
+    # A search takes long and may be interrupted: --resume needs the file before it too.
     _save_run(store, plan, [] if searches else plan.trials, machine, request, notes)
     if searches:
         plan = _at_largest_size(plan, launcher, store, line.say)
@@ -432,9 +446,12 @@ def _run_plan(
     failure: OSError | None = None
     with line:
         try:
+            # Signals do not raise here: a launcher lets them while it waits, and makes a record that is then saved.
             for record in run_trials(map(results.with_changes, within_budget), launcher, store, progress.begin):
+                # As it is read from the folder, so that this report and a later one of the same files agree.
                 if (read := store.as_read(record)) is not None:
                     results.add(read)
+                # After every trial, since a killed run gets no chance to write them at the end.
                 store.write_rows(flat_rows(results.summaries), options.csv)
                 progress.end(record)
         except OSError as error:  # such as a full disk: no trial can be kept from here on, but those before are shown
@@ -477,6 +494,7 @@ def run_trials(
             finished = launcher.launch(trial, store.trial_folder(trial.trial_id), listen)
         store.append(finished)
         yield finished
+        # A signal that came after the end of the trial is in no record.
         if finished.outcome.status == schema.INTERRUPTED or signals.interrupt_requested():
             return
 
@@ -578,6 +596,7 @@ class ResultBuilder:
         for summary in left.values():
             of_plan[id(self._plan_of(summary.record.trial))].append(summary)
         found = [(plan, of_plan[id(plan)]) for plan in self._plan.plans if of_plan[id(plan)]]
+        # An interruption may come before the first record; a report is made nevertheless.
         return found or [(self._plan.plans[0], [])]
 
     def build_report(
@@ -682,6 +701,7 @@ def _print_places(
 def _write_point(plan: Plan, report: ComparisonReport, store: RunFolder, environment: Environment) -> Path | None:
     """Writes the recommended configuration of a point; that of a sweep's lies in a folder of the point's own."""
     name = "_".join(str(value) for _, value in plan.options.point)
+    # At most 100 characters, since file systems take 255 bytes; no dot in front, which would hide it or name a parent.
     plain = re.sub(r"[^A-Za-z0-9_.-]+", "-", name)[:100].lstrip(".")
     if plain != name:  # two names must not become one
         plain += f"-{hashlib.sha256(name.encode()).hexdigest()[:6]}"

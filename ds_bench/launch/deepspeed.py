@@ -110,6 +110,7 @@ def _leader_of(process: subprocess.Popen[bytes], first_signal: int = signal.SIGT
 def launch_command(placement: Placement, folder: Path, devices: Sequence[int] | None = None) -> list[str]:
     """The launcher's command line for one trial. ``devices``: indices of the GPUs to use on one node."""
     if placement.hosts:
+        # For --dry-run, which asks no host; DeepSpeed's default port (constants.py, TORCH_DISTRIBUTED_DEFAULT_PORT).
         master = placement.master_addr or placement.hosts[0][0], placement.master_port or 29500
         if placement.hostfile is None:
             return node_command(placement, 0, master)
@@ -162,12 +163,16 @@ def hosts_variables(remote: RemoteTrial, environ: Mapping[str, str]) -> dict[str
     address, port = remote.master
     exported = {TRIAL_VARIABLE: remote.scratch_id, "MASTER_ADDR": address, "MASTER_PORT": str(port)}
     name = environ.get("DS_ENV_FILE", ".deepspeed_env")
+    # DS_ENV_FILE replaces the name of the user's own files, so their lines are taken over, from the places where
+    # the runner looks (launcher/runner.py, DEEPSPEED_ENVIRONMENT_PATHS).
     texts = [path.read_text() for path in dict.fromkeys([Path.home() / name, Path.cwd() / name]) if path.is_file()]
     texts += [f"{name}={value}" for name, value in exported.items()]
     path = Path(temporary_folder()) / "launcher_variables"
     path.write_text("\n".join(text.strip("\n") for text in texts) + "\n")
+    # The user's lines may hold credentials.
     path.chmod(0o600)
     ssh = " ".join(filter(None, [environ.get("PDSH_SSH_ARGS_APPEND"), *SSH_OPTIONS]))
+    # The leader here is no process of the hosts: with an empty id ranks there take the leader of their session.
     return {"DS_ENV_FILE": str(path), "PDSH_SSH_ARGS_APPEND": ssh, LEADER_VARIABLE: ""}
 
 

@@ -43,6 +43,7 @@ class GpuMonitoringLauncher:
 
         def listen_and_read_clocks(progress: Progress) -> None:
             nonlocal clocks_read
+            # Not ==: the monitor looks a few times a second and misses steps that are shorter.
             if progress.step >= middle and not clocks_read:
                 clocks_read = True
                 for gpu in self._read_gpus(trial.placement.num_gpus):

@@ -58,12 +58,14 @@ class HostAgent:
 
     def run(self) -> None:
         """Answers until SystemExit is raised, by a signal or the end of the input."""
+        # A shell or launcher may end before the ranks that it has started: they stay descendants of this process.
         processes.adopt_orphans()
         self._stream.start()
         self._stream.send({"agent": __version__, "hostname": socket.gethostname(), "address": own_address(os.environ)})
         try:
             while True:
                 with contextlib.suppress(queue.Empty):
+                    # The wait is also the interval at which the files of a trial are looked at.
                     self._answer(self._requests.get(timeout=_SEND_SECONDS))
                 if self._trial is not None:
                     self._trial.send_changes()
@@ -74,6 +76,7 @@ class HostAgent:
                 self._trial.end(grace_seconds=0.0, send_files=not self._stream.closed)
             end_late_processes(self._ended_trials)
             processes.end_tree(None, earlier=set(), grace_seconds=1.0)
+            # Last: from here on another run may use the devices.
             self._locks.close()
 
     def _answer(self, message: Message) -> None:
@@ -138,6 +141,7 @@ class HostAgent:
         ranks: int,
     ) -> None:
         """Prepares a trial. ``trial``: its id. ``variables``: those that the user has set. ``ranks``: on this host."""
+        # A slow shell may have started ranks of an earlier trial after its end; they would disturb this one.
         if left := end_late_processes(self._ended_trials):
             raise RuntimeError(f"processes {sorted(left)} of an earlier trial could not be ended")
         asked = Assignment.from_dict(assignment)
@@ -150,6 +154,7 @@ class HostAgent:
             **interface_variables(address, environ),
             "MASTER_ADDR": address,
             "MASTER_PORT": str(port),
+            # DeepSpeed counts the devices of the CPU accelerator by it (accelerator/cpu_accelerator.py, device_count).
             "LOCAL_SIZE": str(ranks),
         }
         self._trial = HostTrial(trial, self._send)
@@ -172,6 +177,7 @@ class HostAgent:
     def _request_stacks(self) -> None:
         if self._trial is not None:
             self._trial.request_stacks()
+            # The ranks write them in handlers of a signal: the files are complete a moment later.
             time.sleep(STACKS_SECONDS)
             self._trial.send_changes()
 
@@ -186,8 +192,10 @@ class HostAgent:
 
 def end_main_thread(_reason: str) -> None:
     """Makes the main thread end the process; does so itself where that hangs."""
+    # Python runs handlers in the main thread alone; a signal to that thread also ends a system call in which it waits.
     signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
     time.sleep(_CLEAN_UP_SECONDS)
+    # Not sys.exit, which would end this thread alone.
     os._exit(1)
 
 
@@ -200,6 +208,7 @@ def own_address(environ: Mapping[str, str]) -> str | None:
 
 def address_towards(towards: str) -> str:
     """The address of this host on the way to another. Nothing is sent: the kernel chooses the route."""
+    # Any port will do: connecting a datagram socket only looks up the route.
     family, kind, _, _, target = socket.getaddrinfo(towards, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
         probe.connect(target)
@@ -271,6 +280,7 @@ def _run_checks(**values: Any) -> list[dict[str, Any]]:
 def main() -> None:
     """Runs the agent on standard input and output."""
     os.chdir("/")  # the folder that ssh begins in may be unmounted while the run goes on
+    # Under other numbers: what the agent starts inherits 0 and 1, and would read requests or write among messages.
     reader, writer = os.dup(0), os.dup(1)
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
@@ -283,6 +293,7 @@ def main() -> None:
 
     for number in ENDING_SIGNALS:
         signal.signal(number, end)
+    # As the run does on its own host.
     remove_abandoned()
     HostAgent(reader, writer).run()
 

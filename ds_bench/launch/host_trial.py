@@ -85,12 +85,14 @@ class HostTrial:
         parent, _, own = name.partition("/")
         self.folder = self._private / parent / own
         self.folder.mkdir(parents=True)
+        # The run cannot see the disks of this host: what killed runs left on them is removed here.
         if trial.placement.nvme_path is not None:
             remove_abandoned_folders(Path(trial.placement.nvme_path))
         swap = swap_folder(trial, self.scratch_id)
         if swap is not None:
             Path(swap).mkdir()
         checkpoint = assignment.checkpoint_folder
+        # The folder that the run names may be on its own disk alone.
         if checkpoint is not None and not Path(checkpoint).parent.is_dir():
             checkpoint = str(self.folder / "checkpoint_files")
         if checkpoint is not None:
@@ -140,6 +142,7 @@ class HostTrial:
         checkpoint = self._assignment.checkpoint_folder if self._assignment is not None else None
         for path in sorted(folder.rglob("*")):
             was_sent = path.parent == folder and (_REPLACED.fullmatch(path.name) or _GROWING.fullmatch(path.name))
+            # The run has written these itself, and holds its own version (FileReceiver refuses them).
             is_own = path.name in (TRIAL_FILE, CONFIG_FILE) or path.name.startswith(".")
             if not (was_sent or is_own or (checkpoint is not None and path.is_relative_to(checkpoint))):
                 with contextlib.suppress(OSError):  # a folder
@@ -154,6 +157,7 @@ class HostTrial:
                 file.seek(0)
             if seen != self._seen.get(path):
                 self._seen[path] = seen
+                # One part ahead, as the last must be marked: the receiver then puts the file in its place.
                 part, start = file.read(_PART_BYTES), 0
                 while True:
                     following = file.read(_PART_BYTES)
@@ -190,6 +194,7 @@ class HostTrial:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._leader.wait(1.0)
         swap = self._assignment.swap_folder if self._assignment is not None else None
+        # Before anything is removed, which makes room on the disk again.
         end = HostEnd(
             left=tuple(sorted(left)),
             oom_killed=read_oom_kill_count() > self._oom_kills_before,
@@ -228,11 +233,13 @@ def find_trial_processes(*scratch_ids: str) -> set[int]:
             pid = int(entry.name)
             if entry.stat().st_uid != os.getuid() or not processes.is_alive(pid):
                 continue
+            # Before the variables, which may be unreadable: the process is then still found by its parent or session.
             values = processes.stat_values(entry / "stat")  # state, parent, group, session
             parents[pid], sessions[pid] = (int(values[1]), int(values[3])) if values else (0, 0)
             if not marks.isdisjoint((entry / "environ").read_bytes().split(b"\0")):
                 members.add(pid)
     while True:
+        # Until none is added, as children of children count too.
         related = {pid for pid in parents if parents[pid] in members or sessions[pid] in members}
         if related <= members:
             return members - {os.getpid()}

@@ -46,6 +46,7 @@ _HOST = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._:-]*")
 _CONNECT_SECONDS = 60.0
 """For ssh to log in and Python to start there, from a slow disk too."""
 _REQUEST_SECONDS = 60.0
+# Several ops, of which each may take half an hour (ops.prepare_ops).
 _BUILD_SECONDS = 7200.0
 _RETRY_SECONDS = 2.0
 _CLOSE_SECONDS = 20.0
@@ -122,7 +123,9 @@ class HostConnection:
         own = self._socket
         if own is None:
             own, other = socket.socketpair()
+            # A file and no pipe, which nobody would empty: ssh would wait once it is full.
             self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed by close()
+            # Closed here, or the end of the agent would not be the end of the input.
             with other:
                 self._process = subprocess.Popen(
                     self._command,
@@ -135,6 +138,7 @@ class HostConnection:
             self._socket = own
         self.problem = None
         self._stream = MessageStream(own.fileno(), own.fileno(), receive=self._receive, ended=self._end)
+        # Nothing comes while ssh logs in. The agent's greeting ends this longer limit.
         self._stream.silence_seconds = _CONNECT_SECONDS
         self._stream.start()
 
@@ -160,6 +164,7 @@ class HostConnection:
         """
         future: Future[Any] = Future()
         number = next(self._ids)
+        # Before the request is sent: its answer may come, in another thread, at once.
         self._replies[number] = future, say, kind
         if self._stream is not None:
             self._stream.send({"id": number, "request": what, **values})
@@ -185,6 +190,7 @@ class HostConnection:
         ``began``: when the request was sent, by the monotonic clock.
         """
         while True:
+            # Read each time round: the thread of the connection moves it.
             left = max(began, self._heard) + quiet_seconds - time.monotonic()
             with contextlib.suppress(FutureTimeoutError):
                 return future.result(max(0.0, left))
@@ -199,6 +205,7 @@ class HostConnection:
         if "agent" in message and not self._greeting.done():
             if self._stream is not None:
                 self._stream.silence_seconds = SILENCE_SECONDS
+            # The greeting of another version may have other fields; wait_for_agent refuses that agent.
             if message["agent"] == __version__:
                 self.hostname, self.address = str(message["hostname"]), message.get("address")
             self._greeting.set_result(str(message["agent"]))
@@ -217,6 +224,7 @@ class HostConnection:
             self.listen(message)
 
     def _end(self, reason: str) -> None:
+        # Closing is the end of a run, any other end a fault, of which ssh may tell the cause on its standard error.
         self._is_lost = self._is_lost or reason != "closed"
         if self._process is not None and self._is_lost:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -249,6 +257,7 @@ class HostConnection:
         self.close_input()
         if self._process is not None:
             try:
+                # A lost agent ends by itself after 15 s without a message; here only ssh or srun is waited for.
                 self._process.wait(0.1 if self._is_lost else _CLOSE_SECONDS)
             except subprocess.TimeoutExpired:
                 self._process.kill()
@@ -329,10 +338,12 @@ class Hosts:
                     connection.wait_for_agent()
                     self._lock_again(connection, max(_REQUEST_SECONDS, deadline - time.monotonic()))
                 except HostError:
+                    # At least one attempt, whatever the time left.
                     if time.monotonic() > deadline:
                         self._gave_up = True
                         raise
                     time.sleep(_RETRY_SECONDS)
+            # For hosts that answer too: only their agent can say that an earlier trial is gone from there.
             self._end_unproven(connection)
         self._gave_up = False
 
@@ -383,6 +394,7 @@ class Hosts:
             if name == connection.name:
                 end = connection.request("end", kind=HostEnd, trial=trial, grace_seconds=0.0)
                 if end.left:
+                    # They would disturb what the next trial measures.
                     raise HostError(f"{name}: processes {[*end.left]} of an earlier trial could not be ended")
                 self._unproven.remove((name, trial))
 

@@ -40,6 +40,7 @@ def start_leader(
 
 def lead_forked_ranks(folder: Path, world_size: int, run_rank: Callable[[Path, int, int], int]) -> None:
     """Warm launch, in a process forked from the preloaded server: forks the ranks and waits. Never returns."""
+    # Ranks are in a session of their own, by which the run finds all of them (processes.end_tree).
     os.setsid()
     _become_leader(folder)
     ranks: dict[int, int | None] = {}
@@ -55,8 +56,10 @@ def lead_forked_ranks(folder: Path, world_size: int, run_rank: Callable[[Path, i
 def _run_forked_rank(folder: Path, rank: int, world_size: int, run_rank: Callable[[Path, int, int], int]) -> None:
     code = 1
     try:
+        # Handlers are inherited by a fork: SIGTERM must end a rank, and not make it act as the leader.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.SIG_DFL)
+        # Again in each rank: a fork does not inherit it (prctl(2), PR_SET_PDEATHSIG).
         processes.die_with_parent()
         code = run_rank(folder, rank, world_size)
     finally:
@@ -84,6 +87,7 @@ def lead_command(folder: Path, command: list[str], working_folder: Path) -> int:
 def _become_leader(folder: Path) -> None:
     processes.redirect_streams(folder / LEADER_LOG)
     processes.adopt_orphans()
+    # Before the handler, which compares with it; and that is set before die_with_parent asks for the signal.
     parent = os.getppid()
 
     def on_terminate(_number: int, _frame: object) -> None:
@@ -93,6 +97,7 @@ def _become_leader(folder: Path) -> None:
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, on_terminate)
+    # Not SIGKILL: the leader has to end the ranks and remove files first.
     processes.die_with_parent(signal.SIGTERM)
 
 
@@ -112,6 +117,7 @@ def _wait_for_children(folder: Path, children: dict[int, int | None]) -> None:
     waiting = set(children)
     while waiting:
         try:
+            # Any child: adopted orphans would stay zombies otherwise.
             pid, status = os.waitpid(-1, 0)
         except ChildProcessError:
             break

@@ -49,6 +49,7 @@ class MessageStream:
         self._outgoing = bytearray()
         self._incoming = bytearray()
         self._lock = threading.Lock()
+        # A byte in it ends the wait in poll() where another thread has queued a message.
         self._wake_reader, self._wake_writer = os.pipe()
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="messages of a host", daemon=True)
@@ -63,6 +64,7 @@ class MessageStream:
         if self._closed:
             return
         with self._lock:
+            # In one piece: two threads that send must not mix their lines.
             self._outgoing += json_line(message) + b"\n"
         if threading.current_thread() is not self._thread:
             self._wake()
@@ -86,6 +88,7 @@ class MessageStream:
 
     def _wake(self) -> None:
         with contextlib.suppress(OSError):
+            # A full pipe wakes as well, and a closed one has nobody left to wake.
             os.write(self._wake_writer, b"\0")
 
     def _run(self) -> None:
@@ -118,6 +121,7 @@ class MessageStream:
             if now - pinged > PING_SECONDS:
                 pinged = now
                 self.send({"ping": True})
+            # Before the writing, so that what it queues goes out at once: send() does not wake its own thread.
             self._tick()
             self._write_messages()
 
@@ -127,11 +131,13 @@ class MessageStream:
         poll.register(self._reader, select.POLLIN)
         poll.register(self._wake_reader, select.POLLIN)
         if self._outgoing:
+            # Where both are one socket this call replaces the events of the first, which must stay among them.
             poll.register(self._writer, select.POLLOUT | (select.POLLIN if self._writer == self._reader else 0))
         events = dict(poll.poll(_POLL_SECONDS * 1000))
         if self._wake_reader in events:
             with contextlib.suppress(BlockingIOError):
                 os.read(self._wake_reader, _READ_BYTES)
+        # An error or a hang-up counts as input: reading then tells of it.
         return bool(events.get(self._reader, 0) & ~select.POLLOUT)
 
     def _read_messages(self, is_ready: bool) -> bool:
@@ -146,6 +152,7 @@ class MessageStream:
             raise EOFError
         self._incoming += data
         lines: list[bytearray] = []
+        # What arrived before has no line break: only the new part is searched, as a line may come in many parts.
         if b"\n" in data:
             *lines, self._incoming = self._incoming.split(b"\n")
         if len(self._incoming) > _MOST_LINE_BYTES:
@@ -168,6 +175,7 @@ class MessageStream:
         with self._lock:
             while self._outgoing:
                 try:
+                    # A part, since the slice is a copy of it.
                     written = os.write(self._writer, self._outgoing[:_READ_BYTES])
                 except BlockingIOError:
                     return

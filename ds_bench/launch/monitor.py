@@ -88,10 +88,12 @@ def watch(
     watcher = _Watcher(folder, world_size, limits, hosts)
     while True:
         if wait_leader(_POLL_SECONDS):
+            # Once more: what the ranks wrote within the last interval is not seen yet.
             watcher.check(listen)
             return "ended", watcher.start_seconds
         ending = watcher.check(listen)
         if ending is not None:
+            # In the other cases the cause is known already.
             if ending in ("timeout", "stalled"):
                 watcher.request_stacks()
             return ending, watcher.start_seconds
@@ -147,13 +149,16 @@ class _Watcher:
     def _check_growth(self, now: float) -> None:
         """Counts growth as a sign of life: libraries load, build or initialise for minutes without a heartbeat."""
         interval = min(self._limits.stall_timeout_seconds / _CHECKS_PER_STALL, _MAX_CHECK_INTERVAL_SECONDS)
+        # Ranks that step send a heartbeat for each step, which is proof enough.
         stepping = len(self._beats) == len(self._ranks) and all(beat.step >= 1 for beat in self._beats.values())
         if stepping or now - self._growth_checked_at < interval:
             return
         self._growth_checked_at = now
         if self._hosts is None:
+            # All descendants count: a compiler that a rank has started works for it.
             activity = processes.read_activity(processes.descendants())
         elif (told := self._hosts.read_activity()) is not None:
+            # A host that does not tell proves neither life nor a hang: the sums are not compared.
             activity = told
         else:
             return
@@ -173,6 +178,7 @@ class _Watcher:
         written = [rank for rank in self._ranks if rank_file(self._folder, rank).exists()]
         if len(written) == len(self._ranks):
             self._written_at = self._written_at or now
+            # A rank that has written all may still hang while its libraries end; its result counts in any case.
             return "hung_at_exit" if now - self._written_at > self._limits.exit_grace_seconds else None
         if self._failed_at is None and (self._some_rank_died(written) or any(map(self._reports_failure, written))):
             self._failed_at = now
@@ -181,6 +187,7 @@ class _Watcher:
         return None
 
     def _some_rank_died(self, written: list[int]) -> bool:
+        # A line without a rank is the launcher's, whose end alone is no failure of a rank.
         return any(entry.rank is not None and entry.rank not in written for entry in read_exits(self._folder))
 
     def _reports_failure(self, rank: int) -> bool:

@@ -73,6 +73,7 @@ def remedy_of(reason: str) -> str:
 
 def needed_ops(accelerator: Accelerator, configurations: Iterable[Configuration]) -> list[str]:
     """The ops without which trials of these configurations cannot run, in build order."""
+    # DeepSpeed loads it on a CPU with the first process group (comm/torch.py), in every configuration.
     needed = [SHARED_MEMORY] if accelerator == "cpu" else []
     for configuration in configurations:
         optimizer_op = _OPTIMIZER_OPS.get(optimizer_kind(configuration.deepspeed_config))
@@ -80,6 +81,7 @@ def needed_ops(accelerator: Accelerator, configurations: Iterable[Configuration]
             needed.append(optimizer_op)
         if configuration.uses_nvme:
             needed.append(ASYNC_IO)
+        # At stage 0 DeepSpeed uses torch.compile alone (runtime/engine.py).
         if is_deepcompiled(configuration.deepspeed_config) and configuration.stage > 0:
             needed.append(DEEPCOMPILE)
         needed += configuration.requires.ops
@@ -134,6 +136,7 @@ def cache_roots() -> list[Path]:
 
 def _can_write(folder: Path) -> bool:
     """Whether the folder can be written or, while it does not exist, created."""
+    # No folder is made to try it: of several candidates only the chosen one is to exist.
     nearest = next(parent for parent in (folder, *folder.parents) if parent.exists())
     return os.access(nearest, os.W_OK | os.X_OK)
 
@@ -177,7 +180,9 @@ def prepare_ops(
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise PreflightError(f"{folder} cannot be made: {error.strerror}", remedy="set DS_BENCH_OPS_CACHE") from None
+    # A cache of a group, which this user cannot write, saves the minutes of a build all the same.
     _copy_shared_cache(folder, names)
+    # Mostly nothing is to be done: no lock is taken then, and no other run's build waited for.
     if all(is_built(name, folder) for name in names) and not build_locks.stale_locks(folder):
         return {name: OpState(op=name, ready=True) for name in names}
     states = {}
@@ -227,6 +232,7 @@ def _lock_cache(folder: Path, say: Callable[[str], None]) -> Iterator[None]:
     """Keeps other runs from building in this cache; the kernel releases the lock however its holder ends."""
     with (folder / "builder").open("w") as file:
         try:
+            # Without waiting at first, so that the user is told what is waited for.
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             say("waiting for another run that builds ops …")
@@ -255,6 +261,7 @@ def _build(
             stdout=subprocess.PIPE,
             stderr=errors,
             env=processes.child_environment({**environment, "TORCH_EXTENSIONS_DIR": str(folder)}),
+            # Compilers are found by its session when the build is ended; Ctrl-C reaches this process alone.
             start_new_session=True,
             preexec_fn=processes.die_with_parent,
         )
@@ -265,6 +272,7 @@ def _build(
                     output, _ = child.communicate(timeout=max(0.0, min(1.0, left)))
                     break
                 except subprocess.TimeoutExpired:  # communicate goes on where it was, no output is lost
+                    # The wait was at most one second: the time is used up where no more was left.
                     if left <= 1.0:
                         raise
                     listen(time.monotonic() - start)
@@ -272,6 +280,7 @@ def _build(
             reason = f"the build took longer than {format_duration(timeout_seconds)}; log {log}"
             return OpState(op=name, ready=False, reason=reason, seconds=time.monotonic() - start)
         finally:
+            # After a success as well: nothing that the build has started may run beside the first trial.
             processes.end_tree(child.pid, earlier=earlier, grace_seconds=2.0)
             child.wait()
             if child.stdout is not None:
@@ -281,9 +290,11 @@ def _build(
 
 def _read_state(name: str, output: bytes, log: Path, code: int) -> OpState:
     try:
+        # The last line: DeepSpeed and compilers print others before it.
         answer = json.loads(output.splitlines()[-1])
         ready, seconds = answer["state"] == "ready", float(answer["seconds"])
         if ready:
+            # Only after the op was loaded, and renamed into place: other runs trust this file.
             write_json(log.with_suffix(".ready"), answer["libraries"])
         reason = "" if ready else f"{answer['reason']}; log {log}"
     except (ValueError, IndexError, KeyError, TypeError):

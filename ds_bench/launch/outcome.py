@@ -65,10 +65,13 @@ def determine_outcome(evidence: Evidence) -> TrialOutcome:
     success = Outcome(status=schema.SUCCESS)
     if len(measurements) == evidence.world_size:
         return TrialOutcome(outcome=success, measurements=measurements, caveats=_exit_caveats(evidence))
+    # The window had ended on every rank, so its numbers hold whatever failed in the inspection after it.
     if evidence.ending is not None and not problems and (measurements := _read_partial_files(evidence)):
         caveats = (_unfinished_caveat(failures),)
         return TrialOutcome(outcome=success, measurements=measurements, failures=failures, caveats=caveats)
     outcome = (
+        # The first that applies. Each may cause those below it: what a rank tells of memory says most; a lost host, a
+        # dead server or a full disk makes ranks die by signals and raise; a missing file explains nothing.
         _oom_outcome(failures, evidence)
         or _interrupted_outcome(evidence)
         or _host_outcome(evidence)
@@ -125,6 +128,7 @@ def _read_rank_file(path: Path, rank: int, evidence: Evidence) -> RankMeasuremen
     if "failure" in data:
         return json_files.build(RankFailure, data["failure"])
     measurement = json_files.build(RankMeasurement, data["measurement"])
+    # A file of another rank or of another number of ranks is no result of this trial.
     if measurement.rank != rank or measurement.world_size != evidence.world_size:
         raise ValueError(f"is of rank {measurement.rank} of {measurement.world_size}")
     return measurement
@@ -268,6 +272,7 @@ def _find_signal(entry: RankExit) -> int | None:
     """The signal behind an exit. The deepspeed launcher passes on that of a rank as exit code 256 - number."""
     if entry.signal is not None:
         return entry.signal or None
+    # Linux has 64 signals. Smaller codes are exit codes that a rank chose itself.
     if entry.rank is None and entry.code is not None and 256 - 64 < entry.code < 256:
         return 256 - entry.code
     return None
@@ -290,6 +295,7 @@ def _timeout_outcome(evidence: Evidence) -> Outcome | None:
 
     def progress(rank: int) -> tuple[int, int, float]:
         beat = read_beat(evidence.folder, rank)
+        # A rank without a heartbeat is behind those before their first step, which is -1.
         return (beat.step, PHASES.index(beat.phase), beat.time) if beat is not None else (-2, 0, 0.0)
 
     # The rank that came least far, then the one silent for longest: the others wait for it.
@@ -309,6 +315,7 @@ def _exception_outcome(
         return None
     for failure in causes or failures:
         text = f"{failure.error_class} in {failure.phase}: {failure.message}"
+        # A class of exceptions may be named like one of our statuses.
         is_status = failure.error_class.isidentifier() and failure.error_class not in schema.STATUSES
         status = failure.error_class if is_status else schema.CRASHED
         return _fail(evidence, status, failure.rank, text, phase=failure.phase)
@@ -320,6 +327,7 @@ def _missing_file_outcome(problems: Mapping[int, str], evidence: Evidence) -> Ou
         return _fail(evidence, schema.CRASHED, rank, problem)
     missing = _missing_ranks(evidence)
     exits = {entry.rank: entry for entry in read_exits(evidence.folder)}
+    # One whose end was seen says more than one that may never have started.
     rank = next((rank for rank in missing if rank in exits), missing[0])
     entry = exits.get(rank) or exits.get(None)
     code = f"exit code {entry.code}" if entry is not None and entry.code is not None else "no exit code seen"

@@ -45,14 +45,18 @@ def rank_environment(
         **import_variables(environ.get("PYTHONPATH", "")),
         # For ninja, which lies beside the interpreter of a virtual environment that may not be activated.
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), environ.get("PATH", os.defpath)]),
+        # NVML's order, in which this program counts GPUs; CUDA's own puts the fastest first.
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+        # torch.cuda.is_available() would otherwise start CUDA, which processes forked later could not use.
         "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+        # The library's threads do not survive a fork, and it warns where they were in use.
         "TOKENIZERS_PARALLELISM": "false",
     }
     variables |= _name_and_home(environ)
     if placement.accelerator == "cuda":
         variables |= cuda_environment(environ, query or gpus.NvmlQuery())
     architectures = variables.get("TORCH_CUDA_ARCH_LIST") or environ.get("TORCH_CUDA_ARCH_LIST")
+    # Ops for the CPU do not depend on the architectures, and share one folder.
     cuda_only = architectures if placement.accelerator == "cuda" else None
     variables["TORCH_EXTENSIONS_DIR"] = str(ops.cache_folder(placement.accelerator, cuda_only))
     if not placement.hosts:  # nothing listens to the outside
@@ -74,6 +78,7 @@ def thread_variables(placement: Placement, environ: Mapping[str, str], root: Pat
     """The number of threads of each rank of a placement, as a variable; none where the user has set it."""
     if "OMP_NUM_THREADS" in environ:
         return {}
+    # Without the variable each rank would take as many threads as the machine has cores.
     return {"OMP_NUM_THREADS": str(max(1, int(host_memory.usable_cores(root) / placement.ranks_per_node)))}
 
 

@@ -22,6 +22,7 @@ from .message_stream import SILENCE_SECONDS, Message
 
 _USER_VARIABLES = ("NCCL_", "GLOO_", "TP_", "OMP_", "GOMP_", "KMP_", "MKL_", "UCX_", "FI_", "MV2_", "TORCH_NCCL_")
 """Beginnings of the variables that hold on every host if the user has set them: of communication and threads."""
+# Relative, without a part that begins with a dot: no host can write outside the trial's folder.
 _FILE_NAME = re.compile(r"(?:[A-Za-z0-9_][A-Za-z0-9_.@=+-]{0,200}/){0,3}[A-Za-z0-9_][A-Za-z0-9_.@=+-]{0,200}")
 _RANK_FILE = re.compile(r"rank([0-9]+)")
 """The beginning of the names of a rank's files."""
@@ -63,6 +64,7 @@ class RemoteTrial:
         self._hosts.reconnect(wait_seconds)
         self.master = self._hosts.master_of(self._placement)
         for connection, receiver in zip(self._hosts.connections, self._receivers, strict=True):
+            # Before the request: a host on which beginning fails halfway has something to end, too.
             connection.listen = receiver.receive
             self._begun.append(connection)
         self._hosts.request_all(
@@ -122,6 +124,7 @@ class RemoteTrial:
         ``quiet_seconds``: after so long without a file of a host, besides the time that ending takes, it is lost.
         """
         values: dict[str, Any] = {"trial": self.scratch_id, "grace_seconds": grace_seconds}
+        # All at a time, as each may take the whole grace.
         futures = [(each, each.send_request("end", kind=HostEnd, **values)) for each in self._begun]
         answers: list[HostEnd] = []
         caveats: list[str] = []
@@ -136,6 +139,7 @@ class RemoteTrial:
                 lost = lost or (error if isinstance(error, HostLostError) else None)
                 self._hosts.note_unproven(connection.name, self.scratch_id)
                 caveats.append(f"it is not proven that no process is left on a host: {error}")
+            # What a host still sends, after it was lost for instance, belongs to no trial any more.
             connection.listen = lambda _message: None
         caveats += [receiver.problem for receiver in self._receivers if receiver.problem is not None]
         return RemoteEnd(
@@ -189,6 +193,7 @@ class FileReceiver:
             name = f"leader.host{self._number}.log"
         path = self._folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
+        # Renamed when complete, since the monitor takes a rank's file for its result as soon as it exists.
         target = path.with_name(f".{path.name}.part") if message["whole"] else path
         flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         flags |= os.O_TRUNC if message["whole"] and start == 0 else 0

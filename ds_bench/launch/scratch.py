@@ -29,6 +29,7 @@ _SWAP_PREFIX = "ds_bench_swap"
 _CHECKPOINT_PREFIX = "ds_bench_checkpoint"
 _OWNER_PREFIX = "ds_bench_owner"
 _SHARED_MEMORY = Path("/dev/shm")
+# multiprocessing begins the names of its temporary folders with "pymp-" (multiprocessing/util.py, get_temp_dir).
 _REMOVABLE = ("deepspeed_allreduce_buffer_", "ds_bench_meet_", HOST_FOLDER_PREFIX, "pymp-")
 """Beginnings of the names that may be removed, whatever a file of notes contains."""
 
@@ -36,6 +37,7 @@ _REMOVABLE = ("deepspeed_allreduce_buffer_", "ds_bench_meet_", HOST_FOLDER_PREFI
 def _host_and_namespace() -> str:
     """Host and process namespace, within which a process id is unique."""
     try:
+        # Containers may share the folders, and have a process of the same id each.
         namespace = Path("/proc/self/ns/pid").stat().st_ino
     except OSError:
         namespace = 0
@@ -43,6 +45,7 @@ def _host_and_namespace() -> str:
 
 
 def _name_own_process() -> str:
+    # With its start, as the kernel gives ids again.
     return f"{os.getpid()}-{start_ticks(os.getpid())}"
 
 
@@ -63,6 +66,7 @@ def note_owned(*patterns: str) -> None:
 
     Nothing is noted where neither shared memory nor the temporary folder can be written.
     """
+    # One is enough: remove_abandoned looks into both, as a process may have been able to write only the other.
     for folder in _owner_folders()[:1]:
         path = folder / f"{_OWNER_PREFIX}.{_host_and_namespace()}.{_name_own_process()}"
         if not path.exists():
@@ -109,6 +113,7 @@ def remove_abandoned() -> list[Path]:
 
 
 def _is_mine(path: Path, kind: Callable[[int], bool]) -> bool:
+    # Not stat(): these folders are open to every user, and a link to somebody else's files must not be followed.
     status = path.lstat()
     return status.st_uid == os.getuid() and kind(status.st_mode)
 
@@ -116,6 +121,8 @@ def _is_mine(path: Path, kind: Callable[[int], bool]) -> bool:
 def _remove_matches(pattern: str) -> list[Path]:
     """Removes this user's files and folders of that pattern with a name of ours. Returns them."""
     removed = []
+    # A list first, since the loop removes what glob goes through. The pattern is only as good as the file it is from:
+    # name and owner are checked for each match.
     for path in list(Path("/").glob(pattern.lstrip("/"))):
         if path.name.startswith(_REMOVABLE) and _is_mine(path, stat.S_ISDIR):
             shutil.rmtree(path, ignore_errors=True)
@@ -128,6 +135,8 @@ def _remove_matches(pattern: str) -> list[Path]:
 
 def new_scratch_id() -> str:
     """Nine random digits, which no other trial on this machine has."""
+    # Digits alone: it is the MASTER_PORT of ranks that meet through a file, where it makes the names of their shared
+    # memory unique (worker/rank.py).
     return str(secrets.randbelow(9 * 10**8) + 10**8)
 
 
@@ -142,6 +151,7 @@ def shared_memory(scratch_id: str) -> str:
 def rendezvous_file(scratch_id: str) -> Path:
     """The file through which the ranks of a trial find each other, in a folder whose path may stand in a URL."""
     folders = (tempfile.gettempdir(), "/tmp", str(_SHARED_MEMORY))
+    # In a file:// address these signs end the path.
     folder = next(folder for folder in folders if not set(folder) & set("?#"))
     return Path(folder) / f"ds_bench_meet_{os.getuid()}_{scratch_id}"
 

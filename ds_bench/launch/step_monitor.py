@@ -36,6 +36,7 @@ class StepMonitor:
 
     def _write_new_steps(self) -> None:
         for reader, samples in zip(self._readers, self._unwritten, strict=True):
+            # A rank's file keeps its last steps alone, so they are taken over as they come.
             samples.extend(reader.new_samples())
         while all(self._unwritten):
             number = max(samples[0][0] for samples in self._unwritten)
@@ -66,6 +67,7 @@ class StepMonitor:
 
 
 def _trial_step(number: int, samples: list[StepSample], tokens_per_step: int) -> TrialStep:
+    # The slowest rank ends the step for all.
     seconds = max(sample.seconds for sample in samples)
     losses = [sample.loss for sample in samples if sample.loss is not None]
     return TrialStep(
@@ -74,8 +76,10 @@ def _trial_step(number: int, samples: list[StepSample], tokens_per_step: int) ->
         time=max(sample.time for sample in samples),
         seconds=seconds,
         tokens_per_second=tokens_per_step / seconds if seconds > 0 else None,
+        # Each rank has the loss of its own part of the batch: a mean of some would be another number.
         loss=math.fsum(losses) / len(losses) if len(losses) == len(samples) else None,
         **{
+            # Of the fullest GPU, which runs out first; of the host the sum, as its ranks share the memory.
             name: max(measured_values(samples, name), default=None)
             for name in ("gpu_allocated_bytes", "gpu_reserved_bytes", "gpu_peak_bytes")
         },

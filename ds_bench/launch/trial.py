@@ -69,12 +69,15 @@ def run_trial(
     with status Interrupted; any other exception but HostError is raised again. In all cases the processes are ended
     first.
     """
+    # Ranks outlive a launcher that is killed (DeepSpeed's launcher/launch.py ends none then). As adopted orphans
+    # they stay descendants of this process, and are found when the trial is ended.
     processes.adopt_orphans()
     assignment = _create_assignment(trial, folder, environment, limits, on_this_host=hosts is None)
     assignment.save(folder, with_swap_folder(trial.ds_config, assignment.swap_folder or ""))
     remote = RemoteTrial(hosts, folder, assignment) if hosts is not None else None
     started_at, clock = datetime.now(UTC).isoformat(timespec="seconds"), time.monotonic()
     oom_kills_before = read_oom_kill_count()
+    # The preloaded server and the connections to hosts, which serve later trials and must not end with this one.
     earlier = processes.descendants()
     ending: Ending | None = None
     start_seconds: float | None = None
@@ -90,6 +93,7 @@ def run_trial(
 
     try:
         if remote is not None:
+            # The hosts get the trial's files before any rank starts, which reads them at once.
             _begin_on_hosts(remote, limits, earlier)
         leader = start(trial, folder, remote)
         with raising_on_interrupt():
@@ -98,12 +102,16 @@ def run_trial(
         ending, host_error = "host_lost", error
     except BaseException as error:  # the tree must end first
         interruption = error
+    # The user, or Slurm before a time limit, waits for the end of an interrupted run.
     grace_seconds = min(limits.kill_grace_seconds, 2.0 if interruption is not None else limits.kill_grace_seconds)
     ended = _end_trial(leader, remote, earlier, grace_seconds, limits.stall_timeout_seconds)
     if monitor is not None:
+        # Only when the ranks have ended: it reads their last steps and removes their files.
         monitor.close()
+    # Before the swap files are removed, which makes room again.
     disk_full = disk_is_full(assignment.swap_folder)
     remove_scratch(assignment)
+    # Only here, so that an error in the run leaves neither processes nor files behind.
     if interruption is not None and not isinstance(interruption, KeyboardInterrupt):
         raise interruption
     result = determine_outcome(
@@ -147,6 +155,7 @@ def _end_trial(
     leader: Leader | None, remote: RemoteTrial | None, earlier: set[int], grace_seconds: float, quiet_seconds: float
 ) -> RemoteEnd:
     """Ends every process of the trial, on this host and on others. Returns what was seen of it."""
+    # This host first: a launcher that goes on here could start ranks on a host that has ended its own.
     left = processes.end_tree(
         leader.pid if leader is not None else None,
         earlier=earlier,
@@ -154,6 +163,7 @@ def _end_trial(
         first_signal=leader.first_signal if leader is not None else signal.SIGTERM,
     )
     if leader is not None:
+        # Lets Popen or multiprocessing note that it has ended.
         leader.wait(1.0)
     ended = remote.end(grace_seconds, quiet_seconds) if remote is not None else RemoteEnd()
     if left:
@@ -174,6 +184,7 @@ def _create_assignment(
     rendezvous = rendezvous_file(scratch_id)
     swap, checkpoint = swap_folder(trial, scratch_id), checkpoint_folder(trial, folder, scratch_id)
     if on_this_host:
+        # Before they exist: a run that is killed in between must not leave what no later run knows of.
         note_owned(glob.escape(str(rendezvous)), shared_memory(scratch_id))
         # It exists for as long as the trial runs: a rank started by hand afterwards finds it missing.
         rendezvous.touch(mode=0o600, exist_ok=False)
@@ -183,9 +194,11 @@ def _create_assignment(
         trial=trial,
         rendezvous=f"file://{rendezvous}" if on_this_host else None,
         scratch_id=scratch_id,
+        # The variables of the row last: they are what it compares.
         environment={**environment, **trial.configuration.variables},
         swap_folder=swap if on_this_host else None,
         checkpoint_folder=checkpoint,
+        # Longer than the trial may take: a hung one is ended here, with stacks, before a rank's collective raises.
         collective_timeout_seconds=min(
             max(limits.timeout_seconds, limits.stall_timeout_seconds) + _COLLECTIVE_MARGIN_SECONDS,
             _MAX_COLLECTIVE_SECONDS,

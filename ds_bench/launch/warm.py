@@ -47,6 +47,7 @@ class WarmLauncher:
     """
 
     def __init__(self, environment: Mapping[str, str], limits: Limits, otherwise: Launcher | None = None) -> None:
+        # The server ends itself if this process died before it could ask to die with it (worker/preload.py).
         self._environment = {**environment, "DS_BENCH_PARENT": str(os.getpid())}
         self._limits = limits
         self._otherwise = otherwise
@@ -70,6 +71,7 @@ class WarmLauncher:
         except (EOFError, OSError) as error:
             return f"the preloaded server did not start ({type(error).__name__})"
         except BaseException:
+            # An interrupted start must not leave a server that goes on loading.
             processes.end_tree(None, earlier=earlier, grace_seconds=1.0)
             raise
 
@@ -77,6 +79,7 @@ class WarmLauncher:
         _ensure_tracker()
         self._context.set_forkserver_preload([_PRELOAD])
         result_file = Path(temporary_folder()) / "probe.json"
+        # An earlier server's answer says nothing of this one.
         result_file.unlink(missing_ok=True)
         with _set_variables(self._environment):  # the server inherits them
             probe = self._context.Process(target=_write_probe_result, args=(str(result_file),), daemon=True)
@@ -128,6 +131,7 @@ class WarmLauncher:
         return self._server_pid is not None and processes.is_alive(self._server_pid)
 
     def _start(self, trial: Trial, folder: Path, _remote: RemoteTrial | None) -> Leader:
+        # No daemon: multiprocessing lets neither a daemon nor the ranks forked from one start processes.
         process = self._context.Process(target=_lead_trial, args=(str(folder), trial.placement.num_gpus), daemon=False)
         try:
             # Without a server multiprocessing would start one here: not probed, and as a part of the trial.
@@ -191,6 +195,7 @@ def _write_probe_result(result_file: str) -> None:
         reason = "the CUDA driver was initialised in it"
     elif {"torch", "deepspeed", "ds_bench.worker.measure"} & set(missing):
         reason = f"it could not import {', '.join(missing)}"
+    # torch marks the children of a process that has used CUDA, and refuses it to them (torch/cuda/__init__.py).
     elif os.environ.get("DS_ACCELERATOR") != "cpu" and importlib.import_module("torch").cuda._is_in_bad_fork():
         reason = "CUDA was initialised in it"
     Path(result_file).write_text(json.dumps({"reason": reason, "server": os.getppid()}))

@@ -25,6 +25,8 @@ from .gpus import GpuFacts
 FOLDER_VARIABLE = "DS_BENCH_LOCK_DIR"
 _PREFIX = "ds_bench_lock_"
 _POLL_SECONDS = 0.2
+# For reading, since a file of another user may not be opened for writing; the folder is open to everybody, so no
+# link is followed and a pipe does not block.
 _FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
@@ -102,6 +104,7 @@ def _lock(path: Path, shown: str, locks: DeviceLocks, say: Callable[[str], None]
     """Opens and locks a file. Raises OSError where that cannot be done."""
     told = False
     while True:
+        # Opened anew each time, without waiting in flock: its holder removes the file, whose lock then excludes nobody.
         file = open(_open(path), "rb", buffering=0)  # noqa: SIM115 - open for as long as the lock is held
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -123,6 +126,8 @@ def _open(path: Path) -> int:
     """Opens the file of a lock, which is made if there is none. A file of another user may be locked too."""
     while True:
         try:
+            # First without O_CREAT, which the kernel may refuse for another user's file in a sticky folder
+            # (fs.protected_regular in Documentation/admin-guide/sysctl/fs.rst).
             return os.open(path, _FLAGS)
         except FileNotFoundError:
             with contextlib.suppress(FileExistsError):
@@ -140,6 +145,7 @@ def _is_at(path: Path, file: BinaryIO) -> bool:
 
 def _release(path: Path, file: BinaryIO) -> None:
     with contextlib.suppress(OSError):  # of another user
+        # Before the file is closed: until the lock is released the file at this path is the one that is locked.
         path.unlink()
     file.close()
 

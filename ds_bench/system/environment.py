@@ -174,6 +174,7 @@ def setting_differences(a: Environment, b: Environment) -> list[str]:
     """
     if not (a.complete and b.complete):
         return []
+    # These three are compared by software_differences.
     names = sorted({*a.packages, *b.packages} - {"torch", "deepspeed", "transformers"})
     variables = sorted({*a.variables, *b.variables} - {"SLURM_JOB_ID"})  # a number says nothing of the machine
     facts = (
@@ -270,6 +271,7 @@ def _torch_built_for(platform: str) -> str | None:
 def recorded_variables(environ: Mapping[str, str]) -> dict[str, str]:
     """The variables that affect training, by name. Secrets are redacted, bytes that are not UTF-8 are escaped."""
     names = sorted(name for name in environ if name.startswith(_PREFIXES) or name in _SLURM)
+    # Python keeps bytes that are not UTF-8 as half surrogates, which JSON files in UTF-8 cannot hold.
     values = {name: environ[name].encode("utf-8", "backslashreplace").decode("utf-8") for name in names}
     return {name: REDACTED if looks_secret(name, environ[name]) else value for name, value in values.items()}
 

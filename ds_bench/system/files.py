@@ -32,8 +32,10 @@ def opened(path: Path, most_bytes: int) -> Iterator[BinaryIO]:
         raise OSError(errno.EILSEQ, "a name holds no null byte", str(path))
     if not stat.S_ISREG(path.stat().st_mode):  # opening a device can already have an effect
         raise OSError(errno.EINVAL, "is not a regular file", str(path))
+    # Without waiting: should it be a pipe by now, opening it would wait for a writer.
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
+        # Again, since the path may have been replaced in between.
         facts = os.fstat(handle)
         if not stat.S_ISREG(facts.st_mode):
             raise OSError(errno.EINVAL, "is not a regular file", str(path))
@@ -65,6 +67,7 @@ def disk_is_full(folder: str | None) -> bool:
         return False
     try:
         with tempfile.TemporaryFile(dir=folder) as probe:
+            # This takes blocks; statvfs(3) does not tell of a user's quota.
             os.posix_fallocate(probe.fileno(), 0, FULL_DISK_BYTES)
     except OSError as error:
         return error.errno in (errno.ENOSPC, errno.EDQUOT)
@@ -76,6 +79,7 @@ def require_writable(folder: Path, flag: str) -> None:
 
     ``flag``: that named it.
     """
+    # The folder may not be made yet, and is not made here: a run that is refused leaves nothing.
     nearest = folder
     while not nearest.exists():
         nearest = nearest.parent

@@ -259,4 +259,5 @@ def read_text(path: Path) -> str | None:
 
 def read_oom_kill_count() -> int:
     """How many processes the kernel has killed for memory so far, in this cgroup and on this host."""
+    # A kill may count in both. Only a rise of the sum is looked at, and either file may be missing.
     return (cgroup_oom_kill_count() or 0) + (host_oom_kill_count() or 0)

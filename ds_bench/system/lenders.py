@@ -92,6 +92,8 @@ def find_nodes(environ: Mapping[str, str]) -> LaunchedNodes | None:
     """The nodes of a job of torchrun or DeepSpeed's launcher on several; None elsewhere, and in a job of Slurm, which
     tells the names of its nodes itself."""
     by_torchrun = "LOCAL_WORLD_SIZE" in environ
+    # torchrun's names of the node's number, the number of nodes and of ranks here; DeepSpeed has others
+    # (launcher/launch.py).
     names = ("GROUP_RANK", "GROUP_WORLD_SIZE", "LOCAL_WORLD_SIZE")
     if not by_torchrun:
         names = ("CROSS_RANK", "CROSS_SIZE", "LOCAL_SIZE")
@@ -143,6 +145,7 @@ def accept_lenders() -> dict[str, socket.socket]:
 
 def assume_hosts(nodes: LaunchedNodes) -> None:
     """What :func:`borrow_ranks` would find out, without asking any node: for ``--dry-run``."""
+    # Only the sum is known of the other nodes: it is spread evenly.
     share, more = divmod(nodes.ranks - nodes.ranks_here, nodes.count - 1)
     _keep_own(nodes)
     for number in range(1, nodes.count):
@@ -161,6 +164,7 @@ def borrow_ranks(nodes: LaunchedNodes) -> None:
         while len(found) < nodes.count - 1:
             with contextlib.suppress(TimeoutError):
                 connection, _ = listener.accept()
+                # A thread for each: a stranger that connects and stays silent must not hold up the nodes.
                 threading.Thread(target=_receive_lender, args=(nodes, connection, found), daemon=True).start()
             now = time.monotonic()
             if now - began > _QUIET_SECONDS and not said:
@@ -175,6 +179,7 @@ def borrow_ranks(nodes: LaunchedNodes) -> None:
     _keep_own(nodes)
     _lenders.update(found)
     names = [lender.name for lender in _lenders.values()]
+    # Results and connections are kept by host name from here on.
     if len(set(names)) < len(names):
         raise PreflightError(
             f"the nodes call themselves {', '.join(sorted(names))}: they are one machine, or cannot be told apart",
@@ -205,6 +210,7 @@ def _listen(nodes: LaunchedNodes, deadline: float) -> socket.socket:
         raise PreflightError(f"MASTER_ADDR {nodes.address} is {address} here, for this machine alone", remedy=remedy)
     while True:
         try:
+            # At this address alone, so that no other network of the host reaches the port.
             listener = socket.create_server((address, nodes.port), family=family, backlog=128)
         except OSError as error:
             if error.errno == errno.EADDRINUSE and time.monotonic() < deadline:
@@ -234,6 +240,7 @@ def _receive_lender(nodes: LaunchedNodes, connection: socket.socket, found: dict
         _keep_alive(connection)
         acceptance = _line({"proof": nodes.proof("accepted", challenge, greeting["challenge"])})
         lender = _Lender(name=name, ranks=ranks, connection=connection, acceptance=acceptance)
+        # Threads may race for one number: setdefault lets the first have it.
         if found.setdefault(number, lender) is not lender:
             raise ValueError
     except (OSError, ValueError, KeyError, TypeError):
@@ -278,6 +285,7 @@ def _become(agent: Sequence[str], connection: socket.socket, environ: Mapping[st
     """Replaces this process, so that the launcher's signals reach the agent, and its exit code the launcher."""
     sys.stdout.flush()
     sys.stderr.flush()
+    # The agent reads requests from its standard input and answers on its standard output.
     os.dup2(connection.fileno(), 0)
     os.dup2(connection.fileno(), 1)
     os.execvpe(agent[0], list(agent), dict(environ))

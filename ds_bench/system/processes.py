@@ -36,6 +36,7 @@ def _prctl(option: int, value: int) -> bool:
 def child_environment(changes: Mapping[str, str]) -> dict[str, str]:
     """Variables of a Python child process: those of this process, the changes, and :func:`import_variables`."""
     variables = {**os.environ, **changes}
+    # Last, so that no change takes this package off the child's path.
     return {**variables, **import_variables(variables.get("PYTHONPATH", ""))}
 
 
@@ -180,6 +181,7 @@ def cuda_is_initialised() -> bool:
     Before ``cuInit`` every call of the driver's library returns 3 (CUDA Driver API, CUDA_ERROR_NOT_INITIALIZED).
     """
     try:
+        # RTLD_NOLOAD: only if something has loaded it already; asking must not do so.
         driver = ctypes.CDLL("libcuda.so.1", mode=os.RTLD_NOLOAD | os.RTLD_NOW)
         return int(driver.cuDeviceGetCount(ctypes.byref(ctypes.c_int()))) != _CUDA_ERROR_NOT_INITIALIZED
     except (OSError, AttributeError):  # not loaded, or not the driver
@@ -231,6 +233,7 @@ def start_ticks(pid: int) -> int | None:
     Tells apart processes that had the same id one after the other (proc_pid_stat(5), starttime).
     """
     values = stat_values(Path(f"/proc/{pid}/stat"))
+    # Field 22 in proc_pid_stat(5); the values begin with field 3.
     return int(values[19]) if values else None
 
 
@@ -253,6 +256,7 @@ def read_activity(pids: Iterable[int]) -> Activity:
         with contextlib.suppress(psutil.Error):
             process = psutil.Process(pid)
             resident += process.memory_info().rss
+            # The last that is read: a process that hides its traffic still counts with its memory.
             counters = process.io_counters()
             disk += counters.read_bytes + counters.write_bytes
     return Activity(resident_bytes=resident, disk_bytes=disk)
@@ -291,6 +295,7 @@ def end_processes(
         if seconds >= grace_seconds:
             send_signal(left, signal.SIGKILL)
         time.sleep(_POLL_SECONDS)
+        # Killed children stay zombies, and their ids in use, until they are collected.
         reap(left)
         left = find()
     return left

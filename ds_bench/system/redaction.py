@@ -69,6 +69,7 @@ def redacted_keys(config: Mapping[str, Any]) -> list[str]:
 def secrets_of(config: Mapping[str, Any]) -> list[str]:
     """The texts in a configuration that may be credentials, the longest first."""
     secrets = {value for path, value in _texts("", config) if value and value != REDACTED and _is_secret(path, value)}
+    # One may contain another, of which a rest would stay if the shorter were taken out first.
     return sorted(secrets, key=len, reverse=True)
 
 

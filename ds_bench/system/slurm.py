@@ -18,6 +18,7 @@ def tasks_of_nodes(environ: Mapping[str, str]) -> dict[str, int]:
     Raises UsageError if Slurm does not tell the names.
     """
     nodes = environ.get("SLURM_JOB_NODELIST", "")
+    # The list of a single node has neither brackets nor commas.
     if "SLURM_JOB_ID" not in environ or not re.search(r"[\[,]", nodes):
         return {}
     try:
@@ -48,5 +49,7 @@ def tasks_of_nodes(environ: Mapping[str, str]) -> dict[str, int]:
 
 def command_on_node(node: str, *words: str) -> list[str]:
     """The command line that starts a program on a node of this job, beside whatever runs there."""
+    # --overlap: else the step waits for what this job's step holds (srun(1)). --cpu-bind=none: the agent's ranks use
+    # all cores of the job on the node. --mpi=none: the agent is no MPI task.
     step = ["--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={node}", "--cpu-bind=none", "--mpi=none", "--quiet"]
     return ["srun", *step, *words]

@@ -56,11 +56,13 @@ def can_encode(text: str, stream: IO[str]) -> bool:
 def width_of(stream: IO[str]) -> int:
     """Columns to print in: ``COLUMNS``, else those of the terminal, else 100 where the stream is none."""
     columns = os.environ.get("COLUMNS", "")
+    # At most five digits: int() of a very long text raises, and no terminal is so wide.
     if columns.isdecimal() and 0 < len(columns) < 6 and int(columns):
         return int(columns)
     try:
         return os.get_terminal_size(stream.fileno()).columns or 80
     except (OSError, ValueError):
+        # A terminal that does not tell its size may be narrow; a file has no width.
         return 80 if stream.isatty() else 100
 
 
@@ -206,6 +208,7 @@ class StatusLine:
         if not self.quiet:
             self.close()
             print_text(text, self.stream)
+            # On a terminal the redrawn line follows at once; in a log it would only add a line.
             self._shown_at = 0.0 if self._is_terminal else time.monotonic()
 
     def show(self, text: str) -> None:
@@ -225,6 +228,7 @@ class StatusLine:
         line = Text(shown, no_wrap=True, overflow="ellipsis")
         if self._live is None:
             console = make_console(self.stream)
+            # No refresh by itself: rich would start a thread that draws while trials are measured.
             self._live = Live(line, console=console, auto_refresh=False, transient=True)
             self._live.start()
         self._live.update(line, refresh=True)
