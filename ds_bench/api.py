@@ -41,7 +41,9 @@ if TYPE_CHECKING:
     import pandas
 
 PathText = str | os.PathLike[str]
+# What a shell reports of a program that SIGINT ended: 128 + 2.
 _INTERRUPTED = 130
+# Children may hold the pipe of a process that has ended, so its end is also asked for at this interval.
 _ENDED_POLL_SECONDS = 0.2
 _ERRORS: Mapping[str, type[DsBenchError]] = {"UsageError": UsageError, "PreflightError": PreflightError}
 
@@ -204,6 +206,7 @@ class Result:
 
     def __str__(self) -> str:
         """What the command ``report`` prints."""
+        # The report asks the stream for its encoding, which an io.StringIO lacks: its signs would become ASCII.
         stream = io.TextIOWrapper(buffer := io.BytesIO(), encoding="utf-8")
         print_reports(self.reports, stream)
         stream.flush()
@@ -227,6 +230,7 @@ def load(path: PathText, *more: PathText) -> Result:
     """
     paths = [Path(each) for each in (path, *more)]
     reports = build_reports(paths)
+    # A flat JSON lies in a folder too: only run.json tells that the folder is that of a run.
     folder = paths[0] if paths[0].is_dir() else paths[0].parent
     is_run = not more and (folder / RUN_FILE).is_file()
     return Result(reports=tuple(reports), folder=folder if is_run else None)
@@ -249,11 +253,13 @@ def run(
     """
     answer = _run_in_process(_run_arguments(recipe, keywords), progress)
     folder = answer.get("folder")
+    # An error crosses from the other process by the name of its class; of an unknown one the base class is made.
     if (error := answer.get("error")) is not None:
         made = _ERRORS.get(error["kind"], DsBenchError)(error["problem"], remedy=error["remedy"])
         for line in error["notes"]:
             made.add_note(line)
         raise made
+    # Without an error and a folder: Ctrl-C came before the run had made its folder.
     if answer["code"] == _INTERRUPTED or folder is None:
         raise KeyboardInterrupt(_how_to_go_on(folder))
     return load(folder)
@@ -276,6 +282,7 @@ def _run_arguments(recipe: PathText | Mapping[str, Any] | None, keywords: Mappin
 
 def _path_text(path: PathText) -> str:
     text = os.fspath(path)
+    # argparse would take a file name that begins with a dash for a flag.
     return os.path.join(".", text) if text.startswith("-") else text  # noqa: PTH118 - Path drops the dot
 
 
@@ -289,8 +296,10 @@ def _section_arguments(name: str, section: object) -> Iterator[str]:
 
 def _setting(path: str, value: object) -> list[str]:
     try:
+        # JSON is YAML, which --set reads, and keeps the type of each value: 1 is a number, "1" a text.
         return ["--set", f"{path}={json.dumps(value, default=_json_value, ensure_ascii=False)}"]
     except (TypeError, ValueError):
+        # TypeError: JSON has no such type; ValueError: a list that holds itself.
         raise UsageError(
             f"{path} is {value!r:.60}", remedy="give a number, a text, True, False, None or a list"
         ) from None
@@ -306,16 +315,19 @@ def _json_value(value: object) -> object:
 
 
 def _keyword_arguments(name: str, value: object) -> Iterator[str]:
+    # model and optimizer are names of a flag and of a section: a dict means the section.
     if isinstance(value, Mapping) and name in (*Recipe.model_fields, "sweep"):
         yield from _section_arguments(name, value)
         return
     action = commands.run_flags().get(name)
+    # Paths go by the name in the namespace, which differs from that of the flag in --profile (dest="profiles").
     path = PATHS.get(name if action is None else action.dest)
     if path is None and name not in RUN_ONLY:
         raise _unknown_keyword(name)
     swept = isinstance(value, (list, tuple)) and path is not None and can_be_swept(path)
     if path is not None and (action is None or value is None or value is False or swept):
         yield from _setting(path, value)  # no flag can say it
+    # --retry takes one text; other flags with a list take several words.
     elif name == "retry" and isinstance(value, (list, tuple)):
         yield from _flag(name, ",".join(map(str, value)))
     else:
@@ -331,6 +343,7 @@ def _flag(name: str, value: object) -> list[str]:
         return [flag]
     if isinstance(value, (list, tuple)):
         return [flag, *map(_flag_text, value)]
+    # With = a value that begins with a dash is not taken for a flag.
     return [f"{flag}={_flag_text(value)}"]
 
 
@@ -350,6 +363,7 @@ def _run_in_process(arguments: Sequence[str], progress: bool) -> dict[str, Any]:
 
     Raises KeyboardInterrupt after that process has saved its rows and ended, and DsBenchError if it was killed.
     """
+    # A process of its own, so that threads, signal handlers, children and GPU memory of this one stay untouched.
     process = subprocess.Popen(
         [sys.executable, "-m", "ds_bench.cli.requested_run"],
         env=processes.child_environment({}),
@@ -358,6 +372,7 @@ def _run_in_process(arguments: Sequence[str], progress: bool) -> dict[str, Any]:
         stderr=subprocess.PIPE,
         start_new_session=True,  # Ctrl-C reaches this process alone, which passes it on
     )
+    # The parent's id: this process may end before the other one has asked the kernel to be told of that.
     request = {"arguments": list(arguments), "parent": os.getpid(), "progress": progress}
     watched = _WatchedProcess(process, progress)
     try:
@@ -365,15 +380,18 @@ def _run_in_process(arguments: Sequence[str], progress: bool) -> dict[str, Any]:
             watched.send(json.dumps(request).encode())
             watched.wait()
         except KeyboardInterrupt:
+            # As Ctrl-C on a terminal would: the run ends its trial, saves its rows and then answers.
             process.send_signal(signal.SIGINT)
             watched.wait()
             raise KeyboardInterrupt(_how_to_go_on(watched.answer().get("folder"))) from None
         answer = watched.answer()
     finally:
         if process.poll() is None:  # a second Ctrl-C, or an error of this process
+            # SIGTERM ends a run as Ctrl-C does: it ends its ranks and saves its rows first.
             process.terminate()
             process.wait()
         watched.close()
+    # Errors of the user and of the system are answers: only a process that was killed or that crashed gives none.
     if not answer:
         raise DsBenchError(
             f"the process of the run ended with code {process.returncode}: {watched.last_line}",
@@ -392,6 +410,7 @@ class _WatchedProcess:
 
     def send(self, request: bytes) -> None:
         assert self._process.stdin is not None
+        # A process that ended before it read the request has said why on standard error.
         with contextlib.suppress(BrokenPipeError), self._process.stdin as stdin:
             stdin.write(request)
 
@@ -402,8 +421,10 @@ class _WatchedProcess:
         with selectors.DefaultSelector() as selector:
             selector.register(descriptor, selectors.EVENT_READ)
             while True:
+                # Asked before the pipe is read, so that what was written before the end is in the pipe by then.
                 ended = self._process.poll() is not None
                 if selector.select(0 if ended else _ENDED_POLL_SECONDS):
+                    # End of file: nobody holds the pipe, but the process itself may not have ended yet.
                     if not (chunk := os.read(descriptor, 65536)):
                         self._process.wait()
                         return
@@ -412,6 +433,7 @@ class _WatchedProcess:
                     return
 
     def _show(self, chunk: bytes) -> None:
+        # A chunk may end within a line, whose beginning waits for the rest.
         *lines, self._started_line = (self._started_line + chunk).split(b"\n")
         for line in lines:
             self.last_line = line.decode(errors="replace")
@@ -421,6 +443,7 @@ class _WatchedProcess:
     def answer(self) -> dict[str, Any]:
         """The answer of a process that has ended; empty if it gave none."""
         assert self._process.stdout is not None
+        # ValueError: nothing or half a line, from a process that was killed.
         with contextlib.suppress(ValueError):
             return dict(json.loads(self._process.stdout.read()))
         return {}
@@ -481,6 +504,7 @@ class Plan:
             {names.get(name, name): to_gb(value) if name in names else value for name, value in asdict(row).items()}
             for row in self.rows
         ]
+        # Types of pandas that have a missing value: None would make columns of floats or of objects.
         types = {"stage": "Int64", "min_gpus": "Int64", "max_batch": "Int64"}
         types |= dict.fromkeys(("strategy", "label", "verdict", "smallest_change"), "string")
         return pd.DataFrame(rows).astype(types)
@@ -503,6 +527,7 @@ def plan(**keywords: Unpack[PlanKeywords]) -> Plan:
 
     ``keywords``: flags of the command. Raises UsageError.
     """
+    # Through the parser, so that values are checked and defaults taken as on the command line.
     arguments = [each for name, value in keywords.items() for each in _flag(name, value)]
     options = commands.plan_options(commands.build_parser().parse_args(["plan", *arguments]))
     predicted, notes = predict_plan(options)

@@ -31,6 +31,7 @@ def show_advice(model: str, num_gpus: int, precision: Precision, grad_accum: int
     facts = _model_facts(model)
     title = f"{facts.name}, {format_millions(facts.parameters)} parameters, {precision}, {num_gpus} GPU(s); by formula"
     terminal.print_text(terminal.escape_controls(title) + "\n")
+    # Without none, which is the same as zero3.
     offloads = map(strategies.offload_strategy, strategies.OFFLOAD_NAMES[1:])
     catalogue = (*strategies.ZERO_STAGES.values(), *offloads, *REFERENCES.values())
     configurations = [*map(strategies.make_configuration, catalogue)]
@@ -102,6 +103,7 @@ def _model_facts(model: str) -> ModelFacts:
     try:
         facts = lookup.resolve_model(model, factory=False, trust_remote_code=False, environment=offline).facts
     except UsageError as error:
+        # A folder that is there was read, so its error is about what it holds.
         if Path(model).is_dir():
             raise
         more = "the folder of a model works too, and python -m ds_bench plan --online can ask the Hub"

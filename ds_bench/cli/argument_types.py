@@ -30,6 +30,7 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Refuses what it does not know, where argparse would leave that to the parser above a subcommand's."""
         values, unknown = super().parse_known_args(args, namespace)
+        # Only the parser of run has this default: its arguments are kept in run.json.
         if self.get_default("typed") is not None:
             values.typed = list(args)
         if unknown:
@@ -39,6 +40,7 @@ class Parser(argparse.ArgumentParser):
         return values, unknown
 
     def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
+        # Split before argparse checks each word against the choices. A text of commas alone stays, to be refused there.
         if action.nargs == "+" and action.choices is not None:
             arg_strings = [part for text in arg_strings for part in text.split(",") if part] or arg_strings
         return super()._get_values(action, arg_strings)
@@ -64,6 +66,7 @@ def integer(minimum: int, maximum: int = MAX_NUMBER) -> Callable[[str], int]:
         try:
             value = int(text)
         except ValueError:
+            # A text that is no number gets the same answer as a number that is too small.
             value = minimum - 1
         if value < minimum:
             raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a whole number of {minimum} or more")

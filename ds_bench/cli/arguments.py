@@ -99,6 +99,7 @@ def build_parser(family: Family, prog: str) -> argparse.ArgumentParser:
     _add_profiling(parser)
     _add_checkpoint(parser)
     _add_run(parser)
+    # DeepSpeed's launcher adds --local_rank=N (launcher/launch.py), torch.distributed.launch --local-rank=N.
     parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
     return parser
 
@@ -113,6 +114,7 @@ def add_flags_over_recipe(parser: argparse.ArgumentParser) -> None:
     _add_profiling(parser)
     _add_checkpoint(parser)
     _add_run(parser)
+    # Without a default, the attribute tells that the flag was typed; a default would replace the recipe's value.
     for action in parser._actions[before:]:
         action.default = argparse.SUPPRESS
 
@@ -463,10 +465,12 @@ def to_options(family: Family, values: argparse.Namespace) -> Options:
     given: dict[str, Any] = vars(values).copy()
     given.pop("local_rank")
     given["retry"] = split_names(given["retry"])
+    # Each script lacks a flag of the other: --stages of one, --stage (below) of the other.
     given.setdefault("stages", None)
     given["configs"] = tuple(given["configs"] or ())
     if given["stages"] is None and given["strategies"] is None and not given["configs"]:
         given |= DEFAULT_ROWS[family]
+    # Each once, since rows are told apart by their names.
     for name in ("stages", "strategies"):
         given[name] = tuple(dict.fromkeys(given[name] or ()))
     given["ds_config"] = overrides.read_file(given["ds_config"])
@@ -524,6 +528,7 @@ def _check_inspection(options: Options) -> Inspection:
     usual = (NO_INSPECTION.profile_steps, NO_INSPECTION.profile_ranks)
     if not names and (asked.profile_steps, asked.profile_ranks) != usual:
         raise UsageError("--profile-steps or --profile-ranks without --profile", remedy="add --profile torch")
+    # Profilers observe steps after the measured ones, so that they disturb none of these.
     steps_before = options.warmup_steps + options.num_steps
     observed, window = inspection.profiled_steps(steps_before), inspection.nsys_window(steps_before)
     if not window or window.start < observed.start or window.stop > observed.stop:
@@ -542,6 +547,7 @@ def _require_data_loader(options: Options) -> None:
     """Raises UsageError for settings of a file or of a data loader that there is not."""
     if options.data_dtype is not None and options.data is None:
         raise UsageError("--data-dtype without --data", remedy="add --data FILE")
+    # An axis may give rows a data loader, of which the options know nothing.
     varied = "data_workers" in options.axis_names
     if options.data_pin_memory and options.data is None and options.data_workers is None and not varied:
         raise UsageError("--data-pin-memory without a data loader", remedy="add --data-workers N")
@@ -555,6 +561,7 @@ def _row_name(options: Options, field: str) -> str | None:
     text = getattr(options, field)
     if text is None:
         return None
+    # Imported here, since --help does without the planner.
     from ..planner import read_files, requested_rows
 
     rows = requested_rows(options, read_files(options)[0])

@@ -33,6 +33,7 @@ def save_command(paths: Sequence[Path], file: Path, tolerance: float | None) -> 
     benchmark_results = results(paths)
     _require_distinct_names(benchmark_results)
     valid = [result for result in benchmark_results if _invalid_reason(result) is None]
+    # Without a valid row the file of baselines is not written at all.
     saved = check.save_results(valid, file, tolerance) if valid else []
     with terminal.ignoring_broken_pipe():
         for entry in saved:
@@ -40,6 +41,7 @@ def save_command(paths: Sequence[Path], file: Path, tolerance: float | None) -> 
         for result in benchmark_results:
             if (reason := _invalid_reason(result)) is not None:
                 terminal.print_text(terminal.escape_controls(f"not saved {result.name}: {reason}"))
+    # Raised after the lines above, to which its remedy points.
     if not saved:
         raise UsageError("nothing was saved: no row can be a baseline", remedy="the lines above say why")
     for entry in saved:
@@ -75,6 +77,7 @@ def check_command(
     if junit is not None:
         check_output("--junit", junit)
     benchmark_results = results(paths)
+    # Otherwise a mistyped file would look like rows without baselines.
     if store.read(file) is None:
         raise UsageError(f"--baselines {file}: no such file", remedy="make it with: baseline save RESULT")
     verdicts = [check.compare_to_baseline(result, path=file) for result in benchmark_results]
@@ -84,9 +87,11 @@ def check_command(
             terminal.print_json(json.dumps(as_data(verdicts, fail_on), indent=1, ensure_ascii=True, allow_nan=False))
         else:
             _print_verdicts(verdicts)
+    # Written before the exit code is decided, since CI shows the tests of a check that fails.
     if junit is not None:
         cases = [_test_case(verdict, fail_on) for verdict in verdicts]
         write_output("--junit", junit, junit_text("ds_bench baseline", cases))
+    # A regression in one row goes before the error that no other row could be judged.
     if any(_reasons(verdict) & set(fail_on) for verdict in verdicts):
         return REGRESSION
     _require_decided(verdicts)
@@ -108,6 +113,7 @@ def _missing_verdict(entry: store.BaselineEntry) -> BaselineComparison:
 
 def _reasons(verdict: BaselineComparison) -> set[str]:
     """The reasons of ``FAIL_ON`` that hold for a row."""
+    # The verdict of a missing row is failed too; it must not count under both reasons.
     holds_by_reason = {
         "missing": "missing" in verdict.regressions,
         "regression": verdict.failed and "missing" not in verdict.regressions,
@@ -166,6 +172,7 @@ def _verdict_sign(verdict: BaselineComparison) -> str:
 
 def _summary(verdicts: Sequence[BaselineComparison]) -> str:
     """``3 compared, 1 regressed; 1 too noisy to judge; 1 not comparable; 1 without a baseline``."""
+    # Missing rows are comparable and failed as verdicts, but no figures of theirs were compared.
     missing = sum("missing" in verdict.regressions for verdict in verdicts)
     compared = sum(verdict.comparable and verdict.baseline is not None for verdict in verdicts) - missing
     regressed = sum(verdict.failed for verdict in verdicts) - missing

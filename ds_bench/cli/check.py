@@ -40,6 +40,7 @@ def show_findings(
     unchecked = [report for report in reports if report.problem is not None]
     for report in unchecked:
         terminal.print_text(f"ds_bench: {report.path} {report.problem} ({_REMEDY})", sys.stderr)
+    # A file that could not be checked goes before findings: 2 tells CI that the check itself failed.
     if unchecked:
         return 2
     return int(any(finding.level != "hint" for report in reports for finding in report.findings))
@@ -87,6 +88,7 @@ def _annotation(report: FileReport, finding: Finding) -> str:
 
 
 def _escaped(text: str, more: str = "") -> str:
+    # As GitHub's toolkit escapes: %, CR and LF everywhere, : and , in properties (packages/core/src/command.ts).
     return "".join(f"%{ord(sign):02X}" if sign in f"%\r\n{more}" else sign for sign in text)
 
 

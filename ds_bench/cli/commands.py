@@ -44,6 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code."""
 
     def run_command() -> int:
+        # Parsed within run_program, which turns the error of a wrong flag into one line and exit code 2.
         values = build_parser().parse_args(arguments)
         command: Command = values.run
         with terminal.ignoring_broken_pipe():
@@ -246,6 +247,7 @@ def plan_options(values: argparse.Namespace) -> PlanOptions:
     """The parsed flags of ``plan``."""
     from .plan import PlanOptions
 
+    # By identity, which tells that the flag was not typed: --configs alone means these files alone.
     names = [] if values.configs and values.strategies is _ALL_STRATEGIES else values.strategies
     names = PREDICTED_STRATEGIES if "all" in names else tuple(dict.fromkeys(names))
     return PlanOptions(**{**_flags(values), "strategies": names})
@@ -366,12 +368,14 @@ def _add_recipe_run(parser: argparse.ArgumentParser) -> None:
         help="with --submit: arguments of sbatch as one text, e.g. --sbatch-args='--partition gpu --gpus 8'",
     )
     add_flags_over_recipe(parser)
+    # With this default the parser keeps the words that were typed, which run.json stores.
     parser.set_defaults(run=_recipe_run, typed=())
 
 
 def run_flags() -> dict[str, argparse.Action]:
     """The flags of ``run`` by their names as Python has them: ``num_gpus``."""
     parser = Parser()
+    # Made from the parser, so that the keywords of ds_bench.run are always the flags of the command.
     _add_recipe_run(parser)
     return {
         option.removeprefix("--").replace("-", "_"): action
@@ -391,6 +395,7 @@ def _add_model_size(parser: argparse.ArgumentParser) -> None:
     parser.usage = "%(prog)s [--model-sizes SIZE ...] [--pass-type PASS ...] [options]"
     sizes = parser.add_mutually_exclusive_group()
     meaning = "sizes, each a row: a model like GPT-2 with a vocabulary of 10,000"
+    # One word as a list, so that both flags hold the same type.
     sizes.add_argument("--model-size", nargs=1, choices=SIZES, help="one size (default: small)")
     sizes.add_argument("--model-sizes", nargs="+", choices=SIZES, metavar="SIZE", help=f"{meaning}: {', '.join(SIZES)}")
     add = parser.add_argument
@@ -523,6 +528,7 @@ def _add_completion(parser: argparse.ArgumentParser) -> None:
 def _completion(values: argparse.Namespace) -> int:
     from .completion import show_script
 
+    # By the installed program's name: a shell completes by the first word, which is python otherwise.
     return show_script(build_parser(PROGRAM), values.shell)
 
 

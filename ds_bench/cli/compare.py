@@ -63,6 +63,7 @@ def _row_lines(comparison: BeforeAfter) -> Iterator[str]:
     """Each row with what holds for it alone, then what holds for several rows, once."""
     width = max((len(row.label) for row in comparison.rows), default=0)
     remarks = {row.label: _remarks(row, comparison) for row in comparison.rows}
+    # By text, since a remark of several rows is printed once, below all of them.
     labels_of: dict[str, list[str]] = {}
     for label, texts in remarks.items():
         for text in texts:

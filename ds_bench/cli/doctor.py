@@ -27,6 +27,7 @@ def show_findings(
     """
     if nvme_path is not None and not nvme_path.strip():
         raise UsageError("--nvme-path is empty", remedy="give a folder on the NVMe disk")
+    # Read first: a file that is no configuration is refused before checks that may take minutes.
     files, file_lines = read_configuration_files(configs)
     folder = None if nvme_path is None else Path(nvme_path)
     groups = checks.run_all_checks(

@@ -40,6 +40,7 @@ def _find_pairs(a: str, b: str, reports: Sequence[ComparisonReport]) -> list[tup
 
     Raises UsageError if a text means no row, or both texts the same one.
     """
+    # A text must mean a row somewhere; a comparison that has no such row is passed over below.
     for text in (a, b):
         if not any(rows_called(report.comparison.rows, text) for report in reports):
             names = dict.fromkeys(row.configuration.name for report in reports for row in report.comparison.rows)
@@ -48,10 +49,12 @@ def _find_pairs(a: str, b: str, reports: Sequence[ComparisonReport]) -> list[tup
     for report in reports:
         found = [rows_called(report.comparison.rows, text) for text in (a, b)]
         if all(found):
+            # Both texts may mean several rows, such as a stage with and without offload: take two different ones.
             first = found[0][0]
             second = next((row for row in found[1] if row.key != first.key), first)
             pairs.append((report.title, first, second))
     distinct = [pair for pair in pairs if pair[1].key != pair[2].key]
+    # The same row is compared across two comparisons, such as those of two batch sizes.
     if not distinct:
         distinct = [_across_comparisons(a, b, reports)]
     return [(title, explain(first, second)) for title, first, second in distinct]

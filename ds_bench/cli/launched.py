@@ -16,12 +16,15 @@ def runs_comparison(options: Options) -> bool:
     return. Raises UsageError or PreflightError where the nodes cannot be used.
     """
     is_first = job.rank_of_process(os.environ) == 0
+    # Looked for before take_over_job, which removes the variables that tell of the nodes.
     nodes = lenders.find_nodes(os.environ) if options.hostfile is None else None
+    # A dry run waits for no other node: what they would lend is taken from the launcher's variables.
     if nodes is not None and options.dry_run and is_first:
         lenders.assume_hosts(nodes)
     elif nodes is not None and is_first:
         lenders.borrow_ranks(nodes)
     elif nodes is not None and nodes.is_first_of_node and not options.dry_run:
+        # The agent starts ranks, which must not take over the variables of this process's own rank.
         job.take_over_job(os.environ, has_hosts=True)
         lenders.lend_ranks(nodes, agent_words(), os.environ)
     if is_first:

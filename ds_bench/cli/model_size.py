@@ -30,9 +30,11 @@ def time_sizes(values: argparse.Namespace) -> int:
     """Runs the recipe that the flags stand for and returns the exit code."""
     settings = [f"{path}={json.dumps(value)}" for path, value in _settings(values)]
     typed = [word for setting in settings for word in ("--set", setting)]
+    # Only if it is typed, since run_command asks whether the attribute exists.
     recipe_flags = {"dry_run": True} if values.dry_run else {}
     from .run import run_command
 
+    # What run_command reads of every command line; flags of run that are absent here count as not typed.
     return run_command(
         argparse.Namespace(recipe=None, set=settings, axis=(), budget=None, yes=True, typed=typed, **recipe_flags)
     )
@@ -45,6 +47,7 @@ def _settings(values: argparse.Namespace) -> Iterator[tuple[str, Any]]:
     passes = list(dict.fromkeys(values.pass_type))
     yield "model.name", names if len(names) > 1 else names[0]
     yield "training.pass_type", passes if len(passes) > 1 else passes[0]
+    # One row on one rank at stage 0, where nothing is partitioned or sent.
     yield "configurations.stages", [0]
     yield "launch.num_gpus", 1
     if values.no_sync:

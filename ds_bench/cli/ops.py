@@ -19,6 +19,7 @@ def build_ops() -> int:
     """
     require_packages("building DeepSpeed's ops", ("torch", "deepspeed"))
     here = placement.default_placement(os.environ, gpus.NvmlQuery())
+    # DeepSpeed itself takes these: on CPUs for communication (comm/torch.py), on GPUs for AdamW.
     names = [ops.SHARED_MEMORY] if here.accelerator == "cpu" else [ops.FUSED_ADAM]
     variables = rank_environment.rank_environment(here, os.environ)
     folder = Path(variables["TORCH_EXTENSIONS_DIR"])

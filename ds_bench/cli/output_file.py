@@ -19,6 +19,7 @@ def check_output(flag: str, path: Path) -> None:
 def write_output(flag: str, path: Path, content: str | bytes) -> None:
     """Writes the file. Raises UsageError where it cannot be written."""
     try:
+        # Text replaces the file at once, by a rename; a Parquet file is written in its place.
         if isinstance(content, str):
             write_text(path, content)
         else:

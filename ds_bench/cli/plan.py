@@ -86,6 +86,7 @@ def predict_plan(options: PlanOptions) -> tuple[MemoryPlan, list[str]]:
 
     Raises UsageError.
     """
+    # Card and files first: what is wrong with them is told without waiting for the model.
     capacity = devices.memory_bytes(options.gpu)
     files, lines = read_configuration_files(options.configs)
     question, hidden_size = _planned_trial(options)
@@ -158,6 +159,7 @@ def _planned_trial(options: PlanOptions) -> tuple[PlannedTrial, int | None]:
         options.model_factory or options.model,
         factory=options.model_factory is not None,
         trust_remote_code=options.trust_remote_code,
+        # With HF_HUB_OFFLINE huggingface_hub makes no request, so that no name that is typed starts a download.
         environment={} if options.online else {"HF_HUB_OFFLINE": "1"},
         offline_reason=None if options.online else "plan asks the Hub only with --online",
     )
@@ -176,7 +178,9 @@ def _planned_trial(options: PlanOptions) -> tuple[PlannedTrial, int | None]:
     planned = PlannedTrial(
         profile=profile,
         workload=workload,
+        # Nothing is written there; a row on NVMe only needs some folder to be configured.
         placement=Placement(accelerator="cuda", num_gpus=options.num_gpus, nvme_path="/nvme"),
+        # _with_configuration puts that of each row in its place.
         configuration=_configuration("zero0"),
         ranks_per_node=options.gpus_per_node or 8,
     )
@@ -185,6 +189,7 @@ def _planned_trial(options: PlanOptions) -> tuple[PlannedTrial, int | None]:
 
 def _profile(choice: ResolvedModel, options: PlanOptions) -> ModelProfile:
     length = planner.resolve_seq_length(options.seq_length, choice)
+    # DDP in bf16 runs under torch.autocast, which keeps other activations: a variant that is counted too.
     autocast = "ddp" in options.strategies and options.precision == "bf16"
     profile = trial_predictions.profile_model(
         choice,

@@ -101,10 +101,12 @@ def _links(
     options: ProjectOptions,
 ) -> Links:
     """The links as given, else as measured. Raises UsageError."""
+    # A result of one node does not tell how large the nodes of a larger job are: 8 GPUs, or all that it had.
     on_one_node = step.num_gpus <= step.gpus_per_node
     node = options.gpus_per_node or (max(_NODE, step.num_gpus) if on_one_node else step.gpus_per_node)
     within, between = measured_rates(step, steps)
     within = link.bytes_per_second if link else within
+    # With one GPU on each node, measured and projected, nothing is sent within a node and no rate is needed.
     if within is None and max(node, step.gpus_per_node) > 1:
         raise UsageError(
             "the rate of the links within a node is not known",
@@ -113,6 +115,7 @@ def _links(
     return Links(
         gpus_per_node=node,
         gpu_bytes_per_second=math.inf if within is None else within,
+        # A measured rate is taken as it is, without a latency of its own (docs/projection.md).
         gpu_latency_seconds=link.latency_seconds if link else 0.0,
         node_bytes_per_second=inter.bytes_per_second if inter else between,
         node_latency_seconds=inter.latency_seconds if inter else 0.0,
@@ -148,6 +151,7 @@ def lines(report: ProjectedReport) -> Iterator[str]:
     """The table with what must be known to read it."""
     yield f"PROJECTION, not measured: {terminal.escape_controls(report.title)}"
     on_cpu = not any(each.prediction.gpu for each in report.rows if each.prediction)
+    # On CPU ranks no GPU memory was measured, so the last column is the host's.
     headings = (*_HEADINGS[:-1], "Host GB") if on_cpu else _HEADINGS
     notes = list(dict.fromkeys(note for each in report.rows for note in each.notes))
     table: list[tuple[str, ...]] = [(*headings, "Notes")]
@@ -226,6 +230,7 @@ def _flat_rows(report: ProjectedReport) -> Iterator[dict[str, Any]]:
     """One row per configuration and size, of numbers that were not rounded; all are projected but ``measured_*``."""
     for each in report.rows:
         found, measured, memory = each.projection, each.measured, each.prediction
+        # Infinite where nodes have one GPU, which JSON cannot hold.
         within = _get(each.links, "gpu_bytes_per_second")
         yield {
             "projection": True,

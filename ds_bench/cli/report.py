@@ -70,6 +70,7 @@ def report(options: ReportOptions) -> int:
         terminal.print_text(f"note: {terminal.escape_controls(line)}", sys.stderr)
 
     reports = build_reports(options.results, options.relative_to, options.goal, tell)
+    # The results are printed before any file is written: a disk that is full does not hide the answer.
     if options.format in ROW_FORMATS:
         _write_rows(reports, options)
     else:
@@ -138,6 +139,7 @@ def _write_rows(reports: Sequence[ComparisonReport], options: ReportOptions) -> 
     if options.output is not None:
         write_output("--output", options.output, content)
         terminal.print_text(f"rows {options.output}", sys.stderr)
+    # Bytes go past the text layer of standard output, which takes text alone.
     elif isinstance(content, bytes):
         sys.stdout.buffer.write(content)
     elif options.format == "json":
@@ -174,6 +176,7 @@ def build_reports(
     ``tell``: called with each line on what is missing of the results, which are notes of every report too.
     """
     results, left_out = _load_all(paths)
+    # Ordered before they are merged, because rows stand in the order in which they are read.
     results = shards.in_order_of_shards(results)
     groups = shards.in_order_of_plan(merge_results.merge(results), results)
     notes = [*shards.missing_shards(results), *left_out]
@@ -206,6 +209,7 @@ def _load_all(paths: Sequence[Path]) -> tuple[list[load_results.Result], list[st
         try:
             results.append(load_results.load(path))
         except load_results.NoTrialsError as error:
+            # Alone a result without trials is an error; among several, as of results/runs/*, the others are shown.
             if len(paths) == 1:
                 raise
             notes.append(f"{error.problem}: left out")
@@ -248,6 +252,7 @@ def _write_github_benchmark(reports: Sequence[ComparisonReport], path: Path) -> 
         raise UsageError(problem, remedy=doubt.next_step_if_not_in_text or "see the table")
     if not speeds:
         raise UsageError("--github-benchmark: no row has figures", remedy="see the table for what failed")
+    # The action has one direction for a whole file, so memory, of which less is better, needs its own.
     beside = path.with_name(f"{path.stem}_memory{path.suffix}")
     for file, entries, tool in ((path, speeds, "customBiggerIsBetter"), (beside, sizes, "customSmallerIsBetter")):
         write_output("--github-benchmark", file, json_text(entries))
@@ -269,6 +274,7 @@ def _write_charts(reports: Sequence[ComparisonReport], folder: Path) -> None:
     from ..report.sweep_report import common_title
 
     try:
+        # Charts across a sweep lie in the folder itself, those of several comparisons each in a numbered one.
         paths = write_charts(sweep_charts(reports), common_title(reports), folder)
         for number, comparison_report in enumerate(reports, 1):
             paths += save_charts(
@@ -288,6 +294,7 @@ def _export(reports: Sequence[ComparisonReport], name: str) -> None:
     """Writes the configuration of that row, from the first report that holds it. Raises UsageError."""
     rows = _rows_called(reports, name)
     for comparison_report, row in rows:
+        # The last run that trained; a row without any is exported as it was tried, and its README says so.
         record = (row.successes or row.summaries)[-1].record
         if is_full_config(record.trial):
             if len(rows) > 1:
@@ -308,6 +315,8 @@ def _export(reports: Sequence[ComparisonReport], name: str) -> None:
 def _rows_called(reports: Sequence[ComparisonReport], name: str) -> list[tuple[ComparisonReport, ComparisonRow]]:
     """The rows that the text means (``comparison.rows_called``). Raises UsageError if there are none."""
     rows = [row for report in reports for row in report.comparison.rows]
+    # Over all reports together, so that an exact name in one goes before a similar name in another; by identity,
+    # since reports may have equal rows.
     called = {id(row) for row in rows_called(rows, name)}
     matching = [(report, row) for report in reports for row in report.comparison.rows if id(row) in called]
     if not matching:

@@ -24,11 +24,14 @@ from .run import run_command
 
 def main() -> int:
     """Reads the request, runs it and writes the answer. Returns 0."""
+    # The request ends with the end of file, so the other program closes its side after it.
     request = json.load(sys.stdin)
+    # SIGTERM rather than SIGKILL: on it a run ends its ranks and saves its rows.
     processes.die_with_parent(signal.SIGTERM)
     if os.getppid() != request["parent"]:  # it ended before this line
         return 0
     answer = run_arguments(request["arguments"], quiet=not request["progress"])
+    # The program that asked may be gone by now; the rows are in the run's folder.
     with contextlib.suppress(BrokenPipeError):
         terminal.print_json(json.dumps(answer))
         sys.stdout.flush()
@@ -42,6 +45,7 @@ def run_arguments(arguments: Sequence[str], *, quiet: bool) -> dict[str, Any]:
     """
     folders: list[Path] = []
     try:
+        # Each process of a launcher would call ds_bench.run, and each would start a comparison of its own.
         if job.rank_of_process(os.environ) != 0 or lenders.find_nodes(os.environ) is not None:
             raise UsageError(
                 "ds_bench.run was called by a launcher's rank other than the first, or on several nodes",
@@ -49,6 +53,7 @@ def run_arguments(arguments: Sequence[str], *, quiet: bool) -> dict[str, Any]:
             )
         values = build_parser().parse_args(["run", *arguments])
         values.quiet = quiet
+        # Standard output is for the answer alone.
         with Path(os.devnull).open("w", encoding="utf-8") as nowhere, contextlib.redirect_stdout(nowhere):
             answer: dict[str, Any] = {"code": run_command(values, folders.append)}
     except DsBenchError as error:

@@ -37,6 +37,7 @@ def run_command(values: argparse.Namespace, begun: Callable[[Path], None] = lamb
     for path, value in _given_values(values):
         text = recipe_file.with_value(text, path, value)
     asked = sweep.find_sweep(text)
+    # Flags over a recipe have no default (argparse.SUPPRESS): an attribute exists only where its flag was typed.
     if hasattr(values, "print_recipe"):
         check_recipe(text, asked.data_of(asked.first_point))
         terminal.print_text(yaml_text(text.data).rstrip())
@@ -48,16 +49,20 @@ def run_command(values: argparse.Namespace, begun: Callable[[Path], None] = lamb
             return submit_shards(points, len(points) * rows, values)
         if hasattr(values, "resume") and values.recipe is None:
             _require_given_again(points, values)
+        # Imported here, since printing a recipe and submitting shards need neither of the two.
         from .launched import runs_comparison
 
         if not runs_comparison(points[0]):
+            # Another process of the launcher runs the comparison.
             return 0
         from ..runner import run_comparison
 
+        # A standard error that is closed (2>&1 | head) must not end a run that may take hours.
         with terminal.ignoring_broken_stderr():
             arguments_kept = redacted_arguments(stored_arguments)
             return run_comparison(points, config_maker(recipe), arguments_kept, _stored(text), begun)
     except DsBenchError as error:
+        # With a recipe, errors name its keys: a flag in the remedy would be none that the user has typed.
         raise (error if values.recipe is None else _in_words_of_recipe(error, text, values)) from None
 
 
@@ -68,6 +73,7 @@ def _in_words_of_recipe(error: DsBenchError, text: RecipeText, values: argparse.
         name = match["flag"].replace("-", "_")
         if name == "axis":
             return match[0] if hasattr(values, "axis") else f"axes.{match['word']}"
+        # Flags for which PATHS has no key, or not the one that this recipe uses.
         elsewhere = {"set": "configurations.deepspeed or optimizer.params", "seq_length": _given_length(text)}
         path = elsewhere.get(name, PATHS.get(name))
         was_typed = hasattr(values, name) and name != "set"
@@ -99,6 +105,8 @@ def _points(text: RecipeText, asked: sweep.Sweep, values: argparse.Namespace) ->
         recipe = check_recipe(text, asked.data_of(point))
         return recipe, arguments.check_options(options_of(recipe, text.folder, point=tuple(point.items()), **flags))
 
+    # The first point is made alone and its rows are counted, so that too large a sweep is refused before all its
+    # points are made.
     first, options = options_at(asked.first_point)
     from ..planner import read_files, requested_rows
 
@@ -154,12 +162,14 @@ def _recipe_text(values: argparse.Namespace) -> tuple[RecipeText, Sequence[str]]
     if getattr(values, "resume", None) is None:
         return given, values.typed
     earlier = RunFolder.open(values.resume).load_run()
+    # A resumed shard stays that shard: otherwise it would run the trials of all others too.
     _resume_shard(values, earlier.get("shard"))
     stored, flags = earlier.get("recipe"), [str(flag) for flag in earlier.get("arguments", [])]
     if not isinstance(stored, dict) or not isinstance(stored.get("values"), dict):
         raise UsageError(f"--resume {values.resume} is of a script", remedy="use the script that started it")
     if values.recipe is not None:
         return given, flags
+    # With the placeholder in its place the run would go on with another value than it began with.
     if REDACTED in str(stored):
         raise UsageError(
             f"--resume {values.resume}: it has values that may be credentials, which were not kept",

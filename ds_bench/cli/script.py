@@ -19,8 +19,10 @@ from .arguments import build_parser, parse, to_options
 
 def main(family: Family, make_config: MakeConfig, arguments: Sequence[str] | None = None) -> int:
     """Runs a comparison script and returns its exit code. ``make_config``: the script's ``create_deepspeed_config``."""
+    # A file's name may hold control characters, and this one stands in front of every error.
     prog = terminal.escape_controls(Path(sys.argv[0]).name)
     typed_flags = list(sys.argv[1:] if arguments is None else arguments)
+    # Before anything is opened: with a closed stream (>&-) the next file would get that stream's number.
     terminal.ensure_streams()
     with terminal.ignoring_broken_stderr():
         return run_program(prog, lambda: _compare(family, make_config, prog, typed_flags))
@@ -70,6 +72,7 @@ def _with_resumed_flags(family: Family, prog: str, typed_flags: list[str]) -> tu
 
     On ``--resume`` the run keeps the flags it began with, and the typed flags override them this time only.
     """
+    # The typed flags alone come first: a mistake in them is told before the folder of the run is read.
     options = parse(family, prog, typed_flags)
     if options.resume is None:
         return options, typed_flags
@@ -80,7 +83,9 @@ def _with_resumed_flags(family: Family, prog: str, typed_flags: list[str]) -> tu
         raise UsageError(f"--resume {options.resume} is of the other script", remedy="use the script that started it")
     flags = [str(flag) for flag in earlier.get("arguments", [])]
     parser = build_parser(family, prog)
+    # A second time as a namespace, in which None tells that a flag was not typed.
     typed = parser.parse_args(typed_flags)
+    # The typed flags come last, since of several values the last one decides.
     values = parser.parse_args([*_kept_flags(flags, typed), *typed_flags])
     for name in ("configs", "ds_config", "data", "nvme_path"):  # those of the run's flags lie where it began
         kept = getattr(values, name)
@@ -106,6 +111,7 @@ def _kept_flags(flags: list[str], typed: argparse.Namespace) -> list[str]:
                 f"--resume {typed.resume}: the value of {key} may be a credential and was not kept",
                 remedy=f"say it again: --set {key}=VALUE",
             )
+        # The flag of two words, whose value is left out: --set alone would be an error.
         if kept[-1:] == ["--set"]:
             kept.pop()
     return kept

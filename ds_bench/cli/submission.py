@@ -50,17 +50,21 @@ def submit_shards(points: Sequence[Options], rows: int, values: argparse.Namespa
     ``rows``: of all points together. Raises UsageError and PreflightError, and then leaves nothing behind.
     """
     options = points[0]
+    # Checked here with a shard that stands for all, so that no job waits in the queue only to be refused.
     check_options(replace(options, shard=Shard(number=1, count=values.shards)))
     require_enough_rows(rows, values.shards)
+    # The script repeats the words that were typed; with --dry-run its jobs would run nothing.
     words = [word for word in arguments_without(values.typed, _OWN_FLAGS) if word != "--dry-run"]
     if redacted_arguments(words) != words:
         problem = "--submit slurm writes the command into a script, and a value in it may be a credential"
         raise UsageError(problem, remedy="put the value into the recipe")
+    # A value of --set wins over --output-dir: results would not lie where the lines below say.
     if any(word.removeprefix("--set=").startswith("output.dir=") for word in words):
         raise UsageError("--submit slurm with --set output.dir", remedy="use --output-dir")
     sbatch_words = _sbatch_words(getattr(values, "sbatch_args", ""))
     folder = (options.output_dir / f"slurm_{datetime.now():%Y%m%d_%H%M%S}").absolute()
     _require_one_line("--output-dir", str(folder))
+    # Before sbatch is looked for, so that the script can be read on a machine without Slurm.
     if options.dry_run:
         terminal.print_text(submission_script(words, values.shards, folder, sbatch_words).rstrip())
         return 0
@@ -74,6 +78,7 @@ def submit_shards(points: Sequence[Options], rows: int, values: argparse.Namespa
         script.write_text(submission_script(words, values.shards, folder, sbatch_words), encoding="utf-8")
         script.chmod(0o700)
         job = _submit(sbatch, script)
+    # BaseException: Ctrl-C too must not leave the folder of a job that was not submitted.
     except BaseException:
         shutil.rmtree(folder)
         raise
@@ -114,6 +119,7 @@ def submission_script(words: Sequence[str], count: int, folder: Path, sbatch_wor
     program = shlex.join([sys.executable, "-m", "ds_bench", "run"])
     more = shlex.join(["--output-dir", str(folder), *words])  # after a -- among the words flags are not read
     log = str(folder).replace("%", "%%") + "/shard%a_%A.log"  # Slurm's: number of the task, of the job
+    # append: Slurm empties the log of a task that it requeues, unless JobFileAppend is set (slurm.conf(5)).
     settings = ["--job-name=ds_bench", f"--array=1-{count}", f"--output={log}", "--open-mode=append", _SIGNAL]
     lines = [
         "#!/bin/bash",
@@ -121,6 +127,7 @@ def submission_script(words: Sequence[str], count: int, folder: Path, sbatch_wor
         *(f"#SBATCH {shlex.quote(each)}" for each in settings),
         *([f"#SBATCH {shlex.join(sbatch_words)}"] if sbatch_words else []),
         "",
+        # Relative paths among the words are those of the folder in which the command was typed.
         f"cd -- {shlex.quote(str(Path.cwd()))} || exit 2",
         # In the place of the shell, to which Slurm sends the signal.
         f'exec {program} --shard "$SLURM_ARRAY_TASK_ID/{count}" {more}',

@@ -217,10 +217,12 @@ class LineChart(Chart):
         values = [value for line in self.lines for _, value in line.points]
         measured = [value for line in self.lines for step, value in line.points if step > self.warmup] or values
         low, high = min(measured), max(measured)
+        # Above zero also where all values are equal, so that the axis has a length.
         span = max(high - low, self.min_span * high, 1e-9 * abs(high), 1e-12)
         if min(values) >= low - 2 * span and max(values) <= high + 2 * span:
             low, high = min(values), max(values)
         extra = (max(high - low, span) - (high - low)) / 2 + 0.05 * span
+        # An axis of values that are not negative does not go below zero.
         return (max(0.0, low - extra) if low >= 0 else low - extra), high + extra
 
     @property
@@ -408,6 +410,7 @@ def downsample(points: Sequence[tuple[float, float]], limit: int = MAX_POINTS) -
     extremes: list[tuple[float, float]] = []
     for index in range(sections):
         section = points[index * len(points) // sections : (index + 1) * len(points) // sections]
+        # In the order of their steps; a set, since the lowest and the highest may be one point.
         extremes += sorted({min(section, key=lambda point: point[1]), max(section, key=lambda point: point[1])})
     return tuple(extremes)
 
@@ -452,6 +455,7 @@ def _ledger_chart(rows: _Rows, tier: str) -> Chart | None:
         return None
     heading, scope = _TIERS[tier]
     categories = tuple(category.replace("_", " ").replace("deepspeed", "DeepSpeed") for category in CATEGORIES)
+    # Without a ledger only the last part, the rest of the peak, has bytes: it is then the peak itself.
     by_category = any(any(stack.parts[:-1]) for stack in stacks)
     if not by_category:
         stacks = [replace(stack, parts=stack.parts[-1:], measured=None) for stack in stacks]
@@ -501,6 +505,7 @@ def _memory_stack(row: ComparisonRow, tier: str, rows: _Rows) -> Stack | None:
     total = sum(bytes_by_category[category] for category in CATEGORIES)
     if not total and not peak:
         return None
+    # Categories, each at its own largest, may exceed the peak; the rest is then nothing.
     parts = (*(bytes_by_category[category] for category in CATEGORIES), max(0, (peak or 0) - total))
     return Stack(
         label=label,
@@ -550,6 +555,7 @@ def _pareto_chart(rows: _Rows, memory: str) -> Chart | None:
     on_device, comparison = memory == "device", rows.comparison
     front = comparison.pareto_device if on_device else comparison.pareto_host
     measured = []
+    # The front first, then by importance: the last labels to be placed may find no room.
     for row in sorted(rows.measured, key=lambda row: (row.key not in front, rows.importance(row))):
         peak_gb = to_gb(row.gpu_peak_bytes if on_device else row.host_peak_bytes)
         if peak_gb is not None and row.tokens_per_second is not None:
@@ -564,6 +570,7 @@ def _pareto_chart(rows: _Rows, memory: str) -> Chart | None:
                     recommended=row.key == rows.recommended,
                 )
             )
+    # One point has nothing to be held against.
     if not front or len(measured) < 2:
         return None
     failed = []

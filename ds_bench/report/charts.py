@@ -70,6 +70,7 @@ _LABEL_DIRECTIONS = tuple(
 """Where a label lies from its point, across and up, the best first: 1 is beside it, 0 centred on it."""
 CHARACTER_WIDTH_EM = 0.6
 """Width of a character of DejaVu Sans in font sizes, rather too large: text is cut too early and never overlaps."""
+# hashsalt: ids that follow from the drawing instead of random ones; parse_math: a $ in a name is no formula.
 _SETTINGS: Any = {
     "svg.hashsalt": "ds_bench",
     "font.family": "DejaVu Sans",
@@ -108,6 +109,7 @@ def write_charts(charts: Sequence[Chart], title: str, folder: Path) -> list[Path
     for chart in charts:
         for form in ("png", "svg"):
             path = folder / f"{chart.name}.{form}"
+            # A date would make two files of the same numbers differ.
             options: Any = {"dpi": 200} if form == "png" else {"metadata": {"Date": None}}
             _draw(chart, path, FILE_WIDTH, FILE_FONT_SIZE, title=title, **options)
             paths.append(path)
@@ -124,8 +126,10 @@ def inline_svg(chart: Chart, uid: str) -> str:
     _draw(chart, buffer, PAGE_WIDTH, PAGE_FONT_SIZE, format="svg", metadata={"Date": None})
     drawing = ElementTree.fromstring(buffer.getvalue())
     for element in list(drawing.iter()):
+        # Inside HTML svg elements have no namespace.
         element.tag = element.tag.rpartition("}")[2]
         for child in list(element):
+            # The style of matplotlib's SVG is one of all elements (*) and would act on the whole page (backend_svg.py).
             if child.tag.rpartition("}")[2] in ("metadata", "style"):
                 element.remove(child)
     referred = set(re.findall(r"#([\w.-]+)", " ".join(v for e in drawing.iter() for v in e.attrib.values())))
@@ -141,6 +145,7 @@ def inline_svg(chart: Chart, uid: str) -> str:
     description = ElementTree.Element("desc", id=f"{uid}-desc")
     description.text = _printable(f"{chart.alt_text} {chart.note}")
     drawing[:0] = [title, description]
+    # Without a width and a height, which report.css gives.
     drawing.attrib = {
         "role": "img",
         "viewBox": drawing.attrib["viewBox"],
@@ -248,6 +253,7 @@ def _draw_rows(axes: Any, title: str, rows: Sequence[_RowLabel], columns: float)
                 ha=side,
                 color=row.colour,
             )
+    # From high to low: the first row is on top, and above it there is room for its label.
     axes.set_ylim(len(rows) - 0.5, -0.75)
     axes.yaxis.set_visible(False)
     axes.spines["left"].set_visible(False)
@@ -301,6 +307,7 @@ def _draw_bars(chart: BarChart, axes: Any, columns: float) -> _Frame:
             style: Any = {"markerfacecolor": PAPER, "markeredgecolor": INK, "markersize": 4, "zorder": 4}
             axes.plot(runs, [index] * len(runs), "o", **style)
     largest = max(value for bar in chart.bars for value in (bar.value, *(bar.interval or ()), *bar.runs))
+    # "or 1", since matplotlib warns of an axis of which both ends are the same.
     axes.set_xlim(0, largest * 1.04 or 1)
     labels = [
         _RowLabel(label=f"{bar.label} (baseline)" if bar.baseline else bar.label, value=format_value(bar.value))
@@ -360,6 +367,7 @@ def _draw_stacks(chart: StackChart, axes: Any, columns: float) -> _Frame:
         for colour, line_width in ((PAPER, 5.0), (INK, 2.5)):  # a halo, to be seen on the bar and beside it
             style = {"color": colour, "markeredgewidth": line_width, "markersize": 17, "zorder": 3}
             axes.plot(*zip(*predictions, strict=True), "|", **style)
+        # The ticks at the bars are too high for a line of the legend, which gets one of its own.
         (tick,) = axes.plot([], [], "|", color=INK, markeredgewidth=2.5, markersize=8)
         entries.append((tick, "predicted"))
     if chart.capacity is not None:
@@ -404,6 +412,7 @@ def _draw_lines(chart: LineChart, axes: Any) -> _Frame:
             linestyle=DASHES[line.style],
             linewidth=2.4 - 0.19 * line.style,  # later lines are thinner, so that equal lines are all visible
             marker=MARKERS[line.style],
+            # The markers of each line begin at another step, so that those of equal lines are all visible.
             markevery=1 if isinstance(chart, SweepChart) else (line.style, max(1, len(steps) // 7)),
             markersize=5,
         )
@@ -434,6 +443,7 @@ def _draw_scatter(chart: ScatterChart, axes: Any, across: float) -> _Frame:
         entries.append((axes.axvline(chart.capacity, color=WARNING, linestyle="--"), chart.capacity_label))
     failed = [dot for dot in chart.dots if dot.failed]
     if failed:
+        # What was asked for beyond the axis is drawn at its end; an arrow in the label says so.
         places, stub = [min(dot.x, chart.end) for dot in failed], STUB_HEIGHT * axes.get_ylim()[1]
         bars = axes.bar(
             places, stub, width=0.025 * chart.end, color=PAPER, hatch="xxx", edgecolor=WARNING, linewidth=0.8, zorder=3
@@ -463,6 +473,7 @@ def _draw_scatter(chart: ScatterChart, axes: Any, across: float) -> _Frame:
 
 def _label_dots(chart: ScatterChart, axes: Any, width: float, height: float) -> None:
     """Writes labels at the dots. ``width`` and ``height``: of the plot in font sizes."""
+    # Labels are placed in font sizes, the unit in which their own sizes are known, and drawn in units of the axes.
     scale_x, scale_y = width / axes.get_xlim()[1], height / axes.get_ylim()[1]
 
     def position(dot: Dot) -> tuple[float, float]:
@@ -533,6 +544,7 @@ def place_labels(
         ),
     }
     attempts = []
+    # Sorted, so that of equally good attempts it is always the same one that is taken.
     for order in sorted(orders):
         total, places, labels = 0.0, dict[int, Point](), list[_Box]()
         for number in order:
@@ -569,6 +581,7 @@ def _free_boxes(
         box = (left, bottom, left + wide, bottom + high)
         if left < 0 or bottom < 0 or box[2] > plot[0] or box[3] > plot[1] or _overlaps(box, taken):
             continue
+        # The line from a distant label to its point must not cross another label.
         if not distance or not any(_overlaps((*at, *at), labels) for at in _along(point, _nearest(box, point))):
             yield order / 6, box
 

@@ -57,10 +57,12 @@ def write_exports(
     if record.trial.configuration.is_reference:
         problem = f"{record.trial.configuration.label} is torch's own engine: there is no DeepSpeed configuration"
         raise UsageError(problem, remedy="export a row that DeepSpeed trained")
+    # Everything that can be refused is made before the folder is.
     raw, trainer, accelerate = raw_config(record), trainer_config(record), accelerate_config(record)
     readme = export_readme.readme(record, raw, trainer, accelerate, trainer_arguments(record), environment, doubt)
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        # Absolute, so that the YAML finds the JSON from whatever folder it is used in.
         yaml = accelerate_yaml(record, folder.resolve() / ACCELERATE_FILE)
         write_json(folder / RAW_FILE, raw)
         write_json(folder / TRAINER_FILE, trainer)
@@ -99,6 +101,7 @@ def raw_config(record: TrialRecord) -> Config:
     """What ran, for ``deepspeed.initialize``: the user's NVMe folder; defaults that differ by version written out."""
     trial = record.trial
     config: Config = copy.deepcopy(dict(trial.ds_config))
+    # The trial swapped to a private folder; the export names the one that the user gave.
     if trial.placement.nvme_path is not None:
         config = deepspeed_config.with_swap_folder(config, trial.placement.nvme_path)
     _spell_out_defaults(config, record.ranks[0].resolved_config if record.ranks else {})
@@ -107,6 +110,7 @@ def raw_config(record: TrialRecord) -> Config:
 
 def _spell_out_defaults(config: Config, resolved: Mapping[str, Any]) -> None:
     """Keys whose default DeepSpeed has changed between versions, where the row left them to it."""
+    # gradient_clipping was 0 before 0.19.3 and is 1.0 since, pin_memory false before 0.19.5 and true since.
     _take(config, resolved, "gradient_clipping")
     zero, resolved_zero = block_of(config, "zero_optimization"), block_of(resolved, "zero_config")
     if zero.get("stage", 0) != 0:
@@ -124,9 +128,12 @@ def _take(into: Any, resolved: Mapping[str, Any], key: str) -> None:
 def trainer_config(record: TrialRecord) -> Config:
     """For ``TrainingArguments(deepspeed=…)``: "auto" where that fills in, literals for all that was measured."""
     config = raw_config(record)
+    # The Trainer works these out of its arguments and refuses other values (fill_match).
     config.update(dict.fromkeys(BATCH_KEYS, "auto"))
     config["gradient_clipping"] = "auto"
+    # Accelerate, which the Trainer uses too, refuses a file without this block (DeepSpeedPlugin).
     config.setdefault("zero_optimization", {"stage": 0})
+    # The Trainer holds both against its own flags --bf16 and --fp16.
     for precision in ("bf16", "fp16"):
         config[precision] = {**block_of(config, precision), "enabled": "auto"}
     params = block_of(block_of(config, "optimizer"), "params")
@@ -188,8 +195,10 @@ def accelerate_config(record: TrialRecord) -> Config:
     """For ``accelerate.yaml``: the user's code makes optimizer and scheduler; the total follows the world size."""
     config = raw_config(record)
     kind = deepspeed_config.optimizer_kind(config)
+    # With these blocks Accelerate wants DummyOptim and DummyScheduler in the user's code (accelerator.py).
     config.pop("optimizer", None)
     config.pop("scheduler", None)
+    # The total holds the number of ranks, which num_processes of the YAML may change.
     config["train_batch_size"] = "auto"
     config.setdefault("zero_optimization", {"stage": 0})
     if offload_device(config, "offload_optimizer") and kind not in ("adam", "adamw"):
@@ -232,6 +241,7 @@ def accelerate_yaml(record: TrialRecord, config_file: Path) -> str:
 def _node_count(record: TrialRecord, placement: Placement) -> int:
     if placement.hosts or placement.hostfile is None:
         return placement.num_nodes
+    # A hostfile may hold more hosts than took part.
     seen = {rank.hostname for rank in record.ranks}
     if seen:
         return len(seen)

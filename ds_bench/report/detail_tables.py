@@ -92,6 +92,7 @@ def _checkpoint_tables(comparison: Comparison) -> Iterator[DetailTable]:
 
 def _table(heading: str, meaning: str, cells: Mapping[str, Mapping[str, str]]) -> Iterator[DetailTable]:
     """``cells``: label of a row → heading of a column → text. No table if no cell has a value."""
+    # Every row has the same headings, with or without values.
     titles = [title for title in next(iter(cells.values()), {}) if any(row[title] != MISSING for row in cells.values())]
     labels = [label for label, row in cells.items() if any(text != MISSING for text in row.values())]
     if labels:

@@ -142,8 +142,10 @@ def _optimizer(raw: Config, accelerate: Config) -> str:
     if kind == "muon":
         return "copy the `optimizer` block of `ds_config.json` into it and use `accelerate.utils.DummyOptim`."
     params = dict(block_of(block_of(raw, "optimizer"), "params"))
+    # A key of DeepSpeed's that picks the class, and no argument of one.
     on_torch = bool(params.pop("torch_adam", False))
     decoupled = kind == "adamw" or params.get("adam_w_mode", True)
+    # With offload too, as Accelerate puts DeepSpeedCPUAdam in the place of torch's own (utils/deepspeed.py).
     if kind in ("adam", "adamw") and (offloaded or on_torch):
         maker = "torch.optim.AdamW" if decoupled else "torch.optim.Adam"
         params.pop("adam_w_mode", None)

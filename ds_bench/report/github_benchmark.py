@@ -53,6 +53,7 @@ def _named_rows(reports: Sequence[ComparisonReport]) -> Iterator[tuple[str, Comp
     too where several have one name."""
     rows = [row for report in reports for row in report.comparison.rows if row.succeeded and not _doubts(row)]
     names = [baseline_name(row.representative) for row in rows]
+    # The action tells lines by their names alone and would draw two rows of one name as one.
     counts = Counter(names)
     for name, row in zip(names, rows, strict=True):
         yield (name if counts[name] == 1 else f"{name} ({row.label})"), row

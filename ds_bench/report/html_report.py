@@ -39,6 +39,7 @@ def render_page(reports: Sequence[ComparisonReport], generated: str) -> str:
 
     engine = _template_engine()
     assert engine.loader is not None
+    # Markup, which is not escaped: both are files of this package.
     styles, script = (Markup(engine.loader.get_source(engine, name)[0]) for name in ("report.css", "report.js"))
     machines = [_machines(report) for report in reports]
     # One machine is told once, above all comparisons; of several, each comparison tells its own.
@@ -99,6 +100,7 @@ def _template_engine() -> Environment:
     return Environment(
         loader=PackageLoader("ds_bench.report"),
         autoescape=True,
+        # A name that is misspelled in a template is an error and no empty text.
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,

@@ -115,6 +115,7 @@ def _answer_if_none_fits(plan: MemoryPlan) -> tuple[str, tuple[str, ...] | None]
     failed += _shortage_of_host_memory(plan)
     changes = [row.change for row in plan.rows if row.change]
     if not changes:
+        # The memory that is too small in all rows is the one of which the least need is told.
         tier = "host" if all("host" in row.decisive_tiers for row in plan.rows) else "gpu"
         sizes = {
             row.label: row.prediction.gpu_bytes if tier == "gpu" else row.prediction.host_bytes for row in plan.rows
@@ -171,6 +172,7 @@ def _without_offload(plan: MemoryPlan, trial: PlannedTrial) -> str:
         return ""
     at_least = "at least " if plan.unknown else ""
     text = "no number of GPUs is enough" if count is None else f"you need {at_least}{_gpus(count)}"
+    # Checkpointing takes no other hardware, so the number of GPUs with it is told too.
     lean = replace(trial, workload=replace(trial.workload, activation_checkpointing=True))
     fewer = what_if.min_gpus_without_offload(lean, plan.gpu_bytes, plan.host_bytes)
     if fewer is not None and (count is None or fewer < count):
@@ -242,6 +244,7 @@ def causes(plan: MemoryPlan, tier: str) -> Iterator[str]:
             sizes_by_category.setdefault(name, {})[row.label] = size
     for name, sizes in sizes_by_category.items():
         low, high = format_size_number(min(sizes.values())), format_size(max(sizes.values()))
+        # One size in place of a range where both ends are written alike.
         size_range = high if high.startswith(low) else f"{low} to {high}"
         yield f"{_labels(plan, sizes)}: mostly {category_text(name, tier)}, {size_range}"
 
@@ -265,6 +268,7 @@ def larger_than_a_lower_stage(plan: MemoryPlan) -> Iterator[str]:
         least = min(lower, key=lambda other: other.prediction.gpu_bytes, default=row)
         if row.prediction.gpu_bytes > (1 + _NOTICEABLE_SHARE) * least.prediction.gpu_bytes:
             moment = row.prediction.phase
+            # Both at the same moment: the lower stage may be fullest at another one.
             own, others = (each.trial.gpu_bytes_by_moment()[moment] for each in (row, least))
             entries.append((row.label, f"{_surplus_text(own, others)} more than {least.label} at its fullest moment"))
     yield from _grouped(plan, entries)

@@ -43,6 +43,7 @@ def _group_by_machine(reports: Sequence[ComparisonReport]) -> Iterator[tuple[str
     """Groups of two reports or more whose throughputs may be read beside each other, each with its device."""
     groups: list[list[ComparisonReport]] = []
     for report in reports:
+        # All members, because a report without a device agrees with reports that do not agree with each other.
         group = next((group for group in groups if all(_same_machine(member, report) for member in group)), None)
         if group is None:
             groups.append(group := [])

@@ -157,6 +157,7 @@ def _model_line(report: ComparisonReport) -> str:
 def _shape(workload: Workload) -> Iterator[tuple[str, int]]:
     for name, keys in _SHAPE_KEYS.items():
         size = next((workload.model_config[key] for key in keys if key in workload.model_config), None)
+        # None where the model derives it, such as n_inner of GPT-2.
         if isinstance(size, int):
             yield name, size
 

@@ -36,6 +36,7 @@ def report_profiles(report: ComparisonReport) -> list[tuple[str, str]]:
 def files_line(summaries: Sequence[TrialSummary], folder: Path) -> str | None:
     """``Profiles: 6 files, 4.31 MB, in <run>/trials/*/profiles``; None without any. ``folder``: of the run."""
     names = [name for each in summaries for _, profile in profiles_of(each.record) for name in profile.files]
+    # Files of profiles may have been deleted since the run.
     sizes = [path.stat().st_size for path in (folder / name for name in names) if path.is_file()]
     if not sizes:
         return None
@@ -51,6 +52,7 @@ def nsys_command(family: str, arguments: Sequence[str], environ: Mapping[str, st
         return None
     launcher = [] if "--launcher" in arguments else ["--launcher", "deepspeed"]
     flags = "--trace=cuda,nvtx,cublas --sample=none --capture-range=cudaProfilerApi --capture-range-end=repeat"
+    # A dry run prints this command too, which is meant to run.
     asked = [argument for argument in arguments if argument != "--dry-run"]
     command = provenance.command(family, [*asked, *launcher])
     return f"nsys profile {flags} --output=nsys_window {command}"

@@ -50,6 +50,7 @@ class ProgressReporter:
         head = self._head(trial)
         if self._verbose:
             self._line.say(f"{head} …")
+        # A log would get a line for every step.
         if self._line.quiet or not self._line.stream.isatty():
             return ignore_progress
         total = trial.workload.warmup_steps + trial.workload.num_steps
@@ -82,6 +83,7 @@ class ProgressReporter:
         if not progress.last_step_seconds:
             return ""
         rest = max(0, total - progress.step) * progress.last_step_seconds
+        # Until a trial has ended, this one's time stands for those to come.
         mean_seconds = self._mean_wall_seconds() or progress.elapsed_seconds + rest
         return f", about {format_duration(rest + mean_seconds * (self._total - self._number))} left"
 
@@ -95,6 +97,7 @@ class ProgressReporter:
             self._wall_seconds.append(record.wall_seconds)
         took = f" · took {format_duration(record.wall_seconds)}" if self._verbose and record.wall_seconds else ""
         mean_seconds = self._mean_wall_seconds()
+        # After an interruption no further trial runs.
         trials_left = 0 if record.outcome.status == INTERRUPTED else self._total - self._number
         left = f" · about {format_duration(mean_seconds * trials_left)} left" if mean_seconds and trials_left else ""
         self._line.say(f"{self._head(record.trial)} {_result_text(record)}{took}{left}")

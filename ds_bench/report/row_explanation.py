@@ -81,6 +81,7 @@ def paragraph(difference: RowDifference, *, savings: Sequence[Saving] | None = N
             sentences.append(_tier_sentence(after))
     if (time := difference.time) is not None:
         sentences.append(_speed_sentence(time, brief=True))
+        # Only the phase that changes most, and only where the step times themselves differ beyond the noise.
         if time.phase_seconds and time.interval is not None and time.interval.distinguishable:
             phases = [(phase, pair) for phase, pair in time.phase_seconds.items() if phase in PHASES]
             phase, pair = max(phases, key=lambda entry: abs(entry[1].difference or 0.0))
@@ -105,6 +106,7 @@ def report_paragraphs(report: ComparisonReport) -> list[tuple[str, str]]:
     # Of the others there is nothing but failures, which the table says.
     differences = [each for each in differences if each[2].main is not None or each[2].time is not None]
     for a, b, difference in differences[:_MOST_PARAGRAPHS]:
+        # A saving of the same row is named once.
         new = [each for each in difference.savings[:1] if (difference.larger.key, each.name) not in told]
         told |= {(difference.larger.key, each.name) for each in new}
         paragraphs.append((f"{b.label} against {a.label}", paragraph(difference, savings=new)))
@@ -125,6 +127,7 @@ def _pairs(report: ComparisonReport) -> list[tuple[ComparisonRow, ComparisonRow]
         runner_up = max(others, key=lambda row: row.tokens_per_second or 0.0, default=None)
         pairs = [(baseline, chosen), *([] if runner_up is None else [(runner_up, chosen)])]
     pairs += [(baseline, row) for row in rows if baseline is not None]
+    # A pair may be chosen twice, in either order: it stands where it was chosen first.
     unique: dict[frozenset[str], tuple[ComparisonRow, ComparisonRow]] = {}
     for a, b in pairs:
         if a.key != b.key:
@@ -208,6 +211,7 @@ def named_categories(tier: TierDifference) -> list[CategoryDifference]:
 
 def _is_named(category: CategoryDifference, tier: TierDifference) -> bool:
     all_changes = sum(abs(each.difference_bytes) for each in tier.categories)
+    # One byte at least, since a category that did not change is never named.
     least = max(_NAMED_SHARE * all_changes, _SAME_SHARE * _larger_total(tier), 1)
     return abs(category.difference_bytes) >= least
 
@@ -367,6 +371,7 @@ def _value(value: Any) -> str:
         return str(value).lower()
     if isinstance(value, int):
         digits = str(value)
+        # Buckets as DeepSpeed's documentation writes them: 5e8.
         round_number = len(digits) > 5 and not digits[1:].strip("0")
         return f"{digits[0]}e{len(digits) - 1}" if round_number else f"{value:,}"
     return str(value)

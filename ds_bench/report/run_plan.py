@@ -92,6 +92,7 @@ def _fit_text(plan: Plan, trial: Trial) -> str:
 
 def left_out_line(left_out: Sequence[tuple[Plan, int]], minutes: float) -> str:
     """Which rounds of which points a budget leaves out. ``left_out``: pairs of a point and the number of a round."""
+    # Without its first round, number 0, nothing of a point is run.
     whole = [plan for plan, number in left_out if number == 0]
     later = {plan.options.point_text for plan, number in left_out if number > 0} - {
         plan.options.point_text for plan in whole

@@ -32,6 +32,7 @@ def _is_profiled_in_part(run: TrialSummary) -> bool:
 def _texts(run: TrialSummary) -> Iterator[str]:
     costs, parts = run.costs, step_parts(run.record)
     total = sum(parts.values())
+    # Three parts are the phases alone, which a chart shows.
     if total and len(parts) > 3:
         shares = [
             f"{_PART_TEXTS.get(part, part)} {format_percent(parts[part] / total, digits=0)}"

@@ -84,6 +84,7 @@ def sweep_charts(reports: Sequence[ComparisonReport]) -> list[SweepChart]:
     """The charts of several comparisons on one machine; none where only one workload was run, or machines differ."""
     found = [_values(report) for report in reports]
     machines = [report.environments for report in reports]
+    # A line across machines would show their difference as that of the axis.
     if len(reports) < 2 or None in found or any(each != machines[0] for each in machines):
         return []
     known = [values for values in found if values is not None]
@@ -92,6 +93,7 @@ def sweep_charts(reports: Sequence[ComparisonReport]) -> list[SweepChart]:
     points = [
         _Point(report, tuple(values.get(name) for name in axes)) for report, values in zip(reports, known, strict=True)
     ]
+    # By label, so that a row has the same colour in every chart.
     labels = list(dict.fromkeys(row.label for report in reports for row in report.comparison.rows if row.succeeded))
     styles = {label: style for style, label in enumerate(labels[:MAX_OVERLAID_ROWS])}
     on_gpus = any(row.gpu_peak_bytes is not None for report in reports for row in report.comparison.rows)
@@ -127,6 +129,7 @@ def _panels(
     groups: dict[tuple[object, ...], dict[object, ComparisonReport]] = {}
     for point in points:
         others = (*point.values[:index], *point.values[index + 1 :])
+        # Of several comparisons of one point the first one is drawn.
         groups.setdefault(others, {}).setdefault(point.values[index], point.report)
     names = [name for name in axes if name != axis]
     drawn = []

@@ -107,6 +107,7 @@ def print_table(report: ComparisonReport, stream: IO[str]) -> None:
         return text if has_signs and can_encode(text, stream) else to_ascii(text)
 
     rows = [replace(row, cells=tuple(map(printable, row.cells))) for row in table_rows(report)]
+    # A file or a pipe has no width of its own.
     width = None if stream.isatty() else 160
     console = make_console(stream, width=width, safe_box=not has_signs, emoji=False)
     layout = _TerminalTable(
@@ -152,6 +153,7 @@ class _TerminalTable:
         table = self._draw(shown)
         if console.measure(table, options=unlimited).maximum <= console.width:
             return table, []
+        # Narrow columns first, then one optional column after the other is left out.
         for count in range(len(_OPTIONAL_HEADINGS) + 1):
             kept = [i for i in shown if HEADINGS[i] not in _OPTIONAL_HEADINGS[:count]]
             table = self._draw(kept, narrow=True)

@@ -175,6 +175,7 @@ def _share(fraction: float | None, *, warns: bool) -> str:
     if fraction is None:
         return MISSING
     full = fraction > NEAR_CAPACITY
+    # Whole percents, but tenths where 95 % alone would not say on which side of the limit it is.
     digits = 0 if fraction >= 0.1 and not 0.95 <= fraction < 0.955 else 1
     return format_percent(fraction, digits=digits) + (" !" if full and warns else "")
 

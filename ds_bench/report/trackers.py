@@ -61,9 +61,12 @@ class TrackedRun:
 
 def tracked_runs(results: Sequence[Result]) -> list[TrackedRun]:
     """One run for each trial; of a trial that several results hold, that with its steps."""
+    # A flat JSON of a run has no steps, but its run folder may be among the results.
     folders = {folder.name: folder for result in results if (folder := run_folder_of(result.source)) is not None}
+    # Files of the same name in two folders would otherwise be one group.
     names = Counter(result.source.stem for result in results)
     runs: dict[tuple[str, str], TrackedRun] = {}
+    # Results with records last: they replace the same trials of a flat JSON, which hold no steps.
     for result in sorted(results, key=lambda result: result.records is not None):
         source, folder = result.source, run_folder_of(result.source)
         name = source.stem if names[source.stem] == 1 else str(source.with_suffix(""))
@@ -108,9 +111,11 @@ def _to_tensorboard(runs: Sequence[TrackedRun]) -> list[str]:
 
     for run in runs:
         folder = TENSORBOARD_FOLDER / _plain(run.group) / _plain(run.name)
+        # Files of this package alone: others may write to this folder too.
         for old in folder.glob("events.out.tfevents.*.ds_bench"):
             old.unlink()
         last_step, last_time = run.end
+        # hparams takes values of these types only.
         settings = {name: value for name, value in run.config.items() if isinstance(value, (bool, int, float, str))}
         file = TensorBoardFile(folder)
         file.add_summary(hparams_pb(settings, f"{run.group}/{run.name}", last_time), last_time)
@@ -147,6 +152,7 @@ def _to_trackio(runs: Sequence[TrackedRun]) -> list[str]:
     for run in runs:
         name = f"{run.group}/{run.name}"
         last_step, last_time = run.end
+        # Sent again, the steps would be added to those that are there.
         SQLiteStorage.delete_run(PROJECT, name, run_id=name)
         SQLiteStorage.bulk_log(
             PROJECT,
@@ -176,6 +182,7 @@ def _to_wandb(runs: Sequence[TrackedRun]) -> list[str]:
     import wandb
 
     project = os.environ.get("WANDB_PROJECT", PROJECT)
+    # wandb would otherwise add output, repository, code, machine, its load and its packages to each run.
     settings = wandb.Settings(
         silent=True,
         console="off",
@@ -202,6 +209,7 @@ def _to_wandb(runs: Sequence[TrackedRun]) -> list[str]:
             )
         except wandb.Error as error:  # such as nobody being logged in
             raise UsageError(f"--to wandb: {error}", remedy="wandb login, or WANDB_MODE=offline") from None
+        # target.dir is the folder files of a run, below wandb/.
         folder = Path(target.dir).parent.parent
         for step in run.steps:
             target.log(step.shown_values, step=step.step)
