@@ -108,6 +108,7 @@ def _pair_rows(
     unpaired = list(comparison.compare(after).rows)
     for row in comparison.compare(before).rows:
         same_name = [other for other in unpaired if name(other) == name(row)]
+        # Of several rows of one name, as at other batches, the one that differs least.
         partner = min(same_name, key=lambda other: len(_differences(row, other)), default=None)
         if partner is None:
             yield RowChange(label=row.label, before=row, after=None, incomparable_reasons=("after: no such row",))
@@ -122,10 +123,12 @@ def _pair(before: ComparisonRow, after: ComparisonRow, hardware: Sequence[str], 
     differences = _differences(before, after)
     reasons = [*hardware, *(text for text in differences if _field(text) not in _CHANGES)]
     caveats = [("before", caveat) for caveat in before.caveats] + [("after", caveat) for caveat in after.caveats]
+    # Rows that do not compare have other losses for that reason.
     if not reasons and (loss_caveat := _loss_caveat(before, after)):
         caveats.append(("after against before", loss_caveat))
     reasons += [f"{side}: {caveat.text}" for side, caveat in caveats if caveat.disqualifying]
     config_changes = list(_config_changes(before.representative, after.representative))
+    # Versions are named once for both results (BeforeAfter.software).
     changes = [text for text in differences if _field(text) in _CHANGES and text not in software]
     ratio, interval = None, None
     if not reasons and before.tokens_per_second and after.tokens_per_second:
@@ -173,6 +176,7 @@ def _loss_caveat(before: ComparisonRow, after: ComparisonRow) -> Caveat | None:
         ranks = run.record.ranks
         if len(wrappers) == 1:  # the known effect of a wrapper on the loss is then the same in both rows
             ranks = tuple(replace(rank, engine_optimizer_class="") for rank in ranks)
+        # compare_losses groups rows by workload: with one for both, another number of steps does not part them.
         trial = replace(run.record.trial, workload=workload)
         runs[index] = replace(run, record=replace(run.record, trial=trial, ranks=ranks))
     return next(iter(compare_losses(runs).values()), None)
@@ -195,6 +199,7 @@ def _config_changes(before: TrialSummary, after: TrialSummary) -> Iterator[str]:
     if a.ranks and b.ranks:
         resolved = comparability.differing({"": [a.ranks[0].resolved_config, b.ranks[0].resolved_config]})
         for key, values in resolved.items():
+            # What was written differently is told above; these are defaults that differ, as between versions.
             if key not in written:
                 yield f"{key} {' against '.join(map(_text, values))} (as DeepSpeed resolved it)"
 

@@ -126,8 +126,10 @@ class CaveatText(Enum):
         self.contains = contains
         """Words in the text by which it differs from others with the same beginning."""
         self.disqualifying = disqualifying
+        # Not None, which a member gives whose text has no next step.
         self.next_step = NEXT_STEPS[kind] if next_step == "" else next_step
 
+    # No two members may have equal values: Enum would make the second one a name of the first.
     # The first member that matches a text is taken, so of two with one beginning that with more conditions is first.
     UNSTABLE_RUNS = (
         CaveatKind.UNSTABLE, "unstable: the means of ", "", False, "use more --repeats, or a quieter machine"
@@ -221,6 +223,7 @@ def parse_caveats(cell: str, measured_steps: int) -> list[Caveat]:
             parts[-1] += f"; {part}"
         else:
             parts.append(part)
+    # Skipped steps apart: whether they disqualify follows from the number of steps, which the text does not hold.
     return [_parse_skipped_steps(part, measured_steps) or parse_caveat(part) for part in parts if part]
 
 

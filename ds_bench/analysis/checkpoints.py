@@ -28,6 +28,7 @@ def checkpoint_costs(ranks: Sequence[RankMeasurement]) -> dict[str, CheckpointCo
 
 def _cost(ranks: Sequence[RankMeasurement], name: str) -> CheckpointCost:
     actions = [rank.checkpoint.get(name, CheckpointAction()) for rank in ranks]
+    # The job has done it only if every rank has: the costs of some ranks alone are those of no checkpoint.
     if any(action.not_done is not None or action.seconds is None for action in actions):
         return CheckpointCost()
     memory = fullest_node((rank.hostname, action.memory) for rank, action in zip(ranks, actions, strict=True))

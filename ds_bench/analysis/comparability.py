@@ -34,6 +34,7 @@ def row_key(record: TrialRecord) -> str:
     """
     trial = record.trial
     text = (
+        # Keys in alphabetical order, as json.dumps(sort_keys=True) writes those of Trial.key.
         f'{{"configuration": {_dumps(trial.configuration.name)}, "ds_config": {_dumps(trial.ds_config)}, '
         f'"engine": {_dumps(trial.configuration.engine)}, "placement": {placement_text(trial.placement)}, "repeat": 0, '
         f'{_variables_text(trial.configuration)}"workload": {_workload_text(trial.workload)}}}'
@@ -43,6 +44,7 @@ def row_key(record: TrialRecord) -> str:
 
 def _workload_text(workload: Workload) -> str:
     values = dict(zip(WORKLOAD_FIELDS, _workload_values(workload), strict=True))
+    # Fields that were added later are left out at their defaults, so that keys of earlier results stay as they are.
     for name, default in ADDED_DEFAULTS.items():
         if values[name] == default:
             del values[name]
@@ -70,11 +72,13 @@ def group_repeats(summaries: Sequence[TrialSummary]) -> dict[str, list[TrialSumm
         if part_ids not in keys:
             keys[part_ids] = key_of_content.setdefault(_content(summary), row_key(summary.record))
         key = keys[part_ids]
+        # A run that measured nothing has no facts to differ by.
         if summary.record.ranks:
             facts = run_facts(summary.record), summary.flat_config_hash
             known_variants = variants.setdefault(key, [])
             if facts not in known_variants:
                 known_variants.append(facts)
+            # The first kind of runs keeps the plain key.
             number = known_variants.index(facts) + 1
             key = key if number == 1 else f"{key}-{number}"
         groups.setdefault(key, []).append(summary)
@@ -115,8 +119,10 @@ def incomparable_fields(a: TrialRecord, b: TrialRecord) -> list[str]:
             pairs.pop("dropout", None)  # a requested dropout may equal the model's own: compare those that ran
         ran = differing({"": [run_facts(a), run_facts(b)]})
         pairs |= {name: pair for name, pair in ran.items() if REQUESTED_AS.get(name, name) not in pairs}
+    # Where both rows were measured, run_facts has compared it.
     elif a.method_version != b.method_version:
         pairs["method_version"] = (a.method_version, b.method_version)
+    # Last, as the facts of the runs differ too in what was varied.
     for name in varied_on_purpose(a) | varied_on_purpose(b):
         pairs.pop(name, None)
     if a.trial.workload.batch_policy == b.trial.workload.batch_policy == "largest":
@@ -150,6 +156,7 @@ def differing(facts: Values) -> dict[str, Sequence[Any]]:
     """The facts that are not equal in all rows; of mappings their inner values that are not, named by dotted paths."""
     different: dict[str, Sequence[Any]] = {}
     for name, values in facts.items():
+        # No set: values may be lists and mappings.
         if values.count(values[0]) == len(values):
             continue
         if all(isinstance(value, Mapping) for value in values):

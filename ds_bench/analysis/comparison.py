@@ -183,16 +183,20 @@ def compare(
     groups = group_repeats(with_loss_caveats(summaries))
     labels = unique_labels([_representative_run(group).record for group in groups.values()])
     rows = [_row(key, label, group) for (key, group), label in zip(groups.items(), labels, strict=True)]
+    # chosen: what ratios are to refer to. reference: what decides which rows compare, where chosen has no numbers.
     requested = _requested_baseline(rows, relative_to)
     chosen = _first_valid_row(rows, requested) if relative_to is None else requested
     reference = chosen if chosen is None or chosen.succeeded else _first_valid_row(rows, chosen)
     baseline = chosen if chosen is not None and chosen.succeeded else None
     compared = tuple(_relative_to_baseline(rows, baseline, reference))
     measured = [row for row in compared if row.succeeded]
+    # Host memory has a front only where rows differ in it by choice, or where it is all the memory there is.
     uses_host_memory = any(row.configuration.layout[1:] != ("none", "none") for row in measured)
+    # Where no row has GPU memory, all ran on the CPU accelerator.
     on_host = uses_host_memory or all(row.gpu_peak_bytes is None for row in measured)
     return Comparison(
         rows=compared,
+        # The row as it is among compared: a copy with ratios, not the one that was chosen.
         baseline=next((row for row in compared if baseline is not None and row.key == baseline.key), None),
         pareto_device=_pareto_front([(row, row.gpu_peak_bytes) for row in compared]),
         pareto_host=_pareto_front([(row, row.host_peak_bytes) for row in compared]) if on_host else (),
@@ -241,6 +245,7 @@ def _row(key: str, label: str, runs: Sequence[TrialSummary]) -> ComparisonRow:
 
 def _row_caveats(runs: Sequence[TrialSummary], rates: Sequence[float]) -> tuple[Caveat, ...]:
     """Caveats of the runs, then of the row, each once. A busy CPU is reported for the run with the busiest CPU only."""
+    # Each run has other figures in this text, so that they would all be listed.
     busy = [
         (max(measured_values(run.record.ranks, "cpu_other_cores"), default=0.0), caveat)
         for run in runs
@@ -293,6 +298,7 @@ def _relative_to_baseline(
         return
     first = reference.representative.record
     forbidden = {row.key: tuple(incomparable_fields(first, row.representative.record)) for row in rows}
+    # Rows that do not compare take no part: all rows together tell the noise.
     ratios = RowRatios(
         _runs([row for row in rows if not forbidden[row.key]]), None if baseline is None else baseline.key
     )
@@ -370,6 +376,7 @@ def _pareto_front(rows: Sequence[tuple[ComparisonRow, int | None]]) -> tuple[str
     front, least_bytes = set(), math.inf
     for _, members in groupby(sorted(points), key=lambda point: point[0]):  # fastest first
         group = list(members)
+        # From the fastest on: a row belongs to the front if it takes less than all that are faster.
         if group[0][1] < least_bytes:
             least_bytes = group[0][1]
             front |= {key for _, memory_bytes, key in group if memory_bytes == least_bytes}

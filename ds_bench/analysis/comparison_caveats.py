@@ -47,6 +47,7 @@ def _apart_caveats(rows: Sequence[Sequence[TrialSummary]]) -> Iterator[Caveat]:
     for number, summary in summaries:
         labels.setdefault(summary.run_id, {})[number] = summary.record.trial.configuration.label
         hosts[summary.run_id] = summary.environment.hostname if summary.environment else ""
+    # One run has every row, so that ratios within it hold nothing else; or a result does not tell its run.
     if None in labels or max(map(len, labels.values()), default=0) == len(trained):
         return
     texts = []
@@ -74,6 +75,7 @@ def _placement_caveats(records: Sequence[TrialRecord]) -> Iterator[Caveat]:
 
 
 def _window_caveats(summaries: Iterable[TrialSummary]) -> Iterator[Caveat]:
+    # Of GPUs alone, whose clock moves under load.
     window_seconds = min(
         (
             summary.mean_step_seconds * summary.record.trial.workload.num_steps

@@ -72,6 +72,7 @@ def _row_adapter() -> TypeAdapter[list[dict[str, Any]]]:
     for name, _, kind, _ in FLAT_COLUMNS:
         checked: Any = Annotated[kind, Field(ge=0)] if kind in (int, float) and name not in _SIGNED else kind
         columns[name] = checked if name in _NEEDED else NotRequired[checked | None]
+    # Of typing_extensions, as pydantic refuses that of typing before Python 3.12; Any, as mypy reads no type made here.
     make_type: Any = TypedDict
     row: Any = make_type("row", columns)
     rows: Any = Annotated[list[row], FailFast()]
@@ -143,6 +144,7 @@ def _sizes_of_nodes(row: Mapping[str, Any]) -> dict[str, int]:
     """Host → bytes of ``cpu_used_gb_of_nodes``; empty where it holds something else."""
     try:
         sizes = json.loads(row.get("cpu_used_gb_of_nodes") or "{}")
+        # The cell is a text to check_rows, so that anything may be in it.
         return {str(name): round(size * units.BYTES_PER_GB) for name, size in sizes.items()}
     except (ValueError, TypeError, AttributeError, OverflowError, RecursionError):
         return {}
@@ -216,6 +218,7 @@ def _losses(row: Mapping[str, Any]) -> tuple[float | None, ...]:
 
 def _outcome(row: Mapping[str, Any]) -> Outcome:
     sign, _, rest = row["status"].partition(" ")
+    # A status may have two words without a sign: "OOM (host)".
     status = row["status"] if sign[:1].isalnum() else rest
     if not status or (status == SUCCESS) != row["success"]:
         raise ValueError(f"says success {str(row['success']).lower()} and status {row['status']}")
@@ -304,6 +307,7 @@ def _workload(row: Mapping[str, Any], setting: Setting) -> Workload:
         "pass_type": row.get("pass_type") or "train",
         "synchronized": row.get("synchronized") is not False,
     }
+    # The columns come last: the axes in a name give only what no column tells.
     return Workload(**{**setting.workload, **columns})
 
 
@@ -336,6 +340,7 @@ def _emulated(row: Mapping[str, Any]) -> int | None:
     if not total or not percent or not used:
         return None
     size = used / (percent / 100)
+    # Percent and bytes of a real GPU give its total again, but for rounding.
     return round(size * units.BYTES_PER_GB) if size < total * (1 - 1e-6) else None
 
 
@@ -353,12 +358,14 @@ def _rank(row: Mapping[str, Any], figures: Mapping[str, Any]) -> RankMeasurement
         micro_batch_size=row["batch_size"],
         grad_accum=row["grad_accum"],
         data_parallel_size=read("data_parallel_size") or row["num_gpus"],
+        # Here and below "" and 0 stand for what no column tells; comparisons take them for unknown.
         optimizer_class=read("optimizer") or "",
         engine_optimizer_class="",
         parameter_count=read("parameter_count") or 0,
         trainable_parameter_count=read("trainable_parameter_count"),
         largest_parameter=facts.largest_parameter if facts else 0,
         resolved_config={},
+        # One step of the mean duration: the mean of this window is that of the row.
         step_seconds=(figures["mean_step_seconds"],),
         warmup_step_seconds=(),
         window_seconds=figures["mean_step_seconds"],

@@ -132,6 +132,7 @@ FLAT_COLUMNS: list[Column] = [
     Column("stage", lambda s: s.record.trial.configuration.stage, int),
     Column("strategy", lambda s: s.record.trial.configuration.name, str),
     Column("model", lambda s: s.record.trial.workload.model, str),
+    # What the engine ran, if it ran: a DeepSpeed configuration may ask for another batch than the flags.
     Column("batch_size", lambda s: s.micro_batch_size or s.record.trial.workload.batch_size, int),
     Column("seq_length", lambda s: s.record.trial.workload.seq_length, int),
     Column("grad_accum", lambda s: s.grad_accum or s.record.trial.workload.grad_accum, int),
@@ -168,6 +169,7 @@ FLAT_COLUMNS: list[Column] = [
     _figure("causal_flops_per_token", kind=int),
     _figure("hardware_flops_per_token", kind=int),
     _figure("flops_convention", kind=str),
+    # Above 1 it is an error of accounting, which the caveat MFU_ABOVE_1 tells.
     Column("mfu", lambda s: s.mfu if s.mfu is not None and s.mfu <= 1 else None, field="mfu"),
     Column("first_loss", lambda s: s.losses[0] if s.losses else None),
     Column("final_loss", lambda s: s.losses[-1] if s.losses else None),
@@ -240,6 +242,7 @@ FLAT_COLUMNS: list[Column] = [
         Column(f"checkpoint_{action}_{column}", _checkpoint(action, value))
         for action in CHECKPOINT_ACTIONS
         for column, value in CHECKPOINT_COLUMNS.items()
+        # Loading writes nothing.
         if (action, column) != ("load", "gb")
     ),
     _figure("checkpoint_restored", kind=bool),

@@ -120,6 +120,7 @@ def mean_interval(values: Sequence[float]) -> tuple[float, float] | None:
 
 def _exp(exponent: float) -> float:
     """``math.exp``, but infinity where that would overflow."""
+    # math.log of the largest float is 709.78.
     return math.exp(exponent) if exponent < 709 else math.inf
 
 
@@ -174,10 +175,12 @@ class RowRatios:
     def __init__(self, rows: Mapping[str, Sequence[Run]], baseline: str | None) -> None:
         """Leaves out rows with fewer than three runs or with a mean that is not positive and finite."""
         usable = {key: runs for key, runs in rows.items() if _enough_positive_values([run.mean for run in runs])}
+        # Without a gap, as RunDesign needs it: rows that are left out have no index.
         self._index = {key: index for index, key in enumerate(usable)}
         self._baseline = baseline
         self._levels: dict[str, float] = {}
         self._from_baseline: dict[str, LogDifference] = {}
+        # between() has then no two rows to ask the fit for.
         if len(usable) < 2:
             return
         indices = [self._index[key] for key, runs in usable.items() for _ in runs]
@@ -227,6 +230,7 @@ class LogDifference:
         1 if the two differences have different signs.
         """
         smaller = min(abs(self.plain), abs(self.adjusted)) if self.plain * self.adjusted > 0 else 0.0
+        # All runs of each row are equal, so that no difference is due to chance.
         if self.standard_error == 0:
             return 0.0 if smaller else 1.0
         from scipy.special import stdtr
@@ -272,6 +276,7 @@ class RunDesign:
         self.rows = np.asarray(rows)
         self.run_counts = np.bincount(self.rows).astype(float)
         order = np.asarray(positions, dtype=float)
+        # To a range of 1, the size of the columns of rounds. All positions are equal where no order is known.
         self._trend = ((order - order.mean()) / (np.ptp(order) or 1.0))[:, None]
         numbers = sorted(set(rounds))
         use_blocks = 1 < len(numbers) <= _MAX_BLOCKS
@@ -324,12 +329,15 @@ class _Covariates:
         self.row_means = design.row_means(columns.T).T
         self.within_rows = columns - self.row_means[design.rows]
         """Deviations from the row means: the levels of the rows drop out of the estimate."""
+        # Runs of noisy rows become zeros, which change no slope.
         counted = ~noisy[design.rows]
         left, scales, right = np.linalg.svd(self.within_rows * counted[:, None], full_matrices=False)
+        # A column that others explain has a singular value of rounding size; an absolute limit will do at a range of 1.
         kept = scales > 1e-9
         self.rank = int(kept.sum())
         self.solution = (right[kept].T / scales[kept]) @ left[:, kept].T
         """Pseudo-inverse: times the runs' values it gives the slopes."""
+        # Runs less a level for each row, less the slopes.
         self.freedom = int(counted.sum() - (~noisy).sum()) - self.rank
 
     def variance_factor(self, row: int, other: int) -> float:
@@ -355,13 +363,16 @@ class RunFit:
         self._adjusted, self._variances, self._freedoms = (np.zeros_like(self._means) for _ in range(3))
         self._has_blocks = np.zeros(len(values), dtype=bool)
         self._noisy = np.zeros(self._means.shape, dtype=bool)
+        # A first fit with one variance for all rows, whose residuals show the noisy ones.
         self._find_noisy_rows(self._fit_sets(np.arange(len(values))))
         self._covariates = []
+        # Data sets with the same noisy rows are fitted again together, without these rows in trend and variance.
         for noisy in np.unique(self._noisy, axis=0):
             sets = (self._noisy == noisy).all(axis=1)
             self._covariates.append((sets, *design.covariates(noisy)))
             if noisy.any():
                 self._fit_sets(np.nonzero(sets)[0])
+        # All other rows have one and the same variance, which min() picks.
         self._common_variance = np.where(self._noisy, np.inf, self._variances).min(axis=1)
 
     def _fit_sets(self, sets: Any) -> Any:
@@ -375,10 +386,12 @@ class RunFit:
         noisy, within_rows = self._noisy[sets[0]], self._within_rows[sets]
         trend, blocks = self._design.covariates(noisy)
         counted = ~noisy[self._design.rows]
+        # With the trend alone.
         slopes = within_rows @ trend.solution.T
         removed, residuals = slopes @ trend.row_means.T, within_rows - slopes @ trend.within_rows.T
         freedom, has_blocks = np.full(len(sets), float(trend.freedom)), np.zeros(len(sets), dtype=bool)
         if blocks is not None:
+            # With rounds as blocks too, kept where they explain more than their number would by chance.
             slopes = within_rows @ blocks.solution.T
             residuals_with_blocks = within_rows - slopes @ blocks.within_rows.T
             before, after = ((each[:, counted] ** 2).sum(axis=1) for each in (residuals, residuals_with_blocks))
@@ -389,6 +402,7 @@ class RunFit:
             removed = np.where(has_blocks[:, None], slopes @ blocks.row_means.T, removed)
             residuals = np.where(has_blocks[:, None], residuals_with_blocks, residuals)
             freedom[has_blocks] = blocks.freedom
+        # The variance of each row: its own if it is noisy, else that of all the others together.
         squares = self._design.row_means(residuals**2) * self._design.run_counts
         own_freedom = self._design.run_counts - 1
         common_variance = squares[:, ~noisy].sum(axis=1) / freedom
@@ -407,14 +421,17 @@ class RunFit:
         from scipy.special import fdtri
 
         counts = self._design.run_counts
+        # The degrees of freedom are of all rows together: each row gets its share by its runs.
         freedoms = self._freedoms * counts / counts.sum()
         sets, noisy = np.arange(len(squares)), self._noisy
         for _ in range(len(counts) - 2):
+            # -1 is below any variance: rows that were found are not found again.
             noisiest = np.where(noisy, -1.0, squares / freedoms).argmax(axis=1)
             own, own_freedom = squares[sets, noisiest], freedoms[sets, noisiest]
             rest = np.where(noisy, 0.0, squares).sum(axis=1) - own
             rest_freedom = np.where(noisy, 0.0, freedoms).sum(axis=1) - own_freedom
             limits = fdtri(own_freedom, rest_freedom, 1 - _TEST_LEVEL)
+            # Multiplied out, as the rest may be 0, and by rounding below it.
             exceeds = own * rest_freedom > limits * own_freedom * np.maximum(rest, 0.0)
             if not exceeds.any():
                 break
@@ -424,15 +441,18 @@ class RunFit:
         """The difference between two rows, in each data set."""
         import numpy as np
 
+        # What the estimated slopes add to the variance of the difference.
         factors = np.zeros(len(self._means))
         for sets, trend, blocks in self._covariates:
             factors[sets] = trend.variance_factor(row, other)
             if blocks is not None:
                 factors[sets & self._has_blocks] = blocks.variance_factor(row, other)
+        # What the noise of the two rows' own means adds.
         variance, other_variance = (self._variances[:, each] / self._design.run_counts[each] for each in (row, other))
         with np.errstate(invalid="ignore", divide="ignore"):  # Satterthwaite's formula, as in ``_satterthwaite``
             share = variance / (variance + other_variance)
             freedom = 1 / (share**2 / self._freedoms[:, row] + (1 - share) ** 2 / self._freedoms[:, other])
+        # Not finite where both variances are 0: then the degrees of freedom of the fit hold.
         same_noise = ~(self._noisy[:, row] | self._noisy[:, other]) | ~np.isfinite(freedom)
         columns = (
             self._means[:, row] - self._means[:, other],

@@ -92,6 +92,7 @@ def summarise_all(
     for record in records:
         workload = record.trial.workload
         facts = find_model(workload.model) if workload.model_source == "preset" else None
+        # A rate that the user gave counts on any device; the table is asked for GPUs alone.
         peak_flops = peak_tflops * 1e12 if peak_tflops else None
         if peak_flops is None and record.ranks and record.trial.placement.accelerator == "cuda":
             peak_flops = find_peak(record.ranks[0].device_name, workload.precision)
@@ -122,6 +123,7 @@ def _load(path: Path) -> Result:
     if path.name in (RUN_FILE, RECORDS_FILE):
         with json_files.opened(path):  # raises UsageError unless it exists and is a file
             return _load_run(path.parent, path)
+    # Records under another name, as of a copy: the run.json beside them may be of another run.
     if path.suffix == ".jsonl":
         return _load_records(path, RunInfo(), path, [])
     rows_path = path.with_name(path.name.replace("recommendation_", "comparison_", 1))
@@ -183,12 +185,15 @@ def _load_run(folder: Path, source: Path) -> Result:
 
 def _load_records(source: Path, run_info: RunInfo, file: Path, notes: list[str]) -> Result:
     records = reader.read_records(file, run_info.trials, notes)
+    # Without run.json the folder need not be that of a run.
     run_id = file.resolve().parent.name if run_info.trials else None
     try:
         summaries = summarise_all(records, _peak_tflops(run_info), run_info.environment, run_id)
         if any(summary.tokens_per_second == math.inf for summary in summaries):
+            # Caught below with all other figures of no sense.
             raise OverflowError("a throughput is beyond all measure")
     except _VALUE_ERRORS as error:
+        # One by one only now, to name the trial.
         record = next((record for record in records if not _can_be_summarised(record)), None)
         name = f"{source}: {record.trial.trial_id}" if record else str(source)
         problem = f"{name} holds figures or a configuration of no sense: {type(error).__name__}: {error}"
@@ -230,8 +235,10 @@ def _peak_tflops(run_info: RunInfo) -> float | None:
     parser = argparse.ArgumentParser(add_help=False, exit_on_error=False)
     parser.add_argument("--peak-tflops", type=float)
     value = recipe_value(run_info.recipe, "launch", "peak_tflops")
+    # A recipe's run was given the rate in its file; the words of a script's run are its flags.
     if not run_info.recipe:
         with contextlib.suppress(argparse.ArgumentError):
+            # Only this flag is read of the arguments as they were typed; its abbreviations are understood too.
             value = parser.parse_known_args(run_info.arguments)[0].peak_tflops
     possible = isinstance(value, (int, float)) and 0 < value < _MAX_PEAK_TFLOPS
     return float(value) if possible else None
@@ -246,6 +253,7 @@ def _with_flops_of_flat_json(summaries: tuple[TrialSummary, ...], folder: Path) 
         rows = _check_rows(path, json_files.read_bytes(path), [])
     except UsageError:
         return summaries
+    # By id and repeat, as rows and records need not be in one order.
     row_of = {(row.get("trial_id"), row.get("repeat")): row for row in rows}
     complete = []
     for summary in summaries:
@@ -281,6 +289,7 @@ def _load_flat_json(path: Path, data: bytes) -> Result:
         except UsageError as error:
             notes.append(f"its run folder cannot be used: {error}")
         else:
+            # The folder holds more, but the file may have been edited, or stand beside a folder of another run.
             if Counter(map(trial_identity, run.summaries)) == Counter(map(trial_identity, summaries)):
                 return run
             notes.append(f"{folder} holds other rows than {path.name}: the file is used")

@@ -122,6 +122,7 @@ def _split_by_settings(group: _Group) -> list[_Group]:
     common = next((_training_settings(trial.ds_config) for trial in trials if not _is_of_file(trial)), None)
     parts: list[tuple[dict[str, Any] | None, _Group]] = []
     for (index, summary), trial in zip(group.items(), trials, strict=True):
+        # Other settings in a row of no file are a mistake that the comparison is to find: it stays with the others.
         settings = _training_settings(trial.ds_config) if _is_of_file(trial) else common
         part = next((part for known, part in parts if known == settings), None)
         if part is None:
@@ -140,6 +141,7 @@ def _training_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     params = {key: value for key, value in (optimizer.get("params") or {}).items() if key not in _IMPLEMENTATION}
     return {
         "optimizer": (str(optimizer.get("type")).lower(), params),
+        # DeepSpeed's default since 0.19.3.
         "clipping": config.get("gradient_clipping", 1.0),
         "bf16": {key: value for key, value in bf16.items() if key.startswith(("bf16", "immediate")) and value},
         **{key: config[key] for key in _ARITHMETIC if config.get(key)},
@@ -198,6 +200,7 @@ def _reference_row(group: _Group) -> TrialSummary | None:
     """The reference row, see ``compare_losses``; one run per strategy counts. None if every row has the quirk."""
     first_runs: dict[str, TrialSummary] = {}
     for summary in group.values():
+        # Held against it, every right row would look wrong.
         if not _has_stage0_quirk(summary):
             first_runs.setdefault(summary.record.trial.configuration.name, summary)
     rows = list(first_runs.values())
@@ -217,17 +220,20 @@ def _training_difference(reference: TrialSummary, summary: TrialSummary) -> Cave
         return None
     quirk = _has_stage0_quirk(summary)
     theirs, own = (each.record.trial.workload.precision for each in (reference, summary))
+    # The coarser of the two precisions.
     precision = max(theirs, own, key=_LOSS_TOLERANCE.__getitem__)
     label = reference.record.trial.configuration.label
     difference = _loss_difference(reference, summary)
     if difference > (_QUIRK_LOSS_TOLERANCE if quirk else _LOSS_TOLERANCE[precision]):
         text = f"{difference:.2%} from {label}'s: more than rounding explains{_DO_NOT_USE}"
         return CaveatText.LOSS_DIFFERS.caveat(text)
+    # Before the weights: a setting that differs says why they do.
     setting = _differing_setting(reference, summary)
     if setting is not None:
         return CaveatText.TRAINED_DIFFERENTLY.caveat(f"{label}: {setting}{_DO_NOT_USE}")
     # In another precision other small gradients are lost, of which Adam makes updates as large as of any.
     distance = (_weight_distance(reference, summary) or 0.0) if theirs == own else 0.0
+    # See _WEIGHT_STEPS; the losses of the first ten steps need no such allowance.
     growth = max(1.0, len(summary.losses) / _WEIGHT_STEPS)
     weight_tolerance = _WEIGHT_TOLERANCE[precision] * growth
     if distance > (_QUIRK_WEIGHT_TOLERANCE if quirk else weight_tolerance):
@@ -242,6 +248,7 @@ def _training_difference(reference: TrialSummary, summary: TrialSummary) -> Cave
             return CaveatText.TRAINED_DIFFERENTLY_KNOWN_QUIRK.caveat(f"{_moved(reference, summary)}, {_QUIRK}")
         return None
     repeated = _repeated_loss_difference(reference, summary) or 0.0
+    # It is taken after all steps, so that rounding has had as long to act as on the weights.
     if repeated > _LOSS_TOLERANCE[precision] * growth:
         text = f"its loss on the first batch after training differs by {repeated:.2%}, more than rounding explains"
         return CaveatText.TRAINED_DIFFERENTLY.caveat(f"{label}: {text}{_DO_NOT_USE}")
@@ -283,6 +290,7 @@ def _differing_setting(reference: TrialSummary, summary: TrialSummary) -> str | 
     if None not in families and families[0] != families[1]:
         return f"{own.optimizer_class} stepped, not {theirs.optimizer_class}"
     groups_before, groups = theirs.optimizer_settings or (), own.optimizer_settings or ()
+    # After another number of steps a scheduler may have set another learning rate.
     same_length = len(groups_before) == len(groups) and len(reference.losses) == len(summary.losses)
     if groups_before == groups or not same_length:
         return None
@@ -312,6 +320,7 @@ def _weight_distance(a: TrialSummary, b: TrialSummary) -> float | None:
     if len(a.weight_change) != len(b.weight_change):
         return None
     distance, norm = math.dist(a.weight_change, b.weight_change), math.hypot(*a.weight_change)
+    # The reference did not move: only a row that did not move either is like it.
     if norm == 0.0:
         return 0.0 if distance == 0.0 else math.inf
     return distance / norm

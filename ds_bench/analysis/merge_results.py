@@ -97,6 +97,7 @@ class _GroupBuilder:
         if ours is not None and theirs is not None:
             return comparability_differences(ours, theirs)
         if ours is not None or theirs is not None:
+            # Unknown is not the same: pooled, two machines might pass for one.
             names = [f"of {each.hostname}" if each else "not known" for each in (ours, theirs)]
             return [f"environment {names[0]} against {names[1]}"]
         known = None not in (self.device, other.device)
@@ -161,6 +162,7 @@ def merge(results: Sequence[Result]) -> tuple[ResultGroup, ...]:
         for summary in summaries:
             trial, method_version = summary.record.trial, summary.record.method_version
             parts = id(trial.workload), id(trial.placement)  # rows of one file share these objects
+            # Found once for each key: _find_group compares a row with every group.
             key = *parts, method_version, str(trial.common_settings) if trial.point else ""
             if key not in known:
                 known[key] = _find_group(builders, summary, result)
@@ -182,6 +184,7 @@ def _drop_duplicates(results: Sequence[Result]) -> tuple[list[list[TrialSummary]
         for result in results
     ]
     owners: dict[object, int] = {}
+    # Results with records first, and in the order given among equals.
     for number in sorted(range(len(results)), key=lambda number: results[number].records is None):
         for identity in identities[number]:
             owners.setdefault(identity, number)

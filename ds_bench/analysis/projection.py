@@ -79,6 +79,7 @@ def project_rows(
                 found.append(_project(row, measured[row.key], num_gpus, links[row.key], how, profile))
     if not any(each.projection for each in found):
         first = next(each for each in found if each.measured is not None)
+        # The refusal of the first row is the error of the whole.
         scaling.project(measured[first.row.key], first.num_gpus, links[first.row.key], how)  # raises
     return found
 
@@ -130,6 +131,7 @@ def _not_measured(row: ComparisonRow) -> str | None:
 
 def _measured_step(row: ComparisonRow, layers: int | None) -> MeasuredStep:
     runs = row.nearest_to_mean
+    # One run for all parts of a step, so that they belong together.
     run = next((run for run in runs if run.costs.communication_seconds is not None), runs[0])
     trial, rank, costs = run.record.trial, run.record.ranks[0], run.costs
     assert row.mean_step_seconds is not None
@@ -137,6 +139,7 @@ def _measured_step(row: ComparisonRow, layers: int | None) -> MeasuredStep:
     communication = None
     if costs.communication_seconds is not None and costs.communication_bytes and rank.world_size > 1:
         most = max((each.communication or () for each in run.record.ranks), key=lambda all_: sum(c.bytes for c in all_))
+        # An all-reduce counts as a reduce-scatter and an all-gather, as it does in the bytes.
         calls = sum(each.count * (2 if "all_reduce" in each.name else 1) for each in most)
         communication = Traffic(name="all", bytes=costs.communication_bytes, calls=calls)
     parts = step_parts(run.record)
@@ -155,6 +158,7 @@ def _measured_step(row: ComparisonRow, layers: int | None) -> MeasuredStep:
         update_seconds=parts.get("step"),
         communication_seconds=None
         if communication is None or costs.communication_seconds is None
+        # Waiting is for slower ranks and says nothing about the links.
         else costs.communication_seconds - (costs.communication_wait_seconds or 0.0),
         communication=communication,
         computing_seconds=None
@@ -208,4 +212,5 @@ def _predict(
             torch_adam=bool(trial.ds_config["optimizer"]["params"].get("torch_adam")),
         ).predict()
     except (DsBenchError, ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError) as error:
+        # A stored configuration may lack what the formulas read: the row is then projected without its memory.
         return f"{type(error).__name__}: {error}"

@@ -49,6 +49,7 @@ def flags_to_repeat(options: Options) -> dict[str, list[str]]:
     for name in SEVERAL_NODES:
         if (value := getattr(options, name)) is not None:
             flag = f"--{name.replace('_', '-')}"
+            # argparse would take a word that begins with - for a flag of its own.
             flags[name] = [f"{flag}={value}"] if str(value).startswith("-") else [flag, str(value)]
     return flags
 
@@ -56,12 +57,14 @@ def flags_to_repeat(options: Options) -> dict[str, list[str]]:
 def arguments_without(arguments: Sequence[str], flags: Sequence[str]) -> list[str]:
     """The arguments without these flags and their values, each of which has one; abbreviated ones too."""
     kept, is_value = [], False
+    # What follows -- are no flags.
     end = arguments.index("--") if "--" in arguments else len(arguments)
     for word in arguments[:end]:
         name, separator, _ = word.partition("=")
         is_flag = not is_value and len(name) > 2 and name.startswith("--") and any(f.startswith(name) for f in flags)
         if not is_flag and not is_value:
             kept.append(word)
+        # --flag VALUE: the next word belongs to it; --flag=VALUE is one word.
         is_value = is_flag and not separator
     return [*kept, *arguments[end:]]
 

@@ -302,6 +302,7 @@ def explain(a: ComparisonRow, b: ComparisonRow) -> RowDifference:
     memory = tuple(_memory_differences(a, b))
     on_cpu = a.on_cpu and b.on_cpu
     peaks = [each for each in memory if each.moment == "peak"]
+    # The first peak is of the memory that the rows train in (_memory_differences).
     larger = a if peaks and peaks[0].difference_bytes < 0 else b
     return RowDifference(
         a=a,
@@ -366,10 +367,12 @@ def _measured_difference(a: ComparisonRow, b: ComparisonRow, tier: Tier, moment:
         return None
     scope = _scope(a, b, tier)
     if None in ledgers:
+        # Categories of one row alone explain no difference.
         sides = [{TOTAL: total or 0} for total in totals]
     else:
         sides = [dict(ledger or {}) for ledger in ledgers]
         if None not in totals:
+            # Of both rows or of none: a rest against nothing would look like a difference.
             for side, total in zip(sides, totals, strict=True):
                 side[REST] = (total or 0) - sum(side.values())
     uncounted = _uncounted(a, b, tier) if moment == "peak" else ()
@@ -392,6 +395,7 @@ def _measured_total(row: ComparisonRow, tier: Tier, moment: Moment) -> int | Non
     if tier == "gpu":
         allocated = max(measured_values(row.successes, "gpu_allocated_bytes"), default=None)
         return row.gpu_peak_bytes if moment == "peak" else allocated
+    # On CPU ranks the resident size has libraries too and lacks pages that nobody wrote: the ledger alone tells.
     if tier == "cpu" and not row.on_cpu and _has_all_ranks(row):
         return row.host_peak_bytes
     return None
@@ -545,6 +549,7 @@ def _config_differences(a: TrialSummary, b: TrialSummary) -> Iterator[KeyDiffere
         dict(paths_of(layout_config(each.ds_config, each.configuration, each.workload, each.placement)))
         for each in (a.record.trial, b.record.trial)
     ]
+    # Known keys first, though nobody wrote them: what DeepSpeed resolved them to may differ.
     paths = dict.fromkeys([*ACTS_ON, *written[0], *written[1]])
     for path in paths:
         if path.rpartition(".")[2] in _LEFT_OUT_KEYS:
@@ -584,6 +589,7 @@ def _effective_value(path: str, written: Mapping[str, Any], resolved: Mapping[st
     block, _, key = path.partition(".")
     name = _RESOLVED_KEYS.get(path)
     if name is None and block in _RESOLVED_BLOCKS:
+        # DeepSpeed's fields are named without the prefix; the keys are aliases (runtime/zero/config.py).
         name = f"{_RESOLVED_BLOCKS[block]}.{key.removeprefix('stage3_')}"
     elif name is None:
         name = path.replace("optimizer.params.", "optimizer_params.")

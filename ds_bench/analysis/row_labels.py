@@ -52,6 +52,7 @@ def _number_equal_labels(labels: Sequence[str]) -> list[str]:
     unique = []
     for label in labels:
         text = label
+        # Another row may be called like that by itself.
         while text in taken:
             counts[label] = counts.get(label, 1) + 1
             text = f"{label} #{counts[label]}"

@@ -52,6 +52,7 @@ def _lines_of_plan(shards: Sequence[tuple[ShardOfPlan, Result]], *, several: boo
     """``several``: whether there are shards of other plans too, so that a line has to say of which plan it is."""
     best: dict[int, Result] = {}
     for shard, result in shards:
+        # A shard may have been given twice, as before and after it was resumed elsewhere.
         if shard.number not in best or result.trials_left < best[shard.number].trials_left:
             best[shard.number] = result
     count, first = shards[0][0].count, shards[0][1]

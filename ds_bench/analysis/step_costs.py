@@ -54,16 +54,19 @@ class DiskWait:
 def step_costs(record: TrialRecord) -> StepCosts:
     """Computes the costs of a step of a trial that measured something."""
     ranks = record.ranks
+    # One rank for time and waiting, so that the one is a part of the other.
     slowest = max(ranks, key=lambda rank: rank.step_parts.get("communication", 0.0))
     operations = slowest.communication or ()
     waits = [each.wait_seconds for each in operations if each.wait_seconds is not None]
     nodes = ranks_of_nodes(ranks).values()
     adam = [speed for node in nodes if (speed := _adam_speed(node)) is not None]
     disks = [speeds for node in nodes if (speeds := _disk_speeds(node)) is not None]
+    # The node whose disk gives least of what it needs.
     needed, measured = min(disks, key=lambda speeds: speeds[1] / speeds[0], default=(None, None))
     wait = disk_wait(record)
     return StepCosts(
         communication_seconds=slowest.step_parts.get("communication"),
+        # A sum without one of the operations would be too small.
         communication_wait_seconds=sum(waits) if operations and len(waits) == len(operations) else None,
         communication_bytes=max(
             (sum(each.bytes for each in rank.communication) for rank in ranks if rank.communication is not None),
@@ -106,6 +109,7 @@ def disk_wait(record: TrialRecord) -> DiskWait | None:
 def _adam_speed(node: Sequence[RankMeasurement]) -> float | None:
     """Bytes per second that CPU Adam moves on one node; None if it did not step."""
     times = [rank.offload for rank in node if rank.offload is not None and rank.offload.cpu_adam_seconds]
+    # Ranks of a node step side by side: the bytes of all in the time of the slowest.
     seconds = max((each.cpu_adam_seconds or 0.0 for each in times), default=0.0)
     return sum(each.cpu_adam_bytes or 0.0 for each in times) / seconds if seconds else None
 
@@ -115,6 +119,7 @@ def _disk_speeds(node: Sequence[RankMeasurement]) -> tuple[float, float] | None:
     swapping = [(rank, rank.offload) for rank in node if rank.offload is not None and _moved_bytes(rank.offload)]
     moved = sum(_moved_bytes(times) for _, times in swapping)
     other_seconds = max((_seconds_without_disk(rank, times) for rank, times in swapping), default=0.0)
+    # Side by side likewise.
     busy_seconds = max((times.disk_busy_seconds or 0.0 for _, times in swapping), default=0.0)
     return (moved / other_seconds, moved / busy_seconds) if other_seconds and busy_seconds else None
 

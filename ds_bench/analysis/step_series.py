@@ -32,6 +32,7 @@ def _steps_of_record(summary: TrialSummary) -> list[TrialStep]:
     seconds = [*slowest.warmup_step_seconds, *slowest.step_seconds]
     begun = 0.0 if record.started_at is None else datetime.fromisoformat(record.started_at).timestamp()
     ends = accumulate(seconds, initial=begun + (record.start_seconds or 0.0))
+    # The first is where the first step begins.
     next(ends)
     losses = [*summary.losses, *[None] * (len(seconds) - len(summary.losses))]
     warmup_count = len(slowest.warmup_step_seconds)

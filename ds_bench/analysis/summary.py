@@ -145,6 +145,7 @@ def summarise(
     caveats = dict.fromkeys(map(parse_caveat, record.caveats))
     if not record.ranks:
         placement = record.trial.placement
+        # Records of earlier versions hold the path of a hostfile and not its hosts.
         known = bool(placement.hosts) or placement.hostfile is None
         return TrialSummary(
             record=record,
@@ -156,16 +157,20 @@ def summarise(
     ranks, workload = record.ranks, record.trial.workload
     slowest = record.slowest_rank
     step_seconds_std = sample_std(slowest.step_seconds)
+    # Of the window, at whose ends the device is synchronised, and not of the single steps.
     mean_step_seconds = slowest.window_seconds / len(slowest.step_seconds)
+    # Not world_size: ranks of a tensor-parallel group train the same samples.
     samples_per_second = slowest.micro_batch_size * slowest.grad_accum * slowest.data_parallel_size / mean_step_seconds
     tokens_per_second = samples_per_second * workload.seq_length
     efficiency = _efficiency(
+        # The formula first, so that all rows of a known model are of one convention: two do not compare.
         _flops_of_shape(facts, workload) or _counted_flops(slowest, workload),
         tokens_per_second / slowest.world_size,
         peak_flops,
     )
     over_measured = trial_predictions.predicted_over_measured(record)
     over_ledger = trial_predictions.predicted_over_ledger(record)
+    # A mapping as an ordered set: a caveat that was written with the record is not found twice.
     caveats |= dict.fromkeys(
         trial_caveats.trial_caveats(record, step_seconds_std, efficiency.get("mfu"), over_measured, over_ledger)
     )
@@ -239,6 +244,7 @@ def _counted_flops(rank: RankMeasurement, workload: Workload) -> dict[str, Any]:
     """FLOPs per token as they were counted on a rank; empty where they were not. Ranks that share data share them."""
     if not rank.forward_backward_flops:
         return {}
+    # The share of one rank, as the FLOPs are those of one rank.
     tokens = rank.micro_batch_size * workload.seq_length * rank.data_parallel_size / rank.world_size
     executed = rank.forward_backward_flops + (rank.recomputed_flops or 0)
     return {
@@ -286,6 +292,7 @@ def _slowest_rank_host(record: TrialRecord) -> str | None:
     ranks = record.ranks
     if len({rank.hostname for rank in ranks}) == 1:
         return None
+    # The slowest rank waits least; where waiting was not timed on all ranks, the window has to tell.
     waits = [[operation.wait_seconds for operation in rank.communication or ()] for rank in ranks]
     if all(own and None not in own for own in waits):
         sums = [math.fsum(each for each in own if each is not None) for own in waits]

@@ -20,6 +20,7 @@ _START_SECONDS = {"warm": 4.0, "deepspeed": 25.0}
 """From launch to the first step without the model, and the end of all processes."""
 _BUILD_SECONDS_PER_PARAMETER = 1e-8
 """Drawing the random weights."""
+# Four values read, and all but the gradient written, of 4 bytes each.
 _OPTIMIZER_BYTES_PER_PARAMETER = 28
 """Read and written by Adam in fp32 in one step: weight, two moments, gradient."""
 _BYTES_PER_SECOND = {"none": 5e11, "cpu": 1e10, "nvme": 3e9}

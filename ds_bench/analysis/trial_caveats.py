@@ -64,6 +64,7 @@ def gpu_fraction(record: TrialRecord) -> float | None:
     limit = record.trial.placement.gpu_memory_limit_bytes
     fractions = []
     for rank in record.ranks:
+        # Reserved memory is nearest to what runs out (docs/reading.md).
         used = rank.gpu_peak_reserved_bytes or rank.gpu_peak_bytes
         if used is not None and rank.gpu_total_bytes:
             fractions.append(used / min(rank.gpu_total_bytes, limit or rank.gpu_total_bytes))
@@ -138,8 +139,10 @@ def _step_time_caveats(seconds: Sequence[float], std: float | None) -> Iterator[
     if std is not None and std > UNSTABLE_CV * (sum(seconds) / len(seconds)):
         form = CaveatText.UNSTABLE_STEPS
         yield form.caveat(f"step times vary by more than {UNSTABLE_CV:.0%}; {form.next_step}")
+    # Two steps in each half at least.
     if len(seconds) >= 4:
         half = len(seconds) // 2
+        # Medians, so that one slow step in a half is no drift.
         first, second = statistics.median(seconds[:half]), statistics.median(seconds[-half:])
         if abs(second / first - 1) > NOT_STEADY:
             form = CaveatText.NOT_STEADY
@@ -228,13 +231,16 @@ def _loss_caveats(record: TrialRecord) -> Iterator[Caveat]:
 def _cpu_caveats(record: TrialRecord) -> Iterator[Caveat]:
     """Reports that other programs used cores which the trial needed, or that a CPU quota stopped it: once at most."""
     for ranks in ranks_of_nodes(record.ranks).values():
+        # The first rank of the node that counted; its own cores are those of all processes of the trial there.
         rank = next((rank for rank in ranks if rank.cpu_other_cores is not None), ranks[0])
         if rank.cpu_other_cores is None or not rank.cpu_cores:
             continue
         needed_cores = rank.cpu_own_cores or 0.0
         if record.trial.placement.accelerator == "cpu":
+            # Threads that wait for each other use no core (OMP_WAIT_POLICY=passive) and need one as soon as they go on.
             needed_cores = max(needed_cores, float(sum(measured_values(ranks, "cpu_threads"))))
         disturbing_cores = max(_MIN_OTHER_CORES, _MIN_OTHER_CORES_FRACTION * rank.cpu_cores)
+        # With cores to spare for both, other programs slow nothing down.
         if rank.cpu_other_cores >= disturbing_cores and needed_cores + rank.cpu_other_cores > rank.cpu_cores:
             text = f": other programs used {rank.cpu_other_cores:.1f} of {rank.cpu_cores:g} cores while this row ran"
             yield CaveatText.CPU_BUSY.caveat(text)

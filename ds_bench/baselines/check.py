@@ -126,6 +126,7 @@ def missing_baselines(results: Sequence[BenchmarkResult], path: Path | str = DEF
 def _common_workload(workload: Mapping[str, Any]) -> tuple[object, ...]:
     """What the rows of one result have in common: the script, the workload and the number of ranks."""
     shared = ("model", "batch_size", "seq_length", "grad_accum", "precision", "activation_checkpointing", "num_gpus")
+    # Rows of zero_stage_comparison.py are called zeroN; this tells them from rows of the other script.
     by_stage = workload.get("strategy") == f"zero{workload.get('stage')}"
     return (by_stage, *(workload.get(key) for key in shared))
 
@@ -149,6 +150,7 @@ def compare_to_baseline(
         unusable = _unusable_reason(result)
         text = f"no baseline of this name; {unusable}" if unusable else "no baseline of this name"
         return BaselineComparison(name=result.name, passed=True, message=text, unmatched=not unusable)
+    # Before the status: what fails on another machine or with other versions is no regression of the code.
     reasons = list(_incomparable_reasons(result, baseline))
     if reasons:
         text = f"not comparable with the baseline: {'; '.join(reasons)}"
@@ -170,6 +172,7 @@ def _unusable_reason(result: BenchmarkResult) -> str | None:
 
 def _incomparable_reasons(result: BenchmarkResult, baseline: BaselineEntry) -> Iterator[str]:
     """Differences of hardware, versions and workload; workload fields are compared if both sides have them."""
+    # Neither ran to its end, which says nothing about the code.
     if result.status in (INTERRUPTED, SKIPPED):
         yield f"it ended with {result.status}"
     if not baseline.set_by_hand:
@@ -180,6 +183,7 @@ def _incomparable_reasons(result: BenchmarkResult, baseline: BaselineEntry) -> I
             yield from comparability_differences(result.environment, baseline.environment)
     for key, ours in {**result.workload, "memory": result.memory}.items():
         theirs = baseline.memory if key == "memory" else baseline.workload.get(key)
+        # Another DeepSpeed configuration may be the change that is checked: a remark, no obstacle (_remarks).
         if key != "ds_config" and None not in (ours, theirs) and ours != theirs:
             yield f"{key} {ours} against {theirs}"
     if result.succeeded and not _compare_metrics(result, baseline):
@@ -265,6 +269,7 @@ class _MetricComparison:
         """The largest change for the worse, as a fraction, that the noise would hide; None if not tested."""
         if self.interval is None:
             return None
+        # On logarithms the interval keeps its width wherever the ratio lies: it leaves out 1 from these factors on.
         centre, low, high = self.interval.ratio, self.interval.low, self.interval.high
         if self.more_is_worse:
             return centre / low - 1 if low > 0 else math.inf
@@ -298,6 +303,7 @@ class _MetricComparison:
         if self.interval is None:
             return text
         ends = f"(95 % interval {_format_change(self.interval.low)} to {_format_change(self.interval.high)})"
+        # An interval without width is of runs that are all equal: there is no noise to be inside of.
         if self.interval.distinguishable or self.interval.low == self.interval.high:
             return f"{text} {ends}"
         return f"{text}{' but' if exceeds else ' and'} inside the noise {ends}"
@@ -319,6 +325,7 @@ def _compare_metrics(result: BenchmarkResult, baseline: BaselineEntry) -> list[_
         if value is None or baseline_value is None:
             continue
         interval = ratio_interval(getattr(result, runs_name), getattr(baseline, runs_name))
+        # Host memory is that of a result of the CPU accelerator, whose ranks share their processors.
         if interval is not None and result.memory == "host":
             interval = interval.on_shared_processor
         metrics.append(

@@ -134,6 +134,7 @@ def workload_facts(summary: TrialSummary) -> dict[str, Any]:
     rank = record.ranks[0] if record.ranks else None
     return {
         "model": workload.model,
+        # flat_reader puts 0 and "" where a file does not tell: None, which is not compared.
         "parameter_count": (rank.parameter_count or None) if rank else None,
         "strategy": strategy.name,
         "stage": strategy.stage,
@@ -174,6 +175,7 @@ def baseline_name(summary: TrialSummary) -> str:
     facts, workload = workload_facts(summary), summary.record.trial.workload
     by_stage = facts["strategy"] == f"zero{facts['stage']}"
     parts = (
+        # Written out, so that another default of a flag does not rename baselines that are stored.
         (f"batch{facts['batch_size']}", facts["batch_size"] != 4),
         (f"seq{facts['seq_length']}", facts["seq_length"] != 512),
         (f"accum{facts['grad_accum']}", facts["grad_accum"] != 1),

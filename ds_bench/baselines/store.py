@@ -112,6 +112,7 @@ class BaselineEntry:
     def to_dict(self) -> dict[str, Any]:
         """JSON values: the six keys that every entry has, then the others that are known."""
         values = {each.name: getattr(self, each.name) for each in fields(self)}
+        # Not asdict(), which would write the host name and all variables into a file that is committed.
         values["environment"] = None if self.environment is None else _environment_to_dict(self.environment)
         more = {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
         return {key: value for key, value in more.items() if key in _ALWAYS or value not in (None, [], {})}
@@ -134,6 +135,7 @@ _ALWAYS = ("name", "throughput_tokens_per_sec", "peak_memory_mb", "tolerance", "
 
 
 def _is_number(value: object) -> bool:
+    # A bool is an int in Python.
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
@@ -175,6 +177,7 @@ def read(path: Path) -> Entries | None:
     try:
         value = json_files.parse_json(data)
         json_files.check_numbers(value)
+        # pydantic's parser takes the last of two equal keys and does not tell.
         json.loads(data, object_pairs_hook=_refuse_repeated_keys)
     except InvalidJsonError as error:
         raise UsageError(f"{path} {error}", remedy=_REMEDY) from None
@@ -217,7 +220,9 @@ def edit(path: Path, change: Callable[[Entries], Entries]) -> None:
     """
     try:
         path = path.resolve()  # a link stays one
+        # A file beside it is locked: write_json replaces the file itself, and a lock would stay with the old one.
         with _locked(path.with_name(f".{path.name}.lock")):
+            # Sorted by name, so that version control shows the entries that changed and no others.
             write_json(path, dict(sorted(change(read(path) or {}).items())))
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error

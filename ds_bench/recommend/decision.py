@@ -95,6 +95,7 @@ class Speeds:
         interval = self.interval_of(row, other)
         if interval is not None:
             return interval.distinguishable
+        # Logarithms, so that it does not matter which of the two rows is named first.
         return abs(math.log(row.tokens_per_second / other.tokens_per_second)) > math.log1p(_untested_lead(row, other))
 
     def undecided(self, row: Candidate, other: Candidate) -> bool:
@@ -124,6 +125,7 @@ class Speeds:
 
 def _nearly_with_less(row: Candidate, best: Candidate) -> bool:
     lead = math.log(best.tokens_per_second / row.tokens_per_second)
+    # The first two parts of the complexity are the offload devices alone.
     return row.complexity[:2] < best.complexity[:2] and row.comfortable and lead <= math.log1p(LEAST_LEAD)
 
 
@@ -203,6 +205,7 @@ def decide_for_speed(speeds: Speeds, rows: Sequence[Candidate] | None = None) ->
     Rows with another optimizer than the simplest row take no part, as their speed is the optimizer's too.
     """
     rows = speeds.candidates if rows is None else rows
+    # Of the simplest row, not of the fastest: CPU Adam alone can make an offload row the fastest on CPU ranks.
     compared = speeds.with_optimizer_of(_simplest(rows), rows)
     best = fastest(compared)
     tied = speeds.tied(best, compared)
@@ -220,11 +223,13 @@ def _decide_balanced(speeds: Speeds) -> Decision:
         return decision
     nearly_as_fast = same_offload_nearly_as_fast(decision.simplest_tied, speeds)
     choice = _decide_for_memory(speeds, nearly_as_fast).choice
+    # tied is empty where no other row ties with the fastest.
     return _decision(speeds, choice, decision.fastest, decision.tied or (decision.fastest,))
 
 
 def _decision(speeds: Speeds, choice: Candidate, best: Candidate, tied: Sequence[Candidate]) -> Decision:
     simplest = _simplest(tied)
+    # A choice for its memory may be no tied row; the others are then held against the row that it replaces.
     reference = choice if choice in tied else simplest
     undecided = (row for row in tied if row not in (choice, reference) and speeds.undecided(row, reference))
     return Decision(

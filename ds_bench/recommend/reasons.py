@@ -57,6 +57,7 @@ def _speed_rank(decision: Decision) -> str:
         stepped = "" if len(compared) == len(speeds.candidates) else f" and step with {best.optimizer}"
         return f"the fastest of {_rows(compared)}{stepped}" if len(compared) > 1 else f"the only row to fit{stepped}"
     if speeds.differ(decision.choice, best):
+        # Tied although it is slower for certain: as it offloads less (decision.Speeds.tied).
         return f"within {whole_percent(LEAST_LEAD)} of the fastest, {best.label}, and offloads less"
     count = len(decision.tied)
     return f"the simplest of the {count} rows that cannot be told from the fastest, {best.label}, by speed"

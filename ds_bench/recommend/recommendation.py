@@ -1,7 +1,7 @@
 """From a comparison to a recommendation: which row to use, why, what it costs, and what to try next.
 
 This module decides which rows are eligible: rows that do not compare with the others, or did not train as requested,
-are never recommended. ``rule`` chooses one, ``reasons`` words why, and ``remedies`` has the steps for other rows.
+are never recommended. ``decision`` chooses one, ``reasons`` words why, and ``remedies`` has the steps for other rows.
 """
 
 from __future__ import annotations
@@ -115,6 +115,7 @@ def recommend(comparison: Comparison, goal: str = "balanced") -> Recommendation:
     terms = ON_HOST if _on_cpu(comparison) else ON_DEVICE
     candidates = _candidates(comparison, terms)
     decision = decide(candidates.candidates, goal, _intervals(comparison))
+    # One row beside rows that do not compare with it was compared with nothing.
     if decision is None or (candidates.incomparable and len(candidates.candidates) < 2):
         return Recommendation(
             goal=goal,
@@ -159,10 +160,12 @@ def _candidates(comparison: Comparison, terms: MemoryTerms) -> Candidates:
             references.append(_candidate(row, comparison, terms))
         else:
             candidates.append(candidate := _candidate(row, comparison, terms))
+            # It stays among the candidates, so that the cost of leaving it out can be told; the rule drops it.
             if not candidate.fits:
                 share, limit = format_percent(candidate.fraction), format_percent(NEAR_CAPACITY, digits=0)
                 left_out.append((f"{row.label} is left out: {share} of {terms.capacity}, above {limit}", candidate))
     # Where the longest sequence was searched for, only rows that train it count, to the accuracy of the search.
+    # Without a search all lengths are 0, and no row is left out.
     lengths = {each.key: comparison.row(each.key).longest_seq_length or 0 for each in candidates}
     enough = max(lengths.values(), default=0) * (1 - SEARCH_ACCURACY)
     for short in (each for each in candidates if lengths[each.key] < enough):
@@ -286,8 +289,10 @@ def _steps_for_failures(comparison: Comparison) -> Iterator[str]:
     labels_by_remedy: dict[str, list[str]] = {}
     for row in failed[:_MAX_ROWS_NAMED]:
         if text := remedies.remedy(row, comparison):
+            # Without the label, so that rows with one remedy share a line.
             labels_by_remedy.setdefault(text.removeprefix(row.label), []).append(row.label)
     for text, labels in labels_by_remedy.items():
+        # Of several rows: "A and B were skipped".
         plural = f" were {text[5:]}" if text.startswith(" was ") else text
         yield format_list(labels) + (plural if len(labels) > 1 else text)
     if len(failed) > _MAX_ROWS_NAMED:
@@ -308,6 +313,7 @@ def _rule_of_thumb(comparison: Comparison, goal: str) -> str | None:
         row for row in without_offload if row.tokens_per_second is not None and _reason_not_eligible(row) is None
     ]
     fitting = [row for row in trained if row.leaves_room]
+    # For speed the rule names a row to use, which must leave room; else it speaks of how full the fastest is.
     rows = fitting if goal == "speed" else trained
     fastest = None
     if rows:

@@ -39,6 +39,7 @@ def failed_run(row: ComparisonRow) -> TrialRecord | None:
     """The first run that ran out of memory or disk, else the first that failed; None if every run succeeded."""
     runs = [each.record for each in row.summaries if not each.record.outcome.success]
     short = (run for run in runs if run.outcome.status in RAN_OUT)
+    # Memory first: its remedies have numbers.
     return next(short, None) or next(iter(runs), None)
 
 
@@ -70,6 +71,7 @@ def find_smallest_change(comparison: Comparison) -> tuple[Alternative, Compariso
     """The least change predicted to fit of all rows short of memory, its row, and how that row was set up."""
     setups = _setups(_rows_short_of_memory(comparison), comparison)
     changes = [(fit, row, setup) for row, setup in setups if (fit := smallest_fit(setup)) is not None]
+    # A text joins its changes by ", ": the fewest changes first, then the rank of what_if.
     return min(changes, key=lambda entry: (entry[0].text.count(", "), entry[0].rank), default=None)
 
 
@@ -93,6 +95,7 @@ def _out_of_memory_remedy(row: ComparisonRow, run: TrialRecord, comparison: Comp
     shortage, on_device = shortage_of(run), out_of_pool(run) == "device"
     head = f"{row.label} ran out of {'device' if on_device else 'host'} memory{run.outcome.where}"
     parts = [f"{head}, {shortage.text}", *([] if on_device else _host_numbers(run, comparison))]
+    # Enough was free, but not in one piece: what PyTorch's own message of the error advises.
     if shortage.fragmented and on_device:
         return "; ".join([*parts, "set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, or lower --batch-size"])
     return f"{'; '.join(parts)}: {suggest_change(failed_setup(run, comparison, shortage))}"
@@ -215,6 +218,7 @@ def larger_batch(row: ComparisonRow, comparison: Comparison) -> tuple[int, float
     if not activation_bytes:
         return None
     factor = 1
+    # One batch of activations is in the fraction already: twice the factor adds 2 * factor - 1 of them.
     while fraction * capacity + activation_bytes * (2 * factor - 1) <= (1 - _LEAVE_FREE) * capacity:
         factor *= 2
     if factor == 1:
@@ -231,6 +235,7 @@ def suggest_for_full_row(row: ComparisonRow, comparison: Comparison) -> str | No
     if row.gpu_fraction is None or capacity is None:
         return None
     excess = int((row.gpu_fraction - NEAR_CAPACITY) * capacity)
+    # Nothing failed: the excess stands for what a change must free.
     setup = failed_setup(row.successes[0].record, comparison, Shortage(requested_bytes=excess, free_bytes=0))
     head = f"{row.label} is {format_bytes(excess)} over {format_percent(NEAR_CAPACITY, digits=0)} of the card"
     return f"{head}: {suggest_change(setup)}"

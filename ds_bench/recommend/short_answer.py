@@ -153,6 +153,7 @@ def _why_no_candidate(row: ComparisonRow) -> str:
 def try_after_choice(decision: Decision, candidates: Sequence[Candidate], comparison: Comparison) -> str | None:
     """Flags of the next run, or what else to do; None if nothing is left to try."""
     row = comparison.row(decision.choice.key)
+    # Before all else: the rows that are missing may change the choice.
     if any(run.record.outcome.status == schema.INTERRUPTED for each in comparison.rows for run in each.summaries):
         return _ACTIONS[schema.INTERRUPTED]
     if decision.undecided:
@@ -219,6 +220,7 @@ _ACTIONS = {
 def flags_of_change(change: Alternative, comparison: Comparison) -> str:
     """A predicted change as flags: ``batch size 2, ZeRO-3`` becomes ``--batch-size 2 --stages 3``."""
     flags = []
+    # The words are those of prediction.what_if, which joins changes by ", ".
     for part in change.text.split(", "):
         words = part.split()
         if part.startswith("batch size "):
@@ -226,6 +228,7 @@ def flags_of_change(change: Alternative, comparison: Comparison) -> str:
         elif part == "activation checkpointing":
             flags.append("--activation-checkpointing")
         elif part.startswith("reduce_bucket_size "):
+            # The size with which what_if predicted it (_SMALL_BUCKET).
             flags.append("--set zero_optimization.reduce_bucket_size=50000000")
         elif words[-1] in ("GPU", "GPUs"):
             flags.append(f"--num-gpus {words[0]}")
@@ -243,6 +246,7 @@ def flags_of_change(change: Alternative, comparison: Comparison) -> str:
 def _smaller_work(row: ComparisonRow) -> str:
     """The simplest change that needs less memory: half the micro-batch, else checkpointing, else half the sequence."""
     workload = row.trial.workload
+    # A row at its own largest micro-batch was given none that could be halved.
     if workload.batch_size > 1 and workload.batch_policy != "largest":
         return f"--batch-size {workload.batch_size // 2}"
     if not workload.activation_checkpointing:

@@ -142,7 +142,9 @@ def failed_setup(run: TrialRecord, comparison: Comparison, shortage: Shortage) -
     rows = _rows_of_same_work(comparison, trial)
     of_deepspeed = [row for row in rows if not row.configuration.is_reference]
     trained = {row.configuration.layout for row in of_deepspeed if row.valid and row.leaves_room}
+    # Rows that trained without room left count as failed: such a layout is no remedy.
     failed = {row.configuration.layout for row in of_deepspeed} - trained
+    # On the CPU accelerator ("both") the memory of the host is all there is, and predictions have none of a GPU.
     of_device, of_host = (shortage, Shortage()) if out_of_pool(run) == "device" else (Shortage(), shortage)
     batch = config.get("train_micro_batch_size_per_gpu")  # an override may have changed it
     return FailedSetup(
@@ -175,7 +177,9 @@ def _rows_of_same_work(comparison: Comparison, trial: Trial) -> list[ComparisonR
 
 def _limit(predicted: int, capacity: int | None, shortage: Shortage) -> int | None:
     """The capacity, or less if the run was short of memory although it was predicted to fit."""
+    # Of fragmented memory enough was free: it tells no limit.
     target = None if shortage.fragmented else shortage.target_bytes
+    # It lacked target bytes of what it was predicted to take, so that by the same formulas no more than this is there.
     limits = [capacity, None if target is None else predicted - target]
     return min((size for size in limits if size is not None), default=None)
 
@@ -201,6 +205,7 @@ def suggest_change(setup: FailedSetup | None) -> str:
     if fit := smallest_fit(setup):
         text = f"try {describe_change(fit, setup)}"
     elif setup.alternatives and (setup.gpu_limit_bytes or setup.host_limit_bytes):
+        # gpu_bytes is 0 on the CPU accelerator.
         least = describe_change(min(setup.alternatives, key=lambda each: each.gpu_bytes or each.host_bytes), setup)
         text = f"no change is predicted to be enough, the most is {least}; try it with {LAST_RESORTS}"
     else:

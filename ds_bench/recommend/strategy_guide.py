@@ -179,6 +179,7 @@ def traffic_text(
     costs = []
     if num_gpus > 1:
         gathered, updated = times_sent(configuration, parameters, grad_accum)
+        # A rank passes on (n - 1) / n of the bytes (Patarasuk and Yuan, 2009; docs/projection.md).
         sent = size * (gathered * parameters + updated * trained) * (num_gpus - 1) // num_gpus
         costs.append(f"≈ {format_bytes(sent)} through each GPU's links per optimizer step")
     if configuration.offloads_optimizer:
@@ -189,6 +190,7 @@ def traffic_text(
         costs.append(f"≥ {format_bytes(moved)} between GPU and host per rank and optimizer step, which runs on the CPU")
     if configuration.uses_nvme:
         states = model_states(trained, num_gpus, configuration, precision).get("nvme", {}).get("optimizer_states", 0)
+        # Each state is read from the disk and written back.
         costs.append(f"{format_bytes(2 * states)} of optimizer states read and written per rank and step")
     return "; ".join(costs) or "no traffic: there is one GPU and nothing is offloaded"
 
@@ -270,6 +272,7 @@ def _balanced_rule(rows: ObservedRows, one_gpu: bool) -> str | None:
         smaller = ["--activation-checkpointing", "a smaller micro-batch", *rows.offloads[:1]]
         remedy = f"{', '.join(smaller[:-1])} or {smaller[-1]}"
     else:
+        # Stage 2 at least, which docs/choosing.md names for a row that barely fits.
         stage = rows.next_stage(max(fastest, 1))
         remedy = _try_offload(rows) if stage is None else f"stage {stage}"
     verdict = "barely fits" if rows.fraction <= NEAR_CAPACITY else "is about to run out of memory"

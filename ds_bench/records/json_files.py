@@ -60,6 +60,7 @@ def opened(path: Path) -> Iterator[BinaryIO]:
     except FileNotFoundError:
         raise UsageError(f"{path}: no such file", remedy=_REMEDY) from None
     except OSError as error:
+        # files.opened tells a file that is too large, and one that is not regular, by these two numbers.
         if error.errno == errno.EFBIG:
             raise UsageError(f"{path} is larger than any result", remedy=_REMEDY) from None
         if error.errno == errno.EINVAL:
@@ -81,14 +82,17 @@ def parse_json(data: bytes) -> Any:
     """
     from pydantic_core import from_json
 
+    # RFC 8259, section 8.1: no part of the text, and a reader may ignore it.
     data = data.removeprefix(_BYTE_ORDER_MARK)
     try:
         return from_json(data)
     except ValueError as error:
         reason = _reason(data, str(error))
     if b"\\ud" in data.lower():  # an escaped surrogate, which Python's parser accepts and pydantic's refuses
+        # Where this fails too, the text has another fault: the reason that was found above is told.
         with contextlib.suppress(ValueError, RecursionError):
             text = json.dumps(json.loads(data), ensure_ascii=False)
+            # UTF-16, in which a lone half becomes one U+FFFD: its three bytes in UTF-8 would become three of them.
             return from_json(text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
     raise InvalidJsonError(reason)
 
@@ -96,6 +100,7 @@ def parse_json(data: bytes) -> Any:
 def _reason(data: bytes, message: str) -> str:
     if not data.strip():
         return "is empty"
+    # The words of pydantic's parser (jiter) for a text that ends within a value.
     if message.startswith(("EOF while", "unexpected end of hex")):
         return "ends in the middle: it was cut off"
     problem, _, place = message.rpartition(" at ")
@@ -110,6 +115,7 @@ def check_numbers(value: Any, place: Place = ()) -> None:
     elif isinstance(value, list):
         for index, item in enumerate(value):
             check_numbers(item, (*place, index))
+    # A negated comparison, because NaN compares as neither smaller nor larger.
     elif isinstance(value, (int, float)) and not -LARGEST_NUMBER <= value <= LARGEST_NUMBER:
         raise InvalidValueError(place, "is not a finite number, or beyond all measure")
 
@@ -118,10 +124,12 @@ def validate(kind: type[T], data: bytes, unknown_keys: UnknownKeys = "forbid") -
     """Reads a JSON text as a ``kind`` in one pass; None if it is none, for which :func:`parse` says why."""
     from pydantic import ValidationError
 
+    # The parser takes NaN and numbers of any size; None leads to build(), which names the place of such a number.
     zeros = data.translate(_AS_ZEROS)  # a search for digits in the text itself takes ten times as long
     if _LARGE_EXPONENT.search(zeros) or any(mark in zeros for mark in _EXTREME):
         return None
     try:
+        # strict: otherwise the text "5" would be taken for a number, and the number 1 for true.
         return adapter(kind).validate_json(data, strict=True, extra=unknown_keys)
     except ValidationError:
         return None
@@ -136,17 +144,21 @@ def build(kind: type[T], value: Any, unknown_keys: dict[str, None] | None = None
     from pydantic_core import to_json
 
     check_numbers(value)
+    # Back to text: strict validation takes a list for a tuple only where it reads JSON.
     data = to_json(value)
     try:
         return adapter(kind).validate_json(data, strict=True, extra="forbid")
     except ValidationError as error:
+        # pydantic's name of the error for a key that is no field of a dataclass.
         unknown = [each["loc"] for each in error.errors() if each["type"] == "unexpected_keyword_argument"]
         if unknown_keys is None or not unknown:
             raise invalid_value(error) from None
     try:
+        # Read again without the unknown keys: what is wrong then is an error in any case.
         built = adapter(kind).validate_json(data, strict=True, extra="ignore")
     except ValidationError as error:
         raise invalid_value(error) from None
+    # Without the indices of lists, so that a key of every rank is named once.
     unknown_keys |= dict.fromkeys(format_place([name for name in place if isinstance(name, str)]) for place in unknown)
     return built
 

@@ -60,6 +60,7 @@ def find_host_folder(scratch_id: str) -> Path:
     """
     for folder in host_folders(scratch_id):
         with contextlib.suppress(OSError, StopIteration):
+            # /tmp is shared: another user may have made a folder or a link of this name, which lstat does not follow.
             status = folder.lstat()
             if status.st_uid == os.getuid() and stat.S_ISDIR(status.st_mode) and not status.st_mode & 0o077:
                 return next(folder.glob("*/*"))
@@ -161,16 +162,22 @@ def write_texts(texts: Mapping[Path, str], mode: int = 0o666) -> None:
             if target.exists() and not target.is_file():
                 target.write_text(text, encoding="utf-8", errors="backslashreplace", newline="")
                 continue
+            # Beside the target: rename(2) works within one file system only. The pid keeps two writers apart,
+            # and remove_temporaries knows the file by it.
             temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+            # Noted before it is made, so that it is removed whatever fails from here on.
             renames.append((temporary, target))
             descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, mode)
+            # backslashreplace: a file name that is no UTF-8 holds lone surrogates, which cannot be encoded.
             with os.fdopen(descriptor, "w", encoding="utf-8", errors="backslashreplace", newline="") as file:
                 file.write(text)
                 file.flush()
+                # Before the rename, or a power failure could leave the new name with an empty file.
                 os.fsync(file.fileno())
         for temporary, target in renames:
             temporary.replace(target)
     except OSError as error:
+        # Errors of write() and fsync() name no file.
         raise OSError(error.errno, error.strerror, str(target)) from None
     finally:
         for temporary, _ in renames:
@@ -180,6 +187,7 @@ def write_texts(texts: Mapping[Path, str], mode: int = 0o666) -> None:
 def remove_temporaries(folder: Path, name: str) -> None:
     """Removes temporary files that killed writers of ``name`` (a pattern) left. No such file may be in use."""
     for temporary in folder.glob(f".{name}.*.tmp"):
+        # The part before "tmp" is the pid of the writer; other files that end so are left alone.
         if temporary.name.split(".")[-2].isdecimal() and temporary.is_file():
             temporary.unlink(missing_ok=True)
 
@@ -195,6 +203,7 @@ def append_line(path: Path, data: object) -> None:
     Raises OSError naming the file if the disk does not take the whole line; the file is then as it was before.
     """
     line = json_line(data) + b"\n"
+    # O_NOFOLLOW: in a run folder of somebody else a link would redirect what is written.
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o644)
     try:
         start = os.fstat(descriptor).st_size
@@ -205,12 +214,14 @@ def append_line(path: Path, data: object) -> None:
             os.fsync(descriptor)
         except OSError as error:
             with contextlib.suppress(OSError):
+                # A part of the line would run into the next one. Only one process appends to a file.
                 os.ftruncate(descriptor, start)
             raise OSError(error.errno, error.strerror, str(path)) from None
     finally:
         os.close(descriptor)
 
 
+# pid, time, index of the phase, steps, duration of the last step, number of beats; 48 bytes without padding.
 _BEAT = struct.Struct("<qdqqdq")
 
 
@@ -262,6 +273,7 @@ def read_beat(folder: Path, rank: int) -> Heartbeat | None:
         return None
     if not (0 <= phase < len(PHASES) and math.isfinite(when) and math.isfinite(last)):
         return None
+    # A writer reports 0.0 for the last step before there was one.
     return Heartbeat(pid=pid, time=when, phase=PHASES[phase], step=step, last_step_seconds=last or None)
 
 

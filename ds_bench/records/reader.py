@@ -43,6 +43,7 @@ def _to_version_2(kind: Kind, data: dict[str, Any]) -> dict[str, Any]:
                 "name": strategy.get("name", ""),
                 "label": strategy.get("label", ""),
                 "deepspeed_config": {
+                    # Stands only where the completed configuration has no such block.
                     "zero_optimization": block,
                     **(completed if isinstance(completed, dict) else {}),
                 },
@@ -99,8 +100,10 @@ class _RepeatedParts:
         for mark in self._MARKS:
             pieces, end, start = [], 0, line.find(mark)
             while start >= 0:
+                # To the brace, which is the last character of the mark and the first of the part.
                 start += len(mark) - 1
                 for text, part in self._by_text.items():
+                    # Compares in place: a slice would copy the part for each text that is known.
                     if line.startswith(text, start):
                         pieces += [line[end:start], b'{"":%d}' % len(parts)]
                         parts.append(part)
@@ -122,11 +125,13 @@ class _RepeatedParts:
         for holder, name in holders:
             part = getattr(holder, name)
             if part and len(part) == 1 and "" in part:
+                # A line may hold an empty key of its own; it is then read whole.
                 if part[""] not in range(len(parts)):
                     return False
                 object.__setattr__(holder, name, parts[part[""]])
                 restored += 1
             elif part:
+                # The text that append_line wrote, which cut() looks for in the lines that follow.
                 text = json.dumps(part, ensure_ascii=False).encode("utf-8", "replace")
                 if text in self._by_text or len(self._by_text) < self._MAX_TEXTS:
                     object.__setattr__(holder, name, self._by_text.setdefault(text, part))
@@ -134,6 +139,7 @@ class _RepeatedParts:
             trial.configuration.__post_init__()  # its DeepSpeed configuration was not there to be checked before
         except ValueError:
             return False
+        # Fewer, where a known text also stands within another value: nothing puts that back, so the line is read whole.
         return restored == len(parts)
 
     def share(self, trial: Trial) -> None:
@@ -172,6 +178,7 @@ def read_run(path: Path, notes: list[str]) -> RunInfo:
         return RunInfo()
     data = json_files.read_bytes(path)
     info = json_files.validate(RunInfo, data, unknown_keys="ignore")  # a run stores more there than is read here
+    # The default of the field is the present version: a file without the key goes on to _migrate, which refuses it.
     if info is not None and info.schema_version == SCHEMA_VERSION and b'"schema_version"' in data:
         return info
     try:
@@ -181,6 +188,7 @@ def read_run(path: Path, notes: list[str]) -> RunInfo:
     if not isinstance(value, dict):
         raise UsageError(f"{path} is no JSON object", remedy=_REMEDY)
     value = _migrate(value, "run", str(path))
+    # Every pass takes one key away and every field has a default, so that this ends.
     while True:
         try:
             return json_files.build(RunInfo, value, unknown_keys={})
@@ -208,12 +216,14 @@ def read_records(path: Path, planned: Sequence[Trial], notes: list[str]) -> tupl
                 notes.append(f"{path.name} line {number} {error}: left out")
                 continue
             parts.share(record.trial)
+            # A trial that was run again has several records, of which the last one counts.
             latest[_identity(record.trial)] = record
     if not latest:
         problem = f"no line of {path} is a record: {notes[-1]}" if lines else f"{path} has no rows: it is empty"
         raise UsageError(problem, remedy=_REMEDY if lines else "no trial had finished; run it again")
     if unknown_keys:
         notes.append(f"{path.name}: unknown keys left out: {', '.join(unknown_keys)}")
+    # _identity compares parts by id(): those of the plan must be the objects that the records have.
     for trial in planned:
         parts.share(trial)
     identities = dict.fromkeys(map(_identity, planned))
@@ -221,6 +231,7 @@ def read_records(path: Path, planned: Sequence[Trial], notes: list[str]) -> tupl
     if len(ordered) < len(identities):
         missing = len(identities) - len(ordered)
         notes.append(f"{missing} of the {len(planned)} planned trials have no record: the run did not end")
+    # Last come trials that were not planned: all of them, where run.json is missing.
     return (*ordered, *latest.values())
 
 
@@ -237,10 +248,12 @@ def parse_record(
     if (
         record is not None
         and record.schema_version == SCHEMA_VERSION
+        # The default of the field is the present version: a line without the key must be refused below.
         and b'"schema_version"' in text
         and (parts is None or parts.restore(record, cut_parts))
     ):
         return record
+    # The line as it stands, without placeholders: this way names what is wrong and where.
     value = json_files.parse_json(line)
     if not isinstance(value, dict):
         raise UsageError(f"{where} is no JSON object", remedy=_REMEDY)
@@ -253,6 +266,7 @@ def parse_record(
         named = f"{where} ({name})" if isinstance(name, str) else where
         raise UsageError(f"{named}: {error}", remedy="correct or remove that line") from None
     if parts:
+        # Nothing was cut from it: its parts are only learnt for the lines that follow.
         parts.restore(record, [])
     return record
 
@@ -261,6 +275,7 @@ def _identity(trial: Trial) -> tuple[object, ...]:
     """Identifies a trial as ``Trial.key`` does, among trials that share equal parts; several times cheaper."""
     parts = id(trial.workload), placement_text(trial.placement), id(trial.ds_config)
     inspection = trial.inspection
+    # A resumed run may write its checkpoints elsewhere: the trial is the same.
     if inspection.checkpoint_path is not None:
         inspection = replace(inspection, checkpoint_path=None)
     return trial.repeat, trial.configuration.name, trial.configuration.engine, inspection, *parts
@@ -275,6 +290,7 @@ def placement_text(placement: Placement) -> str:
 def _migrate(data: dict[str, Any], kind: Kind, where: str) -> dict[str, Any]:
     """Migrates a document to the present schema. Raises UsageError if its version is newer, too old or missing."""
     version = data.get("schema_version")
+    # Not isinstance(), by which true would be version 1.
     if type(version) is not int or version < 1:
         raise UsageError(f"{where}: schema_version is missing or no version", remedy=_REMEDY)
     if version > SCHEMA_VERSION:
@@ -282,6 +298,7 @@ def _migrate(data: dict[str, Any], kind: Kind, where: str) -> dict[str, Any]:
             f"{where}: written by a newer version (schema {version}, this one reads {SCHEMA_VERSION})",
             remedy="upgrade ds_bench",
         )
+    # One version at a time, so that a migration knows only its own and the next one.
     while version < SCHEMA_VERSION:
         if version not in MIGRATIONS:
             raise UsageError(f"{where}: schema {version} is too old to be read", remedy="measure it again")

@@ -34,6 +34,7 @@ def require_same_workload(store: RunFolder, trials: Sequence[Trial], leave_out: 
     the workload of one of the points.
     """
     present = {
+        # Thousands of trials share a few workloads: each is converted once.
         "workload": [asdict(each) for each in {id(trial.workload): trial.workload for trial in trials}.values()],
         "placement": [trial.placement.measured_facts for trial in trials],
     }
@@ -44,10 +45,12 @@ def require_same_workload(store: RunFolder, trials: Sequence[Trial], leave_out: 
     known: dict[tuple[str, frozenset[str]], set[str]] = {}
     notes: list[str] = []
     run = reader.read_run(store.folder / RUN_FILE, notes)
+    # A report does without what cannot be read; here it could not be compared, and rows of two kinds would be mixed.
     if notes:
         raise cannot_resume(store.folder, notes[0])
     for stored in run.trials:
         configuration, workload = stored.configuration, stored.workload
+        # A row that is not requested this time is compared with itself; None is a row of no file.
         if configuration.file_text not in (None, texts.get(configuration.name, configuration.file_text)):
             raise cannot_resume(
                 store.folder,
@@ -63,8 +66,10 @@ def require_same_workload(store: RunFolder, trials: Sequence[Trial], leave_out: 
                 f"the file {path} has changed since the run began",
                 remedy="put it back as it was, or start a new run",
             )
+        # A row may set fields of the workload itself, those that are stored as well as those that are added.
         left_out = frozenset({*leave_out, *own_changes, *configuration.workload_changes})
         for name, part in (("workload", asdict(workload)), ("placement", stored.placement.measured_facts)):
+            # Kept for each set of fields, as a sweep has thousands of trials and few such sets.
             if (name, left_out) not in known:
                 known[name, left_out] = {_text_without(each, left_out) for each in present[name]}
             if _text_without(part, left_out) not in known[name, left_out]:

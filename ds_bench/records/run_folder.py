@@ -39,6 +39,7 @@ from .schema import SCHEMA_VERSION, TrialRecord
 RUN_FILE = "run.json"
 RECORDS_FILE = "records.jsonl"
 PROBES_FILE = "probes.jsonl"
+# Those of OWASP, "CSV Injection"; a carriage return has become a line feed by then (_cell).
 _FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\n")
 _ATTEMPT = "_attempt"
 """Between a trial's name and the number of its second and later attempts, in the names of their folders."""
@@ -69,6 +70,7 @@ class RunFolder:
         runs, prefix = output_dir / "runs", "comparison" if family == "recipe" else family
         try:
             runs.mkdir(parents=True, exist_ok=True)
+            # runs/ may have been there before, so that mkdir does not show whether files can be made.
             with tempfile.TemporaryFile(dir=output_dir):
                 pass
             while True:
@@ -85,6 +87,7 @@ class RunFolder:
         return cls(folder=folder, json_path=json_path, csv_path=json_path.with_suffix(".csv"))
 
     def _create_folder(self) -> bool:
+        # The run folder may have been deleted and its flat files kept: they are not overwritten.
         if self.json_path.exists() or self.csv_path.exists():
             return False
         try:
@@ -131,6 +134,8 @@ class RunFolder:
             except OSError as error:
                 yield f"the run folder cannot be locked ({error.strerror}): a second run in it would not be noticed"
                 return
+            # Under the lock nobody else writes these files, so that a temporary one is of a writer that was killed.
+            # Beside the run folder lie files of other runs, hence the stem.
             for path in (self.json_path, self.recommendation_path):
                 remove_temporaries(path.parent, f"{path.stem}.*")
             for folder in self.folder.glob("**/"):
@@ -204,6 +209,7 @@ class RunFolder:
 
     def write_rows(self, rows: Sequence[Mapping[str, Any]], other_csv: Path | None = None) -> None:
         """Replaces the flat JSON and CSV; if one cannot be written, none changes. ``other_csv``: a further CSV."""
+        # JSON has neither NaN nor infinities, and json_text refuses them.
         finite = [
             {
                 name: None if isinstance(value, float) and not math.isfinite(value) else value

@@ -273,6 +273,7 @@ class RankMeasurement:
     """Of steps after the measured ones, in the order in which the profilers observed them."""
 
     def __post_init__(self) -> None:
+        # The sum is finite only if every duration is.
         if not self.step_seconds or not math.isfinite(sum(self.step_seconds)) or min(self.step_seconds) <= 0:
             raise ValueError("step_seconds must be positive and finite, one at least")
         if not (math.isfinite(self.window_seconds) and self.window_seconds > 0):

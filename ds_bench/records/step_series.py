@@ -24,6 +24,7 @@ STEPS_FILE = "steps.jsonl"
 _HEADER = struct.Struct("<qq")
 """Steps written so far; tokens of the whole job in a step."""
 _COUNT = struct.Struct("<q")
+# The fields of StepSample in order; for None stand NaN and _UNKNOWN.
 _SAMPLE = struct.Struct("<qdddqqqq")
 _CAPACITY = 1024
 """Steps that a rank's file holds. The parent reads it five times a second."""
@@ -140,6 +141,7 @@ class StepFileReader:
             data = files.read_bytes(self.path, _FILE_BYTES)
         except OSError:
             return
+        # The rank has made the file and not yet given it its size.
         if len(data) < _FILE_BYTES:
             return
         count, self.tokens_per_step = _HEADER.unpack_from(data)

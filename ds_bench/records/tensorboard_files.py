@@ -16,9 +16,12 @@ class TensorBoardFile:
         from tensorboard.summary.writer.record_writer import RecordWriter
 
         folder.mkdir(parents=True, exist_ok=True)
+        # TensorBoard takes a file for events by "tfevents" in its name.
         path = folder / f"events.out.tfevents.{time.time_ns()}.ds_bench"
         self._event = Event
+        # Not EventFileWriter, which names its file itself and writes from a thread of its own.
         self._records = RecordWriter(path.open("xb"))
+        # The first record of an event file tells its version.
         self._records.write(Event(wall_time=time.time(), file_version="brain.Event:2").SerializeToString())
 
     def add_scalars(self, values: Mapping[str, float], step: int, when: float) -> None:
