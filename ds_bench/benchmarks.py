@@ -157,6 +157,7 @@ def measure(config: BenchmarkConfig) -> BenchmarkResult:
         run = _run_comparison(config, [*config.flags(), "--quiet", "--format", "json", "--output-dir", str(folder)])
         loaded = load_results.load(run)
     except BaseException:
+        # A failed run raises nothing here: the request was refused, or the user has interrupted it.
         shutil.rmtree(folder)
         raise
     result = benchmark_result(loaded.summaries, loaded.environment, config.name)
@@ -177,6 +178,7 @@ def _run_comparison(config: BenchmarkConfig, arguments: list[str]) -> Path:
         code = run_comparison([options], deepspeed_config.base_config, arguments)
     if code == INTERRUPTED_CODE:
         raise KeyboardInterrupt
+    # The folder was made for this run and holds no other.
     (run,) = (options.output_dir / "runs").iterdir()
     return run
 
@@ -211,9 +213,11 @@ def run_under(benchmark: Any, bench: _Benchmark) -> BenchmarkResult:
     ``@pytest.mark.benchmark(timer=step_clock)``.
     """
     results: list[BenchmarkResult] = []
+    # A group that the test itself names is kept.
     benchmark.group = benchmark.group or bench.group
 
     def before_round() -> None:
+        # pytest-benchmark calls this before every round; the trial runs before the first.
         if not results:
             _require_step_clock(benchmark)
             results.append(bench.run())
@@ -233,6 +237,7 @@ def run_under(benchmark: Any, bench: _Benchmark) -> BenchmarkResult:
 
 def _require_step_clock(benchmark: Any) -> None:
     """Raises UsageError for a test with another timer."""
+    # None with --benchmark-disable, under which nothing is timed.
     if benchmark.stats is not None and benchmark.stats.options.get("timer") is not step_clock:
         raise UsageError(
             f"{benchmark.name} would be timed by the wall clock, process start and model build included",

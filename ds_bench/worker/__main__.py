@@ -39,8 +39,10 @@ def main() -> int:
     die_with_parent()
     trial = os.environ.get(TRIAL_VARIABLE)
     if len(sys.argv) == 1 and trial is not None:
+        # Before RANK is read: launchers set other names, and DeepSpeed and the lines below read these.
         os.environ.update(rank_variables(os.environ))
         folder = find_host_folder(trial)
+        # Here, before torch is imported: its threads and a use of CUDA would not survive the fork.
         watch_rank(folder, int(os.environ.get("RANK", "0")))
     else:
         die_with_leader()
@@ -63,16 +65,20 @@ def watch_rank(folder: Path, rank: int) -> None:
     """Goes on as the rank in a child process; the parent notes the child's end, ends likewise and never returns."""
     pid = os.fork()
     if pid == 0:
+        # The child of a fork does not inherit the request (prctl(2), PR_SET_PDEATHSIG).
         die_with_parent()
         return
+    # Only after the fork, which would not copy the thread that this starts.
     die_with_leader()
     _, status = os.waitpid(pid, 0)
     append_exit(folder, rank, pid, status)
     code = os.waitstatus_to_exitcode(status)
     if code < 0:  # so that the launcher sees the same end
         with contextlib.suppress(OSError, ValueError):
+            # Refused for SIGKILL, which needs no handler to be removed.
             signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
+    # After a signal this is reached only where the signal did not end the process.
     os._exit(code if code >= 0 else 1)
 
 

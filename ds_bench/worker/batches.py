@@ -46,6 +46,7 @@ def prepare_batches(
     elif make_batch is None:
         vocabulary = build.vocabulary_size(built.module)
         make_batch = random_tokens(min(vocabulary, workload.vocab_size or vocabulary))
+    # A factory's batches hold all arguments of its model's forward pass already.
     positions = None if built.make_batch else build.position_ids(built.module, batch_size, workload.seq_length)
     make_own = functools.partial(
         make_batches,
@@ -55,6 +56,7 @@ def prepare_batches(
         seed=workload.seed,
         rank=layout.data_rank,
         dtype=build.training_dtype(config),
+        # Of a file every micro-batch of the run is read, not the first 64 again and again; the limit in bytes applies.
         most=MAX_BATCHES if reader is None else count,
     )
 
@@ -70,6 +72,7 @@ def prepare_batches(
 
     if workload.data_workers is None:
         return on_device(device, count), None
+    # The one that is held is for the loss on the first batch, which is computed without the loader.
     return on_device(device, 1), LoadedBatches(workload, open_batches, device)
 
 
@@ -124,6 +127,8 @@ def make_batches(
     Floating-point tensors are given the training ``dtype``. Raises TypeError or ValueError where ``make_batch`` returns
     no batch of ``batch_size`` samples: throughput would count samples that are not there.
     """
+    # Not torch's global generator, from which stages draw differently while they build the model. Below 100,003 ranks
+    # no two pairs of seed and rank have the same number.
     generator = torch.Generator().manual_seed(seed * 100_003 + rank)
     batches: list[Batch] = []
     held_bytes = 0

@@ -25,9 +25,11 @@ def build(name: str) -> dict[str, Any]:
 
     start = time.monotonic()
     builder = get_accelerator().create_op_builder(name)
+    # By name: each kind of accelerator has its own class of that name (op_builder/*/no_impl.py).
     if builder is None or type(builder).__name__ == "NotImplementedBuilder":
         return {"op": name, "state": "unsupported", "seconds": 0.0, "reason": "does not exist for this accelerator"}
     try:
+        # Asked first: without a library that it needs an op is compiled for minutes, and fails only when it is linked.
         if not builder.is_compatible(verbose=True):
             reason = str(getattr(builder, "error_log", "") or "not compatible with this system")
             return {"op": name, "state": "unsupported", "seconds": time.monotonic() - start, "reason": reason}
@@ -35,6 +37,7 @@ def build(name: str) -> dict[str, Any]:
     except BaseException as error:  # compilers fail in many ways, SystemExit among them
         text = str(error)
         print(text, file=sys.stderr, flush=True)
+        # The text holds all that ninja and the compiler have printed; the reason is the line with the cause.
         causes = [line for line in text.splitlines() if re.search(r"error:|cannot find -l|CUDA_HOME", line)]
         reason = f"{type(error).__name__}: {(causes or text.splitlines() or [''])[0].strip()[:300]}"
         if _lacks_toolkit(builder):  # DeepSpeed then raises TypeError: it joins paths to CUDA_HOME, which is None
@@ -47,6 +50,7 @@ def build(name: str) -> dict[str, Any]:
 def _list_loaded_libraries() -> list[str]:
     """The shared libraries of this process that lie in the folder of built ops."""
     folder = Path(os.environ["TORCH_EXTENSIONS_DIR"]).resolve()
+    # The path is the sixth field, which anonymous memory lacks; it may contain spaces (proc_pid_maps(5)).
     mapped = (line.split(maxsplit=5)[5:] for line in Path("/proc/self/maps").read_text().splitlines())
     libraries = {Path(path[0]) for path in mapped if path and path[0].endswith(".so")}
     return sorted(str(each.relative_to(folder)) for each in libraries if each.is_relative_to(folder))

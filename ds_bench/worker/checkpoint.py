@@ -79,6 +79,7 @@ def measure_checkpoint(
     def run(name: str, action: Action, files: Path | None, other_peaks: Sequence[int] = ()) -> bool:
         facts = _run(trainer, meter, name, action, folder, files if first else None)
         if facts["memory"].get("host_peak_bytes") is not None:
+            # An upper bound: the peaks of the rank and of the program that it starts may lie at different moments.
             facts["memory"]["host_peak_bytes"] += sum(other_peaks)
         result["checkpoint"][name] = facts
         if facts["not_done"] is not None and first:
@@ -86,6 +87,7 @@ def measure_checkpoint(
         save_partial({**measured, **result})
         return facts["not_done"] is None
 
+    # Before _change_weights takes an optimizer step, which changes them.
     states = _state_norms(engine)
 
     def save() -> None:
@@ -97,6 +99,7 @@ def measure_checkpoint(
         run("universal", convert, universal, peaks)
         _remove(universal)
         _change_weights(trainer)
+        # Weights that did not change cannot show whether loading restores them: then nothing is claimed.
         changed = change.since_start() != measured["weight_change"]
         if run("load", lambda: _load(engine, checkpoint), None):
             restored = _is_restored(trainer, change, measured) and _is_close(states, _state_norms(engine))
@@ -122,6 +125,7 @@ def _run(
 
     ``folder``: the trial's private one. ``files``: that whose size counts; None on all ranks but the first.
     """
+    # Else the first rank would wait for the others inside the action, and the wait would count as its time.
     torch.distributed.barrier()
     meter.begin()
     start = time.perf_counter()
@@ -202,18 +206,24 @@ def _convert(
         return "DeepSpeed converts its own checkpoints alone"
     if torch.distributed.get_rank() != 0:
         return None
+    # --inject_missing_state: checkpoints need not hold the version that the program otherwise insists on
+    # (ds_to_universal.py, _check_for_required_state).
     command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--inject_missing_state"]
     command += ["--input_folder", str(checkpoint), "--output_folder", str(universal)]
+    # Without these nothing in the program takes it for a rank of this trial.
     environment = {name: value for name, value in os.environ.items() if name not in _LAUNCHER_VARIABLES}
+    # A file, not a pipe: nobody reads while the program runs, and a full pipe would stop it.
     with tempfile.TemporaryFile() as output:
         program = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
         try:
             peak = 0
             while program.poll() is None:
                 heartbeat.beat(heartbeat.phase)
+                # Proportional: pages that several of the program's processes share count once.
                 peak = max(peak, memory.proportional_bytes({program.pid} | processes.descendants(program.pid)))
                 time.sleep(_SAMPLE_SECONDS)
         finally:
+            # For an exception, such as KeyboardInterrupt; a program that has ended is left alone.
             program.kill()
             program.wait()
         tree_peaks.append(peak)
@@ -223,6 +233,7 @@ def _convert(
         lines = output.read().decode(errors="replace").strip().splitlines()
     if not lines:
         return f"exit code {program.returncode}"
+    # The last line of a traceback has the error; the name of the private folder differs between trials.
     return lines[-1].replace(str(checkpoint), "CHECKPOINT")[:_LONGEST_REASON]
 
 
@@ -266,6 +277,7 @@ def _beating_while_io_goes_on(heartbeat: HeartbeatWriter) -> Iterator[None]:
                 heartbeat.beat(heartbeat.phase)
                 before = now
 
+    # A thread: the calls that save and load do not return in between.
     watcher = threading.Thread(target=watch, daemon=True)
     watcher.start()
     try:

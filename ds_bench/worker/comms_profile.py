@@ -22,7 +22,9 @@ def observe(steps: ProfiledSteps) -> Findings:
     steps.is_training = True
     measured = measure_communication(steps.trainer, steps.count)
     steps.is_training = False
+    # measure_communication takes micro-batches itself, which ProfiledSteps does not count.
     steps.left -= steps.count
+    # Every rank has timed its operations, since the ranks compare their times; only some write files.
     if steps.rank not in steps.trial.inspection.profile_ranks:
         return Findings(measured=measured)
     operations = measured["communication"]

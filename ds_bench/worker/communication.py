@@ -87,8 +87,10 @@ class CommunicationTimer:
             self._inside = True
             try:
                 self._synchronize()
+                # Only after the device has finished what came before, which is not the operation's time.
                 start = time.perf_counter()
                 work = operation(*arguments, **keywords)
+                # Asynchronous operations return a handle, synchronous ones None.
                 if hasattr(work, "wait"):
                     work.wait()
                 self._synchronize()
@@ -150,6 +152,8 @@ def _size(argument: Any) -> int:
 
 def _fastest_of_ranks(seconds: list[float], device: torch.device) -> list[float] | None:
     """The least of all ranks, call by call; None if ranks made different numbers of calls."""
+    # One reduction gives both ends: the largest of the negated numbers is the smallest number. They add up to 0 only if
+    # all ranks made equally many calls, so that calls can be compared by their place.
     counts = torch.tensor([len(seconds), -len(seconds)], device=device)
     torch.distributed.all_reduce(counts, torch.distributed.ReduceOp.MAX)
     if counts.sum().item() != 0:

@@ -39,9 +39,11 @@ def choose_cpus(
     Ranks of a NUMA node share its processors. Raises ValueError where a rank would get none.
     """
     if binding == "numa":
+        # Rounded up: the last node may have fewer ranks.
         local_size_on_node = -(-local_size // len(numa_nodes))
         allowed = sorted(set(allowed) & set(numa_nodes[local_rank // local_size_on_node]))
         local_rank, local_size = local_rank % local_size_on_node, local_size_on_node
+    # Processors that the division leaves over are not used: all ranks have equally many.
     each = len(allowed) // local_size
     if each == 0:
         raise ValueError(f"{local_size} ranks cannot be bound to {len(allowed)} processors, one each at least")

@@ -58,6 +58,7 @@ def load_between(before: CpuReading, after: CpuReading) -> dict[str, Any]:
     if seconds < MIN_SECONDS or before.busy_seconds is None or after.busy_seconds is None:
         return fields
     fields["cpu_own_cores"] = own / seconds
+    # Not below 0: the counters are not read at one moment.
     fields["cpu_other_cores"] = max(0.0, after.busy_seconds - before.busy_seconds - own) / seconds
     if before.periods is not None and after.periods is not None:
         periods = after.periods[0] - before.periods[0]
@@ -78,9 +79,11 @@ def own_cpu_seconds() -> float:
             ticks[pid] = int(values[11]) + int(values[12]), int(values[13]) + int(values[14])
             if int(values[3]) == session:
                 in_session.add(pid)
+    # With that of children that have ended (cutime), which have no entry of their own.
     total = sum(sum(ticks[pid]) for pid in in_session)
     ancestor = parents.get(own, 0)
     while ancestor in parents:
+        # Without cutime: the ended children of a shell, for example, are other programs too.
         total += ticks[ancestor][0] if ancestor not in in_session else 0
         ancestor = parents[ancestor]
     return total / os.sysconf("SC_CLK_TCK")

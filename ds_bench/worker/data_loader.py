@@ -30,7 +30,9 @@ class _MicroBatches(IterableDataset[Batch]):
         worker = get_worker_info()
         first, workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
         batch_at = self._open_batches()
+        # The loader takes from its workers in turn, so that batches arrive in the order of their numbers.
         for number in count(first, workers):
+            # Copies: to send a tensor moves its storage into shared memory, and a held batch is sent again and again.
             yield {name: tensor.clone() for name, tensor in batch_at(number).items()}
 
 
@@ -47,6 +49,7 @@ class LoadedBatches:
             num_workers=workers,
             pin_memory=workload.data_pin_memory and device.type == "cuda",
             prefetch_factor=workload.data_prefetch if workers else None,
+            # open_batches is a closure, which cannot be sent to a process that is started anew.
             multiprocessing_context="fork" if workers else None,
         )
         self._batches = iter(self._loader)

@@ -58,6 +58,7 @@ def measure(folder: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
     buffer = handle.new_cpu_locked_tensor(_CHUNK_BYTES, content)
     buffer = buffer.copy_(content) if buffer.data_ptr() else content  # no address: the limit on locked memory
     with tempfile.TemporaryFile(dir=folder) as file:
+        # DeepSpeed opens files by path; this one leads to a file without a name.
         name = f"/proc/self/fd/{file.fileno()}"
 
         def transfer(start: Callable[..., object], offset: int) -> None:
@@ -68,6 +69,7 @@ def measure(folder: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
         write, read = partial(transfer, handle.async_pwrite), partial(transfer, handle.async_pread)
         write(0)  # threads started, code loaded
         written, write_seconds = _repeat(write, max_bytes, max_seconds)
+        # Pages that are not on the disk yet cannot be dropped (posix_fadvise(2)); reading would find them in memory.
         os.fsync(file.fileno())
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         before = io_bytes()

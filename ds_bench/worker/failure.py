@@ -62,6 +62,7 @@ def classify(error: BaseException, *, limited: bool = False, device_free_bytes: 
         return "host_oom"
     if limited and re.search(r"Resource temporarily unavailable|can't start new thread", text):
         return "host_oom"
+    # Last: an error of NCCL that tells of lacking memory is one of memory.
     if name in ("DistBackendError", "DistNetworkError", "DistStoreError") or _PEER_LOST.search(text):
         return "peer_lost"
     return "other"
@@ -118,6 +119,7 @@ def rank_failure(
             text, "(?:Tried to allocate|you tried to allocate|Failed to CUDA (?:calloc|malloc|host alloc)(?: async)?)"
         ),
         free_bytes=None if emulated else device_free_bytes if free_bytes is None else free_bytes,
+        # Of a long one the end, where the exception was raised.
         traceback="".join(traceback.format_exception(error))[-20000:],
         step=step,
     )

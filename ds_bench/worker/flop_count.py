@@ -69,10 +69,12 @@ class FlopCount(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.recomputed_flops = 0
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # Run first: torch's formula for convolutions needs the shape of the result.
         result = function(*args, **(kwargs or {}))
         formula = _FORMULAS.get(function._overloadpacket)
         if formula is not None:
             flops = int(formula(*args, **(kwargs or {}), out_val=result))
+            # The task's number is -1 outside a backward pass.
             if torch._C._current_graph_task_id() != -1 and _is_recomputing():
                 self.recomputed_flops += flops
             else:

@@ -46,6 +46,7 @@ as optimizer states."""
 def find_tensors(value: object, depth: int = 6) -> Iterator[torch.Tensor]:
     """Tensors inside nested containers and DeepSpeed's own objects; each object is searched once."""
     seen: set[int] = set()
+    # Breadth first: each object is met where it lies least deep, so that the limit hides as little as possible.
     queue: deque[tuple[object, int]] = deque([(value, 0)])
     while queue:
         item, level = queue.popleft()
@@ -63,6 +64,7 @@ def _children(item: object) -> Iterable[object]:
         return list(item.values())
     if isinstance(item, (list, tuple, set, frozenset, deque)):
         return list(item)
+    # Modules hold parameters, which are claimed as such; objects of other packages could lead to all of the process.
     if isinstance(item, torch.nn.Module) or not type(item).__module__.startswith("deepspeed"):
         return ()
     return list(getattr(item, "__dict__", {}).values())
@@ -89,6 +91,7 @@ class StorageCounter:
             except (RuntimeError, NotImplementedError):  # functional or fake tensors have no memory
                 continue
             device = tensor.device.type
+            # At stage 3 the storage of a parameter is empty while it is partitioned.
             if size == 0 or pointer == 0 or (device, pointer) in self._seen:
                 continue
             self._seen.add((device, pointer))
@@ -124,6 +127,7 @@ def _deepspeed_tensors(engine: Any) -> Iterator[tuple[str, Iterable[torch.Tensor
     yield "parameters", parameters
     yield "parameters", (getattr(parameter, "ds_tensor", None) for parameter in parameters)
     yield "parameters", (getattr(parameter, "ds_secondary_tensor", None) for parameter in parameters)  # of hpZ
+    # After the parameters: where there are no fp32 master weights, the optimizer updates the parameters themselves.
     masters = list(_masters(wrapper, base))
     yield "optimizer_states", masters
     yield "optimizer_states", optimizer_states(engine)
@@ -132,6 +136,7 @@ def _deepspeed_tensors(engine: Any) -> Iterator[tuple[str, Iterable[torch.Tensor
     yield "gradients", (each.grad for each in (*parameters, *masters))
     for name in _GRADIENT_NAMES:
         yield "gradients", find_tensors(getattr(wrapper, name, None))
+    # What is left in DeepSpeed's objects after the categories above have claimed theirs.
     yield "deepspeed_buffers", find_tensors(vars(wrapper) if wrapper is not base else {})
     yield "deepspeed_buffers", find_tensors({k: v for k, v in vars(engine).items() if k != "module"}, depth=4)
     yield "deepspeed_buffers", find_tensors([getattr(p, "nvme_swapper", None) for p in parameters])
@@ -164,6 +169,7 @@ def saved_storages(
     known = {storage._cdata for storage in storages}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
+        # A view of a parameter, such as a transposed weight, has the parameter as its base.
         base = tensor._base if tensor._base is not None else tensor
         if not isinstance(base, torch.nn.Parameter):
             storage = tensor.untyped_storage()

@@ -32,6 +32,7 @@ def look_up(name: str, *, trust_remote_code: bool) -> dict[str, Any]:
         "model_type": config.model_type,
         "architectures": declared,
         "built_architecture": type(model).__name__,
+        # use_diff would leave out values that equal the defaults.
         "config": json.loads(config.to_json_string(use_diff=False)),
         "parameters": sum(sizes),
         "largest_parameter": max(sizes),

@@ -60,6 +60,8 @@ def _replace_head(model: Any, compute_loss: ComputeLoss) -> None:
         input_ids: torch.Tensor, labels: torch.Tensor, shift_labels: torch.Tensor | None = None, **inputs: Any
     ) -> torch.Tensor:
         hidden = model.base_model(input_ids=input_ids, **inputs)[0]
+        # The last token has no next one. Ranks that share a sequence give shift_labels: what follows their part is on
+        # another rank.
         targets = functional.pad(labels[:, 1:], (0, 1), value=_IGNORED) if shift_labels is None else shift_labels
         loss: torch.Tensor = head(hidden, targets)
         return loss
@@ -99,8 +101,10 @@ class _TiledLoss(torch.autograd.Function):
     def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: Any, targets: torch.Tensor) -> Any:
         from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledFusedLogitsLoss
 
+        # Of the whole micro-batch: parts with unequally many ignored targets must not weigh the same in the mean.
         count = (targets != _IGNORED).sum()
         trained = any(ctx.needs_input_grad)
+        # Detached: gradients end at these tensors, and call no hook of ZeRO before the backward pass of the model.
         inputs: list[Any] = [
             each if each is None else each.detach().requires_grad_(trained) for each in (hidden, weight, bias)
         ]

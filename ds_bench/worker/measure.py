@@ -56,6 +56,7 @@ def measure(
     """
     trial = assignment.trial
     accelerator, workload = trial.placement.accelerator, trial.workload
+    # First: what follows allocates on the current device, and under the memory limit of an emulated GPU.
     device = _select_device(trial.placement)
     if accelerator == "cuda" and (settings := trial.configuration.variables.get("PYTORCH_CUDA_ALLOC_CONF")):
         # torch may have read the variable before this rank was forked.
@@ -88,6 +89,7 @@ def measure(
     meter.end("initialize")
     memory.empty_device_cache(accelerator)
     change, frozen = WeightChange(engine, heartbeat), FrozenWeights(engine, heartbeat)
+    # The phase begins anew, so that reading the weights counts in none.
     meter.begin()
 
     # Seeded again: stages draw differently while they build, and dropout must drop the same elements in every row.
@@ -104,6 +106,7 @@ def measure(
         notes.append(f"{len(further)} further warm-up steps, until compiling was over")
     graphs = training_loop.compiled_graphs()
     retries, io_before = memory.alloc_retries(accelerator), memory.io_bytes()
+    # With one warm-up step or none the phase would be empty: first_step has ended it already, or nothing has run.
     if len(samples.warmup_step_seconds) > 1:
         meter.end("warm_up")
     training_loop.measure(trainer, workload.num_steps, torch.distributed.barrier, samples)
@@ -112,6 +115,7 @@ def measure(
         notes.append(f"{compiled_within} graphs were compiled within the measured steps, which took longer for it")
     cpu_after = CpuReading.read()
     io_after = memory.io_bytes()
+    # Before the phase ends, which resets the peaks.
     device_facts = memory.device_facts(accelerator, retries, trial.placement.gpu_memory_limit_bytes)
     meter.end("steady")
     if not meter.can_reset:
@@ -348,6 +352,7 @@ def _measure_phases_and_ledger(trainer: training_loop.Trainer, assignment: Assig
         loss, activations = ledger.count_activations(lambda: trainer.compute_loss(batch), parameters)
         inside_backward = _backward_with_ledger(engine, loss)
     del loss
+    # Gradients are whole here; a step that updates the weights frees them.
     before_step = ledger.count_storages(engine)
     engine.step()
     for _ in range(trainer.grad_accum - 1):  # completes the optimizer step

@@ -97,6 +97,8 @@ def measure(request: Mapping[str, Any], report_partial: Callable[[Answer], None]
         if not is_whole:  # its layers are alike
             del fits["largest_layer"]
         answer["formats"][precision] = fits
+        # Where weights are frozen, stage 3 keeps more than other stages (_linear_of_stage_3). The model is built anew,
+        # since fitting has changed the first one.
         if answer.get("frozen") and not autocast:
             model, make_batch = build_fake_model(request, _FORMATS[precision])
             blocks = build.find_blocks(model, _MIN_PARAMETER_FRACTION)
@@ -224,12 +226,15 @@ def _build_from_config(request: Mapping[str, Any], dtype: torch.dtype, layers: i
         if not request.get("whole"):
             config.num_hidden_layers = layers
             if isinstance(layer_types := getattr(config, "layer_types", None), list):
+                # Transformers refuses a list of another length than the depth (configuration_utils.py).
                 config.layer_types = layer_types[:layers]
+    # As in real runs: a cache of keys and values is for generating text.
     config.use_cache = False
     with no_init_weights():
         model: torch.nn.Module = AutoModelForCausalLM.from_config(
             config, dtype=dtype, trust_remote_code=trusted, attn_implementation=request.get("attention")
         )
+        # The constructor leaves it out under no_init_weights.
         model.tie_weights()  # type: ignore[operator]
     return model
 
@@ -309,6 +314,7 @@ class _ShortenedModel:
         what all share: it stands for none where there is a second."""
         self._current = 0
         for number, block in enumerate(self.blocks):
+            # After each block the next share begins, to which what autograd saves from then on belongs.
             block.register_forward_hook(lambda *_, number=number: setattr(self, "_current", number + 1))
 
     def _forward(self, batch: dict[str, torch.Tensor]) -> Any:
@@ -400,6 +406,7 @@ def _remove_alike_blocks(
         numbers_by_kind.setdefault(kind, []).append(number)
     left = sorted(number for numbers in numbers_by_kind.values() for number in numbers[:2])
     weights = {numbers[:2][-1]: len(numbers) for numbers in numbers_by_kind.values()}
+    # From the end, so that the numbers of the blocks before stay right.
     for number in sorted(set(range(len(blocks))) - set(left), reverse=True):
         del lists[0][number]
     setattr(config, depth, len(left))
@@ -439,6 +446,7 @@ def _fit_activations(model: _ShortenedModel, sequences: tuple[int, ...], request
     def fit_peak(batches: tuple[int, int]) -> dict[str, Any]:
         large = [(batch_size, sequence) for batch_size in batches for sequence in sequences]
         peak = _fit(large, [model.loss_peak_bytes(*size, of_loss_alone=name != "model") for size in large])
+        # Of the peak what is not kept for the backward pass anyway.
         return plain.by_layer(model.layers, peak - plain.measured)
 
     with _loss_in_parts(name, of_fixed_size=name == "chunked" and on_cuda):
@@ -451,8 +459,10 @@ def _fit_activations(model: _ShortenedModel, sequences: tuple[int, ...], request
         with _loss_in_parts(name, of_fixed_size=True):
             fits["loss_limit"] = fit_peak(LIMIT_BATCHES)
     if name == "chunked" and not on_cuda:
+        # Measured as on CUDA, whose parts take no memory: the temporaries of the CPU's are added.
         fixed = fits["loss_limit"]["fixed"]
         fixed["1"] = fixed.get("1", 0) + _chunk_bytes()
+    # Last, since it changes the model.
     with contextlib.suppress(Exception):  # not every model can; a run that asks for it says so
         model.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # type: ignore[operator]
         fits["checkpointed"] = _SavedBytes.measure(model, sizes).by_layer(model.layers)
@@ -543,6 +553,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._known: set[int] = set()
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # Views and operations in place return a storage that is there already.
         inputs = {_storage_id(item) for item in tree_flatten((args, kwargs))[0] if isinstance(item, torch.Tensor)}
         result = function(*args, **(kwargs or {}))
         for item in tree_flatten(result)[0]:
@@ -561,6 +572,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return
         self._known.add(identity)
         self.now += size
+        # No allocator counts fake tensors: a storage is freed when its Python object ends.
         weakref.finalize(storage, self._remove, identity, size)
 
     def _remove(self, identity: int, size: int) -> None:

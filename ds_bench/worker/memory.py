@@ -17,6 +17,8 @@ from typing import Any
 
 from ..system.host_memory import read_table
 
+# torch is imported within functions: a rank loads this module first, and imports torch under its memory limit.
+
 _PROCESS = Path("/proc/self")
 
 
@@ -116,6 +118,7 @@ def empty_device_cache(accelerator: str) -> None:
     if accelerator == "cuda":
         import torch
 
+        # Tensors in reference cycles keep their blocks in use until they are collected.
         gc.collect()
         torch.cuda.empty_cache()
 
@@ -163,6 +166,7 @@ def host_facts(meter: PhaseMeter) -> Mapping[str, Any]:
     shared = [sums[name] for name in ("Shared_Clean", "Shared_Dirty") if name in sums]
     return {
         "host_peak_bytes": meter.highest("host_peak_bytes", *meter.phases),
+        # Without resets the high-water mark may be that of building the model.
         "host_peak_steps_bytes": (
             meter.highest("host_peak_bytes", "first_step", "warm_up", "steady") if meter.can_reset else None
         ),

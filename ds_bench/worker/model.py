@@ -77,6 +77,7 @@ def register_zero3_config(config: Mapping[str, Any]) -> object:
     from transformers.integrations.deepspeed import set_hf_deepspeed_config
 
     stage3 = _Zero3Config(dict(config))
+    # Transformers keeps a weak reference alone (integrations/deepspeed.py).
     set_hf_deepspeed_config(stage3)
     return stage3
 
@@ -92,6 +93,7 @@ def build_model(
 
     Raises whatever the model's own code raises, and TypeError where a factory does not return a model.
     """
+    # Equal in all ranks: a factory's model keeps the weights that its code draws.
     torch.manual_seed(workload.seed)
     dtype = training_dtype(config)
     at_stage3 = engine == "deepspeed" and block_of(config, "zero_optimization").get("stage") == 3
@@ -145,10 +147,12 @@ def _build_from_config(workload: Workload, dtype: torch.dtype, device: torch.dev
     else:
         source = workload.model_config.get("path", workload.model)
         model_config = AutoConfig.from_pretrained(source, trust_remote_code=workload.trust_remote_code)
+    # A cache of keys and values is for generating text.
     model_config.use_cache = False
     if workload.dropout is not None:
         _set_config_dropouts(model_config, workload.dropout)
     # zero.Init patches constructors: a first import of the model's module inside it fails with a torch signature error.
+    # Suppressed: code from outside Transformers need not name its modules so; building shows a real error.
     with contextlib.suppress(Exception):
         importlib.import_module(type(model_config).__module__.replace("configuration_", "modeling_"))
     with contextlib.nullcontext() if stage3 else device:
@@ -239,11 +243,14 @@ def reinitialise_weights(
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             report_progress()
+            # Biases and norms keep what the model's own code writes into them.
+            # ds_shape: the own shape of a partitioned parameter is empty.
             if len(getattr(parameter, "ds_shape", parameter.shape)) < 2:
                 continue
             if device is not None and parameter.device.type != device.type:
                 parameter.copy_(draw_matrix(name, parameter.shape, seed, parameter.dtype, device))
                 continue
+            # At stage 3 the whole tensor is gathered, and as the context ends rank 0's values are sent to all ranks.
             with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):  # does nothing below stage 3
                 parameter.normal_(0.0, _INIT_STD, generator=_generator_of(name, seed, parameter.device))
 
@@ -257,6 +264,7 @@ def draw_matrix(name: str, shape: torch.Size, seed: int, dtype: torch.dtype, dev
 
 def _generator_of(name: str, seed: int, device: torch.device) -> torch.Generator:
     generator = torch.Generator(device=device)
+    # Not hash(), which gives a text another number in each process.
     generator.manual_seed(seed * 1_000_003 + zlib.crc32(name.encode()))
     return generator
 
@@ -274,6 +282,7 @@ def matrices_on_meta() -> Iterator[None]:
             param = torch.nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
         original(self, name, param)
 
+    # A module calls it for every parameter that is assigned to it (nn/modules/module.py, __setattr__).
     with mock.patch.object(torch.nn.Module, "register_parameter", register):
         yield
 

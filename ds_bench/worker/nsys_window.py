@@ -23,6 +23,7 @@ def take_window(steps: ProfiledSteps, api: Any) -> Findings:
     steps_before = workload.warmup_steps + workload.num_steps
     window = inspection.nsys_window(steps_before)
     for number in inspection.profiled_steps(steps_before):
+        # Synchronised at both ends: kernels run later than they are launched, and would cross the window's bounds.
         if number == window.start:
             steps.synchronize()
             api.start()

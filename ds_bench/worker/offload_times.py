@@ -74,6 +74,7 @@ class TimedHandle:
                     disk.written_bytes += size
             result = method(*arguments, **keywords)
             end = time.perf_counter()
+            # An asynchronous operation ends when its handle is waited for.
             if name == "wait" or name.startswith("sync"):
                 disk.end(id(self), end)
             disk.wait_seconds += end - start
@@ -111,6 +112,7 @@ class OffloadTimer:
         for owner in _swappers(self._engine):
             for name, value in list(vars(owner).items()):
                 if not isinstance(value, type) and hasattr(value, "async_pread"):
+                    # One stand-in per handle, however many attributes hold it: a wait ends what any of them began.
                     handle = timed_handles.setdefault(id(value), TimedHandle(value, self.disk))
                     self._stack.enter_context(mock.patch.object(owner, name, handle))
         self.swaps = bool(timed_handles)
@@ -122,6 +124,7 @@ class OffloadTimer:
 
     def __exit__(self, *_error: object) -> None:
         self._stack.close()
+        # Operations that nobody has waited for yet count until here.
         self.disk.end_all(time.perf_counter())
 
     def times(self, steps: int) -> OffloadTimes:
@@ -193,6 +196,7 @@ def _changes_device(name: str, tensor: torch.Tensor, arguments: tuple[Any, ...],
         source = arguments[0] if arguments else keywords["src"]
         return isinstance(source, torch.Tensor) and source.device.type != tensor.device.type
     if name == "to":
+        # torch's own parser: a device may come by place, by name, or as that of another tensor.
         device, *_ = torch._C._nn._parse_to(*arguments, **keywords)
         return device is not None and device.type != tensor.device.type
     return tensor.device.type != name

@@ -22,5 +22,6 @@ def wait_only_for_living_programs() -> None:
 def _wait(baton: FileBaton) -> None:
     lock = Path(baton.lock_file_path)
     while lock.exists():
+        # The folder of all ops: each op has a folder in it, with its lock.
         remove_stale_locks(lock.parent.parent)
         time.sleep(baton.wait_seconds)

@@ -68,6 +68,7 @@ def _load_ops(names: tuple[str, ...]) -> None:
 
     wait_only_for_living_programs()
     for name in names:
+        # What fails here fails again in the rank that needs the op, which reports it.
         with contextlib.suppress(Exception):
             get_accelerator().create_op_builder(name).load(verbose=False)
 
@@ -85,6 +86,7 @@ die_with_parent()
 if os.environ.get("DS_BENCH_PARENT") not in (None, str(os.getppid())):  # the parent died before this line
     os._exit(1)
 MISSING = _import_modules(MODULES + tuple(filter(None, os.environ.get("DS_BENCH_PRELOAD", "").split(","))))
+# CUDA's ops are left out: a process that has used CUDA cannot be forked into ranks.
 if os.environ.get("DS_ACCELERATOR") == "cpu":
     _load_ops(tuple(filter(None, os.environ.get("DS_BENCH_PRELOAD_OPS", "").split(","))))
 else:
@@ -93,5 +95,6 @@ GPU_FILES = open_gpu_files()
 """Device files for computing on a GPU that this process has open after preloading; ranks are forked only if none."""
 CUDA_INITIALISED = cuda_is_initialised()
 """Whether preloading has initialised the CUDA driver; ranks are forked only if not."""
+# Text that is still buffered would be written again by every rank that is forked.
 with contextlib.suppress(OSError):  # the reader of the pipe has ended
     sys.stdout.flush()

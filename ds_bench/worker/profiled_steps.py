@@ -53,6 +53,7 @@ class ProfiledSteps:
     def step(self) -> None:
         """Takes one optimizer step. Raises whatever training raises."""
         self.left -= 1
+        # No finally: where the step raises, this stays True and says where the exception came from.
         self.is_training = True
         self.trainer.step()
         self.is_training = False

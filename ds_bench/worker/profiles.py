@@ -60,6 +60,7 @@ def take_profiles(trainer: Trainer, trial: Trial, folder: Path, notes: Sequence[
         findings = Findings()
         if profiler.on_every_rank or steps.rank in trial.inspection.profile_ranks:
             findings = _observe(profiler, steps, all_notes)
+        # Steps that no profiler took on this rank: the other ranks wait for it in their collectives.
         while steps.left > 0:
             steps.step()
         steps.synchronize()

@@ -37,7 +37,9 @@ from .failure import rank_failure
 def run(folder: Path, *, rank: int, local_rank: int, world_size: int) -> int:
     """Runs this rank and writes its file. Returns the exit code: 0 for a measurement, 1 for a failure."""
     started = time.time()
+    # First, so that the log has whatever is printed from here on.
     processes.redirect_streams(log_file(folder, rank))
+    # Never closed: the handlers write to its descriptor. The trial's monitor sends SIGUSR2 to ranks that hang.
     stacks = stacks_file(folder, rank).open("w")
     faulthandler.enable(stacks)
     faulthandler.register(signal.SIGUSR2, file=stacks, all_threads=True)
@@ -51,6 +53,7 @@ def run(folder: Path, *, rank: int, local_rank: int, world_size: int) -> int:
         os.environ.update(rank_environment(assignment, rank, local_rank, world_size))
         if (threads := os.environ.get("OMP_NUM_THREADS")) is not None and threads != threads_of_server:
             cpu_binding.set_threads(threads)
+        # DeepSpeed's launcher sets LOCAL_SIZE; where neither is set, all ranks count as this node's.
         local_size = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", world_size)))
         cpu_binding.bind(assignment.trial.workload.cpu_binding, local_rank, local_size)
         if assignment.working_folder is not None:
@@ -69,6 +72,7 @@ def run(folder: Path, *, rank: int, local_rank: int, world_size: int) -> int:
             limited=limited,
             device_free_bytes=memory.device_free_bytes(),
         )
+        # A configuration that cannot be read was not read before either: the texts hold no secret of it.
         with contextlib.suppress(OSError, ValueError):
             secrets = redaction.secrets_of(_read_config(folder))
             failure = replace(
@@ -81,6 +85,7 @@ def run(folder: Path, *, rank: int, local_rank: int, world_size: int) -> int:
         code = 1
     sys.stdout.flush()
     sys.stderr.flush()
+    # After the flush: the log is complete once this file exists.
     write_json(rank_file(folder, rank), result)
     heartbeat.beat("exit")
     return code
@@ -130,6 +135,7 @@ def _measure(folder: Path, assignment: Assignment, heartbeat: HeartbeatWriter, s
             return True
 
         logging.getLogger("DeepSpeed").addFilter(redact)
+    # Python's own generator, for a factory's code; torch's is seeded where the model is built.
     random.seed(assignment.trial.workload.seed)
     own = {"hostname": socket.gethostname(), "pid": os.getpid(), "import_seconds": imported - started}
 

@@ -72,6 +72,7 @@ class RankLayout:
         if self.sequence_size == 1:
             return batch
         ids = batch["input_ids"]
+        # Before the sequence is cut: the last token of a part is followed by the first of the next part.
         targets = torch.nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=_NO_TARGET)
         length = ids.shape[1] // self.sequence_size
         own = slice(length * (self.rank % self.sequence_size), length * (self.rank % self.sequence_size + 1))
@@ -107,6 +108,7 @@ def register_sequence_attention(model: Any, layout: RankLayout, micro_batch_size
     )
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+    # DeepSpeed has put its function in the place of the model's own (ulysses_sp.py).
     gathering = ALL_ATTENTION_FUNCTIONS[config._attn_implementation]
 
     def keep_heads(module: Any, query: torch.Tensor, *arguments: Any, **named: Any) -> tuple[torch.Tensor, Any]:

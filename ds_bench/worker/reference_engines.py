@@ -47,6 +47,7 @@ class ReferenceEngine(abc.ABC):
         self._dtype = training_dtype(config)
         self._micro_batch_size = int(config["train_micro_batch_size_per_gpu"])
         self._grad_accum = int(config.get("gradient_accumulation_steps", 1))
+        # 1.0 is DeepSpeed's default too (runtime/constants.py).
         self._clipping = float(config.get("gradient_clipping", 1.0))
         self._micro_steps = 0
         self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -89,6 +90,7 @@ class ReferenceEngine(abc.ABC):
         return (self._micro_steps + 1) % self._grad_accum == 0
 
     def backward(self, loss: torch.Tensor) -> None:
+        # As DeepSpeed's engine does: gradients are the mean over the micro-batches.
         (loss / self._grad_accum).backward()  # type: ignore[no-untyped-call]
 
     def step(self) -> None:
@@ -130,6 +132,7 @@ class ReferenceEngine(abc.ABC):
         from torch.distributed.checkpoint.state_dict_loader import load
 
         path, state = Path(load_dir) / tag, self._state()
+        # Fills the tensors of the state in place.
         load(state, checkpoint_id=path)
         set_state_dict(
             self.module, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
@@ -196,6 +199,7 @@ class DdpEngine(ReferenceEngine):
         return {"bucket_cap_mb": BUCKET_MB, "gradient_as_bucket_view": True, "autocast_dtype": autocast}
 
     def __call__(self, **batch: torch.Tensor) -> Any:
+        # Around the forward pass alone: in it DDP decides whether the backward pass reduces gradients.
         accumulate = contextlib.nullcontext() if self.at_accumulation_boundary else self._parallel.no_sync()
         reduced = self._dtype is not torch.float32
         with accumulate, torch.autocast(self._device.type, dtype=self._dtype if reduced else None, enabled=reduced):
@@ -241,14 +245,17 @@ class Fsdp2Engine(ReferenceEngine):
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
         dtype = training_dtype(config)
+        # Names within the whole model, by which values are drawn; a block knows only the last parts of them.
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype)
         self._blocks = [block for block in find_blocks(model) if _can_be_split(block)]
+        # Blocks first: of the model fully_shard then takes the parameters that are in no block.
         for group in (*self._blocks, model):
             report_progress()
             _materialise(group, names, dtype, device, seed)
             fully_shard(group, mesh=mesh, mp_policy=policy)
+        # Last: the optimizer takes the split parameters, which fully_shard puts in the place of the whole ones.
         super().__init__(model, config, device)
 
     @property
@@ -293,6 +300,7 @@ class Fsdp2Engine(ReferenceEngine):
                 part: Any = parameter
                 shape, mesh, placements = part.shape, part.device_mesh, part.placements
                 _, offset = compute_local_shape_and_global_offset(shape, mesh, placements)
+                # Split by rows: a rank's part is one stretch of the flat tensor.
                 yield name, offset[0] * math.prod(shape[1:]), part.to_local().detach().flatten()
 
 

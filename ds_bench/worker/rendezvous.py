@@ -34,6 +34,7 @@ def connect_ranks(assignment: Assignment, accelerator: str) -> None:
     elif os.environ.get("RANK") == "0" and (store := serve_store(os.environ)) is not None:
         _served.append(store)
         os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # so that torch connects to it (distributed/rendezvous.py)
+    # None: DeepSpeed takes the accelerator's own backend.
     backend = "nccl" if accelerator == "cuda" else None
     deepspeed.init_distributed(dist_backend=backend, timeout=limit, **through_file)
 
@@ -51,6 +52,7 @@ def serve_store(environ: Mapping[str, str]) -> TCPStore | None:
         return None
     port = int(environ["MASTER_PORT"])
     with socket.socket(socket.AF_INET6 if address.version == 6 else socket.AF_INET) as listening:
+        # Else a port is refused while connections of a program that has ended wait to be forgotten (TIME_WAIT).
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listening.bind((str(address), port))
@@ -59,4 +61,5 @@ def serve_store(environ: Mapping[str, str]) -> TCPStore | None:
                 return None
             raise
         listening.listen(2048)
+        # Detached: leaving the context would close the descriptor, which is the store's from here on.
         return TCPStore(str(address), port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())

@@ -48,6 +48,7 @@ class StepRecorder:
         self._losses: torch.Tensor | list[float] = []
         self._slots = torch.zeros(_MOST_PENDING, grad_accum, pin_memory=True) if self._cuda else torch.zeros(0)
         self._next_slot = 0
+        # Kept open: one call into the kernel for each step.
         self._statm = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
         self._page_bytes = os.sysconf("SC_PAGE_SIZE")
 
@@ -60,6 +61,7 @@ class StepRecorder:
             self._losses = [loss.item() for loss in losses]
             return
         self._losses = places = self._slots[self._next_slot]
+        # As many slots as steps may wait: one is used again only after its step was reported.
         self._next_slot = (self._next_slot + 1) % _MOST_PENDING
         for place, loss in zip(places, losses, strict=True):
             place.copy_(loss.reshape(()), non_blocking=True)

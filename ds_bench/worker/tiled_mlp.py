@@ -27,13 +27,16 @@ def install_tiled_mlp(model: torch.nn.Module) -> None:
     if not blocks:
         raise TypeError(f"{type(model).__name__} has no module whose class is named as an MLP")
     for block in blocks:
+        # An attribute of the object: the class keeps its own forward pass, by which the parts are computed.
         block.forward = types.MethodType(_tiled_forward, block)
 
 
 def _tiled_forward(block: Any, hidden: torch.Tensor) -> torch.Tensor:
     from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledMLP
 
+    # Equal in all ranks, whose sequences have one length: else ranks of stage 3 would wait for each other for ever.
     tiles = count_tiles(hidden.shape[-2], hidden.shape[-1])
+    # The parameters: DeepSpeed takes their gradients only with the last part (ds_grad_is_ready).
     output: torch.Tensor = TiledMLP.apply(_forward_of_tile, block, hidden, tiles, list(block.parameters()))
     return output
 

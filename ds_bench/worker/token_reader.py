@@ -47,6 +47,7 @@ class TokenReader:
             raise ValueError(f"{self._path} has {self._tokens} tokens, fewer than one sequence of {self._seq_length}")
         self._step = coprime_step(self._sequences)
 
+    # Not in the constructor: with a data loader the worker processes map the file, and the rank does not.
     @cached_property
     def _ids(self) -> Any:
         """All sequences, as rows that lie in the file."""

@@ -42,6 +42,7 @@ def observe(steps: ProfiledSteps) -> Findings:
             with torch.profiler.record_function(_STEP):
                 steps.step()
         steps.synchronize()
+    # A sign of life before the trace is written, which may take long.
     steps.trainer.heartbeat.beat("inspect")
     profiler.export_chrome_trace(str(steps.file("trace.json.gz")))
     device = "device" if steps.on_cuda else "cpu"
@@ -80,9 +81,11 @@ def export_timeline(profiler: torch.profiler.profile, steps: ProfiledSteps) -> s
     except AssertionError:
         times, totals = _allocated_over_time(profiler, device)
         with gzip.open(path, "wt", encoding="utf-8") as file:
+            # In the form of torch's own file, with a single category.
             json.dump([times, [[0, size] for size in totals]], file)
         return f"peak of tensors above what there was before: {max(totals, default=0) / 2**20:,.1f} MB"
     highest: list[int] = max(sizes, key=sum, default=[])
+    # The first number of each row is 0: categories begin with the second (_coalesce_timeline).
     by_category = sorted(zip(_CATEGORIES, highest[1:], strict=False), key=lambda pair: -pair[1])
     parts = ", ".join(f"{name} {size / 2**20:,.1f}" for name, size in by_category if size >= 2**20 / 20)
     return f"peak of tensors {sum(highest) / 2**20:,.1f} MB: {parts}"

@@ -100,6 +100,7 @@ class Trainer:
         if self._loss_parts == 1:
             return loss
         own = loss * self._loss_share
+        # The second term has a value and no gradient.
         return own + (self._loss_parts - 1) * own.detach()
 
     def step(self) -> None:
@@ -112,6 +113,7 @@ class Trainer:
             self.engine.backward(loss)
             self.heartbeat.beat("step")
             self.engine.step()
+            # Not read here: item() would wait for the device.
             losses.append(loss.detach())
             del loss  # its graph holds the activations where no backward pass freed them
         self._losses.append(losses)
@@ -154,6 +156,7 @@ class Trainer:
             clock.mark()
             if self.recorder is not None:
                 self.recorder.end_step(clock, measured)
+            # The host's time: that of the device could be read only by waiting for it.
             now = time.perf_counter()
             self.heartbeat.beat("step", self._steps_done, now - before)
             before = now
@@ -187,6 +190,7 @@ def warm_up_compiled(trainer: Trainer, steps_done: int, min_steps: int) -> list[
         before = compiled_graphs()
         seconds += trainer.time_steps(1)
         compiled = torch.tensor(compiled_graphs() > before, device=trainer.first_device, dtype=torch.int32)
+        # Ranks may compile in different steps; one that takes a step more than the others would wait in it for ever.
         torch.distributed.all_reduce(compiled, torch.distributed.ReduceOp.MAX)
         if steps_done + len(seconds) >= min_steps and not compiled.item():
             break
@@ -205,6 +209,7 @@ def measure(trainer: Trainer, steps: int, barrier: Callable[[], None], samples: 
     """
     skipped_before = trainer.skipped
     if trainer.recorder is not None:
+        # Steps of the warm-up are reported here, not within the window.
         trainer.recorder.report()
     barrier()
     synchronize(trainer.accelerator)
@@ -219,6 +224,7 @@ def measure(trainer: Trainer, steps: int, barrier: Callable[[], None], samples: 
     if waited is not None and waited_before is not None:
         samples.data_wait_seconds = (waited - waited_before) / steps
     samples.skipped_steps = trainer.skipped - skipped_before
+    # After the window, since it reads from the device.
     samples.losses = trainer.losses()
 
 

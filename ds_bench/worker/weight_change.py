@@ -30,6 +30,7 @@ DIMENSIONS = 256
 MAX_SECONDS = 60.0
 """Limit for one pass over a rank's weights. One core reads some 300 million a second: 23 s for the 7 billion of one
 rank whose optimizer is on the CPU, 29 s for an eighth of 70 billion."""
+# Signs: 0.5 MB in float64. A multiple of DIMENSIONS, so that the sum of a value stays the same after a wrap-around.
 _PERIOD = 256 * DIMENSIONS
 _SIGN_SEED = 2002
 _DIGITS = 9
@@ -87,6 +88,7 @@ class FrozenWeights:
         """None if no parameter is frozen, and if none could be read in time."""
         if not self._before:
             return None
+        # A tensor that there was no time to read at the start counts as unchanged.
         return any(self._before.get(name, sums) != sums for name, sums in self._read().items())
 
     def _read(self) -> dict[str, list[int]]:
@@ -122,6 +124,7 @@ def sketch(fragments: Iterator[Fragment], heartbeat: HeartbeatWriter | None = No
     with torch.no_grad():
         for name, start, values in fragments:
             if values.device not in signs_on:
+                # Drawn on the CPU: generators of other devices give other numbers, and sketches of ranks are added up.
                 generator = torch.Generator().manual_seed(_SIGN_SEED)
                 signs = torch.randint(0, 2, (_PERIOD,), generator=generator) * 2 - 1
                 signs_on[values.device] = signs.to(device=values.device, dtype=torch.float64)
@@ -131,6 +134,7 @@ def sketch(fragments: Iterator[Fragment], heartbeat: HeartbeatWriter | None = No
             position, done = (start + zlib.crc32(name.encode())) % _PERIOD, 0
             while done < values.numel():
                 taken = min(_PERIOD - position, values.numel() - done)
+                # In float64: the sketch of a change is the small difference of two large sums.
                 signed = values[done : done + taken].double() * signs[position : position + taken]
                 # Zeros on both sides bring the values into full rows, one column for each sum.
                 before, rows = position % DIMENSIONS, -(-(position % DIMENSIONS + taken) // DIMENSIONS)
@@ -152,6 +156,7 @@ def read_fragments(engine: Any) -> Iterator[Fragment]:
 
     The shares of all ranks make up the model, each weight once. Raises NotReadError where they would not.
     """
+    # ZeRO splits among the ranks of a sequence too, which only seq_dp_world_size counts.
     if int(getattr(engine, "seq_dp_world_size", engine.dp_world_size)) != torch.distributed.get_world_size():
         raise NotReadError("tensors are split over ranks that are not data-parallel")
     if isinstance(engine, ReferenceEngine):
