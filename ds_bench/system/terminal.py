@@ -248,7 +248,7 @@ class StatusLine:
 
 def print_json(text: str) -> None:
     """Prints JSON text on standard output; control characters are written as JSON escapes."""
-    ascii_only = not can_encode("é", sys.stdout)
+    ascii_only = not can_encode(text, sys.stdout)
 
     def must_escape(sign: str) -> bool:
         return (sign != "\n" and not sign.isprintable()) or (ascii_only and not sign.isascii())

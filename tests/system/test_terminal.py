@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import os
 import sys
 from collections.abc import Iterator
@@ -11,10 +12,17 @@ from pathlib import Path
 from typing import IO
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
-from ds_bench.system.terminal import can_encode, escape_controls, ignoring_broken_stderr, make_console, to_ascii
+from ds_bench.system.terminal import (
+    can_encode,
+    escape_controls,
+    ignoring_broken_stderr,
+    make_console,
+    print_json,
+    to_ascii,
+)
 
 
 @given(st.text())
@@ -46,6 +54,16 @@ def test_signs_of_the_table_have_words_in_ascii() -> None:
 def test_a_stream_without_an_encoding_is_taken_for_ascii() -> None:
     assert can_encode("plain", io.StringIO())
     assert not can_encode("±", io.StringIO())
+
+
+@given(st.text(), st.sampled_from(["ascii", "latin-1", "utf-8"]))
+@example("✅ Größe", "latin-1")
+def test_json_is_read_back_from_a_stream_of_any_encoding(text: str, encoding: str) -> None:
+    output = io.BytesIO()
+    with contextlib.redirect_stdout(io.TextIOWrapper(output, encoding=encoding, newline="\n")) as stream:
+        print_json(json.dumps({"text": text}, indent=1, ensure_ascii=False))
+        stream.flush()
+        assert json.loads(output.getvalue().decode(encoding)) == {"text": text}
 
 
 @pytest.mark.parametrize("reader", ["gone", "full"])
