@@ -105,9 +105,8 @@ def incomparable_fields(a: TrialRecord, b: TrialRecord) -> list[str]:
     """Returns the fields that forbid a ratio between two rows, as ``batch_size 4 against 8``; empty if there are none.
 
     The micro-batch may differ between rows that are each at their own largest one, the sequence between those at their
-    own longest one, and so may what a row is there to
-    show: ratios are of tokens per second. Facts known from the run alone (versions, GPUs, the batch that the engine
-    ran) are compared if both rows were measured.
+    own longest one, and so may what a row is there to show: ratios are of tokens per second. Facts known from the run
+    alone (versions, GPUs, the batch that the engine ran) are compared if both rows were measured.
     """
     pairs: dict[str, Sequence[Any]] = {}
     if (work_a := a.trial.workload) != (work_b := b.trial.workload):

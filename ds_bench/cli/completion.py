@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 from ..system import terminal
+from .argument_types import path
 
 
 def show_script(parser: argparse.ArgumentParser, shell: str) -> int:
@@ -20,7 +20,7 @@ def show_script(parser: argparse.ArgumentParser, shell: str) -> int:
 def _complete_files(parser: argparse.ArgumentParser, how: object) -> None:
     """Marks what is a path, for every command."""
     for action in parser._actions:
-        if action.type is Path:
+        if action.type is path:
             action.complete = how  # type: ignore[attr-defined]
         if isinstance(action, argparse._SubParsersAction):
             for subparser in action.choices.values():

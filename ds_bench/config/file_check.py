@@ -46,7 +46,6 @@ def check_files(paths: Sequence[Path], *, num_gpus: int | None, model: ModelSize
     """Checks files, the configurations directly inside folders, and standard input for ``-``. Raises UsageError for a
     folder without a configuration.
     """
-
     check = partial(lint.check_config, num_gpus=num_gpus, model=model)
     reports: list[FileReport] = []
     for path in paths:

@@ -95,8 +95,8 @@ def make_configuration(
 def matches(row: Strategy | Configuration, text: str) -> bool:
     """Whether a user's text (``zero2``, ``ZeRO-2``, ``stage 2``, ``2``, ``cpu_optimizer``) means this row.
 
-    Case, spaces, hyphens and underscores do not count. A stage alone means only a row of
-    the catalogue without optimizer offload.
+    Case, spaces, hyphens and underscores do not count. A stage alone means only a row of the catalogue without
+    optimizer offload.
     """
     names = [row.name, row.label]
     other = isinstance(row, Configuration) and (row.source != "catalogue" or row.axis_values)

@@ -238,7 +238,8 @@ def _record_of(line: bytes, file: str) -> TrialRecord | None:
 def last_trial_folder(run: Path, trial_id: str) -> Path:
     """The folder of a trial in that of its run; of one that was run again, that of the last attempt."""
     trials = run / "trials"
-    attempts = {int(path.name.rpartition(_ATTEMPT)[2]): path for path in trials.glob(f"{trial_id}{_ATTEMPT}[0-9]*")}
+    numbered = {path.name.rpartition(_ATTEMPT)[2]: path for path in trials.glob(f"{trial_id}{_ATTEMPT}*")}
+    attempts = {int(number): path for number, path in numbered.items() if number.isascii() and number.isdecimal()}
     return attempts[max(attempts)] if attempts else trials / trial_id
 
 
