@@ -317,7 +317,8 @@ def test_a_cold_trial_ends_when_its_parent_and_its_leader_are_killed_together(st
     os.kill(leader, signal.SIGKILL)
     script.wait()
     assert gone_within(tree, 15) == set()
-    assert any(number in path.name for path in remove_abandoned())
+    remove_abandoned()  # another run that starts meanwhile may have removed some of it
+    assert not list(Path("/dev/shm").glob(f"*_{number}_*"))
 
 
 @pytest.mark.slow
