@@ -12,7 +12,7 @@ from typing import Any
 from ..config import strategies
 from ..config.spec import Configuration, Trial
 from ..errors import UsageError
-from ..records.schema import measured_values
+from ..records.schema import TrialRecord, measured_values
 from ..system.environment import Environment
 from ..units import BYTES_PER_GB
 from . import trial_caveats
@@ -88,6 +88,11 @@ class ComparisonRow:
     def representative(self) -> TrialSummary:
         """Its first run that succeeded; if none did, its first run."""
         return _representative_run(self.summaries)
+
+    @property
+    def last_record(self) -> TrialRecord:
+        """Of its last run that succeeded; if none did, of its last run."""
+        return (self.successes or self.summaries)[-1].record
 
     @property
     def trial(self) -> Trial:

@@ -295,7 +295,7 @@ def _export(reports: Sequence[ComparisonReport], name: str) -> None:
     rows = _rows_called(reports, name)
     for comparison_report, row in rows:
         # The last run that trained; a row without any is exported as it was tried, and its README says so.
-        record = (row.successes or row.summaries)[-1].record
+        record = row.last_record
         if is_full_config(record.trial):
             if len(rows) > 1:
                 origin = f"{row.label} of {comparison_report.title} ({', '.join(comparison_report.sources)})"

@@ -58,7 +58,7 @@ def submit_shards(points: Sequence[Options], rows: int, values: argparse.Namespa
     if redacted_arguments(words) != words:
         problem = "--submit slurm writes the command into a script, and a value in it may be a credential"
         raise UsageError(problem, remedy="put the value into the recipe")
-    # A value of --set wins over --output-dir: results would not lie where the lines below say.
+    # A value of --set is taken before --output-dir: results would not lie where the lines below say.
     if any(word.removeprefix("--set=").startswith("output.dir=") for word in words):
         raise UsageError("--submit slurm with --set output.dir", remedy="use --output-dir")
     sbatch_words = _sbatch_words(getattr(values, "sbatch_args", ""))

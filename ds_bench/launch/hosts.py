@@ -216,9 +216,8 @@ class HostConnection:
             if "error" in message:
                 future.set_exception(HostError(f"{self.name}: {message['error']}"))
             else:
-                future.set_result(
-                    json_files.build(kind, message.get("result"))
-                )  # an error ends the stream, and the wait
+                # A value of another kind raises, which ends the stream, and with it the wait for this answer.
+                future.set_result(json_files.build(kind, message.get("result")))
             del self._replies[message["id"]]
         else:
             self.listen(message)

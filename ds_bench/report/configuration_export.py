@@ -91,7 +91,7 @@ def write_configuration(
     doubt = None
     if not options.export and not report.recommendation.decided:
         doubt = report.recommendation.lines[0]
-    write_exports((row.successes or row.summaries)[-1].record, folder, environment, doubt)
+    write_exports(row.last_record, folder, environment, doubt)
     if not options.export:
         write_json(folder / "recommendation.json", report.recommendation.to_dict())
     return folder

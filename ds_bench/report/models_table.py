@@ -83,7 +83,7 @@ def _table(group: Sequence[ComparisonReport]) -> list[list[str]]:
 def _cell(row: ComparisonRow) -> str:
     """Tokens/s, with an asterisk if the row is disqualified; the status if there are none."""
     if row.tokens_per_second is None:
-        return (row.successes or row.summaries)[-1].record.outcome.status
+        return row.last_record.outcome.status
     return format_count(row.tokens_per_second) + ("" if row.invalid_reason is None else "*")
 
 
