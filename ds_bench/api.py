@@ -45,6 +45,8 @@ PathText = str | os.PathLike[str]
 _INTERRUPTED = 130
 # Children may hold the pipe of a process that has ended, so its end is also asked for at this interval.
 _ENDED_POLL_SECONDS = 0.2
+_MOST_ANSWER_BYTES = 2**20
+"""More than an exit code, a folder and the text of an error."""
 _ERRORS: Mapping[str, type[DsBenchError]] = {"UsageError": UsageError, "PreflightError": PreflightError}
 
 
@@ -401,11 +403,12 @@ def _run_in_process(arguments: Sequence[str], progress: bool) -> dict[str, Any]:
 
 
 class _WatchedProcess:
-    """A process whose standard error is passed on while it runs."""
+    """A process whose standard error is passed on and whose answer is kept while it runs."""
 
     def __init__(self, process: subprocess.Popen[bytes], progress: bool) -> None:
         self._process, self._progress = process, progress
         self._started_line = b""
+        self._output = b""
         self.last_line = ""
 
     def send(self, request: bytes) -> None:
@@ -415,22 +418,30 @@ class _WatchedProcess:
             stdin.write(request)
 
     def wait(self) -> None:
-        """Returns when the process has ended; its children may still hold its standard error."""
+        """Returns when the process has ended; its children may still hold its pipes."""
+        assert self._process.stdout is not None
         assert self._process.stderr is not None
-        descriptor = self._process.stderr.fileno()
         with selectors.DefaultSelector() as selector:
-            selector.register(descriptor, selectors.EVENT_READ)
-            while True:
-                # Asked before the pipe is read, so that what was written before the end is in the pipe by then.
+            # Both are read while it runs: it would wait for ever to write what a pipe has no room for.
+            selector.register(self._process.stdout, selectors.EVENT_READ, self._keep)
+            selector.register(self._process.stderr, selectors.EVENT_READ, self._show)
+            while selector.get_map():
+                # Asked before the pipes are read, so that what was written before the end is in them by then.
                 ended = self._process.poll() is not None
-                if selector.select(0 if ended else _ENDED_POLL_SECONDS):
-                    # End of file: nobody holds the pipe, but the process itself may not have ended yet.
-                    if not (chunk := os.read(descriptor, 65536)):
-                        self._process.wait()
-                        return
-                    self._show(chunk)
-                elif ended:
+                ready = selector.select(0 if ended else _ENDED_POLL_SECONDS)
+                for key, _ in ready:
+                    if chunk := os.read(key.fd, 65536):
+                        key.data(chunk)
+                    else:
+                        selector.unregister(key.fileobj)
+                if ended and not ready:
                     return
+        # End of both files: nobody holds the pipes, but the process itself may not have ended yet.
+        self._process.wait()
+
+    def _keep(self, chunk: bytes) -> None:
+        # One byte more than is taken shows that there was more.
+        self._output += chunk[: _MOST_ANSWER_BYTES + 1 - len(self._output)]
 
     def _show(self, chunk: bytes) -> None:
         # A chunk may end within a line, whose beginning waits for the rest.
@@ -441,11 +452,10 @@ class _WatchedProcess:
                 terminal.print_text(self.last_line, sys.stderr)
 
     def answer(self) -> dict[str, Any]:
-        """The answer of a process that has ended; empty if it gave none."""
-        assert self._process.stdout is not None
+        """The answer of a process that has ended; empty if it gave none, or one that is too long."""
         # ValueError: nothing or half a line, from a process that was killed.
         with contextlib.suppress(ValueError):
-            return dict(json.loads(self._process.stdout.read()))
+            return dict(json.loads(self._output)) if len(self._output) <= _MOST_ANSWER_BYTES else {}
         return {}
 
     def close(self) -> None:

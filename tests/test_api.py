@@ -140,6 +140,25 @@ def test_an_interrupted_run_keeps_its_rows_and_says_how_to_go_on(scripted: Scrip
     assert list(result.to_dataframe()["strategy"]) == ["zero0", "zero1"]
 
 
+def answer_of(program: str) -> dict[str, Any]:
+    """What is taken as the answer of a Python program, which is ended after 30 s."""
+    command = [sys.executable, "-c", f"import signal, json; signal.alarm(30)\n{program}"]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    watched = api._WatchedProcess(process, progress=False)
+    watched.send(b"")
+    watched.wait()
+    answer = watched.answer()
+    watched.close()
+    return answer
+
+
+def test_an_answer_longer_than_a_pipe_holds_is_read_up_to_a_limit() -> None:
+    notes = "x" * 200_000
+    assert answer_of("print(json.dumps({'code': 2, 'notes': 'x' * 200_000}))") == {"code": 2, "notes": notes}
+    assert answer_of("print(json.dumps({'code': 2, 'notes': 'x' * 3_000_000}))") == {}
+    assert answer_of("print('{')") == {}
+
+
 def test_a_problem_of_the_machine_is_in_the_notes_of_the_exception(
     scripted: ScriptedRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
