@@ -29,6 +29,7 @@ from .errors import DsBenchError, PreflightError, UsageError
 from .prediction.memory import FITS, TIGHT
 from .prediction.scaling import Scaling
 from .recommend.recommendation import Recommendation
+from .records.resume import is_finished
 from .records.run_folder import RUN_FILE
 from .report import html_report, memory_plan, plan_table
 from .report.comparison_report import ComparisonReport
@@ -268,7 +269,11 @@ def run(
 
 
 def _how_to_go_on(folder: str | None) -> str:
-    return "nothing was measured" if folder is None else f"go on with ds_bench.run(resume={folder!r})"
+    if folder is None:
+        return "nothing was measured"
+    if is_finished(Path(folder)):  # the signal came after the last trial
+        return f"every trial had finished: ds_bench.load({folder!r})"
+    return f"go on with ds_bench.run(resume={folder!r})"
 
 
 def _run_arguments(recipe: PathText | Mapping[str, Any] | None, keywords: Mapping[str, Any]) -> list[str]:

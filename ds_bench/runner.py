@@ -40,7 +40,7 @@ from .prediction import trial_predictions
 from .prediction.model_profile import ModelProfile, variant_of
 from .records import schema
 from .records.rank_files import json_text, write_json
-from .records.resume import remaining_trials, require_same_machine, require_same_workload
+from .records.resume import is_finished, remaining_trials, require_same_machine, require_same_workload
 from .records.run_folder import RUN_FILE, RunFolder
 from .records.schema import Outcome, TrialRecord
 from .report import (
@@ -666,7 +666,10 @@ def _finish(
         _print_places(options, store, folders, summaries)
     code = exit_code(options, summaries)
     if code == INTERRUPTED_CODE and not options.quiet:
-        terminal.print_text(f"interrupted; go on with: {resume_command(options, store.folder)}", sys.stderr)
+        go_on = f"go on with: {resume_command(options, store.folder)}"
+        # A signal that came after the last trial left nothing undone.
+        then = "every trial had finished" if is_finished(store.folder) else go_on
+        terminal.print_text(f"interrupted; {then}", sys.stderr)
     return code
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import html
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +20,8 @@ from ds_bench import api
 from ds_bench.analysis.flat_rows import FLAT_COLUMNS
 from ds_bench.cli import commands, requested_run
 from ds_bench.config.recipe import PATHS, Recipe
+from ds_bench.config.spec import Trial
+from ds_bench.records.schema import TrialRecord
 from tests.support import fakes
 from tests.support.fakes import FakeLauncher
 from tests.support.scripted_run import ScriptedRun
@@ -138,6 +142,17 @@ def test_an_interrupted_run_keeps_its_rows_and_says_how_to_go_on(scripted: Scrip
     result = ds_bench.run(resume=folder)
     assert [t.configuration.name for t in scripted.launcher.launched] == ["zero1"]
     assert list(result.to_dataframe()["strategy"]) == ["zero0", "zero1"]
+
+
+def test_an_interruption_after_the_last_trial_says_how_to_load_the_result(scripted: ScriptedRun) -> None:
+    def succeed_and_interrupt(trial: Trial) -> TrialRecord:
+        os.kill(os.getpid(), signal.SIGINT)
+        return fakes.success(trial)
+
+    scripted.launcher = FakeLauncher("Success", succeed_and_interrupt)
+    with pytest.raises(KeyboardInterrupt, match=r"^every trial had finished: ds_bench\.load\('(.*)'\)$") as interrupted:
+        ds_bench.run(**SMALL, stages=[0, 1])
+    assert len(ds_bench.load(str(interrupted.value).split("'")[1]).to_dataframe()) == 2
 
 
 def answer_of(program: str) -> dict[str, Any]:

@@ -333,6 +333,19 @@ def test_an_interruption_prints_the_command_that_goes_on_unless_quiet(
     assert cli.main("zero", fakes.make_config, [*last.split()[-2:], "--quiet"]) == 0
 
 
+def test_an_interruption_after_the_last_trial_names_nothing_to_go_on_with(
+    tmp_path: Path, scripted: ScriptedRun, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def succeed_and_interrupt(trial: Trial) -> TrialRecord:
+        os.kill(os.getpid(), signal.SIGINT)
+        return fakes.success(trial)
+
+    flags = ["--model", "tiny", "--seq-length", "16", "--output-dir", str(tmp_path / "o"), "--stages", "0", "1"]
+    scripted.launcher = FakeLauncher("Success", succeed_and_interrupt)
+    assert cli.main("zero", fakes.make_config, flags) == 130
+    assert capsys.readouterr().err.splitlines()[-1] == "interrupted; every trial had finished"
+
+
 def test_a_run_can_be_resumed_twice_and_keeps_the_flags_it_began_with(scripted: ScriptedRun) -> None:
     scripted.run("--num-steps", "7", "--stages", "0", "1", "2", script=FakeLauncher("Interrupted"))
     assert scripted.resume(script=FakeLauncher("Success", "Interrupted")) == 130

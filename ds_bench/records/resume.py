@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Container, Sequence
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 from ..config.spec import Trial
@@ -87,3 +88,9 @@ def remaining_trials(trials: Sequence[Trial], done: Sequence[TrialRecord], retry
     repeated = {INTERRUPTED.lower(), *(status.lower() for status in retry)}
     finished = {record.trial.key for record in done if record.outcome.status.lower() not in repeated}
     return [trial for trial in trials if trial.key not in finished]
+
+
+def is_finished(folder: Path) -> bool:
+    """Whether every trial that a run has planned has ended by itself; False before it has planned any."""
+    planned = reader.read_run(folder / RUN_FILE, []).trials
+    return bool(planned) and not remaining_trials(planned, RunFolder.open(folder).records(), retry=())
