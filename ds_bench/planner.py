@@ -323,7 +323,7 @@ def make_run_plan(points: Sequence[Options], make_config: MakeConfig, machine: M
     placement = placements[0]
     # The ranks to profile must exist at the point that has the fewest.
     lines += _profile_lines(first.inspection, min(placements, key=lambda each: each.num_gpus))
-    variables = rank_environment.rank_environment(placement, machine.variables, query=machine.gpus)
+    variables = rank_environment.rank_environment(placement, machine.variables, inventory=machine.gpus)
 
     @cache
     def find_model(name: str, factory: bool, trust_remote_code: bool) -> ResolvedModel:

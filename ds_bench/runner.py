@@ -383,7 +383,7 @@ def require_ready(
         lacks_space=next((each.lack_of_space for each in plan.plans if each.lack_of_space), None),
         nvme_folder=nvme_folder,
         need_host_bytes=predicted_host_bytes,
-        system=SystemAccess(environ=machine.variables, gpu_query=machine.gpus),
+        system=SystemAccess(environ=machine.variables, read_gpus=lambda: machine.gpus),
     )
     doctor.require_ready(findings, sys.stderr, quiet=plan.options.quiet)
 

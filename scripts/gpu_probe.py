@@ -29,7 +29,7 @@ def main() -> int:
     parser.add_argument("--accelerator", choices=("cuda", "cpu"), default="cuda")
     args = parser.parse_args()
     found: dict[str, Any] = {"environment": environment.read_environment().to_dict()}
-    cards = [gpu.index for gpu in gpus.NvmlQuery().read().gpus]
+    cards = [gpu.index for gpu in gpus.read_gpus().gpus]
     place = Placement(accelerator=args.accelerator, num_gpus=1)
     variables = rank_environment.rank_environment(place, os.environ) | rank_environment.preload_variables(["gpt2"])
 

@@ -534,7 +534,7 @@ def test_every_fact_is_read_once_and_every_row_planned_and_predicted_once(
 
         monkeypatch.setattr(owner, name, counted)
 
-    count(gpus.NvmlQuery, "read")
+    count(gpus, "read_gpus")
     count(environment, "read_environment")
     count(nvme, "check_folder")
     count(planner, "make_trials")
@@ -543,7 +543,7 @@ def test_every_fact_is_read_once_and_every_row_planned_and_predicted_once(
     assert (scripted.resume(family="offload") if again else scripted.run(*flags, family="offload")) == 0
     rows = 4
     assert counts == {
-        "read": 1, "read_environment": 1, "check_folder": 1, "make_trials": 1, "make_config": rows,
+        "read_gpus": 1, "read_environment": 1, "check_folder": 1, "make_trials": 1, "make_config": rows,
         **({} if again else {"alternatives": rows}),  # for rows that run
     }  # fmt: skip
 

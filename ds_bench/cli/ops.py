@@ -18,7 +18,7 @@ def build_ops() -> int:
     Returns 0 if at least one op can be used, else 1. Raises PreflightError without torch and DeepSpeed.
     """
     require_packages("building DeepSpeed's ops", ("torch", "deepspeed"))
-    here = placement.default_placement(os.environ, gpus.NvmlQuery())
+    here = placement.default_placement(os.environ, gpus.read_gpus())
     # DeepSpeed itself takes these: on CPUs for communication (comm/torch.py), on GPUs for AdamW.
     names = [ops.SHARED_MEMORY] if here.accelerator == "cpu" else [ops.FUSED_ADAM]
     variables = rank_environment.rank_environment(here, os.environ)

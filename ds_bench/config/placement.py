@@ -26,14 +26,14 @@ _SLOTS = re.compile(r"[1-9][0-9]{0,3}")
 _MOST_HOSTFILE_BYTES = 2**20
 
 
-def resolve_placement(options: Options, environ: Mapping[str, str], query: gpus.GpuQuery) -> Placement:
+def resolve_placement(options: Options, environ: Mapping[str, str], inventory: gpus.GpuInventory) -> Placement:
     """Returns the placement that the flags ask for on this machine. Raises UsageError if the machine lacks it."""
     if options.accelerator != "cpu" and (rocm := environment.torch_rocm_version()) is not None:
         raise UsageError(
             f"the installed torch is for ROCm {rocm}, which is not supported",
             remedy="install torch for CUDA and run on NVIDIA GPUs, or --accelerator cpu",
         )
-    visible = gpus.select_visible(environ, query.read().gpus)
+    visible = gpus.select_visible(environ, inventory.gpus)
     accelerator = _accelerator(options.accelerator, len(visible))
     if accelerator == "cuda" and environ.get("CUDA_VISIBLE_DEVICES", "").startswith("MIG-"):
         raise UsageError("CUDA_VISIBLE_DEVICES names a MIG instance", remedy="give whole GPUs; MIG is not supported")
@@ -59,9 +59,9 @@ def resolve_placement(options: Options, environ: Mapping[str, str], query: gpus.
     )
 
 
-def default_placement(environ: Mapping[str, str], query: gpus.GpuQuery) -> Placement:
+def default_placement(environ: Mapping[str, str], inventory: gpus.GpuInventory) -> Placement:
     """Returns the placement of this machine without any flag: every visible GPU, or one CPU rank."""
-    visible = gpus.select_visible(environ, query.read().gpus)
+    visible = gpus.select_visible(environ, inventory.gpus)
     accelerator = _accelerator("auto", len(visible))
     return Placement(
         accelerator=accelerator,

@@ -18,7 +18,8 @@ from ..config.placement import default_placement, read_hostfile
 from ..config.spec import Configuration, Placement
 from ..errors import PreflightError
 from ..launch import ops, rank_environment
-from ..system import environment, gpus, terminal
+from ..system import environment, terminal
+from ..system.gpus import GpuInventory
 from . import compilers, host, hosts, hub, nvme, packages
 from . import files as file_checks
 from . import gpus as gpu_checks
@@ -40,8 +41,8 @@ def run_all_checks(
     ``build``: build missing ops first. ``files``: configurations that are to run here, with the lines that reading
     them gave. ``hostfile``: the hosts that it names are checked too.
     """
-    torch_cuda, inventory = environment.torch_cuda_version(), system.gpu_query.read()
-    placement = default_placement(system.environ, gpus.KnownGpus(inventory))
+    torch_cuda, inventory = environment.torch_cuda_version(), system.read_gpus()
+    placement = default_placement(system.environ, inventory)
     placement = dataclasses.replace(placement, nvme_path=None if nvme_path is None else str(nvme_path))
     slots = {} if hostfile is None else read_hostfile(hostfile)
     own = file_checks.configurations_of(files, placement)
@@ -56,7 +57,7 @@ def run_all_checks(
     }
     variables: dict[str, str] = {}  # which the checks of ops and of the disk share
     # Before the disk, whose speed is measured with an op from the folder that this check finds.
-    groups["DeepSpeed ops"] = run_check("ops", lambda: _check_ops(system, placement, own, build, variables))
+    groups["DeepSpeed ops"] = run_check("ops", lambda: _check_ops(system, placement, inventory, own, build, variables))
     groups["NVMe"] = _check_nvme(system, nvme_path, variables)
     groups["Hugging Face Hub"] = run_check("Hub", lambda: hub.check(system))
     # What the user named must be usable: a check of it that breaks is a problem, not a warning.
@@ -68,7 +69,7 @@ def run_all_checks(
         several = dataclasses.replace(
             placement, num_gpus=sum(slots.values()), hosts=tuple(slots.items()), hostfile=str(hostfile.absolute())
         )
-        local = environment.read_environment(system.environ, gpus.KnownGpus(inventory))
+        local = environment.read_environment(system.environ, inventory)
         groups["Hosts"] = run_check("hosts", lambda: hosts.check_all(several, own, local), failed_level="problem")
     return groups
 
@@ -76,12 +77,13 @@ def run_all_checks(
 def _check_ops(
     system: SystemAccess,
     placement: Placement,
+    inventory: GpuInventory,
     own: Sequence[Configuration],
     build: bool,
     variables: dict[str, str],
 ) -> Iterator[Finding]:
     """Fills ``variables`` with what every process needs that uses the ops."""
-    variables.update(rank_environment.rank_environment(placement, system.environ))
+    variables.update(rank_environment.rank_environment(placement, system.environ, inventory=inventory))
     folder = Path(variables["TORCH_EXTENSIONS_DIR"])
     yield from op_checks.check_locks(system, folder)
     states = None
@@ -123,7 +125,7 @@ def run_plan_checks(
     are then Unsupported, and the others run. ``slots``: which of the visible GPUs are used; None: all.
     """
     system = SystemAccess() if system is None else system
-    torch_cuda, inventory = environment.torch_cuda_version(), system.gpu_query.read()
+    torch_cuda, inventory = environment.torch_cuda_version(), system.read_gpus()
     findings = run_check("packages", packages.check)
     if placement.accelerator == "cuda":
         findings += run_check("GPU driver", lambda: packages.check_driver(inventory.driver_version, torch_cuda))

@@ -21,7 +21,7 @@ from typing import Literal
 
 from ..errors import DsBenchError
 from ..system import terminal
-from ..system.gpus import GpuQuery, NvmlQuery
+from ..system.gpus import GpuInventory, read_gpus
 from ..system.host_memory import ROOT
 from ..system.processes import die_with_parent
 
@@ -131,7 +131,7 @@ class SystemAccess:
     """Folder that holds ``proc``, ``sys`` and ``dev``."""
     environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
     """Environment variables."""
-    gpu_query: GpuQuery = field(default_factory=NvmlQuery)
+    read_gpus: Callable[[], GpuInventory] = read_gpus
     """Reads the GPUs."""
     find_program: Callable[[str], str | None] = find_program
     """Name of a program → its path."""

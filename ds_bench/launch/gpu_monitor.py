@@ -7,6 +7,7 @@ was killed may hold GPU memory for seconds after it has ended.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,9 +30,15 @@ class GpuMonitoringLauncher:
     """
 
     def __init__(
-        self, launcher: Launcher, query: gpus.GpuQuery, indices: tuple[int, ...], *, wait_seconds: float = 30.0
+        self,
+        launcher: Launcher,
+        read: Callable[[], gpus.GpuInventory],
+        indices: tuple[int, ...],
+        *,
+        wait_seconds: float = 30.0,
     ) -> None:
-        self._launcher, self._query, self._indices, self._wait_seconds = launcher, query, indices, wait_seconds
+        """``read``: reads every GPU of this host. ``indices``: NVML's, of those that the trials use."""
+        self._launcher, self._read, self._indices, self._wait_seconds = launcher, read, indices, wait_seconds
         self._expected_free_bytes: dict[int, int] = {}
         """Number of GPUs of a trial → the most that was free before one so far."""
 
@@ -55,7 +62,7 @@ class GpuMonitoringLauncher:
         return replace(record, caveats=(*record.caveats, *caveats), gpu_free_start_bytes=free_bytes)
 
     def _read_gpus(self, count: int) -> list[gpus.GpuFacts]:
-        return [gpu for gpu in self._query.read().gpus if gpu.index in self._indices[:count]]
+        return [gpu for gpu in self._read().gpus if gpu.index in self._indices[:count]]
 
     def _wait_for_memory(self, count: int) -> tuple[int | None, list[str]]:
         """Free bytes of the GPU with the least, and a caveat where less is free than before an earlier trial."""

@@ -37,7 +37,7 @@ def rank_environment(
     placement: Placement,
     environ: Mapping[str, str],
     root: Path = host_memory.ROOT,
-    query: gpus.GpuQuery | None = None,
+    inventory: gpus.GpuInventory | None = None,
 ) -> dict[str, str]:
     """Variables of every process of every trial, the same for warm and cold launch."""
     variables = {
@@ -54,7 +54,7 @@ def rank_environment(
     }
     variables |= _name_and_home(environ)
     if placement.accelerator == "cuda":
-        variables |= cuda_environment(environ, query or gpus.NvmlQuery())
+        variables |= cuda_environment(environ, inventory or gpus.read_gpus())
     architectures = variables.get("TORCH_CUDA_ARCH_LIST") or environ.get("TORCH_CUDA_ARCH_LIST")
     # Ops for the CPU do not depend on the architectures, and share one folder.
     cuda_only = architectures if placement.accelerator == "cuda" else None
@@ -92,9 +92,9 @@ def _name_and_home(environ: Mapping[str, str]) -> dict[str, str]:
     return {}
 
 
-def cuda_environment(environ: Mapping[str, str], query: gpus.GpuQuery) -> dict[str, str]:
+def cuda_environment(environ: Mapping[str, str], inventory: gpus.GpuInventory) -> dict[str, str]:
     """Variables for builds of CUDA ops and for DeepSpeed's NVML calls that the user has not set."""
-    visible = gpus.select_visible(environ, query.read().gpus)
+    visible = gpus.select_visible(environ, inventory.gpus)
     variables = {}
     if environ.get("CUDA_VISIBLE_DEVICES", "").startswith("GPU-"):  # DeepSpeed reads integers only
         variables["CUDA_VISIBLE_DEVICES"] = ",".join(str(gpu.index) for gpu in visible)

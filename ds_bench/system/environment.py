@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from .. import units
-from . import host_memory
-from .gpus import GpuFacts, GpuQuery, NvmlQuery, select_visible
+from . import gpus, host_memory
+from .gpus import GpuFacts, GpuInventory
 from .host_memory import ROOT, read_text
 from .optional_packages import installed_version
 from .redaction import REDACTED, looks_secret
@@ -111,11 +111,11 @@ class Environment:
 
 
 def read_environment(
-    environ: Mapping[str, str] | None = None, query: GpuQuery | None = None, root: Path = ROOT
+    environ: Mapping[str, str] | None = None, inventory: GpuInventory | None = None, root: Path = ROOT
 ) -> Environment:
     """The environment of this process now; tests give their own variables, GPUs and root folder."""
     environ = os.environ if environ is None else environ
-    inventory = (NvmlQuery() if query is None else query).read()
+    inventory = gpus.read_gpus() if inventory is None else inventory
     system, allowed_cpus, nodes = os.uname(), os.sched_getaffinity(0), root / "sys/devices/system/node"
     return Environment(
         hostname=system.nodename,
@@ -137,7 +137,7 @@ def read_environment(
         packages=package_versions(),
         torch_cuda_version=torch_cuda_version(),
         gpu_driver_version=inventory.driver_version,
-        gpus=select_visible(environ, inventory.gpus),
+        gpus=gpus.select_visible(environ, inventory.gpus),
         variables=recorded_variables(environ),
     )
 

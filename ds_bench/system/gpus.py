@@ -1,13 +1,6 @@
 """The NVIDIA GPUs of this host and their state, read from NVML without a CUDA context on any of them.
 
 No call here changes a clock, a power limit or a mode. A fact that NVML does not give is ``None``.
-
-Whoever reads GPUs takes a :class:`GpuQuery`. Real code passes :class:`NvmlQuery`; a test passes any object with one
-method::
-
-    class OneGpu:
-        def read(self) -> GpuInventory:
-            return GpuInventory(driver_version="580.65", gpus=(GpuFacts(index=0, name="NVIDIA H200"),))
 """
 
 from __future__ import annotations
@@ -17,7 +10,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import Any, Protocol
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,50 +67,22 @@ class GpuInventory:
     """GPUs in NVML's order."""
 
 
-class GpuQuery(Protocol):
-    """Reads the GPUs of a host."""
+def read_gpus(library: Any = None) -> GpuInventory:
+    """Every GPU as it is now, from NVML, the library of NVIDIA's driver. Never raises: without a driver there are none.
 
-    def read(self) -> GpuInventory:
-        """The GPUs as they are now. Never raises: without a driver there are none."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class KnownGpus:
-    """GPUs that have been read already, for callers that take a :class:`GpuQuery`."""
-
-    inventory: GpuInventory
-
-    def read(self) -> GpuInventory:
-        """The inventory, without calling the driver."""
-        return self.inventory
-
-
-class NvmlQuery:
-    """Reads the GPUs from NVML, the library of NVIDIA's driver."""
-
-    def __init__(self, library: Any = None) -> None:
-        """``library``: replaces the ``pynvml`` module in tests."""
-        self._library = library
-
-    def read(self) -> GpuInventory:
-        """Every GPU, or none without a driver."""
-        try:
-            nvml = _pynvml() if self._library is None else self._library
-            nvml.nvmlInit()
-        except Exception:  # no module, no driver, or a driver of another version: in each case no GPUs
-            return GpuInventory()
-        try:
-            count = _call(nvml, "nvmlDeviceGetCount") or 0
-            driver = _text(_call(nvml, "nvmlSystemGetDriverVersion"))
-            return GpuInventory(driver_version=driver, gpus=tuple(_read_gpu(nvml, index) for index in range(count)))
-        finally:
-            _call(nvml, "nvmlShutdown")
-
-
-def visible_indices(environ: Mapping[str, str], query: GpuQuery) -> tuple[int, ...]:
-    """NVML's indices of the GPUs that a process started with ``environ`` would see, in its order."""
-    return tuple(gpu.index for gpu in select_visible(environ, query.read().gpus))
+    ``library``: replaces the ``pynvml`` module in tests.
+    """
+    try:
+        nvml = _pynvml() if library is None else library
+        nvml.nvmlInit()
+    except Exception:  # no module, no driver, or a driver of another version: in each case no GPUs
+        return GpuInventory()
+    try:
+        count = _call(nvml, "nvmlDeviceGetCount") or 0
+        driver = _text(_call(nvml, "nvmlSystemGetDriverVersion"))
+        return GpuInventory(driver_version=driver, gpus=tuple(_read_gpu(nvml, index) for index in range(count)))
+    finally:
+        _call(nvml, "nvmlShutdown")
 
 
 def select_visible(environ: Mapping[str, str], gpus: tuple[GpuFacts, ...]) -> tuple[GpuFacts, ...]:

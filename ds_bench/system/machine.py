@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from . import environment, gpus
 from .environment import Environment
-from .gpus import KnownGpus
+from .gpus import GpuInventory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,7 +17,7 @@ class Machine:
 
     environment: Environment
     """The facts that are stored with the results."""
-    gpus: KnownGpus
+    gpus: GpuInventory
     """Every GPU of the host, visible to CUDA or not."""
     variables: Mapping[str, str]
     """Environment variables of this process."""
@@ -25,10 +25,10 @@ class Machine:
     @property
     def visible_gpu_indices(self) -> tuple[int, ...]:
         """NVML's indices of the GPUs that ``CUDA_VISIBLE_DEVICES`` leaves, in its order."""
-        return gpus.visible_indices(self.variables, self.gpus)
+        return tuple(gpu.index for gpu in self.environment.gpus)
 
 
 def read_machine() -> Machine:
     """Reads GPUs, host, versions and variables. Never raises: a fact that cannot be read is None."""
-    variables, inventory = dict(os.environ), KnownGpus(gpus.NvmlQuery().read())
+    variables, inventory = dict(os.environ), gpus.read_gpus()
     return Machine(environment=environment.read_environment(variables, inventory), gpus=inventory, variables=variables)

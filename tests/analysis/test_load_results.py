@@ -566,7 +566,7 @@ def test_a_run_json_with_odd_extras_costs_only_those(run: RunFolder) -> None:
 
 
 def test_cards_of_a_stored_environment_come_back_whole(run: RunFolder) -> None:
-    cards = fakes.FakeQuery(2).inventory.gpus
+    cards = fakes.inventory(cards=2).gpus
     busy = replace(HOST, gpus=(replace(cards[0], other_processes=((7, None), (8, 2**30))), cards[1]))
     data = json.loads((run.folder / "run.json").read_text())
     (run.folder / "run.json").write_text(json.dumps({**data, "environment": busy.to_dict()}))

@@ -193,7 +193,7 @@ def test_rows_of_another_method_of_measurement_stand_by_themselves() -> None:
 def test_results_of_environments_that_differ_are_not_pooled_and_their_titles_say_why(subtests: pytest.Subtests) -> None:
     for changed, named in (
         (replace(HOST, packages={**HOST.packages, "torch": "2.11.0"}), "torch 2.11.0 against 2.13.0"),
-        (replace(HOST, gpus=fakes.FakeQuery(cards=1).inventory.gpus), "GPUs 1 x NVIDIA H100 80GB HBM3"),
+        (replace(HOST, gpus=fakes.inventory(cards=1).gpus), "GPUs 1 x NVIDIA H100 80GB HBM3"),
         (replace(HOST, cpu_model="Xeon"), "CPU Xeon against AMD EPYC 9654"),
     ):
         with subtests.test(changed=changed, named=named):

@@ -222,7 +222,7 @@ def test_no_baseline_passes_with_a_notice(tmp_path: Path) -> None:
 def test_other_hardware_or_versions_are_neither_pass_nor_regression(subtests: pytest.Subtests) -> None:
     for changes, named in (
         ({"cpu_model": "another"}, "CPU AMD EPYC 9654 against another"),
-        ({"gpus": fakes.FakeQuery(cards=1).inventory.gpus}, "GPUs 2 x NVIDIA H100 80GB HBM3"),
+        ({"gpus": fakes.inventory(cards=1).gpus}, "GPUs 2 x NVIDIA H100 80GB HBM3"),
         ({"gpu_driver_version": "999"}, "GPU driver none against 999"),
         (
             {"packages": {"torch": "2.13.0", "deepspeed": "0.19.9", "transformers": "5.23.0"}},

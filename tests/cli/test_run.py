@@ -281,7 +281,7 @@ RECIPES = sorted((Path(__file__).resolve().parents[2] / "recipes").glob("*.yaml"
 def test_a_recipe_that_ships_can_be_planned(
     path: Path, scripted: ScriptedRun, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gpus.NvmlQuery, "read", lambda _query: fakes.FakeQuery(cards=8).inventory)
+    monkeypatch.setattr(gpus, "read_gpus", lambda: fakes.inventory(cards=8))
     monkeypatch.setattr(placement.environment, "torch_cuda_version", lambda: "13.0")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert path.read_text().startswith("# yaml-language-server: $schema=../docs/recipe.schema.json\n# ")

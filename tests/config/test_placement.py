@@ -11,7 +11,7 @@ from ds_bench.config.placement import choose_precision, read_hostfile, resolve_p
 from ds_bench.config.spec import Placement
 from ds_bench.errors import UsageError
 from ds_bench.system import environment
-from ds_bench.system.gpus import GpuFacts
+from ds_bench.system.gpus import GpuFacts, GpuInventory
 from tests.support import fakes
 
 
@@ -27,7 +27,7 @@ def torch_for_cpu(monkeypatch: pytest.MonkeyPatch, torch_for_cuda: None) -> None
 
 
 def place(*arguments: str, cards: int = 4, capability: tuple[int, int] = (9, 0), **environ: str) -> Placement:
-    return resolve_placement(fakes.options("zero", *arguments), environ, fakes.FakeQuery(cards, capability=capability))
+    return resolve_placement(fakes.options("zero", *arguments), environ, fakes.inventory(cards, capability))
 
 
 # ------------------------------------------------------------------ which device, how many
@@ -287,14 +287,14 @@ def test_bf16_begins_with_ampere() -> None:
 
 def test_the_oldest_of_several_cards_decides() -> None:
     cards = [GpuFacts(index=0, compute_capability=(9, 0)), GpuFacts(index=1, compute_capability=(7, 0))]
-    query = fakes.FakeQuery(gpus=cards)
-    assert "bf16" not in resolve_placement(fakes.options("zero"), {}, query).supported_precisions
-    assert "bf16" in resolve_placement(fakes.options("zero"), {"CUDA_VISIBLE_DEVICES": "0"}, query).supported_precisions
+    options, inventory = fakes.options("zero"), GpuInventory(gpus=tuple(cards))
+    assert "bf16" not in resolve_placement(options, {}, inventory).supported_precisions
+    assert "bf16" in resolve_placement(options, {"CUDA_VISIBLE_DEVICES": "0"}, inventory).supported_precisions
 
 
 def test_a_card_that_does_not_tell_is_not_taken_for_an_old_one() -> None:
-    query = fakes.FakeQuery(gpus=[GpuFacts(index=0)])
-    assert resolve_placement(fakes.options("zero"), {}, query).supported_precisions[0] == "bf16"
+    inventory = GpuInventory(gpus=(GpuFacts(index=0),))
+    assert resolve_placement(fakes.options("zero"), {}, inventory).supported_precisions[0] == "bf16"
 
 
 @pytest.mark.parametrize(("has", "formats"), [(False, ("bf16", "fp32")), (True, ("bf16", "fp16", "fp32"))])

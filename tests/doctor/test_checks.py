@@ -31,7 +31,7 @@ class Cards:
         self.gpus = gpus
         self.times = 0
 
-    def read(self) -> GpuInventory:
+    def __call__(self) -> GpuInventory:
         self.times += 1
         return GpuInventory(driver_version="580.65.06" if self.gpus else None, gpus=self.gpus)
 
@@ -46,7 +46,7 @@ def bare(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> SystemAccess:
     root = tmp_path / "root"
     root.mkdir()
     return SystemAccess(
-        root=root, environ=OFFLINE, gpu_query=Cards(), find_program=lambda _name: None, run_program=lambda *_: None
+        root=root, environ=OFFLINE, read_gpus=Cards(), find_program=lambda _name: None, run_program=lambda *_: None
     )
 
 
@@ -61,9 +61,9 @@ def test_a_machine_that_tells_nothing_gets_an_answer_of_every_group(bare: System
 
 
 def test_the_cards_are_asked_once(bare: SystemAccess) -> None:
-    assert isinstance(bare.gpu_query, Cards)
+    assert isinstance(bare.read_gpus, Cards)
     doctor.run_all_checks(bare)
-    assert bare.gpu_query.times == 1
+    assert bare.read_gpus.times == 1
 
 
 def test_a_check_that_breaks_costs_no_other_group(bare: SystemAccess, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,7 +165,7 @@ def test_a_full_disk_for_swapping_stops_only_the_rows_that_swap(
 
 def test_cards_are_looked_at_only_where_the_plan_uses_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(environment, "torch_cuda_version", lambda: "12.8")
-    cut = SystemAccess(gpu_query=Cards(GpuFacts(index=0, mig=True)), environ={})
+    cut = SystemAccess(read_gpus=Cards(GpuFacts(index=0, mig=True)), environ={})
     assert "GPU 0 MIG" not in planned(fakes.offload("none"), system=cut)
     assert (
         planned(fakes.offload("none"), place=Placement(accelerator="cuda"), system=cut)["GPU 0 MIG"].level == "problem"
@@ -174,7 +174,7 @@ def test_cards_are_looked_at_only_where_the_plan_uses_them(monkeypatch: pytest.M
 
 def test_an_amd_gpu_is_said_to_be_unsupported(tmp_path: Path) -> None:
     (tmp_path / "dev").mkdir()
-    there = SystemAccess(root=tmp_path, gpu_query=Cards(), environ={})
+    there = SystemAccess(root=tmp_path, read_gpus=Cards(), environ={})
     assert "GPUs" not in planned(fakes.offload("none"), system=there)
     (tmp_path / "dev/kfd").touch()
     assert "ROCm is not supported: this runs on the CPU" in planned(fakes.offload("none"), system=there)["GPUs"].text

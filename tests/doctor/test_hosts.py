@@ -27,7 +27,7 @@ from ds_bench.launch.ops import OpState
 from ds_bench.prediction.trial_predictions import MemoryCapacity
 from ds_bench.records import json_files
 from ds_bench.system.environment import Environment, hardware_differences, read_environment
-from ds_bench.system.gpus import GpuFacts, GpuInventory, KnownGpus
+from ds_bench.system.gpus import GpuFacts, GpuInventory
 from tests.support import fakes
 
 H100 = GpuFacts(index=0, name="NVIDIA H100", memory_total_bytes=80 * 2**30, compute_capability=(9, 0))
@@ -111,7 +111,7 @@ def test_gpus_are_those_of_the_slots_that_have_ranks() -> None:
     assert [each.text for each in told if each.kind is CaveatKind.OTHER_PROCESS] == [
         "GPU 5 on b is also used by 1 other process(es): numbers suffer"
     ]
-    system = SystemAccess(gpu_query=KnownGpus(GpuInventory(gpus=b.gpus)), environ={})
+    system = SystemAccess(read_gpus=lambda: GpuInventory(gpus=b.gpus), environ={})
     found = checks.run_plan_checks(four, [], slots=four.slots_of("b"), system=system)
     assert {each.name for each in found if each.name.endswith(" memory") and each.name[:3] == "GPU"} == {
         "GPU 4 memory",

@@ -29,7 +29,7 @@ class Cards:
 
     def __init__(self, *reasons: str, **facts: float) -> None:
         self.asked = 0
-        cool = fakes.FakeQuery(cards=2).inventory.gpus
+        cool = fakes.inventory(cards=2).gpus
         self.inventory = GpuInventory(
             driver_version="580.65", gpus=(cool[0], replace(cool[1], throttle_reasons=reasons, **facts))
         )
@@ -41,7 +41,7 @@ class Cards:
 
 def launch(cards: Cards, indices: tuple[int, ...] = (0, 1)) -> TrialRecord:
     trial = fakes.trial(on=fakes.placement(accelerator="cuda", num_gpus=2))
-    return GpuMonitoringLauncher(Steps(), cards, indices).launch(trial, Path("unused"), lambda _progress: None)
+    return GpuMonitoringLauncher(Steps(), cards.read, indices).launch(trial, Path("unused"), lambda _progress: None)
 
 
 def test_a_card_that_is_held_back_is_told_and_asked_for_once() -> None:
@@ -64,12 +64,12 @@ class Memory:
 
     def read(self) -> GpuInventory:
         used = self.used_gb.pop(0) if len(self.used_gb) > 1 else self.used_gb[0]
-        card = fakes.FakeQuery(cards=1).inventory.gpus[0]
+        card = fakes.inventory(cards=1).gpus[0]
         return GpuInventory(gpus=(replace(card, memory_used_bytes=int(used * fakes.GB)),))
 
 
 def free_at_start(memory: Memory, trials: int, wait_seconds: float) -> list[TrialRecord]:
-    watcher = GpuMonitoringLauncher(Quiet(), memory, (0,), wait_seconds=wait_seconds)
+    watcher = GpuMonitoringLauncher(Quiet(), memory.read, (0,), wait_seconds=wait_seconds)
     trial = fakes.trial(on=fakes.placement(accelerator="cuda"))
     return [watcher.launch(trial, Path("unused"), lambda _progress: None) for _ in range(trials)]
 

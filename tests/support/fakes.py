@@ -23,7 +23,7 @@ from ds_bench.records import schema
 from ds_bench.records.run_folder import RunFolder
 from ds_bench.records.schema import Outcome, RankFailure, RankMeasurement, TrialRecord
 from ds_bench.system.environment import Environment
-from ds_bench.system.gpus import GpuFacts, GpuInventory, KnownGpus
+from ds_bench.system.gpus import GpuFacts, GpuInventory
 from ds_bench.system.machine import Machine
 
 GB = 2**30
@@ -253,25 +253,19 @@ class FakeLauncher:
         return success(trial) if entry == schema.SUCCESS else failure(trial, entry)
 
 
-class FakeQuery:
-    """A host with ``cards`` alike, or those given."""
-
-    def __init__(self, cards: int = 0, *, gpus: Sequence[GpuFacts] = (), capability: tuple[int, int] = (9, 0)) -> None:
-        made = (
-            GpuFacts(
-                index=index,
-                name="NVIDIA H100 80GB HBM3",
-                uuid=f"GPU-{index}{index}{index}",
-                compute_capability=capability,
-                memory_total_bytes=80 * GB,
-            )
-            for index in range(cards)
+def inventory(cards: int = 0, capability: tuple[int, int] = (9, 0)) -> GpuInventory:
+    """A host with ``cards`` alike."""
+    made = (
+        GpuFacts(
+            index=index,
+            name="NVIDIA H100 80GB HBM3",
+            uuid=f"GPU-{index}{index}{index}",
+            compute_capability=capability,
+            memory_total_bytes=80 * GB,
         )
-        self.inventory = GpuInventory(driver_version="580.65", gpus=tuple(gpus) or tuple(made))
-
-    def read(self) -> GpuInventory:
-        """See ``ds_bench.system.gpus.GpuQuery``."""
-        return self.inventory
+        for index in range(cards)
+    )
+    return GpuInventory(driver_version="580.65", gpus=tuple(made))
 
 
 def preset(name: str) -> ModelFacts:
@@ -288,7 +282,7 @@ def environment(**changes: Any) -> Environment:
         "logical_cores": 16,
         "host_memory_bytes": 256 * GB,
         "packages": {"torch": "2.13.0", "deepspeed": "0.19.8", "transformers": "5.23.0"},
-        "gpus": FakeQuery(cards=2).inventory.gpus,
+        "gpus": inventory(cards=2).gpus,
     }
     return Environment(**{**values, **changes})
 
@@ -296,8 +290,8 @@ def environment(**changes: Any) -> Environment:
 def machine(cards: int = 0) -> Machine:
     """The host of :func:`environment` with so many H100s, and no variables."""
     return Machine(
-        environment=environment(gpus=FakeQuery(cards).inventory.gpus),
-        gpus=KnownGpus(FakeQuery(cards).inventory),
+        environment=environment(gpus=inventory(cards).gpus),
+        gpus=inventory(cards),
         variables={},
     )
 

@@ -28,7 +28,7 @@ class ScriptedRun:
         ready = {op: ops.OpState(op=op, ready=True) for op in (ops.CPU_ADAM, ops.SHARED_MEMORY)}
         monkeypatch.setattr(rank_environment, "build_ops", lambda *_: ready)
         monkeypatch.setattr(runner, "choose_launcher", lambda *_: (self.launcher, None))
-        monkeypatch.setattr(gpus.NvmlQuery, "read", lambda _query: gpus.GpuInventory())
+        monkeypatch.setattr(gpus, "read_gpus", gpus.GpuInventory)
         for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
             monkeypatch.delenv(name, raising=False)
 

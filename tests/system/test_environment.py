@@ -53,16 +53,6 @@ HOST = Environment(
 )
 
 
-class Cards:
-    """A host with the given cards."""
-
-    def __init__(self, *gpus: GpuFacts) -> None:
-        self.inventory = GpuInventory(driver_version="580.65.06", gpus=gpus)
-
-    def read(self) -> GpuInventory:
-        return self.inventory
-
-
 def stored(environ: dict[str, str]) -> str:
     """Everything that would be written for a process with these variables."""
     return json.dumps(replace(HOST, variables=recorded_variables(environ)).to_dict(), ensure_ascii=False)
@@ -204,7 +194,8 @@ def test_capture_tells_this_machine_and_survives_json() -> None:
 
 
 def test_capture_keeps_only_the_cards_that_are_visible_in_their_order() -> None:
-    cards = Cards(*(replace(H200, index=index, uuid=f"GPU-{index}") for index in range(4)))
+    gpus = tuple(replace(H200, index=index, uuid=f"GPU-{index}") for index in range(4))
+    cards = GpuInventory(driver_version="580.65.06", gpus=gpus)
     environment = read_environment({"CUDA_VISIBLE_DEVICES": "2,0"}, cards)
     assert [gpu.index for gpu in environment.gpus] == [2, 0]
     assert environment.gpu_driver_version == "580.65.06"
@@ -212,7 +203,7 @@ def test_capture_keeps_only_the_cards_that_are_visible_in_their_order() -> None:
 
 
 def test_a_host_that_shows_none_of_its_files_is_captured_with_gaps_and_no_guesses(tmp_path: Path) -> None:
-    environment = read_environment({}, Cards(), root=tmp_path)
+    environment = read_environment({}, GpuInventory(), root=tmp_path)
     gaps = ("cpu_model", "physical_cores", "numa_nodes", "host_memory_bytes", "shm_bytes", "cgroup_memory_limit_bytes")
     assert [name for name in gaps if getattr(environment, name) is not None] == []
 

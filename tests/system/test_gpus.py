@@ -1,4 +1,4 @@
-"""A fake NVML below the reader, and a fake reader above it: no card is needed."""
+"""A fake NVML below the reader: no card is needed."""
 
 import os
 import sys
@@ -9,14 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_bench.system.gpus import (
-    GpuFacts,
-    GpuInventory,
-    GpuQuery,
-    NvmlQuery,
-    select_visible,
-    visible_indices,
-)
+from ds_bench.system.gpus import GpuFacts, GpuInventory, read_gpus, select_visible
 
 GB = 2**30
 
@@ -88,7 +81,7 @@ def visible(selection: str, gpus: tuple[GpuFacts, ...] = cards(4)) -> tuple[int,
 
 
 def test_every_fact_of_a_card_arrives_in_the_unit_its_name_says() -> None:
-    inventory = NvmlQuery(FakeNvml()).read()
+    inventory = read_gpus(FakeNvml())
     assert inventory.driver_version == "580.65.06"
     assert inventory.gpus[1] == GpuFacts(
         index=1,
@@ -113,7 +106,7 @@ def test_every_fact_of_a_card_arrives_in_the_unit_its_name_says() -> None:
 def test_any_one_failing_call_costs_its_own_fact_and_nothing_more(subtests: pytest.Subtests) -> None:
     for call in USED_CALLS:
         with subtests.test(call=call):
-            whole, maimed = NvmlQuery(FakeNvml()).read(), NvmlQuery(FakeNvml(failing=frozenset([call]))).read()
+            whole, maimed = read_gpus(FakeNvml()), read_gpus(FakeNvml(failing=frozenset([call])))
             if call in ("nvmlInit", "nvmlDeviceGetCount"):
                 assert maimed.gpus == ()
                 continue
@@ -131,13 +124,13 @@ def test_any_one_failing_call_costs_its_own_fact_and_nothing_more(subtests: pyte
 @given(st.frozensets(st.sampled_from(USED_CALLS)))
 def test_no_set_of_failing_calls_makes_reading_raise(failing: frozenset[str]) -> None:
     nvml = FakeNvml(failing=failing)
-    assert len(NvmlQuery(nvml).read().gpus) in (0, 2)
+    assert len(read_gpus(nvml).gpus) in (0, 2)
     assert nvml.sessions == (1 if "nvmlShutdown" in failing and "nvmlInit" not in failing else 0)
 
 
 def test_the_session_is_closed_again_so_that_no_device_file_stays_open() -> None:
     nvml = FakeNvml()
-    NvmlQuery(nvml).read()
+    read_gpus(nvml)
     assert nvml.sessions == 0
 
 
@@ -149,36 +142,36 @@ def test_reading_calls_nothing_that_changes_a_card() -> None:
             asked.append(name)
             return super().__getattr__(name)
 
-    NvmlQuery(ProgressCallback(nvmlDeviceGetMigMode=[1, 1])).read()
+    read_gpus(ProgressCallback(nvmlDeviceGetMigMode=[1, 1]))
     assert asked
     assert [name for name in asked if "Get" not in name and name not in ("nvmlInit", "nvmlShutdown")] == []
 
 
 def test_a_host_without_the_module_has_no_cards(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert NvmlQuery().read() == GpuInventory()
+    assert read_gpus() == GpuInventory()
 
 
 def test_the_real_library_answers_or_says_no_cards_but_never_raises() -> None:
-    inventory = NvmlQuery().read()
+    inventory = read_gpus()
     assert [gpu.index for gpu in inventory.gpus] == list(range(len(inventory.gpus)))
 
 
 def test_an_older_driver_is_asked_by_the_older_names() -> None:
     newer = frozenset(["nvmlDeviceGetTemperatureV", "nvmlDeviceGetCurrentClocksEventReasons"])
     older = {"nvmlDeviceGetTemperature": 55, "nvmlDeviceGetCurrentClocksThrottleReasons": 0x4}
-    gpu = NvmlQuery(FakeNvml(failing=newer, **older)).read().gpus[0]
+    gpu = read_gpus(FakeNvml(failing=newer, **older)).gpus[0]
     assert gpu.temperature_celsius == 55
     assert gpu.throttle_reasons == ("sw_power_cap",)
 
 
 def test_a_throttle_reason_newer_than_this_program_is_kept_as_its_bit() -> None:
-    gpu = NvmlQuery(FakeNvml(nvmlDeviceGetCurrentClocksEventReasons=0x1 | 0x40 | 0x8000)).read().gpus[0]
+    gpu = read_gpus(FakeNvml(nvmlDeviceGetCurrentClocksEventReasons=0x1 | 0x40 | 0x8000)).gpus[0]
     assert gpu.throttle_reasons == ("gpu_idle", "hw_thermal_slowdown", "0x8000")
 
 
 def test_bytes_of_an_older_module_become_text() -> None:
-    assert NvmlQuery(FakeNvml(nvmlDeviceGetName=b"Tesla V100")).read().gpus[0].name == "Tesla V100"
+    assert read_gpus(FakeNvml(nvmlDeviceGetName=b"Tesla V100")).gpus[0].name == "Tesla V100"
 
 
 def test_the_instances_of_a_card_in_mig_mode_are_listed_although_some_slots_are_empty() -> None:
@@ -191,19 +184,9 @@ def test_the_instances_of_a_card_in_mig_mode_are_listed_although_some_slots_are_
 
     nvml.by_arguments["nvmlDeviceGetMigDeviceHandleByIndex"] = instance
     nvml.by_arguments["nvmlDeviceGetUUID"] = lambda handle: f"MIG-{handle[-1]}" if "instance" in handle else "GPU-1"
-    gpu = NvmlQuery(nvml).read().gpus[0]
+    gpu = read_gpus(nvml).gpus[0]
     assert gpu.mig is True
     assert gpu.mig_uuids == ("MIG-0", "MIG-2")
-
-
-def test_the_query_is_a_seam_that_any_object_with_read_fits() -> None:
-    class TwoCards:
-        def read(self) -> GpuInventory:
-            return GpuInventory(gpus=cards(2))
-
-    query: GpuQuery = TwoCards()
-    assert visible_indices({}, query) == (0, 1)
-    assert visible_indices({"CUDA_VISIBLE_DEVICES": "1"}, query) == (1,)
 
 
 def test_without_the_variable_every_card_is_visible() -> None:
