@@ -12,7 +12,7 @@ import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from operator import attrgetter
 
@@ -278,7 +278,7 @@ def check_hosts(
             [
                 {
                     # Each host checks itself as a machine of its own, with its ranks alone.
-                    "placement": asdict(replace(placement, num_gpus=ranks, hosts=(), hostfile=None)),
+                    "placement": replace(placement, num_gpus=ranks, hosts=(), hostfile=None),
                     "slots": placement.slots_of(name),
                     "need_host_bytes": need_host_bytes and need_host_bytes * ranks // placement.ranks_per_node,
                 }
@@ -286,7 +286,7 @@ def check_hosts(
             ],
             timeout_seconds=_CHECK_SECONDS,
             kind=list[Finding],
-            configurations=[asdict(row) for row in configurations],
+            configurations=configurations,
         )
     for name, own in answers.items():
         for finding in own:

@@ -21,7 +21,7 @@ def main() -> None:
     asked = json.loads(sys.stdin.read())
     findings = run_plan_checks(
         json_files.build(Placement, asked["placement"]),
-        [json_files.build(Configuration, each) for each in asked["configurations"]],
+        json_files.build(list[Configuration], asked["configurations"]),
         need_host_bytes=asked["need_host_bytes"],
         slots=asked["slots"],
     )

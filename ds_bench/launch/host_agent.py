@@ -15,7 +15,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -28,9 +27,10 @@ from ..system import device_locks, processes
 from ..system.environment import read_environment
 from ..system.signals import ENDING_SIGNALS
 from . import rank_environment
-from .host_trial import HostTrial, end_late_processes
+from .host_trial import HostEnd, HostTrial, end_late_processes
 from .message_stream import Message, MessageStream
 from .monitor import STACKS_SECONDS
+from .ops import OpState
 from .scratch import remove_abandoned, temporary_folder_variables
 
 Say = Callable[[str], None]
@@ -88,7 +88,7 @@ class HostAgent:
             self._stream.send({"id": request_id, "say": text})
 
         answers: dict[str, Callable[..., Any]] = {
-            "environment": lambda: read_environment().to_dict(),
+            "environment": read_environment,
             "build_ops": partial(_build_ops, say),
             "lock": partial(self._lock_devices, say),
             "doctor": _run_checks,
@@ -161,18 +161,18 @@ class HostAgent:
         own = {name: value for name, value in self._variables.items() if name != "PYTHONPATH"}
         self._trial.begin(folder, asked, config, own)
 
-    def _lock_devices(self, say: Say, accelerator: str, slots: Sequence[int]) -> dict[str, Any]:
+    def _lock_devices(self, say: Say, accelerator: str, slots: Sequence[int]) -> device_locks.DeviceLocks:
         """Holds the locks of the devices in these slots of this host until the agent ends; waits for them."""
         names = device_locks.device_names(accelerator, read_environment().gpus, slots)
-        return asdict(self._locks.enter_context(device_locks.locked_devices(names, say)))
+        return self._locks.enter_context(device_locks.locked_devices(names, say))
 
     def _launch(self, command: Sequence[str]) -> None:
         if self._trial is not None:
             self._trial.start_ranks(command, self._variables)
 
-    def _read_activity(self) -> dict[str, Any]:
+    def _read_activity(self) -> processes.Activity:
         """Memory and disk traffic of the trial's processes here."""
-        return asdict(processes.read_activity(self._trial.members() if self._trial is not None else ()))
+        return processes.read_activity(self._trial.members() if self._trial is not None else ())
 
     def _request_stacks(self) -> None:
         if self._trial is not None:
@@ -181,13 +181,13 @@ class HostAgent:
             time.sleep(STACKS_SECONDS)
             self._trial.send_changes()
 
-    def _end(self, trial: str, grace_seconds: float) -> dict[str, Any]:
+    def _end(self, trial: str, grace_seconds: float) -> HostEnd:
         """Ends the trial of this id, which an earlier agent of this host may have begun."""
         own = self._trial
         end = (own if own is not None and own.scratch_id == trial else HostTrial(trial)).end(grace_seconds)
         self._trial = None
         self._ended_trials.append(trial)
-        return asdict(end)
+        return end
 
 
 def end_main_thread(_reason: str) -> None:
@@ -257,11 +257,12 @@ def host_variables(placement: Placement, environ: Mapping[str, str]) -> dict[str
     }
 
 
-def _build_ops(say: Say, placement: Mapping[str, Any], configurations: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _build_ops(
+    say: Say, placement: Mapping[str, Any], configurations: Sequence[Mapping[str, Any]]
+) -> dict[str, OpState]:
     here = json_files.build(Placement, placement)
-    rows = [json_files.build(Configuration, each) for each in configurations]
-    states = rank_environment.build_ops(here, rows, host_variables(here, os.environ), say, lambda _elapsed: None)
-    return {name: asdict(state) for name, state in states.items()}
+    rows = json_files.build(list[Configuration], configurations)
+    return rank_environment.build_ops(here, rows, host_variables(here, os.environ), say, lambda _elapsed: None)
 
 
 def _run_checks(**values: Any) -> list[dict[str, Any]]:

@@ -18,7 +18,6 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from dataclasses import asdict
 from itertools import count
 from types import MappingProxyType, TracebackType
 from typing import IO, Any
@@ -456,6 +455,6 @@ class Hosts:
             timeout_seconds=_BUILD_SECONDS,
             say=say,
             kind=dict[str, OpState],
-            placement=asdict(placement),
-            configurations=[asdict(each) for each in configurations],
+            placement=placement,
+            configurations=configurations,
         )

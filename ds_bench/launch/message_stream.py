@@ -39,12 +39,11 @@ class MessageStream:
         *,
         receive: Callable[[Message], None],
         ended: Callable[[str], None],
-        tick: Callable[[], None] = lambda: None,
     ) -> None:
-        """``receive``, ``tick`` and ``ended`` are called in the stream's thread: with each message, a few times a
-        second, and at the end with the reason. The descriptors stay the caller's."""
+        """``receive`` and ``ended`` are called in the stream's thread: with each message, and at the end with the
+        reason. The descriptors stay the caller's."""
         self._reader, self._writer = reader, writer
-        self._receive, self._ended, self._tick = receive, ended, tick
+        self._receive, self._ended = receive, ended
         self.silence_seconds = SILENCE_SECONDS
         self._outgoing = bytearray()
         self._incoming = bytearray()
@@ -121,8 +120,6 @@ class MessageStream:
             if now - pinged > PING_SECONDS:
                 pinged = now
                 self.send({"ping": True})
-            # Before the writing, so that what it queues goes out at once: send() does not wake its own thread.
-            self._tick()
             self._write_messages()
 
     def _wait_for_events(self) -> bool:

@@ -193,8 +193,9 @@ def remove_temporaries(folder: Path, name: str) -> None:
 
 
 def json_line(data: object) -> bytes:
-    """Formats a JSON line without its end. Raises ValueError for NaN and infinities."""
-    return json.dumps(data, allow_nan=False, ensure_ascii=False).encode("utf-8", "backslashreplace")
+    """Formats a JSON line without its end; a dataclass as an object. Raises ValueError for NaN and infinities."""
+    text = json.dumps(data, allow_nan=False, ensure_ascii=False, default=asdict)
+    return text.encode("utf-8", "backslashreplace")
 
 
 def append_line(path: Path, data: object) -> None:
