@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from ..config import placement
+from ..doctor.ops import strategies_by_op
 from ..launch import ops, rank_environment
 from ..system import gpus, terminal
 from ..system.optional_packages import require_packages
@@ -19,11 +20,9 @@ def build_ops() -> int:
     """
     require_packages("building DeepSpeed's ops", ("torch", "deepspeed"))
     here = placement.default_placement(os.environ, gpus.read_gpus())
-    # DeepSpeed itself takes these: on CPUs for communication (comm/torch.py), on GPUs for AdamW.
-    names = [ops.SHARED_MEMORY] if here.accelerator == "cpu" else [ops.FUSED_ADAM]
     variables = rank_environment.rank_environment(here, os.environ)
     folder = Path(variables["TORCH_EXTENSIONS_DIR"])
-    names += [ops.CPU_ADAM, ops.ASYNC_IO]
+    names = list(strategies_by_op(here.accelerator))
     with terminal.StatusLine(sys.stdout) as line:
         states = ops.prepare_ops(names, folder, variables, say=line.say, show_elapsed=line.show)
     for name, state in states.items():
