@@ -260,7 +260,7 @@ def _flags(values: argparse.Namespace) -> dict[str, Any]:
 
 
 def _add_doctor(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--nvme-path", metavar="DIR", help="also check this disk's folder")
+    parser.add_argument("--nvme-path", type=path, metavar="DIR", help="also check this disk's folder")
     _add_configs(parser)
     parser.add_argument(
         "--hostfile", type=path, metavar="FILE", help="also check its hosts, and how they reach each other"

@@ -10,28 +10,24 @@ from pathlib import Path
 from ..config.configuration_files import read_configuration_files
 from ..doctor import checks
 from ..doctor.findings import Groups, SystemAccess, format_count, format_finding
-from ..errors import UsageError
 from ..system import terminal
 
 READY, NOT_READY = 0, 2
 
 
 def show_findings(
-    nvme_path: str | None, build: bool, as_json: bool, configs: Sequence[Path] = (), hostfile: Path | None = None
+    nvme_path: Path | None, build: bool, as_json: bool, configs: Sequence[Path] = (), hostfile: Path | None = None
 ) -> int:
     """Runs all checks and prints their findings. Returns 2 if there is a problem, else 0; a warning is no problem.
 
-    ``nvme_path``: as typed, because ``Path("")`` is the current folder. ``build``: also build the ops that are not
-    built yet. ``configs``: files and folders of configurations that are to run here. ``hostfile``: of hosts that are
-    checked too. Raises UsageError if ``nvme_path`` is empty, and for a file that is no configuration or no hostfile.
+    ``build``: also build the ops that are not built yet. ``configs``: files and folders of configurations that are to
+    run here. ``hostfile``: of hosts that are checked too. Raises UsageError for a file that is no configuration or no
+    hostfile.
     """
-    if nvme_path is not None and not nvme_path.strip():
-        raise UsageError("--nvme-path is empty", remedy="give a folder on the NVMe disk")
     # Read first: a file that is no configuration is refused before checks that may take minutes.
     files, file_lines = read_configuration_files(configs)
-    folder = None if nvme_path is None else Path(nvme_path)
     groups = checks.run_all_checks(
-        SystemAccess(), nvme_path=folder, build=build, files=files, file_lines=file_lines, hostfile=hostfile
+        SystemAccess(), nvme_path=nvme_path, build=build, files=files, file_lines=file_lines, hostfile=hostfile
     )
     with terminal.ignoring_broken_pipe():
         if as_json:

@@ -7,6 +7,7 @@ import json
 
 import pytest
 
+from ds_bench.cli import commands
 from ds_bench.cli.doctor import exit_code, lines, show_findings
 from ds_bench.doctor.findings import ok, problem, warning
 from ds_bench.errors import UsageError
@@ -66,10 +67,9 @@ def test_a_terminal_of_ascii_gets_ascii(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize("path", ["", "  "])
-def test_an_empty_path_is_refused_before_anything_is_looked_at(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ds_bench.doctor.checks.run_all_checks", lambda *_, **__: pytest.fail("looked all the same"))
-    with pytest.raises(UsageError, match="--nvme-path is empty"):
-        show_findings(path, False, False)
+def test_an_empty_path_is_refused_as_in_every_other_flag(path: str) -> None:
+    with pytest.raises(UsageError, match="--nvme-path: an empty text is no path"):
+        commands.build_parser().parse_args(["doctor", "--nvme-path", path])
 
 
 def test_warnings_alone_are_no_failure() -> None:
