@@ -17,7 +17,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ..config.deepspeed_config import with_swap_folder
 from ..records.rank_files import (
     CONFIG_FILE,
     EXITS_FILE,
@@ -32,7 +31,7 @@ from ..system.host_memory import read_oom_kill_count
 from .leader import start_leader
 from .message_stream import Message
 from .monitor import request_stacks
-from .scratch import note_owned, remove_abandoned_folders, remove_scratch, shared_memory, swap_folder
+from .scratch import create_scratch, note_owned, remove_abandoned_folders, remove_scratch, swap_folder
 
 _REPLACED = re.compile(r"rank\d+(\.measured)?\.json|rank\d+\.beat|rank\d+\.steps")
 """Files that are sent whole when they have changed."""
@@ -78,9 +77,7 @@ class HostTrial:
         folders of this host. ``variables``: of this host's ranks.
         """
         trial = assignment.trial
-        # The port is in the names of shared memory (scratch.shared_memory) where ranks do not meet through a file.
-        address = f"{variables['MASTER_ADDR']}_{variables['MASTER_PORT']}"
-        note_owned(glob.escape(str(self._private)), shared_memory(address))
+        note_owned(glob.escape(str(self._private)))
         self._private.mkdir(mode=0o700)
         parent, _, own = name.partition("/")
         self.folder = self._private / parent / own
@@ -88,23 +85,20 @@ class HostTrial:
         # The run cannot see the disks of this host: what killed runs left on them is removed here.
         if trial.placement.nvme_path is not None:
             remove_abandoned_folders(Path(trial.placement.nvme_path))
-        swap = swap_folder(trial, self.scratch_id)
-        if swap is not None:
-            Path(swap).mkdir()
         checkpoint = assignment.checkpoint_folder
         # The folder that the run names may be on its own disk alone.
         if checkpoint is not None and not Path(checkpoint).parent.is_dir():
             checkpoint = str(self.folder / "checkpoint_files")
-        if checkpoint is not None:
-            Path(checkpoint).mkdir(exist_ok=True)
         self._assignment = replace(
             assignment,
-            scratch_id=address,
+            # Both are in the names of shared memory (scratch.shared_memory) where ranks do not meet through a file.
+            scratch_id=f"{variables['MASTER_ADDR']}_{variables['MASTER_PORT']}",
             environment={**variables, **trial.configuration.variables},
-            swap_folder=swap,
+            swap_folder=swap_folder(trial, self.scratch_id),
             checkpoint_folder=checkpoint,
         )
-        self._assignment.save(self.folder, with_swap_folder(config, swap or ""))
+        create_scratch(self._assignment)
+        self._assignment.save(self.folder, config)
 
     def start_ranks(self, command: Sequence[str], variables: Mapping[str, str]) -> None:
         """Runs a command that starts this host's ranks, as the child of a leader."""

@@ -180,6 +180,20 @@ def _private_folder(parent: str | Path, prefix: str, scratch_id: str) -> str:
     return str(Path(parent).resolve() / f"{prefix}.{_host_and_namespace()}.{_name_own_process()}.{scratch_id}")
 
 
+def create_scratch(assignment: Assignment) -> None:
+    """Creates the rendezvous file and the private folders of a trial on this host, for :func:`remove_scratch`."""
+    meeting = None if assignment.rendezvous is None else assignment.rendezvous.removeprefix("file://")
+    # Before they exist: a run that is killed in between must not leave what no later run knows of.
+    note_owned(shared_memory(assignment.scratch_id), *([] if meeting is None else [glob.escape(meeting)]))
+    if meeting is not None:
+        # It exists for as long as the trial runs: a rank started by hand afterwards finds it missing.
+        Path(meeting).touch(mode=0o600, exist_ok=False)
+    if assignment.swap_folder is not None:
+        Path(assignment.swap_folder).mkdir()
+    if assignment.checkpoint_folder is not None:
+        Path(assignment.checkpoint_folder).mkdir(exist_ok=True)  # another host of the trial may share the disk
+
+
 def remove_scratch(assignment: Assignment) -> None:
     """Removes the private folders, shared-memory segments and rendezvous file, if they exist."""
     for folder in (assignment.swap_folder, assignment.checkpoint_folder):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import glob
 import signal
 import time
 from collections.abc import Callable, Mapping
@@ -10,7 +9,6 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-from ..config.deepspeed_config import with_swap_folder
 from ..config.spec import LauncherName, Trial
 from ..records.rank_files import Assignment
 from ..records.schema import TrialRecord
@@ -24,11 +22,10 @@ from .outcome import Evidence, determine_outcome
 from .remote_trial import RemoteEnd, RemoteTrial
 from .scratch import (
     checkpoint_folder,
+    create_scratch,
     new_scratch_id,
-    note_owned,
     remove_scratch,
     rendezvous_file,
-    shared_memory,
     swap_folder,
 )
 from .step_monitor import StepMonitor
@@ -72,8 +69,10 @@ def run_trial(
     # Ranks outlive a launcher that is killed (DeepSpeed's launcher/launch.py ends none then). As adopted orphans
     # they stay descendants of this process, and are found when the trial is ended.
     processes.adopt_orphans()
-    assignment = _create_assignment(trial, folder, environment, limits, on_this_host=hosts is None)
-    assignment.save(folder, with_swap_folder(trial.ds_config, assignment.swap_folder or ""))
+    assignment = _make_assignment(trial, folder, environment, limits, on_this_host=hosts is None)
+    if hosts is None:
+        create_scratch(assignment)
+    assignment.save(folder, trial.ds_config)
     remote = RemoteTrial(hosts, folder, assignment) if hosts is not None else None
     started_at, clock = datetime.now(UTC).isoformat(timespec="seconds"), time.monotonic()
     oom_kills_before = read_oom_kill_count()
@@ -176,28 +175,19 @@ _COLLECTIVE_MARGIN_SECONDS = 120.0
 _MAX_COLLECTIVE_SECONDS = 30 * 24 * 3600.0
 
 
-def _create_assignment(
+def _make_assignment(
     trial: Trial, folder: Path, environment: Mapping[str, str], limits: Limits, *, on_this_host: bool
 ) -> Assignment:
-    """``on_this_host``: else each of several hosts makes its own private folders, and ranks do not meet by a file."""
+    """``on_this_host``: else each of several hosts adds its own private folders, and ranks do not meet by a file."""
     scratch_id = new_scratch_id()
-    rendezvous = rendezvous_file(scratch_id)
-    swap, checkpoint = swap_folder(trial, scratch_id), checkpoint_folder(trial, folder, scratch_id)
-    if on_this_host:
-        # Before they exist: a run that is killed in between must not leave what no later run knows of.
-        note_owned(glob.escape(str(rendezvous)), shared_memory(scratch_id))
-        # It exists for as long as the trial runs: a rank started by hand afterwards finds it missing.
-        rendezvous.touch(mode=0o600, exist_ok=False)
-        for private in filter(None, (swap, checkpoint)):
-            Path(private).mkdir(parents=True)
     return Assignment(
         trial=trial,
-        rendezvous=f"file://{rendezvous}" if on_this_host else None,
+        rendezvous=f"file://{rendezvous_file(scratch_id)}" if on_this_host else None,
         scratch_id=scratch_id,
         # The variables of the row last: they are what it compares.
         environment={**environment, **trial.configuration.variables},
-        swap_folder=swap if on_this_host else None,
-        checkpoint_folder=checkpoint,
+        swap_folder=swap_folder(trial, scratch_id) if on_this_host else None,
+        checkpoint_folder=checkpoint_folder(trial, folder, scratch_id),
         # Longer than the trial may take: a hung one is ended here, with stacks, before a rank's collective raises.
         collective_timeout_seconds=min(
             max(limits.timeout_seconds, limits.stall_timeout_seconds) + _COLLECTIVE_MARGIN_SECONDS,

@@ -24,6 +24,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..config.deepspeed_config import with_swap_folder
 from ..config.spec import Trial
 from ..system import files
 from . import json_files
@@ -111,9 +112,10 @@ class Assignment:
     def save(self, folder: Path, config: Mapping[str, Any]) -> None:
         """Writes trial.json and ds_config.json into the trial's folder.
 
-        ds_config.json is the only file that holds the configuration's credentials; only the user may read it.
+        ``config``: of DeepSpeed; it is written with the private folder for NVMe swapping, and is the only file that
+        holds its credentials; only the user may read it.
         """
-        write_json(folder / CONFIG_FILE, config, mode=0o600)
+        write_json(folder / CONFIG_FILE, with_swap_folder(config, self.swap_folder or ""), mode=0o600)
         write_json(folder / TRIAL_FILE, self.to_dict())
 
     @classmethod
