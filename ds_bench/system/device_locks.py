@@ -151,7 +151,10 @@ def _release(path: Path, file: BinaryIO) -> None:
 
 
 def _holder(file: BinaryIO) -> str:
-    """``process 4321``: who holds the lock of a file, as the kernel lists it; it hides those of other containers."""
+    """Who holds the lock of a file, as the kernel lists it: ``process 4321``; of another user ``process 4321 of bob``.
+
+    ``another run`` in another container, whose processes the kernel hides.
+    """
     number = os.fstat(file.fileno()).st_ino
     with contextlib.suppress(OSError):
         for line in Path("/proc/locks").read_text().splitlines():
@@ -162,5 +165,13 @@ def _holder(file: BinaryIO) -> str:
                 and words[5].rpartition(":")[2] == str(number)
                 and words[4] != "0"
             ):
-                return f"process {words[4]}"
+                return f"process {words[4]}{_of_other_user(words[4])}"
     return "another run"
+
+
+def _of_other_user(pid: str) -> str:
+    process = Path("/proc", pid)
+    with contextlib.suppress(OSError, KeyError):  # it has ended meanwhile, or the system does not know its user
+        if process.stat().st_uid != os.getuid():
+            return f" of {process.owner()}"
+    return ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -74,6 +75,22 @@ def test_a_run_waits_for_the_run_that_holds_one_of_its_cards_and_says_which(
         ]  # fmt: skip
         assert {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {0o644}  # other users may lock them too
     assert list(folder.iterdir()) == []
+
+
+def test_of_another_users_run_the_user_is_named_too(
+    hold: Callable[[list[str]], subprocess.Popen[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    holder = hold(["GPU-b"])
+    monkeypatch.setattr(os, "getuid", lambda: 4321)
+    said: list[str] = []
+
+    def say(text: str) -> None:
+        said.append(text)
+        holder.kill()
+
+    with locked_devices(CARDS, say):
+        owner = Path("/proc/self").owner()
+        assert said == [f"waiting for GPU 3, which process {holder.pid} of {owner} uses …"]
 
 
 def test_other_cards_and_other_processors_are_not_waited_for(
