@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ..config.spec import Trial
 from ..records.schema import TrialRecord
-from ..system import gpus
+from ..system import gpus, signals
 from ..units import format_bytes
 from . import Launcher, Progress, ProgressCallback
 
@@ -79,6 +79,8 @@ class GpuMonitoringLauncher:
             )
             if free_bytes is None or free_bytes >= expected - _TOLERANCE_BYTES:
                 self._expected_free_bytes[count] = max(free_bytes or 0, expected)
+                return free_bytes, []
+            if signals.interrupt_requested():  # the launcher below ends the trial at once, and records it
                 return free_bytes, []
             if time.monotonic() >= deadline:
                 self._expected_free_bytes[count] = free_bytes  # another program has it: the next trial does not wait

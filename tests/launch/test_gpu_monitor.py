@@ -11,6 +11,7 @@ from ds_bench.config.spec import Trial
 from ds_bench.launch import Progress, ProgressCallback
 from ds_bench.launch.gpu_monitor import GpuMonitoringLauncher
 from ds_bench.records.schema import TrialRecord
+from ds_bench.system import signals
 from ds_bench.system.gpus import GpuInventory
 from tests.support import fakes
 
@@ -92,6 +93,13 @@ def test_memory_that_somebody_else_keeps_is_waited_for_once_and_told() -> None:
     assert [record.gpu_free_start_bytes for record in records] == [size * fakes.GB for size in (79, 59, 59)]
     assert [len(record.caveats) for record in records] == [0, 1, 0]
     assert "20.00 GB less of the card was free" in records[1].caveats[0]
+
+
+def test_ctrl_c_ends_the_wait_for_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(signals, "interrupt_requested", lambda: True)
+    first, second = free_at_start(Memory(1, 60), trials=2, wait_seconds=60)
+    assert (first.gpu_free_start_bytes, second.gpu_free_start_bytes) == (79 * fakes.GB, 20 * fakes.GB)
+    assert second.caveats == ()
 
 
 def test_a_clock_that_somebody_set_or_an_idle_card_is_no_fault(subtests: pytest.Subtests) -> None:
