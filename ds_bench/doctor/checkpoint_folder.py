@@ -28,9 +28,8 @@ def require_folder(given: str | None, trials: Sequence[Trial]) -> Path:
     """
     if given is not None and not Path(given).is_dir():
         raise PreflightError(f"--checkpoint-path {given} is not a folder", remedy="create it, or give another")
-    path = Path(given or trials[0].inspection.checkpoint_path or ".")
-    while not path.exists():  # the folder of the results is made later
-        path = path.parent
+    # The folder of the results is made later.
+    path = files.nearest_existing(Path(given or trials[0].inspection.checkpoint_path or "."))
     files.require_writable(path, "--checkpoint-path")
     return path
 

@@ -29,7 +29,7 @@ from ..config.deepspeed_config import is_deepcompiled, optimizer_kind
 from ..config.spec import Accelerator, Configuration
 from ..errors import PreflightError
 from ..records.rank_files import write_json
-from ..system import build_locks, processes
+from ..system import build_locks, files, processes
 from ..system.optional_packages import install_command, installed_version
 from ..units import format_duration
 
@@ -137,8 +137,7 @@ def cache_roots() -> list[Path]:
 def _can_write(folder: Path) -> bool:
     """Whether the folder can be written or, while it does not exist, created."""
     # No folder is made to try it: of several candidates only the chosen one is to exist.
-    nearest = next(parent for parent in (folder, *folder.parents) if parent.exists())
-    return os.access(nearest, os.W_OK | os.X_OK)
+    return os.access(files.nearest_existing(folder), os.W_OK | os.X_OK)
 
 
 def _version(package: str) -> str:

@@ -74,17 +74,19 @@ def disk_is_full(folder: str | None) -> bool:
     return False
 
 
+def nearest_existing(path: Path) -> Path:
+    """The path itself, or the nearest folder above it that exists."""
+    return next(each for each in (path, *path.parents) if each.exists())
+
+
 def require_writable(folder: Path, flag: str) -> None:
     """Raises PreflightError if no file can be made in ``folder``, or in the nearest one above it that exists.
 
     ``flag``: that named it.
     """
-    # The folder may not be made yet, and is not made here: a run that is refused leaves nothing.
-    nearest = folder
-    while not nearest.exists():
-        nearest = nearest.parent
     try:
-        with tempfile.TemporaryFile(dir=nearest):
+        # The folder may not be made yet, and is not made here: a run that is refused leaves nothing.
+        with tempfile.TemporaryFile(dir=nearest_existing(folder)):
             pass
     except OSError as error:
         raise not_writable(folder, flag, error) from None
