@@ -47,7 +47,8 @@ def require_submission(values: argparse.Namespace) -> None:
 def submit_shards(points: Sequence[Options], rows: int, values: argparse.Namespace) -> int:
     """Writes the script of an array of jobs, one for each shard, submits it and prints its number. Returns 0.
 
-    ``rows``: of all points together. Raises UsageError and PreflightError, and then leaves nothing behind.
+    ``rows``: of all points together. Raises UsageError and PreflightError, and then leaves nothing behind, unless Slurm
+    may have taken the job.
     """
     options = points[0]
     # Checked here with a shard that stands for all, so that no job waits in the queue only to be refused.
@@ -77,11 +78,11 @@ def submit_shards(points: Sequence[Options], rows: int, values: argparse.Namespa
     try:
         script.write_text(submission_script(words, values.shards, folder, sbatch_words), encoding="utf-8")
         script.chmod(0o700)
-        job = _submit(sbatch, script)
     # BaseException: Ctrl-C too must not leave the folder of a job that was not submitted.
     except BaseException:
         shutil.rmtree(folder)
         raise
+    job = _submit(sbatch, script)
     one = shlex.join(["sbatch", "--array=1", str(script)])
     lines = (
         f"submitted job {job}: an array of {values.shards} shards",
@@ -163,7 +164,12 @@ def _require_one_line(flag: str, text: str) -> None:
 
 
 def _submit(sbatch: str, script: Path) -> str:
-    """Submits a script and returns the number of its job. Raises PreflightError with what sbatch says."""
+    """Submits a script and returns the number of its job. Raises PreflightError with what sbatch says.
+
+    The folder of the script is removed where there is no job, and kept where there may be one, which needs it.
+    """
+    folder = script.parent
+    kept = f"Slurm may have the job, so {folder} stays"
     try:
         done = subprocess.run(
             [sbatch, "--parsable", str(script)],
@@ -174,10 +180,18 @@ def _submit(sbatch: str, script: Path) -> str:
             timeout=_SBATCH_SECONDS,
             check=False,
         )
-    except (OSError, subprocess.TimeoutExpired) as error:
+    except subprocess.TimeoutExpired:
+        problem = f"sbatch gave no answer in {_SBATCH_SECONDS} seconds: {kept}"
+        raise PreflightError(problem, remedy="see squeue --me; remove the folder if the job is not there") from None
+    except KeyboardInterrupt:
+        terminal.print_text(f"sbatch was interrupted: {kept}; see squeue --me", sys.stderr)
+        raise
+    except OSError as error:
+        shutil.rmtree(folder)
         raise PreflightError(f"sbatch: {error}", remedy="see whether sinfo answers") from None
     number = done.stdout.strip().partition(";")[0]  # JOB or JOB;CLUSTER
     if done.returncode or not number.isdigit():
+        shutil.rmtree(folder)
         said = " ".join((done.stderr or done.stdout).split())[:400]
         raise PreflightError(f"sbatch refused the job: {said}", remedy="see --sbatch-args, and sinfo")
     return number

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -240,6 +241,25 @@ def test_a_submission_that_is_refused_leaves_nothing_and_a_dry_run_shows_the_scr
     assert run(RECIPE, *SUBMIT) == 2
     assert "there is no sbatch on this machine (submit where" in capsys.readouterr().err
     assert not list(scripted.output.rglob("*"))
+
+
+def test_the_folder_of_a_job_that_slurm_may_have_taken_stays(
+    run: Run, scripted: ScriptedRun, sbatch: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    unanswered = {"timed out": subprocess.TimeoutExpired("sbatch", 120), "interrupted": KeyboardInterrupt()}
+    codes = []
+    for error in unanswered.values():
+        monkeypatch.setattr(subprocess, "run", Mock(side_effect=error))
+        codes.append(run(RECIPE, *SUBMIT))
+    folders = sorted(scripted.output.glob("slurm_*"))
+    assert [path.name for folder in folders for path in folder.iterdir()] == ["submit.sbatch", "submit.sbatch"]
+    assert codes == [2, 130]
+    assert capsys.readouterr().err.splitlines() == [
+        f"ds_bench: sbatch gave no answer in 120 seconds: Slurm may have the job, so {folders[0]} stays "
+        "(see squeue --me; remove the folder if the job is not there)",
+        f"sbatch was interrupted: Slurm may have the job, so {folders[1]} stays; see squeue --me",
+        "interrupted",
+    ]
 
 
 @pytest.mark.parametrize(
