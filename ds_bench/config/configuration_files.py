@@ -309,6 +309,8 @@ def _parse(path: Path, text: str) -> tuple[Config, tuple[str, ...]]:
         return json_values(data), notes
     except FormError as error:
         raise UsageError(f"--configs {path} {error}", remedy="correct the file") from None
+    except UsageError as error:  # of json_values, which does not know the file: 1e400, a date of YAML
+        raise UsageError(f"--configs {path}: {error.problem}", remedy=error.remedy) from None
     except RecursionError:
         raise UsageError(f"--configs {path} is nested too deeply", remedy="give a DeepSpeed configuration") from None
 

@@ -128,6 +128,8 @@ def test_files_of_one_name_and_of_a_strategys_name_are_told_apart_by_their_folde
         ("open.json", '{"zero_optimization": {', "is neither JSON nor hjson: line 1"),
         ("twice.json", '{"train_batch_size": 1, "train_batch_size": 2}', "has the key 'train_batch_size' twice"),
         ("nan.json", '{"gradient_clipping": NaN}', "holds NaN"),
+        ("large_number.json", '{"gradient_clipping": 1e400}', "Out of range float values"),
+        ("day.yaml", "gradient_clipping: 2026-01-01", "cannot be written as JSON"),
         ("digits.json", '{"fp16": ' + "9" * 6000 + "}", "holds a number of too many digits"),
         ("deep.json", '{"fp16": ' * 40 + "1" + "}" * 40, "has more than 32 levels"),
         ("deeper.json", '{"fp16": ' * 9000 + "1" + "}" * 9000, "is nested too deeply"),
