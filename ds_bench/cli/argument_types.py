@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ..config.options import EMPTY_PATH, MAX_NUMBER
+from ..config.option import MAX_NUMBER
+from ..config.options import EMPTY_PATH
 from ..config.shard import Shard
 from ..errors import UsageError
 
@@ -77,9 +78,9 @@ def integer(minimum: int, maximum: int = MAX_NUMBER) -> Callable[[str], int]:
     return convert
 
 
-def integer_or_auto(minimum: int) -> Callable[[str], int | str]:
-    """A whole number of ``minimum`` or more, or ``auto``."""
-    number = integer(minimum)
+def integer_or_auto(minimum: int, maximum: int = MAX_NUMBER) -> Callable[[str], int | str]:
+    """A whole number from ``minimum`` to ``maximum``, or ``auto``."""
+    number = integer(minimum, maximum)
     return lambda text: AUTO if text == AUTO else number(text)
 
 
@@ -114,6 +115,11 @@ def path(text: str) -> Path:
     if not text.strip():
         raise argparse.ArgumentTypeError(EMPTY_PATH)
     return Path(text)
+
+
+def absolute_path(text: str) -> str:
+    """A path from the root, as text."""
+    return str(path(text).absolute())
 
 
 def factory(text: str) -> str:

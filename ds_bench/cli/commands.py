@@ -15,7 +15,7 @@ try:
     from typing import TYPE_CHECKING, Any
 
     from .. import __version__
-    from ..config.options import FAIL_ON, FAIL_ON_DEFAULT, GOALS, ROW_FORMATS, TRACKERS
+    from ..config.options import FAIL_ON, FAIL_ON_DEFAULT, GOALS, ROW_FORMATS, SEQ_LENGTH_HELP, TRACKERS
     from ..config.reference_engines import REFERENCES
     from ..config.shard import MOST_SHARDS
     from ..config.spec import PASS_TYPES, PRECISIONS
@@ -24,7 +24,7 @@ try:
     from ..prediction.links import INTER_HELP, LINK_HELP
     from ..system import terminal
     from .argument_types import Parser, factory, fraction, integer, names_from, path, positive_float
-    from .arguments import SEQ_LENGTH_HELP, add_flags_over_recipe
+    from .arguments import add_flags_over_recipe
     from .model_size import SIZES
     from .script import run_program
 except KeyboardInterrupt:  # Ctrl-C while these modules are loaded

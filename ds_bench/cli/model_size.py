@@ -36,7 +36,7 @@ def time_sizes(values: argparse.Namespace) -> int:
 
     # What run_command reads of every command line; flags of run that are absent here count as not typed.
     return run_command(
-        argparse.Namespace(recipe=None, set=settings, axis=(), budget=None, yes=True, typed=typed, **recipe_flags)
+        argparse.Namespace(recipe=None, set=settings, budget=None, yes=True, typed=typed, **recipe_flags)
     )
 
 

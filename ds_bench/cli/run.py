@@ -14,7 +14,7 @@ from typing import Any
 
 from ..config import recipe_file, sweep
 from ..config.options import Options
-from ..config.recipe import PATHS, Recipe, check_recipe, config_maker, options_of, yaml_text
+from ..config.recipe import PATHS, Values, check_recipe, config_maker, options_of, yaml_text
 from ..config.recipe_file import Data, RecipeText
 from ..config.shard import Shard
 from ..errors import DsBenchError, UsageError
@@ -72,7 +72,7 @@ def _in_words_of_recipe(error: DsBenchError, text: RecipeText, values: argparse.
     def replace_flag(match: re.Match[str]) -> str:
         name = match["flag"].replace("-", "_")
         if name == "axis":
-            return match[0] if hasattr(values, "axis") else f"axes.{match['word']}"
+            return match[0] if hasattr(values, "axes") else f"axes.{match['word']}"
         # Flags for which PATHS has no key, or not the one that this recipe uses.
         elsewhere = {"set": "configurations.deepspeed or optimizer.params", "seq_length": _given_length(text)}
         path = elsewhere.get(name, PATHS.get(name))
@@ -92,7 +92,7 @@ def _given_length(text: RecipeText) -> str:
     return "dataset.seq_len" if isinstance(dataset, dict) and "seq_len" in dataset else PATHS["seq_length"]
 
 
-def _points(text: RecipeText, asked: sweep.Sweep, values: argparse.Namespace) -> tuple[list[Options], Recipe, int]:
+def _points(text: RecipeText, asked: sweep.Sweep, values: argparse.Namespace) -> tuple[list[Options], Values, int]:
     """The Options of every point, the recipe of the first, and the number of rows of each.
 
     Raises UsageError for more trials than is usual.
@@ -101,7 +101,7 @@ def _points(text: RecipeText, asked: sweep.Sweep, values: argparse.Namespace) ->
     flags["budget"] = values.budget
     flags["retry"] = split_names(getattr(values, "retry", ""))
 
-    def options_at(point: sweep.Values) -> tuple[Recipe, Options]:
+    def options_at(point: sweep.Values) -> tuple[Values, Options]:
         recipe = check_recipe(text, asked.data_of(point))
         return recipe, arguments.check_options(options_of(recipe, text.folder, point=tuple(point.items()), **flags))
 
@@ -126,7 +126,7 @@ def _given_values(values: argparse.Namespace) -> list[tuple[recipe_file.KeyPath,
             if name == "seq_length":  # which a recipe may have in either place
                 given.append((("dataset", "seq_len"), None))
             given.append((tuple(path.split(".")), _from_current_folder(name, getattr(values, name))))
-    for text in getattr(values, "axis", ()):
+    for text in getattr(values, "axes", ()):
         name, _, texts = text.partition("=")
         given.append((("axes", name), texts.split(",")))
     given += map(recipe_file.parse_setting, values.set)

@@ -2,7 +2,7 @@
 
 A recipe becomes the same Options that the flags of the scripts become (:data:`PATHS`), and Options become a recipe
 again (:func:`recipe_of`), so that scripts and recipes run the same way. Lists of values and the section ``sweep`` are
-expanded by ``sweep`` beforehand: a :class:`Recipe` is one point.
+expanded by ``sweep`` beforehand: a :data:`Recipe` is one point.
 """
 
 from __future__ import annotations
@@ -10,39 +10,28 @@ from __future__ import annotations
 import copy
 import difflib
 import json
+import re
 from collections.abc import Iterator, Mapping
 from functools import cache, reduce
-from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
 
 import yaml
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, create_model
 
 from ..errors import UsageError
 from ..units import format_place
 from . import axis_rows, overrides, strategies
 from .configuration_files import ConfigurationFile
-from .deepspeed_config import OPTIMIZERS, Config, MakeConfig, base_config
-from .options import EMPTY_PATH, MAX_NUMBER, MAX_PORT, MAX_RANKS, MAX_REPEATS, Options
+from .deepspeed_config import Config, MakeConfig, base_config
+from .option import COUNT, Value
+from .options import ALL, EMPTY_PATH, FACTORY, OPTIONS, Options
 from .recipe_file import FLOAT, Data, KeyPath, RecipeText
-from .spec import (
-    BATCH_KEYS,
-    DEFAULT_PREFETCH,
-    INSPECTION_FIELDS,
-    MAX_DATA_WORKERS,
-    MAX_PREFETCH,
-    MOST_PROFILE_STEPS,
-    PROFILES,
-    MultiNodeLauncher,
-    PassType,
-    Strategy,
-)
+from .spec import BATCH_KEYS, Strategy
 from .strategies import STRATEGY_NAMES
-from .token_file import TokenType
 
-ALL = "all"
-"""Stands for every strategy in ``configurations.strategies``."""
+Values: TypeAlias = Mapping[str, Any]
+"""Key path of a recipe → its checked value; ``axes`` as a whole."""
 
 
 def _listed(value: Any) -> Any:
@@ -56,35 +45,36 @@ def _require_path(value: Any) -> Any:
     return value
 
 
-GivenPath: TypeAlias = Annotated[Path, BeforeValidator(_require_path)]
-"""A path that is not empty: pydantic would take an empty text for the current folder."""
-
-
-def _require_one_of(names: tuple[str, ...]) -> AfterValidator:
-    """Refuses a text that is none of these names, and says the nearest."""
-
-    def check(name: str) -> str:
-        if name not in names:
-            near = difflib.get_close_matches(name, names, n=1)
-            raise ValueError(f"did you mean {near[0]}?" if near else f"it must be one of {', '.join(names)}")
-        return name
-
-    return AfterValidator(check)
-
-
-def _enum(names: tuple[str, ...]) -> WithJsonSchema:
-    return WithJsonSchema({"type": "string", "enum": list(names)})
-
-
-_FACTORY = r"^[^:]+:[^:]+$"
 _NAME = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,79}$"
-Count: TypeAlias = Annotated[int, Field(ge=1, le=MAX_NUMBER)]
-Quantity: TypeAlias = Annotated[float, Field(gt=0, le=MAX_NUMBER)]
-_ROW_NAMES = (ALL, *STRATEGY_NAMES)
 AxisValue: TypeAlias = bool | int | float | str
-StrategyName: TypeAlias = Annotated[str, _require_one_of(_ROW_NAMES), _enum(_ROW_NAMES)]
-ProfilerName: TypeAlias = Annotated[str, _require_one_of(PROFILES), _enum(PROFILES)]
-OptimizerName: TypeAlias = Annotated[str, _require_one_of(OPTIMIZERS), _enum(OPTIMIZERS)]
+_TYPES: Mapping[str, Any] = {
+    "configurations.inline": dict[Annotated[str, Field(pattern=_NAME)], dict[str, Any]],
+    "configurations.deepspeed": dict[str, Any],
+}
+"""Types of values that are blocks of keys themselves."""
+
+
+def _type_of(value: Value, path: str) -> Any:
+    """The type of an option's value, as pydantic takes it."""
+    if value.kind is dict:
+        return _TYPES[path]
+    one: Any = value.kind
+    if value.kind is Path:
+        # pydantic would take an empty text for the current folder.
+        one = Annotated[Path, BeforeValidator(_require_path)]
+    elif value.kind is int and value.choices:
+        one = Annotated[int, Field(ge=min(value.choices), le=max(value.choices))]
+    elif value.choices:
+        one = Literal[tuple(value.choices)]
+    elif value.limits:
+        one = Annotated[one, Field(**value.limits)]
+    if value.auto:
+        one = one | Literal["auto"]
+    if not value.many:
+        return one | None if value.default is None else one
+    if value.kind is str:
+        return Annotated[tuple[one, ...], BeforeValidator(_listed, json_schema_input_type=list[one] | one)]
+    return Annotated[tuple[one, ...], Field(min_length=1)] if value.default else tuple[one, ...]
 
 
 class _Section(BaseModel):
@@ -92,276 +82,50 @@ class _Section(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
 
-class Model(_Section):
-    """The model that is trained, with random weights."""
-
-    name: Annotated[str, Field(min_length=1, description="Preset, local folder or name on the Hub.")] = "gpt2"
-    factory: Annotated[
-        str | None,
-        Field(pattern=_FACTORY, description="package.module:function that returns a model of your own."),
-    ] = None
-    trust_remote_code: Annotated[bool, Field(description="Run modelling code that comes with the model.")] = False
-
-
-class Training(_Section):
-    """How it is trained."""
-
-    seq_len: Annotated[
-        Count | Literal["auto"] | None,
-        Field(
-            description="Tokens per sequence; without it 512, or the model's positions where it has fewer; auto: the "
-            "longest sequence that trains."
-        ),
-    ] = None
-    local_batch_size: Annotated[
-        Count | Literal["auto"],
-        Field(description="Micro-batch: sequences per GPU in one forward pass; auto: the largest that trains."),
-    ] = 4
-    global_batch_size: Annotated[
-        Count | None,
-        Field(
-            description="Sequences per optimizer step on all GPUs; accumulation follows from it: "
-            "global_batch_size / (local_batch_size × data-parallel ranks)."
-        ),
-    ] = None
-    grad_accum: Annotated[
-        Count | None,
-        Field(description="Micro-batches per optimizer step, where global_batch_size does not say; without both 1."),
-    ] = None
-    steps: Annotated[Count, Field(description="Optimizer steps that are measured.")] = 20
-    warmup_steps: Annotated[
-        int, Field(ge=0, le=MAX_NUMBER, description="Steps run first and left out of every statistic.")
-    ] = 5
-    precision: Annotated[
-        Literal["auto", "bf16", "fp16", "fp32"],
-        Field(description="Number format; auto: bf16 where the device has it."),
-    ] = "auto"
-    activation_checkpointing: Annotated[bool, Field(description="Recompute activations in the backward pass.")] = False
-    seed: Annotated[int, Field(ge=0, le=2**32 - 1, description="Seed of weights and data.")] = 42
-    dropout: Annotated[
-        float | None, Field(ge=0, lt=1, description="Probability of every dropout; without it the model's own.")
-    ] = None
-    pass_type: Annotated[
-        PassType,
-        Field(
-            description="What a step is: the model's forward pass, forward and backward, or with the optimizer's step; "
-            "all but train at stage 0 alone."
-        ),
-    ] = "train"
-    synchronized: Annotated[
-        bool,
-        Field(description="false is wrong on purpose: the clock is read without waiting for the device."),
-    ] = True
+def _section(name: str, purpose: str, **more_keys: Any) -> Any:
+    """A section of recipes and its default: a key for each option that it gives, then those of ``more_keys``."""
+    keys: dict[str, Any] = {}
+    for option in OPTIONS.values():
+        if option.key is not None and option.key.path.startswith(f"{name}."):
+            path, default = option.key.path, {} if option.value.kind is dict else option.value.default
+            described = Field(default=default, description=option.key.description)
+            keys[path.removeprefix(f"{name}.")] = (_type_of(option.value, path), described)
+    model = create_model(name.capitalize(), __base__=_Section, __doc__=purpose, **keys, **more_keys)
+    return model, model()
 
 
-class Configurations(_Section):
-    """The rows of the comparison. Without stages, strategies, configs and inline: stages 0, 1, 2 and 3."""
-
-    stages: Annotated[tuple[Annotated[int, Field(ge=0, le=3)], ...], Field(description="ZeRO stages, in order.")] = ()
-    strategies: Annotated[
-        tuple[StrategyName, ...],
-        BeforeValidator(_listed, json_schema_input_type=list[StrategyName] | StrategyName),
-        Field(description="Strategies by name, after the stages; all: every stage and offload strategy."),
-    ] = ()
-    stage: Annotated[int, Field(ge=1, le=3, description="ZeRO stage of the offload strategies.")] = 3
-    configs: Annotated[
-        tuple[GivenPath, ...],
-        Field(description="Configurations of your own, each file one row: DeepSpeed JSON, Accelerate YAML, folders."),
-    ] = ()
-    keep_batch: Annotated[
-        bool, Field(description="The batch keys of each file of configs rule, not those of training.")
-    ] = False
-    inline: Annotated[
-        dict[Annotated[str, Field(pattern=_NAME)], dict[str, Any]],
-        Field(
-            description='DeepSpeed configurations by name, each one row, "auto" resolved as the Trainer does; under '
-            "the name of a strategy it stands for that strategy's."
-        ),
-    ] = {}
-    deepspeed: Annotated[
-        dict[str, Any],
-        Field(description="Values that replace those of every DeepSpeed configuration, such as zero_optimization: …"),
-    ] = {}
-    common_batch: Annotated[
-        bool, Field(description="With local_batch_size auto: also rows at the largest that all of them train.")
-    ] = False
-    relative_to: Annotated[
-        str | None, Field(description="Row that ratios refer to; without it the first good one.")
-    ] = None
-
-
-class Optimizer(_Section):
-    """The optimizer of every row."""
-
-    type: Annotated[OptimizerName | None, Field(description="Without it AdamW.")] = None
-    params: Annotated[
-        dict[str, Any], Field(description="Its parameters, such as lr and weight_decay, as DeepSpeed takes them.")
-    ] = {}
-
-
-class Profiling(_Section):
-    """Profilers that observe further steps after the measured ones."""
-
-    profiles: Annotated[
-        tuple[ProfilerName, ...],
-        BeforeValidator(_listed, json_schema_input_type=list[ProfilerName] | ProfilerName),
-        Field(description="Profilers, in order, each with steps of its own."),
-    ] = ()
-    steps: Annotated[int, Field(ge=1, le=MOST_PROFILE_STEPS, description="Steps that each profiler observes.")] = 2
-    ranks: Annotated[
-        tuple[Annotated[int, Field(ge=0, le=MAX_RANKS)], ...],
-        Field(min_length=1, description="Ranks that write a profile."),
-    ] = (0,)
-    nsys_start: Annotated[
-        int,
-        Field(
-            ge=-1,
-            le=MAX_NUMBER,
-            description="First step of the window that nsys records, among those after the measured ones, numbered "
-            "from 0, the first warm-up step; it adds the profiler nsys. -1: the first of them.",
-        ),
-    ] = -1
-    nsys_end: Annotated[
-        int, Field(ge=-1, le=MAX_NUMBER, description="Last step of that window. -1: the last of them.")
-    ] = -1
-
-
-class Dataset(_Section):
-    """What is trained on: random ids, or those of a file."""
-
-    path: Annotated[
-        GivenPath | None, Field(description="File of token ids, relative to the recipe; without it random ids.")
-    ] = None
-    dtype: Annotated[TokenType | None, Field(description="Type of the file's ids; without it as its suffix says.")] = (
-        None
-    )
-    vocab_size: Annotated[
-        Count | None,
-        Field(description="Random ids are below it, and those of the file must be; without it the model's number."),
-    ] = None
-    seq_len: Annotated[Count | None, Field(description="Tokens per sequence, where training.seq_len does not say.")] = (
-        None
-    )
-
-
-class Dataloader(_Section):
-    """How micro-batches come to the device."""
-
-    workers: Annotated[
-        int | None,
-        Field(
-            ge=0,
-            le=MAX_DATA_WORKERS,
-            description="Worker processes of torch's DataLoader, 0: the rank itself. Without it 0 for a file; random "
-            "ids are on the device before.",
-        ),
-    ] = None
-    pin_memory: Annotated[bool, Field(description="Copy micro-batches to page-locked memory first.")] = False
-    prefetch: Annotated[
-        int, Field(ge=1, le=MAX_PREFETCH, description="Micro-batches that each worker process loads ahead.")
-    ] = DEFAULT_PREFETCH
-
-
-class Launch(_Section):
-    """The devices, and how trials are started and ended."""
-
-    num_gpus: Annotated[
-        int | None, Field(ge=1, le=MAX_RANKS, description="GPUs, or CPU ranks; without it all GPUs, or 1 rank.")
-    ] = None
-    accelerator: Annotated[Literal["auto", "cuda", "cpu"], Field(description="Device type.")] = "auto"
-    launcher: Annotated[
-        Literal["auto", "warm", "deepspeed"],
-        Field(description="warm: ranks forked from one preloaded process; deepspeed: its launcher for every trial."),
-    ] = "auto"
-    hostfile: Annotated[GivenPath | None, Field(description="DeepSpeed hostfile, for several nodes.")] = None
-    include: Annotated[
-        str | None, Field(description="Hosts and slots of the hostfile to use, in DeepSpeed's syntax: a@b:0,1.")
-    ] = None
-    exclude: Annotated[str | None, Field(description="Hosts and slots of the hostfile to leave out.")] = None
-    multi_node_launcher: Annotated[
-        MultiNodeLauncher | None,
-        Field(description="Program with which DeepSpeed starts ranks on several nodes; without it pdsh."),
-    ] = None
-    master_addr: Annotated[
-        str | None, Field(description="Address of the first host that all others reach; without it its first.")
-    ] = None
-    master_port: Annotated[
-        int | None, Field(ge=1, le=MAX_PORT, description="Port of that address; without it a free one.")
-    ] = None
-    launcher_args: Annotated[str | None, Field(description="Further arguments of that program, as one text.")] = None
-    nvme_path: Annotated[GivenPath | None, Field(description="Folder on the NVMe disk.")] = None
-    cpu_memory_limit: Annotated[Quantity | None, Field(description="Limit of each rank's data, in GB (2^30).")] = None
-    gpu_memory_limit: Annotated[Quantity | None, Field(description="Emulate a GPU of this memory, in GB (2^30).")] = (
-        None
-    )
-    peak_tflops: Annotated[
-        Quantity | None, Field(description="Dense peak of one GPU in TFLOP/s, for MFU; without it known GPUs.")
-    ] = None
-    timeout: Annotated[Quantity, Field(description="Seconds after which a trial is ended.")] = 3600.0
-    stall_timeout: Annotated[
-        Quantity, Field(description="Seconds without a sign of life after which a trial is ended.")
-    ] = 600.0
-    skip_predicted_oom: Annotated[bool, Field(description="Leave out rows that are predicted not to fit.")] = False
-    force: Annotated[
-        bool, Field(description="Run also what is predicted to need more than 1.5 times the host memory there is.")
-    ] = False
-
-
-class Output(_Section):
-    """Where results go, how often rows run, and what the recommendation is for."""
-
-    dir: Annotated[GivenPath, Field(description="Folder of the results, in the current folder; made when missing.")] = (
-        Path("results")
-    )
-    repeats: Annotated[int, Field(ge=1, le=MAX_REPEATS, description="Runs of every row; 3 or more give intervals.")] = 1
-    goal: Annotated[
-        Literal["speed", "balanced", "memory"],
-        Field(description="The fastest row, the least memory, or both."),
-    ] = "balanced"
-    export: Annotated[
-        str | None, Field(description="Row whose configuration is written too; the recommended one always is.")
-    ] = None
-    monitor: Annotated[
-        Literal["steps", "tensorboard"] | None,
-        Field(
-            description="Write loss, memory and throughput of each step while a trial runs: to steps.jsonl in its "
-            "folder; tensorboard: to TensorBoard's files too."
-        ),
-    ] = None
-    checkpoint: Annotated[
-        bool,
-        Field(description="Save, convert and load a checkpoint of every row after its measured steps, and time it."),
-    ] = False
-    checkpoint_path: Annotated[
-        str | None,
-        Field(description="Folder on the disk to save to; adds checkpoint. Without it the folder of the results."),
-    ] = None
-    csv: Annotated[
-        GivenPath | None,
-        Field(description="File for the flat rows as CSV, besides that in dir; in the current folder, replaced."),
-    ] = None
-
-
-class Recipe(_Section):
-    """One comparison: a model, how it is trained, which configurations, and where."""
-
-    model: Model = Model()
-    training: Training = Training()
-    configurations: Configurations = Configurations()
-    dataset: Dataset = Dataset()
-    dataloader: Dataloader = Dataloader()
-    optimizer: Optimizer = Optimizer()
-    axes: Annotated[
-        dict[str, AxisValue | list[AxisValue]],
-        Field(
-            description="Name of an axis → its values: a row of each, in every row where it acts; several axes make "
-            "every combination (python -m ds_bench axes lists them)."
-        ),
-    ] = {}
-    profiling: Profiling = Profiling()
-    launch: Launch = Launch()
-    output: Output = Output()
-
+_LENGTH: Any = Field(default=None, description="Tokens per sequence, where training.seq_len does not say.")
+_PARAMETERS: Any = Field(
+    default={}, description="Its parameters, such as lr and weight_decay, as DeepSpeed takes them."
+)
+_AXES: Any = Field(
+    default={},
+    description="Name of an axis → its values: a row of each, in every row where it acts; several axes make every "
+    "combination (python -m ds_bench axes lists them).",
+)
+Recipe: type[BaseModel] = create_model(
+    "Recipe",
+    __base__=_Section,
+    __doc__="One comparison: a model, how it is trained, which configurations, and where.",
+    model=_section("model", "The model that is trained, with random weights."),
+    training=_section("training", "How it is trained."),
+    configurations=_section(
+        "configurations",
+        "The rows of the comparison. Without stages, strategies, configs and inline: stages 0, 1, 2 and 3.",
+    ),
+    dataset=_section(
+        "dataset",
+        "What is trained on: random ids, or those of a file.",
+        seq_len=(Annotated[int, Field(**COUNT)] | None, _LENGTH),
+    ),
+    dataloader=_section("dataloader", "How micro-batches come to the device."),
+    optimizer=_section("optimizer", "The optimizer of every row.", params=(dict[str, Any], _PARAMETERS)),
+    axes=(dict[str, AxisValue | list[AxisValue]], _AXES),
+    profiling=_section("profiling", "Profilers that observe further steps after the measured ones."),
+    launch=_section("launch", "The devices, and how trials are started and ended."),
+    output=_section("output", "Where results go, how often rows run, and what the recommendation is for."),
+)
+"""The form of a recipe at one point of its sweep."""
 
 SWEPT_SECTIONS = ("model", "training", "dataset", "dataloader", "optimizer")
 """Sections whose values may be lists, each value then makes points of a sweep."""
@@ -374,47 +138,33 @@ _WHOLE_SECTIONS = ("model", "training")
 """Sections of which a printed recipe has every value."""
 _LISTS_OF_DEEPSPEED = ("betas",)
 """Values of an optimizer that are lists themselves."""
-_OTHER_NAMES = {
-    "model.name": "model",
-    "model.factory": "model_factory",
-    "training.seq_len": "seq_length",
-    "training.local_batch_size": "batch_size",
-    "training.steps": "num_steps",
-    "dataset.path": "data",
-    "dataset.dtype": "data_dtype",
-    "dataloader.workers": "data_workers",
-    "dataloader.pin_memory": "data_pin_memory",
-    "dataloader.prefetch": "data_prefetch",
-    "optimizer.type": "optimizer",
-    "profiling.steps": "profile_steps",
-    "profiling.ranks": "profile_ranks",
-    "output.dir": "output_dir",
-}
-"""Key path → the field of Options that it gives, where their names differ."""
-_NO_FIELD = ("configurations.inline", "configurations.deepspeed", "optimizer.params", "dataset.seq_len")
-"""Key paths that Options have in another form (:func:`options_of`)."""
 
 
 @cache
-def known_paths() -> Mapping[str, Any]:
+def known_paths() -> Values:
     """Key path of every value of a recipe → its default."""
-    sections = Recipe().model_dump(exclude={"axes"})
-    return {f"{section}.{key}": value for section, keys in sections.items() for key, value in keys.items()}
+    return {path: default for path, default in _by_path(Recipe()).items() if path != "axes"}
+
+
+def _by_path(recipe: BaseModel) -> Values:
+    sections = recipe.model_dump()
+    axes = {"axes": sections.pop("axes")}
+    return axes | {f"{section}.{key}": value for section, keys in sections.items() for key, value in keys.items()}
 
 
 PATHS: Mapping[str, str] = {
-    _OTHER_NAMES.get(path, path.rpartition(".")[2]): path for path in known_paths() if path not in _NO_FIELD
+    name: option.key.path
+    for name, option in OPTIONS.items()
+    if option.key is not None and option.value.kind is not dict
 }
-"""Field of Options, or of its Inspection → key path of the recipe."""
-_OF_RECIPES_ALONE = ("pass_type", "synchronized")
-"""Fields of Options that no flag of the scripts sets."""
+"""Field of Options → the key path of a recipe that gives it as it is."""
 
 
 # ------------------------------------------------------------------ from a file
 
 
-def check_recipe(text: RecipeText, data: Data | None = None) -> Recipe:
-    """The checked recipe of a text. ``data``: one point of its sweep, in place of its own values.
+def check_recipe(text: RecipeText, data: Data | None = None) -> Values:
+    """The checked values of a recipe. ``data``: one point of its sweep, in place of its own values.
 
     Raises UsageError for the first value that cannot be used, with its line.
     """
@@ -422,7 +172,7 @@ def check_recipe(text: RecipeText, data: Data | None = None) -> Recipe:
     values = {section: keys for section, keys in values.items() if keys is not None}  # a section without keys
     try:
         # As JSON, of which a strict model takes lists for tuples and texts for paths; of Python values it does not.
-        return Recipe.model_validate_json(json.dumps(values))
+        return _by_path(Recipe.model_validate_json(json.dumps(values)))
     except ValidationError as error:
         raise _usage_error(error, text) from None
 
@@ -456,17 +206,22 @@ _RULES = {
     "greater_than": "above {gt}",
     "less_than": "below {lt}",
     "literal_error": "{expected}",
-    _FACTORY: "package.module:function",
+    FACTORY: "package.module:function",
     _NAME: "a name of letters, digits, dots, dashes and underscores",
 }
 """Kind of a pydantic error, or the pattern of a text → what the value must be."""
 
 
 def _reason(error: Any) -> str:
-    rule = _RULES.get(error.get("ctx", {}).get("pattern", error["type"]))
+    context = error.get("ctx", {})
+    rule = _RULES.get(context.get("pattern", error["type"]))
     if rule is None:
         return str(error["msg"]).removeprefix("Value error, ")
-    return "it must be " + rule.format(**error.get("ctx", {}))
+    if error["type"] == "literal_error":
+        names = {name.casefold(): name for name in re.findall("'([^']+)'", context["expected"])}
+        for near in difflib.get_close_matches(str(error["input"]).casefold(), names, n=1, cutoff=0.65):
+            return f"did you mean {names[near]}?"
+    return "it must be " + rule.format(**context)
 
 
 def _known_part(path: KeyPath) -> KeyPath:
@@ -511,14 +266,14 @@ def nearest_path(path: KeyPath) -> str | None:
 # ------------------------------------------------------------------ a recipe as Options
 
 
-def options_of(recipe: Recipe, folder: Path, **run_flags: Any) -> Options:
+def options_of(recipe: Values, folder: Path, **run_flags: Any) -> Options:
     """The Options of one point. ``folder``: of the recipe, to which the files that it names are relative.
 
     ``run_flags``: fields of Options that no recipe holds: they say how this one command behaves.
 
     Raises UsageError for values that contradict each other.
     """
-    values = {name: attrgetter(path)(recipe) for name, path in PATHS.items()}
+    values = {name: recipe[path] for name, path in PATHS.items()}
     _require_one_accumulation(values)
     values["seq_length"] = _seq_length(recipe)
     # 1 until the ranks are known, where the global batch is given (planner.with_accumulation).
@@ -542,19 +297,19 @@ def options_of(recipe: Recipe, folder: Path, **run_flags: Any) -> Options:
         inline=inline,
         axes=tuple(
             axis_rows.read_values(name, [_axis_text(value) for value in _listed(values)])
-            for name, values in recipe.axes.items()
+            for name, values in recipe["axes"].items()
         ),
         ds_config={},
         set=(
-            *(overrides.nested(key, value) for key, value in recipe.configurations.deepspeed.items()),
-            *(overrides.nested(f"optimizer.params.{key}", value) for key, value in recipe.optimizer.params.items()),
+            *(overrides.nested(key, value) for key, value in recipe["configurations.deepspeed"].items()),
+            *(overrides.nested(f"optimizer.params.{key}", value) for key, value in recipe["optimizer.params"].items()),
         ),
         **run_flags,
     )
 
 
-def _seq_length(recipe: Recipe) -> int | Literal["auto"] | None:
-    given = {"training.seq_len": recipe.training.seq_len, "dataset.seq_len": recipe.dataset.seq_len}
+def _seq_length(recipe: Values) -> int | Literal["auto"] | None:
+    given = {path: recipe[path] for path in ("training.seq_len", "dataset.seq_len")}
     lengths = {length for length in given.values() if length is not None}
     if len(lengths) > 1:
         problem = " and ".join(f"{path} {length}" for path, length in given.items())
@@ -595,23 +350,23 @@ def _axis_text(value: AxisValue) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _inline_rows(recipe: Recipe) -> tuple[ConfigurationFile, ...]:
+def _inline_rows(recipe: Values) -> tuple[ConfigurationFile, ...]:
     """The recipe's own configurations, without those that stand for a strategy's."""
     return tuple(
         ConfigurationFile(
             path=Path(name), kind="deepspeed", name=name, text=json.dumps(config, indent=2), config=config
         )
-        for name, config in recipe.configurations.inline.items()
+        for name, config in recipe["configurations.inline"].items()
         if name not in STRATEGY_NAMES
     )
 
 
-def config_maker(recipe: Recipe) -> MakeConfig:
+def config_maker(recipe: Values) -> MakeConfig:
     """The function that makes each strategy's configuration: the recipe's own where it gives one, else the built-in."""
 
     def make(strategy: Strategy, batch_size: int, grad_accum: int) -> Config:
         config = base_config(strategy, batch_size, grad_accum)
-        own = recipe.configurations.inline.get(strategy.name)
+        own = recipe["configurations.inline"].get(strategy.name)
         # A recipe's own configuration may leave out batch and optimizer, without which no row can run.
         return config if own is None else {key: config[key] for key in (*BATCH_KEYS, "optimizer")} | copy.deepcopy(own)
 
@@ -630,8 +385,9 @@ def recipe_of(options: Options, make_config: MakeConfig, rows: list[Strategy]) -
     data: Data = {section: {} for section in Recipe.model_fields}
     for name, path in PATHS.items():
         section, _, key = path.partition(".")
-        value = _json_value(getattr(options.inspection if name in INSPECTION_FIELDS else options, name))
-        is_empty = value is None or value is False or value == [] or name in _OF_RECIPES_ALONE
+        value = _json_value(getattr(options, name))
+        # What no flag gives is as a script has it anyway.
+        is_empty = value is None or value is False or value == [] or OPTIONS[name].flag is None
         if is_empty or (section not in _WHOLE_SECTIONS and value == _json_value(known_paths()[path])):
             continue
         data[section][key] = value
