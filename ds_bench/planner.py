@@ -306,13 +306,14 @@ def make_run_plan(points: Sequence[Options], make_config: MakeConfig, machine: M
     first = points[0]
     if first.output_dir.exists() and not first.output_dir.is_dir():
         raise UsageError(f"--output-dir {first.output_dir} is not a folder", remedy="give a folder")
-    files, lines = read_files(first)
+    first = with_files(first)
+    points = [first, *(replace(each, files=first.files) for each in points[1:])]
     # Refuses before anything is looked up. The values of a point may decide which axes act in a row.
-    rows = [requested_rows(each, files) for each in points]
-    lines += axis_notes(first, files)
+    rows = [requested_rows(each) for each in points]
+    lines = [*first.file_lines, *axis_notes(first)]
     # All points have the same axes: further notes would repeat those of the first point.
     for options in points[1:] if first.axes else ():
-        axis_notes(options, files)  # refuses
+        axis_notes(options)  # refuses
 
     @cache
     def find_placement(num_gpus: int | None, cpu_limit: float | None, gpu_limit: float | None) -> Placement:
@@ -574,20 +575,20 @@ class RequestedRow:
         return isinstance(self.origin, Strategy) and not self.axis_values and strategies.matches(self.origin, text)
 
 
-def read_files(options: Options) -> tuple[list[ConfigurationFile], list[str]]:
-    """Reads the configurations of ``--configs``, and adds those of the recipe itself. Returns them with lines for the
-    user. Raises UsageError.
-    """
+def with_files(options: Options) -> Options:
+    """The options with the configurations of ``--configs`` and of the recipe itself, read once. Raises UsageError."""
+    if options.files is not None:
+        return options
     files, lines = read_configuration_files(options.configs)
     for file in options.inline:
         if any(other.name == file.name for other in files):
             problem = f"configurations.inline and a file of configs are both called {file.name}"
             raise UsageError(problem, remedy="rename one of them")
-    return [*files, *options.inline], lines
+    return replace(options, files=(*files, *options.inline), file_lines=tuple(lines))
 
 
-def requested_rows(options: Options, files: Sequence[ConfigurationFile] = ()) -> list[RequestedRow]:
-    """Returns the rows to compare, in order: stages, strategies, then ``files``, those of ``--configs``.
+def requested_rows(options: Options) -> list[RequestedRow]:
+    """Returns the rows to compare, in order: stages, strategies, then the files that were read (:func:`with_files`).
 
     Each comes with every combination of the axes' values.
 
@@ -596,7 +597,7 @@ def requested_rows(options: Options, files: Sequence[ConfigurationFile] = ()) ->
     """
     rows = [
         replace(row, axis_values=values)
-        for row in _rows_without_axes(options, files)
+        for row in _rows_without_axes(options)
         for values in axis_rows.combinations(options.axes, _layout(row, options))
     ]
     # Of a recipe the trials of all points are limited instead (sweep.MOST_TRIALS).
@@ -605,7 +606,7 @@ def requested_rows(options: Options, files: Sequence[ConfigurationFile] = ()) ->
     return rows
 
 
-def axis_notes(options: Options, files: Sequence[ConfigurationFile] = ()) -> list[str]:
+def axis_notes(options: Options) -> list[str]:
     """Returns a note for each axis that is not varied in some rows. Raises UsageError for an axis that acts in none,
     and for one that sets what a flag sets.
     """
@@ -613,7 +614,7 @@ def axis_notes(options: Options, files: Sequence[ConfigurationFile] = ()) -> lis
     for changes in options.set:
         axis_rows.require_no_override(options.axes, "--set", changes)
     _require_no_flag_of_workload(options)
-    rows = _rows_without_axes(options, files)
+    rows = _rows_without_axes(options)
     return axis_rows.idle_axes(options.axes, {row.label: _layout(row, options) for row in rows})
 
 
@@ -652,7 +653,7 @@ def _layout(row: RequestedRow, options: Options) -> Layout:
     )
 
 
-def _rows_without_axes(options: Options, files: Sequence[ConfigurationFile]) -> list[RequestedRow]:
+def _rows_without_axes(options: Options) -> list[RequestedRow]:
     names = list(options.strategies)
     if "nvme" in names and options.nvme_path is None:
         raise UsageError("--strategies nvme needs a disk", remedy="add --nvme-path DIR, or leave nvme out")
@@ -668,7 +669,8 @@ def _rows_without_axes(options: Options, files: Sequence[ConfigurationFile]) -> 
         if other is not strategy:
             problem = f"{other.name} and {strategy.name} are the same configuration, {strategy.label}"
             raise UsageError(problem, remedy="leave one of them out")
-    return [*(RequestedRow(origin=each) for each in found), *(RequestedRow(origin=each) for each in files)]
+    origins: list[Strategy | ConfigurationFile] = [*found, *(options.files or ())]
+    return [RequestedRow(origin=each) for each in origins]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -208,9 +208,7 @@ def check_options(options: Options) -> Options:
     if options.launcher == "warm" and options.hostfile is not None:
         raise UsageError("--launcher warm works on one node", remedy="leave --launcher out, or drop --hostfile")
     return replace(
-        options,
-        relative_to=_row_name(options, "relative_to"),
-        export=_row_name(options, "export"),
+        _with_row_names(options),
         profiles=_profiles(options),
         profile_ranks=tuple(dict.fromkeys(options.profile_ranks)),
         checkpoint=options.checkpoint or options.checkpoint_path is not None,
@@ -256,22 +254,35 @@ def _require_data_loader(options: Options) -> None:
         raise UsageError(problem, remedy="add --data-workers 1 or more")
 
 
-def _row_name(options: Options, field: str) -> str | None:
-    """The name of the row that the text of a flag means, such as a stage's number. Raises UsageError."""
-    text = getattr(options, field)
-    if text is None:
-        return None
-    # Imported here, since --help does without the planner.
-    from ..planner import read_files, requested_rows
+def _with_row_names(options: Options) -> Options:
+    """The options with the names of the rows that texts of the user mean, such as a stage's number. Raises UsageError.
 
-    rows = requested_rows(options, read_files(options)[0])
-    if (row := next((row for row in rows if row.matches(text)), None)) is None:
-        names = ", ".join(row.name for row in rows)
-        raise UsageError(f"--{field.replace('_', '-')} {text}: no such row", remedy=f"one of {names}")
-    if field == "export" and row.engine != "deepspeed":
-        problem = f"--export {text}: {row.label} is torch's own engine, there is no DeepSpeed configuration"
-        raise UsageError(problem, remedy="export a row that DeepSpeed trains")
-    return row.name
+    Only where there is such a text are the files of ``--configs`` read here: a process that runs nothing may lack them.
+    """
+    if options.relative_to is None and options.export is None:
+        return options
+    # Imported here, since --help does without the planner.
+    from ..planner import RequestedRow, requested_rows, with_files
+
+    options = with_files(options)
+    rows = requested_rows(options)
+
+    def find_row(flag: str, text: str) -> RequestedRow:
+        if (row := next((row for row in rows if row.matches(text)), None)) is None:
+            raise UsageError(f"{flag} {text}: no such row", remedy=f"one of {', '.join(row.name for row in rows)}")
+        return row
+
+    if options.relative_to is not None:
+        options = replace(options, relative_to=find_row("--relative-to", options.relative_to).name)
+    if options.export is not None:
+        row = find_row("--export", options.export)
+        if row.engine != "deepspeed":
+            problem = (
+                f"--export {options.export}: {row.label} is torch's own engine, there is no DeepSpeed configuration"
+            )
+            raise UsageError(problem, remedy="export a row that DeepSpeed trains")
+        options = replace(options, export=row.name)
+    return options
 
 
 def parse(family: Family, prog: str, arguments: Sequence[str]) -> Options:

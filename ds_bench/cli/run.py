@@ -108,9 +108,12 @@ def _points(text: RecipeText, asked: sweep.Sweep, values: argparse.Namespace) ->
     # The first point is made alone and its rows are counted, so that too large a sweep is refused before all its
     # points are made.
     first, options = options_at(asked.first_point)
-    from ..planner import read_files, requested_rows
+    from ..planner import requested_rows, with_files
 
-    rows = len(requested_rows(options, read_files(options)[0]))
+    # All points have the same files.
+    options = with_files(options)
+    flags |= {"files": options.files, "file_lines": options.file_lines}
+    rows = len(requested_rows(options))
     trials = asked.most_points * rows * options.repeats
     if trials > sweep.MOST_TRIALS and not values.yes:
         problem = f"this recipe makes {trials:,} trials: {asked.most_points:,} points, each with every row and repeat"

@@ -575,6 +575,10 @@ class Options:
     """Minutes that the trials may take, by the estimate of the plan; None without a limit."""
     point: tuple[tuple[str, Any], ...] = ()
     """Key paths of a recipe and their values at this point of its sweep; empty without a sweep."""
+    files: tuple[ConfigurationFile, ...] | None = None
+    """The configurations of ``configs`` and ``inline``; None until they are read (``planner.with_files``)."""
+    file_lines: tuple[str, ...] = ()
+    """What the user must know about them."""
     token_file: TokenFile | None = None
     """What was read of ``data``; None until the plan is made."""
 

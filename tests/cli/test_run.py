@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
-from ds_bench import runner
+from ds_bench import planner, runner
 from ds_bench.cli import arguments, commands
 from ds_bench.cli.report import build_reports
 from ds_bench.config import placement, recipe, recipe_file
@@ -104,6 +105,18 @@ def test_a_report_keeps_the_goal_and_the_reference_row_of_the_recipe(
     assert baseline is not None
     assert baseline.configuration.name == "zero2"
     assert reports[0].commands[0].startswith("python -m ds_bench run ")
+
+
+def test_files_of_configurations_are_read_once_in_a_run(
+    run: Run, scripted: ScriptedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine = tmp_path / "mine.json"
+    mine.write_text('{"zero_optimization": {"stage": 1}}')
+    read = Mock(wraps=planner.read_configuration_files)
+    monkeypatch.setattr(planner, "read_configuration_files", read)
+    assert run(SWEEP, "--configs", str(mine), "--relative-to", "mine", "--export", "zero2") == 0
+    assert [name for _, name, _ in scripted.trials[:3]] == ["zero0", "zero2", "mine"]
+    assert read.call_count == 1
 
 
 def test_each_point_finds_its_own_largest_micro_batch(run: Run, scripted: ScriptedRun) -> None:

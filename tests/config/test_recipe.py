@@ -144,6 +144,8 @@ def test_every_flag_of_run_and_every_option_of_a_script_is_a_value_of_recipes_or
         "inline",
         "budget",
         "point",
+        "files",
+        "file_lines",
         "token_file",
         "auto_seq",
     }
