@@ -24,7 +24,7 @@ from ..records import json_files, reader
 from ..records.json_files import InvalidJsonError, InvalidValueError
 from ..records.reader import RunInfo
 from ..records.run_folder import RECORDS_FILE, RUN_FILE, flat_json_path
-from ..records.schema import INTERRUPTED, TrialRecord
+from ..records.schema import TrialRecord
 from ..system.environment import Environment
 from ..units import format_place
 from . import flat_reader, flops
@@ -208,10 +208,7 @@ def _load_records(source: Path, run_info: RunInfo, file: Path, notes: list[str])
         notes=(*run_info.notes, *_limit_notes(notes)),
         recipe=run_info.recipe,
         shard=run_info.shard,
-        trials_left=len(
-            {trial.key for trial in run_info.trials}
-            - {record.trial.key for record in records if record.outcome.status != INTERRUPTED}
-        ),
+        trials_left=reader.count_trials_left(run_info.trials, records),
     )
 
 

@@ -103,12 +103,16 @@ def _group_equal_batches(summaries: Sequence[TrialSummary]) -> list[_Group]:
     """Groups rows that were to train alike, on the same batches; rows without finite losses are in no group."""
     groups: list[_Group] = []
     batches: list[tuple[object, ...]] = []
+    # By id: thousands of records have few workloads, which are one object each (records.reader), and a copy is checked.
+    common: dict[int, Workload] = {}
     for index, summary in enumerate(summaries):
         if not summary.losses or None in summary.losses:
             continue
-        workload = replace(summary.record.trial.workload, **_COMMON_VALUES)
+        workload = summary.record.trial.workload
+        if id(workload) not in common:
+            common[id(workload)] = replace(workload, **_COMMON_VALUES)
         other = other_arithmetic(summary.record.trial.configuration.axis_values), summary.record.trial.common_settings
-        batch = summary.micro_batch_size, summary.grad_accum, summary.data_parallel_size, workload, other
+        batch = summary.micro_batch_size, summary.grad_accum, summary.data_parallel_size, common[id(workload)], other
         if batch not in batches:  # a workload holds mappings, so that it is no key of a dictionary
             batches.append(batch)
             groups.append({})

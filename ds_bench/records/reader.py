@@ -21,7 +21,7 @@ from ..errors import UsageError
 from ..system.environment import Environment
 from . import json_files
 from .json_files import InvalidJsonError, InvalidValueError
-from .schema import SCHEMA_VERSION, TrialRecord
+from .schema import INTERRUPTED, SCHEMA_VERSION, TrialRecord
 
 Kind = Literal["record", "run"]
 Migration = Callable[[Kind, dict[str, Any]], dict[str, Any]]
@@ -233,6 +233,15 @@ def read_records(path: Path, planned: Sequence[Trial], notes: list[str]) -> tupl
         notes.append(f"{missing} of the {len(planned)} planned trials have no record: the run did not end")
     # Last come trials that were not planned: all of them, where run.json is missing.
     return (*ordered, *latest.values())
+
+
+def count_trials_left(planned: Sequence[Trial], records: Sequence[TrialRecord]) -> int:
+    """Number of planned trials without a record, or with one that was interrupted.
+
+    ``records``: of these trials, as :func:`read_records` read them: both have their equal parts in common since then.
+    """
+    ended = {_identity(record.trial) for record in records if record.outcome.status != INTERRUPTED}
+    return len(set(map(_identity, planned)) - ended)
 
 
 def parse_record(
