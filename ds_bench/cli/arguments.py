@@ -144,7 +144,7 @@ def _flag(name: str) -> tuple[str, dict[str, Any]]:
         arguments |= {"type": _converter(name, value), "metavar": flag.metavar or ("N" if value.kind is int else None)}
     if value.many:
         arguments |= {"nargs": "+"}
-    return flag.name or f"--{name.replace('_', '-')}", {**arguments, **flag.arguments}
+    return flag.name, {**arguments, **flag.arguments}
 
 
 _CONVERTERS = {"model_factory": factory, "checkpoint_path": absolute_path, "shard": shard}

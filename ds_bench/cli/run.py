@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..config import recipe_file, sweep
-from ..config.options import Options
+from ..config.options import FLAGS, Options
 from ..config.recipe import PATHS, Values, check_recipe, config_maker, options_of, yaml_text
 from ..config.recipe_file import Data, RecipeText
 from ..config.shard import Shard
@@ -70,8 +70,8 @@ def _in_words_of_recipe(error: DsBenchError, text: RecipeText, values: argparse.
     """The error with the key path of each value in place of the flag that a script has for it, unless it was typed."""
 
     def replace_flag(match: re.Match[str]) -> str:
-        name = match["flag"].replace("-", "_")
-        if name == "axis":
+        name = FLAGS.get(match["flag"], "")
+        if name == "axes":
             return match[0] if hasattr(values, "axes") else f"axes.{match['word']}"
         # Flags for which PATHS has no key, or not the one that this recipe uses.
         elsewhere = {"set": "configurations.deepspeed or optimizer.params", "seq_length": _given_length(text)}
@@ -83,7 +83,7 @@ def _in_words_of_recipe(error: DsBenchError, text: RecipeText, values: argparse.
     return type(error)(problem, remedy=remedy)
 
 
-_FLAG = re.compile(r"--(?P<flag>[a-z][a-z-]*[a-z])(?P<rest> (?P<word>[^ ]+)|)")
+_FLAG = re.compile(r"(?P<flag>--[a-z][a-z-]*[a-z])(?P<rest> (?P<word>[^ ]+)|)")
 
 
 def _given_length(text: RecipeText) -> str:

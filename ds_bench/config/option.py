@@ -46,8 +46,8 @@ class Key(NamedTuple):
 class Flag:
     """The flag that gives an option."""
 
-    def __init__(self, text: str, metavar: str | None = None, *, name: str | None = None, **arguments: Any) -> None:
-        """``text``: for ``--help``. ``name``: where it is not that of the option. ``arguments``: those of
+    def __init__(self, text: str, metavar: str | None = None, *, name: str = "", **arguments: Any) -> None:
+        """``text``: for ``--help``. ``name``: where it is not that of the field. ``arguments``: those of
         ``add_argument`` that do not follow from the value.
         """
         self.text, self.metavar, self.name, self.arguments = text, metavar, name, arguments
@@ -72,4 +72,10 @@ def option(value: Value, *ways: Key | Flag) -> Any:
 
 def options_of(declaration: type) -> dict[str, Option]:
     """The options that a dataclass declares, by the names of their fields, in order."""
-    return {each.name: each.metadata["option"] for each in fields(declaration) if "option" in each.metadata}
+    options: dict[str, Option] = {
+        each.name: each.metadata["option"] for each in fields(declaration) if "option" in each.metadata
+    }
+    for name, declared in options.items():
+        if declared.flag is not None:
+            declared.flag.name = declared.flag.name or f"--{name.replace('_', '-')}"
+    return options

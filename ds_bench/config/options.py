@@ -628,3 +628,5 @@ class Options:
 
 OPTIONS: Mapping[str, Option] = options_of(Options)
 """Every option, by the name of its field."""
+FLAGS: Mapping[str, str] = {option.flag.name: name for name, option in OPTIONS.items() if option.flag is not None}
+"""Flag → the name of the field that it gives."""

@@ -186,6 +186,7 @@ REFUSED = {
     "dataset: {path: none.uint16}": "none.uint16: No such file or directory",
     "dataset: {dtype: uint16}": "dataset.dtype without dataset.path",
     "dataloader: {prefetch: 4}": "dataloader.prefetch 4 without worker processes (add dataloader.workers 1 or more)",
+    "profiling: {steps: 4}": "profiling.steps or profiling.ranks without profiling.profiles (add profiling.profiles",
 }
 
 
