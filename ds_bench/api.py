@@ -24,6 +24,7 @@ from .cli import commands
 from .cli.plan import WIDTH_OF_FILES, predict_plan
 from .cli.project import ProjectedReport, ProjectOptions, project_reports
 from .cli.report import build_reports, flat_rows_of, print_reports
+from .config.options import FLAGS
 from .config.recipe import PATHS, Recipe, can_be_swept, nearest_path
 from .errors import DsBenchError, PreflightError, UsageError
 from .prediction.memory import FITS, TIGHT
@@ -326,13 +327,11 @@ def _keyword_arguments(name: str, value: object) -> Iterator[str]:
     if isinstance(value, Mapping) and name in (*Recipe.model_fields, "sweep"):
         yield from _section_arguments(name, value)
         return
-    action = commands.run_flags().get(name)
-    # Paths go by the name in the namespace, which differs from that of the flag in --profile (dest="profiles").
-    path = PATHS.get(name if action is None else action.dest)
+    path = _path_of(name)
     if path is None and name not in RUN_ONLY:
         raise _unknown_keyword(name)
     swept = isinstance(value, (list, tuple)) and path is not None and can_be_swept(path)
-    if path is not None and (action is None or value is None or value is False or swept):
+    if path is not None and (_flag_name(name) not in FLAGS or value is None or value is False or swept):
         yield from _setting(path, value)  # no flag can say it
     # --retry takes one text; other flags with a list take several words.
     elif name == "retry" and isinstance(value, (list, tuple)):
@@ -343,7 +342,7 @@ def _keyword_arguments(name: str, value: object) -> Iterator[str]:
 
 def _flag(name: str, value: object) -> list[str]:
     """A keyword as a flag; none for one that is off. A list becomes several values of one flag."""
-    flag = f"--{name.replace('_', '-')}"
+    flag = _flag_name(name)
     if value is None or value is False:
         return []
     if value is True:
@@ -354,13 +353,22 @@ def _flag(name: str, value: object) -> list[str]:
     return [f"{flag}={_flag_text(value)}"]
 
 
+def _flag_name(keyword: str) -> str:
+    return f"--{keyword.replace('_', '-')}"
+
+
 def _flag_text(value: object) -> str:
     return os.fspath(value) if isinstance(value, os.PathLike) else str(value)
 
 
+def _path_of(keyword: str) -> str | None:
+    """The key path of a recipe that a keyword gives; None for one that gives none."""
+    return PATHS.get(FLAGS.get(_flag_name(keyword), keyword))
+
+
 def _unknown_keyword(name: str) -> UsageError:
     near = nearest_path((name,))
-    same = next((keyword for keyword, path in PATHS.items() if path == near), None)
+    same = next((keyword for keyword in RunKeywords.__annotations__ if near and _path_of(keyword) == near), None)
     hint = f"did you mean {same}?" if same else "a flag of the command run, or a section of a recipe as a dict"
     return UsageError(f"ds_bench.run has no keyword {name}", remedy=hint)
 

@@ -19,6 +19,7 @@ import ds_bench
 from ds_bench import api
 from ds_bench.analysis.flat_rows import FLAT_COLUMNS
 from ds_bench.cli import commands, requested_run
+from ds_bench.config.options import FLAGS
 from ds_bench.config.recipe import PATHS, Recipe
 from ds_bench.config.spec import Trial
 from ds_bench.records.schema import TrialRecord
@@ -59,10 +60,11 @@ def test_importing_the_package_loads_nothing_and_it_has_its_names() -> None:
 
 
 def test_every_value_of_a_recipe_and_every_flag_of_plan_is_a_keyword() -> None:
-    flags = commands.run_flags()
-    by_flag = {keyword for keyword, action in flags.items() if action.dest in PATHS or keyword in api.RUN_ONLY}
-    without_flag = PATHS.keys() - {action.dest for action in flags.values()}
-    assert set(get_type_hints(api.RunKeywords, vars(api))) == {*by_flag, *without_flag, *Recipe.model_fields, "sweep"}
+    flags = [flag for flag, field in FLAGS.items() if field in PATHS]
+    by_flag = {flag.removeprefix("--").replace("-", "_") for flag in flags}
+    without_flag = PATHS.keys() - FLAGS.values()
+    expected = {*by_flag, *without_flag, *api.RUN_ONLY, *Recipe.model_fields, "sweep"}
+    assert set(get_type_hints(api.RunKeywords, vars(api))) == expected
     options = vars(commands.build_parser().parse_args(["plan"]))
     assert set(get_type_hints(api.PlanKeywords, vars(api))) == options.keys() - {"command", "run", "verbose", "json"}
 

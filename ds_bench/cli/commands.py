@@ -372,19 +372,6 @@ def _add_recipe_run(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=_recipe_run, typed=())
 
 
-def run_flags() -> dict[str, argparse.Action]:
-    """The flags of ``run`` by their names as Python has them: ``num_gpus``."""
-    parser = Parser()
-    # Made from the parser, so that the keywords of ds_bench.run are always the flags of the command.
-    _add_recipe_run(parser)
-    return {
-        option.removeprefix("--").replace("-", "_"): action
-        for action in parser._actions
-        for option in action.option_strings
-        if option.startswith("--")
-    }
-
-
 def _recipe_run(values: argparse.Namespace) -> int:
     from .run import run_command
 
