@@ -8,7 +8,6 @@ without a loss. One that names no class is trained as the causal language model 
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -33,7 +32,7 @@ class ResolvedModel:
     config: Mapping[str, Any]
     """Arguments of ``AutoConfig.for_model`` for a preset, ``path`` for a local model, else empty."""
     facts: presets.ModelFacts | None = None
-    """Counted sizes; None for a factory and for families that ``architectures`` does not know."""
+    """Counted sizes; None for a factory and for architectures that ``worker.model_counts`` does not know."""
     largest_parameter: int | None = None
     """Elements of the largest tensor; None for a factory."""
     max_positions: int | None = None
@@ -120,7 +119,9 @@ def _look_up(
         source="local" if is_folder else "hub",
         model_type=facts["model_type"],
         config={"path": str(Path(name).resolve())} if is_folder else {},
-        facts=_model_facts(name, facts),
+        facts=None
+        if facts["counts"] is None
+        else presets.ModelFacts(name=name, model_type=facts["model_type"], config=facts["config"], **facts["counts"]),
         largest_parameter=facts["largest_parameter"],
         max_positions=facts["max_positions"],
         vocabulary_size=facts["vocabulary_size"],
@@ -143,10 +144,3 @@ def _ask_child(name: str, flag: str | None, environment: Mapping[str, str]) -> d
     """The reply of ``worker.lookup_model``; only ``error`` if it failed."""
     reply = run_tool("worker.lookup_model", name, *([flag] if flag else []), environment=environment)
     return reply.last_object("the process that looks it up")
-
-
-def _model_facts(name: str, facts: Mapping[str, Any]) -> presets.ModelFacts | None:
-    # A model that cannot be counted is trained all the same, without these facts.
-    with contextlib.suppress(UsageError):
-        return presets.facts_from_config(name, facts["model_type"], facts["config"])
-    return None

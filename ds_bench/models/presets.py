@@ -7,7 +7,8 @@ since that is what a user trains with; ``--dropout`` changes it. The presets ``s
 benchmark, which no maker published: models like GPT-2, without dropout. Those that end in ``-text`` are the language
 model of a published model that also reads images.
 
-Counts are those of Transformers 5 (``AutoModelForCausalLM.from_config``), without loading torch.
+Their counts are in ``counts.json``: those of the models that Transformers 5 builds (``worker.model_counts``), kept so
+that no command has to build them. ``scripts/make_model_counts.py`` writes that file.
 """
 
 from __future__ import annotations
@@ -15,13 +16,10 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from copy import deepcopy
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
-
-from . import architectures
-from .architectures import ArchitectureCounts
 
 _PRESET_FILES = (
     "gpt2", "model_sizes", "opt", "llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral", "gemma2", "gemma3",
@@ -33,8 +31,8 @@ _SUFFIXES = re.compile(r"-(hf|pt|v[0-9.]+)$")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelFacts(ArchitectureCounts):
-    """A model's config and its counts."""
+class ModelFacts:
+    """A model's config and its counts: elements (not bytes) of the whole model, before any partitioning."""
 
     name: str
     """What the user calls it: a preset's name, a path, or a name of the user's own."""
@@ -42,11 +40,35 @@ class ModelFacts(ArchitectureCounts):
     """The architecture family as Transformers calls it, such as ``gpt2`` or ``mixtral``."""
     config: Mapping[str, Any] = field(hash=False)
     """Keyword arguments of ``AutoConfig.for_model(model_type, **config)``. Not to be changed."""
+    parameters: int
+    """Trainable elements; a tensor shared by input embedding and LM head counts once, inactive experts count."""
+    matmul_parameters: int
+    """Weight elements that one token is multiplied with. The LM head counts once, tied or not.
+
+    Not counted: input embedding (a look-up), position embeddings, biases, norms, and the experts that a token skips.
+    """
+    layers: int
+    """Transformer blocks."""
+    hidden_size: int
+    """Width of the residual stream, in elements per token."""
+    attention_heads: int
+    """Query heads per layer (H of the PaLM formula); key-value heads may be fewer."""
+    head_dim: int
+    """Elements per query head (Q of the PaLM formula); heads x head_dim need not equal the hidden size. Where keys and
+    values differ in width, their mean."""
+    vocabulary_size: int
+    """Rows of the embedding, padding rows included; token ids are below it."""
+    max_positions: int | None
+    """Longest sequence, in tokens, that the config allows; None if the architecture has no limit."""
+    largest_parameter: int
+    """Elements of the largest single tensor: the most that ZeRO-3 must gather at once, unless it splits modules."""
+    tied_embeddings: bool
+    """Whether input embedding and LM head are one tensor."""
 
 
 def preset_names() -> tuple[str, ...]:
     """All presets: ``tiny`` first, then by family, and within a family by release and size."""
-    return tuple(_presets())
+    return tuple(preset_entries())
 
 
 def find_preset(name: str) -> ModelFacts | None:
@@ -60,8 +82,9 @@ def find_preset(name: str) -> ModelFacts | None:
         known = _long_names().get(folded)
         if known is None or Path(name).is_dir():
             return None
-    entry = _presets()[known]
-    return facts_from_config(known, entry["model_type"], entry["config"])
+    entry = preset_entries()[known]
+    # Copied, since presets are read once and shared.
+    return ModelFacts(name=known, model_type=entry["model_type"], config=deepcopy(entry["config"]), **_counts()[known])
 
 
 def short_names() -> Mapping[str, str]:
@@ -84,20 +107,10 @@ def similar_presets(name: str) -> list[str]:
     return list(dict.fromkeys(spellings[match] for match in matches))[:3]
 
 
-def facts_from_config(name: str, model_type: str, config: Mapping[str, Any]) -> ModelFacts:
-    """The counts of a model from its config, as ``PreTrainedConfig.to_dict()`` or a preset gives it.
-
-    Raises UsageError for an unknown family, and for a config that lacks a size or has an impossible one.
-    """
-    counts = architectures.count_architecture(name, model_type, config)
-    # Copied, since presets are read once and shared.
-    return ModelFacts(name=name, model_type=model_type, config=deepcopy(dict(config)), **asdict(counts))
-
-
 @cache
 def _spellings() -> dict[str, str]:
     """Preset name in lower case → preset name."""
-    return {known.casefold(): known for known in _presets()}
+    return {known.casefold(): known for known in preset_entries()}
 
 
 @cache
@@ -115,13 +128,23 @@ def _long_names() -> dict[str, str]:
 
 
 @cache
-def _presets() -> dict[str, dict[str, Any]]:
-    """Preset name → its ``model_type`` and ``config``, read on first use to keep imports fast."""
+def preset_entries() -> Mapping[str, dict[str, Any]]:
+    """Preset name → its ``model_type`` and ``config``, read on first use to keep imports fast. Not to be changed."""
+    presets: dict[str, dict[str, Any]] = {}
+    for family in _PRESET_FILES:
+        presets |= _read(family)
+    return presets
+
+
+@cache
+def _counts() -> dict[str, dict[str, Any]]:
+    """Preset name → the counted fields of its :class:`ModelFacts`."""
+    return _read("counts")
+
+
+def _read(name: str) -> dict[str, dict[str, Any]]:
     import json
     from importlib.resources import files
 
-    folder = files(__package__)
-    presets: dict[str, dict[str, Any]] = {}
-    for family in _PRESET_FILES:
-        presets |= json.loads((folder / f"{family}.json").read_text(encoding="utf-8"))
-    return presets
+    contents: dict[str, dict[str, Any]] = json.loads((files(__package__) / f"{name}.json").read_text(encoding="utf-8"))
+    return contents

@@ -19,14 +19,13 @@ from .failure import describe_error
 
 def look_up(name: str, *, trust_remote_code: bool) -> dict[str, Any]:
     """Facts of a model in a local folder or on the Hub. Raises whatever Transformers raises."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
+
+    from .model_counts import build_without_memory, count_model
 
     config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
     declared = [str(each) for each in config.architectures or ()]  # read first: building the model writes it
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
-    sizes = [parameter.numel() for parameter in model.parameters()]
+    model = build_without_memory(config, trust_remote_code=trust_remote_code)
     text = config.get_text_config()
     return {
         "model_type": config.model_type,
@@ -34,8 +33,8 @@ def look_up(name: str, *, trust_remote_code: bool) -> dict[str, Any]:
         "built_architecture": type(model).__name__,
         # use_diff would leave out values that equal the defaults.
         "config": json.loads(config.to_json_string(use_diff=False)),
-        "parameters": sum(sizes),
-        "largest_parameter": max(sizes),
+        "counts": count_model(model),
+        "largest_parameter": max(parameter.numel() for parameter in model.parameters()),
         "hidden_size": hidden_size(config),
         "max_positions": getattr(text, "max_position_embeddings", None),
         "vocabulary_size": getattr(text, "vocab_size", None),

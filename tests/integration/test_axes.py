@@ -23,11 +23,11 @@ from ds_bench.config.spec import Placement, Trial
 from ds_bench.launch import Limits
 from ds_bench.launch.warm import WarmLauncher
 from ds_bench.models.lookup import ResolvedModel
-from ds_bench.models.presets import facts_from_config
 from ds_bench.prediction.memory import predict
 from ds_bench.prediction.model_profile import find_profile
 from ds_bench.records.schema import TrialRecord
 from tests.support import fakes
+from tests.support.built_models import facts_from_config
 from tests.support.real_trials import SHORT
 
 pytestmark = [pytest.mark.slow, pytest.mark.deepspeed]

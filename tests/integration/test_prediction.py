@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 
 from ds_bench.config.spec import Configuration, Trial, Workload
-from ds_bench.models.presets import ModelFacts, facts_from_config
+from ds_bench.models.presets import ModelFacts
 from ds_bench.prediction import model_profile, what_if
 from ds_bench.prediction.memory import predict
 from ds_bench.prediction.model_profile import ModelProfile, request_for
+from tests.support.built_models import facts_from_config
 from tests.support.fakes import offload, reference, zero
 from tests.support.ledger_checks import check
 from tests.support.model_families import FAMILIES

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +13,21 @@ import pytest
 from ds_bench.analysis.flops import model_flops_per_token
 from ds_bench.analysis.step_costs import step_costs, step_parts
 from ds_bench.config.spec import Configuration, Inspection, Trial
-from ds_bench.models.presets import facts_from_config, find_preset
+from ds_bench.models.presets import ModelFacts
 from ds_bench.records.schema import TrialRecord
 from tests.support import fakes
+from tests.support.built_models import facts_from_config
 from tests.support.real_trials import Launch, make_trial
 
 pytestmark = pytest.mark.deepspeed
-TINY = find_preset("tiny")
-assert TINY is not None
-WIDE = facts_from_config("wide", "gpt2", {**TINY.config, "n_embd": 512, "n_layer": 2})
+
+
+@cache
+def wide() -> ModelFacts:
+    """A model whose matrices are wide enough to be measured."""
+    return facts_from_config("wide", "gpt2", {**fakes.preset("tiny").config, "n_embd": 512, "n_layer": 2})
+
+
 """So wide that the parts of two ranks are large enough to be swapped."""
 
 
@@ -29,13 +36,13 @@ def wide_trial(row: Configuration, **changes: Any) -> Trial:
         model="wide",
         model_source="preset",
         model_type="gpt2",
-        model_config=WIDE.config,
+        model_config=wide().config,
         batch_size=1,
         seq_length=32,
         num_steps=2,
         warmup_steps=1,
     )
-    return make_trial(row, workload=workload, largest_parameter=WIDE.largest_parameter, **changes)
+    return make_trial(row, workload=workload, largest_parameter=wide().largest_parameter, **changes)
 
 
 def trained(record: TrialRecord) -> TrialRecord:
@@ -47,7 +54,7 @@ def trained(record: TrialRecord) -> TrialRecord:
 def test_cpu_adam_moves_28_bytes_for_each_parameter_in_fp32(launch: Launch) -> None:
     record = trained(launch(wide_trial(fakes.offload("cpu_optimizer", 2))))
     moved = sum(rank.offload.cpu_adam_bytes or 0 for rank in record.ranks if rank.offload is not None)
-    assert moved == pytest.approx(28 * WIDE.parameters, rel=0.01)  # partitions are padded
+    assert moved == pytest.approx(28 * wide().parameters, rel=0.01)  # partitions are padded
     for rank in record.ranks:
         assert rank.offload is not None
         assert 0 < (rank.offload.cpu_adam_seconds or 0) < rank.phase_seconds["step"]
@@ -89,11 +96,17 @@ def test_swapped_bytes_and_the_time_that_training_waits_for_them(launch: Launch,
 
 
 REDUCED_TO_OWNERS = {"zero_optimization": {"use_multi_rank_bucket_allreduce": False}}
-SHARED = WIDE.config["vocab_size"] * WIDE.config["n_embd"] / WIDE.parameters
-"""Part of the parameters that are in the shared embedding."""
 NOTHING_KEPT = {"zero_optimization": {"stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0}}
-VOLUMES = ((0, {}, 2), (1, {}, 3), (2, {}, 3), (2, REDUCED_TO_OWNERS, 2), (3, {}, 2), (3, NOTHING_KEPT, 3 + 2 * SHARED))
-"""ZeRO stage, changes of its configuration, bytes of all collectives of a step in multiples of the parameters'.
+VOLUMES = (
+    (0, {}, 2, 0),
+    (1, {}, 3, 0),
+    (2, {}, 3, 0),
+    (2, REDUCED_TO_OWNERS, 2, 0),
+    (3, {}, 2, 0),
+    (3, NOTHING_KEPT, 3, 2),
+)
+"""ZeRO stage, changes of its configuration, bytes of all collectives of a step in multiples of the parameters' and of
+the shared embedding's.
 
 Rajbhandari et al., "ZeRO" (2020), section 7, say 2 for stages 0 to 2 and 3 for stage 3. DeepSpeed 0.19.8 by default
 all-reduces each bucket at stages 1 and 2, which the paper reduces to its owner, before it gathers parameters; and at
@@ -103,19 +116,21 @@ it keeps none, the embedding that is the output layer too is gathered for each u
 
 @pytest.mark.slow
 def test_communication_has_the_volume_of_the_stages_formula(launch: Launch) -> None:
-    for stage, changes, volume in VOLUMES:
+    shared = wide().vocabulary_size * wide().hidden_size
+    for stage, changes, of_all, of_embedding in VOLUMES:
         row = wide_trial(fakes.zero(stage), changes=changes)
         trial = replace(row, inspection=Inspection(profiles=("comms", "flops")))
         record = trained(launch(trial))
         costs = step_costs(record)
+        volume = of_all * wide().parameters + of_embedding * shared
         for rank in record.ranks:
             assert rank.communication
             assert rank.step_parts["communication"] == pytest.approx(sum(each.seconds for each in rank.communication))
             for each in rank.communication:
                 assert each.wait_seconds is not None
                 assert 0 <= each.wait_seconds < each.seconds
-        assert costs.communication_bytes == pytest.approx(volume * 2 * WIDE.parameters, rel=0.02), stage
+        assert costs.communication_bytes == pytest.approx(2 * volume, rel=0.02), stage
         flops = costs.profiled_flops_per_token
-        assert flops == pytest.approx(model_flops_per_token(WIDE, 32), rel=0.02), stage
+        assert flops == pytest.approx(model_flops_per_token(wide(), 32), rel=0.02), stage
         folder = sorted(Path(path).name for rank in record.ranks for each in rank.profiles for path in each.files)
         assert folder == ["comms_rank0.csv", "flops_rank0.txt"]

@@ -21,10 +21,10 @@ from ds_bench.launch import Limits, rank_environment
 from ds_bench.launch import deepspeed as cold
 from ds_bench.launch.hosts import Hosts
 from ds_bench.launch.warm import WarmLauncher
-from ds_bench.models.presets import facts_from_config
 from ds_bench.records.rank_files import Assignment, Heartbeat, read_beat
 from ds_bench.system import processes
 from tests.support import fakes
+from tests.support.built_models import facts_from_config
 from tests.support.fakes import preset
 from tests.support.local_agents import local_agents
 from tests.support.real_trials import SHORT, SUPPORT, Launch, make_trial
