@@ -469,25 +469,28 @@ def _data_lines(options: Options, placement: Placement, seq_length: int) -> list
 
 
 def with_accumulation(options: Options, placement: Placement) -> Options:
-    """The options with the accumulation that follows from the global batch. Raises UsageError unless it is whole."""
+    """The options with the accumulation that follows from the global batch where every rank sees other data.
+
+    :class:`ConfigurationBuilder` has that of each row, and refuses one that is not whole.
+    """
     total = options.global_batch_size
     if total is None:
         return options
     if "grad_accum" in options.axis_names:
         problem = "training.global_batch_size with the axis grad_accum: accumulation follows from the global batch"
         raise UsageError(problem, remedy="leave one of them out; the axis micro_batch changes accumulation with it")
-    return replace(options, grad_accum=_accumulation(total, options.batch_size, placement.num_gpus))
+    return replace(options, grad_accum=max(1, total // (options.batch_size * placement.num_gpus)))
 
 
-def _accumulation(total: int, batch_size: int, ranks: int, where: str = "") -> int:
+def _accumulation(total: int, batch_size: int, ranks: int, label: str) -> int:
     """Micro-batches per optimizer step for a global batch. Raises UsageError unless they are a whole number."""
     per_pass = batch_size * ranks
     if total % per_pass == 0:
         return total // per_pass
     below, above = total // per_pass * per_pass, (total // per_pass + 1) * per_pass
     raise UsageError(
-        f"training.global_batch_size {total} is no multiple of {batch_size} sequences × {ranks} data-parallel ranks"
-        f"{where}, so that accumulation is no whole number",
+        f"training.global_batch_size {total} is no multiple of {batch_size} sequences × {ranks} data-parallel ranks "
+        f"in {label}, so that accumulation is no whole number",
         remedy=f"give {f'{below} or {above}' if below else above}, or another local_batch_size",
     )
 
@@ -685,8 +688,11 @@ class ConfigurationBuilder:
     def build(self, row: RequestedRow, batch_size: int, policy: BatchPolicy = "given") -> Configuration:
         """Builds the configuration of a row at a micro-batch. Raises UsageError."""
         configuration = self._build_without_axes(row, batch_size, policy)
-        # Without axes accumulation is that of the options (with_accumulation).
-        return self._with_global_batch(self._with_axes(row, configuration)) if row.axis_values else configuration
+        if row.axis_values:
+            configuration = self._with_axes(row, configuration)
+        elif self.options.keep_batch and configuration.source == "file":
+            return configuration
+        return self._with_global_batch(configuration)
 
     def build_at_length(self, row: RequestedRow, seq_length: int) -> Configuration:
         """Builds the configuration of a row at its own longest sequence. Raises UsageError."""
@@ -695,18 +701,16 @@ class ConfigurationBuilder:
         return replace(configuration, workload_changes={**configuration.workload_changes, **changes})
 
     def _with_global_batch(self, configuration: Configuration) -> Configuration:
-        """The configuration with the accumulation that follows from the global batch, where an axis changes what a rank
-        computes in one pass: the micro-batch, or the ranks that share their data.
+        """The configuration with the accumulation that follows from the global batch, from its own micro-batch and from
+        how many ranks share their data.
         """
         total, config = self.options.global_batch_size, configuration.deepspeed_config
         if total is None or configuration.refusal is not None:
             return configuration
         sharing = deepspeed_config.tensor_parallel_size(config) * deepspeed_config.sequence_parallel_size(config)
         ranks = max(1, self.placement.num_gpus // sharing)
-        accumulation = _accumulation(
-            total, config["train_micro_batch_size_per_gpu"], ranks, f" in {configuration.label}"
-        )
-        if accumulation == config["gradient_accumulation_steps"]:
+        accumulation = _accumulation(total, config["train_micro_batch_size_per_gpu"], ranks, configuration.label)
+        if accumulation == config.get("gradient_accumulation_steps", 1):
             return configuration
         return replace(
             configuration,

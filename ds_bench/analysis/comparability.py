@@ -10,6 +10,7 @@ from operator import attrgetter
 from typing import Any
 
 from ..config.axes import PARALLEL_AXES, workload_fields
+from ..config.deepspeed_config import sequence_parallel_size, tensor_parallel_size
 from ..config.spec import ADDED_DEFAULTS, SAME_TRAINING_FIELDS, Configuration, Placement, Workload
 from ..records.reader import placement_text
 from ..records.schema import TrialRecord
@@ -134,11 +135,14 @@ def incomparable_fields(a: TrialRecord, b: TrialRecord) -> list[str]:
 
 
 def varied_on_purpose(record: TrialRecord) -> set[str]:
-    """Fields of the workload that a row is there to show: how a step is computed, what an axis sets, a file's batch."""
-    configuration = record.trial.configuration
+    """What a row is there to show: how a step is computed, what an axis sets, a file's batch, ranks that share data."""
+    configuration, config = record.trial.configuration, record.trial.ds_config
     own_fields = {*SAME_TRAINING_FIELDS, *(_BATCH_OF_FILE if configuration.source == "file" else ())}
     computed = own_fields & configuration.workload_changes.keys()
-    groups = {"data_parallel_size"} if configuration.axis_values.keys() & set(PARALLEL_AXES) else set[str]()
+    # Flat files do not hold the configuration.
+    shares_data = max(tensor_parallel_size(config), sequence_parallel_size(config)) > 1
+    shares_data |= not configuration.axis_values.keys().isdisjoint(PARALLEL_AXES)
+    groups = {"data_parallel_size"} if shares_data else set[str]()
     return computed | groups | workload_fields(configuration.axis_values)
 
 

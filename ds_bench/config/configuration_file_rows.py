@@ -119,11 +119,12 @@ class FileRowMaker:
 
 
 def batch_of_file(file: ConfigurationFile, num_gpus: int, batch_size: int, grad_accum: int) -> tuple[int, int]:
-    """Returns the micro-batch and accumulation of a file as DeepSpeed computes them; the given ones where it has none.
+    """Returns the micro-batch and accumulation of a file as DeepSpeed computes them; the given ones where it has none,
+    or "auto".
 
     Raises UsageError where its keys contradict each other or the number of GPUs.
     """
-    given = file.batch_arguments
+    given, ranks = file.batch_arguments, max(1, num_gpus // deepspeed_config.sequence_parallel_size(file.config))
     total, micro, accumulation = (_batch_value(file.config, key) for key in BATCH_KEYS)
     micro = micro or given.get("per_device_train_batch_size")
     accumulation = accumulation or given.get("gradient_accumulation_steps")
@@ -132,13 +133,16 @@ def batch_of_file(file: ConfigurationFile, num_gpus: int, batch_size: int, grad_
         if micro is None and accumulation is None:
             accumulation = 1
         if micro is None:
-            micro = total // num_gpus // (accumulation or 1)
+            micro = total // ranks // (accumulation or 1)
         if accumulation is None:
-            accumulation = total // micro // num_gpus
+            accumulation = total // micro // ranks
+    elif micro is not None and BATCH_KEYS[2] not in file.config:
+        accumulation = accumulation or 1
     micro, accumulation = micro or batch_size, accumulation or grad_accum
-    if total not in (None, micro * accumulation * num_gpus):
+    if total not in (None, micro * accumulation * ranks):
         raise UsageError(
-            f"train_batch_size {total} is not {micro} × {accumulation} × {num_gpus} GPUs, and DeepSpeed refuses that",
+            f"train_batch_size {total} is not {micro} × {accumulation} × {ranks} data-parallel ranks, and DeepSpeed "
+            "refuses that",
             remedy="use another --num-gpus, or leave --keep-batch out",
         )
     return micro, accumulation

@@ -255,6 +255,16 @@ def test_the_batch_of_a_file_may_differ() -> None:
     assert incomparable_fields(fakes.success(gpu(2)), row) == []
 
 
+def test_ranks_of_a_file_that_share_their_data_may_be_fewer() -> None:
+    """As those of the axes autotp and sequence_parallel, of which flat files hold the value alone."""
+    for keys, values in (({"sequence_parallel_size": 2}, {}), ({}, {"sequence_parallel": "2"})):
+        configuration = replace(fakes.zero(2), name="mine", source="file", axis_values=values)
+        trial = fakes.trial(configuration, on=CUDA)
+        row = fakes.success(replace(trial, ds_config={**trial.ds_config, **keys}), data_parallel_size=1)
+        assert incomparable_fields(fakes.success(gpu(2)), row) == []
+    assert incomparable_fields(fakes.success(gpu(2)), fakes.success(gpu(2), data_parallel_size=1))
+
+
 def test_an_effective_batch_that_differs_on_purpose_is_a_difference_too() -> None:
     """Twice the micro-batch without accumulation trains the same tokens a step; its speed is of another workload."""
     ours = gpu(of=fakes.workload(batch_size=4, grad_accum=2))

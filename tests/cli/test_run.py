@@ -229,6 +229,37 @@ def test_rows_whose_axes_change_what_a_rank_computes_keep_the_global_batch(run: 
     assert len(scripted.launcher.launched) in (0, launched)
 
 
+def test_rows_whose_own_configuration_shares_data_among_ranks_keep_the_global_batch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From a file, in the recipe, or of every row: as rows of the axes autotp and sequence_parallel do."""
+    monkeypatch.chdir(tmp_path)
+    for shares in ({"sequence_parallel_size": 2}, {"tensor_parallel": {"autotp_size": 2}}):
+        Path("mine.json").write_text(json.dumps({**shares, "zero_optimization": {"stage": 2}}))
+        block = json.dumps(shares)
+        for rows, accumulation in (
+            ("{stages: [2], configs: [mine.json]}", {"zero2": 1, "mine": 2}),
+            (f"{{stages: [2], inline: {{mine: {block}}}}}", {"zero2": 1, "mine": 2}),
+            (f"{{stages: [2], deepspeed: {block}}}", {"zero2": 2}),
+        ):
+            text = SMALL.replace("{stages: [0, 2]}", rows).replace("steps: 4", "steps: 4, global_batch_size: 4")
+            read = recipe.check_recipe(recipe_file.parse_recipe(text.replace("cpu}", "cpu, num_gpus: 2}")))
+            options = recipe.options_of(read, tmp_path)
+            plan = make_run_plan([options], recipe.config_maker(read), fakes.machine())
+            assert {trial.configuration.name: trial.workload.grad_accum for trial in plan.trials} == accumulation
+            assert {trial.ds_config["gradient_accumulation_steps"] for trial in plan.trials} == {*accumulation.values()}
+
+
+def test_a_global_batch_need_be_whole_only_for_the_ranks_that_see_other_data(
+    run: Run, scripted: ScriptedRun, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = SMALL.replace("steps: 4", "steps: 4, global_batch_size: 2")
+    assert run(text, "--num-gpus", "2") == 2
+    assert "no multiple of 2 sequences × 2 data-parallel ranks in ZeRO-0" in capsys.readouterr().err
+    assert run(text + "axes: {sequence_parallel: [2]}", "--num-gpus", "2") == 0
+    assert {trial.ds_config["train_batch_size"] for trial in scripted.launcher.launched} == {2}
+
+
 # ------------------------------------------------------------------ scripts as recipes
 
 

@@ -148,6 +148,26 @@ def test_kept_batch_keys_are_completed_as_deepspeed_does(
         assert batch_of_file(file, 2, 4, 1) == batch
 
 
+def test_accumulation_that_a_file_leaves_out_is_1_and_an_automatic_one_that_of_the_flags(tmp_path: Path) -> None:
+    alone = {"train_micro_batch_size_per_gpu": 2}
+    automatic = {**alone, "gradient_accumulation_steps": "auto"}
+    assert [batch_of_file(file_of(tmp_path, keys), 2, 4, 3) for keys in (alone, automatic, {"fp16": {}})] == [
+        (2, 1),
+        (2, 3),
+        (4, 3),
+    ]
+
+
+def test_ranks_that_share_a_sequence_count_once_in_the_batch_of_a_file(tmp_path: Path) -> None:
+    """DeepSpeed divides the number of ranks by sequence_parallel_size (runtime/config.py), not by autotp_size."""
+    keys = {"train_batch_size": 4, "train_micro_batch_size_per_gpu": 4, "sequence_parallel_size": 2}
+    assert batch_of_file(file_of(tmp_path, keys), 2, 1, 1) == (4, 1)
+    with pytest.raises(UsageError, match="is not 4 × 1 × 1 data-parallel ranks"):
+        batch_of_file(file_of(tmp_path, {**keys, "train_batch_size": 8, "gradient_accumulation_steps": 1}), 2, 1, 1)
+    split = {**keys, "sequence_parallel_size": 1, "tensor_parallel": {"autotp_size": 2}, "train_batch_size": 8}
+    assert batch_of_file(file_of(tmp_path, split), 2, 1, 1) == (4, 1)
+
+
 @pytest.mark.parametrize(
     ("content", "told"),
     [
