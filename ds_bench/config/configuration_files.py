@@ -186,7 +186,8 @@ def _read_accelerate(file: ConfigurationFile, data: Config) -> ConfigurationFile
     if beside:
         note = f"Accelerate refuses {', '.join(beside)} beside deepspeed_config_file; the values of that file are used"
         file = replace(file, precision=None, notes=(*file.notes, note))
-    return _with_deepspeed_file(file, other, "deepspeed_config_file")
+    file = _with_deepspeed_file(file, other, "deepspeed_config_file")
+    return replace(file, config={"gradient_accumulation_steps": 1, **file.config})  # as DeepSpeedPlugin does
 
 
 def _accelerate_config(block: Mapping[str, Any]) -> Config:
@@ -200,7 +201,7 @@ def _accelerate_config(block: Mapping[str, Any]) -> Config:
     return {
         "train_batch_size": AUTO,
         "train_micro_batch_size_per_gpu": AUTO,
-        "gradient_accumulation_steps": block.get("gradient_accumulation_steps", 1),
+        "gradient_accumulation_steps": block.get("gradient_accumulation_steps", AUTO),
         "gradient_clipping": block.get("gradient_clipping", AUTO),
         "zero_optimization": {
             # Accelerate's own default, unlike DeepSpeed's 0 (DeepSpeedPlugin).

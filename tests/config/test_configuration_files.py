@@ -59,13 +59,23 @@ def test_an_accelerate_file_may_name_a_deepspeed_file_beside_it(tmp_path: Path) 
     block = {"deepspeed_config_file": "ds.json", "zero_stage": 1}
     path = write(tmp_path, "sub/acc.yaml", yaml.safe_dump({"mixed_precision": "bf16", "deepspeed_config": block}))
     (file,), lines = read_configuration_files([path])
-    assert file.config == DEEPSPEED
+    assert file.config == {"gradient_accumulation_steps": 1, **DEEPSPEED}
     assert file.precision is None
     assert json.dumps(DEEPSPEED) in file.text
     assert "deepspeed_config_file: ds.json" in file.text
     assert len(lines) == 2
     assert "refuses zero_stage, mixed_precision beside" in lines[0]
     assert str(tmp_path / "sub" / "ds.json") in lines[1]
+
+
+def test_accumulation_that_accelerate_is_not_told_is_the_scripts_or_1_beside_a_deepspeed_file(tmp_path: Path) -> None:
+    """DeepSpeedPlugin: "auto" without deepspeed_config_file, 1 where that file has none (utils/dataclasses.py)."""
+    write(tmp_path, "own.json", DEEPSPEED | {"gradient_accumulation_steps": "auto"})
+    write(tmp_path, "none.json", DEEPSPEED)
+    blocks = ({"zero_stage": 2}, {"deepspeed_config_file": "none.json"}, {"deepspeed_config_file": "own.json"})
+    paths = [write(tmp_path, f"{number}.yaml", {"deepspeed_config": block}) for number, block in enumerate(blocks)]
+    accumulation = [read_configuration_file(path).config["gradient_accumulation_steps"] for path in paths]
+    assert accumulation == ["auto", 1, "auto"]
 
 
 @pytest.mark.parametrize("suffix", ["json", "yaml"])
