@@ -9,7 +9,7 @@ from functools import cache
 
 from ..config.spec import Trial, Workload
 from ..prediction.trial_predictions import is_miss
-from ..records.schema import RankMeasurement, TrialRecord, measured_values, ranks_of_nodes
+from ..records.schema import RankMeasurement, TrialRecord, measured_values
 from ..units import format_ms, format_percent, format_ratio
 from .caveats import Caveat, CaveatText, parse_caveat, skipped_steps
 from .intervals import sample_std
@@ -229,15 +229,21 @@ def _loss_caveats(record: TrialRecord) -> Iterator[Caveat]:
 
 
 def _cpu_caveats(record: TrialRecord) -> Iterator[Caveat]:
-    """Reports that other programs used cores which the trial needed, or that a CPU quota stopped it: once at most."""
-    for ranks in ranks_of_nodes(record.ranks).values():
-        # The first rank of the node that counted; its own cores are those of all processes of the trial there.
-        rank = next((rank for rank in ranks if rank.cpu_other_cores is not None), ranks[0])
+    """Reports that other programs used cores which the trial needed, or that a CPU quota stopped it: once at most, of
+    the processors that were the busiest.
+    """
+    sharing: dict[object, list[RankMeasurement]] = {}
+    for rank in record.ranks:
+        # Ranks that are bound have processors of their own, the others those of the node together.
+        sharing.setdefault((rank.hostname, rank.cpus_allowed), []).append(rank)
+    busiest = [max(ranks, key=lambda rank: rank.cpu_other_cores or 0.0) for ranks in sharing.values()]
+    for rank in sorted(busiest, key=lambda rank: -(rank.cpu_other_cores or 0.0)):
         if rank.cpu_other_cores is None or not rank.cpu_cores:
             continue
         needed_cores = rank.cpu_own_cores or 0.0
         if record.trial.placement.accelerator == "cpu":
             # Threads that wait for each other use no core (OMP_WAIT_POLICY=passive) and need one as soon as they go on.
+            ranks = sharing[rank.hostname, rank.cpus_allowed]
             needed_cores = max(needed_cores, float(sum(measured_values(ranks, "cpu_threads"))))
         disturbing_cores = max(_MIN_OTHER_CORES, _MIN_OTHER_CORES_FRACTION * rank.cpu_cores)
         # With cores to spare for both, other programs slow nothing down.
@@ -245,12 +251,10 @@ def _cpu_caveats(record: TrialRecord) -> Iterator[Caveat]:
             text = f": other programs used {rank.cpu_other_cores:.1f} of {rank.cpu_cores:g} cores while this row ran"
             yield CaveatText.CPU_BUSY.caveat(text)
             return
-        if (rank.cpu_throttled_fraction or 0.0) > _MAX_THROTTLED_FRACTION:
-            percent = format_percent(rank.cpu_throttled_fraction, digits=0)
-            yield CaveatText.CPU_BUSY.caveat(
-                f": the container's CPU quota stopped this row in {percent} of its periods"
-            )
-            return
+    throttled = max(measured_values(record.ranks, "cpu_throttled_fraction"), default=0.0)
+    if throttled > _MAX_THROTTLED_FRACTION:
+        percent = format_percent(throttled, digits=0)
+        yield CaveatText.CPU_BUSY.caveat(f": the container's CPU quota stopped this row in {percent} of its periods")
 
 
 def _window_caveats(workload: Workload) -> Iterator[Caveat]:

@@ -222,8 +222,8 @@ class RankMeasurement:
     omp_wait_policy: str | None = None
     """The variable ``OMP_WAIT_POLICY``: how threads wait for each other; None if it was not set."""
     cpu_own_cores: float | None = None
-    """Cores used by every process of the trial on this node and by the programs that started it; mean from the first
-    warm-up step to the last measured step."""
+    """Cores used by every process of the trial on this node that may run on this rank's processors, and by the programs
+    that started it; mean from the first warm-up step to the last measured step."""
     cpu_other_cores: float | None = None
     """Cores used in the same time by other programs, or withheld by a hypervisor, on the processors that this rank may
     use."""

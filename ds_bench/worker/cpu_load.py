@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,7 @@ class CpuReading:
             monotonic_seconds=time.monotonic(),
             cpus=cpus,
             busy_seconds=host_memory.busy_cpu_seconds(cpus, root),
-            own_seconds=own_cpu_seconds(),
+            own_seconds=own_cpu_seconds(cpus),
             periods=host_memory.cgroup_cpu_periods(root),
         )
 
@@ -66,8 +67,10 @@ def load_between(before: CpuReading, after: CpuReading) -> dict[str, Any]:
     return fields
 
 
-def own_cpu_seconds() -> float:
-    """CPU time so far of the processes of this trial (those of this session) and of the programs that started it."""
+def own_cpu_seconds(cpus: Collection[int]) -> float:
+    """CPU time so far of the processes of this trial (those of this session) that may run on these processors, and of
+    the programs that started it. Ranks that are bound to other processors are left out.
+    """
     session, own = os.getsid(0), os.getpid()
     parents: dict[int, int] = {}
     ticks: dict[int, tuple[int, int]] = {}
@@ -77,7 +80,7 @@ def own_cpu_seconds() -> float:
             pid = int(entry.name)
             parents[pid] = int(values[1])
             ticks[pid] = int(values[11]) + int(values[12]), int(values[13]) + int(values[14])
-            if int(values[3]) == session:
+            if int(values[3]) == session and _may_run_on(pid, cpus):
                 in_session.add(pid)
     # With that of children that have ended (cutime), which have no entry of their own.
     total = sum(sum(ticks[pid]) for pid in in_session)
@@ -87,3 +90,10 @@ def own_cpu_seconds() -> float:
         total += ticks[ancestor][0] if ancestor not in in_session else 0
         ancestor = parents[ancestor]
     return total / os.sysconf("SC_CLK_TCK")
+
+
+def _may_run_on(pid: int, cpus: Collection[int]) -> bool:
+    try:
+        return not os.sched_getaffinity(pid).isdisjoint(cpus)
+    except ProcessLookupError:  # it has ended
+        return False

@@ -6,6 +6,8 @@ import json
 import os
 import subprocess
 import sys
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -86,10 +88,23 @@ def test_throttled_periods_are_of_the_cgroup_with_the_quota(tmp_path: Path) -> N
 
 
 def test_the_time_of_children_and_of_the_programs_above_is_our_own() -> None:
-    before = own_cpu_seconds()
+    before = own_cpu_seconds(CPUS)
     burn = "import time\nwhile time.process_time() < 0.5: pass"
     subprocess.run([sys.executable, "-c", burn], check=True, timeout=60)
-    assert own_cpu_seconds() - before >= 0.45
+    assert own_cpu_seconds(CPUS) - before >= 0.45
+
+
+@pytest.mark.skipif(len(CPUS) < 2, reason="one processor")
+def test_the_time_of_a_rank_that_is_bound_elsewhere_is_not_spent_on_our_processors() -> None:
+    theirs, ours = ({cpu} for cpu in sorted(CPUS)[:2])
+    burn = f"import os, time\nos.sched_setaffinity(0, {theirs})\nwhile time.process_time() < 0.6: pass\nprint(input())"
+    with subprocess.Popen([sys.executable, "-c", burn], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as rank:
+        assert rank.stdin is not None
+        end = time.monotonic() + 60
+        while (apart := own_cpu_seconds(theirs) - own_cpu_seconds(ours)) < 0.5 and time.monotonic() < end:
+            time.sleep(0.05)
+        rank.stdin.write(b"\n")
+    assert apart >= 0.5
 
 
 def reading(at: float, *, busy: float | None, own: float, periods: tuple[int, int] | None = None) -> CpuReading:
@@ -123,6 +138,20 @@ def test_a_row_that_shared_its_processors_is_no_result() -> None:
     assert busy("cuda", cpu_cores=16.0, cpu_threads=8, cpu_own_cores=2.0, cpu_other_cores=6.0) == []
     assert busy("cuda", cpu_cores=16.0, cpu_threads=8, cpu_own_cores=12.0, cpu_other_cores=6.0)
     assert busy(cpu_other_cores=None, cpu_own_cores=None) == []
+
+
+def test_the_processors_of_every_bound_rank_must_be_free() -> None:
+    record = fakes.success(fakes.trial(on=Placement(accelerator="cpu", num_gpus=2)), cpu_cores=4.0, cpu_threads=2)
+    found = []
+    # Two threads of four processors: with 1.5 others there is room for all.
+    for other in (2.5, 1.5):
+        ranks = [
+            replace(rank, cpus_allowed=cpus, cpu_own_cores=2.0, cpu_other_cores=cores)
+            for rank, cpus, cores in zip(record.ranks, ((0, 1, 2, 3), (4, 5, 6, 7)), (0.0, other), strict=True)
+        ]
+        caveats = summarise(replace(record, ranks=ranks), None, None).caveats
+        found.append([caveat.text for caveat in caveats if caveat.kind is CaveatKind.CPU_BUSY])
+    assert found == [["the CPU was busy: other programs used 2.5 of 4 cores while this row ran"], []]
 
 
 def test_several_busy_runs_of_a_row_are_one_caveat_with_the_busiest() -> None:
