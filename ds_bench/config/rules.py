@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from . import deepspeed_keys
 from .automatic_values import AUTO
+from .axes import AXES
 from .spec import Accelerator, Placement, Workload
 
 Level = Literal["error", "warning", "hint"]
@@ -327,6 +328,21 @@ _REFUSED_IN_ROWS = (
         reason="sequence_parallel_size needs a model prepared for Ulysses",
         remedy="register the model with UlyssesSPAttentionHF, or let Trainer or Accelerate do it",
         source="runtime/sequence_parallel/ulysses_sp.py",
+    ),
+    *(
+        Rule(
+            name=f"{axis.name}-without-cuda",
+            level=None,
+            path=axis.keys[0],
+            # A row of the axis itself is refused for its value, before this.
+            applies=lambda case, axis=axis: (  # type: ignore[misc]
+                case.accelerator == "cpu" and case.is_on(axis.keys[0]) and case.stage in axis.stages
+            ),
+            reason=axis.cuda_only,
+            remedy="leave it out, or use GPUs",
+            row="refusal",
+        )
+        for axis in (AXES["qwz"], AXES["qgz"], AXES["superoffload"])
     ),
     *(
         Rule(

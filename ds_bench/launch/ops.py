@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..config.deepspeed_config import is_deepcompiled, optimizer_kind
-from ..config.spec import Accelerator, Configuration
+from ..config.spec import Accelerator, Configuration, block_of
 from ..errors import PreflightError
 from ..records.rank_files import write_json
 from ..system import build_locks, files, processes
@@ -39,7 +39,7 @@ CPU_ADAM, FUSED_ADAM, ASYNC_IO, SHARED_MEMORY = (
     "AsyncIOBuilder",
     "ShareMemCommBuilder",
 )
-DEEPCOMPILE = "DeepCompileBuilder"
+DEEPCOMPILE, QUANTIZER = "DeepCompileBuilder", "QuantizerBuilder"
 _OPTIMIZER_OPS = {"adam": CPU_ADAM, "adamw": CPU_ADAM, "adagrad": "CPUAdagradBuilder", "lion": "CPULionBuilder"}
 _FUSED_OPTIMIZER_OPS = {"adam": FUSED_ADAM, "adamw": FUSED_ADAM, "lion": "FusedLionBuilder"}
 NO_TOOLKIT = "there is no CUDA toolkit: CUDA_HOME is not set, and no nvcc is found"
@@ -84,6 +84,10 @@ def needed_ops(accelerator: Accelerator, configurations: Iterable[Configuration]
         # At stage 0 DeepSpeed uses torch.compile alone (runtime/engine.py).
         if is_deepcompiled(configuration.deepspeed_config) and configuration.stage > 0:
             needed.append(DEEPCOMPILE)
+        zero = block_of(configuration.deepspeed_config, "zero_optimization")
+        # DeepSpeed gives these two to stage 3 alone (runtime/engine.py).
+        if configuration.stage == 3 and (zero.get("zero_quantized_weights") or zero.get("zero_quantized_gradients")):
+            needed.append(QUANTIZER)
         needed += configuration.requires.ops
     return list(dict.fromkeys(needed))
 

@@ -105,6 +105,19 @@ def test_deepcompile_runs_on_cuda_alone() -> None:
         assert any("instead of DeepCompile" in each for each in caveats) is said
 
 
+def test_what_needs_cuda_is_refused_on_cpu_ranks_whoever_asks_for_it(subtests: pytest.Subtests) -> None:
+    """Of a file or a flag as of the axes qwz, qgz and superoffload."""
+    for key, said in (
+        ("zero_quantized_weights", "the op that quantises exists for CUDA alone"),
+        ("zero_quantized_gradients", "the op that quantises exists for CUDA alone"),
+        ("offload_optimizer.super_offload", "its optimizer refuses the CPU accelerator"),
+    ):
+        change = overrides.nested(f"zero_optimization.{key}", True)
+        with subtests.test(key):
+            assert said in (refusal(fakes.offload("cpu_optimizer"), fakes.placement(), **change) or "")
+            assert refusal(fakes.offload("cpu_optimizer"), CUDA, **change) is None
+
+
 def test_a_way_to_compute_a_step_that_does_not_run_here_is_refused(subtests: pytest.Subtests) -> None:
     for changes, accelerator, said in (
         ({"attention": "flash_attention_2"}, "cpu", "runs on GPUs alone; use sdpa"),

@@ -74,6 +74,17 @@ def test_deepcompile_needs_its_op_at_the_stages_that_it_acts_at() -> None:
         assert needed("cuda", replace(fakes.zero(stage), deepspeed_config=config)) == expected
 
 
+def test_quantised_communication_needs_its_op_at_stage_3_whoever_asks_for_it() -> None:
+    for stage, expected in ((2, []), (3, [ops.QUANTIZER])):
+        for key in ("zero_quantized_weights", "zero_quantized_gradients"):
+            row = fakes.zero(stage)
+            zero = {**row.deepspeed_config["zero_optimization"], key: True}
+            assert (
+                needed("cuda", replace(row, deepspeed_config={**row.deepspeed_config, "zero_optimization": zero}))
+                == expected
+            )
+
+
 def test_an_op_that_several_rows_need_is_built_once_in_order_of_need() -> None:
     rows = [fakes.offload(name) for name in ("none", "cpu_optimizer", "cpu_full", "nvme")]
     assert needed("cpu", *rows) == [ops.SHARED_MEMORY, ops.CPU_ADAM, ops.ASYNC_IO]
