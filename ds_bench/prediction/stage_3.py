@@ -102,19 +102,15 @@ def _pins(inputs: MemoryInputs, *, wanted: bool) -> bool:
 
 def _parameters_on_disk(inputs: MemoryInputs, groups: list[list[int]], builder: LedgerBuilder) -> None:
     """Adds parameters that are offloaded to NVMe. Tensors below the threshold stay in memory. A pool as large as the
-    whole tensors of the largest group writes updated ones back (zero/stage3.py;
-    swap_tensor/partitioned_param_swapper.py, reserve_partitioned_swap_space)."""
+    whole tensors of the largest group writes updated ones back (zero/stage3.py,
+    _create_fp16_partitions_with_defragmentation; swap_tensor/partitioned_param_swapper.py,
+    reserve_partitioned_swap_space)."""
     settings, size = inputs.settings, inputs.element
-    room = settings.max_in_cpu_elements
-    in_memory = 0
-    on_disk: list[list[int]] = []
-    for group in groups:
-        if in_memory + sum(group) <= room:
-            in_memory += sum(group)
-        else:
-            on_disk.append(group)
+    ends = list(accumulate(map(sum, groups)))
     # The flat buffer is allocated by the limit, whether groups fill it or not; with a limit of 0 it has one element.
-    flat = min(room, sum(map(sum, groups))) or 1
+    flat = min(settings.max_in_cpu_elements, ends[-1]) or 1
+    # DeepSpeed adds up the groups that do not fit too: after the first of them none stays in memory, however small.
+    on_disk = [group for group, end in zip(groups, ends, strict=True) if end > flat]
     builder.add_pinned("parameters", size * flat, pinned=_pins(inputs, wanted=True))
     for part in (part for group in on_disk for part in group):
         on_file = _swap_file_bytes(part, size, inputs)
