@@ -179,11 +179,11 @@ def gpu_bytes_by_moment(
 ) -> dict[str, Mapping[str, int]]:
     """Moment (``Prediction.phase``) → category → bytes per GPU, without ``overhead``, which is always the same.
 
-    ``Prediction.gpu`` has the fullest of them. For a GPU, not the CPU accelerator.
+    Empty where nothing is on the GPU. ``Prediction.gpu`` has the fullest of them. For a GPU, not the CPU accelerator.
     """
     inputs = _make_inputs(profile, workload, placement, ds_config, engine)
     moments = _moments(inputs, _activations(inputs, workload, ds_config))
-    return {moment: ledger["gpu"] for moment, ledger in moments.items()}
+    return {moment: ledger.get("gpu", {}) for moment, ledger in moments.items()}
 
 
 @lru_cache(maxsize=512)

@@ -332,6 +332,15 @@ def test_the_prediction_is_the_fullest_of_the_moments(subtests: pytest.Subtests)
             assert moments[prediction.phase].items() <= prediction.gpu.items()
 
 
+def test_a_moment_in_which_nothing_is_on_the_gpu_has_no_bytes() -> None:
+    """In the step with all states on the disk, and without a bucket, a rank holds nothing on its GPU."""
+    block = {"contiguous_gradients": False, "stage3_param_persistence_threshold": 0}
+    question = replace(llama(offload("nvme")), changes={"zero_optimization": block})
+    moments = question.gpu_bytes_by_moment()
+    assert moments["update"] == {}
+    assert moments["loss"]["activations"] > 0
+
+
 def test_a_stage_higher_takes_less_on_eight_gpus() -> None:
     found = [llama(zero(stage)).predict().gpu_bytes for stage in range(4)]
     assert found == sorted(found, reverse=True)
