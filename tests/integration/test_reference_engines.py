@@ -69,7 +69,7 @@ def test_the_engines_train_what_deepspeed_trains(train: Train) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("changes", [{}, {"grad_accum": 2}, {"activation_checkpointing": True}])
+@pytest.mark.parametrize("changes", [{}, {"grad_accum": 2, "activation_checkpointing": True}])
 def test_in_bf16_only_rounding_differs(train: Train, changes: dict[str, Any]) -> None:
     rows = rows_of(train, fakes.workload(batch_size=2, seq_length=32, num_steps=10, **changes))
     assert loss_caveats(rows) == []
