@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 import sysconfig
@@ -29,12 +28,10 @@ def environment(folder: Path, install: Sequence[str], packages: Path | None = No
 
     ``packages``: a folder whose packages it has too.
     """
-    subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
     if packages is not None:
         (site,) = folder.glob("lib/python*/site-packages")
         (site / "shared.pth").write_text(f"{packages}\n")
-        for own in site.glob("setuptools*"):  # venv's own may be older than the shared one
-            shutil.rmtree(own)
     variables = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "DS_BENCH_CPU"))}
 
     def call(program: str, *arguments: str | Path, code: int = 0) -> subprocess.CompletedProcess[str]:
@@ -43,7 +40,8 @@ def environment(folder: Path, install: Sequence[str], packages: Path | None = No
         assert done.returncode == code, (arguments, done.stdout, done.stderr)
         return done
 
-    call("python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *install)
+    pip = [sys.executable, "-m", "pip", "--python", str(folder / "bin" / "python"), "install", "--no-compile"]
+    subprocess.run([*pip, "--quiet", "--disable-pip-version-check", *install], cwd=folder, env=variables, check=True)
     return call
 
 
