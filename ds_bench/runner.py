@@ -194,11 +194,9 @@ def require_packages_of(options: Options) -> None:
 def _require_resumable(plan: RunPlan) -> None:
     """Raises UsageError if ``--resume`` names a run of another workload, or another shard of it."""
     if (folder := plan.options.resume) is not None:
-        stored = RunFolder.open(folder).load_run().get("shard")
-        begun = None if not isinstance(stored, dict) else f"{stored.get('number')}/{stored.get('count')}"
-        asked = None if plan.options.shard is None else str(plan.options.shard)
-        if begun != asked:
-            names = [f"shard {text}" if text else "no shard" for text in (begun, asked)]
+        shards = RunFolder.open(folder).load_run().shard, plan.options.shard
+        names = [f"shard {shard}" if shard else "no shard" for shard in shards]
+        if names[0] != names[1]:
             raise UsageError(f"--resume {folder} is {names[0]}, not {names[1]}", remedy="leave --shard out")
         # The stored trials have the sizes that a search found, those of this plan still have stand-ins for them.
         left_out = _FIELDS_SET_BY_SEARCH if any(each.options.searches_size for each in plan.plans) else ()
@@ -432,10 +430,10 @@ def _run_plan(
         )
     notes = [*notes, *([why_cold] if why_cold else [])]
     # A search takes long and may be interrupted: --resume needs the file before it too.
-    _save_run(store, plan, [] if searches else plan.trials, machine, request, notes)
+    saved = _save_run(store, plan, [] if searches else plan.trials, machine, request, notes)
     if searches:
         plan = _at_largest_size(plan, launcher, store, line.say)
-        _save_run(store, plan, plan.trials, machine, request, notes)
+        saved = _save_run(store, plan, plan.trials, machine, request, notes)
     records = store.records()
     remaining = remaining_trials(plan.trials, records, options.retry)
     results = ResultBuilder(plan, machine.environment, store.folder.name)
@@ -456,7 +454,7 @@ def _run_plan(
                 progress.end(record)
         except OSError as error:  # such as a full disk: no trial can be kept from here on, but those before are shown
             failure = error
-    return _finish(options, store, results, notes, request, failure)
+    return _finish(options, store, saved, results, notes, request, failure)
 
 
 def _until_budget_is_used(
@@ -513,21 +511,21 @@ def _save_run(
     machine: Machine,
     request: _Request,
     notes: Sequence[str],
-) -> None:
-    """Writes ``run.json``; ``trials`` are none while their micro-batches are being searched for."""
-    store.save_run(
-        {
-            "ds_bench_version": __version__,
-            "family": plan.options.family,
-            "arguments": list(request.arguments),
-            "folder": str(Path.cwd()) if plan.options.resume is None else store.load_run().get("folder"),
-            **({} if request.recipe is None else {"recipe": request.recipe}),
-            **({} if plan.digest_of_all is None else {"shard": _shard_values(plan)}),
-            "environment": machine.environment.to_dict(),
-            "notes": list(notes),
-            "trials": [{"key": trial.key, **trial.to_dict()} for trial in trials],
-        }
-    )
+) -> dict[str, Any]:
+    """Writes ``run.json``; ``trials`` are none while their micro-batches are being searched for. Returns its values."""
+    values = {
+        "ds_bench_version": __version__,
+        "family": plan.options.family,
+        "arguments": list(request.arguments),
+        "folder": str(Path.cwd()) if plan.options.resume is None else store.load_run().folder,
+        **({} if request.recipe is None else {"recipe": request.recipe}),
+        **({} if plan.digest_of_all is None else {"shard": _shard_values(plan)}),
+        "environment": machine.environment.to_dict(),
+        "notes": list(notes),
+        "trials": [{"key": trial.key, **trial.to_dict()} for trial in trials],
+    }
+    store.save_run(values)
+    return values
 
 
 def _shard_values(plan: RunPlan) -> dict[str, Any]:
@@ -625,6 +623,7 @@ class ResultBuilder:
 def _finish(
     options: Options,
     store: RunFolder,
+    saved: Mapping[str, Any],
     results: ResultBuilder,
     notes: Sequence[str],
     request: _Request,
@@ -632,8 +631,8 @@ def _finish(
 ) -> int:
     """Writes and prints the results. Returns the exit code.
 
-    ``failure``: what kept a trial's files from being written. Raises DsBenchError for it, and for a failure to write
-    the results or to export a configuration, after what there is has been printed.
+    ``saved``: the values of run.json. ``failure``: what kept a trial's files from being written. Raises DsBenchError
+    for it, and for a failure to write the results or to export a configuration, after what there is has been printed.
     """
     points, summaries = results.points, results.summaries
     rows = flat_rows(summaries)
@@ -647,7 +646,7 @@ def _finish(
     reports = [(plan, results.build_report(plan, own, notes, command)) for plan, own in points]
     folders: list[Path] = []
     try:
-        folders = _write_recommendations(reports, store, results.environment)
+        folders = _write_recommendations(reports, store, saved, results.environment)
     except (OSError, UsageError) as error:
         failure = failure or error
     of_rows = [
@@ -674,12 +673,18 @@ def _finish(
 
 
 def _write_recommendations(
-    reports: Sequence[tuple[Plan, ComparisonReport]], store: RunFolder, environment: Environment
+    reports: Sequence[tuple[Plan, ComparisonReport]],
+    store: RunFolder,
+    saved: Mapping[str, Any],
+    environment: Environment,
 ) -> list[Path]:
-    """Writes the recommendation of the run and the recommended configurations. Returns the folders of these."""
+    """Writes the recommendation of the run and the recommended configurations. Returns the folders of these.
+
+    ``saved``: the values of run.json, which gets the recommendation too.
+    """
     folders = [folder for plan, report in reports if (folder := _write_point(plan, report, store, environment))]
     recommendation = _recommendation_values(reports)
-    store.save_run({**store.load_run(), "recommendation": recommendation})
+    store.save_run({**saved, "recommendation": recommendation})
     for path in (store.folder / "recommendation.json", store.recommendation_path):
         write_json(path, recommendation)
     return folders

@@ -18,7 +18,7 @@ from ..config.recipe import PATHS, Values, check_recipe, config_maker, options_o
 from ..config.recipe_file import Data, RecipeText
 from ..config.shard import Shard
 from ..errors import DsBenchError, UsageError
-from ..records.run_folder import RUN_FILE, RunFolder
+from ..records.run_folder import RunFolder
 from ..system import terminal
 from ..system.redaction import REDACTED, redacted_arguments, redacted_config
 from . import arguments
@@ -165,10 +165,11 @@ def _recipe_text(values: argparse.Namespace) -> tuple[RecipeText, Sequence[str]]
     if getattr(values, "resume", None) is None:
         return given, values.typed
     earlier = RunFolder.open(values.resume).load_run()
-    # A resumed shard stays that shard: otherwise it would run the trials of all others too.
-    _resume_shard(values, earlier.get("shard"))
-    stored, flags = earlier.get("recipe"), [str(flag) for flag in earlier.get("arguments", [])]
-    if not isinstance(stored, dict) or not isinstance(stored.get("values"), dict):
+    # A resumed shard stays that shard, unless a flag names one: otherwise it would run the trials of all others too.
+    if earlier.shard is not None and not hasattr(values, "shard"):
+        values.shard = Shard(number=earlier.shard.number, count=earlier.shard.count)
+    stored, flags = earlier.recipe, earlier.arguments
+    if not isinstance(stored.get("values"), dict):
         raise UsageError(f"--resume {values.resume} is of a script", remedy="use the script that started it")
     if values.recipe is not None:
         return given, flags
@@ -179,16 +180,6 @@ def _recipe_text(values: argparse.Namespace) -> tuple[RecipeText, Sequence[str]]
             remedy=f"give its recipe again: run RECIPE --resume {shlex.quote(str(values.resume))}",
         )
     return RecipeText(name="", folder=Path(str(stored.get("folder"))), data=stored["values"]), flags
-
-
-def _resume_shard(values: argparse.Namespace, stored: Any) -> None:
-    """Makes the shard of a resumed run that of this one, unless a flag names one. Raises UsageError if damaged."""
-    if stored is None or hasattr(values, "shard"):
-        return
-    try:
-        values.shard = Shard(number=stored["number"], count=stored["count"])
-    except (KeyError, TypeError, ValueError):
-        raise UsageError(f"{values.resume / RUN_FILE} is damaged", remedy="start a new run") from None
 
 
 def _require_given_again(points: Sequence[Options], values: argparse.Namespace) -> None:

@@ -79,9 +79,9 @@ def _with_resumed_flags(family: Family, prog: str, typed_flags: list[str]) -> tu
     from ..records.run_folder import RunFolder
 
     earlier = RunFolder.open(options.resume).load_run()
-    if earlier.get("family") != family:
+    if earlier.family != family:
         raise UsageError(f"--resume {options.resume} is of the other script", remedy="use the script that started it")
-    flags = [str(flag) for flag in earlier.get("arguments", [])]
+    flags = list(earlier.arguments)
     parser = build_parser(family, prog)
     # A second time as a namespace, in which None tells that a flag was not typed.
     typed = parser.parse_args(typed_flags)
@@ -90,7 +90,7 @@ def _with_resumed_flags(family: Family, prog: str, typed_flags: list[str]) -> tu
     for name in ("configs", "ds_config", "data", "nvme_path"):  # those of the run's flags lie where it began
         kept = getattr(values, name)
         if kept and getattr(typed, name) is None:
-            folder = Path(str(earlier.get("folder") or ""))
+            folder = Path(earlier.folder or "")
             setattr(values, name, [folder / path for path in kept] if isinstance(kept, list) else folder / kept)
     resumed = to_options(family, values)
     _require_given_again(resumed, options)

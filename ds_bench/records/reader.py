@@ -68,6 +68,8 @@ class RunInfo:
 
     family: str | None = None
     arguments: tuple[str, ...] = ()
+    folder: str | None = None
+    """In which it was started: paths among its arguments are relative to it."""
     environment: Environment | None = None
     notes: tuple[str, ...] = ()
     trials: tuple[Trial, ...] = ()

@@ -18,7 +18,7 @@ from .schema import INTERRUPTED, TrialRecord
 
 def require_same_machine(store: RunFolder, facts: Environment) -> None:
     """Raises UsageError if the run was made with other hardware or versions: its rows would not compare."""
-    earlier = reader.read_run(store.folder / RUN_FILE, []).environment
+    earlier = store.load_run().environment
     if earlier is None:
         raise UsageError(f"{store.folder} has no readable environment", remedy="start a new run")
     differences = comparability_differences(earlier, facts)
@@ -44,12 +44,7 @@ def require_same_workload(store: RunFolder, trials: Sequence[Trial], leave_out: 
     digests = {trial.workload.data_path: trial.workload.data_digest for trial in trials}
     inspections = {replace(trial.inspection, checkpoint_path=None) for trial in trials}  # the run may have been moved
     known: dict[tuple[str, frozenset[str]], set[str]] = {}
-    notes: list[str] = []
-    run = reader.read_run(store.folder / RUN_FILE, notes)
-    # A report does without what cannot be read; here it could not be compared, and rows of two kinds would be mixed.
-    if notes:
-        raise cannot_resume(store.folder, notes[0])
-    for stored in run.trials:
+    for stored in store.load_run().trials:
         configuration, workload = stored.configuration, stored.workload
         # A row that is not requested this time is compared with itself; None is a row of no file.
         if configuration.file_text not in (None, texts.get(configuration.name, configuration.file_text)):

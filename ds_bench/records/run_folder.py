@@ -146,19 +146,15 @@ class RunFolder:
         """Writes run.json."""
         write_json(self.folder / RUN_FILE, {"schema_version": SCHEMA_VERSION, **facts})
 
-    def load_run(self) -> dict[str, Any]:
-        """Reads run.json. Raises UsageError if it is damaged or of a newer version."""
-        try:
-            data = json_files.parse_json(files.read_bytes(self.folder / RUN_FILE, json_files.LARGEST_FILE_BYTES))
-            version, arguments = data["schema_version"], data.get("arguments", [])
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            raise UsageError(f"{self.folder / RUN_FILE} is damaged", remedy="start a new run") from None
-        is_list_of_words = isinstance(arguments, list) and all(isinstance(word, str) for word in arguments)
-        if not isinstance(version, int) or not is_list_of_words:
-            raise UsageError(f"{self.folder / RUN_FILE} is damaged", remedy="start a new run")
-        if version > SCHEMA_VERSION:
-            raise UsageError(f"{self.folder} was written by a newer version", remedy="upgrade ds_bench")
-        return dict(data)
+    def load_run(self) -> reader.RunInfo:
+        """Reads run.json, to go on with the run. Raises UsageError if a part of it is invalid, or it is of a newer
+        version."""
+        notes: list[str] = []
+        info = reader.read_run(self.folder / RUN_FILE, notes)
+        # A report does without what cannot be read; here it could not be compared, and rows of two kinds be mixed.
+        if notes:
+            raise cannot_resume(self.folder, notes[0])
+        return info
 
     def trial_folder(self, trial_id: str) -> Path:
         """Creates a new folder for a trial's files; later attempts get a name of their own."""

@@ -204,7 +204,7 @@ def test_a_run_that_did_not_end_says_how_many_trials_are_missing(run: RunFolder)
 def test_a_trial_that_was_resumed_with_another_folder_for_checkpoints_is_the_one_that_was_planned(
     run: RunFolder,
 ) -> None:
-    planned = run.load_run()
+    planned = json.loads((run.folder / "run.json").read_text())
     for trial in planned["trials"]:
         trial["inspection"] = {**trial["inspection"], "checkpoint": True, "checkpoint_path": "/planned"}
     (run.folder / "run.json").write_text(json.dumps(planned))

@@ -77,5 +77,8 @@ def test_another_machine_and_one_that_is_not_known_are_refused(run: RunFolder) -
     with pytest.raises(UsageError, match="not the same machine"):
         require_same_machine(run, replace(fakes.environment(), cpu_model="another"))
     edit(run, lambda facts: facts.update(environment={"hostname": 3}))
+    with pytest.raises(UsageError, match=r"--resume .*run\.json: environment\.hostname is 3"):
+        require_same_machine(run, fakes.environment())
+    edit(run, lambda facts: facts.pop("environment"))
     with pytest.raises(UsageError, match="has no readable environment"):
         require_same_machine(run, fakes.environment())

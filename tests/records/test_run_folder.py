@@ -25,6 +25,7 @@ from ds_bench.analysis.flat_rows import flat_rows
 from ds_bench.analysis.summary import summarise
 from ds_bench.errors import PreflightError, UsageError
 from ds_bench.records import json_files, rank_files, run_folder
+from ds_bench.records.reader import RunInfo
 from ds_bench.records.run_folder import RunFolder, csv_text
 from ds_bench.records.schema import SCHEMA_VERSION, TrialRecord
 from tests.support import fakes
@@ -370,10 +371,10 @@ def test_no_rows_are_an_empty_list_and_an_empty_table(run: RunFolder) -> None:
 
 
 def test_an_earlier_run_is_found_again_with_its_files(run: RunFolder) -> None:
-    run.save_run({"family": "zero", "arguments": ["--model", "gpt2"]})
+    run.save_run({"family": "zero", "arguments": ["--model", "gpt2"], "of another version": 1})
     again = RunFolder.open(run.folder)
     assert (again.folder.resolve(), again.json_path.resolve()) == (run.folder.resolve(), run.json_path.resolve())
-    assert again.load_run() == {"schema_version": SCHEMA_VERSION, "family": "zero", "arguments": ["--model", "gpt2"]}
+    assert again.load_run() == RunInfo(family="zero", arguments=("--model", "gpt2"))
 
 
 def test_an_earlier_run_is_found_from_inside_itself(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -395,15 +396,29 @@ def test_a_folder_that_is_no_run_is_a_usage_error(tmp_path: Path, what: str) -> 
 
 def test_a_run_of_a_newer_version_is_refused_and_says_to_upgrade(run: RunFolder) -> None:
     (run.folder / "run.json").write_text(json.dumps({"schema_version": SCHEMA_VERSION + 1}))
-    with pytest.raises(UsageError, match=r"newer version \(upgrade ds_bench\)"):
+    with pytest.raises(UsageError, match=r"newer version \(.*\(upgrade ds_bench\)"):
         run.load_run()
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "null", "{}", '{"schema_version": "one"}', '{"schema_version": null}'])
-def test_a_damaged_run_is_refused_in_one_line(run: RunFolder, text: str) -> None:
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("", "is empty"),
+        ("{", "was cut off"),
+        ("[]", "is no JSON object"),
+        ("null", "is no JSON object"),
+        ("{}", "schema_version is missing"),
+        ('{"schema_version": "one"}', "schema_version is missing or no version"),
+        ('{"schema_version": null}', "schema_version is missing or no version"),
+        ('{"schema_version": 4, "arguments": [5]}', "arguments[0] is 5"),
+        ('{"schema_version": 4, "shard": {"number": 1, "count": 2}}', "shard.plan is missing"),
+    ],
+)
+def test_a_damaged_run_is_refused_in_one_line_with_the_reason(run: RunFolder, text: str, reason: str) -> None:
     (run.folder / "run.json").write_text(text)
-    with pytest.raises(UsageError, match="is damaged"):
+    with pytest.raises(UsageError, match=f"run\\.json.*{re.escape(reason)}") as caught:
         run.load_run()
+    assert "\n" not in str(caught.value)
 
 
 # ------------------------------------------------------------------ folders of trials
