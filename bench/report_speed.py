@@ -32,6 +32,7 @@ from ds_bench.config.spec import Trial
 from ds_bench.models import presets
 from ds_bench.prediction import memory
 from ds_bench.prediction.model_profile import find_profile
+from ds_bench.records import json_files
 from ds_bench.records.rank_files import write_json
 from ds_bench.records.reader import parse_record
 from ds_bench.records.run_folder import RECORDS_FILE, RUN_FILE
@@ -83,7 +84,7 @@ def _template(stage: int) -> Json:
     trial["ds_config"]["zero_optimization"]["stage"] = stage
     for rank in entry["ranks"]:
         rank["resolved_config"]["zero_config"]["stage"] = stage
-    trial |= {"skipped": None, "prediction": _prediction(Trial.from_dict(trial))}
+    trial |= {"skipped": None, "prediction": _prediction(json_files.build(Trial, trial))}
     return entry
 
 
@@ -115,7 +116,7 @@ def write_result(folder: Path, count: int) -> None:
     with (folder / RECORDS_FILE).open("w", encoding="utf-8") as file:
         for entry in grown(count):
             file.write(json.dumps(entry) + "\n")
-            run["trials"].append({"key": Trial.from_dict(entry["trial"]).key, **entry["trial"]})
+            run["trials"].append({"key": json_files.build(Trial, entry["trial"]).key, **entry["trial"]})
     write_json(folder / RUN_FILE, run)
 
 

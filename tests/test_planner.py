@@ -28,6 +28,7 @@ from ds_bench.launch import ops
 from ds_bench.launch.ops import OpState
 from ds_bench.models.lookup import ResolvedModel
 from ds_bench.prediction import trial_predictions
+from ds_bench.records import json_files
 from ds_bench.system import environment
 from tests.support import fakes
 from tests.support.real_trials import ROOT
@@ -536,7 +537,7 @@ def test_a_trial_keeps_its_config_through_json_even_if_the_function_used_tuples(
         return config
 
     (trial,) = trials(fakes.options("zero", "--stages", "1"), make=tuples)
-    assert Trial.from_dict(json.loads(json.dumps(trial.to_dict()))) == trial
+    assert json_files.parse(Trial, json.dumps(trial.to_dict()).encode()) == trial
 
 
 # ------------------------------------------------------------------ the workload
@@ -613,7 +614,7 @@ def test_an_axis_makes_a_row_of_each_value_where_it_acts() -> None:
     assert on.ds_config["zero_optimization"]["overlap_comm"] is True
     assert (on.configuration.label, on.configuration.source) == ("ZeRO-2, overlap_comm on", "axis")
     assert on.configuration.axis_values == {"overlap_comm": "true"}
-    assert Trial.from_dict(json.loads(json.dumps(on.to_dict()))) == on
+    assert json_files.parse(Trial, json.dumps(on.to_dict()).encode()) == on
 
 
 def test_a_value_that_deepspeed_would_stop_at_is_an_unsupported_row_beside_the_others() -> None:

@@ -400,15 +400,6 @@ class Placement:
         known = self.multi_node_launcher in MULTI_NODE_LAUNCHERS
         _require(known, "multi_node_launcher", self.multi_node_launcher, f"must be one of {MULTI_NODE_LAUNCHERS}")
 
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Placement:
-        """The inverse of ``asdict``, lists of JSON for tuples. Raises TypeError or ValueError on other shapes."""
-        values = dict(data)
-        values["supported_precisions"] = tuple(values.get("supported_precisions", PRECISIONS))
-        values["hosts"] = tuple((name, slots) for name, slots in values.get("hosts", ()))
-        values["launcher_args"] = tuple(values.get("launcher_args", ()))
-        return cls(**values)
-
     @property
     def is_on_this_host(self) -> bool:
         """Whether all ranks run on the machine that starts them."""
@@ -574,21 +565,3 @@ class Trial:
         values["ds_config"] = redacted_config(self.ds_config)
         values["configuration"]["deepspeed_config"] = redacted_config(self.configuration.deepspeed_config)
         return values
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Trial:
-        """The inverse of :meth:`to_dict`. Raises TypeError, KeyError or ValueError on other shapes."""
-        values = dict(data)
-        configuration = dict(values["configuration"])
-        requires = dict(configuration.get("requires", {}))
-        configuration["requires"] = Requirements(**{**requires, "ops": tuple(requires.get("ops", ()))})
-        configuration["caveats"] = tuple(configuration.get("caveats", ()))
-        values["configuration"] = Configuration(**configuration)
-        values["workload"] = Workload(**values["workload"])
-        values["placement"] = Placement.from_dict(values["placement"])
-        values["caveats"] = tuple(values.get("caveats", ()))
-        inspection = dict(values.get("inspection", {}))
-        for name in ("profiles", "profile_ranks"):
-            inspection[name] = tuple(inspection.get(name, getattr(NO_INSPECTION, name)))
-        values["inspection"] = Inspection(**inspection)
-        return cls(**values)

@@ -128,8 +128,9 @@ class Assignment:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Assignment:
-        """The inverse of :meth:`to_dict`."""
-        return cls(**{**data, "trial": Trial.from_dict(data["trial"])})
+        """The inverse of :meth:`to_dict`. Raises ValueError on other shapes."""
+        # Not by json_files.build, for which texts are UTF-8: names of folders need not be.
+        return json_files.adapter(cls).validate_python(data, extra="forbid")
 
 
 def write_json(path: Path, data: object, mode: int = 0o666) -> None:

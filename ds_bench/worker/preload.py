@@ -12,6 +12,8 @@ import importlib
 import os
 import sys
 
+from ..records import json_files
+from ..records.rank_files import Assignment
 from ..system.processes import cuda_is_initialised, die_with_parent, open_gpu_files
 
 MODULES = (
@@ -91,6 +93,8 @@ if os.environ.get("DS_ACCELERATOR") == "cpu":
     _load_ops(tuple(filter(None, os.environ.get("DS_BENCH_PRELOAD_OPS", "").split(","))))
 else:
     _close_nvml()
+# pydantic's reader of what a rank is told is made here once, and not by every rank.
+json_files.adapter(Assignment)
 GPU_FILES = open_gpu_files()
 """Device files for computing on a GPU that this process has open after preloading; ranks are forked only if none."""
 CUDA_INITIALISED = cuda_is_initialised()

@@ -12,6 +12,8 @@ import pytest
 
 from ds_bench.config.spec import Configuration, Placement, Strategy, Trial, Workload
 from ds_bench.config.strategies import make_configuration
+from ds_bench.records import json_files
+from ds_bench.records.json_files import InvalidValueError
 from tests.support import fakes
 
 
@@ -118,7 +120,7 @@ def everything() -> Trial:
 
 def test_a_trial_survives_json_whole() -> None:
     trial = everything()
-    again = Trial.from_dict(json.loads(json.dumps(trial.to_dict())))
+    again = json_files.parse(Trial, json.dumps(trial.to_dict()).encode())
     assert again == trial
     assert isinstance(again.caveats, tuple)
     assert isinstance(again.placement.supported_precisions, tuple)
@@ -134,13 +136,13 @@ def test_a_trial_that_lost_a_part_is_no_trial(subtests: pytest.Subtests) -> None
         with subtests.test(damage):
             data = everything().to_dict()
             del data[damage]
-            with pytest.raises(KeyError):
-                Trial.from_dict(data)
+            with pytest.raises(InvalidValueError, match=f"{damage} is missing"):
+                json_files.build(Trial, data)
 
 
 def test_a_trial_with_a_field_of_another_program_is_no_trial() -> None:
-    with pytest.raises(TypeError):
-        Trial.from_dict({**everything().to_dict(), "colour": "red"})
+    with pytest.raises(InvalidValueError, match="colour"):
+        json_files.build(Trial, {**everything().to_dict(), "colour": "red"})
 
 
 def _variants() -> list[Trial]:

@@ -8,7 +8,7 @@ import struct
 import subprocess
 import sys
 import threading
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -180,6 +180,19 @@ def test_a_rank_whose_locale_is_not_utf_8_reads_the_same_assignment(tmp_path: Pa
         [sys.executable, "-c", program, str(tmp_path)], env=plain, capture_output=True, text=True, check=True
     )
     assert done.stdout.strip() == ascii("/mnt/nvmé/mine")
+
+
+def test_an_assignment_whose_folders_have_names_in_another_encoding_survives_its_file(tmp_path: Path) -> None:
+    folder = os.fsdecode(b"/mnt/caf\xe9")
+    trial = replace(ASSIGNMENT.trial, placement=replace(ASSIGNMENT.trial.placement, nvme_path=folder))
+    assignment = replace(ASSIGNMENT, trial=trial, swap_folder=folder, working_folder=folder)
+    assignment.save(tmp_path, {})
+    assert Assignment.load(tmp_path) == assignment
+
+
+def test_an_assignment_with_a_field_of_another_version_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="colour"):
+        Assignment.from_dict({**ASSIGNMENT.to_dict(), "colour": "red"})
 
 
 def test_an_assignment_that_is_gone_or_torn_is_an_error_of_its_own_kind(tmp_path: Path) -> None:
