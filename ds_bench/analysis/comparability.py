@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
@@ -11,8 +10,7 @@ from typing import Any
 
 from ..config.axes import PARALLEL_AXES, workload_fields
 from ..config.deepspeed_config import sequence_parallel_size, tensor_parallel_size
-from ..config.spec import ADDED_DEFAULTS, SAME_TRAINING_FIELDS, Configuration, Placement, Workload
-from ..records.reader import placement_text
+from ..config.spec import SAME_TRAINING_FIELDS, Placement, Workload
 from ..records.schema import TrialRecord
 from .summary import TrialSummary
 
@@ -23,37 +21,6 @@ WORKLOAD_FIELDS = tuple(each.name for each in fields(Workload))
 REQUESTED_AS = {"micro_batch_size": "batch_size", "grad_accum": "grad_accum", "data_parallel_size": "num_gpus"}
 """Fact of the run → the requested field that explains a difference in it, so that the difference is reported once."""
 _parts = attrgetter("configuration", "workload", "placement", "ds_config")
-_workload_values = attrgetter(*WORKLOAD_FIELDS)
-_dumps = json.JSONEncoder(sort_keys=True, default=str).encode
-
-
-def row_key(record: TrialRecord) -> str:
-    """Returns the key of the trial as if it were repeat 0, which all repeats of a row share.
-
-    It equals ``replace(trial, repeat=0).key`` of a trial that is only measured, but is several times cheaper for
-    results of thousands of records. What else is observed of a trial makes no other row.
-    """
-    trial = record.trial
-    text = (
-        # Keys in alphabetical order, as json.dumps(sort_keys=True) writes those of Trial.key.
-        f'{{"configuration": {_dumps(trial.configuration.name)}, "ds_config": {_dumps(trial.ds_config)}, '
-        f'"engine": {_dumps(trial.configuration.engine)}, "placement": {placement_text(trial.placement)}, "repeat": 0, '
-        f'{_variables_text(trial.configuration)}"workload": {_workload_text(trial.workload)}}}'
-    )
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def _workload_text(workload: Workload) -> str:
-    values = dict(zip(WORKLOAD_FIELDS, _workload_values(workload), strict=True))
-    # Fields that were added later are left out at their defaults, so that keys of earlier results stay as they are.
-    for name, default in ADDED_DEFAULTS.items():
-        if values[name] == default:
-            del values[name]
-    return _dumps(values)
-
-
-def _variables_text(configuration: Configuration) -> str:
-    return f'"variables": {_dumps(dict(configuration.variables))}, ' if configuration.variables else ""
 
 
 def group_repeats(summaries: Sequence[TrialSummary]) -> dict[str, list[TrialSummary]]:
@@ -67,11 +34,11 @@ def group_repeats(summaries: Sequence[TrialSummary]) -> dict[str, list[TrialSumm
     groups: dict[str, list[TrialSummary]] = {}
     variants: dict[str, list[tuple[dict[str, object], str | None]]] = {}
     keys: dict[tuple[int, ...], str] = {}
-    key_of_content: dict[tuple[object, ...], str] = {}
+    key_of_content: dict[str, str] = {}
     for summary in summaries:
         part_ids = tuple(map(id, _parts(summary.record.trial)))  # shared by repeats that were read from one file
         if part_ids not in keys:
-            keys[part_ids] = key_of_content.setdefault(_content(summary), row_key(summary.record))
+            keys[part_ids] = key_of_content.setdefault(_content(summary), summary.record.trial.row_key)
         key = keys[part_ids]
         # A run that measured nothing has no facts to differ by.
         if summary.record.ranks:
@@ -86,12 +53,12 @@ def group_repeats(summaries: Sequence[TrialSummary]) -> dict[str, list[TrialSumm
     return groups
 
 
-def _content(summary: TrialSummary) -> tuple[object, ...]:
+def _content(summary: TrialSummary) -> str:
     """What identifies a row: not the configuration's name, unless the DeepSpeed configuration is not known."""
     trial, config = summary.record.trial, summary.config_hash
-    identity = row_key(summary.record) if config is None else config
-    own = _variables_text(trial.configuration)
-    return identity, own, placement_text(trial.placement), _workload_text(trial.workload)
+    if config is None:
+        return trial.row_key
+    return json.dumps([config, trial.measured_facts], sort_keys=True, default=str)
 
 
 _OWN_BATCH = ("batch_size", "micro_batch_size")

@@ -15,7 +15,7 @@ from typing import Any
 from ..records.schema import TrialRecord
 from ..system.environment import Environment, comparability_differences, setting_differences
 from . import provenance
-from .comparability import WORKLOAD_FIELDS, differing, format_value, placement_facts, row_key, varied_on_purpose
+from .comparability import WORKLOAD_FIELDS, differing, format_value, placement_facts, varied_on_purpose
 from .load_results import Result, trial_identity
 from .summary import TrialSummary
 
@@ -246,7 +246,7 @@ def _renumber(summaries: Sequence[TrialSummary], rounds: Sequence[tuple[int, int
     repeats: Counter[str] = Counter()
     for summary, result_and_round in zip(summaries, rounds, strict=True):
         record = summary.record
-        key = row_key(record)
+        key = record.trial.row_key
         if repeats[key] != record.trial.repeat:
             record = replace(record, trial=replace(record.trial, repeat=repeats[key]))
         repeats[key] += 1

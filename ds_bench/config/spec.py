@@ -445,7 +445,7 @@ class Placement:
 
         On one node these are the facts that keys of trials were made of before there were several.
         """
-        facts = asdict(self)
+        facts = {each.name: getattr(self, each.name) for each in fields(self)}
         for name in ("hosts", "include", "multi_node_launcher", "master_addr", "master_port", "launcher_args"):
             del facts[name]
         if self.num_nodes > 1:
@@ -539,25 +539,38 @@ class Trial:
     @property
     def key(self) -> str:
         """Hash of everything that decides the measurement, without credentials; ``--resume`` matches trials by it."""
+        facts: dict[str, Any] = {"repeat": self.repeat}
+        if self.inspection != NO_INSPECTION:  # so that the keys of trials without stay the same
+            facts["inspection"] = {**asdict(self.inspection), "checkpoint_path": None}  # another disk is no other trial
+        return self._hash(facts)
+
+    @property
+    def row_key(self) -> str:
+        """The key of the trial as if it were repeat 0 and only measured, which all repeats of a row share."""
+        return self._hash({"repeat": 0})
+
+    def _hash(self, more: Mapping[str, Any]) -> str:
         facts = {
-            "repeat": self.repeat,
+            **self.measured_facts,
             "configuration": self.configuration.name,
             "engine": self.configuration.engine,
-            "workload": {
-                name: value
-                for name, value in asdict(self.workload).items()
-                if name not in ADDED_DEFAULTS or value != ADDED_DEFAULTS[name]
-            },
-            "placement": self.placement.measured_facts,
             "ds_config": redacted_config(self.ds_config),
+            **more,
         }
-        # Only where there are any, so that the keys of trials without them stay the same.
-        if self.configuration.variables:
-            facts["variables"] = dict(self.configuration.variables)
-        if self.inspection != NO_INSPECTION:
-            facts["inspection"] = {**asdict(self.inspection), "checkpoint_path": None}  # another disk is no other trial
         text = json.dumps(facts, sort_keys=True, default=str)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    @property
+    def measured_facts(self) -> dict[str, Any]:
+        """What decides the measurement besides the DeepSpeed configuration: JSON values, alike in all repeats."""
+        workload = {each.name: getattr(self.workload, each.name) for each in fields(self.workload)}
+        for name, default in ADDED_DEFAULTS.items():
+            if workload[name] == default:
+                del workload[name]
+        facts: dict[str, Any] = {"workload": workload, "placement": self.placement.measured_facts}
+        if self.configuration.variables:  # as above
+            facts["variables"] = dict(self.configuration.variables)
+        return facts
 
     def to_dict(self) -> dict[str, Any]:
         """Converts to JSON values; credentials in the configuration are redacted."""

@@ -229,7 +229,7 @@ def read_records(path: Path, planned: Sequence[Trial], notes: list[str]) -> tupl
     for trial in planned:
         parts.share(trial)
     identities = dict.fromkeys(map(_identity, planned))
-    ordered = [latest.pop(identity) for identity in identities if identity in latest]
+    ordered = [latest.pop(each) for each in identities if each in latest]
     if len(ordered) < len(identities):
         missing = len(identities) - len(ordered)
         notes.append(f"{missing} of the {len(planned)} planned trials have no record: the run did not end")
@@ -284,7 +284,7 @@ def parse_record(
 
 def _identity(trial: Trial) -> tuple[object, ...]:
     """Identifies a trial as ``Trial.key`` does, among trials that share equal parts; several times cheaper."""
-    parts = id(trial.workload), placement_text(trial.placement), id(trial.ds_config)
+    parts = id(trial.workload), _placement_text(trial.placement), id(trial.ds_config)
     inspection = trial.inspection
     # A resumed run may write its checkpoints elsewhere: the trial is the same.
     if inspection.checkpoint_path is not None:
@@ -293,7 +293,7 @@ def _identity(trial: Trial) -> tuple[object, ...]:
 
 
 @lru_cache(maxsize=1024)
-def placement_text(placement: Placement) -> str:
+def _placement_text(placement: Placement) -> str:
     """What decides a measurement in a placement, as text; made once for each, as thousands of records have few."""
     return json.dumps(placement.measured_facts, sort_keys=True)
 

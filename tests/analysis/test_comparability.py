@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_bench.analysis.comparability import group_repeats, incomparable_fields, row_key
+from ds_bench.analysis.comparability import group_repeats, incomparable_fields
 from ds_bench.analysis.row_labels import unique_labels
 from ds_bench.analysis.summary import TrialSummary, summarise
 from ds_bench.config.axes import PARALLEL_AXES
@@ -54,13 +54,13 @@ def test_the_key_is_that_of_the_trial_with_repeat_0(
 ) -> None:
     of = fakes.workload(model=model, model_config=model_config)
     trial = replace(gpu(), ds_config=config, workload=of, repeat=repeat)
-    assert row_key(fakes.failure(trial)) == replace(trial, repeat=0).key
+    assert trial.row_key == replace(trial, repeat=0).key
 
 
 def test_the_order_of_a_configurations_keys_does_not_matter() -> None:
     trial = gpu()
     turned = replace(trial, ds_config=dict(reversed(list(trial.ds_config.items()))))
-    assert row_key(fakes.success(turned)) == row_key(fakes.success(trial))
+    assert turned.row_key == trial.row_key
 
 
 def test_interleaved_repeats_are_one_row_each_in_order_of_appearance() -> None:
@@ -68,7 +68,7 @@ def test_interleaved_repeats_are_one_row_each_in_order_of_appearance() -> None:
     groups = group_repeats(summaries(*records))
     assert [[run.record.trial.repeat for run in runs] for runs in groups.values()] == [[0, 1, 2]] * 2
     assert [runs[0].record.trial.configuration.stage for runs in groups.values()] == [3, 0]
-    assert list(groups) == [row_key(records[0]), row_key(records[1])]
+    assert list(groups) == [records[0].trial.row_key, records[1].trial.row_key]
 
 
 def test_runs_of_one_row_on_other_cards_or_versions_are_never_mixed_into_a_median(subtests: pytest.Subtests) -> None:
@@ -77,7 +77,7 @@ def test_runs_of_one_row_on_other_cards_or_versions_are_never_mixed_into_a_media
             here, there = fakes.success(gpu()), fakes.success(gpu(repeat=1), **changes)
             failed = fakes.failure(gpu(repeat=2))
             groups = group_repeats(summaries(here, there, failed, here))
-            key = row_key(here)
+            key = here.trial.row_key
             assert {name: len(runs) for name, runs in groups.items()} == {key: 3, f"{key}-2": 1}
 
 
@@ -385,4 +385,4 @@ def test_a_reference_engine_is_never_one_row_with_the_stage_that_splits_alike(en
     rows = summaries(fakes.success(reference), fakes.success(same))
     assert len(group_repeats(rows)) == 2
     assert rows[0].config_hash != rows[1].config_hash
-    assert row_key(rows[0].record) == replace(reference, repeat=0).key
+    assert reference.row_key == replace(reference, repeat=0).key

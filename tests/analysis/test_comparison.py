@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from ds_bench.analysis import flat_reader
 from ds_bench.analysis.caveats import Caveat, CaveatKind, note
-from ds_bench.analysis.comparability import row_key
 from ds_bench.analysis.comparison import Comparison, ComparisonRow, compare, ratio_between
 from ds_bench.analysis.flat_rows import flat_rows
 from ds_bench.analysis.loss_parity import with_loss_caveats
@@ -60,7 +59,7 @@ def test_a_row_by_hand() -> None:
     Deviation of the step times: mean 0.2333, squares 0.01778, 0.00111, 0.02778 by 2: 0.02333, root 0.15275.
     """
     (row,) = rows(*runs(2, 0.1, 0.2, 0.4))
-    assert (row.label, row.key) == ("ZeRO-2", row_key(ran(2)))
+    assert (row.label, row.key) == ("ZeRO-2", ran(2).trial.row_key)
     assert row.tokens_per_second == pytest.approx(5120)
     assert row.mean_step_seconds == pytest.approx(0.2)
     assert row.step_seconds_std == pytest.approx(0.15275, abs=1e-5)
