@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from ds_bench.models import presets
 from ds_bench.prediction import model_profile
-from ds_bench.records.rank_files import write_json
+from ds_bench.records.json_files import write_json
 
 TABLE = Path(model_profile.__file__).with_name("activations.json")
 

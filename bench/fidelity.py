@@ -24,7 +24,7 @@ from typing import Any
 import harness
 from harness import BenchError, Setting
 
-from ds_bench.records.rank_files import write_json
+from ds_bench.records.json_files import write_json
 
 LAUNCHERS = {"warm": ("warm",), "deepspeed": ("deepspeed",), "both": ("warm", "deepspeed")}
 _BUSY = 0.1

@@ -35,7 +35,8 @@ from typing import Any
 import harness
 from harness import BenchError, Run, Setting
 
-from ds_bench.records.rank_files import Heartbeat, read_beat, write_json
+from ds_bench.records.json_files import write_json
+from ds_bench.records.rank_files import Heartbeat, read_beat
 
 STAGES = (0, 1, 2, 3)
 _TRAINING = ("forward", "backward", "step")

@@ -23,7 +23,7 @@ from ds_bench.models import presets
 from ds_bench.prediction import memory, trial_predictions
 from ds_bench.prediction.model_profile import find_profile
 from ds_bench.records import json_files
-from ds_bench.records.rank_files import write_json
+from ds_bench.records.json_files import write_json
 from ds_bench.records.schema import SUCCESS, TrialRecord
 from ds_bench.units import format_bytes, format_ratio
 

@@ -39,7 +39,7 @@ from .planner import Plan, RunPlan, make_run_plan
 from .prediction import trial_predictions
 from .prediction.model_profile import ModelProfile, variant_of
 from .records import schema
-from .records.rank_files import json_text, write_json
+from .records.json_files import json_text, write_json
 from .records.resume import is_finished, remaining_trials, require_same_machine, require_same_workload
 from .records.run_folder import RUN_FILE, RunFolder
 from .records.schema import Outcome, TrialRecord
@@ -219,7 +219,7 @@ def require_writable_csv(path: Path | None) -> None:
     try:
         if path.is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-        # The folder is tried, since the file is replaced by renaming one beside it (records.rank_files.write_text).
+        # The folder is tried, since the file is replaced by renaming one beside it (system.files.write_text).
         with tempfile.TemporaryFile(dir=path.parent):
             pass
     except OSError as error:

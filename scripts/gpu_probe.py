@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from ds_bench.config.spec import Placement
 from ds_bench.launch import Limits, ops, rank_environment
 from ds_bench.launch.warm import WarmLauncher
-from ds_bench.records.rank_files import write_json
+from ds_bench.records.json_files import write_json
 from ds_bench.system import environment, gpus
 
 

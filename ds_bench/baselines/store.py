@@ -22,8 +22,7 @@ from typing import Any, ClassVar
 from .. import __version__
 from ..errors import UsageError
 from ..records import json_files
-from ..records.json_files import InvalidJsonError
-from ..records.rank_files import write_json
+from ..records.json_files import InvalidJsonError, write_json
 from ..system import files
 from ..system.environment import Environment
 from .result import BenchmarkResult, Memory

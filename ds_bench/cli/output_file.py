@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ..errors import UsageError
-from ..records.rank_files import write_text
+from ..system.files import write_text
 
 
 def check_output(flag: str, path: Path) -> None:

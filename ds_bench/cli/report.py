@@ -21,7 +21,7 @@ from ..config import strategies
 from ..config.deepspeed_config import is_full_config
 from ..config.options import GOALS, ROW_FORMATS
 from ..errors import UsageError
-from ..records.rank_files import json_text
+from ..records.json_files import json_text
 from ..records.run_folder import csv_text
 from ..report import (
     configuration_export,

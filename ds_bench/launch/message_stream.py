@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ..records.rank_files import json_line
+from ..records.json_files import json_line
 
 SILENCE_SECONDS = 15.0
 """Without a message for so long, the other side counts as lost."""

@@ -28,7 +28,7 @@ from pathlib import Path
 from ..config.deepspeed_config import is_deepcompiled, optimizer_kind
 from ..config.spec import Accelerator, Configuration, block_of
 from ..errors import PreflightError
-from ..records.rank_files import write_json
+from ..records.json_files import write_json
 from ..system import build_locks, files, processes
 from ..system.optional_packages import install_command, installed_version
 from ..units import format_duration

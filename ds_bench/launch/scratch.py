@@ -22,7 +22,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from ..config.spec import Trial
-from ..records.rank_files import HOST_FOLDER_PREFIX, Assignment, append_line
+from ..records.json_files import append_line
+from ..records.rank_files import HOST_FOLDER_PREFIX, Assignment
 from ..system.processes import is_alive, start_ticks
 
 _SWAP_PREFIX = "ds_bench_swap"

@@ -8,7 +8,7 @@ from collections import deque
 from pathlib import Path
 
 from ..config.spec import Trial
-from ..records.rank_files import json_line
+from ..records.json_files import json_line
 from ..records.schema import measured_values
 from ..records.step_series import STEPS_FILE, StepFileReader, StepSample, TrialStep
 from ..records.tensorboard_files import TensorBoardFile

@@ -21,7 +21,7 @@ from typing import Any, Literal, NamedTuple
 from ..config.spec import Accelerator, Engine, LossName, Precision, Workload, block_of
 from ..errors import UsageError
 from ..models.presets import ModelFacts
-from ..records.rank_files import write_json
+from ..records.json_files import write_json
 from ..system.optional_packages import MODEL_PACKAGES, install_command, missing_packages
 from ..system.processes import run_tool
 

@@ -1,8 +1,8 @@
-"""Reads JSON that somebody else may have written, cut off or edited, as checked values and dataclasses.
+"""Reads JSON that somebody else may have written, cut off or edited, as checked values and dataclasses; writes JSON.
 
-A file must be regular and of limited size; a text is limited in depth (by the parser: 200 levels), a number in
-magnitude. Every error is one line that names the place. pydantic parses, checks and builds; only the functions that
-need it import it, because most commands read no result.
+A file that is read must be regular and of limited size; a text is limited in depth (by the parser: 200 levels), a
+number in magnitude. Every error is one line that names the place. pydantic parses, checks and builds; only the
+functions that need it import it, because most commands read no result.
 """
 
 from __future__ import annotations
@@ -10,8 +10,10 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import os
 import re
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal, TypeVar
 
@@ -205,3 +207,46 @@ def invalid_value(error: Any) -> InvalidValueError:
     shown = "an object" if isinstance(value, dict) else "a list" if isinstance(value, list) else json.dumps(value)
     shown = shown if len(shown) <= 40 else f"{shown[:36]} …"
     return InvalidValueError(first["loc"], f"is {shown}: {first['msg'][:1].lower()}{first['msg'][1:]}")
+
+
+# ------------------------------------------------------------------ writing
+
+
+def write_json(path: Path, data: object, mode: int = 0o666) -> None:
+    """Writes a JSON file as :func:`files.write_text` does. Raises ValueError for NaN and infinities."""
+    files.write_text(path, json_text(data), mode)
+
+
+def json_text(data: object) -> str:
+    """Formats the text of a JSON file. Raises ValueError for NaN and infinities."""
+    return json.dumps(data, indent=1, allow_nan=False, ensure_ascii=False) + "\n"
+
+
+def json_line(data: object) -> bytes:
+    """Formats a JSON line without its end; a dataclass as an object. Raises ValueError for NaN and infinities."""
+    text = json.dumps(data, allow_nan=False, ensure_ascii=False, default=asdict)
+    return text.encode("utf-8", "backslashreplace")
+
+
+def append_line(path: Path, data: object) -> None:
+    """Appends a JSON line and syncs it to disk. Raises ValueError for NaN and infinities.
+
+    Raises OSError naming the file if the disk does not take the whole line; the file is then as it was before.
+    """
+    line = json_line(data) + b"\n"
+    # O_NOFOLLOW: in a run folder of somebody else a link would redirect what is written.
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o644)
+    try:
+        start = os.fstat(descriptor).st_size
+        try:
+            rest = memoryview(line)
+            while rest:  # a full disk takes a part of the line, and only the next call fails
+                rest = rest[os.write(descriptor, rest) :]
+            os.fsync(descriptor)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                # A part of the line would run into the next one. Only one process appends to a file.
+                os.ftruncate(descriptor, start)
+            raise OSError(error.errno, error.strerror, str(path)) from None
+    finally:
+        os.close(descriptor)

@@ -115,8 +115,9 @@ class Assignment:
         ``config``: of DeepSpeed; it is written with the private folder for NVMe swapping, and is the only file that
         holds its credentials; only the user may read it.
         """
-        write_json(folder / CONFIG_FILE, with_swap_folder(config, self.swap_folder or ""), mode=0o600)
-        write_json(folder / TRIAL_FILE, self.to_dict())
+        config = with_swap_folder(config, self.swap_folder or "")
+        json_files.write_json(folder / CONFIG_FILE, config, mode=0o600)
+        json_files.write_json(folder / TRIAL_FILE, self.to_dict())
 
     @classmethod
     def load(cls, folder: Path) -> Assignment:
@@ -131,98 +132,6 @@ class Assignment:
         """The inverse of :meth:`to_dict`. Raises ValueError on other shapes."""
         # Not by json_files.build, for which texts are UTF-8: names of folders need not be.
         return json_files.adapter(cls).validate_python(data, extra="forbid")
-
-
-def write_json(path: Path, data: object, mode: int = 0o666) -> None:
-    """Writes a JSON file as :func:`write_text` does. Raises ValueError for NaN and infinities."""
-    write_text(path, json_text(data), mode)
-
-
-def json_text(data: object) -> str:
-    """Formats the text of a JSON file. Raises ValueError for NaN and infinities."""
-    return json.dumps(data, indent=1, allow_nan=False, ensure_ascii=False) + "\n"
-
-
-def write_text(path: Path, text: str, mode: int = 0o666) -> None:
-    """Replaces a file at once: temporary name, fsync, rename. The target of a link is replaced, not the link; a device
-    or pipe is written to.
-
-    ``mode``: permissions, less what the umask takes. Raises OSError naming the file.
-    """
-    write_texts({path: text}, mode)
-
-
-def write_texts(texts: Mapping[Path, str], mode: int = 0o666) -> None:
-    """Writes several files as :func:`write_text` writes one; none is replaced before all are on disk.
-
-    A full disk thus leaves all as they were; only a kill between two renames leaves some new and some old.
-    """
-    renames: list[tuple[Path, Path]] = []
-    target = Path()
-    try:
-        for path, text in texts.items():
-            target = path.resolve()
-            if target.exists() and not target.is_file():
-                target.write_text(text, encoding="utf-8", errors="backslashreplace", newline="")
-                continue
-            # Beside the target: rename(2) works within one file system only. The pid keeps two writers apart,
-            # and remove_temporaries knows the file by it.
-            temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-            # Noted before it is made, so that it is removed whatever fails from here on.
-            renames.append((temporary, target))
-            descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, mode)
-            # backslashreplace: a file name that is no UTF-8 holds lone surrogates, which cannot be encoded.
-            with os.fdopen(descriptor, "w", encoding="utf-8", errors="backslashreplace", newline="") as file:
-                file.write(text)
-                file.flush()
-                # Before the rename, or a power failure could leave the new name with an empty file.
-                os.fsync(file.fileno())
-        for temporary, target in renames:
-            temporary.replace(target)
-    except OSError as error:
-        # Errors of write() and fsync() name no file.
-        raise OSError(error.errno, error.strerror, str(target)) from None
-    finally:
-        for temporary, _ in renames:
-            temporary.unlink(missing_ok=True)
-
-
-def remove_temporaries(folder: Path, name: str) -> None:
-    """Removes temporary files that killed writers of ``name`` (a pattern) left. No such file may be in use."""
-    for temporary in folder.glob(f".{name}.*.tmp"):
-        # The part before "tmp" is the pid of the writer; other files that end so are left alone.
-        if temporary.name.split(".")[-2].isdecimal() and temporary.is_file():
-            temporary.unlink(missing_ok=True)
-
-
-def json_line(data: object) -> bytes:
-    """Formats a JSON line without its end; a dataclass as an object. Raises ValueError for NaN and infinities."""
-    text = json.dumps(data, allow_nan=False, ensure_ascii=False, default=asdict)
-    return text.encode("utf-8", "backslashreplace")
-
-
-def append_line(path: Path, data: object) -> None:
-    """Appends a JSON line and syncs it to disk. Raises ValueError for NaN and infinities.
-
-    Raises OSError naming the file if the disk does not take the whole line; the file is then as it was before.
-    """
-    line = json_line(data) + b"\n"
-    # O_NOFOLLOW: in a run folder of somebody else a link would redirect what is written.
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o644)
-    try:
-        start = os.fstat(descriptor).st_size
-        try:
-            rest = memoryview(line)
-            while rest:  # a full disk takes a part of the line, and only the next call fails
-                rest = rest[os.write(descriptor, rest) :]
-            os.fsync(descriptor)
-        except OSError as error:
-            with contextlib.suppress(OSError):
-                # A part of the line would run into the next one. Only one process appends to a file.
-                os.ftruncate(descriptor, start)
-            raise OSError(error.errno, error.strerror, str(path)) from None
-    finally:
-        os.close(descriptor)
 
 
 # pid, time, index of the phase, steps, duration of the last step, number of beats; 48 bytes without padding.
@@ -302,7 +211,7 @@ def append_exit(folder: Path, rank: int | None, pid: int, status: int) -> None:
         rank=rank, pid=pid, code=code if code >= 0 else None, signal=-code if code < 0 else None, time=time.time()
     )
     with contextlib.suppress(OSError):
-        append_line(folder / EXITS_FILE, asdict(ended))
+        json_files.append_line(folder / EXITS_FILE, asdict(ended))
 
 
 def read_exits(folder: Path) -> list[RankExit]:

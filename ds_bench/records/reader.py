@@ -88,7 +88,7 @@ class _RepeatedParts:
     """
 
     _MARKS = (b'_config": {', b'"prediction": {')
-    """The text before each such part, and its first character, in a line as ``rank_files.append_line`` writes it."""
+    """The text before each such part, and its first character, in a line as ``json_files.append_line`` writes it."""
     _MAX_TEXTS = 64
     """Texts that are remembered at most: each is compared with every part of every line."""
 

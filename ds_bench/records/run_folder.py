@@ -32,8 +32,9 @@ from typing import Any
 
 from ..errors import UsageError
 from ..system import files
+from ..system.files import remove_temporaries, write_texts
 from . import json_files, reader
-from .rank_files import append_line, json_line, json_text, remove_temporaries, write_json, write_texts
+from .json_files import append_line, json_line, json_text, write_json
 from .schema import SCHEMA_VERSION, TrialRecord
 
 RUN_FILE = "run.json"

@@ -25,9 +25,10 @@ from ..config.options import Options
 from ..config.placement import read_hostfile
 from ..config.spec import BATCH_KEYS, OFFLOAD_BLOCKS, Placement, block_of, offload_device
 from ..errors import UsageError
-from ..records.rank_files import write_json, write_text
+from ..records.json_files import write_json
 from ..records.schema import TrialRecord
 from ..system.environment import Environment
+from ..system.files import write_text
 from . import export_readme
 from .comparison_report import ComparisonReport
 

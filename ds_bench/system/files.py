@@ -1,4 +1,5 @@
 """Reads files that another program may have written: regular files only, up to a size, without waiting for a writer.
+Writes files whole or not at all.
 
 Also checks that a folder can be written and that its disk is not full.
 """
@@ -9,7 +10,7 @@ import errno
 import os
 import stat
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
@@ -59,6 +60,58 @@ def read_bytes(path: Path, most_bytes: int) -> bytes:
 def read_text(path: Path, most_bytes: int) -> str:
     """The contents of a regular file as UTF-8 text. Raises as :func:`read_bytes` does, and UnicodeDecodeError."""
     return read_bytes(path, most_bytes).decode("utf-8")
+
+
+def write_text(path: Path, text: str, mode: int = 0o666) -> None:
+    """Replaces a file at once: temporary name, fsync, rename. The target of a link is replaced, not the link; a device
+    or pipe is written to.
+
+    ``mode``: permissions, less what the umask takes. Raises OSError naming the file.
+    """
+    write_texts({path: text}, mode)
+
+
+def write_texts(texts: Mapping[Path, str], mode: int = 0o666) -> None:
+    """Writes several files as :func:`write_text` writes one; none is replaced before all are on disk.
+
+    A full disk thus leaves all as they were; only a kill between two renames leaves some new and some old.
+    """
+    renames: list[tuple[Path, Path]] = []
+    target = Path()
+    try:
+        for path, text in texts.items():
+            target = path.resolve()
+            if target.exists() and not target.is_file():
+                target.write_text(text, encoding="utf-8", errors="backslashreplace", newline="")
+                continue
+            # Beside the target: rename(2) works within one file system only. The pid keeps two writers apart,
+            # and remove_temporaries knows the file by it.
+            temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+            # Noted before it is made, so that it is removed whatever fails from here on.
+            renames.append((temporary, target))
+            descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, mode)
+            # backslashreplace: a file name that is no UTF-8 holds lone surrogates, which cannot be encoded.
+            with os.fdopen(descriptor, "w", encoding="utf-8", errors="backslashreplace", newline="") as file:
+                file.write(text)
+                file.flush()
+                # Before the rename, or a power failure could leave the new name with an empty file.
+                os.fsync(file.fileno())
+        for temporary, target in renames:
+            temporary.replace(target)
+    except OSError as error:
+        # Errors of write() and fsync() name no file.
+        raise OSError(error.errno, error.strerror, str(target)) from None
+    finally:
+        for temporary, _ in renames:
+            temporary.unlink(missing_ok=True)
+
+
+def remove_temporaries(folder: Path, name: str) -> None:
+    """Removes temporary files that killed writers of ``name`` (a pattern) left. No such file may be in use."""
+    for temporary in folder.glob(f".{name}.*.tmp"):
+        # The part before "tmp" is the pid of the writer; other files that end so are left alone.
+        if temporary.name.split(".")[-2].isdecimal() and temporary.is_file():
+            temporary.unlink(missing_ok=True)
 
 
 def disk_is_full(folder: str | None) -> bool:

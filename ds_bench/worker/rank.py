@@ -19,6 +19,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from ..records.json_files import write_json
 from ..records.rank_files import (
     CONFIG_FILE,
     Assignment,
@@ -27,7 +28,6 @@ from ..records.rank_files import (
     partial_rank_file,
     rank_file,
     stacks_file,
-    write_json,
 )
 from ..system import processes, redaction
 from . import cpu_binding, memory

@@ -17,7 +17,8 @@ import pytest
 
 from ds_bench.launch import monitor as module
 from ds_bench.launch.monitor import Ending, Limits, Progress, watch
-from ds_bench.records.rank_files import HeartbeatWriter, RankExit, append_line
+from ds_bench.records.json_files import append_line
+from ds_bench.records.rank_files import HeartbeatWriter, RankExit
 from ds_bench.system import processes
 from tests.support import fakes
 

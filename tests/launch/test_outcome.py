@@ -15,7 +15,8 @@ import pytest
 from ds_bench.launch.monitor import Ending, Limits
 from ds_bench.launch.outcome import Evidence, TrialOutcome, determine_outcome
 from ds_bench.records import schema
-from ds_bench.records.rank_files import PHASES, HeartbeatWriter, RankExit, append_line, write_json
+from ds_bench.records.json_files import append_line, write_json
+from ds_bench.records.rank_files import PHASES, HeartbeatWriter, RankExit
 from ds_bench.records.schema import Outcome
 from tests.support import fakes
 

@@ -16,19 +16,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_bench.records import rank_files
-from ds_bench.records.rank_files import (
-    PHASES,
-    Assignment,
-    Heartbeat,
-    HeartbeatWriter,
-    RankExit,
-    append_line,
-    read_beat,
-    read_exits,
-    write_json,
-    write_text,
-)
+from ds_bench.records.json_files import append_line, write_json
+from ds_bench.records.rank_files import PHASES, Assignment, Heartbeat, HeartbeatWriter, RankExit, read_beat, read_exits
+from ds_bench.system.files import write_text
 from tests.support import fakes
 
 ASSIGNMENT = Assignment(
@@ -66,7 +56,7 @@ def test_a_disk_that_fails_leaves_the_old_file_and_no_litter(
     def fail(*_: object) -> None:
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(*((rank_files.os, "fsync", fail) if call == "fsync" else (Path, "replace", fail)))
+    monkeypatch.setattr(*((os, "fsync", fail) if call == "fsync" else (Path, "replace", fail)))
     with pytest.raises(OSError, match="Input/output"):
         write_json(path, {"new": 2})
     monkeypatch.undo()
@@ -77,7 +67,7 @@ def test_a_disk_that_fails_leaves_the_old_file_and_no_litter(
 def test_the_data_is_on_disk_before_the_name_points_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
     fsync, replace = os.fsync, Path.replace
-    monkeypatch.setattr(rank_files.os, "fsync", lambda fd: (order.append("sync"), fsync(fd))[1])
+    monkeypatch.setattr(os, "fsync", lambda fd: (order.append("sync"), fsync(fd))[1])
     monkeypatch.setattr(Path, "replace", lambda self, to: (order.append("rename"), replace(self, to))[1])
     write_text(tmp_path / "a", "x")
     assert order == ["sync", "rename"]
@@ -111,7 +101,7 @@ def test_two_processes_writing_the_same_file_do_not_share_a_temporary_name(
     replace = Path.replace
     monkeypatch.setattr(Path, "replace", lambda self, to: (used.append(self.name), replace(self, to))[1])
     for pid in (101, 102):
-        monkeypatch.setattr(rank_files.os, "getpid", lambda pid=pid: pid)
+        monkeypatch.setattr(os, "getpid", lambda pid=pid: pid)
         write_text(tmp_path / "a", "x")
     assert len(set(used)) == 2
     assert all(name.startswith(".") for name in used), "a result folder would list it among the results"
@@ -300,14 +290,14 @@ def test_without_a_file_nobody_has_ended(tmp_path: Path) -> None:
 def test_a_link_keeps_its_target_and_a_device_stays_a_device(tmp_path: Path) -> None:
     target, link = tmp_path / "target.json", tmp_path / "link.json"
     link.symlink_to(target)
-    rank_files.write_text(link, "1")
+    write_text(link, "1")
     assert link.is_symlink()
     assert target.read_text() == "1"
-    rank_files.write_text(Path("/dev/null"), "1")
+    write_text(Path("/dev/null"), "1")
     assert Path("/dev/null").is_char_device()
 
 
 def test_a_device_that_takes_nothing_is_an_oserror(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="No space left"):
-        rank_files.write_text(Path("/dev/full"), "1")
+        write_text(Path("/dev/full"), "1")
     assert Path("/dev/full").is_char_device()

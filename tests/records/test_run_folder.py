@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from ds_bench.analysis.flat_rows import flat_rows
 from ds_bench.analysis.summary import summarise
 from ds_bench.errors import PreflightError, UsageError
-from ds_bench.records import json_files, rank_files, run_folder
+from ds_bench.records import json_files, run_folder
 from ds_bench.records.reader import RunInfo
 from ds_bench.records.run_folder import RunFolder, csv_text
 from ds_bench.records.schema import SCHEMA_VERSION, TrialRecord
@@ -142,7 +142,7 @@ def test_a_write_that_fails_leaves_the_old_file_and_no_litter(run: RunFolder, mo
     def no_space(_descriptor: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(rank_files.os, "fsync", no_space)
+    monkeypatch.setattr(os, "fsync", no_space)
     with pytest.raises(OSError, match="No space"):
         run.write_rows(rows_of(fakes.failure()))
     assert (run.json_path.read_bytes(), run.csv_path.read_bytes()) == before
@@ -163,7 +163,7 @@ def test_a_disk_that_fills_between_the_two_tables_leaves_both_as_they_were(
         if len(calls) > 1:
             raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(rank_files.os, "fsync", fill_after_the_first)
+    monkeypatch.setattr(os, "fsync", fill_after_the_first)
     with pytest.raises(OSError, match="No space") as caught:
         run.write_rows(rows_of(fakes.failure()))
     assert caught.value.filename == str(run.csv_path)
@@ -180,10 +180,10 @@ def test_what_a_killed_writer_left_is_removed_by_the_next_that_holds_the_run(
     written: list[Callable[[], None]] = [
         lambda: run.write_rows(rows_of(fakes.success())),
         lambda: run.save_run({}),
-        lambda: rank_files.write_json(run.folder / "recommended" / "ds_config.json", {}),
-        lambda: rank_files.write_json(trial_folder / "rank0.json", {}),
+        lambda: json_files.write_json(run.folder / "recommended" / "ds_config.json", {}),
+        lambda: json_files.write_json(trial_folder / "rank0.json", {}),
     ]
-    monkeypatch.setattr(rank_files.os, "fsync", lambda _descriptor: os.kill(os.getpid(), signal.SIGKILL))
+    monkeypatch.setattr(os, "fsync", lambda _descriptor: os.kill(os.getpid(), signal.SIGKILL))
     for write in written:
         child = os.fork()
         if child == 0:
@@ -436,7 +436,7 @@ def test_a_second_attempt_at_a_trial_keeps_the_files_of_the_first(run: RunFolder
 def test_a_record_is_on_disk_when_append_returns(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: list[int] = []
     real = os.fsync
-    monkeypatch.setattr(rank_files.os, "fsync", lambda fd: (synced.append(os.fstat(fd).st_ino), real(fd))[1])
+    monkeypatch.setattr(os, "fsync", lambda fd: (synced.append(os.fstat(fd).st_ino), real(fd))[1])
     run.append(fakes.success())
     assert (run.folder / "records.jsonl").stat().st_ino in synced
 

@@ -18,7 +18,7 @@ from ds_bench.analysis.comparison import Comparison
 from ds_bench.analysis.flat_rows import flat_rows
 from ds_bench.analysis.summary import TrialSummary, summarise
 from ds_bench.records import schema
-from ds_bench.records.rank_files import json_text
+from ds_bench.records.json_files import json_text
 from ds_bench.records.schema import TrialRecord
 from ds_bench.report import table as tables
 from ds_bench.report.comparison_report import ComparisonReport

@@ -15,7 +15,8 @@ from ds_bench.config.spec import Trial
 from ds_bench.launch import ProgressCallback
 from ds_bench.launch.monitor import Limits, watch
 from ds_bench.launch.outcome import Evidence, determine_outcome
-from ds_bench.records.rank_files import HeartbeatWriter, append_line, read_beat, read_exits, write_json
+from ds_bench.records.json_files import append_line, write_json
+from ds_bench.records.rank_files import HeartbeatWriter, read_beat, read_exits
 from ds_bench.records.schema import TrialRecord
 from ds_bench.system.files import disk_is_full
 from tests.support import fakes
