@@ -21,7 +21,7 @@ from ..errors import UsageError
 from ..system.environment import Environment
 from . import json_files
 from .json_files import InvalidJsonError, InvalidValueError
-from .schema import INTERRUPTED, SCHEMA_VERSION, TrialRecord
+from .schema import INTERRUPTED, SCHEMA_VERSION, RankMeasurement, TrialRecord
 
 Kind = Literal["record", "run"]
 Migration = Callable[[Kind, dict[str, Any]], dict[str, Any]]
@@ -82,78 +82,32 @@ class RunInfo:
 
 
 class _RepeatedParts:
-    """Parts that many records have word for word in common: each is parsed once and is one object in all of them.
+    """Parts that many records have in common, such as their configurations: equal ones become one object.
 
-    Thousands of records repeat a few configurations and predictions, which are half of their text.
+    Thousands of records have few of them, which would take most of the memory; by ``id`` two are then told apart.
     """
 
-    _MARKS = (b'_config": {', b'"prediction": {')
-    """The text before each such part, and its first character, in a line as ``json_files.append_line`` writes it."""
-    _MAX_TEXTS = 64
-    """Texts that are remembered at most: each is compared with every part of every line."""
-
     def __init__(self) -> None:
-        self._by_text: dict[bytes, Any] = {}
         self._by_json: dict[bytes, Any] = {}
 
-    def cut(self, line: bytes) -> tuple[bytes, list[Any]]:
-        """Replaces each known part of a line by ``{"": index}``; returns the line and those parts by index."""
-        parts: list[Any] = []
-        for mark in self._MARKS:
-            pieces, end, start = [], 0, line.find(mark)
-            while start >= 0:
-                # To the brace, which is the last character of the mark and the first of the part.
-                start += len(mark) - 1
-                for text, part in self._by_text.items():
-                    # Compares in place: a slice would copy the part for each text that is known.
-                    if line.startswith(text, start):
-                        pieces += [line[end:start], b'{"":%d}' % len(parts)]
-                        parts.append(part)
-                        start = end = start + len(text)
-                        break
-                start = line.find(mark, start)
-            line = b"".join([*pieces, line[end:]])
-        return line, parts
+    def share(self, record: TrialRecord) -> None:
+        """Replaces parts of a record that was just read by equal ones of earlier records."""
+        self.share_trial(record.trial)
+        for rank in record.ranks:
+            self._share(rank, "resolved_config")
 
-    def restore(self, record: TrialRecord, parts: Sequence[Any]) -> bool:
-        """Puts the parts that were cut back, and learns the others; False if one was not cut from a field's value.
+    def share_trial(self, trial: Trial) -> None:
+        """Replaces parts of a trial likewise."""
+        for name in ("configuration", "workload", "placement", "ds_config", "prediction"):
+            self._share(trial, name)
 
-        The record was just read and nothing else refers to it, so that it may be changed although it is frozen: a copy
-        takes as long as reading it.
-        """
-        trial, restored = record.trial, 0
-        holders = [(trial.configuration, "deepspeed_config"), (trial.workload, "model_config"), (trial, "ds_config")]
-        holders += [(trial, "prediction"), *((rank, "resolved_config") for rank in record.ranks)]
-        for holder, name in holders:
-            part = getattr(holder, name)
-            if part and len(part) == 1 and "" in part:
-                # A line may hold an empty key of its own; it is then read whole.
-                if part[""] not in range(len(parts)):
-                    return False
-                object.__setattr__(holder, name, parts[part[""]])
-                restored += 1
-            elif part:
-                # The text that append_line wrote, which cut() looks for in the lines that follow.
-                text = json.dumps(part, ensure_ascii=False).encode("utf-8", "replace")
-                if text in self._by_text or len(self._by_text) < self._MAX_TEXTS:
-                    object.__setattr__(holder, name, self._by_text.setdefault(text, part))
-        try:
-            trial.configuration.__post_init__()  # its DeepSpeed configuration was not there to be checked before
-        except ValueError:
-            return False
-        # Fewer, where a known text also stands within another value: nothing puts that back, so the line is read whole.
-        return restored == len(parts)
-
-    def share(self, trial: Trial) -> None:
-        """Replaces parts of a trial by earlier ones with the same JSON text, so that equal parts are one object.
-
-        Equal values are not enough: 1 equals true.
-        """
+    def _share(self, holder: Trial | RankMeasurement, name: str) -> None:
         from pydantic_core import to_json
 
-        for name in ("configuration", "workload", "placement", "ds_config"):
-            part = getattr(trial, name)
-            object.__setattr__(trial, name, self._by_json.setdefault(to_json(part), part))
+        part = getattr(holder, name)
+        # By their text: equal values are not enough, as 1 equals true. Nothing else refers to the holder yet, so that
+        # it may be changed although it is frozen: a copy takes as long as reading it.
+        object.__setattr__(holder, name, self._by_json.setdefault(to_json(part), part))
 
 
 @contextmanager
@@ -213,11 +167,11 @@ def read_records(path: Path, planned: Sequence[Trial], notes: list[str]) -> tupl
                 continue
             lines += 1
             try:
-                record = parse_record(line.strip(), f"{path}: line {number}", unknown_keys, parts)
+                record = parse_record(line.strip(), f"{path}: line {number}", unknown_keys)
             except InvalidJsonError as error:
                 notes.append(f"{path.name} line {number} {error}: left out")
                 continue
-            parts.share(record.trial)
+            parts.share(record)
             # A trial that was run again has several records, of which the last one counts.
             latest[_identity(record.trial)] = record
     if not latest:
@@ -227,7 +181,7 @@ def read_records(path: Path, planned: Sequence[Trial], notes: list[str]) -> tupl
         notes.append(f"{path.name}: unknown keys left out: {', '.join(unknown_keys)}")
     # _identity compares parts by id(): those of the plan must be the objects that the records have.
     for trial in planned:
-        parts.share(trial)
+        parts.share_trial(trial)
     identities = dict.fromkeys(map(_identity, planned))
     ordered = [latest.pop(each) for each in identities if each in latest]
     if len(ordered) < len(identities):
@@ -246,40 +200,26 @@ def count_trials_left(planned: Sequence[Trial], records: Sequence[TrialRecord]) 
     return len(set(map(_identity, planned)) - ended)
 
 
-def parse_record(
-    line: bytes, where: str, unknown_keys: dict[str, None], parts: _RepeatedParts | None = None
-) -> TrialRecord:
+def parse_record(line: bytes, where: str, unknown_keys: dict[str, None]) -> TrialRecord:
     """Reads one line of records.jsonl. Raises InvalidJsonError, and UsageError if it is JSON but not a record.
 
-    ``where``: names the line in errors. ``unknown_keys`` receives the places of keys that no field has. ``parts``:
-    the parts of the lines before it.
+    ``where``: names the line in errors. ``unknown_keys`` receives the places of keys that no field has.
     """
-    text, cut_parts = parts.cut(line) if parts else (line, [])
-    record = json_files.validate(TrialRecord, text)
-    if (
-        record is not None
-        and record.schema_version == SCHEMA_VERSION
-        # The default of the field is the present version: a line without the key must be refused below.
-        and b'"schema_version"' in text
-        and (parts is None or parts.restore(record, cut_parts))
-    ):
+    record = json_files.validate(TrialRecord, line)
+    # The default of the field is the present version: a line without the key must be refused below.
+    if record is not None and record.schema_version == SCHEMA_VERSION and b'"schema_version"' in line:
         return record
-    # The line as it stands, without placeholders: this way names what is wrong and where.
     value = json_files.parse_json(line)
     if not isinstance(value, dict):
         raise UsageError(f"{where} is no JSON object", remedy=_REMEDY)
     value = _migrate(value, "record", where)
     try:
-        record = json_files.build(TrialRecord, value, unknown_keys)
+        return json_files.build(TrialRecord, value, unknown_keys)
     except InvalidValueError as error:
         trial = value.get("trial")
         name = trial.get("trial_id") if isinstance(trial, dict) else None
         named = f"{where} ({name})" if isinstance(name, str) else where
         raise UsageError(f"{named}: {error}", remedy="correct or remove that line") from None
-    if parts:
-        # Nothing was cut from it: its parts are only learnt for the lines that follow.
-        parts.restore(record, [])
-    return record
 
 
 def _identity(trial: Trial) -> tuple[object, ...]:
