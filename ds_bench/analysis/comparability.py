@@ -10,14 +10,13 @@ from typing import Any
 
 from ..config.axes import PARALLEL_AXES, workload_fields
 from ..config.deepspeed_config import sequence_parallel_size, tensor_parallel_size
-from ..config.spec import SAME_TRAINING_FIELDS, Placement, Workload
+from ..config.spec import SAME_TRAINING_FIELDS, Trial, Workload
 from ..records.schema import TrialRecord
 from .summary import TrialSummary
 
 Values = Mapping[str, Sequence[Any]]
 """Name of a fact → its value in each of several rows."""
 
-WORKLOAD_FIELDS = tuple(each.name for each in fields(Workload))
 REQUESTED_AS = {"micro_batch_size": "batch_size", "grad_accum": "grad_accum", "data_parallel_size": "num_gpus"}
 """Fact of the run → the requested field that explains a difference in it, so that the difference is reported once."""
 _parts = attrgetter("configuration", "workload", "placement", "ds_config")
@@ -76,11 +75,7 @@ def incomparable_fields(a: TrialRecord, b: TrialRecord) -> list[str]:
     own longest one, and so may what a row is there to show: ratios are of tokens per second. Facts known from the run
     alone (versions, GPUs, the batch that the engine ran) are compared if both rows were measured.
     """
-    pairs: dict[str, Sequence[Any]] = {}
-    if (work_a := a.trial.workload) != (work_b := b.trial.workload):
-        pairs |= differing({name: (getattr(work_a, name), getattr(work_b, name)) for name in WORKLOAD_FIELDS})
-    if a.trial.placement != b.trial.placement:
-        pairs |= differing(placement_facts([a.trial.placement, b.trial.placement]))
+    pairs = differing(requested_facts([a.trial, b.trial]))
     if a.ranks and b.ranks:
         if None not in (a.ranks[0].dropout, b.ranks[0].dropout):
             pairs.pop("dropout", None)  # a requested dropout may equal the model's own: compare those that ran
@@ -113,13 +108,20 @@ def varied_on_purpose(record: TrialRecord) -> set[str]:
     return computed | groups | workload_fields(configuration.axis_values)
 
 
-def placement_facts(placements: Sequence[Placement]) -> dict[str, list[object]]:
-    """What decides a measurement: name → its value in each placement.
+def requested_facts(trials: Sequence[Trial]) -> dict[str, Sequence[Any]]:
+    """Fields of the workload and facts of the placement that decide a measurement: name → its value in each trial.
 
     Facts that only several nodes have are left out if one placement is of one node: ``num_nodes`` then says it.
     """
-    facts = [{"num_nodes": each.num_nodes, **each.measured_facts} for each in placements]
+    facts = [
+        {**_workload_values(each.workload), "num_nodes": each.placement.num_nodes, **each.placement.measured_facts}
+        for each in trials
+    ]
     return {name: [each[name] for each in facts] for name in facts[0] if all(name in each for each in facts)}
+
+
+def _workload_values(workload: Workload) -> dict[str, Any]:
+    return {each.name: getattr(workload, each.name) for each in fields(workload)}
 
 
 def differing(facts: Values) -> dict[str, Sequence[Any]]:

@@ -15,7 +15,7 @@ from typing import Any
 from ..records.schema import TrialRecord
 from ..system.environment import Environment, comparability_differences, setting_differences
 from . import provenance
-from .comparability import WORKLOAD_FIELDS, differing, format_value, placement_facts, varied_on_purpose
+from .comparability import differing, format_value, requested_facts, varied_on_purpose
 from .load_results import Result, trial_identity
 from .summary import TrialSummary
 
@@ -108,8 +108,7 @@ class _GroupBuilder:
         yield from self.environment_differences(other)
         trials = self.first.trial, other.first.trial
         facts = {
-            **{name: [getattr(each.workload, name) for each in trials] for name in WORKLOAD_FIELDS},
-            **placement_facts([each.placement for each in trials]),
+            **requested_facts(trials),
             "": [each.common_settings for each in trials],
             "method of measurement": [self.first.method_version, other.first.method_version],
         }

@@ -21,7 +21,7 @@ from ..prediction.trial_predictions import stored_prediction
 from ..prediction.what_if import Saving
 from ..records.schema import RankMeasurement, Tier, measured_values
 from ..system import environment
-from .comparability import WORKLOAD_FIELDS, differing, incomparable_fields, placement_facts
+from .comparability import differing, incomparable_fields, requested_facts
 from .comparison import ComparisonRow, ratio_between
 from .intervals import RatioInterval
 from .phase_memory import largest_of_runs
@@ -531,8 +531,7 @@ def _key_differences(a: TrialSummary, b: TrialSummary) -> Iterator[KeyDifference
     facts: dict[str, Sequence[Any]] = {
         "engine": [trial.configuration.engine for trial in trials],
         "": [trial.configuration.variables for trial in trials],
-        **{name: [getattr(trial.workload, name) for trial in trials] for name in WORKLOAD_FIELDS},
-        **placement_facts([trial.placement for trial in trials]),
+        **requested_facts(trials),
     }
     for name, values in differing(facts).items():
         if name not in _LEFT_OUT_FIELDS:

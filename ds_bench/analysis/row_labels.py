@@ -8,10 +8,9 @@ from typing import Any
 from ..records.schema import TrialRecord
 from .comparability import (
     REQUESTED_AS,
-    WORKLOAD_FIELDS,
     differing,
     format_value,
-    placement_facts,
+    requested_facts,
     run_facts,
 )
 
@@ -80,8 +79,7 @@ def _label_columns(records: Sequence[TrialRecord]) -> dict[str, Sequence[Any]]:
     columns: dict[str, Sequence[Any]] = {
         name: [getattr(trial.configuration, name) for trial in trials] for name in ("stage", "name")
     }
-    columns |= {name: [getattr(trial.workload, name) for trial in trials] for name in WORKLOAD_FIELDS}
-    columns |= placement_facts([trial.placement for trial in trials])
+    columns |= requested_facts(trials)
     if all(record.ranks for record in records):  # a failed row would differ by facts that are not known of it
         ran = [*map(run_facts, records)]
         columns |= {name: [facts[name] for facts in ran] for name in ran[0] if name not in REQUESTED_AS}
