@@ -7,7 +7,6 @@ be committed: of the environment it holds only what decides whether two results 
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import json
 import math
@@ -152,9 +151,13 @@ _REMEDY = "restore it from version control, or remove it and save anew"
 
 def read(path: Path) -> Entries | None:
     """All entries, not validated; None if the file does not exist. Raises UsageError for any other form."""
-    data = _bytes(path)
-    if data is None:
+    try:
+        data = files.read_bytes(path, _LARGEST_BYTES)
+    except FileNotFoundError:
         return None
+    except OSError as error:
+        remedy = "give the file that baseline save wrote"
+        raise json_files.unreadable(path, error, "file of baselines", remedy) from None
     try:
         value = json_files.parse_json(data)
         json_files.check_numbers(value)
@@ -177,20 +180,6 @@ def _refuse_repeated_keys(pairs: list[tuple[str, Any]]) -> None:
     for name, count in Counter(name for name, _ in pairs).items():
         if count > 1:
             raise ValueError(f"{name!r} is given more than once")
-
-
-def _bytes(path: Path) -> bytes | None:
-    """The content of the file; None if it does not exist. Does not block on a pipe or a device."""
-    try:
-        return files.read_bytes(path, _LARGEST_BYTES)
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        if error.errno == errno.EFBIG:
-            raise UsageError(f"{path} is larger than any file of baselines", remedy=_REMEDY) from None
-        if error.errno == errno.EINVAL:
-            raise UsageError(f"{path} is not a regular file", remedy="give the file that baseline save wrote") from None
-        raise UsageError(f"{path} cannot be read: {error.strerror}", remedy="give a file that you may read") from None
 
 
 def edit(path: Path, change: Callable[[Entries], Entries]) -> None:

@@ -48,7 +48,7 @@ class StepMonitor:
             step = _trial_step(
                 number, [samples.popleft()[1] for samples in self._unwritten], self._readers[0].tokens_per_step
             )
-            self._file.write(json_line(step.to_dict()) + b"\n")
+            self._file.write(json_line(step) + b"\n")
             if self._event_file is not None:
                 self._event_file.add_scalars(step.shown_values, step.step, step.time)
         self._file.flush()

@@ -62,12 +62,17 @@ def opened(path: Path) -> Iterator[BinaryIO]:
     except FileNotFoundError:
         raise UsageError(f"{path}: no such file", remedy=_REMEDY) from None
     except OSError as error:
-        # files.opened tells a file that is too large, and one that is not regular, by these two numbers.
-        if error.errno == errno.EFBIG:
-            raise UsageError(f"{path} is larger than any result", remedy=_REMEDY) from None
-        if error.errno == errno.EINVAL:
-            raise UsageError(f"{path} {error.strerror}", remedy=_REMEDY) from None
-        raise UsageError(f"{path} cannot be read: {error.strerror}", remedy="give a file that you may read") from None
+        raise unreadable(path, error, "result", _REMEDY) from None
+
+
+def unreadable(path: Path, error: OSError, kind: str, remedy: str) -> UsageError:
+    """What the user is told of a file that cannot be read. ``kind``: of file; ``remedy``: for one of another kind."""
+    # files.opened tells a file that is too large, and one that is not regular, by these two numbers.
+    if error.errno == errno.EFBIG:
+        return UsageError(f"{path} is larger than any {kind}", remedy=remedy)
+    if error.errno == errno.EINVAL:
+        return UsageError(f"{path} {error.strerror}", remedy=remedy)
+    return UsageError(f"{path} cannot be read: {error.strerror}", remedy="give a file that you may read")
 
 
 def read_bytes(path: Path) -> bytes:

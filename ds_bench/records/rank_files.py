@@ -211,7 +211,7 @@ def append_exit(folder: Path, rank: int | None, pid: int, status: int) -> None:
         rank=rank, pid=pid, code=code if code >= 0 else None, signal=-code if code < 0 else None, time=time.time()
     )
     with contextlib.suppress(OSError):
-        json_files.append_line(folder / EXITS_FILE, asdict(ended))
+        json_files.append_line(folder / EXITS_FILE, ended)
 
 
 def read_exits(folder: Path) -> list[RankExit]:

@@ -12,9 +12,9 @@ import mmap
 import os
 import struct
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ..system import files
 from ..units import to_gb, to_ms
@@ -74,10 +74,6 @@ class TrialStep:
     """All ``gpu_*``: the fullest rank."""
     host_resident_bytes: int | None = None
     """Sum over the ranks."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """The values of the line."""
-        return asdict(self)
 
     @property
     def shown_values(self) -> dict[str, float]:
