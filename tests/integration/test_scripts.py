@@ -7,22 +7,26 @@ import json
 import os
 import pty
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pandas
 import pytest
 
+from ds_bench.analysis.summary import summarise
 from ds_bench.launch import ops
 from ds_bench.launch.scratch import remove_abandoned
+from ds_bench.records.run_folder import RunFolder
 from ds_bench.system import processes
 from tests.support.fakes import preset
-from tests.support.real_trials import ROOT, Script, gone_within, rows_of
+from tests.support.real_trials import ROOT, Launch, Script, gone_within, rows_of
 
 pytestmark = [pytest.mark.deepspeed, pytest.mark.usefixtures("built_ops")]
 
@@ -103,16 +107,18 @@ def test_fp32_losses_agree_at_every_stage(shared: Shared) -> None:
 
 @pytest.mark.slow
 def test_the_models_own_dropout_is_trained_with_and_its_masks_are_the_same_in_every_row(
-    shared: Shared, start_script: Start
+    shared: Shared, launch: Launch
 ) -> None:
-    with_dropout = rows_of(shared(*ZERO_FP32)[3])
-    without = start_script(*ZERO_FP32, "--dropout", "0", "--stages", "3")
-    assert without.wait()[0] == 0
-    assert [row["dropout"] for row in with_dropout] == [0.1] * 4
-    (row,) = without.rows()
-    assert row["dropout"] == 0
-    first = [row["first_loss"] for row in with_dropout]
-    assert max(first) - min(first) < abs(row["first_loss"] - first[3]) / 10  # what masks change, and no row has its own
+    folder = shared(*ZERO_FP32)[3]
+    rows = rows_of(folder)
+    assert [row["dropout"] for row in rows] == [0.1] * 4
+    (run,) = folder.glob("runs/*")
+    trial = RunFolder.open(run).records()[3].trial
+    without = launch(replace(trial, workload=replace(trial.workload, dropout=0.0)))
+    assert without.ranks[0].dropout == 0
+    first = [row["first_loss"] for row in rows]
+    changed = abs((summarise(without, None, None).losses[0] or 0.0) - first[3])
+    assert max(first) - min(first) < changed / 10  # what masks change, and no row has its own
 
 
 @pytest.mark.slow
@@ -216,13 +222,57 @@ def test_nothing_else_in_the_output_folder_has_the_name_of_a_result(shared: Shar
     assert sorted(path.suffix for path in folder.glob("zero_comparison_*")) == [".csv", ".json"]
 
 
+@dataclass(frozen=True)
+class Ended:
+    """A run that has ended."""
+
+    code: int
+    out: str
+    err: str
+    folder: Path
+    lock: Path
+    """Left in its cache of ops, as by a build that was killed."""
+
+
+@pytest.fixture(scope="module")
+def repeated(tmp_path_factory: pytest.TempPathFactory, built_ops: object) -> Ended:
+    """Two stages, each run twice, with another batch than the flags say, where a build was killed before."""
+    folder = tmp_path_factory.mktemp("repeated")
+    cache = ops.cache_folder("cpu")  # ROOT/…/…/…; a copy, as others on this machine would remove the lock too
+    own = folder / "cache" / cache.relative_to(cache.parents[2])
+    shutil.copytree(cache, own, symlinks=True)
+    lock = next(path for path in own.iterdir() if path.is_dir()) / "lock"
+    lock.touch()
+    batch = ("--set", "train_micro_batch_size_per_gpu=3", "--set", "gradient_accumulation_steps=2")
+    command = [sys.executable, str(ROOT / "zero_stage_comparison.py"), *SMALL, "--accelerator", "cpu", *batch]
+    command += ["--stages", "0", "1", "--repeats", "2", "--output-dir", str(folder / "out")]
+    environment = {**os.environ, "DS_BENCH_OPS_CACHE": str(folder / "cache"), "COLUMNS": "160"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=environment)
+    return Ended(done.returncode, done.stdout, done.stderr, folder / "out", lock)
+
+
 @pytest.mark.slow
-def test_repeats_are_interleaved_and_each_run_is_a_row(start_script: Start) -> None:
-    script = start_script("zero_stage_comparison.py", *SMALL, "--stages", "0", "1", "--repeats", "2")
-    code, out, err = script.wait()
-    assert code == 0, err
-    assert [(row["stage"], row["repeat"]) for row in script.rows()] == [(0, 0), (1, 0), (1, 1), (0, 1)]
-    assert rows_shown(out) == ["ZeRO-0", "ZeRO-1"]
+def test_repeats_are_interleaved_and_each_run_is_a_row(repeated: Ended) -> None:
+    assert repeated.code == 0, repeated.err
+    rows = rows_of(repeated.folder)
+    assert [(row["stage"], row["repeat"]) for row in rows] == [(0, 0), (1, 0), (1, 1), (0, 1)]
+    assert rows_shown(repeated.out) == ["ZeRO-0", "ZeRO-1"]
+
+
+@pytest.mark.slow
+def test_a_stale_build_lock_does_not_hang_the_run(repeated: Ended) -> None:
+    assert repeated.code == 0, repeated.err
+    assert "stale build lock" in repeated.err
+    assert not repeated.lock.exists()
+
+
+@pytest.mark.slow
+def test_a_batch_changed_in_the_config_is_what_the_numbers_follow_with_a_caveat(repeated: Ended) -> None:
+    for row in rows_of(repeated.folder):
+        assert (row["batch_size"], row["grad_accum"]) == (3, 2)
+        tokens = 3 * 2 * 32 / (row["avg_step_time_ms"] / 1000)
+        assert row["throughput_tokens_per_sec"] == pytest.approx(tokens)
+        assert "not the flags'" in row["caveats"]
 
 
 @pytest.mark.slow
@@ -237,14 +287,12 @@ def test_a_failing_row_does_not_stop_the_others_and_keeps_its_cause(start_script
     assert "both ended with Killed" in out
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interruption_keeps_what_is_finished_prints_the_table_and_exits_130(
-    start_script: Start, number: signal.Signals
-) -> None:
-    script = start_script(
-        "zero_stage_comparison.py", *FAULT, "--model-factory", "faults:hangs_at_stage_2", "--stages", "1", "2", "3"
-    )
+HANGS = ("--model-factory", "faults:hangs_at_stage_2")
+
+
+def interrupt_at_stage_2(start_script: Start, number: signal.Signals) -> Script:
+    """A run of stages 1 to 3 that a signal has ended while the second row hung; what it must have done then is so."""
+    script = start_script("zero_stage_comparison.py", *FAULT, *HANGS, "--stages", "1", "2", "3")
     script.wait_for(lambda: any(path.stat().st_size for path in script.beats("01_zero2")))
     time.sleep(1)
     tree = processes.descendants(script.process.pid)
@@ -255,25 +303,25 @@ def test_an_interruption_keeps_what_is_finished_prints_the_table_and_exits_130(
     assert "ZeRO-1" in out
     assert "Interrupted" in out
     assert gone_within(tree, 5) == set()
+    return script
 
 
 @pytest.mark.slow
-def test_resume_runs_what_is_missing_and_nothing_twice(start_script: Start) -> None:
-    script = start_script(
-        "zero_stage_comparison.py", *FAULT, "--model-factory", "faults:hangs_at_stage_2", "--stages", "1", "2"
-    )
-    script.wait_for(lambda: any(path.stat().st_size for path in script.beats("01_zero2")))
-    script.process.send_signal(signal.SIGINT)
-    assert script.wait(60)[0] == 130
+def test_sigterm_keeps_what_is_finished_prints_the_table_and_exits_130(start_script: Start) -> None:
+    interrupt_at_stage_2(start_script, signal.SIGTERM)
+
+
+@pytest.mark.slow
+def test_ctrl_c_does_so_too_and_resume_runs_what_is_missing_and_nothing_twice(start_script: Start) -> None:
+    script = interrupt_at_stage_2(start_script, signal.SIGINT)
     (folder,) = script.output_dir.glob("runs/*")
     # A run folder alone starts no code: the factory is said again.
-    again = ("--model-factory", "faults:hangs_at_stage_2")
-    resumed = start_script("zero_stage_comparison.py", "--resume", str(folder), *again, FAULTS_MENDED="1")
+    resumed = start_script("zero_stage_comparison.py", "--resume", str(folder), *HANGS, FAULTS_MENDED="1")
     code, out, err = resumed.wait()
     assert code == 0, err
-    assert [row["status"] for row in script.rows()] == ["✅ Success", "✅ Success"]
-    assert "[1/1]" in err
-    assert rows_shown(out) == ["ZeRO-1", "ZeRO-2"]
+    assert [row["status"] for row in script.rows()] == ["✅ Success"] * 3
+    assert "[2/2]" in err
+    assert rows_shown(out) == ["ZeRO-1", "ZeRO-2", "ZeRO-3"]
 
 
 @pytest.mark.nvme
@@ -321,16 +369,6 @@ def test_a_cold_trial_ends_when_its_parent_and_its_leader_are_killed_together(st
     assert not list(Path("/dev/shm").glob(f"*_{number}_*"))
 
 
-@pytest.mark.slow
-def test_a_stale_build_lock_does_not_hang_the_run(start_script: Start) -> None:
-    lock = next(path for path in ops.cache_folder("cpu").iterdir() if path.is_dir()) / "lock"
-    lock.touch()
-    code, _, err = start_script("zero_stage_comparison.py", *SMALL, "--stages", "1").wait(120)
-    assert code == 0, err
-    assert "stale build lock" in err
-    assert not lock.exists()
-
-
 def test_an_op_that_does_not_build_is_unsupported_with_the_reason(start_script: Start, tmp_path: Path) -> None:
     script = start_script(
         "zero_stage_comparison.py", *SMALL, "--stages", "1", DS_BENCH_OPS_CACHE=str(tmp_path / "ops"), CXX="/bin/false"
@@ -350,45 +388,24 @@ def test_two_runs_in_one_second_never_overwrite_each_other(start_script: Start, 
     assert len(list((tmp_path / "both").glob("zero_comparison_*.json"))) == 2
 
 
-@pytest.mark.slow
-def test_a_hostile_model_name_is_neutralised_in_csv_and_kept_in_json(start_script: Start, tmp_path: Path) -> None:
-
-    tiny = preset("tiny")
-    folder = tmp_path / "=HYPERLINK(1)"
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps({"model_type": "gpt2", **tiny.config}))
-    rest = SMALL[2:]
-    script = start_script("zero_stage_comparison.py", "--model", "=HYPERLINK(1)", *rest, "--stages", "0")
-    code, _, err = script.wait()
-    assert code == 0, err
-    (path,) = script.output_dir.glob("*.csv")
-    with path.open(newline="") as file:
-        assert next(csv.DictReader(file))["model"] == "'=HYPERLINK(1)"
-    assert script.rows()[0]["model"] == "=HYPERLINK(1)"
-
-
-@pytest.mark.slow
-def test_an_edit_of_create_deepspeed_config_takes_effect_in_every_trial(tmp_path: Path, built_ops: object) -> None:
+@pytest.fixture(scope="module")
+def of_the_users_own(tmp_path_factory: pytest.TempPathFactory, built_ops: object) -> Path:
+    """The results of an edited script beside a model of the user's own, whose name a spreadsheet would run."""
+    folder = tmp_path_factory.mktemp("own")
     source = (ROOT / "zero_stage_comparison.py").read_text()
     edited = source.replace(
         "    return config", '    config["zero_optimization"]["reduce_bucket_size"] = 1000\n    return config', 1
     )
     assert edited != source
-    script = tmp_path / "zero_stage_comparison.py"
+    script = folder / "zero_stage_comparison.py"
     script.write_text(edited)
+    model = folder / "=HYPERLINK(1)"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps({"model_type": "gpt2", **preset("tiny").config}))
+    command = [sys.executable, str(script), "--model", "=HYPERLINK(1)", *SMALL[2:], "--accelerator", "cpu"]
     done = subprocess.run(
-        [
-            sys.executable,
-            str(script),
-            *SMALL,
-            "--accelerator",
-            "cpu",
-            "--stages",
-            "1",
-            "2",
-            "--output-dir",
-            str(tmp_path / "out"),
-        ],
+        [*command, "--stages", "1", "2", "--output-dir", str(folder / "out")],
+        cwd=folder,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
@@ -396,38 +413,35 @@ def test_an_edit_of_create_deepspeed_config_takes_effect_in_every_trial(tmp_path
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    sizes = [
-        r["ranks"][0]["resolved_config"]["zero_config"]["reduce_bucket_size"] for r in records_of(tmp_path / "out")
-    ]
+    return folder / "out"
+
+
+@pytest.mark.slow
+def test_a_hostile_model_name_is_neutralised_in_csv_and_kept_in_json(of_the_users_own: Path) -> None:
+    (path,) = of_the_users_own.glob("*.csv")
+    with path.open(newline="") as file:
+        assert [row["model"] for row in csv.DictReader(file)] == ["'=HYPERLINK(1)"] * 2
+    assert [row["model"] for row in rows_of(of_the_users_own)] == ["=HYPERLINK(1)"] * 2
+
+
+@pytest.mark.slow
+def test_an_edit_of_create_deepspeed_config_takes_effect_in_every_trial(of_the_users_own: Path) -> None:
+    records = records_of(of_the_users_own)
+    sizes = [each["ranks"][0]["resolved_config"]["zero_config"]["reduce_bucket_size"] for each in records]
     assert sizes == [1000, 1000]
 
 
 @pytest.mark.slow
-def test_a_batch_changed_in_the_config_is_what_the_numbers_follow_with_a_caveat(start_script: Start) -> None:
-    script = start_script(
-        "zero_stage_comparison.py", *SMALL, "--stages", "1", "--set", "train_micro_batch_size_per_gpu=3",
-        "--set", "gradient_accumulation_steps=2",
-    )  # fmt: skip
-    code, _, err = script.wait()
-    (row,) = script.rows()
-    assert code == 0, err
-    assert (row["batch_size"], row["grad_accum"]) == (3, 2)
-    tokens = 3 * 2 * 32 / (row["avg_step_time_ms"] / 1000)
-    assert row["throughput_tokens_per_sec"] == pytest.approx(tokens)
-    assert "not the flags'" in row["caveats"]
-
-
-@pytest.mark.slow
-def test_activation_checkpointing_saves_activations_and_leaves_the_loss(start_script: Start, tmp_path: Path) -> None:
-    arguments = ("zero_stage_comparison.py", *SMALL, "--stages", "1", "3", "--precision", "fp32")
-    plain = start_script(*arguments, output_dir=tmp_path / "plain")
-    assert plain.wait()[0] == 0
-    saving = start_script(*arguments, "--activation-checkpointing", output_dir=tmp_path / "saving")
+def test_activation_checkpointing_saves_activations_and_leaves_the_loss(shared: Shared, start_script: Start) -> None:
+    saving = start_script(*ZERO_FP32, "--stages", "1", "3", "--activation-checkpointing")
     code, _, err = saving.wait()
     assert code == 0, err
-    for before, after in zip(plain.rows(), saving.rows(), strict=True):
-        assert after["ledger_cpu_activations_gb"] < before["ledger_cpu_activations_gb"]
-        assert after["first_loss"] == pytest.approx(before["first_loss"], rel=1e-4)
+    plain = {row["stage"]: row for row in rows_of(shared(*ZERO_FP32)[3])}
+    assert [row["stage"] for row in saving.rows()] == [1, 3]
+    for row in saving.rows():
+        before = plain[row["stage"]]
+        assert row["ledger_cpu_activations_gb"] < before["ledger_cpu_activations_gb"]
+        assert row["first_loss"] == pytest.approx(before["first_loss"], rel=1e-4)
 
 
 @pytest.mark.slow
