@@ -165,13 +165,14 @@ def test_the_hosts_are_two_and_end_with_the_process_that_made_them(make_hosts: M
 
 
 @pytest.mark.slow
-def test_every_stage_trains_without_a_shared_file_system_and_a_slow_link_shows(make_hosts: MakeHosts) -> None:
+def test_stages_0_and_3_train_without_a_shared_file_system_and_a_slow_link_shows(make_hosts: MakeHosts) -> None:
+    """Stages 1 and 2 train on both hosts in the tests below."""
     hosts = make_hosts(shared_file_system=False, own_names_on_loopback=True)
-    run = start(hosts, "zero_stage_comparison.py", *TINY, "--profile", "comms")
+    run = start(hosts, "zero_stage_comparison.py", *TINY, "--stages", "0", "3", "--profile", "comms")
     code, output, errors = run.finish()
     assert code == 0, errors + output
     rows = run.rows()
-    assert [(row["stage"], row["status"]) for row in rows] == [(stage, "✅ Success") for stage in range(4)]
+    assert [(row["stage"], row["status"]) for row in rows] == [(stage, "✅ Success") for stage in (0, 3)]
     assert {(row["num_nodes"], row["num_gpus"], row["launch"]) for row in rows} == {(2, 2, "deepspeed")}
     assert len({row["first_loss"] for row in rows}) == 1, "both hosts have the data of their ranks"
     run_file = json.loads((run.folder() / "run.json").read_text())
@@ -197,13 +198,13 @@ def test_offload_strategies_train_in_folders_whose_names_a_shell_would_read_othe
     hosts = make_hosts()
     disk = hosts.folder / "nvme $(touch hit) ; touch hit"
     hosts.a.path(disk).mkdir()
-    words = ("--nvme-path", disk, "--strategies", "none", "cpu_optimizer", "cpu_full", "nvme")
+    words = ("--nvme-path", disk, "--strategies", "cpu_optimizer", "nvme")
     run = start(hosts, "offload_comparison.py", *TINY, *words, output='it\'s "an" `touch hit` output')
     code, output, errors = run.finish()
     assert code == 0, errors + output
     rows = run.rows()
-    assert [row["status"] for row in rows] == ["✅ Success"] * 4, errors + output
-    assert rows[3]["nvme_written_gb_per_step"] > 0
+    assert [row["status"] for row in rows] == ["✅ Success"] * 2, errors + output
+    assert rows[1]["nvme_written_gb_per_step"] > 0
     run.assert_nothing_left()
     assert not list(hosts.a.path(disk).iterdir())
     assert not list(hosts.a.path(hosts.folder).rglob("hit"))
