@@ -23,7 +23,7 @@ from .analysis.comparison import Comparison
 from .cli import commands
 from .cli.plan import WIDTH_OF_FILES, predict_plan
 from .cli.project import ProjectedReport, ProjectOptions, project_reports
-from .cli.report import build_reports, flat_rows_of, print_reports
+from .cli.report import build_reports, flat_rows_of
 from .config.options import FLAGS
 from .config.recipe import PATHS, Recipe, can_be_swept, nearest_path
 from .errors import DsBenchError, PreflightError, UsageError
@@ -36,6 +36,7 @@ from .report import html_report, memory_plan, plan_table
 from .report.comparison_report import ComparisonReport
 from .report.data_frame import data_frame
 from .report.memory_plan import MemoryPlan, PlanRow
+from .report.terminal_report import print_reports
 from .system import processes, terminal
 from .units import to_gb
 

@@ -43,18 +43,10 @@ from .records.json_files import json_text, write_json
 from .records.resume import is_finished, remaining_trials, require_same_machine, require_same_workload
 from .records.run_folder import RUN_FILE, RunFolder
 from .records.schema import Outcome, TrialRecord
-from .report import (
-    configuration_export,
-    models_table,
-    pass_table,
-    profile_text,
-    run_plan,
-    sweep_report,
-    terminal_report,
-)
+from .report import configuration_export, profile_text, run_plan
 from .report.comparison_report import ComparisonReport, build_report
-from .report.markdown import render_markdown
 from .report.progress import ProgressReporter
+from .report.terminal_report import print_reports
 from .system import device_locks, files, signals, terminal
 from .system.environment import Environment
 from .system.machine import Machine, read_machine
@@ -649,11 +641,17 @@ def _finish(
         folders = _write_recommendations(reports, store, saved, results.environment)
     except (OSError, UsageError) as error:
         failure = failure or error
-    of_rows = [
-        report.recommendation.to_dict() for (_, report), (_, own) in zip(reports, points, strict=True) for _ in own
-    ]
-    printed = [{**row, "recommendation": of_row} for row, of_row in zip(rows, of_rows, strict=True)]
-    print_reports(options, [report for _, report in reports], printed)  # last: standard output may be gone
+    shown = [report for _, report in reports]
+    with terminal.ignoring_broken_pipe():  # last: standard output may be gone
+        if options.format == "json":
+            of_rows = [
+                report.recommendation.to_dict() for report, (_, own) in zip(shown, points, strict=True) for _ in own
+            ]
+            with_advice = [{**row, "recommendation": of_row} for row, of_row in zip(rows, of_rows, strict=True)]
+            terminal.print_json(json_text(with_advice).rstrip())
+        else:
+            as_markdown = options.format == "markdown"
+            print_reports(shown, sys.stdout, as_markdown=as_markdown, verbose=options.verbose, in_short=True)
     if isinstance(failure, OSError):
         raise ResultsNotWrittenError(
             f"not every file could be written: {failure}",
@@ -724,23 +722,6 @@ def _recommendation_values(reports: Sequence[tuple[Plan, ComparisonReport]]) -> 
     return {
         "points": [{"point": dict(plan.options.point), **report.recommendation.to_dict()} for plan, report in reports]
     }
-
-
-def print_reports(options: Options, reports: Sequence[ComparisonReport], rows: Sequence[dict[str, Any]]) -> None:
-    """The reports on standard output, in the format asked for."""
-    with terminal.ignoring_broken_pipe():
-        if options.format == "json":
-            terminal.print_json(json_text(rows).rstrip())
-        elif options.format == "markdown":
-            side_by_side = (pass_table if pass_table.is_wanted(reports) else models_table).render_markdown(reports)
-            terminal.print_text("\n\n".join(filter(None, [*map(render_markdown, reports), side_by_side])))
-        elif pass_table.is_wanted(reports) and not options.verbose:
-            terminal.print_text(pass_table.render_text(reports))
-        elif len(reports) > 1 and not options.verbose:
-            terminal.print_text("\n".join(sweep_report.summary_lines(reports)))
-        else:
-            for report in reports:
-                terminal_report.print_report(report, sys.stdout, verbose=options.verbose)
 
 
 def exit_code(options: Options, summaries: Sequence[TrialSummary]) -> int:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from .. import __version__
 from ..analysis import load_results, merge_results, shards
@@ -23,17 +23,10 @@ from ..config.options import GOALS, ROW_FORMATS
 from ..errors import UsageError
 from ..records.json_files import json_text
 from ..records.run_folder import csv_text
-from ..report import (
-    configuration_export,
-    github_benchmark,
-    html_report,
-    markdown,
-    models_table,
-    pass_table,
-    terminal_report,
-)
+from ..report import configuration_export, github_benchmark, html_report
 from ..report.comparison_report import ComparisonReport, build_report
 from ..report.data_frame import parquet_bytes
+from ..report.terminal_report import print_reports
 from ..system import terminal
 from ..system.optional_packages import require_installed
 from . import arguments
@@ -86,29 +79,6 @@ def report(options: ReportOptions) -> int:
     if options.to is not None:
         _send(options.results, options.to)
     return 0
-
-
-def print_reports(
-    reports: Sequence[ComparisonReport], stream: IO[str], *, as_markdown: bool = False, verbose: bool = False
-) -> None:
-    """Prints the reports one after the other, and what they show side by side.
-
-    Where passes other than training steps were timed, the table of them is all that a reader wants at first.
-    """
-    of_passes = pass_table.is_wanted(reports)
-    if of_passes and not as_markdown and not verbose:
-        terminal.print_text(pass_table.render_text(reports), stream)
-        return
-    for number, comparison_report in enumerate(reports):
-        if number:
-            terminal.print_text("", stream)
-        if as_markdown:
-            terminal.print_text(markdown.render_markdown(comparison_report), stream)
-        else:
-            terminal_report.print_report(comparison_report, stream, verbose=verbose)
-    tables = pass_table if of_passes else models_table
-    if side_by_side := (tables.render_markdown if as_markdown else tables.render_text)(reports):
-        terminal.print_text(f"\n{side_by_side}", stream)
 
 
 def flat_rows_of(reports: Sequence[ComparisonReport]) -> list[dict[str, Any]]:

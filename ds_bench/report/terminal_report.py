@@ -19,8 +19,9 @@ from ..recommend.remedies import failed_run
 from ..recommend.short_answer import format_list
 from ..system.terminal import can_encode, escape_controls, make_console, print_text, to_ascii, width_of
 from ..units import MISSING, format_count, format_items, format_percent, format_significant, to_gb
-from . import table
+from . import models_table, pass_table, sweep_report, table
 from .comparison_report import ComparisonReport
+from .markdown import render_markdown
 from .table_columns import failure_text
 
 _SIGNS = "★✗×±·…—"
@@ -53,6 +54,38 @@ class Line:
 
     text: str
     style: str = ""
+
+
+def print_reports(
+    reports: Sequence[ComparisonReport],
+    stream: IO[str],
+    *,
+    as_markdown: bool = False,
+    verbose: bool = False,
+    in_short: bool = False,
+) -> None:
+    """Prints the reports one after the other, and what they show side by side.
+
+    Where passes other than training steps were timed, the table of them is all that a reader wants at first.
+    ``in_short``: of several reports, as of a sweep that has just run, the answer of each in one line.
+    """
+    of_passes, brief = pass_table.is_wanted(reports), not as_markdown and not verbose
+    if brief and of_passes:
+        print_text(pass_table.render_text(reports), stream)
+        return
+    if brief and in_short and len(reports) > 1:
+        print_text("\n".join(sweep_report.summary_lines(reports)), stream)
+        return
+    for number, report in enumerate(reports):
+        if number:
+            print_text("", stream)
+        if as_markdown:
+            print_text(render_markdown(report), stream)
+        else:
+            print_report(report, stream, verbose=verbose)
+    tables = pass_table if of_passes else models_table
+    if side_by_side := (tables.render_markdown if as_markdown else tables.render_text)(reports):
+        print_text(f"\n{side_by_side}", stream)
 
 
 def print_report(report: ComparisonReport, stream: IO[str], *, verbose: bool = False) -> None:
