@@ -63,6 +63,8 @@ def report(options: ReportOptions) -> int:
         terminal.print_text(f"note: {terminal.escape_controls(line)}", sys.stderr)
 
     reports = build_reports(options.results, options.relative_to, options.goal, tell)
+    # Before anything is printed: a whole table would hide why there is no configuration.
+    exported = None if options.export is None else _row_to_export(reports, options.export)
     # The results are printed before any file is written: a disk that is full does not hide the answer.
     if options.format in ROW_FORMATS:
         _write_rows(reports, options)
@@ -72,8 +74,8 @@ def report(options: ReportOptions) -> int:
         _write_html(reports, options.html)
     if options.plots is not None:
         _write_charts(reports, options.plots)
-    if options.export is not None:
-        _export(reports, options.export)
+    if exported is not None:
+        _export(*exported)
     if options.github_benchmark is not None:
         _write_github_benchmark(reports, options.github_benchmark)
     if options.to is not None:
@@ -260,26 +262,32 @@ def _write_charts(reports: Sequence[ComparisonReport], folder: Path) -> None:
         terminal.print_text(f"plot {path}", sys.stderr)
 
 
-def _export(reports: Sequence[ComparisonReport], name: str) -> None:
-    """Writes the configuration of that row, from the first report that holds it. Raises UsageError."""
+def _row_to_export(reports: Sequence[ComparisonReport], name: str) -> tuple[ComparisonReport, ComparisonRow]:
+    """The row of that name, in the first report that holds its configuration.
+
+    Says on standard error which one it is, if several rows are called that. Raises UsageError if none can be exported.
+    """
     rows = _rows_called(reports, name)
     for comparison_report, row in rows:
-        # The last run that trained; a row without any is exported as it was tried, and its README says so.
-        record = row.last_record
-        if is_full_config(record.trial):
+        if is_full_config(row.last_record.trial):
+            configuration_export.require_deepspeed(row.configuration)
             if len(rows) > 1:
                 origin = f"{row.label} of {comparison_report.title} ({', '.join(comparison_report.sources)})"
                 problem = f"--export {name}: {len(rows)} rows are called that; taken from {origin}"
                 terminal.print_text(problem, sys.stderr)
-            folder = Path(configuration_export.folder_name(row.configuration.name))
-            for path in configuration_export.write_exports(
-                record, folder, next(iter(comparison_report.environments), None)
-            ):
-                terminal.print_text(f"config {path}", sys.stderr)
-            return
+            return comparison_report, row
     raise UsageError(
         f"--export {name}: a flat JSON does not tell the configuration that ran", remedy="give the run folder"
     )
+
+
+def _export(comparison_report: ComparisonReport, row: ComparisonRow) -> None:
+    """Writes the configuration of the row. Raises UsageError."""
+    folder = Path(configuration_export.folder_name(row.configuration.name))
+    # The last run that trained; a row without any is exported as it was tried, and its README says so.
+    environment = next(iter(comparison_report.environments), None)
+    for path in configuration_export.write_exports(row.last_record, folder, environment):
+        terminal.print_text(f"config {path}", sys.stderr)
 
 
 def _rows_called(reports: Sequence[ComparisonReport], name: str) -> list[tuple[ComparisonReport, ComparisonRow]]:

@@ -23,7 +23,7 @@ from ..config import deepspeed_config
 from ..config.deepspeed_config import Config
 from ..config.options import Options
 from ..config.placement import read_hostfile
-from ..config.spec import BATCH_KEYS, OFFLOAD_BLOCKS, Placement, block_of, offload_device
+from ..config.spec import BATCH_KEYS, OFFLOAD_BLOCKS, Configuration, Placement, block_of, offload_device
 from ..errors import UsageError
 from ..records.json_files import write_json
 from ..records.schema import TrialRecord
@@ -46,6 +46,13 @@ def folder_name(strategy: str) -> str:
     return f"ds_config_{re.sub(r'[^A-Za-z0-9_.-]+', '_', strategy)}"
 
 
+def require_deepspeed(configuration: Configuration) -> None:
+    """Raises UsageError for a row of a reference engine, which has no DeepSpeed configuration."""
+    if configuration.is_reference:
+        problem = f"{configuration.label} is torch's own engine: there is no DeepSpeed configuration"
+        raise UsageError(problem, remedy="export a row that DeepSpeed trained")
+
+
 def write_exports(
     record: TrialRecord, folder: Path, environment: Environment | None = None, doubt: str | None = None
 ) -> list[Path]:
@@ -55,9 +62,7 @@ def write_exports(
     is written too, and its README says so. Raises UsageError for a row of a reference engine, where the folder cannot
     be written, or where the configuration holds NaN or an infinity.
     """
-    if record.trial.configuration.is_reference:
-        problem = f"{record.trial.configuration.label} is torch's own engine: there is no DeepSpeed configuration"
-        raise UsageError(problem, remedy="export a row that DeepSpeed trained")
+    require_deepspeed(record.trial.configuration)
     # Everything that can be refused is made before the folder is.
     raw, trainer, accelerate = raw_config(record), trainer_config(record), accelerate_config(record)
     readme = export_readme.readme(record, raw, trainer, accelerate, trainer_arguments(record), environment, doubt)

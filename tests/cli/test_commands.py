@@ -14,6 +14,8 @@ import pytest
 
 from ds_bench.cli import commands
 from ds_bench.cli.commands import main
+from ds_bench.config.reference_engines import REFERENCES
+from ds_bench.config.strategies import make_configuration
 from ds_bench.records.schema import TrialRecord
 from tests.support import fakes
 from tests.support.real_trials import ROOT
@@ -290,13 +292,38 @@ def test_a_flat_json_exports_nothing_as_what_ran_and_shows_no_configuration(
     result: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    page = tmp_path / "page.html"
-    assert main(["report", str(flat_copy(result, tmp_path)), "--html", str(page), "--export", "zero2"]) == 2
+    page, flat = tmp_path / "page.html", str(flat_copy(result, tmp_path))
+    assert main(["report", flat, "--export", "zero2"]) == 2
     said = capsys.readouterr().err.strip().splitlines()[-1]
     assert said.startswith("ds_bench: --export zero2: a flat JSON does not tell the configuration")
     assert "give the run folder" in said
     assert list(tmp_path.glob("ds_config*")) == []
+    assert main(["report", flat, "--html", str(page)]) == 0
     assert "DeepSpeed configurations</h3>" not in page.read_text(encoding="utf-8")
+
+
+def test_a_row_that_cannot_be_exported_is_refused_before_anything_is_printed_or_written(
+    result: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    subtests: pytest.Subtests,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    reference = fakes.success(fakes.trial(make_configuration(REFERENCES["ddp"]), on=GPUS))
+    torch_only = fakes.write_run(tmp_path / "reference", [reference]).folder
+    for folder, name, problem in (
+        (result, "zero7", "--export zero7: no such row (one of zero0, zero1, zero2, zero3)"),
+        (flat_copy(result, tmp_path), "zero2", "a flat JSON does not tell the configuration"),
+        (torch_only, "ddp", "is torch's own engine"),
+    ):
+        with subtests.test(name=name, of=folder.name):
+            assert main(["report", str(folder), "--export", name, "--html", "page.html"]) == 2
+            shown = capsys.readouterr()
+            assert shown.out == ""
+            assert len(shown.err.strip().splitlines()) == 1
+            assert problem in shown.err
+            assert not Path("page.html").exists()
 
 
 def test_a_row_that_one_of_two_results_tells_whole_is_exported_from_that(
