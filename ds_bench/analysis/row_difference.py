@@ -8,7 +8,6 @@ predicted when the trial was planned (``prediction.what_if.savings``).
 from __future__ import annotations
 
 import math
-import statistics
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -198,8 +197,8 @@ class TimeDifference:
     """Why there is no ratio; empty if there is one."""
     phase_seconds: Mapping[str, Pair]
     """``forward``, ``backward`` and ``step``: measured apart from the window, with the device synchronised between
-    phases, on the slowest rank; mean of the runs. Empty where a row has none. Within them ``communication`` and
-    ``transfer``, where both rows have them."""
+    phases, on the slowest rank of the run nearest to the row's mean, which the chart of phases shows too. Empty where a
+    row has none. Within them ``communication`` and ``transfer``, where both rows have them."""
     nvme_read_bytes: Pair
     """Per step."""
     nvme_written_bytes: Pair
@@ -453,12 +452,7 @@ def _time_difference(a: ComparisonRow, b: ComparisonRow) -> TimeDifference:
     runs = [row.representative for row in (a, b)]
     reasons = [*incomparable_fields(*(run.record for run in runs)), *_hardware_differences(*runs)]
     reasons += [f"{row.label}: {row.invalid_reason}" for row in (a, b) if row.invalid_reason is not None]
-    seconds = {phase: Pair(*(_phase_seconds(row, phase) for row in (a, b))) for phase in PHASES}
-    phases = {phase: pair for phase, pair in seconds.items() if pair.difference is not None}
-    for part in ("communication", "transfer") if phases else ():
-        pair = Pair(*(_mean_cost(row, f"{part}_seconds") for row in (a, b)))
-        if pair.difference is not None:
-            phases[part] = pair
+    first, second = _phase_seconds(a), _phase_seconds(b)
     successes = a.successes, b.successes
     ranks = [[rank for run in runs_of_row for rank in run.record.ranks] for runs_of_row in successes]
 
@@ -471,7 +465,7 @@ def _time_difference(a: ComparisonRow, b: ComparisonRow) -> TimeDifference:
         same_tokens=len({_tokens_per_step(run) for run in runs}) == 1,
         interval=None if reasons else ratio_between(b, a),
         incomparable_reasons=tuple(reasons),
-        phase_seconds=phases,
+        phase_seconds={name: Pair(first[name], second[name]) for name in first if name in second},
         nvme_read_bytes=most("nvme_read_bytes_per_step", successes),
         nvme_written_bytes=most("nvme_written_bytes_per_step", successes),
         skipped_steps=most("skipped_steps", ranks),
@@ -484,19 +478,15 @@ def _tokens_per_step(run: TrialSummary) -> int:
     return rank.micro_batch_size * rank.grad_accum * rank.data_parallel_size * run.record.trial.workload.seq_length
 
 
-def _phase_seconds(row: ComparisonRow, phase: str) -> float | None:
-    slowest = [
-        max(rank.phase_seconds[phase] for rank in run.record.ranks)
-        for run in row.successes
-        if all(phase in rank.phase_seconds for rank in run.record.ranks)
-    ]
-    return statistics.fmean(slowest) if slowest else None
-
-
-def _mean_cost(row: ComparisonRow, name: str) -> float | None:
-    """Mean of the runs of a field of ``StepCosts``."""
-    values = measured_values([run.costs for run in row.successes], name)
-    return statistics.fmean(values) if values else None
+def _phase_seconds(row: ComparisonRow) -> dict[str, float]:
+    """See ``TimeDifference.phase_seconds``; without those that were not measured, empty without any phase."""
+    for run in row.nearest_to_mean:
+        ranks = [rank.phase_seconds for rank in run.record.ranks]
+        phases = {phase: max(each[phase] for each in ranks) for phase in PHASES if all(phase in each for each in ranks)}
+        if phases:
+            within = {"communication": run.costs.communication_seconds, "transfer": run.costs.transfer_seconds}
+            return phases | {name: seconds for name, seconds in within.items() if seconds is not None}
+    return {}
 
 
 def _hardware_differences(a: TrialSummary, b: TrialSummary) -> list[str]:
@@ -612,5 +602,5 @@ def _unknown(a: ComparisonRow, b: ComparisonRow, memory: Sequence[TierDifference
             yield "memory by category"
         if not any(each.moment == "after_step" for each in memory):
             yield "memory between steps"
-        if any(_phase_seconds(row, "forward") is None for row in (a, b)):
+        if any("forward" not in _phase_seconds(row) for row in (a, b)):
             yield "the phases of a step"

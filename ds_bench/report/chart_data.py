@@ -600,9 +600,8 @@ def _pareto_chart(rows: _Rows, memory: str) -> Chart | None:
 
 def _phase_chart(rows: _Rows) -> Chart | None:
     """The parts of a step as shares of their sum."""
-    measured = [
-        (row, parts) for row in rows.measured if sum((parts := step_parts(row.nearest_to_mean[0].record)).values())
-    ]
+    parts_of_row = ((row, _parts_of_step(row)) for row in rows.measured)
+    measured = [(row, parts) for row, parts in parts_of_row if sum(parts.values())]
     if not measured:
         return None
     names = [name for name in PARTS if any(name in parts for _, parts in measured)]
@@ -621,6 +620,8 @@ def _phase_chart(rows: _Rows) -> Chart | None:
         note += " Communication is timed with each operation made synchronous"
         others = any("communication" not in parts for _, parts in measured)
         note += "; in rows without it, it is in the phases." if others else "."
+    if any(len(row.successes) > 1 for row, _ in measured):
+        note += " Of several runs the one nearest to the row's mean is shown."
     return StackChart(
         name="phases",
         title="Phases of a step",
@@ -630,6 +631,11 @@ def _phase_chart(rows: _Rows) -> Chart | None:
         value_heading="sum, ms",
         note=rows.note(note, measured, stacks),
     )
+
+
+def _parts_of_step(row: ComparisonRow) -> dict[str, float]:
+    """Seconds of each part of a step, of the run nearest to the row's mean that has any; empty if none has."""
+    return next(filter(None, (step_parts(run.record) for run in row.nearest_to_mean)), {})
 
 
 def _step_time_chart(rows: _Rows) -> Chart | None:

@@ -237,7 +237,7 @@ def _time(difference: RowDifference) -> Iterator[str]:
     if time is None:
         return
     yield _speed_sentence(time)
-    yield from _phase_sentences(time)
+    yield from _phase_sentences(difference, time)
     traffic = [_traffic_text(row) for row in (difference.a, difference.b)]
     if None not in traffic and traffic[0] != traffic[1]:
         yield f"By formula, {difference.a.label}: {traffic[0]}. {difference.b.label}: {traffic[1]}."
@@ -312,11 +312,13 @@ def _milliseconds(pair: Pair) -> str:
     return f"{format_significant(to_ms(pair.a))} → {format_significant(to_ms(pair.b))} ms"
 
 
-def _phase_sentences(time: TimeDifference) -> Iterator[str]:
+def _phase_sentences(difference: RowDifference, time: TimeDifference) -> Iterator[str]:
     if time.phase_seconds:
         texts = {phase: f"{phase} {_milliseconds(pair)}" for phase, pair in time.phase_seconds.items()}
         phases = ", ".join(texts.pop(phase) for phase in PHASES if phase in texts)
-        yield f"Phases, timed apart from these steps: {phases}."
+        of_one_run = any(len(row.successes) > 1 for row in (difference.a, difference.b))
+        which = " of the run nearest to each row's mean" if of_one_run else ""
+        yield f"Phases{which}, timed apart from these steps: {phases}."
         if texts:
             yield f"Within them, in steps in which each operation is waited for: {', '.join(texts.values())}."
 

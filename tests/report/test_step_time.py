@@ -21,6 +21,7 @@ from ds_bench.report.table import print_report
 from tests.support import fakes
 from tests.support import sample_reports as samples
 
+SHARES = {"forward": 0.2, "backward": 0.3, "step": 0.5}
 PHASES = {"forward": 0.02, "backward": 0.03, "step": 0.05}
 SWAPPED = OffloadTimes(
     cpu_adam_seconds=0.01,
@@ -110,6 +111,32 @@ def test_text_chart_and_profiles_show_the_same_run_of_several() -> None:
     assert isinstance(chart, StackChart)
     assert dict(zip(chart.categories, chart.stacks[0].parts, strict=True))["communication"] == pytest.approx(50)
     assert [text for _, text in report_profiles(shown)] == ["run1.csv"]
+
+
+def test_explain_names_the_phases_that_the_chart_shows_of_rows_with_several_runs() -> None:
+    def row(stage: int, label: str) -> ComparisonRow:
+        """Of the second run, which is nearest to the mean, the phases take as long as a step; of the others longer."""
+        times = (0.3 + stage / 10, 3.0), (0.2 + stage / 10, 1.0), (0.1 + stage / 10, 2.0)
+        runs = (
+            samples.run(
+                fakes.zero(stage),
+                seconds,
+                repeat=repeat,
+                phase_seconds={phase: factor * seconds * share for phase, share in SHARES.items()},
+            )
+            for repeat, (seconds, factor) in enumerate(times)
+        )
+        return samples.row(label, *runs)
+
+    a, b = row(0, "a"), row(2, "b")
+    (chart,) = [each for each in charts_of(samples.comparison(a, b), None).charts if each.name == "phases"]
+    assert chart.note.endswith("Of several runs the one nearest to the row's mean is shown.")
+    assert [(cells[0], *cells[-1:]) for cells in chart.table] == [("a", "200"), ("b", "400")]  # the sums, ms
+    (line,) = [line for line in explanation_lines(explain(a, b), "t", 200) if "Phases" in line]
+    assert line.strip() == (
+        "Phases of the run nearest to each row's mean, timed apart from these steps: "
+        "forward 40.0 → 80.0 ms, backward 60.0 → 120 ms, step 100 → 200 ms."
+    )
 
 
 def test_explain_names_communication_where_both_rows_have_it() -> None:
