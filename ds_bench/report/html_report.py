@@ -19,8 +19,8 @@ from ..units import format_significant
 from . import charts, pass_table, plan_table, profile_text, step_time
 from .chart_data import Chart, charts_of
 from .comparison_report import ComparisonReport, Note
-from .detail_tables import detail_tables
 from .memory_plan import MemoryPlan, answer_text
+from .row_details import detail_tables
 from .row_explanation import HEADING, report_paragraphs
 from .sweep_charts import sweep_charts
 from .table_columns import TableColumn, measured_columns, row_status

@@ -10,8 +10,8 @@ from ..analysis import provenance
 from ..system.terminal import escape_controls
 from . import step_time
 from .comparison_report import ComparisonReport
-from .detail_tables import detail_tables
 from .profile_text import report_profiles
+from .row_details import detail_tables
 from .row_explanation import HEADING, report_paragraphs
 from .table import HEADINGS, general_notes, measured_indices, numbered_notes, table_rows
 

@@ -20,8 +20,8 @@ from ..system.terminal import (
 from ..units import MISSING
 from . import row_explanation, step_time
 from .comparison_report import ComparisonReport
-from .detail_tables import DetailTable, detail_tables
 from .profile_text import report_profiles
+from .row_details import DetailTable, detail_tables
 from .row_explanation import report_paragraphs
 from .step_time import step_time_texts
 from .table_columns import TABLE_COLUMNS, row_status
