@@ -16,12 +16,11 @@ from ..analysis.comparison import ComparisonRow
 from ..config.deepspeed_config import is_full_config
 from ..records.schema import SUCCESS
 from ..units import format_significant
-from . import charts, pass_table, plan_table, profile_text, step_time
+from . import charts, pass_table, plan_table, profile_text
 from .chart_data import Chart, charts_of
 from .comparison_report import ComparisonReport, Note
 from .memory_plan import MemoryPlan, answer_text
-from .row_details import detail_tables
-from .row_explanation import HEADING, report_paragraphs
+from .row_details import detail_tables, row_texts
 from .sweep_charts import sweep_charts
 from .table_columns import TableColumn, measured_columns, row_status
 from .terminal_report import notes_that_matter
@@ -143,10 +142,7 @@ def _section(report: ComparisonReport, uid: str) -> dict[str, Any]:
         "report": report,
         "columns": columns,
         "rows": [_row(row, report, columns, numbers) for row in report.comparison.rows],
-        "explanations_heading": HEADING,
-        "explanations": report_paragraphs(report),
-        "step_times_heading": step_time.HEADING,
-        "step_times": step_time.step_time_texts(report),
+        "row_texts": row_texts(report),
         "profiles_heading": profile_text.HEADING,
         "profiles": profile_text.report_profiles(report),
         "details": detail_tables(report.comparison),

@@ -8,11 +8,9 @@ from collections.abc import Sequence
 
 from ..analysis import provenance
 from ..system.terminal import escape_controls
-from . import step_time
 from .comparison_report import ComparisonReport
 from .profile_text import report_profiles
-from .row_details import detail_tables
-from .row_explanation import HEADING, report_paragraphs
+from .row_details import detail_tables, row_texts
 from .table import HEADINGS, general_notes, measured_indices, numbered_notes, table_rows
 
 _MARKUP = re.compile(r"[\\|*`~]|(?<=\])\(|(?<![^\W_])_|_(?![^\W_])|&(?=#?\w+;)|^[#>]")
@@ -70,8 +68,6 @@ def render_markdown(report: ComparisonReport) -> str:
     row_notes, other_notes = numbered_notes(report), general_notes(report)
     said = "\n".join((*row_notes, *other_notes))  # what a note ends with is no next step again
     lines = [line for line in report.recommendation.lines if line.removeprefix("Next: ") not in said]
-    paragraphs = report_paragraphs(report)
-    step_times = step_time.step_time_texts(report)
     parts = [
         f"### {escape(report.title)}",
         "\n".join(table_lines(table, ["---"] * len(shown))),
@@ -84,10 +80,10 @@ def render_markdown(report: ComparisonReport) -> str:
         ),
         "**Recommendation**",
         "\n".join(f"- {escape(line)}" for line in lines),
-        *([f"**{HEADING}**"] if paragraphs else []),
-        "\n".join(f"- **{escape(heading)}**: {escape(text)}" for heading, text in paragraphs),
-        *([f"**{step_time.HEADING}**"] if step_times else []),
-        "\n".join(f"- **{escape(label)}**: {escape(text)}" for label, text in step_times),
+        *(
+            f"**{escape(heading)}**\n\n" + "\n".join(f"- **{escape(label)}**: {escape(text)}" for label, text in texts)
+            for heading, texts in row_texts(report)
+        ),
         *(f"**{escape(heading)}**\n\n{text_block(text)}" for heading, text in report_profiles(report)),
         *(f"**Set-up** {escape(provenance.one_line(environment))}" for environment in report.environments),
         *(f"**Command**\n\n{shell_block(command)}" for command in report.commands),

@@ -1,5 +1,6 @@
-"""Small tables beside that of the comparison, each about one thing that was observed: the same in the terminal
-(``--verbose``), in Markdown and in the HTML page.
+"""What a report says of its rows beside the table: small tables, each about one thing that was observed, and texts.
+
+They are the same in the terminal (``--verbose``), in Markdown and in the HTML page.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from ..analysis.checkpoints import CheckpointCost, is_restored
 from ..analysis.comparison import Comparison, ComparisonRow
 from ..analysis.phase_memory import NodePhaseMemory, largest_of_runs
 from ..units import MISSING, format_significant, to_gb
+from . import row_explanation, step_time
+from .comparison_report import ComparisonReport
 
 _PHASES = {
     "import": "Import",
@@ -30,6 +33,15 @@ class DetailTable:
     headings: tuple[str, ...]
     """The first is that of the rows' labels."""
     rows: tuple[tuple[str, ...], ...]
+
+
+def row_texts(report: ComparisonReport) -> list[tuple[str, list[tuple[str, str]]]]:
+    """Headings, each with labels and texts: why rows differ, and where the time of a step goes."""
+    texts = [
+        (row_explanation.HEADING, row_explanation.report_paragraphs(report)),
+        (step_time.HEADING, step_time.step_time_texts(report)),
+    ]
+    return [each for each in texts if each[1]]
 
 
 def detail_tables(comparison: Comparison) -> list[DetailTable]:

@@ -18,12 +18,9 @@ from ..system.terminal import (
     wrapped_lines,
 )
 from ..units import MISSING
-from . import row_explanation, step_time
 from .comparison_report import ComparisonReport
 from .profile_text import report_profiles
-from .row_details import DetailTable, detail_tables
-from .row_explanation import report_paragraphs
-from .step_time import step_time_texts
+from .row_details import DetailTable, detail_tables, row_texts
 from .table_columns import TABLE_COLUMNS, row_status
 
 _COLUMNS = tuple(column for column in TABLE_COLUMNS if not column.page_only)
@@ -87,10 +84,9 @@ def print_report(report: ComparisonReport, stream: IO[str]) -> None:
     for line in ("", *report.recommendation.lines):
         print_text(line, stream)
     width = min(width_of(stream), _MAX_TEXT_WIDTH)
-    paragraphs = {row_explanation.HEADING: report_paragraphs(report), step_time.HEADING: step_time_texts(report)}
-    for heading, texts in paragraphs.items():
+    for heading, texts in row_texts(report):
         lines = [line for label, text in texts for line in wrapped_lines(f"{label}: {text}", width, indent="  ")]
-        for line in ("", f"{heading}:", *lines) if lines else ():
+        for line in ("", f"{heading}:", *lines):
             print_text(line, stream)
     for heading, text in report_profiles(report):
         for line in ("", heading, *text.splitlines()):
