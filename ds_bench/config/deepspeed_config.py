@@ -44,6 +44,13 @@ ADAMW_PARAMETERS: Config = {"lr": 1e-4, "betas": [0.9, 0.999], "eps": 1e-8, "wei
 """Parameters of the AdamW that every configuration of the catalogue has."""
 PRECISION_BLOCKS = ("bf16", "fp16", "torch_autocast")
 """Top-level keys of which one decides the number format."""
+MEASURING_KEYS: Config = {
+    "steps_per_print": 2**31 - 1,
+    "wall_clock_breakdown": False,
+    # DeepSpeed's own throughput timer synchronises the device around every step (utils/timer.py).
+    "timers": {"throughput": {"enabled": False}},
+}
+"""What a configuration is completed with for the sake of measuring; nothing of it changes what is trained."""
 
 
 def base_config(strategy: Strategy | Configuration, batch_size: int, grad_accum: int = 1) -> Config:
@@ -117,10 +124,8 @@ def complete_config(
         config[workload.precision] = {"enabled": True}
     _complete_optimizer(config, torch_adam)
     _complete_nvme(config, placement, largest_parameter)
-    config.setdefault("steps_per_print", 2**31 - 1)
-    config.setdefault("wall_clock_breakdown", False)
-    # DeepSpeed's own throughput timer synchronises the device around every step (utils/timer.py).
-    config.setdefault("timers", {"throughput": {"enabled": False}})
+    for key, value in MEASURING_KEYS.items():
+        config.setdefault(key, copy.deepcopy(value))
     return config
 
 

@@ -12,7 +12,13 @@ from typing import Any
 
 from .. import units
 from ..analysis import provenance, summary
-from ..config.deepspeed_config import is_deepcompiled, optimizer_kind, sequence_parallel_size, tensor_parallel_size
+from ..config.deepspeed_config import (
+    MEASURING_KEYS,
+    is_deepcompiled,
+    optimizer_kind,
+    sequence_parallel_size,
+    tensor_parallel_size,
+)
 from ..config.spec import Placement, Trial, block_of, offload_device
 from ..records.schema import TrialRecord
 from ..system.environment import Environment
@@ -22,13 +28,6 @@ from .markdown import escape, escape_unprintable, inline_code, shell_block
 Config = Mapping[str, Any]
 
 _SCRIPT = "train.py"
-
-OWN_KEYS: Config = {
-    "steps_per_print": 2**31 - 1,
-    "wall_clock_breakdown": False,
-    "timers": {"throughput": {"enabled": False}},
-}
-"""What ``deepspeed_config.complete_config`` adds for the sake of measuring; nothing of it changes what is trained."""
 
 _ON_CPU = {"adagrad": "deepspeed.ops.adagrad.DeepSpeedCPUAdagrad", "lion": "deepspeed.ops.lion.DeepSpeedCPULion"}
 _ON_DEVICE = {
@@ -283,7 +282,7 @@ def _keys(raw: Config, accelerate: Config, placement: Placement) -> Iterator[str
     for key in redacted_keys(raw):
         placeholder = inline_code(REDACTED)
         yield f"- {inline_code(key)}: may be a credential and was not kept; put your own in place of {placeholder}."
-    own = [key for key, value in OWN_KEYS.items() if raw.get(key) == value]
+    own = [key for key, value in MEASURING_KEYS.items() if raw.get(key) == value]
     if own:
         yield f"- {', '.join(map(inline_code, own))}: added for measuring (no printing, no timers); remove at will."
     if block_of(block_of(raw, "optimizer"), "params").get("torch_adam"):
