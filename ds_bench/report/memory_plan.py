@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from .. import units
 from ..config.spec import DEVICES, Configuration
 from ..prediction import deepspeed_estimator, what_if
 from ..prediction.memory import DOES_NOT_FIT, FITS, TIGHT, UNKNOWN, Prediction
 from ..prediction.what_if import Change, PlannedTrial
 from ..recommend.short_answer import format_list
 from ..system.terminal import NO_BREAK
+from ..units import format_gigabytes, format_parameters, format_significant, to_gb
 
 _NOTICEABLE_SHARE = 0.01
 """A stage that needs more than a lower one is explained from this difference on."""
@@ -121,7 +121,7 @@ def _answer_if_none_fits(plan: MemoryPlan) -> tuple[str, tuple[str, ...] | None]
             row.label: row.prediction.gpu_bytes if tier == "gpu" else row.prediction.host_bytes for row in plan.rows
         }
         label, size = min(sizes.items(), key=lambda item: item[1])
-        least = f"{format_size(size)} per {'GPU' if tier == 'gpu' else 'node'}"
+        least = f"{format_gigabytes(size)} per {'GPU' if tier == 'gpu' else 'node'}"
         also = "" if len(sizes) == 1 else f" (the least: {label}, {least})"
         return f"{failed}{also}, and no change that was tried helps", None
     change = min(changes, key=lambda change: _cost_of(plan, change))
@@ -209,11 +209,11 @@ def _change_key(plan: MemoryPlan, change: Change) -> tuple[str, ...]:
 def _needs(trial: PlannedTrial, prediction: Prediction) -> str:
     """``61.2 GB per GPU``, and of host memory and NVMe where the configuration offloads."""
     where = " per node" if trial.placement.num_gpus > (trial.ranks_per_node or trial.placement.num_gpus) else ""
-    parts = [f"{format_size(prediction.gpu_bytes)} per GPU"]
+    parts = [f"{format_gigabytes(prediction.gpu_bytes)} per GPU"]
     if trial.configuration.offloads:
-        parts.append(f"{format_size(prediction.host_bytes)} of host memory{where}")
+        parts.append(f"{format_gigabytes(prediction.host_bytes)} of host memory{where}")
     if prediction.nvme_bytes:
-        parts.append(f"{format_size(prediction.nvme_bytes)} of NVMe{where}")
+        parts.append(f"{format_gigabytes(prediction.nvme_bytes)} of NVMe{where}")
     return format_list(parts)
 
 
@@ -223,7 +223,7 @@ def question_text(plan: MemoryPlan) -> str:
     own_sizes = "" if sizes == {work.batch_size} else " where no other is named"
     parts = [
         profile.name,
-        units.format_parameters(profile.parameters + profile.frozen_parameters, profile.parameters),
+        format_parameters(profile.parameters + profile.frozen_parameters, profile.parameters),
         work.precision,
         f"micro-batch {work.batch_size:,} × {work.seq_length:,} tokens{own_sizes}",
         *(["activation checkpointing"] if work.activation_checkpointing else []),
@@ -243,7 +243,7 @@ def causes(plan: MemoryPlan, tier: str) -> Iterator[str]:
             name, size = row.prediction.biggest_in(tier)
             sizes_by_category.setdefault(name, {})[row.label] = size
     for name, sizes in sizes_by_category.items():
-        low, high = format_size_number(min(sizes.values())), format_size(max(sizes.values()))
+        low, high = format_size_number(min(sizes.values())), format_gigabytes(max(sizes.values()))
         # One size in place of a range where both ends are written alike.
         size_range = high if high.startswith(low) else f"{low} to {high}"
         yield f"{_labels(plan, sizes)}: mostly {category_text(name, tier)}, {size_range}"
@@ -277,7 +277,7 @@ def larger_than_a_lower_stage(plan: MemoryPlan) -> Iterator[str]:
 def _surplus_text(own: Mapping[str, int], others: Mapping[str, int]) -> str:
     more = {name: size - others.get(name, 0) for name, size in own.items() if size > others.get(name, 0)}
     largest = [
-        f"{format_size(more[name])} of {category_text(name, 'gpu')}"
+        f"{format_gigabytes(more[name])} of {category_text(name, 'gpu')}"
         for name in sorted(more, key=more.__getitem__, reverse=True)
         if more[name] >= _CATEGORY_SHARE * sum(more.values())
     ]
@@ -303,29 +303,24 @@ def _reason_against_any_number(plan: MemoryPlan, row: PlanRow) -> str:
     trial = what_if.with_most_gpus(row.trial)
     prediction, gpus = trial.predict(), _gpus(trial.placement.num_gpus)
     if "host" in prediction.decisive_tiers(plan.gpu_bytes, plan.host_bytes):
-        return f"with {gpus} a node still needs {format_size(prediction.host_bytes)} of host memory"
+        return f"with {gpus} a node still needs {format_gigabytes(prediction.host_bytes)} of host memory"
     if trial.configuration.stage == 0:
         return "every GPU holds everything"
     name, size = prediction.biggest_in("gpu")
-    return f"with {gpus}, the most that are tried, {category_text(name, 'gpu')} still take {format_size(size)}"
+    return f"with {gpus}, the most that are tried, {category_text(name, 'gpu')} still take {format_gigabytes(size)}"
 
 
 # ------------------------------------------------------------------ words
 
 
-def format_size(count_bytes: float | None) -> str:
-    """``39.1 GB``, without a break before the unit."""
-    return f"{format_size_number(count_bytes)}{NO_BREAK}GB"
-
-
 def _capacity(count_bytes: int) -> str:
     """``80 GB``, ``79.1 GB``."""
-    return f"{format_size_number(count_bytes).removesuffix('.00').removesuffix('.0')}{NO_BREAK}GB"
+    return f"{format_size_number(count_bytes).removesuffix('.00').removesuffix('.0')} GB"
 
 
 def format_size_number(count_bytes: float | None) -> str:
     """``39.1``, of GB; an em dash for None."""
-    return units.format_significant(units.to_gb(count_bytes))
+    return format_significant(to_gb(count_bytes))
 
 
 def category_text(name: str, tier: str) -> str:

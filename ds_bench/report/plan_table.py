@@ -22,8 +22,9 @@ from ..prediction.memory import (
     Prediction,
 )
 from ..system.terminal import wrapped_lines
+from ..units import format_gigabytes
 from . import memory_plan
-from .memory_plan import MemoryPlan, PlanRow, format_size, format_size_number
+from .memory_plan import MemoryPlan, PlanRow, format_size_number
 
 _VERDICTS = {FITS: "yes", TIGHT: "tight", DOES_NOT_FIT: "no", UNKNOWN: "?"}
 """Cells of the column Fits."""
@@ -146,14 +147,14 @@ def _ledger_cell(prediction: Prediction, names: Sequence[str]) -> str:
 def _notes(plan: MemoryPlan) -> Iterator[str]:
     nccl = NCCL_BYTES if plan.num_gpus > 1 else 0
     yield (
-        f"Other ({format_size(CONTEXT_BYTES + nccl)}) and {format_size(PROCESS_BYTES)} of host memory per rank are "
-        "assumed, the rest is computed."
+        f"Other ({format_gigabytes(CONTEXT_BYTES + nccl)}) and {format_gigabytes(PROCESS_BYTES)} of host memory per "
+        "rank are assumed, the rest is computed."
     )
     if nccl:
-        low, high = map(format_size, NCCL_RANGE_BYTES)
+        low, high = map(format_gigabytes, NCCL_RANGE_BYTES)
         yield (
-            f"Of Other {format_size(nccl)} are NCCL's: {low} to {high} per communicator are reported, so measure where "
-            "a card is nearly full (gpu_outside_allocator_gb of a run)."
+            f"Of Other {format_gigabytes(nccl)} are NCCL's: {low} to {high} per communicator are reported, so measure "
+            "where a card is nearly full (gpu_outside_allocator_gb of a run)."
         )
     yield f"DeepSpeed est.: {deepspeed_estimator.WHY_THEY_DIFFER}"
 
