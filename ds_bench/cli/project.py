@@ -162,7 +162,7 @@ def lines(report: ProjectedReport) -> Iterator[str]:
             table.append(_measured_cells(each, on_cpu))
         numbers = " ".join(str(notes.index(note) + 1) for note in each.notes)
         table.append((*_projected_cells(each, on_cpu), numbers))
-    yield from terminal.aligned_lines([[*map(terminal.escape_controls, row)] for row in table], left=(0, len(headings)))
+    yield from terminal.aligned_lines(table, left=(0, len(headings)))
     for number, note in enumerate(notes, 1):
         yield f"  {number}. {terminal.escape_controls(note)}"
     for assumption in report.assumptions:

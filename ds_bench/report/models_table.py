@@ -22,7 +22,7 @@ def render_text(reports: Sequence[ComparisonReport]) -> str:
     """Tables aligned by spaces, one per machine with two reports or more; empty without any."""
     tables = []
     for device, group in _group_by_machine(reports):
-        rows = [[escape_controls(cell) for cell in row] for row in _table(group)]
+        rows = _table(group)
         lines = [f"{_TITLE} ({escape_controls(device)})", *aligned_lines(rows)]
         tables.append("\n".join([*lines, *([_INVALID_FOOTNOTE] if _has_invalid(rows) else [])]))
     return "\n\n".join(tables)

@@ -185,8 +185,8 @@ def render_text(reports: Sequence[ComparisonReport]) -> str:
     parts = [
         escape_controls(table.title),
         "\n".join(map(escape_controls, table.models)),
-        "\n".join(aligned_lines([[*map(escape_controls, row)] for row in table.rows], left=(0, 1))),
-        "\n".join(aligned_lines([[*map(escape_controls, row)] for row in table.overview])),
+        "\n".join(aligned_lines(table.rows, left=(0, 1))),
+        "\n".join(aligned_lines(table.overview)),
         "\n".join(map(escape_controls, table.notes)),
     ]
     return "\n\n".join(filter(None, parts))

@@ -126,9 +126,9 @@ def print_table(report: ComparisonReport, stream: IO[str]) -> None:
 
 
 def _print_details(details: DetailTable, stream: IO[str]) -> None:
-    rows = [tuple(map(escape_controls, cells)) for cells in (details.headings, *details.rows)]
+    rows = [details.headings, *details.rows]
     if not can_encode("→—", stream):
-        rows = [tuple(map(to_ascii, cells)) for cells in rows]
+        rows = [tuple(to_ascii(escape_controls(cell)) for cell in cells) for cells in rows]
     for line in (f"\n{details.heading} ({details.meaning})", *aligned_lines(rows)):
         print_text(line, stream)
 

@@ -102,9 +102,13 @@ def ensure_streams() -> None:
 
 
 def aligned_lines(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> Iterator[str]:
-    """The rows as lines with two spaces between columns; those of the indices ``left`` to the left, others right."""
+    """The rows as lines with two spaces between columns; those of the indices ``left`` to the left, others right.
+
+    Control characters in a cell are escaped, so that it can neither end its line nor hide its width.
+    """
     from rich.cells import cell_len
 
+    rows = [[*map(escape_controls, row)] for row in rows]
     widths = [max(map(cell_len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         cells = []
