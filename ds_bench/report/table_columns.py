@@ -12,6 +12,7 @@ from ..analysis import flops
 from ..analysis.comparison import Comparison, ComparisonRow
 from ..records.schema import INTERRUPTED, TrialRecord
 from ..units import (
+    BYTES_PER_GB,
     MISSING,
     format_bytes,
     format_count,
@@ -35,6 +36,8 @@ class TableColumn:
     """Unit and scope; the page shows it with the heading."""
     text: Callable[[ComparisonRow], str]
     sort_key: Callable[[ComparisonRow], float | None]
+    scale: float = 1.0
+    """What the sort key is multiplied by to be the number that the text shows, of an interval the first."""
     page_only: bool = False
     """Shown where there is room: in the page alone."""
     against_baseline: bool = False
@@ -121,12 +124,14 @@ TABLE_COLUMNS: tuple[TableColumn, ...] = (
         meaning="milliseconds per optimizer step, slowest rank, geometric mean of the runs",
         text=lambda row: format_ms(row.mean_step_seconds),
         sort_key=lambda row: row.mean_step_seconds,
+        scale=1000.0,
     ),
     TableColumn(
         heading="± ms",
         meaning="standard deviation between runs, or between the steps of a single run",
         text=lambda row: format_ms(row.step_seconds_std),
         sort_key=lambda row: row.step_seconds_std,
+        scale=1000.0,
     ),
     TableColumn(
         heading="Tokens/s",
@@ -166,18 +171,21 @@ TABLE_COLUMNS: tuple[TableColumn, ...] = (
         meaning="peak allocated device memory of the fullest rank, worst run",
         text=lambda row: format_gb(row.gpu_peak_bytes),
         sort_key=lambda row: row.gpu_peak_bytes,
+        scale=1 / BYTES_PER_GB,
     ),
     TableColumn(
         heading="of card",
         meaning="peak reserved device memory as a share of the card",
         text=lambda row: format_percent(row.gpu_fraction, digits=0),
         sort_key=lambda row: row.gpu_fraction,
+        scale=100.0,
     ),
     TableColumn(
         heading="GPU less baseline",
         meaning="peak device memory less the baseline's",
         text=lambda row: _signed_bytes(row.gpu_difference_bytes),
         sort_key=lambda row: row.gpu_difference_bytes,
+        scale=1 / BYTES_PER_GB,
         page_only=True,
         against_baseline=True,
     ),
@@ -192,12 +200,14 @@ TABLE_COLUMNS: tuple[TableColumn, ...] = (
         meaning="peak resident host memory of a node's ranks, worst run",
         text=lambda row: format_gb(row.host_peak_bytes),
         sort_key=lambda row: row.host_peak_bytes,
+        scale=1 / BYTES_PER_GB,
     ),
     TableColumn(
         heading="MFU",
         meaning=_MFU_MEANING,
         text=lambda row: format_percent(_mfu(row)),
         sort_key=_mfu,
+        scale=100.0,
         page_only=True,
     ),
     TableColumn(

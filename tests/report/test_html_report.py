@@ -229,9 +229,24 @@ def test_cells_have_three_significant_digits_and_the_exact_number_behind_them() 
     }
     assert {text: round_numbers(text) for text in rounded} == rounded
     assert (round_numbers("2,025", 2024.9), round_numbers("2,025", 2025.1)) == ("2,020", "2,030")
+    assert (round_numbers("58.25", 58.246), round_numbers("58.25", 58.254)) == ("58.2", "58.3")
     assert '<td data-key="58.2" title="58.20">58.2</td>' in re.sub(
         r'data-key="\d{6,}"', 'data-key="58.2"', samples.page(samples.report(samples.zero_comparison()))
     )
+
+
+def test_a_cell_of_any_unit_is_rounded_once_as_the_charts_are() -> None:
+    """58.254 GB are 58.25 in the exact text and 58.3 in a chart; so are 123.46 ms 123.5 and 123."""
+    whole = samples.zero_comparison()
+    size = int(58.254 * samples.GB)
+    row = replace(whole.rows[0], mean_step_seconds=0.12346, gpu_peak_bytes=size, gpu_difference_bytes=-size)
+    source = samples.page(samples.report(replace(whole, rows=(row,), baseline=None)))
+    shown = dict(re.findall(r'<td data-key="[^"]*" title="([^"]*)">([^<]*)</td>', source))
+    assert {exact: shown.get(exact) for exact in ("123.5", "58.25", "−58.25 GB")} == {
+        "123.5": "123",
+        "58.25": "58.3",
+        "−58.25 GB": "−58.3 GB",
+    }
 
 
 def test_four_rows_are_less_than_150_kilobytes() -> None:
