@@ -21,7 +21,7 @@ from ..prediction.memory import (
     UNKNOWN,
     Prediction,
 )
-from ..system.terminal import wrapped_lines
+from ..system.terminal import aligned_lines, wrapped_lines
 from ..units import format_gigabytes
 from . import memory_plan
 from .memory_plan import MemoryPlan, PlanRow, format_size_number
@@ -170,8 +170,10 @@ def _aligned(table: Sequence[Sequence[str]], width: int) -> Iterator[str]:
     A narrow terminal breaks headings, then the first column's cells, and last takes one of the two spaces. Numbers are
     never broken: a terminal that is narrower still wraps the lines itself.
     """
+    from rich.cells import cell_len
+
     columns = list(zip(*table, strict=True))
-    widths = [max(map(len, column)) for column in columns]
+    widths = [max(map(cell_len, column)) for column in columns]
     gaps = len(widths) - 1
     space = 2
     if sum(widths) + space * gaps > width:
@@ -180,11 +182,11 @@ def _aligned(table: Sequence[Sequence[str]], width: int) -> Iterator[str]:
         smallest = min(widths[0], longest_word + len(_CELL_INDENT))
         space = 2 if smallest + sum(widths[1:]) + 2 * gaps <= width else 1
         widths[0] = max(smallest, min(widths[0], width - sum(widths[1:]) - space * gaps))
+    lines: list[Sequence[str]] = []
     for row in table:
         cells = [
             textwrap.wrap(cell, size, subsequent_indent="" if i else _CELL_INDENT, break_on_hyphens=False)
             for i, (cell, size) in enumerate(zip(row, widths, strict=True))
         ]
-        for first, *numbers in zip_longest(*cells, fillvalue=""):
-            padded = [text.rjust(size) for text, size in zip(numbers, widths[1:], strict=True)]
-            yield (" " * space).join([first.ljust(widths[0]), *padded]).rstrip()
+        lines += zip_longest(*cells, fillvalue="")
+    yield from aligned_lines(lines, space=space)

@@ -271,17 +271,17 @@ def _failed_row_lines(
     row: ComparisonRow, printable: Callable[[str], str], mark_width: int, label_width: int, width: int
 ) -> Iterator[Line]:
     """One line that says where and why; two if the terminal is too narrow."""
+    from rich.cells import cell_len
+
     run = failed_run(row)
     cause = printable(MISSING if run is None else failure_text(run))
     label = printable(row.label)
     mark = printable("✗").ljust(mark_width)
-    aligned = f"{mark}{label.ljust(label_width)}  {cause}"
-    text = aligned if len(aligned) <= width else f"{mark}{label}  {cause}"
-    if len(text) > width:
-        for more in _wrap(f"{mark}{label}: {cause}", width, " " * (mark_width + 2), max_lines=2):
-            yield Line(more, "red")
-        return
-    yield Line(text, "red")
+    aligned = f"{mark}{label}{' ' * (label_width - cell_len(label))}  {cause}"
+    text = aligned if cell_len(aligned) <= width else f"{mark}{label}  {cause}"
+    fits = cell_len(text) <= width
+    lines = [text] if fits else _wrap(f"{mark}{label}: {cause}", width, " " * (mark_width + 2), max_lines=2)
+    yield from (Line(line, "red") for line in lines)
 
 
 # ------------------------------------------------------------------ the answer

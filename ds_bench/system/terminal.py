@@ -101,8 +101,8 @@ def ensure_streams() -> None:
             setattr(sys, name, open(descriptor, "w", encoding="utf-8", closefd=False))  # noqa: SIM115
 
 
-def aligned_lines(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> Iterator[str]:
-    """The rows as lines with two spaces between columns; those of the indices ``left`` to the left, others right.
+def aligned_lines(rows: Sequence[Sequence[str]], left: Collection[int] = (0,), space: int = 2) -> Iterator[str]:
+    """The rows as lines with ``space`` between columns; those of the indices ``left`` to the left, others right.
 
     Control characters in a cell are escaped, so that it can neither end its line nor hide its width.
     """
@@ -113,9 +113,9 @@ def aligned_lines(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -
     for row in rows:
         cells = []
         for number, (cell, width) in enumerate(zip(row, widths, strict=True)):
-            space = " " * (width - cell_len(cell))
-            cells.append(cell + space if number in left else space + cell)
-        yield "  ".join(cells).rstrip()
+            padding = " " * (width - cell_len(cell))
+            cells.append(cell + padding if number in left else padding + cell)
+        yield (" " * space).join(cells).rstrip()
 
 
 def wrapped_lines(text: str, width: int, indent: str = "") -> list[str]:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.cells import cell_len
 
 from ds_bench.cli.commands import main
 from ds_bench.prediction import trial_predictions
@@ -164,6 +165,15 @@ def test_no_line_is_wider_than_the_terminal_and_no_word_is_cut(
                 out = text(capsys, *arguments, "--min-gpus", "--verbose")
                 assert max(map(len, out.splitlines())) <= max(width, 80)  # the ledger takes nearly 80
                 assert sorted(out.split()) == sorted(whole.split())
+
+
+def test_a_name_of_wide_signs_keeps_the_columns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "設定一.json"
+    file.write_text(json.dumps({"zero_optimization": {"stage": 2}}))
+    out = text(capsys, *LLAMA[1:], "--gpu", "80GB", "--configs", str(file), "--strategies", "zero2")
+    lines = [line for line in out.splitlines() if line.startswith(("設定一", "ZeRO-2")) and "  " in line]
+    assert len(lines) == 2
+    assert len({cell_len(line) for line in lines}) == 1
 
 
 def test_one_screen_holds_it_and_nothing_is_said_twice(

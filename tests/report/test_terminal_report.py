@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.cells import cell_len
 
 from ds_bench.analysis.summary import summarise
 from ds_bench.config.spec import Configuration
@@ -204,6 +205,14 @@ def test_verbose_prints_the_full_table_and_a_terminal_gets_styles(monkeypatch: p
     terminal_report.print_report(of, stream, verbose=True)
     for word in ("Relative", "Why: ", "Next: ", "✅ Success", "1. "):
         assert word in stream.getvalue()
+
+
+def test_causes_of_failed_rows_stand_below_each_other_where_a_label_has_wide_signs() -> None:
+    wide, plain = replace(ZERO(1), label="設定一"), replace(ZERO(2), label="mine")
+    text = text_of(report(runs(ZERO(0), 1000, 8), failures(wide), failures(plain)), 200)
+    failed = [line for line in text.splitlines() if "OOM" in line and line.startswith("✗")]
+    assert len(failed) == 2
+    assert len({cell_len(line.partition("OOM")[0]) for line in failed}) == 1
 
 
 def test_no_text_of_a_user_steers_the_terminal_and_wide_signs_keep_the_columns() -> None:
