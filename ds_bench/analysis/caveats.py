@@ -10,71 +10,66 @@ results are read: of one trial in ``trial_caveats.py``, of a comparison in ``com
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from enum import Enum, StrEnum
-from types import MappingProxyType
 
 
 class CaveatKind(StrEnum):
-    """The kinds of caveats; their values are stored in JSON and are names of CSS classes."""
+    """The kinds of caveats and what to do about each; their values are stored in JSON and are names of CSS classes."""
 
-    UNSTABLE = "unstable"
-    NOT_STEADY = "not_steady"
-    TOO_FEW_REPEATS = "too_few_repeats"
-    LOSS_DIFFERS = "loss_differs"
-    NEAR_CAPACITY = "near_capacity"
-    ALLOCATOR_RETRIED = "allocator_retried"
-    OTHER_PROCESS = "other_process"
-    CLOCKS_THROTTLED = "clocks_throttled"
-    SWAP_USED = "swap_used"
-    OTHER_OPTIMIZER = "other_optimizer"
-    ONE_GPU = "one_gpu"
-    BUCKET_DOMINATES = "bucket_dominates"
-    PREDICTION_MISSED = "prediction_missed"
-    ENVIRONMENT_DIFFERS = "environment_differs"
-    MEASURED_APART = "measured_apart"
-    CPU_ACCELERATOR = "cpu_accelerator"
-    CPU_BUSY = "cpu_busy"
-    FIRST_LOSS = "first_loss"
-    SHORT_WINDOW = "short_window"
-    DISK_BOUND = "disk_bound"
-    DATA_WAIT = "data_wait"
-    NOTE = "note"
-    """None of the above; in most cases a text that a rank, the launcher or the plan wrote."""
+    next_step: str | None
+    """None if that depends on the text."""
 
+    def __new__(cls, value: str, next_step: str | None = None) -> CaveatKind:
+        kind = str.__new__(cls, value)
+        kind._value_ = value
+        kind.next_step = next_step
+        return kind
 
-NEXT_STEPS: Mapping[CaveatKind, str | None] = MappingProxyType(
-    {
-        CaveatKind.UNSTABLE: "use more --num-steps, or a quieter machine",
-        CaveatKind.NOT_STEADY: "use more --warmup-steps",
-        CaveatKind.TOO_FEW_REPEATS: "use --repeats 3 or more",
-        CaveatKind.LOSS_DIFFERS: "compare the row's ds_config.json with the other row's, then run both with "
+    UNSTABLE = "unstable", "use more --num-steps, or a quieter machine"
+    NOT_STEADY = "not_steady", "use more --warmup-steps"
+    TOO_FEW_REPEATS = "too_few_repeats", "use --repeats 3 or more"
+    LOSS_DIFFERS = (
+        "loss_differs",
+        "compare the row's ds_config.json with the other row's, then run both with "
         "--precision fp32: what rounding does is gone there, what a wrong configuration does is not",
-        CaveatKind.NEAR_CAPACITY: "leave room for longer sequences and fragmentation: a smaller --batch-size, "
+    )
+    NEAR_CAPACITY = (
+        "near_capacity",
+        "leave room for longer sequences and fragmentation: a smaller --batch-size, "
         "--activation-checkpointing, or a strategy that keeps less on the card",
-        CaveatKind.ALLOCATOR_RETRIED: "lower --batch-size, or set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, "
-        "and measure again",
-        CaveatKind.OTHER_PROCESS: "end the other process, or choose a free card with CUDA_VISIBLE_DEVICES",
-        CaveatKind.CLOCKS_THROTTLED: "look at cooling and the power limit (nvidia-smi -q -d PERFORMANCE), "
-        "and measure again when the card is cool",
-        CaveatKind.SWAP_USED: "free host memory before measuring, offload rows above all",
-        CaveatKind.OTHER_OPTIMIZER: "see why the op does not build: python -m ds_bench ops",
-        CaveatKind.ONE_GPU: "use two GPUs or more to see what stages 1 to 3 save",
-        CaveatKind.BUCKET_DOMINATES: "try --set zero_optimization.reduce_bucket_size=50000000",
-        CaveatKind.PREDICTION_MISSED: "believe the measurement; plan for this model with more room",
-        CaveatKind.MEASURED_APART: "where a difference is small, measure these rows in one run",
-        CaveatKind.ENVIRONMENT_DIFFERS: "measure both again on one machine with the same versions",
-        CaveatKind.CPU_ACCELERATOR: "run the same command where there is a GPU",
-        CaveatKind.CPU_BUSY: "end the other programs, or wait for them, and measure again",
-        CaveatKind.FIRST_LOSS: "see how the model draws its weights: matrices of standard deviation 0.02 are usual",
-        CaveatKind.SHORT_WINDOW: "use more --num-steps",
-        CaveatKind.DISK_BOUND: "give a faster disk or several as RAID 0, or keep in host memory what has room there",
-        CaveatKind.DATA_WAIT: "use more --data-workers, or a faster disk",
-        CaveatKind.NOTE: None,
-    }
-)
-"""What to do about each kind; None if that depends on the text."""
+    )
+    ALLOCATOR_RETRIED = (
+        "allocator_retried",
+        "lower --batch-size, or set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, and measure again",
+    )
+    OTHER_PROCESS = "other_process", "end the other process, or choose a free card with CUDA_VISIBLE_DEVICES"
+    CLOCKS_THROTTLED = (
+        "clocks_throttled",
+        "look at cooling and the power limit (nvidia-smi -q -d PERFORMANCE), and measure again when the card is cool",
+    )
+    SWAP_USED = "swap_used", "free host memory before measuring, offload rows above all"
+    OTHER_OPTIMIZER = "other_optimizer", "see why the op does not build: python -m ds_bench ops"
+    ONE_GPU = "one_gpu", "use two GPUs or more to see what stages 1 to 3 save"
+    BUCKET_DOMINATES = "bucket_dominates", "try --set zero_optimization.reduce_bucket_size=50000000"
+    PREDICTION_MISSED = "prediction_missed", "believe the measurement; plan for this model with more room"
+    ENVIRONMENT_DIFFERS = "environment_differs", "measure both again on one machine with the same versions"
+    MEASURED_APART = "measured_apart", "where a difference is small, measure these rows in one run"
+    CPU_ACCELERATOR = "cpu_accelerator", "run the same command where there is a GPU"
+    CPU_BUSY = "cpu_busy", "end the other programs, or wait for them, and measure again"
+    FIRST_LOSS = (
+        "first_loss",
+        "see how the model draws its weights: matrices of standard deviation 0.02 are usual",
+    )
+    SHORT_WINDOW = "short_window", "use more --num-steps"
+    DISK_BOUND = (
+        "disk_bound",
+        "give a faster disk or several as RAID 0, or keep in host memory what has room there",
+    )
+    DATA_WAIT = "data_wait", "use more --data-workers, or a faster disk"
+    NOTE = "note"
+    """None of the others; in most cases a text that a rank, the launcher or the plan wrote."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +83,8 @@ class Caveat:
     """What to do about it; None if nothing can be done."""
     disqualifying: bool = False
     """The row is never recommended: its loss differs, or it did not train as requested."""
+    form: CaveatText | None = None
+    """The text of the closed set that it is written in; None for any other text."""
 
     @property
     def line(self) -> str:
@@ -103,7 +100,7 @@ class Caveat:
 
 def caveat_of_kind(kind: CaveatKind, text: str, *, disqualifying: bool = False) -> Caveat:
     """A caveat with the next step of its kind."""
-    return Caveat(kind=kind, text=text, next_step=NEXT_STEPS[kind], disqualifying=disqualifying)
+    return Caveat(kind=kind, text=text, next_step=kind.next_step, disqualifying=disqualifying)
 
 
 def note(text: str, *, disqualifying: bool = False) -> Caveat:
@@ -127,7 +124,7 @@ class CaveatText(Enum):
         """Words in the text by which it differs from others with the same beginning."""
         self.disqualifying = disqualifying
         # Not None, which a member gives whose text has no next step.
-        self.next_step = NEXT_STEPS[kind] if next_step == "" else next_step
+        self.next_step = kind.next_step if next_step == "" else next_step
 
     # No two members may have equal values: Enum would make the second one a name of the first.
     # The first member that matches a text is taken, so of two with one beginning that with more conditions is first.
@@ -191,23 +188,27 @@ class CaveatText(Enum):
     def caveat(self, text: str) -> Caveat:
         """The caveat whose text is ``start`` followed by ``text``."""
         return Caveat(
-            kind=self.kind, text=f"{self.start}{text}", next_step=self.next_step, disqualifying=self.disqualifying
+            kind=self.kind,
+            text=f"{self.start}{text}",
+            next_step=self.next_step,
+            disqualifying=self.disqualifying,
+            form=self,
         )
 
 
-def known_text(text: str) -> CaveatText | None:
+def _known_text(text: str) -> CaveatText | None:
     """The member of the closed set that matches ``text``; None for a free note."""
     return next((each for each in CaveatText if text.startswith(each.start) and each.contains in text), None)
 
 
 def has_text(caveats: Iterable[Caveat], form: CaveatText) -> bool:
     """Whether one of the caveats was written with that text."""
-    return any(known_text(caveat.text) is form for caveat in caveats)
+    return any(caveat.form is form for caveat in caveats)
 
 
 def parse_caveat(text: str) -> Caveat:
     """The caveat that was written as ``text``; a free text becomes a note."""
-    known = known_text(text)
+    known = _known_text(text)
     return note(text) if known is None else known.caveat(text[len(known.start) :])
 
 
@@ -219,7 +220,7 @@ def parse_caveats(cell: str, measured_steps: int) -> list[Caveat]:
     """
     parts: list[str] = []
     for part in cell.split("; "):
-        if parts and known_text(part) is None:
+        if parts and _known_text(part) is None:
             parts[-1] += f"; {part}"
         else:
             parts.append(part)
@@ -229,11 +230,14 @@ def parse_caveats(cell: str, measured_steps: int) -> list[Caveat]:
 
 def skipped_steps(count: int, measured_steps: int) -> Caveat:
     """The caveat of a row whose optimizer skipped ``count`` steps: disqualifying if it took no step at all."""
-    text = f"{count}{CaveatText.STEPS_SKIPPED.contains} by the optimizer (overflow or NaN in gradients)"
-    return note(text, disqualifying=count >= measured_steps)
+    form = CaveatText.STEPS_SKIPPED
+    caveat = form.caveat(f"{count}{form.contains} by the optimizer (overflow or NaN in gradients)")
+    return replace(caveat, disqualifying=count >= measured_steps)
 
 
 def _parse_skipped_steps(text: str, measured_steps: int) -> Caveat | None:
     count, skipped, _ = text.partition(CaveatText.STEPS_SKIPPED.contains)
     is_count = count.isdecimal() and len(count) < 10  # int() of a text of any length takes quadratic time
-    return note(text, disqualifying=int(count) >= measured_steps) if skipped and is_count else None
+    if not (skipped and is_count):
+        return None
+    return replace(CaveatText.STEPS_SKIPPED.caveat(text), disqualifying=int(count) >= measured_steps)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import IO
 
-from ..analysis.caveats import Caveat, CaveatKind, CaveatText, known_text
+from ..analysis.caveats import Caveat, CaveatKind, CaveatText
 from ..analysis.comparison import Comparison, ComparisonRow, ratio_between
 from ..analysis.intervals import FEWEST_RUNS
 from ..analysis.trial_caveats import NEAR_CAPACITY
@@ -296,7 +296,7 @@ def _answer_lines(report: ComparisonReport, width: int, printable: Callable[[str
     yield from (Line(line, "bold") for line in _wrap(f"{mark} {headline}", width, indent))
     shown = [] if recommendation.alternative is None else [recommendation.alternative]
     shown += notes_that_matter(report)
-    shown += _notes_of_rows(report.comparison, lambda caveat: known_text(caveat.text) is CaveatText.ALL_POSITIONS)
+    shown += _notes_of_rows(report.comparison, lambda caveat: caveat.form is CaveatText.ALL_POSITIONS)
     if any(caveat.kind is CaveatKind.CPU_ACCELERATOR for caveat in report.comparison.caveats):
         shown.append("CPU ranks: this says nothing about GPUs.")
     for text in shown:
@@ -357,7 +357,7 @@ def _notes_of_rows(comparison: Comparison, matters: Callable[[Caveat], bool]) ->
     rows_by_form: dict[CaveatText | str, list[tuple[str, Caveat]]] = {}
     for row in comparison.rows:
         for caveat in dict.fromkeys(filter(matters, row.caveats)):
-            form = known_text(caveat.text) or caveat.text
+            form = caveat.form or caveat.text
             labelled = rows_by_form.setdefault(form, [])
             if row.label not in dict(labelled):
                 labelled.append((row.label, caveat))
