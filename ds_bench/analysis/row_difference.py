@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from ..config import deepspeed_keys
 from ..config.deepspeed_config import is_full_config, layout_config, paths_of
 from ..config.spec import Configuration
 from ..prediction.memory import UNCOUNTED
@@ -112,10 +113,6 @@ _RESOLVED_KEYS = {
     "torch_autocast.enabled": "torch_autocast_enabled",
     "data_types.grad_accum_dtype": "grad_accum_dtype",
 }
-_STAGE_3_KEYS = (
-    "stage3_", "sub_group_size", "offload_param", "offload_optimizer.ratio", "zero_hpz", "zero_quantized",
-)  # fmt: skip
-"""Beginnings of keys of ``zero_optimization`` that only stage 3 reads (runtime/zero/config.py)."""
 _NVME_KEYS = ("buffer_count", "buffer_size", "max_in_cpu")
 """Keys of the offload blocks that are read with the device ``nvme`` alone."""
 _LEFT_OUT_KEYS = ("train_batch_size", "steps_per_print", "nvme_path", "gradient_accumulation_steps")
@@ -564,13 +561,15 @@ def _config_differences(a: TrialSummary, b: TrialSummary) -> Iterator[KeyDiffere
 def _is_read(path: str, configuration: Configuration) -> bool:
     """Whether the row's engine reads the key for its stage and offload devices."""
     block, _, key = path.partition(".")
-    if configuration.is_reference and block == "zero_optimization":
-        return False
-    if block != "zero_optimization" or key == "stage":
+    if block != "zero_optimization":
         return True
-    if key.partition(".")[2] in _NVME_KEYS and getattr(configuration, key.partition(".")[0]) != "nvme":
+    if configuration.is_reference or key == "stage":
+        return not configuration.is_reference
+    name, _, inner = key.partition(".")
+    if inner in _NVME_KEYS and getattr(configuration, name, None) != "nvme":
         return False
-    return configuration.stage == 3 or (configuration.stage > 0 and not key.startswith(_STAGE_3_KEYS))
+    stage = configuration.stage
+    return stage == 3 if key == "offload_optimizer.ratio" else deepspeed_keys.is_read_at_stage(name, stage)
 
 
 def _effective_value(path: str, written: Mapping[str, Any], resolved: Mapping[str, Any]) -> Any:

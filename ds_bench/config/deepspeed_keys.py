@@ -62,3 +62,45 @@ def nearest_key(key: str, known: Collection[str], least_similarity: float = 0.6)
 def blocks_with(key: str) -> Iterator[str]:
     """Paths of the blocks below the top level that have this key."""
     return (path for path, block in blocks().items() if path and key in block["keys"])
+
+
+_STAGE_3_KEYS = frozenset(
+    {
+        "sub_group_size",
+        "zero_hpz_partition_size",
+        "zero_quantized_weights",
+        "zero_quantized_nontrainable_weights",
+        "zero_quantized_gradients",
+        "leaf_module",
+        "memory_efficient_linear",
+        "override_module_apply",
+        "pipeline_loading_checkpoint",
+        "log_trace_cache_warnings",
+        "enable_sanity_checks",
+        "save_muon_momentum_buffer_in_memory",
+        "stage3_gather_fp16_weights_on_model_save",
+        "offload_param",
+    }
+)
+"""Keys that DeepSpeed gives to stage 3 only, beside those with stage3 in their name (``runtime/engine.py``)."""
+_STAGE_1_AND_2_KEYS = frozenset(
+    {
+        "allgather_bucket_size",
+        "round_robin_gradients",
+        "use_multi_rank_bucket_allreduce",
+        "ignore_unused_parameters",
+        "parameter_alignment",
+    }
+)
+"""Keys that DeepSpeed gives to stages 1 and 2 only."""
+
+
+@cache
+def is_read_at_stage(key: str, stage: int) -> bool:
+    """Whether DeepSpeed acts on a key of ``zero_optimization`` at a ZeRO stage."""
+    known = keys_of("zero_optimization")
+    # Fields that have an alias: the alias begins with stage3.
+    named_after_stage_3 = "same_as" in known.get(key, {}) or key in {each.get("same_as") for each in known.values()}
+    if key in _STAGE_3_KEYS or named_after_stage_3:
+        return stage == 3
+    return stage in (1, 2) if key in _STAGE_1_AND_2_KEYS else stage > 0

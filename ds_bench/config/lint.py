@@ -417,63 +417,26 @@ def _scheduler_findings(case: Case) -> Iterator[Finding]:
 # Settings that nothing reads, and buffers
 
 
-_STAGE_3_KEYS = frozenset(
-    {
-        "sub_group_size",
-        "zero_hpz_partition_size",
-        "zero_quantized_weights",
-        "zero_quantized_nontrainable_weights",
-        "zero_quantized_gradients",
-        "leaf_module",
-        "memory_efficient_linear",
-        "override_module_apply",
-        "pipeline_loading_checkpoint",
-        "log_trace_cache_warnings",
-        "enable_sanity_checks",
-        "save_muon_momentum_buffer_in_memory",
-        "stage3_gather_fp16_weights_on_model_save",
-    }
-)
-"""Keys that DeepSpeed gives to stage 3 only, beside those with stage3 in their name (``runtime/engine.py``)."""
-_STAGE_1_AND_2_KEYS = frozenset(
-    {
-        "allgather_bucket_size",
-        "round_robin_gradients",
-        "use_multi_rank_bucket_allreduce",
-        "ignore_unused_parameters",
-        "parameter_alignment",
-    }
-)
-"""Keys that DeepSpeed gives to stages 1 and 2 only."""
-
-
 def _keys_without_reader(case: Case) -> Iterator[Finding]:
     zero, source = case.block("zero_optimization"), "runtime/engine.py"
     dead = [path for path in _DEAD_KEYS if path in case.config or path.rpartition(".")[2] in zero]
     for path in dead:
         yield Finding("dead-key", "hint", path, "nothing in DeepSpeed 0.19.8 acts on it", "remove it", source)
-    unread = [key for key in zero if case.stage is not None and _is_unread(key, case.stage)]
+    known = deepspeed_keys.keys_of("zero_optimization").keys() - _TOLD_ELSEWHERE
+    stage = case.stage
+    unread = [
+        key for key in zero if stage is not None and key in known and not deepspeed_keys.is_read_at_stage(key, stage)
+    ]
     if unread:
-        reason = f"DeepSpeed does not act on {format_names(unread)} at stage {case.stage}"
+        reason = f"DeepSpeed does not act on {format_names(unread)} at stage {stage}"
         they = "them" if len(unread) > 1 else "it"
         remedy = f"remove {they}, or keep {they} for another stage"
         yield Finding("unread-key", "hint", f"zero_optimization.{unread[0]}", reason, remedy, source)
 
 
 _DEAD_KEYS = ("disable_allgather", "zero_optimization.allgather_partitions")
-
-
-def _is_unread(key: str, stage: int) -> bool:
-    known = deepspeed_keys.keys_of("zero_optimization")
-    told = ("stage", "offload_optimizer", "offload_param", "zenflow", "cpu_offload", "allgather_partitions")
-    if key not in known or key in told:
-        return False
-    if stage == 0:
-        return True
-    of_stage_3 = (
-        key in _STAGE_3_KEYS or "same_as" in known[key] or key in {each.get("same_as") for each in known.values()}
-    )
-    return (of_stage_3 and stage != 3) or (key in _STAGE_1_AND_2_KEYS and stage == 3)
+_TOLD_ELSEWHERE = ("stage", "offload_optimizer", "offload_param", "zenflow", "cpu_offload", "allgather_partitions")
+"""Keys of ``zero_optimization`` of which other findings tell where they have no effect."""
 
 
 def _buffer_findings(case: Case) -> Iterator[Finding]:

@@ -202,6 +202,16 @@ def test_keys_say_what_they_act_on_and_whether_the_stage_sets_them() -> None:
     assert "gathered_parameters" in prefetch.acts_on
 
 
+def test_a_key_that_a_rows_stage_does_not_read_is_no_difference() -> None:
+    """Stage 3 orders gradients in its own way, whatever ``round_robin_gradients`` says; stages 1 and 2 read it."""
+    for stages, told in (((2, 3), False), ((2, 1), True)):
+        plain, other = (fakes.trial(fakes.zero(stage), on=CARDS) for stage in stages)
+        block = {**other.ds_config["zero_optimization"], "round_robin_gradients": True}
+        other = replace(other, ds_config={**other.ds_config, "zero_optimization": block})
+        found = keys(explain(*rows(fakes.success(plain), fakes.success(other))))
+        assert ("zero_optimization.round_robin_gradients" in found) is told
+
+
 def test_keys_act_on_what_their_axes_say_they_change() -> None:
     ledger = {"parameters", "gradients", "optimizer_states", "deepspeed_buffers", "activations"}
     for axis in AXES.values():
