@@ -43,9 +43,9 @@ def fullest_node(ranks: Iterable[tuple[str, PhaseMemory]]) -> NodePhaseMemory:
     for host, memory in ranks:
         nodes.setdefault(host, []).append(memory)
     return NodePhaseMemory(
-        host_peak_bytes=_largest([_sum([host_peak_share(each) for each in node]) for node in nodes.values()]),
-        host_end_bytes=_largest([_sum([each.host_end_pss_bytes for each in node]) for node in nodes.values()]),
-        gpu_peak_bytes=_largest([each.gpu_peak_bytes for node in nodes.values() for each in node]),
+        host_peak_bytes=largest(total(map(host_peak_share, node)) for node in nodes.values()),
+        host_end_bytes=largest(total(each.host_end_pss_bytes for each in node) for node in nodes.values()),
+        gpu_peak_bytes=largest(each.gpu_peak_bytes for node in nodes.values() for each in node),
     )
 
 
@@ -60,16 +60,16 @@ def host_peak_share(memory: PhaseMemory) -> int | None:
     return memory.host_peak_bytes - memory.host_end_bytes + memory.host_end_pss_bytes
 
 
-def _sum(sizes: Sequence[int | None]) -> int | None:
-    """None if one is not known."""
-    known = [size for size in sizes if size is not None]
-    return sum(known) if len(known) == len(sizes) else None
+def total(sizes: Iterable[int | None]) -> int | None:
+    """The sum; None if one is not known."""
+    known = list(sizes)
+    return None if None in known else sum(filter(None, known))
 
 
-def _largest(sizes: Sequence[int | None]) -> int | None:
+def largest(sizes: Iterable[int | None]) -> int | None:
     """None if one is not known, as it may be the largest."""
-    known = [size for size in sizes if size is not None]
-    return max(known) if known and len(known) == len(sizes) else None
+    known = list(sizes)
+    return None if None in known else max((size for size in known if size is not None), default=None)
 
 
 def largest_of_runs(runs: Sequence[Mapping[str, Measured]]) -> dict[str, Measured]:

@@ -54,6 +54,7 @@ class DiskWait:
 def step_costs(record: TrialRecord) -> StepCosts:
     """Computes the costs of a step of a trial that measured something."""
     ranks = record.ranks
+    parts = step_parts(record)
     # One rank for time and waiting, so that the one is a part of the other.
     slowest = max(ranks, key=lambda rank: rank.step_parts.get("communication", 0.0))
     operations = slowest.communication or ()
@@ -65,16 +66,14 @@ def step_costs(record: TrialRecord) -> StepCosts:
     needed, measured = min(disks, key=lambda speeds: speeds[1] / speeds[0], default=(None, None))
     wait = disk_wait(record)
     return StepCosts(
-        communication_seconds=slowest.step_parts.get("communication"),
+        communication_seconds=parts.get("communication"),
         # A sum without one of the operations would be too small.
         communication_wait_seconds=sum(waits) if operations and len(waits) == len(operations) else None,
         communication_bytes=max(
             (sum(each.bytes for each in rank.communication) for rank in ranks if rank.communication is not None),
             default=None,
         ),
-        transfer_seconds=max(
-            (rank.step_parts["transfer"] for rank in ranks if "transfer" in rank.step_parts), default=None
-        ),
+        transfer_seconds=parts.get("transfer"),
         cpu_adam_bytes_per_second=min(adam, default=None),
         disk_needed_bytes_per_second=needed,
         disk_measured_bytes_per_second=measured,

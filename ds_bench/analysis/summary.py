@@ -17,7 +17,7 @@ from . import flops, trial_caveats
 from .caveats import Caveat, parse_caveat
 from .checkpoints import CheckpointCost, checkpoint_costs, is_restored
 from .intervals import sample_std
-from .phase_memory import NodePhaseMemory, node_phase_memory
+from .phase_memory import NodePhaseMemory, largest, node_phase_memory, total
 from .step_costs import NO_COSTS, StepCosts, step_costs
 
 
@@ -95,7 +95,8 @@ class TrialSummary:
     """Number of hosts that the ranks ran on, or were to; None for a trial of an earlier version over a hostfile that
     measured nothing."""
     host_peak_bytes_of_nodes: Mapping[str, int] = field(default_factory=dict)
-    """Host → peak resident size, summed over its ranks; empty on one node."""
+    """Host → peak resident size, summed over its ranks; empty on one node. Without a node of which a rank did not
+    measure it."""
     slowest_rank_host: str | None = None
     """Host of the rank that the others waited for: the one that waited least in collective operations where that was
     measured, else the one with the longest window. None on one node."""
@@ -175,6 +176,7 @@ def summarise(
         trial_caveats.trial_caveats(record, step_seconds_std, efficiency.get("mfu"), over_measured, over_ledger)
     )
     weight_change = _sum_of_sketches(ranks)
+    host_peaks = _totals_of_nodes(ranks, "host_peak_bytes")
     return TrialSummary(
         record=record,
         mean_step_seconds=mean_step_seconds,
@@ -185,12 +187,12 @@ def summarise(
         **efficiency,
         **{name: max(values) for name in GPU_FIELDS if (values := measured_values(ranks, name))},
         gpu_outside_allocator_bytes=trial_predictions.outside_allocator_bytes(record),
-        host_peak_bytes=_max_over_nodes(ranks, "host_peak_bytes"),
-        host_pss_bytes=_max_over_nodes(ranks, "host_pss_bytes"),
+        host_peak_bytes=largest(host_peaks.values()),
+        host_pss_bytes=largest(_totals_of_nodes(ranks, "host_pss_bytes").values()),
         phase_memory=node_phase_memory(ranks),
         checkpoint=checkpoint_costs(ranks),
         checkpoint_restored=is_restored(ranks),
-        nvme_stored_bytes=_sum(ranks, "nvme_stored_bytes"),
+        nvme_stored_bytes=_total(ranks, "nvme_stored_bytes"),
         nvme_read_bytes_per_step=_per_step(ranks, "nvme_read_bytes"),
         nvme_written_bytes_per_step=_per_step(ranks, "nvme_written_bytes"),
         losses=_mean_losses(ranks),
@@ -200,8 +202,10 @@ def summarise(
         micro_batch_size=slowest.micro_batch_size,
         grad_accum=slowest.grad_accum,
         data_parallel_size=slowest.data_parallel_size,
-        num_nodes=len({rank.hostname for rank in ranks}),
-        host_peak_bytes_of_nodes=_host_peaks(ranks),
+        num_nodes=len(host_peaks),
+        host_peak_bytes_of_nodes={host: size for host, size in host_peaks.items() if size is not None}
+        if len(host_peaks) > 1
+        else {},
         slowest_rank_host=_slowest_rank_host(record),
         predicted_over_measured=over_measured,
         predicted_over_ledger=over_ledger,
@@ -268,23 +272,14 @@ def _efficiency(
     }
 
 
-def _sum(ranks: Sequence[RankMeasurement], name: str) -> int | None:
+def _total(ranks: Sequence[RankMeasurement], name: str) -> int | None:
     """The sum over all ranks; None if a rank did not measure it."""
-    values = measured_values(ranks, name)
-    return sum(values) if len(values) == len(ranks) else None
+    return total(getattr(rank, name) for rank in ranks)
 
 
-def _max_over_nodes(ranks: Sequence[RankMeasurement], name: str) -> int | None:
-    """The largest of the nodes' sums; None if a rank did not measure it, as its node may have the largest."""
-    sums = [_sum(node_ranks, name) for node_ranks in ranks_of_nodes(ranks).values()]
-    return None if None in sums else max(value for value in sums if value is not None)
-
-
-def _host_peaks(ranks: Sequence[RankMeasurement]) -> dict[str, int]:
-    """See ``TrialSummary.host_peak_bytes_of_nodes``; without a node of which a rank did not measure it."""
-    nodes = ranks_of_nodes(ranks)
-    sums = {name: _sum(own, "host_peak_bytes") for name, own in nodes.items()} if len(nodes) > 1 else {}
-    return {name: size for name, size in sums.items() if size is not None}
+def _totals_of_nodes(ranks: Sequence[RankMeasurement], name: str) -> dict[str, int | None]:
+    """Host → the sum over its ranks."""
+    return {host: _total(own, name) for host, own in ranks_of_nodes(ranks).items()}
 
 
 def _slowest_rank_host(record: TrialRecord) -> str | None:
@@ -301,8 +296,8 @@ def _slowest_rank_host(record: TrialRecord) -> str | None:
 
 
 def _per_step(ranks: Sequence[RankMeasurement], name: str) -> float | None:
-    total = _sum(ranks, name)
-    return None if total is None else total / len(ranks[0].step_seconds)
+    moved = _total(ranks, name)
+    return None if moved is None else moved / len(ranks[0].step_seconds)
 
 
 def _mean_losses(ranks: Sequence[RankMeasurement]) -> tuple[float | None, ...]:
