@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ..analysis.trial_caveats import NEAR_CAPACITY
 from ..config import strategies, validation
 from ..config.automatic_values import TrainingFacts
 from ..config.configuration_file_rows import FileRowMaker
@@ -17,10 +16,9 @@ from ..config.spec import Configuration, Placement, Precision
 from ..errors import UsageError
 from ..models import lookup
 from ..models.presets import ModelFacts
-from ..recommend import strategy_guide
-from ..recommend.decision import COMFORTABLE_FRACTION
+from ..recommend import rules_of_thumb, strategy_guide
 from ..system import terminal
-from ..units import format_millions, format_percent
+from ..units import format_millions
 
 
 def show_advice(model: str, num_gpus: int, precision: Precision, grad_accum: int, configs: Sequence[Path] = ()) -> int:
@@ -50,7 +48,7 @@ def show_advice(model: str, num_gpus: int, precision: Precision, grad_accum: int
             grad_accum=grad_accum,
         )
         terminal.print_text("\n".join(strategy_guide.advice_lines(advice)))
-    terminal.print_text("\n" + "\n".join(_rules_of_thumb(num_gpus)))
+    terminal.print_text("\n" + "\n".join(rules_of_thumb.general_lines(num_gpus)))
     return 0
 
 
@@ -70,28 +68,6 @@ def _of_files(maker: FileRowMaker, paths: Sequence[Path], placement: Placement) 
     for line in lines:
         terminal.print_text(f"note: {terminal.escape_controls(line)}", sys.stderr)
     return [replace(each, label=f"{each.name} (stage {each.stage})") for each in fit]
-
-
-def _rules_of_thumb(num_gpus: int) -> list[str]:
-    """Advice for any model."""
-    comfortable, barely, near = (
-        format_percent(share, digits=0)
-        for share in (COMFORTABLE_FRACTION, strategy_guide.BARELY_FITS_FRACTION, NEAR_CAPACITY)
-    )
-    lines = [
-        "Rules of thumb, by what a measured run shows:",
-        f"  fits comfortably (under {comfortable} of the card): stage 0 or 1",
-        f"  barely fits ({barely} to {near}): stage 2",
-        "  out of memory at stage 2: stage 3, or offload",
-        "  speed is critical: the lowest stage that fits",
-        "  memory is critical: stage 3 with offload",
-    ]
-    if num_gpus == 1:
-        lines += [
-            "On one GPU stages 1 to 3 partition nothing: activation checkpointing, a smaller micro-batch or offload",
-            "take the place of a higher stage there.",
-        ]
-    return lines
 
 
 def _model_facts(model: str) -> ModelFacts:

@@ -1,15 +1,18 @@
-"""The sentences of a recommendation: why a row was chosen, how certain that is, and what it costs.
+"""The sentences of a recommendation: why a row was chosen, how certain that is, what it costs, and what was left out.
 
-Nothing is decided here.
+What a recommendation says at length and in its headline is worded side by side. Nothing is decided here.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
+from ..analysis.comparison import Comparison
 from ..analysis.intervals import FEWEST_RUNS
-from ..units import format_bytes, format_count, format_percent
+from ..analysis.trial_caveats import NEAR_CAPACITY
+from ..units import format_bytes, format_count, format_gigabytes, format_percent
+from . import remedies
 from .decision import (
     COMFORTABLE_FRACTION,
     LEAST_LEAD,
@@ -22,65 +25,122 @@ from .decision import (
     nearly_least_memory,
     same_offload_nearly_as_fast,
 )
+from .eligibility import EligibleRows, MemoryTerms
+
+MOST_ROWS_NAMED = 6
+"""Rows that are described one by one if many failed or were left out."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryTerms:
-    """Names of the memory that the rule compared, for sentences."""
+def why(decision: Decision, comparison: Comparison, goal: str, terms: MemoryTerms) -> tuple[str, str]:
+    """The part of the rule that chose the row: one sentence with its numbers, and a few words for the headline.
 
-    memory: str = "device memory"
-    capacity: str = "the card"
-
-
-ON_DEVICE = MemoryTerms()
-ON_HOST = MemoryTerms(memory="host memory", capacity="the host's memory")
-
-
-def why(decision: Decision, goal: str, terms: MemoryTerms) -> str:
-    """One sentence without its full stop: the part of the rule that chose the row, with its numbers."""
-    choice, fitting = decision.choice, decision.speeds.candidates
+    Both without a full stop.
+    """
+    choice, best, fitting = decision.choice, decision.simplest_tied, decision.speeds.candidates
     numbers = f"{_speed(choice)} tokens/s with {_memory(choice, terms)}"
     if len(fitting) == 1:
-        return f"{choice.label} is the only row that trained and fits: {numbers}"
+        only = "the only row that trained and fits"
+        return f"{choice.label} is {only}: {numbers}", f"{only} {terms.capacity}"
     if goal == "memory":
-        near = len(nearly_least_memory(fitting)) > 1
-        within = f", within {whole_percent(LEAST_LEAD)} of others," if near else ""
-        return f"{choice.label} needs the least {terms.memory}{within} of {_rows(fitting)}: {numbers}"
-    head = f"{choice.label} is {_speed_rank(decision)}: {numbers}"
-    return head if goal == "speed" else _why_balanced(decision, head, terms)
-
-
-def _speed_rank(decision: Decision) -> str:
-    best, speeds = decision.fastest, decision.speeds
-    if decision.choice == best:
-        compared = speeds.with_optimizer_of(best)
-        stepped = "" if len(compared) == len(speeds.candidates) else f" and step with {best.optimizer}"
-        return f"the fastest of {_rows(compared)}{stepped}" if len(compared) > 1 else f"the only row to fit{stepped}"
-    if speeds.differ(decision.choice, best):
-        # Tied although it is slower for certain: as it offloads less (decision.Speeds.tied).
-        return f"within {whole_percent(LEAST_LEAD)} of the fastest, {best.label}, and offloads less"
-    count = len(decision.tied)
-    return f"the simplest of the {count} rows that cannot be told from the fastest, {best.label}, by speed"
-
-
-def _why_balanced(decision: Decision, head: str, terms: MemoryTerms) -> str:
-    choice, best = decision.choice, decision.simplest_tied
-    if best != choice:
+        near = f"within {whole_percent(LEAST_LEAD)} of others" if len(nearly_least_memory(fitting)) > 1 else ""
+        within = f", {near}," if near else ""
         return (
+            f"{choice.label} needs the least {terms.memory}{within} of {_rows(fitting)}: {numbers}",
+            ", ".join(filter(None, [f"least {terms.memory} of {len(fitting)} rows", near])),
+        )
+    if best != choice:  # the rule traded speed for memory
+        share = _speed_fraction(choice, best)
+        sentence = (
             f"{choice.label} needs the least {terms.memory} of the rows that offload alike and reach "
-            f"{whole_percent(MIN_SPEED_FRACTION)} of {best.label}'s speed: {head.partition(': ')[2]}, "
-            f"{format_percent(_speed_fraction(choice, best))} of {best.label}'s {_speed(best)} tokens/s with "
+            f"{whole_percent(MIN_SPEED_FRACTION)} of {best.label}'s speed: {numbers}, "
+            f"{format_percent(share)} of {best.label}'s {_speed(best)} tokens/s with "
             f"{format_bytes(best.memory_bytes)} ({format_percent(best.fraction)})"
         )
+        saved = format_gigabytes((best.memory_bytes or 0) - (choice.memory_bytes or 0))
+        return sentence, f"{whole_percent(share)} of {best.label}'s speed with {saved} less of {terms.memory}"
+    rank, short_rank = _speed_rank(decision, comparison, terms)
+    head = f"{choice.label} is {rank}: {numbers}"
+    return head if goal == "speed" else f"{head}{_why_no_less_memory(decision, terms)}", short_rank
+
+
+def _speed_rank(decision: Decision, comparison: Comparison, terms: MemoryTerms) -> tuple[str, str]:
+    """The place of the choice among the rows by speed, in some words and in fewer."""
+    choice, best, speeds, count = decision.choice, decision.fastest, decision.speeds, len(decision.tied)
+    simplest = f"simplest of {count} rows that cannot be told apart by speed"
+    if choice != best and speeds.differ(choice, best):
+        # Tied although it is slower for certain: as it offloads less (decision.Speeds.tied).
+        text = f"within {whole_percent(LEAST_LEAD)} of the fastest, {best.label}, and offloads less"
+        return text, text
+    if choice != best:
+        return (
+            f"the simplest of the {count} rows that cannot be told from the fastest, {best.label}, by speed",
+            simplest,
+        )
+    compared = speeds.with_optimizer_of(best)
+    steps = "" if len(compared) == len(speeds.candidates) else f"step with {best.optimizer}"
+    long, short = (f" and {steps}", f" that {steps}") if steps else ("", "")
+    if len(compared) == 1:
+        return f"the only row to fit{long}", f"the only row{short}"
+    rank = f"the fastest of {_rows(compared)}{long}"
+    if decision.tied:
+        return rank, simplest
+    if any(row.gpu_fraction is not None and not row.leaves_room for row in comparison.rows):
+        return rank, f"fastest row{short} under {whole_percent(NEAR_CAPACITY)} of {terms.capacity}"
+    return rank, f"fastest of {len(compared)} rows{short}"
+
+
+def _why_no_less_memory(decision: Decision, terms: MemoryTerms) -> str:
+    """Why no speed was given up for memory."""
+    choice = decision.choice
     if choice.fills_memory:
-        return f"{head}; it fills the memory on purpose, so how full {terms.capacity} is weighs nothing"
+        return f"; it fills the memory on purpose, so how full {terms.capacity} is weighs nothing"
     if choice.fraction is None:
-        return f"{head}; how much of {terms.capacity} that is cannot be told, so nothing is traded for memory"
+        return f"; how much of {terms.capacity} that is cannot be told, so nothing is traded for memory"
     if choice.comfortable:
-        return f"{head}, under the {whole_percent(COMFORTABLE_FRACTION)} from which less memory would be worth speed"
+        return f", under the {whole_percent(COMFORTABLE_FRACTION)} from which less memory would be worth speed"
     others = len(same_offload_nearly_as_fast(choice, decision.speeds)) > 1
     rest = "and needs less" if others else f"and reaches {whole_percent(MIN_SPEED_FRACTION)} of its speed"
-    return f"{head}; no other row offloads alike {rest}"
+    return f"; no other row offloads alike {rest}"
+
+
+def why_no_choice(comparison: Comparison, eligible: EligibleRows) -> tuple[str, str]:
+    """Why there is no row to use: one sentence without its full stop, and the headline."""
+    if not comparison.rows:
+        return "There are no rows", "No row to use: nothing was run."
+    if eligible.incomparable:
+        return (
+            "There is no choice among rows that do not compare",
+            "No row to use: the rows do not compare with each other.",
+        )
+    if any(row.succeeded for row in comparison.rows):
+        return "No row that trained can be recommended", "No row to use: what trained may not be recommended."
+    outcomes = [(row.label, run.outcome.status) for row in comparison.rows if (run := remedies.failed_run(row))]
+    counts = Counter(status for _, status in outcomes)
+    counted = ", ".join(f"{count} {status}" for status, count in counts.items())
+    few = len(outcomes) <= MOST_ROWS_NAMED
+    sentence = f"No row trained: {', '.join(f'{label} {status}' for label, status in outcomes) if few else counted}"
+    if len(counts) != 1:
+        return sentence, f"No row trained: {counted}."
+    ((status, count),) = counts.items()
+    return (
+        sentence,
+        f"No row trained: {('it', 'both')[count - 1] if count < 3 else f'all {count}'} ended with {status}.",
+    )
+
+
+def rows_left_out(eligible: EligibleRows, decision: Decision | None = None) -> list[str]:
+    """One sentence for each row with numbers that is no choice; for rows that are too full what leaving them out
+    costs."""
+    sentences = [
+        f"{row.label} does not compare with the others ({'; '.join(row.differences)})" for row in eligible.incomparable
+    ]
+    sentences += [_reference_text(row, decision) for row in eligible.references]
+    for each in eligible.left_out.values():
+        cost = None if each.too_full is None or decision is None else _cost_of_leaving_out(each.too_full, decision)
+        sentences.append("; ".join(filter(None, [f"{each.row.label} is left out: {each.reason}", cost])))
+    if (more := len(sentences) - MOST_ROWS_NAMED) > 0:
+        sentences[MOST_ROWS_NAMED:] = [f"{more} more {'row is' if more == 1 else 'rows are'} left out"]
+    return sentences
 
 
 def speed_difference_text(decision: Decision, runs: Mapping[str, int]) -> str | None:
@@ -142,7 +202,7 @@ def cost(decision: Decision, terms: MemoryTerms) -> str | None:
     return f"{text} of {terms.memory} against {best.label}, which cannot be told from it by speed"
 
 
-def cost_of_leaving_out(row: Candidate, decision: Decision) -> str | None:
+def _cost_of_leaving_out(row: Candidate, decision: Decision) -> str | None:
     """Speed lost by not using a row that is too full; None if it is no faster or used another optimizer."""
     choice = decision.choice
     if row.tokens_per_second <= choice.tokens_per_second or row.optimizer != choice.optimizer:
@@ -152,7 +212,7 @@ def cost_of_leaving_out(row: Candidate, decision: Decision) -> str | None:
     return f"leaving it out costs {format_percent(1 - _speed_fraction(choice, row))} of its speed"
 
 
-def reference_text(row: Candidate, decision: Decision | None) -> str:
+def _reference_text(row: Candidate, decision: Decision | None) -> str:
     """One sentence on a row of torch's own engines: its speed beside that of the choice, and why it is no choice."""
     text = f"{row.label} is a reference, torch's own engine, and no DeepSpeed configuration to choose"
     if decision is None or row.optimizer != decision.choice.optimizer:

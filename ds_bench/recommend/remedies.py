@@ -28,6 +28,8 @@ from .shortage import (
 
 MEMORY_STATUSES = (schema.OOM, schema.OOM_HOST)
 RAN_OUT = (*MEMORY_STATUSES, schema.OOM_DISK)
+MORE_STEPS = 50
+"""Measured steps of a run that is to decide between rows."""
 _MAX_CAUSE_LENGTH = 200
 _MAX_ROWS = 20
 """Rows among which the smallest change is looked for: a sweep may have thousands."""
@@ -191,6 +193,29 @@ _REMEDIES: Mapping[str, Callable[[ComparisonRow, TrialRecord, Comparison], str]]
     schema.SKIPPED: _skipped_remedy,
     schema.INTERRUPTED: _interrupted_remedy,
 }
+
+
+ACTIONS: Mapping[str, str] = {
+    schema.OOM_DISK: "free space, or another --nvme-path",
+    schema.TIMEOUT: "fewer --num-steps, or a larger --timeout",
+    schema.KILLED: "see who ended it (dmesg, the scheduler), then --resume with --retry Killed",
+    schema.CRASHED: "python -m ds_bench ops, then this row alone",
+    schema.UNSUPPORTED: "another configuration: this machine or these versions cannot run it",
+    schema.SKIPPED: "without --skip-predicted-oom",
+    schema.INTERRUPTED: "--resume with the run's folder: rows are missing",
+}
+"""The same in a few words, but for memory, which is helped by less work."""
+ACTION_AFTER_EXCEPTION = "read the traceback in its log (--verbose names it)"
+
+
+def more_repeats(row: ComparisonRow) -> int:
+    """Number of runs of each row that is to tell the row from others, where those it has do not."""
+    return max(5, 2 * len(row.successes))
+
+
+def flags_to_decide(row: ComparisonRow) -> str:
+    """Flags of a run that is to decide between the row and others."""
+    return f"--repeats {more_repeats(row)} --num-steps {max(MORE_STEPS, row.trial.workload.num_steps)}"
 
 
 def suggest_larger_batch(row: ComparisonRow, comparison: Comparison) -> str | None:

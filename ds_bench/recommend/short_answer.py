@@ -1,27 +1,23 @@
 """A recommendation at a glance: which row to use and why, what a faster row would give, and one thing to try next.
 
-The sentences of ``reasons`` and the steps of ``remedies`` say the same at length. Nothing is decided here.
+The sentences of ``reasons`` and the steps of ``remedies`` say more. Nothing is decided here.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from ..analysis.caveats import CaveatKind, CaveatText, has_text
 from ..analysis.comparison import Comparison, ComparisonRow
 from ..analysis.intervals import FEWEST_RUNS
-from ..analysis.trial_caveats import NEAR_CAPACITY
 from ..config.strategies import OFFLOAD_NAMES, STRATEGY_NAMES
 from ..prediction.what_if import Alternative
 from ..records import schema
 from ..units import format_count, format_gigabytes, format_percent
 from . import remedies
-from .decision import LEAST_LEAD, Candidate, Decision, nearly_least_memory
-from .reasons import MemoryTerms, smaller_equally_fast, whole_percent
-
-_MORE_STEPS = 50
-"""Measured steps of a run that is to decide between rows."""
+from .decision import Decision
+from .eligibility import EligibleRows
+from .reasons import smaller_equally_fast
 
 
 def format_list(labels: Sequence[str], most: int | None = None) -> str:
@@ -31,44 +27,13 @@ def format_list(labels: Sequence[str], most: int | None = None) -> str:
     return " and ".join([", ".join(labels[:-1]), labels[-1]]) if len(labels) > 1 else labels[0]
 
 
-def say_choice(decision: Decision, comparison: Comparison, goal: str, terms: MemoryTerms) -> str:
-    """``Use ZeRO-3: the fastest of 3 rows.``, or which rows noise does not tell apart."""
+def say_choice(decision: Decision, comparison: Comparison, why: str) -> str:
+    """``Use ZeRO-3: the fastest of 3 rows.``, or which rows noise does not tell apart. ``why``: in a few words."""
     if decision.undecided:
         return _say_undecided(decision, comparison)
-    choice, count = decision.choice, len(decision.speeds.candidates)
-    if count == 1:
-        why = f"the only row that trained and fits {terms.capacity}"
-    elif goal == "memory":
-        near = (
-            f", within {whole_percent(LEAST_LEAD)} of others"
-            if len(nearly_least_memory(decision.speeds.candidates)) > 1
-            else ""
-        )
-        why = f"least {terms.memory} of {count} rows{near}"
-    else:
-        why = _why_fast(decision, comparison, terms)
-    length = comparison.row(choice.key).longest_seq_length
+    length = comparison.row(decision.choice.key).longest_seq_length
     longest = "" if length is None else f"trains sequences of {format_count(length)} tokens, the longest; "
-    return f"Use {choice.label}: {longest}{why}."
-
-
-def _why_fast(decision: Decision, comparison: Comparison, terms: MemoryTerms) -> str:
-    choice, best = decision.choice, decision.simplest_tied
-    if best != choice:  # the rule traded speed for memory
-        saved = (best.memory_bytes or 0) - (choice.memory_bytes or 0)
-        share = format_percent(choice.tokens_per_second / best.tokens_per_second, digits=0)
-        return f"{share} of {best.label}'s speed with {format_gigabytes(saved)} less of {terms.memory}"
-    if choice != decision.fastest and decision.speeds.differ(choice, decision.fastest):
-        return f"within {whole_percent(LEAST_LEAD)} of the fastest, {decision.fastest.label}, and offloads less"
-    if decision.tied:
-        return f"simplest of {len(decision.tied)} rows that cannot be told apart by speed"
-    compared = decision.speeds.with_optimizer_of(choice)
-    alike = "" if len(compared) == len(decision.speeds.candidates) else f" that step with {choice.optimizer}"
-    if len(compared) == 1:
-        return f"the only row{alike}"
-    if any(row.gpu_fraction is not None and not row.leaves_room for row in comparison.rows):
-        return f"fastest row{alike} under {whole_percent(NEAR_CAPACITY)} of {terms.capacity}"
-    return f"fastest of {len(compared)} rows{alike}"
+    return f"Use {decision.choice.label}: {longest}{why}."
 
 
 def _say_undecided(decision: Decision, comparison: Comparison) -> str:
@@ -84,44 +49,25 @@ def _say_undecided(decision: Decision, comparison: Comparison) -> str:
     return f"Undecided: {vary}; {others} {verb} be told from {choice.label} by speed. {until}: {choice.label}."
 
 
-def say_no_choice(comparison: Comparison, incomparable: bool) -> str:
-    """Why there is no row to use, in one short sentence."""
-    if not comparison.rows:
-        return "No row to use: nothing was run."
-    if incomparable:
-        return "No row to use: the rows do not compare with each other."
-    if any(row.succeeded for row in comparison.rows):
-        return "No row to use: what trained may not be recommended."
-    counts = Counter(run.outcome.status for row in comparison.rows if (run := remedies.failed_run(row)))
-    if len(counts) == 1:
-        ((status, count),) = counts.items()
-        return f"No row trained: {('it', 'both')[count - 1] if count < 3 else f'all {count}'} ended with {status}."
-    return f"No row trained: {', '.join(f'{count} {status}' for status, count in counts.items())}."
-
-
-def say_alternative(
-    decision: Decision, candidates: Sequence[Candidate], references: Sequence[Candidate], comparison: Comparison
-) -> str | None:
-    """What the fastest row that was not chosen would give, and why it was not; None if nothing speaks for another.
-
-    ``references``: rows of torch's own engines, which are no choice.
-    """
+def say_alternative(decision: Decision, eligible: EligibleRows, comparison: Comparison) -> str | None:
+    """What the fastest row that was not chosen would give, and why it was not; None if nothing speaks for another."""
     choice, speeds = decision.choice, decision.speeds
     if decision.undecided:
         return None
-    by_key = {candidate.key: candidate for candidate in (*candidates, *references)}
+    by_key = {candidate.key: candidate for candidate in (*eligible.candidates, *eligible.references)}
     rows = [row for row in comparison.rows if row.key != choice.key and not row.differences]
     faster = [row for row in rows if (row.tokens_per_second or 0.0) > choice.tokens_per_second]
     for row in sorted(faster, key=lambda row: -(row.tokens_per_second or 0.0)):
         lead = f"{row.label} is {_two_digits((row.tokens_per_second or 0.0) / choice.tokens_per_second - 1)} faster"
         candidate = by_key.get(row.key)
         if candidate is None:
-            return f"{lead} but {_why_no_candidate(row)}."
+            left_out = "is no result" if row.invalid_reason is not None else "is left out"
+            return f"{lead} but {left_out}: {eligible.left_out[row.key].reason}."
         if candidate.optimizer != choice.optimizer:
             return f"{lead}, with another optimizer ({candidate.optimizer}): not compared by speed."
         if not speeds.differ(candidate, choice) or candidate.key == decision.simplest_tied.key:
             continue  # no faster, or weighed against the choice in the headline
-        if candidate in references:
+        if candidate in eligible.references:
             return f"{lead}: torch's own engine, no DeepSpeed configuration."
         if not candidate.fits:
             return f"{lead} but reserves {format_percent(candidate.fraction)}: a longer sequence may end it."
@@ -135,31 +81,18 @@ def say_alternative(
     return f"{smaller.label} needs {format_gigabytes(saved)} less and is as fast within the noise."
 
 
-def _why_no_candidate(row: ComparisonRow) -> str:
-    """Why a row with numbers is no choice: its figures must not be used, a run of it failed, or others train longer
-    sequences.
-    """
-    failed = sum(not run.record.outcome.success for run in row.summaries)
-    if row.invalid_reason is not None:
-        return f"is no result: {row.invalid_reason}"
-    if failed or row.longest_seq_length is None:
-        return f"{failed} of its {len(row.summaries)} runs failed"
-    return f"trains sequences of {format_count(row.longest_seq_length)} tokens at most"
-
-
 # ------------------------------------------------------------------ what to try
 
 
-def try_after_choice(decision: Decision, candidates: Sequence[Candidate], comparison: Comparison) -> str | None:
+def try_after_choice(decision: Decision, eligible: EligibleRows, comparison: Comparison) -> str | None:
     """Flags of the next run, or what else to do; None if nothing is left to try."""
     row = comparison.row(decision.choice.key)
     # Before all else: the rows that are missing may change the choice.
     if any(run.record.outcome.status == schema.INTERRUPTED for each in comparison.rows for run in each.summaries):
-        return _ACTIONS[schema.INTERRUPTED]
+        return remedies.ACTIONS[schema.INTERRUPTED]
     if decision.undecided:
-        steps = max(_MORE_STEPS, row.trial.workload.num_steps)
-        return f"--repeats {max(5, 2 * len(row.successes))} --num-steps {steps}"
-    too_full = {candidate.key for candidate in candidates if not candidate.fits}
+        return remedies.flags_to_decide(row)
+    too_full = {key for key, left_out in eligible.left_out.items() if left_out.too_full is not None}
     short = [each for each in comparison.rows if each.key in too_full or _ran_out_of_memory(each)]
     return next(filter(None, _tries(row, short, comparison)), None)
 
@@ -175,11 +108,11 @@ def _tries(row: ComparisonRow, short: Sequence[ComparisonRow], comparison: Compa
     if any(caveat.kind is CaveatKind.TOO_FEW_REPEATS for caveat in caveats):
         yield f"--repeats {FEWEST_RUNS}"
     if has_text(caveats, CaveatText.UNSTABLE_RUNS):
-        yield f"--repeats {max(5, 2 * len(row.successes))}"
+        yield f"--repeats {remedies.more_repeats(row)}"
     if has_text(caveats, CaveatText.NOT_STEADY):
         yield f"--warmup-steps {max(10, 2 * workload.warmup_steps)}"
     if any(caveat.kind in (CaveatKind.UNSTABLE, CaveatKind.SHORT_WINDOW) for caveat in caveats):
-        yield f"--num-steps {max(_MORE_STEPS, 2 * workload.num_steps)}"
+        yield f"--num-steps {max(remedies.MORE_STEPS, 2 * workload.num_steps)}"
     if any(caveat.kind is CaveatKind.CPU_ACCELERATOR for caveat in caveats):
         yield "the same command where there is a GPU"
     larger = remedies.larger_batch(row, comparison)
@@ -201,20 +134,7 @@ def try_without_choice(comparison: Comparison) -> str | None:
     if short:
         return _smaller_work(short[0])
     run = next(filter(None, map(remedies.failed_run, comparison.rows)), None)
-    return (
-        None if run is None else _ACTIONS.get(run.outcome.status, "read the traceback in its log (--verbose names it)")
-    )
-
-
-_ACTIONS = {
-    schema.OOM_DISK: "free space, or another --nvme-path",
-    schema.TIMEOUT: "fewer --num-steps, or a larger --timeout",
-    schema.KILLED: "see who ended it (dmesg, the scheduler), then --resume with --retry Killed",
-    schema.CRASHED: "python -m ds_bench ops, then this row alone",
-    schema.UNSUPPORTED: "another configuration: this machine or these versions cannot run it",
-    schema.SKIPPED: "without --skip-predicted-oom",
-    schema.INTERRUPTED: "--resume with the run's folder: rows are missing",
-}
+    return None if run is None else remedies.ACTIONS.get(run.outcome.status, remedies.ACTION_AFTER_EXCEPTION)
 
 
 def flags_of_change(change: Alternative, comparison: Comparison) -> str:

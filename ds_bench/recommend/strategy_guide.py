@@ -8,16 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ..analysis.trial_caveats import NEAR_CAPACITY
 from ..config.spec import Configuration, Precision
-from ..config.strategies import OFFLOAD_NAMES, ZERO_STAGES, make_configuration
+from ..config.strategies import ZERO_STAGES, make_configuration
 from ..prediction.communication import times_sent
 from ..prediction.model_states import FP32_BYTES, element_bytes, model_states
-from ..units import format_bytes, format_percent
-from .decision import COMFORTABLE_FRACTION
-
-BARELY_FITS_FRACTION = 0.80
-"""Fraction of the card from which a configuration barely fits."""
+from ..units import format_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,102 +188,3 @@ def traffic_text(
         # Each state is read from the disk and written back.
         costs.append(f"{format_bytes(2 * states)} of optimizer states read and written per rank and step")
     return "; ".join(costs) or "no traffic: there is one GPU and nothing is offloaded"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ObservedRows:
-    """Outcomes of the rows that were tried, by stage without offload and by offload configuration."""
-
-    fastest_stage: int | None = None
-    """Stage of the fastest row that trained; None if none did."""
-    fastest_label: str | None = None
-    """Label of that row; None: named by its stage."""
-    fraction: float | None = None
-    """Fraction of the GPU that this row used; None if unknown, or if its micro-batch fills the GPU on purpose."""
-    trained_stages: frozenset[int] = frozenset()
-    """Stages that trained with GPU memory left."""
-    out_of_memory_stages: frozenset[int] = frozenset()
-    """Stages that ran out of device memory; they are never suggested."""
-    full_stages: frozenset[int] = frozenset()
-    """Stages that trained but left too little GPU memory; they are never suggested."""
-    failed_offloads: frozenset[str] = frozenset()
-    """Names of offload strategies that ran out of memory or disk."""
-
-    @property
-    def failed(self) -> frozenset[int]:
-        """Stages of which no row trained."""
-        return self.out_of_memory_stages - self.trained_stages - {self.fastest_stage}
-
-    @property
-    def offloads(self) -> list[str]:
-        """Offload strategies that have not failed, the one that moves least first."""
-        return [name for name in OFFLOAD_NAMES[1:] if name not in self.failed_offloads]
-
-    def next_stage(self, above: int) -> int | None:
-        """The lowest stage above that has not failed and is not too full; None if there is none."""
-        return next((stage for stage in range(above + 1, 4) if stage not in self.failed | self.full_stages), None)
-
-
-def rule_of_thumb(rows: ObservedRows, *, goal: str = "balanced", num_gpus: int = 1) -> str | None:
-    """The rule of thumb for these rows; None if none applies."""
-    one_gpu = num_gpus == 1
-    text: str | None
-    if goal == "speed":
-        text = _rule_for_speed(rows)
-    elif goal == "memory":
-        text = _rule_for_memory(rows)
-    else:
-        text = _balanced_rule(rows, one_gpu)
-    return f"{text} (on one GPU stages 1 to 3 partition nothing)" if text and one_gpu else text
-
-
-def _rule_for_speed(rows: ObservedRows) -> str:
-    fastest = rows.fastest_stage
-    if fastest is not None and any(stage < fastest for stage in rows.trained_stages):
-        return f"speed is critical: stage {fastest}, the fastest measured"
-    return "speed is critical: the lowest stage that fits"
-
-
-def _rule_for_memory(rows: ObservedRows) -> str | None:
-    if not rows.offloads:
-        return None
-    first, *later = rows.offloads
-    then = f" first, then {' and '.join(later)}" if later else ""
-    return f"memory is critical: stage 3 with offload, {first}{then}"
-
-
-def _balanced_rule(rows: ObservedRows, one_gpu: bool) -> str | None:
-    highest, fastest = max(rows.failed, default=None), rows.fastest_stage
-    if highest is not None and (fastest is None or (not one_gpu and 2 <= highest < fastest)):
-        stage = None if one_gpu else rows.next_stage(highest)
-        remedy = _try_offload(rows) if stage is None else f"stage {stage}, or offload"
-        return f"stage {highest} ran out of memory: {remedy}" if remedy else None
-    if fastest is None or rows.fraction is None or COMFORTABLE_FRACTION <= rows.fraction < BARELY_FITS_FRACTION:
-        return None
-    label, share = rows.fastest_label or f"ZeRO-{fastest}", f"{format_percent(rows.fraction)} of the card"
-    if rows.fraction < COMFORTABLE_FRACTION:
-        return f"{label} fits comfortably ({share}): {_enough_text(rows, fastest, one_gpu)}"
-    if one_gpu:
-        smaller = ["--activation-checkpointing", "a smaller micro-batch", *rows.offloads[:1]]
-        remedy = f"{', '.join(smaller[:-1])} or {smaller[-1]}"
-    else:
-        # Stage 2 at least, which docs/choosing.md names for a row that barely fits.
-        stage = rows.next_stage(max(fastest, 1))
-        remedy = _try_offload(rows) if stage is None else f"stage {stage}"
-    verdict = "barely fits" if rows.fraction <= NEAR_CAPACITY else "is about to run out of memory"
-    return f"{label} {verdict} ({share}): {remedy}" if remedy else None
-
-
-def _enough_text(rows: ObservedRows, fastest: int, one_gpu: bool) -> str:
-    """The lowest stage that is enough, and which lower stages ran out of memory."""
-    if fastest == 0 and not one_gpu and 1 not in rows.failed:
-        return "stage 0 or 1 is enough"
-    if one_gpu and 0 not in rows.failed:
-        return "stage 0 is enough"
-    lower = [str(stage) for stage in sorted(rows.failed) if stage < fastest]
-    reason = f"; stage{'s'[: len(lower) > 1]} {' and '.join(lower)} ran out of memory" if lower else ""
-    return f"stage {fastest} is enough{reason}"
-
-
-def _try_offload(rows: ObservedRows) -> str:
-    return f"offload, {rows.offloads[0]} first" if rows.offloads else ""
