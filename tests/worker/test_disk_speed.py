@@ -82,9 +82,9 @@ def test_nothing_is_left_on_the_disk_however_the_doctor_ends(tmp_path: Path, num
     folder.mkdir()
     before = os.statvfs(folder).f_bavail
     program = (
-        "import signal, sys; from ds_bench.cli import doctor;"
+        "import pathlib, signal, sys; from ds_bench.cli import doctor;"
         "signal.signal(signal.SIGINT, signal.default_int_handler);"  # a shell's background job ignores it
-        "sys.exit(doctor.show_findings(sys.argv[1], False, False))"
+        "sys.exit(doctor.show_findings(pathlib.Path(sys.argv[1]), False, False))"
     )
     parent = subprocess.Popen(
         [sys.executable, "-c", program, str(folder)],
