@@ -6,7 +6,7 @@ import os
 
 from ..config.options import Options
 from ..launch.hosts import agent_words
-from ..system import job, lenders
+from ..system import job, launched_nodes
 
 
 def runs_comparison(options: Options) -> bool:
@@ -17,16 +17,16 @@ def runs_comparison(options: Options) -> bool:
     """
     is_first = job.rank_of_process(os.environ) == 0
     # Looked for before take_over_job, which removes the variables that tell of the nodes.
-    nodes = lenders.find_nodes(os.environ) if options.hostfile is None else None
+    nodes = launched_nodes.find_nodes(os.environ) if options.hostfile is None else None
     # A dry run waits for no other node: what they would lend is taken from the launcher's variables.
     if nodes is not None and options.dry_run and is_first:
-        lenders.assume_hosts(nodes)
+        launched_nodes.assume_hosts(nodes)
     elif nodes is not None and is_first:
-        lenders.borrow_ranks(nodes)
+        launched_nodes.borrow_ranks(nodes)
     elif nodes is not None and nodes.is_first_of_node and not options.dry_run:
         # The agent starts ranks, which must not take over the variables of this process's own rank.
         job.take_over_job(os.environ, has_hosts=True)
-        lenders.lend_ranks(nodes, agent_words(), os.environ)
+        launched_nodes.lend_ranks(nodes, agent_words(), os.environ)
     if is_first:
         job.take_over_job(os.environ, has_hosts=options.hostfile is not None or nodes is not None)
     return is_first

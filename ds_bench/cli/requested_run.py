@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import DsBenchError, UsageError
-from ..system import job, lenders, processes, terminal
+from ..system import job, launched_nodes, processes, terminal
 from .commands import build_parser
 from .run import run_command
 
@@ -46,7 +46,7 @@ def run_arguments(arguments: Sequence[str], *, quiet: bool) -> dict[str, Any]:
     folders: list[Path] = []
     try:
         # Each process of a launcher would call ds_bench.run, and each would start a comparison of its own.
-        if job.rank_of_process(os.environ) != 0 or lenders.find_nodes(os.environ) is not None:
+        if job.rank_of_process(os.environ) != 0 or launched_nodes.find_nodes(os.environ) is not None:
             raise UsageError(
                 "ds_bench.run was called by a launcher's rank other than the first, or on several nodes",
                 remedy="start this program without a launcher: a run starts its ranks itself",

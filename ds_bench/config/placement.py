@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from ..errors import UsageError
-from ..system import environment, files, gpus, lenders, slurm
+from ..system import environment, files, gpus, launched_nodes, slurm
 from ..units import format_names
 from .options import SEVERAL_NODES, Options
 from .spec import Accelerator, MultiNodeLauncher, Placement, Precision
@@ -53,7 +53,7 @@ def resolve_placement(options: Options, environ: Mapping[str, str], inventory: g
         hosts=tuple((name, len(slots)) for name, slots in hosts.items()),
         include=_include_text(options, hosts),
         multi_node_launcher=_multi_node_launcher(options, hosts),
-        master_addr=_master_address(options) or lenders.master_address(),
+        master_addr=_master_address(options) or launched_nodes.master_address(),
         master_port=options.master_port,
         launcher_args=_launcher_arguments(options),
     )
@@ -195,7 +195,7 @@ def _slots_of_job(options: Options, environ: Mapping[str, str], visible: int | N
     Ranks are as many as asked for, else one on every GPU that is visible here (``visible``; None on a CPU: one for each
     task of Slurm). Raises UsageError for a number that leaves nodes with unequal numbers of ranks.
     """
-    borrowed = lenders.ranks_of_hosts()
+    borrowed = launched_nodes.ranks_of_hosts()
     tasks = borrowed or slurm.tasks_of_nodes(environ)
     requested = options.num_gpus or _world_size(environ)
     if not tasks or requested == sum(tasks.values()) or (requested is None and visible is None):
@@ -260,7 +260,7 @@ def _include_text(options: Options, hosts: Slots) -> str | None:
 
 def _multi_node_launcher(options: Options, hosts: Slots) -> MultiNodeLauncher:
     """The program that starts the ranks. Raises UsageError for slots that DeepSpeed cannot start with it."""
-    if hosts and options.hostfile is None and not lenders.ranks_of_hosts():
+    if hosts and options.hostfile is None and not launched_nodes.ranks_of_hosts():
         return "slurm"
     launcher = options.multi_node_launcher or "pdsh"
     flag = f"--multi-node-launcher {launcher}"

@@ -20,7 +20,7 @@ from ..config.spec import Configuration, MultiNodeLauncher, Placement
 from ..errors import PreflightError
 from ..launch.hosts import CommandOf, HostConnection, HostError, Hosts, agent_over_srun, agent_over_ssh, agent_words
 from ..launch.ops import OpState
-from ..system import lenders
+from ..system import launched_nodes
 from ..system.environment import LIBRARIES, Environment, Facts
 from ..system.processes import import_variables
 from ..system.slurm import command_on_node
@@ -109,7 +109,7 @@ def _ways_to_agents(
         )
     return (
         lambda _this_host: agent_words(),
-        lenders.accept_lenders(),
+        launched_nodes.accept_lenders(),
         lambda _host: "see what the launcher's processes have printed there",
     )
 

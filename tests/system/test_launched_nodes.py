@@ -13,7 +13,7 @@ import pytest
 
 from ds_bench.cli import requested_run
 from ds_bench.errors import PreflightError
-from ds_bench.system import lenders
+from ds_bench.system import launched_nodes
 
 TORCHRUN = {
     "RANK": "2", "LOCAL_RANK": "0", "GROUP_RANK": "1", "GROUP_WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
@@ -28,54 +28,54 @@ DEEPSPEED = {
 @pytest.fixture(autouse=True)
 def _no_lenders() -> Iterator[None]:
     yield
-    lenders._lenders.clear()
-    lenders._addresses.clear()
+    launched_nodes._lenders.clear()
+    launched_nodes._addresses.clear()
 
 
 @pytest.fixture
-def nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[lenders.LaunchedNodes]:
+def nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[launched_nodes.LaunchedNodes]:
     """Of two nodes; the first listens at a free port of this machine."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        monkeypatch.setattr(lenders, "_listen", lambda _nodes, _deadline: listener)
-        found = lenders.find_nodes({**TORCHRUN, "TORCHELASTIC_RUN_ID": "id of the job"})
+        monkeypatch.setattr(launched_nodes, "_listen", lambda _nodes, _deadline: listener)
+        found = launched_nodes.find_nodes({**TORCHRUN, "TORCHELASTIC_RUN_ID": "id of the job"})
         assert found is not None
         yield replace(found, address="127.0.0.1", port=listener.getsockname()[1])
 
 
 def test_the_nodes_are_those_of_the_launcher_outside_of_slurm() -> None:
-    of_torchrun, of_deepspeed = lenders.find_nodes(TORCHRUN), lenders.find_nodes(DEEPSPEED)
+    of_torchrun, of_deepspeed = launched_nodes.find_nodes(TORCHRUN), launched_nodes.find_nodes(DEEPSPEED)
     assert of_torchrun is not None
     assert of_deepspeed is not None
     assert (of_torchrun.port, of_torchrun.run_id, of_torchrun.number) == (29401, "", 1)
     assert (of_deepspeed.port, of_deepspeed.count, of_deepspeed.is_first_of_node) == (29500, 3, True)
     for changes in ({"SLURM_JOB_ID": "1"}, {"LOCAL_WORLD_SIZE": "4"}, {"GROUP_WORLD_SIZE": "1"}, {"MASTER_PORT": ""}):
-        assert lenders.find_nodes(TORCHRUN | changes) is None
-    assert lenders.find_nodes({}) is None
+        assert launched_nodes.find_nodes(TORCHRUN | changes) is None
+    assert launched_nodes.find_nodes({}) is None
 
 
 def test_a_node_lends_its_ranks_once_it_is_accepted(
-    nodes: lenders.LaunchedNodes, monkeypatch: pytest.MonkeyPatch
+    nodes: launched_nodes.LaunchedNodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     became: list[bytes] = []
 
     def become(_agent: object, connection: socket.socket, _environ: object) -> None:
         became.append(connection.recv(100))
 
-    monkeypatch.setattr(lenders, "_become", become)
-    other = threading.Thread(target=lenders.lend_ranks, args=(nodes, ["agent"], {}))
+    monkeypatch.setattr(launched_nodes, "_become", become)
+    other = threading.Thread(target=launched_nodes.lend_ranks, args=(nodes, ["agent"], {}))
     monkeypatch.setattr(socket, "gethostname", lambda: "node-b")
     other.start()
-    monkeypatch.setattr(lenders, "_keep_own", lambda _nodes: None)
-    lenders.borrow_ranks(nodes)
-    assert lenders.ranks_of_hosts() == {"node-b": 2}
-    connection = lenders.accept_lenders()["node-b"]
+    monkeypatch.setattr(launched_nodes, "_keep_own", lambda _nodes: None)
+    launched_nodes.borrow_ranks(nodes)
+    assert launched_nodes.ranks_of_hosts() == {"node-b": 2}
+    connection = launched_nodes.accept_lenders()["node-b"]
     connection.sendall(b"first of the agent\n")
     other.join(10)
     assert became == [b"first of the agent\n"], "nothing that is for the agent may be read before"
     connection.close()
 
 
-def with_proof(nodes: lenders.LaunchedNodes, challenge: str, **changes: object) -> bytes:
+def with_proof(nodes: launched_nodes.LaunchedNodes, challenge: str, **changes: object) -> bytes:
     values = {"host": "node-b", "node": 1, "ranks": 2, **changes}
     proof = nodes.proof("lender", challenge, "own", *values.values())
     return json.dumps({**values, "challenge": "own", "proof": proof}).encode() + b"\n"
@@ -96,11 +96,11 @@ def with_proof(nodes: lenders.LaunchedNodes, challenge: str, **changes: object) 
     ],
 )
 def test_whoever_greets_wrongly_is_dropped(
-    nodes: lenders.LaunchedNodes, answer: Callable[[lenders.LaunchedNodes, str], bytes]
+    nodes: launched_nodes.LaunchedNodes, answer: Callable[[launched_nodes.LaunchedNodes, str], bytes]
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as stranger:
-        found: dict[int, lenders._Lender] = {}
-        thread = threading.Thread(target=lenders._receive_lender, args=(nodes, server.accept()[0], found))
+        found: dict[int, launched_nodes._Lender] = {}
+        thread = threading.Thread(target=launched_nodes._receive_lender, args=(nodes, server.accept()[0], found))
         thread.start()
         challenge = json.loads(stranger.recv(1000))["ds_bench_challenge"]
         stranger.sendall(answer(nodes, challenge))
@@ -111,24 +111,24 @@ def test_whoever_greets_wrongly_is_dropped(
 
 
 def test_a_node_that_does_not_come_and_a_first_node_that_is_another_program_are_one_line(
-    nodes: lenders.LaunchedNodes, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    nodes: launched_nodes.LaunchedNodes, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(lenders, "WAIT_SECONDS", 0.3)
-    monkeypatch.setattr(lenders, "_QUIET_SECONDS", 0.0)
-    monkeypatch.setattr(lenders, "_RETRY_SECONDS", 0.05)
+    monkeypatch.setattr(launched_nodes, "WAIT_SECONDS", 0.3)
+    monkeypatch.setattr(launched_nodes, "_QUIET_SECONDS", 0.0)
+    monkeypatch.setattr(launched_nodes, "_RETRY_SECONDS", 0.05)
     with pytest.raises(PreflightError, match=r"node 1 of torchrun did not connect to 127\.0\.0\.1 port .* --hostfile"):
-        lenders.borrow_ranks(nodes)
+        launched_nodes.borrow_ranks(nodes)
     assert "waiting at 127.0.0.1 port" in capfd.readouterr().err
     with pytest.raises(PreflightError, match=r"the first node does not answer at .*: Connection refused"):
-        lenders.lend_ranks(nodes, [], {})
+        launched_nodes.lend_ranks(nodes, [], {})
     assert "waiting for the first node" in capfd.readouterr().err
 
 
-def test_what_accepts_a_node_must_know_the_id_too(nodes: lenders.LaunchedNodes) -> None:
-    false = threading.Thread(target=_accept_falsely, args=(lenders._listen(nodes, 0.0),))
+def test_what_accepts_a_node_must_know_the_id_too(nodes: launched_nodes.LaunchedNodes) -> None:
+    false = threading.Thread(target=_accept_falsely, args=(launched_nodes._listen(nodes, 0.0),))
     false.start()
     with pytest.raises(PreflightError, match="is not the comparison of this job"):
-        lenders.lend_ranks(nodes, ["false"], {})
+        launched_nodes.lend_ranks(nodes, ["false"], {})
     false.join(10)
 
 
@@ -147,19 +147,19 @@ def test_nothing_listens_but_at_the_address_of_the_first_node(subtests: pytest.S
         ("no.host.invalid", "the first node's address no.host.invalid"),
     ):
         with subtests.test(address):
-            found = lenders.find_nodes({**TORCHRUN, "MASTER_ADDR": address})
+            found = launched_nodes.find_nodes({**TORCHRUN, "MASTER_ADDR": address})
             assert found is not None
             with pytest.raises(PreflightError, match=f"{said}.*--master-addr"):
-                lenders.borrow_ranks(found)
-            assert lenders.ranks_of_hosts() == {}
-            assert lenders.master_address() is None
+                launched_nodes.borrow_ranks(found)
+            assert launched_nodes.ranks_of_hosts() == {}
+            assert launched_nodes.master_address() is None
 
 
 def test_a_dry_run_assumes_the_nodes() -> None:
-    found = lenders.find_nodes(DEEPSPEED | {"WORLD_SIZE": "6"})
+    found = launched_nodes.find_nodes(DEEPSPEED | {"WORLD_SIZE": "6"})
     assert found is not None
-    lenders.assume_hosts(found)
-    assert list(lenders.ranks_of_hosts().values()) == [1, 3, 2]
+    launched_nodes.assume_hosts(found)
+    assert list(launched_nodes.ranks_of_hosts().values()) == [1, 3, 2]
 
 
 def test_a_program_of_python_does_not_borrow_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
