@@ -157,7 +157,7 @@ def measure(config: BenchmarkConfig) -> BenchmarkResult:
         run = _run_comparison(config, [*config.flags(), "--quiet", "--format", "json", "--output-dir", str(folder)])
         loaded = load_results.load(run)
     except BaseException:
-        # A failed run raises nothing here: the request was refused, or the user has interrupted it.
+        # The request was refused or the user has interrupted it. A run that fails is no exception: it is in the result.
         shutil.rmtree(folder)
         raise
     result = benchmark_result(loaded.summaries, loaded.environment, config.name)

@@ -190,13 +190,13 @@ def _load_records(source: Path, run_info: RunInfo, file: Path, notes: list[str])
     try:
         summaries = summarise_all(records, _peak_tflops(run_info), run_info.environment, run_id)
         if any(summary.tokens_per_second == math.inf for summary in summaries):
-            # Caught below with all other figures of no sense.
-            raise OverflowError("a throughput is beyond all measure")
+            # Caught below with all other impossible figures.
+            raise OverflowError("a throughput is not finite")
     except _VALUE_ERRORS as error:
         # One by one only now, to name the trial.
         record = next((record for record in records if not _can_be_summarised(record)), None)
         name = f"{source}: {record.trial.trial_id}" if record else str(source)
-        problem = f"{name} holds figures or a configuration of no sense: {type(error).__name__}: {error}"
+        problem = f"{name} holds impossible figures or an impossible configuration: {type(error).__name__}: {error}"
         raise UsageError(problem, remedy="give a result as ds_bench wrote it") from error
     return Result(
         source=source,

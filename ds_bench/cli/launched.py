@@ -1,4 +1,4 @@
-"""What one of several processes of a launcher does: run the comparison, lend the ranks of its node, or leave."""
+"""What one of several processes of a launcher does: run the comparison, become the agent of its node, or leave."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ def runs_comparison(options: Options) -> bool:
     is_first = job.rank_of_process(os.environ) == 0
     # Looked for before take_over_job, which removes the variables that tell of the nodes.
     nodes = launched_nodes.find_nodes(os.environ) if options.hostfile is None else None
-    # A dry run waits for no other node: what they would lend is taken from the launcher's variables.
+    # A dry run waits for no other node: how many ranks they have is taken from the launcher's variables.
     if nodes is not None and options.dry_run and is_first:
-        launched_nodes.assume_hosts(nodes)
+        launched_nodes.assume_nodes(nodes)
     elif nodes is not None and is_first:
-        launched_nodes.borrow_ranks(nodes)
+        launched_nodes.connect_nodes(nodes)
     elif nodes is not None and nodes.is_first_of_node and not options.dry_run:
         # The agent starts ranks, which must not take over the variables of this process's own rank.
         job.take_over_job(os.environ, has_hosts=True)
-        launched_nodes.lend_ranks(nodes, agent_words(), os.environ)
+        launched_nodes.join_first_node(nodes, agent_words(), os.environ)
     if is_first:
         job.take_over_job(os.environ, has_hosts=options.hostfile is not None or nodes is not None)
     return is_first

@@ -51,7 +51,7 @@ _DEEPSPEED_MARKS = frozenset(
         "zero_allow_untested_optimizer",
     }
 )
-"""Top-level keys of which a DeepSpeed configuration has at least one, and other JSON files have none."""
+"""Top-level keys of which a DeepSpeed configuration has at least one, and a file that is no configuration has none."""
 _ARGUMENTS = (*TRAINING_DEFAULTS, "max_steps")
 """TrainingArguments that "auto" stands for, apart from those that are the workload's."""
 _BATCH_ARGUMENTS = ("per_device_train_batch_size", "gradient_accumulation_steps")
@@ -78,7 +78,7 @@ class ConfigurationFile:
     text: str
     """Literal text of the file and, where it names another file with the DeepSpeed configuration, of that one.
 
-    Texts that may be credentials are redacted.
+    Where a text may be a credential, the file is written anew without it.
     """
     config: Mapping[str, Any]
     """The DeepSpeed configuration, with "auto" where the file says so."""

@@ -559,7 +559,7 @@ class Options:
     )
     verbose: bool = option(
         Value(bool, False),
-        Flag("also print every trial's caveats and files as they come"),
+        Flag("print the table with all columns and notes, and each trial's caveats and files as they come"),
     )
     strict: bool = option(
         Value(bool, False),

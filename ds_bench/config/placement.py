@@ -190,13 +190,13 @@ def _used_slots(options: Options, environ: Mapping[str, str], visible: int | Non
 
 
 def _slots_of_job(options: Options, environ: Mapping[str, str], visible: int | None) -> Slots:
-    """The slots of the nodes of a job of several, of Slurm or lent by a launcher's processes; empty elsewhere.
+    """The slots of the nodes of a job of several, of Slurm or of torchrun or DeepSpeed's launcher; empty elsewhere.
 
     Ranks are as many as asked for, else one on every GPU that is visible here (``visible``; None on a CPU: one for each
     task of Slurm). Raises UsageError for a number that leaves nodes with unequal numbers of ranks.
     """
-    borrowed = launched_nodes.ranks_of_hosts()
-    tasks = borrowed or slurm.tasks_of_nodes(environ)
+    launched = launched_nodes.ranks_of_hosts()
+    tasks = launched or slurm.tasks_of_nodes(environ)
     requested = options.num_gpus or _world_size(environ)
     if not tasks or requested == sum(tasks.values()) or (requested is None and visible is None):
         return {node: range(count) for node, count in tasks.items()}
@@ -204,9 +204,9 @@ def _slots_of_job(options: Options, environ: Mapping[str, str], visible: int | N
     if left or not ranks:
         raise UsageError(
             f"{requested} ranks cannot be shared out equally among the {len(tasks)} nodes of this "
-            f"{'' if borrowed else 'Slurm '}job",
+            f"{'' if launched else 'Slurm '}job",
             remedy=f"--num-gpus with a multiple of {len(tasks)}, or use one node"
-            + ("" if borrowed else ": srun --nodes=1 --ntasks=1"),
+            + ("" if launched else ": srun --nodes=1 --ntasks=1"),
         )
     return {node: range(ranks) for node in tasks}
 

@@ -109,7 +109,7 @@ def _ways_to_agents(
         )
     return (
         lambda _this_host: agent_words(),
-        launched_nodes.accept_lenders(),
+        launched_nodes.accept_nodes(),
         lambda _host: "see what the launcher's processes have printed there",
     )
 

@@ -15,7 +15,7 @@ from ..system.processes import import_variables
 from . import ops
 
 _WAIT_VARIABLES = {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"}
-"""How threads wait, in OpenMP 5, GNU's runtime (in torch's wheels), and Intel's and LLVM's. All obey the first."""
+"""How threads wait, in OpenMP 5, GNU's runtime (in torch's wheels), and Intel's and LLVM's. All read the first."""
 
 
 def build_ops(
@@ -93,7 +93,11 @@ def _name_and_home(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def cuda_environment(environ: Mapping[str, str], inventory: gpus.GpuInventory) -> dict[str, str]:
-    """Variables for builds of CUDA ops and for DeepSpeed's NVML calls that the user has not set."""
+    """Variables for builds of CUDA ops and for DeepSpeed's NVML calls.
+
+    A value of the user's stays, except that names of GPUs become their numbers and that folders are added to the
+    paths of the compiler and the linker.
+    """
     visible = gpus.select_visible(environ, inventory.gpus)
     variables = {}
     if environ.get("CUDA_VISIBLE_DEVICES", "").startswith("GPU-"):  # DeepSpeed reads integers only

@@ -53,8 +53,8 @@ def resolve_model(
 ) -> ResolvedModel:
     """Finds the model with this name. Raises UsageError if there is none.
 
-    ``environment``: variables of the child process. ``offline_reason``: why these forbid asking the Hub, for the
-    error; None if they do not.
+    ``environment``: variables of the child process. ``offline_reason``: why the Hub is not asked, for
+    the error; None if it is.
     """
     if factory:
         _check_factory(name, environment)

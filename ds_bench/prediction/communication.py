@@ -84,10 +84,10 @@ def step_traffic(
     # Gradients of DDP are fp32.
     element = FP32_BYTES if configuration.engine == "ddp" else element_bytes(precision)
     sent = settings.communication_bytes or element
-    gathered, updated = times_sent(configuration, parameters, grad_accum)
-    # Below stage 3 the parameters that were updated are gathered once, at the end of a step.
+    gathered, reduced_and_updated = times_sent(configuration, parameters, grad_accum)
+    # The second number counts gradients, and below stage 3 the updated parameters, gathered once at a step's end.
     last_gather = 1 if configuration.stage in (1, 2) else 0
-    reductions = updated - last_gather
+    reductions = reduced_and_updated - last_gather
     traffic = [
         Traffic(
             name="gather parameters",

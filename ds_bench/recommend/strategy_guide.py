@@ -6,7 +6,7 @@ Bytes are computed by formula for AdamW (``prediction.model_states``), per rank 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..config.spec import Configuration, Precision
 from ..config.strategies import ZERO_STAGES, make_configuration
@@ -87,6 +87,13 @@ _OFFLOADS: Mapping[tuple[str, str], _Guidance] = {
 }
 
 
+_PLACES = {
+    "none": "stay on the GPUs",
+    "cpu": "live in host memory",
+    "nvme": "live on the disk and pass through host memory",
+}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StrategyAdvice:
     """About one strategy, for one model on so many GPUs. Bytes are per rank, model states only, by formula."""
@@ -113,8 +120,10 @@ def advise(
     """The advice for a configuration. ``parameters``: elements of the whole model."""
     offloads = configuration.layout[1:]
     stage = _REFERENCES[configuration.engine] if configuration.is_reference else _STAGES[configuration.stage]
-    # Of the rare combinations that are not listed (one part on the disk, one in host memory) the disk decides.
-    guide = stage if offloads == ("none", "none") else _OFFLOADS.get(offloads, _OFFLOADS["nvme", "nvme"])
+    # Files may also keep parameters alone on the disk, or one part there and one in host memory.
+    rare = "optimizer states {}; parameters {}".format(*(_PLACES[device] for device in offloads))
+    guide = _OFFLOADS.get(offloads, replace(_OFFLOADS["nvme", "nvme"], moves=rare))
+    guide = stage if offloads == ("none", "none") else guide
     ledger = model_states(parameters, num_gpus, configuration, precision)
     bytes_by_tier = {tier: sum(ledger.get(tier, {}).values()) for tier in ("gpu", "cpu", "nvme")}
     whole = sum(model_states(parameters, num_gpus, make_configuration(ZERO_STAGES[0]), precision)["gpu"].values())

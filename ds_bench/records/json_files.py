@@ -99,7 +99,7 @@ def parse_json(data: bytes) -> Any:
         # Where this fails too, the text has another fault: the reason that was found above is told.
         with contextlib.suppress(ValueError, RecursionError):
             text = json.dumps(json.loads(data), ensure_ascii=False)
-            # UTF-16, in which a lone half becomes one U+FFFD: its three bytes in UTF-8 would become three of them.
+            # Through UTF-16, where half of a pair becomes one U+FFFD; through UTF-8 each of its three bytes would.
             return from_json(text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
     raise InvalidJsonError(reason)
 
@@ -124,7 +124,7 @@ def check_numbers(value: Any, place: Place = ()) -> None:
             check_numbers(item, (*place, index))
     # A negated comparison, because NaN compares as neither smaller nor larger.
     elif isinstance(value, (int, float)) and not -LARGEST_NUMBER <= value <= LARGEST_NUMBER:
-        raise InvalidValueError(place, "is not a finite number, or beyond all measure")
+        raise InvalidValueError(place, "is not a finite number, or above 1e60")
 
 
 def validate(kind: type[T], data: bytes, unknown_keys: UnknownKeys = "forbid") -> T | None:

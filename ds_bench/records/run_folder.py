@@ -1,4 +1,4 @@
-"""The folder of a run; no other module knows where the files of a result are.
+"""The folder of a run: where its files are, and what writes them.
 
 ::
 
@@ -9,7 +9,7 @@
       runs/zero_<YYYYmmdd_HHMMSS>/
         run.json                               what was requested, the machine, the versions
         records.jsonl                          one record per trial, appended and synced
-        probes.jsonl                           likewise, of trials that searched the largest micro-batch
+        probes.jsonl                           likewise, of trials that searched the largest micro-batch or sequence
         trials/<trial id>/                     trial.json, ds_config.json, rank files, logs
 """
 

@@ -1,4 +1,6 @@
-"""A report as text on a terminal: the table that ends every run, its notes and the recommendation."""
+"""A report as text on a terminal: every row with all columns, its notes and the recommendation.
+
+A run and ``report`` print it with ``--verbose``; without it they print the short answer (``terminal_report``)."""
 
 from __future__ import annotations
 

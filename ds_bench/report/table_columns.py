@@ -1,4 +1,4 @@
-"""The columns of a comparison as people read it, in the terminal, in Markdown and in the HTML page: one list.
+"""All columns of a comparison as people read it: in the terminal with ``--verbose``, in Markdown, in the HTML page.
 
 The columns of the JSON and CSV files are ``analysis.flat_rows``.
 """

@@ -1,4 +1,4 @@
-"""Nodes that torchrun or DeepSpeed's launcher has started processes on: the first takes the ranks of the others.
+"""Nodes that torchrun or DeepSpeed's launcher has started processes on, and how the first reaches the others.
 
 The first process of all listens at MASTER_ADDR; the first process of every other node connects to it, and is then
 replaced by the agent of its node (``launch.host_agent``), which reads requests from that connection. The other
@@ -34,7 +34,7 @@ from . import terminal
 WAIT_SECONDS = 120.0
 """For the processes of all nodes to start and to find each other."""
 _QUIET_SECONDS = 5.0
-"""After so long a line says what is waited for."""
+"""Time after which a line says what is waited for."""
 _RETRY_SECONDS = 0.5
 _GREETING_SECONDS = 10.0
 _MOST_GREETING_BYTES = 1024
@@ -73,19 +73,19 @@ class LaunchedNodes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Lender:
+class _ConnectedNode:
     name: str
     ranks: int
     connection: socket.socket | None
-    """None of this node, and where no node was asked."""
+    """None for this node itself, and where no node was asked."""
     acceptance: bytes
-    """Sent to make the lender the agent of its node."""
+    """Sent to make the process there the agent of its node."""
 
 
-_lenders: dict[int, _Lender] = {}
-"""By the number of the node, this one too; empty in a process that has borrowed no ranks."""
+_connected_nodes: dict[int, _ConnectedNode] = {}
+"""By the number of the node, this one too; empty where :func:`connect_nodes` was not called."""
 _addresses: list[str] = []
-"""The address at which the lenders have reached this process."""
+"""The address at which the other nodes have reached this process."""
 
 
 def find_nodes(environ: Mapping[str, str]) -> LaunchedNodes | None:
@@ -123,40 +123,40 @@ def find_nodes(environ: Mapping[str, str]) -> LaunchedNodes | None:
 
 
 def ranks_of_hosts() -> dict[str, int]:
-    """Host → number of ranks that it has for this process, in the order of the nodes; empty where none was borrowed."""
-    return {_lenders[number].name: _lenders[number].ranks for number in sorted(_lenders)}
+    """Host → number of ranks that the launcher gave it, in the order of the nodes; empty where none is connected."""
+    return {_connected_nodes[number].name: _connected_nodes[number].ranks for number in sorted(_connected_nodes)}
 
 
 def master_address() -> str | None:
-    """The address of this host that the lenders have reached; None without lenders."""
+    """The address of this host that the other nodes have reached; None where none is connected."""
     return _addresses[0] if _addresses else None
 
 
-def accept_lenders() -> dict[str, socket.socket]:
-    """Makes every lender the agent of its node. Returns host → connection to it, without this host."""
+def accept_nodes() -> dict[str, socket.socket]:
+    """Makes the process of every other node the agent there. Returns host → connection to it, without this host."""
     connections = {}
-    for lender in _lenders.values():
-        if lender.connection is not None:
+    for node in _connected_nodes.values():
+        if node.connection is not None:
             with contextlib.suppress(OSError):  # its connection then ends, which its user notices
-                lender.connection.sendall(lender.acceptance)
-            connections[lender.name] = lender.connection
+                node.connection.sendall(node.acceptance)
+            connections[node.name] = node.connection
     return connections
 
 
-def assume_hosts(nodes: LaunchedNodes) -> None:
-    """What :func:`borrow_ranks` would find out, without asking any node: for ``--dry-run``."""
+def assume_nodes(nodes: LaunchedNodes) -> None:
+    """What :func:`connect_nodes` would find out, without asking any node: for ``--dry-run``."""
     # Only the sum is known of the other nodes: it is spread evenly.
     share, more = divmod(nodes.ranks - nodes.ranks_here, nodes.count - 1)
     _keep_own(nodes)
     for number in range(1, nodes.count):
         ranks = share + (number <= more)
-        _lenders[number] = _Lender(name=f"node-{number}", ranks=ranks, connection=None, acceptance=b"")
+        _connected_nodes[number] = _ConnectedNode(name=f"node-{number}", ranks=ranks, connection=None, acceptance=b"")
 
 
-def borrow_ranks(nodes: LaunchedNodes) -> None:
-    """Waits until every other node has lent its ranks. Raises PreflightError if one has not within the limit."""
+def connect_nodes(nodes: LaunchedNodes) -> None:
+    """Waits until every other node has connected. Raises PreflightError if one has not within the limit."""
     deadline = time.monotonic() + WAIT_SECONDS
-    found: dict[int, _Lender] = {}
+    found: dict[int, _ConnectedNode] = {}
     said = False
     with _listen(nodes, deadline) as listener:
         listener.settimeout(_RETRY_SECONDS)
@@ -164,8 +164,8 @@ def borrow_ranks(nodes: LaunchedNodes) -> None:
         while len(found) < nodes.count - 1:
             with contextlib.suppress(TimeoutError):
                 connection, _ = listener.accept()
-                # A thread for each: a stranger that connects and stays silent must not hold up the nodes.
-                threading.Thread(target=_receive_lender, args=(nodes, connection, found), daemon=True).start()
+                # A thread for each: another program that connects and stays silent must not hold up the nodes.
+                threading.Thread(target=_receive_node, args=(nodes, connection, found), daemon=True).start()
             now = time.monotonic()
             if now - began > _QUIET_SECONDS and not said:
                 said = True
@@ -177,8 +177,8 @@ def borrow_ranks(nodes: LaunchedNodes) -> None:
                     "with --hostfile FILE",
                 )
     _keep_own(nodes)
-    _lenders.update(found)
-    names = [lender.name for lender in _lenders.values()]
+    _connected_nodes.update(found)
+    names = [node.name for node in _connected_nodes.values()]
     # Results and connections are kept by host name from here on.
     if len(set(names)) < len(names):
         raise PreflightError(
@@ -188,11 +188,13 @@ def borrow_ranks(nodes: LaunchedNodes) -> None:
 
 
 def _keep_own(nodes: LaunchedNodes) -> None:
-    _lenders.clear()
-    _lenders[0] = _Lender(name=socket.gethostname(), ranks=nodes.ranks_here, connection=None, acceptance=b"")
+    _connected_nodes.clear()
+    _connected_nodes[0] = _ConnectedNode(
+        name=socket.gethostname(), ranks=nodes.ranks_here, connection=None, acceptance=b""
+    )
 
 
-def _missing(nodes: LaunchedNodes, found: Mapping[int, _Lender]) -> str:
+def _missing(nodes: LaunchedNodes, found: Mapping[int, _ConnectedNode]) -> str:
     numbers = [number for number in range(1, nodes.count) if number not in found]
     return f"{'node' if len(numbers) == 1 else 'nodes'} {format_names(numbers)} of {nodes.launcher}"
 
@@ -225,7 +227,7 @@ def _listen(nodes: LaunchedNodes, deadline: float) -> socket.socket:
         return listener
 
 
-def _receive_lender(nodes: LaunchedNodes, connection: socket.socket, found: dict[int, _Lender]) -> None:
+def _receive_node(nodes: LaunchedNodes, connection: socket.socket, found: dict[int, _ConnectedNode]) -> None:
     """Keeps a connection whose greeting is right, and drops any other."""
     try:
         connection.settimeout(_GREETING_SECONDS)
@@ -233,15 +235,15 @@ def _receive_lender(nodes: LaunchedNodes, connection: socket.socket, found: dict
         _send(connection, {"ds_bench_challenge": challenge})
         greeting = _read(connection)
         name, number, ranks = greeting["host"], greeting["node"], greeting["ranks"]
-        expected = nodes.proof("lender", challenge, greeting["challenge"], name, number, ranks)
+        expected = nodes.proof("node", challenge, greeting["challenge"], name, number, ranks)
         if not hmac.compare_digest(expected, greeting["proof"]) or not _is_plausible(nodes, name, number, ranks):
             raise ValueError
         connection.settimeout(None)
         _keep_alive(connection)
         acceptance = _line({"proof": nodes.proof("accepted", challenge, greeting["challenge"])})
-        lender = _Lender(name=name, ranks=ranks, connection=connection, acceptance=acceptance)
+        node = _ConnectedNode(name=name, ranks=ranks, connection=connection, acceptance=acceptance)
         # Threads may race for one number: setdefault lets the first have it.
-        if found.setdefault(number, lender) is not lender:
+        if found.setdefault(number, node) is not node:
             raise ValueError
     except (OSError, ValueError, KeyError, TypeError):
         connection.close()
@@ -261,7 +263,7 @@ def _is_plausible(nodes: LaunchedNodes, name: object, number: object, ranks: obj
 # ------------------------------------------------------------------ the first process of another node
 
 
-def lend_ranks(nodes: LaunchedNodes, agent: Sequence[str], environ: Mapping[str, str]) -> None:
+def join_first_node(nodes: LaunchedNodes, agent: Sequence[str], environ: Mapping[str, str]) -> None:
     """Connects to the first node, and becomes the agent of this one: ``agent`` is its command line.
 
     Returns if the comparison ended before it needed ranks. Raises PreflightError where the first node does not answer.
@@ -278,10 +280,10 @@ def lend_ranks(nodes: LaunchedNodes, agent: Sequence[str], environ: Mapping[str,
             raise PreflightError(
                 f"what listens at {nodes.where} is not the comparison of this job", remedy="give it another port"
             )
-        _become(agent, connection, environ)
+        _replace_process(agent, connection, environ)
 
 
-def _become(agent: Sequence[str], connection: socket.socket, environ: Mapping[str, str]) -> NoReturn:
+def _replace_process(agent: Sequence[str], connection: socket.socket, environ: Mapping[str, str]) -> NoReturn:
     """Replaces this process, so that the launcher's signals reach the agent, and its exit code the launcher."""
     sys.stdout.flush()
     sys.stderr.flush()
@@ -318,7 +320,7 @@ def _greet(nodes: LaunchedNodes) -> tuple[socket.socket, str, str]:
         name = socket.gethostname()
         facts = name, nodes.number, nodes.ranks_here
         greeting = {"host": name, "node": nodes.number, "ranks": nodes.ranks_here, "challenge": own}
-        _send(connection, {**greeting, "proof": nodes.proof("lender", challenge, own, *facts)})
+        _send(connection, {**greeting, "proof": nodes.proof("node", challenge, own, *facts)})
         _keep_alive(connection)
     except BaseException:
         connection.close()

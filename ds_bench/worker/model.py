@@ -51,13 +51,14 @@ MakeBatch = Callable[[int, int, torch.Generator], Mapping[str, torch.Tensor]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuiltModel:
-    """A model in training mode: partitioned at stage 3, on the device otherwise."""
+    """A model in training mode, where the engine takes it from: at stage 3 partitioned, or whole in host memory without
+    ``zero_init``; for FSDP2 on no device or in host memory; else on the device."""
 
     module: torch.nn.Module
     make_batch: MakeBatch | None
     """A factory's own function for its data; None: random tokens of the model's vocabulary."""
     stage3: object | None
-    """While it is alive, Transformers knows that weights are partitioned: hold it as long as the model is used."""
+    """While this object exists, Transformers takes weights for partitioned: keep it as long as the model is used."""
     notes: tuple[str, ...] = ()
     """What was changed of a factory's model."""
 

@@ -50,6 +50,13 @@ def test_what_fsdp2_and_ddp_send_follows_what_they_reduce() -> None:
     assert of(fakes.reference("ddp"), grad_accum=4).cost.startswith("≈ 6.00 GB")
 
 
+def test_what_lies_where_is_told_of_the_offload_that_a_file_asks_for() -> None:
+    """No strategy has parameters alone on the disk."""
+    config = {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}
+    found = of(Configuration(name="mine", label="mine", deepspeed_config=config))
+    assert found.moves.startswith("optimizer states stay on the GPUs; parameters live on the disk")
+
+
 def test_offloading_everything_leaves_no_model_states_on_the_device() -> None:
     found = of(fakes.offload("cpu_full"))
     assert found.device_bytes == 0

@@ -1,4 +1,4 @@
-"""Ranks that the processes of a launcher lend: what the launcher tells them, and who is let in."""
+"""Nodes of a launcher: what the launcher tells their processes, and which connections are accepted."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ DEEPSPEED = {
 
 
 @pytest.fixture(autouse=True)
-def _no_lenders() -> Iterator[None]:
+def _no_nodes() -> Iterator[None]:
     yield
-    launched_nodes._lenders.clear()
+    launched_nodes._connected_nodes.clear()
     launched_nodes._addresses.clear()
 
 
@@ -53,7 +53,7 @@ def test_the_nodes_are_those_of_the_launcher_outside_of_slurm() -> None:
     assert launched_nodes.find_nodes({}) is None
 
 
-def test_a_node_lends_its_ranks_once_it_is_accepted(
+def test_a_node_becomes_an_agent_once_it_is_accepted(
     nodes: launched_nodes.LaunchedNodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     became: list[bytes] = []
@@ -61,14 +61,14 @@ def test_a_node_lends_its_ranks_once_it_is_accepted(
     def become(_agent: object, connection: socket.socket, _environ: object) -> None:
         became.append(connection.recv(100))
 
-    monkeypatch.setattr(launched_nodes, "_become", become)
-    other = threading.Thread(target=launched_nodes.lend_ranks, args=(nodes, ["agent"], {}))
+    monkeypatch.setattr(launched_nodes, "_replace_process", become)
+    other = threading.Thread(target=launched_nodes.join_first_node, args=(nodes, ["agent"], {}))
     monkeypatch.setattr(socket, "gethostname", lambda: "node-b")
     other.start()
     monkeypatch.setattr(launched_nodes, "_keep_own", lambda _nodes: None)
-    launched_nodes.borrow_ranks(nodes)
+    launched_nodes.connect_nodes(nodes)
     assert launched_nodes.ranks_of_hosts() == {"node-b": 2}
-    connection = launched_nodes.accept_lenders()["node-b"]
+    connection = launched_nodes.accept_nodes()["node-b"]
     connection.sendall(b"first of the agent\n")
     other.join(10)
     assert became == [b"first of the agent\n"], "nothing that is for the agent may be read before"
@@ -77,7 +77,7 @@ def test_a_node_lends_its_ranks_once_it_is_accepted(
 
 def with_proof(nodes: launched_nodes.LaunchedNodes, challenge: str, **changes: object) -> bytes:
     values = {"host": "node-b", "node": 1, "ranks": 2, **changes}
-    proof = nodes.proof("lender", challenge, "own", *values.values())
+    proof = nodes.proof("node", challenge, "own", *values.values())
     return json.dumps({**values, "challenge": "own", "proof": proof}).encode() + b"\n"
 
 
@@ -98,16 +98,16 @@ def with_proof(nodes: launched_nodes.LaunchedNodes, challenge: str, **changes: o
 def test_whoever_greets_wrongly_is_dropped(
     nodes: launched_nodes.LaunchedNodes, answer: Callable[[launched_nodes.LaunchedNodes, str], bytes]
 ) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as stranger:
-        found: dict[int, launched_nodes._Lender] = {}
-        thread = threading.Thread(target=launched_nodes._receive_lender, args=(nodes, server.accept()[0], found))
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as other:
+        found: dict[int, launched_nodes._ConnectedNode] = {}
+        thread = threading.Thread(target=launched_nodes._receive_node, args=(nodes, server.accept()[0], found))
         thread.start()
-        challenge = json.loads(stranger.recv(1000))["ds_bench_challenge"]
-        stranger.sendall(answer(nodes, challenge))
+        challenge = json.loads(other.recv(1000))["ds_bench_challenge"]
+        other.sendall(answer(nodes, challenge))
         thread.join(10)
         assert found == {}
         with contextlib.suppress(ConnectionResetError):
-            assert stranger.recv(1) == b""
+            assert other.recv(1) == b""
 
 
 def test_a_node_that_does_not_come_and_a_first_node_that_is_another_program_are_one_line(
@@ -117,10 +117,10 @@ def test_a_node_that_does_not_come_and_a_first_node_that_is_another_program_are_
     monkeypatch.setattr(launched_nodes, "_QUIET_SECONDS", 0.0)
     monkeypatch.setattr(launched_nodes, "_RETRY_SECONDS", 0.05)
     with pytest.raises(PreflightError, match=r"node 1 of torchrun did not connect to 127\.0\.0\.1 port .* --hostfile"):
-        launched_nodes.borrow_ranks(nodes)
+        launched_nodes.connect_nodes(nodes)
     assert "waiting at 127.0.0.1 port" in capfd.readouterr().err
     with pytest.raises(PreflightError, match=r"the first node does not answer at .*: Connection refused"):
-        launched_nodes.lend_ranks(nodes, [], {})
+        launched_nodes.join_first_node(nodes, [], {})
     assert "waiting for the first node" in capfd.readouterr().err
 
 
@@ -128,7 +128,7 @@ def test_what_accepts_a_node_must_know_the_id_too(nodes: launched_nodes.Launched
     false = threading.Thread(target=_accept_falsely, args=(launched_nodes._listen(nodes, 0.0),))
     false.start()
     with pytest.raises(PreflightError, match="is not the comparison of this job"):
-        launched_nodes.lend_ranks(nodes, ["false"], {})
+        launched_nodes.join_first_node(nodes, ["false"], {})
     false.join(10)
 
 
@@ -150,7 +150,7 @@ def test_nothing_listens_but_at_the_address_of_the_first_node(subtests: pytest.S
             found = launched_nodes.find_nodes({**TORCHRUN, "MASTER_ADDR": address})
             assert found is not None
             with pytest.raises(PreflightError, match=f"{said}.*--master-addr"):
-                launched_nodes.borrow_ranks(found)
+                launched_nodes.connect_nodes(found)
             assert launched_nodes.ranks_of_hosts() == {}
             assert launched_nodes.master_address() is None
 
@@ -158,11 +158,11 @@ def test_nothing_listens_but_at_the_address_of_the_first_node(subtests: pytest.S
 def test_a_dry_run_assumes_the_nodes() -> None:
     found = launched_nodes.find_nodes(DEEPSPEED | {"WORLD_SIZE": "6"})
     assert found is not None
-    launched_nodes.assume_hosts(found)
+    launched_nodes.assume_nodes(found)
     assert list(launched_nodes.ranks_of_hosts().values()) == [1, 3, 2]
 
 
-def test_a_program_of_python_does_not_borrow_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_program_of_python_does_not_connect_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {**TORCHRUN, "RANK": "0", "GROUP_RANK": "0"}.items():
         monkeypatch.setenv(name, value)
     answer = requested_run.run_arguments(["--model", "tiny"], quiet=True)
