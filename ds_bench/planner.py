@@ -16,7 +16,7 @@ from .config import axis_rows, deepspeed_config, lint, overrides, strategies, va
 from .config.automatic_values import TrainingFacts
 from .config.axes import Layout, RowFacts, other_arithmetic
 from .config.axis_rows import AxisValues
-from .config.configuration_file_rows import FileRowMaker, has_other_batch
+from .config.configuration_file_rows import FileRowMaker, gives_accumulation, has_other_batch
 from .config.configuration_files import ConfigurationFile, read_configuration_files
 from .config.deepspeed_config import MakeConfig
 from .config.options import DEFAULT_BATCH_SIZE, Options
@@ -689,8 +689,9 @@ class ConfigurationBuilder:
         """Builds the configuration of a row at a micro-batch. Raises UsageError."""
         configuration = self._build_without_axes(row, batch_size, policy)
         if row.axis_values:
-            configuration = self._with_axes(row, configuration)
-        elif self.options.keep_batch and configuration.source == "file":
+            return self._with_global_batch(self._with_axes(row, configuration))
+        file = row.origin if isinstance(row.origin, ConfigurationFile) and configuration.refusal is None else None
+        if self.options.keep_batch and file is not None and gives_accumulation(file):
             return configuration
         return self._with_global_batch(configuration)
 
@@ -702,16 +703,25 @@ class ConfigurationBuilder:
 
     def _with_global_batch(self, configuration: Configuration) -> Configuration:
         """The configuration with the accumulation that follows from the global batch, from its own micro-batch and from
-        how many ranks share their data.
+        how many ranks share their data. Raises UsageError where it is not whole, or another one was given.
         """
         total, config = self.options.global_batch_size, configuration.deepspeed_config
+        sharing = deepspeed_config.tensor_parallel_size(config) * deepspeed_config.sequence_parallel_size(config)
+        micro, given = config.get("train_micro_batch_size_per_gpu"), config.get("gradient_accumulation_steps", 1)
         if total is None or configuration.refusal is not None:
             return configuration
-        sharing = deepspeed_config.tensor_parallel_size(config) * deepspeed_config.sequence_parallel_size(config)
-        ranks = max(1, self.placement.num_gpus // sharing)
-        accumulation = _accumulation(total, config["train_micro_batch_size_per_gpu"], ranks, configuration.label)
-        if accumulation == config.get("gradient_accumulation_steps", 1):
+        # Such rows are refused later, for these reasons.
+        if not isinstance(micro, int) or self.placement.num_gpus % sharing:
             return configuration
+        accumulation = _accumulation(total, micro, self.placement.num_gpus // sharing, configuration.label)
+        if accumulation == given:
+            return configuration
+        # A row that nobody gave another one has that of the options (with_accumulation).
+        if configuration.source == "catalogue" and given != self.options.grad_accum:
+            problem = (
+                f"training.global_batch_size {total} with gradient_accumulation_steps {given} in {configuration.label}"
+            )
+            raise UsageError(problem, remedy=f"leave one of them out; this global batch needs {accumulation}")
         return replace(
             configuration,
             deepspeed_config=overrides.apply_changes(config, {"gradient_accumulation_steps": accumulation}),

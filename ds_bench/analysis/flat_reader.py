@@ -112,7 +112,9 @@ def _values(row: Mapping[str, Any]) -> dict[str, Any]:
     {"model": …}, "mean_step_seconds": …}``. What the row does not tell is left out."""
     values: dict[str, Any] = {}
     for column in FLAT_COLUMNS:
-        if column.place is not None and (value := row.get(column.name)) is not None:
+        value = row.get(column.name)
+        # An empty text tells nothing, like null, where a row need not tell it.
+        if column.place is not None and value is not None and (value != "" or column.name in _NEEDED):
             *way, field = column.place.split(".")
             holder = values
             for name in way:
@@ -270,8 +272,13 @@ def _workload(row: Mapping[str, Any], setting: Setting, values: dict[str, Any]) 
         "grad_accum": row["grad_accum"],
         "dropout": row.get("dropout"),
     }
+    # Another text than the one that is known changes nothing of how the row is compared.
+    policies = {
+        name: known if values.get(name) == known else "given"
+        for name, known in (("batch_policy", "largest"), ("seq_policy", "longest"))
+    }
     # The columns come last: the axes in a name give only what no column tells.
-    return Workload(**{**setting.workload, **own, **values})
+    return Workload(**{**setting.workload, **own, **values, **policies})
 
 
 def _placement(row: Mapping[str, Any], values: dict[str, Any]) -> Placement:

@@ -540,11 +540,14 @@ def _config_differences(a: TrialSummary, b: TrialSummary) -> Iterator[KeyDiffere
     for path in paths:
         if path.rpartition(".")[2] in _LEFT_OUT_KEYS:
             continue
+        known = [_effective_value(path, *each) for each in zip(written, resolved, strict=True)]
         values = [
-            _effective_value(path, *each) if _is_read(path, configuration) else None
-            for configuration, *each in zip(configurations, written, resolved, strict=True)
+            value if _is_read(path, configuration) else None
+            for value, configuration in zip(known, configurations, strict=True)
         ]
-        if values[0] == values[1]:
+        # What stages 1 and 2 alone read is no further difference to a row of stage 3 in which it is set alike.
+        key = path.removeprefix("zero_optimization.")
+        if values[0] == values[1] or (known[0] == known[1] and key != path and _is_of_lower_stages(key)):
             continue
         from_layout = all(
             path not in own or own[path] == default.get(path) for own, default in zip(written, defaults, strict=True)
@@ -556,6 +559,11 @@ def _config_differences(a: TrialSummary, b: TrialSummary) -> Iterator[KeyDiffere
         ):
             acts_on = tuple(name for name in acts_on if name != "deepspeed_buffers")  # a second bucket: stages 1 and 2
         yield KeyDifference(path=path, a=values[0], b=values[1], acts_on=acts_on, from_layout=from_layout)
+
+
+def _is_of_lower_stages(key: str) -> bool:
+    """Whether a key of ``zero_optimization`` is read at stages 1 and 2 and not at stage 3."""
+    return not deepspeed_keys.is_read_at_stage(key.partition(".")[0], 3)
 
 
 def _is_read(path: str, configuration: Configuration) -> bool:

@@ -148,6 +148,15 @@ def batch_of_file(file: ConfigurationFile, num_gpus: int, batch_size: int, grad_
     return micro, accumulation
 
 
+def gives_accumulation(file: ConfigurationFile) -> bool:
+    """Whether the accumulation of :func:`batch_of_file` is the file's own. Raises UsageError for a key of no use."""
+    given = file.batch_arguments
+    total, micro, accumulation = (_batch_value(file.config, key) for key in BATCH_KEYS)
+    if total or accumulation or "gradient_accumulation_steps" in given:
+        return True
+    return bool(micro or given.get("per_device_train_batch_size")) and BATCH_KEYS[2] not in file.config
+
+
 def _batch_value(config: Mapping[str, Any], key: str) -> int | None:
     value = config.get(key)
     if value is None or value == AUTO:

@@ -217,9 +217,11 @@ def _reason(error: Any) -> str:
     rule = _RULES.get(context.get("pattern", error["type"]))
     if rule is None:
         return str(error["msg"]).removeprefix("Value error, ")
-    if error["type"] == "literal_error":
+    if error["type"] == "literal_error" and isinstance(error["input"], str):
         names = {name.casefold(): name for name in re.findall("'([^']+)'", context["expected"])}
-        for near in difflib.get_close_matches(str(error["input"]).casefold(), names, n=1, cutoff=0.65):
+        for near in difflib.get_close_matches(given := error["input"].casefold(), names, n=1, cutoff=0.65):
+            if near[0] != given[0]:  # as gpu and cpu, which mean different things
+                break
             return f"did you mean {names[near]}?"
     return "it must be " + rule.format(**context)
 

@@ -32,8 +32,10 @@ _REMEDY = "give a run folder, or a result's .json"
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _AS_ZEROS = bytes.maketrans(b"123456789E", b"000000000e")
 _LARGE_EXPONENT = re.compile(rb"0e\+?00+(?:[\],}\s]|\Z)")
+_TENS = re.compile(rb"[0-9][eE]\+?0*[1-9][0-9]+(?:[\],}\s]|\Z)")
+"""An exponent of 10 or more. Texts in DeepSpeed's settings have ``1.024000e+03,``, which is none of these."""
 _EXTREME = (b"0" * 50, b"NaN", b"Infinity")
-"""Together with ``_LARGE_EXPONENT`` these find every number that is not finite or above 1e59, in a text whose digits
+"""Together with the exponents these find every number that is not finite or above 1e59, in a text whose digits
 are replaced by zeros."""
 
 T = TypeVar("T")
@@ -133,7 +135,7 @@ def validate(kind: type[T], data: bytes, unknown_keys: UnknownKeys = "forbid") -
 
     # The parser takes NaN and numbers of any size; None leads to build(), which names the place of such a number.
     zeros = data.translate(_AS_ZEROS)  # a search for digits in the text itself takes ten times as long
-    if _LARGE_EXPONENT.search(zeros) or any(mark in zeros for mark in _EXTREME):
+    if (_LARGE_EXPONENT.search(zeros) and _TENS.search(data)) or any(mark in zeros for mark in _EXTREME):
         return None
     try:
         # strict: otherwise the text "5" would be taken for a number, and the number 1 for true.

@@ -88,7 +88,7 @@ class _RepeatedParts:
     """
 
     def __init__(self) -> None:
-        self._by_json: dict[bytes, Any] = {}
+        self._by_json: dict[tuple[type, bytes], Any] = {}
 
     def share(self, record: TrialRecord) -> None:
         """Replaces parts of a record that was just read by equal ones of earlier records."""
@@ -107,7 +107,7 @@ class _RepeatedParts:
         part = getattr(holder, name)
         # By their text: equal values are not enough, as 1 equals true. Nothing else refers to the holder yet, so that
         # it may be changed although it is frozen: a copy takes as long as reading it.
-        object.__setattr__(holder, name, self._by_json.setdefault(to_json(part), part))
+        object.__setattr__(holder, name, self._by_json.setdefault((type(part), to_json(part)), part))
 
 
 @contextmanager

@@ -154,7 +154,7 @@ class RunFolder:
         info = reader.read_run(self.folder / RUN_FILE, notes)
         # A report does without what cannot be read; here it could not be compared, and rows of two kinds be mixed.
         if notes:
-            raise cannot_resume(self.folder, notes[0])
+            raise cannot_resume(self.folder, notes[0].removesuffix(": left out"))
         return info
 
     def trial_folder(self, trial_id: str) -> Path:

@@ -29,10 +29,12 @@ def build_without_memory(config: Any, *, trust_remote_code: bool = False) -> Any
 def count_model(model: Any) -> dict[str, Any] | None:
     """The counted fields of ``models.presets.ModelFacts`` of a causal language model of Transformers.
 
-    None for an architecture that is not among :data:`ARCHITECTURES`, and with cross-attention, which a causal language
-    model has no use for.
+    None for an architecture that is not among :data:`ARCHITECTURES`, with cross-attention, which a causal language
+    model has no use for, and for code that came with the model: its modules may be others than those that are known.
     """
     config = model.config
+    if not type(model).__module__.startswith("transformers.models."):
+        return None
     if config.model_type not in ARCHITECTURES or getattr(config, "add_cross_attention", False):
         return None
     sizes = [parameter.numel() for parameter in model.parameters()]  # which yields a shared tensor once

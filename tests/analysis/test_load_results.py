@@ -692,6 +692,15 @@ def flat(tmp_path: Path, **changes: Any) -> Path:
     return path
 
 
+def test_a_flat_text_that_tells_nothing_is_as_if_it_were_not_there(tmp_path: Path) -> None:
+    known = load_results.load(flat(tmp_path)).summaries[0].record
+    changes = {"batch_policy": "x", "seq_policy": "", "trial_id": "", "device": ""}
+    read = load_results.load(flat(tmp_path, **changes)).summaries[0].record
+    assert read.trial.workload == known.trial.workload
+    assert read.trial.trial_id
+    assert read.ranks[0].device_name
+
+
 def test_the_reference_result_is_read_from_its_flat_json_alone() -> None:
     result = load_results.load(REFERENCE)
     rows = json.loads(REFERENCE.read_text())

@@ -212,6 +212,15 @@ def test_a_key_that_a_rows_stage_does_not_read_is_no_difference() -> None:
         assert ("zero_optimization.round_robin_gradients" in found) is told
 
 
+def test_what_lower_stages_alone_read_is_no_difference_where_it_is_set_alike() -> None:
+    trials = []
+    for stage in (1, 3):
+        trial = fakes.trial(fakes.zero(stage), on=CARDS)
+        block = {**trial.ds_config["zero_optimization"], "allgather_bucket_size": 200_000_000}
+        trials.append(replace(trial, ds_config={**trial.ds_config, "zero_optimization": block}))
+    assert "zero_optimization.allgather_bucket_size" not in keys(explain(*rows(*map(fakes.success, trials))))
+
+
 def test_keys_act_on_what_their_axes_say_they_change() -> None:
     ledger = {"parameters", "gradients", "optimizer_states", "deepspeed_buffers", "activations"}
     for axis in AXES.values():

@@ -250,6 +250,31 @@ def test_rows_whose_own_configuration_shares_data_among_ranks_keep_the_global_ba
             assert {trial.ds_config["gradient_accumulation_steps"] for trial in plan.trials} == {*accumulation.values()}
 
 
+def test_a_global_batch_with_files_that_keep_their_batch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run, scripted: ScriptedRun, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A file that gives no accumulation keeps none: it follows from the global batch, and is checked."""
+    monkeypatch.chdir(tmp_path)
+    Path("mine.json").write_text(json.dumps({"sequence_parallel_size": 2, "zero_optimization": {"stage": 2}}))
+    text = SMALL.replace("{stages: [0, 2]}", "{configs: [mine.json], keep_batch: true}")
+    assert run(text.replace("steps: 4", "steps: 4, global_batch_size: 16"), "--num-gpus", "4") == 0
+    assert {trial.ds_config["train_batch_size"] for trial in scripted.launcher.launched} == {16}
+    assert run(text.replace("steps: 4", "steps: 4, global_batch_size: 10"), "--num-gpus", "4") == 2
+    assert "is no multiple of 2 sequences × 2 data-parallel ranks in mine" in capsys.readouterr().err
+    # Ranks that a sequence cannot be split among make one row unsupported, and refuse no other.
+    other = SMALL.replace("{stages: [0, 2]}", "{stages: [0], configs: [mine.json]}").replace(
+        "batch_size: 2", "batch_size: 1"
+    )
+    assert run(other.replace("steps: 4", "steps: 4, global_batch_size: 3"), "--num-gpus", "3") == 0
+    assert "does not divide the 3 ranks" in capsys.readouterr().out
+
+
+def test_accumulation_given_beside_a_global_batch_is_refused(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    text = SMALL.replace("steps: 4", "steps: 4, global_batch_size: 16")
+    assert run(text.replace("{stages: [0, 2]}", "{stages: [0], deepspeed: {gradient_accumulation_steps: 7}}")) == 2
+    assert "gradient_accumulation_steps 7 in ZeRO-0" in capsys.readouterr().err
+
+
 def test_a_global_batch_need_be_whole_only_for_the_ranks_that_see_other_data(
     run: Run, scripted: ScriptedRun, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -53,6 +53,8 @@ REFUSED = {
     "model: {factory: module}": "package.module:function",
     "configurations: {inline: {../up: {}}}": "a name of letters, digits, dots",
     "profiling: {profiles: [torch, mem]}": "did you mean memory",
+    "launch: {accelerator: gpu}": "it must be 'auto', 'cuda' or 'cpu'",
+    "configurations: {strategies: [null]}": "it must be 'all', 'none'",
     "profiling: {steps: 51}": r"profiling.steps is 51 \(it must be 50 or less\)",
     "profiling: {ranks: []}": "profiling.ranks",
     "profiling: {nsys_start: -2}": r"profiling.nsys_start is -2 \(it must be -1 or more\)",

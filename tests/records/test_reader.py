@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ds_bench.errors import UsageError
-from ds_bench.records import reader
+from ds_bench.records import json_files, reader
 from ds_bench.records.schema import TrialRecord
 from tests.support import fakes
 
@@ -62,6 +62,24 @@ def test_equal_parts_of_other_types_are_not_taken_for_each_other(tmp_path: Path)
     assert flags == [1, True]
     assert isinstance(flags[1], bool)
     assert not isinstance(flags[0], bool)
+
+
+def test_texts_with_exponents_below_ten_are_read_in_one_pass_and_larger_numbers_named(tmp_path: Path) -> None:
+    """DeepSpeed's own settings hold such a text, so that every real record does."""
+    line = line_of(0)
+    line["ranks"] = [{**rank, "resolved_config": {"text": "{'size': 1.024000e+03, }"}} for rank in line["ranks"]]
+    text = json.dumps(line).encode()
+    assert json_files.validate(TrialRecord, text) is not None
+    wall = f'"wall_seconds": {json.dumps(line["wall_seconds"])}'.encode()
+    for number in (b"1E+99", b"1e0099", b"1e400"):
+        assert json_files.validate(TrialRecord, text.replace(wall, b'"wall_seconds": ' + number)) is None
+
+
+def test_a_part_of_another_kind_with_the_same_text_stays_what_it_is(tmp_path: Path) -> None:
+    lines = [line_of(0)]
+    lines[0]["ranks"] = [{**rank, "resolved_config": lines[0]["trial"]["configuration"]} for rank in lines[0]["ranks"]]
+    (record,) = read(tmp_path, *lines)
+    assert isinstance(record.ranks[0].resolved_config, dict)
 
 
 def test_a_known_part_is_checked_again_where_more_is_asked_of_it(tmp_path: Path) -> None:

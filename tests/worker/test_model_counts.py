@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from ds_bench.models import presets
+from ds_bench.worker.model_counts import count_model
 from tests.support.built_models import build, facts_from_config
 from tests.support.model_families import FAMILIES
 from tests.support.real_trials import ROOT
@@ -140,6 +141,15 @@ def test_the_file_of_counts_is_what_the_script_writes(subtests: pytest.Subtests)
     for name, counts in counted.items():
         with subtests.test(name):
             assert kept[name] == counts, "run scripts/make_model_counts.py"
+
+
+def test_code_that_came_with_a_model_is_not_counted() -> None:
+    """Its experts may be modules of another kind, of which all would count."""
+    model = build("llama", SMALL_LLAMA)
+    assert count_model(model) is not None
+    type_of_code = type("LlamaForCausalLM", (type(model),), {"__module__": "transformers_modules.mine"})
+    model.__class__ = type_of_code
+    assert count_model(model) is None
 
 
 def test_an_architecture_whose_modules_are_not_known_is_not_counted() -> None:
