@@ -245,8 +245,8 @@ def start_torchrun(hosts: TwoHosts, *words: str | Path) -> tuple[Run, subprocess
             text=True,
         )
 
-    lender = torchrun(hosts.b, 1)
-    return Run(hosts, torchrun(hosts.a, 0), hosts.folder / "out", earlier), lender
+    other = torchrun(hosts.b, 1)
+    return Run(hosts, torchrun(hosts.a, 0), hosts.folder / "out", earlier), other
 
 
 def without_torchruns_folder(run: Run, host: Host) -> tuple[dict[int, str], set[str]]:
@@ -257,10 +257,10 @@ def without_torchruns_folder(run: Run, host: Host) -> tuple[dict[int, str], set[
 @pytest.mark.slow
 def test_torchrun_on_both_hosts_is_one_comparison_with_the_ranks_of_both(make_hosts: MakeHosts) -> None:
     hosts = make_hosts(shared_file_system=False)
-    run, lender = start_torchrun(hosts, *TINY, "--stages", "0", "2")
+    run, other = start_torchrun(hosts, *TINY, "--stages", "0", "2")
     code, output, errors = run.finish()
-    other_output, other_errors = lender.communicate(timeout=60)
-    assert (code, lender.returncode) == (0, 0), errors + output + other_output + other_errors
+    other_output, other_errors = other.communicate(timeout=60)
+    assert (code, other.returncode) == (0, 0), errors + output + other_output + other_errors
     assert [(row["status"], row["num_nodes"]) for row in run.rows()] == [("✅ Success", 2)] * 2, errors
     assert [rank["hostname"] for rank in run.records()[0]["ranks"]] == ["node-a", "node-b"]
     assert other_output == ""
@@ -269,23 +269,23 @@ def test_torchrun_on_both_hosts_is_one_comparison_with_the_ranks_of_both(make_ho
 
 
 @pytest.mark.slow
-def test_ctrl_c_at_torchrun_writes_the_rows_and_a_lender_that_ends_is_told_once(make_hosts: MakeHosts) -> None:
+def test_ctrl_c_at_torchrun_writes_the_rows_and_a_node_that_ends_is_told_once(make_hosts: MakeHosts) -> None:
     hosts = make_hosts(shared_file_system=False)
-    run, lender = start_torchrun(hosts, *LONG, "--num-steps", "60", "--warmup-steps", "1", "--stages", "2")
+    run, other = start_torchrun(hosts, *LONG, "--num-steps", "60", "--warmup-steps", "1", "--stages", "2")
     run.wait_for_training("00_zero2")
     send_signal(run.process, signal.SIGINT, group=True)
     _, output, errors = run.finish(60)
     assert [row["status"] for row in run.rows()] == ["⏹️ Interrupted"], errors + output
-    lender.communicate(timeout=60)
+    other.communicate(timeout=60)
     wait_until(lambda: not any(without_torchruns_folder(run, host)[0] for host in (hosts.a, hosts.b)), 10)
     assert [without_torchruns_folder(run, host) for host in (hosts.a, hosts.b)] == [({}, set())] * 2
     shutil.rmtree(hosts.a.path(hosts.folder / "out"))
-    run, lender = start_torchrun(hosts, *LONG, "--num-steps", "60", "--warmup-steps", "1", "--stages", "2", "1", "0")
+    run, other = start_torchrun(hosts, *LONG, "--num-steps", "60", "--warmup-steps", "1", "--stages", "2", "1", "0")
     run.wait_for_training("00_zero2")
-    send_signal(lender, signal.SIGTERM)
+    send_signal(other, signal.SIGTERM)
     began = time.monotonic()
     _, output, errors = run.finish(60)
-    lender.communicate(timeout=60)
+    other.communicate(timeout=60)
     assert [row["status"] for row in run.rows()] == ["❌ Timeout"] * 3, errors + output
     assert all("node-b" in row["error"] for row in run.rows()), errors
     assert time.monotonic() - began < 30
