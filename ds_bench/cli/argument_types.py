@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ..config.option import MAX_NUMBER
+from ..config.option_declaration import MAX_NUMBER
 from ..config.options import EMPTY_PATH
 from ..config.shard import Shard
 from ..errors import UsageError

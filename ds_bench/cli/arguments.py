@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ..config.option import Value
+from ..config.option_declaration import Value
 from ..config.options import OPTIONS, Family, Options
 from ..config.spec import DEFAULT_PREFETCH, NO_INSPECTION, ProfileName
 from ..config.strategies import STRATEGY_NAMES

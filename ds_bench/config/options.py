@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ..units import from_gb
 from .deepspeed_config import OPTIMIZERS
-from .option import AMOUNT, COUNT, MAX_NUMBER, Flag, Key, Option, Value, option, options_of
+from .option_declaration import AMOUNT, COUNT, MAX_NUMBER, Flag, Key, Option, Value, option, options_of
 from .shard import Shard
 from .spec import (
     DEFAULT_PREFETCH,

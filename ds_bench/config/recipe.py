@@ -24,7 +24,7 @@ from ..units import format_place
 from . import axis_rows, overrides, strategies
 from .configuration_files import ConfigurationFile
 from .deepspeed_config import Config, MakeConfig, base_config
-from .option import COUNT, Value
+from .option_declaration import COUNT, Value
 from .options import ALL, EMPTY_PATH, FACTORY, OPTIONS, Options
 from .recipe_file import FLOAT, Data, KeyPath, RecipeText
 from .spec import BATCH_KEYS, Strategy
