@@ -691,7 +691,7 @@ class ConfigurationBuilder:
         if row.axis_values:
             return self._with_global_batch(self._with_axes(row, configuration))
         file = row.origin if isinstance(row.origin, ConfigurationFile) and configuration.refusal is None else None
-        if self.options.keep_batch and file is not None and gives_accumulation(file):
+        if self.options.keep_batch and file is not None and gives_accumulation(file, self.placement.num_gpus):
             return configuration
         return self._with_global_batch(configuration)
 
@@ -706,10 +706,10 @@ class ConfigurationBuilder:
         how many ranks share their data. Raises UsageError where it is not whole, or another one was given.
         """
         total, config = self.options.global_batch_size, configuration.deepspeed_config
-        sharing = deepspeed_config.tensor_parallel_size(config) * deepspeed_config.sequence_parallel_size(config)
-        micro, given = config.get("train_micro_batch_size_per_gpu"), config.get("gradient_accumulation_steps", 1)
         if total is None or configuration.refusal is not None:
             return configuration
+        sharing = deepspeed_config.tensor_parallel_size(config) * deepspeed_config.sequence_parallel_size(config)
+        micro, given = config.get("train_micro_batch_size_per_gpu"), config.get("gradient_accumulation_steps", 1)
         # Such rows are refused later, for these reasons.
         if not isinstance(micro, int) or self.placement.num_gpus % sharing:
             return configuration

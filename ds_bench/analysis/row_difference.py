@@ -546,8 +546,7 @@ def _config_differences(a: TrialSummary, b: TrialSummary) -> Iterator[KeyDiffere
             for value, configuration in zip(known, configurations, strict=True)
         ]
         # What stages 1 and 2 alone read is no further difference to a row of stage 3 in which it is set alike.
-        key = path.removeprefix("zero_optimization.")
-        if values[0] == values[1] or (known[0] == known[1] and key != path and _is_of_lower_stages(key)):
+        if values[0] == values[1] or (known[0] == known[1] and _is_of_lower_stages(path)):
             continue
         from_layout = all(
             path not in own or own[path] == default.get(path) for own, default in zip(written, defaults, strict=True)
@@ -561,9 +560,10 @@ def _config_differences(a: TrialSummary, b: TrialSummary) -> Iterator[KeyDiffere
         yield KeyDifference(path=path, a=values[0], b=values[1], acts_on=acts_on, from_layout=from_layout)
 
 
-def _is_of_lower_stages(key: str) -> bool:
-    """Whether a key of ``zero_optimization`` is read at stages 1 and 2 and not at stage 3."""
-    return not deepspeed_keys.is_read_at_stage(key.partition(".")[0], 3)
+def _is_of_lower_stages(path: str) -> bool:
+    """Whether it is a key of ``zero_optimization`` that is read at stages 1 and 2 and not at stage 3."""
+    block, _, key = path.partition(".")
+    return block == "zero_optimization" and not deepspeed_keys.is_read_at_stage(key.partition(".")[0], 3)
 
 
 def _is_read(path: str, configuration: Configuration) -> bool:

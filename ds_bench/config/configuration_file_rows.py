@@ -124,7 +124,31 @@ def batch_of_file(file: ConfigurationFile, num_gpus: int, batch_size: int, grad_
 
     Raises UsageError where its keys contradict each other or the number of GPUs.
     """
-    given, ranks = file.batch_arguments, max(1, num_gpus // deepspeed_config.sequence_parallel_size(file.config))
+    ranks = _data_parallel_ranks(file, num_gpus)
+    micro, accumulation = _own_batch(file, ranks)
+    micro, accumulation = micro or batch_size, accumulation or grad_accum
+    total = _batch_value(file.config, BATCH_KEYS[0])
+    if total not in (None, micro * accumulation * ranks):
+        raise UsageError(
+            f"train_batch_size {total} is not {micro} × {accumulation} × {ranks} data-parallel ranks, and DeepSpeed "
+            "refuses that",
+            remedy="use another --num-gpus, or leave --keep-batch out",
+        )
+    return micro, accumulation
+
+
+def gives_accumulation(file: ConfigurationFile, num_gpus: int) -> bool:
+    """Whether the accumulation of :func:`batch_of_file` is the file's own. Raises UsageError for an invalid key."""
+    return bool(_own_batch(file, _data_parallel_ranks(file, num_gpus))[1])
+
+
+def _data_parallel_ranks(file: ConfigurationFile, num_gpus: int) -> int:
+    return max(1, num_gpus // deepspeed_config.sequence_parallel_size(file.config))
+
+
+def _own_batch(file: ConfigurationFile, ranks: int) -> tuple[int | None, int | None]:
+    """The micro-batch and the accumulation that a file gives; None or 0 where it gives none."""
+    given = file.batch_arguments
     total, micro, accumulation = (_batch_value(file.config, key) for key in BATCH_KEYS)
     micro = micro or given.get("per_device_train_batch_size")
     accumulation = accumulation or given.get("gradient_accumulation_steps")
@@ -138,23 +162,7 @@ def batch_of_file(file: ConfigurationFile, num_gpus: int, batch_size: int, grad_
             accumulation = total // micro // ranks
     elif micro is not None and BATCH_KEYS[2] not in file.config:
         accumulation = accumulation or 1
-    micro, accumulation = micro or batch_size, accumulation or grad_accum
-    if total not in (None, micro * accumulation * ranks):
-        raise UsageError(
-            f"train_batch_size {total} is not {micro} × {accumulation} × {ranks} data-parallel ranks, and DeepSpeed "
-            "refuses that",
-            remedy="use another --num-gpus, or leave --keep-batch out",
-        )
     return micro, accumulation
-
-
-def gives_accumulation(file: ConfigurationFile) -> bool:
-    """Whether the accumulation of :func:`batch_of_file` is the file's own. Raises UsageError for a key of no use."""
-    given = file.batch_arguments
-    total, micro, accumulation = (_batch_value(file.config, key) for key in BATCH_KEYS)
-    if total or accumulation or "gradient_accumulation_steps" in given:
-        return True
-    return bool(micro or given.get("per_device_train_batch_size")) and BATCH_KEYS[2] not in file.config
 
 
 def _batch_value(config: Mapping[str, Any], key: str) -> int | None:
