@@ -150,7 +150,7 @@ def flags_of_change(change: Alternative, comparison: Comparison) -> str:
         elif part.startswith("reduce_bucket_size "):
             # The size with which what_if predicted it (_SMALL_BUCKET).
             flags.append("--set zero_optimization.reduce_bucket_size=50000000")
-        elif words[-1] in ("GPU", "GPUs"):
+        elif part.endswith((" GPU", " GPUs")):
             flags.append(f"--num-gpus {words[0]}")
     if change.offload_optimizer == "none":
         stage_flag = "--strategies none --stage" if _is_offload_run(comparison) else "--stages"
