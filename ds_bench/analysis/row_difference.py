@@ -16,9 +16,8 @@ from typing import Any, Literal
 from ..config import deepspeed_keys
 from ..config.deepspeed_config import is_full_config, layout_config, paths_of
 from ..config.spec import Configuration
-from ..prediction.memory import UNCOUNTED
+from ..prediction.memory import UNCOUNTED, Saving
 from ..prediction.trial_predictions import stored_prediction
-from ..prediction.what_if import Saving
 from ..records.schema import RankMeasurement, Tier, measured_values
 from ..system import environment
 from .comparability import differing, incomparable_fields, requested_facts
@@ -402,8 +401,7 @@ def _predicted_difference(a: ComparisonRow, b: ComparisonRow, tier: Tier) -> Tie
     predictions = [stored_prediction(row.representative.record.trial) for row in (a, b)]
     if None in predictions:
         return None
-    name = {"gpu": "gpu", "cpu": "host", "nvme": "nvme"}[tier]
-    sides = [getattr(each, name) for each in predictions]
+    sides = [each.in_tier(tier) for each in predictions if each is not None]
     scope: Scope = "fullest rank" if tier == "gpu" else "fullest node"
     return TierDifference(tier=tier, moment="peak", scope=scope, categories=_categories(*sides), predicted=True)
 
@@ -433,12 +431,11 @@ def _savings(row: ComparisonRow) -> Iterator[Saving]:
         return
     on_gpu = bool(prediction.gpu)
     whole = prediction.gpu_bytes if on_gpu else prediction.host_bytes
-    found = [Saving(**each) for each in prediction.savings]
 
     def saved(saving: Saving) -> int:
         return saving.gpu_bytes if on_gpu else saving.host_bytes
 
-    enough = [each for each in found if saved(each) >= _LEAST_SAVING * whole]
+    enough = [each for each in prediction.savings if saved(each) >= _LEAST_SAVING * whole]
     yield from sorted(enough, key=saved, reverse=True)[:_MOST_SAVINGS]
 
 
@@ -602,7 +599,7 @@ def _unknown(a: ComparisonRow, b: ComparisonRow, memory: Sequence[TierDifference
     trials = [row.representative.record.trial for row in (a, b)]
     if not all(map(is_full_config, trials)):
         yield "the DeepSpeed configurations"
-    if any(trial.prediction is None for trial in trials):
+    if None in map(stored_prediction, trials):
         yield "predictions"
     if a.succeeded and b.succeeded:
         if not any(each.moment == "peak" and each.categories[0].category != TOTAL for each in memory):

@@ -14,6 +14,7 @@ from typing import Any
 
 from ..config.deepspeed_config import PRECISION_BLOCKS, is_deepcompiled, sequence_parallel_size
 from ..config.spec import Engine, Placement, Precision, Workload, block_of
+from ..records.schema import Tier
 from ..units import from_gb
 from . import reference_engines, stage_3, stages_0_to_2
 from .inputs import MemoryInputs, Phases, ZeroSettings
@@ -42,6 +43,42 @@ UNCOUNTED = ("temporaries", "gathered_parameters", "logits_and_loss", "pinned_ro
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Alternative:
+    """Another configuration of the same work: the memory it leads to, whatever the machine has."""
+
+    text: str
+    rank: int
+    """Position in the order of cost, 0 for the change that costs least."""
+    gpu_bytes: int
+    host_bytes: int
+    """Per node."""
+    stage: int
+    offload_optimizer: str
+    offload_param: str
+    strategy_alone: bool
+    """Whether the strategy is all that changes."""
+
+    @property
+    def layout(self) -> tuple[int, str, str]:
+        """Stage and both offload devices, as ``Configuration.layout``."""
+        return self.stage, self.offload_optimizer, self.offload_param
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saving:
+    """What one named change of a configuration would save at the fullest moment, alone."""
+
+    name: str
+    """``small_buffers`` (a value of the axis ``buffers``), ``activation checkpointing``, ``optimizer offload``."""
+    changes: Mapping[str, Any]
+    """Key path, or field of the workload → its value after the change."""
+    gpu_bytes: int
+    """Per GPU; 0 on the CPU accelerator."""
+    host_bytes: int
+    """Per node; negative where the change moves bytes to the host."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
     """The predicted memory of one trial, of the rank with the most."""
 
@@ -65,10 +102,10 @@ class Prediction:
     """Temporaries of logits and loss per GPU, beside the activations; None where they are not known."""
     unknown: str | None = None
     """Why activations, logits and loss are not in the figures; None where they are."""
-    alternatives: tuple[Mapping[str, Any], ...] = ()
-    """What other configurations of the same work would take, for advice after the run (``what_if.Alternative``)."""
-    savings: tuple[Mapping[str, Any], ...] = ()
-    """What named changes of this configuration would save, for explanations after the run (``what_if.Saving``)."""
+    alternatives: tuple[Alternative, ...] = ()
+    """For advice after the run; ``what_if`` finds them."""
+    savings: tuple[Saving, ...] = ()
+    """For explanations after the run; ``what_if`` finds them."""
 
     @property
     def gpu_bytes(self) -> int:
@@ -84,6 +121,10 @@ class Prediction:
     def nvme_bytes(self) -> int:
         """Per node."""
         return sum(self.nvme.values())
+
+    def in_tier(self, tier: Tier) -> Mapping[str, int]:
+        """Category → bytes in a tier of the ledger: per GPU, or per node in ``cpu`` and ``nvme``."""
+        return {"gpu": self.gpu, "cpu": self.host, "nvme": self.nvme}[tier]
 
     def biggest_in(self, tier: str) -> tuple[str, int]:
         """The category that takes most of the ``gpu`` or of the ``host``, and its bytes."""
@@ -113,13 +154,8 @@ class Prediction:
         return DOES_NOT_FIT if share > 1 else TIGHT if share > TIGHT_FRACTION else FITS
 
     def to_dict(self) -> dict[str, Any]:
-        """Converts to JSON values."""
+        """Converts to JSON values, which ``trial_predictions.stored_prediction`` reads."""
         return asdict(self)
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Prediction:
-        """The inverse of :meth:`to_dict`. Raises TypeError on other shapes."""
-        return cls(**{**data, **{name: tuple(data.get(name, ())) for name in ("alternatives", "savings")}})
 
 
 def predict(

@@ -16,7 +16,9 @@ from ..config.deepspeed_config import tensor_parallel_size
 from ..config.spec import Accelerator, Placement, Trial
 from ..errors import DsBenchError, PreflightError, UsageError
 from ..models.lookup import ResolvedModel
-from ..records.schema import TrialRecord
+from ..records import json_files
+from ..records.json_files import InvalidValueError
+from ..records.schema import TrialRecord, measured_values
 from ..system.environment import Environment
 from ..units import format_bytes
 from . import what_if
@@ -293,7 +295,7 @@ def _resident_host_bytes(prediction: Prediction) -> int:
 
 def peak_host_bytes(trials: Sequence[Trial]) -> int | None:
     """Returns the most host memory of a node that one of the trials is predicted to take; None without predictions."""
-    predictions = [Prediction.from_dict(trial.prediction) for trial in trials if trial.prediction is not None]
+    predictions = filter(None, map(stored_prediction, trials))
     return max(map(_resident_host_bytes, predictions), default=None)
 
 
@@ -309,15 +311,13 @@ def predicted_over_measured(record: TrialRecord) -> float | None:
     accelerator there is none: resident memory is not comparable with a prediction of tensor bytes (untouched buffers
     are not resident, forked ranks share libraries); see ``predicted_over_ledger``.
     """
-    # A record of another version may hold a prediction of another shape.
-    with contextlib.suppress(TypeError, AttributeError):
-        prediction = stored_prediction(record.trial)
-        # Where building the model is the fullest moment, the peak of building is what was predicted.
-        name = "gpu_init_peak_bytes" if prediction is not None and prediction.phase == "build" else "gpu_peak_bytes"
-        peak: int | None = max((size for rank in record.ranks if (size := getattr(rank, name))), default=None)
-        if prediction is not None and prediction.unknown is None and peak:
-            return (prediction.gpu_bytes - prediction.gpu.get("overhead", 0)) / peak
-    return None
+    prediction = stored_prediction(record.trial)
+    if prediction is None or prediction.unknown is not None:
+        return None
+    # Where building the model is the fullest moment, the peak of building is what was predicted.
+    name = "gpu_init_peak_bytes" if prediction.phase == "build" else "gpu_peak_bytes"
+    peak = max(measured_values(record.ranks, name), default=0)
+    return (prediction.gpu_bytes - prediction.gpu.get("overhead", 0)) / peak if peak else None
 
 
 def predicted_over_ledger(record: TrialRecord) -> float | None:
@@ -326,20 +326,38 @@ def predicted_over_ledger(record: TrialRecord) -> float | None:
     The category ``other`` is left out, and the activations too where they are not predicted. None without a prediction,
     for one of an unknown format, and without a measured ledger.
     """
-    with contextlib.suppress(TypeError, AttributeError):
-        prediction = stored_prediction(record.trial)
-        if prediction is not None:
-            left_out = ("other",) if prediction.unknown is None else ("other", "activations")
-            measured = max((_ledger_bytes(rank.ledger, left_out) for rank in record.ranks), default=0)
-            return _ledger_bytes(prediction.ledger, left_out) / measured if measured else None
-    return None
+    prediction = stored_prediction(record.trial)
+    if prediction is None:
+        return None
+    left_out = ("other",) if prediction.unknown is None else ("other", "activations")
+    measured = max((_ledger_bytes(rank.ledger, left_out) for rank in record.ranks), default=0)
+    return _ledger_bytes(prediction.ledger, left_out) / measured if measured else None
 
 
 def stored_prediction(trial: Trial) -> Prediction | None:
     """The prediction that a trial was planned with; None without one, and for one of an unknown format."""
-    with contextlib.suppress(TypeError, AttributeError):
-        return None if trial.prediction is None else Prediction.from_dict(trial.prediction)
-    return None
+    return None if trial.prediction is None else _read(_ByIdentity(trial.prediction))
+
+
+class _ByIdentity:
+    """A stored prediction as the key of a cache: equal to itself alone, and kept, so that its ``id`` stays its own."""
+
+    def __init__(self, stored: Mapping[str, Any]) -> None:
+        self.stored = stored
+
+    def __hash__(self) -> int:
+        return id(self.stored)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _ByIdentity) and other.stored is self.stored
+
+
+@functools.lru_cache(maxsize=512)  # thousands of records share a few predictions (records/reader.py)
+def _read(key: _ByIdentity) -> Prediction | None:
+    try:
+        return json_files.build(Prediction, key.stored)
+    except InvalidValueError:
+        return None
 
 
 def _ledger_bytes(ledger: Mapping[str, Mapping[str, int]], left_out: Sequence[str]) -> int:

@@ -14,7 +14,7 @@ from typing import Any
 from ..config import bucket_sizes, deepspeed_config, overrides, strategies
 from ..config.spec import Configuration, Placement, Strategy, Workload
 from ..units import format_items
-from .memory import DOES_NOT_FIT, FITS, TIGHT, Prediction, gpu_bytes_by_moment, predict
+from .memory import DOES_NOT_FIT, FITS, TIGHT, Alternative, Prediction, Saving, gpu_bytes_by_moment, predict
 from .model_profile import ModelProfile
 
 LARGEST_BATCH = 65536
@@ -92,28 +92,6 @@ class Change:
     """The configuration after the change."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Alternative:
-    """A change as a record stores it, in JSON values: the memory it leads to, whatever the machine has."""
-
-    text: str
-    rank: int
-    """Position in the order of cost, 0 for the change that costs least."""
-    gpu_bytes: int
-    host_bytes: int
-    """Per node."""
-    stage: int
-    offload_optimizer: str
-    offload_param: str
-    strategy_alone: bool
-    """Whether the strategy is all that changes."""
-
-    @property
-    def layout(self) -> tuple[int, str, str]:
-        """Stage and both offload devices, as ``Configuration.layout``."""
-        return self.stage, self.offload_optimizer, self.offload_param
-
-
 def alternatives(planned: PlannedTrial) -> list[Alternative]:
     """Finds the changes that may help, with their memory, in the order of their cost; for advice after the run.
 
@@ -144,20 +122,6 @@ def alternatives(planned: PlannedTrial) -> list[Alternative]:
             )
         )
     return found
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Saving:
-    """What one named change of a configuration would save at the fullest moment, alone."""
-
-    name: str
-    """``small_buffers`` (a value of the axis ``buffers``), ``activation checkpointing``, ``optimizer offload``."""
-    changes: Mapping[str, Any]
-    """Key path, or field of the workload → its value after the change."""
-    gpu_bytes: int
-    """Per GPU; 0 on the CPU accelerator."""
-    host_bytes: int
-    """Per node; negative where the change moves bytes to the host."""
 
 
 def savings(planned: PlannedTrial) -> list[Saving]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from ..analysis.comparison import Comparison, ComparisonRow
 from ..analysis.trial_caveats import NEAR_CAPACITY
-from ..prediction.what_if import Alternative
+from ..prediction.memory import Alternative
 from ..records import schema
 from ..records.schema import TrialRecord
 from ..units import format_bytes, format_duration, format_percent

@@ -11,7 +11,7 @@ from ..analysis.caveats import CaveatKind, CaveatText, has_text
 from ..analysis.comparison import Comparison, ComparisonRow
 from ..analysis.intervals import FEWEST_RUNS
 from ..config.strategies import OFFLOAD_NAMES, STRATEGY_NAMES
-from ..prediction.what_if import Alternative
+from ..prediction.memory import Alternative
 from ..records import schema
 from ..units import format_count, format_gigabytes, format_percent
 from . import remedies

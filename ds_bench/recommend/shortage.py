@@ -12,11 +12,10 @@ from typing import Literal
 
 from ..analysis.comparison import Comparison, ComparisonRow
 from ..config.spec import Trial, Workload
-from ..prediction.memory import TIGHT_FRACTION, Prediction
-from ..prediction.what_if import Alternative
-from ..records import json_files, schema
-from ..records.json_files import InvalidValueError
-from ..records.schema import TrialRecord
+from ..prediction.memory import TIGHT_FRACTION, Alternative, Prediction
+from ..prediction.trial_predictions import stored_prediction
+from ..records import schema
+from ..records.schema import Tier, TrialRecord
 from ..units import format_bytes
 
 Pool = Literal["device", "host", "both"]
@@ -70,11 +69,11 @@ def shortage_of(run: TrialRecord) -> Shortage:
     return Shortage(requested_bytes=outcome.requested_bytes, free_bytes=outcome.free_bytes)
 
 
-def predicted_bytes(run: TrialRecord, tier: str) -> int | None:
+def predicted_bytes(run: TrialRecord, tier: Tier) -> int | None:
     """Predicted peak of ``gpu``, per rank, or of ``cpu`` or ``nvme``, per node; None without a prediction."""
-    parts = (run.trial.prediction or {}).get("host" if tier == "cpu" else tier)
-    sizes = list(parts.values()) if isinstance(parts, Mapping) else []
-    return sum(sizes) if sizes and all(isinstance(size, int) for size in sizes) else None
+    prediction = stored_prediction(run.trial)
+    sizes = {} if prediction is None else prediction.in_tier(tier)
+    return sum(sizes.values()) if sizes else None
 
 
 def predicted_shortage(run: TrialRecord, comparison: Comparison) -> Shortage | None:
@@ -131,12 +130,9 @@ class FailedSetup:
 
 def failed_setup(run: TrialRecord, comparison: Comparison, shortage: Shortage) -> FailedSetup | None:
     """The setup of a run that did not fit; None if its record has no complete prediction of the known format."""
-    try:
-        prediction = json_files.build(Prediction, run.trial.prediction)
-        alternatives = json_files.build(tuple[Alternative, ...], prediction.alternatives)
-    except InvalidValueError:
-        return None
-    if prediction.unknown is not None:  # without the activations it is not known what would fit
+    prediction = stored_prediction(run.trial)
+    # Without the activations it is not known what would fit.
+    if prediction is None or prediction.unknown is not None:
         return None
     trial, config = run.trial, run.trial.ds_config
     rows = _rows_of_same_work(comparison, trial)
@@ -151,7 +147,9 @@ def failed_setup(run: TrialRecord, comparison: Comparison, shortage: Shortage) -
         prediction=prediction,
         micro_batch_size=batch if isinstance(batch, int) and batch > 0 else trial.workload.batch_size,
         checkpointed=trial.workload.activation_checkpointing,
-        alternatives=tuple(each for each in alternatives if not (each.strategy_alone and each.layout in failed)),
+        alternatives=tuple(
+            each for each in prediction.alternatives if not (each.strategy_alone and each.layout in failed)
+        ),
         gpu_limit_bytes=_limit(prediction.gpu_bytes, comparison.device_capacity_bytes, of_device),
         host_limit_bytes=_limit(prediction.host_bytes, comparison.host_capacity_bytes, of_host),
         trained=frozenset(trained),

@@ -14,8 +14,9 @@ from ..analysis.comparison import Comparison, ComparisonRow
 from ..analysis.row_difference import ledger_of_row
 from ..analysis.step_costs import PARTS, step_parts
 from ..analysis.summary import TrialSummary
+from ..prediction.trial_predictions import stored_prediction
 from ..recommend.shortage import predicted_bytes
-from ..records.schema import OOM, OOM_DISK, OOM_HOST, SKIPPED, TrialRecord
+from ..records.schema import OOM, OOM_DISK, OOM_HOST, SKIPPED, Tier, TrialRecord
 from ..units import BYTES_PER_GB, MISSING, format_significant, to_gb, to_ms
 
 MAX_OVERLAID_ROWS = 8
@@ -28,7 +29,7 @@ MAX_ROWS_IN_ALT_TEXT = 12
 """Further rows are only in the table of numbers."""
 CATEGORIES = ("parameters", "gradients", "optimizer_states", "deepspeed_buffers", "activations", "other")
 
-_TIERS = {
+_TIERS: Mapping[Tier, tuple[str, str]] = {
     "gpu": ("Device memory", "on the fullest rank"),
     "cpu": ("Host memory", "sum over the ranks of the fullest node"),
     "nvme": ("NVMe", "sum over the ranks of the fullest node"),
@@ -441,7 +442,7 @@ def _throughput_chart(rows: _Rows) -> Chart | None:
     )
 
 
-def _ledger_chart(rows: _Rows, tier: str) -> Chart | None:
+def _ledger_chart(rows: _Rows, tier: Tier) -> Chart | None:
     """Memory of one tier by category, beside the measured peak; the peak alone for rows without a ledger.
 
     None if no row took any of it, and none ran out of it.
@@ -482,17 +483,17 @@ def _ledger_chart(rows: _Rows, tier: str) -> Chart | None:
     )
 
 
-def _capacity_bytes(comparison: Comparison, tier: str) -> int | None:
+def _capacity_bytes(comparison: Comparison, tier: Tier) -> int | None:
     return {"gpu": comparison.device_capacity_bytes, "cpu": comparison.host_capacity_bytes}.get(tier)
 
 
-def _capacity_gb(comparison: Comparison, tier: str) -> tuple[float | None, str]:
+def _capacity_gb(comparison: Comparison, tier: Tier) -> tuple[float | None, str]:
     """How much of a tier there is, and the label of the line at it; None for NVMe and if it is not known."""
     capacity = to_gb(_capacity_bytes(comparison, tier))
     return capacity, "" if capacity is None else f"{'card' if tier == 'gpu' else 'host'} {format_value(capacity)} GB"
 
 
-def _memory_stack(row: ComparisonRow, tier: str, rows: _Rows) -> Stack | None:
+def _memory_stack(row: ComparisonRow, tier: Tier, rows: _Rows) -> Stack | None:
     """The bytes of the run with most of them; None if the row has none in this tier, or failed for another reason."""
     label = rows.label(row)
     if not row.succeeded:
@@ -516,20 +517,22 @@ def _memory_stack(row: ComparisonRow, tier: str, rows: _Rows) -> Stack | None:
     )
 
 
-def _predicted_bytes(record: TrialRecord, tier: str) -> int | None:
+def _predicted_bytes(record: TrialRecord, tier: Tier) -> int | None:
     """The prediction that the measured bytes of a tier can be held against; None if there is none.
 
     On a GPU without what is assumed outside torch's allocator. On the CPU accelerator there is none: pages that nobody
     touched are not resident (``prediction.trial_predictions``).
     """
-    prediction = record.trial.prediction or {}
-    if prediction.get("unknown") is not None or (tier == "cpu" and record.trial.placement.accelerator == "cpu"):
+    prediction = stored_prediction(record.trial)
+    if prediction is None or prediction.unknown is not None:
+        return None
+    if tier == "cpu" and record.trial.placement.accelerator == "cpu":
         return None
     size = predicted_bytes(record, tier)
-    return size - prediction["gpu"].get("overhead", 0) if size is not None and tier == "gpu" else size
+    return size - prediction.gpu.get("overhead", 0) if size is not None and tier == "gpu" else size
 
 
-def _request(row: ComparisonRow, tier: str, comparison: Comparison) -> tuple[float | None, str] | None:
+def _request(row: ComparisonRow, tier: Tier, comparison: Comparison) -> tuple[float | None, str] | None:
     """GB that a failed row would have needed at least, with a text; None if it did not run out of this tier's memory.
 
     What was in use when an allocation failed and that allocation, else the prediction; None GB if neither is known.

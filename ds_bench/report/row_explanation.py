@@ -22,7 +22,7 @@ from ..analysis.row_difference import (
     TimeDifference,
     explain,
 )
-from ..prediction.what_if import Saving
+from ..prediction.memory import Saving
 from ..recommend.remedies import failed_run
 from ..recommend.short_answer import format_list
 from ..recommend.strategy_guide import traffic_text

@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 
 from ..config.spec import Trial
 from ..planner import Plan, RunPlan
-from ..prediction.memory import DOES_NOT_FIT, UNKNOWN, Prediction
+from ..prediction.memory import DOES_NOT_FIT, UNKNOWN
+from ..prediction.trial_predictions import stored_prediction
 from ..system.terminal import aligned_lines
 from ..units import format_bytes, format_duration, format_items, format_names
 
@@ -67,16 +68,17 @@ def _row_cells(plan: Plan, name: str, estimate: Estimate) -> list[str]:
     trials = [trial for trial in plan.trials if trial.configuration.name == name]
     first = trials[0]
     fits = "unsupported" if first.unsupported else _fit_text(plan, first)
-    least = "≥ " if first.prediction is not None and Prediction.from_dict(first.prediction).unknown else ""
+    prediction = stored_prediction(first)
+    least = "≥ " if prediction is not None and prediction.unknown else ""
     seconds = format_duration(sum(map(estimate, trials)))
     return [first.configuration.label, str(len(trials)), least + format_bytes(_predicted_bytes(first)), fits, seconds]
 
 
 def _predicted_bytes(trial: Trial) -> int | None:
     """Predicted memory of one GPU, on the CPU accelerator of the host; None without a prediction."""
-    if trial.prediction is None:
+    prediction = stored_prediction(trial)
+    if prediction is None:
         return None
-    prediction = Prediction.from_dict(trial.prediction)
     return prediction.gpu_bytes if trial.placement.accelerator == "cuda" else prediction.host_bytes
 
 
@@ -84,9 +86,10 @@ def _fit_text(plan: Plan, trial: Trial) -> str:
     """``yes``, ``no``, or ``?`` where a part of its memory is not predicted and the rest would fit."""
     if trial.not_launched:
         return "no"
-    if trial.prediction is None:
+    prediction = stored_prediction(trial)
+    if prediction is None:
         return "?"
-    verdict = Prediction.from_dict(trial.prediction).verdict(plan.memory.gpu_bytes, plan.memory.host_bytes)
+    verdict = prediction.verdict(plan.memory.gpu_bytes, plan.memory.host_bytes)
     return {DOES_NOT_FIT: "no", UNKNOWN: "?"}.get(verdict, "yes")
 
 

@@ -13,8 +13,12 @@ import pytest
 
 from ds_bench import load
 from ds_bench.cli.commands import main
-from ds_bench.prediction.memory import Prediction
-from ds_bench.prediction.trial_predictions import MemoryCapacity, attach_predictions, profile_model
+from ds_bench.prediction.trial_predictions import (
+    MemoryCapacity,
+    attach_predictions,
+    profile_model,
+    stored_prediction,
+)
 from ds_bench.records.schema import CommunicationOperation, TrialRecord
 from tests.support import fakes
 
@@ -75,8 +79,9 @@ def test_memory_is_that_which_the_run_would_be_predicted_with(
     for row in report["rows"]:
         trial = fakes.trial(fakes.zero(row["stage"]), on=fakes.placement(accelerator="cuda", num_gpus=row["num_gpus"]))
         (planned,) = attach_predictions([trial], profile, MemoryCapacity(gpu_bytes=None, host_bytes=None), skip=False)
-        assert planned.prediction is not None
-        assert row["gpu_memory_gb"] == Prediction.from_dict(planned.prediction).gpu_bytes / 2**30
+        prediction = stored_prediction(planned)
+        assert prediction is not None
+        assert row["gpu_memory_gb"] == prediction.gpu_bytes / 2**30
 
 
 def test_a_measurement_on_the_cpu_is_said_to_be_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -269,7 +269,7 @@ def with_failures() -> samples.ComparisonReport:
     """Four rows, one of them recommended, and rows that ran out of memory, by measurement and by prediction."""
     rows = samples.zero_comparison().rows[:4]
     known = samples.failed(fakes.zero(2), requested_bytes=50 * fakes.GB, free_bytes=4 * fakes.GB)
-    trial = replace(known.record.trial, prediction={"gpu": {"activations": 300 * fakes.GB}})
+    trial = replace(known.record.trial, prediction=fakes.prediction(gpu={"activations": 300 * fakes.GB}))
     foreseen = replace(known, record=replace(known.record, trial=trial, outcome=Outcome(status=OOM)))
     failures = (samples.row("ZeRO-2, micro-batch 16", known), samples.row("ZeRO-2, micro-batch 64", foreseen))
     chosen = samples.recommendation(key="ZeRO-2")

@@ -26,7 +26,16 @@ from ds_bench.prediction.memory import DOES_NOT_FIT, FITS, TIGHT, Prediction
 from ds_bench.prediction.model_profile import Activations, ModelProfile, Polynomial, find_profile
 from ds_bench.prediction.stage_3 import GatheredElements, gathered_elements
 from ds_bench.prediction.stages_0_to_2 import owned_elements
-from ds_bench.prediction.what_if import Change, PlannedTrial, fits, max_batch, min_gpus, smallest_change
+from ds_bench.prediction.what_if import (
+    Change,
+    PlannedTrial,
+    alternatives,
+    fits,
+    max_batch,
+    min_gpus,
+    savings,
+    smallest_change,
+)
 from ds_bench.system import devices
 from tests.support.fakes import failure, offload, placement, preset, success, trial, workload, zero
 
@@ -605,8 +614,13 @@ def test_the_batch_and_precision_of_the_configuration_count() -> None:
 
 
 def test_a_prediction_survives_its_json() -> None:
-    found = llama(offload("nvme")).predict()
-    assert Prediction.from_dict(json.loads(json.dumps(found.to_dict()))) == found
+    asked = llama(offload("nvme"))
+    found = asked.predict()
+    stored = replace(found, alternatives=tuple(alternatives(asked)), savings=tuple(savings(asked)))
+    assert stored.alternatives
+    assert stored.savings
+    trial_of_file = trial(prediction=json.loads(json.dumps(stored.to_dict())))
+    assert trial_predictions.stored_prediction(trial_of_file) == stored
 
 
 def test_a_miss_is_more_than_a_tenth(subtests: pytest.Subtests) -> None:

@@ -13,7 +13,7 @@ from ds_bench.errors import PreflightError
 from ds_bench.models.lookup import ResolvedModel
 from ds_bench.prediction import memory, trial_predictions
 from ds_bench.prediction.model_profile import ModelProfile
-from ds_bench.prediction.trial_predictions import MemoryCapacity, Unpredicted
+from ds_bench.prediction.trial_predictions import MemoryCapacity, Unpredicted, stored_prediction
 from ds_bench.records import json_files
 from tests.support import fakes
 
@@ -28,9 +28,9 @@ def foreseen(trial: Trial, room: MemoryCapacity, *, skip: bool = True) -> Trial:
 
 
 def need(trial: Trial) -> int:
-    prediction = foreseen(trial, MemoryCapacity(gpu_bytes=None, host_bytes=None)).prediction
+    prediction = stored_prediction(foreseen(trial, MemoryCapacity(gpu_bytes=None, host_bytes=None)))
     assert prediction is not None
-    return memory.Prediction.from_dict(prediction).gpu_bytes
+    return prediction.gpu_bytes
 
 
 def test_a_preset_is_known_at_once() -> None:
@@ -58,8 +58,8 @@ def test_unknown_activations_leave_the_rest_predicted_and_never_fit() -> None:
     room = MemoryCapacity(gpu_bytes=80 * GB, host_bytes=None)
     (trial,) = trial_predictions.attach_predictions([fakes.trial(fakes.zero(2), on=ON_GPUS)], without, room, skip=True)
     assert trial.caveats == ("activations are not predicted, the rest is: no fake kernel",)
-    assert trial.prediction is not None
-    found = memory.Prediction.from_dict(trial.prediction)
+    found = stored_prediction(trial)
+    assert found is not None
     assert (found.activation_bytes, found.verdict(80 * GB)) == (None, memory.UNKNOWN)
     assert found.verdict(1) == memory.DOES_NOT_FIT
     assert found.ledger["gpu"]["optimizer_states"] == 12 * 557_568 // 2
@@ -95,8 +95,7 @@ def test_a_trial_carries_its_prediction_and_its_key_stays() -> None:
     assert found.key == trial.key
     again = json_files.build(Trial, found.to_dict())
     assert replace(again, prediction=None) == replace(found, prediction=None)
-    assert again.prediction is not None
-    assert memory.Prediction.from_dict(again.prediction) == memory.Prediction.from_dict(found.prediction)
+    assert stored_prediction(again) == stored_prediction(found) is not None
 
 
 def test_only_what_cannot_fit_is_skipped_and_only_where_asked() -> None:
@@ -181,8 +180,8 @@ def test_a_miss_above_ten_percent_is_a_caveat(subtests: pytest.Subtests) -> None
     for factor, missed in ((1.0, False), (1.08, False), (1.3, True), (0.7, True)):
         with subtests.test(factor=factor):
             trial = foreseen(fakes.trial(fakes.zero(2), on=ON_GPUS), MemoryCapacity(gpu_bytes=None, host_bytes=None))
-            assert trial.prediction is not None
-            prediction = memory.Prediction.from_dict(trial.prediction)
+            prediction = stored_prediction(trial)
+            assert prediction is not None
             predicted = prediction.gpu_bytes - prediction.gpu["overhead"]
             summary = analysis.summarise(fakes.success(trial, gpu_peak_bytes=round(predicted / factor)), None, None)
             assert summary.predicted_over_measured == pytest.approx(factor, rel=1e-6)

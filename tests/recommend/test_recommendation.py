@@ -664,12 +664,12 @@ def skipped(strategy: Configuration, gigabytes: float, **changes: Any) -> TrialR
     """Never launched on 80 GB cards, as it is predicted to need that much of each."""
     reason = "predicted to need much; leave out --skip-predicted-oom to try it"
     on = fakes.placement(accelerator="cuda", num_gpus=4)
-    trial = fakes.trial(strategy, on=on, skipped=reason, prediction={"gpu": {"all": int(gigabytes * GB)}})
+    trial = fakes.trial(strategy, on=on, skipped=reason, prediction=fakes.prediction(gpu={"all": int(gigabytes * GB)}))
     return fakes.failure(trial, schema.SKIPPED, **{"error": reason, "details": reason, "phase": None, **changes})
 
 
 def test_a_skipped_row_without_a_usable_prediction_still_has_a_next_step(subtests: pytest.Subtests) -> None:
-    for prediction in (None, {"gpu": None}, {"gpu": {"all": "much"}}, {"gpu": {}}):
+    for prediction in (None, {"gpu": None}, {**fakes.prediction(), "gpu": {"all": "much"}}, fakes.prediction()):
         with subtests.test(prediction=prediction):
             entry = skipped(fakes.zero(0), 1, error="by hand")
             entry = replace(entry, trial=replace(entry.trial, prediction=prediction))

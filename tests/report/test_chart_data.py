@@ -83,8 +83,8 @@ def test_bars_carry_every_run_and_an_interval_only_where_there_is_one() -> None:
 def out_of_memory(status: str = schema.OOM, gpu: float | None = 95, **changes: Any) -> TrialSummary:
     """A run that failed, predicted to need ``gpu`` GB on the device, 70 GB in host memory and 900 GB on NVMe."""
     failed = samples.failed(fakes.zero(2), status=status, **changes)
-    prediction = {tier: {"x": int(size * GB)} for tier, size in (("gpu", gpu), ("host", 70), ("nvme", 900)) if size}
-    trial = replace(failed.record.trial, prediction=prediction if gpu else None)
+    sizes = {tier: {"x": int(size * GB)} for tier, size in (("gpu", gpu), ("host", 70), ("nvme", 900)) if size}
+    trial = replace(failed.record.trial, prediction=fakes.prediction(**sizes) if gpu else None)
     return replace(failed, record=replace(failed.record, trial=trial))
 
 
@@ -137,7 +137,7 @@ def test_what_a_row_asked_for_does_not_shrink_the_others_below_half_of_the_axis(
 
 
 def test_the_prediction_of_a_gpu_leaves_out_what_the_allocator_does_not_see() -> None:
-    prediction = {"gpu": {"x": 7 * GB, "overhead": GB}, "host": {"x": 5 * GB}, "nvme": {}}
+    prediction = fakes.prediction(gpu={"x": 7 * GB, "overhead": GB}, host={"x": 5 * GB})
 
     def predicted(on: Placement, **changes: Any) -> list[float | None]:
         run = samples.run(fakes.zero(2), 0.1, on=on)

@@ -15,7 +15,6 @@ from ds_bench.analysis.row_difference import RowDifference, explain
 from ds_bench.analysis.summary import summarise
 from ds_bench.config.spec import Configuration
 from ds_bench.prediction import trial_predictions
-from ds_bench.prediction.memory import Prediction
 from ds_bench.prediction.model_profile import find_profile
 from ds_bench.prediction.trial_predictions import MemoryCapacity
 from ds_bench.records.schema import TrialRecord
@@ -51,8 +50,8 @@ def runs(
     )
     changes = trial_predictions.predict_changes(trials[0], profile, facts.hidden_size)
     trials = [replace(trial, prediction={**(trial.prediction or {}), **changes}) for trial in trials]
-    assert trials[0].prediction is not None
-    prediction = Prediction.from_dict(trials[0].prediction)
+    prediction = trial_predictions.stored_prediction(trials[0])
+    assert prediction is not None
     kept = {name: size for name, size in prediction.ledger["gpu"].items() if name in ("parameters", "optimizer_states")}
     if configuration.stage == 3:
         kept["deepspeed_buffers"] = prediction.ledger["gpu"]["deepspeed_buffers"]

@@ -19,6 +19,7 @@ from ds_bench.config.spec import Configuration, Placement, Strategy, Trial, Work
 from ds_bench.launch import Progress, ProgressCallback
 from ds_bench.models.lookup import ResolvedModel
 from ds_bench.models.presets import ModelFacts, find_preset
+from ds_bench.prediction.memory import Prediction
 from ds_bench.records import schema
 from ds_bench.records.run_folder import RunFolder
 from ds_bench.records.schema import Outcome, RankFailure, RankMeasurement, TrialRecord
@@ -91,6 +92,21 @@ def trial(
         "ds_config": config,
     }
     return Trial(**{**values, **changes})
+
+
+def prediction(**changes: Any) -> dict[str, Any]:
+    """The predicted memory as a trial holds it: of nothing but what ``changes`` names."""
+    values: dict[str, Any] = {
+        "gpu": {},
+        "host": {},
+        "nvme": {},
+        "phase": "loss",
+        "ledger": {},
+        "activation_bytes": 0,
+        "checkpointed_activation_bytes": None,
+        "logits_and_loss_bytes": 0,
+    }
+    return Prediction(**{**values, **changes}).to_dict()
 
 
 def measurement(of: Trial | None = None, *, step_seconds: Sequence[float] = (), **changes: Any) -> RankMeasurement:
