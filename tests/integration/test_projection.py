@@ -31,6 +31,7 @@ def measure(hosts: TwoHosts, megabits_per_second: int) -> Path:
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_a_measured_step_is_projected_to_a_link_of_another_rate(tmp_path: Path) -> None:
     try:
         with make_two_hosts(tmp_path, shared_file_system=True) as hosts:

@@ -1,0 +1,33 @@
+"""Keeps a test marked ``alone`` from running beside another of these tests, where pytest-xdist has several workers."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+@contextlib.contextmanager
+def locked(path: Path, kind: int) -> Iterator[None]:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, kind)
+        yield
+    finally:
+        fcntl.flock(descriptor, fcntl.LOCK_UN)  # a process that was forked meanwhile may have it open
+        os.close(descriptor)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Any:
+    alone = item.get_closest_marker("alone") is not None
+    with contextlib.ExitStack() as stack:
+        # Whoever waits to be alone holds this one, so that no further test begins.
+        with locked(Path(__file__), fcntl.LOCK_EX):
+            stack.enter_context(locked(Path(__file__).parent, fcntl.LOCK_EX if alone else fcntl.LOCK_SH))
+        return (yield)
