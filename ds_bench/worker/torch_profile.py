@@ -10,9 +10,11 @@ import gzip
 import itertools
 import json
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.autograd import DeviceType  # type: ignore[attr-defined]  # whose documentation names it
 from torch.profiler import ProfilerActivity
 
 from .profiled_steps import MOST_ROWS, Findings, ProfiledSteps
@@ -21,6 +23,8 @@ _ROWS_IN_FILE = 100
 _STEP = "optimizer step"
 """Marks each step in the trace. Its own time is that outside operators."""
 _OUTSIDE = "(Python and waiting, outside operators)"
+_NO_OPERATOR = "(kernels that no operator launched)"
+"""Those of DeepSpeed's own ops and of compiled code among them."""
 _CATEGORIES = (
     "parameters",
     "optimizer states",
@@ -51,7 +55,7 @@ def observe(steps: ProfiledSteps) -> Findings:
         sort_by=f"self_{device}_time_total", row_limit=_ROWS_IN_FILE, max_name_column_width=80, max_src_column_width=80
     )
     steps.file("txt").write_text(table, encoding="utf-8")
-    lines = _lines_by_time(averages, "device" if steps.on_cuda else "CPU", steps.count)
+    lines = lines_by_time(averages, "device" if steps.on_cuda else "CPU", steps.count)
     with profile_memory(activities) as profiler:
         steps.step()
         steps.synchronize()
@@ -101,21 +105,31 @@ def _allocated_over_time(profiler: torch.profiler.profile, device: torch.device)
     return [event.start_ns() // 1000 for event in events], list(totals)
 
 
-def _lines_by_time(averages: Any, device: str, step_count: int) -> tuple[str, ...]:
+def lines_by_time(averages: Sequence[Any], device: str, step_count: int) -> tuple[str, ...]:
     """The operators that take most time of their own: milliseconds per step, share, calls per step, name."""
+    on_device = device == "device"
 
     def milliseconds(event: Any) -> float:
-        total = event.self_device_time_total if device == "device" else event.self_cpu_time_total
-        return float(total) / 1000
+        return float(event.self_device_time_total if on_device else event.self_cpu_time_total) / 1000
 
-    total = sum(map(milliseconds, averages)) or 1.0
-    first = sorted(averages, key=milliseconds, reverse=True)[:MOST_ROWS]
-    heading = f"{device} ms/step  share  calls/step  operator"
+    # A kernel is in the list by itself, and in the time of the operator that launched it; a mark is there with the time
+    # of all kernels within it (torch/autograd/profiler_util.py, _build_table).
+    operators = [event for event in averages if event.device_type == DeviceType.CPU]
+    kernels = [event for event in averages if event.device_type != DeviceType.CPU and not event.is_user_annotation]
+    rows = [
+        (milliseconds(event), f"{event.count / step_count:10,.0f}", _OUTSIDE if event.key == _STEP else event.key)
+        for event in operators
+        if milliseconds(event) or not on_device
+    ]
+    total = sum(own for own, _, _ in rows)
+    if on_device and (further := sum(map(milliseconds, kernels)) - total) > 0:
+        rows.append((further, f"{'':10}", _NO_OPERATOR))
+        total += further
+    rows.sort(key=lambda row: row[0], reverse=True)
     return (
-        heading,
+        f"{device} ms/step  share  calls/step  operator",
         *(
-            f"{milliseconds(event) / step_count:{len(device) + 8},.2f}  {milliseconds(event) / total:5.1%}  "
-            f"{event.count / step_count:10,.0f}  {_OUTSIDE if event.key == _STEP else event.key}"
-            for event in first
+            f"{own / step_count:{len(device) + 8},.2f}  {own / (total or 1.0):5.1%}  {calls}  {name}"
+            for own, calls, name in rows[:MOST_ROWS]
         ),
     )

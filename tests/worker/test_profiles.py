@@ -13,10 +13,12 @@ import pytest
 import torch
 from deepspeed.profiling.flops_profiler import FlopsProfiler
 from deepspeed.runtime.zero.linear import zero3_linear_wrap
+from torch.autograd import DeviceType
+from torch.autograd.profiler_util import EventList, FunctionEvent
 
 from ds_bench.config.spec import Inspection, ProfileName
 from ds_bench.records.rank_files import HeartbeatWriter
-from ds_bench.worker import flops_profile, nsys_window, profiles, training_loop
+from ds_bench.worker import flops_profile, nsys_window, profiles, torch_profile, training_loop
 from ds_bench.worker.profiled_steps import Findings, ProfiledSteps
 from tests.support import fakes
 from tests.support.batches import batches
@@ -141,6 +143,42 @@ def test_the_profile_torch_leaves_a_trace_a_table_and_a_memory_timeline(folder: 
     assert lines[0].startswith("CPU ms/step")
     assert any(line.endswith("aten::addmm") for line in lines)
     assert lines[-1].startswith("peak of tensors ")
+
+
+def test_the_time_of_a_kernel_counts_once_and_is_its_operators() -> None:
+    """torch lists a kernel by itself too, and a mark with all kernels within it."""
+
+    def event(name: str, where: DeviceType, begin: int, end: int, **kernels: int) -> FunctionEvent:
+        mark = name == "optimizer step"
+        made = FunctionEvent(
+            begin + 1, name, 1, begin, end, device_type=where, use_device="cuda", is_user_annotation=mark, stack=()
+        )
+        for kernel, duration in kernels.items():
+            made.append_kernel(kernel, 0, duration)
+        return made
+
+    cpu, cuda = DeviceType.CPU, DeviceType.CUDA
+    events = [
+        event("optimizer step", cpu, 0, 10_000),
+        event("aten::mm", cpu, 1_000, 2_000, gemm=6_000),
+        event("aten::copy_", cpu, 3_000, 4_000, memcpy=2_000),
+        event("gemm", cuda, 5_000, 11_000),
+        event("memcpy", cuda, 11_000, 13_000),
+        event("multi_tensor_adam", cuda, 13_000, 15_000),
+        event("optimizer step", cuda, 5_000, 15_000),
+    ]
+    found: Any = EventList(events, use_device="cuda")
+    found._build_tree()
+    averages = found.key_averages()
+    lines = torch_profile.lines_by_time(averages, "device", 2)
+    assert [line.split(maxsplit=3) for line in lines[1:3]] == [
+        ["3.00", "60.0%", "0", "aten::mm"],
+        ["1.00", "20.0%", "0", "aten::copy_"],
+    ]
+    assert lines[3].split(maxsplit=2) == ["1.00", "20.0%", "(kernels that no operator launched)"]
+    assert len(lines) == 4
+    on_cpu = torch_profile.lines_by_time(averages, "CPU", 2)
+    assert not any("gemm" in line or "kernels" in line for line in on_cpu)
 
 
 def test_where_torch_cannot_tell_categories_apart_the_bytes_are_kept(
