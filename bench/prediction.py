@@ -1,4 +1,4 @@
-"""Predicted memory against measured, on whatever machine this runs on: a check of ``ds_bench.memory``.
+"""Predicted memory against measured, on whatever machine this runs on: a check of ``ds_bench.prediction``.
 
     python bench/prediction.py                                  every strategy but NVMe, tiny preset
     python bench/prediction.py --model meta-llama/Llama-3.1-8B --num-gpus 8 --batch-size 1 --nvme-path /mnt/nvme
@@ -13,7 +13,7 @@ import argparse
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import harness
@@ -146,16 +146,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     found: list[Pair] = []
     with tempfile.TemporaryDirectory(prefix="ds_bench_prediction_") as scratch:
         for folder, command in commands(args, setting, Path(scratch)):
-            harness.timed(command, {}, folder / "stderr.log", Path(command[1]).name, args.timeout)
-            for record in records(folder):
+            try:
+                harness.timed(command, {}, folder / "stderr.log", Path(command[1]).name, args.timeout)
+            except BenchError as error:  # it ends so where a single row fails
+                if not (done := records(folder)):
+                    raise
+                print(str(error).partition("\n")[0], file=sys.stderr)
+            else:
+                done = records(folder)
+            for record in done:
                 if record.outcome.status == SUCCESS:
                     found += pairs(record)
                 else:
                     print(f"{record.trial.configuration.label}: {record.outcome.status}, {record.outcome.error}")
     show(found)
     if args.output is not None:
-        rows = [{"strategy": p.strategy, "what": p.what, "bytes": [p.predicted_bytes, p.measured_bytes]} for p in found]
-        write_json(args.output, {"machine": facts, "accelerator": place.accelerator, "pairs": rows})
+        write_json(args.output, {"machine": facts, "accelerator": place.accelerator, "pairs": list(map(asdict, found))})
     return 0
 
 

@@ -32,7 +32,9 @@ case "$1" in -c | - | -m) exec {python} "$@" ;; esac
 name=$(basename "$1" .py)
 while (($#)); do
     [[ $1 == --output-dir ]] && cp {rows} "$2/zero_comparison_1.json"
-    [[ $1 == --output ]] && echo '{{"ratio_to_bare": {{"warm": {{"median": 1.01, "min": 0.99, "max": 1.02}}}}}}' >"$2"
+    [[ $1 == --output && $name == prediction ]] && cp {pairs} "$2"
+    [[ $1 == --output && $name == fidelity ]] &&
+        echo '{{"ratio_to_bare": {{"warm": {{"median": 1.01, "min": 0.99, "max": 1.02}}}}}}' >"$2"
     shift
 done
 [[ $name == "$HANGS" ]] && echo "before the end" && sleep 600
@@ -40,12 +42,34 @@ exit 0
 """
 
 
+def predicted_pairs() -> Any:
+    """What bench/prediction.py writes of two cells, the second predicted at double its size."""
+    program = """
+import json
+from dataclasses import asdict
+from prediction import Pair
+sizes = {"gpu parameters": (2**30, 2**30), "gpu peak allocated": (2**31, 2**30)}
+pairs = [Pair(strategy="zero3", what=what, predicted_bytes=a, measured_bytes=b) for what, (a, b) in sizes.items()]
+print(json.dumps({"pairs": list(map(asdict, pairs))}))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "PYTHONPATH": str(ROOT / "bench")},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return json.loads(done.stdout)
+
+
 @pytest.fixture
 def start(tmp_path: Path) -> Any:
     rows = tmp_path / "rows.json"
     rows.write_text(json.dumps([ROW]))
+    pairs = tmp_path / "pairs.json"
+    pairs.write_text(json.dumps(predicted_pairs()))
     python = tmp_path / "python"
-    python.write_text(INTERPRETER.format(python=sys.executable, rows=rows))
+    python.write_text(INTERPRETER.format(python=sys.executable, rows=rows, pairs=pairs))
     python.chmod(0o755)
 
     def go(steps: str, hangs: str = "", **variables: str) -> subprocess.Popen[str]:
@@ -73,6 +97,13 @@ def test_a_chunk_that_ends_reports_and_archives_everything(start: Any, tmp_path:
     assert "zero3                  20.00      20.00      1.000            3.0            3.0" in out
     assert "product (warm) / bare loop 1.010 (0.990 to 1.020)" in out
     assert "nothing failed" in out
+
+
+def test_cells_that_are_predicted_wrongly_are_named(start: Any) -> None:
+    out, _ = start("prediction").communicate(timeout=120)
+    assert "prediction: 2 cells, 1 off by more than 10 %" in out
+    assert "predicted    2.000 GB, measured    1.000 GB" in out
+    assert "prediction off: zero3, gpu peak allocated" in out
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
