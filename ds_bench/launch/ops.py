@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
+import importlib.util
 import json
 import os
 import re
@@ -23,6 +24,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from ..config.deepspeed_config import is_deepcompiled, optimizer_kind
@@ -151,8 +153,15 @@ def _version(package: str) -> str:
 
 
 def _build_tools() -> str:
-    """Hash of the Python environment and its ninja: builds contain absolute paths, and another ninja repeats them."""
-    return hashlib.sha256(f"{sys.prefix} {installed_version('ninja') or 'system'}".encode()).hexdigest()[:8]
+    """Hash of the Python environment and its ninja: builds contain absolute paths, and another ninja repeats them.
+
+    With the folder of DeepSpeed's sources where it lies outside the environment, as PYTHONPATH may name one.
+    """
+    text = f"{sys.prefix} {installed_version('ninja') or 'system'}"
+    folder = _deepspeed_folder()
+    if folder is not None and not folder.is_relative_to(sys.prefix):
+        text += f" {folder}"
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
 def _processor() -> str:
@@ -213,12 +222,38 @@ def prepare_ops(
 
 
 def is_built(name: str, folder: Path) -> bool:
-    """Whether an earlier run built this op and the libraries that it loaded from this folder are still there."""
+    """Whether an earlier run built this op and the libraries that it loaded from this folder are still there.
+
+    Not if DeepSpeed was installed after that: its sources are then newer than what was built, and ninja would build it
+    again in the first trial.
+    """
+    mark = folder / f"{name}.ready"
     try:
-        libraries = json.loads((folder / f"{name}.ready").read_text())
+        libraries = json.loads(mark.read_text())
+        if mark.stat().st_mtime < _sources_time():
+            return False
         return isinstance(libraries, list) and all((folder / str(library)).is_file() for library in libraries)
     except (OSError, ValueError):
         return False
+
+
+@cache
+def _deepspeed_folder() -> Path | None:
+    """Where DeepSpeed is installed; None where it is not. It is not imported."""
+    try:
+        spec = importlib.util.find_spec("deepspeed")
+    except (ImportError, ValueError):
+        return None
+    return Path(spec.origin).parent if spec and spec.origin else None
+
+
+def _sources_time() -> float:
+    """When DeepSpeed's sources of ops were written; 0 where that is not known."""
+    folder = _deepspeed_folder()
+    try:
+        return 0.0 if folder is None else (folder / "ops" / "csrc" / "adam" / "cpu_adam.cpp").stat().st_mtime
+    except OSError:
+        return 0.0
 
 
 def _copy_shared_cache(folder: Path, names: Iterable[str]) -> None:

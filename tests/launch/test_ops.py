@@ -118,6 +118,31 @@ def test_ops_of_another_torch_or_processor_never_meet(monkeypatch: pytest.Monkey
     assert ops.cache_folder("cpu") != before
 
 
+def test_ops_of_sources_in_another_folder_never_meet(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As those of wheels that were unpacked into a folder which PYTHONPATH names: ninja would build them again."""
+    folders = set()
+    for place in (Path(sys.prefix) / "a", Path(sys.prefix) / "b", tmp_path / "a", tmp_path / "b"):
+        monkeypatch.setattr(ops, "_deepspeed_folder", lambda place=place: place)
+        folders.add(ops.cache_folder("cpu"))
+    assert len(folders) == 3
+
+
+def test_an_op_that_is_older_than_its_sources_is_not_built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    source, mark = tmp_path / "ops/csrc/adam/cpu_adam.cpp", tmp_path / f"{ops.CPU_ADAM}.ready"
+    source.parent.mkdir(parents=True)
+    source.touch()
+    mark.write_text("[]")
+    monkeypatch.setattr(ops, "_deepspeed_folder", lambda: tmp_path)
+    os.utime(source, (1000, 1000))
+    for seconds, built in ((1001, True), (999, False)):
+        os.utime(mark, (seconds, seconds))
+        assert ops.is_built(ops.CPU_ADAM, tmp_path) == built
+
+
+def test_the_sources_of_ops_lie_where_they_are_looked_for() -> None:
+    assert ops._sources_time() > 0
+
+
 def test_a_package_that_is_missing_is_told_with_the_remedy() -> None:
     with pytest.raises(PreflightError, match=r"no_such_package is not installed \(pip install .ds-compare\[run\].\)"):
         ops._version("no_such_package")
