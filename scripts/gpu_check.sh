@@ -5,8 +5,8 @@
 #
 # One chunk after another, the most telling first, each with the same OUT_DIR, to which a chunk adds:
 #
-#   STEPS="probe gpt2-zero gpt2-offload"   STEPS="tests prediction"   STEPS=fidelity   STEPS="launch opt-1.3b"
-#   STEPS=llama2-7b-zero
+#   STEPS="probe gpt2-zero gpt2-offload"   STEPS=tests   STEPS="prediction references"   STEPS=fidelity
+#   STEPS="launch opt-1.3b"   STEPS=llama2-7b-zero
 #
 # Steps; MODEL is a model's short name (gpt2, opt-1.3b, llama2-7b):
 #
@@ -30,7 +30,7 @@
 #
 # Environment, all optional:
 #   PYTHON            the interpreter              (.venv/bin/python, else python3)
-#   WHEELS            folder of wheels to install, without network, into a folder of this run's own
+#   WHEELS            folder of wheels to install, without network, into a folder of their own in ~/.cache
 #   STEPS             only these, e.g. "gpt2 fidelity"; "gpt2" stands for gpt2-zero and gpt2-offload
 #   NVME_PATH         folder on an NVMe disk
 #   NUM_GPUS          GPUs to use                  (all)
@@ -61,10 +61,18 @@ find_python() {
     fi
 }
 
+# Into one folder for all chunks: DeepSpeed's ops are built for the place and the time of their sources.
 install_wheels() {
     [[ -n ${WHEELS:-} ]] || return 0
-    "$PYTHON" -m pip install -q --no-index --no-deps --no-compile --target "$WORK/site" "$WHEELS"/*.whl || exit 2
-    export PYTHONPATH=$WORK/site${PYTHONPATH:+:$PYTHONPATH}
+    local key site
+    key=$({ cat "$WHEELS"/*.whl && "$PYTHON" -c 'import sys; print(sys.version, sys.prefix)'; } | sha256sum | cut -c1-16)
+    site=${XDG_CACHE_HOME:-${HOME:-/tmp}/.cache}/ds_bench/gpu_check/$key
+    if [[ ! -e $site/complete ]]; then
+        rm -rf "$site"
+        "$PYTHON" -m pip install -q --no-index --no-deps --no-compile --target "$site" "$WHEELS"/*.whl || exit 2
+        touch "$site/complete"
+    fi
+    export PYTHONPATH=$site${PYTHONPATH:+:$PYTHONPATH}
 }
 
 require_packages() {
@@ -445,7 +453,12 @@ print("\n".join(f"  {line}" for line in bad) or "  nothing failed, nothing is of
 PY
 }
 
-tests() { step tests 400 "$PYTHON" -m pytest "$ROOT/tests/integration/test_gpu.py" -m gpu -p no:cacheprovider --junit-xml "$WORK/tests/junit.xml"; }
+# With names, as pytest writes junit.xml only at its end; without what of pyproject.toml needs a plugin, or makes a warning
+# of another version of some package an error.
+tests() {
+    step tests 520 "$PYTHON" -m pytest "$ROOT/tests/integration/test_gpu.py" -m gpu -v -p no:cacheprovider \
+        -o addopts=--import-mode=importlib -o filterwarnings=default --junit-xml "$WORK/tests/junit.xml"
+}
 
 run_steps() {
     local model

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tarfile
 import time
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +105,23 @@ def test_cells_that_are_predicted_wrongly_are_named(start: Any) -> None:
     assert "prediction: 2 cells, 1 off by more than 10 %" in out
     assert "predicted    2.000 GB, measured    1.000 GB" in out
     assert "prediction off: zero3, gpu peak allocated" in out
+
+
+def test_wheels_are_installed_once_for_all_chunks(start: Any, tmp_path: Path) -> None:
+    """DeepSpeed's ops are built again where its sources are newer, or lie elsewhere."""
+    wheels, info = tmp_path / "wheels", "a_package-1.0.dist-info"
+    wheels.mkdir()
+    with zipfile.ZipFile(wheels / "a_package-1.0-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("a_package.py", "")
+        wheel.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: a-package\nVersion: 1.0\n")
+        wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(f"{info}/RECORD", "")
+    times = set()
+    for _ in range(2):
+        start("tiny-zero", WHEELS=str(wheels), XDG_CACHE_HOME=str(tmp_path / "cache")).communicate(timeout=120)
+        (installed,) = (tmp_path / "cache").rglob("a_package.py")
+        times.add(installed.stat().st_mtime_ns)
+    assert len(times) == 1
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
