@@ -876,8 +876,8 @@ def with_op_states(trial: Trial, states: Mapping[str, ops.OpState], largest_para
         config = deepspeed_config.complete_config(
             config, trial.workload, trial.placement, torch_adam=True, largest_parameter=largest_parameter
         )
-        # An offloaded optimizer is DeepSpeedCPUAdam, which does not need FusedAdam.
-        if not offload_device(config, "offload_optimizer"):
+        # Not for an offloaded optimizer, which is DeepSpeedCPUAdam, for another one than Adam, and for torch's own.
+        if config["optimizer"] != trial.ds_config["optimizer"]:
             text = (
                 "torch's AdamW instead of DeepSpeed's FusedAdam, which does not build here (stage 0 in 16 bit then "
                 f"also has another wrapper): {fused.reason}"

@@ -603,6 +603,20 @@ def test_a_row_whose_op_is_missing_loses_its_prediction() -> None:
     assert (lost.prediction, lost.unsupported is None) == (None, False)
 
 
+def test_only_rows_that_would_train_with_fused_adam_are_said_to_train_without_it() -> None:
+    options = fakes.options("zero", "--stages", "2", "--axis", "optimizer=torch_adamw,lion,muon")
+    plan = planner.make_run_plan([options], fakes.make_config, fakes.machine()).plans[0]
+    config = {**plan.trials[0].ds_config, "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}}
+    adamw = replace(plan.trials[0], ds_config=config)
+    missing = {ops.FUSED_ADAM: OpState(op=ops.FUSED_ADAM, ready=False, reason="no nvcc")}
+    changed = planner.with_op_states(adamw, missing, None)
+    assert changed.ds_config["optimizer"]["params"]["torch_adam"] is True
+    assert "no nvcc" in changed.caveats[-1]
+    assert len(plan.trials) == 3
+    for trial in plan.trials:
+        assert planner.with_op_states(trial, missing, None).caveats == trial.caveats
+
+
 def axis_rows_of(*arguments: str) -> dict[str, Trial]:
     return {trial.configuration.name: trial for trial in trials(fakes.options("zero", *arguments))}
 
