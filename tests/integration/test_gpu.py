@@ -14,6 +14,8 @@ from typing import Any
 import pandas
 import pytest
 
+from ds_bench.config.spec import Placement
+from ds_bench.launch import rank_environment
 from ds_bench.system import environment, gpus
 from tests.support.real_trials import ROOT
 
@@ -144,7 +146,8 @@ for group in (torch.distributed.group.WORLD, deepspeed.comm.new_group([0])):
 def test_preloading_leaves_the_driver_uninitialised() -> None:
     """Why ranks may be forked warm; NVML's own device files may be open."""
     program = "from ds_bench.worker import preload; print(preload.GPU_FILES, preload.CUDA_INITIALISED)"
-    variables = {**os.environ, "DS_ACCELERATOR": "cuda", "DS_BENCH_PARENT": str(os.getpid())}
+    of_ranks = rank_environment.rank_environment(Placement(accelerator="cuda", num_gpus=1), os.environ)
+    variables = {**os.environ, **of_ranks, "DS_BENCH_PARENT": str(os.getpid())}
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=variables, check=False)
     assert done.stdout.splitlines()[-1] == "[] False", done.stderr
 
