@@ -196,8 +196,9 @@ class RowRatios:
         """The interval of the ratio of ``row`` to ``other``; None if either is left out, or for a row and itself.
 
         For a row and the baseline the level is that of Holm's method, so that the interval excludes 1 exactly if that
-        method finds a difference. For two other rows it is Bonferroni's for one row compared with all others: so the
-        fastest row may be compared, although it was not known before which one that is.
+        method finds a difference. For two other rows it is Bonferroni's for all pairs of rows: so the fastest row may
+        be compared, although it was not known before which one that is. One row against all others is too few tests
+        for that: the fastest of equal rows differs most from some other one, which is as rare as that any pair does.
         """
         if row == other or row not in self._index or other not in self._index:
             return None
@@ -206,7 +207,7 @@ class RowRatios:
             return interval and interval.inverse
         if other == self._baseline:
             return self._from_baseline[row].interval(self._levels[row])
-        return self._difference(row, other).interval(ERROR_RATE / (len(self._index) - 1))
+        return self._difference(row, other).interval(ERROR_RATE / math.comb(len(self._index), 2))
 
     def _difference(self, row: str, other: str) -> LogDifference:
         return self._fit.differences(self._index[row], self._index[other])[0]

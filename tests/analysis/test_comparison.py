@@ -195,14 +195,14 @@ def test_two_runs_have_the_ratio_of_their_geometric_means_too() -> None:
 
 
 def test_the_interval_between_two_rows_is_the_tables_and_uses_the_runs_of_all() -> None:
-    """a, b and c vary alike: all nine runs tell the noise, and c against b is held to one level for both others."""
+    """a, b and c vary alike: all nine runs tell the noise, and c against b is held to one level for all three pairs."""
     seconds = {0: (0.100, 0.103, 0.101), 1: (0.111, 0.110, 0.113), 2: (0.122, 0.120, 0.121)}
     a, b, c = rows(*(record for stage, own in seconds.items() for record in runs(stage, *own)))
     assert ratio_between(b, a) == b.ratio_interval
     between = ratio_between(c, b)
     assert between is not None
     assert between.degrees_of_freedom == 9 - 3 - 1
-    assert between.confidence == pytest.approx(0.975)
+    assert between.confidence == pytest.approx(1 - 0.05 / 3)
     assert between.distinguishable
     inverse = ratio_between(a, b)
     assert inverse is not None
